@@ -49,10 +49,24 @@ void count_routed(const uint8_t* routing_map, int64_t num_experts, int64_t begin
 void fill_row_map(const uint8_t* routing_map, int64_t num_experts, int64_t begin, int64_t end,
                   const int64_t* offsets, int64_t* next_row, int64_t* rows, int32_t* experts, int64_t* sources);
 
+// The whole map at once for drop-and-pad, over all tokens: every expert owns `capacity` rows (<= T), the tokens routed to it
+// first, then, where they are fewer, the lowest tokens not routed to it (a stable descending sort of its column).
+// offsets: [T + 1]; rows, experts and sources: [E * capacity].
+void build_padded_row_map(const uint8_t* routing_map, int64_t num_tokens, int64_t num_experts, int64_t capacity,
+                          int64_t* offsets, int64_t* rows, int32_t* experts, int64_t* sources);
+
+// Builds offsets [T + 1] and rows [R] from sources [R], the token of each permuted row. Where experts is not null it
+// gets row / rows_per_expert of each entry. Returns the first row whose source is outside [0, T), or -1 if none is;
+// in the former case the outputs hold nothing useful.
+int64_t build_row_map_from_sources(const int64_t* sources, int64_t num_rows, int64_t num_tokens,
+                                   int64_t rows_per_expert, int64_t* offsets, int64_t* rows, int32_t* experts);
+
 // out[row] = tokens[t] for every row of t: permute forward, and unpermute backward without probabilities.
-// Where probs is not null ([T, E] of prob_size bytes each), permuted_probs gets the probability of each row.
+// Where probs is not null ([T, E] of prob_size bytes each), permuted_probs gets the probability of each row: a lane of
+// prob_lane_bytes >= prob_size (of any alignment) whose first prob_size bytes are the probability, the others zero.
 void permute_rows(const RowMap& map, DType dtype, int64_t hidden, ConstRows tokens, MutableRows permuted,
-                  const void* probs, int64_t prob_size, MutableRows permuted_probs, int64_t begin, int64_t end);
+                  const void* probs, int64_t prob_size, MutableRows permuted_probs, int64_t prob_lane_bytes,
+                  int64_t begin, int64_t end);
 
 // tokens[t] = sum over t's rows of (prob *) permuted[row]; zero for a token without rows: unpermute forward, and
 // permute backward. probs: float32 [T, E], or null.
@@ -79,13 +93,22 @@ namespace cuda {
 int64_t row_map_scratch_bytes(int64_t num_tokens, int64_t num_experts);
 
 // Builds offsets [T + 1], rows, experts and sources [up to max_rows] and expert_counts [E] from routing_map.
-// Rows at or past max_rows are not written.
+// Rows at or past max_rows are not written and are no entries: offsets[T] <= max_rows, expert_counts count kept rows.
 void build_row_map(const uint8_t* routing_map, int64_t num_tokens, int64_t num_experts, int64_t max_rows,
                    int64_t* offsets, int64_t* rows, int32_t* experts, int64_t* sources, int64_t* expert_counts,
                    void* scratch, void* stream);
 
+// Bytes of scratch memory that build_row_map_from_sources needs.
+int64_t sources_scratch_bytes(int64_t num_rows, int64_t num_tokens);
+
+// As in cpu; sources outside [0, T) are the caller's to refuse. Deterministic.
+void build_row_map_from_sources(const int64_t* sources, int64_t num_rows, int64_t num_tokens,
+                                int64_t rows_per_expert, int64_t* offsets, int64_t* rows, int32_t* experts,
+                                void* scratch, void* stream);
+
 void permute_rows(const RowMap& map, DType dtype, int64_t hidden, ConstRows tokens, MutableRows permuted,
-                  const void* probs, int64_t prob_size, MutableRows permuted_probs, void* stream);
+                  const void* probs, int64_t prob_size, MutableRows permuted_probs, int64_t prob_lane_bytes,
+                  void* stream);
 void unpermute_rows(const RowMap& map, DType dtype, int64_t hidden, ConstRows permuted, const float* probs,
                     MutableRows tokens, void* stream);
 void unpermute_rows_backward(const RowMap& map, DType dtype, int64_t hidden, ConstRows grad_tokens,

@@ -1,0 +1,57 @@
+#include "cpu_dispatch.h"
+
+#include <unistd.h>
+
+#include <atomic>
+#include <cstring>
+
+namespace moe_opt {
+namespace cpu {
+namespace {
+
+const CpuKernels* find_kernels(const char* name) {
+  const bool best = std::strcmp(name, "best") == 0;
+#ifdef MOE_OPT_X86
+  __builtin_cpu_init();
+  const bool has_avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c");
+  const bool has_avx512 = has_avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                          __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
+  if (has_avx512 && (best || std::strcmp(name, "avx512") == 0)) return &avx512::kernels;
+  if (has_avx2 && (best || std::strcmp(name, "avx2") == 0)) return &avx2::kernels;
+#endif
+  if (best || std::strcmp(name, "generic") == 0) return &generic::kernels;
+  return nullptr;
+}
+
+std::atomic<const CpuKernels*>& selected() {
+  static std::atomic<const CpuKernels*> chosen{find_kernels("best")};
+  return chosen;
+}
+
+int64_t last_level_cache_bytes() {
+  constexpr int64_t kUnknown = 32 << 20;
+#ifdef _SC_LEVEL3_CACHE_SIZE
+  const long bytes = sysconf(_SC_LEVEL3_CACHE_SIZE);
+  return bytes > 0 ? bytes : kUnknown;
+#else
+  return kUnknown;
+#endif
+}
+
+}  // namespace
+
+const CpuKernels& kernels() { return *selected().load(std::memory_order_relaxed); }
+
+bool select_kernels(const char* name) {
+  const CpuKernels* found = find_kernels(name);
+  if (found != nullptr) selected().store(found, std::memory_order_relaxed);
+  return found != nullptr;
+}
+
+bool should_stream(int64_t output_bytes) {
+  static const int64_t threshold = last_level_cache_bytes();
+  return output_bytes > threshold;
+}
+
+}  // namespace cpu
+}  // namespace moe_opt

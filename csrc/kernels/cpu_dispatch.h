@@ -1,0 +1,51 @@
+// The row kernels compiled for each instruction set, and the choice among them at run time.
+#pragma once
+
+#include <cstdint>
+
+#include "chunk_copy.h"
+#include "permute.h"
+
+namespace moe_opt {
+
+// One instruction set's kernels, over the tokens (or flat rows) [begin, end). `streaming` asks for stores past the
+// caches, which pay where the output is larger than the last-level cache.
+struct CpuKernels {
+  const char* name;
+  void (*permute_rows)(const RowMap& map, int64_t row_bytes, ConstRows tokens, MutableRows permuted, int64_t begin,
+                       int64_t end, bool streaming);
+  void (*unpermute_rows)(const RowMap& map, DType dtype, int64_t hidden, ConstRows permuted, const float* probs,
+                         MutableRows tokens, int64_t begin, int64_t end, bool streaming);
+  void (*unpermute_rows_backward)(const RowMap& map, DType dtype, int64_t hidden, ConstRows grad_tokens,
+                                  ConstRows permuted, const float* probs, MutableRows grad_permuted,
+                                  float* grad_probs, int64_t begin, int64_t end, bool streaming);
+  void (*copy_chunks)(const ChunkList& chunks, int64_t row_bytes, const void* source, int64_t source_stride_bytes,
+                      void* target, int64_t target_stride_bytes, int64_t begin, int64_t end, bool streaming);
+};
+
+namespace generic {
+extern const CpuKernels kernels;
+}
+#ifdef MOE_OPT_X86
+namespace avx2 {
+extern const CpuKernels kernels;
+}
+namespace avx512 {
+extern const CpuKernels kernels;
+}
+#endif
+
+namespace cpu {
+
+// The kernels in use: the best that this processor runs, unless select_kernels chose others.
+const CpuKernels& kernels();
+
+// Chooses kernels by name ("generic", "avx2", "avx512", or "best"); false if this processor or build lacks them.
+// For tests and measurements; affects the whole process.
+bool select_kernels(const char* name);
+
+// Whether an output of this size should bypass the caches.
+bool should_stream(int64_t output_bytes);
+
+}  // namespace cpu
+}  // namespace moe_opt

@@ -1,0 +1,209 @@
+// The row kernels of permute.h and chunk_copy.h for one instruction set. Compiled several times: MOE_OPT_ISA names
+// the set, the compiler flags select it (see CMakeLists.txt), and -ffp-contract=off keeps product and sum apart, so
+// that float32 results equal PyTorch's bit for bit.
+#include "cpu_dispatch.h"
+#include "cpu_vector.h"
+
+namespace moe_opt {
+namespace MOE_OPT_ISA {
+namespace {
+
+constexpr int64_t kUnroll = 4;                // vectors of a row in registers at a time
+constexpr int64_t kBlock = kUnroll * kLanes;  // elements
+
+const uint8_t* row_at(ConstRows rows, int64_t index) {
+  return static_cast<const uint8_t*>(rows.data) + index * rows.stride_bytes;
+}
+uint8_t* row_at(MutableRows rows, int64_t index) {
+  return static_cast<uint8_t*>(rows.data) + index * rows.stride_bytes;
+}
+
+template <typename T>
+bool can_stream(const T* row) {
+  return reinterpret_cast<uintptr_t>(row) % (kLanes * sizeof(T)) == 0;
+}
+
+template <bool kStreaming, typename T>
+void put(T* p, Vec a) {
+  if constexpr (kStreaming) {
+    stream(p, a);
+  } else {
+    store(p, a);
+  }
+}
+
+void permute_rows(const RowMap& map, int64_t row_bytes, ConstRows tokens, MutableRows permuted, int64_t begin,
+                  int64_t end, bool streaming) {
+  for (int64_t t = begin; t < end; ++t) {
+    const uint8_t* source = row_at(tokens, t);  // in the first-level cache after its first copy
+    for (int64_t i = map.offsets[t]; i < map.offsets[t + 1]; ++i) {
+      copy_bytes(row_at(permuted, map.rows[i]), source, row_bytes, streaming);
+    }
+  }
+  if (streaming) stream_fence();
+}
+
+// out[h] = 0 + (prob_0 *) row_0[h] + (prob_1 *) row_1[h] + ...: PyTorch adds into zeros, in ascending row order.
+template <typename T, bool kWeighted, bool kStreaming>
+void sum_rows(T* out, int64_t hidden, ConstRows permuted, const int64_t* rows, int64_t count, const float* probs,
+              const int32_t* experts) {
+  int64_t h = 0;
+  for (; h + kBlock <= hidden; h += kBlock) {
+    Vec total[kUnroll];
+    for (Vec& part : total) part = zero();
+    for (int64_t k = 0; k < count; ++k) {
+      const T* row = reinterpret_cast<const T*>(row_at(permuted, rows[k])) + h;
+      [[maybe_unused]] const Vec weight = kWeighted ? broadcast(probs[experts[k]]) : zero();
+      for (int64_t u = 0; u < kUnroll; ++u) {
+        Vec term = load(row + u * kLanes);
+        if constexpr (kWeighted) term = mul(term, weight);
+        total[u] = add(total[u], term);
+      }
+    }
+    for (int64_t u = 0; u < kUnroll; ++u) put<kStreaming>(out + h + u * kLanes, total[u]);
+  }
+  for (; h < hidden; ++h) {
+    float total = 0.0f;
+    for (int64_t k = 0; k < count; ++k) {
+      float term = load_one(reinterpret_cast<const T*>(row_at(permuted, rows[k])) + h);
+      if constexpr (kWeighted) term *= probs[experts[k]];
+      total += term;
+    }
+    store_one(out + h, total);
+  }
+}
+
+template <typename T, bool kWeighted>
+void unpermute_rows_of(const RowMap& map, int64_t hidden, ConstRows permuted, const float* probs,
+                       MutableRows tokens, int64_t begin, int64_t end, bool streaming) {
+  for (int64_t t = begin; t < end; ++t) {
+    T* out = reinterpret_cast<T*>(row_at(tokens, t));
+    const int64_t first = map.offsets[t];
+    const int64_t count = map.offsets[t + 1] - first;
+    const float* token_probs = kWeighted ? probs + t * map.num_experts : nullptr;
+    const int32_t* experts = kWeighted ? map.experts + first : nullptr;
+    if (streaming && can_stream(out)) {
+      sum_rows<T, kWeighted, true>(out, hidden, permuted, map.rows + first, count, token_probs, experts);
+    } else {
+      sum_rows<T, kWeighted, false>(out, hidden, permuted, map.rows + first, count, token_probs, experts);
+    }
+  }
+  if (streaming) stream_fence();
+}
+
+// out = prob * grad; returns <grad, row>.
+template <typename T, bool kStreaming>
+float scale_and_dot(T* out, const T* grad, const T* row, float prob, int64_t hidden) {
+  const Vec weight = broadcast(prob);
+  Vec dot[kUnroll];
+  for (Vec& part : dot) part = zero();
+  int64_t h = 0;
+  for (; h + kBlock <= hidden; h += kBlock) {
+    for (int64_t u = 0; u < kUnroll; ++u) {
+      const Vec g = load(grad + h + u * kLanes);
+      put<kStreaming>(out + h + u * kLanes, mul(g, weight));
+      dot[u] = add(dot[u], mul(g, load(row + h + u * kLanes)));
+    }
+  }
+  float tail = 0.0f;
+  for (; h < hidden; ++h) {
+    const float g = load_one(grad + h);
+    store_one(out + h, g * prob);
+    tail += g * load_one(row + h);
+  }
+  return sum(add(add(dot[0], dot[1]), add(dot[2], dot[3]))) + tail;
+}
+
+template <typename T>
+void unpermute_rows_backward_of(const RowMap& map, int64_t hidden, ConstRows grad_tokens, ConstRows permuted,
+                                const float* probs, MutableRows grad_permuted, float* grad_probs, int64_t begin,
+                                int64_t end, bool streaming) {
+  for (int64_t t = begin; t < end; ++t) {
+    const T* grad = reinterpret_cast<const T*>(row_at(grad_tokens, t));
+    const float* token_probs = probs + t * map.num_experts;
+    float* token_grad_probs = grad_probs + t * map.num_experts;
+    std::memset(token_grad_probs, 0, map.num_experts * sizeof(float));
+    for (int64_t i = map.offsets[t]; i < map.offsets[t + 1]; ++i) {
+      const int32_t expert = map.experts[i];
+      const float prob = token_probs[expert];
+      T* out = reinterpret_cast<T*>(row_at(grad_permuted, map.rows[i]));
+      const T* row = reinterpret_cast<const T*>(row_at(permuted, map.rows[i]));
+      token_grad_probs[expert] = streaming && can_stream(out)
+                                     ? scale_and_dot<T, true>(out, grad, row, prob, hidden)
+                                     : scale_and_dot<T, false>(out, grad, row, prob, hidden);
+    }
+  }
+  if (streaming) stream_fence();
+}
+
+void unpermute_rows(const RowMap& map, DType dtype, int64_t hidden, ConstRows permuted, const float* probs,
+                    MutableRows tokens, int64_t begin, int64_t end, bool streaming) {
+  const auto run = [&](auto zero_element) {
+    using T = decltype(zero_element);
+    if (probs != nullptr) {
+      unpermute_rows_of<T, true>(map, hidden, permuted, probs, tokens, begin, end, streaming);
+    } else {
+      unpermute_rows_of<T, false>(map, hidden, permuted, probs, tokens, begin, end, streaming);
+    }
+  };
+  switch (dtype) {
+    case DType::kFloat32:
+      return run(float{});
+    case DType::kBFloat16:
+      return run(BFloat16{});
+    case DType::kFloat16:
+      return run(Float16{});
+  }
+}
+
+void unpermute_rows_backward(const RowMap& map, DType dtype, int64_t hidden, ConstRows grad_tokens,
+                             ConstRows permuted, const float* probs, MutableRows grad_permuted, float* grad_probs,
+                             int64_t begin, int64_t end, bool streaming) {
+  const auto run = [&](auto zero_element) {
+    unpermute_rows_backward_of<decltype(zero_element)>(map, hidden, grad_tokens, permuted, probs, grad_permuted,
+                                                       grad_probs, begin, end, streaming);
+  };
+  switch (dtype) {
+    case DType::kFloat32:
+      return run(float{});
+    case DType::kBFloat16:
+      return run(BFloat16{});
+    case DType::kFloat16:
+      return run(Float16{});
+  }
+}
+
+void copy_chunks(const ChunkList& chunks, int64_t row_bytes, const void* source, int64_t source_stride_bytes,
+                 void* target, int64_t target_stride_bytes, int64_t begin, int64_t end, bool streaming) {
+  const ConstRows from{source, source_stride_bytes};
+  const MutableRows to{target, target_stride_bytes};
+  const bool dense = source_stride_bytes == row_bytes && target_stride_bytes == row_bytes;
+  int64_t flat = 0;  // first flat row of chunk c
+  for (int64_t c = 0; c < chunks.num_chunks && flat < end; flat += chunks.row_counts[c++]) {
+    const int64_t first = begin > flat ? begin - flat : 0;
+    const int64_t last = end - flat < chunks.row_counts[c] ? end - flat : chunks.row_counts[c];
+    if (first >= last) continue;
+    uint8_t* out = row_at(to, chunks.target_rows[c] + first);
+    const uint8_t* in = row_at(from, chunks.source_rows[c] + first);
+    if (dense) {
+      copy_bytes(out, in, (last - first) * row_bytes, streaming);
+      continue;
+    }
+    for (int64_t r = first; r < last; ++r, out += target_stride_bytes, in += source_stride_bytes) {
+      copy_bytes(out, in, row_bytes, streaming);
+    }
+  }
+  if (streaming) stream_fence();
+}
+
+#define MOE_OPT_STRING_OF(name) #name
+#define MOE_OPT_STRING(name) MOE_OPT_STRING_OF(name)
+
+}  // namespace
+
+extern const CpuKernels kernels;
+const CpuKernels kernels = {MOE_OPT_STRING(MOE_OPT_ISA), permute_rows, unpermute_rows, unpermute_rows_backward,
+                            copy_chunks};
+
+}  // namespace MOE_OPT_ISA
+}  // namespace moe_opt

@@ -1,0 +1,266 @@
+// Vectors of float32 over the instruction set this file is compiled for: AVX-512, AVX2 or plain C++.
+//
+// Included only by cpu_rows.cpp, which is compiled once for each instruction set; everything lives in a namespace
+// named after it (MOE_OPT_ISA), so that no inline function of one set can be linked into the code of another.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#if defined(__AVX512F__) || defined(__AVX2__)
+#include <immintrin.h>
+#endif
+
+namespace moe_opt {
+namespace MOE_OPT_ISA {
+
+struct BFloat16 {
+  uint16_t bits;
+};
+struct Float16 {
+  uint16_t bits;
+};
+
+inline float as_float(uint32_t bits) {
+  float value;
+  std::memcpy(&value, &bits, sizeof(value));
+  return value;
+}
+
+inline uint32_t as_bits(float value) {
+  uint32_t bits;
+  std::memcpy(&bits, &value, sizeof(bits));
+  return bits;
+}
+
+// Scalar conversions, round to nearest even; NaN stays NaN, denormals are kept.
+inline float to_float(float value) { return value; }
+inline float to_float(BFloat16 value) { return as_float(uint32_t{value.bits} << 16); }
+inline float to_float(Float16 value) {
+  const uint32_t sign = uint32_t{value.bits & 0x8000u} << 16;
+  const uint32_t magnitude = value.bits & 0x7fffu;
+  if (magnitude >= 0x7c00u) return as_float(sign | 0x7f800000u | (magnitude & 0x3ffu) << 13);
+  if (magnitude < 0x400u) {  // zero or denormal: an integer number of 2^-24
+    const float scaled = static_cast<float>(magnitude) * 0x1p-24f;
+    return as_float(sign | as_bits(scaled));
+  }
+  return as_float(sign | ((magnitude << 13) + (112u << 23)));
+}
+
+inline void from_float(float value, float* out) { *out = value; }
+inline void from_float(float value, BFloat16* out) {
+  const uint32_t bits = as_bits(value);
+  const bool is_nan = (bits & 0x7fffffffu) > 0x7f800000u;
+  const uint32_t rounded = is_nan ? bits | 0x400000u : bits + 0x7fffu + (bits >> 16 & 1u);
+  out->bits = static_cast<uint16_t>(rounded >> 16);
+}
+inline void from_float(float value, Float16* out) {
+  const uint32_t bits = as_bits(value);
+  const uint32_t sign = bits >> 16 & 0x8000u;
+  const uint32_t magnitude = bits & 0x7fffffffu;
+  uint32_t half;
+  if (magnitude > 0x7f800000u) {
+    half = 0x7e00u | (magnitude >> 13 & 0x3ffu);
+  } else if (magnitude >= 0x477ff000u) {  // rounds to 2^16 or more
+    half = 0x7c00u;
+  } else if (magnitude < 0x38800000u) {
+    // Below the normal range the float adder rounds for us: next to 0.5 one unit in the last place is 2^-24.
+    half = as_bits(as_float(magnitude) + 0.5f) - as_bits(0.5f);
+  } else {
+    half = (magnitude - (112u << 23) + 0xfffu + (magnitude >> 13 & 1u)) >> 13;
+  }
+  out->bits = static_cast<uint16_t>(sign | half);
+}
+
+// Vec holds kLanes float32 values. stream() is a non-temporal store to an address aligned to the bytes it writes.
+#if defined(__AVX512F__)
+
+struct Vec {
+  __m512 v;
+};
+constexpr int64_t kLanes = 16;
+
+inline Vec zero() { return {_mm512_setzero_ps()}; }
+inline Vec broadcast(float x) { return {_mm512_set1_ps(x)}; }
+inline Vec add(Vec a, Vec b) { return {_mm512_add_ps(a.v, b.v)}; }
+inline Vec mul(Vec a, Vec b) { return {_mm512_mul_ps(a.v, b.v)}; }
+inline float sum(Vec a) { return _mm512_reduce_add_ps(a.v); }
+
+inline Vec load(const float* p) { return {_mm512_loadu_ps(p)}; }
+inline Vec load(const BFloat16* p) {
+  const __m256i bits = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+  return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16))};
+}
+inline Vec load(const Float16* p) {
+  return {_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)))};
+}
+
+inline __m256i pack(Vec a, const BFloat16*) {
+  const __m512i bits = _mm512_castps_si512(a.v);
+  const __m512i lowest_kept = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+  __m512i rounded = _mm512_add_epi32(bits, _mm512_add_epi32(lowest_kept, _mm512_set1_epi32(0x7fff)));
+  const __mmask16 is_nan = _mm512_cmp_ps_mask(a.v, a.v, _CMP_UNORD_Q);
+  rounded = _mm512_mask_or_epi32(rounded, is_nan, bits, _mm512_set1_epi32(0x400000));
+  return _mm512_cvtepi32_epi16(_mm512_srli_epi32(rounded, 16));
+}
+inline __m256i pack(Vec a, const Float16*) {
+  return _mm512_cvtps_ph(a.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+}
+
+inline void store(float* p, Vec a) { _mm512_storeu_ps(p, a.v); }
+inline void stream(float* p, Vec a) { _mm512_stream_ps(p, a.v); }
+template <typename T>
+inline void store(T* p, Vec a) {
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), pack(a, p));
+}
+template <typename T>
+inline void stream(T* p, Vec a) {
+  _mm256_stream_si256(reinterpret_cast<__m256i*>(p), pack(a, p));
+}
+
+#elif defined(__AVX2__)
+
+struct Vec {
+  __m256 v;
+};
+constexpr int64_t kLanes = 8;
+
+inline Vec zero() { return {_mm256_setzero_ps()}; }
+inline Vec broadcast(float x) { return {_mm256_set1_ps(x)}; }
+inline Vec add(Vec a, Vec b) { return {_mm256_add_ps(a.v, b.v)}; }
+inline Vec mul(Vec a, Vec b) { return {_mm256_mul_ps(a.v, b.v)}; }
+inline float sum(Vec a) {
+  __m128 s = _mm_add_ps(_mm256_castps256_ps128(a.v), _mm256_extractf128_ps(a.v, 1));
+  s = _mm_add_ps(s, _mm_movehl_ps(s, s));
+  return _mm_cvtss_f32(_mm_add_ss(s, _mm_movehdup_ps(s)));
+}
+
+inline Vec load(const float* p) { return {_mm256_loadu_ps(p)}; }
+inline Vec load(const BFloat16* p) {
+  const __m128i bits = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
+  return {_mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(bits), 16))};
+}
+inline Vec load(const Float16* p) {
+  return {_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)))};
+}
+
+inline __m128i pack(Vec a, const BFloat16*) {
+  const __m256i bits = _mm256_castps_si256(a.v);
+  const __m256i lowest_kept = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
+  const __m256i rounded = _mm256_add_epi32(bits, _mm256_add_epi32(lowest_kept, _mm256_set1_epi32(0x7fff)));
+  const __m256i quiet = _mm256_or_si256(bits, _mm256_set1_epi32(0x400000));
+  const __m256i is_nan = _mm256_castps_si256(_mm256_cmp_ps(a.v, a.v, _CMP_UNORD_Q));
+  const __m256i high = _mm256_srli_epi32(_mm256_blendv_epi8(rounded, quiet, is_nan), 16);
+  return _mm_packus_epi32(_mm256_castsi256_si128(high), _mm256_extracti128_si256(high, 1));
+}
+inline __m128i pack(Vec a, const Float16*) {
+  return _mm256_cvtps_ph(a.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+}
+
+inline void store(float* p, Vec a) { _mm256_storeu_ps(p, a.v); }
+inline void stream(float* p, Vec a) { _mm256_stream_ps(p, a.v); }
+template <typename T>
+inline void store(T* p, Vec a) {
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), pack(a, p));
+}
+template <typename T>
+inline void stream(T* p, Vec a) {
+  _mm_stream_si128(reinterpret_cast<__m128i*>(p), pack(a, p));
+}
+
+#else
+
+constexpr int64_t kLanes = 8;  // short loops that the compiler turns into whatever vectors the target has
+struct Vec {
+  float v[kLanes];
+};
+
+inline Vec zero() { return {}; }
+inline Vec broadcast(float x) {
+  Vec a;
+  for (float& lane : a.v) lane = x;
+  return a;
+}
+inline Vec add(Vec a, Vec b) {
+  for (int64_t i = 0; i < kLanes; ++i) a.v[i] += b.v[i];
+  return a;
+}
+inline Vec mul(Vec a, Vec b) {
+  for (int64_t i = 0; i < kLanes; ++i) a.v[i] *= b.v[i];
+  return a;
+}
+inline float sum(Vec a) {
+  float total = 0.0f;
+  for (float lane : a.v) total += lane;
+  return total;
+}
+template <typename T>
+inline Vec load(const T* p) {
+  T raw[kLanes];
+  std::memcpy(raw, p, sizeof(raw));  // p may be unaligned
+  Vec a;
+  for (int64_t i = 0; i < kLanes; ++i) a.v[i] = to_float(raw[i]);
+  return a;
+}
+template <typename T>
+inline void store(T* p, Vec a) {
+  T raw[kLanes];
+  for (int64_t i = 0; i < kLanes; ++i) from_float(a.v[i], &raw[i]);
+  std::memcpy(p, raw, sizeof(raw));
+}
+template <typename T>
+inline void stream(T* p, Vec a) {
+  store(p, a);
+}
+
+#endif
+
+// One element, at any alignment.
+template <typename T>
+inline float load_one(const T* p) {
+  T raw;
+  std::memcpy(&raw, p, sizeof(raw));
+  return to_float(raw);
+}
+template <typename T>
+inline void store_one(T* p, float value) {
+  T raw;
+  from_float(value, &raw);
+  std::memcpy(p, &raw, sizeof(raw));
+}
+
+// Orders the non-temporal stores of this thread before whatever it does next.
+inline void stream_fence() {
+#if defined(__AVX512F__) || defined(__AVX2__)
+  _mm_sfence();
+#endif
+}
+
+// Copies bytes; with `streaming` past the caches. Source and target must not overlap.
+inline void copy_bytes(uint8_t* target, const uint8_t* source, int64_t bytes, bool streaming) {
+#if defined(__AVX512F__) || defined(__AVX2__)
+  if (streaming && bytes >= 256) {
+    const int64_t head = -reinterpret_cast<intptr_t>(target) & 63;  // up to the next cache line
+    std::memcpy(target, source, head);
+    int64_t i = head;
+    for (; i + 64 <= bytes; i += 64) {
+#if defined(__AVX512F__)
+      _mm512_stream_si512(reinterpret_cast<__m512i*>(target + i), _mm512_loadu_si512(source + i));
+#else
+      const __m256i low = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(source + i));
+      const __m256i high = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(source + i + 32));
+      _mm256_stream_si256(reinterpret_cast<__m256i*>(target + i), low);
+      _mm256_stream_si256(reinterpret_cast<__m256i*>(target + i + 32), high);
+#endif
+    }
+    std::memcpy(target + i, source + i, bytes - i);
+    return;
+  }
+#else
+  (void)streaming;
+#endif
+  std::memcpy(target, source, bytes);
+}
+
+}  // namespace MOE_OPT_ISA
+}  // namespace moe_opt

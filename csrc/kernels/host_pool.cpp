@@ -1,0 +1,174 @@
+#include "host_pool.h"
+
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <cstdlib>
+#include <iterator>
+#include <list>
+#include <mutex>
+#include <new>
+#include <unordered_map>
+#include <vector>
+
+namespace moe_opt {
+namespace host_pool {
+namespace {
+
+constexpr int64_t kCacheLine = 64;
+constexpr int64_t kHugePage = 2 << 20;
+
+// Rounds up to one of eight sizes per power of two, so that nearly equal sizes share blocks at a waste of an eighth.
+int64_t bucket_size(int64_t bytes) {
+  if (bytes <= 8 * kCacheLine) return (bytes + kCacheLine - 1) / kCacheLine * kCacheLine;
+  const int highest_bit = 63 - __builtin_clzll(static_cast<unsigned long long>(bytes));
+  const int64_t step = int64_t{1} << (highest_bit - 3);
+  return (bytes + step - 1) / step * step;
+}
+
+void* system_allocate(int64_t size) {
+  if (size < kHugePage) {
+    void* block = std::aligned_alloc(kCacheLine, static_cast<size_t>(size));
+    if (block == nullptr) throw std::bad_alloc();
+    return block;
+  }
+  // Map one huge page too many and cut both ends off.
+  const int64_t mapped = size + kHugePage;
+  void* base = mmap(nullptr, mapped, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  if (base == MAP_FAILED) throw std::bad_alloc();
+  uint8_t* start = static_cast<uint8_t*>(base);
+  const int64_t head = -reinterpret_cast<intptr_t>(start) & (kHugePage - 1);
+  if (head > 0) munmap(start, head);
+  if (kHugePage - head > 0) munmap(start + head + size, kHugePage - head);
+#ifdef MADV_HUGEPAGE
+  madvise(start + head, size, MADV_HUGEPAGE);  // advice only: failure changes nothing but speed
+#endif
+  return start + head;
+}
+
+void system_release(void* block, int64_t size) {
+  if (size < kHugePage) {
+    std::free(block);
+  } else {
+    munmap(block, size);
+  }
+}
+
+int64_t default_limit() {
+  const int64_t memory = int64_t{sysconf(_SC_PHYS_PAGES)} * sysconf(_SC_PAGESIZE);
+  return memory / 8;
+}
+
+class Pool {
+ public:
+  void* allocate(int64_t bytes) {
+    const int64_t size = bucket_size(bytes);
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      auto bucket = free_by_size_.find(size);
+      if (bucket != free_by_size_.end() && !bucket->second.empty()) {
+        const auto newest = bucket->second.back();  // the most likely to be in a cache still
+        bucket->second.pop_back();
+        void* block = newest->block;
+        free_by_age_.erase(newest);
+        used_.emplace(block, size);
+        stats_.cached_bytes -= size;
+        stats_.used_bytes += size;
+        ++stats_.hits;
+        return block;
+      }
+    }
+    void* block = system_allocate(size);
+    std::lock_guard<std::mutex> lock(mutex_);
+    used_.emplace(block, size);
+    stats_.used_bytes += size;
+    ++stats_.misses;
+    return block;
+  }
+
+  void release(void* block) {
+    std::vector<FreeBlock> evicted;
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      const auto found = used_.find(block);
+      const int64_t size = found->second;
+      used_.erase(found);
+      stats_.used_bytes -= size;
+      stats_.cached_bytes += size;
+      free_by_age_.push_back({block, size});
+      free_by_size_[size].push_back(std::prev(free_by_age_.end()));
+      evicted = evict_down_to(limit_);
+    }
+    for (const FreeBlock& old : evicted) system_release(old.block, old.size);
+  }
+
+  void set_limit(int64_t bytes) {
+    std::vector<FreeBlock> evicted;
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      limit_ = bytes;
+      evicted = evict_down_to(bytes);
+    }
+    for (const FreeBlock& old : evicted) system_release(old.block, old.size);
+  }
+
+  void trim() {
+    std::vector<FreeBlock> evicted;
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      evicted = evict_down_to(0);
+    }
+    for (const FreeBlock& old : evicted) system_release(old.block, old.size);
+  }
+
+  HostPoolStats stats() {
+    std::lock_guard<std::mutex> lock(mutex_);
+    return stats_;
+  }
+
+ private:
+  struct FreeBlock {
+    void* block;
+    int64_t size;
+  };
+  using FreeList = std::list<FreeBlock>;
+
+  // Takes the oldest free blocks out until `bytes` are left; the caller returns them to the system, unlocked.
+  std::vector<FreeBlock> evict_down_to(int64_t bytes) {
+    std::vector<FreeBlock> evicted;
+    while (stats_.cached_bytes > bytes) {
+      const auto oldest = free_by_age_.begin();
+      auto& bucket = free_by_size_[oldest->size];
+      bucket.erase(bucket.begin());  // within a bucket blocks are in order of age too
+      stats_.cached_bytes -= oldest->size;
+      evicted.push_back(*oldest);
+      free_by_age_.pop_front();
+    }
+    return evicted;
+  }
+
+  std::mutex mutex_;
+  FreeList free_by_age_;                                             // oldest first
+  std::unordered_map<int64_t, std::vector<FreeList::iterator>> free_by_size_;  // oldest first
+  std::unordered_map<void*, int64_t> used_;
+  HostPoolStats stats_{};
+  int64_t limit_ = default_limit();
+};
+
+Pool& pool() {
+  static Pool* const instance = new Pool;  // leaked on purpose, see the header
+  return *instance;
+}
+
+}  // namespace
+
+void* allocate(int64_t bytes) { return pool().allocate(bytes); }
+void release(void* block) {
+  if (block != nullptr) pool().release(block);
+}
+void set_limit(int64_t bytes) { pool().set_limit(bytes); }
+void trim() { pool().trim(); }
+HostPoolStats stats() { return pool().stats(); }
+
+}  // namespace host_pool
+}  // namespace moe_opt

@@ -1,0 +1,359 @@
+// Permute and unpermute on CUDA: one block a token.
+//
+// A block reads its token's row once and writes it to each permuted row, or sums its permuted rows in registers and
+// writes once, so each byte of the large matrices crosses memory once. A thread keeps several 16-byte vectors (of the
+// token, or of different permuted rows) in flight before it uses the first; the row indices of a token are loaded
+// together, not one after the other. No atomics, no shared state between blocks: the same bits in every run.
+//
+// Shapes: T tokens, E experts, R rows, H hidden. "Row" below always means a permuted row.
+#include "cuda_common.cuh"
+#include "permute.h"
+
+namespace moe_opt {
+namespace cuda {
+namespace {
+
+constexpr int kCopyVectors = 4;   // vectors of its token a thread holds while it writes them to each row
+constexpr int kRowsInFlight = 8;  // rows whose vectors a thread requests together
+
+// [first, last): the entries of a token in the row map.
+struct Entries {
+  int64_t first;
+  int64_t last;
+};
+__device__ __forceinline__ Entries entries_of(const int64_t* __restrict__ offsets, int64_t token) {
+  return {offsets[token], offsets[token + 1]};
+}
+
+// The lanes that hold the probabilities of rows: at data + row * stride_bytes, read and written in units.
+struct ProbLanes {
+  char* data;
+  int64_t stride_bytes;
+  int prob_units;  // units of a probability
+  int lane_units;  // units of a lane; those past prob_units are zero
+};
+
+// rows[row, :] = tokens[t, :] for every row of t; lanes[row] = probs[t, expert] where kWithProbs.
+// Unit: what one access moves; a row is `units` of them. grid: T.
+template <typename Unit, typename ProbUnit, bool kWithProbs>
+__global__ void __launch_bounds__(kBlockThreads)
+    permute_rows_kernel(const int64_t* __restrict__ offsets, const int64_t* __restrict__ rows,
+                        const int32_t* __restrict__ experts, int64_t num_experts, int64_t units,
+                        const char* __restrict__ tokens, int64_t token_stride, char* __restrict__ permuted,
+                        int64_t permuted_stride, const ProbUnit* __restrict__ probs, ProbLanes lanes) {
+  const int64_t token = blockIdx.x;
+  const Entries entries = entries_of(offsets, token);
+  const Unit* source = reinterpret_cast<const Unit*>(tokens + token * token_stride);
+
+  for (int64_t base = threadIdx.x; base < units; base += int64_t{blockDim.x} * kCopyVectors) {
+    Unit values[kCopyVectors];
+#pragma unroll
+    for (int v = 0; v < kCopyVectors; ++v) {
+      const int64_t index = base + int64_t{v} * blockDim.x;
+      if (index < units) values[v] = __ldcs(source + index);
+    }
+    for (int64_t entry = entries.first; entry < entries.last; entry += kRowsInFlight) {
+      int64_t row[kRowsInFlight];
+#pragma unroll
+      for (int r = 0; r < kRowsInFlight; ++r) row[r] = entry + r < entries.last ? rows[entry + r] : -1;
+#pragma unroll
+      for (int r = 0; r < kRowsInFlight; ++r) {
+        if (row[r] < 0) break;
+        Unit* target = reinterpret_cast<Unit*>(permuted + row[r] * permuted_stride);
+#pragma unroll
+        for (int v = 0; v < kCopyVectors; ++v) {
+          const int64_t index = base + int64_t{v} * blockDim.x;
+          if (index < units) __stcs(target + index, values[v]);
+        }
+      }
+    }
+  }
+
+  if (kWithProbs) {
+    const int64_t total = (entries.last - entries.first) * lanes.lane_units;
+    for (int64_t i = threadIdx.x; i < total; i += blockDim.x) {
+      const int64_t entry = entries.first + i / lanes.lane_units;
+      const int unit = static_cast<int>(i % lanes.lane_units);
+      const int64_t prob = (token * num_experts + experts[entry]) * lanes.prob_units;
+      ProbUnit* lane = reinterpret_cast<ProbUnit*>(lanes.data + rows[entry] * lanes.stride_bytes);
+      lane[unit] = unit < lanes.prob_units ? probs[prob + unit] : ProbUnit{0};
+    }
+  }
+}
+
+// tokens[t, :] = sum over the rows of t, ascending, of (probs[t, expert] *) permuted[row, :], in float32, each product
+// rounded before it is added (no fused multiply-add), so that every device gives the same bits.
+// Vectors of kCount elements; a row is `vectors` of them. grid: T.
+template <typename T, int kCount, bool kWithProbs>
+__global__ void __launch_bounds__(kBlockThreads)
+    unpermute_rows_kernel(const int64_t* __restrict__ offsets, const int64_t* __restrict__ rows,
+                          const int32_t* __restrict__ experts, int64_t num_experts, int64_t vectors,
+                          const char* __restrict__ permuted, int64_t permuted_stride,
+                          const float* __restrict__ probs, char* __restrict__ tokens, int64_t token_stride) {
+  using Elements = Vector<T, kCount>;
+  const int64_t token = blockIdx.x;
+  const Entries entries = entries_of(offsets, token);
+  for (int64_t index = threadIdx.x; index < vectors; index += blockDim.x) {
+    float sum[kCount] = {};
+    for (int64_t entry = entries.first; entry < entries.last; entry += kRowsInFlight) {
+      Elements values[kRowsInFlight];
+      float weight[kRowsInFlight];
+#pragma unroll
+      for (int r = 0; r < kRowsInFlight; ++r) {
+        if (entry + r >= entries.last) continue;
+        values[r] = Elements::load(permuted + rows[entry + r] * permuted_stride, index);
+        if (kWithProbs) weight[r] = probs[token * num_experts + experts[entry + r]];
+      }
+#pragma unroll
+      for (int r = 0; r < kRowsInFlight; ++r) {
+        if (entry + r >= entries.last) continue;
+#pragma unroll
+        for (int n = 0; n < kCount; ++n) {
+          const float value = to_float(values[r].at[n]);
+          sum[n] = __fadd_rn(sum[n], kWithProbs ? __fmul_rn(weight[r], value) : value);
+        }
+      }
+    }
+    Elements result;
+#pragma unroll
+    for (int n = 0; n < kCount; ++n) result.at[n] = from_float<T>(sum[n]);
+    result.store(tokens + token * token_stride, index);
+  }
+}
+
+// grad_permuted[row, :] = probs[t, expert] * grad_tokens[t, :];
+// grad_probs[t, expert] = sum over H of grad_tokens[t, h] * permuted[row, h], in float32: in each thread over its
+// vectors, then over lanes, then over warps, always in the same order. grid: T.
+template <typename T, int kCount>
+__global__ void __launch_bounds__(kBlockThreads, 2)
+    unpermute_rows_backward_kernel(const int64_t* __restrict__ offsets, const int64_t* __restrict__ rows,
+                                   const int32_t* __restrict__ experts, int64_t num_experts, int64_t vectors,
+                                   const char* __restrict__ grad_tokens, int64_t grad_token_stride,
+                                   const char* __restrict__ permuted, int64_t permuted_stride,
+                                   const float* __restrict__ probs, char* __restrict__ grad_permuted,
+                                   int64_t grad_permuted_stride, float* __restrict__ grad_probs) {
+  using Elements = Vector<T, kCount>;
+  __shared__ float warp_dots[kRowsInFlight][kBlockThreads / kWarp];
+  const int lane = threadIdx.x % kWarp;
+  const int warp = threadIdx.x / kWarp;
+  const int64_t token = blockIdx.x;
+  const Entries entries = entries_of(offsets, token);
+  const char* grad_row = grad_tokens + token * grad_token_stride;
+
+  for (int64_t entry = entries.first; entry < entries.last; entry += kRowsInFlight) {
+    const int count = static_cast<int>(min(int64_t{kRowsInFlight}, entries.last - entry));
+    int64_t row[kRowsInFlight] = {};
+    float weight[kRowsInFlight] = {};
+    float dot[kRowsInFlight] = {};
+#pragma unroll
+    for (int r = 0; r < kRowsInFlight; ++r) {
+      if (r >= count) continue;
+      row[r] = rows[entry + r];
+      weight[r] = probs[token * num_experts + experts[entry + r]];
+    }
+    for (int64_t index = threadIdx.x; index < vectors; index += blockDim.x) {
+      const Elements grad = Elements::load(grad_row, index);
+      Elements values[kRowsInFlight];
+#pragma unroll
+      for (int r = 0; r < kRowsInFlight; ++r) {
+        if (r < count) values[r] = Elements::load(permuted + row[r] * permuted_stride, index);
+      }
+#pragma unroll
+      for (int r = 0; r < kRowsInFlight; ++r) {
+        if (r >= count) continue;
+        Elements scaled;
+#pragma unroll
+        for (int n = 0; n < kCount; ++n) {
+          const float g = to_float(grad.at[n]);
+          scaled.at[n] = from_float<T>(__fmul_rn(weight[r], g));
+          dot[r] = fmaf(g, to_float(values[r].at[n]), dot[r]);
+        }
+        scaled.store(grad_permuted + row[r] * grad_permuted_stride, index);
+      }
+    }
+#pragma unroll
+    for (int r = 0; r < kRowsInFlight; ++r) {
+      for (int distance = kWarp / 2; distance > 0; distance /= 2) {
+        dot[r] += __shfl_xor_sync(kAllLanes, dot[r], distance);
+      }
+      if (lane == 0) warp_dots[r][warp] = dot[r];
+    }
+    __syncthreads();
+    if (threadIdx.x < count) {
+      float total = 0;
+      for (int w = 0; w < static_cast<int>(blockDim.x) / kWarp; ++w) total += warp_dots[threadIdx.x][w];
+      grad_probs[token * num_experts + experts[entry + threadIdx.x]] = total;
+    }
+    __syncthreads();  // warp_dots is written again by the next entries
+  }
+}
+
+// grad_probs[t, expert] = lanes[row] for every row of t. One warp a token.
+template <typename ProbUnit>
+__global__ void __launch_bounds__(kBlockThreads)
+    unpermute_probs_kernel(const int64_t* __restrict__ offsets, const int64_t* __restrict__ rows,
+                           const int32_t* __restrict__ experts, int64_t num_tokens, int64_t num_experts,
+                           const char* __restrict__ lanes, int64_t lane_stride, int prob_units,
+                           ProbUnit* __restrict__ grad_probs) {
+  const int64_t token = int64_t{blockIdx.x} * (kBlockThreads / kWarp) + threadIdx.x / kWarp;
+  if (token >= num_tokens) return;
+  const Entries entries = entries_of(offsets, token);
+  for (int64_t entry = entries.first + threadIdx.x % kWarp; entry < entries.last; entry += kWarp) {
+    const ProbUnit* lane = reinterpret_cast<const ProbUnit*>(lanes + rows[entry] * lane_stride);
+    ProbUnit* grad = grad_probs + (token * num_experts + experts[entry]) * prob_units;
+    for (int unit = 0; unit < prob_units; ++unit) grad[unit] = lane[unit];
+  }
+}
+
+// Calls launch(ProbUnit{}) with the widest unit, at most 4 bytes, that divides every lane's address and all sizes.
+template <typename Launch>
+void with_prob_unit(const void* lanes, int64_t lane_stride, int64_t lane_bytes, int64_t prob_size, Launch launch) {
+  const auto fits = [&](int64_t bytes) {
+    return rows_aligned(lanes, lane_stride, bytes) && lane_bytes % bytes == 0 && prob_size % bytes == 0;
+  };
+  if (fits(4)) {
+    launch(UnitOf<4>::type{});
+  } else if (fits(2)) {
+    launch(UnitOf<2>::type{});
+  } else {
+    launch(UnitOf<1>::type{});
+  }
+}
+
+// Calls launch(T{}, count) with the element type and the elements of a vector: 16 bytes where every row allows it,
+// else one element.
+template <typename Launch>
+void with_vector(DType dtype, bool wide, Launch launch) {
+  const auto with_type = [&](auto element) {
+    using T = decltype(element);
+    if (wide) {
+      launch(element, std::integral_constant<int, kVectorBytes / sizeof(T)>{});
+    } else {
+      launch(element, std::integral_constant<int, 1>{});
+    }
+  };
+  switch (dtype) {
+    case DType::kFloat32:
+      return with_type(float{});
+    case DType::kBFloat16:
+      return with_type(__nv_bfloat16{});
+    case DType::kFloat16:
+      return with_type(__half{});
+  }
+  throw std::runtime_error("megatron_moe_opt: unknown element type " + std::to_string(static_cast<int>(dtype)));
+}
+
+}  // namespace
+
+void permute_rows(const RowMap& map, DType dtype, int64_t hidden, ConstRows tokens, MutableRows permuted,
+                  const void* probs, int64_t prob_size, MutableRows permuted_probs, int64_t prob_lane_bytes,
+                  void* stream) {
+  if (map.num_tokens == 0 || map.num_rows == 0) return;
+  const unsigned blocks = grid_blocks(map.num_tokens, "permute_rows");
+  const int64_t row_bytes = hidden * element_size(dtype);
+  const auto fits = [&](int64_t bytes) {
+    return row_bytes % bytes == 0 && rows_aligned(tokens.data, tokens.stride_bytes, bytes) &&
+           rows_aligned(permuted.data, permuted.stride_bytes, bytes);
+  };
+  const auto launch = [&](auto unit, auto prob_unit, auto with_probs) {
+    using Unit = decltype(unit);
+    using ProbUnit = decltype(prob_unit);
+    const int64_t units = row_bytes / static_cast<int64_t>(sizeof(Unit));
+    const ProbLanes lanes{static_cast<char*>(permuted_probs.data), permuted_probs.stride_bytes,
+                          static_cast<int>(prob_size / sizeof(ProbUnit)),
+                          static_cast<int>(prob_lane_bytes / sizeof(ProbUnit))};
+    permute_rows_kernel<Unit, ProbUnit, with_probs>
+        <<<blocks, row_threads(units, kCopyVectors), 0, static_cast<cudaStream_t>(stream)>>>(
+            map.offsets, map.rows, map.experts, map.num_experts, units, static_cast<const char*>(tokens.data),
+            tokens.stride_bytes, static_cast<char*>(permuted.data), permuted.stride_bytes,
+            static_cast<const ProbUnit*>(probs), lanes);
+    check(cudaGetLastError(), "permute_rows_kernel");
+  };
+  const auto launch_rows = [&](auto prob_unit, auto with_probs) {
+    if (fits(kVectorBytes)) {
+      launch(UnitOf<kVectorBytes>::type{}, prob_unit, with_probs);
+    } else if (fits(4)) {
+      launch(UnitOf<4>::type{}, prob_unit, with_probs);
+    } else {
+      launch(UnitOf<2>::type{}, prob_unit, with_probs);
+    }
+  };
+  if (probs == nullptr) {
+    launch_rows(UnitOf<4>::type{}, std::false_type{});
+  } else {
+    with_prob_unit(permuted_probs.data, permuted_probs.stride_bytes, prob_lane_bytes, prob_size,
+                   [&](auto prob_unit) { launch_rows(prob_unit, std::true_type{}); });
+  }
+}
+
+void unpermute_rows(const RowMap& map, DType dtype, int64_t hidden, ConstRows permuted, const float* probs,
+                    MutableRows tokens, void* stream) {
+  if (map.num_tokens == 0 || hidden == 0) return;
+  const unsigned blocks = grid_blocks(map.num_tokens, "unpermute_rows");
+  const bool wide = hidden * element_size(dtype) % kVectorBytes == 0 &&
+                    rows_aligned(permuted.data, permuted.stride_bytes, kVectorBytes) &&
+                    rows_aligned(tokens.data, tokens.stride_bytes, kVectorBytes);
+  with_vector(dtype, wide, [&](auto element, auto count) {
+    const int64_t vectors = hidden / count;
+    const auto launch = [&](auto with_probs) {
+      unpermute_rows_kernel<decltype(element), count, with_probs>
+          <<<blocks, row_threads(vectors, 1), 0, static_cast<cudaStream_t>(stream)>>>(
+              map.offsets, map.rows, map.experts, map.num_experts, vectors,
+              static_cast<const char*>(permuted.data), permuted.stride_bytes, probs,
+              static_cast<char*>(tokens.data), tokens.stride_bytes);
+      check(cudaGetLastError(), "unpermute_rows_kernel");
+    };
+    if (probs == nullptr) {
+      launch(std::false_type{});
+    } else {
+      launch(std::true_type{});
+    }
+  });
+}
+
+void unpermute_rows_backward(const RowMap& map, DType dtype, int64_t hidden, ConstRows grad_tokens,
+                             ConstRows permuted, const float* probs, MutableRows grad_permuted, float* grad_probs,
+                             void* stream) {
+  if (map.num_tokens == 0 || map.num_experts == 0) return;
+  const cudaStream_t cuda_stream = static_cast<cudaStream_t>(stream);
+  check(cudaMemsetAsync(grad_probs, 0, map.num_tokens * map.num_experts * sizeof(float), cuda_stream),
+        "memset of grad_probs");
+  if (map.num_rows == 0) return;
+  const unsigned blocks = grid_blocks(map.num_tokens, "unpermute_rows_backward");
+  const bool wide = hidden * element_size(dtype) % kVectorBytes == 0 &&
+                    rows_aligned(grad_tokens.data, grad_tokens.stride_bytes, kVectorBytes) &&
+                    rows_aligned(permuted.data, permuted.stride_bytes, kVectorBytes) &&
+                    rows_aligned(grad_permuted.data, grad_permuted.stride_bytes, kVectorBytes);
+  with_vector(dtype, wide, [&](auto element, auto count) {
+    const int64_t vectors = hidden / count;
+    unpermute_rows_backward_kernel<decltype(element), count>
+        <<<blocks, row_threads(vectors, 1), 0, cuda_stream>>>(
+            map.offsets, map.rows, map.experts, map.num_experts, vectors,
+            static_cast<const char*>(grad_tokens.data), grad_tokens.stride_bytes,
+            static_cast<const char*>(permuted.data), permuted.stride_bytes, probs,
+            static_cast<char*>(grad_permuted.data), grad_permuted.stride_bytes, grad_probs);
+    check(cudaGetLastError(), "unpermute_rows_backward_kernel");
+  });
+}
+
+void unpermute_probs(const RowMap& map, ConstRows grad_permuted_probs, int64_t prob_size, void* grad_probs,
+                     void* stream) {
+  if (map.num_tokens == 0 || map.num_experts == 0) return;
+  const cudaStream_t cuda_stream = static_cast<cudaStream_t>(stream);
+  check(cudaMemsetAsync(grad_probs, 0, map.num_tokens * map.num_experts * prob_size, cuda_stream),
+        "memset of grad_probs");
+  if (map.num_rows == 0) return;
+  const unsigned blocks = grid_blocks(divide_up(map.num_tokens, kBlockThreads / kWarp), "unpermute_probs");
+  with_prob_unit(grad_permuted_probs.data, grad_permuted_probs.stride_bytes, prob_size, prob_size,
+                 [&](auto prob_unit) {
+                   using ProbUnit = decltype(prob_unit);
+                   unpermute_probs_kernel<ProbUnit><<<blocks, kBlockThreads, 0, cuda_stream>>>(
+                       map.offsets, map.rows, map.experts, map.num_tokens, map.num_experts,
+                       static_cast<const char*>(grad_permuted_probs.data), grad_permuted_probs.stride_bytes,
+                       static_cast<int>(prob_size / sizeof(ProbUnit)), static_cast<ProbUnit*>(grad_probs));
+                   check(cudaGetLastError(), "unpermute_probs_kernel");
+                 });
+}
+
+}  // namespace cuda
+}  // namespace moe_opt

@@ -1,0 +1,103 @@
+"""The DeepSpeed-MoE schedule: the baseline of the papers, for benchmarks and tests.
+
+    dispatch   AllGather(expert-TP) -> permute -> A2A(EP) -> reorder by local expert
+    combine    reorder by source -> AllReduce(expert-TP) -> A2A(EP) -> unpermute -> split
+
+(Parm, Fig. 3a; MoNTA, Fig. 4.) Expert-TP peers gather each other's tokens first, so that every one of them sends,
+computes and receives all of them: expert-TP times the bytes of `monta` on the slow links.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.autograd import Function
+from torch.distributed import ProcessGroup
+
+from megatron_moe_opt.dispatchers.monta import Dispatched, MontaDispatcher
+from megatron_moe_opt.kernels import build_row_map, permute_packed
+from megatron_moe_opt.runtime.collectives import all_gather_rows, reduce_scatter_rows
+from megatron_moe_opt.runtime.host_copy import HostCopy
+
+
+class _Gather(Function):
+    """All-gather of rows; the gradients of the gathered rows are summed back to their owners."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
+        ctx.group = group
+        return all_gather_rows(rows.contiguous(), None, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return reduce_scatter_rows(grad.contiguous(), None, ctx.group), None
+
+
+class _Split(Function):
+    """This rank's share of rows that all ranks hold; their gradients are gathered from all ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
+        ctx.group = group
+        return rows.chunk(group.size())[group.rank()].clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return all_gather_rows(grad.contiguous(), None, ctx.group), None
+
+
+class _AllReduce(Function):
+    """Sum over the group; every rank continues with the same rows, so each part gets the whole gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
+        rows = rows.clone()
+        dist.all_reduce(rows, group=group)
+        return rows
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return grad, None
+
+
+class DeepSpeedDispatcher(MontaDispatcher):
+    """Moves the tokens of one MoE layer to their experts and back, each expert-TP peer carrying all of them.
+
+    To the exchange plan the expert-TP peers are one rank, because they hold the same rows.
+    """
+
+    def describe(self) -> str:
+        """What runs, for the line at start."""
+        return "the DeepSpeed-MoE reference schedule, for comparison only"
+
+    def permute(
+        self,
+        tokens: torch.Tensor,
+        probs: torch.Tensor,
+        routing_map: torch.Tensor,
+        *,
+        capacity: int | None = None,
+        num_rows: int | None = None,
+    ) -> tuple[torch.Tensor, Dispatched]:
+        """AllGather(expert-TP) of tokens, probabilities and routing, then permutation."""
+        ep, etp = self.groups.ep, self.groups.etp
+        if etp.size() > 1:
+            tokens, probs = _Gather.apply(tokens, etp), _Gather.apply(probs, etp)
+            routing_map = all_gather_rows(routing_map.contiguous().view(torch.uint8), None, etp).bool()
+            capacity = None if capacity is None else capacity * etp.size()
+            num_rows = None if num_rows is None else num_rows * etp.size()
+        row_map = build_row_map(routing_map, capacity=capacity, num_out_tokens=num_rows)
+        counts = HostCopy(all_gather_rows(row_map.expert_counts, None, ep).view(ep.size(), 1, -1))
+        return permute_packed(tokens, probs, row_map), Dispatched(row_map, counts, ep.rank(), etp_rank=0)
+
+    def sort_by_source(self, rows: torch.Tensor, dispatched: Dispatched) -> torch.Tensor:
+        """Back to arrival order, then AllReduce(expert-TP) of the partial outputs."""
+        rows = super().sort_by_source(rows, dispatched)
+        return _AllReduce.apply(rows, self.groups.etp) if self.groups.etp_size > 1 else rows
+
+    def unpermute(self, rows: torch.Tensor, dispatched: Dispatched) -> torch.Tensor:
+        """Sums each token's rows, then keeps this rank's tokens."""
+        tokens = super().unpermute(rows, dispatched)
+        return _Split.apply(tokens, self.groups.etp) if self.groups.etp_size > 1 else tokens

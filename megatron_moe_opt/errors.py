@@ -1,0 +1,10 @@
+"""Errors a user can act on."""
+
+from __future__ import annotations
+
+
+class ConfigurationError(ValueError):
+    """A setting that cannot work. The message is one sentence: the flag or file, its value, and the way out.
+
+    Raised before training starts, never in the middle of a step.
+    """

@@ -1,0 +1,60 @@
+"""What our dispatchers cannot run under, refused when the configuration is built."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from megatron_moe_opt.errors import ConfigurationError
+
+FLAG = "--moe-token-dispatcher-type"
+
+
+def check_name(name: str, stock: Iterable[str], ours: Iterable[str]) -> None:
+    """Refuses a dispatcher that neither Megatron nor we have."""
+    if name not in {*stock, *ours}:
+        known = ", ".join([*stock, *ours])
+        raise ConfigurationError(f"{FLAG} {name} is not a dispatcher: choose one of {known}")
+
+
+def check_config(config: Any, name: str) -> None:
+    """Refuses a TransformerConfig that the dispatcher `name` cannot run under.
+
+    Args:
+        config: a TransformerConfig after its own __post_init__.
+
+    Raises:
+        ConfigurationError: names the flag, its value and the way out.
+    """
+    experts, ep = config.num_moe_experts, config.expert_model_parallel_size
+    if experts is None:
+        raise ConfigurationError(f"{FLAG} {name} needs a mixture of experts: set --num-experts")
+    if experts % ep:
+        raise ConfigurationError(
+            f"--expert-model-parallel-size {ep} does not divide --num-experts {experts}: choose a divisor of {experts}"
+        )
+    tp = config.tensor_model_parallel_size
+    if tp > 1 and not config.sequence_parallel:
+        raise ConfigurationError(
+            f"--tensor-model-parallel-size {tp} without --sequence-parallel cannot train with {FLAG} {name}: "
+            "add --sequence-parallel"
+        )
+    if config.cuda_graph_impl != "none":
+        raise ConfigurationError(
+            f"--cuda-graph-impl {config.cuda_graph_impl} does not work with {FLAG} {name}, whose message sizes change "
+            "every step: leave CUDA graphs off or use alltoall"
+        )
+    for field, flag in (
+        ("overlap_moe_expert_parallel_comm", "--overlap-moe-expert-parallel-comm"),
+        ("overlap_dispatch_backward_with_experts_wgrad", "--overlap-dispatch-backward-with-experts-wgrad"),
+    ):
+        if getattr(config, field, False):
+            raise ConfigurationError(
+                f"{flag} schedules the stages of stock dispatchers itself and does not work with {FLAG} {name}: "
+                "drop it or use alltoall"
+            )
+    if config.transformer_impl == "inference_optimized":
+        raise ConfigurationError(
+            f"--transformer-impl inference_optimized brings its own dispatchers and does not work with {FLAG} {name}: "
+            "use alltoall for inference"
+        )

@@ -1,0 +1,39 @@
+"""Optional libraries that Megatron assumes once a code path is reached: Transformer Engine and the compiler."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from .patching import replace
+
+
+def _version_zero(get_te_version: Callable[[], Any]) -> Callable[[], Any]:
+    """Version checks compare the missing library's None with a version; an absent library is older than any."""
+    version = importlib.import_module("packaging.version").Version
+
+    def get() -> Any:
+        return get_te_version() or version("0")
+
+    return get
+
+
+def use_eager() -> None:
+    """Run `torch.compile`d functions as they are written, those decorated before this call included.
+
+    Megatron compiles small fusions (bias + activation, rotary embedding) that on the CPU cost far more to compile than
+    they save.
+    """
+    torch.compiler.set_stance("force_eager")
+
+
+def use_absent_libraries() -> None:
+    """Let Megatron see that Transformer Engine is not there, where it fails to look."""
+    replace(importlib.import_module("megatron.core.utils"), "get_te_version", _version_zero)
+    moe_utils = importlib.import_module("megatron.core.transformer.moe.moe_utils")
+    if not hasattr(moe_utils, "te_general_gemm"):
+        # 0.16 asks `te_general_gemm is not None` in the router but defines it only where the import succeeds.
+        moe_utils.te_general_gemm = None

@@ -1,0 +1,100 @@
+"""Replacing a function of an upstream module, once, with a refusal where upstream has moved it."""
+
+from __future__ import annotations
+
+import functools
+import importlib.abc
+import importlib.util
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+
+class MissingSeamError(RuntimeError):
+    """A name of PyTorch or Megatron that the host backend adapts is not where it is expected."""
+
+
+def seam(owner: object, name: str) -> Any:
+    """Return `owner.name`, or refuse with one sentence that names it."""
+    try:
+        return getattr(owner, name)
+    except AttributeError:
+        where = getattr(owner, "__name__", repr(owner))
+        raise MissingSeamError(
+            f"the host backend adapts {where}.{name}, which this version does not have:"
+            f" use megatron-core 0.16 to 0.19 and torch 2.6 or later, or run on a machine with a CUDA device"
+        ) from None
+
+
+def replace(owner: object, name: str, adapt: Callable[[Any], Any]) -> None:
+    """Set `owner.name` to `adapt(original)`, keeping the original's name and documentation.
+
+    Modules of Megatron that were imported earlier and hold the original under any name of their own get the
+    replacement too, so it does not matter whether Megatron was imported before.
+    """
+    original = seam(owner, name)
+    adapted = adapt(original)
+    if not isinstance(adapted, type):
+        functools.update_wrapper(adapted, original)
+    setattr(owner, name, adapted)
+    if not isinstance(owner, ModuleType):
+        return
+    for module_name, module in list(sys.modules.items()):
+        if module_name.startswith("megatron.") and module is not owner:
+            for alias, value in list(vars(module).items()):
+                if value is original:
+                    setattr(module, alias, adapted)
+
+
+def when_imported(module_name: str, adapt: Callable[[ModuleType], None]) -> None:
+    """Call `adapt(module)` once the module is imported: now, if it already is.
+
+    For modules that are adapted only if a script uses them, so that the host backend does not import them itself.
+    """
+
+    @contextmanager
+    def then_adapt(module: ModuleType) -> Iterator[None]:
+        yield
+        adapt(module)
+
+    if module_name in sys.modules:
+        adapt(sys.modules[module_name])
+    else:
+        around_import(module_name, then_adapt)
+
+
+def around_import(
+    module_name: str, surroundings: Callable[[ModuleType], AbstractContextManager[None]]
+) -> None:
+    """Run the code of a module that is not imported yet inside the context `surroundings(module)`."""
+    sys.meta_path.insert(0, _AroundImport(module_name, surroundings))
+
+
+class _AroundImport(importlib.abc.MetaPathFinder):
+    """Finds one module through the other finders and lets its code run inside a context."""
+
+    def __init__(
+        self, module_name: str, surroundings: Callable[[ModuleType], AbstractContextManager[None]]
+    ) -> None:
+        self.module_name = module_name
+        self.surroundings = surroundings
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if fullname != self.module_name:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(fullname)
+        if spec is not None and spec.loader is not None:
+            execute = spec.loader.exec_module
+
+            def execute_inside(module: ModuleType) -> None:
+                with self.surroundings(module):
+                    execute(module)
+
+            spec.loader.exec_module = execute_inside
+        return spec

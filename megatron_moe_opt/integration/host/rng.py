@@ -1,0 +1,55 @@
+"""Megatron's random states without a GPU: the CPU generator plays the part of the CUDA generator.
+
+Tensor parallelism needs streams of random numbers that are shared by some ranks and distinct on others. Megatron
+keeps them as states of the CUDA generator and forks into them; the same states of the CPU generator do as well.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+
+import torch
+
+from .patching import replace
+
+
+def get_state(device: object = None, clone: bool = False, graph_safe: bool = False) -> torch.Tensor:
+    """State of the CPU generator as a byte tensor, in the place of `_get_cuda_rng_state`."""
+    del device, clone
+    _refuse_graph_safe(graph_safe)
+    return torch.get_rng_state()
+
+
+def set_state(new_state: torch.Tensor, device: object = None, graph_safe: bool = False) -> None:
+    """Set the CPU generator's state, in the place of `_set_cuda_rng_state`."""
+    del device
+    _refuse_graph_safe(graph_safe)
+    torch.set_rng_state(new_state)
+
+
+def _refuse_graph_safe(graph_safe: bool) -> None:
+    if graph_safe:
+        raise ValueError("CUDA graphs (--cuda-graph-impl) need a CUDA device: use --cuda-graph-impl none on the host")
+
+
+def _manual_seed(seed: int) -> None:
+    """Not torch.manual_seed, which would call torch.cuda's seeding in turn."""
+    torch.default_generator.manual_seed(int(seed))
+
+
+def _is_not_fork_warning(record: logging.LogRecord) -> bool:
+    """Inside a fork the CPU generator is expected to advance; Megatron warns of it at every dropout."""
+    return "CPU RNG state changed within GPU RNG context" not in record.getMessage()
+
+
+def use_host_generator() -> None:
+    """Let the CPU generator stand in for the CUDA one, in torch.cuda and in Megatron's trackers."""
+    for owner in (torch.cuda, torch.cuda.random):
+        replace(owner, "get_rng_state", lambda original: lambda device=None: torch.get_rng_state())
+        replace(owner, "set_rng_state", lambda original: lambda state, device=None: torch.set_rng_state(state))
+        replace(owner, "manual_seed", lambda original: lambda seed: _manual_seed(seed))
+    random = importlib.import_module("megatron.core.tensor_parallel.random")
+    replace(random, "_get_cuda_rng_state", lambda original: get_state)
+    replace(random, "_set_cuda_rng_state", lambda original: set_state)
+    logging.getLogger(random.__name__).addFilter(_is_not_fork_warning)

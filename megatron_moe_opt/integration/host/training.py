@@ -1,0 +1,94 @@
+"""What `megatron.training` (a Megatron-LM checkout's training loop) needs beyond Megatron-Core.
+
+These modules are adapted when a script imports them; nothing of megatron.training is imported here.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+import sys
+import sysconfig
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import ModuleType
+from typing import Any
+
+from .patching import around_import, replace, when_imported
+
+
+def _allow_no_cuda(original: Callable[..., Any]) -> Callable[..., Any]:
+    """The training loop asserts a CUDA device unless told otherwise, and pretrain() does not pass that on."""
+
+    def initialize_megatron(*args: Any, **kwargs: Any) -> Any:
+        return original(*args, **{**kwargs, "allow_no_cuda": True})
+
+    return initialize_megatron
+
+
+def _no_fused_kernels(original: Callable[..., None]) -> Callable[..., None]:
+    """Would compile CUDA softmax kernels with nvcc at start; the torch softmax is used."""
+    del original
+    return lambda args: None
+
+
+def _compile_for_this_python(original: Callable[[], None]) -> Callable[[], None]:
+    """The dataset helpers are compiled by a Makefile that asks `python3` and `python3-config` from PATH.
+
+    A virtual environment has no python3-config and PATH may lead to another Python: the suffix is given and this
+    Python goes first. Helpers that are there already (the wheel has them) are not compiled.
+    """
+
+    def compile_helpers() -> None:
+        if importlib.util.find_spec("megatron.core.datasets.helpers_cpp") is not None:
+            return
+        present = {name: os.environ.get(name) for name in ("MAKEFLAGS", "PATH")}
+        os.environ["MAKEFLAGS"] = f"LIBEXT={sysconfig.get_config_var('EXT_SUFFIX')}"
+        os.environ["PATH"] = os.pathsep.join((os.path.dirname(sys.executable), present["PATH"] or os.defpath))
+        try:
+            original()
+        finally:
+            for name, value in present.items():
+                os.environ.pop(name) if value is None else os.environ.__setitem__(name, value)
+
+    return compile_helpers
+
+
+class _Absent:
+    """Stands for a library whose decorators and annotations are evaluated but whose functions are never called."""
+
+    def __getattr__(self, name: str) -> _Absent:
+        return self
+
+    def __call__(self, *args: Any, **kwargs: Any) -> _Absent:
+        return self
+
+
+@contextmanager
+def _without_triton(module: ModuleType) -> Iterator[None]:
+    """0.16 imports `batch_invariant_kernels` at start whether the mode is on or not, and that imports triton.
+
+    Only while the module's code runs does triton read as present: elsewhere Megatron rightly sees that it is not.
+    """
+    del module
+    stand_ins = {name: _Absent() for name in ("triton", "triton.language")}
+    sys.modules.update(stand_ins)
+    try:
+        yield
+    finally:
+        for name in stand_ins:
+            del sys.modules[name]
+
+
+def use_host_training() -> None:
+    """Adapt megatron.training and what it starts with, where a script uses them."""
+    # Required by the argument check for overlap on GPUs before Blackwell; no CUDA device reads it here.
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    replace(importlib.import_module("megatron.core.datasets.utils"), "compile_helpers", _compile_for_this_python)
+    when_imported(
+        "megatron.training.initialize", lambda module: replace(module, "initialize_megatron", _allow_no_cuda)
+    )
+    when_imported("megatron.legacy.fused_kernels", lambda module: replace(module, "load", _no_fused_kernels))
+    if importlib.util.find_spec("triton") is None:
+        around_import("megatron.core.transformer.custom_layers.batch_invariant_kernels", _without_triton)

@@ -1,0 +1,152 @@
+"""Makes our dispatcher types valid in Megatron without changing a file of it.
+
+Three seams, each checked before it is used:
+
+1. the annotation of TransformerConfig.moe_token_dispatcher_type, from which Megatron-LM builds its argparse choices;
+2. TransformerConfig.__post_init__, whose guards know stock names only: while it runs, ours reads as `alltoall`;
+3. MoELayer.__init__, which builds the dispatcher: it builds stock `alltoall`, and ours takes its place.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+import types
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Literal, get_args, get_origin
+
+from megatron_moe_opt.dispatchers.deepspeed import DeepSpeedDispatcher
+from megatron_moe_opt.dispatchers.monta import MontaDispatcher
+from megatron_moe_opt.errors import ConfigurationError
+from megatron_moe_opt.integration.announce import announce
+from megatron_moe_opt.integration.checks import check_config, check_name
+from megatron_moe_opt.options import Options
+from megatron_moe_opt.topology.expert_groups import ExpertGroups
+
+FIELD = "moe_token_dispatcher_type"
+SUPPORTED_VERSIONS = ((0, 16), (0, 19))
+
+DISPATCHERS: dict[str, Callable[[ExpertGroups, Options], MontaDispatcher]] = {
+    "monta": lambda groups, options: MontaDispatcher(groups, options.monta_level),
+    "deepspeed": lambda groups, options: DeepSpeedDispatcher(groups),
+}
+"""Our dispatcher types. `deepspeed` is the reference schedule of benchmarks and tests."""
+
+_options = Options()
+
+
+def register(options: Options | None = None) -> None:
+    """See megatron_moe_opt.register."""
+    global _options
+    _options = options or Options()
+    _check_version()
+    try:
+        from megatron.core.transformer.moe.moe_layer import MoELayer
+        from megatron.core.transformer.transformer_config import TransformerConfig
+
+        from megatron_moe_opt.integration.token_dispatcher import PluggedTokenDispatcher
+    except ImportError as error:
+        raise _seam_moved(str(error)) from error
+
+    if hasattr(TransformerConfig.__post_init__, "_moe_opt"):
+        return  # registered already: only the options were new
+    stock = _stock_names(TransformerConfig)
+    for owner, method in ((TransformerConfig, "__post_init__"), (MoELayer, "__init__")):
+        if not isinstance(owner.__dict__.get(method), types.FunctionType):
+            raise _seam_moved(f"{owner.__name__}.{method} is not a plain method")
+    _widen_annotation(TransformerConfig, stock)
+    _wrap_post_init(TransformerConfig, stock)
+    _wrap_moe_layer(MoELayer, PluggedTokenDispatcher)
+
+
+@contextmanager
+def reading_as_alltoall(config: Any) -> Iterator[str]:
+    """Lets `config` say `alltoall` inside the block where it names a dispatcher of ours; yields the real name."""
+    name = getattr(config, FIELD)
+    if name in DISPATCHERS:
+        setattr(config, FIELD, "alltoall")
+    try:
+        yield name
+    finally:
+        setattr(config, FIELD, name)
+
+
+def _check_version() -> None:
+    try:
+        version = importlib.metadata.version("megatron-core")
+    except importlib.metadata.PackageNotFoundError:
+        # A Megatron-LM checkout on PYTHONPATH has no metadata.
+        try:
+            from megatron.core import __version__ as version
+        except ImportError:
+            raise ConfigurationError(
+                "megatron-core is not installed: install megatron-core 0.16 to 0.19, or put a Megatron-LM checkout on "
+                "PYTHONPATH"
+            ) from None
+    first, last = SUPPORTED_VERSIONS
+    if not first <= tuple(int(part) for part in version.split(".")[:2]) <= last:
+        raise ConfigurationError(
+            f"megatron-core {version} is not supported: install a version from 0.{first[1]} to 0.{last[1]}"
+        )
+
+
+def _seam_moved(what: str) -> ConfigurationError:
+    return ConfigurationError(
+        f"cannot plug into this megatron-core: {what}; install a version from 0.16 to 0.19 as released, or use "
+        "--moe-token-dispatcher-type alltoall"
+    )
+
+
+def _stock_names(config_class: type) -> tuple[str, ...]:
+    """The dispatcher names of the installed Megatron."""
+    field = config_class.__dataclass_fields__.get(FIELD)
+    if field is None or get_origin(field.type) is not Literal:
+        raise _seam_moved(f"TransformerConfig.{FIELD} is not a field with a Literal type")
+    return get_args(field.type)
+
+
+def _widen_annotation(config_class: type, stock: tuple[str, ...]) -> None:
+    widened = Literal[(*stock, *DISPATCHERS)]  # type: ignore[valid-type]
+    config_class.__dataclass_fields__[FIELD].type = widened  # subclasses share the Field
+    config_class.__annotations__[FIELD] = widened
+
+
+def _wrap_post_init(config_class: type, stock: tuple[str, ...]) -> None:
+    stock_post_init = config_class.__post_init__
+
+    @functools.wraps(stock_post_init)
+    def post_init(self: Any) -> None:
+        check_name(getattr(self, FIELD), stock, DISPATCHERS)
+        with reading_as_alltoall(self) as name:
+            stock_post_init(self)
+        if name in DISPATCHERS:
+            check_config(self, name)
+
+    post_init._moe_opt = True
+    config_class.__post_init__ = post_init
+
+
+def _wrap_moe_layer(layer_class: type, plugged_class: type) -> None:
+    stock_init = layer_class.__init__
+
+    @functools.wraps(stock_init)
+    def init(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
+        with reading_as_alltoall(config) as name:
+            stock_init(self, config, *args, **kwargs)
+        if name in DISPATCHERS:
+            _plug(self, name, plugged_class)
+
+    layer_class.__init__ = init
+
+
+def _plug(layer: Any, name: str, plugged_class: type) -> None:
+    """Puts our dispatcher in the place of the stock one that MoELayer.__init__ has just built."""
+    stock = layer.token_dispatcher
+    groups = ExpertGroups(ep=stock.ep_group, etp=stock.tp_group, joint=stock.tp_ep_group)
+    pg_collection = types.SimpleNamespace(ep=groups.ep, expt_tp=groups.etp, tp_ep=groups.joint)
+    dispatcher = DISPATCHERS[name](groups, _options)
+    layer.token_dispatcher = plugged_class(dispatcher, layer.config, pg_collection)
+    if layer.shared_experts is not None and layer.shared_expert_overlap:
+        layer.token_dispatcher.set_shared_experts(layer.shared_experts)
+    announce(layer, name, dispatcher)

@@ -1,0 +1,90 @@
+"""Megatron's six dispatcher methods around one of our dispatchers."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from megatron.core.transformer.moe.moe_utils import get_align_size_for_quantization, get_capacity, pad_routing_map
+from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
+
+if TYPE_CHECKING:
+    from megatron_moe_opt.dispatchers.monta import Dispatched, MontaDispatcher
+
+
+class PluggedTokenDispatcher(MoETokenDispatcher):
+    """Stands where Megatron's MoEAlltoAllTokenDispatcher stands in a MoELayer.
+
+    Megatron's contract passes (tokens, probabilities) from step to step. Ours travel in one packed tensor: it goes in
+    the place of the tokens, and the probabilities handed on beside it stay where they are, [tokens, experts], until
+    dispatch_postprocess returns those that arrived.
+    """
+
+    def __init__(self, dispatcher: MontaDispatcher, config: Any, pg_collection: Any) -> None:
+        super().__init__(config=config, pg_collection=pg_collection)
+        self.dispatcher = dispatcher
+        self._dispatched: Dispatched | None = None
+
+    def dispatch_preprocess(
+        self, tokens: torch.Tensor, routing_map: torch.Tensor, probs: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Permutes and packs. tokens: [S/TP, B, H]; routing_map, probs: [S/TP * B, E]."""
+        self.hidden_shape = tokens.shape
+        if self.shared_experts is not None:
+            self.shared_experts.pre_forward_comm(tokens)
+        config, capacity, num_rows = self.config, None, None
+        if config.moe_router_padding_for_quantization:
+            routing_map = pad_routing_map(routing_map, get_align_size_for_quantization(config))
+        elif config.moe_pad_expert_input_to_capacity:
+            routed = routing_map.size(0) * config.moe_router_topk
+            capacity = get_capacity(routed, config.num_moe_experts, config.moe_expert_capacity_factor)
+        elif config.moe_expert_capacity_factor is None:
+            num_rows = routing_map.size(0) * config.moe_router_topk  # dropless: known without asking the device
+        packed, self._dispatched = self.dispatcher.permute(
+            tokens.reshape(-1, tokens.size(-1)).contiguous(),
+            probs.contiguous(),
+            routing_map.contiguous(),
+            capacity=capacity,
+            num_rows=num_rows,
+        )
+        return packed, probs
+
+    def token_dispatch(self, packed: torch.Tensor, probs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Sends every row to its expert's rank; the shared experts' first half runs beside it."""
+        self._shared_experts_after_main_stream()
+        packed = self.dispatcher.dispatch(packed, self._dispatched)
+        if self.shared_experts is not None:
+            self.shared_experts.linear_fc1_forward_and_act(packed)
+        return packed, probs
+
+    def dispatch_postprocess(
+        self, packed: torch.Tensor, probs: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Unpacks and sorts by local expert: tokens, rows per local expert (CPU), probabilities."""
+        return self.dispatcher.sort_by_expert(packed, self._dispatched, probs.dtype)
+
+    def combine_preprocess(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Sorts expert outputs back by source rank and sums the expert-tensor-parallel parts."""
+        return self.dispatcher.sort_by_source(hidden_states, self._dispatched)
+
+    def token_combine(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Returns expert outputs to the ranks of their tokens; the shared experts' second half runs beside it."""
+        self._shared_experts_after_main_stream()
+        rows = self.dispatcher.combine(hidden_states, self._dispatched)
+        if self.shared_experts is not None:
+            self.shared_experts.linear_fc2_forward(rows)
+            self.shared_experts.post_forward_comm()
+        return rows
+
+    def combine_postprocess(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Sums each token's rows and adds the shared experts: [S/TP, B, H]."""
+        output = self.dispatcher.unpermute(hidden_states, self._dispatched).view(self.hidden_shape)
+        self._dispatched = None  # the autograd graph keeps what backward needs
+        if self.shared_experts is not None:
+            output = output + self.shared_experts.get_output()
+        return output
+
+    def _shared_experts_after_main_stream(self) -> None:
+        # From megatron-core 0.17 on the shared experts' stream is ordered by its user.
+        if hasattr(self.shared_experts, "wait_current_stream"):
+            self.shared_experts.wait_current_stream()

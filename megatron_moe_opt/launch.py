@@ -1,0 +1,63 @@
+"""Runs a Megatron script, unmodified, with our dispatchers: `python -m megatron_moe_opt.launch SCRIPT ARGS...`.
+
+Under torchrun: `torchrun ... -m megatron_moe_opt.launch pretrain_gpt.py ... --moe-token-dispatcher-type monta`.
+`--moe-opt-*` arguments are ours; all others go to the script.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import types
+from pathlib import Path
+
+from megatron_moe_opt import register, use_host_backend
+from megatron_moe_opt.errors import ConfigurationError
+from megatron_moe_opt.options import options_help, split_options
+
+USAGE = "usage: python -m megatron_moe_opt.launch SCRIPT [ARGS...]"
+
+
+def run_script(path: Path, arguments: list[str]) -> None:
+    """Runs the file as `__main__` would be run by `python path arguments...`.
+
+    The module keeps this module's __spec__: a process that multiprocessing spawns (a checkpoint writer) imports its
+    parent's main module again, and must import this one, which does nothing when imported, rather than the script.
+    """
+    module = types.ModuleType("__main__")
+    module.__file__ = str(path)
+    module.__spec__ = sys.modules["__main__"].__spec__
+    module.__builtins__ = __builtins__
+    sys.modules["__main__"] = module
+    sys.argv = [str(path), *arguments]
+    sys.path.insert(0, str(path.resolve().parent))
+    exec(compile(path.read_bytes(), str(path), "exec"), module.__dict__)
+
+
+def main(arguments: list[str]) -> None:
+    """Registers the dispatchers, switches the host backend on where there is no GPU, and runs the script."""
+    if not arguments or arguments[0].startswith("-"):
+        print(f"{USAGE}\n\n{options_help()}")
+        sys.exit(0 if arguments[:1] in (["-h"], ["--help"]) else 2)
+    first_rank = os.environ.get("RANK", "0") == "0"
+    path = Path(arguments[0])
+    try:
+        if not path.is_file():
+            raise ConfigurationError(
+                f"{path} is not a file: give the path of a Megatron script such as pretrain_gpt.py"
+            )
+        options, remaining = split_options(arguments[1:])
+        if first_rank and {"-h", "--help"} & set(remaining):
+            print(options_help())
+        if use_host_backend() and first_rank:
+            print("moe-opt: no CUDA device, so Megatron-Core runs on CPU over Gloo", flush=True)
+        register(options)
+        run_script(path, remaining)
+    except ConfigurationError as error:
+        if first_rank:
+            print(f"moe-opt: error: {error}", file=sys.stderr, flush=True)
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,223 @@
+"""Collectives on the rows (first dimension) of a tensor, with unequal row counts, over NCCL or Gloo.
+
+Pure torch.distributed: no autograd and no Megatron in here. Every function exists twice: `start_<op>` issues the
+communication and returns a `Pending` whose `wait()` gives the result, `<op>` waits at once.
+
+Order of sums. NCCL keeps its own order. On Gloo, which has no reduce-scatter with unequal counts, each rank gets its
+rows from every peer and adds them in rank order 0..n-1 in the tensor's own dtype: the result depends on nothing but
+the data, so all callers of these functions agree bit for bit.
+
+Bytes on the wire. Each rank's rows go once to each peer that needs them; nothing is padded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+
+
+class CollectiveError(RuntimeError):
+    """A collective failed: names the operation, its group and this rank; `__cause__` is the backend's own error."""
+
+
+class Waitable(Protocol):
+    """What a collective leaves behind when it is issued asynchronously."""
+
+    def wait(self) -> object:
+        """Block until the operation is complete."""
+
+
+@contextmanager
+def named_errors(op: str, group: dist.ProcessGroup | None) -> Iterator[None]:
+    """Turn a backend's error inside the block into a CollectiveError that says what failed where.
+
+    The outermost name wins: an all-gather built on an all-to-all fails as the all-gather.
+    """
+    try:
+        yield
+    except CollectiveError as error:
+        raise CollectiveError(_describe(op, group, error.__cause__ or error)) from (error.__cause__ or error)
+    except RuntimeError as error:
+        raise CollectiveError(_describe(op, group, error)) from error
+
+
+def _describe(op: str, group: dist.ProcessGroup | None, error: BaseException) -> str:
+    reason = str(error).strip().splitlines()
+    return f"{op} on {_group_name(group)} failed on rank {_rank()}: {reason[0] if reason else type(error).__name__}"
+
+
+def _rank() -> str:
+    return str(dist.get_rank()) if dist.is_initialized() else "unknown (no process group)"
+
+
+def _group_name(group: dist.ProcessGroup | None) -> str:
+    if not dist.is_initialized():
+        return "a group that is not initialized"
+    group = group or dist.group.WORLD
+    try:
+        ranks = dist.get_process_group_ranks(group)
+    except (KeyError, ValueError, RuntimeError):
+        return "a group that is already destroyed"
+    name = getattr(group, "group_desc", None) or getattr(group, "group_name", "")
+    return f"group {name} (ranks {', '.join(map(str, ranks))})"
+
+
+@dataclass
+class Pending:
+    """A collective under way. `wait()` may be called again: later calls return the same tensor."""
+
+    op: str
+    group: dist.ProcessGroup | None
+    work: Waitable | None
+    finish: Callable[[], torch.Tensor]
+    _result: torch.Tensor | None = None
+
+    def wait(self) -> torch.Tensor:
+        """Block until complete and return the result. Raises CollectiveError where the backend failed."""
+        if self._result is None:
+            if self.work is not None:
+                with named_errors(self.op, self.group):
+                    self.work.wait()
+            self._result = self.finish()
+            self.work = None
+        return self._result
+
+
+def _on_gloo(group: dist.ProcessGroup | None) -> bool:
+    return dist.get_backend(group) == "gloo"
+
+
+def _equal(counts: list[int] | None) -> bool:
+    return counts is None or all(count == counts[0] for count in counts)
+
+
+def _check_counts(op: str, counts: list[int], rows: int, group: dist.ProcessGroup | None, what: str) -> None:
+    if len(counts) != dist.get_world_size(group) or sum(counts) != rows:
+        raise ValueError(
+            f"{op}: {what} {counts} must hold one count for each of the {dist.get_world_size(group)} ranks"
+            f" and sum to the {rows} rows given"
+        )
+
+
+def start_all_to_all_rows(
+    rows: torch.Tensor, receive_counts: list[int], send_counts: list[int], group: dist.ProcessGroup | None
+) -> Pending:
+    """Send consecutive blocks of rows to the ranks of the group and receive theirs, in rank order.
+
+    Args:
+        rows: [sum(send_counts), ...], any dtype; made contiguous if it is not.
+        receive_counts: rows to come from each rank.
+        send_counts: rows to go to each rank.
+        group: the process group; None is the default group.
+
+    Returns:
+        A Pending of [sum(receive_counts), ...], the blocks in rank order.
+    """
+    _check_counts("all_to_all_rows", send_counts, rows.shape[0], group, "send_counts")
+    rows = rows.contiguous()
+    received = rows.new_empty((sum(receive_counts), *rows.shape[1:]))
+    with named_errors("all_to_all_rows", group):
+        work = dist.all_to_all_single(received, rows, receive_counts, send_counts, group=group, async_op=True)
+    return Pending("all_to_all_rows", group, work, lambda: received)
+
+
+def all_to_all_rows(
+    rows: torch.Tensor, receive_counts: list[int], send_counts: list[int], group: dist.ProcessGroup | None
+) -> torch.Tensor:
+    """As `start_all_to_all_rows`, waiting: returns [sum(receive_counts), ...]."""
+    return start_all_to_all_rows(rows, receive_counts, send_counts, group).wait()
+
+
+def start_all_gather_rows(
+    rows: torch.Tensor, counts: list[int] | None, group: dist.ProcessGroup | None
+) -> Pending:
+    """Collect the rows of all ranks of the group, in rank order.
+
+    Args:
+        rows: [counts[rank], ...], any dtype; made contiguous if it is not.
+        counts: rows that each rank brings; None says that all bring as many as this one.
+        group: the process group; None is the default group.
+
+    Returns:
+        A Pending of [sum(counts), ...].
+    """
+    size, rank = dist.get_world_size(group), dist.get_rank(group)
+    rows = rows.contiguous()
+    if counts is None:
+        counts = [rows.shape[0]] * size
+    if len(counts) != size or counts[rank] != rows.shape[0]:
+        raise ValueError(f"all_gather_rows: counts {counts} do not fit rank {rank} of {size} with {rows.shape[0]} rows")
+    gathered = rows.new_empty((sum(counts), *rows.shape[1:]))
+    with named_errors("all_gather_rows", group):
+        if _equal(counts):
+            work = dist.all_gather_into_tensor(gathered, rows, group=group, async_op=True)
+        elif _on_gloo(group):
+            # Gloo refuses unequal lengths: an all-to-all in which every rank is sent the same rows.
+            copies = rows.repeat(size, *[1] * (rows.dim() - 1))
+            work = dist.all_to_all_single(gathered, copies, counts, [rows.shape[0]] * size, group=group, async_op=True)
+        else:
+            work = dist.all_gather(list(gathered.split(counts)), rows, group=group, async_op=True)
+    return Pending("all_gather_rows", group, work, lambda: gathered)
+
+
+def all_gather_rows(
+    rows: torch.Tensor, counts: list[int] | None, group: dist.ProcessGroup | None
+) -> torch.Tensor:
+    """As `start_all_gather_rows`, waiting: returns [sum(counts), ...]."""
+    return start_all_gather_rows(rows, counts, group).wait()
+
+
+def start_reduce_scatter_rows(
+    rows: torch.Tensor, counts: list[int] | None, group: dist.ProcessGroup | None
+) -> Pending:
+    """Sum the tensors of all ranks of the group and keep this rank's block of rows.
+
+    Args:
+        rows: [sum(counts), ...], a dtype that can be added; made contiguous if it is not.
+        counts: rows that each rank keeps; None says that the rows are shared out equally.
+        group: the process group; None is the default group.
+
+    Returns:
+        A Pending of [counts[rank], ...].
+    """
+    size, rank = dist.get_world_size(group), dist.get_rank(group)
+    rows = rows.contiguous()
+    if counts is None:
+        if rows.shape[0] % size:
+            raise ValueError(f"reduce_scatter_rows: {rows.shape[0]} rows cannot be shared equally by {size} ranks")
+        counts = [rows.shape[0] // size] * size
+    _check_counts("reduce_scatter_rows", counts, rows.shape[0], group, "counts")
+    kept = (counts[rank], *rows.shape[1:])
+    with named_errors("reduce_scatter_rows", group):
+        if _on_gloo(group):
+            parts = rows.new_empty((size, *kept))
+            work = dist.all_to_all_single(
+                parts.flatten(0, 1), rows, [counts[rank]] * size, counts, group=group, async_op=True
+            )
+            return Pending("reduce_scatter_rows", group, work, lambda: _sum_in_rank_order(parts))
+        total = rows.new_empty(kept)
+        if _equal(counts):
+            work = dist.reduce_scatter_tensor(total, rows, group=group, async_op=True)
+        else:
+            work = dist.reduce_scatter(total, list(rows.split(counts)), group=group, async_op=True)
+    return Pending("reduce_scatter_rows", group, work, lambda: total)
+
+
+def reduce_scatter_rows(
+    rows: torch.Tensor, counts: list[int] | None, group: dist.ProcessGroup | None
+) -> torch.Tensor:
+    """As `start_reduce_scatter_rows`, waiting: returns [counts[rank], ...]."""
+    return start_reduce_scatter_rows(rows, counts, group).wait()
+
+
+def _sum_in_rank_order(parts: torch.Tensor) -> torch.Tensor:
+    """Add parts[0], parts[1], ... one after the other. parts: [ranks, ...]; its first block is overwritten."""
+    total = parts[0]
+    for part in parts[1:]:
+        total += part
+    return total

@@ -1,0 +1,35 @@
+"""The process groups one MoE layer communicates over."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch.distributed import ProcessGroup
+
+
+@dataclass(frozen=True)
+class ExpertGroups:
+    """Expert-parallel and expert-tensor-parallel groups of this rank.
+
+    `joint` holds the ranks of both, expert-tensor-parallel rank fastest: joint rank = ep_rank * etp_size + etp_rank.
+    """
+
+    ep: ProcessGroup
+    etp: ProcessGroup
+    joint: ProcessGroup
+
+    @property
+    def ep_size(self) -> int:
+        return self.ep.size()
+
+    @property
+    def ep_rank(self) -> int:
+        return self.ep.rank()
+
+    @property
+    def etp_size(self) -> int:
+        return self.etp.size()
+
+    @property
+    def etp_rank(self) -> int:
+        return self.etp.rank()

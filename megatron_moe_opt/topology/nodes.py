@@ -1,0 +1,52 @@
+"""Which rank sits on which node."""
+
+from __future__ import annotations
+
+import os
+import socket
+from dataclasses import dataclass
+
+import torch.distributed as dist
+
+
+@dataclass(frozen=True)
+class NodeMap:
+    """The node of every rank of the world; the default is one rank on one node."""
+
+    node_of: tuple[int, ...] = (0,)
+    """[world size] node of each global rank; nodes are numbered from 0 in the order of their first rank."""
+
+    @property
+    def num_nodes(self) -> int:
+        """Number of nodes."""
+        return len(set(self.node_of))
+
+    def same_node(self, a: int, b: int) -> bool:
+        """Whether global ranks `a` and `b` sit on one node."""
+        return self.node_of[a] == self.node_of[b]
+
+    def ranks_of(self, node: int) -> tuple[int, ...]:
+        """The global ranks on `node`, ascending."""
+        return tuple(rank for rank, its_node in enumerate(self.node_of) if its_node == node)
+
+
+def discover_nodes() -> NodeMap:
+    """The node map of the running job, the same on every rank.
+
+    A rank's node is named by torchrun (GROUP_RANK), else by Slurm (SLURM_NODEID), else by its host name: two torchrun
+    agents on one machine count as two nodes, which is how a cluster is imitated on one machine. Costs one
+    all_gather_object over the world; without torch.distributed the answer is one rank on one node.
+    """
+    if not dist.is_initialized():
+        return NodeMap()
+    names: list[str] = [""] * dist.get_world_size()
+    dist.all_gather_object(names, _node_name())
+    numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
+    return NodeMap(tuple(numbers[name] for name in names))
+
+
+def _node_name() -> str:
+    for variable in ("GROUP_RANK", "SLURM_NODEID"):
+        if variable in os.environ:
+            return f"{variable}={os.environ[variable]}"
+    return socket.gethostname()
