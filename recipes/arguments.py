@@ -62,6 +62,7 @@ def _build_parser() -> argparse.ArgumentParser:
     training.add_argument("--micro-batch-size", type=int, required=True)
     training.add_argument("--global-batch-size", type=int, help="default: micro batch x data-parallel size")
     training.add_argument("--train-iters", type=int, required=True)
+    training.add_argument("--exit-interval", type=int, help="stop after the iteration divisible by this number")
     training.add_argument("--lr", type=float, required=True)
     training.add_argument("--min-lr", type=float, default=0.0)
     training.add_argument("--lr-decay-style", choices=("constant", "linear", "cosine"), default="linear")
@@ -76,7 +77,7 @@ def _build_parser() -> argparse.ArgumentParser:
 
     data = parser.add_argument_group("data")
     data.add_argument("--data-path", required=True, help="prefix of a Megatron dataset: PREFIX.bin and PREFIX.idx")
-    data.add_argument("--split", default="969,30,1", help="training, validation and test parts")
+    data.add_argument("--split", default="99,1,0", help="training, validation and test parts")
     data.add_argument("--data-cache-path", help="folder for the sample indices; default: beside the dataset")
     data.add_argument("--eval-iters", type=int, default=0, help="validation batches after training; 0 for none")
 
@@ -126,19 +127,17 @@ class Layout:
         )
 
 
-def check_arguments(args: argparse.Namespace, world_size: int, dispatchers: Sequence[str]) -> Layout:
+def check_arguments(args: argparse.Namespace, world_size: int) -> Layout:
     """Check what can be checked without data or a model, and settle the default of the global batch size.
 
     Args:
         args: the parsed command line.
         world_size: number of ranks started.
-        dispatchers: the values that `--moe-token-dispatcher-type` may have.
 
     Raises:
         ConfigurationError: one sentence on the first thing that cannot work.
     """
     _check_positive(args)
-    _check_dispatcher(args, dispatchers)
     _check_model(args)
     layout = _check_layout(args, world_size)
     _check_batch(args, layout)
@@ -153,7 +152,7 @@ def _check_positive(args: argparse.Namespace) -> None:
         " context_parallel_size expert_model_parallel_size expert_tensor_parallel_size"
         " distributed_timeout_minutes micro_batch_size train_iters lr log_interval"
     )
-    optional = "global_batch_size save_interval moe_shared_expert_intermediate_size"
+    optional = "global_batch_size save_interval exit_interval moe_shared_expert_intermediate_size"
     for name in f"{names} {optional}".split():
         value = getattr(args, name)
         if value is not None and value <= 0:
@@ -162,14 +161,6 @@ def _check_positive(args: argparse.Namespace) -> None:
 
 def _flag(name: str) -> str:
     return "--" + name.replace("_", "-")
-
-
-def _check_dispatcher(args: argparse.Namespace, dispatchers: Sequence[str]) -> None:
-    if args.moe_token_dispatcher_type not in dispatchers:
-        raise ConfigurationError(
-            f"--moe-token-dispatcher-type {args.moe_token_dispatcher_type} is not a known dispatcher;"
-            f" use one of {', '.join(dispatchers)}"
-        )
 
 
 def _check_model(args: argparse.Namespace) -> None:
@@ -185,9 +176,7 @@ def _check_model(args: argparse.Namespace) -> None:
     _check_divisible(
         "--num-layers", args.num_layers, "--pipeline-model-parallel-size", args.pipeline_model_parallel_size
     )
-    _check_divisible(
-        "--num-experts", args.num_experts, "--expert-model-parallel-size", args.expert_model_parallel_size
-    )
+    _check_divisible("--num-experts", args.num_experts, "--expert-model-parallel-size", args.expert_model_parallel_size)
     if args.moe_router_topk > args.num_experts:
         raise ConfigurationError(
             f"--moe-router-topk {args.moe_router_topk} is more than --num-experts {args.num_experts};"
@@ -212,9 +201,7 @@ def _check_model(args: argparse.Namespace) -> None:
 
 def _check_divisible(flag: str, value: int, divisor_flag: str, divisor: int) -> None:
     if value % divisor:
-        raise ConfigurationError(
-            f"{flag} {value} is not divisible by {divisor_flag} {divisor}; change one of the two"
-        )
+        raise ConfigurationError(f"{flag} {value} is not divisible by {divisor_flag} {divisor}; change one of the two")
 
 
 def _check_layout(args: argparse.Namespace, world_size: int) -> Layout:

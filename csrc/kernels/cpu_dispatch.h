@@ -17,8 +17,8 @@ struct CpuKernels {
   void (*unpermute_rows)(const RowMap& map, DType dtype, int64_t hidden, ConstRows permuted, const float* probs,
                          MutableRows tokens, int64_t begin, int64_t end, bool streaming);
   void (*unpermute_rows_backward)(const RowMap& map, DType dtype, int64_t hidden, ConstRows grad_tokens,
-                                  ConstRows permuted, const float* probs, MutableRows grad_permuted,
-                                  float* grad_probs, int64_t begin, int64_t end, bool streaming);
+                                  ConstRows permuted, const float* probs, MutableRows grad_permuted, float* grad_probs,
+                                  int64_t begin, int64_t end, bool streaming);
   void (*copy_chunks)(const ChunkList& chunks, int64_t row_bytes, const void* source, int64_t source_stride_bytes,
                       void* target, int64_t target_stride_bytes, int64_t begin, int64_t end, bool streaming);
 };

@@ -74,8 +74,8 @@ void sum_rows(T* out, int64_t hidden, ConstRows permuted, const int64_t* rows, i
 }
 
 template <typename T, bool kWeighted>
-void unpermute_rows_of(const RowMap& map, int64_t hidden, ConstRows permuted, const float* probs,
-                       MutableRows tokens, int64_t begin, int64_t end, bool streaming) {
+void unpermute_rows_of(const RowMap& map, int64_t hidden, ConstRows permuted, const float* probs, MutableRows tokens,
+                       int64_t begin, int64_t end, bool streaming) {
   for (int64_t t = begin; t < end; ++t) {
     T* out = reinterpret_cast<T*>(row_at(tokens, t));
     const int64_t first = map.offsets[t];
@@ -128,9 +128,8 @@ void unpermute_rows_backward_of(const RowMap& map, int64_t hidden, ConstRows gra
       const float prob = token_probs[expert];
       T* out = reinterpret_cast<T*>(row_at(grad_permuted, map.rows[i]));
       const T* row = reinterpret_cast<const T*>(row_at(permuted, map.rows[i]));
-      token_grad_probs[expert] = streaming && can_stream(out)
-                                     ? scale_and_dot<T, true>(out, grad, row, prob, hidden)
-                                     : scale_and_dot<T, false>(out, grad, row, prob, hidden);
+      token_grad_probs[expert] = streaming && can_stream(out) ? scale_and_dot<T, true>(out, grad, row, prob, hidden)
+                                                              : scale_and_dot<T, false>(out, grad, row, prob, hidden);
     }
   }
   if (streaming) stream_fence();
@@ -156,9 +155,9 @@ void unpermute_rows(const RowMap& map, DType dtype, int64_t hidden, ConstRows pe
   }
 }
 
-void unpermute_rows_backward(const RowMap& map, DType dtype, int64_t hidden, ConstRows grad_tokens,
-                             ConstRows permuted, const float* probs, MutableRows grad_permuted, float* grad_probs,
-                             int64_t begin, int64_t end, bool streaming) {
+void unpermute_rows_backward(const RowMap& map, DType dtype, int64_t hidden, ConstRows grad_tokens, ConstRows permuted,
+                             const float* probs, MutableRows grad_permuted, float* grad_probs, int64_t begin,
+                             int64_t end, bool streaming) {
   const auto run = [&](auto zero_element) {
     unpermute_rows_backward_of<decltype(zero_element)>(map, hidden, grad_tokens, permuted, probs, grad_permuted,
                                                        grad_probs, begin, end, streaming);

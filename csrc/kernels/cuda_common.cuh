@@ -7,9 +7,9 @@
 
 #include <algorithm>
 #include <cstdint>
-#include <cstring>
 #include <stdexcept>
 #include <string>
+#include <type_traits>
 
 namespace moe_opt {
 namespace cuda {
@@ -21,8 +21,7 @@ constexpr int kVectorBytes = 16;    // widest load and store of a thread
 
 inline void check(cudaError_t error, const char* what) {
   if (error != cudaSuccess) {
-    throw std::runtime_error(std::string("megatron_moe_opt: CUDA ") + what +
-                             " failed: " + cudaGetErrorString(error));
+    throw std::runtime_error(std::string("megatron_moe_opt: CUDA ") + what + " failed: " + cudaGetErrorString(error));
   }
 }
 
@@ -50,25 +49,6 @@ inline bool rows_aligned(const void* data, int64_t stride_bytes, int64_t bytes) 
   return reinterpret_cast<uintptr_t>(data) % bytes == 0 && stride_bytes % bytes == 0;
 }
 
-__device__ __forceinline__ float to_float(float x) { return x; }
-__device__ __forceinline__ float to_float(__nv_bfloat16 x) { return __bfloat162float(x); }
-__device__ __forceinline__ float to_float(__half x) { return __half2float(x); }
-
-template <typename T>
-__device__ __forceinline__ T from_float(float x);
-template <>
-__device__ __forceinline__ float from_float<float>(float x) {
-  return x;
-}
-template <>
-__device__ __forceinline__ __nv_bfloat16 from_float<__nv_bfloat16>(float x) {
-  return __float2bfloat16_rn(x);
-}
-template <>
-__device__ __forceinline__ __half from_float<__half>(float x) {
-  return __float2half_rn(x);
-}
-
 // The unsigned integer that moves kBytes bytes in one access.
 template <int kBytes>
 struct UnitOf;
@@ -93,25 +73,80 @@ struct UnitOf<1> {
   using type = unsigned char;
 };
 
-// kCount consecutive elements, moved by one access. All large matrices are read once and written once, so accesses
-// are marked evict-first (.cs): the maps, which several warps read, stay in the caches.
+// float32 from and to the elements of a 32-bit word, or a single element. Rounds to nearest even.
+__device__ __forceinline__ void unpack(unsigned int word, float, float* out) { out[0] = __uint_as_float(word); }
+__device__ __forceinline__ void unpack(unsigned int word, __nv_bfloat16, float* out) {
+  out[0] = __uint_as_float(word << 16);
+  out[1] = __uint_as_float(word & 0xffff0000u);
+}
+__device__ __forceinline__ void unpack(unsigned int word, __half, float* out) {
+  const float2 pair = __half22float2(reinterpret_cast<const __half2&>(word));
+  out[0] = pair.x;
+  out[1] = pair.y;
+}
+__device__ __forceinline__ unsigned int pack(const float* in, float) { return __float_as_uint(in[0]); }
+__device__ __forceinline__ unsigned int pack(const float* in, __nv_bfloat16) {
+  const __nv_bfloat162 pair = __floats2bfloat162_rn(in[0], in[1]);
+  return reinterpret_cast<const unsigned int&>(pair);
+}
+__device__ __forceinline__ unsigned int pack(const float* in, __half) {
+  const __half2 pair = __floats2half2_rn(in[0], in[1]);
+  return reinterpret_cast<const unsigned int&>(pair);
+}
+
+// kCount consecutive elements of type T, moved by one access and kept packed until they are used: registers hold the
+// bytes that travel, not their float32 values. All large matrices are read once and written once, so accesses are
+// marked evict-first (.cs) and the maps, which several warps read, stay in the caches.
 template <typename T, int kCount>
-struct alignas(sizeof(T) * kCount) Vector {
+struct Vector {
+  static constexpr int kWords = sizeof(T) * kCount / sizeof(unsigned int);
+  static_assert(kWords == 1 || kWords == 4, "a vector is one or four 32-bit words");
   using Unit = typename UnitOf<sizeof(T) * kCount>::type;
-  T at[kCount];
+  Unit unit;
 
   __device__ __forceinline__ static Vector load(const char* row, int64_t index) {
-    const Unit unit = __ldcs(reinterpret_cast<const Unit*>(row) + index);
-    Vector vector;
-    memcpy(&vector, &unit, sizeof(unit));
-    return vector;
+    return {__ldcs(reinterpret_cast<const Unit*>(row) + index)};
   }
   __device__ __forceinline__ void store(char* row, int64_t index) const {
-    Unit unit;
-    memcpy(&unit, this, sizeof(unit));
     __stcs(reinterpret_cast<Unit*>(row) + index, unit);
   }
+  __device__ __forceinline__ void to_float(float (&out)[kCount]) const {
+    const unsigned int* words = reinterpret_cast<const unsigned int*>(&unit);
+#pragma unroll
+    for (int w = 0; w < kWords; ++w) unpack(words[w], T{}, out + w * (kCount / kWords));
+  }
+  __device__ __forceinline__ static Vector from_float(const float (&in)[kCount]) {
+    Vector vector;
+    unsigned int* words = reinterpret_cast<unsigned int*>(&vector.unit);
+#pragma unroll
+    for (int w = 0; w < kWords; ++w) words[w] = pack(in + w * (kCount / kWords), T{});
+    return vector;
+  }
 };
+
+// A single 16-bit element travels as half a word.
+template <typename T>
+struct HalfWord {
+  unsigned short unit;
+
+  __device__ __forceinline__ static HalfWord load(const char* row, int64_t index) {
+    return {__ldcs(reinterpret_cast<const unsigned short*>(row) + index)};
+  }
+  __device__ __forceinline__ void store(char* row, int64_t index) const {
+    __stcs(reinterpret_cast<unsigned short*>(row) + index, unit);
+  }
+  __device__ __forceinline__ void to_float(float (&out)[1]) const {
+    float pair[2];
+    unpack(unit, T{}, pair);
+    out[0] = pair[0];
+  }
+  __device__ __forceinline__ static HalfWord from_float(const float (&in)[1]) {
+    const float pair[2] = {in[0], 0.0f};
+    return {static_cast<unsigned short>(pack(pair, T{}))};
+  }
+};
+template <typename T, int kCount>
+using Elements = std::conditional_t<sizeof(T) * kCount == sizeof(unsigned short), HalfWord<T>, Vector<T, kCount>>;
 
 // Sum over the threads of a block (a multiple of 32 threads, at most 1024), in thread order; every thread calls it.
 struct BlockSum {

@@ -148,7 +148,7 @@ class Pool {
   }
 
   std::mutex mutex_;
-  FreeList free_by_age_;                                             // oldest first
+  FreeList free_by_age_;                                                       // oldest first
   std::unordered_map<int64_t, std::vector<FreeList::iterator>> free_by_size_;  // oldest first
   std::unordered_map<void*, int64_t> used_;
   HostPoolStats stats_{};

@@ -30,8 +30,8 @@ void for_each_routed(const uint8_t* row, int64_t num_experts, Visit visit) {
 
 }  // namespace
 
-void count_routed(const uint8_t* routing_map, int64_t num_experts, int64_t begin, int64_t end,
-                  int64_t* token_counts, int64_t* expert_counts) {
+void count_routed(const uint8_t* routing_map, int64_t num_experts, int64_t begin, int64_t end, int64_t* token_counts,
+                  int64_t* expert_counts) {
   for (int64_t t = begin; t < end; ++t) {
     int64_t count = 0;
     for_each_routed(routing_map + t * num_experts, num_experts, [&](int64_t e) {
@@ -42,8 +42,8 @@ void count_routed(const uint8_t* routing_map, int64_t num_experts, int64_t begin
   }
 }
 
-void fill_row_map(const uint8_t* routing_map, int64_t num_experts, int64_t begin, int64_t end,
-                  const int64_t* offsets, int64_t* next_row, int64_t* rows, int32_t* experts, int64_t* sources) {
+void fill_row_map(const uint8_t* routing_map, int64_t num_experts, int64_t begin, int64_t end, const int64_t* offsets,
+                  int64_t* next_row, int64_t* rows, int32_t* experts, int64_t* sources) {
   for (int64_t t = begin; t < end; ++t) {
     int64_t entry = offsets[t];
     for_each_routed(routing_map + t * num_experts, num_experts, [&](int64_t e) {
@@ -138,12 +138,12 @@ void unpermute_rows(const RowMap& map, DType dtype, int64_t hidden, ConstRows pe
   kernels().unpermute_rows(map, dtype, hidden, permuted, probs, tokens, begin, end, streaming);
 }
 
-void unpermute_rows_backward(const RowMap& map, DType dtype, int64_t hidden, ConstRows grad_tokens,
-                             ConstRows permuted, const float* probs, MutableRows grad_permuted, float* grad_probs,
-                             int64_t begin, int64_t end) {
+void unpermute_rows_backward(const RowMap& map, DType dtype, int64_t hidden, ConstRows grad_tokens, ConstRows permuted,
+                             const float* probs, MutableRows grad_permuted, float* grad_probs, int64_t begin,
+                             int64_t end) {
   const bool streaming = should_stream(map.num_rows * hidden * element_size(dtype));
-  kernels().unpermute_rows_backward(map, dtype, hidden, grad_tokens, permuted, probs, grad_permuted, grad_probs,
-                                    begin, end, streaming);
+  kernels().unpermute_rows_backward(map, dtype, hidden, grad_tokens, permuted, probs, grad_permuted, grad_probs, begin,
+                                    end, streaming);
 }
 
 void unpermute_probs(const RowMap& map, ConstRows grad_permuted_probs, int64_t prob_size, void* grad_probs,

@@ -15,6 +15,7 @@ namespace {
 
 constexpr int kCopyVectors = 4;   // vectors of its token a thread holds while it writes them to each row
 constexpr int kRowsInFlight = 8;  // rows whose vectors a thread requests together
+constexpr int kStagedRows = 256;  // rows of a token whose places are kept in shared memory
 
 // [first, last): the entries of a token in the row map.
 struct Entries {
@@ -85,39 +86,51 @@ __global__ void __launch_bounds__(kBlockThreads)
 // rounded before it is added (no fused multiply-add), so that every device gives the same bits.
 // Vectors of kCount elements; a row is `vectors` of them. grid: T.
 template <typename T, int kCount, bool kWithProbs>
-__global__ void __launch_bounds__(kBlockThreads)
+__global__ void __launch_bounds__(kBlockThreads, 2)
     unpermute_rows_kernel(const int64_t* __restrict__ offsets, const int64_t* __restrict__ rows,
                           const int32_t* __restrict__ experts, int64_t num_experts, int64_t vectors,
-                          const char* __restrict__ permuted, int64_t permuted_stride,
-                          const float* __restrict__ probs, char* __restrict__ tokens, int64_t token_stride) {
-  using Elements = Vector<T, kCount>;
+                          const char* __restrict__ permuted, int64_t permuted_stride, const float* __restrict__ probs,
+                          char* __restrict__ tokens, int64_t token_stride) {
+  using Packed = Elements<T, kCount>;
+  __shared__ int64_t row_starts[kStagedRows];  // bytes from `permuted` to the row
+  __shared__ float weights[kStagedRows];
   const int64_t token = blockIdx.x;
   const Entries entries = entries_of(offsets, token);
-  for (int64_t index = threadIdx.x; index < vectors; index += blockDim.x) {
+  const bool staged_once = entries.last - entries.first <= kStagedRows;
+
+  for (int64_t base = 0; base < vectors; base += blockDim.x) {
+    const int64_t index = base + threadIdx.x;
     float sum[kCount] = {};
-    for (int64_t entry = entries.first; entry < entries.last; entry += kRowsInFlight) {
-      Elements values[kRowsInFlight];
-      float weight[kRowsInFlight];
-#pragma unroll
-      for (int r = 0; r < kRowsInFlight; ++r) {
-        if (entry + r >= entries.last) continue;
-        values[r] = Elements::load(permuted + rows[entry + r] * permuted_stride, index);
-        if (kWithProbs) weight[r] = probs[token * num_experts + experts[entry + r]];
+    for (int64_t entry = entries.first; entry < entries.last; entry += kStagedRows) {
+      const int count = static_cast<int>(min(int64_t{kStagedRows}, entries.last - entry));
+      if (base == 0 || !staged_once) {
+        __syncthreads();  // other warps may still use what was staged before
+        for (int i = threadIdx.x; i < count; i += blockDim.x) {
+          row_starts[i] = rows[entry + i] * permuted_stride;
+          if (kWithProbs) weights[i] = probs[token * num_experts + experts[entry + i]];
+        }
+        __syncthreads();
       }
+      if (index >= vectors) continue;
+      for (int i = 0; i < count; i += kRowsInFlight) {
+        Packed values[kRowsInFlight];
 #pragma unroll
-      for (int r = 0; r < kRowsInFlight; ++r) {
-        if (entry + r >= entries.last) continue;
+        for (int r = 0; r < kRowsInFlight; ++r) {
+          if (i + r < count) values[r] = Packed::load(permuted + row_starts[i + r], index);
+        }
 #pragma unroll
-        for (int n = 0; n < kCount; ++n) {
-          const float value = to_float(values[r].at[n]);
-          sum[n] = __fadd_rn(sum[n], kWithProbs ? __fmul_rn(weight[r], value) : value);
+        for (int r = 0; r < kRowsInFlight; ++r) {
+          if (i + r >= count) continue;
+          float value[kCount];
+          values[r].to_float(value);
+#pragma unroll
+          for (int n = 0; n < kCount; ++n) {
+            sum[n] = __fadd_rn(sum[n], kWithProbs ? __fmul_rn(weights[i + r], value[n]) : value[n]);
+          }
         }
       }
     }
-    Elements result;
-#pragma unroll
-    for (int n = 0; n < kCount; ++n) result.at[n] = from_float<T>(sum[n]);
-    result.store(tokens + token * token_stride, index);
+    if (index < vectors) Packed::from_float(sum).store(tokens + token * token_stride, index);
   }
 }
 
@@ -132,7 +145,7 @@ __global__ void __launch_bounds__(kBlockThreads, 2)
                                    const char* __restrict__ permuted, int64_t permuted_stride,
                                    const float* __restrict__ probs, char* __restrict__ grad_permuted,
                                    int64_t grad_permuted_stride, float* __restrict__ grad_probs) {
-  using Elements = Vector<T, kCount>;
+  using Packed = Elements<T, kCount>;
   __shared__ float warp_dots[kRowsInFlight][kBlockThreads / kWarp];
   const int lane = threadIdx.x % kWarp;
   const int warp = threadIdx.x / kWarp;
@@ -152,23 +165,26 @@ __global__ void __launch_bounds__(kBlockThreads, 2)
       weight[r] = probs[token * num_experts + experts[entry + r]];
     }
     for (int64_t index = threadIdx.x; index < vectors; index += blockDim.x) {
-      const Elements grad = Elements::load(grad_row, index);
-      Elements values[kRowsInFlight];
+      const Packed grad_vector = Packed::load(grad_row, index);
+      Packed values[kRowsInFlight];
 #pragma unroll
       for (int r = 0; r < kRowsInFlight; ++r) {
-        if (r < count) values[r] = Elements::load(permuted + row[r] * permuted_stride, index);
+        if (r < count) values[r] = Packed::load(permuted + row[r] * permuted_stride, index);
       }
+      float grad[kCount];
+      grad_vector.to_float(grad);
 #pragma unroll
       for (int r = 0; r < kRowsInFlight; ++r) {
         if (r >= count) continue;
-        Elements scaled;
+        float value[kCount];
+        float scaled[kCount];
+        values[r].to_float(value);
 #pragma unroll
         for (int n = 0; n < kCount; ++n) {
-          const float g = to_float(grad.at[n]);
-          scaled.at[n] = from_float<T>(__fmul_rn(weight[r], g));
-          dot[r] = fmaf(g, to_float(values[r].at[n]), dot[r]);
+          scaled[n] = __fmul_rn(weight[r], grad[n]);
+          dot[r] = fmaf(grad[n], value[n], dot[r]);
         }
-        scaled.store(grad_permuted + row[r] * grad_permuted_stride, index);
+        Packed::from_float(scaled).store(grad_permuted + row[r] * grad_permuted_stride, index);
       }
     }
 #pragma unroll
@@ -298,9 +314,8 @@ void unpermute_rows(const RowMap& map, DType dtype, int64_t hidden, ConstRows pe
     const auto launch = [&](auto with_probs) {
       unpermute_rows_kernel<decltype(element), count, with_probs>
           <<<blocks, row_threads(vectors, 1), 0, static_cast<cudaStream_t>(stream)>>>(
-              map.offsets, map.rows, map.experts, map.num_experts, vectors,
-              static_cast<const char*>(permuted.data), permuted.stride_bytes, probs,
-              static_cast<char*>(tokens.data), tokens.stride_bytes);
+              map.offsets, map.rows, map.experts, map.num_experts, vectors, static_cast<const char*>(permuted.data),
+              permuted.stride_bytes, probs, static_cast<char*>(tokens.data), tokens.stride_bytes);
       check(cudaGetLastError(), "unpermute_rows_kernel");
     };
     if (probs == nullptr) {
@@ -311,9 +326,8 @@ void unpermute_rows(const RowMap& map, DType dtype, int64_t hidden, ConstRows pe
   });
 }
 
-void unpermute_rows_backward(const RowMap& map, DType dtype, int64_t hidden, ConstRows grad_tokens,
-                             ConstRows permuted, const float* probs, MutableRows grad_permuted, float* grad_probs,
-                             void* stream) {
+void unpermute_rows_backward(const RowMap& map, DType dtype, int64_t hidden, ConstRows grad_tokens, ConstRows permuted,
+                             const float* probs, MutableRows grad_permuted, float* grad_probs, void* stream) {
   if (map.num_tokens == 0 || map.num_experts == 0) return;
   const cudaStream_t cuda_stream = static_cast<cudaStream_t>(stream);
   check(cudaMemsetAsync(grad_probs, 0, map.num_tokens * map.num_experts * sizeof(float), cuda_stream),
@@ -326,12 +340,10 @@ void unpermute_rows_backward(const RowMap& map, DType dtype, int64_t hidden, Con
                     rows_aligned(grad_permuted.data, grad_permuted.stride_bytes, kVectorBytes);
   with_vector(dtype, wide, [&](auto element, auto count) {
     const int64_t vectors = hidden / count;
-    unpermute_rows_backward_kernel<decltype(element), count>
-        <<<blocks, row_threads(vectors, 1), 0, cuda_stream>>>(
-            map.offsets, map.rows, map.experts, map.num_experts, vectors,
-            static_cast<const char*>(grad_tokens.data), grad_tokens.stride_bytes,
-            static_cast<const char*>(permuted.data), permuted.stride_bytes, probs,
-            static_cast<char*>(grad_permuted.data), grad_permuted.stride_bytes, grad_probs);
+    unpermute_rows_backward_kernel<decltype(element), count><<<blocks, row_threads(vectors, 1), 0, cuda_stream>>>(
+        map.offsets, map.rows, map.experts, map.num_experts, vectors, static_cast<const char*>(grad_tokens.data),
+        grad_tokens.stride_bytes, static_cast<const char*>(permuted.data), permuted.stride_bytes, probs,
+        static_cast<char*>(grad_permuted.data), grad_permuted.stride_bytes, grad_probs);
     check(cudaGetLastError(), "unpermute_rows_backward_kernel");
   });
 }
@@ -344,15 +356,14 @@ void unpermute_probs(const RowMap& map, ConstRows grad_permuted_probs, int64_t p
         "memset of grad_probs");
   if (map.num_rows == 0) return;
   const unsigned blocks = grid_blocks(divide_up(map.num_tokens, kBlockThreads / kWarp), "unpermute_probs");
-  with_prob_unit(grad_permuted_probs.data, grad_permuted_probs.stride_bytes, prob_size, prob_size,
-                 [&](auto prob_unit) {
-                   using ProbUnit = decltype(prob_unit);
-                   unpermute_probs_kernel<ProbUnit><<<blocks, kBlockThreads, 0, cuda_stream>>>(
-                       map.offsets, map.rows, map.experts, map.num_tokens, map.num_experts,
-                       static_cast<const char*>(grad_permuted_probs.data), grad_permuted_probs.stride_bytes,
-                       static_cast<int>(prob_size / sizeof(ProbUnit)), static_cast<ProbUnit*>(grad_probs));
-                   check(cudaGetLastError(), "unpermute_probs_kernel");
-                 });
+  with_prob_unit(grad_permuted_probs.data, grad_permuted_probs.stride_bytes, prob_size, prob_size, [&](auto prob_unit) {
+    using ProbUnit = decltype(prob_unit);
+    unpermute_probs_kernel<ProbUnit><<<blocks, kBlockThreads, 0, cuda_stream>>>(
+        map.offsets, map.rows, map.experts, map.num_tokens, map.num_experts,
+        static_cast<const char*>(grad_permuted_probs.data), grad_permuted_probs.stride_bytes,
+        static_cast<int>(prob_size / sizeof(ProbUnit)), static_cast<ProbUnit*>(grad_probs));
+    check(cudaGetLastError(), "unpermute_probs_kernel");
+  });
 }
 
 }  // namespace cuda

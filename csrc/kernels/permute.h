@@ -41,16 +41,16 @@ namespace cpu {
 // Counts the rows each token owns (token_counts[t]) and each expert's tokens (expert_counts[e], of this range
 // alone, so that the caller can turn ranges x experts into first rows by an exclusive scan in expert-major order).
 // routing_map: [T, E] bytes, nonzero = routed.
-void count_routed(const uint8_t* routing_map, int64_t num_experts, int64_t begin, int64_t end,
-                  int64_t* token_counts, int64_t* expert_counts);
+void count_routed(const uint8_t* routing_map, int64_t num_experts, int64_t begin, int64_t end, int64_t* token_counts,
+                  int64_t* expert_counts);
 
 // Writes rows, experts (entries of tokens [begin, end)) and sources[row] = token. next_row: [E], the first permuted
 // row of each expert for this range; advanced.
-void fill_row_map(const uint8_t* routing_map, int64_t num_experts, int64_t begin, int64_t end,
-                  const int64_t* offsets, int64_t* next_row, int64_t* rows, int32_t* experts, int64_t* sources);
+void fill_row_map(const uint8_t* routing_map, int64_t num_experts, int64_t begin, int64_t end, const int64_t* offsets,
+                  int64_t* next_row, int64_t* rows, int32_t* experts, int64_t* sources);
 
-// The whole map at once for drop-and-pad, over all tokens: every expert owns `capacity` rows (<= T), the tokens routed to it
-// first, then, where they are fewer, the lowest tokens not routed to it (a stable descending sort of its column).
+// The whole map at once for drop-and-pad, over all tokens: every expert owns `capacity` rows (<= T), the tokens routed
+// to it first, then, where they are fewer, the lowest tokens not routed to it (a stable descending sort of its column).
 // offsets: [T + 1]; rows, experts and sources: [E * capacity].
 void build_padded_row_map(const uint8_t* routing_map, int64_t num_tokens, int64_t num_experts, int64_t capacity,
                           int64_t* offsets, int64_t* rows, int32_t* experts, int64_t* sources);
@@ -75,9 +75,9 @@ void unpermute_rows(const RowMap& map, DType dtype, int64_t hidden, ConstRows pe
 
 // Backward of unpermute_rows with probabilities: grad_permuted[row] = prob * grad_tokens[t] and
 // grad_probs[t, e] = <grad_tokens[t], permuted[row]>; grad_probs is zero where nothing was routed.
-void unpermute_rows_backward(const RowMap& map, DType dtype, int64_t hidden, ConstRows grad_tokens,
-                             ConstRows permuted, const float* probs, MutableRows grad_permuted, float* grad_probs,
-                             int64_t begin, int64_t end);
+void unpermute_rows_backward(const RowMap& map, DType dtype, int64_t hidden, ConstRows grad_tokens, ConstRows permuted,
+                             const float* probs, MutableRows grad_permuted, float* grad_probs, int64_t begin,
+                             int64_t end);
 
 // Backward of the probabilities in permute_rows: grad_probs[t, e] = grad_permuted_probs[row], zero elsewhere.
 void unpermute_probs(const RowMap& map, ConstRows grad_permuted_probs, int64_t prob_size, void* grad_probs,
@@ -102,18 +102,16 @@ void build_row_map(const uint8_t* routing_map, int64_t num_tokens, int64_t num_e
 int64_t sources_scratch_bytes(int64_t num_rows, int64_t num_tokens);
 
 // As in cpu; sources outside [0, T) are the caller's to refuse. Deterministic.
-void build_row_map_from_sources(const int64_t* sources, int64_t num_rows, int64_t num_tokens,
-                                int64_t rows_per_expert, int64_t* offsets, int64_t* rows, int32_t* experts,
-                                void* scratch, void* stream);
+void build_row_map_from_sources(const int64_t* sources, int64_t num_rows, int64_t num_tokens, int64_t rows_per_expert,
+                                int64_t* offsets, int64_t* rows, int32_t* experts, void* scratch, void* stream);
 
 void permute_rows(const RowMap& map, DType dtype, int64_t hidden, ConstRows tokens, MutableRows permuted,
                   const void* probs, int64_t prob_size, MutableRows permuted_probs, int64_t prob_lane_bytes,
                   void* stream);
 void unpermute_rows(const RowMap& map, DType dtype, int64_t hidden, ConstRows permuted, const float* probs,
                     MutableRows tokens, void* stream);
-void unpermute_rows_backward(const RowMap& map, DType dtype, int64_t hidden, ConstRows grad_tokens,
-                             ConstRows permuted, const float* probs, MutableRows grad_permuted, float* grad_probs,
-                             void* stream);
+void unpermute_rows_backward(const RowMap& map, DType dtype, int64_t hidden, ConstRows grad_tokens, ConstRows permuted,
+                             const float* probs, MutableRows grad_permuted, float* grad_probs, void* stream);
 void unpermute_probs(const RowMap& map, ConstRows grad_permuted_probs, int64_t prob_size, void* grad_probs,
                      void* stream);
 

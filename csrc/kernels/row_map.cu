@@ -67,10 +67,9 @@ __global__ void __launch_bounds__(kWarp* kScanWarps)
 // Dynamic shared memory: first_rows [E], masks [E].
 __global__ void __launch_bounds__(kBlockThreads)
     fill_rows_kernel(const uint64_t* __restrict__ tile_masks, const int64_t* __restrict__ rows_before,
-                     const int64_t* __restrict__ expert_totals, int64_t num_tokens, int num_experts,
-                     int64_t max_rows, int64_t* __restrict__ offsets, int64_t* __restrict__ rows,
-                     int32_t* __restrict__ experts, int64_t* __restrict__ sources,
-                     int64_t* __restrict__ expert_counts) {
+                     const int64_t* __restrict__ expert_totals, int64_t num_tokens, int num_experts, int64_t max_rows,
+                     int64_t* __restrict__ offsets, int64_t* __restrict__ rows, int32_t* __restrict__ experts,
+                     int64_t* __restrict__ sources, int64_t* __restrict__ expert_counts) {
   extern __shared__ int64_t shared[];
   int64_t* first_rows = shared;  // the first row of this tile for each expert
   uint64_t* masks = reinterpret_cast<uint64_t*>(shared + num_experts);
@@ -164,8 +163,8 @@ __global__ void __launch_bounds__(kBlockThreads)
 
 // offsets = exclusive sum of counts. Each block adds up the totals before it: no chain from block to block.
 __global__ void __launch_bounds__(kBlockThreads)
-    scan_counts_kernel(const int64_t* __restrict__ counts, const int64_t* __restrict__ block_totals,
-                       int64_t num_tokens, int64_t* __restrict__ offsets) {
+    scan_counts_kernel(const int64_t* __restrict__ counts, const int64_t* __restrict__ block_totals, int64_t num_tokens,
+                       int64_t* __restrict__ offsets) {
   int64_t earlier = 0;
   for (int64_t b = threadIdx.x; b < blockIdx.x; b += kBlockThreads) earlier += block_totals[b];
   earlier = block_sum(earlier).total;
@@ -237,8 +236,8 @@ void build_row_map(const uint8_t* routing_map, int64_t num_tokens, int64_t num_e
   check(cudaGetLastError(), "pack_masks_kernel");
 
   const unsigned scan_blocks = static_cast<unsigned>(divide_up(num_experts, kWarp));
-  scan_tiles_kernel<<<scan_blocks, kWarp * kScanWarps, 0, cuda_stream>>>(masks, num_tiles, num_experts,
-                                                                         rows_before, expert_totals);
+  scan_tiles_kernel<<<scan_blocks, kWarp * kScanWarps, 0, cuda_stream>>>(masks, num_tiles, num_experts, rows_before,
+                                                                         expert_totals);
   check(cudaGetLastError(), "scan_tiles_kernel");
 
   const int64_t shared_bytes = num_experts * kEntryBytes;
@@ -249,8 +248,8 @@ void build_row_map(const uint8_t* routing_map, int64_t num_tokens, int64_t num_e
           "build_row_map: shared memory for this number of experts");
   }
   fill_rows_kernel<<<tile_blocks, kBlockThreads, shared_bytes, cuda_stream>>>(
-      masks, rows_before, expert_totals, num_tokens, static_cast<int>(num_experts), max_rows, offsets, rows,
-      experts, sources, expert_counts);
+      masks, rows_before, expert_totals, num_tokens, static_cast<int>(num_experts), max_rows, offsets, rows, experts,
+      sources, expert_counts);
   check(cudaGetLastError(), "fill_rows_kernel");
 }
 
@@ -259,9 +258,8 @@ int64_t sources_scratch_bytes(int64_t num_rows, int64_t num_tokens) {
   return (num_tokens + divide_up(num_tokens, kBlockThreads) + num_rows) * sizeof(int64_t);
 }
 
-void build_row_map_from_sources(const int64_t* sources, int64_t num_rows, int64_t num_tokens,
-                                int64_t rows_per_expert, int64_t* offsets, int64_t* rows, int32_t* experts,
-                                void* scratch, void* stream) {
+void build_row_map_from_sources(const int64_t* sources, int64_t num_rows, int64_t num_tokens, int64_t rows_per_expert,
+                                int64_t* offsets, int64_t* rows, int32_t* experts, void* scratch, void* stream) {
   const cudaStream_t cuda_stream = static_cast<cudaStream_t>(stream);
   if (num_tokens == 0 || num_rows == 0) {
     check(cudaMemsetAsync(offsets, 0, (num_tokens + 1) * sizeof(int64_t), cuda_stream), "memset of offsets");
@@ -275,8 +273,7 @@ void build_row_map_from_sources(const int64_t* sources, int64_t num_rows, int64_
   unsigned long long* atomic_counts = reinterpret_cast<unsigned long long*>(counts);
 
   check(cudaMemsetAsync(counts, 0, num_tokens * sizeof(int64_t), cuda_stream), "memset of counts");
-  count_sources_kernel<<<row_blocks, kBlockThreads, 0, cuda_stream>>>(sources, num_rows, num_tokens,
-                                                                      atomic_counts);
+  count_sources_kernel<<<row_blocks, kBlockThreads, 0, cuda_stream>>>(sources, num_rows, num_tokens, atomic_counts);
   check(cudaGetLastError(), "count_sources_kernel");
   sum_counts_kernel<<<token_blocks, kBlockThreads, 0, cuda_stream>>>(counts, num_tokens, block_totals);
   check(cudaGetLastError(), "sum_counts_kernel");

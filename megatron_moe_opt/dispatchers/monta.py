@@ -36,7 +36,7 @@ class Dispatched:
     @cached_property
     def plan(self) -> ExchangePlan:
         """The exchange plan; the first use waits for the counts to reach the host (the only host sync)."""
-        return plan_exchange(self.counts.wait(), self.ep_rank, self.etp_rank)
+        return plan_exchange(self.counts.wait(), self.ep_rank, self.etp_rank, self.row_map.rows.device)
 
 
 class MontaDispatcher:

@@ -20,7 +20,12 @@ def announce(layer: Any, name: str, dispatcher: Any) -> None:
     if dist.is_initialized() and dist.get_rank() != 0:
         return
     _layers.append((weakref.ref(layer), name))
-    handle = layer.register_forward_pre_hook(lambda *_: (handle.remove(), _print_line(dispatcher)))
+
+    def speak(*_: Any) -> None:
+        handle.remove()
+        _print_line(dispatcher)
+
+    handle = layer.register_forward_pre_hook(speak)
 
 
 def _print_line(dispatcher: Any) -> None:
@@ -29,7 +34,7 @@ def _print_line(dispatcher: Any) -> None:
         layer = reference()
         if layer is not None:
             by_name.setdefault(name, []).append(layer.layer_number or 0)
-    _layers.clear()
+    _layers.clear()  # the hooks of the other layers find nothing left to say
     groups: ExpertGroups = dispatcher.groups
     for name, numbers in by_name.items():
         print(

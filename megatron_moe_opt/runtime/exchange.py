@@ -12,8 +12,7 @@ import torch
 from torch.autograd import Function
 from torch.distributed import ProcessGroup
 
-from megatron_moe_opt.kernels import copy_chunks, join_chunks, split_chunks
-from megatron_moe_opt.kernels.packed_rows import lane_width
+from megatron_moe_opt.kernels import LANE_BYTES, copy_chunks, join_chunks, split_chunks
 from megatron_moe_opt.runtime.collectives import all_gather_rows, all_to_all_rows
 from megatron_moe_opt.runtime.exchange_plan import ExchangePlan
 
@@ -46,7 +45,7 @@ class _GatherByExpert(Function):
     def backward(
         ctx: Any, grad_tokens: torch.Tensor, grad_probs: torch.Tensor
     ) -> tuple[torch.Tensor, None, None, None]:
-        packed = join_chunks(grad_tokens.contiguous(), grad_probs.contiguous(), ctx.plan.by_expert.inverse())
+        packed = join_chunks(grad_tokens.contiguous(), grad_probs.contiguous(), ctx.plan.by_expert)
         if len(ctx.plan.gather_counts) > 1:
             packed = _sum_packed(_rows_of_peers(packed, ctx.plan.gather_counts, ctx.group), ctx.prob_dtype)
         return packed, None, None, None
@@ -94,7 +93,7 @@ def _sum_in_rank_order(parts: torch.Tensor) -> torch.Tensor:
 
 def _sum_packed(parts: torch.Tensor, prob_dtype: torch.dtype) -> torch.Tensor:
     """Sums packed rows over ranks: [ranks, R, H + lane] -> [R, H + lane]."""
-    hidden = parts.size(2) - lane_width(parts.dtype)
+    hidden = parts.size(2) - LANE_BYTES // parts.element_size()
     packed = parts[0]
     packed[:, :hidden] = _sum_in_rank_order(parts[:, :, :hidden])
     lanes = parts[:, :, hidden:].contiguous().view(prob_dtype)

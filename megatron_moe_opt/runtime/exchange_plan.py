@@ -25,12 +25,13 @@ class ExchangePlan:
     """[local experts] int64, on the CPU."""
 
 
-def plan_exchange(counts: torch.Tensor, ep_rank: int, etp_rank: int) -> ExchangePlan:
+def plan_exchange(counts: torch.Tensor, ep_rank: int, etp_rank: int, device: torch.device | str = "cpu") -> ExchangePlan:
     """Plans the exchange of the rank at (ep_rank, etp_rank).
 
     Args:
         counts: int64 [ep_size, etp_size, experts] on the CPU: rows each rank has for each expert. Ranks that agree
             on it arrive at plans that fit together.
+        device: where the rows are.
 
     Returns:
         The plan of this rank. Expert-parallel rank e holds experts [e * n, (e + 1) * n), n = experts / ep_size.
@@ -38,12 +39,12 @@ def plan_exchange(counts: torch.Tensor, ep_rank: int, etp_rank: int) -> Exchange
     ep_size, etp_size, experts = counts.shape
     local = experts // ep_size
     # [etp, ep (sender), local expert]: rows for this rank's experts, in the order they arrive.
-    arriving = counts[:, :, ep_rank * local : (ep_rank + 1) * local].transpose(0, 1)
+    arriving = counts[:, :, ep_rank * local : (ep_rank + 1) * local].transpose(0, 1).contiguous()
     arrival_order = torch.arange(arriving.numel())
     return ExchangePlan(
         send_counts=counts[ep_rank, etp_rank].view(ep_size, local).sum(1).tolist(),
         receive_counts=arriving[etp_rank].sum(1).tolist(),
         gather_counts=arriving.sum((1, 2)).tolist(),
-        by_expert=ChunkList.build(arriving.reshape(-1), arrival_order.view(-1, local).T.reshape(-1)),
+        by_expert=ChunkList.from_counts(arriving.view(-1), arrival_order.view(-1, local).T.reshape(-1), device),
         tokens_per_expert=arriving.sum((0, 1)),
     )

@@ -16,8 +16,8 @@ of this rank's input, and p a peer other than this rank (what a rank keeps for i
     send             to the destination: B (a receive sends nothing)
     barrier          to each p: one message of 0 bytes
 
-Apart from the barrier's, a message of 0 bytes is not sent and not counted. Coalesced and functional variants count under
-the same names as the plain ones.
+Apart from the barrier's, a message of 0 bytes is not sent and not counted. Coalesced and functional variants count
+under the same names as the plain ones.
 """
 
 from __future__ import annotations
@@ -81,18 +81,17 @@ class TrafficCounter(TorchDispatchMode):
         _num_active -= 1
         super().__exit__(*exception)
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
         """Counts `func` where it is a collective, then runs it."""
         kwargs = kwargs or {}
         if func.namespace in _NAMESPACES:
-            named = {argument.name: value for argument, value in zip(func._schema.arguments, args)}
-            self._count(func._opname, named | kwargs)
+            names = [argument.name for argument in func._schema.arguments]
+            self._count(func._opname, dict(zip(names, args, strict=False)) | kwargs)
         return func(*args, **kwargs)
 
     def _count(self, operator: str, arguments: dict[str, Any]) -> None:
-        if operator in _SENDS_NOTHING:
+        has_group = "process_group" in arguments or "group_name" in arguments  # wait_tensor, for one, has none
+        if operator in _RECEIVES or not has_group:
             return
         if operator not in _COLLECTIVES:
             raise NotImplementedError(f"TrafficCounter has no volume model for the collective {operator}")
@@ -251,7 +250,7 @@ def _barrier(arguments: dict[str, Any], rank: int, size: int) -> _Messages:
 
 _NAMESPACES = ("c10d", "_c10d_functional")
 
-_SENDS_NOTHING = {"recv_", "recv_any_source_", "irecv", "wait_tensor", "check_for_nan"}
+_RECEIVES = ("recv_", "recv_any_source_", "irecv")
 
 _COLLECTIVES: dict[str, tuple[str, Callable[[dict[str, Any], int, int], _Messages]]] = {
     # torch.ops.c10d

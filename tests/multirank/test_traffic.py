@@ -11,10 +11,9 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 from torch.utils.checkpoint import checkpoint
 
+from megatron_moe_opt.runtime.collectives import all_gather_rows, reduce_scatter_rows
 from megatron_moe_opt.runtime.traffic import TrafficCounter, TrafficRow, issued_as
 from megatron_moe_opt.topology.nodes import NodeMap, discover_nodes
-
-pytestmark = pytest.mark.world_size(4)
 
 NODES = NodeMap((0, 0, 1, 1))
 INTRA, INTER = "intra-node", "inter-node"
@@ -50,7 +49,10 @@ def _all_to_all_with_splits():
 
 
 def _equal_messages(name):
-    """8 int64 a rank = 64 bytes; a quarter is 16 bytes. Each row: (messages, bytes) intra, then inter."""
+    """8 int64 a rank = 64 bytes; a quarter is 16 bytes. Each row: (messages, bytes) intra, then inter.
+
+    Reduce-scatters go to the process group itself: torch.distributed's are made of all-to-alls on the host.
+    """
     rank = dist.get_rank()
     data, quarter, whole = torch.ones(8, dtype=torch.int64), torch.ones(2).long(), torch.empty(32).long()
     quarters = [quarter.clone() for _ in range(4)]
@@ -73,12 +75,12 @@ def _equal_messages(name):
             ((1, 64), (2, 128)),
         ),
         "reduce_scatter": (
-            lambda: dist.reduce_scatter(torch.empty_like(quarter), quarters),
+            lambda: dist.group.WORLD.reduce_scatter(torch.empty_like(quarter), quarters).wait(),
             "reduce_scatter",
             ((1, 16), (2, 32)),
         ),
         "reduce_scatter_tensor": (
-            lambda: dist.reduce_scatter_tensor(quarter, data),
+            lambda: dist.group.WORLD._reduce_scatter_base(quarter, data).wait(),
             "reduce_scatter",
             ((1, 16), (2, 32)),
         ),
@@ -197,9 +199,12 @@ def _backward(recompute):
     shard = torch.ones(8, requires_grad=True)
     gathers = 2 if recompute else 1  # forward, and again in backward where it is recomputed
 
+    def squares(shard):
+        return _Gather.apply(shard) ** 2
+
     def step():
-        whole = checkpoint(_Gather.apply, shard, use_reentrant=False) if recompute else _Gather.apply(shard)
-        (whole**2).sum().backward()
+        whole = checkpoint(squares, shard, use_reentrant=False) if recompute else squares(shard)
+        whole.sum().backward()
 
     own, _ = _count(step)
     assert torch.equal(shard.grad, torch.full((8,), 8.0))
@@ -215,7 +220,7 @@ def _issued_as():
     data = torch.ones(4)
 
     def issue():
-        with issued_as("reduce_scatter"), issued_as("all_gather"):
+        with issued_as("reduce_scatter"), issued_as("all_gather"):  # the outermost name wins
             dist.all_to_all_single(torch.empty_like(data), data)
         dist.all_to_all_single(torch.empty_like(data), data)
 
@@ -226,6 +231,28 @@ def _issued_as():
         ("all_to_all", INTRA, 1, 4),
         ("all_to_all", INTER, 2, 8),
     ), own
+
+
+def _built_on_all_to_all():
+    """What Gloo lacks, and runtime.collectives builds from an all_to_all, keeps its own name."""
+    rank = dist.get_rank()
+    counts = [1, 0, 2, 3]  # rows of 2 floats = 8 bytes
+
+    def issue():
+        all_gather_rows(torch.ones(counts[rank], 2), counts, None)
+        reduce_scatter_rows(torch.ones(6, 2), counts, None)
+
+    own, _ = _count(issue)
+    to_peers = {peer: 8 * counts[peer] for peer in range(4) if peer != rank and counts[peer]}
+    peers = {INTRA: [rank ^ 1], INTER: [(rank + 2) % 4, (rank + 2) % 4 ^ 1]}
+    expected = []
+    for link in (INTRA, INTER):
+        if counts[rank]:
+            expected.append(("all_gather", link, len(peers[link]), len(peers[link]) * 8 * counts[rank]))
+        parts = [to_peers[peer] for peer in peers[link] if peer in to_peers]
+        if parts:
+            expected.append(("reduce_scatter", link, len(parts), sum(parts)))
+    assert own == _rows(*expected), own
 
 
 def _nothing_outside():
@@ -254,7 +281,12 @@ def test_all_to_all_with_splits(ranks):
         "all_to_all_single",
         "all_gather",
         "all_gather_into_tensor",
-        "reduce_scatter",
+        pytest.param(
+            "reduce_scatter",
+            marks=pytest.mark.skipif(
+                torch.__version__ < "2.7", reason="Gloo has no reduce_scatter of a list before torch 2.7"
+            ),
+        ),
         "reduce_scatter_tensor",
         "all_reduce",
         "all_reduce_async",
@@ -288,6 +320,10 @@ def test_backward(ranks, recompute):
 
 def test_issued_as(ranks):
     ranks.run(_issued_as)
+
+
+def test_built_on_all_to_all(ranks):
+    ranks.run(_built_on_all_to_all)
 
 
 def test_nothing_outside_the_context(ranks):

@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -165,8 +166,9 @@ def use_host_devices() -> None:
     # The random seeds of tensor parallelism are set only where a device is counted.
     replace(cuda, "device_count", _same(1))
     replace(cuda, "get_device_name", _same("host"))
-    # Capability 0.0 switches on nothing that asks for a minimum.
+    # Compute capability 0.0 switches on nothing that asks for a minimum.
     replace(cuda, "get_device_capability", _same((0, 0)))
+    replace(cuda, "get_device_properties", _same(SimpleNamespace(name="host", major=0, minor=0)))
     for name in NO_OPS:
         replace(cuda, name, _same(None))
     for name in MEMORY_COUNTERS:

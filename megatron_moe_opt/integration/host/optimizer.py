@@ -27,7 +27,29 @@ def _keep_step(original: Callable[..., Any]) -> Callable[..., Any]:
     return set_states
 
 
+def _begin_states(original: Callable[..., Any]) -> Callable[..., Any]:
+    """A checkpoint is loaded into, or saved from, an optimizer that has not stepped yet.
+
+    The state_dict asks every parameter's Adam state for its step, and torch's Adam makes states in its first step:
+    make them here as that step would, at zero.
+    """
+
+    def state_dict(self: Any) -> dict[str, Any]:
+        if isinstance(self.optimizer, (torch.optim.Adam, torch.optim.AdamW)):
+            for group in self.optimizer.param_groups:
+                for parameter in group["params"]:
+                    state = self.optimizer.state[parameter]
+                    if not state:
+                        state["step"] = torch.zeros((), dtype=torch.float32)
+                        state["exp_avg"] = torch.zeros_like(parameter)
+                        state["exp_avg_sq"] = torch.zeros_like(parameter)
+        return original(self)
+
+    return state_dict
+
+
 def use_torch_adam() -> None:
     """Let checkpoints of the distributed optimizer be loaded into torch's Adam."""
     module = importlib.import_module("megatron.core.optimizer.distrib_optimizer")
+    replace(module.DistributedOptimizer, "state_dict", _begin_states)
     replace(module.DistributedOptimizer, "_set_main_param_and_optimizer_states", _keep_step)

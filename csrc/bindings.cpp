@@ -1,0 +1,553 @@
+// The Python module megatron_moe_opt._C: checks tensors, turns them into pointers, and calls the kernels, on CPU split
+// over PyTorch's threads, on CUDA on the current stream. Users call the faces in megatron_moe_opt/kernels.
+#include <ATen/Parallel.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/count_nonzero.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/from_blob.h>
+#include <torch/csrc/utils/pybind.h>
+
+#include <algorithm>
+#include <optional>
+#include <stdexcept>
+#include <string>
+#include <tuple>
+#include <vector>
+
+#ifdef MOE_OPT_CUDA
+#include <c10/cuda/CUDAGuard.h>
+#include <c10/cuda/CUDAStream.h>
+#endif
+
+#include "kernels/chunk_copy.h"
+#include "kernels/cpu_dispatch.h"
+#include "kernels/host_pool.h"
+#include "kernels/permute.h"
+
+namespace py = pybind11;
+
+namespace moe_opt {
+namespace {
+
+using at::ScalarType;
+using at::Tensor;
+using OptionalTensor = std::optional<Tensor>;
+
+constexpr int64_t kLaneBytes = 16;               // of a packed row, behind its elements; holds the probability
+constexpr int64_t kBytesPerTask = 64 * 1024;     // least work worth a thread
+constexpr int64_t kMapBytesPerTask = 16 * 1024;  // the same for routing maps
+
+template <typename... Parts>
+void check(bool ok, const Parts&... parts) {
+  if (!ok) throw std::invalid_argument(c10::str(parts...));  // a ValueError in Python
+}
+
+// ---- Tensors ----
+
+Tensor empty(at::IntArrayRef shape, ScalarType dtype, at::Device device) {
+  const auto options = at::TensorOptions().dtype(dtype).device(device);
+  int64_t numel = 1;
+  for (const int64_t extent : shape) {
+    check(extent >= 0, "empty: negative size in shape ", shape);
+    numel *= extent;
+  }
+  if (!device.is_cpu() || numel == 0) return at::empty(shape, options);
+  void* block = host_pool::allocate(numel * static_cast<int64_t>(c10::elementSize(dtype)));
+  return at::from_blob(block, shape, host_pool::release, options);
+}
+
+Tensor empty_like(at::IntArrayRef shape, ScalarType dtype, const Tensor& like) {
+  return empty(shape, dtype, like.device());
+}
+
+DType kernel_dtype(const Tensor& tensor, const char* name) {
+  switch (tensor.scalar_type()) {
+    case ScalarType::Float:
+      return DType::kFloat32;
+    case ScalarType::BFloat16:
+      return DType::kBFloat16;
+    case ScalarType::Half:
+      return DType::kFloat16;
+    default:
+      check(false, name, " is ", tensor.scalar_type(), ": only float32, bfloat16 and float16 are supported");
+      return DType::kFloat32;
+  }
+}
+
+void check_tensor(const Tensor& tensor, const char* name, int64_t dim, const at::Device& device) {
+  check(tensor.dim() == dim, name, " must have ", dim, " dimension(s), but its shape is ", tensor.sizes());
+  check(tensor.is_contiguous(), name, " of shape ", tensor.sizes(), " and strides ", tensor.strides(),
+        " is not contiguous: pass ", name, ".contiguous()");
+  check(tensor.device() == device, name, " is on ", tensor.device(), " but must be on ", device);
+#ifdef MOE_OPT_CUDA
+  check(device.is_cpu() || device.is_cuda(), name, " is on ", device, ": only CPU and CUDA are supported");
+#else
+  check(device.is_cpu(), name, " is on ", device,
+        ", but this extension was built for CPU only: rebuild it where nvcc and a CUDA-enabled PyTorch are installed");
+#endif
+}
+
+void check_index(const Tensor& tensor, const char* name, const at::Device& device) {
+  check_tensor(tensor, name, 1, device);
+  check(tensor.scalar_type() == ScalarType::Long, name, " must be int64, but is ", tensor.scalar_type());
+}
+
+int64_t prob_size(ScalarType dtype) {
+  const bool known = dtype == ScalarType::Float || dtype == ScalarType::BFloat16 || dtype == ScalarType::Half ||
+                     dtype == ScalarType::Double;
+  check(known, "probs are ", dtype, ": only float32, bfloat16, float16 and float64 are supported");
+  return static_cast<int64_t>(c10::elementSize(dtype));
+}
+
+ConstRows const_rows(const Tensor& rows, int64_t first_byte = 0) {
+  const int64_t stride_bytes = (rows.dim() == 2 ? rows.size(1) : 1) * rows.element_size();
+  return {static_cast<const uint8_t*>(rows.const_data_ptr()) + first_byte, stride_bytes};
+}
+
+MutableRows mutable_rows(const Tensor& rows, int64_t first_byte = 0) {
+  const ConstRows same = const_rows(rows, first_byte);
+  return {const_cast<void*>(same.data), same.stride_bytes};
+}
+
+int64_t lane_elements(const Tensor& rows) { return kLaneBytes / rows.element_size(); }
+
+#ifdef MOE_OPT_CUDA
+// The device guard and stream of one call.
+struct CudaCall {
+  explicit CudaCall(const Tensor& tensor) : guard(tensor.device()) {}
+  c10::cuda::CUDAGuard guard;
+  void* stream = c10::cuda::getCurrentCUDAStream().stream();
+};
+#define MOE_OPT_IF_CUDA(tensor, ...) \
+  if ((tensor).is_cuda()) {          \
+    CudaCall call(tensor);           \
+    __VA_ARGS__;                     \
+  } else  // NOLINT
+#else
+#define MOE_OPT_IF_CUDA(tensor, ...)
+#endif
+
+// ---- Row maps ----
+
+// offsets, rows, experts (or None) and the number of experts, as RowMap in kernels/row_map.py keeps them.
+using RowMapTensors = std::tuple<Tensor, Tensor, OptionalTensor, int64_t>;
+
+// Every index is checked on CPU, where that costs next to nothing; on CUDA it would cost a synchronisation.
+void check_indices(const RowMap& map, int64_t num_entries) {
+  bool ok = map.offsets[0] == 0 && map.offsets[map.num_tokens] == num_entries;
+  for (int64_t t = 0; t < map.num_tokens; ++t) ok &= map.offsets[t] <= map.offsets[t + 1];
+  check(ok, "row map: offsets must rise from 0 to the number of rows, ", num_entries);
+  for (int64_t i = 0; i < num_entries; ++i) ok &= static_cast<uint64_t>(map.rows[i]) < uint64_t(map.num_rows);
+  check(ok, "row map: a row is outside [0, ", map.num_rows, ")");
+  for (int64_t i = 0; i < num_entries && map.experts != nullptr; ++i) {
+    ok &= map.experts[i] >= 0 && map.experts[i] < map.num_experts;
+  }
+  check(ok, "row map: an expert is outside [0, ", map.num_experts, ")");
+}
+
+RowMap view(const RowMapTensors& tensors, const at::Device& device) {
+  const auto& [offsets, rows, experts, num_experts] = tensors;
+  check_index(offsets, "row_map.offsets", device);
+  check_index(rows, "row_map.rows", device);
+  check(offsets.numel() >= 1, "row_map.offsets is empty");
+  RowMap map{offsets.numel() - 1,
+             num_experts,
+             rows.numel(),
+             offsets.const_data_ptr<int64_t>(),
+             rows.const_data_ptr<int64_t>(),
+             nullptr};
+  if (experts.has_value()) {
+    check_tensor(*experts, "row_map.experts", 1, device);
+    check(experts->scalar_type() == ScalarType::Int && experts->numel() == rows.numel(),
+          "row_map.experts must be int32 with one entry for each row");
+    map.experts = experts->const_data_ptr<int32_t>();
+  }
+  if (device.is_cpu()) check_indices(map, rows.numel());
+  return map;
+}
+
+template <typename F>
+void for_token_ranges(const RowMap& map, int64_t row_bytes, const F& body) {
+  const int64_t rows_per_token = map.num_tokens > 0 ? map.num_rows / map.num_tokens + 1 : 1;
+  const int64_t grain = std::max<int64_t>(1, kBytesPerTask / std::max<int64_t>(1, row_bytes * rows_per_token));
+  at::parallel_for(0, map.num_tokens, grain, body);
+}
+
+void check_routing_map(const Tensor& routing_map) {
+  check_tensor(routing_map, "routing_map", 2, routing_map.device());
+  check(routing_map.scalar_type() == ScalarType::Bool, "routing_map must be bool, but is ", routing_map.scalar_type());
+  check(routing_map.size(1) <= INT32_MAX, "routing_map has too many experts: ", routing_map.size(1));
+}
+
+// offsets, rows, experts, sources, expert_counts. num_rows < 0: not known; used on CUDA alone.
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> build_row_map(const Tensor& routing_map, int64_t num_rows) {
+  check_routing_map(routing_map);
+  const int64_t num_tokens = routing_map.size(0), num_experts = routing_map.size(1);
+  const auto* bytes = static_cast<const uint8_t*>(routing_map.const_data_ptr());
+  const auto make = [&](int64_t size, ScalarType dtype) { return empty_like({size}, dtype, routing_map); };
+  Tensor offsets = make(num_tokens + 1, ScalarType::Long), expert_counts = make(num_experts, ScalarType::Long);
+  Tensor rows, experts, sources;
+  const auto make_entries = [&] {
+    rows = make(num_rows, ScalarType::Long);
+    experts = make(num_rows, ScalarType::Int);
+    sources = make(num_rows, ScalarType::Long);
+  };
+  MOE_OPT_IF_CUDA(routing_map, {
+    if (num_rows < 0) num_rows = at::count_nonzero(routing_map).item<int64_t>();  // the one host sync
+    make_entries();
+    Tensor scratch = make(cuda::row_map_scratch_bytes(num_tokens, num_experts), ScalarType::Byte);
+    cuda::build_row_map(bytes, num_tokens, num_experts, num_rows, offsets.mutable_data_ptr<int64_t>(),
+                        rows.mutable_data_ptr<int64_t>(), experts.mutable_data_ptr<int32_t>(),
+                        sources.mutable_data_ptr<int64_t>(), expert_counts.mutable_data_ptr<int64_t>(),
+                        scratch.mutable_data_ptr(), call.stream);
+  }) {
+    // Ranges of tokens are counted side by side; a scan in expert-major order gives each its first rows.
+    const int64_t range = std::max<int64_t>((num_tokens + at::get_num_threads() - 1) / at::get_num_threads(),
+                                            kMapBytesPerTask / std::max<int64_t>(1, num_experts) + 1);
+    const int64_t num_ranges = (num_tokens + range - 1) / range;
+    std::vector<int64_t> next_rows(num_ranges * num_experts, 0);
+    int64_t* offset = offsets.mutable_data_ptr<int64_t>();
+    const auto for_ranges = [&](auto&& body) {
+      at::parallel_for(0, num_ranges, 1, [&](int64_t begin, int64_t end) {
+        for (int64_t i = begin; i < end; ++i) {
+          body(i * range, std::min(num_tokens, (i + 1) * range), next_rows.data() + i * num_experts);
+        }
+      });
+    };
+    for_ranges([&](int64_t begin, int64_t end, int64_t* counts) {
+      cpu::count_routed(bytes, num_experts, begin, end, offset + 1, counts);
+    });
+    int64_t row = 0;
+    for (int64_t e = 0; e < num_experts; ++e) {
+      const int64_t first = row;
+      for (int64_t i = 0; i < num_ranges; ++i) {
+        const int64_t count = next_rows[i * num_experts + e];
+        next_rows[i * num_experts + e] = row;
+        row += count;
+      }
+      expert_counts.mutable_data_ptr<int64_t>()[e] = row - first;
+    }
+    offset[0] = 0;
+    for (int64_t t = 0; t < num_tokens; ++t) offset[t + 1] += offset[t];
+    num_rows = row;
+    make_entries();
+    for_ranges([&](int64_t begin, int64_t end, int64_t* next_row) {
+      cpu::fill_row_map(bytes, num_experts, begin, end, offset, next_row, rows.mutable_data_ptr<int64_t>(),
+                        experts.mutable_data_ptr<int32_t>(), sources.mutable_data_ptr<int64_t>());
+    });
+  }
+  return {offsets, rows, experts, sources, expert_counts};
+}
+
+// offsets, rows, experts, sources of drop-and-pad; CPU only.
+std::tuple<Tensor, Tensor, Tensor, Tensor> build_padded_row_map(const Tensor& routing_map, int64_t capacity) {
+  check_routing_map(routing_map);
+  const int64_t num_tokens = routing_map.size(0), num_experts = routing_map.size(1);
+  check(routing_map.is_cpu(), "build_padded_row_map runs on CPU, but routing_map is on ", routing_map.device());
+  check(capacity >= 0 && capacity <= num_tokens, "capacity ", capacity, " must lie in [0, ", num_tokens,
+        "], the number of tokens");
+  const auto make = [&](int64_t size, ScalarType dtype) { return empty_like({size}, dtype, routing_map); };
+  Tensor offsets = make(num_tokens + 1, ScalarType::Long), rows = make(num_experts * capacity, ScalarType::Long);
+  Tensor experts = make(rows.numel(), ScalarType::Int), sources = make(rows.numel(), ScalarType::Long);
+  cpu::build_padded_row_map(static_cast<const uint8_t*>(routing_map.const_data_ptr()), num_tokens, num_experts,
+                            capacity, offsets.mutable_data_ptr<int64_t>(), rows.mutable_data_ptr<int64_t>(),
+                            experts.mutable_data_ptr<int32_t>(), sources.mutable_data_ptr<int64_t>());
+  return {offsets, rows, experts, sources};
+}
+
+// offsets, rows, experts. rows_per_expert == 0: no experts.
+std::tuple<Tensor, Tensor, OptionalTensor> build_row_map_from_sources(const Tensor& sources, int64_t num_tokens,
+                                                                      int64_t rows_per_expert) {
+  check_index(sources, "sorted_indices", sources.device());
+  check(num_tokens >= 0, "the number of tokens is negative: ", num_tokens);
+  const int64_t num_rows = sources.numel();
+  Tensor offsets = empty_like({num_tokens + 1}, ScalarType::Long, sources);
+  Tensor rows = empty_like({num_rows}, ScalarType::Long, sources);
+  OptionalTensor experts;
+  if (rows_per_expert > 0) experts = empty_like({num_rows}, ScalarType::Int, sources);
+  int32_t* experts_data = experts ? experts->mutable_data_ptr<int32_t>() : nullptr;
+  const int64_t* sources_data = sources.const_data_ptr<int64_t>();
+  int64_t* offsets_data = offsets.mutable_data_ptr<int64_t>();
+  int64_t* rows_data = rows.mutable_data_ptr<int64_t>();
+  MOE_OPT_IF_CUDA(sources, {
+    Tensor scratch = empty_like({cuda::sources_scratch_bytes(num_rows, num_tokens)}, ScalarType::Byte, sources);
+    cuda::build_row_map_from_sources(sources_data, num_rows, num_tokens, rows_per_expert, offsets_data, rows_data,
+                                     experts_data, scratch.mutable_data_ptr(), call.stream);
+  }) {
+    const int64_t bad = cpu::build_row_map_from_sources(sources_data, num_rows, num_tokens, rows_per_expert,
+                                                        offsets_data, rows_data, experts_data);
+    check(bad < 0, "sorted_indices[", bad, "] is ", bad < 0 ? 0 : sources_data[bad], ", outside [0, ", num_tokens,
+          "), the number of tokens");
+  }
+  return {offsets, rows, experts};
+}
+
+// ---- Permute and unpermute ----
+
+void check_probs(const Tensor& probs, const RowMap& map, const at::Device& device) {
+  check_tensor(probs, "probs", 2, device);
+  check(probs.size(0) == map.num_tokens && probs.size(1) == map.num_experts, "probs have shape ", probs.sizes(),
+        ", but the row map has ", map.num_tokens, " tokens and ", map.num_experts, " experts");
+  check(map.experts != nullptr || map.num_rows == 0, "probs need a row map with experts");
+}
+
+void check_rows(const Tensor& rows, const char* name, int64_t num_rows, const at::Device& device) {
+  check_tensor(rows, name, 2, device);
+  kernel_dtype(rows, name);
+  check(rows.size(0) == num_rows, name, " has ", rows.size(0), " rows, but the row map has ", num_rows);
+}
+
+void run_permute(const RowMap& map, const Tensor& tokens, const Tensor& permuted, const OptionalTensor& probs,
+                 MutableRows permuted_probs, int64_t lane_bytes) {
+  const DType dtype = kernel_dtype(tokens, "tokens");
+  const int64_t hidden = tokens.size(1);
+  const void* probs_data = probs ? probs->const_data_ptr() : nullptr;
+  const int64_t size = probs ? probs->element_size() : 0;
+  MOE_OPT_IF_CUDA(tokens, cuda::permute_rows(map, dtype, hidden, const_rows(tokens), mutable_rows(permuted), probs_data,
+                                             size, permuted_probs, lane_bytes, call.stream)) {
+    for_token_ranges(map, hidden * tokens.element_size(), [&](int64_t begin, int64_t end) {
+      cpu::permute_rows(map, dtype, hidden, const_rows(tokens), mutable_rows(permuted), probs_data, size,
+                        permuted_probs, lane_bytes, begin, end);
+    });
+  }
+}
+
+// permuted [R, H] and, with probs, permuted probs [R].
+std::tuple<Tensor, OptionalTensor> permute_rows(const RowMapTensors& row_map, const Tensor& tokens,
+                                                const OptionalTensor& probs) {
+  const RowMap map = view(row_map, tokens.device());
+  check_rows(tokens, "tokens", map.num_tokens, tokens.device());
+  Tensor permuted = empty_like({map.num_rows, tokens.size(1)}, tokens.scalar_type(), tokens);
+  OptionalTensor permuted_probs;
+  MutableRows lanes{nullptr, 0};
+  if (probs) {
+    check_probs(*probs, map, tokens.device());
+    prob_size(probs->scalar_type());
+    permuted_probs = empty_like({map.num_rows}, probs->scalar_type(), tokens);
+    lanes = mutable_rows(*permuted_probs);
+  }
+  run_permute(map, tokens, permuted, probs, lanes, probs ? probs->element_size() : 0);
+  return {permuted, permuted_probs};
+}
+
+// packed [R, H + lane].
+Tensor permute_packed(const RowMapTensors& row_map, const Tensor& tokens, const Tensor& probs) {
+  const RowMap map = view(row_map, tokens.device());
+  check_rows(tokens, "tokens", map.num_tokens, tokens.device());
+  check_probs(probs, map, tokens.device());
+  prob_size(probs.scalar_type());
+  const int64_t hidden = tokens.size(1);
+  Tensor packed = empty_like({map.num_rows, hidden + lane_elements(tokens)}, tokens.scalar_type(), tokens);
+  run_permute(map, tokens, packed, probs, mutable_rows(packed, hidden * tokens.element_size()), kLaneBytes);
+  return packed;
+}
+
+// tokens [T, hidden] from permuted [R, >= hidden].
+Tensor unpermute_rows(const RowMapTensors& row_map, const Tensor& permuted, int64_t hidden,
+                      const OptionalTensor& probs) {
+  const at::Device device = permuted.device();
+  const RowMap map = view(row_map, device);
+  check_rows(permuted, "permuted_tokens", map.num_rows, device);
+  check(hidden >= 0 && hidden <= permuted.size(1), "hidden size ", hidden, " does not fit permuted_tokens of shape ",
+        permuted.sizes());
+  if (probs) {
+    check_probs(*probs, map, device);
+    check(probs->scalar_type() == ScalarType::Float, "unpermute_rows takes float32 probs");
+  }
+  const DType dtype = kernel_dtype(permuted, "permuted_tokens");
+  const float* probs_data = probs ? probs->const_data_ptr<float>() : nullptr;
+  Tensor tokens = empty_like({map.num_tokens, hidden}, permuted.scalar_type(), permuted);
+  MOE_OPT_IF_CUDA(permuted, cuda::unpermute_rows(map, dtype, hidden, const_rows(permuted), probs_data,
+                                                 mutable_rows(tokens), call.stream)) {
+    for_token_ranges(map, hidden * permuted.element_size(), [&](int64_t begin, int64_t end) {
+      cpu::unpermute_rows(map, dtype, hidden, const_rows(permuted), probs_data, mutable_rows(tokens), begin, end);
+    });
+  }
+  return tokens;
+}
+
+// grad_permuted [R, H] and grad_probs float32 [T, E].
+std::tuple<Tensor, Tensor> unpermute_rows_backward(const RowMapTensors& row_map, const Tensor& grad_tokens,
+                                                   const Tensor& permuted, const Tensor& probs) {
+  const at::Device device = permuted.device();
+  const RowMap map = view(row_map, device);
+  check_rows(permuted, "permuted_tokens", map.num_rows, device);
+  check_rows(grad_tokens, "grad_tokens", map.num_tokens, device);
+  check(grad_tokens.scalar_type() == permuted.scalar_type() && grad_tokens.size(1) == permuted.size(1),
+        "grad_tokens and permuted_tokens differ in dtype or hidden size");
+  check_probs(probs, map, device);
+  check(probs.scalar_type() == ScalarType::Float, "unpermute_rows_backward takes float32 probs");
+  const DType dtype = kernel_dtype(permuted, "permuted_tokens");
+  const int64_t hidden = permuted.size(1);
+  Tensor grad_permuted = empty_like(permuted.sizes(), permuted.scalar_type(), permuted);
+  Tensor grad_probs = empty_like(probs.sizes(), ScalarType::Float, permuted);
+  const float* probs_data = probs.const_data_ptr<float>();
+  float* grad_probs_data = grad_probs.mutable_data_ptr<float>();
+  MOE_OPT_IF_CUDA(
+      permuted, cuda::unpermute_rows_backward(map, dtype, hidden, const_rows(grad_tokens), const_rows(permuted),
+                                              probs_data, mutable_rows(grad_permuted), grad_probs_data, call.stream)) {
+    for_token_ranges(map, 2 * hidden * permuted.element_size(), [&](int64_t begin, int64_t end) {
+      cpu::unpermute_rows_backward(map, dtype, hidden, const_rows(grad_tokens), const_rows(permuted), probs_data,
+                                   mutable_rows(grad_permuted), grad_probs_data, begin, end);
+    });
+  }
+  return {grad_permuted, grad_probs};
+}
+
+// grad_probs [T, E] from the gradient of permuted probs: [R], or the lanes behind `hidden` elements of packed rows.
+Tensor unpermute_probs(const RowMapTensors& row_map, const Tensor& grad_rows, int64_t hidden, ScalarType dtype) {
+  const at::Device device = grad_rows.device();
+  const RowMap map = view(row_map, device);
+  check(map.experts != nullptr || map.num_rows == 0, "probs need a row map with experts");
+  check_tensor(grad_rows, "grad_permuted_probs", grad_rows.dim() == 1 ? 1 : 2, device);
+  const int64_t size = prob_size(dtype);
+  const ConstRows lanes = const_rows(grad_rows, hidden * grad_rows.element_size());
+  check(grad_rows.size(0) == map.num_rows && hidden * grad_rows.element_size() + size <= lanes.stride_bytes,
+        "grad_permuted_probs of shape ", grad_rows.sizes(), " does not fit the row map's ", map.num_rows, " rows");
+  Tensor grad_probs = empty_like({map.num_tokens, map.num_experts}, dtype, grad_rows);
+  void* out = grad_probs.mutable_data_ptr();
+  MOE_OPT_IF_CUDA(grad_rows, cuda::unpermute_probs(map, lanes, size, out, call.stream)) {
+    for_token_ranges(map, size * map.num_experts,
+                     [&](int64_t begin, int64_t end) { cpu::unpermute_probs(map, lanes, size, out, begin, end); });
+  }
+  return grad_probs;
+}
+
+// ---- Chunks ----
+
+// source_rows, target_rows, row_counts and the number of rows, as ChunkList in kernels/chunk_copy.py keeps them.
+using ChunkTensors = std::tuple<Tensor, Tensor, Tensor, int64_t>;
+
+ChunkList view(const ChunkTensors& tensors, const Tensor& rows) {
+  const auto& [source_rows, target_rows, row_counts, num_rows] = tensors;
+  check_index(source_rows, "chunks.source_rows", rows.device());
+  check_index(target_rows, "chunks.target_rows", rows.device());
+  check_index(row_counts, "chunks.row_counts", rows.device());
+  check(source_rows.numel() == row_counts.numel() && target_rows.numel() == row_counts.numel(),
+        "chunks: source_rows, target_rows and row_counts differ in length");
+  check(rows.size(0) == num_rows, "the rows of shape ", rows.sizes(), " do not fit chunks of ", num_rows, " rows");
+  const ChunkList chunks{row_counts.numel(), source_rows.const_data_ptr<int64_t>(),
+                         target_rows.const_data_ptr<int64_t>(), row_counts.const_data_ptr<int64_t>()};
+  if (rows.is_cpu()) {
+    int64_t total = 0;
+    for (int64_t c = 0; c < chunks.num_chunks; ++c) {
+      const int64_t count = chunks.row_counts[c], source = chunks.source_rows[c], target = chunks.target_rows[c];
+      const bool inside = count >= 0 && count <= num_rows && source >= 0 && source <= num_rows - count && target >= 0 &&
+                          target <= num_rows - count;
+      check(inside, "chunk ", c, " (", count, " rows from ", source, " to ", target, ") is outside [0, ", num_rows,
+            ")");
+      total += count;
+    }
+    check(total == num_rows, "the chunks have ", total, " rows together, but there are ", num_rows);
+  }
+  return chunks;
+}
+
+void run_copy_chunks(const ChunkList& chunks, const Tensor& on, int64_t num_rows, int64_t row_bytes, ConstRows source,
+                     MutableRows target) {
+  MOE_OPT_IF_CUDA(on, cuda::copy_chunks(chunks, num_rows, row_bytes, source.data, source.stride_bytes, target.data,
+                                        target.stride_bytes, call.stream)) {
+    const int64_t grain = std::max<int64_t>(1, kBytesPerTask / std::max<int64_t>(1, row_bytes));
+    at::parallel_for(0, num_rows, grain, [&](int64_t begin, int64_t end) {
+      cpu::copy_chunks(chunks, row_bytes, source.data, source.stride_bytes, target.data, target.stride_bytes, begin,
+                       end);
+    });
+  }
+}
+
+Tensor copy_chunks(const Tensor& rows, const ChunkTensors& chunk_tensors) {
+  check_tensor(rows, "rows", 2, rows.device());
+  const ChunkList chunks = view(chunk_tensors, rows);
+  Tensor out = empty_like(rows.sizes(), rows.scalar_type(), rows);
+  run_copy_chunks(chunks, rows, rows.size(0), rows.size(1) * rows.element_size(), const_rows(rows), mutable_rows(out));
+  return out;
+}
+
+// tokens [R, H] and probs [R] of packed rows [R, H + lane], reordered.
+std::tuple<Tensor, Tensor> split_chunks(const Tensor& packed, const ChunkTensors& chunk_tensors,
+                                        ScalarType prob_dtype) {
+  check_tensor(packed, "packed", 2, packed.device());
+  kernel_dtype(packed, "packed");
+  const int64_t num_rows = packed.size(0), hidden = packed.size(1) - lane_elements(packed);
+  check(hidden >= 0, "packed rows of shape ", packed.sizes(), " have no room for their ", kLaneBytes, "-byte lane");
+  const int64_t size = prob_size(prob_dtype);
+  const ChunkList chunks = view(chunk_tensors, packed);
+  const int64_t row_bytes = hidden * packed.element_size();
+  Tensor tokens = empty_like({num_rows, hidden}, packed.scalar_type(), packed);
+  Tensor probs = empty_like({num_rows}, prob_dtype, packed);
+  run_copy_chunks(chunks, packed, num_rows, row_bytes, const_rows(packed), mutable_rows(tokens));
+  run_copy_chunks(chunks, packed, num_rows, size, const_rows(packed, row_bytes), mutable_rows(probs));
+  return {tokens, probs};
+}
+
+// packed [R, H + lane] from tokens [R, H] and probs [R], reordered.
+Tensor join_chunks(const Tensor& tokens, const Tensor& probs, const ChunkTensors& chunk_tensors) {
+  const at::Device device = tokens.device();
+  check_tensor(tokens, "tokens", 2, device);
+  kernel_dtype(tokens, "tokens");
+  check_tensor(probs, "probs", 1, device);
+  check(probs.size(0) == tokens.size(0), "probs have ", probs.size(0), " rows, but tokens have ", tokens.size(0));
+  const int64_t num_rows = tokens.size(0), hidden = tokens.size(1), size = prob_size(probs.scalar_type());
+  const ChunkList chunks = view(chunk_tensors, tokens);
+  const int64_t row_bytes = hidden * tokens.element_size();
+  Tensor packed = empty_like({num_rows, hidden + lane_elements(tokens)}, tokens.scalar_type(), tokens);
+  const Tensor no_prob = empty_like({kLaneBytes}, ScalarType::Byte, tokens).zero_();
+  const MutableRows lanes = mutable_rows(packed, row_bytes);
+  run_copy_chunks(chunks, tokens, num_rows, row_bytes, const_rows(tokens), mutable_rows(packed));
+  run_copy_chunks(chunks, tokens, num_rows, kLaneBytes, {no_prob.const_data_ptr(), 0}, lanes);
+  run_copy_chunks(chunks, tokens, num_rows, size, const_rows(probs), lanes);
+  return packed;
+}
+
+py::dict build_info() {
+  py::dict info;
+  info["version"] = MOE_OPT_VERSION;
+  info["abi"] = MOE_OPT_ABI;
+  info["torch"] = MOE_OPT_TORCH_VERSION;
+  info["compiler"] = MOE_OPT_COMPILER;
+#ifdef MOE_OPT_CUDA
+  info["backend"] = "cuda";
+#else
+  info["backend"] = "cpu";
+#endif
+  info["cuda_archs"] = MOE_OPT_CUDA_ARCHS;
+  info["cpu_kernels"] = cpu::kernels().name;
+  return info;
+}
+
+py::dict host_pool_stats() {
+  const HostPoolStats stats = host_pool::stats();
+  py::dict out;
+  out["used_bytes"] = stats.used_bytes;
+  out["cached_bytes"] = stats.cached_bytes;
+  out["hits"] = stats.hits;
+  out["misses"] = stats.misses;
+  return out;
+}
+
+}  // namespace
+}  // namespace moe_opt
+
+PYBIND11_MODULE(_C, m) {
+  using namespace moe_opt;  // NOLINT
+  const auto no_gil = py::call_guard<py::gil_scoped_release>();
+  m.def("empty", [](const std::vector<int64_t>& shape, ScalarType dtype, at::Device device) {
+    return empty(shape, dtype, device);
+  });
+  m.def("build_row_map", build_row_map, no_gil);
+  m.def("build_padded_row_map", build_padded_row_map, no_gil);
+  m.def("build_row_map_from_sources", build_row_map_from_sources, no_gil);
+  m.def("permute_rows", permute_rows, no_gil);
+  m.def("permute_packed", permute_packed, no_gil);
+  m.def("unpermute_rows", unpermute_rows, no_gil);
+  m.def("unpermute_rows_backward", unpermute_rows_backward, no_gil);
+  m.def("unpermute_probs", unpermute_probs, no_gil);
+  m.def("copy_chunks", copy_chunks, no_gil);
+  m.def("split_chunks", split_chunks, no_gil);
+  m.def("join_chunks", join_chunks, no_gil);
+  m.def("build_info", build_info);
+  m.def("select_cpu_kernels", [](const std::string& name) { return cpu::select_kernels(name.c_str()); });
+  m.def("host_pool_stats", host_pool_stats);
+  m.def("host_pool_trim", host_pool::trim, no_gil);
+  m.def("host_pool_set_limit", host_pool::set_limit, no_gil);
+}

@@ -1,0 +1,108 @@
+// Chunk copy on CUDA: each block takes an equal, consecutive share of all rows laid end to end, whatever the sizes of
+// the chunks, so one large chunk does not leave the other blocks idle. A block finds its first chunk by summing the
+// row counts before it and then walks from chunk to chunk.
+#include "chunk_copy.h"
+#include "cuda_common.cuh"
+
+namespace moe_opt {
+namespace cuda {
+namespace {
+
+constexpr int kCopyUnits = 4;                     // units a thread requests together
+constexpr int64_t kBytesPerBlock = 64 * 1024;     // least work worth a block
+constexpr int64_t kMaxBlocks = 2048;              // several for every multiprocessor; each reads the row counts
+constexpr int64_t kMaxLanes = kBlockThreads / 2;  // threads that share a row, at most
+
+// A thread of a row's `lanes` threads (a power of two) moves units lane, lane + lanes, ...; a block moves
+// blockDim.x / lanes rows side by side. Unit: what one access moves; a row is `units` of them.
+template <typename Unit>
+__global__ void __launch_bounds__(kBlockThreads)
+    copy_chunks_kernel(ChunkList chunks, int64_t num_rows, int64_t rows_per_block, int64_t units, int lanes,
+                       const char* __restrict__ source, int64_t source_stride, char* __restrict__ target,
+                       int64_t target_stride) {
+  __shared__ int64_t found_chunk;
+  __shared__ int64_t found_first;
+  int64_t flat = blockIdx.x * rows_per_block;  // the row to copy next, counted over all chunks
+  const int64_t end = min(num_rows, flat + rows_per_block);
+
+  // The chunk that holds row `flat`, and that chunk's first row. Exactly one thread's chunk matches.
+  if (threadIdx.x == 0) found_chunk = chunks.num_chunks;
+  int64_t first = 0;
+  for (int64_t base = 0; base < chunks.num_chunks && first <= flat; base += blockDim.x) {
+    const int64_t chunk = base + threadIdx.x;
+    const int64_t count = chunk < chunks.num_chunks ? chunks.row_counts[chunk] : 0;
+    const BlockSum sum = block_sum(count);
+    const int64_t chunk_end = first + sum.inclusive;
+    if (chunk_end - count <= flat && flat < chunk_end) {
+      found_chunk = chunk;
+      found_first = chunk_end - count;
+    }
+    first += sum.total;
+  }
+  __syncthreads();
+
+  const int lane = threadIdx.x % lanes;
+  const int slot = threadIdx.x / lanes;
+  const int slots = static_cast<int>(blockDim.x) / lanes;
+  int64_t within = found_chunk < chunks.num_chunks ? flat - found_first : 0;  // row of the chunk
+  for (int64_t chunk = found_chunk; chunk < chunks.num_chunks && flat < end; ++chunk, within = 0) {
+    const int64_t rows = min(chunks.row_counts[chunk] - within, end - flat);
+    const char* from = source + (chunks.source_rows[chunk] + within) * source_stride;
+    char* to = target + (chunks.target_rows[chunk] + within) * target_stride;
+    for (int64_t row = slot; row < rows; row += slots) {
+      const Unit* from_row = reinterpret_cast<const Unit*>(from + row * source_stride);
+      Unit* to_row = reinterpret_cast<Unit*>(to + row * target_stride);
+      for (int64_t base = lane; base < units; base += int64_t{lanes} * kCopyUnits) {
+        Unit values[kCopyUnits];
+#pragma unroll
+        for (int u = 0; u < kCopyUnits; ++u) {
+          const int64_t index = base + int64_t{u} * lanes;
+          if (index < units) values[u] = __ldcs(from_row + index);
+        }
+#pragma unroll
+        for (int u = 0; u < kCopyUnits; ++u) {
+          const int64_t index = base + int64_t{u} * lanes;
+          if (index < units) __stcs(to_row + index, values[u]);
+        }
+      }
+    }
+    flat += rows;
+  }
+}
+
+}  // namespace
+
+void copy_chunks(const ChunkList& chunks, int64_t num_rows, int64_t row_bytes, const void* source,
+                 int64_t source_stride_bytes, void* target, int64_t target_stride_bytes, void* stream) {
+  if (num_rows == 0 || row_bytes == 0) return;
+  const auto fits = [&](int64_t bytes) {
+    return row_bytes % bytes == 0 && rows_aligned(source, source_stride_bytes, bytes) &&
+           rows_aligned(target, target_stride_bytes, bytes);
+  };
+  const auto launch = [&](auto unit) {
+    using Unit = decltype(unit);
+    const int64_t units = row_bytes / static_cast<int64_t>(sizeof(Unit));
+    int lanes = 1;
+    while (lanes < kMaxLanes && lanes * kCopyUnits < units) lanes *= 2;
+    const int64_t slots = kBlockThreads / lanes;
+    const int64_t least_rows = divide_up(std::max(slots, kBytesPerBlock / row_bytes), slots) * slots;
+    const int64_t rows_per_block = std::max(least_rows, divide_up(divide_up(num_rows, kMaxBlocks), slots) * slots);
+    const unsigned blocks = grid_blocks(divide_up(num_rows, rows_per_block), "copy_chunks");
+    copy_chunks_kernel<Unit><<<blocks, kBlockThreads, 0, static_cast<cudaStream_t>(stream)>>>(
+        chunks, num_rows, rows_per_block, units, lanes, static_cast<const char*>(source), source_stride_bytes,
+        static_cast<char*>(target), target_stride_bytes);
+    check(cudaGetLastError(), "copy_chunks_kernel");
+  };
+  if (fits(kVectorBytes)) {
+    launch(UnitOf<kVectorBytes>::type{});
+  } else if (fits(4)) {
+    launch(UnitOf<4>::type{});
+  } else if (fits(2)) {
+    launch(UnitOf<2>::type{});
+  } else {
+    launch(UnitOf<1>::type{});
+  }
+}
+
+}  // namespace cuda
+}  // namespace moe_opt

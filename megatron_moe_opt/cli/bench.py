@@ -1,0 +1,90 @@
+"""`moe-opt bench`: the options of the benchmarks."""
+
+from __future__ import annotations
+
+from enum import Enum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+app = typer.Typer(help="Benchmarks, each against stock Megatron-Core in the same run.", no_args_is_help=True)
+
+
+class DType(str, Enum):
+    """Element type of tokens and weights."""
+
+    fp32 = "fp32"
+    bf16 = "bf16"
+
+
+@app.command()
+def layer(
+    dispatchers: Annotated[
+        str, typer.Option(help="Dispatchers to compare, separated by commas; alltoall always runs.")
+    ] = "alltoall,monta,deepspeed",
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens of each rank.")] = 4096,
+    hidden: Annotated[int, typer.Option(min=1, help="Hidden size.")] = 1024,
+    ffn_hidden: Annotated[int, typer.Option(min=1, help="Hidden size inside an expert.")] = 1024,
+    experts: Annotated[int, typer.Option(min=1, help="Experts of the layer.")] = 8,
+    topk: Annotated[int, typer.Option(min=1, help="Experts of a token.")] = 2,
+    tp: Annotated[int, typer.Option(min=1, help="Tensor parallelism; above 1 with sequence parallelism.")] = 1,
+    ep: Annotated[int | None, typer.Option(min=1, help="Expert parallelism.  [default: ranks / expert-tp]")] = None,
+    expert_tp: Annotated[int, typer.Option(min=1, help="Tensor parallelism inside an expert.")] = 1,
+    dtype: Annotated[DType, typer.Option(help="Tokens and weights.")] = DType.fp32,
+    routing: Annotated[
+        str, typer.Option(help="uniform, zipf, one-hot-expert, or trace:FILE (.npz or .pt, [tokens, topk]).")
+    ] = "uniform",
+    capacity_factor: Annotated[
+        float | None, typer.Option(min=0.0, help="Drop what exceeds this capacity.  [default: dropless]")
+    ] = None,
+    pad_to_capacity: Annotated[bool, typer.Option(help="Pad every expert to its capacity.")] = False,
+    steps: Annotated[int, typer.Option(min=1, help="Timed rounds.")] = 10,
+    warmup: Annotated[int, typer.Option(min=0, help="Untimed rounds before them.")] = 3,
+    seed: Annotated[int, typer.Option(help="Seed of weights, inputs and routing.")] = 1,
+    json: Annotated[Path | None, typer.Option(help="Write everything, every round's time too.")] = None,
+) -> None:
+    """Forward + backward of one Megatron-Core MoE layer under each dispatcher.
+
+    Runs on the ranks that torchrun started, or on one process without it:
+    torchrun --nproc-per-node 4 -m megatron_moe_opt.cli.main bench layer --hidden 1024
+    """
+    from megatron_moe_opt.cli.bench_layer import LayerSettings, bench_layer
+
+    settings = LayerSettings(
+        dispatchers=tuple(name.strip() for name in dispatchers.split(",")),
+        tokens=tokens,
+        hidden=hidden,
+        ffn_hidden=ffn_hidden,
+        experts=experts,
+        topk=topk,
+        tp=tp,
+        ep=ep,
+        expert_tp=expert_tp,
+        dtype=dtype.value,
+        routing=routing,
+        capacity_factor=capacity_factor,
+        pad_to_capacity=pad_to_capacity,
+        steps=steps,
+        warmup=warmup,
+        seed=seed,
+    )
+    bench_layer(settings, json)
+
+
+@app.command()
+def kernels(
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens.")] = 4096,
+    hidden: Annotated[int, typer.Option(min=1, help="Hidden size.")] = 4096,
+    experts: Annotated[int, typer.Option(min=1, help="Experts.")] = 64,
+    topk: Annotated[int, typer.Option(min=1, help="Experts of a token.")] = 8,
+    dtypes: Annotated[str, typer.Option(help="Of fp32, bf16 and fp16, separated by commas.")] = "fp32,bf16",
+    repeats: Annotated[int, typer.Option(min=2, help="Timed repetitions of each operation.")] = 9,
+    seed: Annotated[int, typer.Option(help="Seed of rows and routing.")] = 1234,
+    json: Annotated[Path | None, typer.Option(help="Write the rows to this file too.")] = None,
+) -> None:
+    """Permute and unpermute against Megatron-Core's unfused ones and against plain copies, in one process."""
+    from megatron_moe_opt.cli.bench_kernels import bench_kernels
+
+    bench_kernels(device, tokens, hidden, experts, topk, dtypes, repeats, seed, json)

@@ -1,0 +1,253 @@
+"""`moe-opt bench layer`: one MoE layer, forward and backward, under several dispatchers."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import platform
+import socket
+import statistics
+import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.progress import Progress
+
+import megatron_moe_opt
+from megatron_moe_opt.cli.layer_settings import BASELINE, LayerSettings
+from megatron_moe_opt.cli.links import LinkRates, WireLimit, measure_links, timed, wire_limit
+from megatron_moe_opt.cli.peak_memory import peak_memory_growth
+from megatron_moe_opt.cli.routing import check_routing
+from megatron_moe_opt.errors import ConfigurationError
+from megatron_moe_opt.runtime.traffic import TrafficCounter, TrafficRow
+from megatron_moe_opt.topology.nodes import NodeMap, discover_nodes
+
+if TYPE_CHECKING:
+    from megatron_moe_opt.cli.moe_layer import LayerUnderTest
+
+# Where sums are taken in another order than stock's: norm of the difference over the norm.
+TOLERANCE = {"fp32": 1e-6, "bf16": 1e-2}
+
+
+@dataclass(frozen=True)
+class DispatcherResult:
+    """What was measured of one dispatcher."""
+
+    dispatcher: str
+    seconds: tuple[float, ...]
+    """Of each round: forward and backward on the slowest rank."""
+    ratios: tuple[float, ...]
+    """Of each round: seconds over the baseline's in the same round."""
+    output_difference: float
+    """From the baseline's output, over all ranks: norm of the difference over the norm."""
+    gradient_difference: float
+    """The same of the gradient that differs most (input, router, experts)."""
+    traffic: tuple[TrafficRow, ...]
+    """Sent by all ranks in one step."""
+    wire_limit: WireLimit | None
+    peak_memory_bytes: int | None
+    """Growth over one step (peak_memory.peak_memory_growth) on the rank where it is largest."""
+
+    @property
+    def median(self) -> float:
+        """Median of `seconds`."""
+        return statistics.median(self.seconds)
+
+    @property
+    def ratio(self) -> float:
+        """Median of `ratios`."""
+        return statistics.median(self.ratios)
+
+
+@dataclass(frozen=True)
+class LayerReport:
+    """A whole run."""
+
+    settings: LayerSettings
+    environment: dict[str, Any]
+    nodes: NodeMap
+    rates: LinkRates
+    results: tuple[DispatcherResult, ...]
+
+
+def bench_layer(settings: LayerSettings, json_file: Path | None) -> LayerReport:
+    """Runs the benchmark on the current ranks; rank 0 prints the table and writes `json_file`.
+
+    Raises:
+        ConfigurationError: settings that cannot work, before anything runs.
+        RuntimeError: a dispatcher's results differ from the baseline's by more than the numerics contract allows.
+    """
+    from megatron_moe_opt.cli.layer_report import print_report
+
+    warnings.filterwarnings("ignore", module=r"megatron|torch")  # many, about absent optional libraries
+    if json_file is not None and not json_file.resolve().parent.is_dir():
+        raise ConfigurationError(f"--json {json_file}: its folder does not exist; create it or choose another")
+    _check(settings)
+    with _process_group() as device:
+        report = run(settings, device)
+        if dist.get_rank() == 0:
+            print_report(report, Console(width=None if sys.stdout.isatty() else 160))
+            if json_file is not None:
+                json_file.write_text(json.dumps(asdict(report), indent=2) + "\n")
+    return report
+
+
+def _check(settings: LayerSettings) -> None:
+    """All that can be refused before process groups are made."""
+    try:
+        megatron_moe_opt.register()
+        from megatron_moe_opt.integration.registry import DISPATCHERS
+    except ImportError as error:  # the extension is missing or stale; its message says how to build it
+        raise ConfigurationError(str(error)) from error
+    settings.check((BASELINE, "allgather", *DISPATCHERS), int(os.environ.get("WORLD_SIZE", "1")))
+    check_routing(settings.routing, experts=settings.experts, topk=settings.topk)
+
+
+@contextmanager
+def _process_group() -> Iterator[torch.device]:
+    """torch.distributed over torchrun's ranks, or over this process alone; yields this rank's device."""
+    on_host = megatron_moe_opt.use_host_backend()
+    if on_host:
+        device = torch.device("cpu")
+    else:
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        torch.cuda.set_device(device)
+    alone = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+    dist.init_process_group("gloo" if on_host else "nccl", **alone)
+    try:
+        yield device
+    finally:
+        dist.destroy_process_group()
+
+
+def run(settings: LayerSettings, device: torch.device) -> LayerReport:
+    """Builds the layers, compares their results, counts and times them. A collective call over the world."""
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+    from megatron_moe_opt.cli.moe_layer import layers_under_test
+
+    ep = settings.ep_size(dist.get_world_size())
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=settings.tp,
+        expert_model_parallel_size=ep,
+        expert_tensor_parallel_size=settings.expert_tp,
+    )
+    try:
+        model_parallel_cuda_manual_seed(settings.seed)
+        permute_fusion = find_spec("transformer_engine") is not None  # stock's fastest permute is in there
+        layers = layers_under_test(settings, ep, device, permute_fusion)
+        nodes = discover_nodes()
+        rates = measure_links(nodes, device)
+        differences = _differences(layers, TOLERANCE[settings.dtype])
+        costs = {name: _count_step(layer, nodes, rates, device) for name, layer in layers.items()}
+        seconds = _time_rounds(layers, settings, device)
+    finally:
+        parallel_state.destroy_model_parallel()
+    results = tuple(
+        DispatcherResult(
+            dispatcher=name,
+            seconds=tuple(seconds[name]),
+            ratios=tuple(ours / stock for ours, stock in zip(seconds[name], seconds[BASELINE], strict=True)),
+            output_difference=differences[name][0],
+            gradient_difference=differences[name][1],
+            traffic=costs[name][0],
+            wire_limit=costs[name][1],
+            peak_memory_bytes=costs[name][2],
+        )
+        for name in layers
+    )
+    return LayerReport(settings, _environment(settings, ep, permute_fusion, device), nodes, rates, results)
+
+
+def _differences(layers: dict[str, LayerUnderTest], tolerance: float) -> dict[str, tuple[float, float]]:
+    """(output, worst gradient) difference of each dispatcher from the baseline; refuses more than `tolerance`."""
+    stock_output, stock_grads = layers[BASELINE].results()
+    differences = {}
+    for name, layer in layers.items():
+        output, grads = layer.results()
+        of_output = _relative_difference(output, stock_output)
+        of_grads = max(_relative_difference(*pair) for pair in zip(grads, stock_grads, strict=True))
+        if max(of_output, of_grads) > tolerance:
+            raise RuntimeError(
+                f"{name} does not compute what {BASELINE} computes: output differs by {of_output:.1e}, gradients by "
+                f"{of_grads:.1e} (norm of the difference over the norm; at most {tolerance:.0e} is rounding)"
+            )
+        differences[name] = (of_output, of_grads)
+    return differences
+
+
+def _relative_difference(ours: torch.Tensor, stock: torch.Tensor) -> float:
+    """Norm of the difference over the norm, of the tensor whose pieces the ranks hold."""
+    squares = torch.stack([(ours.double() - stock.double()).square().sum(), stock.double().square().sum()])
+    dist.all_reduce(squares)
+    difference, norm = squares.sqrt().tolist()
+    return difference / norm if norm else difference
+
+
+def _count_step(
+    layer: LayerUnderTest, nodes: NodeMap, rates: LinkRates, device: torch.device
+) -> tuple[tuple[TrafficRow, ...], WireLimit | None, int | None]:
+    """Traffic, wire limit and peak memory of one untimed step."""
+    layer.clear_grads()
+    with TrafficCounter(nodes) as counter:
+        memory = peak_memory_growth(layer.step, device)
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, (counter.bytes_to(), memory))
+    sent = [bytes_to for bytes_to, _ in gathered]
+    memories = [memory for _, memory in gathered]
+    peak = None if None in memories else max(memories)
+    return counter.reduce(), wire_limit(sent, nodes, rates), peak
+
+
+def _time_rounds(
+    layers: dict[str, LayerUnderTest], settings: LayerSettings, device: torch.device
+) -> dict[str, list[float]]:
+    """Seconds of every timed round on the slowest rank. Rounds interleave the dispatchers: A B C A B C."""
+    rounds = settings.warmup + settings.steps
+    seconds = torch.zeros(len(layers), rounds, dtype=torch.float64)
+    gc.collect()
+    gc.disable()
+    try:
+        with Progress(console=Console(stderr=True), transient=True, disable=dist.get_rank() != 0) as progress:
+            task = progress.add_task("rounds", total=rounds)
+            for index in range(rounds):
+                for row, layer in enumerate(layers.values()):
+                    layer.clear_grads()
+                    dist.barrier()
+                    seconds[row, index] = timed(layer.step, device)
+                progress.advance(task)
+    finally:
+        gc.enable()
+    seconds = seconds.to(device)
+    dist.all_reduce(seconds, dist.ReduceOp.MAX)
+    return dict(zip(layers, seconds[:, settings.warmup :].tolist(), strict=True))
+
+
+def _environment(settings: LayerSettings, ep: int, permute_fusion: bool, device: torch.device) -> dict[str, Any]:
+    from megatron.core import __version__ as megatron_version
+
+    return {
+        "megatron-moe-opt": megatron_moe_opt.__version__,
+        "megatron-core": megatron_version,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+        "backend": dist.get_backend(),
+        "host": socket.gethostname(),
+        "cpus": os.cpu_count(),
+        "threads of a rank": torch.get_num_threads(),
+        "world size": dist.get_world_size(),
+        "ep": ep,
+        "stock permute fusion": permute_fusion,
+        "netbox": {name: os.environ[name] for name in sorted(os.environ) if name.startswith("NETBOX_")},
+    }

@@ -1,0 +1,184 @@
+"""`moe-opt doctor`: what is installed, what runs, and the command that mends what does not."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import os
+import platform
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from importlib.util import find_spec
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+import megatron_moe_opt
+
+OLDEST_PYTHON, OLDEST_TORCH = (3, 10), (2, 6)
+OLDEST_MEGATRON, NEWEST_MEGATRON = (0, 16), (0, 19)
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the report."""
+
+    subject: str
+    found: str
+    mend: str = ""
+    """The command that mends it; empty where nothing is wrong."""
+    required: bool = True
+    """Whether training cannot run before it is mended."""
+
+
+def doctor() -> None:
+    """Versions, devices, the compiled extension, and what is missing.
+
+    Ends with exit code 0 if training can run and 1 otherwise.
+    """
+    findings = examine()
+    table = Table(title="moe-opt doctor", show_lines=False)
+    for column in ("", "", "to mend it"):
+        table.add_column(column, overflow="fold")
+    for finding in findings:
+        style = None if not finding.mend else "red" if finding.required else "yellow"
+        table.add_row(finding.subject, finding.found, finding.mend, style=style)
+    console = Console()
+    console.print(table)
+    missing = [finding.subject for finding in findings if finding.mend and finding.required]
+    if missing:
+        console.print(f"Training cannot run yet: mend {', '.join(missing)}.")
+        raise typer.Exit(1)
+    console.print("Training can run.")
+
+
+def examine() -> list[Finding]:
+    """All findings; imports nothing that has to be there, and raises nothing."""
+    checks: tuple[Callable[[], Iterator[Finding]], ...] = (
+        _python,
+        _torch,
+        _extension,
+        _megatron,
+        _optional_libraries,
+        _netbox,
+    )
+    return [finding for check in checks for finding in check()]
+
+
+def _python() -> Iterator[Finding]:
+    old = tuple(int(part) for part in platform.python_version_tuple()[:2]) < OLDEST_PYTHON
+    yield Finding("Python", platform.python_version(), f"use Python {_dotted(OLDEST_PYTHON)} or newer" if old else "")
+    yield Finding("megatron-moe-opt", megatron_moe_opt.__version__)
+
+
+def _torch() -> Iterator[Finding]:
+    try:
+        import torch
+        import torch.distributed as dist
+    except ImportError as error:
+        yield Finding("PyTorch", _first_line(error), f"pip install 'torch>={_dotted(OLDEST_TORCH)}'")
+        return
+    built_for = f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPU only"
+    old = _parse(torch.__version__) < OLDEST_TORCH
+    mend = f"pip install --upgrade 'torch>={_dotted(OLDEST_TORCH)}'" if old else ""
+    yield Finding("PyTorch", f"{torch.__version__} ({built_for})", mend)
+    if torch.cuda.is_available():
+        names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+        yield Finding("devices", ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names)))
+    elif shutil.which("nvidia-smi"):
+        mend = "install a CUDA build of PyTorch that this driver supports: https://pytorch.org/get-started/locally"
+        yield Finding("devices", "nvidia-smi is here, but PyTorch sees no CUDA device", mend, required=False)
+    else:
+        yield Finding("devices", f"no CUDA device: Megatron-Core runs on the CPU ({os.cpu_count()} cores) over Gloo")
+    backends = [name for name in ("nccl", "gloo", "mpi", "ucc") if dist.is_available() and _has_backend(name)]
+    wanted = "nccl" if torch.cuda.is_available() else "gloo"
+    mend = "" if wanted in backends else f"install a build of PyTorch with {wanted}"
+    yield Finding("process groups", ", ".join(backends) or "none", mend)
+
+
+def _has_backend(name: str) -> bool:
+    import torch.distributed as dist
+
+    return getattr(dist, f"is_{name}_available")()
+
+
+def _extension() -> Iterator[Finding]:
+    if find_spec("torch") is None:
+        return  # there is nothing to build it for yet
+    import torch
+
+    try:
+        from megatron_moe_opt.kernels.extension import build_info
+
+        built = build_info()
+    except ImportError as error:  # one sentence: the problem, a colon, the cure
+        found, _, mend = _first_line(error).rpartition(": ")
+        yield Finding("extension", found, mend)
+        return
+    found = ", ".join(f"{name} {value}" for name, value in built.items() if value != "")
+    lacks_cuda = torch.cuda.is_available() and built["backend"] != "cuda"
+    mend = "pip install --no-build-isolation -e . in the checkout, with nvcc on PATH" if lacks_cuda else ""
+    yield Finding("extension", f"{found} (no CUDA kernels)" if lacks_cuda else found, mend)
+
+
+def _megatron() -> Iterator[Finding]:
+    wanted = f"pip install 'megatron-core>={_dotted(OLDEST_MEGATRON)},<0.{NEWEST_MEGATRON[1] + 1}'"
+    try:
+        version = importlib.metadata.version("megatron-core")
+    except importlib.metadata.PackageNotFoundError:
+        try:  # a Megatron-LM checkout on PYTHONPATH has no metadata
+            version = importlib.import_module("megatron.core").__version__
+        except (ImportError, AttributeError) as error:
+            yield Finding("megatron-core", _first_line(error), wanted)
+            return
+    supported = OLDEST_MEGATRON <= _parse(version) <= NEWEST_MEGATRON
+    range_ = f"{_dotted(OLDEST_MEGATRON)} to {_dotted(NEWEST_MEGATRON)}"
+    yield Finding(
+        "megatron-core",
+        f"{version} ({'supported' if supported else f'not supported: {range_} are'})",
+        "" if supported else wanted,
+    )
+
+
+def _optional_libraries() -> Iterator[Finding]:
+    for subject, module, use in (
+        ("Transformer Engine", "transformer_engine", "stock permute fusion and grouped experts"),
+        ("Apex", "apex", "fused optimizers"),
+    ):
+        if find_spec(module) is None:
+            yield Finding(subject, f"not installed; not needed ({use} on GPUs)")
+        else:
+            yield Finding(subject, _version_of(module.replace("_", "-")))
+
+
+def _version_of(distribution: str) -> str:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return "installed, version unknown"
+
+
+def _netbox() -> Iterator[Finding]:
+    """What tools/netbox.py needs: only benchmarks on an imitated cluster ask for it."""
+    missing = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
+    mends = ["apt-get install iproute2"] if missing else []
+    if os.geteuid() != 0:
+        missing.append("root")
+        mends.append("run netbox.py as root")
+    found = f"cannot run: no {', no '.join(missing)}" if missing else "can run (root, ip, tc)"
+    yield Finding("netbox", found, "; ".join(mends), required=False)
+
+
+def _parse(version: str) -> tuple[int, int]:
+    major, minor = version.split(".")[:2]
+    return int(major), int(minor)
+
+
+def _dotted(version: tuple[int, int]) -> str:
+    return f"{version[0]}.{version[1]}"
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).splitlines()[0]

@@ -1,0 +1,36 @@
+"""The `moe-opt` command. Also `python -m megatron_moe_opt.cli.main`, which torchrun's `-m` takes."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import typer
+
+from megatron_moe_opt.cli.bench import app as bench_app
+from megatron_moe_opt.cli.doctor import doctor
+from megatron_moe_opt.errors import ConfigurationError
+
+app = typer.Typer(
+    name="moe-opt",
+    help="Measure and check Mixture-of-Experts training with megatron-moe-opt.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+app.add_typer(bench_app, name="bench")
+app.command()(doctor)
+
+
+def main() -> None:
+    """Runs the command line; a setting that cannot work ends it with one sentence and exit code 2."""
+    try:
+        app(prog_name="moe-opt")
+    except ConfigurationError as error:
+        if os.environ.get("LOCAL_RANK", "0") == "0":  # once a node: all ranks have the same settings
+            print(f"moe-opt: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,37 @@
+"""Host memory that is reused: the first touch of fresh memory costs several times a copy into it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from .extension import load_extension
+
+_C = load_extension()
+
+
+def empty(shape: Sequence[int], dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu") -> torch.Tensor:
+    """An uninitialised contiguous tensor: on CPU from the pool that all our kernels' outputs come from, on other
+    devices from PyTorch's caching allocator. Its memory returns to the pool when the tensor dies, on any thread.
+
+    Raises:
+        ValueError: a negative size.
+        MemoryError: the system has no memory left.
+    """
+    return _C.empty(list(shape), dtype, torch.device(device))
+
+
+def stats() -> dict[str, int]:
+    """The pool's `used_bytes`, `cached_bytes` and the numbers of `hits` and `misses` since the process began."""
+    return _C.host_pool_stats()
+
+
+def trim() -> None:
+    """Returns all cached memory to the system."""
+    _C.host_pool_trim()
+
+
+def set_limit(num_bytes: int) -> None:
+    """Bounds the cached bytes (an eighth of the machine's memory at first); the blocks unused for longest go first."""
+    _C.host_pool_set_limit(num_bytes)

@@ -1,0 +1,112 @@
+"""Rows that carry their probability with them, so that tokens and probabilities travel in one message.
+
+A packed row is [hidden elements | a lane of LANE_BYTES]; the first bytes of the lane are the bits of the row's
+probability (or of its gradient), the others zero.
+
+Shapes: T tokens, E experts, H hidden size, R permuted rows, W = H + LANE_BYTES / element size.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from .chunk_copy import ChunkList
+from .extension import load_extension
+from .permute import UnpermuteRows
+from .row_map import RowMap
+
+_C = load_extension()
+
+LANE_BYTES = 16  # keeps rows 16-byte aligned where H is; csrc/bindings.cpp holds the same number
+
+
+class _PermutePacked(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tokens: torch.Tensor, probs: torch.Tensor, row_map: RowMap) -> torch.Tensor:
+        ctx.row_map = row_map
+        ctx.hidden = tokens.size(1)
+        ctx.prob_dtype = probs.dtype
+        return _C.permute_packed(row_map.tensors, tokens, probs.contiguous())
+
+    @staticmethod
+    def backward(ctx: Any, grad_packed: torch.Tensor) -> Any:
+        grad_packed = grad_packed.contiguous()
+        grad_tokens = grad_probs = None
+        if ctx.needs_input_grad[0]:
+            grad_tokens = _C.unpermute_rows(ctx.row_map.tensors, grad_packed, ctx.hidden, None)
+        if ctx.needs_input_grad[1]:
+            grad_probs = _C.unpermute_probs(ctx.row_map.tensors, grad_packed, ctx.hidden, ctx.prob_dtype)
+        return grad_tokens, grad_probs, None
+
+
+def permute_packed(tokens: torch.Tensor, probs: torch.Tensor, row_map: RowMap) -> torch.Tensor:
+    """Permutes tokens and probabilities into packed rows. Differentiable.
+
+    The gradient of the result has the same layout: the tokens' gradients, and in the lane the bits of the
+    probability's gradient in the dtype of `probs`. It must therefore come from an operation that moves rows as they
+    are (a collective, `join_chunks`), never from arithmetic on packed rows.
+
+    Args:
+        tokens: [T, H], contiguous; float32, bfloat16 or float16.
+        probs: [T, E]; float32, bfloat16, float16 or float64.
+        row_map: of the same T and E.
+
+    Returns:
+        [R, W] in the dtype of `tokens`.
+
+    Raises:
+        ValueError: non-contiguous tokens; shapes, dtypes or devices that do not fit.
+    """
+    return _PermutePacked.apply(tokens, probs, row_map)
+
+
+def unpermute_rows(permuted: torch.Tensor, row_map: RowMap) -> torch.Tensor:
+    """Adds the rows of each token up, in float32 and ascending row order. Differentiable.
+
+    Args:
+        permuted: [R, H], contiguous; float32, bfloat16 or float16.
+        row_map: of the same R.
+
+    Returns:
+        [T, H] in the same dtype; zero for a token without rows.
+
+    Raises:
+        ValueError: non-contiguous rows; shapes, dtypes or devices that do not fit.
+    """
+    return UnpermuteRows.apply(permuted, row_map)
+
+
+def split_chunks(packed: torch.Tensor, chunks: ChunkList, prob_dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Takes packed rows apart and moves them in the same pass; not differentiable.
+
+    Args:
+        packed: [R, W], contiguous.
+        chunks: on the device of `packed`.
+        prob_dtype: dtype of the bits in the lane.
+
+    Returns:
+        tokens [R, H] and probabilities [R], both in target order.
+
+    Raises:
+        ValueError: non-contiguous rows; shapes, dtypes or devices that do not fit.
+    """
+    return _C.split_chunks(packed, chunks.tensors, prob_dtype)
+
+
+def join_chunks(tokens: torch.Tensor, probs: torch.Tensor, chunks: ChunkList) -> torch.Tensor:
+    """The inverse of `split_chunks` with the same `chunks`: rows in target order become packed rows in source order.
+
+    Args:
+        tokens: [R, H], contiguous.
+        probs: [R].
+        chunks: on the device of `tokens`.
+
+    Returns:
+        packed [R, W]; not differentiable.
+
+    Raises:
+        ValueError: non-contiguous input; shapes, dtypes or devices that do not fit.
+    """
+    return _C.join_chunks(tokens, probs, chunks.inverse().tensors)

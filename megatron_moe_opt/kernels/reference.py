@@ -1,0 +1,66 @@
+"""Plain-PyTorch references of the kernels, for the tests. Differentiable by autograd; slow on purpose.
+
+They follow the definitions, not the kernels: floating-point sums are taken in the dtype given as `sum_dtype`.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from .chunk_copy import ChunkList
+
+
+def routed_pairs(routing_map: torch.Tensor, capacity: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Token and expert (both int64 [R]) of each permuted row of a routing map [T, E]."""
+    tokens, experts = [], []
+    for expert in range(routing_map.size(1)):
+        routed = routing_map[:, expert].bool()
+        chosen = routed.nonzero().flatten()
+        if capacity is not None:
+            chosen = torch.cat([chosen, (~routed).nonzero().flatten()])[:capacity]
+        tokens.append(chosen)
+        experts.append(torch.full_like(chosen, expert))
+    if not tokens:
+        nothing = torch.empty(0, dtype=torch.int64, device=routing_map.device)
+        return nothing, nothing
+    return torch.cat(tokens), torch.cat(experts)
+
+
+def permute(
+    tokens: torch.Tensor, routing_map: torch.Tensor, probs: torch.Tensor | None = None, capacity: int | None = None
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
+    """As `kernels.permute`; `capacity` (rows of each expert) stands for drop_and_pad."""
+    sources, experts = routed_pairs(routing_map, capacity)
+    return tokens[sources], None if probs is None else probs[sources, experts], sources
+
+
+def unpermute(
+    permuted: torch.Tensor,
+    routing_map: torch.Tensor,
+    probs: torch.Tensor | None = None,
+    capacity: int | None = None,
+    sum_dtype: torch.dtype = torch.float32,
+) -> torch.Tensor:
+    """As `kernels.unpermute`, for the routing map (and capacity) that the rows were permuted with."""
+    sources, experts = routed_pairs(routing_map, capacity)
+    rows = permuted.to(sum_dtype)
+    if probs is not None:
+        rows = rows * probs.to(sum_dtype)[sources, experts].unsqueeze(-1)
+    total = torch.zeros(routing_map.size(0), permuted.size(1), dtype=sum_dtype, device=permuted.device)
+    return total.index_add(0, sources, rows).to(permuted.dtype)
+
+
+def pack(tokens: torch.Tensor, probs: torch.Tensor, lane_bytes: int) -> torch.Tensor:
+    """tokens [R, H] and probs [R] as packed rows; not differentiable."""
+    lanes = torch.zeros(tokens.size(0), lane_bytes, dtype=torch.uint8)
+    lanes[:, : probs.element_size()] = probs.detach().unsqueeze(-1).view(torch.uint8)
+    return torch.cat([tokens.detach(), lanes.view(tokens.dtype)], dim=1)
+
+
+def copy_chunks(rows: torch.Tensor, chunks: ChunkList) -> torch.Tensor:
+    """As `kernels.copy_chunks`."""
+    out = torch.empty_like(rows)
+    lists = (chunks.source_rows.tolist(), chunks.target_rows.tolist(), chunks.row_counts.tolist())
+    for source, target, count in zip(*lists, strict=True):
+        out[target : target + count] = rows[source : source + count]
+    return out

@@ -1,0 +1,100 @@
+"""Which permuted rows belong to which token: built once from a routing map, used by every permutation of a layer.
+
+Shapes: T tokens, E experts, R permuted rows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from .extension import load_extension
+
+_C = load_extension()
+
+
+@dataclass(frozen=True)
+class RowMap:
+    """The permuted rows of each token, as compressed sparse rows over tokens.
+
+    Rows are grouped by expert and, inside an expert, in token order (Megatron-Core's order). A row's entry index `i`
+    below runs over the rows of token 0, then token 1, and so on.
+    """
+
+    num_tokens: int
+    num_experts: int
+    num_rows: int
+    offsets: torch.Tensor  # int64 [T + 1]: token t owns the entries offsets[t] .. offsets[t + 1]
+    rows: torch.Tensor  # int64 [R]: permuted row of entry i, ascending inside a token
+    experts: torch.Tensor | None  # int32 [R]: expert of entry i; None in maps that know no experts
+    sources: torch.Tensor  # int64 [R]: token of each permuted row (Megatron-Core's sorted_indices)
+    expert_counts: torch.Tensor | None  # int64 [E]: rows of each expert
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, int]:
+        """The form in which the extension takes a map."""
+        return self.offsets, self.rows, self.experts, self.num_experts
+
+
+def build_row_map(routing_map: torch.Tensor, capacity: int | None = None, num_out_tokens: int | None = None) -> RowMap:
+    """The row map of a routing map.
+
+    Args:
+        routing_map: [T, E]; bool, or any dtype in which nonzero means routed. Need not be contiguous.
+        capacity: drop-and-pad: every expert owns exactly this many rows (<= T), first the tokens routed to it, cut
+            at the capacity, then, where they are fewer, the lowest tokens that are not routed to it. None: every
+            routed pair is a row.
+        num_out_tokens: number of routed pairs, if known. On CUDA it spares a host synchronisation and must be right;
+            on CPU the pairs are counted anyway and it is not read. With `capacity` it is not needed.
+
+    Raises:
+        ValueError: a routing map that is not two-dimensional, or a capacity outside [0, T].
+    """
+    if routing_map.dim() != 2:
+        raise ValueError(f"routing_map must be [tokens, experts], but its shape is {tuple(routing_map.shape)}")
+    num_tokens, num_experts = routing_map.shape
+    routing_map = routing_map.bool().contiguous()
+    if capacity is None:
+        expected = -1 if num_out_tokens is None or not routing_map.is_cuda else int(num_out_tokens)
+        offsets, rows, experts, sources, counts = _C.build_row_map(routing_map, expected)
+    else:
+        counts = torch.full((num_experts,), capacity, dtype=torch.int64, device=routing_map.device)
+        if routing_map.is_cuda:
+            if not 0 <= capacity <= num_tokens:
+                raise ValueError(f"capacity {capacity} must lie in [0, {num_tokens}], the number of tokens")
+            order = routing_map.T.to(torch.int8).argsort(dim=1, descending=True, stable=True)
+            sources = order[:, :capacity].reshape(-1)
+            offsets, rows, experts = _C.build_row_map_from_sources(sources, num_tokens, max(capacity, 1))
+        else:
+            offsets, rows, experts, sources = _C.build_padded_row_map(routing_map, capacity)
+    return RowMap(num_tokens, num_experts, sources.numel(), offsets, rows, experts, sources, counts)
+
+
+def row_map_from_sources(sources: torch.Tensor, num_tokens: int, num_experts: int | None = None) -> RowMap:
+    """The row map of rows whose tokens are known.
+
+    Args:
+        sources: int64 [R], contiguous: the token of each permuted row.
+        num_tokens: T.
+        num_experts: E where every expert owns R / E consecutive rows (drop-and-pad). None: a map without experts,
+            which serves wherever no probabilities are involved.
+
+    Raises:
+        ValueError: a source outside [0, T) (on CUDA an assertion on the device), or R not a multiple of E.
+    """
+    num_rows = sources.numel()
+    rows_per_expert = 0
+    counts = None
+    if num_experts is not None:
+        if num_experts == 0 or num_rows % num_experts != 0:
+            raise ValueError(
+                f"drop_and_pad needs the same number of rows for every expert, but {num_rows} rows (sorted_indices) "
+                f"are not a multiple of {num_experts} experts"
+            )
+        rows_per_expert = max(num_rows // num_experts, 1)
+        counts = torch.full((num_experts,), num_rows // num_experts, dtype=torch.int64, device=sources.device)
+    if sources.is_cuda and num_rows > 0:
+        torch._assert_async(((sources >= 0) & (sources < num_tokens)).all(), "sorted_indices out of range")
+    offsets, rows, experts = _C.build_row_map_from_sources(sources, num_tokens, rows_per_expert)
+    return RowMap(num_tokens, num_experts or 0, num_rows, offsets, rows, experts, sources, counts)

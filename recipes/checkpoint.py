@@ -1,0 +1,236 @@
+"""Checkpoints by megatron.core.dist_checkpointing that are either complete or not there.
+
+A checkpoint is written under a temporary name. Once all ranks have written their parts it is flushed to the disk and
+renamed to iter_NNNNNNN, and only then does latest_checkpointed_iteration.txt (Megatron's tracker) name it. A run that
+dies at any moment leaves the tracker at the last complete checkpoint. The folder must be one that all ranks share.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import shutil
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy
+import torch
+import torch.distributed as dist
+from arguments import Layout
+from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.dist_checkpointing.core import check_is_distributed_checkpoint
+from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.tensor_parallel import get_cuda_rng_tracker
+
+from megatron_moe_opt.errors import ConfigurationError
+
+TRACKER = "latest_checkpointed_iteration.txt"
+# A checkpoint fits a model that has the same of these.
+MODEL_ARGUMENTS = (
+    "num_layers hidden_size num_attention_heads vocab_size num_experts moe_ffn_hidden_size"
+    " moe_shared_expert_intermediate_size bf16 use_distributed_optimizer"
+).split()
+# How Megatron lays out the optimizer's state: as it is in memory, with no gathering on one rank.
+_CONTENT = {
+    "distrib_optim_sharding_type": "dp_reshardable",
+    "singleton_local_shards": False,
+    "chained_optim_avoid_prefix": True,
+}
+
+
+class Checkpointer:
+    """Saves and loads the whole state of a training run.
+
+    Args:
+        args: the command line; `MODEL_ARGUMENTS` of it are stored and compared.
+        layout: the parallel sizes; stored and compared, because optimizer and RNG state are kept by rank.
+        model, optimizer, scheduler: what is saved and loaded in place.
+    """
+
+    def __init__(
+        self,
+        args: argparse.Namespace,
+        layout: Layout,
+        model: DistributedDataParallel,
+        optimizer: MegatronOptimizer,
+        scheduler: OptimizerParamScheduler,
+    ) -> None:
+        self._arguments = {name: getattr(args, name) for name in MODEL_ARGUMENTS}
+        self._layout = layout
+        self._model = model
+        self._optimizer = optimizer
+        self._scheduler = scheduler
+
+    def save(self, folder: str, iteration: int, consumed_samples: int) -> Path:
+        """Save and publish the state after `iteration`; called by all ranks. Returns the checkpoint's folder."""
+        final = Path(folder) / f"iter_{iteration:07d}"
+        partial = final.with_name(f".{final.name}.partial")
+        if dist.get_rank() == 0:
+            shutil.rmtree(partial, ignore_errors=True)  # left by a run that died here
+            partial.mkdir(parents=True)
+        dist.barrier()
+        state = self._sharded_state(is_loading=False)
+        state |= {
+            "iteration": iteration,
+            "consumed_samples": consumed_samples,
+            "arguments": self._arguments,
+            "layout": asdict(self._layout),
+        }
+        # Returns when the parts of all ranks are written.
+        dist_checkpointing.save(state, str(partial), content_metadata=dict(_CONTENT))
+        if dist.get_rank() == 0:
+            publish(partial, final, iteration)
+        dist.barrier()
+        return final
+
+    def load(self, path: Path) -> tuple[int, int]:
+        """Load the checkpoint in `path`, called by all ranks. Returns its iteration and the samples consumed by it.
+
+        Raises ConfigurationError where it was saved by a model of another shape or under another layout.
+        """
+        common = dist_checkpointing.load_common_state_dict(str(path))
+        self._check_fits(path, common)
+        _allocate_adam_state(self._optimizer)
+        state = dist_checkpointing.load(self._sharded_state(is_loading=True), str(path))
+        self._model.module.load_state_dict(state["model"])
+        self._optimizer.load_state_dict(state["optimizer"])
+        self._scheduler.load_state_dict(state["opt_param_scheduler"])
+        _set_rng_state(state["rng_state"])
+        return state["iteration"], state["consumed_samples"]
+
+    def _sharded_state(self, is_loading: bool) -> dict[str, Any]:
+        metadata = _CONTENT | {"dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
+        state: dict[str, Any] = {"model": self._model.module.sharded_state_dict(metadata=metadata)}
+        state["optimizer"] = self._optimizer.sharded_state_dict(state, is_loading=is_loading, metadata=metadata)
+        state["opt_param_scheduler"] = self._scheduler.state_dict()
+        state["rng_state"] = _sharded_rng_state()
+        return state
+
+    def _check_fits(self, path: Path, common: dict[str, Any]) -> None:
+        if "arguments" not in common or "layout" not in common:
+            raise ConfigurationError(f"--load: {path} was not saved by this recipe; load one that was")
+        for name, value in self._arguments.items():
+            saved = common["arguments"].get(name)
+            if saved != value:
+                raise ConfigurationError(
+                    f"--load: {path} was saved with --{name.replace('_', '-')} {saved}, but this run has {value};"
+                    f" use {saved} or another checkpoint"
+                )
+        saved_layout = Layout(**common["layout"])
+        if saved_layout != self._layout:
+            raise ConfigurationError(
+                f"--load: {path} was saved with {saved_layout}, but this run has {self._layout}; use the same"
+                " parallel sizes and number of ranks"
+            )
+
+
+def find_checkpoint(folder: str, iteration: int | None) -> Path | None:
+    """The complete checkpoint to load: of `iteration`, or where None the one that the tracker names.
+
+    Returns None where there is no tracker.
+
+    Raises ConfigurationError where the checkpoint asked for is missing or was not written to its end.
+    """
+    tracker = Path(folder) / TRACKER
+    if iteration is None:
+        if not tracker.is_file():
+            return None
+        text = tracker.read_text().strip()
+        if not text.isdecimal():
+            raise ConfigurationError(
+                f"--load {folder}: {tracker} says {text!r}, which is not an iteration; choose one with --ckpt-step"
+            )
+        iteration = int(text)
+    path = Path(folder) / f"iter_{iteration:07d}"
+    if not check_is_distributed_checkpoint(str(path)):
+        complete = ", ".join(map(str, _complete_iterations(folder))) or "none"
+        raise ConfigurationError(
+            f"--load {folder}: {path} is missing or not complete; complete checkpoints, for --ckpt-step: {complete}"
+        )
+    return path
+
+
+def _complete_iterations(folder: str) -> list[int]:
+    paths = sorted(Path(folder).glob("iter_*"))
+    return [int(path.name.removeprefix("iter_")) for path in paths if check_is_distributed_checkpoint(str(path))]
+
+
+def publish(partial: Path, final: Path, iteration: int) -> None:
+    """Make the completely written folder `partial` the checkpoint `final`, and let the tracker name it.
+
+    Everything is on the disk before the name that promises it.
+    """
+    for path in partial.rglob("*"):
+        _flush(path)
+    _flush(partial)
+    if final.exists():
+        # A run that went back and came here again replaces what it wrote before.
+        shutil.rmtree(final)
+    partial.rename(final)
+    _flush(final.parent)
+    tracker = final.parent / TRACKER
+    new_tracker = tracker.with_name(f".{TRACKER}.partial")
+    new_tracker.write_text(str(iteration))
+    _flush(new_tracker)
+    new_tracker.rename(tracker)
+    _flush(final.parent)
+
+
+def _flush(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _allocate_adam_state(optimizer: MegatronOptimizer) -> None:
+    """Give torch's Adam the state it otherwise makes in its first step: Megatron loads into what is there.
+
+    Transformer Engine's and Apex's Adam, where installed, are allocated by Megatron itself.
+    """
+    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+        if not isinstance(part.optimizer, torch.optim.Adam):
+            continue
+        for parameter in (parameter for group in part.optimizer.param_groups for parameter in group["params"]):
+            part.optimizer.state[parameter] = {
+                "step": torch.tensor(0.0),
+                "exp_avg": torch.zeros_like(parameter),
+                "exp_avg_sq": torch.zeros_like(parameter),
+            }
+
+
+def _sharded_rng_state() -> ShardedObject:
+    """The state of every generator of this rank, as one object a rank."""
+    state = {
+        "random": random.getstate(),
+        "numpy": numpy.random.get_state(),
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
+        "tracker": get_cuda_rng_tracker().get_states(),
+    }
+    sizes = (
+        parallel_state.get_pipeline_model_parallel_world_size(),
+        parallel_state.get_tensor_model_parallel_world_size(),
+        parallel_state.get_data_parallel_world_size(with_context_parallel=True),
+    )
+    ranks = (
+        parallel_state.get_pipeline_model_parallel_rank(),
+        parallel_state.get_tensor_model_parallel_rank(),
+        parallel_state.get_data_parallel_rank(with_context_parallel=True),
+    )
+    return ShardedObject("rng_state", state, sizes, ranks, replica_id=0)
+
+
+def _set_rng_state(state: dict[str, Any]) -> None:
+    random.setstate(state["random"])
+    numpy.random.set_state(state["numpy"])
+    torch.set_rng_state(state["torch"])
+    if state["cuda"] is not None:
+        torch.cuda.set_rng_state(state["cuda"])
+    get_cuda_rng_tracker().set_states(state["tracker"])

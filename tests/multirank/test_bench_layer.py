@@ -1,0 +1,189 @@
+"""`moe-opt bench layer` on 4 ranks, ranks 0 and 1 on node 0, ranks 2 and 3 on node 1."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_moe_opt.cli.layer_settings import LayerSettings
+from megatron_moe_opt.runtime.traffic import TrafficRow
+from tests.ranks.pool import RankFailure
+
+INTRA, INTER = "intra-node", "inter-node"
+
+
+def _settings(**changes: Any) -> LayerSettings:
+    settings = {
+        "dispatchers": ("deepspeed", "monta"),
+        "tokens": 24,
+        "hidden": 32,
+        "ffn_hidden": 64,
+        "experts": 8,
+        "topk": 2,
+        "tp": 1,
+        "ep": None,
+        "expert_tp": 1,
+        "dtype": "fp32",
+        "routing": "uniform",
+        "capacity_factor": None,
+        "pad_to_capacity": False,
+        "steps": 2,
+        "warmup": 1,
+        "seed": 1,
+    }
+    return LayerSettings(**settings | changes)
+
+
+def _run(settings):
+    """The report of this rank."""
+    from megatron_moe_opt.cli.bench_layer import run
+
+    os.environ["GROUP_RANK"] = str(dist.get_rank() // 2)
+    try:
+        return run(settings, torch.device("cpu"))
+    finally:
+        del os.environ["GROUP_RANK"]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"tp": 2, "expert_tp": 2},
+        {"expert_tp": 4, "experts": 3, "topk": 1, "routing": "one-hot-expert"},
+        {"ep": 2, "routing": "zipf", "dtype": "bf16"},
+        {"capacity_factor": 0.5, "pad_to_capacity": True, "routing": "zipf"},
+        {"capacity_factor": 1.0, "tp": 2, "tokens": 7},
+    ],
+    ids=str,
+)
+def test_layouts_and_workloads(ranks, changes):
+    reports = ranks.run(_run, settings=_settings(**changes))
+    for report in reports:
+        assert report == reports[0] or report.environment != reports[0].environment
+        assert [result.dispatcher for result in report.results] == ["alltoall", "deepspeed", "monta"]
+        assert report.nodes.node_of == (0, 0, 1, 1)
+        stock = report.results[0]
+        for result in report.results:
+            assert len(result.seconds) == 2 and min(result.seconds) > 0
+            assert result.ratios == tuple(a / b for a, b in zip(result.seconds, stock.seconds, strict=True))
+            assert max(result.output_difference, result.gradient_difference) <= (
+                1e-2 if report.settings.dtype == "bf16" else 1e-6
+            )
+            assert result.peak_memory_bytes >= 0
+            sent = {link: sum(row.bytes for row in result.traffic if row.link == link) for link in (INTRA, INTER)}
+            assert sent[INTER] > 0 and sent[INTRA] > 0
+            assert result.wire_limit.seconds > 0
+    # All ranks see the same times: the slowest rank's.
+    assert len({tuple(result.seconds for result in report.results) for report in reports}) == 1
+
+
+def test_bytes_of_a_trace(ranks, tmp_path):
+    """8 tokens a rank, one choice each: experts 0 1 2 3 0 1 2 3, one expert a rank, so 2 rows to every peer.
+
+    A row is 16 floats, 64 bytes, and crosses 4 times (dispatch and combine, forward and backward). A probability is
+    4 bytes and crosses twice, in a message of its own with stock, in a lane of 16 bytes behind its row with monta.
+    Before that every rank tells every other its row counts: 4 int64, 32 bytes.
+    """
+    trace = tmp_path / "trace.pt"
+    torch.save((torch.arange(8) % 4)[:, None], trace)
+    settings = _settings(
+        dispatchers=("monta",), tokens=8, hidden=16, experts=4, topk=1, routing=f"trace:{trace}", steps=1, warmup=0
+    )
+    report = ranks.run(_run, settings=settings)[0]
+    stock, monta = report.results
+    intra_pairs, inter_pairs = 4, 8
+    stock_bytes, monta_bytes = 2 * (4 * 64 + 2 * 4), 2 * (4 * 64 + 2 * 16)
+    assert set(stock.traffic) == {
+        TrafficRow("all_gather", INTRA, intra_pairs, intra_pairs * 32),
+        TrafficRow("all_gather", INTER, inter_pairs, inter_pairs * 32),
+        TrafficRow("all_to_all", INTRA, intra_pairs * 6, intra_pairs * stock_bytes),
+        TrafficRow("all_to_all", INTER, inter_pairs * 6, inter_pairs * stock_bytes),
+    }
+    assert {row for row in monta.traffic if row.collective == "all_to_all"} == {
+        TrafficRow("all_to_all", INTRA, intra_pairs * 4, intra_pairs * monta_bytes),
+        TrafficRow("all_to_all", INTER, inter_pairs * 4, inter_pairs * monta_bytes),
+    }
+    # Half of the pairs between nodes lead out of one node; half of the pairs inside nodes are in one.
+    limits = {
+        INTER: inter_pairs / 2 * (stock_bytes + 32) / report.rates.inter_node,
+        INTRA: intra_pairs / 2 * (stock_bytes + 32) / report.rates.intra_node,
+    }
+    assert stock.wire_limit.seconds == pytest.approx(max(limits.values()))
+    assert limits[stock.wire_limit.link] == max(limits.values())
+
+
+def _differ():
+    """Refuses to time a dispatcher that computes something else."""
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+    from megatron_moe_opt.cli.bench_layer import _differences
+    from megatron_moe_opt.cli.moe_layer import layers_under_test
+
+    parallel_state.initialize_model_parallel(expert_model_parallel_size=4)
+    try:
+        model_parallel_cuda_manual_seed(1)
+        layers = layers_under_test(
+            _settings(dispatchers=("monta",)), ep=4, device=torch.device("cpu"), permute_fusion=False
+        )
+        assert _differences(layers, tolerance=1e-6).keys() == {"alltoall", "monta"}
+        if dist.get_rank() == 3:
+            next(iter(layers["monta"].layer.experts.parameters())).data.mul_(1.001)
+        _differences(layers, tolerance=1e-6)
+    finally:
+        parallel_state.destroy_model_parallel()
+
+
+def test_different_results_are_refused(ranks):
+    with pytest.raises(
+        RankFailure, match="monta does not compute what alltoall computes: output differs by"
+    ) as failure:
+        ranks.run(_differ)
+    assert len(failure.value.errors) == 4  # all ranks agree
+
+
+def _gradients():
+    """The imposed routing reaches the experts, and the router learns from it."""
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+    from megatron_moe_opt.cli.moe_layer import layers_under_test
+
+    parallel_state.initialize_model_parallel(expert_model_parallel_size=4)
+    try:
+        model_parallel_cuda_manual_seed(1)
+        settings = _settings(dispatchers=(), routing="one-hot-expert", topk=1, experts=4)
+        under_test = layers_under_test(settings, ep=4, device=torch.device("cpu"), permute_fusion=False)["alltoall"]
+        under_test.results()
+        router, (expert, *_) = under_test.layer.router.weight, under_test.layer.experts.parameters()
+        assert router.grad.abs().sum() > 0
+        assert (expert.grad.abs().sum() > 0) == (dist.get_rank() == 0)  # expert 0, on rank 0, gets all tokens
+        assert under_test.tokens.grad.abs().sum() > 0
+    finally:
+        parallel_state.destroy_model_parallel()
+
+
+def test_imposed_routing_trains_the_router(ranks):
+    ranks.run(_gradients)
+
+
+def _rates():
+    from megatron_moe_opt.cli.links import measure_links
+    from megatron_moe_opt.topology.nodes import NodeMap
+
+    device = torch.device("cpu")
+    return [measure_links(NodeMap(nodes), device) for nodes in ((0, 0, 0, 0), (0, 1, 2, 3), (0, 0, 1, 1))]
+
+
+def test_links_that_are_there_are_measured(ranks):
+    answers = ranks.run(_rates)
+    assert all(answer == answers[0] for answer in answers)
+    one_node, four_nodes, two_nodes = answers[0]
+    assert one_node.inter_node is None and one_node.intra_node > 0
+    assert four_nodes.intra_node is None and four_nodes.inter_node > 0
+    assert two_nodes.inter_node > 0 and two_nodes.intra_node > 0

@@ -1,0 +1,215 @@
+"""Our dispatchers against stock `alltoall` in the same process group: output, input gradient, every weight gradient.
+
+`monta` moves data as stock does and adds in stock's order: float32 results are equal bit for bit. `deepspeed` adds
+partial outputs in another order: it is held to the numerics contract (1e-6 in float32, 1e-2 in bfloat16).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+SEQUENCE, BATCH = 24, 3  # 3 sequences of 24 tokens: nothing divides the 8 experts evenly
+
+
+def route_to(layer: Any, routing: str, seed: int) -> None:
+    """Imposes a routing on the layer; the probabilities still come from (and train) its router."""
+    router, config = layer.router, layer.config
+    generator = torch.Generator().manual_seed(seed)
+
+    def forward(hidden: torch.Tensor, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        tokens = hidden.shape[0] * hidden.shape[1]
+        routing_map = imposed_map(routing, tokens, config.num_moe_experts, config.moe_router_topk, generator)
+        scores = torch.sigmoid(router.gating(hidden)).view(tokens, -1)
+        return scores * routing_map, routing_map
+
+    router.forward = forward
+
+
+def imposed_map(routing: str, tokens: int, experts: int, topk: int, generator: torch.Generator) -> torch.Tensor:
+    """bool [tokens, experts]: `hot` all to the first experts, `skewed` Zipf, `ragged` 0 to top-k experts a token."""
+    weights = torch.ones(tokens, experts)
+    if routing == "hot":  # the other experts, and all ranks but the first, get nothing
+        weights[:, topk:] = 1e-9
+    elif routing == "skewed":
+        weights /= torch.arange(1, experts + 1) ** 2
+    chosen = torch.multinomial(weights, topk, generator=generator)
+    routing_map = torch.zeros(tokens, experts, dtype=torch.bool).scatter(1, chosen, True)
+    if routing == "ragged":
+        routing_map &= torch.rand(tokens, experts, generator=generator) < 0.5
+    return routing_map
+
+
+def run_layer(layer: Any, hidden: torch.Tensor, steps: int) -> dict[str, torch.Tensor]:
+    """Output, input gradient and weight gradients after `steps` forward and backward passes."""
+    results = {}
+    for step in range(steps):
+        hidden_states = hidden.detach().clone().requires_grad_()
+        output, _ = layer(hidden_states)
+        weights = torch.randn(output.shape, generator=torch.Generator().manual_seed(7 + step + dist.get_rank()))
+        (output.float() * weights).sum().backward()
+        results |= {f"output {step}": output.detach(), f"input grad {step}": hidden_states.grad}
+    return results | {f"grad {n}": p.grad for n, p in layer.named_parameters() if p.grad is not None}
+
+
+def compare(
+    dispatcher: str, layout: dict, settings: dict, routing: str | None = None, dtype: str = "float32", steps: int = 1
+) -> dict[str, Any]:
+    """On every rank: relative error of each result (norm of the difference over the norm), and whether all are equal."""
+    from tests.ranks.megatron import moe_config, moe_layer, parallel
+
+    with parallel(**layout):
+        torch.manual_seed(11 + dist.get_rank())
+        settings = {"moe_router_pre_softmax": True, "bf16": dtype == "bfloat16"} | settings  # top-1 needs pre-softmax
+        stock_config = moe_config(**settings)
+        our_config = dataclasses.replace(stock_config, moe_token_dispatcher_type=dispatcher)
+        layers = [moe_layer(config).to(getattr(torch, dtype)) for config in (stock_config, our_config)]
+        layers[1].load_state_dict(layers[0].state_dict())
+        assert type(layers[1].token_dispatcher).__name__ == "PluggedTokenDispatcher"
+        tokens = SEQUENCE // layout.get("tp", 1) // layout.get("cp", 1)
+        hidden = torch.randn(tokens, BATCH, stock_config.hidden_size).to(getattr(torch, dtype))
+        results = []
+        for layer in layers:
+            layer.set_layer_number(1)
+            if routing:
+                route_to(layer, routing, seed=3 + dist.get_rank())
+            results.append(run_layer(layer, hidden, steps))
+    stock, ours = results
+    assert set(stock) == set(ours) and any("router" in name for name in stock)
+    assert any("experts" in name for name in stock)
+    errors = {
+        name: ((ours[name].float() - stock[name].float()).norm() / stock[name].float().norm().clamp_min(1e-30)).item()
+        for name in stock
+    }
+    return {"errors": errors, "equal": all(torch.equal(stock[name], ours[name]) for name in stock)}
+
+
+DROP = {"moe_expert_capacity_factor": 0.7}
+PAD = DROP | {"moe_pad_expert_input_to_capacity": True}
+SHARED = {"moe_shared_expert_intermediate_size": 32}
+RECOMPUTE = {"recompute_granularity": "selective", "recompute_modules": ["moe"]}
+
+LAYOUTS = {
+    "ep4": {"ep": 4},
+    "ep2": {"ep": 2},
+    "tp2-ep2-etp2": {"tp": 2, "ep": 2, "etp": 2},
+    "tp2-ep4": {"tp": 2, "ep": 4, "etp": 1},
+    "tp4-etp4": {"tp": 4, "etp": 4},
+    "etp2-ep2": {"ep": 2, "etp": 2},
+    "cp2-ep2": {"cp": 2, "ep": 2},
+    "cp2-tp2-ep2-etp2": {"cp": 2, "tp": 2, "ep": 2, "etp": 2},
+    "one-rank-groups": {},
+}
+
+CASES = [
+    *((layout, {"moe_router_topk": topk}, None) for layout in LAYOUTS for topk in (1, 2)),
+    ("tp2-ep2-etp2", {"moe_router_topk": 5}, None),
+    *((layout, extra, None) for layout in ("ep4", "tp2-ep2-etp2") for extra in (DROP, PAD, SHARED, RECOMPUTE)),
+    ("tp4-etp4", PAD, None),
+    ("tp2-ep2-etp2", SHARED | {"moe_shared_expert_overlap": True}, None),
+    ("ep4", SHARED | {"moe_shared_expert_overlap": True}, None),
+    ("tp2-ep2-etp2", SHARED | RECOMPUTE | DROP, None),
+    ("tp2-ep2-etp2", {"moe_router_dtype": "fp64"}, None),
+    ("ep4", {"num_moe_experts": 4}, None),  # one local expert
+    *(
+        (layout, {}, routing)
+        for layout in ("ep4", "tp2-ep2-etp2", "tp2-ep4")
+        for routing in ("hot", "skewed", "ragged")
+    ),
+]
+
+
+def case_id(case: tuple) -> str:
+    layout, settings, routing = case
+    return "-".join([layout, *(f"{k.removeprefix('moe_')}={v}" for k, v in settings.items()), routing or "router"])
+
+
+@pytest.mark.parametrize("case", CASES, ids=case_id)
+def test_monta_equals_stock_bit_for_bit_in_fp32(ranks, case):
+    layout, settings, routing = case
+    for result in ranks.run(
+        compare,
+        dispatcher="monta",
+        layout=LAYOUTS[layout],
+        settings=settings,
+        routing=routing,
+        dtype="float32",
+        steps=2,
+    ):
+        assert result["equal"], result["errors"]
+
+
+@pytest.mark.parametrize("dispatcher", ["monta", "deepspeed"])
+@pytest.mark.parametrize("router_dtype", [None, "fp32"])
+@pytest.mark.parametrize("layout", ["ep4", "tp2-ep2-etp2", "tp4-etp4"])
+def test_bf16_is_within_the_contract(ranks, dispatcher, layout, router_dtype):
+    for result in ranks.run(
+        compare,
+        dispatcher=dispatcher,
+        layout=LAYOUTS[layout],
+        settings={"moe_router_dtype": router_dtype},
+        routing=None,
+        dtype="bfloat16",
+        steps=1,
+    ):
+        assert max(result["errors"].values()) < 1e-2, result["errors"]
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        *((layout, {}, None) for layout in LAYOUTS),
+        ("tp2-ep2-etp2", DROP, None),
+        ("tp2-ep2-etp2", PAD, None),
+        ("tp4-etp4", SHARED, None),
+        ("tp2-ep2-etp2", {}, "hot"),
+        ("tp4-etp4", {}, "ragged"),
+    ],
+    ids=case_id,
+)
+def test_deepspeed_reference_is_within_the_contract_in_fp32(ranks, case):
+    layout, settings, routing = case
+    for result in ranks.run(
+        compare,
+        dispatcher="deepspeed",
+        layout=LAYOUTS[layout],
+        settings=settings,
+        routing=routing,
+        dtype="float32",
+        steps=1,
+    ):
+        assert max(result["errors"].values()) < 1e-6, result["errors"]
+
+
+def one_layer(dispatcher: str) -> list[bytes]:
+    """The bytes of output and gradients of one run."""
+    from tests.ranks.megatron import moe_config, moe_layer, parallel
+
+    with parallel(tp=2, ep=2, etp=2):
+        layer = moe_layer(moe_config(moe_token_dispatcher_type=dispatcher))
+        torch.manual_seed(5 + dist.get_rank())
+        results = run_layer(layer, torch.randn(SEQUENCE // 2, BATCH, 64), steps=1)
+    return [results[name].numpy().tobytes() for name in sorted(results)]
+
+
+def test_same_seed_same_bits(ranks):
+    assert ranks.run(one_layer, dispatcher="monta") == ranks.run(one_layer, dispatcher="monta")
+
+
+def state_names(dispatcher: str) -> list[tuple[str, tuple[int, ...]]]:
+    from tests.ranks.megatron import moe_config, moe_layer, parallel
+
+    with parallel(tp=2, ep=2, etp=2):
+        layer = moe_layer(moe_config(moe_token_dispatcher_type=dispatcher, **SHARED))
+        sharded = layer.sharded_state_dict()
+        return [(name, tuple(tensor.shape)) for name, tensor in layer.state_dict().items() if tensor is not None] + [
+            (tensor.key, tuple(tensor.global_shape)) for tensor in sharded.values() if hasattr(tensor, "global_shape")
+        ]
+
+
+def test_state_is_stock(ranks):
+    assert ranks.run(state_names, dispatcher="monta") == ranks.run(state_names, dispatcher="alltoall")

@@ -1,0 +1,106 @@
+"""Megatron-Core on the ranks of the pool: parallel state, small configurations, layers."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.moe.moe_utils import clear_aux_losses_tracker
+from megatron.core.transformer.moe.router import MoEAuxLossAutoScaler
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+# Layout -> state of megatron.core.parallel_state after initializing it. Making a layout's groups takes seconds, and
+# Megatron does not destroy most of them: each layout is made once in a rank's life.
+_layouts: dict[tuple[int, ...], dict[str, Any]] = {}
+
+
+def _state() -> dict[str, Any]:
+    return {
+        name: value
+        for name, value in vars(parallel_state).items()
+        if not name.startswith("__") and not isinstance(value, (type, types.FunctionType, types.ModuleType))
+    }
+
+
+@contextmanager
+def parallel(
+    tp: int = 1, ep: int = 1, etp: int = 1, cp: int = 1, pp: int = 1, seed: int = 1234
+) -> Iterator[None]:
+    """Megatron's model parallel groups over all ranks, and its random seeds, inside the block.
+
+    Data parallelism takes the rest of the ranks. All ranks must enter with the same sizes.
+    """
+    outside = _state()
+    layout = (tp, ep, etp, cp, pp)
+    if layout not in _layouts:
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=tp,
+            pipeline_model_parallel_size=pp,
+            context_parallel_size=cp,
+            expert_model_parallel_size=ep,
+            expert_tensor_parallel_size=etp,
+        )
+        _layouts[layout] = _state()
+    try:
+        vars(parallel_state).update(_layouts[layout])
+        torch.manual_seed(seed)
+        model_parallel_cuda_manual_seed(seed)
+        MoEAuxLossAutoScaler.set_loss_scale(torch.ones(1))
+        yield
+    finally:
+        clear_aux_losses_tracker()
+        vars(parallel_state).update(outside)
+
+
+def moe_config(**overrides: Any) -> TransformerConfig:
+    """A small MoE configuration for the present parallel state: hidden 64, 8 experts, top-2, SequentialMLP, fp32.
+
+    Parallel sizes follow `parallel`; sequence parallelism is on with tp > 1. Any field can be overridden.
+    """
+    tp = parallel_state.get_tensor_model_parallel_world_size()
+    fields: dict[str, Any] = {
+        "num_layers": 2,
+        "hidden_size": 64,
+        "ffn_hidden_size": 128,
+        "num_attention_heads": 4,
+        "num_moe_experts": 8,
+        "moe_ffn_hidden_size": 96,
+        "moe_router_topk": 2,
+        "moe_router_load_balancing_type": "aux_loss",
+        "moe_aux_loss_coeff": 0.01,
+        "moe_token_dispatcher_type": "alltoall",
+        "moe_grouped_gemm": False,
+        "add_bias_linear": False,
+        "gated_linear_unit": True,
+        "activation_func": torch.nn.functional.silu,
+        "normalization": "RMSNorm",
+        "bias_activation_fusion": False,
+        "bias_dropout_fusion": False,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        "tensor_model_parallel_size": tp,
+        "sequence_parallel": tp > 1,
+        "pipeline_model_parallel_size": parallel_state.get_pipeline_model_parallel_world_size(),
+        "context_parallel_size": parallel_state.get_context_parallel_world_size(),
+        "expert_model_parallel_size": parallel_state.get_expert_model_parallel_world_size(),
+        "expert_tensor_parallel_size": parallel_state.get_expert_tensor_parallel_world_size(),
+        "pipeline_dtype": torch.float32,
+        "deterministic_mode": False,
+    }
+    fields.update(overrides)
+    return TransformerConfig(**fields)
+
+
+def moe_layer(config: TransformerConfig) -> MoELayer:
+    """One MoE layer of this configuration, as Megatron's local GPT layer spec builds it."""
+    spec = get_gpt_layer_local_spec(
+        num_experts=config.num_moe_experts, moe_grouped_gemm=config.moe_grouped_gemm
+    )
+    return MoELayer(config, spec.submodules.mlp.submodules)

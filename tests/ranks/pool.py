@@ -1,0 +1,205 @@
+"""A pool of rank processes that execute functions of test modules.
+
+    def square(x):                      # module level, executed on every rank
+        return x * x * dist.get_rank()
+
+    def test_square(ranks):             # the fixture of tests/conftest.py
+        assert ranks.run(square, x=3) == [0, 9, 18, 27]
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import faulthandler
+import multiprocessing
+import os
+import pickle
+import signal
+import sys
+import shutil
+import tempfile
+import time
+import traceback
+from pathlib import Path
+from collections.abc import Callable
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+START_TIMEOUT_S = 60
+# How long the other ranks may take to report after one has failed, before they are taken to hang.
+GRACE_S = 5
+
+
+class RankFailure(RuntimeError):
+    """A case failed on a rank; the text has the rank and its traceback. `errors` holds (rank, type name, message)."""
+
+    def __init__(self, text: str, errors: list[tuple[int, str, str]]) -> None:
+        super().__init__(text)
+        self.errors = errors
+
+
+class RankPool:
+    """`world` processes with torch.distributed initialized over Gloo and the host backend in use.
+
+    The processes start with the first case. They are stopped and started afresh after a case that timed out or that
+    failed on some ranks only, since the others may then wait in a collective for ever.
+    """
+
+    def __init__(self, world: int = 4) -> None:
+        self.world = world
+        self._processes: list[multiprocessing.process.BaseProcess] = []
+        self._pipes: list[Connection] = []
+        self._folder = Path()
+
+    def run(self, function: Callable[..., Any], timeout_s: float = 120, **kwargs: Any) -> list[Any]:
+        """Execute `function(**kwargs)` on every rank and return the results in rank order.
+
+        Raises:
+            RankFailure: with rank and traceback, if it raised on any rank.
+            TimeoutError: if a rank did not finish in `timeout_s`; names the ranks that had not.
+        """
+        if not self._processes:
+            self._start()
+        # Pytest puts folders of test modules on sys.path as it finds them.
+        path, case = pickle.dumps(sys.path), pickle.dumps((function, kwargs))
+        for pipe in self._pipes:
+            pipe.send_bytes(path)
+            pipe.send_bytes(case)
+        return self._collect(f"{function.__module__}.{function.__qualname__}", timeout_s)
+
+    def close(self) -> None:
+        """Stop the processes, by force."""
+        for process in self._processes:
+            process.kill()
+        for process in self._processes:
+            process.join()
+        for pipe in self._pipes:
+            pipe.close()
+        if self._processes:
+            shutil.rmtree(self._folder)
+            atexit.unregister(self.close)
+        self._processes, self._pipes = [], []
+
+    def _start(self) -> None:
+        # Fresh processes, but the seconds of importing torch and Megatron are spent once: the server imports and forks.
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["tests.ranks.preload"])
+        self._folder = Path(tempfile.mkdtemp(prefix="ranks-"))
+        atexit.register(self.close)
+        # PyTorch reads its thread count when it is imported, which is before our code runs.
+        threads = os.environ.get("OMP_NUM_THREADS")
+        os.environ["OMP_NUM_THREADS"] = "1"
+        try:
+            for rank in range(self.world):
+                ours, theirs = context.Pipe()
+                # Not daemons, because those may have no children and checkpoint writers are; `close` ends them.
+                process = context.Process(target=_serve, args=(theirs, rank, self.world, self._folder))
+                process.start()
+                theirs.close()
+                self._processes.append(process)
+                self._pipes.append(ours)
+        finally:
+            if threads is None:
+                del os.environ["OMP_NUM_THREADS"]
+            else:
+                os.environ["OMP_NUM_THREADS"] = threads
+        self._collect("starting the ranks", START_TIMEOUT_S)
+
+    def _collect(self, case: str, timeout_s: float) -> list[Any]:
+        results: dict[int, Any] = {}
+        errors: dict[int, tuple[str, str, str]] = {}
+        deadline = time.monotonic() + timeout_s
+        pending = dict(enumerate(self._pipes))
+        while pending and (left := deadline - time.monotonic()) > 0:
+            ready = wait(list(pending.values()), timeout=left)
+            for rank in [rank for rank, pipe in pending.items() if pipe in ready]:
+                try:
+                    succeeded, value = pickle.loads(pending.pop(rank).recv_bytes())
+                except EOFError:
+                    succeeded, value = False, ("process", "died", "the process ended without an answer")
+                if succeeded:
+                    results[rank] = value
+                else:
+                    errors[rank] = value
+                    deadline = min(deadline, time.monotonic() + GRACE_S)
+        if not errors and not pending:
+            return [results[rank] for rank in range(self.world)]
+        stacks = self._stacks(sorted(pending))
+        in_step = len(errors) == self.world and len({error[:1] for error in errors.values()}) == 1
+        if not in_step:
+            self.close()
+        if not errors:
+            raise TimeoutError(f"{case}: rank(s) {sorted(pending)} did not finish in {timeout_s} s{stacks}")
+        raise RankFailure(
+            _describe(case, errors) + stacks, [(rank, *errors[rank][:2]) for rank in sorted(errors)]
+        )
+
+    def _stacks(self, hanging: list[int]) -> str:
+        """Where each hanging rank is: its Python stack, which the signal makes it write."""
+        for rank in hanging:
+            os.kill(self._processes[rank].pid, signal.SIGUSR1)
+        if hanging:
+            time.sleep(0.5)
+        return "".join(
+            f"\n\nrank {rank} did not finish; it was at:\n{_stack_file(self._folder, rank).read_text()}"
+            for rank in hanging
+        )
+
+
+def _describe(case: str, errors: dict[int, tuple[str, str, str]]) -> str:
+    first, *others = sorted(errors)
+    kind, message, trace = errors[first]
+    text = f"{case} failed on rank {first}: {kind}: {message}\n{trace}"
+    return text + "".join(f"\nalso on rank {rank}: {errors[rank][0]}: {errors[rank][1]}" for rank in others)
+
+
+def _stack_file(folder: Path, rank: int) -> Path:
+    return folder / f"stack-{rank}.txt"
+
+
+def _serve(pipe: Connection, rank: int, world: int, folder: Path) -> None:
+    """Body of a rank process: initialize, then execute cases until the pipe closes."""
+    die_with_parent()
+    os.environ.update(
+        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world), GLOO_SOCKET_IFNAME="lo"
+    )
+    stacks = open(_stack_file(folder, rank), "w")  # noqa: SIM115 (open for the process's life)
+    faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=False)
+    _answer(pipe, lambda: _initialize(rank, world, folder / "store"))
+    while True:
+        try:
+            path, case = pickle.loads(pipe.recv_bytes()), pipe.recv_bytes()
+        except (EOFError, OSError):
+            os._exit(0)  # no clean-up: the other ranks are gone or going
+        sys.path.extend(entry for entry in path if entry not in sys.path)
+        _answer(pipe, lambda case=case: _execute(case))
+
+
+def _execute(case: bytes) -> Any:
+    function, kwargs = pickle.loads(case)
+    return function(**kwargs)
+
+
+def die_with_parent() -> None:
+    """Have the kernel kill this process when its parent ends, however that happens."""
+    PR_SET_PDEATHSIG = 1
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _initialize(rank: int, world: int, store: Path) -> None:
+    import torch.distributed as dist
+
+    import tests.ranks.preload  # noqa: F401 (where the fork server could not)
+
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
+    dist.barrier()
+
+
+def _answer(pipe: Connection, run: Callable[[], Any]) -> None:
+    try:
+        answer = (True, run())
+        data = pickle.dumps(answer)
+    except BaseException as error:  # a SystemExit of the code under test is a failure like any other
+        data = pickle.dumps((False, (type(error).__name__, str(error), traceback.format_exc())))
+    pipe.send_bytes(data)

@@ -1,0 +1,14 @@
+"""Imported once, in the process that the ranks are forked from: Megatron on the host with our dispatchers."""
+
+from __future__ import annotations
+
+import warnings
+
+warnings.filterwarnings("ignore")  # Megatron's about Transformer Engine and Apex, on every rank
+
+import megatron_moe_opt  # noqa: E402
+
+megatron_moe_opt.use_host_backend()
+megatron_moe_opt.register()
+
+import tests.ranks.megatron  # noqa: E402, F401

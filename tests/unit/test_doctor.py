@@ -1,0 +1,141 @@
+"""`moe-opt doctor`: what it finds, what it recommends, and its exit code."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from megatron_moe_opt.cli import doctor as doctor_module
+from megatron_moe_opt.cli.doctor import examine
+from megatron_moe_opt.cli.main import app
+from megatron_moe_opt.integration.registry import SUPPORTED_VERSIONS
+
+
+def _finding(subject):
+    return next(finding for finding in examine() if finding.subject == subject)
+
+
+def _doctor():
+    """Exit code and text of the command."""
+    result = CliRunner(env={"COLUMNS": "200"}).invoke(app, ["doctor"])
+    return result.exit_code, result.output
+
+
+@pytest.fixture
+def megatron_version(monkeypatch):
+    """Makes importlib.metadata report another version of megatron-core; None makes it absent."""
+
+    def report(version):
+        real = importlib.metadata.version
+
+        def fake(distribution):
+            if distribution != "megatron-core":
+                return real(distribution)
+            if version is None:
+                raise importlib.metadata.PackageNotFoundError(distribution)
+            return version
+
+        monkeypatch.setattr(importlib.metadata, "version", fake)
+
+    return report
+
+
+def test_this_environment_can_train():
+    code, text = _doctor()
+    assert code == 0, text
+    assert text.rstrip().endswith("Training can run.")
+    assert torch.__version__ in text
+    assert importlib.metadata.version("megatron-core") in text
+
+
+def test_versions_agree_with_the_registry():
+    assert (doctor_module.OLDEST_MEGATRON, doctor_module.NEWEST_MEGATRON) == SUPPORTED_VERSIONS
+
+
+@pytest.mark.parametrize(
+    ("version", "supported"),
+    [("0.15.3", False), ("0.16.0rc1", True), ("0.19.7", True), ("0.20.0", False), ("1.0", False)],
+)
+def test_megatron_version(megatron_version, version, supported):
+    megatron_version(version)
+    finding = _finding("megatron-core")
+    if supported:
+        assert (finding.found, finding.mend) == (f"{version} (supported)", "")
+    else:
+        assert finding.found == f"{version} (not supported: 0.16 to 0.19 are)"
+        assert finding.mend == "pip install 'megatron-core>=0.16,<0.20'"
+        assert _doctor()[0] == 1
+
+
+def test_megatron_absent(monkeypatch, megatron_version):
+    megatron_version(None)
+    monkeypatch.setitem(sys.modules, "megatron.core", None)
+    assert _finding("megatron-core").mend == "pip install 'megatron-core>=0.16,<0.20'"
+    code, text = _doctor()
+    assert code == 1 and "Training cannot run yet: mend megatron-core." in text
+
+
+def test_megatron_checkout_without_metadata(megatron_version):
+    version = importlib.import_module("megatron.core").__version__
+    megatron_version(None)
+    assert _finding("megatron-core").found == f"{version} (supported)"
+
+
+def test_extension_missing(monkeypatch):
+    def missing():
+        raise ImportError("The compiled extension is missing: build it with `pip install -e .`.")
+
+    monkeypatch.setattr("megatron_moe_opt.kernels.extension.build_info", missing)
+    finding = _finding("extension")
+    assert finding.found == "The compiled extension is missing"
+    assert finding.mend == "build it with `pip install -e .`."
+    assert _doctor()[0] == 1
+
+
+def test_extension_without_cuda_on_a_gpu(monkeypatch):
+    built = {"version": "0.1.0", "backend": "cpu", "cuda_archs": ""}
+    monkeypatch.setattr("megatron_moe_opt.kernels.extension.build_info", lambda: built)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "GPU X")
+    assert _finding("devices").found == "2 x GPU X"
+    finding = _finding("extension")
+    assert finding.found == "version 0.1.0, backend cpu (no CUDA kernels)"
+    assert "nvcc on PATH" in finding.mend and finding.required
+
+
+def test_gpu_that_pytorch_does_not_see(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(shutil, "which", lambda tool: f"/usr/bin/{tool}")
+    finding = _finding("devices")
+    assert "sees no CUDA device" in finding.found and "CUDA build of PyTorch" in finding.mend
+    assert not finding.required  # the CPU can train
+
+
+def test_netbox(monkeypatch):
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    monkeypatch.setattr(shutil, "which", lambda tool: None)
+    finding = _finding("netbox")
+    assert finding.found == "cannot run: no ip, no tc, no root"
+    assert finding.mend == "apt-get install iproute2; run netbox.py as root"
+    assert not finding.required
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    monkeypatch.setattr(shutil, "which", lambda tool: f"/usr/sbin/{tool}")
+    assert _finding("netbox").found == "can run (root, ip, tc)"
+
+
+def test_prints_without_pytorch():
+    """In a process where importing torch fails."""
+    code = "import sys; sys.modules['torch'] = None; from megatron_moe_opt.cli.main import main; main()"
+    run = subprocess.run([sys.executable, "-c", code, "doctor"], capture_output=True, text=True, timeout=60)
+    assert run.returncode == 1, run.stderr
+    assert "pip install 'torch>=2.6'" in run.stdout
+    assert "Training cannot run yet: mend PyTorch" in run.stdout

@@ -1,0 +1,182 @@
+"""Loading the extension, what it says about itself, and the memory pool."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+import types
+
+import pytest
+import torch
+
+import megatron_moe_opt
+from megatron_moe_opt import kernels
+from megatron_moe_opt.kernels import extension, host_pool
+
+
+def with_module(monkeypatch, module):
+    """Lets the extension's import find `module`, or raise it where it is an exception."""
+
+    def import_module(name):
+        assert name == "megatron_moe_opt._C"
+        if isinstance(module, Exception):
+            raise module
+        return module
+
+    monkeypatch.setattr(extension.importlib, "import_module", import_module)
+
+
+def built_with(**changes):
+    info = extension.build_info() | changes
+    return types.SimpleNamespace(build_info=lambda: info)
+
+
+def sentence(excinfo):
+    text = str(excinfo.value)
+    assert text.endswith("build it with `pip install --no-build-isolation -e .` in the megatron-moe-opt checkout.")
+    assert "\n" not in text
+    return text
+
+
+def test_build_info():
+    info = kernels.build_info()
+    assert info["version"] == megatron_moe_opt.__version__
+    assert info["abi"] == extension.ABI
+    assert info["torch"] == torch.__version__
+    assert info["backend"] in ("cpu", "cuda")
+    assert bool(info["cuda_archs"]) == (info["backend"] == "cuda")
+    assert info["cpu_kernels"] in ("generic", "avx2", "avx512")
+    assert info["compiler"]
+
+
+def test_missing(monkeypatch):
+    with_module(monkeypatch, ModuleNotFoundError("No module named 'megatron_moe_opt._C'"))
+    with pytest.raises(ImportError) as excinfo:
+        extension.load_extension()
+    assert "is missing: build it" in sentence(excinfo)
+
+
+def test_unloadable(monkeypatch):
+    with_module(monkeypatch, ImportError("libc10.so: undefined symbol: _ZN3c10\nsecond line"))
+    with pytest.raises(ImportError) as excinfo:
+        extension.load_extension()
+    assert "(libc10.so: undefined symbol: _ZN3c10): rebuild it" in sentence(excinfo)
+
+
+def test_built_for_another_torch(monkeypatch):
+    with_module(monkeypatch, built_with(torch="2.6.0"))
+    with pytest.raises(ImportError) as excinfo:
+        extension.load_extension()
+    assert f"built for PyTorch 2.6.0, but PyTorch {torch.__version__} is running" in sentence(excinfo)
+
+
+@pytest.mark.parametrize("changes", [{"version": "0.0.1"}, {"abi": extension.ABI - 1}])
+def test_stale(monkeypatch, changes):
+    with_module(monkeypatch, built_with(**changes))
+    with pytest.raises(ImportError) as excinfo:
+        extension.load_extension()
+    assert "is stale (built from version" in sentence(excinfo)
+
+
+def test_package_imports_without_the_extension():
+    code = "import sys; sys.modules['megatron_moe_opt._C'] = None\nimport megatron_moe_opt\n"
+    code += "try:\n    import megatron_moe_opt.kernels\nexcept ImportError as error:\n    print(error)\n"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "build it with" in result.stdout
+
+
+# ---- the pool ----
+
+
+@pytest.fixture(autouse=True)
+def empty_pool():
+    host_pool.trim()
+    yield
+    host_pool.trim()
+
+
+@pytest.mark.parametrize("num_bytes", [1, 63, 64, 100, 5000, 2**20 + 1, 2**21, 3 * 2**20 + 5])
+def test_blocks_are_aligned_and_reused(num_bytes):
+    first = kernels.empty([num_bytes], torch.uint8)
+    assert first.data_ptr() % (2**21 if num_bytes >= 2**21 else 64) == 0
+    first.fill_(7)
+    address = first.data_ptr()
+    before = host_pool.stats()
+    del first
+    second = kernels.empty([num_bytes], torch.uint8)
+    after = host_pool.stats()
+    assert second.data_ptr() == address
+    assert (after["hits"], after["misses"]) == (before["hits"] + 1, before["misses"])
+
+
+def test_live_tensors_never_share_memory():
+    tensors = [kernels.empty([1000], torch.float32).fill_(i) for i in range(20)]
+    del tensors[::3]
+    more = [kernels.empty([1000], torch.float32).fill_(-1) for _ in range(20)]
+    assert all(bool((t == t[0]).all()) for t in tensors + more)
+    assert len({t.data_ptr() for t in tensors + more}) == len(tensors) + len(more)
+
+
+def test_a_view_keeps_the_block():
+    used = host_pool.stats()["used_bytes"]
+    view = kernels.empty([10, 1000])[3:5]
+    assert host_pool.stats()["used_bytes"] > used
+    del view
+    assert host_pool.stats()["used_bytes"] == used
+
+
+def test_the_cache_is_bounded_and_drops_the_oldest():
+    limit = torch.iinfo(torch.int64).max
+    try:
+        host_pool.set_limit(3 * 2**20)
+        tensors = [kernels.empty([2**20 * size], torch.uint8) for size in (1, 2, 1)]
+        small_old, large, small_new = (t.data_ptr() for t in tensors)
+        while tensors:
+            del tensors[0]  # freed in order: 1 MiB, 2 MiB, 1 MiB
+        assert host_pool.stats()["cached_bytes"] == 3 * 2**20  # the first one is gone
+        misses = host_pool.stats()["misses"]
+        again = [kernels.empty([2**20], torch.uint8), kernels.empty([2**21], torch.uint8)]
+        assert [t.data_ptr() for t in again] == [small_new, large]
+        assert host_pool.stats()["misses"] == misses
+        host_pool.set_limit(0)
+        del again
+        assert host_pool.stats()["cached_bytes"] == 0
+    finally:
+        host_pool.set_limit(limit)
+
+
+def test_tensors_die_on_other_threads():
+    used = host_pool.stats()["used_bytes"]
+
+    def work(seed):
+        for i in range(200):
+            tensor = kernels.empty([64 + (seed * 37 + i) % 500]).fill_(seed)
+            assert bool((tensor == seed).all())
+            mailbox.append(tensor)
+            if len(mailbox) > 8:
+                mailbox.pop(0)
+
+    mailbox = []
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    mailbox.clear()
+    assert host_pool.stats()["used_bytes"] == used
+
+
+def test_tensors_that_outlive_the_interpreter():
+    """A tensor in a module's globals dies after everything else; the process must still end cleanly."""
+    code = "import torch, builtins, threading\nfrom megatron_moe_opt import kernels\n"
+    code += "builtins.keep = [kernels.empty([n]) for n in (1, 1000, 10**6)]\n"
+    code += "builtins.cycle = [kernels.empty([5])]; builtins.cycle.append(builtins.cycle)\nprint('done')\n"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (result.returncode, result.stdout, result.stderr) == (0, "done\n", "")
+
+
+def test_zero_elements_and_refusals():
+    assert kernels.empty([0, 5], torch.bfloat16).shape == (0, 5)
+    with pytest.raises(ValueError, match="negative size"):
+        kernels.empty([3, -1])

@@ -1,0 +1,91 @@
+"""The launcher and our command-line options."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron_moe_opt.errors import ConfigurationError
+from megatron_moe_opt.options import Options, split_options
+
+SCRIPT = """
+import multiprocessing, pathlib, sys
+
+import beside  # a module in the script's own folder
+
+print("running as", __name__)
+
+if __name__ == "__main__":
+    print("arguments", sys.argv[1:])
+    print("name", __name__, "file", pathlib.Path(__file__).name)
+    from megatron.core.transformer.transformer_config import TransformerConfig
+    config = TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=1, num_moe_experts=int(sys.argv[1]),
+                               moe_token_dispatcher_type=sys.argv[2])
+    print("dispatcher", config.moe_token_dispatcher_type)
+    process = multiprocessing.get_context("spawn").Process(target=beside.work, args=(sys.argv[3],))
+    process.start(); process.join()
+    print("spawned", process.exitcode)
+"""
+
+
+def launch(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "megatron_moe_opt.launch", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    (tmp_path / "beside.py").write_text("import pathlib\ndef work(path): pathlib.Path(path).write_text('worked')\n")
+    path = tmp_path / "script.py"
+    path.write_text(SCRIPT)
+    return path
+
+
+def test_runs_a_script_as_main_with_our_dispatchers(script, tmp_path):
+    result = launch(str(script), "4", "monta", str(tmp_path / "out"), "--moe-opt-monta-level", "O1", "--theirs", "x")
+    assert result.returncode == 0, result.stderr
+    lines = result.stdout.splitlines()
+    assert f"arguments {['4', 'monta', str(tmp_path / 'out'), '--theirs', 'x']}" in lines
+    assert "name __main__ file script.py" in lines
+    assert "dispatcher monta" in lines
+    # A spawned process imports the parent's main module again: it must not run the script a second time.
+    assert "spawned 0" in lines
+    assert [line for line in lines if line.startswith("running as")] == ["running as __main__"]
+    assert (tmp_path / "out").read_text() == "worked"
+
+
+def test_a_bad_setting_ends_in_one_sentence(script, tmp_path):
+    result = launch(str(script), "4", "mota", str(tmp_path / "out"))
+    assert result.returncode == 2
+    (line,) = (line for line in result.stderr.splitlines() if line.startswith("moe-opt"))
+    assert line.startswith("moe-opt: error: --moe-token-dispatcher-type mota is not a dispatcher: choose one of ")
+    assert "Traceback" not in result.stderr
+
+
+def test_a_missing_script_and_no_script():
+    result = launch("nowhere.py")
+    assert result.returncode == 2 and "moe-opt: error: nowhere.py is not a file" in result.stderr
+    assert launch().returncode == 2
+    result = launch("--help")
+    assert result.returncode == 0 and "--moe-opt-monta-level" in result.stdout
+
+
+def test_options_are_taken_out_of_the_command_line():
+    options, remaining = split_options(["--lr", "1", "--moe-opt-monta-level", "O1", "--moe-router-topk=2"])
+    assert options == Options(monta_level="O1") and remaining == ["--lr", "1", "--moe-router-topk=2"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--moe-opt-monta-levle", "O1"], "--moe-opt-monta-levle is not an option of megatron-moe-opt"),
+        (["--moe-opt-monta-level", "O9"], "argument --moe-opt-monta-level: invalid choice: 'O9'"),
+        (["--moe-opt-monta-level"], "argument --moe-opt-monta-level: expected one argument"),
+    ],
+)
+def test_wrong_options_are_refused(arguments, sentence):
+    with pytest.raises(ConfigurationError, match=sentence):
+        split_options(arguments)

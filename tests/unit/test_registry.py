@@ -1,0 +1,120 @@
+"""Registration: our names are valid in Megatron, stock stays stock, and bad settings are one clear sentence."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import importlib.metadata
+import re
+from typing import get_args
+
+import pytest
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+
+import megatron_moe_opt
+from megatron_moe_opt.errors import ConfigurationError
+from megatron_moe_opt.integration import registry
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _registered():
+    megatron_moe_opt.use_host_backend()
+    megatron_moe_opt.register()
+
+
+def config(name: str = "monta", config_class: type = TransformerConfig, **overrides):
+    settings = {
+        "num_layers": 1,
+        "hidden_size": 16,
+        "num_attention_heads": 2,
+        "num_moe_experts": 4,
+        "moe_router_topk": 2,
+        "add_bias_linear": False,
+        "moe_token_dispatcher_type": name,
+    }
+    return config_class(**settings | overrides)
+
+
+def refusal(match: str, **overrides):
+    with pytest.raises(ConfigurationError, match=re.escape(match)) as caught:
+        config(**overrides)
+    assert "\n" not in str(caught.value)
+
+
+def test_argparse_choices_follow_from_the_annotation():
+    (field,) = (f for f in dataclasses.fields(TransformerConfig) if f.name == registry.FIELD)
+    assert get_args(field.type) == ("allgather", "alltoall", "flex", "monta", "deepspeed")
+    (field,) = (f for f in dataclasses.fields(MLATransformerConfig) if f.name == registry.FIELD)
+    assert "monta" in get_args(field.type)
+
+
+@pytest.mark.parametrize("config_class", [TransformerConfig, MLATransformerConfig])
+def test_configuration_keeps_our_name(config_class):
+    ours = config(config_class=config_class)
+    assert ours.moe_token_dispatcher_type == "monta"
+    assert dataclasses.replace(ours, hidden_size=32).moe_token_dispatcher_type == "monta"
+    assert copy.deepcopy(ours).moe_token_dispatcher_type == "monta"
+
+
+def test_guards_of_post_init_see_alltoall():
+    # Each of these is refused by Megatron for names it does not know as alltoall.
+    overlap = config(moe_shared_expert_intermediate_size=16, moe_shared_expert_overlap=True)
+    assert overlap.moe_shared_expert_overlap and overlap.moe_token_dispatcher_type == "monta"
+    assert config(variable_seq_lengths=True).variable_seq_lengths
+    with pytest.raises(ValueError, match="flex"):
+        config(moe_enable_deepep=True)
+
+
+def test_the_real_name_is_restored_when_megatron_refuses():
+    ours = config()
+    ours.moe_router_padding_for_quantization = True  # refused by stock without fp8
+    with pytest.raises(ValueError, match="fp8"):
+        ours.__post_init__()
+    assert ours.moe_token_dispatcher_type == "monta"
+
+
+def test_registering_twice_wraps_once():
+    wrapped = TransformerConfig.__post_init__, MoELayer.__init__
+    megatron_moe_opt.register()
+    assert (TransformerConfig.__post_init__, MoELayer.__init__) == wrapped
+
+
+def test_bad_settings_are_refused_in_one_sentence():
+    refusal("--moe-token-dispatcher-type mota is not a dispatcher: choose one of allgather, alltoall", name="mota")
+    refusal("--moe-token-dispatcher-type monta needs a mixture of experts", num_moe_experts=None)
+    refusal("--expert-model-parallel-size 3 does not divide --num-experts 4", expert_model_parallel_size=3)
+    refusal("--tensor-model-parallel-size 2 without --sequence-parallel", tensor_model_parallel_size=2)
+    refusal("--cuda-graph-impl local does not work with", cuda_graph_impl="local")
+    refusal(
+        "--overlap-moe-expert-parallel-comm schedules the stages of stock dispatchers itself",
+        overlap_moe_expert_parallel_comm=True,
+        expert_model_parallel_size=2,
+        bf16=True,
+    )
+    refusal(
+        "--transformer-impl inference_optimized brings its own",
+        transformer_impl="inference_optimized",
+        normalization="RMSNorm",
+    )
+
+
+def test_stock_is_left_alone():
+    assert config("alltoall", tensor_model_parallel_size=2).moe_token_dispatcher_type == "alltoall"
+    assert config("allgather").moe_token_dispatcher_type == "allgather"
+
+
+@pytest.mark.parametrize("version", ["0.15.3", "0.20.0", "1.0"])
+def test_unsupported_megatron_is_refused(monkeypatch, version):
+    monkeypatch.setattr(importlib.metadata, "version", lambda _: version)
+    with pytest.raises(ConfigurationError, match=f"megatron-core {version} is not supported: install a version from"):
+        megatron_moe_opt.register()
+
+
+def test_a_moved_seam_is_refused():
+    @dataclasses.dataclass
+    class Moved:
+        moe_token_dispatcher_type: str = "alltoall"
+
+    with pytest.raises(ConfigurationError, match="moe_token_dispatcher_type is not a field with a Literal type"):
+        registry._stock_names(Moved)

@@ -1,0 +1,63 @@
+"""Runs Megatron-LM's own token-dispatcher tests with a dispatcher of ours in the place of stock `alltoall`.
+
+    torchrun --nproc-per-node 8 tools/megatron_lm_tests.py MEGATRON_LM_CHECKOUT [--dispatcher monta]
+
+The tests are not part of this repository: give a checkout of Megatron-LM, for example at tag core_v0.16.1. Without a
+GPU they run on CPU over Gloo; `--dispatcher alltoall` shows what stock passes there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import megatron_moe_opt
+
+TESTS = ("test_token_dispatcher.py", "test_a2a_token_dispatcher.py")
+
+
+def put_in_place_of_alltoall(dispatcher: str) -> None:
+    """Lets every configuration that asks for `alltoall` get `dispatcher`."""
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    post_init = TransformerConfig.__post_init__
+
+    def substitute(self: Any) -> None:
+        if self.moe_token_dispatcher_type == "alltoall":
+            self.moe_token_dispatcher_type = dispatcher
+        post_init(self)
+
+    TransformerConfig.__post_init__ = substitute
+
+
+def main() -> int:
+    """Returns pytest's exit code."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("checkout", type=Path)
+    parser.add_argument("--dispatcher", default="monta")
+    parser.add_argument("pytest_arguments", nargs="*", help="after --, for pytest")
+    arguments = parser.parse_args()
+
+    sys.path.insert(0, str(arguments.checkout.resolve()))
+    os.chdir(arguments.checkout)
+    if megatron_moe_opt.use_host_backend():
+        torch.cuda.is_available = lambda: True  # the tests skip themselves without it
+    megatron_moe_opt.register()
+    if arguments.dispatcher != "alltoall":
+        put_in_place_of_alltoall(arguments.dispatcher)
+
+    folder = Path("tests/unit_tests/transformer/moe")
+    quiet = [] if os.environ.get("RANK", "0") == "0" else ["--tb=no", "--no-summary", "--no-header"]
+    # Megatron-LM's conftest downloads data sets that these tests do not use.
+    options = ["-q", "--noconftest", "-p", "no:cacheprovider", "-W", "ignore", *quiet]
+    return pytest.main([*options, *(str(folder / test) for test in TESTS), *arguments.pytest_arguments])
+
+
+if __name__ == "__main__":
+    sys.exit(main())
