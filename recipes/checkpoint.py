@@ -88,6 +88,7 @@ class Checkpointer:
         dist.barrier()
         return final
 
+    @torch.no_grad()  # fp32 parameters are written in place
     def load(self, path: Path) -> tuple[int, int]:
         """Load the checkpoint in `path`, called by all ranks. Returns its iteration and the samples consumed by it.
 
@@ -95,10 +96,10 @@ class Checkpointer:
         """
         common = dist_checkpointing.load_common_state_dict(str(path))
         self._check_fits(path, common)
-        _allocate_adam_state(self._optimizer)
         state = dist_checkpointing.load(self._sharded_state(is_loading=True), str(path))
         self._model.module.load_state_dict(state["model"])
         self._optimizer.load_state_dict(state["optimizer"])
+        _separate_steps(self._optimizer)
         self._scheduler.load_state_dict(state["opt_param_scheduler"])
         _set_rng_state(state["rng_state"])
         return state["iteration"], state["consumed_samples"]
@@ -189,20 +190,16 @@ def _flush(path: Path) -> None:
         os.close(descriptor)
 
 
-def _allocate_adam_state(optimizer: MegatronOptimizer) -> None:
-    """Give torch's Adam the state it otherwise makes in its first step: Megatron loads into what is there.
+def _separate_steps(optimizer: MegatronOptimizer) -> None:
+    """Give each parameter its own step count again.
 
-    Transformer Engine's and Apex's Adam, where installed, are allocated by Megatron itself.
+    Megatron loads one tensor for all of them, and torch's Adam would count it up once a parameter. Transformer
+    Engine's and Apex's Adam count steps by group.
     """
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):
-        if not isinstance(part.optimizer, torch.optim.Adam):
-            continue
-        for parameter in (parameter for group in part.optimizer.param_groups for parameter in group["params"]):
-            part.optimizer.state[parameter] = {
-                "step": torch.tensor(0.0),
-                "exp_avg": torch.zeros_like(parameter),
-                "exp_avg_sq": torch.zeros_like(parameter),
-            }
+        for state in part.optimizer.state.values():
+            if "step" in state:
+                state["step"] = state["step"].clone()
 
 
 def _sharded_rng_state() -> ShardedObject:

@@ -1,6 +1,6 @@
 """Runs Megatron-LM's own token-dispatcher tests with a dispatcher of ours in the place of stock `alltoall`.
 
-    torchrun --nproc-per-node 8 tools/megatron_lm_tests.py MEGATRON_LM_CHECKOUT [--dispatcher monta]
+    torchrun --nproc-per-node 8 tools/megatron_lm_tests.py MEGATRON_LM_CHECKOUT [--dispatcher monta] [PYTEST ARGUMENTS]
 
 The tests are not part of this repository: give a checkout of Megatron-LM, for example at tag core_v0.16.1. Without a
 GPU they run on CPU over Gloo; `--dispatcher alltoall` shows what stock passes there.
@@ -36,18 +36,42 @@ def put_in_place_of_alltoall(dispatcher: str) -> None:
     TransformerConfig.__post_init__ = substitute
 
 
+def keep_process_groups() -> None:
+    """Makes the groups of each parallel layout once: every test makes them anew, which takes Gloo seconds."""
+    from megatron.core import parallel_state
+
+    def variables() -> dict[str, Any]:
+        return {
+            name: value for name, value in vars(parallel_state).items() if name.startswith("_") and name[1].isupper()
+        }
+
+    none, made = variables(), {}
+    initialize = parallel_state.initialize_model_parallel
+
+    def initialize_once(*args: Any, **kwargs: Any) -> None:
+        layout = repr((args, sorted(kwargs.items())))
+        if layout not in made:
+            vars(parallel_state).update(none)
+            initialize(*args, **kwargs)
+            made[layout] = variables()
+        vars(parallel_state).update(made[layout])
+
+    parallel_state.initialize_model_parallel = initialize_once
+    parallel_state.destroy_model_parallel = lambda: vars(parallel_state).update(none)
+
+
 def main() -> int:
     """Returns pytest's exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("checkout", type=Path)
     parser.add_argument("--dispatcher", default="monta")
-    parser.add_argument("pytest_arguments", nargs="*", help="after --, for pytest")
-    arguments = parser.parse_args()
+    arguments, for_pytest = parser.parse_known_args()
 
     sys.path.insert(0, str(arguments.checkout.resolve()))
     os.chdir(arguments.checkout)
     if megatron_moe_opt.use_host_backend():
         torch.cuda.is_available = lambda: True  # the tests skip themselves without it
+        keep_process_groups()
     megatron_moe_opt.register()
     if arguments.dispatcher != "alltoall":
         put_in_place_of_alltoall(arguments.dispatcher)
@@ -55,8 +79,8 @@ def main() -> int:
     folder = Path("tests/unit_tests/transformer/moe")
     quiet = [] if os.environ.get("RANK", "0") == "0" else ["--tb=no", "--no-summary", "--no-header"]
     # Megatron-LM's conftest downloads data sets that these tests do not use.
-    options = ["-q", "--noconftest", "-p", "no:cacheprovider", "-W", "ignore", *quiet]
-    return pytest.main([*options, *(str(folder / test) for test in TESTS), *arguments.pytest_arguments])
+    options = ["-q", "--noconftest", "-p", "no:cacheprovider", "-W", "ignore", "-o", "addopts=", *quiet]
+    return pytest.main([*options, *(str(folder / test) for test in TESTS), *for_pytest])
 
 
 if __name__ == "__main__":

@@ -32,7 +32,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, NoReturn
@@ -81,13 +81,13 @@ def parse_rate(text: str) -> int:
     return bits
 
 
-def _count(least: int, most: int) -> type:
+def _count(least: int, most: int) -> Callable[[str], int]:
     def parse(text: str) -> int:
         if not text.isdecimal() or not least <= int(text) <= most:
             raise argparse.ArgumentTypeError(f"'{text}' is not a whole number from {least} to {most}")
         return int(text)
 
-    return parse  # type: ignore[return-value]  # argparse takes any callable
+    return parse
 
 
 @dataclass(frozen=True)
@@ -192,7 +192,9 @@ def cluster(shape: Shape) -> Iterator[list[str]]:
     clean()
     run = run_id(os.getpid())
     switch, nodes = f"netbox-{run}-switch", [f"netbox-{run}-node{i}" for i in range(shape.nodes)]
-    hosts = "127.0.0.1 localhost\n" + "".join(f"{shape.address(i)} node{i}\n" for i in range(shape.nodes))
+    # Names for c10d's messages, without waiting for a name server; its sockets are IPv6 ones, hence the mapped form.
+    names = [f"{form}{shape.address(i)} node{i}\n" for i in range(shape.nodes) for form in ("", "::ffff:")]
+    hosts = "127.0.0.1 localhost\n" + "".join(names)
     try:
         _command("ip", "netns", "add", switch)
         _command("ip", "-n", switch, "link", "add", "bridge", "type", "bridge")
@@ -201,7 +203,7 @@ def cluster(shape: Shape) -> Iterator[list[str]]:
             port = f"port{i}"
             _command("ip", "netns", "add", node)
             (FILES / node).mkdir(parents=True)
-            (FILES / node / "hosts").write_text(hosts)  # names for c10d's messages, with no wait for a name server
+            (FILES / node / "hosts").write_text(hosts)
             _command(*f"ip -n {switch} link add {port} type veth peer name eth0 netns {node}".split())
             _command("ip", "-n", switch, "link", "set", port, "master", "bridge", "up")
             _command("ip", "-n", node, "addr", "add", f"{shape.address(i)}/24", "dev", "eth0")

@@ -16,7 +16,7 @@ from megatron_moe_opt.runtime.traffic import INTER_NODE, INTRA_NODE
 def print_report(report: LayerReport, console: Console) -> None:
     """Conditions, then times, then traffic."""
     for line in _conditions(report):
-        console.print(line, markup=False, highlight=False)
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
     console.print(_times(report))
     if any(result.traffic for result in report.results):
         console.print(_traffic(report))

@@ -133,9 +133,7 @@ def all_to_all_rows(
     return start_all_to_all_rows(rows, receive_counts, send_counts, group).wait()
 
 
-def start_all_gather_rows(
-    rows: torch.Tensor, counts: list[int] | None, group: dist.ProcessGroup | None
-) -> Pending:
+def start_all_gather_rows(rows: torch.Tensor, counts: list[int] | None, group: dist.ProcessGroup | None) -> Pending:
     """Collect the rows of all ranks of the group, in rank order.
 
     Args:
@@ -165,16 +163,12 @@ def start_all_gather_rows(
     return Pending("all_gather_rows", group, work, lambda: gathered)
 
 
-def all_gather_rows(
-    rows: torch.Tensor, counts: list[int] | None, group: dist.ProcessGroup | None
-) -> torch.Tensor:
+def all_gather_rows(rows: torch.Tensor, counts: list[int] | None, group: dist.ProcessGroup | None) -> torch.Tensor:
     """As `start_all_gather_rows`, waiting: returns [sum(counts), ...]."""
     return start_all_gather_rows(rows, counts, group).wait()
 
 
-def start_reduce_scatter_rows(
-    rows: torch.Tensor, counts: list[int] | None, group: dist.ProcessGroup | None
-) -> Pending:
+def start_reduce_scatter_rows(rows: torch.Tensor, counts: list[int] | None, group: dist.ProcessGroup | None) -> Pending:
     """Sum the tensors of all ranks of the group and keep this rank's block of rows.
 
     Args:
@@ -208,9 +202,7 @@ def start_reduce_scatter_rows(
     return Pending("reduce_scatter_rows", group, work, lambda: total)
 
 
-def reduce_scatter_rows(
-    rows: torch.Tensor, counts: list[int] | None, group: dist.ProcessGroup | None
-) -> torch.Tensor:
+def reduce_scatter_rows(rows: torch.Tensor, counts: list[int] | None, group: dist.ProcessGroup | None) -> torch.Tensor:
     """As `start_reduce_scatter_rows`, waiting: returns [counts[rank], ...]."""
     return start_reduce_scatter_rows(rows, counts, group).wait()
 

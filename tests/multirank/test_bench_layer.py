@@ -76,7 +76,8 @@ def test_layouts_and_workloads(ranks, changes):
             )
             assert result.peak_memory_bytes >= 0
             sent = {link: sum(row.bytes for row in result.traffic if row.link == link) for link in (INTRA, INTER)}
-            assert sent[INTER] > 0 and sent[INTRA] > 0
+            assert sent[INTRA] > 0
+            assert (sent[INTER] > 0) == (report.settings.ep != 2)  # two ranks fit into a node
             assert result.wire_limit.seconds > 0
     # All ranks see the same times: the slowest rank's.
     assert len({tuple(result.seconds for result in report.results) for report in reports}) == 1

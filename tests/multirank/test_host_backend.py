@@ -128,3 +128,113 @@ def test_every_layout_continues_a_checkpoint_alike(ranks, tmp_path, layout):
     saved = ranks.run(save, layout={"tp": 2, "ep": 2}, folder=str(tmp_path), **settings)
     continued = ranks.run(load, layout=layout, folder=str(tmp_path), **settings)
     assert torch.allclose(torch.tensor(continued), torch.tensor(saved), rtol=1e-5, atol=0)
+
+
+COUNTS = [3, 0, 5, 1]
+
+
+def uneven_collectives(dtype):
+    """Every rows function on unequal counts, one of them zero, next to what it should give."""
+    rank, group = dist.get_rank(), dist.group.WORLD
+    torch.manual_seed(0)
+    everyone = torch.randn(4, sum(COUNTS), 2, 3).to(dtype)  # the rows of all ranks, known to each
+    mine = everyone[rank]
+    own_rows = mine.split(COUNTS)[rank]
+
+    total = everyone[0].clone()
+    for other in everyone[1:]:
+        total += other
+    gathered = all_gather_rows(own_rows, COUNTS, group)
+    reduced = reduce_scatter_rows(mine, COUNTS, group)
+    received = all_to_all_rows(mine, [COUNTS[rank]] * 4, COUNTS, group)
+    assert torch.equal(gathered, torch.cat([everyone[r].split(COUNTS)[r] for r in range(4)]))
+    assert torch.equal(reduced, total.split(COUNTS)[rank])
+    assert torch.equal(received, torch.cat([everyone[r].split(COUNTS)[rank] for r in range(4)]))
+
+    # Stock Megatron's own calls give the same bits, equal counts included.
+    assert torch.equal(gather_from_sequence_parallel_region(own_rows, group=group, output_split_sizes=COUNTS), gathered)
+    stock = reduce_scatter_to_sequence_parallel_region(mine, group=group, input_split_sizes=COUNTS)
+    assert torch.equal(stock, reduced)
+    even = everyone[:, :8]
+    stock = reduce_scatter_to_sequence_parallel_region(even[rank], group=group)
+    assert torch.equal(stock, reduce_scatter_rows(even[rank], None, group))
+    assert torch.equal(all_gather_rows(even[rank], None, group), even.flatten(0, 1))
+    return True
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_unequal_rows(ranks, dtype):
+    assert ranks.run(uneven_collectives, dtype=dtype) == [True] * 4
+
+
+def no_rows():
+    group, empty = dist.group.WORLD, torch.empty(0, 7)
+    shapes = [
+        all_gather_rows(empty, [0] * 4, group).shape,
+        reduce_scatter_rows(empty, [0] * 4, group).shape,
+        all_to_all_rows(empty, [0] * 4, [0] * 4, group).shape,
+    ]
+    return [tuple(shape) for shape in shapes]
+
+
+def test_no_rows_at_all(ranks):
+    assert ranks.run(no_rows) == [[(0, 7)] * 3] * 4
+
+
+def outstanding_at_once():
+    group = dist.group.WORLD
+    pending = [start_reduce_scatter_rows(torch.full((8,), float(i)), None, group) for i in range(4)]
+    average = torch.full((3,), float(dist.get_rank()))
+    work = dist.all_reduce(average, dist.ReduceOp.AVG, group, async_op=True)
+    with dist.distributed_c10d._coalescing_manager(group, async_ops=True) as manager:
+        parts = [torch.empty(2), torch.empty(2)]
+        for part in parts:
+            dist.reduce_scatter_tensor(part, torch.ones(8), group=group, async_op=True)
+    manager.wait()
+    work.wait()
+    return [p.wait().tolist() for p in pending] + [average.tolist()] + [part.tolist() for part in parts]
+
+
+def test_several_collectives_outstanding(ranks):
+    expected = [[4.0 * i] * 2 for i in range(4)] + [[1.5] * 3, [4.0] * 2, [4.0] * 2]
+    assert ranks.run(outstanding_at_once) == [expected] * 4
+
+
+def wrong_counts():
+    reduce_scatter_rows(torch.ones(8), [1, 2, 3, 4], dist.group.WORLD)
+
+
+def test_counts_that_do_not_fit_are_refused(ranks):
+    with pytest.raises(RankFailure, match=r"reduce_scatter_rows: counts \[1, 2, 3, 4\] .* the 8 rows given"):
+        ranks.run(wrong_counts)
+
+
+def die_before(collective):
+    """Rank 1 ends; rank 0 starts a collective with it."""
+    group = dist.new_group([0, 1], group_desc="PAIR")
+    dist.barrier(group)
+    if dist.get_rank() == 1:
+        os._exit(1)
+    x = torch.ones(4)
+    if collective == "all_to_all_rows":
+        all_to_all_rows(x, [2, 2], [2, 2], group)
+    elif collective == "reduce_scatter":
+        dist.reduce_scatter(torch.empty(1), [torch.ones(1), torch.ones(3)], group=group, async_op=True).wait()
+    elif collective == "irecv":
+        dist.irecv(x, 1, group=group).wait()
+    else:
+        dist.all_reduce(x, group=group)
+
+
+@pytest.mark.parametrize("collective", ["all_reduce", "reduce_scatter", "all_to_all_rows", "irecv"])
+def test_dead_rank_is_named(collective):
+    pool = RankPool(world=2)
+    try:
+        with pytest.raises(RankFailure) as failure:
+            pool.run(die_before, collective=collective, timeout_s=30)
+    finally:
+        pool.close()
+    errors = {rank: (kind, message) for rank, kind, message in failure.value.errors}
+    kind, message = errors[0]
+    assert kind == CollectiveError.__name__
+    assert re.match(rf"{collective} on group PAIR \(ranks 0, 1\) failed on rank 0: .+", message)

@@ -30,9 +30,7 @@ def _state() -> dict[str, Any]:
 
 
 @contextmanager
-def parallel(
-    tp: int = 1, ep: int = 1, etp: int = 1, cp: int = 1, pp: int = 1, seed: int = 1234
-) -> Iterator[None]:
+def parallel(tp: int = 1, ep: int = 1, etp: int = 1, cp: int = 1, pp: int = 1, seed: int = 1234) -> Iterator[None]:
     """Megatron's model parallel groups over all ranks, and its random seeds, inside the block.
 
     Data parallelism takes the rest of the ranks. All ranks must enter with the same sizes.
@@ -100,7 +98,5 @@ def moe_config(**overrides: Any) -> TransformerConfig:
 
 def moe_layer(config: TransformerConfig) -> MoELayer:
     """One MoE layer of this configuration, as Megatron's local GPT layer spec builds it."""
-    spec = get_gpt_layer_local_spec(
-        num_experts=config.num_moe_experts, moe_grouped_gemm=config.moe_grouped_gemm
-    )
+    spec = get_gpt_layer_local_spec(num_experts=config.num_moe_experts, moe_grouped_gemm=config.moe_grouped_gemm)
     return MoELayer(config, spec.submodules.mlp.submodules)

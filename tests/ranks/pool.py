@@ -1,10 +1,10 @@
 """A pool of rank processes that execute functions of test modules.
 
-    def square(x):                      # module level, executed on every rank
-        return x * x * dist.get_rank()
+def square(x):                      # module level, executed on every rank
+    return x * x * dist.get_rank()
 
-    def test_square(ranks):             # the fixture of tests/conftest.py
-        assert ranks.run(square, x=3) == [0, 9, 18, 27]
+def test_square(ranks):             # the fixture of tests/conftest.py
+    assert ranks.run(square, x=3) == [0, 9, 18, 27]
 """
 
 from __future__ import annotations
@@ -131,9 +131,7 @@ class RankPool:
             self.close()
         if not errors:
             raise TimeoutError(f"{case}: rank(s) {sorted(pending)} did not finish in {timeout_s} s{stacks}")
-        raise RankFailure(
-            _describe(case, errors) + stacks, [(rank, *errors[rank][:2]) for rank in sorted(errors)]
-        )
+        raise RankFailure(_describe(case, errors) + stacks, [(rank, *errors[rank][:2]) for rank in sorted(errors)])
 
     def _stacks(self, hanging: list[int]) -> str:
         """Where each hanging rank is: its Python stack, which the signal makes it write."""
@@ -162,7 +160,11 @@ def _serve(pipe: Connection, rank: int, world: int, folder: Path) -> None:
     """Body of a rank process: initialize, then execute cases until the pipe closes."""
     die_with_parent()
     os.environ.update(
-        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world), GLOO_SOCKET_IFNAME="lo"
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(world),
+        LOCAL_WORLD_SIZE=str(world),
+        GLOO_SOCKET_IFNAME="lo",
     )
     stacks = open(_stack_file(folder, rank), "w")  # noqa: SIM115 (open for the process's life)
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=False)

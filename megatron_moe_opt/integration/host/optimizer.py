@@ -11,18 +11,22 @@ import torch
 from .patching import replace
 
 
-def _keep_step(original: Callable[..., Any]) -> Callable[..., Any]:
+def _own_step(original: Callable[..., Any]) -> Callable[..., Any]:
     """Loading a checkpoint copies each of Adam's states, but has dropped torch Adam's per-parameter `step`.
 
-    The step is restored with the parameter groups before: it stays as it is.
+    The step has come with the parameter groups before, as one tensor that all parameters share and each would count
+    up in turn: every parameter gets its own. Main parameters of an fp32 model are views of the model's, which may
+    only be overwritten outside autograd; not every loader sees to that.
     """
 
     def set_states(self: Any, model_param: torch.nn.Parameter, tensors: dict[str, torch.Tensor]) -> None:
         group, order = self.model_param_group_index_map[model_param]
         state = self.optimizer.state[self.optimizer.param_groups[group]["params"][order]]
-        if "step" in state and "step" not in tensors:
+        if "step" in state:
+            state["step"] = state["step"].clone()
             tensors = {**tensors, "step": state["step"]}
-        original(self, model_param, tensors)
+        with torch.no_grad():
+            original(self, model_param, tensors)
 
     return set_states
 
@@ -52,4 +56,4 @@ def use_torch_adam() -> None:
     """Let checkpoints of the distributed optimizer be loaded into torch's Adam."""
     module = importlib.import_module("megatron.core.optimizer.distrib_optimizer")
     replace(module.DistributedOptimizer, "state_dict", _begin_states)
-    replace(module.DistributedOptimizer, "_set_main_param_and_optimizer_states", _keep_step)
+    replace(module.DistributedOptimizer, "_set_main_param_and_optimizer_states", _own_step)

@@ -66,9 +66,7 @@ def when_imported(module_name: str, adapt: Callable[[ModuleType], None]) -> None
         around_import(module_name, then_adapt)
 
 
-def around_import(
-    module_name: str, surroundings: Callable[[ModuleType], AbstractContextManager[None]]
-) -> None:
+def around_import(module_name: str, surroundings: Callable[[ModuleType], AbstractContextManager[None]]) -> None:
     """Run the code of a module that is not imported yet inside the context `surroundings(module)`."""
     sys.meta_path.insert(0, _AroundImport(module_name, surroundings))
 
@@ -76,9 +74,7 @@ def around_import(
 class _AroundImport(importlib.abc.MetaPathFinder):
     """Finds one module through the other finders and lets its code run inside a context."""
 
-    def __init__(
-        self, module_name: str, surroundings: Callable[[ModuleType], AbstractContextManager[None]]
-    ) -> None:
+    def __init__(self, module_name: str, surroundings: Callable[[ModuleType], AbstractContextManager[None]]) -> None:
         self.module_name = module_name
         self.surroundings = surroundings
 

@@ -86,9 +86,7 @@ def use_host_training() -> None:
     # Required by the argument check for overlap on GPUs before Blackwell; no CUDA device reads it here.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     replace(importlib.import_module("megatron.core.datasets.utils"), "compile_helpers", _compile_for_this_python)
-    when_imported(
-        "megatron.training.initialize", lambda module: replace(module, "initialize_megatron", _allow_no_cuda)
-    )
+    when_imported("megatron.training.initialize", lambda module: replace(module, "initialize_megatron", _allow_no_cuda))
     when_imported("megatron.legacy.fused_kernels", lambda module: replace(module, "load", _no_fused_kernels))
     if importlib.util.find_spec("triton") is None:
         around_import("megatron.core.transformer.custom_layers.batch_invariant_kernels", _without_triton)

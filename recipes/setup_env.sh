@@ -1,0 +1,42 @@
+# Sourced by quickstart.sh and tools/test.sh, from the root of the repository: activates .venv, after making it,
+# installing the pinned requirements and building the package where any of them is not up to date.
+#
+# PYTHON chooses the interpreter (default: python3). MAX_JOBS limits compile jobs.
+
+_fail() {
+    echo "setup_env: error: $1" >&2
+    exit 1
+}
+
+_setup_env() {
+    local python="${PYTHON:-python3}" requirements=recipes/requirements.txt wanted stamp
+    if [[ ! -x .venv/bin/python ]]; then
+        command -v "$python" >/dev/null || _fail "$python is not installed; install Python 3.10 or newer"
+        "$python" -c 'import sys; sys.exit(sys.version_info < (3, 10))' ||
+            _fail "$("$python" --version) is too old; set PYTHON to a Python 3.10 or newer"
+        command -v c++ >/dev/null || _fail "no C++ compiler (c++) found; install g++ or clang"
+        echo "== virtual environment: .venv ($("$python" --version))"
+        "$python" -m venv .venv || _fail "python -m venv failed; install the venv module of $python (python3-venv)"
+    fi
+    # shellcheck disable=SC1091
+    source .venv/bin/activate
+
+    stamp=.venv/installed-requirements.txt
+    if ! cmp -s "$requirements" "$stamp"; then
+        echo "== installing $requirements"
+        python -m pip install --quiet --requirement "$requirements"
+        cp "$requirements" "$stamp"
+    fi
+
+    # A hash of all that the build reads; the editable install takes Python files from the checkout as they are.
+    stamp=.venv/built-from.sha256
+    wanted="$(find csrc setup.py CMakeLists.txt pyproject.toml "$requirements" -type f -print0 | sort -z |
+        xargs -0 sha256sum | sha256sum)"
+    if [[ ! -f "$stamp" || "$(cat "$stamp")" != "$wanted" ]] || ! python -c 'import megatron_moe_opt._C' 2>/dev/null; then
+        echo "== building megatron-moe-opt"
+        python -m pip install --quiet --no-build-isolation --no-deps --editable .
+        echo "$wanted" >"$stamp"
+    fi
+}
+
+_setup_env

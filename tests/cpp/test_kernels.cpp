@@ -1,0 +1,338 @@
+// The CPU kernels and the memory pool without Python or PyTorch: ranges of tokens on threads, every instruction set of
+// this processor, unaligned and padded rows with guard bytes around them, and offsets past 2^31. Exits non-zero with
+// one line for each failed expectation. tools/sanitize.sh runs it under ASan + UBSan and under TSan.
+#include <sys/mman.h>
+
+#include <atomic>
+#include <cmath>
+#include <cstdio>
+#include <cstring>
+#include <functional>
+#include <random>
+#include <thread>
+#include <vector>
+
+#include "kernels/chunk_copy.h"
+#include "kernels/cpu_dispatch.h"
+#include "kernels/host_pool.h"
+#include "kernels/permute.h"
+
+namespace {
+
+using moe_opt::ConstRows;
+using moe_opt::DType;
+using moe_opt::MutableRows;
+using moe_opt::RowMap;
+namespace cpu = moe_opt::cpu;
+
+std::atomic<int> failures{0};
+
+void expect(bool ok, const char* what, const char* where) {
+  if (!ok && failures++ < 20) std::printf("FAILED [%s] %s\n", where, what);
+}
+
+// Splits [0, n) over threads, as the Python module does over PyTorch's.
+void in_parallel(int64_t n, const std::function<void(int64_t, int64_t)>& body) {
+  constexpr int64_t kThreads = 4;
+  std::vector<std::thread> threads;
+  for (int64_t i = 0; i < kThreads; ++i) {
+    threads.emplace_back(body, n * i / kThreads, n * (i + 1) / kThreads);
+  }
+  for (std::thread& thread : threads) thread.join();
+}
+
+struct Map {
+  std::vector<int64_t> offsets, rows, sources;
+  std::vector<int32_t> experts;
+  RowMap view(int64_t num_experts) const {
+    return {static_cast<int64_t>(offsets.size()) - 1,
+            num_experts,
+            static_cast<int64_t>(rows.size()),
+            offsets.data(),
+            rows.data(),
+            experts.data()};
+  }
+};
+
+// The row map of a random routing map, built in two ranges side by side.
+Map build_map(const std::vector<uint8_t>& routing, int64_t num_tokens, int64_t num_experts) {
+  Map map;
+  map.offsets.assign(num_tokens + 1, 0);
+  const int64_t middle = num_tokens / 2;
+  const int64_t bounds[] = {0, middle, num_tokens};
+  std::vector<std::vector<int64_t>> next(2, std::vector<int64_t>(num_experts, 0));
+  const auto both = [&](const std::function<void(int)>& body) {
+    std::thread first(body, 0), second(body, 1);
+    first.join();
+    second.join();
+  };
+  both([&](int i) {
+    cpu::count_routed(routing.data(), num_experts, bounds[i], bounds[i + 1], map.offsets.data() + 1, next[i].data());
+  });
+  int64_t row = 0;
+  for (int64_t e = 0; e < num_experts; ++e) {
+    for (auto& range : next) {
+      const int64_t count = range[e];
+      range[e] = row;
+      row += count;
+    }
+  }
+  for (int64_t t = 0; t < num_tokens; ++t) map.offsets[t + 1] += map.offsets[t];
+  map.rows.resize(row);
+  map.sources.resize(row);
+  map.experts.resize(row);
+  both([&](int i) {
+    cpu::fill_row_map(routing.data(), num_experts, bounds[i], bounds[i + 1], map.offsets.data(), next[i].data(),
+                      map.rows.data(), map.experts.data(), map.sources.data());
+  });
+  return map;
+}
+
+// A matrix with a chosen stride and misalignment between guard bytes that must survive.
+class Matrix {
+ public:
+  Matrix(int64_t rows, int64_t row_bytes, int64_t stride, int64_t misalignment)
+      : rows_(rows), row_bytes_(row_bytes), stride_(stride), start_(64 + misalignment) {
+    bytes_.assign(start_ + rows * stride + 64, kGuard);
+  }
+  uint8_t* row(int64_t r) { return bytes_.data() + start_ + r * stride_; }
+  ConstRows in() { return {row(0), stride_}; }
+  MutableRows out() { return {row(0), stride_}; }
+  void set(int64_t r, int64_t h, float value) { std::memcpy(row(r) + h * 4, &value, 4); }
+  float get(int64_t r, int64_t h) {
+    float value;
+    std::memcpy(&value, row(r) + h * 4, 4);
+    return value;
+  }
+  bool guards_intact() {
+    const std::vector<bool> inside = inside_rows();
+    for (size_t i = 0; i < bytes_.size(); ++i) {
+      if (!inside[i] && bytes_[i] != kGuard) return false;
+    }
+    return true;
+  }
+
+ private:
+  static constexpr uint8_t kGuard = 0xa5;
+  std::vector<bool> inside_rows() const {
+    std::vector<bool> inside(bytes_.size(), false);
+    for (int64_t r = 0; r < rows_; ++r) {
+      for (int64_t b = 0; b < row_bytes_; ++b) inside[start_ + r * stride_ + b] = true;
+    }
+    return inside;
+  }
+  int64_t rows_, row_bytes_, stride_, start_;
+  std::vector<uint8_t> bytes_;
+};
+
+std::vector<uint8_t> random_routing(int64_t num_tokens, int64_t num_experts, double density, std::mt19937& rng) {
+  std::bernoulli_distribution routed(density);
+  std::vector<uint8_t> routing(num_tokens * num_experts);
+  for (uint8_t& byte : routing) byte = routed(rng) ? 1 + rng() % 255 : 0;
+  return routing;
+}
+
+void test_row_kernels(const char* isa, int64_t num_tokens, int64_t num_experts, int64_t hidden, int64_t padding,
+                      int64_t misalignment) {
+  std::mt19937 rng(static_cast<unsigned>(num_tokens * 31 + hidden));
+  std::normal_distribution<float> normal;
+  const auto routing = random_routing(num_tokens, num_experts, 0.3, rng);
+  const Map storage = build_map(routing, num_tokens, num_experts);
+  const RowMap map = storage.view(num_experts);
+  int64_t row = 0;
+  for (int64_t e = 0; e < num_experts; ++e) {
+    for (int64_t t = 0; t < num_tokens; ++t) {
+      if (routing[t * num_experts + e] != 0) expect(storage.sources[row++] == t, "row order", isa);
+    }
+  }
+  expect(row == map.num_rows, "row count", isa);
+
+  const int64_t row_bytes = hidden * 4, stride = row_bytes + padding, lane = 16;
+  Matrix tokens(num_tokens, row_bytes, stride, misalignment), sums(num_tokens, row_bytes, stride, misalignment);
+  Matrix packed(map.num_rows, row_bytes + lane, row_bytes + lane, misalignment);
+  Matrix grads(map.num_rows, row_bytes, stride, misalignment);
+  for (int64_t t = 0; t < num_tokens; ++t) {
+    for (int64_t h = 0; h < hidden; ++h) tokens.set(t, h, normal(rng));
+  }
+  std::vector<float> probs(num_tokens * num_experts), grad_probs(probs.size(), 1.0f), back(probs.size(), 1.0f);
+  for (float& prob : probs) prob = normal(rng);
+
+  const MutableRows lanes{packed.row(0) + row_bytes, row_bytes + lane};
+  in_parallel(num_tokens, [&](int64_t begin, int64_t end) {
+    cpu::permute_rows(map, DType::kFloat32, hidden, tokens.in(), packed.out(), probs.data(), 4, lanes, lane, begin,
+                      end);
+  });
+  in_parallel(num_tokens, [&](int64_t begin, int64_t end) {
+    cpu::unpermute_rows(map, DType::kFloat32, hidden, packed.in(), probs.data(), sums.out(), begin, end);
+    cpu::unpermute_probs(map, {lanes.data, lanes.stride_bytes}, 4, back.data(), begin, end);
+    cpu::unpermute_rows_backward(map, DType::kFloat32, hidden, tokens.in(), packed.in(), probs.data(), grads.out(),
+                                 grad_probs.data(), begin, end);
+  });
+
+  std::vector<float> expected(hidden);
+  for (int64_t t = 0; t < num_tokens; ++t) {
+    expected.assign(hidden, 0.0f);
+    std::vector<float> expected_back(num_experts, 0.0f), expected_grad(num_experts, 0.0f);
+    for (int64_t i = map.offsets[t]; i < map.offsets[t + 1]; ++i) {
+      const int64_t r = map.rows[i];
+      const float prob = probs[t * num_experts + map.experts[i]];
+      uint8_t wanted_lane[16] = {};
+      std::memcpy(wanted_lane, &prob, 4);
+      expect(std::memcmp(packed.row(r), tokens.row(t), row_bytes) == 0, "permuted row", isa);
+      expect(std::memcmp(packed.row(r) + row_bytes, wanted_lane, lane) == 0, "probability lane", isa);
+      double dot = 0.0;
+      for (int64_t h = 0; h < hidden; ++h) {
+        const volatile float term = tokens.get(t, h) * prob;  // volatile: rounded before it is added
+        expected[h] += term;
+        expect(grads.get(r, h) == term, "gradient of a row", isa);
+        dot += static_cast<double>(tokens.get(t, h)) * tokens.get(t, h);
+      }
+      expected_grad[map.experts[i]] = static_cast<float>(dot);
+      expected_back[map.experts[i]] = prob;
+    }
+    for (int64_t h = 0; h < hidden; ++h) expect(sums.get(t, h) == expected[h], "weighted sum", isa);
+    for (int64_t e = 0; e < num_experts; ++e) {
+      const float got = grad_probs[t * num_experts + e];
+      expect(std::fabs(got - expected_grad[e]) <= 1e-5f * expected_grad[e], "gradient of a probability", isa);
+      expect(back[t * num_experts + e] == expected_back[e], "probability moved back", isa);
+    }
+  }
+  expect(packed.guards_intact() && sums.guards_intact() && grads.guards_intact(), "bytes around the rows", isa);
+}
+
+void test_padded_map() {
+  std::mt19937 rng(3);
+  const int64_t num_tokens = 37, num_experts = 5;
+  for (const double density : {0.0, 0.2, 0.9, 1.0}) {
+    for (const int64_t capacity : {0, 1, 9, 37}) {
+      const auto routing = random_routing(num_tokens, num_experts, density, rng);
+      const int64_t num_rows = capacity * num_experts;
+      std::vector<int64_t> offsets(num_tokens + 1), rows(num_rows), sources(num_rows), from_offsets(offsets),
+          from_rows(rows);
+      std::vector<int32_t> experts(num_rows), from_experts(experts);
+      cpu::build_padded_row_map(routing.data(), num_tokens, num_experts, capacity, offsets.data(), rows.data(),
+                                experts.data(), sources.data());
+      for (int64_t e = 0; e < num_experts; ++e) {
+        std::vector<int64_t> wanted;
+        for (const bool routed : {true, false}) {
+          for (int64_t t = 0; t < num_tokens; ++t) {
+            if ((routing[t * num_experts + e] != 0) == routed) wanted.push_back(t);
+          }
+        }
+        wanted.resize(capacity);
+        expect(std::equal(wanted.begin(), wanted.end(), sources.begin() + e * capacity), "padded sources", "map");
+      }
+      const int64_t bad =
+          cpu::build_row_map_from_sources(sources.data(), num_rows, num_tokens, capacity > 0 ? capacity : 1,
+                                          from_offsets.data(), from_rows.data(), from_experts.data());
+      expect(bad == -1 && from_offsets == offsets && from_rows == rows && from_experts == experts,
+             "map from sources equals padded map", "map");
+    }
+  }
+  const int64_t outside[] = {0, 3};
+  int64_t offsets[4], rows[2];
+  expect(cpu::build_row_map_from_sources(outside, 2, 3, 0, offsets, rows, nullptr) == 1, "source outside", "map");
+}
+
+// Two tokens whose permuted rows lie more than 2^31 bytes and, with a 4-byte element, 2^31 elements apart: the address
+// space is reserved, and only the pages of those rows are ever touched.
+void test_offsets_past_32_bits(const char* isa) {
+  const int64_t stride = int64_t{5} << 31, hidden = 33, row_bytes = hidden * 4, num_rows = 3;
+  const int64_t reserved = stride * (num_rows - 1) + 4096;
+  void* base = mmap(nullptr, reserved, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (base == MAP_FAILED) {
+    std::printf("skipped [%s]: %lld bytes of address space are not to be had\n", isa, static_cast<long long>(reserved));
+    return;
+  }
+  const int64_t offsets[] = {0, 1, 3}, rows[] = {2, 0, 1};
+  const int32_t experts[] = {2, 0, 1};
+  const RowMap map{2, 3, num_rows, offsets, rows, experts};
+  std::vector<float> tokens(2 * hidden), sums(2 * hidden);
+  for (int64_t i = 0; i < 2 * hidden; ++i) tokens[i] = static_cast<float>(i + 1);
+  uint8_t* far = static_cast<uint8_t*>(base);
+  cpu::permute_rows(map, DType::kFloat32, hidden, {tokens.data(), row_bytes}, {far, stride}, nullptr, 0, {nullptr, 0},
+                    0, 0, 2);
+  expect(std::memcmp(far + 2 * stride, tokens.data(), row_bytes) == 0, "row past 2^33 bytes", isa);
+  expect(std::memcmp(far + stride, tokens.data() + hidden, row_bytes) == 0, "row past 2^31 elements", isa);
+  cpu::unpermute_rows(map, DType::kFloat32, hidden, {far, stride}, nullptr, {sums.data(), row_bytes}, 0, 2);
+  for (int64_t h = 0; h < hidden; ++h) {
+    expect(sums[h] == tokens[h] && sums[hidden + h] == 2 * tokens[hidden + h], "sum of far rows", isa);
+  }
+  const int64_t source_rows[] = {2, 1}, target_rows[] = {0, 1}, counts[] = {1, 1};
+  cpu::copy_chunks({2, source_rows, target_rows, counts}, row_bytes, far, stride, sums.data(), row_bytes, 0, 2);
+  expect(sums == tokens, "chunks of far rows", isa);
+  munmap(base, reserved);
+}
+
+void test_chunks(const char* isa) {
+  const int64_t source_rows[] = {0, 7, 7, 20}, target_rows[] = {13, 0, 0, 10}, counts[] = {7, 0, 10, 3};
+  const moe_opt::ChunkList chunks{4, source_rows, target_rows, counts};
+  for (const int64_t row_bytes : {1, 3, 64, 300, 1025}) {
+    for (const int64_t padding : {0, 5}) {
+      Matrix source(23, row_bytes, row_bytes + padding, 3), target(20, row_bytes, row_bytes + padding, 1);
+      for (int64_t r = 0; r < 23; ++r) std::memset(source.row(r), static_cast<int>(r + 1), row_bytes);
+      in_parallel(20, [&](int64_t begin, int64_t end) {
+        cpu::copy_chunks(chunks, row_bytes, source.row(0), row_bytes + padding, target.row(0), row_bytes + padding,
+                         begin, end);
+      });
+      for (int64_t c = 0; c < 4; ++c) {
+        for (int64_t i = 0; i < counts[c]; ++i) {
+          expect(std::memcmp(target.row(target_rows[c] + i), source.row(source_rows[c] + i), row_bytes) == 0,
+                 "chunk row", isa);
+        }
+      }
+      expect(target.guards_intact(), "bytes around the chunks", isa);
+    }
+  }
+}
+
+void test_pool() {
+  namespace pool = moe_opt::host_pool;
+  pool::set_limit(int64_t{8} << 20);
+  std::vector<std::thread> threads;
+  std::vector<std::atomic<uint8_t*>> mailbox(16);
+  for (auto& slot : mailbox) slot = nullptr;
+  for (unsigned seed = 0; seed < 4; ++seed) {
+    threads.emplace_back([seed, &mailbox] {
+      std::mt19937 rng(seed);
+      for (int i = 0; i < 500; ++i) {
+        const int64_t bytes = 1 + rng() % (i % 10 == 0 ? 3 << 20 : 5000);
+        uint8_t* block = static_cast<uint8_t*>(pool::allocate(bytes));
+        block[0] = static_cast<uint8_t>(seed);
+        block[bytes - 1] = static_cast<uint8_t>(seed);
+        pool::release(mailbox[rng() % mailbox.size()].exchange(block));  // often a block of another thread
+      }
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+  for (auto& slot : mailbox) pool::release(slot.exchange(nullptr));
+  const moe_opt::HostPoolStats stats = pool::stats();
+  expect(stats.used_bytes == 0, "every block came back", "pool");
+  expect(stats.cached_bytes > 0 && stats.cached_bytes <= int64_t{8} << 20, "the cache is bounded", "pool");
+  expect(stats.hits > 0 && stats.hits + stats.misses == 2000, "hits and misses", "pool");
+  pool::trim();
+  expect(pool::stats().cached_bytes == 0, "trimmed", "pool");
+}
+
+}  // namespace
+
+int main() {
+  for (const char* isa : {"generic", "avx2", "avx512"}) {
+    if (!cpu::select_kernels(isa)) {
+      std::printf("skipped [%s]: not on this processor\n", isa);
+      continue;
+    }
+    for (const int64_t hidden : {1, 15, 64, 131, 512}) {
+      for (const int64_t padding : {0, 16, 5}) test_row_kernels(isa, 61, 11, hidden, padding, padding);
+    }
+    test_row_kernels(isa, 0, 4, 8, 0, 0);
+    test_row_kernels(isa, 3000, 4, 4096 + 1, 0, 0);  // outputs that bypass the caches
+    test_row_kernels(isa, 3000, 4, 4096, 0, 0);
+    test_offsets_past_32_bits(isa);
+    test_chunks(isa);
+  }
+  test_padded_map();
+  test_pool();
+  if (failures == 0) std::printf("all kernel tests passed\n");
+  return failures == 0 ? 0 : 1;
+}

@@ -1,0 +1,54 @@
+"""Chunk copies on CUDA: equal to the CPU's, whatever the sizes of the chunks and rows."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megatron_moe_opt import kernels
+from megatron_moe_opt.kernels import ChunkList
+from tests.unit.permute_cases import DTYPES, PROB_DTYPES
+
+# Rows of each chunk.
+COUNTS = {
+    "nothing": [0, 0, 0],
+    "one-row": [1],
+    "one-hot": [0, 50_000, 0, 1],
+    "uneven": [3, 0, 700, 2, 41, 0, 1],
+    "many-chunks": [(7 * c) % 13 for c in range(3000)],
+}
+
+
+def chunk_list(name, device):
+    counts = COUNTS[name]
+    order = torch.randperm(len(counts), generator=torch.Generator().manual_seed(9))
+    return ChunkList.from_counts(counts, order, device)
+
+
+@pytest.mark.parametrize("width", [1, 3, 8, 64, 1001, 1024])
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("counts", COUNTS)
+def test_equals_the_cpu(device, counts, dtype, width):
+    here, there = chunk_list(counts, "cpu"), chunk_list(counts, device)
+    rows = torch.randint(0, 256, (here.num_rows, width), generator=torch.Generator().manual_seed(1)).to(dtype)
+    moved = kernels.copy_chunks(rows.to(device), there)
+    assert torch.equal(moved.cpu(), kernels.copy_chunks(rows, here))
+    assert torch.equal(kernels.copy_chunks(moved, there.inverse()).cpu(), rows)
+
+
+@pytest.mark.parametrize("hidden", [1, 8, 65, 512])
+@pytest.mark.parametrize("prob_dtype", PROB_DTYPES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_split_and_join_equal_the_cpu(device, dtype, prob_dtype, hidden):
+    here, there = chunk_list("uneven", "cpu"), chunk_list("uneven", device)
+    generator = torch.Generator().manual_seed(2)
+    tokens = torch.randn(here.num_rows, hidden, generator=generator).to(dtype)
+    probs = torch.rand(here.num_rows, generator=generator).to(prob_dtype)
+    packed = kernels.join_chunks(tokens, probs, here)
+    assert torch.equal(
+        kernels.join_chunks(tokens.to(device), probs.to(device), there).cpu().view(torch.uint8),
+        packed.view(torch.uint8),
+    )
+    got_tokens, got_probs = kernels.split_chunks(packed.to(device), there, prob_dtype)
+    assert torch.equal(got_tokens.cpu(), tokens)
+    assert torch.equal(got_probs.cpu(), probs)

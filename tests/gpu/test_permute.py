@@ -1,0 +1,194 @@
+"""permute and unpermute on CUDA against the CPU kernels (bit for bit) and against the plain-PyTorch reference.
+
+The CUDA kernels promise the CPU's order of rows and of sums: everything but the dot products of grad_probs, whose
+additions are spread over threads, must have the same bits.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megatron_moe_opt import kernels
+from megatron_moe_opt.kernels import reference
+from megatron_moe_opt.kernels.extension import load_extension
+from tests.unit.permute_cases import DTYPES, PROB_DTYPES, ROUNDING, leaves, random_map, relative_error
+
+# tokens, hidden, experts, top-k, dropped
+SHAPES = {
+    "no-tokens": (0, 64, 4, 2, 0.0),
+    "one-token": (1, 8, 1, 1, 0.0),
+    "all-dropped": (130, 16, 7, 2, 1.0),
+    "odd-hidden": (300, 67, 12, 3, 0.1),
+    "four-byte-rows": (300, 130, 12, 3, 0.1),
+    "one-vector": (1000, 8, 16, 2, 0.0),
+    "no-hidden": (50, 0, 4, 2, 0.0),
+    "common": (4096, 1024, 64, 8, 0.0),
+    "wide-rows": (512, 7168, 128, 8, 0.0),
+    "very-wide-rows": (40, 20000, 8, 2, 0.0),
+    "many-experts": (257, 512, 1024, 8, 0.5),
+    "most-experts": (33, 64, 6000, 8, 0.0),  # more than 48 KB of shared memory
+    "every-expert": (70, 96, 300, 300, 0.0),  # more rows of a token than one stage holds
+}
+CAPACITIES = [None, 0, 5]
+
+
+def workload(shape, dtype, prob_dtype=torch.float32):
+    tokens, hidden, experts, topk, dropped = SHAPES[shape]
+    generator = torch.Generator().manual_seed(13)
+    routing_map = random_map(tokens, experts, topk, generator, dropped)
+    data = torch.randn(tokens, hidden, generator=generator).to(dtype)
+    return data, torch.rand(tokens, experts, generator=generator).to(prob_dtype), routing_map
+
+
+def padding(capacity, routing_map):
+    if capacity is None:
+        return {}
+    return {"num_out_tokens": min(capacity, routing_map.size(0)) * routing_map.size(1), "drop_and_pad": True}
+
+
+def assert_same_bits(actual, expected):
+    assert actual.dtype == expected.dtype and actual.shape == expected.shape
+    assert torch.equal(actual.cpu(), expected)
+
+
+@pytest.mark.parametrize("capacity", CAPACITIES)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_row_maps_equal_the_cpu(device, shape, capacity):
+    _, _, routing_map = workload(shape, torch.float32)
+    capacity = None if capacity is None else min(capacity, routing_map.size(0))
+    expected = kernels.build_row_map(routing_map, capacity)
+    got = kernels.build_row_map(routing_map.to(device), capacity)
+    assert got.num_rows == expected.num_rows
+    for name in ("offsets", "rows", "experts", "sources", "expert_counts"):
+        assert_same_bits(getattr(got, name), getattr(expected, name))
+
+
+def test_row_map_from_shuffled_repeated_sources(device):
+    from megatron_moe_opt.kernels.row_map import row_map_from_sources
+
+    generator = torch.Generator().manual_seed(1)
+    sources = torch.randint(0, 700, (30_000,), generator=generator)
+    sources[::3] = 41  # one token with many rows
+    for experts in (None, 30):
+        expected = row_map_from_sources(sources, 700, experts)
+        got = row_map_from_sources(sources.to(device), 700, experts)
+        assert_same_bits(got.offsets, expected.offsets)
+        assert_same_bits(got.rows, expected.rows)
+        if experts:
+            assert_same_bits(got.experts, expected.experts)
+
+
+def test_rows_past_the_buffer_are_no_entries(device):
+    routing_map = random_map(1000, 40, 3, torch.Generator().manual_seed(2))
+    full = kernels.build_row_map(routing_map)
+    for size in (0, 1, 64, full.num_rows // 2, full.num_rows - 1):
+        offsets, rows, experts, sources, counts = load_extension().build_row_map(routing_map.to(device), size)
+        kept = full.rows < size
+        before = torch.cat([torch.zeros(1, dtype=torch.int64), kept.cumsum(0)])
+        assert_same_bits(offsets, before[full.offsets])
+        assert_same_bits(rows, full.rows[kept])
+        assert_same_bits(experts, full.experts[kept])
+        assert_same_bits(sources, full.sources[:size])
+        assert int(counts.sum()) == size
+
+
+@pytest.mark.parametrize("capacity", CAPACITIES)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_equals_the_cpu_bit_for_bit(device, shape, dtype, capacity):
+    data, weights, routing_map = workload(shape, dtype)
+    generator = torch.Generator().manual_seed(5)
+    results = []
+    for place in (torch.device("cpu"), device):
+        tokens, probs = leaves(data.to(place), weights.to(place))
+        routed = routing_map.to(place)
+        permuted, permuted_probs, indices = kernels.permute(tokens, routed, probs, **padding(capacity, routing_map))
+        if place.type == "cpu":
+            grad = torch.randn(data.shape, generator=generator).to(dtype)
+            grad_rows = torch.randn(permuted.shape, generator=generator).to(dtype)
+            grad_probs = torch.randn(permuted_probs.shape, generator=generator)
+        got = [permuted, permuted_probs, indices]
+        sent = [grad_rows.to(place), grad_probs.to(place)]
+        got += torch.autograd.grad([permuted, permuted_probs], [tokens, probs], sent)
+        rows, merged = leaves(permuted, probs)
+        for merge in ((), (merged, routed)):
+            out = kernels.unpermute(rows, indices, data.shape, *merge, drop_and_pad=capacity is not None)
+            got += [out, torch.autograd.grad(out, rows, grad.to(place))[0]]
+        results.append(got)
+    for expected, actual in zip(*results, strict=True):
+        assert_same_bits(actual.detach(), expected.detach())
+
+
+@pytest.mark.parametrize("capacity", [None, 5])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_grad_probs_match_the_reference(device, shape, dtype, capacity):
+    data, weights, routing_map = workload(shape, dtype)
+    routed = routing_map.to(device)
+    arguments = padding(capacity, routing_map)
+    limit = arguments["num_out_tokens"] // routing_map.size(1) if arguments else None
+    permuted, _, indices = kernels.permute(data.to(device), routed, **arguments)
+    probs, exact = leaves(weights.to(device), weights.double())
+    grad = torch.randn(data.shape, generator=torch.Generator().manual_seed(6)).to(dtype)
+    out = kernels.unpermute(permuted, indices, data.shape, probs, routed, drop_and_pad=capacity is not None)
+    wanted = reference.unpermute(permuted.cpu().double(), routing_map, exact, limit, sum_dtype=torch.float64)
+    assert relative_error(out.detach().cpu(), wanted.detach()) <= ROUNDING[dtype]
+    got = torch.autograd.grad(out, probs, grad.to(device), retain_graph=True)[0]
+    expected = torch.autograd.grad(wanted, exact, grad.double())[0]
+    assert relative_error(got.cpu(), expected) <= 1e-6
+    again = torch.autograd.grad(out, probs, grad.to(device))[0]
+    assert torch.equal(got, again)
+
+
+@pytest.mark.parametrize("prob_dtype", PROB_DTYPES)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", ["odd-hidden", "four-byte-rows", "common", "all-dropped"])
+def test_packed_rows_equal_the_cpu(device, shape, dtype, prob_dtype):
+    data, weights, routing_map = workload(shape, dtype, prob_dtype)
+    results = []
+    for place in (torch.device("cpu"), device):
+        tokens, probs = leaves(data.to(place), weights.to(place))
+        row_map = kernels.build_row_map(routing_map.to(place))
+        packed = kernels.permute_packed(tokens, probs, row_map)
+        grads = torch.autograd.grad(packed, [tokens, probs], packed.detach())
+        results.append([packed.detach().view(torch.uint8), *grads])
+    for expected, actual in zip(*results, strict=True):
+        assert_same_bits(actual, expected)
+
+
+def test_a_million_tokens(device):
+    routing_map = random_map(1 << 20, 8, 2, torch.Generator().manual_seed(3))
+    tokens = torch.arange(1 << 20, dtype=torch.float32)[:, None].expand(-1, 4).contiguous()
+    permuted, _, indices = kernels.permute(tokens.to(device), routing_map.to(device))
+    expected, _, expected_indices = kernels.permute(tokens, routing_map)
+    assert_same_bits(indices, expected_indices)
+    assert_same_bits(permuted, expected)
+    assert_same_bits(kernels.unpermute(permuted, indices, tokens.shape), 2 * tokens)
+
+
+def test_offsets_past_two_to_the_31(device):
+    """2.4e9 elements of permuted rows, 4.9 GB."""
+    if torch.cuda.mem_get_info()[0] < 20 * 2**30:
+        pytest.skip("needs 20 GiB of free device memory")
+    num_tokens, hidden = 150_000, 8192
+    column = torch.arange(num_tokens, device=device, dtype=torch.int16)
+    tokens = column.view(torch.bfloat16)[:, None].expand(-1, hidden).nan_to_num().contiguous()
+    routing_map = random_map(num_tokens, 4, 2, torch.Generator().manual_seed(4)).to(device)
+    permuted, _, indices = kernels.permute(tokens, routing_map)
+    assert permuted.numel() > 2**31
+    for part in range(0, permuted.size(0), 50_000):
+        assert torch.equal(permuted[part : part + 50_000], tokens[indices[part : part + 50_000]])
+    out = kernels.unpermute(permuted, indices, tokens.shape)
+    assert torch.equal(out, (tokens.float() * 2).to(torch.bfloat16))
+
+
+def test_bad_input_is_refused(device):
+    routing_map = torch.ones(4, 2, dtype=torch.bool, device=device)
+    tokens = torch.zeros(4, 8, device=device)
+    with pytest.raises(ValueError, match=r"not contiguous"):
+        kernels.permute(torch.zeros(8, 4, device=device).T, routing_map)
+    with pytest.raises(ValueError, match=r"routing_map|row_map|tokens"):
+        kernels.permute(tokens.cpu(), routing_map)
+    with pytest.raises(ValueError, match=r"float64|Double"):
+        kernels.permute(tokens.double(), routing_map)
