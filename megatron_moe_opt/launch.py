@@ -30,7 +30,6 @@ def run_script(path: Path, arguments: list[str]) -> None:
     module.__builtins__ = __builtins__
     sys.modules["__main__"] = module
     sys.argv = [str(path), *arguments]
-    sys.path.insert(0, str(path.resolve().parent))
     exec(compile(path.read_bytes(), str(path), "exec"), module.__dict__)
 
 
@@ -46,6 +45,8 @@ def main(arguments: list[str]) -> None:
             raise ConfigurationError(
                 f"{path} is not a file: give the path of a Megatron script such as pretrain_gpt.py"
             )
+        # Before anything imports Megatron: a checkout's own megatron.core comes before an installed one.
+        sys.path.insert(0, str(path.resolve().parent))
         options, remaining = split_options(arguments[1:])
         if first_rank and {"-h", "--help"} & set(remaining):
             print(options_help())

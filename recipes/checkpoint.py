@@ -32,9 +32,16 @@ from megatron_moe_opt.errors import ConfigurationError
 TRACKER = "latest_checkpointed_iteration.txt"
 # A checkpoint fits a model that has the same of these.
 MODEL_ARGUMENTS = (
-    "num_layers hidden_size num_attention_heads vocab_size num_experts moe_ffn_hidden_size"
-    " moe_shared_expert_intermediate_size bf16 use_distributed_optimizer"
-).split()
+    "num_layers",
+    "hidden_size",
+    "num_attention_heads",
+    "vocab_size",
+    "num_experts",
+    "moe_ffn_hidden_size",
+    "moe_shared_expert_intermediate_size",
+    "bf16",
+    "use_distributed_optimizer",
+)
 # How Megatron lays out the optimizer's state: as it is in memory, with no gathering on one rank.
 _CONTENT = {
     "distrib_optim_sharding_type": "dp_reshardable",

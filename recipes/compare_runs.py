@@ -86,7 +86,10 @@ def loss_rows(run: Run, baseline: Run) -> list[Row]:
     a, b = run.losses, baseline.losses
     first, last = min(a), max(a)
     return [
-        (f"loss, iteration {iteration}", *(f"{losses[iteration]:.7f}" if iteration in losses else "-" for losses in (a, b)))
+        (
+            f"loss, iteration {iteration}",
+            *(f"{losses[iteration]:.7f}" if iteration in losses else "-" for losses in (a, b)),
+        )
         for iteration in (first, last)
     ]
 
@@ -131,7 +134,10 @@ def bars(run: Run, baseline: Run, resumed: Run | None) -> list[Bar]:
         steps = len(resumed.losses)
         difference = max_relative_difference(resumed.losses, run.losses)
         result.append(
-            Bar(f"{steps} steps resumed from a checkpoint have the same losses, bit for bit: {difference:.1e}", difference == 0)
+            Bar(
+                f"{steps} steps resumed from a checkpoint have the same losses, bit for bit: {difference:.1e}",
+                difference == 0,
+            )
         )
     return result
 

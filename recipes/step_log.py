@@ -15,7 +15,7 @@ class StepLog:
 
     def __init__(self, path: str | Path) -> None:
         Path(path).parent.mkdir(parents=True, exist_ok=True)
-        self._file = open(path, "a", encoding="utf-8")
+        self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115 (closed by __exit__)
 
     def write(self, record: dict[str, Any]) -> None:
         """Write one record; floats keep all their digits."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import struct
 from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron_moe_opt.errors import ConfigurationError
 
 SPLIT_NAMES = ("training", "validation", "test")
+_INDEX_MAGIC = b"MMIDIDX\x00\x00"
 _TOKENS_LOOKED_AT = 1 << 20
 
 
@@ -53,13 +55,17 @@ def check_dataset(args: argparse.Namespace) -> None:
             raise ConfigurationError(
                 f"--data-path {prefix}: {path} is empty; make the dataset again with recipes/prepare_text.py"
             )
+    not_an_index = ConfigurationError(
+        f"--data-path {prefix}: {prefix}.idx is not the index of a Megatron dataset; make the dataset again with"
+        " recipes/prepare_text.py"
+    )
+    with open(prefix + ".idx", "rb") as index:
+        if index.read(len(_INDEX_MAGIC)) != _INDEX_MAGIC:
+            raise not_an_index
     try:
         dataset = IndexedDataset(prefix)
-    except (AssertionError, ValueError, KeyError, IndexError, OSError) as error:
-        raise ConfigurationError(
-            f"--data-path {prefix}: {prefix}.idx is not the index of a Megatron dataset ({type(error).__name__});"
-            " make the dataset again with recipes/prepare_text.py"
-        ) from error
+    except (AssertionError, ValueError, KeyError, IndexError, OSError, struct.error) as error:
+        raise not_an_index from error
     lengths = dataset.sequence_lengths
     token_bytes = numpy.dtype(dataset.index.dtype).itemsize
     if Path(prefix + ".bin").stat().st_size < int(lengths.sum(dtype=numpy.int64)) * token_bytes:

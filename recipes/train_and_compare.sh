@@ -33,7 +33,7 @@ train() { # NAME DISPATCHER ARGUMENTS...
         --expert-model-parallel-size 2 --expert-tensor-parallel-size 2 --use-distributed-optimizer \
         --micro-batch-size 4 --global-batch-size 8 --train-iters "$steps" \
         --lr 3e-3 --min-lr 3e-4 --lr-decay-style cosine --lr-warmup-iters $((steps / 10)) \
-        --data-path "$data" --log-json "$output/$name.jsonl" \
+        --data-path "$data" --split 1,0,0 --log-json "$output/$name.jsonl" \
         --moe-token-dispatcher-type "$dispatcher" "$@" "${extra[@]}"
 }
 

@@ -26,18 +26,18 @@ mkdir -p "$runs"
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
 export MAX_JOBS="${MAX_JOBS:-$(nproc)}"
 
-if ! nvidia-smi > "$runs/nvidia-smi.txt" 2>&1; then
-    echo "no NVIDIA GPU found (nvidia-smi failed): run this on a machine with a GPU" >&2
-    exit 2
-fi
+# Without this, a machine whose GPU PyTorch cannot use would skip every test and pass.
 machine=$("$python" - << 'PY'
 import subprocess
+import sys
 
 import torch
 
-query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader", "--id=0"]
-name, driver = subprocess.run(query, check=True, capture_output=True, text=True).stdout.strip().split(", ")
-print(f"{name}, driver {driver}, CUDA {torch.version.cuda}, PyTorch {torch.__version__}")
+if not torch.cuda.is_available():
+    sys.exit(f"PyTorch {torch.__version__} (CUDA {torch.version.cuda}) finds no GPU: run this on a machine with one")
+query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", "--id=0"]
+driver = subprocess.run(query, check=True, capture_output=True, text=True).stdout.strip()
+print(f"{torch.cuda.get_device_name()}, driver {driver}, CUDA {torch.version.cuda}, PyTorch {torch.__version__}")
 PY
 ) || exit 2
 echo "$machine"

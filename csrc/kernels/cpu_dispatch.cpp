@@ -38,6 +38,11 @@ int64_t last_level_cache_bytes() {
 #endif
 }
 
+std::atomic<int64_t>& stream_threshold() {
+  static std::atomic<int64_t> threshold{last_level_cache_bytes()};
+  return threshold;
+}
+
 }  // namespace
 
 const CpuKernels& kernels() { return *selected().load(std::memory_order_relaxed); }
@@ -48,9 +53,10 @@ bool select_kernels(const char* name) {
   return found != nullptr;
 }
 
-bool should_stream(int64_t output_bytes) {
-  static const int64_t threshold = last_level_cache_bytes();
-  return output_bytes > threshold;
+bool should_stream(int64_t output_bytes) { return output_bytes > stream_threshold().load(std::memory_order_relaxed); }
+
+void set_stream_threshold(int64_t bytes) {
+  stream_threshold().store(bytes < 0 ? last_level_cache_bytes() : bytes, std::memory_order_relaxed);
 }
 
 }  // namespace cpu

@@ -44,8 +44,10 @@ const CpuKernels& kernels();
 // For tests and measurements; affects the whole process.
 bool select_kernels(const char* name);
 
-// Whether an output of this size should bypass the caches.
+// Whether an output of this size should bypass the caches: it is larger than the last-level cache, or than the
+// threshold that set_stream_threshold put in its place (negative: back to the cache's size). The latter is for tests.
 bool should_stream(int64_t output_bytes);
+void set_stream_threshold(int64_t bytes);
 
 }  // namespace cpu
 }  // namespace moe_opt

@@ -122,7 +122,7 @@ void unpermute_rows_backward_of(const RowMap& map, int64_t hidden, ConstRows gra
     const T* grad = reinterpret_cast<const T*>(row_at(grad_tokens, t));
     const float* token_probs = probs + t * map.num_experts;
     float* token_grad_probs = grad_probs + t * map.num_experts;
-    std::memset(token_grad_probs, 0, map.num_experts * sizeof(float));
+    for (int64_t e = 0; e < map.num_experts; ++e) token_grad_probs[e] = 0.0f;
     for (int64_t i = map.offsets[t]; i < map.offsets[t + 1]; ++i) {
       const int32_t expert = map.experts[i];
       const float prob = token_probs[expert];

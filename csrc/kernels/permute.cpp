@@ -120,10 +120,15 @@ void permute_rows(const RowMap& map, DType dtype, int64_t hidden, ConstRows toke
                   const void* probs, int64_t prob_size, MutableRows permuted_probs, int64_t prob_lane_bytes,
                   int64_t begin, int64_t end) {
   const int64_t row_bytes = hidden * element_size(dtype);
-  kernels().permute_rows(map, row_bytes, tokens, permuted, begin, end, should_stream(map.num_rows * row_bytes));
-  if (probs == nullptr) return;
-  for (int64_t t = begin; t < end; ++t) {
-    for (int64_t i = map.offsets[t]; i < map.offsets[t + 1]; ++i) {
+  const bool streaming = should_stream(map.num_rows * row_bytes);
+  if (probs == nullptr) return kernels().permute_rows(map, row_bytes, tokens, permuted, begin, end, streaming);
+  // A few tokens at a time: the ends of their rows, beside which packed probabilities lie, are still in the caches.
+  constexpr int64_t kTokens = 16;
+  for (int64_t first = begin; first < end; first += kTokens) {
+    const int64_t last = std::min(first + kTokens, end);
+    kernels().permute_rows(map, row_bytes, tokens, permuted, first, last, streaming);
+    for (int64_t i = map.offsets[first], t = first; i < map.offsets[last]; ++i) {
+      while (i == map.offsets[t + 1]) ++t;
       uint8_t* lane = static_cast<uint8_t*>(permuted_probs.data) + map.rows[i] * permuted_probs.stride_bytes;
       const int64_t pair = t * map.num_experts + map.experts[i];
       std::memcpy(lane, static_cast<const uint8_t*>(probs) + pair * prob_size, prob_size);
@@ -149,7 +154,7 @@ void unpermute_rows_backward(const RowMap& map, DType dtype, int64_t hidden, Con
 void unpermute_probs(const RowMap& map, ConstRows grad_permuted_probs, int64_t prob_size, void* grad_probs,
                      int64_t begin, int64_t end) {
   uint8_t* out = static_cast<uint8_t*>(grad_probs);
-  std::memset(out + begin * map.num_experts * prob_size, 0, (end - begin) * map.num_experts * prob_size);
+  std::fill_n(out + begin * map.num_experts * prob_size, (end - begin) * map.num_experts * prob_size, uint8_t{0});
   for (int64_t t = begin; t < end; ++t) {
     for (int64_t i = map.offsets[t]; i < map.offsets[t + 1]; ++i) {
       const uint8_t* lane =

@@ -24,6 +24,8 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from megatron_moe_opt.errors import ConfigurationError
+
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -86,16 +88,16 @@ def bench_kernels(
         json_path: where to write the rows.
 
     Raises:
-        ValueError: an unknown dtype, topk above experts, or fewer than two repeats.
+        ConfigurationError: an unknown dtype, topk above experts, or fewer than two repeats.
     """
     names = dtypes.split(",")
     unknown = [name for name in names if name not in DTYPES]
     if unknown:
-        raise ValueError(f"--dtypes {unknown[0]} is unknown: use {', '.join(DTYPES)}")
+        raise ConfigurationError(f"--dtypes {unknown[0]} is unknown: use {', '.join(DTYPES)}")
     if topk > experts:
-        raise ValueError(f"--topk {topk} is above --experts {experts}")
+        raise ConfigurationError(f"--topk {topk} is above --experts {experts}")
     if repeats < 2:
-        raise ValueError(f"--repeats {repeats} is too few: a spread needs at least 2")
+        raise ConfigurationError(f"--repeats {repeats} is too few: a spread needs at least 2")
     if device == "cpu":
         keep_freed_memory()
     rows = []

@@ -16,9 +16,15 @@ from rich.console import Console
 from rich.table import Table
 
 import megatron_moe_opt
+from megatron_moe_opt.versions import (
+    NEWEST_MEGATRON,
+    OLDEST_MEGATRON,
+    SUPPORTED_MEGATRON,
+    megatron_version,
+    supports_megatron,
+)
 
 OLDEST_PYTHON, OLDEST_TORCH = (3, 10), (2, 6)
-OLDEST_MEGATRON, NEWEST_MEGATRON = (0, 16), (0, 19)
 
 
 @dataclass(frozen=True)
@@ -125,21 +131,13 @@ def _extension() -> Iterator[Finding]:
 
 def _megatron() -> Iterator[Finding]:
     wanted = f"pip install 'megatron-core>={_dotted(OLDEST_MEGATRON)},<0.{NEWEST_MEGATRON[1] + 1}'"
-    try:
-        version = importlib.metadata.version("megatron-core")
-    except importlib.metadata.PackageNotFoundError:
-        try:  # a Megatron-LM checkout on PYTHONPATH has no metadata
-            version = importlib.import_module("megatron.core").__version__
-        except (ImportError, AttributeError) as error:
-            yield Finding("megatron-core", _first_line(error), wanted)
-            return
-    supported = OLDEST_MEGATRON <= _parse(version) <= NEWEST_MEGATRON
-    range_ = f"{_dotted(OLDEST_MEGATRON)} to {_dotted(NEWEST_MEGATRON)}"
-    yield Finding(
-        "megatron-core",
-        f"{version} ({'supported' if supported else f'not supported: {range_} are'})",
-        "" if supported else wanted,
-    )
+    version = megatron_version()
+    if version is None:
+        yield Finding("megatron-core", "not installed", wanted)
+    elif supports_megatron(version):
+        yield Finding("megatron-core", f"{version} (supported)")
+    else:
+        yield Finding("megatron-core", f"{version} (not supported: {SUPPORTED_MEGATRON} are)", wanted)
 
 
 def _optional_libraries() -> Iterator[Finding]:

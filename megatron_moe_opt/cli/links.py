@@ -13,7 +13,7 @@ from megatron_moe_opt.runtime.traffic import INTER_NODE, INTRA_NODE
 from megatron_moe_opt.topology.nodes import NodeMap
 
 # The probe doubles its messages until one exchange takes this long, or sends this much to each peer.
-PROBE_SECONDS = 0.25
+PROBE_SECONDS = 0.5
 PROBE_MAX_BYTES = 32 * 2**20
 PROBE_REPEATS = 5
 

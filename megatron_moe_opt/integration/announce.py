@@ -7,9 +7,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megatron_moe_opt.topology.expert_groups import ExpertGroups
-
-_layers: list[tuple[weakref.ref[Any], str]] = []
+_layers: list[tuple[weakref.ref[Any], str, str]] = []
+"""(layer, dispatcher name, its description) of the layers built since the last line."""
 
 
 def announce(layer: Any, name: str, dispatcher: Any) -> None:
@@ -19,27 +18,29 @@ def announce(layer: Any, name: str, dispatcher: Any) -> None:
     """
     if dist.is_initialized() and dist.get_rank() != 0:
         return
-    _layers.append((weakref.ref(layer), name))
+    groups = dispatcher.groups
+    what = f"{name} ({dispatcher.describe()}; EP {groups.ep_size}, expert-TP {groups.etp_size})"
+    _layers.append((weakref.ref(layer), name, what))
 
     def speak(*_: Any) -> None:
         handle.remove()
-        _print_line(dispatcher)
+        _print_lines()
 
     handle = layer.register_forward_pre_hook(speak)
 
 
-def _print_line(dispatcher: Any) -> None:
-    by_name: dict[str, list[int]] = {}
-    for reference, name in _layers:
+def _print_lines() -> None:
+    """One line for each different dispatcher: nearly always one."""
+    numbers: dict[tuple[str, str], list[int]] = {}
+    for reference, name, what in _layers:
         layer = reference()
         if layer is not None:
-            by_name.setdefault(name, []).append(layer.layer_number or 0)
+            numbers.setdefault((name, what), []).append(layer.layer_number or 0)
     _layers.clear()  # the hooks of the other layers find nothing left to say
-    groups: ExpertGroups = dispatcher.groups
-    for name, numbers in by_name.items():
+    for (name, what), layers in numbers.items():
+        listed = ", ".join(map(str, sorted(layers)))
         print(
-            f"moe-opt: dispatcher {name} ({dispatcher.describe()}) in MoE layer{'s' * (len(numbers) > 1)} "
-            f"{', '.join(map(str, sorted(numbers)))}; EP {groups.ep_size}, expert-TP {groups.etp_size}; "
+            f"moe-opt: MoE layer{'s' * (len(layers) > 1)} {listed}: dispatcher {what}; "
             f"chosen by --moe-token-dispatcher-type {name}",
             flush=True,
         )

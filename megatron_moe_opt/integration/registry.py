@@ -10,7 +10,6 @@ Three seams, each checked before it is used:
 from __future__ import annotations
 
 import functools
-import importlib.metadata
 import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -23,9 +22,9 @@ from megatron_moe_opt.integration.announce import announce
 from megatron_moe_opt.integration.checks import check_config, check_name
 from megatron_moe_opt.options import Options
 from megatron_moe_opt.topology.expert_groups import ExpertGroups
+from megatron_moe_opt.versions import SUPPORTED_MEGATRON, megatron_version, supports_megatron
 
 FIELD = "moe_token_dispatcher_type"
-SUPPORTED_VERSIONS = ((0, 16), (0, 19))
 
 DISPATCHERS: dict[str, Callable[[ExpertGroups, Options], MontaDispatcher]] = {
     "monta": lambda groups, options: MontaDispatcher(groups, options.monta_level),
@@ -73,27 +72,21 @@ def reading_as_alltoall(config: Any) -> Iterator[str]:
 
 
 def _check_version() -> None:
-    try:
-        version = importlib.metadata.version("megatron-core")
-    except importlib.metadata.PackageNotFoundError:
-        # A Megatron-LM checkout on PYTHONPATH has no metadata.
-        try:
-            from megatron.core import __version__ as version
-        except ImportError:
-            raise ConfigurationError(
-                "megatron-core is not installed: install megatron-core 0.16 to 0.19, or put a Megatron-LM checkout on "
-                "PYTHONPATH"
-            ) from None
-    first, last = SUPPORTED_VERSIONS
-    if not first <= tuple(int(part) for part in version.split(".")[:2]) <= last:
+    version = megatron_version()
+    if version is None:
         raise ConfigurationError(
-            f"megatron-core {version} is not supported: install a version from 0.{first[1]} to 0.{last[1]}"
+            f"megatron-core is not installed: install megatron-core {SUPPORTED_MEGATRON}, or put a Megatron-LM checkout "
+            "on PYTHONPATH"
+        )
+    if not supports_megatron(version):
+        raise ConfigurationError(
+            f"megatron-core {version} is not supported: install a version from {SUPPORTED_MEGATRON}"
         )
 
 
 def _seam_moved(what: str) -> ConfigurationError:
     return ConfigurationError(
-        f"cannot plug into this megatron-core: {what}; install a version from 0.16 to 0.19 as released, or use "
+        f"cannot plug into this megatron-core: {what}; install a release from {SUPPORTED_MEGATRON}, or use "
         "--moe-token-dispatcher-type alltoall"
     )
 

@@ -161,7 +161,8 @@ def unpermute(
 def _require_same_indices(expected: torch.Tensor, sorted_indices: torch.Tensor) -> None:
     if expected.shape != sorted_indices.shape:
         raise ValueError(
-            f"sorted_indices have {sorted_indices.numel()} rows, but the routing_map has {expected.numel()} routed pairs"
+            f"sorted_indices have {sorted_indices.numel()} rows, but the routing_map has {expected.numel()} routed "
+            "pairs: pass the map that was given to permute"
         )
     if expected.is_cuda:  # checked on the device: reading the answer here would cost a synchronisation
         torch._assert_async((expected == sorted_indices).all(), "sorted_indices are not those of the routing_map")

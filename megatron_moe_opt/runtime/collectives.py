@@ -4,7 +4,7 @@ Pure torch.distributed: no autograd and no Megatron in here. Every function exis
 communication and returns a `Pending` whose `wait()` gives the result, `<op>` waits at once.
 
 Order of sums. NCCL keeps its own order. On Gloo, which has no reduce-scatter with unequal counts, each rank gets its
-rows from every peer and adds them in rank order 0..n-1 in the tensor's own dtype: the result depends on nothing but
+rows from every peer and adds them in rank order 0..n-1 (half precision in float32): the result depends on nothing but
 the data, so all callers of these functions agree bit for bit.
 
 Bytes on the wire. Each rank's rows go once to each peer that needs them; nothing is padded.
@@ -19,6 +19,8 @@ from typing import Protocol
 
 import torch
 import torch.distributed as dist
+
+from megatron_moe_opt.runtime.traffic import issued_as
 
 
 class CollectiveError(RuntimeError):
@@ -157,7 +159,10 @@ def start_all_gather_rows(rows: torch.Tensor, counts: list[int] | None, group: d
         elif _on_gloo(group):
             # Gloo refuses unequal lengths: an all-to-all in which every rank is sent the same rows.
             copies = rows.repeat(size, *[1] * (rows.dim() - 1))
-            work = dist.all_to_all_single(gathered, copies, counts, [rows.shape[0]] * size, group=group, async_op=True)
+            with issued_as("all_gather"):
+                work = dist.all_to_all_single(
+                    gathered, copies, counts, [rows.shape[0]] * size, group=group, async_op=True
+                )
         else:
             work = dist.all_gather(list(gathered.split(counts)), rows, group=group, async_op=True)
     return Pending("all_gather_rows", group, work, lambda: gathered)
@@ -190,10 +195,10 @@ def start_reduce_scatter_rows(rows: torch.Tensor, counts: list[int] | None, grou
     with named_errors("reduce_scatter_rows", group):
         if _on_gloo(group):
             parts = rows.new_empty((size, *kept))
-            work = dist.all_to_all_single(
-                parts.flatten(0, 1), rows, [counts[rank]] * size, counts, group=group, async_op=True
-            )
-            return Pending("reduce_scatter_rows", group, work, lambda: _sum_in_rank_order(parts))
+            received = parts.flatten(0, 1)
+            with issued_as("reduce_scatter"):
+                work = dist.all_to_all_single(received, rows, [counts[rank]] * size, counts, group=group, async_op=True)
+            return Pending("reduce_scatter_rows", group, work, lambda: sum_in_rank_order(parts))
         total = rows.new_empty(kept)
         if _equal(counts):
             work = dist.reduce_scatter_tensor(total, rows, group=group, async_op=True)
@@ -207,9 +212,17 @@ def reduce_scatter_rows(rows: torch.Tensor, counts: list[int] | None, group: dis
     return start_reduce_scatter_rows(rows, counts, group).wait()
 
 
-def _sum_in_rank_order(parts: torch.Tensor) -> torch.Tensor:
-    """Add parts[0], parts[1], ... one after the other. parts: [ranks, ...]; its first block is overwritten."""
-    total = parts[0]
+def sum_in_rank_order(parts: torch.Tensor) -> torch.Tensor:
+    """Add parts[0], parts[1], ... one after the other; half-precision parts in float32, rounded once.
+
+    Args:
+        parts: [ranks, ...]; its first block may be overwritten.
+
+    Returns:
+        [...] in the same dtype.
+    """
+    half = parts.dtype in (torch.bfloat16, torch.float16)
+    total = parts[0].float() if half else parts[0]
     for part in parts[1:]:
         total += part
-    return total
+    return total.to(parts.dtype)

@@ -13,8 +13,9 @@ from torch.autograd import Function
 from torch.distributed import ProcessGroup
 
 from megatron_moe_opt.kernels import LANE_BYTES, copy_chunks, join_chunks, split_chunks
-from megatron_moe_opt.runtime.collectives import all_gather_rows, all_to_all_rows
+from megatron_moe_opt.runtime.collectives import all_gather_rows, all_to_all_rows, sum_in_rank_order
 from megatron_moe_opt.runtime.exchange_plan import ExchangePlan
+from megatron_moe_opt.runtime.traffic import issued_as
 
 
 class _AllToAll(Function):
@@ -59,7 +60,7 @@ class _ReduceToSource(Function):
         if plan.tokens_per_expert.numel() > 1:  # one local expert: both orders are the same
             rows = copy_chunks(rows, plan.by_expert.inverse())
         if len(plan.gather_counts) > 1:
-            rows = _sum_in_rank_order(_rows_of_peers(rows, plan.gather_counts, group))
+            rows = sum_in_rank_order(_rows_of_peers(rows, plan.gather_counts, group))
         return rows
 
     @staticmethod
@@ -80,24 +81,18 @@ class _ReduceToSource(Function):
 def _rows_of_peers(rows: torch.Tensor, counts: list[int], group: ProcessGroup) -> torch.Tensor:
     """Gives each rank its counts[rank] rows of every peer: [sum(counts), W] -> [ranks, counts[rank], W]."""
     mine = counts[group.rank()]
-    return all_to_all_rows(rows, [mine] * group.size(), counts, group).view(group.size(), mine, rows.size(1))
-
-
-def _sum_in_rank_order(parts: torch.Tensor) -> torch.Tensor:
-    """[ranks, ...] -> [...], added one rank after the other in at least float32."""
-    total = parts[0].to(torch.promote_types(parts.dtype, torch.float32), copy=True)
-    for part in parts[1:]:
-        total += part
-    return total.to(parts.dtype)
+    with issued_as("reduce_scatter"):
+        parts = all_to_all_rows(rows, [mine] * group.size(), counts, group)
+    return parts.view(group.size(), mine, rows.size(1))
 
 
 def _sum_packed(parts: torch.Tensor, prob_dtype: torch.dtype) -> torch.Tensor:
     """Sums packed rows over ranks: [ranks, R, H + lane] -> [R, H + lane]."""
     hidden = parts.size(2) - LANE_BYTES // parts.element_size()
     packed = parts[0]
-    packed[:, :hidden] = _sum_in_rank_order(parts[:, :, :hidden])
+    packed[:, :hidden] = sum_in_rank_order(parts[:, :, :hidden])
     lanes = parts[:, :, hidden:].contiguous().view(prob_dtype)
-    packed[:, hidden:] = _sum_in_rank_order(lanes).view(parts.dtype)
+    packed[:, hidden:] = sum_in_rank_order(lanes).view(parts.dtype)
     return packed
 
 

@@ -25,7 +25,9 @@ class ExchangePlan:
     """[local experts] int64, on the CPU."""
 
 
-def plan_exchange(counts: torch.Tensor, ep_rank: int, etp_rank: int, device: torch.device | str = "cpu") -> ExchangePlan:
+def plan_exchange(
+    counts: torch.Tensor, ep_rank: int, etp_rank: int, device: torch.device | str = "cpu"
+) -> ExchangePlan:
     """Plans the exchange of the rank at (ep_rank, etp_rank).
 
     Args:

@@ -29,6 +29,7 @@ def one_rank(device, tmp_path):
     yield device
     if started:
         from megatron.core import parallel_state
+
         from tests.ranks import megatron
 
         parallel_state.destroy_model_parallel()

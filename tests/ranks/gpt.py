@@ -95,8 +95,6 @@ class Gpt:
         metadata = {
             "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
             "distrib_optim_sharding_type": self.optimizer_format,
-            # Layouts with and without expert parallelism have one or two optimizers: name their states alike.
-            "chained_optim_avoid_prefix": True,
         }
         model = self.model.module.sharded_state_dict(metadata=metadata)
         optimizer = self.optimizer.sharded_state_dict(model, is_loading=loading, metadata=metadata)

@@ -15,15 +15,15 @@ import faulthandler
 import multiprocessing
 import os
 import pickle
+import shutil
 import signal
 import sys
-import shutil
 import tempfile
 import time
 import traceback
-from pathlib import Path
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from typing import Any
 
 START_TIMEOUT_S = 60

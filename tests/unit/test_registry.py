@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import importlib.metadata
 import re
 from typing import get_args
 
@@ -106,8 +105,14 @@ def test_stock_is_left_alone():
 
 @pytest.mark.parametrize("version", ["0.15.3", "0.20.0", "1.0"])
 def test_unsupported_megatron_is_refused(monkeypatch, version):
-    monkeypatch.setattr(importlib.metadata, "version", lambda _: version)
+    monkeypatch.setattr(registry, "megatron_version", lambda: version)
     with pytest.raises(ConfigurationError, match=f"megatron-core {version} is not supported: install a version from"):
+        megatron_moe_opt.register()
+
+
+def test_missing_megatron_is_refused(monkeypatch):
+    monkeypatch.setattr(registry, "megatron_version", lambda: None)
+    with pytest.raises(ConfigurationError, match="megatron-core is not installed: install megatron-core 0.16 to 0.19"):
         megatron_moe_opt.register()
 
 

@@ -5,7 +5,8 @@ Here keys and values are gathered over the context-parallel group and each rank'
 
 Layout. Context parallelism over n ranks cuts the sequence into 2n chunks; rank r holds chunks r and 2n-1-r, so that
 causal work is even. Gathered in rank order the chunks come as 0, 2n-1, 1, 2n-2, ...; they are put back in order before
-they are attended to. Shapes below: s local tokens, S = n s tokens of the sequence, b batch, g key-value heads, d head size.
+they are attended to. Shapes below: s local tokens, S = n s tokens of the sequence, b batch, g key-value
+heads, d head size.
 """
 
 from __future__ import annotations

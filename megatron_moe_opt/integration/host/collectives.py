@@ -1,13 +1,14 @@
 """torch.distributed over Gloo where Megatron expects NCCL.
 
-Groups asked for with NCCL are made with Gloo; what Gloo lacks (reduce-scatter, unequal lengths, averages, coalescing) is
-built from what it has, through `runtime.collectives`, so that a dispatcher which calls those functions sums in the
+Groups asked for with NCCL are made with Gloo; what Gloo lacks (reduce-scatter, unequal lengths, averages, coalescing)
+is built from what it has, through `runtime.collectives`, so that a dispatcher which calls those functions sums in the
 order that stock Megatron sums in. Every collective that fails says which one it was, on which group and rank.
 """
 
 from __future__ import annotations
 
 import functools
+import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -289,6 +290,26 @@ def _new_group(original: Callable[..., Any]) -> Callable[..., Any]:
     return new_group
 
 
+def _share_device(original: type) -> type:
+    """Gloo opens a network device, and a thread that polls it, for every group; Megatron makes dozens of groups.
+
+    One for all groups is enough, and leaves the processor to the ranks.
+    """
+
+    @functools.cache
+    def devices() -> list[Any]:
+        interfaces = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
+        return [original.create_device(interface=name) for name in interfaces] or [original.create_default_device()]
+
+    class SharedDeviceGloo(original):
+        def __init__(self, store: Any, rank: int, size: int, timeout: Any) -> None:
+            options = original._Options()
+            options._timeout, options._devices, options._threads = timeout, devices(), 2  # 2 is Gloo's default
+            super().__init__(store, rank, size, options)
+
+    return SharedDeviceGloo
+
+
 def use_host_collectives() -> None:
     """Adapt torch.distributed, under the names that Megatron and torch itself call."""
     adaptations: dict[str, Callable[[Any], Any]] = {
@@ -304,6 +325,7 @@ def use_host_collectives() -> None:
         **{name: _named(name) for name in NAMED},
         **{name: _named_point_to_point(name) for name in NAMED_POINT_TO_POINT},
     }
+    replace(c10d, "ProcessGroupGloo", _share_device)
     for name, adapt in adaptations.items():
         replace(dist, name, adapt)
         # torch's own callers (object collectives, checkpoints) look names up in the defining module.

@@ -19,10 +19,13 @@ import torch
 from .patching import replace
 
 # Functions of torch that take `device=` (and some `pin_memory=`) and are called by Megatron with a cuda device.
+# fmt: off
 FACTORIES = (
-    "arange as_tensor asarray empty empty_like empty_strided eye full full_like linspace normal ones ones_like rand"
-    " rand_like randint randint_like randn randn_like randperm scalar_tensor tensor zeros zeros_like"
-).split()
+    "arange", "as_tensor", "asarray", "empty", "empty_like", "empty_strided", "eye", "full", "full_like", "linspace",
+    "normal", "ones", "ones_like", "rand", "rand_like", "randint", "randint_like", "randn", "randn_like", "randperm",
+    "scalar_tensor", "tensor", "zeros", "zeros_like",
+)
+# fmt: on
 TENSOR_FACTORIES = ("new_empty", "new_full", "new_ones", "new_tensor", "new_zeros")
 
 # torch.cuda functions that have nothing to do on the host.

@@ -12,8 +12,10 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
+from megatron_moe_opt.errors import ConfigurationError
 
-class MissingSeamError(RuntimeError):
+
+class MissingSeamError(ConfigurationError):
     """A name of PyTorch or Megatron that the host backend adapts is not where it is expected."""
 
 

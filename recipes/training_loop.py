@@ -1,0 +1,304 @@
+"""The training loop of pretrain_moe_gpt.py: start the ranks, set up, resume, train, save, log."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, nullcontext
+from dataclasses import asdict
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import numpy
+import torch
+import torch.distributed as dist
+from arguments import PROGRAM, Layout, check_arguments, parse_arguments
+from checkpoint import Checkpointer, find_checkpoint
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+from model_setup import build_config, build_model, build_optimizer
+from progress import TrainingProgress
+from rich.console import Console
+from step_log import StepLog
+from token_data import batches, build_datasets, check_dataset
+
+from megatron_moe_opt import register, use_host_backend
+from megatron_moe_opt.errors import ConfigurationError
+from megatron_moe_opt.runtime.collectives import CollectiveError
+from megatron_moe_opt.runtime.traffic import TrafficCounter
+from megatron_moe_opt.topology.nodes import discover_nodes
+
+Batches = Iterator[dict[str, torch.Tensor]]
+
+
+def start_distributed(timeout: timedelta) -> torch.device:
+    """Join the default process group and return this rank's device."""
+    if not torch.cuda.is_available():
+        dist.init_process_group("gloo", timeout=timeout)
+        return torch.device("cpu")
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    torch.cuda.set_device(device)
+    dist.init_process_group("nccl", timeout=timeout, device_id=device)
+    return device
+
+
+def start_model_parallel(args: argparse.Namespace) -> None:
+    """Make Megatron's process groups and seed every generator, as Megatron-LM does."""
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=args.tensor_model_parallel_size,
+        pipeline_model_parallel_size=args.pipeline_model_parallel_size,
+        context_parallel_size=args.context_parallel_size,
+        expert_model_parallel_size=args.expert_model_parallel_size,
+        expert_tensor_parallel_size=args.expert_tensor_parallel_size,
+        distributed_timeout_minutes=args.distributed_timeout_minutes,
+        create_gloo_process_groups=False,
+    )
+    seed = args.seed + 100 * parallel_state.get_pipeline_model_parallel_rank()
+    random.seed(seed)
+    numpy.random.seed(seed)
+    torch.manual_seed(seed)
+    model_parallel_cuda_manual_seed(seed)
+
+
+def check_on_all_ranks(check: Callable[[], None]) -> None:
+    """Run `check` on every rank and raise the first ConfigurationError of any on all: ranks refuse together."""
+    try:
+        check()
+        text = None
+    except ConfigurationError as error:
+        text = str(error)
+    texts: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(texts, text)
+    for text in filter(None, texts):
+        raise ConfigurationError(text)
+
+
+def forward_step(
+    batch_iterator: Batches, model: DistributedDataParallel
+) -> tuple[torch.Tensor, Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]]]:
+    """One micro-batch through this pipeline stage; Megatron's schedules call it."""
+    batch = next(batch_iterator)
+    output = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"])
+    return output, partial(loss_sum, batch["loss_mask"])
+
+
+def loss_sum(
+    loss_mask: torch.Tensor, token_losses: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+    """Loss summed over the tokens of a micro-batch, their number, and both for the report.
+
+    Both inputs are [micro batch, sequence]; Megatron divides the one by the other and averages over the ranks.
+    """
+    mask = loss_mask.view(-1).float()
+    total = (token_losses.view(-1).float() * mask).sum()
+    tokens = mask.sum()
+    return total, tokens.int(), {"lm loss": torch.stack((total.detach(), tokens))}
+
+
+def run_batch(args: argparse.Namespace, model: DistributedDataParallel, batch_iterator: Batches, train: bool) -> float:
+    """One global batch forward, and backward where `train`. Returns its mean loss per token, on every rank."""
+    reports = get_forward_backward_func()(
+        forward_step_func=forward_step,
+        data_iterator=batch_iterator,
+        model=[model],
+        num_microbatches=args.global_batch_size
+        // (args.micro_batch_size * parallel_state.get_data_parallel_world_size()),
+        seq_length=args.seq_length,
+        micro_batch_size=args.micro_batch_size,
+        forward_only=not train,
+    )
+    loss_and_tokens = torch.zeros(2, device=next(model.parameters()).device)
+    if parallel_state.is_pipeline_last_stage():
+        loss_and_tokens = torch.stack([report["lm loss"] for report in reports]).sum(dim=0)
+        dist.all_reduce(loss_and_tokens, group=parallel_state.get_data_parallel_group(with_context_parallel=True))
+    if parallel_state.get_pipeline_model_parallel_world_size() > 1:
+        dist.broadcast(
+            loss_and_tokens,
+            parallel_state.get_pipeline_model_parallel_last_rank(),
+            parallel_state.get_pipeline_model_parallel_group(),
+        )
+    total, tokens = loss_and_tokens.tolist()
+    return total / tokens
+
+
+def train_step(
+    args: argparse.Namespace,
+    model: DistributedDataParallel,
+    optimizer: MegatronOptimizer,
+    scheduler: OptimizerParamScheduler,
+    batch_iterator: Batches,
+) -> tuple[float, float]:
+    """One iteration: gradients, optimizer, schedule. Returns the mean loss and the gradient norm before clipping."""
+    model.zero_grad_buffer()
+    optimizer.zero_grad()
+    loss = run_batch(args, model, batch_iterator, train=True)
+    _, grad_norm, _ = optimizer.step()
+    scheduler.step(increment=args.global_batch_size)
+    return loss, float(grad_norm)
+
+
+@torch.no_grad()
+def evaluate(args: argparse.Namespace, model: DistributedDataParallel, batch_iterator: Batches) -> float:
+    """Mean validation loss over `--eval-iters` global batches."""
+    model.eval()
+    losses = [run_batch(args, model, batch_iterator, train=False) for _ in range(args.eval_iters)]
+    model.train()
+    return sum(losses) / len(losses)
+
+
+def last_iteration(args: argparse.Namespace, done: int) -> int:
+    """Where this run stops: at `--train-iters`, or at the next multiple of `--exit-interval`."""
+    if not args.exit_interval:
+        return args.train_iters
+    return min(args.train_iters, (done // args.exit_interval + 1) * args.exit_interval)
+
+
+def train(args: argparse.Namespace, layout: Layout, device: torch.device, console: Console) -> None:
+    """Set up, resume where asked, train, and save."""
+    config = build_config(args)
+    check_on_all_ranks(partial(check_dataset, args))
+    start_model_parallel(args)
+    train_data, valid_data = build_datasets(args)
+    model = build_model(args, config, device)
+    optimizer, scheduler = build_optimizer(args, model)
+    checkpointer = Checkpointer(args, layout, model, optimizer, scheduler)
+
+    iteration, consumed_samples = resume(args, checkpointer, console)
+    last = last_iteration(args, iteration)
+    batch_iterator = batches(train_data, args.micro_batch_size, consumed_samples, device)
+    tokens = args.global_batch_size * args.seq_length
+    nodes = discover_nodes()
+    announce(args, layout, model, device, nodes.num_nodes, console)
+
+    with ExitStack() as stack:
+        progress = stack.enter_context(TrainingProgress(console, args.train_iters, iteration, tokens))
+        write = open_logs(args, stack)
+        while iteration < last:
+            # The step that is counted is the last one, and is not to be timed.
+            counter = TrafficCounter(nodes) if iteration + 1 == last else None
+            start = time.perf_counter()
+            with counter or nullcontext():
+                loss, grad_norm = train_step(args, model, optimizer, scheduler, batch_iterator)
+            seconds = time.perf_counter() - start
+            iteration += 1
+            consumed_samples += args.global_batch_size
+            if loss != loss or abs(loss) == float("inf"):
+                raise FloatingPointError(f"the loss is {loss} at iteration {iteration}; lower --lr or check the data")
+            record: dict[str, Any] = {"iteration": iteration, "loss": loss, "grad_norm": grad_norm}
+            if counter is None:
+                record["seconds"] = seconds
+            else:
+                record["traffic"] = [asdict(row) for row in counter.reduce()]
+            progress.count(seconds)
+            if iteration % args.log_interval == 0 or iteration == last:
+                write(record)
+                progress.show(iteration, loss, grad_norm)
+            if args.save and (iteration == last or (args.save_interval and iteration % args.save_interval == 0)):
+                progress.say(f"saved {checkpointer.save(args.save, iteration, consumed_samples)}")
+    if valid_data is not None:
+        loss = evaluate(args, model, batches(valid_data, args.micro_batch_size, 0, device))
+        console.print(f"validation loss {loss:.4f} over {args.eval_iters} batches", highlight=False)
+
+
+def resume(args: argparse.Namespace, checkpointer: Checkpointer, console: Console) -> tuple[int, int]:
+    """Load what `--load` asks for. Returns the iterations done and samples consumed; 0, 0 from scratch."""
+    if not args.load:
+        return 0, 0
+    path = find_checkpoint(args.load, args.ckpt_step)
+    if path is None:
+        if args.exit_on_missing_checkpoint:
+            raise ConfigurationError(f"--load {args.load} holds no complete checkpoint; save one there first")
+        console.print(f"no checkpoint in {args.load} yet: starting from scratch", highlight=False, soft_wrap=True)
+        return 0, 0
+    iteration, consumed_samples = checkpointer.load(path)
+    if iteration >= args.train_iters:
+        raise ConfigurationError(f"--train-iters {args.train_iters} is reached already in {path}; raise it")
+    console.print(f"resumed from {path}", highlight=False, soft_wrap=True)
+    return iteration, consumed_samples
+
+
+def open_logs(args: argparse.Namespace, stack: ExitStack) -> Callable[[dict[str, Any]], None]:
+    """Open the logs asked for, on rank 0. Returns the function that writes a record to all of them."""
+    if dist.get_rank() != 0:
+        return lambda record: None
+    step_log = stack.enter_context(StepLog(args.log_json)) if args.log_json else None
+    board = None
+    if args.tensorboard_dir:
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError:
+            raise ConfigurationError(
+                f"--tensorboard-dir {args.tensorboard_dir} needs the tensorboard package: pip install tensorboard"
+            ) from None
+        board = stack.enter_context(SummaryWriter(args.tensorboard_dir))
+
+    def write(record: dict[str, Any]) -> None:
+        if step_log is not None:
+            step_log.write(record)
+        if board is not None:
+            for key, name in (("loss", "lm loss"), ("grad_norm", "grad-norm"), ("seconds", "iteration-time")):
+                if key in record:
+                    board.add_scalar(name, record[key], record["iteration"])
+
+    return write
+
+
+def announce(
+    args: argparse.Namespace,
+    layout: Layout,
+    model: DistributedDataParallel,
+    device: torch.device,
+    num_nodes: int,
+    console: Console,
+) -> None:
+    """One line that says what trains on what."""
+    parameters = sum(parameter.numel() for parameter in model.parameters()) / 1e6
+    console.print(
+        f"{dist.get_world_size()} ranks ({device.type}) on {num_nodes} node{'s' * (num_nodes > 1)}: {layout};"
+        f" {args.num_layers} layers, {args.num_experts} experts, top-{args.moe_router_topk}, {parameters:.1f} M"
+        f" parameters on this rank; {'bf16' if args.bf16 else 'fp32'}; dispatcher {args.moe_token_dispatcher_type}",
+        highlight=False,
+        soft_wrap=True,
+    )
+
+
+def refuse(error: ConfigurationError) -> int:
+    """Say why on rank 0. The others wait for it: torchrun ends every rank as soon as one has gone."""
+    if not dist.is_initialized():
+        dist.init_process_group("gloo")
+    if dist.get_rank() == 0:
+        print(f"{PROGRAM}: error: {error}", file=sys.stderr, flush=True)
+    dist.barrier()
+    return 2
+
+
+def main() -> int:
+    """Run the command line; the exit status is 2 where it was refused and 1 where training failed."""
+    # Without torchrun: one rank.
+    for name, value in (("RANK", 0), ("LOCAL_RANK", 0), ("WORLD_SIZE", 1), ("MASTER_ADDR", "localhost")):
+        os.environ.setdefault(name, str(value))
+    os.environ.setdefault("MASTER_PORT", "0")
+    console = Console(quiet=os.environ["RANK"] != "0")
+    try:
+        args, options = parse_arguments(sys.argv[1:])
+        use_host_backend()
+        register(options)
+        layout = check_arguments(args, int(os.environ["WORLD_SIZE"]))
+        device = start_distributed(timedelta(minutes=args.distributed_timeout_minutes))
+        train(args, layout, device, console)
+    except ConfigurationError as error:
+        return refuse(error)
+    except CollectiveError as error:
+        print(f"{PROGRAM}: error: {error}", file=sys.stderr, flush=True)
+        return 1
+    dist.destroy_process_group()
+    return 0

@@ -1,0 +1,32 @@
+"""Fixtures of the system tests."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.system.training import ROOT
+
+# The checkers of the recipe are tested in this process too; recipes/ is a folder of scripts, not a package.
+sys.path.insert(0, str(ROOT / "recipes"))
+
+
+@pytest.fixture(scope="session")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of real text: some documents of this repository's own source, enough for every split."""
+    folder = tmp_path_factory.mktemp("text")
+    for number, source in enumerate(sorted((ROOT / "megatron_moe_opt").rglob("*.py"))):
+        (folder / f"{number:03}.txt").write_text(source.read_text(encoding="utf-8"), encoding="utf-8")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def data(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Prefix of a Megatron dataset made of that text."""
+    prefix = tmp_path_factory.mktemp("data") / "text"
+    script = ROOT / "recipes" / "prepare_text.py"
+    subprocess.run([sys.executable, str(script), "--output", str(prefix), "--text", str(text)], check=True)
+    return prefix

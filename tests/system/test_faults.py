@@ -1,0 +1,132 @@
+"""Ranks that die or stall, and runs that die while they save."""
+
+from __future__ import annotations
+
+import re
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import psutil
+import pytest
+
+from megatron_moe_opt.errors import ConfigurationError
+from tests.system.training import command, environment, train
+
+# The collective, its group with its ranks, and the rank that noticed.
+NAMED_ERROR = re.compile(r"pretrain_moe_gpt: error: \w+ on group \S.* \(ranks [\d, ]+\) failed on rank \d: ")
+
+
+@contextmanager
+def running(data: Path, *arguments: str | Path | int, torchrun: tuple[str, ...] = ()) -> Iterator[subprocess.Popen]:
+    """A training run with no end, and none of its processes left afterwards."""
+    process = subprocess.Popen(
+        command(data, "--train-iters", 100_000, *arguments, torchrun=torchrun),
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    try:
+        yield process
+    finally:
+        kill_all(process)
+
+
+def kill_all(process: subprocess.Popen) -> None:
+    """Kill torchrun and its ranks, which have sessions of their own, all at once."""
+    try:
+        family = [*psutil.Process(process.pid).children(recursive=True), psutil.Process(process.pid)]
+    except psutil.NoSuchProcess:
+        family = []
+    for member in family:
+        with suppress(psutil.NoSuchProcess):
+            member.kill()
+    process.wait()
+
+
+def wait_until(condition, process: subprocess.Popen, seconds: float = 90, every: float = 0.05) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert process.poll() is None, process.stdout.read()
+        assert time.monotonic() < deadline, "the run did not come so far in time"
+        time.sleep(every)
+
+
+def rank_process(process: subprocess.Popen, rank: int) -> psutil.Process:
+    return next(child for child in psutil.Process(process.pid).children() if child.environ().get("RANK") == str(rank))
+
+
+@pytest.mark.parametrize("sign", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stalled"])
+def test_a_lost_rank_ends_the_job_with_a_named_error(data: Path, tmp_path: Path, sign: signal.Signals):
+    log, timeout_minutes, shutdown = tmp_path / "log.jsonl", 0.2, 2
+    with running(
+        data, "--moe-token-dispatcher-type", "monta", "--log-json", log,
+        "--distributed-timeout-minutes", timeout_minutes, torchrun=(f"--shutdown-timeout={shutdown}",),
+    ) as process:  # fmt: skip
+        wait_until(lambda: log.exists() and log.read_text().count("\n") >= 2, process)
+        rank_process(process, 3).send_signal(sign)
+        output, _ = process.communicate(timeout=60 * timeout_minutes + shutdown + 20)
+    assert process.returncode not in (0, None)
+    assert NAMED_ERROR.search(output), output
+
+
+def test_a_run_killed_while_it_saves_leaves_the_checkpoint_before(data: Path, tmp_path: Path):
+    from checkpoint import TRACKER, find_checkpoint
+
+    folder = tmp_path / "checkpoints"
+    arguments = ("--moe-token-dispatcher-type", "monta", "--save", folder)
+    with running(data, *arguments, "--save-interval", 1) as process:
+        # A second checkpoint is being written while the tracker names the first.
+        wait_until(lambda: (folder / TRACKER).exists() and any(folder.glob(".iter_*.partial")), process, every=0.001)
+        kill_all(process)
+    assert any(folder.glob(".iter_*.partial")), "killed too late to have been saving"
+
+    complete = find_checkpoint(str(folder), None)
+    assert complete is not None
+    iteration = int(complete.name.removeprefix("iter_"))
+    output = train(data, *arguments, "--load", folder, "--train-iters", iteration + 1)
+    assert f"resumed from {complete}" in output
+    # The same iteration is saved over what the killed run left.
+    assert find_checkpoint(str(folder), None).name == f"iter_{iteration + 1:07d}"
+
+
+def test_a_half_written_checkpoint_is_refused_and_its_complete_neighbours_named(tmp_path: Path):
+    from checkpoint import TRACKER, find_checkpoint
+
+    for iteration, files in ((10, ("common.pt", "metadata.json")), (20, ("common.pt", "__0_0.distcp"))):
+        (tmp_path / f"iter_{iteration:07d}").mkdir()
+        for name in files:
+            content = '{"sharded_backend": "torch_dist", "sharded_backend_version": 1}' if "json" in name else ""
+            (tmp_path / f"iter_{iteration:07d}" / name).write_text(content)
+    assert find_checkpoint(str(tmp_path), None) is None  # no tracker: nothing is complete
+    sentence = "iter_0000020 is missing or not complete; complete checkpoints, for --ckpt-step: 10"
+    with pytest.raises(ConfigurationError, match=sentence):
+        find_checkpoint(str(tmp_path), 20)
+    (tmp_path / TRACKER).write_text("20")
+    with pytest.raises(ConfigurationError, match=sentence):
+        find_checkpoint(str(tmp_path), None)
+    (tmp_path / TRACKER).write_text("10")
+    assert find_checkpoint(str(tmp_path), None) == tmp_path / "iter_0000010"
+
+
+def test_nothing_is_published_when_the_tracker_cannot_be_reached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A failure between the parts and the rename leaves the tracker where it was."""
+    import checkpoint
+
+    (tmp_path / checkpoint.TRACKER).write_text("1")
+    partial = tmp_path / ".iter_0000002.partial"
+    partial.mkdir()
+    (partial / "common.pt").write_bytes(b"state")
+
+    def fail(path: Path) -> None:
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(checkpoint, "_flush", fail)
+    with pytest.raises(OSError, match="no space left"):
+        checkpoint.publish(partial, tmp_path / "iter_0000002", 2)
+    assert (tmp_path / checkpoint.TRACKER).read_text() == "1"
+    assert not (tmp_path / "iter_0000002").exists()

@@ -1,0 +1,192 @@
+"""The main job: training, resuming, comparing with stock, and refusing what cannot work."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron_moe_opt.errors import ConfigurationError
+from tests.system.training import LAYOUT, MODEL, ROOT, environment, refused, train
+
+
+def losses(log: Path) -> dict[int, float]:
+    records = [json.loads(line) for line in log.read_text().splitlines()]
+    return {record["iteration"]: record["loss"] for record in records}
+
+
+def test_train_and_compare(text: Path, tmp_path: Path):
+    """The script behind the quickstart, with fewer steps: all bars met, table and plot written."""
+    script = ["bash", str(ROOT / "recipes/train_and_compare.sh")]
+    path = f"{Path(sys.executable).parent}:{environment()['PATH']}"
+    result = subprocess.run(
+        [*script, "--text", str(text), "--steps", "24", "--output", str(tmp_path / "out")],
+        env=environment() | {"PATH": path},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=300,
+    )
+    assert result.returncode == 0, result.stdout
+    table = (tmp_path / "out/closing_table.md").read_text()
+    assert table.count("- met:") == 3 and "missed" not in table
+    for row in ("loss, iteration 24", "step time, median", "all_to_all, intra-node"):
+        assert f"| {row}" in table
+    assert (tmp_path / "out/loss.png").stat().st_size > 10_000
+    assert "dispatcher monta" in result.stdout and "tokens/s" in result.stdout
+
+
+def test_checkpoints_cross_dispatchers_and_resume_bit_for_bit(data: Path, tmp_path: Path):
+    logs = [tmp_path / name for name in ("whole.jsonl", "stock.jsonl", "back.jsonl")]
+    common = ("--train-iters", 6)
+    monta, stock = (("--moe-token-dispatcher-type", name) for name in ("monta", "alltoall"))
+    output = train(
+        data, *common, *monta, "--save", tmp_path / "a", "--save-interval", 2, "--log-json", logs[0], "--eval-iters", 1
+    )
+    assert "validation loss" in output
+    train(
+        data, *common, *stock, "--load", tmp_path / "a", "--ckpt-step", 2, "--exit-interval", 4,
+        "--save", tmp_path / "b", "--log-json", logs[1],
+    )  # fmt: skip
+    train(data, *common, *monta, "--load", tmp_path / "b", "--log-json", logs[2])
+    whole, there, back = map(losses, logs)
+    assert list(whole) == [1, 2, 3, 4, 5, 6]
+    assert there == {3: whole[3], 4: whole[4]}
+    assert back == {5: whole[5], 6: whole[6]}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ("--tensor-model-parallel-size 2 --sequence-parallel", "TP x PP x CP needs at least 2 ranks, but 1 started"),
+        ("--moe-token-dispatcher-type teleport", "--moe-token-dispatcher-type teleport is not a dispatcher"),
+        ("--data-path nowhere/text", "nowhere/text.bin does not exist; make the dataset with recipes/prepare_text.py"),
+    ],
+)
+def test_the_script_refuses_with_one_sentence(data: Path, arguments: str, sentence: str):
+    assert sentence in refused(data, "--train-iters", 1, *arguments.split())
+
+
+def check(arguments: str, ranks: int = 4) -> None:
+    from arguments import check_arguments, parse_arguments
+
+    args, _ = parse_arguments([*shlex.split("--train-iters 5 --data-path text"), *MODEL, *LAYOUT, *arguments.split()])
+    check_arguments(args, ranks)
+
+
+def test_the_layout_of_these_tests_is_accepted():
+    check("")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "ranks", "sentence"),
+    [
+        ("", 2, "expert-TP x EP x PP needs at least 4 ranks, but 2 started; start torchrun --nproc-per-node 4"),
+        ("", 6, "6 ranks cannot be shared out in groups of 4 \\(expert-TP x EP x PP\\)"),
+        ("--expert-model-parallel-size 3", 6, "--num-experts 4 is not divisible by --expert-model-parallel-size 3"),
+        ("--num-layers 3 --pipeline-model-parallel-size 2", 8, "--num-layers 3 is not divisible by --pipeline-"),
+        ("--num-attention-heads 5", 4, "--hidden-size 32 is not divisible by --num-attention-heads 5"),
+        ("--moe-router-topk 5", 4, "--moe-router-topk 5 is more than --num-experts 4"),
+        ("--seq-length 33", 4, "--seq-length 33 must be divisible by 2"),
+        ("--global-batch-size 6", 4, "--global-batch-size 6 is not divisible by 4: --micro-batch-size 2 x 2 data-par"),
+        ("--micro-batch-size 0", 4, "--micro-batch-size 0 must be more than 0"),
+        ("--save-interval 5", 4, "--save-interval 5 needs a folder to save in; add --save DIR"),
+        ("--ckpt-step 5", 4, "--ckpt-step 5 needs a folder to load from; add --load DIR"),
+        ("--lr-warmup-iters 5", 4, "--lr-warmup-iters 5 must be less than the 5 iterations"),
+        ("--min-lr 1", 4, "--min-lr 1.0 is more than --lr 0.001"),
+        ("--hidden-sise 32", 4, "unrecognized arguments: --hidden-sise 32; see --help"),
+        ("--moe-opt-nonsense 1", 4, "--moe-opt-nonsense is not an option of megatron-moe-opt"),
+    ],
+)
+def test_arguments_are_refused_before_training(arguments: str, ranks: int, sentence: str):
+    with pytest.raises(ConfigurationError, match=sentence):
+        check(arguments, ranks)
+
+
+def test_tensor_parallelism_needs_sequence_parallelism():
+    from arguments import check_arguments, parse_arguments
+
+    command_line = [*shlex.split("--train-iters 5 --data-path text --tensor-model-parallel-size 2"), *MODEL]
+    args, _ = parse_arguments(command_line)
+    with pytest.raises(ConfigurationError, match="--tensor-model-parallel-size 2 .* add --sequence-parallel"):
+        check_arguments(args, 4)
+
+
+def check_data(prefix: Path, arguments: str = "") -> None:
+    from arguments import parse_arguments
+    from token_data import check_dataset
+
+    args, _ = parse_arguments([*shlex.split(f"--train-iters 5 --data-path {prefix}"), *MODEL, *arguments.split()])
+    check_dataset(args)
+
+
+def test_a_good_dataset_is_accepted(data: Path):
+    check_data(data)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ("--seq-length 10000000", "the training part of --split 9,1,0 has .* fewer than one sample of --seq-length"),
+        ("--split 1,1e-9,0", "the validation part of --split 1,1e-9,0 has 0 tokens, .* \\(33\\)"),
+        ("--split 0,1", "--split 0,1 must be up to three numbers, training first"),
+        ("--split a,b", "--split a,b must be up to three numbers"),
+        ("--vocab-size 100", "holds token .*, but --vocab-size 100 allows 0 to 100; raise --vocab-size"),
+    ],
+)
+def test_settings_that_do_not_fit_the_dataset_are_refused(data: Path, arguments: str, sentence: str):
+    with pytest.raises(ConfigurationError, match=sentence):
+        check_data(data, arguments)
+
+
+@pytest.mark.parametrize(
+    ("suffix", "content", "sentence"),
+    [
+        (".bin", b"", "text.bin is empty; make the dataset again"),
+        (".idx", b"not an index of anything at all", "text.idx is not the index of a Megatron dataset"),
+        (".bin", b"short", "text.bin is shorter than its index says"),
+    ],
+)
+def test_broken_datasets_are_refused(data: Path, tmp_path: Path, suffix: str, content: bytes, sentence: str):
+    for each in (".bin", ".idx"):
+        shutil.copy(f"{data}{each}", tmp_path / f"text{each}")
+    (tmp_path / f"text{suffix}").write_bytes(content)
+    with pytest.raises(ConfigurationError, match=sentence):
+        check_data(tmp_path / "text")
+
+
+def write_log(path: Path, values: list[float]) -> str:
+    lines = [json.dumps({"iteration": i, "loss": loss, "seconds": 0.1}) for i, loss in enumerate(values, start=1)]
+    path.write_text("\n".join(lines) + "\n")
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("baseline", "resumed", "status"),
+    [
+        ([4.0, 3.0, 2.0], [4.0, 3.0, 2.0], 0),
+        ([4.0, 3.0, 2.00001], [4.0, 3.0, 2.0], 1),  # stock differs by 5e-6
+        ([4.0, 3.0], [4.0, 3.0, 2.0], 1),  # a step is missing
+        ([4.0, 3.0, 2.0], [4.0, 3.0, 2.0000000001], 1),  # resumed must be equal bit for bit
+    ],
+)
+def test_a_missed_bar_is_an_exit_status(tmp_path: Path, baseline: list[float], resumed: list[float], status: int):
+    from compare_runs import main
+
+    ours = write_log(tmp_path / "ours.jsonl", [4.0, 3.0, 2.0])
+    stock, again = write_log(tmp_path / "stock.jsonl", baseline), write_log(tmp_path / "again.jsonl", resumed)
+    arguments = ["--run", "monta", ours, "--baseline", "alltoall", stock, "--resumed", again]
+    assert main([*arguments, "--output", str(tmp_path)]) == status
+
+
+def test_a_loss_that_does_not_fall_is_a_missed_bar(tmp_path: Path):
+    from compare_runs import main
+
+    log = write_log(tmp_path / "flat.jsonl", [4.0, 3.9, 3.8])
+    assert main(["--run", "a", log, "--baseline", "b", log, "--output", str(tmp_path)]) == 1
+    assert "**missed**: the loss falls by at least 25%: 5.0%" in (tmp_path / "closing_table.md").read_text()

@@ -1,0 +1,127 @@
+"""Switching the host backend on, and the parts of it that need no ranks."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import types
+
+import pytest
+import torch
+
+from megatron_moe_opt.integration.host import devices, patching
+from megatron_moe_opt.integration.host.attention import zigzag_positions
+
+
+def run_python(code):
+    """Execute code in a process of its own, since switching the backend on is for good; return what it printed."""
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.split()
+
+
+USE = "from megatron_moe_opt.integration.host import use_host_backend; print(use_host_backend(), use_host_backend())"
+MEGATRON = "import megatron.core.models.gpt, megatron.core.distributed, megatron.core.optimizer"
+ALIASES = """
+import torch.distributed as dist
+from megatron.core.tensor_parallel import mappings
+from megatron.core.distributed import param_and_grad_buffer
+from megatron.core.utils import is_te_min_version
+print(mappings.dist_reduce_scatter_func is dist.reduce_scatter_tensor)
+print(param_and_grad_buffer.dist_all_gather_func is dist.all_gather_into_tensor)
+print(param_and_grad_buffer._coalescing_manager is dist._coalescing_manager)
+print(is_te_min_version("0.1"), "megatron_moe_opt" in dist.reduce_scatter_tensor.__code__.co_filename)
+"""
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the host backend is for machines without a GPU")
+@pytest.mark.parametrize("code", [f"{USE}\n{MEGATRON}", f"{MEGATRON}\n{USE}"], ids=["before", "after"])
+def test_switched_on_before_or_after_importing_megatron(code):
+    assert run_python(code + ALIASES) == ["True"] * 5 + ["False", "True"]
+
+
+def test_machine_with_a_gpu_is_left_alone():
+    code = """
+import torch, torch.distributed as dist
+torch.cuda.is_available = lambda: True
+def names():
+    return [vars(owner).get(name) for owner in (torch, torch.cuda, torch.Tensor, dist) for name in dir(owner)]
+before = names()
+from megatron_moe_opt.integration.host import use_host_backend
+print(use_host_backend(), all(a is b for a, b in zip(before, names(), strict=True)))
+import sys
+print("megatron.core" in sys.modules)
+"""
+    assert run_python(code) == ["False", "True", "False"]
+
+
+def test_seam_that_moved_is_refused_by_name():
+    code = """
+import torch.distributed as dist
+del dist._coalescing_manager
+from megatron_moe_opt.integration.host import use_host_backend
+try:
+    use_host_backend()
+except RuntimeError as error:
+    print(str(error).replace(" ", "_"))
+"""
+    (message,) = run_python(code)
+    assert message.startswith("the_host_backend_adapts_torch.distributed._coalescing_manager,_which_this_version")
+    assert "megatron-core_0.16_to_0.19" in message
+
+
+@pytest.mark.parametrize("device", ["cuda", "cuda:3", 0, torch.device("cuda"), torch.device("cuda", 1)], ids=str)
+def test_cuda_devices_are_the_cpu(device):
+    assert devices.host_device(device) == torch.device("cpu")
+
+
+@pytest.mark.parametrize("device", [None, "cpu", "meta", torch.device("meta"), torch.float32], ids=str)
+def test_other_devices_stay(device):
+    assert devices.host_device(device) is device
+
+
+def test_events_measure_milliseconds():
+    start, end = devices.HostEvent(enable_timing=True), devices.HostEvent(enable_timing=True)
+    start.record()
+    sum(range(10_000))
+    end.record()
+    assert 0 < start.elapsed_time(end) < 1000
+    assert devices.HostStream().record_event().query()
+
+
+def test_zigzag_positions():
+    # 8 tokens on 2 ranks: chunks 01 23 45 67; rank 0 holds the first and the last, rank 1 the two between.
+    assert zigzag_positions(8, 0, 2).tolist() == [0, 1, 6, 7]
+    assert zigzag_positions(8, 1, 2).tolist() == [2, 3, 4, 5]
+
+
+def test_replace_reaches_modules_that_hold_the_original():
+    owner, holder = types.ModuleType("megatron.owner"), types.ModuleType("megatron.holder")
+    owner.double = holder.twice = lambda x: 2 * x
+    sys.modules[holder.__name__] = holder
+    try:
+        patching.replace(owner, "double", lambda original: lambda x: original(x) + 1)
+        assert holder.twice is owner.double
+        assert holder.twice(2) == 5
+    finally:
+        del sys.modules[holder.__name__]
+
+
+def test_replace_refuses_a_name_that_is_not_there():
+    with pytest.raises(patching.MissingSeamError, match=r"adapts megatron\.gone\.double, which this version does not"):
+        patching.replace(types.ModuleType("megatron.gone"), "double", lambda original: original)
+
+
+def test_when_imported_adapts_later_and_once(tmp_path, monkeypatch):
+    (tmp_path / "imported_later.py").write_text("value = 1\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    patching.when_imported("imported_later", lambda module: setattr(module, "value", module.value + 1))
+    import imported_later
+
+    assert imported_later.value == 2
+    patching.when_imported("imported_later", lambda module: setattr(module, "value", 10))
+    assert imported_later.value == 10
+    del sys.modules["imported_later"]
+    import imported_later
+
+    assert imported_later.value == 1
