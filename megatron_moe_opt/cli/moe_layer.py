@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
 from megatron.core.transformer.moe.moe_layer import MoELayer
-from megatron.core.transformer.moe.router_replay import RouterReplayAction
-from megatron.core.transformer.spec_utils import build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_moe_opt.cli.layer_settings import LayerSettings
 from megatron_moe_opt.cli.routing import choose_experts
+from megatron_moe_opt.integration.moe_layer import build_layer, impose_routing
 
 
 def layer_config(settings: LayerSettings, dispatcher: str, ep: int, permute_fusion: bool) -> TransformerConfig:
@@ -49,15 +46,6 @@ def layer_config(settings: LayerSettings, dispatcher: str, ep: int, permute_fusi
         bf16=dtype is torch.bfloat16,
         params_dtype=dtype,
     )
-
-
-def build_layer(config: TransformerConfig) -> MoELayer:
-    """The layer that Megatron's own specification without Transformer Engine describes."""
-    spec = get_moe_module_spec(use_te=False, num_experts=config.num_moe_experts, moe_grouped_gemm=False)
-    # A ModuleSpec up to Megatron-Core 0.17, a partial of the class from 0.18 on.
-    layer = spec(config) if isinstance(spec, functools.partial) else build_module(spec, config)
-    layer.set_layer_number(1)
-    return layer
 
 
 @dataclass
@@ -112,8 +100,6 @@ def layers_under_test(
         layer = build_layer(layer_config(settings, dispatcher, ep, permute_fusion))
         if layers:
             layer.load_state_dict(next(iter(layers.values())).layer.state_dict())
-        # The choices are imposed; the probabilities still come from the router's weights, and train them.
-        layer.router.router_replay.set_target_indices(indices.to(device))
-        layer.router.router_replay.set_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
+        impose_routing(layer, indices.to(device))
         layers[dispatcher] = LayerUnderTest(layer, tokens.clone().requires_grad_(), output_grad)
     return layers

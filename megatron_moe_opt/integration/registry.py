@@ -75,13 +75,11 @@ def _check_version() -> None:
     version = megatron_version()
     if version is None:
         raise ConfigurationError(
-            f"megatron-core is not installed: install megatron-core {SUPPORTED_MEGATRON}, or put a Megatron-LM checkout "
-            "on PYTHONPATH"
+            f"megatron-core is not installed: install megatron-core {SUPPORTED_MEGATRON}, or put a checkout of "
+            "Megatron-LM on PYTHONPATH"
         )
     if not supports_megatron(version):
-        raise ConfigurationError(
-            f"megatron-core {version} is not supported: install a version from {SUPPORTED_MEGATRON}"
-        )
+        raise ConfigurationError(f"megatron-core {version} is not supported: install one from {SUPPORTED_MEGATRON}")
 
 
 def _seam_moved(what: str) -> ConfigurationError:

@@ -40,12 +40,13 @@ def one_rank(device, tmp_path):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("settings", [{}, {"moe_router_topk": 5}, DROP, PAD, SHARED], ids=str)
 def test_monta_equals_stock(one_rank, settings, dtype):
-    from tests.ranks.megatron import moe_config, moe_layer, parallel
+    from megatron_moe_opt.integration.moe_layer import build_layer
+    from tests.ranks.megatron import moe_config, parallel
 
     with parallel():
         stock_config = moe_config(bf16=dtype == torch.bfloat16, **settings)
         configs = [stock_config, dataclasses.replace(stock_config, moe_token_dispatcher_type="monta")]
-        layers = [moe_layer(config).to(device=one_rank, dtype=dtype) for config in configs]
+        layers = [build_layer(config).to(device=one_rank, dtype=dtype) for config in configs]
         layers[1].load_state_dict(layers[0].state_dict())
         inputs = torch.randn(128, 3, stock_config.hidden_size, device=one_rank, dtype=dtype)
         grad = torch.randn_like(inputs)

@@ -59,22 +59,22 @@ def run_layer(layer: Any, hidden: torch.Tensor, steps: int) -> dict[str, torch.T
 def compare(
     dispatcher: str, layout: dict, settings: dict, routing: str | None = None, dtype: str = "float32", steps: int = 1
 ) -> dict[str, Any]:
-    """On every rank: relative error of each result (norm of the difference over the norm), and whether all are equal."""
-    from tests.ranks.megatron import moe_config, moe_layer, parallel
+    """On every rank: relative error of each result (norm of the difference over the norm), and if all are equal."""
+    from megatron_moe_opt.integration.moe_layer import build_layer
+    from tests.ranks.megatron import moe_config, parallel
 
     with parallel(**layout):
         torch.manual_seed(11 + dist.get_rank())
         settings = {"moe_router_pre_softmax": True, "bf16": dtype == "bfloat16"} | settings  # top-1 needs pre-softmax
         stock_config = moe_config(**settings)
         our_config = dataclasses.replace(stock_config, moe_token_dispatcher_type=dispatcher)
-        layers = [moe_layer(config).to(getattr(torch, dtype)) for config in (stock_config, our_config)]
+        layers = [build_layer(config).to(getattr(torch, dtype)) for config in (stock_config, our_config)]
         layers[1].load_state_dict(layers[0].state_dict())
         assert type(layers[1].token_dispatcher).__name__ == "PluggedTokenDispatcher"
         tokens = SEQUENCE // layout.get("tp", 1) // layout.get("cp", 1)
         hidden = torch.randn(tokens, BATCH, stock_config.hidden_size).to(getattr(torch, dtype))
         results = []
         for layer in layers:
-            layer.set_layer_number(1)
             if routing:
                 route_to(layer, routing, seed=3 + dist.get_rank())
             results.append(run_layer(layer, hidden, steps))
@@ -187,10 +187,11 @@ def test_deepspeed_reference_is_within_the_contract_in_fp32(ranks, case):
 
 def one_layer(dispatcher: str) -> list[bytes]:
     """The bytes of output and gradients of one run."""
-    from tests.ranks.megatron import moe_config, moe_layer, parallel
+    from megatron_moe_opt.integration.moe_layer import build_layer
+    from tests.ranks.megatron import moe_config, parallel
 
     with parallel(tp=2, ep=2, etp=2):
-        layer = moe_layer(moe_config(moe_token_dispatcher_type=dispatcher))
+        layer = build_layer(moe_config(moe_token_dispatcher_type=dispatcher))
         torch.manual_seed(5 + dist.get_rank())
         results = run_layer(layer, torch.randn(SEQUENCE // 2, BATCH, 64), steps=1)
     return [results[name].numpy().tobytes() for name in sorted(results)]
@@ -201,10 +202,11 @@ def test_same_seed_same_bits(ranks):
 
 
 def state_names(dispatcher: str) -> list[tuple[str, tuple[int, ...]]]:
-    from tests.ranks.megatron import moe_config, moe_layer, parallel
+    from megatron_moe_opt.integration.moe_layer import build_layer
+    from tests.ranks.megatron import moe_config, parallel
 
     with parallel(tp=2, ep=2, etp=2):
-        layer = moe_layer(moe_config(moe_token_dispatcher_type=dispatcher, **SHARED))
+        layer = build_layer(moe_config(moe_token_dispatcher_type=dispatcher, **SHARED))
         sharded = layer.sharded_state_dict()
         return [(name, tuple(tensor.shape)) for name, tensor in layer.state_dict().items() if tensor is not None] + [
             (tensor.key, tuple(tensor.global_shape)) for tensor in sharded.values() if hasattr(tensor, "global_shape")

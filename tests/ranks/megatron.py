@@ -9,9 +9,7 @@ from typing import Any
 
 import torch
 from megatron.core import parallel_state
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
-from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.moe_utils import clear_aux_losses_tracker
 from megatron.core.transformer.moe.router import MoEAuxLossAutoScaler
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -94,9 +92,3 @@ def moe_config(**overrides: Any) -> TransformerConfig:
     }
     fields.update(overrides)
     return TransformerConfig(**fields)
-
-
-def moe_layer(config: TransformerConfig) -> MoELayer:
-    """One MoE layer of this configuration, as Megatron's local GPT layer spec builds it."""
-    spec = get_gpt_layer_local_spec(num_experts=config.num_moe_experts, moe_grouped_gemm=config.moe_grouped_gemm)
-    return MoELayer(config, spec.submodules.mlp.submodules)

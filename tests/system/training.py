@@ -19,7 +19,8 @@ LAYOUT = shlex.split(
 )
 MODEL = shlex.split(
     "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --num-experts 4 --moe-router-topk 2"
-    " --moe-ffn-hidden-size 32 --moe-aux-loss-coeff 0.01 --micro-batch-size 2 --global-batch-size 8 --lr 1e-3 --split 9,1,0"
+    " --moe-ffn-hidden-size 32 --moe-aux-loss-coeff 0.01 --micro-batch-size 2 --global-batch-size 8 --lr 1e-3"
+    " --split 9,1,0"
 )
 
 

@@ -106,7 +106,7 @@ def test_stock_is_left_alone():
 @pytest.mark.parametrize("version", ["0.15.3", "0.20.0", "1.0"])
 def test_unsupported_megatron_is_refused(monkeypatch, version):
     monkeypatch.setattr(registry, "megatron_version", lambda: version)
-    with pytest.raises(ConfigurationError, match=f"megatron-core {version} is not supported: install a version from"):
+    with pytest.raises(ConfigurationError, match=f"megatron-core {version} is not supported: install one from 0.16"):
         megatron_moe_opt.register()
 
 

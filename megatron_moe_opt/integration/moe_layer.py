@@ -1,0 +1,34 @@
+"""A single Megatron-Core MoE layer, for benchmarks and tests."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.moe.router_replay import RouterReplayAction
+from megatron.core.transformer.spec_utils import build_module
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+
+def build_layer(config: TransformerConfig) -> MoELayer:
+    """The layer that Megatron's own specification without Transformer Engine describes, as layer 1."""
+    spec = get_moe_module_spec(
+        use_te=False, num_experts=config.num_moe_experts, moe_grouped_gemm=config.moe_grouped_gemm
+    )
+    # A ModuleSpec up to Megatron-Core 0.17, a partial of the class from 0.18 on.
+    layer = spec(config) if isinstance(spec, functools.partial) else build_module(spec, config)
+    layer.set_layer_number(1)
+    return layer
+
+
+def impose_routing(layer: MoELayer, experts: torch.Tensor) -> None:
+    """Sends tokens to these experts from now on; the probabilities still come from the router, and train it.
+
+    Args:
+        layer: of a configuration with moe_enable_routing_replay.
+        experts: int64 [tokens, topk].
+    """
+    layer.router.router_replay.set_target_indices(experts)
+    layer.router.router_replay.set_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
