@@ -42,7 +42,7 @@ def command(
     layout: Sequence[str] = LAYOUT,
 ) -> list[str]:
     """The command line of a training run; later arguments override the model's and the layout's."""
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", *torchrun]
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     return [*launcher, str(SCRIPT), "--data-path", str(data), *MODEL, *layout, *map(str, arguments)]
 
 
