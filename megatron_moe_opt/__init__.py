@@ -26,6 +26,7 @@ def register(options: Options | None = None) -> None:
 
     Raises:
         ConfigurationError: the installed megatron-core is not supported, or a seam of it has moved.
+        ExtensionError: the compiled extension is missing or stale.
     """
     from megatron_moe_opt.integration.registry import register as register_dispatchers
 

@@ -8,3 +8,7 @@ class ConfigurationError(ValueError):
 
     Raised before training starts, never in the middle of a step.
     """
+
+
+class ExtensionError(ImportError):
+    """The compiled extension is missing, stale or built for another PyTorch. One sentence that says how to build it."""

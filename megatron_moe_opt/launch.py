@@ -12,7 +12,7 @@ import types
 from pathlib import Path
 
 from megatron_moe_opt import register, use_host_backend
-from megatron_moe_opt.errors import ConfigurationError
+from megatron_moe_opt.errors import ConfigurationError, ExtensionError
 from megatron_moe_opt.options import options_help, split_options
 
 USAGE = "usage: python -m megatron_moe_opt.launch SCRIPT [ARGS...]"
@@ -54,7 +54,7 @@ def main(arguments: list[str]) -> None:
             print("moe-opt: no CUDA device, so Megatron-Core runs on CPU over Gloo", flush=True)
         register(options)
         run_script(path, remaining)
-    except ConfigurationError as error:
+    except (ConfigurationError, ExtensionError) as error:
         if first_rank:
             print(f"moe-opt: error: {error}", file=sys.stderr, flush=True)
         sys.exit(2)

@@ -8,6 +8,7 @@ from types import ModuleType
 import torch
 
 from megatron_moe_opt import __version__
+from megatron_moe_opt.errors import ExtensionError
 
 # Number of the interface between this package and csrc/bindings.cpp. Raise it with every change of a bound function;
 # CMakeLists.txt compiles it into the extension.
@@ -20,27 +21,27 @@ def load_extension() -> ModuleType:
     """Imports `megatron_moe_opt._C`.
 
     Raises:
-        ImportError: one sentence with the cure, where the extension is missing, does not load, was built from another
+        ExtensionError: one sentence with the cure, where the extension is missing, does not load, was built from another
             version of the package, or for another version of PyTorch.
     """
     try:
         extension = importlib.import_module("megatron_moe_opt._C")
     except ModuleNotFoundError as error:
-        raise ImportError(f"The compiled extension of megatron-moe-opt is missing: {HOW_TO_BUILD}.") from error
+        raise ExtensionError(f"The compiled extension of megatron-moe-opt is missing: {HOW_TO_BUILD}.") from error
     except ImportError as error:
         reason = str(error).splitlines()[0]
-        raise ImportError(
+        raise ExtensionError(
             f"The compiled extension of megatron-moe-opt does not load with PyTorch {torch.__version__} ({reason}): "
             f"re{HOW_TO_BUILD}."
         ) from error
     info = extension.build_info()
     if info["torch"] != torch.__version__:
-        raise ImportError(
+        raise ExtensionError(
             f"The compiled extension of megatron-moe-opt was built for PyTorch {info['torch']}, but PyTorch "
             f"{torch.__version__} is running: re{HOW_TO_BUILD}."
         )
     if (info["version"], info["abi"]) != (__version__, ABI):
-        raise ImportError(
+        raise ExtensionError(
             f"The compiled extension of megatron-moe-opt is stale (built from version {info['version']}, interface "
             f"{info['abi']}; the package is version {__version__}, interface {ABI}): re{HOW_TO_BUILD}."
         )
@@ -55,6 +56,6 @@ def build_info() -> dict[str, str | int]:
         `cuda_archs` ("80,90,100" or empty), and `cpu_kernels`, the instruction set in use on this processor.
 
     Raises:
-        ImportError: as `load_extension`.
+        ExtensionError: as `load_extension`.
     """
     return load_extension().build_info()

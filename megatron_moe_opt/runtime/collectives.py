@@ -20,6 +20,7 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
+from megatron_moe_opt.kernels import empty
 from megatron_moe_opt.runtime.traffic import issued_as
 
 
@@ -122,7 +123,7 @@ def start_all_to_all_rows(
     """
     _check_counts("all_to_all_rows", send_counts, rows.shape[0], group, "send_counts")
     rows = rows.contiguous()
-    received = rows.new_empty((sum(receive_counts), *rows.shape[1:]))
+    received = empty((sum(receive_counts), *rows.shape[1:]), rows.dtype, rows.device)
     with named_errors("all_to_all_rows", group):
         work = dist.all_to_all_single(received, rows, receive_counts, send_counts, group=group, async_op=True)
     return Pending("all_to_all_rows", group, work, lambda: received)
@@ -152,7 +153,7 @@ def start_all_gather_rows(rows: torch.Tensor, counts: list[int] | None, group: d
         counts = [rows.shape[0]] * size
     if len(counts) != size or counts[rank] != rows.shape[0]:
         raise ValueError(f"all_gather_rows: counts {counts} do not fit rank {rank} of {size} with {rows.shape[0]} rows")
-    gathered = rows.new_empty((sum(counts), *rows.shape[1:]))
+    gathered = empty((sum(counts), *rows.shape[1:]), rows.dtype, rows.device)
     with named_errors("all_gather_rows", group):
         if _equal(counts):
             work = dist.all_gather_into_tensor(gathered, rows, group=group, async_op=True)
@@ -194,12 +195,12 @@ def start_reduce_scatter_rows(rows: torch.Tensor, counts: list[int] | None, grou
     kept = (counts[rank], *rows.shape[1:])
     with named_errors("reduce_scatter_rows", group):
         if _on_gloo(group):
-            parts = rows.new_empty((size, *kept))
+            parts = empty((size, *kept), rows.dtype, rows.device)
             received = parts.flatten(0, 1)
             with issued_as("reduce_scatter"):
                 work = dist.all_to_all_single(received, rows, [counts[rank]] * size, counts, group=group, async_op=True)
             return Pending("reduce_scatter_rows", group, work, lambda: sum_in_rank_order(parts))
-        total = rows.new_empty(kept)
+        total = empty(kept, rows.dtype, rows.device)
         if _equal(counts):
             work = dist.reduce_scatter_tensor(total, rows, group=group, async_op=True)
         else:

@@ -38,7 +38,6 @@ def command(
     data: Path,
     *arguments: str | Path | int,
     ranks: int = 4,
-    torchrun: Sequence[str] = (),
     layout: Sequence[str] = LAYOUT,
 ) -> list[str]:
     """The command line of a training run; later arguments override the model's and the layout's."""

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from megatron_moe_opt.errors import ConfigurationError
+from megatron_moe_opt.launch import main as launch_main
 from megatron_moe_opt.options import Options, split_options
 
 SCRIPT = """
@@ -63,6 +64,22 @@ def test_a_bad_setting_ends_in_one_sentence(script, tmp_path):
     (line,) = (line for line in result.stderr.splitlines() if line.startswith("moe-opt"))
     assert line.startswith("moe-opt: error: --moe-token-dispatcher-type mota is not a dispatcher: choose one of ")
     assert "Traceback" not in result.stderr
+
+
+def test_a_stale_extension_ends_in_one_sentence(script, monkeypatch, capsys):
+    from megatron_moe_opt.kernels import extension
+
+    def register_with_stale_extension(_):
+        monkeypatch.setattr(extension, "ABI", -1)
+        extension.load_extension()
+
+    monkeypatch.setattr("megatron_moe_opt.launch.register", register_with_stale_extension)
+    with pytest.raises(SystemExit) as caught:
+        launch_main([str(script)])
+    assert caught.value.code == 2
+    message = capsys.readouterr().err.splitlines()[-1]
+    assert message.startswith("moe-opt: error: The compiled extension of megatron-moe-opt is stale")
+    assert message.endswith("rebuild it with `pip install --no-build-isolation -e .` in the megatron-moe-opt checkout.")
 
 
 def test_a_missing_script_and_no_script():
