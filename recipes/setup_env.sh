@@ -32,7 +32,7 @@ _setup_env() {
     stamp=.venv/built-from.sha256
     wanted="$(find csrc setup.py CMakeLists.txt pyproject.toml "$requirements" -type f -print0 | sort -z |
         xargs -0 sha256sum | sha256sum)"
-    if [[ ! -f "$stamp" || "$(cat "$stamp")" != "$wanted" ]] || ! python -c 'import megatron_moe_opt._C' 2>/dev/null; then
+    if [[ ! -f "$stamp" || "$(cat "$stamp")" != "$wanted" ]] || ! python -c 'import torch, megatron_moe_opt._C' 2>/dev/null; then
         echo "== building megatron-moe-opt"
         python -m pip install --quiet --no-build-isolation --no-deps --editable .
         echo "$wanted" >"$stamp"

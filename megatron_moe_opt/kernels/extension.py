@@ -21,7 +21,7 @@ def load_extension() -> ModuleType:
     """Imports `megatron_moe_opt._C`.
 
     Raises:
-        ExtensionError: one sentence with the cure, where the extension is missing, does not load, was built from another
+        ExtensionError: one sentence with the cure: the extension is missing, does not load, was built from another
             version of the package, or for another version of PyTorch.
     """
     try:
