@@ -9,7 +9,10 @@ from __future__ import annotations
 import os
 import sys
 import types
+import warnings
 from pathlib import Path
+
+import torch
 
 from megatron_moe_opt import register, use_host_backend
 from megatron_moe_opt.errors import ConfigurationError, ExtensionError
@@ -50,6 +53,9 @@ def main(arguments: list[str]) -> None:
         options, remaining = split_options(arguments[1:])
         if first_rank and {"-h", "--help"} & set(remaining):
             print(options_help())
+        # Megatron warns, module by module and rank by rank, about libraries that exist for GPUs only.
+        if not torch.cuda.is_available():
+            warnings.filterwarnings("ignore", message="Transformer Engine and Apex are not installed")
         if use_host_backend() and first_rank:
             print("moe-opt: no CUDA device, so Megatron-Core runs on CPU over Gloo", flush=True)
         register(options)

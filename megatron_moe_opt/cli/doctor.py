@@ -94,7 +94,7 @@ def _torch() -> Iterator[Finding]:
         names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
         yield Finding("devices", ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names)))
     elif shutil.which("nvidia-smi"):
-        mend = "install a CUDA build of PyTorch that this driver supports: https://pytorch.org/get-started/locally"
+        mend = "install a CUDA build of PyTorch that this driver supports"
         yield Finding("devices", "nvidia-smi is here, but PyTorch sees no CUDA device", mend, required=False)
     else:
         yield Finding("devices", f"no CUDA device: Megatron-Core runs on the CPU ({os.cpu_count()} cores) over Gloo")

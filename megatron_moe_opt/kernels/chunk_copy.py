@@ -48,7 +48,11 @@ class ChunkList:
         ordered = counts[order]
         target_rows = torch.empty_like(counts)
         target_rows[order] = ordered.cumsum(0) - ordered
-        return cls(source_rows.to(device), target_rows.to(device), counts.to(device), int(counts.sum()))
+        lists = torch.stack([source_rows, target_rows, counts])
+        if torch.device(device).type == "cuda":
+            # Pinned and not waited for: a copy from pageable memory waits for all that is queued on the stream.
+            lists = lists.pin_memory().to(device, non_blocking=True)
+        return cls(*lists.unbind(), int(counts.sum()))
 
     def inverse(self) -> ChunkList:
         """The list that moves every row back."""
