@@ -151,9 +151,10 @@ def uneven_collectives(dtype):
     mine = everyone[rank]
     own_rows = mine.split(COUNTS)[rank]
 
-    total = everyone[0].clone()
+    total = everyone[0].float()
     for other in everyone[1:]:
-        total += other
+        total = total + other
+    total = total.to(dtype)
     gathered = all_gather_rows(own_rows, COUNTS, group)
     reduced = reduce_scatter_rows(mine, COUNTS, group)
     received = all_to_all_rows(mine, [COUNTS[rank]] * 4, COUNTS, group)

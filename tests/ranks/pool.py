@@ -10,6 +10,7 @@ def test_square(ranks):             # the fixture of tests/conftest.py
 from __future__ import annotations
 
 import atexit
+import contextlib
 import ctypes
 import faulthandler
 import multiprocessing
@@ -71,8 +72,10 @@ class RankPool:
     def close(self) -> None:
         """Stop the processes, by force."""
         for process in self._processes:
-            process.kill()
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # with what it has started, such as checkpoint writers
         for process in self._processes:
+            process.kill()
             process.join()
         for pipe in self._pipes:
             pipe.close()
@@ -159,6 +162,7 @@ def _stack_file(folder: Path, rank: int) -> Path:
 def _serve(pipe: Connection, rank: int, world: int, folder: Path) -> None:
     """Body of a rank process: initialize, then execute cases until the pipe closes."""
     die_with_parent()
+    os.setpgrp()
     os.environ.update(
         RANK=str(rank),
         LOCAL_RANK=str(rank),

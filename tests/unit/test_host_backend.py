@@ -62,7 +62,7 @@ del dist._coalescing_manager
 from megatron_moe_opt.integration.host import use_host_backend
 try:
     use_host_backend()
-except RuntimeError as error:
+except ValueError as error:
     print(str(error).replace(" ", "_"))
 """
     (message,) = run_python(code)
