@@ -118,6 +118,16 @@ def _check_vocabulary(args: argparse.Namespace, dataset: IndexedDataset) -> None
             return
 
 
+def _index_cache(args: argparse.Namespace) -> Path:
+    """Folder of the sample indices of this dataset as it is now.
+
+    Megatron's cache is keyed on the dataset's path and settings: of one made anew under its old name it would read the
+    indices of the old one.
+    """
+    data = Path(f"{args.data_path}.bin").stat()
+    return Path(args.data_cache_path or f"{args.data_path}-cache") / f"{data.st_size}-{data.st_mtime_ns}"
+
+
 def build_datasets(args: argparse.Namespace) -> tuple[GPTDataset, GPTDataset | None]:
     """Build the training dataset and, where `--eval-iters` asks for it, the validation dataset.
 
@@ -128,7 +138,7 @@ def build_datasets(args: argparse.Namespace) -> tuple[GPTDataset, GPTDataset | N
         sequence_length=args.seq_length,
         blend=([args.data_path], None),
         split=",".join(map(str, _split_weights(args.split))),
-        path_to_cache=args.data_cache_path,
+        path_to_cache=str(_index_cache(args)),
         tokenizer=TokenIds(args.vocab_size),
         reset_position_ids=False,
         reset_attention_mask=False,

@@ -9,7 +9,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy
 import pytest
+import torch
 
 from megatron_moe_opt.errors import ConfigurationError
 from tests.system.training import LAYOUT, MODEL, ROOT, environment, refused, train
@@ -127,6 +129,22 @@ def check_data(prefix: Path, arguments: str = "") -> None:
 
 def test_a_good_dataset_is_accepted(data: Path):
     check_data(data)
+
+
+def test_a_dataset_made_anew_is_not_read_with_its_old_indices(tmp_path: Path):
+    from arguments import parse_arguments
+    from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+    from token_data import build_datasets
+
+    arguments = [*MODEL, "--split", "1,0,0", "--data-path", str(tmp_path / "text"), "--train-iters", "4"]
+    for first_token in (0, 100):
+        builder = IndexedDatasetBuilder(str(tmp_path / "text.bin"), dtype=numpy.uint16)
+        for length in (3000 + 7 * first_token, 500, 4000):
+            builder.add_document(torch.arange(first_token, first_token + length) % 100 + first_token, [length])
+        builder.finalize(str(tmp_path / "text.idx"))
+        dataset, _ = build_datasets(parse_arguments(arguments)[0])
+        for index in range(len(dataset)):
+            assert (dataset[index]["tokens"] // 100 == first_token // 100).all()
 
 
 @pytest.mark.parametrize(
