@@ -7,12 +7,10 @@ import json
 import os
 import platform
 import socket
-import statistics
 import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,6 +21,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 import megatron_moe_opt
+from megatron_moe_opt.cli.layer_report import DispatcherResult, LayerReport, as_json, print_report
 from megatron_moe_opt.cli.layer_settings import BASELINE, LayerSettings
 from megatron_moe_opt.cli.links import LinkRates, WireLimit, measure_links, timed, wire_limit
 from megatron_moe_opt.cli.peak_memory import peak_memory_growth
@@ -38,47 +37,6 @@ if TYPE_CHECKING:
 TOLERANCE = {"fp32": 1e-6, "bf16": 1e-2}
 
 
-@dataclass(frozen=True)
-class DispatcherResult:
-    """What was measured of one dispatcher."""
-
-    dispatcher: str
-    seconds: tuple[float, ...]
-    """Of each round: forward and backward on the slowest rank."""
-    ratios: tuple[float, ...]
-    """Of each round: seconds over the baseline's in the same round."""
-    output_difference: float
-    """From the baseline's output, over all ranks: norm of the difference over the norm."""
-    gradient_difference: float
-    """The same of the gradient that differs most (input, router, experts)."""
-    traffic: tuple[TrafficRow, ...]
-    """Sent by all ranks in one step."""
-    wire_limit: WireLimit | None
-    peak_memory_bytes: int | None
-    """Growth over one step (peak_memory.peak_memory_growth) on the rank where it is largest."""
-
-    @property
-    def median(self) -> float:
-        """Median of `seconds`."""
-        return statistics.median(self.seconds)
-
-    @property
-    def ratio(self) -> float:
-        """Median of `ratios`."""
-        return statistics.median(self.ratios)
-
-
-@dataclass(frozen=True)
-class LayerReport:
-    """A whole run."""
-
-    settings: LayerSettings
-    environment: dict[str, Any]
-    nodes: NodeMap
-    rates: LinkRates
-    results: tuple[DispatcherResult, ...]
-
-
 def bench_layer(settings: LayerSettings, json_file: Path | None) -> LayerReport:
     """Runs the benchmark on the current ranks; rank 0 prints the table and writes `json_file`.
 
@@ -86,8 +44,6 @@ def bench_layer(settings: LayerSettings, json_file: Path | None) -> LayerReport:
         ConfigurationError: settings that cannot work, before anything runs.
         RuntimeError: a dispatcher's results differ from the baseline's by more than the numerics contract allows.
     """
-    from megatron_moe_opt.cli.layer_report import print_report
-
     warnings.filterwarnings("ignore", module=r"megatron|torch")  # many, about absent optional libraries
     if json_file is not None and not json_file.resolve().parent.is_dir():
         raise ConfigurationError(f"--json {json_file}: its folder does not exist; create it or choose another")
@@ -97,16 +53,8 @@ def bench_layer(settings: LayerSettings, json_file: Path | None) -> LayerReport:
         if dist.get_rank() == 0:
             print_report(report, Console(width=None if sys.stdout.isatty() else 200))
             if json_file is not None:
-                json_file.write_text(json.dumps(_as_json(report), indent=2) + "\n")
+                json_file.write_text(json.dumps(as_json(report), indent=2) + "\n")
     return report
-
-
-def _as_json(report: LayerReport) -> dict[str, Any]:
-    """All fields, and the medians that the table shows."""
-    content = asdict(report)
-    for entry, result in zip(content["results"], report.results, strict=True):
-        entry |= {"median_seconds": result.median, "median_ratio": result.ratio}
-    return content
 
 
 def _check(settings: LayerSettings) -> None:

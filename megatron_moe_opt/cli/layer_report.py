@@ -1,16 +1,68 @@
-"""Prints what `moe-opt bench layer` measured. docs/benchmarking.md defines the columns."""
+"""What `moe-opt bench layer` measured, and how it is printed. docs/benchmarking.md defines the columns."""
 
 from __future__ import annotations
 
 import os
+import statistics
+from dataclasses import asdict, dataclass
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from megatron_moe_opt.cli.bench_layer import DispatcherResult, LayerReport
 from megatron_moe_opt.cli.layer_settings import BASELINE, LayerSettings
-from megatron_moe_opt.cli.links import LinkRates
-from megatron_moe_opt.runtime.traffic import INTER_NODE, INTRA_NODE
+from megatron_moe_opt.cli.links import LinkRates, WireLimit
+from megatron_moe_opt.runtime.traffic import INTER_NODE, INTRA_NODE, TrafficRow
+from megatron_moe_opt.topology.nodes import NodeMap
+
+
+@dataclass(frozen=True)
+class DispatcherResult:
+    """What was measured of one dispatcher."""
+
+    dispatcher: str
+    seconds: tuple[float, ...]
+    """Of each round: forward and backward on the slowest rank."""
+    ratios: tuple[float, ...]
+    """Of each round: seconds over the baseline's in the same round."""
+    output_difference: float
+    """From the baseline's output, over all ranks: norm of the difference over the norm."""
+    gradient_difference: float
+    """The same of the gradient that differs most (input, router, experts)."""
+    traffic: tuple[TrafficRow, ...]
+    """Sent by all ranks in one step."""
+    wire_limit: WireLimit | None
+    peak_memory_bytes: int | None
+    """Growth over one step (peak_memory.peak_memory_growth) on the rank where it is largest."""
+
+    @property
+    def median(self) -> float:
+        """Median of `seconds`."""
+        return statistics.median(self.seconds)
+
+    @property
+    def ratio(self) -> float:
+        """Median of `ratios`."""
+        return statistics.median(self.ratios)
+
+
+@dataclass(frozen=True)
+class LayerReport:
+    """A whole run."""
+
+    settings: LayerSettings
+    environment: dict[str, Any]
+    nodes: NodeMap
+    rates: LinkRates
+    results: tuple[DispatcherResult, ...]
+
+
+def as_json(report: LayerReport) -> dict[str, Any]:
+    """All fields, and the medians that the table shows."""
+    content = asdict(report)
+    for entry, result in zip(content["results"], report.results, strict=True):
+        entry |= {"median_seconds": result.median, "median_ratio": result.ratio}
+    return content
 
 
 def print_report(report: LayerReport, console: Console) -> None:
