@@ -31,7 +31,8 @@ def permute(
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
     """As `kernels.permute`; `capacity` (rows of each expert) stands for drop_and_pad."""
     sources, experts = routed_pairs(routing_map, capacity)
-    return tokens[sources], None if probs is None else probs[sources, experts], sources
+    # index_select, whose backward adds in row order; that of indexing adds in any order where it runs on threads.
+    return tokens.index_select(0, sources), None if probs is None else probs[sources, experts], sources
 
 
 def unpermute(

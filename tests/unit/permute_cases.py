@@ -24,10 +24,13 @@ def random_map(num_tokens, num_experts, topk, generator, dropped=0.0):
     return routing_map & (torch.rand(routing_map.shape, generator=generator) >= dropped)
 
 
-def relative_error(actual, expected):
-    """Norm of the difference over the norm, in float64; 0 where both are zero or empty."""
+def relative_error(actual, expected, magnitude=None):
+    """Norm of the difference over the norm of `magnitude`, in float64; 0 where all are zero or empty.
+
+    magnitude: the sums of the terms' absolute values, where terms can cancel; the expected values by default.
+    """
     actual, expected = actual.double(), expected.double()
-    norm = expected.norm()
+    norm = (expected if magnitude is None else magnitude).norm()
     return float((actual - expected).norm() / norm) if norm > 0 else float(actual.norm())
 
 
