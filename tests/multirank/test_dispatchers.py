@@ -13,6 +13,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatron_moe_opt.versions import megatron_version
+
 SEQUENCE, BATCH = 24, 3  # 3 sequences of 24 tokens: nothing divides the 8 experts evenly
 
 
@@ -105,6 +107,9 @@ LAYOUTS = {
     "one-rank-groups": {},
 }
 
+# From 0.17 on stock `alltoall` takes exactly top-k experts a token for granted, unless it drops tokens.
+RAGGED = ("ragged",) if megatron_version().startswith("0.16") else ()
+
 CASES = [
     *((layout, {"moe_router_topk": topk}, None) for layout in LAYOUTS for topk in (1, 2)),
     ("tp2-ep2-etp2", {"moe_router_topk": 5}, None),
@@ -115,11 +120,7 @@ CASES = [
     ("tp2-ep2-etp2", SHARED | RECOMPUTE | DROP, None),
     ("tp2-ep2-etp2", {"moe_router_dtype": "fp64"}, None),
     ("ep4", {"num_moe_experts": 4}, None),  # one local expert
-    *(
-        (layout, {}, routing)
-        for layout in ("ep4", "tp2-ep2-etp2", "tp2-ep4")
-        for routing in ("hot", "skewed", "ragged")
-    ),
+    *((layout, {}, routing) for layout in ("ep4", "tp2-ep2-etp2", "tp2-ep4") for routing in ("hot", "skewed", *RAGGED)),
 ]
 
 
@@ -167,7 +168,7 @@ def test_bf16_is_within_the_contract(ranks, dispatcher, layout, router_dtype):
         ("tp2-ep2-etp2", PAD, None),
         ("tp4-etp4", SHARED, None),
         ("tp2-ep2-etp2", {}, "hot"),
-        ("tp4-etp4", {}, "ragged"),
+        *(("tp4-etp4", {}, routing) for routing in RAGGED),
     ],
     ids=case_id,
 )

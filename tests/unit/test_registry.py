@@ -95,6 +95,7 @@ def test_bad_settings_are_refused_in_one_sentence():
         "--transformer-impl inference_optimized brings its own",
         transformer_impl="inference_optimized",
         normalization="RMSNorm",
+        moe_router_dtype="fp32",
     )
 
 
