@@ -28,11 +28,11 @@ class _Gather(Function):
     @staticmethod
     def forward(ctx: Any, rows: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
         ctx.group = group
-        return all_gather_rows(rows.contiguous(), None, group)
+        return all_gather_rows(rows, None, group)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return reduce_scatter_rows(grad.contiguous(), None, ctx.group), None
+        return reduce_scatter_rows(grad, None, ctx.group), None
 
 
 class _Split(Function):
@@ -45,7 +45,7 @@ class _Split(Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return all_gather_rows(grad.contiguous(), None, ctx.group), None
+        return all_gather_rows(grad, None, ctx.group), None
 
 
 class _AllReduce(Function):

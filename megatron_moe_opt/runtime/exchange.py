@@ -24,11 +24,11 @@ class _AllToAll(Function):
         ctx: Any, rows: torch.Tensor, receive_counts: list[int], send_counts: list[int], group: ProcessGroup
     ) -> torch.Tensor:
         ctx.receive_counts, ctx.send_counts, ctx.group = receive_counts, send_counts, group
-        return all_to_all_rows(rows.contiguous(), receive_counts, send_counts, group)
+        return all_to_all_rows(rows, receive_counts, send_counts, group)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        rows = all_to_all_rows(grad.contiguous(), ctx.send_counts, ctx.receive_counts, ctx.group)
+        rows = all_to_all_rows(grad, ctx.send_counts, ctx.receive_counts, ctx.group)
         return rows, None, None, None
 
 
