@@ -23,6 +23,12 @@
 #include "kernels/cpu_dispatch.h"
 #include "kernels/host_pool.h"
 #include "kernels/permute.h"
+#include "kernels/sum_parts.h"
+#include "pipeline/exchange.h"
+#include "pipeline/executor.h"
+#ifdef MOE_OPT_CUDA
+#include "pipeline/streams.h"
+#endif
 
 namespace py = pybind11;
 
@@ -60,8 +66,8 @@ Tensor empty_like(at::IntArrayRef shape, ScalarType dtype, const Tensor& like) {
   return empty(shape, dtype, like.device());
 }
 
-DType kernel_dtype(const Tensor& tensor, const char* name) {
-  switch (tensor.scalar_type()) {
+DType kernel_dtype(ScalarType dtype, const char* name) {
+  switch (dtype) {
     case ScalarType::Float:
       return DType::kFloat32;
     case ScalarType::BFloat16:
@@ -69,10 +75,12 @@ DType kernel_dtype(const Tensor& tensor, const char* name) {
     case ScalarType::Half:
       return DType::kFloat16;
     default:
-      check(false, name, " is ", tensor.scalar_type(), ": only float32, bfloat16 and float16 are supported");
+      check(false, name, " is ", dtype, ": only float32, bfloat16 and float16 are supported");
       return DType::kFloat32;
   }
 }
+
+DType kernel_dtype(const Tensor& tensor, const char* name) { return kernel_dtype(tensor.scalar_type(), name); }
 
 void check_tensor(const Tensor& tensor, const char* name, int64_t dim, const at::Device& device) {
   check(tensor.dim() == dim, name, " must have ", dim, " dimension(s), but its shape is ", tensor.sizes());
@@ -418,29 +426,36 @@ Tensor unpermute_probs(const RowMapTensors& row_map, const Tensor& grad_rows, in
 // source_rows, target_rows, row_counts and the number of rows, as ChunkList in kernels/chunk_copy.py keeps them.
 using ChunkTensors = std::tuple<Tensor, Tensor, Tensor, int64_t>;
 
-ChunkList view(const ChunkTensors& tensors, const Tensor& rows) {
-  const auto& [source_rows, target_rows, row_counts, num_rows] = tensors;
-  check_index(source_rows, "chunks.source_rows", rows.device());
-  check_index(target_rows, "chunks.target_rows", rows.device());
-  check_index(row_counts, "chunks.row_counts", rows.device());
-  check(source_rows.numel() == row_counts.numel() && target_rows.numel() == row_counts.numel(),
+// Chunks that move num_rows rows in all, from among source_rows to among target_rows.
+ChunkList view(const ChunkTensors& tensors, int64_t source_rows, int64_t target_rows, const at::Device& device) {
+  const auto& [sources, targets, counts, num_rows] = tensors;
+  check_index(sources, "chunks.source_rows", device);
+  check_index(targets, "chunks.target_rows", device);
+  check_index(counts, "chunks.row_counts", device);
+  check(sources.numel() == counts.numel() && targets.numel() == counts.numel(),
         "chunks: source_rows, target_rows and row_counts differ in length");
-  check(rows.size(0) == num_rows, "the rows of shape ", rows.sizes(), " do not fit chunks of ", num_rows, " rows");
-  const ChunkList chunks{row_counts.numel(), source_rows.const_data_ptr<int64_t>(),
-                         target_rows.const_data_ptr<int64_t>(), row_counts.const_data_ptr<int64_t>()};
-  if (rows.is_cpu()) {
+  const ChunkList chunks{counts.numel(), sources.const_data_ptr<int64_t>(), targets.const_data_ptr<int64_t>(),
+                         counts.const_data_ptr<int64_t>()};
+  if (device.is_cpu()) {
     int64_t total = 0;
     for (int64_t c = 0; c < chunks.num_chunks; ++c) {
       const int64_t count = chunks.row_counts[c], source = chunks.source_rows[c], target = chunks.target_rows[c];
-      const bool inside = count >= 0 && count <= num_rows && source >= 0 && source <= num_rows - count && target >= 0 &&
-                          target <= num_rows - count;
-      check(inside, "chunk ", c, " (", count, " rows from ", source, " to ", target, ") is outside [0, ", num_rows,
-            ")");
+      const bool inside = count >= 0 && count <= source_rows && source >= 0 && source <= source_rows - count &&
+                          target >= 0 && target <= target_rows - count;
+      check(inside, "chunk ", c, " (", count, " rows from ", source, " to ", target, ") is outside [0, ", source_rows,
+            ") or [0, ", target_rows, ")");
       total += count;
     }
-    check(total == num_rows, "the chunks have ", total, " rows together, but there are ", num_rows);
+    check(total == num_rows, "the chunks have ", total, " rows together, not ", num_rows);
   }
   return chunks;
+}
+
+// The same for chunks that move all rows to as many places.
+ChunkList view(const ChunkTensors& tensors, const Tensor& rows) {
+  const int64_t num_rows = std::get<3>(tensors);
+  check(rows.size(0) == num_rows, "the rows of shape ", rows.sizes(), " do not fit chunks of ", num_rows, " rows");
+  return view(tensors, num_rows, num_rows, rows.device());
 }
 
 void run_copy_chunks(const ChunkList& chunks, const Tensor& on, int64_t num_rows, int64_t row_bytes, ConstRows source,
@@ -499,6 +514,125 @@ Tensor join_chunks(const Tensor& tokens, const Tensor& probs, const ChunkTensors
   return packed;
 }
 
+// ---- Pipelines ----
+
+using pipeline::Action;
+using ActionPtr = std::shared_ptr<Action>;
+
+// An action that is a function, with whatever it holds.
+template <typename Function>
+ActionPtr make_action(Function function) {
+  struct FunctionAction : Action {
+    explicit FunctionAction(Function function) : function(std::move(function)) {}
+    void run() override { function(); }
+    Function function;
+  };
+  return std::make_shared<FunctionAction>(std::move(function));
+}
+
+// Rows [first, first + count) for each rank of the group.
+using RowBlocks = std::vector<std::pair<int64_t, int64_t>>;
+
+std::vector<Tensor> row_blocks(const Tensor& rows, const char* name, const RowBlocks& blocks) {
+  check(rows.dim() >= 1 && rows.is_contiguous(), name, " of shape ", rows.sizes(), " must be contiguous rows");
+  std::vector<Tensor> views;
+  views.reserve(blocks.size());
+  for (const auto& [first, count] : blocks) {
+    check(first >= 0 && count >= 0 && first + count <= rows.size(0), name, ": rows [", first, ", ", first + count,
+          ") are outside [0, ", rows.size(0), ")");
+    views.push_back(rows.narrow(0, first, count));
+  }
+  return views;
+}
+
+ActionPtr exchange(const c10::intrusive_ptr<c10d::ProcessGroup>& group, const Tensor& sent,
+                   const RowBlocks& sent_blocks, const Tensor& received, const RowBlocks& received_blocks) {
+  check(sent.device() == received.device() && sent.scalar_type() == received.scalar_type(),
+        "an exchange's rows must have one dtype and device");
+  return std::make_shared<pipeline::Exchange>(group, row_blocks(sent, "sent", sent_blocks),
+                                              row_blocks(received, "received", received_blocks));
+}
+
+// Copies row_bytes bytes of every chunk's rows, from source_byte of a source row to target_byte of a target row.
+ActionPtr copy_rows(const Tensor& source, int64_t source_byte, const Tensor& target, int64_t target_byte,
+                    int64_t row_bytes, const ChunkTensors& chunk_tensors) {
+  const ConstRows from = const_rows(source, source_byte);
+  const MutableRows to = mutable_rows(target, target_byte);
+  check(source.is_contiguous() && target.is_contiguous() && source.device() == target.device(),
+        "copy_rows needs contiguous rows on one device");
+  check(source_byte >= 0 && source_byte + row_bytes <= from.stride_bytes && target_byte >= 0 &&
+            target_byte + row_bytes <= to.stride_bytes,
+        "copy_rows: ", row_bytes, " bytes at ", source_byte, " and ", target_byte, " do not fit rows of ",
+        from.stride_bytes, " and ", to.stride_bytes, " bytes");
+  const ChunkList chunks = view(chunk_tensors, source.size(0), target.size(0), source.device());
+  const int64_t num_rows = std::get<3>(chunk_tensors);
+  return make_action([=] {  // the tensors, captured too, keep the memory
+    run_copy_chunks(chunks, source, num_rows, row_bytes, from, to);
+    (void)target, (void)chunk_tensors;
+  });
+}
+
+// out[r] = sum of parts[p][r], over `width` elements of type `dtype` that start at first_byte of a row.
+ActionPtr sum_parts(const std::vector<Tensor>& parts, const Tensor& out, int64_t first_byte, int64_t width,
+                    ScalarType dtype) {
+  const DType type = dtype == ScalarType::Double ? DType::kFloat64 : kernel_dtype(dtype, "the parts");
+  check(!parts.empty(), "sum_parts needs at least one part");
+  std::vector<ConstRows> rows;
+  for (const Tensor& part : parts) {
+    check(part.is_contiguous() && part.sizes() == out.sizes() && part.device() == out.device(), "a part of shape ",
+          part.sizes(), " does not fit the sum's ", out.sizes());
+    rows.push_back(const_rows(part, first_byte));
+  }
+  const MutableRows target = mutable_rows(out, first_byte);
+  check(out.is_contiguous() && first_byte >= 0 && first_byte + width * element_size(type) <= target.stride_bytes,
+        "sum_parts: ", width, " elements at byte ", first_byte, " do not fit rows of ", target.stride_bytes, " bytes");
+  return make_action([=] {
+    const int num_parts = static_cast<int>(rows.size());
+    MOE_OPT_IF_CUDA(out, cuda::sum_parts(type, width, rows.data(), num_parts, target, out.size(0), call.stream)) {
+      const int64_t row_bytes = std::max<int64_t>(1, width * element_size(type));
+      at::parallel_for(
+          0, out.size(0), std::max<int64_t>(1, kBytesPerTask / row_bytes),
+          [&](int64_t begin, int64_t end) { cpu::sum_parts(type, width, rows.data(), num_parts, target, begin, end); });
+    }
+    (void)parts;
+  });
+}
+
+ActionPtr call_python(const py::function& function) {
+  return make_action([function] {
+    py::gil_scoped_acquire gil;
+    try {
+      function();
+    } catch (py::error_already_set& error) {
+      throw std::runtime_error(error.what());
+    }
+  });
+}
+
+// (lane, ops it waits for, actions)
+using OpTuple = std::tuple<int, std::vector<int>, std::vector<ActionPtr>>;
+using FailureTuple = std::tuple<int, int, std::string>;  // op, peer, reason
+using SpanTuples = std::vector<std::pair<double, double>>;
+
+template <typename Runner>
+std::pair<std::optional<FailureTuple>, SpanTuples> run_ops(Runner& runner, const std::vector<OpTuple>& tuples,
+                                                           int caller_lane, bool record) {
+  std::vector<pipeline::Op> ops;
+  ops.reserve(tuples.size());
+  for (const auto& [lane, waits_for, actions] : tuples) ops.push_back({lane, waits_for, actions});
+  std::vector<pipeline::Span> spans;
+  std::optional<pipeline::Failure> failure;
+  {
+    py::gil_scoped_release no_gil;
+    failure = runner.run(ops, caller_lane, record ? &spans : nullptr);
+  }
+  std::optional<FailureTuple> failed;
+  if (failure) failed = {failure->op, failure->peer, failure->reason};
+  SpanTuples times;
+  for (const pipeline::Span& span : spans) times.emplace_back(span.start, span.end);
+  return {failed, times};
+}
+
 py::dict build_info() {
   py::dict info;
   info["version"] = MOE_OPT_VERSION;
@@ -545,6 +679,17 @@ PYBIND11_MODULE(_C, m) {
   m.def("copy_chunks", copy_chunks, no_gil);
   m.def("split_chunks", split_chunks, no_gil);
   m.def("join_chunks", join_chunks, no_gil);
+  py::class_<Action, ActionPtr>(m, "Action");
+  m.def("exchange", exchange);
+  m.def("copy_rows", copy_rows);
+  m.def("sum_parts", sum_parts);
+  m.def("call_python", call_python);
+  py::class_<pipeline::Executor>(m, "Executor").def(py::init<int>()).def("run", run_ops<pipeline::Executor>);
+#ifdef MOE_OPT_CUDA
+  py::class_<pipeline::StreamExecutor>(m, "StreamExecutor")
+      .def(py::init<const std::vector<int>&>())
+      .def("run", run_ops<pipeline::StreamExecutor>);
+#endif
   m.def("build_info", build_info);
   m.def("select_cpu_kernels", [](const std::string& name) { return cpu::select_kernels(name.c_str()); });
   m.def("host_pool_stats", host_pool_stats);

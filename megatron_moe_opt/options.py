@@ -1,26 +1,64 @@
-"""Our own command-line options: `--moe-opt-*` arguments beside Megatron's."""
+"""The `--moe-opt-*` command-line options of megatron-moe-opt."""
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import NoReturn
 
 from megatron_moe_opt.errors import ConfigurationError
+from megatron_moe_opt.schedules.monta import LEVELS
 
 PREFIX = "--moe-opt-"
+AUTO = "auto"
+DEFAULT_CHUNKS = 4  # of O2 and O3 where nothing was measured; the paper's own (MoNTA, Table 8)
 
 
 @dataclass(frozen=True)
 class Options:
-    """Settings of the dispatchers; one object for all MoE layers of a process."""
+    """Settings of the dispatchers; one object for all MoE layers of a process.
 
-    monta_level: str = "O1"
-    """Pipelining level of `monta` (MoNTA, section III): O1 runs A2A, AllGather and the reorder one after another."""
+    Raises:
+        ConfigurationError: settings that contradict each other.
+    """
 
+    monta_level: str | None = None
+    """Pipelining level of `monta`: O1, O2, O3 (MoNTA, Table 6) or auto. None: auto with a profile, else O1."""
+    chunks: int | str | None = None
+    """Chunks of the pipeline, or auto. None: auto with a profile, else 4 (1 at level O1)."""
+    profile: Path | None = None
+    """A cluster.json of `moe-opt profile`."""
 
-MONTA_LEVELS = ("O1",)
+    def __post_init__(self) -> None:
+        for flag, value in (("monta-level", self.monta_level), ("chunks", self.chunks)):
+            if value == AUTO and self.profile is None:
+                raise ConfigurationError(
+                    f"{PREFIX}{flag} auto chooses from measurements: run `moe-opt profile` and give its file with "
+                    f"{PREFIX}profile"
+                )
+        if self.monta_level == "O1" and self.chunks not in (None, 1):
+            raise ConfigurationError(
+                f"{PREFIX}chunks {self.chunks} has no meaning at {PREFIX}monta-level O1, which does not cut: use O2 "
+                "or O3"
+            )
+
+    @property
+    def levels(self) -> tuple[str, ...]:
+        """The levels to choose from; one where the user chose."""
+        if self.monta_level in LEVELS:
+            return (self.monta_level,)
+        return LEVELS if self.profile is not None else ("O1",)
+
+    @property
+    def chunk_counts(self) -> tuple[int, ...] | None:
+        """The one chunk count to use; None: to be chosen."""
+        if isinstance(self.chunks, int):
+            return (self.chunks,)
+        if self.levels == ("O1",):
+            return (1,)
+        return None if self.profile is not None else (DEFAULT_CHUNKS,)
 
 
 class _Parser(argparse.ArgumentParser):
@@ -28,15 +66,32 @@ class _Parser(argparse.ArgumentParser):
         raise ConfigurationError(f"{message}; see --help for the {PREFIX}* options")
 
 
+def _chunks(text: str) -> int | str:
+    if text == AUTO:
+        return AUTO
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"'{text}' is neither a number of chunks from 1 on nor auto")
+    return int(text)
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="megatron_moe_opt.launch SCRIPT", add_help=False, allow_abbrev=False)
     group = parser.add_argument_group("megatron-moe-opt")
     group.add_argument(
+        f"{PREFIX}profile", dest="profile", type=Path, metavar="FILE", help="cluster.json written by `moe-opt profile`"
+    )
+    group.add_argument(
         f"{PREFIX}monta-level",
         dest="monta_level",
-        choices=MONTA_LEVELS,
-        default=Options.monta_level,
-        help="pipelining level of the monta dispatcher (default: %(default)s)",
+        choices=(*LEVELS, AUTO),
+        help="pipelining level of the monta dispatcher (default: auto with a profile, else O1)",
+    )
+    group.add_argument(
+        f"{PREFIX}chunks",
+        dest="chunks",
+        type=_chunks,
+        metavar="N|auto",
+        help=f"chunks of the pipeline at O2 and O3 (default: auto with a profile, else {DEFAULT_CHUNKS})",
     )
     return parser
 

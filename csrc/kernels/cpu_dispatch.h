@@ -5,6 +5,7 @@
 
 #include "chunk_copy.h"
 #include "permute.h"
+#include "sum_parts.h"
 
 namespace moe_opt {
 
@@ -21,6 +22,9 @@ struct CpuKernels {
                                   int64_t begin, int64_t end, bool streaming);
   void (*copy_chunks)(const ChunkList& chunks, int64_t row_bytes, const void* source, int64_t source_stride_bytes,
                       void* target, int64_t target_stride_bytes, int64_t begin, int64_t end, bool streaming);
+  // Not for float64.
+  void (*sum_parts)(DType dtype, int64_t width, const ConstRows* parts, int num_parts, MutableRows out, int64_t begin,
+                    int64_t end);
 };
 
 namespace generic {

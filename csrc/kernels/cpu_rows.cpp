@@ -1,6 +1,6 @@
-// The row kernels of permute.h and chunk_copy.h for one instruction set. Compiled several times: MOE_OPT_ISA names
-// the set, the compiler flags select it (see CMakeLists.txt), and -ffp-contract=off keeps product and sum apart, so
-// that float32 results equal PyTorch's bit for bit.
+// The row kernels of permute.h, chunk_copy.h and sum_parts.h for one instruction set. Compiled several times:
+// MOE_OPT_ISA names the set, the compiler flags select it (see CMakeLists.txt), and -ffp-contract=off keeps product and
+// sum apart, so that float32 results equal PyTorch's bit for bit.
 #include "cpu_dispatch.h"
 #include "cpu_vector.h"
 
@@ -135,6 +135,14 @@ void unpermute_rows_backward_of(const RowMap& map, int64_t hidden, ConstRows gra
   if (streaming) stream_fence();
 }
 
+// Calls run(T{}) with the element type; float64 has no kernels over float32 vectors.
+template <typename Run>
+void with_element(DType dtype, Run run) {
+  if (dtype == DType::kFloat32) run(float{});
+  if (dtype == DType::kBFloat16) run(BFloat16{});
+  if (dtype == DType::kFloat16) run(Float16{});
+}
+
 void unpermute_rows(const RowMap& map, DType dtype, int64_t hidden, ConstRows permuted, const float* probs,
                     MutableRows tokens, int64_t begin, int64_t end, bool streaming) {
   const auto run = [&](auto zero_element) {
@@ -145,14 +153,7 @@ void unpermute_rows(const RowMap& map, DType dtype, int64_t hidden, ConstRows pe
       unpermute_rows_of<T, false>(map, hidden, permuted, probs, tokens, begin, end, streaming);
     }
   };
-  switch (dtype) {
-    case DType::kFloat32:
-      return run(float{});
-    case DType::kBFloat16:
-      return run(BFloat16{});
-    case DType::kFloat16:
-      return run(Float16{});
-  }
+  with_element(dtype, run);
 }
 
 void unpermute_rows_backward(const RowMap& map, DType dtype, int64_t hidden, ConstRows grad_tokens, ConstRows permuted,
@@ -162,14 +163,7 @@ void unpermute_rows_backward(const RowMap& map, DType dtype, int64_t hidden, Con
     unpermute_rows_backward_of<decltype(zero_element)>(map, hidden, grad_tokens, permuted, probs, grad_permuted,
                                                        grad_probs, begin, end, streaming);
   };
-  switch (dtype) {
-    case DType::kFloat32:
-      return run(float{});
-    case DType::kBFloat16:
-      return run(BFloat16{});
-    case DType::kFloat16:
-      return run(Float16{});
-  }
+  with_element(dtype, run);
 }
 
 void copy_chunks(const ChunkList& chunks, int64_t row_bytes, const void* source, int64_t source_stride_bytes,
@@ -195,14 +189,42 @@ void copy_chunks(const ChunkList& chunks, int64_t row_bytes, const void* source,
   if (streaming) stream_fence();
 }
 
+template <typename T>
+void sum_row(T* out, const ConstRows* parts, int num_parts, int64_t row, int64_t width) {
+  const auto part = [&](int p) { return reinterpret_cast<const T*>(row_at(parts[p], row)); };
+  int64_t h = 0;
+  for (; h + kBlock <= width; h += kBlock) {
+    Vec total[kUnroll];
+    for (int64_t u = 0; u < kUnroll; ++u) total[u] = load(part(0) + h + u * kLanes);
+    for (int p = 1; p < num_parts; ++p) {
+      for (int64_t u = 0; u < kUnroll; ++u) total[u] = add(total[u], load(part(p) + h + u * kLanes));
+    }
+    for (int64_t u = 0; u < kUnroll; ++u) store(out + h + u * kLanes, total[u]);
+  }
+  for (; h < width; ++h) {
+    float total = load_one(part(0) + h);
+    for (int p = 1; p < num_parts; ++p) total += load_one(part(p) + h);
+    store_one(out + h, total);
+  }
+}
+
+void sum_parts(DType dtype, int64_t width, const ConstRows* parts, int num_parts, MutableRows out, int64_t begin,
+               int64_t end) {
+  with_element(dtype, [&](auto zero_element) {
+    for (int64_t row = begin; row < end; ++row) {
+      sum_row(reinterpret_cast<decltype(zero_element)*>(row_at(out, row)), parts, num_parts, row, width);
+    }
+  });
+}
+
 #define MOE_OPT_STRING_OF(name) #name
 #define MOE_OPT_STRING(name) MOE_OPT_STRING_OF(name)
 
 }  // namespace
 
 extern const CpuKernels kernels;
-const CpuKernels kernels = {MOE_OPT_STRING(MOE_OPT_ISA), permute_rows, unpermute_rows, unpermute_rows_backward,
-                            copy_chunks};
+const CpuKernels kernels = {MOE_OPT_STRING(MOE_OPT_ISA), permute_rows, unpermute_rows,
+                            unpermute_rows_backward,     copy_chunks,  sum_parts};
 
 }  // namespace MOE_OPT_ISA
 }  // namespace moe_opt

@@ -11,6 +11,8 @@
 #include <string>
 #include <type_traits>
 
+#include "types.h"
+
 namespace moe_opt {
 namespace cuda {
 
@@ -147,6 +149,31 @@ struct HalfWord {
 };
 template <typename T, int kCount>
 using Elements = std::conditional_t<sizeof(T) * kCount == sizeof(unsigned short), HalfWord<T>, Vector<T, kCount>>;
+
+// Calls launch(T{}, count) with the element type and the elements of a vector: 16 bytes where every row allows it,
+// else one element.
+template <typename Launch>
+void with_vector(DType dtype, bool wide, Launch launch) {
+  const auto with_type = [&](auto element) {
+    using T = decltype(element);
+    if (wide) {
+      launch(element, std::integral_constant<int, kVectorBytes / sizeof(T)>{});
+    } else {
+      launch(element, std::integral_constant<int, 1>{});
+    }
+  };
+  switch (dtype) {
+    case DType::kFloat32:
+      return with_type(float{});
+    case DType::kBFloat16:
+      return with_type(__nv_bfloat16{});
+    case DType::kFloat16:
+      return with_type(__half{});
+    default:
+      throw std::runtime_error("megatron_moe_opt: no kernel for element type " +
+                               std::to_string(static_cast<int>(dtype)));
+  }
+}
 
 // Sum over the threads of a block (a multiple of 32 threads, at most 1024), in thread order; every thread calls it.
 struct BlockSum {

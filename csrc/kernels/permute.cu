@@ -236,29 +236,6 @@ void with_prob_unit(const void* lanes, int64_t lane_stride, int64_t lane_bytes, 
   }
 }
 
-// Calls launch(T{}, count) with the element type and the elements of a vector: 16 bytes where every row allows it,
-// else one element.
-template <typename Launch>
-void with_vector(DType dtype, bool wide, Launch launch) {
-  const auto with_type = [&](auto element) {
-    using T = decltype(element);
-    if (wide) {
-      launch(element, std::integral_constant<int, kVectorBytes / sizeof(T)>{});
-    } else {
-      launch(element, std::integral_constant<int, 1>{});
-    }
-  };
-  switch (dtype) {
-    case DType::kFloat32:
-      return with_type(float{});
-    case DType::kBFloat16:
-      return with_type(__nv_bfloat16{});
-    case DType::kFloat16:
-      return with_type(__half{});
-  }
-  throw std::runtime_error("megatron_moe_opt: unknown element type " + std::to_string(static_cast<int>(dtype)));
-}
-
 }  // namespace
 
 void permute_rows(const RowMap& map, DType dtype, int64_t hidden, ConstRows tokens, MutableRows permuted,

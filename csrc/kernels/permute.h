@@ -24,16 +24,6 @@ struct RowMap {
   const int32_t* experts;  // [R]; expert of each entry; null where no kernel reads probabilities
 };
 
-// Rows of a matrix in memory: element (r, h) is at data + r * stride_bytes + h * element size.
-struct ConstRows {
-  const void* data;
-  int64_t stride_bytes;
-};
-struct MutableRows {
-  void* data;
-  int64_t stride_bytes;
-};
-
 namespace cpu {
 
 // Every CPU kernel below works on the tokens [begin, end): the caller splits [0, T) over threads.

@@ -21,7 +21,11 @@ class DType(str, Enum):
 @app.command()
 def layer(
     dispatchers: Annotated[
-        str, typer.Option(help="Dispatchers to compare, separated by commas; alltoall always runs.")
+        str,
+        typer.Option(
+            help="Dispatchers to compare, separated by commas; alltoall always runs. monta:O3x8 is level O3 with 8 "
+            "chunks, monta:auto chooses by --profile."
+        ),
     ] = "alltoall,monta,deepspeed",
     tokens: Annotated[int, typer.Option(min=1, help="Tokens of each rank.")] = 4096,
     hidden: Annotated[int, typer.Option(min=1, help="Hidden size.")] = 1024,
@@ -42,6 +46,7 @@ def layer(
     steps: Annotated[int, typer.Option(min=1, help="Timed rounds.")] = 10,
     warmup: Annotated[int, typer.Option(min=0, help="Untimed rounds before them.")] = 3,
     seed: Annotated[int, typer.Option(help="Seed of weights, inputs and routing.")] = 1,
+    profile: Annotated[Path | None, typer.Option(help="cluster.json of moe-opt profile, for monta:auto.")] = None,
     json: Annotated[Path | None, typer.Option(help="Write everything, every round's time too.")] = None,
 ) -> None:
     """Forward + backward of one Megatron-Core MoE layer under each dispatcher.
@@ -68,6 +73,7 @@ def layer(
         steps=steps,
         warmup=warmup,
         seed=seed,
+        profile=profile,
     )
     bench_layer(settings, json)
 

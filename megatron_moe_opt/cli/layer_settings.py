@@ -3,12 +3,34 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
 from megatron_moe_opt.errors import ConfigurationError
+from megatron_moe_opt.options import AUTO, Options
+from megatron_moe_opt.schedules.monta import LEVELS
 
 BASELINE = "alltoall"
+
+
+def split_variant(variant: str, profile: Path | None) -> tuple[str, Options]:
+    """The dispatcher's name and options of `name`, `name:LEVEL`, `name:LEVELxCHUNKS` or `name:auto`.
+
+    Raises ConfigurationError for anything else.
+    """
+    name, colon, setting = variant.partition(":")
+    if not colon:
+        return name, Options()
+    if setting == AUTO:
+        return name, Options(monta_level=AUTO, chunks=AUTO, profile=profile)
+    level, _, chunks = setting.partition("x")
+    if level not in LEVELS or not (chunks.isdecimal() or setting == level) or chunks == "0":
+        raise ConfigurationError(
+            f"--dispatchers {variant}: write a level ({', '.join(LEVELS)}), a level and its chunks such as "
+            f"{name}:O3x4, or {name}:auto"
+        )
+    return name, Options(monta_level=level, chunks=int(chunks) if chunks else None)
 
 
 @dataclass(frozen=True)
@@ -16,7 +38,7 @@ class LayerSettings:
     """The options of `moe-opt bench layer`; sizes of one rank where it matters."""
 
     dispatchers: tuple[str, ...]
-    """BASELINE first, whatever the order asked for, and added where it was not."""
+    """BASELINE first, whatever the order asked for, and added where it was not. See `split_variant`."""
     tokens: int
     hidden: int
     ffn_hidden: int
@@ -34,6 +56,8 @@ class LayerSettings:
     steps: int
     warmup: int
     seed: int
+    profile: Path | None = None
+    """For variants that choose by measurements."""
 
     def __post_init__(self) -> None:
         ordered = dict.fromkeys((BASELINE, *self.dispatchers))  # without repetitions
@@ -50,7 +74,8 @@ class LayerSettings:
 
     def check(self, known_dispatchers: tuple[str, ...], world: int) -> None:
         """Refuses what cannot run on `world` ranks: ConfigurationError with the option, its value and the way out."""
-        for name in self.dispatchers:
+        for variant in self.dispatchers:
+            name, _ = split_variant(variant, self.profile)
             if name not in known_dispatchers:
                 raise ConfigurationError(f"--dispatchers {name} is unknown: choose from {', '.join(known_dispatchers)}")
         if world % self.tp:

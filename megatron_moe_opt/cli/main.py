@@ -9,6 +9,7 @@ import typer
 
 from megatron_moe_opt.cli.bench import app as bench_app
 from megatron_moe_opt.cli.doctor import doctor
+from megatron_moe_opt.cli.profile import profile
 from megatron_moe_opt.errors import ConfigurationError
 
 app = typer.Typer(
@@ -20,6 +21,7 @@ app = typer.Typer(
 )
 app.add_typer(bench_app, name="bench")
 app.command()(doctor)
+app.command()(profile)
 
 
 def main() -> None:

@@ -9,7 +9,8 @@ import torch.distributed as dist
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron_moe_opt.cli.layer_settings import LayerSettings
+from megatron_moe_opt import register
+from megatron_moe_opt.cli.layer_settings import LayerSettings, split_variant
 from megatron_moe_opt.cli.routing import choose_experts
 from megatron_moe_opt.integration.moe_layer import build_layer, impose_routing
 
@@ -96,10 +97,12 @@ def layers_under_test(
         rank=rank,
     )
     layers: dict[str, LayerUnderTest] = {}
-    for dispatcher in settings.dispatchers:
+    for variant in settings.dispatchers:
+        dispatcher, options = split_variant(variant, settings.profile)
+        register(options)
         layer = build_layer(layer_config(settings, dispatcher, ep, permute_fusion))
         if layers:
             layer.load_state_dict(next(iter(layers.values())).layer.state_dict())
         impose_routing(layer, indices.to(device))
-        layers[dispatcher] = LayerUnderTest(layer, tokens.clone().requires_grad_(), output_grad)
+        layers[variant] = LayerUnderTest(layer, tokens.clone().requires_grad_(), output_grad)
     return layers

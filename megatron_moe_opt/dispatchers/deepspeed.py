@@ -1,7 +1,7 @@
 """The DeepSpeed-MoE schedule: the baseline of the papers, for benchmarks and tests.
 
     dispatch   AllGather(expert-TP) -> permute -> A2A(EP) -> reorder by local expert
-    combine    reorder by source -> AllReduce(expert-TP) -> A2A(EP) -> unpermute -> split
+    combine    AllReduce(expert-TP) -> reorder by source -> A2A(EP) -> unpermute -> split
 
 (Parm, Fig. 3a; MoNTA, Fig. 4.) Expert-TP peers gather each other's tokens first, so that every one of them sends,
 computes and receives all of them: expert-TP times the bytes of `monta` on the slow links.
@@ -17,9 +17,11 @@ from torch.autograd import Function
 from torch.distributed import ProcessGroup
 
 from megatron_moe_opt.dispatchers.monta import Dispatched, MontaDispatcher
-from megatron_moe_opt.kernels import build_row_map, permute_packed
+from megatron_moe_opt.dispatchers.pipelining import FixedPipelining
+from megatron_moe_opt.kernels import build_row_map
 from megatron_moe_opt.runtime.collectives import all_gather_rows, reduce_scatter_rows
 from megatron_moe_opt.runtime.host_copy import HostCopy
+from megatron_moe_opt.topology.expert_groups import ExpertGroups
 
 
 class _Gather(Function):
@@ -68,6 +70,9 @@ class DeepSpeedDispatcher(MontaDispatcher):
     To the exchange plan the expert-TP peers are one rank, because they hold the same rows.
     """
 
+    def __init__(self, groups: ExpertGroups) -> None:
+        super().__init__(groups, FixedPipelining("O1", 1))
+
     def describe(self) -> str:
         """What runs, for the line at start."""
         return "the DeepSpeed-MoE reference schedule, for comparison only"
@@ -83,19 +88,20 @@ class DeepSpeedDispatcher(MontaDispatcher):
     ) -> tuple[torch.Tensor, Dispatched]:
         """AllGather(expert-TP) of tokens, probabilities and routing, then permutation."""
         ep, etp = self.groups.ep, self.groups.etp
-        if etp.size() > 1:
+        if self.groups.etp_size > 1:
             tokens, probs = _Gather.apply(tokens, etp), _Gather.apply(probs, etp)
             routing_map = all_gather_rows(routing_map.contiguous().view(torch.uint8), None, etp).bool()
             capacity = None if capacity is None else capacity * etp.size()
             num_rows = None if num_rows is None else num_rows * etp.size()
         row_map = build_row_map(routing_map, capacity=capacity, num_out_tokens=num_rows)
         counts = HostCopy(all_gather_rows(row_map.expert_counts, None, ep).view(ep.size(), 1, -1))
-        return permute_packed(tokens, probs, row_map), Dispatched(row_map, counts, ep.rank(), etp_rank=0)
+        return self._pack(tokens, probs, row_map, counts, ExpertGroups(ep=ep, etp=None, joint=ep))
 
-    def sort_by_source(self, rows: torch.Tensor, dispatched: Dispatched) -> torch.Tensor:
-        """Back to arrival order, then AllReduce(expert-TP) of the partial outputs."""
-        rows = super().sort_by_source(rows, dispatched)
-        return _AllReduce.apply(rows, self.groups.etp) if self.groups.etp_size > 1 else rows
+    def combine(self, rows: torch.Tensor, dispatched: Dispatched) -> torch.Tensor:
+        """AllReduce(expert-TP) of the partial outputs, then back to the ranks of their tokens."""
+        if self.groups.etp_size > 1:
+            rows = _AllReduce.apply(rows, self.groups.etp)
+        return super().combine(rows, dispatched)
 
     def unpermute(self, rows: torch.Tensor, dispatched: Dispatched) -> torch.Tensor:
         """Sums each token's rows, then keeps this rank's tokens."""

@@ -1,11 +1,11 @@
-"""MoNTA, level O1: one packed all-to-all between nodes, then an all-gather inside the node.
+"""MoNTA: all-to-all between nodes and all-gather inside them, one after another or as a pipeline of chunks.
 
-    dispatch   permute -> A2A(EP) -> AllGather(expert-TP) -> reorder by local expert
-    combine    reorder by source -> ReduceScatter(expert-TP) -> A2A(EP) -> unpermute
+    dispatch   permute -> [ A2A(EP) -> AllGather(expert-TP) -> reorder by local expert ] for each chunk
+    combine    [ reorder by source -> ReduceScatter(expert-TP) -> A2A(EP) ] for each chunk -> unpermute
 
-(MoNTA, Fig. 5, and the sequential method of Fig. 6.) Every rank sends its own tokens once over the slow links;
-expert-TP peers share what arrived over the fast ones. A token's probability travels behind its row in the same message,
-so that a direction takes one all-to-all where stock Megatron takes two.
+(MoNTA, Figs. 5 to 9.) Every rank sends its own tokens once over the slow links; expert-TP peers share what arrived over
+the fast ones, while the next chunk is on the slow ones. A token's probability travels behind its row in the same
+message, so that a direction takes one all-to-all where stock Megatron takes two.
 """
 
 from __future__ import annotations
@@ -15,10 +15,11 @@ from functools import cached_property
 
 import torch
 
+from megatron_moe_opt.dispatchers.pipelining import Pipelining
 from megatron_moe_opt.kernels import RowMap, build_row_map, permute_packed, unpermute_rows
 from megatron_moe_opt.runtime.collectives import all_gather_rows
-from megatron_moe_opt.runtime.exchange import all_to_all, gather_by_expert, reduce_to_source
-from megatron_moe_opt.runtime.exchange_plan import ExchangePlan, plan_exchange
+from megatron_moe_opt.runtime.exchange_plan import plan_exchange
+from megatron_moe_opt.runtime.expert_exchange import Exchange, to_experts, to_sources
 from megatron_moe_opt.runtime.host_copy import HostCopy
 from megatron_moe_opt.topology.expert_groups import ExpertGroups
 
@@ -30,25 +31,27 @@ class Dispatched:
     row_map: RowMap
     counts: HostCopy
     """[ep_size, etp_size, experts] rows of every rank, on its way to the host."""
-    ep_rank: int
-    etp_rank: int
+    groups: ExpertGroups
+    level: str
 
     @cached_property
-    def plan(self) -> ExchangePlan:
-        """The exchange plan; the first use waits for the counts to reach the host (the only host sync)."""
-        return plan_exchange(self.counts.wait(), self.ep_rank, self.etp_rank, self.row_map.rows.device)
+    def exchange(self) -> Exchange:
+        """Who sends what to whom; the first use waits for the counts to reach the host (the only host sync)."""
+        groups, rows = self.groups, self.row_map
+        plan = plan_exchange(self.counts.wait(), groups.ep_rank, groups.etp_rank, rows.num_chunks, rows.rows.device)
+        return Exchange(groups, plan, self.level)
 
 
 class MontaDispatcher:
     """Moves the tokens of one MoE layer to their experts and back."""
 
-    def __init__(self, groups: ExpertGroups, level: str = "O1") -> None:
+    def __init__(self, groups: ExpertGroups, pipelining: Pipelining) -> None:
         self.groups = groups
-        self.level = level
+        self.pipelining = pipelining
 
     def describe(self) -> str:
         """What runs, for the line at start."""
-        return f"level {self.level}, tokens and probabilities in one all-to-all"
+        return f"{self.pipelining.describe()}, tokens and probabilities in one all-to-all"
 
     def permute(
         self,
@@ -59,7 +62,7 @@ class MontaDispatcher:
         capacity: int | None = None,
         num_rows: int | None = None,
     ) -> tuple[torch.Tensor, Dispatched]:
-        """Groups this rank's tokens by expert, each row with its probability behind it.
+        """Groups this rank's tokens by chunk and expert, each row with its probability behind it.
 
         Args:
             tokens: [T, H].
@@ -69,7 +72,7 @@ class MontaDispatcher:
             num_rows: number of routed pairs where it is known without asking the device.
 
         Returns:
-            Packed rows [R, H + lane], and the state for the other five steps.
+            Packed rows [R, H + lane], and the state for the other three steps.
         """
         groups = self.groups
         row_map = build_row_map(routing_map, capacity=capacity, num_out_tokens=num_rows)
@@ -78,33 +81,31 @@ class MontaDispatcher:
             counts = HostCopy(all_gather_rows(row_map.expert_counts, None, groups.joint).view(shape))
         else:  # every rank has `capacity` rows for every expert: nothing to ask
             counts = HostCopy(torch.full((*shape[:2], routing_map.size(1)), capacity))
-        dispatched = Dispatched(row_map, counts, groups.ep_rank, groups.etp_rank)
-        return permute_packed(tokens, probs, row_map), dispatched
+        return self._pack(tokens, probs, row_map, counts, groups)
 
-    def dispatch(self, packed: torch.Tensor, dispatched: Dispatched) -> torch.Tensor:
-        """A2A(EP): rows to the ranks that hold their experts."""
-        plan = dispatched.plan
-        return all_to_all(packed, plan.receive_counts, plan.send_counts, self.groups.ep)
+    def _pack(
+        self, tokens: torch.Tensor, probs: torch.Tensor, row_map: RowMap, counts: HostCopy, groups: ExpertGroups
+    ) -> tuple[torch.Tensor, Dispatched]:
+        level, num_chunks = self.pipelining.current
+        row_map = row_map.cut(num_chunks)
+        return permute_packed(tokens, probs, row_map), Dispatched(row_map, counts, groups, level)
 
-    def sort_by_expert(
+    def dispatch(
         self, packed: torch.Tensor, dispatched: Dispatched, prob_dtype: torch.dtype
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """AllGather(expert-TP), then one copy that unpacks and sorts by local expert.
+        """Rows to the ranks that hold their experts, sorted by local expert.
 
         Returns:
             Expert inputs [R', H] in stock Megatron's order, rows per local expert (int64, CPU), probabilities [R'].
         """
-        tokens, probs = gather_by_expert(packed, dispatched.plan, self.groups.etp, prob_dtype)
-        return tokens, dispatched.plan.tokens_per_expert, probs
-
-    def sort_by_source(self, rows: torch.Tensor, dispatched: Dispatched) -> torch.Tensor:
-        """Back to arrival order, then ReduceScatter(expert-TP): the sum of the expert shards' partial outputs."""
-        return reduce_to_source(rows, dispatched.plan, self.groups.etp)
+        exchange = dispatched.exchange
+        self.pipelining.observe(dispatched.counts.wait(), packed)
+        tokens, probs = to_experts(packed, exchange, prob_dtype)
+        return tokens, exchange.plan.tokens_per_expert, probs
 
     def combine(self, rows: torch.Tensor, dispatched: Dispatched) -> torch.Tensor:
-        """A2A(EP): expert outputs back to the ranks of their tokens."""
-        plan = dispatched.plan
-        return all_to_all(rows, plan.send_counts, plan.receive_counts, self.groups.ep)
+        """The sum of the expert shards' partial outputs, back on the ranks of their tokens: [R', H] -> [R, H]."""
+        return to_sources(rows, dispatched.exchange)
 
     def unpermute(self, rows: torch.Tensor, dispatched: Dispatched) -> torch.Tensor:
         """Sums each token's rows: [R, H] -> [T, H]."""

@@ -17,6 +17,7 @@ from typing import Any, Literal, get_args, get_origin
 
 from megatron_moe_opt.dispatchers.deepspeed import DeepSpeedDispatcher
 from megatron_moe_opt.dispatchers.monta import MontaDispatcher
+from megatron_moe_opt.dispatchers.pipelining import pipelining_of
 from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.integration.announce import announce
 from megatron_moe_opt.integration.checks import check_config, check_name
@@ -27,7 +28,7 @@ from megatron_moe_opt.versions import SUPPORTED_MEGATRON, megatron_version, supp
 FIELD = "moe_token_dispatcher_type"
 
 DISPATCHERS: dict[str, Callable[[ExpertGroups, Options], MontaDispatcher]] = {
-    "monta": lambda groups, options: MontaDispatcher(groups, options.monta_level),
+    "monta": lambda groups, options: MontaDispatcher(groups, pipelining_of(options, groups)),
     "deepspeed": lambda groups, options: DeepSpeedDispatcher(groups),
 }
 """Our dispatcher types. `deepspeed` is the reference schedule of benchmarks and tests."""

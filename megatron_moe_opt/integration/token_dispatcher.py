@@ -17,13 +17,14 @@ class PluggedTokenDispatcher(MoETokenDispatcher):
 
     Megatron's contract passes (tokens, probabilities) from step to step. Ours travel in one packed tensor: it goes in
     the place of the tokens, and the probabilities handed on beside it stay where they are, [tokens, experts], until
-    dispatch_postprocess returns those that arrived.
+    token_dispatch returns those that arrived.
     """
 
     def __init__(self, dispatcher: MontaDispatcher, config: Any, pg_collection: Any) -> None:
         super().__init__(config=config, pg_collection=pg_collection)
         self.dispatcher = dispatcher
         self._dispatched: Dispatched | None = None
+        self._tokens_per_expert: torch.Tensor | None = None
 
     def dispatch_preprocess(
         self, tokens: torch.Tensor, routing_map: torch.Tensor, probs: torch.Tensor
@@ -50,22 +51,22 @@ class PluggedTokenDispatcher(MoETokenDispatcher):
         return packed, probs
 
     def token_dispatch(self, packed: torch.Tensor, probs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Sends every row to its expert's rank; the shared experts' first half runs beside it."""
+        """Sends every row to its expert's rank, sorted by local expert; shared experts' first half runs beside it."""
         self._shared_experts_after_main_stream()
-        packed = self.dispatcher.dispatch(packed, self._dispatched)
+        tokens, self._tokens_per_expert, probs = self.dispatcher.dispatch(packed, self._dispatched, probs.dtype)
         if self.shared_experts is not None:
-            self.shared_experts.linear_fc1_forward_and_act(packed)
-        return packed, probs
+            self.shared_experts.linear_fc1_forward_and_act(tokens)
+        return tokens, probs
 
     def dispatch_postprocess(
-        self, packed: torch.Tensor, probs: torch.Tensor
+        self, tokens: torch.Tensor, probs: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Unpacks and sorts by local expert: tokens, rows per local expert (CPU), probabilities."""
-        return self.dispatcher.sort_by_expert(packed, self._dispatched, probs.dtype)
+        """Tokens, rows per local expert (CPU), probabilities: dispatch has sorted them already."""
+        return tokens, self._tokens_per_expert, probs
 
     def combine_preprocess(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """Sorts expert outputs back by source rank and sums the expert-tensor-parallel parts."""
-        return self.dispatcher.sort_by_source(hidden_states, self._dispatched)
+        """Expert outputs as they are: combine sorts and sums them as it sends them."""
+        return hidden_states
 
     def token_combine(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Returns expert outputs to the ranks of their tokens; the shared experts' second half runs beside it."""

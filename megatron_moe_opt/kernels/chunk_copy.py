@@ -14,7 +14,7 @@ _C = load_extension()
 
 @dataclass(frozen=True)
 class ChunkList:
-    """Chunk c moves row_counts[c] rows from source_rows[c] on to target_rows[c] on; together they move every row."""
+    """Chunk c moves row_counts[c] rows from source_rows[c] on to target_rows[c] on; no row is moved twice."""
 
     source_rows: torch.Tensor  # int64 [chunks]
     target_rows: torch.Tensor  # int64 [chunks]
@@ -57,6 +57,11 @@ class ChunkList:
     def inverse(self) -> ChunkList:
         """The list that moves every row back."""
         return ChunkList(self.target_rows, self.source_rows, self.row_counts, self.num_rows)
+
+    def split(self, num_rows: Sequence[int]) -> list[ChunkList]:
+        """Consecutive parts of equally many chunks, part i moving num_rows[i] rows."""
+        lists = (tensor.chunk(len(num_rows)) for tensor in (self.source_rows, self.target_rows, self.row_counts))
+        return [ChunkList(*part, rows) for *part, rows in zip(*lists, num_rows, strict=True)]
 
     @property
     def tensors(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int]:

@@ -5,6 +5,7 @@ Shapes: T tokens, E experts, R permuted rows.
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
 import torch
@@ -18,7 +19,8 @@ _C = load_extension()
 class RowMap:
     """The permuted rows of each token, as compressed sparse rows over tokens.
 
-    Rows are grouped by expert and, inside an expert, in token order (Megatron-Core's order). A row's entry index `i`
+    Rows are grouped by expert and, inside an expert, in token order (Megatron-Core's order); `cut` groups them by chunk
+    first. A row's entry index `i`
     below runs over the rows of token 0, then token 1, and so on.
     """
 
@@ -26,15 +28,52 @@ class RowMap:
     num_experts: int
     num_rows: int
     offsets: torch.Tensor  # int64 [T + 1]: token t owns the entries offsets[t] .. offsets[t + 1]
-    rows: torch.Tensor  # int64 [R]: permuted row of entry i, ascending inside a token
+    rows: torch.Tensor  # int64 [R]: permuted row of entry i; the entries of a token are in expert order
     experts: torch.Tensor | None  # int32 [R]: expert of entry i; None in maps that know no experts
     sources: torch.Tensor  # int64 [R]: token of each permuted row (Megatron-Core's sorted_indices)
     expert_counts: torch.Tensor | None  # int64 [E]: rows of each expert
+    num_chunks: int = 1
 
     @property
     def tensors(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, int]:
         """The form in which the extension takes a map."""
         return self.offsets, self.rows, self.experts, self.num_experts
+
+    def cut(self, num_chunks: int) -> RowMap:
+        """The same rows in chunk order: each expert's rows are cut into `num_chunks` parts, and chunk c is part c of
+        all experts, in expert order. The parts are as equal as whole rows allow, see `cut_counts`.
+
+        Raises:
+            ValueError: a map that is cut already, or that knows no experts.
+        """
+        if self.expert_counts is None or self.num_chunks != 1:
+            raise ValueError("only a row map that knows its experts and is not cut yet can be cut into chunks")
+        if num_chunks == 1:
+            return self
+        counts = self.expert_counts
+        parts = cut_counts(counts, num_chunks)  # [chunks, E]
+        first_row = (parts.view(-1).cumsum(0) - parts.view(-1)).view_as(parts)
+        first_in_expert = parts.cumsum(0) - parts
+        experts = self.experts.long()
+        index = self.rows - (counts.cumsum(0) - counts)[experts]  # of each entry among its expert's rows
+        chunk = ((index + 1) * num_chunks - 1).div_(counts[experts], rounding_mode="floor")
+        rows = index + (first_row - first_in_expert).view(-1)[chunk * self.num_experts + experts]
+        sources = torch.empty_like(self.sources)
+        sources[rows] = self.sources[self.rows]
+        return dataclasses.replace(self, rows=rows, sources=sources, num_chunks=num_chunks)
+
+
+def cut_counts(counts: torch.Tensor, num_chunks: int) -> torch.Tensor:
+    """Sizes of the parts of `counts` rows: part c of n rows is [n * c / num_chunks, n * (c + 1) / num_chunks).
+
+    Args:
+        counts: int64 [...].
+
+    Returns:
+        [num_chunks, ...].
+    """
+    bounds = torch.arange(num_chunks + 1, device=counts.device).view(-1, *[1] * counts.dim()) * counts
+    return bounds.div_(num_chunks, rounding_mode="floor").diff(dim=0)
 
 
 def build_row_map(routing_map: torch.Tensor, capacity: int | None = None, num_out_tokens: int | None = None) -> RowMap:

@@ -44,14 +44,27 @@ def named_errors(op: str, group: dist.ProcessGroup | None) -> Iterator[None]:
     try:
         yield
     except CollectiveError as error:
-        raise CollectiveError(_describe(op, group, error.__cause__ or error)) from (error.__cause__ or error)
+        cause = error.__cause__ or error
+        raise CollectiveError(describe_failure(op, group, _reason(cause))) from cause
     except RuntimeError as error:
-        raise CollectiveError(_describe(op, group, error)) from error
+        raise CollectiveError(describe_failure(op, group, _reason(error))) from error
 
 
-def _describe(op: str, group: dist.ProcessGroup | None, error: BaseException) -> str:
-    reason = str(error).strip().splitlines()
-    return f"{op} on {_group_name(group)} failed on rank {_rank()}: {reason[0] if reason else type(error).__name__}"
+def _reason(error: BaseException) -> str:
+    return str(error) or type(error).__name__
+
+
+def describe_failure(op: str, group: dist.ProcessGroup | None, reason: str) -> str:
+    """One sentence: what failed, on which group and rank, and the first line of the reason."""
+    return f"{op} on {_group_name(group)} failed on rank {_rank()}: {reason.strip().splitlines()[0]}"
+
+
+def global_rank(group: dist.ProcessGroup, rank: int) -> int | str:
+    """The global rank of a rank of `group`, as far as it can still be told."""
+    try:
+        return dist.get_global_rank(group, rank)
+    except (KeyError, ValueError, RuntimeError):
+        return f"{rank} of the group"
 
 
 def _rank() -> str:

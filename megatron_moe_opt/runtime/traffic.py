@@ -57,8 +57,8 @@ class TrafficCounter(TorchDispatchMode):
     torch.distributed passes, synchronous or not, so it sees stock Megatron's collectives as well as ours. Backward is
     seen too: autograd runs it in the calling thread on CPU, and hands the caller's dispatch modes to its device threads
     on CUDA (both are carried by at::ThreadLocalState). Collectives that other threads start, or that C++ code calls on
-    a process group directly, are not seen. Counting costs some microseconds for every operator of the step: do not time
-    a counted step.
+    a process group directly, are not seen: who starts those reports them with `count_sent`. Counting costs some
+    microseconds for every operator of the step: do not time a counted step.
 
         with TrafficCounter(nodes) as counter:
             loss.backward()
@@ -72,13 +72,11 @@ class TrafficCounter(TorchDispatchMode):
         self._bytes: Counter[tuple[str, int]] = Counter()
 
     def __enter__(self) -> TrafficCounter:
-        global _num_active
-        _num_active += 1
+        _active.append(self)
         return super().__enter__()
 
     def __exit__(self, *exception: Any) -> None:
-        global _num_active
-        _num_active -= 1
+        _active.remove(self)
         super().__exit__(*exception)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
@@ -98,8 +96,11 @@ class TrafficCounter(TorchDispatchMode):
         collective, messages_of = _COLLECTIVES[operator]
         collective = _logical_name.get() or collective
         group = _process_group(arguments)
+        self._add(collective, group, messages_of(arguments, group.rank(), group.size()))
+
+    def _add(self, collective: str, group: dist.ProcessGroup, messages: _Messages) -> None:
         ranks = dist.get_process_group_ranks(group)
-        for peer, num_bytes in messages_of(arguments, group.rank(), group.size()):
+        for peer, num_bytes in messages:
             self._messages[collective, ranks[peer]] += 1
             self._bytes[collective, ranks[peer]] += num_bytes
 
@@ -140,7 +141,7 @@ def sum_rows(rows: Iterable[TrafficRow]) -> tuple[TrafficRow, ...]:
     return tuple(TrafficRow(*key, messages[key], num_bytes[key]) for key in sorted(messages))
 
 
-_num_active = 0
+_active: list[TrafficCounter] = []
 _logical_name: ContextVar[str | None] = ContextVar("logical collective", default=None)
 
 
@@ -151,9 +152,17 @@ def issued_as(collective: str) -> AbstractContextManager[None]:
     all_to_all: the bytes are those that were really issued, the name says what they were for. The outermost name wins.
     Without an active TrafficCounter it does nothing.
     """
-    if _num_active == 0 or _logical_name.get() is not None:
+    if not _active or _logical_name.get() is not None:
         return nullcontext()
     return _named(collective)
+
+
+def count_sent(collective: str, group: dist.ProcessGroup, bytes_to: Sequence[int]) -> None:
+    """Tells the active counters that this rank sends bytes_to[p] bytes to each peer p of `group`."""
+    if _active:
+        messages = _to_peers(lambda peer: bytes_to[peer], group.rank(), group.size())
+        for counter in _active:
+            counter._add(collective, group, messages)
 
 
 @contextmanager

@@ -5,8 +5,8 @@
                                      | copy 0        | copy 1 | copy 2       lane copy (O3), else lane intra
 
 (MoNTA, Figs. 6, 7 and 9, Table 6.) Combine is the mirror: copy, reduce_scatter, a2a. The backward pass of one runs the
-other on gradients. The levels differ only in chunks and lanes: O1 is one chunk; O2 copies in the lane of the all-gather;
-O3 copies in a lane of its own.
+other on gradients. The levels differ only in chunks and lanes: O1 is one chunk; O2 copies in the lane of the
+all-gather; O3 copies in a lane of its own.
 """
 
 from __future__ import annotations

@@ -51,8 +51,8 @@ class Op:
     lane: Lane
     chunk: int = 0
     size: int = 0
-    """Bytes, on this rank: of the rows sent (all_to_all), of the gathered rows (all_gather, and reduce_scatter, which is
-    its mirror), of the rows moved (copies). Own rows count; how much of it crosses a link is the cost curve's affair."""
+    """Bytes, on this rank: of the rows sent (all_to_all), of the gathered rows (all_gather, and reduce_scatter, which
+    is its mirror), of the rows moved (copies). Own rows count; what crosses a link is the cost curve's affair."""
     waits_for: tuple[int, ...] = ()
     """Indexes in Schedule.ops."""
     reads: tuple[str, ...] = ()

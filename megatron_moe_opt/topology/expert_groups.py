@@ -15,7 +15,8 @@ class ExpertGroups:
     """
 
     ep: ProcessGroup
-    etp: ProcessGroup
+    etp: ProcessGroup | None
+    """None where experts are whole."""
     joint: ProcessGroup
 
     @property
@@ -28,8 +29,12 @@ class ExpertGroups:
 
     @property
     def etp_size(self) -> int:
-        return self.etp.size()
+        return 1 if self.etp is None else self.etp.size()
 
     @property
     def etp_rank(self) -> int:
-        return self.etp.rank()
+        return 0 if self.etp is None else self.etp.rank()
+
+    @property
+    def joint_size(self) -> int:
+        return self.joint.size()

@@ -1,0 +1,29 @@
+#include "sum_parts.h"
+
+#include <cstring>
+
+#include "cpu_dispatch.h"
+
+namespace moe_opt {
+namespace cpu {
+
+void sum_parts(DType dtype, int64_t width, const ConstRows* parts, int num_parts, MutableRows out, int64_t begin,
+               int64_t end) {
+  if (dtype != DType::kFloat64) return kernels().sum_parts(dtype, width, parts, num_parts, out, begin, end);
+  const auto load = [](ConstRows rows, int64_t row, int64_t h) {
+    double value;
+    std::memcpy(&value, static_cast<const uint8_t*>(rows.data) + row * rows.stride_bytes + h * sizeof(value),
+                sizeof(value));
+    return value;
+  };
+  for (int64_t row = begin; row < end; ++row) {
+    for (int64_t h = 0; h < width; ++h) {
+      double total = load(parts[0], row, h);
+      for (int p = 1; p < num_parts; ++p) total += load(parts[p], row, h);
+      std::memcpy(static_cast<uint8_t*>(out.data) + row * out.stride_bytes + h * sizeof(total), &total, sizeof(total));
+    }
+  }
+}
+
+}  // namespace cpu
+}  // namespace moe_opt

@@ -1,0 +1,83 @@
+// Sum of parts on CUDA: a thread adds one vector of all parts in registers; every byte is read once and written once.
+#include "cuda_common.cuh"
+#include "sum_parts.h"
+
+namespace moe_opt {
+namespace cuda {
+namespace {
+
+struct Parts {
+  const char* data[kMaxParts];
+  int64_t stride_bytes[kMaxParts];
+};
+
+template <typename T, int kCount>
+__global__ void __launch_bounds__(kBlockThreads)
+    sum_parts_kernel(const __grid_constant__ Parts parts, int num_parts, int64_t num_rows, int64_t vectors, char* out,
+                     int64_t out_stride) {
+  using Packed = Elements<T, kCount>;
+  const int64_t index = int64_t{blockIdx.x} * kBlockThreads + threadIdx.x;
+  const int64_t row = index / vectors, vector = index % vectors;
+  if (row >= num_rows) return;
+  float total[kCount];
+  Packed::load(parts.data[0] + row * parts.stride_bytes[0], vector).to_float(total);
+#pragma unroll 4
+  for (int p = 1; p < num_parts; ++p) {
+    float term[kCount];
+    Packed::load(parts.data[p] + row * parts.stride_bytes[p], vector).to_float(term);
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) total[i] += term[i];
+  }
+  Packed::from_float(total).store(out + row * out_stride, vector);
+}
+
+__global__ void __launch_bounds__(kBlockThreads)
+    sum_doubles_kernel(const __grid_constant__ Parts parts, int num_parts, int64_t num_rows, int64_t width, char* out,
+                       int64_t out_stride) {
+  const int64_t index = int64_t{blockIdx.x} * kBlockThreads + threadIdx.x;
+  const int64_t row = index / width, h = index % width;
+  if (row >= num_rows) return;
+  const auto load = [&](int p) {
+    return reinterpret_cast<const double*>(parts.data[p] + row * parts.stride_bytes[p])[h];
+  };
+  double total = load(0);
+  for (int p = 1; p < num_parts; ++p) total += load(p);
+  reinterpret_cast<double*>(out + row * out_stride)[h] = total;
+}
+
+}  // namespace
+
+void sum_parts(DType dtype, int64_t width, const ConstRows* parts, int num_parts, MutableRows out, int64_t num_rows,
+               void* stream) {
+  if (num_parts < 1 || num_parts > kMaxParts) {
+    throw std::runtime_error("megatron_moe_opt: sum_parts adds 1 to " + std::to_string(kMaxParts) + " parts, not " +
+                             std::to_string(num_parts));
+  }
+  if (num_rows == 0 || width == 0) return;
+  Parts all;
+  bool wide = width * element_size(dtype) % kVectorBytes == 0 && rows_aligned(out.data, out.stride_bytes, kVectorBytes);
+  for (int p = 0; p < num_parts; ++p) {
+    all.data[p] = static_cast<const char*>(parts[p].data);
+    all.stride_bytes[p] = parts[p].stride_bytes;
+    wide = wide && rows_aligned(parts[p].data, parts[p].stride_bytes, kVectorBytes);
+  }
+  const cudaStream_t cuda_stream = static_cast<cudaStream_t>(stream);
+  char* target = static_cast<char*>(out.data);
+  if (dtype == DType::kFloat64) {
+    const unsigned blocks = grid_blocks(divide_up(num_rows * width, kBlockThreads), "sum_parts");
+    sum_doubles_kernel<<<blocks, kBlockThreads, 0, cuda_stream>>>(all, num_parts, num_rows, width, target,
+                                                                  out.stride_bytes);
+    check(cudaGetLastError(), "sum_doubles_kernel");
+    return;
+  }
+  with_vector(dtype, wide, [&](auto element, auto count) {
+    const int64_t vectors = width / count;
+    const unsigned blocks = grid_blocks(divide_up(num_rows * vectors, kBlockThreads), "sum_parts");
+    sum_parts_kernel<decltype(element), count>
+        <<<blocks, kBlockThreads, 0, cuda_stream>>>(all, num_parts, num_rows, vectors, target, out.stride_bytes);
+    check(cudaGetLastError(), "sum_parts_kernel");
+  });
+}
+
+}  // namespace cuda
+}  // namespace moe_opt

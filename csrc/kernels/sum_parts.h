@@ -1,0 +1,24 @@
+// The sum that ends a reduce-scatter: rows of several ranks, added in rank order.
+#pragma once
+
+#include <cstdint>
+
+#include "types.h"
+
+namespace moe_opt {
+
+// out[r] = parts[0][r] + parts[1][r] + ..., one after the other; half-precision rows in float32, rounded once. `out`
+// may be one of the parts. Rows are `width` elements wide. num_parts >= 1.
+namespace cpu {
+// Works on the rows [begin, end); the caller splits them over threads.
+void sum_parts(DType dtype, int64_t width, const ConstRows* parts, int num_parts, MutableRows out, int64_t begin,
+               int64_t end);
+}  // namespace cpu
+
+namespace cuda {
+constexpr int kMaxParts = 64;
+// num_parts <= kMaxParts. `parts` is a host array of device pointers.
+void sum_parts(DType dtype, int64_t width, const ConstRows* parts, int num_parts, MutableRows out, int64_t num_rows,
+               void* stream);
+}  // namespace cuda
+}  // namespace moe_opt

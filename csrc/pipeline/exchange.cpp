@@ -1,0 +1,85 @@
+#include "exchange.h"
+
+#include <ATen/core/LegacyTypeDispatch.h>
+
+#include <utility>
+
+namespace moe_opt {
+namespace pipeline {
+namespace {
+
+// Messages between two ranks of a group arrive in the order in which they were sent, and a schedule gives every rank of
+// a group the same order: one tag serves all. It only has to differ from the tags of other users of the group.
+constexpr int kTag = 0x6d6f65;
+
+}  // namespace
+
+Exchange::Exchange(c10::intrusive_ptr<c10d::ProcessGroup> group, std::vector<at::Tensor> sent,
+                   std::vector<at::Tensor> received)
+    : group_(std::move(group)), sent_(std::move(sent)), received_(std::move(received)) {
+  const size_t size = group_->getSize();
+  if (sent_.size() != size || received_.size() != size) {
+    throw std::invalid_argument("an exchange needs one block to and one from each of the " + std::to_string(size) +
+                                " ranks, but has " + std::to_string(sent_.size()) + " and " +
+                                std::to_string(received_.size()));
+  }
+}
+
+void Exchange::run() {
+  const at::AutoDispatchBelowADInplaceOrView moves_bytes_only;  // a lane's thread would record gradients
+  const int rank = group_->getRank();
+  at::Tensor& own = sent_[rank];
+  at::Tensor& place = received_[rank];
+  if (own.numel() > 0 && own.const_data_ptr() != place.const_data_ptr()) place.copy_(own, /*non_blocking=*/true);
+  own = own.narrow(0, 0, 0);
+  place = place.narrow(0, 0, 0);
+  const c10::intrusive_ptr<c10d::Backend> backend = group_->getBackend(own.device().type());
+  if (backend->getBackendName() == "gloo") {
+    run_on_gloo(*backend);
+  } else {
+    backend->alltoall(received_, sent_)->wait();
+  }
+}
+
+void Exchange::run_on_gloo(c10d::Backend& backend) {
+  const int rank = group_->getRank(), size = group_->getSize();
+  std::vector<std::pair<c10::intrusive_ptr<c10d::Work>, int>> works;  // with the peer
+  const auto issue = [&](int peer, at::Tensor& block, bool receives) {
+    if (block.numel() == 0) return;
+    std::vector<at::Tensor> blocks{block};
+    try {
+      works.emplace_back(receives ? backend.recv(blocks, peer, kTag) : backend.send(blocks, peer, kTag), peer);
+    } catch (const std::exception& error) {
+      throw PeerError(error.what(), peer);
+    }
+  };
+  // Everybody starts with the next rank, so that no rank is everybody's first.
+  for (int step = 1; step < size; ++step)
+    issue((rank + size - step) % size, received_[(rank + size - step) % size], true);
+  for (int step = 1; step < size; ++step) issue((rank + step) % size, sent_[(rank + step) % size], false);
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    for (const auto& [work, peer] : works) works_.push_back(work);
+    if (aborted_) {
+      for (const auto& work : works_) work->abort();
+    }
+  }
+  for (const auto& [work, peer] : works) {
+    bool complete = false;
+    try {
+      complete = work->wait();
+    } catch (const std::exception& error) {
+      throw PeerError(error.what(), peer);
+    }
+    if (!complete) throw PeerError("given up, because another lane failed", peer);
+  }
+}
+
+void Exchange::abort() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  aborted_ = true;
+  for (const auto& work : works_) work->abort();
+}
+
+}  // namespace pipeline
+}  // namespace moe_opt

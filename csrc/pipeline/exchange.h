@@ -1,0 +1,44 @@
+// One collective: blocks of rows to and from the ranks of a c10d process group.
+//
+// All-to-all, all-gather, reduce-scatter (up to the sum) and send/receive are the same thing here: what this rank sends
+// to each peer and where it puts what each peer sends. Block sizes are free, so uneven counts need neither padding nor
+// copies, and rows go from and to the places where they are. On NCCL it is one grouped call; on Gloo a send and a
+// receive for each peer.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <mutex>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+#include <vector>
+
+#include "executor.h"
+
+namespace moe_opt {
+namespace pipeline {
+
+class Exchange : public Action {
+ public:
+  // sent[p] goes to rank p of the group, received[p] comes from it; contiguous, any of them may be empty, all on one
+  // device. The own blocks are copied, unless they are the same memory.
+  Exchange(c10::intrusive_ptr<c10d::ProcessGroup> group, std::vector<at::Tensor> sent,
+           std::vector<at::Tensor> received);
+
+  // On Gloo returns when every block has arrived and left, within the group's timeout; on NCCL the current stream
+  // waits. Throws PeerError.
+  void run() override;
+  void abort() override;
+
+ private:
+  void run_on_gloo(c10d::Backend& backend);
+
+  c10::intrusive_ptr<c10d::ProcessGroup> group_;
+  std::vector<at::Tensor> sent_;
+  std::vector<at::Tensor> received_;
+  std::mutex mutex_;  // guards works_ and aborted_
+  std::vector<c10::intrusive_ptr<c10d::Work>> works_;
+  bool aborted_ = false;
+};
+
+}  // namespace pipeline
+}  // namespace moe_opt

@@ -1,0 +1,85 @@
+// Runs the ops of a schedule: each lane in order, different lanes side by side. Plain C++, no framework in here.
+//
+// On a CPU every lane is a thread that lives as long as the executor; the thread that calls run() is one of the lanes.
+// An op that fails stops all lanes: ops that have not started never start, and those that wait for other ranks are
+// told to give up. run() returns when no op is running any more, so buffers are the caller's again and the executor can
+// be used again.
+#pragma once
+
+#include <chrono>
+#include <condition_variable>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <stdexcept>
+#include <string>
+#include <thread>
+#include <vector>
+
+namespace moe_opt {
+namespace pipeline {
+
+// One thing an op does. An action belongs to one op of one run.
+class Action {
+ public:
+  virtual ~Action() = default;
+  virtual void run() = 0;
+  // Makes a run() that blocks, in another thread, throw soon; or one that has not begun, once it begins.
+  virtual void abort() {}
+};
+
+struct Op {
+  int lane;                                      // 0 <= lane < number of lanes
+  std::vector<int> waits_for;                    // earlier ops
+  std::vector<std::shared_ptr<Action>> actions;  // one after another
+};
+
+// What a lane says when an action throws. `peer`: the rank of the group that failed, -1 if unknown.
+struct PeerError : std::runtime_error {
+  PeerError(const std::string& reason, int peer) : std::runtime_error(reason), peer(peer) {}
+  int peer;
+};
+
+struct Failure {
+  int op;
+  int peer;
+  std::string reason;
+};
+
+// Start and end of an op in seconds since run() was called.
+struct Span {
+  double start;
+  double end;
+};
+
+class Executor {
+ public:
+  explicit Executor(int num_lanes);
+  ~Executor();
+  Executor(const Executor&) = delete;
+  Executor& operator=(const Executor&) = delete;
+
+  // Runs all ops and returns the first failure, if any. The calling thread takes the ops of `caller_lane`. `spans` may
+  // be null. Throws std::invalid_argument for an op that waits for itself or a later one, or in an unknown lane.
+  // One run at a time: a second caller waits for the first.
+  std::optional<Failure> run(const std::vector<Op>& ops, int caller_lane, std::vector<Span>* spans);
+
+ private:
+  struct Run;
+  void work(int lane);
+  void run_lane(Run& run, int lane, std::unique_lock<std::mutex>& lock);
+
+  std::mutex one_run_;
+  std::mutex mutex_;  // guards all below, and the state of a run
+  std::condition_variable changed_;
+  std::vector<Run*> assigned_;  // the run that a lane's thread has yet to take up, or null
+  std::vector<std::thread> threads_;
+  bool stopping_ = false;
+};
+
+// Throws std::invalid_argument for ops that no executor can run.
+void check_ops(const std::vector<Op>& ops, int num_lanes);
+
+}  // namespace pipeline
+}  // namespace moe_opt

@@ -1,0 +1,167 @@
+"""The ops that `moe-opt profile` measures, at any size."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import cycle
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+from megatron_moe_opt.cli.meter import Load, Sized
+from megatron_moe_opt.kernels import ChunkList
+from megatron_moe_opt.runtime import steps
+from megatron_moe_opt.schedules.schedule import Kind, Lane
+from megatron_moe_opt.topology.nodes import NodeMap
+
+_CHUNKS = 32  # of a reorder: source ranks times experts of a rank
+_COPIED_BYTES = 32 * 2**20  # that small copies go around in, so that they do not find their rows in a cache
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The rows that are moved: hidden states of tokens."""
+
+    hidden: int
+    dtype: torch.dtype
+    device: torch.device
+
+    @property
+    def bytes(self) -> int:
+        """Of one row."""
+        return self.hidden * self.dtype.itemsize
+
+    def number(self, size: int, multiple: int) -> int:
+        """Rows of about `size` bytes: a positive multiple of `multiple`."""
+        return max(1, round(size / (self.bytes * multiple))) * multiple
+
+    def filled(self, rows: int) -> torch.Tensor:
+        """[rows, hidden] of random numbers: zeros could all be one page of memory, or be multiplied at less power."""
+        return torch.rand(rows, self.hidden, device=self.device).to(self.dtype)
+
+
+def all_to_all(rows: Rows, group: ProcessGroup, role: str, lane: Lane) -> Load:
+    """Every rank sends as much to each."""
+
+    def sized(size: int) -> Sized:
+        number = rows.number(size, group.size())
+        sent, received = rows.filled(number), rows.filled(number)
+        counts = [number // group.size()] * group.size()
+        return Sized(number * rows.bytes, lambda: steps.all_to_all(sent, counts, received, counts, group))
+
+    return Load(Kind.ALL_TO_ALL, lane, role, sized)
+
+
+def all_gather(rows: Rows, group: ProcessGroup, role: str, lane: Lane) -> Load:
+    """Every rank brings as much."""
+
+    def sized(size: int) -> Sized:
+        number = rows.number(size, group.size())
+        own, gathered = rows.filled(number // group.size()), rows.filled(number)
+        counts = [number // group.size()] * group.size()
+        return Sized(number * rows.bytes, lambda: steps.all_gather(own, gathered, counts, group))
+
+    return Load(Kind.ALL_GATHER, lane, role, sized)
+
+
+def reduce_scatter(rows: Rows, group: ProcessGroup, role: str, lane: Lane) -> Load:
+    """Every rank keeps as much."""
+
+    def sized(size: int) -> Sized:
+        number = rows.number(size, group.size())
+        mine = number // group.size()
+        added, parts, summed = rows.filled(number), rows.filled(number - mine), rows.filled(mine)
+        counts = [mine] * group.size()
+        return Sized(number * rows.bytes, lambda: steps.reduce_scatter(added, parts, summed, counts, group))
+
+    return Load(Kind.REDUCE_SCATTER, lane, role, sized)
+
+
+def ring(rows: Rows, world: ProcessGroup, rings: list[list[int]], role: str, lane: Lane) -> Load:
+    """Every rank of a ring sends to the next one, all at once; ranks in no ring do nothing."""
+    rank = world.rank()
+    own = next((ring for ring in rings if rank in ring), [rank])
+    position = own.index(rank)
+    to, from_ = own[(position + 1) % len(own)], own[position - 1]
+
+    def sized(size: int) -> Sized:
+        number = rows.number(size, 1) if len(own) > 1 else 0
+        sent, received = rows.filled(number), rows.filled(number)
+
+        def blocks(peer: int) -> list[tuple[int, int]]:
+            return [(0, number if other == peer else 0) for other in range(world.size())]
+
+        exchanged = blocks(to), blocks(from_)
+        return Sized(
+            rows.number(size, 1) * rows.bytes,
+            lambda: steps.exchange(sent, exchanged[0], received, exchanged[1], world, "send"),
+        )
+
+    return Load(Kind.SEND_RECEIVE, lane, role, sized)
+
+
+def rings_inside(nodes: NodeMap) -> list[list[int]]:
+    """The ranks of each node."""
+    return [list(nodes.ranks_of(node)) for node in range(nodes.num_nodes) if len(nodes.ranks_of(node)) > 1]
+
+
+def rings_between(nodes: NodeMap) -> list[list[int]]:
+    """The first ranks of all nodes, the second ones, and so on."""
+    ranks = [nodes.ranks_of(node) for node in range(nodes.num_nodes)]
+    rings = [[on[place] for on in ranks if len(on) > place] for place in range(max(map(len, ranks)))]
+    return [ring for ring in rings if len(ring) > 1]
+
+
+def copy(rows: Rows) -> Load:
+    """The reorder of rows from source rank to local expert."""
+
+    def sized(size: int) -> Sized:
+        number = rows.number(size, 1)
+        places = max(1, _COPIED_BYTES // (number * rows.bytes))
+        pairs = cycle(
+            zip(rows.filled(places * number).split(number), rows.filled(places * number).split(number), strict=True)
+        )
+        bounds = [number * chunk // _CHUNKS for chunk in range(_CHUNKS + 1)]
+        counts = [end - begin for begin, end in zip(bounds, bounds[1:], strict=False)]
+        order = [*range(0, _CHUNKS, 2), *range(1, _CHUNKS, 2)]
+        chunks = ChunkList.from_counts(counts, order, rows.device)
+        return Sized(number * rows.bytes, lambda: steps.copy_rows(*next(pairs), chunks))
+
+    return Load(Kind.COPY, Lane.COPY, None, sized)
+
+
+def host_transfer(rows: Rows, kind: Kind) -> Load:
+    """Kind.OFFLOAD: device to pinned host memory; Kind.PREFETCH: back."""
+
+    def sized(size: int) -> Sized:
+        number = rows.number(size, 1)
+        on_device = rows.filled(number)
+        on_host = torch.ones(number, rows.hidden, dtype=rows.dtype, pin_memory=True)
+        target, source = (on_host, on_device) if kind is Kind.OFFLOAD else (on_device, on_host)
+        return Sized(number * rows.bytes, lambda: steps.call(lambda: target.copy_(source, non_blocking=True)))
+
+    return Load(kind, Lane.D2H if kind is Kind.OFFLOAD else Lane.H2D, None, sized)
+
+
+def expert_gemm(rows: Rows, ffn_hidden: int) -> Load:
+    """The two matrix products of one expert, over rows instead of bytes."""
+    up = rows.filled(ffn_hidden)
+    down = up.t().contiguous()
+
+    def sized(number: int) -> Sized:
+        tokens = rows.filled(number)
+
+        def forward() -> None:
+            with torch.no_grad():
+                torch.nn.functional.linear(torch.nn.functional.linear(tokens, up), down)
+
+        return Sized(number, lambda: steps.call(forward))
+
+    return Load(Kind.COMPUTE, Lane.COMPUTE, None, sized)
+
+
+def group_of(groups: tuple[tuple[int, ...], ...]) -> ProcessGroup:
+    """The process group of this rank among groups that hold every rank once. A collective call over the world."""
+    made = [(dist.new_group(list(ranks)), ranks) for ranks in groups]
+    return next(group for group, ranks in made if dist.get_rank() in ranks)

@@ -1,0 +1,119 @@
+"""Times ops on all ranks, through the executor and the steps that training uses."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import chain, zip_longest
+
+import torch
+import torch.distributed as dist
+
+from megatron_moe_opt.planning.cluster import Points
+from megatron_moe_opt.runtime.executor import executor
+from megatron_moe_opt.runtime.steps import Steps
+from megatron_moe_opt.schedules.schedule import Kind, Lane, Op, Schedule
+
+# A measurement is a run of as many ops as fit into this time, in so many batches of at least one and at most so many.
+RUN_SECONDS = 0.4
+BATCHES = 3
+LARGEST_BATCH = 32
+# A curve does not go on to larger sizes once an op takes this long.
+LONGEST_SECONDS = 1.0
+
+
+@dataclass(frozen=True)
+class Sized:
+    """An op with its buffers, to be issued any number of times."""
+
+    size: int
+    """Bytes as Op.size counts them (or rows), rounded to what the op can carry."""
+    steps: Callable[[], Steps]
+
+
+@dataclass(frozen=True)
+class Load:
+    """An op of any size."""
+
+    kind: Kind
+    lane: Lane
+    group: str | None
+    sized: Callable[[int], Sized]
+
+    def __str__(self) -> str:
+        return self.kind.value if self.group is None else f"{self.kind.value} {self.group}"
+
+
+class Meter:
+    """Every rank of the world calls the same methods with the same arguments, and gets the same answers.
+
+    Ops of a run follow each other without a pause, as chunks in a pipeline do; the first one is not counted. Of each
+    batch the mean time of an op is taken, of the ranks the slowest one, and of the batches the median.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._executor = executor(device.type)
+        self._start = time.perf_counter()
+
+    def elapsed(self) -> float:
+        """Seconds since this meter was made."""
+        return self._slowest([time.perf_counter() - self._start])[0]
+
+    def curve(self, load: Load, sizes: Sequence[int], seconds: float) -> Points:
+        """Times over sizes: as many of the sizes, from the first on, as fit into `seconds`."""
+        points: list[tuple[int, float]] = []
+        end = self.elapsed() + seconds
+        for size in sizes:
+            sized = load.sized(size)
+            if points and sized.size <= points[-1][0]:
+                continue  # rounded up to the size before
+            expected = points[-1][1] * sized.size / points[-1][0] if points else self._alone(load, sized, 1)
+            if points and self.elapsed() + expected * (1 + BATCHES) > end:
+                break
+            points.append((sized.size, self._alone(load, sized, _batch(expected))))
+            if points[-1][1] > LONGEST_SECONDS:
+                break
+        return tuple(points)
+
+    def rate_beside(self, load: Load, size: int, other: Load, other_size: int) -> float:
+        """How much of its own pace an op keeps while the other lane is busy, in (0, 1]."""
+        sized, other_sized = load.sized(size), other.sized(other_size)
+        batch = _batch(self._alone(load, sized, 1))
+        alone, other_alone = self._alone(load, sized, batch), self._alone(other, other_sized, 1)
+        # Busy for longer than the first lane needs, even if that lane runs at a third of its pace.
+        others = 1 + math.ceil(3 * alone * (1 + BATCHES * batch) / other_alone)
+        beside = self._op_seconds((load, sized, 1 + BATCHES * batch), (other, other_sized, others))
+        return min(1.0, alone / beside)
+
+    def _alone(self, load: Load, sized: Sized, batch: int) -> float:
+        return self._op_seconds((load, sized, 1 + BATCHES * batch))
+
+    def _op_seconds(self, *queues: tuple[Load, Sized, int]) -> float:
+        """Seconds of an op of the first queue, while the others run too."""
+        lanes = [
+            [(Op(load.kind, load.lane, chunk, sized.size, group=load.group), sized.steps) for chunk in range(count)]
+            for load, sized, count in queues
+        ]
+        issued = [entry for entry in chain.from_iterable(zip_longest(*lanes)) if entry is not None]
+        steps = [make() for _, make in issued]
+        dist.barrier()
+        timeline = self._executor.run(Schedule("profile", tuple(op for op, _ in issued)), steps, record=True)
+        assert timeline is not None
+        ends = [span.end for span in timeline.lane(queues[0][0].lane)]
+        batch = (len(ends) - 1) // BATCHES
+        bounds = [ends[number * batch] for number in range(BATCHES + 1)]
+        return statistics.median(self._slowest([(b - a) / batch for a, b in zip(bounds, bounds[1:], strict=False)]))
+
+    def _slowest(self, seconds: list[float]) -> list[float]:
+        times = torch.tensor(seconds, dtype=torch.float64, device=self.device)
+        dist.all_reduce(times, dist.ReduceOp.MAX)
+        return times.tolist()
+
+
+def _batch(seconds: float) -> int:
+    """Ops of a batch, if one takes so long."""
+    return max(1, min(LARGEST_BATCH, int(RUN_SECONDS / BATCHES / seconds)))

@@ -1,0 +1,51 @@
+"""torch.distributed for a command: over the ranks of torchrun or of Slurm's srun, or over this process alone."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+
+from megatron_moe_opt.errors import ConfigurationError
+
+
+def adopt_slurm_ranks() -> None:
+    """Where srun itself started the ranks, and no torchrun: names them in torchrun's variables.
+
+    Raises:
+        ConfigurationError: nothing says where rank 0 is.
+    """
+    if "RANK" in os.environ or int(os.environ.get("SLURM_STEP_NUM_TASKS", "1")) == 1:
+        return
+    for variable in ("MASTER_ADDR", "MASTER_PORT"):
+        if variable not in os.environ:
+            raise ConfigurationError(
+                f"{variable} is not set: export the first node's host name as MASTER_ADDR and a free port as "
+                "MASTER_PORT before srun, or start torchrun on every node"
+            )
+    os.environ["RANK"] = os.environ["SLURM_PROCID"]
+    os.environ["WORLD_SIZE"] = os.environ["SLURM_STEP_NUM_TASKS"]
+    os.environ["LOCAL_RANK"] = os.environ["SLURM_LOCALID"]
+
+
+def world_size() -> int:
+    """Ranks of this run, before there is a process group."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+@contextmanager
+def process_group() -> Iterator[torch.device]:
+    """The default process group inside the block: NCCL with a GPU a rank, Gloo without; yields this rank's device."""
+    device = torch.device("cpu")
+    if torch.cuda.is_available():
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        torch.cuda.set_device(device)
+    alone = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo", **alone)
+    try:
+        yield device
+    finally:
+        dist.destroy_process_group()

@@ -1,0 +1,236 @@
+"""Measures all curves of `cluster.json` on the running ranks."""
+
+from __future__ import annotations
+
+import os
+import platform
+import socket
+import sys
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.progress import Progress
+from torch.distributed import ProcessGroup
+
+import megatron_moe_opt
+from megatron_moe_opt.cli import loads
+from megatron_moe_opt.cli.loads import Rows
+from megatron_moe_opt.cli.meter import Load, Meter
+from megatron_moe_opt.cli.process_group import adopt_slurm_ranks, process_group, world_size
+from megatron_moe_opt.cli.profile_report import curves_table
+from megatron_moe_opt.errors import ConfigurationError
+from megatron_moe_opt.planning.cluster import Cluster, ExpertGemm, Points, World
+from megatron_moe_opt.schedules.schedule import Kind, Lane
+from megatron_moe_opt.topology.layouts import Groups, Layout, Role
+from megatron_moe_opt.topology.nodes import NodeMap, discover_nodes
+from megatron_moe_opt.versions import megatron_version
+
+KIB, MIB = 2**10, 2**20
+SIZES = (16 * KIB, *(64 * KIB * 2**power for power in range(11)))  # up to 64 MiB
+GEMM_ROWS = tuple(16 * 4**power for power in range(7))  # up to 65536
+# Lanes are run side by side with ops of about this time, or of the nearest that was measured.
+BESIDE_SECONDS = 0.03
+
+
+@dataclass(frozen=True)
+class ProfileSettings:
+    """The options of `moe-opt profile`."""
+
+    tp: int
+    cp: int
+    ep: int | None
+    """None: as many ranks as expert_tp leaves."""
+    expert_tp: int
+    hidden: int
+    ffn_hidden: int
+    dtype: str
+    """fp32 or bf16."""
+    seconds: float
+
+    def layout(self, world: int) -> Layout:
+        """The groups on `world` ranks.
+
+        Raises:
+            ConfigurationError: the option, its value and the way out.
+        """
+        ep = self.ep or max(1, world // self.expert_tp)
+        for options in ({"--tp": self.tp, "--cp": self.cp}, {"--ep": ep, "--expert-tp": self.expert_tp}):
+            (first, one), (second, other) = options.items()
+            if world % (one * other):
+                raise ConfigurationError(
+                    f"{first} {one} x {second} {other} = {one * other} does not divide the {world} ranks of this run: "
+                    "choose sizes whose product does"
+                )
+        if self.ffn_hidden % self.expert_tp:
+            raise ConfigurationError(
+                f"--expert-tp {self.expert_tp} does not divide --ffn-hidden {self.ffn_hidden}: choose a divisor"
+            )
+        return Layout(world, self.tp, self.cp, ep, self.expert_tp)
+
+
+def profile_cluster(settings: ProfileSettings, output: Path) -> Cluster:
+    """Measures on the current ranks; rank 0 prints the table and writes `output`.
+
+    Raises:
+        ConfigurationError: settings that cannot work, before anything runs.
+    """
+    if not output.resolve().parent.is_dir():
+        raise ConfigurationError(f"--output {output}: its folder does not exist; create it or choose another")
+    adopt_slurm_ranks()
+    settings.layout(world_size())
+    with process_group() as device:
+        cluster = measure(settings, device)
+        if dist.get_rank() == 0:
+            cluster.save(output)
+            console = Console(width=None if sys.stdout.isatty() else 200)
+            console.print(curves_table(cluster))
+            console.print(f"written to {output}", markup=False, highlight=False, soft_wrap=True)
+    return cluster
+
+
+def measure(settings: ProfileSettings, device: torch.device) -> Cluster:
+    """A collective call over the world; the same answer on every rank."""
+    layout = settings.layout(dist.get_world_size())
+    nodes = discover_nodes()
+    rows = Rows(settings.hidden, {"fp32": torch.float32, "bf16": torch.bfloat16}[settings.dtype], device)
+    ffn_hidden = settings.ffn_hidden // settings.expert_tp
+    with _groups(layout) as groups, _progress() as progress:
+        moves = _moves(rows, groups, nodes)
+        measured = _Measured(Meter(device), settings.seconds, moves, groups)
+        task = progress.add_task("", total=len(moves) + 2)
+        for load in moves:
+            progress.update(task, description=str(load))
+            measured.add(load)
+            progress.advance(task)
+        progress.update(task, description="expert")
+        gemm = measured.curve(loads.expert_gemm(rows, ffn_hidden), GEMM_ROWS)
+        progress.update(task, description="lanes side by side", advance=1)
+        slowdown = measured.slowdown()
+    return Cluster(
+        world=World(nodes.node_of, layout.tp, layout.cp, layout.ep, layout.expert_tp),
+        curves=measured.curves,
+        slowdown=slowdown,
+        expert_gemm=ExpertGemm(settings.hidden, ffn_hidden, settings.dtype, gemm),
+        host=_host(device),
+        software=_software(),
+    )
+
+
+def _progress() -> Progress:
+    return Progress(console=Console(stderr=True), transient=True, disable=dist.get_rank() != 0)
+
+
+class _Measured:
+    """The curves so far. Each gets an equal share of the time that is left."""
+
+    def __init__(self, meter: Meter, seconds: float, moves: Sequence[Load], groups: Mapping[str, ProcessGroup]) -> None:
+        self.curves: dict[tuple[Kind, str | None], Points] = {}
+        self._meter, self._seconds, self._moves, self._groups = meter, seconds, moves, groups
+        self._shares_left = len({self._key(load) for load in moves}) + 2  # the expert, and lanes side by side
+        self._known: dict[Hashable, Points] = {}
+
+    def add(self, load: Load) -> None:
+        key = self._key(load)
+        if key not in self._known:
+            self._known[key] = self.curve(load, SIZES)
+        self.curves[load.kind, load.group] = self._known[key]
+
+    def curve(self, load: Load, sizes: Sequence[int]) -> Points:
+        share = (self._seconds - self._meter.elapsed()) / self._shares_left
+        self._shares_left -= 1
+        return self._meter.curve(load, sizes, share)
+
+    def slowdown(self) -> dict[tuple[Lane, Lane], float]:
+        """The rate of each lane beside each other one, with the first op that was measured in each."""
+        firsts = [next((load for load in self._moves if load.lane is lane), None) for lane in _DISTURBING]
+        lanes = [load for load in firsts if load is not None]
+        return {
+            (load.lane, other.lane): self._meter.rate_beside(load, self._size(load), other, self._size(other))
+            for load in lanes
+            for other in lanes
+            if load is not other
+        }
+
+    def _size(self, load: Load) -> int:
+        return min(self.curves[load.kind, load.group], key=lambda point: abs(point[1] - BESIDE_SECONDS))[0]
+
+    def _key(self, load: Load) -> Hashable:
+        """The same for two roles that share a process group: what is measured once."""
+        return load.kind, self._groups.get(load.group, load.group)
+
+
+# The lanes that share links and memory: those that disturb each other.
+_DISTURBING = (Lane.INTER, Lane.INTRA, Lane.COPY)
+
+# What training issues in the groups of a role. Experts come first: theirs are the ops that lanes are disturbed with.
+_COLLECTIVES: tuple[tuple[Role, Lane, tuple[Callable[..., Load], ...]], ...] = (
+    ("ep", Lane.INTER, (loads.all_to_all,)),
+    ("expert-tp", Lane.INTRA, (loads.all_gather, loads.reduce_scatter)),
+    ("tp", Lane.INTRA, (loads.all_gather, loads.reduce_scatter)),
+    ("cp", Lane.INTER, (loads.all_gather, loads.reduce_scatter)),
+    ("dp", Lane.INTER, (loads.all_gather, loads.reduce_scatter)),
+)
+
+
+def _moves(rows: Rows, groups: Mapping[str, ProcessGroup], nodes: NodeMap) -> list[Load]:
+    """Everything that applies to these groups, nodes and devices."""
+    moves = [
+        collective(rows, groups[role], role, lane)
+        for role, lane, collectives in _COLLECTIVES
+        if role in groups
+        for collective in collectives
+    ]
+    moves.append(loads.copy(rows))
+    for role, lane, rings in (
+        ("intra-node", Lane.INTRA, loads.rings_inside(nodes)),
+        ("inter-node", Lane.INTER, loads.rings_between(nodes)),
+    ):
+        if rings:
+            moves.append(loads.ring(rows, dist.group.WORLD, rings, role, lane))
+    if rows.device.type == "cuda":
+        moves += [loads.host_transfer(rows, kind) for kind in (Kind.OFFLOAD, Kind.PREFETCH)]
+    return moves
+
+
+@contextmanager
+def _groups(layout: Layout) -> Iterator[dict[str, ProcessGroup]]:
+    """This rank's process group of each role that has more than one rank; roles with equal groups share them."""
+    made: dict[Groups, ProcessGroup] = {}
+    groups: dict[str, ProcessGroup] = {}
+    for role, *_ in _COLLECTIVES:
+        if layout.size(role) > 1:
+            ranks = layout.groups(role)
+            if ranks not in made:
+                made[ranks] = loads.group_of(ranks)
+            groups[role] = made[ranks]
+    try:
+        yield groups
+    finally:
+        for group in made.values():
+            dist.destroy_process_group(group)
+
+
+def _host(device: torch.device) -> dict[str, str | int]:
+    facts: dict[str, str | int] = {
+        "name": socket.gethostname(),
+        "cpus": os.cpu_count() or 0,
+        "threads of a rank": torch.get_num_threads(),
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+        "backend": dist.get_backend(),
+    }
+    # A shaped cluster (tools/netbox.py) is known by its rates, not by its host.
+    return facts | {name: os.environ[name] for name in sorted(os.environ) if name.startswith("NETBOX_")}
+
+
+def _software() -> dict[str, str | int]:
+    return {
+        "megatron-moe-opt": megatron_moe_opt.__version__,
+        "megatron-core": megatron_version() or "none",
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+    }

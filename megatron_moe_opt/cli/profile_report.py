@@ -1,0 +1,59 @@
+"""How `moe-opt profile` prints what it measured."""
+
+from __future__ import annotations
+
+from rich.table import Table
+
+from megatron_moe_opt.planning.cluster import Cluster, Points
+from megatron_moe_opt.schedules.schedule import Kind
+
+
+def curves_table(cluster: Cluster) -> Table:
+    """One section a curve. The efficiency is that of the rate, over the best rate of the same curve."""
+    table = Table(title="Cost curves", caption=_slowdown(cluster))
+    table.add_column("op")
+    for header in ("size", "ms", "rate", "efficiency"):
+        table.add_column(header, justify="right")
+    for name, points in _named_curves(cluster).items():
+        rates = [size / seconds for size, seconds in points]
+        cells = [(_bytes(size), seconds, f"{size / seconds / 1e9:.3f} GB/s") for size, seconds in points]
+        _add_curve(table, name, cells, rates)
+    if cluster.expert_gemm is not None:
+        gemm = cluster.expert_gemm
+        flops = gemm.flops_per_second()
+        cells = [
+            (f"{rows} rows", seconds, f"{rate / 1e12:.3f} TFLOP/s")
+            for (rows, seconds), (_, rate) in zip(gemm.points, flops, strict=True)
+        ]
+        name = f"expert {gemm.hidden} x {gemm.ffn_hidden} {gemm.dtype}"
+        _add_curve(table, name, cells, [rate for _, rate in flops])
+    return table
+
+
+def _named_curves(cluster: Cluster) -> dict[str, Points]:
+    """Roles whose groups are the same, and were measured once, in one curve."""
+    groups: dict[tuple[Kind, Points], list[str]] = {}
+    for (kind, group), points in cluster.curves.items():
+        groups.setdefault((kind, points), []).append(group or "")
+    return {f"{kind.value} {', '.join(names)}".strip(): points for (kind, points), names in groups.items()}
+
+
+def _add_curve(table: Table, name: str, cells: list[tuple[str, float, str]], rates: list[float]) -> None:
+    for index, ((size, seconds, shown), rate) in enumerate(zip(cells, rates, strict=True)):
+        table.add_row(
+            "" if index else name,
+            size,
+            f"{seconds * 1e3:.3f}",
+            shown,
+            f"{rate / max(rates):.0%}",
+            end_section=index == len(cells) - 1,
+        )
+
+
+def _slowdown(cluster: Cluster) -> str | None:
+    rates = [f"{lane.value} beside {other.value} {rate:.0%}" for (lane, other), rate in cluster.slowdown.items()]
+    return f"Pace of a lane while another is busy: {', '.join(rates)}" if rates else None
+
+
+def _bytes(size: int) -> str:
+    return f"{size / 2**20:g} MiB" if size >= 2**20 else f"{size / 2**10:g} KiB"

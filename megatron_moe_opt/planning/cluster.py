@@ -1,0 +1,208 @@
+"""`cluster.json`: what `moe-opt profile` measured of a cluster, as a file that is checked when it is read."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from megatron_moe_opt.errors import ConfigurationError
+from megatron_moe_opt.schedules.schedule import COLLECTIVES, Kind, Lane
+
+from .curves import CostCurve, Costs
+from .json_places import Place
+from .simulator import Slowdown
+
+FORMAT = "megatron-moe-opt cluster"
+VERSION = 1
+
+Points = tuple[tuple[int, float], ...]
+"""(bytes or rows, seconds), by ascending size."""
+Facts = Mapping[str, str | int]
+
+
+@dataclass(frozen=True)
+class World:
+    """Where the ranks were, and the sizes of their groups."""
+
+    nodes: tuple[int, ...]
+    """[world size] node of each rank."""
+    tp: int = 1
+    cp: int = 1
+    ep: int = 1
+    expert_tp: int = 1
+
+
+@dataclass(frozen=True)
+class ExpertGemm:
+    """Forward time of one expert's two matrix products, over rows."""
+
+    hidden: int
+    ffn_hidden: int
+    """Of this rank's shard: the expert's divided by expert-TP."""
+    dtype: str
+    points: Points
+    """(rows, seconds)"""
+
+    def flops_per_second(self) -> tuple[tuple[int, float], ...]:
+        """(rows, rate): two products of 2 * rows * hidden * ffn_hidden operations each."""
+        work = 4 * self.hidden * self.ffn_hidden
+        return tuple((rows, rows * work / seconds) for rows, seconds in self.points)
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Measured on the slowest rank, each op alone in its lane but for `slowdown`."""
+
+    world: World
+    curves: Mapping[tuple[Kind, str | None], Points]
+    """By kind and role of the group (None: no collective); bytes count as Op.size does."""
+    slowdown: Slowdown = field(default_factory=dict)
+    """(lane, beside): the rate, in (0, 1], of an op in a lane while the other is busy."""
+    expert_gemm: ExpertGemm | None = None
+    host: Facts = field(default_factory=dict)
+    software: Facts = field(default_factory=dict)
+
+    @classmethod
+    def load(cls, file: str | Path) -> Cluster:
+        """Reads a file that `save` wrote.
+
+        Raises:
+            ConfigurationError: the file, the line, the value there and what is wrong with it.
+        """
+        root = Place.root(Path(file))
+        _check_format(root)
+        top = root.fields(
+            "format", "version", "host", "software", "world", "curves", "slowdown", "expert_gemm"
+        )  # fmt: skip
+        return cls(
+            world=_world(top["world"]),
+            curves=_curves(top["curves"]),
+            slowdown=_slowdown(top["slowdown"]),
+            expert_gemm=None if top["expert_gemm"].value is None else _expert_gemm(top["expert_gemm"]),
+            host=_facts(top["host"]),
+            software=_facts(top["software"]),
+        )
+
+    def save(self, file: str | Path) -> None:
+        """Writes the file in one piece: readers see the old content or the new one. Raises OSError."""
+        content = {
+            "format": FORMAT,
+            "version": VERSION,
+            "host": dict(self.host),
+            "software": dict(self.software),
+            "world": asdict(self.world),
+            "curves": [
+                {"kind": kind.value, "group": group, "points": points} for (kind, group), points in self.curves.items()
+            ],
+            "slowdown": [
+                {"lane": lane.value, "beside": beside.value, "rate": rate}
+                for (lane, beside), rate in self.slowdown.items()
+            ],
+            "expert_gemm": asdict(self.expert_gemm) if self.expert_gemm else None,
+        }
+        file = Path(file)
+        unfinished = file.with_name(f"{file.name}.{os.getpid()}.tmp")
+        unfinished.write_text(_one_line_a_point(json.dumps(content, indent=2)) + "\n", encoding="utf-8")
+        unfinished.replace(file)
+
+    def costs(self) -> Costs:
+        """What ops cost, for the simulator and the choice of level and chunks."""
+        return Costs({key: CostCurve(points) for key, points in self.curves.items()})
+
+    def check_groups(self, file: str | Path, *, ep: int, expert_tp: int) -> None:
+        """Refuses a run whose expert groups are not of the sizes that were measured.
+
+        Raises:
+            ConfigurationError: the flag, its value and the measured one.
+        """
+        for flag, measured, asked in (
+            ("--expert-model-parallel-size", self.world.ep, ep),
+            ("--expert-tensor-parallel-size", self.world.expert_tp, expert_tp),
+        ):
+            if measured != asked:
+                raise ConfigurationError(
+                    f"{flag} {asked} is not what {file} was measured with ({measured}): measure this layout with "
+                    f"moe-opt profile --ep {ep} --expert-tp {expert_tp}"
+                )
+
+
+def _check_format(root: Place) -> None:
+    """Says first of all what a file is that is not ours, or not of this version."""
+    if not isinstance(root.value, dict) or root.value.get("format") != FORMAT:
+        root.refuse("not a file of moe-opt profile: measure the cluster with moe-opt profile")
+    if root.value.get("version") != VERSION:
+        root.refuse(
+            f"version {json.dumps(root.value.get('version'))} cannot be read (this megatron-moe-opt reads {VERSION}): "
+            "measure the cluster again with moe-opt profile"
+        )
+
+
+def _world(place: Place) -> World:
+    fields = place.fields("nodes", "tp", "cp", "ep", "expert_tp")
+    nodes = tuple(node.count() for node in fields["nodes"].items())
+    sizes = {name: fields[name].count(least=1) for name in ("tp", "cp", "ep", "expert_tp")}
+    for one, other in (("tp", "cp"), ("ep", "expert_tp")):
+        if not nodes or len(nodes) % (sizes[one] * sizes[other]):
+            place.refuse(f"{one} {sizes[one]} x {other} {sizes[other]} does not divide the {len(nodes)} ranks in nodes")
+    return World(nodes, **sizes)
+
+
+def _curves(place: Place) -> dict[tuple[Kind, str | None], Points]:
+    curves: dict[tuple[Kind, str | None], Points] = {}
+    for entry in place.items():
+        fields = entry.fields("kind", "group", "points")
+        kind = Kind(fields["kind"].word(*(kind.value for kind in Kind)))
+        group = None if fields["group"].value is None else fields["group"].word()
+        if (kind in COLLECTIVES) != (group is not None):
+            fields["group"].refuse(f"{kind.value} {'needs a group' if group is None else 'has no group'}")
+        if (kind, group) in curves:
+            entry.refuse(f"a second curve for {kind.value} in group {group}")
+        curves[kind, group] = _points(fields["points"])
+    return curves
+
+
+def _points(place: Place) -> Points:
+    points: list[tuple[int, float]] = []
+    for entry in place.items():
+        size, seconds = entry.items(length=2)
+        points.append((size.count(least=1), seconds.positive()))
+        if len(points) > 1 and points[-1][0] <= points[-2][0]:
+            size.refuse(f"{points[-1][0]} does not come after {points[-2][0]}: sizes must ascend")
+    if not points:
+        place.refuse("no points: a curve needs at least one")
+    return tuple(points)
+
+
+def _slowdown(place: Place) -> dict[tuple[Lane, Lane], float]:
+    slowdown: dict[tuple[Lane, Lane], float] = {}
+    lanes = [lane.value for lane in Lane]
+    for entry in place.items():
+        fields = entry.fields("lane", "beside", "rate")
+        pair = Lane(fields["lane"].word(*lanes)), Lane(fields["beside"].word(*lanes))
+        if pair[0] is pair[1] or pair in slowdown:
+            entry.refuse(f"lane {pair[0].value} beside {pair[1].value} is not a new pair of two lanes")
+        slowdown[pair] = fields["rate"].positive(most=1)
+    return slowdown
+
+
+def _expert_gemm(place: Place) -> ExpertGemm:
+    fields = place.fields("hidden", "ffn_hidden", "dtype", "points")
+    return ExpertGemm(
+        fields["hidden"].count(least=1),
+        fields["ffn_hidden"].count(least=1),
+        fields["dtype"].word(),
+        _points(fields["points"]),
+    )
+
+
+def _facts(place: Place) -> dict[str, str | int]:
+    return {name: fact.count() if isinstance(fact.value, int) else fact.word() for name, fact in place.object().items()}
+
+
+def _one_line_a_point(text: str) -> str:
+    """JSON with each list of numbers on one line."""
+    return re.sub(r"\[\n([^\[\]{}\"]*)\]", lambda numbers: f"[{' '.join(numbers[1].split())}]", text)

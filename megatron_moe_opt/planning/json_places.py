@@ -1,0 +1,132 @@
+"""Where in a JSON text a value stands, and refusals that say so."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+from megatron_moe_opt.errors import ConfigurationError
+
+Keys = tuple[str | int, ...]
+
+_TOKEN = re.compile(r'"(?:[^"\\]|\\.)*"|[{}\[\],:]|[^\s{}\[\],:"]+')
+
+
+@dataclass(frozen=True)
+class Place:
+    """A value in a JSON file. Every method refuses what is not as asked for with file, line and path of the value."""
+
+    file: Path
+    text: str
+    value: Any
+    keys: Keys = ()
+
+    @classmethod
+    def root(cls, file: Path) -> Place:
+        """The whole content of a file.
+
+        Raises:
+            ConfigurationError: the file cannot be read, or is not JSON.
+        """
+        try:
+            text = file.read_text(encoding="utf-8")
+            return cls(file, text, json.loads(text))
+        except OSError as error:
+            raise ConfigurationError(f"{file} cannot be read: {error.strerror}; give the path of a file") from error
+        except UnicodeDecodeError as error:
+            raise ConfigurationError(f"{file} is not text (byte {error.start}): give a JSON file") from error
+        except json.JSONDecodeError as error:
+            raise ConfigurationError(f"{file}, line {error.lineno}: not JSON: {error.msg}") from error
+        except (ValueError, RecursionError) as error:  # a number of thousands of digits, thousands of brackets
+            raise ConfigurationError(f"{file}: not JSON: {error}") from error
+
+    def refuse(self, problem: str) -> NoReturn:
+        """Raises ConfigurationError: place and problem."""
+        name = "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in self.keys).lstrip(".")
+        raise ConfigurationError(f"{self.file}, line {_line(self.text, self.keys)}{name and f', {name}'}: {problem}")
+
+    def fields(self, *names: str) -> dict[str, Place]:
+        """The fields of an object that has exactly these."""
+        found = self.object()
+        for name in names:
+            if name not in found:
+                self.refuse(f"{name} is missing")
+        for name in found.keys() - set(names):
+            found[name].refuse("unknown field")
+        return found
+
+    def object(self) -> dict[str, Place]:
+        """The fields of an object."""
+        if not isinstance(self.value, dict):
+            self.refuse(f"{_shown(self.value)} is not an object")
+        return {key: self._inside(key, value) for key, value in self.value.items()}
+
+    def items(self, length: int | None = None) -> list[Place]:
+        """The elements of a list, of any length or of the one given."""
+        if not isinstance(self.value, list) or length not in (None, len(self.value)):
+            self.refuse(f"{_shown(self.value)} is not a list" + (f" of {length}" if length is not None else ""))
+        return [self._inside(index, value) for index, value in enumerate(self.value)]
+
+    def word(self, *choices: str) -> str:
+        """A string; one of `choices` if there are any."""
+        if not isinstance(self.value, str) or (choices and self.value not in choices):
+            wanted = f"one of {', '.join(choices)}" if choices else "a string"
+            self.refuse(f"{_shown(self.value)} is not {wanted}")
+        return self.value
+
+    def count(self, least: int = 0) -> int:
+        """An integer."""
+        if not isinstance(self.value, int) or isinstance(self.value, bool) or self.value < least:
+            self.refuse(f"{_shown(self.value)} is not an integer of at least {least}")
+        return self.value
+
+    def positive(self, most: float = math.inf) -> float:
+        """A finite number above 0."""
+        if not isinstance(self.value, (int, float)) or isinstance(self.value, bool):
+            self.refuse(f"{_shown(self.value)} is not a number")
+        if not 0 < self.value < math.inf or self.value > most:
+            limit = "finite" if most == math.inf else f"at most {most:g}"
+            self.refuse(f"{_shown(self.value)} is not above 0 and {limit}")
+        return self.value
+
+    def _inside(self, key: str | int, value: object) -> Place:
+        return Place(self.file, self.text, value, (*self.keys, key))
+
+
+def _shown(value: object) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 40 else f"{text[:37]}..."
+
+
+def _line(text: str, keys: Keys) -> int:
+    """The line on which the value at `keys` begins, in a text that is known to be JSON."""
+    return next(line for place, line in _values(text) if place == keys)
+
+
+def _values(text: str) -> Iterator[tuple[Keys, int]]:
+    """Path and line of every value, in the order of the text."""
+    keys: list[str | int] = []
+    line, scanned, after_colon = 1, 0, False
+    for token in _TOKEN.finditer(text):
+        line += text.count("\n", scanned, token.start())
+        scanned = token.start()
+        match token[0]:
+            case "}" | "]":
+                keys.pop()
+            case ",":
+                if isinstance(keys[-1], int):
+                    keys[-1] += 1
+            case ":":
+                after_colon = True
+            case value if value[0] == '"' and keys and isinstance(keys[-1], str) and not after_colon:
+                keys[-1] = json.loads(value)  # the name of a field
+            case value:
+                yield tuple(keys), line
+                if value in "{[":
+                    keys.append("" if value == "{" else 0)
+                after_colon = False

@@ -1,0 +1,116 @@
+"""Plays a schedule on its lanes: the prediction of what the executor will do."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from megatron_moe_opt.schedules.schedule import Lane, Op, Schedule, ScheduleError
+from megatron_moe_opt.schedules.timeline import Span, Timeline
+
+Slowdown = Mapping[tuple[Lane, Lane], float]
+"""How much lanes disturb each other: the rate, in (0, 1], of an op in the first lane while the second is busy."""
+
+
+def simulate(schedule: Schedule, cost: Callable[[Op], float], slowdown: Slowdown | None = None) -> Timeline:
+    """Starts every op when its lane is free and what it waits for is done.
+
+    Args:
+        cost: seconds of an op that runs alone, such as `Costs`.
+        slowdown: with it an op progresses at a rate that is the product of the factors of all lanes busy beside its
+            own (pairs that are not named: 1), and the rate changes whenever an op starts or ends.
+
+    Raises:
+        ScheduleError: an op waits for one that does not come before it.
+        ValueError: a factor outside (0, 1].
+    """
+    order = Order.of(schedule)
+    times = play(order, [cost(op) for op in schedule.ops], slowdown)
+    return Timeline(schedule, tuple(Span(op, start, end) for op, (start, end) in zip(schedule.ops, times, strict=True)))
+
+
+@dataclass(frozen=True)
+class Order:
+    """What of a schedule decides when ops run: the lane of each and the ops it waits for."""
+
+    lanes: tuple[Lane, ...]
+    """The lanes in use."""
+    lane_of: tuple[int, ...]
+    """Of each op, an index into `lanes`."""
+    waits_for: tuple[tuple[int, ...], ...]
+
+    @classmethod
+    def of(cls, schedule: Schedule) -> Order:
+        """Raises ScheduleError where an op waits for one that does not come before it."""
+        for index, op in enumerate(schedule.ops):
+            for other in op.waits_for:
+                if not 0 <= other < index:
+                    raise ScheduleError(
+                        f"{schedule.name}, op {index} ({op}) waits for op {other}, which does not come before it"
+                    )
+        lanes = schedule.lanes
+        number = {lane: index for index, lane in enumerate(lanes)}
+        return cls(lanes, tuple(number[op.lane] for op in schedule.ops), tuple(op.waits_for for op in schedule.ops))
+
+
+def play(order: Order, seconds: Sequence[float], slowdown: Slowdown | None = None) -> list[tuple[float, float]]:
+    """Start and end of each op, given how long each takes alone. See `simulate`."""
+    return _play_disturbed(order, seconds, slowdown) if slowdown else _play_undisturbed(order, seconds)
+
+
+def _play_undisturbed(order: Order, seconds: Sequence[float]) -> list[tuple[float, float]]:
+    times: list[tuple[float, float]] = []
+    free = [0.0] * len(order.lanes)
+    for lane, waits_for, duration in zip(order.lane_of, order.waits_for, seconds, strict=True):
+        start = free[lane]
+        for other in waits_for:
+            if times[other][1] > start:
+                start = times[other][1]
+        free[lane] = start + duration
+        times.append((start, free[lane]))
+    return times
+
+
+def _play_disturbed(order: Order, seconds: Sequence[float], slowdown: Slowdown) -> list[tuple[float, float]]:
+    """From event to event; between two events every running op progresses at a constant rate."""
+    for (lane, beside), factor in slowdown.items():
+        if not 0 < factor <= 1:
+            raise ValueError(f"slowdown of lane {lane.value} beside {beside.value} is {factor}, not in (0, 1]")
+    queues: list[list[int]] = [[] for _ in order.lanes]
+    for index in reversed(range(len(order.lane_of))):
+        queues[order.lane_of[index]].append(index)  # the next op of a lane is the last of its list
+    starts, ends = [0.0] * len(seconds), [-1.0] * len(seconds)
+    left: dict[int, float] = {}  # by lane: the work, in seconds, that its running op has left
+    rates: dict[tuple[int, ...], list[float]] = {}
+    now, unfinished = 0.0, len(seconds)
+    while unfinished:
+        for lane, queue in enumerate(queues):
+            if queue and lane not in left:
+                following = queue[-1]
+                for other in order.waits_for[following]:
+                    if ends[other] < 0:
+                        break
+                else:
+                    starts[following], left[lane] = now, seconds[following]
+        running = tuple(left)
+        if running not in rates:
+            rates[running] = _rates([order.lanes[lane] for lane in running], slowdown)
+        paces = rates[running]
+        step = min([work / pace for work, pace in zip(left.values(), paces, strict=True)])
+        now += step
+        for lane, pace in zip(running, paces, strict=True):
+            work = left[lane] - step * pace
+            if work > 1e-12 * seconds[queues[lane][-1]]:  # rounding must not leave a rest that is an event of its own
+                left[lane] = work
+            else:
+                ends[queues[lane].pop()] = now
+                del left[lane]
+                unfinished -= 1
+    return list(zip(starts, ends, strict=True))
+
+
+def _rates(running: Sequence[Lane], slowdown: Slowdown) -> list[float]:
+    return [
+        math.prod(slowdown.get((lane, beside), 1.0) for beside in running if beside is not lane) for lane in running
+    ]

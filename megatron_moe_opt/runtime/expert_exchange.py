@@ -1,0 +1,215 @@
+"""Rows to their experts and back as a pipeline of chunks: differentiable functions around the executor.
+
+`to_experts` runs all-to-all, all-gather and reorder; `to_sources` runs the mirror: reorder, reduce-scatter, all-to-all.
+The backward pass of each runs the other one on gradients.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.autograd import Function
+
+from megatron_moe_opt.kernels import LANE_BYTES, empty
+from megatron_moe_opt.runtime import steps
+from megatron_moe_opt.runtime.exchange_plan import ChunkPlan, ExchangePlan
+from megatron_moe_opt.runtime.executor import executor_of
+from megatron_moe_opt.runtime.steps import Steps, blocks_of
+from megatron_moe_opt.schedules import monta
+from megatron_moe_opt.schedules.monta import ChunkBytes
+from megatron_moe_opt.schedules.schedule import Kind
+from megatron_moe_opt.topology.expert_groups import ExpertGroups
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """Between whom, what, and at which level of pipelining."""
+
+    groups: ExpertGroups
+    plan: ExchangePlan
+    level: str
+
+    def chunk_bytes(self, row_bytes: int) -> tuple[ChunkBytes, ...]:
+        """The sizes of the chunks on this rank."""
+        return tuple(
+            ChunkBytes(sum(chunk.send_counts) * row_bytes, sum(chunk.gather_counts) * row_bytes)
+            for chunk in self.plan.chunks
+        )
+
+
+def to_experts(packed: torch.Tensor, exchange: Exchange, prob_dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sends packed rows to the ranks of their experts and sorts them by local expert. Differentiable.
+
+    Args:
+        packed: [plan.num_sent, H + lane], in the order of a row map cut into the plan's chunks.
+        prob_dtype: dtype of the probabilities in the lane.
+
+    Returns:
+        Tokens [plan.num_gathered, H] and probabilities [plan.num_gathered], in stock Megatron's order.
+    """
+    return _ToExperts.apply(packed, exchange, prob_dtype)
+
+
+def to_sources(rows: torch.Tensor, exchange: Exchange) -> torch.Tensor:
+    """Sums expert outputs over the expert-tensor-parallel ranks and sends them back to their tokens. Differentiable.
+
+    Args:
+        rows: [plan.num_gathered, H], sorted by local expert.
+
+    Returns:
+        [plan.num_sent, H]; sums are taken in rank order, half-precision rows in float32.
+    """
+    return _ToSources.apply(rows, exchange)
+
+
+class _ToExperts(Function):
+    @staticmethod
+    def forward(
+        ctx: Any, packed: torch.Tensor, exchange: Exchange, prob_dtype: torch.dtype
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        ctx.exchange = exchange
+        return _run_to_experts(packed, exchange, prob_dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad_tokens: torch.Tensor, grad_probs: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return _run_to_sources(grad_tokens.contiguous(), grad_probs.contiguous(), ctx.exchange), None, None
+
+
+class _ToSources(Function):
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, exchange: Exchange) -> torch.Tensor:
+        ctx.exchange = exchange
+        return _run_to_sources(rows.contiguous(), None, exchange)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return _run_to_experts(grad.contiguous(), ctx.exchange, None)[0], None
+
+
+def _run_to_experts(
+    rows: torch.Tensor, exchange: Exchange, prob_dtype: torch.dtype | None
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """[num_sent, W] -> tokens [num_gathered, H] and, with prob_dtype, the probabilities in the lanes."""
+    groups, plan = exchange.groups, exchange.plan
+    layout = _Layout(rows.size(1), rows.dtype, prob_dtype)
+    move = groups.joint_size > 1
+    gathered = layout.empty_rows(plan.num_gathered, rows) if move else rows
+    tokens, probs = gathered, None
+    in_place = prob_dtype is None and plan.arrives_sorted
+    if not in_place:
+        tokens = empty((plan.num_gathered, layout.hidden), rows.dtype, rows.device)
+    if prob_dtype is not None:
+        probs = empty((plan.num_gathered,), prob_dtype, rows.device)
+
+    schedule = monta.dispatch(exchange.level, exchange.chunk_bytes(layout.row_bytes), groups.ep_size, groups.etp_size)
+    places = _places(plan, groups)
+    bound = []
+    for op in schedule.ops:
+        chunk, place = plan.chunks[op.chunk], places[op.chunk]
+        arrived = gathered.narrow(0, place.own, sum(chunk.receive_counts))
+        if op.kind is Kind.ALL_TO_ALL:
+            sent = rows.narrow(0, place.sent, sum(chunk.send_counts))
+            step = steps.all_to_all(sent, chunk.send_counts, arrived, chunk.receive_counts, groups.ep)
+        elif op.kind is Kind.ALL_GATHER:
+            own = arrived if groups.ep_size > 1 else rows.narrow(0, place.sent, sum(chunk.send_counts))
+            all_rows = gathered.narrow(0, place.gathered, sum(chunk.gather_counts))
+            step = steps.all_gather(own, all_rows, chunk.gather_counts, groups.etp)
+        elif in_place:
+            step = Steps()
+        else:
+            step = layout.split(gathered, tokens, probs, chunk)
+        bound.append(step)
+    executor_of(rows).run(schedule, bound)
+    return tokens, probs
+
+
+def _run_to_sources(tokens: torch.Tensor, probs: torch.Tensor | None, exchange: Exchange) -> torch.Tensor:
+    """Tokens [num_gathered, H], with or without probabilities behind them -> rows [num_sent, W]."""
+    groups, plan = exchange.groups, exchange.plan
+    lane = 0 if probs is None else LANE_BYTES // tokens.element_size()
+    layout = _Layout(tokens.size(1) + lane, tokens.dtype, None if probs is None else probs.dtype)
+    in_place = probs is None and plan.arrives_sorted
+    unsorted = tokens if in_place else layout.empty_rows(plan.num_gathered, tokens)
+    num_arrived = sum(sum(chunk.receive_counts) for chunk in plan.chunks)
+    summed = layout.empty_rows(num_arrived, tokens) if groups.etp_size > 1 else unsorted
+    rows = layout.empty_rows(plan.num_sent, tokens) if groups.ep_size > 1 else summed
+
+    schedule = monta.combine(exchange.level, exchange.chunk_bytes(layout.row_bytes), groups.ep_size, groups.etp_size)
+    places = _places(plan, groups)
+    bound = []
+    for op in schedule.ops:
+        chunk, place = plan.chunks[op.chunk], places[op.chunk]
+        arrived = summed.narrow(0, place.arrived, sum(chunk.receive_counts))
+        if op.kind is Kind.REDUCE_SCATTER:
+            mine = sum(chunk.receive_counts)
+            parts = layout.empty_rows((groups.etp_size - 1) * mine, tokens)
+            all_rows = unsorted.narrow(0, place.gathered, sum(chunk.gather_counts))
+            step = steps.reduce_scatter(all_rows, parts, arrived, chunk.gather_counts, groups.etp, layout.columns)
+        elif op.kind is Kind.ALL_TO_ALL:
+            back = rows.narrow(0, place.sent, sum(chunk.send_counts))
+            step = steps.all_to_all(arrived, chunk.receive_counts, back, chunk.send_counts, groups.ep)
+        elif in_place:
+            step = Steps()
+        else:
+            step = layout.join(tokens, probs, unsorted, chunk)
+        bound.append(step)
+    executor_of(tokens).run(schedule, bound)
+    return rows
+
+
+class _Layout:
+    """What a row on the wire holds: its hidden elements and, with prob_dtype, a lane with the bits of a probability."""
+
+    def __init__(self, width: int, dtype: torch.dtype, prob_dtype: torch.dtype | None) -> None:
+        self.width, self.dtype, self.prob_dtype = width, dtype, prob_dtype
+        self.row_bytes = width * dtype.itemsize
+        self.hidden_bytes = self.row_bytes - (LANE_BYTES if prob_dtype is not None else 0)
+        self.hidden = self.hidden_bytes // dtype.itemsize
+        self.columns = [(0, self.hidden, dtype)]
+        """(first byte, elements, dtype) of what is summed in a row."""
+        if prob_dtype is not None:
+            self.columns.append((self.hidden_bytes, 1, prob_dtype))
+
+    def empty_rows(self, num_rows: int, like: torch.Tensor) -> torch.Tensor:
+        return empty((num_rows, self.width), self.dtype, like.device)
+
+    def split(self, rows: torch.Tensor, tokens: torch.Tensor, probs: torch.Tensor | None, chunk: ChunkPlan) -> Steps:
+        """Rows in arrival order -> tokens (and probabilities) in expert order."""
+        step = steps.copy_columns(rows, 0, tokens, 0, self.hidden_bytes, chunk.by_expert)
+        if probs is not None:
+            step += steps.copy_columns(rows, self.hidden_bytes, probs, 0, probs.element_size(), chunk.by_expert)
+        return step
+
+    def join(self, tokens: torch.Tensor, probs: torch.Tensor | None, rows: torch.Tensor, chunk: ChunkPlan) -> Steps:
+        """The inverse of `split`; what the probability leaves of its lane is not written."""
+        by_source = chunk.by_expert.inverse()
+        step = steps.copy_columns(tokens, 0, rows, 0, self.hidden_bytes, by_source)
+        if probs is not None:
+            step += steps.copy_columns(probs, 0, rows, self.hidden_bytes, probs.element_size(), by_source)
+        return step
+
+
+@dataclass(frozen=True)
+class _Place:
+    """First rows of a chunk."""
+
+    sent: int
+    """Among this rank's own rows."""
+    gathered: int
+    """Among the rows of all expert-tensor-parallel peers."""
+    own: int
+    """Of this rank's block among those."""
+    arrived: int
+    """Among the rows that arrived at this rank."""
+
+
+def _places(plan: ExchangePlan, groups: ExpertGroups) -> list[_Place]:
+    sent = blocks_of([sum(chunk.send_counts) for chunk in plan.chunks])
+    gathered = blocks_of([sum(chunk.gather_counts) for chunk in plan.chunks])
+    arrived = blocks_of([sum(chunk.receive_counts) for chunk in plan.chunks])
+    return [
+        _Place(sent[c][0], first, first + sum(chunk.gather_counts[: groups.etp_rank]), arrived[c][0])
+        for c, (chunk, (first, _)) in enumerate(zip(plan.chunks, gathered, strict=True))
+    ]

@@ -1,0 +1,117 @@
+"""What the ops of a schedule do: moves of rows, bound to tensors and process groups.
+
+Each function makes the `Steps` of one op. They may be run once, by the executor. Rows are contiguous tensors of one
+device; W is the width of a row. The tensors are held until the schedule has run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch.distributed import ProcessGroup
+
+from megatron_moe_opt.kernels import ChunkList
+from megatron_moe_opt.kernels.extension import load_extension
+from megatron_moe_opt.runtime.traffic import count_sent
+
+_C = load_extension()
+
+
+@dataclass(frozen=True)
+class Steps:
+    """Actions of the extension, one after another, and the group that they talk to."""
+
+    actions: tuple[Any, ...] = ()
+    group: ProcessGroup | None = None
+
+    def __add__(self, later: Steps) -> Steps:
+        return Steps(self.actions + later.actions, self.group or later.group)
+
+
+Blocks = Sequence[tuple[int, int]]
+"""(first row, rows) for each rank of a group."""
+
+
+def blocks_of(counts: Sequence[int], first: int = 0) -> list[tuple[int, int]]:
+    """Blocks of `counts` rows that lie one after another from row `first` on."""
+    starts = accumulate(counts, initial=first)
+    return list(zip(starts, counts, strict=False))
+
+
+def exchange(
+    sent: torch.Tensor, to: Blocks, received: torch.Tensor, from_: Blocks, group: ProcessGroup, collective: str
+) -> Steps:
+    """Sends rows to[p] of `sent` to each rank p of the group, and puts what p sends at from_[p] of `received`.
+
+    Rows stay where they are where both are the same memory. `collective` is the name under which the bytes are counted.
+    """
+    row_bytes = sent[:1].numel() * sent.element_size()
+    count_sent(collective, group, [rows * row_bytes for _, rows in to])
+    return Steps((_C.exchange(group, sent, list(to), received, list(from_)),), group)
+
+
+def all_to_all(
+    rows: torch.Tensor,
+    send_counts: Sequence[int],
+    received: torch.Tensor,
+    receive_counts: Sequence[int],
+    group: ProcessGroup,
+) -> Steps:
+    """rows [sum(send_counts), W] -> received [sum(receive_counts), W], blocks in rank order on both sides."""
+    return exchange(rows, blocks_of(send_counts), received, blocks_of(receive_counts), group, "all_to_all")
+
+
+def all_gather(rows: torch.Tensor, gathered: torch.Tensor, counts: Sequence[int], group: ProcessGroup) -> Steps:
+    """Own rows [counts[rank], W] -> gathered [sum(counts), W]. `rows` may be its own block of `gathered`."""
+    own = [(0, counts[group.rank()])] * group.size()
+    return exchange(rows, own, gathered, blocks_of(counts), group, "all_gather")
+
+
+def reduce_scatter(
+    rows: torch.Tensor,
+    parts: torch.Tensor,
+    summed: torch.Tensor,
+    counts: Sequence[int],
+    group: ProcessGroup,
+    columns: Sequence[tuple[int, int, torch.dtype]] | None = None,
+) -> Steps:
+    """Sums the ranks' rows in rank order; each rank keeps its block: rows [sum(counts), W] -> summed [counts[rank], W].
+
+    Args:
+        rows: the own block is read in place.
+        parts: scratch [(ranks - 1) * counts[rank], W].
+        columns: (first byte of a row, elements, dtype) of each part of a row that is summed; None: all of it, in the
+            rows' dtype. Half-precision rows are added in float32 and rounded once.
+    """
+    rank, mine = group.rank(), counts[group.rank()]
+    own_first = sum(counts[:rank])
+    others = [peer for peer in range(group.size()) if peer != rank]
+    places = {peer: (index * mine, mine) for index, peer in enumerate(others)} | {rank: (0, 0)}
+    sent = blocks_of(counts)
+    sent[rank] = (0, 0)
+    step = exchange(rows, sent, parts, [places[peer] for peer in range(group.size())], group, "reduce_scatter")
+    blocks = [rows[own_first : own_first + mine] if peer == rank else parts.narrow(0, *places[peer])
+              for peer in range(group.size())]  # fmt: skip
+    columns = columns or [(0, rows.size(1), rows.dtype)]
+    return step + Steps(tuple(_C.sum_parts(blocks, summed, *column) for column in columns))
+
+
+def copy_rows(source: torch.Tensor, target: torch.Tensor, chunks: ChunkList) -> Steps:
+    """Moves the rows of `chunks` from source [R, W] to target [R', W]."""
+    return copy_columns(source, 0, target, 0, source.size(1) * source.element_size(), chunks)
+
+
+def copy_columns(
+    source: torch.Tensor, source_byte: int, target: torch.Tensor, target_byte: int, row_bytes: int, chunks: ChunkList
+) -> Steps:
+    """Moves row_bytes bytes of the rows of `chunks`, from and to these bytes of a row."""
+    return Steps((_C.copy_rows(source, source_byte, target, target_byte, row_bytes, chunks.tensors),))
+
+
+def call(function: Callable[[], object]) -> Steps:
+    """Calls Python, in the op's lane: the compute lane is the caller's thread, any other has a thread of its own."""
+    return Steps((_C.call_python(function),))

@@ -1,0 +1,71 @@
+"""Timelines as a picture: one row a lane, one colour a chunk, the first timeline on top."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megatron_moe_opt.errors import ConfigurationError
+
+from .schedule import Kind
+from .timeline import Timeline
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+_LABELS = {
+    Kind.ALL_TO_ALL: "A2A",
+    Kind.ALL_GATHER: "AG",
+    Kind.REDUCE_SCATTER: "RS",
+    Kind.SEND_RECEIVE: "P2P",
+}
+_NARROWEST_LABEL = 0.02  # of the axis; an op that is narrower has no room for its label
+
+
+def write_picture(path: str | Path, timelines: Mapping[str, Timeline]) -> None:
+    """Draws timelines under their names, such as {"predicted": ..., "measured": ...}, on one axis of milliseconds.
+
+    The file's format follows from its suffix (.png, .svg, .pdf).
+
+    Raises:
+        ConfigurationError: matplotlib is not installed, or there is nothing to draw.
+        OSError: the file cannot be written.
+    """
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ConfigurationError(
+            f"the picture {path} needs matplotlib ({error}); install it with pip install matplotlib, or write a trace"
+        ) from error
+    rows = [max(1, len(timeline.schedule.lanes)) for timeline in timelines.values()]
+    if not rows:
+        raise ConfigurationError(f"there is no timeline to draw in {path}; give at least one")
+    figure = Figure(figsize=(12, 0.9 * len(rows) + 0.45 * sum(rows)), layout="constrained")
+    FigureCanvasAgg(figure)  # draws without a display
+    axes = figure.subplots(len(rows), 1, sharex=True, squeeze=False, height_ratios=rows)[:, 0]
+    longest = max(timeline.seconds for timeline in timelines.values()) * 1e3
+    for axis, (name, timeline) in zip(axes, timelines.items(), strict=True):
+        _draw(axis, timeline, longest)
+        axis.set_title(f"{name}: {timeline.schedule.name}, {timeline.seconds * 1e3:.3g} ms", loc="left", fontsize=10)
+    axes[-1].set_xlabel("ms")
+    figure.savefig(path, dpi=150)
+
+
+def _draw(axis: Axes, timeline: Timeline, longest: float) -> None:
+    from matplotlib import colormaps
+
+    colours = colormaps["tab20"].colors
+    lanes = timeline.schedule.lanes
+    for span in timeline.spans:
+        start, width = span.start * 1e3, (span.end - span.start) * 1e3
+        row, op = lanes.index(span.op.lane), span.op
+        axis.barh(row, width, left=start, height=0.8, color=colours[op.chunk % len(colours)], edgecolor="white")
+        if width > _NARROWEST_LABEL * longest:
+            label = f"{_LABELS.get(op.kind, op.kind.value)} {op.chunk}"
+            axis.text(start + width / 2, row, label, ha="center", va="center", fontsize=8, clip_on=True)
+    axis.set_yticks(range(len(lanes)), [lane.value for lane in lanes])
+    axis.set_ylim(max(len(lanes), 1) - 0.5, -0.5)
+    axis.set_xlim(0, longest or 1)
+    axis.spines[["top", "right"]].set_visible(False)

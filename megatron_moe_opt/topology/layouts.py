@@ -1,0 +1,172 @@
+"""Process groups of a parallel layout, as lists of ranks, and the Megatron-LM flags that make them.
+
+MoNTA (Cluster Expansion, Fig. 12) lays context parallelism (CP) and expert parallelism (EP) over nodes, tensor
+parallelism (TP) inside them, in one of two ways:
+
+    vertical    EP and CP run along the same ranks: a group of one kind holds whole groups of the other
+    horizontal  EP and CP are orthogonal: an EP group and a CP group share one rank at most
+
+Megatron numbers ranks twice, for attention by (TP, CP, DP, PP) and for experts by (expert-TP, EP, expert-DP, PP), both
+in one order. Its default, tp-cp-ep-dp-pp, puts CP next to TP in the first numbering and EP next to expert-TP in the
+second: with expert-TP = TP that is the vertical layout, and all that Megatron-LM's scripts can make
+(--use-tp-pp-dp-mapping only exchanges DP and PP). The horizontal layout is the order tp-ep-dp-cp-pp, in which the ranks
+next to TP are data parallel for attention; `parallel_state.initialize_model_parallel` takes it as its `order`, but no
+script passes it on. With more data parallelism than EP, Megatron then numbers an EP x CP block of nodes with gaps (the
+rest of DP lies between EP and CP, where Fig. 12 has it outside); `Layout.blocks` says which ranks must be connected.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from math import prod
+from typing import Literal, get_args
+
+from megatron_moe_opt.errors import ConfigurationError
+
+Groups = tuple[tuple[int, ...], ...]
+Role = Literal["tp", "cp", "dp", "pp", "expert-tp", "ep", "expert-dp"]
+ROLES: tuple[Role, ...] = get_args(Role)
+
+VERTICAL = "tp-cp-ep-dp-pp"
+HORIZONTAL = "tp-ep-dp-cp-pp"
+# The orders that Megatron-LM's training scripts can ask for, and the flag that each needs.
+SCRIPT_ORDERS = {VERTICAL: (), "tp-cp-ep-pp-dp": ("--use-tp-pp-dp-mapping",)}
+
+_ATTENTION: dict[str, Role] = {"tp": "tp", "cp": "cp", "dp": "dp", "pp": "pp"}
+_EXPERTS: dict[str, Role] = {"tp": "expert-tp", "ep": "ep", "dp": "expert-dp", "pp": "pp"}
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Sizes of the parallel dimensions and the order in which Megatron numbers ranks.
+
+    Raises:
+        ConfigurationError: sizes and order that `initialize_model_parallel` would refuse.
+    """
+
+    world: int
+    tp: int = 1
+    cp: int = 1
+    ep: int = 1
+    expert_tp: int = 1
+    pp: int = 1
+    order: str = VERTICAL
+    """The dimension whose ranks are neighbours first."""
+
+    def __post_init__(self) -> None:
+        if sorted(self.order.split("-")) != sorted(VERTICAL.split("-")):
+            raise ConfigurationError(f"order {self.order} is not one of ranks: name each of {VERTICAL} once")
+        for side in ({"tp": self.tp, "cp": self.cp}, {"expert-tp": self.expert_tp, "ep": self.ep}):
+            sizes = {**side, "pp": self.pp}
+            if min(sizes.values()) < 1 or self.world % prod(sizes.values()):
+                product = " x ".join(f"{role} {size}" for role, size in sizes.items())
+                raise ConfigurationError(
+                    f"{product} does not divide the {self.world} ranks: choose sizes whose product does"
+                )
+        if self.pp > 1 and (
+            self._strides(_ATTENTION)["pp"] != self._strides(_EXPERTS)["pp"]
+            or (not self.order.endswith("pp") and self.dp != self.expert_dp)
+        ):
+            raise ConfigurationError(
+                f"order {self.order} with pp {self.pp} needs the same pipeline stages and as much data parallelism for "
+                f"attention (dp {self.dp}) as for experts (expert-dp {self.expert_dp}): use an order that ends in pp"
+            )
+
+    @property
+    def dp(self) -> int:
+        """Data parallelism of attention."""
+        return self.world // (self.tp * self.cp * self.pp)
+
+    @property
+    def expert_dp(self) -> int:
+        """Data parallelism of experts."""
+        return self.world // (self.expert_tp * self.ep * self.pp)
+
+    def size(self, role: Role) -> int:
+        """Ranks of one group."""
+        return getattr(self, role.replace("-", "_"))
+
+    def groups(self, role: Role) -> Groups:
+        """The groups of `role`, each with its ranks in group order; groups in the order of their first ranks."""
+        stride, size = self._strides(_ATTENTION if role in _ATTENTION.values() else _EXPERTS)[role], self.size(role)
+        firsts = (rank for rank in range(self.world) if rank // stride % size == 0)
+        return tuple(tuple(first + index * stride for index in range(size)) for first in firsts)
+
+    @cached_property
+    def blocks(self) -> Groups:
+        """The ranks that EP and CP together connect: each block needs a switch network of its own at least.
+
+        With expert-TP = TP a block is at one TP position of its nodes, and holds cp * ep ranks where CP and EP are
+        orthogonal, the larger of both where one lies along the other.
+        """
+        block_of = list(range(self.world))
+        for first, *others in (*self.groups("cp"), *self.groups("ep")):
+            merged = {block_of[rank] for rank in others}
+            block_of = [block_of[first] if block in merged else block for block in block_of]
+        blocks: dict[int, list[int]] = {}
+        for rank, block in enumerate(block_of):
+            blocks.setdefault(block, []).append(rank)
+        return tuple(tuple(ranks) for ranks in blocks.values())
+
+    @property
+    def orthogonal(self) -> bool:
+        """Whether an EP group and a CP group never share more than one rank: Fig. 12(a), horizontal."""
+        return all(shared <= 1 for shared, _ in self._meetings())
+
+    @property
+    def aligned(self) -> bool:
+        """Whether an EP group and a CP group that meet lie one within the other: Fig. 12(b), vertical.
+
+        Both this and `orthogonal` hold where cp or ep is 1.
+        """
+        return all(shared in (0, smaller) for shared, smaller in self._meetings())
+
+    def flags(self) -> tuple[str, ...]:
+        """The arguments of Megatron-LM's training scripts.
+
+        Raises:
+            ConfigurationError: no script can make these groups.
+        """
+        for order, flags in SCRIPT_ORDERS.items():
+            if self._numbers_like(order):
+                return (*self._size_flags(), *flags)
+        raise ConfigurationError(
+            f"order {self.order} cannot be asked for in Megatron-LM's scripts (they align EP with CP): call "
+            f"parallel_state.initialize_model_parallel(..., order={self.order!r}), or choose the vertical layout"
+        )
+
+    def _size_flags(self) -> tuple[str, ...]:
+        sizes = {
+            "--tensor-model-parallel-size": self.tp,
+            "--context-parallel-size": self.cp,
+            "--expert-model-parallel-size": self.ep,
+            "--expert-tensor-parallel-size": self.expert_tp,
+            "--pipeline-model-parallel-size": self.pp,
+        }
+        flags = [part for flag, size in sizes.items() for part in (flag, str(size))]
+        # Megatron trains MoE layers under TP with sequence parallelism only.
+        return (*flags, *(["--sequence-parallel"] if self.tp > 1 else []))
+
+    def _numbers_like(self, order: str) -> bool:
+        try:
+            other = replace(self, order=order)
+        except ConfigurationError:
+            return False
+        return all(self.groups(role) == other.groups(role) for role in ROLES)
+
+    def _strides(self, side: Mapping[str, Role]) -> dict[Role, int]:
+        """Of each dimension of one numbering: the distance between neighbours."""
+        strides: dict[Role, int] = {}
+        distance = 1
+        for dimension in self.order.split("-"):
+            if dimension in side:
+                strides[side[dimension]] = distance
+                distance *= self.size(side[dimension])
+        return strides
+
+    def _meetings(self) -> list[tuple[int, int]]:
+        """Of each EP and CP group: (ranks that they share, the smaller one's size)."""
+        cps = [set(ranks) for ranks in self.groups("cp")]
+        return [(len(cp.intersection(ep)), min(len(cp), len(ep))) for ep in self.groups("ep") for cp in cps]

@@ -1,0 +1,250 @@
+"""Schedules: what validation refuses, and MoNTA's builders."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_moe_opt.planning.simulator import simulate
+from megatron_moe_opt.schedules.monta import LEVELS, ChunkBytes, combine, dispatch, even_chunks
+from megatron_moe_opt.schedules.schedule import (
+    COLLECTIVES,
+    Kind,
+    Lane,
+    Op,
+    Schedule,
+    ScheduleError,
+    validate,
+    validate_ranks,
+)
+from tests.unit.schedule_cases import schedules
+
+BUILDERS = {"dispatch": dispatch, "combine": combine}
+SIZES = (1, 2, 4)
+
+levels = st.sampled_from(LEVELS)
+builders = st.sampled_from(sorted(BUILDERS))
+sizes = st.sampled_from(SIZES)
+chunk_lists = st.lists(st.builds(ChunkBytes, st.integers(0, 10**9), st.integers(0, 10**9)), min_size=1, max_size=9)
+
+
+# Validation
+
+
+def _schedule(*ops, inputs=("x",)):
+    return Schedule("a schedule", ops, inputs)
+
+
+def _copy(lane=Lane.COPY, waits_for=(), reads=(), writes=()):
+    return Op(Kind.COPY, lane, waits_for=waits_for, reads=reads, writes=writes)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "message"),
+    [
+        (_schedule(_copy(waits_for=(0,))), "op 0 .* waits for op 0, which does not come before it"),
+        (_schedule(_copy(waits_for=(1,)), _copy(waits_for=(0,))), "op 0 .* waits for op 1, which does not come before"),
+        (_schedule(_copy(), _copy(waits_for=(2,))), "op 1 .* waits for op 2, which does not exist"),
+        (_schedule(_copy(waits_for=(-1,))), "waits for op -1, which does not exist"),
+        (_schedule(Op(Kind.ALL_TO_ALL, Lane.INTER)), "collectives have a group"),
+        (_schedule(Op(Kind.COPY, Lane.COPY, group="ep")), "other ops have none"),
+        (
+            _schedule(
+                Op(Kind.ALL_TO_ALL, Lane.INTER, group="ep"),
+                Op(Kind.ALL_TO_ALL, Lane.INTRA, waits_for=(0,), group="ep"),
+            ),
+            "group ep is used in lane inter too",
+        ),
+        (_schedule(_copy(reads=("y",))), "op 0 .* reads buffer y, which nothing has written"),
+        (_schedule(_copy(reads=("y",)), _copy(writes=("y",))), "op 0 .* reads buffer y"),
+        # Read after write, write after read, write after write.
+        (_schedule(_copy(writes=("y",)), _copy(Lane.INTER, reads=("y",))), "op 1 .* touches buffer y without waiting"),
+        (_schedule(_copy(reads=("x",)), _copy(Lane.INTER, writes=("x",))), "op 1 .* touches buffer x without waiting"),
+        (_schedule(_copy(writes=("y",)), _copy(Lane.INTER, writes=("y",))), "op 1 .* touches buffer y without waiting"),
+    ],
+)
+def test_refuses(schedule, message):
+    with pytest.raises(ScheduleError, match=message):
+        validate(schedule)
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        _schedule(),
+        _schedule(_copy(reads=("x",), writes=("x",))),  # in place
+        _schedule(_copy(reads=("x",)), _copy(Lane.INTER, reads=("x",))),  # two readers
+        _schedule(_copy(writes=("y",)), _copy(reads=("y",))),  # the lane keeps the order
+        _schedule(  # by way of another op
+            _copy(writes=("y",)), _copy(Lane.INTER, waits_for=(0,)), _copy(Lane.INTRA, waits_for=(1,), reads=("y",))
+        ),
+    ],
+)
+def test_accepts(schedule):
+    validate(schedule)
+
+
+@given(schedules())
+def test_refuses_races_and_nothing_else(schedule):
+    """An op that the simulator can start before an earlier op that it conflicts with has ended is a race."""
+
+    def ends_before(earlier, later):
+        def cost(op):  # all time goes to the earlier op
+            return float(op is schedule.ops[earlier])
+
+        spans = simulate(schedule, cost).spans
+        return spans[later].start >= spans[earlier].end
+
+    schedule = replace(schedule, ops=tuple(replace(op, chunk=index) for index, op in enumerate(schedule.ops)))
+    races = [
+        (earlier, later)
+        for later, after in enumerate(schedule.ops)
+        for earlier, before in enumerate(schedule.ops[:later])
+        if {*before.writes} & {*after.reads, *after.writes} or {*before.reads} & {*after.writes}
+        if not ends_before(earlier, later)
+    ]
+    try:
+        validate(schedule)
+    except ScheduleError as error:
+        assert races, error
+    else:
+        assert not races
+
+
+# Validation across ranks
+
+
+def _exchange(order, group="ep"):
+    ops = [Op(Kind.ALL_TO_ALL, Lane.INTER, chunk=chunk, group=group) for chunk in order]
+    return Schedule("exchange", tuple(ops))
+
+
+def test_ranks_of_a_group_must_agree():
+    schedules = {0: _exchange([0, 1]), 1: _exchange([0, 1]), 2: _exchange([1, 0]), 3: _exchange([0])}
+    validate_ranks(schedules, {"ep": [[0, 1], [2], [3]]})
+    validate_ranks(schedules, {"expert-tp": [[0, 1, 2, 3]]})  # nobody uses it
+    with pytest.raises(ScheduleError, match="group ep .ranks 0, 2.: rank 2 issues all_to_all 1, all_to_all 0, but"):
+        validate_ranks(schedules, {"ep": [[0, 2]]})
+    with pytest.raises(ScheduleError, match="rank 3 issues all_to_all 0, but rank 1 all_to_all 0, all_to_all 1"):
+        validate_ranks(schedules, {"ep": [[0], [1, 3]]})
+
+
+def test_ranks_must_agree_on_what_they_call():
+    gather = Schedule("gather", (Op(Kind.ALL_GATHER, Lane.INTER, group="ep"),))
+    with pytest.raises(ScheduleError, match="rank 1 issues all_gather 0, but rank 0 all_to_all 0"):
+        validate_ranks({0: _exchange([0]), 1: gather}, {"ep": [[0, 1]]})
+    with pytest.raises(ScheduleError, match="rank 1 issues nothing, but rank 0 all_to_all 0"):
+        validate_ranks({0: _exchange([0]), 1: _exchange([])}, {"ep": [[0, 1]]})
+
+
+@given(builders, levels, st.integers(1, 6), st.data())
+def test_ranks_with_other_bytes_agree_and_with_other_chunk_counts_do_not(builder, level, count, data):
+    """4 ranks: EP groups (0, 2) and (1, 3), expert-TP groups (0, 1) and (2, 3)."""
+    members = {"ep": [(0, 2), (1, 3)], "expert-tp": [(0, 1), (2, 3)]}
+    chunks = st.lists(st.builds(ChunkBytes, st.integers(0, 99), st.integers(0, 99)), min_size=count, max_size=count)
+    ranks = {rank: BUILDERS[builder](level, data.draw(chunks), 2, 2) for rank in range(4)}
+    validate_ranks(ranks, members)
+    ranks[data.draw(st.sampled_from(range(4)))] = BUILDERS[builder](level, [ChunkBytes()] * (count + 1), 2, 2)
+    with pytest.raises(ScheduleError, match="issues"):
+        validate_ranks(ranks, members)
+
+
+# MoNTA's builders
+
+
+@given(builders, levels, chunk_lists, sizes, sizes)
+def test_builders_write_valid_schedules(builder, level, chunks, ep_size, etp_size):
+    schedule = BUILDERS[builder](level, chunks, ep_size, etp_size)
+    validate(schedule)
+    assert [op for op in schedule.ops if op.kind not in COLLECTIVES | {Kind.COPY}] == []
+    assert level in schedule.name and builder in schedule.name
+
+
+@given(builders, levels, chunk_lists, sizes, sizes)
+def test_every_chunk_passes_every_stage_in_order(builder, level, chunks, ep_size, etp_size):
+    schedule = BUILDERS[builder](level, chunks, ep_size, etp_size)
+    stages = {
+        "dispatch": [Kind.ALL_TO_ALL, Kind.ALL_GATHER, Kind.COPY],
+        "combine": [Kind.COPY, Kind.REDUCE_SCATTER, Kind.ALL_TO_ALL],
+    }[builder]
+    if ep_size == 1:
+        stages.remove(Kind.ALL_TO_ALL)
+    if etp_size == 1:
+        stages = [kind for kind in stages if kind not in (Kind.ALL_GATHER, Kind.REDUCE_SCATTER)]
+    spans = simulate(schedule, lambda op: 1.0).spans
+    for j, size in enumerate(chunks):
+        of_chunk = [(op, span) for op, span in zip(schedule.ops, spans, strict=True) if op.chunk == j]
+        assert [op.kind for op, _ in of_chunk] == stages
+        for op, _ in of_chunk:
+            assert op.size == (size.exchanged if op.kind is Kind.ALL_TO_ALL else size.gathered)
+            expected_group = {Kind.ALL_TO_ALL: "ep", Kind.COPY: None}.get(op.kind, "expert-tp")
+            assert op.group == expected_group
+        for (before, earlier), (after, later) in zip(of_chunk, of_chunk[1:], strict=False):
+            assert set(before.writes) == set(after.reads)
+            assert later.start >= earlier.end
+
+
+@given(builders, levels, chunk_lists, sizes, sizes)
+def test_buffers_lead_from_the_inputs_to_the_outputs(builder, level, chunks, ep_size, etp_size):
+    schedule = BUILDERS[builder](level, chunks, ep_size, etp_size)
+    read = {name for op in schedule.ops for name in op.reads}
+    written = Counter(name for op in schedule.ops for name in op.writes)
+    source = {"dispatch": "rows", "combine": "sorted"}[builder]
+    target = "sorted" if builder == "dispatch" else _last_of_combine(ep_size, etp_size)
+    assert set(schedule.inputs) == {f"{source}.{j}" for j in range(len(chunks))}
+    assert read - set(written) == set(schedule.inputs)
+    assert set(written) - read == {f"{target}.{j}" for j in range(len(chunks))}
+    assert set(written.values()) == {1}
+
+
+def _last_of_combine(ep_size, etp_size):
+    if ep_size > 1:
+        return "rows"
+    return "summed" if etp_size > 1 else "unsorted"
+
+
+@pytest.mark.parametrize("builder", BUILDERS)
+@pytest.mark.parametrize(
+    ("level", "lanes"),
+    [("O2", (Lane.INTER, Lane.INTRA)), ("O3", (Lane.INTER, Lane.INTRA, Lane.COPY))],
+)
+def test_levels_differ_in_lanes(builder, level, lanes):
+    assert BUILDERS[builder](level, [ChunkBytes(1, 2)] * 3, 2, 2).lanes == lanes
+
+
+@given(builders, levels, chunk_lists)
+def test_without_any_wait_a_pipeline_is_refused(builder, level, chunks):
+    """Where stages sit in different lanes, it is the waits that keep them in order."""
+    schedule = BUILDERS[builder](level, chunks, 2, 2)
+    with pytest.raises(ScheduleError, match="without waiting for"):
+        validate(replace(schedule, ops=tuple(replace(op, waits_for=()) for op in schedule.ops)))
+
+
+@pytest.mark.parametrize(
+    ("builder", "level", "spans"),
+    [
+        # Stages of 4 (all-to-all), 2 (all-gather) and 1 (copy) seconds, two chunks.
+        ("dispatch", "O2", [(0, 4), (4, 6), (6, 7), (4, 8), (8, 10), (10, 11)]),
+        ("dispatch", "O3", [(0, 4), (4, 6), (6, 7), (4, 8), (8, 10), (10, 11)]),
+        ("combine", "O2", [(0, 1), (1, 3), (3, 7), (3, 4), (4, 6), (7, 11)]),
+        ("combine", "O3", [(0, 1), (1, 3), (3, 7), (1, 2), (3, 5), (7, 11)]),
+    ],
+)
+def test_chunks_overlap_as_in_the_paper_s_figures(builder, level, spans):
+    schedule = BUILDERS[builder](level, [ChunkBytes(1, 2)] * 2, 2, 2)
+    seconds = {Kind.ALL_TO_ALL: 4.0, Kind.ALL_GATHER: 2.0, Kind.REDUCE_SCATTER: 2.0, Kind.COPY: 1.0}
+    timeline = simulate(schedule, lambda op: seconds[op.kind])
+    assert [(span.start, span.end) for span in timeline.spans] == spans
+
+
+@given(st.integers(0, 10**9), sizes, st.integers(1, 64))
+def test_even_chunks_differ_by_a_byte_and_lose_none(exchanged, etp_size, count):
+    chunks = even_chunks(exchanged, etp_size, count)
+    own = [chunk.exchanged for chunk in chunks]
+    assert len(chunks) == count and sum(own) == exchanged
+    assert max(own) - min(own) <= 1
+    assert [chunk.gathered for chunk in chunks] == [size * etp_size for size in own]

@@ -1,0 +1,55 @@
+"""Latency, throughput and MFU of a step."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron_moe_opt.planning.model import ModelShape, Parallel
+from megatron_moe_opt.planning.throughput import Device, flops_per_token, throughput
+
+MIXTRAL = ModelShape(32, 4096, 32, 32000, 8, 2, 14336, kv_heads=8)
+A800 = Device(312e12, 0.5)
+
+
+def test_flops_per_token():
+    # 6 times 12.75 billion elements, and 32 layers of 4096 causal tokens of 4096 query elements.
+    assert MIXTRAL.active_matrices == 32 * (4096 * 10240 + 8 * 4096 + 2 * 3 * 4096 * 14336) + 4096 * 32000
+    assert flops_per_token(MIXTRAL, 4096) == 6 * MIXTRAL.active_matrices + 6 * 32 * 4096 * 4096
+
+
+def test_without_exchange_mfu_is_the_efficiency():
+    found = throughput(MIXTRAL, Parallel(16, tp=8, ep=2), A800, 1, 8192, 4, exchange_seconds=0.0)
+    assert found.mfu == pytest.approx(0.5, rel=1e-12)
+    assert found.step_seconds == pytest.approx(4 * 8192 * flops_per_token(MIXTRAL, 8192) / 8 / 156e12)
+    assert found.tokens_per_second == pytest.approx(156e12 / flops_per_token(MIXTRAL, 8192))
+
+
+def test_exchange_adds_to_every_layer_and_micro_batch():
+    def step(seconds):
+        return throughput(MIXTRAL, Parallel(16, tp=8, ep=2), A800, 1, 8192, 4, seconds)
+
+    fast, slow = step(0.0), step(1e-3)
+    assert slow.step_seconds - fast.step_seconds == pytest.approx(4 * 32 * 1e-3)
+    assert slow.layer_seconds - fast.layer_seconds == pytest.approx(1e-3)
+    assert slow.mfu / fast.mfu == pytest.approx(fast.step_seconds / slow.step_seconds)
+    assert slow.tokens_per_second / fast.tokens_per_second == pytest.approx(fast.step_seconds / slow.step_seconds)
+
+
+def test_a_pipeline_has_a_bubble():
+    def step(micro_batches):
+        return throughput(MIXTRAL, Parallel(32, tp=8, pp=4), A800, 1, 8192, micro_batches, 1e-3)
+
+    assert step(1).step_seconds * 19 == pytest.approx(step(16).step_seconds * 4)
+    assert step(1).mfu == pytest.approx(step(16).mfu / 16 * 19 / 4)
+
+
+def test_layers_add_up_to_the_step_but_for_the_logits():
+    found = throughput(MIXTRAL, Parallel(16, tp=8, ep=2), A800, 1, 8192, 1, 1e-3)
+    logits = 6 * 8192 * 4096 * 32000 / 8 / 156e12
+    assert 32 * found.layer_seconds + logits == pytest.approx(found.step_seconds, rel=1e-12)
+
+
+@pytest.mark.parametrize("device", [Device(0, 0.5), Device(1e12, 0), Device(1e12, 1.5)])
+def test_refuses_devices_that_are_none(device):
+    with pytest.raises(ValueError, match="is not a device"):
+        throughput(MIXTRAL, Parallel(8), device, 1, 128, 1, 0.0)
