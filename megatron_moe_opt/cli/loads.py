@@ -119,9 +119,8 @@ def copy(rows: Rows) -> Load:
     def sized(size: int) -> Sized:
         number = rows.number(size, 1)
         places = max(1, _COPIED_BYTES // (number * rows.bytes))
-        pairs = cycle(
-            zip(rows.filled(places * number).split(number), rows.filled(places * number).split(number), strict=True)
-        )
+        source, target = (rows.filled(places * number).split(number) for _ in range(2))
+        pairs = cycle(zip(source, target, strict=True))
         bounds = [number * chunk // _CHUNKS for chunk in range(_CHUNKS + 1)]
         counts = [end - begin for begin, end in zip(bounds, bounds[1:], strict=False)]
         order = [*range(0, _CHUNKS, 2), *range(1, _CHUNKS, 2)]

@@ -103,12 +103,11 @@ def measure(settings: ProfileSettings, device: torch.device) -> Cluster:
         moves = _moves(rows, groups, nodes)
         measured = _Measured(Meter(device), settings.seconds, moves, groups)
         task = progress.add_task("", total=len(moves) + 2)
-        for load in moves:
-            progress.update(task, description=str(load))
-            measured.add(load)
-            progress.advance(task)
         progress.update(task, description="expert")
         gemm = measured.curve(loads.expert_gemm(rows, ffn_hidden), GEMM_ROWS)
+        for load in moves:
+            progress.update(task, description=str(load), advance=1)
+            measured.add(load)
         progress.update(task, description="lanes side by side", advance=1)
         slowdown = measured.slowdown()
     return Cluster(
@@ -146,9 +145,9 @@ class _Measured:
         return self._meter.curve(load, sizes, share)
 
     def slowdown(self) -> dict[tuple[Lane, Lane], float]:
-        """The rate of each lane beside each other one, with the first op that was measured in each."""
-        firsts = [next((load for load in self._moves if load.lane is lane), None) for lane in _DISTURBING]
-        lanes = [load for load in firsts if load is not None]
+        """The rate of each lane beside each other one, with the last op that was measured in each."""
+        last = {load.lane: load for load in self._moves if load.lane in _DISTURBING}
+        lanes = list(last.values())
         return {
             (load.lane, other.lane): self._meter.rate_beside(load, self._size(load), other, self._size(other))
             for load in lanes
@@ -167,33 +166,33 @@ class _Measured:
 # The lanes that share links and memory: those that disturb each other.
 _DISTURBING = (Lane.INTER, Lane.INTRA, Lane.COPY)
 
-# What training issues in the groups of a role. Experts come first: theirs are the ops that lanes are disturbed with.
-_COLLECTIVES: tuple[tuple[Role, Lane, tuple[Callable[..., Load], ...]], ...] = (
-    ("ep", Lane.INTER, (loads.all_to_all,)),
-    ("expert-tp", Lane.INTRA, (loads.all_gather, loads.reduce_scatter)),
-    ("tp", Lane.INTRA, (loads.all_gather, loads.reduce_scatter)),
-    ("cp", Lane.INTER, (loads.all_gather, loads.reduce_scatter)),
-    ("dp", Lane.INTER, (loads.all_gather, loads.reduce_scatter)),
+# What training issues in the groups of a role. The experts' come last in their lanes: they get the time that others
+# have left, and it is with them that lanes are measured side by side.
+_INTRA: tuple[tuple[Role, tuple[Callable[..., Load], ...]], ...] = (
+    ("tp", (loads.reduce_scatter, loads.all_gather)),
+    ("expert-tp", (loads.reduce_scatter, loads.all_gather)),
+)
+_INTER: tuple[tuple[Role, tuple[Callable[..., Load], ...]], ...] = (
+    ("dp", (loads.reduce_scatter, loads.all_gather)),
+    ("cp", (loads.reduce_scatter, loads.all_gather)),
+    ("ep", (loads.all_to_all,)),
 )
 
 
 def _moves(rows: Rows, groups: Mapping[str, ProcessGroup], nodes: NodeMap) -> list[Load]:
     """Everything that applies to these groups, nodes and devices."""
-    moves = [
-        collective(rows, groups[role], role, lane)
-        for role, lane, collectives in _COLLECTIVES
-        if role in groups
-        for collective in collectives
-    ]
-    moves.append(loads.copy(rows))
-    for role, lane, rings in (
-        ("intra-node", Lane.INTRA, loads.rings_inside(nodes)),
-        ("inter-node", Lane.INTER, loads.rings_between(nodes)),
-    ):
-        if rings:
-            moves.append(loads.ring(rows, dist.group.WORLD, rings, role, lane))
+    moves = [loads.copy(rows)]
     if rows.device.type == "cuda":
         moves += [loads.host_transfer(rows, kind) for kind in (Kind.OFFLOAD, Kind.PREFETCH)]
+    for lane, roles, link, rings in (
+        (Lane.INTRA, _INTRA, "intra-node", loads.rings_inside(nodes)),
+        (Lane.INTER, _INTER, "inter-node", loads.rings_between(nodes)),
+    ):
+        if rings:
+            moves.append(loads.ring(rows, dist.group.WORLD, rings, link, lane))
+        for role, collectives in roles:
+            if role in groups:
+                moves += [collective(rows, groups[role], role, lane) for collective in collectives]
     return moves
 
 
@@ -202,7 +201,7 @@ def _groups(layout: Layout) -> Iterator[dict[str, ProcessGroup]]:
     """This rank's process group of each role that has more than one rank; roles with equal groups share them."""
     made: dict[Groups, ProcessGroup] = {}
     groups: dict[str, ProcessGroup] = {}
-    for role, *_ in _COLLECTIVES:
+    for role, _ in (*_INTRA, *_INTER):
         if layout.size(role) > 1:
             ranks = layout.groups(role)
             if ranks not in made:

@@ -14,7 +14,7 @@ BF16, FP32, INT64 = 2, 4, 8
 
 @dataclass(frozen=True)
 class BytesPerParameter:
-    """The defaults are Megatron's bf16 training: gradients are summed in fp32, Adam keeps an fp32 master and two moments."""
+    """The defaults are Megatron's bf16 training: fp32 gradients; Adam keeps an fp32 master and two moments."""
 
     weight: int = BF16
     gradient: int = FP32

@@ -23,7 +23,10 @@ class Parallel:
     etp: int = 1
 
     def __post_init__(self) -> None:
-        for name, size in (("tp * cp * pp", self.tp * self.cp * self.pp), ("etp * ep * pp", self.etp * self.ep * self.pp)):
+        for name, size in (
+            ("tp * cp * pp", self.tp * self.cp * self.pp),
+            ("etp * ep * pp", self.etp * self.ep * self.pp),
+        ):
             if size < 1 or self.world % size:
                 raise ConfigurationError(f"{name} = {size} does not divide {self.world} ranks; choose sizes that do")
 

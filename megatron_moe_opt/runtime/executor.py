@@ -56,7 +56,8 @@ class Executor:
         caller = Lane.COMPUTE if Lane.COMPUTE in schedule.lanes else schedule.ops[-1].lane
         failure, times = self._runner.run(ops, _NUMBER[caller], record)
         if failure is not None:
-            raise _lane_error(schedule, steps, *failure)
+            cause = next((errors[0] for errors in steps[failure[0]].raised if errors), None)
+            raise _lane_error(schedule, steps, *failure) from cause
         if not record:
             return None
         return Timeline(schedule, tuple(Span(op, *time) for op, time in zip(schedule.ops, times, strict=True)))
@@ -77,7 +78,7 @@ def _lane_error(schedule: Schedule, steps: Sequence[Steps], index: int, peer: in
     op, group = schedule.ops[index], steps[index].group
     what = f"{schedule.name}: lane {op.lane.value}: {op}"
     if group is None:
-        return LaneError(f"{what} failed: {reason}")
+        return LaneError(f"{what} failed: {reason.splitlines()[0]}")
     if peer >= 0:
         reason = f"with rank {global_rank(group, peer)}: {reason}"
     return LaneError(describe_failure(what, group, reason))

@@ -27,9 +27,11 @@ class Steps:
 
     actions: tuple[Any, ...] = ()
     group: ProcessGroup | None = None
+    raised: tuple[list[BaseException], ...] = ()
+    """Where Python functions among the actions leave what they raise."""
 
     def __add__(self, later: Steps) -> Steps:
-        return Steps(self.actions + later.actions, self.group or later.group)
+        return Steps(self.actions + later.actions, self.group or later.group, self.raised + later.raised)
 
 
 Blocks = Sequence[tuple[int, int]]
@@ -114,4 +116,13 @@ def copy_columns(
 
 def call(function: Callable[[], object]) -> Steps:
     """Calls Python, in the op's lane: the compute lane is the caller's thread, any other has a thread of its own."""
-    return Steps((_C.call_python(function),))
+    raised: list[BaseException] = []
+
+    def guarded() -> None:
+        try:
+            function()
+        except BaseException as error:
+            raised.append(error)
+            raise
+
+    return Steps((_C.call_python(guarded),), raised=(raised,))

@@ -1,4 +1,4 @@
-"""The memory model against real Megatron-Core models on 4 ranks: parameters, buffers, optimizer states, saved tensors."""
+"""The memory model against real Megatron-Core models on 4 ranks: parameters, buffers, optimizer states, saved bytes."""
 
 from __future__ import annotations
 
@@ -34,6 +34,8 @@ def _config(shape, **changes):
         "num_layers": shape.layers,
         "num_attention_heads": shape.heads,
         "num_query_groups": shape.kv_heads,
+        "num_moe_experts": shape.experts,
+        "moe_router_topk": shape.topk,
         "moe_ffn_hidden_size": shape.ffn,
         "moe_shared_expert_intermediate_size": shape.shared_ffn or None,
         "moe_layer_freq": [0] * shape.dense_layers + [1] * (shape.layers - shape.dense_layers),
@@ -82,7 +84,7 @@ def _counts_of_layouts(shape, layouts):
     [
         SHAPE,
         ModelShape(2, 64, 8, VOCAB, 8, 2, 96, kv_heads=4, head_size=16, qk_norm=True, tied=True),
-        ModelShape(2, 64, 4, VOCAB, 4, 1, 32, gated=False, bias=True, norm_parameters=2),
+        ModelShape(2, 64, 4, VOCAB, 4, 2, 32, gated=False, bias=True, norm_parameters=2),
         ModelShape(4, 64, 4, VOCAB, 8, 2, 96, shared_ffn=48, dense_layers=1, dense_ffn=192),
         ModelShape(4, 64, 4, VOCAB, 8, 2, 96, bias=False, dense_layers=3, dense_ffn=64),
     ],
@@ -118,7 +120,7 @@ def _buffers(layout, distributed_optimizer):
 @pytest.mark.parametrize("layout", [{"ep": 4}, {"tp": 2, "ep": 2}, {"pp": 2, "ep": 2}])
 @pytest.mark.parametrize("zero", [0, 1])
 def test_bytes_of_weights_gradients_and_optimizer(ranks, layout, zero):
-    """Megatron's distributed optimizer is ZeRO-1; without it every rank holds all states. Buffers are padded a little."""
+    """Megatron's distributed optimizer is ZeRO-1; without it every rank holds all states. Buffers are padded."""
     found = ranks.run(_buffers, layout=layout, distributed_optimizer=zero == 1)
     for stage in range(layout.get("pp", 1)):
         of_stage = [sizes for at, *sizes in found if at == stage]

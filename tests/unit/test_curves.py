@@ -120,7 +120,8 @@ def test_costs_are_by_kind_and_group():
     assert costs(Op(Kind.ALL_TO_ALL, Lane.INTER, size=150, group="ep")) == 3.75
     assert costs(Op(Kind.COPY, Lane.COPY, size=50)) == 0.75
     with pytest.raises(
-        ConfigurationError, match=r"no cost curve for all_to_all in group cp \(there are: all_to_all in group ep, copy\)"
+        ConfigurationError,
+        match=r"no cost curve for all_to_all in group cp \(there are: all_to_all in group ep, copy\)",
     ):
         costs(Op(Kind.ALL_TO_ALL, Lane.INTER, size=150, group="cp"))
     with pytest.raises(ConfigurationError, match=r"no cost curve for copy \(there are: none\)"):

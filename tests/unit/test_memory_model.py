@@ -89,13 +89,11 @@ def test_fused_layers_keep_what_equation_2_counts_but_for_named_terms(topk, tp, 
     model = ModelShape(1, 1024, 16, 32000, 8, topk, 4096, gated=False)
     parallel = Parallel(8, tp=tp, ep=ep if tp == 1 else 1)
     terms = layer_activations(model, parallel, batch, sequence)
-    unit = batch * sequence * 1024 / tp
+    own, unit = batch * sequence // tp, batch * sequence * 1024 // tp
+    statistics = terms["router"] + terms["attention"] + 2 * own * 4 + topk * own * 2  # the last: probabilities
     paper = paper_activations(batch * sequence, sequence, 1024, 16, 1, topk, tp)["selective"]
-    own = batch * sequence // tp
-    neglected = terms.pop("router") + terms.pop("attention") + 2 * own * 4 + 2 * topk * own
-    assert sum(terms.values()) - (neglected - 0) + (neglected - 2 * own * 4 - 2 * topk * own) == pytest.approx(
-        paper - unit * ((1 + topk) + (2 * topk - 2) - 2)
-    )
+    masks, second_norm, router_input = 1 + topk, 2 * topk - 2, 2
+    assert sum(terms.values()) - statistics == paper - unit * (masks + second_norm - router_input)
 
 
 def test_unfused_layers_keep_more():

@@ -63,7 +63,8 @@ def test_a_slowdown_is_of_the_first_lane_only():
 
 def test_a_slower_op_delays_those_behind_it():
     schedule = Schedule(
-        "a chain", (_compute(Lane.INTER, 2), _compute(Lane.INTRA, 2), _compute(Lane.COPY, 1, 0), _compute(Lane.INTER, 1))
+        "a chain",
+        (_compute(Lane.INTER, 2), _compute(Lane.INTRA, 2), _compute(Lane.COPY, 1, 0), _compute(Lane.INTER, 1)),
     )
     timeline = simulate(schedule, _seconds, {(Lane.INTER, Lane.INTRA): 0.5})
     # inter: 1 s of work in 2 s, then alone with copy: 1 s more.

@@ -94,7 +94,7 @@ def test_picture_has_the_colour_of_every_chunk(timelines, tmp_path):
 
 
 def test_predicted_is_above_measured_on_the_same_axis(timelines, tmp_path):
-    """Measured takes twice as long: the colours of the upper half end in the middle, those of the lower reach the right."""
+    """Measured takes twice as long: the upper half's colours end in the middle, the lower half's reach the right."""
     write_picture(tmp_path / "picture.png", timelines)
     pixels = _pixels(tmp_path / "picture.png")[:, :, :3]
     coloured = abs(pixels.max(axis=2) - pixels.min(axis=2)) > 0.2
