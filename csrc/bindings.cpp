@@ -478,42 +478,6 @@ Tensor copy_chunks(const Tensor& rows, const ChunkTensors& chunk_tensors) {
   return out;
 }
 
-// tokens [R, H] and probs [R] of packed rows [R, H + lane], reordered.
-std::tuple<Tensor, Tensor> split_chunks(const Tensor& packed, const ChunkTensors& chunk_tensors,
-                                        ScalarType prob_dtype) {
-  check_tensor(packed, "packed", 2, packed.device());
-  kernel_dtype(packed, "packed");
-  const int64_t num_rows = packed.size(0), hidden = packed.size(1) - lane_elements(packed);
-  check(hidden >= 0, "packed rows of shape ", packed.sizes(), " have no room for their ", kLaneBytes, "-byte lane");
-  const int64_t size = prob_size(prob_dtype);
-  const ChunkList chunks = view(chunk_tensors, packed);
-  const int64_t row_bytes = hidden * packed.element_size();
-  Tensor tokens = empty_like({num_rows, hidden}, packed.scalar_type(), packed);
-  Tensor probs = empty_like({num_rows}, prob_dtype, packed);
-  run_copy_chunks(chunks, packed, num_rows, row_bytes, const_rows(packed), mutable_rows(tokens));
-  run_copy_chunks(chunks, packed, num_rows, size, const_rows(packed, row_bytes), mutable_rows(probs));
-  return {tokens, probs};
-}
-
-// packed [R, H + lane] from tokens [R, H] and probs [R], reordered.
-Tensor join_chunks(const Tensor& tokens, const Tensor& probs, const ChunkTensors& chunk_tensors) {
-  const at::Device device = tokens.device();
-  check_tensor(tokens, "tokens", 2, device);
-  kernel_dtype(tokens, "tokens");
-  check_tensor(probs, "probs", 1, device);
-  check(probs.size(0) == tokens.size(0), "probs have ", probs.size(0), " rows, but tokens have ", tokens.size(0));
-  const int64_t num_rows = tokens.size(0), hidden = tokens.size(1), size = prob_size(probs.scalar_type());
-  const ChunkList chunks = view(chunk_tensors, tokens);
-  const int64_t row_bytes = hidden * tokens.element_size();
-  Tensor packed = empty_like({num_rows, hidden + lane_elements(tokens)}, tokens.scalar_type(), tokens);
-  const Tensor no_prob = empty_like({kLaneBytes}, ScalarType::Byte, tokens).zero_();
-  const MutableRows lanes = mutable_rows(packed, row_bytes);
-  run_copy_chunks(chunks, tokens, num_rows, row_bytes, const_rows(tokens), mutable_rows(packed));
-  run_copy_chunks(chunks, tokens, num_rows, kLaneBytes, {no_prob.const_data_ptr(), 0}, lanes);
-  run_copy_chunks(chunks, tokens, num_rows, size, const_rows(probs), lanes);
-  return packed;
-}
-
 // ---- Pipelines ----
 
 using pipeline::Action;
@@ -677,8 +641,6 @@ PYBIND11_MODULE(_C, m) {
   m.def("unpermute_rows_backward", unpermute_rows_backward, no_gil);
   m.def("unpermute_probs", unpermute_probs, no_gil);
   m.def("copy_chunks", copy_chunks, no_gil);
-  m.def("split_chunks", split_chunks, no_gil);
-  m.def("join_chunks", join_chunks, no_gil);
   py::class_<Action, ActionPtr>(m, "Action");
   m.def("exchange", exchange);
   m.def("copy_rows", copy_rows);

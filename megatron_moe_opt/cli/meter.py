@@ -21,8 +21,7 @@ from megatron_moe_opt.schedules.schedule import Kind, Lane, Op, Schedule
 RUN_SECONDS = 0.4
 BATCHES = 3
 LARGEST_BATCH = 32
-# A curve does not go on to larger sizes once an op takes this long.
-LONGEST_SECONDS = 1.0
+MOST_BESIDE = 1000  # ops that keep another lane busy
 
 
 @dataclass(frozen=True)
@@ -63,8 +62,8 @@ class Meter:
         """Seconds since this meter was made."""
         return self._slowest([time.perf_counter() - self._start])[0]
 
-    def curve(self, load: Load, sizes: Sequence[int], seconds: float) -> Points:
-        """Times over sizes: as many of the sizes, from the first on, as fit into `seconds`."""
+    def curve(self, load: Load, sizes: Sequence[int], seconds: float, longest: float) -> Points:
+        """Times over sizes, from the first on: as many as fit into `seconds`, up to an op that takes over `longest`."""
         points: list[tuple[int, float]] = []
         end = self.elapsed() + seconds
         for size in sizes:
@@ -75,7 +74,7 @@ class Meter:
             if points and self.elapsed() + expected * (1 + BATCHES) > end:
                 break
             points.append((sized.size, self._alone(load, sized, _batch(expected))))
-            if points[-1][1] > LONGEST_SECONDS:
+            if points[-1][1] > longest:
                 break
         return tuple(points)
 
@@ -85,7 +84,7 @@ class Meter:
         batch = _batch(self._alone(load, sized, 1))
         alone, other_alone = self._alone(load, sized, batch), self._alone(other, other_sized, 1)
         # Busy for longer than the first lane needs, even if that lane runs at a third of its pace.
-        others = 1 + math.ceil(3 * alone * (1 + BATCHES * batch) / other_alone)
+        others = 1 + min(MOST_BESIDE, math.ceil(3 * alone * (1 + BATCHES * batch) / other_alone))
         beside = self._op_seconds((load, sized, 1 + BATCHES * batch), (other, other_sized, others))
         return min(1.0, alone / beside)
 

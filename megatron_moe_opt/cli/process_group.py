@@ -20,6 +20,7 @@ def adopt_slurm_ranks() -> None:
     """
     if "RANK" in os.environ or int(os.environ.get("SLURM_STEP_NUM_TASKS", "1")) == 1:
         return
+    os.environ["LOCAL_RANK"] = os.environ["SLURM_LOCALID"]  # first: it says which rank of a node speaks
     for variable in ("MASTER_ADDR", "MASTER_PORT"):
         if variable not in os.environ:
             raise ConfigurationError(
@@ -28,7 +29,6 @@ def adopt_slurm_ranks() -> None:
             )
     os.environ["RANK"] = os.environ["SLURM_PROCID"]
     os.environ["WORLD_SIZE"] = os.environ["SLURM_STEP_NUM_TASKS"]
-    os.environ["LOCAL_RANK"] = os.environ["SLURM_LOCALID"]
 
 
 def world_size() -> int:

@@ -33,6 +33,10 @@ from megatron_moe_opt.versions import megatron_version
 KIB, MIB = 2**10, 2**20
 SIZES = (16 * KIB, *(64 * KIB * 2**power for power in range(11)))  # up to 64 MiB
 GEMM_ROWS = tuple(16 * 4**power for power in range(7))  # up to 65536
+# Curves end with an op that takes longer. Theirs is long enough for time to grow with the bytes from there on; those that
+# the choice of level and chunks rests on are measured further.
+LONGEST_SECONDS, LONGEST_SECONDS_OF_EXPERTS = 0.3, 1.0
+EXPERT_GROUPS = ("ep", "expert-tp")
 # Lanes are run side by side with ops of about this time, or of the nearest that was measured.
 BESIDE_SECONDS = 0.03
 
@@ -79,9 +83,9 @@ def profile_cluster(settings: ProfileSettings, output: Path) -> Cluster:
     Raises:
         ConfigurationError: settings that cannot work, before anything runs.
     """
+    adopt_slurm_ranks()
     if not output.resolve().parent.is_dir():
         raise ConfigurationError(f"--output {output}: its folder does not exist; create it or choose another")
-    adopt_slurm_ranks()
     settings.layout(world_size())
     with process_group() as device:
         cluster = measure(settings, device)
@@ -136,18 +140,19 @@ class _Measured:
     def add(self, load: Load) -> None:
         key = self._key(load)
         if key not in self._known:
-            self._known[key] = self.curve(load, SIZES)
+            longest = LONGEST_SECONDS_OF_EXPERTS if load.group in EXPERT_GROUPS else LONGEST_SECONDS
+            self._known[key] = self.curve(load, SIZES, longest)
         self.curves[load.kind, load.group] = self._known[key]
 
-    def curve(self, load: Load, sizes: Sequence[int]) -> Points:
+    def curve(self, load: Load, sizes: Sequence[int], longest: float = LONGEST_SECONDS) -> Points:
         share = (self._seconds - self._meter.elapsed()) / self._shares_left
         self._shares_left -= 1
-        return self._meter.curve(load, sizes, share)
+        return self._meter.curve(load, sizes, share, longest)
 
     def slowdown(self) -> dict[tuple[Lane, Lane], float]:
-        """The rate of each lane beside each other one, with the last op that was measured in each."""
-        last = {load.lane: load for load in self._moves if load.lane in _DISTURBING}
-        lanes = list(last.values())
+        """The rate of each lane beside each other one: with the experts' ops, or others in lanes that have none."""
+        by_preference = sorted(self._moves, key=lambda load: load.group in EXPERT_GROUPS)
+        lanes = list({load.lane: load for load in by_preference if load.lane in _DISTURBING}.values())
         return {
             (load.lane, other.lane): self._meter.rate_beside(load, self._size(load), other, self._size(other))
             for load in lanes
@@ -166,11 +171,10 @@ class _Measured:
 # The lanes that share links and memory: those that disturb each other.
 _DISTURBING = (Lane.INTER, Lane.INTRA, Lane.COPY)
 
-# What training issues in the groups of a role. The experts' come last in their lanes: they get the time that others
-# have left, and it is with them that lanes are measured side by side.
+# What training issues in the groups of a role. EP comes last: it gets the time that the others have left.
 _INTRA: tuple[tuple[Role, tuple[Callable[..., Load], ...]], ...] = (
-    ("tp", (loads.reduce_scatter, loads.all_gather)),
     ("expert-tp", (loads.reduce_scatter, loads.all_gather)),
+    ("tp", (loads.reduce_scatter, loads.all_gather)),
 )
 _INTER: tuple[tuple[Role, tuple[Callable[..., Load], ...]], ...] = (
     ("dp", (loads.reduce_scatter, loads.all_gather)),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from .chunk_copy import ChunkList, copy_chunks
 from .extension import build_info
 from .host_pool import empty
-from .packed_rows import LANE_BYTES, join_chunks, permute_packed, split_chunks, unpermute_rows
+from .packed_rows import LANE_BYTES, permute_packed, unpermute_rows
 from .permute import permute, unpermute
 from .row_map import RowMap, build_row_map
 
@@ -17,10 +17,8 @@ __all__ = [
     "build_row_map",
     "copy_chunks",
     "empty",
-    "join_chunks",
     "permute",
     "permute_packed",
-    "split_chunks",
     "unpermute",
     "unpermute_rows",
 ]

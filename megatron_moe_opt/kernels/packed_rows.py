@@ -1,7 +1,7 @@
 """Rows that carry their probability with them, so that tokens and probabilities travel in one message.
 
 A packed row is [hidden elements | a lane of LANE_BYTES]; the first bytes of the lane are the bits of the row's
-probability (or of its gradient), the others zero.
+probability (or of its gradient), and the others mean nothing.
 
 Shapes: T tokens, E experts, H hidden size, R permuted rows, W = H + LANE_BYTES / element size.
 """
@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 
-from .chunk_copy import ChunkList
 from .extension import load_extension
 from .permute import UnpermuteRows
 from .row_map import RowMap
@@ -46,7 +45,7 @@ def permute_packed(tokens: torch.Tensor, probs: torch.Tensor, row_map: RowMap) -
 
     The gradient of the result has the same layout: the tokens' gradients, and in the lane the bits of the
     probability's gradient in the dtype of `probs`. It must therefore come from an operation that moves rows as they
-    are (a collective, `join_chunks`), never from arithmetic on packed rows.
+    are (a collective, a copy), never from arithmetic on packed rows.
 
     Args:
         tokens: [T, H], contiguous; float32, bfloat16 or float16.
@@ -76,37 +75,3 @@ def unpermute_rows(permuted: torch.Tensor, row_map: RowMap) -> torch.Tensor:
         ValueError: non-contiguous rows; shapes, dtypes or devices that do not fit.
     """
     return UnpermuteRows.apply(permuted, row_map)
-
-
-def split_chunks(packed: torch.Tensor, chunks: ChunkList, prob_dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """Takes packed rows apart and moves them in the same pass; not differentiable.
-
-    Args:
-        packed: [R, W], contiguous.
-        chunks: on the device of `packed`.
-        prob_dtype: dtype of the bits in the lane.
-
-    Returns:
-        tokens [R, H] and probabilities [R], both in target order.
-
-    Raises:
-        ValueError: non-contiguous rows; shapes, dtypes or devices that do not fit.
-    """
-    return _C.split_chunks(packed, chunks.tensors, prob_dtype)
-
-
-def join_chunks(tokens: torch.Tensor, probs: torch.Tensor, chunks: ChunkList) -> torch.Tensor:
-    """The inverse of `split_chunks` with the same `chunks`: rows in target order become packed rows in source order.
-
-    Args:
-        tokens: [R, H], contiguous.
-        probs: [R].
-        chunks: on the device of `tokens`.
-
-    Returns:
-        packed [R, W]; not differentiable.
-
-    Raises:
-        ValueError: non-contiguous input; shapes, dtypes or devices that do not fit.
-    """
-    return _C.join_chunks(tokens, probs, chunks.inverse().tensors)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 
@@ -51,6 +52,7 @@ class Executor:
         ops = [
             (_NUMBER[op.lane], op.waits_for, step.actions) for op, step in zip(schedule.ops, steps, strict=True)
         ]  # fmt: skip
+        record = record or bool(_recordings)
         if not ops:
             return Timeline(schedule, ()) if record else None
         caller = Lane.COMPUTE if Lane.COMPUTE in schedule.lanes else schedule.ops[-1].lane
@@ -60,7 +62,24 @@ class Executor:
             raise _lane_error(schedule, steps, *failure) from cause
         if not record:
             return None
-        return Timeline(schedule, tuple(Span(op, *time) for op, time in zip(schedule.ops, times, strict=True)))
+        timeline = Timeline(schedule, tuple(Span(op, *time) for op, time in zip(schedule.ops, times, strict=True)))
+        for timelines in _recordings:
+            timelines.append(timeline)
+        return timeline
+
+
+_recordings: list[list[Timeline]] = []
+
+
+@contextmanager
+def recording() -> Iterator[list[Timeline]]:
+    """Yields a list that gets the timeline of every schedule that runs inside the context, in order."""
+    timelines: list[Timeline] = []
+    _recordings.append(timelines)
+    try:
+        yield timelines
+    finally:
+        _recordings.remove(timelines)
 
 
 @functools.cache

@@ -98,8 +98,14 @@ def reduce_scatter(
     step = exchange(rows, sent, parts, [places[peer] for peer in range(group.size())], group, "reduce_scatter")
     blocks = [rows[own_first : own_first + mine] if peer == rank else parts.narrow(0, *places[peer])
               for peer in range(group.size())]  # fmt: skip
-    columns = columns or [(0, rows.size(1), rows.dtype)]
-    return step + Steps(tuple(_C.sum_parts(blocks, summed, *column) for column in columns))
+    return step + sum_parts(blocks, summed, columns or [(0, rows.size(1), rows.dtype)])
+
+
+def sum_parts(
+    parts: Sequence[torch.Tensor], summed: torch.Tensor, columns: Sequence[tuple[int, int, torch.dtype]]
+) -> Steps:
+    """summed = parts[0] + parts[1] + ..., one after the other, all [R, W]; `columns` as in `reduce_scatter`."""
+    return Steps(tuple(_C.sum_parts(list(parts), summed, *column) for column in columns))
 
 
 def copy_rows(source: torch.Tensor, target: torch.Tensor, chunks: ChunkList) -> Steps:

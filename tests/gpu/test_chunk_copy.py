@@ -7,7 +7,6 @@ import torch
 
 from megatron_moe_opt import kernels
 from megatron_moe_opt.kernels import ChunkList
-from tests.unit.permute_cases import DTYPES, PROB_DTYPES
 
 # Rows of each chunk.
 COUNTS = {
@@ -34,21 +33,3 @@ def test_equals_the_cpu(device, counts, dtype, width):
     moved = kernels.copy_chunks(rows.to(device), there)
     assert torch.equal(moved.cpu(), kernels.copy_chunks(rows, here))
     assert torch.equal(kernels.copy_chunks(moved, there.inverse()).cpu(), rows)
-
-
-@pytest.mark.parametrize("hidden", [1, 8, 65, 512])
-@pytest.mark.parametrize("prob_dtype", PROB_DTYPES)
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_split_and_join_equal_the_cpu(device, dtype, prob_dtype, hidden):
-    here, there = chunk_list("uneven", "cpu"), chunk_list("uneven", device)
-    generator = torch.Generator().manual_seed(2)
-    tokens = torch.randn(here.num_rows, hidden, generator=generator).to(dtype)
-    probs = torch.rand(here.num_rows, generator=generator).to(prob_dtype)
-    packed = kernels.join_chunks(tokens, probs, here)
-    assert torch.equal(
-        kernels.join_chunks(tokens.to(device), probs.to(device), there).cpu().view(torch.uint8),
-        packed.view(torch.uint8),
-    )
-    got_tokens, got_probs = kernels.split_chunks(packed.to(device), there, prob_dtype)
-    assert torch.equal(got_tokens.cpu(), tokens)
-    assert torch.equal(got_probs.cpu(), probs)

@@ -195,8 +195,8 @@ def test_a_stalled_rank_is_named_within_the_timeout(ranks):
         if rank != 1:
             assert kind == "LaneError"
             assert message.startswith(
-                f"test: lane intra: all_gather of chunk 2 on group EXPERT_GROUP (ranks 0, 1, 2, 3) failed on rank {rank}"
-                ": with rank 1: "
+                "test: lane intra: all_gather of chunk 2 on group EXPERT_GROUP (ranks 0, 1, 2, 3) failed on rank "
+                f"{rank}: with rank 1: "
             )
             assert "Timed out waiting 2000ms" in message
 

@@ -1,4 +1,4 @@
-"""`monta` at every level and chunk count against stock `alltoall`: the experts see the same bits, whatever the chunks."""
+"""`monta` at every level and chunk count against stock `alltoall`: the experts see the same bits."""
 
 from __future__ import annotations
 

@@ -18,40 +18,77 @@ def test_hand_computed_plan():
         ]
     )
     plan = plan_exchange(counts, ep_rank=1, etp_rank=0)
-    assert plan.send_counts == [4, 4]
-    assert plan.receive_counts == [7, 4]  # experts 2 and 3 of (ep 0, etp 0) and (ep 1, etp 0)
-    assert plan.gather_counts == [11, 8]  # etp 0: 7 + 4, etp 1: 1 + 7
+    (chunk,) = plan.chunks
+    assert chunk.send_counts == [4, 4]
+    assert chunk.receive_counts == [7, 4]  # experts 2 and 3 of (ep 0, etp 0) and (ep 1, etp 0)
+    assert chunk.gather_counts == [11, 8]  # etp 0: 7 + 4, etp 1: 1 + 7
     assert plan.tokens_per_expert.tolist() == [3 + 2 + 0 + 7, 4 + 2 + 1 + 0]
+    assert (plan.num_sent, plan.num_gathered, plan.arrives_sorted) == (8, 19, False)
     # Arrival order: (etp 0: ep 0, ep 1), (etp 1: ep 0, ep 1), each expert 2 then expert 3.
-    chunks = plan.by_expert
-    moved = {}
-    for source, target, rows in zip(
-        chunks.source_rows.tolist(), chunks.target_rows.tolist(), chunks.row_counts.tolist(), strict=True
-    ):
-        for i in range(rows):
-            moved[source + i] = target + i
+    moved = moves(plan)
     arrival = [2] * 3 + [3] * 4 + [2] * 2 + [3] * 2 + [3] * 1 + [2] * 7
     assert sorted(moved) == list(range(19)) == sorted(moved.values())
     assert [expert for _, expert in sorted((moved[i], expert) for i, expert in enumerate(arrival))] == sorted(arrival)
 
 
-@given(data=st.data(), ep=st.sampled_from([1, 2, 4]), etp=st.sampled_from([1, 2, 4]), local=st.integers(1, 3))
-def test_plans_of_all_ranks_fit_together(data, ep, etp, local):
+def moves(plan):
+    """Source row -> target row, over all chunks."""
+    return {
+        source + i: target + i
+        for chunk in plan.chunks
+        for source, target, rows in zip(*(list_.tolist() for list_ in chunk.by_expert.tensors[:3]), strict=True)
+        for i in range(rows)
+    }
+
+
+@given(
+    data=st.data(),
+    ep=st.sampled_from([1, 2, 4]),
+    etp=st.sampled_from([1, 2, 4]),
+    local=st.integers(1, 3),
+    num_chunks=st.sampled_from([1, 2, 3, 8]),
+)
+def test_a_simulated_exchange_of_all_ranks_ends_in_expert_order(data, ep, etp, local, num_chunks):
     experts = ep * local
     flat = data.draw(st.lists(st.integers(0, 5), min_size=ep * etp * experts, max_size=ep * etp * experts))
     counts = torch.tensor(flat, dtype=torch.int64).view(ep, etp, experts)
-    plans = {(e, t): plan_exchange(counts, e, t) for e in range(ep) for t in range(etp)}
+    ranks = [(e, t) for e in range(ep) for t in range(etp)]
+    plans = {rank: plan_exchange(counts, *rank, num_chunks) for rank in ranks}
+    # A row is (expert, etp rank, ep rank, its number among that rank's rows for the expert): its name and its order.
+    parts = {rank: cut_rows(counts, rank, num_chunks) for rank in ranks}
+    arrived = {rank: [] for rank in ranks}
+    for c in range(num_chunks):
+        received = {}
+        for e, t in ranks:
+            chunk = plans[e, t].chunks[c]
+            received[e, t] = [
+                row for peer in range(ep) for row in block(parts[peer, t][c], plans[peer, t].chunks[c].send_counts, e)
+            ]
+            assert len(received[e, t]) == sum(chunk.receive_counts)
+        for e, t in ranks:
+            assert plans[e, t].chunks[c].gather_counts == [len(received[e, peer]) for peer in range(etp)]
+            arrived[e, t] += [row for peer in range(etp) for row in received[e, peer]]
     for (e, t), plan in plans.items():
-        assert plan.send_counts == [plans[peer, t].receive_counts[e] for peer in range(ep)]
-        assert plan.gather_counts == [sum(plans[e, peer].receive_counts) for peer in range(etp)]
-        assert plan.tokens_per_expert.tolist() == counts[:, :, e * local : (e + 1) * local].sum((0, 1)).tolist()
-        assert sorted_targets(plan) == list(range(sum(plan.gather_counts)))
+        moved = moves(plan)
+        in_order = [row for _, row in sorted((moved[i], row) for i, row in enumerate(arrived[e, t]))]
+        assert in_order == sorted(in_order) and len(in_order) == plan.num_gathered
+        mine = counts[:, :, e * local : (e + 1) * local]
+        assert plan.tokens_per_expert.tolist() == mine.sum((0, 1)).tolist()
+        assert plan.num_sent == counts[e, t].sum()
 
 
-def sorted_targets(plan):
-    chunks = plan.by_expert
-    return sorted(
-        row
-        for target, rows in zip(chunks.target_rows.tolist(), chunks.row_counts.tolist(), strict=True)
-        for row in range(target, target + rows)
-    )
+def cut_rows(counts, rank, num_chunks):
+    """The rows of a rank, [chunk][row], as RowMap.cut has them."""
+    e, t = rank
+    chunks = [[] for _ in range(num_chunks)]
+    for expert, count in enumerate(counts[e, t].tolist()):
+        for c in range(num_chunks):
+            numbers = range(count * c // num_chunks, count * (c + 1) // num_chunks)
+            chunks[c] += [(expert, t, e, number) for number in numbers]
+    return chunks
+
+
+def block(rows, sizes, index):
+    """Block `index` of `rows`."""
+    first = sum(sizes[:index])
+    return rows[first : first + sizes[index]]

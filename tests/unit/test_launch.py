@@ -101,8 +101,31 @@ def test_options_are_taken_out_of_the_command_line():
         (["--moe-opt-monta-levle", "O1"], "--moe-opt-monta-levle is not an option of megatron-moe-opt"),
         (["--moe-opt-monta-level", "O9"], "argument --moe-opt-monta-level: invalid choice: 'O9'"),
         (["--moe-opt-monta-level"], "argument --moe-opt-monta-level: expected one argument"),
+        (["--moe-opt-chunks", "0"], "argument --moe-opt-chunks: '0' is neither a number of chunks from 1 on nor auto"),
+        (["--moe-opt-chunks", "many"], "'many' is neither"),
+        (["--moe-opt-monta-level", "O1", "--moe-opt-chunks", "2"], "--moe-opt-chunks 2 has no meaning"),
+        (
+            ["--moe-opt-monta-level", "auto"],
+            "--moe-opt-monta-level auto chooses from measurements: run `moe-opt profile`",
+        ),
+        (["--moe-opt-chunks", "auto"], "--moe-opt-chunks auto chooses from measurements"),
     ],
 )
 def test_wrong_options_are_refused(arguments, sentence):
     with pytest.raises(ConfigurationError, match=sentence):
         split_options(arguments)
+
+
+@pytest.mark.parametrize(
+    ("options", "levels", "chunks"),
+    [
+        (Options(), ("O1",), (1,)),
+        (Options(monta_level="O3"), ("O3",), (4,)),
+        (Options(monta_level="O2", chunks=6), ("O2",), (6,)),
+        (Options(profile=Path("p")), ("O1", "O2", "O3"), None),
+        (Options(profile=Path("p"), monta_level="auto", chunks=2), ("O1", "O2", "O3"), (2,)),
+        (Options(profile=Path("p"), monta_level="O3"), ("O3",), None),
+    ],
+)
+def test_what_there_is_to_choose_from(options, levels, chunks):
+    assert (options.levels, options.chunk_counts) == (levels, chunks)

@@ -1,0 +1,119 @@
+"""`moe-opt profile` as a user runs it: refusals, one process, ranks of Slurm."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from megatron_moe_opt.cli.main import main
+from megatron_moe_opt.cli.process_group import adopt_slurm_ranks
+from megatron_moe_opt.errors import ConfigurationError
+from megatron_moe_opt.planning.cluster import Cluster, World
+from megatron_moe_opt.schedules.schedule import Kind
+
+
+@pytest.mark.parametrize(
+    ("arguments", "world", "sentence"),
+    [
+        (
+            "--tp 3",
+            4,
+            "--tp 3 x --cp 1 = 3 does not divide the 4 ranks of this run: choose sizes whose product does",
+        ),
+        (
+            "--tp 2 --cp 4",
+            4,
+            "--tp 2 x --cp 4 = 8 does not divide the 4 ranks of this run: choose sizes whose product does",
+        ),
+        (
+            "--ep 8 --expert-tp 1",
+            4,
+            "--ep 8 x --expert-tp 1 = 8 does not divide the 4 ranks of this run: choose sizes whose product does",
+        ),
+        (
+            "--expert-tp 2",
+            1,
+            "--ep 1 x --expert-tp 2 = 2 does not divide the 1 ranks of this run: choose sizes whose product does",
+        ),
+        ("--expert-tp 2 --ffn-hidden 33", 4, "--expert-tp 2 does not divide --ffn-hidden 33: choose a divisor"),
+        (
+            "--output nowhere/cluster.json",
+            1,
+            "--output nowhere/cluster.json: its folder does not exist; create it or choose another",
+        ),
+    ],
+)
+def test_refusals(monkeypatch, capsys, arguments, world, sentence):
+    monkeypatch.setattr(sys, "argv", ["moe-opt", "profile", *arguments.split()])
+    monkeypatch.setenv("WORLD_SIZE", str(world))
+    monkeypatch.setenv("RANK", "0")
+    with pytest.raises(SystemExit) as end:
+        main()
+    assert end.value.code == 2
+    assert capsys.readouterr().err == f"moe-opt: {sentence}\n"
+
+
+def test_one_process(tmp_path):
+    """The whole command without torchrun: curves of what one rank has, a table, the file."""
+    file = tmp_path / "cluster.json"
+    command = f"-m megatron_moe_opt.cli.main profile --hidden 64 --ffn-hidden 32 --seconds 2 --output {file}"
+    environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+    run = subprocess.run(
+        [sys.executable, *command.split()], capture_output=True, text=True, timeout=120, env=environment
+    )
+    assert run.returncode == 0, run.stderr
+    for text in ("Cost curves", "copy", "GB/s", "expert 64 x 32 fp32", "TFLOP/s", f"written to {file}"):
+        assert text in run.stdout, run.stdout
+    cluster = Cluster.load(file)
+    assert cluster.world == World((0,))
+    assert set(cluster.curves) == {(Kind.COPY, None)}
+    assert cluster.slowdown == {}
+    assert cluster.software["torch"] and cluster.host["backend"] == "gloo"
+
+
+SLURM = {"SLURM_STEP_NUM_TASKS": "16", "SLURM_PROCID": "9", "SLURM_LOCALID": "1", "SLURM_NODEID": "1"}
+
+
+@pytest.fixture
+def environment(monkeypatch):
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", *SLURM):
+        monkeypatch.delenv(name, raising=False)
+    return monkeypatch
+
+
+def test_ranks_that_srun_started(environment):
+    for name, value in {**SLURM, "MASTER_ADDR": "node0", "MASTER_PORT": "29500"}.items():
+        environment.setenv(name, value)
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):  # set here, so that they are taken back after the test
+        environment.setenv(name, "")
+    del os.environ["RANK"]
+    adopt_slurm_ranks()
+    assert (os.environ["RANK"], os.environ["WORLD_SIZE"], os.environ["LOCAL_RANK"]) == ("9", "16", "1")
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [
+        {},
+        {**SLURM, "SLURM_STEP_NUM_TASKS": "1"},  # one task, with torchrun or alone
+        {**SLURM, "RANK": "3"},  # torchrun in a task of srun
+    ],
+)
+def test_other_ranks_are_left_alone(environment, variables):
+    for name, value in variables.items():
+        environment.setenv(name, value)
+    before = dict(os.environ)
+    adopt_slurm_ranks()
+    assert dict(os.environ) == before
+
+
+def test_slurm_ranks_that_cannot_find_each_other(environment):
+    for name, value in SLURM.items():
+        environment.setenv(name, value)
+    environment.setenv("LOCAL_RANK", "")  # set here, so that it is taken back after the test
+    with pytest.raises(ConfigurationError, match="^MASTER_ADDR is not set: export the first node's host name"):
+        adopt_slurm_ranks()
+    assert os.environ["LOCAL_RANK"] == "1"  # one rank of a node says it
