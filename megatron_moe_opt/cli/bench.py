@@ -8,6 +8,8 @@ from typing import Annotated
 
 import typer
 
+from megatron_moe_opt.errors import ConfigurationError
+
 app = typer.Typer(help="Benchmarks, each against stock Megatron-Core in the same run.", no_args_is_help=True)
 
 
@@ -46,6 +48,9 @@ def layer(
     steps: Annotated[int, typer.Option(min=1, help="Timed rounds.")] = 10,
     warmup: Annotated[int, typer.Option(min=0, help="Untimed rounds before them.")] = 3,
     seed: Annotated[int, typer.Option(help="Seed of weights, inputs and routing.")] = 1,
+    dispatch_only: Annotated[
+        bool, typer.Option(help="Dispatch and combine alone, without router and experts.")
+    ] = False,
     profile: Annotated[Path | None, typer.Option(help="cluster.json of moe-opt profile, for monta:auto.")] = None,
     json: Annotated[Path | None, typer.Option(help="Write everything, every round's time too.")] = None,
 ) -> None:
@@ -74,6 +79,7 @@ def layer(
         warmup=warmup,
         seed=seed,
         profile=profile,
+        dispatch_only=dispatch_only,
     )
     bench_layer(settings, json)
 
@@ -94,3 +100,56 @@ def kernels(
     from megatron_moe_opt.cli.bench_kernels import bench_kernels
 
     bench_kernels(device, tokens, hidden, experts, topk, dtypes, repeats, seed, json)
+
+
+@app.command()
+def choice(
+    profile: Annotated[Path, typer.Option(help="cluster.json of moe-opt profile, of the same groups.")],
+    tokens: Annotated[str, typer.Option(help="Tokens of each rank, one point each, separated by commas.")] = "256,1024",
+    chunks: Annotated[str, typer.Option(help="Chunk counts at O2 and O3, separated by commas.")] = "2,4,8",
+    hidden: Annotated[int, typer.Option(min=1, help="Hidden size.")] = 1024,
+    experts: Annotated[int, typer.Option(min=1, help="Experts of the layer.")] = 8,
+    topk: Annotated[int, typer.Option(min=1, help="Experts of a token.")] = 2,
+    tp: Annotated[int, typer.Option(min=1, help="Tensor parallelism; above 1 with sequence parallelism.")] = 1,
+    ep: Annotated[int | None, typer.Option(min=1, help="Expert parallelism.  [default: ranks / expert-tp]")] = None,
+    expert_tp: Annotated[int, typer.Option(min=1, help="Tensor parallelism inside an expert.")] = 1,
+    dtype: Annotated[DType, typer.Option(help="Tokens.")] = DType.fp32,
+    routing: Annotated[str, typer.Option(help="As in bench layer.")] = "uniform",
+    steps: Annotated[int, typer.Option(min=1, help="Timed rounds.")] = 5,
+    warmup: Annotated[int, typer.Option(min=0, help="Untimed rounds before them.")] = 1,
+    seed: Annotated[int, typer.Option(help="Seed of inputs and routing.")] = 1,
+    json: Annotated[Path | None, typer.Option(help="Write everything.")] = None,
+) -> None:
+    """How much slower monta's choice of level and chunks is than the fastest, and how well its time was predicted."""
+    from megatron_moe_opt.cli.bench_choice import bench_choice
+    from megatron_moe_opt.cli.layer_settings import LayerSettings
+
+    sizes, counts = _numbers("--tokens", tokens), _numbers("--chunks", chunks)
+    settings = LayerSettings(
+        dispatchers=(),
+        tokens=sizes[0],
+        hidden=hidden,
+        ffn_hidden=expert_tp,
+        experts=experts,
+        topk=topk,
+        tp=tp,
+        ep=ep,
+        expert_tp=expert_tp,
+        dtype=dtype.value,
+        routing=routing,
+        capacity_factor=None,
+        pad_to_capacity=False,
+        steps=steps,
+        warmup=warmup,
+        seed=seed,
+        profile=profile,
+    )
+    bench_choice(settings, sizes, counts, json)
+
+
+def _numbers(option: str, text: str) -> list[int]:
+    """Positive whole numbers separated by commas."""
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdecimal() and int(part) for part in parts):
+        raise ConfigurationError(f"{option} {text}: write numbers from 1 on, separated by commas, such as 256,1024")
+    return [int(part) for part in parts]

@@ -48,8 +48,8 @@ def bench_layer(settings: LayerSettings, json_file: Path | None) -> LayerReport:
     warnings.filterwarnings("ignore", module=r"megatron|torch")  # many, about absent optional libraries
     if json_file is not None and not json_file.resolve().parent.is_dir():
         raise ConfigurationError(f"--json {json_file}: its folder does not exist; create it or choose another")
-    _check(settings)
-    with _process_group() as device:
+    check(settings)
+    with process_group() as device:
         report = run(settings, device)
         if dist.get_rank() == 0:
             print_report(report, Console(width=None if sys.stdout.isatty() else 200))
@@ -58,8 +58,8 @@ def bench_layer(settings: LayerSettings, json_file: Path | None) -> LayerReport:
     return report
 
 
-def _check(settings: LayerSettings) -> None:
-    """All that can be refused before process groups are made."""
+def check(settings: LayerSettings) -> None:
+    """Refuses, with ConfigurationError, all that can be refused before process groups are made."""
     try:
         megatron_moe_opt.register()
         from megatron_moe_opt.integration.registry import DISPATCHERS
@@ -70,7 +70,7 @@ def _check(settings: LayerSettings) -> None:
 
 
 @contextmanager
-def _process_group() -> Iterator[torch.device]:
+def process_group() -> Iterator[torch.device]:
     """torch.distributed over torchrun's ranks, or over this process alone; yields this rank's device."""
     on_host = megatron_moe_opt.use_host_backend()
     if on_host:
@@ -107,7 +107,7 @@ def run(settings: LayerSettings, device: torch.device) -> LayerReport:
         rates = measure_links(nodes, device)
         differences = _differences(layers, TOLERANCE[settings.dtype])
         costs = {name: _count_step(layer, nodes, rates, device) for name, layer in layers.items()}
-        seconds = _time_rounds(layers, settings, device)
+        seconds = time_rounds(layers, settings, device)
     finally:
         parallel_state.destroy_model_parallel()
     results = tuple(
@@ -166,7 +166,7 @@ def _count_step(
     return counter.reduce(), wire_limit(sent, nodes, rates), peak
 
 
-def _time_rounds(
+def time_rounds(
     layers: dict[str, LayerUnderTest], settings: LayerSettings, device: torch.device
 ) -> dict[str, list[float]]:
     """Seconds of every timed round on the slowest rank. Rounds interleave the dispatchers: A B C A B C."""

@@ -82,8 +82,9 @@ def _conditions(report: LayerReport) -> list[str]:
         f"{environment['backend']}, {environment['cpus']} CPUs, {environment['threads of a rank']} thread(s) a rank"
     )
     settings = report.settings
+    what = "Dispatch and combine alone" if settings.dispatch_only else "MoE layer"
     return [
-        f"MoE layer, forward + backward. {_shape(settings, environment['ep'])}",
+        f"{what}, forward + backward. {shape_of(settings, environment['ep'])}",
         f"{software}; {machine}",
         f"seed {settings.seed}, {settings.warmup} warm-up and {settings.steps} timed rounds, interleaved; a round's "
         "time is the slowest rank's",
@@ -91,7 +92,8 @@ def _conditions(report: LayerReport) -> list[str]:
     ]
 
 
-def _shape(settings: LayerSettings, ep: int) -> str:
+def shape_of(settings: LayerSettings, ep: int) -> str:
+    """The workload and the layout in one line."""
     capacity = ""
     if settings.capacity_factor is not None:
         capacity = f", capacity factor {settings.capacity_factor:g}" + ", padded" * settings.pad_to_capacity

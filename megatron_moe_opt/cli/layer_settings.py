@@ -58,6 +58,8 @@ class LayerSettings:
     seed: int
     profile: Path | None = None
     """For variants that choose by measurements."""
+    dispatch_only: bool = False
+    """Leave router and experts out."""
 
     def __post_init__(self) -> None:
         ordered = dict.fromkeys((BASELINE, *self.dispatchers))  # without repetitions
@@ -96,5 +98,7 @@ class LayerSettings:
             raise ConfigurationError(
                 f"--expert-tp {self.expert_tp} does not divide --ffn-hidden {self.ffn_hidden}: choose a divisor"
             )
+        if self.dispatch_only and self.capacity_factor is not None:
+            raise ConfigurationError("--dispatch-only has no router that drops tokens: leave --capacity-factor out")
         if self.pad_to_capacity and self.capacity_factor is None:
             raise ConfigurationError("--pad-to-capacity needs a capacity to pad to: give --capacity-factor")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -59,25 +60,71 @@ class LayerUnderTest:
     output_grad: torch.Tensor
     """As `tokens`."""
 
+    @property
+    def leaves(self) -> tuple[torch.Tensor, ...]:
+        """What gets a gradient: the input, the router's and the experts' weights."""
+        return self.tokens, *self.layer.parameters()
+
     def clear_grads(self) -> None:
         """Zeroes the gradients in place, so that a step allocates none."""
-        for tensor in (self.tokens, *self.layer.parameters()):
+        for tensor in self.leaves:
             if tensor.grad is None:
                 tensor.grad = torch.zeros_like(tensor)
             else:
                 tensor.grad.zero_()
 
+    def forward(self) -> torch.Tensor:
+        """The layer's output."""
+        return self.layer(self.tokens)[0]
+
     def step(self) -> torch.Tensor:
         """Forward and backward; returns the output."""
-        output, _ = self.layer(self.tokens)
+        output = self.forward()
         output.backward(self.output_grad)
         return output
 
     def results(self) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """Output and gradients (input, router, experts) of one step."""
+        """Output and gradients of one step."""
         self.clear_grads()
         output = self.step().detach()
-        return output, [tensor.grad.clone() for tensor in (self.tokens, *self.layer.parameters())]
+        return output, [tensor.grad.clone() for tensor in self.leaves]
+
+
+@dataclass
+class DispatchUnderTest(LayerUnderTest):
+    """Dispatch and combine alone: no router, and experts that return what they get."""
+
+    probs: torch.Tensor
+    """[tokens, experts], a leaf that collects the gradient of the probabilities."""
+    routing_map: torch.Tensor
+    """bool [tokens, experts]."""
+
+    @property
+    def leaves(self) -> tuple[torch.Tensor, ...]:
+        """What gets a gradient: the input and the probabilities."""
+        return self.tokens, self.probs
+
+    def forward(self) -> torch.Tensor:
+        """The sum of each token's copies."""
+        dispatcher = self.layer.token_dispatcher
+        tokens, probs = dispatcher.dispatch_preprocess(self.tokens, self.routing_map, self.probs)
+        tokens, probs = dispatcher.token_dispatch(tokens, probs)
+        tokens, _, probs = dispatcher.dispatch_postprocess(tokens, probs)
+        tokens = dispatcher.combine_preprocess(_Experts.apply(tokens, probs))
+        return dispatcher.combine_postprocess(dispatcher.token_combine(tokens))
+
+
+class _Experts(torch.autograd.Function):
+    """Returns the tokens as they are, and a gradient of ones for the probabilities."""
+
+    @staticmethod
+    def forward(ctx: Any, tokens: torch.Tensor, probs: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(probs)
+        return tokens.view_as(tokens)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return grad, torch.ones_like(ctx.saved_tensors[0])
 
 
 def layers_under_test(
@@ -103,6 +150,13 @@ def layers_under_test(
         layer = build_layer(layer_config(settings, dispatcher, ep, permute_fusion))
         if layers:
             layer.load_state_dict(next(iter(layers.values())).layer.state_dict())
-        impose_routing(layer, indices.to(device))
-        layers[variant] = LayerUnderTest(layer, tokens.clone().requires_grad_(), output_grad)
+        common = layer, tokens.clone().requires_grad_(), output_grad
+        if settings.dispatch_only:
+            routing_map = torch.zeros(settings.tokens, settings.experts, dtype=torch.bool, device=device)
+            routing_map.scatter_(1, indices.to(device), True)
+            probs = (routing_map / settings.topk).requires_grad_()
+            layers[variant] = DispatchUnderTest(*common, probs, routing_map)
+        else:
+            impose_routing(layer, indices.to(device))
+            layers[variant] = LayerUnderTest(*common)
     return layers

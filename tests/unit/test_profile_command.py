@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import io
 import os
 import subprocess
 import sys
 
 import pytest
+from rich.console import Console
 
 from megatron_moe_opt.cli.main import main
 from megatron_moe_opt.cli.process_group import adopt_slurm_ranks
+from megatron_moe_opt.cli.profile_report import curves_table
 from megatron_moe_opt.errors import ConfigurationError
-from megatron_moe_opt.planning.cluster import Cluster, World
-from megatron_moe_opt.schedules.schedule import Kind
+from megatron_moe_opt.planning.cluster import Cluster, ExpertGemm, World
+from megatron_moe_opt.schedules.schedule import Kind, Lane
 
 
 @pytest.mark.parametrize(
@@ -72,6 +75,27 @@ def test_one_process(tmp_path):
     assert set(cluster.curves) == {(Kind.COPY, None)}
     assert cluster.slowdown == {}
     assert cluster.software["torch"] and cluster.host["backend"] == "gloo"
+
+
+def test_table():
+    gathers = ((1024, 1e-6), (2**20, 5e-4))
+    cluster = Cluster(
+        World((0, 0), tp=2, expert_tp=2),
+        {(Kind.ALL_GATHER, "expert-tp"): gathers, (Kind.ALL_GATHER, "tp"): gathers, (Kind.COPY, None): ((2048, 1e-6),)},
+        {(Lane.INTER, Lane.COPY): 0.5},
+        ExpertGemm(10, 25, "bf16", ((100, 1e-3),)),
+    )
+    console = Console(width=120, record=True, file=io.StringIO())
+    console.print(curves_table(cluster))
+    text = console.export_text()
+    rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in text.splitlines()]
+    assert [row for row in rows if row] == [
+        ["all_gather expert-tp, tp", "1 KiB", "0.001", "1.024 GB/s", "49%"],
+        ["", "1 MiB", "0.500", "2.097 GB/s", "100%"],
+        ["copy", "2 KiB", "0.001", "2.048 GB/s", "100%"],
+        ["expert 10 x 25 bf16", "100 rows", "1.000", "0.000 TFLOP/s", "100%"],
+    ]
+    assert "Pace of a lane while another is busy: inter beside copy 50%" in " ".join(text.split())
 
 
 SLURM = {"SLURM_STEP_NUM_TASKS": "16", "SLURM_PROCID": "9", "SLURM_LOCALID": "1", "SLURM_NODEID": "1"}

@@ -1,0 +1,191 @@
+"""`moe-opt bench choice`: is the level and chunk count that a profile leads to the fastest of all?
+
+Every candidate is measured, the choice is made by the profile alone, and its regret is how much slower it is than the
+fastest candidate. The prediction is held against the time that the chosen pipelines took.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import statistics
+import sys
+import warnings
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.table import Table
+
+from megatron_moe_opt.cli.bench_layer import check, process_group, time_rounds
+from megatron_moe_opt.cli.layer_report import shape_of
+from megatron_moe_opt.cli.layer_settings import BASELINE, LayerSettings
+from megatron_moe_opt.kernels import LANE_BYTES
+from megatron_moe_opt.planning.cluster import Cluster
+from megatron_moe_opt.planning.monta import Choice, choose, training_passes
+from megatron_moe_opt.runtime.executor import recording
+
+RECORDED_STEPS = 3
+
+
+@dataclass(frozen=True)
+class ChoicePoint:
+    """One size: what was chosen, what was fastest, what was predicted. Seconds are medians of the slowest rank."""
+
+    tokens: int
+    row_bytes: int
+    """Of all rows that a rank sends in one pass of combine."""
+    chosen: str
+    best: str
+    seconds: dict[str, float]
+    """Of a step, by candidate; with the baseline."""
+    predicted: float
+    """Seconds of the four pipelines of a step: dispatch and combine, forward and backward."""
+    pipelines: float
+    """The same, measured."""
+
+    @property
+    def regret(self) -> float:
+        """Time of the chosen over the fastest candidate's, less 1."""
+        return self.seconds[self.chosen] / self.seconds[self.best] - 1
+
+    @property
+    def error(self) -> float:
+        """Predicted over measured, less 1."""
+        return self.predicted / self.pipelines - 1
+
+    @property
+    def ratio(self) -> float:
+        """Time of the chosen over stock's."""
+        return self.seconds[self.chosen] / self.seconds[BASELINE]
+
+
+def bench_choice(
+    settings: LayerSettings, tokens: Sequence[int], chunks: Sequence[int], json_file: Path | None
+) -> list[ChoicePoint]:
+    """Runs on the current ranks; rank 0 prints the table and writes `json_file`.
+
+    Args:
+        settings: of everything but the tokens; with a profile.
+        tokens: of each rank, one point each.
+        chunks: counts to choose from, at O2 and O3.
+
+    Raises:
+        ConfigurationError: settings that cannot work, a profile of other groups.
+    """
+    warnings.filterwarnings("ignore", module=r"megatron|torch")
+    candidates = ("monta:O1", *(f"monta:{level}x{count}" for level in ("O2", "O3") for count in chunks if count > 1))
+    settings = dataclasses.replace(settings, dispatchers=(BASELINE, *candidates), dispatch_only=True)
+    check(settings)
+    cluster = Cluster.load(settings.profile)
+    with process_group() as device:
+        ep = settings.ep_size(dist.get_world_size())
+        cluster.check_groups(settings.profile, ep=ep, expert_tp=settings.expert_tp)
+        points = _measure(settings, ep, cluster, tokens, chunks, device)
+        if dist.get_rank() == 0:
+            _print(points, settings, ep, Console(width=None if sys.stdout.isatty() else 160))
+            if json_file is not None:
+                content = {"settings": asdict(settings), "points": [_as_json(point) for point in points]}
+                json_file.write_text(json.dumps(content, indent=2, default=str) + "\n")
+    return points
+
+
+def _measure(
+    settings: LayerSettings,
+    ep: int,
+    cluster: Cluster,
+    tokens: Sequence[int],
+    chunks: Sequence[int],
+    device: torch.device,
+) -> list[ChoicePoint]:
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+    from megatron_moe_opt.cli.moe_layer import layers_under_test
+
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=settings.tp,
+        expert_model_parallel_size=ep,
+        expert_tensor_parallel_size=settings.expert_tp,
+    )
+    model_parallel_cuda_manual_seed(settings.seed)
+    points = []
+    for count in tokens:
+        of_size = dataclasses.replace(settings, tokens=count)
+        layers = layers_under_test(of_size, ep, device, permute_fusion=False)
+        choice = _choose(of_size, ep, cluster, chunks)
+        chosen = "monta:O1" if choice.level == "O1" else f"monta:{choice.level}x{choice.chunks}"
+        rounds = time_rounds(layers, of_size, device)
+        seconds = {name: statistics.median(times) for name, times in rounds.items()}
+        points.append(
+            ChoicePoint(
+                tokens=count,
+                row_bytes=count * settings.topk * settings.hidden * settings.torch_dtype.itemsize,
+                chosen=chosen,
+                best=min((name for name in seconds if name != BASELINE), key=lambda name: seconds[name]),
+                seconds=seconds,
+                predicted=choice.seconds,
+                pipelines=_pipeline_seconds(layers[chosen], device),
+            )
+        )
+    parallel_state.destroy_model_parallel()
+    return points
+
+
+def _choose(settings: LayerSettings, ep: int, cluster: Cluster, chunks: Sequence[int]) -> Choice:
+    row_bytes = settings.hidden * settings.torch_dtype.itemsize
+    passes = training_passes(settings.tokens * settings.topk, row_bytes, row_bytes + LANE_BYTES)
+    return choose(passes, ep, settings.expert_tp, cluster.costs(), cluster.slowdown, chunks=(1, *chunks))
+
+
+def _pipeline_seconds(layer: Any, device: torch.device) -> float:
+    """Time in the pipelines of a step: median over steps of the slowest rank's sum."""
+    sums = torch.zeros(RECORDED_STEPS, dtype=torch.float64)
+    for step in range(RECORDED_STEPS):
+        layer.clear_grads()
+        dist.barrier()
+        with recording() as timelines:
+            layer.step()
+        sums[step] = sum(timeline.seconds for timeline in timelines)
+    sums = sums.to(device)
+    dist.all_reduce(sums, dist.ReduceOp.MAX)
+    return statistics.median(sums.tolist())
+
+
+def _as_json(point: ChoicePoint) -> dict[str, Any]:
+    return asdict(point) | {"regret": point.regret, "error": point.error, "ratio": point.ratio}
+
+
+def _print(points: list[ChoicePoint], settings: LayerSettings, ep: int, console: Console) -> None:
+    console.print(f"Choice by {settings.profile}. {shape_of(settings, ep)}", markup=False, soft_wrap=True)
+    table = Table(title="Dispatch and combine alone, forward + backward")
+    for header in (
+        "tokens", "MB a rank", "chosen", "ms", "fastest", "ms", "regret", "ratio to alltoall",
+        "pipelines predicted ms", "measured ms", "error",
+    ):  # fmt: skip
+        table.add_column(header, justify="right")
+    for point in points:
+        table.add_row(
+            str(point.tokens),
+            f"{point.row_bytes / 1e6:.2f}",
+            point.chosen.removeprefix("monta:"),
+            f"{point.seconds[point.chosen] * 1e3:.1f}",
+            point.best.removeprefix("monta:"),
+            f"{point.seconds[point.best] * 1e3:.1f}",
+            f"{point.regret:.1%}",
+            f"{point.ratio:.3f}",
+            f"{point.predicted * 1e3:.1f}",
+            f"{point.pipelines * 1e3:.1f}",
+            f"{point.error:+.1%}",
+        )
+    console.print(table)
+    regrets = [point.regret for point in points]
+    errors = [abs(point.error) for point in points]
+    console.print(
+        f"regret at most 5 % in {sum(regret <= 0.05 for regret in regrets)} of {len(points)} points, largest "
+        f"{max(regrets):.1%}; prediction off by {statistics.median(errors):.1%} in the median point"
+    )
