@@ -31,18 +31,42 @@ __global__ void __launch_bounds__(kBlockThreads)
   Packed::from_float(total).store(out + row * out_stride, vector);
 }
 
+// An element of a row, moved in units to which every row is aligned.
+template <typename T, typename Unit>
+union InUnits {
+  T value;
+  Unit units[sizeof(T) / sizeof(Unit)];
+
+  __device__ __forceinline__ static T load(const char* row, int64_t index) {
+    InUnits element;
+#pragma unroll
+    for (int u = 0; u < static_cast<int>(sizeof(T) / sizeof(Unit)); ++u) {
+      element.units[u] = reinterpret_cast<const Unit*>(row + index * sizeof(T))[u];
+    }
+    return element.value;
+  }
+  __device__ __forceinline__ static void store(T value, char* row, int64_t index) {
+    InUnits element;
+    element.value = value;
+#pragma unroll
+    for (int u = 0; u < static_cast<int>(sizeof(T) / sizeof(Unit)); ++u) {
+      reinterpret_cast<Unit*>(row + index * sizeof(T))[u] = element.units[u];
+    }
+  }
+};
+
+// What the vectors above do not cover: doubles, and elements that lie across the ends of their packed rows.
+template <typename T, typename Unit>
 __global__ void __launch_bounds__(kBlockThreads)
-    sum_doubles_kernel(const __grid_constant__ Parts parts, int num_parts, int64_t num_rows, int64_t width, char* out,
-                       int64_t out_stride) {
+    sum_elements_kernel(const __grid_constant__ Parts parts, int num_parts, int64_t num_rows, int64_t width, char* out,
+                        int64_t out_stride) {
+  using Element = InUnits<T, Unit>;
   const int64_t index = int64_t{blockIdx.x} * kBlockThreads + threadIdx.x;
   const int64_t row = index / width, h = index % width;
   if (row >= num_rows) return;
-  const auto load = [&](int p) {
-    return reinterpret_cast<const double*>(parts.data[p] + row * parts.stride_bytes[p])[h];
-  };
-  double total = load(0);
-  for (int p = 1; p < num_parts; ++p) total += load(p);
-  reinterpret_cast<double*>(out + row * out_stride)[h] = total;
+  T total = Element::load(parts.data[0] + row * parts.stride_bytes[0], h);
+  for (int p = 1; p < num_parts; ++p) total += Element::load(parts.data[p] + row * parts.stride_bytes[p], h);
+  Element::store(total, out + row * out_stride, h);
 }
 
 }  // namespace
@@ -55,21 +79,28 @@ void sum_parts(DType dtype, int64_t width, const ConstRows* parts, int num_parts
   }
   if (num_rows == 0 || width == 0) return;
   Parts all;
-  bool wide = width * element_size(dtype) % kVectorBytes == 0 && rows_aligned(out.data, out.stride_bytes, kVectorBytes);
+  const auto aligned = [&](int64_t bytes) {
+    bool every = rows_aligned(out.data, out.stride_bytes, bytes);
+    for (int p = 0; p < num_parts; ++p) every = every && rows_aligned(parts[p].data, parts[p].stride_bytes, bytes);
+    return every;
+  };
   for (int p = 0; p < num_parts; ++p) {
     all.data[p] = static_cast<const char*>(parts[p].data);
     all.stride_bytes[p] = parts[p].stride_bytes;
-    wide = wide && rows_aligned(parts[p].data, parts[p].stride_bytes, kVectorBytes);
   }
   const cudaStream_t cuda_stream = static_cast<cudaStream_t>(stream);
   char* target = static_cast<char*>(out.data);
-  if (dtype == DType::kFloat64) {
+  const auto sum_elements = [&](auto kernel) {
     const unsigned blocks = grid_blocks(divide_up(num_rows * width, kBlockThreads), "sum_parts");
-    sum_doubles_kernel<<<blocks, kBlockThreads, 0, cuda_stream>>>(all, num_parts, num_rows, width, target,
-                                                                  out.stride_bytes);
-    check(cudaGetLastError(), "sum_doubles_kernel");
-    return;
+    kernel<<<blocks, kBlockThreads, 0, cuda_stream>>>(all, num_parts, num_rows, width, target, out.stride_bytes);
+    check(cudaGetLastError(), "sum_elements_kernel");
+  };
+  const bool whole = aligned(element_size(dtype));
+  if (dtype == DType::kFloat64) {
+    return sum_elements(whole ? sum_elements_kernel<double, double> : sum_elements_kernel<double, unsigned short>);
   }
+  if (dtype == DType::kFloat32 && !whole) return sum_elements(sum_elements_kernel<float, unsigned short>);
+  const bool wide = width * element_size(dtype) % kVectorBytes == 0 && aligned(kVectorBytes);
   with_vector(dtype, wide, [&](auto element, auto count) {
     const int64_t vectors = width / count;
     const unsigned blocks = grid_blocks(divide_up(num_rows * vectors, kBlockThreads), "sum_parts");

@@ -17,7 +17,7 @@ void sum_parts(DType dtype, int64_t width, const ConstRows* parts, int num_parts
 
 namespace cuda {
 constexpr int kMaxParts = 64;
-// num_parts <= kMaxParts. `parts` is a host array of device pointers.
+// num_parts <= kMaxParts. `parts` is a host array of device pointers. Rows lie at even addresses.
 void sum_parts(DType dtype, int64_t width, const ConstRows* parts, int num_parts, MutableRows out, int64_t num_rows,
                void* stream);
 }  // namespace cuda

@@ -21,9 +21,10 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
 
-from megatron_moe_opt.cli.bench_layer import check, process_group, time_rounds
+from megatron_moe_opt.cli.bench_layer import check, time_rounds
 from megatron_moe_opt.cli.layer_report import shape_of
 from megatron_moe_opt.cli.layer_settings import BASELINE, LayerSettings
+from megatron_moe_opt.cli.process_group import megatron_process_group, parallel_layer
 from megatron_moe_opt.kernels import LANE_BYTES
 from megatron_moe_opt.planning.cluster import Cluster
 from megatron_moe_opt.planning.monta import Choice, choose, training_passes
@@ -82,10 +83,11 @@ def bench_choice(
     settings = dataclasses.replace(settings, dispatchers=(BASELINE, *candidates), dispatch_only=True)
     check(settings)
     cluster = Cluster.load(settings.profile)
-    with process_group() as device:
+    with megatron_process_group() as device:
         ep = settings.ep_size(dist.get_world_size())
         cluster.check_groups(settings.profile, ep=ep, expert_tp=settings.expert_tp)
-        points = _measure(settings, ep, cluster, tokens, chunks, device)
+        with parallel_layer(settings.tp, ep, settings.expert_tp, settings.seed):
+            points = measure(settings, ep, cluster, tokens, chunks, device)
         if dist.get_rank() == 0:
             _print(points, settings, ep, Console(width=None if sys.stdout.isatty() else 160))
             if json_file is not None:
@@ -94,7 +96,7 @@ def bench_choice(
     return points
 
 
-def _measure(
+def measure(
     settings: LayerSettings,
     ep: int,
     cluster: Cluster,
@@ -102,17 +104,9 @@ def _measure(
     chunks: Sequence[int],
     device: torch.device,
 ) -> list[ChoicePoint]:
-    from megatron.core import parallel_state
-    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
-
+    """One point for each number of tokens, in Megatron's groups of the settings' sizes. A collective call."""
     from megatron_moe_opt.cli.moe_layer import layers_under_test
 
-    parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=settings.tp,
-        expert_model_parallel_size=ep,
-        expert_tensor_parallel_size=settings.expert_tp,
-    )
-    model_parallel_cuda_manual_seed(settings.seed)
     points = []
     for count in tokens:
         of_size = dataclasses.replace(settings, tokens=count)
@@ -132,7 +126,6 @@ def _measure(
                 pipelines=_pipeline_seconds(layers[chosen], device),
             )
         )
-    parallel_state.destroy_model_parallel()
     return points
 
 

@@ -9,8 +9,6 @@ import platform
 import socket
 import sys
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,6 +23,7 @@ from megatron_moe_opt.cli.layer_report import DispatcherResult, LayerReport, as_
 from megatron_moe_opt.cli.layer_settings import BASELINE, LayerSettings
 from megatron_moe_opt.cli.links import LinkRates, WireLimit, measure_links, timed, wire_limit
 from megatron_moe_opt.cli.peak_memory import peak_memory_growth
+from megatron_moe_opt.cli.process_group import megatron_process_group, parallel_layer
 from megatron_moe_opt.cli.routing import check_routing
 from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.runtime.traffic import TrafficCounter, TrafficRow
@@ -49,7 +48,7 @@ def bench_layer(settings: LayerSettings, json_file: Path | None) -> LayerReport:
     if json_file is not None and not json_file.resolve().parent.is_dir():
         raise ConfigurationError(f"--json {json_file}: its folder does not exist; create it or choose another")
     check(settings)
-    with process_group() as device:
+    with megatron_process_group() as device:
         report = run(settings, device)
         if dist.get_rank() == 0:
             print_report(report, Console(width=None if sys.stdout.isatty() else 200))
@@ -69,38 +68,12 @@ def check(settings: LayerSettings) -> None:
     check_routing(settings.routing, experts=settings.experts, topk=settings.topk)
 
 
-@contextmanager
-def process_group() -> Iterator[torch.device]:
-    """torch.distributed over torchrun's ranks, or over this process alone; yields this rank's device."""
-    on_host = megatron_moe_opt.use_host_backend()
-    if on_host:
-        device = torch.device("cpu")
-    else:
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
-        torch.cuda.set_device(device)
-    alone = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
-    dist.init_process_group("gloo" if on_host else "nccl", **alone)
-    try:
-        yield device
-    finally:
-        dist.destroy_process_group()
-
-
 def run(settings: LayerSettings, device: torch.device) -> LayerReport:
     """Builds the layers, compares their results, counts and times them. A collective call over the world."""
-    from megatron.core import parallel_state
-    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
-
     from megatron_moe_opt.cli.moe_layer import layers_under_test
 
     ep = settings.ep_size(dist.get_world_size())
-    parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=settings.tp,
-        expert_model_parallel_size=ep,
-        expert_tensor_parallel_size=settings.expert_tp,
-    )
-    try:
-        model_parallel_cuda_manual_seed(settings.seed)
+    with parallel_layer(settings.tp, ep, settings.expert_tp, settings.seed):
         permute_fusion = find_spec("transformer_engine") is not None  # stock's fastest permute is in there
         layers = layers_under_test(settings, ep, device, permute_fusion)
         nodes = discover_nodes()
@@ -108,8 +81,6 @@ def run(settings: LayerSettings, device: torch.device) -> LayerReport:
         differences = _differences(layers, TOLERANCE[settings.dtype])
         costs = {name: _count_step(layer, nodes, rates, device) for name, layer in layers.items()}
         seconds = time_rounds(layers, settings, device)
-    finally:
-        parallel_state.destroy_model_parallel()
     results = tuple(
         DispatcherResult(
             dispatcher=name,

@@ -10,6 +10,8 @@ import typer
 from megatron_moe_opt.cli.bench import app as bench_app
 from megatron_moe_opt.cli.doctor import doctor
 from megatron_moe_opt.cli.profile import profile
+from megatron_moe_opt.cli.simulate import simulate
+from megatron_moe_opt.cli.timeline import timeline
 from megatron_moe_opt.errors import ConfigurationError
 
 app = typer.Typer(
@@ -22,6 +24,8 @@ app = typer.Typer(
 app.add_typer(bench_app, name="bench")
 app.command()(doctor)
 app.command()(profile)
+app.command()(simulate)
+app.command()(timeline)
 
 
 def main() -> None:

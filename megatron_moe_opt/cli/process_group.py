@@ -9,6 +9,7 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 
+import megatron_moe_opt
 from megatron_moe_opt.errors import ConfigurationError
 
 
@@ -49,3 +50,27 @@ def process_group() -> Iterator[torch.device]:
         yield device
     finally:
         dist.destroy_process_group()
+
+
+@contextmanager
+def megatron_process_group() -> Iterator[torch.device]:
+    """`process_group` for commands that run Megatron's layers: without a GPU they run on the host."""
+    megatron_moe_opt.use_host_backend()
+    with process_group() as device:
+        yield device
+
+
+@contextmanager
+def parallel_layer(tp: int, ep: int, expert_tp: int, seed: int) -> Iterator[None]:
+    """Megatron's groups of these sizes, and its seeds, inside the block. A collective call over the world."""
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=tp, expert_model_parallel_size=ep, expert_tensor_parallel_size=expert_tp
+    )
+    try:
+        model_parallel_cuda_manual_seed(seed)
+        yield
+    finally:
+        parallel_state.destroy_model_parallel()

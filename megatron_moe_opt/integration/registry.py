@@ -21,6 +21,7 @@ from megatron_moe_opt.dispatchers.pipelining import pipelining_of
 from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.integration.announce import announce
 from megatron_moe_opt.integration.checks import check_config, check_name
+from megatron_moe_opt.integration.priorities import prioritize_expert_groups
 from megatron_moe_opt.options import Options
 from megatron_moe_opt.topology.expert_groups import ExpertGroups
 from megatron_moe_opt.versions import SUPPORTED_MEGATRON, megatron_version, supports_megatron
@@ -58,6 +59,7 @@ def register(options: Options | None = None) -> None:
     _widen_annotation(TransformerConfig, stock)
     _wrap_post_init(TransformerConfig, stock)
     _wrap_moe_layer(MoELayer, PluggedTokenDispatcher)
+    prioritize_expert_groups()
 
 
 @contextmanager

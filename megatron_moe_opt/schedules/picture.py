@@ -20,7 +20,22 @@ _LABELS = {
     Kind.REDUCE_SCATTER: "RS",
     Kind.SEND_RECEIVE: "P2P",
 }
-_NARROWEST_LABEL = 0.02  # of the axis; an op that is narrower has no room for its label
+_FORMATS = (".png", ".svg", ".pdf")
+# Parts of the axis. An op that is narrower has no room for its label, or for a white edge.
+_NARROWEST_LABEL = 0.03
+_NARROWEST_EDGE = 0.005
+
+
+def check_picture(path: str | Path) -> None:
+    """Refuses, with ConfigurationError, a picture that `write_picture` could not write."""
+    if Path(path).suffix not in _FORMATS:
+        raise ConfigurationError(f"the picture {path} has no known format: end its name in {', '.join(_FORMATS)}")
+    try:
+        import matplotlib.figure  # noqa: F401
+    except ImportError as error:
+        raise ConfigurationError(
+            f"the picture {path} needs matplotlib ({error}); install it with pip install matplotlib, or write a trace"
+        ) from error
 
 
 def write_picture(path: str | Path, timelines: Mapping[str, Timeline]) -> None:
@@ -29,16 +44,13 @@ def write_picture(path: str | Path, timelines: Mapping[str, Timeline]) -> None:
     The file's format follows from its suffix (.png, .svg, .pdf).
 
     Raises:
-        ConfigurationError: matplotlib is not installed, or there is nothing to draw.
+        ConfigurationError: another suffix, matplotlib is not installed, or there is nothing to draw.
         OSError: the file cannot be written.
     """
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ConfigurationError(
-            f"the picture {path} needs matplotlib ({error}); install it with pip install matplotlib, or write a trace"
-        ) from error
+    check_picture(path)
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
     rows = [max(1, len(timeline.schedule.lanes)) for timeline in timelines.values()]
     if not rows:
         raise ConfigurationError(f"there is no timeline to draw in {path}; give at least one")
@@ -48,7 +60,8 @@ def write_picture(path: str | Path, timelines: Mapping[str, Timeline]) -> None:
     longest = max(timeline.seconds for timeline in timelines.values()) * 1e3
     for axis, (name, timeline) in zip(axes, timelines.items(), strict=True):
         _draw(axis, timeline, longest)
-        axis.set_title(f"{name}: {timeline.schedule.name}, {timeline.seconds * 1e3:.3g} ms", loc="left", fontsize=10)
+        title = f"{name}: {timeline.schedule.name}, {timeline.seconds * 1e3:.4g} ms"
+        axis.set_title(title, loc="left", fontsize=10, pad=18 if timeline.parts else None)
     axes[-1].set_xlabel("ms")
     figure.savefig(path, dpi=150)
 
@@ -61,10 +74,16 @@ def _draw(axis: Axes, timeline: Timeline, longest: float) -> None:
     for span in timeline.spans:
         start, width = span.start * 1e3, (span.end - span.start) * 1e3
         row, op = lanes.index(span.op.lane), span.op
-        axis.barh(row, width, left=start, height=0.8, color=colours[op.chunk % len(colours)], edgecolor="white")
+        colour = colours[op.chunk % len(colours)]
+        edge = "white" if width > _NARROWEST_EDGE * longest else colour
+        axis.barh(row, width, left=start, height=0.8, color=colour, edgecolor=edge)
         if width > _NARROWEST_LABEL * longest:
             label = f"{_LABELS.get(op.kind, op.kind.value)} {op.chunk}"
             axis.text(start + width / 2, row, label, ha="center", va="center", fontsize=8, clip_on=True)
+    for part in timeline.parts:
+        axis.axvline(part.end * 1e3, color="grey", linestyle=":", linewidth=1)
+        middle = (part.start + part.end) / 2 * 1e3
+        axis.text(middle, -0.55, part.name, ha="center", va="bottom", fontsize=8, color="dimgrey")
     axis.set_yticks(range(len(lanes)), [lane.value for lane in lanes])
     axis.set_ylim(max(len(lanes), 1) - 0.5, -0.5)
     axis.set_xlim(0, longest or 1)

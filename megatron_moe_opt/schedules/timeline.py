@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
 from .schedule import Lane, Op, Schedule
 
@@ -17,11 +18,22 @@ class Span:
 
 
 @dataclass(frozen=True)
+class Part:
+    """Where one of several timelines begins and ends among the others, in seconds."""
+
+    name: str
+    start: float
+    end: float
+
+
+@dataclass(frozen=True)
 class Timeline:
     """A schedule and a span for each of its ops, in the order of `schedule.ops`."""
 
     schedule: Schedule
     spans: tuple[Span, ...]
+    parts: tuple[Part, ...] = ()
+    """Of a timeline that `one_after_another` made."""
 
     @property
     def seconds(self) -> float:
@@ -31,3 +43,47 @@ class Timeline:
     def lane(self, lane: Lane) -> tuple[Span, ...]:
         """The spans of one lane, in order."""
         return tuple(span for span in self.spans if span.op.lane is lane)
+
+    def busy(self, lane: Lane) -> float:
+        """Seconds that ops of a lane take; a collective's wait for its peers counts."""
+        return sum(span.end - span.start for span in self.lane(lane))
+
+    @property
+    def hidden(self) -> float:
+        """Seconds saved, against all ops one after another. Below 0 where no lane is busy for a while."""
+        return sum(self.busy(lane) for lane in self.schedule.lanes) - self.seconds
+
+    @property
+    def hideable(self) -> float:
+        """What `hidden` would be if all lanes were hidden behind the one that is busy longest."""
+        busy = [self.busy(lane) for lane in self.schedule.lanes]
+        return sum(busy) - max(busy, default=0.0)
+
+
+def one_after_another(name: str, timelines: Mapping[str, Timeline]) -> Timeline:
+    """One timeline, with a part for each of `timelines`: each begins when the one before it has ended.
+
+    Its schedule runs them so: the first ops of a part wait for the last ones of the part before. Buffers of different
+    parts are different ones.
+    """
+    ops: list[Op] = []
+    spans: list[Span] = []
+    parts: list[Part] = []
+    inputs: list[str] = []
+    last: dict[Lane, int] = {}  # the last op of each lane in the part before
+    for part, timeline in timelines.items():
+        begin, first_op = parts[-1].end if parts else 0.0, len(ops)
+        seen: dict[Lane, int] = {}
+        for span in timeline.spans:
+            op = span.op
+            waits_for = tuple(first_op + other for other in op.waits_for)
+            if op.lane not in seen:
+                waits_for = (*last.values(), *waits_for)
+            seen[op.lane] = len(ops)
+            reads, writes = (tuple(f"{part}: {buffer}" for buffer in used) for used in (op.reads, op.writes))
+            ops.append(replace(op, waits_for=waits_for, reads=reads, writes=writes))
+            spans.append(Span(ops[-1], begin + span.start, begin + span.end))
+        last = seen or last
+        parts.append(Part(part, begin, begin + timeline.seconds))
+        inputs += [f"{part}: {buffer}" for buffer in timeline.schedule.inputs]
+    return Timeline(Schedule(name, tuple(ops), tuple(inputs)), tuple(spans), tuple(parts))

@@ -1,6 +1,7 @@
 """Timelines as a trace file for Perfetto (ui.perfetto.dev) and chrome://tracing.
 
-Trace event format: one process a timeline, one thread a lane, one complete event ("X") an op.
+Trace event format: one process a timeline, one thread a lane, one complete event ("X") an op. A timeline of several
+parts has a thread for them too, above the lanes.
 """
 
 from __future__ import annotations
@@ -10,7 +11,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from .timeline import Span, Timeline
+from .timeline import Part, Span, Timeline
+
+_PARTS = "part"
 
 
 def write_trace(path: str | Path, timelines: Mapping[str, Timeline]) -> None:
@@ -28,11 +31,13 @@ def write_trace(path: str | Path, timelines: Mapping[str, Timeline]) -> None:
 
 
 def _events(process: int, name: str, timeline: Timeline) -> list[dict[str, Any]]:
-    threads = {lane: index for index, lane in enumerate(timeline.schedule.lanes, start=1)}
+    names = [_PARTS] * bool(timeline.parts) + [lane.value for lane in timeline.schedule.lanes]
+    threads = {thread: number for number, thread in enumerate(names, start=1)}
     return [
         _named(process, 0, "process", f"{name}: {timeline.schedule.name}"),
-        *(_named(process, thread, "thread", lane.value) for lane, thread in threads.items()),
-        *(_complete(process, threads[span.op.lane], span) for span in timeline.spans),
+        *(_named(process, number, "thread", thread) for thread, number in threads.items()),
+        *(_part(process, threads[_PARTS], part) for part in timeline.parts),
+        *(_op(process, threads[span.op.lane.value], span) for span in timeline.spans),
     ]
 
 
@@ -40,15 +45,26 @@ def _named(process: int, thread: int, what: str, name: str) -> dict[str, Any]:
     return {"ph": "M", "name": f"{what}_name", "pid": process, "tid": thread, "args": {"name": name}}
 
 
-def _complete(process: int, thread: int, span: Span) -> dict[str, Any]:
+def _part(process: int, thread: int, part: Part) -> dict[str, Any]:
+    return _complete(process, thread, part.name, _PARTS, part.start, part.end, {})
+
+
+def _op(process: int, thread: int, span: Span) -> dict[str, Any]:
     op = span.op
+    args = {"kind": op.kind.value, "chunk": op.chunk, "bytes": op.size, "group": op.group}
+    return _complete(process, thread, str(op), op.kind.value, span.start, span.end, args)
+
+
+def _complete(
+    process: int, thread: int, name: str, category: str, start: float, end: float, args: dict[str, Any]
+) -> dict[str, Any]:
     return {
         "ph": "X",
-        "name": str(op),
-        "cat": op.kind.value,
+        "name": name,
+        "cat": category,
         "pid": process,
         "tid": thread,
-        "ts": span.start * 1e6,  # microseconds
-        "dur": (span.end - span.start) * 1e6,
-        "args": {"kind": op.kind.value, "chunk": op.chunk, "bytes": op.size, "group": op.group},
+        "ts": start * 1e6,  # microseconds
+        "dur": (end - start) * 1e6,
+        "args": args,
     }

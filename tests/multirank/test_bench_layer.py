@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_moe_opt.cli.layer_settings import LayerSettings
+from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.runtime.traffic import TrafficRow
 from tests.ranks.pool import RankFailure
 
@@ -58,6 +59,8 @@ def _run(settings):
         {"ep": 2, "routing": "zipf", "dtype": "bf16"},
         {"capacity_factor": 0.5, "pad_to_capacity": True, "routing": "zipf"},
         {"capacity_factor": 1.0, "tp": 2, "tokens": 7},
+        {"dispatch_only": True, "tp": 2, "expert_tp": 2},
+        {"dispatch_only": True, "dtype": "bf16"},
     ],
     ids=str,
 )
@@ -188,3 +191,31 @@ def test_links_that_are_there_are_measured(ranks):
     assert one_node.inter_node is None and one_node.intra_node > 0
     assert four_nodes.intra_node is None and four_nodes.inter_node > 0
     assert two_nodes.inter_node > 0 and two_nodes.intra_node > 0
+
+
+def test_variants_of_monta_run_as_they_are_named(ranks):
+    variants = ("monta:O1", "monta:O2x3", "monta:O3")
+    for report in ranks.run(_run, settings=_settings(dispatchers=variants, tp=2, expert_tp=2)):
+        assert [result.dispatcher for result in report.results] == ["alltoall", *variants]
+        sent = [{row.collective: row.messages for row in result.traffic} for result in report.results]
+        # In two directions, forward and backward: one message a chunk between two ranks, and 4 chunks by default.
+        assert [messages["all_to_all"] for messages in sent[1:]] == [4 * 4, 4 * 4 * 3, 4 * 4 * 4]
+        assert all(result.gradient_difference == 0 for result in report.results)
+
+
+@pytest.mark.parametrize("variant", ["monta:O4", "monta:O2x0", "monta:O2xmany", "monta:x3"])
+def test_unknown_variants_are_refused(variant):
+    with pytest.raises(ConfigurationError, match=rf"--dispatchers {variant}: write a level \(O1, O2, O3\)"):
+        _settings(dispatchers=(variant,)).check(("alltoall", "monta"), 4)
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"dispatchers": ("monta:auto",)}, "--moe-opt-monta-level auto chooses from measurements"),
+        ({"dispatch_only": True, "capacity_factor": 1.0}, "--dispatch-only has no router that drops tokens"),
+    ],
+)
+def test_settings_that_contradict_each_other(changes, sentence):
+    with pytest.raises(ConfigurationError, match=sentence):
+        _settings(**changes).check(("alltoall", "monta", "deepspeed"), 4)

@@ -16,8 +16,11 @@ import pytest
 from megatron_moe_opt.errors import ConfigurationError
 from tests.system.training import command, environment, train
 
-# The collective, its group with its ranks, and the rank that noticed.
-NAMED_ERROR = re.compile(r"pretrain_moe_gpt: error: \w+ on group \S.* \(ranks [\d, ]+\) failed on rank \d: ")
+# The collective (in a pipeline also its lane and chunk), its group with its ranks, and the rank that noticed.
+NAMED_ERROR = re.compile(
+    r"pretrain_moe_gpt: error: (monta O3 \w+, 3 chunk\(s\): lane \w+: )?\w+( of chunk \d)? on group \S.* "
+    r"\(ranks [\d, ]+\) failed on rank \d: "
+)
 
 
 @contextmanager
@@ -61,7 +64,7 @@ def test_a_lost_rank_ends_the_job_with_a_named_error(data: Path, tmp_path: Path,
     log, output, timeout_minutes = tmp_path / "log.jsonl", tmp_path / "output.txt", 0.2
     with running(
         data, output, "--moe-token-dispatcher-type", "monta", "--log-json", log,
-        "--distributed-timeout-minutes", timeout_minutes,
+        "--moe-opt-monta-level", "O3", "--moe-opt-chunks", 3, "--distributed-timeout-minutes", timeout_minutes,
     ) as process:  # fmt: skip
         wait_until(lambda: process.poll() is not None or (log.exists() and log.read_text().count("\n") >= 2))
         assert process.poll() is None, output.read_text()

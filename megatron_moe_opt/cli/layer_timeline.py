@@ -1,0 +1,167 @@
+"""One step of a layer's dispatch and combine, recorded op by op, beside its prediction."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.table import Table
+
+from megatron_moe_opt.cli.bench_layer import check
+from megatron_moe_opt.cli.layer_report import shape_of
+from megatron_moe_opt.cli.layer_settings import BASELINE, LayerSettings
+from megatron_moe_opt.cli.process_group import adopt_slurm_ranks, megatron_process_group, parallel_layer, world_size
+from megatron_moe_opt.errors import ConfigurationError
+from megatron_moe_opt.planning.cluster import Cluster
+from megatron_moe_opt.planning.simulator import simulate
+from megatron_moe_opt.runtime.executor import recording
+from megatron_moe_opt.schedules.picture import check_picture, write_picture
+from megatron_moe_opt.schedules.schedule import Lane
+from megatron_moe_opt.schedules.timeline import Timeline, one_after_another
+from megatron_moe_opt.schedules.trace import write_trace
+
+if TYPE_CHECKING:
+    from megatron_moe_opt.cli.moe_layer import LayerUnderTest
+
+# The schedules of a step, in the order in which they run.
+PASSES = ("forward dispatch", "forward combine", "backward of combine", "backward of dispatch")
+
+
+@dataclass(frozen=True)
+class StepTimelines:
+    """The passes of one step on one rank, by name."""
+
+    rank: int
+    measured: Mapping[str, Timeline]
+    predicted: Mapping[str, Timeline] | None
+    """Of the same schedules; None without a profile."""
+
+    def joined(self, name: str) -> dict[str, Timeline]:
+        """What there is, predicted first, the passes one after another under `name`."""
+        kinds = {"predicted": self.predicted, "measured": self.measured}
+        return {kind: one_after_another(name, passes) for kind, passes in kinds.items() if passes is not None}
+
+
+def layer_timeline(settings: LayerSettings, rank: int | None, trace: Path | None, png: Path | None) -> StepTimelines:
+    """Records on the current ranks; rank 0 prints the table and writes the files. All ranks get the answer.
+
+    Args:
+        settings: of dispatch alone, with one dispatcher besides the baseline. Its `steps` are recorded, and of them
+            the median one is shown.
+        rank: whose timeline; None: the rank whose schedules took longest in that step.
+
+    Raises:
+        ConfigurationError: settings that cannot work, before anything runs.
+    """
+    warnings.filterwarnings("ignore", module=r"megatron|torch")  # many, about absent optional libraries
+    adopt_slurm_ranks()
+    _check_files(trace, png)
+    world = world_size()
+    if rank is not None and rank >= world:
+        raise ConfigurationError(f"--rank {rank} is not one of the {world} ranks of this run: choose 0 to {world - 1}")
+    check(settings)
+    ep = settings.ep_size(world)
+    cluster = None
+    if settings.profile is not None:
+        cluster = Cluster.load(settings.profile)
+        cluster.check_groups(settings.profile, ep=ep, expert_tp=settings.expert_tp)
+    with megatron_process_group() as device:
+        with parallel_layer(settings.tp, ep, settings.expert_tp, settings.seed):
+            step = _record(settings, ep, device, rank, cluster)
+        if dist.get_rank() == 0:
+            _report(step, settings, ep, trace, png)
+    return step
+
+
+def _check_files(trace: Path | None, png: Path | None) -> None:
+    if trace is None and png is None:
+        raise ConfigurationError("there is nothing to write: give --trace FILE.json, --png FILE.png or both")
+    for option, file in (("--trace", trace), ("--png", png)):
+        if file is not None and not file.resolve().parent.is_dir():
+            raise ConfigurationError(f"{option} {file}: its folder does not exist; create it or choose another")
+    if png is not None:
+        check_picture(png)
+
+
+def _record(
+    settings: LayerSettings, ep: int, device: torch.device, rank: int | None, cluster: Cluster | None
+) -> StepTimelines:
+    """A collective call over the world; the same answer on every rank."""
+    from megatron_moe_opt.cli.moe_layer import layers_under_test
+
+    layer = layers_under_test(settings, ep, device, permute_fusion=False)[_variant(settings)]
+    for _ in range(settings.warmup):
+        _step(layer)
+    steps = [_step(layer) for _ in range(settings.steps)]
+    seconds = torch.zeros(dist.get_world_size(), len(steps), dtype=torch.float64)
+    seconds[dist.get_rank()] = torch.tensor([sum(timeline.seconds for timeline in step) for step in steps])
+    seconds = seconds.to(device)
+    dist.all_reduce(seconds)
+    median = int(seconds.amax(0).argsort()[(len(steps) - 1) // 2])
+    if rank is None:
+        rank = int(seconds[:, median].argmax())
+    shown = [steps[median]]
+    dist.broadcast_object_list(shown, src=rank, device=device)
+    measured = dict(zip(PASSES, shown[0], strict=True))
+    return StepTimelines(rank, measured, None if cluster is None else _predict(measured, cluster))
+
+
+def _step(layer: LayerUnderTest) -> list[Timeline]:
+    """The timelines of one step, which all ranks begin together."""
+    layer.clear_grads()
+    dist.barrier()
+    with recording() as timelines:
+        layer.step()
+    return timelines
+
+
+def _predict(measured: Mapping[str, Timeline], cluster: Cluster) -> dict[str, Timeline]:
+    costs = cluster.costs()
+    return {name: simulate(timeline.schedule, costs, cluster.slowdown) for name, timeline in measured.items()}
+
+
+def _variant(settings: LayerSettings) -> str:
+    (variant,) = (name for name in settings.dispatchers if name != BASELINE)
+    return variant
+
+
+def _report(step: StepTimelines, settings: LayerSettings, ep: int, trace: Path | None, png: Path | None) -> None:
+    console = Console(width=None if sys.stdout.isatty() else 160)
+    console.print(f"{shape_of(settings, ep)}; rank {step.rank}", markup=False, highlight=False, soft_wrap=True)
+    console.print(timelines_table(step, _variant(settings)))
+    timelines = step.joined(f"{_variant(settings)}, rank {step.rank}")
+    for file, write in ((trace, write_trace), (png, write_picture)):
+        if file is not None:
+            write(file, timelines)
+            console.print(f"written to {file}", markup=False, highlight=False, soft_wrap=True)
+
+
+def timelines_table(step: StepTimelines, title: str) -> Table:
+    """One row a pass, and their sum: predicted and measured time, time that each lane is busy, overlap."""
+    lanes = [lane for lane in Lane if any(lane in timeline.schedule.lanes for timeline in step.measured.values())]
+    table = Table(title=title, caption="overlap: time hidden over time that could be hidden")
+    table.add_column("pass")
+    for header in ("predicted ms", "measured ms", "error", *(f"{lane.value} busy ms" for lane in lanes), "overlap"):
+        table.add_column(header, justify="right")
+    rows = {name: [name] for name in step.measured} | {"all": list(step.measured)}
+    for row, names in rows.items():
+        timelines = [step.measured[name] for name in names]
+        predicted = step.predicted and sum(step.predicted[name].seconds for name in names)
+        measured = sum(timeline.seconds for timeline in timelines)
+        hideable = sum(timeline.hideable for timeline in timelines)
+        table.add_row(
+            row,
+            "-" if predicted is None else f"{predicted * 1e3:.4g}",
+            f"{measured * 1e3:.4g}",
+            "-" if predicted is None else f"{predicted / measured - 1:+.1%}",
+            *(f"{sum(timeline.busy(lane) for timeline in timelines) * 1e3:.4g}" for lane in lanes),
+            f"{sum(timeline.hidden for timeline in timelines) / hideable:.0%}" if hideable else "-",
+        )
+    return table

@@ -1,0 +1,109 @@
+"""The choice of level and chunks from a profile: by the dispatcher, and judged by `moe-opt bench choice`."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_moe_opt.cli.layer_settings import LayerSettings
+from megatron_moe_opt.errors import ConfigurationError
+from megatron_moe_opt.options import Options
+from megatron_moe_opt.planning.cluster import Cluster, World
+from megatron_moe_opt.schedules.schedule import Kind
+from tests.ranks.pool import RankFailure
+
+MB = 10**6
+
+
+@pytest.fixture
+def profile(tmp_path: Path) -> Path:
+    """EP 2 x expert-TP 2 on a cluster on which small messages cost their latency: 1 ms, and 1 GB/s beyond it."""
+    curve = ((1, 1e-3), (100 * MB, 0.101))
+    keys = [(Kind.ALL_TO_ALL, "ep"), (Kind.ALL_GATHER, "expert-tp"), (Kind.REDUCE_SCATTER, "expert-tp")]
+    curves = dict.fromkeys(keys, curve) | {(Kind.COPY, None): ((1, 1e-6), (100 * MB, 1e-3))}
+    Cluster(World((0, 0, 1, 1), tp=2, ep=2, expert_tp=2), curves).save(tmp_path / "cluster.json")
+    return tmp_path / "cluster.json"
+
+
+def follow_token_counts(profile: Path) -> list[list[tuple[str, int]]]:
+    """What a layer uses in each of several passes with few tokens, many, many, few."""
+    import megatron_moe_opt
+    from megatron_moe_opt.integration.moe_layer import build_layer
+    from tests.ranks.megatron import moe_config, parallel
+
+    used = []
+    megatron_moe_opt.register(Options(profile=profile))
+    with parallel(tp=2, ep=2, etp=2):
+        layer = build_layer(moe_config(moe_token_dispatcher_type="monta", hidden_size=512, num_attention_heads=4))
+        pipelining = layer.token_dispatcher.dispatcher.pipelining
+        for tokens in (4, 8000, 8000, 4):
+            # Ranks have different numbers of tokens, and choose alike all the same.
+            before = pipelining.current
+            hidden = torch.randn(tokens + dist.get_rank() // 2, 1, 512, requires_grad=True)
+            layer(hidden)[0].sum().backward()
+            used.append(before)
+        used.append(pipelining.current)
+    megatron_moe_opt.register(Options())
+    return used
+
+
+def test_ranks_choose_alike_and_again_when_the_token_count_changes(ranks, profile):
+    first, *others = ranks.run(follow_token_counts, profile=profile)
+    assert all(other == first for other in others)
+    start, small, large, again, small_again = first
+    assert start == ("O1", 1)
+    assert small == ("O1", 1)  # latency only: cutting it would multiply it
+    assert large[0] in ("O2", "O3") and large[1] > 1
+    assert again == large and small_again == small
+
+
+def wrong_groups(profile: Path) -> None:
+    import megatron_moe_opt
+    from megatron_moe_opt.integration.moe_layer import build_layer
+    from tests.ranks.megatron import moe_config, parallel
+
+    megatron_moe_opt.register(Options(profile=profile))
+    try:
+        with parallel(ep=4):
+            build_layer(moe_config(moe_token_dispatcher_type="monta"))
+    finally:
+        megatron_moe_opt.register(Options())
+
+
+def test_a_profile_of_other_groups_is_refused(ranks, profile):
+    with pytest.raises(RankFailure) as caught:
+        ranks.run(wrong_groups, profile=profile)
+    for _, kind, message in caught.value.errors:
+        assert kind == ConfigurationError.__name__ and "--expert-model-parallel-size 4 is not what" in message
+
+
+def judge(profile: Path, json_file: Path) -> list[Any]:
+    from megatron_moe_opt.cli.bench_choice import measure
+    from tests.ranks.megatron import parallel
+
+    settings = LayerSettings(
+        dispatchers=(), tokens=1, hidden=32, ffn_hidden=2, experts=4, topk=2, tp=2, ep=2, expert_tp=2, dtype="fp32",
+        routing="uniform", capacity_factor=None, pad_to_capacity=False, steps=2, warmup=0, seed=1, profile=profile,
+    )  # fmt: skip
+    settings = dataclasses.replace(settings, dispatchers=("monta:O1", "monta:O2x2", "monta:O3x2"), dispatch_only=True)
+    with parallel(tp=2, ep=2, etp=2):
+        return measure(settings, 2, Cluster.load(profile), [16, 64], [2], torch.device("cpu"))
+
+
+def test_bench_choice_judges_by_the_fastest(ranks, profile, tmp_path):
+    for points in ranks.run(judge, profile=profile, json_file=tmp_path / "out.json"):
+        assert [point.tokens for point in points] == [16, 64]
+        for point in points:
+            candidates = {name: seconds for name, seconds in point.seconds.items() if name != "alltoall"}
+            assert candidates.keys() == {"monta:O1", "monta:O2x2", "monta:O3x2"}
+            assert candidates[point.best] == min(candidates.values())
+            assert point.regret == candidates[point.chosen] / min(candidates.values()) - 1 >= 0
+            assert point.chosen == "monta:O1"  # a few KB on a cluster where a message takes a millisecond
+            assert point.predicted == pytest.approx(8 * 1e-3, rel=0.05)  # 2 collectives in each of 4 passes
+            assert point.pipelines > 0 and json.dumps(point.seconds)

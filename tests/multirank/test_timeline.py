@@ -1,0 +1,107 @@
+"""`moe-opt timeline` on 4 ranks."""
+
+from __future__ import annotations
+
+import json
+import time
+from contextlib import contextmanager
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_moe_opt.cli.layer_settings import LayerSettings
+from megatron_moe_opt.planning.cluster import Cluster, World
+from megatron_moe_opt.planning.simulator import simulate
+from megatron_moe_opt.schedules.schedule import Kind, Lane
+
+CURVES = {
+    (Kind.ALL_TO_ALL, "ep"): ((1024, 3e-3), (1 << 20, 4.0)),
+    (Kind.ALL_GATHER, "expert-tp"): ((1024, 2e-3), (1 << 20, 2.0)),
+    (Kind.REDUCE_SCATTER, "expert-tp"): ((1024, 2e-3), (1 << 20, 2.0)),
+    (Kind.COPY, None): ((1024, 1e-3), (1 << 20, 1.0)),
+}
+PASSES = ["forward dispatch", "forward combine", "backward of combine", "backward of dispatch"]
+
+
+@contextmanager
+def _group_of_the_pool():
+    yield torch.device("cpu")
+
+
+def _run(variant, rank=None, sleeper=None, **options):
+    """The command on this pool's ranks. `options` are LayerSettings', `trace` and `png`."""
+    from megatron_moe_opt.cli import layer_timeline
+
+    sizes = {"tokens": 48, "hidden": 32, "ffn_hidden": 2, "experts": 8, "topk": 2, "tp": 2, "ep": 2, "expert_tp": 2}
+    fixed = {"dtype": "fp32", "routing": "uniform", "capacity_factor": None, "pad_to_capacity": False, "seed": 1}
+    trace, png = options.pop("trace", None), options.pop("png", None)
+    counts = {"warmup": 1, "steps": 3, "dispatch_only": True}
+    settings = LayerSettings(dispatchers=(variant,), **{**sizes, **fixed, **counts, **options})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(layer_timeline, "megatron_process_group", _group_of_the_pool)
+        if sleeper is not None:
+            _delay(sleeper, patch)
+        return layer_timeline.layer_timeline(settings, rank, trace, png)
+
+
+def _delay(rank, patch):
+    """All-to-alls of this rank take 50 ms more. In the last one of a step nobody waits for that."""
+    from megatron_moe_opt.runtime import steps
+
+    all_to_all = steps.all_to_all
+    if dist.get_rank() == rank:
+        patch.setattr(steps, "all_to_all", lambda *args: all_to_all(*args) + steps.call(lambda: time.sleep(0.05)))
+
+
+@pytest.mark.parametrize(("variant", "lanes"), [("monta:O1x1", 2), ("monta:O2x3", 2), ("monta:O3x2", 3)])
+def test_files_and_timelines(ranks, tmp_path, variant, lanes):
+    profile, trace, png = tmp_path / "cluster.json", tmp_path / "step.json", tmp_path / "step.png"
+    Cluster(World((0, 0, 1, 1), 2, 1, 2, 2), CURVES, {(Lane.INTER, Lane.INTRA): 0.5}).save(profile)
+    answers = ranks.run(_run, variant=variant, profile=profile, trace=trace, png=png)
+    assert all(answer == answers[0] for answer in answers)
+    step = answers[0]
+    cluster = Cluster.load(profile)
+    assert list(step.measured) == list(step.predicted) == PASSES
+    for name, measured in step.measured.items():
+        predicted = step.predicted[name]
+        assert predicted == simulate(measured.schedule, cluster.costs(), cluster.slowdown)
+        assert predicted.seconds > 0 and len(measured.schedule.lanes) == lanes
+        assert ("dispatch" in measured.schedule.name) == (name in ("forward dispatch", "backward of combine"))
+        for lane in measured.schedule.lanes:
+            spans = measured.lane(lane)
+            assert all(0 <= span.start <= span.end for span in spans)
+            assert all(one.end <= other.start for one, other in zip(spans, spans[1:], strict=False))
+    # A row of dispatch is 32 floats and 16 bytes for its probability; its gradient comes back alike.
+    sent = [sum(op.size for op in timeline.schedule.ops if op.kind is Kind.ALL_TO_ALL)
+            for timeline in step.measured.values()]  # fmt: skip
+    assert sent == [96 * 144, 96 * 128, 96 * 128, 96 * 144]
+
+    events = json.loads(trace.read_text())["traceEvents"]
+    names = [[event["name"] for event in events if event["ph"] == "X" and event["pid"] == pid] for pid in (1, 2)]
+    assert (
+        names[0]
+        == names[1]
+        == PASSES + [str(op) for timeline in step.measured.values() for op in timeline.schedule.ops]
+    )
+    titles = [event["args"]["name"] for event in events if event["name"] == "process_name"]
+    assert titles == [f"{kind}: {variant}, rank {step.rank}" for kind in ("predicted", "measured")]
+    measured = [event for event in events if event["ph"] == "X" and event["pid"] == 2]
+    assert max(event["ts"] + event["dur"] for event in measured) == pytest.approx(
+        1e6 * sum(timeline.seconds for timeline in step.measured.values())
+    )
+    assert png.read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_rank_that_took_longest_or_the_one_asked_for(ranks, tmp_path):
+    """Rank 2 is slow, and ends its step last. Without a profile there is no prediction."""
+    trace = tmp_path / "step.json"
+    slow = ranks.run(_run, variant="monta:O3x2", sleeper=2, trace=trace)
+    assert {step.rank for step in slow} == {2}
+    last = slow[0].measured["backward of dispatch"].lane(Lane.INTER)[-1]
+    assert last.end - last.start >= 0.05
+    assert slow[0].predicted is None
+    pids = {event["pid"] for event in json.loads(trace.read_text())["traceEvents"]}
+    assert pids == {1}
+    asked = ranks.run(_run, variant="monta:O3x2", sleeper=2, rank=1, trace=trace)
+    assert {step.rank for step in asked} == {1}

@@ -1,0 +1,122 @@
+"""Timelines one after another, and what they hide."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_moe_opt.planning.simulator import simulate
+from megatron_moe_opt.schedules.monta import ChunkBytes, combine, dispatch
+from megatron_moe_opt.schedules.picture import write_picture
+from megatron_moe_opt.schedules.schedule import Kind, Lane, Op, Schedule, validate
+from megatron_moe_opt.schedules.timeline import Part, Span, Timeline, one_after_another
+from megatron_moe_opt.schedules.trace import write_trace
+
+SECONDS = {Kind.ALL_TO_ALL: 4e-3, Kind.ALL_GATHER: 2e-3, Kind.REDUCE_SCATTER: 3e-3, Kind.COPY: 1e-3}
+SLOWDOWN = {(Lane.INTER, Lane.INTRA): 0.5, (Lane.COPY, Lane.INTRA): 0.8}
+
+
+def _seconds(op: Op) -> float:
+    return SECONDS[op.kind] * (1 + op.chunk)
+
+
+sizes = st.tuples(st.sampled_from([dispatch, combine]), st.integers(1, 4), st.integers(1, 2), st.integers(1, 2))
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(sizes, max_size=4), st.sampled_from(["O1", "O2", "O3"]), st.sampled_from([{}, SLOWDOWN]))
+def test_the_schedule_of_the_parts_takes_their_times(parts, level, slowdown):
+    """Played as one schedule, every op starts and ends where the parts, one after another, put it."""
+    schedules = [build(level, [ChunkBytes()] * chunks, ep, etp) for build, chunks, ep, etp in parts]
+    timelines = {str(index): simulate(schedule, _seconds, slowdown) for index, schedule in enumerate(schedules)}
+    joined = one_after_another("all", timelines)
+    validate(joined.schedule)
+    assert joined.schedule.name == "all"
+    assert tuple(span.op for span in joined.spans) == joined.schedule.ops
+    played = simulate(joined.schedule, _seconds, slowdown)
+    for span, expected in zip(joined.spans, played.spans, strict=True):
+        assert (span.start, span.end) == pytest.approx((expected.start, expected.end))
+    assert joined.seconds == pytest.approx(sum(timeline.seconds for timeline in timelines.values()))
+    assert [part.name for part in joined.parts] == list(timelines)
+    for part, timeline in zip(joined.parts, timelines.values(), strict=True):
+        assert part.end - part.start == pytest.approx(timeline.seconds)
+    for one, other in zip(joined.parts, joined.parts[1:], strict=False):
+        assert one.end == other.start
+
+
+def test_a_part_without_ops_takes_no_time():
+    nothing = Timeline(Schedule("nothing", ()), ())
+    one = simulate(dispatch("O1", [ChunkBytes()], 2, 1), _seconds)
+    joined = one_after_another("all", {"first": one, "nothing": nothing, "last": one})
+    assert joined.parts == (Part("first", 0.0, 5e-3), Part("nothing", 5e-3, 5e-3), Part("last", 5e-3, 10e-3))
+    assert joined.schedule.ops[2].waits_for == (0, 1)  # the last op of each lane of the first part
+
+
+def _timeline(*spans: tuple[Lane, float, float]) -> Timeline:
+    made = tuple(Span(Op(Kind.COPY, lane), start, end) for lane, start, end in spans)
+    return Timeline(Schedule("made", tuple(span.op for span in made)), made)
+
+
+@pytest.mark.parametrize(
+    ("spans", "hidden", "hideable"),
+    [
+        ([], 0, 0),
+        ([(Lane.INTER, 0, 4)], 0, 0),
+        ([(Lane.INTER, 0, 4), (Lane.INTRA, 4, 7)], 0, 3),  # one after another
+        ([(Lane.INTER, 0, 4), (Lane.INTRA, 1, 4)], 3, 3),  # all of it
+        ([(Lane.INTER, 0, 4), (Lane.INTRA, 3, 6), (Lane.COPY, 5, 7)], 2, 5),
+        ([(Lane.INTER, 0, 4), (Lane.INTRA, 6, 7)], -2, 1),  # nobody is busy from 4 to 6
+    ],
+)
+def test_hidden_time(spans, hidden, hideable):
+    timeline = _timeline(*spans)
+    assert (timeline.hidden, timeline.hideable) == (hidden, hideable)
+    assert timeline.busy(Lane.INTER) == (4 if spans else 0)
+
+
+@pytest.fixture
+def joined():
+    first = simulate(dispatch("O3", [ChunkBytes(), ChunkBytes()], 2, 2), _seconds)
+    return one_after_another("step", {"there": first, "back again": first})
+
+
+def test_trace_has_a_thread_for_the_parts(joined, tmp_path):
+    write_trace(tmp_path / "trace.json", {"measured": joined})
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    threads = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
+    assert threads == {1: "part", 2: "inter", 3: "intra", 4: "copy"}
+    parts = [event for event in events if event["ph"] == "X" and event["tid"] == 1]
+    half = joined.seconds / 2 * 1e6
+    assert [(event["name"], event["ts"], event["dur"]) for event in parts] == [
+        ("there", 0, pytest.approx(half)),
+        ("back again", pytest.approx(half), pytest.approx(half)),
+    ]
+    ops = [event for event in events if event["ph"] == "X" and event["tid"] > 1]
+    for event, span in zip(ops, joined.spans, strict=True):
+        assert threads[event["tid"]] == span.op.lane.value
+        assert (event["ts"], event["dur"]) == pytest.approx((span.start * 1e6, (span.end - span.start) * 1e6))
+
+
+def test_picture_marks_the_parts(joined, tmp_path):
+    """With parts there is more grey (their names and borders) than without."""
+    from matplotlib.image import imread
+
+    grey = []
+    for timeline in (joined, Timeline(joined.schedule, joined.spans)):
+        write_picture(tmp_path / "picture.png", {"measured": timeline})
+        pixels = imread(tmp_path / "picture.png")[:, :, :3]
+        grey.append(((pixels.max(axis=2) - pixels.min(axis=2) < 0.02) & (abs(pixels[:, :, 0] - 0.45) < 0.1)).sum())
+    assert grey[0] > grey[1] + 200
+
+
+def test_ops_too_short_for_an_edge_can_be_seen(tmp_path):
+    from matplotlib.image import imread
+
+    write_picture(tmp_path / "picture.png", {"measured": _timeline((Lane.INTER, 0.0, 1.0), (Lane.COPY, 0.5, 0.5001))})
+    pixels = imread(tmp_path / "picture.png")[:, :, :3]
+    blue = pixels[:, :, 2] - pixels[:, :, 0] > 0.2
+    rows = blue.any(axis=1).nonzero()[0]
+    assert (rows[1:] - rows[:-1] > 5).sum() == 1  # two lanes with colour, and a gap between them

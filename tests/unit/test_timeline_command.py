@@ -1,0 +1,120 @@
+"""`moe-opt timeline` as a user runs it: refusals, its table, and one process."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+from rich.console import Console
+
+from megatron_moe_opt.cli.layer_timeline import PASSES, StepTimelines, timelines_table
+from megatron_moe_opt.cli.main import main
+from megatron_moe_opt.planning.cluster import Cluster, World
+from megatron_moe_opt.schedules.schedule import Kind, Lane, Op, Schedule
+from megatron_moe_opt.schedules.timeline import Span, Timeline
+
+
+def _refusal(monkeypatch, capsys, arguments, world):
+    monkeypatch.setattr(sys, "argv", ["moe-opt", "timeline", *arguments.split()])
+    monkeypatch.setenv("WORLD_SIZE", str(world))
+    monkeypatch.setenv("RANK", "0")
+    with pytest.raises(SystemExit) as end:
+        main()
+    assert end.value.code == 2
+    return capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "world", "sentence"),
+    [
+        ("", 1, "there is nothing to write: give --trace FILE.json, --png FILE.png or both"),
+        (
+            "--trace nowhere/a.json",
+            1,
+            "--trace nowhere/a.json: its folder does not exist; create it or choose another",
+        ),
+        (
+            "--trace a.json --png nowhere/a.png",
+            1,
+            "--png nowhere/a.png: its folder does not exist; create it or choose another",
+        ),
+        ("--png a.jpeg2000", 1, "the picture a.jpeg2000 has no known format: end its name in .png, .svg, .pdf"),
+        ("--trace a.json --level O4", 1, "--level O4 is unknown: choose one of O1, O2, O3"),
+        (
+            "--trace a.json --level O1 --chunks 4",
+            1,
+            "--chunks 4 has no meaning at --level O1, which does not cut: use O2 or O3",
+        ),
+        ("--trace a.json --rank 4", 4, "--rank 4 is not one of the 4 ranks of this run: choose 0 to 3"),
+        ("--trace a.json --tp 3", 4, "--tp 3 does not divide the 4 ranks of this run: choose a divisor"),
+        ("--trace a.json --topk 9", 1, "--topk 9 is more than --experts 8: choose at most that"),
+    ],
+)
+def test_refusals(monkeypatch, capsys, tmp_path, arguments, world, sentence):
+    monkeypatch.chdir(tmp_path)
+    assert _refusal(monkeypatch, capsys, arguments, world) == f"moe-opt: {sentence}\n"
+
+
+def test_profile_of_other_groups(monkeypatch, capsys, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    Cluster(World((0, 0, 1, 1), ep=2, expert_tp=2), {(Kind.COPY, None): ((1024, 1e-6),)}).save("cluster.json")
+    error = _refusal(monkeypatch, capsys, "--trace a.json --profile cluster.json", 4)
+    assert error == (
+        "moe-opt: --expert-model-parallel-size 4 is not what cluster.json was measured with (2): measure this layout "
+        "with moe-opt profile --ep 4 --expert-tp 1\n"
+    )
+
+
+def test_pictures_need_matplotlib(monkeypatch, capsys, tmp_path):
+    """Said before anything runs."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    assert "the picture a.png needs matplotlib" in _refusal(monkeypatch, capsys, "--png a.png", 1)
+
+
+def test_one_process(tmp_path):
+    """The whole command without torchrun; at O1 it has one chunk."""
+    file, picture = tmp_path / "step.json", tmp_path / "step.png"
+    command = f"-m megatron_moe_opt.cli.main timeline --tokens 64 --hidden 32 --level O1 --trace {file} --png {picture}"
+    environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+    run = subprocess.run(
+        [sys.executable, *command.split()], capture_output=True, text=True, timeout=120, env=environment
+    )
+    assert run.returncode == 0, run.stderr
+    for text in ("64 tokens a rank", "rank 0", "monta:O1x1", *PASSES, f"written to {file}", f"written to {picture}"):
+        assert text in run.stdout, run.stdout
+    events = json.loads(file.read_text())["traceEvents"]
+    assert [event["name"] for event in events if event["ph"] == "X"] == [*PASSES, *["copy of chunk 0"] * 4]
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def _timeline(*spans: tuple[Lane, float, float]) -> Timeline:
+    made = tuple(Span(Op(Kind.COPY, lane), start, end) for lane, start, end in spans)
+    return Timeline(Schedule("made", tuple(span.op for span in made)), made)
+
+
+def _rows(step: StepTimelines) -> list[list[str]]:
+    console = Console(width=160, record=True, file=io.StringIO())
+    console.print(timelines_table(step, "monta"))
+    lines = console.export_text().splitlines()
+    return [[cell.strip() for cell in line.split("│")[1:-1]] for line in lines if "│" in line]
+
+
+def test_table():
+    measured = {
+        "one": _timeline((Lane.INTER, 0, 0.4), (Lane.INTRA, 0.3, 0.6)),  # 0.1 of 0.3 s hidden
+        "two": _timeline((Lane.INTER, 0, 0.2), (Lane.INTRA, 0, 0.2)),  # 0.2 of 0.2 s
+        "three": _timeline((Lane.INTRA, 0, 0.01)),  # nothing to hide
+    }
+    predicted = {"one": _timeline((Lane.INTER, 0, 0.9)), "two": _timeline((Lane.INTER, 0, 0.1)), "three": _timeline()}
+    assert _rows(StepTimelines(3, measured, predicted)) == [
+        ["one", "900", "600", "+50.0%", "400", "300", "33%"],
+        ["two", "100", "200", "-50.0%", "200", "200", "100%"],
+        ["three", "0", "10", "-100.0%", "0", "10", "-"],
+        ["all", "1000", "810", "+23.5%", "600", "510", "60%"],
+    ]
+    assert _rows(StepTimelines(3, measured, None))[0] == ["one", "-", "600", "-", "400", "300", "33%"]
