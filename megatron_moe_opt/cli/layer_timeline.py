@@ -156,12 +156,13 @@ def timelines_table(step: StepTimelines, title: str) -> Table:
         predicted = step.predicted and sum(step.predicted[name].seconds for name in names)
         measured = sum(timeline.seconds for timeline in timelines)
         hideable = sum(timeline.hideable for timeline in timelines)
+        hidden = max(sum(timeline.hidden for timeline in timelines), 0.0)
         table.add_row(
             row,
             "-" if predicted is None else f"{predicted * 1e3:.4g}",
             f"{measured * 1e3:.4g}",
             "-" if predicted is None else f"{predicted / measured - 1:+.1%}",
             *(f"{sum(timeline.busy(lane) for timeline in timelines) * 1e3:.4g}" for lane in lanes),
-            f"{sum(timeline.hidden for timeline in timelines) / hideable:.0%}" if hideable else "-",
+            f"{hidden / hideable:.0%}" if hideable else "-",
         )
     return table

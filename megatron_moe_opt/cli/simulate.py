@@ -26,9 +26,9 @@ from megatron_moe_opt.planning.simulator import Slowdown
 from megatron_moe_opt.planning.simulator import simulate as play
 from megatron_moe_opt.planning.throughput import Device, Throughput, throughput
 from megatron_moe_opt.schedules.monta import LEVELS, ChunkBytes
-from megatron_moe_opt.schedules.picture import write_picture
+from megatron_moe_opt.schedules.picture import check_picture, write_picture
 from megatron_moe_opt.schedules.schedule import COLLECTIVES, Kind
-from megatron_moe_opt.schedules.timeline import Span, Timeline
+from megatron_moe_opt.schedules.timeline import Span, Timeline, one_after_another
 from megatron_moe_opt.schedules.trace import write_trace
 
 _PASSES = ("forward dispatch", "forward combine", "backward of combine", "backward of dispatch")
@@ -60,13 +60,13 @@ class Candidate:
     @property
     def exposed(self) -> float:
         """Seconds in which at least one collective runs: the layer waits for communication."""
-        return sum(_covered(_collectives(timeline)) for timeline in self.timelines)
+        spans = ([span for span in timeline.spans if span.op.kind in COLLECTIVES] for timeline in self.timelines)
+        return sum(map(_covered, spans))
 
     @property
     def hidden(self) -> float:
-        """Seconds that collectives run beside another collective."""
-        spans = [span for timeline in self.timelines for span in _collectives(timeline)]
-        return max(sum(span.end - span.start for span in spans) - self.exposed, 0.0)  # rounding may leave less
+        """Seconds saved against all ops one after another."""
+        return max(sum(timeline.hidden for timeline in self.timelines), 0.0)  # rounding may leave less
 
 
 def simulate(
@@ -173,7 +173,7 @@ def simulate(
     console.print(
         _steps_table({_name(one): throughput(*work, one.seconds) for one in dict.fromkeys((candidates[0], chosen))})
     )
-    timelines = dict(zip(_PASSES, chosen.timelines, strict=True))
+    timelines = {"predicted": one_after_another(_name(chosen), dict(zip(_PASSES, chosen.timelines, strict=True)))}
     for file, write in ((trace, write_trace), (png, write_picture)):
         if file is not None:
             write(file, timelines)
@@ -251,10 +251,6 @@ def _parallel(sizes: Mapping[str, int], pp: int) -> Parallel:
     return Parallel(math.lcm(tp * cp, ep * etp) * pp, tp, pp, cp, ep, etp)
 
 
-def _collectives(timeline: Timeline) -> list[Span]:
-    return [span for span in timeline.spans if span.op.kind in COLLECTIVES]
-
-
 def _covered(spans: Sequence[Span]) -> float:
     """Seconds in which at least one of the spans runs."""
     covered, until = 0.0, 0.0
@@ -267,7 +263,7 @@ def _covered(spans: Sequence[Span]) -> float:
 def _candidates_table(candidates: Sequence[Candidate], chosen: Candidate) -> Table:
     table = Table(
         title="Dispatch and combine of a layer, forward and backward",
-        caption="exposed: at least one collective runs; hidden: collectives beside another collective",
+        caption="exposed: at least one collective runs; hidden: saved against all ops one after another",
     )
     table.add_column("monta")
     for header in ("ms", "of O1", "exposed (ms)", "hidden (ms)"):
@@ -310,8 +306,8 @@ def _check_files(trace: Path | None, png: Path | None) -> None:
     for flag, file in (("--trace", trace), ("--png", png)):
         if file is not None and not file.absolute().parent.is_dir():
             raise ConfigurationError(f"{flag} {file}: its folder does not exist; create it or choose another")
-    if png is not None and png.suffix not in (".png", ".svg", ".pdf"):
-        raise ConfigurationError(f"--png {png}: give a file that ends in .png, .svg or .pdf")
+    if png is not None:
+        check_picture(png)
 
 
 def _lane_bytes() -> int:

@@ -117,4 +117,6 @@ def test_table():
         ["three", "0", "10", "-100.0%", "0", "10", "-"],
         ["all", "1000", "810", "+23.5%", "600", "510", "60%"],
     ]
+    idle = {"one": _timeline((Lane.INTER, 0, 0.1), (Lane.INTRA, 0.3, 0.4))}  # 0.2 s in which no lane is busy
+    assert _rows(StepTimelines(3, idle, None))[0] == ["one", "-", "400", "-", "100", "100", "0%"]
     assert _rows(StepTimelines(3, measured, None))[0] == ["one", "-", "600", "-", "400", "300", "33%"]
