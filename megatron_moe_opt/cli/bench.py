@@ -153,3 +153,16 @@ def _numbers(option: str, text: str) -> list[int]:
     if not all(part.isdecimal() and int(part) for part in parts):
         raise ConfigurationError(f"{option} {text}: write numbers from 1 on, separated by commas, such as 256,1024")
     return [int(part) for part in parts]
+
+
+@app.command(name="executor")
+def executor_(
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    repeats: Annotated[int, typer.Option(min=1, help="Timed runs of each chain.")] = 30,
+) -> None:
+    """What the executor itself costs: chains of ops that do nothing."""
+    from megatron_moe_opt.cli.bench_executor import bench_executor
+
+    if device not in ("cpu", "cuda"):
+        raise ConfigurationError(f"--device {device} is unknown: choose cpu or cuda")
+    bench_executor(device, repeats)

@@ -1,0 +1,40 @@
+"""`moe-opt bench executor`: what the executor itself costs, in ops that do nothing."""
+
+from __future__ import annotations
+
+import statistics
+import time
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from megatron_moe_opt.runtime.executor import executor
+from megatron_moe_opt.runtime.steps import Steps
+from megatron_moe_opt.schedules.schedule import Kind, Lane, Op, Schedule
+
+OPS = 120
+LANES = (Lane.INTER, Lane.INTRA, Lane.COPY)
+
+
+def bench_executor(device: str, repeats: int) -> None:
+    """Prints microseconds an op of chains that go round 1, 2 and 3 lanes, every op waiting for the one before it."""
+    table = Table(title=f"Empty ops on {device}, each waiting for the one before")
+    for heading in ("lanes", "median us an op", "least-largest"):
+        table.add_column(heading, justify="right")
+    for num_lanes in range(1, len(LANES) + 1):
+        ops = tuple(
+            Op(Kind.COPY, LANES[index % num_lanes], index, waits_for=(index - 1,) if index else ())
+            for index in range(OPS)
+        )
+        chain, nothing = Schedule("chain", ops), [Steps()] * OPS
+        seconds = []
+        for _ in range(repeats + 1):  # the first starts the lanes' threads
+            begin = time.perf_counter()
+            executor(device).run(chain, nothing)
+            if device == "cuda":
+                torch.cuda.synchronize()
+            seconds.append((time.perf_counter() - begin) / OPS * 1e6)
+        times = seconds[1:]
+        table.add_row(str(num_lanes), f"{statistics.median(times):.1f}", f"{min(times):.1f}-{max(times):.1f}")
+    Console().print(table)
