@@ -106,7 +106,7 @@ def kernels(
 def choice(
     profile: Annotated[Path, typer.Option(help="cluster.json of moe-opt profile, of the same groups.")],
     tokens: Annotated[str, typer.Option(help="Tokens of each rank, one point each, separated by commas.")] = "256,1024",
-    chunks: Annotated[str, typer.Option(help="Chunk counts at O2 and O3, separated by commas.")] = "2,4,8",
+    chunks: Annotated[str, typer.Option(help="Chunk counts at O2 and O3, separated by commas.")] = "2,4,8,16",
     hidden: Annotated[int, typer.Option(min=1, help="Hidden size.")] = 1024,
     experts: Annotated[int, typer.Option(min=1, help="Experts of the layer.")] = 8,
     topk: Annotated[int, typer.Option(min=1, help="Experts of a token.")] = 2,

@@ -24,10 +24,11 @@ from rich.table import Table
 from megatron_moe_opt.cli.bench_layer import check, time_rounds
 from megatron_moe_opt.cli.layer_report import shape_of
 from megatron_moe_opt.cli.layer_settings import BASELINE, LayerSettings
-from megatron_moe_opt.cli.process_group import megatron_process_group, parallel_layer
+from megatron_moe_opt.cli.process_group import megatron_process_group, parallel_layer, world_size
+from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.kernels import LANE_BYTES
-from megatron_moe_opt.planning.cluster import Cluster
-from megatron_moe_opt.planning.monta import Choice, choose, training_passes
+from megatron_moe_opt.planning.cluster import OUR_FLAGS, Cluster
+from megatron_moe_opt.planning.monta import Choice, choices
 from megatron_moe_opt.runtime.executor import recording
 
 RECORDED_STEPS = 3
@@ -38,8 +39,8 @@ class ChoicePoint:
     """One size: what was chosen, what was fastest, what was predicted. Seconds are medians of the slowest rank."""
 
     tokens: int
-    row_bytes: int
-    """Of all rows that a rank sends in one pass of combine."""
+    exchanged: int
+    """Bytes of the rows that a rank sends in one pass of combine."""
     chosen: str
     best: str
     seconds: dict[str, float]
@@ -81,11 +82,13 @@ def bench_choice(
     warnings.filterwarnings("ignore", module=r"megatron|torch")
     candidates = ("monta:O1", *(f"monta:{level}x{count}" for level in ("O2", "O3") for count in chunks if count > 1))
     settings = dataclasses.replace(settings, dispatchers=(BASELINE, *candidates), dispatch_only=True)
+    if json_file is not None and not json_file.resolve().parent.is_dir():
+        raise ConfigurationError(f"--json {json_file}: its folder does not exist; create it or choose another")
     check(settings)
+    ep = settings.ep_size(world_size())
     cluster = Cluster.load(settings.profile)
+    cluster.check_groups(settings.profile, OUR_FLAGS, ep=ep, expert_tp=settings.expert_tp)
     with megatron_process_group() as device:
-        ep = settings.ep_size(dist.get_world_size())
-        cluster.check_groups(settings.profile, ep=ep, expert_tp=settings.expert_tp)
         with parallel_layer(settings.tp, ep, settings.expert_tp, settings.seed):
             points = measure(settings, ep, cluster, tokens, chunks, device)
         if dist.get_rank() == 0:
@@ -118,7 +121,7 @@ def measure(
         points.append(
             ChoicePoint(
                 tokens=count,
-                row_bytes=count * settings.topk * settings.hidden * settings.torch_dtype.itemsize,
+                exchanged=count * settings.topk * settings.hidden * settings.torch_dtype.itemsize,
                 chosen=chosen,
                 best=min((name for name in seconds if name != BASELINE), key=lambda name: seconds[name]),
                 seconds=seconds,
@@ -131,8 +134,8 @@ def measure(
 
 def _choose(settings: LayerSettings, ep: int, cluster: Cluster, chunks: Sequence[int]) -> Choice:
     row_bytes = settings.hidden * settings.torch_dtype.itemsize
-    passes = training_passes(settings.tokens * settings.topk, row_bytes, row_bytes + LANE_BYTES)
-    return choose(passes, ep, settings.expert_tp, cluster.costs(), cluster.slowdown, chunks=(1, *chunks))
+    table = choices(cluster, ep, settings.expert_tp, row_bytes, row_bytes + LANE_BYTES, chunks=(1, *chunks))
+    return table[settings.tokens * settings.topk]
 
 
 def _pipeline_seconds(layer: Any, device: torch.device) -> float:
@@ -164,7 +167,7 @@ def _print(points: list[ChoicePoint], settings: LayerSettings, ep: int, console:
     for point in points:
         table.add_row(
             str(point.tokens),
-            f"{point.row_bytes / 1e6:.2f}",
+            f"{point.exchanged / 1e6:.2f}",
             point.chosen.removeprefix("monta:"),
             f"{point.seconds[point.chosen] * 1e3:.1f}",
             point.best.removeprefix("monta:"),

@@ -19,7 +19,7 @@ from megatron_moe_opt.cli.layer_report import shape_of
 from megatron_moe_opt.cli.layer_settings import BASELINE, LayerSettings
 from megatron_moe_opt.cli.process_group import adopt_slurm_ranks, megatron_process_group, parallel_layer, world_size
 from megatron_moe_opt.errors import ConfigurationError
-from megatron_moe_opt.planning.cluster import Cluster
+from megatron_moe_opt.planning.cluster import OUR_FLAGS, Cluster
 from megatron_moe_opt.planning.simulator import simulate
 from megatron_moe_opt.runtime.executor import recording
 from megatron_moe_opt.schedules.picture import check_picture, write_picture
@@ -71,7 +71,7 @@ def layer_timeline(settings: LayerSettings, rank: int | None, trace: Path | None
     cluster = None
     if settings.profile is not None:
         cluster = Cluster.load(settings.profile)
-        cluster.check_groups(settings.profile, ep=ep, expert_tp=settings.expert_tp)
+        cluster.check_groups(settings.profile, OUR_FLAGS, ep=ep, expert_tp=settings.expert_tp)
     with megatron_process_group() as device:
         with parallel_layer(settings.tp, ep, settings.expert_tp, settings.seed):
             step = _record(settings, ep, device, rank, cluster)

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import functools
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
+from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.kernels import LANE_BYTES
 from megatron_moe_opt.options import Options
-from megatron_moe_opt.planning.cluster import Cluster
-from megatron_moe_opt.planning.monta import CHUNKS, Choice, ChoiceByRows, choose, training_passes
+from megatron_moe_opt.planning.cluster import MEGATRON_FLAGS, Cluster
+from megatron_moe_opt.planning.monta import CHUNKS, Choice, ChoiceByRows, choices
 from megatron_moe_opt.topology.expert_groups import ExpertGroups
 
 
@@ -65,22 +66,23 @@ class FixedPipelining:
 class MeasuredPipelining:
     """The fastest according to a profile, for the number of rows that the last pass had (MoNTA, Algorithm 3).
 
-    The ranks of a layer's groups know each other's counts, so they choose alike. The first pass, before which there
-    are none, takes the first level and chunk count there are to choose from.
+    The ranks of a layer's groups have one of them read the profile and know each other's counts, so they choose alike.
+    The first pass, before which there are no counts, takes the first level and chunk count there are to choose from.
     """
 
     def __init__(self, profile: Path, groups: ExpertGroups, levels: tuple[str, ...], chunks: tuple[int, ...]) -> None:
-        _cluster(profile).check_groups(profile, ep=groups.ep_size, expert_tp=groups.etp_size)
-        self.profile, self.levels, self.chunks = profile, levels, chunks
-        self.current = levels[0], chunks[0]
+        self.profile, self.groups, self.levels, self.chunks = profile, groups, levels, chunks
+        self.current = levels[0], 1 if levels[0] == "O1" else chunks[0]
+        _agreed_cluster(profile, groups)
 
     def observe(self, counts: torch.Tensor, packed: torch.Tensor) -> None:
         """Chooses for the mean number of rows of a rank."""
-        ep_size, etp_size, _ = counts.shape
+        rows = int(counts.sum()) // (self.groups.ep_size * self.groups.etp_size)
         packed_row_bytes = packed.size(1) * packed.element_size()
-        table = _choices(self.profile, self.levels, self.chunks, ep_size, etp_size, packed_row_bytes)
-        choice = table[int(counts.sum()) // (ep_size * etp_size)]
-        self.current = choice.level, choice.chunks
+        choice = _choices(self.profile, self.groups, self.levels, self.chunks, packed_row_bytes)[rows]
+        if (choice.level, choice.chunks) != self.current:
+            self.current = choice.level, choice.chunks
+            _say_once(rows, choice)
 
     def describe(self) -> str:
         """For the line at start."""
@@ -88,27 +90,42 @@ class MeasuredPipelining:
 
 
 @functools.cache
-def _cluster(profile: Path) -> Cluster:
-    return Cluster.load(profile)
+def _agreed_cluster(profile: Path, groups: ExpertGroups) -> Cluster:
+    """The profile as the first rank of the joint group reads it. A collective call over that group, once.
+
+    Raises ConfigurationError, on all of them, if it cannot be read or was measured with groups of other sizes.
+    """
+    found: list[Any] = [None]
+    if groups.joint.rank() == 0:
+        try:
+            found = [Cluster.load(profile)]
+            found[0].check_groups(profile, MEGATRON_FLAGS, ep=groups.ep_size, expert_tp=groups.etp_size)
+        except ConfigurationError as error:
+            found = [error]
+    dist.broadcast_object_list(found, src=dist.get_global_rank(groups.joint, 0), group=groups.joint)
+    if isinstance(found[0], ConfigurationError):
+        raise found[0]
+    return found[0]
 
 
 @functools.cache
 def _choices(
-    profile: Path, levels: tuple[str, ...], chunks: tuple[int, ...], ep_size: int, etp_size: int, packed_row_bytes: int
+    profile: Path, groups: ExpertGroups, levels: tuple[str, ...], chunks: tuple[int, ...], packed_row_bytes: int
 ) -> ChoiceByRows:
-    """One table for all layers of a process; says on rank 0 what it chooses."""
-    cluster = _cluster(profile)
-    costs = cluster.costs()
+    """One table for all layers of a process."""
+    cluster, row_bytes = _agreed_cluster(profile, groups), packed_row_bytes - LANE_BYTES
+    return choices(cluster, groups.ep_size, groups.etp_size, row_bytes, packed_row_bytes, levels, chunks)
 
-    def choose_for(rows: int) -> Choice:
-        passes = training_passes(rows, packed_row_bytes - LANE_BYTES, packed_row_bytes)
-        choice = choose(passes, ep_size, etp_size, costs, cluster.slowdown, levels, chunks)
-        if dist.get_rank() == 0:
-            print(
-                f"moe-opt: monta: about {rows} rows a rank: level {choice.level}, {choice.chunks} chunk(s); predicted "
-                f"{choice.seconds * 1e3:.2f} ms a layer for dispatch and combine, forward and backward",
-                flush=True,
-            )
-        return choice
 
-    return ChoiceByRows(choose_for)
+_said: set[Choice] = set()
+
+
+def _say_once(rows: int, choice: Choice) -> None:
+    """A line on rank 0 when a choice is made for the first time, whichever layer makes it."""
+    if dist.get_rank() == 0 and choice not in _said:
+        _said.add(choice)
+        print(
+            f"moe-opt: monta: about {rows} rows a rank: level {choice.level}, {choice.chunks} chunk(s); predicted "
+            f"{choice.seconds * 1e3:.2f} ms a layer for dispatch and combine, forward and backward",
+            flush=True,
+        )

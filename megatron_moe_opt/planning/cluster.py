@@ -19,6 +19,9 @@ from .simulator import Slowdown
 FORMAT = "megatron-moe-opt cluster"
 VERSION = 1
 
+MEGATRON_FLAGS = ("--expert-model-parallel-size", "--expert-tensor-parallel-size")
+OUR_FLAGS = ("--ep", "--expert-tp")
+
 Points = tuple[tuple[int, float], ...]
 """(bytes or rows, seconds), by ascending size."""
 Facts = Mapping[str, str | int]
@@ -113,15 +116,19 @@ class Cluster:
         """What ops cost, for the simulator and the choice of level and chunks."""
         return Costs({key: CostCurve(points) for key, points in self.curves.items()})
 
-    def check_groups(self, file: str | Path, *, ep: int, expert_tp: int) -> None:
+    def check_groups(self, file: str | Path, flags: tuple[str, str], *, ep: int, expert_tp: int) -> None:
         """Refuses a run whose expert groups are not of the sizes that were measured.
+
+        Args:
+            file: where the profile is from.
+            flags: what the run calls the sizes of EP and expert-TP: MEGATRON_FLAGS or OUR_FLAGS.
 
         Raises:
             ConfigurationError: the flag, its value and the measured one.
         """
         for flag, measured, asked in (
-            ("--expert-model-parallel-size", self.world.ep, ep),
-            ("--expert-tensor-parallel-size", self.world.expert_tp, expert_tp),
+            (flags[0], self.world.ep, ep),
+            (flags[1], self.world.expert_tp, expert_tp),
         ):
             if measured != asked:
                 raise ConfigurationError(

@@ -27,10 +27,11 @@ from megatron_moe_opt.schedules import monta
 from megatron_moe_opt.schedules.monta import LEVELS, ChunkBytes
 from megatron_moe_opt.schedules.schedule import Lane, Schedule
 
+from .cluster import Cluster
 from .curves import Costs
 from .simulator import Order, Slowdown, play
 
-CHUNKS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
+CHUNKS = (1, 2, 4, 8, 16)
 _MOST_ROWS = 2**40
 _TIE = 1 + 1e-9  # times this close are equal but for rounding
 
@@ -189,6 +190,25 @@ class ChoiceByRows:
         if span.start not in self._choices:
             self._choices[span.start] = self._choose_for(math.isqrt(span.start * span[-1]))
         return self._choices[span.start]
+
+
+def choices(
+    cluster: Cluster,
+    ep_size: int,
+    etp_size: int,
+    row_bytes: int,
+    packed_row_bytes: int,
+    levels: Sequence[str] = LEVELS,
+    chunks: Sequence[int] = CHUNKS,
+) -> ChoiceByRows:
+    """The choice for every number of rows that a rank exchanges, on a measured cluster; see `training_passes`."""
+    costs = cluster.costs()
+
+    def choose_for(rows: int) -> Choice:
+        passes = training_passes(rows, row_bytes, packed_row_bytes)
+        return choose(passes, ep_size, etp_size, costs, cluster.slowdown, levels, chunks)
+
+    return ChoiceByRows(choose_for)
 
 
 def _counts(exchanged: int, levels: Sequence[str], chunks: Sequence[int], minimum_chunk: int) -> list[tuple[int, str]]:
