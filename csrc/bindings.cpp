@@ -511,8 +511,14 @@ std::vector<Tensor> row_blocks(const Tensor& rows, const char* name, const RowBl
 
 ActionPtr exchange(const c10::intrusive_ptr<c10d::ProcessGroup>& group, const Tensor& sent,
                    const RowBlocks& sent_blocks, const Tensor& received, const RowBlocks& received_blocks) {
-  check(sent.device() == received.device() && sent.scalar_type() == received.scalar_type(),
-        "an exchange's rows must have one dtype and device");
+  check(sent.device() == received.device() && sent.scalar_type() == received.scalar_type() && sent.dim() >= 1 &&
+            received.dim() >= 1 && sent.sizes().slice(1) == received.sizes().slice(1),
+        "an exchange's rows must have one dtype, device and width, but are ", sent.sizes(), " and ", received.sizes());
+  const size_t rank = group->getRank();
+  check(rank < std::min(sent_blocks.size(), received_blocks.size()) &&
+            sent_blocks[rank].second == received_blocks[rank].second,
+        "an exchange needs one block to and one from each of the ", group->getSize(),
+        " ranks, the same number of rows to and from itself");
   return std::make_shared<pipeline::Exchange>(group, row_blocks(sent, "sent", sent_blocks),
                                               row_blocks(received, "received", received_blocks));
 }
@@ -543,8 +549,9 @@ ActionPtr sum_parts(const std::vector<Tensor>& parts, const Tensor& out, int64_t
   check(!parts.empty(), "sum_parts needs at least one part");
   std::vector<ConstRows> rows;
   for (const Tensor& part : parts) {
-    check(part.is_contiguous() && part.sizes() == out.sizes() && part.device() == out.device(), "a part of shape ",
-          part.sizes(), " does not fit the sum's ", out.sizes());
+    check(part.is_contiguous() && part.sizes() == out.sizes() && part.device() == out.device() &&
+              part.scalar_type() == out.scalar_type(),
+          "a part of shape ", part.sizes(), " does not fit the sum's ", out.sizes());
     rows.push_back(const_rows(part, first_byte));
   }
   const MutableRows target = mutable_rows(out, first_byte);

@@ -38,6 +38,11 @@ class Options:
                     f"{PREFIX}{flag} auto chooses from measurements: run `moe-opt profile` and give its file with "
                     f"{PREFIX}profile"
                 )
+        if self.profile is not None and len(self.levels) == 1 and self.chunk_counts is not None:
+            raise ConfigurationError(
+                f"{PREFIX}profile {self.profile} has nothing to choose: drop it, or leave {PREFIX}monta-level or "
+                f"{PREFIX}chunks at auto"
+            )
         if self.monta_level == "O1" and self.chunks not in (None, 1):
             raise ConfigurationError(
                 f"{PREFIX}chunks {self.chunks} has no meaning at {PREFIX}monta-level O1, which does not cut: use O2 "

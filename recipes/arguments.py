@@ -182,9 +182,12 @@ def _check_model(args: argparse.Namespace) -> None:
             f"--moe-router-topk {args.moe_router_topk} is more than --num-experts {args.num_experts};"
             " a token can go to each expert once"
         )
-    if tp > 1 and not args.sequence_parallel:
+    from megatron_moe_opt.integration.registry import DISPATCHERS  # needs the extension, --help does not
+
+    if tp > 1 and not args.sequence_parallel and args.moe_token_dispatcher_type not in DISPATCHERS:
         raise ConfigurationError(
-            f"--tensor-model-parallel-size {tp} with experts needs sequence parallelism; add --sequence-parallel"
+            f"--tensor-model-parallel-size {tp} with experts needs sequence parallelism under"
+            f" --moe-token-dispatcher-type {args.moe_token_dispatcher_type}; add --sequence-parallel"
         )
     if args.sequence_parallel and tp == 1:
         raise ConfigurationError(

@@ -24,7 +24,7 @@ class Exchange : public Action {
   Exchange(c10::intrusive_ptr<c10d::ProcessGroup> group, std::vector<at::Tensor> sent,
            std::vector<at::Tensor> received);
 
-  // On Gloo returns when every block has arrived and left, within the group's timeout; on NCCL the current stream
+  // On Gloo returns when every block has arrived and left, each within the group's timeout; on NCCL the current stream
   // waits. Throws PeerError.
   void run() override;
   void abort() override;

@@ -67,12 +67,16 @@ std::optional<Failure> Executor::run(const std::vector<Op>& ops, int caller_lane
   if (spans != nullptr) spans->assign(ops.size(), Span{});
   std::lock_guard<std::mutex> one_run(one_run_);
   std::unique_lock<std::mutex> lock(mutex_);
+  for (const Op& op : ops) {  // before any lane is given work: a thread may fail to start
+    if (op.lane != caller_lane && !threads_[op.lane].joinable()) {
+      threads_[op.lane] = std::thread(&Executor::work, this, op.lane);
+    }
+  }
   Run run{ops, spans, Clock::now(), std::vector<bool>(ops.size()), std::vector<Action*>(num_lanes), 0, std::nullopt};
   for (const Op& op : ops) {
     if (op.lane == caller_lane || assigned_[op.lane] != nullptr) continue;
     assigned_[op.lane] = &run;
     ++run.lanes_left;
-    if (!threads_[op.lane].joinable()) threads_[op.lane] = std::thread(&Executor::work, this, op.lane);
   }
   if (run.lanes_left > 0) changed_.notify_all();
   run_lane(run, caller_lane, lock);
@@ -113,7 +117,10 @@ void Executor::run_lane(Run& run, int lane, std::unique_lock<std::mutex>& lock) 
       }
       lock.lock();
       run.running[lane] = nullptr;
-      if (error) run.fail(static_cast<int>(i), *error);
+      if (error) {
+        run.fail(static_cast<int>(i), *error);
+        changed_.notify_all();  // lanes that wait for an op need not wait any longer
+      }
     }
     if (run.spans != nullptr) (*run.spans)[i].end = run.now();
     run.done[i] = true;

@@ -2,8 +2,8 @@
 //
 // On a CPU every lane is a thread that lives as long as the executor; the thread that calls run() is one of the lanes.
 // An op that fails stops all lanes: ops that have not started never start, and those that wait for other ranks are
-// told to give up. run() returns when no op is running any more, so buffers are the caller's again and the executor can
-// be used again.
+// told to give up. run() returns when no op is running any more, and the executor can be used again. A process group on
+// which an exchange failed cannot: what its ranks have sent and posted no longer fits together.
 #pragma once
 
 #include <chrono>
@@ -61,8 +61,8 @@ class Executor {
   Executor& operator=(const Executor&) = delete;
 
   // Runs all ops and returns the first failure, if any. The calling thread takes the ops of `caller_lane`. `spans` may
-  // be null. Throws std::invalid_argument for an op that waits for itself or a later one, or in an unknown lane.
-  // One run at a time: a second caller waits for the first.
+  // be null. An action must not call run() itself. Throws std::invalid_argument for an op that waits for itself or a
+  // later one, or in an unknown lane. One run at a time: a second caller waits for the first.
   std::optional<Failure> run(const std::vector<Op>& ops, int caller_lane, std::vector<Span>* spans);
 
  private:

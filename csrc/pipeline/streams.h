@@ -17,8 +17,8 @@ class StreamExecutor {
   explicit StreamExecutor(const std::vector<int>& priorities);
 
   // As Executor::run, but returns as soon as all is issued: later work on the current stream waits for all ops.
-  // `caller_lane` is the current stream, so memory that was allocated there may be freed after the call. With `spans`
-  // it also waits for the device. Actions run on their lane's stream being the current one.
+  // `caller_lane` (-1: none) is the current stream. Memory that was allocated there may be freed after the call. With
+  // `spans` it also waits for the device. Actions run on their lane's stream being the current one.
   std::optional<Failure> run(const std::vector<Op>& ops, int caller_lane, std::vector<Span>* spans);
 
  private:

@@ -1,1 +1,1 @@
-"""The command line: `moe-opt bench | doctor`."""
+"""The command line: `moe-opt`."""

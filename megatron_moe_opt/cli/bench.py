@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-from enum import Enum
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from megatron_moe_opt.cli.option_types import Device, DType, finite
 from megatron_moe_opt.errors import ConfigurationError
 
 app = typer.Typer(help="Benchmarks, each against stock Megatron-Core in the same run.", no_args_is_help=True)
-
-
-class DType(str, Enum):
-    """Element type of tokens and weights."""
-
-    fp32 = "fp32"
-    bf16 = "bf16"
 
 
 @app.command()
@@ -42,7 +35,8 @@ def layer(
         str, typer.Option(help="uniform, zipf, one-hot-expert, or trace:FILE (.npz or .pt, [tokens, topk]).")
     ] = "uniform",
     capacity_factor: Annotated[
-        float | None, typer.Option(min=0.0, help="Drop what exceeds this capacity.  [default: dropless]")
+        float | None,
+        typer.Option(min=0.0, callback=finite, help="Drop what exceeds this capacity.  [default: dropless]"),
     ] = None,
     pad_to_capacity: Annotated[bool, typer.Option(help="Pad every expert to its capacity.")] = False,
     steps: Annotated[int, typer.Option(min=1, help="Timed rounds.")] = 10,
@@ -86,7 +80,7 @@ def layer(
 
 @app.command()
 def kernels(
-    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    device: Annotated[Device, typer.Option(help="Where to run.")] = Device.cpu,
     tokens: Annotated[int, typer.Option(min=1, help="Tokens.")] = 4096,
     hidden: Annotated[int, typer.Option(min=1, help="Hidden size.")] = 4096,
     experts: Annotated[int, typer.Option(min=1, help="Experts.")] = 64,
@@ -157,12 +151,10 @@ def _numbers(option: str, text: str) -> list[int]:
 
 @app.command(name="executor")
 def executor_(
-    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    device: Annotated[Device, typer.Option(help="Where to run.")] = Device.cpu,
     repeats: Annotated[int, typer.Option(min=1, help="Timed runs of each chain.")] = 30,
 ) -> None:
     """What the executor itself costs: chains of ops that do nothing."""
     from megatron_moe_opt.cli.bench_executor import bench_executor
 
-    if device not in ("cpu", "cuda"):
-        raise ConfigurationError(f"--device {device} is unknown: choose cpu or cuda")
     bench_executor(device, repeats)

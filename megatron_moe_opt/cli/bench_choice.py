@@ -14,7 +14,7 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -24,12 +24,14 @@ from rich.table import Table
 from megatron_moe_opt.cli.bench_layer import check, time_rounds
 from megatron_moe_opt.cli.layer_report import shape_of
 from megatron_moe_opt.cli.layer_settings import BASELINE, LayerSettings
-from megatron_moe_opt.cli.process_group import megatron_process_group, parallel_layer, world_size
-from megatron_moe_opt.errors import ConfigurationError
+from megatron_moe_opt.cli.output_files import check_output
+from megatron_moe_opt.cli.process_group import adopt_slurm_ranks, megatron_process_group, parallel_layer, world_size
 from megatron_moe_opt.kernels import LANE_BYTES
-from megatron_moe_opt.planning.cluster import OUR_FLAGS, Cluster
+from megatron_moe_opt.planning.cluster import Cluster
 from megatron_moe_opt.planning.monta import Choice, choices
-from megatron_moe_opt.runtime.executor import recording
+
+if TYPE_CHECKING:
+    from megatron_moe_opt.cli.moe_layer import LayerUnderTest
 
 RECORDED_STEPS = 3
 
@@ -82,12 +84,10 @@ def bench_choice(
     warnings.filterwarnings("ignore", module=r"megatron|torch")
     candidates = ("monta:O1", *(f"monta:{level}x{count}" for level in ("O2", "O3") for count in chunks if count > 1))
     settings = dataclasses.replace(settings, dispatchers=(BASELINE, *candidates), dispatch_only=True)
-    if json_file is not None and not json_file.resolve().parent.is_dir():
-        raise ConfigurationError(f"--json {json_file}: its folder does not exist; create it or choose another")
-    check(settings)
+    adopt_slurm_ranks()
+    check_output("--json", json_file)
+    cluster = check(settings)
     ep = settings.ep_size(world_size())
-    cluster = Cluster.load(settings.profile)
-    cluster.check_groups(settings.profile, OUR_FLAGS, ep=ep, expert_tp=settings.expert_tp)
     with megatron_process_group() as device:
         with parallel_layer(settings.tp, ep, settings.expert_tp, settings.seed):
             points = measure(settings, ep, cluster, tokens, chunks, device)
@@ -138,15 +138,11 @@ def _choose(settings: LayerSettings, ep: int, cluster: Cluster, chunks: Sequence
     return table[settings.tokens * settings.topk]
 
 
-def _pipeline_seconds(layer: Any, device: torch.device) -> float:
+def _pipeline_seconds(layer: LayerUnderTest, device: torch.device) -> float:
     """Time in the pipelines of a step: median over steps of the slowest rank's sum."""
     sums = torch.zeros(RECORDED_STEPS, dtype=torch.float64)
     for step in range(RECORDED_STEPS):
-        layer.clear_grads()
-        dist.barrier()
-        with recording() as timelines:
-            layer.step()
-        sums[step] = sum(timeline.seconds for timeline in timelines)
+        sums[step] = sum(timeline.seconds for timeline in layer.recorded_step())
     sums = sums.to(device)
     dist.all_reduce(sums, dist.ReduceOp.MAX)
     return statistics.median(sums.tolist())

@@ -9,6 +9,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from megatron_moe_opt.cli.option_types import Device, check_device
 from megatron_moe_opt.runtime.executor import executor
 from megatron_moe_opt.runtime.steps import Steps
 from megatron_moe_opt.schedules.schedule import Kind, Lane, Op, Schedule
@@ -17,9 +18,14 @@ OPS = 120
 LANES = (Lane.INTER, Lane.INTRA, Lane.COPY)
 
 
-def bench_executor(device: str, repeats: int) -> None:
-    """Prints microseconds an op of chains that go round 1, 2 and 3 lanes, every op waiting for the one before it."""
-    table = Table(title=f"Empty ops on {device}, each waiting for the one before")
+def bench_executor(device: Device, repeats: int) -> None:
+    """Prints microseconds an op of chains that go round 1, 2 and 3 lanes, every op waiting for the one before it.
+
+    Raises:
+        ConfigurationError: see check_device.
+    """
+    check_device(device)
+    table = Table(title=f"Empty ops on {device.value}, each waiting for the one before")
     for heading in ("lanes", "median us an op", "least-largest"):
         table.add_column(heading, justify="right")
     for num_lanes in range(1, len(LANES) + 1):
@@ -31,8 +37,8 @@ def bench_executor(device: str, repeats: int) -> None:
         seconds = []
         for _ in range(repeats + 1):  # the first starts the lanes' threads
             begin = time.perf_counter()
-            executor(device).run(chain, nothing)
-            if device == "cuda":
+            executor(device.value).run(chain, nothing)
+            if device is Device.cuda:
                 torch.cuda.synchronize()
             seconds.append((time.perf_counter() - begin) / OPS * 1e6)
         times = seconds[1:]

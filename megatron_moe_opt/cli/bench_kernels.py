@@ -24,6 +24,8 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from megatron_moe_opt.cli.option_types import Device, check_device
+from megatron_moe_opt.cli.output_files import check_output
 from megatron_moe_opt.errors import ConfigurationError
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -67,7 +69,7 @@ class Row:
 
 
 def bench_kernels(
-    device: str = "cpu",
+    device: Device = Device.cpu,
     tokens: int = 4096,
     hidden: int = 4096,
     experts: int = 64,
@@ -80,7 +82,7 @@ def bench_kernels(
     """Measures every operation, prints a table, and writes the rows as JSON where a path is given.
 
     Args:
-        device: "cpu" or a CUDA device.
+        device: where to run.
         tokens: T. hidden: H. experts: E. topk: experts of each token, chosen at random.
         dtypes: names out of fp32, bf16, fp16, separated by commas.
         repeats: measurements of each side (at least 2).
@@ -88,7 +90,8 @@ def bench_kernels(
         json_path: where to write the rows.
 
     Raises:
-        ConfigurationError: an unknown dtype, topk above experts, or fewer than two repeats.
+        ConfigurationError: an unknown dtype, topk above experts, fewer than two repeats, a device that is not there, or
+            a path that cannot be written to.
     """
     names = dtypes.split(",")
     unknown = [name for name in names if name not in DTYPES]
@@ -98,11 +101,13 @@ def bench_kernels(
         raise ConfigurationError(f"--topk {topk} is above --experts {experts}")
     if repeats < 2:
         raise ConfigurationError(f"--repeats {repeats} is too few: a spread needs at least 2")
-    if device == "cpu":
+    check_device(device)
+    check_output("--json", json_path)
+    if device is Device.cpu:
         keep_freed_memory()
     rows = []
     for name in names:
-        workload = Workload(torch.device(device), tokens, hidden, experts, topk, name, seed)
+        workload = Workload(torch.device(device.value), tokens, hidden, experts, topk, name, seed)
         rows += workload.measure(repeats)
     settings = {"device": device_name(device), "tokens": tokens, "hidden": hidden, "experts": experts, "topk": topk}
     settings |= {"repeats": repeats, "seed": seed, "torch": torch.__version__, "threads": torch.get_num_threads()}
@@ -262,10 +267,10 @@ def megatron_moe_utils() -> ModuleType | None:
     return moe_utils
 
 
-def device_name(device: str) -> str:
+def device_name(device: Device) -> str:
     """The GPU's name, or the CPU kernels in use."""
-    if torch.device(device).type == "cuda":
-        return torch.cuda.get_device_name(device)
+    if device is Device.cuda:
+        return torch.cuda.get_device_name()
     from megatron_moe_opt import kernels
 
     return f"cpu ({kernels.build_info()['cpu_kernels']})"

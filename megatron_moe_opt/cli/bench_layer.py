@@ -22,10 +22,13 @@ import megatron_moe_opt
 from megatron_moe_opt.cli.layer_report import DispatcherResult, LayerReport, as_json, print_report
 from megatron_moe_opt.cli.layer_settings import BASELINE, LayerSettings
 from megatron_moe_opt.cli.links import LinkRates, WireLimit, measure_links, timed, wire_limit
+from megatron_moe_opt.cli.output_files import check_output
 from megatron_moe_opt.cli.peak_memory import peak_memory_growth
-from megatron_moe_opt.cli.process_group import megatron_process_group, parallel_layer
+from megatron_moe_opt.cli.process_group import adopt_slurm_ranks, megatron_process_group, parallel_layer, world_size
 from megatron_moe_opt.cli.routing import check_routing
 from megatron_moe_opt.errors import ConfigurationError
+from megatron_moe_opt.options import AUTO
+from megatron_moe_opt.planning.cluster import OUR_FLAGS, Cluster
 from megatron_moe_opt.runtime.traffic import TrafficCounter, TrafficRow
 from megatron_moe_opt.topology.nodes import NodeMap, discover_nodes
 
@@ -45,8 +48,12 @@ def bench_layer(settings: LayerSettings, json_file: Path | None) -> LayerReport:
         RuntimeError: a dispatcher's results differ from the baseline's by more than the numerics contract allows.
     """
     warnings.filterwarnings("ignore", module=r"megatron|torch")  # many, about absent optional libraries
-    if json_file is not None and not json_file.resolve().parent.is_dir():
-        raise ConfigurationError(f"--json {json_file}: its folder does not exist; create it or choose another")
+    adopt_slurm_ranks()
+    check_output("--json", json_file)
+    if settings.profile is not None and not any(name.endswith(f":{AUTO}") for name in settings.dispatchers):
+        raise ConfigurationError(
+            f"--profile {settings.profile}: no dispatcher reads it; add monta:{AUTO} to --dispatchers, or drop it"
+        )
     check(settings)
     with megatron_process_group() as device:
         report = run(settings, device)
@@ -57,15 +64,19 @@ def bench_layer(settings: LayerSettings, json_file: Path | None) -> LayerReport:
     return report
 
 
-def check(settings: LayerSettings) -> None:
-    """Refuses, with ConfigurationError, all that can be refused before process groups are made."""
-    try:
-        megatron_moe_opt.register()
-        from megatron_moe_opt.integration.registry import DISPATCHERS
-    except ImportError as error:  # the extension is missing or stale; its message says how to build it
-        raise ConfigurationError(str(error)) from error
-    settings.check((BASELINE, "allgather", *DISPATCHERS), int(os.environ.get("WORLD_SIZE", "1")))
+def check(settings: LayerSettings) -> Cluster | None:
+    """Refuses, with ConfigurationError, all that can be refused before process groups are made. Returns the profile."""
+    megatron_moe_opt.register()
+    from megatron_moe_opt.integration.registry import DISPATCHERS
+
+    world = world_size()
+    settings.check((BASELINE, "allgather", *DISPATCHERS), world)
     check_routing(settings.routing, experts=settings.experts, topk=settings.topk)
+    if settings.profile is None:
+        return None
+    cluster = Cluster.load(settings.profile)
+    cluster.check_groups(settings.profile, OUR_FLAGS, ep=settings.ep_size(world), expert_tp=settings.expert_tp)
+    return cluster
 
 
 def run(settings: LayerSettings, device: torch.device) -> LayerReport:

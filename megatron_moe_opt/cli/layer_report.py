@@ -97,10 +97,11 @@ def shape_of(settings: LayerSettings, ep: int) -> str:
     capacity = ""
     if settings.capacity_factor is not None:
         capacity = f", capacity factor {settings.capacity_factor:g}" + ", padded" * settings.pad_to_capacity
+    expert_hidden = "" if settings.dispatch_only else f"expert hidden {settings.ffn_hidden}, "
     return (
-        f"{settings.tokens} tokens a rank, hidden {settings.hidden}, expert hidden {settings.ffn_hidden}, "
-        f"{settings.experts} experts, top-{settings.topk}, {settings.dtype}, TP {settings.tp}, EP {ep}, "
-        f"expert-TP {settings.expert_tp}, routing {settings.routing}{capacity}"
+        f"{settings.tokens} tokens a rank, hidden {settings.hidden}, {expert_hidden}{settings.experts} experts, "
+        f"top-{settings.topk}, {settings.dtype}, TP {settings.tp}, EP {ep}, expert-TP {settings.expert_tp}, "
+        f"routing {settings.routing}{capacity}"
     )
 
 

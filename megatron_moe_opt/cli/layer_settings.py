@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,22 +16,29 @@ BASELINE = "alltoall"
 
 
 def split_variant(variant: str, profile: Path | None) -> tuple[str, Options]:
-    """The dispatcher's name and options of `name`, `name:LEVEL`, `name:LEVELxCHUNKS` or `name:auto`.
+    """The dispatcher's name and options of `name`, `monta:LEVEL`, `monta:LEVELxCHUNKS` or `monta:auto`.
 
     Raises ConfigurationError for anything else.
     """
     name, colon, setting = variant.partition(":")
     if not colon:
         return name, Options()
+    if name != "monta":
+        raise ConfigurationError(f"--dispatchers {variant}: only monta has levels and chunks; write {name}")
     if setting == AUTO:
+        if profile is None:
+            raise ConfigurationError(f"--dispatchers {variant} chooses by measurements: give --profile")
         return name, Options(monta_level=AUTO, chunks=AUTO, profile=profile)
-    level, _, chunks = setting.partition("x")
-    if level not in LEVELS or not (chunks.isdecimal() or setting == level) or chunks == "0":
+    parts = re.fullmatch(rf"({'|'.join(LEVELS)})(?:x([1-9][0-9]*))?", setting)
+    if parts is None:
         raise ConfigurationError(
-            f"--dispatchers {variant}: write a level ({', '.join(LEVELS)}), a level and its chunks such as "
-            f"{name}:O3x4, or {name}:auto"
+            f"--dispatchers {variant}: write a level ({', '.join(LEVELS)}), a level and its chunks such as monta:O3x4, "
+            "or monta:auto"
         )
-    return name, Options(monta_level=level, chunks=int(chunks) if chunks else None)
+    level, chunks = parts[1], int(parts[2]) if parts[2] else None
+    if level == "O1" and chunks not in (None, 1):
+        raise ConfigurationError(f"--dispatchers {variant}: O1 does not cut; write monta:O1, or take O2 or O3")
+    return name, Options(monta_level=level, chunks=chunks)
 
 
 @dataclass(frozen=True)
@@ -77,9 +85,10 @@ class LayerSettings:
     def check(self, known_dispatchers: tuple[str, ...], world: int) -> None:
         """Refuses what cannot run on `world` ranks: ConfigurationError with the option, its value and the way out."""
         for variant in self.dispatchers:
-            name, _ = split_variant(variant, self.profile)
+            name = variant.partition(":")[0]
             if name not in known_dispatchers:
                 raise ConfigurationError(f"--dispatchers {name} is unknown: choose from {', '.join(known_dispatchers)}")
+            split_variant(variant, self.profile)
         if world % self.tp:
             raise ConfigurationError(f"--tp {self.tp} does not divide the {world} ranks of this run: choose a divisor")
         ep = self.ep_size(world)

@@ -7,7 +7,6 @@ import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -17,21 +16,14 @@ from rich.table import Table
 from megatron_moe_opt.cli.bench_layer import check
 from megatron_moe_opt.cli.layer_report import shape_of
 from megatron_moe_opt.cli.layer_settings import BASELINE, LayerSettings
+from megatron_moe_opt.cli.output_files import check_timeline_files, write_timelines
 from megatron_moe_opt.cli.process_group import adopt_slurm_ranks, megatron_process_group, parallel_layer, world_size
 from megatron_moe_opt.errors import ConfigurationError
-from megatron_moe_opt.planning.cluster import OUR_FLAGS, Cluster
+from megatron_moe_opt.planning.cluster import Cluster
+from megatron_moe_opt.planning.monta import PASSES
 from megatron_moe_opt.planning.simulator import simulate
-from megatron_moe_opt.runtime.executor import recording
-from megatron_moe_opt.schedules.picture import check_picture, write_picture
 from megatron_moe_opt.schedules.schedule import Lane
 from megatron_moe_opt.schedules.timeline import Timeline, one_after_another
-from megatron_moe_opt.schedules.trace import write_trace
-
-if TYPE_CHECKING:
-    from megatron_moe_opt.cli.moe_layer import LayerUnderTest
-
-# The schedules of a step, in the order in which they run.
-PASSES = ("forward dispatch", "forward combine", "backward of combine", "backward of dispatch")
 
 
 @dataclass(frozen=True)
@@ -62,32 +54,20 @@ def layer_timeline(settings: LayerSettings, rank: int | None, trace: Path | None
     """
     warnings.filterwarnings("ignore", module=r"megatron|torch")  # many, about absent optional libraries
     adopt_slurm_ranks()
-    _check_files(trace, png)
+    if trace is None and png is None:
+        raise ConfigurationError("there is nothing to write: give --trace FILE.json, --png FILE.png or both")
+    check_timeline_files(trace, png)
     world = world_size()
     if rank is not None and rank >= world:
         raise ConfigurationError(f"--rank {rank} is not one of the {world} ranks of this run: choose 0 to {world - 1}")
-    check(settings)
+    cluster = check(settings)
     ep = settings.ep_size(world)
-    cluster = None
-    if settings.profile is not None:
-        cluster = Cluster.load(settings.profile)
-        cluster.check_groups(settings.profile, OUR_FLAGS, ep=ep, expert_tp=settings.expert_tp)
     with megatron_process_group() as device:
         with parallel_layer(settings.tp, ep, settings.expert_tp, settings.seed):
             step = _record(settings, ep, device, rank, cluster)
         if dist.get_rank() == 0:
             _report(step, settings, ep, trace, png)
     return step
-
-
-def _check_files(trace: Path | None, png: Path | None) -> None:
-    if trace is None and png is None:
-        raise ConfigurationError("there is nothing to write: give --trace FILE.json, --png FILE.png or both")
-    for option, file in (("--trace", trace), ("--png", png)):
-        if file is not None and not file.resolve().parent.is_dir():
-            raise ConfigurationError(f"{option} {file}: its folder does not exist; create it or choose another")
-    if png is not None:
-        check_picture(png)
 
 
 def _record(
@@ -98,8 +78,8 @@ def _record(
 
     layer = layers_under_test(settings, ep, device, permute_fusion=False)[_variant(settings)]
     for _ in range(settings.warmup):
-        _step(layer)
-    steps = [_step(layer) for _ in range(settings.steps)]
+        layer.recorded_step()
+    steps = [layer.recorded_step() for _ in range(settings.steps)]
     seconds = torch.zeros(dist.get_world_size(), len(steps), dtype=torch.float64)
     seconds[dist.get_rank()] = torch.tensor([sum(timeline.seconds for timeline in step) for step in steps])
     seconds = seconds.to(device)
@@ -111,15 +91,6 @@ def _record(
     dist.broadcast_object_list(shown, src=rank, device=device)
     measured = dict(zip(PASSES, shown[0], strict=True))
     return StepTimelines(rank, measured, None if cluster is None else _predict(measured, cluster))
-
-
-def _step(layer: LayerUnderTest) -> list[Timeline]:
-    """The timelines of one step, which all ranks begin together."""
-    layer.clear_grads()
-    dist.barrier()
-    with recording() as timelines:
-        layer.step()
-    return timelines
 
 
 def _predict(measured: Mapping[str, Timeline], cluster: Cluster) -> dict[str, Timeline]:
@@ -136,11 +107,7 @@ def _report(step: StepTimelines, settings: LayerSettings, ep: int, trace: Path |
     console = Console(width=None if sys.stdout.isatty() else 160)
     console.print(f"{shape_of(settings, ep)}; rank {step.rank}", markup=False, highlight=False, soft_wrap=True)
     console.print(timelines_table(step, _variant(settings)))
-    timelines = step.joined(f"{_variant(settings)}, rank {step.rank}")
-    for file, write in ((trace, write_trace), (png, write_picture)):
-        if file is not None:
-            write(file, timelines)
-            console.print(f"written to {file}", markup=False, highlight=False, soft_wrap=True)
+    write_timelines(step.joined(f"{_variant(settings)}, rank {step.rank}"), trace, png, console)
 
 
 def timelines_table(step: StepTimelines, title: str) -> Table:

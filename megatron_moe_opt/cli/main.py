@@ -12,7 +12,7 @@ from megatron_moe_opt.cli.doctor import doctor
 from megatron_moe_opt.cli.profile import profile
 from megatron_moe_opt.cli.simulate import simulate
 from megatron_moe_opt.cli.timeline import timeline
-from megatron_moe_opt.errors import ConfigurationError
+from megatron_moe_opt.errors import ConfigurationError, ExtensionError
 
 app = typer.Typer(
     name="moe-opt",
@@ -29,10 +29,14 @@ app.command()(timeline)
 
 
 def main() -> None:
-    """Runs the command line; a setting that cannot work ends it with one sentence and exit code 2."""
+    """Runs the command line.
+
+    A setting that cannot work, or an extension that is missing or stale, ends it with one sentence and exit code 2:
+    commands import the extension when they run, so that the others need none.
+    """
     try:
         app(prog_name="moe-opt")
-    except ConfigurationError as error:
+    except (ConfigurationError, ExtensionError) as error:
         if os.environ.get("LOCAL_RANK", "0") == "0":  # once a node: all ranks have the same settings
             print(f"moe-opt: {error}", file=sys.stderr)
         sys.exit(2)

@@ -17,10 +17,10 @@ from megatron_moe_opt.runtime.executor import executor
 from megatron_moe_opt.runtime.steps import Steps
 from megatron_moe_opt.schedules.schedule import Kind, Lane, Op, Schedule
 
-# A measurement is a run of as many ops as fit into this time, in so many batches of at least one and at most so many.
-RUN_SECONDS = 0.4
-BATCHES = 3
-LARGEST_BATCH = 32
+# A measurement is so many runs of as many ops as fit into this time together; of long ops, one run of a few.
+MEASURE_SECONDS = 0.4
+RUNS = 3
+LEAST_OPS, MOST_OPS = 4, 96
 MOST_BESIDE = 1000  # ops that keep another lane busy
 
 
@@ -49,8 +49,9 @@ class Load:
 class Meter:
     """Every rank of the world calls the same methods with the same arguments, and gets the same answers.
 
-    Ops of a run follow each other without a pause, as chunks in a pipeline do; the first one is not counted. Of each
-    batch the mean time of an op is taken, of the ranks the slowest one, and of the batches the median.
+    Ops of a run follow each other without a pause, as chunks in a pipeline do. A run lasts until the last rank is
+    through: ranks share links, seldom fairly, and one that is slow now is fast when the others are done. Of runs the
+    median is taken.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -71,9 +72,9 @@ class Meter:
             if points and sized.size <= points[-1][0]:
                 continue  # rounded up to the size before
             expected = points[-1][1] * sized.size / points[-1][0] if points else self._alone(load, sized, 1)
-            if points and self.elapsed() + expected * (1 + BATCHES) > end:
+            if points and self.elapsed() + expected * LEAST_OPS > end:
                 break
-            points.append((sized.size, self._alone(load, sized, _batch(expected))))
+            points.append((sized.size, self._alone(load, sized, _ops(expected))))
             if points[-1][1] > longest:
                 break
         return tuple(points)
@@ -81,15 +82,29 @@ class Meter:
     def rate_beside(self, load: Load, size: int, other: Load, other_size: int) -> float:
         """How much of its own pace an op keeps while the other lane is busy, in (0, 1]."""
         sized, other_sized = load.sized(size), other.sized(other_size)
-        batch = _batch(self._alone(load, sized, 1))
-        alone, other_alone = self._alone(load, sized, batch), self._alone(other, other_sized, 1)
+        ops = _ops(self._alone(load, sized, 1))
+        alone, other_alone = self._alone(load, sized, ops), self._alone(other, other_sized, 1)
         # Busy for longer than the first lane needs, even if that lane runs at a third of its pace.
-        others = 1 + min(MOST_BESIDE, math.ceil(3 * alone * (1 + BATCHES * batch) / other_alone))
-        beside = self._op_seconds((load, sized, 1 + BATCHES * batch), (other, other_sized, others))
+        others = 1 + min(MOST_BESIDE, math.ceil(3 * alone * ops / other_alone))
+        beside = self._median_of_runs(ops, (load, sized, ops), (other, other_sized, others))
         return min(1.0, alone / beside)
 
-    def _alone(self, load: Load, sized: Sized, batch: int) -> float:
-        return self._op_seconds((load, sized, 1 + BATCHES * batch))
+    def schedule(self, schedule: Schedule, steps: Callable[[Op], Steps]) -> float:
+        """Seconds of a schedule whose ops do `steps`: on the slowest rank, the median of several runs."""
+        seconds = []
+        for _ in range(RUNS):
+            bound = [steps(op) for op in schedule.ops]
+            dist.barrier()
+            timeline = self._executor.run(schedule, bound, record=True)
+            assert timeline is not None
+            seconds.append(timeline.seconds)
+        return statistics.median(self._slowest(seconds))
+
+    def _alone(self, load: Load, sized: Sized, ops: int) -> float:
+        return self._median_of_runs(ops, (load, sized, ops))
+
+    def _median_of_runs(self, ops: int, *queues: tuple[Load, Sized, int]) -> float:
+        return statistics.median(self._op_seconds(*queues) for _ in range(RUNS if ops > LEAST_OPS else 1))
 
     def _op_seconds(self, *queues: tuple[Load, Sized, int]) -> float:
         """Seconds of an op of the first queue, while the others run too."""
@@ -103,9 +118,7 @@ class Meter:
         timeline = self._executor.run(Schedule("profile", tuple(op for op, _ in issued)), steps, record=True)
         assert timeline is not None
         ends = [span.end for span in timeline.lane(queues[0][0].lane)]
-        batch = (len(ends) - 1) // BATCHES
-        bounds = [ends[number * batch] for number in range(BATCHES + 1)]
-        return statistics.median(self._slowest([(b - a) / batch for a, b in zip(bounds, bounds[1:], strict=False)]))
+        return self._slowest([ends[-1]])[0] / len(ends)
 
     def _slowest(self, seconds: list[float]) -> list[float]:
         times = torch.tensor(seconds, dtype=torch.float64, device=self.device)
@@ -113,6 +126,6 @@ class Meter:
         return times.tolist()
 
 
-def _batch(seconds: float) -> int:
-    """Ops of a batch, if one takes so long."""
-    return max(1, min(LARGEST_BATCH, int(RUN_SECONDS / BATCHES / seconds)))
+def _ops(seconds: float) -> int:
+    """Ops of a run, if one takes so long."""
+    return max(LEAST_OPS, min(MOST_OPS, int(MEASURE_SECONDS / RUNS / seconds)))

@@ -14,6 +14,8 @@ from megatron_moe_opt import register
 from megatron_moe_opt.cli.layer_settings import LayerSettings, split_variant
 from megatron_moe_opt.cli.routing import choose_experts
 from megatron_moe_opt.integration.moe_layer import build_layer, impose_routing
+from megatron_moe_opt.runtime.executor import recording
+from megatron_moe_opt.schedules.timeline import Timeline
 
 
 def layer_config(settings: LayerSettings, dispatcher: str, ep: int, permute_fusion: bool) -> TransformerConfig:
@@ -82,6 +84,14 @@ class LayerUnderTest:
         output = self.forward()
         output.backward(self.output_grad)
         return output
+
+    def recorded_step(self) -> list[Timeline]:
+        """The timelines of the schedules of one step, which all ranks begin together."""
+        self.clear_grads()
+        dist.barrier()
+        with recording() as timelines:
+            self.step()
+        return timelines
 
     def results(self) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """Output and gradients of one step."""

@@ -7,8 +7,7 @@ from typing import Annotated
 
 import typer
 
-from megatron_moe_opt.cli.bench import DType
-from megatron_moe_opt.errors import ConfigurationError
+from megatron_moe_opt.cli.option_types import DType, finite
 
 
 def profile(
@@ -19,7 +18,9 @@ def profile(
     hidden: Annotated[int, typer.Option(min=1, help="Hidden size: elements of a row.")] = 1024,
     ffn_hidden: Annotated[int, typer.Option(min=1, help="Hidden size inside an expert.")] = 1024,
     dtype: Annotated[DType, typer.Option(help="Elements of the rows.")] = DType.fp32,
-    seconds: Annotated[float, typer.Option(min=1.0, help="Time to measure for; less time, smaller sizes.")] = 90.0,
+    seconds: Annotated[
+        float, typer.Option(min=1.0, callback=finite, help="Time to measure for; less time, smaller sizes.")
+    ] = 90.0,
     output: Annotated[Path, typer.Option(help="The file to write.")] = Path("cluster.json"),
 ) -> None:
     """Measure this cluster: what every move of rows, and an expert, costs on these ranks and groups.
@@ -27,9 +28,7 @@ def profile(
     Runs on the ranks that torchrun or srun started, or on one process without them:
     torchrun --nproc-per-node 8 -m megatron_moe_opt.cli.main profile --tp 4 --expert-tp 4 --output cluster.json
     """
-    try:
-        from megatron_moe_opt.cli.profile_cluster import ProfileSettings, profile_cluster
-    except ImportError as error:  # the extension is missing or stale; its message says how to build it
-        raise ConfigurationError(str(error)) from error
+    from megatron_moe_opt.cli.profile_cluster import ProfileSettings, profile_cluster
+
     settings = ProfileSettings(tp, cp, ep, expert_tp, hidden, ffn_hidden, dtype.value, seconds)
     profile_cluster(settings, output)

@@ -21,10 +21,15 @@ import megatron_moe_opt
 from megatron_moe_opt.cli import loads
 from megatron_moe_opt.cli.loads import Rows
 from megatron_moe_opt.cli.meter import Load, Meter
+from megatron_moe_opt.cli.output_files import check_output, say_written
 from megatron_moe_opt.cli.process_group import adopt_slurm_ranks, process_group, world_size
 from megatron_moe_opt.cli.profile_report import curves_table
 from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.planning.cluster import Cluster, ExpertGemm, Points, World
+from megatron_moe_opt.planning.curves import CostCurve, Costs
+from megatron_moe_opt.planning.simulator import Slowdown, simulate
+from megatron_moe_opt.schedules import monta
+from megatron_moe_opt.schedules.monta import ChunkBytes
 from megatron_moe_opt.schedules.schedule import Kind, Lane
 from megatron_moe_opt.topology.layouts import Groups, Layout, Role
 from megatron_moe_opt.topology.nodes import NodeMap, discover_nodes
@@ -39,6 +44,8 @@ LONGEST_SECONDS, LONGEST_SECONDS_OF_EXPERTS = 0.3, 1.0
 EXPERT_GROUPS = ("ep", "expert-tp")
 # Lanes are run side by side with ops of about this time, or of the nearest that was measured.
 BESIDE_SECONDS = 0.03
+# The pipelines whose time beyond their ops' is the overhead: so many chunks, of so many bytes a rank.
+OVERHEAD_CHUNKS, OVERHEAD_CHUNK = 16, 32 * KIB
 
 
 @dataclass(frozen=True)
@@ -84,8 +91,7 @@ def profile_cluster(settings: ProfileSettings, output: Path) -> Cluster:
         ConfigurationError: settings that cannot work, before anything runs.
     """
     adopt_slurm_ranks()
-    if not output.resolve().parent.is_dir():
-        raise ConfigurationError(f"--output {output}: its folder does not exist; create it or choose another")
+    check_output("--output", output)
     settings.layout(world_size())
     with process_group() as device:
         cluster = measure(settings, device)
@@ -93,7 +99,7 @@ def profile_cluster(settings: ProfileSettings, output: Path) -> Cluster:
             cluster.save(output)
             console = Console(width=None if sys.stdout.isatty() else 200)
             console.print(curves_table(cluster))
-            console.print(f"written to {output}", markup=False, highlight=False, soft_wrap=True)
+            say_written(output, console)
     return cluster
 
 
@@ -114,10 +120,12 @@ def measure(settings: ProfileSettings, device: torch.device) -> Cluster:
             measured.add(load)
         progress.update(task, description="lanes side by side", advance=1)
         slowdown = measured.slowdown()
+        overhead = measured.overhead(layout, slowdown)
     return Cluster(
         world=World(nodes.node_of, layout.tp, layout.cp, layout.ep, layout.expert_tp),
         curves=measured.curves,
         slowdown=slowdown,
+        overhead=overhead,
         expert_gemm=ExpertGemm(settings.hidden, ffn_hidden, settings.dtype, gemm),
         host=_host(device),
         software=_software(),
@@ -159,6 +167,28 @@ class _Measured:
             for other in lanes
             if load is not other
         }
+
+    def overhead(self, layout: Layout, slowdown: Slowdown) -> float:
+        """What every op must take besides its curve for pipelines of small chunks to take as long as they do."""
+        loads = {(load.kind, load.group): load for load in self._moves}
+        chunk = ChunkBytes(OVERHEAD_CHUNK, OVERHEAD_CHUNK * layout.expert_tp)
+        pipelines = [
+            build("O3", [chunk] * OVERHEAD_CHUNKS, layout.ep, layout.expert_tp)
+            for build in (monta.dispatch, monta.combine)
+        ]
+        sized = {(op.kind, op.group): loads[op.kind, op.group].sized(op.size) for pipe in pipelines for op in pipe.ops}
+        took = sum(self._meter.schedule(pipe, lambda op: sized[op.kind, op.group].steps()) for pipe in pipelines)
+        curves = {key: CostCurve(points) for key, points in self.curves.items()}
+
+        def predicted(overhead: float) -> float:
+            costs = Costs(curves, overhead)
+            return sum(simulate(pipe, costs, slowdown).seconds for pipe in pipelines)
+
+        least, most = 0.0, took
+        for _ in range(30):  # halving: predicted time rises with the overhead
+            middle = (least + most) / 2
+            least, most = (middle, most) if predicted(middle) < took else (least, middle)
+        return least
 
     def _size(self, load: Load) -> int:
         return min(self.curves[load.kind, load.group], key=lambda point: abs(point[1] - BESIDE_SECONDS))[0]

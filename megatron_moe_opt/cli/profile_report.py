@@ -10,7 +10,7 @@ from megatron_moe_opt.schedules.schedule import Kind
 
 def curves_table(cluster: Cluster) -> Table:
     """One section a curve. The efficiency is that of the rate, over the best rate of the same curve."""
-    table = Table(title="Cost curves", caption=_slowdown(cluster))
+    table = Table(title="Cost curves", caption=_between_ops(cluster))
     table.add_column("op")
     for header in ("size", "ms", "rate", "efficiency"):
         table.add_column(header, justify="right")
@@ -50,9 +50,10 @@ def _add_curve(table: Table, name: str, cells: list[tuple[str, float, str]], rat
         )
 
 
-def _slowdown(cluster: Cluster) -> str | None:
+def _between_ops(cluster: Cluster) -> str:
     rates = [f"{lane.value} beside {other.value} {rate:.0%}" for (lane, other), rate in cluster.slowdown.items()]
-    return f"Pace of a lane while another is busy: {', '.join(rates)}" if rates else None
+    beside = f"Pace of a lane while another is busy: {', '.join(rates)}. " if rates else ""
+    return f"{beside}An op of a pipeline takes {cluster.overhead * 1e3:.3f} ms besides."
 
 
 def _bytes(size: int) -> str:

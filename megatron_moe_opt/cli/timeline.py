@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from megatron_moe_opt.cli.bench import DType
+from megatron_moe_opt.cli.option_types import DType
 from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.options import DEFAULT_CHUNKS
 from megatron_moe_opt.schedules.monta import LEVELS
@@ -46,11 +46,8 @@ def timeline(
     if level == "O1" and chunks not in (None, 1):
         raise ConfigurationError(f"--chunks {chunks} has no meaning at --level O1, which does not cut: use O2 or O3")
     from megatron_moe_opt.cli.layer_settings import LayerSettings
+    from megatron_moe_opt.cli.layer_timeline import layer_timeline
 
-    try:
-        from megatron_moe_opt.cli.layer_timeline import layer_timeline
-    except ImportError as error:  # the extension is missing or stale; its message says how to build it
-        raise ConfigurationError(str(error)) from error
     settings = LayerSettings(
         dispatchers=(f"monta:{level}x{chunks or (1 if level == 'O1' else DEFAULT_CHUNKS)}",),
         tokens=tokens,

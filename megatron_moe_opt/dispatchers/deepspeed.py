@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.autograd import Function
+from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
 from megatron_moe_opt.dispatchers.monta import Dispatched, MontaDispatcher
@@ -33,6 +34,7 @@ class _Gather(Function):
         return all_gather_rows(rows, None, group)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
         return reduce_scatter_rows(grad, None, ctx.group), None
 
@@ -46,6 +48,7 @@ class _Split(Function):
         return rows.chunk(group.size())[group.rank()].clone()
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
         return all_gather_rows(grad, None, ctx.group), None
 
@@ -60,6 +63,7 @@ class _AllReduce(Function):
         return rows
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
         return grad, None
 

@@ -9,7 +9,6 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.kernels import LANE_BYTES
 from megatron_moe_opt.options import Options
 from megatron_moe_opt.planning.cluster import MEGATRON_FLAGS, Cluster
@@ -100,10 +99,10 @@ def _agreed_cluster(profile: Path, groups: ExpertGroups) -> Cluster:
         try:
             found = [Cluster.load(profile)]
             found[0].check_groups(profile, MEGATRON_FLAGS, ep=groups.ep_size, expert_tp=groups.etp_size)
-        except ConfigurationError as error:
+        except Exception as error:  # whatever it is, the others must not wait for this rank for ever
             found = [error]
     dist.broadcast_object_list(found, src=dist.get_global_rank(groups.joint, 0), group=groups.joint)
-    if isinstance(found[0], ConfigurationError):
+    if isinstance(found[0], Exception):
         raise found[0]
     return found[0]
 

@@ -33,12 +33,6 @@ def check_config(config: Any, name: str) -> None:
         raise ConfigurationError(
             f"--expert-model-parallel-size {ep} does not divide --num-experts {experts}: choose a divisor of {experts}"
         )
-    tp = config.tensor_model_parallel_size
-    if tp > 1 and not config.sequence_parallel:
-        raise ConfigurationError(
-            f"--tensor-model-parallel-size {tp} without --sequence-parallel cannot train with {FLAG} {name}: "
-            "add --sequence-parallel"
-        )
     if config.cuda_graph_impl != "none":
         raise ConfigurationError(
             f"--cuda-graph-impl {config.cuda_graph_impl} does not work with {FLAG} {name}, whose message sizes change "

@@ -12,16 +12,22 @@ from __future__ import annotations
 import functools
 import types
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, Literal, get_args, get_origin
 
 from megatron_moe_opt.dispatchers.deepspeed import DeepSpeedDispatcher
 from megatron_moe_opt.dispatchers.monta import MontaDispatcher
+from megatron_moe_opt.dispatchers.parm import ParmDispatcher
 from megatron_moe_opt.dispatchers.pipelining import pipelining_of
 from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.integration.announce import announce
 from megatron_moe_opt.integration.checks import check_config, check_name
 from megatron_moe_opt.integration.priorities import prioritize_expert_groups
+from megatron_moe_opt.integration.replicated_tokens import (
+    holds_replicated_tokens,
+    reading_as_sequence_parallel,
+    split_tokens_over_tp,
+)
 from megatron_moe_opt.options import Options
 from megatron_moe_opt.topology.expert_groups import ExpertGroups
 from megatron_moe_opt.versions import SUPPORTED_MEGATRON, megatron_version, supports_megatron
@@ -30,6 +36,7 @@ FIELD = "moe_token_dispatcher_type"
 
 DISPATCHERS: dict[str, Callable[[ExpertGroups, Options], MontaDispatcher]] = {
     "monta": lambda groups, options: MontaDispatcher(groups, pipelining_of(options, groups)),
+    "parm": lambda groups, options: ParmDispatcher(groups),
     "deepspeed": lambda groups, options: DeepSpeedDispatcher(groups),
 }
 """Our dispatcher types. `deepspeed` is the reference schedule of benchmarks and tests."""
@@ -127,9 +134,13 @@ def _wrap_moe_layer(layer_class: type, plugged_class: type) -> None:
     @functools.wraps(stock_init)
     def init(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
         with reading_as_alltoall(config) as name:
-            stock_init(self, config, *args, **kwargs)
+            replicated = name in DISPATCHERS and holds_replicated_tokens(config)
+            with reading_as_sequence_parallel(config) if replicated else nullcontext():
+                stock_init(self, config, *args, **kwargs)
         if name in DISPATCHERS:
             _plug(self, name, plugged_class)
+        if replicated:
+            split_tokens_over_tp(self)
 
     layer_class.__init__ = init
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.autograd.function import once_differentiable
 
 from .extension import load_extension
 from .permute import UnpermuteRows
@@ -30,6 +31,7 @@ class _PermutePacked(torch.autograd.Function):
         return _C.permute_packed(row_map.tensors, tokens, probs.contiguous())
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad_packed: torch.Tensor) -> Any:
         grad_packed = grad_packed.contiguous()
         grad_tokens = grad_probs = None
@@ -62,7 +64,7 @@ def permute_packed(tokens: torch.Tensor, probs: torch.Tensor, row_map: RowMap) -
 
 
 def unpermute_rows(permuted: torch.Tensor, row_map: RowMap) -> torch.Tensor:
-    """Adds the rows of each token up, in float32 and ascending row order. Differentiable.
+    """Adds the rows of each token up, in float32 and the order of their experts. Differentiable once.
 
     Args:
         permuted: [R, H], contiguous; float32, bfloat16 or float16.

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch.autograd.function import once_differentiable
 
 from .extension import load_extension
 from .row_map import RowMap, build_row_map, row_map_from_sources
@@ -28,6 +29,7 @@ class _Permute(torch.autograd.Function):
         return _C.permute_rows(row_map.tensors, tokens, None if probs is None else probs.contiguous())
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad_permuted: torch.Tensor | None, grad_permuted_probs: torch.Tensor | None) -> Any:
         grad_tokens = grad_probs = None
         if ctx.needs_input_grad[0] and grad_permuted is not None:
@@ -47,6 +49,7 @@ class UnpermuteRows(torch.autograd.Function):
         return _C.unpermute_rows(row_map.tensors, permuted, permuted.size(1), None)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad_tokens: torch.Tensor) -> tuple[torch.Tensor, None]:
         """grad_tokens [T, H] -> grad_permuted [R, H]."""
         grad_permuted, _ = _C.permute_rows(ctx.row_map.tensors, grad_tokens.contiguous(), None)
@@ -65,6 +68,7 @@ class _UnpermuteWeighted(torch.autograd.Function):
         return _C.unpermute_rows(row_map.tensors, permuted, permuted.size(1), weights)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad_tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
         permuted, weights = ctx.saved_tensors
         grad_permuted, grad_probs = _C.unpermute_rows_backward(

@@ -30,7 +30,7 @@ class RowMap:
     offsets: torch.Tensor  # int64 [T + 1]: token t owns the entries offsets[t] .. offsets[t + 1]
     rows: torch.Tensor  # int64 [R]: permuted row of entry i; the entries of a token are in expert order
     experts: torch.Tensor | None  # int32 [R]: expert of entry i; None in maps that know no experts
-    sources: torch.Tensor  # int64 [R]: token of each permuted row (Megatron-Core's sorted_indices)
+    sources: torch.Tensor | None  # int64 [R]: token of each permuted row (Megatron-Core's sorted_indices); not if cut
     expert_counts: torch.Tensor | None  # int64 [E]: rows of each expert
     num_chunks: int = 1
 
@@ -58,9 +58,7 @@ class RowMap:
         index = self.rows - (counts.cumsum(0) - counts)[experts]  # of each entry among its expert's rows
         chunk = ((index + 1) * num_chunks - 1).div_(counts[experts], rounding_mode="floor")
         rows = index + (first_row - first_in_expert).view(-1)[chunk * self.num_experts + experts]
-        sources = torch.empty_like(self.sources)
-        sources[rows] = self.sources[self.rows]
-        return dataclasses.replace(self, rows=rows, sources=sources, num_chunks=num_chunks)
+        return dataclasses.replace(self, rows=rows, sources=None, num_chunks=num_chunks)
 
 
 def cut_counts(counts: torch.Tensor, num_chunks: int) -> torch.Tensor:

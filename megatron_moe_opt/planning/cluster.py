@@ -65,6 +65,8 @@ class Cluster:
     """By kind and role of the group (None: no collective); bytes count as Op.size does."""
     slowdown: Slowdown = field(default_factory=dict)
     """(lane, beside): the rate, in (0, 1], of an op in a lane while the other is busy."""
+    overhead: float = 0.0
+    """Seconds that an op of a pipeline takes besides: handing over between lanes, waiting for ranks that come later."""
     expert_gemm: ExpertGemm | None = None
     host: Facts = field(default_factory=dict)
     software: Facts = field(default_factory=dict)
@@ -79,12 +81,13 @@ class Cluster:
         root = Place.root(Path(file))
         _check_format(root)
         top = root.fields(
-            "format", "version", "host", "software", "world", "curves", "slowdown", "expert_gemm"
+            "format", "version", "host", "software", "world", "curves", "slowdown", "overhead", "expert_gemm"
         )  # fmt: skip
         return cls(
             world=_world(top["world"]),
             curves=_curves(top["curves"]),
             slowdown=_slowdown(top["slowdown"]),
+            overhead=top["overhead"].not_negative(),
             expert_gemm=None if top["expert_gemm"].value is None else _expert_gemm(top["expert_gemm"]),
             host=_facts(top["host"]),
             software=_facts(top["software"]),
@@ -105,6 +108,7 @@ class Cluster:
                 {"lane": lane.value, "beside": beside.value, "rate": rate}
                 for (lane, beside), rate in self.slowdown.items()
             ],
+            "overhead": self.overhead,
             "expert_gemm": asdict(self.expert_gemm) if self.expert_gemm else None,
         }
         file = Path(file)
@@ -114,7 +118,7 @@ class Cluster:
 
     def costs(self) -> Costs:
         """What ops cost, for the simulator and the choice of level and chunks."""
-        return Costs({key: CostCurve(points) for key, points in self.curves.items()})
+        return Costs({key: CostCurve(points) for key, points in self.curves.items()}, self.overhead)
 
     def check_groups(self, file: str | Path, flags: tuple[str, str], *, ep: int, expert_tp: int) -> None:
         """Refuses a run whose expert groups are not of the sizes that were measured.

@@ -88,10 +88,6 @@ class CostCurve:
             return right_seconds
         return left_seconds + (right_seconds - left_seconds) * (size - left) / (right - left)
 
-    def efficiency(self, size: float, bandwidth: float, crossing: float = 1.0) -> float:
-        """The part of `bandwidth` that an op of `size` bytes reaches: the inverse of `from_efficiency`."""
-        return size * crossing / (bandwidth * self.seconds(size))
-
     @cached_property
     def _sizes(self) -> list[float]:
         return [size for size, _ in self.points]

@@ -87,11 +87,22 @@ class Place:
 
     def positive(self, most: float = math.inf) -> float:
         """A finite number above 0."""
+        number = self._number()
+        if not 0 < number < math.inf or number > most:
+            limit = "finite" if most == math.inf else f"at most {most:g}"
+            self.refuse(f"{_shown(number)} is not above 0 and {limit}")
+        return number
+
+    def not_negative(self) -> float:
+        """A finite number, 0 or more."""
+        number = self._number()
+        if not 0 <= number < math.inf:
+            self.refuse(f"{_shown(number)} is not finite and at least 0")
+        return number
+
+    def _number(self) -> float:
         if not isinstance(self.value, (int, float)) or isinstance(self.value, bool):
             self.refuse(f"{_shown(self.value)} is not a number")
-        if not 0 < self.value < math.inf or self.value > most:
-            limit = "finite" if most == math.inf else f"at most {most:g}"
-            self.refuse(f"{_shown(self.value)} is not above 0 and {limit}")
         return self.value
 
     def _inside(self, key: str | int, value: object) -> Place:

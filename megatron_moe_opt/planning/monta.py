@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from megatron_moe_opt.schedules import monta
-from megatron_moe_opt.schedules.monta import LEVELS, ChunkBytes
+from megatron_moe_opt.schedules.monta import LEVELS, ChunkBytes, even_chunks
 from megatron_moe_opt.schedules.schedule import Lane, Schedule
 
 from .cluster import Cluster
@@ -32,8 +32,11 @@ from .curves import Costs
 from .simulator import Order, Slowdown, play
 
 CHUNKS = (1, 2, 4, 8, 16)
+PASSES = ("forward dispatch", "forward combine", "backward of combine", "backward of dispatch")
+"""The names of `training_passes`."""
 _MOST_ROWS = 2**40
 _TIE = 1 + 1e-9  # times this close are equal but for rounding
+WITHIN_PREDICTION = 0.03  # no chunks for a gain that predictions cannot tell from none
 
 
 @dataclass(frozen=True)
@@ -62,7 +65,7 @@ _BUILDERS = {"dispatch": monta.dispatch, "combine": monta.combine}
 
 
 def training_passes(rows: int, row_bytes: int, packed_row_bytes: int) -> tuple[Pass, ...]:
-    """Dispatch and combine, forward and backward, of one layer and micro-batch.
+    """Dispatch and combine, forward and backward, of one layer and micro-batch, in the order of PASSES.
 
     Args:
         rows: (token, expert) pairs that this rank exchanges.
@@ -81,8 +84,7 @@ def stage_seconds(
     one: Pass, level: str, chunks: int, ep_size: int, etp_size: int, costs: Costs
 ) -> list[tuple[Lane, float]]:
     """Lane and seconds of each op of one of `chunks` equal chunks (eq. 8 to 10)."""
-    size = -(-one.exchanged // chunks)
-    schedule = one.schedule(level, [ChunkBytes(size, size * etp_size)], ep_size, etp_size)
+    schedule = one.schedule(level, even_chunks(one.exchanged, etp_size, chunks)[:1], ep_size, etp_size)
     return [(op.lane, costs(op)) for op in schedule.ops]
 
 
@@ -103,10 +105,12 @@ def choose(
     levels: Sequence[str] = LEVELS,
     chunks: Sequence[int] = CHUNKS,
     minimum_chunk: int = 1,
+    equal_within: float = 1e-9,
 ) -> Choice:
     """The level and chunk count under which the passes together take least (Algorithm 3).
 
-    Of equal times, fewer chunks win, then the lower level. The same inputs give the same choice on every rank.
+    Of equal times, fewer chunks win, then the faster, then the lower level. The same inputs give the same choice on
+    every rank.
 
     Args:
         passes: at least one, such as `training_passes`.
@@ -116,6 +120,7 @@ def choose(
         chunks: chunk counts to choose from; O1 has one chunk whatever they are.
         minimum_chunk: own bytes of the largest pass that a chunk must have, unless it is the only one (the paper's
             I_minimal).
+        equal_within: times that exceed the least by up to this part of it count as equal to it.
 
     Raises:
         ConfigurationError: a curve is missing.
@@ -126,11 +131,14 @@ def choose(
     best = math.inf
     results: list[tuple[float, int, str]] = []
     for candidate in sorted(candidates, key=lambda candidate: sum(candidate.bounds)):
-        seconds = candidate.seconds(slowdown, best * _TIE)
+        seconds = candidate.seconds(slowdown, best * (1 + equal_within))
         best = min(best, seconds)
         results.append((seconds, candidate.count, candidate.level))
-    count, level, seconds = min((count, level, seconds) for seconds, count, level in results if seconds <= best * _TIE)
-    return Choice(level, count, seconds)
+    fewest = min(count for seconds, count, _ in results if seconds <= best * (1 + equal_within))
+    of_fewest = [(level, seconds) for seconds, count, level in results if count == fewest]
+    fastest = min(seconds for _, seconds in of_fewest)
+    level, seconds = min((level, seconds) for level, seconds in of_fewest if seconds <= fastest * _TIE)
+    return Choice(level, fewest, seconds)
 
 
 class _Candidate:
@@ -148,10 +156,10 @@ class _Candidate:
         """Of all passes; where that is above `limit`, a time between the two."""
         total = sum(self.bounds)
         if slowdown:
-            for order, stages, bound in zip(self.orders, self.stages, self.bounds, strict=True):
+            for (order, stage_of), stages, bound in zip(self.orders, self.stages, self.bounds, strict=True):
                 if total > limit:
                     break
-                times = play(order, [seconds for _, seconds in stages] * self.count, slowdown)
+                times = play(order, [stages[stage][1] for stage in stage_of], slowdown)
                 total += max(end for _, end in times) - bound
         return total
 
@@ -206,7 +214,9 @@ def choices(
 
     def choose_for(rows: int) -> Choice:
         passes = training_passes(rows, row_bytes, packed_row_bytes)
-        return choose(passes, ep_size, etp_size, costs, cluster.slowdown, levels, chunks)
+        return choose(
+            passes, ep_size, etp_size, costs, cluster.slowdown, levels, chunks, equal_within=WITHIN_PREDICTION
+        )
 
     return ChoiceByRows(choose_for)
 
@@ -224,5 +234,8 @@ def _counts(exchanged: int, levels: Sequence[str], chunks: Sequence[int], minimu
 
 
 @lru_cache(maxsize=1024)
-def _order(direction: str, level: str, count: int, ep: bool, etp: bool) -> Order:
-    return Order.of(Pass(direction, 0).schedule(level, [ChunkBytes()] * count, 1 + ep, 1 + etp))
+def _order(direction: str, level: str, count: int, ep: bool, etp: bool) -> tuple[Order, tuple[int, ...]]:
+    """Of a pipeline's ops; and the stage of its chunk that each op is."""
+    schedule = Pass(direction, 0).schedule(level, [ChunkBytes()] * count, 1 + ep, 1 + etp)
+    stages = [iter(range(len(schedule.ops))) for _ in range(count)]  # of each chunk, those to come
+    return Order.of(schedule), tuple(next(stages[op.chunk]) for op in schedule.ops)

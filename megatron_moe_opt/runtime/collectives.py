@@ -56,7 +56,12 @@ def _reason(error: BaseException) -> str:
 
 def describe_failure(op: str, group: dist.ProcessGroup | None, reason: str) -> str:
     """One sentence: what failed, on which group and rank, and the first line of the reason."""
-    return f"{op} on {_group_name(group)} failed on rank {_rank()}: {reason.strip().splitlines()[0]}"
+    return f"{op} on {_group_name(group)} failed on rank {_rank()}: {first_line(reason)}"
+
+
+def first_line(reason: str) -> str:
+    """What fits into one sentence."""
+    return (reason.strip() or "for no reason given").splitlines()[0]
 
 
 def global_rank(group: dist.ProcessGroup, rank: int) -> int | str:

@@ -16,13 +16,22 @@ class ChunkPlan:
 
     send_counts: list[int]
     """[ep_size] rows for each expert-parallel peer."""
-    receive_counts: list[int]
-    """[ep_size] rows from each expert-parallel peer."""
-    gather_counts: list[int]
-    """[etp_size] rows each expert-tensor-parallel peer holds after its all-to-all."""
+    arriving_counts: list[list[int]]
+    """[etp_size][ep_size] rows of each rank for this rank's experts."""
+    etp_rank: int
     by_expert: ChunkList
     """From arrival order (chunk, etp rank, ep rank, local expert) to expert order (local expert, etp rank, ep rank,
     chunk), in rows of the whole layer."""
+
+    @property
+    def receive_counts(self) -> list[int]:
+        """[ep_size] rows from each expert-parallel peer."""
+        return self.arriving_counts[self.etp_rank]
+
+    @property
+    def gather_counts(self) -> list[int]:
+        """[etp_size] rows each expert-tensor-parallel peer holds after its all-to-all."""
+        return [sum(counts) for counts in self.arriving_counts]
 
 
 @dataclass(frozen=True)
@@ -72,8 +81,10 @@ def plan_exchange(
     arrival_order = torch.arange(arriving.numel()).view(num_chunks, -1, local)
     by_expert = ChunkList.from_counts(arriving.view(-1), arrival_order.permute(2, 1, 0).reshape(-1), device)
     send_counts = cut[:, ep_rank, etp_rank].view(num_chunks, ep_size, local).sum(2).tolist()
-    receive_counts = arriving[:, etp_rank].sum(2).tolist()
-    gather_counts = arriving.sum((2, 3)).tolist()
-    chunks = (ChunkPlan(*parts) for parts in zip(send_counts, receive_counts, gather_counts,
-              by_expert.split([sum(counts) for counts in gather_counts]), strict=True))  # fmt: skip
+    arriving_counts = arriving.sum(3).tolist()
+    parts = by_expert.split(arriving.sum((1, 2, 3)).tolist())
+    chunks = (
+        ChunkPlan(sent, arrives, etp_rank, part)
+        for sent, arrives, part in zip(send_counts, arriving_counts, parts, strict=True)
+    )
     return ExchangePlan(tuple(chunks), arriving.sum((0, 1, 2)))

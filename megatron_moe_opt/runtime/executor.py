@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import torch
 
 from megatron_moe_opt.kernels.extension import load_extension
-from megatron_moe_opt.runtime.collectives import CollectiveError, describe_failure, global_rank
+from megatron_moe_opt.runtime.collectives import CollectiveError, describe_failure, first_line, global_rank
 from megatron_moe_opt.runtime.steps import Steps
 from megatron_moe_opt.schedules.schedule import Lane, Schedule
 from megatron_moe_opt.schedules.timeline import Span, Timeline
@@ -19,7 +19,8 @@ _C = load_extension()
 _LANES = tuple(Lane)
 _NUMBER = {lane: number for number, lane in enumerate(_LANES)}
 
-# Expert-parallel traffic first: it is what the layer waits for, and everything else hides behind it.
+# Expert-parallel traffic first: it is what the layer waits for, and everything else hides behind it. NCCL's kernels run
+# on streams of its own, whose priority is their group's (integration/priorities.py); these are for copies and sums.
 _PRIORITY = {Lane.INTER: -2, Lane.INTRA: -1}
 
 
@@ -28,10 +29,11 @@ class LaneError(CollectiveError):
 
 
 class Executor:
-    """Runs one schedule at a time. After a failure it can be used again."""
+    """Runs one schedule at a time. After a failure it can be used again; the group of a failed collective cannot."""
 
     def __init__(self, device: str) -> None:
-        if device == "cuda":
+        self._on_cuda = device == "cuda"
+        if self._on_cuda:
             self._runner = _C.StreamExecutor([_PRIORITY.get(lane, 0) for lane in _LANES])
         else:
             self._runner = _C.Executor(len(_LANES))
@@ -41,7 +43,7 @@ class Executor:
 
         On a CPU it returns when all ops have finished; the calling thread works too, in the compute lane or, where
         there is none, in the lane of the last op. On CUDA it returns when all is issued, and what is queued on the
-        current stream afterwards waits for it.
+        current stream, which is the compute lane, afterwards waits for it.
 
         Args:
             record: measure start and end of every op, and return them; on CUDA this waits for the device.
@@ -53,12 +55,11 @@ class Executor:
             (_NUMBER[op.lane], op.waits_for, step.actions) for op, step in zip(schedule.ops, steps, strict=True)
         ]  # fmt: skip
         record = record or bool(_recordings)
-        if not ops:
-            return Timeline(schedule, ()) if record else None
-        caller = Lane.COMPUTE if Lane.COMPUTE in schedule.lanes else schedule.ops[-1].lane
-        failure, times = self._runner.run(ops, _NUMBER[caller], record)
+        failure, times = self._runner.run(ops, self._caller_lane(schedule), record)
         if failure is not None:
             cause = next((errors[0] for errors in steps[failure[0]].raised if errors), None)
+            if cause is not None and not isinstance(cause, Exception):
+                raise cause  # KeyboardInterrupt and the like
             raise _lane_error(schedule, steps, *failure) from cause
         if not record:
             return None
@@ -66,6 +67,13 @@ class Executor:
         for timelines in _recordings:
             timelines.append(timeline)
         return timeline
+
+    def _caller_lane(self, schedule: Schedule) -> int:
+        if Lane.COMPUTE in schedule.lanes:
+            return _NUMBER[Lane.COMPUTE]
+        if self._on_cuda or not schedule.ops:
+            return -1
+        return _NUMBER[schedule.ops[-1].lane]
 
 
 _recordings: list[list[Timeline]] = []
@@ -79,25 +87,27 @@ def recording() -> Iterator[list[Timeline]]:
     try:
         yield timelines
     finally:
-        _recordings.remove(timelines)
+        _recordings.pop()
+
+
+def executor(device: torch.device | str = "cpu") -> Executor:
+    """The executor of this process for tensors on `device`; "cuda" is the current device."""
+    device = torch.device(device)
+    index = torch.cuda.current_device() if device.type == "cuda" and device.index is None else device.index
+    return _executor(device.type, index)
 
 
 @functools.cache
-def executor(device: str = "cpu") -> Executor:
-    """The executor of this process for tensors on `device` ("cpu" or "cuda")."""
-    return Executor(device)
-
-
-def executor_of(tensor: torch.Tensor) -> Executor:
-    """The executor for the device of `tensor`."""
-    return executor(tensor.device.type)
+def _executor(device_type: str, index: int | None) -> Executor:
+    with torch.cuda.device(index) if device_type == "cuda" else nullcontext():
+        return Executor(device_type)
 
 
 def _lane_error(schedule: Schedule, steps: Sequence[Steps], index: int, peer: int, reason: str) -> LaneError:
     op, group = schedule.ops[index], steps[index].group
     what = f"{schedule.name}: lane {op.lane.value}: {op}"
     if group is None:
-        return LaneError(f"{what} failed: {reason.splitlines()[0]}")
+        return LaneError(f"{what} failed: {first_line(reason)}")
     if peer >= 0:
         reason = f"with rank {global_rank(group, peer)}: {reason}"
     return LaneError(describe_failure(what, group, reason))

@@ -1,7 +1,8 @@
 """Rows to their experts and back as a pipeline of chunks: differentiable functions around the executor.
 
 `to_experts` runs all-to-all, all-gather and reorder; `to_sources` runs the mirror: reorder, reduce-scatter, all-to-all.
-The backward pass of each runs the other one on gradients.
+On Parm's way one all-to-all over both groups is in the place of the two collectives. The backward pass of each function
+runs the other one on gradients.
 """
 
 from __future__ import annotations
@@ -11,28 +12,43 @@ from typing import Any
 
 import torch
 from torch.autograd import Function
+from torch.autograd.function import once_differentiable
 
 from megatron_moe_opt.kernels import LANE_BYTES, empty
 from megatron_moe_opt.runtime import steps
 from megatron_moe_opt.runtime.exchange_plan import ChunkPlan, ExchangePlan
-from megatron_moe_opt.runtime.executor import executor_of
-from megatron_moe_opt.runtime.steps import Steps, blocks_of
-from megatron_moe_opt.schedules import monta
+from megatron_moe_opt.runtime.executor import executor
+from megatron_moe_opt.runtime.steps import Blocks, Steps, blocks_of
+from megatron_moe_opt.schedules import monta, parm
 from megatron_moe_opt.schedules.monta import ChunkBytes
-from megatron_moe_opt.schedules.schedule import Kind
+from megatron_moe_opt.schedules.schedule import Kind, Schedule
 from megatron_moe_opt.topology.expert_groups import ExpertGroups
 
 
 @dataclass(frozen=True)
 class Exchange:
-    """Between whom, what, and at which level of pipelining."""
+    """Between whom, what, and on which way."""
 
     groups: ExpertGroups
     plan: ExchangePlan
-    level: str
+    level: str | None
+    """MoNTA's level of pipelining; None: Parm's one all-to-all over both groups."""
 
-    def chunk_bytes(self, row_bytes: int) -> tuple[ChunkBytes, ...]:
-        """The sizes of the chunks on this rank."""
+    def dispatch(self, row_bytes: int) -> Schedule:
+        """The schedule of rows on their way to their experts."""
+        groups, sizes = self.groups, self._chunk_bytes(row_bytes)
+        if self.level is None:
+            return parm.dispatch(sizes, groups.etp_size)
+        return monta.dispatch(self.level, sizes, groups.ep_size, groups.etp_size)
+
+    def combine(self, row_bytes: int) -> Schedule:
+        """The schedule of rows on their way back."""
+        groups, sizes = self.groups, self._chunk_bytes(row_bytes)
+        if self.level is None:
+            return parm.combine(sizes, groups.etp_size)
+        return monta.combine(self.level, sizes, groups.ep_size, groups.etp_size)
+
+    def _chunk_bytes(self, row_bytes: int) -> tuple[ChunkBytes, ...]:
         return tuple(
             ChunkBytes(sum(chunk.send_counts) * row_bytes, sum(chunk.gather_counts) * row_bytes)
             for chunk in self.plan.chunks
@@ -73,6 +89,7 @@ class _ToExperts(Function):
         return _run_to_experts(packed, exchange, prob_dtype)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad_tokens: torch.Tensor, grad_probs: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         return _run_to_sources(grad_tokens.contiguous(), grad_probs.contiguous(), ctx.exchange), None, None
 
@@ -84,6 +101,7 @@ class _ToSources(Function):
         return _run_to_sources(rows.contiguous(), None, exchange)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
         return _run_to_experts(grad.contiguous(), ctx.exchange, None)[0], None
 
@@ -103,13 +121,16 @@ def _run_to_experts(
     if prob_dtype is not None:
         probs = empty((plan.num_gathered,), prob_dtype, rows.device)
 
-    schedule = monta.dispatch(exchange.level, exchange.chunk_bytes(layout.row_bytes), groups.ep_size, groups.etp_size)
+    schedule = exchange.dispatch(layout.row_bytes)
     places = _places(plan, groups)
     bound = []
     for op in schedule.ops:
         chunk, place = plan.chunks[op.chunk], places[op.chunk]
         arrived = gathered.narrow(0, place.own, sum(chunk.receive_counts))
-        if op.kind is Kind.ALL_TO_ALL:
+        if op.group == parm.JOINT:
+            to, from_ = _joint_blocks(chunk, place, groups)
+            step = steps.exchange(rows, to, gathered, from_, groups.joint, "all_to_all")
+        elif op.kind is Kind.ALL_TO_ALL:
             sent = rows.narrow(0, place.sent, sum(chunk.send_counts))
             step = steps.all_to_all(sent, chunk.send_counts, arrived, chunk.receive_counts, groups.ep)
         elif op.kind is Kind.ALL_GATHER:
@@ -121,7 +142,7 @@ def _run_to_experts(
         else:
             step = layout.split(gathered, tokens, probs, chunk)
         bound.append(step)
-    executor_of(rows).run(schedule, bound)
+    executor(rows.device).run(schedule, bound)
     return tokens, probs
 
 
@@ -133,16 +154,19 @@ def _run_to_sources(tokens: torch.Tensor, probs: torch.Tensor | None, exchange: 
     in_place = probs is None and plan.arrives_sorted
     unsorted = tokens if in_place else layout.empty_rows(plan.num_gathered, tokens)
     num_arrived = sum(sum(chunk.receive_counts) for chunk in plan.chunks)
-    summed = layout.empty_rows(num_arrived, tokens) if groups.etp_size > 1 else unsorted
-    rows = layout.empty_rows(plan.num_sent, tokens) if groups.ep_size > 1 else summed
+    fused = exchange.level is None
+    summed = layout.empty_rows(num_arrived, tokens) if groups.etp_size > 1 and not fused else unsorted
+    rows = layout.empty_rows(plan.num_sent, tokens) if groups.ep_size > 1 or fused else summed
 
-    schedule = monta.combine(exchange.level, exchange.chunk_bytes(layout.row_bytes), groups.ep_size, groups.etp_size)
+    schedule = exchange.combine(layout.row_bytes)
     places = _places(plan, groups)
     bound = []
     for op in schedule.ops:
         chunk, place = plan.chunks[op.chunk], places[op.chunk]
         arrived = summed.narrow(0, place.arrived, sum(chunk.receive_counts))
-        if op.kind is Kind.REDUCE_SCATTER:
+        if op.group == parm.JOINT:
+            step = _sum_of_shards(unsorted, rows, chunk, place, groups, layout)
+        elif op.kind is Kind.REDUCE_SCATTER:
             mine = sum(chunk.receive_counts)
             parts = layout.empty_rows((groups.etp_size - 1) * mine, tokens)
             all_rows = unsorted.narrow(0, place.gathered, sum(chunk.gather_counts))
@@ -155,8 +179,39 @@ def _run_to_sources(tokens: torch.Tensor, probs: torch.Tensor | None, exchange: 
         else:
             step = layout.join(tokens, probs, unsorted, chunk)
         bound.append(step)
-    executor_of(tokens).run(schedule, bound)
+    executor(tokens.device).run(schedule, bound)
     return rows
+
+
+def _joint_blocks(chunk: ChunkPlan, place: _Place, groups: ExpertGroups) -> tuple[Blocks, Blocks]:
+    """For each rank of the joint group, its block of this rank's rows, the same for all shards of an expert; and the
+    place of its own rows among the gathered ones.
+    """
+    to = [block for block in blocks_of(chunk.send_counts, place.sent) for _ in range(groups.etp_size)]
+    by_shard = [
+        blocks_of(counts, place.gathered + sum(chunk.gather_counts[:shard]))
+        for shard, counts in enumerate(chunk.arriving_counts)
+    ]
+    return to, [by_shard[shard][ep_rank] for ep_rank in range(groups.ep_size) for shard in range(groups.etp_size)]
+
+
+def _sum_of_shards(
+    unsorted: torch.Tensor,
+    rows: torch.Tensor,
+    chunk: ChunkPlan,
+    place: _Place,
+    groups: ExpertGroups,
+    layout: _Layout,
+) -> Steps:
+    """Each shard's part of every row back from it, into a copy a shard; then their sum, in rank order."""
+    _, to = _joint_blocks(chunk, place, groups)
+    num_rows = sum(chunk.send_counts)
+    parts = layout.empty_rows(groups.etp_size * num_rows, rows)
+    by_shard = [blocks_of(chunk.send_counts, shard * num_rows) for shard in range(groups.etp_size)]
+    from_ = [by_shard[shard][ep_rank] for ep_rank in range(groups.ep_size) for shard in range(groups.etp_size)]
+    step = steps.exchange(unsorted, to, parts, from_, groups.joint, "all_to_all")
+    summed = rows.narrow(0, place.sent, num_rows)
+    return step + steps.sum_parts(parts.split(num_rows) if num_rows else [summed], summed, layout.columns)
 
 
 class _Layout:

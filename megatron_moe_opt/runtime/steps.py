@@ -121,7 +121,10 @@ def copy_columns(
 
 
 def call(function: Callable[[], object]) -> Steps:
-    """Calls Python, in the op's lane: the compute lane is the caller's thread, any other has a thread of its own."""
+    """Calls Python, in the op's lane: the compute lane is the caller's thread, any other has a thread of its own.
+
+    The function must not run a schedule itself.
+    """
     raised: list[BaseException] = []
 
     def guarded() -> None:

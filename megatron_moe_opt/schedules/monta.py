@@ -34,47 +34,68 @@ def dispatch(level: str, chunks: Sequence[ChunkBytes], ep_size: int, etp_size: i
 
     Groups of one rank need no collective, and their ops are left out.
     """
-    ops: list[Op] = []
-    for j, size in enumerate(chunks):
-        stages = _Stages(ops, j, f"rows.{j}")
-        if ep_size > 1:
-            stages.add(Kind.ALL_TO_ALL, Lane.INTER, size.exchanged, f"arrived.{j}", group="ep")
-        if etp_size > 1:
-            stages.add(Kind.ALL_GATHER, Lane.INTRA, size.gathered, f"gathered.{j}", group="expert-tp")
-        stages.add(Kind.COPY, _copy_lane(level), size.gathered, f"sorted.{j}")
-    return Schedule(_name("dispatch", level, chunks), tuple(ops), tuple(f"rows.{j}" for j in range(len(chunks))))
+    stages = [_Stage(Kind.COPY, _copy_lane(level), "gathered", "sorted")]
+    if etp_size > 1:
+        stages.insert(0, _Stage(Kind.ALL_GATHER, Lane.INTRA, "gathered", "gathered", "expert-tp"))
+    if ep_size > 1:
+        stages.insert(0, _Stage(Kind.ALL_TO_ALL, Lane.INTER, "exchanged", "arrived", "ep"))
+    return _pipeline(_name("dispatch", level, chunks), stages, chunks, "rows")
 
 
 def combine(level: str, chunks: Sequence[ChunkBytes], ep_size: int, etp_size: int) -> Schedule:
     """Rows back to their source. Buffers of chunk j: sorted.j -> unsorted.j -> summed.j -> rows.j."""
-    ops: list[Op] = []
-    for j, size in enumerate(chunks):
-        stages = _Stages(ops, j, f"sorted.{j}")
-        stages.add(Kind.COPY, _copy_lane(level), size.gathered, f"unsorted.{j}")
-        if etp_size > 1:
-            stages.add(Kind.REDUCE_SCATTER, Lane.INTRA, size.gathered, f"summed.{j}", group="expert-tp")
-        if ep_size > 1:
-            stages.add(Kind.ALL_TO_ALL, Lane.INTER, size.exchanged, f"rows.{j}", group="ep")
-    return Schedule(_name("combine", level, chunks), tuple(ops), tuple(f"sorted.{j}" for j in range(len(chunks))))
+    stages = [_Stage(Kind.COPY, _copy_lane(level), "gathered", "unsorted")]
+    if etp_size > 1:
+        stages.append(_Stage(Kind.REDUCE_SCATTER, Lane.INTRA, "gathered", "summed", "expert-tp"))
+    if ep_size > 1:
+        stages.append(_Stage(Kind.ALL_TO_ALL, Lane.INTER, "exchanged", "rows", "ep"))
+    return _pipeline(_name("combine", level, chunks), stages, chunks, "sorted")
 
 
-def even_chunks(exchanged: int, etp_size: int, num_chunks: int) -> tuple[ChunkBytes, ...]:
-    """Chunks of equal size (to a byte) where every expert-TP peer holds as much as this rank."""
-    bounds = [exchanged * j // num_chunks for j in range(num_chunks + 1)]
-    sizes = [end - begin for begin, end in zip(bounds, bounds[1:], strict=False)]
-    return tuple(ChunkBytes(size, size * etp_size) for size in sizes)
+def even_chunks(exchanged: int, etp_size: int, num_chunks: int) -> list[ChunkBytes]:
+    """Chunks of equal size (up to a whole byte) where every expert-TP peer holds as much as this rank."""
+    size = -(-exchanged // num_chunks)
+    return [ChunkBytes(size, size * etp_size)] * num_chunks
 
 
-class _Stages:
-    """Appends the ops of one chunk, each behind the one before."""
+@dataclass(frozen=True)
+class _Stage:
+    """What every chunk goes through, one stage after the other."""
 
-    def __init__(self, ops: list[Op], chunk: int, source: str) -> None:
-        self.ops, self.chunk, self.source = ops, chunk, source
-        self.previous: tuple[int, ...] = ()
+    kind: Kind
+    lane: Lane
+    size: str
+    """Field of ChunkBytes."""
+    target: str
+    group: str | None = None
 
-    def add(self, kind: Kind, lane: Lane, size: int, target: str, group: str | None = None) -> None:
-        self.ops.append(Op(kind, lane, self.chunk, size, self.previous, (self.source,), (target,), group))
-        self.previous, self.source = (len(self.ops) - 1,), target
+
+def _pipeline(name: str, stages: Sequence[_Stage], chunks: Sequence[ChunkBytes], source: str) -> Schedule:
+    """The ops in waves: a chunk's next lane goes with the next chunk's lane before it.
+
+    All orders that keep that of a lane's ops are the same pipeline. This one also overlaps where a GPU has a single
+    hardware queue (CUDA_DEVICE_MAX_CONNECTIONS=1), in which an op that waits stands in front of all issued after it.
+    """
+    lane_changes = [sum(a.lane is not b.lane for a, b in zip(stages[:i], stages[1:], strict=False))
+                    for i in range(len(stages))]  # fmt: skip
+    waves = sorted((chunk + lane_changes[i], i, chunk) for i in range(len(stages)) for chunk in range(len(chunks)))
+    place = {(i, chunk): index for index, (_, i, chunk) in enumerate(waves)}
+    ops = []
+    for _, i, chunk in waves:
+        stage, before = stages[i], stages[i - 1].target if i else source
+        ops.append(
+            Op(
+                stage.kind,
+                stage.lane,
+                chunk,
+                getattr(chunks[chunk], stage.size),
+                (place[i - 1, chunk],) if i else (),
+                (f"{before}.{chunk}",),
+                (f"{stage.target}.{chunk}",),
+                stage.group,
+            )
+        )
+    return Schedule(name, tuple(ops), tuple(f"{source}.{chunk}" for chunk in range(len(chunks))))
 
 
 def _copy_lane(level: str) -> Lane:

@@ -70,8 +70,12 @@ def expand(
         pp: pipeline stages.
 
     Raises:
-        ConfigurationError: sizes that do not divide what they must, or no context parallelism that fits.
+        ConfigurationError: sizes that do not divide what they must, a context below 1, or no context parallelism that
+            fits.
     """
+    for name, number in (("context", context), ("held_context", held_context)):
+        if number < 1:
+            raise ConfigurationError(f"{name} {number} is not a number of tokens: give at least 1")
     tp = machines.gpus_per_node if tp is None else tp
     _check_divides("--tensor-model-parallel-size", tp, "GPUs a node", machines.gpus_per_node)
     _check_divides("--tensor-model-parallel-size", tp, "attention heads", model.attention_heads)

@@ -96,6 +96,20 @@ void test_failures(Executor& executor) {
   }
 }
 
+// A failure in the middle of an op reaches lanes that wait for it, on the caller's thread or not.
+void test_failures_wake_lanes_that_wait(Executor& executor) {
+  for (int round = 0; round < 60; ++round) {
+    const auto nothing = std::make_shared<Function>([] {});
+    const auto failing = std::make_shared<Function>([round] {
+      if (round % 2 == 0) std::this_thread::sleep_for(std::chrono::microseconds(300));
+      throw std::runtime_error("broken");
+    });
+    const std::vector<Op> ops = {{0, {}, {failing, nothing}}, {1, {0}, {nothing}}, {2, {1}, {nothing}}};
+    const auto failure = executor.run(ops, round % 4, nullptr);
+    expect(failure && failure->op == 0 && failure->reason == "broken", "the failure of an op with several actions");
+  }
+}
+
 void test_refusals(Executor& executor) {
   for (const std::vector<Op>& ops : {std::vector<Op>{{kLanes, {}, {}}},
                                      {{-1, {}, {}}},
@@ -136,6 +150,7 @@ int main() {
     Executor executor(kLanes);
     test_random_graphs(executor);
     test_failures(executor);
+    test_failures_wake_lanes_that_wait(executor);
     test_refusals(executor);
     test_callers_take_turns(executor);
   }

@@ -203,7 +203,7 @@ def test_variants_of_monta_run_as_they_are_named(ranks):
         assert all(result.gradient_difference == 0 for result in report.results)
 
 
-@pytest.mark.parametrize("variant", ["monta:O4", "monta:O2x0", "monta:O2xmany", "monta:x3"])
+@pytest.mark.parametrize("variant", ["monta:O4", "monta:O2x0", "monta:O3x00", "monta:O2xmany", "monta:O3x", "monta:x3"])
 def test_unknown_variants_are_refused(variant):
     with pytest.raises(ConfigurationError, match=rf"--dispatchers {variant}: write a level \(O1, O2, O3\)"):
         _settings(dispatchers=(variant,)).check(("alltoall", "monta"), 4)
@@ -212,7 +212,7 @@ def test_unknown_variants_are_refused(variant):
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        ({"dispatchers": ("monta:auto",)}, "--moe-opt-monta-level auto chooses from measurements"),
+        ({"dispatchers": ("monta:auto",)}, "--dispatchers monta:auto chooses by measurements: give --profile"),
         ({"dispatch_only": True, "capacity_factor": 1.0}, "--dispatch-only has no router that drops tokens"),
     ],
 )

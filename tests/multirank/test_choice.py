@@ -12,11 +12,10 @@ import torch
 import torch.distributed as dist
 
 from megatron_moe_opt.cli.layer_settings import LayerSettings
-from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.options import Options
 from megatron_moe_opt.planning.cluster import Cluster, World
 from megatron_moe_opt.schedules.schedule import Kind
-from tests.ranks.pool import RankFailure
+from tests.ranks.pool import RankFailure, RankPool
 
 MB = 10**6
 
@@ -31,30 +30,37 @@ def profile(tmp_path: Path) -> Path:
     return tmp_path / "cluster.json"
 
 
-def follow_token_counts(profile: Path) -> list[list[tuple[str, int]]]:
-    """What a layer uses in each of several passes with few tokens, many, many, few."""
+def follow_token_counts(profile: Path, other_ranks_profile: Path) -> list[tuple[str, int]]:
+    """What a layer uses in each of several passes with few tokens, many, many, few. `profile` is rank 0's."""
     import megatron_moe_opt
     from megatron_moe_opt.integration.moe_layer import build_layer
     from tests.ranks.megatron import moe_config, parallel
 
     used = []
-    megatron_moe_opt.register(Options(profile=profile))
-    with parallel(tp=2, ep=2, etp=2):
-        layer = build_layer(moe_config(moe_token_dispatcher_type="monta", hidden_size=512, num_attention_heads=4))
-        pipelining = layer.token_dispatcher.dispatcher.pipelining
-        for tokens in (4, 8000, 8000, 4):
-            # Ranks have different numbers of tokens, and choose alike all the same.
-            before = pipelining.current
-            hidden = torch.randn(tokens + dist.get_rank() // 2, 1, 512, requires_grad=True)
-            layer(hidden)[0].sum().backward()
-            used.append(before)
-        used.append(pipelining.current)
-    megatron_moe_opt.register(Options())
+    megatron_moe_opt.register(Options(profile=profile if dist.get_rank() == 0 else other_ranks_profile))
+    try:
+        with parallel(tp=2, ep=2, etp=2):
+            layer = build_layer(moe_config(moe_token_dispatcher_type="monta", hidden_size=512, num_attention_heads=4))
+            pipelining = layer.token_dispatcher.dispatcher.pipelining
+            for tokens in (4, 8000, 8000, 4):
+                # Ranks have different numbers of tokens, and choose alike all the same.
+                used.append(pipelining.current)
+                hidden = torch.randn(tokens + dist.get_rank() // 2, 1, 512, requires_grad=True)
+                layer(hidden)[0].sum().backward()
+            used.append(pipelining.current)
+    finally:
+        megatron_moe_opt.register(Options())
     return used
 
 
-def test_ranks_choose_alike_and_again_when_the_token_count_changes(ranks, profile):
-    first, *others = ranks.run(follow_token_counts, profile=profile)
+@pytest.mark.parametrize("others_have", ["the file", "another", "none"])
+def test_ranks_choose_alike_and_again_when_the_token_count_changes(ranks, profile, tmp_path, others_have):
+    """By the file of the first rank of the layer's groups."""
+    elsewhere = profile if others_have == "the file" else tmp_path / "elsewhere.json"
+    if others_have == "another":  # one by which nothing should be cut
+        latency = dict.fromkeys(Cluster.load(profile).curves, ((1, 1.0), (100 * MB, 1.0)))
+        dataclasses.replace(Cluster.load(profile), curves=latency).save(elsewhere)
+    first, *others = ranks.run(follow_token_counts, profile=profile, other_ranks_profile=elsewhere)
     assert all(other == first for other in others)
     start, small, large, again, small_again = first
     assert start == ("O1", 1)
@@ -63,27 +69,43 @@ def test_ranks_choose_alike_and_again_when_the_token_count_changes(ranks, profil
     assert again == large and small_again == small
 
 
-def wrong_groups(profile: Path) -> None:
+def build(profile: Path, **sizes: int) -> None:
+    """A layer in groups of these sizes."""
     import megatron_moe_opt
     from megatron_moe_opt.integration.moe_layer import build_layer
     from tests.ranks.megatron import moe_config, parallel
 
     megatron_moe_opt.register(Options(profile=profile))
     try:
-        with parallel(ep=4):
+        with parallel(**sizes):
             build_layer(moe_config(moe_token_dispatcher_type="monta"))
     finally:
         megatron_moe_opt.register(Options())
 
 
-def test_a_profile_of_other_groups_is_refused(ranks, profile):
+def refusals(ranks: RankPool, profile: Path, **sizes: int) -> list[str]:
+    """The ConfigurationErrors of all ranks."""
     with pytest.raises(RankFailure) as caught:
-        ranks.run(wrong_groups, profile=profile)
-    for _, kind, message in caught.value.errors:
-        assert kind == ConfigurationError.__name__ and "--expert-model-parallel-size 4 is not what" in message
+        ranks.run(build, profile=profile, **sizes)
+    assert [(rank, kind) for rank, kind, _ in caught.value.errors] == [
+        (rank, "ConfigurationError") for rank in range(4)
+    ]
+    return [message for _, _, message in caught.value.errors]
 
 
-def judge(profile: Path, json_file: Path) -> list[Any]:
+def test_a_profile_of_other_groups_is_refused(ranks, profile):
+    for message in refusals(ranks, profile, ep=4):
+        assert "--expert-model-parallel-size 4 is not what" in message
+
+
+def test_a_bad_profile_is_refused_on_all_ranks(ranks, profile):
+    """One rank reads it, and tells the others what is wrong with it."""
+    profile.write_text(profile.read_text().replace("0.101", "fast"))
+    messages = refusals(ranks, profile, tp=2, ep=2, etp=2)
+    assert len(set(messages)) == 1 and "not JSON" in messages[0]
+
+
+def judge(profile: Path) -> list[Any]:
     from megatron_moe_opt.cli.bench_choice import measure
     from tests.ranks.megatron import parallel
 
@@ -96,8 +118,8 @@ def judge(profile: Path, json_file: Path) -> list[Any]:
         return measure(settings, 2, Cluster.load(profile), [16, 64], [2], torch.device("cpu"))
 
 
-def test_bench_choice_judges_by_the_fastest(ranks, profile, tmp_path):
-    for points in ranks.run(judge, profile=profile, json_file=tmp_path / "out.json"):
+def test_bench_choice_judges_by_the_fastest(ranks, profile):
+    for points in ranks.run(judge, profile=profile):
         assert [point.tokens for point in points] == [16, 64]
         for point in points:
             candidates = {name: seconds for name, seconds in point.seconds.items() if name != "alltoall"}

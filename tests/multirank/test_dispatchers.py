@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatron_moe_opt.options import Options
 from megatron_moe_opt.versions import megatron_version
 
 SEQUENCE, BATCH = 24, 3  # 3 sequences of 24 tokens: nothing divides the 8 experts evenly
@@ -59,9 +60,16 @@ def run_layer(layer: Any, hidden: torch.Tensor, steps: int) -> dict[str, torch.T
 
 
 def compare(
-    dispatcher: str, layout: dict, settings: dict, routing: str | None = None, dtype: str = "float32", steps: int = 1
+    dispatcher: str,
+    layout: dict,
+    settings: dict,
+    routing: str | None = None,
+    dtype: str = "float32",
+    steps: int = 1,
+    options: Options | None = None,
 ) -> dict[str, Any]:
     """On every rank: relative error of each result (norm of the difference over the norm), and if all are equal."""
+    import megatron_moe_opt
     from megatron_moe_opt.integration.moe_layer import build_layer
     from tests.ranks.megatron import moe_config, parallel
 
@@ -70,7 +78,9 @@ def compare(
         settings = {"moe_router_pre_softmax": True, "bf16": dtype == "bfloat16"} | settings  # top-1 needs pre-softmax
         stock_config = moe_config(**settings)
         our_config = dataclasses.replace(stock_config, moe_token_dispatcher_type=dispatcher)
+        megatron_moe_opt.register(options)
         layers = [build_layer(config).to(getattr(torch, dtype)) for config in (stock_config, our_config)]
+        megatron_moe_opt.register()
         layers[1].load_state_dict(layers[0].state_dict())
         assert type(layers[1].token_dispatcher).__name__ == "PluggedTokenDispatcher"
         tokens = SEQUENCE // layout.get("tp", 1) // layout.get("cp", 1)

@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 
 from megatron_moe_opt.options import Options
-from tests.multirank.test_dispatchers import route_to, run_layer
+from tests.multirank.test_dispatchers import DROP, PAD, RAGGED, RECOMPUTE, SHARED, case_id, compare, route_to, run_layer
+from tests.multirank.test_dispatchers import LAYOUTS as NAMED_LAYOUTS
 from tests.ranks.pool import RankPool
 
 CHUNKS = (1, 2, 3, 5, 8)
@@ -42,7 +43,9 @@ def results_of(
     return layer.state_dict(), results | {f"experts' input {i}": tensor for i, tensor in enumerate(seen)}
 
 
-def compare_pipelines(tp: int, ep: int, pipelines: list[tuple[str, int]]) -> list[str]:
+def compare_pipelines(
+    tp: int, ep: int, pipelines: list[tuple[str, int]], routings: tuple[str | None, ...] = (None, "hot")
+) -> list[str]:
     """What differs from stock, over top-k, routing and pipelines."""
     import megatron_moe_opt
     from tests.ranks.megatron import moe_config, parallel
@@ -53,7 +56,7 @@ def compare_pipelines(tp: int, ep: int, pipelines: list[tuple[str, int]]) -> lis
             torch.manual_seed(11 + dist.get_rank())
             stock = moe_config(moe_router_topk=topk, moe_router_pre_softmax=True)
             hidden = torch.randn(SEQUENCE // tp, BATCH, stock.hidden_size)
-            for routing in (None, "hot"):  # hot: all but the first experts, and all but one rank, get nothing
+            for routing in routings:  # hot: all but the first experts, and all but one rank, get nothing
                 weights, expected = results_of(stock, None, hidden, routing)
                 assert "experts' input 2" in expected
                 for level, chunks in pipelines:
@@ -81,7 +84,60 @@ def test_larger_groups_equal_stock_bit_for_bit(world):
     try:
         for tp, ep in LAYOUTS:
             if tp * ep == world:
-                found = pool.run(compare_pipelines, tp=tp, ep=ep, pipelines=PIPELINES, timeout_s=240)
+                routings = (None,) if tp < 4 else ("hot",)
+                found = pool.run(compare_pipelines, tp=tp, ep=ep, pipelines=PIPELINES, routings=routings, timeout_s=240)
                 assert found == [[]] * world
     finally:
         pool.close()
+
+
+IN_CHUNKS = Options(monta_level="O3", chunks=3)
+CASES = [
+    *((layout, extra, None) for layout in ("ep4", "tp2-ep2-etp2") for extra in (DROP, PAD, SHARED, RECOMPUTE)),
+    ("tp2-ep2-etp2", SHARED | {"moe_shared_expert_overlap": True}, None),
+    ("tp2-ep2-etp2", {"moe_router_dtype": "fp64"}, None),
+    ("tp2-ep2-etp2", {"hidden_size": 60, "num_attention_heads": 4}, None),
+    ("ep4", {"num_moe_experts": 4}, None),
+    ("cp2-tp2-ep2-etp2", {}, None),
+    *(("tp2-ep2-etp2", {}, routing) for routing in ("skewed", *RAGGED)),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=case_id)
+def test_other_settings_in_chunks(ranks, case):
+    layout, settings, routing = case
+    arguments = {"layout": NAMED_LAYOUTS[layout], "settings": settings, "routing": routing, "steps": 2}
+    for result in ranks.run(compare, dispatcher="monta", options=IN_CHUNKS, **arguments):
+        assert result["equal"], result["errors"]
+
+
+@pytest.mark.parametrize("router_dtype", [None, "fp32", "fp64"])
+def test_bf16_in_chunks_is_within_the_contract(ranks, router_dtype):
+    arguments = {"layout": NAMED_LAYOUTS["tp2-ep2-etp2"], "settings": {"moe_router_dtype": router_dtype}}
+    for result in ranks.run(compare, dispatcher="monta", dtype="bfloat16", options=IN_CHUNKS, **arguments):
+        assert max(result["errors"].values()) < 1e-2, result["errors"]
+
+
+def pool_misses(steps: int) -> list[int]:
+    """Buffers that had to be made anew in each step."""
+    import megatron_moe_opt
+    from megatron_moe_opt.integration.moe_layer import build_layer
+    from megatron_moe_opt.kernels import host_pool
+    from tests.ranks.megatron import moe_config, parallel
+
+    misses = []
+    with parallel(tp=2, ep=2, etp=2):
+        megatron_moe_opt.register(IN_CHUNKS)
+        layer = build_layer(moe_config(moe_token_dispatcher_type="monta"))
+        megatron_moe_opt.register()
+        hidden = torch.randn(SEQUENCE // 2, BATCH, 64, requires_grad=True)
+        for _ in range(steps):
+            before = host_pool.stats()["misses"]
+            layer(hidden)[0].sum().backward()
+            misses.append(host_pool.stats()["misses"] - before)
+    return misses
+
+
+def test_buffers_are_used_again_in_the_next_step(ranks):
+    for misses in ranks.run(pool_misses, steps=6):
+        assert misses[-1] == 0, misses

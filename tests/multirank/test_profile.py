@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import replace
 
 import pytest
@@ -10,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_moe_opt.planning.cluster import Cluster, World
+from megatron_moe_opt.planning.simulator import simulate
 from megatron_moe_opt.schedules.schedule import Kind, Lane
 
 GATHERS = (Kind.ALL_GATHER, Kind.REDUCE_SCATTER)
@@ -23,7 +23,7 @@ def _profile(seconds, sizes, **options):
     settings = profile_cluster.ProfileSettings(**defaults | options, seconds=seconds)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("GROUP_RANK", str(dist.get_rank() // 2))
-        patch.setattr(meter, "RUN_SECONDS", 0.02)
+        patch.setattr(meter, "MEASURE_SECONDS", 0.02)
         patch.setattr(profile_cluster, "SIZES", sizes)
         patch.setattr(profile_cluster, "GEMM_ROWS", (16, 32))
         return profile_cluster.measure(settings, torch.device("cpu"))
@@ -64,6 +64,7 @@ def test_every_group_gets_its_curves(ranks, tmp_path, options, world, groups):
     lanes = (Lane.INTER, Lane.INTRA, Lane.COPY)
     assert set(cluster.slowdown) == {(one, other) for one in lanes for other in lanes if one is not other}
     assert all(0 < rate <= 1 for rate in cluster.slowdown.values())
+    assert 0 <= cluster.overhead < 5
     gemm = cluster.expert_gemm
     assert (gemm.hidden, gemm.ffn_hidden, len(gemm.points)) == (64, 32 // world.expert_tp, 2)
     if world.tp == world.expert_tp > 1:  # the same ranks: measured once
@@ -85,45 +86,49 @@ def test_little_time_means_fewer_sizes(ranks):
     assert {tuple(size for size, _ in points) for points in cluster.curves.values()} == {(4096,)}
 
 
-def _costs():
-    """Known times: ops that sleep, longer on rank 2, and lanes that wait for a lock that they share."""
-    from threading import Lock
+class _Played:
+    """An executor whose ops take known times, and the clock that they move on."""
 
-    from megatron_moe_opt.cli.meter import Load, Meter, Sized
-    from megatron_moe_opt.runtime import steps
+    def __init__(self, cost, slowdown):
+        self.cost, self.slowdown, self.now = cost, slowdown, 0.0
 
-    rank, lock = dist.get_rank(), Lock()
+    def run(self, schedule, steps, record):
+        timeline = simulate(schedule, self.cost, self.slowdown)
+        self.now += timeline.seconds
+        return timeline
 
-    def sleeping(lane, seconds_a_byte, lock=None):
-        def step(size):
-            def sleep():
-                if lock is None:
-                    time.sleep(size * seconds_a_byte)
-                else:
-                    with lock:
-                        time.sleep(size * seconds_a_byte)
+    def perf_counter(self):
+        return self.now
 
-            return sleep
 
-        return Load(Kind.COPY, lane, None, lambda size: Sized(size, lambda: steps.call(step(size))))
+def _made_up():
+    """What is measured where an op takes as many milliseconds as it has bytes, and twice that on rank 2."""
+    from megatron_moe_opt.cli import meter
 
-    meter = Meter(torch.device("cpu"))
-    slowest = 2e-4 if rank == 2 else 1e-4
-    return (
-        meter.curve(sleeping(Lane.COPY, slowest), (10, 20, 40, 9000), seconds=2.0, longest=9.0),
-        meter.curve(sleeping(Lane.COPY, 0.03), (10, 40, 80), seconds=60.0, longest=1.0),
-        meter.rate_beside(sleeping(Lane.INTRA, 1e-3), 10, sleeping(Lane.INTER, 1e-3), 10),
-        meter.rate_beside(sleeping(Lane.INTRA, 1e-3, lock), 10, sleeping(Lane.INTER, 1e-3, lock), 30),
-    )
+    slow = 2 if dist.get_rank() == 2 else 1
+    loads = {
+        lane: meter.Load(Kind.COPY, lane, None, lambda size: meter.Sized(size, lambda: None))
+        for lane in (Lane.COPY, Lane.INTRA, Lane.INTER)
+    }
+    played = _Played(lambda op: slow * op.size * 1e-3, {(Lane.INTRA, Lane.INTER): 0.4})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(meter, "executor", lambda device: played)
+        patch.setattr(meter, "time", played)
+        measured = meter.Meter(torch.device("cpu"))
+        return (
+            measured.curve(loads[Lane.COPY], (10, 20, 40, 9000), seconds=8.0, longest=90.0),
+            measured.curve(loads[Lane.COPY], (10, 600, 700), seconds=60.0, longest=1.0),
+            measured.rate_beside(loads[Lane.INTER], 10, loads[Lane.INTRA], 10),
+            measured.rate_beside(loads[Lane.INTRA], 10, loads[Lane.INTER], 30),
+        )
 
 
 def test_measured_times_are_those_of_the_slowest_rank(ranks):
-    answers = ranks.run(_costs)
+    answers = ranks.run(_made_up)
     assert all(answer == answers[0] for answer in answers)
-    curve, long_ops, side_by_side, in_turn = answers[0]
-    assert [size for size, _ in curve] == [10, 20, 40]  # 9000 would take 1.8 s an op, more than there is time for
-    for size, seconds in curve:
-        assert 1 < seconds / (2e-4 * size) < 1.5
-    assert [size for size, _ in long_ops] == [10, 40]  # an op of 40 takes longer than `longest`: that is enough
-    assert side_by_side > 0.8
-    assert in_turn < 0.6
+    curve, long_ops, undisturbed, disturbed = answers[0]
+    assert [size for size, _ in curve] == [10, 20, 40]  # 9000 would take 18 s an op, more than there is time for
+    assert [seconds for _, seconds in curve] == pytest.approx([0.02, 0.04, 0.08])
+    assert [size for size, _ in long_ops] == [10, 600]  # an op of 600 takes longer than `longest`: that is enough
+    assert undisturbed == pytest.approx(1)
+    assert disturbed == pytest.approx(0.4)

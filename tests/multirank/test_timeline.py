@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-import time
 from contextlib import contextmanager
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from megatron_moe_opt.cli.layer_settings import LayerSettings
 from megatron_moe_opt.planning.cluster import Cluster, World
+from megatron_moe_opt.planning.monta import PASSES
 from megatron_moe_opt.planning.simulator import simulate
 from megatron_moe_opt.schedules.schedule import Kind, Lane
 
@@ -21,7 +22,6 @@ CURVES = {
     (Kind.REDUCE_SCATTER, "expert-tp"): ((1024, 2e-3), (1 << 20, 2.0)),
     (Kind.COPY, None): ((1024, 1e-3), (1 << 20, 1.0)),
 }
-PASSES = ["forward dispatch", "forward combine", "backward of combine", "backward of dispatch"]
 
 
 @contextmanager
@@ -29,7 +29,7 @@ def _group_of_the_pool():
     yield torch.device("cpu")
 
 
-def _run(variant, rank=None, sleeper=None, **options):
+def _run(variant, rank=None, slow_rank=None, **options):
     """The command on this pool's ranks. `options` are LayerSettings', `trace` and `png`."""
     from megatron_moe_opt.cli import layer_timeline
 
@@ -40,18 +40,24 @@ def _run(variant, rank=None, sleeper=None, **options):
     settings = LayerSettings(dispatchers=(variant,), **{**sizes, **fixed, **counts, **options})
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(layer_timeline, "megatron_process_group", _group_of_the_pool)
-        if sleeper is not None:
-            _delay(sleeper, patch)
+        if dist.get_rank() == slow_rank:
+            _slow_down(patch)
         return layer_timeline.layer_timeline(settings, rank, trace, png)
 
 
-def _delay(rank, patch):
-    """All-to-alls of this rank take 50 ms more. In the last one of a step nobody waits for that."""
-    from megatron_moe_opt.runtime import steps
+def _slow_down(patch):
+    """What this rank records took a thousand seconds more."""
+    from megatron_moe_opt.cli.moe_layer import LayerUnderTest
 
-    all_to_all = steps.all_to_all
-    if dist.get_rank() == rank:
-        patch.setattr(steps, "all_to_all", lambda *args: all_to_all(*args) + steps.call(lambda: time.sleep(0.05)))
+    recorded_step = LayerUnderTest.recorded_step
+
+    def slow(layer):
+        return [
+            replace(timeline, spans=tuple(replace(span, end=span.end + 1000) for span in timeline.spans))
+            for timeline in recorded_step(layer)
+        ]
+
+    patch.setattr(LayerUnderTest, "recorded_step", slow)
 
 
 @pytest.mark.parametrize(("variant", "lanes"), [("monta:O1x1", 2), ("monta:O2x3", 2), ("monta:O3x2", 3)])
@@ -62,7 +68,7 @@ def test_files_and_timelines(ranks, tmp_path, variant, lanes):
     assert all(answer == answers[0] for answer in answers)
     step = answers[0]
     cluster = Cluster.load(profile)
-    assert list(step.measured) == list(step.predicted) == PASSES
+    assert list(step.measured) == list(step.predicted) == list(PASSES)
     for name, measured in step.measured.items():
         predicted = step.predicted[name]
         assert predicted == simulate(measured.schedule, cluster.costs(), cluster.slowdown)
@@ -82,7 +88,7 @@ def test_files_and_timelines(ranks, tmp_path, variant, lanes):
     assert (
         names[0]
         == names[1]
-        == PASSES + [str(op) for timeline in step.measured.values() for op in timeline.schedule.ops]
+        == [*PASSES] + [str(op) for timeline in step.measured.values() for op in timeline.schedule.ops]
     )
     titles = [event["args"]["name"] for event in events if event["name"] == "process_name"]
     assert titles == [f"{kind}: {variant}, rank {step.rank}" for kind in ("predicted", "measured")]
@@ -94,14 +100,14 @@ def test_files_and_timelines(ranks, tmp_path, variant, lanes):
 
 
 def test_the_rank_that_took_longest_or_the_one_asked_for(ranks, tmp_path):
-    """Rank 2 is slow, and ends its step last. Without a profile there is no prediction."""
+    """Without a profile there is no prediction."""
     trace = tmp_path / "step.json"
-    slow = ranks.run(_run, variant="monta:O3x2", sleeper=2, trace=trace)
+    slow = ranks.run(_run, variant="monta:O3x2", slow_rank=2, trace=trace)
     assert {step.rank for step in slow} == {2}
-    last = slow[0].measured["backward of dispatch"].lane(Lane.INTER)[-1]
-    assert last.end - last.start >= 0.05
+    assert all(timeline.seconds > 1000 for step in slow for timeline in step.measured.values())
     assert slow[0].predicted is None
     pids = {event["pid"] for event in json.loads(trace.read_text())["traceEvents"]}
     assert pids == {1}
-    asked = ranks.run(_run, variant="monta:O3x2", sleeper=2, rank=1, trace=trace)
+    asked = ranks.run(_run, variant="monta:O3x2", slow_rank=2, rank=1, trace=trace)
     assert {step.rank for step in asked} == {1}
+    assert all(timeline.seconds < 1000 for step in asked for timeline in step.measured.values())

@@ -7,8 +7,12 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 from megatron_moe_opt.cli.main import main
+from megatron_moe_opt.errors import ExtensionError
+from megatron_moe_opt.planning.cluster import Cluster, World
+from megatron_moe_opt.schedules.schedule import Kind
 
 
 def _run(monkeypatch, *arguments, world=1):
@@ -26,8 +30,36 @@ def _run(monkeypatch, *arguments, world=1):
         (
             "--dispatchers alltoall,montana",
             1,
-            "--dispatchers montana is unknown: choose from alltoall, allgather, monta, deepspeed",
+            "--dispatchers montana is unknown: choose from alltoall, allgather, monta, parm, deepspeed",
         ),
+        (
+            "--dispatchers alltoall:O2x4",
+            1,
+            "--dispatchers alltoall:O2x4: only monta has levels and chunks; write alltoall",
+        ),
+        (
+            "--dispatchers deepspeed:auto",
+            1,
+            "--dispatchers deepspeed:auto: only monta has levels and chunks; write deepspeed",
+        ),
+        ("--dispatchers parm:O3", 1, "--dispatchers parm:O3: only monta has levels and chunks; write parm"),
+        ("--dispatchers monta:auto", 1, "--dispatchers monta:auto chooses by measurements: give --profile"),
+        (
+            "--dispatchers monta:O1x4",
+            1,
+            "--dispatchers monta:O1x4: O1 does not cut; write monta:O1, or take O2 or O3",
+        ),
+        (
+            "--dispatchers monta:O3x4 --profile f",
+            1,
+            "--profile f: no dispatcher reads it; add monta:auto to --dispatchers, or drop it",
+        ),
+        (
+            "--dispatchers monta:auto --profile nowhere.json",
+            1,
+            "nowhere.json cannot be read: No such file or directory; give the path of a file",
+        ),
+        ("--capacity-factor inf", 1, "--capacity-factor inf is not a finite number: give one"),
         ("--ep 3", 3, "--ep 3 does not divide --experts 8: choose a divisor of 8"),
         ("--tp 3", 4, "--tp 3 does not divide the 4 ranks of this run: choose a divisor"),
         (
@@ -58,6 +90,7 @@ def _run(monkeypatch, *arguments, world=1):
             1,
             "--json nowhere/out.json: its folder does not exist; create it or choose another",
         ),
+        ("--json .", 1, "--json . is a folder: name a file in it"),
     ],
 )
 def test_bench_layer_refuses(monkeypatch, capsys, arguments, world, sentence):
@@ -73,7 +106,7 @@ def test_one_rank_of_a_node_speaks(monkeypatch, capsys):
 
 def test_stale_extension_is_one_sentence(monkeypatch, capsys):
     def stale(options=None):
-        raise ImportError("The compiled extension of megatron-moe-opt is missing: build it with X.")
+        raise ExtensionError("The compiled extension of megatron-moe-opt is missing: build it with X.")
 
     monkeypatch.setattr("megatron_moe_opt.register", stale)
     assert _run(monkeypatch, "bench", "layer") == 2
@@ -82,10 +115,58 @@ def test_stale_extension_is_one_sentence(monkeypatch, capsys):
     )
 
 
+SIMULATED = (
+    "simulate --inter-bandwidth 1 --intra-bandwidth 1 --copy-bandwidth 1 --tokens 8 --hidden 8 --ffn-hidden 8 "
+    "--experts 1 --topk 1 --layers 1 --heads 1 --vocabulary 8 --peak-tflops 1 --gemm-efficiency 1"
+)
+
+
+def test_without_the_extension():
+    """Commands that need it say so in one sentence; the others work."""
+    needing = [
+        "bench layer", "bench choice --profile f", "bench kernels", "bench executor", "profile", "timeline --trace f",
+        SIMULATED,
+    ]  # fmt: skip
+    code = f"""
+import sys
+sys.modules["megatron_moe_opt._C"] = None
+from megatron_moe_opt.cli.main import main
+for command in {["--help", "doctor", *needing]!r}:
+    sys.argv = ["moe-opt", *command.split()]
+    try:
+        main()
+    except SystemExit as end:
+        print("exit code", end.code, file=sys.stderr)
+"""
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    lines = run.stderr.splitlines()
+    assert lines[:2] == ["exit code 0", "exit code 1"], run.stderr
+    assert "moe-opt doctor" in run.stdout and "mend extension" in run.stdout
+    for sentence, end in zip(lines[2::2], lines[3::2], strict=True):
+        assert sentence.startswith("moe-opt: The compiled extension of megatron-moe-opt is missing: build it with")
+        assert end == "exit code 2"
+    assert len(lines) == 2 + 2 * len(needing)
+
+
 @pytest.mark.parametrize("arguments", ["bench layer --topk two", "bench layer --tokens 0", "bench nothing"])
 def test_malformed_options(monkeypatch, capsys, arguments):
     assert _run(monkeypatch, *arguments.split()) == 2
     assert "Error" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        "profile --seconds",
+        "bench layer --capacity-factor",
+        *(f"simulate --{name}" for name in ("peak-tflops", "gemm-efficiency", "inter-bandwidth", "op-microseconds")),
+    ],
+)
+@pytest.mark.parametrize("number", ["nan", "inf"])
+def test_numbers_that_are_none(monkeypatch, capsys, arguments, number):
+    """Whether a range or our own check refuses them, the option is named."""
+    assert _run(monkeypatch, *arguments.split(), number) == 2
+    assert arguments.split()[-1] in capsys.readouterr().err
 
 
 def test_bench_layer_in_one_process(tmp_path):
@@ -116,3 +197,65 @@ def test_bench_layer_in_one_process(tmp_path):
     assert min(monta["seconds"]) > 0
     assert monta["output_difference"] <= 1e-6 and monta["gradient_difference"] <= 1e-6
     assert monta["wire_limit"] is None and monta["traffic"] == []
+
+
+def _processes_output(arguments):
+    """What `moe-opt ARGUMENTS` prints in a process of its own."""
+    command = [sys.executable, "-m", "megatron_moe_opt.cli.main", *arguments.split()]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert run.returncode == 0, run.stderr
+    return run.stdout
+
+
+def test_bench_choice_in_one_process(tmp_path):
+    """One rank has no collectives: cutting only costs, and the profile says so."""
+    profile, file = tmp_path / "cluster.json", tmp_path / "choice.json"
+    Cluster(World((0,)), {(Kind.COPY, None): ((1, 1e-3), (1 << 20, 2e-3))}).save(profile)
+    shape = "--tokens 16,48 --chunks 2,4 --hidden 32 --experts 4 --steps 1 --warmup 0"
+    printed = _processes_output(f"bench choice --profile {profile} {shape} --json {file}")
+    assert "16 tokens a rank, hidden 32, 4 experts, top-2, fp32, TP 1, EP 1, expert-TP 1, routing uniform" in printed
+    assert "regret at most 5 % in" in printed and "of 2 points" in printed
+    points = json.loads(file.read_text())["points"]
+    assert [point["tokens"] for point in points] == [16, 48]
+    for point in points:
+        assert set(point["seconds"]) == {"alltoall", "monta:O1"} | {
+            f"monta:{level}x{count}" for level in ("O2", "O3") for count in (2, 4)
+        }
+        assert point["chosen"] == "monta:O1"
+        assert point["exchanged"] == point["tokens"] * 2 * 32 * 4
+        assert point["predicted"] == pytest.approx(4e-3, rel=0.1)
+        assert point["ratio"] == point["seconds"]["monta:O1"] / point["seconds"]["alltoall"]
+
+
+def test_bench_executor():
+    rows = [line.split("│")[1:-1] for line in _processes_output("bench executor --repeats 2").splitlines()]
+    table = [[cell.strip() for cell in row] for row in rows if row]
+    assert [lanes for lanes, _, _ in table] == ["1", "2", "3"]
+    for _, median, spread in table:
+        least, largest = spread.split("-")
+        assert 0 < float(least) <= float(median) <= float(largest)
+
+
+@pytest.mark.parametrize("command", ["executor", "kernels"])
+@pytest.mark.parametrize(
+    ("sees_a_gpu", "sentence"),
+    [
+        (False, "--device cuda: PyTorch sees no CUDA device: use --device cpu"),
+        (
+            True,
+            "--device cuda: the compiled extension has no CUDA kernels: rebuild it with nvcc on PATH, or use --device "
+            "cpu",
+        ),
+    ],
+)
+def test_benchmarks_without_cuda(monkeypatch, capsys, command, sees_a_gpu, sentence):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: sees_a_gpu)
+    monkeypatch.setattr("megatron_moe_opt.kernels.build_info", lambda: {"backend": "cpu"})
+    assert _run(monkeypatch, "bench", command, "--device", "cuda") == 2
+    assert capsys.readouterr().err == f"moe-opt: {sentence}\n"
+
+
+def test_bench_kernels_refuses_a_file_before_it_measures(monkeypatch, capsys):
+    assert _run(monkeypatch, "bench", "kernels", "--json", "nowhere/out.json") == 2
+    error = capsys.readouterr().err
+    assert error == "moe-opt: --json nowhere/out.json: its folder does not exist; create it or choose another\n"

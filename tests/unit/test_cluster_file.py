@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_moe_opt.errors import ConfigurationError
-from megatron_moe_opt.planning.cluster import Cluster, ExpertGemm, World
+from megatron_moe_opt.planning.cluster import MEGATRON_FLAGS, OUR_FLAGS, Cluster, ExpertGemm, World
 from megatron_moe_opt.planning.json_places import Place
 from megatron_moe_opt.schedules.schedule import Kind, Lane, Op
 
@@ -22,6 +22,7 @@ CLUSTER = Cluster(
         (Kind.COPY, None): ((65536, 1.5e-05), (131072, 2.5e-05), (262144, 5e-05)),
     },
     slowdown={(Lane.INTER, Lane.INTRA): 0.75, (Lane.INTRA, Lane.INTER): 1.0},
+    overhead=1e-4,
     expert_gemm=ExpertGemm(hidden=4, ffn_hidden=8, dtype="fp32", points=((16, 1e-3), (32, 1.5e-3))),
     host={"cpus": 2, "device": "an [odd]  name"},
     software={"torch": "2.13.0"},
@@ -49,8 +50,8 @@ def test_any_measured_numbers_come_back(tmp_path_factory, points, fact, rate):
         World((0,)),
         {(Kind.COPY, None): tuple(sorted(points.items()))},
         {(Lane.COPY, Lane.INTRA): rate},
-        None,
-        {fact: fact},
+        overhead=rate,
+        host={fact: fact},
     )
     cluster.save(file)
     assert Cluster.load(file) == cluster
@@ -58,8 +59,8 @@ def test_any_measured_numbers_come_back(tmp_path_factory, points, fact, rate):
 
 def test_costs_are_the_curves():
     costs = CLUSTER.costs()
-    assert costs(Op(Kind.ALL_TO_ALL, Lane.INTER, size=65536, group="ep")) == 0.003
-    assert costs(Op(Kind.COPY, Lane.COPY, size=196608)) == pytest.approx(3.75e-5)
+    assert costs(Op(Kind.ALL_TO_ALL, Lane.INTER, size=65536, group="ep")) == pytest.approx(0.003 + 1e-4)
+    assert costs(Op(Kind.COPY, Lane.COPY, size=196608)) == pytest.approx(3.75e-5 + 1e-4)
     with pytest.raises(ConfigurationError, match="no cost curve for reduce_scatter in group expert-tp"):
         costs(Op(Kind.REDUCE_SCATTER, Lane.INTRA, size=1, group="expert-tp"))
 
@@ -69,15 +70,17 @@ def test_flops():
 
 
 def test_groups_of_other_sizes():
-    CLUSTER.check_groups("c.json", ep=2, expert_tp=2)
-    with pytest.raises(ConfigurationError) as refusal:
-        CLUSTER.check_groups("c.json", ep=4, expert_tp=2)
-    assert str(refusal.value) == (
-        "--expert-model-parallel-size 4 is not what c.json was measured with (2): measure this layout with "
-        "moe-opt profile --ep 4 --expert-tp 2"
-    )
-    with pytest.raises(ConfigurationError, match="--expert-tensor-parallel-size 1 is not what"):
-        CLUSTER.check_groups("c.json", ep=2, expert_tp=1)
+    for ep_flag, expert_tp_flag in (MEGATRON_FLAGS, OUR_FLAGS):
+        flags = ep_flag, expert_tp_flag
+        CLUSTER.check_groups("c.json", flags, ep=2, expert_tp=2)
+        with pytest.raises(ConfigurationError) as refusal:
+            CLUSTER.check_groups("c.json", flags, ep=4, expert_tp=2)
+        assert str(refusal.value) == (
+            f"{ep_flag} 4 is not what c.json was measured with (2): measure this layout with moe-opt profile --ep 4 "
+            "--expert-tp 2"
+        )
+        with pytest.raises(ConfigurationError, match=f"^{expert_tp_flag} 1 is not what"):
+            CLUSTER.check_groups("c.json", flags, ep=2, expert_tp=1)
 
 
 def _change(content, path, value):

@@ -109,6 +109,11 @@ def test_options_are_taken_out_of_the_command_line():
             "--moe-opt-monta-level auto chooses from measurements: run `moe-opt profile`",
         ),
         (["--moe-opt-chunks", "auto"], "--moe-opt-chunks auto chooses from measurements"),
+        (["--moe-opt-profile", "f", "--moe-opt-monta-level", "O1"], "--moe-opt-profile f has nothing to choose"),
+        (
+            ["--moe-opt-profile", "f", "--moe-opt-monta-level", "O3", "--moe-opt-chunks", "4"],
+            "--moe-opt-profile f has nothing to choose",
+        ),
     ],
 )
 def test_wrong_options_are_refused(arguments, sentence):

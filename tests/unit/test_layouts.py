@@ -251,6 +251,12 @@ def test_refusals(nodes, context, options, sentence):
     assert str(refusal.value).startswith(sentence)
 
 
+@pytest.mark.parametrize(("context", "held_context", "name"), [(0, 1, "context 0"), (1, -2, "held_context -2")])
+def test_contexts_without_tokens(context, held_context, name):
+    with pytest.raises(ConfigurationError, match=f"^{name} is not a number of tokens: give at least 1$"):
+        expand(Machines(2, 8), MODEL, context, held_context)
+
+
 def test_a_model_that_tp_does_not_divide():
     with pytest.raises(
         ConfigurationError, match="--tensor-model-parallel-size 8 does not divide the 12 attention heads"

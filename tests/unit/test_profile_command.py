@@ -47,6 +47,8 @@ from megatron_moe_opt.schedules.schedule import Kind, Lane
             1,
             "--output nowhere/cluster.json: its folder does not exist; create it or choose another",
         ),
+        ("--output .", 1, "--output . is a folder: name a file in it"),
+        ("--seconds inf", 1, "--seconds inf is not a finite number: give one"),
     ],
 )
 def test_refusals(monkeypatch, capsys, arguments, world, sentence):
@@ -83,7 +85,8 @@ def test_table():
         World((0, 0), tp=2, expert_tp=2),
         {(Kind.ALL_GATHER, "expert-tp"): gathers, (Kind.ALL_GATHER, "tp"): gathers, (Kind.COPY, None): ((2048, 1e-6),)},
         {(Lane.INTER, Lane.COPY): 0.5},
-        ExpertGemm(10, 25, "bf16", ((100, 1e-3),)),
+        expert_gemm=ExpertGemm(10, 25, "bf16", ((100, 1e-3),)),
+        overhead=2e-4,
     )
     console = Console(width=120, record=True, file=io.StringIO())
     console.print(curves_table(cluster))
@@ -95,7 +98,10 @@ def test_table():
         ["copy", "2 KiB", "0.001", "2.048 GB/s", "100%"],
         ["expert 10 x 25 bf16", "100 rows", "1.000", "0.000 TFLOP/s", "100%"],
     ]
-    assert "Pace of a lane while another is busy: inter beside copy 50%" in " ".join(text.split())
+    assert (
+        "Pace of a lane while another is busy: inter beside copy 50%. An op of a pipeline takes 0.200 ms besides."
+        in " ".join(text.split())
+    )
 
 
 SLURM = {"SLURM_STEP_NUM_TASKS": "16", "SLURM_PROCID": "9", "SLURM_LOCALID": "1", "SLURM_NODEID": "1"}

@@ -83,7 +83,6 @@ def test_bad_settings_are_refused_in_one_sentence():
     refusal("--moe-token-dispatcher-type mota is not a dispatcher: choose one of allgather, alltoall", name="mota")
     refusal("--moe-token-dispatcher-type monta needs a mixture of experts", num_moe_experts=None)
     refusal("--expert-model-parallel-size 3 does not divide --num-experts 4", expert_model_parallel_size=3)
-    refusal("--tensor-model-parallel-size 2 without --sequence-parallel", tensor_model_parallel_size=2)
     refusal("--cuda-graph-impl local does not work with", cuda_graph_impl="local")
     refusal(
         "--overlap-moe-expert-parallel-comm schedules the stages of stock dispatchers itself",

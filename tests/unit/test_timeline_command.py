@@ -11,9 +11,10 @@ import sys
 import pytest
 from rich.console import Console
 
-from megatron_moe_opt.cli.layer_timeline import PASSES, StepTimelines, timelines_table
+from megatron_moe_opt.cli.layer_timeline import StepTimelines, timelines_table
 from megatron_moe_opt.cli.main import main
 from megatron_moe_opt.planning.cluster import Cluster, World
+from megatron_moe_opt.planning.monta import PASSES
 from megatron_moe_opt.schedules.schedule import Kind, Lane, Op, Schedule
 from megatron_moe_opt.schedules.timeline import Span, Timeline
 
@@ -42,6 +43,7 @@ def _refusal(monkeypatch, capsys, arguments, world):
             1,
             "--png nowhere/a.png: its folder does not exist; create it or choose another",
         ),
+        ("--trace .", 1, "--trace . is a folder: name a file in it"),
         ("--png a.jpeg2000", 1, "the picture a.jpeg2000 has no known format: end its name in .png, .svg, .pdf"),
         ("--trace a.json --level O4", 1, "--level O4 is unknown: choose one of O1, O2, O3"),
         (
@@ -64,7 +66,7 @@ def test_profile_of_other_groups(monkeypatch, capsys, tmp_path):
     Cluster(World((0, 0, 1, 1), ep=2, expert_tp=2), {(Kind.COPY, None): ((1024, 1e-6),)}).save("cluster.json")
     error = _refusal(monkeypatch, capsys, "--trace a.json --profile cluster.json", 4)
     assert error == (
-        "moe-opt: --expert-model-parallel-size 4 is not what cluster.json was measured with (2): measure this layout "
+        "moe-opt: --ep 4 is not what cluster.json was measured with (2): measure this layout "
         "with moe-opt profile --ep 4 --expert-tp 1\n"
     )
 

@@ -1,0 +1,48 @@
+"""Types and checks of options that several commands have. Imports neither PyTorch nor the extension."""
+
+from __future__ import annotations
+
+import math
+from enum import Enum
+
+import typer
+
+from megatron_moe_opt.errors import ConfigurationError
+
+
+class DType(str, Enum):
+    """Element type of tokens and weights."""
+
+    fp32 = "fp32"
+    bf16 = "bf16"
+
+
+class Device(str, Enum):
+    """Where a benchmark runs."""
+
+    cpu = "cpu"
+    cuda = "cuda"
+
+
+def finite(option: typer.CallbackParam, value: float | None) -> float | None:
+    """The callback of float options: refuses, with ConfigurationError, nan and inf, which their ranges let pass."""
+    if value is not None and not math.isfinite(value):
+        raise ConfigurationError(f"{option.opts[0]} {value} is not a finite number: give one")
+    return value
+
+
+def check_device(device: Device) -> None:
+    """Refuses, with ConfigurationError, a device that is not there or that the extension was not built for."""
+    if device is Device.cpu:
+        return
+    import torch
+
+    from megatron_moe_opt.kernels import build_info
+
+    if not torch.cuda.is_available():
+        raise ConfigurationError("--device cuda: PyTorch sees no CUDA device: use --device cpu")
+    if build_info()["backend"] != "cuda":
+        raise ConfigurationError(
+            "--device cuda: the compiled extension has no CUDA kernels: rebuild it with nvcc on PATH, or use --device "
+            "cpu"
+        )

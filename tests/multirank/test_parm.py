@@ -1,0 +1,160 @@
+"""`parm` against stock `alltoall`; layers of models without sequence parallelism against those of models with it."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.multirank.test_dispatchers import DROP, LAYOUTS, PAD, RAGGED, RECOMPUTE, SHARED, case_id, compare, route_to
+from tests.ranks.pool import RankPool
+
+SEQUENCE, BATCH = 24, 3
+
+CASES = [
+    *((layout, {"moe_router_topk": topk}, None) for layout in LAYOUTS for topk in (1, 2)),
+    *((layout, extra, None) for layout in ("ep4", "tp2-ep2-etp2") for extra in (DROP, PAD, SHARED, RECOMPUTE)),
+    ("tp4-etp4", PAD, None),
+    ("tp2-ep2-etp2", SHARED | {"moe_shared_expert_overlap": True}, None),
+    ("tp2-ep2-etp2", {"moe_router_dtype": "fp64"}, None),
+    ("ep4", {"num_moe_experts": 4}, None),
+    *((layout, {}, routing) for layout in ("tp2-ep2-etp2", "tp4-etp4") for routing in ("hot", "skewed", *RAGGED)),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=case_id)
+def test_parm_equals_stock_bit_for_bit_in_fp32(ranks, case):
+    layout, settings, routing = case
+    arguments = {"layout": LAYOUTS[layout], "settings": settings, "routing": routing, "dtype": "float32", "steps": 2}
+    for result in ranks.run(compare, dispatcher="parm", **arguments):
+        assert result["equal"], result["errors"]
+
+
+@pytest.mark.parametrize("layout", ["ep4", "tp2-ep2-etp2", "tp4-etp4"])
+def test_bf16_is_within_the_contract(ranks, layout):
+    arguments = {"layout": LAYOUTS[layout], "settings": {}, "routing": None, "dtype": "bfloat16", "steps": 1}
+    for result in ranks.run(compare, dispatcher="parm", **arguments):
+        assert max(result["errors"].values()) < 1e-2, result["errors"]
+
+
+def gather_over_tp(part: torch.Tensor) -> torch.Tensor:
+    """The parts of the TP ranks, one behind another."""
+    from megatron.core import parallel_state
+
+    group = parallel_state.get_tensor_model_parallel_group()
+    parts = [torch.empty_like(part) for _ in range(group.size())]
+    dist.all_gather(parts, part.contiguous(), group=group)
+    return torch.cat(parts)
+
+
+def sum_over_tp(grad: torch.Tensor) -> torch.Tensor:
+    """What Megatron does with gradients of replicated weights at the end of a sequence-parallel step."""
+    from megatron.core import parallel_state
+
+    total = grad.clone()
+    dist.all_reduce(total, group=parallel_state.get_tensor_model_parallel_group())
+    return total
+
+
+def compare_replicated(
+    dispatcher: str, layout: dict[str, int], settings: dict[str, Any], routing: str | None
+) -> list[str]:
+    """What differs between our layer on all tokens, without sequence parallelism, and stock's on each rank's part."""
+    from megatron_moe_opt.integration.moe_layer import build_layer
+    from tests.ranks.megatron import moe_config, parallel
+
+    tp = layout["tp"]
+    with parallel(**layout):
+        torch.manual_seed(11 + dist.get_rank())
+        stock_config = moe_config(moe_router_pre_softmax=True, **settings)
+        our_config = dataclasses.replace(stock_config, moe_token_dispatcher_type=dispatcher, sequence_parallel=False)
+        stock, ours = build_layer(stock_config), build_layer(our_config)
+        assert not our_config.sequence_parallel and stock_config.sequence_parallel == (tp > 1)
+        ours.load_state_dict(stock.state_dict())
+        for layer in (stock, ours):
+            layer.train()
+            if routing:
+                route_to(layer, routing, seed=3 + dist.get_rank())
+        generator = torch.Generator().manual_seed(5 + dist.get_rank() // tp)  # the same on the ranks of a TP group
+        hidden, weights = (torch.randn(SEQUENCE, BATCH, stock_config.hidden_size, generator=generator) for _ in "ab")
+        found, expected = {}, {}
+
+        whole = hidden.clone().requires_grad_()
+        output, _ = ours(whole)
+        (output * weights).sum().backward()
+        found |= {"output": output.detach(), "input grad": whole.grad}
+        found |= {name: parameter.grad for name, parameter in ours.named_parameters()}
+
+        rank = dist.get_rank() % tp
+        part = hidden.chunk(tp)[rank].clone().requires_grad_()
+        output, _ = stock(part)
+        (output * weights.chunk(tp)[rank]).sum().backward()
+        expected |= {"output": gather_over_tp(output.detach()), "input grad": gather_over_tp(part.grad)}
+        for name, parameter in stock.named_parameters():
+            replicated = getattr(parameter, "sequence_parallel", False)
+            expected[name] = sum_over_tp(parameter.grad) if replicated else parameter.grad
+    assert found.keys() == expected.keys() and any("router" in name for name in found)
+    return [name for name in expected if not torch.equal(found[name], expected[name])]
+
+
+GATED = SHARED | {"moe_shared_expert_gate": True}
+Z_LOSS = {"moe_z_loss_coeff": 0.01}
+REPLICATED = [
+    *(
+        ({"tp": tp, "ep": ep, "etp": etp}, {}, None)
+        for tp in (2, 4)
+        for etp in (1, 2, 4)
+        for ep in (1, 2)
+        if ep * etp <= 4
+    ),
+    ({"tp": 2, "ep": 2, "etp": 2}, {"moe_router_topk": 1}, "hot"),
+    *(({"tp": 2, "ep": 2, "etp": 2}, extra, None) for extra in (DROP, PAD, SHARED, GATED, RECOMPUTE, Z_LOSS)),
+    ({"tp": 2, "ep": 2, "etp": 1}, SHARED | {"moe_shared_expert_overlap": True}, None),
+    ({"tp": 2, "ep": 2, "etp": 2, "cp": 2}, {}, None),
+]
+
+
+@pytest.mark.parametrize("dispatcher", ["monta", "parm"])
+@pytest.mark.parametrize(("layout", "settings", "routing"), REPLICATED, ids=str)
+def test_replicated_tokens_give_what_sequence_parallelism_gives(ranks, dispatcher, layout, settings, routing):
+    arguments = {"layout": layout, "settings": settings, "routing": routing}
+    assert ranks.run(compare_replicated, dispatcher=dispatcher, **arguments) == [[]] * 4
+
+
+def compare_many(layouts: list[dict[str, int]]) -> list[str]:
+    different = []
+    for layout in layouts:
+        for settings in ({}, {"moe_router_topk": 4}, PAD):
+            names = compare_replicated("parm", layout, settings, None)
+            different += [f"{layout}, {settings}: {name}" for name in names]
+    return different
+
+
+def test_all_sizes_that_fit_8_ranks():
+    """Attention TP, expert TP and EP independent of each other, each in {1, 2, 4} (EP in {1, 2})."""
+    layouts = [{"tp": tp, "ep": ep, "etp": etp} for tp in (1, 2, 4) for etp in (1, 2, 4) for ep in (1, 2)]
+    pool = RankPool(8)
+    try:
+        assert pool.run(compare_many, layouts=layouts, timeout_s=240) == [[]] * 8
+    finally:
+        pool.close()
+
+
+def odd_length() -> None:
+    from megatron_moe_opt.errors import ConfigurationError
+    from megatron_moe_opt.integration.moe_layer import build_layer
+    from tests.ranks.megatron import moe_config, parallel
+
+    with parallel(tp=2, ep=2, etp=2):
+        layer = build_layer(moe_config(moe_token_dispatcher_type="parm", sequence_parallel=False))
+        with pytest.raises(ConfigurationError, match="the 7 tokens of a sequence on a rank cannot be split"):
+            layer(torch.zeros(7, 1, 64))
+        with pytest.raises(ConfigurationError, match="takes neither padding masks"):
+            layer(torch.zeros(8, 1, 64), padding_mask=torch.ones(1, 8, dtype=torch.bool))
+
+
+def test_what_cannot_be_split_is_refused(ranks):
+    ranks.run(odd_length)
