@@ -104,6 +104,18 @@ def test_one_rank_of_a_node_speaks(monkeypatch, capsys):
     assert capsys.readouterr().err == ""
 
 
+@pytest.mark.parametrize("command", ["bench layer", "bench choice --profile f"])
+def test_benchmarks_take_the_ranks_of_srun(monkeypatch, capsys, command):
+    """Which have no address to meet at here."""
+    for name in ("RANK", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("LOCAL_RANK", "")  # set here, so that it is taken back after the test
+    for name, value in (("STEP_NUM_TASKS", "2"), ("PROCID", "0"), ("LOCALID", "0")):
+        monkeypatch.setenv(f"SLURM_{name}", value)
+    assert _run(monkeypatch, *command.split()) == 2
+    assert capsys.readouterr().err.startswith("moe-opt: MASTER_ADDR is not set: export the first node's host name")
+
+
 def test_stale_extension_is_one_sentence(monkeypatch, capsys):
     def stale(options=None):
         raise ExtensionError("The compiled extension of megatron-moe-opt is missing: build it with X.")
