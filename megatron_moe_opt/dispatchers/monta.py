@@ -32,7 +32,7 @@ class Dispatched:
     counts: HostCopy
     """[ep_size, etp_size, experts] rows of every rank, on its way to the host."""
     groups: ExpertGroups
-    level: str
+    level: str | None
 
     @cached_property
     def exchange(self) -> Exchange:

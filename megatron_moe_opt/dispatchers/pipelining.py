@@ -20,8 +20,8 @@ class Pipelining(Protocol):
     """Says how the next layer's rows are pipelined. All ranks that share a process group must be told alike."""
 
     @property
-    def current(self) -> tuple[str, int]:
-        """Level (O1, O2 or O3) and number of chunks."""
+    def current(self) -> tuple[str | None, int]:
+        """Level (O1, O2 or O3; None: Parm's one all-to-all, see runtime.expert_exchange) and number of chunks."""
 
     def observe(self, counts: torch.Tensor, packed: torch.Tensor) -> None:
         """Learns what is being sent; may change `current` for the next pass.
@@ -50,7 +50,7 @@ def pipelining_of(options: Options, groups: ExpertGroups) -> Pipelining:
 class FixedPipelining:
     """What the user asked for."""
 
-    def __init__(self, level: str, num_chunks: int) -> None:
+    def __init__(self, level: str | None, num_chunks: int) -> None:
         self.current = level, num_chunks
 
     def observe(self, counts: torch.Tensor, packed: torch.Tensor) -> None:

@@ -20,8 +20,7 @@ class RowMap:
     """The permuted rows of each token, as compressed sparse rows over tokens.
 
     Rows are grouped by expert and, inside an expert, in token order (Megatron-Core's order); `cut` groups them by chunk
-    first. A row's entry index `i`
-    below runs over the rows of token 0, then token 1, and so on.
+    first. A row's entry index `i` below runs over the rows of token 0, then token 1, and so on.
     """
 
     num_tokens: int

@@ -171,17 +171,16 @@ def start_all_gather_rows(rows: torch.Tensor, counts: list[int] | None, group: d
         counts = [rows.shape[0]] * size
     if len(counts) != size or counts[rank] != rows.shape[0]:
         raise ValueError(f"all_gather_rows: counts {counts} do not fit rank {rank} of {size} with {rows.shape[0]} rows")
-    gathered = empty((sum(counts), *rows.shape[1:]), rows.dtype, rows.device)
     with named_errors("all_gather_rows", group):
-        if _equal(counts):
-            work = dist.all_gather_into_tensor(gathered, rows, group=group, async_op=True)
-        elif _on_gloo(group):
+        if _on_gloo(group) and not _equal(counts):
             # Gloo refuses unequal lengths: an all-to-all in which every rank is sent the same rows.
             copies = rows.repeat(size, *[1] * (rows.dim() - 1))
             with issued_as("all_gather"):
-                work = dist.all_to_all_single(
-                    gathered, copies, counts, [rows.shape[0]] * size, group=group, async_op=True
-                )
+                work = start_all_to_all_rows(copies, counts, [rows.shape[0]] * size, group)
+            return Pending("all_gather_rows", group, work, work.wait)
+        gathered = empty((sum(counts), *rows.shape[1:]), rows.dtype, rows.device)
+        if _equal(counts):
+            work = dist.all_gather_into_tensor(gathered, rows, group=group, async_op=True)
         else:
             work = dist.all_gather(list(gathered.split(counts)), rows, group=group, async_op=True)
     return Pending("all_gather_rows", group, work, lambda: gathered)
@@ -213,11 +212,9 @@ def start_reduce_scatter_rows(rows: torch.Tensor, counts: list[int] | None, grou
     kept = (counts[rank], *rows.shape[1:])
     with named_errors("reduce_scatter_rows", group):
         if _on_gloo(group):
-            parts = empty((size, *kept), rows.dtype, rows.device)
-            received = parts.flatten(0, 1)
             with issued_as("reduce_scatter"):
-                work = dist.all_to_all_single(received, rows, [counts[rank]] * size, counts, group=group, async_op=True)
-            return Pending("reduce_scatter_rows", group, work, lambda: sum_in_rank_order(parts))
+                work = start_all_to_all_rows(rows, [counts[rank]] * size, counts, group)
+            return Pending("reduce_scatter_rows", group, work, lambda: sum_in_rank_order(work.wait().view(size, *kept)))
         total = empty(kept, rows.dtype, rows.device)
         if _equal(counts):
             work = dist.reduce_scatter_tensor(total, rows, group=group, async_op=True)
