@@ -1,10 +1,14 @@
-"""Parm's schedule: one all-to-all over expert and expert-tensor parallelism together (Parm, Fig. 4c and d).
+"""Parm's schedules: one all-to-all over expert and expert-tensor parallelism together (Parm, Fig. 4c and d).
 
-    dispatch   EP&ESP-AlltoAll -> copy         every row to all shards of its expert at once
-    combine    copy -> EP&ESP-AlltoAll         every row back from all shards; their sum ends the op
+    dispatch            EP&ESP-AlltoAll -> copy      every row to all shards of its expert at once
+    combine             copy -> EP&ESP-AlltoAll      every row back from all shards; their sum ends the op
+    combine_and_gather  copy -> a2a 0 | a2a 1         | a2a 2                              lane inter
+                                      | all_gather 0  | all_gather 1  | all_gather 2       lane intra
 
 Where MoNTA sends a row once between nodes and shares it inside, this sends it expert-TP times: it saves a collective,
-and pays with bytes on the slow link.
+and pays with bytes on the slow link. `combine_and_gather` is for rows that the ranks of a TP group have shared out
+among them (S2) and that all of them get back: the paper's SAA (section III-D, Fig. 5). Its chunks are phases: in each
+one the rows of one EP peer come back, from all of its shards, and are shared over TP while the next peer's come.
 """
 
 from __future__ import annotations
@@ -15,6 +19,7 @@ from .monta import ChunkBytes
 from .schedule import Kind, Lane, Op, Schedule
 
 JOINT = "ep x expert-tp"
+TP = "tp"
 
 
 def dispatch(chunks: Sequence[ChunkBytes], etp_size: int) -> Schedule:
@@ -36,6 +41,26 @@ def combine(chunks: Sequence[ChunkBytes], etp_size: int) -> Schedule:
         waits_for, received = (len(ops) - 1,), size.exchanged * etp_size
         ops.append(Op(Kind.ALL_TO_ALL, Lane.INTER, j, received, waits_for, (f"unsorted.{j}",), (f"rows.{j}",), JOINT))
     return Schedule(_name("combine", chunks), tuple(ops), tuple(f"sorted.{j}" for j in range(len(chunks))))
+
+
+def combine_and_gather(gathered: int, phases: Sequence[ChunkBytes], etp_size: int) -> Schedule:
+    """Rows back to all ranks of the TP group of their source. Buffers: sorted -> unsorted -> part.p -> rows.p.
+
+    Args:
+        gathered: bytes of the rows of this rank's experts.
+        phases: for each, `exchanged` bytes of this rank's own rows and `gathered` bytes of those of all TP ranks. One
+            phase is the all-to-all, then the AllGather (the paper's AAS).
+    """
+    ops = [Op(Kind.COPY, Lane.COPY, 0, gathered, (), ("sorted",), ("unsorted",))]
+    for p in range(len(phases) + 1):  # in waves, see monta.py: a phase's AllGather after the next one's all-to-all
+        if p < len(phases):
+            size = phases[p].exchanged * etp_size
+            ops.append(Op(Kind.ALL_TO_ALL, Lane.INTER, p, size, (0,), ("unsorted",), (f"part.{p}",), JOINT))
+        if p > 0:
+            done, size = max(1, 2 * (p - 1)), phases[p - 1].gathered
+            buffers = (f"part.{p - 1}",), (f"rows.{p - 1}",)
+            ops.append(Op(Kind.ALL_GATHER, Lane.INTRA, p - 1, size, (done,), *buffers, TP))
+    return Schedule(f"parm combine and gather, {len(phases)} phase(s)", tuple(ops), ("sorted",))
 
 
 def _name(direction: str, chunks: Sequence[ChunkBytes]) -> str:
