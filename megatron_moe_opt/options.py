@@ -28,6 +28,8 @@ class Options:
     """Pipelining level of `monta`: O1, O2, O3 (MoNTA, Table 6) or auto. None: auto with a profile, else O1."""
     chunks: int | str | None = None
     """Chunks of the pipeline, or auto. None: auto with a profile, else 4 (1 at level O1)."""
+    parm_schedule: str = "S1"
+    """Where `parm` splits tokens that all TP ranks hold: before the gate (S1) or after it (S2)."""
     profile: Path | None = None
     """A cluster.json of `moe-opt profile`."""
 

@@ -5,22 +5,55 @@
 
 (Parm, Fig. 4c and d; section III-C.) A row goes to all shards of its expert straight away, and their partial outputs
 come straight back. Nothing is copied for it: the same rows are sent several times.
+
+Without sequence parallelism all ranks of a TP group hold the same tokens, and there are two ways to do their work once
+(Fig. 3b and c):
+
+    S1   split of the tokens -> gate -> dispatch -> experts -> combine -> AllGather of the tokens
+    S2   gate -> permute -> split of the rows -> dispatch -> experts -> combine, AllGather of the rows -> unpermute
+
+S1 is the work of the layer's edge (integration/replicated_tokens.py): the dispatcher sees tokens of its own. S2 is done
+here. Its AllGather runs beside the combine, which it follows peer by peer (the paper's SAA).
 """
 
 from __future__ import annotations
 
-from megatron_moe_opt.dispatchers.monta import MontaDispatcher
+import torch
+from torch.distributed import ProcessGroup
+
+from megatron_moe_opt.dispatchers.monta import Dispatched, MontaDispatcher
 from megatron_moe_opt.dispatchers.pipelining import FixedPipelining
-from megatron_moe_opt.topology.expert_groups import ExpertGroups
+from megatron_moe_opt.kernels import RowMap, permute_packed
+from megatron_moe_opt.runtime.host_copy import HostCopy
+from megatron_moe_opt.topology.expert_groups import ExpertGroups, TokenCopies
 
 
 class ParmDispatcher(MontaDispatcher):
-    """Moves the tokens of one MoE layer, which sequence parallelism has split over TP, to their experts and back."""
+    """Moves the tokens of one MoE layer to their experts and back."""
 
-    def __init__(self, groups: ExpertGroups) -> None:
+    def __init__(self, groups: ExpertGroups, schedule: str = "S1") -> None:
         alone = groups.joint_size == 1
         super().__init__(groups, FixedPipelining("O1" if alone else None, 1))
+        self.schedule = schedule
+        self.copies: TokenCopies | None = None
+        """Under S2, the ranks that hold the same tokens. None: every rank has tokens of its own."""
+
+    def take_copies(self, tp: ProcessGroup) -> bool:
+        """Under S2."""
+        if self.schedule == "S2":
+            self.copies = TokenCopies.of(tp, self.groups)
+        return self.copies is not None
 
     def describe(self) -> str:
         """What runs, for the line at start."""
-        return "tokens and probabilities in one all-to-all over expert and expert-tensor parallelism"
+        what = "tokens and probabilities in one all-to-all over expert and expert-tensor parallelism"
+        return what if self.copies is None else f"S2: {what}, split over TP after the gate"
+
+    def _pack(
+        self, tokens: torch.Tensor, probs: torch.Tensor, row_map: RowMap, counts: HostCopy, groups: ExpertGroups
+    ) -> tuple[torch.Tensor, Dispatched]:
+        if self.copies is None:
+            return super()._pack(tokens, probs, row_map, counts, groups)
+        row_map = row_map.cut(self.copies.group.size())
+        dispatched = Dispatched(row_map, counts, groups, None, self.copies, groups.ep_size)
+        return permute_packed(tokens, probs, row_map), dispatched

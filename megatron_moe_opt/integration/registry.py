@@ -26,7 +26,7 @@ from megatron_moe_opt.integration.priorities import prioritize_expert_groups
 from megatron_moe_opt.integration.replicated_tokens import (
     holds_replicated_tokens,
     reading_as_sequence_parallel,
-    split_tokens_over_tp,
+    take_replicated_tokens,
 )
 from megatron_moe_opt.options import Options
 from megatron_moe_opt.topology.expert_groups import ExpertGroups
@@ -36,7 +36,7 @@ FIELD = "moe_token_dispatcher_type"
 
 DISPATCHERS: dict[str, Callable[[ExpertGroups, Options], MontaDispatcher]] = {
     "monta": lambda groups, options: MontaDispatcher(groups, pipelining_of(options, groups)),
-    "parm": lambda groups, options: ParmDispatcher(groups),
+    "parm": lambda groups, options: ParmDispatcher(groups, options.parm_schedule),
     "deepspeed": lambda groups, options: DeepSpeedDispatcher(groups),
 }
 """Our dispatcher types. `deepspeed` is the reference schedule of benchmarks and tests."""
@@ -140,7 +140,7 @@ def _wrap_moe_layer(layer_class: type, plugged_class: type) -> None:
         if name in DISPATCHERS:
             _plug(self, name, plugged_class)
         if replicated:
-            split_tokens_over_tp(self)
+            take_replicated_tokens(self, splits_rows=self.token_dispatcher.dispatcher.take_copies(self.tp_group))
 
     layer_class.__init__ = init
 
