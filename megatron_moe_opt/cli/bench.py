@@ -18,10 +18,10 @@ def layer(
     dispatchers: Annotated[
         str,
         typer.Option(
-            help="Dispatchers to compare, separated by commas; alltoall always runs. monta:O3x8 is level O3 with 8 "
-            "chunks, monta:auto chooses by --profile."
+            help="Dispatchers to compare, separated by commas; alltoall always runs (with --replicated: deepspeed). "
+            "monta:O3x8 is level O3 with 8 chunks, parm:S2 schedule S2; monta:auto and parm:auto choose by --profile."
         ),
-    ] = "alltoall,monta,deepspeed",
+    ] = "monta,deepspeed",
     tokens: Annotated[int, typer.Option(min=1, help="Tokens of each rank.")] = 4096,
     hidden: Annotated[int, typer.Option(min=1, help="Hidden size.")] = 1024,
     ffn_hidden: Annotated[int, typer.Option(min=1, help="Hidden size inside an expert.")] = 1024,
@@ -45,7 +45,12 @@ def layer(
     dispatch_only: Annotated[
         bool, typer.Option(help="Dispatch and combine alone, without router and experts.")
     ] = False,
-    profile: Annotated[Path | None, typer.Option(help="cluster.json of moe-opt profile, for monta:auto.")] = None,
+    replicated: Annotated[
+        bool, typer.Option(help="All TP ranks hold the same tokens: TP without sequence parallelism.")
+    ] = False,
+    profile: Annotated[
+        Path | None, typer.Option(help="cluster.json of moe-opt profile, for monta:auto and parm:auto.")
+    ] = None,
     json: Annotated[Path | None, typer.Option(help="Write everything, every round's time too.")] = None,
 ) -> None:
     """Forward + backward of one Megatron-Core MoE layer under each dispatcher.
@@ -74,6 +79,7 @@ def layer(
         seed=seed,
         profile=profile,
         dispatch_only=dispatch_only,
+        replicated=replicated,
     )
     bench_layer(settings, json)
 

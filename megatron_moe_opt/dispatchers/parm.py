@@ -25,6 +25,7 @@ from megatron_moe_opt.dispatchers.monta import Dispatched, MontaDispatcher
 from megatron_moe_opt.dispatchers.pipelining import FixedPipelining
 from megatron_moe_opt.kernels import RowMap, permute_packed
 from megatron_moe_opt.runtime.host_copy import HostCopy
+from megatron_moe_opt.schedules.parm import AAS
 from megatron_moe_opt.topology.expert_groups import ExpertGroups, TokenCopies
 
 
@@ -38,16 +39,16 @@ class ParmDispatcher(MontaDispatcher):
         self.copies: TokenCopies | None = None
         """Under S2, the ranks that hold the same tokens. None: every rank has tokens of its own."""
 
-    def take_copies(self, tp: ProcessGroup) -> bool:
+    def take_copies(self, tp: ProcessGroup, tokens: torch.Tensor, num_rows: int) -> bool:
         """Under S2."""
-        if self.schedule == "S2":
+        if self.schedule != "S1":
             self.copies = TokenCopies.of(tp, self.groups)
         return self.copies is not None
 
     def describe(self) -> str:
         """What runs, for the line at start."""
         what = "tokens and probabilities in one all-to-all over expert and expert-tensor parallelism"
-        return what if self.copies is None else f"S2: {what}, split over TP after the gate"
+        return what if self.schedule == "S1" else f"S2: {what}; rows split over TP after the gate"
 
     def _pack(
         self, tokens: torch.Tensor, probs: torch.Tensor, row_map: RowMap, counts: HostCopy, groups: ExpertGroups
@@ -55,5 +56,6 @@ class ParmDispatcher(MontaDispatcher):
         if self.copies is None:
             return super()._pack(tokens, probs, row_map, counts, groups)
         row_map = row_map.cut(self.copies.group.size())
-        dispatched = Dispatched(row_map, counts, groups, None, self.copies, groups.ep_size)
+        num_phases = 1 if self.schedule == AAS else groups.ep_size
+        dispatched = Dispatched(row_map, counts, groups, None, self.copies, num_phases)
         return permute_packed(tokens, probs, row_map), dispatched

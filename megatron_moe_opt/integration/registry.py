@@ -36,7 +36,7 @@ FIELD = "moe_token_dispatcher_type"
 
 DISPATCHERS: dict[str, Callable[[ExpertGroups, Options], MontaDispatcher]] = {
     "monta": lambda groups, options: MontaDispatcher(groups, pipelining_of(options, groups)),
-    "parm": lambda groups, options: ParmDispatcher(groups, options.parm_schedule),
+    "parm": lambda groups, options: ParmDispatcher(groups, options.parm_schedule or "S1"),
     "deepspeed": lambda groups, options: DeepSpeedDispatcher(groups),
 }
 """Our dispatcher types. `deepspeed` is the reference schedule of benchmarks and tests."""
@@ -122,7 +122,7 @@ def _wrap_post_init(config_class: type, stock: tuple[str, ...]) -> None:
         with reading_as_alltoall(self) as name:
             stock_post_init(self)
         if name in DISPATCHERS:
-            check_config(self, name)
+            check_config(self, name, _options)
 
     post_init._moe_opt = True
     config_class.__post_init__ = post_init
@@ -140,7 +140,7 @@ def _wrap_moe_layer(layer_class: type, plugged_class: type) -> None:
         if name in DISPATCHERS:
             _plug(self, name, plugged_class)
         if replicated:
-            take_replicated_tokens(self, splits_rows=self.token_dispatcher.dispatcher.take_copies(self.tp_group))
+            take_replicated_tokens(self)
 
     layer_class.__init__ = init
 

@@ -40,26 +40,21 @@ def reading_as_sequence_parallel(config: Any) -> Iterator[None]:
         config.sequence_parallel = False
 
 
-def take_replicated_tokens(layer: Any, splits_rows: bool) -> None:
+def take_replicated_tokens(layer: Any) -> None:
     """Lets a MoELayer that was built inside `reading_as_sequence_parallel` take the tokens that all TP ranks hold.
 
-    Args:
-        splits_rows: S2: the layer's dispatcher takes all tokens, and returns all of them. False: S1.
+    Its dispatcher says at the first forward pass, when the number of tokens is known, on which of the two ways.
     """
-    group = layer.tp_group
-    seen_in_parts = [parameter for parameter in layer.parameters() if getattr(parameter, "sequence_parallel", False)]
-    if splits_rows:
-        seen_in_parts = [parameter for parameter in seen_in_parts if parameter is not layer.router.weight]
-        _lose_for_one_rank(layer.router)
-        if layer.shared_experts is not None:
-            _split_tokens_of(layer.shared_experts, group)
-    for parameter in seen_in_parts:
-        parameter.register_hook(functools.partial(_sum_over, group))
-    stock_forward = layer.forward
+    stock_forward, group = layer.forward, layer.tp_group
+    splits_rows: bool | None = None
 
     @functools.wraps(stock_forward)
     def forward(hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        nonlocal splits_rows
         _check(hidden_states, group, args, kwargs)
+        if splits_rows is None:
+            splits_rows = layer.token_dispatcher.take_copies(hidden_states, group)
+            _prepare(layer, splits_rows)
         with reading_as_sequence_parallel(layer.config):
             if splits_rows:
                 return stock_forward(hidden_states)
@@ -67,6 +62,19 @@ def take_replicated_tokens(layer: Any, splits_rows: bool) -> None:
         return _gather(output, group), bias
 
     layer.forward = forward
+
+
+def _prepare(layer: Any, splits_rows: bool) -> None:
+    """Gradients and losses of what all TP ranks hold; see the top of this file."""
+    seen_in_parts = [parameter for parameter in layer.parameters() if getattr(parameter, "sequence_parallel", False)]
+    if splits_rows:
+        of_router = {id(parameter) for parameter in layer.router.parameters()}
+        seen_in_parts = [parameter for parameter in seen_in_parts if id(parameter) not in of_router]
+        _lose_for_one_rank(layer.router)
+        if layer.shared_experts is not None:
+            _split_tokens_of(layer.shared_experts, layer.tp_group)
+    for parameter in seen_in_parts:
+        parameter.register_hook(functools.partial(_sum_over, layer.tp_group))
 
 
 def _lose_for_one_rank(router: Any) -> None:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from megatron.core.transformer.moe.moe_utils import get_align_size_for_quantization, get_capacity, pad_routing_map
 from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
+from torch.distributed import ProcessGroup
 
 if TYPE_CHECKING:
     from megatron_moe_opt.dispatchers.monta import Dispatched, MontaDispatcher
@@ -25,6 +26,15 @@ class PluggedTokenDispatcher(MoETokenDispatcher):
         self.dispatcher = dispatcher
         self._dispatched: Dispatched | None = None
         self._tokens_per_expert: torch.Tensor | None = None
+
+    def take_copies(self, tokens: torch.Tensor, tp: ProcessGroup) -> bool:
+        """See MontaDispatcher.take_copies. tokens: [S, B, H]."""
+        num_tokens, config = tokens.size(0) * tokens.size(1), self.config
+        num_rows = num_tokens * config.moe_router_topk
+        if config.moe_expert_capacity_factor is not None:
+            capacity = get_capacity(num_rows, config.num_moe_experts, config.moe_expert_capacity_factor)
+            num_rows = min(num_rows, capacity * config.num_moe_experts)
+        return self.dispatcher.take_copies(tp, tokens.view(num_tokens, -1), num_rows)
 
     def dispatch_preprocess(
         self, tokens: torch.Tensor, routing_map: torch.Tensor, probs: torch.Tensor

@@ -18,6 +18,8 @@ from collections.abc import Sequence
 from .monta import ChunkBytes
 from .schedule import Kind, Lane, Op, Schedule
 
+SCHEDULES = ("S1", "S2")
+AAS = "AAS"  # S2, its AllGather after the whole all-to-all: what SAA is measured against
 JOINT = "ep x expert-tp"
 TP = "tp"
 
