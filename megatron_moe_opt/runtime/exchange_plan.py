@@ -97,8 +97,8 @@ def plan_exchange(
 class Parts:
     """How the ranks of a TP group share out rows that all of them have: TP rank m exchanges part m, see RowMap.cut.
 
-    They come back in phases: in phase p a rank gets those from the EP peer p places before it, and shares them with the
-    TP group.
+    They come back in phases, one EP peer each, and are shared with the TP group. Where the EP size is a power of two,
+    phase p is with rank xor p: pairs that exchange, on one node first, between nodes then, all ranks alike.
     """
 
     group: ProcessGroup
@@ -124,7 +124,8 @@ class Parts:
         """The EP ranks from which rows come back to `ep_rank` in a phase; of phase -p: those that get theirs in p."""
         if self.num_phases == 1:
             return range(len(self.rows[0]))
-        peer = (ep_rank - phase) % self.num_phases
+        in_pairs = self.num_phases & (self.num_phases - 1) == 0
+        peer = ep_rank ^ abs(phase) if in_pairs else (ep_rank - phase) % self.num_phases
         return range(peer, peer + 1)
 
     def block(self, tp_rank: int, phase: int) -> tuple[int, int]:

@@ -178,7 +178,7 @@ def _run_to_sources(tokens: torch.Tensor, probs: torch.Tensor | None, exchange: 
     places = _places(plan, groups)
     bound = []
     for op in schedule.ops:
-        if exchange.parts is not None and op.group is not None:
+        if exchange.parts is not None and op.writes != ("unsorted",):
             bound.append(_of_phase(op, exchange, unsorted, all_rows, layout))
             continue
         chunk, place = plan.chunks[op.chunk], places[op.chunk]
@@ -211,7 +211,8 @@ def _of_phase(op: Op, exchange: Exchange, unsorted: torch.Tensor, all_rows: torc
         return steps.exchange(all_rows, [own] * len(blocks), all_rows, blocks, parts.group, "all_gather")
     (chunk,), (place,) = plan.chunks, _places(plan, groups)
     senders, receivers = parts.peers(groups.ep_rank, phase), parts.peers(groups.ep_rank, -phase)
-    return _sum_of_shards(unsorted, exchange.own_rows(all_rows), chunk, place, groups, layout, senders, receivers)
+    rows = exchange.own_rows(all_rows)
+    return _sum_of_shards(unsorted, rows, chunk, place, groups, layout, senders, receivers, op.group)
 
 
 def _joint_blocks(chunk: ChunkPlan, place: _Place, groups: ExpertGroups) -> tuple[Blocks, Blocks]:
@@ -235,22 +236,31 @@ def _sum_of_shards(
     layout: _Layout,
     senders: range | None = None,
     receivers: range | None = None,
+    over: str | None = parm.JOINT,
 ) -> Steps:
     """Each shard's part of every row back from it, into a copy a shard; then their sum, in rank order.
 
-    `senders` and `receivers` are the EP ranks that the rows come from and that get theirs; None: all.
+    `senders` and `receivers` are the EP ranks that the rows come from and that get theirs; None: all. `over` is the
+    group that they lie in; where that is not the joint group, both are this rank.
     """
     senders, receivers = (range(groups.ep_size) if peers is None else peers for peers in (senders, receivers))
     counts = [rows if peer in senders else 0 for peer, rows in enumerate(chunk.send_counts)]
     num_rows, first = sum(counts), place.sent + sum(chunk.send_counts[: senders.start])
-    joint_ranks = [(ep_rank, shard) for ep_rank in range(groups.ep_size) for shard in range(groups.etp_size)]
     _, to = _joint_blocks(chunk, place, groups)
-    to = [block if ep_rank in receivers else (0, 0) for block, (ep_rank, _) in zip(to, joint_ranks, strict=True)]
     parts = layout.empty_rows(groups.etp_size * num_rows, rows)
     by_shard = [blocks_of(counts, shard * num_rows) for shard in range(groups.etp_size)]
-    from_ = [by_shard[shard][ep_rank] for ep_rank, shard in joint_ranks]
-    step = steps.exchange(unsorted, to, parts, from_, groups.joint, "all_to_all")
     summed = rows.narrow(0, first, num_rows)
+    if over == parm.JOINT:
+        joint_ranks = [(ep_rank, shard) for ep_rank in range(groups.ep_size) for shard in range(groups.etp_size)]
+        to = [block if ep_rank in receivers else (0, 0) for block, (ep_rank, _) in zip(to, joint_ranks, strict=True)]
+        from_ = [by_shard[shard][ep_rank] for ep_rank, shard in joint_ranks]
+        step = steps.exchange(unsorted, to, parts, from_, groups.joint, "all_to_all")
+    else:
+        to = to[groups.ep_rank * groups.etp_size : (groups.ep_rank + 1) * groups.etp_size]
+        if over is None:
+            return steps.sum_parts([unsorted.narrow(0, *to[0])], summed, layout.columns)
+        from_ = [blocks[groups.ep_rank] for blocks in by_shard]
+        step = steps.exchange(unsorted, to, parts, from_, groups.etp, "reduce_scatter")
     return step + steps.sum_parts(parts.split(num_rows) if num_rows else [summed], summed, layout.columns)
 
 
