@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import chain, zip_longest
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -46,6 +47,19 @@ class Load:
         return self.kind.value if self.group is None else f"{self.kind.value} {self.group}"
 
 
+@dataclass(frozen=True)
+class SizedPipeline:
+    """A schedule with the buffers of its ops, to be run any number of times."""
+
+    size: int
+    """Bytes, rounded to what the schedule can carry."""
+    schedule: Schedule
+    steps: Callable[[Op], Steps]
+
+
+S = TypeVar("S", Sized, SizedPipeline)
+
+
 class Meter:
     """Every rank of the world calls the same methods with the same arguments, and gets the same answers.
 
@@ -65,16 +79,41 @@ class Meter:
 
     def curve(self, load: Load, sizes: Sequence[int], seconds: float, longest: float) -> Points:
         """Times over sizes, from the first on: as many as fit into `seconds`, up to an op that takes over `longest`."""
+
+        def alone(sized: Sized, expected: float | None) -> float:
+            return self._alone(load, sized, 1 if expected is None else _ops(expected))
+
+        return self._points(load.sized, alone, sizes, seconds, longest)
+
+    def pipeline_curve(
+        self, sized: Callable[[int], SizedPipeline], sizes: Sequence[int], seconds: float, longest: float
+    ) -> Points:
+        """As `curve`, of a schedule as a whole, each run of which begins when all ranks are ready."""
+
+        def alone(pipeline: SizedPipeline, expected: float | None) -> float:
+            return self.schedule(pipeline.schedule, pipeline.steps)
+
+        return self._points(sized, alone, sizes, seconds, longest)
+
+    def _points(
+        self,
+        sized_for: Callable[[int], S],
+        time_of: Callable[[S, float | None], float],
+        sizes: Sequence[int],
+        seconds: float,
+        longest: float,
+    ) -> Points:
+        """`time_of` measures a size, given how long it is expected to take; first of all, once, it is given None."""
         points: list[tuple[int, float]] = []
         end = self.elapsed() + seconds
         for size in sizes:
-            sized = load.sized(size)
+            sized = sized_for(size)
             if points and sized.size <= points[-1][0]:
                 continue  # rounded up to the size before
-            expected = points[-1][1] * sized.size / points[-1][0] if points else self._alone(load, sized, 1)
+            expected = points[-1][1] * sized.size / points[-1][0] if points else time_of(sized, None)
             if points and self.elapsed() + expected * LEAST_OPS > end:
                 break
-            points.append((sized.size, self._alone(load, sized, _ops(expected))))
+            points.append((sized.size, time_of(sized, expected)))
             if points[-1][1] > longest:
                 break
         return tuple(points)

@@ -30,18 +30,19 @@ from megatron_moe_opt.planning.curves import CostCurve, Costs
 from megatron_moe_opt.planning.simulator import Slowdown, simulate
 from megatron_moe_opt.schedules import monta
 from megatron_moe_opt.schedules.monta import ChunkBytes
+from megatron_moe_opt.schedules.parm import JOINT, TP
 from megatron_moe_opt.schedules.schedule import Kind, Lane
-from megatron_moe_opt.topology.layouts import Groups, Layout, Role
+from megatron_moe_opt.topology.layouts import Groups, Layout
 from megatron_moe_opt.topology.nodes import NodeMap, discover_nodes
 from megatron_moe_opt.versions import megatron_version
 
 KIB, MIB = 2**10, 2**20
 SIZES = (16 * KIB, *(64 * KIB * 2**power for power in range(11)))  # up to 64 MiB
 GEMM_ROWS = tuple(16 * 4**power for power in range(7))  # up to 65536
-# Curves end with an op that takes longer: from there on, time grows with the bytes. Those that the choice of level and
-# chunks rests on are measured further.
+# Curves end with an op that takes longer: from there on, time grows with the bytes. Those that choices rest on are
+# measured further.
 LONGEST_SECONDS, LONGEST_SECONDS_OF_EXPERTS = 0.3, 1.0
-EXPERT_GROUPS = ("ep", "expert-tp")
+EXPERT_GROUPS = ("ep", "expert-tp", JOINT)
 # Lanes are run side by side with ops of about this time, or of the nearest that was measured.
 BESIDE_SECONDS = 0.03
 # The pipelines whose time beyond their ops' is the overhead: so many chunks, of so many bytes a rank.
@@ -112,12 +113,14 @@ def measure(settings: ProfileSettings, device: torch.device) -> Cluster:
     with _groups(layout) as groups, _progress() as progress:
         moves = _moves(rows, groups, nodes)
         measured = _Measured(Meter(device), settings.seconds, moves, groups)
-        task = progress.add_task("", total=len(moves) + 2)
+        task = progress.add_task("", total=len(moves) + 3)
         progress.update(task, description="expert")
         gemm = measured.curve(loads.expert_gemm(rows, ffn_hidden), GEMM_ROWS)
         for load in moves:
             progress.update(task, description=str(load), advance=1)
             measured.add(load)
+        progress.update(task, description="all_to_all beside all_gather", advance=1)
+        saa = measured.saa(rows, layout)
         progress.update(task, description="lanes side by side", advance=1)
         slowdown = measured.slowdown()
         overhead = measured.overhead(layout, slowdown)
@@ -126,6 +129,7 @@ def measure(settings: ProfileSettings, device: torch.device) -> Cluster:
         curves=measured.curves,
         slowdown=slowdown,
         overhead=overhead,
+        saa=saa,
         expert_gemm=ExpertGemm(settings.hidden, ffn_hidden, settings.dtype, gemm),
         host=_host(device),
         software=_software(),
@@ -142,7 +146,7 @@ class _Measured:
     def __init__(self, meter: Meter, seconds: float, moves: Sequence[Load], groups: Mapping[str, ProcessGroup]) -> None:
         self.curves: dict[tuple[Kind, str | None], Points] = {}
         self._meter, self._seconds, self._moves, self._groups = meter, seconds, moves, groups
-        self._shares_left = len({self._key(load) for load in moves}) + 2  # the expert, and lanes side by side
+        self._shares_left = len({self._key(load) for load in moves}) + 3  # the expert, SAA, and lanes side by side
         self._known: dict[Hashable, Points] = {}
 
     def add(self, load: Load) -> None:
@@ -153,9 +157,21 @@ class _Measured:
         self.curves[load.kind, load.group] = self._known[key]
 
     def curve(self, load: Load, sizes: Sequence[int], longest: float = LONGEST_SECONDS) -> Points:
+        return self._meter.curve(load, sizes, self._share(), longest)
+
+    def saa(self, rows: Rows, layout: Layout) -> Points | None:
+        """Parm's combine_and_gather as a whole; None where it has no all-to-all or nothing to gather."""
+        share = self._share()
+        if not {JOINT, TP} <= self._groups.keys():
+            return None
+        pipeline = loads.combine_and_gather(rows, self._groups[JOINT], self._groups[TP], layout.expert_tp)
+        return self._meter.pipeline_curve(pipeline, SIZES, share, LONGEST_SECONDS_OF_EXPERTS)
+
+    def _share(self) -> float:
+        """Of the time that is left."""
         share = (self._seconds - self._meter.elapsed()) / self._shares_left
         self._shares_left -= 1
-        return self._meter.curve(load, sizes, share, longest)
+        return share
 
     def slowdown(self) -> dict[tuple[Lane, Lane], float]:
         """The rate of each lane beside each other one: with the experts' ops, or others in lanes that have none."""
@@ -202,13 +218,14 @@ class _Measured:
 _DISTURBING = (Lane.INTER, Lane.INTRA, Lane.COPY)
 
 # What training issues in the groups of a role. EP comes last: it gets the time that the others have left.
-_INTRA: tuple[tuple[Role, tuple[Callable[..., Load], ...]], ...] = (
+_INTRA: tuple[tuple[str, tuple[Callable[..., Load], ...]], ...] = (
     ("expert-tp", (loads.reduce_scatter, loads.all_gather)),
     ("tp", (loads.reduce_scatter, loads.all_gather)),
 )
-_INTER: tuple[tuple[Role, tuple[Callable[..., Load], ...]], ...] = (
+_INTER: tuple[tuple[str, tuple[Callable[..., Load], ...]], ...] = (
     ("dp", (loads.reduce_scatter, loads.all_gather)),
     ("cp", (loads.reduce_scatter, loads.all_gather)),
+    (JOINT, (loads.all_to_all,)),
     ("ep", (loads.all_to_all,)),
 )
 
@@ -232,20 +249,32 @@ def _moves(rows: Rows, groups: Mapping[str, ProcessGroup], nodes: NodeMap) -> li
 
 @contextmanager
 def _groups(layout: Layout) -> Iterator[dict[str, ProcessGroup]]:
-    """This rank's process group of each role that has more than one rank; roles with equal groups share them."""
-    made: dict[Groups, ProcessGroup] = {}
+    """This rank's process group of each role that has more than one rank.
+
+    Roles of one lane with equal groups share them. Those of two lanes do not: lanes run side by side, and the ranks
+    must agree on the order of a group's collectives.
+    """
+    made: dict[tuple[Lane, Groups], ProcessGroup] = {}
     groups: dict[str, ProcessGroup] = {}
-    for role, _ in (*_INTRA, *_INTER):
-        if layout.size(role) > 1:
-            ranks = layout.groups(role)
-            if ranks not in made:
-                made[ranks] = loads.group_of(ranks)
-            groups[role] = made[ranks]
+    for lane, roles in ((Lane.INTRA, _INTRA), (Lane.INTER, _INTER)):
+        for role, _ in roles:
+            ranks = _ranks(layout, role)
+            if len(ranks[0]) > 1:
+                if (lane, ranks) not in made:
+                    made[lane, ranks] = loads.group_of(ranks)
+                groups[role] = made[lane, ranks]
     try:
         yield groups
     finally:
         for group in made.values():
             dist.destroy_process_group(group)
+
+
+def _ranks(layout: Layout, role: str) -> Groups:
+    """The groups of a role. EP and expert-TP are one where Parm has a choice: expert-TP, or TP to split tokens over."""
+    if role != JOINT:
+        return layout.groups(role)
+    return layout.joint_groups if max(layout.tp, layout.expert_tp) > 1 else ((dist.get_rank(),),)
 
 
 def _host(device: torch.device) -> dict[str, str | int]:

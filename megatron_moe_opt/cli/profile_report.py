@@ -35,7 +35,8 @@ def _named_curves(cluster: Cluster) -> dict[str, Points]:
     groups: dict[tuple[Kind, Points], list[str]] = {}
     for (kind, group), points in cluster.curves.items():
         groups.setdefault((kind, points), []).append(group or "")
-    return {f"{kind.value} {', '.join(names)}".strip(): points for (kind, points), names in groups.items()}
+    curves = {f"{kind.value} {', '.join(names)}".strip(): points for (kind, points), names in groups.items()}
+    return curves if cluster.saa is None else curves | {"SAA": cluster.saa}
 
 
 def _add_curve(table: Table, name: str, cells: list[tuple[str, float, str]], rates: list[float]) -> None:

@@ -19,8 +19,8 @@ from .simulator import Slowdown
 FORMAT = "megatron-moe-opt cluster"
 VERSION = 1
 
-MEGATRON_FLAGS = ("--expert-model-parallel-size", "--expert-tensor-parallel-size")
-OUR_FLAGS = ("--ep", "--expert-tp")
+MEGATRON_FLAGS = ("--expert-model-parallel-size", "--expert-tensor-parallel-size", "--tensor-model-parallel-size")
+OUR_FLAGS = ("--ep", "--expert-tp", "--tp")
 
 Points = tuple[tuple[int, float], ...]
 """(bytes or rows, seconds), by ascending size."""
@@ -67,6 +67,9 @@ class Cluster:
     """(lane, beside): the rate, in (0, 1], of an op in a lane while the other is busy."""
     overhead: float = 0.0
     """Seconds that an op of a pipeline takes besides: handing over between lanes, waiting for ranks that come later."""
+    saa: Points | None = None
+    """Of Parm's combine_and_gather, all phases together and without its reorder. Bytes are those that its all-to-alls
+    carry: of this rank's own rows, times expert-TP. None: not measured."""
     expert_gemm: ExpertGemm | None = None
     host: Facts = field(default_factory=dict)
     software: Facts = field(default_factory=dict)
@@ -81,13 +84,15 @@ class Cluster:
         root = Place.root(Path(file))
         _check_format(root)
         top = root.fields(
-            "format", "version", "host", "software", "world", "curves", "slowdown", "overhead", "expert_gemm"
+            "format", "version", "host", "software", "world", "curves", "slowdown", "overhead", "expert_gemm",
+            optional=["saa"],
         )  # fmt: skip
         return cls(
             world=_world(top["world"]),
             curves=_curves(top["curves"]),
             slowdown=_slowdown(top["slowdown"]),
             overhead=top["overhead"].not_negative(),
+            saa=None if top["saa"].value is None else _points(top["saa"]),
             expert_gemm=None if top["expert_gemm"].value is None else _expert_gemm(top["expert_gemm"]),
             host=_facts(top["host"]),
             software=_facts(top["software"]),
@@ -109,6 +114,7 @@ class Cluster:
                 for (lane, beside), rate in self.slowdown.items()
             ],
             "overhead": self.overhead,
+            "saa": self.saa,
             "expert_gemm": asdict(self.expert_gemm) if self.expert_gemm else None,
         }
         file = Path(file)
@@ -120,24 +126,25 @@ class Cluster:
         """What ops cost, for the simulator and the choice of level and chunks."""
         return Costs({key: CostCurve(points) for key, points in self.curves.items()}, self.overhead)
 
-    def check_groups(self, file: str | Path, flags: tuple[str, str], *, ep: int, expert_tp: int) -> None:
-        """Refuses a run whose expert groups are not of the sizes that were measured.
+    def check_groups(
+        self, file: str | Path, flags: tuple[str, str, str], *, ep: int, expert_tp: int, tp: int | None = None
+    ) -> None:
+        """Refuses a run whose groups are not of the sizes that were measured.
 
         Args:
             file: where the profile is from.
-            flags: what the run calls the sizes of EP and expert-TP: MEGATRON_FLAGS or OUR_FLAGS.
+            flags: what the run calls the sizes of EP, expert-TP and TP: MEGATRON_FLAGS or OUR_FLAGS.
+            tp: None where nothing that is wanted of the profile runs in TP groups.
 
         Raises:
             ConfigurationError: the flag, its value and the measured one.
         """
-        for flag, measured, asked in (
-            (flags[0], self.world.ep, ep),
-            (flags[1], self.world.expert_tp, expert_tp),
-        ):
-            if measured != asked:
+        sizes = [(self.world.ep, ep), (self.world.expert_tp, expert_tp), (self.world.tp, tp)]
+        for flag, (measured, asked) in zip(flags, sizes, strict=True):
+            if asked not in (measured, None):
                 raise ConfigurationError(
                     f"{flag} {asked} is not what {file} was measured with ({measured}): measure this layout with "
-                    f"moe-opt profile --ep {ep} --expert-tp {expert_tp}"
+                    f"moe-opt profile {f'--tp {tp} ' if tp is not None else ''}--ep {ep} --expert-tp {expert_tp}"
                 )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -94,6 +94,60 @@ class CostCurve:
 
 
 @dataclass(frozen=True)
+class AlphaBeta:
+    """Seconds of an op as a line, alpha + beta * bytes (Parm, section V-A), and how well measured points lie on it."""
+
+    alpha: float
+    """Seconds of an op without bytes."""
+    beta: float
+    """Seconds a byte."""
+    r_squared: float = 1.0
+    """The part of the points' variance that the line explains: 1 where they lie on it, less than 0 where their mean
+    would be nearer to them."""
+    largest_error: float = 0.0
+    """Of any point: how far the line is from it, over its seconds."""
+
+    @classmethod
+    def fit(cls, curve: CostCurve) -> AlphaBeta:
+        """The line with the least squares of relative errors, and with neither alpha nor beta below 0.
+
+        Relative, because sizes span decades: absolute errors are those of the largest sizes, whose noise would be many
+        times the latency. A single point gives a line through the origin.
+        """
+        weights = [seconds**-2 for _, seconds in curve.points]
+        total = sum(weights)
+        mean_size, mean_seconds = (
+            sum(weight * point[axis] for weight, point in zip(weights, curve.points, strict=True)) / total
+            for axis in (0, 1)
+        )
+        spread = rise = 0.0
+        for weight, (size, seconds) in zip(weights, curve.points, strict=True):
+            spread += weight * (size - mean_size) ** 2
+            rise += weight * (size - mean_size) * (seconds - mean_seconds)
+        beta = max(rise / spread, 0.0) if spread else math.inf
+        alpha = mean_seconds - beta * mean_size
+        if alpha < 0:  # the best line through the origin
+            alpha = 0.0
+            rates = [size / seconds for size, seconds in curve.points]
+            beta = sum(rates) / sum(rate**2 for rate in rates)
+        return cls(alpha, beta, *_quality(curve.points, lambda size: alpha + beta * size))
+
+    def seconds(self, size: float) -> float:
+        """Time of an op of `size` bytes."""
+        return self.alpha + self.beta * size
+
+
+def _quality(points: Iterable[tuple[float, float]], line: Callable[[float], float]) -> tuple[float, float]:
+    """R squared and the largest relative error."""
+    errors = [(line(size) - seconds, seconds) for size, seconds in points]
+    mean = sum(seconds for _, seconds in errors) / len(errors)
+    variance = sum((seconds - mean) ** 2 for _, seconds in errors)
+    unexplained = sum(error**2 for error, _ in errors)
+    largest = max(abs(error) / seconds for error, seconds in errors)
+    return (1 - unexplained / variance if variance else 1.0), largest
+
+
+@dataclass(frozen=True)
 class Costs:
     """What every op of a schedule costs; called with an Op, it gives its seconds."""
 
@@ -103,10 +157,14 @@ class Costs:
     """Seconds that every op takes besides."""
 
     def __call__(self, op: Op) -> float:
-        """Seconds of one op.
+        """Seconds of one op. Raises ConfigurationError as `curve` does."""
+        return self.overhead + self.curve(op).seconds(op.size)
+
+    def curve(self, op: Op) -> CostCurve:
+        """What ops of this kind and group cost.
 
         Raises:
-            ConfigurationError: there is no curve for it.
+            ConfigurationError: there is no curve for them.
         """
         curve = self.curves.get((op.kind, op.group))
         if curve is None:
@@ -114,7 +172,7 @@ class Costs:
                 f"no cost curve for {_name(op.kind, op.group)} (there are: "
                 f"{', '.join(_name(*key) for key in self.curves) or 'none'}); measure one with moe-opt profile"
             )
-        return self.overhead + curve.seconds(op.size)
+        return curve
 
 
 def _name(kind: Kind, group: str | None) -> str:

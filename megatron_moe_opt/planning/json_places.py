@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -50,15 +50,15 @@ class Place:
         name = "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in self.keys).lstrip(".")
         raise ConfigurationError(f"{self.file}, line {_line(self.text, self.keys)}{name and f', {name}'}: {problem}")
 
-    def fields(self, *names: str) -> dict[str, Place]:
-        """The fields of an object that has exactly these."""
+    def fields(self, *names: str, optional: Sequence[str] = ()) -> dict[str, Place]:
+        """The fields of an object that has exactly these, and maybe the optional ones: null where they are missing."""
         found = self.object()
         for name in names:
             if name not in found:
                 self.refuse(f"{name} is missing")
-        for name in found.keys() - set(names):
+        for name in found.keys() - {*names, *optional}:
             found[name].refuse("unknown field")
-        return found
+        return {name: self._inside(name, None) for name in optional} | found
 
     def object(self) -> dict[str, Place]:
         """The fields of an object."""

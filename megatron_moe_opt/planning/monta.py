@@ -22,6 +22,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Generic, TypeVar
 
 from megatron_moe_opt.schedules import monta
 from megatron_moe_opt.schedules.monta import LEVELS, ChunkBytes, even_chunks
@@ -35,7 +36,7 @@ CHUNKS = (1, 2, 4, 8, 16)
 PASSES = ("forward dispatch", "forward combine", "backward of combine", "backward of dispatch")
 """The names of `training_passes`."""
 _MOST_ROWS = 2**40
-_TIE = 1 + 1e-9  # times this close are equal but for rounding
+TIE = 1 + 1e-9  # times this close are equal but for rounding
 WITHIN_PREDICTION = 0.03  # no chunks for a gain that predictions cannot tell from none
 
 
@@ -137,7 +138,7 @@ def choose(
     fewest = min(count for seconds, count, _ in results if seconds <= best * (1 + equal_within))
     of_fewest = [(level, seconds) for seconds, count, level in results if count == fewest]
     fastest = min(seconds for _, seconds in of_fewest)
-    level, seconds = min((level, seconds) for level, seconds in of_fewest if seconds <= fastest * _TIE)
+    level, seconds = min((level, seconds) for level, seconds in of_fewest if seconds <= fastest * TIE)
     return Choice(level, fewest, seconds)
 
 
@@ -164,14 +165,17 @@ class _Candidate:
         return total
 
 
-class ChoiceByRows:
+C = TypeVar("C")
+
+
+class ChoiceByRows(Generic[C]):
     """A choice for every range of row counts, made once: when a count leaves the range, that of its range applies.
 
     Ranges are the same for every rank and run; the choice of a range is that of its geometric middle. Row counts
     must be agreed by the ranks of a layer before they are looked up.
     """
 
-    def __init__(self, choose_for: Callable[[int], Choice], ratio: float = 2**0.5) -> None:
+    def __init__(self, choose_for: Callable[[int], C], ratio: float = 2**0.5) -> None:
         """`choose_for` gives the choice for a row count; `ratio` is the upper over the lower end of a range."""
         if not ratio > 1:
             raise ValueError(f"ratio {ratio} of a range of row counts is not above 1")
@@ -179,7 +183,7 @@ class ChoiceByRows:
         self._begins = [0, 1]
         while self._begins[-1] < _MOST_ROWS:
             self._begins.append(max(self._begins[-1] + 1, round(self._begins[-1] * ratio)))
-        self._choices: dict[int, Choice] = {}
+        self._choices: dict[int, C] = {}
 
     def range_of(self, rows: int) -> range:
         """The row counts that share the choice of `rows`.
@@ -192,7 +196,7 @@ class ChoiceByRows:
         index = bisect_right(self._begins, rows)
         return range(self._begins[index - 1], self._begins[index])
 
-    def __getitem__(self, rows: int) -> Choice:
+    def __getitem__(self, rows: int) -> C:
         """The choice for `rows`. Raises ValueError as `range_of` does."""
         span = self.range_of(rows)
         if span.start not in self._choices:
@@ -208,7 +212,7 @@ def choices(
     packed_row_bytes: int,
     levels: Sequence[str] = LEVELS,
     chunks: Sequence[int] = CHUNKS,
-) -> ChoiceByRows:
+) -> ChoiceByRows[Choice]:
     """The choice for every number of rows that a rank exchanges, on a measured cluster; see `training_passes`."""
     costs = cluster.costs()
 

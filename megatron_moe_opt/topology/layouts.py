@@ -94,6 +94,16 @@ class Layout:
         firsts = (rank for rank in range(self.world) if rank // stride % size == 0)
         return tuple(tuple(first + index * stride for index in range(size)) for first in firsts)
 
+    @property
+    def joint_groups(self) -> Groups:
+        """EP and expert-TP together, the expert-TP rank fastest: joint rank = EP rank * expert-TP + expert-TP rank."""
+        shards_of = {ranks[0]: ranks for ranks in self.groups("expert-tp")}
+        return tuple(
+            tuple(shard for rank in ranks for shard in shards_of[rank])
+            for ranks in self.groups("ep")
+            if ranks[0] in shards_of
+        )
+
     @cached_property
     def blocks(self) -> Groups:
         """The ranks that EP and CP together connect: each block needs a switch network of its own at least.

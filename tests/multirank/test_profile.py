@@ -9,7 +9,9 @@ import torch
 import torch.distributed as dist
 
 from megatron_moe_opt.planning.cluster import Cluster, World
+from megatron_moe_opt.planning.parm import ParmLayer, predict
 from megatron_moe_opt.planning.simulator import simulate
+from megatron_moe_opt.schedules.parm import JOINT
 from megatron_moe_opt.schedules.schedule import Kind, Lane
 
 GATHERS = (Kind.ALL_GATHER, Kind.REDUCE_SCATTER)
@@ -35,7 +37,8 @@ def _profile(seconds, sizes, **options):
         (
             {"tp": 2, "expert_tp": 2},
             World((0, 0, 1, 1), tp=2, cp=1, ep=2, expert_tp=2),
-            {(kind, role) for kind in GATHERS for role in ("tp", "expert-tp", "dp")} | {(Kind.ALL_TO_ALL, "ep")},
+            {(kind, role) for kind in GATHERS for role in ("tp", "expert-tp", "dp")}
+            | {(Kind.ALL_TO_ALL, role) for role in ("ep", JOINT)},
         ),
         (
             {"cp": 2, "dtype": "bf16"},
@@ -45,7 +48,7 @@ def _profile(seconds, sizes, **options):
         (
             {"tp": 4, "ep": 1, "expert_tp": 4},
             World((0, 0, 1, 1), tp=4, cp=1, ep=1, expert_tp=4),
-            {(kind, role) for kind in GATHERS for role in ("tp", "expert-tp")},
+            {(kind, role) for kind in GATHERS for role in ("tp", "expert-tp")} | {(Kind.ALL_TO_ALL, JOINT)},
         ),
     ],
     ids=["tp = expert-tp", "cp and ep", "no ep"],
@@ -69,14 +72,26 @@ def test_every_group_gets_its_curves(ranks, tmp_path, options, world, groups):
     assert (gemm.hidden, gemm.ffn_hidden, len(gemm.points)) == (64, 32 // world.expert_tp, 2)
     if world.tp == world.expert_tp > 1:  # the same ranks: measured once
         assert cluster.curves[Kind.ALL_GATHER, "tp"] == cluster.curves[Kind.ALL_GATHER, "expert-tp"]
+    assert (cluster.saa is None) == (world.tp == 1)
+    if world.tp > 1:  # then tokens can be replicated, and what S1 and S2 take can be predicted
+        assert tuple(size for size, _ in cluster.saa) == sizes
+        assert all(0 < seconds < 5 for _, seconds in cluster.saa)
+        layer = ParmLayer(64, 80, topk=2, experts=4, tp=world.tp, ep=world.ep, etp=world.expert_tp)
+        assert {one.schedule for one in predict(layer, 32, cluster)} == {"S1", "S2"}
     cluster.save(tmp_path / "cluster.json")
     assert Cluster.load(tmp_path / "cluster.json") == cluster
 
 
 def test_sizes_are_rounded_to_rows(ranks):
-    """Rows of 256 bytes over 4 ranks: 1024 bytes are the least, 2500 are nearest to 2048."""
-    curves = ranks.run(_profile, seconds=100.0, sizes=(100, 1024, 2500), ep=4)[0].curves
+    """Rows of 256 bytes over 4 ranks: 1024 bytes are the least, 2500 are nearest to 2048.
+
+    The ranks of TP and EP are the same, but not their process groups, which lanes use side by side.
+    """
+    cluster = ranks.run(_profile, seconds=100.0, sizes=(100, 1024, 2500), tp=4, ep=4)[0]
+    curves = cluster.curves
     assert [size for size, _ in curves[Kind.ALL_TO_ALL, "ep"]] == [1024, 2048]
+    assert [size for size, _ in cluster.saa] == [1024, 2048]
+    assert curves[Kind.ALL_TO_ALL, JOINT] == curves[Kind.ALL_TO_ALL, "ep"]  # whole experts: measured once
     assert [size for size, _ in curves[Kind.COPY, None]] == [256, 1024, 2560]
 
 

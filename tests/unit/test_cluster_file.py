@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -23,6 +24,7 @@ CLUSTER = Cluster(
     },
     slowdown={(Lane.INTER, Lane.INTRA): 0.75, (Lane.INTRA, Lane.INTER): 1.0},
     overhead=1e-4,
+    saa=((65536, 0.004), (1048576, 0.05)),
     expert_gemm=ExpertGemm(hidden=4, ffn_hidden=8, dtype="fp32", points=((16, 1e-3), (32, 1.5e-3))),
     host={"cpus": 2, "device": "an [odd]  name"},
     software={"torch": "2.13.0"},
@@ -70,8 +72,8 @@ def test_flops():
 
 
 def test_groups_of_other_sizes():
-    for ep_flag, expert_tp_flag in (MEGATRON_FLAGS, OUR_FLAGS):
-        flags = ep_flag, expert_tp_flag
+    for flags in (MEGATRON_FLAGS, OUR_FLAGS):
+        ep_flag, expert_tp_flag, tp_flag = flags
         CLUSTER.check_groups("c.json", flags, ep=2, expert_tp=2)
         with pytest.raises(ConfigurationError) as refusal:
             CLUSTER.check_groups("c.json", flags, ep=4, expert_tp=2)
@@ -81,6 +83,23 @@ def test_groups_of_other_sizes():
         )
         with pytest.raises(ConfigurationError, match=f"^{expert_tp_flag} 1 is not what"):
             CLUSTER.check_groups("c.json", flags, ep=2, expert_tp=1)
+        CLUSTER.check_groups("c.json", flags, ep=2, expert_tp=2, tp=2)
+        with pytest.raises(ConfigurationError) as refusal:
+            CLUSTER.check_groups("c.json", flags, ep=2, expert_tp=2, tp=4)
+        assert str(refusal.value) == (
+            f"{tp_flag} 4 is not what c.json was measured with (2): measure this layout with moe-opt profile --tp 4 "
+            "--ep 2 --expert-tp 2"
+        )
+
+
+def test_a_file_from_before_saa(tmp_path):
+    """Everything else of it is as good as ever."""
+    file = tmp_path / "cluster.json"
+    CLUSTER.save(file)
+    content = json.loads(file.read_text())
+    del content["saa"]
+    file.write_text(json.dumps(content))
+    assert Cluster.load(file) == replace(CLUSTER, saa=None)
 
 
 def _change(content, path, value):
@@ -116,6 +135,9 @@ WRONG = [
     (("host", "cpus"), 2.5, "host.cpus: 2.5 is not a string", "2.5"),
     (("hosts",), {}, "hosts: unknown field", None),
     (("software",), KeyError, "software is missing", None),
+    (("saa", 1, 0), 65536, "saa[1][0]: 65536 does not come after 65536: sizes must ascend", None),
+    (("saa",), [], "saa: no points: a curve needs at least one", "[]"),
+    (("saa",), 3, "saa: 3 is not a list", "3"),
     (("version",), 2, 'version 2 cannot be read (this megatron-moe-opt reads 1): measure the cluster again', None),
     (("format",), "results", "not a file of moe-opt profile: measure the cluster with moe-opt profile", None),
 ]  # fmt: skip

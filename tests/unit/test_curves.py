@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_moe_opt.errors import ConfigurationError
-from megatron_moe_opt.planning.curves import CostCurve, Costs
+from megatron_moe_opt.planning.curves import AlphaBeta, CostCurve, Costs
 from megatron_moe_opt.schedules.schedule import Kind, Lane, Op
 
 CURVE = CostCurve(((100, 3.0), (200, 4.0), (400, 10.0)))
@@ -120,3 +120,64 @@ def test_costs_are_by_kind_and_group():
         costs(Op(Kind.ALL_TO_ALL, Lane.INTER, size=150, group="cp"))
     with pytest.raises(ConfigurationError, match=r"no cost curve for copy \(there are: none\)"):
         Costs()(Op(Kind.COPY, Lane.COPY))
+
+
+lines = st.builds(AlphaBeta, st.floats(1e-7, 1e-2), st.floats(1e-12, 1e-6))
+several_sizes = st.sets(st.integers(1, 2**30), min_size=2, max_size=12).map(sorted)
+
+
+def measured(line, sizes, errors=()):
+    """The points of a line; the first ones off by a part of them."""
+    factors = [1 + error for error in errors] + [1.0] * len(sizes)
+    points = zip(sizes, factors, strict=False)
+    return CostCurve(tuple((size, line.seconds(size) * factor) for size, factor in points))
+
+
+@given(lines, several_sizes)
+def test_a_fit_recovers_alpha_and_beta(line, sizes):
+    """As well as the points show them: a latency far below their seconds is lost in these seconds' rounding."""
+    fit = AlphaBeta.fit(measured(line, sizes))
+    lost = 1e-12 * line.seconds(sizes[-1]) * sizes[-1] / (sizes[-1] - sizes[0])
+    assert fit.alpha == pytest.approx(line.alpha, rel=1e-6, abs=lost)
+    assert fit.beta == pytest.approx(line.beta, rel=1e-6, abs=lost / sizes[0])
+    assert fit.r_squared <= 1 and fit.largest_error < 1e-6
+
+
+@given(lines, several_sizes, st.lists(st.floats(-0.3, 0.3), min_size=1, max_size=12), st.data())
+def test_no_line_has_less_squares_of_relative_errors(line, sizes, errors, data):
+    curve = measured(line, sizes, errors)
+    fit = AlphaBeta.fit(curve)
+    assert fit.alpha >= 0 and fit.beta >= 0
+    near = st.floats(0.8, 1.25)
+    other = AlphaBeta(
+        data.draw(st.sampled_from([fit.alpha, line.alpha, 0.0])) * data.draw(near),
+        data.draw(st.sampled_from([fit.beta, line.beta, 0.0])) * data.draw(near),
+    )
+
+    def squares(one):
+        return sum((one.seconds(size) / seconds - 1) ** 2 for size, seconds in curve.points)
+
+    assert squares(fit) <= squares(other) * (1 + 1e-6) + 1e-12
+    of_points = [abs(fit.seconds(size) / seconds - 1) for size, seconds in curve.points]
+    assert fit.largest_error == pytest.approx(max(of_points))
+
+
+def test_quality_of_a_fit_by_hand():
+    """1, 3 and 5 seconds at 100, 200 and 300 bytes want a latency of -1: what is left is a line through the origin."""
+    fit = AlphaBeta.fit(CostCurve(((100, 1.0), (200, 3.0), (300, 5.0))))
+    rates = (100, 200 / 3, 60)
+    assert fit.alpha == 0 and fit.beta == pytest.approx(sum(rates) / sum(rate**2 for rate in rates))
+    errors = [fit.beta * size - seconds for size, seconds in ((100, 1), (200, 3), (300, 5))]
+    assert fit.r_squared == pytest.approx(1 - sum(error**2 for error in errors) / 8)
+    assert fit.largest_error == pytest.approx(max(abs(errors[0]), abs(errors[1]) / 3, abs(errors[2]) / 5))
+    falling = AlphaBeta.fit(CostCurve(((100, 3.0), (200, 1.0))))
+    assert falling.beta == 0 and falling.alpha == pytest.approx((1 / 3 + 1) / (1 / 9 + 1))
+
+
+def test_one_point_is_a_rate():
+    assert AlphaBeta.fit(CostCurve(((100, 2.0),))) == AlphaBeta(0.0, 0.02)
+
+
+def test_points_of_one_height_are_a_latency():
+    fit = AlphaBeta.fit(CostCurve(((100, 2.0), (300, 2.0))))
+    assert (fit.alpha, fit.beta, fit.r_squared) == (2.0, 0.0, 1.0)
