@@ -115,12 +115,19 @@ def choice(
     expert_tp: Annotated[int, typer.Option(min=1, help="Tensor parallelism inside an expert.")] = 1,
     dtype: Annotated[DType, typer.Option(help="Tokens.")] = DType.fp32,
     routing: Annotated[str, typer.Option(help="As in bench layer.")] = "uniform",
+    capacity_factor: Annotated[
+        float | None,
+        typer.Option(min=0.0, callback=finite, help="Pad every expert to this capacity; with --replicated."),
+    ] = None,
+    replicated: Annotated[
+        bool, typer.Option(help="parm's choice, on tokens that all TP ranks hold, in a whole MoE layer.")
+    ] = False,
     steps: Annotated[int, typer.Option(min=1, help="Timed rounds.")] = 5,
     warmup: Annotated[int, typer.Option(min=0, help="Untimed rounds before them.")] = 1,
     seed: Annotated[int, typer.Option(help="Seed of inputs and routing.")] = 1,
     json: Annotated[Path | None, typer.Option(help="Write everything.")] = None,
 ) -> None:
-    """How much slower monta's choice of level and chunks is than the fastest, and how well its time was predicted."""
+    """How much slower monta's choice of level and chunks, or parm's of its schedule, is than the fastest of all."""
     from megatron_moe_opt.cli.bench_choice import bench_choice
     from megatron_moe_opt.cli.layer_settings import LayerSettings
 
@@ -137,12 +144,13 @@ def choice(
         expert_tp=expert_tp,
         dtype=dtype.value,
         routing=routing,
-        capacity_factor=None,
-        pad_to_capacity=False,
+        capacity_factor=capacity_factor,
+        pad_to_capacity=capacity_factor is not None,
         steps=steps,
         warmup=warmup,
         seed=seed,
         profile=profile,
+        replicated=replicated,
     )
     bench_choice(settings, sizes, counts, json)
 

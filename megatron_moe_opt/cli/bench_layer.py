@@ -76,7 +76,13 @@ def check(settings: LayerSettings) -> Cluster | None:
     if settings.profile is None:
         return None
     cluster = Cluster.load(settings.profile)
-    cluster.check_groups(settings.profile, OUR_FLAGS, ep=settings.ep_size(world), expert_tp=settings.expert_tp)
+    cluster.check_groups(
+        settings.profile,
+        OUR_FLAGS,
+        ep=settings.ep_size(world),
+        expert_tp=settings.expert_tp,
+        tp=settings.tp if settings.replicated else None,
+    )
     return cluster
 
 

@@ -94,7 +94,7 @@ class DeepSpeedDispatcher(MontaDispatcher):
         self.num_copies = 1
         """Ranks that hold the same tokens; experts learn from all copies, and so a share from each."""
 
-    def take_copies(self, tp: ProcessGroup, tokens: torch.Tensor, num_rows: int) -> bool:
+    def take_copies(self, tp: ProcessGroup, tokens: torch.Tensor) -> bool:
         """Every rank moves all of them."""
         self.num_copies = tp.size()
         return True

@@ -61,14 +61,13 @@ class MontaDispatcher:
         """What runs, for the line at start."""
         return f"{self.pipelining.describe()}, tokens and probabilities in one all-to-all"
 
-    def take_copies(self, tp: ProcessGroup, tokens: torch.Tensor, num_rows: int) -> bool:
+    def take_copies(self, tp: ProcessGroup, tokens: torch.Tensor) -> bool:
         """Whether the dispatcher itself takes tokens that all ranks of a TP group hold, and returns all of them.
 
         False: they have to be split over TP before. Asked once, by all ranks of the group.
 
         Args:
             tokens: [T, H] such tokens; only their shape and dtype may be used.
-            num_rows: (token, expert) pairs that they make.
         """
         return False
 

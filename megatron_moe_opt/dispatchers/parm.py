@@ -22,8 +22,10 @@ import torch
 from torch.distributed import ProcessGroup
 
 from megatron_moe_opt.dispatchers.monta import Dispatched, MontaDispatcher
+from megatron_moe_opt.dispatchers.parm_schedule import Scheduling
 from megatron_moe_opt.dispatchers.pipelining import FixedPipelining
 from megatron_moe_opt.kernels import RowMap, permute_packed
+from megatron_moe_opt.planning.parm import ParmChoice
 from megatron_moe_opt.runtime.host_copy import HostCopy
 from megatron_moe_opt.schedules.parm import AAS
 from megatron_moe_opt.topology.expert_groups import ExpertGroups, TokenCopies
@@ -32,23 +34,36 @@ from megatron_moe_opt.topology.expert_groups import ExpertGroups, TokenCopies
 class ParmDispatcher(MontaDispatcher):
     """Moves the tokens of one MoE layer to their experts and back."""
 
-    def __init__(self, groups: ExpertGroups, schedule: str = "S1") -> None:
-        alone = groups.joint_size == 1
-        super().__init__(groups, FixedPipelining("O1" if alone else None, 1))
-        self.schedule = schedule
+    def __init__(self, groups: ExpertGroups, scheduling: Scheduling) -> None:
+        super().__init__(groups, FixedPipelining("O1", 1))
+        self.scheduling = scheduling
+        self.choice: ParmChoice | None = None
+        """Made at the first pass."""
         self.copies: TokenCopies | None = None
         """Under S2, the ranks that hold the same tokens. None: every rank has tokens of its own."""
 
-    def take_copies(self, tp: ProcessGroup, tokens: torch.Tensor, num_rows: int) -> bool:
+    def take_copies(self, tp: ProcessGroup, tokens: torch.Tensor) -> bool:
         """Under S2."""
-        if self.schedule != "S1":
+        if self._choose(tokens, tp).schedule != "S1":
             self.copies = TokenCopies.of(tp, self.groups)
         return self.copies is not None
 
     def describe(self) -> str:
         """What runs, for the line at start."""
-        what = "tokens and probabilities in one all-to-all over expert and expert-tensor parallelism"
-        return what if self.schedule == "S1" else f"S2: {what}; rows split over TP after the gate"
+        return self.scheduling.describe()
+
+    def permute(
+        self, tokens: torch.Tensor, probs: torch.Tensor, routing_map: torch.Tensor, **sizes: int | None
+    ) -> tuple[torch.Tensor, Dispatched]:
+        """As MontaDispatcher.permute."""
+        if self.choice is None:
+            self._choose(tokens, None)
+        return super().permute(tokens, probs, routing_map, **sizes)
+
+    def _choose(self, tokens: torch.Tensor, tp: ProcessGroup | None) -> ParmChoice:
+        self.choice = self.scheduling.choose(tokens, tp)
+        self.pipelining = FixedPipelining(self.choice.level, self.choice.chunks)
+        return self.choice
 
     def _pack(
         self, tokens: torch.Tensor, probs: torch.Tensor, row_map: RowMap, counts: HostCopy, groups: ExpertGroups
@@ -56,6 +71,6 @@ class ParmDispatcher(MontaDispatcher):
         if self.copies is None:
             return super()._pack(tokens, probs, row_map, counts, groups)
         row_map = row_map.cut(self.copies.group.size())
-        num_phases = 1 if self.schedule == AAS else groups.ep_size
+        num_phases = 1 if self.choice.schedule == AAS else groups.ep_size
         dispatched = Dispatched(row_map, counts, groups, None, self.copies, num_phases)
         return permute_packed(tokens, probs, row_map), dispatched

@@ -29,12 +29,7 @@ class PluggedTokenDispatcher(MoETokenDispatcher):
 
     def take_copies(self, tokens: torch.Tensor, tp: ProcessGroup) -> bool:
         """See MontaDispatcher.take_copies. tokens: [S, B, H]."""
-        num_tokens, config = tokens.size(0) * tokens.size(1), self.config
-        num_rows = num_tokens * config.moe_router_topk
-        if config.moe_expert_capacity_factor is not None:
-            capacity = get_capacity(num_rows, config.num_moe_experts, config.moe_expert_capacity_factor)
-            num_rows = min(num_rows, capacity * config.num_moe_experts)
-        return self.dispatcher.take_copies(tp, tokens.view(num_tokens, -1), num_rows)
+        return self.dispatcher.take_copies(tp, tokens.view(-1, tokens.size(-1)))
 
     def dispatch_preprocess(
         self, tokens: torch.Tensor, routing_map: torch.Tensor, probs: torch.Tensor
