@@ -6,7 +6,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain, zip_longest
 from typing import TypeVar
 
@@ -88,10 +88,13 @@ class Meter:
     def pipeline_curve(
         self, sized: Callable[[int], SizedPipeline], sizes: Sequence[int], seconds: float, longest: float
     ) -> Points:
-        """As `curve`, of a schedule as a whole, each run of which begins when all ranks are ready."""
+        """As `curve`, of a schedule as a whole: a run is the schedule several times, one after the other."""
 
         def alone(pipeline: SizedPipeline, expected: float | None) -> float:
-            return self.schedule(pipeline.schedule, pipeline.steps)
+            times = 1 if expected is None else _ops(expected)
+            repeated = _repeated(pipeline.schedule, times)
+            runs = RUNS if times > LEAST_OPS else 1
+            return statistics.median(self._runs(repeated, pipeline.steps, runs)) / times
 
         return self._points(sized, alone, sizes, seconds, longest)
 
@@ -130,14 +133,18 @@ class Meter:
 
     def schedule(self, schedule: Schedule, steps: Callable[[Op], Steps]) -> float:
         """Seconds of a schedule whose ops do `steps`: on the slowest rank, the median of several runs."""
+        return statistics.median(self._runs(schedule, steps, RUNS))
+
+    def _runs(self, schedule: Schedule, steps: Callable[[Op], Steps], number: int) -> list[float]:
+        """Seconds of each run on the slowest rank."""
         seconds = []
-        for _ in range(RUNS):
+        for _ in range(number):
             bound = [steps(op) for op in schedule.ops]
             dist.barrier()
             timeline = self._executor.run(schedule, bound, record=True)
             assert timeline is not None
             seconds.append(timeline.seconds)
-        return statistics.median(self._slowest(seconds))
+        return self._slowest(seconds)
 
     def _alone(self, load: Load, sized: Sized, ops: int) -> float:
         return self._median_of_runs(ops, (load, sized, ops))
@@ -163,6 +170,18 @@ class Meter:
         times = torch.tensor(seconds, dtype=torch.float64, device=self.device)
         dist.all_reduce(times, dist.ReduceOp.MAX)
         return times.tolist()
+
+
+def _repeated(schedule: Schedule, times: int) -> Schedule:
+    """The schedule several times, each beginning when the last op of the one before has finished."""
+    ops: list[Op] = []
+    for _ in range(times):
+        first = len(ops)
+        after = (first - 1,) if first else ()
+        ops += [
+            replace(op, waits_for=tuple(first + other for other in op.waits_for) or after) for op in schedule.ops
+        ]  # fmt: skip
+    return Schedule(schedule.name, tuple(ops), schedule.inputs)
 
 
 def _ops(seconds: float) -> int:

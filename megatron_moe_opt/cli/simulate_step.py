@@ -1,4 +1,4 @@
-"""What each level and chunk count of `monta` would take, and the training step around it.
+"""What each level and chunk count of `monta` would take, the training step around it, and what `parm` would take.
 
 The outputs of MoNTA's Fig. 10. Needs neither GPUs nor other ranks: what ops cost comes from a cluster.json or from
 bandwidths.
@@ -15,11 +15,13 @@ from rich.console import Console
 from rich.table import Table
 
 from megatron_moe_opt.cli.output_files import check_timeline_files, write_timelines
+from megatron_moe_opt.cli.simulate_parm import parm_report
 from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.planning.cluster import OUR_FLAGS, Cluster
 from megatron_moe_opt.planning.curves import CostCurve, Costs
 from megatron_moe_opt.planning.model import ModelShape, Parallel
 from megatron_moe_opt.planning.monta import CHUNKS, PASSES, WITHIN_PREDICTION, Pass, choose, training_passes
+from megatron_moe_opt.planning.parm import ParmLayer
 from megatron_moe_opt.planning.simulator import Slowdown, simulate
 from megatron_moe_opt.planning.throughput import Device, Throughput, throughput
 from megatron_moe_opt.schedules.monta import LEVELS, even_chunks
@@ -54,6 +56,8 @@ class Network:
     costs: Costs
     slowdown: Slowdown
     parallel: Parallel
+    cluster: Cluster | None
+    """What was measured, if it was."""
 
 
 @dataclass(frozen=True)
@@ -120,6 +124,8 @@ def simulate_step(settings: StepSettings, trace: Path | None, png: Path | None) 
     )
     console.print(_candidates_table(candidates, chosen))
     console.print(_steps_table(steps))
+    for part in _parm_report(settings, network, row_bytes):
+        console.print(part, markup=False, highlight=False, soft_wrap=True)
     timeline = one_after_another(str(chosen), dict(zip(PASSES, chosen.timelines, strict=True)))
     write_timelines({"predicted": timeline}, trace, png, console)
 
@@ -134,6 +140,21 @@ def predict(passes: Sequence[Pass], network: Network) -> list[Candidate]:
 
     wanted = [("O1", 1)] + [(level, count) for level in LEVELS if level != "O1" for count in CHUNKS if count > 1]
     return [Candidate(level, count, tuple(play(one, level, count) for one in passes)) for level, count in wanted]
+
+
+def _parm_report(settings: StepSettings, network: Network, row_bytes: int) -> list[Table | str]:
+    """Nothing where costs were not measured, or where no expert or attention is cut: parm is like monta's O1 there."""
+    model, parallel, cluster = settings.model, network.parallel, network.cluster
+    if cluster is None or max(parallel.tp, parallel.etp) == 1 or parallel.ep * parallel.etp == 1:
+        return []
+    layer = ParmLayer(
+        row_bytes, row_bytes + _lane_bytes(), model.topk, model.experts, parallel.tp, parallel.ep, parallel.etp
+    )
+    try:
+        cluster.check_groups(settings.cluster, OUR_FLAGS, ep=parallel.ep, expert_tp=parallel.etp, tp=parallel.tp)
+        return list(parm_report(layer, settings.tokens, cluster))
+    except ConfigurationError as error:  # a file that is older than parm, or of other TP groups, is still monta's
+        return [f"parm: {error}"]
 
 
 def _check(settings: StepSettings, parallel: Parallel, micro_batch_tokens: int, sequence: int) -> None:
@@ -169,7 +190,7 @@ def _measured(settings: StepSettings) -> Network:
     known = {"--tp": world.tp, "--cp": world.cp, "--ep": world.ep, "--expert-tp": world.expert_tp}
     parallel = _parallel({flag: size or known.get(flag, 1) for flag, size in sizes.items()})
     cluster.check_groups(file, OUR_FLAGS, ep=parallel.ep, expert_tp=parallel.etp)
-    return Network(cluster.costs(), cluster.slowdown, parallel)
+    return Network(cluster.costs(), cluster.slowdown, parallel, cluster)
 
 
 def _given(settings: StepSettings) -> Network:
@@ -191,7 +212,7 @@ def _given(settings: StepSettings) -> Network:
         (Kind.REDUCE_SCATTER, "expert-tp"): curve(intra, parallel.etp),
         (Kind.COPY, None): curve(copy),
     }
-    return Network(Costs(curves, overhead=(microseconds or 0.0) * 1e-6), {}, parallel)
+    return Network(Costs(curves, overhead=(microseconds or 0.0) * 1e-6), {}, parallel, None)
 
 
 def _parallel(sizes: Mapping[str, int]) -> Parallel:

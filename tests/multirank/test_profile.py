@@ -12,7 +12,7 @@ from megatron_moe_opt.planning.cluster import Cluster, World
 from megatron_moe_opt.planning.parm import ParmLayer, predict
 from megatron_moe_opt.planning.simulator import simulate
 from megatron_moe_opt.schedules.parm import JOINT
-from megatron_moe_opt.schedules.schedule import Kind, Lane
+from megatron_moe_opt.schedules.schedule import Kind, Lane, Op, Schedule
 
 GATHERS = (Kind.ALL_GATHER, Kind.REDUCE_SCATTER)
 RINGS = {(Kind.SEND_RECEIVE, "intra-node"), (Kind.SEND_RECEIVE, "inter-node")}
@@ -130,7 +130,10 @@ def _made_up():
         patch.setattr(meter, "executor", lambda device: played)
         patch.setattr(meter, "time", played)
         measured = meter.Meter(torch.device("cpu"))
+        in_two_lanes = Schedule("two ops", (Op(Kind.COPY, Lane.COPY, size=10), Op(Kind.COPY, Lane.INTRA, size=20)))
+        pipeline = meter.SizedPipeline(30, in_two_lanes, lambda op: None)
         return (
+            measured.pipeline_curve(lambda size: pipeline, (30,), seconds=8.0, longest=90.0),
             measured.curve(loads[Lane.COPY], (10, 20, 40, 9000), seconds=8.0, longest=90.0),
             measured.curve(loads[Lane.COPY], (10, 600, 700), seconds=60.0, longest=1.0),
             measured.rate_beside(loads[Lane.INTER], 10, loads[Lane.INTRA], 10),
@@ -141,7 +144,9 @@ def _made_up():
 def test_measured_times_are_those_of_the_slowest_rank(ranks):
     answers = ranks.run(_made_up)
     assert all(answer == answers[0] for answer in answers)
-    curve, long_ops, undisturbed, disturbed = answers[0]
+    pipeline, curve, long_ops, undisturbed, disturbed = answers[0]
+    # 20 and 40 ms beside each other, and not until the 40 ms of the time before are over
+    assert pipeline == ((30, pytest.approx(0.04)),)
     assert [size for size, _ in curve] == [10, 20, 40]  # 9000 would take 18 s an op, more than there is time for
     assert [seconds for _, seconds in curve] == pytest.approx([0.02, 0.04, 0.08])
     assert [size for size, _ in long_ops] == [10, 600]  # an op of 600 takes longer than `longest`: that is enough

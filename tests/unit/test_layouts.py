@@ -14,6 +14,7 @@ from megatron.core import parallel_state
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_moe_opt.errors import ConfigurationError
+from megatron_moe_opt.schedules.parm import JOINT
 from megatron_moe_opt.topology.expansion import Machines, MoeModel, expand
 from megatron_moe_opt.topology.layouts import HORIZONTAL, ROLES, VERTICAL, Layout
 
@@ -25,6 +26,7 @@ DESCRIPTIONS = {
     "EXPERT_TENSOR_PARALLEL_GROUP": "expert-tp",
     "EXPERT_MODEL_PARALLEL_GROUP": "ep",
     "EXPERT_DATA_PARALLEL_GROUP": "expert-dp",
+    "EXPERT_TENSOR_AND_MODEL_PARALLEL_GROUP": JOINT,
 }
 
 
@@ -33,7 +35,7 @@ def megatron_groups(world, tp, cp, ep, expert_tp, pp, order):
 
     Only torch.distributed is played: nothing is communicated, so that the world can be of any size.
     """
-    groups = {role: [] for role in ROLES}
+    groups = {role: [] for role in DESCRIPTIONS.values()}
 
     def create_group(ranks=None, group_desc=None, backend=None, **_):
         if group_desc in DESCRIPTIONS:
@@ -69,7 +71,12 @@ def _agrees_with_megatron(*sizes):
     except ConfigurationError:
         assert expected is None, f"Megatron makes {sizes}"
         return False
+    joint = {tuple(sorted(ranks)) for ranks in expected.pop(JOINT)}
     assert {role: layout.groups(role) for role in ROLES} == expected
+    assert {tuple(sorted(ranks)) for ranks in layout.joint_groups} == joint
+    for ranks in layout.joint_groups:  # the expert-TP rank is the fastest
+        shards = [ranks[first : first + layout.expert_tp] for first in range(0, len(ranks), layout.expert_tp)]
+        assert set(shards) <= set(layout.groups("expert-tp")) and next(zip(*shards, strict=True)) in layout.groups("ep")
     return True
 
 

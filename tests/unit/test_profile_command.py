@@ -87,6 +87,7 @@ def test_table():
         {(Lane.INTER, Lane.COPY): 0.5},
         expert_gemm=ExpertGemm(10, 25, "bf16", ((100, 1e-3),)),
         overhead=2e-4,
+        saa=((4096, 1e-5),),
     )
     console = Console(width=120, record=True, file=io.StringIO())
     console.print(curves_table(cluster))
@@ -96,6 +97,7 @@ def test_table():
         ["all_gather expert-tp, tp", "1 KiB", "0.001", "1.024 GB/s", "49%"],
         ["", "1 MiB", "0.500", "2.097 GB/s", "100%"],
         ["copy", "2 KiB", "0.001", "2.048 GB/s", "100%"],
+        ["SAA", "4 KiB", "0.010", "0.410 GB/s", "100%"],
         ["expert 10 x 25 bf16", "100 rows", "1.000", "0.000 TFLOP/s", "100%"],
     ]
     assert (

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import sys
 
 import pytest
 
 from megatron_moe_opt.cli.main import main
+from megatron_moe_opt.planning import parm
 from megatron_moe_opt.planning.cluster import Cluster, World
 from megatron_moe_opt.planning.monta import PASSES, WITHIN_PREDICTION, choose, training_passes
+from megatron_moe_opt.schedules.parm import JOINT
 from megatron_moe_opt.schedules.schedule import Kind, Lane
 
 # 1000 rows of 1024 bytes; 1040 with their probability.
@@ -118,6 +121,58 @@ def test_a_measured_cluster(run, tmp_path):
     chosen = {name: found[0] for name, found in table_rows(output).items() if found[0][-1] == "chosen"}
     assert list(chosen) == [f"{wanted.level}, {wanted.chunks} chunks"]
     assert list(chosen.values())[0][0] == f"{wanted.seconds * 1e3:.3f}"
+
+
+WITH_PARM = dataclasses.replace(
+    CLUSTER,
+    curves={
+        **CLUSTER.curves,
+        (Kind.ALL_TO_ALL, JOINT): ((1 << 16, 2e-3), (1 << 20, 1.1e-2)),
+        (Kind.ALL_GATHER, "tp"): ((1 << 16, 1e-4), (1 << 20, 4e-3)),
+    },
+    saa=((1 << 16, 3e-3), (1 << 20, 1.5e-2), (1 << 22, 5e-2)),
+)
+
+
+def test_parm_on_a_measured_cluster(run, tmp_path):
+    """500 tokens of each rank, 1000 of a TP group."""
+    file = tmp_path / "cluster.json"
+    WITH_PARM.save(file)
+    code, output, _ = run(f"{file}", MODEL, GPU, "--dtype bf16")
+    assert code == 0
+    rows = table_rows(output)
+    layer = parm.ParmLayer(1024, 1040, topk=2, experts=8, tp=2, ep=2, etp=2)
+    split = dataclasses.replace(layer, tp=1), 500, WITH_PARM
+    whole = layer, 1000, WITH_PARM
+    for column, way in ((0, split), (2, whole)):
+        chosen = parm.choose(*way, equal_within=WITHIN_PREDICTION)
+        for one in parm.predict(*way):
+            assert rows[str(one)][0][column : column + 2] == [
+                f"{one.seconds * 1e3:.3f}",
+                "chosen" if one == chosen else "",
+            ]
+    assert rows["S2"][0][:2] == ["-", ""]
+    fits = parm.ParmFits.of(WITH_PARM)
+    assert rows["SAA"][0] == [
+        f"{fits.saa.alpha * 1e3:.4f}",
+        f"{fits.saa.beta * 1e9:.4f}",
+        f"{fits.saa.r_squared:.4f}",
+        f"{fits.saa.largest_error:.1%}",
+    ]
+    assert fits.saa.largest_error > 0.001  # three points that are on no line
+    t_d1, t_d2 = fits.seconds(layer, 1000)
+    answer = parm.algorithm_1(layer, 1000, fits)
+    assert f"t_D1 {t_d1 * 1e3:.3f} ms, t_D2 {t_d2 * 1e3:.3f} ms: {answer}\n" in output
+
+
+def test_parm_without_its_measurements(run, tmp_path):
+    """A file from before parm, or of another TP size, says so, and is still good for monta."""
+    file = tmp_path / "cluster.json"
+    CLUSTER.save(file)
+    code, output, _ = run(f"{file}", MODEL, GPU)
+    assert code == 0 and "parm: no cost curve for all_to_all in group ep x expert-tp" in output
+    assert "parm: --tp 4 is not what" in run(f"{file}", MODEL, GPU, "--tp 4")[1]
+    assert "parm:" not in run(MODEL, GPU, BANDWIDTHS)[1]
 
 
 def test_files(run, tmp_path):
