@@ -61,7 +61,7 @@ def bench_layer(settings: LayerSettings, json_file: Path | None) -> LayerReport:
         if dist.get_rank() == 0:
             print_report(report, Console(width=None if sys.stdout.isatty() else 200))
             if json_file is not None:
-                json_file.write_text(json.dumps(as_json(report), indent=2) + "\n")
+                json_file.write_text(json.dumps(as_json(report), indent=2, default=str) + "\n")
     return report
 
 
