@@ -25,6 +25,12 @@ class ChunkPlan:
     by_expert: ChunkList
     """From arrival order (chunk, etp rank, ep rank, local expert) to expert order (local expert, etp rank, ep rank,
     chunk), in rows of the whole layer."""
+    first_sent: int
+    """Where the chunk begins among this rank's own rows."""
+    first_received: int
+    """Where it begins among the rows that arrive at this rank."""
+    first_gathered: int
+    """Where it begins among the rows of all expert-tensor-parallel peers."""
 
     @property
     def receive_counts(self) -> list[int]:
@@ -35,6 +41,11 @@ class ChunkPlan:
     def gather_counts(self) -> list[int]:
         """[etp_size] rows each expert-tensor-parallel peer holds after its all-to-all."""
         return [sum(counts) for counts in self.arriving_counts]
+
+    @property
+    def first_own(self) -> int:
+        """Where this rank's block of the chunk begins among the rows of all expert-tensor-parallel peers."""
+        return self.first_gathered + sum(self.gather_counts[: self.etp_rank])
 
 
 @dataclass(frozen=True)
@@ -86,10 +97,13 @@ def plan_exchange(
     send_counts = cut[:, ep_rank, etp_rank].view(num_chunks, ep_size, local).sum(2).tolist()
     arriving_counts = arriving.sum(3).tolist()
     parts = by_expert.split(arriving.sum((1, 2, 3)).tolist())
-    chunks = (
-        ChunkPlan(sent, arrives, etp_rank, part)
-        for sent, arrives, part in zip(send_counts, arriving_counts, parts, strict=True)
-    )
+    chunks: list[ChunkPlan] = []
+    firsts = (0, 0, 0)
+    for sent, arrives, part in zip(send_counts, arriving_counts, parts, strict=True):
+        chunk = ChunkPlan(sent, arrives, etp_rank, part, *firsts)
+        chunks.append(chunk)
+        sizes = sum(sent), sum(chunk.receive_counts), sum(chunk.gather_counts)
+        firsts = tuple(first + size for first, size in zip(firsts, sizes, strict=True))
     return ExchangePlan(tuple(chunks), arriving.sum((0, 1, 2)))
 
 

@@ -18,13 +18,14 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from megatron_moe_opt.kernels import LANE_BYTES, empty
-from megatron_moe_opt.runtime import steps
-from megatron_moe_opt.runtime.exchange_plan import ChunkPlan, ExchangePlan, Parts
+from megatron_moe_opt.runtime import joint_exchange, steps
+from megatron_moe_opt.runtime.exchange_plan import ExchangePlan, Parts
 from megatron_moe_opt.runtime.executor import executor
-from megatron_moe_opt.runtime.steps import Blocks, Steps, blocks_of
+from megatron_moe_opt.runtime.row_layout import RowLayout
+from megatron_moe_opt.runtime.steps import Steps
 from megatron_moe_opt.schedules import monta, parm
 from megatron_moe_opt.schedules.monta import ChunkBytes
-from megatron_moe_opt.schedules.schedule import Kind, Op, Schedule
+from megatron_moe_opt.schedules.schedule import Kind, Schedule
 from megatron_moe_opt.topology.expert_groups import ExpertGroups
 
 
@@ -125,7 +126,7 @@ def _run_to_experts(
     """[R, W] -> tokens [num_gathered, H] and, with prob_dtype, the probabilities in the lanes."""
     groups, plan = exchange.groups, exchange.plan
     rows = exchange.own_rows(rows)
-    layout = _Layout(rows.size(1), rows.dtype, prob_dtype)
+    layout = RowLayout(rows.size(1), rows.dtype, prob_dtype)
     move = groups.joint_size > 1
     gathered = layout.empty_rows(plan.num_gathered, rows) if move else rows
     tokens, probs = gathered, None
@@ -136,20 +137,18 @@ def _run_to_experts(
         probs = empty((plan.num_gathered,), prob_dtype, rows.device)
 
     schedule = exchange.dispatch(layout.row_bytes)
-    places = _places(plan, groups)
     bound = []
     for op in schedule.ops:
-        chunk, place = plan.chunks[op.chunk], places[op.chunk]
-        arrived = gathered.narrow(0, place.own, sum(chunk.receive_counts))
+        chunk = plan.chunks[op.chunk]
+        arrived = gathered.narrow(0, chunk.first_own, sum(chunk.receive_counts))
         if op.group == parm.JOINT:
-            to, from_ = _joint_blocks(chunk, place, groups)
-            step = steps.exchange(rows, to, gathered, from_, groups.joint, "all_to_all")
+            step = joint_exchange.to_all_shards(rows, gathered, chunk, groups)
         elif op.kind is Kind.ALL_TO_ALL:
-            sent = rows.narrow(0, place.sent, sum(chunk.send_counts))
+            sent = rows.narrow(0, chunk.first_sent, sum(chunk.send_counts))
             step = steps.all_to_all(sent, chunk.send_counts, arrived, chunk.receive_counts, groups.ep)
         elif op.kind is Kind.ALL_GATHER:
-            own = arrived if groups.ep_size > 1 else rows.narrow(0, place.sent, sum(chunk.send_counts))
-            all_rows = gathered.narrow(0, place.gathered, sum(chunk.gather_counts))
+            own = arrived if groups.ep_size > 1 else rows.narrow(0, chunk.first_sent, sum(chunk.send_counts))
+            all_rows = gathered.narrow(0, chunk.first_gathered, sum(chunk.gather_counts))
             step = steps.all_gather(own, all_rows, chunk.gather_counts, groups.etp)
         elif in_place:
             step = Steps()
@@ -164,7 +163,7 @@ def _run_to_sources(tokens: torch.Tensor, probs: torch.Tensor | None, exchange: 
     """Tokens [num_gathered, H], with or without probabilities behind them -> rows [R, W]."""
     groups, plan = exchange.groups, exchange.plan
     lane = 0 if probs is None else LANE_BYTES // tokens.element_size()
-    layout = _Layout(tokens.size(1) + lane, tokens.dtype, None if probs is None else probs.dtype)
+    layout = RowLayout(tokens.size(1) + lane, tokens.dtype, None if probs is None else probs.dtype)
     in_place = probs is None and plan.arrives_sorted
     unsorted = tokens if in_place else layout.empty_rows(plan.num_gathered, tokens)
     num_arrived = sum(sum(chunk.receive_counts) for chunk in plan.chunks)
@@ -175,23 +174,24 @@ def _run_to_sources(tokens: torch.Tensor, probs: torch.Tensor | None, exchange: 
     rows = exchange.own_rows(all_rows)
 
     schedule = exchange.combine(layout.row_bytes)
-    places = _places(plan, groups)
     bound = []
     for op in schedule.ops:
         if exchange.parts is not None and op.writes != ("unsorted",):
-            bound.append(_of_phase(op, exchange, unsorted, all_rows, layout))
+            step = joint_exchange.of_phase(op, unsorted, all_rows, plan.chunks[0], exchange.parts, groups, layout)
+            bound.append(step)
             continue
-        chunk, place = plan.chunks[op.chunk], places[op.chunk]
-        arrived = summed.narrow(0, place.arrived, sum(chunk.receive_counts))
+        chunk = plan.chunks[op.chunk]
+        arrived = summed.narrow(0, chunk.first_received, sum(chunk.receive_counts))
         if op.group == parm.JOINT:
-            step = _sum_of_shards(unsorted, rows, chunk, place, groups, layout)
+            everybody = range(groups.ep_size)
+            step = joint_exchange.from_all_shards(unsorted, rows, chunk, groups, layout, everybody, everybody)
         elif op.kind is Kind.REDUCE_SCATTER:
             mine = sum(chunk.receive_counts)
             parts = layout.empty_rows((groups.etp_size - 1) * mine, tokens)
-            of_peers = unsorted.narrow(0, place.gathered, sum(chunk.gather_counts))
+            of_peers = unsorted.narrow(0, chunk.first_gathered, sum(chunk.gather_counts))
             step = steps.reduce_scatter(of_peers, parts, arrived, chunk.gather_counts, groups.etp, layout.columns)
         elif op.kind is Kind.ALL_TO_ALL:
-            back = rows.narrow(0, place.sent, sum(chunk.send_counts))
+            back = rows.narrow(0, chunk.first_sent, sum(chunk.send_counts))
             step = steps.all_to_all(arrived, chunk.receive_counts, back, chunk.send_counts, groups.ep)
         elif in_place:
             step = Steps()
@@ -200,121 +200,3 @@ def _run_to_sources(tokens: torch.Tensor, probs: torch.Tensor | None, exchange: 
         bound.append(step)
     executor(tokens.device).run(schedule, bound)
     return all_rows
-
-
-def _of_phase(op: Op, exchange: Exchange, unsorted: torch.Tensor, all_rows: torch.Tensor, layout: _Layout) -> Steps:
-    """Of Parm's combine_and_gather: the rows of a phase's EP peers back from them, or shared over the TP group."""
-    groups, plan, parts, phase = exchange.groups, exchange.plan, exchange.parts, op.chunk
-    if op.group == parm.TP:
-        own = parts.block(parts.group.rank(), phase)
-        blocks = [parts.block(rank, phase) for rank in range(parts.group.size())]
-        return steps.exchange(all_rows, [own] * len(blocks), all_rows, blocks, parts.group, "all_gather")
-    (chunk,), (place,) = plan.chunks, _places(plan, groups)
-    senders, receivers = parts.peers(groups.ep_rank, phase), parts.peers(groups.ep_rank, -phase)
-    rows = exchange.own_rows(all_rows)
-    return _sum_of_shards(unsorted, rows, chunk, place, groups, layout, senders, receivers, op.group)
-
-
-def _joint_blocks(chunk: ChunkPlan, place: _Place, groups: ExpertGroups) -> tuple[Blocks, Blocks]:
-    """For each rank of the joint group, its block of this rank's rows, the same for all shards of an expert; and the
-    place of its own rows among the gathered ones.
-    """
-    to = [block for block in blocks_of(chunk.send_counts, place.sent) for _ in range(groups.etp_size)]
-    by_shard = [
-        blocks_of(counts, place.gathered + sum(chunk.gather_counts[:shard]))
-        for shard, counts in enumerate(chunk.arriving_counts)
-    ]
-    return to, [by_shard[shard][ep_rank] for ep_rank in range(groups.ep_size) for shard in range(groups.etp_size)]
-
-
-def _sum_of_shards(
-    unsorted: torch.Tensor,
-    rows: torch.Tensor,
-    chunk: ChunkPlan,
-    place: _Place,
-    groups: ExpertGroups,
-    layout: _Layout,
-    senders: range | None = None,
-    receivers: range | None = None,
-    over: str | None = parm.JOINT,
-) -> Steps:
-    """Each shard's part of every row back from it, into a copy a shard; then their sum, in rank order.
-
-    `senders` and `receivers` are the EP ranks that the rows come from and that get theirs; None: all. `over` is the
-    group that they lie in; where that is not the joint group, both are this rank.
-    """
-    senders, receivers = (range(groups.ep_size) if peers is None else peers for peers in (senders, receivers))
-    counts = [rows if peer in senders else 0 for peer, rows in enumerate(chunk.send_counts)]
-    num_rows, first = sum(counts), place.sent + sum(chunk.send_counts[: senders.start])
-    _, to = _joint_blocks(chunk, place, groups)
-    parts = layout.empty_rows(groups.etp_size * num_rows, rows)
-    by_shard = [blocks_of(counts, shard * num_rows) for shard in range(groups.etp_size)]
-    summed = rows.narrow(0, first, num_rows)
-    if over == parm.JOINT:
-        joint_ranks = [(ep_rank, shard) for ep_rank in range(groups.ep_size) for shard in range(groups.etp_size)]
-        to = [block if ep_rank in receivers else (0, 0) for block, (ep_rank, _) in zip(to, joint_ranks, strict=True)]
-        from_ = [by_shard[shard][ep_rank] for ep_rank, shard in joint_ranks]
-        step = steps.exchange(unsorted, to, parts, from_, groups.joint, "all_to_all")
-    else:
-        to = to[groups.ep_rank * groups.etp_size : (groups.ep_rank + 1) * groups.etp_size]
-        if over is None:
-            return steps.sum_parts([unsorted.narrow(0, *to[0])], summed, layout.columns)
-        from_ = [blocks[groups.ep_rank] for blocks in by_shard]
-        step = steps.exchange(unsorted, to, parts, from_, groups.etp, "reduce_scatter")
-    return step + steps.sum_parts(parts.split(num_rows) if num_rows else [summed], summed, layout.columns)
-
-
-class _Layout:
-    """What a row on the wire holds: its hidden elements and, with prob_dtype, a lane with the bits of a probability."""
-
-    def __init__(self, width: int, dtype: torch.dtype, prob_dtype: torch.dtype | None) -> None:
-        self.width, self.dtype, self.prob_dtype = width, dtype, prob_dtype
-        self.row_bytes = width * dtype.itemsize
-        self.hidden_bytes = self.row_bytes - (LANE_BYTES if prob_dtype is not None else 0)
-        self.hidden = self.hidden_bytes // dtype.itemsize
-        self.columns = [(0, self.hidden, dtype)]
-        """(first byte, elements, dtype) of what is summed in a row."""
-        if prob_dtype is not None:
-            self.columns.append((self.hidden_bytes, 1, prob_dtype))
-
-    def empty_rows(self, num_rows: int, like: torch.Tensor) -> torch.Tensor:
-        return empty((num_rows, self.width), self.dtype, like.device)
-
-    def split(self, rows: torch.Tensor, tokens: torch.Tensor, probs: torch.Tensor | None, chunk: ChunkPlan) -> Steps:
-        """Rows in arrival order -> tokens (and probabilities) in expert order."""
-        step = steps.copy_columns(rows, 0, tokens, 0, self.hidden_bytes, chunk.by_expert)
-        if probs is not None:
-            step += steps.copy_columns(rows, self.hidden_bytes, probs, 0, probs.element_size(), chunk.by_expert)
-        return step
-
-    def join(self, tokens: torch.Tensor, probs: torch.Tensor | None, rows: torch.Tensor, chunk: ChunkPlan) -> Steps:
-        """The inverse of `split`; what the probability leaves of its lane is not written."""
-        by_source = chunk.by_expert.inverse()
-        step = steps.copy_columns(tokens, 0, rows, 0, self.hidden_bytes, by_source)
-        if probs is not None:
-            step += steps.copy_columns(probs, 0, rows, self.hidden_bytes, probs.element_size(), by_source)
-        return step
-
-
-@dataclass(frozen=True)
-class _Place:
-    """First rows of a chunk."""
-
-    sent: int
-    """Among this rank's own rows."""
-    gathered: int
-    """Among the rows of all expert-tensor-parallel peers."""
-    own: int
-    """Of this rank's block among those."""
-    arrived: int
-    """Among the rows that arrived at this rank."""
-
-
-def _places(plan: ExchangePlan, groups: ExpertGroups) -> list[_Place]:
-    sent = blocks_of([sum(chunk.send_counts) for chunk in plan.chunks])
-    gathered = blocks_of([sum(chunk.gather_counts) for chunk in plan.chunks])
-    arrived = blocks_of([sum(chunk.receive_counts) for chunk in plan.chunks])
-    return [
-        _Place(sent[c][0], first, first + sum(chunk.gather_counts[: groups.etp_rank]), arrived[c][0])
-        for c, (chunk, (first, _)) in enumerate(zip(plan.chunks, gathered, strict=True))
-    ]

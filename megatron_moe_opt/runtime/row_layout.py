@@ -1,0 +1,43 @@
+"""What a row on the wire holds, and the moves between rows on the wire and the tensors of experts."""
+
+from __future__ import annotations
+
+import torch
+
+from megatron_moe_opt.kernels import LANE_BYTES, empty
+from megatron_moe_opt.runtime import steps
+from megatron_moe_opt.runtime.exchange_plan import ChunkPlan
+from megatron_moe_opt.runtime.steps import Steps
+
+
+class RowLayout:
+    """A row's hidden elements and, with prob_dtype, a lane with the bits of a probability."""
+
+    def __init__(self, width: int, dtype: torch.dtype, prob_dtype: torch.dtype | None) -> None:
+        self.width, self.dtype, self.prob_dtype = width, dtype, prob_dtype
+        self.row_bytes = width * dtype.itemsize
+        self.hidden_bytes = self.row_bytes - (LANE_BYTES if prob_dtype is not None else 0)
+        self.hidden = self.hidden_bytes // dtype.itemsize
+        self.columns = [(0, self.hidden, dtype)]
+        """(first byte, elements, dtype) of what is summed in a row."""
+        if prob_dtype is not None:
+            self.columns.append((self.hidden_bytes, 1, prob_dtype))
+
+    def empty_rows(self, num_rows: int, like: torch.Tensor) -> torch.Tensor:
+        """[num_rows, width], on the device of `like`."""
+        return empty((num_rows, self.width), self.dtype, like.device)
+
+    def split(self, rows: torch.Tensor, tokens: torch.Tensor, probs: torch.Tensor | None, chunk: ChunkPlan) -> Steps:
+        """Rows in arrival order -> tokens (and probabilities) in expert order."""
+        step = steps.copy_columns(rows, 0, tokens, 0, self.hidden_bytes, chunk.by_expert)
+        if probs is not None:
+            step += steps.copy_columns(rows, self.hidden_bytes, probs, 0, probs.element_size(), chunk.by_expert)
+        return step
+
+    def join(self, tokens: torch.Tensor, probs: torch.Tensor | None, rows: torch.Tensor, chunk: ChunkPlan) -> Steps:
+        """The inverse of `split`; what the probability leaves of its lane is not written."""
+        by_source = chunk.by_expert.inverse()
+        step = steps.copy_columns(tokens, 0, rows, 0, self.hidden_bytes, by_source)
+        if probs is not None:
+            step += steps.copy_columns(probs, 0, rows, self.hidden_bytes, probs.element_size(), by_source)
+        return step
