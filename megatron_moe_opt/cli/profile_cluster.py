@@ -39,8 +39,8 @@ from megatron_moe_opt.versions import megatron_version
 KIB, MIB = 2**10, 2**20
 SIZES = (16 * KIB, *(64 * KIB * 2**power for power in range(11)))  # up to 64 MiB
 GEMM_ROWS = tuple(16 * 4**power for power in range(7))  # up to 65536
-# Curves end with an op that takes longer: from there on, time grows with the bytes. Those that choices rest on are
-# measured further.
+# Curves end with an op that takes longer: from there on, time grows with the bytes. Those of experts' groups, on which
+# choices rest most, are measured further.
 LONGEST_SECONDS, LONGEST_SECONDS_OF_EXPERTS = 0.3, 1.0
 EXPERT_GROUPS = ("ep", "expert-tp", JOINT)
 # Lanes are run side by side with ops of about this time, or of the nearest that was measured.
