@@ -10,6 +10,7 @@ from typing import NoReturn
 
 from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.schedules.monta import LEVELS
+from megatron_moe_opt.schedules.parm import SCHEDULES
 
 PREFIX = "--moe-opt-"
 AUTO = "auto"
@@ -28,11 +29,15 @@ class Options:
     """Pipelining level of `monta`: O1, O2, O3 (MoNTA, Table 6) or auto. None: auto with a profile, else O1."""
     chunks: int | str | None = None
     """Chunks of the pipeline, or auto. None: auto with a profile, else 4 (1 at level O1)."""
+    parm_schedule: str | None = None
+    """Where `parm` splits tokens that all TP ranks hold: before the gate (S1), after it (S2), or auto. None: auto with
+    a profile, else S1. AAS is S2 whose AllGather waits for the whole all-to-all: for comparison only."""
     profile: Path | None = None
     """A cluster.json of `moe-opt profile`."""
 
     def __post_init__(self) -> None:
-        for flag, value in (("monta-level", self.monta_level), ("chunks", self.chunks)):
+        choices = ("monta-level", self.monta_level), ("chunks", self.chunks), ("parm-schedule", self.parm_schedule)
+        for flag, value in choices:
             if value == AUTO and self.profile is None:
                 raise ConfigurationError(
                     f"{PREFIX}{flag} auto chooses from measurements: run `moe-opt profile` and give its file with "
@@ -64,6 +69,11 @@ class Options:
         if self.levels == ("O1",):
             return (1,)
         return None if self.profile is not None else (DEFAULT_CHUNKS,)
+
+    @property
+    def schedule_profile(self) -> Path | None:
+        """What `parm` chooses its schedule by; None where the user chose."""
+        return self.profile if self.parm_schedule in (None, AUTO) else None
 
 
 class _Parser(argparse.ArgumentParser):
@@ -97,6 +107,13 @@ def _parser() -> argparse.ArgumentParser:
         type=_chunks,
         metavar="N|auto",
         help=f"chunks of the pipeline at O2 and O3 (default: auto with a profile, else {DEFAULT_CHUNKS})",
+    )
+    group.add_argument(
+        f"{PREFIX}parm-schedule",
+        dest="parm_schedule",
+        choices=(*SCHEDULES, AUTO),
+        help="where the parm dispatcher splits tokens that all TP ranks hold: before the gate (S1) or after it (S2) "
+        "(default: auto with a profile, else S1)",
     )
     return parser
 

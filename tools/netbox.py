@@ -103,13 +103,15 @@ class Shape:
         """The node's address on its link, a private one that only exists inside the namespaces."""
         return f"10.77.0.{node + 1}"
 
-    def describe(self, inter: float, intra: float) -> str:
-        """The line that a run starts with; `inter` and `intra` are measured bits/s."""
-        return (
-            f"{self.nodes} nodes x {self.ranks_per_node} ranks, "
-            f"inter {self.inter_bits / 1e6:g} Mbit/s (measured {inter / 1e6:.0f}), "
-            f"intra {self.intra_bits / 1e6:g} Mbit/s (measured {intra / 1e6:.0f})"
-        )
+    def describe(self, inter: float | None, intra: float) -> str:
+        """The line that a run starts with; `inter` and `intra` are measured bits/s, `inter` None for a single node."""
+        links = [("inter", self.inter_bits, inter), ("intra", self.intra_bits, intra)]
+        rates = [
+            f"{link} {asked / 1e6:g} Mbit/s (measured {measured / 1e6:.0f})"
+            for link, asked, measured in links
+            if measured is not None
+        ]
+        return f"{self.nodes} node{'s' * (self.nodes > 1)} x {self.ranks_per_node} ranks, {', '.join(rates)}"
 
 
 def burst_bytes(rate_bits: int) -> int:
@@ -276,8 +278,10 @@ def _measure_flows(shape: Shape, nodes: list[str], flows: list[tuple[int, int]],
     return min(float(answer or 0) for answer in answers)
 
 
-def measure(shape: Shape, nodes: list[str]) -> tuple[float, float]:
+def measure(shape: Shape, nodes: list[str]) -> tuple[float | None, float]:
     """Measured (inter, intra) bits/s of the slowest node: every link full in both directions, then every `lo`.
+
+    A single node has no peer to measure its link with: None.
 
     Raises NetboxError with the numbers if either is off by more than the tolerance in every one of three tries.
     """
@@ -292,8 +296,10 @@ def measure(shape: Shape, nodes: list[str]) -> tuple[float, float]:
                 break
         return min(tries, key=lambda measured: abs(measured - asked))
 
-    inter, intra = best(ring, shape.inter_bits), best(inside, shape.intra_bits)
-    if off_by_too_much(shape.inter_bits, inter) or off_by_too_much(shape.intra_bits, intra):
+    inter = best(ring, shape.inter_bits) if shape.nodes > 1 else None
+    intra = best(inside, shape.intra_bits)
+    met = inter is None or not off_by_too_much(shape.inter_bits, inter)
+    if not met or off_by_too_much(shape.intra_bits, intra):
         raise NetboxError(
             f"this machine does not carry the shape: {shape.describe(inter, intra)}, off by more than "
             f"{TOLERANCE:.0%}; ask for lower rates or fewer nodes, or free the CPU"
@@ -400,7 +406,7 @@ def parse_arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     actions = parser.add_subparsers(dest="action", required=True, metavar="run|clean")
     actions.add_parser("clean", help="remove what killed runs left behind")
     run = actions.add_parser("run", help="run a script on the cluster", usage="%(prog)s [options] -- script.py args")
-    run.add_argument("--nodes", type=_count(2, MAX_NODES), default=2, help="network namespaces (default 2)")
+    run.add_argument("--nodes", type=_count(1, MAX_NODES), default=2, help="network namespaces (default 2)")
     run.add_argument("--ranks-per-node", type=_count(1, 1024), required=True, help="processes a node")
     run.add_argument("--inter", type=parse_rate, required=True, help="each node's link, each direction: 200mbit")
     run.add_argument("--intra", type=parse_rate, required=True, help="all traffic inside one node: 1600mbit")

@@ -18,10 +18,10 @@ def layer(
     dispatchers: Annotated[
         str,
         typer.Option(
-            help="Dispatchers to compare, separated by commas; alltoall always runs. monta:O3x8 is level O3 with 8 "
-            "chunks, monta:auto chooses by --profile."
+            help="Dispatchers to compare, separated by commas; alltoall always runs (with --replicated: deepspeed). "
+            "monta:O3x8 is level O3 with 8 chunks, parm:S2 schedule S2; monta:auto and parm:auto choose by --profile."
         ),
-    ] = "alltoall,monta,deepspeed",
+    ] = "monta,deepspeed",
     tokens: Annotated[int, typer.Option(min=1, help="Tokens of each rank.")] = 4096,
     hidden: Annotated[int, typer.Option(min=1, help="Hidden size.")] = 1024,
     ffn_hidden: Annotated[int, typer.Option(min=1, help="Hidden size inside an expert.")] = 1024,
@@ -45,7 +45,12 @@ def layer(
     dispatch_only: Annotated[
         bool, typer.Option(help="Dispatch and combine alone, without router and experts.")
     ] = False,
-    profile: Annotated[Path | None, typer.Option(help="cluster.json of moe-opt profile, for monta:auto.")] = None,
+    replicated: Annotated[
+        bool, typer.Option(help="All TP ranks hold the same tokens: TP without sequence parallelism.")
+    ] = False,
+    profile: Annotated[
+        Path | None, typer.Option(help="cluster.json of moe-opt profile, for monta:auto and parm:auto.")
+    ] = None,
     json: Annotated[Path | None, typer.Option(help="Write everything, every round's time too.")] = None,
 ) -> None:
     """Forward + backward of one Megatron-Core MoE layer under each dispatcher.
@@ -74,6 +79,7 @@ def layer(
         seed=seed,
         profile=profile,
         dispatch_only=dispatch_only,
+        replicated=replicated,
     )
     bench_layer(settings, json)
 
@@ -109,12 +115,19 @@ def choice(
     expert_tp: Annotated[int, typer.Option(min=1, help="Tensor parallelism inside an expert.")] = 1,
     dtype: Annotated[DType, typer.Option(help="Tokens.")] = DType.fp32,
     routing: Annotated[str, typer.Option(help="As in bench layer.")] = "uniform",
+    capacity_factor: Annotated[
+        float | None,
+        typer.Option(min=0.0, callback=finite, help="Pad every expert to this capacity; with --replicated."),
+    ] = None,
+    replicated: Annotated[
+        bool, typer.Option(help="parm's choice, on tokens that all TP ranks hold, in a whole MoE layer.")
+    ] = False,
     steps: Annotated[int, typer.Option(min=1, help="Timed rounds.")] = 5,
     warmup: Annotated[int, typer.Option(min=0, help="Untimed rounds before them.")] = 1,
     seed: Annotated[int, typer.Option(help="Seed of inputs and routing.")] = 1,
     json: Annotated[Path | None, typer.Option(help="Write everything.")] = None,
 ) -> None:
-    """How much slower monta's choice of level and chunks is than the fastest, and how well its time was predicted."""
+    """How much slower monta's choice of level and chunks, or parm's of its schedule, is than the fastest of all."""
     from megatron_moe_opt.cli.bench_choice import bench_choice
     from megatron_moe_opt.cli.layer_settings import LayerSettings
 
@@ -131,12 +144,13 @@ def choice(
         expert_tp=expert_tp,
         dtype=dtype.value,
         routing=routing,
-        capacity_factor=None,
-        pad_to_capacity=False,
+        capacity_factor=capacity_factor,
+        pad_to_capacity=capacity_factor is not None,
         steps=steps,
         warmup=warmup,
         seed=seed,
         profile=profile,
+        replicated=replicated,
     )
     bench_choice(settings, sizes, counts, json)
 

@@ -1,7 +1,8 @@
-"""`moe-opt bench choice`: is the level and chunk count that a profile leads to the fastest of all?
+"""`moe-opt bench choice`: is what a profile leads to the fastest of all?
 
-Every candidate is measured, the choice is made by the profile alone, and its regret is how much slower it is than the
-fastest candidate. The prediction is held against the time that the chosen pipelines took.
+For monta that is a level and chunk count; for parm, on tokens that all TP ranks hold, a schedule or one of monta's
+levels behind the split. Every candidate is measured, the choice is made by the profile alone, and its regret is how
+much slower it is than the fastest candidate. monta's prediction is held against the time that its pipelines took.
 """
 
 from __future__ import annotations
@@ -23,12 +24,14 @@ from rich.table import Table
 
 from megatron_moe_opt.cli.bench_layer import check, time_rounds
 from megatron_moe_opt.cli.layer_report import shape_of
-from megatron_moe_opt.cli.layer_settings import BASELINE, LayerSettings
+from megatron_moe_opt.cli.layer_settings import LayerSettings
 from megatron_moe_opt.cli.output_files import check_output
 from megatron_moe_opt.cli.process_group import adopt_slurm_ranks, megatron_process_group, parallel_layer, world_size
+from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.kernels import LANE_BYTES
+from megatron_moe_opt.planning import monta, parm
 from megatron_moe_opt.planning.cluster import Cluster
-from megatron_moe_opt.planning.monta import Choice, choices
+from megatron_moe_opt.schedules.parm import SCHEDULES
 
 if TYPE_CHECKING:
     from megatron_moe_opt.cli.moe_layer import LayerUnderTest
@@ -48,9 +51,11 @@ class ChoicePoint:
     seconds: dict[str, float]
     """Of a step, by candidate; with the baseline."""
     predicted: float
-    """Seconds of the four pipelines of a step: dispatch and combine, forward and backward."""
-    pipelines: float
-    """The same, measured."""
+    """Seconds of the four pipelines of a step: dispatch and combine, forward and backward; of parm, with the
+    AllGathers at the layer's edge."""
+    pipelines: float | None
+    """The same, measured; None of parm, whose AllGathers are not recorded."""
+    baseline: str
 
     @property
     def regret(self) -> float:
@@ -58,14 +63,14 @@ class ChoicePoint:
         return self.seconds[self.chosen] / self.seconds[self.best] - 1
 
     @property
-    def error(self) -> float:
+    def error(self) -> float | None:
         """Predicted over measured, less 1."""
-        return self.predicted / self.pipelines - 1
+        return None if self.pipelines is None else self.predicted / self.pipelines - 1
 
     @property
     def ratio(self) -> float:
-        """Time of the chosen over stock's."""
-        return self.seconds[self.chosen] / self.seconds[BASELINE]
+        """Time of the chosen over the baseline's."""
+        return self.seconds[self.chosen] / self.seconds[self.baseline]
 
 
 def bench_choice(
@@ -82,8 +87,12 @@ def bench_choice(
         ConfigurationError: settings that cannot work, a profile of other groups.
     """
     warnings.filterwarnings("ignore", module=r"megatron|torch")
-    candidates = ("monta:O1", *(f"monta:{level}x{count}" for level in ("O2", "O3") for count in chunks if count > 1))
-    settings = dataclasses.replace(settings, dispatchers=(BASELINE, *candidates), dispatch_only=True)
+    if settings.capacity_factor is not None and not settings.replicated:
+        raise ConfigurationError("--capacity-factor is for whole layers: add --replicated, or leave it out")
+    candidates = ["monta:O1", *(f"monta:{level}x{count}" for level in ("O2", "O3") for count in chunks if count > 1)]
+    if settings.replicated:
+        candidates += [f"parm:{schedule}" for schedule in SCHEDULES]
+    settings = dataclasses.replace(settings, dispatchers=tuple(candidates), dispatch_only=not settings.replicated)
     adopt_slurm_ranks()
     check_output("--json", json_file)
     cluster = check(settings)
@@ -114,8 +123,7 @@ def measure(
     for count in tokens:
         of_size = dataclasses.replace(settings, tokens=count)
         layers = layers_under_test(of_size, ep, device, permute_fusion=False)
-        choice = _choose(of_size, ep, cluster, chunks)
-        chosen = "monta:O1" if choice.level == "O1" else f"monta:{choice.level}x{choice.chunks}"
+        chosen, predicted = _choose(of_size, ep, cluster, chunks)
         rounds = time_rounds(layers, of_size, device)
         seconds = {name: statistics.median(times) for name, times in rounds.items()}
         points.append(
@@ -123,19 +131,29 @@ def measure(
                 tokens=count,
                 exchanged=count * settings.topk * settings.hidden * settings.torch_dtype.itemsize,
                 chosen=chosen,
-                best=min((name for name in seconds if name != BASELINE), key=lambda name: seconds[name]),
+                best=min((name for name in seconds if name != settings.baseline), key=lambda name: seconds[name]),
                 seconds=seconds,
-                predicted=choice.seconds,
-                pipelines=_pipeline_seconds(layers[chosen], device),
+                predicted=predicted,
+                pipelines=None if settings.replicated else _pipeline_seconds(layers[chosen], device),
+                baseline=settings.baseline,
             )
         )
     return points
 
 
-def _choose(settings: LayerSettings, ep: int, cluster: Cluster, chunks: Sequence[int]) -> Choice:
-    row_bytes = settings.hidden * settings.torch_dtype.itemsize
-    table = choices(cluster, ep, settings.expert_tp, row_bytes, row_bytes + LANE_BYTES, chunks=(1, *chunks))
-    return table[settings.tokens * settings.topk]
+def _choose(settings: LayerSettings, ep: int, cluster: Cluster, chunks: Sequence[int]) -> tuple[str, float]:
+    """The candidate that the profile leads to, and the seconds that it predicts."""
+    row_bytes, counts = settings.hidden * settings.torch_dtype.itemsize, (1, *chunks)
+    sizes = row_bytes, row_bytes + LANE_BYTES
+    if settings.replicated:
+        routing = settings.topk, settings.experts, settings.tp, ep, settings.expert_tp, settings.capacity_factor
+        choice = parm.choices(parm.ParmLayer(*sizes, *routing), cluster, chunks=counts)[settings.tokens]
+        if choice.level is None:
+            return f"parm:{choice.schedule}", choice.seconds
+    else:
+        choice = monta.choices(cluster, ep, settings.expert_tp, *sizes, chunks=counts)[settings.tokens * settings.topk]
+    level = "" if choice.level == "O1" else f"x{choice.chunks}"
+    return f"monta:{choice.level}{level}", choice.seconds
 
 
 def _pipeline_seconds(layer: LayerUnderTest, device: torch.device) -> float:
@@ -154,30 +172,32 @@ def _as_json(point: ChoicePoint) -> dict[str, Any]:
 
 def _print(points: list[ChoicePoint], settings: LayerSettings, ep: int, console: Console) -> None:
     console.print(f"Choice by {settings.profile}. {shape_of(settings, ep)}", markup=False, soft_wrap=True)
-    table = Table(title="Dispatch and combine alone, forward + backward")
-    for header in (
-        "tokens", "MB a rank", "chosen", "ms", "fastest", "ms", "regret", "ratio to alltoall",
-        "pipelines predicted ms", "measured ms", "error",
-    ):  # fmt: skip
+    what = "MoE layer" if settings.replicated else "Dispatch and combine alone"
+    table = Table(title=f"{what}, forward + backward")
+    headers = ["tokens", "MB a rank", "chosen", "ms", "fastest", "ms", "regret", f"ratio to {settings.baseline}"]
+    if not settings.replicated:
+        headers += ["pipelines predicted ms", "measured ms", "error"]
+    for header in headers:
         table.add_column(header, justify="right")
     for point in points:
-        table.add_row(
+        cells = [
             str(point.tokens),
             f"{point.exchanged / 1e6:.2f}",
-            point.chosen.removeprefix("monta:"),
+            point.chosen,
             f"{point.seconds[point.chosen] * 1e3:.1f}",
-            point.best.removeprefix("monta:"),
+            point.best,
             f"{point.seconds[point.best] * 1e3:.1f}",
             f"{point.regret:.1%}",
             f"{point.ratio:.3f}",
-            f"{point.predicted * 1e3:.1f}",
-            f"{point.pipelines * 1e3:.1f}",
-            f"{point.error:+.1%}",
-        )
+        ]
+        if point.pipelines is not None:
+            cells += [f"{point.predicted * 1e3:.1f}", f"{point.pipelines * 1e3:.1f}", f"{point.error:+.1%}"]
+        table.add_row(*cells)
     console.print(table)
     regrets = [point.regret for point in points]
-    errors = [abs(point.error) for point in points]
+    errors = [abs(point.error) for point in points if point.error is not None]
+    prediction = f"; prediction off by {statistics.median(errors):.1%} in the median point" if errors else ""
     console.print(
         f"regret at most 5 % in {sum(regret <= 0.05 for regret in regrets)} of {len(points)} points, largest "
-        f"{max(regrets):.1%}; prediction off by {statistics.median(errors):.1%} in the median point"
+        f"{max(regrets):.1%}{prediction}"
     )

@@ -20,7 +20,7 @@ from rich.progress import Progress
 
 import megatron_moe_opt
 from megatron_moe_opt.cli.layer_report import DispatcherResult, LayerReport, as_json, print_report
-from megatron_moe_opt.cli.layer_settings import BASELINE, LayerSettings
+from megatron_moe_opt.cli.layer_settings import STOCK, LayerSettings
 from megatron_moe_opt.cli.links import LinkRates, WireLimit, measure_links, timed, wire_limit
 from megatron_moe_opt.cli.output_files import check_output
 from megatron_moe_opt.cli.peak_memory import peak_memory_growth
@@ -52,7 +52,8 @@ def bench_layer(settings: LayerSettings, json_file: Path | None) -> LayerReport:
     check_output("--json", json_file)
     if settings.profile is not None and not any(name.endswith(f":{AUTO}") for name in settings.dispatchers):
         raise ConfigurationError(
-            f"--profile {settings.profile}: no dispatcher reads it; add monta:{AUTO} to --dispatchers, or drop it"
+            f"--profile {settings.profile}: no dispatcher reads it; add monta:{AUTO} or parm:{AUTO} to --dispatchers, "
+            "or drop it"
         )
     check(settings)
     with megatron_process_group() as device:
@@ -60,7 +61,7 @@ def bench_layer(settings: LayerSettings, json_file: Path | None) -> LayerReport:
         if dist.get_rank() == 0:
             print_report(report, Console(width=None if sys.stdout.isatty() else 200))
             if json_file is not None:
-                json_file.write_text(json.dumps(as_json(report), indent=2) + "\n")
+                json_file.write_text(json.dumps(as_json(report), indent=2, default=str) + "\n")
     return report
 
 
@@ -70,12 +71,18 @@ def check(settings: LayerSettings) -> Cluster | None:
     from megatron_moe_opt.integration.registry import DISPATCHERS
 
     world = world_size()
-    settings.check((BASELINE, "allgather", *DISPATCHERS), world)
+    settings.check((*STOCK, *DISPATCHERS), world)
     check_routing(settings.routing, experts=settings.experts, topk=settings.topk)
     if settings.profile is None:
         return None
     cluster = Cluster.load(settings.profile)
-    cluster.check_groups(settings.profile, OUR_FLAGS, ep=settings.ep_size(world), expert_tp=settings.expert_tp)
+    cluster.check_groups(
+        settings.profile,
+        OUR_FLAGS,
+        ep=settings.ep_size(world),
+        expert_tp=settings.expert_tp,
+        tp=settings.tp if settings.replicated else None,
+    )
     return cluster
 
 
@@ -89,14 +96,14 @@ def run(settings: LayerSettings, device: torch.device) -> LayerReport:
         layers = layers_under_test(settings, ep, device, permute_fusion)
         nodes = discover_nodes()
         rates = measure_links(nodes, device)
-        differences = _differences(layers, TOLERANCE[settings.dtype])
+        differences = _differences(layers, settings.baseline, TOLERANCE[settings.dtype])
         costs = {name: _count_step(layer, nodes, rates, device) for name, layer in layers.items()}
         seconds = time_rounds(layers, settings, device)
     results = tuple(
         DispatcherResult(
             dispatcher=name,
             seconds=tuple(seconds[name]),
-            ratios=tuple(ours / stock for ours, stock in zip(seconds[name], seconds[BASELINE], strict=True)),
+            ratios=tuple(ours / stock for ours, stock in zip(seconds[name], seconds[settings.baseline], strict=True)),
             output_difference=differences[name][0],
             gradient_difference=differences[name][1],
             traffic=costs[name][0],
@@ -108,9 +115,9 @@ def run(settings: LayerSettings, device: torch.device) -> LayerReport:
     return LayerReport(settings, _environment(settings, ep, permute_fusion, device), nodes, rates, results)
 
 
-def _differences(layers: dict[str, LayerUnderTest], tolerance: float) -> dict[str, tuple[float, float]]:
+def _differences(layers: dict[str, LayerUnderTest], baseline: str, tolerance: float) -> dict[str, tuple[float, float]]:
     """(output, worst gradient) difference of each dispatcher from the baseline; refuses more than `tolerance`."""
-    stock_output, stock_grads = layers[BASELINE].results()
+    stock_output, stock_grads = layers[baseline].results()
     differences = {}
     for name, layer in layers.items():
         output, grads = layer.results()
@@ -118,7 +125,7 @@ def _differences(layers: dict[str, LayerUnderTest], tolerance: float) -> dict[st
         of_grads = max(_relative_difference(*pair) for pair in zip(grads, stock_grads, strict=True))
         if max(of_output, of_grads) > tolerance:
             raise RuntimeError(
-                f"{name} does not compute what {BASELINE} computes: output differs by {of_output:.1e}, gradients by "
+                f"{name} does not compute what {baseline} computes: output differs by {of_output:.1e}, gradients by "
                 f"{of_grads:.1e} (norm of the difference over the norm; at most {tolerance:.0e} is rounding)"
             )
         differences[name] = (of_output, of_grads)

@@ -10,7 +10,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from megatron_moe_opt.cli.layer_settings import BASELINE, LayerSettings
+from megatron_moe_opt.cli.layer_settings import LayerSettings
 from megatron_moe_opt.cli.links import LinkRates, WireLimit
 from megatron_moe_opt.runtime.traffic import INTER_NODE, INTRA_NODE, TrafficRow
 from megatron_moe_opt.topology.nodes import NodeMap
@@ -97,11 +97,12 @@ def shape_of(settings: LayerSettings, ep: int) -> str:
     capacity = ""
     if settings.capacity_factor is not None:
         capacity = f", capacity factor {settings.capacity_factor:g}" + ", padded" * settings.pad_to_capacity
+    held = ", all TP ranks hold the same tokens" if settings.replicated else ""
     expert_hidden = "" if settings.dispatch_only else f"expert hidden {settings.ffn_hidden}, "
     return (
         f"{settings.tokens} tokens a rank, hidden {settings.hidden}, {expert_hidden}{settings.experts} experts, "
         f"top-{settings.topk}, {settings.dtype}, TP {settings.tp}, EP {ep}, expert-TP {settings.expert_tp}, "
-        f"routing {settings.routing}{capacity}"
+        f"routing {settings.routing}{capacity}{held}"
     )
 
 
@@ -124,7 +125,7 @@ def _times(report: LayerReport) -> Table:
     for header in (
         "median ms",
         "min-max ms",
-        f"ratio to {BASELINE}",
+        f"ratio to {report.settings.baseline}",
         "ratio min-max",
         "wire limit ms",
         "set by",

@@ -11,24 +11,34 @@ import torch
 from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.options import AUTO, Options
 from megatron_moe_opt.schedules.monta import LEVELS
+from megatron_moe_opt.schedules.parm import AAS, SCHEDULES
 
 BASELINE = "alltoall"
+STOCK = (BASELINE, "allgather")
+REPLICATED_BASELINE = "deepspeed"
 
 
 def split_variant(variant: str, profile: Path | None) -> tuple[str, Options]:
-    """The dispatcher's name and options of `name`, `monta:LEVEL`, `monta:LEVELxCHUNKS` or `monta:auto`.
+    """The dispatcher's name and options of `name`, `name:auto`, `monta:LEVEL`, `monta:LEVELxCHUNKS`, `parm:SCHEDULE`.
 
     Raises ConfigurationError for anything else.
     """
     name, colon, setting = variant.partition(":")
     if not colon:
         return name, Options()
-    if name != "monta":
-        raise ConfigurationError(f"--dispatchers {variant}: only monta has levels and chunks; write {name}")
+    if name not in ("monta", "parm"):
+        raise ConfigurationError(f"--dispatchers {variant}: only monta and parm have variants; write {name}")
     if setting == AUTO:
         if profile is None:
             raise ConfigurationError(f"--dispatchers {variant} chooses by measurements: give --profile")
-        return name, Options(monta_level=AUTO, chunks=AUTO, profile=profile)
+        return name, Options(profile=profile)
+    if name == "parm":
+        if setting not in (*SCHEDULES, AAS):
+            raise ConfigurationError(
+                f"--dispatchers {variant}: write a schedule ({', '.join(SCHEDULES)}, or {AAS}: S2 without overlap), or "
+                "parm:auto"
+            )
+        return name, Options(parm_schedule=setting)
     parts = re.fullmatch(rf"({'|'.join(LEVELS)})(?:x([1-9][0-9]*))?", setting)
     if parts is None:
         raise ConfigurationError(
@@ -46,7 +56,7 @@ class LayerSettings:
     """The options of `moe-opt bench layer`; sizes of one rank where it matters."""
 
     dispatchers: tuple[str, ...]
-    """BASELINE first, whatever the order asked for, and added where it was not. See `split_variant`."""
+    """The baseline first, whatever the order asked for, and added where it was not. See `split_variant`."""
     tokens: int
     hidden: int
     ffn_hidden: int
@@ -68,10 +78,17 @@ class LayerSettings:
     """For variants that choose by measurements."""
     dispatch_only: bool = False
     """Leave router and experts out."""
+    replicated: bool = False
+    """All TP ranks hold the same tokens: no sequence parallelism."""
 
     def __post_init__(self) -> None:
-        ordered = dict.fromkeys((BASELINE, *self.dispatchers))  # without repetitions
+        ordered = dict.fromkeys((self.baseline, *self.dispatchers))  # without repetitions
         object.__setattr__(self, "dispatchers", tuple(ordered))
+
+    @property
+    def baseline(self) -> str:
+        """What times are compared with: stock; or, where stock refuses to train, the papers' reference schedule."""
+        return REPLICATED_BASELINE if self.replicated else BASELINE
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -107,6 +124,15 @@ class LayerSettings:
             raise ConfigurationError(
                 f"--expert-tp {self.expert_tp} does not divide --ffn-hidden {self.ffn_hidden}: choose a divisor"
             )
+        if self.replicated and self.tp == 1:
+            raise ConfigurationError("--replicated is about the ranks of a TP group: give --tp 2 or more, or drop it")
+        stock = [name for name in self.dispatchers if name in STOCK]
+        if self.replicated and stock:
+            raise ConfigurationError(
+                f"--dispatchers {stock[0]} does not train on --replicated tokens: leave it out, or drop --replicated"
+            )
+        if self.dispatch_only and self.replicated:
+            raise ConfigurationError("--dispatch-only leaves out what --replicated is about: drop one of them")
         if self.dispatch_only and self.capacity_factor is not None:
             raise ConfigurationError("--dispatch-only has no router that drops tokens: leave --capacity-factor out")
         if self.pad_to_capacity and self.capacity_factor is None:

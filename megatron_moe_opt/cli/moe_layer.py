@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -44,7 +45,7 @@ def layer_config(settings: LayerSettings, dispatcher: str, ep: int, permute_fusi
         add_bias_linear=False,
         bias_activation_fusion=False,
         tensor_model_parallel_size=settings.tp,
-        sequence_parallel=settings.tp > 1,
+        sequence_parallel=settings.tp > 1 and not settings.replicated,
         expert_model_parallel_size=ep,
         expert_tensor_parallel_size=settings.expert_tp,
         bf16=dtype is torch.bfloat16,
@@ -94,10 +95,15 @@ class LayerUnderTest:
         return timelines
 
     def results(self) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """Output and gradients of one step."""
+        """Output and gradients of one step; an expert's are summed over the ranks that hold the same weight."""
         self.clear_grads()
         output = self.step().detach()
-        return output, [tensor.grad.clone() for tensor in self.leaves]
+        grads = [tensor.grad.clone() for tensor in self.leaves]
+        of_experts = set(self.layer.experts.parameters())
+        for tensor, grad in zip(self.leaves, grads, strict=True):
+            if tensor in of_experts:
+                dist.all_reduce(grad, group=parallel_state.get_expert_data_parallel_group())
+        return output, grads
 
 
 @dataclass
@@ -141,7 +147,7 @@ def layers_under_test(
     settings: LayerSettings, ep: int, device: torch.device, permute_fusion: bool
 ) -> dict[str, LayerUnderTest]:
     """One layer for each dispatcher: same weights, input, routing and output gradient."""
-    rank = dist.get_rank()
+    rank = dist.get_rank() // settings.tp if settings.replicated else dist.get_rank()
     generator = torch.Generator().manual_seed((settings.seed << 20) + rank)
     shape = (settings.tokens, 1, settings.hidden)
     tokens, output_grad = (torch.randn(shape, generator=generator).to(device, settings.torch_dtype) for _ in range(2))

@@ -4,7 +4,8 @@
     combine    AllReduce(expert-TP) -> reorder by source -> A2A(EP) -> unpermute -> split
 
 (Parm, Fig. 3a; MoNTA, Fig. 4.) Expert-TP peers gather each other's tokens first, so that every one of them sends,
-computes and receives all of them: expert-TP times the bytes of `monta` on the slow links.
+computes and receives all of them: expert-TP times the bytes of `monta` on the slow links. Without sequence parallelism
+the ranks of a TP group do it all once more each, for the same tokens.
 """
 
 from __future__ import annotations
@@ -68,6 +69,20 @@ class _AllReduce(Function):
         return grad, None
 
 
+class _ScaleGradient(Function):
+    """The rows as they are; their gradient times a factor."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, factor: float) -> torch.Tensor:
+        ctx.factor = factor
+        return rows.view_as(rows)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return grad * ctx.factor, None
+
+
 class DeepSpeedDispatcher(MontaDispatcher):
     """Moves the tokens of one MoE layer to their experts and back, each expert-TP peer carrying all of them.
 
@@ -76,6 +91,13 @@ class DeepSpeedDispatcher(MontaDispatcher):
 
     def __init__(self, groups: ExpertGroups) -> None:
         super().__init__(groups, FixedPipelining("O1", 1))
+        self.num_copies = 1
+        """Ranks that hold the same tokens; experts learn from all copies, and so a share from each."""
+
+    def take_copies(self, tp: ProcessGroup, tokens: torch.Tensor) -> bool:
+        """Every rank moves all of them."""
+        self.num_copies = tp.size()
+        return True
 
     def describe(self) -> str:
         """What runs, for the line at start."""
@@ -101,8 +123,17 @@ class DeepSpeedDispatcher(MontaDispatcher):
         counts = HostCopy(all_gather_rows(row_map.expert_counts, None, ep).view(ep.size(), 1, -1))
         return self._pack(tokens, probs, row_map, counts, ExpertGroups(ep=ep, etp=None, joint=ep))
 
+    def dispatch(
+        self, packed: torch.Tensor, dispatched: Dispatched, prob_dtype: torch.dtype
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """As MontaDispatcher.dispatch; each copy of a token gets its whole gradient back."""
+        tokens, tokens_per_expert, probs = super().dispatch(packed, dispatched, prob_dtype)
+        tokens, probs = (_ScaleGradient.apply(rows, self.num_copies) for rows in (tokens, probs))
+        return tokens, tokens_per_expert, probs
+
     def combine(self, rows: torch.Tensor, dispatched: Dispatched) -> torch.Tensor:
         """AllReduce(expert-TP) of the partial outputs, then back to the ranks of their tokens."""
+        rows = _ScaleGradient.apply(rows, 1 / self.num_copies)
         if self.groups.etp_size > 1:
             rows = _AllReduce.apply(rows, self.groups.etp)
         return super().combine(rows, dispatched)

@@ -14,14 +14,15 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import torch
+from torch.distributed import ProcessGroup
 
 from megatron_moe_opt.dispatchers.pipelining import Pipelining
 from megatron_moe_opt.kernels import RowMap, build_row_map, permute_packed, unpermute_rows
 from megatron_moe_opt.runtime.collectives import all_gather_rows
-from megatron_moe_opt.runtime.exchange_plan import plan_exchange
+from megatron_moe_opt.runtime.exchange_plan import plan_exchange, share_out
 from megatron_moe_opt.runtime.expert_exchange import Exchange, to_experts, to_sources
 from megatron_moe_opt.runtime.host_copy import HostCopy
-from megatron_moe_opt.topology.expert_groups import ExpertGroups
+from megatron_moe_opt.topology.expert_groups import ExpertGroups, TokenCopies
 
 
 @dataclass(frozen=True)
@@ -33,13 +34,20 @@ class Dispatched:
     """[ep_size, etp_size, experts] rows of every rank, on its way to the host."""
     groups: ExpertGroups
     level: str | None
+    copies: TokenCopies | None = None
+    """The TP group whose ranks all have these rows, and share them out; None: no other rank has them."""
+    num_phases: int = 1
+    """In how many phases `copies` get their rows back, see exchange_plan.Parts."""
 
     @cached_property
     def exchange(self) -> Exchange:
         """Who sends what to whom; the first use waits for the counts to reach the host (the only host sync)."""
-        groups, rows = self.groups, self.row_map
-        plan = plan_exchange(self.counts.wait(), groups.ep_rank, groups.etp_rank, rows.num_chunks, rows.rows.device)
-        return Exchange(groups, plan, self.level)
+        groups, rows, counts = self.groups, self.row_map, self.counts.wait()
+        ranks, device = (groups.ep_rank, groups.etp_rank), rows.rows.device
+        if self.copies is None:
+            return Exchange(groups, plan_exchange(counts, *ranks, rows.num_chunks, device), self.level)
+        sent, parts = share_out(counts, *ranks, self.copies, self.num_phases)
+        return Exchange(groups, plan_exchange(sent, *ranks, 1, device), None, parts)
 
 
 class MontaDispatcher:
@@ -52,6 +60,16 @@ class MontaDispatcher:
     def describe(self) -> str:
         """What runs, for the line at start."""
         return f"{self.pipelining.describe()}, tokens and probabilities in one all-to-all"
+
+    def take_copies(self, tp: ProcessGroup, tokens: torch.Tensor) -> bool:
+        """Whether the dispatcher itself takes tokens that all ranks of a TP group hold, and returns all of them.
+
+        False: they have to be split over TP before. Asked once, by all ranks of the group.
+
+        Args:
+            tokens: [T, H] such tokens; only their shape and dtype may be used.
+        """
+        return False
 
     def permute(
         self,

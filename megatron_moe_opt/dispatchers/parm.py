@@ -5,22 +5,72 @@
 
 (Parm, Fig. 4c and d; section III-C.) A row goes to all shards of its expert straight away, and their partial outputs
 come straight back. Nothing is copied for it: the same rows are sent several times.
+
+Without sequence parallelism all ranks of a TP group hold the same tokens, and there are two ways to do their work once
+(Fig. 3b and c):
+
+    S1   split of the tokens -> gate -> dispatch -> experts -> combine -> AllGather of the tokens
+    S2   gate -> permute -> split of the rows -> dispatch -> experts -> combine, AllGather of the rows -> unpermute
+
+S1 is the work of the layer's edge (integration/replicated_tokens.py): the dispatcher sees tokens of its own. S2 is done
+here. Its AllGather runs beside the combine, which it follows peer by peer (the paper's SAA).
 """
 
 from __future__ import annotations
 
-from megatron_moe_opt.dispatchers.monta import MontaDispatcher
+import torch
+from torch.distributed import ProcessGroup
+
+from megatron_moe_opt.dispatchers.monta import Dispatched, MontaDispatcher
+from megatron_moe_opt.dispatchers.parm_schedule import Scheduling
 from megatron_moe_opt.dispatchers.pipelining import FixedPipelining
-from megatron_moe_opt.topology.expert_groups import ExpertGroups
+from megatron_moe_opt.kernels import RowMap, permute_packed
+from megatron_moe_opt.planning.parm import ParmChoice
+from megatron_moe_opt.runtime.host_copy import HostCopy
+from megatron_moe_opt.schedules.parm import AAS
+from megatron_moe_opt.topology.expert_groups import ExpertGroups, TokenCopies
 
 
 class ParmDispatcher(MontaDispatcher):
-    """Moves the tokens of one MoE layer, which sequence parallelism has split over TP, to their experts and back."""
+    """Moves the tokens of one MoE layer to their experts and back."""
 
-    def __init__(self, groups: ExpertGroups) -> None:
-        alone = groups.joint_size == 1
-        super().__init__(groups, FixedPipelining("O1" if alone else None, 1))
+    def __init__(self, groups: ExpertGroups, scheduling: Scheduling) -> None:
+        super().__init__(groups, FixedPipelining("O1", 1))
+        self.scheduling = scheduling
+        self.choice: ParmChoice | None = None
+        """Made at the first pass."""
+        self.copies: TokenCopies | None = None
+        """Under S2, the ranks that hold the same tokens. None: every rank has tokens of its own."""
+
+    def take_copies(self, tp: ProcessGroup, tokens: torch.Tensor) -> bool:
+        """Under S2."""
+        if self._choose(tokens, tp).schedule != "S1":
+            self.copies = TokenCopies.of(tp, self.groups)
+        return self.copies is not None
 
     def describe(self) -> str:
         """What runs, for the line at start."""
-        return "tokens and probabilities in one all-to-all over expert and expert-tensor parallelism"
+        return self.scheduling.describe()
+
+    def permute(
+        self, tokens: torch.Tensor, probs: torch.Tensor, routing_map: torch.Tensor, **sizes: int | None
+    ) -> tuple[torch.Tensor, Dispatched]:
+        """As MontaDispatcher.permute."""
+        if self.choice is None:
+            self._choose(tokens, None)
+        return super().permute(tokens, probs, routing_map, **sizes)
+
+    def _choose(self, tokens: torch.Tensor, tp: ProcessGroup | None) -> ParmChoice:
+        self.choice = self.scheduling.choose(tokens, tp)
+        self.pipelining = FixedPipelining(self.choice.level, self.choice.chunks)
+        return self.choice
+
+    def _pack(
+        self, tokens: torch.Tensor, probs: torch.Tensor, row_map: RowMap, counts: HostCopy, groups: ExpertGroups
+    ) -> tuple[torch.Tensor, Dispatched]:
+        if self.copies is None:
+            return super()._pack(tokens, probs, row_map, counts, groups)
+        row_map = row_map.cut(self.copies.group.size())
+        num_phases = 1 if self.choice.schedule == AAS else groups.ep_size
+        dispatched = Dispatched(row_map, counts, groups, None, self.copies, num_phases)
+        return permute_packed(tokens, probs, row_map), dispatched

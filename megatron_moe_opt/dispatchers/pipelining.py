@@ -72,7 +72,7 @@ class MeasuredPipelining:
     def __init__(self, profile: Path, groups: ExpertGroups, levels: tuple[str, ...], chunks: tuple[int, ...]) -> None:
         self.profile, self.groups, self.levels, self.chunks = profile, groups, levels, chunks
         self.current = levels[0], 1 if levels[0] == "O1" else chunks[0]
-        _agreed_cluster(profile, groups)
+        agreed_cluster(profile, groups)
 
     def observe(self, counts: torch.Tensor, packed: torch.Tensor) -> None:
         """Chooses for the mean number of rows of a rank."""
@@ -89,7 +89,7 @@ class MeasuredPipelining:
 
 
 @functools.cache
-def _agreed_cluster(profile: Path, groups: ExpertGroups) -> Cluster:
+def agreed_cluster(profile: Path, groups: ExpertGroups) -> Cluster:
     """The profile as the first rank of the joint group reads it. A collective call over that group, once.
 
     Raises ConfigurationError, on all of them, if it cannot be read or was measured with groups of other sizes.
@@ -112,7 +112,7 @@ def _choices(
     profile: Path, groups: ExpertGroups, levels: tuple[str, ...], chunks: tuple[int, ...], packed_row_bytes: int
 ) -> ChoiceByRows:
     """One table for all layers of a process."""
-    cluster, row_bytes = _agreed_cluster(profile, groups), packed_row_bytes - LANE_BYTES
+    cluster, row_bytes = agreed_cluster(profile, groups), packed_row_bytes - LANE_BYTES
     return choices(cluster, groups.ep_size, groups.etp_size, row_bytes, packed_row_bytes, levels, chunks)
 
 

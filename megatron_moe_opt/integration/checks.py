@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from megatron_moe_opt.errors import ConfigurationError
+from megatron_moe_opt.options import PREFIX, Options
 
 FLAG = "--moe-token-dispatcher-type"
 
@@ -17,8 +18,8 @@ def check_name(name: str, stock: Iterable[str], ours: Iterable[str]) -> None:
         raise ConfigurationError(f"{FLAG} {name} is not a dispatcher: choose one of {known}")
 
 
-def check_config(config: Any, name: str) -> None:
-    """Refuses a TransformerConfig that the dispatcher `name` cannot run under.
+def check_config(config: Any, name: str, options: Options) -> None:
+    """Refuses a TransformerConfig that the dispatcher `name` with these options cannot run under.
 
     Args:
         config: a TransformerConfig after its own __post_init__.
@@ -32,6 +33,11 @@ def check_config(config: Any, name: str) -> None:
     if experts % ep:
         raise ConfigurationError(
             f"--expert-model-parallel-size {ep} does not divide --num-experts {experts}: choose a divisor of {experts}"
+        )
+    if name == "parm" and options.parm_schedule == "S2" and config.sequence_parallel:
+        raise ConfigurationError(
+            f"{PREFIX}parm-schedule S2 splits what all TP ranks hold, but with --sequence-parallel they hold parts of "
+            "it: drop one of the two"
         )
     if config.cuda_graph_impl != "none":
         raise ConfigurationError(

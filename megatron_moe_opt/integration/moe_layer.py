@@ -28,7 +28,14 @@ def impose_routing(layer: MoELayer, experts: torch.Tensor) -> None:
 
     Args:
         layer: of a configuration with moe_enable_routing_replay.
-        experts: int64 [tokens, topk].
+        experts: int64 [tokens, topk]. A router that sees its TP rank's part of the tokens gets the rows of that part.
     """
-    layer.router.router_replay.set_target_indices(experts)
-    layer.router.router_replay.set_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
+    router = layer.router
+    router.router_replay.set_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
+
+    def choose(_: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
+        num_tokens = inputs[0].shape[:-1].numel()
+        parts = experts.split(num_tokens)
+        router.router_replay.set_target_indices(parts[layer.tp_group.rank()] if len(parts) > 1 else experts)
+
+    router.register_forward_pre_hook(choose)

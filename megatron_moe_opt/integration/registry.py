@@ -18,6 +18,7 @@ from typing import Any, Literal, get_args, get_origin
 from megatron_moe_opt.dispatchers.deepspeed import DeepSpeedDispatcher
 from megatron_moe_opt.dispatchers.monta import MontaDispatcher
 from megatron_moe_opt.dispatchers.parm import ParmDispatcher
+from megatron_moe_opt.dispatchers.parm_schedule import Routing, scheduling_of
 from megatron_moe_opt.dispatchers.pipelining import pipelining_of
 from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.integration.announce import announce
@@ -26,7 +27,7 @@ from megatron_moe_opt.integration.priorities import prioritize_expert_groups
 from megatron_moe_opt.integration.replicated_tokens import (
     holds_replicated_tokens,
     reading_as_sequence_parallel,
-    split_tokens_over_tp,
+    take_replicated_tokens,
 )
 from megatron_moe_opt.options import Options
 from megatron_moe_opt.topology.expert_groups import ExpertGroups
@@ -34,10 +35,10 @@ from megatron_moe_opt.versions import SUPPORTED_MEGATRON, megatron_version, supp
 
 FIELD = "moe_token_dispatcher_type"
 
-DISPATCHERS: dict[str, Callable[[ExpertGroups, Options], MontaDispatcher]] = {
-    "monta": lambda groups, options: MontaDispatcher(groups, pipelining_of(options, groups)),
-    "parm": lambda groups, options: ParmDispatcher(groups),
-    "deepspeed": lambda groups, options: DeepSpeedDispatcher(groups),
+DISPATCHERS: dict[str, Callable[[ExpertGroups, Options, Any], MontaDispatcher]] = {
+    "monta": lambda groups, options, config: MontaDispatcher(groups, pipelining_of(options, groups)),
+    "parm": lambda groups, options, config: ParmDispatcher(groups, scheduling_of(options, groups, _routing(config))),
+    "deepspeed": lambda groups, options, config: DeepSpeedDispatcher(groups),
 }
 """Our dispatcher types. `deepspeed` is the reference schedule of benchmarks and tests."""
 
@@ -122,7 +123,7 @@ def _wrap_post_init(config_class: type, stock: tuple[str, ...]) -> None:
         with reading_as_alltoall(self) as name:
             stock_post_init(self)
         if name in DISPATCHERS:
-            check_config(self, name)
+            check_config(self, name, _options)
 
     post_init._moe_opt = True
     config_class.__post_init__ = post_init
@@ -140,9 +141,13 @@ def _wrap_moe_layer(layer_class: type, plugged_class: type) -> None:
         if name in DISPATCHERS:
             _plug(self, name, plugged_class)
         if replicated:
-            split_tokens_over_tp(self)
+            take_replicated_tokens(self)
 
     layer_class.__init__ = init
+
+
+def _routing(config: Any) -> Routing:
+    return Routing(config.moe_router_topk, config.num_moe_experts, config.moe_expert_capacity_factor)
 
 
 def _plug(layer: Any, name: str, plugged_class: type) -> None:
@@ -150,7 +155,7 @@ def _plug(layer: Any, name: str, plugged_class: type) -> None:
     stock = layer.token_dispatcher
     groups = ExpertGroups(ep=stock.ep_group, etp=stock.tp_group, joint=stock.tp_ep_group)
     pg_collection = types.SimpleNamespace(ep=groups.ep, expt_tp=groups.etp, tp_ep=groups.joint)
-    dispatcher = DISPATCHERS[name](groups, _options)
+    dispatcher = DISPATCHERS[name](groups, _options, layer.config)
     layer.token_dispatcher = plugged_class(dispatcher, layer.config, pg_collection)
     if layer.shared_experts is not None and layer.shared_expert_overlap:
         layer.token_dispatcher.set_shared_experts(layer.shared_experts)

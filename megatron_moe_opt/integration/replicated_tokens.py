@@ -1,10 +1,14 @@
 """MoE layers under tensor parallelism without sequence parallelism, where every TP rank holds all tokens.
 
-    split over TP -> the layer as under sequence parallelism -> AllGather over TP
+    S1   split over TP -> the layer as under sequence parallelism -> AllGather over TP
+    S2   the layer, its router on all tokens; the dispatcher splits the rows and gathers them again
 
-(Parm, section III-B and Fig. 3b: schedule S1, "PauseMP".) Each rank routes, sends and computes its own part of the
-tokens, where stock Megatron would do everything TP times over, which it refuses in training. Split and AllGather are
-each other's gradient.
+(Parm, section III-B and Fig. 3b and c, "PauseMP".) Each rank sends and computes its own part, where stock Megatron
+would do everything TP times over, which it refuses in training. Split and AllGather are each other's gradient.
+
+Gradients of weights that all TP ranks hold are summed over TP as they arise where a rank has seen its part of the
+tokens (S1's router, a shared expert's gate); Megatron's own sum at the end of a step is for sequence-parallel models.
+S2's router sees all tokens on every rank: its gradient is complete, and its losses are those of one rank.
 """
 
 from __future__ import annotations
@@ -36,33 +40,71 @@ def reading_as_sequence_parallel(config: Any) -> Iterator[None]:
         config.sequence_parallel = False
 
 
-def split_tokens_over_tp(layer: Any) -> None:
-    """Puts split and AllGather around a MoELayer that was built inside `reading_as_sequence_parallel`.
+def take_replicated_tokens(layer: Any) -> None:
+    """Lets a MoELayer that was built inside `reading_as_sequence_parallel` take the tokens that all TP ranks hold.
 
-    Gradients of weights that all TP ranks hold (the router's, a shared expert's gate) are summed over TP as they arise:
-    Megatron's own sum at the end of a step is for sequence-parallel models.
+    Its dispatcher says at the first forward pass, when the number of tokens is known, on which of the two ways.
     """
-    from megatron.core.tensor_parallel.mappings import (
-        gather_from_sequence_parallel_region,
-        scatter_to_sequence_parallel_region,
-    )
-
-    group = layer.tp_group
-    stock_forward = layer.forward
+    stock_forward, group = layer.forward, layer.tp_group
+    splits_rows: bool | None = None
 
     @functools.wraps(stock_forward)
     def forward(hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        nonlocal splits_rows
         _check(hidden_states, group, args, kwargs)
-        part = scatter_to_sequence_parallel_region(hidden_states, group=group)
+        if splits_rows is None:
+            splits_rows = layer.token_dispatcher.take_copies(hidden_states, group)
+            _prepare(layer, splits_rows)
         with reading_as_sequence_parallel(layer.config):
-            output, bias = stock_forward(part)
-        # The gradient of the gathered tokens is the same on all ranks: each takes its part.
-        return gather_from_sequence_parallel_region(output, tensor_parallel_output_grad=False, group=group), bias
+            if splits_rows:
+                return stock_forward(hidden_states)
+            output, bias = stock_forward(_split(hidden_states, group))
+        return _gather(output, group), bias
 
     layer.forward = forward
-    for parameter in layer.parameters():
-        if getattr(parameter, "sequence_parallel", False):
-            parameter.register_hook(functools.partial(_sum_over, group))
+
+
+def _prepare(layer: Any, splits_rows: bool) -> None:
+    """Gradients and losses of what all TP ranks hold; see the top of this file."""
+    seen_in_parts = [parameter for parameter in layer.parameters() if getattr(parameter, "sequence_parallel", False)]
+    if splits_rows:
+        of_router = {id(parameter) for parameter in layer.router.parameters()}
+        seen_in_parts = [parameter for parameter in seen_in_parts if id(parameter) not in of_router]
+        _lose_for_one_rank(layer.router)
+        if layer.shared_experts is not None:
+            _split_tokens_of(layer.shared_experts, layer.tp_group)
+    for parameter in seen_in_parts:
+        parameter.register_hook(functools.partial(_sum_over, layer.tp_group))
+
+
+def _lose_for_one_rank(router: Any) -> None:
+    """Auxiliary losses of a router that sees the same tokens on all TP ranks: means over the other groups only."""
+    from megatron.core import parallel_state
+
+    router.tp_cp_group = router.cp_group
+    router.tp_dp_cp_group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+
+
+def _split_tokens_of(shared_experts: Any, group: ProcessGroup) -> None:
+    """Lets shared experts that were built for a part of the tokens take and return all of them."""
+    forward, first, last = shared_experts.forward, shared_experts.pre_forward_comm, shared_experts.get_output
+    shared_experts.forward = lambda tokens: _gather(forward(_split(tokens, group)), group)
+    shared_experts.pre_forward_comm = lambda tokens: first(_split(tokens, group))
+    shared_experts.get_output = lambda: _gather(last(), group)
+
+
+def _split(tokens: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
+    """This rank's part; the gradient is gathered."""
+    from megatron.core.tensor_parallel.mappings import scatter_to_sequence_parallel_region
+
+    return scatter_to_sequence_parallel_region(tokens, group=group)
+
+
+def _gather(part: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
+    """All parts. The gradient of what is gathered is the same on all ranks: each takes its part of it."""
+    from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
+
+    return gather_from_sequence_parallel_region(part, tensor_parallel_output_grad=False, group=group)
 
 
 def _sum_over(group: ProcessGroup, grad: torch.Tensor) -> torch.Tensor:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from megatron.core.transformer.moe.moe_utils import get_align_size_for_quantization, get_capacity, pad_routing_map
 from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
+from torch.distributed import ProcessGroup
 
 if TYPE_CHECKING:
     from megatron_moe_opt.dispatchers.monta import Dispatched, MontaDispatcher
@@ -25,6 +26,10 @@ class PluggedTokenDispatcher(MoETokenDispatcher):
         self.dispatcher = dispatcher
         self._dispatched: Dispatched | None = None
         self._tokens_per_expert: torch.Tensor | None = None
+
+    def take_copies(self, tokens: torch.Tensor, tp: ProcessGroup) -> bool:
+        """See MontaDispatcher.take_copies. tokens: [S, B, H]."""
+        return self.dispatcher.take_copies(tp, tokens.view(-1, tokens.size(-1)))
 
     def dispatch_preprocess(
         self, tokens: torch.Tensor, routing_map: torch.Tensor, probs: torch.Tensor

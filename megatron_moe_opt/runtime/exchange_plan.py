@@ -5,9 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from torch.distributed import ProcessGroup
 
 from megatron_moe_opt.kernels import ChunkList
 from megatron_moe_opt.kernels.row_map import cut_counts
+from megatron_moe_opt.schedules.monta import ChunkBytes
+from megatron_moe_opt.topology.expert_groups import TokenCopies
 
 
 @dataclass(frozen=True)
@@ -88,3 +91,73 @@ def plan_exchange(
         for sent, arrives, part in zip(send_counts, arriving_counts, parts, strict=True)
     )
     return ExchangePlan(tuple(chunks), arriving.sum((0, 1, 2)))
+
+
+@dataclass(frozen=True)
+class Parts:
+    """How the ranks of a TP group share out rows that all of them have: TP rank m exchanges part m, see RowMap.cut.
+
+    They come back in phases, one EP peer each, and are shared with the TP group. Where the EP size is a power of two,
+    phase p is with rank xor p: pairs that exchange, on one node first, between nodes then, all ranks alike.
+    """
+
+    group: ProcessGroup
+    """The TP group."""
+    ep_ranks: tuple[int, ...]
+    """[tp_size] EP rank of each TP rank."""
+    rows: list[list[int]]
+    """[tp_size][ep_size] rows of each part for the experts of each EP rank."""
+    num_phases: int
+    """The EP size; or 1: from all EP peers at once."""
+
+    @property
+    def first_own(self) -> int:
+        """The first row of this rank's part."""
+        return self._first(self.group.rank())
+
+    @property
+    def num_rows(self) -> int:
+        """Of all parts."""
+        return self._first(len(self.rows))
+
+    def peers(self, ep_rank: int, phase: int) -> range:
+        """The EP ranks from which rows come back to `ep_rank` in a phase; of phase -p: those that get theirs in p."""
+        if self.num_phases == 1:
+            return range(len(self.rows[0]))
+        in_pairs = self.num_phases & (self.num_phases - 1) == 0
+        peer = ep_rank ^ abs(phase) if in_pairs else (ep_rank - phase) % self.num_phases
+        return range(peer, peer + 1)
+
+    def block(self, tp_rank: int, phase: int) -> tuple[int, int]:
+        """(first row, rows), among all, of what comes back to a TP rank in a phase."""
+        peers, rows = self.peers(self.ep_ranks[tp_rank], phase), self.rows[tp_rank]
+        return self._first(tp_rank) + sum(rows[: peers.start]), sum(rows[peers.start : peers.stop])
+
+    def phase_bytes(self, row_bytes: int) -> list[ChunkBytes]:
+        """What moves in each phase: this rank's part of the rows, and all parts."""
+        own, size = self.group.rank(), len(self.rows)
+        return [
+            ChunkBytes(self.block(own, p)[1] * row_bytes, sum(self.block(t, p)[1] for t in range(size)) * row_bytes)
+            for p in range(self.num_phases)
+        ]
+
+    def _first(self, tp_rank: int) -> int:
+        return sum(sum(rows) for rows in self.rows[:tp_rank])
+
+
+def share_out(
+    counts: torch.Tensor, ep_rank: int, etp_rank: int, copies: TokenCopies, num_phases: int
+) -> tuple[torch.Tensor, Parts]:
+    """What each rank exchanges where the ranks of a TP group have the same rows.
+
+    Args:
+        counts: int64 [ep_size, etp_size, experts] on the CPU: rows each rank has for each expert, whoever sends them.
+
+    Returns:
+        Counts of the rows that each rank sends, for `plan_exchange` with one chunk; and the parts of this rank's group.
+    """
+    ep_size, etp_size, _ = counts.shape
+    cut = cut_counts(counts, copies.group.size())  # [tp, ep, etp, expert]
+    sent = cut[copies.tp_ranks, torch.arange(ep_size).view(-1, 1), torch.arange(etp_size)]
+    rows = cut[:, ep_rank, etp_rank].view(len(cut), ep_size, -1).sum(2).tolist()
+    return sent, Parts(copies.group, copies.ep_ranks, rows, num_phases)

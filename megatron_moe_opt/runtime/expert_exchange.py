@@ -3,6 +3,9 @@
 `to_experts` runs all-to-all, all-gather and reorder; `to_sources` runs the mirror: reorder, reduce-scatter, all-to-all.
 On Parm's way one all-to-all over both groups is in the place of the two collectives. The backward pass of each function
 runs the other one on gradients.
+
+Rows that all ranks of a TP group have (`Exchange.parts`) go to their experts once: each rank sends its part of them,
+and they come back to all ranks.
 """
 
 from __future__ import annotations
@@ -16,12 +19,12 @@ from torch.autograd.function import once_differentiable
 
 from megatron_moe_opt.kernels import LANE_BYTES, empty
 from megatron_moe_opt.runtime import steps
-from megatron_moe_opt.runtime.exchange_plan import ChunkPlan, ExchangePlan
+from megatron_moe_opt.runtime.exchange_plan import ChunkPlan, ExchangePlan, Parts
 from megatron_moe_opt.runtime.executor import executor
 from megatron_moe_opt.runtime.steps import Blocks, Steps, blocks_of
 from megatron_moe_opt.schedules import monta, parm
 from megatron_moe_opt.schedules.monta import ChunkBytes
-from megatron_moe_opt.schedules.schedule import Kind, Schedule
+from megatron_moe_opt.schedules.schedule import Kind, Op, Schedule
 from megatron_moe_opt.topology.expert_groups import ExpertGroups
 
 
@@ -33,6 +36,12 @@ class Exchange:
     plan: ExchangePlan
     level: str | None
     """MoNTA's level of pipelining; None: Parm's one all-to-all over both groups."""
+    parts: Parts | None = None
+    """How a TP group shares out its rows, on Parm's way and in one chunk; None: every rank has rows of its own."""
+
+    def own_rows(self, rows: torch.Tensor) -> torch.Tensor:
+        """Those of `rows` that this rank sends and gets back itself."""
+        return rows if self.parts is None else rows.narrow(0, self.parts.first_own, self.plan.num_sent)
 
     def dispatch(self, row_bytes: int) -> Schedule:
         """The schedule of rows on their way to their experts."""
@@ -44,6 +53,9 @@ class Exchange:
     def combine(self, row_bytes: int) -> Schedule:
         """The schedule of rows on their way back."""
         groups, sizes = self.groups, self._chunk_bytes(row_bytes)
+        if self.parts is not None:
+            gathered = sum(size.gathered for size in sizes)
+            return parm.combine_and_gather(gathered, self.parts.phase_bytes(row_bytes), groups.etp_size)
         if self.level is None:
             return parm.combine(sizes, groups.etp_size)
         return monta.combine(self.level, sizes, groups.ep_size, groups.etp_size)
@@ -59,7 +71,8 @@ def to_experts(packed: torch.Tensor, exchange: Exchange, prob_dtype: torch.dtype
     """Sends packed rows to the ranks of their experts and sorts them by local expert. Differentiable.
 
     Args:
-        packed: [plan.num_sent, H + lane], in the order of a row map cut into the plan's chunks.
+        packed: [R, H + lane], in the order of a row map cut into the plan's chunks; R is plan.num_sent or, with
+            exchange.parts, the rows of the TP group, in the order of a map cut into its parts.
         prob_dtype: dtype of the probabilities in the lane.
 
     Returns:
@@ -75,7 +88,7 @@ def to_sources(rows: torch.Tensor, exchange: Exchange) -> torch.Tensor:
         rows: [plan.num_gathered, H], sorted by local expert.
 
     Returns:
-        [plan.num_sent, H]; sums are taken in rank order, half-precision rows in float32.
+        [R, H], as `to_experts` takes them; sums are taken in rank order, half-precision rows in float32.
     """
     return _ToSources.apply(rows, exchange)
 
@@ -109,8 +122,9 @@ class _ToSources(Function):
 def _run_to_experts(
     rows: torch.Tensor, exchange: Exchange, prob_dtype: torch.dtype | None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """[num_sent, W] -> tokens [num_gathered, H] and, with prob_dtype, the probabilities in the lanes."""
+    """[R, W] -> tokens [num_gathered, H] and, with prob_dtype, the probabilities in the lanes."""
     groups, plan = exchange.groups, exchange.plan
+    rows = exchange.own_rows(rows)
     layout = _Layout(rows.size(1), rows.dtype, prob_dtype)
     move = groups.joint_size > 1
     gathered = layout.empty_rows(plan.num_gathered, rows) if move else rows
@@ -147,7 +161,7 @@ def _run_to_experts(
 
 
 def _run_to_sources(tokens: torch.Tensor, probs: torch.Tensor | None, exchange: Exchange) -> torch.Tensor:
-    """Tokens [num_gathered, H], with or without probabilities behind them -> rows [num_sent, W]."""
+    """Tokens [num_gathered, H], with or without probabilities behind them -> rows [R, W]."""
     groups, plan = exchange.groups, exchange.plan
     lane = 0 if probs is None else LANE_BYTES // tokens.element_size()
     layout = _Layout(tokens.size(1) + lane, tokens.dtype, None if probs is None else probs.dtype)
@@ -156,12 +170,17 @@ def _run_to_sources(tokens: torch.Tensor, probs: torch.Tensor | None, exchange: 
     num_arrived = sum(sum(chunk.receive_counts) for chunk in plan.chunks)
     fused = exchange.level is None
     summed = layout.empty_rows(num_arrived, tokens) if groups.etp_size > 1 and not fused else unsorted
-    rows = layout.empty_rows(plan.num_sent, tokens) if groups.ep_size > 1 or fused else summed
+    num_rows = plan.num_sent if exchange.parts is None else exchange.parts.num_rows
+    all_rows = layout.empty_rows(num_rows, tokens) if groups.ep_size > 1 or fused else summed
+    rows = exchange.own_rows(all_rows)
 
     schedule = exchange.combine(layout.row_bytes)
     places = _places(plan, groups)
     bound = []
     for op in schedule.ops:
+        if exchange.parts is not None and op.writes != ("unsorted",):
+            bound.append(_of_phase(op, exchange, unsorted, all_rows, layout))
+            continue
         chunk, place = plan.chunks[op.chunk], places[op.chunk]
         arrived = summed.narrow(0, place.arrived, sum(chunk.receive_counts))
         if op.group == parm.JOINT:
@@ -169,8 +188,8 @@ def _run_to_sources(tokens: torch.Tensor, probs: torch.Tensor | None, exchange: 
         elif op.kind is Kind.REDUCE_SCATTER:
             mine = sum(chunk.receive_counts)
             parts = layout.empty_rows((groups.etp_size - 1) * mine, tokens)
-            all_rows = unsorted.narrow(0, place.gathered, sum(chunk.gather_counts))
-            step = steps.reduce_scatter(all_rows, parts, arrived, chunk.gather_counts, groups.etp, layout.columns)
+            of_peers = unsorted.narrow(0, place.gathered, sum(chunk.gather_counts))
+            step = steps.reduce_scatter(of_peers, parts, arrived, chunk.gather_counts, groups.etp, layout.columns)
         elif op.kind is Kind.ALL_TO_ALL:
             back = rows.narrow(0, place.sent, sum(chunk.send_counts))
             step = steps.all_to_all(arrived, chunk.receive_counts, back, chunk.send_counts, groups.ep)
@@ -180,7 +199,20 @@ def _run_to_sources(tokens: torch.Tensor, probs: torch.Tensor | None, exchange: 
             step = layout.join(tokens, probs, unsorted, chunk)
         bound.append(step)
     executor(tokens.device).run(schedule, bound)
-    return rows
+    return all_rows
+
+
+def _of_phase(op: Op, exchange: Exchange, unsorted: torch.Tensor, all_rows: torch.Tensor, layout: _Layout) -> Steps:
+    """Of Parm's combine_and_gather: the rows of a phase's EP peers back from them, or shared over the TP group."""
+    groups, plan, parts, phase = exchange.groups, exchange.plan, exchange.parts, op.chunk
+    if op.group == parm.TP:
+        own = parts.block(parts.group.rank(), phase)
+        blocks = [parts.block(rank, phase) for rank in range(parts.group.size())]
+        return steps.exchange(all_rows, [own] * len(blocks), all_rows, blocks, parts.group, "all_gather")
+    (chunk,), (place,) = plan.chunks, _places(plan, groups)
+    senders, receivers = parts.peers(groups.ep_rank, phase), parts.peers(groups.ep_rank, -phase)
+    rows = exchange.own_rows(all_rows)
+    return _sum_of_shards(unsorted, rows, chunk, place, groups, layout, senders, receivers, op.group)
 
 
 def _joint_blocks(chunk: ChunkPlan, place: _Place, groups: ExpertGroups) -> tuple[Blocks, Blocks]:
@@ -202,15 +234,33 @@ def _sum_of_shards(
     place: _Place,
     groups: ExpertGroups,
     layout: _Layout,
+    senders: range | None = None,
+    receivers: range | None = None,
+    over: str | None = parm.JOINT,
 ) -> Steps:
-    """Each shard's part of every row back from it, into a copy a shard; then their sum, in rank order."""
+    """Each shard's part of every row back from it, into a copy a shard; then their sum, in rank order.
+
+    `senders` and `receivers` are the EP ranks that the rows come from and that get theirs; None: all. `over` is the
+    group that they lie in; where that is not the joint group, both are this rank.
+    """
+    senders, receivers = (range(groups.ep_size) if peers is None else peers for peers in (senders, receivers))
+    counts = [rows if peer in senders else 0 for peer, rows in enumerate(chunk.send_counts)]
+    num_rows, first = sum(counts), place.sent + sum(chunk.send_counts[: senders.start])
     _, to = _joint_blocks(chunk, place, groups)
-    num_rows = sum(chunk.send_counts)
     parts = layout.empty_rows(groups.etp_size * num_rows, rows)
-    by_shard = [blocks_of(chunk.send_counts, shard * num_rows) for shard in range(groups.etp_size)]
-    from_ = [by_shard[shard][ep_rank] for ep_rank in range(groups.ep_size) for shard in range(groups.etp_size)]
-    step = steps.exchange(unsorted, to, parts, from_, groups.joint, "all_to_all")
-    summed = rows.narrow(0, place.sent, num_rows)
+    by_shard = [blocks_of(counts, shard * num_rows) for shard in range(groups.etp_size)]
+    summed = rows.narrow(0, first, num_rows)
+    if over == parm.JOINT:
+        joint_ranks = [(ep_rank, shard) for ep_rank in range(groups.ep_size) for shard in range(groups.etp_size)]
+        to = [block if ep_rank in receivers else (0, 0) for block, (ep_rank, _) in zip(to, joint_ranks, strict=True)]
+        from_ = [by_shard[shard][ep_rank] for ep_rank, shard in joint_ranks]
+        step = steps.exchange(unsorted, to, parts, from_, groups.joint, "all_to_all")
+    else:
+        to = to[groups.ep_rank * groups.etp_size : (groups.ep_rank + 1) * groups.etp_size]
+        if over is None:
+            return steps.sum_parts([unsorted.narrow(0, *to[0])], summed, layout.columns)
+        from_ = [blocks[groups.ep_rank] for blocks in by_shard]
+        step = steps.exchange(unsorted, to, parts, from_, groups.etp, "reduce_scatter")
     return step + steps.sum_parts(parts.split(num_rows) if num_rows else [summed], summed, layout.columns)
 
 

@@ -2,13 +2,15 @@
 
     dispatch            EP&ESP-AlltoAll -> copy      every row to all shards of its expert at once
     combine             copy -> EP&ESP-AlltoAll      every row back from all shards; their sum ends the op
-    combine_and_gather  copy -> a2a 0 | a2a 1         | a2a 2                              lane inter
-                                      | all_gather 0  | all_gather 1  | all_gather 2       lane intra
+    combine_and_gather  copy -> a2a 1            | a2a 2         | a2a 3                          lane inter
+                                reduce_scatter 0 | all_gather 0  | all_gather 1  | all_gather 2   lane intra
 
 Where MoNTA sends a row once between nodes and shares it inside, this sends it expert-TP times: it saves a collective,
 and pays with bytes on the slow link. `combine_and_gather` is for rows that the ranks of a TP group have shared out
 among them (S2) and that all of them get back: the paper's SAA (section III-D, Fig. 5). Its chunks are phases: in each
-one the rows of one EP peer come back, from all of its shards, and are shared over TP while the next peer's come.
+one the rows of one EP peer come back, from all of its shards, and are shared over TP while the next peer's come. The
+first peer is the rank's own, whose shards are its expert-TP group: their rows stay off the slow link, and come while
+the others' are on it.
 """
 
 from __future__ import annotations
@@ -18,7 +20,10 @@ from collections.abc import Sequence
 from .monta import ChunkBytes
 from .schedule import Kind, Lane, Op, Schedule
 
+SCHEDULES = ("S1", "S2")
+AAS = "AAS"  # S2, its AllGather after the whole all-to-all: what SAA is measured against
 JOINT = "ep x expert-tp"
+EXPERT_TP = "expert-tp"
 TP = "tp"
 
 
@@ -48,18 +53,28 @@ def combine_and_gather(gathered: int, phases: Sequence[ChunkBytes], etp_size: in
 
     Args:
         gathered: bytes of the rows of this rank's experts.
-        phases: for each, `exchanged` bytes of this rank's own rows and `gathered` bytes of those of all TP ranks. One
-            phase is the all-to-all, then the AllGather (the paper's AAS).
+        phases: for each EP peer, this rank first, `exchanged` bytes of this rank's own rows and `gathered` bytes of
+            those of all TP ranks. A single phase has all peers: one all-to-all, then the AllGather (the paper's AAS).
     """
     ops = [Op(Kind.COPY, Lane.COPY, 0, gathered, (), ("sorted",), ("unsorted",))]
+    total = sum(phase.exchanged for phase in phases)
+    crossing = sum(phase.exchanged for phase in phases[1:])
+    back: list[int] = []  # index of the op that brings a phase's rows
     for p in range(len(phases) + 1):  # in waves, see monta.py: a phase's AllGather after the next one's all-to-all
         if p < len(phases):
-            size = phases[p].exchanged * etp_size
-            ops.append(Op(Kind.ALL_TO_ALL, Lane.INTER, p, size, (0,), ("unsorted",), (f"part.{p}",), JOINT))
+            back.append(len(ops))
+            own, buffers = phases[p].exchanged * etp_size, (("unsorted",), (f"part.{p}",))
+            if p > 0 or len(phases) == 1:
+                # What an all-to-all of this size, own rows included, takes on its link.
+                size = own * total // crossing if crossing else own
+                ops.append(Op(Kind.ALL_TO_ALL, Lane.INTER, p, size, (0,), *buffers, JOINT))
+            elif etp_size > 1:
+                ops.append(Op(Kind.REDUCE_SCATTER, Lane.INTRA, p, own, (0,), *buffers, EXPERT_TP))
+            else:
+                ops.append(Op(Kind.COPY, Lane.COPY, p, own, (0,), *buffers))
         if p > 0:
-            done, size = max(1, 2 * (p - 1)), phases[p - 1].gathered
             buffers = (f"part.{p - 1}",), (f"rows.{p - 1}",)
-            ops.append(Op(Kind.ALL_GATHER, Lane.INTRA, p - 1, size, (done,), *buffers, TP))
+            ops.append(Op(Kind.ALL_GATHER, Lane.INTRA, p - 1, phases[p - 1].gathered, (back[p - 1],), *buffers, TP))
     return Schedule(f"parm combine and gather, {len(phases)} phase(s)", tuple(ops), ("sorted",))
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 
@@ -38,3 +40,23 @@ class ExpertGroups:
     @property
     def joint_size(self) -> int:
         return self.joint.size()
+
+
+@dataclass(frozen=True)
+class TokenCopies:
+    """A TP group whose ranks all hold the same tokens (no sequence parallelism), and where they stand among experts."""
+
+    group: ProcessGroup
+    tp_ranks: torch.Tensor
+    """int64 [ep_size, etp_size]: TP rank of each rank of the joint group."""
+    ep_ranks: tuple[int, ...]
+    """[tp_size] EP rank of each rank of the TP group."""
+
+    @classmethod
+    def of(cls, tp: ProcessGroup, groups: ExpertGroups) -> TokenCopies:
+        """A collective call over both groups."""
+        tp_ranks: list[int] = [0] * groups.joint_size
+        dist.all_gather_object(tp_ranks, tp.rank(), group=groups.joint)
+        ep_ranks: list[int] = [0] * tp.size()
+        dist.all_gather_object(ep_ranks, groups.ep_rank, group=tp)
+        return cls(tp, torch.tensor(tp_ranks).view(groups.ep_size, groups.etp_size), tuple(ep_ranks))

@@ -35,14 +35,29 @@ def _run(monkeypatch, *arguments, world=1):
         (
             "--dispatchers alltoall:O2x4",
             1,
-            "--dispatchers alltoall:O2x4: only monta has levels and chunks; write alltoall",
+            "--dispatchers alltoall:O2x4: only monta and parm have variants; write alltoall",
         ),
         (
             "--dispatchers deepspeed:auto",
             1,
-            "--dispatchers deepspeed:auto: only monta has levels and chunks; write deepspeed",
+            "--dispatchers deepspeed:auto: only monta and parm have variants; write deepspeed",
         ),
-        ("--dispatchers parm:O3", 1, "--dispatchers parm:O3: only monta has levels and chunks; write parm"),
+        (
+            "--dispatchers parm:O3",
+            1,
+            "--dispatchers parm:O3: write a schedule (S1, S2, or AAS: S2 without overlap), or parm:auto",
+        ),
+        ("--replicated", 1, "--replicated is about the ranks of a TP group: give --tp 2 or more, or drop it"),
+        (
+            "--replicated --tp 2 --dispatchers alltoall",
+            2,
+            "--dispatchers alltoall does not train on --replicated tokens: leave it out, or drop --replicated",
+        ),
+        (
+            "--replicated --tp 2 --dispatch-only",
+            2,
+            "--dispatch-only leaves out what --replicated is about: drop one of them",
+        ),
         ("--dispatchers monta:auto", 1, "--dispatchers monta:auto chooses by measurements: give --profile"),
         (
             "--dispatchers monta:O1x4",
@@ -52,7 +67,7 @@ def _run(monkeypatch, *arguments, world=1):
         (
             "--dispatchers monta:O3x4 --profile f",
             1,
-            "--profile f: no dispatcher reads it; add monta:auto to --dispatchers, or drop it",
+            "--profile f: no dispatcher reads it; add monta:auto or parm:auto to --dispatchers, or drop it",
         ),
         (
             "--dispatchers monta:auto --profile nowhere.json",

@@ -102,7 +102,7 @@ def refusal(capsys, argv: list[str]) -> str:
         ([*RUN, "--"], "netbox: no script to run; name it behind --"),
         ([*RUN, "--", "absent.py"], "netbox: the script 'absent.py' does not exist"),
         ([*RUN, "--inter", "fast", "--", __file__], "argument --inter: 'fast' is not a rate"),
-        ([*RUN, "--nodes", "1", "--", __file__], "argument --nodes: '1' is not a whole number from 2 to 64"),
+        ([*RUN, "--nodes", "0", "--", __file__], "argument --nodes: '0' is not a whole number from 1 to 64"),
         ([*RUN, "--timeout", "0", "--", __file__], "argument --timeout: '0' is not a whole number from 1"),
         (["run", "--", __file__], "the following arguments are required: --ranks-per-node, --inter, --intra"),
         (["start"], "invalid choice: 'start'"),
@@ -141,3 +141,10 @@ def test_a_busy_moment_is_measured_again(monkeypatch):
     answers = iter([120e6, 191e6, 1590e6])
     monkeypatch.setattr(netbox, "_measure_flows", lambda shape, nodes, flows, seconds: next(answers))
     assert netbox.measure(netbox.Shape(2, 4, 200_000_000, 1_600_000_000), ["a", "b"]) == (191e6, 1590e6)
+
+
+def test_a_single_node_has_no_link_to_measure(monkeypatch):
+    monkeypatch.setattr(netbox, "_measure_flows", lambda shape, nodes, flows, seconds: 1590e6)
+    shape = netbox.Shape(1, 8, 200_000_000, 1_600_000_000)
+    assert netbox.measure(shape, ["a"]) == (None, 1590e6)
+    assert shape.describe(None, 1590e6) == "1 node x 8 ranks, intra 1600 Mbit/s (measured 1590)"

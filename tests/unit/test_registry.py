@@ -14,6 +14,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 import megatron_moe_opt
 from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.integration import registry
+from megatron_moe_opt.options import Options
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -96,6 +97,16 @@ def test_bad_settings_are_refused_in_one_sentence():
         normalization="RMSNorm",
         moe_router_dtype="fp32",
     )
+
+
+def test_a_schedule_for_replicated_tokens_is_refused_under_sequence_parallelism():
+    megatron_moe_opt.register(Options(parm_schedule="S2"))
+    try:
+        config("parm", tensor_model_parallel_size=2)
+        with pytest.raises(ConfigurationError, match="--moe-opt-parm-schedule S2 splits what all TP ranks hold, but"):
+            config("parm", tensor_model_parallel_size=2, sequence_parallel=True)
+    finally:
+        megatron_moe_opt.register()
 
 
 def test_stock_is_left_alone():

@@ -1,0 +1,120 @@
+"""On which of Parm's schedules a layer's tokens go to their experts and back."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+from megatron_moe_opt.dispatchers.pipelining import agreed_cluster
+from megatron_moe_opt.kernels import LANE_BYTES
+from megatron_moe_opt.options import Options
+from megatron_moe_opt.planning.cluster import MEGATRON_FLAGS
+from megatron_moe_opt.planning.parm import ParmChoice, ParmLayer, choices
+from megatron_moe_opt.schedules.parm import AAS
+from megatron_moe_opt.topology.expert_groups import ExpertGroups
+
+
+@dataclass(frozen=True)
+class Routing:
+    """What decides how many rows a layer's tokens make."""
+
+    topk: int
+    experts: int
+    capacity_factor: float | None
+    """None: dropless."""
+
+
+class Scheduling(Protocol):
+    """Says how a layer's rows travel. All ranks that share a process group must be told alike."""
+
+    def choose(self, tokens: torch.Tensor, tp: ProcessGroup | None) -> ParmChoice:
+        """The schedule for all passes of a layer; asked once, at the first.
+
+        Args:
+            tokens: [T, H], of which only shape and dtype are used.
+            tp: the group whose ranks all hold these tokens; None: every rank has tokens of its own.
+        """
+
+    def describe(self) -> str:
+        """For the line at start."""
+
+
+def scheduling_of(options: Options, groups: ExpertGroups, routing: Routing) -> Scheduling:
+    """What the options ask for: fixed, or chosen from a profile."""
+    if options.schedule_profile is not None:
+        return MeasuredSchedule(options.schedule_profile, groups, routing)
+    return FixedSchedule(options.parm_schedule or "S1", groups)
+
+
+class FixedSchedule:
+    """What the user asked for: the fused all-to-all, which no expert parallelism at all leaves out."""
+
+    def __init__(self, schedule: str, groups: ExpertGroups) -> None:
+        self.schedule, self.groups = schedule, groups
+
+    def choose(self, tokens: torch.Tensor, tp: ProcessGroup | None) -> ParmChoice:
+        """The same for all tokens."""
+        splits_tokens = self.schedule == "S1" or tp is None
+        return ParmChoice(self.schedule, "O1" if splits_tokens and self.groups.joint_size == 1 else None, 1, 0.0)
+
+    def describe(self) -> str:
+        """For the line at start."""
+        what = "tokens and probabilities in one all-to-all over expert and expert-tensor parallelism"
+        split = {"S1": "", "S2": "S2: rows split over TP after the gate; ", AAS: "S2 without overlap; "}
+        return split[self.schedule] + what
+
+
+class MeasuredSchedule:
+    """The fastest according to a profile, for as many tokens as the first pass has.
+
+    The ranks of the layer's groups agree on the largest number that one of them has, and have one of them read the
+    profile: they choose alike.
+    """
+
+    def __init__(self, profile: Path, groups: ExpertGroups, routing: Routing) -> None:
+        self.profile, self.groups, self.routing = profile, groups, routing
+        agreed_cluster(profile, groups)
+
+    def choose(self, tokens: torch.Tensor, tp: ProcessGroup | None) -> ParmChoice:
+        """A collective call over the layer's groups.
+
+        Raises:
+            ConfigurationError: a profile of groups of other sizes, or one that lacks what TP groups need.
+        """
+        groups, routing, cluster = self.groups, self.routing, agreed_cluster(self.profile, self.groups)
+        tp_size = 1 if tp is None else tp.size()
+        if tp is not None:
+            cluster.check_groups(self.profile, MEGATRON_FLAGS, ep=groups.ep_size, expert_tp=groups.etp_size, tp=tp_size)
+        num_tokens = torch.tensor(tokens.size(0), device=tokens.device)
+        for group in (tp, groups.joint):  # one of them holds the other
+            if group is not None:
+                dist.all_reduce(num_tokens, dist.ReduceOp.MAX, group=group)
+        row_bytes = tokens.size(1) * tokens.element_size()
+        layer = ParmLayer(
+            row_bytes, row_bytes + LANE_BYTES, routing.topk, routing.experts, tp_size, groups.ep_size,
+            groups.etp_size, routing.capacity_factor,
+        )  # fmt: skip
+        choice = choices(layer, cluster)[int(num_tokens)]
+        _say_once(int(num_tokens), choice)
+        return choice
+
+    def describe(self) -> str:
+        """For the line at start."""
+        return f"schedule chosen from {self.profile}"
+
+
+@functools.cache
+def _say_once(num_tokens: int, choice: ParmChoice) -> None:
+    """A line on rank 0 when a choice is made for the first time, whichever layer makes it."""
+    if dist.get_rank() == 0:
+        print(
+            f"moe-opt: parm: {num_tokens} tokens a rank: {choice}; predicted {choice.seconds * 1e3:.2f} ms a layer for "
+            "dispatch and combine, forward and backward",
+            flush=True,
+        )
