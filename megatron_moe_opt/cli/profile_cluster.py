@@ -32,6 +32,7 @@ from megatron_moe_opt.schedules import monta
 from megatron_moe_opt.schedules.monta import ChunkBytes
 from megatron_moe_opt.schedules.parm import JOINT, TP
 from megatron_moe_opt.schedules.schedule import Kind, Lane
+from megatron_moe_opt.topology.expert_groups import ExpertGroups
 from megatron_moe_opt.topology.layouts import Groups, Layout
 from megatron_moe_opt.topology.nodes import NodeMap, discover_nodes
 from megatron_moe_opt.versions import megatron_version
@@ -120,7 +121,7 @@ def measure(settings: ProfileSettings, device: torch.device) -> Cluster:
             progress.update(task, description=str(load), advance=1)
             measured.add(load)
         progress.update(task, description="all_to_all beside all_gather", advance=1)
-        saa = measured.saa(rows, layout)
+        saa = measured.saa(rows)
         progress.update(task, description="lanes side by side", advance=1)
         slowdown = measured.slowdown()
         overhead = measured.overhead(layout, slowdown)
@@ -159,12 +160,13 @@ class _Measured:
     def curve(self, load: Load, sizes: Sequence[int], longest: float = LONGEST_SECONDS) -> Points:
         return self._meter.curve(load, sizes, self._share(), longest)
 
-    def saa(self, rows: Rows, layout: Layout) -> Points | None:
+    def saa(self, rows: Rows) -> Points | None:
         """Parm's combine_and_gather as a whole; None where it has no all-to-all or nothing to gather."""
-        share = self._share()
-        if not {JOINT, TP} <= self._groups.keys():
+        share, groups = self._share(), self._groups
+        if not {JOINT, TP} <= groups.keys():
             return None
-        pipeline = loads.combine_and_gather(rows, self._groups[JOINT], self._groups[TP], layout.expert_tp)
+        of_experts = ExpertGroups(groups["ep"], groups.get("expert-tp"), groups[JOINT])
+        pipeline = loads.combine_and_gather(rows, of_experts, groups[TP])
         return self._meter.pipeline_curve(pipeline, SIZES, share, LONGEST_SECONDS_OF_EXPERTS)
 
     def _share(self) -> float:
@@ -242,14 +244,14 @@ def _moves(rows: Rows, groups: Mapping[str, ProcessGroup], nodes: NodeMap) -> li
         if rings:
             moves.append(loads.ring(rows, dist.group.WORLD, rings, link, lane))
         for role, collectives in roles:
-            if role in groups:
+            if role in groups and groups[role].size() > 1:
                 moves += [collective(rows, groups[role], role, lane) for collective in collectives]
     return moves
 
 
 @contextmanager
 def _groups(layout: Layout) -> Iterator[dict[str, ProcessGroup]]:
-    """This rank's process group of each role that has more than one rank.
+    """This rank's process group of each role that has more than one rank; EP's too, where it has a joint one.
 
     Roles of one lane with equal groups share them. Those of two lanes do not: lanes run side by side, and the ranks
     must agree on the order of a group's collectives.
@@ -259,7 +261,7 @@ def _groups(layout: Layout) -> Iterator[dict[str, ProcessGroup]]:
     for lane, roles in ((Lane.INTRA, _INTRA), (Lane.INTER, _INTER)):
         for role, _ in roles:
             ranks = _ranks(layout, role)
-            if len(ranks[0]) > 1:
+            if len(ranks[0]) > 1 or (role == "ep" and JOINT in groups):
                 if (lane, ranks) not in made:
                     made[lane, ranks] = loads.group_of(ranks)
                 groups[role] = made[lane, ranks]
