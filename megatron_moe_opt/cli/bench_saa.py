@@ -100,7 +100,15 @@ def _run(pipeline: SizedPipeline, device: torch.device) -> Timeline:
 
 def _print(points: list[SaaPoint], settings: ProfileSettings, console: Console) -> None:
     table = Table(title="Rows back from their experts, and shared over TP")
-    for header in ("MB", "all-to-all ms", "AllGather ms", "one after the other ms", "SAA ms", "times faster", "min-max"):
+    for header in (
+        "MB",
+        "all-to-all ms",
+        "AllGather ms",
+        "one after the other ms",
+        "SAA ms",
+        "times faster",
+        "min-max",
+    ):
         table.add_column(header, justify="right")
     for point in points:
         medians = (point.all_to_all, point.all_gather, point.aas, point.saa)

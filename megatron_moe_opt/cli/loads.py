@@ -13,10 +13,10 @@ from torch.distributed import ProcessGroup
 from megatron_moe_opt.cli.meter import Load, Sized, SizedPipeline
 from megatron_moe_opt.kernels import ChunkList
 from megatron_moe_opt.runtime import steps
-from megatron_moe_opt.runtime.steps import Steps
-from megatron_moe_opt.schedules import parm
-from megatron_moe_opt.schedules.monta import ChunkBytes
-from megatron_moe_opt.schedules.schedule import Kind, Lane, Op
+from megatron_moe_opt.runtime.exchange_plan import plan_exchange, share_out
+from megatron_moe_opt.runtime.expert_exchange import Exchange, bind_to_sources
+from megatron_moe_opt.schedules.schedule import Kind, Lane
+from megatron_moe_opt.topology.expert_groups import ExpertGroups, TokenCopies
 from megatron_moe_opt.topology.nodes import NodeMap
 
 _CHUNKS = 32  # of a reorder: source ranks times experts of a rank
@@ -70,37 +70,23 @@ def all_gather(rows: Rows, group: ProcessGroup, role: str, lane: Lane) -> Load:
 
 
 def combine_and_gather(
-    rows: Rows, joint: ProcessGroup, tp: ProcessGroup, etp_size: int
+    rows: Rows, groups: ExpertGroups, tp: ProcessGroup, num_phases: int
 ) -> Callable[[int], SizedPipeline]:
-    """Parm's SAA without its reorder, where every expert sends as much to each rank. The size is that of the rows that
-    a rank receives: its own, times expert-TP.
+    """Parm's SAA, as training runs it, where every rank has one expert and as many rows for each; in one phase, AAS.
+    The size is that of the rows that come back to a rank for itself, times expert-TP. A collective call over all
+    groups.
     """
-    ep_size, ep_rank = joint.size() // etp_size, joint.rank() // etp_size
+    copies = TokenCopies.of(tp, groups)
 
     def sized(size: int) -> SizedPipeline:
-        number = rows.number(size, joint.size())
-        block = number // joint.size()  # rows of one shard for one rank
-        unsorted, parts, gathered = (rows.filled(rows_of) for rows_of in (number, number, ep_size * tp.size() * block))
-        phase = ChunkBytes(block * rows.bytes, block * tp.size() * rows.bytes)
-
-        def blocks_with(peer: int, blocks: list[tuple[int, int]]) -> list[tuple[int, int]]:
-            return [block if rank // etp_size == peer else (0, 0) for rank, block in enumerate(blocks)]
-
-        def steps_of(op: Op) -> Steps:
-            if op.kind is Kind.COPY:
-                return Steps()
-            of_phase = gathered.narrow(0, op.chunk * tp.size() * block, tp.size() * block)
-            own = of_phase.narrow(0, tp.rank() * block, block)
-            if op.kind is Kind.ALL_GATHER:
-                return steps.all_gather(own, of_phase, [block] * tp.size(), tp)
-            shards = parts.narrow(0, op.chunk * etp_size * block, etp_size * block)
-            to = blocks_with((ep_rank + op.chunk) % ep_size, steps.blocks_of([block] * joint.size()))
-            from_ = blocks_with((ep_rank - op.chunk) % ep_size, steps.blocks_of([block] * etp_size) * ep_size)
-            exchange = steps.exchange(unsorted, to, shards, from_, joint, "all_to_all")
-            return exchange + steps.sum_parts(shards.split(block), own, [(0, rows.hidden, rows.dtype)])
-
-        schedule = parm.combine_and_gather(number * rows.bytes, [phase] * ep_size, etp_size)
-        return SizedPipeline(number * rows.bytes, schedule, steps_of)
+        number = rows.number(size, groups.joint_size)  # of an expert; for one expert there is nothing to reorder
+        of_tp_group = number // groups.joint_size * tp.size()
+        counts = torch.full((groups.ep_size, groups.etp_size, groups.ep_size), of_tp_group)
+        ranks = groups.ep_rank, groups.etp_rank
+        sent, parts = share_out(counts, *ranks, copies, num_phases)
+        exchange = Exchange(groups, plan_exchange(sent, *ranks, 1, rows.device), None, parts)
+        outputs = rows.filled(number)
+        return SizedPipeline(number * rows.bytes, lambda: bind_to_sources(outputs, None, exchange)[:2])
 
     return sized
 

@@ -22,6 +22,11 @@ from megatron_moe_opt.schedules.schedule import Kind, Lane, Op, Schedule
 MEASURE_SECONDS = 0.4
 RUNS = 3
 LEAST_OPS, MOST_OPS = 4, 96
+SCHEDULE_RUNS = 9
+# A size that seems to take longer a byte than the one before is measured so many times more, and the least taken: a
+# disturbed run can only be too long.
+MORE_OF_OUTLIERS = 2
+MOST_PIPELINES = 16  # of a run: each has buffers of its own
 MOST_BESIDE = 1000  # ops that keep another lane busy
 
 
@@ -49,12 +54,11 @@ class Load:
 
 @dataclass(frozen=True)
 class SizedPipeline:
-    """A schedule with the buffers of its ops, to be run any number of times."""
+    """A schedule, to be bound to buffers and run any number of times."""
 
     size: int
     """Bytes, rounded to what the schedule can carry."""
-    schedule: Schedule
-    steps: Callable[[Op], Steps]
+    bind: Callable[[], tuple[Schedule, Sequence[Steps]]]
 
 
 S = TypeVar("S", Sized, SizedPipeline)
@@ -91,10 +95,9 @@ class Meter:
         """As `curve`, of a schedule as a whole: a run is the schedule several times, one after the other."""
 
         def alone(pipeline: SizedPipeline, expected: float | None) -> float:
-            times = 1 if expected is None else _ops(expected)
-            repeated = _repeated(pipeline.schedule, times)
+            times = 1 if expected is None else min(_ops(expected), MOST_PIPELINES)
             runs = RUNS if times > LEAST_OPS else 1
-            return statistics.median(self._runs(repeated, pipeline.steps, runs)) / times
+            return statistics.median(self._pipeline_seconds(pipeline, times) for _ in range(runs))
 
         return self._points(sized, alone, sizes, seconds, longest)
 
@@ -106,7 +109,10 @@ class Meter:
         seconds: float,
         longest: float,
     ) -> Points:
-        """`time_of` measures a size, given how long it is expected to take; first of all, once, it is given None."""
+        """`time_of` measures a size, given how long it is expected to take; first of all, once, it is given None.
+
+        Of two sizes, the smaller is taken to need no more time than the larger.
+        """
         points: list[tuple[int, float]] = []
         end = self.elapsed() + seconds
         for size in sizes:
@@ -116,9 +122,17 @@ class Meter:
             expected = points[-1][1] * sized.size / points[-1][0] if points else time_of(sized, None)
             if points and self.elapsed() + expected * LEAST_OPS > end:
                 break
-            points.append((sized.size, time_of(sized, expected)))
-            if points[-1][1] > longest:
+            took = time_of(sized, expected)
+            for _ in range(MORE_OF_OUTLIERS):
+                if points and took > expected and self.elapsed() + took * LEAST_OPS < end:
+                    took = min(took, time_of(sized, expected))
+            points.append((sized.size, took))
+            if took > longest:
                 break
+        least = math.inf
+        for index, (size, took) in reversed(list(enumerate(points))):
+            least = min(least, took)
+            points[index] = (size, least)
         return tuple(points)
 
     def rate_beside(self, load: Load, size: int, other: Load, other_size: int) -> float:
@@ -132,19 +146,33 @@ class Meter:
         return min(1.0, alone / beside)
 
     def schedule(self, schedule: Schedule, steps: Callable[[Op], Steps]) -> float:
-        """Seconds of a schedule whose ops do `steps`: on the slowest rank, the median of several runs."""
-        return statistics.median(self._runs(schedule, steps, RUNS))
-
-    def _runs(self, schedule: Schedule, steps: Callable[[Op], Steps], number: int) -> list[float]:
-        """Seconds of each run on the slowest rank."""
+        """Seconds of a schedule whose ops do `steps`, with what it takes to set it up, as in training: on the slowest
+        rank, the median of several runs.
+        """
         seconds = []
-        for _ in range(number):
-            bound = [steps(op) for op in schedule.ops]
+        for _ in range(SCHEDULE_RUNS):
             dist.barrier()
-            timeline = self._executor.run(schedule, bound, record=True)
-            assert timeline is not None
-            seconds.append(timeline.seconds)
-        return self._slowest(seconds)
+            start = time.perf_counter()
+            self._executor.run(schedule, [steps(op) for op in schedule.ops], record=True)
+            seconds.append(time.perf_counter() - start)
+        return statistics.median(self._slowest(seconds))
+
+    def _pipeline_seconds(self, pipeline: SizedPipeline, times: int) -> float:
+        """Of a schedule that begins, each time, when its last op of the time before has finished."""
+        ops: list[Op] = []
+        steps: list[Steps] = []
+        for _ in range(times):
+            schedule, bound = pipeline.bind()
+            first = len(ops)
+            after = (first - 1,) if first else ()
+            ops += [
+                replace(op, waits_for=tuple(first + other for other in op.waits_for) or after) for op in schedule.ops
+            ]  # fmt: skip
+            steps += bound
+        dist.barrier()
+        timeline = self._executor.run(Schedule("profile", tuple(ops)), steps, record=True)
+        assert timeline is not None
+        return self._slowest([timeline.seconds])[0] / times
 
     def _alone(self, load: Load, sized: Sized, ops: int) -> float:
         return self._median_of_runs(ops, (load, sized, ops))
@@ -170,18 +198,6 @@ class Meter:
         times = torch.tensor(seconds, dtype=torch.float64, device=self.device)
         dist.all_reduce(times, dist.ReduceOp.MAX)
         return times.tolist()
-
-
-def _repeated(schedule: Schedule, times: int) -> Schedule:
-    """The schedule several times, each beginning when the last op of the one before has finished."""
-    ops: list[Op] = []
-    for _ in range(times):
-        first = len(ops)
-        after = (first - 1,) if first else ()
-        ops += [
-            replace(op, waits_for=tuple(first + other for other in op.waits_for) or after) for op in schedule.ops
-        ]  # fmt: skip
-    return Schedule(schedule.name, tuple(ops), schedule.inputs)
 
 
 def _ops(seconds: float) -> int:

@@ -32,6 +32,7 @@ from megatron_moe_opt.schedules import monta
 from megatron_moe_opt.schedules.monta import ChunkBytes
 from megatron_moe_opt.schedules.parm import JOINT, TP
 from megatron_moe_opt.schedules.schedule import Kind, Lane
+from megatron_moe_opt.topology.expert_groups import ExpertGroups
 from megatron_moe_opt.topology.layouts import Groups, Layout
 from megatron_moe_opt.topology.nodes import NodeMap, discover_nodes
 from megatron_moe_opt.versions import megatron_version
@@ -39,8 +40,8 @@ from megatron_moe_opt.versions import megatron_version
 KIB, MIB = 2**10, 2**20
 SIZES = (16 * KIB, *(64 * KIB * 2**power for power in range(11)))  # up to 64 MiB
 GEMM_ROWS = tuple(16 * 4**power for power in range(7))  # up to 65536
-# Curves end with an op that takes longer: from there on, time grows with the bytes. Those that choices rest on are
-# measured further.
+# Curves end with an op that takes longer: from there on, time grows with the bytes. Those of experts' groups, on which
+# choices rest most, are measured further.
 LONGEST_SECONDS, LONGEST_SECONDS_OF_EXPERTS = 0.3, 1.0
 EXPERT_GROUPS = ("ep", "expert-tp", JOINT)
 # Lanes are run side by side with ops of about this time, or of the nearest that was measured.
@@ -63,6 +64,11 @@ class ProfileSettings:
     dtype: str
     """fp32 or bf16."""
     seconds: float
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """`dtype` as PyTorch's."""
+        return {"fp32": torch.float32, "bf16": torch.bfloat16}[self.dtype]
 
     def layout(self, world: int) -> Layout:
         """The groups on `world` ranks.
@@ -108,9 +114,9 @@ def measure(settings: ProfileSettings, device: torch.device) -> Cluster:
     """A collective call over the world; the same answer on every rank."""
     layout = settings.layout(dist.get_world_size())
     nodes = discover_nodes()
-    rows = Rows(settings.hidden, {"fp32": torch.float32, "bf16": torch.bfloat16}[settings.dtype], device)
+    rows = Rows(settings.hidden, settings.torch_dtype, device)
     ffn_hidden = settings.ffn_hidden // settings.expert_tp
-    with _groups(layout) as groups, _progress() as progress:
+    with groups_of(layout) as groups, _progress() as progress:
         moves = _moves(rows, groups, nodes)
         measured = _Measured(Meter(device), settings.seconds, moves, groups)
         task = progress.add_task("", total=len(moves) + 3)
@@ -120,7 +126,7 @@ def measure(settings: ProfileSettings, device: torch.device) -> Cluster:
             progress.update(task, description=str(load), advance=1)
             measured.add(load)
         progress.update(task, description="all_to_all beside all_gather", advance=1)
-        saa = measured.saa(rows, layout)
+        saa = measured.saa(rows)
         progress.update(task, description="lanes side by side", advance=1)
         slowdown = measured.slowdown()
         overhead = measured.overhead(layout, slowdown)
@@ -159,12 +165,13 @@ class _Measured:
     def curve(self, load: Load, sizes: Sequence[int], longest: float = LONGEST_SECONDS) -> Points:
         return self._meter.curve(load, sizes, self._share(), longest)
 
-    def saa(self, rows: Rows, layout: Layout) -> Points | None:
+    def saa(self, rows: Rows) -> Points | None:
         """Parm's combine_and_gather as a whole; None where it has no all-to-all or nothing to gather."""
-        share = self._share()
-        if not {JOINT, TP} <= self._groups.keys():
+        share, groups = self._share(), self._groups
+        if not {JOINT, TP} <= groups.keys():
             return None
-        pipeline = loads.combine_and_gather(rows, self._groups[JOINT], self._groups[TP], layout.expert_tp)
+        of_experts = ExpertGroups(groups["ep"], groups.get("expert-tp"), groups[JOINT])
+        pipeline = loads.combine_and_gather(rows, of_experts, groups[TP], of_experts.ep_size)
         return self._meter.pipeline_curve(pipeline, SIZES, share, LONGEST_SECONDS_OF_EXPERTS)
 
     def _share(self) -> float:
@@ -242,14 +249,14 @@ def _moves(rows: Rows, groups: Mapping[str, ProcessGroup], nodes: NodeMap) -> li
         if rings:
             moves.append(loads.ring(rows, dist.group.WORLD, rings, link, lane))
         for role, collectives in roles:
-            if role in groups:
+            if role in groups and groups[role].size() > 1:
                 moves += [collective(rows, groups[role], role, lane) for collective in collectives]
     return moves
 
 
 @contextmanager
-def _groups(layout: Layout) -> Iterator[dict[str, ProcessGroup]]:
-    """This rank's process group of each role that has more than one rank.
+def groups_of(layout: Layout) -> Iterator[dict[str, ProcessGroup]]:
+    """This rank's process group of each role that has more than one rank; EP's too, where it has a joint one.
 
     Roles of one lane with equal groups share them. Those of two lanes do not: lanes run side by side, and the ranks
     must agree on the order of a group's collectives.
@@ -259,7 +266,7 @@ def _groups(layout: Layout) -> Iterator[dict[str, ProcessGroup]]:
     for lane, roles in ((Lane.INTRA, _INTRA), (Lane.INTER, _INTER)):
         for role, _ in roles:
             ranks = _ranks(layout, role)
-            if len(ranks[0]) > 1:
+            if len(ranks[0]) > 1 or (role == "ep" and JOINT in groups):
                 if (lane, ranks) not in made:
                     made[lane, ranks] = loads.group_of(ranks)
                 groups[role] = made[lane, ranks]

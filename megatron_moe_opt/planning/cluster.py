@@ -68,8 +68,8 @@ class Cluster:
     overhead: float = 0.0
     """Seconds that an op of a pipeline takes besides: handing over between lanes, waiting for ranks that come later."""
     saa: Points | None = None
-    """Of Parm's combine_and_gather, all phases together and without its reorder. Bytes are those that its all-to-alls
-    carry: of this rank's own rows, times expert-TP. None: not measured."""
+    """Of Parm's combine_and_gather, all phases together and without its reorder. Bytes are those of the rows that come
+    back to this rank for itself, times expert-TP: what a fused all-to-all of them carries. None: not measured."""
     expert_gemm: ExpertGemm | None = None
     host: Facts = field(default_factory=dict)
     software: Facts = field(default_factory=dict)

@@ -84,7 +84,7 @@ class ParmFits:
     all_gather: AlphaBeta
     """AG_MP: over bytes of all gathered rows."""
     saa: AlphaBeta
-    """Over the bytes that its all-to-alls carry, which are those of `all_to_all`."""
+    """Over the bytes that `all_to_all` would carry."""
 
     @classmethod
     def of(cls, cluster: Cluster) -> ParmFits:

@@ -161,6 +161,20 @@ def _run_to_experts(
 
 def _run_to_sources(tokens: torch.Tensor, probs: torch.Tensor | None, exchange: Exchange) -> torch.Tensor:
     """Tokens [num_gathered, H], with or without probabilities behind them -> rows [R, W]."""
+    schedule, bound, rows = bind_to_sources(tokens, probs, exchange)
+    executor(tokens.device).run(schedule, bound)
+    return rows
+
+
+def bind_to_sources(
+    tokens: torch.Tensor, probs: torch.Tensor | None, exchange: Exchange
+) -> tuple[Schedule, list[Steps], torch.Tensor]:
+    """The schedule that sums and sends back, what its ops do (once), and the rows [R, W] that they will have written.
+
+    Args:
+        tokens: [plan.num_gathered, H].
+        probs: [plan.num_gathered], to travel behind the tokens (W = H + lane); None: W = H.
+    """
     groups, plan = exchange.groups, exchange.plan
     lane = 0 if probs is None else LANE_BYTES // tokens.element_size()
     layout = RowLayout(tokens.size(1) + lane, tokens.dtype, None if probs is None else probs.dtype)
@@ -198,5 +212,4 @@ def _run_to_sources(tokens: torch.Tensor, probs: torch.Tensor | None, exchange: 
         else:
             step = layout.join(tokens, probs, unsorted, chunk)
         bound.append(step)
-    executor(tokens.device).run(schedule, bound)
-    return all_rows
+    return schedule, bound, all_rows

@@ -132,7 +132,7 @@ def _made_up():
         patch.setattr(meter, "time", played)
         measured = meter.Meter(torch.device("cpu"))
         in_two_lanes = Schedule("two ops", (Op(Kind.COPY, Lane.COPY, size=10), Op(Kind.COPY, Lane.INTRA, size=20)))
-        pipeline = meter.SizedPipeline(30, in_two_lanes, lambda op: None)
+        pipeline = meter.SizedPipeline(30, lambda: (in_two_lanes, [None, None]))
         return (
             measured.pipeline_curve(lambda size: pipeline, (30,), seconds=8.0, longest=90.0),
             measured.curve(loads[Lane.COPY], (10, 20, 40, 9000), seconds=8.0, longest=90.0),
