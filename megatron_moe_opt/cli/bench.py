@@ -163,6 +163,27 @@ def _numbers(option: str, text: str) -> list[int]:
     return [int(part) for part in parts]
 
 
+@app.command()
+def saa(
+    sizes: Annotated[str, typer.Option(help="KiB of a rank's own rows, times expert-TP, separated by commas.")] = (
+        "256,1024,4096"
+    ),
+    hidden: Annotated[int, typer.Option(min=1, help="Hidden size: elements of a row.")] = 1024,
+    tp: Annotated[int, typer.Option(min=1, help="Tensor parallelism.")] = 2,
+    ep: Annotated[int | None, typer.Option(min=1, help="Expert parallelism.  [default: ranks / expert-tp]")] = None,
+    expert_tp: Annotated[int, typer.Option(min=1, help="Tensor parallelism inside an expert.")] = 1,
+    dtype: Annotated[DType, typer.Option(help="Elements of the rows.")] = DType.fp32,
+    rounds: Annotated[int, typer.Option(min=1, help="Timed rounds.")] = 9,
+    json: Annotated[Path | None, typer.Option(help="Write every round's times.")] = None,
+) -> None:
+    """Parm's all-to-all that shares rows over TP as they come, against the same one after the other."""
+    from megatron_moe_opt.cli.bench_saa import bench_saa
+    from megatron_moe_opt.cli.profile_cluster import ProfileSettings
+
+    settings = ProfileSettings(tp, 1, ep, expert_tp, hidden, expert_tp, dtype.value, 0.0)
+    bench_saa(settings, [size * 1024 for size in _numbers("--sizes", sizes)], rounds, json)
+
+
 @app.command(name="executor")
 def executor_(
     device: Annotated[Device, typer.Option(help="Where to run.")] = Device.cpu,

@@ -60,13 +60,13 @@ def bench_saa(settings: ProfileSettings, sizes: Sequence[int], rounds: int, json
     layout = settings.layout(world_size())
     if layout.tp == 1 or layout.ep == 1:
         raise ConfigurationError(
-            f"--tp {layout.tp} --ep {layout.ep}: there is an AllGather over TP to overlap with an all-to-all only where "
-            "both are above 1"
+            f"--tp {layout.tp} --ep {layout.ep}: an AllGather over TP can overlap with an all-to-all where both are "
+            "above 1"
         )
     with process_group() as device, groups_of(layout) as groups:
         of_experts = ExpertGroups(groups["ep"], groups.get("expert-tp"), groups[JOINT])
         rows = Rows(settings.hidden, settings.torch_dtype, device)
-        aas, saa = (loads.combine_and_gather(rows, of_experts, groups[TP], phases) for phases in (1, layout.ep))
+        aas, saa = (loads.combine_and_gather(rows, of_experts, groups[TP], overlap) for overlap in (False, True))
         points = [_measure(aas(size), saa(size), rounds, device) for size in sizes]
         if dist.get_rank() == 0:
             _print(points, settings, Console(width=None if sys.stdout.isatty() else 160))

@@ -70,9 +70,9 @@ def all_gather(rows: Rows, group: ProcessGroup, role: str, lane: Lane) -> Load:
 
 
 def combine_and_gather(
-    rows: Rows, groups: ExpertGroups, tp: ProcessGroup, num_phases: int
+    rows: Rows, groups: ExpertGroups, tp: ProcessGroup, overlap: bool
 ) -> Callable[[int], SizedPipeline]:
-    """Parm's SAA, as training runs it, where every rank has one expert and as many rows for each; in one phase, AAS.
+    """Parm's SAA, as training runs it, where every rank has one expert and as many rows for each; without overlap, AAS.
     The size is that of the rows that come back to a rank for itself, times expert-TP. A collective call over all
     groups.
     """
@@ -83,7 +83,7 @@ def combine_and_gather(
         of_tp_group = number // groups.joint_size * tp.size()
         counts = torch.full((groups.ep_size, groups.etp_size, groups.ep_size), of_tp_group)
         ranks = groups.ep_rank, groups.etp_rank
-        sent, parts = share_out(counts, *ranks, copies, num_phases)
+        sent, parts = share_out(counts, *ranks, copies, rows.bytes, overlap)
         exchange = Exchange(groups, plan_exchange(sent, *ranks, 1, rows.device), None, parts)
         outputs = rows.filled(number)
         return SizedPipeline(number * rows.bytes, lambda: bind_to_sources(outputs, None, exchange)[:2])

@@ -171,7 +171,7 @@ class _Measured:
         if not {JOINT, TP} <= groups.keys():
             return None
         of_experts = ExpertGroups(groups["ep"], groups.get("expert-tp"), groups[JOINT])
-        pipeline = loads.combine_and_gather(rows, of_experts, groups[TP], of_experts.ep_size)
+        pipeline = loads.combine_and_gather(rows, of_experts, groups[TP], overlap=True)
         return self._meter.pipeline_curve(pipeline, SIZES, share, LONGEST_SECONDS_OF_EXPERTS)
 
     def _share(self) -> float:

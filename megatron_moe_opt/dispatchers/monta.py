@@ -36,8 +36,10 @@ class Dispatched:
     level: str | None
     copies: TokenCopies | None = None
     """The TP group whose ranks all have these rows, and share them out; None: no other rank has them."""
-    num_phases: int = 1
-    """In how many phases `copies` get their rows back, see exchange_plan.Parts."""
+    row_bytes: int = 0
+    """Of the rows that `copies` get back; see exchange_plan.share_out."""
+    overlap: bool = True
+    """Likewise."""
 
     @cached_property
     def exchange(self) -> Exchange:
@@ -46,7 +48,7 @@ class Dispatched:
         ranks, device = (groups.ep_rank, groups.etp_rank), rows.rows.device
         if self.copies is None:
             return Exchange(groups, plan_exchange(counts, *ranks, rows.num_chunks, device), self.level)
-        sent, parts = share_out(counts, *ranks, self.copies, self.num_phases)
+        sent, parts = share_out(counts, *ranks, self.copies, self.row_bytes, self.overlap)
         return Exchange(groups, plan_exchange(sent, *ranks, 1, device), None, parts)
 
 

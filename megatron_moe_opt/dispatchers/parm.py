@@ -71,6 +71,6 @@ class ParmDispatcher(MontaDispatcher):
         if self.copies is None:
             return super()._pack(tokens, probs, row_map, counts, groups)
         row_map = row_map.cut(self.copies.group.size())
-        num_phases = 1 if self.choice.schedule == AAS else groups.ep_size
-        dispatched = Dispatched(row_map, counts, groups, None, self.copies, num_phases)
+        row_bytes, overlap = tokens.size(1) * tokens.element_size(), self.choice.schedule != AAS
+        dispatched = Dispatched(row_map, counts, groups, None, self.copies, row_bytes, overlap)
         return permute_packed(tokens, probs, row_map), dispatched

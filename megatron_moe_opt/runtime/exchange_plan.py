@@ -12,6 +12,8 @@ from megatron_moe_opt.kernels.row_map import cut_counts
 from megatron_moe_opt.schedules.monta import ChunkBytes
 from megatron_moe_opt.topology.expert_groups import TokenCopies
 
+MIN_PHASE_BYTES = 64 * 1024  # of a rank's own rows; less takes its latency, and one all-to-all has it only once
+
 
 @dataclass(frozen=True)
 class ChunkPlan:
@@ -160,12 +162,13 @@ class Parts:
 
 
 def share_out(
-    counts: torch.Tensor, ep_rank: int, etp_rank: int, copies: TokenCopies, num_phases: int
+    counts: torch.Tensor, ep_rank: int, etp_rank: int, copies: TokenCopies, row_bytes: int, overlap: bool
 ) -> tuple[torch.Tensor, Parts]:
     """What each rank exchanges where the ranks of a TP group have the same rows.
 
     Args:
         counts: int64 [ep_size, etp_size, experts] on the CPU: rows each rank has for each expert, whoever sends them.
+        overlap: in phases, where the mean phase is worth it; False: in one.
 
     Returns:
         Counts of the rows that each rank sends, for `plan_exchange` with one chunk; and the parts of this rank's group.
@@ -174,4 +177,5 @@ def share_out(
     cut = cut_counts(counts, copies.group.size())  # [tp, ep, etp, expert]
     sent = cut[copies.tp_ranks, torch.arange(ep_size).view(-1, 1), torch.arange(etp_size)]
     rows = cut[:, ep_rank, etp_rank].view(len(cut), ep_size, -1).sum(2).tolist()
-    return sent, Parts(copies.group, copies.ep_ranks, rows, num_phases)
+    in_phases = overlap and int(sent.sum()) * row_bytes >= MIN_PHASE_BYTES * ep_size * ep_size * etp_size
+    return sent, Parts(copies.group, copies.ep_ranks, rows, ep_size if in_phases else 1)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ import torch.distributed as dist
 
 from megatron_moe_opt.options import Options
 from tests.multirank.test_dispatchers import DROP, PAD
+from tests.multirank.test_parm import phases_of_any_size
 from tests.ranks.pool import RankPool
 
 SEQUENCE, BATCH = 24, 3
@@ -57,8 +59,8 @@ def compare_with_dense(
 
     tp, etp = layout["tp"], layout["etp"]
     replica = dist.get_rank() // tp
-    megatron_moe_opt.register(Options(parm_schedule=schedule))
-    with parallel(**layout):
+    megatron_moe_opt.register(Options(parm_schedule=schedule[:2]))
+    with parallel(**layout), nullcontext() if schedule == "S2 in one phase" else phases_of_any_size():
         config = moe_config(moe_token_dispatcher_type=dispatcher, sequence_parallel=False, **settings)
         ours = build_layer(config)
         generator = torch.Generator().manual_seed(5 + replica)
@@ -106,7 +108,7 @@ def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
 
 NO_AUX = {"moe_aux_loss_coeff": 0.0}
 DROPLESS = {"moe_z_loss_coeff": 0.01, "moe_router_topk": 4}
-SCHEDULES = (("parm", "S1"), ("parm", "S2"), ("deepspeed", "S1"))
+SCHEDULES = (("parm", "S1"), ("parm", "S2"), ("parm", "S2 in one phase"), ("deepspeed", "S1"))
 
 
 def compare_all(layouts: list[dict[str, int]], settings: tuple[dict[str, Any], ...]) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import count
 
 import pytest
 import torch
@@ -139,13 +140,26 @@ def _made_up():
             measured.curve(loads[Lane.COPY], (10, 600, 700), seconds=60.0, longest=1.0),
             measured.rate_beside(loads[Lane.INTER], 10, loads[Lane.INTRA], 10),
             measured.rate_beside(loads[Lane.INTRA], 10, loads[Lane.INTER], 30),
+            _disturbed_curve(meter, played, loads[Lane.COPY]),
         )
+
+
+def _disturbed_curve(meter, played, load):
+    """Where the first measurement of an op of 40 bytes, and all of 10 bytes, are disturbed."""
+    undisturbed, measurements = played.cost, count()
+
+    def cost(op):
+        slow = op.size == 10 or (op.size == 40 and next(measurements) < meter.LEAST_OPS)
+        return undisturbed(op) * (5 if slow else 1)
+
+    played.cost = cost
+    return meter.Meter(torch.device("cpu")).curve(load, (10, 20, 40), seconds=60.0, longest=90.0)
 
 
 def test_measured_times_are_those_of_the_slowest_rank(ranks):
     answers = ranks.run(_made_up)
     assert all(answer == answers[0] for answer in answers)
-    pipeline, curve, long_ops, undisturbed, disturbed = answers[0]
+    pipeline, curve, long_ops, undisturbed, disturbed, disturbed_curve = answers[0]
     # 20 and 40 ms beside each other, and not until the 40 ms of the time before are over
     assert pipeline == ((30, pytest.approx(0.04)),)
     assert [size for size, _ in curve] == [10, 20, 40]  # 9000 would take 18 s an op, more than there is time for
@@ -153,3 +167,5 @@ def test_measured_times_are_those_of_the_slowest_rank(ranks):
     assert [size for size, _ in long_ops] == [10, 600]  # an op of 600 takes longer than `longest`: that is enough
     assert undisturbed == pytest.approx(1)
     assert disturbed == pytest.approx(0.4)
+    # 10, which never takes less, is known to take no longer than 20; 40 is measured again
+    assert [seconds for _, seconds in disturbed_curve] == pytest.approx([0.04, 0.04, 0.08])
