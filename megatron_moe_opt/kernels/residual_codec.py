@@ -2,16 +2,16 @@
 
 Of n elements, in blocks of 65,536 (the last may be shorter), k entries are kept:
 
-    values   [k]           residuals expert - shared in the expert's dtype, in ascending order of their elements
-    indices  [2 B + k]     uint16; B = ceil(n / 65536) blocks. First, for each block, the number of entries up to its end,
-                           as two words, the low one first; then the place of every entry inside its block.
+    values   [k]        residuals expert - shared in the expert's dtype, in ascending order of their elements
+    indices  [2 B + k]  uint16, B = ceil(n / 65536). First, for each block, the number of entries up to its end as two
+                        words, the low one first; then the place of every entry inside its block.
 
 An entry is 2 bytes more than an element. The compression ratio counts all bytes on the wire:
 
     R = dense bytes / sent bytes = n s / (k (s + 2) + 4 B),    s = bytes of an element
 
-so that k = n / 50 is 33x for float32 and 25x for bfloat16, and a wanted R allows k = (n s / R - 4 B) / (s + 2) entries. The
-sizes follow from n and k alone: a receiver allocates before anything arrives.
+so that k = n / 50 is 33x for float32 and 25x for bfloat16, and a wanted R allows k = (n s / R - 4 B) / (s + 2) entries.
+The sizes follow from n and k alone: a receiver allocates before anything arrives.
 """
 
 from __future__ import annotations
