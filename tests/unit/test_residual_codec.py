@@ -10,6 +10,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from megatron_moe_opt import kernels
+from megatron_moe_opt.cli.bench_codec import CodecWorkload
 from megatron_moe_opt.kernels import reference
 from megatron_moe_opt.kernels.extension import load_extension
 from tests.unit.codec_cases import BLOCK, DTYPES, FILLS, check_decode, check_encode, pair
@@ -167,6 +168,15 @@ def test_bytes_on_the_wire():
     sent = kernels.sr_encode(expert, torch.zeros_like(expert), 9)
     assert sum(t.nbytes for t in sent) == kernels.sr_wire_bytes(expert.numel(), 9, expert.dtype) == 9 * 4 + 2 * 4
     assert sent[1].numel() == kernels.sr_index_words(expert.numel(), 9)
+
+
+def test_the_benchmark_counts_every_byte_once():
+    rows = CodecWorkload(torch.device("cpu"), 1000, 20, "bf16", seed=1).measure(repeats=2)
+    assert [row.op for row in rows] == ["encode", "decode"]
+    for row in rows:
+        assert row.moved_bytes == 2 * 2000 + 20 * 4 + 4
+        assert 0 < row.ours.low <= row.ours.median <= row.ours.high
+        assert row.report()["speedup"] == row.stock.median / row.ours.median
 
 
 EXPERT = torch.arange(12.0).view(3, 4)
