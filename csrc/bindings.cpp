@@ -8,6 +8,7 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include <algorithm>
+#include <atomic>
 #include <optional>
 #include <stdexcept>
 #include <string>
@@ -23,6 +24,7 @@
 #include "kernels/cpu_dispatch.h"
 #include "kernels/host_pool.h"
 #include "kernels/permute.h"
+#include "kernels/residual_codec.h"
 #include "kernels/sum_parts.h"
 #include "pipeline/exchange.h"
 #include "pipeline/executor.h"
@@ -478,6 +480,88 @@ Tensor copy_chunks(const Tensor& rows, const ChunkTensors& chunk_tensors) {
   return out;
 }
 
+// ---- Residual codec ----
+
+void check_expert(const Tensor& tensor, const char* name, const Tensor& like, const char* like_name) {
+  check_tensor(tensor, name, like.dim(), like.device());
+  check(tensor.sizes() == like.sizes() && tensor.scalar_type() == like.scalar_type(), name, " is ",
+        tensor.scalar_type(), " of shape ", tensor.sizes(), ", but ", like_name, " is ", like.scalar_type(),
+        " of shape ", like.sizes());
+  kernel_dtype(tensor, name);
+  check(tensor.numel() <= kMaxCodecElements, name, " has ", tensor.numel(), " elements: the codec takes at most ",
+        kMaxCodecElements, "; split it");
+}
+
+// values [k] and indices, uint16 [codec_index_words].
+std::tuple<Tensor, Tensor> sr_encode(const Tensor& expert, const Tensor& shared, int64_t k) {
+  check_expert(expert, "expert", expert, "expert");
+  check_expert(shared, "shared", expert, "expert");
+  const int64_t numel = expert.numel();
+  check(k >= 0 && k <= numel, "k ", k, " must lie in [0, ", numel, "], the number of elements of the expert");
+  const DType dtype = kernel_dtype(expert, "expert");
+  Tensor values = empty_like({k}, expert.scalar_type(), expert);
+  Tensor indices = empty_like({codec_index_words(numel, k)}, ScalarType::UInt16, expert);
+  const void* expert_data = expert.const_data_ptr();
+  const void* shared_data = shared.const_data_ptr();
+  uint16_t* indices_data = indices.mutable_data_ptr<uint16_t>();
+  MOE_OPT_IF_CUDA(expert, {
+    Tensor scratch = empty_like({cuda::sr_encode_scratch_bytes(numel, k)}, ScalarType::Byte, expert);
+    cuda::sr_encode(dtype, numel, expert_data, shared_data, k, values.mutable_data_ptr(), indices_data,
+                    scratch.mutable_data_ptr(), call.stream);
+  }) {
+    const cpu::ForEach for_each = [](int64_t count, const std::function<void(int64_t)>& body) {
+      at::parallel_for(0, count, 1, [&](int64_t begin, int64_t end) {
+        for (int64_t i = begin; i < end; ++i) body(i);
+      });
+    };
+    cpu::sr_encode(dtype, numel, expert_data, shared_data, k, values.mutable_data_ptr(), indices_data,
+                   at::get_num_threads(), for_each);
+  }
+  return {values, indices};
+}
+
+bool overlap(const Tensor& a, const Tensor& b) {
+  const auto begin = [](const Tensor& t) { return reinterpret_cast<uintptr_t>(t.const_data_ptr()); };
+  return begin(a) < begin(b) + b.nbytes() && begin(b) < begin(a) + a.nbytes();
+}
+
+// shared + residuals, in `out` if given.
+Tensor sr_decode(const Tensor& values, const Tensor& indices, const Tensor& shared, const OptionalTensor& out) {
+  check_expert(shared, "shared", shared, "shared");
+  const at::Device device = shared.device();
+  const int64_t numel = shared.numel(), k = values.numel();
+  check_tensor(values, "values", 1, device);
+  check_tensor(indices, "indices", 1, device);
+  check(values.scalar_type() == shared.scalar_type(), "values are ", values.scalar_type(), ", but shared is ",
+        shared.scalar_type());
+  check(indices.scalar_type() == ScalarType::UInt16, "indices must be uint16, but are ", indices.scalar_type());
+  check(k <= numel && indices.numel() == codec_index_words(numel, k), values.numel(), " values with ", indices.numel(),
+        " indices do not belong to an expert of shape ", shared.sizes());
+  if (out) {
+    check_expert(*out, "out", shared, "shared");
+    const bool apart = !overlap(*out, shared) && !overlap(*out, values) && !overlap(*out, indices);
+    check(apart, "out shares memory with values, indices or shared");
+  }
+  const DType dtype = kernel_dtype(shared, "shared");
+  Tensor expert = out ? *out : empty_like(shared.sizes(), shared.scalar_type(), shared);
+  if (out) expert.unsafeGetTensorImpl()->bump_version();  // so that autograd sees that it was written
+  void* expert_data = const_cast<void*>(expert.const_data_ptr());
+  const void* values_data = values.const_data_ptr();
+  const uint16_t* indices_data = indices.const_data_ptr<uint16_t>();
+  const void* shared_data = shared.const_data_ptr();
+  MOE_OPT_IF_CUDA(shared,
+                  cuda::sr_decode(dtype, numel, values_data, indices_data, k, shared_data, expert_data, call.stream)) {
+    std::atomic<bool> ok{cpu::codec_ends_valid(numel, indices_data, k)};
+    if (ok) {
+      at::parallel_for(0, codec_blocks(numel), 1, [&](int64_t begin, int64_t end) {
+        if (!cpu::sr_decode(dtype, numel, values_data, indices_data, shared_data, expert_data, begin, end)) ok = false;
+      });
+    }
+    check(ok, "indices are not what sr_encode writes for an expert of shape ", shared.sizes());
+  }
+  return expert;
+}
+
 // ---- Pipelines ----
 
 using pipeline::Action;
@@ -648,6 +732,8 @@ PYBIND11_MODULE(_C, m) {
   m.def("unpermute_rows_backward", unpermute_rows_backward, no_gil);
   m.def("unpermute_probs", unpermute_probs, no_gil);
   m.def("copy_chunks", copy_chunks, no_gil);
+  m.def("sr_encode", sr_encode, no_gil);
+  m.def("sr_decode", sr_decode, no_gil);
   py::class_<Action, ActionPtr>(m, "Action");
   m.def("exchange", exchange);
   m.def("copy_rows", copy_rows);

@@ -107,7 +107,7 @@ sanitize() {
     # still reach every kernel and both access widths.
     PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool "$1" --error-exitcode 1 --print-limit 20 \
         "$python" -m pytest tests/gpu -q -x -p no:cacheprovider \
-        -k "(cpu_bit_for_bit or row_maps or packed) and (odd-hidden or one-vector) or shuffled or past_the_buffer or (uneven and (3 or 64))"
+        -k "(cpu_bit_for_bit or row_maps or packed) and (odd-hidden or one-vector) or shuffled or past_the_buffer or (uneven and (3 or 64)) or forged or (equals_the_reference and blocks and clustered)"
 }
 export -f build bench sanitize
 export python

@@ -16,7 +16,7 @@ for sanitizers in "${sets[@]}"; do
     -DMOE_OPT_CPP_TESTS=ON -DMOE_OPT_SANITIZE="$sanitizers" >/dev/null
   cmake --build "$build" --parallel "${MAX_JOBS:-$(nproc)}"
   echo "== $sanitizers"
-  for test in kernels executor; do
+  for test in kernels codec executor; do
     UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 TSAN_OPTIONS=halt_on_error=1 "$build/tests/cpp/test_$test"
   done
 done

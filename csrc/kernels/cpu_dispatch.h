@@ -1,9 +1,10 @@
-// The row kernels compiled for each instruction set, and the choice among them at run time.
+// The CPU kernels compiled for each instruction set, and the choice among them at run time.
 #pragma once
 
 #include <cstdint>
 
 #include "chunk_copy.h"
+#include "cpu_residuals.h"
 #include "permute.h"
 #include "sum_parts.h"
 
@@ -25,6 +26,7 @@ struct CpuKernels {
   // Not for float64.
   void (*sum_parts)(DType dtype, int64_t width, const ConstRows* parts, int num_parts, MutableRows out, int64_t begin,
                     int64_t end);
+  const ResidualKernels& residuals;
 };
 
 namespace generic {

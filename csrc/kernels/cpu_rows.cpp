@@ -135,14 +135,6 @@ void unpermute_rows_backward_of(const RowMap& map, int64_t hidden, ConstRows gra
   if (streaming) stream_fence();
 }
 
-// Calls run(T{}) with the element type; float64 has no kernels over float32 vectors.
-template <typename Run>
-void with_element(DType dtype, Run run) {
-  if (dtype == DType::kFloat32) run(float{});
-  if (dtype == DType::kBFloat16) run(BFloat16{});
-  if (dtype == DType::kFloat16) run(Float16{});
-}
-
 void unpermute_rows(const RowMap& map, DType dtype, int64_t hidden, ConstRows permuted, const float* probs,
                     MutableRows tokens, int64_t begin, int64_t end, bool streaming) {
   const auto run = [&](auto zero_element) {
@@ -222,9 +214,16 @@ void sum_parts(DType dtype, int64_t width, const ConstRows* parts, int num_parts
 
 }  // namespace
 
+extern const ResidualKernels residual_kernels;  // in cpu_residuals.cpp
+
 extern const CpuKernels kernels;
-const CpuKernels kernels = {MOE_OPT_STRING(MOE_OPT_ISA), permute_rows, unpermute_rows,
-                            unpermute_rows_backward,     copy_chunks,  sum_parts};
+const CpuKernels kernels = {MOE_OPT_STRING(MOE_OPT_ISA),
+                            permute_rows,
+                            unpermute_rows,
+                            unpermute_rows_backward,
+                            copy_chunks,
+                            sum_parts,
+                            residual_kernels};
 
 }  // namespace MOE_OPT_ISA
 }  // namespace moe_opt

@@ -1,7 +1,8 @@
 // Vectors of float32 over the instruction set this file is compiled for: AVX-512, AVX2 or plain C++.
 //
-// Included only by cpu_rows.cpp, which is compiled once for each instruction set; everything lives in a namespace
-// named after it (MOE_OPT_ISA), so that no inline function of one set can be linked into the code of another.
+// Included only by cpu_rows.cpp and cpu_residuals.cpp, which are compiled once for each instruction set; everything
+// lives in a namespace named after it (MOE_OPT_ISA), so that no inline function of one set can be linked into the code
+// of another.
 #pragma once
 
 #include <cstdint>
@@ -10,6 +11,8 @@
 #if defined(__AVX512F__) || defined(__AVX2__)
 #include <immintrin.h>
 #endif
+
+#include "types.h"
 
 namespace moe_opt {
 namespace MOE_OPT_ISA {
@@ -83,6 +86,7 @@ constexpr int64_t kLanes = 16;
 inline Vec zero() { return {_mm512_setzero_ps()}; }
 inline Vec broadcast(float x) { return {_mm512_set1_ps(x)}; }
 inline Vec add(Vec a, Vec b) { return {_mm512_add_ps(a.v, b.v)}; }
+inline Vec sub(Vec a, Vec b) { return {_mm512_sub_ps(a.v, b.v)}; }
 inline Vec mul(Vec a, Vec b) { return {_mm512_mul_ps(a.v, b.v)}; }
 inline float sum(Vec a) { return _mm512_reduce_add_ps(a.v); }
 
@@ -126,6 +130,7 @@ constexpr int64_t kLanes = 8;
 inline Vec zero() { return {_mm256_setzero_ps()}; }
 inline Vec broadcast(float x) { return {_mm256_set1_ps(x)}; }
 inline Vec add(Vec a, Vec b) { return {_mm256_add_ps(a.v, b.v)}; }
+inline Vec sub(Vec a, Vec b) { return {_mm256_sub_ps(a.v, b.v)}; }
 inline Vec mul(Vec a, Vec b) { return {_mm256_mul_ps(a.v, b.v)}; }
 inline float sum(Vec a) {
   __m128 s = _mm_add_ps(_mm256_castps256_ps128(a.v), _mm256_extractf128_ps(a.v, 1));
@@ -181,6 +186,10 @@ inline Vec add(Vec a, Vec b) {
   for (int64_t i = 0; i < kLanes; ++i) a.v[i] += b.v[i];
   return a;
 }
+inline Vec sub(Vec a, Vec b) {
+  for (int64_t i = 0; i < kLanes; ++i) a.v[i] -= b.v[i];
+  return a;
+}
 inline Vec mul(Vec a, Vec b) {
   for (int64_t i = 0; i < kLanes; ++i) a.v[i] *= b.v[i];
   return a;
@@ -223,6 +232,14 @@ inline void store_one(T* p, float value) {
   T raw;
   from_float(value, &raw);
   std::memcpy(p, &raw, sizeof(raw));
+}
+
+// Calls run(T{}) with the element type; float64 has no kernels over float32 vectors.
+template <typename Run>
+inline void with_element(DType dtype, Run run) {
+  if (dtype == DType::kFloat32) run(float{});
+  if (dtype == DType::kBFloat16) run(BFloat16{});
+  if (dtype == DType::kFloat16) run(Float16{});
 }
 
 // Orders the non-temporal stores of this thread before whatever it does next.

@@ -91,15 +91,19 @@ def kernels(
     hidden: Annotated[int, typer.Option(min=1, help="Hidden size.")] = 4096,
     experts: Annotated[int, typer.Option(min=1, help="Experts.")] = 64,
     topk: Annotated[int, typer.Option(min=1, help="Experts of a token.")] = 8,
+    elements: Annotated[int, typer.Option(min=1, help="Elements of the residual codec's expert.")] = 8 * 2**20,
+    keep_one_in: Annotated[int, typer.Option(min=1, help="Elements of the expert for each one that is kept.")] = 50,
     dtypes: Annotated[str, typer.Option(help="Of fp32, bf16 and fp16, separated by commas.")] = "fp32,bf16",
     repeats: Annotated[int, typer.Option(min=2, help="Timed repetitions of each operation.")] = 9,
     seed: Annotated[int, typer.Option(help="Seed of rows and routing.")] = 1234,
     json: Annotated[Path | None, typer.Option(help="Write the rows to this file too.")] = None,
 ) -> None:
-    """Permute and unpermute against Megatron-Core's unfused ones and against plain copies, in one process."""
+    """Permute and unpermute against Megatron-Core's unfused ones, the residual codec against PyTorch's operations, and
+    all against plain copies, in one process.
+    """
     from megatron_moe_opt.cli.bench_kernels import bench_kernels
 
-    bench_kernels(device, tokens, hidden, experts, topk, dtypes, repeats, seed, json)
+    bench_kernels(device, tokens, hidden, experts, topk, elements, keep_one_in, dtypes, repeats, seed, json)
 
 
 @app.command()

@@ -1,9 +1,10 @@
-"""`moe-opt bench kernels`: permute and unpermute against Megatron-Core's unfused ones and against plain copies.
+"""`moe-opt bench kernels`: permute and unpermute against Megatron-Core's unfused ones, the residual codec against
+PyTorch's operations, and all of them against plain copies.
 
-Both sides run through autograd, alternate in one process, and find their memory warm: on CPU malloc is told to keep
-what is freed, because page faults would otherwise cost Megatron-Core several times its own work. The floor of an
-operation is a plain copy that reads and writes as many bytes as the operation must at least: each row read once and
-written once.
+All sides alternate in one process and find their memory warm: on CPU malloc is told to keep what is freed, because page
+faults would otherwise cost Megatron-Core several times its own work. Permute and unpermute run through autograd. The
+floor of an operation is a plain copy that reads and writes as many bytes as the operation must at least: each row read
+once and written once.
 """
 
 from __future__ import annotations
@@ -11,61 +12,18 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import json
-import statistics
-import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.table import Table
 
+from megatron_moe_opt.cli.bench_codec import CodecWorkload
+from megatron_moe_opt.cli.kernel_timing import DTYPES, Row, measure, plain_copy, print_table
 from megatron_moe_opt.cli.option_types import Device, check_device
 from megatron_moe_opt.cli.output_files import check_output
 from megatron_moe_opt.errors import ConfigurationError
-
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-
-
-@dataclass(frozen=True)
-class Timing:
-    """Seconds: the median of the repetitions and its quartiles."""
-
-    median: float
-    low: float
-    high: float
-
-    @classmethod
-    def of(cls, seconds: list[float]) -> Timing:
-        """Summarises at least two measurements."""
-        low, median, high = statistics.quantiles(seconds, n=4, method="inclusive")
-        return cls(median, low, high)
-
-
-@dataclass(frozen=True)
-class Row:
-    """One operation of one dtype. `stock` is None where megatron-core is not installed."""
-
-    op: str
-    dtype: str
-    moved_bytes: int  # read once + written once
-    ours: Timing
-    stock: Timing | None
-    floor: Timing  # a plain copy of moved_bytes / 2 bytes
-
-    @property
-    def speedup(self) -> float | None:
-        """Stock's median over ours."""
-        return None if self.stock is None else self.stock.median / self.ours.median
-
-    @property
-    def over_floor(self) -> float:
-        """Our median over the copy's."""
-        return self.ours.median / self.floor.median
 
 
 def bench_kernels(
@@ -74,16 +32,19 @@ def bench_kernels(
     hidden: int = 4096,
     experts: int = 64,
     topk: int = 8,
+    elements: int = 8 * 2**20,
+    keep_one_in: int = 50,
     dtypes: str = "fp32,bf16",
     repeats: int = 9,
     seed: int = 1234,
     json_path: Path | None = None,
 ) -> list[Row]:
-    """Measures every operation, prints a table, and writes the rows as JSON where a path is given.
+    """Measures every operation, prints two tables, and writes the rows as JSON where a path is given.
 
     Args:
         device: where to run.
         tokens: T. hidden: H. experts: E. topk: experts of each token, chosen at random.
+        elements: of the expert that the residual codec encodes, keeping one in `keep_one_in`.
         dtypes: names out of fp32, bf16, fp16, separated by commas.
         repeats: measurements of each side (at least 2).
         seed: of the routing and the data.
@@ -105,15 +66,22 @@ def bench_kernels(
     check_output("--json", json_path)
     if device is Device.cpu:
         keep_freed_memory()
-    rows = []
+    where = torch.device(device.value)
+    permute_rows: list[Row] = []
+    codec_rows: list[Row] = []
     for name in names:
-        workload = Workload(torch.device(device.value), tokens, hidden, experts, topk, name, seed)
-        rows += workload.measure(repeats)
-    settings = {"device": device_name(device), "tokens": tokens, "hidden": hidden, "experts": experts, "topk": topk}
-    settings |= {"repeats": repeats, "seed": seed, "torch": torch.__version__, "threads": torch.get_num_threads()}
-    print_table(rows, settings)
+        permute_rows += Workload(where, tokens, hidden, experts, topk, name, seed).measure(repeats)
+        codec_rows += CodecWorkload(where, elements, elements // keep_one_in, name, seed).measure(repeats)
+    common = {"device": device_name(device), "repeats": repeats, "seed": seed}
+    common |= {"torch": torch.__version__, "threads": torch.get_num_threads()}
+    permute_settings = {"tokens": tokens, "hidden": hidden, "experts": experts, "topk": topk}
+    codec_settings = {"elements": elements, "kept": elements // keep_one_in}
+    print_table("permute / unpermute", "Megatron-Core", permute_rows, permute_settings | common)
+    print_table("residual codec", "PyTorch", codec_rows, codec_settings | common)
+    rows = permute_rows + codec_rows
     if json_path is not None:
-        report = {"settings": settings, "rows": [asdict(r) | derived(r) for r in rows]}
+        settings = permute_settings | codec_settings | common
+        report = {"settings": settings, "rows": [row.report() for row in rows]}
         json_path.write_text(json.dumps(report, indent=2) + "\n")
     return rows
 
@@ -191,7 +159,7 @@ class Workload:
         }
 
     def measure(self, repeats: int) -> list[Row]:
-        """Times stock, ours and the copy in turn, so that a slow moment of the machine hits all of them."""
+        """One row an operation."""
         from megatron_moe_opt import kernels
 
         ours = self.operations(kernels)
@@ -202,51 +170,9 @@ class Workload:
             sides = {"ours": run, "floor": plain_copy(moved_bytes // 2, self.device)}
             if stock is not None:
                 sides["stock"] = stock[op][0]
-            seconds: dict[str, list[float]] = {side: [] for side in sides}
-            for repeat in range(repeats + 2):  # two rounds warm up
-                for side, action in sides.items():
-                    elapsed = time_once(action, self.device)
-                    if repeat >= 2:
-                        seconds[side].append(elapsed)
-            timings = {side: Timing.of(values) for side, values in seconds.items()}
+            timings = measure(sides, repeats, self.device)
             rows.append(Row(op, self.dtype, moved_bytes, timings["ours"], timings.get("stock"), timings["floor"]))
         return rows
-
-
-def time_once(action: Callable[[], Any], device: torch.device) -> float:
-    """Seconds of one call, its result freed afterwards."""
-    if device.type == "cuda":
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        torch.cuda.synchronize(device)
-        torch.cuda._sleep(2_000_000)  # about 1 ms: the host queues everything behind it, so launches are not timed
-        start.record()
-        result = action()
-        end.record()
-        torch.cuda.synchronize(device)
-        del result
-        return start.elapsed_time(end) / 1e3
-    begin = time.perf_counter()
-    result = action()
-    elapsed = time.perf_counter() - begin
-    del result
-    return elapsed
-
-
-def plain_copy(num_bytes: int, device: torch.device) -> Callable[[], Any]:
-    """Copies num_bytes between warm buffers: memcpy on as many threads as PyTorch has, or a device-to-device copy."""
-    source = torch.ones(num_bytes, dtype=torch.uint8, device=device)
-    target = torch.ones(num_bytes, dtype=torch.uint8, device=device)
-    if device.type == "cuda":
-        return lambda: target.copy_(source)
-    threads = torch.get_num_threads()
-    pool = ThreadPoolExecutor(threads)
-    bounds = [num_bytes * i // threads for i in range(threads + 1)]
-
-    def copy_part(i: int) -> None:
-        begin, end = bounds[i], bounds[i + 1]
-        ctypes.memmove(target.data_ptr() + begin, source.data_ptr() + begin, end - begin)  # releases the GIL
-
-    return lambda: list(pool.map(copy_part, range(threads)))
 
 
 def keep_freed_memory() -> None:
@@ -274,33 +200,3 @@ def device_name(device: Device) -> str:
     from megatron_moe_opt import kernels
 
     return f"cpu ({kernels.build_info()['cpu_kernels']})"
-
-
-def derived(row: Row) -> dict[str, float | None]:
-    """The ratios of a row, for the JSON report."""
-    return {
-        "speedup": row.speedup,
-        "over_floor": row.over_floor,
-        "bytes_per_second": row.moved_bytes / row.ours.median,
-        "floor_bytes_per_second": row.moved_bytes / row.floor.median,
-    }
-
-
-def print_table(rows: list[Row], settings: dict[str, Any]) -> None:
-    """One line an operation; times in milliseconds, quartiles in brackets."""
-    table = Table(title="permute / unpermute", caption=", ".join(f"{k} {v}" for k, v in settings.items()))
-    for heading in ("op", "dtype", "Megatron-Core ms", "ours ms", "speed-up", "copy floor ms", "ours / floor", "GB/s"):
-        table.add_column(heading, justify="left" if heading in ("op", "dtype") else "right", no_wrap=True)
-
-    def show(timing: Timing | None) -> str:
-        if timing is None:
-            return "not installed"
-        return f"{timing.median * 1e3:.2f} [{timing.low * 1e3:.2f} {timing.high * 1e3:.2f}]"
-
-    for row in rows:
-        speedup = "" if row.speedup is None else f"{row.speedup:.2f}x"
-        rate = f"{row.moved_bytes / row.ours.median / 1e9:.1f}"
-        table.add_row(
-            row.op, row.dtype, show(row.stock), show(row.ours), speedup, show(row.floor), f"{row.over_floor:.2f}", rate
-        )
-    Console(width=150).print(table)

@@ -7,6 +7,7 @@ from .extension import build_info
 from .host_pool import empty
 from .packed_rows import LANE_BYTES, permute_packed, unpermute_rows
 from .permute import permute, unpermute
+from .residual_codec import sr_decode, sr_encode, sr_index_words, sr_wire_bytes
 from .row_map import RowMap, build_row_map
 
 __all__ = [
@@ -19,6 +20,10 @@ __all__ = [
     "empty",
     "permute",
     "permute_packed",
+    "sr_decode",
+    "sr_encode",
+    "sr_index_words",
+    "sr_wire_bytes",
     "unpermute",
     "unpermute_rows",
 ]

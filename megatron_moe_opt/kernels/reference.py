@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 
 from .chunk_copy import ChunkList
+from .residual_codec import BLOCK_ELEMENTS
 
 
 def routed_pairs(routing_map: torch.Tensor, capacity: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
@@ -65,3 +66,31 @@ def copy_chunks(rows: torch.Tensor, chunks: ChunkList) -> torch.Tensor:
     for source, target, count in zip(*lists, strict=True):
         out[target : target + count] = rows[source : source + count]
     return out
+
+
+def sr_encode(expert: torch.Tensor, shared: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `kernels.sr_encode`."""
+    residual = expert.flatten().float() - shared.flatten().float()
+    order = residual.abs().sort(descending=True, stable=True).indices  # NaN first; equals keep their order
+    kept = order[:k].sort().values
+    blocks = -(-residual.numel() // BLOCK_ELEMENTS)
+    ends = torch.bincount(kept // BLOCK_ELEMENTS, minlength=blocks).cumsum(0)
+    words = [torch.stack([ends % 65536, ends // 65536], dim=1).flatten(), kept % BLOCK_ELEMENTS]
+    return residual[kept].to(expert.dtype), torch.cat(words).to(torch.uint16)
+
+
+def sr_entries(indices: torch.Tensor, numel: int) -> torch.Tensor:
+    """The elements (int64 [k]) that indices of the residual codec name."""
+    blocks = -(-numel // BLOCK_ELEMENTS)
+    words = indices.to(torch.int64)
+    ends = (words[: 2 * blocks].view(-1, 2) * torch.tensor([1, 65536], device=indices.device)).sum(1)
+    first = torch.arange(blocks, device=indices.device) * BLOCK_ELEMENTS
+    return first.repeat_interleave(ends.diff(prepend=ends.new_zeros(1))) + words[2 * blocks :]
+
+
+def sr_decode(values: torch.Tensor, indices: torch.Tensor, shared: torch.Tensor) -> torch.Tensor:
+    """As `kernels.sr_decode`."""
+    expert = shared.flatten().clone()
+    kept = sr_entries(indices, shared.numel())
+    expert[kept] = (expert[kept].float() + values.float()).to(shared.dtype)
+    return expert.view_as(shared)

@@ -1,0 +1,98 @@
+"""The residual codec on CUDA: the bits of the reference and of the CPU, whatever the sample of the encoder found."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megatron_moe_opt import kernels
+from tests.gpu.test_streams import SPIN
+from tests.unit.codec_cases import BLOCK, DTYPES, FILLS, check_decode, check_encode, pair, same_values
+
+# Elements and kept entries. The sample is used from 16,384 elements on; vectors need a multiple of 16 bytes.
+SIZES = {
+    "nothing": (0, 0),
+    "one": (1, 1),
+    "odd": (4097, 80),
+    "all": (10_000, 10_000),
+    "few": (2 * BLOCK + 64, 3),
+    "blocks": (5 * BLOCK + 64, 5 * BLOCK // 50),
+    "odd-blocks": (5 * BLOCK + 17, 5 * BLOCK // 50),
+    "most": (2 * BLOCK, 2 * BLOCK - 1000),
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("fill", FILLS)
+@pytest.mark.parametrize("size", SIZES)
+def test_equals_the_reference(device, size, fill, dtype):
+    numel, k = SIZES[size]
+    expert, shared = (t.to(device) for t in pair(numel, dtype, fill, seed=numel))
+    values, indices = check_encode(expert, shared, k)
+    check_decode(values, indices, shared, torch.empty_like(shared))
+
+
+@pytest.mark.parametrize("offset", [1, 3, 8])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_views_that_start_anywhere(device, dtype, offset):
+    numel = BLOCK + 512
+    expert, shared, out = torch.randn(3, numel + 16, device=device).to(dtype)[:, offset : offset + numel]
+    around = out.clone()
+    values, indices = check_encode(expert, shared, numel // 20)
+    check_decode(values, indices, shared, out)
+    assert not torch.equal(out, around)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_large_expert_equals_the_cpu_again_and_again(device, dtype):
+    numel = 8 * 2**20 + 8
+    expert, shared = pair(numel, dtype, "random", seed=1)
+    expected = kernels.sr_encode(expert, shared, numel // 50)
+    decoded = kernels.sr_decode(*expected, shared)
+    expert, shared = expert.to(device), shared.to(device)
+    for _ in range(5):
+        values, indices = kernels.sr_encode(expert, shared, numel // 50)
+        assert torch.equal(indices.cpu().view(torch.int16), expected[1].view(torch.int16))
+        same_values(values, expected[0])
+        same_values(kernels.sr_decode(values, indices, shared), decoded)
+
+
+def test_large_residuals_that_the_sample_misses(device):
+    """All of them lie in three rows: their segments' lists overflow, and the guess may be too high."""
+    expert = torch.rand(1024, 1024, generator=torch.Generator().manual_seed(1)).to(device) * 1e-3
+    expert[[100, 500, 900]] += 1
+    for k in (3 * 1024, 4 * 1024, 30 * 1024):
+        check_encode(expert, torch.zeros_like(expert), k)
+
+
+def test_waits_for_the_current_stream_but_not_the_host(device):
+    fresh, shared = torch.randn(2, 512, 1024, device=device)
+    late, out = torch.zeros_like(fresh), torch.empty_like(fresh)
+    torch.cuda.synchronize()
+    side = torch.cuda.Stream()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        with torch.cuda.stream(side):
+            torch.cuda._sleep(SPIN)
+            late.copy_(fresh)
+            values, indices = kernels.sr_encode(late, shared, 5000)
+            kernels.sr_decode(values, indices, shared, out)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    side.synchronize()
+    expected = kernels.sr_encode(fresh, shared, 5000)
+    assert torch.equal(indices.view(torch.int16), expected[1].view(torch.int16))
+    same_values(values, expected[0])
+    same_values(out, kernels.sr_decode(*expected, shared))
+
+
+def test_forged_indices_reach_no_other_memory(device):
+    """The sum of what lies around the tensors stays; compute-sanitizer sees reads too."""
+    numel, k = BLOCK + 100, 64
+    around = torch.full((3 * numel,), 7.0, device=device)
+    out, shared = around[numel : 2 * numel], torch.zeros(numel, device=device)
+    values = torch.ones(k, device=device)
+    for word in (0xFFFF, 0x8000, 101):
+        indices = torch.full((kernels.sr_index_words(numel, k),), word, dtype=torch.int32, device=device)
+        kernels.sr_decode(values, indices.to(torch.uint16), shared, out)
+        assert (around[:numel] == 7).all() and (around[2 * numel :] == 7).all()
