@@ -1,4 +1,5 @@
-"""`moe-opt bench kernels`: permute and unpermute against Megatron-Core's unfused ones and against plain copies.
+"""`moe-opt bench kernels`: permute and unpermute against Megatron-Core's unfused ones and against plain copies; the
+placement of samples, see `bench_placement`.
 
 Both sides run through autograd, alternate in one process, and find their memory warm: on CPU malloc is told to keep
 what is freed, because page faults would otherwise cost Megatron-Core several times its own work. The floor of an
@@ -11,8 +12,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import json
-import statistics
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
@@ -24,26 +23,13 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from megatron_moe_opt.cli.bench_placement import measure_placement, print_placement
 from megatron_moe_opt.cli.option_types import Device, check_device
 from megatron_moe_opt.cli.output_files import check_output
+from megatron_moe_opt.cli.timing import Timing, time_in_turn
 from megatron_moe_opt.errors import ConfigurationError
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-
-
-@dataclass(frozen=True)
-class Timing:
-    """Seconds: the median of the repetitions and its quartiles."""
-
-    median: float
-    low: float
-    high: float
-
-    @classmethod
-    def of(cls, seconds: list[float]) -> Timing:
-        """Summarises at least two measurements."""
-        low, median, high = statistics.quantiles(seconds, n=4, method="inclusive")
-        return cls(median, low, high)
 
 
 @dataclass(frozen=True)
@@ -79,7 +65,7 @@ def bench_kernels(
     seed: int = 1234,
     json_path: Path | None = None,
 ) -> list[Row]:
-    """Measures every operation, prints a table, and writes the rows as JSON where a path is given.
+    """Measures every operation, prints two tables, and writes the rows as JSON where a path is given.
 
     Args:
         device: where to run.
@@ -88,6 +74,9 @@ def bench_kernels(
         repeats: measurements of each side (at least 2).
         seed: of the routing and the data.
         json_path: where to write the rows.
+
+    Returns:
+        The rows of permute and unpermute.
 
     Raises:
         ConfigurationError: an unknown dtype, topk above experts, fewer than two repeats, a device that is not there, or
@@ -112,8 +101,11 @@ def bench_kernels(
     settings = {"device": device_name(device), "tokens": tokens, "hidden": hidden, "experts": experts, "topk": topk}
     settings |= {"repeats": repeats, "seed": seed, "torch": torch.__version__, "threads": torch.get_num_threads()}
     print_table(rows, settings)
+    placement = measure_placement(torch.device(device.value), repeats, seed)
+    print_placement(placement)
     if json_path is not None:
         report = {"settings": settings, "rows": [asdict(r) | derived(r) for r in rows]}
+        report["placement"] = [asdict(r) | {"speedup": r.speedup} for r in placement]
         json_path.write_text(json.dumps(report, indent=2) + "\n")
     return rows
 
@@ -191,7 +183,7 @@ class Workload:
         }
 
     def measure(self, repeats: int) -> list[Row]:
-        """Times stock, ours and the copy in turn, so that a slow moment of the machine hits all of them."""
+        """Times stock, ours and the copy."""
         from megatron_moe_opt import kernels
 
         ours = self.operations(kernels)
@@ -202,34 +194,9 @@ class Workload:
             sides = {"ours": run, "floor": plain_copy(moved_bytes // 2, self.device)}
             if stock is not None:
                 sides["stock"] = stock[op][0]
-            seconds: dict[str, list[float]] = {side: [] for side in sides}
-            for repeat in range(repeats + 2):  # two rounds warm up
-                for side, action in sides.items():
-                    elapsed = time_once(action, self.device)
-                    if repeat >= 2:
-                        seconds[side].append(elapsed)
-            timings = {side: Timing.of(values) for side, values in seconds.items()}
+            timings = time_in_turn(sides, repeats, self.device)
             rows.append(Row(op, self.dtype, moved_bytes, timings["ours"], timings.get("stock"), timings["floor"]))
         return rows
-
-
-def time_once(action: Callable[[], Any], device: torch.device) -> float:
-    """Seconds of one call, its result freed afterwards."""
-    if device.type == "cuda":
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        torch.cuda.synchronize(device)
-        torch.cuda._sleep(2_000_000)  # about 1 ms: the host queues everything behind it, so launches are not timed
-        start.record()
-        result = action()
-        end.record()
-        torch.cuda.synchronize(device)
-        del result
-        return start.elapsed_time(end) / 1e3
-    begin = time.perf_counter()
-    result = action()
-    elapsed = time.perf_counter() - begin
-    del result
-    return elapsed
 
 
 def plain_copy(num_bytes: int, device: torch.device) -> Callable[[], Any]:
