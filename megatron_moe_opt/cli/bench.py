@@ -91,7 +91,8 @@ def kernels(
     json: Annotated[Path | None, typer.Option(help="Write the rows to this file too.")] = None,
 ) -> None:
     """Permute and unpermute against Megatron-Core's unfused ones and plain copies; placing samples against scipy and
-    PyTorch, at fixed sizes. In one process."""
+    PyTorch, at fixed sizes. In one process.
+    """
     from megatron_moe_opt.cli.bench_kernels import bench_kernels
 
     bench_kernels(device, tokens, hidden, experts, topk, dtypes, repeats, seed, json)

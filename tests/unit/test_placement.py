@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+
 import numpy as np
 import pytest
 import torch
@@ -197,6 +199,14 @@ def test_the_same_placement_on_any_number_of_threads():
         torch.set_num_threads(threads)
     assert np.array_equal(placed[0], placed[1]) and np.array_equal(placed[0], placed[2])
     assert np.bincount(placed[0]).tolist() == [375] * 16
+
+
+def test_background_threads_solve_side_by_side():
+    rng = np.random.default_rng(3)
+    costs = [random_costs(rng, kind, (600, 8)) for kind in KINDS]
+    with ThreadPoolExecutor(4) as pool:
+        placed = list(pool.map(lambda cost: solve_placement(cost, 75), costs))
+    assert all(np.array_equal(p, solve_placement(cost, 75)) for p, cost in zip(placed, costs, strict=True))
 
 
 def test_the_paper_s_example():
