@@ -558,34 +558,42 @@ Tensor solve_placement(const Tensor& cost, const Tensor& capacity) {
   return sink_of;
 }
 
-// The device of each sample: [I] from num [I, E], expert_device [E], device_node [J], nodes and device_capacity [J].
-Tensor place_samples(const Tensor& num, const Tensor& expert_device, const Tensor& device_node, int64_t num_nodes,
-                     const Tensor& capacity) {
+// The device of each sample: [I] from num [I, E], expert_device [E], device_node [J] and capacity [J], or as many on
+// each.
+Tensor place_samples(const Tensor& num, const Tensor& expert_device, const Tensor& device_node,
+                     const OptionalTensor& capacity) {
   constexpr int64_t kCostsPerTask = 16 * 1024;  // of a second-stage problem that is worth a thread
   check_index(expert_device, "expert_device", at::kCPU);
   check_index(device_node, "device_node", at::kCPU);
-  check_index(capacity, "capacity", at::kCPU);
   Tensor device_of;
   with_numbers(num, "num", [&](const auto* values) {
-    device_of = empty_like({num.size(0)}, ScalarType::Long, num);
     const int64_t num_samples = num.size(0), num_experts = num.size(1), num_devices = device_node.numel();
     check(expert_device.numel() == num_experts, "expert_device has ", expert_device.numel(),
           " entries, but num of shape ", num.sizes(), " has ", num_experts, " experts");
-    check(capacity.numel() == num_devices, "capacity has ", capacity.numel(), " entries, but device_node has ",
-          num_devices);
-    const assignment::Cluster cluster{num_experts,
-                                      num_devices,
-                                      num_nodes,
-                                      expert_device.const_data_ptr<int64_t>(),
-                                      device_node.const_data_ptr<int64_t>(),
-                                      capacity.const_data_ptr<int64_t>()};
+    std::vector<int64_t> equal;
+    if (capacity) {
+      check_index(*capacity, "capacity", at::kCPU);
+      check(capacity->numel() == num_devices, "capacity has ", capacity->numel(), " entries, but device_node has ",
+            num_devices);
+    } else {
+      check(num_devices > 0 && num_samples % num_devices == 0, num_samples, " samples do not divide among ",
+            num_devices, " devices: pass their capacity");
+      equal.assign(num_devices, num_samples / num_devices);
+    }
+    const int64_t* node_of = device_node.const_data_ptr<int64_t>();
+    const int64_t num_nodes = num_devices > 0 ? *std::max_element(node_of, node_of + num_devices) + 1 : 0;
+    check(num_nodes <= num_devices, "device_node holds node ", num_nodes - 1, ", but there are only ", num_devices,
+          " devices: count the nodes from 0");
+    const assignment::Cluster cluster{num_experts, num_devices,
+                                      num_nodes,   expert_device.const_data_ptr<int64_t>(),
+                                      node_of,     capacity ? capacity->const_data_ptr<int64_t>() : equal.data()};
     const assignment::SamplePlacement placement(values, num_samples, cluster);
+    device_of = empty_like({num_samples}, ScalarType::Long, num);
     const int64_t node_costs = num_samples * num_devices / std::max<int64_t>(1, num_nodes * num_nodes);
-    at::parallel_for(0, num_nodes, kCostsPerTask / std::max<int64_t>(1, node_costs) + 1,
-                     [&](int64_t begin, int64_t end) {
-                       for (int64_t n = begin; n < end; ++n)
-                         placement.place_on_devices(n, device_of.mutable_data_ptr<int64_t>());
-                     });
+    const int64_t grain = kCostsPerTask / std::max<int64_t>(1, node_costs) + 1;
+    at::parallel_for(0, num_nodes, grain, [&](int64_t begin, int64_t end) {
+      for (int64_t n = begin; n < end; ++n) placement.place_on_devices(n, device_of.mutable_data_ptr<int64_t>());
+    });
   });
   return device_of;
 }

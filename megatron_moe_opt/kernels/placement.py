@@ -68,16 +68,9 @@ def place_samples(num: Array, expert_device: Array, device_node: Array, capacity
         ValueError: as solve_placement; an index out of range; a count of 2^40 or more; no capacity given where I is not
             a multiple of J.
     """
-    counts = _numbers(num, "num")
-    nodes = _indices(device_node, "device_node")
-    num_devices = nodes.numel()
-    if capacity is None:
-        if num_devices == 0 or len(counts) % num_devices != 0:
-            raise ValueError(f"{len(counts)} samples do not divide among {num_devices} devices: pass their capacity")
-        capacity = torch.full((num_devices,), len(counts) // num_devices)
-    num_nodes = int(nodes.max()) + 1 if num_devices else 0
-    capacity = _indices(capacity, "capacity")
-    return _like(num, _C.place_samples(counts, _indices(expert_device, "expert_device"), nodes, num_nodes, capacity))
+    places = None if capacity is None else _indices(capacity, "capacity")
+    experts, nodes = _indices(expert_device, "expert_device"), _indices(device_node, "device_node")
+    return _like(num, _C.place_samples(_numbers(num, "num"), experts, nodes, places))
 
 
 def transfer_costs(
@@ -108,17 +101,19 @@ def _tensor(values: Array) -> torch.Tensor:
 def _numbers(values: Array, name: str) -> torch.Tensor:
     """Contiguous, int64 or float64."""
     tensor = _tensor(values)
-    if tensor.dtype not in _INTEGERS and tensor.dtype not in _FLOATS:
-        raise ValueError(f"{name} is {tensor.dtype}: pass signed integers or floats")
-    return tensor.to(torch.float64 if tensor.dtype in _FLOATS else torch.int64).contiguous()
+    if tensor.dtype in _INTEGERS:
+        return tensor.to(torch.int64).contiguous()
+    if tensor.dtype in _FLOATS:
+        return tensor.to(torch.float64).contiguous()
+    raise ValueError(f"{name} is {tensor.dtype}: pass signed integers or floats")
 
 
 def _indices(values: Array, name: str) -> torch.Tensor:
     """Contiguous, int64."""
     tensor = _tensor(values)
-    if tensor.dtype not in _INTEGERS:
-        raise ValueError(f"{name} is {tensor.dtype}: pass integers")
-    return tensor.to(torch.int64).contiguous()
+    if tensor.dtype in _INTEGERS:
+        return tensor.to(torch.int64).contiguous()
+    raise ValueError(f"{name} is {tensor.dtype}: pass integers")
 
 
 def _like(given: Array, result: torch.Tensor) -> Array:

@@ -157,7 +157,7 @@ def clusters(draw):
     rng = np.random.default_rng(draw(st.integers(0, 2**31)))
     samples, experts = draw(st.integers(0, 60)), draw(st.integers(1, 12))
     devices = draw(st.integers(1, 8))
-    device_node = np.concatenate([[draw(st.integers(0, 2))], rng.integers(0, 3, devices - 1)])
+    device_node = rng.integers(0, min(3, devices), devices)
     num = rng.multinomial(64, rng.dirichlet(np.full(experts, 0.3)), samples)
     capacity = rng.multinomial(samples, rng.dirichlet(np.full(devices, 2.0))) + draw(st.integers(0, 1))
     return num, rng.integers(0, devices, experts), device_node, capacity
@@ -246,6 +246,7 @@ def test_costs_of_a_small_cluster_by_hand():
         (([[1, 2]], [0], [0]), r"expert_device has 1 entries, but num of shape \[1, 2\] has 2 experts"),
         (([[1, 2]], [0, 1], [0]), r"expert_device\[1\] is 1, outside \[0, 1\), the number of devices"),
         (([[1, 2]], [0, 0], [-1]), r"device_node\[0\] is -1, outside \[0, 0\), the number of nodes"),
+        (([[1, 2]], [0, 0], [1]), "device_node holds node 1, but there are only 1 devices: count the nodes from 0"),
         (([[1, 2]], [0, 0], [0], [1, 1]), "capacity has 2 entries, but device_node has 1"),
         (([[1, 2]], [0, 0], [0], [0]), "capacities sum to 0, too few for 1 samples"),
         (([[1, 2]], [0, 0], [0, 0], [2, -1]), r"capacity\[1\] is negative: -1"),
