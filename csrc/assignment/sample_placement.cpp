@@ -11,18 +11,12 @@ namespace moe_opt {
 namespace assignment {
 namespace {
 
-// The members of each group, ascending.
-std::vector<std::vector<int64_t>> members(const int64_t* group_of, int64_t count, int64_t num_groups, const char* name,
-                                          const char* groups) {
-  std::vector<std::vector<int64_t>> lists(num_groups);
+void check_groups(const int64_t* group_of, int64_t count, int64_t num_groups, const char* name, const char* groups) {
   for (int64_t k = 0; k < count; ++k) {
-    if (group_of[k] < 0 || group_of[k] >= num_groups) {
-      throw std::invalid_argument(std::string(name) + "[" + std::to_string(k) + "] is " + std::to_string(group_of[k]) +
-                                  ", outside [0, " + std::to_string(num_groups) + "), the number of " + groups);
-    }
-    lists[group_of[k]].push_back(k);
+    if (group_of[k] >= 0 && group_of[k] < num_groups) continue;
+    throw std::invalid_argument(std::string(name) + "[" + std::to_string(k) + "] is " + std::to_string(group_of[k]) +
+                                ", outside [0, " + std::to_string(num_groups) + "), the number of " + groups);
   }
-  return lists;
 }
 
 // Sums of counts stay far inside an int64.
@@ -51,31 +45,26 @@ void check_capacity(const Cluster& cluster) {
 template <typename Tokens>
 SamplePlacement<Tokens>::SamplePlacement(const Tokens* num, int64_t num_samples, const Cluster& cluster)
     : cluster_(cluster),
-      devices_of_(members(cluster.device_node, cluster.num_devices, cluster.num_nodes, "device_node", "nodes")),
+      devices_of_(cluster.num_nodes),
       local_(num_samples * cluster.num_devices),
       samples_of_(cluster.num_nodes) {
-  const auto experts_of =
-      members(cluster.expert_device, cluster.num_experts, cluster.num_devices, "expert_device", "devices");
-  check_counts(num, num_samples * cluster.num_experts);
+  check_groups(cluster.expert_device, cluster.num_experts, cluster.num_devices, "expert_device", "devices");
+  check_groups(cluster.device_node, cluster.num_devices, cluster.num_nodes, "device_node", "nodes");
   check_capacity(cluster);
+  check_counts(num, num_samples * cluster.num_experts);
+
+  std::vector<int64_t> capacity(cluster.num_nodes, 0), node_of(num_samples);
+  for (int64_t j = 0; j < cluster.num_devices; ++j) {
+    devices_of_[cluster.device_node[j]].push_back(j);
+    capacity[cluster.device_node[j]] += std::min(cluster.device_capacity[j], num_samples);
+  }
+  std::vector<Tokens> cost(num_samples * cluster.num_nodes);
   for (int64_t i = 0; i < num_samples; ++i) {
     const Tokens* tokens = num + i * cluster.num_experts;
-    for (int64_t j = 0; j < cluster.num_devices; ++j) {
-      Tokens sum = 0;
-      for (const int64_t e : experts_of[j]) sum += tokens[e];
-      local_[i * cluster.num_devices + j] = sum;
-    }
-  }
-
-  std::vector<Tokens> cost(num_samples * cluster.num_nodes);
-  std::vector<int64_t> capacity(cluster.num_nodes, 0), node_of(num_samples);
-  for (int64_t n = 0; n < cluster.num_nodes; ++n) {
-    for (const int64_t j : devices_of_[n]) {
-      capacity[n] += std::min(cluster.device_capacity[j], num_samples);
-      for (int64_t i = 0; i < num_samples; ++i) {
-        cost[i * cluster.num_nodes + n] -= local_[i * cluster.num_devices + j];
-      }
-    }
+    Tokens* local = local_.data() + i * cluster.num_devices;
+    for (int64_t e = 0; e < cluster.num_experts; ++e) local[cluster.expert_device[e]] += tokens[e];
+    Tokens* cost_of_node = cost.data() + i * cluster.num_nodes;
+    for (int64_t j = 0; j < cluster.num_devices; ++j) cost_of_node[cluster.device_node[j]] -= local[j];
   }
   place(cost.data(), num_samples, cluster.num_nodes, capacity.data(), node_of.data());
   for (int64_t i = 0; i < num_samples; ++i) samples_of_[node_of[i]].push_back(i);

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <limits>
 #include <memory>
 #include <numeric>
 #include <stdexcept>
@@ -95,16 +96,13 @@ class Solver {
       const Cost* cost = cost_ + i * num_sinks_;
       Cost least = cost[0] + price_[0];
       for (int64_t n = 1; n < num_sinks_; ++n) least = std::min(least, cost[n] + price_[n]);
-      // Among equals the first with room, else the first.
-      int64_t sink = -1;
+      // Among equals the first with room, else the first. Without branches, which nobody could predict.
+      int64_t choice = 2 * num_sinks_;
       for (int64_t n = 0; n < num_sinks_; ++n) {
-        if (cost[n] + price_[n] != least) continue;
-        if (load_[n] < capacity[n]) {
-          sink = n;
-          break;
-        }
-        if (sink < 0) sink = n;
+        const int64_t rank = load_[n] < capacity[n] ? n : n + num_sinks_;
+        choice = std::min(choice, cost[n] + price_[n] == least ? rank : choice);
       }
+      const int64_t sink = choice < num_sinks_ ? choice : choice - num_sinks_;
       ++load_[sink];
       sink_of_[i] = static_cast<int32_t>(sink);
       moves_.add(i, sink);
@@ -144,8 +142,11 @@ class Solver {
 
   int64_t nearest_open() const {
     int64_t nearest = -1;
-    for (int64_t n = 0; n < num_sinks_; ++n) {
-      if (!closed_[n] && (nearest < 0 || distance_[n] < distance_[nearest])) nearest = n;
+    Cost least = std::numeric_limits<Cost>::max();
+    for (int64_t n = 0; n < num_sinks_; ++n) {  // no branches in here either
+      const Cost distance = closed_[n] ? std::numeric_limits<Cost>::max() : distance_[n];
+      nearest = distance < least ? n : nearest;
+      least = std::min(least, distance);
     }
     return nearest;
   }
