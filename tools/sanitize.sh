@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Builds the C++ tests of the kernels and the executor (tests/cpp) with sanitizers and runs them:
+# Builds the C++ tests of the kernels, the placement solver and the executor (tests/cpp) with sanitizers and runs them:
 #
 #   bash tools/sanitize.sh            AddressSanitizer + UndefinedBehaviorSanitizer, then ThreadSanitizer
 #   bash tools/sanitize.sh address,undefined    one set of sanitizers only
@@ -16,7 +16,7 @@ for sanitizers in "${sets[@]}"; do
     -DMOE_OPT_CPP_TESTS=ON -DMOE_OPT_SANITIZE="$sanitizers" >/dev/null
   cmake --build "$build" --parallel "${MAX_JOBS:-$(nproc)}"
   echo "== $sanitizers"
-  for test in kernels codec executor; do
+  for test in kernels codec assignment executor; do
     UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 TSAN_OPTIONS=halt_on_error=1 "$build/tests/cpp/test_$test"
   done
 done

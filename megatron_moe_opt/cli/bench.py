@@ -98,8 +98,8 @@ def kernels(
     seed: Annotated[int, typer.Option(help="Seed of rows and routing.")] = 1234,
     json: Annotated[Path | None, typer.Option(help="Write the rows to this file too.")] = None,
 ) -> None:
-    """Permute and unpermute against Megatron-Core's unfused ones, the residual codec against PyTorch's operations, and
-    all against plain copies, in one process.
+    """Permute and unpermute against Megatron-Core's unfused ones, the residual codec against PyTorch's operations, both
+    against plain copies; placing samples against scipy and PyTorch, at fixed sizes. In one process.
     """
     from megatron_moe_opt.cli.bench_kernels import bench_kernels
 

@@ -1,5 +1,5 @@
 """`moe-opt bench kernels`: permute and unpermute against Megatron-Core's unfused ones, the residual codec against
-PyTorch's operations, and all of them against plain copies.
+PyTorch's operations, all of these against plain copies; and the placement of samples, see `bench_placement`.
 
 All sides alternate in one process and find their memory warm: on CPU malloc is told to keep what is freed, because page
 faults would otherwise cost Megatron-Core several times its own work. Permute and unpermute run through autograd. The
@@ -13,6 +13,7 @@ import contextlib
 import ctypes
 import json
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -20,6 +21,7 @@ from typing import Any
 import torch
 
 from megatron_moe_opt.cli.bench_codec import CodecWorkload
+from megatron_moe_opt.cli.bench_placement import measure_placement, print_placement
 from megatron_moe_opt.cli.kernel_timing import DTYPES, Row, measure, plain_copy, print_table
 from megatron_moe_opt.cli.option_types import Device, check_device
 from megatron_moe_opt.cli.output_files import check_output
@@ -79,9 +81,12 @@ def bench_kernels(
     print_table("permute / unpermute", "Megatron-Core", permute_rows, permute_settings | common)
     print_table("residual codec", "PyTorch", codec_rows, codec_settings | common)
     rows = permute_rows + codec_rows
+    placement = measure_placement(where, repeats, seed)
+    print_placement(placement)
     if json_path is not None:
         settings = permute_settings | codec_settings | common
         report = {"settings": settings, "rows": [row.report() for row in rows]}
+        report["placement"] = [asdict(row) | {"speedup": row.speedup} for row in placement]
         json_path.write_text(json.dumps(report, indent=2) + "\n")
     return rows
 

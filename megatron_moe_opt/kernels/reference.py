@@ -94,3 +94,60 @@ def sr_decode(values: torch.Tensor, indices: torch.Tensor, shared: torch.Tensor)
     kept = sr_entries(indices, shared.numel())
     expert[kept] = (expert[kept].float() + values.float()).to(shared.dtype)
     return expert.view_as(shared)
+
+
+def count_topk(experts: torch.Tensor, num_experts: int, num_samples: int, *, batch_first: bool = False) -> torch.Tensor:
+    """As `kernels.count_topk`."""
+    length = experts.size(0) // num_samples
+    rows = [
+        slice(i * length, (i + 1) * length) if batch_first else slice(i, None, num_samples) for i in range(num_samples)
+    ]
+    return torch.stack([torch.bincount(experts[own].flatten(), minlength=num_experts) for own in rows])
+
+
+def count_routing_map(routing_map: torch.Tensor, num_samples: int, *, batch_first: bool = False) -> torch.Tensor:
+    """As `kernels.count_routing_map`."""
+    length, num_experts = routing_map.size(0) // num_samples, routing_map.size(1)
+    if batch_first:
+        return routing_map.view(num_samples, length, num_experts).sum(1)
+    return routing_map.view(length, num_samples, num_experts).sum(0)
+
+
+def kuhn_munkres(cost: torch.Tensor, capacity: torch.Tensor) -> torch.Tensor:
+    """As `kernels.solve_placement`, by the NetMoE paper's own method: every sink is copied capacity[n] times, and
+    samples are matched with copies one after another, along the shortest augmenting path. O(I^2 sum(capacity)).
+
+    Args:
+        cost: [I, N], int64 or float64. capacity: int64 [N], together at least I.
+
+    Returns:
+        int64 [I], the sink of each sample; where several placements cost the least, any of them.
+    """
+    sink_of_copy = torch.repeat_interleave(torch.arange(capacity.numel()), capacity)
+    expanded = cost[:, sink_of_copy].double()  # exact for integers below 2^53
+    copies = sink_of_copy.numel()
+    sample_at = torch.full((copies,), -1)
+    sample_price, copy_price = torch.zeros(len(cost)).double(), torch.zeros(copies).double()
+    for new in range(len(cost)):
+        # Dijkstra's algorithm over copies; slack: the reduced cost to reach a copy from the samples reached so far.
+        slack = torch.full((copies,), torch.inf).double()
+        previous = torch.full((copies,), -1)
+        reached = torch.zeros(copies, dtype=torch.bool)
+        sample, distance, copy = new, 0.0, -1
+        while sample >= 0:
+            through = distance + expanded[sample] - sample_price[sample] - copy_price
+            better = (through < slack) & ~reached
+            slack[better], previous[better] = through[better], copy
+            copy = int(slack.masked_fill(reached, torch.inf).argmin())
+            distance, reached[copy], sample = float(slack[copy]), True, int(sample_at[copy])
+        sample_price[new] += distance
+        matched = reached & (sample_at >= 0)
+        sample_price[sample_at[matched]] += distance - slack[matched]
+        copy_price[reached] -= distance - slack[reached]
+        while copy >= 0:
+            before = int(previous[copy])
+            sample_at[copy] = new if before < 0 else sample_at[before]
+            copy = before
+    placed = torch.full((len(cost),), -1)
+    placed[sample_at[sample_at >= 0]] = sink_of_copy[sample_at >= 0]
+    return placed

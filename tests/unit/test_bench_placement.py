@@ -1,0 +1,41 @@
+"""The placement part of `moe-opt bench kernels`, at sizes that take no time."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_moe_opt.cli import bench_placement
+
+
+@pytest.fixture
+def small(monkeypatch):
+    monkeypatch.setattr(bench_placement, "TWO_STAGES", [(32, 2), (64, 4)])
+    monkeypatch.setattr(bench_placement, "ONE_STAGE", [(64, 8)])
+    monkeypatch.setattr(bench_placement, "COUNTS", [(4, 8, 2, 16)])
+
+
+def test_rows(small, capsys):
+    rows = bench_placement.measure_placement(torch.device("cpu"), repeats=2, seed=1)
+    assert [row.op for row in rows] == [
+        *["place samples, two stages"] * 2,
+        "place samples, one stage",
+        *["count from top-k", "count from top-k", "count from a map"] * 2,
+    ]
+    assert all(row.ours.median > 0 for row in rows)
+    assert [row.speedup is None for row in rows] == [False, False, True, *[False] * 6]
+    bench_placement.print_placement(rows)
+    assert "I 64, J 16, N 4" in capsys.readouterr().out
+
+
+def test_without_scipy(small, monkeypatch):
+    monkeypatch.setattr(bench_placement, "linear_sum_assignment", lambda: None)
+    row = bench_placement.measure_two_stages(np.random.default_rng(0), 32, 2, repeats=2)
+    assert row.stock is None and row.speedup is None
+
+
+def test_a_wrong_placement_ends_the_benchmark(small, monkeypatch):
+    monkeypatch.setattr("megatron_moe_opt.kernels.place_samples", lambda num, *_: np.arange(len(num)) // 2)
+    with pytest.raises(RuntimeError, match=r"a placement costs \d+, scipy's \d+"):
+        bench_placement.measure_two_stages(np.random.default_rng(0), 32, 2, repeats=2)
