@@ -11,6 +11,8 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from megatron_moe_opt.cli.meter import Load, Sized, SizedPipeline
+from megatron_moe_opt.dispatchers.monta import MontaDispatcher
+from megatron_moe_opt.dispatchers.pipelining import FixedPipelining
 from megatron_moe_opt.kernels import ChunkList
 from megatron_moe_opt.runtime import steps
 from megatron_moe_opt.runtime.exchange_plan import plan_exchange, share_out
@@ -89,6 +91,23 @@ def combine_and_gather(
         return SizedPipeline(number * rows.bytes, lambda: bind_to_sources(outputs, None, exchange)[:2])
 
     return sized
+
+
+def there_and_back(rows: Rows, groups: ExpertGroups, size: int, chunks: int) -> Callable[[], None]:
+    """Rows of about `size` bytes of this rank to their experts and back, by the dispatcher that training uses, at level
+    O3; every expert gets as many.
+    """
+    number, experts = rows.number(size, 1), 2 * groups.ep_size  # with one expert a rank there is nothing to reorder
+    tokens, probs = rows.filled(number), torch.ones(number, experts, device=rows.device)
+    routing_map = torch.arange(number, device=rows.device).view(-1, 1) % experts == probs.cumsum(1) - 1
+    dispatcher = MontaDispatcher(groups, FixedPipelining("O3", chunks))
+
+    def run() -> None:
+        packed, dispatched = dispatcher.permute(tokens, probs, routing_map, num_rows=number)
+        moved, _, _ = dispatcher.dispatch(packed, dispatched, probs.dtype)
+        dispatcher.unpermute(dispatcher.combine(moved, dispatched), dispatched)
+
+    return run
 
 
 def reduce_scatter(rows: Rows, group: ProcessGroup, role: str, lane: Lane) -> Load:

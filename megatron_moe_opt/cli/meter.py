@@ -22,10 +22,11 @@ from megatron_moe_opt.schedules.schedule import Kind, Lane, Op, Schedule
 MEASURE_SECONDS = 0.4
 RUNS = 3
 LEAST_OPS, MOST_OPS = 4, 96
-SCHEDULE_RUNS = 9
+CALLS = 9
 # A size that seems to take longer a byte than the one before is measured so many times more, and the least taken: a
 # disturbed run can only be too long.
 MORE_OF_OUTLIERS = 2
+DIP = 0.1
 MOST_PIPELINES = 16  # of a run: each has buffers of its own
 MOST_BESIDE = 1000  # ops that keep another lane busy
 
@@ -109,10 +110,7 @@ class Meter:
         seconds: float,
         longest: float,
     ) -> Points:
-        """`time_of` measures a size, given how long it is expected to take; first of all, once, it is given None.
-
-        Of two sizes, the smaller is taken to need no more time than the larger.
-        """
+        """`time_of` measures a size, given how long it is expected to take; first of all, once, it is given None."""
         points: list[tuple[int, float]] = []
         end = self.elapsed() + seconds
         for size in sizes:
@@ -129,11 +127,7 @@ class Meter:
             points.append((sized.size, took))
             if took > longest:
                 break
-        least = math.inf
-        for index, (size, took) in reversed(list(enumerate(points))):
-            least = min(least, took)
-            points[index] = (size, least)
-        return tuple(points)
+        return _without_dips(points)
 
     def rate_beside(self, load: Load, size: int, other: Load, other_size: int) -> float:
         """How much of its own pace an op keeps while the other lane is busy, in (0, 1]."""
@@ -145,17 +139,21 @@ class Meter:
         beside = self._median_of_runs(ops, (load, sized, ops), (other, other_sized, others))
         return min(1.0, alone / beside)
 
-    def schedule(self, schedule: Schedule, steps: Callable[[Op], Steps]) -> float:
-        """Seconds of a schedule whose ops do `steps`, with what it takes to set it up, as in training: on the slowest
-        rank, the median of several runs.
-        """
-        seconds = []
-        for _ in range(SCHEDULE_RUNS):
-            dist.barrier()
-            start = time.perf_counter()
-            self._executor.run(schedule, [steps(op) for op in schedule.ops], record=True)
-            seconds.append(time.perf_counter() - start)
-        return statistics.median(self._slowest(seconds))
+    def calls(self, functions: Sequence[Callable[[], None]]) -> list[float]:
+        """Seconds of each function on the slowest rank, the median of several calls in turn."""
+        seconds: list[list[float]] = [[] for _ in functions]
+        for _ in range(CALLS + 1):  # the first warms up
+            for function, of_function in zip(functions, seconds, strict=True):
+                dist.barrier()
+                start = time.perf_counter()
+                function()
+                self._synchronize()
+                of_function.append(time.perf_counter() - start)
+        return [statistics.median(self._slowest(of_function[1:])) for of_function in seconds]
+
+    def _synchronize(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
 
     def _pipeline_seconds(self, pipeline: SizedPipeline, times: int) -> float:
         """Of a schedule that begins, each time, when its last op of the time before has finished."""
@@ -198,6 +196,23 @@ class Meter:
         times = torch.tensor(seconds, dtype=torch.float64, device=self.device)
         dist.all_reduce(times, dist.ReduceOp.MAX)
         return times.tolist()
+
+
+def _without_dips(points: Sequence[tuple[int, float]]) -> Points:
+    """A size that moves fewer bytes a second than both its neighbours, by DIP or more, gets the time between theirs. A
+    smaller size takes no more time than a larger one. Links are not slow at a single size, measurements are.
+    """
+    smooth = list(points)
+    for index in range(1, len(points) - 1):
+        (left, left_seconds), (size, seconds), (right, right_seconds) = points[index - 1 : index + 2]
+        if size / seconds < (1 - DIP) * min(left / left_seconds, right / right_seconds):
+            between = left_seconds + (right_seconds - left_seconds) * (size - left) / (right - left)
+            smooth[index] = size, between
+    least = math.inf
+    for index, (size, seconds) in reversed(list(enumerate(smooth))):
+        least = min(least, seconds)
+        smooth[index] = size, least
+    return tuple(smooth)
 
 
 def _ops(seconds: float) -> int:

@@ -29,7 +29,7 @@ from megatron_moe_opt.planning.cluster import Cluster, ExpertGemm, Points, World
 from megatron_moe_opt.planning.curves import CostCurve, Costs
 from megatron_moe_opt.planning.simulator import Slowdown, simulate
 from megatron_moe_opt.schedules import monta
-from megatron_moe_opt.schedules.monta import ChunkBytes
+from megatron_moe_opt.schedules.monta import even_chunks
 from megatron_moe_opt.schedules.parm import JOINT, TP
 from megatron_moe_opt.schedules.schedule import Kind, Lane
 from megatron_moe_opt.topology.expert_groups import ExpertGroups
@@ -46,7 +46,7 @@ LONGEST_SECONDS, LONGEST_SECONDS_OF_EXPERTS = 0.3, 1.0
 EXPERT_GROUPS = ("ep", "expert-tp", JOINT)
 # Lanes are run side by side with ops of about this time, or of the nearest that was measured.
 BESIDE_SECONDS = 0.03
-# The pipelines whose time beyond their ops' is the overhead: so many chunks, of so many bytes a rank.
+# What is moved to learn the overhead: so many chunks, of so many bytes a rank.
 OVERHEAD_CHUNKS, OVERHEAD_CHUNK = 16, 32 * KIB
 
 
@@ -129,7 +129,7 @@ def measure(settings: ProfileSettings, device: torch.device) -> Cluster:
         saa = measured.saa(rows)
         progress.update(task, description="lanes side by side", advance=1)
         slowdown = measured.slowdown()
-        overhead = measured.overhead(layout, slowdown)
+        overhead = measured.overhead(rows, slowdown)
     return Cluster(
         world=World(nodes.node_of, layout.tp, layout.cp, layout.ep, layout.expert_tp),
         curves=measured.curves,
@@ -191,26 +191,33 @@ class _Measured:
             if load is not other
         }
 
-    def overhead(self, layout: Layout, slowdown: Slowdown) -> float:
-        """What every op must take besides its curve for pipelines of small chunks to take as long as they do."""
-        loads = {(load.kind, load.group): load for load in self._moves}
-        chunk = ChunkBytes(OVERHEAD_CHUNK, OVERHEAD_CHUNK * layout.expert_tp)
-        pipelines = [
-            build("O3", [chunk] * OVERHEAD_CHUNKS, layout.ep, layout.expert_tp)
-            for build in (monta.dispatch, monta.combine)
-        ]
-        sized = {(op.kind, op.group): loads[op.kind, op.group].sized(op.size) for pipe in pipelines for op in pipe.ops}
-        took = sum(self._meter.schedule(pipe, lambda op: sized[op.kind, op.group].steps()) for pipe in pipelines)
+    def overhead(self, rows: Rows, slowdown: Slowdown) -> float:
+        """What every op must take besides its curve for the same rows to take as much longer in small chunks than in
+        one as they do when a layer moves them.
+        """
+        groups = self._groups
+        if "ep" not in groups:
+            return 0.0  # nothing to pipeline
+        of_experts = ExpertGroups(groups["ep"], groups.get("expert-tp"), groups.get(JOINT, groups["ep"]))
+        counts = (1, OVERHEAD_CHUNKS)
+        moves = [loads.there_and_back(rows, of_experts, OVERHEAD_CHUNKS * OVERHEAD_CHUNK, count) for count in counts]
+        in_one, in_chunks = self._meter.calls(moves)
         curves = {key: CostCurve(points) for key, points in self.curves.items()}
+        sizes = of_experts.ep_size, of_experts.etp_size
 
-        def predicted(overhead: float) -> float:
-            costs = Costs(curves, overhead)
-            return sum(simulate(pipe, costs, slowdown).seconds for pipe in pipelines)
+        def seconds(count: int, costs: Costs) -> float:
+            chunks = even_chunks(OVERHEAD_CHUNKS * OVERHEAD_CHUNK, of_experts.etp_size, count)
+            pipelines = [build("O3", chunks, *sizes) for build in (monta.dispatch, monta.combine)]
+            return sum(simulate(pipeline, costs, slowdown).seconds for pipeline in pipelines)
 
-        least, most = 0.0, took
-        for _ in range(30):  # halving: predicted time rises with the overhead
+        def longer(overhead: float) -> float:
+            in_one, in_chunks = (seconds(count, Costs(curves, overhead)) for count in counts)
+            return in_chunks - in_one
+
+        least, most = 0.0, in_chunks
+        for _ in range(30):  # halving: the difference rises with the overhead
             middle = (least + most) / 2
-            least, most = (middle, most) if predicted(middle) < took else (least, middle)
+            least, most = (middle, most) if longer(middle) < in_chunks - in_one else (least, middle)
         return least
 
     def _size(self, load: Load) -> int:
