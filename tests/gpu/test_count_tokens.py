@@ -1,0 +1,34 @@
+"""Counting a sample's tokens for each expert on CUDA: the counts of the reference."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megatron_moe_opt.kernels import count_routing_map, count_topk, reference
+
+# Samples, tokens of each, experts, experts of a token.
+SIZES = {
+    "no-tokens": (3, 0, 8, 2),
+    "one": (1, 1, 1, 1),
+    "odd": (5, 333, 7, 3),
+    "many-experts": (4, 1000, 12_288, 8),
+    "many-tokens": (2, 70_000, 64, 8),
+    "many-samples": (700, 65, 16, 2),
+}
+
+
+@pytest.mark.parametrize("batch_first", [False, True])
+@pytest.mark.parametrize("routing", ["uniform", "one-hot"])
+@pytest.mark.parametrize("size", SIZES)
+def test_equals_the_reference(device, size, routing, batch_first):
+    samples, length, experts, topk = SIZES[size]
+    generator = torch.Generator().manual_seed(1)
+    highest = experts if routing == "uniform" else 1
+    chosen = torch.randint(highest, (samples * length, topk), generator=generator)
+    expected = reference.count_topk(chosen, experts, samples, batch_first=batch_first)
+    counts = count_topk(chosen.to(device), experts, samples, batch_first=batch_first)
+    assert torch.equal(counts.cpu(), expected)
+    routing_map = torch.zeros(samples * length, experts, dtype=torch.bool).scatter_(1, chosen, True)
+    expected = reference.count_routing_map(routing_map, samples, batch_first=batch_first)
+    assert torch.equal(count_routing_map(routing_map.to(device), samples, batch_first=batch_first).cpu(), expected)
