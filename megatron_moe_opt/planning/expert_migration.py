@@ -1,17 +1,17 @@
-"""Which domain sizes: the least time of all that are realisable, on any number of levels (HybridEP, sections III and IV-A).
+"""Which domain sizes: the least time of all that are realisable, on any number of levels (HybridEP, sections III, IV).
 
-A domain size must divide its level, so that few proportions exist, p = (G - S) / (G - 1). Each choice of sizes has a time:
+A domain size must divide its level, so that few proportions exist, p = (G - S) / (G - 1). Each choice of sizes takes
 
     T = sum over passes of Lat_PE + max(n Lat_Ep, max(migration - Lat_PE, 0) + 2 exchange)     (stream_model.py)
 
 with one collective a level, one level after the other. At level l, of SF_l workers in N_l = SF_l / S_l domains, a group
 moves (bytes as Op.size counts them: own ones too)
 
-    exchange     tokens * row * copies_l          copies_l: expected copies of a token that leave or stay, below
+    exchange     tokens * row * copies_l          copies_l: of a token, see below
     migration    P_E * S_0 * ... * S_l            experts gathered so far, from the outermost level inwards
 
-A token goes once to each domain that has one of its experts, however many these are, and one sum comes back. With experts
-drawn evenly, E in all and K different ones a token, it has copies in
+A token goes once to each domain that has one of its experts, however many these are, and one sum comes back. With
+experts drawn evenly, E in all and K different ones a token, it has copies in
 
     copies_l = d (1 - C(E - E / d, K) / C(E, K))     of the d = N_0 ... N_l regions of the levels down to l
 

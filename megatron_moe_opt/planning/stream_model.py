@@ -1,16 +1,16 @@
 """Experts or tokens: the proportion on one level of equal links, in closed form (HybridEP, section III).
 
-A training pass is two streams. Computation: what precedes the experts (Lat_PE), then they (n Lat_Ep). Communication: the
-all-gather of experts, which waits for nothing, then two all-to-alls of tokens around the experts, which wait for what
-precedes them. With p, the part of the data that travels as tokens, on G GPUs:
+A training pass is two streams. Computation: what precedes the experts (Lat_PE), then they (n Lat_Ep). Communication:
+the all-gather of experts, which waits for nothing, then two all-to-alls of tokens around the experts, which wait for
+what precedes them. With p, the part of the data that travels as tokens, on G GPUs:
 
     A2A(p) = D (G - 1) / (G B) p          D: data of a GPU,     B: bandwidth of a GPU          (eq. 3)
     AG(p)  = P_E (G - 1) / B (1 - p)      P_E: experts of a GPU                                (eq. 4)
     T(p)   = Lat_PE + max(n Lat_Ep, max(AG - Lat_PE, 0) + 2 A2A)                               (eqs. 5 to 8)
 
-Experts compute beside communication, in arbitrarily fine pieces. Eq. 7 takes all of their time for hidden; hidden it can
-only be behind communication that there is, so that here T is never less than the computation. Without expert time T is
-eq. 10. Only domain sizes S that divide G realise a proportion, p = (G - S) / (G - 1): see expert_migration.py.
+Experts compute beside communication, in arbitrarily fine pieces. Eq. 7 takes all of their time for hidden; hidden it
+can only be behind communication that there is, so that here T is never less than the computation. Without expert time
+T is eq. 10. Only domain sizes S that divide G realise a proportion, p = (G - S) / (G - 1): see expert_migration.py.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ def stream_seconds(pre_expert: float, experts: float, migration: float, exchange
     Args:
         pre_expert: Lat_PE.
         experts: n Lat_Ep, of all experts of a GPU.
-        migration: of the all-gather of experts; in a backward pass, which mirrors the forward pass, of the reduce-scatter
-            of their gradients.
+        migration: of the all-gather of experts; in a backward pass, which mirrors the forward pass, of the
+            reduce-scatter of their gradients.
         exchange: of one of the two all-to-alls.
     """
     return pre_expert + max(experts, max(migration - pre_expert, 0.0) + 2 * exchange)
@@ -114,8 +114,8 @@ class Stream:
     def optimum(self) -> Optimum:
         """Cases 1, 2.1 and 2.2 (eqs. 11 and 12).
 
-        At and above the border fewer tokens are better. Below it they are too, but if 2 D < G P_E. The printed summary does
-        not bound its p below by 0.
+        At and above the border fewer tokens are better. Below it they are too, but if 2 D < G P_E. The printed summary
+        does not bound its p below by 0.
         """
         if self.border == 0:
             return Optimum("1", 0.0, self.seconds(0.0))

@@ -6,10 +6,10 @@ The outermost level is level 0. At each level, workers are cut into domains of e
     inside a domain    experts travel: all-gather among the workers of the domain
     between domains    tokens travel: all-to-all among the workers at the same offset of their domains
 
-A rank has one group of each kind at every level; its members differ in their place at that level alone. Composed over the
-levels this reaches every expert: experts are gathered from the outermost level inwards, so that a rank ends with those of
-all ranks whose domains are its own at every level, and a token takes one hop a level, from the outermost inwards, to the
-domain of its expert. Domain size 1 everywhere is expert parallelism, hop by hop.
+A rank has one group of each kind at every level; its members differ in their place at that level alone. Composed over
+the levels this reaches every expert: experts are gathered from the outermost level inwards, so that a rank ends with
+those of all ranks whose domains are its own at every level, and a token takes one hop a level, from the outermost
+inwards, to the domain of its expert. Domain size 1 everywhere is expert parallelism, hop by hop.
 """
 
 from __future__ import annotations
@@ -49,7 +49,8 @@ class ExpertDomains:
         for level, (workers, size) in enumerate(zip(self.workers, self.sizes, strict=True)):
             if workers < 1 or size < 1 or workers % size:
                 raise ConfigurationError(
-                    f"expert domain size {size} does not divide the {workers} workers of level {level}: choose a divisor"
+                    f"expert domain size {size} does not divide the {workers} workers of level {level}: choose a "
+                    "divisor"
                 )
 
     @property
@@ -82,8 +83,8 @@ class ExpertDomains:
     def communication(self, one: int, other: int, level: int) -> Kind | None:
         """What two ranks exchange at a level: ALL_GATHER, ALL_TO_ALL or nothing (Algorithm 1).
 
-        The printed algorithm asks for the same place at the levels inside this one only. Then two GPUs of different data
-        centres would gather over the links of a node, so that here the levels outside must be the same too.
+        The printed algorithm asks for the same place at the levels inside this one only. Then two GPUs of different
+        data centres would gather over the links of a node: here the places at the levels outside must be the same too.
         """
         mine, its = self.location(one), self.location(other)
         if mine[:level] != its[:level] or mine[level + 1 :] != its[level + 1 :]:

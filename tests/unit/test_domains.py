@@ -118,7 +118,8 @@ def test_realisable_sizes():
         (
             (8, 4),
             (2,),
-            "1 expert domain size(s) (2,) do not fit 2 level(s) (8, 4): give one for each level, and at least one level",
+            "1 expert domain size(s) (2,) do not fit 2 level(s) (8, 4): give one for each level, and at least one "
+            "level",
         ),
         (
             (),
