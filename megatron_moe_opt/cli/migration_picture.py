@@ -22,6 +22,7 @@ def draw_migration(
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
+    from matplotlib.ticker import StrMethodFormatter
 
     figure = Figure(figsize=(15, 4.5), layout="constrained")
     FigureCanvasAgg(figure)  # draws without a display
@@ -45,8 +46,9 @@ def draw_migration(
             numbers = [one.data_centres for one in rows]
             axis.plot(numbers, [one.speedup(choice(one)) for one in rows], marker=".", label=_name(link))
         axis.axhline(1.0, color="grey", linestyle=":", linewidth=1)
-        axis.set(title=title, xlabel="data centres", ylabel="speed-up over stock alltoall", xscale="log")
-        axis.set_ylim(bottom=0)
+        axis.set(title=title, xlabel="data centres", ylabel="speed-up over stock alltoall", xscale="log", yscale="log")
+        axis.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
+        axis.yaxis.set_minor_formatter(StrMethodFormatter("{x:g}"))
     for axis in (sent, fixed_domain, fixed_p):
         axis.legend(fontsize=8)
         axis.spines[["top", "right"]].set_visible(False)

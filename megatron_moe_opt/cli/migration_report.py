@@ -151,7 +151,7 @@ def report_migration(settings: MigrationSettings, png: Path | None) -> None:
 
 @dataclass(frozen=True)
 class Traffic:
-    """Bytes that a GPU sends between data centres, by tokens of a GPU; of the largest number of data centres."""
+    """Bytes that a GPU sends between data centres, by tokens of a GPU; of the first number of data centres."""
 
     data_centres: int
     tokens: tuple[int, ...]
@@ -162,7 +162,7 @@ class Traffic:
 
 def traffic(settings: MigrationSettings, layer: MigrationLayer) -> Traffic:
     """Over a sixteenth to 16 times the tokens of a GPU, with the computation of each."""
-    number = max(settings.data_centres)
+    number = settings.data_centres[0]
     tokens = sorted({max(settings.tokens * 2**power // 16, 1) for power in range(9)})
     layers = [replace(settings, tokens=count).layer() for count in tokens]
     stock = tuple(stock_sent(one, settings.workers(number), 0) for one in layers)
@@ -204,8 +204,8 @@ def _heading(settings: MigrationSettings, layer: MigrationLayer) -> list[str]:
 def _table(settings: MigrationSettings, layer: MigrationLayer, link: Link, scales: list[Scale]) -> Table:
     table = Table(
         title=f"{link.bandwidth / 1e9:g} GB/s of a GPU between data centres, {link.latency * 1e6:g} us a message",
-        caption="domain: workers that share experts, at each level; p: proportion, between data centres, that travels as "
-        "tokens; sent: by a GPU between data centres; held: experts on a GPU",
+        caption="domain: workers that share experts, at each level; p: proportion, between data centres, that travels "
+        "as tokens; sent: by a GPU between data centres; held: experts on a GPU",
     )
     for header, justify in (
         ("data centres", "right"), ("", "left"), ("domain", "right"), ("p", "right"), ("ms", "right"),

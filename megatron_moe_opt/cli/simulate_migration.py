@@ -30,7 +30,7 @@ def simulate_migration(
         typer.Option(min=0.001, max=1.0, callback=finite, help="Part of the peak that the model's compute reaches."),
     ],
     data_centres: Annotated[str, typer.Option(help="Numbers of data centres, separated by commas.")] = (
-        "2,10,50,100,500,1000"
+        "10,50,100,500,1000"
     ),
     latency: Annotated[
         float, typer.Option(min=0.0, callback=finite, help="Microseconds that each message between them adds.")
@@ -62,7 +62,10 @@ def simulate_migration(
     p: Annotated[
         float, typer.Option(min=0.0, max=1.0, callback=finite, help="The fixed proportion that travels as tokens.")
     ] = 0.9,
-    png: Annotated[Path | None, typer.Option(help="Draw traffic and speed-ups (.png, .svg or .pdf).")] = None,
+    png: Annotated[
+        Path | None,
+        typer.Option(help="Draw speed-ups, and traffic at the first number of data centres (.png, .svg or .pdf)."),
+    ] = None,
 ) -> None:
     """Predict a MoE layer under expert parallelism and under expert migration, for up to thousands of data centres.
 
