@@ -22,7 +22,7 @@ def draw_migration(
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
-    from matplotlib.ticker import StrMethodFormatter
+    from matplotlib.ticker import LogFormatter, StrMethodFormatter
 
     figure = Figure(figsize=(15, 4.5), layout="constrained")
     FigureCanvasAgg(figure)  # draws without a display
@@ -48,7 +48,7 @@ def draw_migration(
         axis.axhline(1.0, color="grey", linestyle=":", linewidth=1)
         axis.set(title=title, xlabel="data centres", ylabel="speed-up over stock alltoall", xscale="log", yscale="log")
         axis.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
-        axis.yaxis.set_minor_formatter(StrMethodFormatter("{x:g}"))
+        axis.yaxis.set_minor_formatter(LogFormatter())  # leaves out what would crowd
     for axis in (sent, fixed_domain, fixed_p):
         axis.legend(fontsize=8)
         axis.spines[["top", "right"]].set_visible(False)

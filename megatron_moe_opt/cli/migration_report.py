@@ -145,7 +145,7 @@ def report_migration(settings: MigrationSettings, png: Path | None) -> None:
     if png is not None:
         from megatron_moe_opt.cli.migration_picture import draw_migration
 
-        draw_migration(png, settings, scales, traffic(settings, layer))
+        draw_migration(png, settings, scales, traffic(settings))
         say_written(png, console)
 
 
@@ -160,7 +160,7 @@ class Traffic:
     """Of the fastest choice."""
 
 
-def traffic(settings: MigrationSettings, layer: MigrationLayer) -> Traffic:
+def traffic(settings: MigrationSettings) -> Traffic:
     """Over a sixteenth to 16 times the tokens of a GPU, with the computation of each."""
     number = settings.data_centres[0]
     tokens = sorted({max(settings.tokens * 2**power // 16, 1) for power in range(9)})
