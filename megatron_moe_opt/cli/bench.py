@@ -7,8 +7,7 @@ from typing import Annotated
 
 import typer
 
-from megatron_moe_opt.cli.option_types import Device, DType, finite
-from megatron_moe_opt.errors import ConfigurationError
+from megatron_moe_opt.cli.option_types import Device, DType, finite, whole_numbers
 
 app = typer.Typer(help="Benchmarks, each against stock Megatron-Core in the same run.", no_args_is_help=True)
 
@@ -135,7 +134,7 @@ def choice(
     from megatron_moe_opt.cli.bench_choice import bench_choice
     from megatron_moe_opt.cli.layer_settings import LayerSettings
 
-    sizes, counts = _numbers("--tokens", tokens), _numbers("--chunks", chunks)
+    sizes, counts = whole_numbers("--tokens", tokens), whole_numbers("--chunks", chunks)
     settings = LayerSettings(
         dispatchers=(),
         tokens=sizes[0],
@@ -159,14 +158,6 @@ def choice(
     bench_choice(settings, sizes, counts, json)
 
 
-def _numbers(option: str, text: str) -> list[int]:
-    """Positive whole numbers separated by commas."""
-    parts = [part.strip() for part in text.split(",")]
-    if not all(part.isdecimal() and int(part) for part in parts):
-        raise ConfigurationError(f"{option} {text}: write numbers from 1 on, separated by commas, such as 256,1024")
-    return [int(part) for part in parts]
-
-
 @app.command()
 def saa(
     sizes: Annotated[str, typer.Option(help="KiB of a rank's own rows, times expert-TP, separated by commas.")] = (
@@ -185,7 +176,7 @@ def saa(
     from megatron_moe_opt.cli.profile_cluster import ProfileSettings
 
     settings = ProfileSettings(tp, 1, ep, expert_tp, hidden, expert_tp, dtype.value, 0.0)
-    bench_saa(settings, [size * 1024 for size in _numbers("--sizes", sizes)], rounds, json)
+    bench_saa(settings, [size * 1024 for size in whole_numbers("--sizes", sizes)], rounds, json)
 
 
 @app.command(name="executor")

@@ -11,6 +11,7 @@ from megatron_moe_opt.cli.bench import app as bench_app
 from megatron_moe_opt.cli.doctor import doctor
 from megatron_moe_opt.cli.profile import profile
 from megatron_moe_opt.cli.simulate import simulate
+from megatron_moe_opt.cli.simulate_migration import simulate_migration
 from megatron_moe_opt.cli.timeline import timeline
 from megatron_moe_opt.errors import ConfigurationError, ExtensionError
 
@@ -25,6 +26,7 @@ app.add_typer(bench_app, name="bench")
 app.command()(doctor)
 app.command()(profile)
 app.command()(simulate)
+app.command()(simulate_migration)
 app.command()(timeline)
 
 

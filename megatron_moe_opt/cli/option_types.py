@@ -31,6 +31,14 @@ def finite(option: typer.CallbackParam, value: float | None) -> float | None:
     return value
 
 
+def whole_numbers(option: str, text: str) -> list[int]:
+    """Whole numbers from 1 on, separated by commas; refuses, with ConfigurationError, anything else."""
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdecimal() and int(part) for part in parts):
+        raise ConfigurationError(f"{option} {text}: write numbers from 1 on, separated by commas, such as 256,1024")
+    return [int(part) for part in parts]
+
+
 def check_device(device: Device) -> None:
     """Refuses, with ConfigurationError, a device that is not there or that the extension was not built for."""
     if device is Device.cpu:

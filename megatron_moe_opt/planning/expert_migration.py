@@ -1,0 +1,212 @@
+"""Which domain sizes: the least time of all that are realisable, on any number of levels (HybridEP, sections III, IV).
+
+A domain size must divide its level, so that few proportions exist, p = (G - S) / (G - 1). Each choice of sizes takes
+
+    T = sum over passes of Lat_PE + max(n Lat_Ep, max(migration - Lat_PE, 0) + 2 exchange)     (stream_model.py)
+
+with one collective a level, one level after the other. At level l, of SF_l workers in N_l = SF_l / S_l domains, a group
+moves (bytes as Op.size counts them: own ones too)
+
+    exchange     tokens * row * copies_l          copies_l: of a token, see below
+    migration    P_E * S_0 * ... * S_l            experts gathered so far, from the outermost level inwards
+
+A token goes once to each domain that has one of its experts, however many these are, and one sum comes back. With
+experts drawn evenly, E in all and K different ones a token, it has copies in
+
+    copies_l = d (1 - C(E - E / d, K) / C(E, K))     of the d = N_0 ... N_l regions of the levels down to l
+
+K = 1 gives one copy, the paper's volumes. A backward pass exchanges as much, and returns the gradients of migrated
+experts to their owners by a reduce-scatter, the mirror of the all-gather; the paper leaves that out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import inf, prod
+
+from megatron_moe_opt.errors import ConfigurationError
+from megatron_moe_opt.schedules.schedule import Kind
+from megatron_moe_opt.topology.domains import ExpertDomains, realisable
+
+from .curves import CostCurve
+from .monta import TIE
+from .stream_model import stream_seconds
+
+Curves = Mapping[tuple[Kind, int, int], CostCurve]
+"""By kind of collective, level, and ranks of the group: seconds over bytes as Op.size counts them."""
+
+
+@dataclass(frozen=True)
+class StreamPass:
+    """One way through a layer, forward or backward."""
+
+    pre_expert_seconds: float
+    """Of what precedes the experts; backward, of its gradients."""
+    expert_seconds: float
+    """Of all experts of a GPU."""
+    expert_bytes: int
+    """Of all experts of a GPU, as they travel: weights, compressed or not; backward, their gradients."""
+    collective: Kind = Kind.ALL_GATHER
+    """In which experts travel: REDUCE_SCATTER in a backward pass."""
+
+
+@dataclass(frozen=True)
+class MigrationLayer:
+    """A MoE layer whose experts are drawn evenly."""
+
+    tokens: int
+    """Of a GPU."""
+    row_bytes: int
+    """Of a token as it travels."""
+    topk: int
+    """Experts of a token: K."""
+    local_experts: int
+    """Experts of a GPU."""
+    passes: tuple[StreamPass, ...]
+
+    def exchanged(self, domains: ExpertDomains, level: int) -> float:
+        """Bytes of a GPU's rows in an all-to-all of a level, those included that stay."""
+        regions = prod(domains.domains(outer) for outer in range(level + 1))
+        experts = self.local_experts * domains.world
+        elsewhere = 1.0  # the part of the draws in which a region has none of the token's experts
+        for drawn in range(self.topk):
+            elsewhere *= max(experts - experts // regions - drawn, 0) / (experts - drawn)
+        return self.tokens * self.row_bytes * regions * (1 - elsewhere)
+
+    def gathered(self, domains: ExpertDomains, level: int, one: StreamPass) -> int:
+        """Bytes of experts that a GPU holds after the all-gather of a level, its own included."""
+        return one.expert_bytes * prod(domains.sizes[: level + 1])
+
+    def sent(self, domains: ExpertDomains, level: int) -> float:
+        """Bytes that a GPU sends over its links of a level in all passes."""
+        exchanged = self.exchanged(domains, level) * (1 - 1 / domains.domains(level))
+        migrated = sum(self.gathered(domains, level, one) for one in self.passes) * (1 - 1 / domains.sizes[level])
+        return 2 * len(self.passes) * exchanged + migrated
+
+
+@dataclass(frozen=True)
+class DomainChoice:
+    """Domain sizes, and what all passes of a layer take with them."""
+
+    domains: ExpertDomains
+    seconds: float
+
+    @property
+    def holds(self) -> int:
+        """A GPU then holds the experts of so many GPUs."""
+        return prod(self.domains.sizes)
+
+
+def predict(layer: MigrationLayer, workers: tuple[int, ...], curves: Curves) -> tuple[DomainChoice, ...]:
+    """Every realisable choice, in the order of `realisable`.
+
+    Args:
+        workers: of each level, the outermost first, as in ExpertDomains.
+        curves: of the groups of more than one rank. Measured ones, or `link_curves`.
+
+    Raises:
+        ConfigurationError: a curve is missing, a level has no worker, or a token has more experts than there are.
+    """
+    experts = layer.local_experts * prod(workers)
+    if layer.topk > experts:
+        raise ConfigurationError(f"a token cannot have {layer.topk} of {experts} experts: take a smaller top-k")
+    return tuple(DomainChoice(domains, _seconds(layer, domains, curves)) for domains in realisable(workers))
+
+
+def least(choices: Sequence[DomainChoice]) -> DomainChoice:
+    """The fastest; of equal ones that which holds fewest experts, then the first. The same on every rank."""
+    fastest = min(one.seconds for one in choices)
+    return min((one for one in choices if one.seconds <= fastest * TIE), key=lambda one: one.holds)
+
+
+def _seconds(layer: MigrationLayer, domains: ExpertDomains, curves: Curves) -> float:
+    levels = range(domains.levels)
+    exchange = sum(
+        _curve(curves, Kind.ALL_TO_ALL, level, domains.domains(level)).seconds(layer.exchanged(domains, level))
+        for level in levels
+        if domains.domains(level) > 1
+    )
+    total = 0.0
+    for one in layer.passes:
+        migration = sum(
+            _curve(curves, one.collective, level, domains.sizes[level]).seconds(layer.gathered(domains, level, one))
+            for level in levels
+            if domains.sizes[level] > 1
+        )
+        total += stream_seconds(one.pre_expert_seconds, one.expert_seconds, migration, exchange)
+    return total
+
+
+def _curve(curves: Curves, kind: Kind, level: int, ranks: int) -> CostCurve:
+    curve = curves.get((kind, level, ranks))
+    if curve is None:
+        raise ConfigurationError(
+            f"no cost curve for {kind.value} at level {level} in a group of {ranks} ranks: measure that group, or give "
+            "bandwidths"
+        )
+    return curve
+
+
+@dataclass(frozen=True)
+class Link:
+    """What a GPU has to send at a level.
+
+    Raises:
+        ValueError: a bandwidth that is not positive and finite, or a latency that is negative or not finite.
+    """
+
+    bandwidth: float
+    """Bytes a second of one GPU: where GPUs share a link, its part of it."""
+    latency: float = 0.0
+    """Seconds that every message adds; those of a GPU follow one another (pairwise exchange, ring)."""
+
+    def __post_init__(self) -> None:
+        if not (0 < self.bandwidth < inf and 0 <= self.latency < inf):
+            raise ValueError(f"bandwidth {self.bandwidth} and latency {self.latency} are not those of a link")
+
+    def seconds(self, messages: int, size: float) -> float:
+        """Time of so many messages, `size` bytes together."""
+        return messages * self.latency + size / self.bandwidth
+
+
+def link_curves(workers: Sequence[int], links: Sequence[Link]) -> dict[tuple[Kind, int, int], CostCurve]:
+    """The curves of every realisable group on given links, one a level: (r - 1) messages, (r - 1) / r of the bytes."""
+    curves = {}
+    for level, (number, link) in enumerate(zip(workers, links, strict=True)):
+        for ranks in range(2, number + 1):
+            if number % ranks == 0:
+                ends = ((size, link.seconds(ranks - 1, size * (ranks - 1) / ranks)) for size in (1.0, 2.0**60))
+                line = CostCurve(tuple(ends))
+                curves |= {(kind, level, ranks): line for kind in _KINDS}
+    return curves
+
+
+_KINDS = (Kind.ALL_TO_ALL, Kind.ALL_GATHER, Kind.REDUCE_SCATTER)
+
+
+def stock_seconds(layer: MigrationLayer, workers: Sequence[int], links: Sequence[Link]) -> float:
+    """All passes with one flat all-to-all over all GPUs, as stock Megatron's: a row for every expert of a token.
+
+    The links of all levels are taken to be busy at once: the slowest decides. Experts stay, and their gradients too.
+    """
+    exchange = max(
+        link.seconds(_stock_peers(workers, level), _stock_exchanged(layer, workers, level))
+        for level, link in enumerate(links)
+    )
+    return sum(stream_seconds(one.pre_expert_seconds, one.expert_seconds, 0.0, exchange) for one in layer.passes)
+
+
+def stock_sent(layer: MigrationLayer, workers: Sequence[int], level: int) -> float:
+    """Bytes that a GPU sends over its links of a level in all passes of stock Megatron's all-to-all."""
+    return 2 * len(layer.passes) * _stock_exchanged(layer, workers, level)
+
+
+def _stock_peers(workers: Sequence[int], level: int) -> int:
+    """GPUs that a GPU reaches over its links of this level, and over those inside it."""
+    return (workers[level] - 1) * prod(workers[level + 1 :])
+
+
+def _stock_exchanged(layer: MigrationLayer, workers: Sequence[int], level: int) -> float:
+    data = layer.tokens * layer.topk * layer.row_bytes
+    return data * _stock_peers(workers, level) / prod(workers)

@@ -1,0 +1,123 @@
+"""Expert domains: who sends experts and who sends tokens to whom, level by level (HybridEP, section IV-A).
+
+A level is a set of workers joined by links of one kind: data centres, the nodes of a data centre, the GPUs of a node.
+The outermost level is level 0. At each level, workers are cut into domains of equal size:
+
+    inside a domain    experts travel: all-gather among the workers of the domain
+    between domains    tokens travel: all-to-all among the workers at the same offset of their domains
+
+A rank has one group of each kind at every level; its members differ in their place at that level alone. Composed over
+the levels this reaches every expert: experts are gathered from the outermost level inwards, so that a rank ends with
+those of all ranks whose domains are its own at every level, and a token takes one hop a level, from the outermost
+inwards, to the domain of its expert. Domain size 1 everywhere is expert parallelism, hop by hop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import product
+from math import prod
+
+from megatron_moe_opt.errors import ConfigurationError
+from megatron_moe_opt.schedules.schedule import Kind
+from megatron_moe_opt.topology.layouts import Groups
+
+
+@dataclass(frozen=True)
+class ExpertDomains:
+    """The ranks 0 .. world - 1 of one expert-parallel group, on levels and in domains.
+
+    Groups list ranks of the expert-parallel group, not of the world. Every rank is in one group of each kind at every
+    level; those of one rank need no collective.
+
+    Raises:
+        ConfigurationError: no level, a number below 1, or a domain size that does not divide its level.
+    """
+
+    workers: tuple[int, ...]
+    """Of each level, the workers in one worker of the level outside it: the paper's scaling factors SF."""
+    sizes: tuple[int, ...]
+    """Of each level, the workers in a domain: S_ED."""
+
+    def __post_init__(self) -> None:
+        if not self.workers or len(self.workers) != len(self.sizes):
+            raise ConfigurationError(
+                f"{len(self.sizes)} expert domain size(s) {self.sizes} do not fit {len(self.workers)} level(s) "
+                f"{self.workers}: give one for each level, and at least one level"
+            )
+        for level, (workers, size) in enumerate(zip(self.workers, self.sizes, strict=True)):
+            if workers < 1 or size < 1 or workers % size:
+                raise ConfigurationError(
+                    f"expert domain size {size} does not divide the {workers} workers of level {level}: choose a "
+                    "divisor"
+                )
+
+    @property
+    def levels(self) -> int:
+        """Number of levels."""
+        return len(self.workers)
+
+    @property
+    def world(self) -> int:
+        """All ranks: G."""
+        return prod(self.workers)
+
+    def stride(self, level: int) -> int:
+        """Ranks between neighbours at a level."""
+        return prod(self.workers[level + 1 :])
+
+    def location(self, rank: int) -> tuple[int, ...]:
+        """The rank's place at every level (eq. 13)."""
+        return tuple(rank // self.stride(level) % workers for level, workers in enumerate(self.workers))
+
+    def proportion(self, level: int) -> float:
+        """p: the part of what would leave a worker that leaves it as tokens, (G - S) / (G - 1) with G workers."""
+        workers, size = self.workers[level], self.sizes[level]
+        return (workers - size) / (workers - 1) if workers > 1 else 1.0
+
+    def domains(self, level: int) -> int:
+        """Domains in one worker of the level outside: the ranks of an all-to-all group."""
+        return self.workers[level] // self.sizes[level]
+
+    def communication(self, one: int, other: int, level: int) -> Kind | None:
+        """What two ranks exchange at a level: ALL_GATHER, ALL_TO_ALL or nothing (Algorithm 1).
+
+        The printed algorithm asks for the same place at the levels inside this one only. Then two GPUs of different
+        data centres would gather over the links of a node: here the places at the levels outside must be the same too.
+        """
+        mine, its = self.location(one), self.location(other)
+        if mine[:level] != its[:level] or mine[level + 1 :] != its[level + 1 :]:
+            return None
+        (domain, offset), (its_domain, its_offset) = (divmod(place[level], self.sizes[level]) for place in (mine, its))
+        if domain == its_domain and offset != its_offset:
+            return Kind.ALL_GATHER
+        if domain != its_domain and offset == its_offset:
+            return Kind.ALL_TO_ALL
+        return None
+
+    def gather_groups(self, level: int) -> Groups:
+        """The groups in which experts travel, each with its ranks ascending; groups in the order of first ranks."""
+        stride, size = self.stride(level), self.sizes[level]
+        firsts = (rank for rank in range(self.world) if rank // stride % size == 0)
+        return tuple(tuple(first + index * stride for index in range(size)) for first in firsts)
+
+    def all_to_all_groups(self, level: int) -> Groups:
+        """The groups in which tokens travel: index i of a group is in domain i. Order as of `gather_groups`."""
+        stride, size, workers = self.stride(level), self.sizes[level], self.workers[level]
+        firsts = (rank for rank in range(self.world) if rank // stride % workers < size)
+        return tuple(tuple(first + place * stride for place in range(0, workers, size)) for first in firsts)
+
+    def messages(self, level: int) -> dict[Kind, int]:
+        """Messages of all ranks at a level in one all-to-all and one all-gather (Table VII)."""
+        return {
+            Kind.ALL_TO_ALL: self.world * (self.domains(level) - 1),
+            Kind.ALL_GATHER: self.world * (self.sizes[level] - 1),
+        }
+
+
+def realisable(workers: tuple[int, ...]) -> Iterator[ExpertDomains]:
+    """Every choice of domain sizes; the sizes of a level ascend, the innermost level's fastest."""
+    divisors = ([size for size in range(1, number + 1) if number % size == 0] for number in workers)
+    for sizes in product(*divisors):
+        yield ExpertDomains(workers, sizes)
