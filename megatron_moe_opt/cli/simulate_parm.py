@@ -9,7 +9,7 @@ from rich.table import Table
 
 from megatron_moe_opt.planning.cluster import Cluster
 from megatron_moe_opt.planning.curves import AlphaBeta
-from megatron_moe_opt.planning.monta import WITHIN_PREDICTION
+from megatron_moe_opt.planning.monta import AS_IN_TRAINING
 from megatron_moe_opt.planning.parm import ParmChoice, ParmFits, ParmLayer, algorithm_1, choose, predict
 
 
@@ -39,7 +39,7 @@ def _candidates_table(layer: ParmLayer, tokens: int, cluster: Cluster) -> Table:
     if layer.tp > 1:
         ways["replicated tokens (ms)"] = layer, tokens * layer.tp
     found = {way: predict(*of_way, cluster) for way, of_way in ways.items()}
-    chosen = {way: choose(*of_way, cluster, equal_within=WITHIN_PREDICTION) for way, of_way in ways.items()}
+    chosen = {way: choose(*of_way, cluster, **AS_IN_TRAINING) for way, of_way in ways.items()}
     by_name = {way: {str(one): one for one in candidates} for way, candidates in found.items()}
     table = Table(
         title="Dispatch and combine of a layer, forward and backward",

@@ -20,7 +20,7 @@ from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.planning.cluster import OUR_FLAGS, Cluster
 from megatron_moe_opt.planning.curves import CostCurve, Costs
 from megatron_moe_opt.planning.model import ModelShape, Parallel
-from megatron_moe_opt.planning.monta import CHUNKS, PASSES, WITHIN_PREDICTION, Pass, choose, training_passes
+from megatron_moe_opt.planning.monta import AS_IN_TRAINING, CHUNKS, PASSES, Pass, choose, training_passes
 from megatron_moe_opt.planning.parm import ParmLayer
 from megatron_moe_opt.planning.simulator import Slowdown, simulate
 from megatron_moe_opt.planning.throughput import Device, Throughput, throughput
@@ -104,7 +104,7 @@ def simulate_step(settings: StepSettings, trace: Path | None, png: Path | None) 
     rows, row_bytes = settings.tokens * settings.model.topk, settings.model.hidden * settings.element_bytes
     passes = training_passes(rows, row_bytes, row_bytes + _lane_bytes())
     candidates = predict(passes, network)
-    choice = choose(passes, parallel.ep, parallel.etp, network.costs, network.slowdown, equal_within=WITHIN_PREDICTION)
+    choice = choose(passes, parallel.ep, parallel.etp, network.costs, network.slowdown, **AS_IN_TRAINING)
     chosen = next(one for one in candidates if (one.level, one.chunks) == (choice.level, choice.chunks))
     micro_batch = micro_batch_tokens // sequence
     steps = {

@@ -37,7 +37,11 @@ PASSES = ("forward dispatch", "forward combine", "backward of combine", "backwar
 """The names of `training_passes`."""
 _MOST_ROWS = 2**40
 TIE = 1 + 1e-9  # times this close are equal but for rounding
-WITHIN_PREDICTION = 0.03  # no chunks for a gain that predictions cannot tell from none
+AS_IN_TRAINING = {
+    "equal_within": 0.03,  # no chunks for a gain that predictions cannot tell from none
+    "one_chunk": 0.95,  # ranks that are out of step overlap stages by themselves, and the simulator plays them in step
+}
+"""Arguments of `choose`."""
 
 
 @dataclass(frozen=True)
@@ -107,6 +111,7 @@ def choose(
     chunks: Sequence[int] = CHUNKS,
     minimum_chunk: int = 1,
     equal_within: float = 1e-9,
+    one_chunk: float = 1.0,
 ) -> Choice:
     """The level and chunk count under which the passes together take least (Algorithm 3).
 
@@ -122,6 +127,7 @@ def choose(
         minimum_chunk: own bytes of the largest pass that a chunk must have, unless it is the only one (the paper's
             I_minimal).
         equal_within: times that exceed the least by up to this part of it count as equal to it.
+        one_chunk: the part of its predicted time at which a single chunk is compared with several.
 
     Raises:
         ConfigurationError: a curve is missing.
@@ -132,14 +138,15 @@ def choose(
     best = math.inf
     results: list[tuple[float, int, str]] = []
     for candidate in sorted(candidates, key=lambda candidate: sum(candidate.bounds)):
-        seconds = candidate.seconds(slowdown, best * (1 + equal_within))
+        part = one_chunk if candidate.count == 1 else 1.0
+        seconds = candidate.seconds(slowdown, best * (1 + equal_within) / part) * part
         best = min(best, seconds)
         results.append((seconds, candidate.count, candidate.level))
     fewest = min(count for seconds, count, _ in results if seconds <= best * (1 + equal_within))
     of_fewest = [(level, seconds) for seconds, count, level in results if count == fewest]
     fastest = min(seconds for _, seconds in of_fewest)
     level, seconds = min((level, seconds) for level, seconds in of_fewest if seconds <= fastest * TIE)
-    return Choice(level, fewest, seconds)
+    return Choice(level, fewest, seconds / (one_chunk if fewest == 1 else 1.0))
 
 
 class _Candidate:
@@ -218,9 +225,7 @@ def choices(
 
     def choose_for(rows: int) -> Choice:
         passes = training_passes(rows, row_bytes, packed_row_bytes)
-        return choose(
-            passes, ep_size, etp_size, costs, cluster.slowdown, levels, chunks, equal_within=WITHIN_PREDICTION
-        )
+        return choose(passes, ep_size, etp_size, costs, cluster.slowdown, levels, chunks, **AS_IN_TRAINING)
 
     return ChoiceByRows(choose_for)
 

@@ -27,7 +27,7 @@ from megatron_moe_opt.schedules.schedule import Kind, Lane, Op, Schedule
 
 from .cluster import Cluster
 from .curves import AlphaBeta, CostCurve
-from .monta import CHUNKS, TIE, WITHIN_PREDICTION, ChoiceByRows, Pass, training_passes
+from .monta import AS_IN_TRAINING, CHUNKS, TIE, ChoiceByRows, Pass, training_passes
 from .simulator import simulate
 
 SCHEDULES = ("S1", "S2")
@@ -147,15 +147,18 @@ def choose(
     levels: Sequence[str | None] = (None, *LEVELS),
     chunks: Sequence[int] = CHUNKS,
     equal_within: float = 1e-9,
+    one_chunk: float = 1.0,
 ) -> ParmChoice:
     """The one that takes least. Arguments and errors as of `predict`.
 
-    Times that exceed the least by up to `equal_within` of it count as equal to it. Of these, fewer chunks win, then the
-    faster, then the earlier one of `predict`. The same inputs give the same choice on every rank.
+    Times that exceed the least by up to `equal_within` of it count as equal to it; that of a single chunk is compared
+    at `one_chunk` of it. Of equal ones, fewer chunks win, then the faster, then the earlier one of `predict`. The same
+    inputs give the same choice on every rank.
     """
     found = predict(layer, tokens, cluster, schedules, levels, chunks)
-    least = min(one.seconds for one in found)
-    near = [one for one in found if one.seconds <= least * (1 + equal_within)]
+    compared = [(one.seconds * (one_chunk if one.chunks == 1 else 1.0), one) for one in found]
+    least = min(seconds for seconds, _ in compared)
+    near = [one for seconds, one in compared if seconds <= least * (1 + equal_within)]
     fewest = min(one.chunks for one in near)
     of_fewest = [one for one in near if one.chunks == fewest]
     fastest = min(one.seconds for one in of_fewest)
@@ -171,11 +174,11 @@ def choices(
 ) -> ChoiceByRows[ParmChoice]:
     """The choice for every number of tokens; arguments as of `predict`.
 
-    Predictions that are as good as equal count as equal (WITHIN_PREDICTION).
+    Compared as in training (AS_IN_TRAINING).
     """
 
     def choose_for(tokens: int) -> ParmChoice:
-        return choose(layer, tokens, cluster, schedules, levels, chunks, WITHIN_PREDICTION)
+        return choose(layer, tokens, cluster, schedules, levels, chunks, **AS_IN_TRAINING)
 
     return ChoiceByRows(choose_for)
 

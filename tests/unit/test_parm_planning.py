@@ -171,7 +171,7 @@ def test_a_table_of_choices():
     for tokens in (0, 1, 100, 10_000):
         span = table.range_of(tokens)
         middle = math.isqrt(span.start * span[-1])
-        assert table[tokens] == choose(layer_of(), middle, CLUSTER, equal_within=monta.WITHIN_PREDICTION)
+        assert table[tokens] == choose(layer_of(), middle, CLUSTER, **monta.AS_IN_TRAINING)
     assert choices(layer_of(), CLUSTER, schedules=["S2"])[100].schedule == "S2"
 
 

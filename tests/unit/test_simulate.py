@@ -11,7 +11,7 @@ import pytest
 from megatron_moe_opt.cli.main import main
 from megatron_moe_opt.planning import parm
 from megatron_moe_opt.planning.cluster import Cluster, World
-from megatron_moe_opt.planning.monta import PASSES, WITHIN_PREDICTION, choose, training_passes
+from megatron_moe_opt.planning.monta import AS_IN_TRAINING, PASSES, choose, training_passes
 from megatron_moe_opt.schedules.parm import JOINT
 from megatron_moe_opt.schedules.schedule import Kind, Lane
 
@@ -117,7 +117,7 @@ def test_a_measured_cluster(run, tmp_path):
     assert code == 0
     assert f"EP 2, expert-TP 2; costs from {file}" in output
     passes = training_passes(1000, 1024, 1040)
-    wanted = choose(passes, 2, 2, CLUSTER.costs(), CLUSTER.slowdown, equal_within=WITHIN_PREDICTION)
+    wanted = choose(passes, 2, 2, CLUSTER.costs(), CLUSTER.slowdown, **AS_IN_TRAINING)
     chosen = {name: found[0] for name, found in table_rows(output).items() if found[0][-1] == "chosen"}
     assert list(chosen) == [f"{wanted.level}, {wanted.chunks} chunks"]
     assert list(chosen.values())[0][0] == f"{wanted.seconds * 1e3:.3f}"
@@ -145,7 +145,7 @@ def test_parm_on_a_measured_cluster(run, tmp_path):
     split = dataclasses.replace(layer, tp=1), 500, WITH_PARM
     whole = layer, 1000, WITH_PARM
     for column, way in ((0, split), (2, whole)):
-        chosen = parm.choose(*way, equal_within=WITHIN_PREDICTION)
+        chosen = parm.choose(*way, **AS_IN_TRAINING)
         for one in parm.predict(*way):
             assert rows[str(one)][0][column : column + 2] == [
                 f"{one.seconds * 1e3:.3f}",
