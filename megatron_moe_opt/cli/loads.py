@@ -15,7 +15,7 @@ from megatron_moe_opt.dispatchers.monta import MontaDispatcher
 from megatron_moe_opt.dispatchers.pipelining import FixedPipelining
 from megatron_moe_opt.kernels import ChunkList
 from megatron_moe_opt.runtime import steps
-from megatron_moe_opt.runtime.exchange_plan import plan_exchange, share_out
+from megatron_moe_opt.runtime.exchange_plan import Sharing, plan_exchange, share_out
 from megatron_moe_opt.runtime.expert_exchange import Exchange, bind_to_sources
 from megatron_moe_opt.schedules.schedule import Kind, Lane
 from megatron_moe_opt.topology.expert_groups import ExpertGroups, TokenCopies
@@ -78,14 +78,14 @@ def combine_and_gather(
     The size is that of the rows that come back to a rank for itself, times expert-TP. A collective call over all
     groups.
     """
-    copies = TokenCopies.of(tp, groups)
+    sharing = Sharing(TokenCopies.of(tp, groups), rows.bytes, overlap)
 
     def sized(size: int) -> SizedPipeline:
         number = rows.number(size, groups.joint_size)  # of an expert; for one expert there is nothing to reorder
         of_tp_group = number // groups.joint_size * tp.size()
         counts = torch.full((groups.ep_size, groups.etp_size, groups.ep_size), of_tp_group)
         ranks = groups.ep_rank, groups.etp_rank
-        sent, parts = share_out(counts, *ranks, copies, rows.bytes, overlap)
+        sent, parts = share_out(counts, *ranks, sharing)
         exchange = Exchange(groups, plan_exchange(sent, *ranks, 1, rows.device), None, parts)
         outputs = rows.filled(number)
         return SizedPipeline(number * rows.bytes, lambda: bind_to_sources(outputs, None, exchange)[:2])

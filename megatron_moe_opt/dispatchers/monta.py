@@ -19,10 +19,10 @@ from torch.distributed import ProcessGroup
 from megatron_moe_opt.dispatchers.pipelining import Pipelining
 from megatron_moe_opt.kernels import RowMap, build_row_map, permute_packed, unpermute_rows
 from megatron_moe_opt.runtime.collectives import all_gather_rows
-from megatron_moe_opt.runtime.exchange_plan import plan_exchange, share_out
+from megatron_moe_opt.runtime.exchange_plan import Sharing, plan_exchange, share_out
 from megatron_moe_opt.runtime.expert_exchange import Exchange, to_experts, to_sources
 from megatron_moe_opt.runtime.host_copy import HostCopy
-from megatron_moe_opt.topology.expert_groups import ExpertGroups, TokenCopies
+from megatron_moe_opt.topology.expert_groups import ExpertGroups
 
 
 @dataclass(frozen=True)
@@ -34,21 +34,17 @@ class Dispatched:
     """[ep_size, etp_size, experts] rows of every rank, on its way to the host."""
     groups: ExpertGroups
     level: str | None
-    copies: TokenCopies | None = None
-    """The TP group whose ranks all have these rows, and share them out; None: no other rank has them."""
-    row_bytes: int = 0
-    """Of the rows that `copies` get back; see exchange_plan.share_out."""
-    overlap: bool = True
-    """Likewise."""
+    sharing: Sharing | None = None
+    """How the ranks of a TP group, which all have these rows, share them out; None: no other rank has them."""
 
     @cached_property
     def exchange(self) -> Exchange:
         """Who sends what to whom; the first use waits for the counts to reach the host (the only host sync)."""
         groups, rows, counts = self.groups, self.row_map, self.counts.wait()
         ranks, device = (groups.ep_rank, groups.etp_rank), rows.rows.device
-        if self.copies is None:
+        if self.sharing is None:
             return Exchange(groups, plan_exchange(counts, *ranks, rows.num_chunks, device), self.level)
-        sent, parts = share_out(counts, *ranks, self.copies, self.row_bytes, self.overlap)
+        sent, parts = share_out(counts, *ranks, self.sharing)
         return Exchange(groups, plan_exchange(sent, *ranks, 1, device), None, parts)
 
 

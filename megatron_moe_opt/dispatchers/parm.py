@@ -26,6 +26,7 @@ from megatron_moe_opt.dispatchers.parm_schedule import Scheduling
 from megatron_moe_opt.dispatchers.pipelining import FixedPipelining
 from megatron_moe_opt.kernels import RowMap, permute_packed
 from megatron_moe_opt.planning.parm import ParmChoice
+from megatron_moe_opt.runtime.exchange_plan import Sharing
 from megatron_moe_opt.runtime.host_copy import HostCopy
 from megatron_moe_opt.schedules.parm import AAS
 from megatron_moe_opt.topology.expert_groups import ExpertGroups, TokenCopies
@@ -71,6 +72,5 @@ class ParmDispatcher(MontaDispatcher):
         if self.copies is None:
             return super()._pack(tokens, probs, row_map, counts, groups)
         row_map = row_map.cut(self.copies.group.size())
-        row_bytes, overlap = tokens.size(1) * tokens.element_size(), self.choice.schedule != AAS
-        dispatched = Dispatched(row_map, counts, groups, None, self.copies, row_bytes, overlap)
-        return permute_packed(tokens, probs, row_map), dispatched
+        sharing = Sharing(self.copies, tokens.size(1) * tokens.element_size(), self.choice.schedule != AAS)
+        return permute_packed(tokens, probs, row_map), Dispatched(row_map, counts, groups, None, sharing)

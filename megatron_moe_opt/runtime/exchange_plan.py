@@ -161,21 +161,29 @@ class Parts:
         return sum(sum(rows) for rows in self.rows[:tp_rank])
 
 
-def share_out(
-    counts: torch.Tensor, ep_rank: int, etp_rank: int, copies: TokenCopies, row_bytes: int, overlap: bool
-) -> tuple[torch.Tensor, Parts]:
+@dataclass(frozen=True)
+class Sharing:
+    """What is shared out in a TP group, and how it comes back."""
+
+    copies: TokenCopies
+    row_bytes: int
+    overlap: bool
+    """In phases, where the mean phase is worth it; False: in one."""
+
+
+def share_out(counts: torch.Tensor, ep_rank: int, etp_rank: int, sharing: Sharing) -> tuple[torch.Tensor, Parts]:
     """What each rank exchanges where the ranks of a TP group have the same rows.
 
     Args:
         counts: int64 [ep_size, etp_size, experts] on the CPU: rows each rank has for each expert, whoever sends them.
-        overlap: in phases, where the mean phase is worth it; False: in one.
 
     Returns:
         Counts of the rows that each rank sends, for `plan_exchange` with one chunk; and the parts of this rank's group.
     """
-    ep_size, etp_size, _ = counts.shape
+    copies, (ep_size, etp_size, _) = sharing.copies, counts.shape
     cut = cut_counts(counts, copies.group.size())  # [tp, ep, etp, expert]
     sent = cut[copies.tp_ranks, torch.arange(ep_size).view(-1, 1), torch.arange(etp_size)]
     rows = cut[:, ep_rank, etp_rank].view(len(cut), ep_size, -1).sum(2).tolist()
-    in_phases = overlap and int(sent.sum()) * row_bytes >= MIN_PHASE_BYTES * ep_size * ep_size * etp_size
+    mean_phase = int(sent.sum()) * sharing.row_bytes / (ep_size * etp_size * ep_size)
+    in_phases = sharing.overlap and mean_phase >= MIN_PHASE_BYTES
     return sent, Parts(copies.group, copies.ep_ranks, rows, ep_size if in_phases else 1)

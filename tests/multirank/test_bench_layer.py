@@ -121,6 +121,21 @@ def test_bytes_of_a_trace(ranks, tmp_path):
     assert limits[stock.wire_limit.link] == max(limits.values())
 
 
+def test_replicated_tokens_are_compared_with_the_reference_schedule(ranks):
+    """Each expert gets a token from one rank of a TP group, and in the reference from all of them."""
+    ours = ("parm:S1", "parm:S2", "parm:AAS", "monta")
+    report = ranks.run(_run, settings=_settings(tp=2, expert_tp=2, tokens=64, replicated=True, dispatchers=ours))[0]
+    assert [result.dispatcher for result in report.results] == ["deepspeed", *ours]
+    assert set(report.results[0].ratios) == {1.0}
+    sent = {
+        result.dispatcher: sum(row.bytes for row in result.traffic if row.collective == "all_to_all")
+        for result in report.results
+    }
+    # Parm's rows go to both shards of an expert at once; the reference sends both copies of a row, of both TP ranks.
+    assert sent["parm:S2"] == sent["parm:AAS"] == pytest.approx(sent["parm:S1"], rel=0.1)
+    assert sent["monta"] < sent["parm:S1"] < sent["deepspeed"]
+
+
 def _differ():
     """Refuses to time a dispatcher that computes something else."""
     from megatron.core import parallel_state
@@ -135,10 +150,10 @@ def _differ():
         layers = layers_under_test(
             _settings(dispatchers=("monta",)), ep=4, device=torch.device("cpu"), permute_fusion=False
         )
-        assert _differences(layers, tolerance=1e-6).keys() == {"alltoall", "monta"}
+        assert _differences(layers, "alltoall", tolerance=1e-6).keys() == {"alltoall", "monta"}
         if dist.get_rank() == 3:
             next(iter(layers["monta"].layer.experts.parameters())).data.mul_(1.001)
-        _differences(layers, tolerance=1e-6)
+        _differences(layers, "alltoall", tolerance=1e-6)
     finally:
         parallel_state.destroy_model_parallel()
 

@@ -108,15 +108,18 @@ def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
 
 NO_AUX = {"moe_aux_loss_coeff": 0.0}
 DROPLESS = {"moe_z_loss_coeff": 0.01, "moe_router_topk": 4}
-SCHEDULES = (("parm", "S1"), ("parm", "S2"), ("parm", "S2 in one phase"), ("deepspeed", "S1"))
+SCHEDULES = (("parm", "S1"), ("parm", "S2"), ("deepspeed", "S1"))
+IN_ONE_PHASE = ("parm", "S2 in one phase")
 
 
-def compare_all(layouts: list[dict[str, int]], settings: tuple[dict[str, Any], ...]) -> list[str]:
+def compare_all(
+    layouts: list[dict[str, int]], settings: tuple[dict[str, Any], ...], schedules: tuple[tuple[str, str], ...]
+) -> list[str]:
     """What is beyond the numerics contract, as text."""
     far = []
     for layout in layouts:
         for extra in settings:
-            for dispatcher, schedule in SCHEDULES:
+            for dispatcher, schedule in schedules:
                 errors = compare_with_dense(dispatcher, schedule, layout, extra)
                 far += [
                     f"{dispatcher} {schedule}, {layout}, {extra}: {name} {error:.1e}"
@@ -128,18 +131,22 @@ def compare_all(layouts: list[dict[str, int]], settings: tuple[dict[str, Any], .
 
 def test_sizes_that_fit_4_ranks(ranks):
     layouts = [{"tp": tp, "ep": ep, "etp": etp} for tp in (2, 4) for etp in (1, 2, 4) for ep in (1, 2) if ep * etp <= 4]
-    assert ranks.run(compare_all, layouts=layouts, settings=(DROPLESS, NO_AUX | PAD)) == [[]] * 4
+    assert ranks.run(compare_all, layouts=layouts, settings=(DROPLESS, NO_AUX | PAD), schedules=SCHEDULES) == [[]] * 4
 
 
 def test_dropped_tokens(ranks):
     layouts = [{"tp": 2, "ep": 2, "etp": 2}, {"tp": 4, "ep": 2, "etp": 1}]
-    assert ranks.run(compare_all, layouts=layouts, settings=(NO_AUX | DROP,)) == [[]] * 4
+    assert (
+        ranks.run(compare_all, layouts=layouts, settings=(NO_AUX | DROP,), schedules=(*SCHEDULES, IN_ONE_PHASE))
+        == [[]] * 4
+    )
 
 
 def test_sizes_that_need_8_ranks():
     pool = RankPool(8)
     try:
         layouts = [{"tp": tp, "ep": 2, "etp": 4} for tp in (1, 2, 4)]
-        assert pool.run(compare_all, layouts=layouts, settings=(DROPLESS, NO_AUX | PAD), timeout_s=240) == [[]] * 8
+        cases = {"settings": (DROPLESS, NO_AUX | PAD), "schedules": (*SCHEDULES, IN_ONE_PHASE)}
+        assert pool.run(compare_all, layouts=layouts, **cases, timeout_s=240) == [[]] * 8
     finally:
         pool.close()
