@@ -63,20 +63,26 @@ def bench_saa(settings: ProfileSettings, sizes: Sequence[int], rounds: int, json
             f"--tp {layout.tp} --ep {layout.ep}: an AllGather over TP can overlap with an all-to-all where both are "
             "above 1"
         )
-    with process_group() as device, groups_of(layout) as groups:
-        of_experts = ExpertGroups(groups["ep"], groups.get("expert-tp"), groups[JOINT])
-        rows = Rows(settings.hidden, settings.torch_dtype, device)
-        aas, saa = (loads.combine_and_gather(rows, of_experts, groups[TP], overlap) for overlap in (False, True))
-        points = [_measure(aas(size), saa(size), rounds, device) for size in sizes]
+    with process_group() as device:
+        points = measure(settings, sizes, rounds, device)
         if dist.get_rank() == 0:
-            _print(points, settings, Console(width=None if sys.stdout.isatty() else 160))
+            _print(points, Console(width=None if sys.stdout.isatty() else 160))
             if json_file is not None:
                 content = [asdict(point) | {"ratios": point.ratios} for point in points]
                 json_file.write_text(json.dumps(content, indent=2) + "\n")
     return points
 
 
-def _measure(aas: SizedPipeline, saa: SizedPipeline, rounds: int, device: torch.device) -> SaaPoint:
+def measure(settings: ProfileSettings, sizes: Sequence[int], rounds: int, device: torch.device) -> list[SaaPoint]:
+    """A collective call over the world; the same answer on every rank."""
+    rows = Rows(settings.hidden, settings.torch_dtype, device)
+    with groups_of(settings.layout(dist.get_world_size())) as groups:
+        of_experts = ExpertGroups(groups["ep"], groups.get("expert-tp"), groups[JOINT])
+        aas, saa = (loads.combine_and_gather(rows, of_experts, groups[TP], overlap) for overlap in (False, True))
+        return [_compare(aas(size), saa(size), rounds, device) for size in sizes]
+
+
+def _compare(aas: SizedPipeline, saa: SizedPipeline, rounds: int, device: torch.device) -> SaaPoint:
     """Interleaved rounds, behind one that warms up."""
     seconds = torch.zeros(4, rounds + 1, dtype=torch.float64)
     for index in range(rounds + 1):
@@ -98,7 +104,7 @@ def _run(pipeline: SizedPipeline, device: torch.device) -> Timeline:
     return timeline
 
 
-def _print(points: list[SaaPoint], settings: ProfileSettings, console: Console) -> None:
+def _print(points: list[SaaPoint], console: Console) -> None:
     table = Table(title="Rows back from their experts, and shared over TP")
     for header in (
         "MB",

@@ -169,3 +169,21 @@ def test_measured_times_are_those_of_the_slowest_rank(ranks):
     assert disturbed == pytest.approx(0.4)
     # 10, which never takes less, is known to take no longer than 20; 40 is measured again
     assert [seconds for _, seconds in disturbed_curve] == pytest.approx([0.04, 0.04, 0.08])
+
+
+def _saa():
+    from megatron_moe_opt.cli import bench_saa, profile_cluster
+
+    settings = profile_cluster.ProfileSettings(2, 1, 2, 2, 64, 32, "fp32", seconds=0.0)
+    return bench_saa.measure(settings, [2**13, 2**20], 2, torch.device("cpu"))
+
+
+def test_saa_is_compared_with_its_collectives_one_after_the_other(ranks):
+    answers = ranks.run(_saa)
+    assert all(answer == answers[0] for answer in answers)
+    assert [point.size for point in answers[0]] == [2**13, 2**20]
+    for point in answers[0]:
+        for seconds in (point.all_to_all, point.all_gather, point.aas, point.saa):
+            assert len(seconds) == 2 and all(0 < one < 5 for one in seconds)
+        assert all(part <= whole for part, whole in zip(point.all_to_all, point.aas, strict=True))
+        assert point.ratios == tuple(aas / saa for aas, saa in zip(point.aas, point.saa, strict=True))

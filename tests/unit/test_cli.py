@@ -113,6 +113,26 @@ def test_bench_layer_refuses(monkeypatch, capsys, arguments, world, sentence):
     assert capsys.readouterr().err == f"moe-opt: {sentence}\n"
 
 
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (
+            "saa --tp 1 --ep 2",
+            "--tp 1 --ep 2: an AllGather over TP can overlap with an all-to-all where both are above 1",
+        ),
+        ("saa --tp 3", "--tp 3 x --cp 1 = 3 does not divide the 2 ranks of this run: choose sizes whose product does"),
+        ("saa --sizes 0", "--sizes 0: write numbers from 1 on, separated by commas, such as 256,1024"),
+        (
+            "choice --profile f --capacity-factor 1.2",
+            "--capacity-factor is for whole layers: add --replicated, or leave it out",
+        ),
+    ],
+)
+def test_other_benchmarks_refuse(monkeypatch, capsys, arguments, sentence):
+    assert _run(monkeypatch, "bench", *arguments.split(), world=2) == 2
+    assert capsys.readouterr().err == f"moe-opt: {sentence}\n"
+
+
 def test_one_rank_of_a_node_speaks(monkeypatch, capsys):
     monkeypatch.setenv("LOCAL_RANK", "1")
     assert _run(monkeypatch, "bench", "layer", "--topk", "9") == 2
