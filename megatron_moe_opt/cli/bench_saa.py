@@ -19,13 +19,12 @@ from megatron_moe_opt.cli.loads import Rows
 from megatron_moe_opt.cli.meter import SizedPipeline
 from megatron_moe_opt.cli.output_files import check_output
 from megatron_moe_opt.cli.process_group import adopt_slurm_ranks, process_group, world_size
-from megatron_moe_opt.cli.profile_cluster import ProfileSettings, groups_of
+from megatron_moe_opt.cli.profile_cluster import ProfileSettings, expert_groups, groups_of
 from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.runtime.executor import executor
-from megatron_moe_opt.schedules.parm import JOINT, TP
+from megatron_moe_opt.schedules.parm import TP
 from megatron_moe_opt.schedules.schedule import Kind
 from megatron_moe_opt.schedules.timeline import Timeline
-from megatron_moe_opt.topology.expert_groups import ExpertGroups
 
 
 @dataclass(frozen=True)
@@ -77,7 +76,7 @@ def measure(settings: ProfileSettings, sizes: Sequence[int], rounds: int, device
     """A collective call over the world; the same answer on every rank."""
     rows = Rows(settings.hidden, settings.torch_dtype, device)
     with groups_of(settings.layout(dist.get_world_size())) as groups:
-        of_experts = ExpertGroups(groups["ep"], groups.get("expert-tp"), groups[JOINT])
+        of_experts = expert_groups(groups)
         aas, saa = (loads.combine_and_gather(rows, of_experts, groups[TP], overlap) for overlap in (False, True))
         return [_compare(aas(size), saa(size), rounds, device) for size in sizes]
 

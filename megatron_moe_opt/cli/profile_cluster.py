@@ -170,7 +170,7 @@ class _Measured:
         share, groups = self._share(), self._groups
         if not {JOINT, TP} <= groups.keys():
             return None
-        of_experts = ExpertGroups(groups["ep"], groups.get("expert-tp"), groups[JOINT])
+        of_experts = expert_groups(groups)
         pipeline = loads.combine_and_gather(rows, of_experts, groups[TP], overlap=True)
         return self._meter.pipeline_curve(pipeline, SIZES, share, LONGEST_SECONDS_OF_EXPERTS)
 
@@ -198,7 +198,7 @@ class _Measured:
         groups = self._groups
         if "ep" not in groups:
             return 0.0  # nothing to pipeline
-        of_experts = ExpertGroups(groups["ep"], groups.get("expert-tp"), groups.get(JOINT, groups["ep"]))
+        of_experts = expert_groups(groups)
         counts = (1, OVERHEAD_CHUNKS)
         moves = [loads.there_and_back(rows, of_experts, OVERHEAD_CHUNKS * OVERHEAD_CHUNK, count) for count in counts]
         in_one, in_chunks = self._meter.calls(moves)
@@ -282,6 +282,11 @@ def groups_of(layout: Layout) -> Iterator[dict[str, ProcessGroup]]:
     finally:
         for group in made.values():
             dist.destroy_process_group(group)
+
+
+def expert_groups(groups: Mapping[str, ProcessGroup]) -> ExpertGroups:
+    """Those of `groups_of` that a MoE layer communicates over. The joint group is EP's where it was not made."""
+    return ExpertGroups(groups["ep"], groups.get("expert-tp"), groups.get(JOINT, groups["ep"]))
 
 
 def _ranks(layout: Layout, role: str) -> Groups:

@@ -22,15 +22,13 @@ from dataclasses import dataclass
 from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.schedules import parm
 from megatron_moe_opt.schedules.monta import LEVELS, even_chunks
-from megatron_moe_opt.schedules.parm import JOINT, TP
+from megatron_moe_opt.schedules.parm import JOINT, SCHEDULES, TP
 from megatron_moe_opt.schedules.schedule import Kind, Lane, Op, Schedule
 
 from .cluster import Cluster
 from .curves import AlphaBeta, CostCurve
 from .monta import AS_IN_TRAINING, CHUNKS, TIE, ChoiceByRows, Pass, training_passes
 from .simulator import simulate
-
-SCHEDULES = ("S1", "S2")
 
 
 @dataclass(frozen=True)
