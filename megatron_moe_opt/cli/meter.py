@@ -129,15 +129,25 @@ class Meter:
                 break
         return _without_dips(points)
 
-    def rate_beside(self, load: Load, size: int, other: Load, other_size: int) -> float:
-        """How much of its own pace an op keeps while the other lane is busy, in (0, 1]."""
-        sized, other_sized = load.sized(size), other.sized(other_size)
+    def rates_beside(self, load: Load, size: int, *neighbours: Sequence[tuple[Load, int]]) -> list[float]:
+        """How much of its own pace an op keeps while other lanes are busy, in (0, 1].
+
+        Args:
+            neighbours: one answer for each: the ops that keep other lanes busy, all at once, and their sizes.
+        """
+        sized = load.sized(size)
         ops = _ops(self._alone(load, sized, 1))
-        alone, other_alone = self._alone(load, sized, ops), self._alone(other, other_sized, 1)
-        # Busy for longer than the first lane needs, even if that lane runs at a third of its pace.
-        others = 1 + min(MOST_BESIDE, math.ceil(3 * alone * ops / other_alone))
-        beside = self._median_of_runs(ops, (load, sized, ops), (other, other_sized, others))
-        return min(1.0, alone / beside)
+        alone = self._alone(load, sized, ops)
+        rates = []
+        for others in neighbours:
+            queues = []
+            for other, other_size in others:
+                other_sized = other.sized(other_size)
+                # Busy for longer than the first lane needs, even if that lane runs at a third of its pace.
+                count = math.ceil(3 * alone * ops / self._alone(other, other_sized, 1))
+                queues.append((other, other_sized, 1 + min(MOST_BESIDE, count)))
+            rates.append(min(1.0, alone / self._median_of_runs(ops, (load, sized, ops), *queues)))
+        return rates
 
     def calls(self, functions: Sequence[Callable[[], None]]) -> list[float]:
         """Seconds of each function on the slowest rank, the median of several calls in turn."""

@@ -62,16 +62,22 @@ def test_every_group_gets_its_curves(ranks, tmp_path, options, world, groups):
     # All ranks would choose alike: they have the same numbers, the facts of their processes aside.
     assert all(replace(other, host={}) == replace(cluster, host={}) for other in clusters)
     assert cluster.world == world
-    assert set(cluster.curves) == groups | RINGS | {(Kind.COPY, None)}
+    assert set(cluster.curves) == groups | RINGS | {(kind, None) for kind in (Kind.COPY, Kind.OFFLOAD, Kind.PREFETCH)}
     for points in cluster.curves.values():
         assert tuple(size for size, _ in points) == sizes
         assert all(0 < seconds < 5 for _, seconds in points)
-    lanes = (Lane.INTER, Lane.INTRA, Lane.COPY)
-    assert set(cluster.slowdown) == {(one, other) for one in lanes for other in lanes if one is not other}
+    host = {Lane.D2H, Lane.H2D}
+    pairs = {(one, other) for one in Lane for other in Lane if one is not other and {one, other} != host}
+    reuse = ({Lane.INTER, Lane.COMPUTE, transfer} for transfer in host)
+    sets = {(lane, frozenset(lanes - {lane})) for lanes in reuse for lane in lanes}
+    assert {(lane, frozenset(beside)) for lane, *beside in cluster.slowdown} == sets | {
+        (lane, frozenset({beside})) for lane, beside in pairs
+    }
     assert all(0 < rate <= 1 for rate in cluster.slowdown.values())
     assert 0 <= cluster.overhead < 5
     gemm = cluster.expert_gemm
-    assert (gemm.hidden, gemm.ffn_hidden, len(gemm.points)) == (64, 32 // world.expert_tp, 2)
+    assert (gemm.hidden, gemm.ffn_hidden) == (64, 32 // world.expert_tp)
+    assert [rows for rows, _ in gemm.points] == [rows for rows, _ in gemm.training] == [16, 32]
     if world.tp == world.expert_tp > 1:  # the same ranks: measured once
         assert cluster.curves[Kind.ALL_GATHER, "tp"] == cluster.curves[Kind.ALL_GATHER, "expert-tp"]
     assert (cluster.saa is None) == (world.tp == 1)
@@ -127,7 +133,10 @@ def _made_up():
         lane: meter.Load(Kind.COPY, lane, None, lambda size: meter.Sized(size, lambda: None))
         for lane in (Lane.COPY, Lane.INTRA, Lane.INTER)
     }
-    played = _Played(lambda op: slow * op.size * 1e-3, {(Lane.INTRA, Lane.INTER): 0.4})
+    played = _Played(
+        lambda op: slow * op.size * 1e-3,
+        {(Lane.INTRA, Lane.INTER): 0.4, (Lane.INTRA, Lane.COPY): 0.5, (Lane.INTRA, Lane.INTER, Lane.COPY): 0.3},
+    )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(meter, "executor", lambda device: played)
         patch.setattr(meter, "time", played)
@@ -138,8 +147,10 @@ def _made_up():
             measured.pipeline_curve(lambda size: pipeline, (30,), seconds=8.0, longest=90.0),
             measured.curve(loads[Lane.COPY], (10, 20, 40, 9000), seconds=8.0, longest=90.0),
             measured.curve(loads[Lane.COPY], (10, 600, 700), seconds=60.0, longest=1.0),
-            measured.rate_beside(loads[Lane.INTER], 10, loads[Lane.INTRA], 10),
-            measured.rate_beside(loads[Lane.INTRA], 10, loads[Lane.INTER], 30),
+            measured.rates_beside(loads[Lane.INTER], 10, [(loads[Lane.INTRA], 10)]),
+            measured.rates_beside(
+                loads[Lane.INTRA], 10, [(loads[Lane.INTER], 30)], [(loads[Lane.INTER], 30), (loads[Lane.COPY], 20)]
+            ),
             _disturbed_curve(meter, played, loads[Lane.COPY]),
         )
 
@@ -165,8 +176,8 @@ def test_measured_times_are_those_of_the_slowest_rank(ranks):
     assert [size for size, _ in curve] == [10, 20, 40]  # 9000 would take 18 s an op, more than there is time for
     assert [seconds for _, seconds in curve] == pytest.approx([0.02, 0.04, 0.08])
     assert [size for size, _ in long_ops] == [10, 600]  # an op of 600 takes longer than `longest`: that is enough
-    assert undisturbed == pytest.approx(1)
-    assert disturbed == pytest.approx(0.4)
+    assert undisturbed == pytest.approx([1])
+    assert disturbed == pytest.approx([0.4, 0.3])  # beside one lane, and beside two at once
     # 10, which never takes less, is known to take no longer than 20; 40 is measured again
     assert [seconds for _, seconds in disturbed_curve] == pytest.approx([0.04, 0.04, 0.08])
 
