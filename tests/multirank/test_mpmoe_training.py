@@ -50,8 +50,9 @@ def gradients_that_arrive(strategy: str) -> tuple[set[int], list[float]]:
 
     With gradient accumulation fusion a weight's GEMM adds to main_grad itself, here in plain PyTorch.
     """
-    import megatron_moe_opt
     from megatron.core.tensor_parallel import layers
+
+    import megatron_moe_opt
     from megatron_moe_opt.integration.moe_layer import build_layer
     from tests.ranks.megatron import moe_config, parallel
 
