@@ -56,7 +56,11 @@ def _refusal(monkeypatch, capsys, arguments, world):
             1,
             "--memory-reuse S1 is about mpmoe's partitions: give --partitions",
         ),
-        ("--trace a.json --partitions 2 --memory-reuse S5", 1, "--memory-reuse S5 is unknown: choose one of none, S1,"),
+        (
+            "--trace a.json --partitions 2 --memory-reuse S5",
+            1,
+            "--memory-reuse S5 is unknown: choose one of none, S1, S2, S3, S4",
+        ),
         (
             "--trace a.json --partitions 2 --profile b.json",
             1,
