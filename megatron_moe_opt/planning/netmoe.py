@@ -74,6 +74,24 @@ def moved_shares(before: np.ndarray, after: np.ndarray, device_node: np.ndarray)
     return float((device_node[before] != device_node[after]).mean()), float((before != after).mean())
 
 
+def settle(device: np.ndarray, position_device: np.ndarray) -> np.ndarray:
+    """Positions for samples that are to be on these devices; who is on the right one stays where it is.
+
+    Args:
+        device: integers [I], the device of the sample that is now at each position.
+        position_device: integers [I], the device of each position, as often as samples are to be on it.
+
+    Returns:
+        int64 [I], the new position of the sample at each position: a permutation.
+    """
+    move = np.arange(len(device))
+    leaving = np.flatnonzero(device != position_device)
+    # As many samples come to a device as leave it: both lists have each device equally often.
+    coming = leaving[np.argsort(device[leaving], kind="stable")]
+    move[coming] = leaving[np.argsort(position_device[leaving], kind="stable")]
+    return move
+
+
 class TransitionStatistics:
     """Exponentially averaged frequencies of the experts of two consecutive MoE layers."""
 
