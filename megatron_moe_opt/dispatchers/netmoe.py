@@ -24,8 +24,16 @@ import torch
 
 from megatron_moe_opt.dispatchers.monta import Dispatched, MontaDispatcher
 from megatron_moe_opt.dispatchers.pipelining import FixedPipelining
-from megatron_moe_opt.dispatchers.sample_placement import Decision, LayerPlacement
-from megatron_moe_opt.kernels import build_row_map_by_sample, count_routing_map, empty, permute_packed, write_notes
+from megatron_moe_opt.dispatchers.sample_placement import Decision, LayerPlacement, background
+from megatron_moe_opt.dispatchers.sample_traffic import RowBytes, SampleTraffic
+from megatron_moe_opt.kernels import (
+    LANE_BYTES,
+    build_row_map_by_sample,
+    count_routing_map,
+    empty,
+    permute_packed,
+    write_notes,
+)
 from megatron_moe_opt.runtime.collectives import all_gather_rows
 from megatron_moe_opt.runtime.exchange_plan import plan_exchange
 from megatron_moe_opt.runtime.expert_exchange import Exchange, to_experts
@@ -44,6 +52,8 @@ class MovingSamples:
     counts: HostCopy
     """[ep_size, etp_size, B, experts] rows of every rank, on its way to the host."""
     decision: Future[Decision]
+    learn: bool
+    row_bytes: RowBytes
     device: torch.device
     beside: torch.Tensor | None
     """[S, B, H] what shared experts made of this rank's tokens."""
@@ -72,8 +82,8 @@ class NetmoeDispatcher(MontaDispatcher):
         self._residual: torch.Tensor | None = None
         self._beside: torch.Tensor | None = None
         self._learn = False
-        self.exposed_seconds = 0.0
-        """That the last combine waited for the decision."""
+        self._traffic = SampleTraffic()
+        self._counted: Future[None] | None = None
 
     def describe(self) -> str:
         """What runs, for the line at start."""
@@ -101,6 +111,10 @@ class NetmoeDispatcher(MontaDispatcher):
         """Takes what is to be added to the layer's output and moves with its sample: [S, B, H]."""
         self._beside = output
 
+    def take_traffic(self) -> dict[str, float]:
+        """Means of what the passes in training sent since this was asked last, see SampleTraffic.means."""
+        return background(self._traffic.take).result()
+
     def permute(
         self,
         tokens: torch.Tensor,
@@ -125,7 +139,9 @@ class NetmoeDispatcher(MontaDispatcher):
         notes = (row_map.sources // batch * 2).to(torch.int32)
         notes[first_rows] += 1
         write_notes(packed, notes)
-        return packed, MovingSamples(groups, sequence, counts, decision, packed.device, beside)
+        hidden_bytes = hidden * packed.element_size()
+        row = RowBytes(hidden_bytes + probs.element_size(), hidden_bytes, hidden_bytes + LANE_BYTES)
+        return packed, MovingSamples(groups, sequence, counts, decision, self._learn, row, packed.device, beside)
 
     def dispatch(
         self, packed: torch.Tensor, dispatched: Dispatched | MovingSamples, prob_dtype: torch.dtype
@@ -156,23 +172,24 @@ class NetmoeDispatcher(MontaDispatcher):
             tokens = (notes >> 1).float()
         if moving.beside is not None:
             rows, tokens = _append(rows, tokens, moving.beside, groups)
+        carried = moving.beside is not None
         moving.residual = moving.beside = None
-        decision = self._wait(moving.decision)
-        items = torch.from_numpy(self._placement.holders.items(decision.move))
-        way = SampleReturn(
-            moving.counts.wait(), items, groups, moving.sequence, rows.size(0) > notes.size(0), rows.device
-        )
+        start = time.perf_counter()
+        decision = moving.decision.result()
+        exposed = time.perf_counter() - start
+        holders = self._placement.holders
+        if moving.learn:
+            beside = moving.sequence if carried else 0
+            if self._counted is not None:
+                self._counted.result()  # raises what the last count raised
+            self._counted = background(self._traffic.add, decision, holders, beside, moving.row_bytes, exposed)
+        items = torch.from_numpy(holders.items(decision.move))
+        way = SampleReturn(moving.counts.wait(), items, groups, moving.sequence, carried, rows.device)
         return to_new_homes(rows, tokens, way)
 
     def unpermute(self, rows: torch.Tensor, dispatched: Dispatched | MovingSamples) -> torch.Tensor:
         """[S * B, H], of samples that were moved as it is."""
         return super().unpermute(rows, dispatched) if isinstance(dispatched, Dispatched) else rows
-
-    def _wait(self, decision: Future[Decision]) -> Decision:
-        start = time.perf_counter()
-        decided = decision.result()
-        self.exposed_seconds = time.perf_counter() - start
-        return decided
 
 
 def _append(

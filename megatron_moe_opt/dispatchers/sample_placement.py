@@ -11,8 +11,10 @@ from __future__ import annotations
 
 import functools
 import time
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -20,6 +22,8 @@ from megatron_moe_opt.kernels import place_samples
 from megatron_moe_opt.planning.netmoe import TransitionStatistics, settle, tokens_by_device
 from megatron_moe_opt.runtime.host_copy import HostCopy
 from megatron_moe_opt.topology.sample_holders import SampleHolders
+
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -75,7 +79,7 @@ class LayerPlacement:
             rows_beside: rows that a sample's move costs by itself (shared experts' outputs).
             learn: add the counts to the statistics; all ranks alike.
         """
-        return _worker().submit(self._decide, counts, rows_beside, learn)
+        return background(self._decide, counts, rows_beside, learn)
 
     def _decide(self, counts: HostCopy, rows_beside: int, learn: bool) -> Decision:
         parts = counts.wait().numpy()
@@ -108,7 +112,11 @@ class LayerPlacement:
         return settle(place_samples(on_device, devices, holders.device_node, capacity), position_device)
 
 
+def background(function: Callable[..., Result], *arguments: Any) -> Future[Result]:
+    """Calls a function in the one thread in which decisions are made, in the order in which they were asked for."""
+    return _worker().submit(function, *arguments)
+
+
 @functools.cache
 def _worker() -> ThreadPoolExecutor:
-    """One thread: decisions are made in the order in which they were asked for, on all ranks."""
     return ThreadPoolExecutor(1, thread_name_prefix="moe-opt-placement")

@@ -19,6 +19,7 @@ import torch
 from megatron_moe_opt.dispatchers.netmoe import NetmoeDispatcher
 from megatron_moe_opt.dispatchers.sample_placement import LayerPlacement, SampleOrder
 from megatron_moe_opt.errors import ConfigurationError
+from megatron_moe_opt.integration.netmoe_report import report_with_training_log, watch
 from megatron_moe_opt.topology.sample_holders import SampleHolders
 
 
@@ -68,6 +69,7 @@ def _link(block: Any) -> None:
         holders = _holders(moe.tp_group, _dispatcher_of(layer).groups)
         placement = LayerPlacement(order, holders, moe.config.num_moe_experts, last=layer is layers[-1])
         _join(layer, placement)
+        watch(_dispatcher_of(layer), moe.layer_number)
     block.register_forward_pre_hook(_Begin(order), with_kwargs=True)
 
 
@@ -106,15 +108,16 @@ class _Begin:
 
     def __init__(self, order: SampleOrder) -> None:
         self.order = order
-        self.saw_mask = False
+        self.first = True
 
     def __call__(self, block: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Checks what is passed, and begins with all samples at home."""
         given = dict(zip(("hidden_states", "attention_mask"), args, strict=False)) | kwargs
         _check_arguments(given)
-        if not self.saw_mask:  # once: looking at all of it takes time, and a GPU has to be waited for
+        if self.first:  # once: looking at all of the mask takes time, and a GPU has to be waited for
             _check_mask(given.get("attention_mask"))
-            self.saw_mask = True
+            report_with_training_log()
+            self.first = False
         self.order.begin()
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
 
 LAYERS = {"num_layers": 4, "moe_aux_loss_coeff": 0.0, "moe_router_load_balancing_type": "none"}
