@@ -64,6 +64,16 @@ def check_config(config: Any, name: str, options: Options) -> None:
 
 def _check_netmoe(config: Any) -> None:
     """What cannot move with samples, or would not be what it is without moves."""
+    ranks, tp = (
+        config.expert_model_parallel_size * config.expert_tensor_parallel_size,
+        config.tensor_model_parallel_size,
+    )
+    if ranks == tp or ranks % tp:
+        raise ConfigurationError(
+            f"{FLAG} netmoe moves samples between the TP groups that share experts, but --expert-model-parallel-size x "
+            f"--expert-tensor-parallel-size = {ranks} is no multiple, from 2 on, of --tensor-model-parallel-size {tp}: "
+            "choose one, or use monta"
+        )
     recompute = config.recompute_modules if config.recompute_granularity == "selective" else []
     for wrong, flags in (
         (config.context_parallel_size > 1, f"--context-parallel-size {config.context_parallel_size}"),

@@ -1,4 +1,4 @@
-"""The lines and TensorBoard values that say what netmoe's moves saved, at Megatron's log interval."""
+"""What netmoe's moves saved, as lines and TensorBoard values, at the log interval of a training loop."""
 
 from __future__ import annotations
 
@@ -11,6 +11,9 @@ import torch.distributed as dist
 
 from megatron_moe_opt.dispatchers.netmoe import NetmoeDispatcher
 
+Report = dict[int, dict[str, float]]
+"""By layer number, what SampleTraffic.take returns."""
+
 _layers: weakref.WeakKeyDictionary[NetmoeDispatcher, int] = weakref.WeakKeyDictionary()
 """The numbers of the MoE layers that move samples."""
 
@@ -20,24 +23,29 @@ def watch(dispatcher: NetmoeDispatcher, layer_number: int) -> None:
     _layers[dispatcher] = layer_number
 
 
-def report(iteration: int, writer: Any, printing_rank: int) -> None:
-    """Says what the passes since the last report sent, and begins anew. A collective call over pipeline groups.
+def collect() -> Report:
+    """What the training passes since the last call sent, in this rank's EP groups and those of its pipeline.
 
-    Args:
-        iteration: for the writer.
-        writer: TensorBoard's, on the rank that has it; None elsewhere.
-        printing_rank: the global rank that prints, of its own EP groups and those of its pipeline.
+    A collective call over pipeline groups. Empty where no layer moves samples.
     """
     from megatron.core import parallel_state
 
     own = {number: means for dispatcher, number in _layers.items() if (means := dispatcher.take_traffic())}
     pipeline = parallel_state.get_pipeline_model_parallel_group()
-    stages: list[dict[int, dict[str, float]]] = [{}] * pipeline.size()
+    stages: list[Report] = [{}] * pipeline.size()
     dist.all_gather_object(stages, own, group=pipeline)
-    for number, values in sorted((number, values) for stage in stages for number, values in stage.items()):
-        if dist.get_rank() == printing_rank:
-            print(_line(number, values), flush=True)
-        for name, value in values.items() if writer is not None else ():
+    return dict(sorted(layer for stage in stages for layer in stage.items()))
+
+
+def lines(report: Report) -> list[str]:
+    """One for each layer."""
+    return [_line(number, values) for number, values in report.items()]
+
+
+def add_scalars(report: Report, writer: Any, iteration: int) -> None:
+    """Writes a report to TensorBoard."""
+    for number, values in report.items():
+        for name, value in values.items():
             writer.add_scalar(f"netmoe/{name}/layer {number}", value, iteration)
 
 
@@ -48,7 +56,7 @@ def _line(number: int, values: dict[str, float]) -> str:
         return f"{link} {before:.3f} -> {after:.3f} MB{percent}"
 
     return (
-        f"moe-opt: netmoe: layer {number}: {change('inter-node')}, {change('intra-node')} a forward pass; moved "
+        f"netmoe: layer {number}: {change('inter-node')}, {change('intra-node')} a forward pass; moved "
         f"{values['moved across nodes %']:.1f} % of the samples across nodes, {values['moved across devices %']:.1f} % "
         f"across devices; solved in {values['solve ms']:.3f} ms, waited for {values['exposed ms']:.3f} ms of it"
     )
@@ -68,7 +76,12 @@ def report_with_training_log() -> None:
     def training_log(loss_dict: Any, total: Any, rate: Any, iteration: int, *args: Any, **kwargs: Any) -> Any:
         result = stock(loss_dict, total, rate, iteration, *args, **kwargs)
         if iteration % training.get_args().log_interval == 0:
-            report(iteration, training.get_tensorboard_writer(), dist.get_world_size() - 1)
+            report, writer = collect(), training.get_tensorboard_writer()
+            if dist.get_rank() == dist.get_world_size() - 1:  # which prints Megatron's own lines
+                for line in lines(report):
+                    print(f"moe-opt: {line}", flush=True)
+            if writer is not None:
+                add_scalars(report, writer, iteration)
         return result
 
     training_log._moe_opt = True
