@@ -87,7 +87,7 @@ class NetmoeDispatcher(MontaDispatcher):
 
     def describe(self) -> str:
         """What runs, for the line at start."""
-        return "samples move with the combine" if self._placement is not None else "no other MoE layer to place for"
+        return "samples move with the combine, all of them home after the last layer of a pipeline stage"
 
     def join(self, placement: LayerPlacement, norm: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Lets samples move from now on.

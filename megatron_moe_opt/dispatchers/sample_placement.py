@@ -75,14 +75,14 @@ class LayerPlacement:
         """Starts to decide, as soon as the counts are on the host.
 
         Args:
-            counts: int64 [joint size, B, E].
+            counts: int64 [ep_size, etp_size, B, E].
             rows_beside: rows that a sample's move costs by itself (shared experts' outputs).
             learn: add the counts to the statistics; all ranks alike.
         """
         return background(self._decide, counts, rows_beside, learn)
 
     def _decide(self, counts: HostCopy, rows_beside: int, learn: bool) -> Decision:
-        parts = counts.wait().numpy()
+        parts = counts.wait().flatten(0, 1).numpy()
         start = time.perf_counter()
         ranks = self.holders.ranks
         num = parts[ranks].sum(axis=1).reshape(-1, parts.shape[-1])  # [positions, E]

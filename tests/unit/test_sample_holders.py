@@ -39,7 +39,7 @@ def test_an_expert_that_two_holders_have_in_parts_makes_them_one_device():
 def test_parts_move_to_the_rank_with_the_same_tp_rank():
     # Two TP groups of two ranks, two samples each: sample 1 and sample 2 change places.
     items = holders(2, 1).items(np.array([0, 2, 1, 3]))
-    assert items.reshape(4, 2).tolist() == [[0, 4], [1, 5], [2, 6], [3, 7]]
+    assert items.reshape(4, 2).tolist() == [[0, 4], [2, 6], [1, 5], [3, 7]]
 
 
 def test_items_without_tp_are_the_samples():
