@@ -36,8 +36,11 @@ def _biased(router: Any, bias: torch.Tensor) -> Any:
 
 def at_random(on_device: np.ndarray, devices: np.ndarray, device_node: np.ndarray, capacity: np.ndarray) -> np.ndarray:
     """In the place of the solver: the same wherever the same is asked."""
-    places = np.repeat(devices, capacity)
-    return np.random.default_rng(int(on_device.sum() * 7 + on_device[0].dot(devices + 1))).permutation(places)
+    stay = np.repeat(devices, capacity)
+    generator = np.random.default_rng(int(on_device[0].dot(devices + 1)))
+    while ((places := generator.permutation(stay)) == stay).all():
+        pass
+    return places
 
 
 def gradients(trained: Any) -> dict[str, torch.Tensor]:
@@ -135,5 +138,5 @@ def test_equals_stock_in_fp32(ranks):
     results = ranks.run(compare, cases=list(CASES.values()))
     for index, name in enumerate(CASES):
         for error, what, moved in (result[index] for result in results):
-            assert error < 1e-5, (name, what, error)
+            assert error < 1e-6, (name, what, error)
             assert moved > 0, name
