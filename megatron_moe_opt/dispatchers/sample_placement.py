@@ -68,8 +68,10 @@ class LayerPlacement:
         self.order = order
         self.holders = holders
         self.last = last
-        self.expert_ep = np.arange(num_experts) // (num_experts // len(holders.ep_device))
-        self.statistics = TransitionStatistics(num_experts, num_experts)
+        self.expert_device = np.repeat(holders.ep_device, num_experts // len(holders.ep_device))
+        self.statistics = TransitionStatistics(num_experts, holders.num_devices)
+        """Of what the next layer asks of devices."""
+        self._learnt: Future[None] | None = None
 
     def decide(self, counts: HostCopy, rows_beside: int, learn: bool) -> Future[Decision]:
         """Starts to decide, as soon as the counts are on the host.
@@ -82,31 +84,31 @@ class LayerPlacement:
         return background(self._decide, counts, rows_beside, learn)
 
     def _decide(self, counts: HostCopy, rows_beside: int, learn: bool) -> Decision:
+        if self._learnt is not None:
+            self._learnt.result()  # raises what it raised; it was done before this was begun
         parts = counts.wait().flatten(0, 1).numpy()
         start = time.perf_counter()
         ranks = self.holders.ranks
         num = parts[ranks].sum(axis=1).reshape(-1, parts.shape[-1])  # [positions, E]
-        order, positions = self.order, np.arange(len(num))
-        at = positions if order.at is None else order.at
+        on_device = tokens_by_device(num, self.expert_device, self.holders.num_devices)
+        order = self.order
+        at = np.arange(len(num)) if order.at is None else order.at
+        if learn and order.seen is not None:  # after the decision, which need not wait for it
+            layer, previous = order.seen
+            self._learnt = background(layer.statistics.observe, previous[at], on_device.copy())
         by_sample = np.empty_like(num)
         by_sample[at] = num
-        if learn and order.seen is not None:
-            layer, previous = order.seen
-            layer.statistics.observe(previous, by_sample)
         order.seen = self, by_sample
-        move = at if self.last else self._solve(num, rows_beside)
+        move = at if self.last else self._solve(on_device + self.statistics.predict(num), rows_beside)
         decision = Decision(parts, at, move, time.perf_counter() - start)
         order.at = decision.after
         return decision
 
-    def _solve(self, num: np.ndarray, rows_beside: int) -> np.ndarray:
-        """num: int64 [positions, E] -> the new position of the sample at each position."""
+    def _solve(self, on_device: np.ndarray, rows_beside: int) -> np.ndarray:
+        """on_device: int64 [positions, J] tokens of both all-to-alls -> new position of the sample at each position."""
         holders = self.holders
-        batch = len(num) // len(holders.ranks)
-        position_device = np.repeat(holders.holder_device, batch)
-        asked = num + self.statistics.predict(num)
-        on_device = tokens_by_device(asked, holders.ep_device[self.expert_ep], holders.num_devices)
-        on_device[np.arange(len(num)), position_device] += rows_beside
+        position_device = np.repeat(holders.holder_device, len(on_device) // len(holders.ranks))
+        on_device[np.arange(len(on_device)), position_device] += rows_beside
         capacity = np.bincount(position_device, minlength=holders.num_devices)
         devices = np.arange(holders.num_devices)
         return settle(place_samples(on_device, devices, holders.device_node, capacity), position_device)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from fractions import Fraction
 from itertools import permutations
 
 import numpy as np
@@ -112,21 +111,44 @@ counts = st.lists(st.lists(st.integers(0, 50), min_size=3, max_size=3), min_size
 
 
 @given(st.lists(st.tuples(counts, counts), min_size=1, max_size=4), counts)
-def test_statistics_are_weighted_frequencies(passes, asked):
-    """Exactly, in fractions, up to the grid of the frequencies."""
+def test_statistics_are_the_regularised_least_squares(passes, asked):
     statistics = TransitionStatistics(3, 3, decay=0.5)
-    pairs, tokens = [[Fraction(0)] * 3 for _ in range(3)], [Fraction(0)] * 3
-    for num, next_num in passes:
-        statistics.observe(num, next_num)
-        for e in range(3):
-            tokens[e] = tokens[e] / 2 + sum(int(num[i, e]) * int(next_num[i].sum()) for i in range(4))
-            for f in range(3):
-                pairs[e][f] = pairs[e][f] / 2 + sum(int(num[i, e]) * int(next_num[i, f]) for i in range(4))
-    predicted = statistics.predict(asked)
-    for i in range(4):
-        for f in range(3):
-            exact = sum(int(asked[i, e]) * pairs[e][f] / tokens[e] for e in range(3) if tokens[e])
-            assert abs(predicted[i, f] - exact) <= Fraction(1, 2) + Fraction(3 * 50, 2**16)
+    for num, then in passes:
+        statistics.observe(num, then)
+    weight = [0.5 ** (len(passes) - 1 - index) for index in range(len(passes))]
+    ridge = max(sum(w * num.sum() for w, (num, _) in zip(weight, passes, strict=True)), 1) / 3
+    squares = sum(w * num.T @ num for w, (num, _) in zip(weight, passes, strict=True))
+    products = sum(w * num.T @ then for w, (num, then) in zip(weight, passes, strict=True))
+    expected = (asked @ np.linalg.solve(squares + ridge * np.eye(3), products)).clip(0)
+    assert np.abs(statistics.predict(asked) - expected).max() <= 0.5 + 3 * 50 / 2**16
+
+
+@given(st.lists(st.tuples(counts, counts), min_size=1, max_size=4), st.randoms(use_true_random=False))
+def test_order_of_samples_changes_no_bit(passes, random):
+    """Sums of products are exact, in any order: ranks with other processors predict the same."""
+    first, second = TransitionStatistics(3, 3), TransitionStatistics(3, 3)
+    for num, then in passes:
+        order = list(range(len(num)))
+        random.shuffle(order)
+        first.observe(num, then)
+        second.observe(num[order], then[order])
+    assert (first._fit() == second._fit()).all()
+
+
+def test_what_sets_samples_apart_is_predicted():
+    """Each sample prefers some experts a little, and others in the next layer, that its preference decides."""
+    generator, experts = np.random.default_rng(0), 8
+    shift = np.roll(np.arange(experts), 3)
+
+    def some_pass() -> tuple[np.ndarray, np.ndarray]:
+        preference = generator.dirichlet(np.full(experts, 5.0), size=32)
+        return tuple(np.stack([generator.multinomial(2000, p) for p in q]) for q in (preference, preference[:, shift]))
+
+    statistics = TransitionStatistics(experts, experts)
+    for _ in range(10):
+        statistics.observe(*some_pass())
+    num, then = some_pass()
+    assert np.abs(statistics.predict(num) - then).mean() < 0.3 * np.abs(then.mean(0) - then).mean()
 
 
 def test_prediction_before_anything_was_seen_is_zero():
@@ -135,9 +157,9 @@ def test_prediction_before_anything_was_seen_is_zero():
 
 def test_identity_routing_is_learnt():
     """Samples of one expert each that keep it: the next layer's counts are this layer's."""
-    statistics, num = TransitionStatistics(4, 4), 8 * np.eye(4, dtype=np.int64)
+    statistics, num = TransitionStatistics(4, 4), 800 * np.eye(4, dtype=np.int64)
     statistics.observe(num, num)
-    assert (statistics.predict(num) == num).all()
+    assert np.abs(statistics.predict(num) - num).max() <= 2
 
 
 @pytest.mark.parametrize("shape", [(0, 3), (5, 3)])
