@@ -87,7 +87,9 @@ class NetmoeDispatcher(MontaDispatcher):
 
     def describe(self) -> str:
         """What runs, for the line at start."""
-        return "samples move with the combine, all of them home after the last layer of a pipeline stage"
+        if self._placement is None:
+            return "moves no samples: it is the only MoE layer of its transformer block, or outside of one"
+        return "moves samples with the combine, and home after the last layer of a pipeline stage"
 
     def join(self, placement: LayerPlacement, norm: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Lets samples move from now on.

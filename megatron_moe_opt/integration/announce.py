@@ -7,8 +7,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-_layers: list[tuple[weakref.ref[Any], str, str]] = []
-"""(layer, dispatcher name, its description) of the layers built since the last line."""
+_layers: list[tuple[weakref.ref[Any], str, Any]] = []
+"""(layer, dispatcher name, dispatcher) of the layers built since the last line."""
 
 
 def announce(layer: Any, name: str, dispatcher: Any) -> None:
@@ -18,9 +18,7 @@ def announce(layer: Any, name: str, dispatcher: Any) -> None:
     """
     if dist.is_initialized() and dist.get_rank() != 0:
         return
-    groups = dispatcher.groups
-    what = f"{name} ({dispatcher.describe()}; EP {groups.ep_size}, expert-TP {groups.etp_size})"
-    _layers.append((weakref.ref(layer), name, what))
+    _layers.append((weakref.ref(layer), name, dispatcher))
 
     def speak(*_: Any) -> None:
         handle.remove()
@@ -32,8 +30,9 @@ def announce(layer: Any, name: str, dispatcher: Any) -> None:
 def _print_lines() -> None:
     """One line for each different dispatcher: nearly always one."""
     numbers: dict[tuple[str, str], list[int]] = {}
-    for reference, name, what in _layers:
-        layer = reference()
+    for reference, name, dispatcher in _layers:
+        layer, groups = reference(), dispatcher.groups
+        what = f"{name} ({dispatcher.describe()}; EP {groups.ep_size}, expert-TP {groups.etp_size})"
         if layer is not None:
             numbers.setdefault((name, what), []).append(layer.layer_number or 0)
     _layers.clear()  # the hooks of the other layers find nothing left to say
