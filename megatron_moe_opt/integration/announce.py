@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -11,7 +12,7 @@ _layers: list[tuple[weakref.ref[Any], str, str]] = []
 """(layer, dispatcher name, its description) of the layers built since the last line."""
 
 
-def announce(layer: Any, name: str, dispatcher: Any) -> None:
+def announce(layer: Any, name: str, dispatcher: Any, expert_order: Path | None = None) -> None:
     """Prints one line on rank 0 when the first of the layers built so far runs for the first time.
 
     Waiting for the first forward pass lets one line speak for all layers of the model.
@@ -19,7 +20,8 @@ def announce(layer: Any, name: str, dispatcher: Any) -> None:
     if dist.is_initialized() and dist.get_rank() != 0:
         return
     groups = dispatcher.groups
-    what = f"{name} ({dispatcher.describe()}; EP {groups.ep_size}, expert-TP {groups.etp_size})"
+    order = "" if expert_order is None else f"; experts in the order of {expert_order}"
+    what = f"{name} ({dispatcher.describe()}; EP {groups.ep_size}, expert-TP {groups.etp_size}{order})"
     _layers.append((weakref.ref(layer), name, what))
 
     def speak(*_: Any) -> None:

@@ -122,10 +122,10 @@ def test_tensor_parallelism_needs_sequence_parallelism():
 
 def check_data(prefix: Path, arguments: str = "") -> None:
     from arguments import parse_arguments
-    from token_data import check_dataset
+    from token_data import check_datasets
 
     args, _ = parse_arguments([*shlex.split(f"--train-iters 5 --data-path {prefix}"), *MODEL, *arguments.split()])
-    check_dataset(args)
+    check_datasets(args)
 
 
 def test_a_good_dataset_is_accepted(data: Path):
