@@ -25,7 +25,7 @@ class _Part:
     tensor_rank: int
     layers: tuple[int, ...]
     experts: list[np.ndarray] = field(default_factory=list)
-    """Of each pass, uint16 [layers of this stage, B, S, K]: B samples, S tokens of each that this rank's routers see."""
+    """Of each pass, uint16 [layers of this stage, B, S, K]: B samples, S tokens of each that this rank routes."""
     iterations: list[int] = field(default_factory=list)
     kinds: list[np.ndarray] = field(default_factory=list)
     """Of each pass, int16 [B]."""
