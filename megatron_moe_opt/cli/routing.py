@@ -72,8 +72,8 @@ def load_trace(path: Path, *, experts: int, topk: int) -> torch.Tensor:
 
     def refuse(problem: str) -> ConfigurationError:
         return ConfigurationError(
-            f"--routing {TRACE_PREFIX}{path} {problem}: give a routing trace, or an .npz or .pt with one array of "
-            "integers [tokens, topk]"
+            f"--routing {TRACE_PREFIX}{path} {problem}: give an .npz or .pt with one array of integers "
+            "[tokens, topk], or a routing trace"
         )
 
     try:

@@ -1,13 +1,15 @@
 """Seeded routing with the locality that NetMoE's paper measured (Table 5), where no such model can be trained.
 
-A sample is about a few topics (Dirichlet), a topic prefers some experts of a layer (Dirichlet), and every token draws
-its experts from the preferences of its sample, without replacement. The next layer's preferences are part this layer's,
-part its own. Preferences are balanced so that all experts get as many tokens on average, as a trained router's do.
+A sample is about a few topics (Dirichlet), a topic prefers some nodes, and on each some experts (Dirichlet both), and
+every token draws its experts from the preferences of its sample, without replacement. The next layer's preferences are
+part this layer's, part its own. Preferences are balanced so that all experts get as many tokens on average, as a
+trained router's do.
 
-One number, how evenly a topic likes the experts, is fitted to each row of the table: with optimal placement as many
-tokens stay off the links between nodes as there.
+Two numbers, how evenly a topic likes nodes and experts, are fitted to each row of the table: with optimal placement as
+many tokens cross nodes, and as many cross devices of a node, as there. Preferences for experts alone, whatever their
+nodes, cannot give the table's reductions: in a default order, experts of a node are no more alike than others.
 
-Shapes: P passes, L MoE layers, I samples of T tokens, K experts of a token, E experts, C topics.
+Shapes: P passes, L MoE layers, I samples of T tokens, K experts of a token, E experts, C topics, N nodes.
 """
 
 from __future__ import annotations
@@ -18,9 +20,9 @@ import numpy as np
 
 from megatron_moe_opt.planning.routing_trace import UNKNOWN, RoutingTrace
 
-TOPICS = 32
-TOPICS_OF_A_SAMPLE = 0.1  # concentration of their shares
-CORRELATION = 0.5  # the part of a layer's preferences that the next one shares
+TOPICS = 512  # more than samples of a pass, so that seeds differ little
+TOPICS_OF_A_SAMPLE = 0.001  # concentration of their shares
+CORRELATION = 0.8  # the part of a layer's preferences that the next one shares
 
 
 @dataclass(frozen=True)
@@ -35,8 +37,10 @@ class Table5Row:
     inter: float
     """With NetMoE."""
     intra: float
+    node_evenness: float
+    """Concentration of a topic's preferences for nodes; fitted, not the paper's."""
     evenness: float
-    """Concentration of a topic's preferences; fitted, not the paper's."""
+    """Of those for the experts of a node."""
 
     @property
     def devices(self) -> int:
@@ -56,24 +60,24 @@ class Table5Row:
 
 TABLE5: dict[str, dict[int, Table5Row]] = {
     "MoE-GPT-S": {
-        2: Table5Row(2, 768, 191.07, 168.45, 116.37, 162.24, 0.1),
-        4: Table5Row(4, 768, 575.88, 167.07, 351.15, 219.21, 0.1),
+        2: Table5Row(2, 768, 191.07, 168.45, 116.37, 162.24, 0.5, 0.5),
+        4: Table5Row(4, 768, 575.88, 167.07, 351.15, 219.21, 0.5, 0.5),
     },
     "MoE-GPT-M": {
-        2: Table5Row(2, 1024, 258.20, 222.89, 147.33, 214.31, 0.1),
-        4: Table5Row(4, 1024, 766.87, 224.24, 492.44, 288.58, 0.1),
+        2: Table5Row(2, 1024, 258.20, 222.89, 147.33, 214.31, 0.5, 0.5),
+        4: Table5Row(4, 1024, 766.87, 224.24, 492.44, 288.58, 0.5, 0.5),
     },
     "MoE-GPT-L": {
-        2: Table5Row(2, 1280, 318.56, 281.81, 208.69, 236.53, 0.1),
-        4: Table5Row(4, 1280, 958.44, 280.56, 591.72, 376.66, 0.1),
+        2: Table5Row(2, 1280, 318.56, 281.81, 208.69, 236.53, 0.5, 0.5),
+        4: Table5Row(4, 1280, 958.44, 280.56, 591.72, 376.66, 0.5, 0.5),
     },
     "MoE-GPT-XL": {
-        2: Table5Row(2, 1600, 402.06, 347.44, 256.94, 313.00, 0.1),
-        4: Table5Row(4, 1600, 1199.12, 350.62, 791.19, 423.37, 0.1),
+        2: Table5Row(2, 1600, 402.06, 347.44, 256.94, 313.00, 0.5, 0.5),
+        4: Table5Row(4, 1600, 1199.12, 350.62, 791.19, 423.37, 0.5, 0.5),
     },
     "MoE-GPT-XXL": {
-        2: Table5Row(2, 4096, 989.60, 922.40, 570.40, 872.00, 0.1),
-        4: Table5Row(4, 4096, 3080.00, 884.80, 1884.00, 1201.60, 0.1),
+        2: Table5Row(2, 4096, 989.60, 922.40, 570.40, 872.00, 0.5, 0.5),
+        4: Table5Row(4, 4096, 3080.00, 884.80, 1884.00, 1201.60, 0.5, 0.5),
     },
 }
 """By model and number of nodes."""
@@ -86,6 +90,8 @@ def generate_routing(
     samples: int,
     tokens: int,
     experts: int,
+    nodes: int,
+    node_evenness: float,
     evenness: float,
     topk: int = 2,
     seed: int = 0,
@@ -93,11 +99,13 @@ def generate_routing(
     """Draws a trace; equal arguments give equal traces.
 
     Args:
-        evenness: concentration of a topic's preferences for experts: towards 0 it likes one, above 1 all of them.
+        nodes: N, which divides E; experts are on them in stock's order.
+        node_evenness: concentration of a topic's preferences for nodes: towards 0 it likes one, above 1 all of them.
+        evenness: the same for the experts of a node.
         topk: K.
     """
     rng = np.random.default_rng(seed)
-    preferences = _preferences(rng, layers, experts, evenness)
+    preferences = _preferences(rng, layers, experts, nodes, node_evenness, evenness)
     chosen = np.empty((passes, layers, samples, tokens, topk), np.uint16)
     for p in range(passes):
         topics = rng.dirichlet(np.full(TOPICS, TOPICS_OF_A_SAMPLE), samples)
@@ -123,17 +131,26 @@ def like_table5(row: Table5Row, *, passes: int, layers: int, seed: int, tokens: 
         samples=4 * row.devices,
         tokens=tokens,
         experts=2 * row.devices,
+        nodes=row.nodes,
+        node_evenness=row.node_evenness,
         evenness=row.evenness,
         seed=seed,
     )
 
 
-def _preferences(rng: np.random.Generator, layers: int, experts: int, evenness: float) -> np.ndarray:
+def _preferences(
+    rng: np.random.Generator, layers: int, experts: int, nodes: int, node_evenness: float, evenness: float
+) -> np.ndarray:
     """[L, C, E], rows that add up to 1, columns that are equal sums."""
-    preferences = [_balanced(rng.dirichlet(np.full(experts, evenness), TOPICS))]
+
+    def own() -> np.ndarray:
+        of_nodes = rng.dirichlet(np.full(nodes, node_evenness), TOPICS)
+        inside = rng.dirichlet(np.full(experts // nodes, evenness), (TOPICS, nodes))
+        return _balanced((of_nodes[..., None] * inside).reshape(TOPICS, experts))
+
+    preferences = [own()]
     for _ in range(layers - 1):
-        own = _balanced(rng.dirichlet(np.full(experts, evenness), TOPICS))
-        preferences.append(CORRELATION * preferences[-1] + (1 - CORRELATION) * own)
+        preferences.append(CORRELATION * preferences[-1] + (1 - CORRELATION) * own())
     return np.stack(preferences)
 
 

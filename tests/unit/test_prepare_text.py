@@ -51,7 +51,8 @@ def test_files_with_a_suffix_and_packed_files(texts, tmp_path):
     (texts / "broken.1.gz").write_bytes(gzip.compress(b"packed")[:-4])
     summary, _ = prepare(tmp_path / "pages", texts, ".1.gz")
     assert (summary.documents, summary.bytes, summary.skipped) == (1, 6, 1)
-    assert dataset(tmp_path / "pages")[0].tolist() == [*b"packed", END_OF_DOCUMENT]
+    read = dataset(tmp_path / "pages")
+    assert read[0].tolist() == [*b"packed", END_OF_DOCUMENT]
     summary, was_there = prepare(tmp_path / "pages", texts, ".py")  # other files of the same folder
     assert (summary.documents, summary.bytes, was_there) == (1, 4, False)
     with pytest.raises(SystemExit):

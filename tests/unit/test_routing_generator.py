@@ -25,7 +25,8 @@ def test_volumes_of_table_5(model, nodes):
 
 
 def test_seeds_decide_and_experts_get_equal_shares():
-    settings = {"passes": 8, "layers": 2, "samples": 64, "tokens": 32, "experts": 16, "evenness": 0.3, "topk": 3}
+    settings = {"passes": 8, "layers": 2, "samples": 64, "tokens": 32, "experts": 16, "nodes": 2, "topk": 3}
+    settings |= {"node_evenness": 0.5, "evenness": 0.3}
     one, again, other = (generate_routing(**settings, seed=seed) for seed in (1, 1, 2))
     assert np.array_equal(one.experts, again.experts) and not np.array_equal(one.experts, other.experts)
     assert one.experts.shape == (8, 2, 64, 32, 3)
