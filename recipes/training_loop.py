@@ -34,6 +34,7 @@ from token_data import batches, build_datasets, check_datasets, kind_names
 
 from megatron_moe_opt import register, use_host_backend
 from megatron_moe_opt.errors import ConfigurationError
+from megatron_moe_opt.integration import netmoe_report
 from megatron_moe_opt.integration.routing_recorder import RoutingRecorder
 from megatron_moe_opt.options import Options
 from megatron_moe_opt.planning.routing_trace import write_routing_trace
@@ -210,8 +211,11 @@ def train(args: argparse.Namespace, options: Options, layout: Layout, device: to
                 record["traffic"] = [asdict(row) for row in counter.reduce()]
             progress.count(seconds)
             if iteration % args.log_interval == 0 or iteration == last:
-                write(record)
+                moves = netmoe_report.collect()  # empty under other dispatchers
+                write(record | ({"netmoe": moves} if moves else {}))
                 progress.show(iteration, loss, grad_norm)
+                for line in netmoe_report.lines(moves):
+                    progress.say(line)
             if args.save and (iteration == last or (args.save_interval and iteration % args.save_interval == 0)):
                 progress.say(f"saved {checkpointer.save(args.save, iteration, consumed_samples)}")
     if recorder is not None:
@@ -277,6 +281,7 @@ def open_logs(args: argparse.Namespace, stack: ExitStack) -> Callable[[dict[str,
             for key, name in (("loss", "lm loss"), ("grad_norm", "grad-norm"), ("seconds", "iteration-time")):
                 if key in record:
                     board.add_scalar(name, record[key], record["iteration"])
+            netmoe_report.add_scalars(record.get("netmoe", {}), board, record["iteration"])
 
     return write
 

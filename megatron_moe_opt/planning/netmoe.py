@@ -1,14 +1,11 @@
 """NetMoE: what a placement of samples sends, and what the next MoE layer will ask for (sections 3.1 and 3.3).
 
 A placement of samples decides two all-to-alls, the combine of this MoE layer and the dispatch of the next (eq. 5). The
-first is known when the placement is solved. The second is predicted from transition frequencies: of the tokens of a
-sample that went to expert e, how many went to expert e' of the next layer.
+first is known when the placement is solved. The second is predicted from statistics of earlier passes.
 
-All ranks predict and solve for themselves and must find the same, on whatever processors they run. So counts stay
-integers: products go through float64 only while every number and every sum is a whole number below 2^53, where no order
-of additions changes anything; and averages are taken element by element.
+All ranks predict and solve for themselves, from the same counts, and must find the same.
 
-Shapes: I samples, E experts of this layer, F experts of the next, J devices, N nodes.
+Shapes: I samples, E experts, J devices, N nodes.
 """
 
 from __future__ import annotations
@@ -17,7 +14,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-FREQUENCY_BITS = 16  # frequencies are multiples of 2^-16
+WEIGHT_BITS = 16  # weights of the prediction are multiples of 2^-16, and below MAX_WEIGHT
+MAX_WEIGHT = 2.0**10
+MAX_PASSES_BETWEEN_FITS = 16
 
 
 @dataclass(frozen=True)
@@ -74,43 +73,86 @@ def moved_shares(before: np.ndarray, after: np.ndarray, device_node: np.ndarray)
     return float((device_node[before] != device_node[after]).mean()), float((before != after).mean())
 
 
+def settle(device: np.ndarray, position_device: np.ndarray) -> np.ndarray:
+    """Positions for samples that are to be on these devices; who is on the right one stays where it is.
+
+    Args:
+        device: integers [I], the device of the sample that is now at each position.
+        position_device: integers [I], the device of each position, as often as samples are to be on it.
+
+    Returns:
+        int64 [I], the new position of the sample at each position: a permutation.
+    """
+    move = np.arange(len(device))
+    leaving = np.flatnonzero(device != position_device)
+    # As many samples come to a device as leave it: both lists have each device equally often.
+    coming = leaving[np.argsort(device[leaving], kind="stable")]
+    move[coming] = leaving[np.argsort(position_device[leaving], kind="stable")]
+    return move
+
+
 class TransitionStatistics:
-    """Exponentially averaged frequencies of the experts of two consecutive MoE layers."""
+    """What a sample's tokens in one MoE layer tell about the next layer: a linear map, fitted as training goes on.
 
-    def __init__(self, num_experts: int, num_next_experts: int, decay: float = 0.9) -> None:
-        """`decay`: what an observation weighs when the next one is made."""
+    The paper takes transition frequencies, shares of the tokens at expert e that go to e' next. Counts by sample know
+    them only mixed: what most samples do alike prevails, and what sets a sample apart, which is what its placement is
+    decided by, is predicted far too weak. The linear map with the least squared error sees through the mixture. With x
+    the counts of a sample and y those of the next layer, averaged exponentially over passes:
+
+        W = (E[x x'] + r I)^-1 E[x y'],    r = the mean count of an expert, the variance that chance alone gives counts
+
+    All ranks fit and predict alike on any processor: sums of products are exact, as they are whole numbers below 2^53,
+    and everything else goes element by element (Gauss-Jordan elimination, which needs no pivots here).
+    """
+
+    def __init__(self, num_experts: int, num_outputs: int, decay: float = 0.95) -> None:
+        """
+        Args:
+            num_experts: of this layer.
+            num_outputs: what is predicted of the next layer: its experts, or its devices.
+            decay: what an observed pass weighs when the next one is observed.
+        """
         self._decay = decay
-        self._pairs = np.zeros((num_experts, num_next_experts))
-        self._tokens = np.zeros(num_experts)
+        self._moments = np.zeros((num_experts, num_experts + num_outputs))  # of x with x, and of x with y
+        self._tokens = 0.0
+        self._weights = np.zeros((num_experts, num_outputs))
+        self._passes = self._fitted = 0
 
-    def observe(self, num: np.ndarray, next_num: np.ndarray) -> None:
-        """Adds what the samples did in one pass.
+    def observe(self, num: np.ndarray, then: np.ndarray) -> None:
+        """Learns what the samples did in one pass.
 
         Args:
-            num: integers [I, E]. next_num: integers [I, F], of the same samples in the same order.
+            num: integers [I, E], tokens of each sample for each expert (eq. 2).
+            then: integers [I, outputs], of the same samples in the next layer.
         """
-        chosen = next_num.sum(axis=1, keepdims=True)
-        first, then = num.astype(np.float64), next_num.astype(np.float64)
-        # Tokens of a sample count as independent: its share of (e, e') is num[i, e] next_num[i, e'] / next_num[i].
-        # Samples of one pass are equally long, so that the division is left out and cancels in frequencies().
-        self._pairs = self._decay * self._pairs + first.T @ then
-        self._tokens = self._decay * self._tokens + first.T @ chosen[:, 0].astype(np.float64)
-
-    def frequencies(self) -> np.ndarray:
-        """[E, F], of the tokens at expert e, the share that goes to e' next; zero where e was not seen."""
-        return np.divide(
-            self._pairs, self._tokens[:, None], out=np.zeros_like(self._pairs), where=self._tokens[:, None] > 0
-        )
+        counts = num.astype(np.float64)
+        self._moments = self._decay * self._moments + counts.T @ np.hstack([num, then]).astype(np.float64)
+        self._tokens = self._decay * self._tokens + float(num.sum())
+        self._passes += 1
+        # The longer it has been learnt from, the less one more pass changes.
+        if self._passes - self._fitted > min(self._fitted // 4, MAX_PASSES_BETWEEN_FITS):
+            self._weights, self._fitted = self._fit(), self._passes
 
     def predict(self, num: np.ndarray) -> np.ndarray:
-        """Tokens of each sample for each expert of the next layer.
+        """What the samples will do in the next layer.
 
         Args:
-            num: integers [I, E], of this layer.
+            num: integers [I, E].
 
         Returns:
-            int64 [I, F]; zeros before anything was observed.
+            int64 [I, outputs], none negative; zeros before anything was observed.
         """
-        shares = np.rint(self.frequencies() * 2**FREQUENCY_BITS)
-        scaled = num.astype(np.float64) @ shares
-        return np.rint(scaled * 2.0**-FREQUENCY_BITS).astype(np.int64)
+        scaled = num.astype(np.float64) @ self._weights
+        return np.rint(scaled * 2.0**-WEIGHT_BITS).clip(0).astype(np.int64)
+
+    def _fit(self) -> np.ndarray:
+        """[E, outputs], in units of 2^-WEIGHT_BITS, whole numbers."""
+        size = len(self._moments)
+        system = self._moments.copy()
+        system[np.arange(size), np.arange(size)] += max(self._tokens, 1.0) / size
+        for k in range(size):
+            system[k, k + 1 :] /= system[k, k]
+            factors = system[:, k].copy()
+            factors[k] = 0.0
+            system[:, k + 1 :] -= factors[:, None] * system[k, k + 1 :]
+        return np.rint(system[:, size:].clip(-MAX_WEIGHT, MAX_WEIGHT) * 2**WEIGHT_BITS)

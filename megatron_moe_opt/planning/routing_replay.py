@@ -4,7 +4,7 @@ A placement decides two all-to-alls, the combine of a MoE layer and the dispatch
 placements are compared for each pair:
 
     stock       every sample on its own rank
-    predicted   NetMoE's, from this layer's routing and what past passes make of the next one's
+    predicted   NetMoE's, from this layer's routing and what past passes make of the next one's, as in training
     oracle      NetMoE's, from this layer's routing and the next one's as it will be
 
 The first layer's dispatch and the last one's combine are the same under all of them.
@@ -30,7 +30,7 @@ from megatron_moe_opt.planning.netmoe import (
 PLANS = ("stock", "predicted", "oracle")
 
 Place = Callable[[np.ndarray, np.ndarray, np.ndarray], np.ndarray]
-"""(num [I, E], expert_device [E], device_node [J]) -> device of each sample [I]; see kernels.place_samples."""
+"""(tokens for each device [I, J], 0 to J - 1, device_node [J]) -> device of each sample [I]; kernels.place_samples."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,8 @@ def replay(counts: np.ndarray, expert_device: np.ndarray, device_node: np.ndarra
     """
     passes, layers, samples, experts = counts.shape
     home = np.arange(samples) * len(device_node) // samples
-    statistics = [TransitionStatistics(experts, experts) for _ in range(layers - 1)]
+    devices = np.arange(len(device_node))
+    statistics = [TransitionStatistics(experts, len(device_node)) for _ in range(layers - 1)]
     volumes = {plan: np.zeros((passes, layers - 1, 3), np.int64) for plan in PLANS}
     moved = {plan: np.zeros((passes, layers - 1, 2)) for plan in PLANS}
     outside = np.zeros((passes, layers - 1))
@@ -103,15 +104,14 @@ def replay(counts: np.ndarray, expert_device: np.ndarray, device_node: np.ndarra
         heaviest[p] = loads.max(axis=1) / loads.mean(axis=1)
         at = dict.fromkeys(PLANS, home)
         for pair in range(layers - 1):
-            num, following = counts[p, pair], counts[p, pair + 1]
-            both = on_device[pair] + on_device[pair + 1]
+            num, following = counts[p, pair], on_device[pair + 1]
+            both = on_device[pair] + following
             outside[p, pair] = _outside_best_node(both, device_node)
-            devices = np.concatenate([expert_device[pair], expert_device[pair + 1]])
             asked = {"predicted": statistics[pair].predict(num), "oracle": following}
             for plan in PLANS:
                 before = at[plan]
                 if plan in asked:
-                    at[plan] = place(np.concatenate([num, asked[plan]], axis=1), devices, device_node)
+                    at[plan] = place(on_device[pair] + asked[plan], devices, device_node)
                 volumes[plan][p, pair] = _row(placement_volume(both, at[plan], device_node))
                 moved[plan][p, pair] = moved_shares(before, at[plan], device_node)
             statistics[pair].observe(num, following)
