@@ -59,8 +59,8 @@ class RoutingRecorder:
                 raise ConfigurationError(f"--record-routing does not work with {flag}: drop one of the two")
         if config.moe_token_dispatcher_type == "netmoe":
             raise ConfigurationError(
-                "--record-routing needs all samples at home, which --moe-token-dispatcher-type netmoe moves: record under"
-                " another dispatcher, whose routing is the same"
+                "--record-routing needs all samples at home, which --moe-token-dispatcher-type netmoe moves: record"
+                " under another dispatcher, whose routing is the same"
             )
         routers = [module for module in model.modules() if isinstance(module, Router)]
         self._config = config
