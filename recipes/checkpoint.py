@@ -67,7 +67,7 @@ class Checkpointer:
         scheduler: OptimizerParamScheduler,
         by_parameter: bool = False,
     ) -> None:
-        self._format = BY_PARAMETER if by_parameter else AS_IN_MEMORY
+        self._format = AS_IN_MEMORY if args.use_distributed_optimizer and not by_parameter else BY_PARAMETER
         self._arguments = {name: getattr(args, name) for name in MODEL_ARGUMENTS}
         self._layout = layout
         self._model = model
@@ -105,7 +105,8 @@ class Checkpointer:
         common = dist_checkpointing.load_common_state_dict(str(path))
         self._check_fits(path, common)
         content = dist_checkpointing.load_content_metadata(str(path)) or {}
-        saved_format = content.get("distrib_optim_sharding_type", AS_IN_MEMORY)
+        by_place = self._arguments["use_distributed_optimizer"]  # other optimizers have no formats
+        saved_format = content.get("distrib_optim_sharding_type", AS_IN_MEMORY) if by_place else BY_PARAMETER
         state = dist_checkpointing.load(self._sharded_state(saved_format, is_loading=True), str(path))
         self._model.module.load_state_dict(state["model"])
         self._optimizer.load_state_dict(state["optimizer"])

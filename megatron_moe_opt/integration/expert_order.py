@@ -166,9 +166,8 @@ def _number_experts(experts: Any, path: Path, slots: tuple[int, ...], ep_rank: i
         format_ = (metadata or {}).get("distrib_optim_sharding_type")
         if format_ not in _FORMATS_BY_PARAMETER:
             raise ConfigurationError(
-                f"{FLAG} {path} cannot be saved or loaded with optimizer states of format {format_}: save them with "
-                "--dist-ckpt-optim-fully-reshardable, or leave them out with --no-save-optim or --no-load-optim and "
-                "without --use-distributed-optimizer"
+                f"{FLAG} {path} cannot be saved or loaded with optimizer states of format {format_}: save them by "
+                "parameter (in Megatron-LM: --dist-ckpt-optim-fully-reshardable), or train without the order"
             )
         loads_by_number = True
         state: dict[str, Any] = {}
