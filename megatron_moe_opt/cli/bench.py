@@ -31,7 +31,7 @@ def layer(
     expert_tp: Annotated[int, typer.Option(min=1, help="Tensor parallelism inside an expert.")] = 1,
     dtype: Annotated[DType, typer.Option(help="Tokens and weights.")] = DType.fp32,
     routing: Annotated[
-        str, typer.Option(help="uniform, zipf, one-hot-expert, or trace:FILE (.npz or .pt, [tokens, topk]).")
+        str, typer.Option(help="uniform, zipf, one-hot-expert, or trace:FILE (a routing trace, or [tokens, topk]).")
     ] = "uniform",
     capacity_factor: Annotated[
         float | None,

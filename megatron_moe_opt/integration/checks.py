@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from megatron_moe_opt.errors import ConfigurationError
+from megatron_moe_opt.integration.expert_order import check_expert_order
 from megatron_moe_opt.options import PREFIX, Options
 
 FLAG = "--moe-token-dispatcher-type"
@@ -34,6 +35,8 @@ def check_config(config: Any, name: str, options: Options) -> None:
         raise ConfigurationError(
             f"--expert-model-parallel-size {ep} does not divide --num-experts {experts}: choose a divisor of {experts}"
         )
+    if options.expert_order is not None:
+        check_expert_order(config, options.expert_order)
     if name == "netmoe":
         _check_netmoe(config)
     if name == "parm" and options.parm_schedule == "S2" and config.sequence_parallel:

@@ -24,6 +24,8 @@ from megatron_moe_opt.dispatchers.pipelining import pipelining_of
 from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.integration.announce import announce
 from megatron_moe_opt.integration.checks import check_config, check_name
+from megatron_moe_opt.integration.expert_order import FLAG as EXPERT_ORDER
+from megatron_moe_opt.integration.expert_order import keep_expert_order
 from megatron_moe_opt.integration.netmoe_layer import missing_seam, wrap_transformer_block
 from megatron_moe_opt.integration.priorities import prioritize_expert_groups
 from megatron_moe_opt.integration.replicated_tokens import (
@@ -128,6 +130,11 @@ def _wrap_post_init(config_class: type, stock: tuple[str, ...]) -> None:
             stock_post_init(self)
         if name in DISPATCHERS:
             check_config(self, name, _options)
+        elif _options.expert_order is not None and self.num_moe_experts is not None:
+            raise ConfigurationError(
+                f"{EXPERT_ORDER} {_options.expert_order} does not work with --moe-token-dispatcher-type {name}: choose "
+                f"one of {', '.join(DISPATCHERS)}"
+            )
 
     post_init._moe_opt = True
     config_class.__post_init__ = post_init
@@ -173,6 +180,8 @@ def _plug(layer: Any, name: str, plugged_class: type) -> None:
     layer.token_dispatcher = plugged_class(dispatcher, layer.config, pg_collection)
     if layer.shared_experts is not None and layer.shared_expert_overlap:
         layer.token_dispatcher.set_shared_experts(layer.shared_experts)
+    if _options.expert_order is not None:
+        keep_expert_order(layer, _options.expert_order)
     if name in EDGES:
         EDGES[name](layer, _options)
-    announce(layer, name, dispatcher)
+    announce(layer, name, dispatcher, _options.expert_order)
