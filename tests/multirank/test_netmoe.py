@@ -166,7 +166,7 @@ def evaluated() -> tuple[bool, bool, float]:
             stock, ours = (gpt(moe_token_dispatcher_type=name, **settings) for name in ("alltoall", "netmoe"))
             ours.model.load_state_dict(stock.model.state_dict())
             losses = [_evaluate(trained) for trained in (stock, ours)]
-            placement = _dispatcher_of(ours.model.module.decoder.layers[0])._placement
+            placement = _dispatcher_of(ours.model.module.decoder.layers[0]).placement
             untouched = not placement.statistics.predict(np.ones((1, 8), np.int64)).any()
             again = gpt(moe_token_dispatcher_type="netmoe", **settings)
             again.model.load_state_dict(stock.model.state_dict())
