@@ -218,7 +218,6 @@ def _config(dispatcher: str, settings: SampleSettings, trace: RoutingTrace) -> A
         moe_token_dispatcher_type=dispatcher,
         add_bias_linear=False,
         bias_activation_fusion=False,
-        normalization="RMSNorm",
         hidden_dropout=0.0,
         expert_model_parallel_size=dist.get_world_size(),
         bf16=dtype is torch.bfloat16,

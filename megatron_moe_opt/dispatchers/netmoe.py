@@ -138,6 +138,7 @@ class NetmoeDispatcher(MontaDispatcher):
         beside, self._beside = self._beside, None
         decision = self.placement.decide(counts, sequence if beside is not None else 0, self._learn)
         packed = permute_packed(residual.reshape(-1, hidden).contiguous(), probs, row_map)
+        _check_tokens_have_rows(row_map.offsets)
         first_rows = row_map.rows[row_map.offsets[:-1]]
         notes = (row_map.sources // batch * 2).to(torch.int32)
         notes[first_rows] += 1
@@ -193,6 +194,15 @@ class NetmoeDispatcher(MontaDispatcher):
     def unpermute(self, rows: torch.Tensor, dispatched: Dispatched | MovingSamples) -> torch.Tensor:
         """[S * B, H], of samples that were moved as it is."""
         return super().unpermute(rows, dispatched) if isinstance(dispatched, Dispatched) else rows
+
+
+def _check_tokens_have_rows(offsets: torch.Tensor) -> None:
+    """A token without an expert would lose its residual. Raises ValueError; on CUDA an assertion on the device."""
+    all_have = (offsets.diff() > 0).all()
+    if offsets.is_cuda:
+        torch._assert_async(all_have, "netmoe: a token without an expert")
+    elif not all_have:
+        raise ValueError("the router gives a token no expert, and its residual no way: use monta")
 
 
 def _append(

@@ -1,8 +1,8 @@
 """What moving samples saved, layer by layer (NetMoE, appendix C, Table 5): counted from what all ranks know.
 
 The bytes are those of the rows in a forward pass's dispatch and combine, of all ranks of the joint group together; the
-backward pass sends as many again. `stock` is what samples would have sent from their home ranks in rows without our
-lane, `sent` what was sent. Links are those of the all-to-all over EP: what expert-TP adds inside nodes is left out.
+backward pass sends as many rows again. `stock` is what samples would have sent from their home ranks, in rows without
+our lane, `sent` what was sent. Links are those of the all-to-all over EP: what expert-TP adds inside nodes is left out.
 """
 
 from __future__ import annotations

@@ -122,21 +122,16 @@ HOT = [0.0, 0.0, *[-50.0] * 6]  # the second half of the ranks gets nothing
 SKEWED = [-float(expert) / 2 for expert in range(8)]
 
 CASES = {
-    "ep4": {"layout": EP4, "settings": {}},
     "ep4-topk1-micro1": {"layout": EP4, "settings": TOP1, "micro_batch": 1},
-    "ep4-topk4-micro3": {"layout": EP4, "settings": {"moe_router_topk": 4}, "micro_batch": 3},
-    "ep4-hot": {"layout": EP4, "settings": {}, "bias": HOT},
-    "ep4-skewed": {"layout": EP4, "settings": {}, "bias": SKEWED},
-    "ep4-dense-layer-between": {"layout": EP4, "settings": {"moe_layer_freq": [1, 0, 1, 1]}},
+    "ep4-topk4-micro3-hot": {"layout": EP4, "settings": {"moe_router_topk": 4}, "micro_batch": 3, "bias": HOT},
+    "ep4-dense-layer-between": {"layout": EP4, "settings": {"moe_layer_freq": [1, 0, 1, 1]}, "bias": SKEWED},
     "ep4-one-local-expert": {"layout": EP4, "settings": {"num_moe_experts": 4}},
-    "ep4-shared": {"layout": EP4, "settings": SHARED},
-    "ep4-seq-aux-z": {"layout": EP4, "settings": SEQ_AUX},
+    "ep4-shared-seq-aux-z": {"layout": EP4, "settings": SHARED | SEQ_AUX},
     "ep2-dp2": {"layout": EP2, "settings": {}, "micro_batch": 3},
-    "tp2-ep4": {"layout": TP2_EP4, "settings": SHARED | SEQ_AUX},
+    "tp2-ep4-shared-seq-aux-z": {"layout": TP2_EP4, "settings": SHARED | SEQ_AUX},
     "tp2-ep4-micro1-hot": {"layout": TP2_EP4, "settings": {}, "micro_batch": 1, "bias": HOT},
-    "tp2-ep2-etp2": {"layout": TP2_EP2_ETP2, "settings": {}},
     "tp2-ep2-etp2-shared": {"layout": TP2_EP2_ETP2, "settings": SHARED, "bias": SKEWED},
-    "ep2-etp2": {"layout": ETP2, "settings": SHARED, "micro_batch": 1},
+    "ep2-etp2": {"layout": ETP2, "settings": {}, "micro_batch": 1},
     "ep2-pp2": {"layout": {"ep": 2, "pp": 2}, "settings": {}, "microbatches": 4},
     "ep4-solver": {"layout": EP4, "settings": {}, "micro_batch": 4, "bias": None, "solver": True, "steps": 2},
 }
