@@ -61,8 +61,10 @@ class SampleReturn:
         chunk = ChunkPlan(own.sum((1, 2)).tolist(), arriving.sum((2, 3)).tolist(), groups.etp_rank, by_expert, 0, 0, 0)
         plan = ExchangePlan((chunk,), arriving.sum((0, 1, 3)), arrives_sorted=False)
         self.exchange = Exchange(groups, plan, "O1")
-        slots = torch.arange(self.shape[1]).repeat(own.size(0) * own.size(1))
-        self.slots = slots.repeat_interleave(own.reshape(-1)).to(device, non_blocking=True)
+        blocks = torch.stack([own.reshape(-1), torch.arange(self.shape[1]).repeat(own.size(0) * own.size(1))])
+        if device.type == "cuda":
+            blocks = blocks.pin_memory().to(device, non_blocking=True)
+        self.slots = blocks[1].repeat_interleave(blocks[0], output_size=plan.num_sent)
         """[rows] which of this rank's samples each row will belong to."""
 
 
