@@ -132,6 +132,7 @@ class NetmoeDispatcher(MontaDispatcher):
         if residual is None:
             return super().permute(tokens, probs, routing_map, capacity=capacity, num_rows=num_rows)
         groups, (sequence, batch, hidden) = self.groups, residual.shape
+        routing_map = routing_map.bool()
         row_map = build_row_map_by_sample(routing_map, batch, num_rows)
         own = count_routing_map(routing_map, batch)
         counts = HostCopy(all_gather_rows(own, None, groups.joint).view(groups.ep_size, groups.etp_size, batch, -1))

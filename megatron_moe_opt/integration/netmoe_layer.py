@@ -43,14 +43,19 @@ def wrap_transformer_block() -> None:
 
 def missing_seam() -> str | None:
     """What netmoe needs and this Megatron does not have, or None."""
+    from megatron.core.transformer.moe.moe_layer import MoELayer
     from megatron.core.transformer.transformer_block import TransformerBlock
     from megatron.core.transformer.transformer_layer import TransformerLayer
 
     if not hasattr(TransformerBlock.__init__, "_moe_opt"):
         return "TransformerBlock.__init__ is not a plain method"
-    for method in ("_forward_mlp", "_forward_post_mlp"):
-        if not isinstance(TransformerLayer.__dict__.get(method), types.FunctionType):
-            return f"TransformerLayer.{method} is not a plain method"
+    for owner, method in (
+        (TransformerLayer, "_forward_mlp"),
+        (TransformerLayer, "_forward_post_mlp"),
+        (MoELayer, "shared_experts_compute"),
+    ):
+        if not isinstance(owner.__dict__.get(method), types.FunctionType):
+            return f"{owner.__name__}.{method} is not a plain method"
     return None
 
 

@@ -15,6 +15,10 @@ SEQ_AUX = {
     "moe_z_loss_coeff": 0.01,
 }
 TOP1 = {"moe_router_topk": 1, "moe_router_pre_softmax": True}
+AUX, GLOBAL_AUX = (
+    {"moe_router_load_balancing_type": kind, "moe_aux_loss_coeff": 0.05} for kind in ("aux_loss", "global_aux_loss")
+)
+RECOMPUTE = {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
 
 
 def by_content(model: Any, bias: list[float] | None) -> None:
@@ -122,12 +126,12 @@ HOT = [0.0, 0.0, *[-50.0] * 6]  # the second half of the ranks gets nothing
 SKEWED = [-float(expert) / 2 for expert in range(8)]
 
 CASES = {
-    "ep4-topk1-micro1": {"layout": EP4, "settings": TOP1, "micro_batch": 1},
+    "ep4-topk1-micro1-aux": {"layout": EP4, "settings": TOP1 | AUX, "micro_batch": 1},
     "ep4-topk4-micro3-hot": {"layout": EP4, "settings": {"moe_router_topk": 4}, "micro_batch": 3, "bias": HOT},
     "ep4-dense-layer-between": {"layout": EP4, "settings": {"moe_layer_freq": [1, 0, 1, 1]}, "bias": SKEWED},
-    "ep4-one-local-expert": {"layout": EP4, "settings": {"num_moe_experts": 4}},
+    "ep4-one-local-expert": {"layout": EP4, "settings": RECOMPUTE | {"num_moe_experts": 4}},
     "ep4-shared-seq-aux-z": {"layout": EP4, "settings": SHARED | SEQ_AUX},
-    "ep2-dp2": {"layout": EP2, "settings": {}, "micro_batch": 3},
+    "ep2-dp2-global-aux": {"layout": EP2, "settings": GLOBAL_AUX, "micro_batch": 3},
     "tp2-ep4-shared-seq-aux-z": {"layout": TP2_EP4, "settings": SHARED | SEQ_AUX},
     "tp2-ep4-micro1-hot": {"layout": TP2_EP4, "settings": {}, "micro_batch": 1, "bias": HOT},
     "tp2-ep2-etp2-shared": {"layout": TP2_EP2_ETP2, "settings": SHARED, "bias": SKEWED},
