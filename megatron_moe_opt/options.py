@@ -34,6 +34,8 @@ class Options:
     a profile, else S1. AAS is S2 whose AllGather waits for the whole all-to-all: for comparison only."""
     profile: Path | None = None
     """A cluster.json of `moe-opt profile`."""
+    expert_order: Path | None = None
+    """A file of `moe-opt plan-experts`: which rank holds which experts. None: stock's order."""
 
     def __post_init__(self) -> None:
         choices = ("monta-level", self.monta_level), ("chunks", self.chunks), ("parm-schedule", self.parm_schedule)
@@ -114,6 +116,13 @@ def _parser() -> argparse.ArgumentParser:
         choices=(*SCHEDULES, AUTO),
         help="where the parm dispatcher splits tokens that all TP ranks hold: before the gate (S1) or after it (S2) "
         "(default: auto with a profile, else S1)",
+    )
+    group.add_argument(
+        f"{PREFIX}expert-order",
+        dest="expert_order",
+        type=Path,
+        metavar="FILE",
+        help="which rank holds which experts, written by `moe-opt plan-experts` (default: stock's order)",
     )
     return parser
 

@@ -17,12 +17,16 @@ from typing import Any, Literal, get_args, get_origin
 
 from megatron_moe_opt.dispatchers.deepspeed import DeepSpeedDispatcher
 from megatron_moe_opt.dispatchers.monta import MontaDispatcher
+from megatron_moe_opt.dispatchers.netmoe import NetmoeDispatcher
 from megatron_moe_opt.dispatchers.parm import ParmDispatcher
 from megatron_moe_opt.dispatchers.parm_schedule import Routing, scheduling_of
 from megatron_moe_opt.dispatchers.pipelining import pipelining_of
 from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.integration.announce import announce
 from megatron_moe_opt.integration.checks import check_config, check_name
+from megatron_moe_opt.integration.expert_order import FLAG as EXPERT_ORDER
+from megatron_moe_opt.integration.expert_order import keep_expert_order
+from megatron_moe_opt.integration.netmoe_layer import missing_seam, wrap_transformer_block
 from megatron_moe_opt.integration.priorities import prioritize_expert_groups
 from megatron_moe_opt.integration.replicated_tokens import (
     holds_replicated_tokens,
@@ -38,6 +42,7 @@ FIELD = "moe_token_dispatcher_type"
 DISPATCHERS: dict[str, Callable[[ExpertGroups, Options, Any], MontaDispatcher]] = {
     "monta": lambda groups, options, config: MontaDispatcher(groups, pipelining_of(options, groups)),
     "parm": lambda groups, options, config: ParmDispatcher(groups, scheduling_of(options, groups, _routing(config))),
+    "netmoe": lambda groups, options, config: NetmoeDispatcher(groups),
     "deepspeed": lambda groups, options, config: DeepSpeedDispatcher(groups),
 }
 """Our dispatcher types. `deepspeed` is the reference schedule of benchmarks and tests."""
@@ -67,6 +72,7 @@ def register(options: Options | None = None) -> None:
     _widen_annotation(TransformerConfig, stock)
     _wrap_post_init(TransformerConfig, stock)
     _wrap_moe_layer(MoELayer, PluggedTokenDispatcher)
+    wrap_transformer_block()
     prioritize_expert_groups()
 
 
@@ -124,6 +130,11 @@ def _wrap_post_init(config_class: type, stock: tuple[str, ...]) -> None:
             stock_post_init(self)
         if name in DISPATCHERS:
             check_config(self, name, _options)
+        elif _options.expert_order is not None and self.num_moe_experts is not None:
+            raise ConfigurationError(
+                f"{EXPERT_ORDER} {_options.expert_order} does not work with --moe-token-dispatcher-type {name}: choose "
+                f"one of {', '.join(DISPATCHERS)}"
+            )
 
     post_init._moe_opt = True
     config_class.__post_init__ = post_init
@@ -146,6 +157,16 @@ def _wrap_moe_layer(layer_class: type, plugged_class: type) -> None:
     layer_class.__init__ = init
 
 
+def _check_netmoe_seams(layer: Any, options: Options) -> None:
+    moved = missing_seam()
+    if moved is not None:
+        raise _seam_moved(moved)
+
+
+EDGES: dict[str, Callable[[Any, Options], None]] = {"netmoe": _check_netmoe_seams}
+"""What is done to a MoE layer (layer, options) after our dispatcher has been put into it."""
+
+
 def _routing(config: Any) -> Routing:
     return Routing(config.moe_router_topk, config.num_moe_experts, config.moe_expert_capacity_factor)
 
@@ -159,4 +180,8 @@ def _plug(layer: Any, name: str, plugged_class: type) -> None:
     layer.token_dispatcher = plugged_class(dispatcher, layer.config, pg_collection)
     if layer.shared_experts is not None and layer.shared_expert_overlap:
         layer.token_dispatcher.set_shared_experts(layer.shared_experts)
-    announce(layer, name, dispatcher)
+    if _options.expert_order is not None:
+        keep_expert_order(layer, _options.expert_order)
+    if name in EDGES:
+        EDGES[name](layer, _options)
+    announce(layer, name, dispatcher, _options.expert_order)
