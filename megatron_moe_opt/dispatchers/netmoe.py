@@ -77,7 +77,8 @@ class NetmoeDispatcher(MontaDispatcher):
 
     def __init__(self, groups: ExpertGroups) -> None:
         super().__init__(groups, FixedPipelining("O1", 1))
-        self._placement: LayerPlacement | None = None
+        self.placement: LayerPlacement | None = None
+        """None: samples do not move."""
         self._norm: Callable[[torch.Tensor], torch.Tensor] | None = None
         self._residual: torch.Tensor | None = None
         self._beside: torch.Tensor | None = None
@@ -87,7 +88,9 @@ class NetmoeDispatcher(MontaDispatcher):
 
     def describe(self) -> str:
         """What runs, for the line at start."""
-        return "samples move with the combine, all of them home after the last layer of a pipeline stage"
+        if self.placement is None:
+            return "moves no samples: it is the only MoE layer of its transformer block, or outside of one"
+        return "moves samples with the combine, and home after the last layer of a pipeline stage"
 
     def join(self, placement: LayerPlacement, norm: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Lets samples move from now on.
@@ -96,7 +99,7 @@ class NetmoeDispatcher(MontaDispatcher):
             placement: where to.
             norm: of the layer, row by row: [R', H] -> [R', H].
         """
-        self._placement, self._norm = placement, norm
+        self.placement, self._norm = placement, norm
 
     def hand_over(self, residual: torch.Tensor, learn: bool) -> None:
         """Takes what the layer's norm gets in the pass that begins.
@@ -133,7 +136,7 @@ class NetmoeDispatcher(MontaDispatcher):
         own = count_routing_map(routing_map, batch)
         counts = HostCopy(all_gather_rows(own, None, groups.joint).view(groups.ep_size, groups.etp_size, batch, -1))
         beside, self._beside = self._beside, None
-        decision = self._placement.decide(counts, sequence if beside is not None else 0, self._learn)
+        decision = self.placement.decide(counts, sequence if beside is not None else 0, self._learn)
         packed = permute_packed(residual.reshape(-1, hidden).contiguous(), probs, row_map)
         first_rows = row_map.rows[row_map.offsets[:-1]]
         notes = (row_map.sources // batch * 2).to(torch.int32)
@@ -177,7 +180,7 @@ class NetmoeDispatcher(MontaDispatcher):
         start = time.perf_counter()
         decision = moving.decision.result()
         exposed = time.perf_counter() - start
-        holders = self._placement.holders
+        holders = self.placement.holders
         if moving.learn:
             beside = moving.sequence if carried else 0
             if self._counted is not None:

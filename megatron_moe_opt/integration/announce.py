@@ -8,8 +8,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-_layers: list[tuple[weakref.ref[Any], str, str]] = []
-"""(layer, dispatcher name, its description) of the layers built since the last line."""
+_layers: list[tuple[weakref.ref[Any], str, Any, str]] = []
+"""(layer, dispatcher name, dispatcher, its order of experts) of the layers built since the last line."""
 
 
 def announce(layer: Any, name: str, dispatcher: Any, expert_order: Path | None = None) -> None:
@@ -19,10 +19,8 @@ def announce(layer: Any, name: str, dispatcher: Any, expert_order: Path | None =
     """
     if dist.is_initialized() and dist.get_rank() != 0:
         return
-    groups = dispatcher.groups
     order = "" if expert_order is None else f"; experts in the order of {expert_order}"
-    what = f"{name} ({dispatcher.describe()}; EP {groups.ep_size}, expert-TP {groups.etp_size}{order})"
-    _layers.append((weakref.ref(layer), name, what))
+    _layers.append((weakref.ref(layer), name, dispatcher, order))
 
     def speak(*_: Any) -> None:
         handle.remove()
@@ -34,8 +32,9 @@ def announce(layer: Any, name: str, dispatcher: Any, expert_order: Path | None =
 def _print_lines() -> None:
     """One line for each different dispatcher: nearly always one."""
     numbers: dict[tuple[str, str], list[int]] = {}
-    for reference, name, what in _layers:
-        layer = reference()
+    for reference, name, dispatcher, order in _layers:
+        layer, groups = reference(), dispatcher.groups
+        what = f"{name} ({dispatcher.describe()}; EP {groups.ep_size}, expert-TP {groups.etp_size}{order})"
         if layer is not None:
             numbers.setdefault((name, what), []).append(layer.layer_number or 0)
     _layers.clear()  # the hooks of the other layers find nothing left to say

@@ -14,6 +14,7 @@ import functools
 import types
 from typing import Any
 
+import numpy as np
 import torch
 
 from megatron_moe_opt.dispatchers.netmoe import NetmoeDispatcher
@@ -57,6 +58,16 @@ def _dispatcher_of(layer: Any) -> NetmoeDispatcher | None:
     plugged = getattr(getattr(layer, "mlp", None), "token_dispatcher", None)
     dispatcher = getattr(plugged, "dispatcher", None)
     return dispatcher if isinstance(dispatcher, NetmoeDispatcher) else None
+
+
+def samples_of(layer: Any) -> np.ndarray | None:
+    """The sample, named by its home position, at each position of a transformer layer that a pass has come to.
+
+    None where all are at home: under other dispatchers too.
+    """
+    dispatcher = _dispatcher_of(layer)
+    placement = None if dispatcher is None else dispatcher.placement
+    return None if placement is None else placement.order.at
 
 
 def _link(block: Any) -> None:
