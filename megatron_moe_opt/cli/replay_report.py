@@ -83,16 +83,14 @@ def report_plan(path: Path, nodes: int, ranks_per_node: int, output: Path, seed:
         "outside: mean share of a sample's tokens outside its best node; predicted, oracle: less between nodes than "
         "stock's placement",
     )
-    for name, part in (
-        (f"1-{half}, fitted", slice(0, half)),
-        (f"{half + 1}-{len(counts)}, held out", slice(half, None)),
-    ):
-        before = _replay(counts[part], stock, nodes, ranks_per_node)
-        for label, done in (
-            ("stock's order", before),
-            ("planned", _replay(counts[part], planned, nodes, ranks_per_node)),
-        ):
-            gain = done.reduction("predicted") / before.reduction("predicted") if before.reduction("predicted") else 1.0
+    whole = {
+        label: _replay(counts, devices, nodes, ranks_per_node)
+        for label, devices in (("stock's order", stock), ("planned", planned))
+    }
+    for name, ends in ((f"1-{half}, fitted", (0, half)), (f"{half + 1}-{len(counts)}, held out", (half, len(counts)))):
+        halves = {label: done.of_passes(*ends) for label, done in whole.items()}
+        before = halves["stock's order"].reduction("predicted")
+        for label, done in halves.items():
             table.add_row(
                 name,
                 label,
@@ -100,7 +98,7 @@ def report_plan(path: Path, nodes: int, ranks_per_node: int, output: Path, seed:
                 f"{done.reduction('predicted'):.1%}",
                 f"{done.reduction('oracle'):.1%}",
                 f"{done.share_of_oracle():.1%}",
-                f"{gain:.2f}x",
+                f"{done.reduction('predicted') / before if before else 1.0:.2f}x",
                 f"{done.heaviest.mean():.2f}x",
             )
             name = ""

@@ -49,6 +49,12 @@ class Replay:
     heaviest: np.ndarray
     """float64 [P, L], tokens of the device with most of them over the mean of all."""
 
+    def of_passes(self, begin: int, end: int) -> Replay:
+        """Of the passes [begin, end) alone, with what was learnt from those before."""
+        part = slice(begin, end)
+        volumes, moved = ({plan: of[part] for plan, of in whole.items()} for whole in (self.volumes, self.moved))
+        return Replay(volumes, moved, self.outside[part], self.ends[part], self.heaviest[part])
+
     def reduction(self, plan: str, pair: int | None = None) -> float:
         """The part of stock's tokens between nodes that does not cross them, of one pair of layers or of all."""
         stock, ours = (self._inter(name, pair) for name in ("stock", plan))

@@ -62,6 +62,20 @@ def test_placements_are_in_their_order_and_keep_all_tokens():
     assert done.moved["stock"].sum() == 0 and 0 < done.moved["oracle"][..., 0].mean() < 1
 
 
+def test_parts_are_those_of_the_whole():
+    counts = random_trace(seed=1, shape=(6, 3, 8, 16, 2)).counts()
+    device = np.tile(np.arange(8) // 2, (3, 1))
+    whole = replay(counts, device, TWO_NODES, place_samples)
+    first, second = whole.of_passes(0, 2), whole.of_passes(2, 6)
+    for plan in ("stock", "predicted", "oracle"):
+        sums = [part.volumes[plan].sum() for part in (first, second)]
+        assert sum(sums) == whole.volumes[plan].sum() and sums[1] == 2 * sums[0]
+    assert np.array_equal(np.concatenate([first.outside, second.outside]), whole.outside)
+    # What was learnt before counts: the first pass alone knows nothing of the next layer.
+    alone = replay(counts[:2], device, TWO_NODES, place_samples)
+    assert np.array_equal(alone.volumes["predicted"], first.volumes["predicted"])
+
+
 def test_one_node_has_nothing_to_reduce():
     done = replay(random_trace().counts(), np.tile(np.arange(8) // 2, (3, 1)), np.zeros(4, int), place_samples)
     assert (done.reduction("oracle"), done.whole_reduction("oracle"), done.share_of_oracle()) == (0, 0, 1)
