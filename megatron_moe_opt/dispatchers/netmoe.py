@@ -60,7 +60,7 @@ class MovingSamples:
     residual: torch.Tensor | None = None
     """[R', H] the experts' inputs before normalisation."""
     notes: torch.Tensor | None = None
-    """int32 [R'], see NetmoeDispatcher._notes."""
+    """int32 [R'], twice the token's number in its part of a sample, and 1 more where it returns with the residual."""
 
     @cached_property
     def exchange(self) -> Exchange:
@@ -115,7 +115,7 @@ class NetmoeDispatcher(MontaDispatcher):
         self._beside = output
 
     def take_traffic(self) -> dict[str, float]:
-        """Means of what the passes in training sent since this was asked last, see SampleTraffic.means."""
+        """Means of what the passes in training sent since this was asked last, see SampleTraffic.take."""
         return background(self._traffic.take).result()
 
     def permute(

@@ -78,7 +78,7 @@ class LayerPlacement:
 
         Args:
             counts: int64 [ep_size, etp_size, B, E].
-            rows_beside: rows that a sample's move costs by itself (shared experts' outputs).
+            rows_beside: rows that the move of each part of a sample costs by itself (shared experts' outputs).
             learn: add the counts to the statistics; all ranks alike.
         """
         return background(self._decide, counts, rows_beside, learn)
@@ -108,7 +108,7 @@ class LayerPlacement:
         """on_device: int64 [positions, J] tokens of both all-to-alls -> new position of the sample at each position."""
         holders = self.holders
         position_device = np.repeat(holders.holder_device, len(on_device) // len(holders.ranks))
-        on_device[np.arange(len(on_device)), position_device] += rows_beside
+        on_device[np.arange(len(on_device)), position_device] += rows_beside * holders.ranks.shape[1]
         capacity = np.bincount(position_device, minlength=holders.num_devices)
         devices = np.arange(holders.num_devices)
         return settle(place_samples(on_device, devices, holders.device_node, capacity), position_device)
