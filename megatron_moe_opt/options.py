@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
 from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.schedules.monta import LEVELS
+from megatron_moe_opt.schedules.mpmoe import NONE, STRATEGIES
 from megatron_moe_opt.schedules.parm import SCHEDULES
 
 PREFIX = "--moe-opt-"
 AUTO = "auto"
 DEFAULT_CHUNKS = 4  # of O2 and O3 where nothing was measured; the paper's own (MoNTA, Table 8)
+DEFAULT_PARTITIONS = 4
+TUNERS = ("profile", "model")
 
 
 @dataclass(frozen=True)
@@ -34,6 +38,15 @@ class Options:
     a profile, else S1. AAS is S2 whose AllGather waits for the whole all-to-all: for comparison only."""
     profile: Path | None = None
     """A cluster.json of `moe-opt profile`."""
+    partitions: int | str | None = None
+    """Parts that `mpmoe` cuts each expert's rows into, or auto. None: 4."""
+    memory_reuse: str | None = None
+    """How `mpmoe` restores what partitions overwrite in shared buffers: none (they share nothing), S1 to S4 (MPMoE,
+    Table II), or auto. None: none."""
+    activation_budget: int | None = None
+    """Bytes on the device that a layer may hold from forward to backward where `mpmoe` chooses; None: no limit."""
+    tuner: str | None = None
+    """What `mpmoe` chooses by: its own passes (profile) or the model of the measured cluster (model)."""
 
     def __post_init__(self) -> None:
         choices = ("monta-level", self.monta_level), ("chunks", self.chunks), ("parm-schedule", self.parm_schedule)
@@ -53,6 +66,17 @@ class Options:
                 f"{PREFIX}chunks {self.chunks} has no meaning at {PREFIX}monta-level O1, which does not cut: use O2 "
                 "or O3"
             )
+        for flag, value in ("tuner", self.tuner), ("activation-budget", self.activation_budget):
+            if value is not None and not self.tunes_partitions:
+                raise ConfigurationError(
+                    f"{PREFIX}{flag} {value} has nothing to choose: add {PREFIX}partitions auto or "
+                    f"{PREFIX}memory-reuse auto, or drop it"
+                )
+
+    @property
+    def tunes_partitions(self) -> bool:
+        """Whether `mpmoe` chooses its partitions, its memory reuse or both."""
+        return AUTO in (self.partitions, self.memory_reuse)
 
     @property
     def levels(self) -> tuple[str, ...]:
@@ -81,12 +105,25 @@ class _Parser(argparse.ArgumentParser):
         raise ConfigurationError(f"{message}; see --help for the {PREFIX}* options")
 
 
-def _chunks(text: str) -> int | str:
-    if text == AUTO:
-        return AUTO
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"'{text}' is neither a number of chunks from 1 on nor auto")
-    return int(text)
+def _number_of(what: str) -> Callable[[str], int | str]:
+    def parse(text: str) -> int | str:
+        if text == AUTO:
+            return AUTO
+        if not text.isdecimal() or int(text) < 1:
+            raise argparse.ArgumentTypeError(f"'{text}' is neither a number of {what} from 1 on nor auto")
+        return int(text)
+
+    return parse
+
+
+_UNITS = {"": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
+
+
+def _bytes(text: str) -> int:
+    parts = re.fullmatch(rf"([0-9]+(?:\.[0-9]+)?)({'|'.join(_UNITS)})", text)
+    if parts is None or float(parts[1]) == 0:
+        raise argparse.ArgumentTypeError(f"'{text}' is not a number of bytes above 0, such as 512MiB or 1.5GiB")
+    return int(float(parts[1]) * _UNITS[parts[2]])
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -104,7 +141,7 @@ def _parser() -> argparse.ArgumentParser:
     group.add_argument(
         f"{PREFIX}chunks",
         dest="chunks",
-        type=_chunks,
+        type=_number_of("chunks"),
         metavar="N|auto",
         help=f"chunks of the pipeline at O2 and O3 (default: auto with a profile, else {DEFAULT_CHUNKS})",
     )
@@ -114,6 +151,34 @@ def _parser() -> argparse.ArgumentParser:
         choices=(*SCHEDULES, AUTO),
         help="where the parm dispatcher splits tokens that all TP ranks hold: before the gate (S1) or after it (S2) "
         "(default: auto with a profile, else S1)",
+    )
+    group.add_argument(
+        f"{PREFIX}partitions",
+        dest="partitions",
+        type=_number_of("partitions"),
+        metavar="N|auto",
+        help=f"parts of the rows that mpmoe runs through the experts as a pipeline (default: {DEFAULT_PARTITIONS})",
+    )
+    group.add_argument(
+        f"{PREFIX}memory-reuse",
+        dest="memory_reuse",
+        choices=(*STRATEGIES, AUTO),
+        help="whether mpmoe's partitions share buffers, and how backward gets back what they overwrite: S1 offloads, "
+        "S2 communicates expert inputs again, S3 recomputes what experts save, S4 does both of the latter "
+        f"(default: {NONE})",
+    )
+    group.add_argument(
+        f"{PREFIX}activation-budget",
+        dest="activation_budget",
+        type=_bytes,
+        metavar="BYTES",
+        help="the most that a layer of mpmoe may hold from forward to backward, such as 512MiB, where auto chooses",
+    )
+    group.add_argument(
+        f"{PREFIX}tuner",
+        dest="tuner",
+        choices=TUNERS,
+        help="what mpmoe's auto chooses by: times of its own passes, or a model of the measured cluster",
     )
     return parser
 
