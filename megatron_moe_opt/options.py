@@ -72,11 +72,21 @@ class Options:
                     f"{PREFIX}{flag} {value} has nothing to choose: add {PREFIX}partitions auto or "
                     f"{PREFIX}memory-reuse auto, or drop it"
                 )
+        if self.tuner == "model" and self.profile is None:
+            raise ConfigurationError(
+                f"{PREFIX}tuner model predicts from measurements: run `moe-opt profile` and give its file with "
+                f"{PREFIX}profile, or use {PREFIX}tuner profile"
+            )
 
     @property
     def tunes_partitions(self) -> bool:
         """Whether `mpmoe` chooses its partitions, its memory reuse or both."""
         return AUTO in (self.partitions, self.memory_reuse)
+
+    @property
+    def partition_tuner(self) -> str:
+        """What `mpmoe` chooses by, where it does: the model if there is a profile to feed it, else trials."""
+        return self.tuner or ("model" if self.profile is not None else "profile")
 
     @property
     def levels(self) -> tuple[str, ...]:

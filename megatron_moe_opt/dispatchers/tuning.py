@@ -12,11 +12,14 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from megatron_moe_opt.dispatchers.partitioning import Observer, Partitions
+from megatron_moe_opt.dispatchers.partitioning import FixedPartitioning, Observer, Partitioning, Partitions
 from megatron_moe_opt.dispatchers.pipelining import agreed_cluster
+from megatron_moe_opt.options import AUTO, DEFAULT_PARTITIONS, Options
 from megatron_moe_opt.planning.configuration_search import Configuration, ConfigurationSearch
 from megatron_moe_opt.planning.monta import ChoiceByRows
 from megatron_moe_opt.planning.mpmoe_choice import MpmoeLayer, choices, least_partitions, refuse_budget
+from megatron_moe_opt.planning.partition_search import PARTITIONS
+from megatron_moe_opt.schedules.mpmoe import NONE, STRATEGIES
 from megatron_moe_opt.schedules.timeline import Timeline
 from megatron_moe_opt.topology.expert_groups import ExpertGroups
 
@@ -36,6 +39,22 @@ class Candidates:
     strategies: tuple[str, ...]
     budget: int | None = None
     """Bytes of activations."""
+
+
+def partitioning_of(options: Options, groups: ExpertGroups, layer: MpmoeLayer) -> Partitioning:
+    """What the options ask for: fixed, or chosen.
+
+    Raises:
+        ConfigurationError: a profile that cannot be read, or that was measured with groups of other sizes.
+    """
+    if not options.tunes_partitions:
+        return FixedPartitioning(options.partitions or DEFAULT_PARTITIONS, options.memory_reuse or NONE)
+    counts = PARTITIONS if options.partitions == AUTO else (options.partitions or DEFAULT_PARTITIONS,)
+    strategies = tuple(STRATEGIES) if options.memory_reuse == AUTO else (options.memory_reuse or NONE,)
+    candidates = Candidates(groups, layer, counts, strategies, options.activation_budget)
+    if options.partition_tuner == "model":
+        return ModelPartitioning(options.profile, candidates)
+    return MeasuredPartitioning(candidates)
 
 
 class ModelPartitioning:

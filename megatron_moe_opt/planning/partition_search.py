@@ -1,7 +1,7 @@
 """How many partitions, found by trying few of them (MPMoE, Algorithm 1).
 
-Two things are taken to hold: a layer's time over n falls and then rises, and the best n never falls as the tokens B grow.
-So what is known is a list of ranges of B, one for each n that was ever best, ascending in both:
+Two things are taken to hold: over n, a layer's time falls and then rises; and the best n never falls as the tokens B
+grow. So what is known is a list of ranges of B, one for each n that was ever best, ascending in both:
 
     G = {1: (0, 1), 8: (inf, inf)}          before anything was measured
     G = {1: (0, 1), 3: (900, 1200), 8: (inf, inf)}

@@ -1,0 +1,168 @@
+"""The choice of partitions and memory reuse, by trials and by the model: what ranks learn, and that they agree."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_moe_opt.planning.cluster import Cluster, ExpertGemm, World
+from megatron_moe_opt.planning.mpmoe_choice import MpmoeLayer
+from megatron_moe_opt.planning.partition_search import PARTITIONS
+from megatron_moe_opt.schedules.mpmoe import STRATEGIES, RowBytes
+from megatron_moe_opt.schedules.schedule import Kind, Lane, Op, Schedule
+from tests.ranks.pool import RankFailure
+
+LAYER = MpmoeLayer(RowBytes(272, 256, 1024), 64, 128, gated=False, local_experts=2, ep=4, etp=1)
+TOKENS = (0, 3000, 10, 990)
+"""Of each rank: 1000 on the mean."""
+
+
+def _timeline(seconds):
+    from megatron_moe_opt.schedules.timeline import Span, Timeline
+
+    op = Op(Kind.COMPUTE, Lane.COMPUTE)
+    return Timeline(Schedule("pass", (op,)), (Span(op, 0.0, seconds),))
+
+
+def _candidates(counts, strategies, budget, layer):
+    from megatron_moe_opt.dispatchers.tuning import Candidates
+    from megatron_moe_opt.topology.expert_groups import ExpertGroups
+
+    world = dist.group.WORLD
+    return Candidates(ExpertGroups(world, None, world), layer, counts, strategies, budget)
+
+
+def tune(best_of_ranks, passes, counts, strategies, budget, layers, evaluations, middle):
+    """What each of several layers' passes is told to use, on ranks that would choose differently on their own.
+
+    Every pass issues as many collectives as it has partitions: ranks that differ would wait for each other for ever.
+
+    Args:
+        best_of_ranks: for each rank, the number of partitions that is fastest there.
+        middle: bytes of T_M of a row, by which cases tell their layers apart.
+    """
+    from megatron_moe_opt.dispatchers.tuning import MeasuredPartitioning
+
+    rank, best = dist.get_rank(), best_of_ranks[dist.get_rank()]
+    layer = MpmoeLayer(RowBytes(272, 256, middle), 64, 128, gated=False, local_experts=2, ep=4, etp=1)
+    candidates = _candidates(counts, strategies, budget, layer)
+    partitionings = [MeasuredPartitioning(candidates) for _ in range(layers)]
+
+    def rows():
+        number = torch.tensor(TOKENS[rank])
+        dist.all_reduce(number)
+        return int(number) // dist.get_world_size()
+
+    def seconds(n, strategy):
+        return 1e-3 * (1 + abs(n - best)) * (1 + rank) * (1 + list(STRATEGIES).index(strategy))
+
+    used, said = [], io.StringIO()
+    with contextlib.redirect_stdout(said):
+        for number in range(passes):
+            told = [partitioning.choose(rows) for partitioning in partitionings]
+            for one in told:
+                for _ in range(one.count):
+                    dist.all_reduce(torch.zeros(1))
+                if one.observe is not None:
+                    one.observe(_timeline(seconds(one.count, one.strategy) / 3))
+            if number in evaluations:
+                continue  # without a backward pass
+            for one in reversed(told):
+                if one.observe is not None:
+                    one.observe(_timeline(seconds(one.count, one.strategy) * 2 / 3))
+            used.append([(one.count, one.strategy, one.observe is not None) for one in told])
+    return used, said.getvalue()
+
+
+CASE = {
+    "best_of_ranks": (1, 6, 2, 5),
+    "passes": 60,
+    "counts": PARTITIONS,
+    "strategies": tuple(STRATEGIES),
+    "budget": None,
+    "layers": 1,
+    "evaluations": (),
+}
+
+
+def test_ranks_that_would_choose_differently_choose_what_the_slowest_takes(ranks):
+    """Each has a best of its own, and none of these is what is best for the slowest rank."""
+    answers = ranks.run(tune, **CASE, middle=1)
+    assert all(used == answers[0][0] for used, _ in answers)
+    used, said = answers[0]
+    times = {
+        n: max((1 + rank) * (1 + abs(n - best)) for rank, best in enumerate(CASE["best_of_ranks"])) for n in PARTITIONS
+    }
+    n = min(times, key=times.get)
+    assert n not in CASE["best_of_ranks"]
+    assert used[-1] == [(n, "none", False)]
+    trials = [one for (one,) in used if one[2]]
+    assert trials == [(count, "none", True) for count in range(1, n + 2) for _ in range(5)]
+    assert all(not said for _, said in answers[1:])
+    assert said.startswith("moe-opt: mpmoe: about 10")
+    assert (
+        f" rows a rank: {n} partitions, memory reuse none; measured ms a layer, forward and backward: {n}xnone" in said
+    )
+    assert f"; {len(trials)} passes of trials took " in said and said.endswith("% of 1000 passes\n")
+
+
+def test_layers_share_what_they_measure(ranks):
+    """Five layers have the five passes of a trial in one step. Evaluations, without a backward pass, do not count."""
+    case = CASE | {"layers": 5, "passes": 12, "evaluations": (2, 3)}
+    for used, said in ranks.run(tune, **case, middle=2):
+        assert all(len(set(step)) == 1 for step in used)
+        tried = [step[0] for step in used if step[0][2]]
+        assert tried == [(n, "none", True) for n in range(1, len(tried) + 1)]
+        assert not used[-1][0][2] and said.count("\n") <= 1
+
+
+def test_under_a_budget_the_fastest_reuse_that_fits(ranks):
+    rows = 1000
+    layer = MpmoeLayer(RowBytes(272, 256, 1024), 64, 128, gated=False, local_experts=2, ep=4, etp=1)
+    budget = layer.activation_bytes(2 * rows, 4, "S1")  # for far more rows: in fewer partitions these fit
+    case = CASE | {"best_of_ranks": (2, 2, 2, 2), "passes": 60, "budget": budget // 2}
+    answers = ranks.run(tune, **case, middle=1024)
+    assert all(used == answers[0][0] for used, _ in answers)
+    (last,) = answers[0][0][-1]
+    assert last[1] == "S1" and last[0] >= 3
+    assert {strategy for ((_, strategy, _),) in answers[0][0]} == {"S1", "S2", "S3", "S4"}
+
+
+def test_a_budget_that_nothing_fits_into_is_refused_on_all_ranks(ranks):
+    with pytest.raises(RankFailure) as caught:
+        ranks.run(tune, **CASE | {"budget": 1000}, middle=3)
+    assert [rank for rank, kind, _ in caught.value.errors if kind == "ConfigurationError"] == [0, 1, 2, 3]
+    assert len({message for _, _, message in caught.value.errors}) == 1
+    assert "--moe-opt-activation-budget 1000 is too little" in caught.value.errors[0][2]
+
+
+def by_model(profile, others_profile):
+    from megatron_moe_opt.dispatchers.tuning import ModelPartitioning
+
+    candidates = _candidates(PARTITIONS, tuple(STRATEGIES), None, LAYER)
+    partitioning = ModelPartitioning(profile if dist.get_rank() == 0 else others_profile, candidates)
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said):
+        told = [partitioning.choose(lambda rows=rows: rows) for rows in (1, 50_000, 50_000, 1)]
+    assert all(one.observe is None for one in told)
+    return [(one.count, one.strategy) for one in told], said.getvalue()
+
+
+def test_the_model_s_choice_is_that_of_the_first_rank_s_file(ranks, tmp_path: Path):
+    line = ((1, 1e-3), (10**9, 1.001))
+    curves = {(Kind.ALL_TO_ALL, "ep"): line, (Kind.COPY, None): ((1, 1e-6), (10**9, 0.01))}
+    curves |= {(Kind.OFFLOAD, None): line, (Kind.PREFETCH, None): line}
+    gemm = ExpertGemm(64, 128, "fp32", ((16, 1e-5), (1600, 1e-3)))
+    Cluster(World((0, 0, 1, 1), ep=4), curves, expert_gemm=gemm).save(tmp_path / "cluster.json")
+    answers = ranks.run(by_model, profile=tmp_path / "cluster.json", others_profile=tmp_path / "none.json")
+    assert all(told == answers[0][0] for told, _ in answers)
+    told, said = answers[0]
+    assert told[0] == told[3] == (1, "none")
+    assert told[1] == told[2] and told[1][0] > 1 and told[1][1] == "none"
+    assert [line.split(":")[1] for line in said.splitlines()] == [" mpmoe", " mpmoe"]  # once for each choice
+    assert "predicted ms a layer, forward and backward: 1xnone" in said and not answers[1][1]
