@@ -109,8 +109,14 @@ def kernels(
 def choice(
     profile: Annotated[Path, typer.Option(help="cluster.json of moe-opt profile, of the same groups.")],
     tokens: Annotated[str, typer.Option(help="Tokens of each rank, one point each, separated by commas.")] = "256,1024",
-    chunks: Annotated[str, typer.Option(help="Chunk counts at O2 and O3, separated by commas.")] = "2,4,8,16",
+    chunks: Annotated[
+        str | None,
+        typer.Option(help="Chunk counts at O2 and O3, or partitions.  [default: 2,4,8,16; 1 to 8 with --mpmoe]"),
+    ] = None,
     hidden: Annotated[int, typer.Option(min=1, help="Hidden size.")] = 1024,
+    ffn_hidden: Annotated[
+        int | None, typer.Option(min=1, help="Hidden size inside an expert; with --mpmoe.  [default: --hidden]")
+    ] = None,
     experts: Annotated[int, typer.Option(min=1, help="Experts of the layer.")] = 8,
     topk: Annotated[int, typer.Option(min=1, help="Experts of a token.")] = 2,
     tp: Annotated[int, typer.Option(min=1, help="Tensor parallelism; above 1 with sequence parallelism.")] = 1,
@@ -125,21 +131,35 @@ def choice(
     replicated: Annotated[
         bool, typer.Option(help="parm's choice, on tokens that all TP ranks hold, in a whole MoE layer.")
     ] = False,
+    mpmoe: Annotated[
+        bool, typer.Option(help="mpmoe's choice of partitions and memory reuse, in a whole MoE layer.")
+    ] = False,
+    reuse: Annotated[
+        str, typer.Option(help="Memory reuse to choose from, separated by commas: none, S1 to S4; with --mpmoe.")
+    ] = "none",
+    activation_budget: Annotated[
+        int | None, typer.Option(min=1, help="Bytes of activations that a choice may take; with --mpmoe.")
+    ] = None,
     steps: Annotated[int, typer.Option(min=1, help="Timed rounds.")] = 5,
     warmup: Annotated[int, typer.Option(min=0, help="Untimed rounds before them.")] = 1,
     seed: Annotated[int, typer.Option(help="Seed of inputs and routing.")] = 1,
     json: Annotated[Path | None, typer.Option(help="Write everything.")] = None,
 ) -> None:
-    """How much slower monta's choice of level and chunks, or parm's of its schedule, is than the fastest of all."""
+    """How much slower a choice is than the fastest of all: monta's of level and chunks, parm's of its schedule, mpmoe's
+    of partitions and memory reuse, by the model and by trials.
+    """
     from megatron_moe_opt.cli.bench_choice import bench_choice
+    from megatron_moe_opt.cli.choosers import chooser_of
     from megatron_moe_opt.cli.layer_settings import LayerSettings
 
-    sizes, counts = whole_numbers("--tokens", tokens), whole_numbers("--chunks", chunks)
+    sizes, counts = whole_numbers("--tokens", tokens), None if chunks is None else whole_numbers("--chunks", chunks)
+    strategies = [strategy.strip() for strategy in reuse.split(",")]
+    chooser = chooser_of(replicated, mpmoe, counts, strategies, activation_budget)
     settings = LayerSettings(
         dispatchers=(),
         tokens=sizes[0],
         hidden=hidden,
-        ffn_hidden=expert_tp,
+        ffn_hidden=(ffn_hidden or hidden) if mpmoe else expert_tp,
         experts=experts,
         topk=topk,
         tp=tp,
@@ -155,7 +175,7 @@ def choice(
         profile=profile,
         replicated=replicated,
     )
-    bench_choice(settings, sizes, counts, json)
+    bench_choice(settings, sizes, chooser, json)
 
 
 @app.command()

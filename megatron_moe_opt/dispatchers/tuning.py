@@ -17,7 +17,7 @@ from megatron_moe_opt.dispatchers.pipelining import agreed_cluster
 from megatron_moe_opt.options import AUTO, DEFAULT_PARTITIONS, Options
 from megatron_moe_opt.planning.configuration_search import Configuration, ConfigurationSearch
 from megatron_moe_opt.planning.monta import ChoiceByRows
-from megatron_moe_opt.planning.mpmoe_choice import MpmoeLayer, choices, least_partitions, refuse_budget
+from megatron_moe_opt.planning.mpmoe_choice import MpmoeLayer, choices, least_partitions, refuse_budget, similar_rows
 from megatron_moe_opt.planning.partition_search import PARTITIONS
 from megatron_moe_opt.schedules.mpmoe import NONE, STRATEGIES
 from megatron_moe_opt.schedules.timeline import Timeline
@@ -95,6 +95,8 @@ class MeasuredPartitioning:
     """
 
     def __init__(self, candidates: Candidates) -> None:
+        self.chosen: Configuration | None = None
+        """What the last pass ran with, where that is the choice; None: it was a trial."""
         self._tuner = _tuner(candidates)
 
     def choose(self, rows: Callable[[], int]) -> Partitions:
@@ -103,7 +105,9 @@ class MeasuredPartitioning:
         Raises:
             ConfigurationError: nothing fits into the budget.
         """
-        return self._tuner.choose(rows())
+        partitions = self._tuner.choose(rows())
+        self.chosen = None if partitions.observe is not None else (partitions.count, partitions.strategy)
+        return partitions
 
     def describe(self) -> str:
         """For the line at start."""
@@ -128,10 +132,9 @@ class _Tuner:
             lambda rows, strategy: least_partitions(of.layer, rows, strategy, of.counts, of.budget),
             of.counts,
         )
-        self._similar = ChoiceByRows(lambda rows: rows)  # so that a number that changes a little is not searched anew
 
     def choose(self, rows: int) -> Partitions:
-        rows = self._similar[rows]
+        rows = similar_rows(rows)  # a number that changes a little is not searched for anew
         trial = self.trials.get(rows)
         if trial is None or len(trial.seconds) >= TRIAL_PASSES:
             trial = self._next_trial(rows, trial)

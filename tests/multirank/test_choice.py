@@ -107,15 +107,17 @@ def test_a_bad_profile_is_refused_on_all_ranks(ranks, profile):
 
 def judge(profile: Path) -> list[Any]:
     from megatron_moe_opt.cli.bench_choice import measure
+    from megatron_moe_opt.cli.choosers import MontaChooser
     from tests.ranks.megatron import parallel
 
     settings = LayerSettings(
         dispatchers=(), tokens=1, hidden=32, ffn_hidden=2, experts=4, topk=2, tp=2, ep=2, expert_tp=2, dtype="fp32",
         routing="uniform", capacity_factor=None, pad_to_capacity=False, steps=2, warmup=0, seed=1, profile=profile,
     )  # fmt: skip
-    settings = dataclasses.replace(settings, dispatchers=("monta:O1", "monta:O2x2", "monta:O3x2"), dispatch_only=True)
+    chooser = MontaChooser([2])
+    settings = dataclasses.replace(settings, dispatchers=chooser.candidates, dispatch_only=True)
     with parallel(tp=2, ep=2, etp=2):
-        return measure(settings, 2, Cluster.load(profile), [16, 64], [2], torch.device("cpu"))
+        return measure(settings, 2, Cluster.load(profile), [16, 64], chooser, torch.device("cpu"))
 
 
 def test_bench_choice_judges_by_the_fastest(ranks, profile):

@@ -100,6 +100,8 @@ def test_experts_cost_what_was_measured_at_the_size_of_a_partition():
 def test_the_choice_is_the_fastest_that_fits(rows, budget):
     candidates = predict(LAYER, rows, CLUSTER)
     assert [(one.strategy, one.partitions) for one in candidates] == [(s, n) for s in STRATEGIES for n in PARTITIONS]
+    for one in candidates:  # for all row counts that share the choice
+        assert one.activation_bytes >= LAYER.activation_bytes(rows, one.partitions, one.strategy)
     fitting = [one for one in candidates if budget is None or one.activation_bytes <= budget]
     choice = choose(candidates, budget)
     if not fitting:
@@ -140,10 +142,10 @@ def test_what_is_said_where_nothing_fits():
     with pytest.raises(ConfigurationError) as refusal:
         choices(LAYER, CLUSTER, budget=1000)[10**4]
     said = str(refusal.value)
-    assert re.match(r"--moe-opt-activation-budget 1000 is too little for about \d+ rows a rank: 8 partition", said)
+    assert re.match(r"--moe-opt-activation-budget 1000 is too little for up to \d+ rows a rank: 8 partition", said)
     assert said.endswith("or train on fewer tokens at once")
     least = int(re.search(r"(\d+) bytes", said)[1])
-    rows = int(re.search(r"about (\d+)", said)[1])
+    rows = int(re.search(r"up to (\d+)", said)[1])
     assert least_partitions(LAYER, rows, "S1", PARTITIONS, least) == 8
     assert all(least_partitions(LAYER, rows, strategy, PARTITIONS, least - 1) is None for strategy in STRATEGIES)
     assert "4 partition(s) with memory reuse S4" in str(refuse_budget(LAYER, 100, (2, 4), ("none", "S4"), 1))
