@@ -17,18 +17,22 @@ from typing import Any, Literal, get_args, get_origin
 
 from megatron_moe_opt.dispatchers.deepspeed import DeepSpeedDispatcher
 from megatron_moe_opt.dispatchers.monta import MontaDispatcher
+from megatron_moe_opt.dispatchers.mpmoe import MpmoeDispatcher
 from megatron_moe_opt.dispatchers.parm import ParmDispatcher
 from megatron_moe_opt.dispatchers.parm_schedule import Routing, scheduling_of
+from megatron_moe_opt.dispatchers.partitioning import partitioning_of
 from megatron_moe_opt.dispatchers.pipelining import pipelining_of
 from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.integration.announce import announce
 from megatron_moe_opt.integration.checks import check_config, check_name
+from megatron_moe_opt.integration.mpmoe_layer import pipeline_experts
 from megatron_moe_opt.integration.priorities import prioritize_expert_groups
 from megatron_moe_opt.integration.replicated_tokens import (
     holds_replicated_tokens,
     reading_as_sequence_parallel,
     take_replicated_tokens,
 )
+from megatron_moe_opt.integration.seams import seam_moved
 from megatron_moe_opt.options import Options
 from megatron_moe_opt.topology.expert_groups import ExpertGroups
 from megatron_moe_opt.versions import SUPPORTED_MEGATRON, megatron_version, supports_megatron
@@ -38,9 +42,15 @@ FIELD = "moe_token_dispatcher_type"
 DISPATCHERS: dict[str, Callable[[ExpertGroups, Options, Any], MontaDispatcher]] = {
     "monta": lambda groups, options, config: MontaDispatcher(groups, pipelining_of(options, groups)),
     "parm": lambda groups, options, config: ParmDispatcher(groups, scheduling_of(options, groups, _routing(config))),
+    "mpmoe": lambda groups, options, config: MpmoeDispatcher(groups, partitioning_of(options, groups)),
     "deepspeed": lambda groups, options, config: DeepSpeedDispatcher(groups),
 }
 """Our dispatcher types. `deepspeed` is the reference schedule of benchmarks and tests."""
+
+EDGES: dict[str, Callable[[Any, Options], None]] = {
+    "mpmoe": pipeline_experts,
+}
+"""What those that own more of a layer than its dispatcher do to the layer."""
 
 _options = Options()
 
@@ -56,14 +66,14 @@ def register(options: Options | None = None) -> None:
 
         from megatron_moe_opt.integration.token_dispatcher import PluggedTokenDispatcher
     except ImportError as error:
-        raise _seam_moved(str(error)) from error
+        raise seam_moved(str(error)) from error
 
     if hasattr(TransformerConfig.__post_init__, "_moe_opt"):
         return  # registered already: only the options were new
     stock = _stock_names(TransformerConfig)
     for owner, method in ((TransformerConfig, "__post_init__"), (MoELayer, "__init__")):
         if not isinstance(owner.__dict__.get(method), types.FunctionType):
-            raise _seam_moved(f"{owner.__name__}.{method} is not a plain method")
+            raise seam_moved(f"{owner.__name__}.{method} is not a plain method")
     _widen_annotation(TransformerConfig, stock)
     _wrap_post_init(TransformerConfig, stock)
     _wrap_moe_layer(MoELayer, PluggedTokenDispatcher)
@@ -93,18 +103,11 @@ def _check_version() -> None:
         raise ConfigurationError(f"megatron-core {version} is not supported: install one from {SUPPORTED_MEGATRON}")
 
 
-def _seam_moved(what: str) -> ConfigurationError:
-    return ConfigurationError(
-        f"cannot plug into this megatron-core: {what}; install a release from {SUPPORTED_MEGATRON}, or use "
-        "--moe-token-dispatcher-type alltoall"
-    )
-
-
 def _stock_names(config_class: type) -> tuple[str, ...]:
     """The dispatcher names of the installed Megatron."""
     field = config_class.__dataclass_fields__.get(FIELD)
     if field is None or get_origin(field.type) is not Literal:
-        raise _seam_moved(f"TransformerConfig.{FIELD} is not a field with a Literal type")
+        raise seam_moved(f"TransformerConfig.{FIELD} is not a field with a Literal type")
     return get_args(field.type)
 
 
@@ -159,4 +162,6 @@ def _plug(layer: Any, name: str, plugged_class: type) -> None:
     layer.token_dispatcher = plugged_class(dispatcher, layer.config, pg_collection)
     if layer.shared_experts is not None and layer.shared_expert_overlap:
         layer.token_dispatcher.set_shared_experts(layer.shared_experts)
+    if name in EDGES:
+        EDGES[name](layer, _options)
     announce(layer, name, dispatcher)
