@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +16,7 @@ from megatron_moe_opt import register
 from megatron_moe_opt.cli.layer_settings import LayerSettings, split_variant
 from megatron_moe_opt.cli.routing import choose_experts
 from megatron_moe_opt.integration.moe_layer import build_layer, impose_routing
+from megatron_moe_opt.options import Options
 from megatron_moe_opt.runtime.executor import recording
 from megatron_moe_opt.schedules.timeline import Timeline
 
@@ -144,9 +146,17 @@ class _Experts(torch.autograd.Function):
 
 
 def layers_under_test(
-    settings: LayerSettings, ep: int, device: torch.device, permute_fusion: bool
+    settings: LayerSettings,
+    ep: int,
+    device: torch.device,
+    permute_fusion: bool,
+    options_of: Mapping[str, Options] | None = None,
 ) -> dict[str, LayerUnderTest]:
-    """One layer for each dispatcher: same weights, input, routing and output gradient."""
+    """One layer for each dispatcher: same weights, input, routing and output gradient.
+
+    Args:
+        options_of: by dispatcher, where no variant's name says them.
+    """
     rank = dist.get_rank() // settings.tp if settings.replicated else dist.get_rank()
     generator = torch.Generator().manual_seed((settings.seed << 20) + rank)
     shape = (settings.tokens, 1, settings.hidden)
@@ -162,7 +172,7 @@ def layers_under_test(
     layers: dict[str, LayerUnderTest] = {}
     for variant in settings.dispatchers:
         dispatcher, options = split_variant(variant, settings.profile)
-        register(options)
+        register((options_of or {}).get(variant, options))
         layer = build_layer(layer_config(settings, dispatcher, ep, permute_fusion))
         if layers:
             layer.load_state_dict(next(iter(layers.values())).layer.state_dict())

@@ -14,12 +14,10 @@ import torch.distributed as dist
 
 from megatron_moe_opt.dispatchers.partitioning import FixedPartitioning, Observer, Partitioning, Partitions
 from megatron_moe_opt.dispatchers.pipelining import agreed_cluster
-from megatron_moe_opt.options import AUTO, DEFAULT_PARTITIONS, Options
+from megatron_moe_opt.options import Options
 from megatron_moe_opt.planning.configuration_search import Configuration, ConfigurationSearch
 from megatron_moe_opt.planning.monta import ChoiceByRows
 from megatron_moe_opt.planning.mpmoe_choice import MpmoeLayer, choices, least_partitions, refuse_budget, similar_rows
-from megatron_moe_opt.planning.partition_search import PARTITIONS
-from megatron_moe_opt.schedules.mpmoe import NONE, STRATEGIES
 from megatron_moe_opt.schedules.timeline import Timeline
 from megatron_moe_opt.topology.expert_groups import ExpertGroups
 
@@ -47,10 +45,9 @@ def partitioning_of(options: Options, groups: ExpertGroups, layer: MpmoeLayer) -
     Raises:
         ConfigurationError: a profile that cannot be read, or that was measured with groups of other sizes.
     """
+    counts, strategies = options.partition_counts, options.memory_strategies
     if not options.tunes_partitions:
-        return FixedPartitioning(options.partitions or DEFAULT_PARTITIONS, options.memory_reuse or NONE)
-    counts = PARTITIONS if options.partitions == AUTO else (options.partitions or DEFAULT_PARTITIONS,)
-    strategies = tuple(STRATEGIES) if options.memory_reuse == AUTO else (options.memory_reuse or NONE,)
+        return FixedPartitioning(counts[0], strategies[0])
     candidates = Candidates(groups, layer, counts, strategies, options.activation_budget)
     if options.partition_tuner == "model":
         return ModelPartitioning(options.profile, candidates)

@@ -20,12 +20,12 @@ from megatron_moe_opt.dispatchers.monta import MontaDispatcher
 from megatron_moe_opt.dispatchers.mpmoe import MpmoeDispatcher
 from megatron_moe_opt.dispatchers.parm import ParmDispatcher
 from megatron_moe_opt.dispatchers.parm_schedule import Routing, scheduling_of
-from megatron_moe_opt.dispatchers.partitioning import partitioning_of
 from megatron_moe_opt.dispatchers.pipelining import pipelining_of
+from megatron_moe_opt.dispatchers.tuning import partitioning_of
 from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.integration.announce import announce
 from megatron_moe_opt.integration.checks import check_config, check_name
-from megatron_moe_opt.integration.mpmoe_layer import pipeline_experts
+from megatron_moe_opt.integration.mpmoe_layer import pipeline_experts, shape_of_layer
 from megatron_moe_opt.integration.priorities import prioritize_expert_groups
 from megatron_moe_opt.integration.replicated_tokens import (
     holds_replicated_tokens,
@@ -42,7 +42,9 @@ FIELD = "moe_token_dispatcher_type"
 DISPATCHERS: dict[str, Callable[[ExpertGroups, Options, Any], MontaDispatcher]] = {
     "monta": lambda groups, options, config: MontaDispatcher(groups, pipelining_of(options, groups)),
     "parm": lambda groups, options, config: ParmDispatcher(groups, scheduling_of(options, groups, _routing(config))),
-    "mpmoe": lambda groups, options, config: MpmoeDispatcher(groups, partitioning_of(options, groups)),
+    "mpmoe": lambda groups, options, config: MpmoeDispatcher(
+        groups, partitioning_of(options, groups, shape_of_layer(config, groups.ep_size, groups.etp_size))
+    ),
     "deepspeed": lambda groups, options, config: DeepSpeedDispatcher(groups),
 }
 """Our dispatcher types. `deepspeed` is the reference schedule of benchmarks and tests."""

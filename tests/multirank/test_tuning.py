@@ -104,10 +104,8 @@ def test_ranks_that_would_choose_differently_choose_what_the_slowest_takes(ranks
     trials = [one for (one,) in used if one[2]]
     assert trials == [(count, "none", True) for count in range(1, n + 2) for _ in range(5)]
     assert all(not said for _, said in answers[1:])
-    assert said.startswith("moe-opt: mpmoe: about 10")
-    assert (
-        f" rows a rank: {n} partitions, memory reuse none; measured ms a layer, forward and backward: {n}xnone" in said
-    )
+    assert said.startswith("moe-opt: mpmoe: about 887 rows a rank")  # the middle of the range of 1000
+    assert f": {n} partitions, memory reuse none; measured ms a layer, forward and backward: {n}xnone" in said
     assert f"; {len(trials)} passes of trials took " in said and said.endswith("% of 1000 passes\n")
 
 

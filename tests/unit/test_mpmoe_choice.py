@@ -6,7 +6,7 @@ import dataclasses
 import re
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_moe_opt.errors import ConfigurationError
@@ -96,6 +96,7 @@ def test_experts_cost_what_was_measured_at_the_size_of_a_partition():
         LAYER.costs(dataclasses.replace(CLUSTER, expert_gemm=None))
 
 
+@settings(max_examples=25)
 @given(st.integers(0, 10**5), st.none() | st.integers(0, 10**9))
 def test_the_choice_is_the_fastest_that_fits(rows, budget):
     candidates = predict(LAYER, rows, CLUSTER)
