@@ -20,7 +20,7 @@ from torch.distributed import ProcessGroup
 import megatron_moe_opt
 from megatron_moe_opt.cli import loads
 from megatron_moe_opt.cli.loads import Rows
-from megatron_moe_opt.cli.meter import Load, Meter
+from megatron_moe_opt.cli.meter import Busy, Load, Meter
 from megatron_moe_opt.cli.output_files import check_output, say_written
 from megatron_moe_opt.cli.process_group import adopt_slurm_ranks, process_group, world_size
 from megatron_moe_opt.cli.profile_report import curves_table
@@ -189,14 +189,15 @@ class _Measured:
             expert: what keeps the compute lane busy, and the time that it takes over its size.
         """
         by_preference = sorted(self._moves, key=lambda load: load.group in EXPERT_GROUPS)
-        sized = {load.lane: (load, _size(self.curves[load.kind, load.group])) for load in by_preference}
-        sized[Lane.COMPUTE] = expert, _size(gemm)
+        loads_of = {load.lane: (load, self.curves[load.kind, load.group]) for load in by_preference}
+        loads_of[Lane.COMPUTE] = expert, gemm
+        busy = {lane: _busy(*load) for lane, load in loads_of.items()}
         rates: dict[tuple[Lane, ...], float] = {}
         for lane in Lane:
-            besides = [beside for beside in _besides(lane) if sized.keys() >= {lane, *beside}]
+            besides = [beside for beside in _besides(lane) if busy.keys() >= {lane, *beside}]
             if besides:
-                neighbours = [[sized[other] for other in beside] for beside in besides]
-                measured = self._meter.rates_beside(*sized[lane], *neighbours)
+                neighbours = [[busy[other] for other in beside] for beside in besides]
+                measured = self._meter.rates_beside(busy[lane], *neighbours)
                 rates |= {(lane, *beside): rate for beside, rate in zip(besides, measured, strict=True)}
         return rates
 
@@ -248,9 +249,10 @@ def _besides(lane: Lane) -> list[tuple[Lane, ...]]:
     return alone + [tuple(one for one in lanes if one is not lane) for lanes in _TOGETHER if lane in lanes]
 
 
-def _size(points: Points) -> int:
-    """That of the op nearest to BESIDE_SECONDS."""
-    return min(points, key=lambda point: abs(point[1] - BESIDE_SECONDS))[0]
+def _busy(load: Load, points: Points) -> Busy:
+    """With ops of the time nearest to BESIDE_SECONDS."""
+    size, seconds = min(points, key=lambda point: abs(point[1] - BESIDE_SECONDS))
+    return Busy(load, load.sized(size), seconds)
 
 
 # What training issues in the groups of a role. EP comes last: it gets the time that the others have left.
