@@ -18,7 +18,8 @@ def layer(
         str,
         typer.Option(
             help="Dispatchers to compare, separated by commas; alltoall always runs (with --replicated: deepspeed). "
-            "monta:O3x8 is level O3 with 8 chunks, parm:S2 schedule S2; monta:auto and parm:auto choose by --profile."
+            "monta:O3x8 is level O3 with 8 chunks, parm:S2 schedule S2, mpmoe:4:S3 4 partitions that share memory by "
+            "strategy S3; monta:auto and parm:auto choose by --profile."
         ),
     ] = "monta,deepspeed",
     tokens: Annotated[int, typer.Option(min=1, help="Tokens of each rank.")] = 4096,
@@ -176,6 +177,28 @@ def choice(
         replicated=replicated,
     )
     bench_choice(settings, sizes, chooser, json)
+
+
+@app.command()
+def memory(
+    shapes: Annotated[
+        str, typer.Option(help="Layers of MPMoE's Table III, separated by commas.")
+    ] = "MoE-GPT-S,MoE-BERT-L,MoE-GPT-XL",
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens of each rank.")] = 4096,
+    partitions: Annotated[str, typer.Option(help="Numbers of partitions, separated by commas.")] = "2,4,8",
+    strategies: Annotated[str, typer.Option(help="Of memory reuse, separated by commas.")] = "S1,S2,S3,S4",
+    dtype: Annotated[DType, typer.Option(help="Tokens and weights.")] = DType.fp32,
+    json: Annotated[Path | None, typer.Option(help="Write the rows to this file too.")] = None,
+) -> None:
+    """Peak memory of mpmoe's layer with each strategy of memory reuse, against the same partitions without.
+
+    Runs on the ranks that torchrun started, an expert each, or on one process without it:
+    torchrun --nproc-per-node 2 -m megatron_moe_opt.cli.main bench memory
+    """
+    from megatron_moe_opt.cli.bench_memory import bench_memory
+
+    names, chosen = ([name.strip() for name in text.split(",")] for text in (shapes, strategies))
+    bench_memory(names, tokens, whole_numbers("--partitions", partitions), chosen, dtype.value, json)
 
 
 @app.command()

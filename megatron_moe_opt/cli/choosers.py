@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -161,7 +161,7 @@ class MpmoeChooser:
         self, settings: LayerSettings, ep: int, seconds: Mapping[str, float], device: torch.device
     ) -> Chosen:
         """Runs steps of a layer until it has chosen."""
-        from megatron_moe_opt.cli.moe_layer import layers_under_test
+        from megatron_moe_opt.cli.moe_layer import layer_under_test
 
         options = Options(
             partitions=self.counts,
@@ -169,8 +169,7 @@ class MpmoeChooser:
             tuner="profile",
             activation_budget=self.budget,
         )
-        tuned = replace(settings, dispatchers=("mpmoe",))
-        layer = layers_under_test(tuned, ep, device, False, {"mpmoe": options})["mpmoe"]
+        layer = layer_under_test(settings, "mpmoe", ep, device, options=options)
         partitioning = layer.layer.token_dispatcher.dispatcher.partitioning
         steps: list[float] = []
         while partitioning.chosen is None:  # all ranks know alike

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -146,16 +145,29 @@ class _Experts(torch.autograd.Function):
 
 
 def layers_under_test(
+    settings: LayerSettings, ep: int, device: torch.device, permute_fusion: bool
+) -> dict[str, LayerUnderTest]:
+    """One layer for each dispatcher: same weights, input, routing and output gradient."""
+    layers: dict[str, LayerUnderTest] = {}
+    for variant in settings.dispatchers:
+        layers[variant] = layer_under_test(settings, variant, ep, device, permute_fusion)
+        first = next(iter(layers.values())).layer
+        layers[variant].layer.load_state_dict(first.state_dict())
+    return layers
+
+
+def layer_under_test(
     settings: LayerSettings,
+    variant: str,
     ep: int,
     device: torch.device,
-    permute_fusion: bool,
-    options_of: Mapping[str, Options] | None = None,
-) -> dict[str, LayerUnderTest]:
-    """One layer for each dispatcher: same weights, input, routing and output gradient.
+    permute_fusion: bool = False,
+    options: Options | None = None,
+) -> LayerUnderTest:
+    """The layer of a variant (see split_variant).
 
     Args:
-        options_of: by dispatcher, where no variant's name says them.
+        options: in the place of the variant's, for what no variant's name says.
     """
     rank = dist.get_rank() // settings.tp if settings.replicated else dist.get_rank()
     generator = torch.Generator().manual_seed((settings.seed << 20) + rank)
@@ -169,20 +181,14 @@ def layers_under_test(
         seed=settings.seed,
         rank=rank,
     )
-    layers: dict[str, LayerUnderTest] = {}
-    for variant in settings.dispatchers:
-        dispatcher, options = split_variant(variant, settings.profile)
-        register((options_of or {}).get(variant, options))
-        layer = build_layer(layer_config(settings, dispatcher, ep, permute_fusion))
-        if layers:
-            layer.load_state_dict(next(iter(layers.values())).layer.state_dict())
-        common = layer, tokens.clone().requires_grad_(), output_grad
-        if settings.dispatch_only:
-            routing_map = torch.zeros(settings.tokens, settings.experts, dtype=torch.bool, device=device)
-            routing_map.scatter_(1, indices.to(device), True)
-            probs = (routing_map / settings.topk).requires_grad_()
-            layers[variant] = DispatchUnderTest(*common, probs, routing_map)
-        else:
-            impose_routing(layer, indices.to(device))
-            layers[variant] = LayerUnderTest(*common)
-    return layers
+    dispatcher, of_variant = split_variant(variant, settings.profile)
+    register(options or of_variant)
+    layer = build_layer(layer_config(settings, dispatcher, ep, permute_fusion))
+    common = layer, tokens.requires_grad_(), output_grad
+    if settings.dispatch_only:
+        routing_map = torch.zeros(settings.tokens, settings.experts, dtype=torch.bool, device=device)
+        routing_map.scatter_(1, indices.to(device), True)
+        probs = (routing_map / settings.topk).requires_grad_()
+        return DispatchUnderTest(*common, probs, routing_map)
+    impose_routing(layer, indices.to(device))
+    return LayerUnderTest(*common)

@@ -96,7 +96,7 @@ def test_overlaps(strategy, count, send_seconds, compute_seconds):
     schedule = forward(strategy, [PartitionRows(8, 8)] * count, ROW, 2, 1)
     found = simulate(schedule, lambda op: seconds.get(op.kind, 0.0)).seconds
     busiest = max(2 * count * send_seconds, count * compute_seconds)
-    assert found >= busiest
+    assert found >= busiest - 1e-9
     # Ends apart, two sends and an expert call of neighbouring partitions are side by side.
     ends = 2 * send_seconds + compute_seconds
     assert found <= ends + max(count - 1, 0) * max(2 * send_seconds, compute_seconds) + 1e-9
