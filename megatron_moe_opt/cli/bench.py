@@ -136,7 +136,7 @@ def choice(
         bool, typer.Option(help="mpmoe's choice of partitions and memory reuse, in a whole MoE layer.")
     ] = False,
     reuse: Annotated[
-        str, typer.Option(help="Memory reuse to choose from, separated by commas: none, S1 to S4; with --mpmoe.")
+        str, typer.Option(help="Memory reuse: none, one of S1 to S4, or auto to choose from all; with --mpmoe.")
     ] = "none",
     activation_budget: Annotated[
         int | None, typer.Option(min=1, help="Bytes of activations that a choice may take; with --mpmoe.")
@@ -154,8 +154,7 @@ def choice(
     from megatron_moe_opt.cli.layer_settings import LayerSettings
 
     sizes, counts = whole_numbers("--tokens", tokens), None if chunks is None else whole_numbers("--chunks", chunks)
-    strategies = [strategy.strip() for strategy in reuse.split(",")]
-    chooser = chooser_of(replicated, mpmoe, counts, strategies, activation_budget)
+    chooser = chooser_of(replicated, mpmoe, counts, reuse, activation_budget)
     settings = LayerSettings(
         dispatchers=(),
         tokens=sizes[0],

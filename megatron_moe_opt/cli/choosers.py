@@ -14,11 +14,11 @@ from megatron_moe_opt.cli.layer_settings import LayerSettings
 from megatron_moe_opt.cli.links import timed
 from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.kernels import LANE_BYTES
-from megatron_moe_opt.options import Options
+from megatron_moe_opt.options import AUTO, Options
 from megatron_moe_opt.planning import monta, mpmoe_choice, parm
 from megatron_moe_opt.planning.cluster import Cluster
 from megatron_moe_opt.planning.partition_search import PARTITIONS
-from megatron_moe_opt.schedules.mpmoe import STRATEGIES
+from megatron_moe_opt.schedules.mpmoe import NONE, STRATEGIES
 from megatron_moe_opt.schedules.parm import SCHEDULES
 
 CHUNKS = (2, 4, 8, 16)
@@ -109,7 +109,7 @@ class MpmoeChooser:
     """Partitions and memory reuse: by the model, and by trials of a layer's own passes.
 
     Raises:
-        ConfigurationError: an unknown strategy.
+        ConfigurationError: an unknown strategy, or nothing to choose from.
     """
 
     dispatch_only, recorded = False, True
@@ -117,14 +117,16 @@ class MpmoeChooser:
     def __init__(
         self,
         counts: Sequence[int] = PARTITIONS,
-        strategies: Sequence[str] = ("none",),
+        reuse: str = NONE,
         budget: int | None = None,
     ) -> None:
-        for strategy in strategies:
-            if strategy not in STRATEGIES:
-                raise ConfigurationError(f"--reuse {strategy}: choose from {', '.join(STRATEGIES)}")
-        self.counts, self.strategies, self.budget = tuple(sorted(set(counts))), tuple(strategies), budget
-        self.candidates = tuple(f"mpmoe:{count}:{strategy}" for strategy in strategies for count in self.counts)
+        if reuse not in (*STRATEGIES, AUTO):
+            raise ConfigurationError(f"--reuse {reuse}: choose one of {', '.join(STRATEGIES)}, or {AUTO}")
+        self.options = Options(
+            partitions=tuple(sorted(set(counts))), memory_reuse=reuse, tuner="profile", activation_budget=budget
+        )
+        self.counts, self.strategies, self.budget = self.options.partitions, self.options.memory_strategies, budget
+        self.candidates = tuple(f"mpmoe:{count}:{strategy}" for strategy in self.strategies for count in self.counts)
 
     def choose(
         self, settings: LayerSettings, ep: int, cluster: Cluster, seconds: Mapping[str, float], device: torch.device
@@ -163,13 +165,7 @@ class MpmoeChooser:
         """Runs steps of a layer until it has chosen."""
         from megatron_moe_opt.cli.moe_layer import layer_under_test
 
-        options = Options(
-            partitions=self.counts,
-            memory_reuse=self.strategies[0] if len(self.strategies) == 1 else "auto",
-            tuner="profile",
-            activation_budget=self.budget,
-        )
-        layer = layer_under_test(settings, "mpmoe", ep, device, options=options)
+        layer = layer_under_test(settings, "mpmoe", ep, device, options=self.options)
         partitioning = layer.layer.token_dispatcher.dispatcher.partitioning
         steps: list[float] = []
         while partitioning.chosen is None:  # all ranks know alike
@@ -191,9 +187,7 @@ class MpmoeChooser:
         return shape_of_layer(config, ep, settings.expert_tp)
 
 
-def chooser_of(
-    replicated: bool, mpmoe: bool, counts: Sequence[int] | None, strategies: Sequence[str], budget: int | None
-) -> Chooser:
+def chooser_of(replicated: bool, mpmoe: bool, counts: Sequence[int] | None, reuse: str, budget: int | None) -> Chooser:
     """What the options of `bench choice` ask for.
 
     Args:
@@ -205,8 +199,8 @@ def chooser_of(
     if mpmoe and replicated:
         raise ConfigurationError("--mpmoe and --replicated are choices of two systems: give one of them")
     if mpmoe:
-        return MpmoeChooser(PARTITIONS if counts is None else counts, strategies, budget)
-    if tuple(strategies) != ("none",) or budget is not None:
+        return MpmoeChooser(PARTITIONS if counts is None else counts, reuse, budget)
+    if reuse != NONE or budget is not None:
         raise ConfigurationError("--reuse and --activation-budget are mpmoe's: add --mpmoe, or drop them")
     return (ParmChooser if replicated else MontaChooser)(CHUNKS if counts is None else counts)
 
