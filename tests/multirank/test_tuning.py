@@ -10,6 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatron_moe_opt.errors import ConfigurationError
+from megatron_moe_opt.options import split_options
 from megatron_moe_opt.planning.cluster import Cluster, ExpertGemm, World
 from megatron_moe_opt.planning.mpmoe_choice import MpmoeLayer
 from megatron_moe_opt.planning.partition_search import PARTITIONS
@@ -164,3 +166,81 @@ def test_the_model_s_choice_is_that_of_the_first_rank_s_file(ranks, tmp_path: Pa
     assert told[1] == told[2] and told[1][0] > 1 and told[1][1] == "none"
     assert [line.split(":")[1] for line in said.splitlines()] == [" mpmoe", " mpmoe"]  # once for each choice
     assert "predicted ms a layer, forward and backward: 1xnone" in said and not answers[1][1]
+
+
+def tuned_layer(tokens_of_rank, passes):
+    """(partitions, strategy) of every pass of a real layer that tunes itself, and how far it ends up from stock.
+
+    Two forward passes come before their backward passes, as in a pipeline of stages; every fifth time there is a
+    forward pass without any. Rank 0 sends nothing.
+    """
+    import megatron_moe_opt
+    from megatron_moe_opt.integration.moe_layer import build_layer
+    from megatron_moe_opt.options import Options
+    from tests.multirank.test_mpmoe import relative_error, route_nothing
+    from tests.ranks.megatron import moe_config, parallel
+
+    with parallel(ep=4):
+        megatron_moe_opt.register(Options(partitions=(1, 2, 4), tuner="profile"))
+        config = moe_config(moe_token_dispatcher_type="mpmoe", moe_router_load_balancing_type="none")
+        layer = build_layer(config)
+        megatron_moe_opt.register()
+        stock = build_layer(moe_config(moe_router_load_balancing_type="none"))
+        stock.load_state_dict(layer.state_dict())
+        partitioning = layer.token_dispatcher.dispatcher.partitioning
+        choose, told = partitioning.choose, []
+        partitioning.choose = lambda rows: told.append(choose(rows)) or told[-1]
+        if dist.get_rank() == 0:
+            route_nothing(layer), route_nothing(stock)
+        hidden = torch.randn(tokens_of_rank[dist.get_rank()], 1, 64)
+        for number in range(passes):
+            outputs = [layer(hidden.clone().requires_grad_())[0] for _ in range(2)]
+            for output in outputs:
+                output.sum().backward()
+            if number % 5 == 0:
+                layer(hidden)
+        return [(one.count, one.strategy) for one in told], relative_error(layer(hidden)[0], stock(hidden)[0])
+
+
+def test_a_layer_tunes_itself_under_skewed_counts(ranks):
+    """Ranks time their passes differently and have 0 to 120 rows: had each decided by its own, they would hang."""
+    answers = ranks.run(tuned_layer, tokens_of_rank=(9, 60, 1, 5), passes=14, timeout_s=60)
+    told, _ = answers[0]
+    assert all(other == told and error < 1e-6 for other, error in answers)
+    assert told[:2] == [(1, "none")] * 2 and (2, "none") in told  # both are always tried
+    assert len(set(told[-10:])) == 1  # it has chosen
+
+
+WRONG = {
+    "--moe-opt-tuner model": "--moe-opt-tuner model has nothing to choose: add --moe-opt-partitions auto or",
+    "--moe-opt-tuner model --moe-opt-partitions auto": "--moe-opt-tuner model predicts from measurements: run `moe-opt",
+    "--moe-opt-activation-budget 1GiB --moe-opt-partitions 4": "--moe-opt-activation-budget 1073741824 has nothing to",
+    "--moe-opt-partitions 2,zwei": "'2,zwei' is neither a number of partitions from 1 on, nor several such as 2,4,8",
+    "--moe-opt-partitions 0": "'0' is neither a number of partitions",
+    "--moe-opt-activation-budget 0": "'0' is not a number of bytes above 0, such as 512MiB or 1.5GiB",
+}
+
+
+@pytest.mark.parametrize("arguments", WRONG)
+def test_wrong_options_are_refused(arguments):
+    with pytest.raises(ConfigurationError) as refusal:
+        split_options(arguments.split())
+    assert WRONG[arguments] in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "counts", "strategies", "tuner"),
+    [
+        ("", (4,), ("none",), None),
+        ("--moe-opt-partitions 3 --moe-opt-memory-reuse S2", (3,), ("S2",), None),
+        ("--moe-opt-partitions auto", PARTITIONS, ("none",), "profile"),
+        ("--moe-opt-partitions 8,2,16 --moe-opt-profile f", (2, 8, 16), ("none",), "model"),
+        ("--moe-opt-partitions auto --moe-opt-profile f --moe-opt-tuner profile", PARTITIONS, ("none",), "profile"),
+        ("--moe-opt-memory-reuse auto --moe-opt-activation-budget 1.5MiB", (4,), tuple(STRATEGIES), "profile"),
+    ],
+)
+def test_what_there_is_to_choose_from(arguments, counts, strategies, tuner):
+    options, _ = split_options(arguments.split())
+    assert (options.partition_counts, options.memory_strategies) == (counts, strategies)
+    assert options.tunes_partitions == (tuner is not None)
+    assert tuner is None or options.partition_tuner == tuner
