@@ -181,10 +181,17 @@ def host_transfer(rows: Rows, kind: Kind) -> Load:
 
     def sized(size: int) -> Sized:
         number = rows.number(size, 1)
-        on_device = rows.filled(number)
-        on_host = torch.ones(number, rows.hidden, dtype=rows.dtype, pin_memory=on_cuda)
+        places = max(1, _COPIED_BYTES // (number * rows.bytes))
+        on_device = rows.filled(places * number)
+        on_host = torch.ones(places * number, rows.hidden, dtype=rows.dtype, pin_memory=on_cuda)
         target, source = (on_host, on_device) if kind is Kind.OFFLOAD else (on_device, on_host)
-        return Sized(number * rows.bytes, lambda: steps.call(lambda: target.copy_(source, non_blocking=on_cuda)))
+        pairs = cycle(zip(target.split(number), source.split(number), strict=True))
+
+        def copy_next() -> None:
+            to, from_ = next(pairs)
+            to.copy_(from_, non_blocking=on_cuda)
+
+        return Sized(number * rows.bytes, lambda: steps.call(copy_next))
 
     return Load(kind, Lane.D2H if kind is Kind.OFFLOAD else Lane.H2D, None, sized)
 

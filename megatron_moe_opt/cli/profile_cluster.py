@@ -119,13 +119,13 @@ def measure(settings: ProfileSettings, device: torch.device) -> Cluster:
     with groups_of(layout) as groups, _progress() as progress:
         moves = _moves(rows, groups, nodes)
         measured = _Measured(Meter(device), settings.seconds, moves, groups)
-        task = progress.add_task("", total=len(moves) + 3)
-        progress.update(task, description="expert")
-        experts = [loads.expert_gemm(rows, ffn_hidden, training) for training in (False, True)]
-        gemm, training = (measured.curve(expert, GEMM_ROWS) for expert in experts)
+        task = progress.add_task("", total=len(moves) + 4)
         for load in moves:
             progress.update(task, description=str(load), advance=1)
             measured.add(load)
+        progress.update(task, description="expert", advance=1)
+        experts = [loads.expert_gemm(rows, ffn_hidden, training) for training in (False, True)]
+        gemm, training = (measured.curve(expert, GEMM_ROWS) for expert in experts)
         progress.update(task, description="all_to_all beside all_gather", advance=1)
         saa = measured.saa(rows)
         progress.update(task, description="lanes side by side", advance=1)
@@ -153,7 +153,7 @@ class _Measured:
     def __init__(self, meter: Meter, seconds: float, moves: Sequence[Load], groups: Mapping[str, ProcessGroup]) -> None:
         self.curves: dict[tuple[Kind, str | None], Points] = {}
         self._meter, self._seconds, self._moves, self._groups = meter, seconds, moves, groups
-        self._shares_left = len({self._key(load) for load in moves}) + 4  # the expert, SAA, and lanes side by side
+        self._shares_left = len({self._key(load) for load in moves}) + 4  # the expert's two, SAA, lanes side by side
         self._known: dict[Hashable, Points] = {}
 
     def add(self, load: Load) -> None:
@@ -255,7 +255,7 @@ def _busy(load: Load, points: Points) -> Busy:
     return Busy(load, load.sized(size), seconds)
 
 
-# What training issues in the groups of a role. EP comes last: it gets the time that the others have left.
+# What training issues in the groups of a role. EP comes last (but for experts): it gets the time that others have left.
 _INTRA: tuple[tuple[str, tuple[Callable[..., Load], ...]], ...] = (
     ("expert-tp", (loads.reduce_scatter, loads.all_gather)),
     ("tp", (loads.reduce_scatter, loads.all_gather)),
