@@ -197,19 +197,25 @@ def host_transfer(rows: Rows, kind: Kind) -> Load:
 
 
 def expert_gemm(rows: Rows, ffn_hidden: int, training: bool = False) -> Load:
-    """One expert, over rows instead of bytes: its forward pass, or with `training` also its backward pass."""
+    """One expert, over rows instead of bytes: its forward pass, or with `training` also its backward pass, whose weight
+    gradients are added to those of other partitions.
+    """
     up = rows.filled(ffn_hidden).requires_grad_()
     down = rows.filled(ffn_hidden).t().contiguous().requires_grad_()
+    sums = torch.zeros_like(up), torch.zeros_like(down)
 
     def sized(number: int) -> Sized:
         tokens, grad = (rows.filled(number).requires_grad_() for _ in range(2))
+        probs = torch.ones(number, 1, dtype=rows.dtype, device=rows.device)
 
         def run() -> None:
             with torch.set_grad_enabled(training):
-                middle = torch.nn.functional.gelu(torch.nn.functional.linear(tokens, up))
+                middle = torch.nn.functional.gelu(torch.nn.functional.linear(tokens, up)) * probs
                 output = torch.nn.functional.linear(middle, down)
             if training:
-                torch.autograd.grad(output, (tokens, up, down), grad)
+                _, *of_weights = torch.autograd.grad(output, (tokens, up, down), grad)
+                for total, new in zip(sums, of_weights, strict=True):
+                    total += new
 
         return Sized(number, lambda: steps.call(run))
 
