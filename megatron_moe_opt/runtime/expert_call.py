@@ -7,10 +7,12 @@ rest is T_M (MPMoE, Fig. 1), which is kept, offloaded, or not saved at all and r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch.autograd import Function
@@ -18,6 +20,11 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from megatron_moe_opt.runtime.host_copies import HostCopyOf
 from megatron_moe_opt.schedules.mpmoe import Restore
+
+
+TakeGradient = Callable[[int, torch.Tensor | None], None]
+"""Gets the number of a parameter and its gradient. None: an operation has used the parameter and has no gradient for
+autograd, because it adds to the parameter's main_grad itself."""
 
 
 @dataclass
@@ -65,29 +72,29 @@ class ExpertCall:
         self._record(tokens, nullcontext())
 
     def backward(
-        self, tokens: torch.Tensor, grad_output: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor | None]]:
-        """Gradients of tokens [R, H], probabilities [R] and each of the experts' parameters. Once.
+        self, tokens: torch.Tensor, grad_output: torch.Tensor, take: TakeGradient
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Gradients of tokens [R, H] and probabilities [R]. Once.
 
         Args:
             tokens: as in the forward pass, wherever they are now.
+            take: is told as soon as a parameter has its gradient.
         """
         gradients, self._gradients.output = self._gradients, grad_output
-        inputs = (self._anchor, *self._experts.parameters)  # what the anchor gets means nothing
-        with self._saved.reading(tokens):
-            grads = torch.autograd.grad(self._exit, inputs, torch.zeros_like(self._exit), allow_unused=True)
+        inputs = (self._anchor, *self._experts.parameters)
+        with self._saved.reading(tokens), _taking(self._experts.parameters, take):
+            torch.autograd.grad(self._exit, inputs, torch.zeros_like(self._exit), allow_unused=True)
         self._exit = self._anchor = None
-        self._saved.free()
-        return gradients.tokens, gradients.probs, list(grads[1:])
+        return gradients.tokens, gradients.probs
 
     def offload_middle(self) -> None:
         """T_M to the host."""
         num_bytes = self._saved.offload()
         self._experts.middle_row_bytes = num_bytes // max(1, self._probs.numel())
 
-    def fetch_middle(self) -> None:
-        """T_M back to the device."""
-        self._saved.fetch()
+    def fetch_middle(self, compute: torch.cuda.Stream | None) -> None:
+        """T_M back to the device. `compute`: the stream on which backward will run; None on a CPU."""
+        self._saved.fetch(compute)
 
     def _record(self, tokens: torch.Tensor, hooks: AbstractContextManager[Any]) -> torch.Tensor:
         # The graph begins at an empty tensor and ends in another, so that it holds on to neither inputs nor outputs.
@@ -97,6 +104,25 @@ class ExpertCall:
             output = self._experts.run(tokens, self._tokens_per_expert, probs)
             self._exit = _Leave.apply(output, self._gradients)
         return output.detach()
+
+
+@contextmanager
+def _taking(parameters: Sequence[torch.Tensor], take: TakeGradient) -> Iterator[None]:
+    """Inside this context gradients of parameters are taken as they arise.
+
+    torch.autograd.grad would hold on to all of them until it returns; it gets stand-ins without memory.
+    """
+
+    def hook(number: int, grad: torch.Tensor | None) -> torch.Tensor | None:
+        take(number, grad)
+        return None if grad is None else grad.new_zeros(()).expand_as(grad)
+
+    handles = [parameter.register_hook(functools.partial(hook, number)) for number, parameter in enumerate(parameters)]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 class _Gradients:
@@ -134,9 +160,12 @@ class _Leave(Function):
         return grad_output, None
 
 
-@dataclass
+@dataclass(eq=False)
 class _Block:
-    """The memory of saved tensors that share it: bytes on the device or on the host, one or the other."""
+    """The memory of saved tensors that share it: bytes on the device or on the host, one or the other.
+
+    The views hold it, and autograd's graph the views: backward frees it as it goes.
+    """
 
     device: torch.Tensor | None
     host: HostCopyOf | None = None
@@ -162,7 +191,7 @@ class _SavedMiddle:
     def __init__(self, kept: set[int]) -> None:
         self._kept = kept
         self._tokens: torch.Tensor | None = None
-        self._blocks: dict[int, _Block] = {}  # by address
+        self._blocks: WeakValueDictionary[int, _Block] = WeakValueDictionary()  # by address
 
     @contextmanager
     def reading(self, tokens: torch.Tensor) -> Iterator[None]:
@@ -185,14 +214,10 @@ class _SavedMiddle:
             block.host, block.device = HostCopyOf(block.device), None
         return num_bytes
 
-    def fetch(self) -> None:
-        """Copies all back."""
+    def fetch(self, owner: torch.cuda.Stream | None) -> None:
+        """Copies all back, into memory of the stream `owner`."""
         for block in self._blocks.values():
-            block.device, block.host = block.host.to_device(), None
-
-    def free(self) -> None:
-        """Nothing of it is wanted any more."""
-        self._blocks.clear()
+            block.device, block.host = block.host.to_device(owner=owner), None
 
     def _pack(self, tensor: torch.Tensor) -> _View | torch.Tensor:
         storage, tokens = tensor.untyped_storage(), self._tokens
@@ -202,9 +227,11 @@ class _SavedMiddle:
             return tensor.detach()  # an output itself would keep the graph that saves it alive
         if address == tokens.untyped_storage().data_ptr() and tensor.dtype is tokens.dtype:
             return _View(None, *place, tensor.storage_offset() - tokens.storage_offset())
-        if address not in self._blocks:
-            self._blocks[address] = _Block(torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage))
-        return _View(self._blocks[address], *place, tensor.storage_offset())
+        block = self._blocks.get(address)
+        if block is None:
+            block = _Block(torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage))
+            self._blocks[address] = block
+        return _View(block, *place, tensor.storage_offset())
 
     def _unpack(self, saved: _View | torch.Tensor) -> torch.Tensor:
         if not isinstance(saved, _View):

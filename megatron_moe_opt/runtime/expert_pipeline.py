@@ -92,6 +92,8 @@ class _Pass:
         self.calls: list[ExpertCall] = []
         self.kept: dict[str, torch.Tensor] = {}
         """Buffers of the forward pass that backward reads."""
+        self.rows: torch.Tensor | None = None
+        """Packed rows, kept where they are communicated again."""
         self.host_tokens: dict[int, HostCopyOf] = {}
 
     def forward(self, packed: torch.Tensor) -> torch.Tensor:
@@ -127,22 +129,29 @@ class _Pass:
         if how.inputs is Restore.KEEP:
             self.kept = {f"tokens.{j}": buffers.rows(f"tokens.{j}", j) for j in range(len(self.plans))}
         elif how.inputs is Restore.COMMUNICATE:
-            self.kept = rows
+            self.rows = packed
         return combined
 
     def backward(self, grad_combined: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         """Gradient of the outputs [R, H] -> gradients of the packed rows, the pass, and each parameter."""
-        grad_packed = self.packed.empty_rows(grad_combined.size(0), grad_combined)
-        given = self._named("grad_combined", grad_combined) | self._named("grad_rows", grad_packed)
-        buffers = self._buffers(given | self.kept)
+        given = self._named("grad_combined", grad_combined) | self.kept
+        if self.rows is not None:  # nobody else wants them: their gradients take their place
+            grad_packed = self.rows
+            given |= self._named("rows", grad_packed)
+        else:
+            grad_packed = self.packed.empty_rows(grad_combined.size(0), grad_combined)
+            given |= self._named("grad_rows", grad_packed)
+        buffers = self._buffers(given)
+        compute = torch.cuda.current_stream(grad_combined.device) if grad_combined.is_cuda else None
         grads: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        of_parameters = [_Sum() for _ in self.experts.parameters]
+        of_parameters = [_Sum(parameter) for parameter in self.experts.parameters]
+
+        def take(number: int, grad: torch.Tensor | None) -> None:
+            of_parameters[number].add(grad)
 
         def gradient(j: int, tokens: torch.Tensor, grad_output: torch.Tensor) -> None:
-            grad_tokens, grad_probs, new = self.calls[j].backward(tokens, grad_output)
+            grad_tokens, grad_probs = self.calls[j].backward(tokens, grad_output, take)
             grads[j] = grad_tokens.contiguous(), grad_probs.contiguous()
-            for total, parameter, grad in zip(of_parameters, self.experts.parameters, new, strict=True):
-                total.add(parameter, grad)
 
         def bind(op: Op) -> Steps:
             j, target = op.chunk, base_name(op.writes[0])
@@ -157,7 +166,7 @@ class _Pass:
                 tokens = buffers.rows(op.writes[0], j)
                 return steps.call(lambda: self.host_tokens.pop(j).to_device(tokens))
             if op.kind is Kind.PREFETCH:
-                return steps.call(self.calls[j].fetch_middle)
+                return steps.call(lambda: self.calls[j].fetch_middle(compute))
             if target in ("arrived", "tokens"):
                 return self._arrive(op, buffers, self.packed, None)
             if target in ("grad_arrived", "grad_output"):
@@ -223,19 +232,23 @@ class _Pass:
 
 
 class _Sum:
-    """A parameter's gradient, summed over partitions."""
+    """A parameter's gradient, summed over partitions.
 
-    def __init__(self) -> None:
+    With gradient accumulation fusion a partition's GEMM adds to the parameter's main_grad, and autograd gets a stand-in
+    without a value, or nothing where saved tensors are caught: they come back without the attributes of the parameter.
+    """
+
+    def __init__(self, parameter: torch.Tensor) -> None:
         self.value: torch.Tensor | None = None
-        self._owned = False
+        self._parameter, self._owned = parameter, False
 
-    def add(self, parameter: torch.Tensor, grad: torch.Tensor | None) -> None:
+    def add(self, grad: torch.Tensor | None) -> None:
         """Adds what one partition has given."""
         if grad is None:
-            return
-        if self.value is None or getattr(parameter, "grad_added_to_main_grad", False):
-            # With gradient accumulation fusion the partition's GEMM has added to the parameter's main_grad, and what
-            # autograd gets is a stand-in without a value.
+            if hasattr(self._parameter, "grad_added_to_main_grad"):
+                self._parameter.grad_added_to_main_grad = True
+                self.value = self._parameter.new_zeros(()).expand_as(self._parameter)
+        elif self.value is None or getattr(self._parameter, "grad_added_to_main_grad", False):
             self.value = grad
         elif self._owned:
             self.value += grad

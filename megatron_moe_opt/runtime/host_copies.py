@@ -37,20 +37,23 @@ class HostCopyOf:
     """
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        self._shape, self._dtype, self._device = tensor.shape, tensor.dtype, tensor.device
-        if tensor.is_cuda:
-            host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-        else:
-            host = empty(tensor.shape, tensor.dtype)
+        self._device = tensor.device
+        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
         num_bytes = host.numel() * host.element_size()
         HOST_MEMORY._count(num_bytes)
         weakref.finalize(host, HOST_MEMORY._count, -num_bytes)
         self._host = host.copy_(tensor, non_blocking=True)
 
-    def to_device(self, target: torch.Tensor | None = None) -> torch.Tensor:
-        """Copies the bytes back, into `target` or a new tensor, and frees the host memory."""
+    def to_device(self, target: torch.Tensor | None = None, owner: torch.cuda.Stream | None = None) -> torch.Tensor:
+        """Copies the bytes back, into `target` or a new tensor, and frees the host memory.
+
+        Args:
+            owner: on CUDA, the stream that will use a new tensor, and from whose memory it is taken; the current stream
+                must wait for what that stream has queued.
+        """
         if target is None:
-            target = empty(self._shape, self._dtype, self._device)
+            with torch.cuda.stream(owner):  # nothing without a stream
+                target = empty(self._host.shape, self._host.dtype, self._device)
         target.copy_(self._host, non_blocking=True)
         self._host = None  # PyTorch keeps pinned memory until the copies that were queued have read it
         return target

@@ -119,7 +119,7 @@ def backward(
 ) -> Schedule:
     """Gradients of the rows' outputs to the experts, and of their inputs back: grad_combined.j -> grad_rows.j.
 
-    A gradient op, like the compute op that it mirrors, has the size of T_DI. Partitions are in the same order as in the
+    Rows that were kept to be communicated again make room for their gradients: these go to rows.j then. A gradient op, like the compute op that it mirrors, has the size of T_DI. Partitions are in the same order as in the
     forward pass, which is the order in which weight gradients are added.
     """
     how, count = STRATEGIES[strategy], len(partitions)
@@ -142,6 +142,7 @@ def backward(
             size = partitions[j].gathered * row.middle
             pipeline.add(Kind.PREFETCH, Lane.H2D, j, size, [f"host_middle.{j}"], ["middle"])
 
+    target = "rows" if how.inputs is Restore.COMMUNICATE else "grad_rows"
     fetch_middle(0)
     fetch(0)
     for j, rows in enumerate(partitions):
@@ -153,7 +154,7 @@ def backward(
         pipeline.add(Kind.GRADIENT, Lane.COMPUTE, j, rows.gathered * row.token, read, ["grad_tokens"])
         if j + 1 < count:
             fetch_middle(j + 1)
-        pipeline.combine(j, "grad_tokens", row.packed, "grad_unsorted", "grad_summed", f"grad_rows.{j}")
+        pipeline.combine(j, "grad_tokens", row.packed, "grad_unsorted", "grad_summed", f"{target}.{j}")
     return pipeline.schedule(_name("backward", strategy, count))
 
 
