@@ -9,8 +9,9 @@ they need not wait for the next partition's sort. The backward pass has the same
 outputs, C' computes, S' returns the gradients of inputs.
 
 Without memory reuse every partition has buffers of its own. With it all partitions share them (Fig. 6): expert inputs
-T_DI and outputs T_DO have two each, one to communicate and one to compute with, what the experts save for backward,
-T_M, has one. Backward then gets back what was overwritten, T_DI and T_M each in one of two ways (Table II):
+T_DI and outputs T_DO have two each, one to communicate and one to compute with; what the experts save for backward,
+T_M, has one. So rows that arrive are sorted when the partition before them has been computed. Backward then gets back
+what was overwritten, T_DI and T_M each in one of two ways (Table II):
 
     S1   offload, offload             S3   offload, recompute
     S2   communicate again, offload   S4   communicate again, recompute
@@ -31,6 +32,11 @@ from .schedule import Kind, Lane, Op, Schedule, ScheduleError
 
 EP = "ep"
 EXPERT_TP = "expert-tp"
+
+
+# Where a partition's rows lie on their way to the experts: NAME.j on this rank, as they arrive, and sorted by expert.
+INPUT_ROWS = ("rows", "arrived", "tokens")
+GRADIENT_ROWS = ("grad_combined", "grad_arrived", "grad_output")
 
 
 class Restore(Enum):
@@ -66,9 +72,6 @@ STRATEGIES = {
     "S4": Strategy(Restore.COMMUNICATE, Restore.RECOMPUTE),
 }
 
-SLOTS = {"tokens": 2, "grad_output": 2}
-"""Buffers that partitions share where it is not one: the next partition's rows are sorted into the second."""
-
 
 @dataclass(frozen=True)
 class PartitionRows:
@@ -99,17 +102,20 @@ def forward(strategy: str, partitions: Sequence[PartitionRows], row: RowBytes, e
     `host_middle.j`. The size of a compute op is that of its inputs, T_DI.
     """
     how, last = STRATEGIES[strategy], len(partitions) - 1
-    pipeline = _Pipeline(how.reuses, partitions, row, ep_size, etp_size, [f"rows.{j}" for j in range(len(partitions))])
-    pipeline.dispatch(0)
+    pipeline = _Pipeline(how, partitions, row, ep_size, etp_size, [f"rows.{j}" for j in range(len(partitions))])
+    pipeline.hops(0, *INPUT_ROWS)
+    pipeline.sort(0, *INPUT_ROWS)
     for j, rows in enumerate(partitions):
         if j < last:
-            pipeline.dispatch(j + 1)
+            pipeline.hops(j + 1, *INPUT_ROWS)
         if how.inputs is Restore.OFFLOAD:
             pipeline.add(Kind.OFFLOAD, Lane.D2H, j, rows.gathered * row.token, ["tokens"], [f"host_tokens.{j}"])
         written = ["output"] if how.middle is Restore.RECOMPUTE else ["output", "middle"]
         pipeline.add(Kind.COMPUTE, Lane.COMPUTE, j, rows.gathered * row.token, ["tokens"], written)
         if how.middle is Restore.OFFLOAD:
             pipeline.add(Kind.OFFLOAD, Lane.D2H, j, rows.gathered * row.middle, ["middle"], [f"host_middle.{j}"])
+        if j < last:
+            pipeline.sort(j + 1, *INPUT_ROWS)
         pipeline.combine(j, "output", row.token, "unsorted", "summed", f"combined.{j}")
     return pipeline.schedule(_name("forward", strategy, len(partitions)))
 
@@ -119,43 +125,48 @@ def backward(
 ) -> Schedule:
     """Gradients of the rows' outputs to the experts, and of their inputs back: grad_combined.j -> grad_rows.j.
 
-    Rows that were kept to be communicated again make room for their gradients: these go to rows.j then. A gradient op, like the compute op that it mirrors, has the size of T_DI. Partitions are in the same order as in the
-    forward pass, which is the order in which weight gradients are added.
+    Rows that were kept to be communicated again make room for their gradients: these go to rows.j then. A gradient op,
+    like the compute op that it mirrors, has the size of T_DI. Partitions are in the same order as in the forward pass,
+    which is the order in which weight gradients are added.
     """
-    how, count = STRATEGIES[strategy], len(partitions)
-    inputs = [f"grad_combined.{j}" for j in range(count)]
+    how, last = STRATEGIES[strategy], len(partitions) - 1
+    inputs = [f"grad_combined.{j}" for j in range(last + 1)]
     for name, restore in (("tokens", how.inputs), ("middle", how.middle)):
         stays = {Restore.KEEP: name, Restore.OFFLOAD: f"host_{name}", Restore.COMMUNICATE: "rows"}.get(restore)
-        inputs += [f"{stays}.{j}" for j in range(count) if stays is not None]
-    pipeline = _Pipeline(how.reuses, partitions, row, ep_size, etp_size, inputs)
+        inputs += [f"{stays}.{j}" for j in range(last + 1) if stays is not None]
+    pipeline = _Pipeline(how, partitions, row, ep_size, etp_size, inputs)
 
-    def fetch(j: int) -> None:
+    def prefetch(j: int, name: str, restore: Restore, row_bytes: int) -> None:
+        if restore is Restore.OFFLOAD:
+            size = partitions[j].gathered * row_bytes
+            pipeline.add(Kind.PREFETCH, Lane.H2D, j, size, [f"host_{name}.{j}"], [name])
+
+    def before_gradient(j: int) -> None:  # of the partition before
+        prefetch(j, "tokens", how.inputs, row.token)
         if how.inputs is Restore.COMMUNICATE:
-            pipeline.dispatch(j)
-        elif how.inputs is Restore.OFFLOAD:
-            size = partitions[j].gathered * row.token
-            pipeline.add(Kind.PREFETCH, Lane.H2D, j, size, [f"host_tokens.{j}"], ["tokens"])
-        pipeline.arrive(j, f"grad_combined.{j}", row.token, "grad_arrived", "grad_output")
+            pipeline.hops(j, *INPUT_ROWS)
+        pipeline.hops(j, *GRADIENT_ROWS)
 
-    def fetch_middle(j: int) -> None:
-        if how.middle is Restore.OFFLOAD:
-            size = partitions[j].gathered * row.middle
-            pipeline.add(Kind.PREFETCH, Lane.H2D, j, size, [f"host_middle.{j}"], ["middle"])
+    def after_gradient(j: int) -> None:
+        prefetch(j, "middle", how.middle, row.middle)
+        if how.inputs is Restore.COMMUNICATE:
+            pipeline.sort(j, *INPUT_ROWS)
+        pipeline.sort(j, *GRADIENT_ROWS)
 
     target = "rows" if how.inputs is Restore.COMMUNICATE else "grad_rows"
-    fetch_middle(0)
-    fetch(0)
+    before_gradient(0)
+    after_gradient(0)
     for j, rows in enumerate(partitions):
-        if j + 1 < count:
-            fetch(j + 1)
+        if j < last:
+            before_gradient(j + 1)
         if how.middle is Restore.RECOMPUTE:
             pipeline.add(Kind.COMPUTE, Lane.COMPUTE, j, rows.gathered * row.token, ["tokens"], ["middle"])
         read = ["tokens", "middle", "grad_output"]
         pipeline.add(Kind.GRADIENT, Lane.COMPUTE, j, rows.gathered * row.token, read, ["grad_tokens"])
-        if j + 1 < count:
-            fetch_middle(j + 1)
+        if j < last:
+            after_gradient(j + 1)
         pipeline.combine(j, "grad_tokens", row.packed, "grad_unsorted", "grad_summed", f"{target}.{j}")
-    return pipeline.schedule(_name("backward", strategy, count))
+    return pipeline.schedule(_name("backward", strategy, len(partitions)))
 
 
 def base_name(buffer: str) -> str:
@@ -168,38 +179,37 @@ class _Pipeline:
 
     def __init__(
         self,
-        reuses: bool,
+        strategy: Strategy,
         partitions: Sequence[PartitionRows],
         row: RowBytes,
         ep_size: int,
         etp_size: int,
         inputs: Sequence[str],
     ) -> None:
-        self.reuses, self.partitions, self.row = reuses, partitions, row
+        self.strategy, self.partitions, self.row = strategy, partitions, row
         self.ep_size, self.etp_size, self.inputs = ep_size, etp_size, tuple(inputs)
         self.ops: list[Op] = []
         self._holds = {name: int(name.rpartition(".")[2]) for name in inputs}  # whose rows are in a buffer
         self._writer: dict[str, int] = {}
         self._readers: dict[str, list[int]] = {}
 
-    def dispatch(self, j: int) -> None:
-        """Rows of a partition to their experts: rows.j -> tokens."""
-        self.arrive(j, f"rows.{j}", self.row.packed, "arrived", "tokens")
-
-    def arrive(self, j: int, source: str, row_bytes: int, arrived: str, target: str) -> None:
-        """All-to-all, all-gather, and the sort by expert. Groups of one rank need no collective."""
-        own, gathered = (rows * row_bytes for rows in (self.partitions[j].own, self.partitions[j].gathered))
+    def hops(self, j: int, source: str, arrived: str, target: str) -> None:
+        """All-to-all and all-gather of a partition's rows to their experts: source.j -> arrived."""
+        own, gathered = self._bytes(j, self._row_bytes(source))
         if self.ep_size > 1:
-            self.add(Kind.ALL_TO_ALL, Lane.INTER, j, own, [source], [arrived], EP)
-            source = arrived
+            self.add(Kind.ALL_TO_ALL, Lane.INTER, j, own, [f"{source}.{j}"], [arrived], EP)
         if self.etp_size > 1:
-            self.add(Kind.ALL_GATHER, Lane.INTRA, j, gathered, [source], [arrived], EXPERT_TP)
-            source = arrived
-        self.add(Kind.COPY, Lane.COPY, j, gathered, [source], [target])
+            rows = arrived if self.ep_size > 1 else f"{source}.{j}"
+            self.add(Kind.ALL_GATHER, Lane.INTRA, j, gathered, [rows], [arrived], EXPERT_TP)
+
+    def sort(self, j: int, source: str, arrived: str, target: str) -> None:
+        """By expert: arrived -> target. Groups of one rank have no hops, and rows have not moved."""
+        rows = arrived if self.ep_size * self.etp_size > 1 else f"{source}.{j}"
+        self.add(Kind.COPY, Lane.COPY, j, self._bytes(j, self._row_bytes(source))[1], [rows], [target])
 
     def combine(self, j: int, source: str, row_bytes: int, unsorted: str, summed: str, target: str) -> None:
         """Sort by source, reduce-scatter, all-to-all: `source` -> `target`."""
-        own, gathered = (rows * row_bytes for rows in (self.partitions[j].own, self.partitions[j].gathered))
+        own, gathered = self._bytes(j, row_bytes)
         stages = [(Kind.COPY, Lane.INTRA, gathered, unsorted, None)]
         if self.etp_size > 1:
             stages.append((Kind.REDUCE_SCATTER, Lane.INTRA, gathered, summed, EXPERT_TP))
@@ -232,10 +242,20 @@ class _Pipeline:
         """What was added."""
         return Schedule(name, tuple(self.ops), self.inputs)
 
+    def _row_bytes(self, source: str) -> int:
+        return self.row.packed if source == "rows" else self.row.token
+
+    def _bytes(self, j: int, row_bytes: int) -> tuple[int, int]:
+        return self.partitions[j].own * row_bytes, self.partitions[j].gathered * row_bytes
+
     def _buffer(self, name: str, j: int) -> str:
         if "." in name:
             return name
-        return f"{name}.{j % SLOTS.get(name, 1) if self.reuses else j}"
+        if not self.strategy.reuses:
+            return f"{name}.{j}"
+        # What comes from the host has no buffer to arrive in: it has a second one to be fetched into, beside gradients.
+        fetched = name == "tokens" and f"host_tokens.{j}" in self.inputs
+        return f"{name}.{j % 2 if fetched else 0}"
 
 
 def _name(direction: str, strategy: str, count: int) -> str:
