@@ -66,7 +66,7 @@ def test_paradigm_1_is_the_pipeline_where_nothing_is_copied(n, send, compute, gr
 
 @given(partitions, seconds, seconds, seconds, seconds)
 def test_paradigms_2_and_3_bound_s3(n, send, compute, gradient, transfer):
-    """Fig. 8b and c. S3's copies keep two buffers, as the paper's M does: it takes no longer than in phases.
+    """Fig. 8b and c. S3's copies run beside the experts that read the same rows: it takes no longer than in phases.
 
     (S1 and S2 share one buffer for T_M, so that its copy and the next C cannot overlap, whatever Fig. 8b shows.)
     """
