@@ -19,7 +19,7 @@ def layer(
         typer.Option(
             help="Dispatchers to compare, separated by commas; alltoall always runs (with --replicated: deepspeed). "
             "monta:O3x8 is level O3 with 8 chunks, parm:S2 schedule S2, mpmoe:4:S3 4 partitions that share memory by "
-            "strategy S3; monta:auto and parm:auto choose by --profile."
+            "strategy S3; monta:auto, parm:auto and mpmoe:auto choose by --profile (mpmoe, without one, by trials)."
         ),
     ] = "monta,deepspeed",
     tokens: Annotated[int, typer.Option(min=1, help="Tokens of each rank.")] = 4096,
