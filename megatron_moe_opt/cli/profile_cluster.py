@@ -153,7 +153,8 @@ class _Measured:
     def __init__(self, meter: Meter, seconds: float, moves: Sequence[Load], groups: Mapping[str, ProcessGroup]) -> None:
         self.curves: dict[tuple[Kind, str | None], Points] = {}
         self._meter, self._seconds, self._moves, self._groups = meter, seconds, moves, groups
-        self._shares_left = len({self._key(load) for load in moves}) + 4  # the expert's two, SAA, lanes side by side
+        # Besides the moves: the expert's two passes, SAA, and lanes side by side, which take the time of three curves.
+        self._shares_left = len({self._key(load) for load in moves}) + 3 + 3
         self._known: dict[Hashable, Points] = {}
 
     def add(self, load: Load) -> None:
