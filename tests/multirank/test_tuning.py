@@ -245,3 +245,33 @@ def test_what_there_is_to_choose_from(arguments, counts, strategies, tuner):
     assert (options.partition_counts, options.memory_strategies) == (counts, strategies)
     assert options.tunes_partitions == (tuner is not None)
     assert tuner is None or options.partition_tuner == tuner
+
+
+def saved_and_expected(gated):
+    """Bytes of a row that the experts' operations saved, and that the model takes for it."""
+    import megatron_moe_opt
+    from megatron_moe_opt.integration.moe_layer import build_layer
+    from megatron_moe_opt.integration.mpmoe_layer import shape_of_layer
+    from megatron_moe_opt.options import Options
+    from megatron_moe_opt.runtime.expert_call import Experts
+    from tests.ranks.megatron import moe_config, parallel
+
+    made = []
+    with parallel(ep=2, etp=2), pytest.MonkeyPatch.context() as patch:
+        init = Experts.__init__
+        patch.setattr(
+            Experts, "__init__", lambda self, *args, **kwargs: made.append(self) or init(self, *args, **kwargs)
+        )
+        megatron_moe_opt.register(Options(partitions=2, memory_reuse="S1"))
+        activation = torch.nn.functional.silu if gated else torch.nn.functional.gelu
+        config = moe_config(moe_token_dispatcher_type="mpmoe", gated_linear_unit=gated, activation_func=activation)
+        layer = build_layer(config)
+        megatron_moe_opt.register()
+        layer(torch.randn(30, 1, 64, requires_grad=True))[0].sum().backward()
+    return made[0].middle_row_bytes, shape_of_layer(config, 2, 2).row.middle
+
+
+@pytest.mark.parametrize("gated", [False, True])
+def test_the_model_knows_what_experts_save(ranks, gated):
+    for saved, expected in ranks.run(saved_and_expected, gated=gated):
+        assert saved == expected > 0
