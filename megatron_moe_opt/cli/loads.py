@@ -182,7 +182,7 @@ def host_transfer(rows: Rows, kind: Kind) -> Load:
     def sized(size: int) -> Sized:
         number = rows.number(size, 1)
         places = max(1, _COPIED_BYTES // (number * rows.bytes))
-        on_device = rows.filled(places * number)
+        on_device = torch.ones(places * number, rows.hidden, dtype=rows.dtype, device=rows.device)
         on_host = torch.ones(places * number, rows.hidden, dtype=rows.dtype, pin_memory=on_cuda)
         target, source = (on_host, on_device) if kind is Kind.OFFLOAD else (on_device, on_host)
         pairs = cycle(zip(target.split(number), source.split(number), strict=True))

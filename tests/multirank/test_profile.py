@@ -20,12 +20,13 @@ RINGS = {(Kind.SEND_RECEIVE, "intra-node"), (Kind.SEND_RECEIVE, "inter-node")}
 
 
 def _profile(seconds, sizes, **options):
-    from megatron_moe_opt.cli import meter, profile_cluster
+    from megatron_moe_opt.cli import loads, meter, profile_cluster
 
     defaults = {"tp": 1, "cp": 1, "ep": None, "expert_tp": 1, "hidden": 64, "ffn_hidden": 32, "dtype": "fp32"}
     settings = profile_cluster.ProfileSettings(**defaults | options, seconds=seconds)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("GROUP_RANK", str(dist.get_rank() // 2))
+        patch.setattr(loads, "_COPIED_BYTES", 2**18)
         patch.setattr(meter, "MEASURE_SECONDS", 0.02)
         patch.setattr(meter, "MOST_BESIDE", 8)
         patch.setattr(meter, "LEAST_OPS", 2)
