@@ -22,7 +22,7 @@ class Partitions:
     """A key of schedules.mpmoe.STRATEGIES."""
     observe: Observer | None = None
     """Gets the timeline of the pass's forward schedule when it has run, and later that of its backward schedule; on
-    CUDA recording waits for the device. None: nothing is recorded."""
+    CUDA recording waits for the device. Passes without gradients are not recorded. None: nothing is recorded."""
 
 
 class Partitioning(Protocol):

@@ -21,7 +21,6 @@ from torch.autograd.graph import saved_tensors_hooks
 from megatron_moe_opt.runtime.host_copies import HostCopyOf
 from megatron_moe_opt.schedules.mpmoe import Restore
 
-
 TakeGradient = Callable[[int, torch.Tensor | None], None]
 """Gets the number of a parameter and its gradient. None: an operation has used the parameter and has no gradient for
 autograd, because it adds to the parameter's main_grad itself."""

@@ -45,13 +45,14 @@ def through_experts(
         exchanges: one a partition, in one chunk each.
         strategy: of memory reuse, a key of schedules.mpmoe.STRATEGIES.
         prob_dtype: dtype of the probabilities in the lane.
-        observe: gets the timelines of the forward and, later, of the backward schedule; None: they are not recorded.
+        observe: gets the timelines of the forward and, later, of the backward schedule, but not those of passes without
+            gradients; None: nothing is recorded.
 
     Returns:
         [R, H]: sums over the expert-tensor-parallel ranks, where `packed` came from.
     """
     if not torch.is_grad_enabled():  # nothing to restore: partitions share buffers, and T_M is never saved
-        return _Pass(packed, experts, exchanges, "S4", prob_dtype, observe).forward(packed)
+        return _Pass(packed, experts, exchanges, "S4", prob_dtype, None).forward(packed)
     return _ThroughExperts.apply(
         packed, _Pass(packed, experts, exchanges, strategy, prob_dtype, observe), *experts.parameters
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -52,7 +53,7 @@ class HostCopyOf:
                 must wait for what that stream has queued.
         """
         if target is None:
-            with torch.cuda.stream(owner):  # nothing without a stream
+            with nullcontext() if owner is None else torch.cuda.stream(owner):
                 target = empty(self._host.shape, self._host.dtype, self._device)
         target.copy_(self._host, non_blocking=True)
         self._host = None  # PyTorch keeps pinned memory until the copies that were queued have read it

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from megatron_moe_opt.options import Options
 from megatron_moe_opt.schedules.mpmoe import STRATEGIES
 from tests.multirank.test_dispatchers import DROP, LAYOUTS, PAD, RAGGED, RECOMPUTE, SHARED, route_to
+from tests.multirank.test_parm import GATED, compare_replicated
 
 SEQUENCE, BATCH = 24, 3
 COUNTS = (1, 2, 3, 4, 8)
@@ -184,3 +185,10 @@ def test_several_passes_under_way(ranks):
 def test_whoever_reads_waits(ranks):
     arguments = {"layout": LAYOUTS["tp2-ep2-etp2"], "settings": {}, "routing": None, "delay": True}
     check(ranks.run(worst_errors, variants=[(4, strategy) for strategy in STRATEGIES], **arguments))
+
+
+@pytest.mark.parametrize("settings", [GATED, {"add_bias_linear": True}], ids=str)
+def test_tokens_that_all_tp_ranks_hold(ranks, settings):
+    arguments = {"layout": {"tp": 2, "ep": 2, "etp": 1}, "settings": settings, "routing": None}
+    for errors in ranks.run(compare_replicated, dispatcher="mpmoe", **arguments):
+        assert max(errors.values()) < 1e-6, errors

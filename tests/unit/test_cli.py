@@ -30,22 +30,33 @@ def _run(monkeypatch, *arguments, world=1):
         (
             "--dispatchers alltoall,montana",
             1,
-            "--dispatchers montana is unknown: choose from alltoall, allgather, monta, parm, deepspeed",
+            "--dispatchers montana is unknown: choose from alltoall, allgather, monta, parm, mpmoe, deepspeed",
         ),
         (
             "--dispatchers alltoall:O2x4",
             1,
-            "--dispatchers alltoall:O2x4: only monta and parm have variants; write alltoall",
+            "--dispatchers alltoall:O2x4: only monta, parm and mpmoe have variants; write alltoall",
         ),
         (
             "--dispatchers deepspeed:auto",
             1,
-            "--dispatchers deepspeed:auto: only monta and parm have variants; write deepspeed",
+            "--dispatchers deepspeed:auto: only monta, parm and mpmoe have variants; write deepspeed",
         ),
         (
             "--dispatchers parm:O3",
             1,
             "--dispatchers parm:O3: write a schedule (S1, S2, or AAS: S2 without overlap), or parm:auto",
+        ),
+        (
+            "--dispatchers mpmoe:4:S5",
+            1,
+            "--dispatchers mpmoe:4:S5: write a number of partitions and, where they share memory, how (none, S1, S2, "
+            "S3, S4), such as mpmoe:4 or mpmoe:4:S3",
+        ),
+        (
+            "--dispatchers mpmoe:4 --dispatch-only",
+            1,
+            "--dispatch-only leaves out the experts that mpmoe pipelines through: drop it",
         ),
         ("--replicated", 1, "--replicated is about the ranks of a TP group: give --tp 2 or more, or drop it"),
         (
