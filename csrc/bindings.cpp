@@ -857,7 +857,7 @@ PYBIND11_MODULE(_C, m) {
   m.def("count_routing_map", count_routing_map, no_gil);
   m.def("solve_placement", solve_placement, no_gil);
   m.def("place_samples", place_samples, no_gil);
-  py::class_<Action, ActionPtr>(m, "Action");
+  py::class_<Action, ActionPtr>(m, "Action").def("run", &Action::run, no_gil);
   m.def("exchange", exchange);
   m.def("copy_rows", copy_rows);
   m.def("sum_parts", sum_parts);

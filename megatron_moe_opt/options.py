@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
 from megatron_moe_opt.errors import ConfigurationError
+from megatron_moe_opt.planning.partition_search import PARTITIONS
 from megatron_moe_opt.schedules.monta import LEVELS
+from megatron_moe_opt.schedules.mpmoe import NONE, STRATEGIES
 from megatron_moe_opt.schedules.parm import SCHEDULES
 
 PREFIX = "--moe-opt-"
 AUTO = "auto"
 DEFAULT_CHUNKS = 4  # of O2 and O3 where nothing was measured; the paper's own (MoNTA, Table 8)
+DEFAULT_PARTITIONS = 4
+TUNERS = ("profile", "model")
 
 
 @dataclass(frozen=True)
@@ -36,6 +41,16 @@ class Options:
     """A cluster.json of `moe-opt profile`."""
     expert_order: Path | None = None
     """A file of `moe-opt plan-experts`: which rank holds which experts. None: stock's order."""
+    partitions: int | tuple[int, ...] | str | None = None
+    """Parts that `mpmoe` cuts each expert's rows into; several to choose from, ascending; or auto: any of 1 to 8. None:
+    4."""
+    memory_reuse: str | None = None
+    """How `mpmoe` restores what partitions overwrite in shared buffers: none (they share nothing), S1 to S4 (MPMoE,
+    Table II), or auto. None: none."""
+    activation_budget: int | None = None
+    """Bytes of a layer's activations (MPMoE, eq. 2) where `mpmoe` chooses; None: no limit."""
+    tuner: str | None = None
+    """What `mpmoe` chooses by: its own passes (profile) or the model of the measured cluster (model)."""
 
     def __post_init__(self) -> None:
         choices = ("monta-level", self.monta_level), ("chunks", self.chunks), ("parm-schedule", self.parm_schedule)
@@ -55,6 +70,41 @@ class Options:
                 f"{PREFIX}chunks {self.chunks} has no meaning at {PREFIX}monta-level O1, which does not cut: use O2 "
                 "or O3"
             )
+        for flag, value in ("tuner", self.tuner), ("activation-budget", self.activation_budget):
+            if value is not None and not self.tunes_partitions:
+                raise ConfigurationError(
+                    f"{PREFIX}{flag} {value} has nothing to choose: add {PREFIX}partitions auto or "
+                    f"{PREFIX}memory-reuse auto, or drop it"
+                )
+        if self.tuner == "model" and self.profile is None:
+            raise ConfigurationError(
+                f"{PREFIX}tuner model predicts from measurements: run `moe-opt profile` and give its file with "
+                f"{PREFIX}profile, or use {PREFIX}tuner profile"
+            )
+
+    @property
+    def tunes_partitions(self) -> bool:
+        """Whether `mpmoe` chooses its partitions, its memory reuse or both."""
+        return len(self.partition_counts) > 1 or self.memory_reuse == AUTO
+
+    @property
+    def partition_counts(self) -> tuple[int, ...]:
+        """Of `mpmoe`, to choose from; one where the user chose."""
+        if self.partitions == AUTO:
+            return PARTITIONS
+        if isinstance(self.partitions, tuple):
+            return self.partitions
+        return (self.partitions or DEFAULT_PARTITIONS,)
+
+    @property
+    def memory_strategies(self) -> tuple[str, ...]:
+        """Of `mpmoe`, to choose from; one where the user chose."""
+        return tuple(STRATEGIES) if self.memory_reuse == AUTO else (self.memory_reuse or NONE,)
+
+    @property
+    def partition_tuner(self) -> str:
+        """What `mpmoe` chooses by, where it does: the model if there is a profile to feed it, else trials."""
+        return self.tuner or ("model" if self.profile is not None else "profile")
 
     @property
     def levels(self) -> tuple[str, ...]:
@@ -91,6 +141,27 @@ def _chunks(text: str) -> int | str:
     return int(text)
 
 
+def _partitions(text: str) -> int | tuple[int, ...] | str:
+    if text == AUTO:
+        return AUTO
+    if not re.fullmatch(r"[1-9][0-9]*(,[1-9][0-9]*)*", text):
+        raise argparse.ArgumentTypeError(
+            f"'{text}' is neither a number of partitions from 1 on, nor several such as 2,4,8, nor auto"
+        )
+    counts = sorted({int(part) for part in text.split(",")})
+    return counts[0] if len(counts) == 1 else tuple(counts)
+
+
+_UNITS = {"": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
+
+
+def _bytes(text: str) -> int:
+    parts = re.fullmatch(rf"([0-9]+(?:\.[0-9]+)?)({'|'.join(_UNITS)})", text)
+    if parts is None or float(parts[1]) == 0:
+        raise argparse.ArgumentTypeError(f"'{text}' is not a number of bytes above 0, such as 512MiB or 1.5GiB")
+    return int(float(parts[1]) * _UNITS[parts[2]])
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="megatron_moe_opt.launch SCRIPT", add_help=False, allow_abbrev=False)
     group = parser.add_argument_group("megatron-moe-opt")
@@ -123,6 +194,36 @@ def _parser() -> argparse.ArgumentParser:
         type=Path,
         metavar="FILE",
         help="which rank holds which experts, written by `moe-opt plan-experts` (default: stock's order)",
+    )
+    group.add_argument(
+        f"{PREFIX}partitions",
+        dest="partitions",
+        type=_partitions,
+        metavar="N|N,N,...|auto",
+        help="parts of the rows that mpmoe runs through the experts as a pipeline; several to choose from; or auto: "
+        f"any of {PARTITIONS[0]} to {PARTITIONS[-1]} (default: {DEFAULT_PARTITIONS})",
+    )
+    group.add_argument(
+        f"{PREFIX}memory-reuse",
+        dest="memory_reuse",
+        choices=(*STRATEGIES, AUTO),
+        help="whether mpmoe's partitions share buffers, and how backward gets back what they overwrite: S1 offloads, "
+        "S2 communicates expert inputs again, S3 recomputes what experts save, S4 does both of the latter "
+        f"(default: {NONE})",
+    )
+    group.add_argument(
+        f"{PREFIX}activation-budget",
+        dest="activation_budget",
+        type=_bytes,
+        metavar="BYTES",
+        help="the most that activations of a layer of mpmoe may take, such as 512MiB, where it chooses",
+    )
+    group.add_argument(
+        f"{PREFIX}tuner",
+        dest="tuner",
+        choices=TUNERS,
+        help="what mpmoe chooses by: times of its own first passes, or a model of the cluster that was measured "
+        "(default: model with a profile, else profile)",
     )
     return parser
 

@@ -18,7 +18,8 @@ def layer(
         str,
         typer.Option(
             help="Dispatchers to compare, separated by commas; alltoall always runs (with --replicated: deepspeed). "
-            "monta:O3x8 is level O3 with 8 chunks, parm:S2 schedule S2; monta:auto and parm:auto choose by --profile."
+            "monta:O3x8 is level O3 with 8 chunks, parm:S2 schedule S2, mpmoe:4:S3 4 partitions that share memory by "
+            "strategy S3; monta:auto, parm:auto and mpmoe:auto choose by --profile (mpmoe, without one, by trials)."
         ),
     ] = "monta,deepspeed",
     tokens: Annotated[int, typer.Option(min=1, help="Tokens of each rank.")] = 4096,
@@ -132,8 +133,14 @@ def samples(
 def choice(
     profile: Annotated[Path, typer.Option(help="cluster.json of moe-opt profile, of the same groups.")],
     tokens: Annotated[str, typer.Option(help="Tokens of each rank, one point each, separated by commas.")] = "256,1024",
-    chunks: Annotated[str, typer.Option(help="Chunk counts at O2 and O3, separated by commas.")] = "2,4,8,16",
+    chunks: Annotated[
+        str | None,
+        typer.Option(help="Chunk counts at O2 and O3, or partitions.  [default: 2,4,8,16; 1 to 8 with --mpmoe]"),
+    ] = None,
     hidden: Annotated[int, typer.Option(min=1, help="Hidden size.")] = 1024,
+    ffn_hidden: Annotated[
+        int | None, typer.Option(min=1, help="Hidden size inside an expert; with --mpmoe.  [default: --hidden]")
+    ] = None,
     experts: Annotated[int, typer.Option(min=1, help="Experts of the layer.")] = 8,
     topk: Annotated[int, typer.Option(min=1, help="Experts of a token.")] = 2,
     tp: Annotated[int, typer.Option(min=1, help="Tensor parallelism; above 1 with sequence parallelism.")] = 1,
@@ -148,21 +155,34 @@ def choice(
     replicated: Annotated[
         bool, typer.Option(help="parm's choice, on tokens that all TP ranks hold, in a whole MoE layer.")
     ] = False,
+    mpmoe: Annotated[
+        bool, typer.Option(help="mpmoe's choice of partitions and memory reuse, in a whole MoE layer.")
+    ] = False,
+    reuse: Annotated[
+        str, typer.Option(help="Memory reuse: none, one of S1 to S4, or auto to choose from all; with --mpmoe.")
+    ] = "none",
+    activation_budget: Annotated[
+        int | None, typer.Option(min=1, help="Bytes of activations that a choice may take; with --mpmoe.")
+    ] = None,
     steps: Annotated[int, typer.Option(min=1, help="Timed rounds.")] = 5,
     warmup: Annotated[int, typer.Option(min=0, help="Untimed rounds before them.")] = 1,
     seed: Annotated[int, typer.Option(help="Seed of inputs and routing.")] = 1,
     json: Annotated[Path | None, typer.Option(help="Write everything.")] = None,
 ) -> None:
-    """How much slower monta's choice of level and chunks, or parm's of its schedule, is than the fastest of all."""
+    """How much slower a choice is than the fastest of all: monta's of level and chunks, parm's of its schedule, mpmoe's
+    of partitions and memory reuse, by the model and by trials.
+    """
     from megatron_moe_opt.cli.bench_choice import bench_choice
+    from megatron_moe_opt.cli.choosers import chooser_of
     from megatron_moe_opt.cli.layer_settings import LayerSettings
 
-    sizes, counts = whole_numbers("--tokens", tokens), whole_numbers("--chunks", chunks)
+    sizes, counts = whole_numbers("--tokens", tokens), None if chunks is None else whole_numbers("--chunks", chunks)
+    chooser = chooser_of(replicated, mpmoe, counts, reuse, activation_budget)
     settings = LayerSettings(
         dispatchers=(),
         tokens=sizes[0],
         hidden=hidden,
-        ffn_hidden=expert_tp,
+        ffn_hidden=(ffn_hidden or hidden) if mpmoe else expert_tp,
         experts=experts,
         topk=topk,
         tp=tp,
@@ -178,7 +198,29 @@ def choice(
         profile=profile,
         replicated=replicated,
     )
-    bench_choice(settings, sizes, counts, json)
+    bench_choice(settings, sizes, chooser, json)
+
+
+@app.command()
+def memory(
+    shapes: Annotated[
+        str, typer.Option(help="Layers of MPMoE's Table III, separated by commas.")
+    ] = "MoE-GPT-S,MoE-BERT-L,MoE-GPT-XL",
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens of each rank.")] = 4096,
+    partitions: Annotated[str, typer.Option(help="Numbers of partitions, separated by commas.")] = "2,4,8",
+    strategies: Annotated[str, typer.Option(help="Of memory reuse, separated by commas.")] = "S1,S2,S3,S4",
+    dtype: Annotated[DType, typer.Option(help="Tokens and weights.")] = DType.fp32,
+    json: Annotated[Path | None, typer.Option(help="Write the rows to this file too.")] = None,
+) -> None:
+    """Peak memory of mpmoe's layer with each strategy of memory reuse, against the same partitions without.
+
+    Runs on the ranks that torchrun started, an expert each, or on one process without it:
+    torchrun --nproc-per-node 2 -m megatron_moe_opt.cli.main bench memory
+    """
+    from megatron_moe_opt.cli.bench_memory import bench_memory
+
+    names, chosen = ([name.strip() for name in text.split(",")] for text in (shapes, strategies))
+    bench_memory(names, tokens, whole_numbers("--partitions", partitions), chosen, dtype.value, json)
 
 
 @app.command()

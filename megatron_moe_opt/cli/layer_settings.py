@@ -11,6 +11,7 @@ import torch
 from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.options import AUTO, Options
 from megatron_moe_opt.schedules.monta import LEVELS
+from megatron_moe_opt.schedules.mpmoe import STRATEGIES
 from megatron_moe_opt.schedules.parm import AAS, SCHEDULES
 
 BASELINE = "alltoall"
@@ -19,15 +20,20 @@ REPLICATED_BASELINE = "deepspeed"
 
 
 def split_variant(variant: str, profile: Path | None) -> tuple[str, Options]:
-    """The dispatcher's name and options of `name`, `name:auto`, `monta:LEVEL`, `monta:LEVELxCHUNKS`, `parm:SCHEDULE`.
+    """The dispatcher's name and options of a variant.
+
+    It is `name`, `monta:auto`, `monta:LEVEL`, `monta:LEVELxCHUNKS`, `parm:auto`, `parm:SCHEDULE`, `mpmoe:auto`,
+    `mpmoe:PARTITIONS` or `mpmoe:PARTITIONS:STRATEGY`. Without a profile `mpmoe:auto` chooses by trials.
 
     Raises ConfigurationError for anything else.
     """
     name, colon, setting = variant.partition(":")
     if not colon:
         return name, Options()
-    if name not in ("monta", "parm"):
-        raise ConfigurationError(f"--dispatchers {variant}: only monta and parm have variants; write {name}")
+    if name not in ("monta", "parm", "mpmoe"):
+        raise ConfigurationError(f"--dispatchers {variant}: only monta, parm and mpmoe have variants; write {name}")
+    if name == "mpmoe":
+        return name, _partitions(variant, setting, profile)
     if setting == AUTO:
         if profile is None:
             raise ConfigurationError(f"--dispatchers {variant} chooses by measurements: give --profile")
@@ -49,6 +55,18 @@ def split_variant(variant: str, profile: Path | None) -> tuple[str, Options]:
     if level == "O1" and chunks not in (None, 1):
         raise ConfigurationError(f"--dispatchers {variant}: O1 does not cut; write monta:O1, or take O2 or O3")
     return name, Options(monta_level=level, chunks=chunks)
+
+
+def _partitions(variant: str, setting: str, profile: Path | None) -> Options:
+    if setting == AUTO:
+        return Options(partitions=AUTO, profile=profile)
+    parts = re.fullmatch(rf"([1-9][0-9]*)(?::({'|'.join(STRATEGIES)}))?", setting)
+    if parts is None:
+        raise ConfigurationError(
+            f"--dispatchers {variant}: write a number of partitions and, where they share memory, how ("
+            f"{', '.join(STRATEGIES)}), such as mpmoe:4 or mpmoe:4:S3, or mpmoe:auto"
+        )
+    return Options(partitions=int(parts[1]), memory_reuse=parts[2])
 
 
 @dataclass(frozen=True)
@@ -131,6 +149,8 @@ class LayerSettings:
             raise ConfigurationError(
                 f"--dispatchers {stock[0]} does not train on --replicated tokens: leave it out, or drop --replicated"
             )
+        if self.dispatch_only and any(variant.partition(":")[0] == "mpmoe" for variant in self.dispatchers):
+            raise ConfigurationError("--dispatch-only leaves out the experts that mpmoe pipelines through: drop it")
         if self.dispatch_only and self.replicated:
             raise ConfigurationError("--dispatch-only leaves out what --replicated is about: drop one of them")
         if self.dispatch_only and self.capacity_factor is not None:

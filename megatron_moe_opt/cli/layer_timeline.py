@@ -1,4 +1,4 @@
-"""One step of a layer's dispatch and combine, recorded op by op, beside its prediction."""
+"""One step of a layer's dispatch and combine, or of its pipeline, recorded op by op, beside its prediction."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ def layer_timeline(settings: LayerSettings, rank: int | None, trace: Path | None
     """Records on the current ranks; rank 0 prints the table and writes the files. All ranks get the answer.
 
     Args:
-        settings: of dispatch alone, with one dispatcher besides the baseline. Its `steps` are recorded, and of them
-            the median one is shown.
+        settings: of dispatch alone or of mpmoe, with one dispatcher besides the baseline. Its `steps` are recorded, and
+            of them the median one is shown.
         rank: whose timeline; None: the rank whose schedules took longest in that step.
 
     Raises:
@@ -89,7 +89,8 @@ def _record(
         rank = int(seconds[:, median].argmax())
     shown = [steps[median]]
     dist.broadcast_object_list(shown, src=rank, device=device)
-    measured = dict(zip(PASSES, shown[0], strict=True))
+    names = PASSES if settings.dispatch_only else ("forward", "backward")
+    measured = dict(zip(names, shown[0], strict=True))
     return StepTimelines(rank, measured, None if cluster is None else _predict(measured, cluster))
 
 

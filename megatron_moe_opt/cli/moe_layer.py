@@ -15,6 +15,7 @@ from megatron_moe_opt import register
 from megatron_moe_opt.cli.layer_settings import LayerSettings, split_variant
 from megatron_moe_opt.cli.routing import choose_experts
 from megatron_moe_opt.integration.moe_layer import build_layer, impose_routing
+from megatron_moe_opt.options import Options
 from megatron_moe_opt.runtime.executor import recording
 from megatron_moe_opt.schedules.timeline import Timeline
 
@@ -147,6 +148,27 @@ def layers_under_test(
     settings: LayerSettings, ep: int, device: torch.device, permute_fusion: bool
 ) -> dict[str, LayerUnderTest]:
     """One layer for each dispatcher: same weights, input, routing and output gradient."""
+    layers: dict[str, LayerUnderTest] = {}
+    for variant in settings.dispatchers:
+        layers[variant] = layer_under_test(settings, variant, ep, device, permute_fusion)
+        first = next(iter(layers.values())).layer
+        layers[variant].layer.load_state_dict(first.state_dict())
+    return layers
+
+
+def layer_under_test(
+    settings: LayerSettings,
+    variant: str,
+    ep: int,
+    device: torch.device,
+    permute_fusion: bool = False,
+    options: Options | None = None,
+) -> LayerUnderTest:
+    """The layer of a variant (see split_variant).
+
+    Args:
+        options: in the place of the variant's, for what no variant's name says.
+    """
     rank = dist.get_rank() // settings.tp if settings.replicated else dist.get_rank()
     generator = torch.Generator().manual_seed((settings.seed << 20) + rank)
     shape = (settings.tokens, 1, settings.hidden)
@@ -159,20 +181,14 @@ def layers_under_test(
         seed=settings.seed,
         rank=rank,
     )
-    layers: dict[str, LayerUnderTest] = {}
-    for variant in settings.dispatchers:
-        dispatcher, options = split_variant(variant, settings.profile)
-        register(options)
-        layer = build_layer(layer_config(settings, dispatcher, ep, permute_fusion))
-        if layers:
-            layer.load_state_dict(next(iter(layers.values())).layer.state_dict())
-        common = layer, tokens.clone().requires_grad_(), output_grad
-        if settings.dispatch_only:
-            routing_map = torch.zeros(settings.tokens, settings.experts, dtype=torch.bool, device=device)
-            routing_map.scatter_(1, indices.to(device), True)
-            probs = (routing_map / settings.topk).requires_grad_()
-            layers[variant] = DispatchUnderTest(*common, probs, routing_map)
-        else:
-            impose_routing(layer, indices.to(device))
-            layers[variant] = LayerUnderTest(*common)
-    return layers
+    dispatcher, of_variant = split_variant(variant, settings.profile)
+    register(options or of_variant)
+    layer = build_layer(layer_config(settings, dispatcher, ep, permute_fusion))
+    common = layer, tokens.requires_grad_(), output_grad
+    if settings.dispatch_only:
+        routing_map = torch.zeros(settings.tokens, settings.experts, dtype=torch.bool, device=device)
+        routing_map.scatter_(1, indices.to(device), True)
+        probs = (routing_map / settings.topk).requires_grad_()
+        return DispatchUnderTest(*common, probs, routing_map)
+    impose_routing(layer, indices.to(device))
+    return LayerUnderTest(*common)

@@ -20,7 +20,7 @@ from torch.distributed import ProcessGroup
 import megatron_moe_opt
 from megatron_moe_opt.cli import loads
 from megatron_moe_opt.cli.loads import Rows
-from megatron_moe_opt.cli.meter import Load, Meter
+from megatron_moe_opt.cli.meter import Busy, Load, Meter
 from megatron_moe_opt.cli.output_files import check_output, say_written
 from megatron_moe_opt.cli.process_group import adopt_slurm_ranks, process_group, world_size
 from megatron_moe_opt.cli.profile_report import curves_table
@@ -39,7 +39,7 @@ from megatron_moe_opt.versions import megatron_version
 
 KIB, MIB = 2**10, 2**20
 SIZES = (16 * KIB, *(64 * KIB * 2**power for power in range(11)))  # up to 64 MiB
-GEMM_ROWS = tuple(16 * 4**power for power in range(7))  # up to 65536
+GEMM_ROWS = tuple(16 * 2**power for power in range(13))  # up to 65536
 # Curves end with an op that takes longer: from there on, time grows with the bytes. Those of experts' groups, on which
 # choices rest most, are measured further.
 LONGEST_SECONDS, LONGEST_SECONDS_OF_EXPERTS = 0.3, 1.0
@@ -119,16 +119,17 @@ def measure(settings: ProfileSettings, device: torch.device) -> Cluster:
     with groups_of(layout) as groups, _progress() as progress:
         moves = _moves(rows, groups, nodes)
         measured = _Measured(Meter(device), settings.seconds, moves, groups)
-        task = progress.add_task("", total=len(moves) + 3)
-        progress.update(task, description="expert")
-        gemm = measured.curve(loads.expert_gemm(rows, ffn_hidden), GEMM_ROWS)
+        task = progress.add_task("", total=len(moves) + 4)
         for load in moves:
             progress.update(task, description=str(load), advance=1)
             measured.add(load)
+        progress.update(task, description="expert", advance=1)
+        experts = [loads.expert_gemm(rows, ffn_hidden, training) for training in (False, True)]
+        gemm, training = (measured.curve(expert, GEMM_ROWS) for expert in experts)
         progress.update(task, description="all_to_all beside all_gather", advance=1)
         saa = measured.saa(rows)
         progress.update(task, description="lanes side by side", advance=1)
-        slowdown = measured.slowdown()
+        slowdown = measured.slowdown(experts[0], gemm)
         overhead = measured.overhead(rows, slowdown)
     return Cluster(
         world=World(nodes.node_of, layout.tp, layout.cp, layout.ep, layout.expert_tp),
@@ -136,7 +137,7 @@ def measure(settings: ProfileSettings, device: torch.device) -> Cluster:
         slowdown=slowdown,
         overhead=overhead,
         saa=saa,
-        expert_gemm=ExpertGemm(settings.hidden, ffn_hidden, settings.dtype, gemm),
+        expert_gemm=ExpertGemm(settings.hidden, ffn_hidden, settings.dtype, gemm, training),
         host=_host(device),
         software=_software(),
     )
@@ -152,7 +153,8 @@ class _Measured:
     def __init__(self, meter: Meter, seconds: float, moves: Sequence[Load], groups: Mapping[str, ProcessGroup]) -> None:
         self.curves: dict[tuple[Kind, str | None], Points] = {}
         self._meter, self._seconds, self._moves, self._groups = meter, seconds, moves, groups
-        self._shares_left = len({self._key(load) for load in moves}) + 3  # the expert, SAA, and lanes side by side
+        # Besides the moves: the expert's two passes, SAA, and lanes side by side, which take the time of three curves.
+        self._shares_left = len({self._key(load) for load in moves}) + 3 + 3
         self._known: dict[Hashable, Points] = {}
 
     def add(self, load: Load) -> None:
@@ -180,16 +182,25 @@ class _Measured:
         self._shares_left -= 1
         return share
 
-    def slowdown(self) -> dict[tuple[Lane, Lane], float]:
-        """The rate of each lane beside each other one: with the experts' ops, or others in lanes that have none."""
+    def slowdown(self, expert: Load, gemm: Points) -> dict[tuple[Lane, ...], float]:
+        """The rate of each lane beside each other one: with the experts' ops, or others in lanes that have none; and
+        of the lanes of a pipeline with memory reuse beside its other two.
+
+        Args:
+            expert: what keeps the compute lane busy, and the time that it takes over its size.
+        """
         by_preference = sorted(self._moves, key=lambda load: load.group in EXPERT_GROUPS)
-        lanes = list({load.lane: load for load in by_preference if load.lane in _DISTURBING}.values())
-        return {
-            (load.lane, other.lane): self._meter.rate_beside(load, self._size(load), other, self._size(other))
-            for load in lanes
-            for other in lanes
-            if load is not other
-        }
+        loads_of = {load.lane: (load, self.curves[load.kind, load.group]) for load in by_preference}
+        loads_of[Lane.COMPUTE] = expert, gemm
+        busy = {lane: _busy(*load) for lane, load in loads_of.items()}
+        rates: dict[tuple[Lane, ...], float] = {}
+        for lane in Lane:
+            besides = [beside for beside in _besides(lane) if busy.keys() >= {lane, *beside}]
+            if besides:
+                neighbours = [[busy[other] for other in beside] for beside in besides]
+                measured = self._meter.rates_beside(busy[lane], *neighbours)
+                rates |= {(lane, *beside): rate for beside, rate in zip(besides, measured, strict=True)}
+        return rates
 
     def overhead(self, rows: Rows, slowdown: Slowdown) -> float:
         """What every op must take besides its curve for the same rows to take as much longer in small chunks than in
@@ -220,18 +231,32 @@ class _Measured:
             least, most = (middle, most) if longer(middle) < in_chunks - in_one else (least, middle)
         return least
 
-    def _size(self, load: Load) -> int:
-        return min(self.curves[load.kind, load.group], key=lambda point: abs(point[1] - BESIDE_SECONDS))[0]
-
     def _key(self, load: Load) -> Hashable:
         """The same for two roles that share a process group: what is measured once."""
         return load.kind, self._groups.get(load.group, load.group)
 
 
-# The lanes that share links and memory: those that disturb each other.
-_DISTURBING = (Lane.INTER, Lane.INTRA, Lane.COPY)
+# The lanes of a pipeline with memory reuse: the paper's alpha(y, all).
+_TOGETHER = ((Lane.INTER, Lane.COMPUTE, Lane.D2H), (Lane.INTER, Lane.COMPUTE, Lane.H2D))
 
-# What training issues in the groups of a role. EP comes last: it gets the time that the others have left.
+
+def _besides(lane: Lane) -> list[tuple[Lane, ...]]:
+    """Beside what a lane's rate is measured: each other lane, then those that it works with all at once.
+
+    No pipeline has offloads beside prefetches.
+    """
+    to_and_from_host = {Lane.D2H, Lane.H2D}
+    alone = [(other,) for other in Lane if other is not lane and {lane, other} != to_and_from_host]
+    return alone + [tuple(one for one in lanes if one is not lane) for lanes in _TOGETHER if lane in lanes]
+
+
+def _busy(load: Load, points: Points) -> Busy:
+    """With ops of the time nearest to BESIDE_SECONDS."""
+    size, seconds = min(points, key=lambda point: abs(point[1] - BESIDE_SECONDS))
+    return Busy(load, load.sized(size), seconds)
+
+
+# What training issues in the groups of a role. EP comes last (but for experts): it gets the time that others have left.
 _INTRA: tuple[tuple[str, tuple[Callable[..., Load], ...]], ...] = (
     ("expert-tp", (loads.reduce_scatter, loads.all_gather)),
     ("tp", (loads.reduce_scatter, loads.all_gather)),
@@ -246,9 +271,7 @@ _INTER: tuple[tuple[str, tuple[Callable[..., Load], ...]], ...] = (
 
 def _moves(rows: Rows, groups: Mapping[str, ProcessGroup], nodes: NodeMap) -> list[Load]:
     """Everything that applies to these groups, nodes and devices."""
-    moves = [loads.copy(rows)]
-    if rows.device.type == "cuda":
-        moves += [loads.host_transfer(rows, kind) for kind in (Kind.OFFLOAD, Kind.PREFETCH)]
+    moves = [loads.copy(rows), *(loads.host_transfer(rows, kind) for kind in (Kind.OFFLOAD, Kind.PREFETCH))]
     for lane, roles, link, rings in (
         (Lane.INTRA, _INTRA, "intra-node", loads.rings_inside(nodes)),
         (Lane.INTER, _INTER, "inter-node", loads.rings_between(nodes)),

@@ -20,13 +20,14 @@ def curves_table(cluster: Cluster) -> Table:
         _add_curve(table, name, cells, rates)
     if cluster.expert_gemm is not None:
         gemm = cluster.expert_gemm
-        flops = gemm.flops_per_second()
-        cells = [
-            (f"{rows} rows", seconds, f"{rate / 1e12:.3f} TFLOP/s")
-            for (rows, seconds), (_, rate) in zip(gemm.points, flops, strict=True)
-        ]
-        name = f"expert {gemm.hidden} x {gemm.ffn_hidden} {gemm.dtype}"
-        _add_curve(table, name, cells, [rate for _, rate in flops])
+        passes = {"": (1, gemm.points), ", forward and backward": (3, gemm.training or ())}
+        for name, (times, points) in passes.items():
+            rates = [times * gemm.flops(rows) / seconds for rows, seconds in points]
+            cells = [
+                (f"{rows} rows", seconds, f"{rate / 1e12:.3f} TFLOP/s")
+                for (rows, seconds), rate in zip(points, rates, strict=True)
+            ]
+            _add_curve(table, f"expert {gemm.hidden} x {gemm.ffn_hidden} {gemm.dtype}{name}", cells, rates)
     return table
 
 
@@ -52,8 +53,11 @@ def _add_curve(table: Table, name: str, cells: list[tuple[str, float, str]], rat
 
 
 def _between_ops(cluster: Cluster) -> str:
-    rates = [f"{lane.value} beside {other.value} {rate:.0%}" for (lane, other), rate in cluster.slowdown.items()]
-    beside = f"Pace of a lane while another is busy: {', '.join(rates)}. " if rates else ""
+    rates = [
+        f"{lane.value} beside {' and '.join(other.value for other in others)} {rate:.0%}"
+        for (lane, *others), rate in cluster.slowdown.items()
+    ]
+    beside = f"Pace of a lane while others are busy: {', '.join(rates)}. " if rates else ""
     return f"{beside}An op of a pipeline takes {cluster.overhead * 1e3:.3f} ms besides."
 
 

@@ -11,6 +11,7 @@ from megatron_moe_opt.cli.option_types import DType
 from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.options import DEFAULT_CHUNKS
 from megatron_moe_opt.schedules.monta import LEVELS
+from megatron_moe_opt.schedules.mpmoe import NONE, STRATEGIES
 
 
 def timeline(
@@ -27,6 +28,11 @@ def timeline(
         int | None,
         typer.Option(min=1, help=f"Chunks of the pipeline at O2 and O3.  [default: {DEFAULT_CHUNKS}]"),
     ] = None,
+    partitions: Annotated[
+        int | None, typer.Option(min=1, help="Of mpmoe: draws its pipeline through the experts instead.")
+    ] = None,
+    memory_reuse: Annotated[str, typer.Option(help=f"Of mpmoe: {', '.join(STRATEGIES)}.")] = NONE,
+    ffn_hidden: Annotated[int, typer.Option(min=1, help="Of mpmoe: hidden size inside an expert.")] = 1024,
     profile: Annotated[
         Path | None, typer.Option(help="cluster.json of moe-opt profile, of the same groups: draws the prediction too.")
     ] = None,
@@ -36,7 +42,8 @@ def timeline(
     trace: Annotated[Path | None, typer.Option(help="Write the lanes for ui.perfetto.dev.")] = None,
     png: Annotated[Path | None, typer.Option(help="Draw the lanes (.png, .svg or .pdf).")] = None,
 ) -> None:
-    """When each op of dispatch and combine ran, forward and backward, and when it was predicted to run.
+    """When each op of dispatch and combine ran, forward and backward, and when it was predicted to run. With
+    --partitions: each op of mpmoe's pipeline.
 
     Runs on the ranks that torchrun or srun started, or on one process without them:
     torchrun --nproc-per-node 8 -m megatron_moe_opt.cli.main timeline --expert-tp 4 --profile cluster.json --png a.png
@@ -45,14 +52,25 @@ def timeline(
         raise ConfigurationError(f"--level {level} is unknown: choose one of {', '.join(LEVELS)}")
     if level == "O1" and chunks not in (None, 1):
         raise ConfigurationError(f"--chunks {chunks} has no meaning at --level O1, which does not cut: use O2 or O3")
+    if memory_reuse not in STRATEGIES:
+        raise ConfigurationError(f"--memory-reuse {memory_reuse} is unknown: choose one of {', '.join(STRATEGIES)}")
+    if partitions is None and memory_reuse != NONE:
+        raise ConfigurationError(f"--memory-reuse {memory_reuse} is about mpmoe's partitions: give --partitions")
+    if partitions is not None and profile is not None:
+        raise ConfigurationError(
+            f"--profile {profile} predicts dispatch and combine, not the experts between them: drop it, or --partitions"
+        )
     from megatron_moe_opt.cli.layer_settings import LayerSettings
     from megatron_moe_opt.cli.layer_timeline import layer_timeline
 
+    variant = f"monta:{level}x{chunks or (1 if level == 'O1' else DEFAULT_CHUNKS)}"
+    if partitions is not None:
+        variant = f"mpmoe:{partitions}:{memory_reuse}"
     settings = LayerSettings(
-        dispatchers=(f"monta:{level}x{chunks or (1 if level == 'O1' else DEFAULT_CHUNKS)}",),
+        dispatchers=(variant,),
         tokens=tokens,
         hidden=hidden,
-        ffn_hidden=expert_tp,
+        ffn_hidden=expert_tp if partitions is None else ffn_hidden,
         experts=experts,
         topk=topk,
         tp=tp,
@@ -66,6 +84,6 @@ def timeline(
         warmup=3,
         seed=1,
         profile=profile,
-        dispatch_only=True,
+        dispatch_only=partitions is None,
     )
     layer_timeline(settings, rank, trace, png)

@@ -8,6 +8,7 @@ from typing import Any
 from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.integration.expert_order import check_expert_order
 from megatron_moe_opt.options import PREFIX, Options
+from megatron_moe_opt.schedules.mpmoe import NONE
 
 FLAG = "--moe-token-dispatcher-type"
 
@@ -44,6 +45,8 @@ def check_config(config: Any, name: str, options: Options) -> None:
             f"{PREFIX}parm-schedule S2 splits what all TP ranks hold, but with --sequence-parallel they hold parts of "
             "it: drop one of the two"
         )
+    if name == "mpmoe":
+        _check_mpmoe(config, options)
     if config.cuda_graph_impl != "none":
         raise ConfigurationError(
             f"--cuda-graph-impl {config.cuda_graph_impl} does not work with {FLAG} {name}, whose message sizes change "
@@ -101,3 +104,30 @@ def _check_netmoe(config: Any) -> None:
             raise ConfigurationError(
                 f"{flags} does not work with {FLAG} netmoe, which moves samples between ranks: change it, or use monta"
             )
+
+
+def _check_mpmoe(config: Any, options: Options) -> None:
+    """What does not fit experts that run partition by partition, and what they save."""
+    if config.moe_router_padding_for_quantization:
+        raise ConfigurationError(
+            f"--moe-router-padding-for-quantization pads an expert's rows before {FLAG} mpmoe cuts them: drop it, and "
+            "the experts pad each partition themselves"
+        )
+    reuse = options.memory_reuse or NONE
+    if reuse == NONE:
+        return
+    flag = f"{PREFIX}memory-reuse {reuse}"
+    if config.fp8 or config.fp4:
+        raise ConfigurationError(
+            f"{flag} does not know what experts in {'--fp8-format' if config.fp8 else '--fp4-format'} save: use "
+            f"{PREFIX}memory-reuse {NONE}"
+        )
+    modules = config.recompute_modules or [] if config.recompute_granularity == "selective" else []
+    if "moe_act" in modules:
+        raise ConfigurationError(
+            f"{flag} restores all that experts save, and --recompute-modules moe_act a part of it: drop one of the two"
+        )
+    if getattr(config, "fine_grained_activation_offloading", False):
+        raise ConfigurationError(
+            f"--fine-grained-activation-offloading offloads what {flag} restores in another way: drop one of the two"
+        )

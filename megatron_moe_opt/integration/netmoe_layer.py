@@ -21,6 +21,8 @@ from megatron_moe_opt.dispatchers.netmoe import NetmoeDispatcher
 from megatron_moe_opt.dispatchers.sample_placement import LayerPlacement, SampleOrder
 from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.integration.netmoe_report import report_with_training_log, watch
+from megatron_moe_opt.integration.seams import seam_moved
+from megatron_moe_opt.options import Options
 from megatron_moe_opt.topology.sample_holders import SampleHolders
 
 
@@ -30,7 +32,7 @@ def wrap_transformer_block() -> None:
 
     stock_init = TransformerBlock.__dict__.get("__init__")
     if not isinstance(stock_init, types.FunctionType):
-        return  # missing_seam says so to whom it concerns
+        return  # check_seams says so to whom it concerns
 
     @functools.wraps(stock_init)
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -41,22 +43,20 @@ def wrap_transformer_block() -> None:
     TransformerBlock.__init__ = init
 
 
-def missing_seam() -> str | None:
-    """What netmoe needs and this Megatron does not have, or None."""
-    from megatron.core.transformer.moe.moe_layer import MoELayer
+def check_seams(layer: Any, options: Options) -> None:
+    """Looks for what `netmoe` needs of the layers around a MoELayer.
+
+    Raises:
+        ConfigurationError: this Megatron does not have it.
+    """
     from megatron.core.transformer.transformer_block import TransformerBlock
     from megatron.core.transformer.transformer_layer import TransformerLayer
 
     if not hasattr(TransformerBlock.__init__, "_moe_opt"):
-        return "TransformerBlock.__init__ is not a plain method"
-    for owner, method in (
-        (TransformerLayer, "_forward_mlp"),
-        (TransformerLayer, "_forward_post_mlp"),
-        (MoELayer, "shared_experts_compute"),
-    ):
-        if not isinstance(owner.__dict__.get(method), types.FunctionType):
-            return f"{owner.__name__}.{method} is not a plain method"
-    return None
+        raise seam_moved("TransformerBlock.__init__ is not a plain method")
+    for method in ("_forward_mlp", "_forward_post_mlp"):
+        if not isinstance(TransformerLayer.__dict__.get(method), types.FunctionType):
+            raise seam_moved(f"TransformerLayer.{method} is not a plain method")
 
 
 def _dispatcher_of(layer: Any) -> NetmoeDispatcher | None:

@@ -17,22 +17,26 @@ from typing import Any, Literal, get_args, get_origin
 
 from megatron_moe_opt.dispatchers.deepspeed import DeepSpeedDispatcher
 from megatron_moe_opt.dispatchers.monta import MontaDispatcher
+from megatron_moe_opt.dispatchers.mpmoe import MpmoeDispatcher
 from megatron_moe_opt.dispatchers.netmoe import NetmoeDispatcher
 from megatron_moe_opt.dispatchers.parm import ParmDispatcher
 from megatron_moe_opt.dispatchers.parm_schedule import Routing, scheduling_of
 from megatron_moe_opt.dispatchers.pipelining import pipelining_of
+from megatron_moe_opt.dispatchers.tuning import partitioning_of
 from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.integration.announce import announce
 from megatron_moe_opt.integration.checks import check_config, check_name
 from megatron_moe_opt.integration.expert_order import FLAG as EXPERT_ORDER
 from megatron_moe_opt.integration.expert_order import keep_expert_order
-from megatron_moe_opt.integration.netmoe_layer import missing_seam, wrap_transformer_block
+from megatron_moe_opt.integration.mpmoe_layer import pipeline_experts, shape_of_layer
+from megatron_moe_opt.integration.netmoe_layer import check_seams, wrap_transformer_block
 from megatron_moe_opt.integration.priorities import prioritize_expert_groups
 from megatron_moe_opt.integration.replicated_tokens import (
     holds_replicated_tokens,
     reading_as_sequence_parallel,
     take_replicated_tokens,
 )
+from megatron_moe_opt.integration.seams import seam_moved
 from megatron_moe_opt.options import Options
 from megatron_moe_opt.topology.expert_groups import ExpertGroups
 from megatron_moe_opt.versions import SUPPORTED_MEGATRON, megatron_version, supports_megatron
@@ -43,9 +47,18 @@ DISPATCHERS: dict[str, Callable[[ExpertGroups, Options, Any], MontaDispatcher]] 
     "monta": lambda groups, options, config: MontaDispatcher(groups, pipelining_of(options, groups)),
     "parm": lambda groups, options, config: ParmDispatcher(groups, scheduling_of(options, groups, _routing(config))),
     "netmoe": lambda groups, options, config: NetmoeDispatcher(groups),
+    "mpmoe": lambda groups, options, config: MpmoeDispatcher(
+        groups, partitioning_of(options, groups, shape_of_layer(config, groups.ep_size, groups.etp_size))
+    ),
     "deepspeed": lambda groups, options, config: DeepSpeedDispatcher(groups),
 }
 """Our dispatcher types. `deepspeed` is the reference schedule of benchmarks and tests."""
+
+EDGES: dict[str, Callable[[Any, Options], None]] = {
+    "netmoe": check_seams,
+    "mpmoe": pipeline_experts,
+}
+"""What is done to a MoE layer for those that own more of it than its dispatcher, which it has by then."""
 
 _options = Options()
 
@@ -61,14 +74,14 @@ def register(options: Options | None = None) -> None:
 
         from megatron_moe_opt.integration.token_dispatcher import PluggedTokenDispatcher
     except ImportError as error:
-        raise _seam_moved(str(error)) from error
+        raise seam_moved(str(error)) from error
 
     if hasattr(TransformerConfig.__post_init__, "_moe_opt"):
         return  # registered already: only the options were new
     stock = _stock_names(TransformerConfig)
     for owner, method in ((TransformerConfig, "__post_init__"), (MoELayer, "__init__")):
         if not isinstance(owner.__dict__.get(method), types.FunctionType):
-            raise _seam_moved(f"{owner.__name__}.{method} is not a plain method")
+            raise seam_moved(f"{owner.__name__}.{method} is not a plain method")
     _widen_annotation(TransformerConfig, stock)
     _wrap_post_init(TransformerConfig, stock)
     _wrap_moe_layer(MoELayer, PluggedTokenDispatcher)
@@ -99,18 +112,11 @@ def _check_version() -> None:
         raise ConfigurationError(f"megatron-core {version} is not supported: install one from {SUPPORTED_MEGATRON}")
 
 
-def _seam_moved(what: str) -> ConfigurationError:
-    return ConfigurationError(
-        f"cannot plug into this megatron-core: {what}; install a release from {SUPPORTED_MEGATRON}, or use "
-        "--moe-token-dispatcher-type alltoall"
-    )
-
-
 def _stock_names(config_class: type) -> tuple[str, ...]:
     """The dispatcher names of the installed Megatron."""
     field = config_class.__dataclass_fields__.get(FIELD)
     if field is None or get_origin(field.type) is not Literal:
-        raise _seam_moved(f"TransformerConfig.{FIELD} is not a field with a Literal type")
+        raise seam_moved(f"TransformerConfig.{FIELD} is not a field with a Literal type")
     return get_args(field.type)
 
 
@@ -155,16 +161,6 @@ def _wrap_moe_layer(layer_class: type, plugged_class: type) -> None:
             take_replicated_tokens(self)
 
     layer_class.__init__ = init
-
-
-def _check_netmoe_seams(layer: Any, options: Options) -> None:
-    moved = missing_seam()
-    if moved is not None:
-        raise _seam_moved(moved)
-
-
-EDGES: dict[str, Callable[[Any, Options], None]] = {"netmoe": _check_netmoe_seams}
-"""What is done to a MoE layer (layer, options) after our dispatcher has been put into it."""
 
 
 def _routing(config: Any) -> Routing:

@@ -27,6 +27,11 @@ class PluggedTokenDispatcher(MoETokenDispatcher):
         self._dispatched: Dispatched | None = None
         self._tokens_per_expert: torch.Tensor | None = None
 
+    @property
+    def dispatched(self) -> Any:
+        """What the dispatcher's `permute` has left for its other steps, in the pass under way."""
+        return self._dispatched
+
     def take_copies(self, tokens: torch.Tensor, tp: ProcessGroup) -> bool:
         """See MontaDispatcher.take_copies. tokens: [S, B, H]."""
         return self.dispatcher.take_copies(tp, tokens.view(-1, tokens.size(-1)))

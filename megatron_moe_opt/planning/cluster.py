@@ -41,19 +41,20 @@ class World:
 
 @dataclass(frozen=True)
 class ExpertGemm:
-    """Forward time of one expert's two matrix products, over rows."""
+    """Time of one expert, over rows: two matrix products and the activation between them."""
 
     hidden: int
     ffn_hidden: int
     """Of this rank's shard: the expert's divided by expert-TP."""
     dtype: str
     points: Points
-    """(rows, seconds)"""
+    """(rows, seconds) of the forward pass."""
+    training: Points | None = None
+    """(rows, seconds) of forward and backward pass together; None: not measured."""
 
-    def flops_per_second(self) -> tuple[tuple[int, float], ...]:
-        """(rows, rate): two products of 2 * rows * hidden * ffn_hidden operations each."""
-        work = 4 * self.hidden * self.ffn_hidden
-        return tuple((rows, rows * work / seconds) for rows, seconds in self.points)
+    def flops(self, rows: int) -> int:
+        """Of a forward pass: two products of 2 * rows * hidden * ffn_hidden operations each. Backward: twice that."""
+        return 4 * rows * self.hidden * self.ffn_hidden
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,7 @@ class Cluster:
     curves: Mapping[tuple[Kind, str | None], Points]
     """By kind and role of the group (None: no collective); bytes count as Op.size does."""
     slowdown: Slowdown = field(default_factory=dict)
-    """(lane, beside): the rate, in (0, 1], of an op in a lane while the other is busy."""
+    """(lane, beside, ...): the rate, in (0, 1], of an op in a lane while the others are busy, all of them."""
     overhead: float = 0.0
     """Seconds that an op of a pipeline takes besides: handing over between lanes, waiting for ranks that come later."""
     saa: Points | None = None
@@ -110,8 +111,8 @@ class Cluster:
                 {"kind": kind.value, "group": group, "points": points} for (kind, group), points in self.curves.items()
             ],
             "slowdown": [
-                {"lane": lane.value, "beside": beside.value, "rate": rate}
-                for (lane, beside), rate in self.slowdown.items()
+                {"lane": lane.value, "beside": [other.value for other in beside], "rate": rate}
+                for (lane, *beside), rate in self.slowdown.items()
             ],
             "overhead": self.overhead,
             "saa": self.saa,
@@ -195,25 +196,33 @@ def _points(place: Place) -> Points:
     return tuple(points)
 
 
-def _slowdown(place: Place) -> dict[tuple[Lane, Lane], float]:
-    slowdown: dict[tuple[Lane, Lane], float] = {}
+def _slowdown(place: Place) -> dict[tuple[Lane, ...], float]:
+    slowdown: dict[tuple[Lane, ...], float] = {}
+    known: set[tuple[Lane, frozenset[Lane]]] = set()
     lanes = [lane.value for lane in Lane]
     for entry in place.items():
         fields = entry.fields("lane", "beside", "rate")
-        pair = Lane(fields["lane"].word(*lanes)), Lane(fields["beside"].word(*lanes))
-        if pair[0] is pair[1] or pair in slowdown:
-            entry.refuse(f"lane {pair[0].value} beside {pair[1].value} is not a new pair of two lanes")
-        slowdown[pair] = fields["rate"].positive(most=1)
+        lane = Lane(fields["lane"].word(*lanes))
+        listed = fields["beside"]
+        # One lane was written as a word before several could be listed.
+        others = [listed] if isinstance(listed.value, str) else listed.items()
+        beside = [Lane(other.word(*lanes)) for other in others]
+        if not beside or len({lane, *beside}) <= len(beside) or (lane, frozenset(beside)) in known:
+            names = ", ".join(other.value for other in beside)
+            entry.refuse(f"lane {lane.value} beside {names or 'none'} is not a new set of different lanes")
+        known.add((lane, frozenset(beside)))
+        slowdown[(lane, *beside)] = fields["rate"].positive(most=1)
     return slowdown
 
 
 def _expert_gemm(place: Place) -> ExpertGemm:
-    fields = place.fields("hidden", "ffn_hidden", "dtype", "points")
+    fields = place.fields("hidden", "ffn_hidden", "dtype", "points", optional=["training"])
     return ExpertGemm(
         fields["hidden"].count(least=1),
         fields["ffn_hidden"].count(least=1),
         fields["dtype"].word(),
         _points(fields["points"]),
+        None if fields["training"].value is None else _points(fields["training"]),
     )
 
 

@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from megatron_moe_opt.schedules.schedule import Lane, Op, Schedule, ScheduleError
 from megatron_moe_opt.schedules.timeline import Span, Timeline
 
-Slowdown = Mapping[tuple[Lane, Lane], float]
-"""How much lanes disturb each other: the rate, in (0, 1], of an op in the first lane while the second is busy."""
+Slowdown = Mapping[tuple[Lane, ...], float]
+"""How much lanes disturb each other: (y, x) holds the rate, in (0, 1], of an op in lane y while lane x is busy (MPMoE's
+alpha(y, x)); (y, x, z) that while both x and z are."""
 
 
 def simulate(schedule: Schedule, cost: Callable[[Op], float], slowdown: Slowdown | None = None) -> Timeline:
@@ -18,8 +19,8 @@ def simulate(schedule: Schedule, cost: Callable[[Op], float], slowdown: Slowdown
 
     Args:
         cost: seconds of an op that runs alone, such as `Costs`.
-        slowdown: with it an op progresses at a rate that is the product of the factors of all lanes busy beside its
-            own (pairs that are not named: 1), and the rate changes whenever an op starts or ends.
+        slowdown: with it an op progresses at the `lane_rate` beside all lanes that are busy, which changes whenever an
+            op starts or ends.
 
     Raises:
         ScheduleError: an op waits for one that does not come before it.
@@ -74,9 +75,10 @@ def _play_undisturbed(order: Order, seconds: Sequence[float]) -> list[tuple[floa
 
 def _play_disturbed(order: Order, seconds: Sequence[float], slowdown: Slowdown) -> list[tuple[float, float]]:
     """From event to event; between two events every running op progresses at a constant rate."""
-    for (lane, beside), factor in slowdown.items():
+    for (lane, *beside), factor in slowdown.items():
         if not 0 < factor <= 1:
-            raise ValueError(f"slowdown of lane {lane.value} beside {beside.value} is {factor}, not in (0, 1]")
+            others = " and ".join(other.value for other in beside)
+            raise ValueError(f"slowdown of lane {lane.value} beside {others} is {factor}, not in (0, 1]")
     queues: list[list[int]] = [[] for _ in order.lanes]
     for index in reversed(range(len(order.lane_of))):
         queues[order.lane_of[index]].append(index)  # the next op of a lane is the last of its list
@@ -111,6 +113,19 @@ def _play_disturbed(order: Order, seconds: Sequence[float], slowdown: Slowdown) 
 
 
 def _rates(running: Sequence[Lane], slowdown: Slowdown) -> list[float]:
-    return [
-        math.prod(slowdown.get((lane, beside), 1.0) for beside in running if beside is not lane) for lane in running
-    ]
+    return [lane_rate(lane, [other for other in running if other is not lane], slowdown) for lane in running]
+
+
+def lane_rate(lane: Lane, beside: Sequence[Lane], slowdown: Slowdown) -> float:
+    """The rate of an op in `lane` while all lanes of `beside` are busy.
+
+    What was measured beside the most of these lanes at once counts, times the factors of the others one by one; of
+    what was not measured the factor is 1.
+    """
+    busy = set(beside)
+    most: tuple[Lane, ...] = ()
+    for key in slowdown:
+        if key[0] is lane and len(key) > 2 and len(key) > len(most) and busy.issuperset(key[1:]):
+            most = key
+    single = [slowdown.get((lane, other), 1.0) for other in beside if other not in most[1:]]
+    return slowdown.get(most, 1.0) * math.prod(single)

@@ -107,6 +107,14 @@ def plan_exchange(
     return ExchangePlan(tuple(chunks), arriving.sum((0, 1, 2)), num_chunks == 1 and local == 1)
 
 
+def plan_partitions(
+    counts: torch.Tensor, ep_rank: int, etp_rank: int, num_partitions: int, device: torch.device | str = "cpu"
+) -> tuple[ExchangePlan, ...]:
+    """As `plan_exchange`, but a plan of its own for each part of the rows: they arrive, and go back, separately."""
+    parts = cut_counts(counts, num_partitions)
+    return tuple(plan_exchange(part, ep_rank, etp_rank, 1, device) for part in parts)
+
+
 @dataclass(frozen=True)
 class Parts:
     """How the ranks of a TP group share out rows that all of them have: TP rank m exchanges part m, see RowMap.cut.

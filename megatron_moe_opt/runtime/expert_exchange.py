@@ -18,14 +18,15 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from megatron_moe_opt.kernels import LANE_BYTES, empty
-from megatron_moe_opt.runtime import joint_exchange, steps
+from megatron_moe_opt.runtime import joint_exchange
 from megatron_moe_opt.runtime.exchange_plan import ExchangePlan, Parts
 from megatron_moe_opt.runtime.executor import executor
 from megatron_moe_opt.runtime.row_layout import RowLayout
+from megatron_moe_opt.runtime.row_steps import hop_to_experts, hop_to_sources
 from megatron_moe_opt.runtime.steps import Steps
 from megatron_moe_opt.schedules import monta, parm
 from megatron_moe_opt.schedules.monta import ChunkBytes
-from megatron_moe_opt.schedules.schedule import Kind, Schedule
+from megatron_moe_opt.schedules.schedule import Schedule
 from megatron_moe_opt.topology.expert_groups import ExpertGroups
 
 
@@ -146,16 +147,10 @@ def run_to_experts(
     bound = []
     for op in schedule.ops:
         chunk = plan.chunks[op.chunk]
-        arrived = gathered.narrow(0, chunk.first_own, sum(chunk.receive_counts))
         if op.group == parm.JOINT:
             step = joint_exchange.to_all_shards(rows, gathered, chunk, groups)
-        elif op.kind is Kind.ALL_TO_ALL:
-            sent = rows.narrow(0, chunk.first_sent, sum(chunk.send_counts))
-            step = steps.all_to_all(sent, chunk.send_counts, arrived, chunk.receive_counts, groups.ep)
-        elif op.kind is Kind.ALL_GATHER:
-            own = arrived if groups.ep_size > 1 else rows.narrow(0, chunk.first_sent, sum(chunk.send_counts))
-            all_rows = gathered.narrow(0, chunk.first_gathered, sum(chunk.gather_counts))
-            step = steps.all_gather(own, all_rows, chunk.gather_counts, groups.etp)
+        elif op.group is not None:
+            step = hop_to_experts(op.kind, rows, gathered, chunk, groups)
         elif in_place:
             step = Steps()
         else:
@@ -201,18 +196,11 @@ def bind_to_sources(
             bound.append(step)
             continue
         chunk = plan.chunks[op.chunk]
-        arrived = summed.narrow(0, chunk.first_received, sum(chunk.receive_counts))
         if op.group == parm.JOINT:
             everybody = range(groups.ep_size)
             step = joint_exchange.from_all_shards(unsorted, rows, chunk, groups, layout, everybody, everybody)
-        elif op.kind is Kind.REDUCE_SCATTER:
-            mine = sum(chunk.receive_counts)
-            parts = layout.empty_rows((groups.etp_size - 1) * mine, tokens)
-            of_peers = unsorted.narrow(0, chunk.first_gathered, sum(chunk.gather_counts))
-            step = steps.reduce_scatter(of_peers, parts, arrived, chunk.gather_counts, groups.etp, layout.columns)
-        elif op.kind is Kind.ALL_TO_ALL:
-            back = rows.narrow(0, chunk.first_sent, sum(chunk.send_counts))
-            step = steps.all_to_all(arrived, chunk.receive_counts, back, chunk.send_counts, groups.ep)
+        elif op.group is not None:
+            step = hop_to_sources(op.kind, unsorted, summed, rows, chunk, groups, layout)
         elif in_place:
             step = Steps()
         else:

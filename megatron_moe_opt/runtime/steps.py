@@ -135,3 +135,9 @@ def call(function: Callable[[], object]) -> Steps:
             raise
 
     return Steps((_C.call_python(guarded),), raised=(raised,))
+
+
+def run_now(steps: Steps) -> None:
+    """Runs steps without collectives at once: for functions of `call`, which learn their tensors when they run."""
+    for action in steps.actions:
+        action.run()

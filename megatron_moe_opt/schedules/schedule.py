@@ -31,6 +31,7 @@ class Kind(Enum):
     SEND_RECEIVE = "send_receive"
     COPY = "copy"
     COMPUTE = "compute"
+    GRADIENT = "gradient"  # the backward pass of a compute op
     OFFLOAD = "offload"
     PREFETCH = "prefetch"
     ENCODE = "encode"

@@ -20,14 +20,18 @@ RINGS = {(Kind.SEND_RECEIVE, "intra-node"), (Kind.SEND_RECEIVE, "inter-node")}
 
 
 def _profile(seconds, sizes, **options):
-    from megatron_moe_opt.cli import meter, profile_cluster
+    from megatron_moe_opt.cli import loads, meter, profile_cluster
 
     defaults = {"tp": 1, "cp": 1, "ep": None, "expert_tp": 1, "hidden": 64, "ffn_hidden": 32, "dtype": "fp32"}
     settings = profile_cluster.ProfileSettings(**defaults | options, seconds=seconds)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("GROUP_RANK", str(dist.get_rank() // 2))
+        patch.setattr(loads, "_COPIED_BYTES", 2**18)
         patch.setattr(meter, "MEASURE_SECONDS", 0.02)
-        patch.setattr(meter, "MOST_BESIDE", 20)
+        patch.setattr(meter, "MOST_BESIDE", 8)
+        patch.setattr(meter, "LEAST_OPS", 2)
+        patch.setattr(meter, "MOST_OPS", 8)
+        patch.setattr(meter, "CALLS", 2)
         patch.setattr(profile_cluster, "SIZES", sizes)
         patch.setattr(profile_cluster, "GEMM_ROWS", (16, 32))
         return profile_cluster.measure(settings, torch.device("cpu"))
@@ -57,21 +61,27 @@ def _profile(seconds, sizes, **options):
 )
 def test_every_group_gets_its_curves(ranks, tmp_path, options, world, groups):
     sizes = (4096, 16384, 65536)
-    clusters = ranks.run(_profile, seconds=100.0, sizes=sizes, **options)
+    clusters = ranks.run(_profile, seconds=1000.0, sizes=sizes, **options)
     cluster = clusters[0]
     # All ranks would choose alike: they have the same numbers, the facts of their processes aside.
     assert all(replace(other, host={}) == replace(cluster, host={}) for other in clusters)
     assert cluster.world == world
-    assert set(cluster.curves) == groups | RINGS | {(Kind.COPY, None)}
+    assert set(cluster.curves) == groups | RINGS | {(kind, None) for kind in (Kind.COPY, Kind.OFFLOAD, Kind.PREFETCH)}
     for points in cluster.curves.values():
         assert tuple(size for size, _ in points) == sizes
         assert all(0 < seconds < 5 for _, seconds in points)
-    lanes = (Lane.INTER, Lane.INTRA, Lane.COPY)
-    assert set(cluster.slowdown) == {(one, other) for one in lanes for other in lanes if one is not other}
+    host = {Lane.D2H, Lane.H2D}
+    pairs = {(one, other) for one in Lane for other in Lane if one is not other and {one, other} != host}
+    reuse = ({Lane.INTER, Lane.COMPUTE, transfer} for transfer in host)
+    sets = {(lane, frozenset(lanes - {lane})) for lanes in reuse for lane in lanes}
+    assert {(lane, frozenset(beside)) for lane, *beside in cluster.slowdown} == sets | {
+        (lane, frozenset({beside})) for lane, beside in pairs
+    }
     assert all(0 < rate <= 1 for rate in cluster.slowdown.values())
     assert 0 <= cluster.overhead < 5
     gemm = cluster.expert_gemm
-    assert (gemm.hidden, gemm.ffn_hidden, len(gemm.points)) == (64, 32 // world.expert_tp, 2)
+    assert (gemm.hidden, gemm.ffn_hidden) == (64, 32 // world.expert_tp)
+    assert [rows for rows, _ in gemm.points] == [rows for rows, _ in gemm.training] == [16, 32]
     if world.tp == world.expert_tp > 1:  # the same ranks: measured once
         assert cluster.curves[Kind.ALL_GATHER, "tp"] == cluster.curves[Kind.ALL_GATHER, "expert-tp"]
     assert (cluster.saa is None) == (world.tp == 1)
@@ -89,7 +99,7 @@ def test_sizes_are_rounded_to_rows(ranks):
 
     The ranks of TP and EP are the same, but not their process groups, which lanes use side by side.
     """
-    cluster = ranks.run(_profile, seconds=100.0, sizes=(100, 1024, 2500), tp=4, ep=4)[0]
+    cluster = ranks.run(_profile, seconds=1000.0, sizes=(100, 1024, 2500), tp=4, ep=4)[0]
     curves = cluster.curves
     assert [size for size, _ in curves[Kind.ALL_TO_ALL, "ep"]] == [1024, 2048]
     assert [size for size, _ in cluster.saa] == [1024, 2048]
@@ -127,19 +137,28 @@ def _made_up():
         lane: meter.Load(Kind.COPY, lane, None, lambda size: meter.Sized(size, lambda: None))
         for lane in (Lane.COPY, Lane.INTRA, Lane.INTER)
     }
-    played = _Played(lambda op: slow * op.size * 1e-3, {(Lane.INTRA, Lane.INTER): 0.4})
+    played = _Played(
+        lambda op: slow * op.size * 1e-3,
+        {(Lane.INTRA, Lane.INTER): 0.4, (Lane.INTRA, Lane.INTER, Lane.COPY): 0.3},
+    )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(meter, "executor", lambda device: played)
         patch.setattr(meter, "time", played)
         measured = meter.Meter(torch.device("cpu"))
         in_two_lanes = Schedule("two ops", (Op(Kind.COPY, Lane.COPY, size=10), Op(Kind.COPY, Lane.INTRA, size=20)))
+
+        def busy(lane, size):
+            return meter.Busy(loads[lane], loads[lane].sized(size), size * 1e-3)
+
         pipeline = meter.SizedPipeline(30, lambda: (in_two_lanes, [None, None]))
         return (
             measured.pipeline_curve(lambda size: pipeline, (30,), seconds=8.0, longest=90.0),
             measured.curve(loads[Lane.COPY], (10, 20, 40, 9000), seconds=8.0, longest=90.0),
             measured.curve(loads[Lane.COPY], (10, 600, 700), seconds=60.0, longest=1.0),
-            measured.rate_beside(loads[Lane.INTER], 10, loads[Lane.INTRA], 10),
-            measured.rate_beside(loads[Lane.INTRA], 10, loads[Lane.INTER], 30),
+            measured.rates_beside(busy(Lane.INTER, 10), [busy(Lane.INTRA, 10)]),
+            measured.rates_beside(
+                busy(Lane.INTRA, 10), [busy(Lane.INTER, 30)], [busy(Lane.INTER, 30), busy(Lane.COPY, 20)]
+            ),
             _disturbed_curve(meter, played, loads[Lane.COPY]),
         )
 
@@ -165,8 +184,8 @@ def test_measured_times_are_those_of_the_slowest_rank(ranks):
     assert [size for size, _ in curve] == [10, 20, 40]  # 9000 would take 18 s an op, more than there is time for
     assert [seconds for _, seconds in curve] == pytest.approx([0.02, 0.04, 0.08])
     assert [size for size, _ in long_ops] == [10, 600]  # an op of 600 takes longer than `longest`: that is enough
-    assert undisturbed == pytest.approx(1)
-    assert disturbed == pytest.approx(0.4)
+    assert undisturbed == pytest.approx([1])
+    assert disturbed == pytest.approx([0.4, 0.3])  # beside one lane, and beside two at once
     # 10, which never takes less, is known to take no longer than 20; 40 is measured again
     assert [seconds for _, seconds in disturbed_curve] == pytest.approx([0.04, 0.04, 0.08])
 

@@ -30,22 +30,33 @@ def _run(monkeypatch, *arguments, world=1):
         (
             "--dispatchers alltoall,montana",
             1,
-            "--dispatchers montana is unknown: choose from alltoall, allgather, monta, parm, deepspeed",
+            "--dispatchers montana is unknown: choose from alltoall, allgather, monta, parm, mpmoe, deepspeed",
         ),
         (
             "--dispatchers alltoall:O2x4",
             1,
-            "--dispatchers alltoall:O2x4: only monta and parm have variants; write alltoall",
+            "--dispatchers alltoall:O2x4: only monta, parm and mpmoe have variants; write alltoall",
         ),
         (
             "--dispatchers deepspeed:auto",
             1,
-            "--dispatchers deepspeed:auto: only monta and parm have variants; write deepspeed",
+            "--dispatchers deepspeed:auto: only monta, parm and mpmoe have variants; write deepspeed",
         ),
         (
             "--dispatchers parm:O3",
             1,
             "--dispatchers parm:O3: write a schedule (S1, S2, or AAS: S2 without overlap), or parm:auto",
+        ),
+        (
+            "--dispatchers mpmoe:4:S5",
+            1,
+            "--dispatchers mpmoe:4:S5: write a number of partitions and, where they share memory, how (none, S1, S2, "
+            "S3, S4), such as mpmoe:4 or mpmoe:4:S3",
+        ),
+        (
+            "--dispatchers mpmoe:4 --dispatch-only",
+            1,
+            "--dispatch-only leaves out the experts that mpmoe pipelines through: drop it",
         ),
         ("--replicated", 1, "--replicated is about the ranks of a TP group: give --tp 2 or more, or drop it"),
         (
@@ -272,6 +283,19 @@ def test_bench_choice_in_one_process(tmp_path):
         assert point["exchanged"] == point["tokens"] * 2 * 32 * 4
         assert point["predicted"] == pytest.approx(4e-3, rel=0.1)
         assert point["ratio"] == point["seconds"]["monta:O1"] / point["seconds"]["alltoall"]
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ("--mpmoe --replicated", "--mpmoe and --replicated are choices of two systems: give one of them"),
+        ("--reuse S1", "--reuse and --activation-budget are mpmoe's: add --mpmoe, or drop them"),
+        ("--mpmoe --reuse S5", "--reuse S5: choose one of none, S1, S2, S3, S4, or auto"),
+    ],
+)
+def test_bench_choice_refuses(monkeypatch, capsys, options, sentence):
+    assert _run(monkeypatch, "bench", "choice", "--profile", "f", *options.split()) == 2
+    assert sentence in capsys.readouterr().err
 
 
 def test_bench_executor():

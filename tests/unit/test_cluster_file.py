@@ -22,10 +22,14 @@ CLUSTER = Cluster(
         (Kind.ALL_GATHER, "expert-tp"): ((65536, 0.001),),
         (Kind.COPY, None): ((65536, 1.5e-05), (131072, 2.5e-05), (262144, 5e-05)),
     },
-    slowdown={(Lane.INTER, Lane.INTRA): 0.75, (Lane.INTRA, Lane.INTER): 1.0},
+    slowdown={
+        (Lane.INTER, Lane.INTRA): 0.75,
+        (Lane.INTRA, Lane.INTER): 1.0,
+        (Lane.INTRA, Lane.COMPUTE, Lane.D2H): 0.5,
+    },
     overhead=1e-4,
     saa=((65536, 0.004), (1048576, 0.05)),
-    expert_gemm=ExpertGemm(hidden=4, ffn_hidden=8, dtype="fp32", points=((16, 1e-3), (32, 1.5e-3))),
+    expert_gemm=ExpertGemm(4, 8, "fp32", points=((16, 1e-3), (32, 1.5e-3)), training=((16, 3e-3),)),
     host={"cpus": 2, "device": "an [odd]  name"},
     software={"torch": "2.13.0"},
 )
@@ -68,7 +72,7 @@ def test_costs_are_the_curves():
 
 
 def test_flops():
-    assert CLUSTER.expert_gemm.flops_per_second() == ((16, 16 * 4 * 32 / 1e-3), (32, 32 * 4 * 32 / 1.5e-3))
+    assert CLUSTER.expert_gemm.flops(16) == 2 * (2 * 16 * 4 * 8)
 
 
 def test_groups_of_other_sizes():
@@ -92,14 +96,15 @@ def test_groups_of_other_sizes():
         )
 
 
-def test_a_file_from_before_saa(tmp_path):
+def test_a_file_from_before_saa_and_backward_passes(tmp_path):
     """Everything else of it is as good as ever."""
     file = tmp_path / "cluster.json"
     CLUSTER.save(file)
     content = json.loads(file.read_text())
-    del content["saa"]
+    del content["saa"], content["expert_gemm"]["training"]
+    content["slowdown"][0]["beside"] = "intra"  # as it was written when there was always one
     file.write_text(json.dumps(content))
-    assert Cluster.load(file) == replace(CLUSTER, saa=None)
+    assert Cluster.load(file) == replace(CLUSTER, saa=None, expert_gemm=replace(CLUSTER.expert_gemm, training=None))
 
 
 def _change(content, path, value):
@@ -127,7 +132,16 @@ WRONG = [
     (("curves",), {}, "curves: {} is not a list", "{}"),
     (("slowdown", 0, "rate"), 1.2, "slowdown[0].rate: 1.2 is not above 0 and at most 1", "1.2"),
     (("slowdown", 1, "lane"), "outer", 'slowdown[1].lane: "outer" is not one of inter, intra', '"outer"'),
-    (("slowdown", 1, "beside"), "intra", "slowdown[1]: lane intra beside intra is not a new pair of two lanes", None),
+    (("slowdown", 1, "beside"), ["intra"], "slowdown[1]: lane intra beside intra is not a new set of different", None),
+    (("slowdown", 1, "beside"), "intra", "slowdown[1]: lane intra beside intra is not a new set of different", None),
+    (("slowdown", 1, "beside"), [], "slowdown[1]: lane intra beside none is not a new set of different lanes", None),
+    (("slowdown", 1, "beside"), ["inter", "nearby"], 'slowdown[1].beside[1]: "nearby" is not one of inter', None),
+    (
+        ("slowdown", 2, "beside"),
+        ["inter"],
+        "slowdown[2]: lane intra beside inter is not a new set of different lanes",
+        None,
+    ),
     (("expert_gemm", "hidden"), 0, "expert_gemm.hidden: 0 is not an integer of at least 1", None),
     (("expert_gemm", "dtype"), KeyError, "expert_gemm: dtype is missing", None),
     (("world", "tp"), 3, "world: tp 3 x cp 1 does not divide the 4 ranks in nodes", None),

@@ -6,6 +6,7 @@ import io
 import os
 import subprocess
 import sys
+from itertools import combinations
 
 import pytest
 from rich.console import Console
@@ -74,8 +75,11 @@ def test_one_process(tmp_path):
         assert text in run.stdout, run.stdout
     cluster = Cluster.load(file)
     assert cluster.world == World((0,))
-    assert set(cluster.curves) == {(Kind.COPY, None)}
-    assert cluster.slowdown == {}
+    assert set(cluster.curves) == {(Kind.COPY, None), (Kind.OFFLOAD, None), (Kind.PREFETCH, None)}
+    lanes = {Lane.COPY, Lane.COMPUTE, Lane.D2H, Lane.H2D}
+    assert {frozenset(pair) for pair in cluster.slowdown} == {
+        frozenset(pair) for pair in combinations(lanes, 2) if set(pair) != {Lane.D2H, Lane.H2D}
+    }
     assert cluster.software["torch"] and cluster.host["backend"] == "gloo"
 
 
@@ -84,8 +88,8 @@ def test_table():
     cluster = Cluster(
         World((0, 0), tp=2, expert_tp=2),
         {(Kind.ALL_GATHER, "expert-tp"): gathers, (Kind.ALL_GATHER, "tp"): gathers, (Kind.COPY, None): ((2048, 1e-6),)},
-        {(Lane.INTER, Lane.COPY): 0.5},
-        expert_gemm=ExpertGemm(10, 25, "bf16", ((100, 1e-3),)),
+        {(Lane.INTER, Lane.COPY): 0.5, (Lane.INTER, Lane.COMPUTE, Lane.D2H): 0.25},
+        expert_gemm=ExpertGemm(1000, 2500, "bf16", ((100, 1e-3),), ((100, 2e-3),)),
         overhead=2e-4,
         saa=((4096, 1e-5),),
     )
@@ -98,11 +102,12 @@ def test_table():
         ["", "1 MiB", "0.500", "2.097 GB/s", "100%"],
         ["copy", "2 KiB", "0.001", "2.048 GB/s", "100%"],
         ["SAA", "4 KiB", "0.010", "0.410 GB/s", "100%"],
-        ["expert 10 x 25 bf16", "100 rows", "1.000", "0.000 TFLOP/s", "100%"],
+        ["expert 1000 x 2500 bf16", "100 rows", "1.000", "1.000 TFLOP/s", "100%"],
+        ["expert 1000 x 2500 bf16, forward and backward", "100 rows", "2.000", "1.500 TFLOP/s", "100%"],
     ]
     assert (
-        "Pace of a lane while another is busy: inter beside copy 50%. An op of a pipeline takes 0.200 ms besides."
-        in " ".join(text.split())
+        "Pace of a lane while others are busy: inter beside copy 50%, inter beside compute and d2h 25%. An op of a "
+        "pipeline takes 0.200 ms besides." in " ".join(text.split())
     )
 
 

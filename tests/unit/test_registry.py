@@ -5,15 +5,18 @@ from __future__ import annotations
 import copy
 import dataclasses
 import re
+from types import SimpleNamespace
 from typing import get_args
 
 import pytest
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+from megatron.core.transformer.transformer_layer import TransformerLayer
 
 import megatron_moe_opt
 from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.integration import registry
+from megatron_moe_opt.integration.checks import check_config
 from megatron_moe_opt.options import Options
 
 
@@ -44,7 +47,8 @@ def refusal(match: str, **overrides):
 
 def test_argparse_choices_follow_from_the_annotation():
     (field,) = (f for f in dataclasses.fields(TransformerConfig) if f.name == registry.FIELD)
-    assert get_args(field.type) == ("allgather", "alltoall", "flex", "monta", "parm", "netmoe", "deepspeed")
+    ours = ("monta", "parm", "netmoe", "mpmoe", "deepspeed")
+    assert get_args(field.type) == ("allgather", "alltoall", "flex", *ours)
     (field,) = (f for f in dataclasses.fields(MLATransformerConfig) if f.name == registry.FIELD)
     assert "monta" in get_args(field.type)
 
@@ -148,9 +152,42 @@ def test_netmoe_refuses_groups_without_another_place_for_samples():
 
 
 def test_netmoe_refuses_a_megatron_without_its_seams(monkeypatch):
-    monkeypatch.setattr(registry, "missing_seam", lambda: "TransformerLayer._forward_mlp is not a plain method")
+    monkeypatch.delattr(TransformerLayer, "_forward_mlp")
     with pytest.raises(ConfigurationError, match="cannot plug into this megatron-core: TransformerLayer._forward_mlp"):
         registry.EDGES["netmoe"](None, Options())
+
+
+@pytest.mark.parametrize(
+    ("reuse", "settings", "sentence"),
+    [
+        ("S3", {"fp8": "hybrid"}, "--moe-opt-memory-reuse S3 does not know what experts in --fp8-format save: use"),
+        (
+            "S1",
+            {"recompute_granularity": "selective", "recompute_modules": ["moe_act"]},
+            "--moe-opt-memory-reuse S1 restores all that experts save, and --recompute-modules moe_act a part of it",
+        ),
+        ("S4", {"fine_grained_activation_offloading": True}, "--fine-grained-activation-offloading offloads what"),
+        (None, {"moe_router_padding_for_quantization": True}, "--moe-router-padding-for-quantization pads an expert's"),
+    ],
+    ids=str,
+)
+def test_what_partitions_do_not_go_with_is_refused(reuse, settings, sentence):
+    ours = config("mpmoe")
+    for name, value in settings.items():
+        setattr(ours, name, value)
+    check_config(config("mpmoe"), "mpmoe", Options(memory_reuse=reuse))
+    with pytest.raises(ConfigurationError, match=re.escape(sentence)):
+        check_config(ours, "mpmoe", Options(memory_reuse=reuse))
+    if reuse is not None:
+        check_config(ours, "mpmoe", Options())
+
+
+def test_a_layer_without_the_experts_seam_is_refused():
+    layer = SimpleNamespace(routed_experts_compute=lambda tokens: tokens)
+    with pytest.raises(
+        ConfigurationError, match="cannot plug into this megatron-core: MoELayer.routed_experts_compute"
+    ):
+        registry.EDGES["mpmoe"](layer, Options())
 
 
 def test_stock_is_left_alone():

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_moe_opt.planning.simulator import simulate
+from megatron_moe_opt.planning.simulator import lane_rate, simulate
 from megatron_moe_opt.schedules.schedule import Kind, Lane, Op, Schedule, ScheduleError
 from tests.unit.schedule_cases import schedules
 
@@ -56,6 +56,21 @@ def test_busy_neighbours_slow_an_op_down_while_they_run():
 def test_a_slowdown_is_of_the_first_lane_only():
     schedule = Schedule("side by side", (_compute(Lane.INTER, 4), _compute(Lane.INTRA, 4)))
     assert _times(simulate(schedule, _seconds, {(Lane.INTER, Lane.INTRA): 0.5})) == [(0, 6), (0, 4)]
+
+
+def test_lanes_measured_together_count_as_that():
+    lanes = Lane.INTER, Lane.COMPUTE, Lane.D2H, Lane.COPY
+    slowdown = {(Lane.INTER, Lane.COMPUTE): 0.5, (Lane.INTER, Lane.D2H): 0.5, (Lane.INTER, Lane.COPY): 0.9}
+    assert lane_rate(Lane.INTER, lanes[1:], slowdown) == pytest.approx(0.5 * 0.5 * 0.9)
+    slowdown |= {(Lane.INTER, Lane.D2H, Lane.COMPUTE): 0.4, (Lane.COMPUTE, Lane.INTER, Lane.D2H): 0.1}
+    assert lane_rate(Lane.INTER, lanes[1:], slowdown) == pytest.approx(0.4 * 0.9)  # in any order; copy besides
+    assert lane_rate(Lane.INTER, lanes[1:3], slowdown) == 0.4
+    assert lane_rate(Lane.INTER, lanes[1:2], slowdown) == 0.5
+    assert lane_rate(Lane.D2H, lanes[:2], slowdown) == 1
+    schedule = Schedule("together", tuple(_compute(lane, 4) for lane in lanes[:3]))
+    # Until 4 d2h runs; then inter has 2.4 s left at 0.5, compute 3.6 s at full rate; then inter has 0.6 s alone.
+    ends = [end for _, end in _times(simulate(schedule, _seconds, slowdown))]
+    assert ends == pytest.approx([8.2, 7.6, 4])
 
 
 def test_a_slower_op_delays_those_behind_it():

@@ -51,6 +51,21 @@ def _refusal(monkeypatch, capsys, arguments, world):
             1,
             "--chunks 4 has no meaning at --level O1, which does not cut: use O2 or O3",
         ),
+        (
+            "--trace a.json --memory-reuse S1",
+            1,
+            "--memory-reuse S1 is about mpmoe's partitions: give --partitions",
+        ),
+        (
+            "--trace a.json --partitions 2 --memory-reuse S5",
+            1,
+            "--memory-reuse S5 is unknown: choose one of none, S1, S2, S3, S4",
+        ),
+        (
+            "--trace a.json --partitions 2 --profile b.json",
+            1,
+            "--profile b.json predicts dispatch and combine, not the experts between them: drop it, or --partitions",
+        ),
         ("--trace a.json --rank 4", 4, "--rank 4 is not one of the 4 ranks of this run: choose 0 to 3"),
         ("--trace a.json --tp 3", 4, "--tp 3 does not divide the 4 ranks of this run: choose a divisor"),
         ("--trace a.json --topk 9", 1, "--topk 9 is more than --experts 8: choose at most that"),

@@ -1,0 +1,245 @@
+"""Partitions and memory reuse of `mpmoe`, chosen: by a model of the cluster, or by passes of the layers themselves."""
+
+from __future__ import annotations
+
+import functools
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from megatron_moe_opt.dispatchers.partitioning import FixedPartitioning, Observer, Partitioning, Partitions
+from megatron_moe_opt.dispatchers.pipelining import agreed_cluster
+from megatron_moe_opt.options import Options
+from megatron_moe_opt.planning.configuration_search import Configuration, ConfigurationSearch
+from megatron_moe_opt.planning.monta import ChoiceByRows
+from megatron_moe_opt.planning.mpmoe_choice import MpmoeLayer, choices, least_partitions, refuse_budget, similar_rows
+from megatron_moe_opt.schedules.timeline import Timeline
+from megatron_moe_opt.topology.expert_groups import ExpertGroups
+
+TRIAL_PASSES = 5
+"""Forward and backward passes of a trial; the first, in which buffers are new, does not count."""
+STEPS = 1000
+"""What the time of trials is compared with."""
+
+
+@dataclass(frozen=True)
+class Candidates:
+    """What there is to choose from for a layer; the same for all layers that share what they learn."""
+
+    groups: ExpertGroups
+    layer: MpmoeLayer
+    counts: tuple[int, ...]
+    strategies: tuple[str, ...]
+    budget: int | None = None
+    """Bytes of activations."""
+
+
+def partitioning_of(options: Options, groups: ExpertGroups, layer: MpmoeLayer) -> Partitioning:
+    """What the options ask for: fixed, or chosen.
+
+    Raises:
+        ConfigurationError: a profile that cannot be read, or that was measured with groups of other sizes.
+    """
+    counts, strategies = options.partition_counts, options.memory_strategies
+    if not options.tunes_partitions:
+        return FixedPartitioning(counts[0], strategies[0])
+    candidates = Candidates(groups, layer, counts, strategies, options.activation_budget)
+    if options.partition_tuner == "model":
+        return ModelPartitioning(options.profile, candidates)
+    return MeasuredPartitioning(candidates)
+
+
+class ModelPartitioning:
+    """The fastest by the model of the measured cluster, for the number of rows that a pass has.
+
+    The ranks of a layer's groups have one of them read the profile, and are told the same number of rows.
+    """
+
+    def __init__(self, profile: Path, candidates: Candidates) -> None:
+        """A collective call over the joint group. Raises ConfigurationError as agreed_cluster does."""
+        self.profile, self.candidates = profile, candidates
+        agreed_cluster(profile, candidates.groups)
+
+    def choose(self, rows: Callable[[], int]) -> Partitions:
+        """As Partitioning.choose. Raises ConfigurationError where nothing fits into the budget."""
+        number = rows()
+        choice, candidates = _choices(self.profile, self.candidates)[number]
+        if _is_new(self.candidates, (choice.partitions, choice.strategy)):
+            _say(
+                number,
+                (choice.partitions, choice.strategy),
+                "predicted",
+                {(one.partitions, one.strategy): one.seconds for one in candidates},
+            )
+        return Partitions(choice.partitions, choice.strategy)
+
+    def describe(self) -> str:
+        """For the line at start."""
+        return f"partitions and memory reuse chosen by the model of {self.profile}"
+
+
+class MeasuredPartitioning:
+    """The fastest of a few that the layers' own first passes try (MPMoE, Algorithm 1).
+
+    All ranks of the joint group take part in every pass, in the same order, and so have as many timed passes whenever
+    they begin one: that number decides when a trial ends. Its times are the largest that any of them had. They are
+    told the same number of rows, too, and so try, and choose, alike.
+    """
+
+    def __init__(self, candidates: Candidates) -> None:
+        self.chosen: Configuration | None = None
+        """What the last pass ran with, where that is the choice; None: it was a trial."""
+        self._tuner = _tuner(candidates)
+
+    def choose(self, rows: Callable[[], int]) -> Partitions:
+        """As Partitioning.choose. Ends a trial that has had its passes, with a collective call over the joint group.
+
+        Raises:
+            ConfigurationError: nothing fits into the budget.
+        """
+        partitions = self._tuner.choose(rows())
+        self.chosen = None if partitions.observe is not None else (partitions.count, partitions.strategy)
+        return partitions
+
+    def describe(self) -> str:
+        """For the line at start."""
+        return "partitions and memory reuse chosen by trials of the first passes"
+
+
+@dataclass
+class _Tuner:
+    """One for all layers that choose from the same candidates: what one measures, the others need not."""
+
+    candidates: Candidates
+    trials: dict[int, _Trial] = field(default_factory=dict)
+    """By number of rows, the one that is under way."""
+    ended: dict[int, list[_Trial]] = field(default_factory=dict)
+    deciding: float = 0.0
+    """Seconds spent on agreeing."""
+
+    def __post_init__(self) -> None:
+        of = self.candidates
+        self.search = ConfigurationSearch(
+            of.strategies,
+            lambda rows, strategy: least_partitions(of.layer, rows, strategy, of.counts, of.budget),
+            of.counts,
+        )
+
+    def choose(self, rows: int) -> Partitions:
+        rows = similar_rows(rows)  # a number that changes a little is not searched for anew
+        trial = self.trials.get(rows)
+        if trial is None or len(trial.seconds) >= TRIAL_PASSES:
+            trial = self._next_trial(rows, trial)
+        if trial is None:
+            return Partitions(*self.search.chosen[rows])
+        return Partitions(*trial.configuration, trial.observer())
+
+    def _next_trial(self, rows: int, ended: _Trial | None) -> _Trial | None:
+        """The one that is measured from now on; None: the choice is made."""
+        if ended is not None:
+            start = time.perf_counter()
+            ended.agree(self.candidates.groups)
+            self.deciding += time.perf_counter() - start
+            self.search.measured(rows, ended.configuration, ended.median)
+            self.ended.setdefault(rows, []).append(ended)
+            del self.trials[rows]
+        if not self.search.allowed(rows):
+            of = self.candidates
+            raise refuse_budget(of.layer, rows, of.counts, of.strategies, of.budget)
+        configuration = self.search.trial(rows)
+        if configuration is None:
+            if ended is not None:
+                self._report(rows)
+            return None
+        self.trials[rows] = _Trial(configuration)
+        return self.trials[rows]
+
+    def _report(self, rows: int) -> None:
+        times = self.search.seconds(rows)
+        chosen = self.search.chosen[rows]
+        lost = self.deciding + sum(trial.longer_than(times[chosen]) for trial in self.ended[rows])
+        passes = sum(len(trial.seconds) for trial in self.ended[rows])
+        overhead = (
+            f"; {passes} passes of trials took {lost * 1e3:.1f} ms more than they would have as chosen, "
+            f"{lost / (STEPS * times[chosen]):.2%} of {STEPS} passes"
+        )
+        _say(rows, chosen, "measured", times, overhead)
+
+
+@dataclass
+class _Trial:
+    """Passes of one configuration, timed."""
+
+    configuration: Configuration
+    seconds: list[float] = field(default_factory=list)
+    """Of forward and backward together, of each pass that has had both."""
+
+    def observer(self) -> Observer:
+        """Of a new pass."""
+        forward: list[float] = []
+
+        def observe(timeline: Timeline) -> None:
+            if not forward:
+                forward.append(timeline.seconds)
+            else:
+                self.seconds.append(forward[0] + timeline.seconds)
+
+        return observe
+
+    def agree(self, groups: ExpertGroups) -> None:
+        """A pass takes as long as on its slowest rank. A collective call over the joint group."""
+        on_cuda = "nccl" in dist.get_backend(groups.joint)
+        device = torch.device("cuda", torch.cuda.current_device()) if on_cuda else torch.device("cpu")
+        times = torch.tensor(self.seconds, dtype=torch.float64, device=device)
+        dist.all_reduce(times, dist.ReduceOp.MAX, group=groups.joint)
+        self.seconds = times.tolist()
+
+    @property
+    def median(self) -> float:
+        """Of all but the first."""
+        return statistics.median(self.seconds[1:])
+
+    def longer_than(self, chosen: float) -> float:
+        """Seconds that its passes took more than as many of the chosen configuration."""
+        return sum(self.seconds) - chosen * len(self.seconds)
+
+
+@functools.cache
+def _tuner(candidates: Candidates) -> _Tuner:
+    return _Tuner(candidates)
+
+
+@functools.cache
+def _choices(profile: Path, of: Candidates) -> ChoiceByRows:
+    """One table for all layers of a process that have the same candidates."""
+    cluster = agreed_cluster(profile, of.groups)
+    return choices(of.layer, cluster, of.counts, of.strategies, of.budget)
+
+
+_said: set[tuple[Candidates, Configuration]] = set()
+
+
+def _is_new(candidates: Candidates, configuration: Configuration) -> bool:
+    """Whether it is the first time that a layer, any of those that share a choice, gets this one."""
+    new = (candidates, configuration) not in _said
+    _said.add((candidates, configuration))
+    return new
+
+
+def _say(rows: int, chosen: Configuration, how: str, times: dict[Configuration, float], more: str = "") -> None:
+    """A line on rank 0."""
+    if dist.get_rank() != 0:
+        return
+    partitions, strategy = chosen
+    by_time = sorted(times, key=lambda configuration: times[configuration])
+    listed = ", ".join(f"{n}x{strategy} {times[n, strategy] * 1e3:.2f}" for n, strategy in by_time[:8])
+    print(
+        f"moe-opt: mpmoe: about {rows} rows a rank: {partitions} partition{'s' * (partitions > 1)}, memory reuse "
+        f"{strategy}; {how} ms a layer, forward and backward: {listed}{more}",
+        flush=True,
+    )

@@ -1,0 +1,200 @@
+"""How many partitions and which memory reuse: the least of what the simulator says (MPMoE, section IV-B).
+
+Every number of partitions and every strategy is played, forward and backward, on the lanes that training uses, with the
+measured piecewise linear curves (Fig. 9) and slowdowns (alpha, section II-C). The paper's three paradigms are what is
+left where nothing but S, C, R and M takes time (mpmoe.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megatron_moe_opt.errors import ConfigurationError
+from megatron_moe_opt.schedules import mpmoe
+from megatron_moe_opt.schedules.mpmoe import STRATEGIES, PartitionRows, RowBytes
+from megatron_moe_opt.schedules.schedule import Kind
+
+from .cluster import Cluster
+from .curves import CostCurve, Costs
+from .monta import ChoiceByRows
+from .partition_search import PARTITIONS
+from .simulator import simulate
+
+EQUAL_WITHIN = 0.03
+"""Predictions this close to the least cannot be told from it: the fewest partitions among them are taken."""
+LEAST_GRADIENT = 0.5
+"""Of the forward pass' time, what a backward pass takes at least: less is a disturbed measurement."""
+
+
+@dataclass(frozen=True)
+class MpmoeLayer:
+    """What a MoE layer does with any number of rows."""
+
+    row: RowBytes
+    hidden: int
+    ffn: int
+    """Middle size of this rank's shard of an expert."""
+    gated: bool
+    """The first matrix of an expert is twice as wide."""
+    local_experts: int
+    ep: int
+    etp: int
+
+    def partitions(self, rows: int, count: int) -> list[PartitionRows]:
+        """Equal parts of this rank's rows, where every rank has as many."""
+        own = -(-rows // count)
+        return [PartitionRows(own, own * self.etp)] * count
+
+    def activation_bytes(self, rows: int, count: int, strategy: str) -> int:
+        """What forward and backward hold of T_I, T_DI, T_M, T_DO and T_O (eq. 2; less eq. 5 where memory is reused)."""
+        part = self.partitions(rows, count)[0]
+        own, gathered = part.own * count * self.row.token, part.gathered * self.row.token
+        two, one = (min(2, count), 1) if STRATEGIES[strategy].reuses else (count, count)
+        return 2 * own + 2 * two * gathered + one * part.gathered * self.row.middle
+
+    def costs(self, cluster: Cluster) -> Costs:
+        """What the ops of its schedules cost, those of its experts too.
+
+        Experts of other sizes than the measured one take as much longer as they have more operations.
+
+        Raises:
+            ConfigurationError: no expert was measured.
+        """
+        gemm, measured = cluster.expert_gemm, cluster.costs()
+        if gemm is None:
+            raise ConfigurationError("the profile has no expert: measure this cluster again with moe-opt profile")
+        work = self.hidden * self.ffn * (1.5 if self.gated else 1.0) / (gemm.hidden * gemm.ffn_hidden)
+        forward = CostCurve(gemm.points)
+        training = gemm.training or tuple((rows, 3 * seconds) for rows, seconds in gemm.points)
+        gradient = [
+            (rows, max(seconds - forward.seconds(rows), LEAST_GRADIENT * forward.seconds(rows)))
+            for rows, seconds in training
+        ]
+
+        def all_experts(points: Sequence[tuple[float, float]]) -> CostCurve:
+            """Over bytes of T_DI, spread evenly."""
+            rows = self.local_experts
+            return CostCurve(tuple((size * rows * self.row.token, s * rows * work) for size, s in points))
+
+        experts = {
+            (Kind.COMPUTE, None): all_experts(gemm.points),
+            (Kind.GRADIENT, None): all_experts(gradient),
+        }
+        return Costs({**measured.curves, **experts}, measured.overhead)
+
+
+@dataclass(frozen=True)
+class MpmoeChoice:
+    """A number of partitions, a strategy, and what a layer then takes and holds."""
+
+    partitions: int
+    strategy: str
+    seconds: float
+    """Of the forward and backward schedules, predicted."""
+    activation_bytes: int
+
+    def __str__(self) -> str:
+        plural = "s" * (self.partitions > 1)
+        return f"{self.partitions} partition{plural}, memory reuse {self.strategy}"
+
+
+_RANGES = ChoiceByRows(lambda rows: rows)
+
+
+def similar_rows(rows: int) -> int:
+    """One number for all that share a choice: the geometric middle of their range."""
+    return _RANGES[rows]
+
+
+def most_rows(rows: int) -> int:
+    """The largest number that shares a choice with `rows`: what a budget has to hold."""
+    return _RANGES.range_of(rows)[-1]
+
+
+def predict(
+    layer: MpmoeLayer,
+    rows: int,
+    cluster: Cluster,
+    counts: Sequence[int] = PARTITIONS,
+    strategies: Sequence[str] = tuple(STRATEGIES),
+) -> tuple[MpmoeChoice, ...]:
+    """Every strategy and, within it, every number of partitions, in the order given.
+
+    Args:
+        rows: (token, expert) pairs of each rank. Memory is that of `most_rows`.
+
+    Raises:
+        ConfigurationError: a curve is missing.
+    """
+    costs, most = layer.costs(cluster), most_rows(rows)
+    found = []
+    for strategy in strategies:
+        for count in counts:
+            parts = layer.partitions(rows, count)
+            schedules = [
+                build(strategy, parts, layer.row, layer.ep, layer.etp) for build in (mpmoe.forward, mpmoe.backward)
+            ]
+            seconds = sum(simulate(schedule, costs, cluster.slowdown).seconds for schedule in schedules)
+            found.append(MpmoeChoice(count, strategy, seconds, layer.activation_bytes(most, count, strategy)))
+    return tuple(found)
+
+
+def choose(candidates: Sequence[MpmoeChoice], budget: int | None = None) -> MpmoeChoice | None:
+    """The fastest whose activations fit into `budget` bytes; None where none does.
+
+    Of times within EQUAL_WITHIN of the least, fewer partitions win, then the faster, then the earlier. The same
+    candidates give the same choice on every rank.
+    """
+    fitting = [one for one in candidates if budget is None or one.activation_bytes <= budget]
+    if not fitting:
+        return None
+    least = min(one.seconds for one in fitting)
+    near = [one for one in fitting if one.seconds <= least * (1 + EQUAL_WITHIN)]
+    return min(near, key=lambda one: (one.partitions, one.seconds))
+
+
+def choices(
+    layer: MpmoeLayer,
+    cluster: Cluster,
+    counts: Sequence[int] = PARTITIONS,
+    strategies: Sequence[str] = tuple(STRATEGIES),
+    budget: int | None = None,
+) -> ChoiceByRows[tuple[MpmoeChoice, tuple[MpmoeChoice, ...]]]:
+    """The choice for every number of rows, and the candidates that it was made from.
+
+    Looking one up raises ConfigurationError where nothing fits into the budget (see `refuse_budget`).
+    """
+
+    def choose_for(rows: int) -> tuple[MpmoeChoice, tuple[MpmoeChoice, ...]]:
+        candidates = predict(layer, rows, cluster, counts, strategies)
+        choice = choose(candidates, budget)
+        if choice is None:
+            raise refuse_budget(layer, rows, counts, strategies, budget)
+        return choice, candidates
+
+    return ChoiceByRows(choose_for)
+
+
+def least_partitions(
+    layer: MpmoeLayer, rows: int, strategy: str, counts: Sequence[int] = PARTITIONS, budget: int | None = None
+) -> int | None:
+    """The fewest partitions whose activations of `most_rows` fit into `budget` bytes; None: no number does."""
+    most = most_rows(rows)
+    fitting = (n for n in counts if budget is None or layer.activation_bytes(most, n, strategy) <= budget)
+    return next(fitting, None)
+
+
+def refuse_budget(
+    layer: MpmoeLayer, rows: int, counts: Sequence[int], strategies: Sequence[str], budget: int | None
+) -> ConfigurationError:
+    """What to say where nothing fits."""
+    most = most_rows(rows)
+    needs, count, strategy = min(
+        (layer.activation_bytes(most, n, strategy), n, strategy) for n in counts for strategy in strategies
+    )
+    return ConfigurationError(
+        f"--moe-opt-activation-budget {budget} is too little for up to {most} rows a rank: {count} partition(s) with "
+        f"memory reuse {strategy} take least, {needs} bytes; raise the budget, allow more partitions or reuse, or "
+        "train on fewer tokens at once"
+    )

@@ -1,0 +1,257 @@
+"""Dispatch, experts and combine of several partitions as one pipeline: a differentiable function around the executor.
+
+Every partition is an exchange of its own, of a part of each expert's rows. Gradients of the experts' parameters are
+summed over partitions, in their order, and returned once from the one autograd function that the layer sees, so that
+whatever waits for a gradient (DDP, the distributed optimizer) gets it once and complete.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+
+from megatron_moe_opt.kernels import empty
+from megatron_moe_opt.runtime import steps
+from megatron_moe_opt.runtime.executor import executor
+from megatron_moe_opt.runtime.expert_call import ExpertCall, Experts
+from megatron_moe_opt.runtime.expert_exchange import Exchange
+from megatron_moe_opt.runtime.host_copies import HostCopyOf
+from megatron_moe_opt.runtime.partition_buffers import PartitionBuffers
+from megatron_moe_opt.runtime.row_layout import RowLayout
+from megatron_moe_opt.runtime.row_steps import hop_to_experts, hop_to_sources
+from megatron_moe_opt.runtime.steps import Steps
+from megatron_moe_opt.schedules import mpmoe
+from megatron_moe_opt.schedules.mpmoe import STRATEGIES, PartitionRows, Restore, RowBytes, base_name
+from megatron_moe_opt.schedules.schedule import Kind, Op, Schedule
+from megatron_moe_opt.schedules.timeline import Timeline
+
+
+def through_experts(
+    packed: torch.Tensor,
+    experts: Experts,
+    exchanges: Sequence[Exchange],
+    strategy: str,
+    prob_dtype: torch.dtype,
+    observe: Callable[[Timeline], None] | None = None,
+) -> torch.Tensor:
+    """Rows to their experts, through them and back, partition by partition. Differentiable once.
+
+    Args:
+        packed: [R, H + lane], in the order of a row map cut into the partitions.
+        exchanges: one a partition, in one chunk each.
+        strategy: of memory reuse, a key of schedules.mpmoe.STRATEGIES.
+        prob_dtype: dtype of the probabilities in the lane.
+        observe: gets the timelines of the forward and, later, of the backward schedule, but not those of passes without
+            gradients; None: nothing is recorded.
+
+    Returns:
+        [R, H]: sums over the expert-tensor-parallel ranks, where `packed` came from.
+    """
+    if not torch.is_grad_enabled():  # nothing to restore: partitions share buffers, and T_M is never saved
+        return _Pass(packed, experts, exchanges, "S4", prob_dtype, None).forward(packed)
+    return _ThroughExperts.apply(
+        packed, _Pass(packed, experts, exchanges, strategy, prob_dtype, observe), *experts.parameters
+    )
+
+
+class _ThroughExperts(Function):
+    @staticmethod
+    def forward(ctx: Any, packed: torch.Tensor, pass_: _Pass, *_: torch.Tensor) -> torch.Tensor:
+        ctx.pass_ = pass_
+        return pass_.forward(packed.detach())
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        if ctx.pass_ is None:
+            raise RuntimeError("a layer of mpmoe frees what it saved in its backward pass, which cannot run twice")
+        pass_, ctx.pass_ = ctx.pass_, None
+        return pass_.backward(grad.contiguous())
+
+
+class _Pass:
+    """One forward pass of a layer, and what its backward pass needs."""
+
+    def __init__(
+        self,
+        packed: torch.Tensor,
+        experts: Experts,
+        exchanges: Sequence[Exchange],
+        strategy: str,
+        prob_dtype: torch.dtype,
+        observe: Callable[[Timeline], None] | None,
+    ) -> None:
+        self.experts, self.strategy, self.observe = experts, strategy, observe
+        self.groups, self.plans = exchanges[0].groups, [exchange.plan for exchange in exchanges]
+        self.packed = RowLayout(packed.size(1), packed.dtype, prob_dtype)
+        self.token = RowLayout(self.packed.hidden, packed.dtype, None)
+        self.partitions = [PartitionRows(plan.num_sent, plan.num_gathered) for plan in self.plans]
+        self.calls: list[ExpertCall] = []
+        self.kept: dict[str, torch.Tensor] = {}
+        """Buffers of the forward pass that backward reads."""
+        self.rows: torch.Tensor | None = None
+        """Packed rows, kept where they are communicated again."""
+        self.host_tokens: dict[int, HostCopyOf] = {}
+
+    def forward(self, packed: torch.Tensor) -> torch.Tensor:
+        """[R, H + lane] -> [R, H]."""
+        how = STRATEGIES[self.strategy]
+        addresses = {parameter.untyped_storage().data_ptr() for parameter in self.experts.parameters}
+        probs = [empty((rows.gathered,), self.packed.prob_dtype, packed.device) for rows in self.partitions]
+        self.calls = [
+            ExpertCall(self.experts, plan.tokens_per_expert, of_partition, how.middle, addresses)
+            for plan, of_partition in zip(self.plans, probs, strict=True)
+        ]
+        combined = self.token.empty_rows(packed.size(0), packed)
+        rows = self._named("rows", packed)
+        buffers = self._buffers(rows | self._named("combined", combined))
+        outputs: dict[int, torch.Tensor] = {}
+
+        def bind(op: Op) -> Steps:
+            j, target = op.chunk, base_name(op.writes[0])
+            if op.kind is Kind.COMPUTE:
+                tokens = buffers.rows(op.reads[0], j)
+                return steps.call(lambda: outputs.update({j: self.calls[j].forward(tokens).contiguous()}))
+            if op.kind is Kind.OFFLOAD and target == "host_tokens":
+                tokens = buffers.rows(op.reads[0], j)
+                return steps.call(lambda: self.host_tokens.update({j: HostCopyOf(tokens)}))
+            if op.kind is Kind.OFFLOAD:
+                return steps.call(self.calls[j].offload_middle)
+            if target in ("arrived", "tokens"):
+                return self._arrive(op, buffers, self.packed, probs[j])
+            return self._return(op, buffers, self.token, lambda: (self._take(outputs, j), None))
+
+        schedule = mpmoe.forward(self.strategy, self.partitions, *self._widths())
+        self._run(schedule, [bind(op) for op in schedule.ops], packed.device)
+        if how.inputs is Restore.KEEP:
+            self.kept = {f"tokens.{j}": buffers.rows(f"tokens.{j}", j) for j in range(len(self.plans))}
+        elif how.inputs is Restore.COMMUNICATE:
+            self.rows = packed
+        return combined
+
+    def backward(self, grad_combined: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        """Gradient of the outputs [R, H] -> gradients of the packed rows, the pass, and each parameter."""
+        given = self._named("grad_combined", grad_combined) | self.kept
+        if self.rows is not None:  # nobody else wants them: their gradients take their place
+            grad_packed = self.rows
+            given |= self._named("rows", grad_packed)
+        else:
+            grad_packed = self.packed.empty_rows(grad_combined.size(0), grad_combined)
+            given |= self._named("grad_rows", grad_packed)
+        buffers = self._buffers(given)
+        compute = torch.cuda.current_stream(grad_combined.device) if grad_combined.is_cuda else None
+        grads: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        of_parameters = [_Sum(parameter) for parameter in self.experts.parameters]
+
+        def take(number: int, grad: torch.Tensor | None) -> None:
+            of_parameters[number].add(grad)
+
+        def gradient(j: int, tokens: torch.Tensor, grad_output: torch.Tensor) -> None:
+            grad_tokens, grad_probs = self.calls[j].backward(tokens, grad_output, take)
+            grads[j] = grad_tokens.contiguous(), grad_probs.contiguous()
+
+        def bind(op: Op) -> Steps:
+            j, target = op.chunk, base_name(op.writes[0])
+            if op.kind is Kind.GRADIENT:
+                tokens, _, grad_output = op.reads
+                arguments = buffers.rows(tokens, j), buffers.rows(grad_output, j)
+                return steps.call(lambda: gradient(j, *arguments))
+            if op.kind is Kind.COMPUTE:
+                tokens = buffers.rows(op.reads[0], j)
+                return steps.call(lambda: self.calls[j].recompute(tokens))
+            if op.kind is Kind.PREFETCH and target == "tokens":
+                tokens = buffers.rows(op.writes[0], j)
+                return steps.call(lambda: self.host_tokens.pop(j).to_device(tokens))
+            if op.kind is Kind.PREFETCH:
+                return steps.call(lambda: self.calls[j].fetch_middle(compute))
+            if target in ("arrived", "tokens"):
+                return self._arrive(op, buffers, self.packed, None)
+            if target in ("grad_arrived", "grad_output"):
+                return self._arrive(op, buffers, self.token, None)
+            return self._return(op, buffers, self.packed, lambda: self._take(grads, j))
+
+        schedule = mpmoe.backward(self.strategy, self.partitions, *self._widths())
+        self._run(schedule, [bind(op) for op in schedule.ops], grad_combined.device)
+        return grad_packed, None, *(total.value for total in of_parameters)
+
+    def _arrive(self, op: Op, buffers: PartitionBuffers, layout: RowLayout, probs: torch.Tensor | None) -> Steps:
+        """A hop to the experts, or the sort by expert."""
+        source, target = buffers.rows(op.reads[0], op.chunk), buffers.rows(op.writes[0], op.chunk)
+        chunk = self.plans[op.chunk].chunks[0]
+        if op.group is not None:
+            return hop_to_experts(op.kind, source, target, chunk, self.groups)
+        return layout.split(source, target, probs, chunk)
+
+    def _return(
+        self,
+        op: Op,
+        buffers: PartitionBuffers,
+        layout: RowLayout,
+        computed: Callable[[], tuple[torch.Tensor, torch.Tensor | None]],
+    ) -> Steps:
+        """The sort by source of what is computed by then, or a hop to the sources."""
+        chunk, target = self.plans[op.chunk].chunks[0], buffers.rows(op.writes[0], op.chunk)
+        if op.group is None:
+            return steps.call(lambda: steps.run_now(layout.join(*computed(), target, chunk)))
+        source = buffers.rows(op.reads[0], op.chunk)
+        if op.kind is Kind.REDUCE_SCATTER:
+            scratch = buffers.scratch(layout, self.groups.etp_size - 1)
+            return hop_to_sources(op.kind, source, target, target, chunk, self.groups, layout, scratch)
+        return hop_to_sources(op.kind, source, source, target, chunk, self.groups, layout)
+
+    def _take(self, tensors: dict[int, Any], j: int) -> Any:
+        """What a compute op has left for the op that sends it; no longer held where partitions share memory.
+
+        On CUDA, memory that is freed here is used again by the next compute op at the earliest, and that one waits for
+        this one; without reuse it would not wait.
+        """
+        return tensors.pop(j) if STRATEGIES[self.strategy].reuses else tensors[j]
+
+    def _run(self, schedule: Schedule, bound: Sequence[Steps], device: torch.device) -> None:
+        timeline = executor(device).run(schedule, bound, record=self.observe is not None)
+        if self.observe is not None:
+            self.observe(timeline)
+
+    def _buffers(self, given: dict[str, torch.Tensor]) -> PartitionBuffers:
+        like = next(iter(given.values()))
+        buffers = PartitionBuffers(self.plans, self.token, self.packed, like)
+        buffers.give(given)
+        return buffers
+
+    def _named(self, name: str, rows: torch.Tensor) -> dict[str, torch.Tensor]:
+        """This rank's own rows, by the buffers' names."""
+        parts = rows.split([partition.own for partition in self.partitions])
+        return {f"{name}.{j}": part for j, part in enumerate(parts)}
+
+    def _widths(self) -> tuple[RowBytes, int, int]:
+        row = RowBytes(self.packed.row_bytes, self.token.row_bytes, self.experts.middle_row_bytes)
+        return row, self.groups.ep_size, self.groups.etp_size
+
+
+class _Sum:
+    """A parameter's gradient, summed over partitions.
+
+    With gradient accumulation fusion a partition's GEMM adds to the parameter's main_grad, and autograd gets a stand-in
+    without a value, or nothing where saved tensors are caught: they come back without the attributes of the parameter.
+    """
+
+    def __init__(self, parameter: torch.Tensor) -> None:
+        self.value: torch.Tensor | None = None
+        self._parameter, self._owned = parameter, False
+
+    def add(self, grad: torch.Tensor | None) -> None:
+        """Adds what one partition has given."""
+        if grad is None:
+            if hasattr(self._parameter, "grad_added_to_main_grad"):
+                self._parameter.grad_added_to_main_grad = True
+                self.value = self._parameter.new_zeros(()).expand_as(self._parameter)
+        elif self.value is None or getattr(self._parameter, "grad_added_to_main_grad", False):
+            self.value = grad
+        elif self._owned:
+            self.value += grad
+        else:  # the first may be shared with somebody else
+            self.value, self._owned = self.value + grad, True

@@ -1,0 +1,194 @@
+"""`mpmoe` against stock `alltoall` in the same process group, for every number of partitions and every strategy.
+
+Outputs and gradients of rows are stock's up to the order in which matrix products add; gradients of weights are sums
+over partitions. All are held to the numerics contract.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_moe_opt.options import Options
+from megatron_moe_opt.schedules.mpmoe import STRATEGIES
+from tests.multirank.test_dispatchers import DROP, LAYOUTS, PAD, RAGGED, RECOMPUTE, SHARED, route_to
+from tests.multirank.test_parm import GATED, compare_replicated
+
+SEQUENCE, BATCH = 24, 3
+COUNTS = (1, 2, 3, 4, 8)
+ALL = [(count, strategy) for count in COUNTS for strategy in STRATEGIES]
+SOME = [(1, "S1"), (3, "none"), (4, "S2"), (3, "S3"), (8, "S4")]
+GATED_GELU = {"gated_linear_unit": False, "activation_func": torch.nn.functional.gelu}
+
+
+def passes(layer: Any, hidden: torch.Tensor, steps: int) -> dict[str, torch.Tensor]:
+    """Outputs, input gradients and weight gradients of `steps` forward passes, whose backward passes come after all."""
+    layer.zero_grad()
+    inputs = [(hidden * (1 + step)).detach().requires_grad_() for step in range(steps)]
+    outputs = [layer(one)[0] for one in inputs]
+    results = {}
+    for step, output in enumerate(outputs):
+        weights = torch.randn(output.shape, generator=torch.Generator().manual_seed(7 + step + dist.get_rank()))
+        (output.float() * weights).sum().backward()
+        results |= {f"output {step}": output.detach(), f"input grad {step}": inputs[step].grad}
+    return results | {f"grad {n}": p.grad.clone() for n, p in layer.named_parameters() if p.grad is not None}
+
+
+def worst_errors(
+    layout: dict[str, int],
+    settings: dict[str, Any],
+    routing: str | None,
+    variants: list[tuple[int, str]],
+    dtype: str = "float32",
+    steps: int = 1,
+    delay: bool = False,
+    silent: tuple[int, ...] = (),
+) -> dict[tuple[int, str], tuple[float, str]]:
+    """For each variant the largest relative error of a result (norm of the difference over the norm), and its name."""
+    import megatron_moe_opt
+    from megatron_moe_opt.integration.moe_layer import build_layer
+    from tests.ranks.megatron import moe_config, parallel
+
+    rank = dist.get_rank()
+    with parallel(**layout):
+        torch.manual_seed(11 + rank)
+        config = moe_config(**{"moe_router_pre_softmax": True, "bf16": dtype == "bfloat16"} | settings)
+        stock = build_layer(config).to(getattr(torch, dtype))
+        tokens = 1 if silent else SEQUENCE // layout.get("tp", 1)
+        hidden = torch.randn(tokens, BATCH, config.hidden_size).to(getattr(torch, dtype))
+        if routing:
+            route_to(stock, routing, seed=3 + rank)
+        if rank in silent:
+            route_nothing(stock)
+        expected = passes(stock, hidden, steps)
+        worst = {}
+        for count, strategy in variants:
+            megatron_moe_opt.register(Options(partitions=count, memory_reuse=strategy))
+            layer = build_layer(dataclasses.replace(config, moe_token_dispatcher_type="mpmoe"))
+            layer = layer.to(getattr(torch, dtype))
+            megatron_moe_opt.register()
+            layer.load_state_dict(stock.state_dict())
+            if routing:
+                route_to(layer, routing, seed=3 + rank)
+            if rank in silent:
+                route_nothing(layer)
+            with slow_copies(delay):
+                found = passes(layer, hidden, steps)
+            assert found.keys() == expected.keys() and any("experts" in name for name in found)
+            worst[count, strategy] = max((relative_error(found[name], expected[name]), name) for name in expected)
+    return worst
+
+
+def route_nothing(layer: Any) -> None:
+    """No token of this rank gets an expert, whatever the layer was told before."""
+    stock = layer.router.forward
+
+    def forward(*inputs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        scores, routing_map = stock(*inputs)
+        return scores * 0, torch.zeros_like(routing_map)
+
+    layer.router.forward = forward
+
+
+def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
+    return ((found.float() - expected.float()).norm() / expected.float().norm().clamp_min(1e-30)).item()
+
+
+class slow_copies:
+    """Lets every other copy to or from the host, and every other sort of rows, come late: whoever does not wait for it
+    then takes what is not there yet, or overwrites what is still read."""
+
+    def __init__(self, delay: bool) -> None:
+        self.delay, self.turn = delay, 0
+
+    def __enter__(self) -> None:
+        from megatron_moe_opt.runtime import expert_pipeline, host_copies
+        from megatron_moe_opt.runtime.expert_call import ExpertCall
+
+        self.places = [
+            (host_copies.HostCopyOf, "__init__"),
+            (host_copies.HostCopyOf, "to_device"),
+            (ExpertCall, "forward"),
+            (expert_pipeline.steps, "run_now"),
+        ]
+        self.stock = [getattr(*place) for place in self.places]
+        if self.delay:
+            for (owner, name), stock in zip(self.places, self.stock, strict=True):
+                setattr(owner, name, self.late(stock))
+
+    def __exit__(self, *exception: Any) -> None:
+        for (owner, name), stock in zip(self.places, self.stock, strict=True):
+            setattr(owner, name, stock)
+
+    def late(self, stock: Any) -> Any:
+        def function(*args: Any, **kwargs: Any) -> Any:
+            self.turn += 1
+            if self.turn % 2:
+                time.sleep(2e-3)
+            return stock(*args, **kwargs)
+
+        return function
+
+
+def check(results: list[dict[tuple[int, str], tuple[float, str]]], bound: float = 1e-6) -> None:
+    errors = {variant: error for result in results for variant, error in result.items()}
+    assert all(error < bound for result in results for error, _ in result.values()), errors
+
+
+@pytest.mark.parametrize("layout", ["ep4", "tp2-ep2-etp2"])
+def test_every_count_and_strategy(ranks, layout):
+    check(ranks.run(worst_errors, layout=LAYOUTS[layout], settings={}, routing=None, variants=ALL))
+
+
+@pytest.mark.parametrize(
+    ("layout", "settings", "routing"),
+    [
+        *((layout, {"moe_router_topk": 1}, None) for layout in ("one-rank-groups", "tp2-ep4", "tp4-etp4", "etp2-ep2")),
+        ("cp2-tp2-ep2-etp2", {"moe_router_topk": 3}, None),
+        *((layout, extra, None) for layout in ("ep4", "tp2-ep2-etp2") for extra in (DROP, PAD, SHARED, RECOMPUTE)),
+        ("tp2-ep2-etp2", SHARED | {"moe_shared_expert_overlap": True}, None),
+        ("tp2-ep2-etp2", {"moe_router_dtype": "fp64"} | GATED_GELU, None),
+        ("ep4", {"add_bias_linear": True}, None),
+        ("ep4", {"num_moe_experts": 4}, None),  # one local expert
+        *((layout, {}, routing) for layout in ("ep4", "tp2-ep2-etp2") for routing in ("hot", "skewed", *RAGGED)),
+    ],
+    ids=str,
+)
+def test_layouts_and_workloads(ranks, layout, settings, routing):
+    check(ranks.run(worst_errors, layout=LAYOUTS[layout], settings=settings, routing=routing, variants=SOME))
+
+
+@pytest.mark.parametrize("routing", RAGGED)
+def test_ranks_without_rows(ranks, routing):
+    """Ranks 0 and 2 send none; experts of the others get few enough that partitions are empty."""
+    arguments = {"layout": {"ep": 4}, "settings": {}, "silent": (0, 2), "variants": SOME}
+    check(ranks.run(worst_errors, routing=routing, **arguments))
+
+
+@pytest.mark.parametrize("layout", ["ep4", "tp2-ep2-etp2"])
+def test_bf16_is_within_the_contract(ranks, layout):
+    arguments = {"layout": LAYOUTS[layout], "settings": {}, "routing": None, "dtype": "bfloat16"}
+    check(ranks.run(worst_errors, variants=SOME, **arguments), 1e-2)
+
+
+def test_several_passes_under_way(ranks):
+    """Forward passes of three micro-batches, then their backward passes, as in a pipeline's warm-up."""
+    arguments = {"layout": LAYOUTS["tp2-ep2-etp2"], "settings": {}, "routing": None, "steps": 3}
+    check(ranks.run(worst_errors, variants=SOME, **arguments))
+
+
+def test_whoever_reads_waits(ranks):
+    arguments = {"layout": LAYOUTS["tp2-ep2-etp2"], "settings": {}, "routing": None, "delay": True}
+    check(ranks.run(worst_errors, variants=[(4, strategy) for strategy in STRATEGIES], **arguments))
+
+
+@pytest.mark.parametrize("settings", [GATED, {"add_bias_linear": True}], ids=str)
+def test_tokens_that_all_tp_ranks_hold(ranks, settings):
+    arguments = {"layout": {"tp": 2, "ep": 2, "etp": 1}, "settings": settings, "routing": None}
+    for errors in ranks.run(compare_replicated, dispatcher="mpmoe", **arguments):
+        assert max(errors.values()) < 1e-6, errors

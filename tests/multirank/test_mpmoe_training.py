@@ -1,0 +1,170 @@
+"""`mpmoe` inside Megatron's training loop: gradients that arrive once and complete, losses, and agreement of ranks."""
+
+from __future__ import annotations
+
+from collections import Counter
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_moe_opt.options import Options
+from megatron_moe_opt.schedules.mpmoe import STRATEGIES
+
+
+def train(dispatcher: str, options: Options, layout: dict[str, int], steps: int, **settings: Any) -> list[float]:
+    """Losses of a small GPT."""
+    import megatron_moe_opt
+    from tests.ranks.gpt import gpt
+    from tests.ranks.megatron import parallel
+
+    with parallel(**layout):
+        megatron_moe_opt.register(options)
+        model = gpt(moe_token_dispatcher_type=dispatcher, **settings)
+        megatron_moe_opt.register()
+        return model.train(steps)
+
+
+@pytest.mark.parametrize(
+    ("layout", "settings", "strategy"),
+    [
+        ({"ep": 2}, {"overlap": True}, "none"),
+        ({"tp": 2, "ep": 2, "etp": 2}, {"overlap": True, "distributed_optimizer": False}, "S2"),
+        ({"pp": 2, "ep": 2}, {"microbatches": 4}, "S3"),
+    ],
+    ids=str,
+)
+def test_losses_are_stock(ranks, layout, settings, strategy):
+    settings = {"layout": layout, "steps": 2} | settings
+    stock = ranks.run(train, dispatcher="alltoall", options=Options(), **settings)
+    ours = ranks.run(train, dispatcher="mpmoe", options=Options(partitions=3, memory_reuse=strategy), **settings)
+    torch.testing.assert_close(torch.tensor(ours), torch.tensor(stock), rtol=1e-5, atol=0)
+
+
+def gradients_that_arrive(strategy: str) -> tuple[set[int], list[float]]:
+    """How often each expert weight gets a gradient in a backward pass, and how far the gradients are from stock's.
+
+    With gradient accumulation fusion a weight's GEMM adds to main_grad itself, here in plain PyTorch.
+    """
+    from megatron.core.tensor_parallel import layers
+
+    import megatron_moe_opt
+    from megatron_moe_opt.integration.moe_layer import build_layer
+    from tests.ranks.megatron import moe_config, parallel
+
+    def add(rows: torch.Tensor, grad: torch.Tensor, main_grad: torch.Tensor) -> None:
+        main_grad += grad.T @ rows
+
+    fused = SimpleNamespace(wgrad_gemm_accum_fp32=add)
+    stock = getattr(layers, "fused_weight_gradient_mlp_cuda", None), layers._grad_accum_fusion_available
+    layers.fused_weight_gradient_mlp_cuda, layers._grad_accum_fusion_available = fused, True
+    arrived: Counter[str] = Counter()
+    found: list[dict[str, torch.Tensor]] = []
+    try:
+        with parallel(ep=4):
+            state = None
+            for dispatcher in ("alltoall", "mpmoe"):
+                megatron_moe_opt.register(Options(partitions=4, memory_reuse=strategy) if found else None)
+                layer = build_layer(moe_config(moe_token_dispatcher_type=dispatcher, gradient_accumulation_fusion=True))
+                state = state or layer.state_dict()
+                layer.load_state_dict(state)
+                weights = dict(layer.experts.named_parameters())
+                for name, weight in weights.items():
+                    weight.main_grad, weight.grad_added_to_main_grad = torch.zeros_like(weight), False
+                    if found:
+                        weight.register_post_accumulate_grad_hook(lambda _, name=name: arrived.update([name]))
+                torch.manual_seed(7 + dist.get_rank())
+                for _ in range(2):  # micro-batches
+                    layer(torch.randn(12, 2, 64))[0].square().sum().backward()
+                found.append({name: weight.main_grad for name, weight in weights.items()})
+    finally:
+        layers.fused_weight_gradient_mlp_cuda, layers._grad_accum_fusion_available = stock
+        megatron_moe_opt.register()
+    expected, ours = found
+    assert arrived.keys() == expected.keys()
+    return set(arrived.values()), [((ours[n] - expected[n]).norm() / expected[n].norm()).item() for n in expected]
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_fused_gradients_arrive_once_a_pass(ranks, strategy):
+    for times, errors in ranks.run(gradients_that_arrive, strategy=strategy):
+        assert times == {2}  # of two micro-batches
+        assert max(errors) < 1e-6
+
+
+def differing_counts() -> list[tuple[int, float]]:
+    """Ranks with very different numbers of tokens, whose own numbers would make them choose differently."""
+    import megatron_moe_opt
+    from megatron_moe_opt.dispatchers.partitioning import Partitions
+    from megatron_moe_opt.integration.moe_layer import build_layer
+    from tests.multirank.test_dispatchers import route_to
+    from tests.ranks.megatron import moe_config, parallel
+
+    class ByRows:
+        counts: list[int] = []
+
+        def choose(self, rows: Any) -> Partitions:
+            self.counts.append(2 + rows() % 5)
+            return Partitions(self.counts[-1], "S2")
+
+        def describe(self) -> str:
+            return ""
+
+    with parallel(tp=1, ep=2, etp=2):
+        megatron_moe_opt.register()
+        layer = build_layer(moe_config(moe_token_dispatcher_type="mpmoe"))
+        route_to(layer, "hot", seed=3)
+        layer.token_dispatcher.dispatcher.partitioning = partitioning = ByRows()
+        finite = []
+        for tokens in (1, 7, 2, 12, 3):
+            hidden = torch.randn(tokens * (1 + 3 * dist.get_rank()), 1, 64, requires_grad=True)
+            layer(hidden)[0].sum().backward()
+            finite.append(bool(hidden.grad.isfinite().all()))
+        return list(zip(partitioning.counts, finite, strict=True))
+
+
+def test_ranks_agree_on_partitions_under_skewed_counts(ranks):
+    """Each has another number of rows: a choice by it would leave ranks waiting for collectives that never come."""
+    results = ranks.run(differing_counts, timeout_s=60)
+    assert results == [results[0]] * 4
+    assert all(finite for _, finite in results[0])
+    assert len({count for count, _ in results[0]}) > 1
+
+
+def held_after_a_pass(strategy: str) -> tuple[int, int]:
+    """Bytes that are still there when a step is over, on device and host."""
+    import gc
+
+    import megatron_moe_opt
+    from megatron_moe_opt.cli.live_memory import LiveTensors
+    from megatron_moe_opt.integration.moe_layer import build_layer
+    from megatron_moe_opt.runtime.host_copies import HOST_MEMORY
+    from tests.ranks.megatron import moe_config, parallel
+
+    with parallel(ep=4):
+        megatron_moe_opt.register(Options(partitions=3, memory_reuse=strategy))
+        layer = build_layer(moe_config(moe_token_dispatcher_type="mpmoe"))
+        hidden = torch.randn(64, 2, 64)
+        gc.disable()  # nothing may be left to it
+        try:
+            with LiveTensors() as live:
+                for backward in (True, False):
+                    output = layer(hidden)[0]
+                    if backward:
+                        output.sum().backward()
+                    del output
+                layer.zero_grad()
+                return live.held, HOST_MEMORY.used
+        finally:
+            gc.enable()
+            megatron_moe_opt.register()
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_nothing_stays_behind(ranks, strategy):
+    """After a step, nor after a forward pass that is thrown away: what it saved is no cycle."""
+    for device, host in ranks.run(held_after_a_pass, strategy=strategy):
+        assert device < 20_000  # auxiliary losses that Megatron tracks; a partition's rows are 20 times as much
+        assert host == 0

@@ -1,0 +1,50 @@
+"""The options of `mpmoe`."""
+
+from __future__ import annotations
+
+import re
+from types import SimpleNamespace
+
+import pytest
+
+from megatron_moe_opt.dispatchers.partitioning import Partitions, partitioning_of
+from megatron_moe_opt.errors import ConfigurationError
+from megatron_moe_opt.options import Options, split_options
+
+GROUPS = SimpleNamespace(joint_size=1)
+
+
+def test_reads_them():
+    arguments = "--moe-opt-partitions 6 --moe-opt-memory-reuse S2 --lr 1"
+    options, rest = split_options(arguments.split())
+    assert (options.partitions, options.memory_reuse, rest) == (6, "S2", ["--lr", "1"])
+    arguments = "--moe-opt-partitions auto --moe-opt-activation-budget 1.5GiB --moe-opt-tuner model"
+    options, _ = split_options(arguments.split())
+    assert (options.partitions, options.activation_budget, options.tuner) == ("auto", 3 * 2**29, "model")
+
+
+def test_fixed_ones_are_the_same_for_every_pass():
+    def not_asked():
+        raise AssertionError("waited for the routing without need")
+
+    fixed = partitioning_of(Options(), GROUPS)
+    assert fixed.choose(not_asked) == Partitions(4, "none")
+    assert fixed.describe() == "4 partitions, memory reuse none"
+    assert partitioning_of(Options(partitions=1, memory_reuse="S4"), GROUPS).choose(not_asked) == Partitions(1, "S4")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ("--moe-opt-partitions 0", "'0' is neither a number of partitions from 1 on nor auto"),
+        ("--moe-opt-activation-budget 3GB", "'3GB' is not a number of bytes above 0, such as 512MiB or 1.5GiB"),
+        ("--moe-opt-tuner model", "--moe-opt-tuner model has nothing to choose: add --moe-opt-partitions auto or"),
+        (
+            "--moe-opt-partitions 4 --moe-opt-activation-budget 1KiB",
+            "--moe-opt-activation-budget 1024 has nothing to choose: add --moe-opt-partitions auto or",
+        ),
+    ],
+)
+def test_refusals(arguments, sentence):
+    with pytest.raises(ConfigurationError, match=re.escape(sentence)):
+        split_options(arguments.split())

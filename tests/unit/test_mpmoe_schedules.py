@@ -1,0 +1,102 @@
+"""MPMoE's schedules: Fig. 4b, Table II, and what partitions that share buffers wait for."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_moe_opt.planning.simulator import simulate
+from megatron_moe_opt.schedules.mpmoe import (
+    STRATEGIES,
+    PartitionRows,
+    RowBytes,
+    backward,
+    base_name,
+    forward,
+)
+from megatron_moe_opt.schedules.schedule import Kind, Lane, ScheduleError, validate, validate_ranks
+
+ROW = RowBytes(packed=80, token=64, middle=300)
+DIRECTIONS = {"forward": forward, "backward": backward}
+REUSING = [strategy for strategy in STRATEGIES if strategy != "none"]
+
+strategies = st.sampled_from(sorted(STRATEGIES))
+directions = st.sampled_from(sorted(DIRECTIONS))
+partition_lists = st.lists(
+    st.builds(PartitionRows, st.integers(0, 10**6), st.integers(0, 10**6)), min_size=1, max_size=9
+)
+sizes = st.sampled_from((1, 2, 4))
+
+
+@given(directions, strategies, partition_lists, sizes, sizes)
+def test_valid_and_alike_on_all_ranks(direction, strategy, partitions, ep_size, etp_size):
+    schedule = DIRECTIONS[direction](strategy, partitions, ROW, ep_size, etp_size)
+    validate(schedule)
+    other = DIRECTIONS[direction](strategy, [PartitionRows(0, 5)] * len(partitions), ROW, ep_size, etp_size)
+    groups = {"ep": [(0, 1)], "expert-tp": [(0, 1)]}
+    validate_ranks({0: schedule, 1: other}, groups)
+    if ep_size > 1:
+        longer = DIRECTIONS[direction](strategy, [PartitionRows(0, 5)] * (len(partitions) + 1), ROW, ep_size, etp_size)
+        with pytest.raises(ScheduleError):
+            validate_ranks({0: schedule, 1: longer}, groups)
+
+
+def lane_of(schedule, lane):
+    """Kinds and partitions, in the lane's order."""
+    return [(op.kind, op.chunk) for op in schedule.ops if op.lane is lane]
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_sends_alternate_as_in_figure_4b(strategy):
+    schedule = forward(strategy, [PartitionRows(8, 8)] * 4, ROW, 2, 1)
+    sends = [(base_name(op.writes[0]), op.chunk) for op in schedule.ops if op.lane is Lane.INTER]
+    s, r = "arrived", "combined"
+    assert sends == [(s, 0), (s, 1), (r, 0), (s, 2), (r, 1), (s, 3), (r, 2), (r, 3)]
+    assert lane_of(schedule, Lane.COMPUTE) == [(Kind.COMPUTE, j) for j in range(4)]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "offloaded", "sent_again", "recomputed"),
+    [
+        ("none", (), False, False),
+        ("S1", ("host_tokens", "host_middle"), False, False),
+        ("S2", ("host_middle",), True, False),
+        ("S3", ("host_tokens",), False, True),
+        ("S4", (), True, True),
+    ],
+)
+def test_restores_as_in_table_ii(strategy, offloaded, sent_again, recomputed):
+    partitions = [PartitionRows(8, 16)] * 3
+    there, back = (direction(strategy, partitions, ROW, 2, 2) for direction in (forward, backward))
+    bytes_of = {"host_tokens": 16 * ROW.token, "host_middle": 16 * ROW.middle}
+    out = {(base_name(op.writes[0]), op.chunk): op.size for op in there.ops if op.kind is Kind.OFFLOAD}
+    fetched = {(base_name(op.reads[0]), op.chunk): op.size for op in back.ops if op.kind is Kind.PREFETCH}
+    assert out == fetched == {(name, j): bytes_of[name] for name in offloaded for j in range(3)}
+    sends = [op for op in back.ops if op.kind is Kind.ALL_TO_ALL]
+    assert len(sends) == (9 if sent_again else 6)
+    assert sum(op.kind is Kind.COMPUTE for op in back.ops) == (3 if recomputed else 0)
+    assert sum(op.kind is Kind.GRADIENT for op in back.ops) == 3
+
+
+@pytest.mark.parametrize("strategy", REUSING)
+def test_partitions_share_buffers_as_in_figure_6(strategy):
+    """Expert inputs and outputs have two buffers (arrived and sorted; computed and sent), T_M has one."""
+    for count in (4, 8):
+        schedule = forward(strategy, [PartitionRows(8, 8)] * count, ROW, 2, 1)
+        written = {name for op in schedule.ops for name in op.writes}
+        on_device = {name for name in written if base_name(name) not in ("combined", "host_tokens", "host_middle")}
+        assert on_device <= {"arrived.0", "tokens.0", "middle.0", "output.0", "unsorted.0"}
+
+
+@given(strategies, st.integers(1, 9), st.floats(0.2, 5), st.floats(0.2, 5))
+def test_overlaps(strategy, count, send_seconds, compute_seconds):
+    """Where all but sends and experts is free, the lanes are busy as the paper's Fig. 8a has them."""
+    seconds = {Kind.ALL_TO_ALL: send_seconds, Kind.COMPUTE: compute_seconds}
+    schedule = forward(strategy, [PartitionRows(8, 8)] * count, ROW, 2, 1)
+    found = simulate(schedule, lambda op: seconds.get(op.kind, 0.0)).seconds
+    busiest = max(2 * count * send_seconds, count * compute_seconds)
+    assert found >= busiest - 1e-9
+    # Ends apart, two sends and an expert call of neighbouring partitions are side by side.
+    ends = 2 * send_seconds + compute_seconds
+    assert found <= ends + max(count - 1, 0) * max(2 * send_seconds, compute_seconds) + 1e-9
