@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
 from megatron_moe_opt.errors import ConfigurationError
+from megatron_moe_opt.planning.partition_search import PARTITIONS
 from megatron_moe_opt.schedules.monta import LEVELS
 from megatron_moe_opt.schedules.mpmoe import NONE, STRATEGIES
 from megatron_moe_opt.schedules.parm import SCHEDULES
@@ -38,13 +39,16 @@ class Options:
     a profile, else S1. AAS is S2 whose AllGather waits for the whole all-to-all: for comparison only."""
     profile: Path | None = None
     """A cluster.json of `moe-opt profile`."""
-    partitions: int | str | None = None
-    """Parts that `mpmoe` cuts each expert's rows into, or auto. None: 4."""
+    expert_order: Path | None = None
+    """A file of `moe-opt plan-experts`: which rank holds which experts. None: stock's order."""
+    partitions: int | tuple[int, ...] | str | None = None
+    """Parts that `mpmoe` cuts each expert's rows into; several to choose from, ascending; or auto: any of 1 to 8. None:
+    4."""
     memory_reuse: str | None = None
     """How `mpmoe` restores what partitions overwrite in shared buffers: none (they share nothing), S1 to S4 (MPMoE,
     Table II), or auto. None: none."""
     activation_budget: int | None = None
-    """Bytes on the device that a layer may hold from forward to backward where `mpmoe` chooses; None: no limit."""
+    """Bytes of a layer's activations (MPMoE, eq. 2) where `mpmoe` chooses; None: no limit."""
     tuner: str | None = None
     """What `mpmoe` chooses by: its own passes (profile) or the model of the measured cluster (model)."""
 
@@ -72,11 +76,35 @@ class Options:
                     f"{PREFIX}{flag} {value} has nothing to choose: add {PREFIX}partitions auto or "
                     f"{PREFIX}memory-reuse auto, or drop it"
                 )
+        if self.tuner == "model" and self.profile is None:
+            raise ConfigurationError(
+                f"{PREFIX}tuner model predicts from measurements: run `moe-opt profile` and give its file with "
+                f"{PREFIX}profile, or use {PREFIX}tuner profile"
+            )
 
     @property
     def tunes_partitions(self) -> bool:
         """Whether `mpmoe` chooses its partitions, its memory reuse or both."""
-        return AUTO in (self.partitions, self.memory_reuse)
+        return len(self.partition_counts) > 1 or self.memory_reuse == AUTO
+
+    @property
+    def partition_counts(self) -> tuple[int, ...]:
+        """Of `mpmoe`, to choose from; one where the user chose."""
+        if self.partitions == AUTO:
+            return PARTITIONS
+        if isinstance(self.partitions, tuple):
+            return self.partitions
+        return (self.partitions or DEFAULT_PARTITIONS,)
+
+    @property
+    def memory_strategies(self) -> tuple[str, ...]:
+        """Of `mpmoe`, to choose from; one where the user chose."""
+        return tuple(STRATEGIES) if self.memory_reuse == AUTO else (self.memory_reuse or NONE,)
+
+    @property
+    def partition_tuner(self) -> str:
+        """What `mpmoe` chooses by, where it does: the model if there is a profile to feed it, else trials."""
+        return self.tuner or ("model" if self.profile is not None else "profile")
 
     @property
     def levels(self) -> tuple[str, ...]:
@@ -105,15 +133,23 @@ class _Parser(argparse.ArgumentParser):
         raise ConfigurationError(f"{message}; see --help for the {PREFIX}* options")
 
 
-def _number_of(what: str) -> Callable[[str], int | str]:
-    def parse(text: str) -> int | str:
-        if text == AUTO:
-            return AUTO
-        if not text.isdecimal() or int(text) < 1:
-            raise argparse.ArgumentTypeError(f"'{text}' is neither a number of {what} from 1 on nor auto")
-        return int(text)
+def _chunks(text: str) -> int | str:
+    if text == AUTO:
+        return AUTO
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"'{text}' is neither a number of chunks from 1 on nor auto")
+    return int(text)
 
-    return parse
+
+def _partitions(text: str) -> int | tuple[int, ...] | str:
+    if text == AUTO:
+        return AUTO
+    if not re.fullmatch(r"[1-9][0-9]*(,[1-9][0-9]*)*", text):
+        raise argparse.ArgumentTypeError(
+            f"'{text}' is neither a number of partitions from 1 on, nor several such as 2,4,8, nor auto"
+        )
+    counts = sorted({int(part) for part in text.split(",")})
+    return counts[0] if len(counts) == 1 else tuple(counts)
 
 
 _UNITS = {"": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
@@ -141,7 +177,7 @@ def _parser() -> argparse.ArgumentParser:
     group.add_argument(
         f"{PREFIX}chunks",
         dest="chunks",
-        type=_number_of("chunks"),
+        type=_chunks,
         metavar="N|auto",
         help=f"chunks of the pipeline at O2 and O3 (default: auto with a profile, else {DEFAULT_CHUNKS})",
     )
@@ -153,11 +189,19 @@ def _parser() -> argparse.ArgumentParser:
         "(default: auto with a profile, else S1)",
     )
     group.add_argument(
+        f"{PREFIX}expert-order",
+        dest="expert_order",
+        type=Path,
+        metavar="FILE",
+        help="which rank holds which experts, written by `moe-opt plan-experts` (default: stock's order)",
+    )
+    group.add_argument(
         f"{PREFIX}partitions",
         dest="partitions",
-        type=_number_of("partitions"),
-        metavar="N|auto",
-        help=f"parts of the rows that mpmoe runs through the experts as a pipeline (default: {DEFAULT_PARTITIONS})",
+        type=_partitions,
+        metavar="N|N,N,...|auto",
+        help="parts of the rows that mpmoe runs through the experts as a pipeline; several to choose from; or auto: "
+        f"any of {PARTITIONS[0]} to {PARTITIONS[-1]} (default: {DEFAULT_PARTITIONS})",
     )
     group.add_argument(
         f"{PREFIX}memory-reuse",
@@ -172,13 +216,14 @@ def _parser() -> argparse.ArgumentParser:
         dest="activation_budget",
         type=_bytes,
         metavar="BYTES",
-        help="the most that a layer of mpmoe may hold from forward to backward, such as 512MiB, where auto chooses",
+        help="the most that activations of a layer of mpmoe may take, such as 512MiB, where it chooses",
     )
     group.add_argument(
         f"{PREFIX}tuner",
         dest="tuner",
         choices=TUNERS,
-        help="what mpmoe's auto chooses by: times of its own passes, or a model of the measured cluster",
+        help="what mpmoe chooses by: times of its own first passes, or a model of the cluster that was measured "
+        "(default: model with a profile, else profile)",
     )
     return parser
 

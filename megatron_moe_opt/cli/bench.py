@@ -19,7 +19,7 @@ def layer(
         typer.Option(
             help="Dispatchers to compare, separated by commas; alltoall always runs (with --replicated: deepspeed). "
             "monta:O3x8 is level O3 with 8 chunks, parm:S2 schedule S2, mpmoe:4:S3 4 partitions that share memory by "
-            "strategy S3; monta:auto and parm:auto choose by --profile."
+            "strategy S3; monta:auto, parm:auto and mpmoe:auto choose by --profile (mpmoe, without one, by trials)."
         ),
     ] = "monta,deepspeed",
     tokens: Annotated[int, typer.Option(min=1, help="Tokens of each rank.")] = 4096,
@@ -32,7 +32,7 @@ def layer(
     expert_tp: Annotated[int, typer.Option(min=1, help="Tensor parallelism inside an expert.")] = 1,
     dtype: Annotated[DType, typer.Option(help="Tokens and weights.")] = DType.fp32,
     routing: Annotated[
-        str, typer.Option(help="uniform, zipf, one-hot-expert, or trace:FILE (.npz or .pt, [tokens, topk]).")
+        str, typer.Option(help="uniform, zipf, one-hot-expert, or trace:FILE (a routing trace, or [tokens, topk]).")
     ] = "uniform",
     capacity_factor: Annotated[
         float | None,
@@ -107,11 +107,40 @@ def kernels(
 
 
 @app.command()
+def samples(
+    trace: Annotated[Path, typer.Argument(help="A routing trace, recorded or from moe-opt generate-routing.")],
+    dispatchers: Annotated[
+        str, typer.Option(help="Dispatchers to compare, separated by commas; alltoall always runs.")
+    ] = "netmoe",
+    hidden: Annotated[int, typer.Option(min=1, help="Hidden size.")] = 768,
+    tokens: Annotated[int | None, typer.Option(min=1, help="Of each sample; the first ones.  [default: all]")] = None,
+    dtype: Annotated[DType, typer.Option(help="Tokens.")] = DType.fp32,
+    steps: Annotated[int, typer.Option(min=1, help="Timed rounds.")] = 10,
+    warmup: Annotated[int, typer.Option(min=0, help="Untimed rounds before them; netmoe learns in them.")] = 10,
+    json: Annotated[Path | None, typer.Option(help="Write everything, every round's time too.")] = None,
+) -> None:
+    """Dispatch and combine of all MoE layers of a routing trace, one after another, forward and backward.
+
+    The trace's samples are dealt out to the ranks in their order. Experts return what they get, there is no attention.
+    """
+    from megatron_moe_opt.cli.bench_samples import SampleSettings, bench_samples
+
+    names = tuple(name.strip() for name in dispatchers.split(","))
+    bench_samples(SampleSettings(trace, names, hidden, tokens, dtype.value, steps, warmup), json)
+
+
+@app.command()
 def choice(
     profile: Annotated[Path, typer.Option(help="cluster.json of moe-opt profile, of the same groups.")],
     tokens: Annotated[str, typer.Option(help="Tokens of each rank, one point each, separated by commas.")] = "256,1024",
-    chunks: Annotated[str, typer.Option(help="Chunk counts at O2 and O3, separated by commas.")] = "2,4,8,16",
+    chunks: Annotated[
+        str | None,
+        typer.Option(help="Chunk counts at O2 and O3, or partitions.  [default: 2,4,8,16; 1 to 8 with --mpmoe]"),
+    ] = None,
     hidden: Annotated[int, typer.Option(min=1, help="Hidden size.")] = 1024,
+    ffn_hidden: Annotated[
+        int | None, typer.Option(min=1, help="Hidden size inside an expert; with --mpmoe.  [default: --hidden]")
+    ] = None,
     experts: Annotated[int, typer.Option(min=1, help="Experts of the layer.")] = 8,
     topk: Annotated[int, typer.Option(min=1, help="Experts of a token.")] = 2,
     tp: Annotated[int, typer.Option(min=1, help="Tensor parallelism; above 1 with sequence parallelism.")] = 1,
@@ -126,21 +155,34 @@ def choice(
     replicated: Annotated[
         bool, typer.Option(help="parm's choice, on tokens that all TP ranks hold, in a whole MoE layer.")
     ] = False,
+    mpmoe: Annotated[
+        bool, typer.Option(help="mpmoe's choice of partitions and memory reuse, in a whole MoE layer.")
+    ] = False,
+    reuse: Annotated[
+        str, typer.Option(help="Memory reuse: none, one of S1 to S4, or auto to choose from all; with --mpmoe.")
+    ] = "none",
+    activation_budget: Annotated[
+        int | None, typer.Option(min=1, help="Bytes of activations that a choice may take; with --mpmoe.")
+    ] = None,
     steps: Annotated[int, typer.Option(min=1, help="Timed rounds.")] = 5,
     warmup: Annotated[int, typer.Option(min=0, help="Untimed rounds before them.")] = 1,
     seed: Annotated[int, typer.Option(help="Seed of inputs and routing.")] = 1,
     json: Annotated[Path | None, typer.Option(help="Write everything.")] = None,
 ) -> None:
-    """How much slower monta's choice of level and chunks, or parm's of its schedule, is than the fastest of all."""
+    """How much slower a choice is than the fastest of all: monta's of level and chunks, parm's of its schedule, mpmoe's
+    of partitions and memory reuse, by the model and by trials.
+    """
     from megatron_moe_opt.cli.bench_choice import bench_choice
+    from megatron_moe_opt.cli.choosers import chooser_of
     from megatron_moe_opt.cli.layer_settings import LayerSettings
 
-    sizes, counts = whole_numbers("--tokens", tokens), whole_numbers("--chunks", chunks)
+    sizes, counts = whole_numbers("--tokens", tokens), None if chunks is None else whole_numbers("--chunks", chunks)
+    chooser = chooser_of(replicated, mpmoe, counts, reuse, activation_budget)
     settings = LayerSettings(
         dispatchers=(),
         tokens=sizes[0],
         hidden=hidden,
-        ffn_hidden=expert_tp,
+        ffn_hidden=(ffn_hidden or hidden) if mpmoe else expert_tp,
         experts=experts,
         topk=topk,
         tp=tp,
@@ -156,7 +198,7 @@ def choice(
         profile=profile,
         replicated=replicated,
     )
-    bench_choice(settings, sizes, counts, json)
+    bench_choice(settings, sizes, chooser, json)
 
 
 @app.command()

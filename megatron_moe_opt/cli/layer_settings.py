@@ -22,8 +22,10 @@ REPLICATED_BASELINE = "deepspeed"
 def split_variant(variant: str, profile: Path | None) -> tuple[str, Options]:
     """The dispatcher's name and options of a variant.
 
-    It is `name`, `monta:auto`, `monta:LEVEL`, `monta:LEVELxCHUNKS`, `parm:auto`, `parm:SCHEDULE`, `mpmoe:PARTITIONS` or
-    `mpmoe:PARTITIONS:STRATEGY`. Raises ConfigurationError for anything else.
+    It is `name`, `monta:auto`, `monta:LEVEL`, `monta:LEVELxCHUNKS`, `parm:auto`, `parm:SCHEDULE`, `mpmoe:auto`,
+    `mpmoe:PARTITIONS` or `mpmoe:PARTITIONS:STRATEGY`. Without a profile `mpmoe:auto` chooses by trials.
+
+    Raises ConfigurationError for anything else.
     """
     name, colon, setting = variant.partition(":")
     if not colon:
@@ -31,7 +33,7 @@ def split_variant(variant: str, profile: Path | None) -> tuple[str, Options]:
     if name not in ("monta", "parm", "mpmoe"):
         raise ConfigurationError(f"--dispatchers {variant}: only monta, parm and mpmoe have variants; write {name}")
     if name == "mpmoe":
-        return name, _partitions(variant, setting)
+        return name, _partitions(variant, setting, profile)
     if setting == AUTO:
         if profile is None:
             raise ConfigurationError(f"--dispatchers {variant} chooses by measurements: give --profile")
@@ -55,12 +57,14 @@ def split_variant(variant: str, profile: Path | None) -> tuple[str, Options]:
     return name, Options(monta_level=level, chunks=chunks)
 
 
-def _partitions(variant: str, setting: str) -> Options:
+def _partitions(variant: str, setting: str, profile: Path | None) -> Options:
+    if setting == AUTO:
+        return Options(partitions=AUTO, profile=profile)
     parts = re.fullmatch(rf"([1-9][0-9]*)(?::({'|'.join(STRATEGIES)}))?", setting)
     if parts is None:
         raise ConfigurationError(
             f"--dispatchers {variant}: write a number of partitions and, where they share memory, how ("
-            f"{', '.join(STRATEGIES)}), such as mpmoe:4 or mpmoe:4:S3"
+            f"{', '.join(STRATEGIES)}), such as mpmoe:4 or mpmoe:4:S3, or mpmoe:auto"
         )
     return Options(partitions=int(parts[1]), memory_reuse=parts[2])
 

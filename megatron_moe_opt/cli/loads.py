@@ -181,28 +181,41 @@ def host_transfer(rows: Rows, kind: Kind) -> Load:
 
     def sized(size: int) -> Sized:
         number = rows.number(size, 1)
-        on_device = rows.filled(number)
-        on_host = torch.ones(number, rows.hidden, dtype=rows.dtype, pin_memory=on_cuda)
+        places = max(1, _COPIED_BYTES // (number * rows.bytes))
+        on_device = torch.ones(places * number, rows.hidden, dtype=rows.dtype, device=rows.device)
+        on_host = torch.ones(places * number, rows.hidden, dtype=rows.dtype, pin_memory=on_cuda)
         target, source = (on_host, on_device) if kind is Kind.OFFLOAD else (on_device, on_host)
-        return Sized(number * rows.bytes, lambda: steps.call(lambda: target.copy_(source, non_blocking=on_cuda)))
+        pairs = cycle(zip(target.split(number), source.split(number), strict=True))
+
+        def copy_next() -> None:
+            to, from_ = next(pairs)
+            to.copy_(from_, non_blocking=on_cuda)
+
+        return Sized(number * rows.bytes, lambda: steps.call(copy_next))
 
     return Load(kind, Lane.D2H if kind is Kind.OFFLOAD else Lane.H2D, None, sized)
 
 
 def expert_gemm(rows: Rows, ffn_hidden: int, training: bool = False) -> Load:
-    """One expert, over rows instead of bytes: its forward pass, or with `training` also its backward pass."""
+    """One expert, over rows instead of bytes: its forward pass, or with `training` also its backward pass, whose weight
+    gradients are added to those of other partitions.
+    """
     up = rows.filled(ffn_hidden).requires_grad_()
     down = rows.filled(ffn_hidden).t().contiguous().requires_grad_()
+    sums = torch.zeros_like(up), torch.zeros_like(down)
 
     def sized(number: int) -> Sized:
         tokens, grad = (rows.filled(number).requires_grad_() for _ in range(2))
+        probs = torch.ones(number, 1, dtype=rows.dtype, device=rows.device)
 
         def run() -> None:
             with torch.set_grad_enabled(training):
-                middle = torch.nn.functional.gelu(torch.nn.functional.linear(tokens, up))
+                middle = torch.nn.functional.gelu(torch.nn.functional.linear(tokens, up)) * probs
                 output = torch.nn.functional.linear(middle, down)
             if training:
-                torch.autograd.grad(output, (tokens, up, down), grad)
+                _, *of_weights = torch.autograd.grad(output, (tokens, up, down), grad)
+                for total, new in zip(sums, of_weights, strict=True):
+                    total += new
 
         return Sized(number, lambda: steps.call(run))
 

@@ -54,6 +54,15 @@ class Load:
 
 
 @dataclass(frozen=True)
+class Busy:
+    """An op that keeps its lane busy, and the seconds that it takes alone."""
+
+    load: Load
+    sized: Sized
+    seconds: float
+
+
+@dataclass(frozen=True)
 class SizedPipeline:
     """A schedule, to be bound to buffers and run any number of times."""
 
@@ -129,24 +138,22 @@ class Meter:
                 break
         return _without_dips(points)
 
-    def rates_beside(self, load: Load, size: int, *neighbours: Sequence[tuple[Load, int]]) -> list[float]:
+    def rates_beside(self, busy: Busy, *neighbours: Sequence[Busy]) -> list[float]:
         """How much of its own pace an op keeps while other lanes are busy, in (0, 1].
 
         Args:
-            neighbours: one answer for each: the ops that keep other lanes busy, all at once, and their sizes.
+            neighbours: one answer for each: what keeps other lanes busy, all at once.
         """
-        sized = load.sized(size)
-        ops = _ops(self._alone(load, sized, 1))
-        alone = self._alone(load, sized, ops)
+        ops = _ops(busy.seconds)
+        alone = self._alone(busy.load, busy.sized, ops)
         rates = []
         for others in neighbours:
             queues = []
-            for other, other_size in others:
-                other_sized = other.sized(other_size)
+            for other in others:
                 # Busy for longer than the first lane needs, even if that lane runs at a third of its pace.
-                count = math.ceil(3 * alone * ops / self._alone(other, other_sized, 1))
-                queues.append((other, other_sized, 1 + min(MOST_BESIDE, count)))
-            rates.append(min(1.0, alone / self._median_of_runs(ops, (load, sized, ops), *queues)))
+                count = math.ceil(3 * alone * ops / other.seconds)
+                queues.append((other.load, other.sized, 1 + min(MOST_BESIDE, count)))
+            rates.append(min(1.0, alone / self._median_of_runs(ops, (busy.load, busy.sized, ops), *queues)))
         return rates
 
     def calls(self, functions: Sequence[Callable[[], None]]) -> list[float]:

@@ -15,6 +15,7 @@ from megatron_moe_opt import register
 from megatron_moe_opt.cli.layer_settings import LayerSettings, split_variant
 from megatron_moe_opt.cli.routing import choose_experts
 from megatron_moe_opt.integration.moe_layer import build_layer, impose_routing
+from megatron_moe_opt.options import Options
 from megatron_moe_opt.runtime.executor import recording
 from megatron_moe_opt.schedules.timeline import Timeline
 
@@ -126,11 +127,11 @@ class DispatchUnderTest(LayerUnderTest):
         tokens, probs = dispatcher.dispatch_preprocess(self.tokens, self.routing_map, self.probs)
         tokens, probs = dispatcher.token_dispatch(tokens, probs)
         tokens, _, probs = dispatcher.dispatch_postprocess(tokens, probs)
-        tokens = dispatcher.combine_preprocess(_Experts.apply(tokens, probs))
+        tokens = dispatcher.combine_preprocess(ReturnTokens.apply(tokens, probs))
         return dispatcher.combine_postprocess(dispatcher.token_combine(tokens))
 
 
-class _Experts(torch.autograd.Function):
+class ReturnTokens(torch.autograd.Function):
     """Returns the tokens as they are, and a gradient of ones for the probabilities."""
 
     @staticmethod
@@ -156,9 +157,18 @@ def layers_under_test(
 
 
 def layer_under_test(
-    settings: LayerSettings, variant: str, ep: int, device: torch.device, permute_fusion: bool = False
+    settings: LayerSettings,
+    variant: str,
+    ep: int,
+    device: torch.device,
+    permute_fusion: bool = False,
+    options: Options | None = None,
 ) -> LayerUnderTest:
-    """The layer of one of the settings' dispatchers."""
+    """The layer of a variant (see split_variant).
+
+    Args:
+        options: in the place of the variant's, for what no variant's name says.
+    """
     rank = dist.get_rank() // settings.tp if settings.replicated else dist.get_rank()
     generator = torch.Generator().manual_seed((settings.seed << 20) + rank)
     shape = (settings.tokens, 1, settings.hidden)
@@ -171,8 +181,8 @@ def layer_under_test(
         seed=settings.seed,
         rank=rank,
     )
-    dispatcher, options = split_variant(variant, settings.profile)
-    register(options)
+    dispatcher, of_variant = split_variant(variant, settings.profile)
+    register(options or of_variant)
     layer = build_layer(layer_config(settings, dispatcher, ep, permute_fusion))
     common = layer, tokens.requires_grad_(), output_grad
     if settings.dispatch_only:

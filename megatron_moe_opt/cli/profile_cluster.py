@@ -20,7 +20,7 @@ from torch.distributed import ProcessGroup
 import megatron_moe_opt
 from megatron_moe_opt.cli import loads
 from megatron_moe_opt.cli.loads import Rows
-from megatron_moe_opt.cli.meter import Load, Meter
+from megatron_moe_opt.cli.meter import Busy, Load, Meter
 from megatron_moe_opt.cli.output_files import check_output, say_written
 from megatron_moe_opt.cli.process_group import adopt_slurm_ranks, process_group, world_size
 from megatron_moe_opt.cli.profile_report import curves_table
@@ -119,13 +119,13 @@ def measure(settings: ProfileSettings, device: torch.device) -> Cluster:
     with groups_of(layout) as groups, _progress() as progress:
         moves = _moves(rows, groups, nodes)
         measured = _Measured(Meter(device), settings.seconds, moves, groups)
-        task = progress.add_task("", total=len(moves) + 3)
-        progress.update(task, description="expert")
-        experts = [loads.expert_gemm(rows, ffn_hidden, training) for training in (False, True)]
-        gemm, training = (measured.curve(expert, GEMM_ROWS) for expert in experts)
+        task = progress.add_task("", total=len(moves) + 4)
         for load in moves:
             progress.update(task, description=str(load), advance=1)
             measured.add(load)
+        progress.update(task, description="expert", advance=1)
+        experts = [loads.expert_gemm(rows, ffn_hidden, training) for training in (False, True)]
+        gemm, training = (measured.curve(expert, GEMM_ROWS) for expert in experts)
         progress.update(task, description="all_to_all beside all_gather", advance=1)
         saa = measured.saa(rows)
         progress.update(task, description="lanes side by side", advance=1)
@@ -153,7 +153,8 @@ class _Measured:
     def __init__(self, meter: Meter, seconds: float, moves: Sequence[Load], groups: Mapping[str, ProcessGroup]) -> None:
         self.curves: dict[tuple[Kind, str | None], Points] = {}
         self._meter, self._seconds, self._moves, self._groups = meter, seconds, moves, groups
-        self._shares_left = len({self._key(load) for load in moves}) + 4  # the expert, SAA, and lanes side by side
+        # Besides the moves: the expert's two passes, SAA, and lanes side by side, which take the time of three curves.
+        self._shares_left = len({self._key(load) for load in moves}) + 3 + 3
         self._known: dict[Hashable, Points] = {}
 
     def add(self, load: Load) -> None:
@@ -189,14 +190,15 @@ class _Measured:
             expert: what keeps the compute lane busy, and the time that it takes over its size.
         """
         by_preference = sorted(self._moves, key=lambda load: load.group in EXPERT_GROUPS)
-        sized = {load.lane: (load, _size(self.curves[load.kind, load.group])) for load in by_preference}
-        sized[Lane.COMPUTE] = expert, _size(gemm)
+        loads_of = {load.lane: (load, self.curves[load.kind, load.group]) for load in by_preference}
+        loads_of[Lane.COMPUTE] = expert, gemm
+        busy = {lane: _busy(*load) for lane, load in loads_of.items()}
         rates: dict[tuple[Lane, ...], float] = {}
         for lane in Lane:
-            besides = [beside for beside in _besides(lane) if sized.keys() >= {lane, *beside}]
+            besides = [beside for beside in _besides(lane) if busy.keys() >= {lane, *beside}]
             if besides:
-                neighbours = [[sized[other] for other in beside] for beside in besides]
-                measured = self._meter.rates_beside(*sized[lane], *neighbours)
+                neighbours = [[busy[other] for other in beside] for beside in besides]
+                measured = self._meter.rates_beside(busy[lane], *neighbours)
                 rates |= {(lane, *beside): rate for beside, rate in zip(besides, measured, strict=True)}
         return rates
 
@@ -248,12 +250,13 @@ def _besides(lane: Lane) -> list[tuple[Lane, ...]]:
     return alone + [tuple(one for one in lanes if one is not lane) for lanes in _TOGETHER if lane in lanes]
 
 
-def _size(points: Points) -> int:
-    """That of the op nearest to BESIDE_SECONDS."""
-    return min(points, key=lambda point: abs(point[1] - BESIDE_SECONDS))[0]
+def _busy(load: Load, points: Points) -> Busy:
+    """With ops of the time nearest to BESIDE_SECONDS."""
+    size, seconds = min(points, key=lambda point: abs(point[1] - BESIDE_SECONDS))
+    return Busy(load, load.sized(size), seconds)
 
 
-# What training issues in the groups of a role. EP comes last: it gets the time that the others have left.
+# What training issues in the groups of a role. EP comes last (but for experts): it gets the time that others have left.
 _INTRA: tuple[tuple[str, tuple[Callable[..., Load], ...]], ...] = (
     ("expert-tp", (loads.reduce_scatter, loads.all_gather)),
     ("tp", (loads.reduce_scatter, loads.all_gather)),

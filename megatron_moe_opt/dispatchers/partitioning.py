@@ -6,11 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from megatron_moe_opt.errors import ConfigurationError
-from megatron_moe_opt.options import AUTO, DEFAULT_PARTITIONS, PREFIX, Options
 from megatron_moe_opt.schedules.mpmoe import NONE
 from megatron_moe_opt.schedules.timeline import Timeline
-from megatron_moe_opt.topology.expert_groups import ExpertGroups
 
 Observer = Callable[[Timeline], None]
 
@@ -41,18 +38,6 @@ class Partitioning(Protocol):
 
     def describe(self) -> str:
         """For the line at start."""
-
-
-def partitioning_of(options: Options, groups: ExpertGroups) -> Partitioning:
-    """What the options ask for.
-
-    Raises:
-        ConfigurationError: a choice is asked for.
-    """
-    for flag, value in ("partitions", options.partitions), ("memory-reuse", options.memory_reuse):
-        if value == AUTO:
-            raise ConfigurationError(f"{PREFIX}{flag} auto is not available for mpmoe: name what to use")
-    return FixedPartitioning(options.partitions or DEFAULT_PARTITIONS, options.memory_reuse or NONE)
 
 
 class FixedPartitioning:

@@ -12,11 +12,12 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from megatron_moe_opt.dispatchers.partitioning import Observer, Partitions
+from megatron_moe_opt.dispatchers.partitioning import FixedPartitioning, Observer, Partitioning, Partitions
 from megatron_moe_opt.dispatchers.pipelining import agreed_cluster
+from megatron_moe_opt.options import Options
 from megatron_moe_opt.planning.configuration_search import Configuration, ConfigurationSearch
 from megatron_moe_opt.planning.monta import ChoiceByRows
-from megatron_moe_opt.planning.mpmoe_choice import MpmoeLayer, choices, least_partitions, refuse_budget
+from megatron_moe_opt.planning.mpmoe_choice import MpmoeLayer, choices, least_partitions, refuse_budget, similar_rows
 from megatron_moe_opt.schedules.timeline import Timeline
 from megatron_moe_opt.topology.expert_groups import ExpertGroups
 
@@ -36,6 +37,21 @@ class Candidates:
     strategies: tuple[str, ...]
     budget: int | None = None
     """Bytes of activations."""
+
+
+def partitioning_of(options: Options, groups: ExpertGroups, layer: MpmoeLayer) -> Partitioning:
+    """What the options ask for: fixed, or chosen.
+
+    Raises:
+        ConfigurationError: a profile that cannot be read, or that was measured with groups of other sizes.
+    """
+    counts, strategies = options.partition_counts, options.memory_strategies
+    if not options.tunes_partitions:
+        return FixedPartitioning(counts[0], strategies[0])
+    candidates = Candidates(groups, layer, counts, strategies, options.activation_budget)
+    if options.partition_tuner == "model":
+        return ModelPartitioning(options.profile, candidates)
+    return MeasuredPartitioning(candidates)
 
 
 class ModelPartitioning:
@@ -76,6 +92,8 @@ class MeasuredPartitioning:
     """
 
     def __init__(self, candidates: Candidates) -> None:
+        self.chosen: Configuration | None = None
+        """What the last pass ran with, where that is the choice; None: it was a trial."""
         self._tuner = _tuner(candidates)
 
     def choose(self, rows: Callable[[], int]) -> Partitions:
@@ -84,7 +102,9 @@ class MeasuredPartitioning:
         Raises:
             ConfigurationError: nothing fits into the budget.
         """
-        return self._tuner.choose(rows())
+        partitions = self._tuner.choose(rows())
+        self.chosen = None if partitions.observe is not None else (partitions.count, partitions.strategy)
+        return partitions
 
     def describe(self) -> str:
         """For the line at start."""
@@ -109,10 +129,9 @@ class _Tuner:
             lambda rows, strategy: least_partitions(of.layer, rows, strategy, of.counts, of.budget),
             of.counts,
         )
-        self._similar = ChoiceByRows(lambda rows: rows)  # so that a number that changes a little is not searched anew
 
     def choose(self, rows: int) -> Partitions:
-        rows = self._similar[rows]
+        rows = similar_rows(rows)  # a number that changes a little is not searched for anew
         trial = self.trials.get(rows)
         if trial is None or len(trial.seconds) >= TRIAL_PASSES:
             trial = self._next_trial(rows, trial)

@@ -53,7 +53,7 @@ class ExpertGemm:
     """(rows, seconds) of forward and backward pass together; None: not measured."""
 
     def flops(self, rows: int) -> int:
-        """Of a forward pass: two products of 2 * rows * hidden * ffn_hidden operations each. Of a backward pass twice."""
+        """Of a forward pass: two products of 2 * rows * hidden * ffn_hidden operations each. Backward: twice that."""
         return 4 * rows * self.hidden * self.ffn_hidden
 
 
@@ -211,7 +211,7 @@ def _slowdown(place: Place) -> dict[tuple[Lane, ...], float]:
             names = ", ".join(other.value for other in beside)
             entry.refuse(f"lane {lane.value} beside {names or 'none'} is not a new set of different lanes")
         known.add((lane, frozenset(beside)))
-        slowdown[lane, *beside] = fields["rate"].positive(most=1)
+        slowdown[(lane, *beside)] = fields["rate"].positive(most=1)
     return slowdown
 
 

@@ -99,6 +99,19 @@ class MpmoeChoice:
         return f"{self.partitions} partition{plural}, memory reuse {self.strategy}"
 
 
+_RANGES = ChoiceByRows(lambda rows: rows)
+
+
+def similar_rows(rows: int) -> int:
+    """One number for all that share a choice: the geometric middle of their range."""
+    return _RANGES[rows]
+
+
+def most_rows(rows: int) -> int:
+    """The largest number that shares a choice with `rows`: what a budget has to hold."""
+    return _RANGES.range_of(rows)[-1]
+
+
 def predict(
     layer: MpmoeLayer,
     rows: int,
@@ -109,12 +122,12 @@ def predict(
     """Every strategy and, within it, every number of partitions, in the order given.
 
     Args:
-        rows: (token, expert) pairs of each rank.
+        rows: (token, expert) pairs of each rank. Memory is that of `most_rows`.
 
     Raises:
         ConfigurationError: a curve is missing.
     """
-    costs = layer.costs(cluster)
+    costs, most = layer.costs(cluster), most_rows(rows)
     found = []
     for strategy in strategies:
         for count in counts:
@@ -123,7 +136,7 @@ def predict(
                 build(strategy, parts, layer.row, layer.ep, layer.etp) for build in (mpmoe.forward, mpmoe.backward)
             ]
             seconds = sum(simulate(schedule, costs, cluster.slowdown).seconds for schedule in schedules)
-            found.append(MpmoeChoice(count, strategy, seconds, layer.activation_bytes(rows, count, strategy)))
+            found.append(MpmoeChoice(count, strategy, seconds, layer.activation_bytes(most, count, strategy)))
     return tuple(found)
 
 
@@ -166,8 +179,9 @@ def choices(
 def least_partitions(
     layer: MpmoeLayer, rows: int, strategy: str, counts: Sequence[int] = PARTITIONS, budget: int | None = None
 ) -> int | None:
-    """The fewest partitions whose activations fit into `budget` bytes; None: no number does."""
-    fitting = (n for n in counts if budget is None or layer.activation_bytes(rows, n, strategy) <= budget)
+    """The fewest partitions whose activations of `most_rows` fit into `budget` bytes; None: no number does."""
+    most = most_rows(rows)
+    fitting = (n for n in counts if budget is None or layer.activation_bytes(most, n, strategy) <= budget)
     return next(fitting, None)
 
 
@@ -175,11 +189,12 @@ def refuse_budget(
     layer: MpmoeLayer, rows: int, counts: Sequence[int], strategies: Sequence[str], budget: int | None
 ) -> ConfigurationError:
     """What to say where nothing fits."""
+    most = most_rows(rows)
     needs, count, strategy = min(
-        (layer.activation_bytes(rows, n, strategy), n, strategy) for n in counts for strategy in strategies
+        (layer.activation_bytes(most, n, strategy), n, strategy) for n in counts for strategy in strategies
     )
     return ConfigurationError(
-        f"--moe-opt-activation-budget {budget} is too little for about {rows} rows a rank: {count} partition(s) with "
+        f"--moe-opt-activation-budget {budget} is too little for up to {most} rows a rank: {count} partition(s) with "
         f"memory reuse {strategy} take least, {needs} bytes; raise the budget, allow more partitions or reuse, or "
         "train on fewer tokens at once"
     )

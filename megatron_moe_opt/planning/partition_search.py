@@ -1,7 +1,7 @@
 """How many partitions, found by trying few of them (MPMoE, Algorithm 1).
 
-Two things are taken to hold: a layer's time over n falls and then rises, and the best n never falls as the tokens B grow.
-So what is known is a list of ranges of B, one for each n that was ever best, ascending in both:
+Two things are taken to hold: over n, a layer's time falls and then rises; and the best n never falls as the tokens B
+grow. So what is known is a list of ranges of B, one for each n that was ever best, ascending in both:
 
     G = {1: (0, 1), 8: (inf, inf)}          before anything was measured
     G = {1: (0, 1), 3: (900, 1200), 8: (inf, inf)}
@@ -30,7 +30,8 @@ class PartitionSearch:
     """The best number of partitions for any number of tokens, for one way of keeping memory.
 
     Ask `trial` what to measure, tell `measured` how long it took, until there is nothing to measure; `best` is known
-    then. Everything follows from what is told, so that ranks that are told alike choose alike.
+    then. Where a search would turn it measures a second time, and the least counts: a disturbed measurement can only be
+    too long. Everything follows from what is told, so that ranks that are told alike choose alike.
 
     Raises:
         ValueError: counts that are not ascending, or none.
@@ -45,6 +46,8 @@ class PartitionSearch:
     """C: n by tokens and the least n that was allowed."""
     _times: dict[tuple[int, int], float] = field(default_factory=dict, init=False)
     """Seconds by tokens and n."""
+    _repeated: set[tuple[int, int]] = field(default_factory=set, init=False)
+    """What was measured again."""
 
     def __post_init__(self) -> None:
         if not self.counts or any(one >= other for one, other in pairwise(self.counts)):
@@ -80,6 +83,10 @@ class PartitionSearch:
 
     def measured(self, tokens: int, partitions: int, seconds: float) -> None:
         """What a trial took."""
+        before = self._times.get((tokens, partitions))
+        if before is not None:
+            self._repeated.add((tokens, partitions))
+            seconds = min(before, seconds)
         self._times[tokens, partitions] = seconds
 
     def best(self, tokens: int, least: int = 1) -> int:
@@ -112,6 +119,8 @@ class PartitionSearch:
                 if seconds is None:
                     return n
                 if seconds > best * (1 + self.tolerance):
+                    if (tokens, n) not in self._repeated:
+                        return n
                     break
                 best = min(best, seconds)
             if self._times[tokens, counts[first]] > best * (1 + self.tolerance):

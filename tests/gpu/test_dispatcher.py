@@ -9,7 +9,6 @@ import dataclasses
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from megatron_moe_opt.options import Options
 from megatron_moe_opt.schedules.mpmoe import STRATEGIES
@@ -17,27 +16,6 @@ from megatron_moe_opt.schedules.mpmoe import STRATEGIES
 DROP = {"moe_expert_capacity_factor": 0.7}
 PAD = DROP | {"moe_pad_expert_input_to_capacity": True}
 SHARED = {"moe_shared_expert_intermediate_size": 32}
-
-
-@pytest.fixture
-def one_rank(device, tmp_path):
-    """A process group of one rank over NCCL, with our dispatchers registered."""
-    pytest.importorskip("megatron.core", reason="megatron-core is not installed")
-    import megatron_moe_opt
-
-    megatron_moe_opt.register()
-    started = not dist.is_initialized()
-    if started:
-        dist.init_process_group("nccl", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    yield device
-    if started:
-        from megatron.core import parallel_state
-
-        from tests.ranks import megatron
-
-        parallel_state.destroy_model_parallel()
-        megatron._layouts.clear()  # its groups are gone
-        dist.destroy_process_group()
 
 
 def check(device, settings, dtype, dispatcher, options=None, tokens=128, steps=1):

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from megatron_moe_opt.cli.layer_settings import LayerSettings
 from megatron_moe_opt.options import Options
-from megatron_moe_opt.planning.cluster import Cluster, World
+from megatron_moe_opt.planning.cluster import Cluster, ExpertGemm, World
 from megatron_moe_opt.schedules.schedule import Kind
 from tests.ranks.pool import RankFailure, RankPool
 
@@ -107,15 +107,17 @@ def test_a_bad_profile_is_refused_on_all_ranks(ranks, profile):
 
 def judge(profile: Path) -> list[Any]:
     from megatron_moe_opt.cli.bench_choice import measure
+    from megatron_moe_opt.cli.choosers import MontaChooser
     from tests.ranks.megatron import parallel
 
     settings = LayerSettings(
         dispatchers=(), tokens=1, hidden=32, ffn_hidden=2, experts=4, topk=2, tp=2, ep=2, expert_tp=2, dtype="fp32",
         routing="uniform", capacity_factor=None, pad_to_capacity=False, steps=2, warmup=0, seed=1, profile=profile,
     )  # fmt: skip
-    settings = dataclasses.replace(settings, dispatchers=("monta:O1", "monta:O2x2", "monta:O3x2"), dispatch_only=True)
+    chooser = MontaChooser([2])
+    settings = dataclasses.replace(settings, dispatchers=chooser.candidates, dispatch_only=True)
     with parallel(tp=2, ep=2, etp=2):
-        return measure(settings, 2, Cluster.load(profile), [16, 64], [2], torch.device("cpu"))
+        return measure(settings, 2, Cluster.load(profile), [16, 64], chooser, torch.device("cpu"))
 
 
 def test_bench_choice_judges_by_the_fastest(ranks, profile):
@@ -129,3 +131,40 @@ def test_bench_choice_judges_by_the_fastest(ranks, profile):
             assert point.chosen == "monta:O1"  # a few KB on a cluster where a message takes a millisecond
             assert point.predicted == pytest.approx(8 * 1e-3, rel=0.05)  # 2 collectives in each of 4 passes
             assert point.pipelines > 0 and json.dumps(point.seconds)
+
+
+def judge_partitions(profile: Path, budget: int | None) -> list[Any]:
+    from megatron_moe_opt.cli.bench_choice import measure
+    from megatron_moe_opt.cli.choosers import MpmoeChooser
+    from tests.ranks.megatron import parallel
+
+    chooser = MpmoeChooser([1, 3], "auto", budget)
+    settings = LayerSettings(
+        dispatchers=chooser.candidates, tokens=1, hidden=32, ffn_hidden=16, experts=4, topk=2, tp=1, ep=4, expert_tp=1,
+        dtype="fp32", routing="uniform", capacity_factor=None, pad_to_capacity=False, steps=1, warmup=0, seed=1,
+        profile=profile,
+    )  # fmt: skip
+    with parallel(ep=4):
+        return measure(settings, 4, Cluster.load(profile), [64], chooser, torch.device("cpu"))
+
+
+def test_bench_choice_judges_partitions_and_memory_reuse(ranks, tmp_path):
+    """By the model and by trials, without a budget and with one that only three partitions in shared buffers fit."""
+    file = tmp_path / "cluster.json"
+    kinds = [(Kind.ALL_TO_ALL, "ep"), *((kind, None) for kind in (Kind.COPY, Kind.OFFLOAD, Kind.PREFETCH))]
+    gemm = ExpertGemm(32, 16, "fp32", ((16, 1e-3),))
+    Cluster(World((0, 0, 1, 1), ep=4), dict.fromkeys(kinds, ((1, 1e-3),)), expert_gemm=gemm).save(file)
+    for budget in (None, 85_000):
+        for points in ranks.run(judge_partitions, profile=file, budget=budget):
+            assert [point.by for point in points] == ["model", "trials"]
+            for point in points:
+                names = {f"mpmoe:{n}:{how}" for n in (1, 3) for how in ("none", "S1", "S2", "S3", "S4")}
+                assert point.seconds.keys() == {"alltoall"} | names
+                assert point.pipelines > 0 and point.regret >= 0
+                for name in (point.chosen, point.best):
+                    _, n, strategy = name.split(":")
+                    assert budget is None or (n == "3" and strategy != "none")
+                assert budget is not None or point.chosen.endswith(":none")
+            model, trials = points
+            assert model.overhead > 0 and model.predicted > 0
+            assert trials.predicted is None and trials.error is None

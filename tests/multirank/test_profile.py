@@ -20,14 +20,18 @@ RINGS = {(Kind.SEND_RECEIVE, "intra-node"), (Kind.SEND_RECEIVE, "inter-node")}
 
 
 def _profile(seconds, sizes, **options):
-    from megatron_moe_opt.cli import meter, profile_cluster
+    from megatron_moe_opt.cli import loads, meter, profile_cluster
 
     defaults = {"tp": 1, "cp": 1, "ep": None, "expert_tp": 1, "hidden": 64, "ffn_hidden": 32, "dtype": "fp32"}
     settings = profile_cluster.ProfileSettings(**defaults | options, seconds=seconds)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("GROUP_RANK", str(dist.get_rank() // 2))
+        patch.setattr(loads, "_COPIED_BYTES", 2**18)
         patch.setattr(meter, "MEASURE_SECONDS", 0.02)
-        patch.setattr(meter, "MOST_BESIDE", 20)
+        patch.setattr(meter, "MOST_BESIDE", 8)
+        patch.setattr(meter, "LEAST_OPS", 2)
+        patch.setattr(meter, "MOST_OPS", 8)
+        patch.setattr(meter, "CALLS", 2)
         patch.setattr(profile_cluster, "SIZES", sizes)
         patch.setattr(profile_cluster, "GEMM_ROWS", (16, 32))
         return profile_cluster.measure(settings, torch.device("cpu"))
@@ -57,7 +61,7 @@ def _profile(seconds, sizes, **options):
 )
 def test_every_group_gets_its_curves(ranks, tmp_path, options, world, groups):
     sizes = (4096, 16384, 65536)
-    clusters = ranks.run(_profile, seconds=100.0, sizes=sizes, **options)
+    clusters = ranks.run(_profile, seconds=1000.0, sizes=sizes, **options)
     cluster = clusters[0]
     # All ranks would choose alike: they have the same numbers, the facts of their processes aside.
     assert all(replace(other, host={}) == replace(cluster, host={}) for other in clusters)
@@ -95,7 +99,7 @@ def test_sizes_are_rounded_to_rows(ranks):
 
     The ranks of TP and EP are the same, but not their process groups, which lanes use side by side.
     """
-    cluster = ranks.run(_profile, seconds=100.0, sizes=(100, 1024, 2500), tp=4, ep=4)[0]
+    cluster = ranks.run(_profile, seconds=1000.0, sizes=(100, 1024, 2500), tp=4, ep=4)[0]
     curves = cluster.curves
     assert [size for size, _ in curves[Kind.ALL_TO_ALL, "ep"]] == [1024, 2048]
     assert [size for size, _ in cluster.saa] == [1024, 2048]
@@ -135,21 +139,25 @@ def _made_up():
     }
     played = _Played(
         lambda op: slow * op.size * 1e-3,
-        {(Lane.INTRA, Lane.INTER): 0.4, (Lane.INTRA, Lane.COPY): 0.5, (Lane.INTRA, Lane.INTER, Lane.COPY): 0.3},
+        {(Lane.INTRA, Lane.INTER): 0.4, (Lane.INTRA, Lane.INTER, Lane.COPY): 0.3},
     )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(meter, "executor", lambda device: played)
         patch.setattr(meter, "time", played)
         measured = meter.Meter(torch.device("cpu"))
         in_two_lanes = Schedule("two ops", (Op(Kind.COPY, Lane.COPY, size=10), Op(Kind.COPY, Lane.INTRA, size=20)))
+
+        def busy(lane, size):
+            return meter.Busy(loads[lane], loads[lane].sized(size), size * 1e-3)
+
         pipeline = meter.SizedPipeline(30, lambda: (in_two_lanes, [None, None]))
         return (
             measured.pipeline_curve(lambda size: pipeline, (30,), seconds=8.0, longest=90.0),
             measured.curve(loads[Lane.COPY], (10, 20, 40, 9000), seconds=8.0, longest=90.0),
             measured.curve(loads[Lane.COPY], (10, 600, 700), seconds=60.0, longest=1.0),
-            measured.rates_beside(loads[Lane.INTER], 10, [(loads[Lane.INTRA], 10)]),
+            measured.rates_beside(busy(Lane.INTER, 10), [busy(Lane.INTRA, 10)]),
             measured.rates_beside(
-                loads[Lane.INTRA], 10, [(loads[Lane.INTER], 30)], [(loads[Lane.INTER], 30), (loads[Lane.COPY], 20)]
+                busy(Lane.INTRA, 10), [busy(Lane.INTER, 30)], [busy(Lane.INTER, 30), busy(Lane.COPY, 20)]
             ),
             _disturbed_curve(meter, played, loads[Lane.COPY]),
         )

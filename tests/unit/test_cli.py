@@ -285,6 +285,19 @@ def test_bench_choice_in_one_process(tmp_path):
         assert point["ratio"] == point["seconds"]["monta:O1"] / point["seconds"]["alltoall"]
 
 
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ("--mpmoe --replicated", "--mpmoe and --replicated are choices of two systems: give one of them"),
+        ("--reuse S1", "--reuse and --activation-budget are mpmoe's: add --mpmoe, or drop them"),
+        ("--mpmoe --reuse S5", "--reuse S5: choose one of none, S1, S2, S3, S4, or auto"),
+    ],
+)
+def test_bench_choice_refuses(monkeypatch, capsys, options, sentence):
+    assert _run(monkeypatch, "bench", "choice", "--profile", "f", *options.split()) == 2
+    assert sentence in capsys.readouterr().err
+
+
 def test_bench_executor():
     rows = [line.split("│")[1:-1] for line in _processes_output("bench executor --repeats 2").splitlines()]
     table = [[cell.strip() for cell in row] for row in rows if row]

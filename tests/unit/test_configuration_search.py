@@ -15,7 +15,7 @@ ALL = ("none", *REUSE)
 def _search(search, cost, tokens):
     trials = []
     while (configuration := search.trial(tokens)) is not None:
-        assert configuration not in trials
+        assert trials.count(configuration) < 2
         trials.append(configuration)
         search.measured(tokens, configuration, cost(tokens, *configuration))
     return search.chosen[tokens], trials
@@ -46,7 +46,8 @@ def test_no_strategy_is_tried_where_none_needs_none():
     assert chosen == (2, "none") and {strategy for _, strategy in trials} == {"none"}
     chosen, trials = _search(search, lambda tokens, n, strategy: 1 + abs(n - 2) + (strategy == "S4") * 5, 5000)
     assert chosen == (4, "S3")
-    assert trials == [(4, "S3"), (5, "S3"), (4, "S4"), (5, "S4"), (3, "S4"), (2, "S4")]
+    turned = [(5, "S3")] * 2, [(5, "S4")] * 2  # measured again before it is believed
+    assert trials == [(4, "S3"), *turned[0], (4, "S4"), *turned[1], (3, "S4"), (2, "S4")]
     # As many tokens, nearly: the same strategy, whose n must be searched for where its range does not hold them.
     chosen, trials = _search(search, lambda tokens, n, strategy: 1 + abs(n - 5), 7000)
     assert chosen == (5, "S3") and {strategy for _, strategy in trials} == {"S3"}

@@ -124,7 +124,7 @@ def test_without_phases_paradigms_2_and_3_take_no_longer(n, send, compute, recei
 
 @given(st.integers(3, 9), seconds, seconds, seconds, alphas, alphas)
 def test_interference_of_a_phase(n, send, compute, receive, of_comm, of_comp):
-    """The paper's formula of P2; and slowed all along, a phase takes no less than where slowdown ends with its cause."""
+    """The paper's formula of P2. Slowed all along, a phase takes no less than where slowdown ends with its cause."""
     slowdown = {(Lane.INTER, Lane.COMPUTE): of_comm, (Lane.COMPUTE, Lane.INTER): of_comp}
     one, more = (paradigm_seconds(paradigm_1(of, send, compute, receive), slowdown) for of in (n, n + 1))
     assert more - one == pytest.approx(max((send + receive) / of_comm, compute / of_comp))

@@ -28,7 +28,7 @@ def _search(search, cost, tokens, **how):
     while (n := search.trial(tokens, **how)) is not None:
         search.measured(tokens, n, cost(tokens, n))
         trials += 1
-        assert trials <= len(search.counts)
+        assert trials <= len(search.counts) + 2  # at most two turning points, measured twice
     return search.best(tokens, how.get("least", 1)), trials
 
 
@@ -76,7 +76,7 @@ def test_noise_within_the_tolerance_costs_no_more_than_itself(cost, tokens, nois
 
 @given(st.lists(st.tuples(st.integers(0, 10**6), st.sampled_from(PARTITIONS)), max_size=20), st.data())
 def test_whatever_is_measured_it_ends_and_stays_in_order(asked, data):
-    """Times that keep to no rule at all: still at most one trial an n, and ranges in order."""
+    """Times that keep to no rule at all: it ends, and ranges are in order."""
     search = PartitionSearch()
     for tokens, least in asked:
         n, _ = _search(search, lambda tokens, n: data.draw(st.floats(1e-6, 1e3)), tokens, least=least)
@@ -95,18 +95,18 @@ def test_the_ranges_of_algorithm_1():
 
     search = PartitionSearch()
     assert search.ranges == {1: (0, 1), 8: (math.inf, math.inf)}
-    assert _search(search, cost, 350) == (4, 5)  # 1 to 5, where it turns
+    assert _search(search, cost, 350) == (4, 6)  # 1 to 5, where it turns; that one twice
     assert search.ranges == {1: (0, 1), 4: (350, 350), 8: (math.inf, math.inf)}
-    assert _search(search, cost, 390) == (4, 2)  # 4 and 5: it cannot be less than for 350
+    assert _search(search, cost, 390) == (4, 3)  # 4 and 5: it cannot be less than for 350
     assert search.ranges[4] == (350, 390)
     assert _search(search, cost, 370) == (4, 0)  # between the two
-    assert _search(search, cost, 150) == (2, 3)
-    assert _search(search, cost, 250) == (3, 3)  # 2, 3 and 4, between the neighbours
-    assert _search(search, cost, 10) == (1, 2)
+    assert _search(search, cost, 150) == (2, 4)
+    assert _search(search, cost, 250) == (3, 4)  # 2, 3 and 4, between the neighbours
+    assert _search(search, cost, 10) == (1, 3)
     assert _search(search, cost, 5000) == (8, 5)  # 4 to 8
     assert _search(search, cost, 9000) == (8, 0)
     assert search.ranges == {1: (0, 10), 2: (150, 150), 3: (250, 250), 4: (350, 390), 8: (5000, math.inf)}
-    assert len(tried) == len(set(tried))
+    assert max(tried.count(one) for one in tried) == 2
     assert _search(search, cost, 350) == (4, 0)  # from the cache
     assert search.seconds(390) == {4: 1, 5: 2}
 
@@ -114,13 +114,13 @@ def test_the_ranges_of_algorithm_1():
 def test_begins_where_it_is_told():
     search = PartitionSearch()
     assert search.trial(1000, start=4) == 4
-    assert _search(search, lambda tokens, n: 1 + abs(n - 5), 1000, start=4) == (5, 3)  # 4, 5, 6: fell, then rose
-    assert _search(PartitionSearch(), lambda tokens, n: 1 + abs(n - 2), 1000, start=4) == (2, 5)  # 4, 5, then 3, 2, 1
+    assert _search(search, lambda tokens, n: 1 + abs(n - 5), 1000, start=4) == (5, 4)  # 4, 5, 6: fell, then rose
+    assert _search(PartitionSearch(), lambda tokens, n: 1 + abs(n - 2), 1000, start=4) == (2, 7)  # 4, 5, then 3, 2, 1
 
 
 def test_other_counts():
     cost = _cost(100.0, 0.0)
-    assert _search(PartitionSearch((2, 4, 16, 64)), cost, 100 * 256) == (16, 4)
+    assert _search(PartitionSearch((2, 4, 16, 64)), cost, 100 * 256) == (16, 5)
     assert _search(PartitionSearch((5,)), cost, 10**6)[0] == 5
     for counts in ((), (2, 1), (3, 3)):
         with pytest.raises(ValueError, match="do not ascend"):
@@ -129,3 +129,11 @@ def test_other_counts():
         PartitionSearch().trial(10, least=9)
     with pytest.raises(KeyError):
         PartitionSearch().best(10)
+
+
+def test_a_bump_does_not_end_a_search():
+    """A measurement that was disturbed, once."""
+    bumps = {3: 10.0}
+    search = PartitionSearch()
+    assert _search(search, lambda tokens, n: 1 + abs(n - 6) + bumps.pop(n, 0.0), 1000)[0] == 6
+    assert search.seconds(1000)[3] == 4

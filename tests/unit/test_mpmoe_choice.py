@@ -1,0 +1,152 @@
+"""MPMoE's choice by simulation: the paper's paradigms as special cases of its schedules, and the least of all."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_moe_opt.errors import ConfigurationError
+from megatron_moe_opt.planning.cluster import Cluster, ExpertGemm, World
+from megatron_moe_opt.planning.mpmoe import paradigm_1, paradigm_2, paradigm_3, paradigm_seconds
+from megatron_moe_opt.planning.mpmoe_choice import (
+    EQUAL_WITHIN,
+    MpmoeLayer,
+    choices,
+    choose,
+    least_partitions,
+    predict,
+    refuse_budget,
+)
+from megatron_moe_opt.planning.partition_search import PARTITIONS
+from megatron_moe_opt.planning.simulator import simulate
+from megatron_moe_opt.schedules import mpmoe
+from megatron_moe_opt.schedules.mpmoe import STRATEGIES, PartitionRows, RowBytes
+from megatron_moe_opt.schedules.schedule import Kind, Lane
+
+seconds = st.integers(1, 1000).map(float)
+partitions = st.integers(1, 8)
+GB = 10**9
+LINE = ((1, 1e-4), (GB, 1 + 1e-4))  # 0.1 ms, and 1 GB/s beyond it
+FAST = ((1, 1e-6), (GB, 0.01))
+KINDS = [(Kind.ALL_TO_ALL, "ep"), (Kind.ALL_GATHER, "expert-tp"), (Kind.REDUCE_SCATTER, "expert-tp")]
+CLUSTER = Cluster(
+    World((0, 0, 1, 1), tp=2, ep=2, expert_tp=2),
+    dict.fromkeys(KINDS, LINE) | {(Kind.COPY, None): FAST, (Kind.OFFLOAD, None): LINE, (Kind.PREFETCH, None): LINE},
+    {(Lane.INTER, Lane.COMPUTE): 0.8, (Lane.COMPUTE, Lane.INTER): 0.9, (Lane.INTER, Lane.COMPUTE, Lane.D2H): 0.6},
+    overhead=1e-5,
+    expert_gemm=ExpertGemm(64, 128, "fp32", ((16, 1e-4), (1600, 4e-3)), ((16, 2.5e-4), (1600, 13e-3))),
+)
+LAYER = MpmoeLayer(RowBytes(272, 256, 1024), 64, 128, gated=False, local_experts=2, ep=2, etp=2)
+
+
+def _played(schedule, of_kind):
+    """Where only some kinds of ops take time."""
+    return simulate(schedule, lambda op: of_kind.get((op.kind, op.lane), 0.0)).seconds
+
+
+@given(partitions, seconds, seconds, seconds, st.sampled_from(sorted(STRATEGIES)))
+def test_paradigm_1_is_the_pipeline_where_nothing_is_copied(n, send, compute, gradient, strategy):
+    """Fig. 8a, by the schedules that run: forward and, where nothing is restored, backward."""
+    parts, row = [PartitionRows(1, 1)] * n, RowBytes(1, 1, 1)
+    comm, comp = (Kind.ALL_TO_ALL, Lane.INTER), (Kind.COMPUTE, Lane.COMPUTE)
+    forward = _played(mpmoe.forward(strategy, parts, row, 2, 1), {comm: send, comp: compute})
+    assert forward == pytest.approx(paradigm_seconds(paradigm_1(n, send, compute, send)))
+    times = {comm: send, (Kind.GRADIENT, Lane.COMPUTE): gradient}
+    if strategy in ("none", "S1", "S3"):
+        backward = _played(mpmoe.backward(strategy, parts, row, 2, 1), times)
+        assert backward == pytest.approx(paradigm_seconds(paradigm_1(n, send, gradient, send)))
+    else:  # S stands for two all-to-alls: inputs again, and gradients
+        backward = _played(mpmoe.backward(strategy, parts, row, 2, 1), times)
+        assert backward == pytest.approx(paradigm_seconds(paradigm_1(n, 2 * send, gradient, send)))
+
+
+@given(partitions, seconds, seconds, seconds, seconds)
+def test_paradigms_2_and_3_bound_s3(n, send, compute, gradient, transfer):
+    """Fig. 8b and c. S3's copies run beside the experts that read the same rows: it takes no longer than in phases.
+
+    (S1 and S2 share one buffer for T_M, so that its copy and the next C cannot overlap, whatever Fig. 8b shows.)
+    """
+    parts, row = [PartitionRows(1, 1)] * n, RowBytes(1, 1, 1)
+    comm, comp = (Kind.ALL_TO_ALL, Lane.INTER), (Kind.COMPUTE, Lane.COMPUTE)
+    forward = _played(
+        mpmoe.forward("S3", parts, row, 2, 1), {comm: send, comp: compute, (Kind.OFFLOAD, Lane.D2H): transfer}
+    )
+    assert forward <= paradigm_seconds(paradigm_2(n, send, compute, send, transfer)) + 1e-6
+    times = {comm: send, comp: compute, (Kind.GRADIENT, Lane.COMPUTE): gradient, (Kind.PREFETCH, Lane.H2D): transfer}
+    backward = _played(mpmoe.backward("S3", parts, row, 2, 1), times)
+    assert backward <= paradigm_seconds(paradigm_3(n, send, compute + gradient, send, transfer)) + 1e-6
+
+
+def test_experts_cost_what_was_measured_at_the_size_of_a_partition():
+    costs = LAYER.costs(CLUSTER)
+    curve, gradient = costs.curves[Kind.COMPUTE, None], costs.curves[Kind.GRADIENT, None]
+    for rows, forward, training in ((16, 1e-4, 2.5e-4), (808, 2.05e-3, (2.5e-4 + 13e-3) / 2)):
+        size = 2 * rows * LAYER.row.token  # of T_DI, over two experts
+        assert curve.seconds(size) == pytest.approx(2 * forward)
+        assert gradient.seconds(size) == pytest.approx(2 * (training - forward))
+    wide = dataclasses.replace(LAYER, hidden=128, gated=True).costs(CLUSTER)
+    assert wide.curves[Kind.COMPUTE, None].seconds(32 * 256) == pytest.approx(3 * 2e-4)
+    older = dataclasses.replace(CLUSTER, expert_gemm=dataclasses.replace(CLUSTER.expert_gemm, training=None))
+    assert LAYER.costs(older).curves[Kind.GRADIENT, None].seconds(32 * 256) == pytest.approx(4e-4)
+    with pytest.raises(ConfigurationError, match="the profile has no expert"):
+        LAYER.costs(dataclasses.replace(CLUSTER, expert_gemm=None))
+
+
+@settings(max_examples=25)
+@given(st.integers(0, 10**5), st.none() | st.integers(0, 10**9))
+def test_the_choice_is_the_fastest_that_fits(rows, budget):
+    candidates = predict(LAYER, rows, CLUSTER)
+    assert [(one.strategy, one.partitions) for one in candidates] == [(s, n) for s in STRATEGIES for n in PARTITIONS]
+    for one in candidates:  # for all row counts that share the choice
+        assert one.activation_bytes >= LAYER.activation_bytes(rows, one.partitions, one.strategy)
+    fitting = [one for one in candidates if budget is None or one.activation_bytes <= budget]
+    choice = choose(candidates, budget)
+    if not fitting:
+        assert choice is None
+        assert all(least_partitions(LAYER, rows, strategy, PARTITIONS, budget) is None for strategy in STRATEGIES)
+        return
+    assert choice in fitting
+    least = min(one.seconds for one in fitting)
+    assert choice.seconds <= least * (1 + EQUAL_WITHIN)
+    assert choice.partitions == min(one.partitions for one in fitting if one.seconds <= least * (1 + EQUAL_WITHIN))
+    if budget is None:
+        assert choice.strategy == "none"  # the others only add work
+    for strategy in STRATEGIES:
+        counts = [one.partitions for one in fitting if one.strategy == strategy]
+        assert least_partitions(LAYER, rows, strategy, PARTITIONS, budget) == min(counts, default=None)
+
+
+def test_activations_are_those_of_the_paper():
+    """Eq. 2 and eq. 5 with k rows a token, in bytes, where no size is rounded."""
+    layer = MpmoeLayer(RowBytes(80, 64, 256), 16, 64, gated=False, local_experts=1, ep=4, etp=1)
+    rows, widths = 840, {"T_I": 64, "T_DI": 64, "T_M": 256, "T_DO": 64, "T_O": 64}
+    for n in PARTITIONS:
+        for strategy in STRATEGIES:
+            kept = {"T_DI": 2, "T_DO": 2, "T_M": 1} if strategy != "none" else {}
+            expected = sum(rows * width * min(n, kept.get(name, n)) // n for name, width in widths.items())
+            assert layer.activation_bytes(rows, n, strategy) == expected
+
+
+def test_more_to_hide_means_more_partitions_and_little_means_none():
+    table = choices(LAYER, CLUSTER)
+    counts = [table[rows][0].partitions for rows in (1, 100, 10**4, 10**5)]
+    assert counts[0] == 1 and counts[-1] > 2 and counts == sorted(counts)
+    tight, _ = choices(LAYER, CLUSTER, budget=LAYER.activation_bytes(10**4, 4, "S1"))[10**4]
+    assert tight.strategy != "none" and tight.partitions >= 4
+
+
+def test_what_is_said_where_nothing_fits():
+    with pytest.raises(ConfigurationError) as refusal:
+        choices(LAYER, CLUSTER, budget=1000)[10**4]
+    said = str(refusal.value)
+    assert re.match(r"--moe-opt-activation-budget 1000 is too little for up to \d+ rows a rank: 8 partition", said)
+    assert said.endswith("or train on fewer tokens at once")
+    least = int(re.search(r"(\d+) bytes", said)[1])
+    rows = int(re.search(r"up to (\d+)", said)[1])
+    assert least_partitions(LAYER, rows, "S1", PARTITIONS, least) == 8
+    assert all(least_partitions(LAYER, rows, strategy, PARTITIONS, least - 1) is None for strategy in STRATEGIES)
+    assert "4 partition(s) with memory reuse S4" in str(refuse_budget(LAYER, 100, (2, 4), ("none", "S4"), 1))
