@@ -7,7 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from megatron_moe_opt.dispatchers.partitioning import Partitions, partitioning_of
+from megatron_moe_opt.dispatchers.partitioning import Partitions
+from megatron_moe_opt.dispatchers.tuning import partitioning_of
 from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.options import Options, split_options
 
@@ -27,16 +28,21 @@ def test_fixed_ones_are_the_same_for_every_pass():
     def not_asked():
         raise AssertionError("waited for the routing without need")
 
-    fixed = partitioning_of(Options(), GROUPS)
+    fixed = partitioning_of(Options(), GROUPS, None)
     assert fixed.choose(not_asked) == Partitions(4, "none")
     assert fixed.describe() == "4 partitions, memory reuse none"
-    assert partitioning_of(Options(partitions=1, memory_reuse="S4"), GROUPS).choose(not_asked) == Partitions(1, "S4")
+    assert partitioning_of(Options(partitions=1, memory_reuse="S4"), GROUPS, None).choose(not_asked) == Partitions(
+        1, "S4"
+    )
 
 
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        ("--moe-opt-partitions 0", "'0' is neither a number of partitions from 1 on nor auto"),
+        (
+            "--moe-opt-partitions 0",
+            "'0' is neither a number of partitions from 1 on, nor several such as 2,4,8, nor auto",
+        ),
         ("--moe-opt-activation-budget 3GB", "'3GB' is not a number of bytes above 0, such as 512MiB or 1.5GiB"),
         ("--moe-opt-tuner model", "--moe-opt-tuner model has nothing to choose: add --moe-opt-partitions auto or"),
         (
