@@ -19,9 +19,9 @@ def test_reads_them():
     arguments = "--moe-opt-partitions 6 --moe-opt-memory-reuse S2 --lr 1"
     options, rest = split_options(arguments.split())
     assert (options.partitions, options.memory_reuse, rest) == (6, "S2", ["--lr", "1"])
-    arguments = "--moe-opt-partitions auto --moe-opt-activation-budget 1.5GiB --moe-opt-tuner model"
+    arguments = "--moe-opt-partitions auto --moe-opt-activation-budget 1.5GiB --moe-opt-tuner profile"
     options, _ = split_options(arguments.split())
-    assert (options.partitions, options.activation_budget, options.tuner) == ("auto", 3 * 2**29, "model")
+    assert (options.partitions, options.activation_budget, options.tuner) == ("auto", 3 * 2**29, "profile")
 
 
 def test_fixed_ones_are_the_same_for_every_pass():
@@ -41,7 +41,7 @@ def test_fixed_ones_are_the_same_for_every_pass():
     [
         (
             "--moe-opt-partitions 0",
-            "'0' is neither a number of partitions from 1 on, nor several such as 2,4,8, nor auto",
+            "'0' is neither a number of partitions from 1 on, nor several such as 2,4,8",
         ),
         ("--moe-opt-activation-budget 3GB", "'3GB' is not a number of bytes above 0, such as 512MiB or 1.5GiB"),
         ("--moe-opt-tuner model", "--moe-opt-tuner model has nothing to choose: add --moe-opt-partitions auto or"),
