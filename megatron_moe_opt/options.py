@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import inf
 from pathlib import Path
 from typing import NoReturn
 
@@ -32,6 +33,16 @@ class Options:
     parm_schedule: str | None = None
     """Where `parm` splits tokens that all TP ranks hold: before the gate (S1), after it (S2), or auto. None: auto with
     a profile, else S1. AAS is S2 whose AllGather waits for the whole all-to-all: for comparison only."""
+    domain_sizes: tuple[int, ...] | None = None
+    """Ranks, or workers, of an expert domain at each level of `expert-migration`, the slowest first. None: 1 at all."""
+    network_levels: tuple[int, ...] | None = None
+    """Workers of each level of the expert-parallel group, the slowest first. None: nodes, and the ranks of a node."""
+    prefetch_layers: int = 1
+    """Layers whose experts `expert-migration` gathers before their turn."""
+    compression_ratio: float | None = None
+    """Bytes of an expert over those of it that travel. None: experts travel whole; lossy otherwise."""
+    shared_expert_interval: int = 10
+    """Times that a layer's experts travel compressed from one renewal of their mean to the next; 0: without mean."""
     profile: Path | None = None
     """A cluster.json of `moe-opt profile`."""
 
@@ -43,6 +54,11 @@ class Options:
                     f"{PREFIX}{flag} auto chooses from measurements: run `moe-opt profile` and give its file with "
                     f"{PREFIX}profile"
                 )
+        if self.compression_ratio is not None and max(self.domain_sizes or (1,)) == 1:
+            raise ConfigurationError(
+                f"{PREFIX}compression-ratio {self.compression_ratio:g} has nothing to compress where no expert "
+                f"travels: give {PREFIX}domain-sizes above 1"
+            )
         if self.profile is not None and len(self.levels) == 1 and self.chunk_counts is not None:
             raise ConfigurationError(
                 f"{PREFIX}profile {self.profile} has nothing to choose: drop it, or leave {PREFIX}monta-level or "
@@ -89,6 +105,29 @@ def _chunks(text: str) -> int | str:
     return int(text)
 
 
+def _whole_numbers(text: str) -> tuple[int, ...]:
+    numbers = text.split(",")
+    if not all(number.isdecimal() and int(number) > 0 for number in numbers):
+        raise argparse.ArgumentTypeError(f"'{text}' is not a list of numbers from 1 on, separated by commas")
+    return tuple(map(int, numbers))
+
+
+def _number_from_0(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"'{text}' is not a number from 0 on")
+    return int(text)
+
+
+def _above_1(text: str) -> float:
+    try:
+        ratio = float(text)
+    except ValueError:
+        ratio = 0.0
+    if not 1 < ratio < inf:
+        raise argparse.ArgumentTypeError(f"'{text}' is not a ratio above 1")
+    return ratio
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="megatron_moe_opt.launch SCRIPT", add_help=False, allow_abbrev=False)
     group = parser.add_argument_group("megatron-moe-opt")
@@ -114,6 +153,46 @@ def _parser() -> argparse.ArgumentParser:
         choices=(*SCHEDULES, AUTO),
         help="where the parm dispatcher splits tokens that all TP ranks hold: before the gate (S1) or after it (S2) "
         "(default: auto with a profile, else S1)",
+    )
+    group.add_argument(
+        f"{PREFIX}domain-sizes",
+        dest="domain_sizes",
+        type=_whole_numbers,
+        metavar="S,...",
+        help="workers of an expert domain at each level of the expert-migration dispatcher, the slowest level first: "
+        "experts travel inside a domain, tokens between domains (default: 1 at every level, no expert travels)",
+    )
+    group.add_argument(
+        f"{PREFIX}levels",
+        dest="network_levels",
+        type=_whole_numbers,
+        metavar="N,...",
+        help="workers of each network level of the expert-parallel group, the slowest level first (default: its nodes "
+        "and the ranks of each)",
+    )
+    group.add_argument(
+        f"{PREFIX}prefetch-layers",
+        dest="prefetch_layers",
+        type=_number_from_0,
+        default=Options.prefetch_layers,
+        metavar="N",
+        help="layers whose experts are gathered before their turn (default: %(default)s)",
+    )
+    group.add_argument(
+        f"{PREFIX}compression-ratio",
+        dest="compression_ratio",
+        type=_above_1,
+        metavar="R",
+        help="bytes of an expert over those of it that travel; lossy (default: experts travel whole)",
+    )
+    group.add_argument(
+        f"{PREFIX}shared-expert-interval",
+        dest="shared_expert_interval",
+        type=_number_from_0,
+        default=Options.shared_expert_interval,
+        metavar="N",
+        help="optimizer steps from one renewal of the experts' mean, from which compressed experts are told apart, to "
+        "the next; 0: without mean (default: %(default)s)",
     )
     return parser
 

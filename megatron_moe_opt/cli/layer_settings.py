@@ -16,18 +16,29 @@ from megatron_moe_opt.schedules.parm import AAS, SCHEDULES
 BASELINE = "alltoall"
 STOCK = (BASELINE, "allgather")
 REPLICATED_BASELINE = "deepspeed"
+MIGRATION = "expert-migration"
 
 
 def split_variant(variant: str, profile: Path | None) -> tuple[str, Options]:
-    """The dispatcher's name and options of `name`, `name:auto`, `monta:LEVEL`, `monta:LEVELxCHUNKS`, `parm:SCHEDULE`.
+    """The dispatcher's name and options of `name`, `name:auto`, `monta:LEVEL`, `monta:LEVELxCHUNKS`, `parm:SCHEDULE`,
+    `expert-migration:SIZExSIZE` (of domains, the slowest level first).
 
     Raises ConfigurationError for anything else.
     """
     name, colon, setting = variant.partition(":")
     if not colon:
         return name, Options()
+    if name == MIGRATION:
+        if not re.fullmatch(r"[1-9][0-9]*(x[1-9][0-9]*)*", setting):
+            raise ConfigurationError(
+                f"--dispatchers {variant}: write the domain size of each level, the slowest first, such as "
+                f"{MIGRATION}:2x1"
+            )
+        return name, Options(domain_sizes=tuple(map(int, setting.split("x"))))
     if name not in ("monta", "parm"):
-        raise ConfigurationError(f"--dispatchers {variant}: only monta and parm have variants; write {name}")
+        raise ConfigurationError(
+            f"--dispatchers {variant}: only monta, parm and {MIGRATION} have variants; write {name}"
+        )
     if setting == AUTO:
         if profile is None:
             raise ConfigurationError(f"--dispatchers {variant} chooses by measurements: give --profile")

@@ -39,6 +39,8 @@ def check_config(config: Any, name: str, options: Options) -> None:
             f"{PREFIX}parm-schedule S2 splits what all TP ranks hold, but with --sequence-parallel they hold parts of "
             "it: drop one of the two"
         )
+    if name == "expert-migration":
+        _check_expert_migration(config, options)
     if config.cuda_graph_impl != "none":
         raise ConfigurationError(
             f"--cuda-graph-impl {config.cuda_graph_impl} does not work with {FLAG} {name}, whose message sizes change "
@@ -58,3 +60,36 @@ def check_config(config: Any, name: str, options: Options) -> None:
             f"--transformer-impl inference_optimized brings its own dispatchers and does not work with {FLAG} {name}: "
             "use alltoall for inference"
         )
+
+
+def _check_expert_migration(config: Any, options: Options) -> None:
+    name = f"{FLAG} expert-migration"
+    if (config.expert_tensor_parallel_size or 1) > 1:
+        raise ConfigurationError(
+            f"--expert-tensor-parallel-size {config.expert_tensor_parallel_size} cuts experts, which {name} does not "
+            "put together again: set it to 1, or use monta"
+        )
+    for field, flag in (
+        ("moe_pad_expert_input_to_capacity", "--moe-pad-expert-input-to-capacity"),
+        ("moe_router_padding_for_quantization", "--moe-router-padding-for-quantization"),
+    ):
+        if getattr(config, field, False):
+            raise ConfigurationError(f"{flag} would have {name} send what nobody routed: drop it, or use monta")
+    if max(options.domain_sizes or (1,)) == 1:
+        return
+    travels = f"{PREFIX}domain-sizes {','.join(map(str, options.domain_sizes))} has experts travel, and"
+    if config.gradient_accumulation_fusion:
+        raise ConfigurationError(
+            f"{travels} gradients of travelling experts have no main_grad to be added to: give "
+            "--no-gradient-accumulation-fusion, or take domain size 1"
+        )
+    for field, flag in (
+        ("fp8", "--fp8-format"),
+        ("fp4", "--fp4-format"),
+        ("delay_wgrad_compute", "--delay-wgrad-compute"),
+        ("use_transformer_engine_op_fuser", "--use-transformer-engine-op-fuser"),
+    ):
+        if getattr(config, field, None):
+            raise ConfigurationError(
+                f"{travels} {flag} keeps state of weights in the module that they leave: drop it, or take domain size 1"
+            )

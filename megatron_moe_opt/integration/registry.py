@@ -23,6 +23,7 @@ from megatron_moe_opt.dispatchers.pipelining import pipelining_of
 from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.integration.announce import announce
 from megatron_moe_opt.integration.checks import check_config, check_name
+from megatron_moe_opt.integration.expert_migration_layer import EXPERTS_COMPUTE, make_dispatcher, migrate_experts
 from megatron_moe_opt.integration.priorities import prioritize_expert_groups
 from megatron_moe_opt.integration.replicated_tokens import (
     holds_replicated_tokens,
@@ -35,12 +36,16 @@ from megatron_moe_opt.versions import SUPPORTED_MEGATRON, megatron_version, supp
 
 FIELD = "moe_token_dispatcher_type"
 
-DISPATCHERS: dict[str, Callable[[ExpertGroups, Options, Any], MontaDispatcher]] = {
+DISPATCHERS: dict[str, Callable[[ExpertGroups, Options, Any], Any]] = {
     "monta": lambda groups, options, config: MontaDispatcher(groups, pipelining_of(options, groups)),
     "parm": lambda groups, options, config: ParmDispatcher(groups, scheduling_of(options, groups, _routing(config))),
     "deepspeed": lambda groups, options, config: DeepSpeedDispatcher(groups),
+    "expert-migration": make_dispatcher,
 }
 """Our dispatcher types. `deepspeed` is the reference schedule of benchmarks and tests."""
+
+EDGES: dict[str, Callable[[Any, Options], None]] = {"expert-migration": migrate_experts}
+"""What a system changes of the layer besides its dispatcher, once that is in place."""
 
 _options = Options()
 
@@ -61,7 +66,7 @@ def register(options: Options | None = None) -> None:
     if hasattr(TransformerConfig.__post_init__, "_moe_opt"):
         return  # registered already: only the options were new
     stock = _stock_names(TransformerConfig)
-    for owner, method in ((TransformerConfig, "__post_init__"), (MoELayer, "__init__")):
+    for owner, method in ((TransformerConfig, "__post_init__"), (MoELayer, "__init__"), (MoELayer, EXPERTS_COMPUTE)):
         if not isinstance(owner.__dict__.get(method), types.FunctionType):
             raise _seam_moved(f"{owner.__name__}.{method} is not a plain method")
     _widen_annotation(TransformerConfig, stock)
@@ -159,4 +164,6 @@ def _plug(layer: Any, name: str, plugged_class: type) -> None:
     layer.token_dispatcher = plugged_class(dispatcher, layer.config, pg_collection)
     if layer.shared_experts is not None and layer.shared_expert_overlap:
         layer.token_dispatcher.set_shared_experts(layer.shared_experts)
+    if name in EDGES:
+        EDGES[name](layer, _options)
     announce(layer, name, dispatcher)

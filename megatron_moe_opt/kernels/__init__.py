@@ -6,7 +6,7 @@ from .chunk_copy import ChunkList, copy_chunks
 from .count_tokens import count_routing_map, count_topk
 from .extension import build_info
 from .host_pool import empty
-from .packed_rows import LANE_BYTES, permute_packed, unpermute_rows
+from .packed_rows import LANE_BYTES, permute_packed, sum_copies, unpermute_rows
 from .permute import permute, unpermute
 from .placement import place_samples, solve_placement, transfer_costs
 from .residual_codec import sr_decode, sr_encode, sr_index_words, sr_wire_bytes
@@ -30,6 +30,7 @@ __all__ = [
     "sr_encode",
     "sr_index_words",
     "sr_wire_bytes",
+    "sum_copies",
     "transfer_costs",
     "unpermute",
     "unpermute_rows",

@@ -77,3 +77,16 @@ def unpermute_rows(permuted: torch.Tensor, row_map: RowMap) -> torch.Tensor:
         ValueError: non-contiguous rows; shapes, dtypes or devices that do not fit.
     """
     return UnpermuteRows.apply(permuted, row_map)
+
+
+def sum_copies(copies: torch.Tensor, row_map: RowMap, hidden: int) -> torch.Tensor:
+    """Adds the first `hidden` elements of the rows of each token up, as `unpermute_rows` does. Not differentiable.
+
+    Args:
+        copies: [R, W], W >= hidden, contiguous.
+        row_map: of the same R.
+
+    Returns:
+        [T, hidden].
+    """
+    return _C.unpermute_rows(row_map.tensors, copies, hidden, None)

@@ -1,0 +1,111 @@
+"""The levels and process groups of one layer's expert domains."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+from megatron_moe_opt.errors import ConfigurationError
+from megatron_moe_opt.topology.domains import ExpertDomains
+from megatron_moe_opt.topology.layouts import Groups
+from megatron_moe_opt.topology.nodes import NodeMap, discover_nodes
+
+
+@dataclass(frozen=True)
+class DomainGroups:
+    """The groups of this rank at every level, the outermost first; None where it would be alone.
+
+    Tokens and experts never share a group, so that experts can travel while tokens do.
+    """
+
+    ep: ProcessGroup
+    """The expert-parallel group that is cut into domains."""
+    domains: ExpertDomains
+    rank: int
+    """This rank in the expert-parallel group."""
+    tokens: tuple[ProcessGroup | None, ...]
+    """All-to-all: its rank i is in domain i of the level."""
+    experts: tuple[ProcessGroup | None, ...]
+    """All-gather, and reduce-scatter of gradients."""
+    all_experts: ProcessGroup | None
+    """All ranks of the expert-parallel group, for what concerns all experts. None where no expert travels."""
+
+    @property
+    def migrates(self) -> bool:
+        """Whether any expert travels."""
+        return any(size > 1 for size in self.domains.sizes)
+
+
+def find_levels(nodes: NodeMap, ranks: Sequence[int]) -> tuple[int, ...]:
+    """Workers of each level of a group of global ranks, the slowest level first: (nodes, ranks of each), or (ranks,).
+
+    One level where all ranks sit on one node, or each on its own.
+
+    Raises:
+        ConfigurationError: nodes with unequal numbers of these ranks, or ranks of one node that do not follow one
+            another.
+    """
+    of_ranks = [nodes.node_of[rank] for rank in ranks]
+    number = len(set(of_ranks))
+    if number in (1, len(ranks)):
+        return (len(ranks),)
+    each = len(ranks) // number
+    blocks = [set(of_ranks[first : first + each]) for first in range(0, len(ranks), each)]
+    if len(ranks) % number or any(len(block) > 1 for block in blocks) or len(blocks) != len(set.union(*blocks)):
+        raise ConfigurationError(
+            f"--expert-model-parallel-size {len(ranks)}: its ranks lie on nodes {of_ranks}, which are not levels of "
+            "equal workers: name the levels with --moe-opt-levels"
+        )
+    return number, each
+
+
+def levels_of(ep: ProcessGroup, levels: tuple[int, ...] | None) -> tuple[int, ...]:
+    """The levels the user named, or those that nodes make. The latter is a collective call over the world, once.
+
+    Raises:
+        ConfigurationError: named levels that do not make up the group, or see find_levels.
+    """
+    if levels is None:
+        return find_levels(_nodes(dist.group.WORLD), dist.get_process_group_ranks(ep))
+    product = functools.reduce(int.__mul__, levels)
+    if product != ep.size():
+        raise ConfigurationError(
+            f"--moe-opt-levels {','.join(map(str, levels))} makes {product} ranks, not the "
+            f"{ep.size()} of --expert-model-parallel-size: name workers whose product is {ep.size()}"
+        )
+    return levels
+
+
+@functools.cache
+def _nodes(world: ProcessGroup) -> NodeMap:
+    return discover_nodes()
+
+
+@functools.cache
+def domain_groups(ep: ProcessGroup, domains: ExpertDomains) -> DomainGroups:
+    """Makes the groups; one set for all layers of a process. A collective call over `ep`, once."""
+    levels = range(domains.levels)
+    tokens = tuple(_group(ep, domains.all_to_all_groups(level), f"tokens, level {level}") for level in levels)
+    experts = tuple(_group(ep, domains.gather_groups(level), f"experts, level {level}") for level in levels)
+    everybody = (tuple(range(ep.size())),)
+    all_experts = _group(ep, everybody, "all experts") if any(experts) else None
+    return DomainGroups(ep, domains, ep.rank(), tokens, experts, all_experts)
+
+
+def _group(ep: ProcessGroup, groups: Groups, what: str) -> ProcessGroup | None:
+    """This rank's group of `groups`, which hold ranks of `ep`."""
+    members = next(group for group in groups if ep.rank() in group)
+    if len(members) == 1:
+        return None
+    ranks = dist.get_process_group_ranks(ep)
+    # Only the members of a group take part: other expert-parallel groups, and other pipeline stages, build their layers
+    # at other times, or none. All ranks of `ep` go through the levels in the same order: nobody waits in a ring.
+    return dist.new_group(
+        [ranks[member] for member in members],
+        use_local_synchronization=True,
+        group_desc=f"expert migration: {what}",
+    )

@@ -1,0 +1,139 @@
+"""Training with experts that travel: through Megatron's optimizers, and compressed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_moe_opt.options import Options
+from tests.multirank.test_expert_migration import hidden_states, layers, relative
+
+FULL_RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+
+
+def train(options: Options, dispatcher: str, layout: dict[str, int], **settings: Any) -> list[float]:
+    """Losses of five steps of two micro-batches."""
+    import megatron_moe_opt
+    from tests.ranks.gpt import gpt
+    from tests.ranks.megatron import parallel
+
+    megatron_moe_opt.register(options)
+    try:
+        with parallel(**layout):
+            return gpt(moe_token_dispatcher_type=dispatcher, **settings).train(5)
+    finally:
+        megatron_moe_opt.register()
+
+
+@pytest.mark.parametrize(
+    ("layout", "settings"),
+    [
+        ({"ep": 4}, {"distributed_optimizer": False}),
+        ({"ep": 2}, {}),
+        ({"ep": 2}, {"overlap": True}),
+        ({"ep": 2, "pp": 2}, {"num_layers": 4}),
+        ({"tp": 2, "ep": 4}, FULL_RECOMPUTE),
+    ],
+    ids=str,
+)
+def test_losses_are_those_of_stock(ranks, layout, settings):
+    options = Options(network_levels=(layout["ep"],), domain_sizes=(layout["ep"],))
+    ours = ranks.run(train, options=options, dispatcher="expert-migration", layout=layout, **settings)
+    stock = ranks.run(train, options=Options(), dispatcher="alltoall", layout=layout, **settings)
+    assert ours[0] == pytest.approx(stock[0], rel=1e-5)
+    assert stock[0][-1] < stock[0][0]
+
+
+def test_bf16_losses_are_those_of_stock(ranks):
+    options = Options(network_levels=(2, 2), domain_sizes=(2, 1))
+    ours = ranks.run(train, options=options, dispatcher="expert-migration", layout={"ep": 4}, bf16=True)
+    stock = ranks.run(train, options=Options(), dispatcher="alltoall", layout={"ep": 4}, bf16=True)
+    assert ours[0] == pytest.approx(stock[0], rel=1e-2)
+
+
+def compressed(interval: int) -> list[float]:
+    """What comes out with migrated experts as the codec gives them back; and the shared expert, by hand."""
+    from megatron_moe_opt.runtime.expert_codec import kept_entries
+    from tests.ranks.megatron import parallel
+
+    with parallel(ep=4):
+        (stock,), (ours,) = layers(1, (4,), levels=(4,), compression_ratio=8.0, shared_expert_interval=interval)
+        migrated, means = ours.token_dispatcher.dispatcher.migrated, []
+        for round_ in range(4):
+            ours(hidden_states(round_))[0].sum().backward()
+            own = migrated.weights.current().view(2, -1)  # 2 experts of a rank
+            of_all = [torch.empty_like(own) for _ in range(4)]
+            dist.all_gather(of_all, own)
+            means.append(torch.cat(of_all).mean(0))
+            # Of the weights when it was last renewed, from the message after that on.
+            mean = means[max(round_ - 1, 0) // interval * interval] if interval else torch.zeros_like(own[0])
+            kept = kept_entries(own.size(1), torch.float32, 8.0)
+            for place, experts in enumerate(of_all):
+                if place == migrated.own:
+                    continue
+                for expert, decoded in zip(experts, migrated.gathered()[place].view(2, -1), strict=True):
+                    residual = expert - mean
+                    threshold = residual.abs().kthvalue(residual.numel() - kept + 1).values
+                    expected = torch.where(residual.abs() >= threshold, expert, mean)
+                    assert relative(decoded, expected) < 1e-6, (round_, place)
+            for parameter in ours.experts.parameters():
+                parameter.data.add_(0.01 * torch.randn_like(parameter))
+        sent = migrated.codec.encode(migrated.weights.current())[0].nbytes
+        return [own.nbytes / sent]
+
+
+@pytest.mark.parametrize("interval", [0, 1, 2])
+def test_compressed_experts_are_shared_plus_the_largest_residuals(ranks, interval):
+    for (ratio,) in ranks.run(compressed, interval=interval):
+        assert 7.95 < ratio <= 8.05
+
+
+def straight_through() -> None:
+    """Gradients reach the owner as if its weights had travelled whole, and every rank has the same ones."""
+    from tests.ranks.megatron import parallel
+
+    with parallel(ep=4):
+        _, (ours,) = layers(1, (4,), levels=(4,), compression_ratio=4.0, shared_expert_interval=1)
+        migrated = ours.token_dispatcher.dispatcher.migrated
+        ours(hidden_states(0))[0].square().sum().backward()
+        lossy = [parameter.grad.clone() for parameter in ours.experts.parameters()]
+        # The same with whole experts that are what the codec makes of them. A rank uses its own as they are.
+        stock, (whole,) = layers(1, (4,), levels=(4,))
+        whole.token_dispatcher.dispatcher.migrated._gathered = None
+        send = whole.token_dispatcher.dispatcher.migrated.send
+
+        def send_decoded() -> None:
+            send()
+            whole.token_dispatcher.dispatcher.migrated._gathered = migrated.gathered()
+
+        whole.token_dispatcher.dispatcher.migrated.send = send_decoded
+        whole(hidden_states(0))[0].square().sum().backward()
+        for grad, parameter in zip(lossy, whole.experts.parameters(), strict=True):
+            assert torch.equal(grad, parameter.grad)
+
+
+def test_gradients_go_straight_through(ranks):
+    ranks.run(straight_through)
+
+
+def states() -> None:
+    import megatron_moe_opt
+    from tests.ranks.megatron import parallel
+
+    with parallel(ep=4):
+        (stock,), (ours,) = layers(1, (4,), levels=(4,), compression_ratio=4.0)
+        ours(hidden_states(0))
+        assert [(n, t.shape) for n, t in stock.state_dict().items() if t is not None] == [
+            (n, t.shape) for n, t in ours.state_dict().items() if t is not None
+        ]
+        assert stock.sharded_state_dict().keys() == ours.sharded_state_dict().keys()
+        description = ours.token_dispatcher.dispatcher.describe()
+        assert "4 ranks in expert domains of 4" in description and "LOSSY, compressed 4-fold" in description
+    megatron_moe_opt.register()
+
+
+def test_state_is_stock_and_loss_is_announced(ranks):
+    ranks.run(states)
