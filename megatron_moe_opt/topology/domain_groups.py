@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+import hashlib
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch.distributed as dist
-from torch.distributed import ProcessGroup
+from torch.distributed import ProcessGroup, distributed_c10d
 
 from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.topology.domains import ExpertDomains
@@ -102,10 +105,29 @@ def _group(ep: ProcessGroup, groups: Groups, what: str) -> ProcessGroup | None:
     if len(members) == 1:
         return None
     ranks = dist.get_process_group_ranks(ep)
+    ranks = tuple(ranks[member] for member in members)
     # Only the members of a group take part: other expert-parallel groups, and other pipeline stages, build their layers
     # at other times, or none. All ranks of `ep` go through the levels in the same order: nobody waits in a ring.
-    return dist.new_group(
-        [ranks[member] for member in members],
-        use_local_synchronization=True,
-        group_desc=f"expert migration: {what}",
-    )
+    with _named_alike(f"expert migration: {what}", ranks):
+        return dist.new_group(list(ranks), use_local_synchronization=True, group_desc=f"expert migration: {what}")
+
+
+_made: Counter[tuple[str, tuple[int, ...]]] = Counter()
+
+
+@contextmanager
+def _named_alike(what: str, ranks: tuple[int, ...]) -> Iterator[None]:
+    """Gives the group that is made inside the block the same name on all its ranks.
+
+    PyTorch puts the number of groups that a rank is in into the name of a group that only its members make. Ranks of
+    different pipeline stages are in different numbers of groups, and would wait for each other under different names.
+    """
+    number = _made[what, ranks]
+    _made[what, ranks] += 1
+    name = hashlib.sha1(f"{what} {ranks} {number}".encode(), usedforsecurity=False).hexdigest()
+    original = distributed_c10d._hash_ranks_to_str
+    distributed_c10d._hash_ranks_to_str = lambda _: name
+    try:
+        yield
+    finally:
+        distributed_c10d._hash_ranks_to_str = original
