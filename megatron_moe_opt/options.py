@@ -33,8 +33,9 @@ class Options:
     parm_schedule: str | None = None
     """Where `parm` splits tokens that all TP ranks hold: before the gate (S1), after it (S2), or auto. None: auto with
     a profile, else S1. AAS is S2 whose AllGather waits for the whole all-to-all: for comparison only."""
-    domain_sizes: tuple[int, ...] | None = None
-    """Ranks, or workers, of an expert domain at each level of `expert-migration`, the slowest first. None: 1 at all."""
+    domain_sizes: tuple[int, ...] | str | None = None
+    """Ranks, or workers, of an expert domain at each level of `expert-migration`, the slowest first; or auto. None:
+    auto with a profile, else 1 at every level."""
     network_levels: tuple[int, ...] | None = None
     """Workers of each level of the expert-parallel group, the slowest first. None: nodes, and the ranks of a node."""
     prefetch_layers: int = 1
@@ -47,14 +48,19 @@ class Options:
     """A cluster.json of `moe-opt profile`."""
 
     def __post_init__(self) -> None:
-        choices = ("monta-level", self.monta_level), ("chunks", self.chunks), ("parm-schedule", self.parm_schedule)
+        choices = (
+            ("monta-level", self.monta_level),
+            ("chunks", self.chunks),
+            ("parm-schedule", self.parm_schedule),
+            ("domain-sizes", self.domain_sizes),
+        )
         for flag, value in choices:
             if value == AUTO and self.profile is None:
                 raise ConfigurationError(
                     f"{PREFIX}{flag} auto chooses from measurements: run `moe-opt profile` and give its file with "
                     f"{PREFIX}profile"
                 )
-        if self.compression_ratio is not None and max(self.domain_sizes or (1,)) == 1:
+        if self.compression_ratio is not None and not self.experts_may_travel:
             raise ConfigurationError(
                 f"{PREFIX}compression-ratio {self.compression_ratio:g} has nothing to compress where no expert "
                 f"travels: give {PREFIX}domain-sizes above 1"
@@ -85,6 +91,16 @@ class Options:
         if self.levels == ("O1",):
             return (1,)
         return None if self.profile is not None else (DEFAULT_CHUNKS,)
+
+    @property
+    def chooses_domains(self) -> bool:
+        """Whether `expert-migration` chooses its domains from the profile."""
+        return self.profile is not None and self.domain_sizes in (None, AUTO)
+
+    @property
+    def experts_may_travel(self) -> bool:
+        """Whether `expert-migration` may have domains of more than one rank."""
+        return self.chooses_domains or max(self.domain_sizes or (1,)) > 1
 
     @property
     def schedule_profile(self) -> Path | None:
@@ -157,10 +173,11 @@ def _parser() -> argparse.ArgumentParser:
     group.add_argument(
         f"{PREFIX}domain-sizes",
         dest="domain_sizes",
-        type=_whole_numbers,
-        metavar="S,...",
+        type=lambda text: text if text == AUTO else _whole_numbers(text),
+        metavar="S,...|auto",
         help="workers of an expert domain at each level of the expert-migration dispatcher, the slowest level first: "
-        "experts travel inside a domain, tokens between domains (default: 1 at every level, no expert travels)",
+        "experts travel inside a domain, tokens between domains (default: auto with a profile, else 1 at every "
+        "level: no expert travels)",
     )
     group.add_argument(
         f"{PREFIX}levels",

@@ -21,21 +21,14 @@ MIGRATION = "expert-migration"
 
 def split_variant(variant: str, profile: Path | None) -> tuple[str, Options]:
     """The dispatcher's name and options of `name`, `name:auto`, `monta:LEVEL`, `monta:LEVELxCHUNKS`, `parm:SCHEDULE`,
-    `expert-migration:SIZExSIZE` (of domains, the slowest level first).
+    `expert-migration:SIZExSIZE` (of domains, the slowest level first), `expert-migration:auto`.
 
     Raises ConfigurationError for anything else.
     """
     name, colon, setting = variant.partition(":")
     if not colon:
         return name, Options()
-    if name == MIGRATION:
-        if not re.fullmatch(r"[1-9][0-9]*(x[1-9][0-9]*)*", setting):
-            raise ConfigurationError(
-                f"--dispatchers {variant}: write the domain size of each level, the slowest first, such as "
-                f"{MIGRATION}:2x1"
-            )
-        return name, Options(domain_sizes=tuple(map(int, setting.split("x"))))
-    if name not in ("monta", "parm"):
+    if name not in ("monta", "parm", MIGRATION):
         raise ConfigurationError(
             f"--dispatchers {variant}: only monta, parm and {MIGRATION} have variants; write {name}"
         )
@@ -43,6 +36,13 @@ def split_variant(variant: str, profile: Path | None) -> tuple[str, Options]:
         if profile is None:
             raise ConfigurationError(f"--dispatchers {variant} chooses by measurements: give --profile")
         return name, Options(profile=profile)
+    if name == MIGRATION:
+        if not re.fullmatch(r"[1-9][0-9]*(x[1-9][0-9]*)*", setting):
+            raise ConfigurationError(
+                f"--dispatchers {variant}: write the domain size of each level, the slowest first, such as "
+                f"{MIGRATION}:2x1"
+            )
+        return name, Options(domain_sizes=tuple(map(int, setting.split("x"))))
     if name == "parm":
         if setting not in (*SCHEDULES, AAS):
             raise ConfigurationError(

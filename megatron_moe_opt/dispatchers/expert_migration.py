@@ -10,20 +10,24 @@ travels: that is expert parallelism hop by hop, in which a token crosses each li
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 
 import torch
 from torch.distributed import ProcessGroup
 
+from megatron_moe_opt.dispatchers.expert_domains import Choosing, Volumes
 from megatron_moe_opt.kernels import build_row_map
 from megatron_moe_opt.runtime.collectives import all_gather_rows
 from megatron_moe_opt.runtime.expert_communicator import MigratedExperts
+from megatron_moe_opt.runtime.expert_weights import ExpertWeights
 from megatron_moe_opt.runtime.hop_plan import DomainTables
 from megatron_moe_opt.runtime.host_copy import HostCopy
 from megatron_moe_opt.runtime.row_facts import RowFacts, experts_of_tokens
 from megatron_moe_opt.runtime.token_hops import DeviceTables, Route, to_experts, to_tokens
-from megatron_moe_opt.topology.domain_groups import DomainGroups
+from megatron_moe_opt.topology.domain_groups import DomainGroups, domain_groups
+from megatron_moe_opt.topology.domains import ExpertDomains
 from megatron_moe_opt.topology.expert_groups import ExpertGroups
 
 
@@ -53,24 +57,60 @@ class Dispatched:
         return self.counts.wait()[:, self.dispatcher.tables.num_counts :].amax(0).tolist()
 
 
+@dataclass(frozen=True)
+class LayerExperts:
+    """A layer's own experts, and how they come to travel."""
+
+    weights: ExpertWeights
+    compression_ratio: float
+    """Bytes of an expert over those of it that travel."""
+    migrate: Callable[[DomainGroups, tuple[int, ...]], MigratedExperts]
+    """With the groups and the owners in them (DomainTables.owners)."""
+
+
 class ExpertMigrationDispatcher:
     """Moves the tokens of one MoE layer to the ranks that hold their experts, and back."""
 
-    def __init__(self, groups: ExpertGroups, domain_groups: DomainGroups, num_experts: int, topk: int) -> None:
-        self.groups = groups
-        self.domain_groups = domain_groups
-        self.tables = DomainTables(domain_groups.domains, groups.ep_rank, num_experts)
-        self.topk = topk
+    def __init__(self, groups: ExpertGroups, choosing: Choosing, num_experts: int, topk: int) -> None:
+        self.groups, self.choosing = groups, choosing
+        self.num_experts, self.topk = num_experts, topk
+        self.domain_groups: DomainGroups | None = None
+        """None until the domains are chosen: at the first pass, where they are not fixed."""
+        self.tables: DomainTables | None = None
+        self.experts: LayerExperts | None = None
+        """The layer's experts, which may travel. Without them tokens still hop as if they did."""
         self.migrated: MigratedExperts | None = None
         """The experts of this layer that travel; None where none does."""
         self._device_tables: dict[torch.device, DeviceTables] = {}
 
+    def take_experts(self, experts: LayerExperts) -> None:
+        """Puts the experts of the layer in reach. A collective call over its groups."""
+        self.experts = experts
+        if self.choosing.fixed is not None:
+            self._settle(self.choosing.fixed)
+
+    def _settle(self, domains: ExpertDomains) -> None:
+        self.domain_groups = domain_groups(self.groups.ep, domains)
+        self.tables = DomainTables(domains, self.groups.ep_rank, self.num_experts)
+        if self.domain_groups.migrates:
+            self.migrated = self.experts.migrate(self.domain_groups, self.tables.owners)
+
+    def _choose(self, tokens: torch.Tensor, facts: RowFacts) -> None:
+        weights = self.experts.weights
+        num_bytes = weights.numel * tokens.element_size()
+        volumes = Volumes(
+            tokens=tokens.size(0),
+            row_bytes=facts.width * tokens.element_size(),
+            topk=self.topk,
+            local_experts=self.num_experts // self.groups.ep_size,
+            expert_bytes=int(num_bytes / self.experts.compression_ratio),
+            gradient_bytes=num_bytes,
+        )
+        self._settle(self.choosing.choose(volumes, tokens.device))
+
     def describe(self) -> str:
         """What runs, for the line at start."""
-        domains = self.domain_groups.domains
-        levels = " x ".join(map(str, domains.workers))
-        sizes = " x ".join(map(str, domains.sizes))
-        what = f"{levels} ranks in expert domains of {sizes}, a token once over every link"
+        what = f"{self.choosing.describe()}, a token once over every link"
         return what if self.migrated is None else f"{what}; {self.migrated.describe()}"
 
     def take_copies(self, tp: ProcessGroup, tokens: torch.Tensor) -> bool:
@@ -104,6 +144,9 @@ class ExpertMigrationDispatcher:
         Returns:
             The tokens as they are, and the state for the other three steps.
         """
+        facts = RowFacts(tokens.size(1), tokens.dtype, self.topk, probs.dtype)
+        if self.domain_groups is None:
+            self._choose(tokens, facts)
         row_map = build_row_map(routing_map, num_out_tokens=num_rows)
         experts = experts_of_tokens(row_map, self.topk)
         routed = experts < row_map.num_experts
@@ -112,7 +155,6 @@ class ExpertMigrationDispatcher:
         if self.migrated is not None:
             counts = torch.cat([counts, self.migrated.news()])
         counts = HostCopy(all_gather_rows(counts.view(1, -1), None, self.groups.ep))
-        facts = RowFacts(tokens.size(1), tokens.dtype, self.topk, probs.dtype)
         return tokens, Dispatched(self, experts, probs, facts, counts)
 
     def dispatch(

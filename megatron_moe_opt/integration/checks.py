@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from megatron_moe_opt.errors import ConfigurationError
-from megatron_moe_opt.options import PREFIX, Options
+from megatron_moe_opt.options import AUTO, PREFIX, Options
 
 FLAG = "--moe-token-dispatcher-type"
 
@@ -75,9 +75,10 @@ def _check_expert_migration(config: Any, options: Options) -> None:
     ):
         if getattr(config, field, False):
             raise ConfigurationError(f"{flag} would have {name} send what nobody routed: drop it, or use monta")
-    if max(options.domain_sizes or (1,)) == 1:
+    if not options.experts_may_travel:
         return
-    travels = f"{PREFIX}domain-sizes {','.join(map(str, options.domain_sizes))} has experts travel, and"
+    sizes = AUTO if options.chooses_domains else ",".join(map(str, options.domain_sizes))
+    travels = f"{PREFIX}domain-sizes {sizes} has experts travel, and"
     if config.gradient_accumulation_fusion:
         raise ConfigurationError(
             f"{travels} gradients of travelling experts have no main_grad to be added to: give "

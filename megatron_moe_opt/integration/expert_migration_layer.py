@@ -10,19 +10,21 @@ from __future__ import annotations
 import functools
 import re
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.func import functional_call
 
-from megatron_moe_opt.dispatchers.expert_migration import ExpertMigrationDispatcher
+from megatron_moe_opt.dispatchers.expert_domains import Choosing, FixedDomains, MeasuredDomains
+from megatron_moe_opt.dispatchers.expert_migration import ExpertMigrationDispatcher, LayerExperts
 from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.integration.optimizer_step import after_optimizer_step
 from megatron_moe_opt.options import PREFIX, Options
 from megatron_moe_opt.runtime.expert_codec import ResidualExperts, WholeExperts
 from megatron_moe_opt.runtime.expert_communicator import MigratedExperts, expert_communicator
 from megatron_moe_opt.runtime.expert_weights import ExpertWeights
-from megatron_moe_opt.topology.domain_groups import domain_groups, levels_of
+from megatron_moe_opt.topology.domain_groups import DomainGroups, levels_of
 from megatron_moe_opt.topology.domains import ExpertDomains
 from megatron_moe_opt.topology.expert_groups import ExpertGroups
 
@@ -34,12 +36,14 @@ def make_dispatcher(groups: ExpertGroups, options: Options, config: Any) -> Expe
     """The dispatcher of a layer. A collective call over its expert-parallel group, and at first over the world.
 
     Raises:
-        ConfigurationError: levels or domain sizes that do not fit the group.
+        ConfigurationError: levels or domain sizes that do not fit the group, or a profile that has not measured them.
     """
     workers = levels_of(groups.ep, options.network_levels)
-    domains = ExpertDomains(workers, _sizes(options, workers))
-    made = domain_groups(groups.ep, domains)
-    return ExpertMigrationDispatcher(groups, made, config.num_moe_experts, config.moe_router_topk)
+    if options.chooses_domains:
+        choosing: Choosing = MeasuredDomains(options.profile, groups, workers)
+    else:
+        choosing = FixedDomains(ExpertDomains(workers, _sizes(options, workers)))
+    return ExpertMigrationDispatcher(groups, choosing, config.num_moe_experts, config.moe_router_topk)
 
 
 def _sizes(options: Options, workers: tuple[int, ...]) -> tuple[int, ...]:
@@ -57,32 +61,29 @@ def _list(numbers: tuple[int, ...]) -> str:
 
 
 def migrate_experts(layer: Any, options: Options) -> None:
-    """Lets the experts of a layer travel, unless every domain is a single rank."""
-    dispatcher = layer.token_dispatcher.dispatcher
-    if not dispatcher.domain_groups.migrates:
-        return
+    """Lets the experts of a layer travel, unless every domain is a single rank. A collective call over its groups."""
+    dispatcher: ExpertMigrationDispatcher = layer.token_dispatcher.dispatcher
     ready = functools.partial(_finish_parameter_sync, layer.experts)
     weights = ExpertWeights(layer.experts, _expert_of, ready)
-    communicator = expert_communicator(dispatcher.domain_groups, options.prefetch_layers)
-    codec = _codec(layer, dispatcher, weights, options)
-    dispatcher.migrated = MigratedExperts(weights, dispatcher.tables.owners, communicator, codec)
-    after_optimizer_step(communicator.after_step)
-    setattr(layer, EXPERTS_COMPUTE, functools.partial(_compute, weakref.proxy(layer), dispatcher.migrated))
-
-
-def _codec(
-    layer: Any, dispatcher: ExpertMigrationDispatcher, weights: ExpertWeights, options: Options
-) -> WholeExperts | ResidualExperts:
-    ratio = options.compression_ratio
-    if ratio is None:
-        return WholeExperts()
-    if not weights.is_by_expert:
+    ratio, num_local = options.compression_ratio, layer.num_local_experts
+    if ratio is not None and not weights.is_by_expert:
         raise ConfigurationError(
             f"{PREFIX}compression-ratio {ratio:g} needs experts with weights of their own, which "
             f"{type(layer.experts).__name__} has not: leave out --moe-use-legacy-grouped-gemm, or the ratio"
         )
-    group = dispatcher.domain_groups.all_experts
-    return ResidualExperts(layer.num_local_experts, group, ratio, options.shared_expert_interval)
+
+    def migrate(groups: DomainGroups, owners: tuple[int, ...]) -> MigratedExperts:
+        communicator = expert_communicator(groups, options.prefetch_layers)
+        codec: WholeExperts | ResidualExperts = WholeExperts()
+        if ratio is not None:
+            codec = ResidualExperts(num_local, groups.all_experts, ratio, options.shared_expert_interval)
+        after_optimizer_step(communicator.after_step)
+        return MigratedExperts(weights, owners, communicator, codec)
+
+    dispatcher.take_experts(LayerExperts(weights, ratio or 1.0, migrate))
+    if options.experts_may_travel:
+        stock = getattr(type(layer), EXPERTS_COMPUTE)
+        setattr(layer, EXPERTS_COMPUTE, functools.partial(_compute, weakref.proxy(layer), stock))
 
 
 def _expert_of(name: str) -> int | None:
@@ -103,9 +104,12 @@ def _finish_parameter_sync(experts: Any) -> None:
 
 
 def _compute(
-    layer: Any, migrated: MigratedExperts, hidden_states: torch.Tensor, probs: torch.Tensor
+    layer: Any, stock: Callable[..., Any], hidden_states: torch.Tensor, probs: torch.Tensor
 ) -> tuple[torch.Tensor, None]:
     """In the place of MoELayer.routed_experts_compute."""
+    migrated: MigratedExperts | None = layer.token_dispatcher.dispatcher.migrated
+    if migrated is None:  # the domains that were chosen are single ranks
+        return stock(layer, hidden_states, probs)
     rows, tokens_per_expert, probs = layer.token_dispatcher.dispatch_postprocess(hidden_states, probs)
     of_owners = tokens_per_expert.view(len(migrated.owners), -1)
     sizes = of_owners.sum(1).tolist()
