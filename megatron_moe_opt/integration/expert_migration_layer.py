@@ -114,13 +114,13 @@ def _compute(
     of_owners = tokens_per_expert.view(len(migrated.owners), -1)
     sizes = of_owners.sum(1).tolist()
     outputs = []
-    for parameters, *arguments in zip(
-        migrated.of_owners(), rows.split(sizes), of_owners, probs.split(sizes), strict=True
-    ):
-        if parameters is None:
-            output, bias = layer.experts(*arguments)
-        else:
-            output, bias = functional_call(layer.experts, parameters, tuple(arguments))
-        assert bias is None, "experts with a separate bias are refused by Megatron's own layer too"
-        outputs.append(output)
+    parts = zip(migrated.of_owners(), rows.split(sizes), of_owners, probs.split(sizes), strict=True)
+    with migrated.kept_as_they_came():
+        for parameters, *arguments in parts:
+            if parameters is None:
+                output, bias = layer.experts(*arguments)
+            else:
+                output, bias = functional_call(layer.experts, parameters, tuple(arguments))
+            assert bias is None, f"mlp_bias is not supported for {type(layer.token_dispatcher)}"  # as stock says
+            outputs.append(output)
     return layer.token_dispatcher.combine_preprocess(torch.cat(outputs)), None

@@ -16,12 +16,15 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
+from torch.autograd.graph import saved_tensors_hooks
 
 from megatron_moe_opt.kernels import empty
 from megatron_moe_opt.runtime.collectives import all_gather_rows, reduce_scatter_rows
@@ -132,6 +135,51 @@ def expert_communicator(groups: DomainGroups, ahead: int) -> ExpertCommunicator:
     return ExpertCommunicator(groups, ahead)
 
 
+class ArrivedExperts:
+    """Experts that were gathered once: kept as they travelled, decoded while somebody holds what was decoded."""
+
+    def __init__(self, arrive: Callable[[], torch.Tensor], decode: Decode, own: int) -> None:
+        self._arrive: Callable[[], torch.Tensor] | None = arrive
+        self._messages: torch.Tensor | None = None
+        self._decode, self._own = decode, own
+        self._experts: weakref.ref[torch.Tensor] | None = None
+
+    def experts(self) -> torch.Tensor:
+        """[owners, numel]; see MigratedExperts.gathered."""
+        if self._messages is None:
+            self._messages, self._arrive = self._arrive(), None
+        experts = self._experts and self._experts()
+        if experts is None:
+            experts = self._decode(self._messages, self._own)
+            self._experts = weakref.ref(experts)
+        return experts
+
+    def forget_part(self, tensor: torch.Tensor) -> torch.Tensor | _Part:
+        """Where among the experts a tensor lies; the tensor itself, if it is none of them."""
+        experts = self._experts and self._experts()
+        if experts is None or tensor.untyped_storage()._cdata != experts.untyped_storage()._cdata:
+            return tensor
+        return _Part(self, tensor.storage_offset() - experts.storage_offset(), tensor.size(), tensor.stride())
+
+
+@dataclass(frozen=True)
+class _Part:
+    """A tensor in the memory of experts that need not be there now."""
+
+    arrived: ArrivedExperts
+    first: int
+    size: torch.Size
+    stride: tuple[int, ...]
+
+
+def restore_part(part: torch.Tensor | _Part) -> torch.Tensor:
+    """The inverse of `forget_part`."""
+    if isinstance(part, torch.Tensor):
+        return part
+    experts = part.arrived.experts()
+    return experts.as_strided(part.size, part.stride, experts.storage_offset() + part.first)
+
+
 class MigratedExperts:
     """The experts of one layer: this rank's own, and those of the other ranks of its domains."""
 
@@ -157,8 +205,7 @@ class MigratedExperts:
         """The layer whose pass came after this one's."""
         self._following: list[MigratedExperts] = []
         self._sent: torch.Tensor | None = None
-        self._arriving: tuple[Callable[[], torch.Tensor], Decode] | None = None
-        self._gathered: torch.Tensor | None = None
+        self._arrived: ArrivedExperts | None = None
 
     def describe(self) -> str:
         """What runs, for the line at start."""
@@ -201,17 +248,20 @@ class MigratedExperts:
     def send(self) -> None:
         """Starts to gather the experts as they are now."""
         self.round = self.communicator.round
-        self._gathered = None  # passes that still need the old ones keep them
         self._sent = self.weights.current()
         message, decode = self.codec.encode(self._sent)
-        self._arriving = self.communicator.gather(message), decode
+        # Passes that still need the old ones keep them.
+        self._arrived = ArrivedExperts(self.communicator.gather(message), decode, self.own)
 
     def gathered(self) -> torch.Tensor:
         """[owners, numel]: the experts of the ranks of the domains, waited for; not all codecs give the own ones."""
-        if self._gathered is None:
-            arrive, decode = self._arriving
-            self._gathered, self._arriving = decode(arrive(), self.own), None
-        return self._gathered
+        return self._arrived.experts()
+
+    def kept_as_they_came(self) -> AbstractContextManager[Any]:
+        """What a forward pass in this context saves of `of_owners` for its backward pass, it saves as it travelled."""
+        if not self.codec.is_lossy:
+            return nullcontext()
+        return saved_tensors_hooks(self._arrived.forget_part, restore_part)
 
     def of_owners(self) -> list[dict[str, torch.Tensor] | None]:
         """The parameters of each owner's experts by name; None for this rank's own, which the module holds.
