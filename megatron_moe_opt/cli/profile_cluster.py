@@ -120,7 +120,7 @@ def measure(settings: ProfileSettings, device: torch.device) -> Cluster:
     nodes = discover_nodes()
     rows = Rows(settings.hidden, settings.torch_dtype, device)
     ffn_hidden = settings.ffn_hidden // settings.expert_tp
-    workers = find_levels(nodes, layout.groups("ep")[0]) if settings.domains else ()
+    workers = find_levels([nodes.node_of[rank] for rank in layout.groups("ep")[0]]) if settings.domains else ()
     with groups_of(layout) as groups, domain_groups_of(layout, workers) as domains, _progress() as progress:
         moves = domain_moves(rows, domains, workers) + _moves(rows, groups, nodes)
         groups |= domains

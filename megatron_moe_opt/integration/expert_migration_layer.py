@@ -33,7 +33,7 @@ EXPERTS_COMPUTE = "routed_experts_compute"
 
 
 def make_dispatcher(groups: ExpertGroups, options: Options, config: Any) -> ExpertMigrationDispatcher:
-    """The dispatcher of a layer. A collective call over its expert-parallel group, and at first over the world.
+    """The dispatcher of a layer. A collective call over its expert-parallel group.
 
     Raises:
         ConfigurationError: levels or domain sizes that do not fit the group, or a profile that has not measured them.

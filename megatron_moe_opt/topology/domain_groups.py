@@ -43,37 +43,39 @@ class DomainGroups:
         return any(size > 1 for size in self.domains.sizes)
 
 
-def find_levels(nodes: NodeMap, ranks: Sequence[int]) -> tuple[int, ...]:
-    """Workers of each level of a group of global ranks, the slowest level first: (nodes, ranks of each), or (ranks,).
+def find_levels(nodes: Sequence[int]) -> tuple[int, ...]:
+    """Workers of each level of a group of ranks, the slowest level first: (nodes, ranks of each), or (ranks,).
 
     One level where all ranks sit on one node, or each on its own.
+
+    Args:
+        nodes: the node of each rank.
 
     Raises:
         ConfigurationError: nodes with unequal numbers of these ranks, or ranks of one node that do not follow one
             another.
     """
-    of_ranks = [nodes.node_of[rank] for rank in ranks]
-    number = len(set(of_ranks))
-    if number in (1, len(ranks)):
-        return (len(ranks),)
-    each = len(ranks) // number
-    blocks = [set(of_ranks[first : first + each]) for first in range(0, len(ranks), each)]
-    if len(ranks) % number or any(len(block) > 1 for block in blocks) or len(blocks) != len(set.union(*blocks)):
+    number = len(set(nodes))
+    if number in (1, len(nodes)):
+        return (len(nodes),)
+    each = len(nodes) // number
+    blocks = [set(nodes[first : first + each]) for first in range(0, len(nodes), each)]
+    if len(nodes) % number or any(len(block) > 1 for block in blocks) or len(blocks) != len(set.union(*blocks)):
         raise ConfigurationError(
-            f"--expert-model-parallel-size {len(ranks)}: its ranks lie on nodes {of_ranks}, which are not levels of "
-            "equal workers: name the levels with --moe-opt-levels"
+            f"--expert-model-parallel-size {len(nodes)}: its ranks lie on nodes {', '.join(map(str, nodes))}, which "
+            "are not levels of equal workers: name the levels with --moe-opt-levels"
         )
     return number, each
 
 
 def levels_of(ep: ProcessGroup, levels: tuple[int, ...] | None) -> tuple[int, ...]:
-    """The levels the user named, or those that nodes make. The latter is a collective call over the world, once.
+    """The levels the user named, or those that nodes make. The latter is a collective call over the group, once.
 
     Raises:
         ConfigurationError: named levels that do not make up the group, or see find_levels.
     """
     if levels is None:
-        return find_levels(_nodes(dist.group.WORLD), dist.get_process_group_ranks(ep))
+        return find_levels(_nodes(ep).node_of)
     product = functools.reduce(int.__mul__, levels)
     if product != ep.size():
         raise ConfigurationError(
@@ -84,8 +86,8 @@ def levels_of(ep: ProcessGroup, levels: tuple[int, ...] | None) -> tuple[int, ..
 
 
 @functools.cache
-def _nodes(world: ProcessGroup) -> NodeMap:
-    return discover_nodes()
+def _nodes(ep: ProcessGroup) -> NodeMap:
+    return discover_nodes(ep)
 
 
 @functools.cache

@@ -54,6 +54,32 @@ def test_bf16_losses_are_those_of_stock(ranks):
     assert ours[0] == pytest.approx(stock[0], rel=1e-2)
 
 
+def sent_at_the_end_of_a_step(**settings: Any) -> None:
+    """The weights of the next step are under way before it begins, and are the right ones."""
+    import megatron_moe_opt
+    from tests.ranks.gpt import gpt
+    from tests.ranks.megatron import parallel
+
+    megatron_moe_opt.register(Options(network_levels=(2,), domain_sizes=(2,)))
+    try:
+        with parallel(ep=2):
+            model = gpt(moe_token_dispatcher_type="expert-migration", **settings)
+            layers = [one for one in model.model.modules() if hasattr(one, "token_dispatcher")]
+            for _ in range(2):
+                before = [parameter.clone() for parameter in model.model.parameters()]
+                model.train_step()
+                assert not any(map(torch.equal, before, model.model.parameters()))
+                news = [layer.token_dispatcher.dispatcher.migrated.news()[0].item() for layer in layers]
+                assert news == [0, 0]
+    finally:
+        megatron_moe_opt.register()
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+def test_experts_are_sent_at_the_end_of_an_optimizer_step(ranks, bf16):
+    ranks.run(sent_at_the_end_of_a_step, bf16=bf16)
+
+
 def compressed(interval: int) -> list[float]:
     """What comes out with migrated experts as the codec gives them back; and the shared expert, by hand."""
     from megatron_moe_opt.runtime.expert_codec import kept_entries
