@@ -15,6 +15,7 @@ from megatron_moe_opt.schedules.parm import SCHEDULES
 
 PREFIX = "--moe-opt-"
 AUTO = "auto"
+RESIDUALS = ("last", "shared")
 DEFAULT_CHUNKS = 4  # of O2 and O3 where nothing was measured; the paper's own (MoNTA, Table 8)
 
 
@@ -42,6 +43,8 @@ class Options:
     """Layers whose experts `expert-migration` gathers before their turn."""
     compression_ratio: float | None = None
     """Bytes of an expert over those of it that travel. None: experts travel whole; lossy otherwise."""
+    residuals: str = "last"
+    """What compressed experts are told from: the last ones, as the receivers hold them, or a shared expert."""
     shared_expert_interval: int = 10
     """Times that a layer's experts travel compressed from one renewal of their mean to the next; 0: without mean."""
     profile: Path | None = None
@@ -203,13 +206,21 @@ def _parser() -> argparse.ArgumentParser:
         help="bytes of an expert over those of it that travel; lossy (default: experts travel whole)",
     )
     group.add_argument(
+        f"{PREFIX}residuals",
+        dest="residuals",
+        choices=RESIDUALS,
+        default=Options.residuals,
+        help="what compressed experts are told from: the last ones, as the receivers hold them, or the experts' mean "
+        "(default: %(default)s)",
+    )
+    group.add_argument(
         f"{PREFIX}shared-expert-interval",
         dest="shared_expert_interval",
         type=_number_from_0,
         default=Options.shared_expert_interval,
         metavar="N",
-        help="optimizer steps from one renewal of the experts' mean, from which compressed experts are told apart, to "
-        "the next; 0: without mean (default: %(default)s)",
+        help="optimizer steps from one renewal of the shared expert, the experts' mean, to the next; 0: without "
+        "(default: %(default)s)",
     )
     return parser
 

@@ -21,7 +21,7 @@ from megatron_moe_opt.dispatchers.expert_migration import ExpertMigrationDispatc
 from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.integration.optimizer_step import after_optimizer_step
 from megatron_moe_opt.options import PREFIX, Options
-from megatron_moe_opt.runtime.expert_codec import ResidualExperts, WholeExperts
+from megatron_moe_opt.runtime.expert_codec import ResidualExperts, TrackedExperts, WholeExperts
 from megatron_moe_opt.runtime.expert_communicator import MigratedExperts, expert_communicator
 from megatron_moe_opt.runtime.expert_weights import ExpertWeights
 from megatron_moe_opt.topology.domain_groups import DomainGroups, levels_of
@@ -74,9 +74,13 @@ def migrate_experts(layer: Any, options: Options) -> None:
 
     def migrate(groups: DomainGroups, owners: tuple[int, ...]) -> MigratedExperts:
         communicator = expert_communicator(groups, options.prefetch_layers)
-        codec: WholeExperts | ResidualExperts = WholeExperts()
+        codec: WholeExperts | TrackedExperts | ResidualExperts = WholeExperts()
         if ratio is not None:
-            codec = ResidualExperts(num_local, groups.all_experts, ratio, options.shared_expert_interval)
+            if options.residuals == "last":
+                codec = TrackedExperts(num_local, ratio)
+            else:
+                codec = ResidualExperts(num_local, groups.all_experts, ratio, options.shared_expert_interval)
+            layer.experts.register_load_state_dict_post_hook(lambda *_: codec.restart())
         after_optimizer_step(communicator.after_step)
         return MigratedExperts(weights, owners, communicator, codec)
 

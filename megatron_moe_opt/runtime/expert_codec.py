@@ -1,14 +1,15 @@
-"""What travels of a rank's experts: all of them, or their largest differences from a shared expert (lossy).
+"""What travels of a rank's experts: all of them, or their largest differences from other ones (lossy).
 
-Compressed experts are value-index lists of the residual codec (kernels/residual_codec.py; HybridEP, section IV-B). The
-shared expert is the mean of all experts of the expert-parallel group. Encoding and decoding need the same one: it is
-renewed on all ranks between the same two messages, by an all-reduce beside everything else, from the weights of the
-message before them. Errors do not add up: every message starts from the owner's weights.
+Compressed experts are value-index lists of the residual codec (kernels/residual_codec.py; HybridEP, section IV-B), of
+residuals from what the receivers hold of them already or, as in the paper, from a shared expert, the mean of all
+experts of the expert-parallel group. Encoding and decoding need the same shared expert: it is renewed on all ranks
+between the same two messages, by an all-reduce beside everything else, from the weights of the message before them.
+Errors do not add up: every message starts from the owner's weights.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 import torch.distributed as dist
@@ -23,12 +24,17 @@ Decode = Callable[[torch.Tensor, int], torch.Tensor]
 """(messages [owners, M], place of the own one, which is not needed) -> experts [owners, numel]."""
 
 
+Previous = Callable[[], torch.Tensor]
+"""Gives the experts [owners, numel] of the message before."""
+
+
 class WholeExperts:
     """Experts as they are."""
 
-    is_lossy = False
+    is_transient = False
+    """Whether decoded experts can be dropped and decoded again from a message."""
 
-    def encode(self, flat: torch.Tensor) -> tuple[torch.Tensor, Decode]:
+    def encode(self, flat: torch.Tensor, previous: Previous | None) -> tuple[torch.Tensor, Decode]:
         """A message of `flat` [numel], and what reads such messages of all owners."""
         return flat, lambda messages, own: messages
 
@@ -44,17 +50,94 @@ def kept_entries(numel: int, dtype: torch.dtype, ratio: float) -> int:
     return min(max(int((numel * size / ratio - 4 * blocks) / (size + 2)), 1), numel)
 
 
-class ResidualExperts:
-    """Experts as residuals from the shared expert."""
+class _Residuals:
+    """Messages of the residuals of a rank's experts from other ones, which sender and receivers have."""
 
-    is_lossy = True
+    def __init__(self, num_local: int, ratio: float, flat: torch.Tensor) -> None:
+        self.num_local = num_local
+        self.dtype, numel = flat.dtype, flat.numel() // num_local
+        self.kept = kept_entries(numel, flat.dtype, ratio)
+        self._values_end = self.kept * flat.element_size()
+        self._end = sr_wire_bytes(numel, self.kept, flat.dtype)
+
+    def encode(self, experts: torch.Tensor, bases: Iterable[torch.Tensor]) -> torch.Tensor:
+        """[numel] -> uint8 message; one base for each expert."""
+        length = -(-self._end // LANE_BYTES) * LANE_BYTES
+        message = empty((self.num_local, length), torch.uint8, experts.device)
+        for expert, base, place in zip(experts.view(self.num_local, -1), bases, message, strict=True):
+            values, indices = sr_encode(expert, base, self.kept)
+            place[: self._values_end] = values.view(torch.uint8)
+            place[self._values_end : self._end] = indices.view(torch.uint8)
+            place[self._end :] = 0
+        return message.view(-1)
+
+    def decode(self, message: torch.Tensor, bases: Iterable[torch.Tensor], out: torch.Tensor) -> None:
+        """A message to experts, out [numel]."""
+        parts = zip(message.view(self.num_local, -1), bases, out.view(self.num_local, -1), strict=True)
+        for place, base, expert in parts:
+            values = place[: self._values_end].view(self.dtype)
+            indices = place[self._values_end : self._end].view(torch.uint16)
+            sr_decode(values, indices, base, out=expert)
+
+
+class TrackedExperts:
+    """Experts as residuals from what the receivers hold of them: from the message before, which all can decode.
+
+    What a message leaves out is part of the next one's residual: no difference is lost, it waits until it is among the
+    largest. The first message, and the first after a checkpoint was loaded, has whole experts.
+    """
+
+    is_transient = False
+
+    def __init__(self, num_local: int, ratio: float) -> None:
+        """
+        Args:
+            num_local: experts of a rank, consecutive and alike in its flat tensor.
+            ratio: bytes of an expert over bytes that travel.
+        """
+        self.num_local, self.ratio = num_local, ratio
+        self._held: torch.Tensor | None = None  # by the receivers, of this rank's experts
+
+    def describe(self) -> str:
+        """For the line at start."""
+        return f"LOSSY, compressed {self.ratio:g}-fold as residuals from the last ones"
+
+    def restart(self) -> None:
+        """Has the next message be whole. Every rank must restart."""
+        self._held = None
+
+    def encode(self, flat: torch.Tensor, previous: Previous | None) -> tuple[torch.Tensor, Decode]:
+        """As WholeExperts.encode."""
+        if self._held is None or previous is None:
+            self._held = flat
+            return flat, lambda messages, own: messages
+        residuals, held = _Residuals(self.num_local, self.ratio, flat), self._held
+        message = residuals.encode(flat, held.view(self.num_local, -1))
+        self._held = torch.empty_like(held)
+        residuals.decode(message, held.view(self.num_local, -1), self._held)
+        before = [previous]
+
+        def decode(messages: torch.Tensor, own: int) -> torch.Tensor:
+            bases = before.pop()()  # and nobody keeps them for this message's sake
+            decoded = empty((messages.size(0), flat.numel()), flat.dtype, flat.device)
+            for owner, (received, base, out) in enumerate(zip(messages, bases, decoded, strict=True)):
+                if owner != own:
+                    residuals.decode(received, base.view(self.num_local, -1), out)
+            return decoded
+
+        return message, decode
+
+
+class ResidualExperts:
+    """Experts as residuals from the shared expert (the paper's SR compression)."""
+
+    is_transient = True
 
     def __init__(self, num_local: int, group: dist.ProcessGroup, ratio: float, interval: int) -> None:
         """
         Args:
-            num_local: experts of a rank, consecutive and alike in its flat tensor.
+            num_local, ratio: as in TrackedExperts.
             group: the expert-parallel ranks; used by this class alone.
-            ratio: bytes of an expert over bytes that travel.
             interval: messages from one renewal of the shared expert to the next; 0: there is none, residuals are the
                 weights themselves.
         """
@@ -68,31 +151,22 @@ class ResidualExperts:
         shared = f"shared expert renewed every {self.interval} messages" if self.interval else "no shared expert"
         return f"LOSSY, compressed {self.ratio:g}-fold, {shared}"
 
-    def encode(self, flat: torch.Tensor) -> tuple[torch.Tensor, Decode]:
+    def restart(self) -> None:
+        """Nothing is carried from one message to the next but the shared expert, which is renewed in its time."""
+
+    def encode(self, flat: torch.Tensor, previous: Previous | None) -> tuple[torch.Tensor, Decode]:
         """As WholeExperts.encode. A collective call: all ranks of the group encode equally often."""
-        experts = flat.view(self.num_local, -1)
-        shared = self._shared_expert(experts)
-        numel = experts.size(1)
-        kept = kept_entries(numel, flat.dtype, self.ratio)
-        ends = kept * flat.element_size(), sr_wire_bytes(numel, kept, flat.dtype)
-        message = empty((self.num_local, -(-ends[1] // LANE_BYTES) * LANE_BYTES), torch.uint8, flat.device)
-        for expert, place in zip(experts, message, strict=True):
-            values, indices = sr_encode(expert, shared, kept)
-            place[: ends[0]] = values.view(torch.uint8)
-            place[ends[0] : ends[1]] = indices.view(torch.uint8)
-            place[ends[1] :] = 0
+        residuals = _Residuals(self.num_local, self.ratio, flat)
+        shared = [self._shared_expert(flat.view(self.num_local, -1))] * self.num_local
 
         def decode(messages: torch.Tensor, own: int) -> torch.Tensor:
             decoded = empty((messages.size(0), flat.numel()), flat.dtype, flat.device)
             for owner, (received, out) in enumerate(zip(messages, decoded, strict=True)):
-                if owner == own:
-                    continue
-                for place, expert in zip(received.view(self.num_local, -1), out.view(self.num_local, -1), strict=True):
-                    values, indices = place[: ends[0]].view(flat.dtype), place[ends[0] : ends[1]].view(torch.uint16)
-                    sr_decode(values, indices, shared, out=expert)
+                if owner != own:
+                    residuals.decode(received, shared, out)
             return decoded
 
-        return message.view(-1), decode
+        return residuals.encode(flat, shared), decode
 
     def _shared_expert(self, experts: torch.Tensor) -> torch.Tensor:
         if self.interval == 0:

@@ -29,7 +29,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from megatron_moe_opt.kernels import empty
 from megatron_moe_opt.runtime.collectives import all_gather_rows, reduce_scatter_rows
 from megatron_moe_opt.runtime.communication_lane import communication_lane
-from megatron_moe_opt.runtime.expert_codec import Decode, ResidualExperts, WholeExperts
+from megatron_moe_opt.runtime.expert_codec import Decode, ResidualExperts, TrackedExperts, WholeExperts
 from megatron_moe_opt.runtime.expert_weights import ExpertWeights
 from megatron_moe_opt.runtime.traffic import count_sent
 from megatron_moe_opt.topology.domain_groups import DomainGroups
@@ -138,7 +138,12 @@ def expert_communicator(groups: DomainGroups, ahead: int) -> ExpertCommunicator:
 class ArrivedExperts:
     """Experts that were gathered once: kept as they travelled, decoded while somebody holds what was decoded."""
 
-    def __init__(self, arrive: Callable[[], torch.Tensor], decode: Decode, own: int) -> None:
+    def __init__(self, arrive: Callable[[], torch.Tensor], decode: Decode, own: int, keep: bool) -> None:
+        """
+        Args:
+            keep: keep the decoded ones instead.
+        """
+        self._keep = keep
         self._arrive: Callable[[], torch.Tensor] | None = arrive
         self._messages: torch.Tensor | None = None
         self._decode, self._own = decode, own
@@ -151,6 +156,8 @@ class ArrivedExperts:
         experts = self._experts and self._experts()
         if experts is None:
             experts = self._decode(self._messages, self._own)
+            if self._keep:
+                self._decode, self._messages = _as_they_are, experts
             self._experts = weakref.ref(experts)
         return experts
 
@@ -160,6 +167,10 @@ class ArrivedExperts:
         if experts is None or tensor.untyped_storage()._cdata != experts.untyped_storage()._cdata:
             return tensor
         return _Part(self, tensor.storage_offset() - experts.storage_offset(), tensor.size(), tensor.stride())
+
+
+def _as_they_are(messages: torch.Tensor, own: int) -> torch.Tensor:
+    return messages
 
 
 @dataclass(frozen=True)
@@ -188,7 +199,7 @@ class MigratedExperts:
         weights: ExpertWeights,
         owners: tuple[int, ...],
         communicator: ExpertCommunicator,
-        codec: WholeExperts | ResidualExperts,
+        codec: WholeExperts | TrackedExperts | ResidualExperts,
     ) -> None:
         """
         Args:
@@ -249,9 +260,9 @@ class MigratedExperts:
         """Starts to gather the experts as they are now."""
         self.round = self.communicator.round
         self._sent = self.weights.current()
-        message, decode = self.codec.encode(self._sent)
+        message, decode = self.codec.encode(self._sent, self._arrived and self._arrived.experts)
         # Passes that still need the old ones keep them.
-        self._arrived = ArrivedExperts(self.communicator.gather(message), decode, self.own)
+        self._arrived = ArrivedExperts(self.communicator.gather(message), decode, self.own, not self.codec.is_transient)
 
     def gathered(self) -> torch.Tensor:
         """[owners, numel]: the experts of the ranks of the domains, waited for; not all codecs give the own ones."""
@@ -259,7 +270,7 @@ class MigratedExperts:
 
     def kept_as_they_came(self) -> AbstractContextManager[Any]:
         """What a forward pass in this context saves of `of_owners` for its backward pass, it saves as it travelled."""
-        if not self.codec.is_lossy:
+        if not self.codec.is_transient:
             return nullcontext()
         return saved_tensors_hooks(self._arrived.forget_part, restore_part)
 

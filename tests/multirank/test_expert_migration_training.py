@@ -12,6 +12,7 @@ from megatron_moe_opt.options import Options
 from tests.multirank.test_expert_migration import hidden_states, layers, relative
 
 FULL_RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+SHARED_EXPERT = {"residuals": "shared", "shared_expert_interval": 1}
 
 
 def train(options: Options, dispatcher: str, layout: dict[str, int], **settings: Any) -> list[float]:
@@ -86,7 +87,9 @@ def compressed(interval: int) -> list[float]:
     from tests.ranks.megatron import parallel
 
     with parallel(ep=4):
-        (stock,), (ours,) = layers(1, (4,), levels=(4,), compression_ratio=8.0, shared_expert_interval=interval)
+        (stock,), (ours,) = layers(
+            1, (4,), levels=(4,), compression_ratio=8.0, **SHARED_EXPERT | {"shared_expert_interval": interval}
+        )
         migrated, means = ours.token_dispatcher.dispatcher.migrated, []
         for round_ in range(4):
             ours(hidden_states(round_))[0].sum().backward()
@@ -107,7 +110,7 @@ def compressed(interval: int) -> list[float]:
                     assert relative(decoded, expected) < 1e-6, (round_, place)
             for parameter in ours.experts.parameters():
                 parameter.data.add_(0.01 * torch.randn_like(parameter))
-        sent = migrated.codec.encode(migrated.weights.current())[0].nbytes
+        sent = migrated.codec.encode(migrated.weights.current(), None)[0].nbytes
         return [own.nbytes / sent]
 
 
@@ -117,12 +120,55 @@ def test_compressed_experts_are_shared_plus_the_largest_residuals(ranks, interva
         assert 7.95 < ratio <= 8.05
 
 
+def tracked() -> None:
+    """What the others hold nears the owner's weights, message by message, and is the same on all of them."""
+    from tests.ranks.megatron import parallel
+
+    with parallel(ep=4):
+        _, (ours,) = layers(1, (4,), levels=(4,), compression_ratio=8.0)
+        migrated = ours.token_dispatcher.dispatcher.migrated
+
+        def errors() -> tuple[float, float]:
+            own = migrated.weights.current()
+            of_all = [torch.empty_like(own) for _ in range(4)]
+            dist.all_gather(of_all, own)
+            held = migrated.gathered().clone()
+            held[migrated.own] = migrated.codec._held  # what all others must hold
+            of_ranks = [torch.empty_like(held) for _ in range(4)]
+            dist.all_gather(of_ranks, held)
+            assert all(torch.equal(one, held) for one in of_ranks)
+            return relative(held, torch.stack(of_all)), migrated._arrived._experts().nbytes / held.nbytes
+
+        ours(hidden_states(0))[0].sum().backward()
+        assert errors()[0] == 0  # whole at first
+        for parameter in ours.experts.parameters():
+            parameter.data.add_(0.1 * torch.randn_like(parameter))
+        found = []
+        for number in range(14):
+            migrated.forget()
+            if number % 3 == 2:  # sent, and never looked at
+                migrated.send()
+            ours(hidden_states(number))[0].sum().backward()
+            found.append(errors()[0])
+        assert found[0] > 0.3 and found[-1] == 0, found
+        assert found == sorted(found, reverse=True)
+        ours.load_state_dict(
+            {name: tensor * 2 for name, tensor in ours.state_dict().items() if tensor is not None}, False
+        )
+        ours(hidden_states(0))
+        assert errors()[0] == 0
+
+
+def test_tracked_experts_near_the_owners(ranks):
+    ranks.run(tracked)
+
+
 def straight_through() -> None:
     """Gradients reach the owner as if its weights had travelled whole; decoded weights are there only while in use."""
     from tests.ranks.megatron import parallel
 
     with parallel(ep=4):
-        _, (ours,) = layers(1, (4,), levels=(4,), compression_ratio=4.0, shared_expert_interval=1)
+        _, (ours,) = layers(1, (4,), levels=(4,), compression_ratio=4.0, **SHARED_EXPERT)
         _, (whole,) = layers(1, (4,), levels=(4,))
         whole.load_state_dict(ours.state_dict())
         compressed, uncompressed = (layer.token_dispatcher.dispatcher.migrated for layer in (ours, whole))
@@ -154,7 +200,7 @@ def states() -> None:
     from tests.ranks.megatron import parallel
 
     with parallel(ep=4):
-        (stock,), (ours,) = layers(1, (4,), levels=(4,), compression_ratio=4.0)
+        (stock,), (ours,) = layers(1, (4,), levels=(4,), compression_ratio=4.0, residuals="shared")
         ours(hidden_states(0))
         assert [(n, t.shape) for n, t in stock.state_dict().items() if t is not None] == [
             (n, t.shape) for n, t in ours.state_dict().items() if t is not None
