@@ -6,6 +6,7 @@ import argparse
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import inf
 from pathlib import Path
 from typing import NoReturn
 
@@ -17,6 +18,7 @@ from megatron_moe_opt.schedules.parm import SCHEDULES
 
 PREFIX = "--moe-opt-"
 AUTO = "auto"
+RESIDUALS = ("last", "shared")
 DEFAULT_CHUNKS = 4  # of O2 and O3 where nothing was measured; the paper's own (MoNTA, Table 8)
 DEFAULT_PARTITIONS = 4
 TUNERS = ("profile", "model")
@@ -37,6 +39,19 @@ class Options:
     parm_schedule: str | None = None
     """Where `parm` splits tokens that all TP ranks hold: before the gate (S1), after it (S2), or auto. None: auto with
     a profile, else S1. AAS is S2 whose AllGather waits for the whole all-to-all: for comparison only."""
+    domain_sizes: tuple[int, ...] | str | None = None
+    """Ranks, or workers, of an expert domain at each level of `expert-migration`, the slowest first; or auto. None:
+    auto with a profile, else 1 at every level."""
+    network_levels: tuple[int, ...] | None = None
+    """Workers of each level of the expert-parallel group, the slowest first. None: nodes, and the ranks of a node."""
+    prefetch_layers: int = 1
+    """Layers whose experts `expert-migration` gathers before their turn."""
+    compression_ratio: float | None = None
+    """Bytes of an expert over those of it that travel. None: experts travel whole; lossy otherwise."""
+    residuals: str = "last"
+    """What compressed experts are told from: the last ones, as the receivers hold them, or a shared expert."""
+    shared_expert_interval: int = 10
+    """Times that a layer's experts travel compressed from one renewal of their mean to the next; 0: without mean."""
     profile: Path | None = None
     """A cluster.json of `moe-opt profile`."""
     expert_order: Path | None = None
@@ -53,13 +68,23 @@ class Options:
     """What `mpmoe` chooses by: its own passes (profile) or the model of the measured cluster (model)."""
 
     def __post_init__(self) -> None:
-        choices = ("monta-level", self.monta_level), ("chunks", self.chunks), ("parm-schedule", self.parm_schedule)
+        choices = (
+            ("monta-level", self.monta_level),
+            ("chunks", self.chunks),
+            ("parm-schedule", self.parm_schedule),
+            ("domain-sizes", self.domain_sizes),
+        )
         for flag, value in choices:
             if value == AUTO and self.profile is None:
                 raise ConfigurationError(
                     f"{PREFIX}{flag} auto chooses from measurements: run `moe-opt profile` and give its file with "
                     f"{PREFIX}profile"
                 )
+        if self.compression_ratio is not None and not self.experts_may_travel:
+            raise ConfigurationError(
+                f"{PREFIX}compression-ratio {self.compression_ratio:g} has nothing to compress where no expert "
+                f"travels: give {PREFIX}domain-sizes above 1"
+            )
         if self.profile is not None and len(self.levels) == 1 and self.chunk_counts is not None:
             raise ConfigurationError(
                 f"{PREFIX}profile {self.profile} has nothing to choose: drop it, or leave {PREFIX}monta-level or "
@@ -123,6 +148,16 @@ class Options:
         return None if self.profile is not None else (DEFAULT_CHUNKS,)
 
     @property
+    def chooses_domains(self) -> bool:
+        """Whether `expert-migration` chooses its domains from the profile."""
+        return self.profile is not None and self.domain_sizes in (None, AUTO)
+
+    @property
+    def experts_may_travel(self) -> bool:
+        """Whether `expert-migration` may have domains of more than one rank."""
+        return self.chooses_domains or max(self.domain_sizes or (1,)) > 1
+
+    @property
     def schedule_profile(self) -> Path | None:
         """What `parm` chooses its schedule by; None where the user chose."""
         return self.profile if self.parm_schedule in (None, AUTO) else None
@@ -160,6 +195,29 @@ def _bytes(text: str) -> int:
     if parts is None or float(parts[1]) == 0:
         raise argparse.ArgumentTypeError(f"'{text}' is not a number of bytes above 0, such as 512MiB or 1.5GiB")
     return int(float(parts[1]) * _UNITS[parts[2]])
+
+
+def _whole_numbers(text: str) -> tuple[int, ...]:
+    numbers = text.split(",")
+    if not all(number.isdecimal() and int(number) > 0 for number in numbers):
+        raise argparse.ArgumentTypeError(f"'{text}' is not a list of numbers from 1 on, separated by commas")
+    return tuple(map(int, numbers))
+
+
+def _number_from_0(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"'{text}' is not a number from 0 on")
+    return int(text)
+
+
+def _above_1(text: str) -> float:
+    try:
+        ratio = float(text)
+    except ValueError:
+        ratio = 0.0
+    if not 1 < ratio < inf:
+        raise argparse.ArgumentTypeError(f"'{text}' is not a ratio above 1")
+    return ratio
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -224,6 +282,55 @@ def _parser() -> argparse.ArgumentParser:
         choices=TUNERS,
         help="what mpmoe chooses by: times of its own first passes, or a model of the cluster that was measured "
         "(default: model with a profile, else profile)",
+    )
+    group.add_argument(
+        f"{PREFIX}domain-sizes",
+        dest="domain_sizes",
+        type=lambda text: text if text == AUTO else _whole_numbers(text),
+        metavar="S,...|auto",
+        help="workers of an expert domain at each level of the expert-migration dispatcher, the slowest level first: "
+        "experts travel inside a domain, tokens between domains (default: auto with a profile, else 1 at every "
+        "level: no expert travels)",
+    )
+    group.add_argument(
+        f"{PREFIX}levels",
+        dest="network_levels",
+        type=_whole_numbers,
+        metavar="N,...",
+        help="workers of each network level of the expert-parallel group, the slowest level first (default: its nodes "
+        "and the ranks of each)",
+    )
+    group.add_argument(
+        f"{PREFIX}prefetch-layers",
+        dest="prefetch_layers",
+        type=_number_from_0,
+        default=Options.prefetch_layers,
+        metavar="N",
+        help="layers whose experts are gathered before their turn (default: %(default)s)",
+    )
+    group.add_argument(
+        f"{PREFIX}compression-ratio",
+        dest="compression_ratio",
+        type=_above_1,
+        metavar="R",
+        help="bytes of an expert over those of it that travel; lossy (default: experts travel whole)",
+    )
+    group.add_argument(
+        f"{PREFIX}residuals",
+        dest="residuals",
+        choices=RESIDUALS,
+        default=Options.residuals,
+        help="what compressed experts are told from: the last ones, as the receivers hold them, or the experts' mean "
+        "(default: %(default)s)",
+    )
+    group.add_argument(
+        f"{PREFIX}shared-expert-interval",
+        dest="shared_expert_interval",
+        type=_number_from_0,
+        default=Options.shared_expert_interval,
+        metavar="N",
+        help="optimizer steps from one renewal of the shared expert, the experts' mean, to the next; 0: without "
+        "(default: %(default)s)",
     )
     return parser
 

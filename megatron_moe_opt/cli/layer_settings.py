@@ -17,27 +17,37 @@ from megatron_moe_opt.schedules.parm import AAS, SCHEDULES
 BASELINE = "alltoall"
 STOCK = (BASELINE, "allgather")
 REPLICATED_BASELINE = "deepspeed"
+MIGRATION = "expert-migration"
+VARIANTS = ("monta", "parm", "mpmoe", MIGRATION)
 
 
 def split_variant(variant: str, profile: Path | None) -> tuple[str, Options]:
     """The dispatcher's name and options of a variant.
 
     It is `name`, `monta:auto`, `monta:LEVEL`, `monta:LEVELxCHUNKS`, `parm:auto`, `parm:SCHEDULE`, `mpmoe:auto`,
-    `mpmoe:PARTITIONS` or `mpmoe:PARTITIONS:STRATEGY`. Without a profile `mpmoe:auto` chooses by trials.
+    `mpmoe:PARTITIONS`, `mpmoe:PARTITIONS:STRATEGY`, `expert-migration:auto` or `expert-migration:SIZExSIZE` (of
+    domains, the slowest level first). Without a profile `mpmoe:auto` chooses by trials.
 
     Raises ConfigurationError for anything else.
     """
     name, colon, setting = variant.partition(":")
     if not colon:
         return name, Options()
-    if name not in ("monta", "parm", "mpmoe"):
-        raise ConfigurationError(f"--dispatchers {variant}: only monta, parm and mpmoe have variants; write {name}")
+    if name not in VARIANTS:
+        raise ConfigurationError(f"--dispatchers {variant}: only {', '.join(VARIANTS)} have variants; write {name}")
     if name == "mpmoe":
         return name, _partitions(variant, setting, profile)
     if setting == AUTO:
         if profile is None:
             raise ConfigurationError(f"--dispatchers {variant} chooses by measurements: give --profile")
         return name, Options(profile=profile)
+    if name == MIGRATION:
+        if not re.fullmatch(r"[1-9][0-9]*(x[1-9][0-9]*)*", setting):
+            raise ConfigurationError(
+                f"--dispatchers {variant}: write the domain size of each level, the slowest first, such as "
+                f"{MIGRATION}:2x1"
+            )
+        return name, Options(domain_sizes=tuple(map(int, setting.split("x"))))
     if name == "parm":
         if setting not in (*SCHEDULES, AAS):
             raise ConfigurationError(

@@ -14,7 +14,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron_moe_opt import register
 from megatron_moe_opt.cli.layer_settings import LayerSettings, split_variant
 from megatron_moe_opt.cli.routing import choose_experts
-from megatron_moe_opt.integration.moe_layer import build_layer, impose_routing
+from megatron_moe_opt.integration.moe_layer import build_layer, forget_migrated_experts, impose_routing
 from megatron_moe_opt.options import Options
 from megatron_moe_opt.runtime.executor import recording
 from megatron_moe_opt.schedules.timeline import Timeline
@@ -82,7 +82,8 @@ class LayerUnderTest:
         return self.layer(self.tokens)[0]
 
     def step(self) -> torch.Tensor:
-        """Forward and backward; returns the output."""
+        """Forward and backward; returns the output. Experts that travel do so in every step."""
+        forget_migrated_experts(self.layer)
         output = self.forward()
         output.backward(self.output_grad)
         return output

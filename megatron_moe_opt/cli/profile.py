@@ -21,6 +21,9 @@ def profile(
     seconds: Annotated[
         float, typer.Option(min=1.0, callback=finite, help="Time to measure for; less time, smaller sizes.")
     ] = 90.0,
+    domains: Annotated[
+        bool, typer.Option(help="Also the groups of expert-migration's domains, of every size at every level.")
+    ] = False,
     output: Annotated[Path, typer.Option(help="The file to write.")] = Path("cluster.json"),
 ) -> None:
     """Measure this cluster: what every move of rows, and an expert, costs on these ranks and groups.
@@ -30,5 +33,5 @@ def profile(
     """
     from megatron_moe_opt.cli.profile_cluster import ProfileSettings, profile_cluster
 
-    settings = ProfileSettings(tp, cp, ep, expert_tp, hidden, ffn_hidden, dtype.value, seconds)
+    settings = ProfileSettings(tp, cp, ep, expert_tp, hidden, ffn_hidden, dtype.value, seconds, domains)
     profile_cluster(settings, output)

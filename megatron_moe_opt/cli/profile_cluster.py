@@ -23,6 +23,7 @@ from megatron_moe_opt.cli.loads import Rows
 from megatron_moe_opt.cli.meter import Busy, Load, Meter
 from megatron_moe_opt.cli.output_files import check_output, say_written
 from megatron_moe_opt.cli.process_group import adopt_slurm_ranks, process_group, world_size
+from megatron_moe_opt.cli.profile_domains import domain_groups_of, domain_moves
 from megatron_moe_opt.cli.profile_report import curves_table
 from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.planning.cluster import Cluster, ExpertGemm, Points, World
@@ -32,6 +33,7 @@ from megatron_moe_opt.schedules import monta
 from megatron_moe_opt.schedules.monta import even_chunks
 from megatron_moe_opt.schedules.parm import JOINT, TP
 from megatron_moe_opt.schedules.schedule import Kind, Lane
+from megatron_moe_opt.topology.domain_groups import find_levels
 from megatron_moe_opt.topology.expert_groups import ExpertGroups
 from megatron_moe_opt.topology.layouts import Groups, Layout
 from megatron_moe_opt.topology.nodes import NodeMap, discover_nodes
@@ -64,6 +66,8 @@ class ProfileSettings:
     dtype: str
     """fp32 or bf16."""
     seconds: float
+    domains: bool = False
+    """Whether to measure the groups of expert domains too."""
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -116,8 +120,10 @@ def measure(settings: ProfileSettings, device: torch.device) -> Cluster:
     nodes = discover_nodes()
     rows = Rows(settings.hidden, settings.torch_dtype, device)
     ffn_hidden = settings.ffn_hidden // settings.expert_tp
-    with groups_of(layout) as groups, _progress() as progress:
-        moves = _moves(rows, groups, nodes)
+    workers = find_levels([nodes.node_of[rank] for rank in layout.groups("ep")[0]]) if settings.domains else ()
+    with groups_of(layout) as groups, domain_groups_of(layout, workers) as domains, _progress() as progress:
+        moves = domain_moves(rows, domains, workers) + _moves(rows, groups, nodes)
+        groups |= domains
         measured = _Measured(Meter(device), settings.seconds, moves, groups)
         task = progress.add_task("", total=len(moves) + 4)
         for load in moves:

@@ -7,7 +7,7 @@ from typing import Any
 
 from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.integration.expert_order import check_expert_order
-from megatron_moe_opt.options import PREFIX, Options
+from megatron_moe_opt.options import AUTO, PREFIX, Options
 from megatron_moe_opt.schedules.mpmoe import NONE
 
 FLAG = "--moe-token-dispatcher-type"
@@ -47,6 +47,8 @@ def check_config(config: Any, name: str, options: Options) -> None:
         )
     if name == "mpmoe":
         _check_mpmoe(config, options)
+    if name == "expert-migration":
+        _check_expert_migration(config, options)
     if config.cuda_graph_impl != "none":
         raise ConfigurationError(
             f"--cuda-graph-impl {config.cuda_graph_impl} does not work with {FLAG} {name}, whose message sizes change "
@@ -131,3 +133,37 @@ def _check_mpmoe(config: Any, options: Options) -> None:
         raise ConfigurationError(
             f"--fine-grained-activation-offloading offloads what {flag} restores in another way: drop one of the two"
         )
+
+
+def _check_expert_migration(config: Any, options: Options) -> None:
+    name = f"{FLAG} expert-migration"
+    if (config.expert_tensor_parallel_size or 1) > 1:
+        raise ConfigurationError(
+            f"--expert-tensor-parallel-size {config.expert_tensor_parallel_size} cuts experts, which {name} does not "
+            "put together again: set it to 1, or use monta"
+        )
+    for field, flag in (
+        ("moe_pad_expert_input_to_capacity", "--moe-pad-expert-input-to-capacity"),
+        ("moe_router_padding_for_quantization", "--moe-router-padding-for-quantization"),
+    ):
+        if getattr(config, field, False):
+            raise ConfigurationError(f"{flag} would have {name} send what nobody routed: drop it, or use monta")
+    if not options.experts_may_travel:
+        return
+    sizes = AUTO if options.chooses_domains else ",".join(map(str, options.domain_sizes))
+    travels = f"{PREFIX}domain-sizes {sizes} has experts travel, and"
+    if config.gradient_accumulation_fusion:
+        raise ConfigurationError(
+            f"{travels} gradients of travelling experts have no main_grad to be added to: give "
+            "--no-gradient-accumulation-fusion, or take domain size 1"
+        )
+    for field, flag in (
+        ("fp8", "--fp8-format"),
+        ("fp4", "--fp4-format"),
+        ("delay_wgrad_compute", "--delay-wgrad-compute"),
+        ("use_transformer_engine_op_fuser", "--use-transformer-engine-op-fuser"),
+    ):
+        if getattr(config, field, None):
+            raise ConfigurationError(
+                f"{travels} {flag} keeps state of weights in the module that they leave: drop it, or take domain size 1"
+            )

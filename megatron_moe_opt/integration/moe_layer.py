@@ -53,3 +53,11 @@ def impose_routing(layer: MoELayer, experts: torch.Tensor) -> None:
         router.router_replay.set_target_indices(parts[layer.tp_group.rank()] if len(parts) > 1 else experts)
 
     router.register_forward_pre_hook(choose)
+
+
+def forget_migrated_experts(layer: MoELayer) -> None:
+    """Has experts that travel travel again in the next pass, as after an optimizer step."""
+    dispatcher = getattr(layer.token_dispatcher, "dispatcher", None)
+    migrated = getattr(dispatcher, "migrated", None)
+    if migrated is not None:
+        migrated.forget()

@@ -26,6 +26,7 @@ from megatron_moe_opt.dispatchers.tuning import partitioning_of
 from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.integration.announce import announce
 from megatron_moe_opt.integration.checks import check_config, check_name
+from megatron_moe_opt.integration.expert_migration_layer import EXPERTS_COMPUTE, make_dispatcher, migrate_experts
 from megatron_moe_opt.integration.expert_order import FLAG as EXPERT_ORDER
 from megatron_moe_opt.integration.expert_order import keep_expert_order
 from megatron_moe_opt.integration.mpmoe_layer import pipeline_experts, shape_of_layer
@@ -43,7 +44,7 @@ from megatron_moe_opt.versions import SUPPORTED_MEGATRON, megatron_version, supp
 
 FIELD = "moe_token_dispatcher_type"
 
-DISPATCHERS: dict[str, Callable[[ExpertGroups, Options, Any], MontaDispatcher]] = {
+DISPATCHERS: dict[str, Callable[[ExpertGroups, Options, Any], Any]] = {
     "monta": lambda groups, options, config: MontaDispatcher(groups, pipelining_of(options, groups)),
     "parm": lambda groups, options, config: ParmDispatcher(groups, scheduling_of(options, groups, _routing(config))),
     "netmoe": lambda groups, options, config: NetmoeDispatcher(groups),
@@ -51,12 +52,14 @@ DISPATCHERS: dict[str, Callable[[ExpertGroups, Options, Any], MontaDispatcher]] 
         groups, partitioning_of(options, groups, shape_of_layer(config, groups.ep_size, groups.etp_size))
     ),
     "deepspeed": lambda groups, options, config: DeepSpeedDispatcher(groups),
+    "expert-migration": make_dispatcher,
 }
 """Our dispatcher types. `deepspeed` is the reference schedule of benchmarks and tests."""
 
 EDGES: dict[str, Callable[[Any, Options], None]] = {
     "netmoe": check_seams,
     "mpmoe": pipeline_experts,
+    "expert-migration": migrate_experts,
 }
 """What is done to a MoE layer for those that own more of it than its dispatcher, which it has by then."""
 
@@ -79,7 +82,7 @@ def register(options: Options | None = None) -> None:
     if hasattr(TransformerConfig.__post_init__, "_moe_opt"):
         return  # registered already: only the options were new
     stock = _stock_names(TransformerConfig)
-    for owner, method in ((TransformerConfig, "__post_init__"), (MoELayer, "__init__")):
+    for owner, method in ((TransformerConfig, "__post_init__"), (MoELayer, "__init__"), (MoELayer, EXPERTS_COMPUTE)):
         if not isinstance(owner.__dict__.get(method), types.FunctionType):
             raise seam_moved(f"{owner.__name__}.{method} is not a plain method")
     _widen_annotation(TransformerConfig, stock)

@@ -29,12 +29,34 @@ from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.schedules.schedule import Kind
 from megatron_moe_opt.topology.domains import ExpertDomains, realisable
 
-from .curves import CostCurve
+from .curves import CostCurve, Costs
 from .monta import TIE
 from .stream_model import stream_seconds
 
 Curves = Mapping[tuple[Kind, int, int], CostCurve]
 """By kind of collective, level, and ranks of the group: seconds over bytes as Op.size counts them."""
+
+KINDS = (Kind.ALL_TO_ALL, Kind.ALL_GATHER, Kind.REDUCE_SCATTER)
+
+
+def role(kind: Kind, workers: Sequence[int], level: int, ranks: int) -> str:
+    """What a profile calls the groups of so many ranks at a level in which tokens, or experts, travel."""
+    what = "tokens" if kind is Kind.ALL_TO_ALL else "experts"
+    return f"{what} of {ranks} ranks at level {level} of {'x'.join(map(str, workers))}"
+
+
+def realisable_groups(workers: Sequence[int]) -> list[tuple[int, int]]:
+    """(level, ranks) of every group of more than one rank that some choice of domain sizes makes."""
+    return [
+        (level, ranks) for level, number in enumerate(workers) for ranks in range(2, number + 1) if number % ranks == 0
+    ]
+
+
+def measured_curves(costs: Costs, workers: Sequence[int]) -> Curves:
+    """The curves of expert domains on these levels among those of a profile; those that were measured."""
+    groups = realisable_groups(workers)
+    names = {(kind, *group): (kind, role(kind, workers, *group)) for kind in KINDS for group in groups}
+    return {key: costs.curves[name] for key, name in names.items() if name in costs.curves}
 
 
 @dataclass(frozen=True)
@@ -173,16 +195,12 @@ class Link:
 def link_curves(workers: Sequence[int], links: Sequence[Link]) -> dict[tuple[Kind, int, int], CostCurve]:
     """The curves of every realisable group on given links, one a level: (r - 1) messages, (r - 1) / r of the bytes."""
     curves = {}
-    for level, (number, link) in enumerate(zip(workers, links, strict=True)):
-        for ranks in range(2, number + 1):
-            if number % ranks == 0:
-                ends = ((size, link.seconds(ranks - 1, size * (ranks - 1) / ranks)) for size in (1.0, 2.0**60))
-                line = CostCurve(tuple(ends))
-                curves |= {(kind, level, ranks): line for kind in _KINDS}
+    for level, ranks in realisable_groups(workers):
+        link = links[level]
+        ends = ((size, link.seconds(ranks - 1, size * (ranks - 1) / ranks)) for size in (1.0, 2.0**60))
+        line = CostCurve(tuple(ends))
+        curves |= {(kind, level, ranks): line for kind in KINDS}
     return curves
-
-
-_KINDS = (Kind.ALL_TO_ALL, Kind.ALL_GATHER, Kind.REDUCE_SCATTER)
 
 
 def stock_seconds(layer: MigrationLayer, workers: Sequence[int], links: Sequence[Link]) -> float:

@@ -30,17 +30,17 @@ class NodeMap:
         return tuple(rank for rank, its_node in enumerate(self.node_of) if its_node == node)
 
 
-def discover_nodes() -> NodeMap:
-    """The node map of the running job, the same on every rank.
+def discover_nodes(group: dist.ProcessGroup | None = None) -> NodeMap:
+    """The node map of the ranks of a group (None: of all ranks of the job), the same on every one of them.
 
     A rank's node is named by torchrun (GROUP_RANK), else by Slurm (SLURM_NODEID), else by its host name: two torchrun
     agents on one machine count as two nodes, which is how a cluster is imitated on one machine. Costs one
-    all_gather_object over the world; without torch.distributed the answer is one rank on one node.
+    all_gather_object over them; without torch.distributed the answer is one rank on one node.
     """
     if not dist.is_initialized():
         return NodeMap()
-    names: list[str] = [""] * dist.get_world_size()
-    dist.all_gather_object(names, node_name())
+    names: list[str] = [""] * dist.get_world_size(group)
+    dist.all_gather_object(names, node_name(), group=group)
     numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
     return NodeMap(tuple(numbers[name] for name in names))
 

@@ -30,17 +30,18 @@ def _run(monkeypatch, *arguments, world=1):
         (
             "--dispatchers alltoall,montana",
             1,
-            "--dispatchers montana is unknown: choose from alltoall, allgather, monta, parm, mpmoe, deepspeed",
+            "--dispatchers montana is unknown: choose from alltoall, allgather, monta, parm, netmoe, mpmoe, deepspeed, "
+            "expert-migration",
         ),
         (
             "--dispatchers alltoall:O2x4",
             1,
-            "--dispatchers alltoall:O2x4: only monta, parm and mpmoe have variants; write alltoall",
+            "--dispatchers alltoall:O2x4: only monta, parm, mpmoe, expert-migration have variants; write alltoall",
         ),
         (
             "--dispatchers deepspeed:auto",
             1,
-            "--dispatchers deepspeed:auto: only monta, parm and mpmoe have variants; write deepspeed",
+            "--dispatchers deepspeed:auto: only monta, parm, mpmoe, expert-migration have variants; write deepspeed",
         ),
         (
             "--dispatchers parm:O3",

@@ -17,7 +17,7 @@ import megatron_moe_opt
 from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.integration import registry
 from megatron_moe_opt.integration.checks import check_config
-from megatron_moe_opt.options import Options
+from megatron_moe_opt.options import Options, split_options
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -47,7 +47,7 @@ def refusal(match: str, **overrides):
 
 def test_argparse_choices_follow_from_the_annotation():
     (field,) = (f for f in dataclasses.fields(TransformerConfig) if f.name == registry.FIELD)
-    ours = ("monta", "parm", "netmoe", "mpmoe", "deepspeed")
+    ours = ("monta", "parm", "netmoe", "mpmoe", "deepspeed", "expert-migration")
     assert get_args(field.type) == ("allgather", "alltoall", "flex", *ours)
     (field,) = (f for f in dataclasses.fields(MLATransformerConfig) if f.name == registry.FIELD)
     assert "monta" in get_args(field.type)
@@ -188,6 +188,49 @@ def test_a_layer_without_the_experts_seam_is_refused():
         ConfigurationError, match="cannot plug into this megatron-core: MoELayer.routed_experts_compute"
     ):
         registry.EDGES["mpmoe"](layer, Options())
+
+
+@pytest.mark.parametrize(
+    ("sizes", "settings", "sentence"),
+    [
+        (None, {"expert_tensor_parallel_size": 2, "expert_model_parallel_size": 2}, "--expert-tensor-parallel-size 2 "
+         "cuts experts, which --moe-token-dispatcher-type expert-migration does not put together again"),
+        (None, {"moe_expert_capacity_factor": 1.0, "moe_pad_expert_input_to_capacity": True},
+         "--moe-pad-expert-input-to-capacity would have --moe-token-dispatcher-type expert-migration send what nobody"),
+        ((2, 1), {"gradient_accumulation_fusion": True}, "--moe-opt-domain-sizes 2,1 has experts travel, and gradients "
+         "of travelling experts have no main_grad to be added to: give --no-gradient-accumulation-fusion"),
+    ],
+)  # fmt: skip
+def test_what_experts_cannot_travel_with_is_refused(sizes, settings, sentence):
+    megatron_moe_opt.register(Options(domain_sizes=sizes))
+    try:
+        refusal(sentence, name="expert-migration", **settings)
+        megatron_moe_opt.register(Options(domain_sizes=(1, 1)))
+        if sizes is not None:  # where no expert travels, nothing is in the way
+            config("expert-migration", **settings)
+    finally:
+        megatron_moe_opt.register()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ("--moe-opt-domain-sizes 2,0", "'2,0' is not a list of numbers from 1 on, separated by commas"),
+        ("--moe-opt-prefetch-layers -1", "is not a number from 0 on"),
+        ("--moe-opt-domain-sizes 2 --moe-opt-compression-ratio 1", "'1' is not a ratio above 1"),
+        ("--moe-opt-compression-ratio 25", "--moe-opt-compression-ratio 25 has nothing to compress where no expert"),
+    ],
+)
+def test_bad_options_of_migration_are_refused(arguments, sentence):
+    with pytest.raises(ConfigurationError, match=re.escape(sentence)):
+        split_options(arguments.split())
+
+
+def test_options_of_migration():
+    line = "--moe-opt-domain-sizes 2,4 --moe-opt-levels 2,8 --moe-opt-compression-ratio 25 --lr 1"
+    options, rest = split_options(line.split())
+    assert options == Options(domain_sizes=(2, 4), network_levels=(2, 8), compression_ratio=25.0)
+    assert rest == ["--lr", "1"]
 
 
 def test_stock_is_left_alone():

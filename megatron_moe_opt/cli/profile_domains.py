@@ -1,0 +1,52 @@
+"""The groups of expert domains, and what is measured in them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+from megatron_moe_opt.cli import loads
+from megatron_moe_opt.cli.loads import Rows
+from megatron_moe_opt.cli.meter import Load
+from megatron_moe_opt.planning.expert_migration import realisable_groups, role
+from megatron_moe_opt.schedules.schedule import Kind, Lane
+from megatron_moe_opt.topology.domains import ExpertDomains
+from megatron_moe_opt.topology.layouts import Layout
+
+_COLLECTIVES = {
+    Kind.ALL_TO_ALL: loads.all_to_all,
+    Kind.ALL_GATHER: loads.all_gather,
+    Kind.REDUCE_SCATTER: loads.reduce_scatter,
+}
+
+
+def domain_moves(rows: Rows, groups: Mapping[str, ProcessGroup], workers: Sequence[int]) -> list[Load]:
+    """What tokens and experts do in the groups of `domain_groups_of`; the innermost of several levels is in a node."""
+    moves = []
+    for level, ranks in realisable_groups(workers):
+        lane = Lane.INTRA if len(workers) > 1 and level == len(workers) - 1 else Lane.INTER
+        for kind, collective in _COLLECTIVES.items():
+            name = role(kind, workers, level, ranks)
+            moves.append(collective(rows, groups[name], name, lane))
+    return moves
+
+
+@contextmanager
+def domain_groups_of(layout: Layout, workers: Sequence[int]) -> Iterator[dict[str, ProcessGroup]]:
+    """This rank's groups of expert domains of every size at every level of EP. A collective call over the world."""
+    groups: dict[str, ProcessGroup] = {}
+    for level, ranks in realisable_groups(workers):
+        for kind, size in ((Kind.ALL_TO_ALL, workers[level] // ranks), (Kind.ALL_GATHER, ranks)):
+            sizes = tuple(size if other == level else 1 for other in range(len(workers)))
+            domains = ExpertDomains(tuple(workers), sizes)
+            of_ep = domains.all_to_all_groups(level) if kind is Kind.ALL_TO_ALL else domains.gather_groups(level)
+            of_world = tuple(tuple(ep[one] for one in group) for ep in layout.groups("ep") for group in of_ep)
+            groups[role(kind, workers, level, ranks)] = loads.group_of(of_world)
+    try:
+        yield groups
+    finally:
+        for group in groups.values():
+            dist.destroy_process_group(group)

@@ -1,0 +1,137 @@
+"""Which expert domains a layer has: as the user says, or by a profile."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+
+from megatron_moe_opt.dispatchers.pipelining import agreed_cluster
+from megatron_moe_opt.errors import ConfigurationError
+from megatron_moe_opt.planning.expert_migration import (
+    DomainChoice,
+    MigrationLayer,
+    StreamPass,
+    least,
+    measured_curves,
+    predict,
+)
+from megatron_moe_opt.schedules.schedule import Kind
+from megatron_moe_opt.topology.domains import ExpertDomains, realisable
+from megatron_moe_opt.topology.expert_groups import ExpertGroups
+
+
+@dataclass(frozen=True)
+class Volumes:
+    """What decides between tokens and experts, of one rank."""
+
+    tokens: int
+    row_bytes: int
+    """Of a token as it travels."""
+    topk: int
+    local_experts: int
+    expert_bytes: int
+    """Of all experts of a rank, as they travel."""
+    gradient_bytes: int
+    """Of their gradients."""
+
+    def layer(self) -> MigrationLayer:
+        """A forward and a backward pass of the layer alone.
+
+        Nothing is taken to hide a migration, and every pass to need one: what precedes the layer, and micro-batches
+        that share one, make larger domains better than this says. Expert computation does not depend on the domains.
+        """
+        passes = (
+            StreamPass(0.0, 0.0, self.expert_bytes),
+            StreamPass(0.0, 0.0, self.gradient_bytes, Kind.REDUCE_SCATTER),
+        )
+        return MigrationLayer(self.tokens, self.row_bytes, self.topk, self.local_experts, passes)
+
+
+class Choosing(Protocol):
+    """Says what a layer's domains are. All ranks of an expert-parallel group must be told alike."""
+
+    fixed: ExpertDomains | None
+    """The domains, where they need not be chosen."""
+
+    def choose(self, volumes: Volumes, device: torch.device) -> ExpertDomains:
+        """The domains for all passes of a layer; asked once, at the first, where they are not fixed."""
+
+    def describe(self) -> str:
+        """For the line at start."""
+
+
+class FixedDomains:
+    """What the user asked for."""
+
+    def __init__(self, domains: ExpertDomains) -> None:
+        self.fixed = domains
+
+    def choose(self, volumes: Volumes, device: torch.device) -> ExpertDomains:
+        """The same for all layers."""
+        return self.fixed
+
+    def describe(self) -> str:
+        """For the line at start."""
+        return describe_domains(self.fixed)
+
+
+def describe_domains(domains: ExpertDomains) -> str:
+    """In words."""
+    return f"{_times(domains.workers)} ranks in expert domains of {_times(domains.sizes)}"
+
+
+def _times(numbers: tuple[int, ...]) -> str:
+    return " x ".join(map(str, numbers))
+
+
+class MeasuredDomains:
+    """The fastest according to a profile, for as many tokens as the first pass has."""
+
+    fixed = None
+
+    def __init__(self, profile: Path, groups: ExpertGroups, workers: tuple[int, ...]) -> None:
+        """A collective call over the groups.
+
+        Raises:
+            ConfigurationError: a profile of groups of other sizes, or without the curves of these levels.
+        """
+        self.profile, self.groups, self.workers = profile, groups, workers
+        curves = measured_curves(agreed_cluster(profile, groups).costs(), workers)
+        try:
+            predict(Volumes(1, 1, 1, 1, 1, 1).layer(), workers, curves)
+        except ConfigurationError as error:
+            raise ConfigurationError(
+                f"--moe-opt-profile {profile}: {error}; measure levels of {_times(workers)} ranks with moe-opt profile "
+                "--domains, or give --moe-opt-domain-sizes"
+            ) from error
+        self._curves = curves
+
+    def choose(self, volumes: Volumes, device: torch.device) -> ExpertDomains:
+        """By the greatest number of tokens that a rank has. A collective call over the expert-parallel group."""
+        tokens = torch.tensor(volumes.tokens, device=device)
+        dist.all_reduce(tokens, dist.ReduceOp.MAX, group=self.groups.ep)
+        layer = replace(volumes, tokens=int(tokens)).layer()
+        choice = least(predict(layer, self.workers, self._curves))
+        _say_once(int(tokens), choice)
+        return choice.domains
+
+    def describe(self) -> str:
+        """For the line at start."""
+        number = sum(1 for _ in realisable(self.workers))
+        return f"{_times(self.workers)} ranks in expert domains chosen from {self.profile} among {number}"
+
+
+@functools.cache
+def _say_once(tokens: int, choice: DomainChoice) -> None:
+    """A line on rank 0 when a choice is made for the first time, whichever layer makes it."""
+    if dist.get_rank() == 0:
+        print(
+            f"moe-opt: expert-migration: {tokens} tokens a rank: {describe_domains(choice.domains)}; predicted "
+            f"{choice.seconds * 1e3:.2f} ms a layer for tokens and experts, forward and backward",
+            flush=True,
+        )

@@ -1,0 +1,180 @@
+"""Expert migration: inside an expert domain experts travel, between domains tokens, level by level (HybridEP).
+
+    dispatch   [ copies -> A2A ] for each level, outermost first -> permute by expert held here
+    combine    sum over the experts held here -> [ A2A -> sum of the copies ] for each level, innermost first
+
+(HybridEP, Fig. 8; section IV-A.) A rank holds the experts of all ranks of its domains, so that what arrives here is for
+any of them; how they come here is runtime/expert_communicator.py's. With domain size 1 at every level no expert
+travels: that is expert parallelism hop by hop, in which a token crosses each link once, whatever its number of experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch.distributed import ProcessGroup
+
+from megatron_moe_opt.dispatchers.expert_domains import Choosing, Volumes
+from megatron_moe_opt.kernels import build_row_map
+from megatron_moe_opt.runtime.collectives import all_gather_rows
+from megatron_moe_opt.runtime.expert_communicator import MigratedExperts
+from megatron_moe_opt.runtime.expert_weights import ExpertWeights
+from megatron_moe_opt.runtime.hop_plan import DomainTables
+from megatron_moe_opt.runtime.host_copy import HostCopy
+from megatron_moe_opt.runtime.row_facts import RowFacts, experts_of_tokens
+from megatron_moe_opt.runtime.token_hops import DeviceTables, Route, to_experts, to_tokens
+from megatron_moe_opt.topology.domain_groups import DomainGroups, domain_groups
+from megatron_moe_opt.topology.domains import ExpertDomains
+from megatron_moe_opt.topology.expert_groups import ExpertGroups
+
+
+@dataclass(frozen=True)
+class Dispatched:
+    """What permute and dispatch learnt and the later steps need; one object a forward pass."""
+
+    dispatcher: ExpertMigrationDispatcher
+    experts: torch.Tensor
+    """int64 [T, K] of each token; E is no expert."""
+    probs: torch.Tensor
+    """[T, K], in the same order."""
+    facts: RowFacts
+    counts: HostCopy
+    """[ep_size, num_counts, and the news of migrated experts] of every rank, on its way to the host."""
+
+    @cached_property
+    def route(self) -> Route:
+        """Where tokens go; the first use waits for the counts to reach the host (the only host sync)."""
+        own = self.dispatcher
+        plan = own.tables.plan(self.counts.wait())
+        return Route(own.domain_groups, own.device_tables(self.experts.device), own.tables.levels, plan, self.facts)
+
+    @property
+    def news(self) -> list[int]:
+        """What `MigratedExperts.fetch` takes, of all ranks."""
+        return self.counts.wait()[:, self.dispatcher.tables.num_counts :].amax(0).tolist()
+
+
+@dataclass(frozen=True)
+class LayerExperts:
+    """A layer's own experts, and how they come to travel."""
+
+    weights: ExpertWeights
+    compression_ratio: float
+    """Bytes of an expert over those of it that travel."""
+    migrate: Callable[[DomainGroups, tuple[int, ...]], MigratedExperts]
+    """With the groups and the owners in them (DomainTables.owners)."""
+
+
+class ExpertMigrationDispatcher:
+    """Moves the tokens of one MoE layer to the ranks that hold their experts, and back."""
+
+    def __init__(self, groups: ExpertGroups, choosing: Choosing, num_experts: int, topk: int) -> None:
+        self.groups, self.choosing = groups, choosing
+        self.num_experts, self.topk = num_experts, topk
+        self.domain_groups: DomainGroups | None = None
+        """None until the domains are chosen: at the first pass, where they are not fixed."""
+        self.tables: DomainTables | None = None
+        self.experts: LayerExperts | None = None
+        """The layer's experts, which may travel. Without them tokens still hop as if they did."""
+        self.migrated: MigratedExperts | None = None
+        """The experts of this layer that travel; None where none does."""
+        self._device_tables: dict[torch.device, DeviceTables] = {}
+
+    def take_experts(self, experts: LayerExperts) -> None:
+        """Puts the experts of the layer in reach. A collective call over its groups."""
+        self.experts = experts
+        if self.choosing.fixed is not None:
+            self._settle(self.choosing.fixed)
+
+    def _settle(self, domains: ExpertDomains) -> None:
+        self.domain_groups = domain_groups(self.groups.ep, domains)
+        self.tables = DomainTables(domains, self.groups.ep_rank, self.num_experts)
+        if self.domain_groups.migrates:
+            self.migrated = self.experts.migrate(self.domain_groups, self.tables.owners)
+
+    def _choose(self, tokens: torch.Tensor, facts: RowFacts) -> None:
+        weights = self.experts.weights
+        num_bytes = weights.numel * tokens.element_size()
+        volumes = Volumes(
+            tokens=tokens.size(0),
+            row_bytes=facts.width * tokens.element_size(),
+            topk=self.topk,
+            local_experts=self.num_experts // self.groups.ep_size,
+            expert_bytes=int(num_bytes / self.experts.compression_ratio),
+            gradient_bytes=num_bytes,
+        )
+        self._settle(self.choosing.choose(volumes, tokens.device))
+
+    def describe(self) -> str:
+        """What runs, for the line at start."""
+        what = f"{self.choosing.describe()}, a token once over every link"
+        return what if self.migrated is None else f"{what}; {self.migrated.describe()}"
+
+    def take_copies(self, tp: ProcessGroup, tokens: torch.Tensor) -> bool:
+        """Tokens that all ranks of a TP group hold are split over it before."""
+        return False
+
+    def device_tables(self, device: torch.device) -> DeviceTables:
+        """The tables on a device."""
+        if device not in self._device_tables:
+            self._device_tables[device] = DeviceTables(self.tables, device)
+        return self._device_tables[device]
+
+    def permute(
+        self,
+        tokens: torch.Tensor,
+        probs: torch.Tensor,
+        routing_map: torch.Tensor,
+        *,
+        capacity: int | None = None,
+        num_rows: int | None = None,
+    ) -> tuple[torch.Tensor, Dispatched]:
+        """Finds each token's experts, and lets all ranks know how many copies there will be.
+
+        Args:
+            tokens: [T, H].
+            probs: [T, E], any floating dtype.
+            routing_map: bool [T, E].
+            capacity: must be None (see integration/checks.py).
+            num_rows: number of routed pairs where it is known without asking the device.
+
+        Returns:
+            The tokens as they are, and the state for the other three steps.
+        """
+        facts = RowFacts(tokens.size(1), tokens.dtype, self.topk, probs.dtype)
+        if self.domain_groups is None:
+            self._choose(tokens, facts)
+        row_map = build_row_map(routing_map, num_out_tokens=num_rows)
+        experts = experts_of_tokens(row_map, self.topk)
+        routed = experts < row_map.num_experts
+        probs = probs.gather(1, experts.clamp(max=row_map.num_experts - 1)).masked_fill(~routed, 0)
+        counts = self.device_tables(tokens.device).count(experts, row_map.expert_counts)
+        if self.migrated is not None:
+            counts = torch.cat([counts, self.migrated.news()])
+        counts = HostCopy(all_gather_rows(counts.view(1, -1), None, self.groups.ep))
+        return tokens, Dispatched(self, experts, probs, facts, counts)
+
+    def dispatch(
+        self, tokens: torch.Tensor, dispatched: Dispatched, prob_dtype: torch.dtype
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Tokens to the ranks that hold their experts, sorted by owner and expert.
+
+        Returns:
+            Expert inputs [R, H], rows per expert held here (int64, CPU), probabilities [R].
+        """
+        if self.migrated is not None:
+            self.migrated.fetch(dispatched.news)  # on their way while tokens are
+        route = dispatched.route
+        rows, probs = to_experts(tokens, dispatched.probs, dispatched.experts, route)
+        return rows, route.plan.tokens_per_expert, probs
+
+    def combine(self, rows: torch.Tensor, dispatched: Dispatched) -> torch.Tensor:
+        """Sums of the expert outputs back on the ranks of their tokens: [R, H] -> [T, H]."""
+        return to_tokens(rows, dispatched.route)
+
+    def unpermute(self, rows: torch.Tensor, dispatched: Dispatched) -> torch.Tensor:
+        """Nothing remains to be summed."""
+        return rows

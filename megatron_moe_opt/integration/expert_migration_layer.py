@@ -1,0 +1,130 @@
+"""The edge of a MoE layer whose experts travel: Megatron's experts module is called once for each owner's weights.
+
+Megatron's MoELayer calls its experts module once, with the rows of this rank's experts. Rows here are also for experts
+of other ranks of the domain: `routed_experts_compute` of the layer calls the same, unmodified module once more for each
+of those ranks, its parameters exchanged for theirs while it runs. The module, its parameters and state_dict stay.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.func import functional_call
+
+from megatron_moe_opt.dispatchers.expert_domains import Choosing, FixedDomains, MeasuredDomains
+from megatron_moe_opt.dispatchers.expert_migration import ExpertMigrationDispatcher, LayerExperts
+from megatron_moe_opt.errors import ConfigurationError
+from megatron_moe_opt.integration.optimizer_step import after_optimizer_step
+from megatron_moe_opt.options import PREFIX, Options
+from megatron_moe_opt.runtime.expert_codec import ResidualExperts, TrackedExperts, WholeExperts
+from megatron_moe_opt.runtime.expert_communicator import MigratedExperts, expert_communicator
+from megatron_moe_opt.runtime.expert_weights import ExpertWeights
+from megatron_moe_opt.topology.domain_groups import DomainGroups, levels_of
+from megatron_moe_opt.topology.domains import ExpertDomains
+from megatron_moe_opt.topology.expert_groups import ExpertGroups
+
+EXPERTS_COMPUTE = "routed_experts_compute"
+"""The method of MoELayer that runs the experts: (dispatched tokens, probabilities) -> (output, bias)."""
+
+
+def make_dispatcher(groups: ExpertGroups, options: Options, config: Any) -> ExpertMigrationDispatcher:
+    """The dispatcher of a layer. A collective call over its expert-parallel group.
+
+    Raises:
+        ConfigurationError: levels or domain sizes that do not fit the group, or a profile that has not measured them.
+    """
+    workers = levels_of(groups.ep, options.network_levels)
+    if options.chooses_domains:
+        choosing: Choosing = MeasuredDomains(options.profile, groups, workers)
+    else:
+        choosing = FixedDomains(ExpertDomains(workers, _sizes(options, workers)))
+    return ExpertMigrationDispatcher(groups, choosing, config.num_moe_experts, config.moe_router_topk)
+
+
+def _sizes(options: Options, workers: tuple[int, ...]) -> tuple[int, ...]:
+    sizes = options.domain_sizes or (1,) * len(workers)
+    if len(sizes) != len(workers) or any(number % size for number, size in zip(workers, sizes, strict=True)):
+        raise ConfigurationError(
+            f"{PREFIX}domain-sizes {_list(sizes)} does not fit levels of {_list(workers)} workers: give a divisor of "
+            f"each level's workers, the slowest level first, or other levels with {PREFIX}levels"
+        )
+    return sizes
+
+
+def _list(numbers: tuple[int, ...]) -> str:
+    return ",".join(map(str, numbers))
+
+
+def migrate_experts(layer: Any, options: Options) -> None:
+    """Lets the experts of a layer travel, unless every domain is a single rank. A collective call over its groups."""
+    dispatcher: ExpertMigrationDispatcher = layer.token_dispatcher.dispatcher
+    ready = functools.partial(_finish_parameter_sync, layer.experts)
+    weights = ExpertWeights(layer.experts, _expert_of, ready)
+    ratio, num_local = options.compression_ratio, layer.num_local_experts
+    if ratio is not None and not weights.is_by_expert:
+        raise ConfigurationError(
+            f"{PREFIX}compression-ratio {ratio:g} needs experts with weights of their own, which "
+            f"{type(layer.experts).__name__} has not: leave out --moe-use-legacy-grouped-gemm, or the ratio"
+        )
+
+    def migrate(groups: DomainGroups, owners: tuple[int, ...]) -> MigratedExperts:
+        communicator = expert_communicator(groups, options.prefetch_layers)
+        codec: WholeExperts | TrackedExperts | ResidualExperts = WholeExperts()
+        if ratio is not None:
+            if options.residuals == "last":
+                codec = TrackedExperts(num_local, ratio)
+            else:
+                codec = ResidualExperts(num_local, groups.all_experts, ratio, options.shared_expert_interval)
+            layer.experts.register_load_state_dict_post_hook(lambda *_: codec.restart())
+        after_optimizer_step(communicator.after_step)
+        return MigratedExperts(weights, owners, communicator, codec)
+
+    dispatcher.take_experts(LayerExperts(weights, ratio or 1.0, migrate))
+    if options.experts_may_travel:
+        stock = getattr(type(layer), EXPERTS_COMPUTE)
+        setattr(layer, EXPERTS_COMPUTE, functools.partial(_compute, weakref.proxy(layer), stock))
+
+
+def _expert_of(name: str) -> int | None:
+    """The local expert of a parameter of SequentialMLP or TEGroupedMLP; GroupedMLP's hold all experts."""
+    found = re.search(r"local_experts\.(\d+)\.|\.(?:weight|bias)(\d+)$", name)
+    return None if found is None else int(found[1] or found[2])
+
+
+def _finish_parameter_sync(experts: Any) -> None:
+    """Waits for weights that a distributed optimizer is still gathering (--overlap-param-gather).
+
+    Megatron's DDP does that in forward pre-hooks of the modules that hold the weights; here weights are read earlier.
+    The hooks are called as Megatron's own fused experts call them (TEGroupedMLP, from 0.18 on).
+    """
+    for module in experts.modules():
+        for hook in module._forward_pre_hooks.values():
+            hook(module, None)
+
+
+def _compute(
+    layer: Any, stock: Callable[..., Any], hidden_states: torch.Tensor, probs: torch.Tensor
+) -> tuple[torch.Tensor, None]:
+    """In the place of MoELayer.routed_experts_compute."""
+    migrated: MigratedExperts | None = layer.token_dispatcher.dispatcher.migrated
+    if migrated is None:  # the domains that were chosen are single ranks
+        return stock(layer, hidden_states, probs)
+    rows, tokens_per_expert, probs = layer.token_dispatcher.dispatch_postprocess(hidden_states, probs)
+    of_owners = tokens_per_expert.view(len(migrated.owners), -1)
+    sizes = of_owners.sum(1).tolist()
+    outputs = []
+    parts = zip(migrated.of_owners(), rows.split(sizes), of_owners, probs.split(sizes), strict=True)
+    with migrated.kept_as_they_came():
+        for parameters, *arguments in parts:
+            if parameters is None:
+                output, bias = layer.experts(*arguments)
+            else:
+                output, bias = functional_call(layer.experts, parameters, tuple(arguments))
+            assert bias is None, f"mlp_bias is not supported for {type(layer.token_dispatcher)}"  # as stock says
+            outputs.append(output)
+    return layer.token_dispatcher.combine_preprocess(torch.cat(outputs)), None

@@ -1,0 +1,67 @@
+"""A lane for collectives beside everything else: they run in the order in which they are submitted.
+
+All ranks submit in the same order, so that a process group that only this lane uses sees one order on all of them.
+"""
+
+from __future__ import annotations
+
+import functools
+import queue
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+
+import torch
+
+
+class HostLane:
+    """A thread. It ends with the process, whatever it waits for: a peer that died does not keep this rank alive."""
+
+    def __init__(self, name: str) -> None:
+        self._tasks: queue.SimpleQueue[tuple[Callable[[], torch.Tensor], Future]] = queue.SimpleQueue()
+        threading.Thread(target=self._work, name=name, daemon=True).start()
+
+    def submit(self, task: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
+        """Queues a task; what is returned waits for its result, or raises what it raised."""
+        future: Future[torch.Tensor] = Future()
+        self._tasks.put((task, future))
+        return future.result
+
+    def _work(self) -> None:
+        while True:
+            task, future = self._tasks.get()
+            try:
+                with torch.no_grad():
+                    future.set_result(task())
+            except BaseException as error:
+                future.set_exception(error)
+            del task, future  # or an idle thread would keep their tensors
+
+
+class StreamLane:
+    """A CUDA stream. Tasks are issued by the caller at once: all ranks issue to all their groups in the same order."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device)
+
+    def submit(self, task: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
+        """Issues a task behind what is queued on the current stream; what is returned makes that stream wait."""
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream), torch.no_grad():
+            result = task()
+            done = torch.cuda.Event()
+            done.record()
+
+        def wait() -> torch.Tensor:
+            stream = torch.cuda.current_stream()
+            stream.wait_event(done)
+            result.record_stream(stream)
+            return result
+
+        return wait
+
+
+@functools.cache
+def communication_lane(name: str, device: torch.device) -> HostLane | StreamLane:
+    """The lane of this name of this process, for tensors on `device`; made when it is first needed."""
+    return StreamLane(device) if device.type == "cuda" else HostLane(name)

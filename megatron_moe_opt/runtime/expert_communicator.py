@@ -1,0 +1,312 @@
+"""Experts that travel: gathered inside their domains ahead of use, their gradients returned to the owners.
+
+A model is a row of layers with experts (HybridEP, section IV-B, "Asynchronous Communicator"). Each layer's weights are
+gathered once and serve all passes until they change: all micro-batches of an optimizer step, recomputation and
+evaluation. Gathers run in a lane of their own, in groups of their own: the first layers' at the end of the optimizer
+step, the others' while layers before them are computed.
+
+Whether weights have changed is not inferred from who may have written them (an optimizer, an all-gather into a
+distributed optimizer's buffer, a checkpoint): each rank compares its experts, bit for bit, with what it sent last. The
+answer travels with the counts of a pass, which all ranks exchange anyway, and so all ranks do the same. What is sent
+ahead of need is compared as well when its turn comes.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+from torch.autograd.graph import saved_tensors_hooks
+
+from megatron_moe_opt.kernels import empty
+from megatron_moe_opt.runtime.collectives import all_gather_rows, reduce_scatter_rows
+from megatron_moe_opt.runtime.communication_lane import communication_lane
+from megatron_moe_opt.runtime.expert_codec import Decode, ResidualExperts, TrackedExperts, WholeExperts
+from megatron_moe_opt.runtime.expert_weights import ExpertWeights
+from megatron_moe_opt.runtime.traffic import count_sent
+from megatron_moe_opt.topology.domain_groups import DomainGroups
+
+
+class ExpertCommunicator:
+    """The layers of a process whose experts travel over the same groups.
+
+    Their order is that of their passes. Layers of a model that nobody holds any more live on until Python's garbage
+    collection finds them, on one rank earlier than on another: nothing is sent ahead for a layer before all ranks have
+    said that they still have it.
+    """
+
+    def __init__(self, groups: DomainGroups, ahead: int) -> None:
+        """
+        Args:
+            ahead: layers whose experts are gathered before their turn.
+        """
+        self.groups, self.ahead = groups, ahead
+        self.round = 0
+        """Counts the changes of weights that were noticed."""
+        self._first: weakref.ref[MigratedExperts] | None = None
+        self._last: weakref.ref[MigratedExperts] | None = None
+
+    def note_pass(self, layer: MigratedExperts) -> None:
+        """Learns the order of layers from their forward passes."""
+        if torch._C._current_graph_task_id() >= 0:
+            return  # recomputed in a backward pass: in another order
+        last = self._last and self._last()
+        if last is not None and last is not layer:
+            last.next = weakref.ref(layer)
+        self._last = weakref.ref(layer)
+        self._first = self._first or self._last
+
+    def following(self, layer: MigratedExperts) -> list[MigratedExperts]:
+        """The layers that came after `layer` in the last pass, as many as may be ahead."""
+        found: list[MigratedExperts] = []
+        while len(found) < self.ahead:
+            layer = layer.next and layer.next()
+            if layer is None or layer in found:
+                break
+            found.append(layer)
+        return found
+
+    def after_step(self) -> None:
+        """Sends the experts of the first layers of the passes since the last optimizer step, after the next one.
+
+        A collective call, where there was such a pass.
+        """
+        if self._first is None:
+            return
+        first = self._first()
+        layers = [] if first is None else [first, *self.following(first)]
+        self._first = None
+        number = torch.tensor(len(layers), device=_device_of(self.groups.ep))
+        dist.all_reduce(number, dist.ReduceOp.MIN, group=self.groups.ep)
+        self.round += 1
+        for layer in layers[: int(number)]:
+            layer.send()
+
+    def gather(self, message: torch.Tensor) -> Callable[[], torch.Tensor]:
+        """Starts to gather messages [M] of all ranks of the domain, from the outermost level inwards.
+
+        Returns:
+            What waits for [ranks, M], in the order of DomainTables.owners.
+        """
+        groups, num_bytes = [group for group in self.groups.experts if group is not None], message.nbytes
+        for group in groups:
+            count_sent("all_gather", group, [num_bytes] * group.size())
+            num_bytes *= group.size()
+
+        def gather() -> torch.Tensor:
+            gathered = message
+            for group in groups:
+                gathered = all_gather_rows(gathered, None, group)
+            return gathered.view(-1, message.numel())
+
+        return communication_lane("experts", message.device).submit(gather)
+
+    def reduce(self, gradients: torch.Tensor) -> torch.Tensor:
+        """The sum over the domain of what its ranks have for this rank: [ranks, N] -> [N]. The mirror of `gather`."""
+        groups, num_bytes = [group for group in self.groups.experts if group is not None], gradients.nbytes
+        for group in reversed(groups):
+            num_bytes //= group.size()
+            count_sent("reduce_scatter", group, [num_bytes] * group.size())
+
+        def reduce() -> torch.Tensor:
+            part = gradients.view(-1)
+            for group in reversed(groups):
+                part = reduce_scatter_rows(part, None, group)
+            return part
+
+        return communication_lane("experts", gradients.device).submit(reduce)()
+
+
+def _device_of(group: dist.ProcessGroup) -> torch.device:
+    return torch.device("cuda" if "nccl" in dist.get_backend(group) else "cpu")
+
+
+@functools.cache
+def expert_communicator(groups: DomainGroups, ahead: int) -> ExpertCommunicator:
+    """The communicator of all layers of a process that have these groups."""
+    return ExpertCommunicator(groups, ahead)
+
+
+class ArrivedExperts:
+    """Experts that were gathered once: kept as they travelled, decoded while somebody holds what was decoded."""
+
+    def __init__(self, arrive: Callable[[], torch.Tensor], decode: Decode, own: int, keep: bool) -> None:
+        """
+        Args:
+            keep: keep the decoded ones instead.
+        """
+        self._keep = keep
+        self._arrive: Callable[[], torch.Tensor] | None = arrive
+        self._messages: torch.Tensor | None = None
+        self._decode, self._own = decode, own
+        self._experts: weakref.ref[torch.Tensor] | None = None
+
+    def experts(self) -> torch.Tensor:
+        """[owners, numel]; see MigratedExperts.gathered."""
+        if self._messages is None:
+            self._messages, self._arrive = self._arrive(), None
+        experts = self._experts and self._experts()
+        if experts is None:
+            experts = self._decode(self._messages, self._own)
+            if self._keep:
+                self._decode, self._messages = _as_they_are, experts
+            self._experts = weakref.ref(experts)
+        return experts
+
+    def forget_part(self, tensor: torch.Tensor) -> torch.Tensor | _Part:
+        """Where among the experts a tensor lies; the tensor itself, if it is none of them."""
+        experts = self._experts and self._experts()
+        if experts is None or tensor.untyped_storage()._cdata != experts.untyped_storage()._cdata:
+            return tensor
+        return _Part(self, tensor.storage_offset() - experts.storage_offset(), tensor.size(), tensor.stride())
+
+
+def _as_they_are(messages: torch.Tensor, own: int) -> torch.Tensor:
+    return messages
+
+
+@dataclass(frozen=True)
+class _Part:
+    """A tensor in the memory of experts that need not be there now."""
+
+    arrived: ArrivedExperts
+    first: int
+    size: torch.Size
+    stride: tuple[int, ...]
+
+
+def restore_part(part: torch.Tensor | _Part) -> torch.Tensor:
+    """The inverse of `forget_part`."""
+    if isinstance(part, torch.Tensor):
+        return part
+    experts = part.arrived.experts()
+    return experts.as_strided(part.size, part.stride, experts.storage_offset() + part.first)
+
+
+class MigratedExperts:
+    """The experts of one layer: this rank's own, and those of the other ranks of its domains."""
+
+    def __init__(
+        self,
+        weights: ExpertWeights,
+        owners: tuple[int, ...],
+        communicator: ExpertCommunicator,
+        codec: WholeExperts | TrackedExperts | ResidualExperts,
+    ) -> None:
+        """
+        Args:
+            weights: of this rank's experts.
+            owners: DomainTables.owners.
+            codec: how they travel; this layer's alone.
+        """
+        self.weights, self.owners, self.communicator, self.codec = weights, owners, communicator, codec
+        self.own = owners.index(communicator.groups.rank)
+        """This rank's place among the owners."""
+        self.round = 0
+        """In which the experts were last sent."""
+        self.next: weakref.ref[MigratedExperts] | None = None
+        """The layer whose pass came after this one's."""
+        self._following: list[MigratedExperts] = []
+        self._sent: torch.Tensor | None = None
+        self._arrived: ArrivedExperts | None = None
+
+    def describe(self) -> str:
+        """What runs, for the line at start."""
+        how, ahead = self.codec.describe(), self.communicator.ahead
+        return f"experts of {len(self.owners)} ranks on each, {how}, gathered {ahead} layer(s) ahead"
+
+    def news(self) -> torch.Tensor:
+        """int64 [1 + ahead] for the other ranks: whether this rank's experts are not those that it sent last; and for
+        each layer that may be sent ahead, whether it is gone.
+        """
+        device = self.weights.parameters[0].device
+        changed = torch.ones((), dtype=torch.bool, device=device)
+        if self._sent is not None:
+            changed = ~self.weights.equal(self._sent)
+        self._following = self.communicator.following(self)
+        gone = [number >= len(self._following) for number in range(self.communicator.ahead)]
+        return torch.cat([changed.view(1), torch.tensor(gone, dtype=torch.bool, device=device)]).long()
+
+    def fetch(self, news: Sequence[int]) -> None:
+        """Sees to it that the experts of this pass are here or on their way, and sends later layers'.
+
+        Args:
+            news: the greatest of all ranks' `news`: they all do the same.
+        """
+        communicator = self.communicator
+        communicator.note_pass(self)
+        changed, *gone = news
+        if changed:
+            communicator.round += 1
+            self.send()
+        for layer, missing in zip(self._following, gone, strict=False):
+            if not missing and layer.round < communicator.round:
+                layer.send()
+        self._following = []
+
+    def forget(self) -> None:
+        """Has the next pass gather again, as after an optimizer step. Every rank must forget."""
+        self._sent = None
+
+    def send(self) -> None:
+        """Starts to gather the experts as they are now."""
+        self.round = self.communicator.round
+        self._sent = self.weights.current()
+        message, decode = self.codec.encode(self._sent, self._arrived and self._arrived.experts)
+        # Passes that still need the old ones keep them.
+        self._arrived = ArrivedExperts(self.communicator.gather(message), decode, self.own, not self.codec.is_transient)
+
+    def gathered(self) -> torch.Tensor:
+        """[owners, numel]: the experts of the ranks of the domains, waited for; not all codecs give the own ones."""
+        return self._arrived.experts()
+
+    def kept_as_they_came(self) -> AbstractContextManager[Any]:
+        """What a forward pass in this context saves of `of_owners` for its backward pass, it saves as it travelled."""
+        if not self.codec.is_transient:
+            return nullcontext()
+        return saved_tensors_hooks(self._arrived.forget_part, restore_part)
+
+    def of_owners(self) -> list[dict[str, torch.Tensor] | None]:
+        """The parameters of each owner's experts by name; None for this rank's own, which the module holds.
+
+        Differentiable: gradients return to the owner's parameters (a collective call in the backward pass).
+        """
+        names = [slot.name for slot in self.weights.slots]
+        tensors = iter(_Migrate.apply(self, *self.weights.parameters))
+        return [
+            None if place == self.own else {name: next(tensors) for name in names} for place in range(len(self.owners))
+        ]
+
+
+class _Migrate(Function):
+    """The parameters of the other ranks' experts; their gradients are summed at their owners, over the domain.
+
+    Where experts travelled compressed, gradients are taken as those of the owner's weights (straight through).
+    """
+
+    @staticmethod
+    def forward(ctx: Any, migrated: MigratedExperts, *own: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.migrated, ctx.dtype, ctx.device = migrated, own[0].dtype, own[0].device
+        ctx.set_materialize_grads(False)
+        gathered = migrated.gathered()
+        others = [place for place in range(len(migrated.owners)) if place != migrated.own]
+        return tuple(view for place in others for view in migrated.weights.views(gathered[place]))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        migrated, weights = ctx.migrated, ctx.migrated.weights
+        flat = empty((len(migrated.owners), weights.numel), ctx.dtype, ctx.device)
+        number = len(weights.slots)
+        parts = iter([grads[first : first + number] for first in range(0, len(grads), number)])
+        for place in range(len(migrated.owners)):
+            weights.flatten([None] * number if place == migrated.own else next(parts), flat[place])
+        return None, *weights.views(migrated.communicator.reduce(flat))

@@ -1,0 +1,148 @@
+"""Where the tokens of a MoE layer go, hop by hop: pure arithmetic on expert domains and agreed counts.
+
+G ranks of the expert-parallel group, E experts, n = E / G of each rank; a *region* of level l is what the domains of
+levels 0 .. l have in common, and an expert is in its owner's region. A token has one copy in every region that has one
+of its experts. Ranks that agree on the counts of copies know the sizes of all messages of all hops, those included
+that others send to each other: one small all-gather before the first hop, and no message about sizes after it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+
+import torch
+
+from megatron_moe_opt.topology.domains import ExpertDomains
+
+
+@dataclass(frozen=True)
+class HopCounts:
+    """Rows of one rank in one hop, to and from the ranks of its all-to-all group."""
+
+    sent: list[int]
+    received: list[int]
+
+
+@dataclass(frozen=True)
+class HopPlan:
+    """One rank's part in the hops of one forward pass."""
+
+    hops: tuple[HopCounts, ...]
+    """Of each level in `DomainTables.levels`."""
+    tokens_per_expert: torch.Tensor
+    """int64 [experts of the domain] on the CPU, by owner (`DomainTables.owners`) and expert of the owner."""
+
+
+class DomainTables:
+    """Which experts lie behind which hop, seen from one rank. Experts are numbered by owner."""
+
+    def __init__(self, domains: ExpertDomains, rank: int, num_experts: int) -> None:
+        """
+        Args:
+            rank: in the expert-parallel group.
+            num_experts: E; a multiple of the ranks.
+        """
+        self.domains, self.rank, self.num_experts = domains, rank, num_experts
+        self.num_local = num_experts // domains.world
+        self.levels = tuple(level for level in range(domains.levels) if domains.domains(level) > 1)
+        """Those at which tokens hop."""
+        places = torch.tensor([domains.location(one) for one in range(domains.world)])  # [G, levels]
+        sizes = torch.tensor(domains.sizes)
+        self._domain, self._offset = places // sizes, places % sizes
+        self._place = places
+
+    @cached_property
+    def owners(self) -> tuple[int, ...]:
+        """The ranks whose experts this rank holds, itself included, in the order in which they are gathered.
+
+        Gathered from the outermost level inwards: the offset at the outermost level changes fastest.
+        """
+        mine = self._domain[self.rank]
+        owners = [one for one in range(self.domains.world) if torch.equal(self._domain[one], mine)]
+        return tuple(sorted(owners, key=lambda one: self._offset[one].flip(0).tolist()))
+
+    def region(self, level: int) -> torch.Tensor:
+        """int64 [G]: the region of each rank at a level, counted from 0 with the innermost domain fastest."""
+        region = torch.zeros(self.domains.world, dtype=torch.int64)
+        for outer in range(level + 1):
+            region = region * self.domains.domains(outer) + self._domain[:, outer]
+        return region
+
+    def num_regions(self, level: int) -> int:
+        """Regions of a level."""
+        return int(self.region(level).max()) + 1
+
+    def region_of_experts(self, level: int) -> torch.Tensor:
+        """int64 [E + 1]: region of each expert; entry E, "no expert", is in none: `num_regions`."""
+        return self._of_experts(self.region(level), self.num_regions(level))
+
+    def next_domain(self, level: int) -> torch.Tensor:
+        """int64 [E + 1]: the domain to which a row at this rank must hop at a level for each expert.
+
+        It is the number of domains, "none", for experts that another copy of the token goes to.
+        """
+        none = self.domains.domains(level)
+        on_the_way = torch.ones(self.domains.world, dtype=torch.bool)
+        if level > 0:
+            region = self.region(level - 1)
+            on_the_way = region == region[self.rank]
+        return self._of_experts(torch.where(on_the_way, self._domain[:, level], none), none)
+
+    @cached_property
+    def place_in_domain(self) -> torch.Tensor:
+        """int64 [E + 1]: place of each expert among those this rank holds; their number for all others."""
+        none = len(self.owners) * self.num_local
+        place = torch.full((self.num_experts + 1,), none)
+        for position, owner in enumerate(self.owners):
+            first, held = owner * self.num_local, position * self.num_local
+            place[first : first + self.num_local] = torch.arange(held, held + self.num_local)
+        return place
+
+    def _of_experts(self, of_rank: torch.Tensor, none: int) -> torch.Tensor:
+        return torch.cat([of_rank.repeat_interleave(self.num_local), torch.tensor([none])])
+
+    @cached_property
+    def columns(self) -> tuple[int, ...]:
+        """Where the counts of each level in `levels`, and then those of experts, begin in a rank's row of counts."""
+        return tuple(accumulate((self.num_regions(level) for level in self.levels), initial=0))
+
+    @property
+    def num_counts(self) -> int:
+        """Counts of a rank: its tokens' copies in the regions of each level, and its rows for each expert."""
+        return self.columns[-1] + self.num_experts
+
+    def _sources(self, rank: int, level: int) -> torch.Tensor:
+        """The ranks whose tokens reach `rank` in the hops before `level`."""
+        same = self._place == self._place[rank]
+        same[:, :level] = self._offset[:, :level] == self._offset[rank, :level]
+        return same.all(1).nonzero().view(-1)
+
+    @cached_property
+    def _senders(self) -> tuple[tuple[torch.Tensor, torch.Tensor, int, int], ...]:
+        """For each hop: sources of this rank; [peers, sources] of its peers; first column sent; column received."""
+        senders = []
+        for level, first in zip(self.levels, self.columns, strict=False):
+            group = next(group for group in self.domains.all_to_all_groups(level) if self.rank in group)
+            to, own = int(self.region(level)[group[0]]), int(self.region(level)[self.rank])
+            of_peers = torch.stack([self._sources(peer, level) for peer in group])
+            senders.append((self._sources(self.rank, level), of_peers, first + to, first + own))
+        return tuple(senders)
+
+    def plan(self, counts: torch.Tensor) -> HopPlan:
+        """The plan of this rank.
+
+        Args:
+            counts: int64 [G, num_counts] on the CPU, the same on all ranks.
+        """
+        hops = []
+        for level, (sources, of_peers, to, own) in zip(self.levels, self._senders, strict=True):
+            sent = counts[sources, to : to + self.domains.domains(level)].sum(0)
+            hops.append(HopCounts(sent.tolist(), counts[of_peers, own].sum(1).tolist()))
+        rows = counts[self._arriving, self.columns[-1] : self.columns[-1] + self.num_experts].sum(0)
+        return HopPlan(tuple(hops), rows.view(self.domains.world, -1)[list(self.owners)].view(-1))
+
+    @cached_property
+    def _arriving(self) -> torch.Tensor:
+        return self._sources(self.rank, self.domains.levels)

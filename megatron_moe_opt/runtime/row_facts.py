@@ -1,0 +1,104 @@
+"""What travels behind a token that several experts share: the probability of each, and which experts they are.
+
+A row on the wire is [hidden elements | K probabilities | K expert numbers (int32)], K experts of a token at most, the
+lane behind the hidden elements a multiple of LANE_BYTES. A token with fewer experts has the number E, "no expert", in
+the other places. On the way back through the hops, the gradients of the K probabilities travel alone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from megatron_moe_opt.kernels import LANE_BYTES, RowMap, empty
+
+
+@dataclass(frozen=True)
+class RowFacts:
+    """The layout of a row with its facts."""
+
+    hidden: int
+    dtype: torch.dtype
+    topk: int
+    prob_dtype: torch.dtype
+
+    @property
+    def hidden_bytes(self) -> int:
+        """Bytes of the token itself."""
+        return self.hidden * self.dtype.itemsize
+
+    @property
+    def prob_bytes(self) -> int:
+        """Bytes of K probabilities."""
+        return self.topk * self.prob_dtype.itemsize
+
+    @property
+    def width(self) -> int:
+        """Elements of a row with probabilities and experts."""
+        return self._width(self.prob_bytes + self.topk * torch.int32.itemsize)
+
+    @property
+    def grad_width(self) -> int:
+        """Elements of a row with probabilities alone."""
+        return self._width(self.prob_bytes)
+
+    def _width(self, num_bytes: int) -> int:
+        lane = -(-num_bytes // LANE_BYTES) * LANE_BYTES
+        return self.hidden + lane // self.dtype.itemsize
+
+    def pack(self, tokens: torch.Tensor, probs: torch.Tensor, experts: torch.Tensor | None = None) -> torch.Tensor:
+        """tokens [T, H], probs [T, K], experts int32 [T, K] -> [T, width]; without experts [T, grad_width]."""
+        width = self.grad_width if experts is None else self.width
+        packed = empty((tokens.size(0), width), self.dtype, tokens.device)
+        packed[:, : self.hidden] = tokens
+        lane = packed[:, self.hidden :].view(torch.uint8)
+        lane[:, : self.prob_bytes] = probs.contiguous().view(torch.uint8)
+        lane[:, self.prob_bytes :] = 0
+        if experts is not None:
+            end = self.prob_bytes + self.topk * torch.int32.itemsize
+            lane[:, self.prob_bytes : end] = experts.contiguous().view(torch.uint8)
+        return packed
+
+    def tokens(self, packed: torch.Tensor) -> torch.Tensor:
+        """[R, width or grad_width] -> [R, H], the same memory."""
+        return packed[:, : self.hidden]
+
+    def probs(self, packed: torch.Tensor) -> torch.Tensor:
+        """[R, width or grad_width] -> [R, K]."""
+        return self._part(packed, 0, self.prob_dtype)
+
+    def experts(self, packed: torch.Tensor) -> torch.Tensor:
+        """[R, width] -> int64 [R, K]."""
+        return self._part(packed, self.prob_bytes, torch.int32).long()
+
+    def _part(self, packed: torch.Tensor, first: int, dtype: torch.dtype) -> torch.Tensor:
+        lane = packed[:, self.hidden :].view(torch.uint8)
+        return lane[:, first : first + self.topk * dtype.itemsize].contiguous().view(dtype)
+
+
+def experts_of_tokens(row_map: RowMap, topk: int) -> torch.Tensor:
+    """int64 [T, K]: the experts of each token, ascending, and E, "no expert", in the places that remain.
+
+    Raises:
+        ValueError: a token has more than K experts (on CUDA an assertion on the device).
+    """
+    tokens, experts = row_map.num_tokens, row_map.experts.long()
+    if row_map.num_rows == tokens * topk:
+        numbers = row_map.offsets.diff()
+        _require((numbers == topk).all(), f"tokens must have {topk} experts each")
+        return experts.view(tokens, topk)
+    numbers = row_map.offsets.diff()
+    _require((numbers <= topk).all(), f"a token has more than {topk} experts (--moe-router-topk)")
+    device = experts.device
+    token = torch.arange(tokens, device=device).repeat_interleave(numbers, output_size=row_map.num_rows)
+    place = torch.arange(row_map.num_rows, device=device) - row_map.offsets[token]
+    chosen = torch.full((tokens, topk), row_map.num_experts, device=device)
+    return chosen.index_put_((token, place), experts)
+
+
+def _require(holds: torch.Tensor, what: str) -> None:
+    if holds.is_cuda:
+        torch._assert_async(holds, what)
+    elif not holds:
+        raise ValueError(what)

@@ -1,0 +1,48 @@
+"""The hops of tokens between expert domains (HybridEP, section IV-A): one schedule a hop.
+
+    hop_out     permute -> all-to-all      a copy of a token for every domain that has one of its experts
+    hop_back    all-to-all -> permute      the copies' partial outputs; their sum ends the op
+
+The outermost level, whose links are the slowest, is first on the way out and last on the way back.
+"""
+
+from __future__ import annotations
+
+from .schedule import Kind, Lane, Op, Schedule
+
+
+def role(level: int) -> str:
+    """What the process group of a level is called."""
+    return f"tokens.{level}"
+
+
+def hop_out(level: int, levels: int, sent: int) -> Schedule:
+    """Rows to the domains of a level. Buffers: rows -> copies -> arrived.
+
+    Args:
+        levels: number of levels.
+        sent: bytes of the copies that this rank makes, its own domain's included.
+    """
+    ops = (
+        Op(Kind.PERMUTE, Lane.COMPUTE, size=sent, reads=("rows",), writes=("copies",)),
+        Op(Kind.ALL_TO_ALL, _lane(level, levels), 0, sent, (0,), ("copies",), ("arrived",), role(level)),
+    )
+    return Schedule(f"expert-migration hop out, level {level}", ops, ("rows",))
+
+
+def hop_back(level: int, levels: int, received: int) -> Schedule:
+    """Rows back from the domains of a level, and their sum. Buffers: arrived -> copies -> rows.
+
+    Args:
+        received: bytes of the copies of this rank's rows.
+    """
+    ops = (
+        Op(Kind.ALL_TO_ALL, _lane(level, levels), 0, received, (), ("arrived",), ("copies",), role(level)),
+        Op(Kind.PERMUTE, Lane.COMPUTE, size=received, waits_for=(0,), reads=("copies",), writes=("rows",)),
+    )
+    return Schedule(f"expert-migration hop back, level {level}", ops, ("arrived",))
+
+
+def _lane(level: int, levels: int) -> Lane:
+    """The innermost of several levels is inside a node."""
+    return Lane.INTRA if levels > 1 and level == levels - 1 else Lane.INTER

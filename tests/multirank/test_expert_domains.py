@@ -1,0 +1,105 @@
+"""Levels of a group, and the choice of expert domains from a profile."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_moe_opt.options import Options
+from megatron_moe_opt.planning.cluster import Cluster, World
+from megatron_moe_opt.planning.expert_migration import KINDS, realisable_groups, role
+from tests.ranks.pool import RankFailure
+
+LEVELS = (2, 2)
+MB = 10**6
+
+
+def save(file: Path, workers: tuple[int, ...] = LEVELS) -> Path:
+    """EP 4 on levels of 1 MB/s and of 100 MB/s."""
+    curves = {}
+    for level, ranks in realisable_groups(workers):
+        line = ((1, 1e-5), (100 * MB, (100.0, 1.0)[level]))
+        curves |= {(kind, role(kind, workers, level, ranks)): line for kind in KINDS}
+    Cluster(World((0, 0, 1, 1), ep=4), curves).save(file)
+    return file
+
+
+def chosen(profile: Path) -> list[tuple[int, ...]]:
+    """Domain sizes of layers whose first pass has few tokens, and many."""
+    import megatron_moe_opt
+    from megatron_moe_opt.integration.moe_layer import build_layer
+    from tests.ranks.megatron import moe_config, parallel
+
+    sizes = []
+    megatron_moe_opt.register(Options(profile=profile, network_levels=LEVELS))
+    try:
+        with parallel(ep=4):
+            for tokens in (4, 2000):
+                layer = build_layer(moe_config(moe_token_dispatcher_type="expert-migration"))
+                # One rank alone has many: the others must choose alike.
+                hidden = torch.randn(tokens if dist.get_rank() == 3 else 2, 1, 64, requires_grad=True)
+                layer(hidden)[0].sum().backward()
+                sizes.append(layer.token_dispatcher.dispatcher.domain_groups.domains.sizes)
+                assert all(parameter.grad is not None for parameter in layer.parameters())
+    finally:
+        megatron_moe_opt.register()
+    return sizes
+
+
+def test_domains_are_chosen_by_tokens_and_experts(ranks, tmp_path):
+    """2 experts of 74 KB a rank against 272 bytes a token: between the slow level's two workers experts travel."""
+    for few, many in ranks.run(chosen, profile=save(tmp_path / "cluster.json")):
+        assert few == (1, 1)
+        assert many[0] == 2
+
+
+def test_a_profile_without_the_groups_of_domains_is_refused(ranks, tmp_path):
+    with pytest.raises(RankFailure) as caught:
+        ranks.run(chosen, profile=save(tmp_path / "cluster.json", workers=(4,)))
+    for _, kind, message in caught.value.errors:
+        assert kind == "ConfigurationError" and message.count("\n") == 0
+        assert "measure levels of 2 x 2 ranks with moe-opt profile --domains, or give --moe-opt-domain-sizes" in message
+
+
+def measured() -> dict[str, list[int]]:
+    """Ranks of the group in which each load of `moe-opt profile --domains` runs, on 2 x 2 ranks."""
+    from megatron_moe_opt.cli.loads import Rows
+    from megatron_moe_opt.cli.profile_domains import domain_groups_of, domain_moves
+    from megatron_moe_opt.topology.layouts import Layout
+
+    with domain_groups_of(Layout(4, 1, 1, 4, 1), LEVELS) as groups:
+        moves = domain_moves(Rows(64, torch.float32, torch.device("cpu")), groups, LEVELS)
+        names = [(move.kind, move.group) for move in moves]
+        assert sorted(map(str, names)) == sorted(
+            str((kind, role(kind, LEVELS, *group))) for kind in KINDS for group in realisable_groups(LEVELS)
+        )
+        return {name: dist.get_process_group_ranks(group) for name, group in groups.items()}
+
+
+def test_profile_measures_every_group_of_domains(ranks):
+    for rank, groups in enumerate(ranks.run(measured)):
+        outer, inner = [rank % 2, rank % 2 + 2], [rank // 2 * 2, rank // 2 * 2 + 1]
+        for kind in KINDS:
+            assert groups[role(kind, LEVELS, 0, 2)] == outer
+            assert groups[role(kind, LEVELS, 1, 2)] == inner
+
+
+def groups_refused() -> None:
+    from megatron_moe_opt.errors import ConfigurationError
+    from tests.multirank.test_expert_migration import layers
+    from tests.ranks.megatron import parallel
+
+    with parallel(ep=4):
+        with pytest.raises(ConfigurationError, match="--moe-opt-levels 2,3 makes 6 ranks, not the 4 of --expert-model"):
+            layers(1, (1, 1), levels=(2, 3))
+        with pytest.raises(ConfigurationError, match="--moe-opt-domain-sizes 2 does not fit levels of 2,2 workers"):
+            layers(1, (2,), levels=(2, 2))
+        with pytest.raises(ConfigurationError, match="--moe-opt-domain-sizes 3 does not fit levels of 4 workers"):
+            layers(1, (3,), levels=(4,))
+
+
+def test_levels_and_sizes_that_do_not_fit_are_refused(ranks):
+    ranks.run(groups_refused)

@@ -1,0 +1,301 @@
+"""`expert-migration` against stock `alltoall` in the same process group, on 4 and on 8 ranks.
+
+Outputs and gradients are sums in another order: fp32 within 1e-6 relative, bf16 within 1e-2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_moe_opt.options import Options
+from tests.multirank.test_dispatchers import DROP, RECOMPUTE, SHARED, compare
+from tests.ranks.pool import RankPool
+
+ONE_LEVEL, TWO_LEVELS = (4,), (2, 2)
+
+
+@pytest.fixture(scope="module")
+def eight_ranks() -> Iterator[RankPool]:
+    pool = RankPool(8)
+    yield pool
+    pool.close()
+
+
+def compare_all(cases: list[dict[str, Any]]) -> dict[str, float]:
+    """The worst error of each case, by its name."""
+    worst = {}
+    for case in cases:
+        name = ", ".join(f"{key}={value}" for key, value in case.items())
+        options = Options(network_levels=case.pop("levels"), domain_sizes=case.pop("sizes"))
+        arguments = {"dispatcher": "expert-migration", "layout": {"ep": 4}, "settings": {}, "steps": 1} | case
+        worst[name] = max(compare(options=options, **arguments)["errors"].values())
+    return worst
+
+
+def check(pool: RankPool, cases: list[dict[str, Any]], bound: float = 1e-6) -> None:
+    for result in pool.run(compare_all, cases=cases):
+        assert all(error < bound for error in result.values()), {k: v for k, v in result.items() if v >= bound}
+
+
+def every_size(levels: tuple[int, ...], **case: Any) -> list[dict[str, Any]]:
+    from megatron_moe_opt.topology.domains import realisable
+
+    return [{"levels": levels, "sizes": domains.sizes, **case} for domains in realisable(levels)]
+
+
+@pytest.mark.parametrize("levels", [ONE_LEVEL, TWO_LEVELS])
+def test_every_domain_size_equals_stock(ranks, levels):
+    cases = [
+        *(case for topk in (1, 2, 4) for case in every_size(levels, settings={"moe_router_topk": topk})),
+        *every_size(levels, routing="hot"),  # the other ranks get no token
+        *every_size(levels, routing="skewed", steps=2),
+    ]
+    check(ranks, cases)
+
+
+@pytest.mark.parametrize("settings", [DROP, SHARED, RECOMPUTE, SHARED | {"moe_shared_expert_overlap": True}], ids=str)
+def test_features_equal_stock(ranks, settings):
+    check(ranks, every_size(TWO_LEVELS, settings=settings))
+
+
+def test_layouts_equal_stock(ranks):
+    check(
+        ranks,
+        [
+            *every_size((4,), layout={"tp": 2, "ep": 4, "etp": 1}),  # tokens split by sequence parallelism
+            *every_size((2,), layout={"ep": 2}),  # two expert-parallel groups
+            *every_size((2,), layout={"cp": 2, "ep": 2}),
+            *every_size((1,), layout={}),
+        ],
+    )
+
+
+def test_bf16_is_within_the_contract(ranks):
+    cases = every_size(TWO_LEVELS, dtype="bfloat16") + every_size(ONE_LEVEL, dtype="bfloat16")
+    check(ranks, cases, bound=1e-2)
+
+
+@pytest.mark.parametrize("levels", [(8,), (2, 4), (4, 2)])
+def test_eight_ranks_equal_stock(eight_ranks, levels):
+    settings = {"num_moe_experts": 16, "moe_router_topk": 4}
+    cases = every_size(levels, layout={"ep": 8}, settings=settings)
+    cases += every_size(levels, layout={"ep": 8}, settings=settings, routing="skewed")[-2:]
+    check(eight_ranks, cases)
+
+
+def layers(
+    number: int, sizes: tuple[int, ...] = (2, 2), levels: tuple[int, ...] = TWO_LEVELS, **options: Any
+) -> tuple[list[Any], list[Any]]:
+    """As many layers of stock `alltoall` as of ours, with equal weights; call it inside `parallel`."""
+    import megatron_moe_opt
+    from megatron_moe_opt.integration.moe_layer import build_layer
+    from tests.ranks.megatron import moe_config
+
+    torch.manual_seed(11 + dist.get_rank())
+    stock = [build_layer(moe_config()) for _ in range(number)]
+    megatron_moe_opt.register(Options(network_levels=levels, domain_sizes=sizes, **options))
+    ours = [build_layer(moe_config(moe_token_dispatcher_type="expert-migration")) for _ in range(number)]
+    megatron_moe_opt.register()
+    for layer, other in zip(ours, stock, strict=True):
+        layer.load_state_dict(other.state_dict())
+    return stock, ours
+
+
+def hidden_states(seed: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(100 * seed + dist.get_rank())
+    return torch.randn(24, 3, 64, generator=generator).requires_grad_()
+
+
+def relative(one: torch.Tensor, other: torch.Tensor) -> float:
+    return ((one - other).norm() / other.norm()).item()
+
+
+def write_weights(layer: Any, factor: float) -> None:
+    """As a distributed optimizer does: past the parameters, whose version counters do not count it."""
+    for parameter in layer.experts.parameters():
+        version = parameter._version
+        parameter.data.mul_(factor)
+        assert parameter._version == version
+
+
+def gathers_of(step: Any) -> int:
+    """Gathers of experts that this rank takes part in while `step` runs, over the levels."""
+    from megatron_moe_opt.runtime.traffic import TrafficCounter
+    from megatron_moe_opt.topology.nodes import NodeMap
+
+    groups = []
+    with TrafficCounter(NodeMap((0, 0, 1, 1))) as counter:
+        add = counter._add
+        counter._add = lambda collective, group, messages: (
+            groups.append(group.group_desc) if collective == "all_gather" else None, add(collective, group, messages)
+        )  # fmt: skip
+        step()
+    return sum("experts" in group for group in groups)
+
+
+def micro_batches() -> None:
+    """Forward, forward, backward, backward; weights are written; evaluation, forward and backward again."""
+    from tests.ranks.megatron import parallel
+
+    with parallel(ep=4):
+        (stock,), (ours,) = layers(1)
+        for round_, factor in enumerate((1.0, 1.5)):
+            if dist.get_rank() != 1:  # on rank 1 nothing changes
+                write_weights(stock, factor), write_weights(ours, factor)
+            results = []
+            for layer in (stock, ours):
+                inputs = [hidden_states(2 * round_ + number) for number in range(2)]
+
+                def step(layer: Any = layer, inputs: list[torch.Tensor] = inputs) -> None:
+                    outputs = [layer(one)[0] for one in inputs]
+                    for output in outputs:
+                        output.square().sum().backward()
+                    with torch.no_grad():
+                        layer(inputs[0])
+
+                gathers = gathers_of(step)
+                assert gathers == (2 if layer is ours else 0), gathers  # of both levels, once in the round
+                results.append([one.grad for one in inputs] + [parameter.grad for parameter in layer.parameters()])
+            for one, other in zip(*results, strict=True):
+                assert relative(other, one) < 1e-6
+
+
+def test_experts_travel_once_for_all_micro_batches_and_again_when_weights_are_written(ranks):
+    ranks.run(micro_batches)
+
+
+def slow_gathers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gathers of experts take a while, on some ranks longer."""
+    import time
+
+    from megatron_moe_opt.runtime import expert_communicator
+
+    gather = expert_communicator.all_gather_rows
+
+    def slow(*arguments: Any) -> torch.Tensor:
+        time.sleep(0.02 * (1 + dist.get_rank() % 2))
+        return gather(*arguments)
+
+    monkeypatch.setattr(expert_communicator, "all_gather_rows", slow)
+
+
+def prefetched() -> None:
+    from tests.ranks.megatron import parallel
+
+    with parallel(ep=4), pytest.MonkeyPatch.context() as monkeypatch:
+        slow_gathers(monkeypatch)
+        stock, ours = layers(4, prefetch_layers=2)
+        migrated = [layer.token_dispatcher.dispatcher.migrated for layer in ours]
+        communicator = migrated[0].communicator
+        for round_ in range(4):
+            outputs = []
+            for model in (stock, ours):
+                hidden, sent = hidden_states(round_), []
+                for number, layer in enumerate(model):
+                    if number == 2 and round_ == 3:
+                        write_weights(layer, 1.3)  # after it was sent ahead
+                    hidden = hidden + layer(hidden)[0]
+                    sent.append([one.round == communicator.round for one in migrated])
+                outputs.append(hidden)
+                hidden.square().mean().backward()
+            assert relative(outputs[1], outputs[0]) < 1e-6
+            if round_ == 1:  # the order is known from the first round
+                assert sent == [[True, True, True, False], *[[True] * 4] * 3]
+            for layer in (*stock, *ours):
+                write_weights(layer, 1.1)
+            if round_ == 1:  # as Megatron's optimizers call it
+                communicator.after_step()
+                assert [one.round == communicator.round for one in migrated] == [True, True, True, False]
+        for one, other in zip(stock, ours, strict=True):
+            for weight, same in zip(one.parameters(), other.parameters(), strict=True):
+                assert relative(same.grad, weight.grad) < 3e-6  # of four layers in a row
+
+
+def test_experts_are_sent_ahead_and_compared_when_used(ranks):
+    ranks.run(prefetched)
+
+
+def traffic(sizes: tuple[int, ...], levels: tuple[int, ...], nodes: tuple[int, ...]) -> dict[str, Any]:
+    """Messages and bytes of a step by collective and group; and the copies a token a node would need."""
+    import megatron_moe_opt
+    from megatron_moe_opt.integration.moe_layer import build_layer
+    from megatron_moe_opt.runtime.traffic import TrafficCounter
+    from megatron_moe_opt.topology.nodes import NodeMap
+    from tests.multirank.test_dispatchers import imposed_map, route_to
+    from tests.ranks.megatron import moe_config, parallel
+
+    settings = {"num_moe_experts": 16, "moe_router_topk": 4}
+    with parallel(ep=dist.get_world_size()):
+        megatron_moe_opt.register(Options(network_levels=levels, domain_sizes=sizes))
+        layer = build_layer(moe_config(moe_token_dispatcher_type="expert-migration", **settings))
+        megatron_moe_opt.register()
+        route_to(layer, "uniform", seed=dist.get_rank())
+        hidden = hidden_states(0)
+        with TrafficCounter(NodeMap(nodes)) as counter:
+            output = layer(hidden)[0]
+            forward = counter.rows()
+            output.sum().backward()
+        routing = imposed_map("uniform", 72, 16, 4, torch.Generator().manual_seed(dist.get_rank()))
+    of_node = routing.view(72, len(set(nodes)), -1).any(2).sum(0)
+    copies = int(of_node.sum() - of_node[nodes[dist.get_rank()]])
+    return {"forward": forward, "all": counter.rows(), "copies": copies}
+
+
+@pytest.mark.parametrize("size", [1, 2, 4, 8])
+def test_messages_are_those_of_table_vii(eight_ranks, size):
+    results = eight_ranks.run(traffic, sizes=(size,), levels=(8,), nodes=(0,) * 8)
+    messages = {"all_to_all": 0, "all_gather": 0, "reduce_scatter": 0}
+    for result in results:
+        for row in result["all"]:
+            messages[row.collective] += row.messages
+    tokens, experts = 8 * (8 // size - 1), 8 * (size - 1)
+    counts = 8 * 7  # of the all-gather of counts
+    # Dispatch and combine, forward and backward; experts forward, their gradients backward.
+    assert messages == {"all_to_all": 4 * tokens, "all_gather": counts + experts, "reduce_scatter": experts}
+
+
+@pytest.mark.parametrize("sizes", [(1, 1), (1, 4)])
+def test_a_token_crosses_to_a_node_once(eight_ranks, sizes):
+    nodes = (0, 0, 0, 0, 1, 1, 1, 1)
+    results = eight_ranks.run(traffic, sizes=sizes, levels=(2, 4), nodes=nodes)
+    crossed = sum(
+        row.bytes
+        for result in results
+        for row in result["forward"]
+        if row.collective == "all_to_all" and row.link == "inter-node"
+    )
+    there, back = 4 * (64 + 4 + 4), 4 * 64  # 64 elements; 4 probabilities and 4 experts on the way out
+    assert crossed == sum(result["copies"] for result in results) * (there + back) > 0
+
+
+def dead_layers() -> None:
+    """Layers that garbage collection has found on some ranks only are not waited for."""
+    import gc
+
+    from tests.ranks.megatron import parallel
+
+    with parallel(ep=4):
+        _, first = layers(1)
+        first[0](hidden_states(0))
+        _, others = layers(1)
+        others[0](hidden_states(0))
+        others[0].itself = others[0]  # lives on until it is collected
+        gc.disable()
+        del others
+        if dist.get_rank() % 2:
+            gc.collect()
+        try:
+            for number in range(2):
+                write_weights(first[0], 1.1)
+                first[0](hidden_states(number))
+        finally:
+            gc.enable()
+
+
+def test_layers_that_are_gone_are_not_sent(ranks):
+    ranks.run(dead_layers, timeout_s=20)

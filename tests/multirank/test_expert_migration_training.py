@@ -1,0 +1,215 @@
+"""Training with experts that travel: through Megatron's optimizers, and compressed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_moe_opt.options import Options
+from tests.multirank.test_expert_migration import hidden_states, layers, relative
+
+FULL_RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+SHARED_EXPERT = {"residuals": "shared", "shared_expert_interval": 1}
+
+
+def train(options: Options, dispatcher: str, layout: dict[str, int], **settings: Any) -> list[float]:
+    """Losses of three steps of two micro-batches."""
+    import megatron_moe_opt
+    from tests.ranks.gpt import gpt
+    from tests.ranks.megatron import parallel
+
+    megatron_moe_opt.register(options)
+    try:
+        with parallel(**layout):
+            return gpt(moe_token_dispatcher_type=dispatcher, **settings).train(3)
+    finally:
+        megatron_moe_opt.register()
+
+
+@pytest.mark.parametrize(
+    ("layout", "settings"),
+    [
+        ({"ep": 4}, {"distributed_optimizer": False}),
+        ({"ep": 2}, {}),
+        ({"ep": 2}, {"overlap": True}),
+        ({"ep": 2, "pp": 2}, {}),
+        ({"tp": 2, "ep": 4}, FULL_RECOMPUTE),
+    ],
+    ids=str,
+)
+def test_losses_are_those_of_stock(ranks, layout, settings):
+    options = Options(network_levels=(layout["ep"],), domain_sizes=(layout["ep"],))
+    ours = ranks.run(train, options=options, dispatcher="expert-migration", layout=layout, **settings)
+    stock = ranks.run(train, options=Options(), dispatcher="alltoall", layout=layout, **settings)
+    assert ours[0] == pytest.approx(stock[0], rel=1e-5)
+    assert stock[0][-1] < stock[0][0]
+
+
+def test_bf16_losses_are_those_of_stock(ranks):
+    options = Options(network_levels=(2, 2), domain_sizes=(2, 1))
+    ours = ranks.run(train, options=options, dispatcher="expert-migration", layout={"ep": 4}, bf16=True)
+    stock = ranks.run(train, options=Options(), dispatcher="alltoall", layout={"ep": 4}, bf16=True)
+    assert ours[0] == pytest.approx(stock[0], rel=1e-2)
+
+
+def sent_at_the_end_of_a_step(**settings: Any) -> None:
+    """The weights of the next step are under way before it begins, and are the right ones."""
+    import megatron_moe_opt
+    from tests.ranks.gpt import gpt
+    from tests.ranks.megatron import parallel
+
+    megatron_moe_opt.register(Options(network_levels=(2,), domain_sizes=(2,)))
+    try:
+        with parallel(ep=2):
+            model = gpt(moe_token_dispatcher_type="expert-migration", **settings)
+            layers = [one for one in model.model.modules() if hasattr(one, "token_dispatcher")]
+            for _ in range(2):
+                before = [parameter.clone() for parameter in model.model.parameters()]
+                model.train_step()
+                assert not any(map(torch.equal, before, model.model.parameters()))
+                news = [layer.token_dispatcher.dispatcher.migrated.news()[0].item() for layer in layers]
+                assert news == [0, 0]
+    finally:
+        megatron_moe_opt.register()
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+def test_experts_are_sent_at_the_end_of_an_optimizer_step(ranks, bf16):
+    ranks.run(sent_at_the_end_of_a_step, bf16=bf16)
+
+
+def compressed(interval: int) -> list[float]:
+    """What comes out with migrated experts as the codec gives them back; and the shared expert, by hand."""
+    from megatron_moe_opt.runtime.expert_codec import kept_entries
+    from tests.ranks.megatron import parallel
+
+    with parallel(ep=4):
+        (stock,), (ours,) = layers(
+            1, (4,), levels=(4,), compression_ratio=8.0, **SHARED_EXPERT | {"shared_expert_interval": interval}
+        )
+        migrated, means = ours.token_dispatcher.dispatcher.migrated, []
+        for round_ in range(4):
+            ours(hidden_states(round_))[0].sum().backward()
+            own = migrated.weights.current().view(2, -1)  # 2 experts of a rank
+            of_all = [torch.empty_like(own) for _ in range(4)]
+            dist.all_gather(of_all, own)
+            means.append(torch.cat(of_all).mean(0))
+            # Of the weights when it was last renewed, from the message after that on.
+            mean = means[max(round_ - 1, 0) // interval * interval] if interval else torch.zeros_like(own[0])
+            kept = kept_entries(own.size(1), torch.float32, 8.0)
+            for place, experts in enumerate(of_all):
+                if place == migrated.own:
+                    continue
+                for expert, decoded in zip(experts, migrated.gathered()[place].view(2, -1), strict=True):
+                    residual = expert - mean
+                    threshold = residual.abs().kthvalue(residual.numel() - kept + 1).values
+                    expected = torch.where(residual.abs() >= threshold, expert, mean)
+                    assert relative(decoded, expected) < 1e-6, (round_, place)
+            for parameter in ours.experts.parameters():
+                parameter.data.add_(0.01 * torch.randn_like(parameter))
+        sent = migrated.codec.encode(migrated.weights.current(), None)[0].nbytes
+        return [own.nbytes / sent]
+
+
+@pytest.mark.parametrize("interval", [0, 1, 2])
+def test_compressed_experts_are_shared_plus_the_largest_residuals(ranks, interval):
+    for (ratio,) in ranks.run(compressed, interval=interval):
+        assert 7.95 < ratio <= 8.05
+
+
+def tracked() -> None:
+    """What the others hold nears the owner's weights, message by message, and is the same on all of them."""
+    from tests.ranks.megatron import parallel
+
+    with parallel(ep=4):
+        _, (ours,) = layers(1, (4,), levels=(4,), compression_ratio=8.0)
+        migrated = ours.token_dispatcher.dispatcher.migrated
+
+        def errors() -> tuple[float, float]:
+            own = migrated.weights.current()
+            of_all = [torch.empty_like(own) for _ in range(4)]
+            dist.all_gather(of_all, own)
+            held = migrated.gathered().clone()
+            held[migrated.own] = migrated.codec._held  # what all others must hold
+            of_ranks = [torch.empty_like(held) for _ in range(4)]
+            dist.all_gather(of_ranks, held)
+            assert all(torch.equal(one, held) for one in of_ranks)
+            return relative(held, torch.stack(of_all)), migrated._arrived._experts().nbytes / held.nbytes
+
+        ours(hidden_states(0))[0].sum().backward()
+        assert errors()[0] == 0  # whole at first
+        for parameter in ours.experts.parameters():
+            parameter.data.add_(0.1 * torch.randn_like(parameter))
+        found = []
+        for number in range(14):
+            migrated.forget()
+            if number % 3 == 2:  # sent, and never looked at
+                migrated.send()
+            ours(hidden_states(number))[0].sum().backward()
+            found.append(errors()[0])
+        assert found[0] > 0.3 and found[-1] == 0, found
+        assert found == sorted(found, reverse=True)
+        ours.load_state_dict(
+            {name: tensor * 2 for name, tensor in ours.state_dict().items() if tensor is not None}, False
+        )
+        ours(hidden_states(0))
+        assert errors()[0] == 0
+
+
+def test_tracked_experts_near_the_owners(ranks):
+    ranks.run(tracked)
+
+
+def straight_through() -> None:
+    """Gradients reach the owner as if its weights had travelled whole; decoded weights are there only while in use."""
+    from tests.ranks.megatron import parallel
+
+    with parallel(ep=4):
+        _, (ours,) = layers(1, (4,), levels=(4,), compression_ratio=4.0, **SHARED_EXPERT)
+        _, (whole,) = layers(1, (4,), levels=(4,))
+        whole.load_state_dict(ours.state_dict())
+        compressed, uncompressed = (layer.token_dispatcher.dispatcher.migrated for layer in (ours, whole))
+        losses = [ours(hidden_states(number))[0].square().sum() for number in range(2)]
+        assert compressed._arrived._experts() is None  # neither module nor autograd holds them
+        decoded = compressed.gathered()
+        for loss in losses:
+            loss.backward()
+        # The same with whole experts that are what the codec makes of them. A rank uses its own as they are.
+        send = uncompressed.send
+
+        def send_decoded() -> None:
+            send()
+            uncompressed._arrived._decode = lambda messages, own: decoded
+
+        uncompressed.send = send_decoded
+        for number in range(2):
+            whole(hidden_states(number))[0].square().sum().backward()
+        for one, other in zip(ours.parameters(), whole.parameters(), strict=True):
+            assert torch.equal(one.grad, other.grad)
+
+
+def test_gradients_go_straight_through(ranks):
+    ranks.run(straight_through)
+
+
+def states() -> None:
+    import megatron_moe_opt
+    from tests.ranks.megatron import parallel
+
+    with parallel(ep=4):
+        (stock,), (ours,) = layers(1, (4,), levels=(4,), compression_ratio=4.0, residuals="shared")
+        ours(hidden_states(0))
+        assert [(n, t.shape) for n, t in stock.state_dict().items() if t is not None] == [
+            (n, t.shape) for n, t in ours.state_dict().items() if t is not None
+        ]
+        assert stock.sharded_state_dict().keys() == ours.sharded_state_dict().keys()
+        description = ours.token_dispatcher.dispatcher.describe()
+        assert "4 ranks in expert domains of 4" in description and "LOSSY, compressed 4-fold" in description
+    megatron_moe_opt.register()
+
+
+def test_state_is_stock_and_loss_is_announced(ranks):
+    ranks.run(states)

@@ -1,0 +1,27 @@
+"""Hops as schedules: valid, on the lane of their level, and taking what their ops take one after another."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron_moe_opt.planning.curves import CostCurve, Costs
+from megatron_moe_opt.planning.simulator import simulate
+from megatron_moe_opt.schedules.expert_migration import hop_back, hop_out, role
+from megatron_moe_opt.schedules.schedule import Kind, Lane, validate, validate_ranks
+
+
+@pytest.mark.parametrize("build", [hop_out, hop_back])
+@pytest.mark.parametrize(
+    ("level", "levels", "lane"), [(0, 1, Lane.INTER), (0, 2, Lane.INTER), (1, 2, Lane.INTRA), (1, 3, Lane.INTER)]
+)
+def test_hops(build, level, levels, lane):
+    schedule = build(level, levels, 1000)
+    validate(schedule)
+    assert [op.lane for op in schedule.ops if op.kind is Kind.ALL_TO_ALL] == [lane]
+    # Ranks whose rows differ in number issue the same collectives.
+    validate_ranks({0: schedule, 1: build(level, levels, 0)}, {role(level): [(0, 1)]})
+    curves = {
+        (Kind.ALL_TO_ALL, role(level)): CostCurve(((1000, 3.0),)),
+        (Kind.PERMUTE, None): CostCurve(((1000, 1.0),)),
+    }
+    assert simulate(schedule, Costs(curves)).seconds == pytest.approx(4.0)
