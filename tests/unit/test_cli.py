@@ -52,7 +52,7 @@ def _run(monkeypatch, *arguments, world=1):
             "--dispatchers mpmoe:4:S5",
             1,
             "--dispatchers mpmoe:4:S5: write a number of partitions and, where they share memory, how (none, S1, S2, "
-            "S3, S4), such as mpmoe:4 or mpmoe:4:S3",
+            "S3, S4), such as mpmoe:4 or mpmoe:4:S3, or mpmoe:auto",
         ),
         (
             "--dispatchers mpmoe:4 --dispatch-only",
@@ -110,7 +110,8 @@ def _run(monkeypatch, *arguments, world=1):
         (
             "--routing trace:nowhere.pt",
             1,
-            "--routing trace:nowhere.pt does not exist: give an .npz or .pt with one array of integers [tokens, topk]",
+            "--routing trace:nowhere.pt does not exist: give an .npz or .pt with one array of integers [tokens, topk], or a "
+            "routing trace",
         ),
         (
             "--json nowhere/out.json",
