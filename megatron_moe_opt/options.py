@@ -39,6 +39,8 @@ class Options:
     a profile, else S1. AAS is S2 whose AllGather waits for the whole all-to-all: for comparison only."""
     profile: Path | None = None
     """A cluster.json of `moe-opt profile`."""
+    expert_order: Path | None = None
+    """A file of `moe-opt plan-experts`: which rank holds which experts. None: stock's order."""
     partitions: int | tuple[int, ...] | str | None = None
     """Parts that `mpmoe` cuts each expert's rows into; several to choose from, ascending; or auto: any of 1 to 8. None:
     4."""
@@ -185,6 +187,13 @@ def _parser() -> argparse.ArgumentParser:
         choices=(*SCHEDULES, AUTO),
         help="where the parm dispatcher splits tokens that all TP ranks hold: before the gate (S1) or after it (S2) "
         "(default: auto with a profile, else S1)",
+    )
+    group.add_argument(
+        f"{PREFIX}expert-order",
+        dest="expert_order",
+        type=Path,
+        metavar="FILE",
+        help="which rank holds which experts, written by `moe-opt plan-experts` (default: stock's order)",
     )
     group.add_argument(
         f"{PREFIX}partitions",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import NoReturn
 
 from megatron_moe_opt.errors import ConfigurationError
@@ -76,7 +77,13 @@ def _build_parser() -> argparse.ArgumentParser:
     training.add_argument("--seed", type=int, default=1234)
 
     data = parser.add_argument_group("data")
-    data.add_argument("--data-path", required=True, help="prefix of a Megatron dataset: PREFIX.bin and PREFIX.idx")
+    data.add_argument(
+        "--data-path",
+        required=True,
+        nargs="+",
+        help="prefix of a Megatron dataset: PREFIX.bin and PREFIX.idx; or several to mix, WEIGHT PREFIX WEIGHT PREFIX:"
+        " every sequence is of one of them",
+    )
     data.add_argument("--split", default="99,1,0", help="training, validation and test parts")
     data.add_argument("--data-cache-path", help="folder for the sample indices; default: beside the dataset")
     data.add_argument("--eval-iters", type=int, default=0, help="validation batches after training; 0 for none")
@@ -90,6 +97,10 @@ def _build_parser() -> argparse.ArgumentParser:
     output.add_argument("--log-interval", type=int, default=1)
     output.add_argument("--log-json", help="file that gets one JSON line for every logged iteration")
     output.add_argument("--tensorboard-dir")
+    output.add_argument(
+        "--record-routing", help="file that gets the experts of every token, for moe-opt replay-routing"
+    )
+    output.add_argument("--record-steps", help="the iterations to record, such as 301-400; default: all of this run")
     return parser
 
 
@@ -104,7 +115,42 @@ def parse_arguments(command_line: Sequence[str]) -> tuple[argparse.Namespace, Op
     args.moe_ffn_hidden_size = args.moe_ffn_hidden_size or args.ffn_hidden_size
     args.expert_tensor_parallel_size = args.expert_tensor_parallel_size or args.tensor_model_parallel_size
     args.lr_decay_iters = args.lr_decay_iters or args.train_iters
+    args.blend = _blend(args.data_path)
+    args.recorded = _recorded(args)
     return args, options
+
+
+def _blend(data_path: list[str]) -> list[tuple[float, str]]:
+    """Weight and prefix of each dataset, as Megatron reads --data-path."""
+    if len(data_path) == 1:
+        return [(1.0, data_path[0])]
+    try:
+        blend = [(float(weight), prefix) for weight, prefix in zip(data_path[::2], data_path[1::2], strict=True)]
+    except ValueError:
+        blend = []
+    if not all(0 < weight < float("inf") for weight, _ in blend) or not blend:
+        raise ConfigurationError(
+            f"--data-path {' '.join(data_path)} must be one prefix, or a weight above 0 before each of several, such as"
+            " 1 data/prose 1 data/code"
+        )
+    return blend
+
+
+def _recorded(args: argparse.Namespace) -> range:
+    """The iterations whose routing is recorded."""
+    if args.record_routing is None:
+        if args.record_steps is not None:
+            raise ConfigurationError(f"--record-steps {args.record_steps} needs a file; add --record-routing FILE")
+        return range(0)
+    if args.record_steps is None:
+        return range(1, args.train_iters + 1)
+    first, dash, last = args.record_steps.partition("-")
+    if not (dash and first.isdecimal() and last.isdecimal() and 1 <= int(first) <= int(last) <= args.train_iters):
+        raise ConfigurationError(
+            f"--record-steps {args.record_steps} must be the first and the last iteration to record, from 1 to"
+            f" --train-iters {args.train_iters}, such as 1-{args.train_iters}"
+        )
+    return range(int(first), int(last) + 1)
 
 
 @dataclass(frozen=True)
@@ -243,6 +289,15 @@ def _check_output(args: argparse.Namespace) -> None:
     ):
         if given and not args.load:
             raise ConfigurationError(f"{flag} needs a folder to load from; add --load DIR")
+    if args.record_routing and not Path(args.record_routing).absolute().parent.is_dir():
+        raise ConfigurationError(
+            f"--record-routing {args.record_routing}: its folder does not exist; create it or choose another"
+        )
+    if args.record_routing and args.context_parallel_size > 1:
+        raise ConfigurationError(
+            f"--record-routing {args.record_routing} records whole sequences, but --context-parallel-size is"
+            f" {args.context_parallel_size}; use 1"
+        )
     if args.lr_warmup_iters >= args.lr_decay_iters:
         raise ConfigurationError(
             f"--lr-warmup-iters {args.lr_warmup_iters} must be less than the {args.lr_decay_iters} iterations"

@@ -42,12 +42,10 @@ MODEL_ARGUMENTS = (
     "bf16",
     "use_distributed_optimizer",
 )
-# How Megatron lays out the optimizer's state: as it is in memory, with no gathering on one rank.
-_CONTENT = {
-    "distrib_optim_sharding_type": "dp_reshardable",
-    "singleton_local_shards": False,
-    "chained_optim_avoid_prefix": True,
-}
+# How Megatron lays out a checkpoint; to it comes the format of the distributed optimizer's state.
+_CONTENT = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
+AS_IN_MEMORY = "dp_reshardable"  # no gathering on one rank
+BY_PARAMETER = "fully_reshardable"
 
 
 class Checkpointer:
@@ -57,6 +55,7 @@ class Checkpointer:
         args: the command line; `MODEL_ARGUMENTS` of it are stored and compared.
         layout: the parallel sizes; stored and compared, because optimizer and RNG state are kept by rank.
         model, optimizer, scheduler: what is saved and loaded in place.
+        by_parameter: save optimizer states by parameter, for ranks that hold other experts than stock's.
     """
 
     def __init__(
@@ -66,7 +65,9 @@ class Checkpointer:
         model: DistributedDataParallel,
         optimizer: MegatronOptimizer,
         scheduler: OptimizerParamScheduler,
+        by_parameter: bool = False,
     ) -> None:
+        self._format = AS_IN_MEMORY if args.use_distributed_optimizer and not by_parameter else BY_PARAMETER
         self._arguments = {name: getattr(args, name) for name in MODEL_ARGUMENTS}
         self._layout = layout
         self._model = model
@@ -81,7 +82,7 @@ class Checkpointer:
             shutil.rmtree(partial, ignore_errors=True)  # left by a run that died here
             partial.mkdir(parents=True)
         dist.barrier()
-        state = self._sharded_state(is_loading=False)
+        state = self._sharded_state(self._format, is_loading=False)
         state |= {
             "iteration": iteration,
             "consumed_samples": consumed_samples,
@@ -89,7 +90,7 @@ class Checkpointer:
             "layout": asdict(self._layout),
         }
         # Returns when the parts of all ranks are written.
-        dist_checkpointing.save(state, str(partial), content_metadata=dict(_CONTENT))
+        dist_checkpointing.save(state, str(partial), content_metadata=_content(self._format))
         if dist.get_rank() == 0:
             publish(partial, final, iteration)
         dist.barrier()
@@ -103,7 +104,10 @@ class Checkpointer:
         """
         common = dist_checkpointing.load_common_state_dict(str(path))
         self._check_fits(path, common)
-        state = dist_checkpointing.load(self._sharded_state(is_loading=True), str(path))
+        content = dist_checkpointing.load_content_metadata(str(path)) or {}
+        by_place = self._arguments["use_distributed_optimizer"]  # other optimizers have no formats
+        saved_format = content.get("distrib_optim_sharding_type", AS_IN_MEMORY) if by_place else BY_PARAMETER
+        state = dist_checkpointing.load(self._sharded_state(saved_format, is_loading=True), str(path))
         self._model.module.load_state_dict(state["model"])
         self._optimizer.load_state_dict(state["optimizer"])
         _separate_steps(self._optimizer)
@@ -111,8 +115,10 @@ class Checkpointer:
         _set_rng_state(state["rng_state"])
         return state["iteration"], state["consumed_samples"]
 
-    def _sharded_state(self, is_loading: bool) -> dict[str, Any]:
-        metadata = _CONTENT | {"dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
+    def _sharded_state(self, optimizer_format: str, is_loading: bool) -> dict[str, Any]:
+        metadata = _content(optimizer_format) | {
+            "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)
+        }
         state: dict[str, Any] = {"model": self._model.module.sharded_state_dict(metadata=metadata)}
         state["optimizer"] = self._optimizer.sharded_state_dict(state, is_loading=is_loading, metadata=metadata)
         state["opt_param_scheduler"] = self._scheduler.state_dict()
@@ -135,6 +141,10 @@ class Checkpointer:
                 f"--load: {path} was saved with {saved_layout}, but this run has {self._layout}; use the same"
                 " parallel sizes and number of ranks"
             )
+
+
+def _content(optimizer_format: str) -> dict[str, Any]:
+    return _CONTENT | {"distrib_optim_sharding_type": optimizer_format}
 
 
 def find_checkpoint(folder: str, iteration: int | None) -> Path | None:

@@ -2,7 +2,8 @@
 """Turn a folder of text into a Megatron indexed dataset with byte-level tokens.
 
     python recipes/prepare_text.py --output data/stdlib            # the source of Python's own standard library
-    python recipes/prepare_text.py --output data/mine --text DIR   # every UTF-8 text file below DIR
+    python recipes/prepare_text.py --output data/mine --text DIR   # every UTF-8 text file below DIR, .gz ones unpacked
+    python recipes/prepare_text.py --output data/headers --text /usr/include --suffix .h   # those that end so
 
 Writes PREFIX.bin and PREFIX.idx, which Megatron's `--data-path PREFIX` takes (its `--split` makes train, validation
 and test out of the one dataset), and PREFIX.json, which says what they were made from. A token is a byte of the file
@@ -14,12 +15,14 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import gzip
 import hashlib
 import json
 import os
 import sys
 import sysconfig
 import warnings
+import zlib
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -30,7 +33,7 @@ from rich.progress import track
 END_OF_DOCUMENT = 256
 VOCABULARY = END_OF_DOCUMENT + 1
 
-FORMAT = 1  # counted up when the same text would give other tokens
+FORMAT = 2  # counted up when the same text would give other tokens
 DTYPE = np.uint16  # the least of Megatron's dataset types that holds 256
 # Not the standard library, or its test data: folders named so are skipped in the default text.
 SKIPPED_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
@@ -66,11 +69,14 @@ def standard_library() -> tuple[Path, list[Path]]:
     return folder, [path for path in _walk(folder, SKIPPED_FOLDERS) if path.suffix == ".py"]
 
 
-def text_folder(folder: Path) -> list[Path]:
-    """All files below a folder, in a fixed order. Raises TextError for a folder that is missing or unreadable."""
+def text_folder(folder: Path, suffix: str = "") -> list[Path]:
+    """All files below a folder whose names end in a suffix, in a fixed order.
+
+    Raises TextError for a folder that is missing or unreadable.
+    """
     if not folder.is_dir():
         raise TextError(f"--text {folder} is not a folder; name a folder with text files")
-    return list(_walk(folder, set()))
+    return [path for path in _walk(folder, set()) if path.name.endswith(suffix)]
 
 
 def _walk(folder: Path, skipped: set[str]) -> Iterator[Path]:
@@ -83,7 +89,8 @@ def _walk(folder: Path, skipped: set[str]) -> Iterator[Path]:
 
 
 def read_text(path: Path) -> bytes | None:
-    """The bytes of a UTF-8 text file; None for anything else (bytes that are not UTF-8, a zero byte, no bytes).
+    """The bytes of a UTF-8 text file, unpacked where its name ends in .gz; None for anything else (bytes that are not
+    UTF-8 or cannot be unpacked, a zero byte, no bytes).
 
     Raises TextError for a file that cannot be read.
     """
@@ -92,8 +99,10 @@ def read_text(path: Path) -> bytes | None:
     except OSError as error:
         raise TextError(f"cannot read {path}: {error.strerror}; make it readable or move it away") from error
     try:
+        if path.suffix == ".gz":
+            data = gzip.decompress(data)
         data.decode("utf-8")
-    except UnicodeDecodeError:
+    except (UnicodeDecodeError, gzip.BadGzipFile, EOFError, zlib.error):
         return None
     return data if data and b"\0" not in data else None
 
@@ -173,15 +182,16 @@ def write_dataset(prefix: Path, source: Source, paths: list[Path]) -> Summary:
     return summary
 
 
-def prepare(prefix: Path, folder: Path | None = None) -> tuple[Summary, bool]:
-    """Make the dataset at a prefix, from a folder or the standard library, unless it is there already.
+def prepare(prefix: Path, folder: Path | None = None, suffix: str = "") -> tuple[Summary, bool]:
+    """Make the dataset at a prefix, from a folder (or its files with a suffix) or the standard library, unless it is
+    there already.
 
     Returns its summary and whether it was there. Raises TextError with one sentence for bad input.
     """
     if folder is None:
         folder, paths = standard_library()
     else:
-        paths = text_folder(folder)
+        paths = text_folder(folder, suffix)
     source = describe_source(folder, paths)
     present = complete_dataset(prefix, source)
     return (present, True) if present else (write_dataset(prefix, source, paths), False)
@@ -192,9 +202,12 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Turn a folder of text into a Megatron indexed dataset (bytes).")
     parser.add_argument("--output", type=Path, required=True, metavar="PREFIX", help="writes PREFIX.bin, .idx, .json")
     parser.add_argument("--text", type=Path, metavar="DIR", help="folder of text (default: Python's standard library)")
+    parser.add_argument("--suffix", default="", help="only files whose names end so (with --text; default: all)")
     arguments = parser.parse_args(argv)
+    if arguments.suffix and arguments.text is None:
+        parser.error("--suffix chooses among the files of a folder: add --text DIR")
     try:
-        summary, was_there = prepare(arguments.output, arguments.text)
+        summary, was_there = prepare(arguments.output, arguments.text, arguments.suffix)
     except TextError as error:
         print(f"prepare_text: {error}", file=sys.stderr)
         return 2

@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import argparse
+import hashlib
 import struct
 from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeAlias
 
 import numpy
 import torch
 from megatron.core import parallel_state
+from megatron.core.datasets.blended_dataset import BlendedDataset
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 
 from megatron_moe_opt.errors import ConfigurationError
+
+TokenData: TypeAlias = "GPTDataset | BlendedDataset"
 
 SPLIT_NAMES = ("training", "validation", "test")
 _INDEX_MAGIC = b"MMIDIDX\x00\x00"
@@ -39,12 +44,16 @@ class TokenIds:
         return OrderedDict({"class": type(self).__name__, "eod": str(self.eod)})
 
 
-def check_dataset(args: argparse.Namespace) -> None:
-    """Check that the dataset is there, is whole, has tokens of the vocabulary, and has a sample for each split.
+def check_datasets(args: argparse.Namespace) -> None:
+    """Check that every dataset is there, is whole, has tokens of the vocabulary, and has a sample for each split.
 
-    Raises ConfigurationError where it is not; reads the index and at most the first million tokens.
+    Raises ConfigurationError where one is not; reads its index and at most its first million tokens.
     """
-    prefix = args.data_path
+    for _, prefix in args.blend:
+        _check_dataset(args, prefix)
+
+
+def _check_dataset(args: argparse.Namespace, prefix: str) -> None:
     for suffix in (".bin", ".idx"):
         path = Path(prefix + suffix)
         if not path.is_file():
@@ -73,11 +82,11 @@ def check_dataset(args: argparse.Namespace) -> None:
             f"--data-path {prefix}: {prefix}.bin is shorter than its index says; make the dataset again with"
             " recipes/prepare_text.py"
         )
-    _check_splits(args, lengths)
-    _check_vocabulary(args, dataset)
+    _check_splits(args, prefix, lengths)
+    _check_vocabulary(args, prefix, dataset)
 
 
-def _check_splits(args: argparse.Namespace, lengths: numpy.ndarray) -> None:
+def _check_splits(args: argparse.Namespace, prefix: str, lengths: numpy.ndarray) -> None:
     weights = _split_weights(args.split)
     bounds = numpy.concatenate(([0.0], numpy.cumsum(weights))) / sum(weights)
     # The same rounding as BlendedMegatronDatasetBuilder, which shares out whole documents.
@@ -86,7 +95,7 @@ def _check_splits(args: argparse.Namespace, lengths: numpy.ndarray) -> None:
         tokens = int(lengths[begin:end].sum(dtype=numpy.int64))
         if weight > 0 and tokens <= args.seq_length:
             raise ConfigurationError(
-                f"--data-path {args.data_path}: the {name} part of --split {args.split} has {tokens} tokens, fewer"
+                f"--data-path {prefix}: the {name} part of --split {args.split} has {tokens} tokens, fewer"
                 f" than one sample of --seq-length {args.seq_length} needs ({args.seq_length + 1}); prepare more text"
                 " or change --split"
             )
@@ -104,13 +113,13 @@ def _split_weights(split: str) -> list[float]:
     return weights + [0.0] * (len(SPLIT_NAMES) - len(weights))
 
 
-def _check_vocabulary(args: argparse.Namespace, dataset: IndexedDataset) -> None:
+def _check_vocabulary(args: argparse.Namespace, prefix: str, dataset: IndexedDataset) -> None:
     looked_at = 0
     for document in range(len(dataset)):
         tokens = dataset.get(document, length=min(int(dataset.sequence_lengths[document]), _TOKENS_LOOKED_AT))
         if len(tokens) and (tokens.min() < 0 or tokens.max() > args.vocab_size):
             raise ConfigurationError(
-                f"--data-path {args.data_path}: document {document} holds token {tokens.max()}, but"
+                f"--data-path {prefix}: document {document} holds token {tokens.max()}, but"
                 f" --vocab-size {args.vocab_size} allows 0 to {args.vocab_size}; raise --vocab-size"
             )
         looked_at += len(tokens)
@@ -119,24 +128,34 @@ def _check_vocabulary(args: argparse.Namespace, dataset: IndexedDataset) -> None
 
 
 def _index_cache(args: argparse.Namespace) -> Path:
-    """Folder of the sample indices of this dataset as it is now.
+    """Folder of the sample indices of these datasets as they are now.
 
-    Megatron's cache is keyed on the dataset's path and settings: of one made anew under its old name it would read the
+    Megatron's cache is keyed on the datasets' paths and settings: of one made anew under its old name it would read the
     indices of the old one.
     """
-    data = Path(f"{args.data_path}.bin").stat()
-    return Path(args.data_cache_path or f"{args.data_path}-cache") / f"{data.st_size}-{data.st_mtime_ns}"
+    files = [Path(f"{prefix}.bin").stat() for _, prefix in args.blend]
+    version = "-".join(f"{file.st_size}-{file.st_mtime_ns}" for file in files)
+    if len(files) > 1:  # of any number: a name has a limit
+        version = hashlib.sha256(version.encode()).hexdigest()[:32]
+    return Path(args.data_cache_path or f"{args.blend[0][1]}-cache") / version
 
 
-def build_datasets(args: argparse.Namespace) -> tuple[GPTDataset, GPTDataset | None]:
+def kind_names(args: argparse.Namespace) -> tuple[str, ...]:
+    """What the datasets are called, for a record of which sample was of which: the names of their files."""
+    return tuple(Path(prefix).name for _, prefix in args.blend)
+
+
+def build_datasets(args: argparse.Namespace) -> tuple[TokenData, TokenData | None]:
     """Build the training dataset and, where `--eval-iters` asks for it, the validation dataset.
 
-    Called by all ranks together: rank 0 writes the sample indices, the others read them.
+    Called by all ranks together: rank 0 writes the sample indices, the others read them. Several datasets are mixed by
+    weight, sequence by sequence.
     """
+    weights, prefixes = ([part[index] for part in args.blend] for index in (0, 1))
     config = GPTDatasetConfig(
         random_seed=args.seed,
         sequence_length=args.seq_length,
-        blend=([args.data_path], None),
+        blend=(prefixes, weights if len(prefixes) > 1 else None),
         split=",".join(map(str, _split_weights(args.split))),
         path_to_cache=str(_index_cache(args)),
         tokenizer=TokenIds(args.vocab_size),
@@ -151,7 +170,7 @@ def build_datasets(args: argparse.Namespace) -> tuple[GPTDataset, GPTDataset | N
 
 
 def batches(
-    dataset: GPTDataset, micro_batch_size: int, consumed_samples: int, device: torch.device
+    dataset: TokenData, micro_batch_size: int, consumed_samples: int, device: torch.device
 ) -> Iterator[dict[str, torch.Tensor]]:
     """This rank's micro-batches, in Megatron's order: consecutive samples shared out over the data-parallel ranks.
 
@@ -165,14 +184,16 @@ def batches(
         device: where the tensors go.
 
     Yields:
-        tokens, labels and position_ids (int64) and loss_mask (float32), each [micro_batch_size, seq_length / CP].
+        tokens, labels and position_ids (int64) and loss_mask (float32), each [micro_batch_size, seq_length / CP]; and
+        kinds (int64, on the CPU) [micro_batch_size], the number of the dataset that each sample is from.
     """
     rank, size = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
     step = micro_batch_size * size
     for first in range(consumed_samples, len(dataset) - step + 1, step):
         start = first + rank * micro_batch_size
         samples = [dataset[index] for index in range(start, start + micro_batch_size)]
-        yield {
+        kinds = torch.tensor([int(sample.get("dataset_id", 0)) for sample in samples])
+        yield {"kinds": kinds} | {
             key: _context_part(torch.stack([sample[key] for sample in samples])).to(device, non_blocking=True)
             for key in ("tokens", "labels", "loss_mask", "position_ids")
         }

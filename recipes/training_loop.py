@@ -12,6 +12,7 @@ from contextlib import ExitStack, nullcontext
 from dataclasses import asdict
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy
@@ -29,10 +30,14 @@ from model_setup import build_config, build_model, build_optimizer
 from progress import TrainingProgress
 from rich.console import Console
 from step_log import StepLog
-from token_data import batches, build_datasets, check_dataset
+from token_data import batches, build_datasets, check_datasets, kind_names
 
 from megatron_moe_opt import register, use_host_backend
 from megatron_moe_opt.errors import ConfigurationError
+from megatron_moe_opt.integration import netmoe_report
+from megatron_moe_opt.integration.routing_recorder import RoutingRecorder
+from megatron_moe_opt.options import Options
+from megatron_moe_opt.planning.routing_trace import write_routing_trace
 from megatron_moe_opt.runtime.collectives import CollectiveError
 from megatron_moe_opt.runtime.traffic import TrafficCounter
 from megatron_moe_opt.topology.nodes import discover_nodes
@@ -162,19 +167,24 @@ def last_iteration(args: argparse.Namespace, done: int) -> int:
     return min(args.train_iters, (done // args.exit_interval + 1) * args.exit_interval)
 
 
-def train(args: argparse.Namespace, layout: Layout, device: torch.device, console: Console) -> None:
+def train(args: argparse.Namespace, options: Options, layout: Layout, device: torch.device, console: Console) -> None:
     """Set up, resume where asked, train, and save."""
     config = build_config(args)
-    check_on_all_ranks(partial(check_dataset, args))
+    check_on_all_ranks(partial(check_datasets, args))
     start_model_parallel(args)
     train_data, valid_data = build_datasets(args)
     model = build_model(args, config, device)
     optimizer, scheduler = build_optimizer(args, model)
-    checkpointer = Checkpointer(args, layout, model, optimizer, scheduler)
+    checkpointer = Checkpointer(
+        args, layout, model, optimizer, scheduler, by_parameter=options.expert_order is not None
+    )
 
     iteration, consumed_samples = resume(args, checkpointer, console)
     last = last_iteration(args, iteration)
     batch_iterator = batches(train_data, args.micro_batch_size, consumed_samples, device)
+    recorder = RoutingRecorder(model, config, args.seq_length) if args.record_routing else None
+    if recorder is not None:
+        batch_iterator = noting_kinds(batch_iterator, recorder)
     tokens = args.global_batch_size * args.seq_length
     nodes = discover_nodes()
     announce(args, layout, model, device, nodes.num_nodes, console)
@@ -186,7 +196,8 @@ def train(args: argparse.Namespace, layout: Layout, device: torch.device, consol
             # The step that is counted is the last one, and is not to be timed.
             counter = TrafficCounter(nodes) if iteration + 1 == last else None
             start = time.perf_counter()
-            with counter or nullcontext():
+            recording = recorder.iteration(iteration + 1) if iteration + 1 in args.recorded else nullcontext()
+            with counter or nullcontext(), recording:
                 loss, grad_norm = train_step(args, model, optimizer, scheduler, batch_iterator)
             seconds = time.perf_counter() - start
             iteration += 1
@@ -200,13 +211,35 @@ def train(args: argparse.Namespace, layout: Layout, device: torch.device, consol
                 record["traffic"] = [asdict(row) for row in counter.reduce()]
             progress.count(seconds)
             if iteration % args.log_interval == 0 or iteration == last:
-                write(record)
+                moves = netmoe_report.collect()  # empty under other dispatchers
+                write(record | ({"netmoe": moves} if moves else {}))
                 progress.show(iteration, loss, grad_norm)
+                for line in netmoe_report.lines(moves):
+                    progress.say(line)
             if args.save and (iteration == last or (args.save_interval and iteration % args.save_interval == 0)):
                 progress.say(f"saved {checkpointer.save(args.save, iteration, consumed_samples)}")
+    if recorder is not None:
+        record_routing(args, recorder, console)
     if valid_data is not None:
         loss = evaluate(args, model, batches(valid_data, args.micro_batch_size, 0, device))
         console.print(f"validation loss {loss:.4f} over {args.eval_iters} batches", highlight=False)
+
+
+def noting_kinds(batch_iterator: Batches, recorder: RoutingRecorder) -> Batches:
+    """The same batches; the recorder is told of each what its samples are."""
+    for batch in batch_iterator:
+        recorder.note_kinds(batch["kinds"])
+        yield batch
+
+
+def record_routing(args: argparse.Namespace, recorder: RoutingRecorder, console: Console) -> None:
+    """Write what was recorded, on rank 0; called by all ranks."""
+    trace = recorder.gather(kind_names(args))
+    if trace is not None:
+        write_routing_trace(Path(args.record_routing), trace)
+        console.print(
+            f"wrote the routing of {trace.num_passes} passes to {args.record_routing}", highlight=False, soft_wrap=True
+        )
 
 
 def resume(args: argparse.Namespace, checkpointer: Checkpointer, console: Console) -> tuple[int, int]:
@@ -248,6 +281,7 @@ def open_logs(args: argparse.Namespace, stack: ExitStack) -> Callable[[dict[str,
             for key, name in (("loss", "lm loss"), ("grad_norm", "grad-norm"), ("seconds", "iteration-time")):
                 if key in record:
                     board.add_scalar(name, record[key], record["iteration"])
+            netmoe_report.add_scalars(record.get("netmoe", {}), board, record["iteration"])
 
     return write
 
@@ -294,7 +328,7 @@ def main() -> int:
         register(options)
         layout = check_arguments(args, int(os.environ["WORLD_SIZE"]))
         device = start_distributed(timedelta(minutes=args.distributed_timeout_minutes))
-        train(args, layout, device, console)
+        train(args, options, layout, device, console)
     except ConfigurationError as error:
         return refuse(error)
     except CollectiveError as error:

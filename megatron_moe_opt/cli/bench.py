@@ -32,7 +32,7 @@ def layer(
     expert_tp: Annotated[int, typer.Option(min=1, help="Tensor parallelism inside an expert.")] = 1,
     dtype: Annotated[DType, typer.Option(help="Tokens and weights.")] = DType.fp32,
     routing: Annotated[
-        str, typer.Option(help="uniform, zipf, one-hot-expert, or trace:FILE (.npz or .pt, [tokens, topk]).")
+        str, typer.Option(help="uniform, zipf, one-hot-expert, or trace:FILE (a routing trace, or [tokens, topk]).")
     ] = "uniform",
     capacity_factor: Annotated[
         float | None,
@@ -104,6 +104,29 @@ def kernels(
     from megatron_moe_opt.cli.bench_kernels import bench_kernels
 
     bench_kernels(device, tokens, hidden, experts, topk, elements, keep_one_in, dtypes, repeats, seed, json)
+
+
+@app.command()
+def samples(
+    trace: Annotated[Path, typer.Argument(help="A routing trace, recorded or from moe-opt generate-routing.")],
+    dispatchers: Annotated[
+        str, typer.Option(help="Dispatchers to compare, separated by commas; alltoall always runs.")
+    ] = "netmoe",
+    hidden: Annotated[int, typer.Option(min=1, help="Hidden size.")] = 768,
+    tokens: Annotated[int | None, typer.Option(min=1, help="Of each sample; the first ones.  [default: all]")] = None,
+    dtype: Annotated[DType, typer.Option(help="Tokens.")] = DType.fp32,
+    steps: Annotated[int, typer.Option(min=1, help="Timed rounds.")] = 10,
+    warmup: Annotated[int, typer.Option(min=0, help="Untimed rounds before them; netmoe learns in them.")] = 10,
+    json: Annotated[Path | None, typer.Option(help="Write everything, every round's time too.")] = None,
+) -> None:
+    """Dispatch and combine of all MoE layers of a routing trace, one after another, forward and backward.
+
+    The trace's samples are dealt out to the ranks in their order. Experts return what they get, there is no attention.
+    """
+    from megatron_moe_opt.cli.bench_samples import SampleSettings, bench_samples
+
+    names = tuple(name.strip() for name in dispatchers.split(","))
+    bench_samples(SampleSettings(trace, names, hidden, tokens, dtype.value, steps, warmup), json)
 
 
 @app.command()

@@ -10,6 +10,7 @@ import typer
 from megatron_moe_opt.cli.bench import app as bench_app
 from megatron_moe_opt.cli.doctor import doctor
 from megatron_moe_opt.cli.profile import profile
+from megatron_moe_opt.cli.routing_commands import generate_routing, plan_experts, replay_routing
 from megatron_moe_opt.cli.simulate import simulate
 from megatron_moe_opt.cli.simulate_migration import simulate_migration
 from megatron_moe_opt.cli.timeline import timeline
@@ -24,7 +25,10 @@ app = typer.Typer(
 )
 app.add_typer(bench_app, name="bench")
 app.command()(doctor)
+app.command()(generate_routing)
+app.command()(plan_experts)
 app.command()(profile)
+app.command()(replay_routing)
 app.command()(simulate)
 app.command()(simulate_migration)
 app.command()(timeline)

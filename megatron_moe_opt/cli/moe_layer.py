@@ -127,11 +127,11 @@ class DispatchUnderTest(LayerUnderTest):
         tokens, probs = dispatcher.dispatch_preprocess(self.tokens, self.routing_map, self.probs)
         tokens, probs = dispatcher.token_dispatch(tokens, probs)
         tokens, _, probs = dispatcher.dispatch_postprocess(tokens, probs)
-        tokens = dispatcher.combine_preprocess(_Experts.apply(tokens, probs))
+        tokens = dispatcher.combine_preprocess(ReturnTokens.apply(tokens, probs))
         return dispatcher.combine_postprocess(dispatcher.token_combine(tokens))
 
 
-class _Experts(torch.autograd.Function):
+class ReturnTokens(torch.autograd.Function):
     """Returns the tokens as they are, and a gradient of ones for the probabilities."""
 
     @staticmethod

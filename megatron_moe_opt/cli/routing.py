@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from megatron_moe_opt.errors import ConfigurationError
+from megatron_moe_opt.planning.routing_trace import is_routing_trace, read_routing_trace
 
 WORKLOADS = ("uniform", "zipf", "one-hot-expert")
 TRACE_PREFIX = "trace:"
@@ -26,7 +27,8 @@ def choose_experts(routing: str, *, tokens: int, experts: int, topk: int, seed: 
         routing: `uniform`: every choice is equally likely; `zipf`: the i-th most popular expert has weight 1 / i, and
             the seed decides which expert that is, the same for all ranks; `one-hot-expert`: the first choice of every
             token is expert 0, the others are uniform; `trace:FILE`: rows of the file, rank after rank, from the
-            beginning again when it ends.
+            beginning again when it ends; of a routing trace (planning/routing_trace.py) the first MoE layer's, sample
+            after sample.
         tokens: tokens of this rank.
         experts: experts of the layer.
         topk: experts of a token.
@@ -59,7 +61,8 @@ def load_trace(path: Path, *, experts: int, topk: int) -> torch.Tensor:
     """Reads recorded expert choices: int64 [tokens, topk].
 
     Args:
-        path: an .npz that holds one array, or a .pt that holds one tensor, of integers [tokens, topk].
+        path: a routing trace; or an .npz that holds one array, or a .pt that holds one tensor, of integers
+            [tokens, topk].
         experts: experts of the layer; every entry must name one of them.
         topk: columns expected.
 
@@ -69,13 +72,16 @@ def load_trace(path: Path, *, experts: int, topk: int) -> torch.Tensor:
 
     def refuse(problem: str) -> ConfigurationError:
         return ConfigurationError(
-            f"--routing {TRACE_PREFIX}{path} {problem}: give an .npz or .pt with one array of integers [tokens, topk]"
+            f"--routing {TRACE_PREFIX}{path} {problem}: give an .npz or .pt with one array of integers "
+            "[tokens, topk], or a routing trace"
         )
 
     try:
         trace = _read_array(path)
     except FileNotFoundError:
         raise refuse("does not exist") from None
+    except ConfigurationError:  # a routing trace with something wrong
+        raise
     except Exception as error:  # the unpicklers of torch and numpy raise nearly anything
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise refuse(f"cannot be read ({reason})") from error
@@ -97,6 +103,8 @@ def load_trace(path: Path, *, experts: int, topk: int) -> torch.Tensor:
 def _read_array(path: Path) -> torch.Tensor | None:
     """The one array in the file; None where there is not exactly one."""
     if path.suffix == ".npz":
+        if is_routing_trace(path):
+            return torch.from_numpy(read_routing_trace(path).experts[:, 0].astype(np.int64)).flatten(0, 2)
         if path.is_file() and not zipfile.is_zipfile(path):
             raise ValueError("not an .npz file")
         with np.load(path, allow_pickle=False) as arrays:

@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 import weakref
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
-_layers: list[tuple[weakref.ref[Any], str, str]] = []
-"""(layer, dispatcher name, its description) of the layers built since the last line."""
+_layers: list[tuple[weakref.ref[Any], str, Any, str]] = []
+"""(layer, dispatcher name, dispatcher, its order of experts) of the layers built since the last line."""
 
 
-def announce(layer: Any, name: str, dispatcher: Any) -> None:
+def announce(layer: Any, name: str, dispatcher: Any, expert_order: Path | None = None) -> None:
     """Prints one line on rank 0 when the first of the layers built so far runs for the first time.
 
     Waiting for the first forward pass lets one line speak for all layers of the model.
     """
     if dist.is_initialized() and dist.get_rank() != 0:
         return
-    groups = dispatcher.groups
-    what = f"{name} ({dispatcher.describe()}; EP {groups.ep_size}, expert-TP {groups.etp_size})"
-    _layers.append((weakref.ref(layer), name, what))
+    order = "" if expert_order is None else f"; experts in the order of {expert_order}"
+    _layers.append((weakref.ref(layer), name, dispatcher, order))
 
     def speak(*_: Any) -> None:
         handle.remove()
@@ -32,8 +32,9 @@ def announce(layer: Any, name: str, dispatcher: Any) -> None:
 def _print_lines() -> None:
     """One line for each different dispatcher: nearly always one."""
     numbers: dict[tuple[str, str], list[int]] = {}
-    for reference, name, what in _layers:
-        layer = reference()
+    for reference, name, dispatcher, order in _layers:
+        layer, groups = reference(), dispatcher.groups
+        what = f"{name} ({dispatcher.describe()}; EP {groups.ep_size}, expert-TP {groups.etp_size}{order})"
         if layer is not None:
             numbers.setdefault((name, what), []).append(layer.layer_number or 0)
     _layers.clear()  # the hooks of the other layers find nothing left to say

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from megatron_moe_opt.errors import ConfigurationError
+from megatron_moe_opt.integration.expert_order import check_expert_order
 from megatron_moe_opt.options import PREFIX, Options
 from megatron_moe_opt.schedules.mpmoe import NONE
 
@@ -35,6 +36,10 @@ def check_config(config: Any, name: str, options: Options) -> None:
         raise ConfigurationError(
             f"--expert-model-parallel-size {ep} does not divide --num-experts {experts}: choose a divisor of {experts}"
         )
+    if options.expert_order is not None:
+        check_expert_order(config, options.expert_order)
+    if name == "netmoe":
+        _check_netmoe(config)
     if name == "parm" and options.parm_schedule == "S2" and config.sequence_parallel:
         raise ConfigurationError(
             f"{PREFIX}parm-schedule S2 splits what all TP ranks hold, but with --sequence-parallel they hold parts of "
@@ -61,6 +66,44 @@ def check_config(config: Any, name: str, options: Options) -> None:
             f"--transformer-impl inference_optimized brings its own dispatchers and does not work with {FLAG} {name}: "
             "use alltoall for inference"
         )
+
+
+def _check_netmoe(config: Any) -> None:
+    """What cannot move with samples, or would not be what it is without moves."""
+    ranks, tp = (
+        config.expert_model_parallel_size * config.expert_tensor_parallel_size,
+        config.tensor_model_parallel_size,
+    )
+    if ranks == tp or ranks % tp:
+        raise ConfigurationError(
+            f"{FLAG} netmoe moves samples between the TP groups that share experts, but --expert-model-parallel-size x "
+            f"--expert-tensor-parallel-size = {ranks} is no multiple, from 2 on, of --tensor-model-parallel-size {tp}: "
+            "choose one, or use monta"
+        )
+    recompute = config.recompute_modules if config.recompute_granularity == "selective" else []
+    for wrong, flags in (
+        (config.context_parallel_size > 1, f"--context-parallel-size {config.context_parallel_size}"),
+        (
+            config.tensor_model_parallel_size > 1 and not config.sequence_parallel,
+            "--tensor-model-parallel-size without --sequence-parallel",
+        ),
+        (config.hidden_dropout > 0, f"--hidden-dropout {config.hidden_dropout}"),
+        (config.fp32_residual_connection, "--fp32-residual-connection"),
+        (getattr(config, "fused_residual_rmsnorm", False), "--fused-residual-rmsnorm"),
+        (config.recompute_granularity == "full", "--recompute-granularity full"),
+        ("moe" in recompute, "--recompute-modules moe"),
+        ("layernorm" in recompute, "--recompute-modules layernorm"),
+        (config.fine_grained_activation_offloading, "--fine-grained-activation-offloading"),
+        (config.moe_expert_capacity_factor is not None, "--moe-expert-capacity-factor"),
+        (config.moe_shared_expert_overlap, "--moe-shared-expert-overlap"),
+        (config.moe_latent_size, "--moe-latent-size"),
+        (config.mrope_section is not None, "--mrope-section"),
+        (getattr(config, "mlp_chunks_for_training", 1) > 1, "--mlp-chunks-for-training"),
+    ):
+        if wrong:
+            raise ConfigurationError(
+                f"{flags} does not work with {FLAG} netmoe, which moves samples between ranks: change it, or use monta"
+            )
 
 
 def _check_mpmoe(config: Any, options: Options) -> None:

@@ -1,15 +1,19 @@
-"""A single Megatron-Core MoE layer, for benchmarks and tests."""
+"""A single Megatron-Core MoE layer, or a block of them, for benchmarks and tests."""
 
 from __future__ import annotations
 
 import functools
 
 import torch
+from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.router_replay import RouterReplayAction
-from megatron.core.transformer.spec_utils import build_module
+from megatron.core.transformer.spec_utils import ModuleSpec, build_module
+from megatron.core.transformer.torch_norm import WrappedTorchNorm
+from megatron.core.transformer.transformer_block import TransformerBlock, TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 
 
 def build_layer(config: TransformerConfig) -> MoELayer:
@@ -21,6 +25,16 @@ def build_layer(config: TransformerConfig) -> MoELayer:
     layer = spec(config) if isinstance(spec, functools.partial) else build_module(spec, config)
     layer.set_layer_number(1)
     return layer
+
+
+def build_block(config: TransformerConfig) -> TransformerBlock:
+    """Transformer layers without attention: norm, MoE layer and residual, as often as the configuration has layers."""
+    moe = get_moe_module_spec(
+        use_te=False, num_experts=config.num_moe_experts, moe_grouped_gemm=config.moe_grouped_gemm
+    )
+    submodules = TransformerLayerSubmodules(pre_mlp_layernorm=WrappedTorchNorm, mlp=moe, mlp_bda=get_bias_dropout_add)
+    layers = [ModuleSpec(module=TransformerLayer, submodules=submodules)] * config.num_layers
+    return TransformerBlock(config, TransformerBlockSubmodules(layer_specs=layers), post_layer_norm=False)
 
 
 def impose_routing(layer: MoELayer, experts: torch.Tensor) -> None:

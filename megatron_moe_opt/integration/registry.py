@@ -18,6 +18,7 @@ from typing import Any, Literal, get_args, get_origin
 from megatron_moe_opt.dispatchers.deepspeed import DeepSpeedDispatcher
 from megatron_moe_opt.dispatchers.monta import MontaDispatcher
 from megatron_moe_opt.dispatchers.mpmoe import MpmoeDispatcher
+from megatron_moe_opt.dispatchers.netmoe import NetmoeDispatcher
 from megatron_moe_opt.dispatchers.parm import ParmDispatcher
 from megatron_moe_opt.dispatchers.parm_schedule import Routing, scheduling_of
 from megatron_moe_opt.dispatchers.pipelining import pipelining_of
@@ -25,7 +26,10 @@ from megatron_moe_opt.dispatchers.tuning import partitioning_of
 from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.integration.announce import announce
 from megatron_moe_opt.integration.checks import check_config, check_name
+from megatron_moe_opt.integration.expert_order import FLAG as EXPERT_ORDER
+from megatron_moe_opt.integration.expert_order import keep_expert_order
 from megatron_moe_opt.integration.mpmoe_layer import pipeline_experts, shape_of_layer
+from megatron_moe_opt.integration.netmoe_layer import check_seams, wrap_transformer_block
 from megatron_moe_opt.integration.priorities import prioritize_expert_groups
 from megatron_moe_opt.integration.replicated_tokens import (
     holds_replicated_tokens,
@@ -42,6 +46,7 @@ FIELD = "moe_token_dispatcher_type"
 DISPATCHERS: dict[str, Callable[[ExpertGroups, Options, Any], MontaDispatcher]] = {
     "monta": lambda groups, options, config: MontaDispatcher(groups, pipelining_of(options, groups)),
     "parm": lambda groups, options, config: ParmDispatcher(groups, scheduling_of(options, groups, _routing(config))),
+    "netmoe": lambda groups, options, config: NetmoeDispatcher(groups),
     "mpmoe": lambda groups, options, config: MpmoeDispatcher(
         groups, partitioning_of(options, groups, shape_of_layer(config, groups.ep_size, groups.etp_size))
     ),
@@ -50,9 +55,10 @@ DISPATCHERS: dict[str, Callable[[ExpertGroups, Options, Any], MontaDispatcher]] 
 """Our dispatcher types. `deepspeed` is the reference schedule of benchmarks and tests."""
 
 EDGES: dict[str, Callable[[Any, Options], None]] = {
+    "netmoe": check_seams,
     "mpmoe": pipeline_experts,
 }
-"""What those that own more of a layer than its dispatcher do to the layer."""
+"""What is done to a MoE layer for those that own more of it than its dispatcher, which it has by then."""
 
 _options = Options()
 
@@ -79,6 +85,7 @@ def register(options: Options | None = None) -> None:
     _widen_annotation(TransformerConfig, stock)
     _wrap_post_init(TransformerConfig, stock)
     _wrap_moe_layer(MoELayer, PluggedTokenDispatcher)
+    wrap_transformer_block()
     prioritize_expert_groups()
 
 
@@ -129,6 +136,11 @@ def _wrap_post_init(config_class: type, stock: tuple[str, ...]) -> None:
             stock_post_init(self)
         if name in DISPATCHERS:
             check_config(self, name, _options)
+        elif _options.expert_order is not None and self.num_moe_experts is not None:
+            raise ConfigurationError(
+                f"{EXPERT_ORDER} {_options.expert_order} does not work with --moe-token-dispatcher-type {name}: choose "
+                f"one of {', '.join(DISPATCHERS)}"
+            )
 
     post_init._moe_opt = True
     config_class.__post_init__ = post_init
@@ -164,6 +176,8 @@ def _plug(layer: Any, name: str, plugged_class: type) -> None:
     layer.token_dispatcher = plugged_class(dispatcher, layer.config, pg_collection)
     if layer.shared_experts is not None and layer.shared_expert_overlap:
         layer.token_dispatcher.set_shared_experts(layer.shared_experts)
+    if _options.expert_order is not None:
+        keep_expert_order(layer, _options.expert_order)
     if name in EDGES:
         EDGES[name](layer, _options)
-    announce(layer, name, dispatcher)
+    announce(layer, name, dispatcher, _options.expert_order)

@@ -6,18 +6,28 @@ from .chunk_copy import ChunkList, copy_chunks
 from .count_tokens import count_routing_map, count_topk
 from .extension import build_info
 from .host_pool import empty
-from .packed_rows import LANE_BYTES, permute_packed, unpermute_rows
+from .packed_rows import (
+    LANE_BYTES,
+    NOTE_BYTE,
+    permute_packed,
+    spread_rows,
+    sum_packed_rows,
+    unpermute_rows,
+    write_notes,
+)
 from .permute import permute, unpermute
 from .placement import place_samples, solve_placement, transfer_costs
 from .residual_codec import sr_decode, sr_encode, sr_index_words, sr_wire_bytes
-from .row_map import RowMap, build_row_map
+from .row_map import RowMap, build_row_map, build_row_map_by_sample, row_map_from_sources
 
 __all__ = [
     "LANE_BYTES",
+    "NOTE_BYTE",
     "ChunkList",
     "RowMap",
     "build_info",
     "build_row_map",
+    "build_row_map_by_sample",
     "copy_chunks",
     "count_routing_map",
     "count_topk",
@@ -25,12 +35,16 @@ __all__ = [
     "permute",
     "permute_packed",
     "place_samples",
+    "row_map_from_sources",
     "solve_placement",
+    "spread_rows",
     "sr_decode",
     "sr_encode",
     "sr_index_words",
     "sr_wire_bytes",
+    "sum_packed_rows",
     "transfer_costs",
     "unpermute",
     "unpermute_rows",
+    "write_notes",
 ]

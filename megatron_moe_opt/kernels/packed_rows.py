@@ -1,7 +1,8 @@
 """Rows that carry their probability with them, so that tokens and probabilities travel in one message.
 
 A packed row is [hidden elements | a lane of LANE_BYTES]; the first bytes of the lane are the bits of the row's
-probability (or of its gradient), and the others mean nothing.
+probability (or of its gradient). From NOTE_BYTE of the lane on there is room for a note, an int32; the other bytes mean
+nothing.
 
 Shapes: T tokens, E experts, H hidden size, R permuted rows, W = H + LANE_BYTES / element size.
 """
@@ -20,6 +21,9 @@ from .row_map import RowMap
 _C = load_extension()
 
 LANE_BYTES = 16  # keeps rows 16-byte aligned where H is; csrc/bindings.cpp holds the same number
+
+
+NOTE_BYTE = 8
 
 
 class _PermutePacked(torch.autograd.Function):
@@ -77,3 +81,25 @@ def unpermute_rows(permuted: torch.Tensor, row_map: RowMap) -> torch.Tensor:
         ValueError: non-contiguous rows; shapes, dtypes or devices that do not fit.
     """
     return UnpermuteRows.apply(permuted, row_map)
+
+
+def write_notes(packed: torch.Tensor, notes: torch.Tensor) -> None:
+    """Writes a note into the lane of each row; nothing that autograd sees.
+
+    Args:
+        packed: [R, W].
+        notes: int32 [R].
+    """
+    row_bytes = packed.detach().view(torch.uint8)
+    first = row_bytes.size(1) - LANE_BYTES + NOTE_BYTE
+    row_bytes[:, first : first + 4] = notes.view(torch.uint8).view(-1, 4)
+
+
+def sum_packed_rows(packed: torch.Tensor, hidden: int, row_map: RowMap) -> torch.Tensor:
+    """As `unpermute_rows`, of the hidden elements of packed rows: [R, W] -> [T, H]. Not differentiable."""
+    return _C.unpermute_rows(row_map.tensors, packed, hidden, None)
+
+
+def spread_rows(tokens: torch.Tensor, row_map: RowMap) -> torch.Tensor:
+    """Copies each token to all of its rows: [T, H] -> [R, H]. Not differentiable."""
+    return _C.permute_rows(row_map.tensors, tokens, None)[0]

@@ -107,6 +107,32 @@ def build_row_map(routing_map: torch.Tensor, capacity: int | None = None, num_ou
     return RowMap(num_tokens, num_experts, sources.numel(), offsets, rows, experts, sources, counts)
 
 
+def build_row_map_by_sample(routing_map: torch.Tensor, num_samples: int, num_out_tokens: int | None = None) -> RowMap:
+    """As `build_row_map`, but the rows of an expert are grouped by sample first, then in token order.
+
+    Args:
+        routing_map: [T, E]; token s of sample b is row s * num_samples + b, as in Megatron-Core.
+        num_samples: B; divides T.
+        num_out_tokens: as for `build_row_map`.
+    """
+    if num_samples == 1:
+        return build_row_map(routing_map, num_out_tokens=num_out_tokens)
+    num_tokens, num_experts = routing_map.shape
+    sequence = num_tokens // num_samples
+    by_sample = routing_map.view(sequence, num_samples, num_experts).transpose(0, 1).reshape(num_tokens, num_experts)
+    grouped = build_row_map(by_sample, num_out_tokens=num_out_tokens)
+    sources = grouped.sources % sequence * num_samples + grouped.sources // sequence
+    row_map = row_map_from_sources(sources, num_tokens)
+    numbers = torch.arange(num_experts, dtype=torch.int32, device=routing_map.device)
+    expert_of_row = numbers.repeat_interleave(grouped.expert_counts, output_size=grouped.num_rows)
+    return dataclasses.replace(
+        row_map,
+        num_experts=num_experts,
+        experts=expert_of_row[row_map.rows],
+        expert_counts=grouped.expert_counts,
+    )
+
+
 def row_map_from_sources(sources: torch.Tensor, num_tokens: int, num_experts: int | None = None) -> RowMap:
     """The row map of rows whose tokens are known.
 

@@ -57,6 +57,8 @@ class ExchangePlan:
     chunks: tuple[ChunkPlan, ...]
     tokens_per_expert: torch.Tensor
     """[local experts] int64, on the CPU."""
+    arrives_sorted: bool
+    """Whether arrival order is expert order."""
 
     @property
     def num_sent(self) -> int:
@@ -67,11 +69,6 @@ class ExchangePlan:
     def num_gathered(self) -> int:
         """Rows this rank's experts get."""
         return sum(sum(chunk.gather_counts) for chunk in self.chunks)
-
-    @property
-    def arrives_sorted(self) -> bool:
-        """Whether arrival order is expert order: one chunk for one local expert."""
-        return len(self.chunks) == 1 and self.tokens_per_expert.numel() == 1
 
 
 def plan_exchange(
@@ -106,7 +103,8 @@ def plan_exchange(
         chunks.append(chunk)
         sizes = sum(sent), sum(chunk.receive_counts), sum(chunk.gather_counts)
         firsts = tuple(first + size for first, size in zip(firsts, sizes, strict=True))
-    return ExchangePlan(tuple(chunks), arriving.sum((0, 1, 2)))
+    # With one chunk and one expert there is nothing to sort.
+    return ExchangePlan(tuple(chunks), arriving.sum((0, 1, 2)), num_chunks == 1 and local == 1)
 
 
 def plan_partitions(

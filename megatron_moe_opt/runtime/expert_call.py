@@ -109,19 +109,27 @@ class ExpertCall:
 def _taking(parameters: Sequence[torch.Tensor], take: TakeGradient) -> Iterator[None]:
     """Inside this context gradients of parameters are taken as they arise.
 
-    torch.autograd.grad would hold on to all of them until it returns; it gets stand-ins without memory.
+    torch.autograd.grad would hold on to all of them until it returns; it gets stand-ins without memory. Hooks that
+    others have put on a parameter are for its whole gradient, and are set aside: they run when autograd gets that.
     """
 
     def hook(number: int, grad: torch.Tensor | None) -> torch.Tensor | None:
         take(number, grad)
         return None if grad is None else grad.new_zeros(()).expand_as(grad)
 
-    handles = [parameter.register_hook(functools.partial(hook, number)) for number, parameter in enumerate(parameters)]
+    handles, of_others = [], []
+    for number, parameter in enumerate(parameters):
+        if parameter._backward_hooks:
+            of_others.append((parameter._backward_hooks, dict(parameter._backward_hooks)))
+            parameter._backward_hooks.clear()
+        handles.append(parameter.register_hook(functools.partial(hook, number)))
     try:
         yield
     finally:
         for handle in handles:
             handle.remove()
+        for hooks, aside in of_others:
+            hooks.update(aside)
 
 
 class _Gradients:

@@ -69,18 +69,21 @@ class Exchange:
         )
 
 
-def to_experts(packed: torch.Tensor, exchange: Exchange, prob_dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+def to_experts(
+    packed: torch.Tensor, exchange: Exchange, prob_dtype: torch.dtype, notes: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Sends packed rows to the ranks of their experts and sorts them by local expert. Differentiable.
 
     Args:
         packed: [R, H + lane], in the order of a row map cut into the plan's chunks; R is plan.num_sent or, with
             exchange.parts, the rows of the TP group, in the order of a map cut into its parts.
         prob_dtype: dtype of the probabilities in the lane.
+        notes: int32 [plan.num_gathered], to be filled with the notes in the lanes (kernels.write_notes).
 
     Returns:
         Tokens [plan.num_gathered, H] and probabilities [plan.num_gathered], in stock Megatron's order.
     """
-    return _ToExperts.apply(packed, exchange, prob_dtype)
+    return _ToExperts.apply(packed, exchange, prob_dtype, notes)
 
 
 def to_sources(rows: torch.Tensor, exchange: Exchange) -> torch.Tensor:
@@ -98,33 +101,36 @@ def to_sources(rows: torch.Tensor, exchange: Exchange) -> torch.Tensor:
 class _ToExperts(Function):
     @staticmethod
     def forward(
-        ctx: Any, packed: torch.Tensor, exchange: Exchange, prob_dtype: torch.dtype
+        ctx: Any, packed: torch.Tensor, exchange: Exchange, prob_dtype: torch.dtype, notes: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         ctx.exchange = exchange
-        return _run_to_experts(packed, exchange, prob_dtype)
+        return run_to_experts(packed, exchange, prob_dtype, notes)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_tokens: torch.Tensor, grad_probs: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return _run_to_sources(grad_tokens.contiguous(), grad_probs.contiguous(), ctx.exchange), None, None
+    def backward(ctx: Any, grad_tokens: torch.Tensor, grad_probs: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return run_to_sources(grad_tokens.contiguous(), grad_probs.contiguous(), ctx.exchange), None, None, None
 
 
 class _ToSources(Function):
     @staticmethod
     def forward(ctx: Any, rows: torch.Tensor, exchange: Exchange) -> torch.Tensor:
         ctx.exchange = exchange
-        return _run_to_sources(rows.contiguous(), None, exchange)
+        return run_to_sources(rows.contiguous(), None, exchange)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return _run_to_experts(grad.contiguous(), ctx.exchange, None)[0], None
+        return run_to_experts(grad.contiguous(), ctx.exchange, None)[0], None
 
 
-def _run_to_experts(
-    rows: torch.Tensor, exchange: Exchange, prob_dtype: torch.dtype | None
+def run_to_experts(
+    rows: torch.Tensor, exchange: Exchange, prob_dtype: torch.dtype | None, notes: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """[R, W] -> tokens [num_gathered, H] and, with prob_dtype, the probabilities in the lanes."""
+    """[R, W] -> tokens [num_gathered, H] and, with prob_dtype, the probabilities in the lanes; not differentiable.
+
+    `notes` as in `to_experts`.
+    """
     groups, plan = exchange.groups, exchange.plan
     rows = exchange.own_rows(rows)
     layout = RowLayout(rows.size(1), rows.dtype, prob_dtype)
@@ -148,14 +154,14 @@ def _run_to_experts(
         elif in_place:
             step = Steps()
         else:
-            step = layout.split(gathered, tokens, probs, chunk)
+            step = layout.split(gathered, tokens, probs, notes, chunk)
         bound.append(step)
     executor(rows.device).run(schedule, bound)
     return tokens, probs
 
 
-def _run_to_sources(tokens: torch.Tensor, probs: torch.Tensor | None, exchange: Exchange) -> torch.Tensor:
-    """Tokens [num_gathered, H], with or without probabilities behind them -> rows [R, W]."""
+def run_to_sources(tokens: torch.Tensor, probs: torch.Tensor | None, exchange: Exchange) -> torch.Tensor:
+    """Tokens [num_gathered, H], with or without probabilities behind them -> rows [R, W]; not differentiable."""
     schedule, bound, rows = bind_to_sources(tokens, probs, exchange)
     executor(tokens.device).run(schedule, bound)
     return rows

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from megatron_moe_opt.kernels import LANE_BYTES, empty
+from megatron_moe_opt.kernels import LANE_BYTES, NOTE_BYTE, empty
 from megatron_moe_opt.runtime import steps
 from megatron_moe_opt.runtime.exchange_plan import ChunkPlan
 from megatron_moe_opt.runtime.steps import Steps
@@ -27,11 +27,21 @@ class RowLayout:
         """[num_rows, width], on the device of `like`."""
         return empty((num_rows, self.width), self.dtype, like.device)
 
-    def split(self, rows: torch.Tensor, tokens: torch.Tensor, probs: torch.Tensor | None, chunk: ChunkPlan) -> Steps:
-        """Rows in arrival order -> tokens (and probabilities) in expert order."""
+    def split(
+        self,
+        rows: torch.Tensor,
+        tokens: torch.Tensor,
+        probs: torch.Tensor | None,
+        notes: torch.Tensor | None,
+        chunk: ChunkPlan,
+    ) -> Steps:
+        """Rows in arrival order -> tokens (and probabilities, and notes) in expert order."""
         step = steps.copy_columns(rows, 0, tokens, 0, self.hidden_bytes, chunk.by_expert)
         if probs is not None:
             step += steps.copy_columns(rows, self.hidden_bytes, probs, 0, probs.element_size(), chunk.by_expert)
+        if notes is not None:
+            first_byte = self.hidden_bytes + NOTE_BYTE
+            step += steps.copy_columns(rows, first_byte, notes, 0, notes.element_size(), chunk.by_expert)
         return step
 
     def join(self, tokens: torch.Tensor, probs: torch.Tensor | None, rows: torch.Tensor, chunk: ChunkPlan) -> Steps:

@@ -40,12 +40,13 @@ def discover_nodes() -> NodeMap:
     if not dist.is_initialized():
         return NodeMap()
     names: list[str] = [""] * dist.get_world_size()
-    dist.all_gather_object(names, _node_name())
+    dist.all_gather_object(names, node_name())
     numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
     return NodeMap(tuple(numbers[name] for name in names))
 
 
-def _node_name() -> str:
+def node_name() -> str:
+    """The name of this rank's node, see discover_nodes."""
     for variable in ("GROUP_RANK", "SLURM_NODEID"):
         if variable in os.environ:
             return f"{variable}={os.environ[variable]}"

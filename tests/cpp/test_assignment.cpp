@@ -2,8 +2,6 @@
 // on random, tied, degenerate and extreme costs; nodes are solved on threads side by side. Exits non-zero with one line
 // for each failed expectation. tools/sanitize.sh runs it under ASan + UBSan and under TSan.
 #include <algorithm>
-#include <atomic>
-#include <cstdio>
 #include <limits>
 #include <random>
 #include <stdexcept>
@@ -12,18 +10,13 @@
 
 #include "assignment/sample_placement.h"
 #include "assignment/transportation.h"
+#include "expect.h"
 
 namespace {
 
 using moe_opt::assignment::Cluster;
 using moe_opt::assignment::place;
 using moe_opt::assignment::SamplePlacement;
-
-std::atomic<int> failures{0};
-
-void expect(bool ok, const char* what, const char* where) {
-  if (!ok && failures++ < 20) std::printf("FAILED [%s] %s\n", where, what);
-}
 
 struct Problem {
   int64_t samples, sinks;
@@ -181,6 +174,5 @@ int main() {
   test_random_problems();
   test_extremes();
   test_two_stages();
-  if (failures == 0) std::printf("all assignment tests passed\n");
-  return failures == 0 ? 0 : 1;
+  return exit_status("assignment");
 }

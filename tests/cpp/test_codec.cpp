@@ -11,6 +11,7 @@
 #include <thread>
 #include <vector>
 
+#include "expect.h"
 #include "kernels/cpu_dispatch.h"
 #include "kernels/residual_codec.h"
 
@@ -21,12 +22,6 @@ using moe_opt::codec_index_words;
 using moe_opt::DType;
 using moe_opt::kCodecBlock;
 namespace cpu = moe_opt::cpu;
-
-std::atomic<int> failures{0};
-
-void expect(bool ok, const char* what, const char* where) {
-  if (!ok && failures++ < 20) std::printf("FAILED [%s] %s\n", where, what);
-}
 
 // One thread for every part: more than the module would ever use.
 void on_threads(int64_t count, const std::function<void(int64_t)>& body) {
@@ -150,6 +145,5 @@ int main() {
     }
     cpu::set_stream_threshold(-1);
   }
-  if (failures == 0) std::printf("all codec tests passed\n");
-  return failures == 0 ? 0 : 1;
+  return exit_status("codec");
 }

@@ -1,11 +1,11 @@
 // The executor without Python or PyTorch: order inside lanes, waiting across lanes, failures, reuse, spans. Exits
 // non-zero with one line for each failed expectation. tools/sanitize.sh runs it under ASan + UBSan and under TSan.
 #include <atomic>
-#include <cstdio>
 #include <functional>
 #include <random>
 #include <thread>
 
+#include "expect.h"
 #include "pipeline/executor.h"
 
 namespace {
@@ -15,12 +15,6 @@ using moe_opt::pipeline::Executor;
 using moe_opt::pipeline::Op;
 using moe_opt::pipeline::PeerError;
 using moe_opt::pipeline::Span;
-
-std::atomic<int> failures{0};
-
-void expect(bool ok, const char* what) {
-  if (!ok && failures++ < 20) std::printf("FAILED %s\n", what);
-}
 
 struct Function : Action {
   explicit Function(std::function<void()> function) : function(std::move(function)) {}
@@ -154,6 +148,5 @@ int main() {
     test_refusals(executor);
     test_callers_take_turns(executor);
   }
-  if (failures == 0) std::printf("all executor tests passed\n");
-  return failures == 0 ? 0 : 1;
+  return exit_status("executor");
 }

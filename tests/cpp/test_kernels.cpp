@@ -12,6 +12,7 @@
 #include <thread>
 #include <vector>
 
+#include "expect.h"
 #include "kernels/chunk_copy.h"
 #include "kernels/count_tokens.h"
 #include "kernels/cpu_dispatch.h"
@@ -25,12 +26,6 @@ using moe_opt::DType;
 using moe_opt::MutableRows;
 using moe_opt::RowMap;
 namespace cpu = moe_opt::cpu;
-
-std::atomic<int> failures{0};
-
-void expect(bool ok, const char* what, const char* where) {
-  if (!ok && failures++ < 20) std::printf("FAILED [%s] %s\n", where, what);
-}
 
 // Splits [0, n) over threads, as the Python module does over PyTorch's.
 void in_parallel(int64_t n, const std::function<void(int64_t, int64_t)>& body) {
@@ -373,6 +368,5 @@ int main() {
   test_padded_map();
   test_counts();
   test_pool();
-  if (failures == 0) std::printf("all kernel tests passed\n");
-  return failures == 0 ? 0 : 1;
+  return exit_status("kernel");
 }

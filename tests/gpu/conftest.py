@@ -1,9 +1,10 @@
-"""The device of the GPU tests; without one every test in this folder is skipped, for one reason."""
+"""The device of the GPU tests, alone or as a process group; without one every test here is skipped, for one reason."""
 
 from __future__ import annotations
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from megatron_moe_opt import kernels
 
@@ -17,3 +18,24 @@ def device():
         pytest.fail("the extension was built for CPU only; rebuild it where nvcc is on PATH")
     yield torch.device("cuda")
     torch.cuda.synchronize()  # a fault belongs to the test that caused it
+
+
+@pytest.fixture
+def one_rank(device, tmp_path):
+    """A process group of one rank over NCCL, with our dispatchers registered."""
+    pytest.importorskip("megatron.core", reason="megatron-core is not installed")
+    import megatron_moe_opt
+
+    megatron_moe_opt.register()
+    started = not dist.is_initialized()
+    if started:
+        dist.init_process_group("nccl", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield device
+    if started:
+        from megatron.core import parallel_state
+
+        from tests.ranks import megatron
+
+        parallel_state.destroy_model_parallel()
+        megatron._layouts.clear()  # its groups are gone
+        dist.destroy_process_group()

@@ -1,4 +1,4 @@
-"""One MoE layer on one GPU: `monta` against stock `alltoall`, within the numerics contract.
+"""One MoE layer on one GPU: `monta` and `mpmoe` against stock `alltoall`, within the numerics contract.
 
 Not bit for bit as on CPU: on CUDA, stock's unpermute adds with atomics, in an order of its own.
 """
@@ -9,53 +9,37 @@ import dataclasses
 
 import pytest
 import torch
-import torch.distributed as dist
+
+from megatron_moe_opt.options import Options
+from megatron_moe_opt.schedules.mpmoe import STRATEGIES
 
 DROP = {"moe_expert_capacity_factor": 0.7}
 PAD = DROP | {"moe_pad_expert_input_to_capacity": True}
 SHARED = {"moe_shared_expert_intermediate_size": 32}
 
 
-@pytest.fixture
-def one_rank(device, tmp_path):
-    """A process group of one rank over NCCL, with our dispatchers registered."""
-    pytest.importorskip("megatron.core", reason="megatron-core is not installed")
+def check(device, settings, dtype, dispatcher, options=None, tokens=128, steps=1):
     import megatron_moe_opt
-
-    megatron_moe_opt.register()
-    started = not dist.is_initialized()
-    if started:
-        dist.init_process_group("nccl", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    yield device
-    if started:
-        from megatron.core import parallel_state
-
-        from tests.ranks import megatron
-
-        parallel_state.destroy_model_parallel()
-        megatron._layouts.clear()  # its groups are gone
-        dist.destroy_process_group()
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("settings", [{}, {"moe_router_topk": 5}, DROP, PAD, SHARED], ids=str)
-def test_monta_equals_stock(one_rank, settings, dtype):
     from megatron_moe_opt.integration.moe_layer import build_layer
     from tests.ranks.megatron import moe_config, parallel
 
     with parallel():
         stock_config = moe_config(bf16=dtype == torch.bfloat16, **settings)
-        configs = [stock_config, dataclasses.replace(stock_config, moe_token_dispatcher_type="monta")]
-        layers = [build_layer(config).to(device=one_rank, dtype=dtype) for config in configs]
+        configs = [stock_config, dataclasses.replace(stock_config, moe_token_dispatcher_type=dispatcher)]
+        megatron_moe_opt.register(options)
+        layers = [build_layer(config).to(device=device, dtype=dtype) for config in configs]
+        megatron_moe_opt.register()
         layers[1].load_state_dict(layers[0].state_dict())
-        inputs = torch.randn(128, 3, stock_config.hidden_size, device=one_rank, dtype=dtype)
+        inputs = torch.randn(tokens, 3, stock_config.hidden_size, device=device, dtype=dtype)
         grad = torch.randn_like(inputs)
         results = []
         for layer in layers:
             layer.set_layer_number(1)
-            hidden = inputs.clone().requires_grad_()
-            output, _ = layer(hidden)
-            output.backward(grad)
+            for _ in range(steps):
+                layer.zero_grad()
+                hidden = inputs.clone().requires_grad_()
+                output, _ = layer(hidden)
+                output.backward(grad)
             weights = {f"grad {n}": p.grad for n, p in layer.named_parameters() if p.grad is not None}
             results.append({"output": output.detach(), "input grad": hidden.grad} | weights)
     stock, ours = results
@@ -64,3 +48,18 @@ def test_monta_equals_stock(one_rank, settings, dtype):
     for name, expected in stock.items():
         error = (ours[name].float() - expected.float()).norm() / expected.float().norm().clamp_min(1e-30)
         assert error <= bound, f"{name}: {error.item():.2e}"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("settings", [{}, {"moe_router_topk": 5}, DROP, PAD, SHARED], ids=str)
+def test_monta_equals_stock(one_rank, settings, dtype):
+    check(one_rank, settings, dtype, "monta")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("partitions", [1, 3, 8])
+def test_mpmoe_equals_stock(one_rank, partitions, strategy, dtype):
+    """Several steps of many rows: what does not wait for another stream finds memory that is used again."""
+    options = Options(partitions=partitions, memory_reuse=strategy)
+    check(one_rank, {}, dtype, "mpmoe", options, tokens=8192, steps=5)

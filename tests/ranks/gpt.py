@@ -10,7 +10,7 @@ import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.module import Float16Module
@@ -31,6 +31,7 @@ class Gpt:
     microbatches: int = 2
     same_data: bool = False
     optimizer_format: str = "dp_reshardable"
+    micro_batch: int = MICRO_BATCH
     step: int = 0
     losses: list[float] = field(default_factory=list)
 
@@ -61,24 +62,24 @@ class Gpt:
             model=[self.model],
             num_microbatches=self.microbatches,
             seq_length=TOKENS,
-            micro_batch_size=MICRO_BATCH,
+            micro_batch_size=self.micro_batch,
             forward_only=False,
         )
 
     def batch(self, microbatch: int) -> dict[str, torch.Tensor]:
-        """Sequences that count on by a constant step: int64 [MICRO_BATCH, TOKENS], cut to this CP rank's part.
+        """Sequences that count on by a constant step: int64 [micro_batch, TOKENS], cut to this CP rank's part.
 
         Data-parallel ranks see different sequences, unless `same_data`.
         """
         replica = 0 if self.same_data else parallel_state.get_data_parallel_rank()
         generator = torch.Generator().manual_seed(1000 * self.step + 10 * replica + microbatch)
-        start = torch.randint(0, VOCAB, (MICRO_BATCH, 1), generator=generator)
-        stride = torch.randint(1, 4, (MICRO_BATCH, 1), generator=generator)
+        start = torch.randint(0, VOCAB, (self.micro_batch, 1), generator=generator)
+        stride = torch.randint(1, 4, (self.micro_batch, 1), generator=generator)
         sequence = (start + stride * torch.arange(TOKENS + 1)) % VOCAB
         batch = {
             "tokens": sequence[:, :-1],
             "labels": sequence[:, 1:],
-            "position_ids": torch.arange(TOKENS).repeat(MICRO_BATCH, 1),
+            "position_ids": torch.arange(TOKENS).repeat(self.micro_batch, 1),
         }
         size, rank = (
             parallel_state.get_context_parallel_world_size(),
@@ -120,16 +121,13 @@ def gpt(
     microbatches: int = 2,
     same_data: bool = False,
     optimizer_format: str = "dp_reshardable",
+    micro_batch: int = MICRO_BATCH,
     **config: Any,
 ) -> Gpt:
     """Build model, DDP and optimizer for the present parallel state. `config` goes to `moe_config`."""
     dtype = torch.bfloat16 if bf16 else torch.float32
     config = moe_config(bf16=bf16, params_dtype=dtype, pipeline_dtype=dtype, **config)
-    spec = get_gpt_layer_local_spec(
-        num_experts=config.num_moe_experts,
-        moe_grouped_gemm=config.moe_grouped_gemm,
-        normalization=config.normalization,
-    )
+    spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization=config.normalization)
     model = GPTModel(
         config=config,
         transformer_layer_spec=spec,
@@ -173,7 +171,7 @@ def gpt(
         config.no_sync_func = model.no_sync
         config.grad_sync_func = None
         config.param_sync_func = model.start_param_sync if distributed_optimizer else None
-    return Gpt(config, model, optimizer, microbatches, same_data, optimizer_format)
+    return Gpt(config, model, optimizer, microbatches, same_data, optimizer_format, micro_batch)
 
 
 def _forward_step(batches: Any, model: torch.nn.Module) -> tuple[torch.Tensor, Any]:

@@ -102,6 +102,11 @@ def test_the_layout_of_these_tests_is_accepted():
         ("--ckpt-step 5", 4, "--ckpt-step 5 needs a folder to load from; add --load DIR"),
         ("--lr-warmup-iters 5", 4, "--lr-warmup-iters 5 must be less than the 5 iterations"),
         ("--min-lr 1", 4, "--min-lr 1.0 is more than --lr 0.001"),
+        ("--data-path 1 a 2", 4, "--data-path 1 a 2 must be one prefix, or a weight above 0 before each of several"),
+        ("--data-path 0 a 2 b", 4, "--data-path 0 a 2 b must be one prefix, or a weight above 0"),
+        ("--record-steps 1-2", 4, "--record-steps 1-2 needs a file; add --record-routing FILE"),
+        ("--record-routing r --record-steps 2-6", 4, "--record-steps 2-6 must be the first and the last iteration"),
+        ("--record-routing nowhere/r", 4, "--record-routing nowhere/r: its folder does not exist"),
         ("--hidden-sise 32", 4, "unrecognized arguments: --hidden-sise 32; see --help"),
         ("--moe-opt-nonsense 1", 4, "--moe-opt-nonsense is not an option of megatron-moe-opt"),
     ],
@@ -122,10 +127,29 @@ def test_tensor_parallelism_needs_sequence_parallelism():
 
 def check_data(prefix: Path, arguments: str = "") -> None:
     from arguments import parse_arguments
-    from token_data import check_dataset
+    from token_data import check_datasets
 
     args, _ = parse_arguments([*shlex.split(f"--train-iters 5 --data-path {prefix}"), *MODEL, *arguments.split()])
-    check_dataset(args)
+    check_datasets(args)
+
+
+def test_routing_of_several_kinds_of_text_is_recorded(data: Path, text: Path, tmp_path: Path):
+    """Two datasets, mixed sequence by sequence: every sample's kind is that of its tokens' dataset."""
+    from megatron_moe_opt.planning.routing_trace import read_routing_trace
+
+    for suffix in (".bin", ".idx"):
+        shutil.copy(f"{data}{suffix}", tmp_path / f"other{suffix}")
+    trace = tmp_path / "routing.npz"
+    output = train(
+        data, "--data-path", 1, data, 3, tmp_path / "other", "--train-iters", 3, "--record-routing", trace,
+        "--record-steps", "2-3", ranks=1, layout=(),
+    )  # fmt: skip
+    assert f"wrote the routing of 8 passes to {trace}" in output
+    read = read_routing_trace(trace)
+    assert read.experts.shape == (8, 2, 2, 32, 2) and read.num_experts == 4
+    assert read.iterations.tolist() == [2] * 4 + [3] * 4
+    assert read.kind_names == ("text", "other")
+    assert [(read.kinds == kind).sum() for kind in (0, 1)] == [4, 12]
 
 
 def test_a_good_dataset_is_accepted(data: Path):

@@ -49,12 +49,16 @@ def test_gradients_are_autograds(middle, counts):
         call.fetch_middle(None)
     if middle is not Restore.KEEP:
         buffer.fill_(float("nan"))
-    again = tokens if middle is Restore.KEEP else torch.cat((torch.zeros(2, HIDDEN), tokens))[2:]  # elsewhere
-    again = buffer if middle is Restore.KEEP else again
+    again = buffer if middle is Restore.KEEP else torch.cat((torch.zeros(2, HIDDEN), tokens))[2:]  # elsewhere
     if middle is Restore.RECOMPUTE:
         call.recompute(again)
+    hooked: list[torch.Tensor] = []
+    handle = weights[0].register_hook(hooked.append)  # for the sum over partitions: not now
     taken: dict[int, torch.Tensor] = {}
     found = call.backward(again, grad, taken.__setitem__)
     assert all(torch.equal(*pair) for pair in zip((*found, *(taken[i] for i in range(3))), of_leaves, strict=True))
     assert set(taken) == {0, 1, 2} and HOST_MEMORY.used == 0
     assert all(weight.grad is None for weight in weights)
+    weights[0].sum().backward()
+    assert len(hooked) == 1
+    handle.remove()

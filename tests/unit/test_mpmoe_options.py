@@ -7,7 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from megatron_moe_opt.dispatchers.partitioning import Partitions, partitioning_of
+from megatron_moe_opt.dispatchers.partitioning import Partitions
+from megatron_moe_opt.dispatchers.tuning import partitioning_of
 from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.options import Options, split_options
 
@@ -18,25 +19,30 @@ def test_reads_them():
     arguments = "--moe-opt-partitions 6 --moe-opt-memory-reuse S2 --lr 1"
     options, rest = split_options(arguments.split())
     assert (options.partitions, options.memory_reuse, rest) == (6, "S2", ["--lr", "1"])
-    arguments = "--moe-opt-partitions auto --moe-opt-activation-budget 1.5GiB --moe-opt-tuner model"
+    arguments = "--moe-opt-partitions auto --moe-opt-activation-budget 1.5GiB --moe-opt-tuner profile"
     options, _ = split_options(arguments.split())
-    assert (options.partitions, options.activation_budget, options.tuner) == ("auto", 3 * 2**29, "model")
+    assert (options.partitions, options.activation_budget, options.tuner) == ("auto", 3 * 2**29, "profile")
 
 
 def test_fixed_ones_are_the_same_for_every_pass():
     def not_asked():
         raise AssertionError("waited for the routing without need")
 
-    fixed = partitioning_of(Options(), GROUPS)
+    fixed = partitioning_of(Options(), GROUPS, None)
     assert fixed.choose(not_asked) == Partitions(4, "none")
     assert fixed.describe() == "4 partitions, memory reuse none"
-    assert partitioning_of(Options(partitions=1, memory_reuse="S4"), GROUPS).choose(not_asked) == Partitions(1, "S4")
+    assert partitioning_of(Options(partitions=1, memory_reuse="S4"), GROUPS, None).choose(not_asked) == Partitions(
+        1, "S4"
+    )
 
 
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        ("--moe-opt-partitions 0", "'0' is neither a number of partitions from 1 on nor auto"),
+        (
+            "--moe-opt-partitions 0",
+            "'0' is neither a number of partitions from 1 on, nor several such as 2,4,8",
+        ),
         ("--moe-opt-activation-budget 3GB", "'3GB' is not a number of bytes above 0, such as 512MiB or 1.5GiB"),
         ("--moe-opt-tuner model", "--moe-opt-tuner model has nothing to choose: add --moe-opt-partitions auto or"),
         (

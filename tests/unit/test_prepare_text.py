@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gzip
 import os
 import sys
 import warnings
@@ -43,6 +44,19 @@ def test_megatron_reads_back_every_byte(texts, tmp_path):
     assert read[0].tolist() == [*b"one\n", END_OF_DOCUMENT]
     assert read[1].tolist() == [*"zwölf".encode(), END_OF_DOCUMENT]
     assert {path.name for path in prefix.parent.iterdir()} == {"data.v1.bin", "data.v1.idx", "data.v1.json"}
+
+
+def test_files_with_a_suffix_and_packed_files(texts, tmp_path):
+    (texts / "page.1.gz").write_bytes(gzip.compress(b"packed"))
+    (texts / "broken.1.gz").write_bytes(gzip.compress(b"packed")[:-4])
+    summary, _ = prepare(tmp_path / "pages", texts, ".1.gz")
+    assert (summary.documents, summary.bytes, summary.skipped) == (1, 6, 1)
+    read = dataset(tmp_path / "pages")
+    assert read[0].tolist() == [*b"packed", END_OF_DOCUMENT]
+    summary, was_there = prepare(tmp_path / "pages", texts, ".py")  # other files of the same folder
+    assert (summary.documents, summary.bytes, was_there) == (1, 4, False)
+    with pytest.raises(SystemExit):
+        main(["--output", str(tmp_path / "x"), "--suffix", ".py"])
 
 
 def test_documents_come_in_one_order_whatever_the_file_system_says(texts, monkeypatch):

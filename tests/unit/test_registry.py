@@ -11,6 +11,7 @@ from typing import get_args
 import pytest
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+from megatron.core.transformer.transformer_layer import TransformerLayer
 
 import megatron_moe_opt
 from megatron_moe_opt.errors import ConfigurationError
@@ -46,7 +47,8 @@ def refusal(match: str, **overrides):
 
 def test_argparse_choices_follow_from_the_annotation():
     (field,) = (f for f in dataclasses.fields(TransformerConfig) if f.name == registry.FIELD)
-    assert get_args(field.type) == ("allgather", "alltoall", "flex", "monta", "parm", "mpmoe", "deepspeed")
+    ours = ("monta", "parm", "netmoe", "mpmoe", "deepspeed")
+    assert get_args(field.type) == ("allgather", "alltoall", "flex", *ours)
     (field,) = (f for f in dataclasses.fields(MLATransformerConfig) if f.name == registry.FIELD)
     assert "monta" in get_args(field.type)
 
@@ -109,6 +111,50 @@ def test_a_schedule_for_replicated_tokens_is_refused_under_sequence_parallelism(
             config("parm", tensor_model_parallel_size=2, sequence_parallel=True)
     finally:
         megatron_moe_opt.register()
+
+
+MOVES = {"expert_model_parallel_size": 2, "hidden_dropout": 0.0}
+
+
+@pytest.mark.parametrize(
+    ("wrong", "overrides"),
+    [
+        ("--context-parallel-size 2", {"context_parallel_size": 2, "expert_model_parallel_size": 4}),
+        (
+            "--tensor-model-parallel-size without --sequence-parallel",
+            {"tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 2},
+        ),
+        ("--hidden-dropout 0.1", {"hidden_dropout": 0.1}),
+        ("--fp32-residual-connection", {"fp32_residual_connection": True}),
+        (
+            "--recompute-granularity full",
+            {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+        ),
+        ("--recompute-modules moe", {"recompute_granularity": "selective", "recompute_modules": ["moe"]}),
+        ("--recompute-modules layernorm", {"recompute_granularity": "selective", "recompute_modules": ["layernorm"]}),
+        ("--moe-expert-capacity-factor", {"moe_expert_capacity_factor": 1.0}),
+        (
+            "--moe-shared-expert-overlap",
+            {"moe_shared_expert_intermediate_size": 16, "moe_shared_expert_overlap": True},
+        ),
+        ("--moe-latent-size", {"moe_latent_size": 8}),
+    ],
+)
+def test_netmoe_refuses_what_cannot_move_with_samples(wrong, overrides):
+    refusal(f"{wrong} does not work with --moe-token-dispatcher-type netmoe", name="netmoe", **MOVES | overrides)
+
+
+def test_netmoe_refuses_groups_without_another_place_for_samples():
+    assert config("netmoe", **MOVES).moe_token_dispatcher_type == "netmoe"
+    refusal("= 1 is no multiple, from 2 on, of --tensor-model-parallel-size 1", name="netmoe")
+    layout = {"tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 1, "sequence_parallel": True}
+    refusal("= 2 is no multiple, from 2 on, of --tensor-model-parallel-size 2", name="netmoe", **MOVES | layout)
+
+
+def test_netmoe_refuses_a_megatron_without_its_seams(monkeypatch):
+    monkeypatch.delattr(TransformerLayer, "_forward_mlp")
+    with pytest.raises(ConfigurationError, match="cannot plug into this megatron-core: TransformerLayer._forward_mlp"):
+        registry.EDGES["netmoe"](None, Options())
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,219 @@
+"""NetMoE: the combine brings whole samples to the ranks where they cost least, not back to where they came from.
+
+    dispatch   permute -> A2A(EP) -> AllGather(expert-TP) -> reorder by local expert -> norm
+    combine    + residual -> reorder by receiving rank -> ReduceScatter(expert-TP) -> A2A(EP) -> sum by token
+
+(NetMoE, Fig. 3 and Algorithm 1.) Where samples go is decided in a background thread during dispatch and experts.
+
+Residual. The layer's residual must move with its sample. Megatron normalises what the experts get, and adds what they
+return to what was there before. Here rows are dispatched before normalisation, the experts' ranks normalise them, and
+one of a token's rows, that of its first expert, returns with the residual added. So it moves without a byte of its own
+(the paper's inlining, appendix A). What shared experts make of a token cannot move that way: it is a row of its own in
+the same all-to-all, for the samples that move.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+from megatron_moe_opt.dispatchers.monta import Dispatched, MontaDispatcher
+from megatron_moe_opt.dispatchers.pipelining import FixedPipelining
+from megatron_moe_opt.dispatchers.sample_placement import Decision, LayerPlacement, background
+from megatron_moe_opt.dispatchers.sample_traffic import RowBytes, SampleTraffic
+from megatron_moe_opt.kernels import (
+    LANE_BYTES,
+    build_row_map_by_sample,
+    count_routing_map,
+    empty,
+    permute_packed,
+    write_notes,
+)
+from megatron_moe_opt.runtime.collectives import all_gather_rows
+from megatron_moe_opt.runtime.exchange_plan import plan_exchange
+from megatron_moe_opt.runtime.expert_exchange import Exchange, to_experts
+from megatron_moe_opt.runtime.host_copy import HostCopy
+from megatron_moe_opt.runtime.sample_exchange import SampleReturn, to_new_homes
+from megatron_moe_opt.topology.expert_groups import ExpertGroups
+
+
+@dataclass
+class MovingSamples:
+    """What dispatch learnt and combine needs; one object a forward pass."""
+
+    groups: ExpertGroups
+    sequence: int
+    """Tokens of a sample on this rank."""
+    counts: HostCopy
+    """[ep_size, etp_size, B, experts] rows of every rank, on its way to the host."""
+    decision: Future[Decision]
+    learn: bool
+    row_bytes: RowBytes
+    device: torch.device
+    beside: torch.Tensor | None
+    """[S, B, H] what shared experts made of this rank's tokens."""
+    residual: torch.Tensor | None = None
+    """[R', H] the experts' inputs before normalisation."""
+    notes: torch.Tensor | None = None
+    """int32 [R'], twice the token's number in its part of a sample, and 1 more where it returns with the residual."""
+
+    @cached_property
+    def exchange(self) -> Exchange:
+        """The dispatch; the first use waits for the counts to reach the host."""
+        counts, groups = self.counts.wait().sum(2), self.groups
+        return Exchange(groups, plan_exchange(counts, groups.ep_rank, groups.etp_rank, 1, self.device), "O1")
+
+
+class NetmoeDispatcher(MontaDispatcher):
+    """Moves the tokens of one MoE layer to their experts, and samples to the ranks where they cost least.
+
+    Until `join` is called, and in passes that no residual was handed over for, it does what MontaDispatcher does at O1.
+    """
+
+    def __init__(self, groups: ExpertGroups) -> None:
+        super().__init__(groups, FixedPipelining("O1", 1))
+        self.placement: LayerPlacement | None = None
+        """None: samples do not move."""
+        self._norm: Callable[[torch.Tensor], torch.Tensor] | None = None
+        self._residual: torch.Tensor | None = None
+        self._beside: torch.Tensor | None = None
+        self._learn = False
+        self._traffic = SampleTraffic()
+        self._counted: Future[None] | None = None
+
+    def describe(self) -> str:
+        """What runs, for the line at start."""
+        if self.placement is None:
+            return "moves no samples: it is the only MoE layer of its transformer block, or outside of one"
+        return "moves samples with the combine, and home after the last layer of a pipeline stage"
+
+    def join(self, placement: LayerPlacement, norm: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """Lets samples move from now on.
+
+        Args:
+            placement: where to.
+            norm: of the layer, row by row: [R', H] -> [R', H].
+        """
+        self.placement, self._norm = placement, norm
+
+    def hand_over(self, residual: torch.Tensor, learn: bool) -> None:
+        """Takes what the layer's norm gets in the pass that begins.
+
+        Args:
+            residual: [S, B, H].
+            learn: whether the pass counts for the statistics.
+        """
+        self._residual, self._learn = residual, learn
+
+    def hand_over_beside(self, output: torch.Tensor) -> None:
+        """Takes what is to be added to the layer's output and moves with its sample: [S, B, H]."""
+        self._beside = output
+
+    def take_traffic(self) -> dict[str, float]:
+        """Means of what the passes in training sent since this was asked last, see SampleTraffic.take."""
+        return background(self._traffic.take).result()
+
+    def permute(
+        self,
+        tokens: torch.Tensor,
+        probs: torch.Tensor,
+        routing_map: torch.Tensor,
+        *,
+        capacity: int | None = None,
+        num_rows: int | None = None,
+    ) -> tuple[torch.Tensor, Dispatched | MovingSamples]:
+        """As MontaDispatcher.permute; but of the residual handed over, where there is one, and by expert and sample."""
+        residual, self._residual = self._residual, None
+        if residual is None:
+            return super().permute(tokens, probs, routing_map, capacity=capacity, num_rows=num_rows)
+        groups, (sequence, batch, hidden) = self.groups, residual.shape
+        routing_map = routing_map.bool()
+        row_map = build_row_map_by_sample(routing_map, batch, num_rows)
+        own = count_routing_map(routing_map, batch)
+        counts = HostCopy(all_gather_rows(own, None, groups.joint).view(groups.ep_size, groups.etp_size, batch, -1))
+        beside, self._beside = self._beside, None
+        decision = self.placement.decide(counts, sequence if beside is not None else 0, self._learn)
+        packed = permute_packed(residual.reshape(-1, hidden).contiguous(), probs, row_map)
+        _check_tokens_have_rows(row_map.offsets)
+        first_rows = row_map.rows[row_map.offsets[:-1]]
+        notes = (row_map.sources // batch * 2).to(torch.int32)
+        notes[first_rows] += 1
+        write_notes(packed, notes)
+        hidden_bytes = hidden * packed.element_size()
+        row = RowBytes(hidden_bytes + probs.element_size(), hidden_bytes, hidden_bytes + LANE_BYTES)
+        return packed, MovingSamples(groups, sequence, counts, decision, self._learn, row, packed.device, beside)
+
+    def dispatch(
+        self, packed: torch.Tensor, dispatched: Dispatched | MovingSamples, prob_dtype: torch.dtype
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """As MontaDispatcher.dispatch; rows are normalised here, and by source, sample and token inside an expert."""
+        if isinstance(dispatched, Dispatched):
+            return super().dispatch(packed, dispatched, prob_dtype)
+        exchange = dispatched.exchange
+        dispatched.notes = empty((exchange.plan.num_gathered,), torch.int32, packed.device)
+        dispatched.residual, probs = to_experts(packed, exchange, prob_dtype, dispatched.notes)
+        return self._norm(dispatched.residual), exchange.plan.tokens_per_expert, probs
+
+    def combine(self, rows: torch.Tensor, dispatched: Dispatched | MovingSamples) -> torch.Tensor:
+        """The sums of the outputs of each token's experts and its residual, on the rank where its sample goes.
+
+        Args:
+            rows: [R', H], partial where experts are cut over expert-TP.
+
+        Returns:
+            [S * B, H]; without a residual handed over, what MontaDispatcher.combine returns.
+        """
+        if isinstance(dispatched, Dispatched):
+            return super().combine(rows, dispatched)
+        moving, groups = dispatched, self.groups
+        notes, tokens = moving.notes, moving.notes.new_zeros(moving.notes.shape, dtype=torch.float32)
+        if groups.etp_rank == 0:  # what all shards have must be in the sum over them once
+            rows = torch.addcmul(rows, moving.residual, (notes & 1).to(rows.dtype).unsqueeze(1))
+            tokens = (notes >> 1).float()
+        if moving.beside is not None:
+            rows, tokens = _append(rows, tokens, moving.beside, groups)
+        carried = moving.beside is not None
+        moving.residual = moving.beside = None
+        start = time.perf_counter()
+        decision = moving.decision.result()
+        exposed = time.perf_counter() - start
+        holders = self.placement.holders
+        if moving.learn:
+            beside = moving.sequence if carried else 0
+            if self._counted is not None:
+                self._counted.result()  # raises what the last count raised
+            self._counted = background(self._traffic.add, decision, holders, beside, moving.row_bytes, exposed)
+        items = torch.from_numpy(holders.items(decision.move))
+        way = SampleReturn(moving.counts.wait(), items, groups, moving.sequence, carried, rows.device)
+        return to_new_homes(rows, tokens, way)
+
+    def unpermute(self, rows: torch.Tensor, dispatched: Dispatched | MovingSamples) -> torch.Tensor:
+        """[S * B, H], of samples that were moved as it is."""
+        return super().unpermute(rows, dispatched) if isinstance(dispatched, Dispatched) else rows
+
+
+def _check_tokens_have_rows(offsets: torch.Tensor) -> None:
+    """A token without an expert would lose its residual. Raises ValueError; on CUDA an assertion on the device."""
+    all_have = (offsets.diff() > 0).all()
+    if offsets.is_cuda:
+        torch._assert_async(all_have, "netmoe: a token without an expert")
+    elif not all_have:
+        raise ValueError("the router gives a token no expert, and its residual no way: use monta")
+
+
+def _append(
+    rows: torch.Tensor, tokens: torch.Tensor, beside: torch.Tensor, groups: ExpertGroups
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Adds the rows of the identity expert: of all expert-TP ranks, sample by sample; zeros but for this rank's own."""
+    sequence, batch, hidden = beside.shape
+    own = beside.transpose(0, 1).reshape(-1, hidden)
+    numbers = torch.arange(sequence, dtype=torch.float32, device=rows.device).repeat(batch)
+    before, after = groups.etp_rank * len(own), (groups.etp_size - 1 - groups.etp_rank) * len(own)
+    zeros = [own.new_zeros(count, hidden) for count in (before, after)]
+    no_tokens = [numbers.new_zeros(count) for count in (before, after)]
+    return torch.cat([rows, zeros[0], own, zeros[1]]), torch.cat([tokens, no_tokens[0], numbers, no_tokens[1]])

@@ -1,0 +1,124 @@
+"""Where the samples of a forward pass are, and where each MoE layer sends them: decided in a background thread.
+
+The MoE layers of a pipeline stage (or of a virtual chunk of it) share a `SampleOrder`. It begins each pass with all
+samples at home. Every layer but the last sends them where its combine and the next layer's dispatch are predicted to
+cost least; the last one sends them home, so that nothing outside the layers notices.
+
+All ranks of the joint group decide for themselves, from the counts that they all have.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import numpy as np
+
+from megatron_moe_opt.kernels import place_samples
+from megatron_moe_opt.planning.netmoe import TransitionStatistics, settle, tokens_by_device
+from megatron_moe_opt.runtime.host_copy import HostCopy
+from megatron_moe_opt.topology.sample_holders import SampleHolders
+
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What a layer does with the samples."""
+
+    counts: np.ndarray
+    """int64 [joint size, B, E] rows of each part of a sample for each expert."""
+    before: np.ndarray
+    """int64 [positions] sample at each position, on the way in. A sample is named by its home position."""
+    move: np.ndarray
+    """int64 [positions] new position of the sample at each position."""
+    seconds: float
+    """That it took to decide."""
+
+    @property
+    def after(self) -> np.ndarray:
+        """As `before`, on the way out."""
+        after = np.empty_like(self.before)
+        after[self.move] = self.before
+        return after
+
+
+class SampleOrder:
+    """The samples of the forward pass that is under way in the layers of a pipeline stage."""
+
+    def __init__(self) -> None:
+        self.at: np.ndarray | None = None
+        """int64 [positions] sample at each position; None: all are at home."""
+        self.seen: tuple[LayerPlacement, np.ndarray] | None = None
+        """The last layer that was passed, and [samples, E] what went to its experts."""
+
+    def begin(self) -> None:
+        """All samples are at home: a pass begins."""
+        self.at = self.seen = None
+
+
+class LayerPlacement:
+    """Decides for one MoE layer."""
+
+    def __init__(self, order: SampleOrder, holders: SampleHolders, num_experts: int, last: bool) -> None:
+        self.order = order
+        self.holders = holders
+        self.last = last
+        self.expert_device = np.repeat(holders.ep_device, num_experts // len(holders.ep_device))
+        self.statistics = TransitionStatistics(num_experts, holders.num_devices)
+        """Of what the next layer asks of devices."""
+        self._learnt: Future[None] | None = None
+
+    def decide(self, counts: HostCopy, rows_beside: int, learn: bool) -> Future[Decision]:
+        """Starts to decide, as soon as the counts are on the host.
+
+        Args:
+            counts: int64 [ep_size, etp_size, B, E].
+            rows_beside: rows that the move of each part of a sample costs by itself (shared experts' outputs).
+            learn: add the counts to the statistics; all ranks alike.
+        """
+        return background(self._decide, counts, rows_beside, learn)
+
+    def _decide(self, counts: HostCopy, rows_beside: int, learn: bool) -> Decision:
+        if self._learnt is not None:
+            self._learnt.result()  # raises what it raised; it was done before this was begun
+        parts = counts.wait().flatten(0, 1).numpy()
+        start = time.perf_counter()
+        ranks = self.holders.ranks
+        num = parts[ranks].sum(axis=1).reshape(-1, parts.shape[-1])  # [positions, E]
+        on_device = tokens_by_device(num, self.expert_device, self.holders.num_devices)
+        order = self.order
+        at = np.arange(len(num)) if order.at is None else order.at
+        if learn and order.seen is not None:  # after the decision, which need not wait for it
+            layer, previous = order.seen
+            self._learnt = background(layer.statistics.observe, previous[at], on_device.copy())
+        by_sample = np.empty_like(num)
+        by_sample[at] = num
+        order.seen = self, by_sample
+        move = at if self.last else self._solve(on_device + self.statistics.predict(num), rows_beside)
+        decision = Decision(parts, at, move, time.perf_counter() - start)
+        order.at = decision.after
+        return decision
+
+    def _solve(self, on_device: np.ndarray, rows_beside: int) -> np.ndarray:
+        """on_device: int64 [positions, J] tokens of both all-to-alls -> new position of the sample at each position."""
+        holders = self.holders
+        position_device = np.repeat(holders.holder_device, len(on_device) // len(holders.ranks))
+        on_device[np.arange(len(on_device)), position_device] += rows_beside * holders.ranks.shape[1]
+        capacity = np.bincount(position_device, minlength=holders.num_devices)
+        devices = np.arange(holders.num_devices)
+        return settle(place_samples(on_device, devices, holders.device_node, capacity), position_device)
+
+
+def background(function: Callable[..., Result], *arguments: Any) -> Future[Result]:
+    """Calls a function in the one thread in which decisions are made, in the order in which they were asked for."""
+    return _worker().submit(function, *arguments)
+
+
+@functools.cache
+def _worker() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(1, thread_name_prefix="moe-opt-placement")

@@ -1,0 +1,98 @@
+"""What moving samples saved, layer by layer (NetMoE, appendix C, Table 5): counted from what all ranks know.
+
+The bytes are those of the rows in a forward pass's dispatch and combine, of all ranks of the joint group together; the
+backward pass sends as many rows again. `stock` is what samples would have sent from their home ranks, in rows without
+our lane, `sent` what was sent. Links are those of the all-to-all over EP: what expert-TP adds inside nodes is left out.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+import numpy as np
+
+from megatron_moe_opt.dispatchers.sample_placement import Decision
+from megatron_moe_opt.planning.netmoe import Volume, moved_shares, placement_volume
+from megatron_moe_opt.topology.sample_holders import SampleHolders
+
+
+@dataclass(frozen=True)
+class RowBytes:
+    """Bytes of a row in one direction."""
+
+    stock_dispatch: int
+    stock_combine: int
+    sent: int
+
+
+@dataclass
+class SampleTraffic:
+    """Sums over the passes of one MoE layer."""
+
+    passes: int = 0
+    stock_inter: int = 0
+    """Bytes between nodes; `intra`: between ranks of a node."""
+    stock_intra: int = 0
+    sent_inter: int = 0
+    sent_intra: int = 0
+    moved_nodes: float = 0.0
+    """Shares of the samples that changed their node, and their device, summed over passes."""
+    moved_devices: float = 0.0
+    solve_seconds: float = 0.0
+    """Of deciding, in the background; `exposed`: that the combine waited for it."""
+    exposed_seconds: float = 0.0
+
+    def add(self, decision: Decision, holders: SampleHolders, rows_beside: int, row: RowBytes, exposed: float) -> None:
+        """Counts a pass.
+
+        Args:
+            rows_beside: rows that each part of a sample that moves takes by itself.
+            exposed: seconds.
+        """
+        ranks, batch, experts = decision.counts.shape
+        ep_size = len(holders.ep_device)
+        on_ep = decision.counts.reshape(ranks * batch, ep_size, experts // ep_size).sum(2)
+        here = np.repeat(np.arange(ranks), batch)
+        there, home = (holders.items(move) // batch for move in (decision.move, decision.before))
+        stock, dispatched, combined = (self._volume(on_ep, rank, holders) for rank in (home, here, there))
+        across_nodes = holders.rank_node[here] != holders.rank_node[there]
+        beside_inter = rows_beside * int(across_nodes.sum())
+        beside_intra = rows_beside * int((here != there).sum()) - beside_inter
+
+        self.passes += 1
+        stock_bytes = row.stock_dispatch + row.stock_combine
+        self.stock_inter += stock.inter * stock_bytes
+        self.stock_intra += stock.intra * stock_bytes
+        self.sent_inter += (dispatched.inter + combined.inter + beside_inter) * row.sent
+        self.sent_intra += (dispatched.intra + combined.intra + beside_intra) * row.sent
+        position_device = np.repeat(holders.holder_device, batch)
+        nodes, devices = moved_shares(position_device, position_device[decision.move], holders.device_node)
+        self.moved_nodes += nodes
+        self.moved_devices += devices
+        self.solve_seconds += decision.seconds
+        self.exposed_seconds += exposed
+
+    @staticmethod
+    def _volume(on_ep: np.ndarray, rank: np.ndarray, holders: SampleHolders) -> Volume:
+        """Of one all-to-all over EP, with part i of the samples on joint rank rank[i]."""
+        return placement_volume(on_ep, rank // holders.etp_size, holders.rank_node[:: holders.etp_size])
+
+    def take(self) -> dict[str, float]:
+        """Means of a pass by name, in MB, % and ms; none without passes. Begins anew."""
+        means = self._means() if self.passes else {}
+        for entry in fields(self):
+            setattr(self, entry.name, entry.default)
+        return means
+
+    def _means(self) -> dict[str, float]:
+        each = 1 / self.passes
+        return {
+            "stock inter-node MB": self.stock_inter * each / 1e6,
+            "inter-node MB": self.sent_inter * each / 1e6,
+            "stock intra-node MB": self.stock_intra * each / 1e6,
+            "intra-node MB": self.sent_intra * each / 1e6,
+            "moved across nodes %": 100 * self.moved_nodes * each,
+            "moved across devices %": 100 * self.moved_devices * each,
+            "solve ms": 1e3 * self.solve_seconds * each,
+            "exposed ms": 1e3 * self.exposed_seconds * each,
+        }

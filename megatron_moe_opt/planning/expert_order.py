@@ -1,0 +1,113 @@
+"""Which rank holds which experts, and the file that says so.
+
+Stock Megatron gives rank r of an expert-parallel group of J the experts [r n, (r + 1) n), n = E / J. Another order puts
+those together that the same samples use, so that NetMoE has a good place for every sample. A slot is a place for an
+expert: rank r has the slots [r n, (r + 1) n). Experts keep their names.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from megatron_moe_opt.errors import ConfigurationError
+from megatron_moe_opt.planning.json_places import Place
+
+FORMAT = "moe-opt expert order"
+VERSION = 1
+
+
+@dataclass(frozen=True)
+class ExpertOrder:
+    """An order of the experts of every MoE layer."""
+
+    num_experts: int
+    nodes: int
+    """The order was made for so many nodes of equally many ranks; what it means does not depend on it."""
+    ranks: int
+    layers: dict[int, tuple[int, ...]]
+    """By Megatron's number of the layer, the expert in each slot."""
+
+    @classmethod
+    def of_devices(cls, expert_device: np.ndarray, layers: np.ndarray, nodes: int, ranks: int) -> ExpertOrder:
+        """From the device of each expert, integers [L, E]; on a rank, experts are in the order of their numbers.
+
+        Args:
+            layers: integers [L], Megatron's numbers.
+        """
+        slots = np.argsort(expert_device, axis=1, kind="stable")
+        orders = {int(layer): tuple(row) for layer, row in zip(layers, slots.tolist(), strict=True)}
+        return cls(expert_device.shape[1], nodes, ranks, orders)
+
+    def expert_device(self, layers: np.ndarray) -> np.ndarray:
+        """int64 [L, E], the rank of each expert in these layers, all of which it must have."""
+        slots = np.argsort(np.array([self.layers[int(layer)] for layer in layers]), axis=1)
+        return slots // (self.num_experts // self.ranks)
+
+
+def stock_devices(num_layers: int, num_experts: int, ranks: int) -> np.ndarray:
+    """int64 [L, E], the rank of each expert in stock Megatron."""
+    return np.tile(np.arange(num_experts) * ranks // num_experts, (num_layers, 1))
+
+
+def write_expert_order(path: Path, order: ExpertOrder) -> None:
+    """Writes the file.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    local = order.num_experts // order.ranks
+    head = {"format": FORMAT, "version": VERSION}
+    head |= {"num_experts": order.num_experts, "nodes": order.nodes, "ranks": order.ranks}
+    lines = [f"  {json.dumps(key)}: {json.dumps(value)}" for key, value in head.items()]
+    layers = [
+        f'    "{layer}": {json.dumps([slots[first : first + local] for first in range(0, len(slots), local)])}'
+        for layer, slots in order.layers.items()
+    ]
+    lines.append('  "layers": {\n' + ",\n".join(layers) + "\n  }")
+    path.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
+
+
+def read_expert_order(path: Path) -> ExpertOrder:
+    """Reads the file, and checks all of it.
+
+    Raises:
+        ConfigurationError: file, line and what is wrong.
+    """
+    root = Place.root(path)
+    fields = root.fields("format", "version", "num_experts", "nodes", "ranks", "layers")
+    fields["format"].word(FORMAT)
+    if fields["version"].count() != VERSION:
+        fields["version"].refuse(f"this release reads version {VERSION}; make the file again with moe-opt plan-experts")
+    experts, nodes, ranks = (fields[name].count(least=1) for name in ("num_experts", "nodes", "ranks"))
+    if experts % ranks or ranks % nodes:
+        fields["ranks"].refuse(f"{experts} experts, {ranks} ranks and {nodes} nodes do not divide one another")
+    layers: dict[int, tuple[int, ...]] = {}
+    for name, place in fields["layers"].object().items():
+        if not name.isdecimal() or not int(name) or str(int(name)) != name:
+            place.refuse("a layer's name is its number, from 1 on")
+        slots = [slot.count() for rank in place.items(ranks) for slot in rank.items(experts // ranks)]
+        if sorted(slots) != list(range(experts)):
+            place.refuse(f"not each of the experts 0 to {experts - 1} once")
+        layers[int(name)] = tuple(slots)
+    if not layers:
+        fields["layers"].refuse("no layer")
+    return ExpertOrder(experts, nodes, ranks, layers)
+
+
+def order_of_layer(path: Path, layer: int) -> tuple[int, ...]:
+    """The expert in each slot of a layer.
+
+    Raises:
+        ConfigurationError: the file cannot be used, or has no such layer.
+    """
+    layers = read_expert_order(path).layers
+    if layer not in layers:
+        raise ConfigurationError(
+            f"{path} has no order for MoE layer {layer}, only for {', '.join(map(str, layers))}: plan it from a trace "
+            "of this model"
+        )
+    return layers[layer]

@@ -1,0 +1,106 @@
+"""Which ranks hold a sample together, and which places are alike to it.
+
+A sample lies on a TP group: each of its ranks has a part of the sequence. It can move to any TP group among the ranks
+that share experts (the joint group), part by part, to the rank with the same TP rank.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+from megatron_moe_opt.errors import ConfigurationError
+from megatron_moe_opt.topology.expert_groups import ExpertGroups
+from megatron_moe_opt.topology.nodes import node_name
+
+
+@dataclass(frozen=True)
+class SampleHolders:
+    """The TP groups of a joint group.
+
+    A device, to the placement of samples, is what holds whole samples and whole experts: a TP group, or where experts
+    are cut into more parts than samples, the TP groups that hold one.
+    """
+
+    ranks: np.ndarray
+    """[holders, tp] joint ranks of each TP group."""
+    rank_device: np.ndarray
+    """[joint size] device of each joint rank."""
+    rank_node: np.ndarray
+    """[joint size] node of each joint rank."""
+    etp_size: int
+
+    @classmethod
+    def of(cls, tp: ProcessGroup, groups: ExpertGroups) -> SampleHolders:
+        """A collective call over the joint group.
+
+        Raises:
+            ConfigurationError: on all ranks, if a TP group has ranks outside the joint group.
+        """
+        joint = dist.get_process_group_ranks(groups.joint)
+        known: list[tuple[list[int], str]] = [([], "")] * len(joint)
+        dist.all_gather_object(known, (dist.get_process_group_ranks(tp), node_name()), group=groups.joint)
+        return cls.from_ranks(joint, *zip(*known, strict=True), groups.etp_size)
+
+    @classmethod
+    def from_ranks(
+        cls, joint: list[int], tp_groups: tuple[list[int], ...], nodes: tuple[str, ...], etp_size: int
+    ) -> SampleHolders:
+        """From the global ranks of the joint group, and of each of them its TP group and its node."""
+        place = {rank: index for index, rank in enumerate(joint)}
+        holders = list(dict.fromkeys(tuple(group) for group in tp_groups))
+        if any(rank not in place for group in holders for rank in group):
+            raise ConfigurationError(
+                f"--tensor-model-parallel-size {len(holders[0])} cuts each sample over ranks of which only some share "
+                "experts, so that netmoe cannot move samples: let TP divide EP x expert-TP, or use "
+                "--moe-token-dispatcher-type monta"
+            )
+        ranks = np.array([[place[rank] for rank in group] for group in holders])
+        names = {name: number for number, name in enumerate(dict.fromkeys(nodes))}
+        device = np.arange(len(joint))
+        blocks = [*ranks.tolist(), *np.arange(len(joint)).reshape(-1, etp_size).tolist()]
+        for _ in range(len(joint)):  # the smallest unions of TP groups and expert-TP groups
+            for block in blocks:
+                device[block] = device[block].min()
+        return cls(
+            ranks, np.unique(device, return_inverse=True)[1], np.array([names[name] for name in nodes]), etp_size
+        )
+
+    @property
+    def num_devices(self) -> int:
+        return int(self.rank_device.max()) + 1
+
+    @property
+    def holder_device(self) -> np.ndarray:
+        """[holders] device of each TP group."""
+        return self.rank_device[self.ranks[:, 0]]
+
+    @property
+    def device_node(self) -> np.ndarray:
+        """[J] node of each device; of its first rank, should it have several."""
+        return self.rank_node[np.unique(self.rank_device, return_index=True)[1]]
+
+    @property
+    def ep_device(self) -> np.ndarray:
+        """[ep_size] device of each EP rank's experts."""
+        return self.rank_device[:: self.etp_size]
+
+    def items(self, move: np.ndarray) -> np.ndarray:
+        """Where the parts of samples go, which lie on single ranks.
+
+        Args:
+            move: [holders * B] new position of the sample at each position; that of holder h, slot b is h * B + b.
+
+        Returns:
+            int64 [joint size * B], the same for parts; the position of joint rank r, slot b is r * B + b.
+        """
+        holders, tp = self.ranks.shape
+        batch = len(move) // holders
+        to_holder, slot = np.divmod(move.reshape(holders, batch), batch)
+        items = np.empty((holders * tp, batch), np.int64)
+        for part in range(tp):
+            items[self.ranks[:, part]] = self.ranks[to_holder, part] * batch + slot
+        return items.reshape(-1)

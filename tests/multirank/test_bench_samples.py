@@ -1,0 +1,73 @@
+"""`moe-opt bench samples` on 4 ranks, ranks 0 and 1 on node 0, ranks 2 and 3 on node 1."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_moe_opt.cli.bench_samples import SampleSettings, check
+from megatron_moe_opt.errors import ConfigurationError
+from tests.unit.trace_cases import random_trace, trace_of
+
+
+def settings(**changes: Any) -> SampleSettings:
+    fields = {"trace": Path("trace.npz"), "dispatchers": ("monta", "netmoe"), "hidden": 32, "tokens": None}
+    return SampleSettings(**fields | {"dtype": "fp32", "steps": 2, "warmup": 2} | changes)
+
+
+def tasteful_trace():
+    """Each sample uses the experts of one node only, in all 3 layers; half of the samples are at home on the other."""
+    node_of_sample = np.array([0, 1, 0, 1, 0, 1, 0, 1])
+    chosen = np.empty((4, 3, 8, 16, 2), int)
+    generator = np.random.default_rng(0)
+    for place in np.ndindex(4, 3, 8, 16):
+        chosen[place] = 4 * node_of_sample[place[2]] + generator.permutation(4)[:2]
+    return trace_of(chosen, 8)
+
+
+def bench(tokens: int | None, dtype: str) -> Any:
+    import megatron_moe_opt
+    from megatron_moe_opt.cli.bench_samples import run
+    from megatron_moe_opt.integration import netmoe_layer
+
+    megatron_moe_opt.register()
+    os.environ["GROUP_RANK"] = str(dist.get_rank() // 2)
+    netmoe_layer._holders.cache_clear()
+    try:
+        return run(settings(tokens=tokens, dtype=dtype), tasteful_trace(), torch.device("cpu"))
+    finally:
+        del os.environ["GROUP_RANK"]
+        netmoe_layer._holders.cache_clear()
+
+
+@pytest.mark.parametrize(("tokens", "dtype"), [(None, "fp32"), (5, "bf16")])
+def test_samples_that_each_use_one_node_cross_nodes_twice_only(ranks, tokens, dtype):
+    results = ranks.run(bench, tokens=tokens, dtype=dtype)
+    for stock, monta, netmoe in results:
+        assert [result.dispatcher for result in (stock, monta, netmoe)] == ["alltoall", "monta", "netmoe"]
+        assert all(len(result.seconds) == 2 and min(result.seconds) > 0 for result in (stock, monta, netmoe))
+        assert monta.moves == {} and set(netmoe.moves) == {1, 2, 3}
+        # The first dispatch and the last combine cross nodes; the two combines and dispatches between do not.
+        rows = 4 * 2 * (tokens or 16)  # of the 4 samples whose experts are on the other node
+        hidden_bytes = 32 * (4 if dtype == "fp32" else 2)
+        # Forward and backward, with lanes of 16 bytes but for the gradients on the combine's way.
+        assert netmoe.megabytes("inter-node") * 1e6 == pytest.approx(rows * (4 * hidden_bytes + 3 * 16))
+        assert netmoe.megabytes("inter-node") < 0.4 * monta.megabytes("inter-node")
+        assert [netmoe.moves[layer]["moved across nodes %"] for layer in (1, 2, 3)] == [50, 0, 50]
+
+
+def test_what_does_not_fit_is_refused():
+    trace = random_trace()
+    check(settings(), trace, 4)
+    with pytest.raises(ConfigurationError, match="--dispatchers mota is unknown: choose from alltoall, monta"):
+        check(settings(dispatchers=("mota",)), trace, 4)
+    with pytest.raises(ConfigurationError, match="has 8 samples, which 3 ranks cannot share equally"):
+        check(settings(), trace, 3)
+    with pytest.raises(ConfigurationError, match="--tokens 17: the samples of trace.npz have 16"):
+        check(settings(tokens=17), trace, 4)

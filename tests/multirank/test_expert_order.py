@@ -1,0 +1,168 @@
+"""Experts on other ranks than stock's: the same training, checkpoints that cross orders; and recorded routing."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.ranks.pool import RankFailure
+
+EXPERTS, LAYERS = 8, 2
+SETTINGS = {"moe_aux_loss_coeff": 0.01, "optimizer_format": "fully_reshardable"}
+
+
+def write_order(path: Path, ranks: int, seed: int, layers: int = LAYERS) -> Path:
+    """A random order for the first layers."""
+    rng = np.random.default_rng(seed)
+    orders = {str(layer): rng.permutation(EXPERTS).reshape(ranks, -1).tolist() for layer in range(1, layers + 1)}
+    order = {"format": "moe-opt expert order", "version": 1, "num_experts": EXPERTS, "nodes": 1, "ranks": ranks}
+    path.write_text(json.dumps(order | {"layers": orders}))
+    return path
+
+
+def build(dispatcher: str, order: Path | None, **settings):
+    import megatron_moe_opt
+    from megatron_moe_opt.options import Options
+    from tests.ranks.gpt import gpt
+
+    megatron_moe_opt.register(Options(expert_order=order))
+    try:
+        return gpt(moe_token_dispatcher_type=dispatcher, **SETTINGS | settings)
+    finally:
+        megatron_moe_opt.register()
+
+
+def train(layout: dict, dispatcher: str, order: Path | None, steps: int, save: str = "", load: str = "", **settings):
+    """Losses of `steps` steps; a checkpoint after the second one, or continued from one."""
+    from tests.ranks.megatron import parallel
+
+    with parallel(**layout):
+        job = build(dispatcher, order, **settings)
+        if load:
+            job.load(load)
+            job.step = 2
+        losses = job.train(2 if save else steps)
+        if save:
+            job.save(save)
+            losses += job.train(steps - 2)
+        return losses
+
+
+@pytest.mark.parametrize(("layout", "dispatcher"), [({"ep": 4}, "netmoe"), ({"pp": 2, "ep": 2}, "parm")], ids=str)
+def test_training_is_stocks(ranks, tmp_path, layout, dispatcher):
+    order = write_order(tmp_path / "order.json", layout["ep"], 1)
+    # Without the loss of a rank's batch, of which netmoe makes another one.
+    common = {"layout": layout, "steps": 3, "moe_aux_loss_coeff": 0.0}
+    stock = ranks.run(train, dispatcher="alltoall", order=None, **common)[0]
+    ours = ranks.run(train, dispatcher=dispatcher, order=order, **common)[0]
+    assert torch.allclose(torch.tensor(ours), torch.tensor(stock), rtol=1e-6, atol=0)
+
+
+def test_checkpoints_cross_orders(ranks, tmp_path):
+    layout = {"tp": 2, "ep": 2, "etp": 2}
+    one, other = (write_order(tmp_path / f"{seed}.json", 2, seed) for seed in (1, 2))
+    folder = tmp_path / "checkpoint"
+    folder.mkdir()
+
+    def losses(dispatcher, order, **more):
+        results = ranks.run(train, layout=layout, dispatcher=dispatcher, order=order, **more)
+        assert all(result == results[0] for result in results)
+        return torch.tensor(results[0])
+
+    stock = losses("alltoall", None, steps=4)
+    assert torch.allclose(losses("monta", one, steps=4, save=str(folder)), stock, rtol=1e-6, atol=0)
+    # Stock finds every expert under its number, and so does another order.
+    for dispatcher, order in (("alltoall", None), ("monta", other)):
+        continued = losses(dispatcher, order, steps=2, load=str(folder))
+        assert torch.allclose(continued, stock[2:], rtol=1e-6, atol=0), dispatcher
+
+
+def refusals(folder: str) -> list[str]:
+    """What is refused while a model is built or saved, on this rank."""
+    from megatron_moe_opt.errors import ConfigurationError
+    from tests.ranks.megatron import parallel
+
+    texts = []
+    with parallel(ep=4):
+        job = build("monta", Path(folder, "order.json"), optimizer_format="dp_reshardable")
+        state = build("alltoall", None).model.module.state_dict()
+        mine = "order.json" if dist.get_rank() else "changed.json"
+        for attempt in (
+            lambda: job.sharded_state(),
+            lambda: job.model.module.state_dict(),
+            lambda: job.model.module.load_state_dict(state),
+            lambda: build("monta", Path(folder, mine)),
+        ):
+            with pytest.raises(ConfigurationError) as refused:
+                attempt()
+            texts.append(str(refused.value))
+    return texts
+
+
+def test_what_knows_experts_by_place_is_refused(ranks, tmp_path):
+    write_order(tmp_path / "order.json", 4, 1)
+    write_order(tmp_path / "changed.json", 4, 2)
+    for texts in ranks.run(refusals, folder=str(tmp_path)):
+        bucketed, plain, loaded, different = texts
+        assert "optimizer states of format dp_reshardable" in bucketed
+        assert "a plain state_dict names experts by their place" in plain
+        assert "loads distributed checkpoints only" in loaded
+        assert "is not the same file on all ranks" in different
+
+
+@pytest.mark.parametrize(
+    ("dispatcher", "changes", "settings", "problem"),
+    [
+        ("alltoall", {}, {}, "does not work with --moe-token-dispatcher-type alltoall: choose one of monta"),
+        ("monta", {"ranks": 2}, {}, "is for 2 ranks, but --expert-model-parallel-size is 4"),
+        ("monta", {}, {"num_moe_experts": 16}, "is of 8 experts, but --num-experts is 16"),
+        ("monta", {}, {"moe_grouped_gemm": True}, "does not work with --moe-grouped-gemm"),
+        ("monta", {"layers": 1}, {}, "has no order for MoE layer 2, only for 1"),
+    ],
+)
+def test_settings_are_refused_when_the_model_is_built(ranks, tmp_path, dispatcher, changes, settings, problem):
+    order = write_order(tmp_path / "order.json", **{"ranks": 4, "seed": 1} | changes)
+    with pytest.raises(RankFailure) as failure:
+        ranks.run(train, layout={"ep": 4}, dispatcher=dispatcher, order=order, steps=0, **settings)
+    assert len(failure.value.errors) == 4
+    for _, kind, text in failure.value.errors:
+        assert kind == "ConfigurationError" and problem in text and "\n" not in text
+
+
+def record(layout: dict, dispatcher: str, order: Path | None):
+    """The trace of iterations 2 and 3 of three, on rank 0."""
+    from megatron_moe_opt.integration.routing_recorder import RoutingRecorder
+    from tests.ranks.gpt import TOKENS
+    from tests.ranks.megatron import parallel
+
+    with parallel(**layout):
+        job = build(dispatcher, order)
+        recorder = RoutingRecorder(job.model, job.config, TOKENS)
+        job.train_step()
+        for iteration in (2, 3):
+            with recorder.iteration(iteration):
+                for microbatch in range(job.microbatches):
+                    recorder.note_kinds(job.batch(microbatch)["tokens"][:, 0] % 2)
+                job.train_step()
+        return recorder.gather(("even", "odd"))
+
+
+def test_recorded_routing_does_not_depend_on_layout_or_order(ranks, tmp_path):
+    order = write_order(tmp_path / "order.json", 2, 1)
+    alone, *others = ranks.run(record, layout={"ep": 2}, dispatcher="alltoall", order=None)
+    assert others == [None] * 3
+    assert alone.experts.shape == (4, LAYERS, 8, 32, 2)  # 2 iterations of 2 passes; 4 ranks of 2 samples
+    assert alone.iterations.tolist() == [2, 2, 3, 3] and alone.layers.tolist() == [1, 2]
+    assert alone.kinds.shape == (4, 8) and set(alone.kinds.flatten().tolist()) == {0, 1}
+    ordered = ranks.run(record, layout={"ep": 2}, dispatcher="monta", order=order)[0]
+    assert np.array_equal(ordered.experts, alone.experts) and np.array_equal(ordered.kinds, alone.kinds)
+    # 2 data-parallel ranks, each with half of the samples that 4 ranks have.
+    for layout in ({"tp": 2, "ep": 2, "etp": 1}, {"pp": 2, "ep": 2}):
+        trace = ranks.run(record, layout=layout, dispatcher="alltoall", order=None)[0]
+        assert trace.experts.shape == (4, LAYERS, 4, 32, 2)
+        assert trace.layers.tolist() == [1, 2]

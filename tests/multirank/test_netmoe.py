@@ -1,0 +1,199 @@
+"""netmoe in a GPT of several MoE layers against stock `alltoall`: losses and all gradients, with samples that move."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+LAYERS = {"num_layers": 4, "moe_aux_loss_coeff": 0.0, "moe_router_load_balancing_type": "none"}
+SHARED = {"moe_shared_expert_intermediate_size": 32}
+SEQ_AUX = {
+    "moe_router_load_balancing_type": "seq_aux_loss",
+    "moe_aux_loss_coeff": 0.05,
+    "moe_z_loss_coeff": 0.01,
+}
+TOP1 = {"moe_router_topk": 1, "moe_router_pre_softmax": True}
+AUX, GLOBAL_AUX = (
+    {"moe_router_load_balancing_type": kind, "moe_aux_loss_coeff": 0.05} for kind in ("aux_loss", "global_aux_loss")
+)
+RECOMPUTE = {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
+
+
+def by_content(model: Any, bias: list[float] | None) -> None:
+    """Routes tokens by what they are: wherever their sample is, they go to the same experts.
+
+    Args:
+        bias: of each expert; None: each sample has its own, which makes it prefer some experts.
+    """
+    for module in model.modules():
+        if type(module).__name__ == "TopKRouter":
+            generator = torch.Generator().manual_seed(module.layer_number)
+            taste = torch.randn(module.config.hidden_size, module.config.num_moe_experts, generator=generator)
+            module.forward = _biased(module, taste if bias is None else torch.tensor(bias))
+
+
+def _biased(router: Any, bias: torch.Tensor) -> Any:
+    def forward(hidden: torch.Tensor, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        logits = router.gating(hidden).float()
+        of_expert = bias if bias.dim() == 1 else hidden.detach().mean(0) @ bias
+        chosen = (logits + of_expert).flatten(0, 1).topk(router.config.moe_router_topk).indices
+        logits = logits.flatten(0, 1)
+        routing_map = torch.zeros_like(logits, dtype=torch.bool).scatter(1, chosen, True)
+        return torch.sigmoid(logits) * routing_map, routing_map
+
+    return forward
+
+
+def at_random(on_device: np.ndarray, devices: np.ndarray, device_node: np.ndarray, capacity: np.ndarray) -> np.ndarray:
+    """In the place of the solver: the same wherever the same is asked."""
+    stay = np.repeat(devices, capacity)
+    generator = np.random.default_rng(int(on_device[0].dot(devices + 1)))
+    while ((places := generator.permutation(stay)) == stay).all():
+        pass
+    return places
+
+
+def gradients(trained: Any) -> dict[str, torch.Tensor]:
+    return {name: parameter.main_grad.clone() for name, parameter in trained.model.module.named_parameters()}
+
+
+def run(trained: Any) -> dict[str, torch.Tensor]:
+    """Losses and gradients of one step."""
+    trained.model.zero_grad_buffer()
+    losses = trained.forward_backward()
+    results = gradients(trained)
+    if losses:  # on the last pipeline stage
+        results["losses"] = torch.stack([loss for loss, _ in losses])
+    return results
+
+
+def compare(cases: list[dict[str, Any]]) -> list[tuple[float, str, int]]:
+    """For each case: the largest relative error and of what, and the number of samples that changed their place."""
+    return [compare_case(**case) for case in cases]
+
+
+def compare_case(
+    layout: dict,
+    settings: dict,
+    bias: list[float] | str | None = "router",
+    solver: bool = False,
+    steps: int = 1,
+    **arguments: Any,
+) -> tuple[float, str, int]:
+    import megatron_moe_opt
+    from megatron_moe_opt.dispatchers import sample_placement
+    from tests.ranks.gpt import gpt
+    from tests.ranks.megatron import parallel
+
+    megatron_moe_opt.register()
+    stock_solver, stock_settle, moved = sample_placement.place_samples, sample_placement.settle, []
+
+    def settle(*given: np.ndarray) -> np.ndarray:
+        move = stock_settle(*given)
+        moved.append(int((move != np.arange(len(move))).sum()))
+        return move
+
+    sample_placement.settle = settle
+    if not solver:
+        sample_placement.place_samples = at_random
+    try:
+        with parallel(**layout):
+            common = {"distributed_optimizer": False, **arguments, **LAYERS, **settings}
+            stock = gpt(moe_token_dispatcher_type="alltoall", **common)
+            ours = gpt(moe_token_dispatcher_type="netmoe", **common)
+            ours.model.load_state_dict(stock.model.state_dict())
+            for trained in (stock, ours):
+                if bias != "router":
+                    by_content(trained.model, bias)
+            worst = 0.0, "nothing"
+            for step in range(steps):
+                stock.step = ours.step = step
+                expected, got = run(stock), run(ours)
+                assert set(expected) == set(got)
+                for name, tensor in expected.items():
+                    error = ((got[name] - tensor).norm() / tensor.norm().clamp_min(1e-20)).item()
+                    worst = max(worst, (error, name))
+    finally:
+        sample_placement.place_samples, sample_placement.settle = stock_solver, stock_settle
+    return *worst, sum(moved)
+
+
+EP4, EP2 = {"ep": 4}, {"ep": 2}
+TP2_EP4, TP2_EP2_ETP2, ETP2 = {"tp": 2, "ep": 4}, {"tp": 2, "ep": 2, "etp": 2}, {"ep": 2, "etp": 2}
+HOT = [0.0, 0.0, *[-50.0] * 6]  # the second half of the ranks gets nothing
+SKEWED = [-float(expert) / 2 for expert in range(8)]
+
+CASES = {
+    "ep4-topk1-micro1-aux": {"layout": EP4, "settings": TOP1 | AUX, "micro_batch": 1},
+    "ep4-topk4-micro3-hot": {"layout": EP4, "settings": {"moe_router_topk": 4}, "micro_batch": 3, "bias": HOT},
+    "ep4-dense-layer-between": {"layout": EP4, "settings": {"moe_layer_freq": [1, 0, 1, 1]}, "bias": SKEWED},
+    "ep4-one-local-expert": {"layout": EP4, "settings": RECOMPUTE | {"num_moe_experts": 4}},
+    "ep4-shared-seq-aux-z": {"layout": EP4, "settings": SHARED | SEQ_AUX},
+    "ep2-dp2-global-aux": {"layout": EP2, "settings": GLOBAL_AUX, "micro_batch": 3},
+    "tp2-ep4-shared-seq-aux-z": {"layout": TP2_EP4, "settings": SHARED | SEQ_AUX},
+    "tp2-ep4-micro1-hot": {"layout": TP2_EP4, "settings": {}, "micro_batch": 1, "bias": HOT},
+    "tp2-ep2-etp2-shared": {"layout": TP2_EP2_ETP2, "settings": SHARED, "bias": SKEWED},
+    "ep2-etp2": {"layout": ETP2, "settings": {}, "micro_batch": 1},
+    "ep2-pp2": {"layout": {"ep": 2, "pp": 2}, "settings": {}, "microbatches": 4},
+    "ep4-solver": {"layout": EP4, "settings": {}, "micro_batch": 4, "bias": None, "solver": True, "steps": 2},
+}
+
+
+def test_equals_stock_in_fp32(ranks):
+    results = ranks.run(compare, cases=list(CASES.values()), timeout_s=240)
+    for index, name in enumerate(CASES):
+        for error, what, moved in (result[index] for result in results):
+            assert error < 1e-6, (name, what, error)
+            assert moved > 0, name
+
+
+def evaluated() -> tuple[bool, bool, float]:
+    """Whether evaluating leaves the statistics alone, whether a step repeats bit for bit, and the error in bf16."""
+    import megatron_moe_opt
+    from megatron_moe_opt.dispatchers import sample_placement
+    from megatron_moe_opt.integration.netmoe_layer import _dispatcher_of
+    from tests.ranks.gpt import gpt
+    from tests.ranks.megatron import parallel
+
+    megatron_moe_opt.register()
+    sample_placement.place_samples, stock_solver = at_random, sample_placement.place_samples
+    try:
+        with parallel(ep=4):
+            settings = LAYERS | {"distributed_optimizer": False}
+            stock, ours = (gpt(moe_token_dispatcher_type=name, **settings) for name in ("alltoall", "netmoe"))
+            ours.model.load_state_dict(stock.model.state_dict())
+            losses = [_evaluate(trained) for trained in (stock, ours)]
+            placement = _dispatcher_of(ours.model.module.decoder.layers[0]).placement
+            untouched = not placement.statistics.predict(np.ones((1, 8), np.int64)).any()
+            again = gpt(moe_token_dispatcher_type="netmoe", **settings)
+            again.model.load_state_dict(stock.model.state_dict())
+            results = [[run(trained) for _ in range(2)] for trained in (ours, again)]
+            same_bits = all(
+                torch.equal(tensor, second[name])
+                for first, second in zip(*results, strict=True)
+                for name, tensor in first.items()
+            )
+            half = [gpt(moe_token_dispatcher_type=name, bf16=True, **settings) for name in ("alltoall", "netmoe")]
+            half[1].model.load_state_dict(half[0].model.state_dict())
+            in_half = [_evaluate(trained) for trained in half]
+    finally:
+        sample_placement.place_samples = stock_solver
+    assert (losses[0] - losses[1]).norm() < 1e-6 * losses[0].norm()
+    return untouched, same_bits, ((in_half[0] - in_half[1]).norm() / in_half[0].norm()).item()
+
+
+def _evaluate(trained: Any) -> torch.Tensor:
+    batch = trained.batch(0)
+    trained.model.eval()
+    with torch.no_grad():
+        losses = trained.model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"])
+    trained.model.train()
+    return losses
+
+
+def test_evaluation_repetition_and_bf16(ranks):
+    for untouched, same_bits, bf16_error in ranks.run(evaluated):
+        assert untouched and same_bits
+        assert bf16_error < 1e-2

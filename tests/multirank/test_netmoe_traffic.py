@@ -1,0 +1,156 @@
+"""What netmoe says it sent, against what was sent; what it refuses once it sees it; its lines in a training log."""
+
+from __future__ import annotations
+
+import os
+import types
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_moe_opt.errors import ConfigurationError
+from megatron_moe_opt.topology.nodes import NodeMap
+from tests.multirank.test_netmoe import LAYERS, SHARED, by_content
+
+NODES = NodeMap((0, 0, 1, 1))
+
+
+def build(dispatcher: str, **settings: Any) -> Any:
+    """A GPT on two nodes of two ranks."""
+    from megatron_moe_opt.integration import netmoe_layer
+    from tests.ranks.gpt import gpt
+
+    os.environ["GROUP_RANK"] = str(dist.get_rank() // 2)
+    netmoe_layer._holders.cache_clear()
+    try:
+        settings = LAYERS | settings | {"moe_token_dispatcher_type": dispatcher}
+        return gpt(distributed_optimizer=False, micro_batch=4, **settings)
+    finally:
+        del os.environ["GROUP_RANK"]
+        netmoe_layer._holders.cache_clear()
+
+
+def forward(trained: Any) -> torch.Tensor:
+    batch = trained.batch(0)
+    return trained.model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"])
+
+
+def sent(trained: Any) -> dict[str, int]:
+    """Bytes of all ranks' all-to-alls in a forward pass, by link."""
+    from megatron_moe_opt.runtime.traffic import TrafficCounter
+
+    with TrafficCounter(NODES) as counter:
+        forward(trained)
+    return {row.link: row.bytes for row in counter.reduce() if row.collective == "all_to_all"}
+
+
+def measure(settings: dict) -> dict[str, Any]:
+    from megatron_moe_opt.integration import netmoe_report
+    from tests.ranks.megatron import parallel
+
+    with parallel(ep=4):
+        stock, ours = build("alltoall", **settings), build("netmoe", **settings)
+        ours.model.load_state_dict(stock.model.state_dict())
+        for trained in (stock, ours):
+            by_content(trained.model, None)
+        netmoe_report.collect()  # what models of earlier tests sent
+        forward(ours)  # learns
+        netmoe_report.collect()
+        stock_bytes, our_bytes = sent(stock), sent(ours)
+        report = netmoe_report.collect()
+        again = netmoe_report.collect()
+    return {"stock": stock_bytes, "ours": our_bytes, "report": report, "again": again}
+
+
+@pytest.mark.parametrize("settings", [{}, SHARED], ids=["plain", "shared"])
+def test_reported_bytes_are_those_sent(ranks, settings):
+    results = ranks.run(measure, settings=settings)
+    for result in results:
+        report = result["report"]
+        assert list(report) == [1, 2, 3, 4] and result["again"] == {}
+        assert {number: values.keys() for number, values in report.items()} == {
+            number: results[0]["report"][1].keys() for number in report
+        }
+        for link in ("inter-node", "intra-node"):
+            for who, name in (("stock", f"stock {link} MB"), ("ours", f"{link} MB")):
+                total = sum(values[name] for values in report.values())
+                assert total * 1e6 == pytest.approx(result[who][link], rel=1e-9), (who, link)
+        moved = [values["moved across nodes %"] for values in report.values()]
+        assert all(0 <= share <= 100 for share in moved) and max(moved) > 0
+        assert all(values["moved across nodes %"] <= values["moved across devices %"] for values in report.values())
+        assert all(values["solve ms"] > 0 for values in report.values())
+        if not settings:  # with experts that draw samples, moving them must pay; the last layer only brings them home
+            names = "stock inter-node MB", "inter-node MB"
+            stock, ours = (sum(values[name] for values in report.values()) for name in names)
+            assert ours < 0.95 * stock
+
+
+def refusals() -> list[str]:
+    from tests.ranks.megatron import parallel
+
+    texts = []
+    with parallel(ep=4):
+        trained = build("netmoe")
+        batch, block = trained.batch(0), trained.model.module.decoder
+        causal = torch.ones(4, 1, 32, 32).triu(1).bool()
+        others = causal.clone()
+        others[:, :, 5:, :5] = True  # as --reset-attention-mask makes them
+        for mask, arguments in (
+            (others, {}),
+            (None, {"packed_seq_params": types.SimpleNamespace()}),
+            (None, {"padding_mask": torch.zeros(4, 32, dtype=torch.bool)}),
+        ):
+            try:
+                block(torch.zeros(32, 4, 64), mask, **arguments)
+            except ConfigurationError as error:
+                texts.append(str(error))
+        trained.model(batch["tokens"], batch["position_ids"], causal, labels=batch["labels"])
+    return texts
+
+
+def test_what_would_have_to_move_is_refused(ranks):
+    for texts in ranks.run(refusals):
+        masks, packed, padding = texts
+        assert "drop --reset-attention-mask, or use monta" in masks
+        assert "packed sequences would not follow: use monta" in packed
+        assert "padding masks would not follow: use monta" in padding
+
+
+def logged() -> tuple[list[str], list[tuple[str, float, int]]]:
+    """The lines and TensorBoard values of a training loop that logs every second iteration."""
+    import contextlib
+    import io
+    import sys
+
+    from megatron_moe_opt.integration import netmoe_report
+    from tests.ranks.megatron import parallel
+
+    scalars: list[tuple[str, float, int]] = []
+    writer = types.SimpleNamespace(add_scalar=lambda name, value, iteration: scalars.append((name, value, iteration)))
+    loop = types.ModuleType("megatron.training.training")
+    loop.training_log = lambda loss_dict, total, rate, iteration, scale: "stock's answer"
+    loop.get_args = lambda: types.SimpleNamespace(log_interval=2)
+    loop.get_tensorboard_writer = lambda: writer
+    sys.modules["megatron.training.training"] = loop
+    output = io.StringIO()
+    try:
+        with parallel(ep=4), contextlib.redirect_stdout(output):
+            trained = build("netmoe", num_layers=2)
+            netmoe_report.collect()
+            for iteration in (1, 2):
+                forward(trained)
+                assert loop.training_log({}, {}, 1e-3, iteration, scale=1.0) == "stock's answer"
+    finally:
+        del sys.modules["megatron.training.training"]
+    return [line for line in output.getvalue().splitlines() if "netmoe: layer" in line], scalars
+
+
+def test_megatron_s_training_log_is_followed_by_ours(ranks):
+    results = ranks.run(logged)
+    for rank, (lines, scalars) in enumerate(results):
+        assert len(lines) == (2 if rank == 3 else 0)  # the last rank prints, as in Megatron
+        assert {iteration for _, _, iteration in scalars} == {2}
+        assert {name for name, _, _ in scalars} >= {"netmoe/inter-node MB/layer 1", "netmoe/solve ms/layer 2"}
+    assert "netmoe: layer 1: inter-node " in results[3][0][0]

@@ -1,0 +1,173 @@
+"""planning/netmoe.py: the paper's examples, and brute force."""
+
+from __future__ import annotations
+
+from itertools import permutations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_moe_opt.kernels import place_samples
+from megatron_moe_opt.planning.netmoe import (
+    TransitionStatistics,
+    Volume,
+    moved_shares,
+    placement_volume,
+    settle,
+    tokens_by_device,
+)
+
+# Fig. 2: four samples of four tokens, four experts on four devices of two nodes, top-1. Sample 0 prefers expert 2,
+# sample 3 expert 0.
+NUM = np.array([[1, 0, 2, 1], [1, 1, 1, 1], [0, 1, 1, 2], [3, 1, 0, 0]])
+DEVICE, NODE = np.arange(4), np.array([0, 0, 1, 1])
+
+
+def sent_between_nodes(num: np.ndarray, device: np.ndarray, node: int) -> int:
+    """Tokens that one node's samples have on the other node, counted one by one."""
+    return sum(
+        int(num[i, e]) for i in range(4) for e in range(4) if NODE[device[i]] == node != NODE[DEVICE[e]]
+    )  # fmt: skip
+
+
+def test_figure_2_inter_node_volume_falls_from_5_tokens_a_node_to_2():
+    home, exchanged = np.arange(4), np.array([3, 1, 2, 0])
+    for before, tokens in ((home, 5), (exchanged, 2)):
+        assert [sent_between_nodes(NUM, before, node) for node in (0, 1)] == [tokens, tokens]
+        assert placement_volume(NUM, before, NODE).inter == 2 * tokens
+    solved = place_samples(NUM, DEVICE, NODE)
+    assert sorted(NODE[solved][[0, 2]]) == [1, 1] and sorted(NODE[solved][[1, 3]]) == [0, 0]
+    assert placement_volume(NUM, solved, NODE).inter == 4
+    assert moved_shares(home, exchanged, NODE) == (0.5, 0.5)
+
+
+def test_figure_4_the_second_stage_saves_each_device_one_token_inside_its_node():
+    first_stage, second_stage = np.array([3, 1, 2, 0]), np.array([2, 1, 3, 0])
+    # Expert 2 sends to device 3, and expert 3 to device 2, what the sample there asked for.
+    assert [NUM[0, 2], NUM[2, 3]] == [2, 2] and [NUM[2, 2], NUM[0, 3]] == [1, 1]
+    before, after = (placement_volume(NUM, device, NODE) for device in (first_stage, second_stage))
+    assert (before.inter, after.inter) == (4, 4) and before.intra - after.intra == 2
+    assert placement_volume(NUM, place_samples(NUM, DEVICE, NODE), NODE) == after
+
+
+@st.composite
+def problems(draw):
+    nodes, per_node, batch = draw(st.integers(1, 2)), draw(st.integers(1, 2)), draw(st.integers(1, 2))
+    devices = nodes * per_node
+    experts = draw(st.integers(1, 5))
+    numbers = st.integers(0, 6)
+    num = np.array(
+        draw(st.lists(st.lists(numbers, min_size=experts, max_size=experts), min_size=devices * batch,
+                      max_size=devices * batch))
+    ).reshape(devices * batch, experts)  # fmt: skip
+    expert_device = np.array(draw(st.lists(st.integers(0, devices - 1), min_size=experts, max_size=experts)))
+    return num, expert_device, np.arange(devices) // per_node
+
+
+@settings(max_examples=50, deadline=None)
+@given(problems(), st.randoms(use_true_random=False))
+def test_volume_counts_every_token_once(problem, random):
+    num, expert_device, device_node = problem
+    sample_device = np.repeat(np.arange(len(device_node)), len(num) // len(device_node))
+    random.shuffle(sample_device)
+    tokens = {"inter": 0, "intra": 0, "local": 0}
+    for (i, e), count in np.ndenumerate(num):
+        a, b = sample_device[i], expert_device[e]
+        link = "local" if a == b else "intra" if device_node[a] == device_node[b] else "inter"
+        tokens[link] += int(count)
+    on_device = tokens_by_device(num, expert_device, len(device_node))
+    assert placement_volume(on_device, sample_device, device_node) == Volume(**tokens)
+
+
+@settings(max_examples=30, deadline=None)
+@given(problems())
+def test_placement_is_the_best_between_nodes_and_then_inside_them(problem):
+    num, expert_device, device_node = problem
+    devices = len(device_node)
+    on_device = tokens_by_device(num, expert_device, devices)
+    places = np.repeat(np.arange(devices), len(num) // devices)
+    solved = placement_volume(
+        on_device, place_samples(on_device, np.arange(devices), device_node), device_node
+    )  # by device, as the layer asks
+    by_expert = placement_volume(on_device, place_samples(num, expert_device, device_node), device_node)
+    volumes = [placement_volume(on_device, np.array(device), device_node) for device in set(permutations(places))]
+    assert solved.inter == by_expert.inter == min(volume.inter for volume in volumes)
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.integers(1, 5), st.integers(1, 4), st.randoms(use_true_random=False))
+def test_settle_moves_only_who_must(devices, batch, random):
+    position_device = np.repeat(np.arange(devices), batch)
+    device = position_device.copy()
+    random.shuffle(device)
+    move = settle(device, position_device)
+    assert sorted(move) == list(range(len(move)))
+    assert (position_device[move] == device).all()
+    stays = device == position_device
+    assert (move[stays] == np.flatnonzero(stays)).all()
+
+
+counts = st.lists(st.lists(st.integers(0, 50), min_size=3, max_size=3), min_size=4, max_size=4).map(np.array)
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.tuples(counts, counts), min_size=1, max_size=4), counts)
+def test_statistics_are_the_regularised_least_squares(passes, asked):
+    statistics = TransitionStatistics(3, 3, decay=0.5)
+    for num, then in passes:
+        statistics.observe(num, then)
+    weight = [0.5 ** (len(passes) - 1 - index) for index in range(len(passes))]
+    ridge = max(sum(w * num.sum() for w, (num, _) in zip(weight, passes, strict=True)), 1) / 3
+    squares = sum(w * num.T @ num for w, (num, _) in zip(weight, passes, strict=True))
+    products = sum(w * num.T @ then for w, (num, then) in zip(weight, passes, strict=True))
+    expected = (asked @ np.linalg.solve(squares + ridge * np.eye(3), products)).clip(0)
+    assert np.abs(statistics.predict(asked) - expected).max() <= 0.5 + 3 * 50 / 2**16
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.tuples(counts, counts), min_size=1, max_size=4), st.randoms(use_true_random=False))
+def test_order_of_samples_changes_no_bit(passes, random):
+    """Sums of products are exact, in any order: ranks with other processors predict the same."""
+    first, second = TransitionStatistics(3, 3), TransitionStatistics(3, 3)
+    for num, then in passes:
+        order = list(range(len(num)))
+        random.shuffle(order)
+        first.observe(num, then)
+        second.observe(num[order], then[order])
+    assert (first._fit() == second._fit()).all()
+
+
+def test_what_sets_samples_apart_is_predicted():
+    """Each sample prefers some experts a little, and others in the next layer, that its preference decides."""
+    generator, experts = np.random.default_rng(0), 8
+    shift = np.roll(np.arange(experts), 3)
+
+    def some_pass() -> tuple[np.ndarray, np.ndarray]:
+        preference = generator.dirichlet(np.full(experts, 5.0), size=32)
+        return tuple(np.stack([generator.multinomial(2000, p) for p in q]) for q in (preference, preference[:, shift]))
+
+    statistics = TransitionStatistics(experts, experts)
+    for _ in range(10):
+        statistics.observe(*some_pass())
+    num, then = some_pass()
+    assert np.abs(statistics.predict(num) - then).mean() < 0.3 * np.abs(then.mean(0) - then).mean()
+
+
+def test_prediction_before_anything_was_seen_is_zero():
+    assert not TransitionStatistics(3, 2).predict(np.ones((5, 3), np.int64)).any()
+
+
+def test_identity_routing_is_learnt():
+    """Samples of one expert each that keep it: the next layer's counts are this layer's."""
+    statistics, num = TransitionStatistics(4, 4), 800 * np.eye(4, dtype=np.int64)
+    statistics.observe(num, num)
+    assert np.abs(statistics.predict(num) - num).max() <= 2
+
+
+@pytest.mark.parametrize("shape", [(0, 3), (5, 3)])
+def test_statistics_of_nothing(shape):
+    statistics = TransitionStatistics(3, 3)
+    statistics.observe(np.zeros(shape, np.int64), np.zeros(shape, np.int64))
+    assert not statistics.predict(np.ones((2, 3), np.int64)).any()
