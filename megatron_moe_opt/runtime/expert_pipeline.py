@@ -184,7 +184,7 @@ class _Pass:
         chunk = self.plans[op.chunk].chunks[0]
         if op.group is not None:
             return hop_to_experts(op.kind, source, target, chunk, self.groups)
-        return layout.split(source, target, probs, chunk)
+        return layout.split(source, target, probs, None, chunk)
 
     def _return(
         self,
