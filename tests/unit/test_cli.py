@@ -110,8 +110,8 @@ def _run(monkeypatch, *arguments, world=1):
         (
             "--routing trace:nowhere.pt",
             1,
-            "--routing trace:nowhere.pt does not exist: give an .npz or .pt with one array of integers [tokens, topk], or a "
-            "routing trace",
+            "--routing trace:nowhere.pt does not exist: give an .npz or .pt with one array of integers [tokens, topk], "
+            "or a routing trace",
         ),
         (
             "--json nowhere/out.json",
