@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import torch
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
@@ -18,9 +19,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, Transf
 
 def build_layer(config: TransformerConfig) -> MoELayer:
     """The layer that Megatron's own specification without Transformer Engine describes, as layer 1."""
-    spec = get_moe_module_spec(
-        use_te=False, num_experts=config.num_moe_experts, moe_grouped_gemm=config.moe_grouped_gemm
-    )
+    spec = _moe_spec(config)
     # A ModuleSpec up to Megatron-Core 0.17, a partial of the class from 0.18 on.
     layer = spec(config) if isinstance(spec, functools.partial) else build_module(spec, config)
     layer.set_layer_number(1)
@@ -29,12 +28,17 @@ def build_layer(config: TransformerConfig) -> MoELayer:
 
 def build_block(config: TransformerConfig) -> TransformerBlock:
     """Transformer layers without attention: norm, MoE layer and residual, as often as the configuration has layers."""
-    moe = get_moe_module_spec(
-        use_te=False, num_experts=config.num_moe_experts, moe_grouped_gemm=config.moe_grouped_gemm
+    submodules = TransformerLayerSubmodules(
+        pre_mlp_layernorm=WrappedTorchNorm, mlp=_moe_spec(config), mlp_bda=get_bias_dropout_add
     )
-    submodules = TransformerLayerSubmodules(pre_mlp_layernorm=WrappedTorchNorm, mlp=moe, mlp_bda=get_bias_dropout_add)
     layers = [ModuleSpec(module=TransformerLayer, submodules=submodules)] * config.num_layers
     return TransformerBlock(config, TransformerBlockSubmodules(layer_specs=layers), post_layer_norm=False)
+
+
+def _moe_spec(config: TransformerConfig) -> Any:
+    return get_moe_module_spec(
+        use_te=False, num_experts=config.num_moe_experts, moe_grouped_gemm=config.moe_grouped_gemm
+    )
 
 
 def impose_routing(layer: MoELayer, experts: torch.Tensor) -> None:
