@@ -75,6 +75,23 @@ def test_layouts_equal_stock(ranks):
     )
 
 
+def replicated(sizes: tuple[int, ...]) -> dict[str, float]:
+    """See compare_replicated."""
+    from unittest import mock
+
+    from tests.multirank import test_parm
+
+    options = Options(network_levels=ONE_LEVEL, domain_sizes=sizes)
+    with mock.patch.object(test_parm, "Options", lambda **_: options):
+        return test_parm.compare_replicated("expert-migration", {"tp": 2, "ep": 4, "etp": 1}, {}, None)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_tokens_that_all_tp_ranks_hold_give_what_sequence_parallelism_gives(ranks, size):
+    for errors in ranks.run(replicated, sizes=(size,)):
+        assert max(errors.values()) < 1e-6, errors
+
+
 def test_bf16_is_within_the_contract(ranks):
     cases = every_size(TWO_LEVELS, dtype="bfloat16") + every_size(ONE_LEVEL, dtype="bfloat16")
     check(ranks, cases, bound=1e-2)
