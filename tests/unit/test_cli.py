@@ -30,7 +30,7 @@ def _run(monkeypatch, *arguments, world=1):
         (
             "--dispatchers alltoall,montana",
             1,
-            "--dispatchers montana is unknown: choose from alltoall, allgather, monta, parm, deepspeed",
+            "--dispatchers montana is unknown: choose from alltoall, allgather, monta, parm, netmoe, deepspeed",
         ),
         (
             "--dispatchers alltoall:O2x4",
