@@ -6,6 +6,7 @@ import json
 import statistics
 import sys
 import time
+import warnings
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -72,6 +73,7 @@ def bench_samples(settings: SampleSettings, json_file: Path | None) -> list[Samp
     Raises:
         ConfigurationError: a trace that cannot be read or does not fit the ranks, an unknown dispatcher.
     """
+    warnings.filterwarnings("ignore", module=r"megatron|torch")  # many, about absent optional libraries
     adopt_slurm_ranks()
     check_output("--json", json_file)
     register()

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
-from megatron.core.transformer.moe.moe_utils import clear_aux_losses_tracker
+from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.moe.router import MoEAuxLossAutoScaler
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -51,7 +51,9 @@ def parallel(tp: int = 1, ep: int = 1, etp: int = 1, cp: int = 1, pp: int = 1, s
         MoEAuxLossAutoScaler.set_loss_scale(torch.ones(1))
         yield
     finally:
-        clear_aux_losses_tracker()
+        moe_utils.clear_aux_losses_tracker()
+        # Up to 0.17 it keeps a number for each layer of the first model, and the next may have more.
+        vars(moe_utils).get("_MOE_LAYER_WISE_LOGGING_TRACKER", {}).clear()
         vars(parallel_state).update(outside)
 
 
