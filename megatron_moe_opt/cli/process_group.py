@@ -72,5 +72,6 @@ def parallel_layer(tp: int, ep: int, expert_tp: int, seed: int) -> Iterator[None
     try:
         model_parallel_cuda_manual_seed(seed)
         yield
+        dist.barrier()  # who destroys a group while others make their next one can cut that one's connections (Gloo)
     finally:
         parallel_state.destroy_model_parallel()

@@ -308,6 +308,7 @@ def groups_of(layout: Layout) -> Iterator[dict[str, ProcessGroup]]:
                 groups[role] = made[lane, ranks]
     try:
         yield groups
+        dist.barrier()  # who destroys a group while others make their next one can cut that one's connections (Gloo)
     finally:
         for group in made.values():
             dist.destroy_process_group(group)

@@ -47,6 +47,7 @@ def domain_groups_of(layout: Layout, workers: Sequence[int]) -> Iterator[dict[st
             groups[role(kind, workers, level, ranks)] = loads.group_of(of_world)
     try:
         yield groups
+        dist.barrier()  # who destroys a group while others make their next one can cut that one's connections (Gloo)
     finally:
         for group in groups.values():
             dist.destroy_process_group(group)
