@@ -10,6 +10,8 @@ from pathlib import Path
 
 import torch
 
+from megatron_moe_opt.cli.live_memory import device_memory
+
 _PROCESS = Path("/proc/self")
 
 
@@ -23,10 +25,9 @@ def peak_memory_growth(run: Callable[[], object], device: torch.device) -> int |
     """
     gc.collect()
     if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-        before = torch.cuda.memory_allocated(device)
-        run()
-        return torch.cuda.max_memory_allocated(device) - before
+        with device_memory(device) as memory:
+            run()
+            return memory.peak
     _give_back_freed_memory()
     can_tell = _reset_peak()
     before = _status_bytes("VmRSS") if can_tell else 0

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
+from torch.distributed import ProcessGroup
 
 import megatron_moe_opt
 from megatron_moe_opt.errors import ConfigurationError
@@ -61,6 +62,20 @@ def megatron_process_group() -> Iterator[torch.device]:
 
 
 @contextmanager
+def temporary_groups(groups: Iterable[ProcessGroup]) -> Iterator[None]:
+    """Destroys this rank's groups after the block, when all ranks of the world have done with theirs.
+
+    A rank that destroys a group while others make their next one can cut the connections of that one (seen with Gloo).
+    """
+    try:
+        yield
+        dist.barrier()
+    finally:
+        for group in groups:
+            dist.destroy_process_group(group)
+
+
+@contextmanager
 def parallel_layer(tp: int, ep: int, expert_tp: int, seed: int) -> Iterator[None]:
     """Megatron's groups of these sizes, and its seeds, inside the block. A collective call over the world."""
     from megatron.core import parallel_state
@@ -72,6 +87,6 @@ def parallel_layer(tp: int, ep: int, expert_tp: int, seed: int) -> Iterator[None
     try:
         model_parallel_cuda_manual_seed(seed)
         yield
-        dist.barrier()  # who destroys a group while others make their next one can cut that one's connections (Gloo)
+        dist.barrier()  # see temporary_groups
     finally:
         parallel_state.destroy_model_parallel()

@@ -22,7 +22,7 @@ from megatron_moe_opt.cli import loads
 from megatron_moe_opt.cli.loads import Rows
 from megatron_moe_opt.cli.meter import Busy, Load, Meter
 from megatron_moe_opt.cli.output_files import check_output, say_written
-from megatron_moe_opt.cli.process_group import adopt_slurm_ranks, process_group, world_size
+from megatron_moe_opt.cli.process_group import adopt_slurm_ranks, process_group, temporary_groups, world_size
 from megatron_moe_opt.cli.profile_domains import domain_groups_of, domain_moves
 from megatron_moe_opt.cli.profile_report import curves_table
 from megatron_moe_opt.errors import ConfigurationError
@@ -306,12 +306,8 @@ def groups_of(layout: Layout) -> Iterator[dict[str, ProcessGroup]]:
                 if (lane, ranks) not in made:
                     made[lane, ranks] = loads.group_of(ranks)
                 groups[role] = made[lane, ranks]
-    try:
+    with temporary_groups(made.values()):
         yield groups
-        dist.barrier()  # who destroys a group while others make their next one can cut that one's connections (Gloo)
-    finally:
-        for group in made.values():
-            dist.destroy_process_group(group)
 
 
 def expert_groups(groups: Mapping[str, ProcessGroup]) -> ExpertGroups:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
-import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from megatron_moe_opt.cli import loads
 from megatron_moe_opt.cli.loads import Rows
 from megatron_moe_opt.cli.meter import Load
+from megatron_moe_opt.cli.process_group import temporary_groups
 from megatron_moe_opt.planning.expert_migration import realisable_groups, role
 from megatron_moe_opt.schedules.schedule import Kind, Lane
 from megatron_moe_opt.topology.domains import ExpertDomains
@@ -45,9 +45,5 @@ def domain_groups_of(layout: Layout, workers: Sequence[int]) -> Iterator[dict[st
             of_ep = domains.all_to_all_groups(level) if kind is Kind.ALL_TO_ALL else domains.gather_groups(level)
             of_world = tuple(tuple(ep[one] for one in group) for ep in layout.groups("ep") for group in of_ep)
             groups[role(kind, workers, level, ranks)] = loads.group_of(of_world)
-    try:
+    with temporary_groups(groups.values()):
         yield groups
-        dist.barrier()  # who destroys a group while others make their next one can cut that one's connections (Gloo)
-    finally:
-        for group in groups.values():
-            dist.destroy_process_group(group)

@@ -18,6 +18,7 @@ from megatron_moe_opt.options import Options
 from megatron_moe_opt.planning.configuration_search import Configuration, ConfigurationSearch
 from megatron_moe_opt.planning.monta import ChoiceByRows
 from megatron_moe_opt.planning.mpmoe_choice import MpmoeLayer, choices, least_partitions, refuse_budget, similar_rows
+from megatron_moe_opt.runtime.collectives import device_of
 from megatron_moe_opt.schedules.timeline import Timeline
 from megatron_moe_opt.topology.expert_groups import ExpertGroups
 
@@ -193,9 +194,7 @@ class _Trial:
 
     def agree(self, groups: ExpertGroups) -> None:
         """A pass takes as long as on its slowest rank. A collective call over the joint group."""
-        on_cuda = "nccl" in dist.get_backend(groups.joint)
-        device = torch.device("cuda", torch.cuda.current_device()) if on_cuda else torch.device("cpu")
-        times = torch.tensor(self.seconds, dtype=torch.float64, device=device)
+        times = torch.tensor(self.seconds, dtype=torch.float64, device=device_of(groups.joint))
         dist.all_reduce(times, dist.ReduceOp.MAX, group=groups.joint)
         self.seconds = times.tolist()
 

@@ -70,6 +70,10 @@ def check_config(config: Any, name: str, options: Options) -> None:
         )
 
 
+def _recomputed_modules(config: Any) -> list[str]:
+    return config.recompute_modules or [] if config.recompute_granularity == "selective" else []
+
+
 def _check_netmoe(config: Any) -> None:
     """What cannot move with samples, or would not be what it is without moves."""
     ranks, tp = (
@@ -82,7 +86,7 @@ def _check_netmoe(config: Any) -> None:
             f"--expert-tensor-parallel-size = {ranks} is no multiple, from 2 on, of --tensor-model-parallel-size {tp}: "
             "choose one, or use monta"
         )
-    recompute = config.recompute_modules if config.recompute_granularity == "selective" else []
+    recompute = _recomputed_modules(config)
     for wrong, flags in (
         (config.context_parallel_size > 1, f"--context-parallel-size {config.context_parallel_size}"),
         (
@@ -124,8 +128,7 @@ def _check_mpmoe(config: Any, options: Options) -> None:
             f"{flag} does not know what experts in {'--fp8-format' if config.fp8 else '--fp4-format'} save: use "
             f"{PREFIX}memory-reuse {NONE}"
         )
-    modules = config.recompute_modules or [] if config.recompute_granularity == "selective" else []
-    if "moe_act" in modules:
+    if "moe_act" in _recomputed_modules(config):
         raise ConfigurationError(
             f"{flag} restores all that experts save, and --recompute-modules moe_act a part of it: drop one of the two"
         )

@@ -109,6 +109,11 @@ class Pending:
         return self._result
 
 
+def device_of(group: dist.ProcessGroup) -> torch.device:
+    """Where the tensors of a group's collectives lie: the current CUDA device with NCCL, else the CPU."""
+    return torch.device("cuda" if "nccl" in dist.get_backend(group) else "cpu")
+
+
 def _on_gloo(group: dist.ProcessGroup | None) -> bool:
     return dist.get_backend(group) == "gloo"
 

@@ -27,7 +27,7 @@ from torch.autograd.function import once_differentiable
 from torch.autograd.graph import saved_tensors_hooks
 
 from megatron_moe_opt.kernels import empty
-from megatron_moe_opt.runtime.collectives import all_gather_rows, reduce_scatter_rows
+from megatron_moe_opt.runtime.collectives import all_gather_rows, device_of, reduce_scatter_rows
 from megatron_moe_opt.runtime.communication_lane import communication_lane
 from megatron_moe_opt.runtime.expert_codec import Decode, ResidualExperts, TrackedExperts, WholeExperts
 from megatron_moe_opt.runtime.expert_weights import ExpertWeights
@@ -84,7 +84,7 @@ class ExpertCommunicator:
         first = self._first()
         layers = [] if first is None else [first, *self.following(first)]
         self._first = None
-        number = torch.tensor(len(layers), device=_device_of(self.groups.ep))
+        number = torch.tensor(len(layers), device=device_of(self.groups.ep))
         dist.all_reduce(number, dist.ReduceOp.MIN, group=self.groups.ep)
         self.round += 1
         for layer in layers[: int(number)]:
@@ -123,10 +123,6 @@ class ExpertCommunicator:
             return part
 
         return communication_lane("experts", gradients.device).submit(reduce)()
-
-
-def _device_of(group: dist.ProcessGroup) -> torch.device:
-    return torch.device("cuda" if "nccl" in dist.get_backend(group) else "cpu")
 
 
 @functools.cache

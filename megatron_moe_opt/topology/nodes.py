@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch.distributed as dist
@@ -41,8 +42,13 @@ def discover_nodes(group: dist.ProcessGroup | None = None) -> NodeMap:
         return NodeMap()
     names: list[str] = [""] * dist.get_world_size(group)
     dist.all_gather_object(names, node_name(), group=group)
+    return NodeMap(number_nodes(names))
+
+
+def number_nodes(names: Sequence[str]) -> tuple[int, ...]:
+    """The node of each rank, from the names of their nodes; numbered from 0 in the order of their first rank."""
     numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
-    return NodeMap(tuple(numbers[name] for name in names))
+    return tuple(numbers[name] for name in names)
 
 
 def node_name() -> str:

@@ -14,7 +14,7 @@ from torch.distributed import ProcessGroup
 
 from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.topology.expert_groups import ExpertGroups
-from megatron_moe_opt.topology.nodes import node_name
+from megatron_moe_opt.topology.nodes import node_name, number_nodes
 
 
 @dataclass(frozen=True)
@@ -59,15 +59,12 @@ class SampleHolders:
                 "--moe-token-dispatcher-type monta"
             )
         ranks = np.array([[place[rank] for rank in group] for group in holders])
-        names = {name: number for number, name in enumerate(dict.fromkeys(nodes))}
         device = np.arange(len(joint))
         blocks = [*ranks.tolist(), *np.arange(len(joint)).reshape(-1, etp_size).tolist()]
         for _ in range(len(joint)):  # the smallest unions of TP groups and expert-TP groups
             for block in blocks:
                 device[block] = device[block].min()
-        return cls(
-            ranks, np.unique(device, return_inverse=True)[1], np.array([names[name] for name in nodes]), etp_size
-        )
+        return cls(ranks, np.unique(device, return_inverse=True)[1], np.array(number_nodes(nodes)), etp_size)
 
     @property
     def num_devices(self) -> int:
