@@ -4,7 +4,7 @@ None of the five papers compares itself with the others. Here each says, with it
 same layer on the same measured cluster; what is common to all, the experts and the rows' handling on the rank itself,
 is added to those whose model leaves it out. So they can be ranked:
 
-    alltoall            the collectives of MoNTA's O1 one after another, and stock's own handling of rows
+    alltoall            the ops of MoNTA's O1 one after another, and stock's own handling of rows
     monta:LEVELxCHUNKS  planning/monta.py's pipelines
     parm:S1, parm:S2    planning/parm.py: the fused all-to-all, and SAA where all TP ranks hold the same tokens
     mpmoe:N:STRATEGY    planning/mpmoe_choice.py: N partitions through the experts; expert-TP's collectives of each run
@@ -32,7 +32,7 @@ from megatron_moe_opt.topology.layouts import Layout
 
 from . import expert_migration, parm
 from .cluster import OURS, STOCK, Cluster
-from .curves import CostCurve, Costs
+from .curves import CostCurve
 from .expert_migration import MigrationLayer
 from .monta import CHUNKS, Pass, training_passes
 from .mpmoe_choice import MpmoeLayer
@@ -220,44 +220,42 @@ class _Planner:
         schedules: Sequence[Schedule],
         alone: Sequence[Op] = (),
         whose: str = OURS,
-        *,
-        costs: Costs | None = None,
     ) -> Prediction:
-        """A candidate whose schedules run one after another, then some collectives one after another.
+        """A candidate whose schedules run one after another, and so do some more ops.
 
         Schedules without experts have them added.
         """
-        costs = costs or self.costs
-        timelines = [simulate(schedule, costs, self.cluster.slowdown) for schedule in schedules]
+        timelines = [simulate(schedule, self.costs, self.cluster.slowdown) for schedule in schedules]
         seconds = sum(timeline.seconds for timeline in timelines)
-        waits = sum(map(costs, alone))
+        in_turn = sum(map(self.costs, alone))
         with_experts = any(op.kind is Kind.COMPUTE for schedule in schedules for op in schedule.ops)
         terms = {
-            "pipeline with experts" if with_experts else "dispatch and combine": seconds + waits,
+            "pipeline with experts" if with_experts else "dispatch and combine": seconds + in_turn,
             "experts": 0.0 if with_experts else self.expert_seconds,
             "rows on the rank": self.local_seconds(whose),
         }
-        ops = [op for schedule in schedules for op in schedule.ops if op.kind in COLLECTIVES] + list(alone)
-        sent = [self.links.sent(op) for op in ops]
+        ops = [*alone, *(op for schedule in schedules for op in schedule.ops)]
+        sent = [self.links.sent(op) for op in ops if op.kind in COLLECTIVES]
         return Prediction(
             variant,
             sum(terms.values()),
-            exposed=sum(timeline.exposed for timeline in timelines) + waits,
+            exposed=sum(timeline.exposed for timeline in timelines)
+            + sum(self.costs(op) for op in alone if op.kind in COLLECTIVES),
             inter_bytes=sum(inter for inter, _ in sent),
             intra_bytes=sum(intra for _, intra in sent),
             activation_bytes=self.activation_bytes,
             terms={name: value for name, value in terms.items() if value},
         )
 
-    def stock_collectives(self) -> list[Op]:
-        """Stock's, in its order: O1's, and the probabilities in messages of their own."""
+    def stock_ops(self) -> list[Op]:
+        """Stock's, one after another: O1's, and the probabilities in messages of their own."""
         one = self.workload
         ops = []
         for number, exchanged in enumerate(training_passes(one.rows, one.row_bytes, one.row_bytes)):
             schedule = exchanged.schedule("O1", even_chunks(exchanged.exchanged, one.etp, 1), one.ep, one.etp)
-            collectives = [op for op in schedule.ops if op.kind in COLLECTIVES]
-            ops += collectives
+            ops += schedule.ops
             if number in _WITH_PROBS:
+                collectives = [op for op in schedule.ops if op.kind in COLLECTIVES]
                 ops += [replace(op, size=op.size * PROB_BYTES // one.row_bytes) for op in collectives]
         return ops
 
@@ -266,7 +264,7 @@ def _stock(planner: _Planner) -> Iterator[Prediction | Refusal]:
     if planner.workload.tp > 1:
         yield Refusal(ALLTOALL, "stock Megatron does not train MoE layers under TP without sequence parallelism")
         return
-    yield planner.prediction(ALLTOALL, (), planner.stock_collectives(), STOCK)
+    yield planner.prediction(ALLTOALL, (), planner.stock_ops(), STOCK)
 
 
 def _monta(planner: _Planner) -> Iterator[Prediction | Refusal]:
@@ -370,9 +368,9 @@ def _netmoe(planner: _Planner) -> Iterator[Prediction | Refusal]:
     if planner.workload.tp > 1:
         yield Refusal("netmoe", "samples do not move where all TP ranks hold the same tokens")
         return
-    of_stock = planner.prediction("netmoe", (), planner.stock_collectives())
-    slow = {op: planner.links.sent(op)[0] > 0 for op in planner.stock_collectives()}
-    saved = saving * sum(planner.costs(op) for op in planner.stock_collectives() if slow[op])
+    of_stock = planner.prediction("netmoe", (), planner.stock_ops())
+    collectives = [op for op in planner.stock_ops() if op.kind in COLLECTIVES]
+    saved = saving * sum(planner.costs(op) for op in collectives if planner.links.sent(op)[0] > 0)
     yield replace(
         of_stock,
         seconds=of_stock.seconds - saved,
