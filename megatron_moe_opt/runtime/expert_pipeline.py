@@ -145,7 +145,7 @@ class _Pass:
         buffers = self._buffers(given)
         compute = torch.cuda.current_stream(grad_combined.device) if grad_combined.is_cuda else None
         grads: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        of_parameters = [_Sum(parameter) for parameter in self.experts.parameters]
+        of_parameters = [_Sum(parameter, len(self.plans)) for parameter in self.experts.parameters]
 
         def take(number: int, grad: torch.Tensor | None) -> None:
             of_parameters[number].add(grad)
@@ -239,9 +239,9 @@ class _Sum:
     without a value, or nothing where saved tensors are caught: they come back without the attributes of the parameter.
     """
 
-    def __init__(self, parameter: torch.Tensor) -> None:
+    def __init__(self, parameter: torch.Tensor, partitions: int) -> None:
         self.value: torch.Tensor | None = None
-        self._parameter, self._owned = parameter, False
+        self._parameter, self._adds = parameter, partitions > 1
 
     def add(self, grad: torch.Tensor | None) -> None:
         """Adds what one partition has given."""
@@ -249,9 +249,9 @@ class _Sum:
             if hasattr(self._parameter, "grad_added_to_main_grad"):
                 self._parameter.grad_added_to_main_grad = True
                 self.value = self._parameter.new_zeros(()).expand_as(self._parameter)
-        elif self.value is None or getattr(self._parameter, "grad_added_to_main_grad", False):
+        elif getattr(self._parameter, "grad_added_to_main_grad", False) or not self._adds:
             self.value = grad
-        elif self._owned:
+        elif self.value is None:  # copied at once: the gradient may be shared, and there would be three at the second
+            self.value = grad.clone()
+        else:
             self.value += grad
-        else:  # the first may be shared with somebody else
-            self.value, self._owned = self.value + grad, True
