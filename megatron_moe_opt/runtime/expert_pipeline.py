@@ -29,6 +29,9 @@ from megatron_moe_opt.schedules.mpmoe import STRATEGIES, PartitionRows, Restore,
 from megatron_moe_opt.schedules.schedule import Kind, Op, Schedule
 from megatron_moe_opt.schedules.timeline import Timeline
 
+_Computed = tuple[torch.Tensor, torch.Tensor | None]
+"""Rows of a partition, and what their probabilities' lanes get."""
+
 
 def through_experts(
     packed: torch.Tensor,
@@ -109,13 +112,13 @@ class _Pass:
         combined = self.token.empty_rows(packed.size(0), packed)
         rows = self._named("rows", packed)
         buffers = self._buffers(rows | self._named("combined", combined))
-        outputs: dict[int, torch.Tensor] = {}
+        outputs: dict[int, _Computed] = {}
 
         def bind(op: Op) -> Steps:
             j, target = op.chunk, base_name(op.writes[0])
             if op.kind is Kind.COMPUTE:
                 tokens = buffers.rows(op.reads[0], j)
-                return steps.call(lambda: outputs.update({j: self.calls[j].forward(tokens).contiguous()}))
+                return steps.call(lambda: outputs.update({j: (self.calls[j].forward(tokens).contiguous(), None)}))
             if op.kind is Kind.OFFLOAD and target == "host_tokens":
                 tokens = buffers.rows(op.reads[0], j)
                 return steps.call(lambda: self.host_tokens.update({j: HostCopyOf(tokens)}))
@@ -123,7 +126,7 @@ class _Pass:
                 return steps.call(self.calls[j].offload_middle)
             if target in ("arrived", "tokens"):
                 return self._arrive(op, buffers, self.packed, probs[j])
-            return self._return(op, buffers, self.token, lambda: (self._take(outputs, j), None))
+            return self._return(op, buffers, self.token, lambda: self._take(outputs, j))
 
         schedule = mpmoe.forward(self.strategy, self.partitions, *self._widths())
         self._run(schedule, [bind(op) for op in schedule.ops], packed.device)
@@ -144,7 +147,7 @@ class _Pass:
             given |= self._named("grad_rows", grad_packed)
         buffers = self._buffers(given)
         compute = torch.cuda.current_stream(grad_combined.device) if grad_combined.is_cuda else None
-        grads: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        grads: dict[int, _Computed] = {}
         of_parameters = [_Sum(parameter, len(self.plans)) for parameter in self.experts.parameters]
 
         def take(number: int, grad: torch.Tensor | None) -> None:
@@ -191,7 +194,7 @@ class _Pass:
         op: Op,
         buffers: PartitionBuffers,
         layout: RowLayout,
-        computed: Callable[[], tuple[torch.Tensor, torch.Tensor | None]],
+        computed: Callable[[], _Computed],
     ) -> Steps:
         """The sort by source of what is computed by then, or a hop to the sources."""
         chunk, target = self.plans[op.chunk].chunks[0], buffers.rows(op.writes[0], op.chunk)
@@ -203,13 +206,14 @@ class _Pass:
             return hop_to_sources(op.kind, source, target, target, chunk, self.groups, layout, scratch)
         return hop_to_sources(op.kind, source, source, target, chunk, self.groups, layout)
 
-    def _take(self, tensors: dict[int, Any], j: int) -> Any:
-        """What a compute op has left for the op that sends it; no longer held where partitions share memory.
-
-        On CUDA, memory that is freed here is used again by the next compute op at the earliest, and that one waits for
-        this one; without reuse it would not wait.
-        """
-        return tensors.pop(j) if STRATEGIES[self.strategy].reuses else tensors[j]
+    def _take(self, computed: dict[int, _Computed], j: int) -> _Computed:
+        """What a compute op has left for the op that sends it; no longer held where partitions share memory."""
+        if not STRATEGIES[self.strategy].reuses:
+            return computed[j]
+        for tensor in computed[j]:
+            if tensor is not None and tensor.is_cuda:  # recomputing does not wait until it is sent
+                tensor.record_stream(torch.cuda.current_stream(tensor.device))
+        return computed.pop(j)
 
     def _run(self, schedule: Schedule, bound: Sequence[Steps], device: torch.device) -> None:
         timeline = executor(device).run(schedule, bound, record=self.observe is not None)
