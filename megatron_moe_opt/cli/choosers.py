@@ -155,7 +155,7 @@ class MpmoeChooser:
 
     def allowed(self, settings: LayerSettings, ep: int) -> tuple[str, ...]:
         """What fits into the budget. Raises ConfigurationError where nothing does."""
-        layer, rows = self._layer(settings, ep), settings.tokens * settings.topk
+        layer, rows = _mpmoe_shape(settings, ep), settings.tokens * settings.topk
         least = {
             strategy: mpmoe_choice.least_partitions(layer, rows, strategy, self.counts, self.budget)
             for strategy in self.strategies
@@ -172,7 +172,7 @@ class MpmoeChooser:
 
     def _by_model(self, settings: LayerSettings, ep: int, cluster: Cluster, device: torch.device) -> Chosen:
         start = time.perf_counter()
-        table = mpmoe_choice.choices(self._layer(settings, ep), cluster, self.counts, self.strategies, self.budget)
+        table = mpmoe_choice.choices(_mpmoe_shape(settings, ep), cluster, self.counts, self.strategies, self.budget)
         choice, _ = table[settings.tokens * settings.topk]
         took = torch.tensor(time.perf_counter() - start, dtype=torch.float64, device=device)
         dist.all_reduce(took, dist.ReduceOp.MAX)
@@ -197,13 +197,6 @@ class MpmoeChooser:
         count, strategy = partitioning.chosen
         candidate = f"mpmoe:{count}:{strategy}"
         return Chosen("trials", candidate, None, float(took.sum()) - len(steps) * seconds[candidate])
-
-    def _layer(self, settings: LayerSettings, ep: int) -> mpmoe_choice.MpmoeLayer:
-        from megatron_moe_opt.cli.moe_layer import layer_config
-        from megatron_moe_opt.integration.mpmoe_layer import shape_of_layer
-
-        config = layer_config(settings, "mpmoe", ep, permute_fusion=False)
-        return shape_of_layer(config, ep, settings.expert_tp)
 
 
 class AutoChooser:
@@ -270,6 +263,12 @@ def chooser_of(
     if reuse != NONE or budget is not None:
         raise ConfigurationError("--reuse and --activation-budget are mpmoe's: add --mpmoe, or drop them")
     return (ParmChooser if system == "--replicated" else MontaChooser)(CHUNKS if counts is None else counts)
+
+
+def _mpmoe_shape(settings: LayerSettings, ep: int) -> mpmoe_choice.MpmoeLayer:
+    from megatron_moe_opt.cli.moe_layer import mpmoe_shape  # Megatron, for those who need it
+
+    return mpmoe_shape(settings, ep)
 
 
 def _row_bytes(settings: LayerSettings) -> tuple[int, int]:

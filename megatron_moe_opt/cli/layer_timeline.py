@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -15,11 +15,13 @@ from rich.table import Table
 
 from megatron_moe_opt.cli.bench_layer import check
 from megatron_moe_opt.cli.layer_report import shape_of
-from megatron_moe_opt.cli.layer_settings import BASELINE, LayerSettings
+from megatron_moe_opt.cli.layer_settings import BASELINE, LayerSettings, split_variant
 from megatron_moe_opt.cli.output_files import check_timeline_files, write_timelines
 from megatron_moe_opt.cli.process_group import adopt_slurm_ranks, megatron_process_group, parallel_layer, world_size
 from megatron_moe_opt.errors import ConfigurationError
+from megatron_moe_opt.planning import mpmoe_choice
 from megatron_moe_opt.planning.cluster import Cluster
+from megatron_moe_opt.planning.curves import Costs
 from megatron_moe_opt.planning.monta import PASSES
 from megatron_moe_opt.planning.simulator import simulate
 from megatron_moe_opt.schedules.schedule import Lane
@@ -62,17 +64,37 @@ def layer_timeline(settings: LayerSettings, rank: int | None, trace: Path | None
         raise ConfigurationError(f"--rank {rank} is not one of the {world} ranks of this run: choose 0 to {world - 1}")
     cluster = check(settings)
     ep = settings.ep_size(world)
+    costs = None if cluster is None else _costs(settings, ep, cluster)
     with megatron_process_group() as device:
         with parallel_layer(settings.tp, ep, settings.expert_tp, settings.seed):
-            step = _record(settings, ep, device, rank, cluster)
+            step = _record(settings, ep, device, rank)
+        if costs is not None:
+            predicted = {
+                name: simulate(timeline.schedule, costs, cluster.slowdown) for name, timeline in step.measured.items()
+            }
+            step = replace(step, predicted=predicted)
         if dist.get_rank() == 0:
             _report(step, settings, ep, trace, png)
     return step
 
 
-def _record(
-    settings: LayerSettings, ep: int, device: torch.device, rank: int | None, cluster: Cluster | None
-) -> StepTimelines:
+def _costs(settings: LayerSettings, ep: int, cluster: Cluster) -> Costs:
+    """What the ops of the settings' schedules cost.
+
+    Raises:
+        ConfigurationError: a curve of mpmoe's is missing.
+    """
+    if settings.dispatch_only:
+        return cluster.costs()
+    from megatron_moe_opt.cli.moe_layer import mpmoe_shape
+
+    layer, (_, options) = mpmoe_shape(settings, ep), split_variant(_variant(settings), None)
+    rows = settings.tokens * settings.topk
+    mpmoe_choice.predict(layer, rows, cluster, options.partition_counts, options.memory_strategies)
+    return layer.costs(cluster)
+
+
+def _record(settings: LayerSettings, ep: int, device: torch.device, rank: int | None) -> StepTimelines:
     """A collective call over the world; the same answer on every rank."""
     from megatron_moe_opt.cli.moe_layer import layers_under_test
 
@@ -91,12 +113,7 @@ def _record(
     dist.broadcast_object_list(shown, src=rank, device=device)
     names = PASSES if settings.dispatch_only else ("forward", "backward")
     measured = dict(zip(names, shown[0], strict=True))
-    return StepTimelines(rank, measured, None if cluster is None else _predict(measured, cluster))
-
-
-def _predict(measured: Mapping[str, Timeline], cluster: Cluster) -> dict[str, Timeline]:
-    costs = cluster.costs()
-    return {name: simulate(timeline.schedule, costs, cluster.slowdown) for name, timeline in measured.items()}
+    return StepTimelines(rank, measured, None)
 
 
 def _variant(settings: LayerSettings) -> str:

@@ -16,7 +16,9 @@ from megatron_moe_opt.cli.layer_settings import LayerSettings
 from megatron_moe_opt.cli.routing import choose_experts
 from megatron_moe_opt.integration.auto_layer import Controller, current_controller
 from megatron_moe_opt.integration.moe_layer import build_layer, forget_migrated_experts, impose_routing
+from megatron_moe_opt.integration.mpmoe_layer import shape_of_layer
 from megatron_moe_opt.options import AUTO, Options
+from megatron_moe_opt.planning.mpmoe_choice import MpmoeLayer
 from megatron_moe_opt.runtime.executor import recording
 from megatron_moe_opt.schedules.timeline import Timeline
 from megatron_moe_opt.variants import split_variant
@@ -54,6 +56,11 @@ def layer_config(settings: LayerSettings, dispatcher: str, ep: int, permute_fusi
         bf16=dtype is torch.bfloat16,
         params_dtype=dtype,
     )
+
+
+def mpmoe_shape(settings: LayerSettings, ep: int) -> MpmoeLayer:
+    """What the model of `mpmoe` knows of the settings' layer."""
+    return shape_of_layer(layer_config(settings, "mpmoe", ep, permute_fusion=False), ep, settings.expert_tp)
 
 
 @dataclass

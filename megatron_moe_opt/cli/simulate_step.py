@@ -1,4 +1,4 @@
-"""What each level and chunk count of `monta` would take, the training step around it, and what `parm` would take.
+"""What each level and chunk count of `monta` would take, the training step around it, and what `parm` and `mpmoe` take.
 
 The outputs of MoNTA's Fig. 10. Needs neither GPUs nor other ranks: what ops cost comes from a cluster.json or from
 bandwidths.
@@ -15,12 +15,14 @@ from rich.console import Console
 from rich.table import Table
 
 from megatron_moe_opt.cli.output_files import check_timeline_files, write_timelines
+from megatron_moe_opt.cli.simulate_mpmoe import mpmoe_report
 from megatron_moe_opt.cli.simulate_parm import parm_report
 from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.planning.cluster import OUR_FLAGS, Cluster
 from megatron_moe_opt.planning.curves import CostCurve, Costs
 from megatron_moe_opt.planning.model import ModelShape, Parallel
 from megatron_moe_opt.planning.monta import AS_IN_TRAINING, CHUNKS, PASSES, Pass, choose, training_passes
+from megatron_moe_opt.planning.mpmoe_choice import MpmoeLayer
 from megatron_moe_opt.planning.parm import ParmLayer
 from megatron_moe_opt.planning.simulator import Slowdown, simulate
 from megatron_moe_opt.planning.throughput import Device, Throughput, throughput
@@ -123,7 +125,7 @@ def simulate_step(settings: StepSettings, trace: Path | None, png: Path | None) 
     )
     console.print(_candidates_table(candidates, chosen))
     console.print(_steps_table(steps))
-    for part in _parm_report(settings, network, row_bytes):
+    for part in (*_parm_report(settings, network, row_bytes), *_mpmoe_report(settings, network)):
         console.print(part, markup=False, highlight=False, soft_wrap=True)
     timeline = one_after_another(str(chosen), dict(zip(PASSES, chosen.timelines, strict=True)))
     write_timelines({"predicted": timeline}, trace, png, console)
@@ -154,6 +156,21 @@ def _parm_report(settings: StepSettings, network: Network, row_bytes: int) -> li
         return list(parm_report(layer, settings.tokens, cluster))
     except ConfigurationError as error:  # a file that is older than parm, or of other TP groups, is still monta's
         return [f"parm: {error}"]
+
+
+def _mpmoe_report(settings: StepSettings, network: Network) -> list[Table | str]:
+    """Nothing where costs were not measured, or where no row leaves its rank. Gated activations are taken as fused."""
+    model, parallel, cluster = settings.model, network.parallel, network.cluster
+    if cluster is None or parallel.ep * parallel.etp == 1:
+        return []
+    layer = MpmoeLayer.of_experts(
+        model.hidden, model.ffn, model.experts, parallel.ep, parallel.etp, settings.element_bytes, _lane_bytes(),
+        model.gated, fused=model.gated,
+    )  # fmt: skip
+    try:
+        return list(mpmoe_report(layer, settings.tokens * model.topk, cluster))
+    except ConfigurationError as error:  # a file that is older than mpmoe is still good for the others
+        return [f"mpmoe: {error}"]
 
 
 def _check(settings: StepSettings, parallel: Parallel, micro_batch_tokens: int, sequence: int) -> None:
