@@ -23,7 +23,7 @@ from megatron_moe_opt.schedules.parm import JOINT, TP
 from megatron_moe_opt.schedules.schedule import Kind, Op
 from megatron_moe_opt.topology.layouts import Layout
 
-from .cluster import Cluster, ExpertGemm, Points, World
+from .cluster import OURS, STOCK, Cluster, ExpertGemm, Points, World
 from .curves import CostCurve, Costs
 from .expert_migration import KINDS, realisable_groups, role
 from .known_clusters import Fabric, KnownCluster
@@ -34,6 +34,8 @@ SIZES = tuple(2**power for power in range(14, 35, 2))
 GEMM_ROWS = tuple(2**power for power in range(4, 21, 2))
 GEMM_LAUNCH = 10e-6
 """Seconds that an expert takes without rows: the launches of its kernels. Assumed."""
+PERMUTES = 4
+"""Times that a rank copies its rows besides what schedules have: permute and unpermute, forward and backward."""
 MEMORY_REACHED = 0.8
 """The part of the memory bandwidth that reading weights reaches, as MoNTA's Table 8 has it for copies."""
 
@@ -60,7 +62,7 @@ def describe(known: KnownCluster, layout: Layout, hidden: int, ffn: int, dtype: 
     """
     levels = known.levels(layout.world)
     workers = levels_of_ep(known, layout)
-    moves = {kind: known.host_bandwidth for kind in (Kind.OFFLOAD, Kind.PREFETCH)} | {Kind.COPY: known.copy_bandwidth}
+    moves = dict.fromkeys((Kind.OFFLOAD, Kind.PREFETCH), known.host_bandwidth) | {Kind.COPY: known.copy_bandwidth}
     curves: dict[tuple[Kind, str | None], Points] = {
         (kind, None): tuple((size, size / bandwidth) for size in SIZES) for kind, bandwidth in moves.items()
     }
@@ -80,6 +82,7 @@ def describe(known: KnownCluster, layout: Layout, hidden: int, ffn: int, dtype: 
     for level, ranks in realisable_groups(workers):
         place = _place_of_domains(levels, layout, workers, level, ranks)
         curves |= {(kind, role(kind, workers, level, ranks)): _slowest(levels, [place]) for kind in KINDS}
+    permutes = tuple((size, PERMUTES * size / known.copy_bandwidth) for size in SIZES)
     cluster = Cluster(
         World(tuple(rank // levels[0][0] for rank in range(layout.world)), layout.tp, layout.cp, layout.ep,
               layout.expert_tp),
@@ -87,6 +90,7 @@ def describe(known: KnownCluster, layout: Layout, hidden: int, ffn: int, dtype: 
         dict(known.slowdown),
         known.overhead,
         expert_gemm=_expert_gemm(known, hidden, ffn, dtype),
+        local_work=dict.fromkeys((STOCK, OURS), permutes),
         host={"described as": known.title},
     )  # fmt: skip
     return _with_saa(cluster)
@@ -165,7 +169,7 @@ def _slowest(levels: Sequence[tuple[int, Fabric]], places: Iterable[_Place]) -> 
 
 
 def _expert_gemm(known: KnownCluster, hidden: int, ffn: int, dtype: str) -> ExpertGemm:
-    """As fast as the device's products; with few rows, as its memory reads the weights (twice, and writes gradients)."""
+    """As fast as the device's products; with few rows, as its memory reads the weights."""
     element = {"bf16": 2, "fp32": 4}[dtype]
     speed = known.device.peak_flops * known.device.efficiency
     reading = 2 * hidden * ffn * element / (MEMORY_REACHED * known.memory_bandwidth)

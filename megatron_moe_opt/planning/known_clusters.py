@@ -6,8 +6,8 @@ it, measure the cluster with `moe-opt profile` and plan from that file. Abbrevia
     MoNTA          its Tables 5 and 8, and the Discussion (efficiencies of an A800 cluster)
     HybridEP       its Testbed section (data centres of 8 A800 each)
     Parm           its Table II
-    NCCL           github.com/NVIDIA/nccl, src/graph/tuning.cc: microseconds of the Simple protocol; 8.4 for a ring to
-                   begin with, and for each step 3.4 over NVLink, 5.7 over PCIe, 9.6 over a network
+    NCCL           github.com/NVIDIA/nccl, src/graph/tuning.cc: microseconds of the Simple protocol; 8.4 for a
+                   collective, and for a step 3.4 over NVLink, 5.7 over PCIe, 9.6 over a network
     nccl-tests N   github.com/NVIDIA/nccl-tests, answers of its maintainers in issue N
     nvbandwidth N  github.com/NVIDIA/nvbandwidth, measurements in issue N
     DeepEP         github.com/deepseek-ai/DeepEP, the performance tables of README.md and docs/legacy.md
@@ -31,6 +31,9 @@ MB = 10**6
 GBIT = 1e9 / 8
 US = 1e-6
 TFLOPS = 1e12
+
+FURTHER_PEER = 1 * US
+"""Of a network or PCIe; half of it over NVLink. NCCL sends to several peers at a time. Assumed."""
 
 Efficiencies = tuple[tuple[int, float], ...]
 """(bytes as Op.size counts them, part of the bandwidth that such ops reach)."""
@@ -101,9 +104,9 @@ class KnownCluster:
         return found
 
 
-# MPMoE's Fig. 3 draws how much lanes slow each other down and prints no number; its text says that computation hardly
-# is, that communication is, and more so beside copies to the host, with which it shares PCIe. MoNTA reports conflicts of
-# AllGather and copy over memory, without a number. These rates are assumed to fit that.
+# MPMoE's Fig. 3 draws how much lanes slow each other down and prints no number. By its text computation is hardly
+# slowed, communication is, and more so beside copies to the host, with which it shares PCIe. MoNTA reports that
+# AllGather and copy conflict over memory, without a number. These rates are assumed to fit that.
 DISTURBED: Slowdown = {
     (Lane.INTER, Lane.COMPUTE): 0.95,
     (Lane.INTRA, Lane.COMPUTE): 0.95,
@@ -131,18 +134,18 @@ A800_IB200 = KnownCluster(
     # Their latency is in the points.
     inside=Fabric(200 * GB, ((64 * MB, 0.726), (256 * MB, 0.776), (8192 * MB, 0.803))),
     # MoNTA: 25 GB/s a GPU; AllToAll of 16 GPUs, at 256K 1024 MB with 0.741. Measured with 8 peers in the other node,
-    # and used by the paper for one; a further one is assumed to add NCCL's network step.
+    # and used by the paper for one.
     between=Fabric(
-        25 * GB, ((8 * MB, 0.427), (32 * MB, 0.633), (256 * MB, 0.741), (1024 * MB, 0.741)), further=9.6 * US
+        25 * GB, ((8 * MB, 0.427), (32 * MB, 0.633), (256 * MB, 0.741), (1024 * MB, 0.741)), further=FURTHER_PEER
     ),
     slowdown=DISTURBED,
 )
 
 # nccl-tests 212: of 450 GB/s NCCL reaches 370 (326: 360), the rest is NVLink's protocol.
-_HOPPER_NVLINK = Fabric(450 * GB, ((1, 0.82),), first=(8.4 + 3.4) * US, further=3.4 * US)
+_HOPPER_NVLINK = Fabric(450 * GB, ((1, 0.82),), first=(8.4 + 3.4) * US, further=FURTHER_PEER / 2)
 # One ConnectX-7 a GPU. nccl-tests 267: 48 to 49 of 50 GB/s; an all-to-all cannot add up several NICs. DeepEP (legacy):
 # 43 of 50 GB/s with EP 16, which is taken here.
-_NDR400 = Fabric(50 * GB, ((1, 0.86),), first=(8.4 + 9.6) * US, further=9.6 * US)
+_NDR400 = Fabric(50 * GB, ((1, 0.86),), first=(8.4 + 9.6) * US, further=FURTHER_PEER)
 
 H100_IB400 = KnownCluster(
     title="8x H100 a node, NVLink, 400 Gb/s InfiniBand a GPU",
@@ -181,7 +184,7 @@ B200_NVL72 = KnownCluster(
     # Of the 72 GPUs of a rack 64 train: group sizes are mostly powers of two.
     node=64,
     # Data sheet: 130 TB/s both ways of 72 GPUs, 900 GB/s one way of one. DeepEP: 643 to 740 GB/s with EP 8.
-    inside=Fabric(900 * GB, ((1, 0.75),), first=(8.4 + 3.4) * US, further=3.4 * US),
+    inside=Fabric(900 * GB, ((1, 0.75),), first=(8.4 + 3.4) * US, further=FURTHER_PEER / 2),
     between=_NDR400,
     slowdown=DISTURBED,
 )
@@ -195,9 +198,9 @@ PCIE = KnownCluster(
     host_bandwidth=25.1 * GB,  # nvbandwidth 42: PCIe 4.0 x16
     node=8,
     # PCIe 4.0 x16: 32 GB/s; nvbandwidth 42: 25.1 to and from the host. Between GPUs the same is assumed.
-    inside=Fabric(32 * GB, ((1, 0.78),), first=(8.4 + 5.7) * US, further=5.7 * US),
+    inside=Fabric(32 * GB, ((1, 0.78),), first=(8.4 + 5.7) * US, further=FURTHER_PEER),
     # Parm, testbed B: a ConnectX-5 with 100 Gb/s in each node. 90 % of it is assumed to be reached.
-    between=Fabric(100 * GBIT, ((1, 0.9),), first=(8.4 + 9.6) * US, further=9.6 * US, shared=True),
+    between=Fabric(100 * GBIT, ((1, 0.9),), first=(8.4 + 9.6) * US, further=FURTHER_PEER, shared=True),
     slowdown=DISTURBED,
 )
 
@@ -211,7 +214,7 @@ TWO_DATA_CENTRES = KnownCluster(
     node=8,
     # HybridEP: PCIe 3.0 x16, 128 Gb/s, inside a data centre of one node; 10 Gb/s Ethernet between data centres. The
     # parts that are reached are assumed; so is InfiniBand between nodes where a data centre has several.
-    inside=Fabric(128 * GBIT, ((1, 0.78),), first=(8.4 + 5.7) * US, further=5.7 * US),
+    inside=Fabric(128 * GBIT, ((1, 0.78),), first=(8.4 + 5.7) * US, further=FURTHER_PEER),
     between=A800_IB200.between,
     data_centres=2,
     # TCP over a metropolitan line; its latency is assumed.
