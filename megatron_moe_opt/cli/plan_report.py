@@ -14,6 +14,7 @@ from rich.table import Table
 from megatron_moe_opt.cli.output_files import check_output, say_written
 from megatron_moe_opt.cli.plan_settings import PlanSettings, Site, site_of, workload_of
 from megatron_moe_opt.errors import ConfigurationError
+from megatron_moe_opt.options import AUTO
 from megatron_moe_opt.planning.cluster import OURS, STOCK
 from megatron_moe_opt.planning.curves import CostCurve
 from megatron_moe_opt.planning.known_models import MONTA_CHOICES
@@ -126,19 +127,21 @@ def megatron_flags(
         "--micro-batch-size": settings.micro_batch,
     }
     flags = [*layout, *(part for flag, size in sizes.items() for part in (flag, str(size)))]
-    if plan is not None:
-        return [*flags, "--moe-token-dispatcher-type", "auto", "--moe-opt-plan", str(plan)]
     name, options = split_variant(variant, None)
     sizes_of_domains = options.domain_sizes
-    ours = {
-        "monta-level": options.monta_level,
-        "chunks": options.chunks,
-        "parm-schedule": options.parm_schedule,
-        "partitions": options.partitions,
-        "memory-reuse": options.memory_reuse,
-        "domain-sizes": ",".join(map(str, sizes_of_domains)) if isinstance(sizes_of_domains, tuple) else None,
-        "levels": ",".join(map(str, site.workers)) if sizes_of_domains else None,
-    }
+    levels = ",".join(map(str, site.workers)) if sizes_of_domains and site.levels_named else None
+    ours = {"plan": plan, "levels": levels}
+    if plan is not None:
+        name = AUTO
+    else:
+        ours |= {
+            "monta-level": options.monta_level,
+            "chunks": options.chunks,
+            "parm-schedule": options.parm_schedule,
+            "partitions": options.partitions,
+            "memory-reuse": options.memory_reuse,
+            "domain-sizes": ",".join(map(str, sizes_of_domains)) if isinstance(sizes_of_domains, tuple) else None,
+        }
     flags += ["--moe-token-dispatcher-type", name]
     return flags + [part for flag, value in ours.items() if value for part in (f"--moe-opt-{flag}", str(value))]
 

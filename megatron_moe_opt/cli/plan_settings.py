@@ -81,6 +81,8 @@ class Site:
     layout: Layout
     workers: tuple[int, ...]
     """Of each network level of the EP groups, the slowest first."""
+    levels_named: bool
+    """Whether a run must be told these levels: which ranks share a node does not tell."""
     device: Device | None
     """None: not known, and nothing is said about steps."""
     memory: float | None
@@ -141,12 +143,12 @@ def _known(settings: PlanSettings, model: ModelShape) -> Site:
     device = Device(peak, settings.gemm_efficiency or known.device.efficiency)
     known = replace(known, device=device)
     cluster = describe(known, layout, model.hidden, max(model.ffn // layout.expert_tp, 1), settings.dtype)
-    return Site(settings.cluster, cluster, layout, levels_of_ep(known, layout), device, known.memory)
+    workers = levels_of_ep(known, layout)
+    named = workers != _levels_of_nodes(cluster, layout)
+    return Site(settings.cluster, cluster, layout, workers, named, device, known.memory)
 
 
 def _measured(settings: PlanSettings) -> Site:
-    from megatron_moe_opt.topology.domain_groups import find_levels
-
     file = Path(settings.cluster)
     if not file.exists():
         raise ConfigurationError(
@@ -162,7 +164,7 @@ def _measured(settings: PlanSettings) -> Site:
     layout = _layout({flag: size or measured.get(flag, 1) for flag, size in settings.sizes.items()})
     tp = None if settings.sequence_parallel else layout.tp
     cluster.check_groups(file, OUR_FLAGS, ep=layout.ep, expert_tp=layout.expert_tp, tp=tp)
-    ep_group = Layout(len(world.nodes), world.tp, world.cp, world.ep, world.expert_tp).groups("ep")[0]
+    workers = _levels_of_nodes(cluster, Layout(len(world.nodes), world.tp, world.cp, world.ep, world.expert_tp))
     peak, efficiency = settings.peak_tflops, settings.gemm_efficiency
     if (peak is None) is not (efficiency is None):
         given, missing = (
@@ -170,7 +172,14 @@ def _measured(settings: PlanSettings) -> Site:
         )
         raise ConfigurationError(f"{given} says nothing about a step without {missing}: give both, or neither")
     device = None if peak is None or efficiency is None else Device(peak * 1e12, efficiency)
-    return Site(settings.cluster, cluster, layout, find_levels([world.nodes[rank] for rank in ep_group]), device, None)
+    return Site(settings.cluster, cluster, layout, workers, False, device, None)
+
+
+def _levels_of_nodes(cluster: Cluster, layout: Layout) -> tuple[int, ...]:
+    """As a run finds them."""
+    from megatron_moe_opt.topology.domain_groups import find_levels
+
+    return find_levels([cluster.world.nodes[rank] for rank in layout.groups("ep")[0]])
 
 
 def _layout(sizes: Mapping[str, int]) -> Layout:

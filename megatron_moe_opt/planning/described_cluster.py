@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.schedules import parm
@@ -189,7 +189,7 @@ def _with_saa(cluster: Cluster) -> Cluster:
     if world.tp == 1 or (Kind.ALL_TO_ALL, JOINT) not in cluster.curves:
         return cluster
     points = tuple((size, _saa_seconds(size, world, costs, cluster)) for size in SIZES)
-    return Cluster(**{**vars(cluster), "saa": points})
+    return replace(cluster, saa=points)
 
 
 def _saa_seconds(size: int, world: World, costs: Costs, cluster: Cluster) -> float:

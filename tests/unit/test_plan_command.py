@@ -128,7 +128,15 @@ def test_the_plan_and_the_flags_that_run_it(run, tmp_path):
     [
         (
             "--cluster two-data-centres --world 32 --ep 32 --experts 32 --ffn-hidden 512 --micro-batch 8",
-            r"expert-migration --moe-opt-domain-sizes [0-9]+,[0-9]+,[0-9]+ --moe-opt-levels 2,2,8",
+            r"expert-migration --moe-opt-levels 2,2,8 --moe-opt-domain-sizes [0-9]+,[0-9]+,[0-9]+",
+        ),
+        (  # the levels are those that nodes make
+            "--cluster two-data-centres --world 16 --ep 16 --experts 32 --ffn-hidden 512 --micro-batch 8",
+            r"expert-migration --moe-opt-domain-sizes [0-9]+,[0-9]+",
+        ),
+        (
+            "--cluster two-data-centres --world 32 --ep 32 --experts 32 --ffn-hidden 512 --micro-batch 8 --output PLAN",
+            r"auto --moe-opt-plan \S+ --moe-opt-levels 2,2,8",
         ),
         (
             "--cluster pcie --world 16 --tp 4 --ep 4 --expert-tp 4 --no-sequence-parallel",
@@ -138,12 +146,13 @@ def test_the_plan_and_the_flags_that_run_it(run, tmp_path):
         ("--cluster h100-ib400 --world 16 --ep 8 --activation-budget 100000000", "alltoall"),
     ],
 )
-def test_flags_of_the_choice(run, arguments, flags):
-    _, output, _ = run(MIXTRAL, arguments)
+def test_flags_of_the_choice(run, tmp_path, arguments, flags):
+    _, output, _ = run(MIXTRAL, arguments.replace("PLAN", str(tmp_path / "plan.json")))
     line = output.splitlines()[-1]
     assert re.search(f"--moe-token-dispatcher-type {flags}$", line)
     assert ("--sequence-parallel" in line) == ("--tp" in arguments and "no-sequence-parallel" not in arguments)
-    split_options(line.split())
+    if "--output" not in arguments:
+        split_options(line.split())
 
 
 def test_montas_table(run):
