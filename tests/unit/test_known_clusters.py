@@ -99,8 +99,8 @@ def test_more_bandwidth_is_never_slower(name, fabric, factor):
         {one.variant: one.seconds for one in candidates(workload(known, layout), cluster)[0]}
         for cluster in (other, one)
     )
-    # Lanes that get out of step disturb each other at other times: that may cost a little of what is gained.
-    assert all(seconds[variant] <= at_most[variant] * 1.02 for variant in seconds)
+    # Lanes disturb each other, so that none of this is given; it holds for these rates.
+    assert all(seconds[variant] <= at_most[variant] * (1 + 1e-9) for variant in seconds)
 
 
 @pytest.mark.parametrize("memory", [1.0, 4.0])
