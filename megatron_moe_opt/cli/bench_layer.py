@@ -50,7 +50,7 @@ def bench_layer(settings: LayerSettings, json_file: Path | None) -> LayerReport:
     warnings.filterwarnings("ignore", module=r"megatron|torch")  # many, about absent optional libraries
     adopt_slurm_ranks()
     check_output("--json", json_file)
-    if settings.profile is not None and not any(name.endswith(f":{AUTO}") for name in settings.dispatchers):
+    if settings.profile is not None and not any(name.rpartition(":")[2] == AUTO for name in settings.dispatchers):
         raise ConfigurationError(
             f"--profile {settings.profile}: no dispatcher reads it; add monta:{AUTO} or parm:{AUTO} to --dispatchers, "
             "or drop it"
@@ -68,10 +68,10 @@ def bench_layer(settings: LayerSettings, json_file: Path | None) -> LayerReport:
 def check(settings: LayerSettings) -> Cluster | None:
     """Refuses, with ConfigurationError, all that can be refused before process groups are made. Returns the profile."""
     megatron_moe_opt.register()
-    from megatron_moe_opt.integration.registry import DISPATCHERS
+    from megatron_moe_opt.integration.registry import NAMES
 
     world = world_size()
-    settings.check((*STOCK, *DISPATCHERS), world)
+    settings.check((*STOCK, *NAMES), world)
     check_routing(settings.routing, experts=settings.experts, topk=settings.topk)
     if settings.profile is None:
         return None

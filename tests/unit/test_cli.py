@@ -31,7 +31,7 @@ def _run(monkeypatch, *arguments, world=1):
             "--dispatchers alltoall,montana",
             1,
             "--dispatchers montana is unknown: choose from alltoall, allgather, monta, parm, netmoe, mpmoe, deepspeed, "
-            "expert-migration",
+            "expert-migration, auto",
         ),
         (
             "--dispatchers alltoall:O2x4",
@@ -290,7 +290,7 @@ def test_bench_choice_in_one_process(tmp_path):
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        ("--mpmoe --replicated", "--mpmoe and --replicated are choices of two systems: give one of them"),
+        ("--mpmoe --replicated", "--replicated and --mpmoe are choices of different systems: give one of them"),
         ("--reuse S1", "--reuse and --activation-budget are mpmoe's: add --mpmoe, or drop them"),
         ("--mpmoe --reuse S5", "--reuse S5: choose one of none, S1, S2, S3, S4, or auto"),
     ],
