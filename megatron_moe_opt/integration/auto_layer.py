@@ -101,8 +101,8 @@ class PlannedLayer:
             self.passes += 1
             self.tokens = max(self.tokens, inputs[0].shape[:-1].numel())
 
-    def _see_rows(self, experts: Any, inputs: tuple[Any, ...]) -> None:
-        if experts.training:
+    def _see_rows(self, experts: Any, inputs: tuple[Any, ...] | None) -> None:
+        if inputs and experts.training:  # without inputs: see expert_migration_layer._finish_parameter_sync
             self.rows += inputs[0].size(0)
 
 

@@ -205,7 +205,7 @@ def tuned_layer(tokens_of_rank, passes):
 
 def test_a_layer_tunes_itself_under_skewed_counts(ranks):
     """Ranks time their passes differently and have 0 to 120 rows: had each decided by its own, they would hang."""
-    answers = ranks.run(tuned_layer, tokens_of_rank=(9, 60, 1, 5), passes=18, timeout_s=60)
+    answers = ranks.run(tuned_layer, tokens_of_rank=(9, 60, 1, 5), passes=18)
     told, _ = answers[0]
     assert all(other == told and error < 1e-6 for other, error in answers)
     assert told[:2] == [(1, "none")] * 2 and (2, "none") in told  # both are always tried

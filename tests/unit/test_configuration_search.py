@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_moe_opt.planning.configuration_search import ConfigurationSearch
@@ -24,7 +24,6 @@ def _search(search, cost, tokens):
 work = st.fixed_dictionaries({strategy: st.tuples(st.floats(1, 100), st.floats(1, 1e4)) for strategy in ALL})
 
 
-@settings(deadline=None)
 @given(work, st.dictionaries(st.sampled_from(REUSE), st.integers(1, 8), min_size=1), st.integers(2, 10**5))
 def test_finds_the_fastest_that_is_allowed(work, least, tokens):
     """Of strategies whose cost is convex in n, to within the tolerance of a search."""
