@@ -13,8 +13,6 @@ from collections.abc import Sequence
 from .planner import ALLTOALL, Prediction
 
 MOST_TRIED = 6
-NEAR = 1.5
-"""Times the least: what is predicted to take longer is not tried. Stock always is."""
 STEPS = 4
 """Of a variant in a sweep. The first does not count: buffers are new, and what was sent ahead may be on its way."""
 SWEEPS = 2
@@ -28,12 +26,10 @@ def shortlist(predictions: Sequence[Prediction], planned: str) -> tuple[str, ...
     Args:
         predictions: the fastest first.
     """
-    least = predictions[0].seconds
-    near = [one for one in predictions if one.seconds <= NEAR * least]
-    of_families = {one.family: one.variant for one in reversed(near)}.values()
-    stock = [one.variant for one in predictions if one.variant == ALLTOALL]
-    by_time = [one.variant for one in near]
-    tried = dict.fromkeys([planned, *stock, *sorted(of_families, key=by_time.index), *by_time])
+    of_systems = {one.family: one.variant for one in reversed(predictions)}.values()
+    by_time = [one.variant for one in predictions]
+    stock = [variant for variant in by_time if variant == ALLTOALL]
+    tried = dict.fromkeys([planned, *stock, *sorted(of_systems, key=by_time.index), *by_time])
     return tuple(tried)[:MOST_TRIED]
 
 
