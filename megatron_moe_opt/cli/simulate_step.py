@@ -14,6 +14,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from megatron_moe_opt.cli.model_checks import check_model
 from megatron_moe_opt.cli.output_files import check_timeline_files, write_timelines
 from megatron_moe_opt.cli.simulate_mpmoe import mpmoe_report
 from megatron_moe_opt.cli.simulate_parm import parm_report
@@ -174,24 +175,12 @@ def _mpmoe_report(settings: StepSettings, network: Network) -> list[Table | str]
 
 
 def _check(settings: StepSettings, parallel: Parallel, micro_batch_tokens: int, sequence: int) -> None:
-    model = settings.model
-    for name, size, by, divisor in (
-        ("--hidden", model.hidden, "--heads", model.heads),
-        ("--heads", model.heads, "--tp", parallel.tp),
-        ("--heads", model.heads, "--kv-heads", model.kv_heads or model.heads),
-        ("--experts", model.experts, "--ep", parallel.ep),
-        ("--ffn-hidden", model.ffn, "--expert-tp", parallel.etp),
-        ("--layers", model.layers, "--pp", parallel.pp),
-    ):
-        if size % divisor:
-            raise ConfigurationError(f"{by} {divisor} does not divide {name} {size}: choose a divisor")
+    check_model(settings.model, tp=parallel.tp, pp=parallel.pp, ep=parallel.ep, expert_tp=parallel.etp)
     if micro_batch_tokens % sequence:
         raise ConfigurationError(
             f"--sequence {sequence} does not divide the {micro_batch_tokens} tokens of a micro-batch (--tokens x TP x "
             "CP): choose a divisor"
         )
-    if model.topk > model.experts:
-        raise ConfigurationError(f"--topk {model.topk} is more than --experts {model.experts}: choose at most that")
 
 
 def _measured(settings: StepSettings) -> Network:
