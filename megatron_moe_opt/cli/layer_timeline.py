@@ -18,6 +18,7 @@ from megatron_moe_opt.cli.layer_report import shape_of
 from megatron_moe_opt.cli.layer_settings import BASELINE, LayerSettings
 from megatron_moe_opt.cli.output_files import check_timeline_files, write_timelines
 from megatron_moe_opt.cli.process_group import adopt_slurm_ranks, megatron_process_group, parallel_layer, world_size
+from megatron_moe_opt.cli.recorded_step import record_step
 from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.planning.cluster import Cluster
 from megatron_moe_opt.planning.monta import PASSES
@@ -79,19 +80,10 @@ def _record(
     layer = layers_under_test(settings, ep, device, permute_fusion=False)[_variant(settings)]
     for _ in range(settings.warmup):
         layer.recorded_step()
-    steps = [layer.recorded_step() for _ in range(settings.steps)]
-    seconds = torch.zeros(dist.get_world_size(), len(steps), dtype=torch.float64)
-    seconds[dist.get_rank()] = torch.tensor([sum(timeline.seconds for timeline in step) for step in steps])
-    seconds = seconds.to(device)
-    dist.all_reduce(seconds)
-    median = int(seconds.amax(0).argsort()[(len(steps) - 1) // 2])
-    if rank is None:
-        rank = int(seconds[:, median].argmax())
-    shown = [steps[median]]
-    dist.broadcast_object_list(shown, src=rank, device=device)
+    recorded = record_step(layer, settings.steps, device, rank)
     names = PASSES if settings.dispatch_only else ("forward", "backward")
-    measured = dict(zip(names, shown[0], strict=True))
-    return StepTimelines(rank, measured, None if cluster is None else _predict(measured, cluster))
+    measured = dict(zip(names, recorded.timelines, strict=True))
+    return StepTimelines(recorded.rank, measured, None if cluster is None else _predict(measured, cluster))
 
 
 def _predict(measured: Mapping[str, Timeline], cluster: Cluster) -> dict[str, Timeline]:
