@@ -22,8 +22,9 @@ from megatron_moe_opt.cli import loads
 from megatron_moe_opt.cli.loads import Rows
 from megatron_moe_opt.cli.meter import Busy, Load, Meter
 from megatron_moe_opt.cli.output_files import check_output, say_written
-from megatron_moe_opt.cli.process_group import adopt_slurm_ranks, process_group, temporary_groups, world_size
+from megatron_moe_opt.cli.process_group import adopt_slurm_ranks, megatron_process_group, temporary_groups, world_size
 from megatron_moe_opt.cli.profile_domains import domain_groups_of, domain_moves
+from megatron_moe_opt.cli.profile_local import local_work
 from megatron_moe_opt.cli.profile_report import curves_table
 from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.planning.cluster import Cluster, ExpertGemm, Points, World
@@ -41,6 +42,7 @@ from megatron_moe_opt.versions import megatron_version
 
 KIB, MIB = 2**10, 2**20
 SIZES = (16 * KIB, *(64 * KIB * 2**power for power in range(11)))  # up to 64 MiB
+LOCAL_SIZES = (256 * KIB, MIB, 4 * MIB, 16 * MIB)
 GEMM_ROWS = tuple(16 * 2**power for power in range(13))  # up to 65536
 # Curves end with an op that takes longer: from there on, time grows with the bytes. Those of experts' groups, on which
 # choices rest most, are measured further.
@@ -104,7 +106,7 @@ def profile_cluster(settings: ProfileSettings, output: Path) -> Cluster:
     adopt_slurm_ranks()
     check_output("--output", output)
     settings.layout(world_size())
-    with process_group() as device:
+    with megatron_process_group() as device:
         cluster = measure(settings, device)
         if dist.get_rank() == 0:
             cluster.save(output)
@@ -125,7 +127,7 @@ def measure(settings: ProfileSettings, device: torch.device) -> Cluster:
         moves = domain_moves(rows, domains, workers) + _moves(rows, groups, nodes)
         groups |= domains
         measured = _Measured(Meter(device), settings.seconds, moves, groups)
-        task = progress.add_task("", total=len(moves) + 4)
+        task = progress.add_task("", total=len(moves) + 5)
         for load in moves:
             progress.update(task, description=str(load), advance=1)
             measured.add(load)
@@ -137,6 +139,8 @@ def measure(settings: ProfileSettings, device: torch.device) -> Cluster:
         progress.update(task, description="lanes side by side", advance=1)
         slowdown = measured.slowdown(experts[0], gemm)
         overhead = measured.overhead(rows, slowdown)
+        progress.update(task, description="rows on the rank", advance=1)
+        local = local_work(rows, settings.dtype, Meter(device), LOCAL_SIZES, LONGEST_SECONDS, device)
     return Cluster(
         world=World(nodes.node_of, layout.tp, layout.cp, layout.ep, layout.expert_tp),
         curves=measured.curves,
@@ -144,6 +148,7 @@ def measure(settings: ProfileSettings, device: torch.device) -> Cluster:
         overhead=overhead,
         saa=saa,
         expert_gemm=ExpertGemm(settings.hidden, ffn_hidden, settings.dtype, gemm, training),
+        local_work=local,
         host=_host(device),
         software=_software(),
     )

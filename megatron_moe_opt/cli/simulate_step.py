@@ -25,8 +25,8 @@ from megatron_moe_opt.planning.parm import ParmLayer
 from megatron_moe_opt.planning.simulator import Slowdown, simulate
 from megatron_moe_opt.planning.throughput import Device, Throughput, throughput
 from megatron_moe_opt.schedules.monta import LEVELS, even_chunks
-from megatron_moe_opt.schedules.schedule import COLLECTIVES, Kind
-from megatron_moe_opt.schedules.timeline import Span, Timeline, one_after_another
+from megatron_moe_opt.schedules.schedule import Kind
+from megatron_moe_opt.schedules.timeline import Timeline, one_after_another
 
 
 @dataclass(frozen=True)
@@ -79,8 +79,7 @@ class Candidate:
     @property
     def exposed(self) -> float:
         """Seconds in which at least one collective runs: the layer waits for communication."""
-        spans = ([span for span in timeline.spans if span.op.kind in COLLECTIVES] for timeline in self.timelines)
-        return sum(map(_covered, spans))
+        return sum(timeline.exposed for timeline in self.timelines)
 
     @property
     def hidden(self) -> float:
@@ -226,15 +225,6 @@ def _lane_bytes() -> int:
     from megatron_moe_opt.kernels import LANE_BYTES
 
     return LANE_BYTES
-
-
-def _covered(spans: Sequence[Span]) -> float:
-    """Seconds in which at least one of the spans runs."""
-    covered, until = 0.0, 0.0
-    for span in sorted(spans, key=lambda span: span.start):
-        covered += max(span.end - max(span.start, until), 0.0)
-        until = max(until, span.end)
-    return covered
 
 
 def _candidates_table(candidates: Sequence[Candidate], chosen: Candidate) -> Table:
