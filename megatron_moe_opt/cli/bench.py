@@ -49,7 +49,8 @@ def layer(
         bool, typer.Option(help="All TP ranks hold the same tokens: TP without sequence parallelism.")
     ] = False,
     profile: Annotated[
-        Path | None, typer.Option(help="cluster.json of moe-opt profile, for monta:auto and parm:auto.")
+        Path | None,
+        typer.Option(help="cluster.json of moe-opt profile, for monta:auto and the like, and --report's predictions."),
     ] = None,
     json: Annotated[Path | None, typer.Option(help="Write everything, every round's time too.")] = None,
     report: Annotated[

@@ -20,6 +20,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 import megatron_moe_opt
+from megatron_moe_opt.cli.layer_prediction import Predicted, predict_layer
 from megatron_moe_opt.cli.layer_report import DispatcherResult, LayerReport, as_json, print_report
 from megatron_moe_opt.cli.layer_settings import STOCK, LayerSettings
 from megatron_moe_opt.cli.links import LinkRates, WireLimit, measure_links, timed, wire_limit
@@ -60,15 +61,16 @@ def bench_layer(settings: LayerSettings, json_file: Path | None, report_folder: 
     warnings.filterwarnings("ignore", module=r"megatron|torch")  # many, about absent optional libraries
     adopt_slurm_ranks()
     check_output("--json", json_file)
-    if settings.profile is not None and not any(name.endswith(f":{AUTO}") for name in settings.dispatchers):
+    chosen_by_it = any(name.endswith(f":{AUTO}") for name in settings.dispatchers)
+    if settings.profile is not None and not chosen_by_it and report_folder is None:
         raise ConfigurationError(
-            f"--profile {settings.profile}: no dispatcher reads it; add monta:{AUTO} or parm:{AUTO} to --dispatchers, "
-            "or drop it"
+            f"--profile {settings.profile}: nothing reads it; add monta:{AUTO} or parm:{AUTO} to --dispatchers, or "
+            "--report for a page with predictions, or drop it"
         )
-    check(settings)
+    cluster = check(settings)
     make_report_folder(report_folder)
     with megatron_process_group() as device:
-        report = run(settings, device, record=report_folder is not None)
+        report = run(settings, device, cluster, record=report_folder is not None)
         if dist.get_rank() == 0:
             console = Console(width=None if sys.stdout.isatty() else 200)
             print_report(report, console)
@@ -100,10 +102,13 @@ def check(settings: LayerSettings) -> Cluster | None:
     return cluster
 
 
-def run(settings: LayerSettings, device: torch.device, record: bool = False) -> LayerReport:
+def run(
+    settings: LayerSettings, device: torch.device, cluster: Cluster | None = None, record: bool = False
+) -> LayerReport:
     """Builds the layers, compares their results, counts and times them. A collective call over the world.
 
     Args:
+        cluster: to predict the dispatchers' times by.
         record: then run RECORDED_STEPS more of each, whose ops are timed, and keep the median one.
     """
     from megatron_moe_opt.cli.moe_layer import layers_under_test
@@ -135,7 +140,8 @@ def run(settings: LayerSettings, device: torch.device, record: bool = False) -> 
         for name in layers
     )
     environment = _environment(settings, ep, permute_fusion, device)
-    return LayerReport(settings, environment, nodes, rates, results, balance, {}, recorded)
+    predicted = Predicted() if cluster is None else predict_layer(settings, ep, balance, nodes.node_of, cluster)
+    return LayerReport(settings, environment, nodes, rates, results, balance, predicted, recorded)
 
 
 def _differences(layers: dict[str, LayerUnderTest], baseline: str, tolerance: float) -> dict[str, tuple[float, float]]:

@@ -14,8 +14,8 @@ from megatron_moe_opt.schedules.schedule import Kind, Lane
 from megatron_moe_opt.schedules.timeline import Timeline
 
 WIDTH = 1000.0
-TEXT = 6.6
-"""Width of a character of the charts' 12 px text, a little more than the mean's."""
+TEXT = 7.3
+"""Width of a character of the charts' 12 px text: of the wider ones among the fonts that browsers choose."""
 TOP = 4.0
 _AXIS = 22.0  # height of the axis' numbers
 _LONGEST_GUTTER = 300.0
@@ -44,7 +44,7 @@ class Area:
     left: float
     right: float
     end: float
-    """The axis goes from 0 to this value."""
+    """The value on the right; 0 is on the left."""
     ticks: tuple[Tick, ...]
 
     def x(self, value: float) -> float:
@@ -149,12 +149,10 @@ class ColumnChart:
 
 
 def ticks(largest: float) -> tuple[float, ...]:
-    """0, and four to nine further multiples of 1, 2 or 5 times a power of ten; the last is `largest` or above."""
-    if not largest > 0:
-        return 0.0, 1.0
+    """0, and two to five further multiples of 1, 2 or 5 times a power of ten, up to `largest`, which is above 0."""
     magnitude = 10.0 ** math.floor(math.log10(largest))
     step = next(unit * magnitude for unit in (0.2, 0.5, 1.0, 2.0) if largest <= 5 * unit * magnitude * (1 + 1e-9))
-    return tuple(float(f"{step * count:.12g}") for count in range(math.ceil(largest / step * (1 - 1e-9)) + 1))
+    return tuple(float(f"{step * count:.12g}") for count in range(math.floor(largest / step * (1 + 1e-9)) + 1))
 
 
 def bar_chart(data: Sequence[BarData]) -> BarChart:
@@ -199,13 +197,13 @@ def stack_chart(stacks: Mapping[str, Mapping[str, float]], numbers: Mapping[str,
         for name, value in parts.items():
             x, before = area.x(before), before + value
             title = f"{label}: {name}, {value:.2f} {unit}"
-            segments.append(_segment(x, area.x(before) - x, numbers[name], name, title))
+            segments.append(_segment(x, area.x(before) - x, numbers[name], (name,), title))
         rows.append(Row(label, TOP + index * _BAR_STEP + 5, tuple(segments), texts[label], area.x(sums[label]) + 8))
     return RowChart(area, tuple(rows), TOP + len(rows) * _BAR_STEP + _AXIS)
 
 
 def timeline_chart(timeline: Timeline, longest: float) -> RowChart:
-    """One row a lane, on an axis of milliseconds up to `longest` seconds at least; charts of one `longest` compare."""
+    """One row a lane, on an axis of milliseconds up to `longest` seconds; charts of one `longest` compare."""
     area = _area([lane.value for lane in Lane], longest * 1e3, right=WIDTH - 14)
     top = TOP + _PART_HEAD * bool(timeline.parts)
     rows = []
@@ -215,14 +213,14 @@ def timeline_chart(timeline: Timeline, longest: float) -> RowChart:
             x, end = area.x(span.start * 1e3), area.x(span.end * 1e3)
             title = f"{span.op}: {span.start * 1e3:.3f} to {span.end * 1e3:.3f} ms"
             title += f", {span.op.size} bytes" if span.op.size else ""
-            segments.append(_segment(x, max(end - x, _NARROWEST), KINDS[span.op.kind.value], op_label(span.op), title))
+            labels = op_label(span.op), str(span.op.chunk)
+            segments.append(_segment(x, max(end - x, _NARROWEST), KINDS[span.op.kind.value], labels, title))
         rows.append(Row(lane.value, top + index * _LANE_STEP, tuple(segments)))
     parts = []
     for part in timeline.parts:
         x = area.x(part.start * 1e3)
-        width = area.x(part.end * 1e3) - x
-        short = part.name.partition(".")[0]  # its number
-        parts.append(_segment(x, width, 0, part.name if _fits(part.name, width) else short, part.name))
+        labels = part.name, part.name.partition(".")[0]  # its number
+        parts.append(_segment(x, area.x(part.end * 1e3) - x, 0, labels, part.name))
     return RowChart(area, tuple(rows), top + len(rows) * _LANE_STEP + _AXIS, tuple(parts))
 
 
@@ -249,19 +247,17 @@ def column_chart(values: Sequence[int], what: str) -> ColumnChart:
     return ColumnChart(columns, _round(bottom - sum(values) / len(values) * unit), bottom, _COLUMNS_WIDTH, bottom + TOP)
 
 
-def _segment(x: float, width: float, number: int, label: str, title: str) -> Segment:
-    return Segment(x, _round(width), number, label if _fits(label, width) else "", title)
-
-
-def _fits(label: str, width: float) -> bool:
-    return width >= TEXT * len(label) + 4
+def _segment(x: float, width: float, number: int, labels: Sequence[str], title: str) -> Segment:
+    """With the first of its labels that there is room for."""
+    label = next((one for one in labels if TEXT * len(one) <= width), "")
+    return Segment(x, _round(width), number, label, title)
 
 
 def _area(labels: Sequence[str], largest: float, right: float) -> Area:
     left = min(TEXT * max(map(len, labels)) + 14, _LONGEST_GUTTER)
-    numbers = ticks(largest)
-    place = (right - left) / numbers[-1]
-    return Area(left, right, numbers[-1], tuple(Tick(_round(left + n * place), f"{n:g}") for n in numbers))
+    end = largest or 1.0
+    marks = tuple(Tick(_round(left + number / end * (right - left)), f"{number:g}") for number in ticks(end))
+    return Area(left, right, end, marks)
 
 
 def _round(place: float) -> float:

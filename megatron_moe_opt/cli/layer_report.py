@@ -11,6 +11,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from megatron_moe_opt.cli.layer_prediction import Predicted
 from megatron_moe_opt.cli.layer_settings import LayerSettings
 from megatron_moe_opt.cli.links import LinkRates, WireLimit
 from megatron_moe_opt.cli.recorded_step import RecordedStep
@@ -70,8 +71,7 @@ class LayerReport:
     rates: LinkRates
     results: tuple[DispatcherResult, ...]
     balance: RoutingBalance
-    predicted: Mapping[str, float]
-    """Seconds of a step by dispatcher, of those that could be predicted; empty without a profile."""
+    predicted: Predicted
     recorded: Mapping[str, RecordedStep]
     """A step by dispatcher; empty where none was asked for."""
 

@@ -86,7 +86,9 @@ def render_page(report: LayerReport) -> str:
         baseline=report.settings.baseline,
         times=times_table(report),
         times_chart=_times_chart(report),
-        prediction=_prediction(report) if report.predicted else None,
+        prediction=_prediction(report) if report.predicted.seconds else None,
+        profile=report.settings.profile,
+        not_predicted=report.predicted.missing,
         timelines=_timelines(report),
         without_schedules=[name for name, step in report.recorded.items() if not step.timelines],
         kinds=_kinds(report),
@@ -135,16 +137,17 @@ def _times_chart(report: LayerReport) -> BarChart:
 
 def _prediction(report: LayerReport) -> dict[str, Any]:
     """Of the dispatchers that a prediction was made for."""
-    results = [result for result in report.results if result.dispatcher in report.predicted]
+    predictions = report.predicted.seconds
+    results = [result for result in report.results if result.dispatcher in predictions]
     rows, data = [], []
     for result in results:
-        predicted, measured = report.predicted[result.dispatcher], result.median
+        predicted, measured = predictions[result.dispatcher], result.median
         error = f"{predicted / measured - 1:+.1%}"
         rows.append((result.dispatcher, f"{predicted * 1e3:.1f}", f"{measured * 1e3:.1f}", error))
         samples = tuple(seconds * 1e3 for seconds in result.seconds)
         colour = _colour(report, result)
         data.append(BarData(result.dispatcher, measured * 1e3, error, samples, predicted * 1e3, colour))
-    fastest = min(results, key=lambda result: report.predicted[result.dispatcher]).dispatcher
+    fastest = min(results, key=lambda result: predictions[result.dispatcher]).dispatcher
     measured = min(results, key=lambda result: result.median).dispatcher
     return {
         "agreement": f"Predicted to be fastest: {fastest}. Measured to be fastest of those predicted: {measured}.",
@@ -173,7 +176,8 @@ def _summary(rank: int, timelines: Sequence[Timeline]) -> str:
     lanes = dict.fromkeys(lane for timeline in timelines for lane in timeline.schedule.lanes)
     busy = ", ".join(f"{lane.value} {sum(one.busy(lane) for one in timelines) * 1e3:.1f}" for lane in lanes)
     seconds = sum(timeline.seconds for timeline in timelines)
-    text = f"Rank {rank}: {seconds * 1e3:.1f} ms in {len(timelines)} schedules. Busy ms: {busy or 'none'}."
+    names = "; ".join(f"{number}. {one.schedule.name}" for number, one in enumerate(timelines, start=1))
+    text = f"Rank {rank}: {seconds * 1e3:.1f} ms in {names}. Busy ms: {busy or 'none'}."
     hideable = sum(timeline.hideable for timeline in timelines)
     if hideable:
         text += f" Overlap {max(sum(timeline.hidden for timeline in timelines), 0.0) / hideable:.0%}."

@@ -79,7 +79,8 @@ def _run(monkeypatch, *arguments, world=1):
         (
             "--dispatchers monta:O3x4 --profile f",
             1,
-            "--profile f: no dispatcher reads it; add monta:auto or parm:auto to --dispatchers, or drop it",
+            "--profile f: nothing reads it; add monta:auto or parm:auto to --dispatchers, or --report for a page with "
+            "predictions, or drop it",
         ),
         (
             "--dispatchers monta:auto --profile nowhere.json",
