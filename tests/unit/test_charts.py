@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_moe_opt.cli.charts import (
@@ -42,6 +42,7 @@ def test_ticks_of_some_axes(largest, expected):
     assert ticks(largest) == expected
 
 
+@settings(max_examples=40)
 @given(
     st.lists(
         st.tuples(st.text(max_size=60), st.lists(POSITIVE, min_size=1, max_size=5), st.none() | POSITIVE),
@@ -83,6 +84,7 @@ def test_parts_of_a_stack_follow_each_other(stacks):
         assert place <= row.text_x < WIDTH
 
 
+@settings(max_examples=40)
 @given(st.lists(schedules(), min_size=1, max_size=3), st.floats(1, 3))
 def test_a_timeline_has_every_op_in_its_lane(made, room):
     parts = {str(number): simulate(schedule, lambda op: op.size / 1e3) for number, schedule in enumerate(made)}
