@@ -24,7 +24,7 @@ from megatron_moe_opt.planning.cluster import Cluster
 from megatron_moe_opt.planning.monta import PASSES
 from megatron_moe_opt.planning.simulator import simulate
 from megatron_moe_opt.schedules.schedule import Lane
-from megatron_moe_opt.schedules.timeline import Timeline, one_after_another
+from megatron_moe_opt.schedules.timeline import Timeline, one_after_another, overlap
 
 
 @dataclass(frozen=True)
@@ -115,14 +115,13 @@ def timelines_table(step: StepTimelines, title: str) -> Table:
         timelines = [step.measured[name] for name in names]
         predicted = step.predicted and sum(step.predicted[name].seconds for name in names)
         measured = sum(timeline.seconds for timeline in timelines)
-        hideable = sum(timeline.hideable for timeline in timelines)
-        hidden = max(sum(timeline.hidden for timeline in timelines), 0.0)
+        hidden = overlap(timelines)
         table.add_row(
             row,
             "-" if predicted is None else f"{predicted * 1e3:.4g}",
             f"{measured * 1e3:.4g}",
             "-" if predicted is None else f"{predicted / measured - 1:+.1%}",
             *(f"{sum(timeline.busy(lane) for timeline in timelines) * 1e3:.4g}" for lane in lanes),
-            f"{hidden / hideable:.0%}" if hideable else "-",
+            "-" if hidden is None else f"{hidden:.0%}",
         )
     return table

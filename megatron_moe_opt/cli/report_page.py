@@ -36,7 +36,7 @@ from megatron_moe_opt.cli.layer_report import (
 from megatron_moe_opt.cli.routing_balance import max_over_mean
 from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.runtime.traffic import INTER_NODE, INTRA_NODE
-from megatron_moe_opt.schedules.timeline import Timeline
+from megatron_moe_opt.schedules.timeline import Timeline, overlap
 
 PAGE = "report.html"
 _OURS, _BASELINE = KINDS["all_to_all"], KINDS["copy"]  # blue and grey
@@ -178,10 +178,8 @@ def _summary(rank: int, timelines: Sequence[Timeline]) -> str:
     seconds = sum(timeline.seconds for timeline in timelines)
     names = "; ".join(f"{number}. {one.schedule.name}" for number, one in enumerate(timelines, start=1))
     text = f"Rank {rank}: {seconds * 1e3:.1f} ms in {names}. Busy ms: {busy or 'none'}."
-    hideable = sum(timeline.hideable for timeline in timelines)
-    if hideable:
-        text += f" Overlap {max(sum(timeline.hidden for timeline in timelines), 0.0) / hideable:.0%}."
-    return text
+    hidden = overlap(timelines)
+    return text if hidden is None else f"{text} Overlap {hidden:.0%}."
 
 
 def _kinds(report: LayerReport) -> list[tuple[str, int]]:

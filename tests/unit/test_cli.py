@@ -120,6 +120,7 @@ def _run(monkeypatch, *arguments, world=1):
             "--json nowhere/out.json: its folder does not exist; create it or choose another",
         ),
         ("--json .", 1, "--json . is a folder: name a file in it"),
+        ("--report /dev/null", 1, "--report /dev/null cannot be created (File exists): choose another folder"),
     ],
 )
 def test_bench_layer_refuses(monkeypatch, capsys, arguments, world, sentence):
