@@ -54,6 +54,8 @@ class Options:
     """Times that a layer's experts travel compressed from one renewal of their mean to the next; 0: without mean."""
     profile: Path | None = None
     """A cluster.json of `moe-opt profile`."""
+    plan: Path | None = None
+    """A plan.json of `moe-opt plan`, for `auto`."""
     expert_order: Path | None = None
     """A file of `moe-opt plan-experts`: which rank holds which experts. None: stock's order."""
     partitions: int | tuple[int, ...] | str | None = None
@@ -225,6 +227,9 @@ def _parser() -> argparse.ArgumentParser:
     group = parser.add_argument_group("megatron-moe-opt")
     group.add_argument(
         f"{PREFIX}profile", dest="profile", type=Path, metavar="FILE", help="cluster.json written by `moe-opt profile`"
+    )
+    group.add_argument(
+        f"{PREFIX}plan", dest="plan", type=Path, metavar="FILE", help="plan.json written by `moe-opt plan`, for auto"
     )
     group.add_argument(
         f"{PREFIX}monta-level",

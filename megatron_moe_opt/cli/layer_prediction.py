@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from megatron_moe_opt.cli.layer_settings import MIGRATION, LayerSettings, split_variant
+from megatron_moe_opt.cli.layer_settings import LayerSettings
 from megatron_moe_opt.cli.routing_balance import RoutingBalance, max_over_mean
 from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.kernels import LANE_BYTES
@@ -15,6 +15,7 @@ from megatron_moe_opt.planning.planner import LayerWorkload, candidates
 from megatron_moe_opt.schedules.mpmoe import NONE
 from megatron_moe_opt.topology.domain_groups import find_levels
 from megatron_moe_opt.topology.layouts import Layout
+from megatron_moe_opt.variants import MIGRATION, split_variant
 
 
 @dataclass(frozen=True)
@@ -88,7 +89,7 @@ def workload_of(settings: LayerSettings, ep: int, balance: RoutingBalance, worke
 def candidate_name(dispatcher: str, settings: LayerSettings, levels: int) -> str | None:
     """What the planner calls a dispatcher with its defaults filled in; None where it chooses by itself."""
     name, options = split_variant(dispatcher, settings.profile)
-    if dispatcher.endswith(f":{AUTO}"):
+    if dispatcher.rpartition(":")[2] == AUTO:
         return None
     if name == "monta":
         level = options.monta_level or "O1"

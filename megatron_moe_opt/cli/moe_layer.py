@@ -12,12 +12,14 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_moe_opt import register
-from megatron_moe_opt.cli.layer_settings import LayerSettings, split_variant
+from megatron_moe_opt.cli.layer_settings import LayerSettings
 from megatron_moe_opt.cli.routing import choose_experts
+from megatron_moe_opt.integration.auto_layer import Controller, current_controller
 from megatron_moe_opt.integration.moe_layer import build_layer, forget_migrated_experts, impose_routing
-from megatron_moe_opt.options import Options
+from megatron_moe_opt.options import AUTO, Options
 from megatron_moe_opt.runtime.executor import recording
 from megatron_moe_opt.schedules.timeline import Timeline
+from megatron_moe_opt.variants import split_variant
 
 
 def layer_config(settings: LayerSettings, dispatcher: str, ep: int, permute_fusion: bool) -> TransformerConfig:
@@ -192,4 +194,17 @@ def layer_under_test(
         probs = (routing_map / settings.topk).requires_grad_()
         return DispatchUnderTest(*common, probs, routing_map)
     impose_routing(layer, indices.to(device))
-    return LayerUnderTest(*common)
+    under_test = LayerUnderTest(*common)
+    if dispatcher == AUTO:
+        settle(under_test)
+    return under_test
+
+
+def settle(planned: LayerUnderTest) -> Controller:
+    """Runs steps of a layer under `auto`, the last that was built, until it has chosen. A collective call."""
+    controller = current_controller()
+    while not controller.settled:
+        planned.clear_grads()
+        planned.step()
+        controller.after_step()
+    return controller

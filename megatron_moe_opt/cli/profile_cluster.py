@@ -22,9 +22,15 @@ from megatron_moe_opt.cli import loads
 from megatron_moe_opt.cli.loads import Rows
 from megatron_moe_opt.cli.meter import Busy, Load, Meter
 from megatron_moe_opt.cli.output_files import check_output, say_written
-from megatron_moe_opt.cli.process_group import adopt_slurm_ranks, megatron_process_group, temporary_groups, world_size
+from megatron_moe_opt.cli.process_group import (
+    adopt_slurm_ranks,
+    megatron_process_group,
+    parallel_layer,
+    temporary_groups,
+    world_size,
+)
 from megatron_moe_opt.cli.profile_domains import domain_groups_of, domain_moves
-from megatron_moe_opt.cli.profile_local import local_work
+from megatron_moe_opt.cli.profile_local import local_work, one_expert
 from megatron_moe_opt.cli.profile_report import curves_table
 from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.planning.cluster import Cluster, ExpertGemm, Points, World
@@ -123,7 +129,12 @@ def measure(settings: ProfileSettings, device: torch.device) -> Cluster:
     rows = Rows(settings.hidden, settings.torch_dtype, device)
     ffn_hidden = settings.ffn_hidden // settings.expert_tp
     workers = find_levels([nodes.node_of[rank] for rank in layout.groups("ep")[0]]) if settings.domains else ()
-    with groups_of(layout) as groups, domain_groups_of(layout, workers) as domains, _progress() as progress:
+    with (
+        groups_of(layout) as groups,
+        domain_groups_of(layout, workers) as domains,
+        parallel_layer(tp=1, ep=1, expert_tp=1, seed=1),  # for Megatron's layers on a rank by itself
+        _progress() as progress,
+    ):
         moves = domain_moves(rows, domains, workers) + _moves(rows, groups, nodes)
         groups |= domains
         measured = _Measured(Meter(device), settings.seconds, moves, groups)
@@ -132,7 +143,8 @@ def measure(settings: ProfileSettings, device: torch.device) -> Cluster:
             progress.update(task, description=str(load), advance=1)
             measured.add(load)
         progress.update(task, description="expert", advance=1)
-        experts = [loads.expert_gemm(rows, ffn_hidden, training) for training in (False, True)]
+        expert = one_expert(rows, ffn_hidden)
+        experts = [loads.expert_gemm(rows, expert, training) for training in (False, True)]
         gemm, training = (measured.curve(expert, GEMM_ROWS) for expert in experts)
         progress.update(task, description="all_to_all beside all_gather", advance=1)
         saa = measured.saa(rows)
@@ -140,7 +152,7 @@ def measure(settings: ProfileSettings, device: torch.device) -> Cluster:
         slowdown = measured.slowdown(experts[0], gemm)
         overhead = measured.overhead(rows, slowdown)
         progress.update(task, description="rows on the rank", advance=1)
-        local = local_work(rows, settings.dtype, Meter(device), LOCAL_SIZES, LONGEST_SECONDS, device)
+        local = local_work(rows, Meter(device), LOCAL_SIZES, LONGEST_SECONDS)
     return Cluster(
         world=World(nodes.node_of, layout.tp, layout.cp, layout.ep, layout.expert_tp),
         curves=measured.curves,

@@ -13,6 +13,7 @@ from megatron_moe_opt.schedules.schedule import Kind, Lane, Op, Schedule
 from tests.unit.permute_cases import equal_bits, random_map
 
 SPIN = 100_000_000  # cycles: about 50 ms, long against every kernel of these tests
+LONG_SPIN = 2_000_000_000  # about a second: long against what a busy host takes to issue them, too
 ROWS, WIDTH, CHUNKS = 999, 256, 4
 LANES = (Lane.INTER, Lane.INTRA, Lane.COPY)
 
@@ -42,9 +43,9 @@ class Chains:
             self.expected.append(rows)
         self.schedule = Schedule("chains", tuple(ops))
 
-    def delay(self, op):
+    def delay(self, op, cycles=SPIN):
         """Lets this op begin late."""
-        self.steps[op] = steps.call(lambda: torch.cuda._sleep(SPIN)) + self.steps[op]
+        self.steps[op] = steps.call(lambda: torch.cuda._sleep(cycles)) + self.steps[op]
 
     def fill(self):
         for place, rows in zip(self.inputs, self.rows, strict=True):
@@ -88,7 +89,7 @@ def test_on_a_side_stream(device):
 
 def test_the_host_does_not_wait(device):
     chains = Chains(device, LANES)
-    chains.delay(0)
+    chains.delay(0, LONG_SPIN)
     chains.fill()
     torch.cuda.synchronize()
     executor("cuda").run(chains.schedule, chains.steps)
@@ -115,7 +116,7 @@ def test_recording_orders_the_ops(device):
 
 def test_lanes_run_side_by_side(device):
     schedule = Schedule("sleep", tuple(Op(Kind.COMPUTE, lane) for lane in LANES))
-    sleep = [steps.call(lambda: torch.cuda._sleep(SPIN)) for _ in LANES]
+    sleep = [steps.call(lambda: torch.cuda._sleep(LONG_SPIN)) for _ in LANES]
     first, *others = executor("cuda").run(schedule, sleep, record=True).spans
     assert first.end > first.start
     for other in others:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 import time
 from datetime import timedelta
 from typing import Any
@@ -121,10 +122,16 @@ def test_delays_in_any_lane_change_nothing(ranks):
 
 
 def record_lanes() -> None:
-    """Ops of one lane do not overlap, those of different lanes do, and nobody starts before what it waits for."""
+    """Ops of one lane do not overlap, those of different lanes do, and nobody starts before what it waits for.
 
-    def pause() -> Steps:
-        return steps.call(lambda: time.sleep(0.05))
+    The first of a lane meets the one beside it, and its second one the op that waited: each would wait for ever for an
+    op that does not run at the same time.
+    """
+    pause = 0.05
+    meetings = [threading.Barrier(2, timeout=300) for _ in range(2)]
+
+    def meet(number: int) -> Steps:
+        return steps.call(lambda: (meetings[number].wait(), time.sleep(pause), meetings[number].wait()))
 
     ops = (
         Op(Kind.COPY, Lane.INTER, 0),
@@ -132,12 +139,12 @@ def record_lanes() -> None:
         Op(Kind.COPY, Lane.COPY, 0),
         Op(Kind.COMPUTE, Lane.COMPUTE, 0, waits_for=(0,)),
     )
-    timeline = executor().run(Schedule("lanes", ops), [pause() for _ in ops], record=True)
+    timeline = executor().run(Schedule("lanes", ops), [meet(0), meet(1), meet(0), meet(1)], record=True)
     first, second, beside, after = timeline.spans
     assert first.end <= second.start and first.end <= after.start
     assert beside.start < first.end and first.start < beside.end
     assert after.start < second.end
-    assert all(span.end - span.start >= 0.05 for span in timeline.spans)
+    assert all(span.end - span.start >= pause for span in timeline.spans)
 
 
 def test_lanes_run_side_by_side_and_are_recorded(ranks):
@@ -147,7 +154,7 @@ def test_lanes_run_side_by_side_and_are_recorded(ranks):
 def fail_in(lane: Lane) -> str:
     """Every rank fails in one lane while another lane waits for a message that never comes. Then all is well again."""
     world = dist.group.WORLD
-    group = dist.new_group(timeout=timedelta(seconds=60))
+    group = dist.new_group(timeout=timedelta(hours=1))  # longer than a case may take
     rows = torch.full((2, 3), float(dist.get_rank()))
     waiting = Op(Kind.SEND_RECEIVE, Lane.INTER if lane is not Lane.INTER else Lane.INTRA, 1, group="ep")
     never_sent = [(0, 2) if peer == (dist.get_rank() + 1) % 4 else (0, 0) for peer in range(4)]
@@ -156,14 +163,13 @@ def fail_in(lane: Lane) -> str:
     later_ran = []
     later = steps.call(lambda: later_ran.append(1))
     schedule = Schedule("test", (waiting, Op(Kind.COPY, lane, 5), Op(Kind.COPY, lane, 6)))
-    begin = time.monotonic()
     try:
         executor().run(schedule, [receive, failing, later])
         message = "no error"
     except LaneError as error:
         message = str(error)
         assert isinstance(error.__cause__, IndexError)
-    assert time.monotonic() - begin < 10 and not later_ran
+    assert not later_ran
     gathered = torch.empty(8, 3)
     step = steps.all_gather(rows, gathered, [2] * 4, world)
     executor().run(Schedule("again", (Op(Kind.ALL_GATHER, Lane.INTER, group="world"),)), [step])
@@ -178,10 +184,11 @@ def test_a_failing_lane_stops_the_others_and_the_executor_lives_on(ranks, lane):
 
 
 def stall(rank_that_stalls: int) -> None:
-    group = dist.new_group(timeout=timedelta(seconds=2), group_desc="EXPERT_GROUP")
+    dist.barrier()  # the group's time is for the stall, not for a rank that is late
+    group = dist.new_group(timeout=timedelta(seconds=3), group_desc="EXPERT_GROUP")
+    dist.barrier()
     if dist.get_rank() == rank_that_stalls:
-        time.sleep(4)
-        raise RuntimeError("stalled")
+        return
     rows, gathered = torch.zeros(1, 3), torch.zeros(4, 3)
     op = Op(Kind.ALL_GATHER, Lane.INTRA, 2, group="expert-tp")
     copy = Op(Kind.COPY, Lane.COPY, 2, waits_for=(0,))
@@ -190,21 +197,20 @@ def stall(rank_that_stalls: int) -> None:
 
 def test_a_stalled_rank_is_named_within_the_timeout(ranks):
     with pytest.raises(RankFailure) as caught:
-        ranks.run(stall, rank_that_stalls=1, timeout_s=60)
-    for rank, kind, message in caught.value.errors:
-        if rank != 1:
-            assert kind == "LaneError"
-            assert message.startswith(
-                "test: lane intra: all_gather of chunk 2 on group EXPERT_GROUP (ranks 0, 1, 2, 3) failed on rank "
-                f"{rank}: with rank 1: "
-            )
-            assert "Timed out waiting 2000ms" in message
+        ranks.run(stall, rank_that_stalls=1)
+    assert [(rank, kind) for rank, kind, _ in caught.value.errors] == [(rank, "LaneError") for rank in (0, 2, 3)]
+    for rank, _, message in caught.value.errors:
+        assert message.startswith(
+            "test: lane intra: all_gather of chunk 2 on group EXPERT_GROUP (ranks 0, 1, 2, 3) failed on rank "
+            f"{rank}: with rank 1: "
+        )
+        assert "Timed out waiting 3000ms" in message
 
 
 def leave(rank_that_dies: int) -> None:
     import os
 
-    group = dist.new_group(timeout=timedelta(seconds=60))
+    group = dist.new_group(timeout=timedelta(hours=1))  # longer than the others may take
     if dist.get_rank() == rank_that_dies:
         os._exit(3)
     rows, gathered = torch.zeros(1, 3), torch.zeros(4, 3)
@@ -213,10 +219,8 @@ def leave(rank_that_dies: int) -> None:
 
 
 def test_a_dead_rank_ends_the_others_at_once(ranks):
-    begin = time.monotonic()
     with pytest.raises(RankFailure) as caught:
-        ranks.run(leave, rank_that_dies=2, timeout_s=60)
-    assert time.monotonic() - begin < 30
+        ranks.run(leave, rank_that_dies=2)
     named = [message for rank, kind, message in caught.value.errors if rank != 2 and kind == "LaneError"]
     assert len(named) == 3 and all("lane inter: all_to_all of chunk 0 on group" in message for message in named)
 

@@ -242,7 +242,7 @@ def test_dead_rank_is_named(collective):
     pool = RankPool(world=2)
     try:
         with pytest.raises(RankFailure) as failure:
-            pool.run(die_before, collective=collective, timeout_s=30)
+            pool.run(die_before, collective=collective)
     finally:
         pool.close()
     errors = {rank: (kind, message) for rank, kind, message in failure.value.errors}

@@ -127,7 +127,7 @@ def differing_counts() -> list[tuple[int, float]]:
 
 def test_ranks_agree_on_partitions_under_skewed_counts(ranks):
     """Each has another number of rows: a choice by it would leave ranks waiting for collectives that never come."""
-    results = ranks.run(differing_counts, timeout_s=60)
+    results = ranks.run(differing_counts)
     assert results == [results[0]] * 4
     assert all(finite for _, finite in results[0])
     assert len({count for count, _ in results[0]}) > 1

@@ -142,7 +142,7 @@ CASES = {
 
 
 def test_equals_stock_in_fp32(ranks):
-    results = ranks.run(compare, cases=list(CASES.values()), timeout_s=240)
+    results = ranks.run(compare, cases=list(CASES.values()))
     for index, name in enumerate(CASES):
         for error, what, moved in (result[index] for result in results):
             assert error < 1e-6, (name, what, error)

@@ -147,6 +147,6 @@ def test_sizes_that_need_8_ranks():
     try:
         layouts = [{"tp": tp, "ep": 2, "etp": 4} for tp in (1, 2, 4)]
         cases = {"settings": (DROPLESS, NO_AUX | PAD), "schedules": (*SCHEDULES, IN_ONE_PHASE)}
-        assert pool.run(compare_all, layouts=layouts, **cases, timeout_s=240) == [[]] * 8
+        assert pool.run(compare_all, layouts=layouts, **cases) == [[]] * 8
     finally:
         pool.close()

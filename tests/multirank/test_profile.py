@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from itertools import count
 
@@ -33,6 +34,8 @@ def _profile(seconds, sizes, **options):
         patch.setattr(meter, "MOST_OPS", 8)
         patch.setattr(meter, "CALLS", 2)
         patch.setattr(profile_cluster, "SIZES", sizes)
+        patch.setattr(profile_cluster, "LONGEST_SECONDS", math.inf)  # else a busy machine measures fewer sizes
+        patch.setattr(profile_cluster, "LONGEST_SECONDS_OF_EXPERTS", math.inf)
         patch.setattr(profile_cluster, "GEMM_ROWS", (16, 32))
         return profile_cluster.measure(settings, torch.device("cpu"))
 
@@ -69,7 +72,7 @@ def test_every_group_gets_its_curves(ranks, tmp_path, options, world, groups):
     assert set(cluster.curves) == groups | RINGS | {(kind, None) for kind in (Kind.COPY, Kind.OFFLOAD, Kind.PREFETCH)}
     for points in cluster.curves.values():
         assert tuple(size for size, _ in points) == sizes
-        assert all(0 < seconds < 5 for _, seconds in points)
+        assert all(seconds > 0 for _, seconds in points)
     host = {Lane.D2H, Lane.H2D}
     pairs = {(one, other) for one in Lane for other in Lane if one is not other and {one, other} != host}
     reuse = ({Lane.INTER, Lane.COMPUTE, transfer} for transfer in host)
@@ -78,7 +81,7 @@ def test_every_group_gets_its_curves(ranks, tmp_path, options, world, groups):
         (lane, frozenset({beside})) for lane, beside in pairs
     }
     assert all(0 < rate <= 1 for rate in cluster.slowdown.values())
-    assert 0 <= cluster.overhead < 5
+    assert cluster.overhead >= 0
     gemm = cluster.expert_gemm
     assert (gemm.hidden, gemm.ffn_hidden) == (64, 32 // world.expert_tp)
     assert [rows for rows, _ in gemm.points] == [rows for rows, _ in gemm.training] == [16, 32]
@@ -87,7 +90,7 @@ def test_every_group_gets_its_curves(ranks, tmp_path, options, world, groups):
     assert (cluster.saa is None) == (world.tp == 1)
     if world.tp > 1:  # then tokens can be replicated, and what S1 and S2 take can be predicted
         assert tuple(size for size, _ in cluster.saa) == sizes
-        assert all(0 < seconds < 5 for _, seconds in cluster.saa)
+        assert all(seconds > 0 for _, seconds in cluster.saa)
         layer = ParmLayer(64, 80, topk=2, experts=4, tp=world.tp, ep=world.ep, etp=world.expert_tp)
         assert {one.schedule for one in predict(layer, 32, cluster)} == {"S1", "S2"}
     cluster.save(tmp_path / "cluster.json")
@@ -203,6 +206,6 @@ def test_saa_is_compared_with_its_collectives_one_after_the_other(ranks):
     assert [point.size for point in answers[0]] == [2**13, 2**20]
     for point in answers[0]:
         for seconds in (point.all_to_all, point.all_gather, point.aas, point.saa):
-            assert len(seconds) == 2 and all(0 < one < 5 for one in seconds)
+            assert len(seconds) == 2 and all(one > 0 for one in seconds)
         assert all(part <= whole for part, whole in zip(point.all_to_all, point.aas, strict=True))
         assert point.ratios == tuple(aas / saa for aas, saa in zip(point.aas, point.saa, strict=True))

@@ -1,7 +1,13 @@
-"""netbox against the real kernel: shape, exit codes, and that nothing is left behind. Needs root and iproute2."""
+"""netbox against the real kernel: shape, exit codes, and that nothing is left behind. Needs root and iproute2.
+
+A busy machine sends later, never sooner: that a shape holds is shown by what the kernel's buckets are and have counted,
+and by bytes that took no less than the time of their rate. How near a rate is met, and what is done where it is not,
+is shown with made-up measurements in tests/unit.
+"""
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -22,22 +28,30 @@ pytestmark = [
     pytest.mark.skipif(not (shutil.which("ip") and shutil.which("tc")), reason="netbox needs iproute2"),
 ]
 
-INTER, INTRA = 40_000_000, 320_000_000  # slow enough for a busy machine
+INTER, INTRA = 40_000_000, 320_000_000  # bits/s
 SHAPE = netbox.Shape(nodes=2, ranks_per_node=2, inter_bits=INTER, intra_bits=INTRA)
-COMMAND = [sys.executable, str(TOOLS / "netbox.py"), "run", "--ranks-per-node", "2"]
+COMMAND = [sys.executable, str(TOOLS / "netbox.py"), "run", "--ranks-per-node", "2", "--unmet", "warn"]
 COMMAND += ["--inter", f"{INTER}bit", "--intra", f"{INTRA}bit"]
+MIB = 2**20
+ADVERTISING = 20_000  # bytes; what a kernel says on its links by itself, and handshakes
+ENDED_S = 300  # only ends a test that hangs
 
 A2A = """
-import os, sys, time
+import json, os, subprocess, time
 import torch
 import torch.distributed as dist
 
+def passed():
+    shown = json.loads(subprocess.run(["tc", "-s", "-j", "qdisc", "show"], capture_output=True, check=True).stdout)
+    return {qdisc["dev"]: qdisc["bytes"] for qdisc in shown}
+
 dist.init_process_group("gloo")
-# 2 nodes x 2 ranks, 1 MB a rank: half of each buffer leaves the node, 8 Mbit a node at 40 Mbit/s.
+# 2 nodes x 2 ranks, 1 MiB a rank: half of each buffer leaves the node, a quarter goes to the other rank in it.
 sent = torch.full((1 << 18,), float(dist.get_rank()))
 received = torch.empty_like(sent)
 dist.all_to_all_single(received, sent)  # connects
-times = []
+dist.barrier()
+before, times = passed(), []
 for _ in range(3):
     dist.barrier()
     start = time.monotonic()
@@ -45,12 +59,40 @@ for _ in range(3):
     spans = [None] * dist.get_world_size()
     dist.all_gather_object(spans, (start, time.monotonic()))  # one kernel: one clock for all nodes
     times.append(max(end for _, end in spans) - min(start for start, _ in spans))
+after, counted = passed(), [None] * dist.get_world_size()
+dist.all_gather_object(counted, {device: after[device] - before[device] for device in after})
 if dist.get_rank() == 0:
     assert received.view(4, -1).float().mean(1).tolist() == [0, 1, 2, 3]
-    print("seconds", *times, "rates", os.environ["NETBOX_INTER_BITS"], os.environ["NETBOX_INTRA_BITS"], flush=True)
+    rates = [os.environ["NETBOX_INTER_BITS"], os.environ["NETBOX_INTRA_BITS"]]
+    print(json.dumps({"seconds": times, "rates": rates, "bytes": [counted[0], counted[2]]}), flush=True)
 if dist.get_rank() == 3:
     print("rank 3 was here", flush=True)
 dist.destroy_process_group()
+"""
+
+# Prints when the last byte of all senders was there.
+RECEIVE = """
+import socket, sys, threading, time
+address, senders = sys.argv[1], int(sys.argv[2])
+def drain(stream):
+    while stream.recv(1 << 20):
+        pass
+with socket.create_server((address, 6000)) as server:
+    print("ready", flush=True)
+    threads = [threading.Thread(target=drain, args=(server.accept()[0],)) for _ in range(senders)]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+print(time.monotonic())
+"""
+
+# Prints when it began.
+SEND = """
+import socket, sys, time
+print(time.monotonic())
+with socket.create_connection((sys.argv[1], 6000)) as stream:
+    stream.sendall(bytes(int(sys.argv[2])))
 """
 
 
@@ -66,11 +108,56 @@ def left_by(run: str | None) -> list[str]:
 def wait_for_namespaces(process: subprocess.Popen) -> str | None:
     """Identity of the run, once it has made its nodes."""
     run = netbox.run_id(process.pid)
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + ENDED_S
     while len(left_by(run)) < 3:
         assert time.monotonic() < deadline and process.poll() is None
         time.sleep(0.02)
     return run
+
+
+def switch_of(nodes: list[str]) -> str:
+    return nodes[0].replace("node0", "switch")
+
+
+def qdiscs(namespace: str) -> dict[str, dict]:
+    """The root qdisc of each device in a namespace, with what it has counted."""
+    shown = subprocess.run(["tc", "-n", namespace, "-s", "-j", "qdisc", "show"], capture_output=True, check=True)
+    return {qdisc["dev"]: qdisc for qdisc in json.loads(shown.stdout)}
+
+
+def passed(nodes: list[str]) -> dict[str, int]:
+    """Bytes that have passed every bucket: `eth0` and `lo` of node 0 as `0 eth0` and `0 lo`, ports as `port0`."""
+    counted = {device: qdisc["bytes"] for device, qdisc in qdiscs(switch_of(nodes)).items()}
+    for number, node in enumerate(nodes):
+        counted |= {f"{number} {device}": qdisc["bytes"] for device, qdisc in qdiscs(node).items()}
+    return counted
+
+
+def least_seconds(size: int, rate_bits: int) -> float:
+    """What bytes take at the least through a bucket that is full at first (1 % for the clock of the kernel)."""
+    return 0.99 * (size - netbox.burst_bytes(rate_bits)) * 8 / rate_bits
+
+
+def transfer(nodes: list[str], senders: list[int], receiver: int, size: int) -> tuple[float, dict[str, int]]:
+    """Send `size` bytes from each sender. Returns seconds from the first start to the last byte, and `passed` by it."""
+    address, before = SHAPE.address(receiver), passed(nodes)
+
+    def start(node: int, code: str, *arguments: object) -> subprocess.Popen:
+        words = ["ip", "netns", "exec", nodes[node], sys.executable, "-c", code, address, *map(str, arguments)]
+        return subprocess.Popen(words, stdout=subprocess.PIPE, text=True)
+
+    processes = [start(receiver, RECEIVE, len(senders))]
+    try:
+        assert processes[0].stdout.readline() == "ready\n"
+        processes += [start(sender, SEND, size) for sender in senders]
+        begins = [float(sending.communicate(timeout=ENDED_S)[0]) for sending in processes[1:]]
+        end = float(processes[0].communicate(timeout=ENDED_S)[0])
+    finally:
+        for process in processes:
+            with process:
+                process.kill()
+    after = passed(nodes)
+    return end - min(begins), {device: after[device] - before[device] for device in after}
 
 
 @pytest.fixture
@@ -82,59 +169,66 @@ def python_nodes(monkeypatch):
     assert not left_by(netbox.run_id(os.getpid()))
 
 
-def test_all_to_all_takes_the_time_of_its_bytes_between_nodes(tmp_path):
+@pytest.fixture
+def endless(tmp_path) -> str:
+    """A script that only ends if it is ended."""
+    script = tmp_path / "endless.py"
+    script.write_text("import time\nwhile True: time.sleep(1)\n")
+    return str(script)
+
+
+def test_all_to_all_takes_no_less_than_the_time_of_its_bytes_between_nodes(tmp_path):
     script = tmp_path / "a2a.py"
     script.write_text(A2A)
-    done = subprocess.run([*COMMAND, "--", str(script)], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([*COMMAND, "--", str(script)], capture_output=True, text=True, timeout=2 * ENDED_S)
     assert done.returncode == 0, done.stderr
-    assert "netbox: 2 nodes x 2 ranks, inter 40 Mbit/s (measured " in done.stderr
-    words = done.stdout.split()
-    assert words[words.index("rates") + 1 :][:2] == [str(INTER), str(INTRA)]
-    seconds = sorted(float(word) for word in words[words.index("seconds") + 1 : words.index("rates")])
-    bits_between_nodes = 2 * 2**20 / 2 * 8
-    limit = bits_between_nodes / INTER
-    burst = 2 * netbox.burst_bytes(INTER) * 8 / INTER  # what full buckets at both ends of a link let through at once
-    assert seconds[0] >= limit - burst
-    assert seconds[1] <= 1.5 * limit
+    assert "2 nodes x 2 ranks, inter 40 Mbit/s (measured " in done.stderr
+    found = next(json.loads(line) for line in done.stdout.splitlines() if line.startswith("{"))
+    assert found["rates"] == [str(INTER), str(INTRA)]
+    assert min(found["seconds"]) >= least_seconds(MIB, INTER)
+    for node in found["bytes"]:  # 3 times 1 MiB out of the node, and half of that inside it
+        assert node["eth0"] > 3 * MIB
+        assert 1.5 * MIB < node["lo"] < 3 * MIB
     assert "[node 1] rank 3 was here" in done.stdout
 
 
-def test_traffic_inside_a_node_is_shaped_by_lo_not_by_its_link():
+def test_every_device_has_a_bucket_of_its_rate():
+    expected = {"kind": "tbf", "root": True}
     with netbox.cluster(SHAPE) as nodes:
-        inter, intra = netbox.measure(SHAPE, nodes)
-    assert 0.85 * INTER < inter < 1.05 * INTER
-    assert 0.85 * INTRA < intra < 1.15 * INTRA
+        links = {(node, "eth0"): INTER for node in nodes} | {(switch_of(nodes), f"port{i}"): INTER for i in (0, 1)}
+        for (namespace, device), bits in (links | {(node, "lo"): INTRA for node in nodes}).items():
+            qdisc = qdiscs(namespace)[device]
+            assert expected.items() <= qdisc.items(), (namespace, device)
+            assert qdisc["options"]["rate"] == bits // 8
+            assert qdisc["options"]["burst"] == pytest.approx(netbox.burst_bytes(bits), rel=0.01)
+
+
+def test_traffic_between_nodes_passes_their_links_and_traffic_inside_one_only_its_lo():
+    with netbox.cluster(SHAPE) as nodes:
+        seconds, between = transfer(nodes, [0], 1, MIB)
+        assert seconds >= least_seconds(MIB, INTER)
+        assert all(between[device] > MIB for device in ("0 eth0", "port1"))
+        assert all(between[device] < MIB / 2 for device in ("1 eth0", "port0"))  # acknowledgements
+        assert between["0 lo"] == between["1 lo"] == 0
+        seconds, inside = transfer(nodes, [0], 0, 4 * MIB)
+        assert seconds >= least_seconds(4 * MIB, INTRA)
+        assert inside["0 lo"] > 4 * MIB
+        assert all(count < ADVERTISING for device, count in inside.items() if device != "0 lo")
 
 
 def test_two_senders_to_one_node_share_its_link():
     shape = netbox.Shape(nodes=3, ranks_per_node=1, inter_bits=INTER, intra_bits=INTRA)
     with netbox.cluster(shape) as nodes:
-        node = nodes[0]
-        # A second stream keeps the link of node 0 busy while the first is measured.
-        sink = "import socket; s = socket.create_server(('10.77.0.1', 6000)); print('ready', flush=True)\n"
-        sink += "c, _ = s.accept()\nwhile c.recv(1 << 20): pass"
-        source = (
-            "import socket; s = socket.create_connection(('10.77.0.1', 6000))\nwhile True: s.sendall(bytes(1 << 16))"
-        )
-        helpers = []
-        for where, code in ((node, sink), (nodes[2], source)):
-            words = ["ip", "netns", "exec", where, sys.executable, "-c", code]
-            helpers.append(subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True))
-            if where == node:
-                assert helpers[0].stdout.readline() == "ready\n"
-        shared = netbox._measure_flows(shape, nodes, [(1, 0)], seconds=1)
-        for helper in helpers:
-            with helper:
-                helper.kill()
-    assert shared < 0.85 * INTER
+        seconds, counted = transfer(nodes, [1, 2], 0, MIB)
+    assert seconds >= least_seconds(2 * MIB, INTER)  # at the sum of their rates: half of it
+    assert counted["port0"] > 2 * MIB
 
 
-def test_first_failing_node_gives_the_exit_code_and_ends_the_others(python_nodes, tmp_path):
+def test_first_failing_node_gives_the_exit_code_and_ends_the_others(python_nodes, tmp_path, monkeypatch):
+    monkeypatch.setattr(netbox, "GRACE_S", 0.1)
     script = tmp_path / "fail.py"
-    script.write_text("import sys, time\nif sys.argv[1] == '1': sys.exit(7)\ntime.sleep(60)\n")
-    start = time.monotonic()
+    script.write_text("import sys, time\nif sys.argv[1] == '1': sys.exit(7)\nwhile True: time.sleep(1)\n")
     assert netbox.run_job(SHAPE, python_nodes, [str(script)], timeout=None) == 7
-    assert time.monotonic() - start < 30
 
 
 def test_a_signal_that_ends_a_node_fails_the_job(python_nodes, tmp_path):
@@ -143,26 +237,24 @@ def test_a_signal_that_ends_a_node_fails_the_job(python_nodes, tmp_path):
     assert netbox.run_job(SHAPE, python_nodes, [str(script)], timeout=None) == 128 + 9
 
 
-def test_timeout_ends_the_job_with_124(python_nodes, tmp_path, capfd):
-    script = tmp_path / "hang.py"
-    script.write_text("import time\ntime.sleep(60)\n")
-    assert netbox.run_job(SHAPE, python_nodes, [str(script)], timeout=1) == 124
+def test_timeout_ends_the_job_with_124(python_nodes, endless, capfd):
+    assert netbox.run_job(SHAPE, python_nodes, [endless], timeout=1) == 124
     assert "netbox: ended after 1 s (--timeout)" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
-def test_an_interrupted_run_leaves_nothing(signum):
-    process = subprocess.Popen([*COMMAND, "--", __file__], stderr=subprocess.PIPE, text=True)
+def test_an_interrupted_run_leaves_nothing(signum, endless):
+    process = subprocess.Popen([*COMMAND, "--", endless], stderr=subprocess.PIPE, text=True)
     run = wait_for_namespaces(process)
     process.send_signal(signum)
-    _, message = process.communicate(timeout=30)
+    _, message = process.communicate(timeout=ENDED_S)
     assert process.returncode == 128 + signum
     assert f"netbox: stopped by {signum.name}" in message
     assert not left_by(run)
 
 
-def test_what_a_killed_run_left_is_cleaned_and_a_live_one_is_not():
-    process = subprocess.Popen([*COMMAND, "--", __file__], stderr=subprocess.DEVNULL)
+def test_what_a_killed_run_left_is_cleaned_and_a_live_one_is_not(endless):
+    process = subprocess.Popen([*COMMAND, "--", endless], stderr=subprocess.DEVNULL)
     run = wait_for_namespaces(process)
     with netbox.cluster(SHAPE):
         assert left_by(run)  # building cleans first, and the other run was alive

@@ -33,7 +33,7 @@ def test_train_and_compare(text: Path, tmp_path: Path):
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=300,
+        timeout=600,
     )
     assert result.returncode == 0, result.stdout
     table = (tmp_path / "out/closing_table.md").read_text()

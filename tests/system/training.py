@@ -45,7 +45,7 @@ def command(
     return [*launcher, str(SCRIPT), "--data-path", str(data), *MODEL, *layout, *map(str, arguments)]
 
 
-def train(data: Path, *arguments: str | Path | int, timeout: float = 120, **options: object) -> str:
+def train(data: Path, *arguments: str | Path | int, timeout: float = 600, **options: object) -> str:
     """Train to the end and return what was printed; fails with all of it where the run fails."""
     result = subprocess.run(
         command(data, *arguments, **options),
@@ -59,7 +59,7 @@ def train(data: Path, *arguments: str | Path | int, timeout: float = 120, **opti
     return result.stdout
 
 
-def refused(data: Path, *arguments: str | Path | int, timeout: float = 120) -> str:
+def refused(data: Path, *arguments: str | Path | int, timeout: float = 600) -> str:
     """Start one rank with arguments that are to be refused; returns the sentence after `error: `."""
     result = subprocess.run(
         [sys.executable, str(SCRIPT), "--data-path", str(data), *MODEL, *map(str, arguments)],

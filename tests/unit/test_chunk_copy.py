@@ -21,7 +21,7 @@ def test_places_of_a_small_list_by_hand():
     assert kernels.copy_chunks(rows, chunks).flatten().tolist() == [4, 5, 6, 1, 2, 3]
 
 
-@settings(deadline=None, max_examples=80)
+@settings(max_examples=80)
 @given(st.data())
 def test_matches_the_reference_and_megatron_core_and_inverts(data):
     from megatron.core.transformer.moe.moe_utils import sort_chunks_by_idxs

@@ -18,7 +18,7 @@ def layouts(draw):
     return *sizes, draw(st.integers(0, 9)), draw(st.booleans()), generator
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(layouts())
 def test_counts(case):
     samples, length, experts, topk, batch_first, generator = case

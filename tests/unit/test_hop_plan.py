@@ -52,7 +52,7 @@ def send(domains, experts, tokens):
 
 
 @given(routings())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_plan_is_what_tokens_sent_one_by_one_add_up_to(routing):
     domains, experts, tokens = routing
     sent, held = send(domains, experts, tokens)

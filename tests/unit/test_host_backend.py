@@ -15,7 +15,7 @@ from megatron_moe_opt.integration.host.attention import zigzag_positions
 
 def run_python(code):
     """Execute code in a process of its own, since switching the backend on is for good; return what it printed."""
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     return done.stdout.split()
 

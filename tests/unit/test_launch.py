@@ -34,7 +34,7 @@ if __name__ == "__main__":
 
 def launch(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "megatron_moe_opt.launch", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+    return subprocess.run(command, capture_output=True, text=True, timeout=600)
 
 
 @pytest.fixture

@@ -57,6 +57,7 @@ SETTINGS = LayerSettings(
         ("monta:O3", "monta:O3x4"),
         ("monta:O2x16", "monta:O2x16"),
         ("monta:auto", None),
+        ("auto", None),
         ("parm", "parm:S1"),
         ("parm:S2", "parm:S2"),
         ("mpmoe", "mpmoe:4"),

@@ -97,7 +97,7 @@ def test_groups_are_megatrons(world):
     assert made >= (40 if world > 2 else 3)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     world=st.sampled_from([8, 12, 16, 24]),
     sizes=st.tuples(*[st.sampled_from([1, 2, 3, 4])] * 5),

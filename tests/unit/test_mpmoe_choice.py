@@ -48,7 +48,6 @@ def _played(schedule, of_kind):
     return simulate(schedule, lambda op: of_kind.get((op.kind, op.lane), 0.0)).seconds
 
 
-@settings(deadline=None)
 @given(partitions, seconds, seconds, seconds, st.sampled_from(sorted(STRATEGIES)))
 def test_paradigm_1_is_the_pipeline_where_nothing_is_copied(n, send, compute, gradient, strategy):
     """Fig. 8a, by the schedules that run: forward and, where nothing is restored, backward."""
@@ -65,7 +64,6 @@ def test_paradigm_1_is_the_pipeline_where_nothing_is_copied(n, send, compute, gr
         assert backward == pytest.approx(paradigm_seconds(paradigm_1(n, 2 * send, gradient, send)))
 
 
-@settings(deadline=None)
 @given(partitions, seconds, seconds, seconds, seconds)
 def test_paradigms_2_and_3_bound_s3(n, send, compute, gradient, transfer):
     """Fig. 8b and c. S3's copies run beside the experts that read the same rows: it takes no longer than in phases.
@@ -98,7 +96,7 @@ def test_experts_cost_what_was_measured_at_the_size_of_a_partition():
         LAYER.costs(dataclasses.replace(CLUSTER, expert_gemm=None))
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(st.integers(0, 10**5), st.none() | st.integers(0, 10**9))
 def test_the_choice_is_the_fastest_that_fits(rows, budget):
     candidates = predict(LAYER, rows, CLUSTER)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import count
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_moe_opt.planning.mpmoe import LayerElements, paradigm_1, paradigm_2, paradigm_3, paradigm_seconds
@@ -93,7 +93,6 @@ def _in_phases(phases):
     return ops
 
 
-@settings(deadline=None)
 @given(partitions, seconds, seconds, seconds)
 def test_paradigm_1_is_what_the_simulator_plays(n, send, compute, receive):
     """Exactly, by the graph of Fig. 8 alone: both lanes end every phase together or wait for the other."""
@@ -101,7 +100,6 @@ def test_paradigm_1_is_what_the_simulator_plays(n, send, compute, receive):
     assert paradigm_seconds(paradigm_1(n, send, compute, receive)) == pytest.approx(played)
 
 
-@settings(deadline=None)
 @given(partitions, seconds, seconds, seconds, seconds)
 def test_paradigms_2_and_3_are_what_the_simulator_plays_in_phases(n, send, compute, receive, transfer):
     for paradigm in (paradigm_2, paradigm_3):
@@ -110,7 +108,6 @@ def test_paradigms_2_and_3_are_what_the_simulator_plays_in_phases(n, send, compu
         assert paradigm_seconds(iter(phases)) == pytest.approx(_played(_in_phases(phases)))
 
 
-@settings(deadline=None)
 @given(partitions, seconds, seconds, seconds, seconds)
 def test_without_phases_paradigms_2_and_3_take_no_longer(n, send, compute, receive, transfer):
     """By the graph alone copies run ahead, or fall behind, where nothing waits for them: the closed form is a bound.
@@ -125,7 +122,6 @@ def test_without_phases_paradigms_2_and_3_take_no_longer(n, send, compute, recei
         assert played == pytest.approx(bound)
 
 
-@settings(deadline=None)
 @given(st.integers(3, 9), seconds, seconds, seconds, alphas, alphas)
 def test_interference_of_a_phase(n, send, compute, receive, of_comm, of_comp):
     """The paper's formula of P2. Slowed all along, a phase takes no less than where slowdown ends with its cause."""
@@ -135,7 +131,6 @@ def test_interference_of_a_phase(n, send, compute, receive, of_comm, of_comp):
     assert _played(_pipeline(n, send, compute, receive), slowdown) <= one * (1 + 1e-9)
 
 
-@settings(deadline=None)
 @given(st.integers(2, 6), seconds, alphas, alphas, alphas)
 def test_interference_of_all_lanes_at_once(n, work, comm, comp, mem):
     """Where all lanes of a phase end together, phases and simulator agree on slowdowns too."""

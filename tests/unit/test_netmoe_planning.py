@@ -66,7 +66,7 @@ def problems(draw):
     return num, expert_device, np.arange(devices) // per_node
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(problems(), st.randoms(use_true_random=False))
 def test_volume_counts_every_token_once(problem, random):
     num, expert_device, device_node = problem
@@ -81,7 +81,7 @@ def test_volume_counts_every_token_once(problem, random):
     assert placement_volume(on_device, sample_device, device_node) == Volume(**tokens)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(problems())
 def test_placement_is_the_best_between_nodes_and_then_inside_them(problem):
     num, expert_device, device_node = problem
@@ -96,7 +96,7 @@ def test_placement_is_the_best_between_nodes_and_then_inside_them(problem):
     assert solved.inter == by_expert.inter == min(volume.inter for volume in volumes)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.integers(1, 5), st.integers(1, 4), st.randoms(use_true_random=False))
 def test_settle_moves_only_who_must(devices, batch, random):
     position_device = np.repeat(np.arange(devices), batch)
@@ -112,7 +112,7 @@ def test_settle_moves_only_who_must(devices, batch, random):
 counts = st.lists(st.lists(st.integers(0, 50), min_size=3, max_size=3), min_size=4, max_size=4).map(np.array)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.lists(st.tuples(counts, counts), min_size=1, max_size=4), counts)
 def test_statistics_are_the_regularised_least_squares(passes, asked):
     statistics = TransitionStatistics(3, 3, decay=0.5)
@@ -126,7 +126,7 @@ def test_statistics_are_the_regularised_least_squares(passes, asked):
     assert np.abs(statistics.predict(asked) - expected).max() <= 0.5 + 3 * 50 / 2**16
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.lists(st.tuples(counts, counts), min_size=1, max_size=4), st.randoms(use_true_random=False))
 def test_order_of_samples_changes_no_bit(passes, random):
     """Sums of products are exact, in any order: ranks with other processors predict the same."""

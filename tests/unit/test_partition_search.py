@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_moe_opt.planning.partition_search import PARTITIONS, PartitionSearch
@@ -38,7 +38,6 @@ def _consistent(search):
     return list(search.ranges) == sorted(search.ranges) and ends == sorted(ends)
 
 
-@settings(deadline=None)
 @given(costs, token_counts, st.none() | st.sampled_from(PARTITIONS))
 def test_finds_what_trying_all_finds(cost, batches, start):
     search = PartitionSearch(tolerance=0)
@@ -49,7 +48,6 @@ def test_finds_what_trying_all_finds(cost, batches, start):
         assert _consistent(search)
 
 
-@settings(deadline=None)
 @given(costs, token_counts, st.integers(1, 8))
 def test_finds_the_best_of_those_that_are_allowed(cost, batches, least):
     search = PartitionSearch(tolerance=0)
@@ -65,7 +63,6 @@ def test_finds_the_best_of_those_that_are_allowed(cost, batches, least):
         assert _consistent(search)
 
 
-@settings(deadline=None)
 @given(costs, st.integers(2, 10**6), st.floats(0, 0.03), st.data())
 def test_noise_within_the_tolerance_costs_no_more_than_itself(cost, tokens, noise, data):
     def noisy(tokens, n):
@@ -77,7 +74,6 @@ def test_noise_within_the_tolerance_costs_no_more_than_itself(cost, tokens, nois
     assert cost(tokens, n) <= best * (1 + noise) / (1 - noise) * (1 + 1e-9)
 
 
-@settings(deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 10**6), st.sampled_from(PARTITIONS)), max_size=20), st.data())
 def test_whatever_is_measured_it_ends_and_stays_in_order(asked, data):
     """Times that keep to no rule at all: it ends, and ranges are in order."""

@@ -70,7 +70,7 @@ def test_padding_of_a_small_map_by_hand():
     assert out.flatten().tolist() == [1 * 0 + 1 * 1, 2 * 2, 3 * 5, 0]
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(workloads())
 def test_permute_moves_bits_as_the_reference_does(case):
     tokens, probs, routing_map, capacity = case
@@ -92,7 +92,7 @@ def test_permute_moves_bits_as_the_reference_does(case):
         assert torch.equal(got_grads[0], torch.autograd.grad(expected[:2], theirs, grads)[0])
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(workloads())
 def test_unpermute_matches_the_reference(case):
     tokens, probs, routing_map, capacity = case

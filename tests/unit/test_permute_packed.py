@@ -11,7 +11,7 @@ from megatron_moe_opt.kernels import LANE_BYTES, reference
 from tests.unit.permute_cases import equal_bits, leaves, workloads
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(workloads())
 def test_forward_and_backward_match_the_reference(case):
     tokens, probs, routing_map, capacity = case
@@ -36,7 +36,7 @@ def test_forward_and_backward_match_the_reference(case):
     assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(workloads(dtypes=(torch.float32,)))
 def test_unpermute_rows_matches_the_reference(case):
     tokens, _, routing_map, capacity = case

@@ -63,7 +63,7 @@ def problems(draw, max_samples=150, max_sinks=9):
     return cost, capacity
 
 
-@settings(deadline=None, max_examples=400)
+@settings(max_examples=400)
 @given(problems())
 @example((np.zeros((0, 3), dtype=np.int64), np.zeros(3, dtype=np.int64)))
 @example((np.array([[5], [-7]]), np.array([2])))
@@ -74,7 +74,7 @@ def test_integers_cost_the_least(case):
     assert np.array_equal(placed, solve_placement(cost.copy(), capacity.copy()))
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(problems(max_samples=60), st.sampled_from([1.0, 1e-300, 1e280, 2.0**-1070]))
 def test_floats_cost_the_least(case, scale):
     cost, capacity = case
@@ -94,7 +94,7 @@ def test_large_problems_cost_the_least(kind, samples, sinks):
     assert cost_of(cost, capacity, solve_placement(cost, capacity)) == least_cost(cost, capacity)
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(problems(max_samples=20, max_sinks=4))
 def test_the_plain_reference_costs_the_least(case):
     cost, capacity = case
@@ -175,7 +175,7 @@ def check_both_stages(num, expert_device, device_node, capacity, device_of):
         assert cost_of(inside, capacity[devices], place) == least_cost(inside, capacity[devices])
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(clusters())
 def test_two_stages_cost_the_least(case):
     num, expert_device, device_node, capacity = case

@@ -47,7 +47,7 @@ def refusal(match: str, **overrides):
 
 def test_argparse_choices_follow_from_the_annotation():
     (field,) = (f for f in dataclasses.fields(TransformerConfig) if f.name == registry.FIELD)
-    ours = ("monta", "parm", "netmoe", "mpmoe", "deepspeed", "expert-migration")
+    ours = ("monta", "parm", "netmoe", "mpmoe", "deepspeed", "expert-migration", "auto")
     assert get_args(field.type) == ("allgather", "alltoall", "flex", *ours)
     (field,) = (f for f in dataclasses.fields(MLATransformerConfig) if f.name == registry.FIELD)
     assert "monta" in get_args(field.type)

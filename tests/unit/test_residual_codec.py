@@ -58,7 +58,7 @@ def test_block_ends_by_hand():
     check_decode(values, indices, torch.zeros_like(expert), torch.empty_like(expert))
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(st.data())
 def test_small_experts_match_the_reference(data):
     numel = data.draw(st.integers(0, 200))
@@ -73,7 +73,7 @@ def test_small_experts_match_the_reference(data):
         assert torch.equal(rest, torch.full_like(rest, 77.0))
 
 
-@settings(deadline=None, max_examples=15)
+@settings(max_examples=15)
 @given(
     st.sampled_from([BLOCK - 1, BLOCK, BLOCK + 1, SAMPLED + 3, 2 * BLOCK, 3 * BLOCK + 17]),
     st.sampled_from(DTYPES),

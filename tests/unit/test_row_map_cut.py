@@ -12,7 +12,7 @@ from megatron_moe_opt.kernels.row_map import cut_counts, row_map_from_sources
 from tests.unit.permute_cases import workloads
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(workloads(dtypes=(torch.float32,)), st.sampled_from([1, 2, 3, 8, 50]))
 def test_a_cut_map_moves_the_same_rows_in_chunk_order(case, num_chunks):
     tokens, probs, routing_map, capacity = case

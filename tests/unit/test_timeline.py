@@ -26,7 +26,7 @@ def _seconds(op: Op) -> float:
 sizes = st.tuples(st.sampled_from([dispatch, combine]), st.integers(1, 4), st.integers(1, 2), st.integers(1, 2))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.lists(sizes, max_size=4), st.sampled_from(["O1", "O2", "O3"]), st.sampled_from([{}, SLOWDOWN]))
 def test_the_schedule_of_the_parts_takes_their_times(parts, level, slowdown):
     """Played as one schedule, every op starts and ends where the parts, one after another, put it."""
