@@ -50,9 +50,14 @@ def layer(
         bool, typer.Option(help="All TP ranks hold the same tokens: TP without sequence parallelism.")
     ] = False,
     profile: Annotated[
-        Path | None, typer.Option(help="cluster.json of moe-opt profile, for monta:auto and parm:auto.")
+        Path | None,
+        typer.Option(help="cluster.json of moe-opt profile, for monta:auto and the like, and --report's predictions."),
     ] = None,
     json: Annotated[Path | None, typer.Option(help="Write everything, every round's time too.")] = None,
+    report: Annotated[
+        Path | None,
+        typer.Option(help="Folder for report.html: all of it with charts, and the ops of one more step, as a page."),
+    ] = None,
 ) -> None:
     """Forward + backward of one Megatron-Core MoE layer under each dispatcher.
 
@@ -82,7 +87,7 @@ def layer(
         dispatch_only=dispatch_only,
         replicated=replicated,
     )
-    bench_layer(settings, json)
+    bench_layer(settings, json, report)
 
 
 @app.command()

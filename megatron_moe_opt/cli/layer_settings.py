@@ -63,6 +63,10 @@ class LayerSettings:
         """Expert parallelism on `world` ranks."""
         return self.ep or max(1, world // self.expert_tp)
 
+    def data_rank(self, rank: int) -> int:
+        """Decides the tokens of a rank: with `replicated` it is the same for all ranks of a TP group."""
+        return rank // self.tp if self.replicated else rank
+
     def check(self, known_dispatchers: tuple[str, ...], world: int) -> None:
         """Refuses what cannot run on `world` ranks: ConfigurationError with the option, its value and the way out."""
         for variant in self.dispatchers:

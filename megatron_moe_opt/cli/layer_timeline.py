@@ -15,9 +15,10 @@ from rich.table import Table
 
 from megatron_moe_opt.cli.bench_layer import check
 from megatron_moe_opt.cli.layer_report import shape_of
-from megatron_moe_opt.cli.layer_settings import BASELINE, LayerSettings, split_variant
+from megatron_moe_opt.cli.layer_settings import BASELINE, LayerSettings
 from megatron_moe_opt.cli.output_files import check_timeline_files, write_timelines
 from megatron_moe_opt.cli.process_group import adopt_slurm_ranks, megatron_process_group, parallel_layer, world_size
+from megatron_moe_opt.cli.recorded_step import record_step
 from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.planning import mpmoe_choice
 from megatron_moe_opt.planning.cluster import Cluster
@@ -25,7 +26,8 @@ from megatron_moe_opt.planning.curves import Costs
 from megatron_moe_opt.planning.monta import PASSES
 from megatron_moe_opt.planning.simulator import simulate
 from megatron_moe_opt.schedules.schedule import Lane
-from megatron_moe_opt.schedules.timeline import Timeline, one_after_another
+from megatron_moe_opt.schedules.timeline import Timeline, one_after_another, overlap
+from megatron_moe_opt.variants import split_variant
 
 
 @dataclass(frozen=True)
@@ -101,19 +103,9 @@ def _record(settings: LayerSettings, ep: int, device: torch.device, rank: int | 
     layer = layers_under_test(settings, ep, device, permute_fusion=False)[_variant(settings)]
     for _ in range(settings.warmup):
         layer.recorded_step()
-    steps = [layer.recorded_step() for _ in range(settings.steps)]
-    seconds = torch.zeros(dist.get_world_size(), len(steps), dtype=torch.float64)
-    seconds[dist.get_rank()] = torch.tensor([sum(timeline.seconds for timeline in step) for step in steps])
-    seconds = seconds.to(device)
-    dist.all_reduce(seconds)
-    median = int(seconds.amax(0).argsort()[(len(steps) - 1) // 2])
-    if rank is None:
-        rank = int(seconds[:, median].argmax())
-    shown = [steps[median]]
-    dist.broadcast_object_list(shown, src=rank, device=device)
+    recorded = record_step(layer, settings.steps, device, rank)
     names = PASSES if settings.dispatch_only else ("forward", "backward")
-    measured = dict(zip(names, shown[0], strict=True))
-    return StepTimelines(rank, measured, None)
+    return StepTimelines(recorded.rank, dict(zip(names, recorded.timelines, strict=True)), None)
 
 
 def _variant(settings: LayerSettings) -> str:
@@ -140,14 +132,13 @@ def timelines_table(step: StepTimelines, title: str) -> Table:
         timelines = [step.measured[name] for name in names]
         predicted = step.predicted and sum(step.predicted[name].seconds for name in names)
         measured = sum(timeline.seconds for timeline in timelines)
-        hideable = sum(timeline.hideable for timeline in timelines)
-        hidden = max(sum(timeline.hidden for timeline in timelines), 0.0)
+        hidden = overlap(timelines)
         table.add_row(
             row,
             "-" if predicted is None else f"{predicted * 1e3:.4g}",
             f"{measured * 1e3:.4g}",
             "-" if predicted is None else f"{predicted / measured - 1:+.1%}",
             *(f"{sum(timeline.busy(lane) for timeline in timelines) * 1e3:.4g}" for lane in lanes),
-            f"{hidden / hideable:.0%}" if hideable else "-",
+            "-" if hidden is None else f"{hidden:.0%}",
         )
     return table

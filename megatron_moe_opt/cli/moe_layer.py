@@ -179,7 +179,7 @@ def layer_under_test(
     Args:
         options: in the place of the variant's, for what no variant's name says.
     """
-    rank = dist.get_rank() // settings.tp if settings.replicated else dist.get_rank()
+    rank = settings.data_rank(dist.get_rank())
     generator = torch.Generator().manual_seed((settings.seed << 20) + rank)
     shape = (settings.tokens, 1, settings.hidden)
     tokens, output_grad = (torch.randn(shape, generator=generator).to(device, settings.torch_dtype) for _ in range(2))

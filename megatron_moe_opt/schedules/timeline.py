@@ -77,6 +77,13 @@ def _covered(spans: Iterable[Span]) -> float:
     return covered
 
 
+def overlap(timelines: Iterable[Timeline]) -> float | None:
+    """The part of what their lanes could hide behind each other that they hid; None where there was nothing to hide."""
+    timelines = list(timelines)
+    hideable = sum(timeline.hideable for timeline in timelines)
+    return max(sum(timeline.hidden for timeline in timelines), 0.0) / hideable if hideable else None
+
+
 def one_after_another(name: str, timelines: Mapping[str, Timeline]) -> Timeline:
     """One timeline, with a part for each of `timelines`: each begins when the one before it has ended.
 

@@ -79,7 +79,8 @@ def _run(monkeypatch, *arguments, world=1):
         (
             "--dispatchers monta:O3x4 --profile f",
             1,
-            "--profile f: no dispatcher reads it; add monta:auto or parm:auto to --dispatchers, or drop it",
+            "--profile f: nothing reads it; add monta:auto or parm:auto to --dispatchers, or --report for a page with "
+            "predictions, or drop it",
         ),
         (
             "--dispatchers monta:auto --profile nowhere.json",
@@ -119,6 +120,7 @@ def _run(monkeypatch, *arguments, world=1):
             "--json nowhere/out.json: its folder does not exist; create it or choose another",
         ),
         ("--json .", 1, "--json . is a folder: name a file in it"),
+        ("--report /dev/null", 1, "--report /dev/null cannot be created (File exists): choose another folder"),
     ],
 )
 def test_bench_layer_refuses(monkeypatch, capsys, arguments, world, sentence):
