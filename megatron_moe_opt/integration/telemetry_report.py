@@ -139,7 +139,7 @@ def lines(values: Values) -> list[str]:
     worst = sorted(values, key=lambda number: -_both(values[number], "exposed ms"))
     shown = worst[: WORST + (len(worst) == WORST + 1)]
     mean = {name: _mean_of(values.values(), name) for name in next(iter(values.values()))}
-    passes = f"{mean['passes']:.0f} observed passes"
+    passes = f"{mean['passes']:.0f} observed pass{'es' * (round(mean['passes']) != 1)}"
     title = f"telemetry: {len(values)} MoE layer{'s' * (len(values) > 1)}, means of {passes}, forward + backward"
     if len(shown) < len(values):
         title += f"; the {WORST} with most exposed communication"

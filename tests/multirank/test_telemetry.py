@@ -183,9 +183,7 @@ LAYOUT = {"tp": 2, "ep": 2, "etp": 2}
 )
 def test_bytes_with_expert_tensor_parallelism(ranks, dispatcher, settings):
     padded = "moe_pad_expert_input_to_capacity" in settings
-    for ((measured,), *_) in [[result] for result in ranks.run(
-        layer_pass, dispatcher=dispatcher, layout=LAYOUT, settings=settings
-    )]:  # fmt: skip
+    for (measured,) in ranks.run(layer_pass, dispatcher=dispatcher, layout=LAYOUT, settings=settings):
         expected = measured["sent"]
         if padded:  # nobody asks for counts
             expected = {"inter-node": expected["inter-node"] + 512, "intra-node": expected["intra-node"] + 256}
@@ -206,9 +204,9 @@ def trained(layout: dict, every_pass: bool, **settings: Any) -> dict[str, Any]:
 
     with parallel(**layout):
         without = gpt(**settings).train(4)
-        with telemetry(every_pass):
-            watched = gpt(**settings).train(4)
-            report = reports.collect().get("telemetry", {})
+    with parallel(**layout), telemetry(every_pass):  # from the same seed
+        watched = gpt(**settings).train(4)
+        report = reports.collect().get("telemetry", {})
     return {"without": without, "watched": watched, "report": report}
 
 
