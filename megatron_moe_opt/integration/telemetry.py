@@ -86,7 +86,10 @@ class _Stages:
         if last is not None:
             last.register_hook(functools.partial(self._end_backward, observed))
         self._has_backward = last is not None
-        self._traffic = StockTraffic.of(self._layer.token_dispatcher, probs.dtype)
+        dispatcher = self._layer.token_dispatcher
+        self._traffic = StockTraffic.of(dispatcher, probs.dtype)
+        if self._traffic is None and not _tells_what_it_sends(dispatcher):
+            observed.forward.is_counted = observed.backward.is_counted = False
         observed.forward.sent.start()
         observed.forward.begin = self._now()
         return self._stock["preprocess"](self._layer, hidden_states, probs, routing_map)
@@ -192,6 +195,13 @@ class _Stages:
 
     def _call(self, backward: Direction, step: int, _: torch.Tensor) -> None:
         backward.calls.append((step, self._now()))
+
+
+def _tells_what_it_sends(dispatcher: Any) -> bool:
+    """Whether it is one of ours, which use `count_sent`."""
+    from megatron_moe_opt.integration.token_dispatcher import PluggedTokenDispatcher
+
+    return isinstance(dispatcher, PluggedTokenDispatcher)
 
 
 def _on_gradient(tensor: torch.Tensor, hook: Any) -> None:

@@ -49,8 +49,9 @@ def take() -> Values:
 class _Observed:
     """The passes of one layer, as numbers of this rank that are to be added to those of the others.
 
-    In this order: forward and backward, each a number of passes, the sums of their times, and bytes by link; the rows
-    of every rank in every pass, zeros but for this rank's own; the tokens of every expert in every pass.
+    In this order: forward and backward, each the passes, those whose bytes are known, the sums of their times, and
+    bytes by link; the rows of every rank in every pass, zeros but for this rank's own; the tokens of every expert in
+    every pass.
     """
 
     def __init__(self, record: LayerRecord, group: ProcessGroup) -> None:
@@ -82,8 +83,9 @@ class _Observed:
             if None in times:
                 continue  # did not come to its end
             sums[0] += 1
+            sums[1] += all(direction.is_counted for direction in directions)
             for direction, of_stages in zip(directions, times, strict=True):
-                sums[1 : 1 + len(STAGES)] += torch.tensor([*of_stages], dtype=torch.float64)
+                sums[2 : 2 + len(STAGES)] += torch.tensor([*of_stages], dtype=torch.float64)
                 for rank, num_bytes in direction.sent.by_peer.items():
                     sums[-1 if nodes.same_node(own, number[rank]) else -2] += num_bytes
         return sums
@@ -106,7 +108,7 @@ class _Observed:
         )
 
 
-_DIRECTION = 1 + len(STAGES) + len(LINKS)
+_DIRECTION = 2 + len(STAGES) + len(LINKS)
 
 
 @functools.cache
@@ -116,12 +118,15 @@ def _nodes(group: ProcessGroup) -> NodeMap:
 
 
 def _means(prefix: str, sums: list[float], ranks: int) -> dict[str, float]:
-    """None of a direction in which no pass came to its end."""
-    count, times, sent = sums[0], sums[1 : 1 + len(STAGES)], sums[1 + len(STAGES) :]
-    if not count:
-        return {}
-    means = {f"{prefix}{name} ms": 1e3 * value / count for name, value in zip(STAGES, times, strict=True)}
-    return means | {f"{prefix}{link} MB": value * ranks / count / 1e6 for link, value in zip(LINKS, sent, strict=True)}
+    """None of a direction in which no pass came to its end, and no bytes where they are not known."""
+    (count, counted), times, sent = sums[:2], sums[2 : 2 + len(STAGES)], sums[2 + len(STAGES) :]
+    means = {}
+    if count:
+        means |= {f"{prefix}{name} ms": 1e3 * value / count for name, value in zip(STAGES, times, strict=True)}
+    if counted:
+        scale = ranks / counted / 1e6
+        means |= {f"{prefix}{link} MB": value * scale for link, value in zip(LINKS, sent, strict=True)}
+    return means
 
 
 def _imbalance(loads: torch.Tensor, passes: int) -> float:
@@ -138,7 +143,8 @@ def lines(values: Values) -> list[str]:
         return []
     worst = sorted(values, key=lambda number: -_both(values[number], "exposed ms"))
     shown = worst[: WORST + (len(worst) == WORST + 1)]
-    mean = {name: _mean_of(values.values(), name) for name in next(iter(values.values()))}
+    names = dict.fromkeys(name for of_layer in values.values() for name in of_layer)
+    mean = {name: _mean_of(values.values(), name) for name in names}
     passes = f"{mean['passes']:.0f} observed pass{'es' * (round(mean['passes']) != 1)}"
     title = f"telemetry: {len(values)} MoE layer{'s' * (len(values) > 1)}, means of {passes}, forward + backward"
     if len(shown) < len(values):

@@ -92,6 +92,8 @@ class Direction:
     exchange_end: Instant = None
     end: Instant = None
     sent: SentBytes = field(default_factory=SentBytes)
+    is_counted: bool = True
+    """Whether `sent` is all that was sent."""
 
     def times(self, clock: HostClock | DeviceClock) -> Times | None:
         """None for a pass that did not come to its end."""

@@ -196,6 +196,22 @@ def test_a_dispatcher_may_be_exchanged_between_passes(ranks):
         assert ours["sent"] != stock["sent"]
 
 
+def bytes_of_allgather() -> dict[str, float]:
+    from megatron_moe_opt.integration import reports
+    from megatron_moe_opt.integration.moe_layer import build_layer
+    from tests.ranks.megatron import moe_config, parallel
+
+    with parallel(ep=4), telemetry():
+        layer = build_layer(moe_config(moe_token_dispatcher_type="allgather"))
+        layer(torch.randn(12, 3, 64, requires_grad=True))[0].sum().backward()
+        return reports.collect()["telemetry"][1]
+
+
+def test_bytes_that_are_not_known_are_not_reported(ranks):
+    values = ranks.run(bytes_of_allgather)[0]
+    assert values["backward layer ms"] > 0 and not any(name.endswith("MB") for name in values)
+
+
 def trained(layout: dict, every_pass: bool, **settings: Any) -> dict[str, Any]:
     """Losses of steps with and without telemetry, and its report."""
     from megatron_moe_opt.integration import reports
