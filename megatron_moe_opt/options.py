@@ -68,6 +68,8 @@ class Options:
     """Bytes of a layer's activations (MPMoE, eq. 2) where `mpmoe` chooses; None: no limit."""
     tuner: str | None = None
     """What `mpmoe` chooses by: its own passes (profile) or the model of the measured cluster (model)."""
+    telemetry: bool = False
+    """Report times, bytes and load balance of every MoE layer at the logging interval, under any dispatcher."""
 
     def __post_init__(self) -> None:
         choices = (
@@ -336,6 +338,13 @@ def _parser() -> argparse.ArgumentParser:
         metavar="N",
         help="optimizer steps from one renewal of the shared expert, the experts' mean, to the next; 0: without "
         "(default: %(default)s)",
+    )
+    group.add_argument(
+        f"{PREFIX}telemetry",
+        dest="telemetry",
+        action="store_true",
+        help="report times, bytes and load balance of every MoE layer, under any dispatcher, at the logging interval: "
+        "in the log, to TensorBoard and to W&B",
     )
     return parser
 

@@ -110,7 +110,7 @@ def check(settings: SampleSettings, trace: RoutingTrace, world: int) -> None:
 
 def run(settings: SampleSettings, trace: RoutingTrace, device: torch.device) -> list[SampleResult]:
     """Builds the blocks, times them round by round, then counts. A collective call over the world."""
-    from megatron_moe_opt.integration import netmoe_report
+    from megatron_moe_opt.integration import reports
 
     with parallel_layer(tp=1, ep=dist.get_world_size(), expert_tp=1, seed=1):
         blocks = {name: _Block(name, settings, trace, device) for name in settings.all_dispatchers}
@@ -118,13 +118,14 @@ def run(settings: SampleSettings, trace: RoutingTrace, device: torch.device) -> 
         for index in range(settings.warmup + settings.steps):
             for name, block in blocks.items():
                 seconds[name].append(block.timed_round(index))
-        netmoe_report.collect()  # what the timed rounds sent
+        reports.collect()  # what the timed rounds sent
         nodes, results = discover_nodes(), []
         for name, block in blocks.items():
             traffic = block.count_rounds(settings.warmup + settings.steps, settings.steps, nodes)
             slowest = torch.tensor(seconds[name][settings.warmup :], dtype=torch.float64, device=device)
             dist.all_reduce(slowest, dist.ReduceOp.MAX)
-            results.append(SampleResult(name, tuple(slowest.tolist()), traffic, netmoe_report.collect()))
+            moves = reports.collect().get("netmoe", {})
+            results.append(SampleResult(name, tuple(slowest.tolist()), traffic, moves))
         return results
 
 

@@ -74,6 +74,28 @@ def check_config(config: Any, name: str, options: Options) -> None:
         )
 
 
+def check_telemetry(config: Any) -> None:
+    """Refuses a TransformerConfig whose MoE layers do not run stage by stage, under whatever dispatcher.
+
+    Raises:
+        ConfigurationError: names the flag, its value and the way out.
+    """
+    for wrong, flag in (
+        (config.cuda_graph_impl != "none", f"--cuda-graph-impl {config.cuda_graph_impl}"),
+        (config.overlap_moe_expert_parallel_comm, "--overlap-moe-expert-parallel-comm"),
+        (
+            getattr(config, "overlap_dispatch_backward_with_experts_wgrad", False),
+            "--overlap-dispatch-backward-with-experts-wgrad",
+        ),
+        (config.transformer_impl == "inference_optimized", "--transformer-impl inference_optimized"),
+    ):
+        if wrong:
+            raise ConfigurationError(
+                f"{flag} does not run the stages of a MoE layer one after another, as {PREFIX}telemetry observes them: "
+                "drop one of the two"
+            )
+
+
 def _recomputed_modules(config: Any) -> list[str]:
     return config.recompute_modules or [] if config.recompute_granularity == "selective" else []
 

@@ -26,7 +26,7 @@ from megatron_moe_opt.dispatchers.tuning import partitioning_of
 from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.integration.announce import announce
 from megatron_moe_opt.integration.auto_layer import controller_of, new_controller, plan_layer
-from megatron_moe_opt.integration.checks import check_config, check_name
+from megatron_moe_opt.integration.checks import check_config, check_name, check_telemetry
 from megatron_moe_opt.integration.expert_migration_layer import EXPERTS_COMPUTE, make_dispatcher, migrate_experts
 from megatron_moe_opt.integration.expert_order import FLAG as EXPERT_ORDER
 from megatron_moe_opt.integration.expert_order import keep_expert_order
@@ -38,7 +38,9 @@ from megatron_moe_opt.integration.replicated_tokens import (
     reading_as_sequence_parallel,
     take_replicated_tokens,
 )
+from megatron_moe_opt.integration.reports import report_with_training_log
 from megatron_moe_opt.integration.seams import seam_moved
+from megatron_moe_opt.integration.telemetry import watch
 from megatron_moe_opt.options import AUTO, Options
 from megatron_moe_opt.topology.expert_groups import ExpertGroups
 from megatron_moe_opt.versions import SUPPORTED_MEGATRON, megatron_version, supports_megatron
@@ -95,6 +97,7 @@ def register(options: Options | None = None) -> None:
     _wrap_moe_layer(MoELayer, PluggedTokenDispatcher)
     wrap_transformer_block()
     prioritize_expert_groups()
+    report_with_training_log()
 
 
 @contextmanager
@@ -146,14 +149,22 @@ def _wrap_post_init(config_class: type, stock: tuple[str, ...]) -> None:
             check_config(self, name, _options)
             if name == AUTO:
                 controller_of(self, _options)  # on ranks without a MoE layer too
-        elif _options.expert_order is not None and self.num_moe_experts is not None:
-            raise ConfigurationError(
-                f"{EXPERT_ORDER} {_options.expert_order} does not work with --moe-token-dispatcher-type {name}: choose "
-                f"one of {', '.join(DISPATCHERS)}"
-            )
+        elif self.num_moe_experts is not None:
+            _check_stock(self, name)
 
     post_init._moe_opt = True
     config_class.__post_init__ = post_init
+
+
+def _check_stock(config: Any, name: str) -> None:
+    """Refuses options of ours that a dispatcher of Megatron's own cannot have."""
+    if _options.expert_order is not None:
+        raise ConfigurationError(
+            f"{EXPERT_ORDER} {_options.expert_order} does not work with --moe-token-dispatcher-type {name}: choose one "
+            f"of {', '.join(DISPATCHERS)}"
+        )
+    if _options.telemetry:
+        check_telemetry(config)
 
 
 def _wrap_moe_layer(layer_class: type, plugged_class: type) -> None:
@@ -172,6 +183,8 @@ def _wrap_moe_layer(layer_class: type, plugged_class: type) -> None:
             plug(self, name, _options)
         if replicated:
             take_replicated_tokens(self)
+        if _options.telemetry:
+            watch(self)
 
     layer_class.__init__ = init
 

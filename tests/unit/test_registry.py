@@ -113,6 +113,27 @@ def test_a_schedule_for_replicated_tokens_is_refused_under_sequence_parallelism(
         megatron_moe_opt.register()
 
 
+@pytest.mark.parametrize(
+    ("flag", "overrides"),
+    [
+        ("--cuda-graph-impl local", {"cuda_graph_impl": "local"}),
+        (
+            "--overlap-moe-expert-parallel-comm",
+            {"overlap_moe_expert_parallel_comm": True, "expert_model_parallel_size": 2, "bf16": True},
+        ),
+    ],
+)
+def test_telemetry_needs_stages_one_after_another_under_stock_too(flag, overrides):
+    config("alltoall", **overrides)
+    megatron_moe_opt.register(Options(telemetry=True))
+    try:
+        config("alltoall")
+        config("alltoall", num_moe_experts=None, cuda_graph_impl="local")
+        refusal(f"{flag} does not run the stages of a MoE layer one after another, as", name="alltoall", **overrides)
+    finally:
+        megatron_moe_opt.register()
+
+
 MOVES = {"expert_model_parallel_size": 2, "hidden_dropout": 0.0}
 
 
