@@ -171,9 +171,12 @@ class TransitionStatistics:
         size = len(self._moments)
         system = self._moments.copy()
         system[np.arange(size), np.arange(size)] += max(self._tokens, 1.0) / size
+        products = np.empty_like(system)  # fresh memory for each would cost more than the arithmetic
         for k in range(size):
-            system[k, k + 1 :] /= system[k, k]
+            rest, product = system[:, k + 1 :], products[:, k + 1 :]
+            rest[k] /= system[k, k]
             factors = system[:, k].copy()
             factors[k] = 0.0
-            system[:, k + 1 :] -= factors[:, None] * system[k, k + 1 :]
+            np.multiply(factors[:, None], rest[k], out=product)
+            rest -= product
         return np.rint(system[:, size:].clip(-MAX_WEIGHT, MAX_WEIGHT) * 2**WEIGHT_BITS)
