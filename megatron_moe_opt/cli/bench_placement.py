@@ -1,7 +1,7 @@
 """The part of `moe-opt bench kernels` about placing samples: the solver against scipy, counting against PyTorch.
 
 The solver's counterpart is `scipy.optimize.linear_sum_assignment` on the matrix in which every sink is copied once for
-each of its places; that matrix is ready made, while ours starts from num. The first placements are checked against
+each of its places; that matrix is ready made, while ours starts from num. Every placement is checked against
 scipy's cost. Counting's counterparts are the sum of a routing map and `torch.bincount`, which counts sample * E +
 expert: routers give experts alone, so that this index is part of counting; with the index ready made it is shown too.
 
@@ -26,7 +26,7 @@ Assign: TypeAlias = Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]]
 """scipy's function: a matrix of costs -> rows and the column of each."""
 
 CPU = torch.device("cpu")
-WARM_UP = 2  # repetitions that are not counted; their placements are compared with scipy's
+TURNS = 4  # of both sides at a problem, the first of them not counted
 NUM_DEVICES = 16
 NUM_EXPERTS = 64
 TWO_STAGES = [(32, 2), (64, 2), (128, 2), (256, 2), (384, 2), (384, 4)]  # I, N; the sizes of the paper's table 4
@@ -44,7 +44,7 @@ class PlacementRow:
     ours: Timing
     stock: Timing | None
     ratios: Timing | None = None
-    """Of the counterpart's to our time, repetition by repetition, where each has its own input."""
+    """Of the counterpart's to our time, turn by turn, where they are timed at several inputs."""
 
     @property
     def speedup(self) -> float | None:
@@ -93,8 +93,9 @@ class TwoStages:
     """Samples to nodes, then to the devices of each node; 64 experts on 16 devices."""
 
     def __init__(self, rng: np.random.Generator, samples: int, nodes: int) -> None:
-        from megatron_moe_opt.kernels import transfer_costs
+        from megatron_moe_opt.kernels import place_samples, transfer_costs
 
+        self.place_samples = place_samples
         self.samples, self.nodes = samples, nodes
         self.num = topic_counts(rng, samples, NUM_EXPERTS)
         self.expert_device = np.arange(NUM_EXPERTS) * NUM_DEVICES // NUM_EXPERTS
@@ -106,9 +107,7 @@ class TwoStages:
 
     def ours(self) -> np.ndarray:
         """The device of each sample."""
-        from megatron_moe_opt.kernels import place_samples
-
-        return place_samples(self.num, self.expert_device, self.device_node)
+        return self.place_samples(self.num, self.expert_device, self.device_node)
 
     def scipys(self, assign: Assign) -> list[np.ndarray]:
         """The places of the samples of each node."""
@@ -131,18 +130,19 @@ class TwoStages:
 
 
 def measure_two_stages(rng: np.random.Generator, samples: int, nodes: int, repeats: int) -> PlacementRow:
-    """New samples for every repetition, of which both sides are timed once: how long scipy takes depends on them."""
+    """Several problems, as how long scipy takes depends on them; each solved by both sides in turn."""
     assign = linear_sum_assignment()
     ours, stock = [], []
-    for repeat in range(repeats + WARM_UP):
+    for _ in range(repeats):
         problem = TwoStages(rng, samples, nodes)
-        seconds = time_once(problem.ours, CPU), assign and time_once(functools.partial(problem.scipys, assign), CPU)
-        if repeat < WARM_UP:
-            if assign:
-                problem.check(assign)
-            continue
-        ours.append(seconds[0])
-        stock.append(seconds[1])
+        if assign:
+            problem.check(assign)
+        for turn in range(TURNS):
+            its = time_once(functools.partial(problem.scipys, assign), CPU) if assign else 0.0
+            own = time_once(problem.ours, CPU)
+            if turn:  # the first one finds nothing in the caches
+                ours.append(own)
+                stock.append(its)
     size = f"I {samples}, J {NUM_DEVICES}, N {nodes}"
     row = PlacementRow("place samples, two stages", size, "scipy", Timing.of(ours), None)
     if not assign:
