@@ -91,7 +91,7 @@ class Moves {
   static constexpr int64_t kFewBlocks = 4;
 
   struct Block {
-    int32_t size = 0;  // samples in it, in its first slots
+    int32_t size = 0;   // samples in it, in its first slots
     int32_t next = -1;  // of the same sink
     int32_t next_with_room = -1;
   };
