@@ -97,15 +97,14 @@ class TwoStages:
 
         self.place_samples = place_samples
         self.samples, self.nodes = samples, nodes
-        self.num = topic_counts(rng, samples, NUM_EXPERTS)
-        self.expert_device = np.arange(NUM_EXPERTS) * NUM_DEVICES // NUM_EXPERTS
-        self.device_node = np.arange(NUM_DEVICES) * nodes // NUM_DEVICES
-        given = map(torch.from_numpy, (self.num, self.expert_device, self.device_node))
-        inter, intra = (c.numpy() for c in transfer_costs(*given))
+        self.num = torch.from_numpy(topic_counts(rng, samples, NUM_EXPERTS))  # as counting returns it
+        self.expert_device = torch.arange(NUM_EXPERTS) * NUM_DEVICES // NUM_EXPERTS
+        self.device_node = torch.arange(NUM_DEVICES) * nodes // NUM_DEVICES
+        inter, intra = (c.numpy() for c in transfer_costs(self.num, self.expert_device, self.device_node))
         self.inter = np.repeat(inter, samples // nodes, axis=1).astype(float)  # a column for each place
         self.intra = np.repeat(intra, samples // NUM_DEVICES, axis=1).astype(float)
 
-    def ours(self) -> np.ndarray:
+    def ours(self) -> torch.Tensor:
         """The device of each sample."""
         return self.place_samples(self.num, self.expert_device, self.device_node)
 
@@ -116,8 +115,8 @@ class TwoStages:
 
     def check(self, assign: Assign) -> None:
         """Raises RuntimeError unless both stages cost what scipy's do."""
-        device_of = self.ours()
-        node_of = self.device_node[device_of]
+        device_of = np.asarray(self.ours())
+        node_of = self.device_node.numpy()[device_of]
         check_cost(self.inter, node_of * (self.samples // self.nodes), assign(self.inter)[1])
         for node in range(self.nodes):
             inside = np.flatnonzero(node_of == node)
