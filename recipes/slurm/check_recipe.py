@@ -204,23 +204,23 @@ def _value(flag: str, values: list[str]) -> Any:
     return text
 
 
-def _memory(recipe: Recipe, layout: Layout, micro_batches: int) -> StageMemory | None:
-    """Of a rank of the first stage."""
+def model_shape(recipe: Recipe) -> ModelShape | None:
+    """The model's sizes; None where it has latent attention."""
     flags = recipe.flags
-    if "--multi-latent-attention" in flags or flags.number("--num-layers") % layout.pp:
+    if "--multi-latent-attention" in flags:
         return None
-    ffn = flags.number("--ffn-hidden-size")
-    padding = 128 * layout.tp  # Megatron's --make-vocab-size-divisible-by
-    model = ModelShape(
+    hidden, heads, ffn = map(flags.number, ("--hidden-size", "--num-attention-heads", "--ffn-hidden-size"))
+    padding = 128 * recipe.layout.tp  # Megatron's --make-vocab-size-divisible-by
+    return ModelShape(
         layers=flags.number("--num-layers"),
-        hidden=flags.number("--hidden-size"),
-        heads=flags.number("--num-attention-heads"),
+        hidden=hidden,
+        heads=heads,
         vocabulary=-(-recipe.vocabulary // padding) * padding,
         experts=flags.number("--num-experts"),
         topk=flags.number("--moe-router-topk"),
         ffn=flags.number("--moe-ffn-hidden-size", ffn),
-        kv_heads=flags.number("--num-query-groups", flags.number("--num-attention-heads")),
-        head_size=flags.number("--kv-channels", flags.number("--hidden-size") // flags.number("--num-attention-heads")),
+        kv_heads=flags.number("--num-query-groups", heads),
+        head_size=flags.number("--kv-channels", hidden // heads),
         shared_ffn=flags.number("--moe-shared-expert-intermediate-size", 0),
         dense_layers=recipe.moe_layers.index(True),
         dense_ffn=ffn,
@@ -228,16 +228,21 @@ def _memory(recipe: Recipe, layout: Layout, micro_batches: int) -> StageMemory |
         qk_norm="--qk-layernorm" in flags,
         tied="--untie-embeddings-and-output-weights" not in flags,
     )
-    one = layout
-    offloaded = "--optimizer-cpu-offload" in flags
+
+
+def _memory(recipe: Recipe, layout: Layout, micro_batches: int) -> StageMemory | None:
+    """Of a rank of the first stage."""
+    flags, model = recipe.flags, model_shape(recipe)
+    if model is None or model.layers % layout.pp:
+        return None
     return training_memory(
         model,
-        Parallel(one.world, one.tp, one.pp, one.cp, one.ep, one.expert_tp),
+        Parallel(layout.world, layout.tp, layout.pp, layout.cp, layout.ep, layout.expert_tp),
         flags.number("--micro-batch-size"),
         flags.number("--seq-length"),
         micro_batches,
         recompute="full" if flags.values("--recompute-granularity") == ["full"] else "none",
-        each=BytesPerParameter(BF16, FP32, 0 if offloaded else 3 * FP32),
+        each=BytesPerParameter(BF16, FP32, 0 if "--optimizer-cpu-offload" in flags else 3 * FP32),
     )
 
 

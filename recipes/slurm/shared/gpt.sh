@@ -8,6 +8,6 @@ vocabulary=50257
 
 arguments+=(
     --position-embedding-type learned_absolute --normalization LayerNorm
-    --moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 1e-2
+    --moe-router-dtype fp32 --moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 1e-2
     --train-iters 1000 --lr-warmup-iters 100
 )

@@ -4,7 +4,7 @@
 # its parameters, P_E = 2 H M. Heads are not given: 64 wide, as GPT-2's.
 source "$(dirname "${BASH_SOURCE[0]}")/gpt.sh"
 
-nodes=4 # 32 ranks: EP 32, TP 1, PP 1, CP 1, expert-TP 1
+nodes=4 # 32 ranks: TP 1, PP 1, CP 1, EP 32, expert-TP 1
 
 arguments+=(
     --seq-length 512 --max-position-embeddings 512

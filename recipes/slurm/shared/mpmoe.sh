@@ -4,7 +4,7 @@
 # those of the models it names. A token goes to one expert, as the paper counts rows (eq. 2).
 source "$(dirname "${BASH_SOURCE[0]}")/gpt.sh"
 
-nodes=8 # 64 ranks: EP 64, TP 1, PP 1, CP 1, expert-TP 1
+nodes=8 # 64 ranks: TP 1, PP 1, CP 1, EP 64, expert-TP 1
 gpu_memory=40
 
 arguments+=(

@@ -4,7 +4,7 @@
 # The table says neither heads nor layers: both are the base model's, unless a model's file says otherwise.
 source "$(dirname "${BASH_SOURCE[0]}")/gpt.sh"
 
-nodes=4 # 32 ranks: EP 32, TP 1, PP 1, CP 1, expert-TP 1
+nodes=4 # 32 ranks: TP 1, PP 1, CP 1, EP 32, expert-TP 1
 gpu_memory=40
 
 arguments+=(
