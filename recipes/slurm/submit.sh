@@ -10,7 +10,7 @@ model="${1:?name in recipes/slurm/models, or path of a file of your own}"
 shift
 recipe="$here/models/$model.sh"
 [[ -r "$recipe" ]] || recipe="$(realpath -e "$model")"
-# shellcheck source=models/mixtral_8x7b.sh
+# shellcheck source=models/mixtral_8x7b.sh disable=SC2154
 source "$recipe"
 
 exec sbatch --nodes "${NODES:-$nodes}" --ntasks-per-node "$gpus_per_node" --gpus-per-node "$gpus_per_node" \

@@ -17,4 +17,4 @@ arguments+=(
 )
 # Domains of 4 data centres and of 1 GPU inside: experts travel between the data centres, tokens inside them. Table VI's
 # Cluster-L at 24 MB of tokens and experts of 8 MB.
-dispatcher=(--moe-token-dispatcher-type expert-migration --moe-opt-domain-sizes 4,1)
+dispatcher=(--moe-token-dispatcher-type expert-migration --moe-opt-domain-sizes "4,1")

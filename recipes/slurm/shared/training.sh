@@ -9,7 +9,7 @@ arguments=(
 
     --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather
     --lr-decay-style cosine --weight-decay 0.1 --clip-grad 1.0 --adam-beta1 0.9 --adam-beta2 0.95
-    --split 99,1,0
+    --split "99,1,0"
 
     # SIGTERM, before the time limit or a preemption: save and exit.
     --exit-signal-handler --save-interval 500
