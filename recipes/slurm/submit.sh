@@ -10,8 +10,9 @@ model="${1:?name in recipes/slurm/models, or path of a file of your own}"
 shift
 recipe="$here/models/$model.sh"
 [[ -r "$recipe" ]] || recipe="$(realpath -e "$model")"
-# shellcheck source=models/mixtral_8x7b.sh disable=SC2154
+# shellcheck source=models/mixtral_8x7b.sh
 source "$recipe"
 
+# shellcheck disable=SC2154 # the recipe sets them
 exec sbatch --nodes "${NODES:-$nodes}" --ntasks-per-node "$gpus_per_node" --gpus-per-node "$gpus_per_node" \
     --job-name "$(basename "$recipe" .sh)" "$here/pretrain_gpt.sbatch" "$recipe" "$@"
