@@ -21,6 +21,7 @@ import megatron_moe_opt
 from megatron_moe_opt.cli import loads
 from megatron_moe_opt.cli.loads import Rows
 from megatron_moe_opt.cli.meter import Busy, Load, Meter
+from megatron_moe_opt.cli.option_types import torch_dtype
 from megatron_moe_opt.cli.output_files import check_output, say_written
 from megatron_moe_opt.cli.process_group import adopt_slurm_ranks, process_group, temporary_groups, world_size
 from megatron_moe_opt.cli.profile_domains import domain_groups_of, domain_moves
@@ -69,11 +70,6 @@ class ProfileSettings:
     domains: bool = False
     """Whether to measure the groups of expert domains too."""
 
-    @property
-    def torch_dtype(self) -> torch.dtype:
-        """`dtype` as PyTorch's."""
-        return {"fp32": torch.float32, "bf16": torch.bfloat16}[self.dtype]
-
     def layout(self, world: int) -> Layout:
         """The groups on `world` ranks.
 
@@ -118,7 +114,7 @@ def measure(settings: ProfileSettings, device: torch.device) -> Cluster:
     """A collective call over the world; the same answer on every rank."""
     layout = settings.layout(dist.get_world_size())
     nodes = discover_nodes()
-    rows = Rows(settings.hidden, settings.torch_dtype, device)
+    rows = Rows(settings.hidden, torch_dtype(settings.dtype), device)
     ffn_hidden = settings.ffn_hidden // settings.expert_tp
     workers = find_levels([nodes.node_of[rank] for rank in layout.groups("ep")[0]]) if settings.domains else ()
     with groups_of(layout) as groups, domain_groups_of(layout, workers) as domains, _progress() as progress:
