@@ -26,7 +26,7 @@ def test_train_and_compare(text: Path, tmp_path: Path):
     """The script behind the quickstart, with fewer steps of a smaller model: all bars met, table and plot written."""
     script = ["bash", str(ROOT / "recipes/train_and_compare.sh")]
     path = f"{Path(sys.executable).parent}:{environment()['PATH']}"
-    smaller = ["--", "--num-layers", "2", "--hidden-size", "64", "--moe-ffn-hidden-size", "64"]
+    smaller = shlex.split("-- --num-layers 2 --hidden-size 64 --moe-ffn-hidden-size 64 --seq-length 64")
     result = subprocess.run(
         [*script, "--text", str(text), "--steps", "24", "--output", str(tmp_path / "out"), *smaller],
         env=environment() | {"PATH": path},
