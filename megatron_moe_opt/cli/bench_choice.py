@@ -10,7 +10,6 @@ import dataclasses
 import json
 import statistics
 import sys
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -25,8 +24,15 @@ from megatron_moe_opt.cli.bench_layer import check, time_rounds
 from megatron_moe_opt.cli.choosers import STEPS, Chooser, Chosen
 from megatron_moe_opt.cli.layer_report import shape_of
 from megatron_moe_opt.cli.layer_settings import LayerSettings
+from megatron_moe_opt.cli.option_types import torch_dtype
 from megatron_moe_opt.cli.output_files import check_output
-from megatron_moe_opt.cli.process_group import adopt_slurm_ranks, megatron_process_group, parallel_layer, world_size
+from megatron_moe_opt.cli.process_group import (
+    adopt_slurm_ranks,
+    megatron_process_group,
+    parallel_layer,
+    silence_libraries,
+    world_size,
+)
 from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.planning.cluster import Cluster
 
@@ -89,7 +95,7 @@ def bench_choice(
     Raises:
         ConfigurationError: settings that cannot work, a profile of other groups.
     """
-    warnings.filterwarnings("ignore", module=r"megatron|torch")
+    silence_libraries()
     if settings.capacity_factor is not None and chooser.dispatch_only:
         raise ConfigurationError("--capacity-factor is for whole layers: add --replicated, or leave it out")
     settings = dataclasses.replace(settings, dispatchers=chooser.candidates, dispatch_only=chooser.dispatch_only)
@@ -131,7 +137,7 @@ def measure(
             points.append(
                 ChoicePoint(
                     tokens=count,
-                    exchanged=count * settings.topk * settings.hidden * settings.torch_dtype.itemsize,
+                    exchanged=count * settings.topk * settings.hidden * torch_dtype(settings.dtype).itemsize,
                     by=chosen.by,
                     chosen=chosen.candidate,
                     best=min(allowed, key=lambda name: seconds[name]),

@@ -8,7 +8,6 @@ import os
 import platform
 import socket
 import sys
-import warnings
 from datetime import datetime, timezone
 from importlib.util import find_spec
 from pathlib import Path
@@ -26,7 +25,13 @@ from megatron_moe_opt.cli.layer_settings import STOCK, LayerSettings
 from megatron_moe_opt.cli.links import LinkRates, WireLimit, measure_links, timed, wire_limit
 from megatron_moe_opt.cli.output_files import check_output, say_written
 from megatron_moe_opt.cli.peak_memory import peak_memory_growth
-from megatron_moe_opt.cli.process_group import adopt_slurm_ranks, megatron_process_group, parallel_layer, world_size
+from megatron_moe_opt.cli.process_group import (
+    adopt_slurm_ranks,
+    megatron_process_group,
+    parallel_layer,
+    silence_libraries,
+    world_size,
+)
 from megatron_moe_opt.cli.recorded_step import record_step
 from megatron_moe_opt.cli.report_page import make_report_folder, write_page
 from megatron_moe_opt.cli.routing import check_routing
@@ -56,7 +61,7 @@ def bench_layer(settings: LayerSettings, json_file: Path | None, report_folder: 
         ConfigurationError: settings that cannot work, before anything runs.
         RuntimeError: a dispatcher's results differ from the baseline's by more than the numerics contract allows.
     """
-    warnings.filterwarnings("ignore", module=r"megatron|torch")  # many, about absent optional libraries
+    silence_libraries()
     adopt_slurm_ranks()
     check_output("--json", json_file)
     chosen_by_it = any(name.rpartition(":")[2] == AUTO for name in settings.dispatchers)

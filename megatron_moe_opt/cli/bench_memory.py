@@ -6,7 +6,6 @@ import gc
 import json
 import statistics
 import sys
-import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -20,7 +19,12 @@ from rich.table import Table
 from megatron_moe_opt.cli.layer_settings import LayerSettings
 from megatron_moe_opt.cli.live_memory import device_memory
 from megatron_moe_opt.cli.output_files import check_output
-from megatron_moe_opt.cli.process_group import adopt_slurm_ranks, megatron_process_group, parallel_layer
+from megatron_moe_opt.cli.process_group import (
+    adopt_slurm_ranks,
+    megatron_process_group,
+    parallel_layer,
+    silence_libraries,
+)
 from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.planning.mpmoe import LayerElements
 from megatron_moe_opt.runtime.host_copies import HOST_MEMORY
@@ -95,7 +99,7 @@ def bench_memory(
     Raises:
         ConfigurationError: a shape or strategy that is not known.
     """
-    warnings.filterwarnings("ignore", module=r"megatron|torch")  # many, about absent optional libraries
+    silence_libraries()
     adopt_slurm_ranks()
     check_output("--json", json_file)
     for option, names, known in (("--shapes", shapes, SHAPES), ("--strategies", strategies, STRATEGIES)):

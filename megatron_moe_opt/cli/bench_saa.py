@@ -17,6 +17,7 @@ from rich.table import Table
 from megatron_moe_opt.cli import loads
 from megatron_moe_opt.cli.loads import Rows
 from megatron_moe_opt.cli.meter import SizedPipeline
+from megatron_moe_opt.cli.option_types import torch_dtype
 from megatron_moe_opt.cli.output_files import check_output
 from megatron_moe_opt.cli.process_group import adopt_slurm_ranks, process_group, world_size
 from megatron_moe_opt.cli.profile_cluster import ProfileSettings, expert_groups, groups_of
@@ -74,7 +75,7 @@ def bench_saa(settings: ProfileSettings, sizes: Sequence[int], rounds: int, json
 
 def measure(settings: ProfileSettings, sizes: Sequence[int], rounds: int, device: torch.device) -> list[SaaPoint]:
     """A collective call over the world; the same answer on every rank."""
-    rows = Rows(settings.hidden, settings.torch_dtype, device)
+    rows = Rows(settings.hidden, torch_dtype(settings.dtype), device)
     with groups_of(settings.layout(dist.get_world_size())) as groups:
         of_experts = expert_groups(groups)
         aas, saa = (loads.combine_and_gather(rows, of_experts, groups[TP], overlap) for overlap in (False, True))

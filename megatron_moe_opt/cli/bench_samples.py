@@ -6,7 +6,6 @@ import json
 import statistics
 import sys
 import time
-import warnings
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,11 +18,13 @@ from rich.table import Table
 
 from megatron_moe_opt import register
 from megatron_moe_opt.cli.layer_settings import BASELINE
+from megatron_moe_opt.cli.option_types import torch_dtype
 from megatron_moe_opt.cli.output_files import check_output
 from megatron_moe_opt.cli.process_group import (
     adopt_slurm_ranks,
     megatron_process_group,
     parallel_layer,
+    silence_libraries,
     world_size,
 )
 from megatron_moe_opt.errors import ConfigurationError
@@ -76,7 +77,7 @@ def bench_samples(settings: SampleSettings, json_file: Path | None) -> list[Samp
     Raises:
         ConfigurationError: a trace that cannot be read or does not fit the ranks, an unknown dispatcher.
     """
-    warnings.filterwarnings("ignore", module=r"megatron|torch")  # many, about absent optional libraries
+    silence_libraries()
     adopt_slurm_ranks()
     check_output("--json", json_file)
     register()
@@ -147,7 +148,7 @@ class _Block:
         for index, layer in enumerate(self.block.layers):
             layer.mlp.experts = _Experts()
             layer.mlp.router.forward = _Router(self, index, layer)
-        dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[settings.dtype]
+        dtype = torch_dtype(settings.dtype)
         shape = (self.tokens, self.batch, settings.hidden)
         self.inputs, self.grad = (torch.randn(shape, device=device, dtype=dtype) for _ in range(2))
         self.index = 0
@@ -211,7 +212,7 @@ class _Experts(torch.nn.Module):
 def _config(dispatcher: str, settings: SampleSettings, trace: RoutingTrace) -> Any:
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[settings.dtype]
+    dtype = torch_dtype(settings.dtype)
     return TransformerConfig(
         num_layers=trace.experts.shape[1],
         hidden_size=settings.hidden,

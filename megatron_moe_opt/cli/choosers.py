@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from megatron_moe_opt.cli.layer_settings import LayerSettings
 from megatron_moe_opt.cli.links import timed
+from megatron_moe_opt.cli.option_types import torch_dtype
 from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.kernels import LANE_BYTES
 from megatron_moe_opt.options import AUTO, Options
@@ -273,7 +274,7 @@ def _mpmoe_shape(settings: LayerSettings, ep: int) -> mpmoe_choice.MpmoeLayer:
 
 def _row_bytes(settings: LayerSettings) -> tuple[int, int]:
     """Of a row of combine, and of dispatch."""
-    row_bytes = settings.hidden * settings.torch_dtype.itemsize
+    row_bytes = settings.hidden * torch_dtype(settings.dtype).itemsize
     return row_bytes, row_bytes + LANE_BYTES
 
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from megatron_moe_opt.cli.layer_settings import LayerSettings
+from megatron_moe_opt.cli.option_types import torch_dtype
 from megatron_moe_opt.cli.routing_balance import RoutingBalance, max_over_mean
 from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.kernels import LANE_BYTES
@@ -75,7 +76,7 @@ def workload_of(settings: LayerSettings, ep: int, balance: RoutingBalance, worke
         gated=False,
         experts=settings.experts,
         topk=settings.topk,
-        element_bytes=settings.torch_dtype.itemsize,
+        element_bytes=torch_dtype(settings.dtype).itemsize,
         lane_bytes=LANE_BYTES,
         ep=ep,
         etp=settings.expert_tp,

@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
 from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.variants import split_variant
 
@@ -53,11 +51,6 @@ class LayerSettings:
     def baseline(self) -> str:
         """What times are compared with: stock; or, where stock refuses to train, the papers' reference schedule."""
         return REPLICATED_BASELINE if self.replicated else BASELINE
-
-    @property
-    def torch_dtype(self) -> torch.dtype:
-        """`dtype` as PyTorch's."""
-        return {"fp32": torch.float32, "bf16": torch.bfloat16}[self.dtype]
 
     def ep_size(self, world: int) -> int:
         """Expert parallelism on `world` ranks."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,7 +16,13 @@ from megatron_moe_opt.cli.bench_layer import check
 from megatron_moe_opt.cli.layer_report import shape_of
 from megatron_moe_opt.cli.layer_settings import BASELINE, LayerSettings
 from megatron_moe_opt.cli.output_files import check_timeline_files, write_timelines
-from megatron_moe_opt.cli.process_group import adopt_slurm_ranks, megatron_process_group, parallel_layer, world_size
+from megatron_moe_opt.cli.process_group import (
+    adopt_slurm_ranks,
+    megatron_process_group,
+    parallel_layer,
+    silence_libraries,
+    world_size,
+)
 from megatron_moe_opt.cli.recorded_step import record_step
 from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.planning import mpmoe_choice
@@ -56,7 +61,7 @@ def layer_timeline(settings: LayerSettings, rank: int | None, trace: Path | None
     Raises:
         ConfigurationError: settings that cannot work, before anything runs.
     """
-    warnings.filterwarnings("ignore", module=r"megatron|torch")  # many, about absent optional libraries
+    silence_libraries()
     adopt_slurm_ranks()
     if trace is None and png is None:
         raise ConfigurationError("there is nothing to write: give --trace FILE.json, --png FILE.png or both")

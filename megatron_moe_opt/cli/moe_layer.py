@@ -13,6 +13,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_moe_opt import register
 from megatron_moe_opt.cli.layer_settings import LayerSettings
+from megatron_moe_opt.cli.option_types import torch_dtype
 from megatron_moe_opt.cli.routing import choose_experts
 from megatron_moe_opt.integration.auto_layer import Controller, current_controller
 from megatron_moe_opt.integration.moe_layer import build_layer, forget_migrated_experts, impose_routing
@@ -29,7 +30,7 @@ def layer_config(settings: LayerSettings, dispatcher: str, ep: int, permute_fusi
 
     SequentialMLP experts (they run everywhere), no biases, no auxiliary loss, router in fp32, imposed routing.
     """
-    dtype = settings.torch_dtype
+    dtype = torch_dtype(settings.dtype)
     return TransformerConfig(
         num_layers=1,
         hidden_size=settings.hidden,
@@ -182,7 +183,8 @@ def layer_under_test(
     rank = settings.data_rank(dist.get_rank())
     generator = torch.Generator().manual_seed((settings.seed << 20) + rank)
     shape = (settings.tokens, 1, settings.hidden)
-    tokens, output_grad = (torch.randn(shape, generator=generator).to(device, settings.torch_dtype) for _ in range(2))
+    dtype = torch_dtype(settings.dtype)
+    tokens, output_grad = (torch.randn(shape, generator=generator).to(device, dtype) for _ in range(2))
     indices = choose_experts(
         settings.routing,
         tokens=settings.tokens,

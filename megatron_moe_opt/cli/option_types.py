@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import math
 from enum import Enum
+from typing import TYPE_CHECKING
 
 import typer
 
 from megatron_moe_opt.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    import torch
 
 
 class DType(str, Enum):
@@ -15,6 +19,13 @@ class DType(str, Enum):
 
     fp32 = "fp32"
     bf16 = "bf16"
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """PyTorch's type of the DType of this name."""
+    import torch
+
+    return {"fp32": torch.float32, "bf16": torch.bfloat16}[name]
 
 
 class Device(str, Enum):

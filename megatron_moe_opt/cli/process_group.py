@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
@@ -12,6 +13,11 @@ from torch.distributed import ProcessGroup
 
 import megatron_moe_opt
 from megatron_moe_opt.errors import ConfigurationError
+
+
+def silence_libraries() -> None:
+    """No warnings of Megatron and PyTorch: many, on every rank, about optional libraries that are absent."""
+    warnings.filterwarnings("ignore", module=r"megatron|torch")
 
 
 def adopt_slurm_ranks() -> None:

@@ -21,11 +21,13 @@ import megatron_moe_opt
 from megatron_moe_opt.cli import loads
 from megatron_moe_opt.cli.loads import Rows
 from megatron_moe_opt.cli.meter import Busy, Load, Meter
+from megatron_moe_opt.cli.option_types import torch_dtype
 from megatron_moe_opt.cli.output_files import check_output, say_written
 from megatron_moe_opt.cli.process_group import (
     adopt_slurm_ranks,
     megatron_process_group,
     parallel_layer,
+    silence_libraries,
     temporary_groups,
     world_size,
 )
@@ -77,11 +79,6 @@ class ProfileSettings:
     domains: bool = False
     """Whether to measure the groups of expert domains too."""
 
-    @property
-    def torch_dtype(self) -> torch.dtype:
-        """`dtype` as PyTorch's."""
-        return {"fp32": torch.float32, "bf16": torch.bfloat16}[self.dtype]
-
     def layout(self, world: int) -> Layout:
         """The groups on `world` ranks.
 
@@ -109,6 +106,7 @@ def profile_cluster(settings: ProfileSettings, output: Path) -> Cluster:
     Raises:
         ConfigurationError: settings that cannot work, before anything runs.
     """
+    silence_libraries()
     adopt_slurm_ranks()
     check_output("--output", output)
     settings.layout(world_size())
@@ -126,7 +124,7 @@ def measure(settings: ProfileSettings, device: torch.device) -> Cluster:
     """A collective call over the world; the same answer on every rank."""
     layout = settings.layout(dist.get_world_size())
     nodes = discover_nodes()
-    rows = Rows(settings.hidden, settings.torch_dtype, device)
+    rows = Rows(settings.hidden, torch_dtype(settings.dtype), device)
     ffn_hidden = settings.ffn_hidden // settings.expert_tp
     workers = find_levels([nodes.node_of[rank] for rank in layout.groups("ep")[0]]) if settings.domains else ()
     with (

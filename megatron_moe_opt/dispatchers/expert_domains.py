@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Protocol
@@ -11,9 +10,9 @@ import torch
 import torch.distributed as dist
 
 from megatron_moe_opt.dispatchers.pipelining import agreed_cluster
+from megatron_moe_opt.dispatchers.say import say_once
 from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.planning.expert_migration import (
-    DomainChoice,
     MigrationLayer,
     least,
     measured_curves,
@@ -105,23 +104,19 @@ class MeasuredDomains:
         """By the greatest number of tokens that a rank has. A collective call over the expert-parallel group."""
         tokens = torch.tensor(volumes.tokens, device=device)
         dist.all_reduce(tokens, dist.ReduceOp.MAX, group=self.groups.ep)
-        layer = replace(volumes, tokens=int(tokens)).layer()
-        choice = least(predict(layer, self.workers, self._curves))
-        _say_once(int(tokens), choice)
+        number = int(tokens)
+        choice = least(predict(replace(volumes, tokens=number).layer(), self.workers, self._curves))
+        say_once(
+            "expert-migration",
+            (number, choice),
+            lambda: (
+                f"{number} tokens a rank: {describe_domains(choice.domains)}; predicted {choice.seconds * 1e3:.2f} ms "
+                "a layer for tokens and experts, forward and backward"
+            ),
+        )
         return choice.domains
 
     def describe(self) -> str:
         """For the line at start."""
         number = sum(1 for _ in realisable(self.workers))
         return f"{_times(self.workers)} ranks in expert domains chosen from {self.profile} among {number}"
-
-
-@functools.cache
-def _say_once(tokens: int, choice: DomainChoice) -> None:
-    """A line on rank 0 when a choice is made for the first time, whichever layer makes it."""
-    if dist.get_rank() == 0:
-        print(
-            f"moe-opt: expert-migration: {tokens} tokens a rank: {describe_domains(choice.domains)}; predicted "
-            f"{choice.seconds * 1e3:.2f} ms a layer for tokens and experts, forward and backward",
-            flush=True,
-        )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -12,6 +11,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from megatron_moe_opt.dispatchers.pipelining import agreed_cluster
+from megatron_moe_opt.dispatchers.say import say_once
 from megatron_moe_opt.kernels import LANE_BYTES
 from megatron_moe_opt.options import Options
 from megatron_moe_opt.planning.cluster import MEGATRON_FLAGS
@@ -100,21 +100,18 @@ class MeasuredSchedule:
             row_bytes, row_bytes + LANE_BYTES, routing.topk, routing.experts, tp_size, groups.ep_size,
             groups.etp_size, routing.capacity_factor,
         )  # fmt: skip
-        choice = choices(layer, cluster)[int(num_tokens)]
-        _say_once(int(num_tokens), choice)
+        number = int(num_tokens)
+        choice = choices(layer, cluster)[number]
+        say_once(
+            "parm",
+            (number, choice),
+            lambda: (
+                f"{number} tokens a rank: {choice}; predicted {choice.seconds * 1e3:.2f} ms a layer for dispatch and "
+                "combine, forward and backward"
+            ),
+        )
         return choice
 
     def describe(self) -> str:
         """For the line at start."""
         return f"schedule chosen from {self.profile}"
-
-
-@functools.cache
-def _say_once(num_tokens: int, choice: ParmChoice) -> None:
-    """A line on rank 0 when a choice is made for the first time, whichever layer makes it."""
-    if dist.get_rank() == 0:
-        print(
-            f"moe-opt: parm: {num_tokens} tokens a rank: {choice}; predicted {choice.seconds * 1e3:.2f} ms a layer for "
-            "dispatch and combine, forward and backward",
-            flush=True,
-        )

@@ -9,10 +9,11 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
+from megatron_moe_opt.dispatchers.say import say_once
 from megatron_moe_opt.kernels import LANE_BYTES
 from megatron_moe_opt.options import Options
 from megatron_moe_opt.planning.cluster import MEGATRON_FLAGS, Cluster
-from megatron_moe_opt.planning.monta import CHUNKS, Choice, ChoiceByRows, choices
+from megatron_moe_opt.planning.monta import CHUNKS, ChoiceByRows, choices
 from megatron_moe_opt.topology.expert_groups import ExpertGroups
 
 
@@ -81,7 +82,14 @@ class MeasuredPipelining:
         choice = _choices(self.profile, self.groups, self.levels, self.chunks, packed_row_bytes)[rows]
         if (choice.level, choice.chunks) != self.current:
             self.current = choice.level, choice.chunks
-            _say_once(rows, choice)
+            say_once(
+                "monta",
+                choice,
+                lambda: (
+                    f"about {rows} rows a rank: level {choice.level}, {choice.chunks} chunk(s); predicted "
+                    f"{choice.seconds * 1e3:.2f} ms a layer for dispatch and combine, forward and backward"
+                ),
+            )
 
     def describe(self) -> str:
         """For the line at start."""
@@ -114,17 +122,3 @@ def _choices(
     """One table for all layers of a process."""
     cluster, row_bytes = agreed_cluster(profile, groups), packed_row_bytes - LANE_BYTES
     return choices(cluster, groups.ep_size, groups.etp_size, row_bytes, packed_row_bytes, levels, chunks)
-
-
-_said: set[Choice] = set()
-
-
-def _say_once(rows: int, choice: Choice) -> None:
-    """A line on rank 0 when a choice is made for the first time, whichever layer makes it."""
-    if dist.get_rank() == 0 and choice not in _said:
-        _said.add(choice)
-        print(
-            f"moe-opt: monta: about {rows} rows a rank: level {choice.level}, {choice.chunks} chunk(s); predicted "
-            f"{choice.seconds * 1e3:.2f} ms a layer for dispatch and combine, forward and backward",
-            flush=True,
-        )

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from megatron_moe_opt.dispatchers.partitioning import FixedPartitioning, Observer, Partitioning, Partitions
 from megatron_moe_opt.dispatchers.pipelining import agreed_cluster
+from megatron_moe_opt.dispatchers.say import say, say_once
 from megatron_moe_opt.options import Options
 from megatron_moe_opt.planning.configuration_search import Configuration, ConfigurationSearch
 from megatron_moe_opt.planning.monta import ChoiceByRows
@@ -70,14 +71,14 @@ class ModelPartitioning:
         """As Partitioning.choose. Raises ConfigurationError where nothing fits into the budget."""
         number = rows()
         choice, candidates = _choices(self.profile, self.candidates)[number]
-        if _is_new(self.candidates, (choice.partitions, choice.strategy)):
-            _say(
-                number,
-                (choice.partitions, choice.strategy),
-                "predicted",
-                {(one.partitions, one.strategy): one.seconds for one in candidates},
-            )
-        return Partitions(choice.partitions, choice.strategy)
+        chosen = choice.partitions, choice.strategy
+
+        def line() -> str:
+            times = {(one.partitions, one.strategy): one.seconds for one in candidates}
+            return _line(number, chosen, "predicted", times)
+
+        say_once("mpmoe", (self.candidates, chosen), line)
+        return Partitions(*chosen)
 
     def describe(self) -> str:
         """For the line at start."""
@@ -169,7 +170,7 @@ class _Tuner:
             f"; {passes} passes of trials took {lost * 1e3:.1f} ms more than they would have as chosen, "
             f"{lost / (STEPS * times[chosen]):.2%} of {STEPS} passes"
         )
-        _say(rows, chosen, "measured", times, overhead)
+        say("mpmoe", _line(rows, chosen, "measured", times) + overhead)
 
 
 @dataclass
@@ -220,25 +221,11 @@ def _choices(profile: Path, of: Candidates) -> ChoiceByRows:
     return choices(of.layer, cluster, of.counts, of.strategies, of.budget)
 
 
-_said: set[tuple[Candidates, Configuration]] = set()
-
-
-def _is_new(candidates: Candidates, configuration: Configuration) -> bool:
-    """Whether it is the first time that a layer, any of those that share a choice, gets this one."""
-    new = (candidates, configuration) not in _said
-    _said.add((candidates, configuration))
-    return new
-
-
-def _say(rows: int, chosen: Configuration, how: str, times: dict[Configuration, float], more: str = "") -> None:
-    """A line on rank 0."""
-    if dist.get_rank() != 0:
-        return
+def _line(rows: int, chosen: Configuration, how: str, times: dict[Configuration, float]) -> str:
     partitions, strategy = chosen
     by_time = sorted(times, key=lambda configuration: times[configuration])
     listed = ", ".join(f"{n}x{strategy} {times[n, strategy] * 1e3:.2f}" for n, strategy in by_time[:8])
-    print(
-        f"moe-opt: mpmoe: about {rows} rows a rank: {partitions} partition{'s' * (partitions > 1)}, memory reuse "
-        f"{strategy}; {how} ms a layer, forward and backward: {listed}{more}",
-        flush=True,
+    return (
+        f"about {rows} rows a rank: {partitions} partition{'s' * (partitions > 1)}, memory reuse {strategy}; {how} ms "
+        f"a layer, forward and backward: {listed}"
     )

@@ -30,7 +30,7 @@ from megatron_moe_opt.schedules.schedule import Kind
 from megatron_moe_opt.topology.domains import ExpertDomains, realisable
 
 from .curves import CostCurve, Costs
-from .monta import TIE
+from .equal_times import TIE
 from .stream_model import stream_seconds
 
 Curves = Mapping[tuple[Kind, int, int], CostCurve]

@@ -30,15 +30,15 @@ from megatron_moe_opt.schedules.schedule import Lane, Schedule
 
 from .cluster import Cluster
 from .curves import Costs
+from .equal_times import EQUAL_WITHIN, fewest_of_equal
 from .simulator import Order, Slowdown, play
 
 CHUNKS = (1, 2, 4, 8, 16)
 PASSES = ("forward dispatch", "forward combine", "backward of combine", "backward of dispatch")
 """The names of `training_passes`."""
 _MOST_ROWS = 2**40
-TIE = 1 + 1e-9  # times this close are equal but for rounding
 AS_IN_TRAINING = {
-    "equal_within": 0.03,  # no chunks for a gain that predictions cannot tell from none
+    "equal_within": EQUAL_WITHIN,
     "one_chunk": 0.95,  # ranks that are out of step overlap stages by themselves, and the simulator plays them in step
 }
 """Arguments of `choose`."""
@@ -136,17 +136,13 @@ def choose(
     counts = _counts(max(one.exchanged for one in passes), levels, chunks, minimum_chunk)
     candidates = [_Candidate(level, count, passes, ep_size, etp_size, costs) for count, level in counts]
     best = math.inf
-    results: list[tuple[float, int, str]] = []
+    results: list[tuple[float, int, Choice]] = []
     for candidate in sorted(candidates, key=lambda candidate: sum(candidate.bounds)):
         part = one_chunk if candidate.count == 1 else 1.0
-        seconds = candidate.seconds(slowdown, best * (1 + equal_within) / part) * part
-        best = min(best, seconds)
-        results.append((seconds, candidate.count, candidate.level))
-    fewest = min(count for seconds, count, _ in results if seconds <= best * (1 + equal_within))
-    of_fewest = [(level, seconds) for seconds, count, level in results if count == fewest]
-    fastest = min(seconds for _, seconds in of_fewest)
-    level, seconds = min((level, seconds) for level, seconds in of_fewest if seconds <= fastest * TIE)
-    return Choice(level, fewest, seconds / (one_chunk if fewest == 1 else 1.0))
+        seconds = candidate.seconds(slowdown, best * (1 + equal_within) / part)
+        best = min(best, seconds * part)
+        results.append((seconds * part, candidate.count, Choice(candidate.level, candidate.count, seconds)))
+    return fewest_of_equal(sorted(results, key=lambda result: result[2].level), equal_within)
 
 
 class _Candidate:

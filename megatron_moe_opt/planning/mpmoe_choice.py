@@ -17,13 +17,12 @@ from megatron_moe_opt.schedules.schedule import Kind
 
 from .cluster import Cluster
 from .curves import CostCurve, Costs
+from .equal_times import fewest_of_equal
 from .memory import expert_middle_width
 from .monta import ChoiceByRows
 from .partition_search import PARTITIONS
 from .simulator import simulate
 
-EQUAL_WITHIN = 0.03
-"""Predictions this close to the least cannot be told from it: the fewest partitions among them are taken."""
 LEAST_GRADIENT = 0.5
 """Of the forward pass' time, what a backward pass takes at least: less is a disturbed measurement."""
 
@@ -175,9 +174,7 @@ def choose(candidates: Sequence[MpmoeChoice], budget: int | None = None) -> Mpmo
     fitting = [one for one in candidates if budget is None or one.activation_bytes <= budget]
     if not fitting:
         return None
-    least = min(one.seconds for one in fitting)
-    near = [one for one in fitting if one.seconds <= least * (1 + EQUAL_WITHIN)]
-    return min(near, key=lambda one: (one.partitions, one.seconds))
+    return fewest_of_equal([(one.seconds, one.partitions, one) for one in fitting])
 
 
 def choices(

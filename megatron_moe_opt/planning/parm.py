@@ -27,7 +27,8 @@ from megatron_moe_opt.schedules.schedule import Kind, Lane, Op, Schedule
 
 from .cluster import Cluster
 from .curves import AlphaBeta, CostCurve
-from .monta import AS_IN_TRAINING, CHUNKS, TIE, ChoiceByRows, Pass, training_passes
+from .equal_times import fewest_of_equal
+from .monta import AS_IN_TRAINING, CHUNKS, ChoiceByRows, Pass, training_passes
 from .simulator import simulate
 
 
@@ -154,13 +155,8 @@ def choose(
     inputs give the same choice on every rank.
     """
     found = predict(layer, tokens, cluster, schedules, levels, chunks)
-    compared = [(one.seconds * (one_chunk if one.chunks == 1 else 1.0), one) for one in found]
-    least = min(seconds for seconds, _ in compared)
-    near = [one for seconds, one in compared if seconds <= least * (1 + equal_within)]
-    fewest = min(one.chunks for one in near)
-    of_fewest = [one for one in near if one.chunks == fewest]
-    fastest = min(one.seconds for one in of_fewest)
-    return next(one for one in of_fewest if one.seconds <= fastest * TIE)
+    compared = [(one.seconds * (one_chunk if one.chunks == 1 else 1.0), one.chunks, one) for one in found]
+    return fewest_of_equal(compared, equal_within)
 
 
 def choices(

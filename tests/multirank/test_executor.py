@@ -195,9 +195,9 @@ def stall(rank_that_stalls: int) -> None:
     executor().run(Schedule("test", (op, copy)), [steps.all_gather(rows, gathered, [1] * 4, group), Steps()])
 
 
-def test_a_stalled_rank_is_named_within_the_timeout(ranks):
+def test_a_stalled_rank_is_named_within_the_timeout(doomed_ranks):
     with pytest.raises(RankFailure) as caught:
-        ranks.run(stall, rank_that_stalls=1)
+        doomed_ranks.run(stall, rank_that_stalls=1)
     assert [(rank, kind) for rank, kind, _ in caught.value.errors] == [(rank, "LaneError") for rank in (0, 2, 3)]
     for rank, _, message in caught.value.errors:
         assert message.startswith(
@@ -218,9 +218,9 @@ def leave(rank_that_dies: int) -> None:
     executor().run(Schedule("test", (op,)), [steps.all_gather(rows, gathered, [1] * 4, group)])
 
 
-def test_a_dead_rank_ends_the_others_at_once(ranks):
+def test_a_dead_rank_ends_the_others_at_once(doomed_ranks):
     with pytest.raises(RankFailure) as caught:
-        ranks.run(leave, rank_that_dies=2)
+        doomed_ranks.run(leave, rank_that_dies=2)
     named = [message for rank, kind, message in caught.value.errors if rank != 2 and kind == "LaneError"]
     assert len(named) == 3 and all("lane inter: all_to_all of chunk 0 on group" in message for message in named)
 

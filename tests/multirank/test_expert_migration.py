@@ -5,7 +5,6 @@ Outputs and gradients are sums in another order: fp32 within 1e-6 relative, bf16
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -17,13 +16,6 @@ from tests.multirank.test_dispatchers import DROP, RECOMPUTE, SHARED, compare
 from tests.ranks.pool import RankPool
 
 ONE_LEVEL, TWO_LEVELS = (4,), (2, 2)
-
-
-@pytest.fixture(scope="module")
-def eight_ranks() -> Iterator[RankPool]:
-    pool = RankPool(8)
-    yield pool
-    pool.close()
 
 
 def compare_all(cases: list[dict[str, Any]]) -> dict[str, float]:

@@ -16,7 +16,6 @@ import torch.distributed as dist
 from megatron_moe_opt.options import Options
 from tests.multirank.test_dispatchers import DROP, PAD
 from tests.multirank.test_parm import phases_of_any_size
-from tests.ranks.pool import RankPool
 
 SEQUENCE, BATCH = 24, 3
 
@@ -142,11 +141,7 @@ def test_dropped_tokens(ranks):
     )
 
 
-def test_sizes_that_need_8_ranks():
-    pool = RankPool(8)
-    try:
-        layouts = [{"tp": tp, "ep": 2, "etp": 4} for tp in (1, 2, 4)]
-        cases = {"settings": (DROPLESS, NO_AUX | PAD), "schedules": (*SCHEDULES, IN_ONE_PHASE)}
-        assert pool.run(compare_all, layouts=layouts, **cases) == [[]] * 8
-    finally:
-        pool.close()
+def test_sizes_that_need_8_ranks(eight_ranks):
+    layouts = [{"tp": tp, "ep": 2, "etp": 4} for tp in (1, 2, 4)]
+    cases = {"settings": (DROPLESS, NO_AUX | PAD), "schedules": (*SCHEDULES, IN_ONE_PHASE)}
+    assert eight_ranks.run(compare_all, layouts=layouts, **cases) == [[]] * 8

@@ -22,8 +22,9 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection, wait
+from multiprocessing.context import BaseContext
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,23 @@ from typing import Any
 START_TIMEOUT_S = CASE_TIMEOUT_S = 300
 # How long the other ranks may take to report after one has failed, before they are taken to hang.
 GRACE_S = 30
+
+
+@contextlib.contextmanager
+def preloaded_processes() -> Iterator[BaseContext]:
+    """Starts fresh processes for which importing torch and Megatron is done once: a server imports, and forks them."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.ranks.preload"])
+    # PyTorch reads its thread count when it is imported, which is before our code runs.
+    threads = os.environ.get("OMP_NUM_THREADS")
+    os.environ["OMP_NUM_THREADS"] = "1"
+    try:
+        yield context
+    finally:
+        if threads is None:
+            del os.environ["OMP_NUM_THREADS"]
+        else:
+            os.environ["OMP_NUM_THREADS"] = threads
 
 
 class RankFailure(RuntimeError):
@@ -86,15 +104,9 @@ class RankPool:
         self._processes, self._pipes = [], []
 
     def _start(self) -> None:
-        # Fresh processes, but the seconds of importing torch and Megatron are spent once: the server imports and forks.
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["tests.ranks.preload"])
         self._folder = Path(tempfile.mkdtemp(prefix="ranks-"))
         atexit.register(self.close)
-        # PyTorch reads its thread count when it is imported, which is before our code runs.
-        threads = os.environ.get("OMP_NUM_THREADS")
-        os.environ["OMP_NUM_THREADS"] = "1"
-        try:
+        with preloaded_processes() as context:
             for rank in range(self.world):
                 ours, theirs = context.Pipe()
                 # Not daemons, because those may have no children and checkpoint writers are; `close` ends them.
@@ -103,11 +115,6 @@ class RankPool:
                 theirs.close()
                 self._processes.append(process)
                 self._pipes.append(ours)
-        finally:
-            if threads is None:
-                del os.environ["OMP_NUM_THREADS"]
-            else:
-                os.environ["OMP_NUM_THREADS"] = threads
         self._collect("starting the ranks", START_TIMEOUT_S)
 
     def _collect(self, case: str, timeout_s: float) -> list[Any]:

@@ -2,59 +2,30 @@
 
 from __future__ import annotations
 
+import os
 import re
 import signal
 import subprocess
+import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
 import pytest
 
 from megatron_moe_opt.errors import ConfigurationError
-from tests.system.training import command, environment, train
+from tests.system.training import environment, start, torchrun, train
 
 # The collective (in a pipeline also its lane and chunk), its group with its ranks, and the rank that noticed.
 NAMED_ERROR = re.compile(
     r"pretrain_moe_gpt: error: (monta O3 \w+, 3 chunk\(s\): lane \w+: )?\w+( of chunk \d)? on group \S.* "
     r"\(ranks [\d, ]+\) failed on rank \d: "
 )
-
-
 HANGS_S = 600  # far above what a busy machine takes
-
-# A sitecustomize module: rank 3 stops where it opens its part of the second checkpoint, and says so with a file.
-STOP_IN_SECOND_CHECKPOINT = """
-import os, sys, time
-
-def stop(event, arguments):
-    if event == "open" and "/.iter_0000002.partial/" in str(arguments[0]) and os.environ.get("RANK") == "3":
-        open(os.environ["STOPPED"], "w").close()
-        while True:
-            time.sleep(1)
-
-sys.addaudithook(stop)
-"""
-
-
-@contextmanager
-def running(
-    data: Path, output: Path, *arguments: str | Path | int, env: dict[str, str] | None = None
-) -> Iterator[subprocess.Popen]:
-    """A training run with no end that prints into the file `output`; none of its processes is left afterwards."""
-    with open(output, "w") as printed:
-        process = subprocess.Popen(
-            command(data, "--train-iters", 100_000, *arguments),
-            env=env or environment(),
-            stdout=printed,
-            stderr=printed,
-        )
-    try:
-        yield process
-    finally:
-        kill_all(process)
+ENDLESS = ("--train-iters", 100_000, "--moe-token-dispatcher-type", "monta")
+IN_LANES = ("--moe-opt-monta-level", "O3", "--moe-opt-chunks", 3)
 
 
 def kill_all(process: subprocess.Popen) -> None:
@@ -80,47 +51,69 @@ def rank_process(process: subprocess.Popen, rank: int) -> psutil.Process:
     return next(child for child in psutil.Process(process.pid).children() if child.environ().get("RANK") == str(rank))
 
 
-@pytest.mark.parametrize("sign", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stalled"])
-def test_a_lost_rank_ends_the_job_with_a_named_error(data: Path, tmp_path: Path, sign: signal.Signals):
+def trains(log: Path) -> bool:
+    return log.exists() and log.read_text().count("\n") >= 2
+
+
+def test_a_dead_rank_ends_the_job_with_a_named_error(data: Path, tmp_path: Path):
     log, output = tmp_path / "log.jsonl", tmp_path / "output.txt"
-    # A stall is noticed after the time-out, which is also what a rank may be late by when the job starts; a death at
-    # once, far below the time-out.
-    timeout_minutes = 0.4 if sign == signal.SIGSTOP else 60
-    with running(
-        data, output, "--moe-token-dispatcher-type", "monta", "--log-json", log,
-        "--moe-opt-monta-level", "O3", "--moe-opt-chunks", 3, "--distributed-timeout-minutes", timeout_minutes,
-    ) as process:  # fmt: skip
-        wait_until(lambda: process.poll() is not None or (log.exists() and log.read_text().count("\n") >= 2))
+    with open(output, "w") as printed:
+        command = torchrun(data, *ENDLESS, *IN_LANES, "--log-json", log, "--distributed-timeout-minutes", 60)
+        process = subprocess.Popen(command, env=environment(), stdout=printed, stderr=printed)
+    try:
+        wait_until(lambda: process.poll() is not None or trains(log))
         assert process.poll() is None, output.read_text()
-        lost = rank_process(process, 3)
-        lost.send_signal(sign)
-        wait_until(lambda: NAMED_ERROR.search(output.read_text()))
-        if sign == signal.SIGSTOP:
-            # torchrun ends the ranks with SIGTERM, which a stopped process obeys when it goes on, or with SIGKILL
-            # 30 seconds later; the job has failed already.
-            lost.send_signal(signal.SIGCONT)
+        rank_process(process, 3).kill()
         assert process.wait(timeout=HANGS_S) != 0
+        assert NAMED_ERROR.search(output.read_text())
+    finally:
+        kill_all(process)
+
+
+def test_a_stalled_rank_ends_the_others_with_a_named_error(data: Path, tmp_path: Path):
+    """After the time-out, which is also what a rank may be late by when the job starts."""
+    log, output = tmp_path / "log.jsonl", tmp_path / "output.txt"
+    job = start(data, output, *ENDLESS, *IN_LANES, "--log-json", log, "--distributed-timeout-minutes", 0.3)
+    try:
+        wait_until(lambda: job.ended() or trains(log))
+        assert not job.ended(), output.read_text()
+        os.kill(job.processes[3].pid, signal.SIGSTOP)
+        wait_until(lambda: all(process.exitcode == 1 for process in job.processes[:3]))
+        assert len(NAMED_ERROR.findall(output.read_text())) == 3
+    finally:
+        job.kill()
+
+
+def stop_in_second_checkpoint() -> None:
+    """Rank 3 stops where it opens its part of the checkpoint, and says so with a file in its place."""
+
+    def stop(event: str, arguments: tuple) -> None:
+        if event == "open" and "/.iter_0000002.partial/" in str(arguments[0]):
+            Path(str(arguments[0])).parents[1].joinpath("stopped").touch()
+            while True:
+                time.sleep(1)
+
+    if os.environ["RANK"] == "3":
+        sys.addaudithook(stop)
 
 
 def test_a_run_killed_while_it_saves_leaves_the_checkpoint_before(data: Path, tmp_path: Path):
     from checkpoint import find_checkpoint
 
-    folder, output, stopped = tmp_path / "checkpoints", tmp_path / "output.txt", tmp_path / "stopped"
-    arguments = ("--moe-token-dispatcher-type", "monta", "--save", folder)
-    (tmp_path / "sitecustomize.py").write_text(STOP_IN_SECOND_CHECKPOINT)
-    env = environment() | {"STOPPED": str(stopped)}
-    env["PYTHONPATH"] = f"{tmp_path}:{env['PYTHONPATH']}"
-
-    with running(data, output, *arguments, "--save-interval", 1, env=env) as process:
-        wait_until(lambda: process.poll() is not None or stopped.exists())
-        assert process.poll() is None, output.read_text()
-        kill_all(process)
+    folder = tmp_path / "checkpoints"
+    arguments = (*ENDLESS, "--save", folder)
+    job = start(data, tmp_path / "killed.txt", *arguments, "--save-interval", 1, before=stop_in_second_checkpoint)
+    try:
+        wait_until(lambda: job.ended() or (folder / "stopped").exists())
+        assert not job.ended(), job.output.read_text()
+    finally:
+        job.kill()
     partial = folder / ".iter_0000002.partial"
     assert partial.exists() and not any(partial.glob("__3_*"))
 
     complete = find_checkpoint(str(folder), None)
     assert complete == folder / "iter_0000001"
-    printed = train(data, *arguments, "--load", folder, "--train-iters", 2)
+    printed = train(data, tmp_path, *arguments, "--load", folder, "--train-iters", 2)
     assert f"resumed from {complete}" in printed
     # The iteration that the killed run was saving is saved over what it left.
     assert find_checkpoint(str(folder), None).name == "iter_0000002"

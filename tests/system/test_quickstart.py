@@ -26,7 +26,7 @@ def test_train_and_compare(text: Path, tmp_path: Path):
     """The script behind the quickstart, with fewer steps of a smaller model: all bars met, table and plot written."""
     script = ["bash", str(ROOT / "recipes/train_and_compare.sh")]
     path = f"{Path(sys.executable).parent}:{environment()['PATH']}"
-    smaller = ["--", "--num-layers", "2", "--hidden-size", "64", "--moe-ffn-hidden-size", "64"]
+    smaller = shlex.split("-- --num-layers 2 --hidden-size 64 --moe-ffn-hidden-size 64 --seq-length 64")
     result = subprocess.run(
         [*script, "--text", str(text), "--steps", "24", "--output", str(tmp_path / "out"), *smaller],
         env=environment() | {"PATH": path},
@@ -49,16 +49,16 @@ def test_checkpoints_cross_dispatchers_and_resume_bit_for_bit(data: Path, tmp_pa
     common = ("--train-iters", 6)
     monta, stock = (("--moe-token-dispatcher-type", name) for name in ("monta", "alltoall"))
     output = train(
-        data, *common, *monta, "--save", tmp_path / "a", "--save-interval", 2, "--log-json", logs[0], "--eval-iters", 1,
-        "--moe-opt-telemetry", "--tensorboard-dir", tmp_path / "board",
+        data, tmp_path, *common, *monta, "--save", tmp_path / "a", "--save-interval", 2, "--log-json", logs[0],
+        "--eval-iters", 1, "--moe-opt-telemetry", "--tensorboard-dir", tmp_path / "board",
     )  # fmt: skip
     assert "validation loss" in output
     check_telemetry(output, logs[0], tmp_path / "board")
     train(
-        data, *common, *stock, "--load", tmp_path / "a", "--ckpt-step", 2, "--exit-interval", 4,
+        data, tmp_path, *common, *stock, "--load", tmp_path / "a", "--ckpt-step", 2, "--exit-interval", 4,
         "--save", tmp_path / "b", "--log-json", logs[1],
     )  # fmt: skip
-    train(data, *common, *monta, "--load", tmp_path / "b", "--log-json", logs[2])
+    train(data, tmp_path, *common, *monta, "--load", tmp_path / "b", "--log-json", logs[2])
     whole, there, back = map(losses, logs)
     assert list(whole) == [1, 2, 3, 4, 5, 6]
     assert there == {3: whole[3], 4: whole[4]}
@@ -82,8 +82,8 @@ def check_telemetry(output: str, log: Path, board: Path) -> None:
         ("--data-path nowhere/text", "nowhere/text.bin does not exist; make the dataset with recipes/prepare_text.py"),
     ],
 )
-def test_the_script_refuses_with_one_sentence(data: Path, arguments: str, sentence: str):
-    assert sentence in refused(data, "--train-iters", 1, *arguments.split())
+def test_the_script_refuses_with_one_sentence(data: Path, tmp_path: Path, arguments: str, sentence: str):
+    assert sentence in refused(data, tmp_path, "--train-iters", 1, *arguments.split())
 
 
 def check(arguments: str, ranks: int = 4) -> None:
@@ -152,7 +152,7 @@ def test_routing_of_several_kinds_of_text_is_recorded(data: Path, text: Path, tm
         shutil.copy(f"{data}{suffix}", tmp_path / f"other{suffix}")
     trace = tmp_path / "routing.npz"
     output = train(
-        data, "--data-path", 1, data, 3, tmp_path / "other", "--train-iters", 3, "--record-routing", trace,
+        data, tmp_path, "--data-path", 1, data, 3, tmp_path / "other", "--train-iters", 3, "--record-routing", trace,
         "--record-steps", "2-3", ranks=1, layout=(),
     )  # fmt: skip
     assert f"wrote the routing of 8 passes to {trace}" in output

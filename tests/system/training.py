@@ -1,13 +1,14 @@
-"""Runs of recipes/pretrain_moe_gpt.py for the system tests: a tiny model on a tiny dataset, under torchrun."""
+"""Runs of recipes/pretrain_moe_gpt.py for the system tests: a tiny model on a tiny dataset."""
 
 from __future__ import annotations
 
 import os
 import shlex
-import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+
+from tests.ranks.job import Job
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "recipes" / "pretrain_moe_gpt.py"
@@ -23,54 +24,55 @@ MODEL = shlex.split(
     " --split 9,1,0"
 )
 
+# No GPU, loopback only: the same job on every machine.
+VARIABLES = {"CUDA_VISIBLE_DEVICES": "", "GLOO_SOCKET_IFNAME": "lo"}
+
 
 def environment() -> dict[str, str]:
-    """One thread a rank, no GPU, loopback only: the same job on every machine."""
-    return os.environ | {
-        "PYTHONPATH": str(ROOT),
-        "OMP_NUM_THREADS": "1",
-        "CUDA_VISIBLE_DEVICES": "",
-        "GLOO_SOCKET_IFNAME": "lo",
-    }
+    """Of scripts that start ranks themselves: besides, one thread a rank."""
+    return os.environ | VARIABLES | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 
 
-def command(
+def words(data: Path, *arguments: str | Path | int, layout: Sequence[str] = LAYOUT) -> list[str]:
+    """The script and its arguments; later ones override the model's and the layout's."""
+    return [str(SCRIPT), "--data-path", str(data), *MODEL, *layout, *map(str, arguments)]
+
+
+def torchrun(data: Path, *arguments: str | Path | int) -> list[str]:
+    """The command line of a training run on four ranks."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4"]
+    return [*launcher, *words(data, *arguments)]
+
+
+def start(
     data: Path,
+    output: Path,
     *arguments: str | Path | int,
-    ranks: int = 4,
+    ranks: int | None = 4,
     layout: Sequence[str] = LAYOUT,
-) -> list[str]:
-    """The command line of a training run; later arguments override the model's and the layout's."""
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    return [*launcher, str(SCRIPT), "--data-path", str(data), *MODEL, *layout, *map(str, arguments)]
+    before: Callable[[], None] | None = None,
+) -> Job:
+    """A training run that prints into the file `output`; see Job."""
+    return Job(words(data, *arguments, layout=layout), output, ranks, VARIABLES, before)
 
 
-def train(data: Path, *arguments: str | Path | int, timeout: float = 600, **options: object) -> str:
+def train(data: Path, folder: Path, *arguments: str | Path | int, **options: object) -> str:
     """Train to the end and return what was printed; fails with all of it where the run fails."""
-    result = subprocess.run(
-        command(data, *arguments, **options),
-        env=environment(),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=timeout,
-    )
-    assert result.returncode == 0, result.stdout
-    return result.stdout
+    job = start(data, folder / "output.txt", *arguments, **options)
+    status = job.wait()
+    printed = job.output.read_text()
+    assert status == 0, printed
+    return printed
 
 
-def refused(data: Path, *arguments: str | Path | int, timeout: float = 600) -> str:
+def refused(data: Path, folder: Path, *arguments: str | Path | int) -> str:
     """Start one rank with arguments that are to be refused; returns the sentence after `error: `."""
-    result = subprocess.run(
-        [sys.executable, str(SCRIPT), "--data-path", str(data), *MODEL, *map(str, arguments)],
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-    )
-    assert result.returncode == 2, result.stdout + result.stderr
-    lines = [line for line in result.stderr.splitlines() if line.startswith("pretrain_moe_gpt: error: ")]
-    assert len(lines) == 1, result.stderr
+    job = start(data, folder / "output.txt", *arguments, ranks=None, layout=())
+    status = job.wait()
+    printed = job.output.read_text()
+    assert status == 2, printed
+    lines = [line for line in printed.splitlines() if line.startswith("pretrain_moe_gpt: error: ")]
+    assert len(lines) == 1, printed
     return lines[0].removeprefix("pretrain_moe_gpt: error: ")
 
 

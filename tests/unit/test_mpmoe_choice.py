@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.planning.cluster import Cluster, ExpertGemm, World
+from megatron_moe_opt.planning.equal_times import EQUAL_WITHIN
 from megatron_moe_opt.planning.mpmoe import paradigm_1, paradigm_2, paradigm_3, paradigm_seconds
 from megatron_moe_opt.planning.mpmoe_choice import (
-    EQUAL_WITHIN,
     MpmoeLayer,
     choices,
     choose,

@@ -1,0 +1,25 @@
+"""Choosing by predicted times, of which some are too close to be told apart."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypeVar
+
+TIE = 1 + 1e-9  # times this close are equal but for rounding
+EQUAL_WITHIN = 0.03
+"""Predictions this close to the least cannot be told from it: no cuts for a gain that may be none."""
+
+C = TypeVar("C")
+
+
+def fewest_of_equal(candidates: Sequence[tuple[float, int, C]], equal_within: float = EQUAL_WITHIN) -> C:
+    """The one of (seconds, parts, what) to take: the same on every rank that has the same candidates.
+
+    Of times that exceed the least by up to `equal_within` of it the one in fewest parts; of those the fastest, and of
+    equally fast ones the first.
+    """
+    least = min(seconds for seconds, _, _ in candidates) * (1 + equal_within)
+    fewest = min(parts for seconds, parts, _ in candidates if seconds <= least)
+    of_fewest = [(seconds, what) for seconds, parts, what in candidates if parts == fewest]
+    fastest = min(seconds for seconds, _ in of_fewest) * TIE
+    return next(what for seconds, what in of_fewest if seconds <= fastest)
