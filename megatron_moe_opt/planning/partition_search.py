@@ -19,12 +19,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
+from .equal_times import EQUAL_WITHIN, fewest_of_equal
+
 PARTITIONS = (1, 2, 3, 4, 5, 6, 7, 8)
 """To choose from: the paper's 2 to 8, and not to cut at all."""
-TOLERANCE = 0.03
-"""Times this close count as equal: measurements are no better, and a search must not end at a bump. Of equal ones the
-fewest partitions are best: what a layer does around its pipeline grows with them, and an n that is too large by chance
-would rule smaller ones out for all larger B."""
+TOLERANCE = EQUAL_WITHIN
+"""Times this close count as equal: measurements are no better, and a search must not end at a bump."""
 
 
 @dataclass
@@ -79,13 +79,11 @@ class PartitionSearch:
             return None
         untried = self._next(tokens, max(low, least), high, start)
         if untried is None:
-            tried = {
-                n: self._times[tokens, n]
-                for n in self.counts
-                if max(low, least) <= n <= high and (tokens, n) in self._times
-            }
-            equal = min(tried.values()) * (1 + self.tolerance)
-            self._choose(tokens, least, min(n for n, seconds in tried.items() if seconds <= equal))
+            counts = [n for n in self.counts if max(low, least) <= n <= high and (tokens, n) in self._times]
+            # What a layer does around its pipeline grows with n, and an n that is too large by chance would rule
+            # smaller ones out for all larger B.
+            best = fewest_of_equal([(self._times[tokens, n], n, n) for n in counts], self.tolerance)
+            self._choose(tokens, least, best)
         return untried
 
     def measured(self, tokens: int, partitions: int, seconds: float) -> None:
