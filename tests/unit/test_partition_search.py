@@ -64,14 +64,14 @@ def test_finds_the_best_of_those_that_are_allowed(cost, batches, least):
 
 
 @given(costs, st.integers(2, 10**6), st.floats(0, 0.03), st.data())
-def test_noise_within_the_tolerance_costs_no_more_than_itself(cost, tokens, noise, data):
+def test_noise_within_the_tolerance_costs_no_more_than_itself_and_the_tolerance(cost, tokens, noise, data):
     def noisy(tokens, n):
         return cost(tokens, n) * (1 + data.draw(st.floats(-noise, noise), label=f"noise at {n}"))
 
     search = PartitionSearch(tolerance=(1 + noise) / (1 - noise) - 1 + 1e-9)
     n, _ = _search(search, noisy, tokens, start=data.draw(st.none() | st.sampled_from(PARTITIONS)))
     best = min(cost(tokens, other) for other in PARTITIONS)
-    assert cost(tokens, n) <= best * (1 + noise) / (1 - noise) * (1 + 1e-9)
+    assert cost(tokens, n) <= best * (1 + noise) / (1 - noise) * (1 + search.tolerance) * (1 + 1e-9)
 
 
 @given(st.lists(st.tuples(st.integers(0, 10**6), st.sampled_from(PARTITIONS)), max_size=20), st.data())
