@@ -54,6 +54,8 @@ class Options:
     """Times that a layer's experts travel compressed from one renewal of their mean to the next; 0: without mean."""
     profile: Path | None = None
     """A cluster.json of `moe-opt profile`."""
+    plan: Path | None = None
+    """A plan.json of `moe-opt plan`, for `auto`."""
     expert_order: Path | None = None
     """A file of `moe-opt plan-experts`: which rank holds which experts. None: stock's order."""
     partitions: int | tuple[int, ...] | str | None = None
@@ -66,6 +68,8 @@ class Options:
     """Bytes of a layer's activations (MPMoE, eq. 2) where `mpmoe` chooses; None: no limit."""
     tuner: str | None = None
     """What `mpmoe` chooses by: its own passes (profile) or the model of the measured cluster (model)."""
+    telemetry: bool = False
+    """Report times, bytes and load balance of every MoE layer at the logging interval, under any dispatcher."""
 
     def __post_init__(self) -> None:
         choices = (
@@ -227,6 +231,9 @@ def _parser() -> argparse.ArgumentParser:
         f"{PREFIX}profile", dest="profile", type=Path, metavar="FILE", help="cluster.json written by `moe-opt profile`"
     )
     group.add_argument(
+        f"{PREFIX}plan", dest="plan", type=Path, metavar="FILE", help="plan.json written by `moe-opt plan`, for auto"
+    )
+    group.add_argument(
         f"{PREFIX}monta-level",
         dest="monta_level",
         choices=(*LEVELS, AUTO),
@@ -331,6 +338,13 @@ def _parser() -> argparse.ArgumentParser:
         metavar="N",
         help="optimizer steps from one renewal of the shared expert, the experts' mean, to the next; 0: without "
         "(default: %(default)s)",
+    )
+    group.add_argument(
+        f"{PREFIX}telemetry",
+        dest="telemetry",
+        action="store_true",
+        help="report times, bytes and load balance of every MoE layer, under any dispatcher, at the logging interval: "
+        "in the log, to TensorBoard and to W&B",
     )
     return parser
 

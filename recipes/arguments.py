@@ -228,9 +228,9 @@ def _check_model(args: argparse.Namespace) -> None:
             f"--moe-router-topk {args.moe_router_topk} is more than --num-experts {args.num_experts};"
             " a token can go to each expert once"
         )
-    from megatron_moe_opt.integration.registry import DISPATCHERS  # needs the extension, --help does not
+    from megatron_moe_opt.integration.registry import NAMES  # needs the extension, --help does not
 
-    if tp > 1 and not args.sequence_parallel and args.moe_token_dispatcher_type not in DISPATCHERS:
+    if tp > 1 and not args.sequence_parallel and args.moe_token_dispatcher_type not in NAMES:
         raise ConfigurationError(
             f"--tensor-model-parallel-size {tp} with experts needs sequence parallelism under"
             f" --moe-token-dispatcher-type {args.moe_token_dispatcher_type}; add --sequence-parallel"

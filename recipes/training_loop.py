@@ -34,7 +34,7 @@ from token_data import batches, build_datasets, check_datasets, kind_names
 
 from megatron_moe_opt import register, use_host_backend
 from megatron_moe_opt.errors import ConfigurationError
-from megatron_moe_opt.integration import netmoe_report
+from megatron_moe_opt.integration import reports
 from megatron_moe_opt.integration.routing_recorder import RoutingRecorder
 from megatron_moe_opt.options import Options
 from megatron_moe_opt.planning.routing_trace import write_routing_trace
@@ -211,10 +211,10 @@ def train(args: argparse.Namespace, options: Options, layout: Layout, device: to
                 record["traffic"] = [asdict(row) for row in counter.reduce()]
             progress.count(seconds)
             if iteration % args.log_interval == 0 or iteration == last:
-                moves = netmoe_report.collect()  # empty under other dispatchers
-                write(record | ({"netmoe": moves} if moves else {}))
+                ours = reports.collect()
+                write(record, ours)
                 progress.show(iteration, loss, grad_norm)
-                for line in netmoe_report.lines(moves):
+                for line in reports.lines(ours):
                     progress.say(line)
             if args.save and (iteration == last or (args.save_interval and iteration % args.save_interval == 0)):
                 progress.say(f"saved {checkpointer.save(args.save, iteration, consumed_samples)}")
@@ -259,10 +259,10 @@ def resume(args: argparse.Namespace, checkpointer: Checkpointer, console: Consol
     return iteration, consumed_samples
 
 
-def open_logs(args: argparse.Namespace, stack: ExitStack) -> Callable[[dict[str, Any]], None]:
-    """Open the logs asked for, on rank 0. Returns the function that writes a record to all of them."""
+def open_logs(args: argparse.Namespace, stack: ExitStack) -> Callable[[dict[str, Any], reports.Reports], None]:
+    """Open the logs asked for, on rank 0. Returns the function that writes a record and our reports to them."""
     if dist.get_rank() != 0:
-        return lambda record: None
+        return lambda record, ours: None
     step_log = stack.enter_context(StepLog(args.log_json)) if args.log_json else None
     board = None
     if args.tensorboard_dir:
@@ -274,14 +274,14 @@ def open_logs(args: argparse.Namespace, stack: ExitStack) -> Callable[[dict[str,
             ) from None
         board = stack.enter_context(SummaryWriter(args.tensorboard_dir))
 
-    def write(record: dict[str, Any]) -> None:
+    def write(record: dict[str, Any], ours: reports.Reports) -> None:
         if step_log is not None:
-            step_log.write(record)
+            step_log.write(record | ours)
         if board is not None:
             for key, name in (("loss", "lm loss"), ("grad_norm", "grad-norm"), ("seconds", "iteration-time")):
                 if key in record:
                     board.add_scalar(name, record[key], record["iteration"])
-            netmoe_report.add_scalars(record.get("netmoe", {}), board, record["iteration"])
+            reports.add_scalars(ours, board, record["iteration"])
 
     return write
 

@@ -1,5 +1,7 @@
 """Runs Megatron-LM's own token-dispatcher tests with a dispatcher of ours in the place of stock `alltoall`.
 
+Before them its own parser reads the recipes of recipes/slurm.
+
     torchrun --nproc-per-node 8 tools/megatron_lm_tests.py MEGATRON_LM_CHECKOUT [--dispatcher monta] [PYTEST ARGUMENTS]
 
 The tests are not part of this repository: give a checkout of Megatron-LM, for example at tag core_v0.16.1. Without a
@@ -10,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -19,6 +22,7 @@ import torch
 
 import megatron_moe_opt
 
+ROOT = Path(__file__).resolve().parents[1]
 TESTS = ("test_token_dispatcher.py", "test_a2a_token_dispatcher.py")
 
 
@@ -60,13 +64,25 @@ def keep_process_groups() -> None:
     parallel_state.destroy_model_parallel = lambda: vars(parallel_state).update(none)
 
 
+def parse_recipes(checkout: Path) -> int:
+    """Returns the exit code of the dry run: 0 where the checkout takes the arguments of all recipes."""
+    slurm = ROOT / "recipes" / "slurm"
+    models = sorted(map(str, (slurm / "models").glob("*.sh")))
+    command = [sys.executable, str(slurm / "check_recipe.py"), "--megatron-lm", str(checkout), *models]
+    alone = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    python_path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    return subprocess.run(command, env=alone | {"PYTHONPATH": python_path}).returncode
+
+
 def main() -> int:
-    """Returns pytest's exit code."""
+    """Returns pytest's exit code, or the dry run's where that failed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("checkout", type=Path)
     parser.add_argument("--dispatcher", default="monta")
     arguments, for_pytest = parser.parse_known_args()
 
+    first = os.environ.get("RANK", "0") == "0"
+    recipes = parse_recipes(arguments.checkout.resolve()) if first else 0
     sys.path.insert(0, str(arguments.checkout.resolve()))
     os.chdir(arguments.checkout)
     if megatron_moe_opt.use_host_backend():
@@ -77,10 +93,10 @@ def main() -> int:
         put_in_place_of_alltoall(arguments.dispatcher)
 
     folder = Path("tests/unit_tests/transformer/moe")
-    quiet = [] if os.environ.get("RANK", "0") == "0" else ["--tb=no", "--no-summary", "--no-header"]
+    quiet = [] if first else ["--tb=no", "--no-summary", "--no-header"]
     # Megatron-LM's conftest downloads data sets that these tests do not use.
     options = ["-q", "--noconftest", "-p", "no:cacheprovider", "-W", "ignore", "-o", "addopts=", *quiet]
-    return pytest.main([*options, *(str(folder / test) for test in TESTS), *for_pytest])
+    return pytest.main([*options, *(str(folder / test) for test in TESTS), *for_pytest]) or recipes
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@
 #include <numeric>
 #include <stdexcept>
 #include <string>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -40,14 +41,14 @@ struct Arithmetic<int64_t> {
 // along the cheapest paths of moves, the prices follow (potentials of Dijkstra's algorithm), and with the last
 // over-full sink the placement is optimal: no move and no cycle of moves can make it cheaper. Any prices are a valid
 // start; good ones leave little to push.
-template <typename Cost>
+template <typename Cost, int64_t kSinks>
 class Solver {
  public:
   // cost: [num_samples, num_sinks]; the costs of a sample differ by less than kRange.
   Solver(const Cost* cost, int64_t num_samples, int64_t num_sinks)
       : cost_(cost),
         num_samples_(num_samples),
-        num_sinks_(num_sinks),
+        sinks_(num_sinks),
         sink_of_(num_samples),
         load_(num_sinks),
         price_(num_sinks, 0),
@@ -67,16 +68,18 @@ class Solver {
   static constexpr int64_t kCoarsening = 4;
   static constexpr int64_t kLeastSamplesPerSink = 12;  // below that a coarser problem costs more than it saves
 
+  int64_t sinks() const { return kSinks > 0 ? kSinks : sinks_; }
+
   // Places the samples 0, step, 2 step, ...
   void solve(const std::vector<int64_t>& capacity, int64_t step) {
     const int64_t samples = (num_samples_ + step - 1) / step;
     const int64_t room = std::accumulate(capacity.begin(), capacity.end(), int64_t{0});
     // Where places stay empty, they must do so at the least price, and prices must start equal to see to that.
-    if (samples == room && samples > kLeastSamplesPerSink * num_sinks_) {
+    if (samples == room && samples > kLeastSamplesPerSink * sinks()) {
       const int64_t fewer = (samples + kCoarsening - 1) / kCoarsening;
-      std::vector<int64_t> scaled(num_sinks_);
+      std::vector<int64_t> scaled(sinks());
       int64_t before = 0;
-      for (int64_t n = 0; n < num_sinks_; ++n) {
+      for (int64_t n = 0; n < sinks(); ++n) {
         const int64_t end = before + capacity[n];
         scaled[n] = end * fewer / samples - before * fewer / samples;
         before = end;
@@ -93,16 +96,16 @@ class Solver {
     std::fill(load_.begin(), load_.end(), 0);
     moves_.clear();
     for (int64_t i = 0; i < num_samples_; i += step) {
-      const Cost* cost = cost_ + i * num_sinks_;
+      const Cost* cost = cost_ + i * sinks();
       Cost least = cost[0] + price_[0];
-      for (int64_t n = 1; n < num_sinks_; ++n) least = std::min(least, cost[n] + price_[n]);
+      for (int64_t n = 1; n < sinks(); ++n) least = std::min(least, cost[n] + price_[n]);
       // Among equals the first with room, else the first. Without branches, which nobody could predict.
-      int64_t choice = 2 * num_sinks_;
-      for (int64_t n = 0; n < num_sinks_; ++n) {
-        const int64_t rank = load_[n] < capacity[n] ? n : n + num_sinks_;
+      int64_t choice = 2 * sinks();
+      for (int64_t n = 0; n < sinks(); ++n) {
+        const int64_t rank = load_[n] < capacity[n] ? n : n + sinks();
         choice = std::min(choice, cost[n] + price_[n] == least ? rank : choice);
       }
-      const int64_t sink = choice < num_sinks_ ? choice : choice - num_sinks_;
+      const int64_t sink = choice < sinks() ? choice : choice - sinks();
       ++load_[sink];
       sink_of_[i] = static_cast<int32_t>(sink);
       moves_.add(i, sink);
@@ -112,7 +115,7 @@ class Solver {
   // Dijkstra's algorithm from all over-full sinks to the nearest sink with room. False if no sink is over-full.
   bool find_path(const std::vector<int64_t>& capacity) {
     bool overfull = false;
-    for (int64_t n = 0; n < num_sinks_; ++n) {
+    for (int64_t n = 0; n < sinks(); ++n) {
       const bool source = load_[n] > capacity[n];
       overfull |= source;
       distance_[n] = source ? 0 : kNoArc;
@@ -128,7 +131,7 @@ class Solver {
       order_.push_back(nearest);
       const Cost* arc = moves_.arcs(nearest);
       const Cost from = distance_[nearest] - price_[nearest];
-      for (int64_t n = 0; n < num_sinks_; ++n) distance_[n] = std::min(distance_[n], from + arc[n] + price_[n]);
+      for (int64_t n = 0; n < sinks(); ++n) distance_[n] = std::min(distance_[n], from + arc[n] + price_[n]);
     }
     path_.assign(1, nearest);
     for (size_t earlier = order_.size();
@@ -136,14 +139,14 @@ class Solver {
       earlier = closer_on_path(path_.back(), earlier);
       path_.push_back(order_[earlier]);
     }
-    for (int64_t n = 0; n < num_sinks_; ++n) price_[n] += std::max<Cost>(0, distance_[nearest] - distance_[n]);
+    for (int64_t n = 0; n < sinks(); ++n) price_[n] += std::max<Cost>(0, distance_[nearest] - distance_[n]);
     return true;
   }
 
   int64_t nearest_open() const {
     int64_t nearest = -1;
     Cost least = std::numeric_limits<Cost>::max();
-    for (int64_t n = 0; n < num_sinks_; ++n) {  // no branches in here either
+    for (int64_t n = 0; n < sinks(); ++n) {  // no branches in here either
       const Cost distance = closed_[n] ? std::numeric_limits<Cost>::max() : distance_[n];
       nearest = distance < least ? n : nearest;
       least = std::min(least, distance);
@@ -182,11 +185,11 @@ class Solver {
   }
 
   const Cost* const cost_;
-  const int64_t num_samples_, num_sinks_;
+  const int64_t num_samples_, sinks_;
   std::vector<int32_t> sink_of_;
   std::vector<int64_t> load_;  // samples on each sink
   std::vector<Cost> price_;
-  Moves<Cost> moves_;  // the arcs of the graph
+  Moves<Cost, kSinks> moves_;  // the arcs of the graph
   // The last search.
   std::vector<Cost> distance_;
   std::vector<char> closed_;
@@ -213,8 +216,23 @@ std::vector<int32_t> place_on_two(const Cost* cost, int64_t num_samples, const s
 template <typename Cost>
 void place_differences(const Cost* cost, int64_t num_samples, int64_t num_sinks, const std::vector<int64_t>& capacity,
                        int64_t* sink_of) {
-  const std::vector<int32_t> placed = num_sinks == 2 ? place_on_two(cost, num_samples, capacity)
-                                                     : Solver<Cost>(cost, num_samples, num_sinks).solve(capacity);
+  const auto search = [&](auto known) {
+    return Solver<Cost, decltype(known)::value>(cost, num_samples, num_sinks).solve(capacity);
+  };
+  std::vector<int32_t> placed;
+  switch (num_sinks) {  // the usual numbers of nodes, and of devices a node
+    case 2:
+      placed = place_on_two(cost, num_samples, capacity);
+      break;
+    case 4:
+      placed = search(std::integral_constant<int64_t, 4>{});
+      break;
+    case 8:
+      placed = search(std::integral_constant<int64_t, 8>{});
+      break;
+    default:
+      placed = search(std::integral_constant<int64_t, 0>{});
+  }
   std::copy(placed.begin(), placed.end(), sink_of);
 }
 

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from megatron_moe_opt.cli.option_types import Device, DType, finite, whole_numbers
+from megatron_moe_opt.errors import ConfigurationError
 
 app = typer.Typer(help="Benchmarks, each against stock Megatron-Core in the same run.", no_args_is_help=True)
 
@@ -49,9 +50,14 @@ def layer(
         bool, typer.Option(help="All TP ranks hold the same tokens: TP without sequence parallelism.")
     ] = False,
     profile: Annotated[
-        Path | None, typer.Option(help="cluster.json of moe-opt profile, for monta:auto and parm:auto.")
+        Path | None,
+        typer.Option(help="cluster.json of moe-opt profile, for monta:auto and the like, and --report's predictions."),
     ] = None,
     json: Annotated[Path | None, typer.Option(help="Write everything, every round's time too.")] = None,
+    report: Annotated[
+        Path | None,
+        typer.Option(help="Folder for report.html: all of it with charts, and the ops of one more step, as a page."),
+    ] = None,
 ) -> None:
     """Forward + backward of one Megatron-Core MoE layer under each dispatcher.
 
@@ -81,7 +87,7 @@ def layer(
         dispatch_only=dispatch_only,
         replicated=replicated,
     )
-    bench_layer(settings, json)
+    bench_layer(settings, json, report)
 
 
 @app.command()
@@ -139,7 +145,8 @@ def choice(
     ] = None,
     hidden: Annotated[int, typer.Option(min=1, help="Hidden size.")] = 1024,
     ffn_hidden: Annotated[
-        int | None, typer.Option(min=1, help="Hidden size inside an expert; with --mpmoe.  [default: --hidden]")
+        int | None,
+        typer.Option(min=1, help="Hidden size inside an expert; with --mpmoe or --auto.  [default: --hidden]"),
     ] = None,
     experts: Annotated[int, typer.Option(min=1, help="Experts of the layer.")] = 8,
     topk: Annotated[int, typer.Option(min=1, help="Experts of a token.")] = 2,
@@ -158,6 +165,7 @@ def choice(
     mpmoe: Annotated[
         bool, typer.Option(help="mpmoe's choice of partitions and memory reuse, in a whole MoE layer.")
     ] = False,
+    auto: Annotated[bool, typer.Option(help="auto's choice among all systems, in a whole MoE layer.")] = False,
     reuse: Annotated[
         str, typer.Option(help="Memory reuse: none, one of S1 to S4, or auto to choose from all; with --mpmoe.")
     ] = "none",
@@ -170,19 +178,22 @@ def choice(
     json: Annotated[Path | None, typer.Option(help="Write everything.")] = None,
 ) -> None:
     """How much slower a choice is than the fastest of all: monta's of level and chunks, parm's of its schedule, mpmoe's
-    of partitions and memory reuse, by the model and by trials.
+    of partitions and memory reuse, by the model and by trials; auto's of all of these, planned and after its trials.
     """
     from megatron_moe_opt.cli.bench_choice import bench_choice
     from megatron_moe_opt.cli.choosers import chooser_of
     from megatron_moe_opt.cli.layer_settings import LayerSettings
 
     sizes, counts = whole_numbers("--tokens", tokens), None if chunks is None else whole_numbers("--chunks", chunks)
-    chooser = chooser_of(replicated, mpmoe, counts, reuse, activation_budget)
+    systems = [flag for flag, given in {"--replicated": replicated, "--mpmoe": mpmoe, "--auto": auto}.items() if given]
+    if len(systems) > 1:
+        raise ConfigurationError(f"{' and '.join(systems)} are choices of different systems: give one of them")
+    chooser = chooser_of(systems[0] if systems else None, counts, reuse, activation_budget)
     settings = LayerSettings(
         dispatchers=(),
         tokens=sizes[0],
         hidden=hidden,
-        ffn_hidden=(ffn_hidden or hidden) if mpmoe else expert_tp,
+        ffn_hidden=(ffn_hidden or hidden) if mpmoe or auto else expert_tp,
         experts=experts,
         topk=topk,
         tp=tp,

@@ -10,7 +10,7 @@ import dataclasses
 import json
 import statistics
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.table import Table
 
 from megatron_moe_opt.cli.bench_layer import check, time_rounds
-from megatron_moe_opt.cli.choosers import STEPS, Chooser
+from megatron_moe_opt.cli.choosers import STEPS, Chooser, Chosen
 from megatron_moe_opt.cli.layer_report import shape_of
 from megatron_moe_opt.cli.layer_settings import LayerSettings
 from megatron_moe_opt.cli.option_types import torch_dtype
@@ -60,10 +60,12 @@ class ChoicePoint:
     predicted: float | None
     """See Chosen."""
     pipelines: float | None
-    """The same, measured; None where not all of it is recorded."""
+    """The same, measured; None where not all of it is."""
     overhead: float | None
     """See Chosen."""
     baseline: str
+    predictions: dict[str, float]
+    """See Chosen."""
 
     @property
     def regret(self) -> float:
@@ -126,6 +128,7 @@ def measure(
     points = []
     for count in tokens:
         of_size = dataclasses.replace(settings, tokens=count)
+        of_size = dataclasses.replace(of_size, dispatchers=chooser.measured(of_size, ep, device))
         allowed = chooser.allowed(of_size, ep)
         layers = layers_under_test(of_size, ep, device, permute_fusion=False)
         rounds = time_rounds(layers, of_size, device)
@@ -140,12 +143,26 @@ def measure(
                     best=min(allowed, key=lambda name: seconds[name]),
                     seconds=seconds,
                     predicted=chosen.predicted,
-                    pipelines=_pipeline_seconds(layers[chosen.candidate], device) if chooser.recorded else None,
+                    pipelines=_measured(chooser, chosen, layers, seconds, device),
                     overhead=chosen.overhead,
                     baseline=settings.baseline,
+                    predictions=dict(chosen.predictions),
                 )
             )
     return points
+
+
+def _measured(
+    chooser: Chooser,
+    chosen: Chosen,
+    layers: Mapping[str, LayerUnderTest],
+    seconds: Mapping[str, float],
+    device: torch.device,
+) -> float | None:
+    """What was predicted, as it was measured."""
+    if chooser.whole_layer:
+        return seconds[chosen.candidate]
+    return _pipeline_seconds(layers[chosen.candidate], device) if chooser.recorded else None
 
 
 def _pipeline_seconds(layer: LayerUnderTest, device: torch.device) -> float:
@@ -169,7 +186,7 @@ def _print(points: list[ChoicePoint], settings: LayerSettings, ep: int, console:
     headers = ["tokens", "MB a rank", "by", "chosen", "ms", "fastest", "ms", "regret", f"ratio to {settings.baseline}"]
     recorded = any(point.pipelines is not None for point in points)
     costly = any(point.overhead is not None for point in points)
-    headers += ["pipelines predicted ms", "measured ms", "error"] if recorded else []
+    headers += ["predicted ms", "measured ms", "error"] if recorded else []
     headers += [f"choosing, of {STEPS} steps"] if costly else []
     for header in headers:
         table.add_column(header, justify="right")
@@ -190,7 +207,8 @@ def _print(points: list[ChoicePoint], settings: LayerSettings, ep: int, console:
             error = "-" if point.error is None else f"{point.error:+.1%}"
             cells += [predicted, f"{point.pipelines * 1e3:.1f}", error]
         if costly:
-            cells.append(f"{point.overhead / (STEPS * point.seconds[point.chosen]):.2%}")
+            steps = STEPS * point.seconds[point.chosen]
+            cells.append("-" if point.overhead is None else f"{point.overhead / steps:.2%}")
         table.add_row(*cells)
     console.print(table)
     for by in dict.fromkeys(point.by for point in points):

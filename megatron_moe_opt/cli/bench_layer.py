@@ -8,6 +8,7 @@ import os
 import platform
 import socket
 import sys
+from datetime import datetime, timezone
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,10 +19,11 @@ from rich.console import Console
 from rich.progress import Progress
 
 import megatron_moe_opt
+from megatron_moe_opt.cli.layer_prediction import Predicted, predict_layer
 from megatron_moe_opt.cli.layer_report import DispatcherResult, LayerReport, as_json, print_report
 from megatron_moe_opt.cli.layer_settings import STOCK, LayerSettings
 from megatron_moe_opt.cli.links import LinkRates, WireLimit, measure_links, timed, wire_limit
-from megatron_moe_opt.cli.output_files import check_output
+from megatron_moe_opt.cli.output_files import check_output, say_written
 from megatron_moe_opt.cli.peak_memory import peak_memory_growth
 from megatron_moe_opt.cli.process_group import (
     adopt_slurm_ranks,
@@ -30,7 +32,10 @@ from megatron_moe_opt.cli.process_group import (
     silence_libraries,
     world_size,
 )
+from megatron_moe_opt.cli.recorded_step import record_step
+from megatron_moe_opt.cli.report_page import make_report_folder, write_page
 from megatron_moe_opt.cli.routing import check_routing
+from megatron_moe_opt.cli.routing_balance import routing_balance
 from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.options import AUTO
 from megatron_moe_opt.planning.cluster import OUR_FLAGS, Cluster
@@ -43,10 +48,14 @@ if TYPE_CHECKING:
 # Where sums are taken in another order than stock's: norm of the difference over the norm. The router's gradient is a
 # sum over all tokens of a rank, here many: in fp32 its rounding alone passes the 1e-6 that the tests hold.
 TOLERANCE = {"fp32": 5e-6, "bf16": 1e-2}
+RECORDED_STEPS = 3  # for the page, which shows one: that with the median time
 
 
-def bench_layer(settings: LayerSettings, json_file: Path | None) -> LayerReport:
-    """Runs the benchmark on the current ranks; rank 0 prints the table and writes `json_file`.
+def bench_layer(settings: LayerSettings, json_file: Path | None, report_folder: Path | None = None) -> LayerReport:
+    """Runs the benchmark on the current ranks; rank 0 prints the table and writes `json_file` and the page.
+
+    Args:
+        report_folder: of the page (report_page.py); with it, steps are recorded too.
 
     Raises:
         ConfigurationError: settings that cannot work, before anything runs.
@@ -55,28 +64,33 @@ def bench_layer(settings: LayerSettings, json_file: Path | None) -> LayerReport:
     silence_libraries()
     adopt_slurm_ranks()
     check_output("--json", json_file)
-    if settings.profile is not None and not any(name.endswith(f":{AUTO}") for name in settings.dispatchers):
+    chosen_by_it = any(name.rpartition(":")[2] == AUTO for name in settings.dispatchers)
+    if settings.profile is not None and not chosen_by_it and report_folder is None:
         raise ConfigurationError(
-            f"--profile {settings.profile}: no dispatcher reads it; add monta:{AUTO} or parm:{AUTO} to --dispatchers, "
-            "or drop it"
+            f"--profile {settings.profile}: nothing reads it; add monta:{AUTO} or parm:{AUTO} to --dispatchers, or "
+            "--report for a page with predictions, or drop it"
         )
-    check(settings)
+    cluster = check(settings)
+    make_report_folder(report_folder)
     with megatron_process_group() as device:
-        report = run(settings, device)
+        report = run(settings, device, cluster, record=report_folder is not None)
         if dist.get_rank() == 0:
-            print_report(report, Console(width=None if sys.stdout.isatty() else 200))
+            console = Console(width=None if sys.stdout.isatty() else 200)
+            print_report(report, console)
             if json_file is not None:
                 json_file.write_text(json.dumps(as_json(report), indent=2, default=str) + "\n")
+            if report_folder is not None:
+                say_written(write_page(report_folder, report), console)
     return report
 
 
 def check(settings: LayerSettings) -> Cluster | None:
     """Refuses, with ConfigurationError, all that can be refused before process groups are made. Returns the profile."""
     megatron_moe_opt.register()
-    from megatron_moe_opt.integration.registry import DISPATCHERS
+    from megatron_moe_opt.integration.registry import NAMES
 
     world = world_size()
-    settings.check((*STOCK, *DISPATCHERS), world)
+    settings.check((*STOCK, *NAMES), world)
     check_routing(settings.routing, experts=settings.experts, topk=settings.topk)
     if settings.profile is None:
         return None
@@ -91,8 +105,15 @@ def check(settings: LayerSettings) -> Cluster | None:
     return cluster
 
 
-def run(settings: LayerSettings, device: torch.device) -> LayerReport:
-    """Builds the layers, compares their results, counts and times them. A collective call over the world."""
+def run(
+    settings: LayerSettings, device: torch.device, cluster: Cluster | None = None, record: bool = False
+) -> LayerReport:
+    """Builds the layers, compares their results, counts and times them. A collective call over the world.
+
+    Args:
+        cluster: to predict the dispatchers' times by.
+        record: then run RECORDED_STEPS more of each, whose ops are timed, and keep the median one.
+    """
     from megatron_moe_opt.cli.moe_layer import layers_under_test
 
     ep = settings.ep_size(dist.get_world_size())
@@ -104,6 +125,10 @@ def run(settings: LayerSettings, device: torch.device) -> LayerReport:
         differences = _differences(layers, settings.baseline, TOLERANCE[settings.dtype])
         costs = {name: _count_step(layer, nodes, rates, device) for name, layer in layers.items()}
         seconds = time_rounds(layers, settings, device)
+        recorded = (
+            {name: record_step(layer, RECORDED_STEPS, device) for name, layer in layers.items()} if record else {}
+        )
+        balance = routing_balance(settings, ep, device)
     results = tuple(
         DispatcherResult(
             dispatcher=name,
@@ -117,7 +142,9 @@ def run(settings: LayerSettings, device: torch.device) -> LayerReport:
         )
         for name in layers
     )
-    return LayerReport(settings, _environment(settings, ep, permute_fusion, device), nodes, rates, results)
+    environment = _environment(settings, ep, permute_fusion, device)
+    predicted = Predicted() if cluster is None else predict_layer(settings, ep, balance, nodes.node_of, cluster)
+    return LayerReport(settings, environment, nodes, rates, results, balance, predicted, recorded)
 
 
 def _differences(layers: dict[str, LayerUnderTest], baseline: str, tolerance: float) -> dict[str, tuple[float, float]]:
@@ -188,6 +215,7 @@ def _environment(settings: LayerSettings, ep: int, permute_fusion: bool, device:
     from megatron.core import __version__ as megatron_version
 
     return {
+        "date": datetime.now(timezone.utc).isoformat(" ", "seconds"),
         "megatron-moe-opt": megatron_moe_opt.__version__,
         "megatron-core": megatron_version,
         "torch": torch.__version__,

@@ -6,10 +6,11 @@ import json
 import statistics
 import sys
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from rich.console import Console
@@ -27,6 +28,8 @@ from megatron_moe_opt.cli.process_group import (
     world_size,
 )
 from megatron_moe_opt.errors import ConfigurationError
+from megatron_moe_opt.planning.expert_order import stock_devices
+from megatron_moe_opt.planning.routing_replay import decided_share
 from megatron_moe_opt.planning.routing_trace import RoutingTrace, read_routing_trace
 from megatron_moe_opt.runtime.traffic import TrafficCounter, TrafficRow
 from megatron_moe_opt.topology.nodes import NodeMap, discover_nodes
@@ -82,8 +85,9 @@ def bench_samples(settings: SampleSettings, json_file: Path | None) -> list[Samp
     check(settings, trace, world_size())
     with megatron_process_group() as device:
         results = run(settings, trace, device)
+        decided = _decided_share(settings, trace, discover_nodes())
         if dist.get_rank() == 0:
-            _print(results, Console(width=None if sys.stdout.isatty() else 160))
+            _print(results, decided, Console(width=None if sys.stdout.isatty() else 160))
             if json_file is not None:
                 json_file.write_text(json.dumps([asdict(result) for result in results], indent=2) + "\n")
     return results
@@ -111,7 +115,7 @@ def check(settings: SampleSettings, trace: RoutingTrace, world: int) -> None:
 
 def run(settings: SampleSettings, trace: RoutingTrace, device: torch.device) -> list[SampleResult]:
     """Builds the blocks, times them round by round, then counts. A collective call over the world."""
-    from megatron_moe_opt.integration import netmoe_report
+    from megatron_moe_opt.integration import reports
 
     with parallel_layer(tp=1, ep=dist.get_world_size(), expert_tp=1, seed=1):
         blocks = {name: _Block(name, settings, trace, device) for name in settings.all_dispatchers}
@@ -119,13 +123,14 @@ def run(settings: SampleSettings, trace: RoutingTrace, device: torch.device) -> 
         for index in range(settings.warmup + settings.steps):
             for name, block in blocks.items():
                 seconds[name].append(block.timed_round(index))
-        netmoe_report.collect()  # what the timed rounds sent
+        reports.collect()  # what the timed rounds sent
         nodes, results = discover_nodes(), []
         for name, block in blocks.items():
             traffic = block.count_rounds(settings.warmup + settings.steps, settings.steps, nodes)
             slowest = torch.tensor(seconds[name][settings.warmup :], dtype=torch.float64, device=device)
             dist.all_reduce(slowest, dist.ReduceOp.MAX)
-            results.append(SampleResult(name, tuple(slowest.tolist()), traffic, netmoe_report.collect()))
+            moves = reports.collect().get("netmoe", {})
+            results.append(SampleResult(name, tuple(slowest.tolist()), traffic, moves))
         return results
 
 
@@ -228,22 +233,38 @@ def _config(dispatcher: str, settings: SampleSettings, trace: RoutingTrace) -> A
     )
 
 
-def _print(results: list[SampleResult], console: Console) -> None:
-    table = Table(title="Dispatch and combine of all MoE layers, forward and backward")
-    for header in ("dispatcher", "ms", "quartiles", "times faster", "inter-node MB", "change", "intra-node MB"):
+def _decided_share(settings: SampleSettings, trace: RoutingTrace, nodes: NodeMap) -> float:
+    """Of the bytes between nodes that stock sent while they were counted, see routing_replay.decided_share."""
+    first = settings.warmup + settings.steps
+    passes = np.arange(first, first + settings.steps) % trace.num_passes
+    counts = replace(trace, experts=trace.experts[:, :, :, : settings.tokens]).counts()
+    devices = stock_devices(trace.experts.shape[1], trace.num_experts, len(nodes.node_of))
+    return decided_share(counts[passes], devices, np.array(nodes.node_of))
+
+
+def _print(results: list[SampleResult], decided: float, console: Console) -> None:
+    table = Table(
+        title="Dispatch and combine of all MoE layers, forward and backward",
+        caption="decided: change of what placements decide, "
+        f"{decided:.1%} of stock's bytes between nodes: all but the first layer's dispatch and the last one's combine",
+    )
+    headers = ("dispatcher", "ms", "quartiles", "times faster", "inter-node MB", "change", "decided", "intra-node MB")
+    for header in headers:
         table.add_column(header, justify="right")
     stock = results[0]
     for result in results:
         ms = sorted(second * 1e3 for second in result.seconds)
         faster = [a / b for a, b in zip(stock.seconds, result.seconds, strict=True)]
         inter, before = result.megabytes("inter-node"), stock.megabytes("inter-node")
+        change = 100 * (inter / before - 1) if before else 0.0
         table.add_row(
             result.dispatcher,
             f"{statistics.median(ms):.1f}",
             f"{ms[len(ms) // 4]:.1f}-{ms[3 * len(ms) // 4]:.1f}",
             f"{statistics.median(faster):.2f}",
             f"{inter:.1f}",
-            f"{100 * (inter / before - 1):+.1f} %" if before else "",
+            f"{change:+.1f} %" if before else "",
+            f"{change / decided:+.1f} %" if decided else "",
             f"{result.megabytes('intra-node'):.1f}",
         )
     console.print(table)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 import torch.distributed as dist
@@ -22,6 +22,9 @@ from megatron_moe_opt.planning.partition_search import PARTITIONS
 from megatron_moe_opt.schedules.mpmoe import NONE, STRATEGIES
 from megatron_moe_opt.schedules.parm import SCHEDULES
 
+if TYPE_CHECKING:
+    from megatron_moe_opt.integration.auto_layer import Controller
+
 CHUNKS = (2, 4, 8, 16)
 STEPS = 1000
 """What the time that choosing takes is compared with."""
@@ -34,9 +37,11 @@ class Chosen:
     by: str
     candidate: str
     predicted: float | None = None
-    """Seconds of the schedules of a step; of parm, with the AllGathers at the layer's edge."""
+    """Seconds of the schedules of a step; of parm, with the AllGathers at the layer's edge; of auto, of the layer."""
     overhead: float | None = None
     """Seconds that choosing took, or that trials took longer than as many steps of the chosen one."""
+    predictions: Mapping[str, float] = field(default_factory=dict)
+    """The same as `predicted`, of all candidates that it was chosen from; empty where they are not handed on."""
 
 
 class Chooser(Protocol):
@@ -46,8 +51,13 @@ class Chooser(Protocol):
     """Its candidates differ in dispatch and combine alone."""
     recorded: bool
     """All that `predicted` counts is recorded as schedules."""
+    whole_layer: bool
+    """`predicted` counts all that a step of the layer does."""
     candidates: tuple[str, ...]
     """Variants of `bench layer`."""
+
+    def measured(self, settings: LayerSettings, ep: int, device: torch.device) -> tuple[str, ...]:
+        """Those to measure for the settings' tokens. A collective call."""
 
     def allowed(self, settings: LayerSettings, ep: int) -> tuple[str, ...]:
         """The candidates among which a choice for the settings' tokens is made."""
@@ -66,11 +76,16 @@ class MontaChooser:
     """Level and chunk count."""
 
     dispatch_only = recorded = True
+    whole_layer = False
 
     def __init__(self, chunks: Sequence[int] = CHUNKS) -> None:
         self.chunks = tuple(chunks)
         several = [f"monta:{level}x{count}" for level in ("O2", "O3") for count in chunks if count > 1]
         self.candidates = "monta:O1", *several
+
+    def measured(self, settings: LayerSettings, ep: int, device: torch.device) -> tuple[str, ...]:
+        """All."""
+        return self.candidates
 
     def allowed(self, settings: LayerSettings, ep: int) -> tuple[str, ...]:
         """All."""
@@ -113,7 +128,7 @@ class MpmoeChooser:
         ConfigurationError: an unknown strategy, or nothing to choose from.
     """
 
-    dispatch_only, recorded = False, True
+    dispatch_only, recorded, whole_layer = False, True, False
 
     def __init__(
         self,
@@ -129,6 +144,10 @@ class MpmoeChooser:
         self.counts, self.strategies, self.budget = self.options.partitions, self.options.memory_strategies, budget
         self.candidates = tuple(f"mpmoe:{count}:{strategy}" for strategy in self.strategies for count in self.counts)
 
+    def measured(self, settings: LayerSettings, ep: int, device: torch.device) -> tuple[str, ...]:
+        """All."""
+        return self.candidates
+
     def choose(
         self, settings: LayerSettings, ep: int, cluster: Cluster, seconds: Mapping[str, float], device: torch.device
     ) -> list[Chosen]:
@@ -137,7 +156,7 @@ class MpmoeChooser:
 
     def allowed(self, settings: LayerSettings, ep: int) -> tuple[str, ...]:
         """What fits into the budget. Raises ConfigurationError where nothing does."""
-        layer, rows = self._layer(settings, ep), settings.tokens * settings.topk
+        layer, rows = _mpmoe_shape(settings, ep), settings.tokens * settings.topk
         least = {
             strategy: mpmoe_choice.least_partitions(layer, rows, strategy, self.counts, self.budget)
             for strategy in self.strategies
@@ -154,7 +173,7 @@ class MpmoeChooser:
 
     def _by_model(self, settings: LayerSettings, ep: int, cluster: Cluster, device: torch.device) -> Chosen:
         start = time.perf_counter()
-        table = mpmoe_choice.choices(self._layer(settings, ep), cluster, self.counts, self.strategies, self.budget)
+        table = mpmoe_choice.choices(_mpmoe_shape(settings, ep), cluster, self.counts, self.strategies, self.budget)
         choice, _ = table[settings.tokens * settings.topk]
         took = torch.tensor(time.perf_counter() - start, dtype=torch.float64, device=device)
         dist.all_reduce(took, dist.ReduceOp.MAX)
@@ -180,30 +199,77 @@ class MpmoeChooser:
         candidate = f"mpmoe:{count}:{strategy}"
         return Chosen("trials", candidate, None, float(took.sum()) - len(steps) * seconds[candidate])
 
-    def _layer(self, settings: LayerSettings, ep: int) -> mpmoe_choice.MpmoeLayer:
-        from megatron_moe_opt.cli.moe_layer import layer_config
-        from megatron_moe_opt.integration.mpmoe_layer import shape_of_layer
 
-        config = layer_config(settings, "mpmoe", ep, permute_fusion=False)
-        return shape_of_layer(config, ep, settings.expert_tp)
+class AutoChooser:
+    """All systems: as planned from the profile, and as kept after trials."""
+
+    dispatch_only, recorded, whole_layer = False, False, True
+    candidates = (AUTO,)
+    of_each_system = 2
+    """Variants that are measured, those with the least predictions, besides what auto tries."""
+
+    def __init__(self) -> None:
+        self._controller: Controller | None = None
+        self._measured: tuple[str, ...] = ()
+
+    def measured(self, settings: LayerSettings, ep: int, device: torch.device) -> tuple[str, ...]:
+        """Has auto choose, and asks it what there was to choose from."""
+        from megatron_moe_opt.cli.moe_layer import layer_under_test
+        from megatron_moe_opt.integration.auto_layer import current_controller
+
+        layer_under_test(settings, AUTO, ep, device)
+        self._controller = current_controller()
+        of_families: dict[str, list[str]] = {}
+        for one in self._controller.predicted:
+            of_families.setdefault(one.family, []).append(one.variant)
+        fastest = [variant for variants in of_families.values() for variant in variants[: self.of_each_system]]
+        self._measured = tuple(dict.fromkeys([*self._controller.measured, *fastest]))
+        return self._measured
+
+    def allowed(self, settings: LayerSettings, ep: int) -> tuple[str, ...]:
+        """What is measured, stock too."""
+        return self._measured
+
+    def choose(
+        self, settings: LayerSettings, ep: int, cluster: Cluster, seconds: Mapping[str, float], device: torch.device
+    ) -> list[Chosen]:
+        """As it was when `measured` was called."""
+        controller = self._controller
+        predictions = {one.variant: one.seconds for one in controller.predicted if one.variant in seconds}
+        planned, kept = controller.planned, controller.current
+        return [
+            Chosen("plan", planned, predictions[planned], None, predictions),
+            Chosen("auto", kept, None, controller.overhead),
+        ]
 
 
-def chooser_of(replicated: bool, mpmoe: bool, counts: Sequence[int] | None, reuse: str, budget: int | None) -> Chooser:
+def chooser_of(
+    system: str | None, counts: Sequence[int] | None = None, reuse: str = NONE, budget: int | None = None
+) -> Chooser:
     """What the options of `bench choice` ask for.
 
     Args:
+        system: whose option was given: --replicated (parm's), --mpmoe or --auto; None: monta's choice.
         counts: of chunks or partitions; None for the system's own.
 
     Raises:
         ConfigurationError: options that contradict each other.
     """
-    if mpmoe and replicated:
-        raise ConfigurationError("--mpmoe and --replicated are choices of two systems: give one of them")
-    if mpmoe:
+    if system == "--auto":
+        if counts is not None or reuse != NONE or budget is not None:
+            raise ConfigurationError("--auto chooses from all: drop --chunks, --reuse and --activation-budget")
+        return AutoChooser()
+    if system == "--mpmoe":
         return MpmoeChooser(PARTITIONS if counts is None else counts, reuse, budget)
     if reuse != NONE or budget is not None:
         raise ConfigurationError("--reuse and --activation-budget are mpmoe's: add --mpmoe, or drop them")
-    return (ParmChooser if replicated else MontaChooser)(CHUNKS if counts is None else counts)
+    return (ParmChooser if system == "--replicated" else MontaChooser)(CHUNKS if counts is None else counts)
+
+
+def _mpmoe_shape(settings: LayerSettings, ep: int) -> mpmoe_choice.MpmoeLayer:
+    from megatron_moe_opt.cli.moe_layer import mpmoe_shape  # Megatron, for those who need it
+
+    return mpmoe_shape(settings, ep)
 
 
 def _row_bytes(settings: LayerSettings) -> tuple[int, int]:

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import os
 import statistics
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
+from megatron_moe_opt.cli.layer_prediction import Predicted
 from megatron_moe_opt.cli.layer_settings import LayerSettings
 from megatron_moe_opt.cli.links import LinkRates, WireLimit
+from megatron_moe_opt.cli.recorded_step import RecordedStep
+from megatron_moe_opt.cli.routing_balance import RoutingBalance
 from megatron_moe_opt.runtime.traffic import INTER_NODE, INTRA_NODE, TrafficRow
 from megatron_moe_opt.topology.nodes import NodeMap
 
@@ -47,6 +51,17 @@ class DispatcherResult:
 
 
 @dataclass(frozen=True)
+class ReportTable:
+    """A table as text, for the terminal and the page alike."""
+
+    title: str
+    headers: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    names: int = 1
+    """Columns on the left that name the row; the others hold numbers."""
+
+
+@dataclass(frozen=True)
 class LayerReport:
     """A whole run."""
 
@@ -55,11 +70,16 @@ class LayerReport:
     nodes: NodeMap
     rates: LinkRates
     results: tuple[DispatcherResult, ...]
+    balance: RoutingBalance
+    predicted: Predicted
+    recorded: Mapping[str, RecordedStep]
+    """A step by dispatcher; empty where none was asked for."""
 
 
 def as_json(report: LayerReport) -> dict[str, Any]:
-    """All fields, and the medians that the table shows."""
-    content = asdict(report)
+    """All numbers, and the medians that the table shows; without the recorded ops, which are for the eye."""
+    content = asdict(replace(report, recorded={}))
+    del content["recorded"]
     for entry, result in zip(content["results"], report.results, strict=True):
         entry |= {"median_seconds": result.median, "median_ratio": result.ratio}
     return content
@@ -67,14 +87,24 @@ def as_json(report: LayerReport) -> dict[str, Any]:
 
 def print_report(report: LayerReport, console: Console) -> None:
     """Conditions, then times, then traffic."""
-    for line in _conditions(report):
+    for line in conditions(report):
         console.print(line, markup=False, highlight=False, soft_wrap=True)
-    console.print(_times(report))
+    console.print(_printed(times_table(report)))
     if any(result.traffic for result in report.results):
-        console.print(_traffic(report))
+        console.print(_printed(traffic_table(report)))
 
 
-def _conditions(report: LayerReport) -> list[str]:
+def _printed(content: ReportTable) -> Table:
+    table = Table(title=content.title)
+    for index, header in enumerate(content.headers):
+        table.add_column(header, justify="left" if index < content.names else "right")
+    for row in content.rows:
+        table.add_row(*row)
+    return table
+
+
+def conditions(report: LayerReport) -> list[str]:
+    """What ran, where and how, a sentence each."""
     environment = report.environment
     software = ", ".join(f"{name} {environment[name]}" for name in ("megatron-moe-opt", "megatron-core", "torch"))
     machine = (
@@ -119,10 +149,10 @@ def _links(rates: LinkRates) -> str:
     return ", ".join(described) or "none between ranks"
 
 
-def _times(report: LayerReport) -> Table:
-    table = Table(title="Time of one step")
-    table.add_column("dispatcher")
-    for header in (
+def times_table(report: LayerReport) -> ReportTable:
+    """One row a dispatcher: times, the limit, memory and differences from the baseline."""
+    headers = (
+        "dispatcher",
         "median ms",
         "min-max ms",
         f"ratio to {report.settings.baseline}",
@@ -133,16 +163,14 @@ def _times(report: LayerReport) -> Table:
         "peak memory MB",
         "output diff",
         "worst grad diff",
-    ):
-        table.add_column(header, justify="right")
-    for result in report.results:
-        table.add_row(result.dispatcher, *_cells(result))
-    return table
+    )
+    return ReportTable("Time of one step", headers, tuple(_cells(result) for result in report.results))
 
 
-def _cells(result: DispatcherResult) -> list[str]:
+def _cells(result: DispatcherResult) -> tuple[str, ...]:
     limit = result.wire_limit
-    return [
+    return (
+        result.dispatcher,
         f"{result.median * 1e3:.1f}",
         f"{min(result.seconds) * 1e3:.1f}-{max(result.seconds) * 1e3:.1f}",
         f"{result.ratio:.3f}",
@@ -153,23 +181,22 @@ def _cells(result: DispatcherResult) -> list[str]:
         "-" if result.peak_memory_bytes is None else f"{result.peak_memory_bytes / 1e6:.0f}",
         f"{result.output_difference:.1e}",
         f"{result.gradient_difference:.1e}",
-    ]
+    )
 
 
-def _traffic(report: LayerReport) -> Table:
+def traffic_table(report: LayerReport) -> ReportTable:
     """Messages and bytes of one step by collective and link, and their sums by link."""
-    table = Table(title="Sent by all ranks in one step: messages / MB")
-    table.add_column("collective")
-    table.add_column("link")
     sent: dict[tuple[str, str], dict[str, tuple[int, int]]] = {}
     for result in report.results:
-        table.add_column(result.dispatcher, justify="right")
         for row in result.traffic:
             for collective in (row.collective, "total"):
                 by_dispatcher = sent.setdefault((collective, row.link), {})
                 messages, num_bytes = by_dispatcher.get(result.dispatcher, (0, 0))
                 by_dispatcher[result.dispatcher] = (messages + row.messages, num_bytes + row.bytes)
+    dispatchers = [result.dispatcher for result in report.results]
+    rows = []
     for key in sorted(sent, key=lambda key: (key[0] == "total", key)):
-        cells = [sent[key].get(result.dispatcher) for result in report.results]
-        table.add_row(*key, *(f"{cell[0]} / {cell[1] / 1e6:.2f}" if cell else "-" for cell in cells))
-    return table
+        cells = [sent[key].get(dispatcher) for dispatcher in dispatchers]
+        rows.append((*key, *(f"{cell[0]} / {cell[1] / 1e6:.2f}" if cell else "-" for cell in cells)))
+    title = "Sent by all ranks in one step: messages / MB"
+    return ReportTable(title, ("collective", "link", *dispatchers), tuple(rows), names=2)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -23,12 +23,16 @@ from megatron_moe_opt.cli.process_group import (
     silence_libraries,
     world_size,
 )
+from megatron_moe_opt.cli.recorded_step import record_step
 from megatron_moe_opt.errors import ConfigurationError
+from megatron_moe_opt.planning import mpmoe_choice
 from megatron_moe_opt.planning.cluster import Cluster
+from megatron_moe_opt.planning.curves import Costs
 from megatron_moe_opt.planning.monta import PASSES
 from megatron_moe_opt.planning.simulator import simulate
 from megatron_moe_opt.schedules.schedule import Lane
-from megatron_moe_opt.schedules.timeline import Timeline, one_after_another
+from megatron_moe_opt.schedules.timeline import Timeline, one_after_another, overlap
+from megatron_moe_opt.variants import split_variant
 
 
 @dataclass(frozen=True)
@@ -67,41 +71,46 @@ def layer_timeline(settings: LayerSettings, rank: int | None, trace: Path | None
         raise ConfigurationError(f"--rank {rank} is not one of the {world} ranks of this run: choose 0 to {world - 1}")
     cluster = check(settings)
     ep = settings.ep_size(world)
+    costs = None if cluster is None else _costs(settings, ep, cluster)
     with megatron_process_group() as device:
         with parallel_layer(settings.tp, ep, settings.expert_tp, settings.seed):
-            step = _record(settings, ep, device, rank, cluster)
+            step = _record(settings, ep, device, rank)
+        if costs is not None:
+            predicted = {
+                name: simulate(timeline.schedule, costs, cluster.slowdown) for name, timeline in step.measured.items()
+            }
+            step = replace(step, predicted=predicted)
         if dist.get_rank() == 0:
             _report(step, settings, ep, trace, png)
     return step
 
 
-def _record(
-    settings: LayerSettings, ep: int, device: torch.device, rank: int | None, cluster: Cluster | None
-) -> StepTimelines:
+def _costs(settings: LayerSettings, ep: int, cluster: Cluster) -> Costs:
+    """What the ops of the settings' schedules cost.
+
+    Raises:
+        ConfigurationError: a curve of mpmoe's is missing.
+    """
+    if settings.dispatch_only:
+        return cluster.costs()
+    from megatron_moe_opt.cli.moe_layer import mpmoe_shape
+
+    layer, (_, options) = mpmoe_shape(settings, ep), split_variant(_variant(settings), None)
+    rows = settings.tokens * settings.topk
+    mpmoe_choice.predict(layer, rows, cluster, options.partition_counts, options.memory_strategies)
+    return layer.costs(cluster)
+
+
+def _record(settings: LayerSettings, ep: int, device: torch.device, rank: int | None) -> StepTimelines:
     """A collective call over the world; the same answer on every rank."""
     from megatron_moe_opt.cli.moe_layer import layers_under_test
 
     layer = layers_under_test(settings, ep, device, permute_fusion=False)[_variant(settings)]
     for _ in range(settings.warmup):
         layer.recorded_step()
-    steps = [layer.recorded_step() for _ in range(settings.steps)]
-    seconds = torch.zeros(dist.get_world_size(), len(steps), dtype=torch.float64)
-    seconds[dist.get_rank()] = torch.tensor([sum(timeline.seconds for timeline in step) for step in steps])
-    seconds = seconds.to(device)
-    dist.all_reduce(seconds)
-    median = int(seconds.amax(0).argsort()[(len(steps) - 1) // 2])
-    if rank is None:
-        rank = int(seconds[:, median].argmax())
-    shown = [steps[median]]
-    dist.broadcast_object_list(shown, src=rank, device=device)
+    recorded = record_step(layer, settings.steps, device, rank)
     names = PASSES if settings.dispatch_only else ("forward", "backward")
-    measured = dict(zip(names, shown[0], strict=True))
-    return StepTimelines(rank, measured, None if cluster is None else _predict(measured, cluster))
-
-
-def _predict(measured: Mapping[str, Timeline], cluster: Cluster) -> dict[str, Timeline]:
-    costs = cluster.costs()
-    return {name: simulate(timeline.schedule, costs, cluster.slowdown) for name, timeline in measured.items()}
+    return StepTimelines(recorded.rank, dict(zip(names, recorded.timelines, strict=True)), None)
 
 
 def _variant(settings: LayerSettings) -> str:
@@ -128,14 +137,13 @@ def timelines_table(step: StepTimelines, title: str) -> Table:
         timelines = [step.measured[name] for name in names]
         predicted = step.predicted and sum(step.predicted[name].seconds for name in names)
         measured = sum(timeline.seconds for timeline in timelines)
-        hideable = sum(timeline.hideable for timeline in timelines)
-        hidden = max(sum(timeline.hidden for timeline in timelines), 0.0)
+        hidden = overlap(timelines)
         table.add_row(
             row,
             "-" if predicted is None else f"{predicted * 1e3:.4g}",
             f"{measured * 1e3:.4g}",
             "-" if predicted is None else f"{predicted / measured - 1:+.1%}",
             *(f"{sum(timeline.busy(lane) for timeline in timelines) * 1e3:.4g}" for lane in lanes),
-            f"{hidden / hideable:.0%}" if hideable else "-",
+            "-" if hidden is None else f"{hidden:.0%}",
         )
     return table

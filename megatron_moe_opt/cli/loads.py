@@ -16,7 +16,9 @@ from megatron_moe_opt.dispatchers.pipelining import FixedPipelining
 from megatron_moe_opt.kernels import ChunkList
 from megatron_moe_opt.runtime import steps
 from megatron_moe_opt.runtime.exchange_plan import Sharing, plan_exchange, share_out
+from megatron_moe_opt.runtime.expert_call import ExpertCall, Experts
 from megatron_moe_opt.runtime.expert_exchange import Exchange, bind_to_sources
+from megatron_moe_opt.schedules.mpmoe import Restore
 from megatron_moe_opt.schedules.schedule import Kind, Lane
 from megatron_moe_opt.topology.expert_groups import ExpertGroups, TokenCopies
 from megatron_moe_opt.topology.nodes import NodeMap
@@ -196,26 +198,25 @@ def host_transfer(rows: Rows, kind: Kind) -> Load:
     return Load(kind, Lane.D2H if kind is Kind.OFFLOAD else Lane.H2D, None, sized)
 
 
-def expert_gemm(rows: Rows, ffn_hidden: int, training: bool = False) -> Load:
+def expert_gemm(rows: Rows, expert: Experts, training: bool = False) -> Load:
     """One expert, over rows instead of bytes: its forward pass, or with `training` also its backward pass, whose weight
-    gradients are added to those of other partitions.
+    gradients are added to those of other partitions. Called as mpmoe calls experts.
     """
-    up = rows.filled(ffn_hidden).requires_grad_()
-    down = rows.filled(ffn_hidden).t().contiguous().requires_grad_()
-    sums = torch.zeros_like(up), torch.zeros_like(down)
+    sums = [torch.zeros_like(parameter) for parameter in expert.parameters]
+
+    def add(number: int, gradient: torch.Tensor | None) -> None:
+        if gradient is not None:
+            sums[number] += gradient
 
     def sized(number: int) -> Sized:
-        tokens, grad = (rows.filled(number).requires_grad_() for _ in range(2))
-        probs = torch.ones(number, 1, dtype=rows.dtype, device=rows.device)
+        tokens, grad = rows.filled(number), rows.filled(number)
+        counts, probs = torch.tensor([number]), torch.ones(number, device=rows.device)
 
         def run() -> None:
-            with torch.set_grad_enabled(training):
-                middle = torch.nn.functional.gelu(torch.nn.functional.linear(tokens, up)) * probs
-                output = torch.nn.functional.linear(middle, down)
+            call = ExpertCall(expert, counts, probs, Restore.KEEP, set())
+            call.forward(tokens)
             if training:
-                _, *of_weights = torch.autograd.grad(output, (tokens, up, down), grad)
-                for total, new in zip(sums, of_weights, strict=True):
-                    total += new
+                call.backward(tokens, grad, add)
 
         return Sized(number, lambda: steps.call(run))
 

@@ -9,6 +9,7 @@ import typer
 
 from megatron_moe_opt.cli.bench import app as bench_app
 from megatron_moe_opt.cli.doctor import doctor
+from megatron_moe_opt.cli.plan import plan
 from megatron_moe_opt.cli.profile import profile
 from megatron_moe_opt.cli.routing_commands import generate_routing, plan_experts, replay_routing
 from megatron_moe_opt.cli.simulate import simulate
@@ -26,6 +27,7 @@ app = typer.Typer(
 app.add_typer(bench_app, name="bench")
 app.command()(doctor)
 app.command()(generate_routing)
+app.command()(plan)
 app.command()(plan_experts)
 app.command()(profile)
 app.command()(replay_routing)

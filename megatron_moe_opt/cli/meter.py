@@ -29,6 +29,8 @@ MORE_OF_OUTLIERS = 2
 DIP = 0.1
 MOST_PIPELINES = 16  # of a run: each has buffers of its own
 MOST_BESIDE = 1000  # ops that keep another lane busy
+# What these ops take alone, over what the lane beside them needs alone: the least of these with which they outlast it.
+OUTLASTING = (1.5, 3.0, 6.0)
 
 
 @dataclass(frozen=True)
@@ -106,8 +108,7 @@ class Meter:
 
         def alone(pipeline: SizedPipeline, expected: float | None) -> float:
             times = 1 if expected is None else min(_ops(expected), MOST_PIPELINES)
-            runs = RUNS if times > LEAST_OPS else 1
-            return statistics.median(self._pipeline_seconds(pipeline, times) for _ in range(runs))
+            return statistics.median(self._pipeline_seconds(pipeline, times) for _ in range(_runs(times)))
 
         return self._points(sized, alone, sizes, seconds, longest)
 
@@ -146,15 +147,7 @@ class Meter:
         """
         ops = _ops(busy.seconds)
         alone = self._alone(busy.load, busy.sized, ops)
-        rates = []
-        for others in neighbours:
-            queues = []
-            for other in others:
-                # Busy for longer than the first lane needs, even if that lane runs at a third of its pace.
-                count = math.ceil(3 * alone * ops / other.seconds)
-                queues.append((other.load, other.sized, 1 + min(MOST_BESIDE, count)))
-            rates.append(min(1.0, alone / self._median_of_runs(ops, (busy.load, busy.sized, ops), *queues)))
-        return rates
+        return [min(1.0, alone / self._beside(busy, ops, alone, others)) for others in neighbours]
 
     def calls(self, functions: Sequence[Callable[[], None]]) -> list[float]:
         """Seconds of each function on the slowest rank, the median of several calls in turn."""
@@ -190,13 +183,28 @@ class Meter:
         return self._slowest([timeline.seconds])[0] / times
 
     def _alone(self, load: Load, sized: Sized, ops: int) -> float:
-        return self._median_of_runs(ops, (load, sized, ops))
+        return statistics.median(self._op_seconds((load, sized, ops))[0] for _ in range(_runs(ops)))
 
-    def _median_of_runs(self, ops: int, *queues: tuple[Load, Sized, int]) -> float:
-        return statistics.median(self._op_seconds(*queues) for _ in range(RUNS if ops > LEAST_OPS else 1))
+    def _beside(self, busy: Busy, ops: int, alone: float, others: Sequence[Busy]) -> float:
+        """Seconds of one of `ops` ops that take `alone` alone, while all others are busy from its start to its end."""
+        seconds: list[float] = []
+        factors = iter(OUTLASTING)
+        factor = next(factors)
+        while len(seconds) < _runs(ops):
+            counts = [1 + min(MOST_BESIDE, math.ceil(factor * alone * ops / other.seconds)) for other in others]
+            queues = [(other.load, other.sized, count) for other, count in zip(others, counts, strict=True)]
+            took, idle = self._op_seconds((busy.load, busy.sized, ops), *queues)
+            longer = next(factors, None) if idle else None
+            if longer is None:
+                seconds.append(took)
+            else:
+                factor = longer
+        return statistics.median(seconds)
 
-    def _op_seconds(self, *queues: tuple[Load, Sized, int]) -> float:
-        """Seconds of an op of the first queue, while the others run too."""
+    def _op_seconds(self, *queues: tuple[Load, Sized, int]) -> tuple[float, float]:
+        """Seconds of an op of the first queue, while the others run too; and for how long, before the first ended, one
+        of the others had no ops left.
+        """
         lanes = [
             [(Op(load.kind, load.lane, chunk, sized.size, group=load.group), sized.steps) for chunk in range(count)]
             for load, sized, count in queues
@@ -206,8 +214,9 @@ class Meter:
         dist.barrier()
         timeline = self._executor.run(Schedule("profile", tuple(op for op, _ in issued)), steps, record=True)
         assert timeline is not None
-        ends = [span.end for span in timeline.lane(queues[0][0].lane)]
-        return self._slowest([ends[-1]])[0] / len(ends)
+        ends = [timeline.lane(load.lane)[-1].end for load, _, _ in queues]
+        took, idle = self._slowest([ends[0], ends[0] - min(ends)])
+        return took / queues[0][2], idle
 
     def _slowest(self, seconds: list[float]) -> list[float]:
         times = torch.tensor(seconds, dtype=torch.float64, device=self.device)
@@ -230,6 +239,11 @@ def _without_dips(points: Sequence[tuple[int, float]]) -> Points:
         least = min(least, seconds)
         smooth[index] = size, least
     return tuple(smooth)
+
+
+def _runs(ops: int) -> int:
+    """Runs of so many ops: of a few long ones, one."""
+    return RUNS if ops > LEAST_OPS else 1
 
 
 def _ops(seconds: float) -> int:

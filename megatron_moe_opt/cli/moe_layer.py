@@ -12,13 +12,17 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_moe_opt import register
-from megatron_moe_opt.cli.layer_settings import LayerSettings, split_variant
+from megatron_moe_opt.cli.layer_settings import LayerSettings
 from megatron_moe_opt.cli.option_types import torch_dtype
 from megatron_moe_opt.cli.routing import choose_experts
+from megatron_moe_opt.integration.auto_layer import Controller, current_controller
 from megatron_moe_opt.integration.moe_layer import build_layer, forget_migrated_experts, impose_routing
-from megatron_moe_opt.options import Options
+from megatron_moe_opt.integration.mpmoe_layer import shape_of_layer
+from megatron_moe_opt.options import AUTO, Options
+from megatron_moe_opt.planning.mpmoe_choice import MpmoeLayer
 from megatron_moe_opt.runtime.executor import recording
 from megatron_moe_opt.schedules.timeline import Timeline
+from megatron_moe_opt.variants import split_variant
 
 
 def layer_config(settings: LayerSettings, dispatcher: str, ep: int, permute_fusion: bool) -> TransformerConfig:
@@ -53,6 +57,11 @@ def layer_config(settings: LayerSettings, dispatcher: str, ep: int, permute_fusi
         bf16=dtype is torch.bfloat16,
         params_dtype=dtype,
     )
+
+
+def mpmoe_shape(settings: LayerSettings, ep: int) -> MpmoeLayer:
+    """What the model of `mpmoe` knows of the settings' layer."""
+    return shape_of_layer(layer_config(settings, "mpmoe", ep, permute_fusion=False), ep, settings.expert_tp)
 
 
 @dataclass
@@ -171,7 +180,7 @@ def layer_under_test(
     Args:
         options: in the place of the variant's, for what no variant's name says.
     """
-    rank = dist.get_rank() // settings.tp if settings.replicated else dist.get_rank()
+    rank = settings.data_rank(dist.get_rank())
     generator = torch.Generator().manual_seed((settings.seed << 20) + rank)
     shape = (settings.tokens, 1, settings.hidden)
     dtype = torch_dtype(settings.dtype)
@@ -194,4 +203,17 @@ def layer_under_test(
         probs = (routing_map / settings.topk).requires_grad_()
         return DispatchUnderTest(*common, probs, routing_map)
     impose_routing(layer, indices.to(device))
-    return LayerUnderTest(*common)
+    under_test = LayerUnderTest(*common)
+    if dispatcher == AUTO:
+        settle(under_test)
+    return under_test
+
+
+def settle(planned: LayerUnderTest) -> Controller:
+    """Runs steps of a layer under `auto`, the last that was built, until it has chosen. A collective call."""
+    controller = current_controller()
+    while not controller.settled:
+        planned.clear_grads()
+        planned.step()
+        controller.after_step()
+    return controller

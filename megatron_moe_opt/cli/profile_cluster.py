@@ -23,8 +23,15 @@ from megatron_moe_opt.cli.loads import Rows
 from megatron_moe_opt.cli.meter import Busy, Load, Meter
 from megatron_moe_opt.cli.option_types import torch_dtype
 from megatron_moe_opt.cli.output_files import check_output, say_written
-from megatron_moe_opt.cli.process_group import adopt_slurm_ranks, process_group, temporary_groups, world_size
+from megatron_moe_opt.cli.process_group import (
+    adopt_slurm_ranks,
+    megatron_process_group,
+    parallel_layer,
+    temporary_groups,
+    world_size,
+)
 from megatron_moe_opt.cli.profile_domains import domain_groups_of, domain_moves
+from megatron_moe_opt.cli.profile_local import local_work, one_expert
 from megatron_moe_opt.cli.profile_report import curves_table
 from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.planning.cluster import Cluster, ExpertGemm, Points, World
@@ -42,6 +49,7 @@ from megatron_moe_opt.versions import megatron_version
 
 KIB, MIB = 2**10, 2**20
 SIZES = (16 * KIB, *(64 * KIB * 2**power for power in range(11)))  # up to 64 MiB
+LOCAL_SIZES = (256 * KIB, MIB, 4 * MIB, 16 * MIB)
 GEMM_ROWS = tuple(16 * 2**power for power in range(13))  # up to 65536
 # Curves end with an op that takes longer: from there on, time grows with the bytes. Those of experts' groups, on which
 # choices rest most, are measured further.
@@ -100,7 +108,7 @@ def profile_cluster(settings: ProfileSettings, output: Path) -> Cluster:
     adopt_slurm_ranks()
     check_output("--output", output)
     settings.layout(world_size())
-    with process_group() as device:
+    with megatron_process_group() as device:
         cluster = measure(settings, device)
         if dist.get_rank() == 0:
             cluster.save(output)
@@ -117,22 +125,30 @@ def measure(settings: ProfileSettings, device: torch.device) -> Cluster:
     rows = Rows(settings.hidden, torch_dtype(settings.dtype), device)
     ffn_hidden = settings.ffn_hidden // settings.expert_tp
     workers = find_levels([nodes.node_of[rank] for rank in layout.groups("ep")[0]]) if settings.domains else ()
-    with groups_of(layout) as groups, domain_groups_of(layout, workers) as domains, _progress() as progress:
+    with (
+        groups_of(layout) as groups,
+        domain_groups_of(layout, workers) as domains,
+        parallel_layer(tp=1, ep=1, expert_tp=1, seed=1),  # for Megatron's layers on a rank by itself
+        _progress() as progress,
+    ):
         moves = domain_moves(rows, domains, workers) + _moves(rows, groups, nodes)
         groups |= domains
         measured = _Measured(Meter(device), settings.seconds, moves, groups)
-        task = progress.add_task("", total=len(moves) + 4)
+        task = progress.add_task("", total=len(moves) + 5)
         for load in moves:
             progress.update(task, description=str(load), advance=1)
             measured.add(load)
         progress.update(task, description="expert", advance=1)
-        experts = [loads.expert_gemm(rows, ffn_hidden, training) for training in (False, True)]
+        expert = one_expert(rows, ffn_hidden)
+        experts = [loads.expert_gemm(rows, expert, training) for training in (False, True)]
         gemm, training = (measured.curve(expert, GEMM_ROWS) for expert in experts)
         progress.update(task, description="all_to_all beside all_gather", advance=1)
         saa = measured.saa(rows)
         progress.update(task, description="lanes side by side", advance=1)
         slowdown = measured.slowdown(experts[0], gemm)
         overhead = measured.overhead(rows, slowdown)
+        progress.update(task, description="rows on the rank", advance=1)
+        local = local_work(rows, Meter(device), LOCAL_SIZES, LONGEST_SECONDS)
     return Cluster(
         world=World(nodes.node_of, layout.tp, layout.cp, layout.ep, layout.expert_tp),
         curves=measured.curves,
@@ -140,6 +156,7 @@ def measure(settings: ProfileSettings, device: torch.device) -> Cluster:
         overhead=overhead,
         saa=saa,
         expert_gemm=ExpertGemm(settings.hidden, ffn_hidden, settings.dtype, gemm, training),
+        local_work=local,
         host=_host(device),
         software=_software(),
     )

@@ -69,7 +69,7 @@ def simulate(
 ) -> None:
     """Predict the time of monta's levels and chunk counts, the choice among them, and tokens/s and MFU of a step.
 
-    With a cluster.json also that of parm's schedules.
+    With a cluster.json also that of parm's schedules, and of mpmoe's partitions and memory reuse.
 
     moe-opt simulate cluster.json --tokens 4096 --hidden 4096 --ffn-hidden 14336 --experts 8 --topk 2 --layers 32
     --heads 32 --vocabulary 32000 --peak-tflops 312 --gemm-efficiency 0.5

@@ -1,4 +1,4 @@
-"""What each level and chunk count of `monta` would take, the training step around it, and what `parm` would take.
+"""What each level and chunk count of `monta` would take, the training step around it, and what `parm` and `mpmoe` take.
 
 The outputs of MoNTA's Fig. 10. Needs neither GPUs nor other ranks: what ops cost comes from a cluster.json or from
 bandwidths.
@@ -14,19 +14,22 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from megatron_moe_opt.cli.model_checks import check_model
 from megatron_moe_opt.cli.output_files import check_timeline_files, write_timelines
+from megatron_moe_opt.cli.simulate_mpmoe import mpmoe_report
 from megatron_moe_opt.cli.simulate_parm import parm_report
 from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.planning.cluster import OUR_FLAGS, Cluster
 from megatron_moe_opt.planning.curves import CostCurve, Costs
 from megatron_moe_opt.planning.model import ModelShape, Parallel
 from megatron_moe_opt.planning.monta import AS_IN_TRAINING, CHUNKS, PASSES, Pass, choose, training_passes
+from megatron_moe_opt.planning.mpmoe_choice import MpmoeLayer
 from megatron_moe_opt.planning.parm import ParmLayer
 from megatron_moe_opt.planning.simulator import Slowdown, simulate
 from megatron_moe_opt.planning.throughput import Device, Throughput, throughput
 from megatron_moe_opt.schedules.monta import LEVELS, even_chunks
-from megatron_moe_opt.schedules.schedule import COLLECTIVES, Kind
-from megatron_moe_opt.schedules.timeline import Span, Timeline, one_after_another
+from megatron_moe_opt.schedules.schedule import Kind
+from megatron_moe_opt.schedules.timeline import Timeline, one_after_another
 
 
 @dataclass(frozen=True)
@@ -79,8 +82,7 @@ class Candidate:
     @property
     def exposed(self) -> float:
         """Seconds in which at least one collective runs: the layer waits for communication."""
-        spans = ([span for span in timeline.spans if span.op.kind in COLLECTIVES] for timeline in self.timelines)
-        return sum(map(_covered, spans))
+        return sum(timeline.exposed for timeline in self.timelines)
 
     @property
     def hidden(self) -> float:
@@ -124,7 +126,7 @@ def simulate_step(settings: StepSettings, trace: Path | None, png: Path | None) 
     )
     console.print(_candidates_table(candidates, chosen))
     console.print(_steps_table(steps))
-    for part in _parm_report(settings, network, row_bytes):
+    for part in (*_parm_report(settings, network, row_bytes), *_mpmoe_report(settings, network)):
         console.print(part, markup=False, highlight=False, soft_wrap=True)
     timeline = one_after_another(str(chosen), dict(zip(PASSES, chosen.timelines, strict=True)))
     write_timelines({"predicted": timeline}, trace, png, console)
@@ -157,25 +159,28 @@ def _parm_report(settings: StepSettings, network: Network, row_bytes: int) -> li
         return [f"parm: {error}"]
 
 
+def _mpmoe_report(settings: StepSettings, network: Network) -> list[Table | str]:
+    """Nothing where costs were not measured, or where no row leaves its rank. Gated activations are taken as fused."""
+    model, parallel, cluster = settings.model, network.parallel, network.cluster
+    if cluster is None or parallel.ep * parallel.etp == 1:
+        return []
+    layer = MpmoeLayer.of_experts(
+        model.hidden, model.ffn, model.experts, parallel.ep, parallel.etp, settings.element_bytes, _lane_bytes(),
+        model.gated, fused=model.gated,
+    )  # fmt: skip
+    try:
+        return list(mpmoe_report(layer, settings.tokens * model.topk, cluster))
+    except ConfigurationError as error:  # a file that is older than mpmoe is still good for the others
+        return [f"mpmoe: {error}"]
+
+
 def _check(settings: StepSettings, parallel: Parallel, micro_batch_tokens: int, sequence: int) -> None:
-    model = settings.model
-    for name, size, by, divisor in (
-        ("--hidden", model.hidden, "--heads", model.heads),
-        ("--heads", model.heads, "--tp", parallel.tp),
-        ("--heads", model.heads, "--kv-heads", model.kv_heads or model.heads),
-        ("--experts", model.experts, "--ep", parallel.ep),
-        ("--ffn-hidden", model.ffn, "--expert-tp", parallel.etp),
-        ("--layers", model.layers, "--pp", parallel.pp),
-    ):
-        if size % divisor:
-            raise ConfigurationError(f"{by} {divisor} does not divide {name} {size}: choose a divisor")
+    check_model(settings.model, tp=parallel.tp, pp=parallel.pp, ep=parallel.ep, expert_tp=parallel.etp)
     if micro_batch_tokens % sequence:
         raise ConfigurationError(
             f"--sequence {sequence} does not divide the {micro_batch_tokens} tokens of a micro-batch (--tokens x TP x "
             "CP): choose a divisor"
         )
-    if model.topk > model.experts:
-        raise ConfigurationError(f"--topk {model.topk} is more than --experts {model.experts}: choose at most that")
 
 
 def _measured(settings: StepSettings) -> Network:
@@ -226,15 +231,6 @@ def _lane_bytes() -> int:
     from megatron_moe_opt.kernels import LANE_BYTES
 
     return LANE_BYTES
-
-
-def _covered(spans: Sequence[Span]) -> float:
-    """Seconds in which at least one of the spans runs."""
-    covered, until = 0.0, 0.0
-    for span in sorted(spans, key=lambda span: span.start):
-        covered += max(span.end - max(span.start, until), 0.0)
-        until = max(until, span.end)
-    return covered
 
 
 def _candidates_table(candidates: Sequence[Candidate], chosen: Candidate) -> Table:

@@ -56,10 +56,6 @@ def timeline(
         raise ConfigurationError(f"--memory-reuse {memory_reuse} is unknown: choose one of {', '.join(STRATEGIES)}")
     if partitions is None and memory_reuse != NONE:
         raise ConfigurationError(f"--memory-reuse {memory_reuse} is about mpmoe's partitions: give --partitions")
-    if partitions is not None and profile is not None:
-        raise ConfigurationError(
-            f"--profile {profile} predicts dispatch and combine, not the experts between them: drop it, or --partitions"
-        )
     from megatron_moe_opt.cli.layer_settings import LayerSettings
     from megatron_moe_opt.cli.layer_timeline import layer_timeline
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
@@ -14,12 +14,10 @@ from megatron_moe_opt.dispatchers.say import say_once
 from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.planning.expert_migration import (
     MigrationLayer,
-    StreamPass,
     least,
     measured_curves,
     predict,
 )
-from megatron_moe_opt.schedules.schedule import Kind
 from megatron_moe_opt.topology.domains import ExpertDomains, realisable
 from megatron_moe_opt.topology.expert_groups import ExpertGroups
 
@@ -39,16 +37,8 @@ class Volumes:
     """Of their gradients."""
 
     def layer(self) -> MigrationLayer:
-        """A forward and a backward pass of the layer alone.
-
-        Nothing is taken to hide a migration, and every pass to need one: what precedes the layer, and micro-batches
-        that share one, make larger domains better than this says. Expert computation does not depend on the domains.
-        """
-        passes = (
-            StreamPass(0.0, 0.0, self.expert_bytes),
-            StreamPass(0.0, 0.0, self.gradient_bytes, Kind.REDUCE_SCATTER),
-        )
-        return MigrationLayer(self.tokens, self.row_bytes, self.topk, self.local_experts, passes)
+        """See MigrationLayer.alone."""
+        return MigrationLayer.alone(**asdict(self))
 
 
 class Choosing(Protocol):

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from megatron_moe_opt.kernels import place_samples
-from megatron_moe_opt.planning.netmoe import TransitionStatistics, settle, tokens_by_device
+from megatron_moe_opt.planning.netmoe import TransitionStatistics, known_of_samples, settle, tokens_by_device
 from megatron_moe_opt.runtime.host_copy import HostCopy
 from megatron_moe_opt.topology.sample_holders import SampleHolders
 
@@ -54,7 +54,7 @@ class SampleOrder:
         self.at: np.ndarray | None = None
         """int64 [positions] sample at each position; None: all are at home."""
         self.seen: tuple[LayerPlacement, np.ndarray] | None = None
-        """The last layer that was passed, and [samples, E] what went to its experts."""
+        """The last layer that was passed, and what was known of the samples there, see known_of_samples."""
 
     def begin(self) -> None:
         """All samples are at home: a pass begins."""
@@ -69,8 +69,8 @@ class LayerPlacement:
         self.holders = holders
         self.last = last
         self.expert_device = np.repeat(holders.ep_device, num_experts // len(holders.ep_device))
-        self.statistics = TransitionStatistics(num_experts, holders.num_devices)
-        """Of what the next layer asks of devices."""
+        self.statistics: TransitionStatistics | None = None
+        """Of what the next layer asks of devices; from the first pass on."""
         self._learnt: Future[None] | None = None
 
     def decide(self, counts: HostCopy, rows_beside: int, learn: bool) -> Future[Decision]:
@@ -96,10 +96,13 @@ class LayerPlacement:
         if learn and order.seen is not None:  # after the decision, which need not wait for it
             layer, previous = order.seen
             self._learnt = background(layer.statistics.observe, previous[at], on_device.copy())
-        by_sample = np.empty_like(num)
-        by_sample[at] = num
+        known = known_of_samples(num, None if order.seen is None else order.seen[1][at, : num.shape[1]])
+        if self.statistics is None:
+            self.statistics = TransitionStatistics(known.shape[1], self.holders.num_devices)
+        by_sample = np.empty_like(known)
+        by_sample[at] = known
         order.seen = self, by_sample
-        move = at if self.last else self._solve(on_device + self.statistics.predict(num), rows_beside)
+        move = at if self.last else self._solve(on_device + self.statistics.predict(known), rows_beside)
         decision = Decision(parts, at, move, time.perf_counter() - start)
         order.at = decision.after
         return decision

@@ -23,7 +23,7 @@ from megatron_moe_opt.runtime.collectives import device_of
 from megatron_moe_opt.schedules.timeline import Timeline
 from megatron_moe_opt.topology.expert_groups import ExpertGroups
 
-TRIAL_PASSES = 5
+TRIAL_PASSES = 8
 """Forward and backward passes of a trial; the first, in which buffers are new, does not count."""
 STEPS = 1000
 """What the time of trials is compared with."""

@@ -38,6 +38,10 @@ def check_config(config: Any, name: str, options: Options) -> None:
         )
     if options.expert_order is not None:
         check_expert_order(config, options.expert_order)
+    if name == AUTO:
+        _check_auto(options)
+    elif options.plan is not None:
+        raise ConfigurationError(f"{PREFIX}plan {options.plan} is for {FLAG} {AUTO}, not {name}: drop one of the two")
     if name == "netmoe":
         _check_netmoe(config)
     if name == "parm" and options.parm_schedule == "S2" and config.sequence_parallel:
@@ -70,8 +74,49 @@ def check_config(config: Any, name: str, options: Options) -> None:
         )
 
 
+def check_telemetry(config: Any) -> None:
+    """Refuses a TransformerConfig whose MoE layers do not run stage by stage, under whatever dispatcher.
+
+    Raises:
+        ConfigurationError: names the flag, its value and the way out.
+    """
+    for wrong, flag in (
+        (config.cuda_graph_impl != "none", f"--cuda-graph-impl {config.cuda_graph_impl}"),
+        (config.overlap_moe_expert_parallel_comm, "--overlap-moe-expert-parallel-comm"),
+        (
+            getattr(config, "overlap_dispatch_backward_with_experts_wgrad", False),
+            "--overlap-dispatch-backward-with-experts-wgrad",
+        ),
+        (config.transformer_impl == "inference_optimized", "--transformer-impl inference_optimized"),
+    ):
+        if wrong:
+            raise ConfigurationError(
+                f"{flag} does not run the stages of a MoE layer one after another, as {PREFIX}telemetry observes them: "
+                "drop one of the two"
+            )
+
+
 def _recomputed_modules(config: Any) -> list[str]:
     return config.recompute_modules or [] if config.recompute_granularity == "selective" else []
+
+
+def _check_auto(options: Options) -> None:
+    """What there is to plan by, and what cannot change between steps."""
+    if (options.profile is None) == (options.plan is None):
+        raise ConfigurationError(
+            f"{FLAG} {AUTO} needs measurements or a plan: give {PREFIX}profile (run `moe-opt profile`) or {PREFIX}plan "
+            "(run `moe-opt plan`), one of them"
+        )
+    if options.expert_order is not None:
+        raise ConfigurationError(
+            f"{PREFIX}expert-order {options.expert_order} is for a dispatcher that stays, and {FLAG} {AUTO} tries "
+            "several: choose one of them"
+        )
+    if options.compression_ratio is not None:
+        raise ConfigurationError(
+            f"{PREFIX}compression-ratio {options.compression_ratio:g} is lossy, which {FLAG} {AUTO} never is: drop it, "
+            "or choose expert-migration"
+        )
 
 
 def _check_netmoe(config: Any) -> None:

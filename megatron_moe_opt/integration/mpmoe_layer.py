@@ -12,7 +12,6 @@ from megatron_moe_opt.kernels import LANE_BYTES
 from megatron_moe_opt.options import Options
 from megatron_moe_opt.planning.mpmoe_choice import MpmoeLayer
 from megatron_moe_opt.runtime.expert_call import Experts
-from megatron_moe_opt.schedules.mpmoe import RowBytes
 
 
 def pipeline_experts(layer: Any, options: Options) -> None:
@@ -40,15 +39,19 @@ def pipeline_experts(layer: Any, options: Options) -> None:
 def shape_of_layer(config: Any, ep_size: int, etp_size: int) -> MpmoeLayer:
     """What decides how long a layer's partitions take and what they hold.
 
-    T_M is taken to be what Megatron's own PyTorch experts save: outputs of the first matrix and of the activation and,
-    unfused, the activation's parts and its product with the probabilities (planning/memory.py).
+    T_M is taken to be what Megatron's own PyTorch experts save.
     """
-    size, ffn = config.params_dtype.itemsize, (config.moe_ffn_hidden_size or config.ffn_hidden_size) // etp_size
-    gated, fused = config.gated_linear_unit, config.bias_activation_fusion
-    widths = (3 if fused else 5) if gated else 2
-    token = config.hidden_size * size
-    row = RowBytes(token + LANE_BYTES, token, size * ffn * (widths + (not fused)))
-    return MpmoeLayer(row, config.hidden_size, ffn, gated, config.num_moe_experts // ep_size, ep_size, etp_size)
+    return MpmoeLayer.of_experts(
+        config.hidden_size,
+        config.moe_ffn_hidden_size or config.ffn_hidden_size,
+        config.num_moe_experts,
+        ep_size,
+        etp_size,
+        config.params_dtype.itemsize,
+        LANE_BYTES,
+        config.gated_linear_unit,
+        config.bias_activation_fusion,
+    )
 
 
 def _runner(layer: Any) -> Any:

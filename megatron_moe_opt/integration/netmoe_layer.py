@@ -20,7 +20,7 @@ import torch
 from megatron_moe_opt.dispatchers.netmoe import NetmoeDispatcher
 from megatron_moe_opt.dispatchers.sample_placement import LayerPlacement, SampleOrder
 from megatron_moe_opt.errors import ConfigurationError
-from megatron_moe_opt.integration.netmoe_report import report_with_training_log, watch
+from megatron_moe_opt.integration.netmoe_report import watch
 from megatron_moe_opt.integration.seams import seam_moved
 from megatron_moe_opt.options import Options
 from megatron_moe_opt.topology.sample_holders import SampleHolders
@@ -132,7 +132,6 @@ class _Begin:
         _check_arguments(given)
         if self.first:  # once: looking at all of the mask takes time, and a GPU has to be waited for
             _check_mask(given.get("attention_mask"))
-            report_with_training_log()
             self.first = False
         self.order.begin()
 

@@ -25,7 +25,8 @@ from megatron_moe_opt.dispatchers.pipelining import pipelining_of
 from megatron_moe_opt.dispatchers.tuning import partitioning_of
 from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.integration.announce import announce
-from megatron_moe_opt.integration.checks import check_config, check_name
+from megatron_moe_opt.integration.auto_layer import controller_of, new_controller, plan_layer
+from megatron_moe_opt.integration.checks import check_config, check_name, check_telemetry
 from megatron_moe_opt.integration.expert_migration_layer import EXPERTS_COMPUTE, make_dispatcher, migrate_experts
 from megatron_moe_opt.integration.expert_order import FLAG as EXPERT_ORDER
 from megatron_moe_opt.integration.expert_order import keep_expert_order
@@ -37,8 +38,10 @@ from megatron_moe_opt.integration.replicated_tokens import (
     reading_as_sequence_parallel,
     take_replicated_tokens,
 )
+from megatron_moe_opt.integration.reports import report_with_training_log
 from megatron_moe_opt.integration.seams import seam_moved
-from megatron_moe_opt.options import Options
+from megatron_moe_opt.integration.telemetry import watch
+from megatron_moe_opt.options import AUTO, Options
 from megatron_moe_opt.topology.expert_groups import ExpertGroups
 from megatron_moe_opt.versions import SUPPORTED_MEGATRON, megatron_version, supports_megatron
 
@@ -56,6 +59,9 @@ DISPATCHERS: dict[str, Callable[[ExpertGroups, Options, Any], Any]] = {
 }
 """Our dispatcher types. `deepspeed` is the reference schedule of benchmarks and tests."""
 
+NAMES = (*DISPATCHERS, AUTO)
+"""What we add to the values of --moe-token-dispatcher-type. `auto` plans which of the others, or stock, runs."""
+
 EDGES: dict[str, Callable[[Any, Options], None]] = {
     "netmoe": check_seams,
     "mpmoe": pipeline_experts,
@@ -70,6 +76,7 @@ def register(options: Options | None = None) -> None:
     """See megatron_moe_opt.register."""
     global _options
     _options = options or Options()
+    new_controller()
     _check_version()
     try:
         from megatron.core.transformer.moe.moe_layer import MoELayer
@@ -90,13 +97,14 @@ def register(options: Options | None = None) -> None:
     _wrap_moe_layer(MoELayer, PluggedTokenDispatcher)
     wrap_transformer_block()
     prioritize_expert_groups()
+    report_with_training_log()
 
 
 @contextmanager
 def reading_as_alltoall(config: Any) -> Iterator[str]:
     """Lets `config` say `alltoall` inside the block where it names a dispatcher of ours; yields the real name."""
     name = getattr(config, FIELD)
-    if name in DISPATCHERS:
+    if name in NAMES:
         setattr(config, FIELD, "alltoall")
     try:
         yield name
@@ -124,7 +132,7 @@ def _stock_names(config_class: type) -> tuple[str, ...]:
 
 
 def _widen_annotation(config_class: type, stock: tuple[str, ...]) -> None:
-    widened = Literal[(*stock, *DISPATCHERS)]  # type: ignore[valid-type]
+    widened = Literal[(*stock, *NAMES)]  # type: ignore[valid-type]
     config_class.__dataclass_fields__[FIELD].type = widened  # subclasses share the Field
     config_class.__annotations__[FIELD] = widened
 
@@ -134,19 +142,29 @@ def _wrap_post_init(config_class: type, stock: tuple[str, ...]) -> None:
 
     @functools.wraps(stock_post_init)
     def post_init(self: Any) -> None:
-        check_name(getattr(self, FIELD), stock, DISPATCHERS)
+        check_name(getattr(self, FIELD), stock, NAMES)
         with reading_as_alltoall(self) as name:
             stock_post_init(self)
-        if name in DISPATCHERS:
+        if name in NAMES:
             check_config(self, name, _options)
-        elif _options.expert_order is not None and self.num_moe_experts is not None:
-            raise ConfigurationError(
-                f"{EXPERT_ORDER} {_options.expert_order} does not work with --moe-token-dispatcher-type {name}: choose "
-                f"one of {', '.join(DISPATCHERS)}"
-            )
+            if name == AUTO:
+                controller_of(self, _options)  # on ranks without a MoE layer too
+        elif self.num_moe_experts is not None:
+            _check_stock(self, name)
 
     post_init._moe_opt = True
     config_class.__post_init__ = post_init
+
+
+def _check_stock(config: Any, name: str) -> None:
+    """Refuses options of ours that a dispatcher of Megatron's own cannot have."""
+    if _options.expert_order is not None:
+        raise ConfigurationError(
+            f"{EXPERT_ORDER} {_options.expert_order} does not work with --moe-token-dispatcher-type {name}: choose one "
+            f"of {', '.join(DISPATCHERS)}"
+        )
+    if _options.telemetry:
+        check_telemetry(config)
 
 
 def _wrap_moe_layer(layer_class: type, plugged_class: type) -> None:
@@ -155,13 +173,18 @@ def _wrap_moe_layer(layer_class: type, plugged_class: type) -> None:
     @functools.wraps(stock_init)
     def init(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
         with reading_as_alltoall(config) as name:
-            replicated = name in DISPATCHERS and holds_replicated_tokens(config)
+            replicated = name in NAMES and holds_replicated_tokens(config)
             with reading_as_sequence_parallel(config) if replicated else nullcontext():
                 stock_init(self, config, *args, **kwargs)
-        if name in DISPATCHERS:
-            _plug(self, name, plugged_class)
+        plug = functools.partial(_plug, plugged_class=plugged_class)
+        if name == AUTO:
+            plan_layer(self, _groups_of(self.token_dispatcher), _options, functools.partial(plug, says=False))
+        elif name in DISPATCHERS:
+            plug(self, name, _options)
         if replicated:
             take_replicated_tokens(self)
+        if _options.telemetry:
+            watch(self)
 
     layer_class.__init__ = init
 
@@ -170,17 +193,21 @@ def _routing(config: Any) -> Routing:
     return Routing(config.moe_router_topk, config.num_moe_experts, config.moe_expert_capacity_factor)
 
 
-def _plug(layer: Any, name: str, plugged_class: type) -> None:
-    """Puts our dispatcher in the place of the stock one that MoELayer.__init__ has just built."""
-    stock = layer.token_dispatcher
-    groups = ExpertGroups(ep=stock.ep_group, etp=stock.tp_group, joint=stock.tp_ep_group)
+def _groups_of(stock: Any) -> ExpertGroups:
+    return ExpertGroups(ep=stock.ep_group, etp=stock.tp_group, joint=stock.tp_ep_group)
+
+
+def _plug(layer: Any, name: str, options: Options, plugged_class: type, says: bool = True) -> None:
+    """Puts our dispatcher in the place of the stock one that MoELayer.__init__ has built."""
+    groups = _groups_of(layer.token_dispatcher)
     pg_collection = types.SimpleNamespace(ep=groups.ep, expt_tp=groups.etp, tp_ep=groups.joint)
-    dispatcher = DISPATCHERS[name](groups, _options, layer.config)
+    dispatcher = DISPATCHERS[name](groups, options, layer.config)
     layer.token_dispatcher = plugged_class(dispatcher, layer.config, pg_collection)
     if layer.shared_experts is not None and layer.shared_expert_overlap:
         layer.token_dispatcher.set_shared_experts(layer.shared_experts)
-    if _options.expert_order is not None:
-        keep_expert_order(layer, _options.expert_order)
+    if options.expert_order is not None:
+        keep_expert_order(layer, options.expert_order)
     if name in EDGES:
-        EDGES[name](layer, _options)
-    announce(layer, name, dispatcher, _options.expert_order)
+        EDGES[name](layer, options)
+    if says:
+        announce(layer, name, dispatcher, options.expert_order)

@@ -102,9 +102,9 @@ def _numbers(values: Array, name: str) -> torch.Tensor:
     """Contiguous, int64 or float64."""
     tensor = _tensor(values)
     if tensor.dtype in _INTEGERS:
-        return tensor.to(torch.int64).contiguous()
+        return _contiguous(tensor, torch.int64)
     if tensor.dtype in _FLOATS:
-        return tensor.to(torch.float64).contiguous()
+        return _contiguous(tensor, torch.float64)
     raise ValueError(f"{name} is {tensor.dtype}: pass signed integers or floats")
 
 
@@ -112,8 +112,13 @@ def _indices(values: Array, name: str) -> torch.Tensor:
     """Contiguous, int64."""
     tensor = _tensor(values)
     if tensor.dtype in _INTEGERS:
-        return tensor.to(torch.int64).contiguous()
+        return _contiguous(tensor, torch.int64)
     raise ValueError(f"{name} is {tensor.dtype}: pass integers")
+
+
+def _contiguous(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Usually as it is: these calls are a good part of a small placement's time."""
+    return tensor if tensor.dtype == dtype and tensor.is_contiguous() else tensor.to(dtype).contiguous()
 
 
 def _like(given: Array, result: torch.Tensor) -> Array:

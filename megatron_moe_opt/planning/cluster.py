@@ -26,6 +26,9 @@ Points = tuple[tuple[int, float], ...]
 """(bytes or rows, seconds), by ascending size."""
 Facts = Mapping[str, str | int]
 
+STOCK, OURS = "stock", "ours"
+"""Whose permutation and sorting `Cluster.local_work` is: Megatron's, or this package's."""
+
 
 @dataclass(frozen=True)
 class World:
@@ -72,6 +75,9 @@ class Cluster:
     """Of Parm's combine_and_gather, all phases together and without its reorder. Bytes are those of the rows that come
     back to this rank for itself, times expert-TP: what a fused all-to-all of them carries. None: not measured."""
     expert_gemm: ExpertGemm | None = None
+    local_work: Mapping[str, Points] = field(default_factory=dict)
+    """What a layer does with its rows besides exchanging and computing them, forward and backward: by STOCK or OURS,
+    seconds over bytes of the rows that a rank exchanges in one pass of combine. Empty: not measured."""
     host: Facts = field(default_factory=dict)
     software: Facts = field(default_factory=dict)
 
@@ -86,7 +92,7 @@ class Cluster:
         _check_format(root)
         top = root.fields(
             "format", "version", "host", "software", "world", "curves", "slowdown", "overhead", "expert_gemm",
-            optional=["saa"],
+            optional=["saa", "local_work"],
         )  # fmt: skip
         return cls(
             world=_world(top["world"]),
@@ -95,6 +101,7 @@ class Cluster:
             overhead=top["overhead"].not_negative(),
             saa=None if top["saa"].value is None else _points(top["saa"]),
             expert_gemm=None if top["expert_gemm"].value is None else _expert_gemm(top["expert_gemm"]),
+            local_work={} if top["local_work"].value is None else _local_work(top["local_work"]),
             host=_facts(top["host"]),
             software=_facts(top["software"]),
         )
@@ -117,6 +124,7 @@ class Cluster:
             "overhead": self.overhead,
             "saa": self.saa,
             "expert_gemm": asdict(self.expert_gemm) if self.expert_gemm else None,
+            "local_work": dict(self.local_work),
         }
         file = Path(file)
         unfinished = file.with_name(f"{file.name}.{os.getpid()}.tmp")
@@ -224,6 +232,10 @@ def _expert_gemm(place: Place) -> ExpertGemm:
         _points(fields["points"]),
         None if fields["training"].value is None else _points(fields["training"]),
     )
+
+
+def _local_work(place: Place) -> dict[str, Points]:
+    return {whose: _points(points) for whose, points in place.fields(optional=[STOCK, OURS]).items() if points.value}
 
 
 def _facts(place: Place) -> dict[str, str | int]:

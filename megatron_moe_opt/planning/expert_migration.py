@@ -87,6 +87,25 @@ class MigrationLayer:
     """Experts of a GPU."""
     passes: tuple[StreamPass, ...]
 
+    @classmethod
+    def alone(
+        cls, tokens: int, row_bytes: int, topk: int, local_experts: int, expert_bytes: int, gradient_bytes: int
+    ) -> MigrationLayer:
+        """A forward and a backward pass of the layer alone.
+
+        Nothing is taken to hide a migration, and every pass to need one: what precedes the layer, and micro-batches
+        that share one, make larger domains better than this says. Expert computation does not depend on the domains.
+
+        Args:
+            expert_bytes: of all experts of a GPU, as they travel.
+            gradient_bytes: of their gradients.
+        """
+        passes = (
+            StreamPass(0.0, 0.0, expert_bytes),
+            StreamPass(0.0, 0.0, gradient_bytes, Kind.REDUCE_SCATTER),
+        )
+        return cls(tokens, row_bytes, topk, local_experts, passes)
+
     def exchanged(self, domains: ExpertDomains, level: int) -> float:
         """Bytes of a GPU's rows in an all-to-all of a level, those included that stay."""
         regions = prod(domains.domains(outer) for outer in range(level + 1))

@@ -113,18 +113,30 @@ def layer_activations(
             "attention input": BF16 * tokens * query * (5 if key == query else 3),
             "attention": (FP32 + BF16) * tokens * heads * sequence,  # softmax, and its copy in bf16
         }
-    # The first matrix' output and the second's input; not fused and gated also the activation and the other half.
-    width = (3 if fused else 5) if model.gated else 2
     plain = model.shared_ffn if moe else model.dense_ffn
     if plain:
-        terms["mlp middle"] = BF16 * tokens * (plain // parallel.tp) * width
+        terms["mlp middle"] = BF16 * tokens * (plain // parallel.tp) * _middle_width(model.gated, fused)
     if moe:
         # Choices with their sorted indices and probabilities; the routing map, and probabilities in its shape.
         terms["router"] = own * (model.topk * (2 * INT64 + FP32) + model.experts * (1 + BF16))
         terms["expert input"] = BF16 * rows * model.hidden
-        scaled = 0 if fused else 1  # the product with the probabilities has an input of its own
-        terms["expert middle"] = BF16 * rows * (model.ffn // parallel.etp * (width + scaled) + 1)
+        width = expert_middle_width(model.gated, fused)
+        terms["expert middle"] = BF16 * rows * (model.ffn // parallel.etp * width + 1)
     return terms
+
+
+def expert_middle_width(gated: bool, fused: bool) -> int:
+    """Tensors [rows, middle size] that an expert of Megatron's own PyTorch layers keeps for its backward (MPMoE's T_M).
+
+    Args:
+        fused: a gated activation that keeps its input, and applies the probabilities.
+    """
+    return _middle_width(gated, fused) + (not fused)  # the product with the probabilities has an input of its own
+
+
+def _middle_width(gated: bool, fused: bool) -> int:
+    """The first matrix' output and the second's input; not fused and gated also the activation and the other half."""
+    return (3 if fused else 5) if gated else 2
 
 
 RECOMPUTE = ("none", "selective", "full")

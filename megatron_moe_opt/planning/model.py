@@ -140,7 +140,12 @@ class ModelShape:
         mlp = self.hidden * (3 if self.gated else 2)
         if not moe:
             return attention + mlp * self.dense_ffn
-        return attention + self.experts * self.hidden + mlp * (self.topk * self.ffn + self.shared_ffn)
+        return attention + self.experts * self.hidden + self.expert_matrices + mlp * self.shared_ffn
+
+    @property
+    def expert_matrices(self) -> int:
+        """Elements of the matrices of the experts that a token goes to in a layer."""
+        return self.hidden * (3 if self.gated else 2) * self.topk * self.ffn
 
     def _attention(self, tp: int) -> int:
         split = self.query_size + 2 * self.key_size

@@ -18,6 +18,7 @@ from megatron_moe_opt.schedules.schedule import Kind
 from .cluster import Cluster
 from .curves import CostCurve, Costs
 from .equal_times import fewest_of_equal
+from .memory import expert_middle_width
 from .monta import ChoiceByRows
 from .partition_search import PARTITIONS
 from .simulator import simulate
@@ -39,6 +40,31 @@ class MpmoeLayer:
     local_experts: int
     ep: int
     etp: int
+
+    @classmethod
+    def of_experts(
+        cls,
+        hidden: int,
+        ffn: int,
+        experts: int,
+        ep: int,
+        etp: int,
+        element_bytes: int,
+        lane_bytes: int,
+        gated: bool,
+        fused: bool,
+    ) -> MpmoeLayer:
+        """A layer of Megatron's own PyTorch experts.
+
+        Args:
+            ffn: middle size of a whole expert.
+            experts: of the whole layer.
+            lane_bytes: what a row of dispatch carries besides, for its probability.
+            gated, fused: see expert_middle_width.
+        """
+        token, shard = hidden * element_bytes, ffn // etp
+        row = RowBytes(token + lane_bytes, token, element_bytes * shard * expert_middle_width(gated, fused))
+        return cls(row, hidden, shard, gated, experts // ep, ep, etp)
 
     def partitions(self, rows: int, count: int) -> list[PartitionRows]:
         """Equal parts of this rank's rows, where every rank has as many."""

@@ -17,6 +17,7 @@ import numpy as np
 WEIGHT_BITS = 16  # weights of the prediction are multiples of 2^-16, and below MAX_WEIGHT
 MAX_WEIGHT = 2.0**10
 MAX_PASSES_BETWEEN_FITS = 16
+MOST_EXPERTS_LOOKING_BACK = 64  # with more, fits of twice as many unknowns would keep decisions waiting
 
 
 @dataclass(frozen=True)
@@ -91,6 +92,24 @@ def settle(device: np.ndarray, position_device: np.ndarray) -> np.ndarray:
     return move
 
 
+def known_of_samples(num: np.ndarray, before: np.ndarray | None) -> np.ndarray:
+    """What the next layer is predicted from: the samples' counts in this layer, and in the one before it.
+
+    What a sample did earlier tells what sort of text it is where this layer's counts alone leave it open: much where
+    counts are small (many experts, short samples), little else.
+
+    Args:
+        num: integers [I, E].
+        before: integers [I, E] of the same samples, None in the first layer.
+
+    Returns:
+        [I, E] or [I, 2 E].
+    """
+    if before is None or num.shape[1] > MOST_EXPERTS_LOOKING_BACK:
+        return num
+    return np.hstack([num, before])
+
+
 class TransitionStatistics:
     """What a sample's tokens in one MoE layer tell about the next layer: a linear map, fitted as training goes on.
 
@@ -101,28 +120,30 @@ class TransitionStatistics:
 
         W = (E[x x'] + r I)^-1 E[x y'],    r = the mean count of an expert, the variance that chance alone gives counts
 
+    With known_of_samples, x holds the counts of two layers.
+
     All ranks fit and predict alike on any processor: sums of products are exact, as they are whole numbers below 2^53,
     and everything else goes element by element (Gauss-Jordan elimination, which needs no pivots here).
     """
 
-    def __init__(self, num_experts: int, num_outputs: int, decay: float = 0.95) -> None:
+    def __init__(self, num_inputs: int, num_outputs: int, decay: float = 0.95) -> None:
         """
         Args:
-            num_experts: of this layer.
+            num_inputs: what is known of a sample: its counts for each expert.
             num_outputs: what is predicted of the next layer: its experts, or its devices.
             decay: what an observed pass weighs when the next one is observed.
         """
         self._decay = decay
-        self._moments = np.zeros((num_experts, num_experts + num_outputs))  # of x with x, and of x with y
+        self._moments = np.zeros((num_inputs, num_inputs + num_outputs))  # of x with x, and of x with y
         self._tokens = 0.0
-        self._weights = np.zeros((num_experts, num_outputs))
+        self._weights = np.zeros((num_inputs, num_outputs))
         self._passes = self._fitted = 0
 
     def observe(self, num: np.ndarray, then: np.ndarray) -> None:
         """Learns what the samples did in one pass.
 
         Args:
-            num: integers [I, E], tokens of each sample for each expert (eq. 2).
+            num: integers [I, inputs], tokens of each sample for each expert (eq. 2).
             then: integers [I, outputs], of the same samples in the next layer.
         """
         counts = num.astype(np.float64)
@@ -137,7 +158,7 @@ class TransitionStatistics:
         """What the samples will do in the next layer.
 
         Args:
-            num: integers [I, E].
+            num: integers [I, inputs].
 
         Returns:
             int64 [I, outputs], none negative; zeros before anything was observed.
@@ -150,9 +171,12 @@ class TransitionStatistics:
         size = len(self._moments)
         system = self._moments.copy()
         system[np.arange(size), np.arange(size)] += max(self._tokens, 1.0) / size
+        products = np.empty_like(system)  # fresh memory for each would cost more than the arithmetic
         for k in range(size):
-            system[k, k + 1 :] /= system[k, k]
+            rest, product = system[:, k + 1 :], products[:, k + 1 :]
+            rest[k] /= system[k, k]
             factors = system[:, k].copy()
             factors[k] = 0.0
-            system[:, k + 1 :] -= factors[:, None] * system[k, k + 1 :]
+            np.multiply(factors[:, None], rest[k], out=product)
+            rest -= product
         return np.rint(system[:, size:].clip(-MAX_WEIGHT, MAX_WEIGHT) * 2**WEIGHT_BITS)

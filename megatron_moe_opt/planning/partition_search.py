@@ -22,7 +22,9 @@ from itertools import pairwise
 PARTITIONS = (1, 2, 3, 4, 5, 6, 7, 8)
 """To choose from: the paper's 2 to 8, and not to cut at all."""
 TOLERANCE = 0.03
-"""Times this close count as equal: measurements are no better, and a search must not end at a bump."""
+"""Times this close count as equal: measurements are no better, and a search must not end at a bump. Of equal ones the
+fewest partitions are best: what a layer does around its pipeline grows with them, and an n that is too large by chance
+would rule smaller ones out for all larger B."""
 
 
 @dataclass
@@ -77,8 +79,13 @@ class PartitionSearch:
             return None
         untried = self._next(tokens, max(low, least), high, start)
         if untried is None:
-            tried = [n for n in self.counts if max(low, least) <= n <= high and (tokens, n) in self._times]
-            self._choose(tokens, least, min(tried, key=lambda n: self._times[tokens, n]))
+            tried = {
+                n: self._times[tokens, n]
+                for n in self.counts
+                if max(low, least) <= n <= high and (tokens, n) in self._times
+            }
+            equal = min(tried.values()) * (1 + self.tolerance)
+            self._choose(tokens, least, min(n for n, seconds in tried.items() if seconds <= equal))
         return untried
 
     def measured(self, tokens: int, partitions: int, seconds: float) -> None:

@@ -22,6 +22,7 @@ import numpy as np
 from megatron_moe_opt.planning.netmoe import (
     TransitionStatistics,
     Volume,
+    known_of_samples,
     moved_shares,
     placement_volume,
     tokens_by_device,
@@ -90,10 +91,11 @@ def replay(counts: np.ndarray, expert_device: np.ndarray, device_node: np.ndarra
         device_node: integers [J].
         place: the solver.
     """
-    passes, layers, samples, experts = counts.shape
+    passes, layers, samples, _ = counts.shape
     home = np.arange(samples) * len(device_node) // samples
     devices = np.arange(len(device_node))
-    statistics = [TransitionStatistics(experts, len(device_node)) for _ in range(layers - 1)]
+    inputs = [known_of_samples(counts[0, pair], _before(counts[0], pair)).shape[1] for pair in range(layers - 1)]
+    statistics = [TransitionStatistics(width, len(device_node)) for width in inputs]
     volumes = {plan: np.zeros((passes, layers - 1, 3), np.int64) for plan in PLANS}
     moved = {plan: np.zeros((passes, layers - 1, 2)) for plan in PLANS}
     outside = np.zeros((passes, layers - 1))
@@ -110,18 +112,41 @@ def replay(counts: np.ndarray, expert_device: np.ndarray, device_node: np.ndarra
         heaviest[p] = loads.max(axis=1) / loads.mean(axis=1)
         at = dict.fromkeys(PLANS, home)
         for pair in range(layers - 1):
-            num, following = counts[p, pair], on_device[pair + 1]
+            known, following = known_of_samples(counts[p, pair], _before(counts[p], pair)), on_device[pair + 1]
             both = on_device[pair] + following
             outside[p, pair] = _outside_best_node(both, device_node)
-            asked = {"predicted": statistics[pair].predict(num), "oracle": following}
+            asked = {"predicted": statistics[pair].predict(known), "oracle": following}
             for plan in PLANS:
                 before = at[plan]
                 if plan in asked:
                     at[plan] = place(on_device[pair] + asked[plan], devices, device_node)
                 volumes[plan][p, pair] = _row(placement_volume(both, at[plan], device_node))
                 moved[plan][p, pair] = moved_shares(before, at[plan], device_node)
-            statistics[pair].observe(num, following)
+            statistics[pair].observe(known, following)
     return Replay(volumes, moved, outside, ends, heaviest)
+
+
+def decided_share(counts: np.ndarray, expert_device: np.ndarray, device_node: np.ndarray) -> float:
+    """The share of stock's tokens between nodes that is in all-to-alls which a placement decides: all but the first
+    layer's dispatch and the last one's combine. About (L - 1) / L; 0 where nothing crosses nodes.
+
+    Args:
+        counts: int64 [P, L, I, E]; I is a multiple of J.
+        expert_device: integers [L, E].
+        device_node: integers [J].
+    """
+    home = np.arange(counts.shape[2]) * len(device_node) // counts.shape[2]
+    inter = np.zeros(counts.shape[:2], np.int64)
+    for p, layer in np.ndindex(inter.shape):
+        on_device = tokens_by_device(counts[p, layer], expert_device[layer], len(device_node))
+        inter[p, layer] = placement_volume(on_device, home, device_node).inter
+    both = 2 * int(inter.sum())
+    return 1 - int(inter[:, [0, -1]].sum()) / both if both else 0.0
+
+
+def _before(counts: np.ndarray, layer: int) -> np.ndarray | None:
+    """counts: [L, I, E] of a pass -> those of the layer before this one."""
+    return counts[layer - 1] if layer else None
 
 
 def _row(volume: Volume) -> np.ndarray:

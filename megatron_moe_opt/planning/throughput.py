@@ -48,6 +48,7 @@ def throughput(
     sequence: int,
     micro_batches: int,
     exchange_seconds: float,
+    with_experts: bool = False,
 ) -> Throughput:
     """Time of a step in which every GPU computes its share and waits for its exchanges.
 
@@ -59,6 +60,7 @@ def throughput(
         micro_batches: of one step and data-parallel rank; with pp stages the pipeline adds pp - 1 (1F1B).
         exchange_seconds: dispatch and combine, forward and backward, of one layer and micro-batch, such as
             `Choice.seconds`.
+        with_experts: these seconds contain the computation of the experts, as those of a pipeline that runs them do.
 
     Raises:
         ValueError: a peak or efficiency that is out of range.
@@ -70,11 +72,12 @@ def throughput(
     flops = tokens * flops_per_token(model, sequence) / (parallel.tp * parallel.cp * parallel.pp)  # of one GPU
     layer_flops = 6.0 * tokens * (model.layer_matrices() + sequence * model.query_size) / (parallel.tp * parallel.cp)
     speed = device.peak_flops * device.efficiency
-    exchange = (model.layers - model.dense_layers) / parallel.pp * exchange_seconds
-    step = (flops / speed + exchange) * (micro_batches + parallel.pp - 1)
+    moe_layers = (model.layers - model.dense_layers) / parallel.pp
+    experts = 6.0 * tokens * model.expert_matrices / (parallel.tp * parallel.cp) if with_experts else 0.0
+    step = ((flops - moe_layers * experts) / speed + moe_layers * exchange_seconds) * (micro_batches + parallel.pp - 1)
     tokens_of_step = tokens * micro_batches * replicas
     return Throughput(
-        layer_seconds=layer_flops / speed + exchange_seconds,
+        layer_seconds=(layer_flops - experts) / speed + exchange_seconds,
         step_seconds=step,
         tokens_per_second=tokens_of_step / step / parallel.world,
         mfu=flops * micro_batches / (step * device.peak_flops),

@@ -52,7 +52,7 @@ class ExpertCall:
         """
         self._experts, self._tokens_per_expert, self._probs, self._middle = experts, tokens_per_expert, probs, middle
         self._saved = _SavedMiddle(kept | {probs.untyped_storage().data_ptr()})
-        self._gradients = _Gradients()
+        self._gradients: _Gradients | None = _Gradients()
         self._anchor: torch.Tensor | None = None
         self._exit: torch.Tensor | None = None
 
@@ -79,7 +79,8 @@ class ExpertCall:
             tokens: as in the forward pass, wherever they are now.
             take: is told as soon as a parameter has its gradient.
         """
-        gradients, self._gradients.output = self._gradients, grad_output
+        gradients, self._gradients = self._gradients, None  # the call outlives them: its partition's are sent by then
+        gradients.output = grad_output
         inputs = (self._anchor, *self._experts.parameters)
         with self._saved.reading(tokens), _taking(self._experts.parameters, take):
             torch.autograd.grad(self._exit, inputs, torch.zeros_like(self._exit), allow_unused=True)

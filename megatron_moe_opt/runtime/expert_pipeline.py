@@ -29,6 +29,9 @@ from megatron_moe_opt.schedules.mpmoe import STRATEGIES, PartitionRows, Restore,
 from megatron_moe_opt.schedules.schedule import Kind, Op, Schedule
 from megatron_moe_opt.schedules.timeline import Timeline
 
+_Computed = tuple[torch.Tensor, torch.Tensor | None]
+"""Rows of a partition, and what their probabilities' lanes get."""
+
 
 def through_experts(
     packed: torch.Tensor,
@@ -109,13 +112,13 @@ class _Pass:
         combined = self.token.empty_rows(packed.size(0), packed)
         rows = self._named("rows", packed)
         buffers = self._buffers(rows | self._named("combined", combined))
-        outputs: dict[int, torch.Tensor] = {}
+        outputs: dict[int, _Computed] = {}
 
         def bind(op: Op) -> Steps:
             j, target = op.chunk, base_name(op.writes[0])
             if op.kind is Kind.COMPUTE:
                 tokens = buffers.rows(op.reads[0], j)
-                return steps.call(lambda: outputs.update({j: self.calls[j].forward(tokens).contiguous()}))
+                return steps.call(lambda: outputs.update({j: (self.calls[j].forward(tokens).contiguous(), None)}))
             if op.kind is Kind.OFFLOAD and target == "host_tokens":
                 tokens = buffers.rows(op.reads[0], j)
                 return steps.call(lambda: self.host_tokens.update({j: HostCopyOf(tokens)}))
@@ -123,7 +126,7 @@ class _Pass:
                 return steps.call(self.calls[j].offload_middle)
             if target in ("arrived", "tokens"):
                 return self._arrive(op, buffers, self.packed, probs[j])
-            return self._return(op, buffers, self.token, lambda: (self._take(outputs, j), None))
+            return self._return(op, buffers, self.token, lambda: self._take(outputs, j))
 
         schedule = mpmoe.forward(self.strategy, self.partitions, *self._widths())
         self._run(schedule, [bind(op) for op in schedule.ops], packed.device)
@@ -144,8 +147,8 @@ class _Pass:
             given |= self._named("grad_rows", grad_packed)
         buffers = self._buffers(given)
         compute = torch.cuda.current_stream(grad_combined.device) if grad_combined.is_cuda else None
-        grads: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        of_parameters = [_Sum(parameter) for parameter in self.experts.parameters]
+        grads: dict[int, _Computed] = {}
+        of_parameters = [_Sum(parameter, len(self.plans)) for parameter in self.experts.parameters]
 
         def take(number: int, grad: torch.Tensor | None) -> None:
             of_parameters[number].add(grad)
@@ -191,7 +194,7 @@ class _Pass:
         op: Op,
         buffers: PartitionBuffers,
         layout: RowLayout,
-        computed: Callable[[], tuple[torch.Tensor, torch.Tensor | None]],
+        computed: Callable[[], _Computed],
     ) -> Steps:
         """The sort by source of what is computed by then, or a hop to the sources."""
         chunk, target = self.plans[op.chunk].chunks[0], buffers.rows(op.writes[0], op.chunk)
@@ -203,13 +206,14 @@ class _Pass:
             return hop_to_sources(op.kind, source, target, target, chunk, self.groups, layout, scratch)
         return hop_to_sources(op.kind, source, source, target, chunk, self.groups, layout)
 
-    def _take(self, tensors: dict[int, Any], j: int) -> Any:
-        """What a compute op has left for the op that sends it; no longer held where partitions share memory.
-
-        On CUDA, memory that is freed here is used again by the next compute op at the earliest, and that one waits for
-        this one; without reuse it would not wait.
-        """
-        return tensors.pop(j) if STRATEGIES[self.strategy].reuses else tensors[j]
+    def _take(self, computed: dict[int, _Computed], j: int) -> _Computed:
+        """What a compute op has left for the op that sends it; no longer held where partitions share memory."""
+        if not STRATEGIES[self.strategy].reuses:
+            return computed[j]
+        for tensor in computed[j]:
+            if tensor is not None and tensor.is_cuda:  # recomputing does not wait until it is sent
+                tensor.record_stream(torch.cuda.current_stream(tensor.device))
+        return computed.pop(j)
 
     def _run(self, schedule: Schedule, bound: Sequence[Steps], device: torch.device) -> None:
         timeline = executor(device).run(schedule, bound, record=self.observe is not None)
@@ -239,9 +243,9 @@ class _Sum:
     without a value, or nothing where saved tensors are caught: they come back without the attributes of the parameter.
     """
 
-    def __init__(self, parameter: torch.Tensor) -> None:
+    def __init__(self, parameter: torch.Tensor, partitions: int) -> None:
         self.value: torch.Tensor | None = None
-        self._parameter, self._owned = parameter, False
+        self._parameter, self._adds = parameter, partitions > 1
 
     def add(self, grad: torch.Tensor | None) -> None:
         """Adds what one partition has given."""
@@ -249,9 +253,9 @@ class _Sum:
             if hasattr(self._parameter, "grad_added_to_main_grad"):
                 self._parameter.grad_added_to_main_grad = True
                 self.value = self._parameter.new_zeros(()).expand_as(self._parameter)
-        elif self.value is None or getattr(self._parameter, "grad_added_to_main_grad", False):
+        elif getattr(self._parameter, "grad_added_to_main_grad", False) or not self._adds:
             self.value = grad
-        elif self._owned:
+        elif self.value is None:  # copied at once: the gradient may be shared, and there would be three at the second
+            self.value = grad.clone()
+        else:
             self.value += grad
-        else:  # the first may be shared with somebody else
-            self.value, self._owned = self.value + grad, True

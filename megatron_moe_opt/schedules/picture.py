@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from megatron_moe_opt.errors import ConfigurationError
 
-from .schedule import Kind
+from .schedule import Kind, Op
 from .timeline import Timeline
 
 if TYPE_CHECKING:
@@ -24,6 +24,11 @@ _FORMATS = (".png", ".svg", ".pdf")
 # Parts of the axis. An op that is narrower has no room for its label, or for a white edge.
 _NARROWEST_LABEL = 0.03
 _NARROWEST_EDGE = 0.005
+
+
+def op_label(op: Op) -> str:
+    """Short enough for a bar: `A2A 0` is the all-to-all of chunk 0."""
+    return f"{_LABELS.get(op.kind, op.kind.value)} {op.chunk}"
 
 
 def check_picture(path: str | Path) -> None:
@@ -78,8 +83,7 @@ def _draw(axis: Axes, timeline: Timeline, longest: float) -> None:
         edge = "white" if width > _NARROWEST_EDGE * longest else colour
         axis.barh(row, width, left=start, height=0.8, color=colour, edgecolor=edge)
         if width > _NARROWEST_LABEL * longest:
-            label = f"{_LABELS.get(op.kind, op.kind.value)} {op.chunk}"
-            axis.text(start + width / 2, row, label, ha="center", va="center", fontsize=8, clip_on=True)
+            axis.text(start + width / 2, row, op_label(op), ha="center", va="center", fontsize=8, clip_on=True)
     for part in timeline.parts:
         axis.axvline(part.end * 1e3, color="grey", linestyle=":", linewidth=1)
         middle = (part.start + part.end) / 2 * 1e3

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
-from .schedule import Lane, Op, Schedule
+from .schedule import COLLECTIVES, Kind, Lane, Op, Schedule
+
+_COMPUTING = frozenset({Kind.COMPUTE, Kind.GRADIENT})
 
 
 @dataclass(frozen=True)
@@ -54,10 +56,32 @@ class Timeline:
         return sum(self.busy(lane) for lane in self.schedule.lanes) - self.seconds
 
     @property
+    def exposed(self) -> float:
+        """Seconds in which at least one collective runs and nothing is computed: the layer waits for communication."""
+        computing = _covered(span for span in self.spans if span.op.kind in _COMPUTING)
+        return _covered(span for span in self.spans if span.op.kind in COLLECTIVES | _COMPUTING) - computing
+
+    @property
     def hideable(self) -> float:
         """What `hidden` would be if all lanes were hidden behind the one that is busy longest."""
         busy = [self.busy(lane) for lane in self.schedule.lanes]
         return sum(busy) - max(busy, default=0.0)
+
+
+def _covered(spans: Iterable[Span]) -> float:
+    """Seconds in which at least one of the spans runs."""
+    covered, until = 0.0, 0.0
+    for span in sorted(spans, key=lambda span: span.start):
+        covered += max(span.end - max(span.start, until), 0.0)
+        until = max(until, span.end)
+    return covered
+
+
+def overlap(timelines: Iterable[Timeline]) -> float | None:
+    """The part of what their lanes could hide behind each other that they hid; None where there was nothing to hide."""
+    timelines = list(timelines)
+    hideable = sum(timeline.hideable for timeline in timelines)
+    return max(sum(timeline.hidden for timeline in timelines), 0.0) / hideable if hideable else None
 
 
 def one_after_another(name: str, timelines: Mapping[str, Timeline]) -> Timeline:

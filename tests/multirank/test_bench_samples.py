@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from megatron_moe_opt.cli.bench_samples import SampleSettings, check
 from megatron_moe_opt.errors import ConfigurationError
+from megatron_moe_opt.topology.nodes import discover_nodes
 from tests.unit.trace_cases import random_trace, trace_of
 
 
@@ -33,14 +34,16 @@ def tasteful_trace():
 
 def bench(tokens: int | None, dtype: str) -> Any:
     import megatron_moe_opt
-    from megatron_moe_opt.cli.bench_samples import run
+    from megatron_moe_opt.cli import bench_samples
     from megatron_moe_opt.integration import netmoe_layer
 
     megatron_moe_opt.register()
     os.environ["GROUP_RANK"] = str(dist.get_rank() // 2)
     netmoe_layer._holders.cache_clear()
     try:
-        return run(settings(tokens=tokens, dtype=dtype), tasteful_trace(), torch.device("cpu"))
+        given = settings(tokens=tokens, dtype=dtype)
+        decided = bench_samples._decided_share(given, tasteful_trace(), discover_nodes())
+        return bench_samples.run(given, tasteful_trace(), torch.device("cpu")), decided
     finally:
         del os.environ["GROUP_RANK"]
         netmoe_layer._holders.cache_clear()
@@ -48,8 +51,8 @@ def bench(tokens: int | None, dtype: str) -> Any:
 
 @pytest.mark.parametrize(("tokens", "dtype"), [(None, "fp32"), (5, "bf16")])
 def test_samples_that_each_use_one_node_cross_nodes_twice_only(ranks, tokens, dtype):
-    results = ranks.run(bench, tokens=tokens, dtype=dtype)
-    for stock, monta, netmoe in results:
+    for (stock, monta, netmoe), decided in ranks.run(bench, tokens=tokens, dtype=dtype):
+        assert decided == pytest.approx(2 / 3)  # of 3 dispatches and 3 combines that are alike
         assert [result.dispatcher for result in (stock, monta, netmoe)] == ["alltoall", "monta", "netmoe"]
         assert all(len(result.seconds) == 2 and min(result.seconds) > 0 for result in (stock, monta, netmoe))
         assert monta.moves == {} and set(netmoe.moves) == {1, 2, 3}

@@ -47,7 +47,7 @@ def sent(trained: Any) -> dict[str, int]:
 
 
 def measure(settings: dict) -> dict[str, Any]:
-    from megatron_moe_opt.integration import netmoe_report
+    from megatron_moe_opt.integration import reports
     from tests.ranks.megatron import parallel
 
     with parallel(ep=4):
@@ -55,12 +55,12 @@ def measure(settings: dict) -> dict[str, Any]:
         ours.model.load_state_dict(stock.model.state_dict())
         for trained in (stock, ours):
             by_content(trained.model, None)
-        netmoe_report.collect()  # what models of earlier tests sent
+        reports.collect()  # what models of earlier tests sent
         forward(ours)  # learns
-        netmoe_report.collect()
+        reports.collect()
         stock_bytes, our_bytes = sent(stock), sent(ours)
-        report = netmoe_report.collect()
-        again = netmoe_report.collect()
+        report = reports.collect()["netmoe"]
+        again = reports.collect()
     return {"stock": stock_bytes, "ours": our_bytes, "report": report, "again": again}
 
 
@@ -124,7 +124,7 @@ def logged() -> tuple[list[str], list[tuple[str, float, int]]]:
     import io
     import sys
 
-    from megatron_moe_opt.integration import netmoe_report
+    from megatron_moe_opt.integration import reports
     from tests.ranks.megatron import parallel
 
     scalars: list[tuple[str, float, int]] = []
@@ -133,12 +133,14 @@ def logged() -> tuple[list[str], list[tuple[str, float, int]]]:
     loop.training_log = lambda loss_dict, total, rate, iteration, scale: "stock's answer"
     loop.get_args = lambda: types.SimpleNamespace(log_interval=2)
     loop.get_tensorboard_writer = lambda: writer
+    loop.get_wandb_writer = lambda: None
     sys.modules["megatron.training.training"] = loop
     output = io.StringIO()
     try:
         with parallel(ep=4), contextlib.redirect_stdout(output):
+            reports.report_with_training_log()
             trained = build("netmoe", num_layers=2)
-            netmoe_report.collect()
+            reports.collect()
             for iteration in (1, 2):
                 forward(trained)
                 assert loop.training_log({}, {}, 1e-3, iteration, scale=1.0) == "stock's answer"

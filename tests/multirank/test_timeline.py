@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_moe_opt.cli.layer_settings import LayerSettings
-from megatron_moe_opt.planning.cluster import Cluster, World
+from megatron_moe_opt.planning.cluster import Cluster, ExpertGemm, World
 from megatron_moe_opt.planning.monta import PASSES
 from megatron_moe_opt.planning.simulator import simulate
 from megatron_moe_opt.schedules.schedule import Kind, Lane
@@ -97,6 +97,32 @@ def test_files_and_timelines(ranks, tmp_path, variant, lanes):
         1e6 * sum(timeline.seconds for timeline in step.measured.values())
     )
     assert png.read_bytes().startswith(b"\x89PNG")
+
+
+def test_mpmoe_s_pipeline(ranks, tmp_path):
+    """Experts, host transfers and what is restored in backward are predicted as they ran."""
+    profile, trace = tmp_path / "cluster.json", tmp_path / "step.json"
+    host = {(Kind.OFFLOAD, None): CURVES[Kind.COPY, None], (Kind.PREFETCH, None): CURVES[Kind.COPY, None]}
+    gemm = ExpertGemm(32, 8, "fp32", ((1, 1e-3), (100, 1e-1)), ((1, 3e-3), (100, 3e-1)))
+    cluster = Cluster(World((0, 0, 1, 1), 2, 1, 2, 2), CURVES | host, {(Lane.INTER, Lane.D2H): 0.5}, expert_gemm=gemm)
+    cluster.save(profile)
+    options = {"dispatch_only": False, "ffn_hidden": 16, "profile": profile, "trace": trace}
+    steps = ranks.run(_run, variant="mpmoe:2:S2", **options)
+    assert all(step == steps[0] for step in steps)
+    step = steps[0]
+    assert list(step.measured) == list(step.predicted) == ["forward", "backward"]
+    for name, measured in step.measured.items():
+        assert step.predicted[name].schedule == measured.schedule
+    # Rows of 32 floats take an expert 1 ms each; a backward pass takes twice as long as a forward pass.
+    spans = {name: [span for span in step.predicted[name].spans if span.op.lane is Lane.COMPUTE]
+             for name in step.predicted}  # fmt: skip
+    for name, milliseconds in ("forward", 1), ("backward", 2):
+        rows = sum(span.op.size for span in spans[name]) / 128
+        assert sum(span.end - span.start for span in spans[name]) == pytest.approx(milliseconds * 1e-3 * rows)
+    kinds = {op.kind for timeline in step.measured.values() for op in timeline.schedule.ops}
+    assert {Kind.GRADIENT, Kind.OFFLOAD, Kind.PREFETCH} <= kinds
+    events = json.loads(trace.read_text())["traceEvents"]
+    assert {event["pid"] for event in events} == {1, 2}
 
 
 def test_the_rank_that_took_longest_or_the_one_asked_for(ranks, tmp_path):

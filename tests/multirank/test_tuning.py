@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatron_moe_opt.dispatchers.tuning import TRIAL_PASSES
 from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.options import split_options
 from megatron_moe_opt.planning.cluster import Cluster, ExpertGemm, World
@@ -83,7 +84,7 @@ def tune(best_of_ranks, passes, counts, strategies, budget, layers, evaluations,
 
 CASE = {
     "best_of_ranks": (1, 6, 2, 5),
-    "passes": 60,
+    "passes": 12 * TRIAL_PASSES,
     "counts": PARTITIONS,
     "strategies": tuple(STRATEGIES),
     "budget": None,
@@ -105,7 +106,7 @@ def test_ranks_that_would_choose_differently_choose_what_the_slowest_takes(ranks
     assert used[-1] == [(n, "none", False)]
     trials = [one for (one,) in used if one[2]]
     tried = [*range(1, n + 2), n + 1]  # where it turns, twice
-    assert trials == [(count, "none", True) for count in tried for _ in range(5)]
+    assert trials == [(count, "none", True) for count in tried for _ in range(TRIAL_PASSES)]
     assert all(not said for _, said in answers[1:])
     assert said.startswith("moe-opt: mpmoe: about 887 rows a rank")  # the middle of the range of 1000
     assert f": {n} partitions, memory reuse none; measured ms a layer, forward and backward: {n}xnone" in said
@@ -113,8 +114,8 @@ def test_ranks_that_would_choose_differently_choose_what_the_slowest_takes(ranks
 
 
 def test_layers_share_what_they_measure(ranks):
-    """Five layers have the five passes of a trial in one step. Evaluations, without a backward pass, do not count."""
-    case = CASE | {"layers": 5, "passes": 12, "evaluations": (2, 3)}
+    """So many layers have the passes of a trial in one step. Evaluations, without a backward pass, do not count."""
+    case = CASE | {"layers": TRIAL_PASSES, "passes": 12, "evaluations": (2, 3)}
     for used, said in ranks.run(tune, **case, middle=2):
         assert all(len(set(step)) == 1 for step in used)
         tried = [step[0] for step in used if step[0][2]]
@@ -126,7 +127,7 @@ def test_under_a_budget_the_fastest_reuse_that_fits(ranks):
     rows = 1000
     layer = MpmoeLayer(RowBytes(272, 256, 1024), 64, 128, gated=False, local_experts=2, ep=4, etp=1)
     budget = layer.activation_bytes(2 * rows, 4, "S1")  # for far more rows: in fewer partitions these fit
-    case = CASE | {"best_of_ranks": (2, 2, 2, 2), "passes": 75, "budget": budget // 2}
+    case = CASE | {"best_of_ranks": (2, 2, 2, 2), "passes": 15 * TRIAL_PASSES, "budget": budget // 2}
     answers = ranks.run(tune, **case, middle=1024)
     assert all(used == answers[0][0] for used, _ in answers)
     (last,) = answers[0][0][-1]

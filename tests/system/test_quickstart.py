@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from megatron_moe_opt.errors import ConfigurationError
-from tests.system.training import LAYOUT, MODEL, ROOT, environment, refused, train
+from tests.system.training import LAYOUT, MODEL, ROOT, environment, refused, scalar_names, train
 
 
 def losses(log: Path) -> dict[int, float]:
@@ -50,9 +50,10 @@ def test_checkpoints_cross_dispatchers_and_resume_bit_for_bit(data: Path, tmp_pa
     monta, stock = (("--moe-token-dispatcher-type", name) for name in ("monta", "alltoall"))
     output = train(
         data, tmp_path, *common, *monta, "--save", tmp_path / "a", "--save-interval", 2, "--log-json", logs[0],
-        "--eval-iters", 1,
+        "--eval-iters", 1, "--moe-opt-telemetry", "--tensorboard-dir", tmp_path / "board",
     )  # fmt: skip
     assert "validation loss" in output
+    check_telemetry(output, logs[0], tmp_path / "board")
     train(
         data, tmp_path, *common, *stock, "--load", tmp_path / "a", "--ckpt-step", 2, "--exit-interval", 4,
         "--save", tmp_path / "b", "--log-json", logs[1],
@@ -62,6 +63,15 @@ def test_checkpoints_cross_dispatchers_and_resume_bit_for_bit(data: Path, tmp_pa
     assert list(whole) == [1, 2, 3, 4, 5, 6]
     assert there == {3: whole[3], 4: whole[4]}
     assert back == {5: whole[5], 6: whole[6]}
+
+
+def check_telemetry(output: str, log: Path, board: Path) -> None:
+    """6 iterations of 2 micro-batches: the fourth pass of a layer is in iteration 2, the eleventh in iteration 6."""
+    assert output.count("telemetry: 2 MoE layers, means of 1 observed pass, forward + backward") == 2
+    reports = {record["iteration"]: record.get("telemetry") for record in map(json.loads, log.read_text().splitlines())}
+    assert [iteration for iteration, report in reports.items() if report] == [2, 6]
+    assert reports[2].keys() == {"1", "2"} and reports[2]["1"]["intra-node MB"] > 0
+    assert scalar_names(board)["moe-opt/exposed ms/layer 2"] == [2, 6]
 
 
 @pytest.mark.parametrize(

@@ -74,3 +74,12 @@ def refused(data: Path, folder: Path, *arguments: str | Path | int) -> str:
     lines = [line for line in printed.splitlines() if line.startswith("pretrain_moe_gpt: error: ")]
     assert len(lines) == 1, printed
     return lines[0].removeprefix("pretrain_moe_gpt: error: ")
+
+
+def scalar_names(folder: Path) -> dict[str, list[int]]:
+    """The steps of each scalar in a TensorBoard folder."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    board = EventAccumulator(str(folder))
+    board.Reload()
+    return {name: [event.step for event in board.Scalars(name)] for name in board.Tags()["scalars"]}

@@ -31,7 +31,7 @@ def _run(monkeypatch, *arguments, world=1):
             "--dispatchers alltoall,montana",
             1,
             "--dispatchers montana is unknown: choose from alltoall, allgather, monta, parm, netmoe, mpmoe, deepspeed, "
-            "expert-migration",
+            "expert-migration, auto",
         ),
         (
             "--dispatchers alltoall:O2x4",
@@ -79,7 +79,8 @@ def _run(monkeypatch, *arguments, world=1):
         (
             "--dispatchers monta:O3x4 --profile f",
             1,
-            "--profile f: no dispatcher reads it; add monta:auto or parm:auto to --dispatchers, or drop it",
+            "--profile f: nothing reads it; add monta:auto or parm:auto to --dispatchers, or --report for a page with "
+            "predictions, or drop it",
         ),
         (
             "--dispatchers monta:auto --profile nowhere.json",
@@ -119,6 +120,7 @@ def _run(monkeypatch, *arguments, world=1):
             "--json nowhere/out.json: its folder does not exist; create it or choose another",
         ),
         ("--json .", 1, "--json . is a folder: name a file in it"),
+        ("--report /dev/null", 1, "--report /dev/null cannot be created (File exists): choose another folder"),
     ],
 )
 def test_bench_layer_refuses(monkeypatch, capsys, arguments, world, sentence):
@@ -290,7 +292,7 @@ def test_bench_choice_in_one_process(tmp_path):
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        ("--mpmoe --replicated", "--mpmoe and --replicated are choices of two systems: give one of them"),
+        ("--mpmoe --replicated", "--replicated and --mpmoe are choices of different systems: give one of them"),
         ("--reuse S1", "--reuse and --activation-budget are mpmoe's: add --mpmoe, or drop them"),
         ("--mpmoe --reuse S5", "--reuse S5: choose one of none, S1, S2, S3, S4, or auto"),
     ],

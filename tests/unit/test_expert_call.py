@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+
 import pytest
 import torch
 
@@ -58,6 +60,9 @@ def test_gradients_are_autograds(middle, counts):
     found = call.backward(again, grad, taken.__setitem__)
     assert all(torch.equal(*pair) for pair in zip((*found, *(taken[i] for i in range(3))), of_leaves, strict=True))
     assert set(taken) == {0, 1, 2} and HOST_MEMORY.used == 0
+    of_tokens = weakref.ref(found[0])
+    del found  # the pipeline's, which sends it; the call itself lives until all partitions are through
+    assert of_tokens() is None
     assert all(weight.grad is None for weight in weights)
     weights[0].sum().backward()
     assert len(hooked) == 1

@@ -21,7 +21,7 @@ from megatron_moe_opt.planning.routing_generator import generate_routing
 from megatron_moe_opt.planning.routing_replay import replay
 from tests.unit.trace_cases import planted_trace, random_trace
 
-EVENNESS = {"node_evenness": 0.5, "evenness": 0.2}
+TASTE = {"node_taste": 1.5, "taste": 2.0}
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -36,7 +36,7 @@ def test_planted_groups_are_found(seed):
 
 @pytest.mark.parametrize(("nodes", "ranks"), [(2, 2), (4, 1), (2, 1), (2, 4)])
 def test_plans_are_balanced_repeatable_and_no_worse_than_stock(nodes, ranks):
-    trace = generate_routing(passes=3, layers=4, samples=16, tokens=32, experts=16, nodes=2, **EVENNESS, seed=5)
+    trace = generate_routing(passes=3, layers=4, samples=16, tokens=32, experts=16, nodes=2, **TASTE, seed=5)
     counts, devices = trace.counts(), nodes * ranks
     device = group_experts(counts, nodes, ranks, solve_placement)
     assert all(np.bincount(layer, minlength=devices).tolist() == [16 // devices] * devices for layer in device)

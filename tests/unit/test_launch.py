@@ -93,6 +93,7 @@ def test_a_missing_script_and_no_script():
 def test_options_are_taken_out_of_the_command_line():
     options, remaining = split_options(["--lr", "1", "--moe-opt-monta-level", "O1", "--moe-router-topk=2"])
     assert options == Options(monta_level="O1") and remaining == ["--lr", "1", "--moe-router-topk=2"]
+    assert split_options(["--moe-opt-telemetry"]) == (Options(telemetry=True), [])
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from megatron_moe_opt.kernels import place_samples
 from megatron_moe_opt.planning.netmoe import (
     TransitionStatistics,
     Volume,
+    known_of_samples,
     moved_shares,
     placement_volume,
     settle,
@@ -153,6 +154,14 @@ def test_what_sets_samples_apart_is_predicted():
         statistics.observe(*some_pass())
     num, then = some_pass()
     assert np.abs(statistics.predict(num) - then).mean() < 0.3 * np.abs(then.mean(0) - then).mean()
+
+
+def test_counts_of_the_layer_before_are_known_where_fits_stay_short():
+    num, before = np.ones((2, 64), np.int64), np.zeros((2, 64), np.int64)
+    assert np.array_equal(known_of_samples(num, before), np.hstack([num, before]))
+    assert known_of_samples(num, None) is num
+    many = np.ones((2, 65), np.int64)
+    assert known_of_samples(many, many) is many
 
 
 def test_prediction_before_anything_was_seen_is_zero():

@@ -47,7 +47,7 @@ def refusal(match: str, **overrides):
 
 def test_argparse_choices_follow_from_the_annotation():
     (field,) = (f for f in dataclasses.fields(TransformerConfig) if f.name == registry.FIELD)
-    ours = ("monta", "parm", "netmoe", "mpmoe", "deepspeed", "expert-migration")
+    ours = ("monta", "parm", "netmoe", "mpmoe", "deepspeed", "expert-migration", "auto")
     assert get_args(field.type) == ("allgather", "alltoall", "flex", *ours)
     (field,) = (f for f in dataclasses.fields(MLATransformerConfig) if f.name == registry.FIELD)
     assert "monta" in get_args(field.type)
@@ -109,6 +109,27 @@ def test_a_schedule_for_replicated_tokens_is_refused_under_sequence_parallelism(
         config("parm", tensor_model_parallel_size=2)
         with pytest.raises(ConfigurationError, match="--moe-opt-parm-schedule S2 splits what all TP ranks hold, but"):
             config("parm", tensor_model_parallel_size=2, sequence_parallel=True)
+    finally:
+        megatron_moe_opt.register()
+
+
+@pytest.mark.parametrize(
+    ("flag", "overrides"),
+    [
+        ("--cuda-graph-impl local", {"cuda_graph_impl": "local"}),
+        (
+            "--overlap-moe-expert-parallel-comm",
+            {"overlap_moe_expert_parallel_comm": True, "expert_model_parallel_size": 2, "bf16": True},
+        ),
+    ],
+)
+def test_telemetry_needs_stages_one_after_another_under_stock_too(flag, overrides):
+    config("alltoall", **overrides)
+    megatron_moe_opt.register(Options(telemetry=True))
+    try:
+        config("alltoall")
+        config("alltoall", num_moe_experts=None, cuda_graph_impl="local")
+        refusal(f"{flag} does not run the stages of a MoE layer one after another, as", name="alltoall", **overrides)
     finally:
         megatron_moe_opt.register()
 

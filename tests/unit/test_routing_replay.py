@@ -9,7 +9,7 @@ import pytest
 
 from megatron_moe_opt.cli.main import main
 from megatron_moe_opt.kernels import place_samples
-from megatron_moe_opt.planning.routing_replay import replay
+from megatron_moe_opt.planning.routing_replay import decided_share, replay
 from megatron_moe_opt.planning.routing_trace import write_routing_trace
 from tests.unit.trace_cases import planted_trace, random_trace, trace_of
 
@@ -47,6 +47,8 @@ def test_a_pass_by_hand():
     assert done.share_of_oracle() == 1
     # First dispatch and last combine of a pass: 14 more tokens between nodes.
     assert done.ends[:, 0].tolist() == [14, 14] and done.whole_reduction("oracle") == pytest.approx(8 / 28)
+    # 14 of the 28 tokens that stock sends between nodes are the two in between.
+    assert decided_share(trace_of(experts, 4).counts(), ONE_EACH, TWO_NODES) == 0.5
     assert done.outside.tolist() == [[(1 + 1 + 0 + 1) / 16]] * 2
     assert done.heaviest.tolist() == [[6 / 4] * 2] * 2  # expert 2 gets 3 + 1 + 2 of 16
 

@@ -72,6 +72,22 @@ def test_the_next_layer_is_learnt_and_asked():
     assert (HOLDERS.rank_node[decision.move // BATCH] == [1, 1, 1, 1, 0, 0, 0, 0]).all()
 
 
+def test_the_layer_before_is_asked_too():
+    """The middle layer treats all samples alike: only the first one's routing tells what the last one needs."""
+    order = SampleOrder()
+    first, middle, last = (LayerPlacement(order, HOLDERS, EXPERTS, last=index == 2) for index in range(3))
+    kinds = np.array([0, 2, 0, 2, 0, 2, 0, 2])
+    then = np.array([3, 1])[kinds // 2]
+    for learn in (True, True, True, False):
+        order.begin()
+        at = decide(first, taste(list(kinds)), learn=learn).after
+        decision = decide(middle, np.full((8, EXPERTS), 2, np.int64), learn=learn)
+        decide(last, taste(list(then))[decision.after], learn=learn)
+        assert (decision.before == at).all()
+    node_of_sample = HOLDERS.rank_node[np.argsort(decision.after) // BATCH]
+    assert (node_of_sample == HOLDERS.rank_node[then]).all()
+
+
 def test_traffic_of_a_decision():
     first, _ = two_layers()
     decision = decide(first, taste([2, 0, 1, 1, 2, 0, 3, 3]))  # samples 0 and 5 are on the wrong nodes

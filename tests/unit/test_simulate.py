@@ -9,9 +9,12 @@ import sys
 import pytest
 
 from megatron_moe_opt.cli.main import main
-from megatron_moe_opt.planning import parm
-from megatron_moe_opt.planning.cluster import Cluster, World
+from megatron_moe_opt.planning import mpmoe_choice, parm
+from megatron_moe_opt.planning.cluster import Cluster, ExpertGemm, World
 from megatron_moe_opt.planning.monta import AS_IN_TRAINING, PASSES, choose, training_passes
+from megatron_moe_opt.planning.mpmoe_choice import MpmoeLayer
+from megatron_moe_opt.planning.partition_search import PARTITIONS
+from megatron_moe_opt.schedules.mpmoe import RowBytes
 from megatron_moe_opt.schedules.parm import JOINT
 from megatron_moe_opt.schedules.schedule import Kind, Lane
 
@@ -173,6 +176,52 @@ def test_parm_without_its_measurements(run, tmp_path):
     assert code == 0 and "parm: no cost curve for all_to_all in group ep x expert-tp" in output
     assert "parm: --tp 4 is not what" in run(f"{file}", MODEL, GPU, "--tp 4")[1]
     assert "parm:" not in run(MODEL, GPU, BANDWIDTHS)[1]
+
+
+WITH_EXPERT = dataclasses.replace(
+    CLUSTER,
+    curves={
+        **CLUSTER.curves,
+        (Kind.OFFLOAD, None): ((1 << 16, 1e-4), (1 << 20, 2e-3)),
+        (Kind.PREFETCH, None): ((1 << 16, 1e-4), (1 << 20, 2e-3)),
+    },
+    expert_gemm=ExpertGemm(512, 512, "bf16", ((16, 1e-4), (1024, 4e-3)), ((16, 3e-4), (1024, 1.2e-2))),
+)
+
+
+@pytest.mark.parametrize("gated", ["--gated", "--no-gated"])
+def test_mpmoe_on_a_measured_cluster(run, tmp_path, gated):
+    """Experts of 1024 over two ranks save three times 512 elements of a row: with SwiGLU, fused, two halves and their
+    product; else the first matrix' output, the activation, and that times the probabilities."""
+    file = tmp_path / "cluster.json"
+    WITH_EXPERT.save(file)
+    code, output, _ = run(f"{file}", MODEL, GPU, "--dtype bf16", gated)
+    assert code == 0
+    row = RowBytes(packed=1040, token=1024, middle=2 * 3 * 512)
+    layer = MpmoeLayer(row, 512, 512, gated == "--gated", local_experts=4, ep=2, etp=2)
+    candidates = mpmoe_choice.predict(layer, 1000, WITH_EXPERT)
+    rows = table_rows(output)
+    for count in PARTITIONS:
+        of_count = {one.strategy: one for one in candidates if one.partitions == count}
+        held = of_count["none"].activation_bytes, of_count["S4"].activation_bytes
+        assert rows[str(count)] == [
+            [f"{of_count[strategy].seconds * 1e3:.3f}" for strategy in ("none", "S1", "S2", "S3", "S4")]
+            + [f"{size / 1e6:.1f}" for size in held]
+        ]
+        assert count == 1 or held[1] < held[0]
+    assert f"mpmoe, without a budget: {mpmoe_choice.choose(candidates)}\n" in output
+
+
+def test_mpmoe_without_its_measurements(run, tmp_path):
+    """A file from before mpmoe says so, and is still good for monta. Where no row leaves its rank nothing is said."""
+    file = tmp_path / "cluster.json"
+    CLUSTER.save(file)
+    code, output, _ = run(f"{file}", MODEL, GPU)
+    assert code == 0 and "mpmoe: the profile has no expert: measure this cluster again" in output
+    dataclasses.replace(WITH_EXPERT, curves=CLUSTER.curves).save(file)
+    assert "mpmoe: no cost curve for offload" in run(f"{file}", MODEL, GPU)[1]
+    dataclasses.replace(WITH_EXPERT, world=World((0, 0, 1, 1))).save(file)
+    assert "mpmoe:" not in run(f"{file}", MODEL, GPU)[1] and "mpmoe:" not in run(MODEL, GPU, BANDWIDTHS)[1]
 
 
 def test_files(run, tmp_path):

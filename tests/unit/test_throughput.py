@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from megatron_moe_opt.planning.model import ModelShape, Parallel
@@ -33,6 +35,18 @@ def test_exchange_adds_to_every_layer_and_micro_batch():
     assert slow.layer_seconds - fast.layer_seconds == pytest.approx(1e-3)
     assert slow.mfu / fast.mfu == pytest.approx(fast.step_seconds / slow.step_seconds)
     assert slow.tokens_per_second / fast.tokens_per_second == pytest.approx(fast.step_seconds / slow.step_seconds)
+
+
+@pytest.mark.parametrize("dense_layers", [0, 2])
+def test_experts_that_run_in_the_exchange_are_counted_once(dense_layers):
+    model, parallel = replace(MIXTRAL, dense_layers=dense_layers, dense_ffn=4096), Parallel(32, tp=8, pp=2, cp=2, ep=2)
+    experts = 3 * 2 * 8192 * (3 * 4096 * 2 * 14336) / (8 * 2) / 156e12  # forward and backward of a GPU's part
+    apart, within = (
+        throughput(model, parallel, A800, 1, 8192, 4, seconds, with_experts=with_experts)
+        for seconds, with_experts in ((1e-3, False), (1e-3 + experts, True))
+    )
+    assert (within.step_seconds, within.layer_seconds) == pytest.approx((apart.step_seconds, apart.layer_seconds))
+    assert (within.mfu, within.tokens_per_second) == pytest.approx((apart.mfu, apart.tokens_per_second))
 
 
 def test_a_pipeline_has_a_bubble():

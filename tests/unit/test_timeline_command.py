@@ -7,13 +7,14 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 from rich.console import Console
 
 from megatron_moe_opt.cli.layer_timeline import StepTimelines, timelines_table
 from megatron_moe_opt.cli.main import main
-from megatron_moe_opt.planning.cluster import Cluster, World
+from megatron_moe_opt.planning.cluster import Cluster, ExpertGemm, World
 from megatron_moe_opt.planning.monta import PASSES
 from megatron_moe_opt.schedules.schedule import Kind, Lane, Op, Schedule
 from megatron_moe_opt.schedules.timeline import Span, Timeline
@@ -61,11 +62,6 @@ def _refusal(monkeypatch, capsys, arguments, world):
             1,
             "--memory-reuse S5 is unknown: choose one of none, S1, S2, S3, S4",
         ),
-        (
-            "--trace a.json --partitions 2 --profile b.json",
-            1,
-            "--profile b.json predicts dispatch and combine, not the experts between them: drop it, or --partitions",
-        ),
         ("--trace a.json --rank 4", 4, "--rank 4 is not one of the 4 ranks of this run: choose 0 to 3"),
         ("--trace a.json --tp 3", 4, "--tp 3 does not divide the 4 ranks of this run: choose a divisor"),
         ("--trace a.json --topk 9", 1, "--topk 9 is more than --experts 8: choose at most that"),
@@ -84,6 +80,19 @@ def test_profile_of_other_groups(monkeypatch, capsys, tmp_path):
         "moe-opt: --ep 4 is not what cluster.json was measured with (2): measure this layout "
         "with moe-opt profile --ep 4 --expert-tp 1\n"
     )
+
+
+def test_a_profile_that_cannot_predict_the_pipeline(monkeypatch, capsys, tmp_path):
+    """Said before anything runs."""
+    monkeypatch.chdir(tmp_path)
+    cluster = Cluster(World((0, 0, 1, 1), ep=4), {(Kind.COPY, None): ((1024, 1e-6),)})
+    arguments = "--trace a.json --profile cluster.json --partitions 2 --memory-reuse S1"
+    for measured, sentence in (
+        (cluster, "the profile has no expert: measure this cluster again with moe-opt profile"),
+        (replace(cluster, expert_gemm=ExpertGemm(8, 8, "fp32", ((16, 1e-5),))), "no cost curve for all_to_all"),
+    ):
+        measured.save("cluster.json")
+        assert _refusal(monkeypatch, capsys, arguments, 4).startswith(f"moe-opt: {sentence}")
 
 
 def test_pictures_need_matplotlib(monkeypatch, capsys, tmp_path):

@@ -1,0 +1,376 @@
+"""`auto`: MoE layers whose dispatcher is planned, tried and then kept.
+
+    step 1           stock runs, and the layers see how many rows they have and how unevenly (with a plan.json the plan)
+    after step 1     rank 0 ranks all candidates by the profile (planning/planner.py) and tells the others
+    steps 2 to n     the plan, stock and the runners-up take turns (planning/trials.py)
+    from then on     the fastest runs, by the slowest rank's times, on all ranks
+
+All candidates compute the same function, so that training does not notice. Dispatchers are exchanged between optimizer
+steps only: no pass of theirs is under way then, and recomputed passes find what their first run used. None that loses
+information is a candidate.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_moe_opt.dispatchers.pipelining import agreed_cluster
+from megatron_moe_opt.errors import ConfigurationError
+from megatron_moe_opt.integration.expert_migration_layer import EXPERTS_COMPUTE
+from megatron_moe_opt.integration.optimizer_step import after_optimizer_step
+from megatron_moe_opt.integration.replicated_tokens import holds_replicated_tokens
+from megatron_moe_opt.kernels import LANE_BYTES
+from megatron_moe_opt.options import Options
+from megatron_moe_opt.planning.cluster import Cluster
+from megatron_moe_opt.planning.plan_file import Plan
+from megatron_moe_opt.planning.planner import ALLTOALL, LayerWorkload, Prediction, Refusal, best, candidates
+from megatron_moe_opt.planning.trials import Trials, decide, shortlist
+from megatron_moe_opt.topology.domain_groups import levels_of
+from megatron_moe_opt.topology.expert_groups import ExpertGroups
+from megatron_moe_opt.variants import split_variant
+
+Plug = Callable[[Any, str, Options], None]
+"""Puts the dispatcher of a name, with these options, into a MoE layer."""
+
+REPLICATED_START = "monta:O1"  # what runs first where stock refuses to train
+
+
+class PlannedLayer:
+    """A MoE layer, and the dispatchers that it has had."""
+
+    def __init__(self, layer: Any, groups: ExpertGroups, options: Options, plug: Plug) -> None:
+        self.layer, self.groups, self.options = layer, groups, options
+        self.passes = self.rows = self.tokens = 0
+        """Forward passes in training; rows that they computed here, together; the most tokens that one had."""
+        self.current = ALLTOALL
+        self._plug = plug
+        self._built: dict[str, tuple[Any, Any]] = {ALLTOALL: (layer.token_dispatcher, None)}
+        layer.register_forward_pre_hook(self._see_tokens)
+        layer.experts.register_forward_pre_hook(self._see_rows)
+
+    def use(self, variant: str) -> None:
+        """Has the next passes run under this variant. A collective call over the layer's groups at its first use."""
+        layer = self.layer
+        if variant not in self._built:
+            self._restore(ALLTOALL)
+            name, options = split_variant(variant, None)
+            common = {"network_levels": self.options.network_levels, "prefetch_layers": self.options.prefetch_layers}
+            self._plug(layer, name, dataclasses.replace(options, **common))
+            self._built[variant] = layer.token_dispatcher, layer.__dict__.get(EXPERTS_COMPUTE)
+        self._restore(variant)
+
+    def drop_others(self) -> None:
+        """Forgets the dispatchers that are not in use, and what they hold."""
+        self._built = {self.current: self._built[self.current]}
+
+    def workload(self) -> LayerWorkload:
+        """Of one micro-batch, routed evenly."""
+        config, groups = self.layer.config, self.groups
+        return LayerWorkload(
+            tokens=self.tokens,
+            hidden=config.hidden_size,
+            ffn=(config.moe_ffn_hidden_size or config.ffn_hidden_size) // groups.etp_size,
+            gated=config.gated_linear_unit,
+            experts=config.num_moe_experts,
+            topk=config.moe_router_topk,
+            element_bytes=config.params_dtype.itemsize,
+            lane_bytes=LANE_BYTES,
+            ep=groups.ep_size,
+            etp=groups.etp_size,
+            tp=config.tensor_model_parallel_size if holds_replicated_tokens(config) else 1,
+            capacity_factor=config.moe_expert_capacity_factor,
+            workers=levels_of(groups.ep, self.options.network_levels),
+            fused=config.bias_activation_fusion,
+        )
+
+    def _restore(self, variant: str) -> None:
+        self.layer.token_dispatcher, compute = self._built[variant]
+        self.layer.__dict__.pop(EXPERTS_COMPUTE, None)
+        if compute is not None:
+            setattr(self.layer, EXPERTS_COMPUTE, compute)
+        self.current = variant
+
+    def _see_tokens(self, layer: Any, inputs: tuple[Any, ...]) -> None:
+        if layer.training and inputs:
+            self.passes += 1
+            self.tokens = max(self.tokens, inputs[0].shape[:-1].numel())
+
+    def _see_rows(self, experts: Any, inputs: tuple[Any, ...] | None) -> None:
+        if inputs and experts.training:  # without inputs: see expert_migration_layer._finish_parameter_sync
+            self.rows += inputs[0].size(0)
+
+
+@dataclasses.dataclass(frozen=True)
+class Seen:
+    """What one layer of one rank was seen to do in a step."""
+
+    workload: LayerWorkload
+    rows: float
+    """Of a pass."""
+    passes: int
+
+
+class Controller:
+    """All planned layers of a process. Every rank of the world has one, and calls it alike."""
+
+    def __init__(self, config: Any, options: Options) -> None:
+        self.config, self.options = config, options
+        self.layers: list[PlannedLayer] = []
+        self.plan: Plan | None = None if options.plan is None else Plan.load(options.plan)
+        self.predicted: tuple[Prediction, ...] = ()
+        self.refused: tuple[Refusal, ...] = ()
+        self.planned: str | None = None
+        """The variant that was planned for all layers; None: not yet, or not the same one for all."""
+        self.measured: dict[str, float] = {}
+        """Seconds of a training step under each variant that was tried."""
+        self.overhead = 0.0
+        """Seconds that the trials took longer than as many steps of what stays."""
+        self.passes_of_step = 0
+        """Forward passes of the layers of this rank in the first step."""
+        self.settled = False
+        self._trials: Trials | None = None
+        self._step_began: float | None = None
+
+    @property
+    def current(self) -> str | None:
+        """The variant of the layers of this rank."""
+        return self.layers[0].current if self.layers else None
+
+    def add(self, layer: PlannedLayer) -> None:
+        """Takes a layer that has just been built; by a plan.json, it runs as planned from the start."""
+        self.layers.append(layer)
+        if self.plan is None:
+            agreed_cluster(self.options.profile, layer.groups)  # refuses now what could not be planned with later
+            if holds_replicated_tokens(layer.layer.config):
+                layer.use(REPLICATED_START)
+            return
+        config = layer.layer.config
+        sizes = {"ep": layer.groups.ep_size, "etp": layer.groups.etp_size, "experts": config.num_moe_experts}
+        self.plan.check(self.options.plan, **sizes)
+        variants = set(self.plan.layers.values())
+        if len(variants) == 1:
+            layer.use(*variants)
+        else:
+
+            def use_planned(*_: Any) -> None:  # at the first pass: a layer gets its number after it is built
+                handle.remove()
+                layer.use(self.plan.variant_of(layer.layer.layer_number, self.options.plan))
+
+            handle = layer.layer.register_forward_pre_hook(use_planned)
+
+    def after_step(self) -> None:
+        """To be called when an optimizer step has ended. A collective call over the world until the choice is made."""
+        if self.settled:
+            return
+        if self._trials is None:
+            self._begin()
+        else:
+            self._synchronize()
+            self._trials.record(time.perf_counter() - self._step_began)
+        if self._trials is not None:
+            if self._trials.current is None:
+                self._settle()
+            else:
+                self._use(self._trials.current)
+                self._synchronize()
+                self._step_began = time.perf_counter()
+
+    def _begin(self) -> None:
+        """Plans, and says what is tried."""
+        self.passes_of_step = sum(layer.passes for layer in self.layers)
+        answers: list[Any] = [None]
+        seen: list[list[Seen] | None] = [None] * dist.get_world_size()
+        dist.all_gather_object(seen, [self._seen(layer) for layer in self.layers if layer.passes])
+        if dist.get_rank() == 0:
+            try:
+                answers = [self._make_plan([one for of_rank in seen for one in of_rank])]
+            except Exception as error:  # whatever it is, the others must not wait for this rank for ever
+                answers = [error]
+        dist.broadcast_object_list(answers, src=0)
+        if isinstance(answers[0], Exception):
+            raise answers[0]
+        self.predicted, self.refused, self.planned = answers[0]
+        if self.planned is None:
+            self.settled = True  # a plan that differs from layer to layer, or cannot be left: it runs as it is
+            return
+        self._trials = Trials(shortlist(self.predicted, self.planned))
+        self._say(plan_lines(self))
+
+    def _seen(self, layer: PlannedLayer) -> Seen:
+        return Seen(layer.workload(), layer.rows / layer.passes, layer.passes)
+
+    def _make_plan(self, seen: list[Seen]) -> tuple[tuple[Prediction, ...], tuple[Refusal, ...], str | None]:
+        """Predictions of all layers together, what was refused, and what is planned. On rank 0."""
+        if self.plan is not None:
+            variants = set(self.plan.layers.values())
+            switchable = len(variants) == 1 and "netmoe" not in variants
+            return self.plan.candidates, (), variants.pop() if switchable and self.plan.candidates else None
+        if not seen:
+            raise ConfigurationError("--moe-token-dispatcher-type auto: no MoE layer has run in the first step")
+        cluster = Cluster.load(self.options.profile)
+        by_shape: dict[LayerWorkload, list[Seen]] = {}
+        for one in seen:
+            by_shape.setdefault(dataclasses.replace(one.workload, tokens=0), []).append(one)
+        totals: dict[str, list[Prediction]] = {}
+        refused: dict[str, Refusal] = {}
+        for alike in by_shape.values():
+            rows = [one.rows for one in alike]
+            imbalance = max(1.0, max(rows) * len(rows) / sum(rows)) if sum(rows) else 1.0
+            workload = dataclasses.replace(
+                alike[0].workload, tokens=max(one.workload.tokens for one in alike), imbalance=imbalance
+            )
+            found, not_here = candidates(workload, cluster, self.options.activation_budget)
+            for one in found:
+                totals.setdefault(one.variant, []).append(one)
+            refused |= {one.variant: one for one in not_here}
+        everywhere = [_sum(ones) for ones in totals.values() if len(ones) == len(by_shape)]
+        allowed = []
+        for one in sorted(everywhere, key=lambda one: one.seconds):
+            reason = self._refusal(one)
+            if reason is None:
+                allowed.append(one)
+            else:
+                refused[one.variant] = Refusal(one.variant, reason)
+        return tuple(allowed), tuple(refused.values()), best(allowed).variant
+
+    def _refusal(self, one: Prediction) -> str | None:
+        """Why this configuration cannot run a variant, or cannot change to it."""
+        from megatron_moe_opt.integration.checks import check_config
+
+        if one.variant == ALLTOALL:
+            return None
+        if one.variant == "parm:S2":
+            return (
+                "splits rows instead of tokens, which layers cannot change to: choose --moe-token-dispatcher-type parm"
+            )
+        name, options = split_variant(one.variant, None)
+        try:
+            check_config(self.config, name, options)
+        except ConfigurationError as error:
+            return str(error)
+        return None
+
+    def _use(self, variant: str) -> None:
+        for layer in self.layers:
+            layer.use(variant)
+
+    def _settle(self) -> None:
+        """The slowest rank's times decide."""
+        medians = self._trials.medians()
+        device = "cuda" if dist.get_backend() == "nccl" else "cpu"
+        times = torch.tensor(list(medians.values()), dtype=torch.float64, device=device)
+        dist.all_reduce(times, dist.ReduceOp.MAX)
+        self.measured = dict(zip(medians, times.tolist(), strict=True))
+        chosen = decide(self.measured)
+        self.overhead = self._trials.longer_than(self.measured[chosen])
+        self._use(chosen)
+        for layer in self.layers:
+            layer.drop_others()
+        self.settled = True
+        self._say(settled_lines(self, chosen))
+
+    def _synchronize(self) -> None:
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+
+    def _say(self, lines: list[str]) -> None:
+        if dist.get_rank() == 0:
+            for line in lines:
+                print(f"moe-opt: auto: {line}", flush=True)
+
+
+def plan_lines(controller: Controller) -> list[str]:
+    """What was planned and why, as a table."""
+    source = controller.options.plan or controller.options.profile
+    predicted = {one.variant: one for one in controller.predicted}
+    stock = predicted.get(ALLTOALL)
+    tried = controller._trials.variants
+    lines = [
+        f"plan from {source}: {controller.planned}; {len(tried)} variants are tried now, stock among them",
+        f"{'':24}{'ms a layer':>12}{'of stock':>10}{'exposed':>9}{'MB between nodes':>18}{'in a node':>11}{'held':>9}",
+    ]
+    for variant in tried:
+        one = predicted[variant]
+        ratio = f"{one.seconds / stock.seconds:.2f}" if stock else "-"
+        lines.append(
+            f"{variant:24}{one.seconds * 1e3:12.3f}{ratio:>10}{one.exposed * 1e3:9.3f}{one.inter_bytes / 1e6:18.2f}"
+            f"{one.intra_bytes / 1e6:11.2f}{one.activation_bytes / 1e6:9.1f}"
+        )
+    for refusal in controller.refused:
+        lines.append(f"not {refusal.variant}: {refusal.reason}")
+    return lines
+
+
+def settled_lines(controller: Controller, chosen: str) -> list[str]:
+    """What was measured, beside what was predicted, and what stays."""
+    measured, predicted = controller.measured, {one.variant: one.seconds for one in controller.predicted}
+    listed = ", ".join(f"{variant} {seconds * 1e3:.1f}" for variant, seconds in measured.items())
+    lines = [f"measured ms a step: {listed}"]
+    if ALLTOALL not in measured:
+        return [*lines, f"{chosen} stays"]
+    if chosen == ALLTOALL:
+        return [*lines, f"{chosen} stays: nothing is faster"]
+    saved = (predicted[ALLTOALL] - predicted[chosen]) * controller.passes_of_step
+    lines.append(
+        f"{chosen} stays"
+        + (", as planned" if chosen == controller.planned else f"; {controller.planned} was planned")
+        + f": {measured[chosen] / measured[ALLTOALL]:.3f} of stock's step; it saves "
+        f"{(measured[ALLTOALL] - measured[chosen]) * 1e3:.1f} ms of it, {saved * 1e3:.1f} ms were predicted"
+    )
+    return lines
+
+
+def _sum(ones: list[Prediction]) -> Prediction:
+    """Of the layers of all shapes."""
+    first, *others = ones
+    for other in others:
+        names = {*first.terms, *other.terms}
+        first = Prediction(
+            first.variant,
+            first.seconds + other.seconds,
+            first.exposed + other.exposed,
+            first.inter_bytes + other.inter_bytes,
+            first.intra_bytes + other.intra_bytes,
+            max(first.activation_bytes, other.activation_bytes),
+            {name: first.terms.get(name, 0.0) + other.terms.get(name, 0.0) for name in names},
+        )
+    return first
+
+
+_controller: Controller | None = None
+
+
+def new_controller() -> None:
+    """Layers that are built from now on are planned by themselves."""
+    global _controller
+    _controller = None
+
+
+def controller_of(config: Any, options: Options) -> Controller:
+    """The controller of the layers that are being built; every rank that builds a configuration with `auto` has it."""
+    global _controller
+    if _controller is None:
+        _controller = Controller(config, options)
+        after_optimizer_step(_after_step)
+    return _controller
+
+
+def current_controller() -> Controller | None:
+    """Of the layers that were built last; None where none of them is planned."""
+    return _controller
+
+
+def plan_layer(layer: Any, groups: ExpertGroups, options: Options, plug: Plug) -> None:
+    """Has a MoE layer that Megatron has just built, with its stock dispatcher, planned."""
+    controller_of(layer.config, options).add(PlannedLayer(layer, groups, options, plug))
+
+
+def _after_step() -> None:
+    if _controller is not None:
+        _controller.after_step()

@@ -1,0 +1,134 @@
+"""`plan.json`: which dispatcher runs in which MoE layer, and what the others would have taken."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from megatron_moe_opt.errors import ConfigurationError
+
+from .json_places import Place
+from .planner import Prediction
+
+FORMAT = "megatron-moe-opt plan"
+VERSION = 1
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to run, and why."""
+
+    layers: Mapping[int, str]
+    """The variant of each MoE layer, by Megatron's number of the layer (from 1 on)."""
+    candidates: tuple[Prediction, ...]
+    """Of one layer, the fastest first."""
+    cluster: str
+    """What the predictions are for: the name of a cluster, or the file that was measured."""
+    ep: int
+    etp: int
+    experts: int
+    """Of a layer. The plan is for such layers only."""
+
+    @classmethod
+    def uniform(
+        cls, layers: Sequence[int], variant: str, candidates: tuple[Prediction, ...], cluster: str,
+        *, ep: int, etp: int, experts: int,
+    ) -> Plan:  # fmt: skip
+        """The same variant in all layers."""
+        return cls(dict.fromkeys(layers, variant), candidates, cluster, ep, etp, experts)
+
+    @classmethod
+    def load(cls, file: str | Path) -> Plan:
+        """Reads a file that `save` wrote.
+
+        Raises:
+            ConfigurationError: the file, the line, the value there and what is wrong with it.
+        """
+        root = Place.root(Path(file))
+        if not isinstance(root.value, dict) or root.value.get("format") != FORMAT:
+            root.refuse("not a file of moe-opt plan: make one with moe-opt plan --output")
+        if root.value.get("version") != VERSION:
+            root.refuse(
+                f"version {json.dumps(root.value.get('version'))} cannot be read (this megatron-moe-opt reads "
+                f"{VERSION}): make the plan again with moe-opt plan"
+            )
+        top = root.fields("format", "version", "cluster", "ep", "etp", "experts", "layers", "candidates")
+        layers: dict[int, str] = {}
+        for number, variant in top["layers"].object().items():
+            if not number.isdecimal() or int(number) < 1:
+                variant.refuse(f"{json.dumps(number)} is not the number of a layer")
+            layers[int(number)] = variant.word()
+        if not layers:
+            top["layers"].refuse("no layers: a plan needs at least one")
+        return cls(
+            layers,
+            tuple(_candidate(place) for place in top["candidates"].items()),
+            top["cluster"].word(),
+            top["ep"].count(least=1),
+            top["etp"].count(least=1),
+            top["experts"].count(least=1),
+        )
+
+    def save(self, file: str | Path) -> None:
+        """Writes the file in one piece: readers see the old content or the new one. Raises OSError."""
+        content = {
+            "format": FORMAT,
+            "version": VERSION,
+            "cluster": self.cluster,
+            "ep": self.ep,
+            "etp": self.etp,
+            "experts": self.experts,
+            "layers": {str(number): variant for number, variant in sorted(self.layers.items())},
+            "candidates": [asdict(one) for one in self.candidates],
+        }
+        file = Path(file)
+        unfinished = file.with_name(f"{file.name}.{os.getpid()}.tmp")
+        unfinished.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+        unfinished.replace(file)
+
+    def variant_of(self, layer: int, file: str | Path) -> str:
+        """What to run in a layer.
+
+        Raises:
+            ConfigurationError: the plan does not have it.
+        """
+        if layer not in self.layers:
+            numbers = sorted(self.layers)
+            raise ConfigurationError(
+                f"--moe-opt-plan {file} has no MoE layer {layer} (it has {numbers[0]} to {numbers[-1]}): make a plan "
+                "for this model with moe-opt plan"
+            )
+        return self.layers[layer]
+
+    def check(self, file: str | Path, *, ep: int, etp: int, experts: int) -> None:
+        """Refuses layers of other sizes than the plan was made for.
+
+        Raises:
+            ConfigurationError: the flag, its value and the planned one.
+        """
+        for flag, planned, asked in (
+            ("--expert-model-parallel-size", self.ep, ep),
+            ("--expert-tensor-parallel-size", self.etp, etp),
+            ("--num-experts", self.experts, experts),
+        ):
+            if planned != asked:
+                raise ConfigurationError(
+                    f"{flag} {asked} is not what --moe-opt-plan {file} was made for ({planned}): make a plan for this "
+                    "run with moe-opt plan"
+                )
+
+
+def _candidate(place: Place) -> Prediction:
+    fields = place.fields("variant", "seconds", "exposed", "inter_bytes", "intra_bytes", "activation_bytes", "terms")
+    return Prediction(
+        fields["variant"].word(),
+        fields["seconds"].positive(),
+        fields["exposed"].not_negative(),
+        fields["inter_bytes"].not_negative(),
+        fields["intra_bytes"].not_negative(),
+        fields["activation_bytes"].count(),
+        {name: seconds.not_negative() for name, seconds in fields["terms"].object().items()},
+    )

@@ -1,0 +1,278 @@
+#!/usr/bin/env python3
+"""Dry run of recipes, without a GPU and without a process besides: does the model fit its world?
+
+    python recipes/slurm/check_recipe.py mixtral_8x7b --nodes 8 -- --global-batch-size 512
+    python recipes/slurm/check_recipe.py --megatron-lm CHECKOUT recipes/slurm/models/*.sh
+
+Builds the process groups of the world size and Megatron's configuration, under the dispatcher's own checks, and
+estimates the memory of a GPU. With --megatron-lm, that checkout's own parser reads and validates the arguments and
+makes the configuration. What follows `--` is added to the recipe's arguments, as the job adds it. Exits with 2, and one
+sentence a recipe, where something does not fit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import importlib.util
+import os
+import sys
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from recipe import Flags, Recipe, read_recipe
+
+import megatron_moe_opt
+from megatron_moe_opt.errors import ConfigurationError
+from megatron_moe_opt.options import split_options
+from megatron_moe_opt.planning.memory import BF16, FP32, BytesPerParameter, StageMemory, training_memory
+from megatron_moe_opt.planning.model import ModelShape, Parallel
+from megatron_moe_opt.topology.layouts import Layout
+
+PROGRAM = "check_recipe"
+
+# Arguments of Megatron-LM that set fields of other names in Megatron-Core's TransformerConfig.
+_RENAMED = {
+    "--num-experts": "num_moe_experts",
+    "--norm-epsilon": "layernorm_epsilon",
+    "--decoder-first-pipeline-num-layers": "num_layers_in_first_pipeline_stage",
+    "--decoder-last-pipeline-num-layers": "num_layers_in_last_pipeline_stage",
+}
+_GPU = (9, 0)  # compute capability that Megatron is told of, where the job's GPUs are not at hand
+_LISTS = ("--recompute-modules",)
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """What a recipe makes of its world."""
+
+    recipe: Recipe
+    layout: Layout
+    micro_batches: int
+    """Of a step and data-parallel rank."""
+    memory: StageMemory | None
+    """Of a rank of the first stage; None where its layers are not modelled."""
+
+    def lines(self) -> list[str]:
+        """For a person."""
+        one, recipe = self.layout, self.recipe
+        nodes = len({rank // recipe.gpus_per_node for rank in one.joint_groups[0]})
+        lines = [
+            f"{recipe.name}: {recipe.nodes} nodes x {recipe.gpus_per_node} GPUs = {one.world} ranks, "
+            f"dispatcher {recipe.flags.values('--moe-token-dispatcher-type')[0]}",
+            f"  TP {one.tp}, PP {one.pp}, CP {one.cp}, DP {one.dp}, {self.micro_batches} micro-batches a step",
+            f"  EP {one.ep}, expert-TP {one.expert_tp}, expert-DP {one.expert_dp}: experts of a layer on "
+            f"{len(one.joint_groups[0])} ranks of {nodes} node{'s' * (nodes > 1)}",
+        ]
+        if self.memory is None:
+            return [*lines, "  memory: not estimated (latent attention, or stages of unequal layers)"]
+        states = self.memory.weights + self.memory.gradients + self.memory.optimizer
+        return [
+            *lines,
+            f"  memory of a GPU: {states / 1e9:.0f} GB of weights, gradients and optimizer, "
+            f"{self.memory.activations / 1e9:.0f} GB of activations, of {recipe.gpu_memory} GB (words, logits and "
+            "buffers of libraries not counted)",
+        ]
+
+
+def check(recipe: Recipe, megatron_lm: Path | None = None) -> Report:
+    """Builds the layout and the configuration of a recipe.
+
+    Registers the recipe's `--moe-opt-*` options in this process (see megatron_moe_opt.register).
+
+    Args:
+        recipe: what to check.
+        megatron_lm: a checkout whose parser and validation the arguments also go through. It must be the Megatron of
+            this process: first on sys.path before anything imports Megatron.
+
+    Raises:
+        ConfigurationError: the first thing that does not fit, in one sentence.
+    """
+    layout = recipe.layout
+    micro_batches = _check_batch(recipe.flags, layout)
+    _check_stages(recipe.flags, layout)
+    options, remaining = split_options(recipe.command_line)
+    megatron_moe_opt.register(options)
+    try:
+        _build_config(recipe, Flags(remaining)) if megatron_lm is None else _parse(recipe, remaining)
+    except ConfigurationError:
+        raise
+    except (ValueError, AssertionError, TypeError) as error:
+        raise ConfigurationError(f"Megatron refuses the configuration: {error}") from error
+    memory = _memory(recipe, layout, micro_batches)
+    if memory is not None and memory.total > recipe.gpu_memory * 1e9:
+        raise ConfigurationError(
+            f"a rank of {layout.world} needs {memory.total / 1e9:.0f} GB or more, and a GPU has {recipe.gpu_memory} GB "
+            "(gpu_memory): take more nodes, more of --pipeline-model-parallel-size, or --recompute-granularity full"
+        )
+    return Report(recipe, layout, micro_batches, memory)
+
+
+def _check_batch(flags: Flags, layout: Layout) -> int:
+    batch, samples = flags.number("--global-batch-size"), flags.number("--micro-batch-size") * layout.dp
+    if batch % samples:
+        raise ConfigurationError(
+            f"--global-batch-size {batch} is no multiple of {samples}, --micro-batch-size x DP {layout.dp}: choose one"
+        )
+    sequence = flags.number("--seq-length")
+    parts = layout.tp * (2 * layout.cp if layout.cp > 1 else 1)
+    if sequence % parts:
+        raise ConfigurationError(
+            f"--seq-length {sequence} is cut into {parts} parts by TP {layout.tp} and CP {layout.cp}: choose a multiple"
+        )
+    if flags.number("--max-position-embeddings") < sequence:
+        raise ConfigurationError(f"--max-position-embeddings is less than --seq-length {sequence}: raise it")
+    return batch // samples
+
+
+def _check_stages(flags: Flags, layout: Layout) -> None:
+    layers, stages = flags.number("--num-layers"), layout.pp
+    for flag in ("--decoder-first-pipeline-num-layers", "--decoder-last-pipeline-num-layers"):
+        if flag in flags:
+            layers, stages = layers - flags.number(flag), stages - 1
+    if layers < stages or (layers % stages if stages else layers):
+        raise ConfigurationError(
+            f"--pipeline-model-parallel-size {layout.pp} does not cut --num-layers {flags.number('--num-layers')}: "
+            f"{layers} layers are left for {stages} stages; choose sizes that divide, or "
+            "--decoder-first-pipeline-num-layers and --decoder-last-pipeline-num-layers"
+        )
+    ffn = flags.number("--moe-ffn-hidden-size", flags.number("--ffn-hidden-size"))
+    if ffn % layout.expert_tp:
+        raise ConfigurationError(
+            f"--expert-tensor-parallel-size {layout.expert_tp} does not divide the {ffn} of an expert: choose a divisor"
+        )
+
+
+def _parse(recipe: Recipe, arguments: list[str]) -> Any:
+    """The configuration that the checkout's training script would train, from its own parser."""
+    import torch
+    from megatron.training.arguments import core_transformer_config_from_args, parse_args, validate_args
+
+    paths = ["--mock-data", "--tokenizer-type", "NullTokenizer", "--vocab-size", str(recipe.vocabulary - 1)]
+    paths += ["--save", "checkpoints", "--load", "checkpoints", "--ckpt-format", "torch_dist"]
+    paths += ["--tensorboard-dir", "checkpoints/tensorboard"]
+    if importlib.util.find_spec("transformer_engine") is None:
+        paths += ["--no-rope-fusion"]  # which Megatron refuses where this library, that the job has, is not
+    os.environ |= {"RANK": "0", "WORLD_SIZE": str(recipe.layout.world)}
+    sys.argv[1:] = [*arguments, *paths]
+    try:
+        args = parse_args()
+    except SystemExit as error:
+        raise ConfigurationError("Megatron-LM's parser does not know an argument; its own message is above") from error
+    with mock.patch.object(torch.cuda, "get_device_capability", lambda device=None: _GPU):
+        validate_args(args)
+        return core_transformer_config_from_args(args)
+
+
+def _build_config(recipe: Recipe, flags: Flags) -> Any:
+    """The same from the installed Megatron-Core alone, which has no parser."""
+    import torch
+    from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+
+    config_class = MLATransformerConfig if "--multi-latent-attention" in flags else TransformerConfig
+    fields = {field.name for field in dataclasses.fields(config_class)}
+    names = {flag: _RENAMED.get(flag, flag[2:].replace("-", "_")) for flag in flags}
+    dtype = torch.bfloat16 if "--bf16" in flags else torch.float32
+    settings = {name: _value(flag, flags.values(flag)) for flag, name in names.items() if name in fields}
+    settings |= {
+        "moe_layer_freq": [int(has_experts) for has_experts in recipe.moe_layers],
+        "add_bias_linear": "--disable-bias-linear" not in flags,
+        "gated_linear_unit": "--swiglu" in flags,
+        "gradient_accumulation_fusion": "--no-gradient-accumulation-fusion" not in flags,
+        "params_dtype": dtype,
+        "pipeline_dtype": dtype,
+    }
+    if "--swiglu" in flags:
+        settings["activation_func"] = torch.nn.functional.silu
+    return config_class(**settings)
+
+
+def _value(flag: str, values: list[str]) -> Any:
+    if flag in _LISTS:
+        return values
+    if not values:
+        return True
+    (text,) = values
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text
+
+
+def model_shape(recipe: Recipe) -> ModelShape | None:
+    """The model's sizes; None where it has latent attention."""
+    flags = recipe.flags
+    if "--multi-latent-attention" in flags:
+        return None
+    hidden, heads, ffn = map(flags.number, ("--hidden-size", "--num-attention-heads", "--ffn-hidden-size"))
+    padding = 128 * recipe.layout.tp  # Megatron's --make-vocab-size-divisible-by
+    return ModelShape(
+        layers=flags.number("--num-layers"),
+        hidden=hidden,
+        heads=heads,
+        vocabulary=-(-recipe.vocabulary // padding) * padding,
+        experts=flags.number("--num-experts"),
+        topk=flags.number("--moe-router-topk"),
+        ffn=flags.number("--moe-ffn-hidden-size", ffn),
+        kv_heads=flags.number("--num-query-groups", heads),
+        head_size=flags.number("--kv-channels", hidden // heads),
+        shared_ffn=flags.number("--moe-shared-expert-intermediate-size", 0),
+        dense_layers=recipe.moe_layers.index(True),
+        dense_ffn=ffn,
+        gated="--swiglu" in flags,
+        qk_norm="--qk-layernorm" in flags,
+        tied="--untie-embeddings-and-output-weights" not in flags,
+    )
+
+
+def _memory(recipe: Recipe, layout: Layout, micro_batches: int) -> StageMemory | None:
+    """Of a rank of the first stage."""
+    flags, model = recipe.flags, model_shape(recipe)
+    if model is None or model.layers % layout.pp:
+        return None
+    return training_memory(
+        model,
+        Parallel(layout.world, layout.tp, layout.pp, layout.cp, layout.ep, layout.expert_tp),
+        flags.number("--micro-batch-size"),
+        flags.number("--seq-length"),
+        micro_batches,
+        recompute="full" if flags.values("--recompute-granularity") == ["full"] else "none",
+        each=BytesPerParameter(BF16, FP32, 0 if "--optimizer-cpu-offload" in flags else 3 * FP32),
+    )
+
+
+def main(command_line: Sequence[str]) -> int:
+    """Returns the exit status."""
+    end = command_line.index("--") if "--" in command_line else len(command_line)
+    parser = argparse.ArgumentParser(
+        prog=PROGRAM, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("models", nargs="+", metavar="MODEL", help="name in recipes/slurm/models, or file")
+    parser.add_argument("--nodes", type=int, help="instead of the recipe's")
+    parser.add_argument("--megatron-lm", type=Path, help="checkout whose parser the arguments go through")
+    args = parser.parse_args(command_line[:end])
+    warnings.filterwarnings("ignore", module=r"megatron\.|torch\.")
+    if args.megatron_lm is not None:
+        sys.path.insert(0, str(args.megatron_lm.resolve()))
+    megatron_moe_opt.use_host_backend()
+    refused = False
+    for model in args.models:
+        try:
+            recipe = read_recipe(model)
+            added = tuple(command_line[end + 1 :])
+            report = check(dataclasses.replace(recipe, nodes=args.nodes or recipe.nodes, added=added), args.megatron_lm)
+        except ConfigurationError as error:
+            print(f"{PROGRAM}: error: {model}: {error}", file=sys.stderr)
+            refused = True
+        else:
+            print(*report.lines(), sep="\n")
+    return 2 if refused else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

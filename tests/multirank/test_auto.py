@@ -1,0 +1,164 @@
+"""`auto`: trains like stock while it tries dispatchers, and all ranks keep the same one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_moe_opt.options import Options
+from megatron_moe_opt.planning import expert_migration
+from megatron_moe_opt.planning.cluster import Cluster, ExpertGemm, World
+from megatron_moe_opt.planning.plan_file import Plan
+from megatron_moe_opt.planning.planner import Prediction
+from megatron_moe_opt.schedules.parm import JOINT
+from megatron_moe_opt.schedules.schedule import Kind
+from tests.ranks.pool import RankFailure
+
+MB = 10**6
+
+
+@pytest.fixture
+def profile(tmp_path: Path) -> Path:
+    """EP 4 on one node, on which everything costs something."""
+    return write_profile(tmp_path / "cluster.json", World((0, 0, 0, 0), ep=4), (4,))
+
+
+def write_profile(file: Path, world: World, workers: tuple[int, ...]) -> Path:
+    curve = ((1, 1e-5), (100 * MB, 0.101))
+    keys: list[tuple[Kind, str | None]] = [(kind, None) for kind in (Kind.COPY, Kind.OFFLOAD, Kind.PREFETCH)]
+    keys += [(Kind.ALL_TO_ALL, "ep"), (Kind.ALL_TO_ALL, JOINT)]
+    keys += [(kind, role) for kind in (Kind.ALL_GATHER, Kind.REDUCE_SCATTER) for role in ("tp", "expert-tp")]
+    for kind in expert_migration.KINDS:
+        for level, ranks in expert_migration.realisable_groups(workers):
+            keys.append((kind, expert_migration.role(kind, workers, level, ranks)))
+    gemm = ExpertGemm(64, 96, "fp32", ((16, 1e-4), (1024, 4e-3)))
+    Cluster(world, dict.fromkeys(keys, curve), expert_gemm=gemm).save(file)
+    return file
+
+
+def train(steps: int, options: Options | None, sizes: dict[str, int], **config: Any) -> dict[str, Any]:
+    """Losses, and what `auto` did."""
+    import megatron_moe_opt
+    from megatron_moe_opt.integration import auto_layer
+    from megatron_moe_opt.planning import trials
+    from tests.ranks.gpt import gpt
+    from tests.ranks.megatron import parallel
+
+    with pytest.MonkeyPatch.context() as patch, parallel(**sizes):
+        patch.setattr(trials, "STEPS", 2)
+        megatron_moe_opt.register(options)
+        try:
+            model = gpt(learning_rate=1e-3, **config)
+            controller = auto_layer._controller
+            losses = model.train(steps)
+        finally:
+            megatron_moe_opt.register(Options())
+    if controller is None:
+        return {"losses": losses}
+    return {
+        "losses": losses,
+        "settled": controller.settled,
+        "planned": controller.planned,
+        "tried": sorted(controller.measured),
+        "runs": controller.current,
+        "layers": len(controller.layers),
+        "built": [list(layer._built) for layer in controller.layers],
+    }
+
+
+STEPS = 28  # one to look, 6 variants of 4 steps each, and some as chosen
+
+
+@pytest.mark.parametrize(
+    ("sizes", "config"),
+    [
+        ({"ep": 4}, {}),
+        ({"ep": 4}, {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}),
+    ],
+    ids=["ep 4", "recomputed"],
+)
+def test_trains_like_stock_while_it_tries_and_after(ranks, profile, sizes, config):
+    stock = ranks.run(train, steps=STEPS, options=None, sizes=sizes, **config)
+    options = Options(profile=profile)
+    auto = ranks.run(train, steps=STEPS, options=options, sizes=sizes, moe_token_dispatcher_type="auto", **config)
+    first = auto[0]
+    assert first["settled"] and first["runs"] in first["tried"] and first["planned"] in first["tried"]
+    assert {"alltoall", "mpmoe", "monta", "expert-migration"} <= {name.partition(":")[0] for name in first["tried"]}
+    assert first["built"] == [[first["runs"]]] * 2  # what is not used is not kept
+    for ours, stocks in zip(auto, stock, strict=True):
+        assert {**ours, "losses": None} == {**first, "losses": None}  # all ranks alike
+        assert ours["losses"] == pytest.approx(stocks["losses"], rel=1e-5)
+
+
+def test_a_pipeline_stage_without_moe_layers_waits_with_the_others(ranks, tmp_path):
+    file = write_profile(tmp_path / "cluster.json", World((0, 0), ep=2), (2,))
+    answers = ranks.run(
+        train, steps=STEPS, options=Options(profile=file), sizes={"ep": 2, "pp": 2},
+        moe_token_dispatcher_type="auto", moe_layer_freq=[0, 1],
+    )  # fmt: skip
+    assert [answer["layers"] for answer in answers] == [0, 0, 1, 1]
+    assert all(answer["settled"] for answer in answers)
+    assert len({tuple(answer["tried"]) for answer in answers}) == 1
+    assert answers[2]["runs"] == answers[3]["runs"] in answers[2]["tried"]
+
+
+def test_tp_without_sequence_parallelism_begins_with_what_trains_there(ranks, tmp_path):
+    """Stock refuses, and is not tried."""
+    file = write_profile(tmp_path / "cluster.json", World((0, 0, 0, 0), tp=2, ep=2, expert_tp=2), (2,))
+    sizes, config = {"tp": 2, "ep": 2, "etp": 2}, {"sequence_parallel": False}
+    auto = ranks.run(
+        train, steps=STEPS, options=Options(profile=file), sizes=sizes, moe_token_dispatcher_type="auto", **config
+    )
+    monta = ranks.run(train, steps=STEPS, options=Options(), sizes=sizes, moe_token_dispatcher_type="monta", **config)
+    assert auto[0]["settled"] and "alltoall" not in auto[0]["tried"] and len(auto[0]["tried"]) > 1
+    assert auto[0]["losses"] == pytest.approx(monta[0]["losses"], rel=1e-5)
+
+
+def plan(file: Path, layers: dict[int, str], ep: int = 4) -> Path:
+    candidates = tuple(Prediction(name, 1e-3, 1e-3, 0.0, 1.0, 1) for name in ("mpmoe:2", "alltoall", "monta:O1"))
+    Plan(layers, candidates, "a cluster", ep=ep, etp=1, experts=8).save(file)
+    return file
+
+
+def test_a_plan_runs_from_the_first_step_and_is_tried(ranks, tmp_path):
+    options = Options(plan=plan(tmp_path / "plan.json", {1: "mpmoe:2", 2: "mpmoe:2"}))
+    answers = ranks.run(train, steps=1, options=options, sizes={"ep": 4}, moe_token_dispatcher_type="auto")
+    assert all(answer["planned"] == "mpmoe:2" and answer["runs"] == "mpmoe:2" for answer in answers)
+    answers = ranks.run(train, steps=STEPS, options=options, sizes={"ep": 4}, moe_token_dispatcher_type="auto")
+    assert all(answer["tried"] == ["alltoall", "monta:O1", "mpmoe:2"] for answer in answers)
+
+
+def test_a_plan_that_differs_by_layer_runs_as_it_is(ranks, tmp_path):
+    options = Options(plan=plan(tmp_path / "plan.json", {1: "mpmoe:2", 2: "monta:O1"}))
+    for answer in ranks.run(train, steps=2, options=options, sizes={"ep": 4}, moe_token_dispatcher_type="auto"):
+        assert answer["settled"] and answer["tried"] == []
+        assert [built[-1] for built in answer["built"]] == ["mpmoe:2", "monta:O1"]
+
+
+@pytest.mark.parametrize(
+    ("layers", "ep", "message"),
+    [
+        ({1: "mpmoe:2", 2: "mpmoe:2"}, 2, "--expert-model-parallel-size 4 is not what --moe-opt-plan"),
+        ({1: "mpmoe:2", 3: "monta:O1"}, 4, "has no MoE layer 2"),
+    ],
+    ids=["other sizes", "a layer is missing"],
+)
+def test_a_plan_for_another_model_is_refused(ranks, tmp_path, layers, ep, message):
+    options = Options(plan=plan(tmp_path / "plan.json", layers, ep))
+    with pytest.raises(RankFailure) as caught:
+        ranks.run(train, steps=1, options=options, sizes={"ep": 4}, moe_token_dispatcher_type="auto")
+    assert all(kind == "ConfigurationError" and message in text for _, kind, text in caught.value.errors)
+
+
+def test_a_profile_that_cannot_be_planned_with_ends_all_ranks(ranks, tmp_path):
+    """It has no expert; only rank 0 plans, after the first step."""
+    file = tmp_path / "cluster.json"
+    Cluster(World((0, 0, 0, 0), ep=4), {(Kind.ALL_TO_ALL, "ep"): ((1, 1e-3),)}).save(file)
+    with pytest.raises(RankFailure) as caught:
+        ranks.run(train, steps=1, options=Options(profile=file), sizes={"ep": 4}, moe_token_dispatcher_type="auto")
+    assert [(rank, kind) for rank, kind, _ in caught.value.errors] == [
+        (rank, "ConfigurationError") for rank in range(4)
+    ]
+    assert all("no expert" in text for _, _, text in caught.value.errors)

@@ -1,0 +1,92 @@
+"""`moe-opt bench layer --report` on 4 ranks, ranks 0 and 1 on node 0, ranks 2 and 3 on node 1."""
+
+from __future__ import annotations
+
+import json
+import os
+from contextlib import contextmanager
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_moe_opt.cli.layer_report import conditions, times_table, traffic_table
+from megatron_moe_opt.cli.layer_settings import LayerSettings
+from megatron_moe_opt.planning.cluster import Cluster, ExpertGemm, World
+from megatron_moe_opt.schedules.schedule import Kind
+from tests.unit.report_cases import Page
+
+CURVES = {
+    (Kind.ALL_TO_ALL, "ep"): ((1024, 3e-3), (1 << 20, 4.0)),
+    (Kind.ALL_TO_ALL, "ep x expert-tp"): ((1024, 3e-3), (1 << 20, 4.0)),
+    (Kind.ALL_GATHER, "expert-tp"): ((1024, 2e-3), (1 << 20, 2.0)),
+    (Kind.REDUCE_SCATTER, "expert-tp"): ((1024, 2e-3), (1 << 20, 2.0)),
+    (Kind.COPY, None): ((1024, 1e-3), (1 << 20, 1.0)),
+}
+
+
+@contextmanager
+def _group_of_the_pool():
+    yield torch.device("cpu")
+
+
+def _run(settings, json_file, folder):
+    """The command on this pool's ranks."""
+    from megatron_moe_opt.cli import bench_layer
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(bench_layer, "megatron_process_group", _group_of_the_pool)
+        patch.setattr("megatron_moe_opt.cli.links.PROBE_MAX_BYTES", 2**16)  # rates are not looked at here
+        patch.setitem(os.environ, "GROUP_RANK", str(dist.get_rank() // 2))
+        return bench_layer.bench_layer(settings, json_file, folder)
+
+
+def test_the_page_of_a_run(ranks, tmp_path):
+    profile, json_file, folder = tmp_path / "cluster.json", tmp_path / "layer.json", tmp_path / "new" / "folder"
+    gemm = ExpertGemm(32, 32, "fp32", ((16, 1e-4), (64, 3e-4)))
+    Cluster(World((0, 0, 1, 1), tp=2, ep=2, expert_tp=2), CURVES, expert_gemm=gemm).save(profile)
+    settings = LayerSettings(
+        dispatchers=("monta:O3x2", "mpmoe:2", "deepspeed"),
+        tokens=24,
+        hidden=32,
+        ffn_hidden=64,
+        experts=4,
+        topk=2,
+        tp=2,
+        ep=2,
+        expert_tp=2,
+        dtype="fp32",
+        routing="zipf",
+        capacity_factor=None,
+        pad_to_capacity=False,
+        steps=2,
+        warmup=1,
+        seed=1,
+        profile=profile,
+    )
+    report, *others = ranks.run(_run, settings=settings, json_file=json_file, folder=folder)
+
+    # What is not of one rank is the same on all: the page could be any rank's.
+    for other in others:
+        assert (other.balance, other.predicted, other.recorded) == (report.balance, report.predicted, report.recorded)
+    assert sum(report.balance.of_expert) == 4 * 24 * 2
+    shards = report.balance.of_rank
+    assert shards[0] == shards[1] == sum(report.balance.of_expert[:2]) and shards[2] == shards[3]
+    assert list(report.predicted.seconds) == ["alltoall", "monta:O3x2", "mpmoe:2"]
+    assert list(report.predicted.missing) == ["deepspeed"]
+    schedules = {name: len(step.timelines) for name, step in report.recorded.items()}
+    assert (schedules["alltoall"], schedules["monta:O3x2"], schedules["mpmoe:2"]) == (0, 4, 2)
+    monta = report.recorded["monta:O3x2"].timelines
+    assert all(len(timeline.schedule.lanes) == 3 and timeline.seconds > 0 for timeline in monta)
+
+    page = Page((folder / "report.html").read_text(encoding="utf-8"))
+    for table in (times_table(report), traffic_table(report)):
+        for row in table.rows:
+            assert any(page.cells[place : place + len(row)] == list(row) for place in range(len(page.cells))), row
+    assert set(conditions(report)) <= set(page.texts)
+    ops = sum(len(one.schedule.ops) for step in report.recorded.values() for one in step.timelines)
+    classes = [(attributes.get("class") or "").split() for tag, attributes in page.elements if tag == "rect"]
+    assert sum("op" in names for names in classes) == ops > 0
+    content = json.loads(json_file.read_text())
+    assert content["predicted"]["seconds"] == report.predicted.seconds
+    assert content["balance"]["of_rank"] == list(shards)

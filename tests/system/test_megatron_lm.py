@@ -1,0 +1,54 @@
+"""Unmodified pretrain_gpt.py through the launcher: reports in its log and its TensorBoard, of all pipeline stages.
+
+Needs a Megatron-LM checkout of the installed megatron-core's version: MEGATRON_LM=PATH.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.system.training import environment, scalar_names
+
+CHECKOUT = os.environ.get("MEGATRON_LM")
+
+# 4 micro-batches of a step: the fourth pass of a layer, in iteration 1, is observed, and the eleventh, in iteration 3.
+ARGUMENTS = shlex.split(
+    "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32"
+    " --position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear --hidden-dropout 0"
+    " --attention-dropout 0 --num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 32"
+    " --pipeline-model-parallel-size 2 --expert-model-parallel-size 2 --micro-batch-size 1 --global-batch-size 8"
+    " --train-iters 4 --lr 1e-3 --lr-decay-iters 4 --split 9,1,0 --eval-iters 1 --eval-interval 2 --log-interval 2"
+    " --tokenizer-type NullTokenizer --vocab-size 256 --transformer-impl local --no-rope-fusion"
+    " --no-persist-layer-norm --no-gradient-accumulation-fusion --no-masked-softmax-fusion --no-bias-swiglu-fusion"
+    " --distributed-timeout-minutes 2"
+)
+
+
+@pytest.mark.skipif(CHECKOUT is None, reason="MEGATRON_LM is not set")
+@pytest.mark.parametrize("dispatcher", ["monta", "alltoall"])
+def test_pretrain_gpt_reports(data: Path, tmp_path: Path, dispatcher: str):
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4"]
+    ours = ["--moe-token-dispatcher-type", dispatcher, "--moe-opt-telemetry"]
+    output = ["--tensorboard-dir", str(tmp_path / "board"), "--data-path", str(data)]
+    result = subprocess.run(
+        [*launcher, "-m", "megatron_moe_opt.launch", f"{CHECKOUT}/pretrain_gpt.py", *ARGUMENTS, *ours, *output],
+        env=environment(),
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=600,
+    )
+    assert result.returncode == 0, result.stdout
+    lines = [line for line in result.stdout.splitlines() if "moe-opt: telemetry" in line]
+    assert len(lines) == 2 * 5 and sum("2 MoE layers, means of 1 observed pass" in line for line in lines) == 2
+    names = scalar_names(tmp_path / "board")
+    for layer in (1, 2):
+        assert names[f"moe-opt/backward exposed ms/layer {layer}"] == [2, 4]
+        assert names[f"moe-opt/intra-node MB/layer {layer}"] == [2, 4]

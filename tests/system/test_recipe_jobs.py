@@ -1,0 +1,270 @@
+"""The job script of the recipes, with stubs in the place of Slurm: what it starts, and when it queues again."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import typer
+
+from megatron_moe_opt.cli.main import app
+from tests.system.training import ROOT
+
+SLURM = ROOT / "recipes" / "slurm"
+SCRIPTS = sorted(path for path in SLURM.rglob("*") if path.suffix in (".sh", ".sbatch"))
+TRACKER = "latest_checkpointed_iteration.txt"
+
+# Slurm runs the task of rank 11; the others are like it. A task id and its process must be one: signals go there.
+SRUN = """#!/bin/bash
+printf '%s\\n' "$@" >"$STUBS/srun"
+while [[ "$1" == --* ]]; do shift; done
+SLURM_PROCID=11 SLURM_LOCALID=3 SLURM_NTASKS=32 "$@" &
+echo $! >"$STUBS/task"
+wait $!
+"""
+SCONTROL = """#!/bin/bash
+if [[ "$1" == show ]]; then seq -f node%g 0 9999; else echo "$@" >>"$STUBS/scontrol"; fi
+"""
+SBATCH = """#!/bin/bash
+printf '%s\\n' "$@" >"$STUBS/sbatch"
+"""
+PYTHON = f"""#!/bin/bash
+printf '%s\\n' "$@" >"$STUBS/arguments"
+echo "$RANK $LOCAL_RANK $WORLD_SIZE $MASTER_ADDR $MASTER_PORT $CUDA_DEVICE_MAX_CONNECTIONS" >"$STUBS/environment"
+echo $$ >"$STUBS/process"
+[[ -z "${{SAVES:-}}" ]] || printf %s "$SAVES" >"$CHECKPOINTS/{TRACKER}"
+exit "${{STATUS:-0}}"
+"""
+
+
+class Cluster:
+    """Stubs of Slurm's commands and of Python, which note how they were called."""
+
+    def __init__(self, folder: Path) -> None:
+        self.notes, self.checkpoints, commands = folder / "notes", folder / "checkpoints", folder / "bin"
+        for made in (self.notes, self.checkpoints, commands):
+            made.mkdir()
+        for name, script in (("srun", SRUN), ("scontrol", SCONTROL), ("sbatch", SBATCH), ("python", PYTHON)):
+            (commands / name).write_text(script)
+            (commands / name).chmod(0o755)
+        self.environment = {
+            "PATH": f"{commands}:{os.environ['PATH']}",
+            "STUBS": str(self.notes),
+            "SLURM_JOB_ID": "4207",
+            "SLURM_JOB_NODELIST": "node[0-9999]",
+            "SLURM_NTASKS": "32",
+            "MEGATRON_LM": "/megatron",
+            "CHECKPOINTS": str(self.checkpoints),
+            "DATA": "/data/words",
+            "TOKENIZER": "/data/tokenizer",
+            "PYTHON": str(commands / "python"),
+        }
+
+    def run(self, script: str, *arguments: str, **environment: str | None) -> subprocess.CompletedProcess[str]:
+        given = {name: value for name, value in (self.environment | environment).items() if value is not None}
+        command = ["bash", str(SLURM / script), *arguments]
+        return subprocess.run(command, env=given, capture_output=True, text=True, timeout=600)
+
+    def job(self, *arguments: str, model: str = "mixtral_8x7b", **environment: str | None):
+        return self.run("pretrain_gpt.sbatch", str(SLURM / "models" / f"{model}.sh"), *arguments, **environment)
+
+    def note(self, name: str) -> list[str]:
+        return (self.notes / name).read_text().splitlines() if (self.notes / name).exists() else []
+
+    def save(self, iteration: str) -> None:
+        (self.checkpoints / TRACKER).write_text(iteration)
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Cluster:
+    return Cluster(tmp_path)
+
+
+def value(arguments: list[str], flag: str) -> str:
+    """What counts: the last one that is given."""
+    return arguments[len(arguments) - arguments[::-1].index(flag)]
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
+def test_bash_reads_it(script):
+    subprocess.run(["bash", "-n", str(script)], check=True)
+
+
+@pytest.mark.skipif(shutil.which("shellcheck") is None, reason="shellcheck is not installed")
+def test_shellcheck():
+    scripts = [str(path) for path in SCRIPTS]
+    command = ["shellcheck", "--external-sources", "--source-path=SCRIPTDIR", *scripts]
+    result = subprocess.run(command, capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout
+
+
+def test_starts_a_rank_a_task(cluster):
+    result = cluster.job(SAVES="500000")
+    assert result.returncode == 0, result.stderr
+    arguments = cluster.note("arguments")
+    assert arguments[:4] == ["-u", "-m", "megatron_moe_opt.launch", "/megatron/pretrain_gpt.py"]
+    assert cluster.note("environment") == ["11 3 32 node0 24207 1"]
+    assert cluster.note("task") == cluster.note("process")  # a signal to the task reaches Python
+    assert cluster.note("srun")[:2] == ["--label", "--kill-on-bad-exit=1"]
+    assert not any("container" in argument for argument in cluster.note("srun"))
+    for flag, expected in (
+        ("--hidden-size", "4096"),
+        ("--moe-token-dispatcher-type", "monta"),
+        ("--data-path", "/data/words"),
+        ("--tokenizer-model", "/data/tokenizer"),
+        ("--save", str(cluster.checkpoints)),
+        ("--load", str(cluster.checkpoints)),
+    ):
+        assert value(arguments, flag) == expected
+    assert "--exit-signal-handler" in arguments
+    assert "signal=TERM@" in (SLURM / "pretrain_gpt.sbatch").read_text()  # the signal that Megatron's handler takes
+
+
+def test_a_job_passes_what_the_dry_run_checks(cluster):
+    sys.path.insert(0, str(SLURM))
+    from recipe import read_recipe
+
+    for model in ("deepseek_v3", "hybridep_gpt_large"):  # a list in brackets; options of ours
+        recipe = read_recipe(model)
+        cluster.save("0")
+        cluster.job("--train-iters", "7", model=model, SAVES="7")
+        settings = [*recipe.command_line, "--train-iters", "7"]
+        assert cluster.note("arguments")[4 : 4 + len(settings)] == settings
+
+
+def test_the_launcher_takes_the_command(cluster, tmp_path):
+    (tmp_path / "pretrain_gpt.py").write_text("import sys; print('trains with', *sys.argv[1:])\n")
+    environment = {"PYTHON": sys.executable, "MEGATRON_LM": str(tmp_path), "PYTHONPATH": str(ROOT)}
+    result = cluster.job(model="hybridep_llama_tiny", CUDA_VISIBLE_DEVICES="", **environment)
+    assert "trains with --bf16" in result.stdout, result.stderr
+    assert "--moe-token-dispatcher-type expert-migration" in result.stdout
+    assert "--moe-opt" not in result.stdout
+    assert result.returncode == 1  # it has saved nothing
+
+
+def test_mock_data_needs_no_tokenizer(cluster):
+    cluster.job(DATA="mock", TOKENIZER=None, SAVES="500000")
+    arguments = cluster.note("arguments")
+    assert "--mock-data" in arguments and "--data-path" not in arguments
+    assert value(arguments, "--vocab-size") == "31999"  # and end of document
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({"PROFILE": "c.json"}, "--moe-token-dispatcher-type auto --moe-opt-profile c.json"),
+        ({"PLAN": "p.json"}, "--moe-token-dispatcher-type auto --moe-opt-plan p.json"),
+        (
+            {"PROFILE": "c.json", "PLAN": "p.json"},
+            "--moe-token-dispatcher-type auto --moe-opt-profile c.json --moe-opt-plan p.json",
+        ),
+    ],
+)
+def test_a_profile_or_a_plan_replaces_the_dispatcher_and_its_options(cluster, given, expected):
+    cluster.job(model="hybridep_gpt_large", SAVES="1000", **given)
+    arguments = cluster.note("arguments")
+    assert expected in " ".join(arguments)
+    assert "expert-migration" not in arguments and "--moe-opt-domain-sizes" not in arguments
+    cluster.save("0")
+    cluster.job("--moe-token-dispatcher-type", "monta", SAVES="500000", **given)
+    assert value(cluster.note("arguments"), "--moe-token-dispatcher-type") == "monta"  # what the user says last
+
+
+@pytest.mark.parametrize("model", ["monta_2x70b", "deepseek_v3"])
+def test_measures_the_cluster_with_the_sizes_of_training(cluster, model):
+    result = cluster.job(model=model, MEASURE="/shared/cluster.json", CHECKPOINTS=None, DATA=None, MEGATRON_LM=None)
+    assert result.returncode == 0, result.stderr
+    module, command, *arguments = cluster.note("arguments")[2:]
+    assert (module, command) == ("megatron_moe_opt.cli.main", "profile")
+    context = typer.main.get_command(app).commands["profile"].make_context("profile", arguments)
+    expected = {
+        "monta_2x70b": {"tp": 8, "cp": 1, "ep": 2, "expert_tp": 8, "hidden": 8192, "ffn_hidden": 28672},
+        "deepseek_v3": {"tp": 1, "cp": 1, "ep": 64, "expert_tp": 1, "hidden": 7168, "ffn_hidden": 2048},
+    }
+    assert context.params.items() >= expected[model].items()
+    assert str(context.params["output"]) == "/shared/cluster.json"
+
+
+def test_runs_in_a_container(cluster):
+    cluster.job(CONTAINER="image.sqsh", CONTAINER_MOUNTS="/data:/data", SAVES="500000")
+    assert {"--container-image=image.sqsh", "--container-mounts=/data:/data"} <= set(cluster.note("srun"))
+    result = cluster.job(CONTAINER="image.sqsh", SAVES="500000")
+    assert result.returncode and "CONTAINER_MOUNTS" in result.stderr
+
+
+@pytest.mark.parametrize("status", ["0", "1", "143"])  # signal handled; crash; killed
+def test_queues_again_where_it_got_further(cluster, status):
+    cluster.save("1000")
+    result = cluster.job(SAVES="1400", STATUS=status)
+    assert cluster.note("scontrol") == ["requeue 4207"]
+    assert result.returncode == 0
+    assert "from iteration 1000 to 500000" in result.stdout
+    assert f"status {status} and a checkpoint of iteration 1400" in result.stdout
+
+
+@pytest.mark.parametrize(("status", "expected"), [("0", 1), ("1", 1), ("143", 143)])
+@pytest.mark.parametrize("before", [None, "1000"])
+def test_does_not_queue_again_without_progress(cluster, before, status, expected):
+    if before:
+        cluster.save(before)
+    result = cluster.job(STATUS=status)
+    assert result.returncode == expected
+    assert cluster.note("scontrol") == []
+    assert f"no checkpoint since iteration {before or 0}" in result.stderr
+
+
+def test_ends_where_training_is_done(cluster):
+    result = cluster.job("--train-iters", "2000", SAVES="2000")
+    assert (result.returncode, cluster.note("scontrol")) == (0, [])
+    (cluster.notes / "arguments").unlink()
+    result = cluster.job("--train-iters", "2000")
+    assert result.returncode == 0 and "nothing is left to do" in result.stdout
+    assert cluster.note("arguments") == []
+
+
+def test_a_tracker_that_names_no_iteration_counts_as_none(cluster):
+    cluster.save("release")
+    assert "from iteration 0" in cluster.job(SAVES="500000").stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "environment", "match"),
+    [
+        ((), {"CHECKPOINTS": None}, "CHECKPOINTS: a folder of this run"),
+        ((), {"DATA": None}, "DATA: prefix"),
+        ((), {"TOKENIZER": None}, "TOKENIZER: a tokenizer"),
+        ((), {"MEGATRON_LM": None}, "MEGATRON_LM: a checkout"),
+        (("--train-iters", "soon"), {}, "--train-iters 'soon' must say"),
+    ],
+)
+def test_refuses_before_it_starts(cluster, arguments, environment, match):
+    result = cluster.job(*arguments, **environment)
+    assert result.returncode and match in result.stderr
+    assert cluster.note("srun") == []
+
+
+def test_submits_with_the_recipes_nodes(cluster, tmp_path):
+    assert cluster.run("submit.sh", "monta_2x70b", "--train-iters", "50").returncode == 0
+    job, recipe = SLURM / "pretrain_gpt.sbatch", SLURM / "models" / "monta_2x70b.sh"
+    options = "--nodes 2 --ntasks-per-node 8 --gpus-per-node 8 --job-name monta_2x70b"
+    assert cluster.note("sbatch") == [*shlex.split(options), str(job), str(recipe), "--train-iters", "50"]
+    mine = tmp_path / "mine.sh"
+    mine.write_text(f"source {SLURM}/models/mixtral_8x7b.sh\ngpus_per_node=4\n")
+    cluster.run("submit.sh", str(mine), NODES="16")
+    assert cluster.note("sbatch")[:8] == shlex.split("--nodes 16 --ntasks-per-node 4 --gpus-per-node 4 --job-name mine")
+    assert cluster.run("submit.sh", "nonesuch").returncode
+
+
+@pytest.mark.skipif("MEGATRON_LM" not in os.environ, reason="MEGATRON_LM names no checkout of Megatron-LM")
+def test_stock_megatron_lm_parses_all_recipes():
+    models = sorted(str(path) for path in (SLURM / "models").glob("*.sh"))
+    command = [sys.executable, str(SLURM / "check_recipe.py"), "--megatron-lm", os.environ["MEGATRON_LM"], *models]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.count(" ranks, dispatcher ") == len(models)

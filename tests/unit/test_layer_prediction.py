@@ -1,0 +1,121 @@
+"""What the planner is asked for the layer of `moe-opt bench layer`, and which answer belongs to which dispatcher."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from megatron_moe_opt.cli.layer_prediction import candidate_name, predict_layer, workload_of
+from megatron_moe_opt.cli.layer_settings import LayerSettings
+from megatron_moe_opt.cli.routing_balance import RoutingBalance
+from megatron_moe_opt.planning.cluster import Cluster, ExpertGemm, World
+from megatron_moe_opt.planning.planner import candidates
+from megatron_moe_opt.schedules.schedule import Kind
+
+NODES = (0, 0, 0, 0, 1, 1, 1, 1)
+CURVES = {
+    (kind, group): ((1 << 16, seconds), (1 << 20, 10 * seconds))
+    for kind, group, seconds in (
+        (Kind.ALL_TO_ALL, "ep", 3e-3),
+        (Kind.ALL_TO_ALL, "ep x expert-tp", 4e-3),
+        (Kind.ALL_GATHER, "expert-tp", 1e-3),
+        (Kind.REDUCE_SCATTER, "expert-tp", 1e-3),
+        (Kind.COPY, None, 1e-4),
+    )
+}
+CLUSTER = Cluster(World(NODES, tp=4, ep=2, expert_tp=4), CURVES, expert_gemm=ExpertGemm(64, 32, "fp32", ((16, 1e-3),)))
+EVEN = RoutingBalance((24,) * 8, (96,) * 8)
+SETTINGS = LayerSettings(
+    dispatchers=("monta", "monta:O2x8", "monta:auto", "monta:O2x3", "deepspeed", "expert-migration"),
+    tokens=48,
+    hidden=64,
+    ffn_hidden=128,
+    experts=8,
+    topk=2,
+    tp=4,
+    ep=2,
+    expert_tp=4,
+    dtype="bf16",
+    routing="uniform",
+    capacity_factor=None,
+    pad_to_capacity=False,
+    steps=1,
+    warmup=0,
+    seed=1,
+    profile=Path("cluster.json"),
+)
+
+
+@pytest.mark.parametrize(
+    ("dispatcher", "name"),
+    [
+        ("alltoall", "alltoall"),
+        ("monta", "monta:O1"),
+        ("monta:O1x1", "monta:O1"),
+        ("monta:O3", "monta:O3x4"),
+        ("monta:O2x16", "monta:O2x16"),
+        ("monta:auto", None),
+        ("auto", None),
+        ("parm", "parm:S1"),
+        ("parm:S2", "parm:S2"),
+        ("mpmoe", "mpmoe:4"),
+        ("mpmoe:2", "mpmoe:2"),
+        ("mpmoe:8:S3", "mpmoe:8:S3"),
+        ("mpmoe:auto", None),
+        ("expert-migration", "expert-migration:1x1"),
+        ("expert-migration:2x1", "expert-migration:2x1"),
+        ("deepspeed", "deepspeed"),
+    ],
+)
+def test_names(dispatcher, name):
+    assert candidate_name(dispatcher, SETTINGS, levels=2) == name
+
+
+def test_times_and_reasons():
+    made = predict_layer(SETTINGS, 2, EVEN, NODES, CLUSTER)
+    found, _ = candidates(workload_of(SETTINGS, 2, EVEN, (2,)), CLUSTER)
+    seconds = {one.variant: one.seconds for one in found}
+    assert made.seconds == {
+        "alltoall": seconds["alltoall"],
+        "monta": seconds["monta:O1"],
+        "monta:O2x8": seconds["monta:O2x8"],
+    }
+    assert made.missing == {
+        "monta:auto": "it chooses by itself: name what it chose, to have that predicted",
+        "monta:O2x3": "the planner has no such candidate",
+        "deepspeed": "the planner has no such candidate",
+        "expert-migration": "expert tensor parallelism 4 cuts experts, which do not travel in parts",
+    }
+
+
+def test_what_cannot_be_predicted_says_why():
+    blind = replace(CLUSTER, expert_gemm=None)
+    reason = "the profile has no expert: measure this cluster again with moe-opt profile"
+    assert predict_layer(SETTINGS, 2, EVEN, NODES, blind).missing == dict.fromkeys(SETTINGS.dispatchers, reason)
+    alone = replace(SETTINGS, dispatch_only=True)
+    assert not predict_layer(alone, 2, EVEN, NODES, CLUSTER).seconds
+
+
+def test_the_busiest_rank_counts():
+    skewed = RoutingBalance((24,) * 8, (192,) * 4 + (0,) * 4)
+    even, uneven = (predict_layer(SETTINGS, 2, made, NODES, CLUSTER).seconds["alltoall"] for made in (EVEN, skewed))
+    assert uneven > 1.2 * even
+
+
+@pytest.mark.parametrize(
+    ("changes", "imbalance", "capacity", "tp"),
+    [
+        ({}, 2, None, 1),
+        ({"capacity_factor": 1.5}, 1.5, None, 1),
+        ({"capacity_factor": 3.0}, 2, None, 1),
+        ({"capacity_factor": 1.5, "pad_to_capacity": True}, 1, 1.5, 1),
+        ({"replicated": True}, 2, None, 4),
+    ],
+)
+def test_workload(changes, imbalance, capacity, tp):
+    made = workload_of(replace(SETTINGS, **changes), 2, RoutingBalance((1,) * 8, (2, 0)), (2, 4))
+    assert (made.imbalance, made.capacity_factor, made.tp) == (imbalance, capacity, tp)
+    assert (made.tokens, made.hidden, made.ffn, made.element_bytes) == (48, 64, 32, 2)
+    assert made.workers == (2, 4)

@@ -1,0 +1,283 @@
+"""`moe-opt plan` as a user runs it: known clusters and measured ones, MoNTA's table, files, refusals."""
+
+from __future__ import annotations
+
+import re
+import sys
+from dataclasses import replace
+
+import pytest
+
+from megatron_moe_opt.cli import plan_report
+from megatron_moe_opt.cli.main import main
+from megatron_moe_opt.options import split_options
+from megatron_moe_opt.planning.described_cluster import describe
+from megatron_moe_opt.planning.known_clusters import H100_IB400, KNOWN_CLUSTERS, PCIE
+from megatron_moe_opt.planning.known_models import KNOWN_MODELS, MONTA_CHOICES
+from megatron_moe_opt.planning.memory import training_memory
+from megatron_moe_opt.planning.model import Parallel
+from megatron_moe_opt.planning.plan_file import Plan
+from megatron_moe_opt.planning.planner import ALLTOALL, LayerWorkload, best, candidates
+from megatron_moe_opt.planning.throughput import throughput
+from megatron_moe_opt.topology.layouts import Layout
+
+MIXTRAL = "--model mixtral-8x7b --layers 4 --sequence 2048"
+MONTA = "--cluster a800-ib200 --model monta-2x70b --world 16 --tp 8 --ep 2 --expert-tp 8"
+
+
+@pytest.fixture
+def run(monkeypatch, capsys):
+    """Output and exit code of `moe-opt plan ARGUMENTS`."""
+    monkeypatch.setattr(plan_report, "WIDTH", 300)
+
+    def run(*arguments):
+        monkeypatch.setattr(sys, "argv", ["moe-opt", "plan", *(word for text in arguments for word in text.split())])
+        with pytest.raises(SystemExit) as end:
+            main()
+        printed = capsys.readouterr()
+        return end.value.code or 0, printed.out, printed.err
+
+    return run
+
+
+def tables(output):
+    """By title: the cells of each row, without the first, by the first."""
+    found, title, previous = {}, "", ""
+    for line in output.splitlines():
+        if line.lstrip().startswith("┏"):
+            title = previous.strip()
+            found[title] = {}
+        elif line.lstrip().startswith("│"):
+            name, *cells = (cell.strip() for cell in line.strip().strip("│").split("│"))
+            found[title][name] = cells
+        previous = line
+    return found
+
+
+CANDIDATES = "A MoE layer with its experts, forward and backward of a micro-batch"
+
+
+def test_what_is_printed_is_what_the_planner_says(run):
+    code, output, _ = run(MIXTRAL, "--cluster h100-ib400 --world 16 --ep 8 --micro-batches 4 --all")
+    assert code == 0
+    layout, model = Layout(16, ep=8), KNOWN_MODELS["mixtral-8x7b"]
+    workload = LayerWorkload(2048, 4096, 14336, True, 8, 2, 2, 16, 8, workers=(8,), fused=True)
+    found, _ = candidates(workload, describe(H100_IB400, layout, 4096, 14336))
+    rows, stock = tables(output)[CANDIDATES], next(one for one in found if one.variant == ALLTOALL)
+    assert list(rows) == [one.variant for one in found]
+    for one in found:
+        seconds, of_stock, exposed, inter, intra, activations = rows[one.variant][:6]
+        assert (seconds, exposed) == (f"{one.seconds * 1e3:.3f}", f"{one.exposed * 1e3:.3f}")
+        assert of_stock == f"{one.seconds / stock.seconds:.0%}"
+        assert (inter, intra) == (f"{one.inter_bytes / 1e6:.1f}", f"{one.intra_bytes / 1e6:.1f}")
+        assert activations == f"{one.activation_bytes / 2**20:.0f}"
+        assert (rows[one.variant][-1] == "chosen") == (one == best(found))
+    # What has no partitions holds what stock does; the step is of 4 layers, each with its experts.
+    parallel, of_model = Parallel(16, ep=8), replace(model, layers=4)
+    assert rows[ALLTOALL][6] == f"{training_memory(of_model, parallel, 1, 2048, 4).total / 2**30:.1f}"
+    step = throughput(of_model, parallel, H100_IB400.device, 1, 2048, 4, stock.seconds, with_experts=True)
+    assert rows[ALLTOALL][7:9] == [f"{step.tokens_per_second:.0f}", f"{step.mfu:.1%}"]
+    reuse = next(one for one in found if one.variant == "mpmoe:8:S4")
+    saved = 4 * (stock.activation_bytes - reuse.activation_bytes) / 2**30
+    assert float(rows[ALLTOALL][6]) - float(rows["mpmoe:8:S4"][6]) == pytest.approx(saved, abs=0.11)
+
+
+def test_slower_candidates_are_left_out_but_for_the_best_of_each_system(run):
+    _, output, _ = run(MIXTRAL, "--cluster h100-ib400 --world 32 --ep 8 --tp 2 --expert-tp 2")
+    shown = list(tables(output)[CANDIDATES])
+    assert {name.partition(":")[0] for name in shown} == {"alltoall", "monta", "parm", "mpmoe"}
+    hidden = int(re.search(r"([0-9]+) slower ones: --all", output)[1])
+    _, output, _ = run(MIXTRAL, "--cluster h100-ib400 --world 32 --ep 8 --tp 2 --expert-tp 2 --all")
+    assert len(tables(output)[CANDIDATES]) == len(shown) + hidden
+
+
+def test_explain(run):
+    _, output, _ = run(MIXTRAL, "--cluster a800-ib200 --world 16 --ep 8 --tp 4 --expert-tp 2 --explain")
+    shown = tables(output)
+    for name, (*terms, total) in shown["What the times are made of (ms)"].items():
+        assert sum(float(term) for term in terms if term) == pytest.approx(float(total), abs=2e-3)
+        assert total == shown[CANDIDATES][name][0]
+    costs = shown["What ops cost, in one piece"]
+    assert {"all_to_all", "all_gather", "copy", "experts, forward", "experts, backward"} <= costs.keys()
+
+
+def test_the_plan_and_the_flags_that_run_it(run, tmp_path):
+    file = tmp_path / "plan.json"
+    command = "--cluster h100-ib400 --model deepseek-v3-like --world 64 --ep 64"
+    _, output, _ = run(command)
+    variant = next(name for name, cells in tables(output)[CANDIDATES].items() if cells[-1] == "chosen")
+    flags = output.splitlines()[-1].split()
+    options, stock = split_options(flags)
+    assert f"mpmoe:{options.partitions}" == variant
+    assert " ".join(stock).endswith("--micro-batch-size 1 --moe-token-dispatcher-type mpmoe")
+    assert stock[:6:2] == [
+        "--tensor-model-parallel-size",
+        "--context-parallel-size",
+        "--expert-model-parallel-size",
+    ]
+    _, output, _ = run(command, f"--output {file}")
+    assert output.splitlines()[-1].endswith(f"--moe-token-dispatcher-type auto --moe-opt-plan {file}")
+    plan = Plan.load(file)
+    assert set(plan.layers) == set(range(4, 62))  # three dense layers, then 58 with experts
+    assert set(plan.layers.values()) == {variant}
+    assert (plan.cluster, plan.ep, plan.etp, plan.experts) == ("h100-ib400", 64, 1, 256)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "flags"),
+    [
+        (
+            "--cluster two-data-centres --world 32 --ep 32 --experts 32 --ffn-hidden 512 --micro-batch 8",
+            r"expert-migration --moe-opt-levels 2,2,8 --moe-opt-domain-sizes [0-9]+,[0-9]+,[0-9]+",
+        ),
+        (  # the levels are those that nodes make
+            "--cluster two-data-centres --world 16 --ep 16 --experts 32 --ffn-hidden 512 --micro-batch 8",
+            r"expert-migration --moe-opt-domain-sizes [0-9]+,[0-9]+",
+        ),
+        (
+            "--cluster two-data-centres --world 32 --ep 32 --experts 32 --ffn-hidden 512 --micro-batch 8 --output PLAN",
+            r"auto --moe-opt-plan \S+ --moe-opt-levels 2,2,8",
+        ),
+        (
+            "--cluster pcie --world 16 --tp 4 --ep 4 --expert-tp 4 --no-sequence-parallel",
+            r"(monta --moe-opt-monta-level O[23] --moe-opt-chunks [0-9]+|mpmoe --moe-opt-partitions [0-9]+)",
+        ),
+        ("--cluster h100-ib400 --world 8 --ep 1", "alltoall"),
+        ("--cluster h100-ib400 --world 16 --ep 8 --activation-budget 100000000", "alltoall"),
+    ],
+)
+def test_flags_of_the_choice(run, tmp_path, arguments, flags):
+    _, output, _ = run(MIXTRAL, arguments.replace("PLAN", str(tmp_path / "plan.json")))
+    line = output.splitlines()[-1]
+    assert re.search(f"--moe-token-dispatcher-type {flags}$", line)
+    assert ("--sequence-parallel" in line) == ("--tp" in arguments and "no-sequence-parallel" not in arguments)
+    split_options(line.split())
+
+
+def test_montas_table(run):
+    """The paper's column stands beside ours for its own cluster, model and layout alone."""
+    sequences = ",".join(map(str, MONTA_CHOICES))
+    code, output, _ = run(MONTA, f"--sequence {sequences}")
+    ((_, rows),) = tables(output).items()
+    assert code == 0
+    assert {int(sequence): cells[-1] for sequence, cells in rows.items()} == MONTA_CHOICES
+    for sequence, (count, chosen, stock, *_) in rows.items():
+        assert int(count) == 2 * int(sequence) // 8  # both experts take every token
+        assert chosen == ALLTOALL or float(stock) > 0
+    times = [float(cells[2]) for cells in rows.values()]
+    assert times == sorted(times)
+    _, output, _ = run(MONTA, "--sequence 4096,8192 --ffn-hidden 1024 --world 32")
+    assert "paper" not in output
+
+
+def test_every_op_that_takes_long_makes_chunks_a_loss(run):
+    _, output, _ = run(MONTA, "--sequence 4096 --op-microseconds 2000 --all")
+    rows = tables(output)[CANDIDATES]
+    assert float(rows["monta:O1"][0]) < min(float(rows[name][0]) for name in rows if "x" in name)
+
+
+def test_a_measured_cluster(run, tmp_path):
+    file = tmp_path / "cluster.json"
+    describe(PCIE, Layout(16, tp=2, ep=4, expert_tp=2), 4096, 14336 // 2).save(file)
+    code, output, _ = run(MIXTRAL, f"--cluster {file}")
+    assert code == 0
+    assert "16 GPUs, TP 2 (tokens split), CP 1, PP 1, EP 4" in output
+    assert "MFU" not in output
+    of_file = tables(output)[CANDIDATES]
+    code, output, _ = run(MIXTRAL, f"--cluster {file} --peak-tflops 312 --gemm-efficiency 0.6")
+    assert code == 0
+    assert "MFU" in output
+    _, output, _ = run(MIXTRAL, "--cluster pcie --world 16 --tp 2 --ep 4 --expert-tp 2")
+    assert {name: cells[:7] for name, cells in tables(output)[CANDIDATES].items()} == {
+        name: cells[:7] for name, cells in of_file.items()
+    }
+
+
+def test_layers_that_are_alike_are_simulated_once(run, monkeypatch):
+    calls = []
+
+    def counted(*arguments):
+        calls.append(arguments)
+        return candidates(*arguments)
+
+    monkeypatch.setattr(plan_report, "candidates", counted)
+    code, _, _ = run("--cluster h100-ib400 --model deepseek-v3-like --dense-layers 0 --world 2048 --ep 64")
+    assert code == 0
+    assert len(calls) == 1
+
+
+KNOWN = ", ".join(KNOWN_CLUSTERS)
+MODELS = ", ".join(KNOWN_MODELS)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (
+            f"{MIXTRAL} --cluster h100",
+            f"--cluster h100 is neither a file of moe-opt profile nor a known cluster: choose one of {KNOWN}",
+        ),
+        (f"{MIXTRAL} --cluster pcie", "--cluster pcie comes in any size: give its GPUs with --world"),
+        (
+            "--model llama --cluster pcie --world 8",
+            f"--model llama is not known: choose one of {MODELS}, or give sizes",
+        ),
+        (
+            "--cluster pcie --world 8 --hidden 512 --layers 2",
+            "there is no model to plan for: give --ffn-hidden, --experts, --topk, --heads, --vocabulary, or --model "
+            f"with one of {MODELS}",
+        ),
+        (
+            f"{MIXTRAL} --cluster pcie --world 12",
+            "--world 12 does not fill nodes of 8 GPUs: choose a multiple of 8",
+        ),
+        (
+            f"{MIXTRAL} --cluster pcie --world 16 --ep 3",
+            "expert-tp 1 x ep 3 x pp 1 does not divide the 16 ranks: choose sizes whose product does",
+        ),
+        (f"{MIXTRAL} --cluster pcie --world 16 --ep 16", "--ep 16 does not divide --experts 8: choose a divisor"),
+        (f"{MIXTRAL} --cluster pcie --world 8 --pp 8", "--pp 8 does not divide --layers 4: choose a divisor"),
+        (
+            f"{MIXTRAL} --cluster pcie --world 8 --dense-layers 4",
+            "--dense-layers 4 leaves no MoE layer of --layers 4: choose fewer",
+        ),
+        (
+            f"{MIXTRAL} --cluster pcie --world 8 --tp 8 --sequence 100",
+            "--sequence 100: TP 8 x CP 1 does not divide the tokens of a micro-batch: choose a multiple",
+        ),
+        (
+            f"{MIXTRAL} --cluster pcie --world 8 --sequence 128,256 --explain",
+            "--explain is of one length of sequences: give --sequence a single number",
+        ),
+        (
+            f"{MIXTRAL} --cluster pcie --world 8 --topk 9",
+            "--topk 9 is more than --experts 8: choose at most that",
+        ),
+        (f"{MIXTRAL} --cluster pcie --world 8 --imbalance inf", "--imbalance inf is not a finite number: give one"),
+    ],
+)
+def test_refuses(run, arguments, sentence):
+    code, output, error = run(arguments)
+    assert (code, output) == (2, "")
+    assert error.strip().removeprefix("moe-opt: ") == sentence
+
+
+def test_refuses_files(run, tmp_path):
+    other = tmp_path / "other.json"
+    other.write_text("{}")
+    code, _, error = run(MIXTRAL, f"--cluster {other}")
+    assert code == 2
+    assert "not a file of moe-opt profile" in error
+    measured = tmp_path / "cluster.json"
+    describe(PCIE, Layout(8, ep=8), 4096, 14336).save(measured)
+    for arguments, sentence in (
+        ("--ep 4", f"--ep 4 is not what {measured} was measured with (8)"),
+        (
+            "--peak-tflops 100",
+            "--peak-tflops says nothing about a step without --gemm-efficiency: give both, or neither",
+        ),
+        (f"--output {tmp_path}/no/plan.json", "its folder does not exist"),
+    ):
+        code, _, error = run(MIXTRAL, f"--cluster {measured}", arguments)
+        assert code == 2
+        assert sentence in error

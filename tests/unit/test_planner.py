@@ -1,0 +1,170 @@
+"""The planner: ranks all systems on a cluster, refuses what cannot run, and keeps stock where nothing wins."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_moe_opt.errors import ConfigurationError
+from megatron_moe_opt.planning import expert_migration, monta, mpmoe_choice
+from megatron_moe_opt.planning.cluster import OURS, STOCK, Cluster, ExpertGemm, World
+from megatron_moe_opt.planning.monta import training_passes
+from megatron_moe_opt.planning.planner import ALLTOALL, LayerWorkload, Prediction, best, candidates
+from megatron_moe_opt.schedules.parm import JOINT
+from megatron_moe_opt.schedules.schedule import Kind, Lane
+
+MB = 10**6
+NODES = (0, 0, 0, 0, 1, 1, 1, 1)
+
+
+def line(latency: float, bandwidth: float) -> tuple[tuple[int, float], ...]:
+    return (1, latency), (100 * MB, latency + 100 * MB / bandwidth)
+
+
+def cluster(inter: float = 25 * MB, intra: float = 200 * MB, **changed: object) -> Cluster:
+    """2 nodes x 4 ranks: EP 2 between nodes, expert-TP 4 inside them."""
+    slow, fast = line(1e-3, inter), line(1e-4, intra)
+    gathers = (Kind.ALL_GATHER, Kind.REDUCE_SCATTER)
+    curves = {(Kind.ALL_TO_ALL, "ep"): slow, (Kind.ALL_TO_ALL, JOINT): slow}
+    curves |= {(kind, role): fast for kind in gathers for role in ("expert-tp", "tp")}
+    curves |= {(kind, None): line(1e-6, 4000 * MB) for kind in (Kind.COPY, Kind.OFFLOAD, Kind.PREFETCH)}
+    gemm = ExpertGemm(1024, 256, "fp32", ((64, 1e-3), (4096, 6e-2)))
+    made = Cluster(World(NODES, tp=4, ep=2, expert_tp=4), curves, saa=slow, expert_gemm=gemm)
+    return dataclasses.replace(made, **changed)
+
+
+LAYER = LayerWorkload(
+    tokens=1024, hidden=1024, ffn=256, gated=False, experts=8, topk=2, element_bytes=4, lane_bytes=16, ep=2, etp=4
+)
+
+
+def by_variant(found: tuple[Prediction, ...]) -> dict[str, Prediction]:
+    return {one.variant: one for one in found}
+
+
+def test_all_systems_are_ranked_or_refused_with_a_reason():
+    found, refused = candidates(LAYER, cluster())
+    assert [one.seconds for one in found] == sorted(one.seconds for one in found)
+    assert {one.family for one in found} == {ALLTOALL, "monta", "parm", "mpmoe"}
+    reasons = {one.variant: one.reason for one in refused}
+    assert "expert tensor parallelism 4" in reasons["expert-migration"] and "routing trace" in reasons["netmoe"]
+    for one in found:
+        assert one.seconds == pytest.approx(sum(one.terms.values()))
+        assert 0 <= one.exposed <= one.seconds
+
+
+def test_systems_are_predicted_as_they_predict_themselves():
+    """Their own choices, made of the same predictions, are found again: here only terms common to all are added."""
+    measured = cluster(local_work={OURS: ((1, 0.01),), STOCK: ((1, 0.02),)})
+    predicted = by_variant(candidates(LAYER, measured)[0])
+    bytes_of_row = 1024 * 4
+    passes = training_passes(2048, bytes_of_row, bytes_of_row + 16)
+    choice = monta.choose(passes, 2, 4, measured.costs(), measured.slowdown)
+    local = measured.local_work[OURS][0][1] * 2048 * bytes_of_row
+    one = predicted[f"monta:{choice.level}" + (f"x{choice.chunks}" if choice.chunks > 1 else "")]
+    assert one.terms["dispatch and combine"] == pytest.approx(choice.seconds)
+    assert one.terms["rows on the rank"] == pytest.approx(local)
+    (own,) = mpmoe_choice.predict(LAYER.mpmoe, 2048, measured, (4,), ("none",))
+    assert predicted["mpmoe:4"].terms["pipeline with experts"] == pytest.approx(own.seconds)
+    assert predicted[ALLTOALL].terms["rows on the rank"] == pytest.approx(2 * local)
+
+
+def test_bytes_by_link():
+    """EP sends half of the rows to the other node, expert-TP shares them among 3 peers inside it."""
+    predicted = by_variant(candidates(LAYER, cluster())[0])
+    own = 2048 * 1024 * 4
+    total = 4 * own + 2 * 2048 * 16  # of four passes, two of which carry lanes
+    assert predicted["monta:O1"].inter_bytes == pytest.approx(total / 2)
+    assert predicted["monta:O1"].intra_bytes == pytest.approx(3 * total)
+    assert predicted["monta:O3x8"].inter_bytes == pytest.approx(total / 2, rel=1e-3)
+    # Parm's fused all-to-all sends every row to all 4 shards: those of the other node over the slow link.
+    assert predicted["parm:S1"].inter_bytes == pytest.approx(4 * total / 2)
+    assert predicted["mpmoe:4:S2"].inter_bytes > predicted["mpmoe:4"].inter_bytes  # communicates inputs again
+
+
+@settings(max_examples=25)
+@given(
+    st.floats(5 * MB, 500 * MB), st.floats(1.0, 4.0), st.integers(1, 4096), st.sampled_from([1, 2, 4]),
+    st.floats(1.0, 3.0),
+)  # fmt: skip
+def test_faster_links_and_fewer_rows_never_take_longer(inter, factor, tokens, topk, imbalance):
+    layer = dataclasses.replace(LAYER, tokens=tokens, topk=topk)
+    slow, fast = (by_variant(candidates(layer, cluster(inter * times))[0]) for times in (1, factor))
+    busier = dataclasses.replace(layer, imbalance=imbalance)
+    skewed = by_variant(candidates(busier, cluster(inter))[0])
+    for variant, one in slow.items():
+        assert fast[variant].seconds <= one.seconds * (1 + 1e-9)
+        assert one.seconds <= skewed[variant].seconds * (1 + 1e-9)
+
+
+def test_a_budget_leaves_out_what_does_not_fit_but_never_stock():
+    found, _ = candidates(LAYER, cluster())
+    budget = by_variant(found)["mpmoe:4:S1"].activation_bytes
+    fitting, refused = candidates(LAYER, cluster(), budget)
+    assert all(one.activation_bytes <= budget for one in fitting if one.variant != ALLTOALL)
+    assert ALLTOALL in by_variant(fitting) and "mpmoe:4:S1" in by_variant(fitting)
+    assert any(one.variant == "monta:O1" and str(budget) in one.reason for one in refused)
+
+
+def test_stock_stays_where_nothing_wins():
+    stock = Prediction(ALLTOALL, 1.0, 1.0, 0, 0, 0)
+    assert best([dataclasses.replace(stock, variant="monta:O1", seconds=0.98), stock]) is stock
+    faster = dataclasses.replace(stock, variant="monta:O1", seconds=0.9)
+    assert best([faster, stock]) is faster
+    assert best([faster]) is faster
+
+
+def test_replicated_tokens_leave_stock_out_and_gather_at_the_edge():
+    found, refused = candidates(dataclasses.replace(LAYER, tp=4), cluster())
+    predicted = by_variant(found)
+    assert ALLTOALL in {one.variant for one in refused} and "parm:S2" in predicted
+    split = by_variant(candidates(dataclasses.replace(LAYER, tokens=256), cluster())[0])
+    gather = cluster().costs().curves[Kind.ALL_GATHER, "tp"].seconds(1024 * 4096)
+    assert predicted["monta:O1"].seconds == pytest.approx(split["monta:O1"].seconds + 2 * gather, rel=1e-3)
+
+
+def migrating(expert_hidden: int) -> tuple[LayerWorkload, Cluster]:
+    workers = (2, 4)
+    layer = dataclasses.replace(LAYER, ep=8, etp=1, ffn=expert_hidden, workers=workers)
+    curves = {(Kind.ALL_TO_ALL, "ep"): line(1e-3, 5 * MB)}
+    curves |= {(kind, None): line(1e-6, 4000 * MB) for kind in (Kind.COPY, Kind.OFFLOAD, Kind.PREFETCH)}
+    for kind in expert_migration.KINDS:
+        for level, ranks in expert_migration.realisable_groups(workers):
+            curves[kind, expert_migration.role(kind, workers, level, ranks)] = line(1e-3, (5, 200)[level] * MB)
+    gemm = ExpertGemm(1024, 256, "fp32", ((64, 1e-3), (4096, 6e-2)))
+    return layer, Cluster(World(NODES, ep=8), curves, expert_gemm=gemm)
+
+
+def test_small_experts_travel_and_large_ones_stay():
+    small, large = (candidates(*migrating(hidden))[0][0].variant for hidden in (8, 65536))
+    assert small.startswith("expert-migration:2x")
+    assert not large.startswith("expert-migration:2x")
+    layer, measured = migrating(8)
+    one = by_variant(candidates(layer, measured)[0])["expert-migration:1x1"]
+    (own, *_) = expert_migration.predict(
+        expert_migration.MigrationLayer.alone(1024, 4096 + 16, 2, 1, layer.expert_bytes, layer.expert_bytes),
+        (2, 4), expert_migration.measured_curves(measured.costs(), (2, 4)),
+    )  # fmt: skip
+    assert one.terms["tokens and experts on their way"] == pytest.approx(own.seconds)
+
+
+def test_placement_saves_what_a_trace_says():
+    stock = by_variant(candidates(LAYER, cluster())[0])[ALLTOALL]
+    netmoe = by_variant(candidates(dataclasses.replace(LAYER, placement_saving=0.4), cluster())[0])["netmoe"]
+    assert netmoe.inter_bytes == pytest.approx(0.6 * stock.inter_bytes)
+    assert netmoe.seconds < stock.seconds
+
+
+def test_a_cluster_without_an_expert_is_refused():
+    with pytest.raises(ConfigurationError, match="no expert"):
+        candidates(LAYER, cluster(expert_gemm=None))
+
+
+def test_lanes_that_disturb_each_other_are_counted():
+    alone = by_variant(candidates(LAYER, cluster())[0])
+    disturbed = by_variant(candidates(LAYER, cluster(slowdown={(Lane.INTER, Lane.COMPUTE): 0.5}))[0])
+    assert disturbed["mpmoe:4"].seconds > alone["mpmoe:4"].seconds
+    assert disturbed[ALLTOALL].seconds == alone[ALLTOALL].seconds  # nothing runs beside anything

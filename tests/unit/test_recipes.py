@@ -1,0 +1,180 @@
+"""The recipes of recipes/slurm: a dry run of each at its world size, and what it refuses."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+import megatron_moe_opt
+from megatron_moe_opt.errors import ConfigurationError
+from megatron_moe_opt.planning.model import Parallel
+from megatron_moe_opt.topology.layouts import ROLES
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "recipes" / "slurm"))  # a folder of scripts, not a package
+
+from check_recipe import check, model_shape  # noqa: E402
+from recipe import MODELS, Recipe, read_recipe  # noqa: E402
+
+NAMES = sorted(path.stem for path in MODELS.glob("*.sh"))
+LAYOUT = re.compile(r"(\d+) ranks: TP (\d+), PP (\d+), CP (\d+), EP (\d+), expert-TP (\d+)")
+
+
+@pytest.fixture(autouse=True)
+def _registered():
+    megatron_moe_opt.use_host_backend()
+    yield
+    megatron_moe_opt.register()  # a dry run leaves the options of its recipe
+
+
+def altered(name: str, *added: str, **fields: int) -> Recipe:
+    return dataclasses.replace(read_recipe(name), added=added, **fields)
+
+
+def sizes(recipe: Recipe) -> tuple[int, ...]:
+    one = recipe.layout
+    return one.world, one.tp, one.pp, one.cp, one.ep, one.expert_tp
+
+
+def test_all_models_of_the_papers_are_there():
+    assert len(NAMES) == 16
+    families = {name.split("_")[0] for name in NAMES}
+    assert families == {"mixtral", "monta", "deepseek", "qwen3", "netmoe", "mpmoe", "hybridep"}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_dry_run(name):
+    recipe = read_recipe(name)
+    report = check(recipe)
+    one = report.layout
+    for role in ROLES:
+        groups = one.groups(role)
+        assert sorted(rank for group in groups for rank in group) == list(range(one.world))
+    batch = recipe.flags.number("--global-batch-size")
+    assert report.micro_batches * recipe.flags.number("--micro-batch-size") * one.dp == batch
+    assert name in report.lines()[0] and str(one.world) in report.lines()[0]
+    source = (MODELS / f"{name}.sh").read_text()
+    for shared in re.findall(r"shared/(\w+)\.sh\"", source):
+        source += (MODELS.parent / "shared" / f"{shared}.sh").read_text()
+    (said,) = LAYOUT.findall(source)
+    assert tuple(map(int, said)) == sizes(recipe)
+    assert "arXiv" in source or "Table" in source  # where the sizes are from
+
+
+@pytest.mark.parametrize(
+    ("name", "billions"), [("mixtral_8x7b", 46.7), ("qwen3_30b_a3b", 30.5), ("monta_2x70b", 125.4)]
+)
+def test_published_numbers_of_parameters(name, billions):
+    # Mixtral of Experts, section 2.1: 47B; Qwen3, Table 2: 30.5B; 69.0B of Llama 2 and once more its 56.4B of MLPs.
+    assert model_shape(read_recipe(name)).parameters(Parallel()).total / 1e9 == pytest.approx(billions, abs=0.06)
+
+
+def test_deepseek_v3_has_671_billion_parameters():
+    recipe = read_recipe("deepseek_v3")
+    number = recipe.flags.number
+    hidden, heads, ffn = number("--hidden-size"), number("--num-attention-heads"), number("--moe-ffn-hidden-size")
+    head, rotary, value = number("--qk-head-dim"), number("--qk-pos-emb-head-dim"), number("--v-head-dim")
+    query, latent = number("--q-lora-rank"), number("--kv-lora-rank")
+    attention = (
+        hidden * query
+        + query * heads * (head + rotary)
+        + hidden * (latent + rotary)
+        + latent * heads * (head + value)
+        + heads * value * hidden
+    )
+    experts = (number("--num-experts") * ffn + number("--moe-shared-expert-intermediate-size")) * 3 * hidden
+    moe = sum(recipe.moe_layers)
+    assert moe == 58
+    dense = len(recipe.moe_layers) - moe
+    total = len(recipe.moe_layers) * attention + moe * (experts + number("--num-experts") * hidden)
+    total += dense * 3 * hidden * number("--ffn-hidden-size") + 2 * recipe.vocabulary * hidden
+    assert total / 1e9 == pytest.approx(671.0, abs=0.1)
+
+
+@pytest.mark.parametrize(
+    ("name", "millions"),
+    [
+        ("hybridep_llama_tiny", 2.1),
+        ("hybridep_mistral_small", 4.7),
+        ("hybridep_gpt_medium", 8.4),
+        ("hybridep_gpt_large", 8.4),
+    ],
+)
+def test_experts_of_hybridep_have_the_size_of_table_ii(name, millions):
+    flags = read_recipe(name).flags
+    assert round(2 * flags.number("--hidden-size") * flags.number("--ffn-hidden-size") / 1e6, 1) == millions
+
+
+def test_the_readme_states_the_layouts():
+    rows = re.findall(r"^\| `(\w+)` \|(.*)\|$", (ROOT / "recipes" / "README.md").read_text(), re.MULTILINE)
+    assert sorted(name for name, _ in rows) == NAMES
+    for name, row in rows:
+        world, tp, pp, cp, ep, expert_tp, dispatcher, _ = (cell.strip() for cell in row.split("|"))
+        recipe = read_recipe(name)
+        assert tuple(map(int, (world, tp, pp, cp, ep, expert_tp))) == sizes(recipe)
+        assert recipe.dispatcher[1] == dispatcher
+
+
+def test_a_stated_dispatcher_replaces_the_recipes():
+    recipe = altered("netmoe_gpt_s", "--moe-token-dispatcher-type", "alltoall", "--num-layers", "2")
+    assert "dispatcher alltoall" in check(recipe).lines()[0]
+    assert recipe.flags.number("--num-layers") == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "fields", "added", "match"),
+    [
+        ("mixtral_8x7b", {"nodes": 3}, (), "does not divide the 24 ranks"),
+        ("mixtral_8x7b", {}, ("--global-batch-size", "100"), "100 is no multiple of 8"),
+        ("mixtral_8x7b", {}, ("--num-layers", "33"), "33 layers are left for 2 stages"),
+        ("mixtral_8x7b", {}, ("--seq-length", "4097"), "--seq-length 4097 is cut into 2 parts"),
+        ("mixtral_8x7b", {}, ("--seq-length", "65536"), "--max-position-embeddings"),
+        ("mixtral_8x7b", {}, ("--num-experts", "12"), "divide"),
+        ("mixtral_8x7b", {}, ("--num-attention-heads", "33"), "Megatron refuses"),
+        ("mixtral_8x7b", {"gpu_memory": 24}, (), "a GPU has 24 GB"),
+        ("mixtral_8x7b", {}, ("--moe-token-dispatcher-type", "nonesuch"), "is not a dispatcher"),
+        ("mixtral_8x7b", {}, ("--moe-opt-nonesuch", "1"), "--moe-opt-nonesuch"),
+        ("mixtral_8x7b", {}, ("--moe-layer-freq", "[1]*31"), "--moe-layer-freq"),
+        ("monta_2x70b", {}, ("--ffn-hidden-size", "28676"), "does not divide the 28676"),
+        ("deepseek_v3", {}, ("--decoder-last-pipeline-num-layers", "2"), "55 layers are left for 14 stages"),
+        ("netmoe_gpt_s", {}, ("--hidden-dropout", "0.1"), "--hidden-dropout 0.1 does not work with"),
+        (
+            "mpmoe_gpt_s",
+            {},
+            ("--recompute-granularity", "selective", "--recompute-modules", "moe_act"),
+            "restores all that experts save",
+        ),
+        (
+            "hybridep_gpt_large",
+            {},
+            ("--expert-model-parallel-size", "16", "--expert-tensor-parallel-size", "2"),
+            "--expert-tensor-parallel-size 2 cuts experts",
+        ),
+    ],
+)
+def test_refuses_what_does_not_fit(name, fields, added, match):
+    with pytest.raises(ConfigurationError, match=re.escape(match)):
+        check(altered(name, *added, **fields))
+
+
+def test_refuses_experts_that_nobody_gathers_gradients_of():
+    recipe = read_recipe("hybridep_gpt_large")
+    kept = tuple(argument for argument in recipe.arguments if argument != "--no-gradient-accumulation-fusion")
+    with pytest.raises(ConfigurationError, match="main_grad"):
+        check(dataclasses.replace(recipe, arguments=kept))
+
+
+def test_refuses_what_is_no_recipe(tmp_path):
+    with pytest.raises(ConfigurationError, match="choose one of deepseek_v3"):
+        read_recipe("nonesuch")
+    file = tmp_path / "mine.sh"
+    file.write_text("nodes=1 gpus_per_node=8 gpu_memory=80\narguments=(--num-layers 2)\ndispatcher=()\n")
+    with pytest.raises(ConfigurationError, match="vocabulary: unbound variable"):
+        read_recipe(file)
+    file.write_text(file.read_text() + "vocabulary=many\n")
+    with pytest.raises(ConfigurationError, match="vocabulary=many must be whole numbers"):
+        read_recipe(file)

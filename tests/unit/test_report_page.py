@@ -1,0 +1,181 @@
+"""The page of `moe-opt bench layer --report`: what it holds, that it needs nothing else, and where it is refused."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from megatron_moe_opt.cli.layer_prediction import Predicted
+from megatron_moe_opt.cli.layer_report import as_json, conditions, times_table, traffic_table
+from megatron_moe_opt.cli.report_page import PAGE, headline, make_report_folder, render_page, write_page
+from megatron_moe_opt.errors import ConfigurationError
+from tests.unit.report_cases import Page, made_report
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def page():
+    return Page(render_page(made_report()))
+
+
+def test_it_holds_the_numbers_as_they_are_printed(page):
+    report = made_report()
+    for table in (times_table(report), traffic_table(report)):
+        assert table.title in page.texts
+        cells = [*table.headers, *(cell for row in table.rows for cell in row)]
+        places = [index for index in range(len(page.cells)) if page.cells[index : index + len(cells)] == cells]
+        assert len(places) == 1, table.title
+    for line in conditions(report):
+        assert line in page.texts
+    for fact in ("node0", "NETBOX_INTER_BITS=200000000", "zipf", "2.13.0"):
+        assert fact in page.texts
+
+
+def test_it_holds_what_was_predicted_and_what_was_not(page):
+    rows = [page.cells[index : index + 4] for index in range(len(page.cells))]
+    assert ["alltoall", "744.0", "731.0", "+1.8%"] in rows
+    assert ["monta:O3x4", "377.0", "401.0", "-6.0%"] in rows
+    assert ["mpmoe:4:S3", "490.0", "452.0", "+8.4%"] in rows
+    assert "Predicted to be fastest: monta:O3x4. Measured to be fastest of those predicted: monta:O3x4." in page.texts
+    assert ": expert tensor parallelism 4 cuts experts, which do not travel in parts" in page.texts
+    assert "prediction-chart" in [attributes.get("id") for _, attributes in page.elements]
+
+    other = Page(render_page(made_report(predicted=Predicted())))
+    assert "prediction-chart" not in [attributes.get("id") for _, attributes in other.elements]
+    assert any(text.startswith("Nothing was predicted.") for text in other.texts)
+    none = Page(render_page(made_report(predicted=Predicted(missing={"alltoall": "no expert was measured"}))))
+    assert ": no expert was measured" in none.texts
+    assert not any(text.startswith("Nothing was predicted.") for text in none.texts)
+
+
+def test_timelines_have_a_bar_for_every_op(page):
+    report = made_report()
+    ops = [len(one.schedule.ops) for step in report.recorded.values() for one in step.timelines]
+    bars = sum(tag == "rect" and "op" in (attributes.get("class") or "").split() for tag, attributes in page.elements)
+    assert bars == sum(ops) > 100
+    assert "No schedules of this package: alltoall." in page.texts
+    captions = [text for text in page.texts if text.startswith("Rank 3: ")]
+    seconds = sum(one.seconds for one in report.recorded["monta:O3x4"].timelines)
+    assert captions[-1].startswith(f"Rank 3: {seconds * 1e3:.1f} ms in 1. monta O3 dispatch, 4 chunk(s); 2. ")
+    without = Page(render_page(made_report(recorded={})))
+    assert "None of the dispatchers runs schedules of this package." in "".join(without.texts)
+
+
+def test_memory_and_balance(page):
+    assert {"61.4 MB", "48 MB", "33.1 MB", "120 MB"} <= set(page.texts)
+    assert ": largest 3100, least 310, max over mean 3.03" in page.texts
+    assert ": largest 5040, least 3152, max over mean 1.23" in page.texts
+    assert {"expert 0: 3100 rows", "rank 7: 3152 rows"} <= set(page.texts)
+    nobody_tells = [replace(result, peak_memory_bytes=None) for result in made_report().results]
+    assert "This system does not tell." in Page(render_page(made_report(results=tuple(nobody_tells)))).texts
+
+
+def test_one_rank_sends_nothing():
+    results = tuple(replace(result, traffic=(), wire_limit=None) for result in made_report().results)
+    assert "Nothing is sent between ranks." in Page(render_page(made_report(results=results))).texts
+
+
+def test_it_needs_nothing_else(page):
+    """No script, no image, no font; links lead to places in the page."""
+    ids = [attributes["id"] for _, attributes in page.elements if "id" in attributes]
+    assert len(ids) == len(set(ids))
+    for tag, attributes in page.elements:
+        assert tag not in ("script", "link", "img", "iframe", "object", "embed", "base", "use", "image")
+        assert "src" not in attributes and not any(name.startswith("on") for name in attributes)
+        for name in ("href", "aria-labelledby"):
+            if name in attributes:
+                assert attributes[name].removeprefix("#") in ids
+        if attributes.get("fill", "").startswith("url"):
+            assert attributes["fill"].removeprefix("url(#").removesuffix(")") in ids
+    styles = "".join(page.texts)
+    assert "@import" not in styles and "url(" not in styles and "http" not in styles
+
+
+def test_pictures_have_titles_and_tables_headers(page):
+    images = [attributes for tag, attributes in page.elements if tag == "svg" and attributes.get("role") == "img"]
+    assert len(images) == 1 + 1 + 2 + 2 + 1 + 2  # times, predictions, timelines, links, memory, balance
+    assert all("aria-labelledby" in attributes for attributes in images)
+    hidden = [attributes for tag, attributes in page.elements if tag == "svg" and "role" not in attributes]
+    assert all(attributes["aria-hidden"] == "true" for attributes in hidden)
+    assert all(attributes.get("scope") in ("row", "col") for tag, attributes in page.elements if tag == "th")
+    assert ("html", {"lang": "en"}) in page.elements
+
+
+HOSTILE = "</title><script>alert(1)</script>\"'&amp;"
+
+
+def test_hostile_names_are_escaped():
+    report = made_report()
+    settings = replace(report.settings, routing=f"trace:{HOSTILE}", profile=HOSTILE)
+    object.__setattr__(settings, "dispatchers", (*settings.dispatchers, HOSTILE))
+    results = (*report.results, replace(report.results[1], dispatcher=HOSTILE))
+    changes = {
+        "settings": settings,
+        "results": results,
+        "environment": report.environment | {"host": HOSTILE, HOSTILE: {HOSTILE: HOSTILE}},
+        "predicted": Predicted({HOSTILE: 1.0}, {HOSTILE: HOSTILE}),
+        "recorded": {HOSTILE: report.recorded["monta:O3x4"]},
+    }
+    text = render_page(made_report(**changes))
+    page = Page(text)
+    assert "script" not in {tag for tag, _ in page.elements}
+    assert page.cells.count(HOSTILE) == 3  # a row of times and one of predictions, a column of traffic
+    assert "alert(1)" in text and "<script" not in text
+
+
+@pytest.mark.parametrize(
+    ("ratios", "sentence"),
+    [
+        ((1.2, 1.1), "None was faster than alltoall"),
+        ((1.2, 0.75), "mpmoe took 0.75 of alltoall's time (0.70-0.80), 2.00 times its wire limit"),
+    ],
+)
+def test_headline(ratios, sentence):
+    report = made_report()
+    ours = [
+        replace(report.results[1], dispatcher=name, seconds=(0.375,), ratios=(ratio - 0.05, ratio, ratio + 0.05))
+        for name, ratio in zip(("monta", "mpmoe"), ratios, strict=True)
+    ]
+    assert headline(replace(report, results=(report.results[0], *ours))) == sentence
+
+
+def test_it_is_written_into_a_new_folder(tmp_path):
+    folder = tmp_path / "a" / "b"
+    make_report_folder(folder)
+    for _ in range(2):  # again over the old page
+        make_report_folder(folder)
+        assert write_page(folder, made_report()) == folder / PAGE
+    assert Page((folder / PAGE).read_text(encoding="utf-8")).cells
+
+
+def test_where_it_cannot_be_written(tmp_path):
+    (tmp_path / "file").write_text("")
+    for folder, reason in ((tmp_path / "file", "File exists"), (tmp_path / "file" / "a", "Not a directory")):
+        with pytest.raises(ConfigurationError) as refusal:
+            make_report_folder(folder)
+        assert str(refusal.value) == f"--report {folder} cannot be created ({reason}): choose another folder"
+    (tmp_path / PAGE).mkdir()
+    with pytest.raises(ConfigurationError) as refusal:
+        make_report_folder(tmp_path)
+    assert str(refusal.value) == f"--report {tmp_path}: report.html in it cannot be written: choose another folder"
+    make_report_folder(None)
+
+
+def test_json_leaves_the_ops_out():
+    content = as_json(made_report())
+    assert "recorded" not in content
+    assert content["balance"]["of_expert"][0] == 3100 and content["predicted"]["seconds"]["monta:O3x4"] == 0.377
+
+
+def test_the_templates_are_installed(tmp_path):
+    pytest.importorskip("setuptools")
+    command = ["setup.py", "-q", "egg_info", "--egg-base", str(tmp_path), "build_py", "--build-lib", str(tmp_path)]
+    subprocess.run([sys.executable, *command], cwd=ROOT, check=True, capture_output=True, timeout=600)
+    templates = Path("megatron_moe_opt", "cli", "templates")
+    shipped = {file.name for file in (ROOT / templates).iterdir()}
+    assert shipped >= {"report.html.j2"} and {file.name for file in (tmp_path / templates).iterdir()} == shipped
