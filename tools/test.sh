@@ -6,6 +6,12 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
+# Two cores: what has nothing to wait for goes beside what waits much of the time. The CUDA check needs nvcc alone and
+# begins beside the installation; whole runs and what runs in one process go beside the tests of several ranks.
+outputs="$(mktemp -d)"
+trap 'kill $(jobs -p) 2>/dev/null || true; rm -rf "$outputs"' EXIT
+bash tools/check_cuda_compiles.sh >"$outputs/cuda" 2>&1 &
+cuda_check=$!
 source recipes/setup_env.sh
 
 echo "== style"
@@ -13,15 +19,18 @@ ruff check .
 ruff format --check .
 git ls-files 'csrc/*' 'tests/cpp/*' | grep -E '\.(h|cpp|cu|cuh)$' | xargs clang-format --dry-run -Werror
 
-# Two cores: what runs in one process goes beside the runs of several ranks, which wait for each other much of the time.
-beside="$(mktemp)"
-(bash tools/check_cuda_compiles.sh && python -m pytest tests/unit tests/gpu --durations=5) >"$beside" 2>&1 &
+(python -m pytest tests/unit tests/gpu --durations=5 && python -m pytest tests/system --durations=10) \
+    >"$outputs/beside" 2>&1 &
+beside=$!
 failed=0
-echo "== tests of several ranks and of whole runs"
-python -m pytest tests/multirank tests/system --durations=10 || failed=1
-wait $! || failed=1
-echo "== CUDA sources compile; tests in one process"
-cat "$beside" && rm "$beside"
+echo "== tests of several ranks"
+python -m pytest tests/multirank --durations=10 || failed=1
+wait $beside || failed=1
+echo "== tests in one process, and of whole runs"
+cat "$outputs/beside"
+wait $cuda_check || failed=1
+echo "== CUDA sources compile"
+cat "$outputs/cuda"
 ((failed == 0)) || exit 1
 
 if [[ "${1:-}" == "--sanitizers" ]]; then

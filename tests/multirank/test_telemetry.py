@@ -103,8 +103,10 @@ def test_report_of_a_step(ranks, dispatcher):
             experts, of_ranks = result["imbalance"][number]
             assert values["expert imbalance"] == pytest.approx(experts) and experts > 1
             assert values["rank imbalance"] == pytest.approx(of_ranks)
-        in_layers = sum(values["layer ms"] + values["backward layer ms"] for values in report.values())
-        assert in_layers < 1e3 * max(result["seconds"] for result in results)
+        # One by one: the slowest ranks of two layers may have been in them at the same time.
+        for values in report.values():
+            in_layer = values["layer ms"] + values["backward layer ms"]
+            assert in_layer < 1e3 * max(result["seconds"] for result in results)
         assert totals(report) == result["sent"]
 
 

@@ -43,7 +43,7 @@ def test_pretrain_gpt_reports(data: Path, tmp_path: Path, dispatcher: str):
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=280,
+        timeout=600,
     )
     assert result.returncode == 0, result.stdout
     lines = [line for line in result.stdout.splitlines() if "moe-opt: telemetry" in line]

@@ -68,7 +68,7 @@ class Cluster:
     def run(self, script: str, *arguments: str, **environment: str | None) -> subprocess.CompletedProcess[str]:
         given = {name: value for name, value in (self.environment | environment).items() if value is not None}
         command = ["bash", str(SLURM / script), *arguments]
-        return subprocess.run(command, env=given, capture_output=True, text=True, timeout=60)
+        return subprocess.run(command, env=given, capture_output=True, text=True, timeout=600)
 
     def job(self, *arguments: str, model: str = "mixtral_8x7b", **environment: str | None):
         return self.run("pretrain_gpt.sbatch", str(SLURM / "models" / f"{model}.sh"), *arguments, **environment)

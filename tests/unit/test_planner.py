@@ -85,7 +85,7 @@ def test_bytes_by_link():
     assert predicted["mpmoe:4:S2"].inter_bytes > predicted["mpmoe:4"].inter_bytes  # communicates inputs again
 
 
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 @given(
     st.floats(5 * MB, 500 * MB), st.floats(1.0, 4.0), st.integers(1, 4096), st.sampled_from([1, 2, 4]),
     st.floats(1.0, 3.0),
