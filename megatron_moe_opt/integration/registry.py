@@ -41,7 +41,7 @@ from megatron_moe_opt.integration.replicated_tokens import (
 from megatron_moe_opt.integration.reports import report_with_training_log
 from megatron_moe_opt.integration.seams import seam_moved
 from megatron_moe_opt.integration.telemetry import watch
-from megatron_moe_opt.options import AUTO, Options
+from megatron_moe_opt.options import AUTO, PREFIX, Options
 from megatron_moe_opt.topology.expert_groups import ExpertGroups
 from megatron_moe_opt.versions import SUPPORTED_MEGATRON, megatron_version, supports_megatron
 
@@ -162,6 +162,10 @@ def _check_stock(config: Any, name: str) -> None:
         raise ConfigurationError(
             f"{EXPERT_ORDER} {_options.expert_order} does not work with --moe-token-dispatcher-type {name}: choose one "
             f"of {', '.join(DISPATCHERS)}"
+        )
+    if _options.plan is not None:
+        raise ConfigurationError(
+            f"{PREFIX}plan {_options.plan} is for --moe-token-dispatcher-type {AUTO}, not {name}: drop one of the two"
         )
     if _options.telemetry:
         check_telemetry(config)

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from .planner import ALLTOALL, Prediction
 
 MOST_TRIED = 6
-STEPS = 4
+STEPS = 6
 """Of a variant in a sweep. The first does not count: buffers are new, and what was sent ahead may be on its way."""
 SWEEPS = 2
 STOCK_WITHIN = 0.01

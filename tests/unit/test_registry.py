@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import re
+from pathlib import Path
 from types import SimpleNamespace
 from typing import get_args
 
@@ -279,3 +280,22 @@ def test_a_moved_seam_is_refused():
 
     with pytest.raises(ConfigurationError, match="moe_token_dispatcher_type is not a field with a Literal type"):
         registry._stock_names(Moved)
+
+
+@pytest.mark.parametrize(
+    ("options", "name", "sentence"),
+    [
+        (Options(), "auto", "auto needs measurements or a plan: give --moe-opt-profile"),
+        (Options(profile=Path("c.json"), plan=Path("p.json")), "auto", "auto needs measurements or a plan"),
+        (Options(profile=Path("c.json"), domain_sizes=(2,), compression_ratio=25.0), "auto",
+         "--moe-opt-compression-ratio 25 is lossy, which --moe-token-dispatcher-type auto never is"),
+        (Options(plan=Path("p.json")), "monta", "plan p.json is for --moe-token-dispatcher-type auto, not monta"),
+        (Options(plan=Path("p.json")), "alltoall", "plan p.json is for --moe-token-dispatcher-type auto, not alltoall"),
+    ],
+)  # fmt: skip
+def test_auto_needs_something_to_plan_by_and_is_never_lossy(options, name, sentence):
+    megatron_moe_opt.register(options)
+    try:
+        refusal(sentence, name=name)
+    finally:
+        megatron_moe_opt.register()
