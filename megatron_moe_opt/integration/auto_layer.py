@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -22,11 +22,12 @@ import torch.distributed as dist
 
 from megatron_moe_opt.dispatchers.pipelining import agreed_cluster
 from megatron_moe_opt.errors import ConfigurationError
+from megatron_moe_opt.integration.checks import check_config
 from megatron_moe_opt.integration.expert_migration_layer import EXPERTS_COMPUTE
 from megatron_moe_opt.integration.optimizer_step import after_optimizer_step
 from megatron_moe_opt.integration.replicated_tokens import holds_replicated_tokens
 from megatron_moe_opt.kernels import LANE_BYTES
-from megatron_moe_opt.options import Options
+from megatron_moe_opt.options import PREFIX, Options
 from megatron_moe_opt.planning.cluster import Cluster
 from megatron_moe_opt.planning.plan_file import Plan
 from megatron_moe_opt.planning.planner import ALLTOALL, LayerWorkload, Prediction, Refusal, best, candidates
@@ -123,6 +124,8 @@ class Controller:
         self.config, self.options = config, options
         self.layers: list[PlannedLayer] = []
         self.plan: Plan | None = None if options.plan is None else Plan.load(options.plan)
+        if self.plan is not None:
+            self._check_planned(self.plan)
         self.predicted: tuple[Prediction, ...] = ()
         self.refused: tuple[Refusal, ...] = ()
         self.planned: str | None = None
@@ -209,8 +212,9 @@ class Controller:
         """Predictions of all layers together, what was refused, and what is planned. On rank 0."""
         if self.plan is not None:
             variants = set(self.plan.layers.values())
-            switchable = len(variants) == 1 and "netmoe" not in variants
-            return self.plan.candidates, (), variants.pop() if switchable and self.plan.candidates else None
+            allowed, refused = self._allowed(self.plan.candidates, {one.workload.workers for one in seen})
+            switchable = len(variants) == 1 and variants <= {one.variant for one in allowed}
+            return allowed, refused, variants.pop() if switchable else None
         if not seen:
             raise ConfigurationError("--moe-token-dispatcher-type auto: no MoE layer has run in the first step")
         cluster = Cluster.load(self.options.profile)
@@ -230,26 +234,37 @@ class Controller:
                 totals.setdefault(one.variant, []).append(one)
             refused |= {one.variant: one for one in not_here}
         everywhere = [_sum(ones) for ones in totals.values() if len(ones) == len(by_shape)]
-        allowed = []
-        for one in sorted(everywhere, key=lambda one: one.seconds):
-            reason = self._refusal(one)
-            if reason is None:
-                allowed.append(one)
-            else:
-                refused[one.variant] = Refusal(one.variant, reason)
-        return tuple(allowed), tuple(refused.values()), best(allowed).variant
+        in_order = sorted(everywhere, key=lambda one: one.seconds)
+        allowed, not_allowed = self._allowed(in_order, {workload.workers for workload in by_shape})
+        return allowed, (*refused.values(), *not_allowed), best(allowed).variant
 
-    def _refusal(self, one: Prediction) -> str | None:
-        """Why this configuration cannot run a variant, or cannot change to it."""
-        from megatron_moe_opt.integration.checks import check_config
+    def _check_planned(self, plan: Plan) -> None:
+        """Refuses now, as for a dispatcher that the user names, what this configuration cannot run."""
+        for variant in dict.fromkeys(plan.layers.values()):
+            reason = self._refusal(variant)
+            if reason is not None:
+                raise ConfigurationError(f"{PREFIX}plan {self.options.plan} runs {variant}: {reason}")
 
-        if one.variant == ALLTOALL:
+    def _allowed(
+        self, predictions: Sequence[Prediction], workers: set[tuple[int, ...]]
+    ) -> tuple[tuple[Prediction, ...], tuple[Refusal, ...]]:
+        """What layers can change to and from in this configuration, and what they cannot.
+
+        Args:
+            workers: of each network level of the expert-parallel groups, as this run finds them.
+        """
+        reasons = [self._refusal(one.variant) or _stays(one.variant, workers) for one in predictions]
+        found = list(zip(predictions, reasons, strict=True))
+        allowed = tuple(one for one, reason in found if reason is None)
+        return allowed, tuple(Refusal(one.variant, reason) for one, reason in found if reason is not None)
+
+    def _refusal(self, variant: str) -> str | None:
+        """Why this configuration cannot run a variant."""
+        if variant == ALLTOALL:
+            if holds_replicated_tokens(self.config):
+                return "stock Megatron does not train MoE layers under TP without --sequence-parallel: add it"
             return None
-        if one.variant == "parm:S2":
-            return (
-                "splits rows instead of tokens, which layers cannot change to: choose --moe-token-dispatcher-type parm"
-            )
-        name, options = split_variant(one.variant, None)
+        name, options = split_variant(variant, None)
         try:
             check_config(self.config, name, options)
         except ConfigurationError as error:
@@ -283,6 +298,21 @@ class Controller:
         if dist.get_rank() == 0:
             for line in lines:
                 print(f"moe-opt: auto: {line}", flush=True)
+
+
+def _stays(variant: str, workers: set[tuple[int, ...]]) -> str | None:
+    """Why layers cannot change to a variant, or from it."""
+    name, options = split_variant(variant, None)
+    if name == "netmoe" or variant == "parm:S2":
+        what = "moves samples between layers" if name == "netmoe" else "splits rows instead of tokens"
+        return f"{what}, which layers cannot change to: choose --moe-token-dispatcher-type {name}"
+    sizes = options.domain_sizes
+    if sizes is not None and any(
+        len(sizes) != len(levels) or any(number % size for number, size in zip(levels, sizes, strict=True))
+        for levels in workers
+    ):
+        return f"the network levels of this run have other numbers of workers: name them with {PREFIX}levels"
+    return None
 
 
 def plan_lines(controller: Controller) -> list[str]:
