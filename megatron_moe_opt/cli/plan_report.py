@@ -129,7 +129,9 @@ def megatron_flags(
     flags = [*layout, *(part for flag, size in sizes.items() for part in (flag, str(size)))]
     name, options = split_variant(variant, None)
     sizes_of_domains = options.domain_sizes
-    levels = ",".join(map(str, site.workers)) if sizes_of_domains and site.levels_named else None
+    # A plan's runners-up may migrate experts where what is chosen does not.
+    needs_levels = site.levels_named and (plan is not None or sizes_of_domains)
+    levels = ",".join(map(str, site.workers)) if needs_levels else None
     ours = {"plan": plan, "levels": levels}
     if plan is not None:
         name = AUTO

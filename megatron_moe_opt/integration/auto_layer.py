@@ -86,9 +86,18 @@ class PlannedLayer:
             etp=groups.etp_size,
             tp=config.tensor_model_parallel_size if holds_replicated_tokens(config) else 1,
             capacity_factor=config.moe_expert_capacity_factor,
-            workers=levels_of(groups.ep, self.options.network_levels),
+            workers=self._workers(),
             fused=config.bias_activation_fusion,
         )
+
+    def _workers(self) -> tuple[int, ...]:
+        """Of each network level; none where nodes make no levels, so that no expert migrates."""
+        try:
+            return levels_of(self.groups.ep, self.options.network_levels)
+        except ConfigurationError:
+            if self.options.network_levels is not None:
+                raise
+            return ()
 
     def _restore(self, variant: str) -> None:
         self.layer.token_dispatcher, compute = self._built[variant]
