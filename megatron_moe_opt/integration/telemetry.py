@@ -130,7 +130,7 @@ class _Stages:
             if self._has_backward:  # what begins must end
                 _on_gradient(result, functools.partial(self._begin_backward, observed))
             record = self._record
-            record.number = self._layer.layer_number
+            record.number = _number(self._layer)
             (record.again if observed.recomputed else record.first).add(observed)
             _observed[id(record)] = record
         return result
@@ -195,6 +195,11 @@ class _Stages:
 
     def _call(self, backward: Direction, step: int, _: torch.Tensor) -> None:
         backward.calls.append((step, self._now()))
+
+
+def _number(layer: Any) -> int:
+    """Of a layer in the model. Those of multi-token prediction, which Megatron counts anew from 0.17 on, come last."""
+    return layer.layer_number + (layer.config.num_layers if getattr(layer, "is_mtp_layer", False) else 0)
 
 
 def _tells_what_it_sends(dispatcher: Any) -> bool:
