@@ -32,6 +32,7 @@ from megatron_moe_opt.planning.cluster import Cluster
 from megatron_moe_opt.planning.plan_file import Plan
 from megatron_moe_opt.planning.planner import ALLTOALL, LayerWorkload, Prediction, Refusal, best, candidates
 from megatron_moe_opt.planning.trials import Trials, decide, shortlist
+from megatron_moe_opt.runtime.collectives import device_of
 from megatron_moe_opt.topology.domain_groups import levels_of
 from megatron_moe_opt.topology.expert_groups import ExpertGroups
 from megatron_moe_opt.variants import split_variant
@@ -287,8 +288,7 @@ class Controller:
     def _settle(self) -> None:
         """The slowest rank's times decide."""
         medians = self._trials.medians()
-        device = "cuda" if dist.get_backend() == "nccl" else "cpu"
-        times = torch.tensor(list(medians.values()), dtype=torch.float64, device=device)
+        times = torch.tensor(list(medians.values()), dtype=torch.float64, device=device_of(dist.group.WORLD))
         dist.all_reduce(times, dist.ReduceOp.MAX)
         self.measured = dict(zip(medians, times.tolist(), strict=True))
         chosen = decide(self.measured)
