@@ -144,6 +144,8 @@ def megatron_flags(
             "memory-reuse": options.memory_reuse,
             "domain-sizes": ",".join(map(str, sizes_of_domains)) if isinstance(sizes_of_domains, tuple) else None,
         }
+    if options.experts_may_travel:
+        flags.append("--no-gradient-accumulation-fusion")  # or training refuses them
     flags += ["--moe-token-dispatcher-type", name]
     return flags + [part for flag, value in ours.items() if value for part in (f"--moe-opt-{flag}", str(value))]
 

@@ -33,6 +33,7 @@ from megatron_moe_opt.planning.plan_file import Plan
 from megatron_moe_opt.planning.planner import ALLTOALL, LayerWorkload, Prediction, Refusal, best, candidates
 from megatron_moe_opt.planning.trials import Trials, decide, shortlist
 from megatron_moe_opt.runtime.collectives import device_of
+from megatron_moe_opt.runtime.recomputation import is_recomputing
 from megatron_moe_opt.topology.domain_groups import levels_of
 from megatron_moe_opt.topology.expert_groups import ExpertGroups
 from megatron_moe_opt.variants import split_variant
@@ -108,12 +109,13 @@ class PlannedLayer:
         self.current = variant
 
     def _see_tokens(self, layer: Any, inputs: tuple[Any, ...]) -> None:
-        if layer.training and inputs:
+        if layer.training and inputs and not is_recomputing():
             self.passes += 1
             self.tokens = max(self.tokens, inputs[0].shape[:-1].numel())
 
     def _see_rows(self, experts: Any, inputs: tuple[Any, ...] | None) -> None:
-        if inputs and experts.training:  # without inputs: see expert_migration_layer._finish_parameter_sync
+        # Called without inputs by expert_migration_layer._finish_parameter_sync.
+        if inputs and experts.training and not is_recomputing():
             self.rows += inputs[0].size(0)
 
 

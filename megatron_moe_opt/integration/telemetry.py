@@ -19,6 +19,7 @@ from megatron_moe_opt.integration.seams import seam_moved
 from megatron_moe_opt.integration.stock_traffic import StockTraffic
 from megatron_moe_opt.kernels.count_tokens import count_routing_map
 from megatron_moe_opt.runtime.layer_pass import DeviceClock, Direction, HostClock, LayerPass, Samples
+from megatron_moe_opt.runtime.recomputation import is_recomputing
 
 STAGES = ("preprocess", "dispatch", "combine", "postprocess")
 """The methods of MoELayer around its experts, in the order in which its forward pass calls them."""
@@ -138,7 +139,7 @@ class _Stages:
     def _next_pass(self, routing_map: torch.Tensor) -> LayerPass | None:
         if not self._layer.training:
             return None
-        recomputed = torch._C._current_graph_task_id() >= 0
+        recomputed = is_recomputing()
         if not (self._record.again if recomputed else self._record.first).is_next():
             return None
         with torch.no_grad():
