@@ -136,7 +136,7 @@ def main() -> None:
         step(plain, number), step(watched, number)
     reports.collect()
     seconds: dict[bool, list[float]] = {False: [], True: []}
-    reporting = busy = 0.0
+    reporting, busy, lines = 0.0, 0.0, []
     if own is not None:
         own.seconds = 0.0
     for number in range(args.steps):

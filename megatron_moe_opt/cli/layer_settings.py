@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_moe_opt.errors import ConfigurationError
+from megatron_moe_opt.options import AUTO
 from megatron_moe_opt.variants import split_variant
 
 BASELINE = "alltoall"
@@ -94,6 +95,8 @@ class LayerSettings:
             )
         if self.dispatch_only and any(variant.partition(":")[0] == "mpmoe" for variant in self.dispatchers):
             raise ConfigurationError("--dispatch-only leaves out the experts that mpmoe pipelines through: drop it")
+        if self.dispatch_only and AUTO in self.dispatchers:
+            raise ConfigurationError("--dispatch-only has no layer whose steps auto could try: drop one of the two")
         if self.dispatch_only and self.replicated:
             raise ConfigurationError("--dispatch-only leaves out what --replicated is about: drop one of them")
         if self.dispatch_only and self.capacity_factor is not None:

@@ -129,7 +129,9 @@ def megatron_flags(
     flags = [*layout, *(part for flag, size in sizes.items() for part in (flag, str(size)))]
     name, options = split_variant(variant, None)
     sizes_of_domains = options.domain_sizes
-    levels = ",".join(map(str, site.workers)) if sizes_of_domains and site.levels_named else None
+    # A plan's runners-up may migrate experts where what is chosen does not.
+    needs_levels = site.levels_named and (plan is not None or sizes_of_domains)
+    levels = ",".join(map(str, site.workers)) if needs_levels else None
     ours = {"plan": plan, "levels": levels}
     if plan is not None:
         name = AUTO
@@ -142,6 +144,8 @@ def megatron_flags(
             "memory-reuse": options.memory_reuse,
             "domain-sizes": ",".join(map(str, sizes_of_domains)) if isinstance(sizes_of_domains, tuple) else None,
         }
+    if options.experts_may_travel:
+        flags.append("--no-gradient-accumulation-fusion")  # or training refuses them
     flags += ["--moe-token-dispatcher-type", name]
     return flags + [part for flag, value in ours.items() if value for part in (f"--moe-opt-{flag}", str(value))]
 

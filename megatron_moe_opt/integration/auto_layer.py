@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -22,15 +22,18 @@ import torch.distributed as dist
 
 from megatron_moe_opt.dispatchers.pipelining import agreed_cluster
 from megatron_moe_opt.errors import ConfigurationError
+from megatron_moe_opt.integration.checks import check_config
 from megatron_moe_opt.integration.expert_migration_layer import EXPERTS_COMPUTE
 from megatron_moe_opt.integration.optimizer_step import after_optimizer_step
 from megatron_moe_opt.integration.replicated_tokens import holds_replicated_tokens
 from megatron_moe_opt.kernels import LANE_BYTES
-from megatron_moe_opt.options import Options
+from megatron_moe_opt.options import PREFIX, Options
 from megatron_moe_opt.planning.cluster import Cluster
 from megatron_moe_opt.planning.plan_file import Plan
 from megatron_moe_opt.planning.planner import ALLTOALL, LayerWorkload, Prediction, Refusal, best, candidates
 from megatron_moe_opt.planning.trials import Trials, decide, shortlist
+from megatron_moe_opt.runtime.collectives import device_of
+from megatron_moe_opt.runtime.recomputation import is_recomputing
 from megatron_moe_opt.topology.domain_groups import levels_of
 from megatron_moe_opt.topology.expert_groups import ExpertGroups
 from megatron_moe_opt.variants import split_variant
@@ -85,9 +88,18 @@ class PlannedLayer:
             etp=groups.etp_size,
             tp=config.tensor_model_parallel_size if holds_replicated_tokens(config) else 1,
             capacity_factor=config.moe_expert_capacity_factor,
-            workers=levels_of(groups.ep, self.options.network_levels),
+            workers=self._workers(),
             fused=config.bias_activation_fusion,
         )
+
+    def _workers(self) -> tuple[int, ...]:
+        """Of each network level; none where nodes make no levels, so that no expert migrates."""
+        try:
+            return levels_of(self.groups.ep, self.options.network_levels)
+        except ConfigurationError:
+            if self.options.network_levels is not None:
+                raise
+            return ()
 
     def _restore(self, variant: str) -> None:
         self.layer.token_dispatcher, compute = self._built[variant]
@@ -97,12 +109,13 @@ class PlannedLayer:
         self.current = variant
 
     def _see_tokens(self, layer: Any, inputs: tuple[Any, ...]) -> None:
-        if layer.training and inputs:
+        if layer.training and inputs and not is_recomputing():
             self.passes += 1
             self.tokens = max(self.tokens, inputs[0].shape[:-1].numel())
 
     def _see_rows(self, experts: Any, inputs: tuple[Any, ...] | None) -> None:
-        if inputs and experts.training:  # without inputs: see expert_migration_layer._finish_parameter_sync
+        # Called without inputs by expert_migration_layer._finish_parameter_sync.
+        if inputs and experts.training and not is_recomputing():
             self.rows += inputs[0].size(0)
 
 
@@ -123,6 +136,8 @@ class Controller:
         self.config, self.options = config, options
         self.layers: list[PlannedLayer] = []
         self.plan: Plan | None = None if options.plan is None else Plan.load(options.plan)
+        if self.plan is not None:
+            self._check_planned(self.plan)
         self.predicted: tuple[Prediction, ...] = ()
         self.refused: tuple[Refusal, ...] = ()
         self.planned: str | None = None
@@ -209,8 +224,9 @@ class Controller:
         """Predictions of all layers together, what was refused, and what is planned. On rank 0."""
         if self.plan is not None:
             variants = set(self.plan.layers.values())
-            switchable = len(variants) == 1 and "netmoe" not in variants
-            return self.plan.candidates, (), variants.pop() if switchable and self.plan.candidates else None
+            allowed, refused = self._allowed(self.plan.candidates, {one.workload.workers for one in seen})
+            switchable = len(variants) == 1 and variants <= {one.variant for one in allowed}
+            return allowed, refused, variants.pop() if switchable else None
         if not seen:
             raise ConfigurationError("--moe-token-dispatcher-type auto: no MoE layer has run in the first step")
         cluster = Cluster.load(self.options.profile)
@@ -230,26 +246,37 @@ class Controller:
                 totals.setdefault(one.variant, []).append(one)
             refused |= {one.variant: one for one in not_here}
         everywhere = [_sum(ones) for ones in totals.values() if len(ones) == len(by_shape)]
-        allowed = []
-        for one in sorted(everywhere, key=lambda one: one.seconds):
-            reason = self._refusal(one)
-            if reason is None:
-                allowed.append(one)
-            else:
-                refused[one.variant] = Refusal(one.variant, reason)
-        return tuple(allowed), tuple(refused.values()), best(allowed).variant
+        in_order = sorted(everywhere, key=lambda one: one.seconds)
+        allowed, not_allowed = self._allowed(in_order, {workload.workers for workload in by_shape})
+        return allowed, (*refused.values(), *not_allowed), best(allowed).variant
 
-    def _refusal(self, one: Prediction) -> str | None:
-        """Why this configuration cannot run a variant, or cannot change to it."""
-        from megatron_moe_opt.integration.checks import check_config
+    def _check_planned(self, plan: Plan) -> None:
+        """Refuses now, as for a dispatcher that the user names, what this configuration cannot run."""
+        for variant in dict.fromkeys(plan.layers.values()):
+            reason = self._refusal(variant)
+            if reason is not None:
+                raise ConfigurationError(f"{PREFIX}plan {self.options.plan} runs {variant}: {reason}")
 
-        if one.variant == ALLTOALL:
+    def _allowed(
+        self, predictions: Sequence[Prediction], workers: set[tuple[int, ...]]
+    ) -> tuple[tuple[Prediction, ...], tuple[Refusal, ...]]:
+        """What layers can change to and from in this configuration, and what they cannot.
+
+        Args:
+            workers: of each network level of the expert-parallel groups, as this run finds them.
+        """
+        reasons = [self._refusal(one.variant) or _stays(one.variant, workers) for one in predictions]
+        found = list(zip(predictions, reasons, strict=True))
+        allowed = tuple(one for one, reason in found if reason is None)
+        return allowed, tuple(Refusal(one.variant, reason) for one, reason in found if reason is not None)
+
+    def _refusal(self, variant: str) -> str | None:
+        """Why this configuration cannot run a variant."""
+        if variant == ALLTOALL:
+            if holds_replicated_tokens(self.config):
+                return "stock Megatron does not train MoE layers under TP without --sequence-parallel: add it"
             return None
-        if one.variant == "parm:S2":
-            return (
-                "splits rows instead of tokens, which layers cannot change to: choose --moe-token-dispatcher-type parm"
-            )
-        name, options = split_variant(one.variant, None)
+        name, options = split_variant(variant, None)
         try:
             check_config(self.config, name, options)
         except ConfigurationError as error:
@@ -263,8 +290,7 @@ class Controller:
     def _settle(self) -> None:
         """The slowest rank's times decide."""
         medians = self._trials.medians()
-        device = "cuda" if dist.get_backend() == "nccl" else "cpu"
-        times = torch.tensor(list(medians.values()), dtype=torch.float64, device=device)
+        times = torch.tensor(list(medians.values()), dtype=torch.float64, device=device_of(dist.group.WORLD))
         dist.all_reduce(times, dist.ReduceOp.MAX)
         self.measured = dict(zip(medians, times.tolist(), strict=True))
         chosen = decide(self.measured)
@@ -283,6 +309,21 @@ class Controller:
         if dist.get_rank() == 0:
             for line in lines:
                 print(f"moe-opt: auto: {line}", flush=True)
+
+
+def _stays(variant: str, workers: set[tuple[int, ...]]) -> str | None:
+    """Why layers cannot change to a variant, or from it."""
+    name, options = split_variant(variant, None)
+    if name == "netmoe" or variant == "parm:S2":
+        what = "moves samples between layers" if name == "netmoe" else "splits rows instead of tokens"
+        return f"{what}, which layers cannot change to: choose --moe-token-dispatcher-type {name}"
+    sizes = options.domain_sizes
+    if sizes is not None and any(
+        len(sizes) != len(levels) or any(number % size for number, size in zip(levels, sizes, strict=True))
+        for levels in workers
+    ):
+        return f"the network levels of this run have other numbers of workers: name them with {PREFIX}levels"
+    return None
 
 
 def plan_lines(controller: Controller) -> list[str]:

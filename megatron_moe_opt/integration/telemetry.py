@@ -19,6 +19,7 @@ from megatron_moe_opt.integration.seams import seam_moved
 from megatron_moe_opt.integration.stock_traffic import StockTraffic
 from megatron_moe_opt.kernels.count_tokens import count_routing_map
 from megatron_moe_opt.runtime.layer_pass import DeviceClock, Direction, HostClock, LayerPass, Samples
+from megatron_moe_opt.runtime.recomputation import is_recomputing
 
 STAGES = ("preprocess", "dispatch", "combine", "postprocess")
 """The methods of MoELayer around its experts, in the order in which its forward pass calls them."""
@@ -130,7 +131,7 @@ class _Stages:
             if self._has_backward:  # what begins must end
                 _on_gradient(result, functools.partial(self._begin_backward, observed))
             record = self._record
-            record.number = self._layer.layer_number
+            record.number = _number(self._layer)
             (record.again if observed.recomputed else record.first).add(observed)
             _observed[id(record)] = record
         return result
@@ -138,7 +139,7 @@ class _Stages:
     def _next_pass(self, routing_map: torch.Tensor) -> LayerPass | None:
         if not self._layer.training:
             return None
-        recomputed = torch._C._current_graph_task_id() >= 0
+        recomputed = is_recomputing()
         if not (self._record.again if recomputed else self._record.first).is_next():
             return None
         with torch.no_grad():
@@ -195,6 +196,11 @@ class _Stages:
 
     def _call(self, backward: Direction, step: int, _: torch.Tensor) -> None:
         backward.calls.append((step, self._now()))
+
+
+def _number(layer: Any) -> int:
+    """Of a layer in the model. Those of multi-token prediction, which Megatron counts anew from 0.17 on, come last."""
+    return layer.layer_number + (layer.config.num_layers if getattr(layer, "is_mtp_layer", False) else 0)
 
 
 def _tells_what_it_sends(dispatcher: Any) -> bool:

@@ -23,7 +23,7 @@ from math import ceil
 from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.schedules import parm as parm_schedules
 from megatron_moe_opt.schedules.monta import LEVELS, even_chunks
-from megatron_moe_opt.schedules.mpmoe import NONE, STRATEGIES, RowBytes
+from megatron_moe_opt.schedules.mpmoe import NONE, STRATEGIES
 from megatron_moe_opt.schedules.mpmoe import backward as mpmoe_backward
 from megatron_moe_opt.schedules.mpmoe import forward as mpmoe_forward
 from megatron_moe_opt.schedules.parm import JOINT, TP
@@ -99,11 +99,11 @@ class LayerWorkload:
 
     @cached_property
     def mpmoe(self) -> MpmoeLayer:
-        """As MPMoE's model takes it; see integration/mpmoe_layer.py for what experts save."""
-        widths = (3 if self.fused else 5) if self.gated else 2
-        middle = self.element_bytes * self.ffn * (widths + (not self.fused))
-        row = RowBytes(self.row_bytes + self.lane_bytes, self.row_bytes, middle)
-        return MpmoeLayer(row, self.hidden, self.ffn, self.gated, self.experts // self.ep, self.ep, self.etp)
+        """As MPMoE's model takes it."""
+        return MpmoeLayer.of_experts(
+            self.hidden, self.ffn * self.etp, self.experts, self.ep, self.etp, self.element_bytes, self.lane_bytes,
+            self.gated, self.fused,
+        )  # fmt: skip
 
     @property
     def expert_bytes(self) -> int:

@@ -31,6 +31,7 @@ from megatron_moe_opt.runtime.collectives import all_gather_rows, device_of, red
 from megatron_moe_opt.runtime.communication_lane import communication_lane
 from megatron_moe_opt.runtime.expert_codec import Decode, ResidualExperts, TrackedExperts, WholeExperts
 from megatron_moe_opt.runtime.expert_weights import ExpertWeights
+from megatron_moe_opt.runtime.recomputation import is_recomputing
 from megatron_moe_opt.runtime.traffic import count_sent
 from megatron_moe_opt.topology.domain_groups import DomainGroups
 
@@ -56,8 +57,8 @@ class ExpertCommunicator:
 
     def note_pass(self, layer: MigratedExperts) -> None:
         """Learns the order of layers from their forward passes."""
-        if torch._C._current_graph_task_id() >= 0:
-            return  # recomputed in a backward pass: in another order
+        if is_recomputing():
+            return  # in another order
         last = self._last and self._last()
         if last is not None and last is not layer:
             last.next = weakref.ref(layer)

@@ -159,10 +159,6 @@ def test_mock_data_needs_no_tokenizer(cluster):
     [
         ({"PROFILE": "c.json"}, "--moe-token-dispatcher-type auto --moe-opt-profile c.json"),
         ({"PLAN": "p.json"}, "--moe-token-dispatcher-type auto --moe-opt-plan p.json"),
-        (
-            {"PROFILE": "c.json", "PLAN": "p.json"},
-            "--moe-token-dispatcher-type auto --moe-opt-profile c.json --moe-opt-plan p.json",
-        ),
     ],
 )
 def test_a_profile_or_a_plan_replaces_the_dispatcher_and_its_options(cluster, given, expected):
@@ -240,6 +236,7 @@ def test_a_tracker_that_names_no_iteration_counts_as_none(cluster):
         ((), {"TOKENIZER": None}, "TOKENIZER: a tokenizer"),
         ((), {"MEGATRON_LM": None}, "MEGATRON_LM: a checkout"),
         (("--train-iters", "soon"), {}, "--train-iters 'soon' must say"),
+        ((), {"PROFILE": "c.json", "PLAN": "p.json"}, "PROFILE and PLAN are two ways to plan"),
     ],
 )
 def test_refuses_before_it_starts(cluster, arguments, environment, match):

@@ -59,6 +59,11 @@ def _run(monkeypatch, *arguments, world=1):
             1,
             "--dispatch-only leaves out the experts that mpmoe pipelines through: drop it",
         ),
+        (
+            "--dispatchers auto --dispatch-only",
+            1,
+            "--dispatch-only has no layer whose steps auto could try: drop one of the two",
+        ),
         ("--replicated", 1, "--replicated is about the ranks of a TP group: give --tp 2 or more, or drop it"),
         (
             "--replicated --tp 2 --dispatchers alltoall",

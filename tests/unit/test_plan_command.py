@@ -151,7 +151,9 @@ def test_flags_of_the_choice(run, tmp_path, arguments, flags):
     line = output.splitlines()[-1]
     assert re.search(f"--moe-token-dispatcher-type {flags}$", line)
     assert ("--sequence-parallel" in line) == ("--tp" in arguments and "no-sequence-parallel" not in arguments)
-    split_options(line.split())
+    options, _ = split_options(line.split())
+    if options.plan is None:
+        assert ("--no-gradient-accumulation-fusion" in line) == options.experts_may_travel
 
 
 def test_montas_table(run):

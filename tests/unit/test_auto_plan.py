@@ -1,0 +1,76 @@
+"""A plan.json under `auto`: what a configuration cannot run, or layers cannot change to, is neither run nor tried."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+import megatron_moe_opt
+from megatron_moe_opt.errors import ConfigurationError
+from megatron_moe_opt.integration.auto_layer import Controller, current_controller
+from megatron_moe_opt.options import Options
+from megatron_moe_opt.planning.plan_file import Plan
+from megatron_moe_opt.planning.planner import LayerWorkload, Prediction
+
+CANDIDATES = ("netmoe", "parm:S2", "expert-migration:2x4", "expert-migration:8", "mpmoe:2:S1", "monta:O2x2", "alltoall")
+
+RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+
+
+@pytest.fixture
+def planned(tmp_path: Path):
+    """Builds a configuration with a plan for a variant."""
+    megatron_moe_opt.use_host_backend()
+
+    def build(variant: str, **overrides) -> Controller:
+        predictions = tuple(Prediction(name, 1e-3, 1e-3, 0.0, 0.0, 1) for name in CANDIDATES)
+        Plan({1: variant}, predictions, "a cluster", ep=8, etp=1, experts=8).save(tmp_path / "plan.json")
+        megatron_moe_opt.register(Options(plan=tmp_path / "plan.json"))
+        TransformerConfig(
+            num_layers=1, hidden_size=16, num_attention_heads=2, num_moe_experts=8, moe_router_topk=2,
+            expert_model_parallel_size=8, add_bias_linear=False, hidden_dropout=0.0, attention_dropout=0.0,
+            moe_token_dispatcher_type="auto", **overrides,
+        )  # fmt: skip
+        return current_controller()
+
+    yield build
+    megatron_moe_opt.register()
+
+
+@pytest.mark.parametrize(
+    ("variant", "overrides", "message"),
+    [
+        ("netmoe", RECOMPUTE, "runs netmoe: --recompute-granularity full does not work"),
+        ("expert-migration:8", {"gradient_accumulation_fusion": True}, "give --no-gradient-accumulation-fusion"),
+        ("parm:S2", {"tensor_model_parallel_size": 2, "sequence_parallel": True}, "drop one of the two"),
+        ("alltoall", {"tensor_model_parallel_size": 2}, "stock Megatron does not train MoE layers under TP without"),
+    ],
+)
+def test_what_cannot_run_is_refused_before_training(planned, variant, overrides, message):
+    with pytest.raises(ConfigurationError, match=message) as refused:
+        planned(variant, **overrides)
+    assert "--moe-opt-plan" in str(refused.value)
+
+
+def tried(controller: Controller, workers: tuple[int, ...]) -> tuple[list[str], str | None]:
+    workload = LayerWorkload(16, 16, 16, False, 8, 2, 4, 16, 8, workers=workers)
+    seen = [type("Seen", (), {"workload": workload})]
+    allowed, refused, planned = controller._make_plan(seen)
+    assert {one.variant for one in (*allowed, *refused)} == set(CANDIDATES)
+    return [one.variant for one in allowed], planned
+
+
+def test_runners_up_that_cannot_run_are_not_tried(planned):
+    controller = planned("monta:O2x2")
+    others = ["mpmoe:2:S1", "monta:O2x2", "alltoall"]
+    assert tried(controller, (2, 4)) == (["expert-migration:2x4", *others], "monta:O2x2")
+    assert tried(controller, (8,)) == (["expert-migration:8", *others], "monta:O2x2")
+    fused = planned("monta:O2x2", gradient_accumulation_fusion=True)
+    assert tried(fused, (8,)) == (others, "monta:O2x2")
+
+
+@pytest.mark.parametrize(("variant", "overrides"), [("netmoe", {}), ("parm:S2", {"tensor_model_parallel_size": 2})])
+def test_what_layers_cannot_leave_stays(planned, variant, overrides):
+    assert tried(planned(variant, **overrides), (8,))[1] is None
