@@ -65,7 +65,7 @@ class Options:
     """How `mpmoe` restores what partitions overwrite in shared buffers: none (they share nothing), S1 to S4 (MPMoE,
     Table II), or auto. None: none."""
     activation_budget: int | None = None
-    """Bytes of a layer's activations (MPMoE, eq. 2) where `mpmoe` chooses; None: no limit."""
+    """Bytes of a layer's activations (MPMoE, eq. 2) where `mpmoe` or `auto` chooses; None: no limit."""
     tuner: str | None = None
     """What `mpmoe` chooses by: its own passes (profile) or the model of the measured cluster (model)."""
     telemetry: bool = False
@@ -99,12 +99,11 @@ class Options:
                 f"{PREFIX}chunks {self.chunks} has no meaning at {PREFIX}monta-level O1, which does not cut: use O2 "
                 "or O3"
             )
-        for flag, value in ("tuner", self.tuner), ("activation-budget", self.activation_budget):
-            if value is not None and not self.tunes_partitions:
-                raise ConfigurationError(
-                    f"{PREFIX}{flag} {value} has nothing to choose: add {PREFIX}partitions auto or "
-                    f"{PREFIX}memory-reuse auto, or drop it"
-                )
+        if self.tuner is not None and not self.tunes_partitions:
+            raise ConfigurationError(
+                f"{PREFIX}tuner {self.tuner} has nothing to choose: add {PREFIX}partitions auto or "
+                f"{PREFIX}memory-reuse auto, or drop it"
+            )
         if self.tuner == "model" and self.profile is None:
             raise ConfigurationError(
                 f"{PREFIX}tuner model predicts from measurements: run `moe-opt profile` and give its file with "
@@ -281,7 +280,7 @@ def _parser() -> argparse.ArgumentParser:
         dest="activation_budget",
         type=_bytes,
         metavar="BYTES",
-        help="the most that activations of a layer of mpmoe may take, such as 512MiB, where it chooses",
+        help="the most that activations of a layer may take, such as 512MiB, where mpmoe or auto chooses",
     )
     group.add_argument(
         f"{PREFIX}tuner",

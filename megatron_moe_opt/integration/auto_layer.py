@@ -77,7 +77,7 @@ class PlannedLayer:
         config, groups = self.layer.config, self.groups
         return LayerWorkload(
             tokens=self.tokens,
-            hidden=config.hidden_size,
+            hidden=config.moe_latent_size or config.hidden_size,
             ffn=(config.moe_ffn_hidden_size or config.ffn_hidden_size) // groups.etp_size,
             gated=config.gated_linear_unit,
             experts=config.num_moe_experts,
@@ -171,6 +171,11 @@ class Controller:
         variants = set(self.plan.layers.values())
         if len(variants) == 1:
             layer.use(*variants)
+        elif "netmoe" in variants:
+            raise ConfigurationError(
+                f"--moe-opt-plan {self.options.plan} has netmoe in some layers only, but samples move through all of a "
+                "stage: plan it for all, or for none"
+            )
         else:
 
             def use_planned(*_: Any) -> None:  # at the first pass: a layer gets its number after it is built

@@ -117,6 +117,19 @@ def _check_auto(options: Options) -> None:
             f"{PREFIX}compression-ratio {options.compression_ratio:g} is lossy, which {FLAG} {AUTO} never is: drop it, "
             "or choose expert-migration"
         )
+    for flag, value in (
+        ("monta-level", options.monta_level),
+        ("chunks", options.chunks),
+        ("parm-schedule", options.parm_schedule),
+        ("domain-sizes", options.domain_sizes),
+        ("partitions", options.partitions),
+        ("memory-reuse", options.memory_reuse),
+        ("tuner", options.tuner),
+    ):
+        if value is not None:
+            raise ConfigurationError(
+                f"{PREFIX}{flag} {value} is what {FLAG} {AUTO} chooses: drop it, or name the dispatcher it is for"
+            )
 
 
 def _check_netmoe(config: Any) -> None:
@@ -163,6 +176,11 @@ def _check_mpmoe(config: Any, options: Options) -> None:
         raise ConfigurationError(
             f"--moe-router-padding-for-quantization pads an expert's rows before {FLAG} mpmoe cuts them: drop it, and "
             "the experts pad each partition themselves"
+        )
+    if options.activation_budget is not None and not options.tunes_partitions:
+        raise ConfigurationError(
+            f"{PREFIX}activation-budget {options.activation_budget} has nothing to choose: add {PREFIX}partitions auto "
+            f"or {PREFIX}memory-reuse auto, or drop it"
         )
     reuse = options.memory_reuse or NONE
     if reuse == NONE:

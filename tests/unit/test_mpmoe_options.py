@@ -45,10 +45,6 @@ def test_fixed_ones_are_the_same_for_every_pass():
         ),
         ("--moe-opt-activation-budget 3GB", "'3GB' is not a number of bytes above 0, such as 512MiB or 1.5GiB"),
         ("--moe-opt-tuner model", "--moe-opt-tuner model has nothing to choose: add --moe-opt-partitions auto or"),
-        (
-            "--moe-opt-partitions 4 --moe-opt-activation-budget 1KiB",
-            "--moe-opt-activation-budget 1024 has nothing to choose: add --moe-opt-partitions auto or",
-        ),
     ],
 )
 def test_refusals(arguments, sentence):
