@@ -112,6 +112,7 @@ def test_report_of_a_step(ranks, dispatcher):
 
 RECOMPUTE = {"recompute_granularity": "selective", "recompute_modules": ["moe"]}
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+TRAVEL = {"domain_sizes": (1, 2), "network_levels": (2, 2)}
 
 
 @pytest.mark.parametrize(
@@ -120,7 +121,7 @@ FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompu
         ("monta", RECOMPUTE, {"monta_level": "O2", "chunks": 2}),
         ("alltoall", FULL, {}),
         ("mpmoe", {}, {"memory_reuse": "S4"}),
-        ("expert-migration", {"gradient_accumulation_fusion": False}, {"domain_sizes": (1, 2), "network_levels": (2, 2)}),
+        ("expert-migration", {"gradient_accumulation_fusion": False}, TRAVEL),
         ("monta", {"moe_shared_expert_intermediate_size": 32, "moe_shared_expert_overlap": True}, {}),
     ],
     ids=["recomputed", "all recomputed", "experts called again", "experts that travel", "shared experts"],
