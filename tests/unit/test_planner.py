@@ -96,8 +96,8 @@ def test_faster_links_and_fewer_rows_never_take_longer(inter, factor, tokens, to
     busier = dataclasses.replace(layer, imbalance=imbalance)
     skewed = by_variant(candidates(busier, cluster(inter))[0])
     for variant, one in slow.items():
-        assert fast[variant].seconds <= one.seconds * (1 + 1e-9)
-        assert one.seconds <= skewed[variant].seconds * (1 + 1e-9)
+        assert fast[variant].seconds <= one.seconds * (1 + 1e-6)
+        assert one.seconds <= skewed[variant].seconds * (1 + 1e-6)  # to the rounding of chunks to whole rows
 
 
 def test_a_budget_leaves_out_what_does_not_fit_but_never_stock():
