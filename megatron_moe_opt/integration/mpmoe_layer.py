@@ -42,7 +42,7 @@ def shape_of_layer(config: Any, ep_size: int, etp_size: int) -> MpmoeLayer:
     T_M is taken to be what Megatron's own PyTorch experts save.
     """
     return MpmoeLayer.of_experts(
-        config.hidden_size,
+        config.moe_latent_size or config.hidden_size,  # what travels
         config.moe_ffn_hidden_size or config.ffn_hidden_size,
         config.num_moe_experts,
         ep_size,
