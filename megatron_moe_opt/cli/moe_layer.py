@@ -15,7 +15,7 @@ from megatron_moe_opt import register
 from megatron_moe_opt.cli.layer_settings import LayerSettings
 from megatron_moe_opt.cli.option_types import torch_dtype
 from megatron_moe_opt.cli.routing import choose_experts
-from megatron_moe_opt.integration.auto_layer import Controller, current_controller
+from megatron_moe_opt.integration.auto_layer import current_controller
 from megatron_moe_opt.integration.moe_layer import build_layer, forget_migrated_experts, impose_routing
 from megatron_moe_opt.integration.mpmoe_layer import shape_of_layer
 from megatron_moe_opt.options import AUTO, Options
@@ -209,11 +209,10 @@ def layer_under_test(
     return under_test
 
 
-def settle(planned: LayerUnderTest) -> Controller:
+def settle(planned: LayerUnderTest) -> None:
     """Runs steps of a layer under `auto`, the last that was built, until it has chosen. A collective call."""
     controller = current_controller()
     while not controller.settled:
         planned.clear_grads()
         planned.step()
         controller.after_step()
-    return controller

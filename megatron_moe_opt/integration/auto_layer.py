@@ -21,13 +21,14 @@ import torch
 import torch.distributed as dist
 
 from megatron_moe_opt.dispatchers.pipelining import agreed_cluster
+from megatron_moe_opt.dispatchers.say import say
 from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.integration.checks import check_config
 from megatron_moe_opt.integration.expert_migration_layer import EXPERTS_COMPUTE
 from megatron_moe_opt.integration.optimizer_step import after_optimizer_step
 from megatron_moe_opt.integration.replicated_tokens import holds_replicated_tokens
 from megatron_moe_opt.kernels import LANE_BYTES
-from megatron_moe_opt.options import PREFIX, Options
+from megatron_moe_opt.options import AUTO, PREFIX, Options
 from megatron_moe_opt.planning.cluster import Cluster
 from megatron_moe_opt.planning.plan_file import Plan
 from megatron_moe_opt.planning.planner import ALLTOALL, LayerWorkload, Prediction, Refusal, best, candidates
@@ -220,7 +221,8 @@ class Controller:
             self.settled = True  # a plan that differs from layer to layer, or cannot be left: it runs as it is
             return
         self._trials = Trials(shortlist(self.predicted, self.planned))
-        self._say(plan_lines(self))
+        for line in plan_lines(self):
+            say(AUTO, line)
 
     def _seen(self, layer: PlannedLayer) -> Seen:
         return Seen(layer.workload(), layer.rows / layer.passes, layer.passes)
@@ -304,16 +306,12 @@ class Controller:
         for layer in self.layers:
             layer.drop_others()
         self.settled = True
-        self._say(settled_lines(self, chosen))
+        for line in settled_lines(self, chosen):
+            say(AUTO, line)
 
     def _synchronize(self) -> None:
         if torch.cuda.is_available():
             torch.cuda.synchronize()
-
-    def _say(self, lines: list[str]) -> None:
-        if dist.get_rank() == 0:
-            for line in lines:
-                print(f"moe-opt: auto: {line}", flush=True)
 
 
 def _stays(variant: str, workers: set[tuple[int, ...]]) -> str | None:
@@ -338,7 +336,8 @@ def plan_lines(controller: Controller) -> list[str]:
     stock = predicted.get(ALLTOALL)
     tried = controller._trials.variants
     lines = [
-        f"plan from {source}: {controller.planned}; {len(tried)} variants are tried now, stock among them",
+        f"plan from {source}: {controller.planned}; {len(tried)} variants are tried now"
+        + (", stock among them" if ALLTOALL in tried else ""),
         f"{'':24}{'ms a layer':>12}{'of stock':>10}{'exposed':>9}{'MB between nodes':>18}{'in a node':>11}{'held':>9}",
     ]
     for variant in tried:

@@ -341,9 +341,8 @@ def _expert_migration(planner: _Planner) -> Iterator[Prediction | Refusal]:
     for choice in expert_migration.predict(layer, one.workers, curves):
         domains = choice.domains
         sent = [layer.sent(domains, level) for level in range(domains.levels)]
-        between = sum(sent[: -1 if planner.links.spans_nodes and domains.levels > 1 else None])
-        if not planner.links.spans_nodes:
-            between = 0.0
+        outside = sent[:-1] if domains.levels > 1 else sent  # the innermost of several levels is inside nodes
+        between = sum(outside) if planner.links.spans_nodes else 0.0
         terms = {
             "tokens and experts on their way": choice.seconds + edge,
             "experts": planner.expert_seconds,

@@ -4,30 +4,17 @@ from __future__ import annotations
 
 import json
 import os
-from contextlib import contextmanager
 
 import pytest
-import torch
 import torch.distributed as dist
 
 from megatron_moe_opt.cli.layer_report import conditions, times_table, traffic_table
 from megatron_moe_opt.cli.layer_settings import LayerSettings
 from megatron_moe_opt.planning.cluster import Cluster, ExpertGemm, World
+from megatron_moe_opt.schedules.parm import JOINT
 from megatron_moe_opt.schedules.schedule import Kind
+from tests.ranks.commands import CURVES, group_of_the_pool
 from tests.unit.report_cases import Page
-
-CURVES = {
-    (Kind.ALL_TO_ALL, "ep"): ((1024, 3e-3), (1 << 20, 4.0)),
-    (Kind.ALL_TO_ALL, "ep x expert-tp"): ((1024, 3e-3), (1 << 20, 4.0)),
-    (Kind.ALL_GATHER, "expert-tp"): ((1024, 2e-3), (1 << 20, 2.0)),
-    (Kind.REDUCE_SCATTER, "expert-tp"): ((1024, 2e-3), (1 << 20, 2.0)),
-    (Kind.COPY, None): ((1024, 1e-3), (1 << 20, 1.0)),
-}
-
-
-@contextmanager
-def _group_of_the_pool():
-    yield torch.device("cpu")
 
 
 def _run(settings, json_file, folder):
@@ -35,7 +22,7 @@ def _run(settings, json_file, folder):
     from megatron_moe_opt.cli import bench_layer
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(bench_layer, "megatron_process_group", _group_of_the_pool)
+        patch.setattr(bench_layer, "megatron_process_group", group_of_the_pool)
         patch.setattr("megatron_moe_opt.cli.links.PROBE_MAX_BYTES", 2**16)  # rates are not looked at here
         patch.setitem(os.environ, "GROUP_RANK", str(dist.get_rank() // 2))
         return bench_layer.bench_layer(settings, json_file, folder)
@@ -43,8 +30,9 @@ def _run(settings, json_file, folder):
 
 def test_the_page_of_a_run(ranks, tmp_path):
     profile, json_file, folder = tmp_path / "cluster.json", tmp_path / "layer.json", tmp_path / "new" / "folder"
+    curves = CURVES | {(Kind.ALL_TO_ALL, JOINT): CURVES[Kind.ALL_TO_ALL, "ep"]}
     gemm = ExpertGemm(32, 32, "fp32", ((16, 1e-4), (64, 3e-4)))
-    Cluster(World((0, 0, 1, 1), tp=2, ep=2, expert_tp=2), CURVES, expert_gemm=gemm).save(profile)
+    Cluster(World((0, 0, 1, 1), tp=2, ep=2, expert_tp=2), curves, expert_gemm=gemm).save(profile)
     settings = LayerSettings(
         dispatchers=("monta:O3x2", "mpmoe:2", "deepspeed"),
         tokens=24,

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
-import torch
 import torch.distributed as dist
 
 from megatron_moe_opt.cli.layer_settings import LayerSettings
@@ -15,18 +13,7 @@ from megatron_moe_opt.planning.cluster import Cluster, ExpertGemm, World
 from megatron_moe_opt.planning.monta import PASSES
 from megatron_moe_opt.planning.simulator import simulate
 from megatron_moe_opt.schedules.schedule import Kind, Lane
-
-CURVES = {
-    (Kind.ALL_TO_ALL, "ep"): ((1024, 3e-3), (1 << 20, 4.0)),
-    (Kind.ALL_GATHER, "expert-tp"): ((1024, 2e-3), (1 << 20, 2.0)),
-    (Kind.REDUCE_SCATTER, "expert-tp"): ((1024, 2e-3), (1 << 20, 2.0)),
-    (Kind.COPY, None): ((1024, 1e-3), (1 << 20, 1.0)),
-}
-
-
-@contextmanager
-def _group_of_the_pool():
-    yield torch.device("cpu")
+from tests.ranks.commands import CURVES, group_of_the_pool
 
 
 def _run(variant, rank=None, slow_rank=None, **options):
@@ -39,7 +26,7 @@ def _run(variant, rank=None, slow_rank=None, **options):
     counts = {"warmup": 1, "steps": 3, "dispatch_only": True}
     settings = LayerSettings(dispatchers=(variant,), **{**sizes, **fixed, **counts, **options})
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(layer_timeline, "megatron_process_group", _group_of_the_pool)
+        patch.setattr(layer_timeline, "megatron_process_group", group_of_the_pool)
         if dist.get_rank() == slow_rank:
             _slow_down(patch)
         return layer_timeline.layer_timeline(settings, rank, trace, png)
