@@ -47,7 +47,8 @@ def train(steps: int, options: Options | None, sizes: dict[str, int], **config: 
     from tests.ranks.megatron import parallel
 
     with pytest.MonkeyPatch.context() as patch, parallel(**sizes):
-        patch.setattr(trials, "STEPS", 2)
+        patch.setattr(trials, "TURN", 2)
+        patch.setattr(trials, "MOST_STEPS", 26)
         megatron_moe_opt.register(options)
         try:
             model = gpt(learning_rate=1e-3, **config)
@@ -62,13 +63,14 @@ def train(steps: int, options: Options | None, sizes: dict[str, int], **config: 
         "settled": controller.settled,
         "planned": controller.planned,
         "tried": sorted(controller.measured),
+        "steps": controller.trials.steps if controller.trials else 0,
         "runs": controller.current,
         "layers": len(controller.layers),
         "built": [list(layer._built) for layer in controller.layers],
     }
 
 
-STEPS = 28  # one to look, 6 variants of 4 steps each, and some as chosen
+STEPS = 28  # one to look, 26 of trials at most, and some as chosen
 
 
 @pytest.mark.parametrize(
@@ -85,6 +87,7 @@ def test_trains_like_stock_while_it_tries_and_after(ranks, profile, sizes, confi
     auto = ranks.run(train, steps=STEPS, options=options, sizes=sizes, moe_token_dispatcher_type="auto", **config)
     first = auto[0]
     assert first["settled"] and first["runs"] in first["tried"] and first["planned"] in first["tried"]
+    assert 12 <= first["steps"] <= 26
     assert {"alltoall", "mpmoe", "monta", "expert-migration"} <= {name.partition(":")[0] for name in first["tried"]}
     assert first["built"] == [[first["runs"]]] * 2  # what is not used is not kept
     for ours, stocks in zip(auto, stock, strict=True):
