@@ -12,11 +12,13 @@ its own, so the machine's network is never touched. Token buckets (tc's tbf) lim
 - `lo`: ranks of one node address each other by the node's `eth0` address, which the kernel routes over `lo`. One
   bucket serves both directions, so `--intra` is what all ranks of a node together exchange inside it.
 
+Every node computes on its own equal share of the machine's processors, where they can be shared equally.
+
 The script runs under torchrun in each node, over Gloo. Before that the shape is measured with plain sockets, and a
 shape that is off by more than 15 % is refused (`--unmet warn`: the script runs, behind a warning). Everything is
 removed at the end, whatever ends the run; what a killed run left behind is removed by the next one, or by `clean`.
 
-Needs root and iproute2; standard library only, but the ranks need torch. See docs/netbox.md.
+Needs root, iproute2 and util-linux; standard library only, but the ranks need torch. See docs/netbox.md.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, NoReturn
@@ -325,6 +327,18 @@ def torchrun_command(shape: Shape, node: int, command: list[str]) -> list[str]:
     return [sys.executable, "-m", "torch.distributed.run", *where, *master, *command]
 
 
+def processors(node: int, nodes: int, available: Sequence[int]) -> list[int]:
+    """A node's own share of the processors, or the one that it shares with as many nodes as the others do.
+
+    A node would otherwise compute on the processors of those that wait for the network. Where there are no equal
+    shares, all nodes have all processors: a node with fewer would hold up the others.
+    """
+    if len(available) % nodes == 0:
+        share = len(available) // nodes
+        return list(available[node * share : (node + 1) * share])
+    return [available[node * len(available) // nodes]] if nodes % len(available) == 0 else list(available)
+
+
 def rank_environment(shape: Shape) -> dict[str, str]:
     """This process's environment and what ranks need: Gloo's interface, one thread a rank, the links' rates."""
     return {
@@ -347,12 +361,13 @@ def run_job(shape: Shape, nodes: list[str], command: list[str], timeout: float |
 
     Node 0 writes straight to this process's output (progress bars work); lines of the others carry their number.
     """
-    environment = rank_environment(shape)
+    environment, available = rank_environment(shape), sorted(os.sched_getaffinity(0))
     agents: list[subprocess.Popen[bytes]] = []
     copiers: list[threading.Thread] = []
     try:
         for i, node in enumerate(nodes):
-            words = ["ip", "netns", "exec", node, *torchrun_command(shape, i, command)]
+            share = ",".join(map(str, processors(i, len(nodes), available)))
+            words = ["ip", "netns", "exec", node, "taskset", "--cpu-list", share, *torchrun_command(shape, i, command)]
             pipe = subprocess.PIPE if i else None
             agents.append(subprocess.Popen(words, env=environment, start_new_session=True, stdout=pipe, stderr=pipe))
             for source, target in ((agents[i].stdout, sys.stdout.buffer), (agents[i].stderr, sys.stderr.buffer)):
@@ -394,9 +409,9 @@ def _wait(agents: list[subprocess.Popen[bytes]], timeout: float | None) -> int:
 def _check_machine() -> None:
     if not sys.platform.startswith("linux"):
         raise NetboxError(f"netbox needs Linux (network namespaces); this is {sys.platform}")
-    for tool in ("ip", "tc"):
+    for tool, package in (("ip", "iproute2"), ("tc", "iproute2"), ("taskset", "util-linux")):
         if shutil.which(tool) is None:
-            raise NetboxError(f"the command `{tool}` is missing; install the Debian package iproute2")
+            raise NetboxError(f"the command `{tool}` is missing; install the Debian package {package}")
     if os.geteuid() != 0:
         raise NetboxError("netbox must run as root to make network namespaces; start it with sudo")
 

@@ -25,7 +25,9 @@ import netbox  # noqa: E402
 
 pytestmark = [
     pytest.mark.skipif(not sys.platform.startswith("linux") or os.geteuid() != 0, reason="netbox needs root on Linux"),
-    pytest.mark.skipif(not (shutil.which("ip") and shutil.which("tc")), reason="netbox needs iproute2"),
+    pytest.mark.skipif(
+        not all(map(shutil.which, ("ip", "tc", "taskset"))), reason="netbox needs iproute2 and util-linux"
+    ),
 ]
 
 INTER, INTRA = 40_000_000, 320_000_000  # bits/s
@@ -59,12 +61,13 @@ for _ in range(3):
     spans = [None] * dist.get_world_size()
     dist.all_gather_object(spans, (start, time.monotonic()))  # one kernel: one clock for all nodes
     times.append(max(end for _, end in spans) - min(start for start, _ in spans))
-after, counted = passed(), [None] * dist.get_world_size()
+after, counted, shares = passed(), [None] * dist.get_world_size(), [None] * dist.get_world_size()
 dist.all_gather_object(counted, {device: after[device] - before[device] for device in after})
+dist.all_gather_object(shares, sorted(os.sched_getaffinity(0)))
 if dist.get_rank() == 0:
     assert received.view(4, -1).float().mean(1).tolist() == [0, 1, 2, 3]
     rates = [os.environ["NETBOX_INTER_BITS"], os.environ["NETBOX_INTRA_BITS"]]
-    print(json.dumps({"seconds": times, "rates": rates, "bytes": [counted[0], counted[2]]}), flush=True)
+    print(json.dumps({"seconds": times, "rates": rates, "bytes": counted[::2], "shares": shares}), flush=True)
 if dist.get_rank() == 3:
     print("rank 3 was here", flush=True)
 dist.destroy_process_group()
@@ -189,6 +192,8 @@ def test_all_to_all_takes_no_less_than_the_time_of_its_bytes_between_nodes(tmp_p
     for node in found["bytes"]:  # 3 times 1 MiB out of the node, and half of that inside it
         assert node["eth0"] > 3 * MIB
         assert 1.5 * MIB < node["lo"] < 3 * MIB
+    available = sorted(os.sched_getaffinity(0))
+    assert found["shares"] == [netbox.processors(rank // 2, 2, available) for rank in range(4)]
     assert "[node 1] rank 3 was here" in done.stdout
 
 

@@ -71,6 +71,21 @@ def test_command_behind_the_dashes_is_passed_on_untouched():
     assert words[words.index("--master_addr") + 1] == "10.77.0.1"
 
 
+@pytest.mark.parametrize(
+    ("nodes", "available", "shares"),
+    [
+        (1, [0, 1], [[0, 1]]),
+        (2, [0, 1], [[0], [1]]),
+        (2, [2, 3, 6, 7], [[2, 3], [6, 7]]),
+        (4, [0, 1], [[0], [0], [1], [1]]),
+        (3, [0, 1], [[0, 1]] * 3),  # no equal shares
+        (2, [0, 1, 2], [[0, 1, 2]] * 2),
+    ],
+)
+def test_nodes_share_the_processors_equally_or_not_at_all(nodes, available, shares):
+    assert [netbox.processors(node, nodes, available) for node in range(nodes)] == shares
+
+
 def test_ranks_are_told_the_rates(monkeypatch):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     environment = netbox.rank_environment(SHAPE)
@@ -113,10 +128,11 @@ def test_bad_command_lines_are_refused_in_one_sentence(capsys, argv, message):
     assert message in refusal(capsys, argv)
 
 
-def test_refused_without_iproute2(capsys, monkeypatch):
-    monkeypatch.setattr(shutil, "which", lambda tool: None if tool == "tc" else f"/sbin/{tool}")
+@pytest.mark.parametrize(("missing", "package"), [("tc", "iproute2"), ("taskset", "util-linux")])
+def test_refused_without_the_tools_and_told_their_package(capsys, monkeypatch, missing, package):
+    monkeypatch.setattr(shutil, "which", lambda tool: None if tool == missing else f"/sbin/{tool}")
     message = refusal(capsys, [*RUN, "--", __file__])
-    assert message == "netbox: the command `tc` is missing; install the Debian package iproute2\n"
+    assert message == f"netbox: the command `{missing}` is missing; install the Debian package {package}\n"
 
 
 def test_refused_without_root(capsys, monkeypatch):
