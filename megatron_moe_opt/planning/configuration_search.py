@@ -20,6 +20,8 @@ NEAR = 0.1
 measured at other times than the least."""
 MOST_TIMES = 24
 """Of a configuration; those that are not told apart by then count as equal."""
+MOST_LOST = 15.0
+"""Passes of the best one that those of all others may take longer than as many of its own, before comparing ends."""
 EQUAL = 0.02
 """Of medians that exceed the least by this part of it the one with the fewest partitions is taken."""
 
@@ -29,8 +31,8 @@ class ConfigurationSearch:
     """The fastest (n, S) for any number of tokens, of those that are allowed.
 
     Each strategy has an Algorithm 1 of its own, which begins where the one before ended; then all that may be the
-    fastest are measured in turns, until one is left or all of them have MOST_TIMES. A strategy only adds work to
-    `none`: where `none` is allowed, nothing else is tried.
+    fastest are measured in turns, until one is left, all of them have MOST_TIMES or MOST_LOST is lost. A strategy only
+    adds work to `none`: where `none` is allowed, nothing else is tried.
     """
 
     strategies: Sequence[str]
@@ -104,10 +106,13 @@ class ConfigurationSearch:
         """Those that have to be measured once more before one of them can be taken."""
         if len(times) == 1:
             return ()
+        medians = {one: statistics.median(seconds) for one, seconds in times.items()}
+        least = min(medians.values())
+        if sum(len(times[one]) * (medians[one] / least - 1) for one in times) > MOST_LOST:
+            return ()
         if tokens not in self._compared:
             self._compared.add(tokens)
-            medians = {one: statistics.median(seconds) for one, seconds in times.items()}
-            near = tuple(one for one in times if medians[one] <= min(medians.values()) * (1 + NEAR))
+            near = tuple(one for one in times if medians[one] <= least * (1 + NEAR))
             return near if len(near) > 1 else ()
         left = contenders(times)
         return left if len(left) > 1 and min(len(times[one]) for one in left) < MOST_TIMES else ()
