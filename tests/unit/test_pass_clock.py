@@ -2,52 +2,61 @@
 
 from __future__ import annotations
 
-import time
-
+import pytest
 import torch
 
+from megatron_moe_opt.runtime.layer_pass import HostClock
 from megatron_moe_opt.runtime.pass_clock import PassClock
 
-PAUSE = 0.02
+
+@pytest.fixture
+def host(monkeypatch):
+    """A host whose time passes where the tests say."""
+    time = [0.0]
+    monkeypatch.setattr(HostClock, "now", staticmethod(lambda: time[0]))
+    return time
 
 
-class _Slow(torch.autograd.Function):
-    """The identity, forward and backward after a pause."""
+class _Takes(torch.autograd.Function):
+    """The identity, which takes so many seconds forward, and twice as many backward."""
 
     @staticmethod
-    def forward(ctx, rows):
-        time.sleep(PAUSE)
+    def forward(ctx, rows, host, seconds):
+        ctx.host, ctx.seconds = host, seconds
+        host[0] += seconds
         return rows.clone()
 
     @staticmethod
     def backward(ctx, grad):
-        time.sleep(PAUSE)
-        return grad
+        ctx.host[0] += 2 * ctx.seconds
+        return grad, None, None
 
 
-def _forward(source, finished):
+def _forward(source, host, finished):
     clock = PassClock(source.device, finished)
-    first = _Slow.apply(source)
-    output = _Slow.apply(first)
+    first = _Takes.apply(source, host, 1)
+    output = _Takes.apply(first, host, 10)
     clock.forward_ends(output, first.grad_fn)
     return output
 
 
-def test_forward_and_backward_from_end_to_end_and_nothing_between():
+def test_forward_and_backward_from_end_to_end_and_nothing_between(host):
     source, finished = torch.ones(3, requires_grad=True), []
-    before = _Slow.apply(source)  # not of the pass, nor is what comes behind it
-    output = _Slow.apply(_forward(before, finished.append))
-    time.sleep(10 * PAUSE)
+    before = _Takes.apply(source, host, 100)  # not of the pass, nor is what comes behind it
+    output = _Takes.apply(_forward(before, host, finished.append), host, 1000)
+    host[0] += 10000
     assert not finished
     output.sum().backward()
     (clock,) = finished
-    assert 4 * PAUSE <= clock.seconds < 10 * PAUSE  # two each way; four more would be 8 pauses and the sleep
+    assert clock.seconds == 33
 
 
-def test_passes_under_way_at_once_and_one_without_a_backward_pass():
+def test_passes_under_way_at_once_and_one_without_a_backward_pass(host):
     source, ended = torch.ones(3, requires_grad=True), []
-    outputs = [_forward(source, lambda clock, number=number: ended.append((number, clock))) for number in range(3)]
+    outputs = [
+        _forward(source, host, lambda clock, number=number: ended.append((number, clock))) for number in range(3)
+    ]
     outputs[2].sum().backward()
     outputs[0].sum().backward()
     assert [number for number, _ in ended] == [2, 0]
-    assert all(4 * PAUSE <= clock.seconds < 10 * PAUSE for _, clock in ended)
+    assert all(clock.seconds == 33 for _, clock in ended)
