@@ -48,6 +48,8 @@ class Options:
     """Layers whose experts `expert-migration` gathers before their turn."""
     compression_ratio: float | None = None
     """Bytes of an expert over those of it that travel. None: experts travel whole; lossy otherwise."""
+    gradient_compression_ratio: float | None = None
+    """Bytes of the gradient of an expert that travels over those of it that return. None: whole; lossy otherwise."""
     residuals: str = "last"
     """What compressed experts are told from: the last ones, as the receivers hold them, or a shared expert."""
     shared_expert_interval: int = 10
@@ -84,11 +86,12 @@ class Options:
                     f"{PREFIX}{flag} auto chooses from measurements: run `moe-opt profile` and give its file with "
                     f"{PREFIX}profile"
                 )
-        if self.compression_ratio is not None and not self.experts_may_travel:
-            raise ConfigurationError(
-                f"{PREFIX}compression-ratio {self.compression_ratio:g} has nothing to compress where no expert "
-                f"travels: give {PREFIX}domain-sizes above 1"
-            )
+        for flag, ratio in self.compression.items():
+            if not self.experts_may_travel:
+                raise ConfigurationError(
+                    f"{flag} {ratio:g} has nothing to compress where no expert travels: give {PREFIX}domain-sizes "
+                    "above 1"
+                )
         if self.profile is not None and len(self.levels) == 1 and self.chunk_counts is not None:
             raise ConfigurationError(
                 f"{PREFIX}profile {self.profile} has nothing to choose: drop it, or leave {PREFIX}monta-level or "
@@ -149,6 +152,13 @@ class Options:
         if self.levels == ("O1",):
             return (1,)
         return None if self.profile is not None else (DEFAULT_CHUNKS,)
+
+    @property
+    def compression(self) -> dict[str, float]:
+        """The ratios of `expert-migration` that were given, by their flags: all of them lossy."""
+        ratios = {"compression-ratio": self.compression_ratio,
+                  "gradient-compression-ratio": self.gradient_compression_ratio}  # fmt: skip
+        return {PREFIX + flag: ratio for flag, ratio in ratios.items() if ratio is not None}
 
     @property
     def chooses_domains(self) -> bool:
@@ -320,6 +330,14 @@ def _parser() -> argparse.ArgumentParser:
         type=_above_1,
         metavar="R",
         help="bytes of an expert over those of it that travel; lossy (default: experts travel whole)",
+    )
+    group.add_argument(
+        f"{PREFIX}gradient-compression-ratio",
+        dest="gradient_compression_ratio",
+        type=_above_1,
+        metavar="R",
+        help="bytes of the gradients of experts that travel over those of them that return to the owners, the largest "
+        "entries; the rest is added to the next ones; lossy (default: they return whole)",
     )
     group.add_argument(
         f"{PREFIX}residuals",

@@ -27,12 +27,16 @@ from torch.autograd.function import once_differentiable
 from torch.autograd.graph import saved_tensors_hooks
 
 from megatron_moe_opt.kernels import empty
-from megatron_moe_opt.runtime.collectives import all_gather_rows, device_of, reduce_scatter_rows
+from megatron_moe_opt.runtime.collectives import all_gather_rows, device_of
 from megatron_moe_opt.runtime.communication_lane import communication_lane
 from megatron_moe_opt.runtime.expert_codec import Decode, ResidualExperts, TrackedExperts, WholeExperts
+from megatron_moe_opt.runtime.expert_gradients import CompressedGradients, WholeGradients
 from megatron_moe_opt.runtime.expert_weights import ExpertWeights
 from megatron_moe_opt.runtime.recomputation import is_recomputing
+from megatron_moe_opt.runtime.recording import Beside
 from megatron_moe_opt.runtime.traffic import count_sent
+from megatron_moe_opt.schedules.expert_migration import gathered as gathered_schedule
+from megatron_moe_opt.schedules.expert_migration import returned as returned_schedule
 from megatron_moe_opt.topology.domain_groups import DomainGroups
 
 
@@ -50,8 +54,11 @@ class ExpertCommunicator:
             ahead: layers whose experts are gathered before their turn.
         """
         self.groups, self.ahead = groups, ahead
+        self._groups = {level: group for level, group in enumerate(groups.experts) if group is not None}
         self.round = 0
         """Counts the changes of weights that were noticed."""
+        self.gradients: weakref.WeakSet[WholeGradients | CompressedGradients] = weakref.WeakSet()
+        """How those of each layer return."""
         self._first: weakref.ref[MigratedExperts] | None = None
         self._last: weakref.ref[MigratedExperts] | None = None
 
@@ -91,37 +98,54 @@ class ExpertCommunicator:
         for layer in layers[: int(number)]:
             layer.send()
 
+    def after_skipped_step(self) -> None:
+        """Forgets what is left of gradients: of those that nobody has used."""
+        for gradients in self.gradients:
+            gradients.restart()
+
     def gather(self, message: torch.Tensor) -> Callable[[], torch.Tensor]:
         """Starts to gather messages [M] of all ranks of the domain, from the outermost level inwards.
 
         Returns:
             What waits for [ranks, M], in the order of DomainTables.owners.
         """
-        groups, num_bytes = [group for group in self.groups.experts if group is not None], message.nbytes
-        for group in groups:
+        num_bytes, sizes = message.nbytes, {}
+        for level, group in self._groups.items():
             count_sent("all_gather", group, [num_bytes] * group.size())
-            num_bytes *= group.size()
+            sizes[level] = num_bytes = num_bytes * group.size()
+        beside = Beside(lambda: gathered_schedule(sizes))
 
         def gather() -> torch.Tensor:
             gathered = message
-            for group in groups:
-                gathered = all_gather_rows(gathered, None, group)
+            with beside:
+                for group in self._groups.values():
+                    gathered = all_gather_rows(gathered, None, group)
+                    beside.ended()
             return gathered.view(-1, message.numel())
 
         return communication_lane("experts", message.device).submit(gather)
 
-    def reduce(self, gradients: torch.Tensor) -> torch.Tensor:
-        """The sum over the domain of what its ranks have for this rank: [ranks, N] -> [N]. The mirror of `gather`."""
-        groups, num_bytes = [group for group in self.groups.experts if group is not None], gradients.nbytes
-        for group in reversed(groups):
-            num_bytes //= group.size()
-            count_sent("reduce_scatter", group, [num_bytes] * group.size())
+    def reduce(self, gradients: torch.Tensor, codec: WholeGradients | CompressedGradients) -> torch.Tensor:
+        """The sum over the domain of what its ranks have for this rank: [ranks, N] -> [N]. The mirror of `gather`.
+
+        Args:
+            codec: how they travel.
+        """
+        owners, sizes = gradients.size(0), {}
+        of_owner = codec.sent_bytes(gradients.size(1), gradients.dtype)
+        for level, group in reversed(self._groups.items()):
+            sizes[level] = owners * of_owner
+            owners //= group.size()
+            count_sent("reduce_scatter", group, [owners * of_owner] * group.size())
+        beside = Beside(lambda: returned_schedule(sizes))
 
         def reduce() -> torch.Tensor:
-            part = gradients.view(-1)
-            for group in reversed(groups):
-                part = reduce_scatter_rows(part, None, group)
-            return part
+            parts = gradients
+            with beside:
+                for group in reversed(self._groups.values()):
+                    parts = codec.reduce(parts, gradients.dtype, group)
+                    beside.ended()
+            return parts.view(-1).to(gradients.dtype)
 
         return communication_lane("experts", gradients.device).submit(reduce)()
 
@@ -197,14 +221,18 @@ class MigratedExperts:
         owners: tuple[int, ...],
         communicator: ExpertCommunicator,
         codec: WholeExperts | TrackedExperts | ResidualExperts,
+        gradients: WholeGradients | CompressedGradients,
     ) -> None:
         """
         Args:
             weights: of this rank's experts.
             owners: DomainTables.owners.
             codec: how they travel; this layer's alone.
+            gradients: how their gradients return; this layer's alone.
         """
         self.weights, self.owners, self.communicator, self.codec = weights, owners, communicator, codec
+        self.gradients = gradients
+        communicator.gradients.add(gradients)
         self.own = owners.index(communicator.groups.rank)
         """This rank's place among the owners."""
         self.round = 0
@@ -218,7 +246,8 @@ class MigratedExperts:
     def describe(self) -> str:
         """What runs, for the line at start."""
         how, ahead = self.codec.describe(), self.communicator.ahead
-        return f"experts of {len(self.owners)} ranks on each, {how}, gathered {ahead} layer(s) ahead"
+        what = f"experts of {len(self.owners)} ranks on each, {how}, gathered {ahead} layer(s) ahead"
+        return "; ".join(filter(None, (what, self.gradients.describe())))
 
     def news(self) -> torch.Tensor:
         """int64 [1 + ahead] for the other ranks: whether this rank's experts are not those that it sent last; and for
@@ -306,4 +335,4 @@ class _Migrate(Function):
         parts = iter([grads[first : first + number] for first in range(0, len(grads), number)])
         for place in range(len(migrated.owners)):
             weights.flatten([None] * number if place == migrated.own else next(parts), flat[place])
-        return None, *weights.views(migrated.communicator.reduce(flat))
+        return None, *weights.views(migrated.communicator.reduce(flat, migrated.gradients))
