@@ -76,7 +76,7 @@ def migrate_experts(layer: Any, options: Options) -> None:
             )
 
     def migrate(groups: DomainGroups, owners: tuple[int, ...]) -> MigratedExperts:
-        communicator = expert_communicator(groups, options.prefetch_layers)
+        communicator = expert_communicator(groups, options.prefetch_layers, options.resident_layers)
         codec: WholeExperts | TrackedExperts | ResidualExperts = WholeExperts()
         if ratio is not None:
             if options.residuals == "last":
@@ -135,4 +135,5 @@ def _compute(
                 output, bias = functional_call(layer.experts, parameters, tuple(arguments))
             assert bias is None, f"mlp_bias is not supported for {type(layer.token_dispatcher)}"  # as stock says
             outputs.append(output)
-    return layer.token_dispatcher.combine_preprocess(torch.cat(outputs)), None
+    output = migrated.back_in_backward(torch.cat(outputs))
+    return layer.token_dispatcher.combine_preprocess(output), None

@@ -48,12 +48,14 @@ class ExpertCommunicator:
     said that they still have it.
     """
 
-    def __init__(self, groups: DomainGroups, ahead: int) -> None:
+    def __init__(self, groups: DomainGroups, ahead: int, resident: int | None = None) -> None:
         """
         Args:
             ahead: layers whose experts are gathered before their turn.
+            resident: the most gathers whose experts stay, above `ahead`; None: no limit.
         """
         self.groups, self.ahead = groups, ahead
+        self.residents = None if resident is None else Residents(resident)
         self._groups = {level: group for level, group in enumerate(groups.experts) if group is not None}
         self.round = 0
         """Counts the changes of weights that were noticed."""
@@ -151,21 +153,22 @@ class ExpertCommunicator:
 
 
 @functools.cache
-def expert_communicator(groups: DomainGroups, ahead: int) -> ExpertCommunicator:
+def expert_communicator(groups: DomainGroups, ahead: int, resident: int | None = None) -> ExpertCommunicator:
     """The communicator of all layers of a process that have these groups."""
-    return ExpertCommunicator(groups, ahead)
+    return ExpertCommunicator(groups, ahead, resident)
 
 
 class ArrivedExperts:
     """Experts that were gathered once: kept as they travelled, decoded while somebody holds what was decoded."""
 
-    def __init__(self, arrive: Callable[[], torch.Tensor], decode: Decode, own: int, keep: bool) -> None:
+    def __init__(self, gather: Callable[[], Callable[[], torch.Tensor]], decode: Decode, own: int, keep: bool) -> None:
         """
         Args:
+            gather: starts to gather the messages; see ExpertCommunicator.gather.
             keep: keep the decoded ones instead.
         """
-        self._keep = keep
-        self._arrive: Callable[[], torch.Tensor] | None = arrive
+        self._gather, self._keep = gather, keep
+        self._arrive: Callable[[], torch.Tensor] | None = gather()
         self._messages: torch.Tensor | None = None
         self._decode, self._own = decode, own
         self._experts: weakref.ref[torch.Tensor] | None = None
@@ -181,6 +184,15 @@ class ArrivedExperts:
                 self._decode, self._messages = _as_they_are, experts
             self._experts = weakref.ref(experts)
         return experts
+
+    def drop(self) -> None:
+        """Frees them until `gather_again`."""
+        self._messages = self._arrive = None
+
+    def gather_again(self) -> None:
+        """Starts to gather them if they were dropped: as they were. A collective call, then."""
+        if self._messages is None and self._arrive is None:
+            self._arrive = self._gather()
 
     def forget_part(self, tensor: torch.Tensor) -> torch.Tensor | _Part:
         """Where among the experts a tensor lies; the tensor itself, if it is none of them."""
@@ -210,6 +222,32 @@ def restore_part(part: torch.Tensor | _Part) -> torch.Tensor:
         return part
     experts = part.arrived.experts()
     return experts.as_strided(part.size, part.stride, experts.storage_offset() + part.first)
+
+
+class Residents:
+    """The gathers whose experts are here, at most so many: those that were used last.
+
+    All ranks use the same ones in the same order, and so drop the same. One that nobody holds any more counts until
+    its turn comes: on some ranks it may still be there.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._recent: list[weakref.ref[ArrivedExperts]] = []
+
+    def use(self, arrived: ArrivedExperts) -> None:
+        """Sees to it that these are here or on their way. A collective call, where they were dropped."""
+        self.leave(arrived)
+        self._recent.append(weakref.ref(arrived))
+        while len(self._recent) > self._limit:
+            oldest = self._recent.pop(0)()
+            if oldest is not None:
+                oldest.drop()
+        arrived.gather_again()
+
+    def leave(self, arrived: ArrivedExperts | None) -> None:
+        """These are counted no more."""
+        self._recent = [one for one in self._recent if arrived is None or one() is not arrived]
 
 
 class MigratedExperts:
@@ -273,10 +311,21 @@ class MigratedExperts:
         if changed:
             communicator.round += 1
             self.send()
+        else:
+            self._use()
         for layer, missing in zip(self._following, gone, strict=False):
-            if not missing and layer.round < communicator.round:
+            if missing:
+                continue
+            if layer.round < communicator.round:
                 layer.send()
+            elif not is_recomputing():  # which goes the other way
+                layer._use()
         self._following = []
+
+    def _use(self) -> None:
+        """Gathers the experts again if they were dropped."""
+        if self.communicator.residents is not None:
+            self.communicator.residents.use(self._arrived)
 
     def forget(self) -> None:
         """Has the next pass gather again, as after an optimizer step. Every rank must forget."""
@@ -288,17 +337,31 @@ class MigratedExperts:
         self._sent = self.weights.current()
         message, decode = self.codec.encode(self._sent, self._arrived and self._arrived.experts)
         # Passes that still need the old ones keep them.
-        self._arrived = ArrivedExperts(self.communicator.gather(message), decode, self.own, not self.codec.is_transient)
+        gather = functools.partial(self.communicator.gather, message)
+        before, keep = self._arrived, not self.codec.is_transient
+        self._arrived = ArrivedExperts(gather, decode, self.own, keep)
+        if self.communicator.residents is not None:
+            self.communicator.residents.leave(before)
+            self.communicator.residents.use(self._arrived)
 
     def gathered(self) -> torch.Tensor:
         """[owners, numel]: the experts of the ranks of the domains, waited for; not all codecs give the own ones."""
         return self._arrived.experts()
 
     def kept_as_they_came(self) -> AbstractContextManager[Any]:
-        """What a forward pass in this context saves of `of_owners` for its backward pass, it saves as it travelled."""
-        if not self.codec.is_transient:
+        """What a forward pass in this context saves of `of_owners` for its backward pass, it saves as it travelled, or
+        not at all where it may be dropped.
+        """
+        if not self.codec.is_transient and self.communicator.residents is None:
             return nullcontext()
         return saved_tensors_hooks(self._arrived.forget_part, restore_part)
+
+    def back_in_backward(self, outputs: torch.Tensor) -> torch.Tensor:
+        """The experts' outputs as they are. When their gradient comes, the experts of this pass are gathered again if
+        they were dropped: here, on all ranks alike, whatever their own rows need.
+        """
+        residents = self.communicator.residents
+        return outputs if residents is None else _ComeBack.apply(outputs, residents, self._arrived)
 
     def of_owners(self) -> list[dict[str, torch.Tensor] | None]:
         """The parameters of each owner's experts by name; None for this rank's own, which the module holds.
@@ -310,6 +373,18 @@ class MigratedExperts:
         return [
             None if place == self.own else {name: next(tensors) for name in names} for place in range(len(self.owners))
         ]
+
+
+class _ComeBack(Function):
+    @staticmethod
+    def forward(ctx: Any, outputs: torch.Tensor, residents: Residents, arrived: ArrivedExperts) -> torch.Tensor:
+        ctx.residents, ctx.arrived = residents, arrived
+        return outputs.view_as(outputs)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        ctx.residents.use(ctx.arrived)
+        return grad, None, None
 
 
 class _Migrate(Function):

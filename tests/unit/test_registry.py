@@ -241,10 +241,14 @@ def test_what_experts_cannot_travel_with_is_refused(sizes, settings, sentence):
         ("--moe-opt-prefetch-layers -1", "is not a number from 0 on"),
         ("--moe-opt-domain-sizes 2 --moe-opt-compression-ratio 1", "'1' is not a ratio above 1"),
         ("--moe-opt-compression-ratio 25", "--moe-opt-compression-ratio 25 has nothing to compress where no expert"),
+        ("--moe-opt-resident-layers 2", "--moe-opt-resident-layers 2 bounds what is held of experts that travel, and"),
+        ("--moe-opt-domain-sizes 2 --moe-opt-resident-layers 1", "no room for --moe-opt-prefetch-layers 1 and the"),
+        ("--moe-opt-domain-sizes 2 --moe-opt-resident-layers 2 --moe-opt-compression-ratio 9",
+         "--moe-opt-resident-layers 2 drops experts to gather them again, and --moe-opt-compression-ratio sends"),
         ("--moe-opt-gradient-compression-ratio 9", "gradient-compression-ratio 9 has nothing to compress where no"),
         ("--moe-opt-domain-sizes 2 --moe-opt-gradient-compression-ratio inf", "'inf' is not a ratio above 1"),
     ],
-)
+)  # fmt: skip
 def test_bad_options_of_migration_are_refused(arguments, sentence):
     with pytest.raises(ConfigurationError, match=re.escape(sentence)):
         split_options(arguments.split())
