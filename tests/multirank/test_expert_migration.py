@@ -244,7 +244,7 @@ def bounded(ahead: int) -> None:
             assert all(one in here or one._experts is None or one._experts() is None for one in held)
             return len(here)
 
-        for round_ in range(3):
+        for round_ in range(2):
             results = []
             for model in (stock, ours):
                 inputs = [hidden_states(2 * round_ + number) for number in range(2)]
