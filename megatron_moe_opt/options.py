@@ -46,8 +46,12 @@ class Options:
     """Workers of each level of the expert-parallel group, the slowest first. None: nodes, and the ranks of a node."""
     prefetch_layers: int = 1
     """Layers whose experts `expert-migration` gathers before their turn."""
+    resident_layers: int | None = None
+    """Layers whose gathered experts `expert-migration` keeps. None: all."""
     compression_ratio: float | None = None
     """Bytes of an expert over those of it that travel. None: experts travel whole; lossy otherwise."""
+    gradient_compression_ratio: float | None = None
+    """Bytes of the gradient of an expert that travels over those of it that return. None: whole; lossy otherwise."""
     residuals: str = "last"
     """What compressed experts are told from: the last ones, as the receivers hold them, or a shared expert."""
     shared_expert_interval: int = 10
@@ -84,11 +88,13 @@ class Options:
                     f"{PREFIX}{flag} auto chooses from measurements: run `moe-opt profile` and give its file with "
                     f"{PREFIX}profile"
                 )
-        if self.compression_ratio is not None and not self.experts_may_travel:
-            raise ConfigurationError(
-                f"{PREFIX}compression-ratio {self.compression_ratio:g} has nothing to compress where no expert "
-                f"travels: give {PREFIX}domain-sizes above 1"
-            )
+        for flag, ratio in self.compression.items():
+            if not self.experts_may_travel:
+                raise ConfigurationError(
+                    f"{flag} {ratio:g} has nothing to compress where no expert travels: give {PREFIX}domain-sizes "
+                    "above 1"
+                )
+        self._check_residents()
         if self.profile is not None and len(self.levels) == 1 and self.chunk_counts is not None:
             raise ConfigurationError(
                 f"{PREFIX}profile {self.profile} has nothing to choose: drop it, or leave {PREFIX}monta-level or "
@@ -108,6 +114,25 @@ class Options:
             raise ConfigurationError(
                 f"{PREFIX}tuner model predicts from measurements: run `moe-opt profile` and give its file with "
                 f"{PREFIX}profile, or use {PREFIX}tuner profile"
+            )
+
+    def _check_residents(self) -> None:
+        if self.resident_layers is None:
+            return
+        flag = f"{PREFIX}resident-layers {self.resident_layers}"
+        if not self.experts_may_travel:
+            raise ConfigurationError(
+                f"{flag} bounds what is held of experts that travel, and none does: give {PREFIX}domain-sizes above 1"
+            )
+        if self.resident_layers <= self.prefetch_layers:
+            raise ConfigurationError(
+                f"{flag} has no room for {PREFIX}prefetch-layers {self.prefetch_layers} and the layer that runs: give "
+                f"{self.prefetch_layers + 1} or more"
+            )
+        if self.compression_ratio is not None:
+            raise ConfigurationError(
+                f"{flag} drops experts to gather them again, and {PREFIX}compression-ratio sends them as differences "
+                "from what is held: drop one of the two"
             )
 
     @property
@@ -149,6 +174,13 @@ class Options:
         if self.levels == ("O1",):
             return (1,)
         return None if self.profile is not None else (DEFAULT_CHUNKS,)
+
+    @property
+    def compression(self) -> dict[str, float]:
+        """The ratios of `expert-migration` that were given, by their flags: all of them lossy."""
+        ratios = {"compression-ratio": self.compression_ratio,
+                  "gradient-compression-ratio": self.gradient_compression_ratio}  # fmt: skip
+        return {PREFIX + flag: ratio for flag, ratio in ratios.items() if ratio is not None}
 
     @property
     def chooses_domains(self) -> bool:
@@ -315,11 +347,27 @@ def _parser() -> argparse.ArgumentParser:
         help="layers whose experts are gathered before their turn (default: %(default)s)",
     )
     group.add_argument(
+        f"{PREFIX}resident-layers",
+        dest="resident_layers",
+        type=_number_from_0,
+        metavar="N",
+        help="layers whose gathered experts stay in memory, those used last; other layers' are gathered again in each "
+        "pass, forward and backward (default: all)",
+    )
+    group.add_argument(
         f"{PREFIX}compression-ratio",
         dest="compression_ratio",
         type=_above_1,
         metavar="R",
         help="bytes of an expert over those of it that travel; lossy (default: experts travel whole)",
+    )
+    group.add_argument(
+        f"{PREFIX}gradient-compression-ratio",
+        dest="gradient_compression_ratio",
+        type=_above_1,
+        metavar="R",
+        help="bytes of the gradients of experts that travel over those of them that return to the owners, the largest "
+        "entries; the rest is added to the next ones; lossy (default: they return whole)",
     )
     group.add_argument(
         f"{PREFIX}residuals",

@@ -20,7 +20,7 @@ from megatron_moe_opt.integration.moe_layer import build_layer, forget_migrated_
 from megatron_moe_opt.integration.mpmoe_layer import shape_of_layer
 from megatron_moe_opt.options import AUTO, Options
 from megatron_moe_opt.planning.mpmoe_choice import MpmoeLayer
-from megatron_moe_opt.runtime.executor import recording
+from megatron_moe_opt.runtime.recording import recording
 from megatron_moe_opt.schedules.timeline import Timeline
 from megatron_moe_opt.variants import split_variant
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from megatron_moe_opt.schedules.timeline import Timeline, one_after_another
+from megatron_moe_opt.schedules.timeline import Timeline, as_they_ran, one_after_another
 
 if TYPE_CHECKING:
     from megatron_moe_opt.cli.moe_layer import LayerUnderTest
@@ -20,11 +20,19 @@ class RecordedStep:
 
     rank: int
     timelines: tuple[Timeline, ...]
+    """Those that ran beside the others last."""
+
+    @property
+    def schedules(self) -> tuple[Timeline, ...]:
+        """Without what ran beside them."""
+        return tuple(one for one in self.timelines if not one.is_beside)
 
     def joined(self, name: str) -> Timeline:
-        """One after another; what ran between them is left out. A part is named by its number and schedule."""
+        """One after another; what ran between them is left out, unless something ran beside them: then each is where
+        it ran. A part is named by its number and schedule.
+        """
         parts = {f"{number}. {one.schedule.name}": one for number, one in enumerate(self.timelines, start=1)}
-        return one_after_another(name, parts)
+        return (one_after_another if len(self.schedules) == len(parts) else as_they_ran)(name, parts)
 
 
 def record_step(layer: LayerUnderTest, steps: int, device: torch.device, rank: int | None = None) -> RecordedStep:
@@ -37,7 +45,9 @@ def record_step(layer: LayerUnderTest, steps: int, device: torch.device, rank: i
     """
     recorded = [layer.recorded_step() for _ in range(steps)]
     seconds = torch.zeros(dist.get_world_size(), steps, dtype=torch.float64)
-    seconds[dist.get_rank()] = torch.tensor([sum(timeline.seconds for timeline in step) for step in recorded])
+    seconds[dist.get_rank()] = torch.tensor(
+        [sum(timeline.seconds for timeline in step if not timeline.is_beside) for step in recorded]
+    )
     seconds = seconds.to(device)
     dist.all_reduce(seconds)
     median = int(seconds.amax(0).argsort()[(steps - 1) // 2])

@@ -6,7 +6,7 @@ templates/report.html.j2 is the page; what stands in it is put together here.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict
 from itertools import count
 from pathlib import Path
@@ -33,10 +33,11 @@ from megatron_moe_opt.cli.layer_report import (
     times_table,
     traffic_table,
 )
+from megatron_moe_opt.cli.recorded_step import RecordedStep
 from megatron_moe_opt.cli.routing_balance import max_over_mean
 from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.runtime.traffic import INTER_NODE, INTRA_NODE
-from megatron_moe_opt.schedules.timeline import Timeline, overlap
+from megatron_moe_opt.schedules.timeline import overlap
 
 PAGE = "report.html"
 _OURS, _BASELINE = KINDS["all_to_all"], KINDS["copy"]  # blue and grey
@@ -166,18 +167,21 @@ def _timelines(report: LayerReport) -> list[dict[str, Any]]:
         {
             "name": name,
             "chart": timeline_chart(timeline, longest),
-            "summary": _summary(report.recorded[name].rank, report.recorded[name].timelines),
+            "summary": _summary(report.recorded[name]),
         }
         for name, timeline in joined.items()
     ]
 
 
-def _summary(rank: int, timelines: Sequence[Timeline]) -> str:
+def _summary(step: RecordedStep) -> str:
+    timelines = step.timelines
     lanes = dict.fromkeys(lane for timeline in timelines for lane in timeline.schedule.lanes)
     busy = ", ".join(f"{lane.value} {sum(one.busy(lane) for one in timelines) * 1e3:.1f}" for lane in lanes)
-    seconds = sum(timeline.seconds for timeline in timelines)
-    names = "; ".join(f"{number}. {one.schedule.name}" for number, one in enumerate(timelines, start=1))
-    text = f"Rank {rank}: {seconds * 1e3:.1f} ms in {names}. Busy ms: {busy or 'none'}."
+    seconds = sum(timeline.seconds for timeline in step.schedules)
+    names = "; ".join(
+        f"{number}. {one.schedule.name}" for number, one in enumerate(timelines, start=1) if not one.is_beside
+    )
+    text = f"Rank {step.rank}: {seconds * 1e3:.1f} ms in {names or 'no schedule'}. Busy ms: {busy or 'none'}."
     hidden = overlap(timelines)
     return text if hidden is None else f"{text} Overlap {hidden:.0%}."
 

@@ -64,6 +64,8 @@ class LayerExperts:
     weights: ExpertWeights
     compression_ratio: float
     """Bytes of an expert over those of it that travel."""
+    gradient_compression_ratio: float
+    """Of its gradient."""
     migrate: Callable[[DomainGroups, tuple[int, ...]], MigratedExperts]
     """With the groups and the owners in them (DomainTables.owners)."""
 
@@ -104,7 +106,7 @@ class ExpertMigrationDispatcher:
             topk=self.topk,
             local_experts=self.num_experts // self.groups.ep_size,
             expert_bytes=int(num_bytes / self.experts.compression_ratio),
-            gradient_bytes=num_bytes,
+            gradient_bytes=int(num_bytes / self.experts.gradient_compression_ratio),
         )
         self._settle(self.choosing.choose(volumes, tokens.device))
 

@@ -20,6 +20,12 @@ def check_name(name: str, stock: Iterable[str], ours: Iterable[str]) -> None:
         raise ConfigurationError(f"{FLAG} {name} is not a dispatcher: choose one of {known}")
 
 
+def check_nothing_lossy(name: str, options: Options) -> None:
+    """Refuses compression under a dispatcher that has none."""
+    for flag, ratio in options.compression.items():
+        raise ConfigurationError(f"{flag} {ratio:g} is for {FLAG} expert-migration, not {name}: drop one of the two")
+
+
 def check_config(config: Any, name: str, options: Options) -> None:
     """Refuses a TransformerConfig that the dispatcher `name` with these options cannot run under.
 
@@ -53,6 +59,8 @@ def check_config(config: Any, name: str, options: Options) -> None:
         _check_mpmoe(config, options)
     if name == "expert-migration":
         _check_expert_migration(config, options)
+    elif name != AUTO:
+        check_nothing_lossy(name, options)
     if config.cuda_graph_impl != "none":
         raise ConfigurationError(
             f"--cuda-graph-impl {config.cuda_graph_impl} does not work with {FLAG} {name}, whose message sizes change "
@@ -112,10 +120,9 @@ def _check_auto(options: Options) -> None:
             f"{PREFIX}expert-order {options.expert_order} is for a dispatcher that stays, and {FLAG} {AUTO} tries "
             "several: choose one of them"
         )
-    if options.compression_ratio is not None:
+    for flag, ratio in options.compression.items():
         raise ConfigurationError(
-            f"{PREFIX}compression-ratio {options.compression_ratio:g} is lossy, which {FLAG} {AUTO} never is: drop it, "
-            "or choose expert-migration"
+            f"{flag} {ratio:g} is lossy, which {FLAG} {AUTO} never is: drop it, or choose expert-migration"
         )
     for flag, value in (
         ("monta-level", options.monta_level),
@@ -216,6 +223,12 @@ def _check_expert_migration(config: Any, options: Options) -> None:
             raise ConfigurationError(f"{flag} would have {name} send what nobody routed: drop it, or use monta")
     if not options.experts_may_travel:
         return
+    ratio = options.gradient_compression_ratio
+    if ratio is not None and config.fp16:
+        raise ConfigurationError(
+            f"{PREFIX}gradient-compression-ratio {ratio:g} keeps parts of gradients from step to step, and --fp16 "
+            "changes the loss scale between them: use --bf16, or drop it"
+        )
     sizes = AUTO if options.chooses_domains else ",".join(map(str, options.domain_sizes))
     travels = f"{PREFIX}domain-sizes {sizes} has experts travel, and"
     if config.gradient_accumulation_fusion:

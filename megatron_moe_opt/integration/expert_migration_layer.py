@@ -23,6 +23,7 @@ from megatron_moe_opt.integration.optimizer_step import after_optimizer_step
 from megatron_moe_opt.options import PREFIX, Options
 from megatron_moe_opt.runtime.expert_codec import ResidualExperts, TrackedExperts, WholeExperts
 from megatron_moe_opt.runtime.expert_communicator import MigratedExperts, expert_communicator
+from megatron_moe_opt.runtime.expert_gradients import CompressedGradients, WholeGradients
 from megatron_moe_opt.runtime.expert_weights import ExpertWeights
 from megatron_moe_opt.topology.domain_groups import DomainGroups, levels_of
 from megatron_moe_opt.topology.domains import ExpertDomains
@@ -66,14 +67,16 @@ def migrate_experts(layer: Any, options: Options) -> None:
     ready = functools.partial(_finish_parameter_sync, layer.experts)
     weights = ExpertWeights(layer.experts, _expert_of, ready)
     ratio, num_local = options.compression_ratio, layer.num_local_experts
-    if ratio is not None and not weights.is_by_expert:
-        raise ConfigurationError(
-            f"{PREFIX}compression-ratio {ratio:g} needs experts with weights of their own, which "
-            f"{type(layer.experts).__name__} has not: leave out --moe-use-legacy-grouped-gemm, or the ratio"
-        )
+    gradient_ratio = options.gradient_compression_ratio
+    for flag, value in options.compression.items():
+        if not weights.is_by_expert:
+            raise ConfigurationError(
+                f"{flag} {value:g} needs experts with weights of their own, which {type(layer.experts).__name__} has "
+                "not: leave out --moe-use-legacy-grouped-gemm, or the ratio"
+            )
 
     def migrate(groups: DomainGroups, owners: tuple[int, ...]) -> MigratedExperts:
-        communicator = expert_communicator(groups, options.prefetch_layers)
+        communicator = expert_communicator(groups, options.prefetch_layers, options.resident_layers)
         codec: WholeExperts | TrackedExperts | ResidualExperts = WholeExperts()
         if ratio is not None:
             if options.residuals == "last":
@@ -81,10 +84,15 @@ def migrate_experts(layer: Any, options: Options) -> None:
             else:
                 codec = ResidualExperts(num_local, groups.all_experts, ratio, options.shared_expert_interval)
             layer.experts.register_load_state_dict_post_hook(lambda *_: codec.restart())
+        gradients: WholeGradients | CompressedGradients = WholeGradients()
+        if gradient_ratio is not None:
+            gradients = CompressedGradients(num_local, gradient_ratio)
+            layer.experts.register_load_state_dict_post_hook(lambda *_: gradients.restart())
+            after_optimizer_step(communicator.after_skipped_step, updated=False)
         after_optimizer_step(communicator.after_step)
-        return MigratedExperts(weights, owners, communicator, codec)
+        return MigratedExperts(weights, owners, communicator, codec, gradients)
 
-    dispatcher.take_experts(LayerExperts(weights, ratio or 1.0, migrate))
+    dispatcher.take_experts(LayerExperts(weights, ratio or 1.0, gradient_ratio or 1.0, migrate))
     if options.experts_may_travel:
         stock = getattr(type(layer), EXPERTS_COMPUTE)
         setattr(layer, EXPERTS_COMPUTE, functools.partial(_compute, weakref.proxy(layer), stock))
@@ -127,4 +135,5 @@ def _compute(
                 output, bias = functional_call(layer.experts, parameters, tuple(arguments))
             assert bias is None, f"mlp_bias is not supported for {type(layer.token_dispatcher)}"  # as stock says
             outputs.append(output)
-    return layer.token_dispatcher.combine_preprocess(torch.cat(outputs)), None
+    output = migrated.back_in_backward(torch.cat(outputs))
+    return layer.token_dispatcher.combine_preprocess(output), None

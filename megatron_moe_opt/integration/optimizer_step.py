@@ -6,15 +6,19 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-_callbacks: list[Callable[[], None]] = []
+_callbacks: dict[bool, list[Callable[[], None]]] = {True: [], False: []}
 
 
-def after_optimizer_step(callback: Callable[[], None]) -> None:
-    """Has `callback` called after every step of a Megatron optimizer that updated weights, on all ranks alike."""
+def after_optimizer_step(callback: Callable[[], None], updated: bool = True) -> None:
+    """Has `callback` called after every step of a Megatron optimizer that updated weights, on all ranks alike.
+
+    Args:
+        updated: False: after those that did not, because gradients overflowed.
+    """
     from megatron.core.optimizer.optimizer import ChainedOptimizer, FP32Optimizer, MixedPrecisionOptimizer
 
-    if callback not in _callbacks:
-        _callbacks.append(callback)
+    if callback not in _callbacks[updated]:
+        _callbacks[updated].append(callback)
     for optimizer in (ChainedOptimizer, FP32Optimizer, MixedPrecisionOptimizer):
         if not hasattr(optimizer.step, "_moe_opt"):
             optimizer.step = _wrap(optimizer.step)
@@ -24,9 +28,8 @@ def _wrap(step: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(step)
     def stepping(self: Any, *args: Any, **kwargs: Any) -> Any:
         result = step(self, *args, **kwargs)
-        if result[0]:  # (updated, gradient norm, zeros); not updated where gradients overflowed, on any rank
-            for callback in _callbacks:
-                callback()
+        for callback in _callbacks[bool(result[0])]:  # (updated, gradient norm, zeros)
+            callback()
         return result
 
     stepping._moe_opt = True

@@ -26,7 +26,7 @@ from megatron_moe_opt.dispatchers.tuning import partitioning_of
 from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.integration.announce import announce
 from megatron_moe_opt.integration.auto_layer import controller_of, new_controller, plan_layer
-from megatron_moe_opt.integration.checks import check_config, check_name, check_telemetry
+from megatron_moe_opt.integration.checks import check_config, check_name, check_nothing_lossy, check_telemetry
 from megatron_moe_opt.integration.expert_migration_layer import EXPERTS_COMPUTE, make_dispatcher, migrate_experts
 from megatron_moe_opt.integration.expert_order import FLAG as EXPERT_ORDER
 from megatron_moe_opt.integration.expert_order import keep_expert_order
@@ -167,6 +167,7 @@ def _check_stock(config: Any, name: str) -> None:
         raise ConfigurationError(
             f"{PREFIX}plan {_options.plan} is for --moe-token-dispatcher-type {AUTO}, not {name}: drop one of the two"
         )
+    check_nothing_lossy(name, _options)
     if _options.telemetry:
         check_telemetry(config)
 

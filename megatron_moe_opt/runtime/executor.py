@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Sequence
+from contextlib import nullcontext
 
 import torch
 
 from megatron_moe_opt.kernels.extension import load_extension
 from megatron_moe_opt.runtime.collectives import CollectiveError, describe_failure, first_line, global_rank
+from megatron_moe_opt.runtime.recording import clock, is_recording, note
 from megatron_moe_opt.runtime.steps import Steps
 from megatron_moe_opt.schedules.schedule import Lane, Schedule
 from megatron_moe_opt.schedules.timeline import Span, Timeline
 
 _C = load_extension()
 
-_LANES = tuple(Lane)
+_LANES = tuple(lane for lane in Lane if lane is not Lane.EXPERTS)  # which is nobody's schedule
 _NUMBER = {lane: number for number, lane in enumerate(_LANES)}
 
 # Expert-parallel traffic first: it is what the layer waits for, and everything else hides behind it. NCCL's kernels run
@@ -54,19 +55,19 @@ class Executor:
         ops = [
             (_NUMBER[op.lane], op.waits_for, step.actions) for op, step in zip(schedule.ops, steps, strict=True)
         ]  # fmt: skip
-        record = record or bool(_recordings)
-        failure, times = self._runner.run(ops, self._caller_lane(schedule), record)
+        recorded = is_recording()
+        began = clock().now() if recorded else None
+        failure, times = self._runner.run(ops, self._caller_lane(schedule), record or recorded)
         if failure is not None:
             cause = next((errors[0] for errors in steps[failure[0]].raised if errors), None)
             if cause is not None and not isinstance(cause, Exception):
                 raise cause  # KeyboardInterrupt and the like
             raise _lane_error(schedule, steps, *failure) from cause
+        if recorded:
+            note(schedule, times, began)
         if not record:
             return None
-        timeline = Timeline(schedule, tuple(Span(op, *time) for op, time in zip(schedule.ops, times, strict=True)))
-        for timelines in _recordings:
-            timelines.append(timeline)
-        return timeline
+        return Timeline(schedule, tuple(Span(op, *time) for op, time in zip(schedule.ops, times, strict=True)))
 
     def _caller_lane(self, schedule: Schedule) -> int:
         if Lane.COMPUTE in schedule.lanes:
@@ -74,20 +75,6 @@ class Executor:
         if self._on_cuda or not schedule.ops:
             return -1
         return _NUMBER[schedule.ops[-1].lane]
-
-
-_recordings: list[list[Timeline]] = []
-
-
-@contextmanager
-def recording() -> Iterator[list[Timeline]]:
-    """Yields a list that gets the timeline of every schedule that runs inside the context, in order."""
-    timelines: list[Timeline] = []
-    _recordings.append(timelines)
-    try:
-        yield timelines
-    finally:
-        _recordings.pop()
 
 
 def executor(device: torch.device | str = "cpu") -> Executor:

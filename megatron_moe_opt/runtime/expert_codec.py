@@ -9,7 +9,7 @@ Errors do not add up: every message starts from the owner's weights.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 import torch.distributed as dist
@@ -50,34 +50,51 @@ def kept_entries(numel: int, dtype: torch.dtype, ratio: float) -> int:
     return min(max(int((numel * size / ratio - 4 * blocks) / (size + 2)), 1), numel)
 
 
-class _Residuals:
+class ResidualMessages:
     """Messages of the residuals of a rank's experts from other ones, which sender and receivers have."""
 
-    def __init__(self, num_local: int, ratio: float, flat: torch.Tensor) -> None:
-        self.num_local = num_local
-        self.dtype, numel = flat.dtype, flat.numel() // num_local
-        self.kept = kept_entries(numel, flat.dtype, ratio)
-        self._values_end = self.kept * flat.element_size()
-        self._end = sr_wire_bytes(numel, self.kept, flat.dtype)
+    def __init__(self, num_local: int, numel: int, dtype: torch.dtype, ratio: float) -> None:
+        """
+        Args:
+            numel: of all `num_local` experts of a rank, which are alike.
+            dtype: of values on the wire. What is encoded and what is decoded may be of float32.
+        """
+        self.num_local, self.dtype = num_local, dtype
+        of_expert = numel // num_local
+        self.kept = kept_entries(of_expert, dtype, ratio)
+        self._values_end = self.kept * dtype.itemsize
+        self._end = sr_wire_bytes(of_expert, self.kept, dtype)
+        self._of_expert = -(-self._end // LANE_BYTES) * LANE_BYTES
 
-    def encode(self, experts: torch.Tensor, bases: Iterable[torch.Tensor]) -> torch.Tensor:
-        """[numel] -> uint8 message; one base for each expert."""
-        length = -(-self._end // LANE_BYTES) * LANE_BYTES
-        message = empty((self.num_local, length), torch.uint8, experts.device)
-        for expert, base, place in zip(experts.view(self.num_local, -1), bases, message, strict=True):
+    @property
+    def num_bytes(self) -> int:
+        """Of a message."""
+        return self.num_local * self._of_expert
+
+    def encode(
+        self, experts: torch.Tensor, bases: Iterable[torch.Tensor], message: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Experts [numel] -> message, uint8 [num_bytes]; one base for each expert."""
+        if message is None:
+            message = empty((self.num_bytes,), torch.uint8, experts.device)
+        places = message.view(self.num_local, -1)
+        for expert, base, place in zip(experts.view(self.num_local, -1), bases, places, strict=True):
             values, indices = sr_encode(expert, base, self.kept)
-            place[: self._values_end] = values.view(torch.uint8)
+            place[: self._values_end] = values.to(self.dtype).view(torch.uint8)
             place[self._values_end : self._end] = indices.view(torch.uint8)
             place[self._end :] = 0
-        return message.view(-1)
+        return message
 
     def decode(self, message: torch.Tensor, bases: Iterable[torch.Tensor], out: torch.Tensor) -> None:
-        """A message to experts, out [numel]."""
-        parts = zip(message.view(self.num_local, -1), bases, out.view(self.num_local, -1), strict=True)
-        for place, base, expert in parts:
-            values = place[: self._values_end].view(self.dtype)
-            indices = place[self._values_end : self._end].view(torch.uint16)
-            sr_decode(values, indices, base, out=expert)
+        """Bases and what a message says of them: experts, out [numel]."""
+        parts = zip(self.entries(message), bases, out.view(self.num_local, -1), strict=True)
+        for (values, indices), base, expert in parts:
+            sr_decode(values.to(base.dtype), indices, base, out=expert)
+
+    def entries(self, message: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Values and indices of each expert (see kernels/residual_codec.py), in the message's memory."""
+        for place in message.view(self.num_local, -1):
+            yield place[: self._values_end].view(self.dtype), place[self._values_end : self._end].view(torch.uint16)
 
 
 class TrackedExperts:
@@ -111,7 +128,7 @@ class TrackedExperts:
         if self._held is None or previous is None:
             self._held = flat
             return flat, lambda messages, own: messages
-        residuals, held = _Residuals(self.num_local, self.ratio, flat), self._held
+        residuals, held = ResidualMessages(self.num_local, flat.numel(), flat.dtype, self.ratio), self._held
         message = residuals.encode(flat, held.view(self.num_local, -1))
         self._held = torch.empty_like(held)
         residuals.decode(message, held.view(self.num_local, -1), self._held)
@@ -156,7 +173,7 @@ class ResidualExperts:
 
     def encode(self, flat: torch.Tensor, previous: Previous | None) -> tuple[torch.Tensor, Decode]:
         """As WholeExperts.encode. A collective call: all ranks of the group encode equally often."""
-        residuals = _Residuals(self.num_local, self.ratio, flat)
+        residuals = ResidualMessages(self.num_local, flat.numel(), flat.dtype, self.ratio)
         shared = [self._shared_expert(flat.view(self.num_local, -1))] * self.num_local
 
         def decode(messages: torch.Tensor, own: int) -> torch.Tensor:

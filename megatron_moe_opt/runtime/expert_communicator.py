@@ -17,7 +17,6 @@ import functools
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -27,12 +26,17 @@ from torch.autograd.function import once_differentiable
 from torch.autograd.graph import saved_tensors_hooks
 
 from megatron_moe_opt.kernels import empty
-from megatron_moe_opt.runtime.collectives import all_gather_rows, device_of, reduce_scatter_rows
+from megatron_moe_opt.runtime.arrived_experts import ArrivedExperts, Residents, restore_part
+from megatron_moe_opt.runtime.collectives import all_gather_rows, device_of
 from megatron_moe_opt.runtime.communication_lane import communication_lane
-from megatron_moe_opt.runtime.expert_codec import Decode, ResidualExperts, TrackedExperts, WholeExperts
+from megatron_moe_opt.runtime.expert_codec import ResidualExperts, TrackedExperts, WholeExperts
+from megatron_moe_opt.runtime.expert_gradients import CompressedGradients, WholeGradients
 from megatron_moe_opt.runtime.expert_weights import ExpertWeights
 from megatron_moe_opt.runtime.recomputation import is_recomputing
+from megatron_moe_opt.runtime.recording import Beside
 from megatron_moe_opt.runtime.traffic import count_sent
+from megatron_moe_opt.schedules.expert_migration import gathered as gathered_schedule
+from megatron_moe_opt.schedules.expert_migration import returned as returned_schedule
 from megatron_moe_opt.topology.domain_groups import DomainGroups
 
 
@@ -44,14 +48,19 @@ class ExpertCommunicator:
     said that they still have it.
     """
 
-    def __init__(self, groups: DomainGroups, ahead: int) -> None:
+    def __init__(self, groups: DomainGroups, ahead: int, resident: int | None = None) -> None:
         """
         Args:
             ahead: layers whose experts are gathered before their turn.
+            resident: the most gathers whose experts stay, above `ahead`; None: no limit.
         """
         self.groups, self.ahead = groups, ahead
+        self.residents = None if resident is None else Residents(resident)
+        self._groups = {level: group for level, group in enumerate(groups.experts) if group is not None}
         self.round = 0
         """Counts the changes of weights that were noticed."""
+        self.gradients: weakref.WeakSet[WholeGradients | CompressedGradients] = weakref.WeakSet()
+        """How those of each layer return."""
         self._first: weakref.ref[MigratedExperts] | None = None
         self._last: weakref.ref[MigratedExperts] | None = None
 
@@ -91,101 +100,62 @@ class ExpertCommunicator:
         for layer in layers[: int(number)]:
             layer.send()
 
+    def after_skipped_step(self) -> None:
+        """Forgets what is left of gradients: of those that nobody has used."""
+        for gradients in self.gradients:
+            gradients.restart()
+
     def gather(self, message: torch.Tensor) -> Callable[[], torch.Tensor]:
         """Starts to gather messages [M] of all ranks of the domain, from the outermost level inwards.
 
         Returns:
             What waits for [ranks, M], in the order of DomainTables.owners.
         """
-        groups, num_bytes = [group for group in self.groups.experts if group is not None], message.nbytes
-        for group in groups:
+        num_bytes, sizes = message.nbytes, {}
+        for level, group in self._groups.items():
             count_sent("all_gather", group, [num_bytes] * group.size())
-            num_bytes *= group.size()
+            sizes[level] = num_bytes = num_bytes * group.size()
+        beside = Beside(lambda: gathered_schedule(sizes))
 
         def gather() -> torch.Tensor:
             gathered = message
-            for group in groups:
-                gathered = all_gather_rows(gathered, None, group)
+            with beside:
+                for group in self._groups.values():
+                    gathered = all_gather_rows(gathered, None, group)
+                    beside.ended()
             return gathered.view(-1, message.numel())
 
         return communication_lane("experts", message.device).submit(gather)
 
-    def reduce(self, gradients: torch.Tensor) -> torch.Tensor:
-        """The sum over the domain of what its ranks have for this rank: [ranks, N] -> [N]. The mirror of `gather`."""
-        groups, num_bytes = [group for group in self.groups.experts if group is not None], gradients.nbytes
-        for group in reversed(groups):
-            num_bytes //= group.size()
-            count_sent("reduce_scatter", group, [num_bytes] * group.size())
+    def reduce(self, gradients: torch.Tensor, codec: WholeGradients | CompressedGradients) -> torch.Tensor:
+        """The sum over the domain of what its ranks have for this rank: [ranks, N] -> [N]. The mirror of `gather`.
+
+        Args:
+            codec: how they travel.
+        """
+        owners, sizes = gradients.size(0), {}
+        of_owner = codec.sent_bytes(gradients.size(1), gradients.dtype)
+        for level, group in reversed(self._groups.items()):
+            sizes[level] = owners * of_owner
+            owners //= group.size()
+            count_sent("reduce_scatter", group, [owners * of_owner] * group.size())
+        beside = Beside(lambda: returned_schedule(sizes))
 
         def reduce() -> torch.Tensor:
-            part = gradients.view(-1)
-            for group in reversed(groups):
-                part = reduce_scatter_rows(part, None, group)
-            return part
+            parts = gradients
+            with beside:
+                for group in reversed(self._groups.values()):
+                    parts = codec.reduce(parts, gradients.dtype, group)
+                    beside.ended()
+            return parts.view(-1).to(gradients.dtype)
 
         return communication_lane("experts", gradients.device).submit(reduce)()
 
 
 @functools.cache
-def expert_communicator(groups: DomainGroups, ahead: int) -> ExpertCommunicator:
+def expert_communicator(groups: DomainGroups, ahead: int, resident: int | None = None) -> ExpertCommunicator:
     """The communicator of all layers of a process that have these groups."""
-    return ExpertCommunicator(groups, ahead)
-
-
-class ArrivedExperts:
-    """Experts that were gathered once: kept as they travelled, decoded while somebody holds what was decoded."""
-
-    def __init__(self, arrive: Callable[[], torch.Tensor], decode: Decode, own: int, keep: bool) -> None:
-        """
-        Args:
-            keep: keep the decoded ones instead.
-        """
-        self._keep = keep
-        self._arrive: Callable[[], torch.Tensor] | None = arrive
-        self._messages: torch.Tensor | None = None
-        self._decode, self._own = decode, own
-        self._experts: weakref.ref[torch.Tensor] | None = None
-
-    def experts(self) -> torch.Tensor:
-        """[owners, numel]; see MigratedExperts.gathered."""
-        if self._messages is None:
-            self._messages, self._arrive = self._arrive(), None
-        experts = self._experts and self._experts()
-        if experts is None:
-            experts = self._decode(self._messages, self._own)
-            if self._keep:
-                self._decode, self._messages = _as_they_are, experts
-            self._experts = weakref.ref(experts)
-        return experts
-
-    def forget_part(self, tensor: torch.Tensor) -> torch.Tensor | _Part:
-        """Where among the experts a tensor lies; the tensor itself, if it is none of them."""
-        experts = self._experts and self._experts()
-        if experts is None or tensor.untyped_storage()._cdata != experts.untyped_storage()._cdata:
-            return tensor
-        return _Part(self, tensor.storage_offset() - experts.storage_offset(), tensor.size(), tensor.stride())
-
-
-def _as_they_are(messages: torch.Tensor, own: int) -> torch.Tensor:
-    return messages
-
-
-@dataclass(frozen=True)
-class _Part:
-    """A tensor in the memory of experts that need not be there now."""
-
-    arrived: ArrivedExperts
-    first: int
-    size: torch.Size
-    stride: tuple[int, ...]
-
-
-def restore_part(part: torch.Tensor | _Part) -> torch.Tensor:
-    """The inverse of `forget_part`."""
-    if isinstance(part, torch.Tensor):
-        return part
-    experts = part.arrived.experts()
-    return experts.as_strided(part.size, part.stride, experts.storage_offset() + part.first)
+    return ExpertCommunicator(groups, ahead, resident)
 
 
 class MigratedExperts:
@@ -197,14 +167,18 @@ class MigratedExperts:
         owners: tuple[int, ...],
         communicator: ExpertCommunicator,
         codec: WholeExperts | TrackedExperts | ResidualExperts,
+        gradients: WholeGradients | CompressedGradients,
     ) -> None:
         """
         Args:
             weights: of this rank's experts.
             owners: DomainTables.owners.
             codec: how they travel; this layer's alone.
+            gradients: how their gradients return; this layer's alone.
         """
         self.weights, self.owners, self.communicator, self.codec = weights, owners, communicator, codec
+        self.gradients = gradients
+        communicator.gradients.add(gradients)
         self.own = owners.index(communicator.groups.rank)
         """This rank's place among the owners."""
         self.round = 0
@@ -218,7 +192,8 @@ class MigratedExperts:
     def describe(self) -> str:
         """What runs, for the line at start."""
         how, ahead = self.codec.describe(), self.communicator.ahead
-        return f"experts of {len(self.owners)} ranks on each, {how}, gathered {ahead} layer(s) ahead"
+        what = f"experts of {len(self.owners)} ranks on each, {how}, gathered {ahead} layer(s) ahead"
+        return "; ".join(filter(None, (what, self.gradients.describe())))
 
     def news(self) -> torch.Tensor:
         """int64 [1 + ahead] for the other ranks: whether this rank's experts are not those that it sent last; and for
@@ -244,10 +219,21 @@ class MigratedExperts:
         if changed:
             communicator.round += 1
             self.send()
+        else:
+            self._use()
         for layer, missing in zip(self._following, gone, strict=False):
-            if not missing and layer.round < communicator.round:
+            if missing:
+                continue
+            if layer.round < communicator.round:
                 layer.send()
+            elif not is_recomputing():  # which goes the other way
+                layer._use()
         self._following = []
+
+    def _use(self) -> None:
+        """Gathers the experts again if they were dropped."""
+        if self.communicator.residents is not None:
+            self.communicator.residents.use(self._arrived)
 
     def forget(self) -> None:
         """Has the next pass gather again, as after an optimizer step. Every rank must forget."""
@@ -259,17 +245,31 @@ class MigratedExperts:
         self._sent = self.weights.current()
         message, decode = self.codec.encode(self._sent, self._arrived and self._arrived.experts)
         # Passes that still need the old ones keep them.
-        self._arrived = ArrivedExperts(self.communicator.gather(message), decode, self.own, not self.codec.is_transient)
+        gather = functools.partial(self.communicator.gather, message)
+        before, keep = self._arrived, not self.codec.is_transient
+        self._arrived = ArrivedExperts(gather, decode, self.own, keep)
+        if self.communicator.residents is not None:
+            self.communicator.residents.leave(before)
+            self.communicator.residents.use(self._arrived)
 
     def gathered(self) -> torch.Tensor:
         """[owners, numel]: the experts of the ranks of the domains, waited for; not all codecs give the own ones."""
         return self._arrived.experts()
 
     def kept_as_they_came(self) -> AbstractContextManager[Any]:
-        """What a forward pass in this context saves of `of_owners` for its backward pass, it saves as it travelled."""
-        if not self.codec.is_transient:
+        """What a forward pass in this context saves of `of_owners` for its backward pass, it saves as it travelled, or
+        not at all where it may be dropped.
+        """
+        if not self.codec.is_transient and self.communicator.residents is None:
             return nullcontext()
         return saved_tensors_hooks(self._arrived.forget_part, restore_part)
+
+    def back_in_backward(self, outputs: torch.Tensor) -> torch.Tensor:
+        """The experts' outputs as they are. When their gradient comes, the experts of this pass are gathered again if
+        they were dropped: here, on all ranks alike, whatever their own rows need.
+        """
+        residents = self.communicator.residents
+        return outputs if residents is None else _ComeBack.apply(outputs, residents, self._arrived)
 
     def of_owners(self) -> list[dict[str, torch.Tensor] | None]:
         """The parameters of each owner's experts by name; None for this rank's own, which the module holds.
@@ -281,6 +281,18 @@ class MigratedExperts:
         return [
             None if place == self.own else {name: next(tensors) for name in names} for place in range(len(self.owners))
         ]
+
+
+class _ComeBack(Function):
+    @staticmethod
+    def forward(ctx: Any, outputs: torch.Tensor, residents: Residents, arrived: ArrivedExperts) -> torch.Tensor:
+        ctx.residents, ctx.arrived = residents, arrived
+        return outputs.view_as(outputs)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        ctx.residents.use(ctx.arrived)
+        return grad, None, None
 
 
 class _Migrate(Function):
@@ -306,4 +318,4 @@ class _Migrate(Function):
         parts = iter([grads[first : first + number] for first in range(0, len(grads), number)])
         for place in range(len(migrated.owners)):
             weights.flatten([None] * number if place == migrated.own else next(parts), flat[place])
-        return None, *weights.views(migrated.communicator.reduce(flat))
+        return None, *weights.views(migrated.communicator.reduce(flat, migrated.gradients))

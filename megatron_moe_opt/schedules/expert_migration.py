@@ -3,10 +3,16 @@
     hop_out     permute -> all-to-all      a copy of a token for every domain that has one of its experts
     hop_back    all-to-all -> permute      the copies' partial outputs; their sum ends the op
 
-The outermost level, whose links are the slowest, is first on the way out and last on the way back.
+The outermost level, whose links are the slowest, is first on the way out and last on the way back. Experts travel
+beside these, in a lane of their own, and so do their gradients:
+
+    gathered    [ all-gather ] for each level, outermost first
+    returned    [ reduce-scatter ] for each level, innermost first
 """
 
 from __future__ import annotations
+
+from collections.abc import Mapping
 
 from .schedule import Kind, Lane, Op, Schedule
 
@@ -41,6 +47,32 @@ def hop_back(level: int, levels: int, received: int) -> Schedule:
         Op(Kind.PERMUTE, Lane.COMPUTE, size=received, waits_for=(0,), reads=("copies",), writes=("rows",)),
     )
     return Schedule(f"expert-migration hop back, level {level}", ops, ("arrived",))
+
+
+def gathered(sizes: Mapping[int, int]) -> Schedule:
+    """Experts to all ranks of a domain.
+
+    Args:
+        sizes: bytes that a rank holds after each level's gather, its own included, in their order.
+    """
+    return _travel("experts gathered", Kind.ALL_GATHER, sizes)
+
+
+def returned(sizes: Mapping[int, int]) -> Schedule:
+    """Gradients to the owners of experts.
+
+    Args:
+        sizes: bytes of what a rank has for the ranks of each level, itself included, in the levels' order.
+    """
+    return _travel("gradients returned", Kind.REDUCE_SCATTER, sizes)
+
+
+def _travel(name: str, kind: Kind, sizes: Mapping[int, int]) -> Schedule:
+    ops, held = [], "0"
+    for number, (level, size) in enumerate(sizes.items(), start=1):
+        waits_for, reads, held = (number - 2,) * (number > 1), (held,), str(number)
+        ops.append(Op(kind, Lane.EXPERTS, 0, size, waits_for, reads, (held,), f"experts.{level}"))
+    return Schedule(f"expert-migration, {name}", tuple(ops), ("0",))
 
 
 def _lane(level: int, levels: int) -> Lane:

@@ -19,6 +19,7 @@ class Lane(Enum):
     COMPUTE = "compute"  # matrix units; always the caller's thread and stream, where autograd is
     D2H = "d2h"
     H2D = "h2d"
+    EXPERTS = "experts"  # links too, in groups of their own: experts that travel beside all schedules
 
 
 class Kind(Enum):

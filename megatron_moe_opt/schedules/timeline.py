@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from .schedule import COLLECTIVES, Kind, Lane, Op, Schedule
@@ -35,7 +35,9 @@ class Timeline:
     schedule: Schedule
     spans: tuple[Span, ...]
     parts: tuple[Part, ...] = ()
-    """Of a timeline that `one_after_another` made."""
+    """Of a timeline that was made of several."""
+    began: float = 0.0
+    """When the schedule began, in seconds since the recording did; 0 where that is not known."""
 
     @property
     def seconds(self) -> float:
@@ -49,6 +51,11 @@ class Timeline:
     def busy(self, lane: Lane) -> float:
         """Seconds that ops of a lane take; a collective's wait for its peers counts."""
         return sum(span.end - span.start for span in self.lane(lane))
+
+    @property
+    def is_beside(self) -> bool:
+        """Whether it ran beside all schedules: experts that travel."""
+        return Lane.EXPERTS in self.schedule.lanes
 
     @property
     def hidden(self) -> float:
@@ -96,18 +103,47 @@ def one_after_another(name: str, timelines: Mapping[str, Timeline]) -> Timeline:
     inputs: list[str] = []
     last: dict[Lane, int] = {}  # the last op of each lane in the part before
     for part, timeline in timelines.items():
-        begin, first_op = parts[-1].end if parts else 0.0, len(ops)
+        begin = parts[-1].end if parts else 0.0
         seen: dict[Lane, int] = {}
-        for span in timeline.spans:
+        for span in _placed(part, timeline, begin, len(ops)):
             op = span.op
-            waits_for = tuple(first_op + other for other in op.waits_for)
             if op.lane not in seen:
-                waits_for = (*last.values(), *waits_for)
+                op = replace(op, waits_for=(*last.values(), *op.waits_for))
             seen[op.lane] = len(ops)
-            reads, writes = (tuple(f"{part}: {buffer}" for buffer in used) for used in (op.reads, op.writes))
-            ops.append(replace(op, waits_for=waits_for, reads=reads, writes=writes))
-            spans.append(Span(ops[-1], begin + span.start, begin + span.end))
+            ops.append(op)
+            spans.append(replace(span, op=op))
         last = seen or last
         parts.append(Part(part, begin, begin + timeline.seconds))
-        inputs += [f"{part}: {buffer}" for buffer in timeline.schedule.inputs]
+        inputs += _inputs(part, timeline)
     return Timeline(Schedule(name, tuple(ops), tuple(inputs)), tuple(spans), tuple(parts))
+
+
+def as_they_ran(name: str, timelines: Mapping[str, Timeline]) -> Timeline:
+    """One timeline in which each of `timelines` begins when it began, the first at 0.
+
+    It has a part for each but those that ran beside the others.
+    """
+    first = min((timeline.began for timeline in timelines.values()), default=0.0)
+    spans: list[Span] = []
+    parts: list[Part] = []
+    inputs: list[str] = []
+    for part, timeline in sorted(timelines.items(), key=lambda item: item[1].began):
+        begin = timeline.began - first
+        spans += _placed(part, timeline, begin, len(spans))
+        if not timeline.is_beside:
+            parts.append(Part(part, begin, begin + timeline.seconds))
+        inputs += _inputs(part, timeline)
+    return Timeline(Schedule(name, tuple(span.op for span in spans), tuple(inputs)), tuple(spans), tuple(parts))
+
+
+def _placed(part: str, timeline: Timeline, begin: float, first_op: int) -> Iterator[Span]:
+    """The spans from `begin` on; of ops of a schedule in which `first_op` is their first, with buffers of their own."""
+    for span in timeline.spans:
+        reads, writes = (tuple(f"{part}: {buffer}" for buffer in used) for used in (span.op.reads, span.op.writes))
+        waits_for = tuple(first_op + other for other in span.op.waits_for)
+        op = replace(span.op, waits_for=waits_for, reads=reads, writes=writes)
+        yield Span(op, begin + span.start, begin + span.end)
+
+
+def _inputs(part: str, timeline: Timeline) -> list[str]:
+    return [f"{part}: {buffer}" for buffer in timeline.schedule.inputs]

@@ -27,17 +27,17 @@ def save(file: Path, workers: tuple[int, ...] = LEVELS) -> Path:
     return file
 
 
-def chosen(profile: Path) -> list[tuple[int, ...]]:
-    """Domain sizes of layers whose first pass has few tokens, and many."""
+def chosen(profile: Path, numbers: tuple[int, ...] = (4, 2000), ratio: float | None = None) -> list[tuple[int, ...]]:
+    """Domain sizes of layers whose first pass has so many tokens; gradients are compressed by the ratio."""
     import megatron_moe_opt
     from megatron_moe_opt.integration.moe_layer import build_layer
     from tests.ranks.megatron import moe_config, parallel
 
     sizes = []
-    megatron_moe_opt.register(Options(profile=profile, network_levels=LEVELS))
+    megatron_moe_opt.register(Options(profile=profile, network_levels=LEVELS, gradient_compression_ratio=ratio))
     try:
         with parallel(ep=4):
-            for tokens in (4, 2000):
+            for tokens in numbers:
                 layer = build_layer(moe_config(moe_token_dispatcher_type="expert-migration"))
                 # One rank alone has many: the others must choose alike.
                 hidden = torch.randn(tokens if dist.get_rank() == 3 else 2, 1, 64, requires_grad=True)
@@ -54,6 +54,13 @@ def test_domains_are_chosen_by_tokens_and_experts(ranks, tmp_path):
     for few, many in ranks.run(chosen, profile=save(tmp_path / "cluster.json")):
         assert few == (1, 1)
         assert many[0] == 2
+
+
+def test_compressed_gradients_make_experts_travel(ranks, tmp_path):
+    profile = save(tmp_path / "cluster.json")
+    for ratio, sizes in ((None, (1, 1)), (8.0, (2, 1))):
+        for found in ranks.run(chosen, profile=profile, numbers=(200,), ratio=ratio):
+            assert found == [sizes]
 
 
 def test_a_profile_without_the_groups_of_domains_is_refused(ranks, tmp_path):

@@ -229,6 +229,56 @@ def test_experts_are_sent_ahead_and_compared_when_used(ranks):
     ranks.run(prefetched)
 
 
+def bounded(ahead: int) -> None:
+    """Four layers, experts of `ahead` + 1 of them in memory: equal to stock, whatever passes are under way."""
+    from tests.ranks.megatron import parallel
+
+    with parallel(ep=4):
+        stock, ours = layers(4, prefetch_layers=ahead, resident_layers=ahead + 1)
+        migrated = [layer.token_dispatcher.dispatcher.migrated for layer in ours]
+
+        def resident() -> int:
+            """Gathers that are here or on their way; what was dropped is in nobody's hands."""
+            held = [one._arrived for one in migrated if one._arrived is not None]
+            here = [one for one in held if one._messages is not None or one._arrive is not None]
+            assert all(one in here or one._experts is None or one._experts() is None for one in held)
+            return len(here)
+
+        for round_ in range(2):
+            results = []
+            for model in (stock, ours):
+                inputs = [hidden_states(2 * round_ + number) for number in range(2)]
+
+                def step(model: Any = model, inputs: list[torch.Tensor] = inputs) -> None:
+                    outputs = []
+                    for hidden in inputs:
+                        for layer in model:
+                            hidden = hidden + layer(hidden)[0]
+                            assert resident() <= ahead + 1
+                        outputs.append(hidden)
+                    for output in outputs:
+                        output.square().mean().backward()
+                    with torch.no_grad():
+                        model[0](inputs[0])
+
+                gathers = gathers_of(step)
+                if model is ours:  # both levels, of four layers; again in each of four passes where they were dropped
+                    assert resident() == ahead + 1 and 2 * 4 < gathers <= 2 * 4 * 5, gathers
+                results.append([one.grad for one in inputs])
+            for one, other in zip(*results, strict=True):
+                assert relative(other, one) < 1e-6
+            for layer in (*stock, *ours):
+                write_weights(layer, 1.1)
+        for one, other in zip(stock, ours, strict=True):
+            for weight, same in zip(one.parameters(), other.parameters(), strict=True):
+                assert relative(same.grad, weight.grad) < 3e-6  # of four layers in a row
+
+
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_experts_beyond_the_bound_are_gathered_again(ranks, ahead):
+    ranks.run(bounded, ahead=ahead)
+
+
 def traffic(sizes: tuple[int, ...], levels: tuple[int, ...], nodes: tuple[int, ...]) -> dict[str, Any]:
     """Messages and bytes of a step by collective and group; and the copies a token a node would need."""
     import megatron_moe_opt

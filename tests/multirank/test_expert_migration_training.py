@@ -48,6 +48,14 @@ def test_losses_are_those_of_stock(ranks, layout, settings):
     assert stock[0][-1] < stock[0][0]
 
 
+def test_losses_with_a_bound_on_resident_layers_are_those_of_stock(ranks):
+    options = Options(network_levels=(2,), domain_sizes=(2,), prefetch_layers=0, resident_layers=1)
+    layout = {"ep": 2}
+    ours = ranks.run(train, options=options, dispatcher="expert-migration", layout=layout, **FULL_RECOMPUTE)
+    stock = ranks.run(train, options=Options(), dispatcher="alltoall", layout=layout, **FULL_RECOMPUTE)
+    assert ours[0] == pytest.approx(stock[0], rel=1e-5)
+
+
 def test_bf16_losses_are_those_of_stock(ranks):
     options = Options(network_levels=(2, 2), domain_sizes=(2, 1))
     ours = ranks.run(train, options=options, dispatcher="expert-migration", layout={"ep": 4}, bf16=True)

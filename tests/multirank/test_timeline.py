@@ -6,8 +6,10 @@ import json
 from dataclasses import replace
 
 import pytest
+import torch
 import torch.distributed as dist
 
+import megatron_moe_opt
 from megatron_moe_opt.cli.layer_settings import LayerSettings
 from megatron_moe_opt.planning.cluster import Cluster, ExpertGemm, World
 from megatron_moe_opt.planning.monta import PASSES
@@ -124,3 +126,53 @@ def test_the_rank_that_took_longest_or_the_one_asked_for(ranks, tmp_path):
     asked = ranks.run(_run, variant="monta:O3x2", slow_rank=2, rank=1, trace=trace)
     assert {step.rank for step in asked} == {1}
     assert all(timeline.seconds < 1000 for step in asked for timeline in step.measured.values())
+
+
+def _travelling(sizes):
+    """A recorded step of a layer whose experts travel, and whether they hide behind anything here."""
+    from megatron_moe_opt.cli.moe_layer import layer_under_test
+    from megatron_moe_opt.cli.recorded_step import record_step
+    from megatron_moe_opt.options import Options
+    from tests.multirank.test_expert_migration import slow_gathers
+    from tests.ranks.megatron import parallel
+
+    settings = LayerSettings(
+        dispatchers=(), tokens=48, hidden=32, ffn_hidden=16, experts=8, topk=2, tp=1, ep=4, expert_tp=1, dtype="fp32",
+        routing="uniform", capacity_factor=None, pad_to_capacity=False, steps=1, warmup=0, seed=1,
+    )  # fmt: skip
+    options = Options(domain_sizes=sizes, network_levels=(2, 2))
+    with parallel(ep=4), pytest.MonkeyPatch.context() as patch:
+        slow_gathers(patch)  # 20 or 40 ms a level
+        layer = layer_under_test(settings, "expert-migration", 4, torch.device("cpu"), options=options)
+        step = record_step(layer, 3, torch.device("cpu"))
+    megatron_moe_opt.register()
+    return step
+
+
+def test_experts_travel_beside_the_schedules(ranks):
+    steps = ranks.run(_travelling, sizes=(2, 1))
+    assert all(step == steps[0] for step in steps)
+    names = [one.schedule.name.removeprefix("expert-migration") for one in steps[0].timelines]
+    hops = [" hop out, level 1", " hop back, level 1"] * 2
+    assert names == [*hops, ", experts gathered", ", gradients returned"]
+    out, back, gradients_out, gradients_back, gathered, returned = steps[0].timelines
+    assert gathered.seconds > 0.02 and gathered.began <= out.began + 0.02
+    # Expert computation waits for the gather; then gradients return between the hops of their pass.
+    assert out.began < gathered.began + gathered.seconds < back.began
+    assert gradients_out.began + gradients_out.seconds < returned.began < gradients_back.began
+    # Two experts of 2 x 32 x 16 numbers each, of two ranks.
+    assert [op.size for one in (gathered, returned) for op in one.schedule.ops] == [2 * 2 * 4096] * 2
+    joined = steps[0].joined("step")
+    assert joined.schedule.lanes == (Lane.INTRA, Lane.COMPUTE, Lane.EXPERTS)
+    assert len(joined.parts) == 4 and joined.seconds > sum(one.seconds for one in steps[0].schedules)
+    (first, _) = joined.lane(Lane.EXPERTS)
+    assert first.start == pytest.approx(gathered.began - min(out.began, gathered.began))
+
+
+def test_where_no_token_hops_only_experts_are_shown(ranks):
+    (step, *_) = ranks.run(_travelling, sizes=(2, 2))
+    assert step.schedules == ()
+    assert [len(one.spans) for one in step.timelines] == [2, 2]
+    assert step.joined("step").schedule.lanes == (Lane.EXPERTS,)
+    gathered = step.timelines[0].spans
+    assert all(span.end - span.start > 0.02 for span in gathered) and gathered[0].end == gathered[1].start

@@ -6,7 +6,7 @@ import pytest
 
 from megatron_moe_opt.planning.curves import CostCurve, Costs
 from megatron_moe_opt.planning.simulator import simulate
-from megatron_moe_opt.schedules.expert_migration import hop_back, hop_out, role
+from megatron_moe_opt.schedules.expert_migration import gathered, hop_back, hop_out, returned, role
 from megatron_moe_opt.schedules.schedule import Kind, Lane, validate, validate_ranks
 
 
@@ -25,3 +25,14 @@ def test_hops(build, level, levels, lane):
         (Kind.PERMUTE, None): CostCurve(((1000, 1.0),)),
     }
     assert simulate(schedule, Costs(curves)).seconds == pytest.approx(4.0)
+
+
+@pytest.mark.parametrize(("build", "kind"), [(gathered, Kind.ALL_GATHER), (returned, Kind.REDUCE_SCATTER)])
+def test_experts_travel_level_by_level_beside_the_hops(build, kind):
+    schedule = build({0: 1000, 2: 4000})
+    validate(schedule)
+    assert [(op.kind, op.lane, op.size, op.group) for op in schedule.ops] == [
+        (kind, Lane.EXPERTS, 1000, "experts.0"),
+        (kind, Lane.EXPERTS, 4000, "experts.2"),
+    ]
+    assert schedule.ops[1].waits_for == (0,)

@@ -241,8 +241,14 @@ def test_what_experts_cannot_travel_with_is_refused(sizes, settings, sentence):
         ("--moe-opt-prefetch-layers -1", "is not a number from 0 on"),
         ("--moe-opt-domain-sizes 2 --moe-opt-compression-ratio 1", "'1' is not a ratio above 1"),
         ("--moe-opt-compression-ratio 25", "--moe-opt-compression-ratio 25 has nothing to compress where no expert"),
+        ("--moe-opt-resident-layers 2", "--moe-opt-resident-layers 2 bounds what is held of experts that travel, and"),
+        ("--moe-opt-domain-sizes 2 --moe-opt-resident-layers 1", "no room for --moe-opt-prefetch-layers 1 and the"),
+        ("--moe-opt-domain-sizes 2 --moe-opt-resident-layers 2 --moe-opt-compression-ratio 9",
+         "--moe-opt-resident-layers 2 drops experts to gather them again, and --moe-opt-compression-ratio sends"),
+        ("--moe-opt-gradient-compression-ratio 9", "gradient-compression-ratio 9 has nothing to compress where no"),
+        ("--moe-opt-domain-sizes 2 --moe-opt-gradient-compression-ratio inf", "'inf' is not a ratio above 1"),
     ],
-)
+)  # fmt: skip
 def test_bad_options_of_migration_are_refused(arguments, sentence):
     with pytest.raises(ConfigurationError, match=re.escape(sentence)):
         split_options(arguments.split())
@@ -250,9 +256,26 @@ def test_bad_options_of_migration_are_refused(arguments, sentence):
 
 def test_options_of_migration():
     line = "--moe-opt-domain-sizes 2,4 --moe-opt-levels 2,8 --moe-opt-compression-ratio 25 --lr 1"
-    options, rest = split_options(line.split())
-    assert options == Options(domain_sizes=(2, 4), network_levels=(2, 8), compression_ratio=25.0)
+    options, rest = split_options([*line.split(), "--moe-opt-gradient-compression-ratio", "9.5"])
+    domains = {"domain_sizes": (2, 4), "network_levels": (2, 8)}
+    assert options == Options(**domains, compression_ratio=25.0, gradient_compression_ratio=9.5)
     assert rest == ["--lr", "1"]
+
+
+def test_gradients_are_compressed_only_where_they_travel_and_keep_their_scale():
+    options = Options(domain_sizes=(2,), gradient_compression_ratio=9.0)
+    megatron_moe_opt.register(options)
+    try:
+        assert config("expert-migration", bf16=True).bf16
+        refusal("--moe-opt-gradient-compression-ratio 9 keeps parts of gradients from step to step, and --fp16 changes "
+                "the loss scale between them: use --bf16", name="expert-migration", fp16=True)  # fmt: skip
+        for name in ("monta", "alltoall"):
+            refusal("--moe-opt-gradient-compression-ratio 9 is for --moe-token-dispatcher-type expert-migration, not "
+                    f"{name}", name=name)  # fmt: skip
+        megatron_moe_opt.register(dataclasses.replace(options, profile=Path("c.json")))
+        refusal("--moe-opt-gradient-compression-ratio 9 is lossy, which", name="auto")
+    finally:
+        megatron_moe_opt.register()
 
 
 def test_stock_is_left_alone():

@@ -13,7 +13,7 @@ from megatron_moe_opt.cli.layer_prediction import Predicted
 from megatron_moe_opt.cli.layer_report import as_json, conditions, times_table, traffic_table
 from megatron_moe_opt.cli.report_page import PAGE, headline, make_report_folder, render_page, write_page
 from megatron_moe_opt.errors import ConfigurationError
-from tests.unit.report_cases import Page, made_report
+from tests.unit.report_cases import Page, made_report, migration_step
 
 ROOT = Path(__file__).parents[2]
 
@@ -51,6 +51,17 @@ def test_it_holds_what_was_predicted_and_what_was_not(page):
     none = Page(render_page(made_report(predicted=Predicted(missing={"alltoall": "no expert was measured"}))))
     assert ": no expert was measured" in none.texts
     assert not any(text.startswith("Nothing was predicted.") for text in none.texts)
+
+
+def test_experts_that_travel_have_a_lane_beside_the_schedules():
+    page = Page(render_page(made_report(recorded={"expert-migration": migration_step()})))
+    (summary,) = {text for text in page.texts if text.startswith("Rank 2: ")}
+    assert summary == (
+        "Rank 2: 6.0 ms in 1. expert-migration hop out, level 0; 2. expert-migration hop back, level 0. Busy ms: "
+        "inter 4.0, compute 2.0, experts 3.0. Overlap 0%."
+    )
+    titles = [text for text in page.texts if text.startswith("all_gather of chunk 0: ")]
+    assert titles == ["all_gather of chunk 0: 1.000 to 4.000 ms, 16384 bytes"]
 
 
 def test_timelines_have_a_bar_for_every_op(page):

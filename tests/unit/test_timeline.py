@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_moe_opt.cli.recorded_step import RecordedStep
 from megatron_moe_opt.planning.simulator import simulate
+from megatron_moe_opt.schedules.expert_migration import gathered
 from megatron_moe_opt.schedules.monta import ChunkBytes, combine, dispatch
 from megatron_moe_opt.schedules.picture import write_picture
 from megatron_moe_opt.schedules.schedule import Kind, Lane, Op, Schedule, validate
-from megatron_moe_opt.schedules.timeline import Part, Span, Timeline, one_after_another
+from megatron_moe_opt.schedules.timeline import Part, Span, Timeline, as_they_ran, one_after_another
 from megatron_moe_opt.schedules.trace import write_trace
 
 SECONDS = {Kind.ALL_TO_ALL: 4e-3, Kind.ALL_GATHER: 2e-3, Kind.REDUCE_SCATTER: 3e-3, Kind.COPY: 1e-3}
@@ -53,6 +56,36 @@ def test_a_part_without_ops_takes_no_time():
     joined = one_after_another("all", {"first": one, "nothing": nothing, "last": one})
     assert joined.parts == (Part("first", 0.0, 5e-3), Part("nothing", 5e-3, 5e-3), Part("last", 5e-3, 10e-3))
     assert joined.schedule.ops[2].waits_for == (0, 1)  # the last op of each lane of the first part
+
+
+def test_what_ran_beside_the_schedules_is_shown_where_it_ran():
+    """Two schedules with a gap between them; a gather beside both, of two levels; a schedule that is shown first began
+    first, whatever the order.
+    """
+    first = replace(simulate(dispatch("O1", [ChunkBytes()], 2, 1), _seconds), began=7.0)
+    second = replace(first, began=7.1)
+    travel = gathered({0: 200, 1: 800})
+    assert [(op.kind, op.size, op.waits_for) for op in travel.ops] == [
+        (Kind.ALL_GATHER, 200, ()),
+        (Kind.ALL_GATHER, 800, (0,)),
+    ]
+    beside = Timeline(travel, (Span(travel.ops[0], 0.0, 0.05), Span(travel.ops[1], 0.05, 0.2)), began=7.001)
+    joined = as_they_ran("all", {"2": second, "1": first, "gather": beside})
+    validate(joined.schedule)
+    assert [part.name for part in joined.parts] == ["1", "2"]
+    assert [(part.start, part.end) for part in joined.parts] == [
+        pytest.approx((0, 5e-3)),
+        pytest.approx((0.1, 0.105)),
+    ]
+    spans = joined.lane(Lane.EXPERTS)
+    assert [(span.start, span.end) for span in spans] == [pytest.approx((1e-3, 0.051)), pytest.approx((0.051, 0.201))]
+    assert joined.schedule.ops.index(spans[0].op) in spans[1].op.waits_for
+    assert joined.seconds == pytest.approx(0.201)
+
+    step = RecordedStep(0, (first, second, beside))
+    assert step.schedules == (first, second)
+    assert step.joined("s").seconds == pytest.approx(0.201)
+    assert RecordedStep(0, (first, second)).joined("s").seconds == pytest.approx(0.01)  # without the gap
 
 
 def _timeline(*spans: tuple[Lane, float, float]) -> Timeline:

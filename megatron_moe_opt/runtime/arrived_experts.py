@@ -1,0 +1,103 @@
+"""Experts that were gathered: how long they are in memory, and how autograd finds them again."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from megatron_moe_opt.runtime.expert_codec import Decode
+
+
+class ArrivedExperts:
+    """Experts that were gathered once: kept as they travelled, decoded while somebody holds what was decoded."""
+
+    def __init__(self, gather: Callable[[], Callable[[], torch.Tensor]], decode: Decode, own: int, keep: bool) -> None:
+        """
+        Args:
+            gather: starts to gather the messages; see ExpertCommunicator.gather.
+            keep: keep the decoded ones instead.
+        """
+        self._gather, self._keep = gather, keep
+        self._arrive: Callable[[], torch.Tensor] | None = gather()
+        self._messages: torch.Tensor | None = None
+        self._decode, self._own = decode, own
+        self._experts: weakref.ref[torch.Tensor] | None = None
+
+    def experts(self) -> torch.Tensor:
+        """[owners, numel]; see MigratedExperts.gathered."""
+        if self._messages is None:
+            self._messages, self._arrive = self._arrive(), None
+        experts = self._experts and self._experts()
+        if experts is None:
+            experts = self._decode(self._messages, self._own)
+            if self._keep:
+                self._decode, self._messages = _as_they_are, experts
+            self._experts = weakref.ref(experts)
+        return experts
+
+    def drop(self) -> None:
+        """Frees them until `gather_again`."""
+        self._messages = self._arrive = None
+
+    def gather_again(self) -> None:
+        """Starts to gather them if they were dropped: as they were. A collective call, then."""
+        if self._messages is None and self._arrive is None:
+            self._arrive = self._gather()
+
+    def forget_part(self, tensor: torch.Tensor) -> torch.Tensor | _Part:
+        """Where among the experts a tensor lies; the tensor itself, if it is none of them."""
+        experts = self._experts and self._experts()
+        if experts is None or tensor.untyped_storage()._cdata != experts.untyped_storage()._cdata:
+            return tensor
+        return _Part(self, tensor.storage_offset() - experts.storage_offset(), tensor.size(), tensor.stride())
+
+
+def _as_they_are(messages: torch.Tensor, own: int) -> torch.Tensor:
+    return messages
+
+
+@dataclass(frozen=True)
+class _Part:
+    """A tensor in the memory of experts that need not be there now."""
+
+    arrived: ArrivedExperts
+    first: int
+    size: torch.Size
+    stride: tuple[int, ...]
+
+
+def restore_part(part: torch.Tensor | _Part) -> torch.Tensor:
+    """The inverse of `forget_part`."""
+    if isinstance(part, torch.Tensor):
+        return part
+    experts = part.arrived.experts()
+    return experts.as_strided(part.size, part.stride, experts.storage_offset() + part.first)
+
+
+class Residents:
+    """The gathers whose experts are here, at most so many: those that were used last.
+
+    All ranks use the same ones in the same order, and so drop the same. One that nobody holds any more counts until
+    its turn comes: on some ranks it may still be there.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._recent: list[weakref.ref[ArrivedExperts]] = []
+
+    def use(self, arrived: ArrivedExperts) -> None:
+        """Sees to it that these are here or on their way. A collective call, where they were dropped."""
+        self.leave(arrived)
+        self._recent.append(weakref.ref(arrived))
+        while len(self._recent) > self._limit:
+            oldest = self._recent.pop(0)()
+            if oldest is not None:
+                oldest.drop()
+        arrived.gather_again()
+
+    def leave(self, arrived: ArrivedExperts | None) -> None:
+        """These are counted no more."""
+        self._recent = [one for one in self._recent if arrived is None or one() is not arrived]

@@ -1,0 +1,183 @@
+"""Gradients of migrated experts that return compressed, on 4 ranks: exact where all entries travel, late otherwise."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_moe_opt.options import Options
+from tests.multirank.test_expert_migration import hidden_states, layers, relative
+from tests.multirank.test_expert_migration_training import FULL_RECOMPUTE
+
+ALL_ENTRIES = 0.5
+"""A ratio at which every entry travels, with its index."""
+DOMAINS = [((4,), (4,)), ((2, 2), (2, 1)), ((2, 2), (2, 2))]
+
+
+def step(layer: Any, seed: int) -> None:
+    """Forward and backward of two micro-batches, of different sizes of gradients."""
+    outputs = [layer(hidden_states(2 * seed + number))[0] for number in range(2)]
+    outputs[0].square().mean().backward()
+    outputs[1].square().sum().backward()
+
+
+def gradient(layer: Any) -> torch.Tensor:
+    """[numel] of this rank's experts."""
+    weights = layer.token_dispatcher.dispatcher.migrated.weights
+    flat = torch.empty(weights.numel)
+    weights.flatten([parameter.grad for parameter in weights.parameters], flat)
+    return flat
+
+
+def not_sent(layer: Any) -> torch.Tensor:
+    """[numel]: what all ranks keep that this rank has not got. A collective call."""
+    migrated = layer.token_dispatcher.dispatcher.migrated
+    pending = torch.zeros(4, migrated.weights.numel)
+    groups = migrated.communicator._groups.values()
+    # By place among the peers of each level, the innermost first.
+    owners = torch.tensor(migrated.owners).view([group.size() for group in reversed(groups)])
+    for group in reversed(groups):
+        kept, mine = migrated.gradients._kept[group], owners[group.rank()]
+        others = [place for place in range(group.size()) if place != group.rank()]
+        pending.index_add_(0, owners[others].reshape(-1), kept.reshape(-1, kept.size(-1)))
+        owners = mine
+    dist.all_reduce(pending)
+    return pending[dist.get_rank()]
+
+
+def all_entries(domains: list[tuple[tuple[int, ...], tuple[int, ...]]]) -> None:
+    """The same bits as whole gradients, and stock's to rounding."""
+    from tests.ranks.megatron import parallel
+
+    with parallel(ep=4):
+        for levels, sizes in domains:
+            (stock,), (ours,) = layers(1, sizes, levels, gradient_compression_ratio=ALL_ENTRIES)
+            _, (whole,) = layers(1, sizes, levels)
+            whole.load_state_dict(ours.state_dict())
+            for layer in (stock, ours, whole):
+                step(layer, 0), step(layer, 1)
+            for of_stock, one, other in zip(*(layer.parameters() for layer in (stock, ours, whole)), strict=True):
+                assert torch.equal(one.grad, other.grad), (levels, sizes)
+                assert relative(one.grad, of_stock.grad) < 1e-6
+            assert not not_sent(ours).any()
+
+
+def test_all_entries_are_whole_gradients(ranks):
+    ranks.run(all_entries, domains=DOMAINS)
+
+
+def late(domains: list[tuple[tuple[int, ...], tuple[int, ...]]]) -> list[list[float]]:
+    """What is missing, and what is missing with what the others keep, of the gradient of each step's sum."""
+    from tests.ranks.megatron import parallel
+
+    found = []
+    with parallel(ep=4):
+        for levels, sizes in domains:
+            _, (ours,) = layers(1, sizes, levels, gradient_compression_ratio=16.0)
+            _, (again,) = layers(1, sizes, levels, gradient_compression_ratio=16.0)
+            _, (whole,) = layers(1, sizes, levels)
+            for layer in (whole, again):
+                layer.load_state_dict(ours.state_dict())
+            for number in range(3):
+                for layer in (ours, again, whole):
+                    step(layer, number)
+                with torch.no_grad():
+                    ours(hidden_states(0))  # evaluation sends nothing back
+                missing, true = not_sent(ours), gradient(whole)
+                found.append([relative(gradient(ours), true), relative(gradient(ours) + missing, true)])
+            assert torch.equal(gradient(ours), gradient(again))  # the same bits
+            ours.load_state_dict(whole.state_dict())
+            assert not ours.token_dispatcher.dispatcher.migrated.gradients._kept
+    return found
+
+
+def test_what_arrived_and_what_is_kept_is_the_whole_gradient(ranks):
+    for result in ranks.run(late, domains=DOMAINS):
+        assert all(missing > 0.05 for missing, _ in result), result
+        assert all(with_kept < 2e-6 for _, with_kept in result), result
+
+
+def sent() -> dict[float | None, tuple[int, int]]:
+    """Messages and bytes of gradients, by ratio."""
+    from megatron_moe_opt.runtime.traffic import TrafficCounter
+    from megatron_moe_opt.topology.nodes import NodeMap
+    from tests.ranks.megatron import parallel
+
+    found = {}
+    with parallel(ep=4):
+        for ratio in (None, 8.0):
+            _, (layer,) = layers(1, gradient_compression_ratio=ratio)
+            output = layer(hidden_states(0))[0].sum()
+            with TrafficCounter(NodeMap((0, 0, 1, 1))) as counter:
+                output.backward()
+            rows = [row for row in counter.rows() if row.collective == "reduce_scatter"]
+            assert [row.link for row in rows] == ["inter-node", "intra-node"]
+            assert rows[1].bytes == 2 * rows[0].bytes  # inside a node, sums for its own ranks and the other's
+            found[ratio] = sum(row.messages for row in rows), sum(row.bytes for row in rows)
+    return found
+
+
+def test_bytes_are_those_of_the_ratio(ranks):
+    for result in ranks.run(sent):
+        (messages, whole), (as_many, compressed) = result[None], result[8.0]
+        assert messages == as_many == 2
+        assert 7.95 < whole / compressed < 8.05
+
+
+def overflow() -> None:
+    """Owners hear of a gradient that is not finite; then it is forgotten. After a skipped step everything is."""
+    from megatron_moe_opt.integration.optimizer_step import _wrap
+    from tests.ranks.megatron import parallel
+
+    with parallel(ep=4):
+        _, (ours,) = layers(1, gradient_compression_ratio=16.0)
+        gradients = ours.token_dispatcher.dispatcher.migrated.gradients
+        step(ours, 0)
+        output = ours(hidden_states(0))[0]
+        output.backward(torch.full_like(output, float("nan") if dist.get_rank() == 2 else 1.0))
+        assert not gradient(ours).isfinite().all()
+        assert all(kept.isfinite().all() for kept in gradients._kept.values())
+        ours.zero_grad()
+        step(ours, 0)
+        assert gradient(ours).isfinite().all()
+        _wrap(lambda _: (True, None, None))(None)
+        assert gradients._kept
+        _wrap(lambda _: (False, None, None))(None)
+        assert not gradients._kept
+        description = ours.token_dispatcher.dispatcher.describe()
+        assert "their gradients LOSSY, compressed 16-fold" in description
+
+
+def test_what_is_not_finite_is_told_and_forgotten(ranks):
+    ranks.run(overflow)
+
+
+def train(options: Options, dispatcher: str, steps: int, **settings: Any) -> list[float]:
+    """Losses of steps of two micro-batches."""
+    import megatron_moe_opt
+    from tests.ranks.gpt import gpt
+    from tests.ranks.megatron import parallel
+
+    megatron_moe_opt.register(options)
+    try:
+        with parallel(ep=4):
+            return gpt(moe_token_dispatcher_type=dispatcher, **settings).train(steps)
+    finally:
+        megatron_moe_opt.register()
+
+
+@pytest.mark.parametrize(
+    ("ratio", "steps", "settings", "bound"),
+    [(ALL_ENTRIES, 3, FULL_RECOMPUTE, 1e-5), (8.0, 5, {"bf16": True}, 0.05)],
+    ids=str,
+)
+def test_losses_are_near_those_of_stock(ranks, ratio, steps, settings, bound):
+    options = Options(network_levels=(2, 2), domain_sizes=(2, 2), gradient_compression_ratio=ratio)
+    ours = ranks.run(train, options=options, dispatcher="expert-migration", steps=steps, **settings)
+    stock = ranks.run(train, options=Options(), dispatcher="alltoall", steps=steps, **settings)
+    assert ours[0] == pytest.approx(stock[0], rel=bound)
+    assert ours[0] != stock[0] or ratio == ALL_ENTRIES
+    assert stock[0][-1] < stock[0][0]
