@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from megatron_moe_opt.kernels import place_samples
 from megatron_moe_opt.planning.netmoe import (
-    TransitionStatistics,
+    NextLayerPrediction,
     Volume,
     known_of_samples,
     moved_shares,
@@ -116,7 +116,7 @@ counts = st.lists(st.lists(st.integers(0, 50), min_size=3, max_size=3), min_size
 @settings(max_examples=50)
 @given(st.lists(st.tuples(counts, counts), min_size=1, max_size=4), counts)
 def test_statistics_are_the_regularised_least_squares(passes, asked):
-    statistics = TransitionStatistics(3, 3, decay=0.5)
+    statistics = NextLayerPrediction(3, 3, decay=0.5)
     for num, then in passes:
         statistics.observe(num, then)
     weight = [0.5 ** (len(passes) - 1 - index) for index in range(len(passes))]
@@ -131,7 +131,7 @@ def test_statistics_are_the_regularised_least_squares(passes, asked):
 @given(st.lists(st.tuples(counts, counts), min_size=1, max_size=4), st.randoms(use_true_random=False))
 def test_order_of_samples_changes_no_bit(passes, random):
     """Sums of products are exact, in any order: ranks with other processors predict the same."""
-    first, second = TransitionStatistics(3, 3), TransitionStatistics(3, 3)
+    first, second = NextLayerPrediction(3, 3), NextLayerPrediction(3, 3)
     for num, then in passes:
         order = list(range(len(num)))
         random.shuffle(order)
@@ -149,7 +149,7 @@ def test_what_sets_samples_apart_is_predicted():
         preference = generator.dirichlet(np.full(experts, 5.0), size=32)
         return tuple(np.stack([generator.multinomial(2000, p) for p in q]) for q in (preference, preference[:, shift]))
 
-    statistics = TransitionStatistics(experts, experts)
+    statistics = NextLayerPrediction(experts, experts)
     for _ in range(10):
         statistics.observe(*some_pass())
     num, then = some_pass()
@@ -165,18 +165,18 @@ def test_counts_of_the_layer_before_are_known_where_fits_stay_short():
 
 
 def test_prediction_before_anything_was_seen_is_zero():
-    assert not TransitionStatistics(3, 2).predict(np.ones((5, 3), np.int64)).any()
+    assert not NextLayerPrediction(3, 2).predict(np.ones((5, 3), np.int64)).any()
 
 
 def test_identity_routing_is_learnt():
     """Samples of one expert each that keep it: the next layer's counts are this layer's."""
-    statistics, num = TransitionStatistics(4, 4), 800 * np.eye(4, dtype=np.int64)
+    statistics, num = NextLayerPrediction(4, 4), 800 * np.eye(4, dtype=np.int64)
     statistics.observe(num, num)
     assert np.abs(statistics.predict(num) - num).max() <= 2
 
 
 @pytest.mark.parametrize("shape", [(0, 3), (5, 3)])
 def test_statistics_of_nothing(shape):
-    statistics = TransitionStatistics(3, 3)
+    statistics = NextLayerPrediction(3, 3)
     statistics.observe(np.zeros(shape, np.int64), np.zeros(shape, np.int64))
     assert not statistics.predict(np.ones((2, 3), np.int64)).any()

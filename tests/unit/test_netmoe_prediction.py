@@ -7,7 +7,7 @@ from statistics import median
 import numpy as np
 
 from megatron_moe_opt.kernels import place_samples
-from megatron_moe_opt.planning.netmoe import TransitionStatistics, placement_volume, tokens_by_device
+from megatron_moe_opt.planning.netmoe import NextLayerPrediction, placement_volume, tokens_by_device
 
 DEVICES, NODE = 8, np.arange(8) // 4
 LEARNT, MEASURED = 10, 20  # passes
@@ -51,7 +51,7 @@ def shares_of_the_oracle(*setting) -> dict[str, float]:
     expert_device = np.repeat(np.arange(DEVICES), experts // DEVICES)
     home = np.repeat(np.arange(DEVICES), samples // DEVICES)
     ways = {"combine": Nothing(), "frequencies": Frequencies(experts)}
-    ways["least squares"] = TransitionStatistics(experts, DEVICES)
+    ways["least squares"] = NextLayerPrediction(experts, DEVICES)
     sent = dict.fromkeys([*ways, "oracle", "home"], 0)
     for index, (num, next_num) in enumerate(passes(*setting)):
         here, then = (tokens_by_device(counts, expert_device, DEVICES) for counts in (num, next_num))
