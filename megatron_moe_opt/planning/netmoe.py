@@ -17,6 +17,7 @@ import numpy as np
 WINDOW = 256  # samples that predictions are made from
 WINDOW_PASSES = 16  # the least number of passes that a full window is from
 MAX_PASSES_BETWEEN_FITS = 16
+BLOCK = 128  # samples that are predicted at a time
 LOCAL = 2.0  # what resemblance to single samples explains a priori, in units of what the linear part does
 ROOT_SCALE = 16.0  # square roots of counts are multiples of its inverse
 NEAR_BITS, SHARE_BITS, WEIGHT_BITS = (
@@ -173,9 +174,11 @@ class NextLayerPrediction:
         Returns:
             int64 [I, outputs], none negative; zeros before anything was observed.
         """
-        if self._fit is None:
+        if self._fit is None or not len(num):
             return np.zeros((len(num), self._then.shape[1]), np.int64)
-        return np.rint(self._fit.predict(num.astype(np.float64))).clip(0).astype(np.int64)
+        # A block and its resemblances fit into a core's cache.
+        blocks = [self._fit.predict(num[row : row + BLOCK].astype(np.float64)) for row in range(0, len(num), BLOCK)]
+        return np.rint(np.concatenate(blocks)).clip(0).astype(np.int64)
 
 
 @dataclass(frozen=True)
@@ -213,7 +216,9 @@ class _Fit:
 
     def predict(self, num: np.ndarray) -> np.ndarray:
         """num: [I, inputs] whole numbers -> [I, outputs]."""
-        near = np.rint(_resemblance(_distance(_roots(num), self.roots), self.spread) * 2**NEAR_BITS)
+        near = _resemblance(_distance(_roots(num), self.roots), self.spread)
+        near *= 2**NEAR_BITS
+        np.rint(near, out=near)
         linear = (num - self.center) @ self.slopes * 2.0**-WEIGHT_BITS
         return self.mean + linear + near @ self.shares * 2.0 ** -(NEAR_BITS + SHARE_BITS)
 
