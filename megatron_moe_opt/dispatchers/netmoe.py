@@ -106,7 +106,7 @@ class NetmoeDispatcher(MontaDispatcher):
 
         Args:
             residual: [S, B, H].
-            learn: whether the pass counts for the statistics.
+            learn: whether predictions learn from the pass.
         """
         self._residual, self._learn = residual, learn
 

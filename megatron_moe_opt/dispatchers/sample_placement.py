@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from megatron_moe_opt.kernels import place_samples
-from megatron_moe_opt.planning.netmoe import TransitionStatistics, known_of_samples, settle, tokens_by_device
+from megatron_moe_opt.planning.netmoe import NextLayerPrediction, known_of_samples, settle, tokens_by_device
 from megatron_moe_opt.runtime.host_copy import HostCopy
 from megatron_moe_opt.topology.sample_holders import SampleHolders
 
@@ -69,9 +69,10 @@ class LayerPlacement:
         self.holders = holders
         self.last = last
         self.expert_device = np.repeat(holders.ep_device, num_experts // len(holders.ep_device))
-        self.statistics: TransitionStatistics | None = None
+        self.prediction: NextLayerPrediction | None = None
         """Of what the next layer asks of devices; from the first pass on."""
         self._learnt: Future[None] | None = None
+        """What `prediction` was told last; it must not be asked before that is done."""
 
     def decide(self, counts: HostCopy, rows_beside: int, learn: bool) -> Future[Decision]:
         """Starts to decide, as soon as the counts are on the host.
@@ -79,13 +80,13 @@ class LayerPlacement:
         Args:
             counts: int64 [ep_size, etp_size, B, E].
             rows_beside: rows that the move of each part of a sample costs by itself (shared experts' outputs).
-            learn: add the counts to the statistics; all ranks alike.
+            learn: predictions learn from the counts; all ranks alike.
         """
         return background(self._decide, counts, rows_beside, learn)
 
     def _decide(self, counts: HostCopy, rows_beside: int, learn: bool) -> Decision:
         if self._learnt is not None:
-            self._learnt.result()  # raises what it raised; it was done before this was begun
+            self._learnt.result()  # begun in the pass before; raises what it raised
         parts = counts.wait().flatten(0, 1).numpy()
         start = time.perf_counter()
         ranks = self.holders.ranks
@@ -93,16 +94,16 @@ class LayerPlacement:
         on_device = tokens_by_device(num, self.expert_device, self.holders.num_devices)
         order = self.order
         at = np.arange(len(num)) if order.at is None else order.at
-        if learn and order.seen is not None:  # after the decision, which need not wait for it
+        if learn and order.seen is not None:
             layer, previous = order.seen
-            self._learnt = background(layer.statistics.observe, previous[at], on_device.copy())
+            layer._learnt = _learner().submit(layer.prediction.observe, previous[at], on_device.copy())
         known = known_of_samples(num, None if order.seen is None else order.seen[1][at, : num.shape[1]])
-        if self.statistics is None:
-            self.statistics = TransitionStatistics(known.shape[1], self.holders.num_devices)
+        if self.prediction is None:
+            self.prediction = NextLayerPrediction(known.shape[1], self.holders.num_devices)
         by_sample = np.empty_like(known)
         by_sample[at] = known
         order.seen = self, by_sample
-        move = at if self.last else self._solve(on_device + self.statistics.predict(known), rows_beside)
+        move = at if self.last else self._solve(on_device + self.prediction.predict(known), rows_beside)
         decision = Decision(parts, at, move, time.perf_counter() - start)
         order.at = decision.after
         return decision
@@ -125,3 +126,9 @@ def background(function: Callable[..., Result], *arguments: Any) -> Future[Resul
 @functools.cache
 def _worker() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(1, thread_name_prefix="moe-opt-placement")
+
+
+@functools.cache
+def _learner() -> ThreadPoolExecutor:
+    """One thread more: a fit takes longer than a decision, and the next layer's need not wait for it."""
+    return ThreadPoolExecutor(1, thread_name_prefix="moe-opt-prediction")

@@ -1,7 +1,7 @@
 """NetMoE: what a placement of samples sends, and what the next MoE layer will ask for (sections 3.1 and 3.3).
 
 A placement of samples decides two all-to-alls, the combine of this MoE layer and the dispatch of the next (eq. 5). The
-first is known when the placement is solved. The second is predicted from statistics of earlier passes.
+first is known when the placement is solved. The second is predicted from what samples did in earlier passes.
 
 All ranks predict and solve for themselves, from the same counts, and must find the same.
 
@@ -14,10 +14,18 @@ from dataclasses import dataclass
 
 import numpy as np
 
-WEIGHT_BITS = 16  # weights of the prediction are multiples of 2^-16, and below MAX_WEIGHT
-MAX_WEIGHT = 2.0**10
+WINDOW = 256  # samples that predictions are made from
+WINDOW_PASSES = 16  # the least number of passes that a full window is from
 MAX_PASSES_BETWEEN_FITS = 16
-MOST_EXPERTS_LOOKING_BACK = 64  # with more, fits of twice as many unknowns would keep decisions waiting
+BLOCK = 128  # samples that are predicted at a time
+LOCAL = 2.0  # what resemblance to single samples explains a priori, in units of what the linear part does
+ROOT_SCALE = 16.0  # square roots of counts are multiples of its inverse
+NEAR_BITS, SHARE_BITS, WEIGHT_BITS = (
+    10,
+    10,
+    16,
+)  # so are resemblances, what samples count for, and slopes, of powers of 2
+MAX_SHARE, MAX_WEIGHT = 2.0**19, 2.0**10  # with which all sums of products stay below 2^53
 
 
 @dataclass(frozen=True)
@@ -105,39 +113,39 @@ def known_of_samples(num: np.ndarray, before: np.ndarray | None) -> np.ndarray:
     Returns:
         [I, E] or [I, 2 E].
     """
-    if before is None or num.shape[1] > MOST_EXPERTS_LOOKING_BACK:
-        return num
-    return np.hstack([num, before])
+    return num if before is None else np.hstack([num, before])
 
 
-class TransitionStatistics:
-    """What a sample's tokens in one MoE layer tell about the next layer: a linear map, fitted as training goes on.
+class NextLayerPrediction:
+    """What a sample's tokens in one MoE layer tell about the next layer, learnt from samples as training goes on.
 
     The paper takes transition frequencies, shares of the tokens at expert e that go to e' next. Counts by sample know
     them only mixed: what most samples do alike prevails, and what sets a sample apart, which is what its placement is
-    decided by, is predicted far too weak. The linear map with the least squared error sees through the mixture. With x
-    the counts of a sample and y those of the next layer, averaged exponentially over passes:
+    decided by, is predicted far too weak. Here the last WINDOW samples are kept, x their counts and y those of the next
+    layer, and y is predicted for others by kernel ridge regression (a Gaussian process's mean):
 
-        W = (E[x x'] + r I)^-1 E[x y'],    r = the mean count of an expert, the variance that chance alone gives counts
+        y(x) = y0 + sum_i k(x, x_i) a_i,    a = (K + r I)^-1 (Y - y0)
+        k(x, z) = (x - x0)'(z - x0) / v  +  LOCAL / (1 + |sqrt x - sqrt z|^2 / 4 d)^4
 
-    With known_of_samples, x holds the counts of two layers.
+    The first term is a linear map. The second lets samples that resemble each other do alike, which no linear map can
+    say of several kinds of text. Chance moves the root of every count alike, whatever the count: so distances are of
+    roots. x0 and y0 are means over the window, v the variance of x and d the mean square distance there, and r is as
+    large a part of k(x, x) as chance is of v, where chance gives a count its mean as variance.
 
     All ranks fit and predict alike on any processor: sums of products are exact, as they are whole numbers below 2^53,
-    and everything else goes element by element (Gauss-Jordan elimination, which needs no pivots here).
+    and everything else goes element by element (elimination needs no pivots here).
     """
 
-    def __init__(self, num_inputs: int, num_outputs: int, decay: float = 0.95) -> None:
+    def __init__(self, num_inputs: int, num_outputs: int) -> None:
         """
         Args:
             num_inputs: what is known of a sample: its counts for each expert.
             num_outputs: what is predicted of the next layer: its experts, or its devices.
-            decay: what an observed pass weighs when the next one is observed.
         """
-        self._decay = decay
-        self._moments = np.zeros((num_inputs, num_inputs + num_outputs))  # of x with x, and of x with y
-        self._tokens = 0.0
-        self._weights = np.zeros((num_inputs, num_outputs))
+        self._known = np.zeros((0, num_inputs))
+        self._then = np.zeros((0, num_outputs))
         self._passes = self._fitted = 0
+        self._fit: _Fit | None = None
 
     def observe(self, num: np.ndarray, then: np.ndarray) -> None:
         """Learns what the samples did in one pass.
@@ -146,13 +154,16 @@ class TransitionStatistics:
             num: integers [I, inputs], tokens of each sample for each expert (eq. 2).
             then: integers [I, outputs], of the same samples in the next layer.
         """
-        counts = num.astype(np.float64)
-        self._moments = self._decay * self._moments + counts.T @ np.hstack([num, then]).astype(np.float64)
-        self._tokens = self._decay * self._tokens + float(num.sum())
+        if not len(num):
+            return
+        taken = min(len(num), max(WINDOW - len(self._known), WINDOW // WINDOW_PASSES))
+        rows = (np.arange(taken) * len(num) // taken + self._passes) % len(num)
+        self._known = np.concatenate([self._known, num[rows]])[-WINDOW:]
+        self._then = np.concatenate([self._then, then[rows]])[-WINDOW:]
         self._passes += 1
-        # The longer it has been learnt from, the less one more pass changes.
-        if self._passes - self._fitted > min(self._fitted // 4, MAX_PASSES_BETWEEN_FITS):
-            self._weights, self._fitted = self._fit(), self._passes
+        # The longer training has gone on, the less the routers change from pass to pass.
+        if self._passes - self._fitted > min(self._fitted // (4 * WINDOW_PASSES), MAX_PASSES_BETWEEN_FITS):
+            self._fit, self._fitted = _Fit.of(self._known, self._then), self._passes
 
     def predict(self, num: np.ndarray) -> np.ndarray:
         """What the samples will do in the next layer.
@@ -163,20 +174,88 @@ class TransitionStatistics:
         Returns:
             int64 [I, outputs], none negative; zeros before anything was observed.
         """
-        scaled = num.astype(np.float64) @ self._weights
-        return np.rint(scaled * 2.0**-WEIGHT_BITS).clip(0).astype(np.int64)
+        if self._fit is None or not len(num):
+            return np.zeros((len(num), self._then.shape[1]), np.int64)
+        # A block and its resemblances fit into a core's cache.
+        blocks = [self._fit.predict(num[row : row + BLOCK].astype(np.float64)) for row in range(0, len(num), BLOCK)]
+        return np.rint(np.concatenate(blocks)).clip(0).astype(np.int64)
 
-    def _fit(self) -> np.ndarray:
-        """[E, outputs], in units of 2^-WEIGHT_BITS, whole numbers."""
-        size = len(self._moments)
-        system = self._moments.copy()
-        system[np.arange(size), np.arange(size)] += max(self._tokens, 1.0) / size
-        products = np.empty_like(system)  # fresh memory for each would cost more than the arithmetic
-        for k in range(size):
-            rest, product = system[:, k + 1 :], products[:, k + 1 :]
-            rest[k] /= system[k, k]
-            factors = system[:, k].copy()
-            factors[k] = 0.0
-            np.multiply(factors[:, None], rest[k], out=product)
-            rest -= product
-        return np.rint(system[:, size:].clip(-MAX_WEIGHT, MAX_WEIGHT) * 2**WEIGHT_BITS)
+
+@dataclass(frozen=True)
+class _Fit:
+    """Of W samples, and what predictions take from it."""
+
+    center: np.ndarray
+    """[inputs], x0 to whole numbers."""
+    roots: np.ndarray
+    """[W, inputs], see _roots."""
+    spread: float
+    """d, in the square of their units."""
+    mean: np.ndarray
+    """[outputs], y0 to whole numbers."""
+    slopes: np.ndarray
+    """[inputs, outputs], the linear term in units of 2^-WEIGHT_BITS, whole numbers."""
+    shares: np.ndarray
+    """[W, outputs], LOCAL times a in units of 2^-SHARE_BITS, whole numbers."""
+
+    @classmethod
+    def of(cls, known: np.ndarray, then: np.ndarray) -> _Fit:
+        """known: [W, inputs], then: [W, outputs], whole numbers."""
+        size = len(known)
+        center, mean, roots = np.rint(known.mean(axis=0)), np.rint(then.mean(axis=0)), _roots(known)
+        centered, distance = known - center, _distance(roots, roots)
+        squares = max(float((centered * centered).sum()), 1.0)
+        variance, spread = squares / size, max(float(distance.sum()) / size**2, 1.0)
+        system = np.hstack([centered @ centered.T / variance + LOCAL * _resemblance(distance, spread), then - mean])
+        chance = min(max(float(known.sum()) / squares, 2.0**-10), 1.0)
+        system[np.arange(size), np.arange(size)] += (1.0 + LOCAL) * chance
+        shares = np.rint(_solve(system).clip(-MAX_SHARE, MAX_SHARE) * 2**SHARE_BITS)
+        slopes = centered.T @ shares / (variance * 2**SHARE_BITS)
+        slopes = np.rint(slopes.clip(-MAX_WEIGHT, MAX_WEIGHT) * 2**WEIGHT_BITS)
+        return cls(center, roots, spread, mean, slopes, LOCAL * shares)
+
+    def predict(self, num: np.ndarray) -> np.ndarray:
+        """num: [I, inputs] whole numbers -> [I, outputs]."""
+        near = _resemblance(_distance(_roots(num), self.roots), self.spread)
+        near *= 2**NEAR_BITS
+        np.rint(near, out=near)
+        linear = (num - self.center) @ self.slopes * 2.0**-WEIGHT_BITS
+        return self.mean + linear + near @ self.shares * 2.0 ** -(NEAR_BITS + SHARE_BITS)
+
+
+def _roots(counts: np.ndarray) -> np.ndarray:
+    """Square roots in units of 1 / ROOT_SCALE, whole numbers."""
+    return np.rint(np.sqrt(counts) * ROOT_SCALE)
+
+
+def _distance(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """[A, inputs], [B, inputs] -> [A, B], squares of the distances."""
+    distance = a @ (-2.0 * b.T)
+    distance += (a * a).sum(axis=1)[:, None]
+    distance += (b * b).sum(axis=1)
+    return distance
+
+
+def _resemblance(distance: np.ndarray, spread: float) -> np.ndarray:
+    """[A, B], overwritten -> [A, B], 1 where there is no distance: nearly a Gaussian, without a library's exp."""
+    distance /= 4.0 * spread
+    distance += 1.0
+    np.divide(1.0, distance, out=distance)
+    for _ in range(2):
+        distance *= distance
+    return distance
+
+
+def _solve(system: np.ndarray) -> np.ndarray:
+    """[W, W + outputs], a positive definite matrix and right sides, overwritten -> [W, outputs]."""
+    size = len(system)
+    products = np.empty_like(system)  # fresh memory for each would cost more than the arithmetic
+    for k in range(size):
+        system[k, k + 1 :] /= system[k, k]
+        rest, product = system[k + 1 :, k + 1 :], products[k + 1 :, k + 1 :]
+        np.multiply(system[k + 1 :, k, None], system[k, k + 1 :], out=product)
+        rest -= product
+    solution = system[:, size:]
+    for k in range(size - 1, 0, -1):
+        solution[:k] -= system[:k, k, None] * solution[k]
+    return solution

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from megatron_moe_opt.planning.netmoe import (
-    TransitionStatistics,
+    NextLayerPrediction,
     Volume,
     known_of_samples,
     moved_shares,
@@ -83,7 +83,7 @@ class Replay:
 
 
 def replay(counts: np.ndarray, expert_device: np.ndarray, device_node: np.ndarray, place: Place) -> Replay:
-    """Plays the passes in order; statistics learn from each after it was placed.
+    """Plays the passes in order; predictions learn from each after it was placed.
 
     Args:
         counts: int64 [P, L, I, E], see RoutingTrace.counts; I is a multiple of J, L at least 2.
@@ -95,7 +95,7 @@ def replay(counts: np.ndarray, expert_device: np.ndarray, device_node: np.ndarra
     home = np.arange(samples) * len(device_node) // samples
     devices = np.arange(len(device_node))
     inputs = [known_of_samples(counts[0, pair], _before(counts[0], pair)).shape[1] for pair in range(layers - 1)]
-    statistics = [TransitionStatistics(width, len(device_node)) for width in inputs]
+    predictions = [NextLayerPrediction(width, len(device_node)) for width in inputs]
     volumes = {plan: np.zeros((passes, layers - 1, 3), np.int64) for plan in PLANS}
     moved = {plan: np.zeros((passes, layers - 1, 2)) for plan in PLANS}
     outside = np.zeros((passes, layers - 1))
@@ -115,14 +115,14 @@ def replay(counts: np.ndarray, expert_device: np.ndarray, device_node: np.ndarra
             known, following = known_of_samples(counts[p, pair], _before(counts[p], pair)), on_device[pair + 1]
             both = on_device[pair] + following
             outside[p, pair] = _outside_best_node(both, device_node)
-            asked = {"predicted": statistics[pair].predict(known), "oracle": following}
+            asked = {"predicted": predictions[pair].predict(known), "oracle": following}
             for plan in PLANS:
                 before = at[plan]
                 if plan in asked:
                     at[plan] = place(on_device[pair] + asked[plan], devices, device_node)
                 volumes[plan][p, pair] = _row(placement_volume(both, at[plan], device_node))
                 moved[plan][p, pair] = moved_shares(before, at[plan], device_node)
-            statistics[pair].observe(known, following)
+            predictions[pair].observe(known, following)
     return Replay(volumes, moved, outside, ends, heaviest)
 
 

@@ -150,7 +150,7 @@ def test_equals_stock_in_fp32(ranks):
 
 
 def evaluated() -> tuple[bool, bool, float]:
-    """Whether evaluating leaves the statistics alone, whether a step repeats bit for bit, and the error in bf16."""
+    """Whether evaluating teaches the prediction nothing, whether a step repeats bit for bit, and the error in bf16."""
     import megatron_moe_opt
     from megatron_moe_opt.dispatchers import sample_placement
     from megatron_moe_opt.integration.netmoe_layer import _dispatcher_of
@@ -166,7 +166,7 @@ def evaluated() -> tuple[bool, bool, float]:
             ours.model.load_state_dict(stock.model.state_dict())
             losses = [_evaluate(trained) for trained in (stock, ours)]
             placement = _dispatcher_of(ours.model.module.decoder.layers[0]).placement
-            untouched = not placement.statistics.predict(np.ones((1, 8), np.int64)).any()
+            untouched = not placement.prediction.predict(np.ones((1, 8), np.int64)).any()
             again = gpt(moe_token_dispatcher_type="netmoe", **settings)
             again.model.load_state_dict(stock.model.state_dict())
             results = [[run(trained) for _ in range(2)] for trained in (ours, again)]

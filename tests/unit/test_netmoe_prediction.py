@@ -7,7 +7,7 @@ from statistics import median
 import numpy as np
 
 from megatron_moe_opt.kernels import place_samples
-from megatron_moe_opt.planning.netmoe import TransitionStatistics, placement_volume, tokens_by_device
+from megatron_moe_opt.planning.netmoe import NextLayerPrediction, placement_volume, tokens_by_device
 
 DEVICES, NODE = 8, np.arange(8) // 4
 LEARNT, MEASURED = 10, 20  # passes
@@ -51,7 +51,7 @@ def shares_of_the_oracle(*setting) -> dict[str, float]:
     expert_device = np.repeat(np.arange(DEVICES), experts // DEVICES)
     home = np.repeat(np.arange(DEVICES), samples // DEVICES)
     ways = {"combine": Nothing(), "frequencies": Frequencies(experts)}
-    ways["least squares"] = TransitionStatistics(experts, DEVICES)
+    ways["learnt"] = NextLayerPrediction(experts, DEVICES)
     sent = dict.fromkeys([*ways, "oracle", "home"], 0)
     for index, (num, next_num) in enumerate(passes(*setting)):
         here, then = (tokens_by_device(counts, expert_device, DEVICES) for counts in (num, next_num))
@@ -66,7 +66,7 @@ def shares_of_the_oracle(*setting) -> dict[str, float]:
     return {name: (sent["home"] - sent[name]) / best for name in ways}
 
 
-def test_least_squares_come_near_the_oracle():
+def test_predictions_come_near_the_oracle():
     results = [
         shares_of_the_oracle(samples, experts, topics, mixture, taste)
         for samples, experts in ((16, 16), (64, 32), (128, 64))
@@ -76,6 +76,6 @@ def test_least_squares_come_near_the_oracle():
         shares = [result[name] for result in results]
         print(f"{name:14} {min(shares):.0%} to {max(shares):.0%}, median {median(shares):.0%}")
     for result in results:
-        assert result["least squares"] > 0.85
-        assert result["least squares"] > result["frequencies"]
-    assert median(result["least squares"] for result in results) > 0.95
+        assert result["learnt"] > 0.85
+        assert result["learnt"] > result["frequencies"]
+    assert median(result["learnt"] for result in results) > 0.95

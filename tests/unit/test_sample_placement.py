@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import time
+
 import numpy as np
 import pytest
 import torch
 
 from megatron_moe_opt.dispatchers.sample_placement import LayerPlacement, SampleOrder
 from megatron_moe_opt.dispatchers.sample_traffic import RowBytes, SampleTraffic
+from megatron_moe_opt.planning.netmoe import NextLayerPrediction
 from megatron_moe_opt.runtime.host_copy import HostCopy
 from megatron_moe_opt.topology.sample_holders import SampleHolders
 
@@ -69,6 +72,23 @@ def test_the_next_layer_is_learnt_and_asked():
     first.order.begin()
     decision = decide(first, taste(experts))
     # 30 tokens of the next layer weigh more than 10 of this one.
+    assert (HOLDERS.rank_node[decision.move // BATCH] == [1, 1, 1, 1, 0, 0, 0, 0]).all()
+
+
+def test_a_layer_is_not_asked_before_it_has_learnt(monkeypatch):
+    """However long a fit takes, the next pass's decision rests on it: on every rank alike."""
+    observe = NextLayerPrediction.observe
+
+    def slowly(self, num, then):
+        time.sleep(0.2)
+        observe(self, num, then)
+
+    monkeypatch.setattr(NextLayerPrediction, "observe", slowly)
+    first, last = two_layers()
+    decision = decide(first, taste([0, 0, 0, 0, 2, 2, 2, 2]), learn=True)
+    decide(last, 3 * taste([2, 3, 2, 3, 0, 1, 0, 1])[decision.after], learn=True)
+    first.order.begin()
+    decision = decide(first, taste([0, 0, 0, 0, 2, 2, 2, 2]))
     assert (HOLDERS.rank_node[decision.move // BATCH] == [1, 1, 1, 1, 0, 0, 0, 0]).all()
 
 
