@@ -26,14 +26,14 @@ from megatron_moe_opt.schedules.monta import LEVELS, even_chunks
 from megatron_moe_opt.schedules.mpmoe import NONE, STRATEGIES
 from megatron_moe_opt.schedules.mpmoe import backward as mpmoe_backward
 from megatron_moe_opt.schedules.mpmoe import forward as mpmoe_forward
-from megatron_moe_opt.schedules.parm import JOINT, TP
+from megatron_moe_opt.schedules.parm import TP
 from megatron_moe_opt.schedules.schedule import COLLECTIVES, Kind, Lane, Op, Schedule
-from megatron_moe_opt.topology.layouts import Layout
 
 from . import expert_migration, parm
 from .cluster import OURS, STOCK, Cluster
 from .curves import CostCurve, Costs
 from .expert_migration import MigrationLayer
+from .link_bytes import LinkBytes
 from .monta import CHUNKS, Pass, training_passes
 from .mpmoe_choice import MpmoeLayer
 from .partition_search import PARTITIONS
@@ -200,7 +200,7 @@ class _Planner:
         self.costs = workload.mpmoe.costs(cluster)
         of_stock = {key: CostCurve(points) for key, points in cluster.stock_curves.items()}
         self.stock_costs = Costs({**self.costs.curves, **of_stock}, self.costs.overhead)
-        self.links = _Links(cluster)
+        self.links = LinkBytes(cluster)
         self.skew = Skew(workload.imbalance, workload.rank_rows, cluster)
         self.exchanged = workload.rows_of(self.skew.exchanged)
         """Rows of an even all-to-all that takes as long as this one."""
@@ -243,12 +243,13 @@ class _Planner:
         schedules: Sequence[Schedule],
         alone: Sequence[Op] = (),
         whose: str = OURS,
+        costs: Costs | None = None,
     ) -> Prediction:
         """A candidate whose schedules run one after another, and so do some more ops.
 
         Schedules without experts have them added.
         """
-        costs = self.stock_costs if whose == STOCK else self.costs
+        costs = costs or self.costs
         timelines = [simulate(schedule, costs, self.cluster.slowdown) for schedule in schedules]
         seconds = sum(timeline.seconds for timeline in timelines)
         in_turn = sum(map(costs, alone))
@@ -271,11 +272,11 @@ class _Planner:
             terms={name: value for name, value in terms.items() if value},
         )
 
-    def stock_ops(self) -> list[Op]:
+    def stock_ops(self, rows: int) -> list[Op]:
         """Stock's, one after another: O1's, and the probabilities in messages of their own."""
         one = self.workload
         ops = []
-        for number, exchanged in enumerate(training_passes(self.exchanged, one.row_bytes, one.row_bytes)):
+        for number, exchanged in enumerate(training_passes(rows, one.row_bytes, one.row_bytes)):
             schedule = exchanged.schedule("O1", even_chunks(exchanged.exchanged, one.etp, 1), one.ep, one.etp)
             ops += schedule.ops
             if number in _WITH_PROBS:
@@ -288,7 +289,11 @@ def _stock(planner: _Planner) -> Iterator[Prediction | Refusal]:
     if planner.workload.tp > 1:
         yield Refusal(ALLTOALL, "stock Megatron does not train MoE layers under TP without sequence parallelism")
         return
-    yield planner.prediction(ALLTOALL, (), planner.stock_ops(), STOCK)
+    # As its collectives were measured, with both directions of a link in turn; and not faster than both at once.
+    both_ways = planner.workload.rows_of(planner.skew.both_ways)
+    exchanges = (both_ways, planner.stock_costs), (planner.exchanged, planner.costs)
+    predictions = [planner.prediction(ALLTOALL, (), planner.stock_ops(rows), STOCK, costs) for rows, costs in exchanges]
+    yield max(predictions, key=lambda one: one.seconds)
 
 
 def _monta(planner: _Planner) -> Iterator[Prediction | Refusal]:
@@ -397,8 +402,9 @@ def _netmoe(planner: _Planner) -> Iterator[Prediction | Refusal]:
     if planner.workload.tp > 1:
         yield Refusal("netmoe", "samples do not move where all TP ranks hold the same tokens")
         return
-    of_stock = planner.prediction("netmoe", (), planner.stock_ops())
-    collectives = [op for op in planner.stock_ops() if op.kind in COLLECTIVES]
+    ops = planner.stock_ops(planner.exchanged)
+    of_stock = planner.prediction("netmoe", (), ops)
+    collectives = [op for op in ops if op.kind in COLLECTIVES]
     saved = saving * sum(planner.costs(op) for op in collectives if planner.links.sent(op)[0] > 0)
     yield replace(
         of_stock,
@@ -417,26 +423,3 @@ _SYSTEMS: dict[str, Callable[[_Planner], Iterator[Prediction | Refusal]]] = {
     "expert-migration": _expert_migration,
     "netmoe": _netmoe,
 }
-
-
-class _Links:
-    """Which peers of the first rank's groups are on other nodes."""
-
-    def __init__(self, cluster: Cluster) -> None:
-        world = cluster.world
-        layout = Layout(len(world.nodes), world.tp, world.cp, world.ep, world.expert_tp)
-        self._ranks = {role: layout.groups(role)[0] for role in ("ep", "expert-tp", TP)}
-        self._ranks[JOINT] = layout.joint_groups[0]
-        self._nodes = world.nodes
-
-    @property
-    def spans_nodes(self) -> bool:
-        """Whether the expert-parallel group does."""
-        return len({self._nodes[rank] for rank in self._ranks["ep"]}) > 1
-
-    def sent(self, op: Op) -> tuple[float, float]:
-        """Bytes of a collective that the first rank sends between nodes, and inside its node: as much to each peer."""
-        first, *peers = self._ranks[op.group]
-        elsewhere = sum(self._nodes[peer] != self._nodes[first] for peer in peers)
-        each = op.size / (len(peers) + 1)
-        return each * elsewhere, each * (len(peers) - elsewhere)

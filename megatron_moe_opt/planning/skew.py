@@ -59,6 +59,16 @@ class Skew:
         busiest = max(sum(of_node) / len(of_node) for of_node in nodes.values())
         return min(self._imbalance, max(busiest, self._imbalance / link_sharing(self._cluster)))
 
+    @cached_property
+    def both_ways(self) -> float:
+        """As `exchanged`, where a link carries what leaves, then what arrives (Gloo's all_to_all_single): a rank that
+        gets more, of as many rows from everybody, sends the others less.
+        """
+        world = self._cluster.world
+        nodes = len({world.nodes[rank] for rank in self._groups[0]})
+        ends = nodes if self._rows and nodes > 1 and link_sharing(self._cluster) > 1 else world.ep
+        return (ends + self.exchanged * (ends - 2)) / (2 * (ends - 1)) if ends > 1 else 1.0
+
     def of_regions(self, domains: ExpertDomains, level: int) -> float:
         """Of the regions into which the domains of the levels down to `level` cut an expert-parallel group."""
         if not self._rows:

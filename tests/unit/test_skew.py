@@ -36,9 +36,23 @@ def test_the_busiest_rank_decides_on_links_of_its_own_and_the_busiest_node_on_sh
     assert Skew(2.0, ROWS, cluster(2.0, nodes=(0, 0, 0, 0))).exchanged == 2.0  # no message leaves a node
 
 
+def test_both_ways_in_turn_a_busy_rank_sends_less():
+    rows = (2.0, 2.0, 4.0, 8.0)  # of 4 origins each: 6 arrive at the last rank from others, 2 leave it; 3 do on average
+    assert Skew(2.0, rows, cluster(1.0)).both_ways == pytest.approx((6 + 2) / (3 + 3))
+    assert Skew(1.5, (), cluster(nodes=(0, 1), ep=2)).both_ways == pytest.approx(1.0)
+    assert Skew(2.0, rows, cluster(2.0)).both_ways == pytest.approx(1.0)  # two nodes with a link each
+
+
 def test_regions_share_their_rows():
     skew = Skew(2.0, ROWS, cluster(2.0))
-    cases = {((1, 1), 0): 1.5, ((1, 1), 1): 2.0, ((1, 2), 1): 1.5, ((2, 1), 0): 1.0, ((2, 1), 1): 1.25, ((2, 2), 1): 1.0}
+    cases = {
+        ((1, 1), 0): 1.5,
+        ((1, 1), 1): 2.0,
+        ((1, 2), 1): 1.5,
+        ((2, 1), 0): 1.0,
+        ((2, 1), 1): 1.25,
+        ((2, 2), 1): 1.0,
+    }
     for (sizes, level), expected in cases.items():
         assert skew.of_regions(ExpertDomains((2, 2), sizes), level) == pytest.approx(expected)
     unknown = Skew(2.0, (), cluster(2.0))
