@@ -33,6 +33,7 @@ from megatron_moe_opt.cli.process_group import (
     silence_libraries,
     world_size,
 )
+from megatron_moe_opt.cli.split_half import noise_floor, regret_of_halves
 from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.planning.cluster import Cluster
 
@@ -66,6 +67,12 @@ class ChoicePoint:
     baseline: str
     predictions: dict[str, float]
     """See Chosen."""
+    rounds: dict[str, list[float]]
+    """Seconds of every round on the slowest rank, by candidate; of what `seconds` is the median."""
+    noise_floor: float | None
+    """See split_half."""
+    regret_of_halves: float | None
+    """See split_half."""
 
     @property
     def regret(self) -> float:
@@ -133,6 +140,7 @@ def measure(
         layers = layers_under_test(of_size, ep, device, permute_fusion=False)
         rounds = time_rounds(layers, of_size, device)
         seconds = {name: statistics.median(times) for name, times in rounds.items()}
+        judged = {name: rounds[name] for name in allowed}
         for chosen in chooser.choose(of_size, ep, cluster, seconds, device):
             points.append(
                 ChoicePoint(
@@ -147,6 +155,9 @@ def measure(
                     overhead=chosen.overhead,
                     baseline=settings.baseline,
                     predictions=dict(chosen.predictions),
+                    rounds=rounds,
+                    noise_floor=noise_floor(judged),
+                    regret_of_halves=regret_of_halves(judged, chosen.candidate),
                 )
             )
     return points
@@ -212,11 +223,24 @@ def _print(points: list[ChoicePoint], settings: LayerSettings, ep: int, console:
         table.add_row(*cells)
     console.print(table)
     for by in dict.fromkeys(point.by for point in points):
-        of_this = [point for point in points if point.by == by]
-        regrets = [point.regret for point in of_this]
-        errors = [abs(point.error) for point in of_this if point.error is not None]
-        prediction = f"; prediction off by {statistics.median(errors):.1%} in the median point" if errors else ""
+        _print_regrets(by, [point for point in points if point.by == by], console)
+
+
+def _print_regrets(by: str, points: list[ChoicePoint], console: Console) -> None:
+    """Of one way to choose; and, where there are several rounds, how much of it is noise."""
+    errors = [abs(point.error) for point in points if point.error is not None]
+    prediction = f"; prediction off by {statistics.median(errors):.1%} in the median point" if errors else ""
+    console.print(f"{by}: regret {_at_most([point.regret for point in points])}{prediction}", soft_wrap=True)
+    floors = [point.noise_floor for point in points if point.noise_floor is not None]
+    of_halves = [point.regret_of_halves for point in points if point.regret_of_halves is not None]
+    if floors:
         console.print(
-            f"{by}: regret at most 5 % in {sum(regret <= 0.05 for regret in regrets)} of {len(regrets)} points, "
-            f"largest {max(regrets):.1%}{prediction}"
+            f"    chosen by one half of the rounds and judged by the other, the fastest itself: regret "
+            f"{_at_most(floors)}; {by} against it: {_at_most(of_halves)}",
+            soft_wrap=True,
         )
+
+
+def _at_most(regrets: Sequence[float]) -> str:
+    few = sum(regret <= 0.05 for regret in regrets)
+    return f"at most 5 % in {few} of {len(regrets)} points, largest {max(regrets):.1%}"

@@ -207,6 +207,8 @@ class AutoChooser:
     candidates = (AUTO,)
     of_each_system = 2
     """Variants that are measured, those with the least predictions, besides what auto tries."""
+    hopeless = 3.0
+    """What is predicted to take so many times as long as the fastest is not measured, unless auto tried it."""
 
     def __init__(self) -> None:
         self._controller: Controller | None = None
@@ -219,9 +221,11 @@ class AutoChooser:
 
         layer_under_test(settings, AUTO, ep, device)
         self._controller = current_controller()
+        predicted = self._controller.predicted
         of_families: dict[str, list[str]] = {}
-        for one in self._controller.predicted:
-            of_families.setdefault(one.family, []).append(one.variant)
+        for one in predicted:
+            if one.seconds <= self.hopeless * predicted[0].seconds:
+                of_families.setdefault(one.family, []).append(one.variant)
         fastest = [variant for variants in of_families.values() for variant in variants[: self.of_each_system]]
         self._measured = tuple(dict.fromkeys([*self._controller.measured, *fastest]))
         return self._measured

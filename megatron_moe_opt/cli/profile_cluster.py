@@ -8,7 +8,7 @@ import socket
 import sys
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -33,6 +33,7 @@ from megatron_moe_opt.cli.process_group import (
 )
 from megatron_moe_opt.cli.profile_domains import domain_groups_of, domain_moves
 from megatron_moe_opt.cli.profile_local import local_work, one_expert
+from megatron_moe_opt.cli.profile_partitions import partition_overhead
 from megatron_moe_opt.cli.profile_report import curves_table
 from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.planning.cluster import Cluster, ExpertGemm, Points, World
@@ -159,7 +160,7 @@ def measure(settings: ProfileSettings, device: torch.device) -> Cluster:
         overhead = measured.overhead(rows, slowdown)
         progress.update(task, description="rows on the rank", advance=1)
         local = local_work(rows, Meter(device), LOCAL_SIZES, LONGEST_SECONDS)
-    return Cluster(
+    cluster = Cluster(
         world=World(nodes.node_of, layout.tp, layout.cp, layout.ep, layout.expert_tp),
         curves=measured.curves,
         slowdown=slowdown,
@@ -171,6 +172,11 @@ def measure(settings: ProfileSettings, device: torch.device) -> Cluster:
         host=_host(device),
         software=_software(),
     )
+    if layout.ep * layout.expert_tp == 1:
+        return cluster  # no partitions
+    with parallel_layer(layout.tp, layout.ep, layout.expert_tp, seed=1):
+        sizes = settings.hidden, settings.ffn_hidden, settings.dtype
+        return replace(cluster, partition_overhead=partition_overhead(cluster, layout.tp, *sizes, device))
 
 
 def _progress() -> Progress:

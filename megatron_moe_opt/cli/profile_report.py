@@ -59,7 +59,10 @@ def _between_ops(cluster: Cluster) -> str:
         for (lane, *others), rate in cluster.slowdown.items()
     ]
     beside = f"Pace of a lane while others are busy: {', '.join(rates)}. " if rates else ""
-    return f"{beside}An op of a pipeline takes {cluster.overhead * 1e3:.3f} ms besides."
+    return (
+        f"{beside}An op of a pipeline takes {cluster.overhead * 1e3:.3f} ms besides, a partition of mpmoe "
+        f"{cluster.partition_overhead * 1e3:.3f} ms."
+    )
 
 
 def _bytes(size: int) -> str:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 
@@ -22,6 +23,7 @@ from megatron_moe_opt.runtime.expert_call import Experts
 from megatron_moe_opt.runtime.expert_exchange import Exchange
 from megatron_moe_opt.runtime.expert_pipeline import through_experts
 from megatron_moe_opt.runtime.host_copy import HostCopy
+from megatron_moe_opt.runtime.pass_clock import PassClock
 from megatron_moe_opt.topology.expert_groups import ExpertGroups
 
 
@@ -35,6 +37,10 @@ class Partitioned:
     groups: ExpertGroups
     partitions: Partitions
     prob_dtype: torch.dtype
+    clock: PassClock | None
+    """Of a pass that is timed."""
+    first_node: Any
+    """Of autograd's graph of the pass, with which its backward pass ends; None: rows need no gradient."""
 
     @cached_property
     def exchanges(self) -> tuple[Exchange, ...]:
@@ -59,9 +65,12 @@ class MpmoeDispatcher(MontaDispatcher):
         self, tokens: torch.Tensor, probs: torch.Tensor, row_map: RowMap, counts: HostCopy, groups: ExpertGroups
     ) -> tuple[torch.Tensor, Partitioned]:
         partitions = self.partitioning.choose(lambda: int(counts.wait().sum()) // groups.joint_size)
+        clock = None
+        if partitions.finished is not None and torch.is_grad_enabled():
+            clock = PassClock(tokens.device, partitions.finished)
         row_map = row_map.cut(partitions.count)
-        partitioned = Partitioned(row_map, counts, groups, partitions, probs.dtype)
-        return permute_packed(tokens, probs, row_map), partitioned
+        packed = permute_packed(tokens, probs, row_map)
+        return packed, Partitioned(row_map, counts, groups, partitions, probs.dtype, clock, packed.grad_fn)
 
     def dispatch(
         self, packed: torch.Tensor, partitioned: Partitioned, prob_dtype: torch.dtype
@@ -71,16 +80,16 @@ class MpmoeDispatcher(MontaDispatcher):
 
     def through_experts(self, packed: torch.Tensor, partitioned: Partitioned, experts: Experts) -> torch.Tensor:
         """Dispatch, experts and combine: packed rows [R, H + lane] -> their outputs [R, H]."""
-        partitions = partitioned.partitions
-        return through_experts(
-            packed,
-            experts,
-            partitioned.exchanges,
-            partitions.strategy,
-            partitioned.prob_dtype,
-            partitions.observe,
-        )
+        strategy = partitioned.partitions.strategy
+        return through_experts(packed, experts, partitioned.exchanges, strategy, partitioned.prob_dtype)
 
     def combine(self, rows: torch.Tensor, partitioned: Partitioned) -> torch.Tensor:
         """Rows as they are: they are back already."""
         return rows
+
+    def unpermute(self, rows: torch.Tensor, partitioned: Partitioned) -> torch.Tensor:
+        """Sums each token's rows: [R, H] -> [T, H]."""
+        output = super().unpermute(rows, partitioned)
+        if partitioned.clock is not None and output.requires_grad:
+            partitioned.clock.forward_ends(output, partitioned.first_node or rows.grad_fn)
+        return output

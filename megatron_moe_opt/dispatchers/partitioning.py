@@ -6,10 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
+from megatron_moe_opt.runtime.pass_clock import Finished
 from megatron_moe_opt.schedules.mpmoe import NONE
-from megatron_moe_opt.schedules.timeline import Timeline
-
-Observer = Callable[[Timeline], None]
 
 
 @dataclass(frozen=True)
@@ -20,9 +18,8 @@ class Partitions:
     """From 1 on."""
     strategy: str = NONE
     """A key of schedules.mpmoe.STRATEGIES."""
-    observe: Observer | None = None
-    """Gets the timeline of the pass's forward schedule when it has run, and later that of its backward schedule; on
-    CUDA recording waits for the device. Passes without gradients are not recorded. None: nothing is recorded."""
+    finished: Finished | None = None
+    """Gets the clock of the pass when its backward pass is through. None: the pass is not timed."""
 
 
 class Partitioning(Protocol):

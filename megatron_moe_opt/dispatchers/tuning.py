@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import functools
-import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-from megatron_moe_opt.dispatchers.partitioning import FixedPartitioning, Observer, Partitioning, Partitions
+from megatron_moe_opt.dispatchers.partitioning import FixedPartitioning, Partitioning, Partitions
 from megatron_moe_opt.dispatchers.pipelining import agreed_cluster
 from megatron_moe_opt.dispatchers.say import say, say_once
 from megatron_moe_opt.options import Options
@@ -20,11 +19,12 @@ from megatron_moe_opt.planning.configuration_search import Configuration, Config
 from megatron_moe_opt.planning.monta import ChoiceByRows
 from megatron_moe_opt.planning.mpmoe_choice import MpmoeLayer, choices, least_partitions, refuse_budget, similar_rows
 from megatron_moe_opt.runtime.collectives import device_of
-from megatron_moe_opt.schedules.timeline import Timeline
+from megatron_moe_opt.runtime.pass_clock import PassClock
 from megatron_moe_opt.topology.expert_groups import ExpertGroups
 
-TRIAL_PASSES = 8
-"""Forward and backward passes of a trial; the first, in which buffers are new, does not count."""
+TURNS = 4
+"""Passes of each configuration of a trial, forward and backward. Its first trial has one more, which does not count:
+buffers are new in it."""
 STEPS = 1000
 """What the time of trials is compared with."""
 
@@ -105,7 +105,7 @@ class MeasuredPartitioning:
             ConfigurationError: nothing fits into the budget.
         """
         partitions = self._tuner.choose(rows())
-        self.chosen = None if partitions.observe is not None else (partitions.count, partitions.strategy)
+        self.chosen = None if partitions.finished is not None else (partitions.count, partitions.strategy)
         return partitions
 
     def describe(self) -> str:
@@ -135,78 +135,80 @@ class _Tuner:
     def choose(self, rows: int) -> Partitions:
         rows = similar_rows(rows)  # a number that changes a little is not searched for anew
         trial = self.trials.get(rows)
-        if trial is None or len(trial.seconds) >= TRIAL_PASSES:
+        if trial is None or trial.has_ended:
             trial = self._next_trial(rows, trial)
         if trial is None:
             return Partitions(*self.search.chosen[rows])
-        return Partitions(*trial.configuration, trial.observer())
+        return trial.next_pass()
 
     def _next_trial(self, rows: int, ended: _Trial | None) -> _Trial | None:
-        """The one that is measured from now on; None: the choice is made."""
+        """The one that is run from now on; None: the choice is made."""
         if ended is not None:
             start = time.perf_counter()
             ended.agree(self.candidates.groups)
             self.deciding += time.perf_counter() - start
-            self.search.measured(rows, ended.configuration, ended.median)
+            for configuration, seconds in ended.seconds.items():
+                self.search.measured(rows, configuration, seconds[ended.skipped(configuration) :])
             self.ended.setdefault(rows, []).append(ended)
             del self.trials[rows]
         if not self.search.allowed(rows):
             of = self.candidates
             raise refuse_budget(of.layer, rows, of.counts, of.strategies, of.budget)
-        configuration = self.search.trial(rows)
-        if configuration is None:
+        configurations = self.search.trial(rows)
+        if not configurations:
             if ended is not None:
                 self._report(rows)
             return None
-        self.trials[rows] = _Trial(configuration)
+        new = [one for one in configurations if one not in self.search.seconds(rows)]
+        self.trials[rows] = _Trial(configurations, frozenset(new))
         return self.trials[rows]
 
     def _report(self, rows: int) -> None:
         times = self.search.seconds(rows)
         chosen = self.search.chosen[rows]
-        lost = self.deciding + sum(trial.longer_than(times[chosen]) for trial in self.ended[rows])
-        passes = sum(len(trial.seconds) for trial in self.ended[rows])
+        passes = [seconds for trial in self.ended.pop(rows) for of in trial.seconds.values() for seconds in of]
+        lost = self.deciding + sum(passes) - len(passes) * times[chosen]
+        self.deciding = 0.0
         overhead = (
-            f"; {passes} passes of trials took {lost * 1e3:.1f} ms more than they would have as chosen, "
+            f"; {len(passes)} passes of trials took {lost * 1e3:.1f} ms more than they would have as chosen, "
             f"{lost / (STEPS * times[chosen]):.2%} of {STEPS} passes"
         )
         say("mpmoe", _line(rows, chosen, "measured", times) + overhead)
 
 
-@dataclass
 class _Trial:
-    """Passes of one configuration, timed."""
+    """Passes of several configurations in turns, timed."""
 
-    configuration: Configuration
-    seconds: list[float] = field(default_factory=list)
-    """Of forward and backward together, of each pass that has had both."""
+    def __init__(self, configurations: Sequence[Configuration], new: frozenset[Configuration]) -> None:
+        self.seconds: dict[Configuration, list[float]] = {one: [] for one in configurations}
+        """Of passes that have ended, in the order in which they did; before `agree` only of this rank's."""
+        self._new = new
+        self._clocks: dict[Configuration, list[PassClock]] = {one: [] for one in configurations}
+        self._begun = dict.fromkeys(configurations, 0)
 
-    def observer(self) -> Observer:
-        """Of a new pass."""
-        forward: list[float] = []
+    @property
+    def has_ended(self) -> bool:
+        """Every configuration has had its passes."""
+        return all(len(clocks) >= TURNS + self.skipped(one) for one, clocks in self._clocks.items())
 
-        def observe(timeline: Timeline) -> None:
-            if not forward:
-                forward.append(timeline.seconds)
-            else:
-                self.seconds.append(forward[0] + timeline.seconds)
+    def skipped(self, configuration: Configuration) -> int:
+        """The number of its passes that do not count."""
+        return int(configuration in self._new)
 
-        return observe
+    def next_pass(self) -> Partitions:
+        """Of the configuration that has ended fewest, then begun fewest: passes without a backward pass never end."""
+        one = min(self._begun, key=lambda one: (len(self._clocks[one]), self._begun[one]))
+        self._begun[one] += 1
+        return Partitions(*one, self._clocks[one].append)
 
     def agree(self, groups: ExpertGroups) -> None:
         """A pass takes as long as on its slowest rank. A collective call over the joint group."""
-        times = torch.tensor(self.seconds, dtype=torch.float64, device=device_of(groups.joint))
+        own = [clock.seconds for clocks in self._clocks.values() for clock in clocks]
+        times = torch.tensor(own, dtype=torch.float64, device=device_of(groups.joint))
         dist.all_reduce(times, dist.ReduceOp.MAX, group=groups.joint)
-        self.seconds = times.tolist()
-
-    @property
-    def median(self) -> float:
-        """Of all but the first."""
-        return statistics.median(self.seconds[1:])
-
-    def longer_than(self, chosen: float) -> float:
-        """Seconds that its passes took more than as many of the chosen configuration."""
-        return sum(self.seconds) - chosen * len(self.seconds)
+        counts = [len(clocks) for clocks in self._clocks.values()]
+        parts = times.cpu().split(counts)
+        self.seconds = {one: part.tolist() for one, part in zip(self._clocks, parts, strict=True)}
 
 
 @functools.cache

@@ -2,7 +2,7 @@
 
     step 1           stock runs, and the layers see how many rows they have and how unevenly (with a plan.json the plan)
     after step 1     rank 0 ranks all candidates by the profile (planning/planner.py) and tells the others
-    steps 2 to n     the plan, stock and the runners-up take turns (planning/trials.py)
+    steps 2 to n     the plan, stock and the runners-up take turns, ever fewer of them (planning/trials.py)
     from then on     the fastest runs, by the slowest rank's times, on all ranks
 
 All candidates compute the same function, so that training does not notice. Dispatchers are exchanged between optimizer
@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ import torch.distributed as dist
 from megatron_moe_opt.dispatchers.pipelining import agreed_cluster
 from megatron_moe_opt.dispatchers.say import say
 from megatron_moe_opt.errors import ConfigurationError
+from megatron_moe_opt.integration.auto_report import plan_lines, settled_lines
 from megatron_moe_opt.integration.checks import check_config
 from megatron_moe_opt.integration.expert_migration_layer import EXPERTS_COMPUTE
 from megatron_moe_opt.integration.optimizer_step import after_optimizer_step
@@ -32,7 +33,7 @@ from megatron_moe_opt.options import AUTO, PREFIX, Options
 from megatron_moe_opt.planning.cluster import Cluster
 from megatron_moe_opt.planning.plan_file import Plan
 from megatron_moe_opt.planning.planner import ALLTOALL, LayerWorkload, Prediction, Refusal, best, candidates
-from megatron_moe_opt.planning.trials import Trials, decide, shortlist
+from megatron_moe_opt.planning.trials import Trials
 from megatron_moe_opt.runtime.collectives import device_of
 from megatron_moe_opt.runtime.recomputation import is_recomputing
 from megatron_moe_opt.topology.domain_groups import levels_of
@@ -69,9 +70,10 @@ class PlannedLayer:
             self._built[variant] = layer.token_dispatcher, layer.__dict__.get(EXPERTS_COMPUTE)
         self._restore(variant)
 
-    def drop_others(self) -> None:
-        """Forgets the dispatchers that are not in use, and what they hold."""
-        self._built = {self.current: self._built[self.current]}
+    def keep(self, variants: Iterable[str]) -> None:
+        """Forgets the dispatchers of other variants, and what they hold; the one in use stays."""
+        kept = {self.current, *variants}
+        self._built = {variant: built for variant, built in self._built.items() if variant in kept}
 
     def workload(self) -> LayerWorkload:
         """Of one micro-batch, routed evenly."""
@@ -150,7 +152,8 @@ class Controller:
         self.passes_of_step = 0
         """Forward passes of the layers of this rank in the first step."""
         self.settled = False
-        self._trials: Trials | None = None
+        self.trials: Trials | None = None
+        """None: not yet, or none."""
         self._step_began: float | None = None
 
     @property
@@ -189,16 +192,17 @@ class Controller:
         """To be called when an optimizer step has ended. A collective call over the world until the choice is made."""
         if self.settled:
             return
-        if self._trials is None:
+        if self.trials is None:
             self._begin()
         else:
             self._synchronize()
-            self._trials.record(time.perf_counter() - self._step_began)
-        if self._trials is not None:
-            if self._trials.current is None:
+            self.trials.record(self._slowest(time.perf_counter() - self._step_began))
+        if self.trials is not None:
+            if self.trials.current is None:
                 self._settle()
             else:
-                self._use(self._trials.current)
+                self._use(self.trials.current)
+                self._keep((ALLTOALL, *self.trials.variants))  # stock's: the others are built from it
                 self._synchronize()
                 self._step_began = time.perf_counter()
 
@@ -220,7 +224,7 @@ class Controller:
         if self.planned is None:
             self.settled = True  # a plan that differs from layer to layer, or cannot be left: it runs as it is
             return
-        self._trials = Trials(shortlist(self.predicted, self.planned))
+        self.trials = Trials(self.predicted, self.planned)
         for line in plan_lines(self):
             say(AUTO, line)
 
@@ -294,20 +298,25 @@ class Controller:
         for layer in self.layers:
             layer.use(variant)
 
-    def _settle(self) -> None:
-        """The slowest rank's times decide."""
-        medians = self._trials.medians()
-        times = torch.tensor(list(medians.values()), dtype=torch.float64, device=device_of(dist.group.WORLD))
-        dist.all_reduce(times, dist.ReduceOp.MAX)
-        self.measured = dict(zip(medians, times.tolist(), strict=True))
-        chosen = decide(self.measured)
-        self.overhead = self._trials.longer_than(self.measured[chosen])
-        self._use(chosen)
+    def _keep(self, variants: Iterable[str]) -> None:
         for layer in self.layers:
-            layer.drop_others()
+            layer.keep(variants)
+
+    def _settle(self) -> None:
+        trials, chosen = self.trials, self.trials.choice
+        self.measured = trials.medians()
+        self.overhead = trials.longer_than(self.measured[chosen])
+        self._use(chosen)
+        self._keep((chosen,))
         self.settled = True
         for line in settled_lines(self, chosen):
             say(AUTO, line)
+
+    def _slowest(self, seconds: float) -> float:
+        """The largest of all ranks'."""
+        time_of_step = torch.tensor(seconds, dtype=torch.float64, device=device_of(dist.group.WORLD))
+        dist.all_reduce(time_of_step, dist.ReduceOp.MAX)
+        return time_of_step.item()
 
     def _synchronize(self) -> None:
         if torch.cuda.is_available():
@@ -327,48 +336,6 @@ def _stays(variant: str, workers: set[tuple[int, ...]]) -> str | None:
     ):
         return f"the network levels of this run have other numbers of workers: name them with {PREFIX}levels"
     return None
-
-
-def plan_lines(controller: Controller) -> list[str]:
-    """What was planned and why, as a table."""
-    source = controller.options.plan or controller.options.profile
-    predicted = {one.variant: one for one in controller.predicted}
-    stock = predicted.get(ALLTOALL)
-    tried = controller._trials.variants
-    lines = [
-        f"plan from {source}: {controller.planned}; {len(tried)} variants are tried now"
-        + (", stock among them" if ALLTOALL in tried else ""),
-        f"{'':24}{'ms a layer':>12}{'of stock':>10}{'exposed':>9}{'MB between nodes':>18}{'in a node':>11}{'held':>9}",
-    ]
-    for variant in tried:
-        one = predicted[variant]
-        ratio = f"{one.seconds / stock.seconds:.2f}" if stock else "-"
-        lines.append(
-            f"{variant:24}{one.seconds * 1e3:12.3f}{ratio:>10}{one.exposed * 1e3:9.3f}{one.inter_bytes / 1e6:18.2f}"
-            f"{one.intra_bytes / 1e6:11.2f}{one.activation_bytes / 1e6:9.1f}"
-        )
-    for refusal in controller.refused:
-        lines.append(f"not {refusal.variant}: {refusal.reason}")
-    return lines
-
-
-def settled_lines(controller: Controller, chosen: str) -> list[str]:
-    """What was measured, beside what was predicted, and what stays."""
-    measured, predicted = controller.measured, {one.variant: one.seconds for one in controller.predicted}
-    listed = ", ".join(f"{variant} {seconds * 1e3:.1f}" for variant, seconds in measured.items())
-    lines = [f"measured ms a step: {listed}"]
-    if ALLTOALL not in measured:
-        return [*lines, f"{chosen} stays"]
-    if chosen == ALLTOALL:
-        return [*lines, f"{chosen} stays: nothing is faster"]
-    saved = (predicted[ALLTOALL] - predicted[chosen]) * controller.passes_of_step
-    lines.append(
-        f"{chosen} stays"
-        + (", as planned" if chosen == controller.planned else f"; {controller.planned} was planned")
-        + f": {measured[chosen] / measured[ALLTOALL]:.3f} of stock's step; it saves "
-        f"{(measured[ALLTOALL] - measured[chosen]) * 1e3:.1f} ms of it, {saved * 1e3:.1f} ms were predicted"
-    )
-    return lines
 
 
 def _sum(ones: list[Prediction]) -> Prediction:

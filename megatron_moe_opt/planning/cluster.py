@@ -71,6 +71,8 @@ class Cluster:
     """(lane, beside, ...): the rate, in (0, 1], of an op in a lane while the others are busy, all of them."""
     overhead: float = 0.0
     """Seconds that an op of a pipeline takes besides: handing over between lanes, waiting for ranks that come later."""
+    partition_overhead: float = 0.0
+    """Seconds that each of mpmoe's partitions takes besides its ops, forward and backward; 0 where not measured."""
     saa: Points | None = None
     """Of Parm's combine_and_gather, all phases together and without its reorder. Bytes are those of the rows that come
     back to this rank for itself, times expert-TP: what a fused all-to-all of them carries. None: not measured."""
@@ -94,13 +96,16 @@ class Cluster:
         _check_format(root)
         top = root.fields(
             "format", "version", "host", "software", "world", "curves", "slowdown", "overhead", "expert_gemm",
-            optional=["saa", "local_work", "stock_curves"],
+            optional=["partition_overhead", "saa", "local_work", "stock_curves"],
         )  # fmt: skip
         return cls(
             world=_world(top["world"]),
             curves=_curves(top["curves"]),
             slowdown=_slowdown(top["slowdown"]),
             overhead=top["overhead"].not_negative(),
+            partition_overhead=0.0
+            if top["partition_overhead"].value is None
+            else top["partition_overhead"].not_negative(),
             saa=None if top["saa"].value is None else _points(top["saa"]),
             expert_gemm=None if top["expert_gemm"].value is None else _expert_gemm(top["expert_gemm"]),
             local_work={} if top["local_work"].value is None else _local_work(top["local_work"]),
@@ -123,6 +128,7 @@ class Cluster:
                 for (lane, *beside), rate in self.slowdown.items()
             ],
             "overhead": self.overhead,
+            "partition_overhead": self.partition_overhead,
             "saa": self.saa,
             "expert_gemm": asdict(self.expert_gemm) if self.expert_gemm else None,
             "local_work": dict(self.local_work),
@@ -228,6 +234,10 @@ def _slowdown(place: Place) -> dict[tuple[Lane, ...], float]:
         known.add((lane, frozenset(beside)))
         slowdown[(lane, *beside)] = fields["rate"].positive(most=1)
     return slowdown
+
+
+def _partition_overhead(place: Place) -> float:
+    return 0.0 if place.value is None else place.not_negative()
 
 
 def _expert_gemm(place: Place) -> ExpertGemm:

@@ -116,7 +116,7 @@ class MpmoeChoice:
     partitions: int
     strategy: str
     seconds: float
-    """Of the forward and backward schedules, predicted."""
+    """Of the forward and backward schedules, predicted, with what each partition takes besides."""
     activation_bytes: int
 
     def __str__(self) -> str:
@@ -161,6 +161,7 @@ def predict(
                 build(strategy, parts, layer.row, layer.ep, layer.etp) for build in (mpmoe.forward, mpmoe.backward)
             ]
             seconds = sum(simulate(schedule, costs, cluster.slowdown).seconds for schedule in schedules)
+            seconds += count * cluster.partition_overhead
             found.append(MpmoeChoice(count, strategy, seconds, layer.activation_bytes(most, count, strategy)))
     return tuple(found)
 

@@ -19,21 +19,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-from .equal_times import EQUAL_WITHIN, fewest_of_equal
+from .contenders import contenders
 
 PARTITIONS = (1, 2, 3, 4, 5, 6, 7, 8)
 """To choose from: the paper's 2 to 8, and not to cut at all."""
-TOLERANCE = EQUAL_WITHIN
-"""Times this close count as equal: measurements are no better, and a search must not end at a bump."""
+BELIEVED = 6
+"""Times of an n after which it is believed to be slower than another one."""
 
 
 @dataclass
 class PartitionSearch:
-    """The best number of partitions for any number of tokens, for one way of keeping memory.
+    """Which numbers of partitions to try for any number of tokens, for one way of keeping memory.
 
-    Ask `trial` what to measure, tell `measured` how long it took, until there is nothing to measure; `best` is known
-    then. Where a search would turn it measures a second time, and the least counts: a disturbed measurement can only be
-    too long. Everything follows from what is told, so that ranks that are told alike choose alike.
+    Ask `trial` what to measure, tell `measured` how long that took, until there is nothing to measure; then choose one
+    of `tried` and tell `settle`. Everything follows from what is told, so that ranks that are told alike try alike.
 
     Raises:
         ValueError: counts that are not ascending, or none.
@@ -41,15 +40,12 @@ class PartitionSearch:
 
     counts: Sequence[int] = PARTITIONS
     """Numbers of partitions to choose from, ascending."""
-    tolerance: float = TOLERANCE
     ranges: dict[int, tuple[float, float]] = field(init=False)
     """G: (least, greatest) number of tokens that n is known to be best for, by n; ascending in both."""
     chosen: dict[tuple[int, int], int] = field(default_factory=dict, init=False)
     """C: n by tokens and the least n that was allowed."""
-    _times: dict[tuple[int, int], float] = field(default_factory=dict, init=False)
+    _times: dict[int, dict[int, list[float]]] = field(default_factory=dict, init=False)
     """Seconds by tokens and n."""
-    _repeated: set[tuple[int, int]] = field(default_factory=set, init=False)
-    """What was measured again."""
 
     def __post_init__(self) -> None:
         if not self.counts or any(one >= other for one, other in pairwise(self.counts)):
@@ -57,50 +53,80 @@ class PartitionSearch:
         fewest, most = self.counts[0], self.counts[-1]
         self.ranges = {fewest: (0, 1), most: (math.inf, math.inf)} if fewest < most else {most: (0, math.inf)}
 
-    def trial(self, tokens: int, least: int = 1, start: int | None = None) -> int | None:
-        """The number of partitions to measure next; None: `best` is known.
+    def known(self, tokens: int, least: int = 1) -> int | None:
+        """The number of partitions, where it follows from what was settled; None: it has to be searched for.
 
         Args:
             least: fewer partitions are not allowed, say for the memory that they take.
-            start: where to begin, such as at the best n of a similar search; None: at the fewest.
 
         Raises:
             ValueError: no number of partitions is as large as `least`.
         """
         least = self.counts[self._index(least)]
         if (tokens, least) in self.chosen:
-            return None
+            return self.chosen[tokens, least]
         low, high = self._bounds(tokens)
         if high <= least:  # past the best one, time only rises
-            self.chosen[tokens, least] = least
-            return None
-        if low == high:
-            self._choose(tokens, least, low)
-            return None
-        untried = self._next(tokens, max(low, least), high, start)
-        if untried is None:
-            counts = [n for n in self.counts if max(low, least) <= n <= high and (tokens, n) in self._times]
-            # What a layer does around its pipeline grows with n, and an n that is too large by chance would rule
-            # smaller ones out for all larger B.
-            best = fewest_of_equal([(self._times[tokens, n], n, n) for n in counts], self.tolerance)
-            self._choose(tokens, least, best)
-        return untried
+            return least
+        return low if low == high else None
 
-    def measured(self, tokens: int, partitions: int, seconds: float) -> None:
-        """What a trial took."""
-        before = self._times.get((tokens, partitions))
-        if before is not None:
-            self._repeated.add((tokens, partitions))
-            seconds = min(before, seconds)
-        self._times[tokens, partitions] = seconds
+    def trial(self, tokens: int, least: int = 1, start: int | None = None) -> tuple[int, ...]:
+        """The numbers of partitions to measure next, in turns; none: the search is over (searchBestGran).
 
-    def best(self, tokens: int, least: int = 1) -> int:
-        """The choice. Raises KeyError before `trial` has said that there is one."""
-        return self.chosen[tokens, self.counts[self._index(least)]]
+        It goes upwards from `start` to the turning point, and downwards too, unless time has only fallen. What may be
+        as fast as the best so far is no turning point. Nor is what was measured but once: that and the best so far are
+        measured again, in turns, so that what disturbs the one disturbs the other.
 
-    def seconds(self, tokens: int) -> dict[int, float]:
-        """What was measured for so many tokens, by number of partitions."""
-        return {n: seconds for (of, n), seconds in self._times.items() if of == tokens}
+        Args:
+            least: as in `known`, which must be None.
+            start: where to begin, such as at the best n of a similar search; None: at the fewest.
+        """
+        low, high = self._bounds(tokens)
+        counts = [n for n in self.counts if max(low, least) <= n <= high]
+        first = min(bisect_left(counts, start), len(counts) - 1) if start is not None else 0
+        times = self._times.get(tokens, {})
+        seen: dict[int, list[float]] = {}
+        for direction in (counts[first:], counts[first::-1]):
+            for n in direction:
+                if n not in times:
+                    return (n,)
+                seen[n] = times[n]
+                fast = contenders(seen)
+                if n not in fast:
+                    if len(times[n]) < BELIEVED:
+                        return fast[0], n
+                    break
+            if counts[first] not in contenders(seen):
+                break  # it has fallen on this side, so it rises on the other
+        return ()
+
+    def measured(self, tokens: int, partitions: int, seconds: Sequence[float]) -> None:
+        """What passes took."""
+        self._times.setdefault(tokens, {}).setdefault(partitions, []).extend(seconds)
+
+    def times(self, tokens: int) -> dict[int, list[float]]:
+        """All that was measured for so many tokens, in seconds by number of partitions."""
+        return self._times.get(tokens, {})
+
+    def tried(self, tokens: int, least: int = 1) -> dict[int, list[float]]:
+        """Of `times`, those that may be chosen, by ascending number of partitions."""
+        low, high = self._bounds(tokens)
+        return {n: times for n, times in sorted(self.times(tokens).items()) if max(low, least) <= n <= high}
+
+    def settle(self, tokens: int, least: int, n: int) -> None:
+        """Lines 19 to 24: n is the choice, of those from `least` on.
+
+        Where a smaller n was not allowed, the best of the others says nothing about other tokens.
+        """
+        least = self.counts[self._index(least)]
+        if (tokens, least) in self.chosen:
+            return
+        low, high = self._bounds(tokens)
+        self.chosen[tokens, least] = n
+        if high > least and (least <= low or n > least):
+            floor, ceil = self.ranges.get(n, (tokens, tokens))
+            self.ranges[n] = min(floor, tokens), max(ceil, tokens)
+            self.ranges = dict(sorted(self.ranges.items()))
 
     def _bounds(self, tokens: int) -> tuple[int, int]:
         """The n whose ranges lie around so many tokens; the same one twice where a range holds them (line 6)."""
@@ -112,34 +138,6 @@ class PartitionSearch:
                 return low, n
             low = n
         raise AssertionError("the last range ends at infinity")
-
-    def _next(self, tokens: int, low: int, high: int, start: int | None) -> int | None:
-        """searchBestGran: upwards from `start` to the turning point; downwards too, unless it has only fallen."""
-        counts = [n for n in self.counts if low <= n <= high]
-        first = min(bisect_left(counts, start), len(counts) - 1) if start is not None else 0
-        best = math.inf
-        for direction in (counts[first:], counts[first::-1]):
-            for n in direction:
-                seconds = self._times.get((tokens, n))
-                if seconds is None:
-                    return n
-                if seconds > best * (1 + self.tolerance):
-                    if (tokens, n) not in self._repeated:
-                        return n
-                    break
-                best = min(best, seconds)
-            if self._times[tokens, counts[first]] > best * (1 + self.tolerance):
-                break  # it has fallen on this side, so it rises on the other
-        return None
-
-    def _choose(self, tokens: int, least: int, n: int) -> None:
-        """Lines 19 to 24. Where a smaller n was not allowed, the best of the others says nothing about other tokens."""
-        self.chosen[tokens, least] = n
-        low, _ = self._bounds(tokens)
-        if least <= low or n > least:
-            floor, ceil = self.ranges.get(n, (tokens, tokens))
-            self.ranges[n] = min(floor, tokens), max(ceil, tokens)
-            self.ranges = dict(sorted(self.ranges.items()))
 
     def _index(self, least: int) -> int:
         index = bisect_left(self.counts, least)

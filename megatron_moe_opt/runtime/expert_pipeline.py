@@ -26,8 +26,7 @@ from megatron_moe_opt.runtime.row_steps import hop_to_experts, hop_to_sources
 from megatron_moe_opt.runtime.steps import Steps
 from megatron_moe_opt.schedules import mpmoe
 from megatron_moe_opt.schedules.mpmoe import STRATEGIES, PartitionRows, Restore, RowBytes, base_name
-from megatron_moe_opt.schedules.schedule import Kind, Op, Schedule
-from megatron_moe_opt.schedules.timeline import Timeline
+from megatron_moe_opt.schedules.schedule import Kind, Op
 
 _Computed = tuple[torch.Tensor, torch.Tensor | None]
 """Rows of a partition, and what their probabilities' lanes get."""
@@ -39,7 +38,6 @@ def through_experts(
     exchanges: Sequence[Exchange],
     strategy: str,
     prob_dtype: torch.dtype,
-    observe: Callable[[Timeline], None] | None = None,
 ) -> torch.Tensor:
     """Rows to their experts, through them and back, partition by partition. Differentiable once.
 
@@ -48,17 +46,13 @@ def through_experts(
         exchanges: one a partition, in one chunk each.
         strategy: of memory reuse, a key of schedules.mpmoe.STRATEGIES.
         prob_dtype: dtype of the probabilities in the lane.
-        observe: gets the timelines of the forward and, later, of the backward schedule, but not those of passes without
-            gradients; None: nothing is recorded.
 
     Returns:
         [R, H]: sums over the expert-tensor-parallel ranks, where `packed` came from.
     """
     if not torch.is_grad_enabled():  # nothing to restore: partitions share buffers, and T_M is never saved
-        return _Pass(packed, experts, exchanges, "S4", prob_dtype, None).forward(packed)
-    return _ThroughExperts.apply(
-        packed, _Pass(packed, experts, exchanges, strategy, prob_dtype, observe), *experts.parameters
-    )
+        return _Pass(packed, experts, exchanges, "S4", prob_dtype).forward(packed)
+    return _ThroughExperts.apply(packed, _Pass(packed, experts, exchanges, strategy, prob_dtype), *experts.parameters)
 
 
 class _ThroughExperts(Function):
@@ -86,9 +80,8 @@ class _Pass:
         exchanges: Sequence[Exchange],
         strategy: str,
         prob_dtype: torch.dtype,
-        observe: Callable[[Timeline], None] | None,
     ) -> None:
-        self.experts, self.strategy, self.observe = experts, strategy, observe
+        self.experts, self.strategy = experts, strategy
         self.groups, self.plans = exchanges[0].groups, [exchange.plan for exchange in exchanges]
         self.packed = RowLayout(packed.size(1), packed.dtype, prob_dtype)
         self.token = RowLayout(self.packed.hidden, packed.dtype, None)
@@ -129,7 +122,7 @@ class _Pass:
             return self._return(op, buffers, self.token, lambda: self._take(outputs, j))
 
         schedule = mpmoe.forward(self.strategy, self.partitions, *self._widths())
-        self._run(schedule, [bind(op) for op in schedule.ops], packed.device)
+        executor(packed.device).run(schedule, [bind(op) for op in schedule.ops])
         if how.inputs is Restore.KEEP:
             self.kept = {f"tokens.{j}": buffers.rows(f"tokens.{j}", j) for j in range(len(self.plans))}
         elif how.inputs is Restore.COMMUNICATE:
@@ -178,7 +171,7 @@ class _Pass:
             return self._return(op, buffers, self.packed, lambda: self._take(grads, j))
 
         schedule = mpmoe.backward(self.strategy, self.partitions, *self._widths())
-        self._run(schedule, [bind(op) for op in schedule.ops], grad_combined.device)
+        executor(grad_combined.device).run(schedule, [bind(op) for op in schedule.ops])
         return grad_packed, None, *(total.value for total in of_parameters)
 
     def _arrive(self, op: Op, buffers: PartitionBuffers, layout: RowLayout, probs: torch.Tensor | None) -> Steps:
@@ -214,11 +207,6 @@ class _Pass:
             if tensor is not None and tensor.is_cuda:  # recomputing does not wait until it is sent
                 tensor.record_stream(torch.cuda.current_stream(tensor.device))
         return computed.pop(j)
-
-    def _run(self, schedule: Schedule, bound: Sequence[Steps], device: torch.device) -> None:
-        timeline = executor(device).run(schedule, bound, record=self.observe is not None)
-        if self.observe is not None:
-            self.observe(timeline)
 
     def _buffers(self, given: dict[str, torch.Tensor]) -> PartitionBuffers:
         like = next(iter(given.values()))

@@ -38,8 +38,18 @@ def write_profile(file: Path, world: World, workers: tuple[int, ...]) -> Path:
     return file
 
 
-def train(steps: int, options: Options | None, sizes: dict[str, int], **config: Any) -> dict[str, Any]:
-    """Losses, and what `auto` did."""
+def train(
+    steps: int,
+    options: Options | None,
+    sizes: dict[str, int],
+    seconds: dict[str, float] | None = None,
+    **config: Any,
+) -> dict[str, Any]:
+    """Losses, and what `auto` did.
+
+    Args:
+        seconds: that steps of each variant are taken to take; what they take, without.
+    """
     import megatron_moe_opt
     from megatron_moe_opt.integration import auto_layer
     from megatron_moe_opt.planning import trials
@@ -47,7 +57,10 @@ def train(steps: int, options: Options | None, sizes: dict[str, int], **config: 
     from tests.ranks.megatron import parallel
 
     with pytest.MonkeyPatch.context() as patch, parallel(**sizes):
-        patch.setattr(trials, "STEPS", 2)
+        patch.setattr(trials, "TURN", 2)
+        patch.setattr(trials, "MOST_STEPS", 26)
+        if seconds is not None:
+            patch.setattr(auto_layer.Controller, "_slowest", lambda controller, _: seconds[controller.current])
         megatron_moe_opt.register(options)
         try:
             model = gpt(learning_rate=1e-3, **config)
@@ -62,13 +75,14 @@ def train(steps: int, options: Options | None, sizes: dict[str, int], **config: 
         "settled": controller.settled,
         "planned": controller.planned,
         "tried": sorted(controller.measured),
+        "steps": controller.trials.steps if controller.trials else 0,
         "runs": controller.current,
         "layers": len(controller.layers),
         "built": [list(layer._built) for layer in controller.layers],
     }
 
 
-STEPS = 28  # one to look, 6 variants of 4 steps each, and some as chosen
+STEPS = 28  # one to look, 26 of trials at most, and some as chosen
 
 
 @pytest.mark.parametrize(
@@ -85,6 +99,7 @@ def test_trains_like_stock_while_it_tries_and_after(ranks, profile, sizes, confi
     auto = ranks.run(train, steps=STEPS, options=options, sizes=sizes, moe_token_dispatcher_type="auto", **config)
     first = auto[0]
     assert first["settled"] and first["runs"] in first["tried"] and first["planned"] in first["tried"]
+    assert 12 <= first["steps"] <= 26
     assert {"alltoall", "mpmoe", "monta", "expert-migration"} <= {name.partition(":")[0] for name in first["tried"]}
     assert first["built"] == [[first["runs"]]] * 2  # what is not used is not kept
     for ours, stocks in zip(auto, stock, strict=True):
@@ -116,8 +131,11 @@ def test_tp_without_sequence_parallelism_begins_with_what_trains_there(ranks, tm
     assert auto[0]["losses"] == pytest.approx(monta[0]["losses"], rel=1e-5)
 
 
+CANDIDATES = ("alltoall", "monta:O1", *(f"mpmoe:{count}" for count in range(2, 8)))
+
+
 def plan(file: Path, layers: dict[int, str], ep: int = 4) -> Path:
-    candidates = tuple(Prediction(name, 1e-3, 1e-3, 0.0, 1.0, 1) for name in ("mpmoe:2", "alltoall", "monta:O1"))
+    candidates = tuple(Prediction(name, 1e-3, 1e-3, 0.0, 1.0, 1) for name in CANDIDATES)
     Plan(layers, candidates, "a cluster", ep=ep, etp=1, experts=8).save(file)
     return file
 
@@ -126,8 +144,14 @@ def test_a_plan_runs_from_the_first_step_and_is_tried(ranks, tmp_path):
     options = Options(plan=plan(tmp_path / "plan.json", {1: "mpmoe:2", 2: "mpmoe:2"}))
     answers = ranks.run(train, steps=1, options=options, sizes={"ep": 4}, moe_token_dispatcher_type="auto")
     assert all(answer["planned"] == "mpmoe:2" and answer["runs"] == "mpmoe:2" for answer in answers)
-    answers = ranks.run(train, steps=STEPS, options=options, sizes={"ep": 4}, moe_token_dispatcher_type="auto")
-    assert all(answer["tried"] == ["alltoall", "monta:O1", "mpmoe:2"] for answer in answers)
+    seconds = {name: 1.0 if name in ("alltoall", "monta:O1") else 1.0 - 0.1 * int(name[-1]) for name in CANDIDATES}
+    answers = ranks.run(
+        train, steps=STEPS, options=options, sizes={"ep": 4}, seconds=seconds, moe_token_dispatcher_type="auto"
+    )
+    for answer in answers:
+        assert answer["tried"] == sorted(CANDIDATES)  # 6 of them at first; then 6 and 7 partitions, next to the fastest
+        assert answer["runs"] == "mpmoe:7" and answer["built"] == [["mpmoe:7"]] * 2
+        assert answer["steps"] == 12 + 6 + 4  # of 2 a turn; 4, 5 and 6 partitions run a second time, then 6 and 7
 
 
 def test_a_plan_that_differs_by_layer_runs_as_it_is(ranks, tmp_path):

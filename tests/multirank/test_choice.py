@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import statistics
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_moe_opt.cli.layer_settings import LayerSettings
+from megatron_moe_opt.cli.split_half import noise_floor
 from megatron_moe_opt.options import Options
 from megatron_moe_opt.planning.cluster import Cluster, ExpertGemm, World
 from megatron_moe_opt.schedules.schedule import Kind
@@ -131,6 +133,9 @@ def test_bench_choice_judges_by_the_fastest(ranks, profile):
             assert point.chosen == "monta:O1"  # a few KB on a cluster where a message takes a millisecond
             assert point.predicted == pytest.approx(8 * 1e-3, rel=0.05)  # 2 collectives in each of 4 passes
             assert point.pipelines > 0 and json.dumps(point.seconds)
+            assert point.rounds.keys() == point.seconds.keys() and {len(of) for of in point.rounds.values()} == {2}
+            assert point.seconds == {name: statistics.median(of) for name, of in point.rounds.items()}
+            assert point.noise_floor == noise_floor({name: point.rounds[name] for name in candidates}) >= 0
 
 
 def judge_partitions(profile: Path, budget: int | None) -> list[Any]:

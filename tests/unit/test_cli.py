@@ -278,10 +278,11 @@ def test_bench_choice_in_one_process(tmp_path):
     """One rank has no collectives: cutting only costs, and the profile says so."""
     profile, file = tmp_path / "cluster.json", tmp_path / "choice.json"
     Cluster(World((0,)), {(Kind.COPY, None): ((1, 1e-3), (1 << 20, 2e-3))}).save(profile)
-    shape = "--tokens 16,48 --chunks 2,4 --hidden 32 --experts 4 --steps 1 --warmup 0"
+    shape = "--tokens 16,48 --chunks 2,4 --hidden 32 --experts 4 --steps 2 --warmup 0"
     printed = _processes_output(f"bench choice --profile {profile} {shape} --json {file}")
     assert "16 tokens a rank, hidden 32, 4 experts, top-2, fp32, TP 1, EP 1, expert-TP 1, routing uniform" in printed
-    assert "regret at most 5 % in" in printed and "of 2 points" in printed
+    assert "model: regret at most 5 % in" in printed and "of 2 points" in printed
+    assert "judged by the other, the fastest itself: regret at most 5 % in" in printed
     points = json.loads(file.read_text())["points"]
     assert [point["tokens"] for point in points] == [16, 48]
     for point in points:

@@ -28,6 +28,7 @@ CLUSTER = Cluster(
         (Lane.INTRA, Lane.COMPUTE, Lane.D2H): 0.5,
     },
     overhead=1e-4,
+    partition_overhead=2e-3,
     saa=((65536, 0.004), (1048576, 0.05)),
     expert_gemm=ExpertGemm(4, 8, "fp32", points=((16, 1e-3), (32, 1.5e-3)), training=((16, 3e-3),)),
     stock_curves={(Kind.ALL_TO_ALL, "ep"): ((65536, 0.003), (2097152, 0.16))},
@@ -97,16 +98,17 @@ def test_groups_of_other_sizes():
         )
 
 
-def test_a_file_from_before_saa_backward_passes_and_curves_of_stock(tmp_path):
+def test_a_file_from_before_what_was_added_later(tmp_path):
     """Everything else of it is as good as ever."""
     file = tmp_path / "cluster.json"
     CLUSTER.save(file)
     content = json.loads(file.read_text())
-    del content["saa"], content["expert_gemm"]["training"], content["stock_curves"]
+    del content["saa"], content["expert_gemm"]["training"], content["partition_overhead"], content["stock_curves"]
     content["slowdown"][0]["beside"] = "intra"  # as it was written when there was always one
     file.write_text(json.dumps(content))
     gemm = replace(CLUSTER.expert_gemm, training=None)
-    assert Cluster.load(file) == replace(CLUSTER, saa=None, expert_gemm=gemm, stock_curves={})
+    older = replace(CLUSTER, saa=None, expert_gemm=gemm, partition_overhead=0.0, stock_curves={})
+    assert Cluster.load(file) == older
 
 
 def _change(content, path, value):
@@ -153,6 +155,7 @@ WRONG = [
     (("software",), KeyError, "software is missing", None),
     (("saa", 1, 0), 65536, "saa[1][0]: 65536 does not come after 65536: sizes must ascend", None),
     (("saa",), [], "saa: no points: a curve needs at least one", "[]"),
+    (("partition_overhead",), -1e-3, "partition_overhead: -0.001 is not finite and at least 0", "-0.001"),
     (("saa",), 3, "saa: 3 is not a list", "3"),
     (("version",), 2, 'version 2 cannot be read (this megatron-moe-opt reads 1): measure the cluster again', None),
     (("format",), "results", "not a file of moe-opt profile: measure the cluster with moe-opt profile", None),

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import random
+import statistics
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_moe_opt.planning.configuration_search import ConfigurationSearch
-from megatron_moe_opt.planning.partition_search import TOLERANCE
+from megatron_moe_opt.planning.configuration_search import EQUAL, ConfigurationSearch
+from megatron_moe_opt.planning.partition_search import PARTITIONS
 
 REUSE = ("S1", "S2", "S3", "S4")
 ALL = ("none", *REUSE)
@@ -15,11 +18,16 @@ ALL = ("none", *REUSE)
 
 def _search(search, cost, tokens):
     trials = []
-    while (configuration := search.trial(tokens)) is not None:
-        assert trials.count(configuration) < 2
-        trials.append(configuration)
-        search.measured(tokens, configuration, cost(tokens, *configuration))
+    while turns := search.trial(tokens):
+        trials.append(turns)
+        for configuration in turns:
+            search.measured(tokens, configuration, [cost(tokens, *configuration) for _ in range(4)])
+    assert sum(turns.count((n, strategy)) for turns in trials for n, strategy in turns) <= 8 * 13 * len(ALL)
     return search.chosen[tokens], trials
+
+
+def _strategies(trials):
+    return {strategy for turns in trials for _, strategy in turns}
 
 
 work = st.fixed_dictionaries({strategy: st.tuples(st.floats(1, 100), st.floats(1, 1e4)) for strategy in ALL})
@@ -37,21 +45,22 @@ def test_finds_the_fastest_that_is_allowed(work, least, tokens):
     (n, strategy), _ = _search(search, cost, tokens)
     assert n >= least[strategy]
     fastest = min(cost(tokens, n, one) for one in least for n in range(least[one], 9))
-    assert cost(tokens, n, strategy) <= fastest * (1 + TOLERANCE + 1e-9)
+    assert cost(tokens, n, strategy) <= fastest * (1 + EQUAL + 1e-9)
     assert search.seconds(tokens).get((n, strategy), 0) >= 0
 
 
 def test_no_strategy_is_tried_where_none_needs_none():
     search = ConfigurationSearch(ALL, lambda tokens, strategy: 1 if tokens < 1000 else {"S3": 4, "S4": 2}.get(strategy))
     chosen, trials = _search(search, lambda tokens, n, strategy: 1 + abs(n - 2), 500)
-    assert chosen == (2, "none") and {strategy for _, strategy in trials} == {"none"}
+    assert chosen == (2, "none") and _strategies(trials) == {"none"}
     chosen, trials = _search(search, lambda tokens, n, strategy: 1 + abs(n - 2) + (strategy == "S4") * 5, 5000)
     assert chosen == (4, "S3")
-    turned = [(5, "S3")] * 2, [(5, "S4")] * 2  # measured again before it is believed
-    assert trials == [(4, "S3"), *turned[0], (4, "S4"), *turned[1], (3, "S4"), (2, "S4")]
+    by_s3 = [((4, "S3"),), ((5, "S3"),), ((4, "S3"), (5, "S3"))]  # measured again before it is believed
+    by_s4 = [((4, "S4"),), ((5, "S4"),), ((4, "S4"), (5, "S4")), ((3, "S4"),), ((2, "S4"),)]
+    assert trials == by_s3 + by_s4
     # As many tokens, nearly: the same strategy, whose n must be searched for where its range does not hold them.
     chosen, trials = _search(search, lambda tokens, n, strategy: 1 + abs(n - 5), 7000)
-    assert chosen == (5, "S3") and {strategy for _, strategy in trials} == {"S3"}
+    assert chosen == (5, "S3") and _strategies(trials) == {"S3"}
     with pytest.raises(LookupError, match="no strategy is allowed for 7000 tokens"):
         ConfigurationSearch(ALL, lambda tokens, strategy: None).trial(7000)
 
@@ -64,4 +73,43 @@ def test_strategies_whose_ranges_hold_the_tokens_are_still_compared():
 
     assert _search(search, cost, 1000)[0] == (1, "S1")
     chosen, trials = _search(search, cost, 50)  # n is 1 for up to 1000 tokens: only the strategies are compared
-    assert chosen == (1, "S4") and trials == [(1, "S1"), (1, "S4")]
+    assert chosen == (1, "S4") and trials == [((1, "S1"),), ((1, "S4"),)]
+
+
+def test_those_that_may_be_the_fastest_are_measured_in_turns():
+    """Noise of 3 %, and now and then a disturbance; layers whose best n rises with the tokens."""
+    generator, regrets, lost = random.Random(1), [], []
+
+    def true(tokens, n):
+        return 1 + tokens / 1000 * (1 + 1 / n) + 0.05 * n
+
+    def noisy(tokens, n, strategy):
+        return true(tokens, n) * generator.gauss(1, 0.03) * (1.5 if generator.random() < 0.05 else 1)
+
+    for _ in range(60):
+        search = ConfigurationSearch(("none",), lambda tokens, strategy: 1)
+        for tokens in (200, 500, 1000, 2000):
+            (n, _), trials = _search(search, noisy, tokens)
+            regrets.append(true(tokens, n) / min(true(tokens, other) for other in PARTITIONS) - 1)
+            passes = [one for turns in trials for one, _ in turns for _ in range(4)]
+            lost.append(sum(true(tokens, one) / true(tokens, n) - 1 for one in passes))
+    assert sum(regret <= 0.05 for regret in regrets) >= 0.95 * len(regrets)
+    assert max(lost) < 0.03 * 1000  # of a thousand passes
+    assert statistics.mean(lost) < 0.005 * 1000
+
+
+def test_equal_ones_are_not_cut_further():
+    search = ConfigurationSearch(("none",), lambda tokens, strategy: 1)
+    chosen, trials = _search(search, lambda tokens, n, strategy: 1.0 if n == 1 else 0.99, 1000)
+    assert chosen == (1, "none") and len(trials[-1]) == 3  # 1, 2 and 3 once in turns
+
+
+def test_a_very_noisy_machine_does_not_make_it_go_on():
+    """All seem to be as fast as each other until a hundred passes and more have run: what is lost ends it before."""
+    generator, lost = random.Random(1), []
+    for _ in range(50):
+        search = ConfigurationSearch(("none",), lambda tokens, strategy: 1)
+        (n, _), trials = _search(search, lambda tokens, n, strategy: (5 + n) * generator.lognormvariate(0, 0.25), 1000)
+        passes = [one for turns in trials for one, _ in turns for _ in range(4)]
+        lost.append(sum((5 + one) / (5 + n) - 1 for one in passes))
+    assert max(lost) < 40  # 51 without that

@@ -139,6 +139,14 @@ def test_more_to_hide_means_more_partitions_and_little_means_none():
     assert tight.strategy != "none" and tight.partitions >= 4
 
 
+def test_what_partitions_take_besides_their_ops_makes_them_fewer():
+    rows = 10**5
+    without = predict(LAYER, rows, CLUSTER, strategies=("none",))
+    dear = predict(LAYER, rows, dataclasses.replace(CLUSTER, partition_overhead=0.1), strategies=("none",))
+    assert [one.seconds for one in dear] == pytest.approx([one.seconds + 0.1 * one.partitions for one in without])
+    assert choose(without).partitions > choose(dear).partitions == 1
+
+
 def test_what_is_said_where_nothing_fits():
     with pytest.raises(ConfigurationError) as refusal:
         choices(LAYER, CLUSTER, budget=1000)[10**4]

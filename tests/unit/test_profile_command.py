@@ -91,6 +91,7 @@ def test_table():
         {(Lane.INTER, Lane.COPY): 0.5, (Lane.INTER, Lane.COMPUTE, Lane.D2H): 0.25},
         expert_gemm=ExpertGemm(1000, 2500, "bf16", ((100, 1e-3),), ((100, 2e-3),)),
         overhead=2e-4,
+        partition_overhead=3e-3,
         saa=((4096, 1e-5),),
     )
     console = Console(width=120, record=True, file=io.StringIO())
@@ -107,7 +108,7 @@ def test_table():
     ]
     assert (
         "Pace of a lane while others are busy: inter beside copy 50%, inter beside compute and d2h 25%. An op of a "
-        "pipeline takes 0.200 ms besides." in " ".join(text.split())
+        "pipeline takes 0.200 ms besides, a partition of mpmoe 3.000 ms." in " ".join(text.split())
     )
 
 

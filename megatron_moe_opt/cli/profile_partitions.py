@@ -1,0 +1,46 @@
+"""What every partition of mpmoe's pipeline takes besides what its ops take."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from megatron_moe_opt.cli.layer_settings import LayerSettings
+from megatron_moe_opt.cli.meter import Meter
+from megatron_moe_opt.planning import mpmoe_choice
+from megatron_moe_opt.planning.cluster import Cluster
+from megatron_moe_opt.schedules.mpmoe import NONE
+
+COUNTS = (1, 8)
+TOKENS, TOPK, EXPERTS_OF_A_RANK = 256, 2, 4
+
+
+def partition_overhead(
+    cluster: Cluster, tp: int, hidden: int, ffn_hidden: int, dtype: str, device: torch.device
+) -> float:
+    """Seconds a partition, forward and backward, with which a small layer takes as much longer in many partitions than
+    in one as it does: calls of the experts, sums of their weights' gradients, lanes that wait for each other.
+
+    A collective call over the world, in Megatron's groups of the cluster's sizes.
+
+    Args:
+        cluster: what else was measured, for the expert.
+        ffn_hidden: of a whole expert.
+    """
+    from megatron_moe_opt.cli.moe_layer import layers_under_test, mpmoe_shape
+
+    world = cluster.world
+    names = [f"mpmoe:{count}" for count in COUNTS]
+    settings = LayerSettings(
+        dispatchers=tuple(names), tokens=TOKENS, hidden=hidden, ffn_hidden=ffn_hidden,
+        experts=EXPERTS_OF_A_RANK * world.ep, topk=TOPK, tp=tp, ep=world.ep, expert_tp=world.expert_tp, dtype=dtype,
+        routing="uniform", capacity_factor=None, pad_to_capacity=False, steps=1, warmup=0, seed=1,
+    )  # fmt: skip
+    layers = layers_under_test(settings, world.ep, device, permute_fusion=False)
+    in_one, in_many = Meter(device).calls([layers[name].step for name in names])
+    layer = mpmoe_shape(settings, world.ep)
+    without = replace(cluster, partition_overhead=0.0)
+    one, many = mpmoe_choice.predict(layer, TOKENS * TOPK, without, COUNTS, (NONE,))
+    longer = (in_many - in_one) - (many.seconds - one.seconds)
+    return max(0.0, longer / (COUNTS[1] - COUNTS[0]))
