@@ -83,6 +83,7 @@ def workload_of(settings: LayerSettings, ep: int, balance: RoutingBalance, worke
         tp=settings.tp if settings.replicated else 1,
         capacity_factor=capacity if settings.pad_to_capacity else None,
         imbalance=imbalance,
+        rank_rows=() if capacity is not None else balance.of_rank,
         workers=workers,
     )
 

@@ -15,6 +15,7 @@ from megatron_moe_opt.dispatchers.monta import MontaDispatcher
 from megatron_moe_opt.dispatchers.pipelining import FixedPipelining
 from megatron_moe_opt.kernels import ChunkList
 from megatron_moe_opt.runtime import steps
+from megatron_moe_opt.runtime.collectives import all_gather_rows, all_to_all_rows, reduce_scatter_rows
 from megatron_moe_opt.runtime.exchange_plan import Sharing, plan_exchange, share_out
 from megatron_moe_opt.runtime.expert_call import ExpertCall, Experts
 from megatron_moe_opt.runtime.expert_exchange import Exchange, bind_to_sources
@@ -123,6 +124,43 @@ def reduce_scatter(rows: Rows, group: ProcessGroup, role: str, lane: Lane) -> Lo
         return Sized(number * rows.bytes, lambda: steps.reduce_scatter(added, parts, summed, counts, group))
 
     return Load(Kind.REDUCE_SCATTER, lane, role, sized)
+
+
+def stock_all_to_all(rows: Rows, group: ProcessGroup, role: str, lane: Lane) -> Load:
+    """As Megatron's own dispatcher calls it: torch.distributed's, the whole message, into fresh memory.
+
+    On Gloo that is not `all_to_all`'s pace: it posts sends before receives, so that of two ranks that are not in step
+    one sends when the other has finished.
+    """
+
+    def sized(size: int) -> Sized:
+        number = rows.number(size, group.size())
+        sent, counts = rows.filled(number), [number // group.size()] * group.size()
+        return Sized(number * rows.bytes, lambda: steps.call(lambda: all_to_all_rows(sent, counts, counts, group)))
+
+    return Load(Kind.ALL_TO_ALL, lane, role, sized, is_whole=True)
+
+
+def gather_experts(rows: Rows, group: ProcessGroup, role: str, lane: Lane) -> Load:
+    """One level of the way of experts to the ranks of their domain, as ExpertCommunicator calls it."""
+
+    def sized(size: int) -> Sized:
+        number = rows.number(size, group.size())
+        own = rows.filled(number // group.size())
+        return Sized(number * rows.bytes, lambda: steps.call(lambda: all_gather_rows(own, None, group)))
+
+    return Load(Kind.ALL_GATHER, lane, role, sized, is_whole=True)
+
+
+def return_gradients(rows: Rows, group: ProcessGroup, role: str, lane: Lane) -> Load:
+    """One level of the way of experts' gradients to their owner, as ExpertCommunicator calls it."""
+
+    def sized(size: int) -> Sized:
+        number = rows.number(size, group.size())
+        gradients = rows.filled(number)
+        return Sized(number * rows.bytes, lambda: steps.call(lambda: reduce_scatter_rows(gradients, None, group)))
+
+    return Load(Kind.REDUCE_SCATTER, lane, role, sized, is_whole=True)
 
 
 def ring(rows: Rows, world: ProcessGroup, rings: list[list[int]], role: str, lane: Lane) -> Load:

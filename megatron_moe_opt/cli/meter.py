@@ -24,7 +24,8 @@ RUNS = 3
 LEAST_OPS, MOST_OPS = 4, 96
 CALLS = 9
 # A size that seems to take longer a byte than the one before is measured so many times more, and the least taken: a
-# disturbed run can only be too long.
+# disturbed run can only be too long. Where it is longer by DIP, it is so even when the time is up: what takes too long
+# uses the time up, so that otherwise the last point of a curve, from which larger sizes follow, would seldom be right.
 MORE_OF_OUTLIERS = 2
 DIP = 0.1
 MOST_PIPELINES = 16  # of a run: each has buffers of its own
@@ -50,6 +51,8 @@ class Load:
     lane: Lane
     group: str | None
     sized: Callable[[int], Sized]
+    is_whole: bool = False
+    """Training moves all of it in one op: large sizes matter, where the pace may be another one."""
 
     def __str__(self) -> str:
         return self.kind.value if self.group is None else f"{self.kind.value} {self.group}"
@@ -99,7 +102,7 @@ class Meter:
         def alone(sized: Sized, expected: float | None) -> float:
             return self._alone(load, sized, 1 if expected is None else _ops(expected))
 
-        return self._points(load.sized, alone, sizes, seconds, longest)
+        return self._points(load.sized, alone, sizes, seconds, longest, one_pace=not load.is_whole)
 
     def pipeline_curve(
         self, sized: Callable[[int], SizedPipeline], sizes: Sequence[int], seconds: float, longest: float
@@ -119,6 +122,7 @@ class Meter:
         sizes: Sequence[int],
         seconds: float,
         longest: float,
+        one_pace: bool = True,
     ) -> Points:
         """`time_of` measures a size, given how long it is expected to take; first of all, once, it is given None."""
         points: list[tuple[int, float]] = []
@@ -132,12 +136,14 @@ class Meter:
                 break
             took = time_of(sized, expected)
             for _ in range(MORE_OF_OUTLIERS):
-                if points and took > expected and self.elapsed() + took * LEAST_OPS < end:
-                    took = min(took, time_of(sized, expected))
+                if points and took > expected:
+                    has_time = self.elapsed() + took * LEAST_OPS < end  # on all ranks alike
+                    if has_time or took * (1 - DIP) > expected:
+                        took = min(took, time_of(sized, expected))
             points.append((sized.size, took))
             if took > longest:
                 break
-        return _without_dips(points)
+        return _without_dips(points, one_pace)
 
     def rates_beside(self, busy: Busy, *neighbours: Sequence[Busy]) -> list[float]:
         """How much of its own pace an op keeps while other lanes are busy, in (0, 1].
@@ -224,14 +230,19 @@ class Meter:
         return times.tolist()
 
 
-def _without_dips(points: Sequence[tuple[int, float]]) -> Points:
+def _without_dips(points: Sequence[tuple[int, float]], one_pace: bool = True) -> Points:
     """A size that moves fewer bytes a second than both its neighbours, by DIP or more, gets the time between theirs. A
     smaller size takes no more time than a larger one. Links are not slow at a single size, measurements are.
+
+    The last size has no second neighbour. With `one_pace` it is left out where it is slower than the one before by so
+    much, which is not slower than its own: all larger sizes would inherit what may be a disturbance.
     """
     smooth = list(points)
+    if one_pace and len(points) > 2 and _is_slower(points[-1], points[-2]) and not _is_slower(points[-2], points[-3]):
+        smooth.pop()
     for index in range(1, len(points) - 1):
         (left, left_seconds), (size, seconds), (right, right_seconds) = points[index - 1 : index + 2]
-        if size / seconds < (1 - DIP) * min(left / left_seconds, right / right_seconds):
+        if _is_slower(points[index], points[index - 1]) and _is_slower(points[index], points[index + 1]):
             between = left_seconds + (right_seconds - left_seconds) * (size - left) / (right - left)
             smooth[index] = size, between
     least = math.inf
@@ -239,6 +250,12 @@ def _without_dips(points: Sequence[tuple[int, float]]) -> Points:
         least = min(least, seconds)
         smooth[index] = size, least
     return tuple(smooth)
+
+
+def _is_slower(point: tuple[int, float], neighbour: tuple[int, float]) -> bool:
+    """Whether it moves fewer bytes a second, by DIP or more."""
+    (size, seconds), (other, other_seconds) = point, neighbour
+    return size / seconds < (1 - DIP) * other / other_seconds
 
 
 def _runs(ops: int) -> int:

@@ -39,6 +39,7 @@ from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.planning.cluster import Cluster, ExpertGemm, Points, World
 from megatron_moe_opt.planning.curves import CostCurve, Costs
 from megatron_moe_opt.planning.simulator import Slowdown, simulate
+from megatron_moe_opt.planning.skew import EVERY_RANK, ONE_RANK
 from megatron_moe_opt.schedules import monta
 from megatron_moe_opt.schedules.monta import even_chunks
 from megatron_moe_opt.schedules.parm import JOINT, TP
@@ -57,6 +58,8 @@ GEMM_ROWS = tuple(16 * 2**power for power in range(13))  # up to 65536
 # choices rest most, are measured further.
 LONGEST_SECONDS, LONGEST_SECONDS_OF_EXPERTS = 0.3, 1.0
 EXPERT_GROUPS = ("ep", "expert-tp", JOINT)
+STOCK_SHARES = 2
+"""Of the time, for a curve of stock's."""
 # Lanes are run side by side with ops of about this time, or of the nearest that was measured.
 BESIDE_SECONDS = 0.03
 # What is moved to learn the overhead: so many chunks, of so many bytes a rank.
@@ -136,11 +139,16 @@ def measure(settings: ProfileSettings, device: torch.device) -> Cluster:
     ):
         moves = domain_moves(rows, domains, workers) + _moves(rows, groups, nodes)
         groups |= domains
-        measured = _Measured(Meter(device), settings.seconds, moves, groups)
-        task = progress.add_task("", total=len(moves) + 5)
+        of_stock = _stock_moves(rows, groups)
+        measured = _Measured(Meter(device), settings.seconds, moves, groups, STOCK_SHARES * len(of_stock))
+        task = progress.add_task("", total=len(moves) + len(of_stock) + 5)
         for load in moves:
             progress.update(task, description=str(load), advance=1)
             measured.add(load)
+        stock_curves = {}
+        for load in of_stock:
+            progress.update(task, description=f"{load} of stock", advance=1)
+            stock_curves[load.kind, load.group] = measured.collective(load, STOCK_SHARES)
         progress.update(task, description="expert", advance=1)
         expert = one_expert(rows, ffn_hidden)
         experts = [loads.expert_gemm(rows, expert, training) for training in (False, True)]
@@ -160,6 +168,7 @@ def measure(settings: ProfileSettings, device: torch.device) -> Cluster:
         saa=saa,
         expert_gemm=ExpertGemm(settings.hidden, ffn_hidden, settings.dtype, gemm, training),
         local_work=local,
+        stock_curves=stock_curves,
         host=_host(device),
         software=_software(),
     )
@@ -177,22 +186,32 @@ def _progress() -> Progress:
 class _Measured:
     """The curves so far. Each gets an equal share of the time that is left."""
 
-    def __init__(self, meter: Meter, seconds: float, moves: Sequence[Load], groups: Mapping[str, ProcessGroup]) -> None:
+    def __init__(
+        self, meter: Meter, seconds: float, moves: Sequence[Load], groups: Mapping[str, ProcessGroup], others: int
+    ) -> None:
+        """
+        Args:
+            others: curves that are measured besides those of the moves, the expert and SAA.
+        """
         self.curves: dict[tuple[Kind, str | None], Points] = {}
         self._meter, self._seconds, self._moves, self._groups = meter, seconds, moves, groups
         # Besides the moves: the expert's two passes, SAA, and lanes side by side, which take the time of three curves.
-        self._shares_left = len({self._key(load) for load in moves}) + 3 + 3
+        self._shares_left = len({self._key(load) for load in moves}) + others + 3 + 3
         self._known: dict[Hashable, Points] = {}
 
     def add(self, load: Load) -> None:
         key = self._key(load)
         if key not in self._known:
-            longest = LONGEST_SECONDS_OF_EXPERTS if load.group in EXPERT_GROUPS else LONGEST_SECONDS
-            self._known[key] = self.curve(load, SIZES, longest)
+            self._known[key] = self.collective(load)
         self.curves[load.kind, load.group] = self._known[key]
 
-    def curve(self, load: Load, sizes: Sequence[int], longest: float = LONGEST_SECONDS) -> Points:
-        return self._meter.curve(load, sizes, self._share(), longest)
+    def collective(self, load: Load, shares: int = 1) -> Points:
+        """The curve of a move; that of whole messages gets further with fewer sizes."""
+        longest = LONGEST_SECONDS_OF_EXPERTS if load.group in EXPERT_GROUPS else LONGEST_SECONDS
+        return self._meter.curve(load, SIZES[::3] if load.is_whole else SIZES, self._share(shares), longest)
+
+    def curve(self, load: Load, sizes: Sequence[int]) -> Points:
+        return self._meter.curve(load, sizes, self._share(), LONGEST_SECONDS)
 
     def saa(self, rows: Rows) -> Points | None:
         """Parm's combine_and_gather as a whole; None where it has no all-to-all or nothing to gather."""
@@ -203,10 +222,10 @@ class _Measured:
         pipeline = loads.combine_and_gather(rows, of_experts, groups[TP], overlap=True)
         return self._meter.pipeline_curve(pipeline, SIZES, share, LONGEST_SECONDS_OF_EXPERTS)
 
-    def _share(self) -> float:
+    def _share(self, shares: int = 1) -> float:
         """Of the time that is left."""
-        share = (self._seconds - self._meter.elapsed()) / self._shares_left
-        self._shares_left -= 1
+        share = (self._seconds - self._meter.elapsed()) / self._shares_left * shares
+        self._shares_left -= shares
         return share
 
     def slowdown(self, expert: Load, gemm: Points) -> dict[tuple[Lane, ...], float]:
@@ -301,14 +320,23 @@ def _moves(rows: Rows, groups: Mapping[str, ProcessGroup], nodes: NodeMap) -> li
     moves = [loads.copy(rows), *(loads.host_transfer(rows, kind) for kind in (Kind.OFFLOAD, Kind.PREFETCH))]
     for lane, roles, link, rings in (
         (Lane.INTRA, _INTRA, "intra-node", loads.rings_inside(nodes)),
-        (Lane.INTER, _INTER, "inter-node", loads.rings_between(nodes)),
+        (Lane.INTER, _INTER, EVERY_RANK, loads.rings_between(nodes)),
     ):
         if rings:
             moves.append(loads.ring(rows, dist.group.WORLD, rings, link, lane))
+        if link == EVERY_RANK and len(rings) > 1:
+            moves.append(loads.ring(rows, dist.group.WORLD, rings[:1], ONE_RANK, lane))
         for role, collectives in roles:
             if role in groups and groups[role].size() > 1:
                 moves += [collective(rows, groups[role], role, lane) for collective in collectives]
     return moves
+
+
+def _stock_moves(rows: Rows, groups: Mapping[str, ProcessGroup]) -> list[Load]:
+    """What is not as fast when stock Megatron calls it."""
+    if "ep" not in groups or groups["ep"].size() == 1:
+        return []
+    return [loads.stock_all_to_all(rows, groups["ep"], "ep", Lane.INTER)]
 
 
 @contextmanager

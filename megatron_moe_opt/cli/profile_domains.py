@@ -18,8 +18,8 @@ from megatron_moe_opt.topology.layouts import Layout
 
 _COLLECTIVES = {
     Kind.ALL_TO_ALL: loads.all_to_all,
-    Kind.ALL_GATHER: loads.all_gather,
-    Kind.REDUCE_SCATTER: loads.reduce_scatter,
+    Kind.ALL_GATHER: loads.gather_experts,
+    Kind.REDUCE_SCATTER: loads.return_gradients,
 }
 
 

@@ -37,7 +37,8 @@ def _named_curves(cluster: Cluster) -> dict[str, Points]:
     for (kind, group), points in cluster.curves.items():
         groups.setdefault((kind, points), []).append(group or "")
     curves = {f"{kind.value} {', '.join(names)}".strip(): points for (kind, points), names in groups.items()}
-    return curves if cluster.saa is None else curves | {"SAA": cluster.saa}
+    of_stock = {f"{kind.value} {group} as stock": points for (kind, group), points in cluster.stock_curves.items()}
+    return curves | of_stock | ({} if cluster.saa is None else {"SAA": cluster.saa})
 
 
 def _add_curve(table: Table, name: str, cells: list[tuple[str, float, str]], rates: list[float]) -> None:

@@ -80,6 +80,8 @@ class Cluster:
     local_work: Mapping[str, Points] = field(default_factory=dict)
     """What a layer does with its rows besides exchanging and computing them, forward and backward: by STOCK or OURS,
     seconds over bytes of the rows that a rank exchanges in one pass of combine. Empty: not measured."""
+    stock_curves: Mapping[tuple[Kind, str | None], Points] = field(default_factory=dict)
+    """As `curves`, of collectives as stock Megatron calls them. What is not here takes as long as in `curves`."""
     host: Facts = field(default_factory=dict)
     software: Facts = field(default_factory=dict)
 
@@ -94,7 +96,7 @@ class Cluster:
         _check_format(root)
         top = root.fields(
             "format", "version", "host", "software", "world", "curves", "slowdown", "overhead", "expert_gemm",
-            optional=["partition_overhead", "saa", "local_work"],
+            optional=["partition_overhead", "saa", "local_work", "stock_curves"],
         )  # fmt: skip
         return cls(
             world=_world(top["world"]),
@@ -107,6 +109,7 @@ class Cluster:
             saa=None if top["saa"].value is None else _points(top["saa"]),
             expert_gemm=None if top["expert_gemm"].value is None else _expert_gemm(top["expert_gemm"]),
             local_work={} if top["local_work"].value is None else _local_work(top["local_work"]),
+            stock_curves={} if top["stock_curves"].value is None else _curves(top["stock_curves"]),
             host=_facts(top["host"]),
             software=_facts(top["software"]),
         )
@@ -119,9 +122,7 @@ class Cluster:
             "host": dict(self.host),
             "software": dict(self.software),
             "world": asdict(self.world),
-            "curves": [
-                {"kind": kind.value, "group": group, "points": points} for (kind, group), points in self.curves.items()
-            ],
+            "curves": _as_list(self.curves),
             "slowdown": [
                 {"lane": lane.value, "beside": [other.value for other in beside], "rate": rate}
                 for (lane, *beside), rate in self.slowdown.items()
@@ -131,6 +132,7 @@ class Cluster:
             "saa": self.saa,
             "expert_gemm": asdict(self.expert_gemm) if self.expert_gemm else None,
             "local_work": dict(self.local_work),
+            "stock_curves": _as_list(self.stock_curves),
         }
         file = Path(file)
         unfinished = file.with_name(f"{file.name}.{os.getpid()}.tmp")
@@ -196,6 +198,11 @@ def _curves(place: Place) -> dict[tuple[Kind, str | None], Points]:
             entry.refuse(f"a second curve for {kind.value} in group {group}")
         curves[kind, group] = _points(fields["points"])
     return curves
+
+
+def _as_list(curves: Mapping[tuple[Kind, str | None], Points]) -> list[dict[str, object]]:
+    """What `_curves` reads."""
+    return [{"kind": kind.value, "group": group, "points": points} for (kind, group), points in curves.items()]
 
 
 def _points(place: Place) -> Points:

@@ -21,7 +21,7 @@ experts to their owners by a reduce-scatter, the mirror of the all-gather; the p
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf, prod
 
@@ -73,9 +73,13 @@ class StreamPass:
     """In which experts travel: REDUCE_SCATTER in a backward pass."""
 
 
+def _even(domains: ExpertDomains, level: int) -> float:
+    return 1.0
+
+
 @dataclass(frozen=True)
 class MigrationLayer:
-    """A MoE layer whose experts are drawn evenly."""
+    """A MoE layer; its experts are drawn evenly, but for `imbalance`."""
 
     tokens: int
     """Of a GPU."""
@@ -86,10 +90,19 @@ class MigrationLayer:
     local_experts: int
     """Experts of a GPU."""
     passes: tuple[StreamPass, ...]
+    imbalance: Callable[[ExpertDomains, int], float] = _even
+    """How many more copies than the mean the busiest region of the levels down to one gets."""
 
     @classmethod
     def alone(
-        cls, tokens: int, row_bytes: int, topk: int, local_experts: int, expert_bytes: int, gradient_bytes: int
+        cls,
+        tokens: int,
+        row_bytes: int,
+        topk: int,
+        local_experts: int,
+        expert_bytes: int,
+        gradient_bytes: int,
+        imbalance: Callable[[ExpertDomains, int], float] = _even,
     ) -> MigrationLayer:
         """A forward and a backward pass of the layer alone.
 
@@ -104,7 +117,7 @@ class MigrationLayer:
             StreamPass(0.0, 0.0, expert_bytes),
             StreamPass(0.0, 0.0, gradient_bytes, Kind.REDUCE_SCATTER),
         )
-        return cls(tokens, row_bytes, topk, local_experts, passes)
+        return cls(tokens, row_bytes, topk, local_experts, passes, imbalance)
 
     def exchanged(self, domains: ExpertDomains, level: int) -> float:
         """Bytes of a GPU's rows in an all-to-all of a level, those included that stay."""
@@ -113,7 +126,8 @@ class MigrationLayer:
         elsewhere = 1.0  # the part of the draws in which a region has none of the token's experts
         for drawn in range(self.topk):
             elsewhere *= max(experts - experts // regions - drawn, 0) / (experts - drawn)
-        return self.tokens * self.row_bytes * regions * (1 - elsewhere)
+        # A region cannot get more than one copy of every token, however popular its experts are.
+        return self.tokens * self.row_bytes * regions * min(1.0, (1 - elsewhere) * self.imbalance(domains, level))
 
     def gathered(self, domains: ExpertDomains, level: int, one: StreamPass) -> int:
         """Bytes of experts that a GPU holds after the all-gather of a level, its own included."""

@@ -26,18 +26,19 @@ from megatron_moe_opt.schedules.monta import LEVELS, even_chunks
 from megatron_moe_opt.schedules.mpmoe import NONE, STRATEGIES
 from megatron_moe_opt.schedules.mpmoe import backward as mpmoe_backward
 from megatron_moe_opt.schedules.mpmoe import forward as mpmoe_forward
-from megatron_moe_opt.schedules.parm import JOINT, TP
+from megatron_moe_opt.schedules.parm import TP
 from megatron_moe_opt.schedules.schedule import COLLECTIVES, Kind, Lane, Op, Schedule
-from megatron_moe_opt.topology.layouts import Layout
 
 from . import expert_migration, parm
 from .cluster import OURS, STOCK, Cluster
-from .curves import CostCurve
+from .curves import CostCurve, Costs
 from .expert_migration import MigrationLayer
+from .link_bytes import LinkBytes
 from .monta import CHUNKS, Pass, training_passes
 from .mpmoe_choice import MpmoeLayer
 from .partition_search import PARTITIONS
 from .simulator import simulate
+from .skew import Skew
 
 ALLTOALL = "alltoall"
 WINS_BY = 0.03
@@ -72,6 +73,8 @@ class LayerWorkload:
     """Every expert gets its capacity of rows. None: dropless."""
     imbalance: float = 1.0
     """Rows that the busiest rank computes, over the mean."""
+    rank_rows: tuple[float, ...] = ()
+    """Rows that each rank of the world computes, in any unit, to tell what shared links carry. Empty: not known."""
     workers: tuple[int, ...] = ()
     """Of each network level of the EP group, the slowest first. Empty: not known, no expert migrates."""
     placement_saving: float | None = None
@@ -94,8 +97,12 @@ class LayerWorkload:
 
     @cached_property
     def rows(self) -> int:
-        """(token, expert) pairs that the busiest rank exchanges in a pass."""
-        return ceil(self.parm.rows(-(-self.tokens // self.tp)) * self.imbalance)
+        """(token, expert) pairs that the busiest rank computes."""
+        return self.rows_of(self.imbalance)
+
+    def rows_of(self, imbalance: float) -> int:
+        """(token, expert) pairs of a rank that has so many times the mean."""
+        return ceil(self.parm.rows(-(-self.tokens // self.tp)) * imbalance)
 
     @cached_property
     def mpmoe(self) -> MpmoeLayer:
@@ -191,22 +198,38 @@ class _Planner:
     def __init__(self, workload: LayerWorkload, cluster: Cluster) -> None:
         self.workload, self.cluster = workload, cluster
         self.costs = workload.mpmoe.costs(cluster)
-        self.links = _Links(cluster)
-        gathered = workload.rows * workload.etp * workload.row_bytes
-        ops = (Op(kind, Lane.COMPUTE, size=gathered) for kind in (Kind.COMPUTE, Kind.GRADIENT))
-        self.expert_seconds = sum(self.costs.curve(op).seconds(op.size) for op in ops)
+        of_stock = {key: CostCurve(points) for key, points in cluster.stock_curves.items()}
+        self.stock_costs = Costs({**self.costs.curves, **of_stock}, self.costs.overhead)
+        self.links = LinkBytes(cluster)
+        self.skew = Skew(workload.imbalance, workload.rank_rows, cluster)
+        self.exchanged = workload.rows_of(self.skew.exchanged)
+        """Rows of an even all-to-all that takes as long as this one."""
+        self.expert_seconds = self.seconds_of_experts(workload.rows)
         self.activation_bytes = workload.mpmoe.activation_bytes(workload.rows, 1, NONE)
+
+    def seconds_of_experts(self, rows: int, holds: int = 1) -> float:
+        """Of `rows` of this rank, spread over the experts of `holds` ranks, forward and backward."""
+        one = self.workload
+        layer = replace(one.mpmoe, local_experts=one.mpmoe.local_experts * holds)
+        costs = layer.costs(self.cluster) if holds > 1 else self.costs
+        ops = (Op(kind, Lane.COMPUTE, size=rows * one.etp * one.row_bytes) for kind in (Kind.COMPUTE, Kind.GRADIENT))
+        return sum(costs.curve(op).seconds(op.size) for op in ops)
 
     def local_seconds(self, whose: str) -> float:
         """Of what a rank does with its rows by itself."""
         points = self.cluster.local_work.get(whose)
         return CostCurve(points).seconds(self.workload.rows * self.workload.row_bytes) if points else 0.0
 
+    def seconds_of_copies(self, holds: int) -> float:
+        """Of experts that travel, in memory: into the message, their gradients into one, the sum to the parameters'."""
+        copied = (holds + 2) * self.workload.expert_bytes if holds > 1 else 0
+        return self.costs.curve(Op(Kind.COPY, Lane.COMPUTE)).seconds(copied) if copied else 0.0
+
     @cached_property
     def passes(self) -> tuple[Pass, ...]:
         """Of our dispatchers, whose rows carry their probabilities."""
         one = self.workload
-        return training_passes(one.rows, one.row_bytes, one.row_bytes + one.lane_bytes)
+        return training_passes(self.exchanged, one.row_bytes, one.row_bytes + one.lane_bytes)
 
     @cached_property
     def edge(self) -> list[Op]:
@@ -220,14 +243,16 @@ class _Planner:
         schedules: Sequence[Schedule],
         alone: Sequence[Op] = (),
         whose: str = OURS,
+        costs: Costs | None = None,
     ) -> Prediction:
         """A candidate whose schedules run one after another, and so do some more ops.
 
         Schedules without experts have them added.
         """
-        timelines = [simulate(schedule, self.costs, self.cluster.slowdown) for schedule in schedules]
+        costs = costs or self.costs
+        timelines = [simulate(schedule, costs, self.cluster.slowdown) for schedule in schedules]
         seconds = sum(timeline.seconds for timeline in timelines)
-        in_turn = sum(map(self.costs, alone))
+        in_turn = sum(map(costs, alone))
         with_experts = any(op.kind is Kind.COMPUTE for schedule in schedules for op in schedule.ops)
         terms = {
             "pipeline with experts" if with_experts else "dispatch and combine": seconds + in_turn,
@@ -240,18 +265,18 @@ class _Planner:
             variant,
             sum(terms.values()),
             exposed=sum(timeline.exposed for timeline in timelines)
-            + sum(self.costs(op) for op in alone if op.kind in COLLECTIVES),
+            + sum(costs(op) for op in alone if op.kind in COLLECTIVES),
             inter_bytes=sum(inter for inter, _ in sent),
             intra_bytes=sum(intra for _, intra in sent),
             activation_bytes=self.activation_bytes,
             terms={name: value for name, value in terms.items() if value},
         )
 
-    def stock_ops(self) -> list[Op]:
+    def stock_ops(self, rows: int) -> list[Op]:
         """Stock's, one after another: O1's, and the probabilities in messages of their own."""
         one = self.workload
         ops = []
-        for number, exchanged in enumerate(training_passes(one.rows, one.row_bytes, one.row_bytes)):
+        for number, exchanged in enumerate(training_passes(rows, one.row_bytes, one.row_bytes)):
             schedule = exchanged.schedule("O1", even_chunks(exchanged.exchanged, one.etp, 1), one.ep, one.etp)
             ops += schedule.ops
             if number in _WITH_PROBS:
@@ -264,7 +289,11 @@ def _stock(planner: _Planner) -> Iterator[Prediction | Refusal]:
     if planner.workload.tp > 1:
         yield Refusal(ALLTOALL, "stock Megatron does not train MoE layers under TP without sequence parallelism")
         return
-    yield planner.prediction(ALLTOALL, (), planner.stock_ops(), STOCK)
+    # As its collectives were measured, with both directions of a link in turn; and not faster than both at once.
+    both_ways = planner.workload.rows_of(planner.skew.both_ways)
+    exchanges = (both_ways, planner.stock_costs), (planner.exchanged, planner.costs)
+    predictions = [planner.prediction(ALLTOALL, (), planner.stock_ops(rows), STOCK, costs) for rows, costs in exchanges]
+    yield max(predictions, key=lambda one: one.seconds)
 
 
 def _monta(planner: _Planner) -> Iterator[Prediction | Refusal]:
@@ -315,7 +344,8 @@ def _mpmoe(planner: _Planner) -> Iterator[Prediction | Refusal]:
         for count in PARTITIONS:
             if count == 1:
                 continue  # nothing to overlap or share: monta:O1
-            parts = layer.partitions(one.rows, count)
+            computed, exchanged = (layer.partitions(rows, count) for rows in (one.rows, planner.exchanged))
+            parts = [replace(part, own=other.own) for part, other in zip(computed, exchanged, strict=True)]
             schedules = [
                 build(strategy, parts, layer.row, one.ep, one.etp) for build in (mpmoe_forward, mpmoe_backward)
             ]
@@ -334,8 +364,10 @@ def _expert_migration(planner: _Planner) -> Iterator[Prediction | Refusal]:
         return
     # A row has its probabilities and the numbers of its experts behind it.
     row = one.row_bytes + one.topk * one.lane_bytes // 2
-    of_rank = one.rows // one.topk
-    layer = MigrationLayer.alone(of_rank, row, one.topk, one.experts // one.ep, one.expert_bytes, one.expert_bytes)
+    of_rank = one.rows_of(1.0) // one.topk
+    layer = MigrationLayer.alone(
+        of_rank, row, one.topk, one.experts // one.ep, one.expert_bytes, one.expert_bytes, planner.skew.of_regions
+    )
     curves = expert_migration.measured_curves(planner.costs, one.workers)
     edge = sum(map(planner.costs, planner.edge))
     for choice in expert_migration.predict(layer, one.workers, curves):
@@ -345,8 +377,11 @@ def _expert_migration(planner: _Planner) -> Iterator[Prediction | Refusal]:
         between = sum(outside) if planner.links.spans_nodes else 0.0
         terms = {
             "tokens and experts on their way": choice.seconds + edge,
-            "experts": planner.expert_seconds,
+            "experts": planner.seconds_of_experts(
+                one.rows_of(planner.skew.of_regions(domains, domains.levels - 1)), choice.holds
+            ),
             "rows on the rank": planner.local_seconds(OURS),
+            "experts copied": planner.seconds_of_copies(choice.holds),
         }
         yield Prediction(
             f"{name}:{'x'.join(map(str, domains.sizes))}",
@@ -367,8 +402,9 @@ def _netmoe(planner: _Planner) -> Iterator[Prediction | Refusal]:
     if planner.workload.tp > 1:
         yield Refusal("netmoe", "samples do not move where all TP ranks hold the same tokens")
         return
-    of_stock = planner.prediction("netmoe", (), planner.stock_ops())
-    collectives = [op for op in planner.stock_ops() if op.kind in COLLECTIVES]
+    ops = planner.stock_ops(planner.exchanged)
+    of_stock = planner.prediction("netmoe", (), ops)
+    collectives = [op for op in ops if op.kind in COLLECTIVES]
     saved = saving * sum(planner.costs(op) for op in collectives if planner.links.sent(op)[0] > 0)
     yield replace(
         of_stock,
@@ -387,26 +423,3 @@ _SYSTEMS: dict[str, Callable[[_Planner], Iterator[Prediction | Refusal]]] = {
     "expert-migration": _expert_migration,
     "netmoe": _netmoe,
 }
-
-
-class _Links:
-    """Which peers of the first rank's groups are on other nodes."""
-
-    def __init__(self, cluster: Cluster) -> None:
-        world = cluster.world
-        layout = Layout(len(world.nodes), world.tp, world.cp, world.ep, world.expert_tp)
-        self._ranks = {role: layout.groups(role)[0] for role in ("ep", "expert-tp", TP)}
-        self._ranks[JOINT] = layout.joint_groups[0]
-        self._nodes = world.nodes
-
-    @property
-    def spans_nodes(self) -> bool:
-        """Whether the expert-parallel group does."""
-        return len({self._nodes[rank] for rank in self._ranks["ep"]}) > 1
-
-    def sent(self, op: Op) -> tuple[float, float]:
-        """Bytes of a collective that the first rank sends between nodes, and inside its node: as much to each peer."""
-        first, *peers = self._ranks[op.group]
-        elsewhere = sum(self._nodes[peer] != self._nodes[first] for peer in peers)
-        each = op.size / (len(peers) + 1)
-        return each * elsewhere, each * (len(peers) - elsewhere)

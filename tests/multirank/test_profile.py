@@ -13,11 +13,12 @@ import torch.distributed as dist
 from megatron_moe_opt.planning.cluster import Cluster, World
 from megatron_moe_opt.planning.parm import ParmLayer, predict
 from megatron_moe_opt.planning.simulator import simulate
+from megatron_moe_opt.planning.skew import EVERY_RANK, ONE_RANK
 from megatron_moe_opt.schedules.parm import JOINT
 from megatron_moe_opt.schedules.schedule import Kind, Lane, Op, Schedule
 
 GATHERS = (Kind.ALL_GATHER, Kind.REDUCE_SCATTER)
-RINGS = {(Kind.SEND_RECEIVE, "intra-node"), (Kind.SEND_RECEIVE, "inter-node")}
+RINGS = {(Kind.SEND_RECEIVE, role) for role in ("intra-node", EVERY_RANK, ONE_RANK)}
 
 
 def _profile(seconds, sizes, **options):
@@ -33,6 +34,7 @@ def _profile(seconds, sizes, **options):
         patch.setattr(meter, "LEAST_OPS", 2)
         patch.setattr(meter, "MOST_OPS", 8)
         patch.setattr(meter, "CALLS", 2)
+        patch.setattr(meter, "DIP", 1)  # such short measurements are seldom undisturbed: all sizes are kept
         patch.setattr(profile_cluster, "SIZES", sizes)
         patch.setattr(profile_cluster, "LONGEST_SECONDS", math.inf)  # else a busy machine measures fewer sizes
         patch.setattr(profile_cluster, "LONGEST_SECONDS_OF_EXPERTS", math.inf)
@@ -73,6 +75,9 @@ def test_every_group_gets_its_curves(ranks, tmp_path, options, world, groups):
     for points in cluster.curves.values():
         assert tuple(size for size, _ in points) == sizes
         assert all(seconds > 0 for _, seconds in points)
+    assert set(cluster.stock_curves) == ({(Kind.ALL_TO_ALL, "ep")} if world.ep > 1 else set())
+    for points in cluster.stock_curves.values():
+        assert tuple(size for size, _ in points) == sizes[::3]
     host = {Lane.D2H, Lane.H2D}
     pairs = {(one, other) for one in Lane for other in Lane if one is not other and {one, other} != host}
     reuse = ({Lane.INTER, Lane.COMPUTE, transfer} for transfer in host)
@@ -163,7 +168,25 @@ def _made_up():
                 busy(Lane.INTRA, 10), [busy(Lane.INTER, 30)], [busy(Lane.INTER, 30), busy(Lane.COPY, 20)]
             ),
             _disturbed_curve(meter, played, loads[Lane.COPY]),
+            *_disturbed_ends(meter, played, loads[Lane.COPY]),
         )
+
+
+def _disturbed_ends(meter, played, load):
+    """Where the largest size is disturbed: only the first time, when no time is left; always; and not disturbed, but
+    slow, of a load that training moves as a whole.
+    """
+    undisturbed = played.cost
+    for disturbed, is_whole in ((meter.LEAST_OPS, False), (math.inf, False), (math.inf, True)):
+        measurements = count()
+
+        def cost(op, measurements=measurements, disturbed=disturbed):
+            return undisturbed(op) * (5 if op.size == 40 and next(measurements) < disturbed else 1)
+
+        played.cost = cost
+        measured = meter.Meter(torch.device("cpu"))
+        yield measured.curve(replace(load, is_whole=is_whole), (10, 20, 40), seconds=1.4, longest=90.0)
+    played.cost = undisturbed
 
 
 def _disturbed_curve(meter, played, load):
@@ -175,13 +198,15 @@ def _disturbed_curve(meter, played, load):
         return undisturbed(op) * (5 if slow else 1)
 
     played.cost = cost
-    return meter.Meter(torch.device("cpu")).curve(load, (10, 20, 40), seconds=60.0, longest=90.0)
+    curve = meter.Meter(torch.device("cpu")).curve(load, (10, 20, 40), seconds=60.0, longest=90.0)
+    played.cost = undisturbed
+    return curve
 
 
 def test_measured_times_are_those_of_the_slowest_rank(ranks):
     answers = ranks.run(_made_up)
     assert all(answer == answers[0] for answer in answers)
-    pipeline, curve, long_ops, undisturbed, disturbed, disturbed_curve = answers[0]
+    pipeline, curve, long_ops, undisturbed, disturbed, disturbed_curve, late, lasting, whole = answers[0]
     # 20 and 40 ms beside each other, and not until the 40 ms of the time before are over
     assert pipeline == ((30, pytest.approx(0.04)),)
     assert [size for size, _ in curve] == [10, 20, 40]  # 9000 would take 18 s an op, more than there is time for
@@ -191,6 +216,11 @@ def test_measured_times_are_those_of_the_slowest_rank(ranks):
     assert disturbed == pytest.approx([0.4, 0.2])  # beside one lane, and beside two that are busy as long
     # 10, which never takes less, is known to take no longer than 20; 40 is measured again
     assert [seconds for _, seconds in disturbed_curve] == pytest.approx([0.04, 0.04, 0.08])
+    # The last size is measured again even when the time is up, and left out if that does not help: larger sizes follow
+    # from it. Of a message that moves as a whole it may be true.
+    assert [seconds for _, seconds in late] == pytest.approx([0.02, 0.04, 0.08])
+    assert [seconds for _, seconds in lasting] == pytest.approx([0.02, 0.04])
+    assert [seconds for _, seconds in whole] == pytest.approx([0.02, 0.04, 0.4])
 
 
 def _saa():

@@ -31,6 +31,7 @@ CLUSTER = Cluster(
     partition_overhead=2e-3,
     saa=((65536, 0.004), (1048576, 0.05)),
     expert_gemm=ExpertGemm(4, 8, "fp32", points=((16, 1e-3), (32, 1.5e-3)), training=((16, 3e-3),)),
+    stock_curves={(Kind.ALL_TO_ALL, "ep"): ((65536, 0.003), (2097152, 0.16))},
     host={"cpus": 2, "device": "an [odd]  name"},
     software={"torch": "2.13.0"},
 )
@@ -97,16 +98,17 @@ def test_groups_of_other_sizes():
         )
 
 
-def test_a_file_from_before_saa_backward_passes_and_partitions(tmp_path):
+def test_a_file_from_before_what_was_added_later(tmp_path):
     """Everything else of it is as good as ever."""
     file = tmp_path / "cluster.json"
     CLUSTER.save(file)
     content = json.loads(file.read_text())
-    del content["saa"], content["expert_gemm"]["training"], content["partition_overhead"]
+    del content["saa"], content["expert_gemm"]["training"], content["partition_overhead"], content["stock_curves"]
     content["slowdown"][0]["beside"] = "intra"  # as it was written when there was always one
     file.write_text(json.dumps(content))
     gemm = replace(CLUSTER.expert_gemm, training=None)
-    assert Cluster.load(file) == replace(CLUSTER, saa=None, expert_gemm=gemm, partition_overhead=0.0)
+    older = replace(CLUSTER, saa=None, expert_gemm=gemm, partition_overhead=0.0, stock_curves={})
+    assert Cluster.load(file) == older
 
 
 def _change(content, path, value):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from itertools import combinations
 from math import prod
@@ -220,3 +221,12 @@ def test_refusals():
         with pytest.raises(ValueError) as caught:
             Link(bandwidth, latency)
         assert str(caught.value) == f"bandwidth {bandwidth} and latency {latency} are not those of a link"
+
+
+def test_a_popular_region_gets_at_most_one_copy_of_every_token():
+    domains = ExpertDomains((2,), (1,))
+    even = MigrationLayer.alone(100, 8, 1, 4, 0, 0)
+    assert even.exchanged(domains, 0) == pytest.approx(100 * 8)  # one expert, one copy
+    for imbalance, copies in ((1.5, 1.5), (3.0, 2.0)):
+        layer = dataclasses.replace(even, imbalance=lambda *_, imbalance=imbalance: imbalance)
+        assert layer.exchanged(domains, 0) == pytest.approx(copies * 100 * 8)

@@ -14,7 +14,7 @@ from megatron_moe_opt.planning.cluster import OURS, STOCK, Cluster, ExpertGemm, 
 from megatron_moe_opt.planning.monta import training_passes
 from megatron_moe_opt.planning.planner import ALLTOALL, LayerWorkload, Prediction, best, candidates
 from megatron_moe_opt.schedules.parm import JOINT
-from megatron_moe_opt.schedules.schedule import Kind, Lane
+from megatron_moe_opt.schedules.schedule import Kind, Lane, Op
 
 MB = 10**6
 NODES = (0, 0, 0, 0, 1, 1, 1, 1)
@@ -149,6 +149,47 @@ def test_small_experts_travel_and_large_ones_stay():
         (2, 4), expert_migration.measured_curves(measured.costs(), (2, 4)),
     )  # fmt: skip
     assert one.terms["tokens and experts on their way"] == pytest.approx(own.seconds)
+
+
+def test_stock_takes_what_its_own_collectives_take():
+    slow = cluster(stock_curves={(Kind.ALL_TO_ALL, "ep"): line(2e-3, 12.5 * MB)})
+    before, after = (by_variant(candidates(LAYER, measured)[0]) for measured in (cluster(), slow))
+    ours = [op for op in stock_exchanges() if op.group == "ep"]
+    more = sum(slow.costs().curve(op).seconds(op.size) for op in ours)  # twice as long: as much again
+    assert after[ALLTOALL].seconds == pytest.approx(before[ALLTOALL].seconds + more)
+    assert {one.seconds for name, one in after.items() if name != ALLTOALL} == {
+        one.seconds for name, one in before.items() if name != ALLTOALL
+    }
+
+
+def stock_exchanges() -> list[Op]:
+    """Of LAYER: four passes of rows, two with their probabilities."""
+    own = 2048 * 1024 * 4
+    return [Op(Kind.ALL_TO_ALL, Lane.INTER, size=size, group="ep") for size in [own] * 4 + [2048 * 4] * 2]
+
+
+def test_experts_that_travel_are_copied_and_run_once_for_every_owner():
+    layer, measured = migrating(64)
+    predicted = by_variant(candidates(layer, measured)[0])
+    home, away = (predicted[f"expert-migration:{sizes}"] for sizes in ("1x1", "2x4"))
+    assert "experts copied" not in home.terms
+    copy = measured.costs().curves[Kind.COPY, None]
+    assert away.terms["experts copied"] == pytest.approx(copy.seconds((8 + 2) * layer.expert_bytes))
+    # The measured expert takes as long for 1 row as for 64, and here 8 times as many have an 8th of the rows each.
+    few = dataclasses.replace(layer, tokens=32)
+    flat = dataclasses.replace(measured, expert_gemm=ExpertGemm(1024, 64, "fp32", ((1, 1e-3), (64, 1e-3))))
+    predicted = by_variant(candidates(few, flat)[0])
+    once, each = (predicted[f"expert-migration:{sizes}"].terms["experts"] for sizes in ("1x1", "2x4"))
+    assert each == pytest.approx(8 * once)
+
+
+def test_an_expert_everybody_holds_makes_no_rank_busier():
+    layer, measured = migrating(64)
+    even, skewed = (
+        by_variant(candidates(dataclasses.replace(layer, imbalance=imbalance), measured)[0]) for imbalance in (1.0, 3.0)
+    )
+    assert skewed["expert-migration:2x4"].seconds == pytest.approx(even["expert-migration:2x4"].seconds)
+    assert skewed["expert-migration:1x1"].seconds > even["expert-migration:1x1"].seconds
 
 
 def test_placement_saves_what_a_trace_says():

@@ -1,0 +1,89 @@
+"""Uneven routing: by how much the busiest rank, node or expert domain exceeds the mean.
+
+A rank computes what arrives at it, and the busiest one decides. What an all-to-all takes depends on the links: where
+every rank has its own, on the busiest rank; where the ranks of a node share one, on the busiest node, as long as a rank
+that has the link to itself is not slower than that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+
+from megatron_moe_opt.schedules.schedule import Kind
+from megatron_moe_opt.topology.domains import ExpertDomains
+from megatron_moe_opt.topology.layouts import Layout
+
+from .cluster import Cluster
+from .curves import CostCurve
+
+EVERY_RANK, ONE_RANK = "inter-node", "inter-node, one rank a node"
+"""What a profile calls sending to the next node: of all ranks at once, and of one rank a node alone."""
+
+
+def link_sharing(cluster: Cluster) -> float:
+    """How much faster a rank sends to another node while the others of its node do not; 1 where it was not measured."""
+    curves = [cluster.curves.get((Kind.SEND_RECEIVE, name)) for name in (EVERY_RANK, ONE_RANK)]
+    if None in curves:
+        return 1.0
+    size = min(points[-1][0] for points in curves)
+    every, one = (CostCurve(points).seconds(size) for points in curves)
+    return max(1.0, every / one)
+
+
+class Skew:
+    """The rows of one layer on the ranks of a cluster."""
+
+    def __init__(self, imbalance: float, rank_rows: Sequence[float], cluster: Cluster) -> None:
+        """
+        Args:
+            imbalance: rows that the busiest rank computes, over the mean.
+            rank_rows: rows that each rank of the world computes, in any unit; empty: not known, and `imbalance` is
+                taken for nodes and regions too.
+        """
+        world = cluster.world
+        self._imbalance, self._cluster = imbalance, cluster
+        mean = sum(rank_rows) / len(rank_rows) if rank_rows else 0.0
+        self._rows = [rows / mean for rows in rank_rows] if mean and len(rank_rows) == len(world.nodes) else []
+
+    @cached_property
+    def exchanged(self) -> float:
+        """Of an all-to-all over the expert-parallel group: even messages that would take as long, over the mean."""
+        world = self._cluster.world
+        groups = self._groups
+        if not self._rows or all(len({world.nodes[rank] for rank in group}) == 1 for group in groups):
+            return self._imbalance
+        nodes: dict[int, list[float]] = {}
+        for node, rows in zip(world.nodes, self._rows, strict=True):
+            nodes.setdefault(node, []).append(rows)
+        busiest = max(sum(of_node) / len(of_node) for of_node in nodes.values())
+        return min(self._imbalance, max(busiest, self._imbalance / link_sharing(self._cluster)))
+
+    @cached_property
+    def both_ways(self) -> float:
+        """As `exchanged`, where a link carries what leaves, then what arrives (Gloo's all_to_all_single): a rank that
+        gets more, of as many rows from everybody, sends the others less.
+        """
+        world = self._cluster.world
+        nodes = len({world.nodes[rank] for rank in self._groups[0]})
+        ends = nodes if self._rows and nodes > 1 and link_sharing(self._cluster) > 1 else world.ep
+        return (ends + self.exchanged * (ends - 2)) / (2 * (ends - 1)) if ends > 1 else 1.0
+
+    def of_regions(self, domains: ExpertDomains, level: int) -> float:
+        """Of the regions into which the domains of the levels down to `level` cut an expert-parallel group."""
+        if not self._rows:
+            return self._imbalance if any(domains.domains(outer) > 1 for outer in range(level + 1)) else 1.0
+        busiest = 0.0
+        for group in self._groups:
+            regions: dict[tuple[int, ...], list[float]] = {}
+            for place, rank in enumerate(group):
+                where = domains.location(place)[: level + 1]
+                region = tuple(one // size for one, size in zip(where, domains.sizes, strict=False))
+                regions.setdefault(region, []).append(self._rows[rank])
+            busiest = max(busiest, *(sum(rows) / len(rows) for rows in regions.values()), 0.0)
+        return busiest
+
+    @cached_property
+    def _groups(self) -> tuple[tuple[int, ...], ...]:
+        world = self._cluster.world
+        return Layout(len(world.nodes), world.tp, world.cp, world.ep, world.expert_tp).groups("ep")

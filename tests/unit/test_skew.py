@@ -1,0 +1,70 @@
+"""Uneven routing: what shared links carry, and what the experts of a domain compute."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_moe_opt.planning.cluster import Cluster, World
+from megatron_moe_opt.planning.skew import EVERY_RANK, ONE_RANK, Skew, link_sharing
+from megatron_moe_opt.schedules.schedule import Kind
+from megatron_moe_opt.topology.domains import ExpertDomains
+
+ROWS = (1.0, 1.0, 2.0, 4.0)  # the mean is 2: nodes have 0.5 and 1.5 times that, the busiest rank twice
+
+
+def cluster(sharing: float | None = None, nodes: tuple[int, ...] = (0, 0, 1, 1), ep: int = 4) -> Cluster:
+    curves = {(Kind.SEND_RECEIVE, EVERY_RANK): ((1000, 1e-3), (4000, 4e-3))}
+    if sharing is not None:
+        curves[Kind.SEND_RECEIVE, ONE_RANK] = ((1000, 1e-3 / sharing), (2000, 2e-3 / sharing))
+    return Cluster(World(nodes, ep=ep), curves)
+
+
+def test_a_link_is_shared_as_far_as_a_rank_alone_is_faster():
+    assert link_sharing(cluster(2.0)) == pytest.approx(2.0)
+    assert link_sharing(cluster(0.9)) == 1.0  # a disturbed measurement
+    assert link_sharing(cluster()) == 1.0
+
+
+def test_the_busiest_rank_decides_on_links_of_its_own_and_the_busiest_node_on_shared_ones():
+    assert Skew(2.0, ROWS, cluster(1.0)).exchanged == pytest.approx(2.0)
+    assert Skew(2.0, ROWS, cluster(2.0)).exchanged == pytest.approx(1.5)
+    assert Skew(2.0, ROWS, cluster(1.25)).exchanged == pytest.approx(1.6)  # its part of a link is all it can use
+    assert Skew(2.0, ROWS, cluster()).exchanged == 2.0
+    assert Skew(2.0, (), cluster(2.0)).exchanged == 2.0  # where rows are is not known
+    assert Skew(2.0, ROWS, cluster(2.0, nodes=(0, 0, 0, 0))).exchanged == 2.0  # no message leaves a node
+
+
+def test_both_ways_in_turn_a_busy_rank_sends_less():
+    rows = (2.0, 2.0, 4.0, 8.0)  # of 4 origins each: 6 arrive at the last rank from others, 2 leave it; 3 do on average
+    assert Skew(2.0, rows, cluster(1.0)).both_ways == pytest.approx((6 + 2) / (3 + 3))
+    assert Skew(1.5, (), cluster(nodes=(0, 1), ep=2)).both_ways == pytest.approx(1.0)
+    assert Skew(2.0, rows, cluster(2.0)).both_ways == pytest.approx(1.0)  # two nodes with a link each
+
+
+def test_regions_share_their_rows():
+    skew = Skew(2.0, ROWS, cluster(2.0))
+    cases = {
+        ((1, 1), 0): 1.5,
+        ((1, 1), 1): 2.0,
+        ((1, 2), 1): 1.5,
+        ((2, 1), 0): 1.0,
+        ((2, 1), 1): 1.25,
+        ((2, 2), 1): 1.0,
+    }
+    for (sizes, level), expected in cases.items():
+        assert skew.of_regions(ExpertDomains((2, 2), sizes), level) == pytest.approx(expected)
+    unknown = Skew(2.0, (), cluster(2.0))
+    assert unknown.of_regions(ExpertDomains((2, 2), (1, 2)), 1) == 2.0
+    assert unknown.of_regions(ExpertDomains((2, 2), (2, 2)), 1) == 1.0
+
+
+@given(st.lists(st.integers(0, 100), min_size=4, max_size=4).filter(any), st.floats(1.0, 4.0))
+def test_nothing_is_busier_than_the_busiest_rank_or_less_busy_than_the_mean(rows, sharing):
+    imbalance = max(rows) * 4 / sum(rows)
+    skew = Skew(imbalance, rows, cluster(sharing))
+    assert 1 - 1e-9 <= skew.exchanged <= imbalance + 1e-9
+    for sizes in ((1, 1), (1, 2), (2, 1), (2, 2)):
+        for level in (0, 1):
+            assert 1 - 1e-9 <= skew.of_regions(ExpertDomains((2, 2), sizes), level) <= imbalance + 1e-9
