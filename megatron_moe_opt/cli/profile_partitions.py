@@ -1,4 +1,4 @@
-"""What every partition of mpmoe's pipeline takes besides what its ops take."""
+"""What every further partition of mpmoe's pipeline takes besides its ops."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ TOKENS, TOPK, EXPERTS_OF_A_RANK = 256, 2, 4
 def partition_overhead(
     cluster: Cluster, tp: int, hidden: int, ffn_hidden: int, dtype: str, device: torch.device
 ) -> float:
-    """Seconds a partition, forward and backward, with which a small layer takes as much longer in many partitions than
-    in one as it does: calls of the experts, sums of their weights' gradients, lanes that wait for each other.
+    """Seconds a further partition, forward and backward, by which a small layer takes longer in many than its
+    ops say: calls of the experts, sums of their weights' gradients, lanes that wait for each other.
 
     A collective call over the world, in Megatron's groups of the cluster's sizes.
 

@@ -250,7 +250,10 @@ class Controller:
             rows = [one.rows for one in alike]
             imbalance = max(1.0, max(rows) * len(rows) / sum(rows)) if sum(rows) else 1.0
             workload = dataclasses.replace(
-                alike[0].workload, tokens=max(one.workload.tokens for one in alike), imbalance=imbalance
+                alike[0].workload,
+                tokens=max(one.workload.tokens for one in alike),
+                imbalance=imbalance,
+                rank_rows=tuple(rows) if len(rows) == dist.get_world_size() else (),
             )
             found, not_here = candidates(workload, cluster, self.options.activation_budget)
             for one in found:

@@ -72,7 +72,8 @@ class Cluster:
     overhead: float = 0.0
     """Seconds that an op of a pipeline takes besides: handing over between lanes, waiting for ranks that come later."""
     partition_overhead: float = 0.0
-    """Seconds that each of mpmoe's partitions takes besides its ops, forward and backward; 0 where not measured."""
+    """Seconds that each of mpmoe's partitions but the first takes besides its ops, forward and backward; 0 where not
+    measured."""
     saa: Points | None = None
     """Of Parm's combine_and_gather, all phases together and without its reorder. Bytes are those of the rows that come
     back to this rank for itself, times expert-TP: what a fused all-to-all of them carries. None: not measured."""
@@ -103,9 +104,7 @@ class Cluster:
             curves=_curves(top["curves"]),
             slowdown=_slowdown(top["slowdown"]),
             overhead=top["overhead"].not_negative(),
-            partition_overhead=0.0
-            if top["partition_overhead"].value is None
-            else top["partition_overhead"].not_negative(),
+            partition_overhead=_partition_overhead(top["partition_overhead"]),
             saa=None if top["saa"].value is None else _points(top["saa"]),
             expert_gemm=None if top["expert_gemm"].value is None else _expert_gemm(top["expert_gemm"]),
             local_work={} if top["local_work"].value is None else _local_work(top["local_work"]),

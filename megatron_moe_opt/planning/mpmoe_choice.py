@@ -161,7 +161,7 @@ def predict(
                 build(strategy, parts, layer.row, layer.ep, layer.etp) for build in (mpmoe.forward, mpmoe.backward)
             ]
             seconds = sum(simulate(schedule, costs, cluster.slowdown).seconds for schedule in schedules)
-            seconds += count * cluster.partition_overhead
+            seconds += (count - 1) * cluster.partition_overhead
             found.append(MpmoeChoice(count, strategy, seconds, layer.activation_bytes(most, count, strategy)))
     return tuple(found)
 

@@ -350,8 +350,14 @@ def _mpmoe(planner: _Planner) -> Iterator[Prediction | Refusal]:
                 build(strategy, parts, layer.row, one.ep, one.etp) for build in (mpmoe_forward, mpmoe_backward)
             ]
             variant = f"mpmoe:{count}" + (f":{strategy}" if strategy != NONE else "")
-            held = layer.activation_bytes(one.rows, count, strategy)
-            yield replace(planner.prediction(variant, schedules, planner.edge), activation_bytes=held)
+            pipelined = planner.prediction(variant, schedules, planner.edge)
+            further = (count - 1) * planner.cluster.partition_overhead
+            yield replace(
+                pipelined,
+                seconds=pipelined.seconds + further,
+                activation_bytes=layer.activation_bytes(one.rows, count, strategy),
+                terms=pipelined.terms | ({"further partitions": further} if further else {}),
+            )
 
 
 def _expert_migration(planner: _Planner) -> Iterator[Prediction | Refusal]:
