@@ -20,11 +20,7 @@ MAX_PASSES_BETWEEN_FITS = 16
 BLOCK = 128  # samples that are predicted at a time
 LOCAL = 2.0  # what resemblance to single samples explains a priori, in units of what the linear part does
 ROOT_SCALE = 16.0  # square roots of counts are multiples of its inverse
-NEAR_BITS, SHARE_BITS, WEIGHT_BITS = (
-    10,
-    10,
-    16,
-)  # so are resemblances, what samples count for, and slopes, of powers of 2
+NEAR_BITS, SHARE_BITS, WEIGHT_BITS = 10, 10, 16  # so are resemblances, shares of samples and slopes, of 2 ** -BITS
 MAX_SHARE, MAX_WEIGHT = 2.0**19, 2.0**10  # with which all sums of products stay below 2^53
 
 
