@@ -156,8 +156,8 @@ class Options:
 
     @property
     def partition_tuner(self) -> str:
-        """What `mpmoe` chooses by, where it does: the model if there is a profile to feed it, else trials."""
-        return self.tuner or ("model" if self.profile is not None else "profile")
+        """What `mpmoe` chooses by, where it does: trials, unless the user wants the model."""
+        return self.tuner or "profile"
 
     @property
     def levels(self) -> tuple[str, ...]:
@@ -318,8 +318,8 @@ def _parser() -> argparse.ArgumentParser:
         f"{PREFIX}tuner",
         dest="tuner",
         choices=TUNERS,
-        help="what mpmoe chooses by: times of its own first passes, or a model of the cluster that was measured "
-        "(default: model with a profile, else profile)",
+        help="what mpmoe chooses by: times of its own first passes (profile, the default), or a model of the cluster "
+        "that was measured",
     )
     group.add_argument(
         f"{PREFIX}domain-sizes",

@@ -65,7 +65,7 @@ def split_variant(variant: str, profile: Path | None) -> tuple[str, Options]:
 
 def _partitions(variant: str, setting: str, profile: Path | None) -> Options:
     if setting == AUTO:
-        return Options(partitions=AUTO, profile=profile)
+        return Options(partitions=AUTO, profile=profile, tuner=None if profile is None else "model")
     parts = re.fullmatch(rf"([1-9][0-9]*)(?::({'|'.join(STRATEGIES)}))?", setting)
     if parts is None:
         raise ConfigurationError(

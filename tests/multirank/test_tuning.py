@@ -230,8 +230,8 @@ def test_wrong_options_are_refused(arguments):
         ("", (4,), ("none",), None),
         ("--moe-opt-partitions 3 --moe-opt-memory-reuse S2", (3,), ("S2",), None),
         ("--moe-opt-partitions auto", PARTITIONS, ("none",), "profile"),
-        ("--moe-opt-partitions 8,2,16 --moe-opt-profile f", (2, 8, 16), ("none",), "model"),
-        ("--moe-opt-partitions auto --moe-opt-profile f --moe-opt-tuner profile", PARTITIONS, ("none",), "profile"),
+        ("--moe-opt-partitions 8,2,16 --moe-opt-profile f --moe-opt-tuner model", (2, 8, 16), ("none",), "model"),
+        ("--moe-opt-partitions auto --moe-opt-profile f", PARTITIONS, ("none",), "profile"),
         ("--moe-opt-memory-reuse auto --moe-opt-activation-budget 1.5MiB", (4,), tuple(STRATEGIES), "profile"),
     ],
 )
