@@ -9,7 +9,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 import megatron_moe_opt
 from megatron_moe_opt.errors import ConfigurationError
-from megatron_moe_opt.integration.auto_layer import Controller, current_controller
+from megatron_moe_opt.integration.auto_layer import Controller, Seen, current_controller
 from megatron_moe_opt.options import Options
 from megatron_moe_opt.planning.plan_file import Plan
 from megatron_moe_opt.planning.planner import LayerWorkload, Prediction
@@ -56,8 +56,7 @@ def test_what_cannot_run_is_refused_before_training(planned, variant, overrides,
 
 def tried(controller: Controller, workers: tuple[int, ...]) -> tuple[list[str], str | None]:
     workload = LayerWorkload(16, 16, 16, False, 8, 2, 4, 16, 8, workers=workers)
-    seen = [type("Seen", (), {"workload": workload})]
-    allowed, refused, planned = controller._make_plan(seen)
+    allowed, refused, planned = controller._make_plan([[Seen(workload, 32.0)], []])
     assert {one.variant for one in (*allowed, *refused)} == set(CANDIDATES)
     return [one.variant for one in allowed], planned
 
