@@ -206,6 +206,15 @@ class Controller:
                 self._synchronize()
                 self._step_began = time.perf_counter()
 
+    def after_skipped_step(self) -> None:
+        """To be called when an optimizer has skipped a step, whose passes and time are no other step's."""
+        if self.settled:
+            return
+        for layer in self.layers:
+            layer.passes = layer.rows = layer.tokens = 0
+        self._synchronize()
+        self._step_began = time.perf_counter()
+
     def _begin(self) -> None:
         """Plans, and says what is tried."""
         self.passes_of_step = sum(layer.passes for layer in self.layers)
@@ -383,6 +392,7 @@ def controller_of(config: Any, options: Options) -> Controller:
     if _controller is None:
         _controller = Controller(config, options)
         after_optimizer_step(_after_step)
+        after_optimizer_step(_after_skipped_step, updated=False)
     return _controller
 
 
@@ -399,3 +409,8 @@ def plan_layer(layer: Any, groups: ExpertGroups, options: Options, plug: Plug) -
 def _after_step() -> None:
     if _controller is not None:
         _controller.after_step()
+
+
+def _after_skipped_step() -> None:
+    if _controller is not None:
+        _controller.after_skipped_step()

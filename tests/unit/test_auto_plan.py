@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 import megatron_moe_opt
 from megatron_moe_opt.errors import ConfigurationError
+from megatron_moe_opt.integration import auto_layer
 from megatron_moe_opt.integration.auto_layer import Controller, Seen, current_controller
+from megatron_moe_opt.integration.optimizer_step import _wrap
 from megatron_moe_opt.options import Options
 from megatron_moe_opt.planning.plan_file import Plan
 from megatron_moe_opt.planning.planner import LayerWorkload, Prediction
+from megatron_moe_opt.planning.trials import Trials
 
 CANDIDATES = ("netmoe", "parm:S2", "expert-migration:2x4", "expert-migration:8", "mpmoe:2:S1", "monta:O2x2", "alltoall")
 
@@ -73,3 +77,25 @@ def test_runners_up_that_cannot_run_are_not_tried(planned):
 @pytest.mark.parametrize(("variant", "overrides"), [("netmoe", {}), ("parm:S2", {"tensor_model_parallel_size": 2})])
 def test_what_layers_cannot_leave_stays(planned, variant, overrides):
     assert tried(planned(variant, **overrides), (8,))[1] is None
+
+
+def test_a_step_that_the_optimizer_skips_counts_for_nothing(planned, monkeypatch):
+    """As the first ones under fp16 are: neither its passes for those of a step, nor its time for the next one's."""
+    controller, now = planned("monta:O2x2"), [0.0]
+    layer = SimpleNamespace(passes=2, rows=64, tokens=16, use=lambda variant: None, keep=lambda variants: None)
+    controller.layers.append(layer)
+    skip = _wrap(lambda _: (False, None, None))
+    skip(None)
+    assert (layer.passes, layer.rows, layer.tokens) == (0, 0, 0)
+
+    monkeypatch.setattr(auto_layer, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    monkeypatch.setattr(Controller, "_slowest", lambda self, seconds: seconds)
+    controller.trials = Trials([Prediction("monta:O2x2", 1.0, 0, 0, 0, 0)], "monta:O2x2")
+    controller._step_began = 0.0
+    for number in range(3):
+        if number == 2:
+            now[0] += 5.0
+            skip(None)
+        now[0] += 1.0
+        controller.after_step()
+    assert controller.trials.steps == 3 and controller.trials.longer_than(1.0) == 0.0

@@ -1,4 +1,4 @@
-"""What trials of partitions do when several numbers of rows are tried at once; ranks are in multirank/test_tuning.py."""
+"""Trials of partitions for several numbers of rows at once; those of several ranks are in multirank/test_tuning.py."""
 
 from __future__ import annotations
 
