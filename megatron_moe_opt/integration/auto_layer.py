@@ -66,7 +66,10 @@ class PlannedLayer:
         if variant not in self._built:
             self._restore(ALLTOALL)
             name, options = split_variant(variant, None)
-            common = {"network_levels": self.options.network_levels, "prefetch_layers": self.options.prefetch_layers}
+            ours = self.options
+            common = {"network_levels": ours.network_levels, "prefetch_layers": ours.prefetch_layers}
+            if options.experts_may_travel:
+                common["resident_layers"] = ours.resident_layers
             self._plug(layer, name, dataclasses.replace(options, **common))
             self._built[variant] = layer.token_dispatcher, layer.__dict__.get(EXPERTS_COMPUTE)
         self._restore(variant)

@@ -6,12 +6,13 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 import megatron_moe_opt
 from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.integration import auto_layer
-from megatron_moe_opt.integration.auto_layer import Controller, Seen, current_controller
+from megatron_moe_opt.integration.auto_layer import Controller, PlannedLayer, Seen, current_controller
 from megatron_moe_opt.integration.optimizer_step import _wrap
 from megatron_moe_opt.options import Options
 from megatron_moe_opt.planning.plan_file import Plan
@@ -99,3 +100,15 @@ def test_a_step_that_the_optimizer_skips_counts_for_nothing(planned, monkeypatch
         now[0] += 1.0
         controller.after_step()
     assert controller.trials.steps == 3 and controller.trials.longer_than(1.0) == 0.0
+
+
+def test_variants_keep_to_the_bounds_of_the_run(tmp_path):
+    layer, plugged = torch.nn.Module(), {}
+    layer.experts, layer.token_dispatcher = torch.nn.Module(), None
+    run = Options(profile=tmp_path / "c.json", network_levels=(2, 4), prefetch_layers=2, resident_layers=3)
+    planned_layer = PlannedLayer(layer, None, run, lambda _, name, options: plugged.update({name: options}))
+    for variant in ("monta:O2x2", "expert-migration:2x4"):
+        planned_layer.use(variant)
+    assert plugged["monta"].resident_layers is None  # no expert travels
+    assert plugged["expert-migration"].resident_layers == 3
+    assert all((one.network_levels, one.prefetch_layers) == ((2, 4), 2) for one in plugged.values())
