@@ -28,7 +28,7 @@ def partition_overhead(
         cluster: what else was measured, for the expert.
         ffn_hidden: of a whole expert.
     """
-    from megatron_moe_opt.cli.moe_layer import layers_under_test, mpmoe_shape
+    from megatron_moe_opt.cli.moe_layer import layer_under_test, mpmoe_shape
 
     world = cluster.world
     names = [f"mpmoe:{count}" for count in COUNTS]
@@ -37,8 +37,8 @@ def partition_overhead(
         experts=EXPERTS_OF_A_RANK * world.ep, topk=TOPK, tp=tp, ep=world.ep, expert_tp=world.expert_tp, dtype=dtype,
         routing="uniform", capacity_factor=None, pad_to_capacity=False, steps=1, warmup=0, seed=1,
     )  # fmt: skip
-    layers = layers_under_test(settings, world.ep, device, permute_fusion=False)
-    in_one, in_many = Meter(device).calls([layers[name].step for name in names])
+    layers = [layer_under_test(settings, name, world.ep, device) for name in names]
+    in_one, in_many = Meter(device).calls([layer.step for layer in layers])
     layer = mpmoe_shape(settings, world.ep)
     without = replace(cluster, partition_overhead=0.0)
     one, many = mpmoe_choice.predict(layer, TOKENS * TOPK, without, COUNTS, (NONE,))

@@ -167,13 +167,16 @@ class _Tuner:
         times = self.search.seconds(rows)
         chosen = self.search.chosen[rows]
         passes = [seconds for trial in self.ended.pop(rows) for of in trial.seconds.values() for seconds in of]
-        lost = self.deciding + sum(passes) - len(passes) * times[chosen]
-        self.deciding = 0.0
-        overhead = (
-            f"; {len(passes)} passes of trials took {lost * 1e3:.1f} ms more than they would have as chosen, "
-            f"{lost / (STEPS * times[chosen]):.2%} of {STEPS} passes"
-        )
-        say("mpmoe", _line(rows, chosen, "measured", times) + overhead)
+        took, self.deciding = self.deciding + sum(passes), 0.0
+        if chosen in times:
+            lost = took - len(passes) * times[chosen]
+            overhead = (
+                f"{len(passes)} passes of trials took {lost * 1e3:.1f} ms more than they would have as chosen, "
+                f"{lost / (STEPS * times[chosen]):.2%} of {STEPS} passes"
+            )
+        else:  # meanwhile other numbers of rows have settled it
+            overhead = f"{len(passes)} passes of trials ended when it was the choice for more and for fewer rows"
+        say("mpmoe", f"{_line(rows, chosen, 'measured', times)}; {overhead}")
 
 
 class _Trial:

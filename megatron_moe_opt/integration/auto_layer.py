@@ -33,6 +33,7 @@ from megatron_moe_opt.options import AUTO, PREFIX, Options
 from megatron_moe_opt.planning.cluster import Cluster
 from megatron_moe_opt.planning.plan_file import Plan
 from megatron_moe_opt.planning.planner import ALLTOALL, LayerWorkload, Prediction, Refusal, best, candidates
+from megatron_moe_opt.planning.skew import most_uneven_layer
 from megatron_moe_opt.planning.trials import Trials
 from megatron_moe_opt.runtime.collectives import device_of
 from megatron_moe_opt.runtime.recomputation import is_recomputing
@@ -65,7 +66,10 @@ class PlannedLayer:
         if variant not in self._built:
             self._restore(ALLTOALL)
             name, options = split_variant(variant, None)
-            common = {"network_levels": self.options.network_levels, "prefetch_layers": self.options.prefetch_layers}
+            ours = self.options
+            common = {"network_levels": ours.network_levels, "prefetch_layers": ours.prefetch_layers}
+            if options.experts_may_travel:
+                common["resident_layers"] = ours.resident_layers
             self._plug(layer, name, dataclasses.replace(options, **common))
             self._built[variant] = layer.token_dispatcher, layer.__dict__.get(EXPERTS_COMPUTE)
         self._restore(variant)
@@ -129,7 +133,6 @@ class Seen:
     workload: LayerWorkload
     rows: float
     """Of a pass."""
-    passes: int
 
 
 class Controller:
@@ -206,15 +209,24 @@ class Controller:
                 self._synchronize()
                 self._step_began = time.perf_counter()
 
+    def after_skipped_step(self) -> None:
+        """To be called when an optimizer has skipped a step, whose passes and time are no other step's."""
+        if self.settled:
+            return
+        for layer in self.layers:
+            layer.passes = layer.rows = layer.tokens = 0
+        self._synchronize()
+        self._step_began = time.perf_counter()
+
     def _begin(self) -> None:
         """Plans, and says what is tried."""
         self.passes_of_step = sum(layer.passes for layer in self.layers)
         answers: list[Any] = [None]
-        seen: list[list[Seen] | None] = [None] * dist.get_world_size()
+        seen: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(seen, [self._seen(layer) for layer in self.layers if layer.passes])
         if dist.get_rank() == 0:
             try:
-                answers = [self._make_plan([one for of_rank in seen for one in of_rank])]
+                answers = [self._make_plan(seen)]
             except Exception as error:  # whatever it is, the others must not wait for this rank for ever
                 answers = [error]
         dist.broadcast_object_list(answers, src=0)
@@ -229,31 +241,41 @@ class Controller:
             say(AUTO, line)
 
     def _seen(self, layer: PlannedLayer) -> Seen:
-        return Seen(layer.workload(), layer.rows / layer.passes, layer.passes)
+        return Seen(layer.workload(), layer.rows / layer.passes)
 
-    def _make_plan(self, seen: list[Seen]) -> tuple[tuple[Prediction, ...], tuple[Refusal, ...], str | None]:
-        """Predictions of all layers together, what was refused, and what is planned. On rank 0."""
+    def _make_plan(
+        self, seen: Sequence[Sequence[Seen]]
+    ) -> tuple[tuple[Prediction, ...], tuple[Refusal, ...], str | None]:
+        """Predictions of all layers together, what was refused, and what is planned. On rank 0.
+
+        Args:
+            seen: of each rank's layers, in their order.
+        """
         if self.plan is not None:
             variants = set(self.plan.layers.values())
-            allowed, refused = self._allowed(self.plan.candidates, {one.workload.workers for one in seen})
+            workers = {one.workload.workers for of_rank in seen for one in of_rank}
+            allowed, refused = self._allowed(self.plan.candidates, workers)
             switchable = len(variants) == 1 and variants <= {one.variant for one in allowed}
             return allowed, refused, variants.pop() if switchable else None
-        if not seen:
+        if not any(seen):
             raise ConfigurationError("--moe-token-dispatcher-type auto: no MoE layer has run in the first step")
         cluster = Cluster.load(self.options.profile)
-        by_shape: dict[LayerWorkload, list[Seen]] = {}
-        for one in seen:
-            by_shape.setdefault(dataclasses.replace(one.workload, tokens=0), []).append(one)
+        by_shape: dict[LayerWorkload, list[list[Seen]]] = {}
+        for rank, of_rank in enumerate(seen):
+            for one in of_rank:
+                shape = dataclasses.replace(one.workload, tokens=0)
+                by_shape.setdefault(shape, [[] for _ in seen])[rank].append(one)
         totals: dict[str, list[Prediction]] = {}
         refused: dict[str, Refusal] = {}
-        for alike in by_shape.values():
+        for of_ranks in by_shape.values():
+            alike = [one for of_rank in of_ranks for one in of_rank]
             rows = [one.rows for one in alike]
             imbalance = max(1.0, max(rows) * len(rows) / sum(rows)) if sum(rows) else 1.0
             workload = dataclasses.replace(
                 alike[0].workload,
                 tokens=max(one.workload.tokens for one in alike),
                 imbalance=imbalance,
-                rank_rows=tuple(rows) if len(rows) == dist.get_world_size() else (),
+                rank_rows=most_uneven_layer([[one.rows for one in of_rank] for of_rank in of_ranks]),
             )
             found, not_here = candidates(workload, cluster, self.options.activation_budget)
             for one in found:
@@ -373,6 +395,7 @@ def controller_of(config: Any, options: Options) -> Controller:
     if _controller is None:
         _controller = Controller(config, options)
         after_optimizer_step(_after_step)
+        after_optimizer_step(_after_skipped_step, updated=False)
     return _controller
 
 
@@ -389,3 +412,8 @@ def plan_layer(layer: Any, groups: ExpertGroups, options: Options, plug: Plug) -
 def _after_step() -> None:
     if _controller is not None:
         _controller.after_step()
+
+
+def _after_skipped_step() -> None:
+    if _controller is not None:
+        _controller.after_skipped_step()

