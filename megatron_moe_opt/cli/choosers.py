@@ -177,7 +177,8 @@ class MpmoeChooser:
         choice, _ = table[settings.tokens * settings.topk]
         took = torch.tensor(time.perf_counter() - start, dtype=torch.float64, device=device)
         dist.all_reduce(took, dist.ReduceOp.MAX)
-        return Chosen("model", f"mpmoe:{choice.partitions}:{choice.strategy}", choice.seconds, float(took))
+        pipelines = choice.seconds - (choice.partitions - 1) * cluster.partition_overhead
+        return Chosen("model", f"mpmoe:{choice.partitions}:{choice.strategy}", pipelines, float(took))
 
     def _by_trials(
         self, settings: LayerSettings, ep: int, seconds: Mapping[str, float], device: torch.device
