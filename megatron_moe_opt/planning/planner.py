@@ -350,14 +350,10 @@ def _mpmoe(planner: _Planner) -> Iterator[Prediction | Refusal]:
                 build(strategy, parts, layer.row, one.ep, one.etp) for build in (mpmoe_forward, mpmoe_backward)
             ]
             variant = f"mpmoe:{count}" + (f":{strategy}" if strategy != NONE else "")
-            pipelined = planner.prediction(variant, schedules, planner.edge)
-            further = (count - 1) * planner.cluster.partition_overhead
-            yield replace(
-                pipelined,
-                seconds=pipelined.seconds + further,
-                activation_bytes=layer.activation_bytes(one.rows, count, strategy),
-                terms=pipelined.terms | ({"further partitions": further} if further else {}),
-            )
+            # Without partition_overhead, which is of a small layer: it tells mpmoe's own model that many partitions do
+            # not pay there, and would make larger layers too slow beside other systems.
+            held = layer.activation_bytes(one.rows, count, strategy)
+            yield replace(planner.prediction(variant, schedules, planner.edge), activation_bytes=held)
 
 
 def _expert_migration(planner: _Planner) -> Iterator[Prediction | Refusal]:
