@@ -133,34 +133,45 @@ def stock_all_to_all(rows: Rows, group: ProcessGroup, role: str, lane: Lane) -> 
     one sends when the other has finished.
     """
 
-    def sized(size: int) -> Sized:
-        number = rows.number(size, group.size())
-        sent, counts = rows.filled(number), [number // group.size()] * group.size()
-        return Sized(number * rows.bytes, lambda: steps.call(lambda: all_to_all_rows(sent, counts, counts, group)))
+    def exchange(sent: torch.Tensor) -> torch.Tensor:
+        counts = [len(sent) // group.size()] * group.size()
+        return all_to_all_rows(sent, counts, counts, group)
 
-    return Load(Kind.ALL_TO_ALL, lane, role, sized, is_whole=True)
+    return _whole(Kind.ALL_TO_ALL, rows, group, role, lane, exchange)
 
 
 def gather_experts(rows: Rows, group: ProcessGroup, role: str, lane: Lane) -> Load:
     """One level of the way of experts to the ranks of their domain, as ExpertCommunicator calls it."""
-
-    def sized(size: int) -> Sized:
-        number = rows.number(size, group.size())
-        own = rows.filled(number // group.size())
-        return Sized(number * rows.bytes, lambda: steps.call(lambda: all_gather_rows(own, None, group)))
-
-    return Load(Kind.ALL_GATHER, lane, role, sized, is_whole=True)
+    part = group.size()
+    return _whole(Kind.ALL_GATHER, rows, group, role, lane, lambda own: all_gather_rows(own, None, group), part)
 
 
 def return_gradients(rows: Rows, group: ProcessGroup, role: str, lane: Lane) -> Load:
     """One level of the way of experts' gradients to their owner, as ExpertCommunicator calls it."""
+    return _whole(Kind.REDUCE_SCATTER, rows, group, role, lane, lambda grads: reduce_scatter_rows(grads, None, group))
+
+
+def _whole(
+    kind: Kind,
+    rows: Rows,
+    group: ProcessGroup,
+    role: str,
+    lane: Lane,
+    collective: Callable[[torch.Tensor], torch.Tensor],
+    part: int = 1,
+) -> Load:
+    """A collective of runtime/collectives.py, whose result is fresh memory.
+
+    Args:
+        part: it is given 1 / part of the rows that the size counts.
+    """
 
     def sized(size: int) -> Sized:
         number = rows.number(size, group.size())
-        gradients = rows.filled(number)
-        return Sized(number * rows.bytes, lambda: steps.call(lambda: reduce_scatter_rows(gradients, None, group)))
+        given = rows.filled(number // part)
+        return Sized(number * rows.bytes, lambda: steps.call(lambda: collective(given)))
 
-    return Load(Kind.REDUCE_SCATTER, lane, role, sized, is_whole=True)
+    return Load(kind, lane, role, sized, is_whole=True)
 
 
 def ring(rows: Rows, world: ProcessGroup, rings: list[list[int]], role: str, lane: Lane) -> Load:

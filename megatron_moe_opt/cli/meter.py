@@ -136,10 +136,9 @@ class Meter:
                 break
             took = time_of(sized, expected)
             for _ in range(MORE_OF_OUTLIERS):
-                if points and took > expected:
-                    has_time = self.elapsed() + took * LEAST_OPS < end  # on all ranks alike
-                    if has_time or took * (1 - DIP) > expected:
-                        took = min(took, time_of(sized, expected))
+                is_dip = took * (1 - DIP) > expected
+                if points and took > expected and (is_dip or self.elapsed() + took * LEAST_OPS < end):
+                    took = min(took, time_of(sized, expected))
             points.append((sized.size, took))
             if took > longest:
                 break
@@ -241,7 +240,7 @@ def _without_dips(points: Sequence[tuple[int, float]], one_pace: bool = True) ->
     if one_pace and len(points) > 2 and _is_slower(points[-1], points[-2]) and not _is_slower(points[-2], points[-3]):
         smooth.pop()
     for index in range(1, len(points) - 1):
-        (left, left_seconds), (size, seconds), (right, right_seconds) = points[index - 1 : index + 2]
+        (left, left_seconds), (size, _), (right, right_seconds) = points[index - 1 : index + 2]
         if _is_slower(points[index], points[index - 1]) and _is_slower(points[index], points[index + 1]):
             between = left_seconds + (right_seconds - left_seconds) * (size - left) / (right - left)
             smooth[index] = size, between

@@ -164,7 +164,7 @@ def _measured(settings: PlanSettings) -> Site:
     layout = _layout({flag: size or measured.get(flag, 1) for flag, size in settings.sizes.items()})
     tp = None if settings.sequence_parallel else layout.tp
     cluster.check_groups(file, OUR_FLAGS, ep=layout.ep, expert_tp=layout.expert_tp, tp=tp)
-    workers = _levels_of_nodes(cluster, Layout(len(world.nodes), world.tp, world.cp, world.ep, world.expert_tp))
+    workers = _levels_of_nodes(cluster, world.layout)
     peak, efficiency = settings.peak_tflops, settings.gemm_efficiency
     if (peak is None) is not (efficiency is None):
         given, missing = (

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 
 from megatron_moe_opt.cli.layer_settings import LayerSettings
@@ -25,7 +23,7 @@ def partition_overhead(
     A collective call over the world, in Megatron's groups of the cluster's sizes.
 
     Args:
-        cluster: what else was measured, for the expert.
+        cluster: what else was measured; without a partition_overhead.
         ffn_hidden: of a whole expert.
     """
     from megatron_moe_opt.cli.moe_layer import layer_under_test, mpmoe_shape
@@ -40,7 +38,6 @@ def partition_overhead(
     layers = [layer_under_test(settings, name, world.ep, device) for name in names]
     in_one, in_many = Meter(device).calls([layer.step for layer in layers])
     layer = mpmoe_shape(settings, world.ep)
-    without = replace(cluster, partition_overhead=0.0)
-    one, many = mpmoe_choice.predict(layer, TOKENS * TOPK, without, COUNTS, (NONE,))
+    one, many = mpmoe_choice.predict(layer, TOKENS * TOPK, cluster, COUNTS, (NONE,))
     longer = (in_many - in_one) - (many.seconds - one.seconds)
     return max(0.0, longer / (COUNTS[1] - COUNTS[0]))

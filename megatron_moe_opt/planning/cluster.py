@@ -11,6 +11,7 @@ from pathlib import Path
 
 from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.schedules.schedule import COLLECTIVES, Kind, Lane
+from megatron_moe_opt.topology.layouts import Layout
 
 from .curves import CostCurve, Costs
 from .json_places import Place
@@ -40,6 +41,11 @@ class World:
     cp: int = 1
     ep: int = 1
     expert_tp: int = 1
+
+    @property
+    def layout(self) -> Layout:
+        """Who is in which group."""
+        return Layout(len(self.nodes), self.tp, self.cp, self.ep, self.expert_tp)
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from megatron_moe_opt.schedules.parm import JOINT, TP
 from megatron_moe_opt.schedules.schedule import Op
-from megatron_moe_opt.topology.layouts import Layout
 
 from .cluster import Cluster
 
@@ -14,7 +13,7 @@ class LinkBytes:
 
     def __init__(self, cluster: Cluster) -> None:
         world = cluster.world
-        layout = Layout(len(world.nodes), world.tp, world.cp, world.ep, world.expert_tp)
+        layout = world.layout
         self._ranks = {role: layout.groups(role)[0] for role in ("ep", "expert-tp", TP)}
         self._ranks[JOINT] = layout.joint_groups[0]
         self._nodes = world.nodes

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from megatron_moe_opt.schedules.schedule import Lane, Op, Schedule, ScheduleError
-from megatron_moe_opt.schedules.timeline import Span, Timeline
+from megatron_moe_opt.schedules.timeline import Timeline
 
 Slowdown = Mapping[tuple[Lane, ...], float]
 """How much lanes disturb each other: (y, x) holds the rate, in (0, 1], of an op in lane y while lane x is busy (MPMoE's
@@ -28,7 +28,7 @@ def simulate(schedule: Schedule, cost: Callable[[Op], float], slowdown: Slowdown
     """
     order = Order.of(schedule)
     times = play(order, [cost(op) for op in schedule.ops], slowdown)
-    return Timeline(schedule, tuple(Span(op, start, end) for op, (start, end) in zip(schedule.ops, times, strict=True)))
+    return Timeline.of_times(schedule, times)
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,6 @@ from functools import cached_property
 
 from megatron_moe_opt.schedules.schedule import Kind
 from megatron_moe_opt.topology.domains import ExpertDomains
-from megatron_moe_opt.topology.layouts import Layout
 
 from .cluster import Cluster
 from .curves import CostCurve
@@ -99,5 +98,4 @@ class Skew:
 
     @cached_property
     def _groups(self) -> tuple[tuple[int, ...], ...]:
-        world = self._cluster.world
-        return Layout(len(world.nodes), world.tp, world.cp, world.ep, world.expert_tp).groups("ep")
+        return self._cluster.world.layout.groups("ep")

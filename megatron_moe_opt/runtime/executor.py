@@ -13,7 +13,7 @@ from megatron_moe_opt.runtime.collectives import CollectiveError, describe_failu
 from megatron_moe_opt.runtime.recording import clock, is_recording, note
 from megatron_moe_opt.runtime.steps import Steps
 from megatron_moe_opt.schedules.schedule import Lane, Schedule
-from megatron_moe_opt.schedules.timeline import Span, Timeline
+from megatron_moe_opt.schedules.timeline import Timeline
 
 _C = load_extension()
 
@@ -65,9 +65,7 @@ class Executor:
             raise _lane_error(schedule, steps, *failure) from cause
         if recorded:
             note(schedule, times, began)
-        if not record:
-            return None
-        return Timeline(schedule, tuple(Span(op, *time) for op, time in zip(schedule.ops, times, strict=True)))
+        return Timeline.of_times(schedule, times) if record else None
 
     def _caller_lane(self, schedule: Schedule) -> int:
         if Lane.COMPUTE in schedule.lanes:

@@ -11,7 +11,7 @@ import torch
 
 from megatron_moe_opt.runtime.layer_pass import DeviceClock, HostClock, Instant
 from megatron_moe_opt.schedules.schedule import Schedule
-from megatron_moe_opt.schedules.timeline import Span, Timeline
+from megatron_moe_opt.schedules.timeline import Timeline
 
 
 def clock() -> type[HostClock] | type[DeviceClock]:
@@ -28,8 +28,7 @@ class _Recording:
 
     def add(self, schedule: Schedule, times: list[tuple[float, float]], began: Instant) -> None:
         """Ops of a schedule that has ended, in seconds since it began."""
-        spans = tuple(Span(op, *time) for op, time in zip(schedule.ops, times, strict=True))
-        self.timelines.append(Timeline(schedule, spans, began=self._clock.seconds(self._begin, began)))
+        self.timelines.append(Timeline.of_times(schedule, times, self._clock.seconds(self._begin, began)))
 
     def add_beside(self, schedule: Schedule, instants: list[Instant]) -> None:
         """Ops one after another, which may not have ended on the device."""

@@ -39,6 +39,11 @@ class Timeline:
     began: float = 0.0
     """When the schedule began, in seconds since the recording did; 0 where that is not known."""
 
+    @classmethod
+    def of_times(cls, schedule: Schedule, times: Iterable[tuple[float, float]], began: float = 0.0) -> Timeline:
+        """Of (start, end) of each op, in seconds since the schedule began."""
+        return cls(schedule, tuple(Span(op, *time) for op, time in zip(schedule.ops, times, strict=True)), began=began)
+
     @property
     def seconds(self) -> float:
         """From the start of the schedule to the end of its last op; 0 for a schedule without ops."""
