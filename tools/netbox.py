@@ -12,7 +12,8 @@ its own, so the machine's network is never touched. Token buckets (tc's tbf) lim
 - `lo`: ranks of one node address each other by the node's `eth0` address, which the kernel routes over `lo`. One
   bucket serves both directions, so `--intra` is what all ranks of a node together exchange inside it.
 
-Every node computes on its own equal share of the machine's processors, where they can be shared equally.
+Every node computes on its own equal share of the machine's processors, where they can be shared equally, and sends by
+TCP as CONGESTION says, whatever the machine's own way is.
 
 The script runs under torchrun in each node, over Gloo. Before that the shape is measured with plain sockets, and a
 shape that is off by more than 15 % is refused (`--unmet warn`: the script runs, behind a warning). Everything is
@@ -49,6 +50,10 @@ MIN_RATE = 10_000_000  # bits/s; below it the bucket's burst is no longer small 
 MIN_BURST = 128 * 1024  # bytes; a packet on lo has up to 65550, and tbf drops what is larger than its burst
 BURST_S = 1e-3  # at high rates the bucket must bridge a timer's delay
 MAX_NODES = 64
+
+# A machine's own choice would decide over times: BBR slows down for 0.2 s every 10 s to look for a shorter way, and
+# after a pause TCP starts slowly. Reno is in every kernel and allowed in every namespace.
+CONGESTION = {"tcp_congestion_control": "reno", "tcp_slow_start_after_idle": "0"}
 
 PORT_TORCHRUN, PORT_MEASURE = 29500, 5001
 FILES = Path("/etc/netns")  # `ip netns exec NAME` shows FILES/NAME/hosts as /etc/hosts
@@ -214,6 +219,8 @@ def cluster(shape: Shape) -> Iterator[list[str]]:
             _command("ip", "-n", node, "addr", "add", f"{shape.address(i)}/24", "dev", "eth0")
             _command("ip", "-n", node, "link", "set", "lo", "up")
             _command("ip", "-n", node, "link", "set", "eth0", "up")
+            for name, value in CONGESTION.items():
+                _command("ip", "netns", "exec", node, "sh", "-c", f"echo {value} > /proc/sys/net/ipv4/{name}")
             _shape(node, "eth0", shape.inter_bits)
             _shape(switch, port, shape.inter_bits)
             _shape(node, "lo", shape.intra_bits)

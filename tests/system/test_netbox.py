@@ -208,6 +208,15 @@ def test_every_device_has_a_bucket_of_its_rate():
             assert qdisc["options"]["burst"] == pytest.approx(netbox.burst_bytes(bits), rel=0.01)
 
 
+def test_nodes_send_alike_on_every_machine():
+    files = [f"/proc/sys/net/ipv4/{name}" for name in netbox.CONGESTION]
+    with netbox.cluster(SHAPE) as nodes:
+        for node in nodes:
+            words = ["ip", "netns", "exec", node, "cat", *files]
+            shown = subprocess.run(words, capture_output=True, text=True, check=True).stdout
+            assert shown.split() == list(netbox.CONGESTION.values())
+
+
 def test_traffic_between_nodes_passes_their_links_and_traffic_inside_one_only_its_lo():
     with netbox.cluster(SHAPE) as nodes:
         seconds, between = transfer(nodes, [0], 1, MIB)
