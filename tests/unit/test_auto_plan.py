@@ -12,8 +12,9 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 import megatron_moe_opt
 from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.integration import auto_layer
-from megatron_moe_opt.integration.auto_layer import Controller, PlannedLayer, Seen, current_controller
+from megatron_moe_opt.integration.auto_layer import Controller, Seen, current_controller
 from megatron_moe_opt.integration.optimizer_step import _wrap
+from megatron_moe_opt.integration.planned_layer import PlannedLayer
 from megatron_moe_opt.options import Options
 from megatron_moe_opt.planning.plan_file import Plan
 from megatron_moe_opt.planning.planner import LayerWorkload, Prediction
