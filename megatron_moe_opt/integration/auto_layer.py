@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -34,6 +34,7 @@ from megatron_moe_opt.planning.plan_file import Plan
 from megatron_moe_opt.planning.planner import ALLTOALL, LayerWorkload, Prediction, Refusal, best, candidates
 from megatron_moe_opt.planning.skew import most_uneven_layer
 from megatron_moe_opt.planning.trials import Trials
+from megatron_moe_opt.runtime.agreement import found_by_first
 from megatron_moe_opt.runtime.collectives import device_of
 from megatron_moe_opt.topology.expert_groups import ExpertGroups
 from megatron_moe_opt.variants import split_variant
@@ -48,6 +49,8 @@ class Seen:
     workload: LayerWorkload
     rows: float
     """Of a pass."""
+    passes: int = 1
+    """Forward passes."""
 
 
 class Controller:
@@ -68,7 +71,7 @@ class Controller:
         self.overhead = 0.0
         """Seconds that the trials took longer than as many steps of what stays."""
         self.passes_of_step = 0
-        """Forward passes of the layers of this rank in the first step."""
+        """Forward passes of all layers of a rank in the first step, on the rank that had most."""
         self.settled = False
         self.trials: Trials | None = None
         """None: not yet, or none."""
@@ -135,19 +138,11 @@ class Controller:
 
     def _begin(self) -> None:
         """Plans, and says what is tried."""
-        self.passes_of_step = sum(layer.passes for layer in self.layers)
-        answers: list[Any] = [None]
         seen: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(seen, [self._seen(layer) for layer in self.layers if layer.passes])
-        if dist.get_rank() == 0:
-            try:
-                answers = [self._make_plan(seen)]
-            except Exception as error:  # whatever it is, the others must not wait for this rank for ever
-                answers = [error]
-        dist.broadcast_object_list(answers, src=0)
-        if isinstance(answers[0], Exception):
-            raise answers[0]
-        self.predicted, self.refused, self.planned = answers[0]
+        self.passes_of_step = max(sum(one.passes for one in of_rank) for of_rank in seen)
+        found = found_by_first(lambda: self._make_plan(seen), dist.group.WORLD)
+        self.predicted, self.refused, self.planned = found
         if self.planned is None:
             self.settled = True  # a plan that differs from layer to layer, or cannot be left: it runs as it is
             return
@@ -156,12 +151,12 @@ class Controller:
             say(AUTO, line)
 
     def _seen(self, layer: PlannedLayer) -> Seen:
-        return Seen(layer.workload(), layer.rows / layer.passes)
+        return Seen(layer.workload(), layer.rows / layer.passes, layer.passes)
 
     def _make_plan(
         self, seen: Sequence[Sequence[Seen]]
     ) -> tuple[tuple[Prediction, ...], tuple[Refusal, ...], str | None]:
-        """Predictions of all layers together, what was refused, and what is planned. On rank 0.
+        """Predictions of a layer, in the mean over all of them; what was refused, and what is planned. On rank 0.
 
         Args:
             seen: of each rank's layers, in their order.
@@ -180,7 +175,7 @@ class Controller:
             for one in of_rank:
                 shape = dataclasses.replace(one.workload, tokens=0)
                 by_shape.setdefault(shape, [[] for _ in seen])[rank].append(one)
-        totals: dict[str, list[Prediction]] = {}
+        of_shapes: dict[str, list[tuple[int, Prediction]]] = {}
         refused: dict[str, Refusal] = {}
         for of_ranks in by_shape.values():
             alike = [one for of_rank in of_ranks for one in of_rank]
@@ -194,9 +189,9 @@ class Controller:
             )
             found, not_here = candidates(workload, cluster, self.options.activation_budget)
             for one in found:
-                totals.setdefault(one.variant, []).append(one)
+                of_shapes.setdefault(one.variant, []).append((sum(layer.passes for layer in alike), one))
             refused |= {one.variant: one for one in not_here}
-        everywhere = [_sum(ones) for ones in totals.values() if len(ones) == len(by_shape)]
+        everywhere = [_mean(ones) for ones in of_shapes.values() if len(ones) == len(by_shape)]
         in_order = sorted(everywhere, key=lambda one: one.seconds)
         allowed, not_allowed = self._allowed(in_order, {workload.workers for workload in by_shape})
         return allowed, (*refused.values(), *not_allowed), best(allowed).variant
@@ -278,21 +273,26 @@ def _stays(variant: str, workers: set[tuple[int, ...]]) -> str | None:
     return None
 
 
-def _sum(ones: list[Prediction]) -> Prediction:
-    """Of the layers of all shapes."""
-    first, *others = ones
-    for other in others:
-        names = {*first.terms, *other.terms}
-        first = Prediction(
-            first.variant,
-            first.seconds + other.seconds,
-            first.exposed + other.exposed,
-            first.inter_bytes + other.inter_bytes,
-            first.intra_bytes + other.intra_bytes,
-            max(first.activation_bytes, other.activation_bytes),
-            {name: first.terms.get(name, 0.0) + other.terms.get(name, 0.0) for name in names},
-        )
-    return first
+def _mean(ones: Sequence[tuple[int, Prediction]]) -> Prediction:
+    """Of one variant: the mean pass.
+
+    Args:
+        ones: how many passes there are of layers of a shape, and the prediction for one.
+    """
+    passes = sum(number for number, _ in ones)
+
+    def mean(of: Callable[[Prediction], float]) -> float:
+        return sum(number * of(one) for number, one in ones) / passes
+
+    return Prediction(
+        ones[0][1].variant,
+        mean(lambda one: one.seconds),
+        mean(lambda one: one.exposed),
+        mean(lambda one: one.inter_bytes),
+        mean(lambda one: one.intra_bytes),
+        max(one.activation_bytes for _, one in ones),
+        {term: mean(lambda one, term=term: one.terms.get(term, 0.0)) for _, of in ones for term in of.terms},
+    )
 
 
 _controller: Controller | None = None

@@ -81,6 +81,26 @@ def test_what_layers_cannot_leave_stays(planned, variant, overrides):
     assert tried(planned(variant, **overrides), (8,))[1] is None
 
 
+def test_a_prediction_is_the_mean_of_all_layers(planned, monkeypatch):
+    """Three layers of one shape and one of another, on a stage each: the table says ms of a layer, not of a shape."""
+
+    def predicted(workload, cluster, budget):
+        times = {"alltoall": 2.0 * workload.topk, "monta:O1": 1.0 + workload.topk}
+        found = [Prediction(name, time, time, time, 0.0, workload.topk, {"all": time}) for name, time in times.items()]
+        return tuple(found), ()
+
+    monkeypatch.setattr(auto_layer, "candidates", predicted)
+    monkeypatch.setattr(auto_layer.Cluster, "load", lambda file: None)
+    controller = planned("monta:O2x2")
+    controller.plan = None
+    few, many = (Seen(LayerWorkload(16, 16, 16, False, 8, topk, 4, 16, 8), 32.0, passes=2) for topk in (1, 5))
+    (ours, stock), _, chosen = controller._make_plan([[few] * 3, [many]])
+    assert (ours.variant, stock.variant, chosen) == ("monta:O1", "alltoall", "monta:O1")
+    assert (stock.seconds, ours.seconds) == ((3 * 2 + 10) / 4, (3 * 2 + 6) / 4)
+    assert (stock.exposed, stock.inter_bytes, stock.terms) == (4.0, 4.0, {"all": 4.0})
+    assert stock.activation_bytes == 5  # room is needed for the largest
+
+
 def test_a_step_that_the_optimizer_skips_counts_for_nothing(planned, monkeypatch):
     """As the first ones under fp16 are: neither its passes for those of a step, nor its time for the next one's."""
     controller, now = planned("monta:O2x2"), [0.0]
