@@ -76,6 +76,7 @@ class Controller:
         self.trials: Trials | None = None
         """None: not yet, or none."""
         self._step_began: float | None = None
+        """When the first pass of the step that is under way did; None: no layer has run in it yet."""
 
     @property
     def current(self) -> str | None:
@@ -85,6 +86,7 @@ class Controller:
     def add(self, layer: PlannedLayer) -> None:
         """Takes a layer that has just been built; by a plan.json, it runs as planned from the start."""
         self.layers.append(layer)
+        layer.layer.register_forward_pre_hook(self._begin_step)
         if self.plan is None:
             agreed_cluster(self.options.profile, layer.groups)  # refuses now what could not be planned with later
             if holds_replicated_tokens(layer.layer.config):
@@ -117,15 +119,14 @@ class Controller:
             self._begin()
         else:
             self._synchronize()
-            self.trials.record(self._slowest(time.perf_counter() - self._step_began))
+            began, self._step_began = self._step_began, None
+            self.trials.record(self._slowest(0.0 if began is None else time.perf_counter() - began))
         if self.trials is not None:
             if self.trials.current is None:
                 self._settle()
             else:
                 self._use(self.trials.current)
                 self._keep((ALLTOALL, *self.trials.variants))  # stock's: the others are built from it
-                self._synchronize()
-                self._step_began = time.perf_counter()
 
     def after_skipped_step(self) -> None:
         """To be called when an optimizer has skipped a step, whose passes and time are no other step's."""
@@ -133,8 +134,13 @@ class Controller:
             return
         for layer in self.layers:
             layer.passes = layer.rows = layer.tokens = 0
-        self._synchronize()
-        self._step_began = time.perf_counter()
+        self._step_began = None
+
+    def _begin_step(self, layer: Any, _: Any) -> None:
+        """Has a step of trials timed from here on: an evaluation or a checkpoint between two of them is not theirs."""
+        if self.trials is not None and not self.settled and self._step_began is None and layer.training:
+            self._synchronize()
+            self._step_began = time.perf_counter()
 
     def _begin(self) -> None:
         """Plans, and says what is tried."""

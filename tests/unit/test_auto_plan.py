@@ -101,26 +101,52 @@ def test_a_prediction_is_the_mean_of_all_layers(planned, monkeypatch):
     assert stock.activation_bytes == 5  # room is needed for the largest
 
 
-def test_a_step_that_the_optimizer_skips_counts_for_nothing(planned, monkeypatch):
-    """As the first ones under fp16 are: neither its passes for those of a step, nor its time for the next one's."""
+@pytest.fixture
+def timed(planned, monkeypatch):
+    """A controller in trials of one variant, one layer of it, and a clock that stands until it is moved on."""
     controller, now = planned("monta:O2x2"), [0.0]
-    layer = SimpleNamespace(passes=2, rows=64, tokens=16, use=lambda variant: None, keep=lambda variants: None)
-    controller.layers.append(layer)
-    skip = _wrap(lambda _: (False, None, None))
-    skip(None)
-    assert (layer.passes, layer.rows, layer.tokens) == (0, 0, 0)
-
+    layer = torch.nn.Module()
+    layer.forward = lambda seconds: now.__setitem__(0, now[0] + float(seconds[0]))
+    layer.config, layer.experts, layer.token_dispatcher = controller.config, torch.nn.Module(), None
     monkeypatch.setattr(auto_layer, "time", SimpleNamespace(perf_counter=lambda: now[0]))
     monkeypatch.setattr(Controller, "_slowest", lambda self, seconds: seconds)
+    groups = SimpleNamespace(ep_size=8, etp_size=1)
+    controller.add(PlannedLayer(layer, groups, controller.options, lambda *_: None))
     controller.trials = Trials([Prediction("monta:O2x2", 1.0, 0, 0, 0, 0)], "monta:O2x2")
-    controller._step_began = 0.0
+    return controller, layer, now
+
+
+def test_a_step_that_the_optimizer_skips_counts_for_nothing(timed):
+    """As the first ones under fp16 are: neither its passes for those of a step, nor its time for the next one's."""
+    controller, layer, now = timed
+    skip = _wrap(lambda _: (False, None, None))
+    (planned_layer,) = controller.layers
+    planned_layer.passes, planned_layer.rows, planned_layer.tokens = 2, 64, 16
+    skip(None)
+    assert (planned_layer.passes, planned_layer.rows, planned_layer.tokens) == (0, 0, 0)
     for number in range(3):
         if number == 2:
-            now[0] += 5.0
+            layer(torch.tensor([5.0]))
             skip(None)
-        now[0] += 1.0
+        layer(torch.tensor([1.0]))
         controller.after_step()
     assert controller.trials.steps == 3 and controller.trials.longer_than(1.0) == 0.0
+
+
+def test_what_lies_between_two_steps_is_not_timed(timed):
+    controller, layer, now = timed
+    for number in range(3):
+        if number == 1:
+            layer.eval()
+            layer(torch.tensor([7.0]))  # an evaluation
+            layer.train()
+        if number == 2:
+            now[0] += 9.0  # a checkpoint
+        layer(torch.tensor([1.0]))  # micro-batches
+        layer(torch.tensor([1.0]))
+        now[0] += 0.5  # their backward passes, the optimizer
+        controller.after_step()
+    assert controller.trials.steps == 3 and controller.trials.longer_than(2.5) == 0.0
 
 
 def test_variants_keep_to_the_bounds_of_the_run(tmp_path):
