@@ -13,6 +13,7 @@ information is a candidate.
 from __future__ import annotations
 
 import dataclasses
+import os
 import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -59,9 +60,8 @@ class Controller:
     def __init__(self, config: Any, options: Options) -> None:
         self.config, self.options = config, options
         self.layers: list[PlannedLayer] = []
-        self.plan: Plan | None = None if options.plan is None else Plan.load(options.plan)
-        if self.plan is not None:
-            self._check_planned(self.plan)
+        self.plan: Plan | None = None
+        """Of --moe-opt-plan; None: there is none, or not yet."""
         self.predicted: tuple[Prediction, ...] = ()
         self.refused: tuple[Refusal, ...] = ()
         self.planned: str | None = None
@@ -75,8 +75,14 @@ class Controller:
         self.settled = False
         self.trials: Trials | None = None
         """None: not yet, or none."""
+        self._plan_is_agreed = False
         self._step_began: float | None = None
         """When the first pass of the step that is under way did; None: no layer has run in it yet."""
+        if options.plan is not None:
+            if dist.is_initialized():
+                self._agree_on_plan(dist.group.WORLD)
+            elif os.environ.get("RANK", "0") == "0":  # refuses now; the others ask when there are process groups
+                self.plan = self._read_plan()
 
     @property
     def current(self) -> str | None:
@@ -87,11 +93,13 @@ class Controller:
         """Takes a layer that has just been built; by a plan.json, it runs as planned from the start."""
         self.layers.append(layer)
         layer.layer.register_forward_pre_hook(self._begin_step)
-        if self.plan is None:
+        if self.options.plan is None:
             agreed_cluster(self.options.profile, layer.groups)  # refuses now what could not be planned with later
             if holds_replicated_tokens(layer.layer.config):
                 layer.use(REPLICATED_START)
             return
+        if not self._plan_is_agreed:
+            self._agree_on_plan(layer.groups.joint)
         config = layer.layer.config
         sizes = {"ep": layer.groups.ep_size, "etp": layer.groups.etp_size, "experts": config.num_moe_experts}
         self.plan.check(self.options.plan, **sizes)
@@ -202,12 +210,18 @@ class Controller:
         allowed, not_allowed = self._allowed(in_order, {workload.workers for workload in by_shape})
         return allowed, (*refused.values(), *not_allowed), best(allowed).variant
 
-    def _check_planned(self, plan: Plan) -> None:
+    def _agree_on_plan(self, group: dist.ProcessGroup) -> None:
+        """Has all ranks of the group run what the first one reads: nodes may have different files of that name."""
+        self.plan, self._plan_is_agreed = found_by_first(self._read_plan, group), True
+
+    def _read_plan(self) -> Plan:
         """Refuses now, as for a dispatcher that the user names, what this configuration cannot run."""
+        plan = Plan.load(self.options.plan)
         for variant in dict.fromkeys(plan.layers.values()):
             reason = self._refusal(variant)
             if reason is not None:
                 raise ConfigurationError(f"{PREFIX}plan {self.options.plan} runs {variant}: {reason}")
+        return plan
 
     def _allowed(
         self, predictions: Sequence[Prediction], workers: set[tuple[int, ...]]

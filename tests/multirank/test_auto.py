@@ -161,6 +161,52 @@ def test_a_plan_that_differs_by_layer_runs_as_it_is(ranks, tmp_path):
         assert [built[-1] for built in answer["built"]] == ["mpmoe:2", "monta:O1"]
 
 
+def train_by_own_file(folder: Path, groups_come_later: bool) -> dict[str, Any]:
+    """One step by a plan.json that every rank looks for in a place of its own, as on file systems that are not shared.
+
+    Args:
+        groups_come_later: the configuration is built before there are process groups, as Megatron-LM 0.19 does.
+    """
+    import torch.distributed as dist
+
+    from megatron_moe_opt.integration.auto_layer import Controller
+
+    init = Controller.__init__
+
+    def without_groups(controller: Controller, *arguments: Any) -> None:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(dist, "is_initialized", lambda: False)
+            init(controller, *arguments)
+
+    options = Options(plan=folder / str(dist.get_rank()) / "plan.json")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RANK", str(dist.get_rank()))
+        if groups_come_later:
+            patch.setattr(Controller, "__init__", without_groups)
+        return train(1, options, {"ep": 4}, moe_token_dispatcher_type="auto")
+
+
+@pytest.mark.parametrize("groups_come_later", [False, True])
+def test_the_first_rank_reads_the_plan_for_all(ranks, tmp_path, groups_come_later):
+    for rank, variant in ((0, "mpmoe:2"), (2, "monta:O1")):  # two files are missing, and one is another plan
+        (tmp_path / str(rank)).mkdir()
+        plan(tmp_path / str(rank) / "plan.json", {1: variant, 2: variant})
+    for answer in ranks.run(train_by_own_file, folder=tmp_path, groups_come_later=groups_come_later):
+        assert answer["planned"] == "mpmoe:2" and [built[-1] for built in answer["built"]] == ["mpmoe:2"] * 2
+
+
+def test_a_plan_that_the_first_rank_cannot_read_is_refused_on_all(ranks, tmp_path):
+    for rank in (1, 2, 3):
+        (tmp_path / str(rank)).mkdir()
+        plan(tmp_path / str(rank) / "plan.json", {1: "mpmoe:2", 2: "mpmoe:2"})
+    with pytest.raises(RankFailure) as caught:
+        ranks.run(train_by_own_file, folder=tmp_path, groups_come_later=False)
+    assert len(caught.value.errors) == 4
+    file = tmp_path / "0" / "plan.json"
+    for _, kind, text in caught.value.errors:
+        assert kind == "ConfigurationError" and f"{file} cannot be read" in text
+
+
 @pytest.mark.parametrize(
     ("layers", "ep", "message"),
     [

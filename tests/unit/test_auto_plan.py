@@ -110,7 +110,8 @@ def timed(planned, monkeypatch):
     layer.config, layer.experts, layer.token_dispatcher = controller.config, torch.nn.Module(), None
     monkeypatch.setattr(auto_layer, "time", SimpleNamespace(perf_counter=lambda: now[0]))
     monkeypatch.setattr(Controller, "_slowest", lambda self, seconds: seconds)
-    groups = SimpleNamespace(ep_size=8, etp_size=1)
+    monkeypatch.setattr(Controller, "_agree_on_plan", lambda self, group: None)
+    groups = SimpleNamespace(ep_size=8, etp_size=1, joint=None)
     controller.add(PlannedLayer(layer, groups, controller.options, lambda *_: None))
     controller.trials = Trials([Prediction("monta:O2x2", 1.0, 0, 0, 0, 0)], "monta:O2x2")
     return controller, layer, now
