@@ -244,20 +244,20 @@ def test_saa_is_compared_with_its_collectives_one_after_the_other(ranks):
 
 def _partition_overhead(hidden: int, step: float) -> tuple[list[int], int, float]:
     """Experts of the layers that it builds, the steps that it runs, and what it finds; each step takes so long."""
-    import time
     from types import SimpleNamespace
 
-    from megatron_moe_opt.cli import moe_layer, profile_partitions
+    from megatron_moe_opt.cli import meter, moe_layer, profile_partitions
     from tests.ranks.megatron import parallel
 
     built, steps = [], []
 
     def layer_under_test(settings, name, ep, device):
         built.append(settings.experts)
-        return SimpleNamespace(step=lambda: steps.append(time.sleep(step)))
+        return SimpleNamespace(step=lambda: steps.append(step))
 
     cluster = SimpleNamespace(world=World((0, 0, 1, 1), ep=4))
     with parallel(ep=4), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(meter, "time", SimpleNamespace(perf_counter=lambda: sum(steps)))
         patch.setattr(moe_layer, "layer_under_test", layer_under_test)
         patch.setattr(profile_partitions.mpmoe_choice, "predict", lambda *_: [SimpleNamespace(seconds=0.0)] * 2)
         found = profile_partitions.partition_overhead(cluster, 1, hidden, 1024, "fp32", torch.device("cpu"), 0.1)
