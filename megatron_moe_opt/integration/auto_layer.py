@@ -231,7 +231,8 @@ class Controller:
         Args:
             workers: of each network level of the expert-parallel groups, as this run finds them.
         """
-        reasons = [self._refusal(one.variant) or _stays(one.variant, workers) for one in predictions]
+        dropping = self.config.moe_expert_capacity_factor is not None
+        reasons = [self._refusal(one.variant) or _stays(one.variant, workers, dropping) for one in predictions]
         found = list(zip(predictions, reasons, strict=True))
         allowed = tuple(one for one, reason in found if reason is None)
         return allowed, tuple(Refusal(one.variant, reason) for one, reason in found if reason is not None)
@@ -278,12 +279,20 @@ class Controller:
             torch.cuda.synchronize()
 
 
-def _stays(variant: str, workers: set[tuple[int, ...]]) -> str | None:
-    """Why layers cannot change to a variant, or from it."""
+def _stays(variant: str, workers: set[tuple[int, ...]], dropping: bool) -> str | None:
+    """Why layers cannot change to a variant, or from it.
+
+    Args:
+        dropping: experts drop what exceeds their capacity.
+    """
     name, options = split_variant(variant, None)
-    if name == "netmoe" or variant == "parm:S2":
-        what = "moves samples between layers" if name == "netmoe" else "splits rows instead of tokens"
-        return f"{what}, which layers cannot change to: choose --moe-token-dispatcher-type {name}"
+    if name == "netmoe":
+        return f"moves samples between layers, which layers cannot change to: choose --moe-token-dispatcher-type {name}"
+    if variant == "parm:S2" and dropping:
+        return (
+            "drops other rows than the others do, of all tokens of a TP group together: choose "
+            "--moe-token-dispatcher-type parm"
+        )
     sizes = options.domain_sizes
     if sizes is not None and any(
         len(sizes) != len(levels) or any(number % size for number, size in zip(levels, sizes, strict=True))

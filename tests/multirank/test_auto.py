@@ -131,6 +131,31 @@ def test_tp_without_sequence_parallelism_begins_with_what_trains_there(ranks, tm
     assert auto[0]["losses"] == pytest.approx(monta[0]["losses"], rel=1e-5)
 
 
+S2_SIZES, S2_CANDIDATES = {"tp": 2, "ep": 2, "etp": 2}, ("parm:S2", "monta:O1", "parm:S1")
+
+
+def test_layers_change_to_rows_split_after_the_gate_and_back(ranks, tmp_path):
+    """Router, auxiliary loss and shared experts see all tokens under S2, and parts of them under the others."""
+    steps = 1 + 2 * len(S2_CANDIDATES) + 3  # monta's, S2's, S1's, and S2's again, which stays
+    found = tuple(Prediction(name, 1e-3, 1e-3, 0.0, 1.0, 1) for name in S2_CANDIDATES)
+    Plan({1: "monta:O1", 2: "monta:O1"}, found, "a cluster", ep=2, etp=2, experts=8).save(tmp_path / "plan.json")
+    config = {
+        "sequence_parallel": False, "moe_shared_expert_intermediate_size": 96, "moe_aux_loss_coeff": 1e-2,
+        "moe_router_load_balancing_type": "aux_loss", "moe_shared_expert_gate": True,
+    }  # fmt: skip
+    seconds = dict.fromkeys(S2_CANDIDATES, 1.0) | {"parm:S2": 0.5}
+    auto = ranks.run(
+        train, steps=steps, options=Options(plan=tmp_path / "plan.json"), sizes=S2_SIZES, seconds=seconds,
+        moe_token_dispatcher_type="auto", **config,
+    )  # fmt: skip
+    monta = ranks.run(
+        train, steps=steps, options=Options(), sizes=S2_SIZES, moe_token_dispatcher_type="monta", **config
+    )
+    for ours, theirs in zip(auto, monta, strict=True):
+        assert ours["runs"] == "parm:S2" and ours["tried"] == sorted(S2_CANDIDATES)
+        assert ours["losses"] == pytest.approx(theirs["losses"], rel=1e-5)
+
+
 CANDIDATES = ("alltoall", "monta:O1", *(f"mpmoe:{count}" for count in range(2, 8)))
 
 
