@@ -13,9 +13,9 @@ from torch.distributed import ProcessGroup
 from megatron_moe_opt.cli.meter import Load, Sized, SizedPipeline
 from megatron_moe_opt.dispatchers.monta import MontaDispatcher
 from megatron_moe_opt.dispatchers.pipelining import FixedPipelining
-from megatron_moe_opt.kernels import ChunkList
+from megatron_moe_opt.kernels import ChunkList, empty
 from megatron_moe_opt.runtime import steps
-from megatron_moe_opt.runtime.collectives import all_gather_rows, all_to_all_rows, reduce_scatter_rows
+from megatron_moe_opt.runtime.collectives import all_gather_rows, reduce_scatter_rows
 from megatron_moe_opt.runtime.exchange_plan import Sharing, plan_exchange, share_out
 from megatron_moe_opt.runtime.expert_call import ExpertCall, Experts
 from megatron_moe_opt.runtime.expert_exchange import Exchange, bind_to_sources
@@ -134,8 +134,9 @@ def stock_all_to_all(rows: Rows, group: ProcessGroup, role: str, lane: Lane) -> 
     """
 
     def exchange(sent: torch.Tensor) -> torch.Tensor:
-        counts = [len(sent) // group.size()] * group.size()
-        return all_to_all_rows(sent, counts, counts, group)
+        received = empty(sent.shape, sent.dtype, sent.device)
+        dist.all_to_all_single(received, sent, group=group)
+        return received
 
     return _whole(Kind.ALL_TO_ALL, rows, group, role, lane, exchange)
 
@@ -160,7 +161,7 @@ def _whole(
     collective: Callable[[torch.Tensor], torch.Tensor],
     part: int = 1,
 ) -> Load:
-    """A collective of runtime/collectives.py, whose result is fresh memory.
+    """A collective whose result is fresh memory.
 
     Args:
         part: it is given 1 / part of the rows that the size counts.

@@ -154,17 +154,24 @@ class Meter:
         alone = self._alone(busy.load, busy.sized, ops)
         return [min(1.0, alone / self._beside(busy, ops, alone, others)) for others in neighbours]
 
-    def calls(self, functions: Sequence[Callable[[], None]]) -> list[float]:
-        """Seconds of each function on the slowest rank, the median of several calls in turn."""
-        seconds: list[list[float]] = [[] for _ in functions]
-        for _ in range(CALLS + 1):  # the first warms up
-            for function, of_function in zip(functions, seconds, strict=True):
+    def calls(self, functions: Sequence[Callable[[], None]], seconds: float = math.inf) -> list[float]:
+        """Seconds of each function on the slowest rank, the median of several calls in turn.
+
+        Args:
+            seconds: after which no further turn begins; there are two at least.
+        """
+        end = self.elapsed() + seconds
+        took: list[list[float]] = [[] for _ in functions]
+        for turn in range(CALLS + 1):  # the first warms up
+            if turn > 1 and self.elapsed() > end:
+                break
+            for function, of_function in zip(functions, took, strict=True):
                 dist.barrier()
                 start = time.perf_counter()
                 function()
                 self._synchronize()
                 of_function.append(time.perf_counter() - start)
-        return [statistics.median(self._slowest(of_function[1:])) for of_function in seconds]
+        return [statistics.median(self._slowest(of_function[1:])) for of_function in took]
 
     def _synchronize(self) -> None:
         if self.device.type == "cuda":

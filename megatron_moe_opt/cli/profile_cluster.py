@@ -176,7 +176,8 @@ def measure(settings: ProfileSettings, device: torch.device) -> Cluster:
         return cluster  # no partitions
     with parallel_layer(layout.tp, layout.ep, layout.expert_tp, seed=1):
         sizes = settings.hidden, settings.ffn_hidden, settings.dtype
-        return replace(cluster, partition_overhead=partition_overhead(cluster, layout.tp, *sizes, device))
+        overhead = partition_overhead(cluster, layout.tp, *sizes, device, measured.seconds_left())
+        return replace(cluster, partition_overhead=overhead)
 
 
 def _progress() -> Progress:
@@ -195,8 +196,9 @@ class _Measured:
         """
         self.curves: dict[tuple[Kind, str | None], Points] = {}
         self._meter, self._seconds, self._moves, self._groups = meter, seconds, moves, groups
-        # Besides the moves: the expert's two passes, SAA, and lanes side by side, which take the time of three curves.
-        self._shares_left = len({self._key(load) for load in moves}) + others + 3 + 3
+        # Besides the moves: the expert's two passes, SAA, lanes side by side, which take the time of three curves, and
+        # partitions.
+        self._shares_left = len({self._key(load) for load in moves}) + others + 3 + 3 + 1
         self._known: dict[Hashable, Points] = {}
 
     def add(self, load: Load) -> None:
@@ -222,9 +224,13 @@ class _Measured:
         pipeline = loads.combine_and_gather(rows, of_experts, groups[TP], overlap=True)
         return self._meter.pipeline_curve(pipeline, SIZES, share, LONGEST_SECONDS_OF_EXPERTS)
 
+    def seconds_left(self) -> float:
+        """To measure for; below 0 where it has taken longer."""
+        return self._seconds - self._meter.elapsed()
+
     def _share(self, shares: int = 1) -> float:
         """Of the time that is left."""
-        share = (self._seconds - self._meter.elapsed()) / self._shares_left * shares
+        share = self.seconds_left() / self._shares_left * shares
         self._shares_left -= shares
         return share
 

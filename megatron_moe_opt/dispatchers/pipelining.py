@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import functools
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
-import torch.distributed as dist
 
 from megatron_moe_opt.dispatchers.say import say_once
 from megatron_moe_opt.kernels import LANE_BYTES
 from megatron_moe_opt.options import Options
 from megatron_moe_opt.planning.cluster import MEGATRON_FLAGS, Cluster
 from megatron_moe_opt.planning.monta import CHUNKS, ChoiceByRows, choices
+from megatron_moe_opt.runtime.agreement import found_by_first
 from megatron_moe_opt.topology.expert_groups import ExpertGroups
 
 
@@ -102,17 +102,13 @@ def agreed_cluster(profile: Path, groups: ExpertGroups) -> Cluster:
 
     Raises ConfigurationError, on all of them, if it cannot be read or was measured with groups of other sizes.
     """
-    found: list[Any] = [None]
-    if groups.joint.rank() == 0:
-        try:
-            found = [Cluster.load(profile)]
-            found[0].check_groups(profile, MEGATRON_FLAGS, ep=groups.ep_size, expert_tp=groups.etp_size)
-        except Exception as error:  # whatever it is, the others must not wait for this rank for ever
-            found = [error]
-    dist.broadcast_object_list(found, src=dist.get_global_rank(groups.joint, 0), group=groups.joint)
-    if isinstance(found[0], Exception):
-        raise found[0]
-    return found[0]
+
+    def read() -> Cluster:
+        cluster = Cluster.load(profile)
+        cluster.check_groups(profile, MEGATRON_FLAGS, ep=groups.ep_size, expert_tp=groups.etp_size)
+        return cluster
+
+    return found_by_first(read, groups.joint)
 
 
 @functools.cache

@@ -13,6 +13,7 @@ information is a candidate.
 from __future__ import annotations
 
 import dataclasses
+import os
 import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -25,105 +26,21 @@ from megatron_moe_opt.dispatchers.say import say
 from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.integration.auto_report import plan_lines, settled_lines
 from megatron_moe_opt.integration.checks import check_config
-from megatron_moe_opt.integration.expert_migration_layer import EXPERTS_COMPUTE
 from megatron_moe_opt.integration.optimizer_step import after_optimizer_step
+from megatron_moe_opt.integration.planned_layer import PlannedLayer, Plug
 from megatron_moe_opt.integration.replicated_tokens import holds_replicated_tokens
-from megatron_moe_opt.kernels import LANE_BYTES
 from megatron_moe_opt.options import AUTO, PREFIX, Options
 from megatron_moe_opt.planning.cluster import Cluster
 from megatron_moe_opt.planning.plan_file import Plan
 from megatron_moe_opt.planning.planner import ALLTOALL, LayerWorkload, Prediction, Refusal, best, candidates
 from megatron_moe_opt.planning.skew import most_uneven_layer
 from megatron_moe_opt.planning.trials import Trials
+from megatron_moe_opt.runtime.agreement import found_by_first
 from megatron_moe_opt.runtime.collectives import device_of
-from megatron_moe_opt.runtime.recomputation import is_recomputing
-from megatron_moe_opt.topology.domain_groups import levels_of
 from megatron_moe_opt.topology.expert_groups import ExpertGroups
 from megatron_moe_opt.variants import split_variant
 
-Plug = Callable[[Any, str, Options], None]
-"""Puts the dispatcher of a name, with these options, into a MoE layer."""
-
 REPLICATED_START = "monta:O1"  # what runs first where stock refuses to train
-
-
-class PlannedLayer:
-    """A MoE layer, and the dispatchers that it has had."""
-
-    def __init__(self, layer: Any, groups: ExpertGroups, options: Options, plug: Plug) -> None:
-        self.layer, self.groups, self.options = layer, groups, options
-        self.passes = self.rows = self.tokens = 0
-        """Forward passes in training; rows that they computed here, together; the most tokens that one had."""
-        self.current = ALLTOALL
-        self._plug = plug
-        self._built: dict[str, tuple[Any, Any]] = {ALLTOALL: (layer.token_dispatcher, None)}
-        layer.register_forward_pre_hook(self._see_tokens)
-        layer.experts.register_forward_pre_hook(self._see_rows)
-
-    def use(self, variant: str) -> None:
-        """Has the next passes run under this variant. A collective call over the layer's groups at its first use."""
-        layer = self.layer
-        if variant not in self._built:
-            self._restore(ALLTOALL)
-            name, options = split_variant(variant, None)
-            ours = self.options
-            common = {"network_levels": ours.network_levels, "prefetch_layers": ours.prefetch_layers}
-            if options.experts_may_travel:
-                common["resident_layers"] = ours.resident_layers
-            self._plug(layer, name, dataclasses.replace(options, **common))
-            self._built[variant] = layer.token_dispatcher, layer.__dict__.get(EXPERTS_COMPUTE)
-        self._restore(variant)
-
-    def keep(self, variants: Iterable[str]) -> None:
-        """Forgets the dispatchers of other variants, and what they hold; the one in use stays."""
-        kept = {self.current, *variants}
-        self._built = {variant: built for variant, built in self._built.items() if variant in kept}
-
-    def workload(self) -> LayerWorkload:
-        """Of one micro-batch, routed evenly."""
-        config, groups = self.layer.config, self.groups
-        return LayerWorkload(
-            tokens=self.tokens,
-            hidden=config.moe_latent_size or config.hidden_size,
-            ffn=(config.moe_ffn_hidden_size or config.ffn_hidden_size) // groups.etp_size,
-            gated=config.gated_linear_unit,
-            experts=config.num_moe_experts,
-            topk=config.moe_router_topk,
-            element_bytes=config.params_dtype.itemsize,
-            lane_bytes=LANE_BYTES,
-            ep=groups.ep_size,
-            etp=groups.etp_size,
-            tp=config.tensor_model_parallel_size if holds_replicated_tokens(config) else 1,
-            capacity_factor=config.moe_expert_capacity_factor,
-            workers=self._workers(),
-            fused=config.bias_activation_fusion,
-        )
-
-    def _workers(self) -> tuple[int, ...]:
-        """Of each network level; none where nodes make no levels, so that no expert migrates."""
-        try:
-            return levels_of(self.groups.ep, self.options.network_levels)
-        except ConfigurationError:
-            if self.options.network_levels is not None:
-                raise
-            return ()
-
-    def _restore(self, variant: str) -> None:
-        self.layer.token_dispatcher, compute = self._built[variant]
-        self.layer.__dict__.pop(EXPERTS_COMPUTE, None)
-        if compute is not None:
-            setattr(self.layer, EXPERTS_COMPUTE, compute)
-        self.current = variant
-
-    def _see_tokens(self, layer: Any, inputs: tuple[Any, ...]) -> None:
-        if layer.training and inputs and not is_recomputing():
-            self.passes += 1
-            self.tokens = max(self.tokens, inputs[0].shape[:-1].numel())
-
-    def _see_rows(self, experts: Any, inputs: tuple[Any, ...] | None) -> None:
-        # Called without inputs by expert_migration_layer._finish_parameter_sync.
-        if inputs and experts.training and not is_recomputing():
-            self.rows += inputs[0].size(0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,6 +50,8 @@ class Seen:
     workload: LayerWorkload
     rows: float
     """Of a pass."""
+    passes: int = 1
+    """Forward passes."""
 
 
 class Controller:
@@ -141,9 +60,8 @@ class Controller:
     def __init__(self, config: Any, options: Options) -> None:
         self.config, self.options = config, options
         self.layers: list[PlannedLayer] = []
-        self.plan: Plan | None = None if options.plan is None else Plan.load(options.plan)
-        if self.plan is not None:
-            self._check_planned(self.plan)
+        self.plan: Plan | None = None
+        """Of --moe-opt-plan; None: there is none, or not yet."""
         self.predicted: tuple[Prediction, ...] = ()
         self.refused: tuple[Refusal, ...] = ()
         self.planned: str | None = None
@@ -153,11 +71,18 @@ class Controller:
         self.overhead = 0.0
         """Seconds that the trials took longer than as many steps of what stays."""
         self.passes_of_step = 0
-        """Forward passes of the layers of this rank in the first step."""
+        """Forward passes of all layers of a rank in the first step, on the rank that had most."""
         self.settled = False
         self.trials: Trials | None = None
         """None: not yet, or none."""
+        self._plan_is_agreed = False
         self._step_began: float | None = None
+        """When the first pass of the step that is under way did; None: no layer has run in it yet."""
+        if options.plan is not None:
+            if dist.is_initialized():
+                self._agree_on_plan(dist.group.WORLD)
+            elif os.environ.get("RANK", "0") == "0":  # refuses now; the others ask when there are process groups
+                self.plan = self._read_plan()
 
     @property
     def current(self) -> str | None:
@@ -167,11 +92,14 @@ class Controller:
     def add(self, layer: PlannedLayer) -> None:
         """Takes a layer that has just been built; by a plan.json, it runs as planned from the start."""
         self.layers.append(layer)
-        if self.plan is None:
+        layer.layer.register_forward_pre_hook(self._begin_step)
+        if self.options.plan is None:
             agreed_cluster(self.options.profile, layer.groups)  # refuses now what could not be planned with later
             if holds_replicated_tokens(layer.layer.config):
                 layer.use(REPLICATED_START)
             return
+        if not self._plan_is_agreed:
+            self._agree_on_plan(layer.groups.joint)
         config = layer.layer.config
         sizes = {"ep": layer.groups.ep_size, "etp": layer.groups.etp_size, "experts": config.num_moe_experts}
         self.plan.check(self.options.plan, **sizes)
@@ -199,15 +127,14 @@ class Controller:
             self._begin()
         else:
             self._synchronize()
-            self.trials.record(self._slowest(time.perf_counter() - self._step_began))
+            began, self._step_began = self._step_began, None
+            self.trials.record(self._slowest(0.0 if began is None else time.perf_counter() - began))
         if self.trials is not None:
             if self.trials.current is None:
                 self._settle()
             else:
                 self._use(self.trials.current)
                 self._keep((ALLTOALL, *self.trials.variants))  # stock's: the others are built from it
-                self._synchronize()
-                self._step_began = time.perf_counter()
 
     def after_skipped_step(self) -> None:
         """To be called when an optimizer has skipped a step, whose passes and time are no other step's."""
@@ -215,24 +142,21 @@ class Controller:
             return
         for layer in self.layers:
             layer.passes = layer.rows = layer.tokens = 0
-        self._synchronize()
-        self._step_began = time.perf_counter()
+        self._step_began = None
+
+    def _begin_step(self, layer: Any, _: Any) -> None:
+        """Has a step of trials timed from here on: an evaluation or a checkpoint between two of them is not theirs."""
+        if self.trials is not None and not self.settled and self._step_began is None and layer.training:
+            self._synchronize()
+            self._step_began = time.perf_counter()
 
     def _begin(self) -> None:
         """Plans, and says what is tried."""
-        self.passes_of_step = sum(layer.passes for layer in self.layers)
-        answers: list[Any] = [None]
         seen: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(seen, [self._seen(layer) for layer in self.layers if layer.passes])
-        if dist.get_rank() == 0:
-            try:
-                answers = [self._make_plan(seen)]
-            except Exception as error:  # whatever it is, the others must not wait for this rank for ever
-                answers = [error]
-        dist.broadcast_object_list(answers, src=0)
-        if isinstance(answers[0], Exception):
-            raise answers[0]
-        self.predicted, self.refused, self.planned = answers[0]
+        self.passes_of_step = max(sum(one.passes for one in of_rank) for of_rank in seen)
+        found = found_by_first(lambda: self._make_plan(seen), dist.group.WORLD)
+        self.predicted, self.refused, self.planned = found
         if self.planned is None:
             self.settled = True  # a plan that differs from layer to layer, or cannot be left: it runs as it is
             return
@@ -241,12 +165,12 @@ class Controller:
             say(AUTO, line)
 
     def _seen(self, layer: PlannedLayer) -> Seen:
-        return Seen(layer.workload(), layer.rows / layer.passes)
+        return Seen(layer.workload(), layer.rows / layer.passes, layer.passes)
 
     def _make_plan(
         self, seen: Sequence[Sequence[Seen]]
     ) -> tuple[tuple[Prediction, ...], tuple[Refusal, ...], str | None]:
-        """Predictions of all layers together, what was refused, and what is planned. On rank 0.
+        """Predictions of a layer, in the mean over all of them; what was refused, and what is planned. On rank 0.
 
         Args:
             seen: of each rank's layers, in their order.
@@ -265,7 +189,7 @@ class Controller:
             for one in of_rank:
                 shape = dataclasses.replace(one.workload, tokens=0)
                 by_shape.setdefault(shape, [[] for _ in seen])[rank].append(one)
-        totals: dict[str, list[Prediction]] = {}
+        of_shapes: dict[str, list[tuple[int, Prediction]]] = {}
         refused: dict[str, Refusal] = {}
         for of_ranks in by_shape.values():
             alike = [one for of_rank in of_ranks for one in of_rank]
@@ -279,19 +203,25 @@ class Controller:
             )
             found, not_here = candidates(workload, cluster, self.options.activation_budget)
             for one in found:
-                totals.setdefault(one.variant, []).append(one)
+                of_shapes.setdefault(one.variant, []).append((sum(layer.passes for layer in alike), one))
             refused |= {one.variant: one for one in not_here}
-        everywhere = [_sum(ones) for ones in totals.values() if len(ones) == len(by_shape)]
+        everywhere = [_mean(ones) for ones in of_shapes.values() if len(ones) == len(by_shape)]
         in_order = sorted(everywhere, key=lambda one: one.seconds)
         allowed, not_allowed = self._allowed(in_order, {workload.workers for workload in by_shape})
         return allowed, (*refused.values(), *not_allowed), best(allowed).variant
 
-    def _check_planned(self, plan: Plan) -> None:
+    def _agree_on_plan(self, group: dist.ProcessGroup) -> None:
+        """Has all ranks of the group run what the first one reads: nodes may have different files of that name."""
+        self.plan, self._plan_is_agreed = found_by_first(self._read_plan, group), True
+
+    def _read_plan(self) -> Plan:
         """Refuses now, as for a dispatcher that the user names, what this configuration cannot run."""
+        plan = Plan.load(self.options.plan)
         for variant in dict.fromkeys(plan.layers.values()):
             reason = self._refusal(variant)
             if reason is not None:
                 raise ConfigurationError(f"{PREFIX}plan {self.options.plan} runs {variant}: {reason}")
+        return plan
 
     def _allowed(
         self, predictions: Sequence[Prediction], workers: set[tuple[int, ...]]
@@ -301,7 +231,8 @@ class Controller:
         Args:
             workers: of each network level of the expert-parallel groups, as this run finds them.
         """
-        reasons = [self._refusal(one.variant) or _stays(one.variant, workers) for one in predictions]
+        dropping = self.config.moe_expert_capacity_factor is not None
+        reasons = [self._refusal(one.variant) or _stays(one.variant, workers, dropping) for one in predictions]
         found = list(zip(predictions, reasons, strict=True))
         allowed = tuple(one for one, reason in found if reason is None)
         return allowed, tuple(Refusal(one.variant, reason) for one, reason in found if reason is not None)
@@ -348,12 +279,20 @@ class Controller:
             torch.cuda.synchronize()
 
 
-def _stays(variant: str, workers: set[tuple[int, ...]]) -> str | None:
-    """Why layers cannot change to a variant, or from it."""
+def _stays(variant: str, workers: set[tuple[int, ...]], dropping: bool) -> str | None:
+    """Why layers cannot change to a variant, or from it.
+
+    Args:
+        dropping: experts drop what exceeds their capacity.
+    """
     name, options = split_variant(variant, None)
-    if name == "netmoe" or variant == "parm:S2":
-        what = "moves samples between layers" if name == "netmoe" else "splits rows instead of tokens"
-        return f"{what}, which layers cannot change to: choose --moe-token-dispatcher-type {name}"
+    if name == "netmoe":
+        return f"moves samples between layers, which layers cannot change to: choose --moe-token-dispatcher-type {name}"
+    if variant == "parm:S2" and dropping:
+        return (
+            "drops other rows than the others do, of all tokens of a TP group together: choose "
+            "--moe-token-dispatcher-type parm"
+        )
     sizes = options.domain_sizes
     if sizes is not None and any(
         len(sizes) != len(levels) or any(number % size for number, size in zip(levels, sizes, strict=True))
@@ -363,21 +302,26 @@ def _stays(variant: str, workers: set[tuple[int, ...]]) -> str | None:
     return None
 
 
-def _sum(ones: list[Prediction]) -> Prediction:
-    """Of the layers of all shapes."""
-    first, *others = ones
-    for other in others:
-        names = {*first.terms, *other.terms}
-        first = Prediction(
-            first.variant,
-            first.seconds + other.seconds,
-            first.exposed + other.exposed,
-            first.inter_bytes + other.inter_bytes,
-            first.intra_bytes + other.intra_bytes,
-            max(first.activation_bytes, other.activation_bytes),
-            {name: first.terms.get(name, 0.0) + other.terms.get(name, 0.0) for name in names},
-        )
-    return first
+def _mean(ones: Sequence[tuple[int, Prediction]]) -> Prediction:
+    """Of one variant: the mean pass.
+
+    Args:
+        ones: how many passes there are of layers of a shape, and the prediction for one.
+    """
+    passes = sum(number for number, _ in ones)
+
+    def mean(of: Callable[[Prediction], float]) -> float:
+        return sum(number * of(one) for number, one in ones) / passes
+
+    return Prediction(
+        ones[0][1].variant,
+        mean(lambda one: one.seconds),
+        mean(lambda one: one.exposed),
+        mean(lambda one: one.inter_bytes),
+        mean(lambda one: one.intra_bytes),
+        max(one.activation_bytes for _, one in ones),
+        {term: mean(lambda one, term=term: one.terms.get(term, 0.0)) for _, of in ones for term in of.terms},
+    )
 
 
 _controller: Controller | None = None

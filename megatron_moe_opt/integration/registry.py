@@ -70,12 +70,13 @@ EDGES: dict[str, Callable[[Any, Options], None]] = {
 """What is done to a MoE layer for those that own more of it than its dispatcher, which it has by then."""
 
 _options = Options()
+_registered = False
 
 
 def register(options: Options | None = None) -> None:
     """See megatron_moe_opt.register."""
-    global _options
-    _options = options or Options()
+    global _options, _registered
+    _options, _registered = options or Options(), True
     new_controller()
     _check_version()
     try:
@@ -98,6 +99,11 @@ def register(options: Options | None = None) -> None:
     wrap_transformer_block()
     prioritize_expert_groups()
     report_with_training_log()
+
+
+def registered_options() -> Options | None:
+    """Those of the last `register`; None before it. A script that registers by itself may run behind the launcher."""
+    return _options if _registered else None
 
 
 @contextmanager

@@ -43,20 +43,20 @@ def reading_as_sequence_parallel(config: Any) -> Iterator[None]:
 def take_replicated_tokens(layer: Any) -> None:
     """Lets a MoELayer that was built inside `reading_as_sequence_parallel` take the tokens that all TP ranks hold.
 
-    Its dispatcher says at the first forward pass, when the number of tokens is known, on which of the two ways.
+    Its dispatcher says at its first forward pass, when the number of tokens is known, on which of the two ways. Another
+    one may take its place between optimizer steps, and go the other way.
     """
     stock_forward, group = layer.forward, layer.tp_group
-    splits_rows: bool | None = None
+    edge: _Edge | None = None
 
     @functools.wraps(stock_forward)
     def forward(hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        nonlocal splits_rows
+        nonlocal edge
         _check(hidden_states, group, args, kwargs)
-        if splits_rows is None:
-            splits_rows = layer.token_dispatcher.take_copies(hidden_states, group)
-            _prepare(layer, splits_rows)
+        edge = edge or _Edge(layer)
+        edge.splits_rows = layer.token_dispatcher.take_copies(hidden_states, group)
         with reading_as_sequence_parallel(layer.config):
-            if splits_rows:
+            if edge.splits_rows:
                 return stock_forward(hidden_states)
             output, bias = stock_forward(_split(hidden_states, group))
         return _gather(output, group), bias
@@ -64,33 +64,61 @@ def take_replicated_tokens(layer: Any) -> None:
     layer.forward = forward
 
 
-def _prepare(layer: Any, splits_rows: bool) -> None:
+class _Edge:
     """Gradients and losses of what all TP ranks hold; see the top of this file."""
-    seen_in_parts = [parameter for parameter in layer.parameters() if getattr(parameter, "sequence_parallel", False)]
-    if splits_rows:
+
+    def __init__(self, layer: Any) -> None:
+        self._router, self._group = layer.router, layer.tp_group
+        self._splits_rows = False
         of_router = {id(parameter) for parameter in layer.router.parameters()}
-        seen_in_parts = [parameter for parameter in seen_in_parts if id(parameter) not in of_router]
-        _lose_for_one_rank(layer.router)
+        for parameter in layer.parameters():
+            if getattr(parameter, "sequence_parallel", False):
+                always = id(parameter) not in of_router
+                parameter.register_hook(functools.partial(self._complete, always))
+        self._stock_groups = layer.router.tp_cp_group, layer.router.tp_dp_cp_group
         if layer.shared_experts is not None:
-            _split_tokens_of(layer.shared_experts, layer.tp_group)
-    for parameter in seen_in_parts:
-        parameter.register_hook(functools.partial(_sum_over, layer.tp_group))
+            self._take_tokens_of_both(layer.shared_experts)
 
+    @property
+    def splits_rows(self) -> bool:
+        """S2. Forward and backward passes of an optimizer step all go one way."""
+        return self._splits_rows
 
-def _lose_for_one_rank(router: Any) -> None:
-    """Auxiliary losses of a router that sees the same tokens on all TP ranks: means over the other groups only."""
-    from megatron.core import parallel_state
+    @splits_rows.setter
+    def splits_rows(self, splits_rows: bool) -> None:
+        if splits_rows != self._splits_rows:
+            self._splits_rows, router = splits_rows, self._router
+            router.tp_cp_group, router.tp_dp_cp_group = self._groups_of_losses()
 
-    router.tp_cp_group = router.cp_group
-    router.tp_dp_cp_group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    def _groups_of_losses(self) -> tuple[ProcessGroup, ProcessGroup]:
+        """Auxiliary losses are means over them: not over TP, where the router sees the same tokens on all its ranks."""
+        from megatron.core import parallel_state
 
+        if not self._splits_rows:
+            return self._stock_groups
+        return self._router.cp_group, parallel_state.get_data_parallel_group(with_context_parallel=True)
 
-def _split_tokens_of(shared_experts: Any, group: ProcessGroup) -> None:
-    """Lets shared experts that were built for a part of the tokens take and return all of them."""
-    forward, first, last = shared_experts.forward, shared_experts.pre_forward_comm, shared_experts.get_output
-    shared_experts.forward = lambda tokens: _gather(forward(_split(tokens, group)), group)
-    shared_experts.pre_forward_comm = lambda tokens: first(_split(tokens, group))
-    shared_experts.get_output = lambda: _gather(last(), group)
+    def _complete(self, always: bool, grad: torch.Tensor) -> torch.Tensor:
+        """The sum over TP, where a rank has seen its part of the tokens: the router only under S1."""
+        if not always and self._splits_rows:
+            return grad
+        grad = grad.clone()
+        dist.all_reduce(grad, group=self._group)
+        return grad
+
+    def _take_tokens_of_both(self, shared_experts: Any) -> None:
+        """Lets shared experts that were built for a part of the tokens take and return all of them, under S2."""
+        forward, first, last = shared_experts.forward, shared_experts.pre_forward_comm, shared_experts.get_output
+
+        def split(tokens: torch.Tensor) -> torch.Tensor:
+            return _split(tokens, self._group) if self._splits_rows else tokens
+
+        def gather(part: torch.Tensor) -> torch.Tensor:
+            return _gather(part, self._group) if self._splits_rows else part
+
+        shared_experts.forward = lambda tokens: gather(forward(split(tokens)))
+        shared_experts.pre_forward_comm = lambda tokens: first(split(tokens))
+        shared_experts.get_output = lambda: gather(last())
 
 
 def _split(tokens: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
@@ -105,12 +133,6 @@ def _gather(part: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
     from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 
     return gather_from_sequence_parallel_region(part, tensor_parallel_output_grad=False, group=group)
-
-
-def _sum_over(group: ProcessGroup, grad: torch.Tensor) -> torch.Tensor:
-    grad = grad.clone()
-    dist.all_reduce(grad, group=group)
-    return grad
 
 
 def _check(hidden_states: torch.Tensor, group: ProcessGroup, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -26,6 +26,7 @@ class PluggedTokenDispatcher(MoETokenDispatcher):
         self.dispatcher = dispatcher
         self._dispatched: Dispatched | None = None
         self._tokens_per_expert: torch.Tensor | None = None
+        self._takes_copies: bool | None = None
 
     @property
     def dispatched(self) -> Any:
@@ -33,8 +34,10 @@ class PluggedTokenDispatcher(MoETokenDispatcher):
         return self._dispatched
 
     def take_copies(self, tokens: torch.Tensor, tp: ProcessGroup) -> bool:
-        """See MontaDispatcher.take_copies. tokens: [S, B, H]."""
-        return self.dispatcher.take_copies(tp, tokens.view(-1, tokens.size(-1)))
+        """See MontaDispatcher.take_copies, which is asked once. tokens: [S, B, H]."""
+        if self._takes_copies is None:
+            self._takes_copies = self.dispatcher.take_copies(tp, tokens.view(-1, tokens.size(-1)))
+        return self._takes_copies
 
     def dispatch_preprocess(
         self, tokens: torch.Tensor, routing_map: torch.Tensor, probs: torch.Tensor

@@ -7,12 +7,14 @@ Order of sums. NCCL keeps its own order. On Gloo, which has no reduce-scatter wi
 rows from every peer and adds them in rank order 0..n-1 (half precision in float32): the result depends on nothing but
 the data, so all callers of these functions agree bit for bit.
 
-Bytes on the wire. Each rank's rows go once to each peer that needs them; nothing is padded.
+Bytes on the wire. Each rank's rows go once to each peer that needs them; nothing is padded. On Gloo all receives and
+sends of a call are under way at once, receives first: its own all-to-all posts sends before receives, so that between
+two ranks one direction follows the other, and its all-gather goes round a ring, one rank at a time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
@@ -118,6 +120,44 @@ def _on_gloo(group: dist.ProcessGroup | None) -> bool:
     return dist.get_backend(group) == "gloo"
 
 
+_TAG = 0x726F7773
+"""Messages between two ranks of a group arrive in the order in which they were sent: one tag serves all, and differs
+from those of other users of the group."""
+
+
+@dataclass(frozen=True)
+class _Transfers:
+    works: list[dist.Work]
+
+    def wait(self) -> None:
+        for work in self.works:
+            work.wait()
+
+
+def _exchange_on_gloo(
+    collective: str, sent: Sequence[torch.Tensor], received: Sequence[torch.Tensor], group: dist.ProcessGroup | None
+) -> _Transfers:
+    """Starts to move sent[p] to each rank p of the group, and what it sends to received[p].
+
+    Args:
+        collective: what a TrafficCounter counts it as.
+        sent, received: contiguous; a block without elements is not sent.
+    """
+    group = group or dist.group.WORLD
+    rank, size = group.rank(), group.size()
+    received[rank].copy_(sent[rank])
+    works = []
+    # Everybody starts with the next rank, so that no rank is everybody's first.
+    with issued_as(collective):
+        for peer in ((rank - step) % size for step in range(1, size)):
+            if received[peer].numel():
+                works.append(group.recv([received[peer]], peer, _TAG))
+        for peer in ((rank + step) % size for step in range(1, size)):
+            if sent[peer].numel():
+                works.append(group.send([sent[peer]], peer, _TAG))
+    return _Transfers(works)
+
+
 def _equal(counts: list[int] | None) -> bool:
     return counts is None or all(count == counts[0] for count in counts)
 
@@ -148,6 +188,9 @@ def start_all_to_all_rows(
     rows = rows.contiguous()
     received = empty((sum(receive_counts), *rows.shape[1:]), rows.dtype, rows.device)
     with named_errors("all_to_all_rows", group):
+        if _on_gloo(group):
+            blocks = rows.detach().split(send_counts), received.split(receive_counts)
+            return Pending("all_to_all_rows", group, _exchange_on_gloo("all_to_all", *blocks, group), lambda: received)
         work = dist.all_to_all_single(received, rows, receive_counts, send_counts, group=group, async_op=True)
     return Pending("all_to_all_rows", group, work, lambda: received)
 
@@ -177,14 +220,10 @@ def start_all_gather_rows(rows: torch.Tensor, counts: list[int] | None, group: d
     if len(counts) != size or counts[rank] != rows.shape[0]:
         raise ValueError(f"all_gather_rows: counts {counts} do not fit rank {rank} of {size} with {rows.shape[0]} rows")
     with named_errors("all_gather_rows", group):
-        if _on_gloo(group) and not _equal(counts):
-            # Gloo refuses unequal lengths: an all-to-all in which every rank is sent the same rows.
-            copies = rows.repeat(size, *[1] * (rows.dim() - 1))
-            with issued_as("all_gather"):
-                work = start_all_to_all_rows(copies, counts, [rows.shape[0]] * size, group)
-            return Pending("all_gather_rows", group, work, work.wait)
         gathered = empty((sum(counts), *rows.shape[1:]), rows.dtype, rows.device)
-        if _equal(counts):
+        if _on_gloo(group):
+            work = _exchange_on_gloo("all_gather", [rows.detach()] * size, gathered.split(counts), group)
+        elif _equal(counts):
             work = dist.all_gather_into_tensor(gathered, rows, group=group, async_op=True)
         else:
             work = dist.all_gather(list(gathered.split(counts)), rows, group=group, async_op=True)

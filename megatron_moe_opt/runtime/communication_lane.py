@@ -1,6 +1,7 @@
 """A lane for collectives beside everything else: they run in the order in which they are submitted.
 
 All ranks submit in the same order, so that a process group that only this lane uses sees one order on all of them.
+Who submits collectives reports what they send with traffic.count_sent: a TrafficCounter sees none of them here.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from collections.abc import Callable
 from concurrent.futures import Future
 
 import torch
+
+from megatron_moe_opt.runtime.traffic import reported
 
 
 class HostLane:
@@ -47,7 +50,7 @@ class StreamLane:
     def submit(self, task: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
         """Issues a task behind what is queued on the current stream; what is returned makes that stream wait."""
         self._stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._stream), torch.no_grad():
+        with torch.cuda.stream(self._stream), torch.no_grad(), reported():  # in the caller's thread, which is counted
             result = task()
             done = torch.cuda.Event()
             done.record()

@@ -131,6 +131,31 @@ def test_tp_without_sequence_parallelism_begins_with_what_trains_there(ranks, tm
     assert auto[0]["losses"] == pytest.approx(monta[0]["losses"], rel=1e-5)
 
 
+S2_SIZES, S2_CANDIDATES = {"tp": 2, "ep": 2, "etp": 2}, ("parm:S2", "monta:O1", "parm:S1")
+
+
+def test_layers_change_to_rows_split_after_the_gate_and_back(ranks, tmp_path):
+    """Router, auxiliary loss and shared experts see all tokens under S2, and parts of them under the others."""
+    steps = 1 + 2 * len(S2_CANDIDATES) + 3  # monta's, S2's, S1's, and S2's again, which stays
+    found = tuple(Prediction(name, 1e-3, 1e-3, 0.0, 1.0, 1) for name in S2_CANDIDATES)
+    Plan({1: "monta:O1", 2: "monta:O1"}, found, "a cluster", ep=2, etp=2, experts=8).save(tmp_path / "plan.json")
+    config = {
+        "sequence_parallel": False, "moe_shared_expert_intermediate_size": 96, "moe_aux_loss_coeff": 1e-2,
+        "moe_router_load_balancing_type": "aux_loss", "moe_shared_expert_gate": True,
+    }  # fmt: skip
+    seconds = dict.fromkeys(S2_CANDIDATES, 1.0) | {"parm:S2": 0.5}
+    auto = ranks.run(
+        train, steps=steps, options=Options(plan=tmp_path / "plan.json"), sizes=S2_SIZES, seconds=seconds,
+        moe_token_dispatcher_type="auto", **config,
+    )  # fmt: skip
+    monta = ranks.run(
+        train, steps=steps, options=Options(), sizes=S2_SIZES, moe_token_dispatcher_type="monta", **config
+    )
+    for ours, theirs in zip(auto, monta, strict=True):
+        assert ours["runs"] == "parm:S2" and ours["tried"] == sorted(S2_CANDIDATES)
+        assert ours["losses"] == pytest.approx(theirs["losses"], rel=1e-5)
+
+
 CANDIDATES = ("alltoall", "monta:O1", *(f"mpmoe:{count}" for count in range(2, 8)))
 
 
@@ -159,6 +184,52 @@ def test_a_plan_that_differs_by_layer_runs_as_it_is(ranks, tmp_path):
     for answer in ranks.run(train, steps=2, options=options, sizes={"ep": 4}, moe_token_dispatcher_type="auto"):
         assert answer["settled"] and answer["tried"] == []
         assert [built[-1] for built in answer["built"]] == ["mpmoe:2", "monta:O1"]
+
+
+def train_by_own_file(folder: Path, groups_come_later: bool) -> dict[str, Any]:
+    """One step by a plan.json that every rank looks for in a place of its own, as on file systems that are not shared.
+
+    Args:
+        groups_come_later: the configuration is built before there are process groups, as Megatron-LM 0.19 does.
+    """
+    import torch.distributed as dist
+
+    from megatron_moe_opt.integration.auto_layer import Controller
+
+    init = Controller.__init__
+
+    def without_groups(controller: Controller, *arguments: Any) -> None:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(dist, "is_initialized", lambda: False)
+            init(controller, *arguments)
+
+    options = Options(plan=folder / str(dist.get_rank()) / "plan.json")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RANK", str(dist.get_rank()))
+        if groups_come_later:
+            patch.setattr(Controller, "__init__", without_groups)
+        return train(1, options, {"ep": 4}, moe_token_dispatcher_type="auto")
+
+
+@pytest.mark.parametrize("groups_come_later", [False, True])
+def test_the_first_rank_reads_the_plan_for_all(ranks, tmp_path, groups_come_later):
+    for rank, variant in ((0, "mpmoe:2"), (2, "monta:O1")):  # two files are missing, and one is another plan
+        (tmp_path / str(rank)).mkdir()
+        plan(tmp_path / str(rank) / "plan.json", {1: variant, 2: variant})
+    for answer in ranks.run(train_by_own_file, folder=tmp_path, groups_come_later=groups_come_later):
+        assert answer["planned"] == "mpmoe:2" and [built[-1] for built in answer["built"]] == ["mpmoe:2"] * 2
+
+
+def test_a_plan_that_the_first_rank_cannot_read_is_refused_on_all(ranks, tmp_path):
+    for rank in (1, 2, 3):
+        (tmp_path / str(rank)).mkdir()
+        plan(tmp_path / str(rank) / "plan.json", {1: "mpmoe:2", 2: "mpmoe:2"})
+    with pytest.raises(RankFailure) as caught:
+        ranks.run(train_by_own_file, folder=tmp_path, groups_come_later=False)
+    assert len(caught.value.errors) == 4
+    file = tmp_path / "0" / "plan.json"
+    for _, kind, text in caught.value.errors:
+        assert kind == "ConfigurationError" and f"{file} cannot be read" in text
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,8 @@ from megatron_moe_opt.runtime.collectives import (
     all_gather_rows,
     all_to_all_rows,
     reduce_scatter_rows,
+    start_all_gather_rows,
+    start_all_to_all_rows,
     start_reduce_scatter_rows,
 )
 from tests.ranks.gpt import gpt
@@ -176,6 +178,42 @@ def uneven_collectives(dtype):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_unequal_rows(ranks, dtype):
     assert ranks.run(uneven_collectives, dtype=dtype) == [True] * 4
+
+
+def issued():
+    """What each of the functions on rows has issued when it waits for the first time, with the peers."""
+    group, rank, calls = dist.group.WORLD, dist.get_rank(), []
+
+    def noting(name):
+        original = getattr(dist.ProcessGroup, name)
+
+        def call(self, tensors, peer, tag):
+            calls.append((name, (peer - rank) % 4))
+            return original(self, tensors, peer, tag)
+
+        return call
+
+    found = []
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("send", "recv"):
+            patch.setattr(dist.ProcessGroup, name, noting(name))
+        for start in (
+            lambda: start_all_gather_rows(torch.ones(2, 3), None, group),
+            lambda: start_all_gather_rows(torch.ones(1 + rank, 3), [1, 2, 3, 4], group),
+            lambda: start_reduce_scatter_rows(torch.ones(8, 3), None, group),
+            lambda: start_all_to_all_rows(torch.ones(8, 3), [2] * 4, [2] * 4, group),
+        ):
+            calls.clear()
+            pending = start()
+            found.append(list(calls))
+            pending.wait()
+    return found
+
+
+def test_all_transfers_of_a_collective_are_under_way_at_once_receives_first(ranks):
+    """Else large messages go one direction after the other. Every rank begins with another one."""
+    once = [("recv", 3), ("recv", 2), ("recv", 1), ("send", 1), ("send", 2), ("send", 3)]
+    assert ranks.run(issued) == [[once] * 4] * 4
 
 
 def no_rows():

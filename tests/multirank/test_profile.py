@@ -240,3 +240,33 @@ def test_saa_is_compared_with_its_collectives_one_after_the_other(ranks):
             assert len(seconds) == 2 and all(one > 0 for one in seconds)
         assert all(part <= whole for part, whole in zip(point.all_to_all, point.aas, strict=True))
         assert point.ratios == tuple(aas / saa for aas, saa in zip(point.aas, point.saa, strict=True))
+
+
+def _partition_overhead(hidden: int, step: float) -> tuple[list[int], int, float]:
+    """Experts of the layers that it builds, the steps that it runs, and what it finds; each step takes so long."""
+    from types import SimpleNamespace
+
+    from megatron_moe_opt.cli import meter, moe_layer, profile_partitions
+    from tests.ranks.megatron import parallel
+
+    built, steps = [], []
+
+    def layer_under_test(settings, name, ep, device):
+        built.append(settings.experts)
+        return SimpleNamespace(step=lambda: steps.append(step))
+
+    cluster = SimpleNamespace(world=World((0, 0, 1, 1), ep=4))
+    with parallel(ep=4), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(meter, "time", SimpleNamespace(perf_counter=lambda: sum(steps)))
+        patch.setattr(moe_layer, "layer_under_test", layer_under_test)
+        patch.setattr(profile_partitions.mpmoe_choice, "predict", lambda *_: [SimpleNamespace(seconds=0.0)] * 2)
+        found = profile_partitions.partition_overhead(cluster, 1, hidden, 1024, "fp32", torch.device("cpu"), 0.1)
+    return built, len(steps), found
+
+
+def test_the_layers_of_the_partition_overhead_take_little_memory_and_time(ranks):
+    assert [answer[:2] for answer in ranks.run(_partition_overhead, hidden=1024, step=0.0)] == [([16, 16], 20)] * 4
+    # An expert of 128 MiB: two layers, weights and gradients, make 512 MiB. A turn of two steps takes 0.12 s.
+    assert [answer[:2] for answer in ranks.run(_partition_overhead, hidden=16384, step=0.06)] == [([8, 8], 4)] * 4
+    (built, _, _), *_ = ranks.run(_partition_overhead, hidden=65536, step=0.0)
+    assert built == [4, 4]  # one a rank at least

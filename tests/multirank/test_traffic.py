@@ -12,7 +12,7 @@ import torch.distributed._functional_collectives as funcol
 from torch.utils.checkpoint import checkpoint
 
 from megatron_moe_opt.runtime.collectives import all_gather_rows, reduce_scatter_rows
-from megatron_moe_opt.runtime.traffic import TrafficCounter, TrafficRow, issued_as
+from megatron_moe_opt.runtime.traffic import TrafficCounter, TrafficRow, count_sent, issued_as
 from megatron_moe_opt.topology.nodes import NodeMap, discover_nodes
 
 NODES = NodeMap((0, 0, 1, 1))
@@ -255,6 +255,26 @@ def _built_on_all_to_all():
     assert own == _rows(*expected), own
 
 
+def _in_a_lane_beside():
+    """What is reported of a collective in a lane is counted once, in the lane's thread as on its stream."""
+    from unittest.mock import MagicMock
+
+    from megatron_moe_opt.runtime.communication_lane import HostLane, StreamLane
+
+    def submit(lane):
+        count_sent("all_gather", dist.group.WORLD, [8] * 4)
+        wait = lane.submit(lambda: all_gather_rows(torch.ones(1, 2), None, dist.group.WORLD))
+        if isinstance(lane, HostLane):
+            wait()
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("Stream", "current_stream", "stream", "Event"):
+            patch.setattr(torch.cuda, name, MagicMock())
+        for lane in (HostLane("test"), StreamLane(torch.device("cpu"))):
+            own, _ = _count(lambda lane=lane: submit(lane))
+            assert own == _rows(("all_gather", INTRA, 1, 8), ("all_gather", INTER, 2, 16)), own
+
+
 def _nothing_outside():
     with TrafficCounter(NODES) as counter:
         pass
@@ -324,6 +344,10 @@ def test_issued_as(ranks):
 
 def test_built_on_all_to_all(ranks):
     ranks.run(_built_on_all_to_all)
+
+
+def test_in_a_lane_beside(ranks):
+    ranks.run(_in_a_lane_beside)
 
 
 def test_nothing_outside_the_context(ranks):

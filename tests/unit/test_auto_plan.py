@@ -12,8 +12,9 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 import megatron_moe_opt
 from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.integration import auto_layer
-from megatron_moe_opt.integration.auto_layer import Controller, PlannedLayer, Seen, current_controller
+from megatron_moe_opt.integration.auto_layer import Controller, Seen, current_controller
 from megatron_moe_opt.integration.optimizer_step import _wrap
+from megatron_moe_opt.integration.planned_layer import PlannedLayer
 from megatron_moe_opt.options import Options
 from megatron_moe_opt.planning.plan_file import Plan
 from megatron_moe_opt.planning.planner import LayerWorkload, Prediction
@@ -69,37 +70,87 @@ def tried(controller: Controller, workers: tuple[int, ...]) -> tuple[list[str], 
 def test_runners_up_that_cannot_run_are_not_tried(planned):
     controller = planned("monta:O2x2")
     others = ["mpmoe:2:S1", "monta:O2x2", "alltoall"]
-    assert tried(controller, (2, 4)) == (["expert-migration:2x4", *others], "monta:O2x2")
-    assert tried(controller, (8,)) == (["expert-migration:8", *others], "monta:O2x2")
+    assert tried(controller, (2, 4)) == (["parm:S2", "expert-migration:2x4", *others], "monta:O2x2")
+    assert tried(controller, (8,)) == (["parm:S2", "expert-migration:8", *others], "monta:O2x2")
     fused = planned("monta:O2x2", gradient_accumulation_fusion=True)
-    assert tried(fused, (8,)) == (others, "monta:O2x2")
+    assert tried(fused, (8,)) == (["parm:S2", *others], "monta:O2x2")
 
 
-@pytest.mark.parametrize(("variant", "overrides"), [("netmoe", {}), ("parm:S2", {"tensor_model_parallel_size": 2})])
-def test_what_layers_cannot_leave_stays(planned, variant, overrides):
-    assert tried(planned(variant, **overrides), (8,))[1] is None
+def test_what_layers_cannot_leave_stays(planned):
+    dropping = {"tensor_model_parallel_size": 2, "moe_expert_capacity_factor": 1.5}
+    assert tried(planned("netmoe"), (8,))[1] is None
+    assert tried(planned("parm:S2", **dropping), (8,))[1] is None  # which is another function than the others
+    variants, chosen = tried(planned("parm:S2", tensor_model_parallel_size=2), (8,))
+    assert chosen == "parm:S2" and "parm:S2" in variants
 
 
-def test_a_step_that_the_optimizer_skips_counts_for_nothing(planned, monkeypatch):
-    """As the first ones under fp16 are: neither its passes for those of a step, nor its time for the next one's."""
+def test_a_prediction_is_the_mean_of_all_layers(planned, monkeypatch):
+    """Three layers of one shape and one of another, on a stage each: the table says ms of a layer, not of a shape."""
+
+    def predicted(workload, cluster, budget):
+        times = {"alltoall": 2.0 * workload.topk, "monta:O1": 1.0 + workload.topk}
+        found = [Prediction(name, time, time, time, 0.0, workload.topk, {"all": time}) for name, time in times.items()]
+        return tuple(found), ()
+
+    monkeypatch.setattr(auto_layer, "candidates", predicted)
+    monkeypatch.setattr(auto_layer.Cluster, "load", lambda file: None)
+    controller = planned("monta:O2x2")
+    controller.plan = None
+    few, many = (Seen(LayerWorkload(16, 16, 16, False, 8, topk, 4, 16, 8), 32.0, passes=2) for topk in (1, 5))
+    (ours, stock), _, chosen = controller._make_plan([[few] * 3, [many]])
+    assert (ours.variant, stock.variant, chosen) == ("monta:O1", "alltoall", "monta:O1")
+    assert (stock.seconds, ours.seconds) == ((3 * 2 + 10) / 4, (3 * 2 + 6) / 4)
+    assert (stock.exposed, stock.inter_bytes, stock.terms) == (4.0, 4.0, {"all": 4.0})
+    assert stock.activation_bytes == 5  # room is needed for the largest
+
+
+@pytest.fixture
+def timed(planned, monkeypatch):
+    """A controller in trials of one variant, one layer of it, and a clock that stands until it is moved on."""
     controller, now = planned("monta:O2x2"), [0.0]
-    layer = SimpleNamespace(passes=2, rows=64, tokens=16, use=lambda variant: None, keep=lambda variants: None)
-    controller.layers.append(layer)
-    skip = _wrap(lambda _: (False, None, None))
-    skip(None)
-    assert (layer.passes, layer.rows, layer.tokens) == (0, 0, 0)
-
+    layer = torch.nn.Module()
+    layer.forward = lambda seconds: now.__setitem__(0, now[0] + float(seconds[0]))
+    layer.config, layer.experts, layer.token_dispatcher = controller.config, torch.nn.Module(), None
     monkeypatch.setattr(auto_layer, "time", SimpleNamespace(perf_counter=lambda: now[0]))
     monkeypatch.setattr(Controller, "_slowest", lambda self, seconds: seconds)
+    monkeypatch.setattr(Controller, "_agree_on_plan", lambda self, group: None)
+    groups = SimpleNamespace(ep_size=8, etp_size=1, joint=None)
+    controller.add(PlannedLayer(layer, groups, controller.options, lambda *_: None))
     controller.trials = Trials([Prediction("monta:O2x2", 1.0, 0, 0, 0, 0)], "monta:O2x2")
-    controller._step_began = 0.0
+    return controller, layer, now
+
+
+def test_a_step_that_the_optimizer_skips_counts_for_nothing(timed):
+    """As the first ones under fp16 are: neither its passes for those of a step, nor its time for the next one's."""
+    controller, layer, now = timed
+    skip = _wrap(lambda _: (False, None, None))
+    (planned_layer,) = controller.layers
+    planned_layer.passes, planned_layer.rows, planned_layer.tokens = 2, 64, 16
+    skip(None)
+    assert (planned_layer.passes, planned_layer.rows, planned_layer.tokens) == (0, 0, 0)
     for number in range(3):
         if number == 2:
-            now[0] += 5.0
+            layer(torch.tensor([5.0]))
             skip(None)
-        now[0] += 1.0
+        layer(torch.tensor([1.0]))
         controller.after_step()
     assert controller.trials.steps == 3 and controller.trials.longer_than(1.0) == 0.0
+
+
+def test_what_lies_between_two_steps_is_not_timed(timed):
+    controller, layer, now = timed
+    for number in range(3):
+        if number == 1:
+            layer.eval()
+            layer(torch.tensor([7.0]))  # an evaluation
+            layer.train()
+        if number == 2:
+            now[0] += 9.0  # a checkpoint
+        layer(torch.tensor([1.0]))  # micro-batches
+        layer(torch.tensor([1.0]))
+        now[0] += 0.5  # their backward passes, the optimizer
+        controller.after_step()
+    assert controller.trials.steps == 3 and controller.trials.longer_than(2.5) == 0.0
 
 
 def test_variants_keep_to_the_bounds_of_the_run(tmp_path):

@@ -66,6 +66,17 @@ def test_a_bad_setting_ends_in_one_sentence(script, tmp_path):
     assert "Traceback" not in result.stderr
 
 
+def test_the_recipe_behind_the_launcher_has_our_options():
+    """The launcher takes them out of the command line, which the recipe reads too: it must not begin without them."""
+    recipe = Path(__file__).resolve().parents[2] / "recipes" / "pretrain_moe_gpt.py"
+    sizes = {"num-layers": 1, "hidden-size": 16, "num-attention-heads": 2, "seq-length": 16, "num-experts": 2}
+    given = sizes | {"micro-batch-size": 1, "train-iters": 1, "lr": 1e-3, "data-path": "nowhere"}
+    given |= {"moe-token-dispatcher-type": "mpmoe", "moe-opt-activation-budget": "1MiB"}
+    result = launch(str(recipe), *(word for flag, value in given.items() for word in (f"--{flag}", str(value))))
+    assert result.returncode == 2
+    assert "pretrain_moe_gpt: error: --moe-opt-activation-budget 1048576 has nothing to choose" in result.stderr
+
+
 def test_a_stale_extension_ends_in_one_sentence(script, monkeypatch, capsys):
     from megatron_moe_opt.kernels import extension
 

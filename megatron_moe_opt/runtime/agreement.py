@@ -1,0 +1,28 @@
+"""What one rank finds out for all of a group."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+T = TypeVar("T")
+
+
+def found_by_first(find: Callable[[], T], group: dist.ProcessGroup) -> T:
+    """What `find` returns on the first rank of the group, or raises there: on all of its ranks. A collective call.
+
+    Args:
+        find: called on the first rank alone, with an answer that can be pickled.
+    """
+    found: list[Any] = [None, None]
+    if group.rank() == 0:
+        try:
+            found[0] = find()
+        except Exception as error:  # whatever it is, the others must not wait for this rank for ever
+            found[1] = error
+    dist.broadcast_object_list(found, src=dist.get_global_rank(group, 0), group=group)
+    if found[1] is not None:
+        raise found[1]
+    return found[0]
