@@ -48,8 +48,6 @@ def check_config(config: Any, name: str, options: Options) -> None:
         _check_auto(options)
     elif options.plan is not None:
         raise ConfigurationError(f"{PREFIX}plan {options.plan} is for {FLAG} {AUTO}, not {name}: drop one of the two")
-    if options.profile is not None:
-        _check_profile_is_read(name, options)
     if name == "netmoe":
         _check_netmoe(config)
     if name == "parm" and options.parm_schedule == "S2" and config.sequence_parallel:
@@ -139,22 +137,6 @@ def _check_auto(options: Options) -> None:
             raise ConfigurationError(
                 f"{PREFIX}{flag} {value} is what {FLAG} {AUTO} chooses: drop it, or name the dispatcher it is for"
             )
-
-
-def _check_profile_is_read(name: str, options: Options) -> None:
-    """`auto` reads every profile, and so does `monta`, whose options refuse one that has nothing to choose."""
-    by_model = options.tunes_partitions and options.partition_tuner == "model"
-    read, otherwise = {
-        "parm": (options.schedule_profile is not None, f"leave {PREFIX}parm-schedule at {AUTO}, or "),
-        "mpmoe": (by_model, f"add {PREFIX}tuner model and {PREFIX}partitions {AUTO}, or "),
-        "expert-migration": (options.chooses_domains, f"leave {PREFIX}domain-sizes at {AUTO}, or "),
-        "netmoe": (False, ""),
-        "deepspeed": (False, ""),
-    }.get(name, (True, ""))
-    if not read:
-        raise ConfigurationError(
-            f"{PREFIX}profile {options.profile} is not read by {FLAG} {name} with these options: {otherwise}drop it"
-        )
 
 
 def _check_netmoe(config: Any) -> None:

@@ -325,33 +325,3 @@ def test_auto_needs_something_to_plan_by_and_is_never_lossy(options, name, sente
         refusal(sentence, name=name)
     finally:
         megatron_moe_opt.register()
-
-
-PROFILE = Path("c.json")
-
-
-@pytest.mark.parametrize(
-    ("name", "options", "way_out"),
-    [
-        ("mpmoe", Options(profile=PROFILE), "add --moe-opt-tuner model and --moe-opt-partitions auto, or drop it"),
-        ("mpmoe", Options(profile=PROFILE, partitions="auto"), "add --moe-opt-tuner model"),
-        ("mpmoe", Options(profile=PROFILE, memory_reuse="auto", tuner="profile"), "add --moe-opt-tuner model"),
-        ("mpmoe", Options(profile=PROFILE, memory_reuse="auto", tuner="model"), None),
-        ("parm", Options(profile=PROFILE, parm_schedule="S1"), "leave --moe-opt-parm-schedule at auto, or drop it"),
-        ("parm", Options(profile=PROFILE), None),
-        ("expert-migration", Options(profile=PROFILE, domain_sizes=(2,)), "leave --moe-opt-domain-sizes at auto, or"),
-        ("expert-migration", Options(profile=PROFILE), None),
-        ("netmoe", Options(profile=PROFILE), "drop it"),
-        ("monta", Options(profile=PROFILE), None),
-    ],
-)
-def test_a_profile_that_nobody_reads_is_refused(name, options, way_out):
-    megatron_moe_opt.register(options)
-    try:
-        if way_out is None:
-            config(name)
-        else:
-            sentence = f"--moe-opt-profile c.json is not read by --moe-token-dispatcher-type {name} with these options"
-            refusal(f"{sentence}: {way_out}", name=name)
-    finally:
-        megatron_moe_opt.register()
