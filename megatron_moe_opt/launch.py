@@ -58,7 +58,7 @@ def main(arguments: list[str]) -> None:
             warnings.filterwarnings("ignore", message="Transformer Engine and Apex are not installed")
         if use_host_backend() and first_rank:
             print("moe-opt: no CUDA device, so Megatron-Core runs on CPU over Gloo", flush=True)
-        register(options)
+        register(options, refuse_unread=True)
         run_script(path, remaining)
     except (ConfigurationError, ExtensionError) as error:
         if first_rank:

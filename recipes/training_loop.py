@@ -326,7 +326,7 @@ def main() -> int:
     try:
         args, options = parse_arguments(sys.argv[1:])
         use_host_backend()
-        register(options)
+        register(options, refuse_unread=True)
         layout = check_arguments(args, int(os.environ["WORLD_SIZE"]))
         device = start_distributed(timedelta(minutes=args.distributed_timeout_minutes))
         train(args, options, layout, device, console)

@@ -34,6 +34,9 @@ _SYSTEMS: dict[str, tuple[str, ...]] = {
 }
 """By option: the dispatchers that read it."""
 
+NEVER_BESIDE_STOCK = ("compression_ratio", "gradient_compression_ratio", "plan")
+"""Options that no configuration with a stock dispatcher may meet. A program may build others beside stock layers."""
+
 
 def check_name(name: str, stock: Iterable[str], ours: Iterable[str]) -> None:
     """Refuses a dispatcher that neither Megatron nor we have."""
@@ -42,11 +45,11 @@ def check_name(name: str, stock: Iterable[str], ours: Iterable[str]) -> None:
         raise ConfigurationError(f"{FLAG} {name} is not a dispatcher: choose one of {known}")
 
 
-def check_options_are_read(name: str, options: Options) -> None:
+def check_options_are_read(name: str, options: Options, fields: Iterable[str] = tuple(_SYSTEMS)) -> None:
     """Refuses options that are about other dispatchers than `name`, ours or stock: they would change nothing."""
     without = Options()
-    for field, systems in _SYSTEMS.items():
-        value = getattr(options, field)
+    for field in fields:
+        value, systems = getattr(options, field), _SYSTEMS[field]
         if name not in systems and value != getattr(without, field):
             raise ConfigurationError(
                 f"{_flag(field)} {_shown(value)} is for {FLAG} {', '.join(systems)}, not {name}: drop one of the two"

@@ -26,7 +26,13 @@ from megatron_moe_opt.dispatchers.tuning import partitioning_of
 from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.integration.announce import announce
 from megatron_moe_opt.integration.auto_layer import controller_of, new_controller, plan_layer
-from megatron_moe_opt.integration.checks import check_config, check_name, check_options_are_read, check_telemetry
+from megatron_moe_opt.integration.checks import (
+    NEVER_BESIDE_STOCK,
+    check_config,
+    check_name,
+    check_options_are_read,
+    check_telemetry,
+)
 from megatron_moe_opt.integration.expert_migration_layer import EXPERTS_COMPUTE, make_dispatcher, migrate_experts
 from megatron_moe_opt.integration.expert_order import FLAG as EXPERT_ORDER
 from megatron_moe_opt.integration.expert_order import keep_expert_order
@@ -70,12 +76,13 @@ EDGES: dict[str, Callable[[Any, Options], None]] = {
 """What is done to a MoE layer for those that own more of it than its dispatcher, which it has by then."""
 
 _options = Options()
+_refuses_unread = False
 
 
-def register(options: Options | None = None) -> None:
+def register(options: Options | None = None, refuse_unread: bool = False) -> None:
     """See megatron_moe_opt.register."""
-    global _options
-    _options = options or Options()
+    global _options, _refuses_unread
+    _options, _refuses_unread = options or Options(), refuse_unread
     new_controller()
     _check_version()
     try:
@@ -163,7 +170,10 @@ def _check_stock(config: Any, name: str) -> None:
             f"{EXPERT_ORDER} {_options.expert_order} does not work with --moe-token-dispatcher-type {name}: choose one "
             f"of {', '.join(DISPATCHERS)}"
         )
-    check_options_are_read(name, _options)
+    if _refuses_unread:
+        check_options_are_read(name, _options)
+    else:
+        check_options_are_read(name, _options, NEVER_BESIDE_STOCK)
     if _options.telemetry:
         check_telemetry(config)
 

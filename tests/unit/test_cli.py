@@ -41,6 +41,7 @@ def test_help_names_defaults_that_depend(monkeypatch, capsys):
 
 @pytest.mark.parametrize(("budget", "status"), [("512MB", 2), ("0", 2), ("64MiB", 0), ("67108864", 0)])
 def test_a_budget_is_written_as_in_training(monkeypatch, capsys, budget, status):
+    monkeypatch.setenv("COLUMNS", "200")
     arguments = "plan --cluster pcie --model mixtral-8x7b --world 8 --ep 8 --activation-budget"
     assert _run(monkeypatch, *arguments.split(), budget) == status
     printed = capsys.readouterr()
