@@ -15,7 +15,7 @@ __version__ = "0.1.0"
 __all__ = ["__version__", "register", "use_host_backend"]
 
 
-def register(options: Options | None = None) -> None:
+def register(options: Options | None = None, refuse_unread: bool = False) -> None:
     """Makes our dispatcher types valid values of Megatron's `moe_token_dispatcher_type`.
 
     Call it once a process, before the TransformerConfig is built (before argparse, for Megatron-LM scripts; the
@@ -23,6 +23,8 @@ def register(options: Options | None = None) -> None:
 
     Args:
         options: settings of our dispatchers; the defaults where None.
+        refuse_unread: have configurations with a stock dispatcher refuse options that it does not read, for models that
+            are built from one command line. A program that builds several kinds of layers leaves it out.
 
     Raises:
         ConfigurationError: the installed megatron-core is not supported, or a seam of it has moved.
@@ -30,7 +32,7 @@ def register(options: Options | None = None) -> None:
     """
     from megatron_moe_opt.integration.registry import register as register_dispatchers
 
-    register_dispatchers(options)
+    register_dispatchers(options, refuse_unread)
 
 
 def use_host_backend() -> bool:

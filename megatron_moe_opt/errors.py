@@ -12,3 +12,10 @@ class ConfigurationError(ValueError):
 
 class ExtensionError(ImportError):
     """The compiled extension is missing, stale or built for another PyTorch. One sentence that says how to build it."""
+
+
+def sentence(error: Exception) -> str:
+    """The message as it was first raised: Megatron raises errors again, naming each module it was building."""
+    while (first := error.__context__) is not None and type(first) is type(error) and str(error).startswith(str(first)):
+        error = first
+    return str(error)

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from megatron_moe_opt import register, use_host_backend
-from megatron_moe_opt.errors import ConfigurationError, ExtensionError
+from megatron_moe_opt.errors import ConfigurationError, ExtensionError, sentence
 from megatron_moe_opt.options import options_help, split_options
 
 USAGE = "usage: python -m megatron_moe_opt.launch SCRIPT [ARGS...]"
@@ -58,11 +58,11 @@ def main(arguments: list[str]) -> None:
             warnings.filterwarnings("ignore", message="Transformer Engine and Apex are not installed")
         if use_host_backend() and first_rank:
             print("moe-opt: no CUDA device, so Megatron-Core runs on CPU over Gloo", flush=True)
-        register(options)
+        register(options, refuse_unread=True)
         run_script(path, remaining)
     except (ConfigurationError, ExtensionError) as error:
         if first_rank:
-            print(f"moe-opt: error: {error}", file=sys.stderr, flush=True)
+            print(f"moe-opt: error: {sentence(error)}", file=sys.stderr, flush=True)
         sys.exit(2)
 
 

@@ -225,7 +225,8 @@ def _partitions(text: str) -> int | tuple[int, ...] | str:
 _UNITS = {"": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 
 
-def _bytes(text: str) -> int:
+def byte_count(text: str) -> int:
+    """Of `512MiB`, `1.5GiB` or a plain number. Raises argparse.ArgumentTypeError for anything else, and for 0."""
     parts = re.fullmatch(rf"([0-9]+(?:\.[0-9]+)?)({'|'.join(_UNITS)})", text)
     if parts is None or float(parts[1]) == 0:
         raise argparse.ArgumentTypeError(f"'{text}' is not a number of bytes above 0, such as 512MiB or 1.5GiB")
@@ -310,7 +311,7 @@ def _parser() -> argparse.ArgumentParser:
     group.add_argument(
         f"{PREFIX}activation-budget",
         dest="activation_budget",
-        type=_bytes,
+        type=byte_count,
         metavar="BYTES",
         help="the most that activations of a layer may take, such as 512MiB, where mpmoe or auto chooses",
     )

@@ -6,6 +6,7 @@ import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import NoReturn
 
 from megatron_moe_opt.errors import ConfigurationError
@@ -305,3 +306,25 @@ def _check_output(args: argparse.Namespace) -> None:
         )
     if args.min_lr > args.lr:
         raise ConfigurationError(f"--min-lr {args.min_lr} is more than --lr {args.lr}; lower it")
+
+
+def check_folders(args: argparse.Namespace) -> None:
+    """Make the folders that a run writes to, and see that it can: not after hours, at the first checkpoint.
+
+    Raises ConfigurationError, which names the flag, where it cannot.
+    """
+    for flag, given, folder in (
+        ("--save", args.save, args.save),
+        ("--log-json", args.log_json, args.log_json and Path(args.log_json).absolute().parent),
+        ("--tensorboard-dir", args.tensorboard_dir, args.tensorboard_dir),
+    ):
+        if not given:
+            continue
+        try:
+            Path(folder).mkdir(parents=True, exist_ok=True)
+            with TemporaryFile(dir=folder):
+                pass
+        except OSError as error:
+            raise ConfigurationError(
+                f"{flag} {given} cannot be written ({error.strerror}); choose another place"
+            ) from error

@@ -18,7 +18,7 @@ from typing import Any
 import numpy
 import torch
 import torch.distributed as dist
-from arguments import PROGRAM, Layout, check_arguments, parse_arguments
+from arguments import PROGRAM, Layout, check_arguments, check_folders, parse_arguments
 from checkpoint import Checkpointer, find_checkpoint
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel
@@ -33,7 +33,7 @@ from step_log import StepLog
 from token_data import batches, build_datasets, check_datasets, kind_names
 
 from megatron_moe_opt import register, use_host_backend
-from megatron_moe_opt.errors import ConfigurationError
+from megatron_moe_opt.errors import ConfigurationError, sentence
 from megatron_moe_opt.integration import reports
 from megatron_moe_opt.integration.registry import registered_options
 from megatron_moe_opt.integration.routing_recorder import RoutingRecorder
@@ -172,6 +172,7 @@ def train(args: argparse.Namespace, options: Options, layout: Layout, device: to
     """Set up, resume where asked, train, and save."""
     config = build_config(args)
     check_on_all_ranks(partial(check_datasets, args))
+    check_on_all_ranks(partial(check_folders, args))
     start_model_parallel(args)
     train_data, valid_data = build_datasets(args)
     model = build_model(args, config, device)
@@ -311,7 +312,7 @@ def refuse(error: ConfigurationError) -> int:
     if not dist.is_initialized():
         dist.init_process_group("gloo")
     if dist.get_rank() == 0:
-        print(f"{PROGRAM}: error: {error}", file=sys.stderr, flush=True)
+        print(f"{PROGRAM}: error: {sentence(error)}", file=sys.stderr, flush=True)
     dist.barrier()
     return 2
 
@@ -329,7 +330,7 @@ def main() -> int:
         if launched is not None:
             options = launched  # behind megatron_moe_opt.launch, which takes them out of the command line
         use_host_backend()
-        register(options)
+        register(options, refuse_unread=True)
         layout = check_arguments(args, int(os.environ["WORLD_SIZE"]))
         device = start_distributed(timedelta(minutes=args.distributed_timeout_minutes))
         train(args, options, layout, device, console)

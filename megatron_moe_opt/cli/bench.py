@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from megatron_moe_opt.cli.option_types import Device, DType, finite, whole_numbers
+from megatron_moe_opt.cli.option_types import Device, DType, byte_budget, finite, whole_numbers
 from megatron_moe_opt.errors import ConfigurationError
 
 app = typer.Typer(help="Benchmarks, each against stock Megatron-Core in the same run.", no_args_is_help=True)
@@ -20,7 +20,8 @@ def layer(
         typer.Option(
             help="Dispatchers to compare, separated by commas; alltoall always runs (with --replicated: deepspeed). "
             "monta:O3x8 is level O3 with 8 chunks, parm:S2 schedule S2, mpmoe:4:S3 4 partitions that share memory by "
-            "strategy S3; monta:auto, parm:auto and mpmoe:auto choose by --profile (mpmoe, without one, by trials)."
+            "strategy S3, expert-migration:2x1 its domain sizes; auto, monta:auto and the like choose by --profile "
+            "(mpmoe:auto, without one, by trials)."
         ),
     ] = "monta,deepspeed",
     tokens: Annotated[int, typer.Option(min=1, help="Tokens of each rank.")] = 4096,
@@ -29,15 +30,16 @@ def layer(
     experts: Annotated[int, typer.Option(min=1, help="Experts of the layer.")] = 8,
     topk: Annotated[int, typer.Option(min=1, help="Experts of a token.")] = 2,
     tp: Annotated[int, typer.Option(min=1, help="Tensor parallelism; above 1 with sequence parallelism.")] = 1,
-    ep: Annotated[int | None, typer.Option(min=1, help="Expert parallelism.  [default: ranks / expert-tp]")] = None,
+    ep: Annotated[int | None, typer.Option(min=1, help="Expert parallelism.", show_default="ranks / expert-tp")] = None,
     expert_tp: Annotated[int, typer.Option(min=1, help="Tensor parallelism inside an expert.")] = 1,
     dtype: Annotated[DType, typer.Option(help="Tokens and weights.")] = DType.fp32,
     routing: Annotated[
-        str, typer.Option(help="uniform, zipf, one-hot-expert, or trace:FILE (a routing trace, or [tokens, topk]).")
+        str,
+        typer.Option(help="uniform, zipf, one-hot-expert, or trace:FILE (a routing trace, or an array)."),
     ] = "uniform",
     capacity_factor: Annotated[
         float | None,
-        typer.Option(min=0.0, callback=finite, help="Drop what exceeds this capacity.  [default: dropless]"),
+        typer.Option(min=0.0, callback=finite, help="Drop what exceeds this capacity.", show_default="dropless"),
     ] = None,
     pad_to_capacity: Annotated[bool, typer.Option(help="Pad every expert to its capacity.")] = False,
     steps: Annotated[int, typer.Option(min=1, help="Timed rounds.")] = 10,
@@ -119,7 +121,9 @@ def samples(
         str, typer.Option(help="Dispatchers to compare, separated by commas; alltoall always runs.")
     ] = "netmoe",
     hidden: Annotated[int, typer.Option(min=1, help="Hidden size.")] = 768,
-    tokens: Annotated[int | None, typer.Option(min=1, help="Of each sample; the first ones.  [default: all]")] = None,
+    tokens: Annotated[
+        int | None, typer.Option(min=1, help="Of each sample; the first ones.", show_default="all")
+    ] = None,
     dtype: Annotated[DType, typer.Option(help="Tokens.")] = DType.fp32,
     steps: Annotated[int, typer.Option(min=1, help="Timed rounds.")] = 10,
     warmup: Annotated[int, typer.Option(min=0, help="Untimed rounds before them; netmoe learns in them.")] = 10,
@@ -141,17 +145,17 @@ def choice(
     tokens: Annotated[str, typer.Option(help="Tokens of each rank, one point each, separated by commas.")] = "256,1024",
     chunks: Annotated[
         str | None,
-        typer.Option(help="Chunk counts at O2 and O3, or partitions.  [default: 2,4,8,16; 1 to 8 with --mpmoe]"),
+        typer.Option(help="Chunk counts at O2 and O3, or partitions.", show_default="2,4,8,16; 1 to 8 with --mpmoe"),
     ] = None,
     hidden: Annotated[int, typer.Option(min=1, help="Hidden size.")] = 1024,
     ffn_hidden: Annotated[
         int | None,
-        typer.Option(min=1, help="Hidden size inside an expert; with --mpmoe or --auto.  [default: --hidden]"),
+        typer.Option(min=1, help="Hidden size inside an expert; with --mpmoe or --auto.", show_default="--hidden"),
     ] = None,
     experts: Annotated[int, typer.Option(min=1, help="Experts of the layer.")] = 8,
     topk: Annotated[int, typer.Option(min=1, help="Experts of a token.")] = 2,
     tp: Annotated[int, typer.Option(min=1, help="Tensor parallelism; above 1 with sequence parallelism.")] = 1,
-    ep: Annotated[int | None, typer.Option(min=1, help="Expert parallelism.  [default: ranks / expert-tp]")] = None,
+    ep: Annotated[int | None, typer.Option(min=1, help="Expert parallelism.", show_default="ranks / expert-tp")] = None,
     expert_tp: Annotated[int, typer.Option(min=1, help="Tensor parallelism inside an expert.")] = 1,
     dtype: Annotated[DType, typer.Option(help="Tokens.")] = DType.fp32,
     routing: Annotated[str, typer.Option(help="As in bench layer.")] = "uniform",
@@ -170,7 +174,13 @@ def choice(
         str, typer.Option(help="Memory reuse: none, one of S1 to S4, or auto to choose from all; with --mpmoe.")
     ] = "none",
     activation_budget: Annotated[
-        int | None, typer.Option(min=1, help="Bytes of activations that a choice may take; with --mpmoe.")
+        int | None,
+        typer.Option(
+            parser=byte_budget,
+            metavar="BYTES",
+            help="What activations may take of a choice, such as 512MiB; with --mpmoe.",
+            show_default="no limit",
+        ),
     ] = None,
     steps: Annotated[int, typer.Option(min=1, help="Timed rounds.")] = 5,
     warmup: Annotated[int, typer.Option(min=0, help="Untimed rounds before them.")] = 1,
@@ -241,7 +251,7 @@ def saa(
     ),
     hidden: Annotated[int, typer.Option(min=1, help="Hidden size: elements of a row.")] = 1024,
     tp: Annotated[int, typer.Option(min=1, help="Tensor parallelism.")] = 2,
-    ep: Annotated[int | None, typer.Option(min=1, help="Expert parallelism.  [default: ranks / expert-tp]")] = None,
+    ep: Annotated[int | None, typer.Option(min=1, help="Expert parallelism.", show_default="ranks / expert-tp")] = None,
     expert_tp: Annotated[int, typer.Option(min=1, help="Tensor parallelism inside an expert.")] = 1,
     dtype: Annotated[DType, typer.Option(help="Elements of the rows.")] = DType.fp32,
     rounds: Annotated[int, typer.Option(min=1, help="Timed rounds.")] = 9,

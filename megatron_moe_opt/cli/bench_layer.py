@@ -67,8 +67,8 @@ def bench_layer(settings: LayerSettings, json_file: Path | None, report_folder: 
     chosen_by_it = any(name.rpartition(":")[2] == AUTO for name in settings.dispatchers)
     if settings.profile is not None and not chosen_by_it and report_folder is None:
         raise ConfigurationError(
-            f"--profile {settings.profile}: nothing reads it; add monta:{AUTO} or parm:{AUTO} to --dispatchers, or "
-            "--report for a page with predictions, or drop it"
+            f"--profile {settings.profile}: nothing reads it; add {AUTO}, or monta:{AUTO} or the like, to "
+            "--dispatchers, or --report for a page with predictions, or drop it"
         )
     cluster = check(settings)
     make_report_folder(report_folder)

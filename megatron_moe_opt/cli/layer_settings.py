@@ -65,6 +65,8 @@ class LayerSettings:
         """Refuses what cannot run on `world` ranks: ConfigurationError with the option, its value and the way out."""
         for variant in self.dispatchers:
             name = variant.partition(":")[0]
+            if not variant:
+                raise ConfigurationError("--dispatchers has an empty name: separate names by one comma each")
             if name not in known_dispatchers:
                 raise ConfigurationError(f"--dispatchers {name} is unknown: choose from {', '.join(known_dispatchers)}")
             split_variant(variant, self.profile)
@@ -97,6 +99,8 @@ class LayerSettings:
             raise ConfigurationError("--dispatch-only leaves out the experts that mpmoe pipelines through: drop it")
         if self.dispatch_only and AUTO in self.dispatchers:
             raise ConfigurationError("--dispatch-only has no layer whose steps auto could try: drop one of the two")
+        if AUTO in self.dispatchers and self.profile is None:
+            raise ConfigurationError(f"--dispatchers {AUTO} chooses by measurements: give --profile")
         if self.dispatch_only and self.replicated:
             raise ConfigurationError("--dispatch-only leaves out what --replicated is about: drop one of them")
         if self.dispatch_only and self.capacity_factor is not None:

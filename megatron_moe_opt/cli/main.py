@@ -15,7 +15,7 @@ from megatron_moe_opt.cli.routing_commands import generate_routing, plan_experts
 from megatron_moe_opt.cli.simulate import simulate
 from megatron_moe_opt.cli.simulate_migration import simulate_migration
 from megatron_moe_opt.cli.timeline import timeline
-from megatron_moe_opt.errors import ConfigurationError, ExtensionError
+from megatron_moe_opt.errors import ConfigurationError, ExtensionError, sentence
 
 app = typer.Typer(
     name="moe-opt",
@@ -46,7 +46,7 @@ def main() -> None:
         app(prog_name="moe-opt")
     except (ConfigurationError, ExtensionError) as error:
         if os.environ.get("LOCAL_RANK", "0") == "0":  # once a node: all ranks have the same settings
-            print(f"moe-opt: {error}", file=sys.stderr)
+            print(f"moe-opt: {sentence(error)}", file=sys.stderr)
         sys.exit(2)
 
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from argparse import ArgumentTypeError
 from enum import Enum
 from typing import TYPE_CHECKING
 
 import typer
 
 from megatron_moe_opt.errors import ConfigurationError
+from megatron_moe_opt.options import byte_count
 
 if TYPE_CHECKING:
     import torch
@@ -48,6 +50,14 @@ def whole_numbers(option: str, text: str) -> list[int]:
     if not all(part.isdecimal() and int(part) for part in parts):
         raise ConfigurationError(f"{option} {text}: write numbers from 1 on, separated by commas, such as 256,1024")
     return [int(part) for part in parts]
+
+
+def byte_budget(text: str) -> int:
+    """The parser of options that are bytes, written as those of training are: `512MiB`."""
+    try:
+        return byte_count(text)
+    except ArgumentTypeError as error:
+        raise typer.BadParameter(str(error)) from error
 
 
 def check_device(device: Device) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from tempfile import TemporaryFile
 
 from rich.console import Console
 
@@ -21,6 +22,12 @@ def check_output(flag: str, file: Path | None) -> None:
         raise ConfigurationError(f"{flag} {file} is a folder: name a file in it")
     if not file.absolute().parent.is_dir():
         raise ConfigurationError(f"{flag} {file}: its folder does not exist; create it or choose another")
+    try:
+        # Trying is the only test that knows read-only file systems too. All ranks try, so none makes the file itself.
+        with file.open("ab") if file.exists() else TemporaryFile(dir=file.absolute().parent):
+            pass
+    except OSError as error:
+        raise ConfigurationError(f"{flag} {file} cannot be written ({error.strerror}): choose another file") from error
 
 
 def check_timeline_files(trace: Path | None, png: Path | None) -> None:

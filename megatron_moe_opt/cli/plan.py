@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from megatron_moe_opt.cli.option_types import DType, finite, whole_numbers
+from megatron_moe_opt.cli.option_types import DType, byte_budget, finite, whole_numbers
 
 
 def plan(
@@ -26,25 +26,26 @@ def plan(
     topk: Annotated[int | None, typer.Option(min=1, help="Experts of a token.")] = None,
     heads: Annotated[int | None, typer.Option(min=1, help="Attention heads.")] = None,
     vocabulary: Annotated[int | None, typer.Option(min=1, help="Padded size of the vocabulary.")] = None,
-    kv_heads: Annotated[int | None, typer.Option(min=1, help="Key and value heads.  [default: --heads]")] = None,
-    head_size: Annotated[int | None, typer.Option(min=1, help="Of a head.  [default: --hidden / --heads]")] = None,
+    kv_heads: Annotated[int | None, typer.Option(min=1, help="Key and value heads.", show_default="--heads")] = None,
+    head_size: Annotated[int | None, typer.Option(min=1, help="Of a head.", show_default="--hidden / --heads")] = None,
     shared_ffn: Annotated[
-        int | None, typer.Option(min=0, help="Hidden size inside the shared experts together.  [default: 0]")
+        int | None, typer.Option(min=0, help="Hidden size inside the shared experts together.", show_default="0")
     ] = None,
     dense_layers: Annotated[
-        int | None, typer.Option(min=0, help="Leading layers without experts.  [default: 0]")
+        int | None, typer.Option(min=0, help="Leading layers without experts.", show_default="0")
     ] = None,
-    dense_ffn: Annotated[int | None, typer.Option(min=0, help="Hidden size inside their MLP.  [default: 0]")] = None,
+    dense_ffn: Annotated[int | None, typer.Option(min=0, help="Hidden size inside their MLP.", show_default="0")
+    ] = None,
     gated: Annotated[
-        bool | None, typer.Option("--gated/--no-gated", help="Experts with SwiGLU or the like.  [default: gated]")
+        bool | None, typer.Option("--gated/--no-gated", help="Experts with SwiGLU or the like.", show_default="gated")
     ] = None,
-    world: Annotated[int | None, typer.Option(min=1, help="GPUs.  [default: the file's]")] = None,
-    tp: Annotated[int | None, typer.Option(min=1, help="Tensor parallelism.  [default: the file's, or 1]")] = None,
-    cp: Annotated[int | None, typer.Option(min=1, help="Context parallelism.  [default: the file's, or 1]")] = None,
+    world: Annotated[int | None, typer.Option(min=1, help="GPUs.", show_default="the file's")] = None,
+    tp: Annotated[int | None, typer.Option(min=1, help="Tensor parallelism.", show_default="the file's, or 1")] = None,
+    cp: Annotated[int | None, typer.Option(min=1, help="Context parallelism.", show_default="the file's, or 1")] = None,
     pp: Annotated[int, typer.Option(min=1, help="Pipeline parallelism.")] = 1,
-    ep: Annotated[int | None, typer.Option(min=1, help="Expert parallelism.  [default: the file's, or 1]")] = None,
+    ep: Annotated[int | None, typer.Option(min=1, help="Expert parallelism.", show_default="the file's, or 1")] = None,
     expert_tp: Annotated[
-        int | None, typer.Option(min=1, help="Tensor parallelism inside an expert.  [default: the file's, or 1]")
+        int | None, typer.Option(min=1, help="Tensor parallelism inside an expert.", show_default="the file's, or 1")
     ] = None,
     sequence_parallel: Annotated[
         bool, typer.Option(help="Tokens are split over TP; else all TP ranks hold the same ones.")
@@ -57,7 +58,7 @@ def plan(
     dtype: Annotated[DType, typer.Option(help="Elements of tokens and weights.")] = DType.bf16,
     capacity_factor: Annotated[
         float | None,
-        typer.Option(min=0.001, callback=finite, help="Every expert gets its capacity.  [default: dropless]"),
+        typer.Option(min=0.001, callback=finite, help="Every expert gets its capacity.", show_default="dropless"),
     ] = None,
     imbalance: Annotated[
         float, typer.Option(min=1.0, callback=finite, help="Rows of the busiest rank over the mean.")
@@ -70,24 +71,29 @@ def plan(
         ),
     ] = None,
     activation_budget: Annotated[
-        int | None, typer.Option(min=1, help="Bytes that activations of a MoE layer may take.")
+        int | None,
+        typer.Option(
+            parser=byte_budget, metavar="BYTES", help="What activations of a MoE layer may take, such as 512MiB.",
+            show_default="no limit",
+        ),
     ] = None,
     peak_tflops: Annotated[
         float | None,
         typer.Option(
-            min=0.001, callback=finite, help="Of a GPU, dense, in the training dtype.  [default: the known cluster's]"
+            min=0.001, callback=finite, help="Of a GPU, dense, in the training dtype.",
+            show_default="the known cluster's",
         ),
     ] = None,
     gemm_efficiency: Annotated[
         float | None,
         typer.Option(
             min=0.001, max=1.0, callback=finite,
-            help="Part of the peak that the model's compute reaches.  [default: the known cluster's]",
+            help="Part of the peak that the model's compute reaches.", show_default="the known cluster's",
         ),
     ] = None,
     op_microseconds: Annotated[
         float | None,
-        typer.Option(min=0.0, callback=finite, help="What every op takes besides.  [default: the cluster's]"),
+        typer.Option(min=0.0, callback=finite, help="What every op takes besides.", show_default="the cluster's"),
     ] = None,
     explain: Annotated[bool, typer.Option(help="Also what the times are made of.")] = False,
     all_candidates: Annotated[bool, typer.Option("--all", help="Every candidate, not the fastest alone.")] = False,

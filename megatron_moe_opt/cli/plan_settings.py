@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from math import prod
 from pathlib import Path
 
 from megatron_moe_opt.cli.model_checks import check_model
@@ -183,8 +184,14 @@ def _levels_of_nodes(cluster: Cluster, layout: Layout) -> tuple[int, ...]:
 
 
 def _layout(sizes: Mapping[str, int]) -> Layout:
-    flags = ("--world", "--tp", "--cp", "--ep", "--expert-tp", "--pp")
-    return Layout(*(sizes[flag] for flag in flags))
+    for flags in (("--tp", "--cp", "--pp"), ("--expert-tp", "--ep", "--pp")):
+        product = prod(sizes[flag] for flag in flags)
+        if sizes["--world"] % product:
+            factors = " x ".join(f"{flag} {sizes[flag]}" for flag in flags)
+            raise ConfigurationError(
+                f"{factors} = {product} does not divide --world {sizes['--world']}: choose sizes whose product does"
+            )
+    return Layout(*(sizes[flag] for flag in ("--world", "--tp", "--cp", "--ep", "--expert-tp", "--pp")))
 
 
 def _check(settings: PlanSettings, model: ModelShape, layout: Layout) -> None:

@@ -13,7 +13,7 @@ from megatron_moe_opt.cli.option_types import DType, finite
 def profile(
     tp: Annotated[int, typer.Option(min=1, help="Tensor parallelism.")] = 1,
     cp: Annotated[int, typer.Option(min=1, help="Context parallelism.")] = 1,
-    ep: Annotated[int | None, typer.Option(min=1, help="Expert parallelism.  [default: ranks / expert-tp]")] = None,
+    ep: Annotated[int | None, typer.Option(min=1, help="Expert parallelism.", show_default="ranks / expert-tp")] = None,
     expert_tp: Annotated[int, typer.Option(min=1, help="Tensor parallelism inside an expert.")] = 1,
     hidden: Annotated[int, typer.Option(min=1, help="Hidden size: elements of a row.")] = 1024,
     ffn_hidden: Annotated[int, typer.Option(min=1, help="Hidden size inside an expert.")] = 1024,

@@ -17,7 +17,7 @@ def replay_routing(
     nodes: Nodes,
     ranks_per_node: RanksPerNode,
     expert_order: Annotated[
-        Path | None, typer.Option(help="A file of moe-opt plan-experts.  [default: stock's order]")
+        Path | None, typer.Option(help="A file of moe-opt plan-experts.", show_default="stock's order")
     ] = None,
     png: Annotated[
         Path | None, typer.Option(help="Draw reductions and moved samples, pass by pass (.png, .svg or .pdf).")

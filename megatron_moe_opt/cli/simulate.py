@@ -30,19 +30,19 @@ def simulate(
         float,
         typer.Option(min=0.001, max=1.0, callback=finite, help="Part of the peak that the model's compute reaches."),
     ],
-    kv_heads: Annotated[int | None, typer.Option(min=1, help="Key and value heads.  [default: --heads]")] = None,
+    kv_heads: Annotated[int | None, typer.Option(min=1, help="Key and value heads.", show_default="--heads")] = None,
     gated: Annotated[bool, typer.Option(help="Experts with SwiGLU or the like.")] = True,
     sequence: Annotated[
-        int | None, typer.Option(min=1, help="Tokens of a sequence.  [default: one sequence a micro-batch]")
+        int | None, typer.Option(min=1, help="Tokens of a sequence.", show_default="one sequence a micro-batch")
     ] = None,
     micro_batches: Annotated[int, typer.Option(min=1, help="Of a step and data-parallel rank.")] = 1,
     dtype: Annotated[DType, typer.Option(help="Elements of the rows.")] = DType.bf16,
-    tp: Annotated[int | None, typer.Option(min=1, help="Tensor parallelism.  [default: the file's, or 1]")] = None,
-    cp: Annotated[int | None, typer.Option(min=1, help="Context parallelism.  [default: the file's, or 1]")] = None,
+    tp: Annotated[int | None, typer.Option(min=1, help="Tensor parallelism.", show_default="the file's, or 1")] = None,
+    cp: Annotated[int | None, typer.Option(min=1, help="Context parallelism.", show_default="the file's, or 1")] = None,
     pp: Annotated[int, typer.Option(min=1, help="Pipeline parallelism.")] = 1,
-    ep: Annotated[int | None, typer.Option(min=1, help="Expert parallelism.  [default: the file's, or 1]")] = None,
+    ep: Annotated[int | None, typer.Option(min=1, help="Expert parallelism.", show_default="the file's, or 1")] = None,
     expert_tp: Annotated[
-        int | None, typer.Option(min=1, help="Tensor parallelism inside an expert.  [default: the file's, or 1]")
+        int | None, typer.Option(min=1, help="Tensor parallelism inside an expert.", show_default="the file's, or 1")
     ] = None,
     inter_bandwidth: Annotated[
         float | None,
@@ -58,11 +58,11 @@ def simulate(
     bandwidth_efficiency: Annotated[
         float | None,
         typer.Option(
-            min=0.001, max=1.0, callback=finite, help="Part of these bandwidths that is reached.  [default: 1]"
+            min=0.001, max=1.0, callback=finite, help="Part of these bandwidths that is reached.", show_default="1"
         ),
     ] = None,
     op_microseconds: Annotated[
-        float | None, typer.Option(min=0.0, callback=finite, help="What every op takes besides.  [default: 0]")
+        float | None, typer.Option(min=0.0, callback=finite, help="What every op takes besides.", show_default="0")
     ] = None,
     trace: Annotated[Path | None, typer.Option(help="Write the chosen timeline for ui.perfetto.dev.")] = None,
     png: Annotated[Path | None, typer.Option(help="Draw the chosen timeline (.png, .svg or .pdf).")] = None,

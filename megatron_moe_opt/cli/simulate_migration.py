@@ -38,14 +38,14 @@ def simulate_migration(
     level: Annotated[
         list[str] | None,
         typer.Option(
-            help="WORKERS:GB/s:MICROSECONDS of a level inside a data centre, such as 8:400:5; the outermost first.  "
-            "[default: one GPU in each data centre]"
+            help="WORKERS:GB/s:MICROSECONDS of a level inside a data centre, such as 8:400:5; the outermost first.",
+            show_default="one GPU in each data centre",
         ),
     ] = None,
     experts_per_gpu: Annotated[int, typer.Option(min=1, help="Experts of a layer on each GPU.")] = 1,
     gated: Annotated[bool, typer.Option(help="Experts with SwiGLU or the like.")] = True,
     sequence: Annotated[
-        int | None, typer.Option(min=1, help="Tokens of a sequence.  [default: all tokens of a GPU]")
+        int | None, typer.Option(min=1, help="Tokens of a sequence.", show_default="all tokens of a GPU")
     ] = None,
     dense_layers: Annotated[int, typer.Option(min=0, help="Layers without experts before each MoE layer.")] = 0,
     dtype: Annotated[DType, typer.Option(help="Tokens, weights and gradients that travel.")] = DType.bf16,

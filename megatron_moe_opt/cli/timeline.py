@@ -20,13 +20,13 @@ def timeline(
     experts: Annotated[int, typer.Option(min=1, help="Experts of the layer.")] = 8,
     topk: Annotated[int, typer.Option(min=1, help="Experts of a token, chosen uniformly.")] = 2,
     tp: Annotated[int, typer.Option(min=1, help="Tensor parallelism; above 1 with sequence parallelism.")] = 1,
-    ep: Annotated[int | None, typer.Option(min=1, help="Expert parallelism.  [default: ranks / expert-tp]")] = None,
+    ep: Annotated[int | None, typer.Option(min=1, help="Expert parallelism.", show_default="ranks / expert-tp")] = None,
     expert_tp: Annotated[int, typer.Option(min=1, help="Tensor parallelism inside an expert.")] = 1,
     dtype: Annotated[DType, typer.Option(help="Tokens.")] = DType.fp32,
     level: Annotated[str, typer.Option(help=f"{', '.join(LEVELS)}.")] = "O3",
     chunks: Annotated[
         int | None,
-        typer.Option(min=1, help=f"Chunks of the pipeline at O2 and O3.  [default: {DEFAULT_CHUNKS}]"),
+        typer.Option(min=1, help="Chunks of the pipeline at O2 and O3.", show_default=str(DEFAULT_CHUNKS)),
     ] = None,
     partitions: Annotated[
         int | None, typer.Option(min=1, help="Of mpmoe: draws its pipeline through the experts instead.")
@@ -37,7 +37,7 @@ def timeline(
         Path | None, typer.Option(help="cluster.json of moe-opt profile, of the same groups: draws the prediction too.")
     ] = None,
     rank: Annotated[
-        int | None, typer.Option(min=0, help="Whose timeline.  [default: the rank whose step took longest]")
+        int | None, typer.Option(min=0, help="Whose timeline.", show_default="the rank whose step took longest")
     ] = None,
     trace: Annotated[Path | None, typer.Option(help="Write the lanes for ui.perfetto.dev.")] = None,
     png: Annotated[Path | None, typer.Option(help="Draw the lanes (.png, .svg or .pdf).")] = None,

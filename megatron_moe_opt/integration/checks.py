@@ -12,6 +12,31 @@ from megatron_moe_opt.schedules.mpmoe import NONE
 
 FLAG = "--moe-token-dispatcher-type"
 
+_MIGRATION = ("expert-migration",)
+_SYSTEMS: dict[str, tuple[str, ...]] = {
+    "compression_ratio": _MIGRATION,
+    "gradient_compression_ratio": _MIGRATION,
+    "monta_level": ("monta",),
+    "chunks": ("monta",),
+    "parm_schedule": ("parm",),
+    "partitions": ("mpmoe",),
+    "memory_reuse": ("mpmoe",),
+    "tuner": ("mpmoe",),
+    "activation_budget": ("mpmoe", AUTO),
+    "domain_sizes": _MIGRATION,
+    "residuals": _MIGRATION,
+    "shared_expert_interval": _MIGRATION,
+    "network_levels": (*_MIGRATION, AUTO),
+    "prefetch_layers": (*_MIGRATION, AUTO),
+    "resident_layers": (*_MIGRATION, AUTO),
+    "profile": ("monta", "parm", "mpmoe", *_MIGRATION, AUTO),
+    "plan": (AUTO,),
+}
+"""By option: the dispatchers that read it."""
+
+NEVER_BESIDE_STOCK = ("compression_ratio", "gradient_compression_ratio", "plan")
+"""Options that no configuration with a stock dispatcher may meet. A program may build others beside stock layers."""
+
 
 def check_name(name: str, stock: Iterable[str], ours: Iterable[str]) -> None:
     """Refuses a dispatcher that neither Megatron nor we have."""
@@ -20,10 +45,36 @@ def check_name(name: str, stock: Iterable[str], ours: Iterable[str]) -> None:
         raise ConfigurationError(f"{FLAG} {name} is not a dispatcher: choose one of {known}")
 
 
-def check_nothing_lossy(name: str, options: Options) -> None:
-    """Refuses compression under a dispatcher that has none."""
-    for flag, ratio in options.compression.items():
-        raise ConfigurationError(f"{flag} {ratio:g} is for {FLAG} expert-migration, not {name}: drop one of the two")
+def check_options_are_read(name: str, options: Options, fields: Iterable[str] = tuple(_SYSTEMS)) -> None:
+    """Refuses options that are about other dispatchers than `name`, ours or stock: they would change nothing."""
+    without = Options()
+    for field in fields:
+        value, systems = getattr(options, field), _SYSTEMS[field]
+        if name not in systems and value != getattr(without, field):
+            raise ConfigurationError(
+                f"{_flag(field)} {_shown(value)} is for {FLAG} {', '.join(systems)}, not {name}: drop one of the two"
+            )
+    if options.profile is None:
+        return
+    for system, is_read, way_out in (
+        ("parm", options.schedule_profile is not None, f"leave {PREFIX}parm-schedule at {AUTO}"),
+        ("expert-migration", options.chooses_domains, f"leave {PREFIX}domain-sizes at {AUTO}"),
+        ("mpmoe", options.tuner == "model", f"give {PREFIX}partitions {AUTO} and {PREFIX}tuner model"),
+    ):
+        if name == system and not is_read:
+            raise ConfigurationError(
+                f"{PREFIX}profile {options.profile} has nothing to choose for {FLAG} {name}: drop it, or {way_out}"
+            )
+
+
+def _flag(field: str) -> str:
+    return PREFIX + {"network_levels": "levels"}.get(field, field.replace("_", "-"))
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, tuple):
+        return ",".join(map(str, value))
+    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def check_config(config: Any, name: str, options: Options) -> None:
@@ -46,8 +97,7 @@ def check_config(config: Any, name: str, options: Options) -> None:
         check_expert_order(config, options.expert_order)
     if name == AUTO:
         _check_auto(options)
-    elif options.plan is not None:
-        raise ConfigurationError(f"{PREFIX}plan {options.plan} is for {FLAG} {AUTO}, not {name}: drop one of the two")
+    check_options_are_read(name, options)
     if name == "netmoe":
         _check_netmoe(config)
     if name == "parm" and options.parm_schedule == "S2" and config.sequence_parallel:
@@ -59,8 +109,6 @@ def check_config(config: Any, name: str, options: Options) -> None:
         _check_mpmoe(config, options)
     if name == "expert-migration":
         _check_expert_migration(config, options)
-    elif name != AUTO:
-        check_nothing_lossy(name, options)
     if config.cuda_graph_impl != "none":
         raise ConfigurationError(
             f"--cuda-graph-impl {config.cuda_graph_impl} does not work with {FLAG} {name}, whose message sizes change "
@@ -124,18 +172,12 @@ def _check_auto(options: Options) -> None:
         raise ConfigurationError(
             f"{flag} {ratio:g} is lossy, which {FLAG} {AUTO} never is: drop it, or choose expert-migration"
         )
-    for flag, value in (
-        ("monta-level", options.monta_level),
-        ("chunks", options.chunks),
-        ("parm-schedule", options.parm_schedule),
-        ("domain-sizes", options.domain_sizes),
-        ("partitions", options.partitions),
-        ("memory-reuse", options.memory_reuse),
-        ("tuner", options.tuner),
-    ):
+    for field in ("monta_level", "chunks", "parm_schedule", "domain_sizes", "partitions", "memory_reuse", "tuner"):
+        value = getattr(options, field)
         if value is not None:
             raise ConfigurationError(
-                f"{PREFIX}{flag} {value} is what {FLAG} {AUTO} chooses: drop it, or name the dispatcher it is for"
+                f"{_flag(field)} {_shown(value)} is what {FLAG} {AUTO} chooses: drop it, or name the dispatcher it is "
+                "for"
             )
 
 

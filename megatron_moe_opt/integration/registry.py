@@ -26,7 +26,13 @@ from megatron_moe_opt.dispatchers.tuning import partitioning_of
 from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.integration.announce import announce
 from megatron_moe_opt.integration.auto_layer import controller_of, new_controller, plan_layer
-from megatron_moe_opt.integration.checks import check_config, check_name, check_nothing_lossy, check_telemetry
+from megatron_moe_opt.integration.checks import (
+    NEVER_BESIDE_STOCK,
+    check_config,
+    check_name,
+    check_options_are_read,
+    check_telemetry,
+)
 from megatron_moe_opt.integration.expert_migration_layer import EXPERTS_COMPUTE, make_dispatcher, migrate_experts
 from megatron_moe_opt.integration.expert_order import FLAG as EXPERT_ORDER
 from megatron_moe_opt.integration.expert_order import keep_expert_order
@@ -41,7 +47,7 @@ from megatron_moe_opt.integration.replicated_tokens import (
 from megatron_moe_opt.integration.reports import report_with_training_log
 from megatron_moe_opt.integration.seams import seam_moved
 from megatron_moe_opt.integration.telemetry import watch
-from megatron_moe_opt.options import AUTO, PREFIX, Options
+from megatron_moe_opt.options import AUTO, Options
 from megatron_moe_opt.topology.expert_groups import ExpertGroups
 from megatron_moe_opt.versions import SUPPORTED_MEGATRON, megatron_version, supports_megatron
 
@@ -70,13 +76,13 @@ EDGES: dict[str, Callable[[Any, Options], None]] = {
 """What is done to a MoE layer for those that own more of it than its dispatcher, which it has by then."""
 
 _options = Options()
-_registered = False
+_registered = _refuses_unread = False
 
 
-def register(options: Options | None = None) -> None:
+def register(options: Options | None = None, refuse_unread: bool = False) -> None:
     """See megatron_moe_opt.register."""
-    global _options, _registered
-    _options, _registered = options or Options(), True
+    global _options, _registered, _refuses_unread
+    _options, _registered, _refuses_unread = options or Options(), True, refuse_unread
     new_controller()
     _check_version()
     try:
@@ -169,11 +175,10 @@ def _check_stock(config: Any, name: str) -> None:
             f"{EXPERT_ORDER} {_options.expert_order} does not work with --moe-token-dispatcher-type {name}: choose one "
             f"of {', '.join(DISPATCHERS)}"
         )
-    if _options.plan is not None:
-        raise ConfigurationError(
-            f"{PREFIX}plan {_options.plan} is for --moe-token-dispatcher-type {AUTO}, not {name}: drop one of the two"
-        )
-    check_nothing_lossy(name, _options)
+    if _refuses_unread:
+        check_options_are_read(name, _options)
+    else:
+        check_options_are_read(name, _options, NEVER_BESIDE_STOCK)
     if _options.telemetry:
         check_telemetry(config)
 

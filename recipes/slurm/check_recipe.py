@@ -95,7 +95,7 @@ def check(recipe: Recipe, megatron_lm: Path | None = None) -> Report:
     micro_batches = _check_batch(recipe.flags, layout)
     _check_stages(recipe.flags, layout)
     options, remaining = split_options(recipe.command_line)
-    megatron_moe_opt.register(options)
+    megatron_moe_opt.register(options, refuse_unread=True)
     try:
         _build_config(recipe, Flags(remaining)) if megatron_lm is None else _parse(recipe, remaining)
     except ConfigurationError:

@@ -79,7 +79,8 @@ class Recipe:
     @property
     def command_line(self) -> tuple[str, ...]:
         """All arguments but the paths, in the job's order."""
-        return (*self.arguments, *self.dispatcher, *self.added)
+        states_another = "--moe-token-dispatcher-type" in self.added
+        return (*self.arguments, *(() if states_another else self.dispatcher), *self.added)
 
     @cached_property
     def flags(self) -> Flags:

@@ -177,10 +177,12 @@ def tuned_layer(tokens_of_rank, most):
 
     with parallel(ep=4):
         megatron_moe_opt.register(Options(partitions=(1, 2, 4), tuner="profile"))
-        config = moe_config(moe_token_dispatcher_type="mpmoe", moe_router_load_balancing_type="none")
+        # Without a capacity stock takes every token of a rank to have its experts, also one whose router chose none.
+        settings = {"moe_router_load_balancing_type": "none", "moe_expert_capacity_factor": 8.0}
+        config = moe_config(moe_token_dispatcher_type="mpmoe", **settings)
         layer = build_layer(config)
         megatron_moe_opt.register()
-        stock = build_layer(moe_config(moe_router_load_balancing_type="none"))
+        stock = build_layer(moe_config(**settings))
         stock.load_state_dict(layer.state_dict())
         partitioning = layer.token_dispatcher.dispatcher.partitioning
         choose, told = partitioning.choose, []

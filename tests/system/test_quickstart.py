@@ -127,6 +127,20 @@ def test_arguments_are_refused_before_training(arguments: str, ranks: int, sente
         check(arguments, ranks)
 
 
+@pytest.mark.parametrize("flag", ["--save", "--log-json", "--tensorboard-dir"])
+def test_a_run_makes_its_folders_or_refuses_before_training(tmp_path: Path, flag: str):
+    from arguments import check_folders, parse_arguments
+
+    command_line = [*shlex.split("--train-iters 5 --data-path text"), *MODEL]
+    check_folders(parse_arguments(command_line)[0])
+    check_folders(parse_arguments([*command_line, flag, str(tmp_path / "new" / "log")])[0])
+    assert (tmp_path / "new").is_dir()
+    (tmp_path / "file").touch()
+    args, _ = parse_arguments([*command_line, flag, f"{tmp_path}/file/log"])
+    with pytest.raises(ConfigurationError, match=f"^{flag} {tmp_path}/file/log cannot be written .Not a directory.; "):
+        check_folders(args)
+
+
 def test_tensor_parallelism_needs_sequence_parallelism():
     from arguments import check_arguments, parse_arguments
 

@@ -171,6 +171,12 @@ def test_a_profile_or_a_plan_replaces_the_dispatcher_and_its_options(cluster, gi
     assert value(cluster.note("arguments"), "--moe-token-dispatcher-type") == "monta"  # what the user says last
 
 
+def test_a_stated_dispatcher_replaces_the_recipes_with_its_options(cluster):
+    cluster.job("--moe-token-dispatcher-type", "alltoall", model="hybridep_gpt_large", SAVES="500000")
+    arguments = cluster.note("arguments")
+    assert value(arguments, "--moe-token-dispatcher-type") == "alltoall" and "--moe-opt-domain-sizes" not in arguments
+
+
 @pytest.mark.parametrize("model", ["monta_2x70b", "deepseek_v3"])
 def test_measures_the_cluster_with_the_sizes_of_training(cluster, model):
     result = cluster.job(model=model, MEASURE="/shared/cluster.json", CHECKPOINTS=None, DATA=None, MEGATRON_LM=None)

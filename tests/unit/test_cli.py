@@ -8,11 +8,47 @@ import sys
 
 import pytest
 import torch
+import typer
+from rich.text import Text
 
-from megatron_moe_opt.cli.main import main
+from megatron_moe_opt.cli.main import app, main
 from megatron_moe_opt.errors import ExtensionError
 from megatron_moe_opt.planning.cluster import Cluster, World
 from megatron_moe_opt.schedules.schedule import Kind
+
+
+def _options(command):
+    """Name and help of every option and argument of a command and of those below it."""
+    for param in command.params:
+        yield f"{command.name} {param.name}", getattr(param, "help", None) or ""
+    for below in getattr(command, "commands", {}).values():
+        yield from _options(below)
+
+
+def test_help_is_shown_as_it_is_written():
+    """Typer has rich draw it, which takes what stands in square brackets for markup, and leaves it out."""
+    helps = dict(_options(typer.main.get_command(app)))
+    assert len(helps) > 100
+    assert {name: text for name, text in helps.items() if Text.from_markup(text).plain != text} == {}
+
+
+def test_help_names_defaults_that_depend(monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "200")
+    assert _run(monkeypatch, "plan", "--help") == 0
+    shown = capsys.readouterr().out
+    assert "[default: (the file's, or 1)]" in shown and "[default: (dropless)]" in shown
+
+
+@pytest.mark.parametrize(("budget", "status"), [("512MB", 2), ("0", 2), ("64MiB", 0), ("67108864", 0)])
+def test_a_budget_is_written_as_in_training(monkeypatch, capsys, budget, status):
+    monkeypatch.setenv("COLUMNS", "200")
+    arguments = "plan --cluster pcie --model mixtral-8x7b --world 8 --ep 8 --activation-budget"
+    assert _run(monkeypatch, *arguments.split(), budget) == status
+    printed = capsys.readouterr()
+    if status:
+        assert f"'{budget}' is not a number of bytes above 0, such as 512MiB or 1.5GiB" in printed.err
+    else:
+        assert "more than the budget of 67108864" in printed.out
 
 
 def _run(monkeypatch, *arguments, world=1):
@@ -76,6 +112,8 @@ def _run(monkeypatch, *arguments, world=1):
             "--dispatch-only leaves out what --replicated is about: drop one of them",
         ),
         ("--dispatchers monta:auto", 1, "--dispatchers monta:auto chooses by measurements: give --profile"),
+        ("--dispatchers auto", 1, "--dispatchers auto chooses by measurements: give --profile"),
+        ("--dispatchers monta,,parm", 1, "--dispatchers has an empty name: separate names by one comma each"),
         (
             "--dispatchers monta:O1x4",
             1,
@@ -84,8 +122,8 @@ def _run(monkeypatch, *arguments, world=1):
         (
             "--dispatchers monta:O3x4 --profile f",
             1,
-            "--profile f: nothing reads it; add monta:auto or parm:auto to --dispatchers, or --report for a page with "
-            "predictions, or drop it",
+            "--profile f: nothing reads it; add auto, or monta:auto or the like, to --dispatchers, or --report for a "
+            "page with predictions, or drop it",
         ),
         (
             "--dispatchers monta:auto --profile nowhere.json",
@@ -125,6 +163,11 @@ def _run(monkeypatch, *arguments, world=1):
             "--json nowhere/out.json: its folder does not exist; create it or choose another",
         ),
         ("--json .", 1, "--json . is a folder: name a file in it"),
+        (
+            "--json /proc/out.json",
+            1,
+            "--json /proc/out.json cannot be written (No such file or directory): choose another file",
+        ),
         ("--report /dev/null", 1, "--report /dev/null cannot be created (File exists): choose another folder"),
     ],
 )

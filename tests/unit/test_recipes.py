@@ -123,6 +123,8 @@ def test_a_stated_dispatcher_replaces_the_recipes():
     recipe = altered("netmoe_gpt_s", "--moe-token-dispatcher-type", "alltoall", "--num-layers", "2")
     assert "dispatcher alltoall" in check(recipe).lines()[0]
     assert recipe.flags.number("--num-layers") == 2
+    recipe = altered("mpmoe_gpt_s", "--moe-token-dispatcher-type", "monta")  # without mpmoe's options
+    assert "dispatcher monta" in check(recipe).lines()[0]
 
 
 @pytest.mark.parametrize(

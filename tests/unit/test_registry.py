@@ -11,14 +11,15 @@ from typing import get_args
 
 import pytest
 from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.spec_utils import build_module
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
 import megatron_moe_opt
-from megatron_moe_opt.errors import ConfigurationError
-from megatron_moe_opt.integration import registry
+from megatron_moe_opt.errors import ConfigurationError, sentence
+from megatron_moe_opt.integration import checks, registry
 from megatron_moe_opt.integration.checks import check_config
-from megatron_moe_opt.options import Options, split_options
+from megatron_moe_opt.options import Options, options_help, split_options
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -276,6 +277,61 @@ def test_gradients_are_compressed_only_where_they_travel_and_keep_their_scale():
         refusal("--moe-opt-gradient-compression-ratio 9 is lossy, which", name="auto")
     finally:
         megatron_moe_opt.register()
+
+
+@pytest.mark.parametrize(
+    ("options", "name", "sentence"),
+    [
+        ({"monta_level": "O3"}, "alltoall", "monta-level O3 is for --moe-token-dispatcher-type monta, not alltoall"),
+        ({"chunks": 8}, "parm", "chunks 8 is for --moe-token-dispatcher-type monta, not parm: drop one of the two"),
+        ({"partitions": (2, 4)}, "monta", "partitions 2,4 is for --moe-token-dispatcher-type mpmoe, not monta"),
+        ({"domain_sizes": (2,)}, "mpmoe", "domain-sizes 2 is for --moe-token-dispatcher-type expert-migration, not"),
+        ({"network_levels": (2, 4)}, "netmoe", "levels 2,4 is for --moe-token-dispatcher-type expert-migration, auto"),
+        ({"prefetch_layers": 0}, "allgather", "prefetch-layers 0 is for --moe-token-dispatcher-type expert-migration"),
+        (
+            {"profile": "c.json"},
+            "netmoe",
+            "profile c.json is for --moe-token-dispatcher-type monta, parm, mpmoe, expert-m",
+        ),
+        ({"profile": "c.json", "parm_schedule": "S1"}, "parm", "profile c.json has nothing to choose for --moe-token-"),
+        ({"profile": "c.json"}, "mpmoe", "or give --moe-opt-partitions auto and --moe-opt-tuner model"),
+        ({"profile": "c.json", "domain_sizes": (1,)}, "expert-migration", "or leave --moe-opt-domain-sizes at auto"),
+    ],
+    ids=str,
+)
+def test_options_that_change_nothing_are_refused(options, name, sentence):
+    megatron_moe_opt.register(Options(**options), refuse_unread=True)
+    try:
+        refusal(sentence, name=name)
+        if name in ("alltoall", "allgather"):  # a program may build layers of both kinds
+            megatron_moe_opt.register(Options(**options))
+            config(name)
+    finally:
+        megatron_moe_opt.register()
+
+
+def test_a_refusal_that_megatron_raises_again_is_said_as_it_was():
+    refused = ConfigurationError("--flag 3 is wrong: give 2")
+
+    class Inner:
+        def __init__(self) -> None:
+            raise refused
+
+    class Outer:
+        def __init__(self) -> None:
+            build_module(Inner)
+
+    with pytest.raises(ConfigurationError, match="Outer$") as caught:
+        build_module(Outer)
+    assert sentence(caught.value) == str(refused)
+    assert sentence(refused) == str(refused)
+
+
+def test_every_option_says_who_reads_it():
+    everyones = {"telemetry", "expert_order"}
+    assert set(checks._SYSTEMS) == {field.name for field in dataclasses.fields(Options)} - everyones
+    for field in checks._SYSTEMS:
+        assert checks._flag(field) in options_help()
 
 
 def test_stock_is_left_alone():
