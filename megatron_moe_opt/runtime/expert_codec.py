@@ -118,7 +118,7 @@ class TrackedExperts:
         how = f"LOSSY, compressed {self.ratio:g}-fold as residuals from the last ones"
         if self._shared is None:
             return how
-        return f"{how}, which begin as a shared expert renewed every {self._shared.interval} messages"
+        return f"{how}, which begin as a shared expert renewed every {self._shared.interval} message(s)"
 
     def restart(self) -> None:
         """Has the next message be as the first. Every rank must restart."""
