@@ -53,9 +53,10 @@ class Options:
     gradient_compression_ratio: float | None = None
     """Bytes of the gradient of an expert that travels over those of it that return. None: whole; lossy otherwise."""
     residuals: str = "last"
-    """What compressed experts are told from: the last ones, as the receivers hold them, or a shared expert."""
+    """What receivers hold at first of compressed experts, and are told the rest of: whole experts, or a shared one."""
     shared_expert_interval: int = 10
-    """Times that a layer's experts travel compressed from one renewal of their mean to the next; 0: without mean."""
+    """Times that a layer's experts travel compressed from one renewal of their mean to the next; 0: no mean, and
+    nothing held: the largest weights alone."""
     profile: Path | None = None
     """A cluster.json of `moe-opt profile`."""
     plan: Path | None = None
@@ -375,8 +376,8 @@ def _parser() -> argparse.ArgumentParser:
         dest="residuals",
         choices=RESIDUALS,
         default=Options.residuals,
-        help="what compressed experts are told from: the last ones, as the receivers hold them, or the experts' mean "
-        "(default: %(default)s)",
+        help="compressed experts are told from the last ones, as receivers hold them, which at first are sent whole; "
+        "or (shared) begin as the shared expert, the experts' mean, and move with it (default: %(default)s)",
     )
     group.add_argument(
         f"{PREFIX}shared-expert-interval",
@@ -384,8 +385,8 @@ def _parser() -> argparse.ArgumentParser:
         type=_number_from_0,
         default=Options.shared_expert_interval,
         metavar="N",
-        help="optimizer steps from one renewal of the shared expert, the experts' mean, to the next; 0: without "
-        "(default: %(default)s)",
+        help="with shared: times that a layer's experts travel from one renewal of the shared expert to the next; 0: "
+        "none, and nothing is held: the largest weights alone, for comparison (default: %(default)s)",
     )
     group.add_argument(
         f"{PREFIX}telemetry",

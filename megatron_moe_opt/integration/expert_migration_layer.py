@@ -21,10 +21,11 @@ from megatron_moe_opt.dispatchers.expert_migration import ExpertMigrationDispatc
 from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.integration.optimizer_step import after_optimizer_step
 from megatron_moe_opt.options import PREFIX, Options
-from megatron_moe_opt.runtime.expert_codec import ResidualExperts, TrackedExperts, WholeExperts
+from megatron_moe_opt.runtime.expert_codec import LargestWeights, TrackedExperts, WholeExperts
 from megatron_moe_opt.runtime.expert_communicator import MigratedExperts, expert_communicator
 from megatron_moe_opt.runtime.expert_gradients import CompressedGradients, WholeGradients
 from megatron_moe_opt.runtime.expert_weights import ExpertWeights
+from megatron_moe_opt.runtime.shared_expert import SharedExpert
 from megatron_moe_opt.topology.domain_groups import DomainGroups, levels_of
 from megatron_moe_opt.topology.domains import ExpertDomains
 from megatron_moe_opt.topology.expert_groups import ExpertGroups
@@ -77,12 +78,14 @@ def migrate_experts(layer: Any, options: Options) -> None:
 
     def migrate(groups: DomainGroups, owners: tuple[int, ...]) -> MigratedExperts:
         communicator = expert_communicator(groups, options.prefetch_layers, options.resident_layers)
-        codec: WholeExperts | TrackedExperts | ResidualExperts = WholeExperts()
+        codec: WholeExperts | TrackedExperts | LargestWeights = WholeExperts()
         if ratio is not None:
             if options.residuals == "last":
                 codec = TrackedExperts(num_local, ratio)
+            elif interval := options.shared_expert_interval:
+                codec = TrackedExperts(num_local, ratio, SharedExpert(num_local, groups.all_experts, interval))
             else:
-                codec = ResidualExperts(num_local, groups.all_experts, ratio, options.shared_expert_interval)
+                codec = LargestWeights(num_local, ratio)
             layer.experts.register_load_state_dict_post_hook(lambda *_: codec.restart())
         gradients: WholeGradients | CompressedGradients = WholeGradients()
         if gradient_ratio is not None:

@@ -8,19 +8,18 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron_moe_opt.runtime.expert_codec import Decode
+from megatron_moe_opt.runtime.expert_codec import Decode, as_they_are
 
 
 class ArrivedExperts:
-    """Experts that were gathered once: kept as they travelled, decoded while somebody holds what was decoded."""
+    """Experts that were gathered once: decoded when they are first asked for."""
 
-    def __init__(self, gather: Callable[[], Callable[[], torch.Tensor]], decode: Decode, own: int, keep: bool) -> None:
+    def __init__(self, gather: Callable[[], Callable[[], torch.Tensor]], decode: Decode, own: int) -> None:
         """
         Args:
             gather: starts to gather the messages; see ExpertCommunicator.gather.
-            keep: keep the decoded ones instead.
         """
-        self._gather, self._keep = gather, keep
+        self._gather = gather
         self._arrive: Callable[[], torch.Tensor] | None = gather()
         self._messages: torch.Tensor | None = None
         self._decode, self._own = decode, own
@@ -32,9 +31,8 @@ class ArrivedExperts:
             self._messages, self._arrive = self._arrive(), None
         experts = self._experts and self._experts()
         if experts is None:
-            experts = self._decode(self._messages, self._own)
-            if self._keep:
-                self._decode, self._messages = _as_they_are, experts
+            experts = self._messages = self._decode(self._messages, self._own)
+            self._decode = as_they_are
             self._experts = weakref.ref(experts)
         return experts
 
@@ -53,10 +51,6 @@ class ArrivedExperts:
         if experts is None or tensor.untyped_storage()._cdata != experts.untyped_storage()._cdata:
             return tensor
         return _Part(self, tensor.storage_offset() - experts.storage_offset(), tensor.size(), tensor.stride())
-
-
-def _as_they_are(messages: torch.Tensor, own: int) -> torch.Tensor:
-    return messages
 
 
 @dataclass(frozen=True)

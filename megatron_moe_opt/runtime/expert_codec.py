@@ -1,10 +1,9 @@
 """What travels of a rank's experts: all of them, or their largest differences from other ones (lossy).
 
 Compressed experts are value-index lists of the residual codec (kernels/residual_codec.py; HybridEP, section IV-B), of
-residuals from what the receivers hold of them already or, as in the paper, from a shared expert, the mean of all
-experts of the expert-parallel group. Encoding and decoding need the same shared expert: it is renewed on all ranks
-between the same two messages, by an all-reduce beside everything else, from the weights of the message before them.
-Errors do not add up: every message starts from the owner's weights.
+residuals from what the receivers hold of them already. The paper takes them from a shared expert, the mean of all
+experts, and forgets at every message what the one before said: what experts learn apart, and is not among the largest,
+never arrives. Here what has arrived stays, and the shared expert is where it begins, or whole experts are.
 """
 
 from __future__ import annotations
@@ -12,13 +11,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 
 import torch
-import torch.distributed as dist
 
 from megatron_moe_opt.kernels import LANE_BYTES, empty, sr_decode, sr_encode, sr_wire_bytes
 from megatron_moe_opt.kernels.residual_codec import BLOCK_ELEMENTS
-from megatron_moe_opt.runtime.collectives import named_errors
-from megatron_moe_opt.runtime.communication_lane import communication_lane
-from megatron_moe_opt.runtime.traffic import count_sent
+from megatron_moe_opt.runtime.shared_expert import SharedExpert
 
 Decode = Callable[[torch.Tensor, int], torch.Tensor]
 """(messages [owners, M], place of the own one, which is not needed) -> experts [owners, numel]."""
@@ -28,15 +24,17 @@ Previous = Callable[[], torch.Tensor]
 """Gives the experts [owners, numel] of the message before."""
 
 
+def as_they_are(messages: torch.Tensor, own: int) -> torch.Tensor:
+    """Decodes messages of whole experts."""
+    return messages
+
+
 class WholeExperts:
     """Experts as they are."""
 
-    is_transient = False
-    """Whether decoded experts can be dropped and decoded again from a message."""
-
     def encode(self, flat: torch.Tensor, previous: Previous | None) -> tuple[torch.Tensor, Decode]:
         """A message of `flat` [numel], and what reads such messages of all owners."""
-        return flat, lambda messages, own: messages
+        return flat, as_they_are
 
     def describe(self) -> str:
         """For the line at start."""
@@ -98,116 +96,105 @@ class ResidualMessages:
 
 
 class TrackedExperts:
-    """Experts as residuals from what the receivers hold of them: from the message before, which all can decode.
+    """Experts as residuals from what the receivers hold of them: from what has arrived so far, which all can decode.
 
     What a message leaves out is part of the next one's residual: no difference is lost, it waits until it is among the
-    largest. The first message, and the first after a checkpoint was loaded, has whole experts.
+    largest. At first, and after a checkpoint was loaded, receivers are sent whole experts. With a shared expert nothing
+    whole is ever sent: they hold that one of every expert, and what they hold moves with it.
     """
 
-    is_transient = False
-
-    def __init__(self, num_local: int, ratio: float) -> None:
+    def __init__(self, num_local: int, ratio: float, shared: SharedExpert | None = None) -> None:
         """
         Args:
             num_local: experts of a rank, consecutive and alike in its flat tensor.
             ratio: bytes of an expert over bytes that travel.
+            shared: of this layer alone; all ranks of its group encode equally often.
         """
-        self.num_local, self.ratio = num_local, ratio
+        self.num_local, self.ratio, self._shared = num_local, ratio, shared
         self._held: torch.Tensor | None = None  # by the receivers, of this rank's experts
 
     def describe(self) -> str:
         """For the line at start."""
-        return f"LOSSY, compressed {self.ratio:g}-fold as residuals from the last ones"
+        how = f"LOSSY, compressed {self.ratio:g}-fold as residuals from the last ones"
+        if self._shared is None:
+            return how
+        return f"{how}, which begin as a shared expert renewed every {self._shared.interval} message(s)"
 
     def restart(self) -> None:
-        """Has the next message be whole. Every rank must restart."""
+        """Has the next message be as the first. Every rank must restart."""
         self._held = None
+        if self._shared is not None:
+            self._shared.restart()
 
     def encode(self, flat: torch.Tensor, previous: Previous | None) -> tuple[torch.Tensor, Decode]:
-        """As WholeExperts.encode."""
-        if self._held is None or previous is None:
+        """As WholeExperts.encode. A collective call with a shared expert."""
+        held, move = self._held, None
+        if self._shared is not None:
+            move = self._shared.move(flat.view(self.num_local, -1))
+        elif held is None:
             self._held = flat
-            return flat, lambda messages, own: messages
-        residuals, held = ResidualMessages(self.num_local, flat.numel(), flat.dtype, self.ratio), self._held
-        message = residuals.encode(flat, held.view(self.num_local, -1))
-        self._held = torch.empty_like(held)
-        residuals.decode(message, held.view(self.num_local, -1), self._held)
-        before = [previous]
+            return flat, as_they_are
+
+        def bases(held: torch.Tensor | None) -> list[torch.Tensor]:
+            """What a rank's experts are told from: the same bits on all ranks, from the same bits."""
+            if held is None:
+                return [move.to(flat.dtype)] * self.num_local
+            experts = [*held.view(self.num_local, -1)]
+            return experts if move is None else [(expert + move).to(flat.dtype) for expert in experts]
+
+        residuals, own_bases = ResidualMessages(self.num_local, flat.numel(), flat.dtype, self.ratio), bases(held)
+        message = residuals.encode(flat, own_bases)
+        self._held = torch.empty_like(flat)
+        residuals.decode(message, own_bases, self._held)
 
         def decode(messages: torch.Tensor, own: int) -> torch.Tensor:
-            bases = before.pop()()  # and nobody keeps them for this message's sake
-            decoded = empty((messages.size(0), flat.numel()), flat.dtype, flat.device)
-            for owner, (received, base, out) in enumerate(zip(messages, bases, decoded, strict=True)):
-                if owner != own:
-                    residuals.decode(received, base.view(self.num_local, -1), out)
-            return decoded
+            before = [None] * messages.size(0) if held is None else previous()
+            return _decode_others(residuals, messages, own, flat, lambda owner: bases(before[owner]))
 
         return message, decode
 
 
-class ResidualExperts:
-    """Experts as residuals from the shared expert (the paper's SR compression)."""
+class LargestWeights:
+    """The largest entries of experts, zeros in the place of the others. A message is all that is known of an expert.
 
-    is_transient = True
+    The paper's compression without a shared expert, with which it compares (Fig. 14).
+    """
 
-    def __init__(self, num_local: int, group: dist.ProcessGroup, ratio: float, interval: int) -> None:
+    def __init__(self, num_local: int, ratio: float) -> None:
         """
         Args:
             num_local, ratio: as in TrackedExperts.
-            group: the expert-parallel ranks; used by this class alone.
-            interval: messages from one renewal of the shared expert to the next; 0: there is none, residuals are the
-                weights themselves.
         """
-        self.num_local, self.group, self.ratio, self.interval = num_local, group, ratio, interval
-        self._messages = 0
-        self._shared: torch.Tensor | None = None
-        self._renewed: Callable[[], torch.Tensor] | None = None
+        self.num_local, self.ratio = num_local, ratio
 
     def describe(self) -> str:
         """For the line at start."""
-        shared = f"shared expert renewed every {self.interval} messages" if self.interval else "no shared expert"
-        return f"LOSSY, compressed {self.ratio:g}-fold, {shared}"
+        return f"LOSSY, compressed {self.ratio:g}-fold to the largest weights alone"
 
     def restart(self) -> None:
-        """Nothing is carried from one message to the next but the shared expert, which is renewed in its time."""
+        """Nothing is carried from one message to the next."""
 
     def encode(self, flat: torch.Tensor, previous: Previous | None) -> tuple[torch.Tensor, Decode]:
-        """As WholeExperts.encode. A collective call: all ranks of the group encode equally often."""
+        """As WholeExperts.encode."""
         residuals = ResidualMessages(self.num_local, flat.numel(), flat.dtype, self.ratio)
-        shared = [self._shared_expert(flat.view(self.num_local, -1))] * self.num_local
+        zeros = [torch.zeros_like(flat.view(self.num_local, -1)[0])] * self.num_local
 
         def decode(messages: torch.Tensor, own: int) -> torch.Tensor:
-            decoded = empty((messages.size(0), flat.numel()), flat.dtype, flat.device)
-            for owner, (received, out) in enumerate(zip(messages, decoded, strict=True)):
-                if owner != own:
-                    residuals.decode(received, shared, out)
-            return decoded
+            return _decode_others(residuals, messages, own, flat, lambda owner: zeros)
 
-        return residuals.encode(flat, shared), decode
+        return residuals.encode(flat, zeros), decode
 
-    def _shared_expert(self, experts: torch.Tensor) -> torch.Tensor:
-        if self.interval == 0:
-            if self._shared is None:
-                self._shared = torch.zeros_like(experts[0])
-            return self._shared
-        if self._shared is None:
-            self._shared = self._renew(experts)()
-        elif self._renewed is not None:
-            self._shared, self._renewed = self._renewed(), None
-        if self._messages % self.interval == 0 and self._messages > 0:
-            self._renewed = self._renew(experts)
-        self._messages += 1
-        return self._shared
 
-    def _renew(self, experts: torch.Tensor) -> Callable[[], torch.Tensor]:
-        """Starts to average the experts of all ranks; what waits for the mean."""
-        mean = experts.float().sum(0) / (self.num_local * self.group.size())
-        part = mean.nbytes // self.group.size()  # of a reduce-scatter and an all-gather, as traffic.py counts them
-        count_sent("all_reduce", self.group, [2 * part] * self.group.size())
-
-        def reduce() -> torch.Tensor:
-            with named_errors("all_reduce of the shared expert", self.group):
-                dist.all_reduce(mean, group=self.group)
-            return mean.to(experts.dtype)
-
-        return communication_lane("shared expert", experts.device).submit(reduce)
+def _decode_others(
+    residuals: ResidualMessages,
+    messages: torch.Tensor,
+    own: int,
+    like: torch.Tensor,
+    bases: Callable[[int], Iterable[torch.Tensor]],
+) -> torch.Tensor:
+    """See Decode. Args: like: a rank's experts [numel]; bases: of an owner."""
+    decoded = empty((messages.size(0), like.numel()), like.dtype, like.device)
+    for owner, (received, out) in enumerate(zip(messages, decoded, strict=True)):
+        if owner != own:
+            residuals.decode(received, bases(owner), out)
+    return decoded

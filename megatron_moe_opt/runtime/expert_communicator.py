@@ -29,7 +29,7 @@ from megatron_moe_opt.kernels import empty
 from megatron_moe_opt.runtime.arrived_experts import ArrivedExperts, Residents, restore_part
 from megatron_moe_opt.runtime.collectives import all_gather_rows, device_of
 from megatron_moe_opt.runtime.communication_lane import communication_lane
-from megatron_moe_opt.runtime.expert_codec import ResidualExperts, TrackedExperts, WholeExperts
+from megatron_moe_opt.runtime.expert_codec import LargestWeights, TrackedExperts, WholeExperts
 from megatron_moe_opt.runtime.expert_gradients import CompressedGradients, WholeGradients
 from megatron_moe_opt.runtime.expert_weights import ExpertWeights
 from megatron_moe_opt.runtime.recomputation import is_recomputing
@@ -166,7 +166,7 @@ class MigratedExperts:
         weights: ExpertWeights,
         owners: tuple[int, ...],
         communicator: ExpertCommunicator,
-        codec: WholeExperts | TrackedExperts | ResidualExperts,
+        codec: WholeExperts | TrackedExperts | LargestWeights,
         gradients: WholeGradients | CompressedGradients,
     ) -> None:
         """
@@ -246,8 +246,8 @@ class MigratedExperts:
         message, decode = self.codec.encode(self._sent, self._arrived and self._arrived.experts)
         # Passes that still need the old ones keep them.
         gather = functools.partial(self.communicator.gather, message)
-        before, keep = self._arrived, not self.codec.is_transient
-        self._arrived = ArrivedExperts(gather, decode, self.own, keep)
+        before = self._arrived
+        self._arrived = ArrivedExperts(gather, decode, self.own)
         if self.communicator.residents is not None:
             self.communicator.residents.leave(before)
             self.communicator.residents.use(self._arrived)
@@ -257,10 +257,10 @@ class MigratedExperts:
         return self._arrived.experts()
 
     def kept_as_they_came(self) -> AbstractContextManager[Any]:
-        """What a forward pass in this context saves of `of_owners` for its backward pass, it saves as it travelled, or
-        not at all where it may be dropped.
+        """What a forward pass in this context saves of `of_owners` for its backward pass, it does not save where it
+        may be dropped.
         """
-        if not self.codec.is_transient and self.communicator.residents is None:
+        if self.communicator.residents is None:
             return nullcontext()
         return saved_tensors_hooks(self._arrived.forget_part, restore_part)
 

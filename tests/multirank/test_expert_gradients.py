@@ -10,10 +10,8 @@ import torch.distributed as dist
 
 from megatron_moe_opt.options import Options
 from tests.multirank.test_expert_migration import hidden_states, layers, relative
-from tests.multirank.test_expert_migration_training import FULL_RECOMPUTE
+from tests.multirank.test_expert_migration_training import ALL_ENTRIES, FULL_RECOMPUTE
 
-ALL_ENTRIES = 0.5
-"""A ratio at which every entry travels, with its index."""
 DOMAINS = [((4,), (4,)), ((2, 2), (2, 1)), ((2, 2), (2, 2))]
 
 
