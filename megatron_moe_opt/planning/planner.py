@@ -40,7 +40,7 @@ from .partition_search import PARTITIONS
 from .simulator import simulate
 from .skew import Skew
 
-ALLTOALL = "alltoall"
+ALLTOALL, MIGRATION = "alltoall", "expert-migration"
 WINS_BY = 0.03
 """What takes less than stock by a smaller part of stock's time cannot be told from it: stock is taken."""
 PROB_BYTES = 4
@@ -140,6 +140,16 @@ class Prediction:
     def family(self) -> str:
         """The dispatcher type."""
         return self.variant.partition(":")[0]
+
+    @property
+    def kind(self) -> str:
+        """What travels: the dispatcher type, and of expert-migration at which levels experts do. Variants of a kind
+        differ in how they cut the same traffic.
+        """
+        family, _, setting = self.variant.partition(":")
+        if family != MIGRATION:
+            return family
+        return f"{family}:{'x'.join('1' if size == '1' else 'S' for size in setting.split('x'))}"
 
 
 @dataclass(frozen=True)
@@ -357,7 +367,7 @@ def _mpmoe(planner: _Planner) -> Iterator[Prediction | Refusal]:
 
 
 def _expert_migration(planner: _Planner) -> Iterator[Prediction | Refusal]:
-    one, name = planner.workload, "expert-migration"
+    one, name = planner.workload, MIGRATION
     if one.etp > 1:
         yield Refusal(name, f"expert tensor parallelism {one.etp} cuts experts, which do not travel in parts")
         return
@@ -422,6 +432,6 @@ _SYSTEMS: dict[str, Callable[[_Planner], Iterator[Prediction | Refusal]]] = {
     "monta": _monta,
     "parm": _parm,
     "mpmoe": _mpmoe,
-    "expert-migration": _expert_migration,
+    MIGRATION: _expert_migration,
     "netmoe": _netmoe,
 }
