@@ -29,7 +29,7 @@ ONE_TURN_WITHIN = 1.25
 STOCK_WITHIN = 0.01
 """Stock stays where nothing is faster by more than this part of its time."""
 NEAR = 1.5
-"""What is predicted to take so many times as long as the leader does not join it, nor as the fastest, begin as a kind."""
+"""Times what the leader is predicted to take: what takes longer does not join it, nor begin as the best of a kind."""
 
 _NUMBER = re.compile(r"\d+")
 
