@@ -214,7 +214,9 @@ class _Planner:
         self.skew = Skew(workload.imbalance, workload.rank_rows, cluster)
         self.exchanged = workload.rows_of(self.skew.exchanged)
         """Rows of an even all-to-all that takes as long as this one."""
-        self.expert_seconds = self.seconds_of_experts(workload.rows)
+        self.computed = workload.rows_of(self.skew.computed())
+        """Rows of every rank whose experts would take as long."""
+        self.expert_seconds = self.seconds_of_experts(self.computed)
         self.activation_bytes = workload.mpmoe.activation_bytes(workload.rows, 1, NONE)
 
     def seconds_of_experts(self, rows: int, holds: int = 1) -> float:
@@ -228,7 +230,7 @@ class _Planner:
     def local_seconds(self, whose: str) -> float:
         """Of what a rank does with its rows by itself."""
         points = self.cluster.local_work.get(whose)
-        return CostCurve(points).seconds(self.workload.rows * self.workload.row_bytes) if points else 0.0
+        return CostCurve(points).seconds(self.computed * self.workload.row_bytes) if points else 0.0
 
     def seconds_of_copies(self, holds: int) -> float:
         """Of experts that travel, in memory: into the message, their gradients into one, the sum to the parameters'."""
@@ -354,7 +356,7 @@ def _mpmoe(planner: _Planner) -> Iterator[Prediction | Refusal]:
         for count in PARTITIONS:
             if count == 1:
                 continue  # nothing to overlap or share: monta:O1
-            computed, exchanged = (layer.partitions(rows, count) for rows in (one.rows, planner.exchanged))
+            computed, exchanged = (layer.partitions(rows, count) for rows in (planner.computed, planner.exchanged))
             parts = [replace(part, own=other.own) for part, other in zip(computed, exchanged, strict=True)]
             schedules = [
                 build(strategy, parts, layer.row, one.ep, one.etp) for build in (mpmoe_forward, mpmoe_backward)
@@ -389,9 +391,7 @@ def _expert_migration(planner: _Planner) -> Iterator[Prediction | Refusal]:
         between = sum(outside) if planner.links.spans_nodes else 0.0
         terms = {
             "tokens and experts on their way": choice.seconds + edge,
-            "experts": planner.seconds_of_experts(
-                one.rows_of(planner.skew.of_regions(domains, domains.levels - 1)), choice.holds
-            ),
+            "experts": planner.seconds_of_experts(one.rows_of(planner.skew.computed(domains)), choice.holds),
             "rows on the rank": planner.local_seconds(OURS),
             "experts copied": planner.seconds_of_copies(choice.holds),
         }

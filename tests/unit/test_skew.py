@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -68,11 +70,25 @@ def test_regions_share_their_rows():
     assert unknown.of_regions(ExpertDomains((2, 2), (2, 2)), 1) == 1.0
 
 
+def test_experts_take_as_long_as_the_busiest_rank_or_on_shared_processors_the_busiest_node():
+    own, shared, partly = (replace(cluster(2.0), compute_sharing=one) for one in (1.0, 2.0, 1.25))
+    assert Skew(2.0, ROWS, own).computed() == 2.0
+    assert Skew(2.0, ROWS, shared).computed() == pytest.approx(1.5)
+    assert Skew(2.0, ROWS, partly).computed() == pytest.approx(1.6)
+    assert Skew(2.0, (), shared).computed() == 2.0  # where rows are is not known
+    for sizes, on_own, on_shared in (((1, 2), 1.5, 1.5), ((2, 1), 1.25, 1.0), ((2, 2), 1.0, 1.0)):
+        domains = ExpertDomains((2, 2), sizes)
+        assert Skew(2.0, ROWS, own).computed(domains) == pytest.approx(on_own)
+        assert Skew(2.0, ROWS, shared).computed(domains) == pytest.approx(on_shared)
+        assert Skew(2.0, (), shared).computed(domains) == (1.0 if sizes == (2, 2) else 2.0)
+
+
 @given(st.lists(st.integers(0, 100), min_size=4, max_size=4).filter(any), st.floats(1.0, 4.0))
 def test_nothing_is_busier_than_the_busiest_rank_or_less_busy_than_the_mean(rows, sharing):
     imbalance = max(rows) * 4 / sum(rows)
-    skew = Skew(imbalance, rows, cluster(sharing))
+    skew = Skew(imbalance, rows, replace(cluster(sharing), compute_sharing=sharing))
     assert 1 - 1e-9 <= skew.exchanged <= imbalance + 1e-9
+    assert 1 - 1e-9 <= skew.computed() <= imbalance + 1e-9
     for sizes in ((1, 1), (1, 2), (2, 1), (2, 2)):
         for level in (0, 1):
             assert 1 - 1e-9 <= skew.of_regions(ExpertDomains((2, 2), sizes), level) <= imbalance + 1e-9
