@@ -9,8 +9,9 @@ import torch
 import torch.distributed as dist
 
 from megatron_moe_opt.options import Options
-from megatron_moe_opt.planning.cluster import Cluster, World
+from megatron_moe_opt.planning.cluster import Cluster, ExpertGemm, World
 from megatron_moe_opt.planning.expert_migration import KINDS, realisable_groups, role
+from megatron_moe_opt.schedules.schedule import Kind
 from tests.ranks.pool import RankFailure
 
 LEVELS = (2, 2)
@@ -23,7 +24,9 @@ def save(file: Path, workers: tuple[int, ...] = LEVELS) -> Path:
     for level, ranks in realisable_groups(workers):
         line = ((1, 1e-5), (100 * MB, (100.0, 1.0)[level]))
         curves |= {(kind, role(kind, workers, level, ranks)): line for kind in KINDS}
-    Cluster(World((0, 0, 1, 1), ep=4), curves).save(file)
+    curves[Kind.COPY, None] = ((1, 1e-9), (MB, 1e-3))
+    expert = ExpertGemm(64, 144, "fp32", ((1, 1e-9), (1000, 1e-6)))  # whose time nothing depends on
+    Cluster(World((0, 0, 1, 1), ep=4), curves, expert_gemm=expert).save(file)
     return file
 
 

@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.planning import expert_migration, monta, mpmoe_choice
 from megatron_moe_opt.planning.cluster import OURS, STOCK, Cluster, ExpertGemm, World
+from megatron_moe_opt.planning.layer_workload import LayerWorkload
 from megatron_moe_opt.planning.monta import training_passes
-from megatron_moe_opt.planning.planner import ALLTOALL, LayerWorkload, Prediction, best, candidates
+from megatron_moe_opt.planning.planner import ALLTOALL, Prediction, best, candidates
 from megatron_moe_opt.schedules.parm import JOINT
 from megatron_moe_opt.schedules.schedule import Kind, Lane, Op
 
