@@ -97,6 +97,23 @@ def test_profile_measures_every_group_of_domains(ranks):
             assert groups[role(kind, LEVELS, 1, 2)] == inner
 
 
+def measured_once() -> list[bool]:
+    """Of the loads whose group is that of all ranks of EP, whether they run in the group that is there."""
+    from megatron_moe_opt.cli.profile_domains import domain_groups_of
+    from megatron_moe_opt.topology.layouts import Layout
+
+    with domain_groups_of(Layout(4, 1, 1, 4, 1), (4,), dist.group.WORLD) as groups:
+        found = [groups[role(kind, (4,), 0, 4)] is dist.group.WORLD for kind in KINDS]
+        pairs = groups[role(Kind.ALL_TO_ALL, (4,), 0, 2)]
+        assert dist.get_process_group_ranks(pairs) == [dist.get_rank() % 2, dist.get_rank() % 2 + 2]
+    dist.barrier()  # the group that was there still is
+    return found
+
+
+def test_a_group_that_is_there_is_not_made_again(ranks):
+    assert all(found == [True] * len(KINDS) for found in ranks.run(measured_once))
+
+
 def groups_refused() -> None:
     from megatron_moe_opt.errors import ConfigurationError
     from tests.multirank.test_expert_migration import layers
