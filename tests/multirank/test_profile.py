@@ -87,7 +87,7 @@ def test_every_group_gets_its_curves(ranks, tmp_path, options, world, groups):
         (lane, frozenset({beside})) for lane, beside in pairs
     }
     assert all(0 < rate <= 1 for rate in cluster.slowdown.values())
-    assert cluster.overhead >= 0 and cluster.partition_overhead >= 0
+    assert cluster.overhead >= 0 and cluster.partition_overhead >= 0 and cluster.compute_sharing >= 1
     gemm = cluster.expert_gemm
     assert (gemm.hidden, gemm.ffn_hidden) == (64, 32 // world.expert_tp)
     assert [rows for rows, _ in gemm.points] == [rows for rows, _ in gemm.training] == [16, 32]
