@@ -177,13 +177,17 @@ def least(choices: Sequence[DomainChoice]) -> DomainChoice:
     return min((one for one in choices if one.seconds <= fastest * TIE), key=lambda one: one.holds)
 
 
-def _seconds(layer: MigrationLayer, domains: ExpertDomains, curves: Curves) -> float:
-    levels = range(domains.levels)
-    exchange = sum(
+def exchange_seconds(layer: MigrationLayer, domains: ExpertDomains, curves: Curves) -> float:
+    """Of one way of the tokens, to their experts or back, over all levels."""
+    return sum(
         _curve(curves, Kind.ALL_TO_ALL, level, domains.domains(level)).seconds(layer.exchanged(domains, level))
-        for level in levels
+        for level in range(domains.levels)
         if domains.domains(level) > 1
     )
+
+
+def _seconds(layer: MigrationLayer, domains: ExpertDomains, curves: Curves) -> float:
+    levels, exchange = range(domains.levels), exchange_seconds(layer, domains, curves)
     total = 0.0
     for one in layer.passes:
         migration = sum(

@@ -153,16 +153,17 @@ class _Planner:
         """Rows of an even all-to-all that takes as long as this one."""
         self.computed = workload.rows_of(self.skew.computed())
         """Rows of every rank whose experts would take as long."""
-        self.expert_seconds = self.seconds_of_experts(self.computed)
+        self.expert_seconds = sum(self.seconds_of_experts(self.computed))
         self.activation_bytes = workload.mpmoe.activation_bytes(workload.rows, 1, NONE)
 
-    def seconds_of_experts(self, rows: int, holds: int = 1) -> float:
-        """Of `rows` of this rank, spread over the experts of `holds` ranks, forward and backward."""
+    def seconds_of_experts(self, rows: int, holds: int = 1) -> tuple[float, float]:
+        """Of `rows` of this rank, spread over the experts of `holds` ranks: forward, and backward."""
         one = self.workload
         layer = replace(one.mpmoe, local_experts=one.mpmoe.local_experts * holds)
         costs = layer.costs(self.cluster) if holds > 1 else self.costs
         ops = (Op(kind, Lane.COMPUTE, size=rows * one.etp * one.row_bytes) for kind in (Kind.COMPUTE, Kind.GRADIENT))
-        return sum(costs.curve(op).seconds(op.size) for op in ops)
+        forward, backward = (costs.curve(op).seconds(op.size) for op in ops)
+        return forward, backward
 
     def local_seconds(self, whose: str) -> float:
         """Of what a rank does with its rows by itself."""
@@ -335,11 +336,15 @@ def _domain_choices(planner: _Planner) -> Iterator[tuple[DomainChoice, dict[str,
     one = planner.workload
     curves = expert_migration.measured_curves(planner.costs, one.workers)
     edge = sum(map(planner.costs, planner.edge))
-    for choice in expert_migration.predict(one.migration(planner.skew), one.workers, curves):
+    layer = one.migration(planner.skew)
+    for choice in expert_migration.predict(layer, one.workers, curves):
         rows = one.rows_of(planner.skew.computed(choice.domains))
+        exchange = expert_migration.exchange_seconds(layer, choice.domains, curves)
+        of_passes = planner.seconds_of_experts(rows, choice.holds)
+        hidden = sum(planner.skew.hidden(choice.domains, exchange, experts) for experts in of_passes)
         terms = {
             "tokens and experts on their way": choice.seconds + edge,
-            "experts": planner.seconds_of_experts(rows, choice.holds),
+            "experts": sum(of_passes) - hidden,
             "rows on the rank": planner.local_seconds(OURS),
             "experts copied": planner.seconds_of_copies(choice.holds),
         }

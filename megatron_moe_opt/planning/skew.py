@@ -121,6 +121,26 @@ class Skew:
                     shared[rank] = mean
         return shared
 
+    def hidden(self, domains: ExpertDomains, exchange: float, experts: float) -> float:
+        """Seconds of a pass' experts in which tokens travel: those of other ranks of the node, which share its link.
+
+        Where tokens travel between nodes only, the ranks of a node do so in groups of their own that nothing keeps in
+        step. Links are shared one after the other, so that r ranks take turns: one computes while the next one's tokens
+        are on their way. Of L for one way of all their tokens and C for all their experts, C / s alone, a pass takes
+
+            max(2 L, L / r + max(L + C / s, L / r + C))     and not 2 L + C.
+
+        Args:
+            exchange: L.
+            experts: C.
+        """
+        ranks = link_sharing(self._cluster)
+        apart = domains.domains(0) > 1 and all(domains.domains(level) == 1 for level in range(1, domains.levels))
+        if not apart or domains.levels == 1 or ranks == 1.0:
+            return 0.0
+        share, alone = exchange / ranks, experts / self._cluster.compute_sharing
+        return 2 * exchange + experts - max(2 * exchange, share + max(exchange + alone, share + experts))
+
     @cached_property
     def _groups(self) -> tuple[tuple[int, ...], ...]:
         return self._cluster.world.layout.groups("ep")

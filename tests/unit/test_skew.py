@@ -83,6 +83,33 @@ def test_experts_take_as_long_as_the_busiest_rank_or_on_shared_processors_the_bu
         assert Skew(2.0, (), shared).computed(domains) == (1.0 if sizes == (2, 2) else 2.0)
 
 
+def taking_turns(ranks: int, exchange: float, experts: float, shared: bool) -> float:
+    """Of a pass, rank by rank: the link carries one rank's tokens at a time, there in turn, back as soon as it can."""
+    processors, link, done = 0.0, exchange, []
+    for rank in range(ranks):
+        there = (rank + 1) * exchange / ranks
+        begun = max(there, processors) if shared else there
+        done.append(begun + (experts / ranks if shared else experts))
+        processors = done[-1]
+    for ready in done:
+        link = max(link, ready) + exchange / ranks
+    return link
+
+
+@given(st.floats(0.01, 10), st.floats(0.01, 10), st.booleans())
+def test_two_ranks_of_a_node_take_turns_where_their_tokens_travel_apart(exchange, experts, shared):
+    skew = Skew(1.0, (), replace(cluster(2.0), compute_sharing=2.0 if shared else 1.0))
+    left = 2 * exchange + experts - skew.hidden(ExpertDomains((2, 2), (1, 2)), exchange, experts)
+    assert left == pytest.approx(taking_turns(2, exchange, experts, shared))
+    assert left >= max(2 * exchange, experts) - 1e-9
+
+
+def test_ranks_that_exchange_with_each_other_or_have_links_of_their_own_hide_nothing():
+    for sizes, sharing in (((1, 1), 2.0), ((2, 1), 2.0), ((2, 2), 2.0), ((1, 2), 1.0), ((1, 2), None)):
+        assert Skew(1.0, (), cluster(sharing)).hidden(ExpertDomains((2, 2), sizes), 1.0, 1.0) == 0.0
+    assert Skew(1.0, (), cluster(2.0)).hidden(ExpertDomains((4,), (2,)), 1.0, 1.0) == 0.0
+
+
 @given(st.lists(st.integers(0, 100), min_size=4, max_size=4).filter(any), st.floats(1.0, 4.0))
 def test_nothing_is_busier_than_the_busiest_rank_or_less_busy_than_the_mean(rows, sharing):
     imbalance = max(rows) * 4 / sum(rows)
