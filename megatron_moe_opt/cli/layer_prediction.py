@@ -12,7 +12,8 @@ from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.kernels import LANE_BYTES
 from megatron_moe_opt.options import AUTO, DEFAULT_CHUNKS, DEFAULT_PARTITIONS
 from megatron_moe_opt.planning.cluster import Cluster
-from megatron_moe_opt.planning.planner import LayerWorkload, candidates
+from megatron_moe_opt.planning.layer_workload import LayerWorkload
+from megatron_moe_opt.planning.planner import candidates
 from megatron_moe_opt.schedules.mpmoe import NONE
 from megatron_moe_opt.topology.domain_groups import find_levels
 from megatron_moe_opt.topology.layouts import Layout

@@ -248,26 +248,32 @@ def host_transfer(rows: Rows, kind: Kind) -> Load:
     return Load(kind, Lane.D2H if kind is Kind.OFFLOAD else Lane.H2D, None, sized)
 
 
-def expert_gemm(rows: Rows, expert: Experts, training: bool = False) -> Load:
-    """One expert, over rows instead of bytes: its forward pass, or with `training` also its backward pass, whose weight
-    gradients are added to those of other partitions. Called as mpmoe calls experts.
+def expert_pass(rows: Rows, expert: Experts, number: int, training: bool = False) -> Callable[[], None]:
+    """A forward pass of one expert on so many rows, or with `training` also its backward pass, whose weight gradients
+    are added to those of other partitions. Called as mpmoe calls experts.
     """
-    sums = [torch.zeros_like(parameter) for parameter in expert.parameters]
+    sums = [torch.zeros_like(parameter) for parameter in expert.parameters] if training else []
+    tokens, grad = rows.filled(number), rows.filled(number)
+    counts, probs = torch.tensor([number]), torch.ones(number, device=rows.device)
 
-    def add(number: int, gradient: torch.Tensor | None) -> None:
+    def add(parameter: int, gradient: torch.Tensor | None) -> None:
         if gradient is not None:
-            sums[number] += gradient
+            sums[parameter] += gradient
+
+    def run() -> None:
+        call = ExpertCall(expert, counts, probs, Restore.KEEP, set())
+        call.forward(tokens)
+        if training:
+            call.backward(tokens, grad, add)
+
+    return run
+
+
+def expert_gemm(rows: Rows, expert: Experts, training: bool = False) -> Load:
+    """`expert_pass`, over rows instead of bytes."""
 
     def sized(number: int) -> Sized:
-        tokens, grad = rows.filled(number), rows.filled(number)
-        counts, probs = torch.tensor([number]), torch.ones(number, device=rows.device)
-
-        def run() -> None:
-            call = ExpertCall(expert, counts, probs, Restore.KEEP, set())
-            call.forward(tokens)
-            if training:
-                call.backward(tokens, grad, add)
-
+        run = expert_pass(rows, expert, number, training)
         return Sized(number, lambda: steps.call(run))
 
     return Load(Kind.COMPUTE, Lane.COMPUTE, None, sized)

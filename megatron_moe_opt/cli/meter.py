@@ -26,6 +26,7 @@ CALLS = 9
 # A size that seems to take longer a byte than the one before is measured so many times more, and the least taken: a
 # disturbed run can only be too long. Where it is longer by DIP, it is so even when the time is up: what takes too long
 # uses the time up, so that otherwise the last point of a curve, from which larger sizes follow, would seldom be right.
+# So is, in the end, what takes DIP longer than the straight line between its neighbours.
 MORE_OF_OUTLIERS = 2
 DIP = 0.1
 MOST_PIPELINES = 16  # of a run: each has buffers of its own
@@ -142,6 +143,12 @@ class Meter:
             points.append((sized.size, took))
             if took > longest:
                 break
+        for index in range(1, len(points) - 1):
+            size, took = points[index]
+            if took * (1 - DIP) > _between(points, index):
+                sized = sized_for(size)
+                again = (time_of(sized, took) for _ in range(MORE_OF_OUTLIERS))
+                points[index] = size, min(took, *again)
         return _without_dips(points, one_pace)
 
     def rates_beside(self, busy: Busy, *neighbours: Sequence[Busy]) -> list[float]:
@@ -247,15 +254,19 @@ def _without_dips(points: Sequence[tuple[int, float]], one_pace: bool = True) ->
     if one_pace and len(points) > 2 and _is_slower(points[-1], points[-2]) and not _is_slower(points[-2], points[-3]):
         smooth.pop()
     for index in range(1, len(points) - 1):
-        (left, left_seconds), (size, _), (right, right_seconds) = points[index - 1 : index + 2]
         if _is_slower(points[index], points[index - 1]) and _is_slower(points[index], points[index + 1]):
-            between = left_seconds + (right_seconds - left_seconds) * (size - left) / (right - left)
-            smooth[index] = size, between
+            smooth[index] = points[index][0], _between(points, index)
     least = math.inf
     for index, (size, seconds) in reversed(list(enumerate(smooth))):
         least = min(least, seconds)
         smooth[index] = size, least
     return tuple(smooth)
+
+
+def _between(points: Sequence[tuple[int, float]], index: int) -> float:
+    """Seconds of a size on the straight line between its neighbours."""
+    (left, left_seconds), (size, _), (right, right_seconds) = points[index - 1 : index + 2]
+    return left_seconds + (right_seconds - left_seconds) * (size - left) / (right - left)
 
 
 def _is_slower(point: tuple[int, float], neighbour: tuple[int, float]) -> bool:

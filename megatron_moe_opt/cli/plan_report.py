@@ -18,10 +18,11 @@ from megatron_moe_opt.options import AUTO
 from megatron_moe_opt.planning.cluster import OURS, STOCK
 from megatron_moe_opt.planning.curves import CostCurve
 from megatron_moe_opt.planning.known_models import MONTA_CHOICES
+from megatron_moe_opt.planning.layer_workload import LayerWorkload
 from megatron_moe_opt.planning.memory import StageMemory, training_memory
 from megatron_moe_opt.planning.model import ModelShape
 from megatron_moe_opt.planning.plan_file import Plan
-from megatron_moe_opt.planning.planner import ALLTOALL, WINS_BY, LayerWorkload, Prediction, Refusal, best, candidates
+from megatron_moe_opt.planning.planner import ALLTOALL, WINS_BY, Prediction, Refusal, best, candidates
 from megatron_moe_opt.planning.throughput import throughput
 from megatron_moe_opt.schedules.schedule import Kind
 from megatron_moe_opt.variants import split_variant

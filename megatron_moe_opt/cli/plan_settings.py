@@ -13,8 +13,8 @@ from megatron_moe_opt.planning.cluster import OUR_FLAGS, Cluster
 from megatron_moe_opt.planning.described_cluster import describe, levels_of_ep
 from megatron_moe_opt.planning.known_clusters import KNOWN_CLUSTERS
 from megatron_moe_opt.planning.known_models import KNOWN_MODELS
+from megatron_moe_opt.planning.layer_workload import LayerWorkload
 from megatron_moe_opt.planning.model import ModelShape, Parallel
-from megatron_moe_opt.planning.planner import LayerWorkload
 from megatron_moe_opt.planning.throughput import Device
 from megatron_moe_opt.topology.layouts import Layout
 

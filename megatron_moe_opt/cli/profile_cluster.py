@@ -32,7 +32,7 @@ from megatron_moe_opt.cli.process_group import (
     world_size,
 )
 from megatron_moe_opt.cli.profile_domains import domain_groups_of, domain_moves
-from megatron_moe_opt.cli.profile_local import local_work, one_expert
+from megatron_moe_opt.cli.profile_local import compute_sharing, local_work, one_expert
 from megatron_moe_opt.cli.profile_partitions import partition_overhead
 from megatron_moe_opt.cli.profile_report import curves_table
 from megatron_moe_opt.errors import ConfigurationError
@@ -133,7 +133,7 @@ def measure(settings: ProfileSettings, device: torch.device) -> Cluster:
     workers = find_levels([nodes.node_of[rank] for rank in layout.groups("ep")[0]]) if settings.domains else ()
     with (
         groups_of(layout) as groups,
-        domain_groups_of(layout, workers) as domains,
+        domain_groups_of(layout, workers, groups.get("ep")) as domains,
         parallel_layer(tp=1, ep=1, expert_tp=1, seed=1),  # for Megatron's layers on a rank by itself
         _progress() as progress,
     ):
@@ -160,6 +160,7 @@ def measure(settings: ProfileSettings, device: torch.device) -> Cluster:
         overhead = measured.overhead(rows, slowdown)
         progress.update(task, description="rows on the rank", advance=1)
         local = local_work(rows, Meter(device), LOCAL_SIZES, LONGEST_SECONDS)
+        sharing = compute_sharing(rows, Meter(device), expert, _near(gemm, BESIDE_SECONDS)[0], nodes)
     cluster = Cluster(
         world=World(nodes.node_of, layout.tp, layout.cp, layout.ep, layout.expert_tp),
         curves=measured.curves,
@@ -167,6 +168,7 @@ def measure(settings: ProfileSettings, device: torch.device) -> Cluster:
         overhead=overhead,
         saa=saa,
         expert_gemm=ExpertGemm(settings.hidden, ffn_hidden, settings.dtype, gemm, training),
+        compute_sharing=sharing,
         local_work=local,
         stock_curves=stock_curves,
         host=_host(device),
@@ -209,7 +211,9 @@ class _Measured:
 
     def collective(self, load: Load, shares: int = 1) -> Points:
         """The curve of a move; that of whole messages gets further with fewer sizes."""
-        longest = LONGEST_SECONDS_OF_EXPERTS if load.group in EXPERT_GROUPS else LONGEST_SECONDS
+        of_experts = [self._groups[role] for role in EXPERT_GROUPS if role in self._groups]
+        further = load.group in self._groups and self._groups[load.group] in of_experts
+        longest = LONGEST_SECONDS_OF_EXPERTS if further else LONGEST_SECONDS
         return self._meter.curve(load, SIZES[::3] if load.is_whole else SIZES, self._share(shares), longest)
 
     def curve(self, load: Load, sizes: Sequence[int]) -> Points:
@@ -302,9 +306,13 @@ def _besides(lane: Lane) -> list[tuple[Lane, ...]]:
     return alone + [tuple(one for one in lanes if one is not lane) for lanes in _TOGETHER if lane in lanes]
 
 
+def _near(points: Points, seconds: float) -> tuple[int, float]:
+    return min(points, key=lambda point: abs(point[1] - seconds))
+
+
 def _busy(load: Load, points: Points) -> Busy:
     """With ops of the time nearest to BESIDE_SECONDS."""
-    size, seconds = min(points, key=lambda point: abs(point[1] - BESIDE_SECONDS))
+    size, seconds = _near(points, BESIDE_SECONDS)
     return Busy(load, load.sized(size), seconds)
 
 

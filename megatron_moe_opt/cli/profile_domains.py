@@ -14,7 +14,7 @@ from megatron_moe_opt.cli.process_group import temporary_groups
 from megatron_moe_opt.planning.expert_migration import realisable_groups, role
 from megatron_moe_opt.schedules.schedule import Kind, Lane
 from megatron_moe_opt.topology.domains import ExpertDomains
-from megatron_moe_opt.topology.layouts import Layout
+from megatron_moe_opt.topology.layouts import Groups, Layout
 
 _COLLECTIVES = {
     Kind.ALL_TO_ALL: loads.all_to_all,
@@ -35,15 +35,23 @@ def domain_moves(rows: Rows, groups: Mapping[str, ProcessGroup], workers: Sequen
 
 
 @contextmanager
-def domain_groups_of(layout: Layout, workers: Sequence[int]) -> Iterator[dict[str, ProcessGroup]]:
-    """This rank's groups of expert domains of every size at every level of EP. A collective call over the world."""
+def domain_groups_of(
+    layout: Layout, workers: Sequence[int], ep: ProcessGroup | None = None
+) -> Iterator[dict[str, ProcessGroup]]:
+    """This rank's groups of expert domains of every size at every level of EP. A collective call over the world.
+
+    Args:
+        ep: the group that the domains' groups of all ranks of EP are, in the place of a new one.
+    """
     groups: dict[str, ProcessGroup] = {}
+    made: dict[Groups, ProcessGroup] = {} if ep is None else {layout.groups("ep"): ep}
     for level, ranks in realisable_groups(workers):
         for kind, size in ((Kind.ALL_TO_ALL, workers[level] // ranks), (Kind.ALL_GATHER, ranks)):
             sizes = tuple(size if other == level else 1 for other in range(len(workers)))
             domains = ExpertDomains(tuple(workers), sizes)
             of_ep = domains.all_to_all_groups(level) if kind is Kind.ALL_TO_ALL else domains.gather_groups(level)
             of_world = tuple(tuple(ep[one] for one in group) for ep in layout.groups("ep") for group in of_ep)
-            groups[role(kind, workers, level, ranks)] = loads.group_of(of_world)
-    with temporary_groups(groups.values()):
+            name = role(kind, workers, level, ranks)
+            groups[name] = made[of_world] if of_world in made else loads.group_of(of_world)
+    with temporary_groups([group for group in groups.values() if group is not ep]):
         yield groups

@@ -6,12 +6,14 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
+import torch.distributed as dist
 
 from megatron_moe_opt.cli.layer_settings import LayerSettings
-from megatron_moe_opt.cli.loads import Rows
+from megatron_moe_opt.cli.loads import Rows, expert_pass
 from megatron_moe_opt.cli.meter import Meter
 from megatron_moe_opt.planning.cluster import OURS, STOCK, Points
 from megatron_moe_opt.runtime.expert_call import Experts
+from megatron_moe_opt.topology.nodes import NodeMap
 
 DISPATCHERS = {STOCK: "alltoall", OURS: "monta"}
 EXPERTS, TOPK = 8, 2
@@ -44,6 +46,24 @@ def one_expert(rows: Rows, ffn_hidden: int) -> Experts:
     settings = replace(_settings(rows, 1, ffn_hidden), experts=1, topk=1)
     experts = layer_under_test(settings, DISPATCHERS[STOCK], 1, rows.device).layer.experts
     return Experts(lambda *inputs: experts(*inputs)[0], tuple(experts.parameters()))
+
+
+def compute_sharing(rows: Rows, meter: Meter, expert: Experts, number: int, nodes: NodeMap) -> float:
+    """How much faster an expert computes so many rows on the first rank of each node alone than on all ranks at once.
+
+    A collective call over the world.
+    """
+    first_ranks = {nodes.ranks_of(node)[0] for node in nodes.node_of}
+    if len(first_ranks) == len(nodes.node_of):
+        return 1.0
+    run, is_first = expert_pass(rows, expert, number), dist.get_rank() in first_ranks
+
+    def alone() -> None:
+        if is_first:
+            run()
+
+    together, one = meter.calls([run, alone])
+    return max(1.0, together / one)
 
 
 def _settings(rows: Rows, tokens: int, ffn_hidden: int) -> LayerSettings:

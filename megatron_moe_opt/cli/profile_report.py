@@ -61,7 +61,8 @@ def _between_ops(cluster: Cluster) -> str:
     beside = f"Pace of a lane while others are busy: {', '.join(rates)}. " if rates else ""
     return (
         f"{beside}An op of a pipeline takes {cluster.overhead * 1e3:.3f} ms besides, a partition of mpmoe "
-        f"{cluster.partition_overhead * 1e3:.3f} ms."
+        f"{cluster.partition_overhead * 1e3:.3f} ms. A rank that computes alone on its node is "
+        f"{cluster.compute_sharing:.2f} times as fast as with the others."
     )
 
 

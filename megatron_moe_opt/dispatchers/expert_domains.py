@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
@@ -12,33 +12,10 @@ import torch.distributed as dist
 from megatron_moe_opt.dispatchers.pipelining import agreed_cluster
 from megatron_moe_opt.dispatchers.say import say_once
 from megatron_moe_opt.errors import ConfigurationError
-from megatron_moe_opt.planning.expert_migration import (
-    MigrationLayer,
-    least,
-    measured_curves,
-    predict,
-)
+from megatron_moe_opt.planning.layer_workload import LayerWorkload
+from megatron_moe_opt.planning.planner import domains
 from megatron_moe_opt.topology.domains import ExpertDomains, realisable
 from megatron_moe_opt.topology.expert_groups import ExpertGroups
-
-
-@dataclass(frozen=True)
-class Volumes:
-    """What decides between tokens and experts, of one rank."""
-
-    tokens: int
-    row_bytes: int
-    """Of a token as it travels."""
-    topk: int
-    local_experts: int
-    expert_bytes: int
-    """Of all experts of a rank, as they travel."""
-    gradient_bytes: int
-    """Of their gradients."""
-
-    def layer(self) -> MigrationLayer:
-        """See MigrationLayer.alone."""
-        return MigrationLayer.alone(**asdict(self))
 
 
 class Choosing(Protocol):
@@ -47,7 +24,7 @@ class Choosing(Protocol):
     fixed: ExpertDomains | None
     """The domains, where they need not be chosen."""
 
-    def choose(self, volumes: Volumes, device: torch.device) -> ExpertDomains:
+    def choose(self, tokens: int, device: torch.device) -> ExpertDomains:
         """The domains for all passes of a layer; asked once, at the first, where they are not fixed."""
 
     def describe(self) -> str:
@@ -60,7 +37,7 @@ class FixedDomains:
     def __init__(self, domains: ExpertDomains) -> None:
         self.fixed = domains
 
-    def choose(self, volumes: Volumes, device: torch.device) -> ExpertDomains:
+    def choose(self, tokens: int, device: torch.device) -> ExpertDomains:
         """The same for all layers."""
         return self.fixed
 
@@ -83,40 +60,44 @@ class MeasuredDomains:
 
     fixed = None
 
-    def __init__(self, profile: Path, groups: ExpertGroups, workers: tuple[int, ...]) -> None:
+    def __init__(self, profile: Path, groups: ExpertGroups, workload: LayerWorkload) -> None:
         """A collective call over the groups.
+
+        Args:
+            workload: of a layer, of which all but the tokens is known.
 
         Raises:
             ConfigurationError: a profile of groups of other sizes, or without the curves of these levels.
         """
-        self.profile, self.groups, self.workers = profile, groups, workers
-        curves = measured_curves(agreed_cluster(profile, groups).costs(), workers)
+        self.profile, self.groups, self.workload = profile, groups, workload
+        self._cluster = agreed_cluster(profile, groups)
         try:
-            predict(Volumes(1, 1, 1, 1, 1, 1).layer(), workers, curves)
+            domains(replace(workload, tokens=1), self._cluster)
         except ConfigurationError as error:
+            levels = _times(workload.workers)
             raise ConfigurationError(
-                f"--moe-opt-profile {profile}: {error}; measure levels of {_times(workers)} ranks with moe-opt profile "
+                f"--moe-opt-profile {profile}: {error}; measure levels of {levels} ranks with moe-opt profile "
                 "--domains, or give --moe-opt-domain-sizes"
             ) from error
-        self._curves = curves
 
-    def choose(self, volumes: Volumes, device: torch.device) -> ExpertDomains:
+    def choose(self, tokens: int, device: torch.device) -> ExpertDomains:
         """By the greatest number of tokens that a rank has. A collective call over the expert-parallel group."""
-        tokens = torch.tensor(volumes.tokens, device=device)
-        dist.all_reduce(tokens, dist.ReduceOp.MAX, group=self.groups.ep)
-        number = int(tokens)
-        choice = least(predict(replace(volumes, tokens=number).layer(), self.workers, self._curves))
+        most = torch.tensor(tokens, device=device)
+        dist.all_reduce(most, dist.ReduceOp.MAX, group=self.groups.ep)
+        number = int(most)
+        choice = domains(replace(self.workload, tokens=number), self._cluster)
         say_once(
             "expert-migration",
             (number, choice),
             lambda: (
                 f"{number} tokens a rank: {describe_domains(choice.domains)}; predicted {choice.seconds * 1e3:.2f} ms "
-                "a layer for tokens and experts, forward and backward"
+                "a layer, forward and backward"
             ),
         )
         return choice.domains
 
     def describe(self) -> str:
         """For the line at start."""
-        number = sum(1 for _ in realisable(self.workers))
-        return f"{_times(self.workers)} ranks in expert domains chosen from {self.profile} among {number}"
+        workers = self.workload.workers
+        number = sum(1 for _ in realisable(workers))
+        return f"{_times(workers)} ranks in expert domains chosen from {self.profile} among {number}"

@@ -17,11 +17,10 @@ from functools import cached_property
 import torch
 from torch.distributed import ProcessGroup
 
-from megatron_moe_opt.dispatchers.expert_domains import Choosing, Volumes
+from megatron_moe_opt.dispatchers.expert_domains import Choosing
 from megatron_moe_opt.kernels import build_row_map
 from megatron_moe_opt.runtime.collectives import all_gather_rows
 from megatron_moe_opt.runtime.expert_communicator import MigratedExperts
-from megatron_moe_opt.runtime.expert_weights import ExpertWeights
 from megatron_moe_opt.runtime.hop_plan import DomainTables
 from megatron_moe_opt.runtime.host_copy import HostCopy
 from megatron_moe_opt.runtime.row_facts import RowFacts, experts_of_tokens
@@ -57,17 +56,8 @@ class Dispatched:
         return self.counts.wait()[:, self.dispatcher.tables.num_counts :].amax(0).tolist()
 
 
-@dataclass(frozen=True)
-class LayerExperts:
-    """A layer's own experts, and how they come to travel."""
-
-    weights: ExpertWeights
-    compression_ratio: float
-    """Bytes of an expert over those of it that travel."""
-    gradient_compression_ratio: float
-    """Of its gradient."""
-    migrate: Callable[[DomainGroups, tuple[int, ...]], MigratedExperts]
-    """With the groups and the owners in them (DomainTables.owners)."""
+Migrate = Callable[[DomainGroups, tuple[int, ...]], MigratedExperts]
+"""Has a layer's experts travel in these groups, to hold those of these owners too (DomainTables.owners)."""
 
 
 class ExpertMigrationDispatcher:
@@ -79,15 +69,15 @@ class ExpertMigrationDispatcher:
         self.domain_groups: DomainGroups | None = None
         """None until the domains are chosen: at the first pass, where they are not fixed."""
         self.tables: DomainTables | None = None
-        self.experts: LayerExperts | None = None
-        """The layer's experts, which may travel. Without them tokens still hop as if they did."""
+        self._migrate: Migrate | None = None
+        """Without it tokens still hop as if experts travelled."""
         self.migrated: MigratedExperts | None = None
         """The experts of this layer that travel; None where none does."""
         self._device_tables: dict[torch.device, DeviceTables] = {}
 
-    def take_experts(self, experts: LayerExperts) -> None:
+    def take_experts(self, migrate: Migrate) -> None:
         """Puts the experts of the layer in reach. A collective call over its groups."""
-        self.experts = experts
+        self._migrate = migrate
         if self.choosing.fixed is not None:
             self._settle(self.choosing.fixed)
 
@@ -95,20 +85,7 @@ class ExpertMigrationDispatcher:
         self.domain_groups = domain_groups(self.groups.ep, domains)
         self.tables = DomainTables(domains, self.groups.ep_rank, self.num_experts)
         if self.domain_groups.migrates:
-            self.migrated = self.experts.migrate(self.domain_groups, self.tables.owners)
-
-    def _choose(self, tokens: torch.Tensor, facts: RowFacts) -> None:
-        weights = self.experts.weights
-        num_bytes = weights.numel * tokens.element_size()
-        volumes = Volumes(
-            tokens=tokens.size(0),
-            row_bytes=facts.width * tokens.element_size(),
-            topk=self.topk,
-            local_experts=self.num_experts // self.groups.ep_size,
-            expert_bytes=int(num_bytes / self.experts.compression_ratio),
-            gradient_bytes=int(num_bytes / self.experts.gradient_compression_ratio),
-        )
-        self._settle(self.choosing.choose(volumes, tokens.device))
+            self.migrated = self._migrate(self.domain_groups, self.tables.owners)
 
     def describe(self) -> str:
         """What runs, for the line at start."""
@@ -148,7 +125,7 @@ class ExpertMigrationDispatcher:
         """
         facts = RowFacts(tokens.size(1), tokens.dtype, self.topk, probs.dtype)
         if self.domain_groups is None:
-            self._choose(tokens, facts)
+            self._settle(self.choosing.choose(tokens.size(0), tokens.device))
         row_map = build_row_map(routing_map, num_out_tokens=num_rows)
         experts = experts_of_tokens(row_map, self.topk)
         routed = experts < row_map.num_experts

@@ -31,8 +31,9 @@ from megatron_moe_opt.integration.planned_layer import PlannedLayer, Plug
 from megatron_moe_opt.integration.replicated_tokens import holds_replicated_tokens
 from megatron_moe_opt.options import AUTO, PREFIX, Options
 from megatron_moe_opt.planning.cluster import Cluster
+from megatron_moe_opt.planning.layer_workload import LayerWorkload
 from megatron_moe_opt.planning.plan_file import Plan
-from megatron_moe_opt.planning.planner import ALLTOALL, LayerWorkload, Prediction, Refusal, best, candidates
+from megatron_moe_opt.planning.planner import ALLTOALL, Prediction, Refusal, best, candidates
 from megatron_moe_opt.planning.skew import most_uneven_layer
 from megatron_moe_opt.planning.trials import Trials
 from megatron_moe_opt.runtime.agreement import found_by_first

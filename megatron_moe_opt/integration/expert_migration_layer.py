@@ -7,6 +7,7 @@ of those ranks, its parameters exchanged for theirs while it runs. The module, i
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import re
 import weakref
@@ -17,8 +18,9 @@ import torch
 from torch.func import functional_call
 
 from megatron_moe_opt.dispatchers.expert_domains import Choosing, FixedDomains, MeasuredDomains
-from megatron_moe_opt.dispatchers.expert_migration import ExpertMigrationDispatcher, LayerExperts
+from megatron_moe_opt.dispatchers.expert_migration import ExpertMigrationDispatcher
 from megatron_moe_opt.errors import ConfigurationError
+from megatron_moe_opt.integration.layer_workload import layer_workload
 from megatron_moe_opt.integration.optimizer_step import after_optimizer_step
 from megatron_moe_opt.options import PREFIX, Options
 from megatron_moe_opt.runtime.expert_codec import LargestWeights, TrackedExperts, WholeExperts
@@ -42,7 +44,13 @@ def make_dispatcher(groups: ExpertGroups, options: Options, config: Any) -> Expe
     """
     workers = levels_of(groups.ep, options.network_levels)
     if options.chooses_domains:
-        choosing: Choosing = MeasuredDomains(options.profile, groups, workers)
+        workload = dataclasses.replace(
+            layer_workload(config, groups, workers),
+            tp=1,  # the dispatcher gets tokens that are split
+            compression=options.compression_ratio or 1.0,
+            gradient_compression=options.gradient_compression_ratio or 1.0,
+        )
+        choosing: Choosing = MeasuredDomains(options.profile, groups, workload)
     else:
         choosing = FixedDomains(ExpertDomains(workers, _sizes(options, workers)))
     return ExpertMigrationDispatcher(groups, choosing, config.num_moe_experts, config.moe_router_topk)
@@ -95,7 +103,7 @@ def migrate_experts(layer: Any, options: Options) -> None:
         after_optimizer_step(communicator.after_step)
         return MigratedExperts(weights, owners, communicator, codec, gradients)
 
-    dispatcher.take_experts(LayerExperts(weights, ratio or 1.0, gradient_ratio or 1.0, migrate))
+    dispatcher.take_experts(migrate)
     if options.experts_may_travel:
         stock = getattr(type(layer), EXPERTS_COMPUTE)
         setattr(layer, EXPERTS_COMPUTE, functools.partial(_compute, weakref.proxy(layer), stock))

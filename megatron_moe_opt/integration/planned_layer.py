@@ -8,10 +8,10 @@ from typing import Any
 
 from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.integration.expert_migration_layer import EXPERTS_COMPUTE
-from megatron_moe_opt.integration.replicated_tokens import holds_replicated_tokens
-from megatron_moe_opt.kernels import LANE_BYTES
+from megatron_moe_opt.integration.layer_workload import layer_workload
 from megatron_moe_opt.options import Options
-from megatron_moe_opt.planning.planner import ALLTOALL, LayerWorkload
+from megatron_moe_opt.planning.layer_workload import LayerWorkload
+from megatron_moe_opt.planning.planner import ALLTOALL
 from megatron_moe_opt.runtime.recomputation import is_recomputing
 from megatron_moe_opt.topology.domain_groups import levels_of
 from megatron_moe_opt.topology.expert_groups import ExpertGroups
@@ -55,23 +55,7 @@ class PlannedLayer:
 
     def workload(self) -> LayerWorkload:
         """Of one micro-batch, routed evenly."""
-        config, groups = self.layer.config, self.groups
-        return LayerWorkload(
-            tokens=self.tokens,
-            hidden=config.moe_latent_size or config.hidden_size,
-            ffn=(config.moe_ffn_hidden_size or config.ffn_hidden_size) // groups.etp_size,
-            gated=config.gated_linear_unit,
-            experts=config.num_moe_experts,
-            topk=config.moe_router_topk,
-            element_bytes=config.params_dtype.itemsize,
-            lane_bytes=LANE_BYTES,
-            ep=groups.ep_size,
-            etp=groups.etp_size,
-            tp=config.tensor_model_parallel_size if holds_replicated_tokens(config) else 1,
-            capacity_factor=config.moe_expert_capacity_factor,
-            workers=self._workers(),
-            fused=config.bias_activation_fusion,
-        )
+        return layer_workload(self.layer.config, self.groups, self._workers(), self.tokens)
 
     def _workers(self) -> tuple[int, ...]:
         """Of each network level; none where nodes make no levels, so that no expert migrates."""

@@ -84,6 +84,8 @@ class Cluster:
     """Of Parm's combine_and_gather, all phases together and without its reorder. Bytes are those of the rows that come
     back to this rank for itself, times expert-TP: what a fused all-to-all of them carries. None: not measured."""
     expert_gemm: ExpertGemm | None = None
+    compute_sharing: float = 1.0
+    """How much faster a rank computes while the others of its node do not: 1 where each has its own device."""
     local_work: Mapping[str, Points] = field(default_factory=dict)
     """What a layer does with its rows besides exchanging and computing them, forward and backward: by STOCK or OURS,
     seconds over bytes of the rows that a rank exchanges in one pass of combine. Empty: not measured."""
@@ -103,7 +105,7 @@ class Cluster:
         _check_format(root)
         top = root.fields(
             "format", "version", "host", "software", "world", "curves", "slowdown", "overhead", "expert_gemm",
-            optional=["partition_overhead", "saa", "local_work", "stock_curves"],
+            optional=["partition_overhead", "saa", "compute_sharing", "local_work", "stock_curves"],
         )  # fmt: skip
         return cls(
             world=_world(top["world"]),
@@ -113,6 +115,7 @@ class Cluster:
             partition_overhead=_partition_overhead(top["partition_overhead"]),
             saa=None if top["saa"].value is None else _points(top["saa"]),
             expert_gemm=None if top["expert_gemm"].value is None else _expert_gemm(top["expert_gemm"]),
+            compute_sharing=_compute_sharing(top["compute_sharing"]),
             local_work={} if top["local_work"].value is None else _local_work(top["local_work"]),
             stock_curves={} if top["stock_curves"].value is None else _curves(top["stock_curves"]),
             host=_facts(top["host"]),
@@ -136,6 +139,7 @@ class Cluster:
             "partition_overhead": self.partition_overhead,
             "saa": self.saa,
             "expert_gemm": asdict(self.expert_gemm) if self.expert_gemm else None,
+            "compute_sharing": self.compute_sharing,
             "local_work": dict(self.local_work),
             "stock_curves": _as_list(self.stock_curves),
         }
@@ -243,6 +247,10 @@ def _slowdown(place: Place) -> dict[tuple[Lane, ...], float]:
 
 def _partition_overhead(place: Place) -> float:
     return 0.0 if place.value is None else place.not_negative()
+
+
+def _compute_sharing(place: Place) -> float:
+    return 1.0 if place.value is None else place.positive()
 
 
 def _expert_gemm(place: Place) -> ExpertGemm:

@@ -15,7 +15,9 @@ experts drawn evenly, E in all and K different ones a token, it has copies in
 
     copies_l = d (1 - C(E - E / d, K) / C(E, K))     of the d = N_0 ... N_l regions of the levels down to l
 
-K = 1 gives one copy, the paper's volumes. A backward pass exchanges as much, and returns the gradients of migrated
+K = 1 gives one copy, the paper's volumes. Where routing is uneven the busiest region decides. With f times the mean of
+the (token, expert) pairs it counts for f E / d of the E experts: a popular region gets less than f times the copies,
+since more of its pairs share a token. A backward pass exchanges as much, and returns the gradients of migrated
 experts to their owners by a reduce-scatter, the mirror of the all-gather; the paper leaves that out.
 """
 
@@ -91,7 +93,7 @@ class MigrationLayer:
     """Experts of a GPU."""
     passes: tuple[StreamPass, ...]
     imbalance: Callable[[ExpertDomains, int], float] = _even
-    """How many more copies than the mean the busiest region of the levels down to one gets."""
+    """By how much the (token, expert) pairs of the busiest region of the levels down to one exceed the mean."""
 
     @classmethod
     def alone(
@@ -123,11 +125,11 @@ class MigrationLayer:
         """Bytes of a GPU's rows in an all-to-all of a level, those included that stay."""
         regions = prod(domains.domains(outer) for outer in range(level + 1))
         experts = self.local_experts * domains.world
-        elsewhere = 1.0  # the part of the draws in which a region has none of the token's experts
+        others = experts * (1 - self.imbalance(domains, level) / regions)
+        elsewhere = 1.0  # the part of the draws in which the busiest region has none of the token's experts
         for drawn in range(self.topk):
-            elsewhere *= max(experts - experts // regions - drawn, 0) / (experts - drawn)
-        # A region cannot get more than one copy of every token, however popular its experts are.
-        return self.tokens * self.row_bytes * regions * min(1.0, (1 - elsewhere) * self.imbalance(domains, level))
+            elsewhere *= max(others - drawn, 0.0) / (experts - drawn)
+        return self.tokens * self.row_bytes * regions * (1 - elsewhere)
 
     def gathered(self, domains: ExpertDomains, level: int, one: StreamPass) -> int:
         """Bytes of experts that a GPU holds after the all-gather of a level, its own included."""
@@ -175,13 +177,17 @@ def least(choices: Sequence[DomainChoice]) -> DomainChoice:
     return min((one for one in choices if one.seconds <= fastest * TIE), key=lambda one: one.holds)
 
 
-def _seconds(layer: MigrationLayer, domains: ExpertDomains, curves: Curves) -> float:
-    levels = range(domains.levels)
-    exchange = sum(
+def exchange_seconds(layer: MigrationLayer, domains: ExpertDomains, curves: Curves) -> float:
+    """Of one way of the tokens, to their experts or back, over all levels."""
+    return sum(
         _curve(curves, Kind.ALL_TO_ALL, level, domains.domains(level)).seconds(layer.exchanged(domains, level))
-        for level in levels
+        for level in range(domains.levels)
         if domains.domains(level) > 1
     )
+
+
+def _seconds(layer: MigrationLayer, domains: ExpertDomains, curves: Curves) -> float:
+    levels, exchange = range(domains.levels), exchange_seconds(layer, domains, curves)
     total = 0.0
     for one in layer.passes:
         migration = sum(

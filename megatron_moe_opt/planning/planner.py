@@ -18,7 +18,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from math import ceil
 
 from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.schedules import parm as parm_schedules
@@ -32,90 +31,19 @@ from megatron_moe_opt.schedules.schedule import COLLECTIVES, Kind, Lane, Op, Sch
 from . import expert_migration, parm
 from .cluster import OURS, STOCK, Cluster
 from .curves import CostCurve, Costs
-from .expert_migration import MigrationLayer
+from .expert_migration import DomainChoice
+from .layer_workload import LayerWorkload
 from .link_bytes import LinkBytes
 from .monta import CHUNKS, Pass, training_passes
-from .mpmoe_choice import MpmoeLayer
 from .partition_search import PARTITIONS
 from .simulator import simulate
 from .skew import Skew
 
-ALLTOALL = "alltoall"
+ALLTOALL, MIGRATION = "alltoall", "expert-migration"
 WINS_BY = 0.03
 """What takes less than stock by a smaller part of stock's time cannot be told from it: stock is taken."""
 PROB_BYTES = 4
 _WITH_PROBS = (0, 3)  # of `training_passes`: dispatch, and the gradients on the way back through it
-
-
-@dataclass(frozen=True)
-class LayerWorkload:
-    """A MoE layer on one rank: what it has to move and compute, and the sizes of its groups."""
-
-    tokens: int
-    """That a rank enters the layer with: with sequence parallelism its part of them."""
-    hidden: int
-    ffn: int
-    """Middle size of this rank's shard of an expert."""
-    gated: bool
-    """The first matrix of an expert is twice as wide."""
-    experts: int
-    """Of the layer, on all ranks."""
-    topk: int
-    element_bytes: int
-    """Of tokens and weights."""
-    lane_bytes: int
-    """Behind a row of dispatch, for its probability."""
-    ep: int
-    etp: int = 1
-    tp: int = 1
-    """Ranks that hold the same tokens: 1 with sequence parallelism."""
-    capacity_factor: float | None = None
-    """Every expert gets its capacity of rows. None: dropless."""
-    imbalance: float = 1.0
-    """Rows that the busiest rank computes, over the mean."""
-    rank_rows: tuple[float, ...] = ()
-    """Rows that each rank of the world computes, in any unit, to tell what shared links carry. Empty: not known."""
-    workers: tuple[int, ...] = ()
-    """Of each network level of the EP group, the slowest first. Empty: not known, no expert migrates."""
-    placement_saving: float | None = None
-    """The part of its bytes between nodes that placing samples saves (a replayed routing trace). None: not known."""
-    fused: bool = False
-    """The experts' activation and probabilities are one kernel, which keeps nothing between."""
-
-    @property
-    def row_bytes(self) -> int:
-        """Of a row of combine."""
-        return self.hidden * self.element_bytes
-
-    @cached_property
-    def parm(self) -> parm.ParmLayer:
-        """As Parm's model takes it."""
-        return parm.ParmLayer(
-            self.row_bytes, self.row_bytes + self.lane_bytes, self.topk, self.experts, self.tp, self.ep, self.etp,
-            self.capacity_factor,
-        )  # fmt: skip
-
-    @cached_property
-    def rows(self) -> int:
-        """(token, expert) pairs that the busiest rank computes."""
-        return self.rows_of(self.imbalance)
-
-    def rows_of(self, imbalance: float) -> int:
-        """(token, expert) pairs of a rank that has so many times the mean."""
-        return ceil(self.parm.rows(-(-self.tokens // self.tp)) * imbalance)
-
-    @cached_property
-    def mpmoe(self) -> MpmoeLayer:
-        """As MPMoE's model takes it."""
-        return MpmoeLayer.of_experts(
-            self.hidden, self.ffn * self.etp, self.experts, self.ep, self.etp, self.element_bytes, self.lane_bytes,
-            self.gated, self.fused,
-        )  # fmt: skip
-
-    @property
-    def expert_bytes(self) -> int:
-        """Of the weights of all experts of a rank."""
-        return self.experts // self.ep * self.hidden * self.ffn * (3 if self.gated else 2) * self.element_bytes
 
 
 @dataclass(frozen=True)
@@ -140,6 +68,16 @@ class Prediction:
     def family(self) -> str:
         """The dispatcher type."""
         return self.variant.partition(":")[0]
+
+    @property
+    def kind(self) -> str:
+        """What travels: the dispatcher type, and of expert-migration at which levels experts do. Variants of a kind
+        differ in how they cut the same traffic.
+        """
+        family, _, setting = self.variant.partition(":")
+        if family != MIGRATION:
+            return family
+        return f"{family}:{'x'.join('1' if size == '1' else 'S' for size in setting.split('x'))}"
 
 
 @dataclass(frozen=True)
@@ -192,6 +130,15 @@ def best(predictions: Sequence[Prediction]) -> Prediction:
     return fastest
 
 
+def domains(workload: LayerWorkload, cluster: Cluster) -> DomainChoice:
+    """The expert domains with which a layer takes least, by the same predictions as `candidates`.
+
+    Raises:
+        ConfigurationError: the cluster lacks an expert or a group that some domains need.
+    """
+    return expert_migration.least([choice for choice, _ in _domain_choices(_Planner(workload, cluster))])
+
+
 class _Planner:
     """A layer on a cluster, and what all candidates have in common."""
 
@@ -204,21 +151,24 @@ class _Planner:
         self.skew = Skew(workload.imbalance, workload.rank_rows, cluster)
         self.exchanged = workload.rows_of(self.skew.exchanged)
         """Rows of an even all-to-all that takes as long as this one."""
-        self.expert_seconds = self.seconds_of_experts(workload.rows)
+        self.computed = workload.rows_of(self.skew.computed())
+        """Rows of every rank whose experts would take as long."""
+        self.expert_seconds = sum(self.seconds_of_experts(self.computed))
         self.activation_bytes = workload.mpmoe.activation_bytes(workload.rows, 1, NONE)
 
-    def seconds_of_experts(self, rows: int, holds: int = 1) -> float:
-        """Of `rows` of this rank, spread over the experts of `holds` ranks, forward and backward."""
+    def seconds_of_experts(self, rows: int, holds: int = 1) -> tuple[float, float]:
+        """Of `rows` of this rank, spread over the experts of `holds` ranks: forward, and backward."""
         one = self.workload
         layer = replace(one.mpmoe, local_experts=one.mpmoe.local_experts * holds)
         costs = layer.costs(self.cluster) if holds > 1 else self.costs
         ops = (Op(kind, Lane.COMPUTE, size=rows * one.etp * one.row_bytes) for kind in (Kind.COMPUTE, Kind.GRADIENT))
-        return sum(costs.curve(op).seconds(op.size) for op in ops)
+        forward, backward = (costs.curve(op).seconds(op.size) for op in ops)
+        return forward, backward
 
     def local_seconds(self, whose: str) -> float:
         """Of what a rank does with its rows by itself."""
         points = self.cluster.local_work.get(whose)
-        return CostCurve(points).seconds(self.workload.rows * self.workload.row_bytes) if points else 0.0
+        return CostCurve(points).seconds(self.computed * self.workload.row_bytes) if points else 0.0
 
     def seconds_of_copies(self, holds: int) -> float:
         """Of experts that travel, in memory: into the message, their gradients into one, the sum to the parameters'."""
@@ -344,7 +294,7 @@ def _mpmoe(planner: _Planner) -> Iterator[Prediction | Refusal]:
         for count in PARTITIONS:
             if count == 1:
                 continue  # nothing to overlap or share: monta:O1
-            computed, exchanged = (layer.partitions(rows, count) for rows in (one.rows, planner.exchanged))
+            computed, exchanged = (layer.partitions(rows, count) for rows in (planner.computed, planner.exchanged))
             parts = [replace(part, own=other.own) for part, other in zip(computed, exchanged, strict=True)]
             schedules = [
                 build(strategy, parts, layer.row, one.ep, one.etp) for build in (mpmoe_forward, mpmoe_backward)
@@ -357,43 +307,48 @@ def _mpmoe(planner: _Planner) -> Iterator[Prediction | Refusal]:
 
 
 def _expert_migration(planner: _Planner) -> Iterator[Prediction | Refusal]:
-    one, name = planner.workload, "expert-migration"
+    one, name = planner.workload, MIGRATION
     if one.etp > 1:
         yield Refusal(name, f"expert tensor parallelism {one.etp} cuts experts, which do not travel in parts")
         return
     if not one.workers:
         yield Refusal(name, "the network levels of the expert-parallel group are not known")
         return
-    # A row has its probabilities and the numbers of its experts behind it.
-    row = one.row_bytes + one.topk * one.lane_bytes // 2
-    of_rank = one.rows_of(1.0) // one.topk
-    layer = MigrationLayer.alone(
-        of_rank, row, one.topk, one.experts // one.ep, one.expert_bytes, one.expert_bytes, planner.skew.of_regions
-    )
-    curves = expert_migration.measured_curves(planner.costs, one.workers)
-    edge = sum(map(planner.costs, planner.edge))
-    for choice in expert_migration.predict(layer, one.workers, curves):
+    layer = one.migration(planner.skew)
+    for choice, terms in _domain_choices(planner):
         domains = choice.domains
         sent = [layer.sent(domains, level) for level in range(domains.levels)]
         outside = sent[:-1] if domains.levels > 1 else sent  # the innermost of several levels is inside nodes
         between = sum(outside) if planner.links.spans_nodes else 0.0
-        terms = {
-            "tokens and experts on their way": choice.seconds + edge,
-            "experts": planner.seconds_of_experts(
-                one.rows_of(planner.skew.of_regions(domains, domains.levels - 1)), choice.holds
-            ),
-            "rows on the rank": planner.local_seconds(OURS),
-            "experts copied": planner.seconds_of_copies(choice.holds),
-        }
         yield Prediction(
             f"{name}:{'x'.join(map(str, domains.sizes))}",
-            sum(terms.values()),
+            choice.seconds,
             exposed=terms["tokens and experts on their way"],
             inter_bytes=between,
             intra_bytes=sum(sent) - between,
             activation_bytes=planner.activation_bytes + 2 * (choice.holds - 1) * one.expert_bytes,
             terms={term: value for term, value in terms.items() if value},
         )
+
+
+def _domain_choices(planner: _Planner) -> Iterator[tuple[DomainChoice, dict[str, float]]]:
+    """All realisable domains, with what a layer takes with them, and of what that is the sum."""
+    one = planner.workload
+    curves = expert_migration.measured_curves(planner.costs, one.workers)
+    edge = sum(map(planner.costs, planner.edge))
+    layer = one.migration(planner.skew)
+    for choice in expert_migration.predict(layer, one.workers, curves):
+        rows = one.rows_of(planner.skew.computed(choice.domains))
+        exchange = expert_migration.exchange_seconds(layer, choice.domains, curves)
+        of_passes = planner.seconds_of_experts(rows, choice.holds)
+        hidden = sum(planner.skew.hidden(choice.domains, exchange, experts) for experts in of_passes)
+        terms = {
+            "tokens and experts on their way": choice.seconds + edge,
+            "experts": sum(of_passes) - hidden,
+            "rows on the rank": planner.local_seconds(OURS),
+            "experts copied": planner.seconds_of_copies(choice.holds),
+        }
+        yield replace(choice, seconds=sum(terms.values())), terms
 
 
 def _netmoe(planner: _Planner) -> Iterator[Prediction | Refusal]:
@@ -422,6 +377,6 @@ _SYSTEMS: dict[str, Callable[[_Planner], Iterator[Prediction | Refusal]]] = {
     "monta": _monta,
     "parm": _parm,
     "mpmoe": _mpmoe,
-    "expert-migration": _expert_migration,
+    MIGRATION: _expert_migration,
     "netmoe": _netmoe,
 }

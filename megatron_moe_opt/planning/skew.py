@@ -2,13 +2,14 @@
 
 A rank computes what arrives at it, and the busiest one decides. What an all-to-all takes depends on the links: where
 every rank has its own, on the busiest rank; where the ranks of a node share one, on the busiest node, as long as a rank
-that has the link to itself is not slower than that.
+that has the link to itself is not slower than that. So it is with experts, where the ranks of a node share processors.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
+from operator import floordiv
 
 from megatron_moe_opt.schedules.schedule import Kind
 from megatron_moe_opt.topology.domains import ExpertDomains
@@ -66,11 +67,17 @@ class Skew:
         groups = self._groups
         if not self._rows or all(len({world.nodes[rank] for rank in group}) == 1 for group in groups):
             return self._imbalance
-        nodes: dict[int, list[float]] = {}
-        for node, rows in zip(world.nodes, self._rows, strict=True):
-            nodes.setdefault(node, []).append(rows)
-        busiest = max(sum(of_node) / len(of_node) for of_node in nodes.values())
-        return min(self._imbalance, max(busiest, self._imbalance / link_sharing(self._cluster)))
+        return self._of_nodes(self._imbalance, self._rows, link_sharing(self._cluster))
+
+    def computed(self, domains: ExpertDomains | None = None) -> float:
+        """Of the experts: rows of every rank that would take as long, over the mean.
+
+        Args:
+            domains: whose ranks share their rows; None: experts stay where they are.
+        """
+        rows = self._rows if domains is None else self._shared(domains, domains.levels - 1)
+        busiest = self._imbalance if domains is None else self.of_regions(domains, domains.levels - 1)
+        return self._of_nodes(busiest, rows, self._cluster.compute_sharing) if rows else busiest
 
     @cached_property
     def both_ways(self) -> float:
@@ -86,15 +93,53 @@ class Skew:
         """Of the regions into which the domains of the levels down to `level` cut an expert-parallel group."""
         if not self._rows:
             return self._imbalance if any(domains.domains(outer) > 1 for outer in range(level + 1)) else 1.0
-        busiest = 0.0
-        for group in self._groups:
-            regions: dict[tuple[int, ...], list[float]] = {}
+        return max(self._shared(domains, level))
+
+    def _of_nodes(self, busiest: float, rows: Sequence[float], sharing: float) -> float:
+        """What the busiest rank, or the busiest node, makes of something that a rank alone does `sharing` times faster.
+
+        Args:
+            rows: of each rank of the world, over the mean.
+        """
+        nodes: dict[int, list[float]] = {}
+        for node, of_rank in zip(self._cluster.world.nodes, rows, strict=True):
+            nodes.setdefault(node, []).append(of_rank)
+        busiest_node = max(sum(of_node) / len(of_node) for of_node in nodes.values())
+        return min(busiest, max(busiest_node, busiest / sharing))
+
+    def _shared(self, domains: ExpertDomains, level: int) -> list[float]:
+        """Rows of each rank of the world where the ranks of a region share theirs; empty where they are not known."""
+        shared = list(self._rows)
+        for group in self._groups if shared else ():
+            regions: dict[tuple[int, ...], list[int]] = {}
             for place, rank in enumerate(group):
                 where = domains.location(place)[: level + 1]
-                region = tuple(one // size for one, size in zip(where, domains.sizes, strict=False))
-                regions.setdefault(region, []).append(self._rows[rank])
-            busiest = max(busiest, *(sum(rows) / len(rows) for rows in regions.values()), 0.0)
-        return busiest
+                regions.setdefault(tuple(map(floordiv, where, domains.sizes)), []).append(rank)
+            for ranks in regions.values():
+                mean = sum(self._rows[rank] for rank in ranks) / len(ranks)
+                for rank in ranks:
+                    shared[rank] = mean
+        return shared
+
+    def hidden(self, domains: ExpertDomains, exchange: float, experts: float) -> float:
+        """Seconds of a pass' experts in which tokens travel: those of other ranks of the node, which share its link.
+
+        Where tokens travel between nodes only, the ranks of a node do so in groups of their own that nothing keeps in
+        step. Links are shared one after the other, so that r ranks take turns: one computes while the next one's tokens
+        are on their way. Of L for one way of all their tokens and C for all their experts, C / s alone, a pass takes
+
+            max(2 L, L / r + max(L + C / s, L / r + C))     and not 2 L + C.
+
+        Args:
+            exchange: L.
+            experts: C.
+        """
+        ranks = link_sharing(self._cluster)
+        apart = domains.domains(0) > 1 and all(domains.domains(level) == 1 for level in range(1, domains.levels))
+        if not apart or domains.levels == 1 or ranks == 1.0:
+            return 0.0
+        share, alone = exchange / ranks, experts / self._cluster.compute_sharing
+        return 2 * exchange + experts - max(2 * exchange, share + max(exchange + alone, share + experts))
 
     @cached_property
     def _groups(self) -> tuple[tuple[int, ...], ...]:

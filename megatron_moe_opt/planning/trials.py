@@ -12,6 +12,7 @@ from __future__ import annotations
 import re
 import statistics
 from collections.abc import Iterable, Sequence
+from itertools import chain
 
 from .contenders import contenders
 from .planner import ALLTOALL, Prediction
@@ -27,22 +28,27 @@ ONE_TURN_WITHIN = 1.25
 """Times the leader's median: a variant that has had one turn stays within that, for a disturbance may last as long."""
 STOCK_WITHIN = 0.01
 """Stock stays where nothing is faster by more than this part of its time."""
-NEIGHBOUR_WITHIN = 1.5
-"""Times the leader's predicted time: what is predicted to take longer than that does not join."""
+NEAR = 1.5
+"""Times what the leader is predicted to take: what takes longer does not join it, nor begin as the best of a kind."""
 
 _NUMBER = re.compile(r"\d+")
 
 
 def shortlist(predictions: Sequence[Prediction], planned: str) -> tuple[str, ...]:
-    """What to try first: the planned variant, stock, the best of every other system, then the next fastest.
+    """What to try first: the planned variant, stock, the best of every other system and kind, then the next fastest.
+
+    Neighbours join by themselves, where they are worth it. Experts that travel are no neighbours of tokens that do.
 
     Args:
         predictions: the fastest first.
     """
+    near = [one for one in predictions if one.seconds <= NEAR * predictions[0].seconds]
     of_systems = {one.family: one.variant for one in reversed(predictions)}.values()
+    of_kinds = {one.kind: one.variant for one in reversed(near)}.values()
     by_time = [one.variant for one in predictions]
     stock = [variant for variant in by_time if variant == ALLTOALL]
-    tried = dict.fromkeys([planned, *stock, *sorted(of_systems, key=by_time.index), *by_time])
+    best_ones = (sorted(ones, key=by_time.index) for ones in (of_systems, of_kinds))
+    tried = dict.fromkeys([planned, *stock, *chain.from_iterable(best_ones), *by_time])
     return tuple(tried)[:MOST_AT_FIRST]
 
 
@@ -149,6 +155,6 @@ class Trials:
 
     def _joining(self, leader: str) -> tuple[str, ...]:
         """The leader's neighbours that were not tried, those that are predicted fastest first."""
-        near = self._predicted[leader] * NEIGHBOUR_WITHIN
+        near = self._predicted[leader] * NEAR
         new = [one for one in neighbours(leader, self._predicted) if one not in self.times]
         return tuple(sorted((one for one in new if self._predicted[one] <= near), key=self._predicted.__getitem__))

@@ -9,8 +9,9 @@ import torch
 import torch.distributed as dist
 
 from megatron_moe_opt.options import Options
-from megatron_moe_opt.planning.cluster import Cluster, World
+from megatron_moe_opt.planning.cluster import Cluster, ExpertGemm, World
 from megatron_moe_opt.planning.expert_migration import KINDS, realisable_groups, role
+from megatron_moe_opt.schedules.schedule import Kind
 from tests.ranks.pool import RankFailure
 
 LEVELS = (2, 2)
@@ -23,7 +24,9 @@ def save(file: Path, workers: tuple[int, ...] = LEVELS) -> Path:
     for level, ranks in realisable_groups(workers):
         line = ((1, 1e-5), (100 * MB, (100.0, 1.0)[level]))
         curves |= {(kind, role(kind, workers, level, ranks)): line for kind in KINDS}
-    Cluster(World((0, 0, 1, 1), ep=4), curves).save(file)
+    curves[Kind.COPY, None] = ((1, 1e-9), (MB, 1e-3))
+    expert = ExpertGemm(64, 144, "fp32", ((1, 1e-9), (1000, 1e-6)))  # whose time nothing depends on
+    Cluster(World((0, 0, 1, 1), ep=4), curves, expert_gemm=expert).save(file)
     return file
 
 
@@ -92,6 +95,23 @@ def test_profile_measures_every_group_of_domains(ranks):
         for kind in KINDS:
             assert groups[role(kind, LEVELS, 0, 2)] == outer
             assert groups[role(kind, LEVELS, 1, 2)] == inner
+
+
+def measured_once() -> list[bool]:
+    """Of the loads whose group is that of all ranks of EP, whether they run in the group that is there."""
+    from megatron_moe_opt.cli.profile_domains import domain_groups_of
+    from megatron_moe_opt.topology.layouts import Layout
+
+    with domain_groups_of(Layout(4, 1, 1, 4, 1), (4,), dist.group.WORLD) as groups:
+        found = [groups[role(kind, (4,), 0, 4)] is dist.group.WORLD for kind in KINDS]
+        pairs = groups[role(Kind.ALL_TO_ALL, (4,), 0, 2)]
+        assert dist.get_process_group_ranks(pairs) == [dist.get_rank() % 2, dist.get_rank() % 2 + 2]
+    dist.barrier()  # the group that was there still is
+    return found
+
+
+def test_a_group_that_is_there_is_not_made_again(ranks):
+    assert all(found == [True] * len(KINDS) for found in ranks.run(measured_once))
 
 
 def groups_refused() -> None:

@@ -87,7 +87,7 @@ def test_every_group_gets_its_curves(ranks, tmp_path, options, world, groups):
         (lane, frozenset({beside})) for lane, beside in pairs
     }
     assert all(0 < rate <= 1 for rate in cluster.slowdown.values())
-    assert cluster.overhead >= 0 and cluster.partition_overhead >= 0
+    assert cluster.overhead >= 0 and cluster.partition_overhead >= 0 and cluster.compute_sharing >= 1
     gemm = cluster.expert_gemm
     assert (gemm.hidden, gemm.ffn_hidden) == (64, 32 // world.expert_tp)
     assert [rows for rows, _ in gemm.points] == [rows for rows, _ in gemm.training] == [16, 32]
@@ -169,6 +169,7 @@ def _made_up():
                 busy(Lane.INTRA, 10), [busy(Lane.INTER, 30)], [busy(Lane.INTER, 30), busy(Lane.COPY, 20)]
             ),
             _disturbed_curve(meter, played, loads[Lane.COPY]),
+            _bulge(meter, played, loads[Lane.COPY]),
             *_disturbed_ends(meter, played, loads[Lane.COPY]),
         )
 
@@ -204,10 +205,20 @@ def _disturbed_curve(meter, played, load):
     return curve
 
 
+def _bulge(meter, played, load):
+    """Where every op takes 40 ms besides, and the first measurement of 20 bytes is disturbed: none is slower a byte."""
+    undisturbed, measurements = played.cost, count()
+    disturbed = meter.LEAST_OPS
+    played.cost = lambda op: 0.04 + undisturbed(op) + 0.03 * (op.size == 20 and next(measurements) < disturbed)
+    curve = meter.Meter(torch.device("cpu")).curve(load, (10, 20, 40), seconds=60.0, longest=90.0)
+    played.cost = undisturbed
+    return curve
+
+
 def test_measured_times_are_those_of_the_slowest_rank(ranks):
     answers = ranks.run(_made_up)
     assert all(answer == answers[0] for answer in answers)
-    pipeline, curve, long_ops, undisturbed, disturbed, disturbed_curve, late, lasting, whole = answers[0]
+    pipeline, curve, long_ops, undisturbed, disturbed, disturbed_curve, bulge, late, lasting, whole = answers[0]
     # 20 and 40 ms beside each other, and not until the 40 ms of the time before are over
     assert pipeline == ((30, pytest.approx(0.04)),)
     assert [size for size, _ in curve] == [10, 20, 40]  # 9000 would take 18 s an op, more than there is time for
@@ -217,6 +228,8 @@ def test_measured_times_are_those_of_the_slowest_rank(ranks):
     assert disturbed == pytest.approx([0.4, 0.2])  # beside one lane, and beside two that are busy as long
     # 10, which never takes less, is known to take no longer than 20; 40 is measured again
     assert [seconds for _, seconds in disturbed_curve] == pytest.approx([0.04, 0.04, 0.08])
+    # What takes longer than the line between its neighbours is measured again
+    assert [seconds for _, seconds in bulge] == pytest.approx([0.06, 0.08, 0.12])
     # The last size is measured again even when the time is up, and left out if that does not help: larger sizes follow
     # from it. Of a message that moves as a whole it may be true.
     assert [seconds for _, seconds in late] == pytest.approx([0.02, 0.04, 0.08])

@@ -29,6 +29,7 @@ CLUSTER = Cluster(
     },
     overhead=1e-4,
     partition_overhead=2e-3,
+    compute_sharing=1.9,
     saa=((65536, 0.004), (1048576, 0.05)),
     expert_gemm=ExpertGemm(4, 8, "fp32", points=((16, 1e-3), (32, 1.5e-3)), training=((16, 3e-3),)),
     stock_curves={(Kind.ALL_TO_ALL, "ep"): ((65536, 0.003), (2097152, 0.16))},
@@ -104,10 +105,11 @@ def test_a_file_from_before_what_was_added_later(tmp_path):
     CLUSTER.save(file)
     content = json.loads(file.read_text())
     del content["saa"], content["expert_gemm"]["training"], content["partition_overhead"], content["stock_curves"]
+    del content["compute_sharing"]
     content["slowdown"][0]["beside"] = "intra"  # as it was written when there was always one
     file.write_text(json.dumps(content))
     gemm = replace(CLUSTER.expert_gemm, training=None)
-    older = replace(CLUSTER, saa=None, expert_gemm=gemm, partition_overhead=0.0, stock_curves={})
+    older = replace(CLUSTER, saa=None, expert_gemm=gemm, partition_overhead=0.0, compute_sharing=1.0, stock_curves={})
     assert Cluster.load(file) == older
 
 
@@ -155,6 +157,7 @@ WRONG = [
     (("software",), KeyError, "software is missing", None),
     (("saa", 1, 0), 65536, "saa[1][0]: 65536 does not come after 65536: sizes must ascend", None),
     (("saa",), [], "saa: no points: a curve needs at least one", "[]"),
+    (("compute_sharing",), 0, "compute_sharing: 0 is not above 0 and finite", "0"),
     (("partition_overhead",), -1e-3, "partition_overhead: -0.001 is not finite and at least 0", "-0.001"),
     (("saa",), 3, "saa: 3 is not a list", "3"),
     (("version",), 2, 'version 2 cannot be read (this megatron-moe-opt reads 1): measure the cluster again', None),

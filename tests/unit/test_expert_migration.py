@@ -8,6 +8,8 @@ from itertools import combinations
 from math import prod
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.planning.curves import CostCurve, Costs
@@ -230,3 +232,18 @@ def test_a_popular_region_gets_at_most_one_copy_of_every_token():
     for imbalance, copies in ((1.5, 1.5), (3.0, 2.0)):
         layer = dataclasses.replace(even, imbalance=lambda *_, imbalance=imbalance: imbalance)
         assert layer.exchanged(domains, 0) == pytest.approx(copies * 100 * 8)
+
+
+@given(st.integers(1, 4), st.integers(2, 4), st.integers(1, 4), st.data())
+def test_a_popular_region_gets_the_copies_of_as_many_experts_as_its_share_is_worth(local_experts, ranks, topk, data):
+    """Counted over all draws in which this many of all experts are behind the link."""
+    experts = local_experts * ranks
+    topk = min(topk, experts)
+    behind = data.draw(st.integers(1, experts))
+    layer = MigrationLayer(1, 1, topk, local_experts, (), lambda *_: behind * ranks / experts)
+    draws = list(combinations(range(experts), topk))
+    crossing = sum(any(expert < behind for expert in draw) for draw in draws) / len(draws)
+    domains = ExpertDomains((ranks,), (1,))
+    assert layer.exchanged(domains, 0) / ranks == pytest.approx(crossing)
+    even = dataclasses.replace(layer, imbalance=lambda *_: 1.0)
+    assert layer.exchanged(domains, 0) <= max(1.0, behind * ranks / experts) * even.exchanged(domains, 0) + 1e-9

@@ -13,7 +13,8 @@ from megatron_moe_opt.planning import expert_migration, parm
 from megatron_moe_opt.planning.described_cluster import describe, levels_of_ep
 from megatron_moe_opt.planning.expert_migration import realisable_groups
 from megatron_moe_opt.planning.known_clusters import A800_IB200, GB, KNOWN_CLUSTERS, MB, PCIE, TWO_DATA_CENTRES
-from megatron_moe_opt.planning.planner import LayerWorkload, candidates
+from megatron_moe_opt.planning.layer_workload import LayerWorkload
+from megatron_moe_opt.planning.planner import candidates
 from megatron_moe_opt.schedules.parm import JOINT, TP
 from megatron_moe_opt.schedules.schedule import Kind
 from megatron_moe_opt.topology.layouts import Layout

@@ -14,10 +14,11 @@ from megatron_moe_opt.options import split_options
 from megatron_moe_opt.planning.described_cluster import describe
 from megatron_moe_opt.planning.known_clusters import H100_IB400, KNOWN_CLUSTERS, PCIE
 from megatron_moe_opt.planning.known_models import KNOWN_MODELS, MONTA_CHOICES
+from megatron_moe_opt.planning.layer_workload import LayerWorkload
 from megatron_moe_opt.planning.memory import training_memory
 from megatron_moe_opt.planning.model import Parallel
 from megatron_moe_opt.planning.plan_file import Plan
-from megatron_moe_opt.planning.planner import ALLTOALL, LayerWorkload, best, candidates
+from megatron_moe_opt.planning.planner import ALLTOALL, best, candidates
 from megatron_moe_opt.planning.throughput import throughput
 from megatron_moe_opt.topology.layouts import Layout
 

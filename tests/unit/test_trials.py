@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_moe_opt.planning.planner import ALLTOALL, Prediction
-from megatron_moe_opt.planning.trials import MOST_AT_FIRST, MOST_STEPS, TURN, Trials, neighbours, shortlist
+from megatron_moe_opt.planning.trials import MOST_AT_FIRST, MOST_STEPS, NEAR, TURN, Trials, neighbours, shortlist
 
 
 def predictions(**seconds: float) -> list[Prediction]:
@@ -24,6 +24,17 @@ def test_the_plan_stock_and_the_best_of_every_system_are_tried():
     found = predictions(mpmoe_2=1.0, mpmoe_3=1.01, mpmoe_4=1.02, mpmoe_5=1.03, monta_O1=1.3, parm_S1=2.0, alltoall=3.0)
     assert shortlist(found, "mpmoe:2") == ("mpmoe:2", ALLTOALL, "monta:O1", "parm:S1", "mpmoe:3", "mpmoe:4")
     assert shortlist(found, ALLTOALL)[0] == ALLTOALL
+
+
+def test_experts_that_travel_are_tried_beside_tokens_that_do_but_if_hopeless():
+    """They are no neighbours of anything in another system, and seven partitions tell little that six do not."""
+    seconds = {"mpmoe:6": 1.0, "mpmoe:7": 1.01, "mpmoe:8": 1.02, ALLTOALL: 1.1, "monta:O2x2": 1.2}
+    seconds |= {"expert-migration:1x1": 1.21, "expert-migration:1x2": 1.22, "expert-migration:1x4": 1.23}
+    seconds |= {"expert-migration:2x1": NEAR + 0.01}
+    tried = shortlist([Prediction(*one, 0, 0, 0, 0) for one in seconds.items()], "mpmoe:6")
+    assert tried == (
+        "mpmoe:6", ALLTOALL, "monta:O2x2", "expert-migration:1x1", "expert-migration:1x2", "mpmoe:7"
+    )  # fmt: skip
 
 
 @given(st.lists(st.floats(0.1, 10), min_size=1, max_size=12))
