@@ -290,7 +290,7 @@ def test_gradients_are_compressed_only_where_they_travel_and_keep_their_scale():
         ({"prefetch_layers": 0}, "allgather", "prefetch-layers 0 is for --moe-token-dispatcher-type expert-migration"),
         (
             {"profile": "c.json"},
-            "netmoe",
+            "deepspeed",
             "profile c.json is for --moe-token-dispatcher-type monta, parm, mpmoe, expert-m",
         ),
         ({"profile": "c.json", "parm_schedule": "S1"}, "parm", "profile c.json has nothing to choose for --moe-token-"),
