@@ -23,8 +23,8 @@ def register(options: Options | None = None, refuse_unread: bool = False) -> Non
 
     Args:
         options: settings of our dispatchers; the defaults where None.
-        refuse_unread: have configurations with a stock dispatcher refuse options that it does not read, for models that
-            are built from one command line. A program that builds several kinds of layers leaves it out.
+        refuse_unread: have configurations refuse options that their dispatcher, ours or stock, does not read, for
+            models that are built from one command line. A program that builds several kinds of layers leaves it out.
 
     Raises:
         ConfigurationError: the installed megatron-core is not supported, or a seam of it has moved.

@@ -34,8 +34,7 @@ _SYSTEMS: dict[str, tuple[str, ...]] = {
 }
 """By option: the dispatchers that read it."""
 
-NEVER_BESIDE_STOCK = ("compression_ratio", "gradient_compression_ratio", "plan")
-"""Options that no configuration with a stock dispatcher may meet. A program may build others beside stock layers."""
+_NEVER_UNREAD = ("compression_ratio", "gradient_compression_ratio", "plan")
 
 
 def check_name(name: str, stock: Iterable[str], ours: Iterable[str]) -> None:
@@ -45,15 +44,14 @@ def check_name(name: str, stock: Iterable[str], ours: Iterable[str]) -> None:
         raise ConfigurationError(f"{FLAG} {name} is not a dispatcher: choose one of {known}")
 
 
-def check_options_are_read(name: str, options: Options, fields: Iterable[str] = tuple(_SYSTEMS)) -> None:
-    """Refuses options that are about other dispatchers than `name`, ours or stock: they would change nothing."""
-    without = Options()
-    for field in fields:
-        value, systems = getattr(options, field), _SYSTEMS[field]
-        if name not in systems and value != getattr(without, field):
-            raise ConfigurationError(
-                f"{_flag(field)} {_shown(value)} is for {FLAG} {', '.join(systems)}, not {name}: drop one of the two"
-            )
+def check_nothing_lossy(name: str, options: Options) -> None:
+    """Refuses compression, and a plan, under a dispatcher that has none."""
+    _check_fields(name, options, _NEVER_UNREAD)
+
+
+def check_options_are_read(name: str, options: Options) -> None:
+    """Refuses options that the dispatcher `name`, ours or stock, does not read: they would change nothing."""
+    _check_fields(name, options, _SYSTEMS)
     if options.profile is None:
         return
     for system, is_read, way_out in (
@@ -64,6 +62,16 @@ def check_options_are_read(name: str, options: Options, fields: Iterable[str] = 
         if name == system and not is_read:
             raise ConfigurationError(
                 f"{PREFIX}profile {options.profile} has nothing to choose for {FLAG} {name}: drop it, or {way_out}"
+            )
+
+
+def _check_fields(name: str, options: Options, fields: Iterable[str]) -> None:
+    without = Options()
+    for field in fields:
+        value, systems = getattr(options, field), _SYSTEMS[field]
+        if name not in systems and value != getattr(without, field):
+            raise ConfigurationError(
+                f"{_flag(field)} {_shown(value)} is for {FLAG} {', '.join(systems)}, not {name}: drop one of the two"
             )
 
 
@@ -97,7 +105,7 @@ def check_config(config: Any, name: str, options: Options) -> None:
         check_expert_order(config, options.expert_order)
     if name == AUTO:
         _check_auto(options)
-    check_options_are_read(name, options)
+    check_nothing_lossy(name, options)
     if name == "netmoe":
         _check_netmoe(config)
     if name == "parm" and options.parm_schedule == "S2" and config.sequence_parallel:

@@ -27,9 +27,9 @@ from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.integration.announce import announce
 from megatron_moe_opt.integration.auto_layer import controller_of, new_controller, plan_layer
 from megatron_moe_opt.integration.checks import (
-    NEVER_BESIDE_STOCK,
     check_config,
     check_name,
+    check_nothing_lossy,
     check_options_are_read,
     check_telemetry,
 )
@@ -163,6 +163,8 @@ def _wrap_post_init(config_class: type, stock: tuple[str, ...]) -> None:
                 controller_of(self, _options)  # on ranks without a MoE layer too
         elif self.num_moe_experts is not None:
             _check_stock(self, name)
+        if _refuses_unread and self.num_moe_experts is not None:
+            check_options_are_read(name, _options)
 
     post_init._moe_opt = True
     config_class.__post_init__ = post_init
@@ -175,10 +177,7 @@ def _check_stock(config: Any, name: str) -> None:
             f"{EXPERT_ORDER} {_options.expert_order} does not work with --moe-token-dispatcher-type {name}: choose one "
             f"of {', '.join(DISPATCHERS)}"
         )
-    if _refuses_unread:
-        check_options_are_read(name, _options)
-    else:
-        check_options_are_read(name, _options, NEVER_BESIDE_STOCK)
+    check_nothing_lossy(name, _options)
     if _options.telemetry:
         check_telemetry(config)
 
