@@ -80,7 +80,7 @@ def test_the_recipe_behind_the_launcher_has_our_options():
 def test_a_stale_extension_ends_in_one_sentence(script, monkeypatch, capsys):
     from megatron_moe_opt.kernels import extension
 
-    def register_with_stale_extension(_):
+    def register_with_stale_extension(_, refuse_unread):
         monkeypatch.setattr(extension, "ABI", -1)
         extension.load_extension()
 
