@@ -325,6 +325,5 @@ def check_folders(args: argparse.Namespace) -> None:
             with TemporaryFile(dir=folder):
                 pass
         except OSError as error:
-            raise ConfigurationError(
-                f"{flag} {given} cannot be written ({error.strerror}); choose another place"
-            ) from error
+            reason = "Not a directory" if isinstance(error, FileExistsError) else error.strerror
+            raise ConfigurationError(f"{flag} {given} cannot be written ({reason}); choose another place") from error

@@ -35,7 +35,7 @@ from token_data import batches, build_datasets, check_datasets, kind_names
 from megatron_moe_opt import register, use_host_backend
 from megatron_moe_opt.errors import ConfigurationError, sentence
 from megatron_moe_opt.integration import reports
-from megatron_moe_opt.integration.registry import registered_options
+from megatron_moe_opt.integration.registry import launcher_options
 from megatron_moe_opt.integration.routing_recorder import RoutingRecorder
 from megatron_moe_opt.options import Options
 from megatron_moe_opt.planning.routing_trace import write_routing_trace
@@ -326,9 +326,7 @@ def main() -> int:
     console = Console(quiet=os.environ["RANK"] != "0")
     try:
         args, options = parse_arguments(sys.argv[1:])
-        launched = registered_options()
-        if launched is not None:
-            options = launched  # behind megatron_moe_opt.launch, which takes them out of the command line
+        options = launcher_options() or options
         use_host_backend()
         register(options, refuse_unread=True)
         layout = check_arguments(args, int(os.environ["WORLD_SIZE"]))

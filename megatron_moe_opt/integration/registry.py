@@ -76,13 +76,13 @@ EDGES: dict[str, Callable[[Any, Options], None]] = {
 """What is done to a MoE layer for those that own more of it than its dispatcher, which it has by then."""
 
 _options = Options()
-_registered = _refuses_unread = False
+_refuses_unread = False
 
 
 def register(options: Options | None = None, refuse_unread: bool = False) -> None:
     """See megatron_moe_opt.register."""
-    global _options, _registered, _refuses_unread
-    _options, _registered, _refuses_unread = options or Options(), True, refuse_unread
+    global _options, _refuses_unread
+    _options, _refuses_unread = options or Options(), refuse_unread
     new_controller()
     _check_version()
     try:
@@ -107,9 +107,9 @@ def register(options: Options | None = None, refuse_unread: bool = False) -> Non
     report_with_training_log()
 
 
-def registered_options() -> Options | None:
-    """Those of the last `register`; None before it. A script that registers by itself may run behind the launcher."""
-    return _options if _registered else None
+def launcher_options() -> Options | None:
+    """Those that the launcher has taken out of the command line; None where the script was started without it."""
+    return _options if _refuses_unread else None
 
 
 @contextmanager
