@@ -44,8 +44,8 @@ def check_name(name: str, stock: Iterable[str], ours: Iterable[str]) -> None:
         raise ConfigurationError(f"{FLAG} {name} is not a dispatcher: choose one of {known}")
 
 
-def check_nothing_lossy(name: str, options: Options) -> None:
-    """Refuses compression, and a plan, under a dispatcher that has none."""
+def check_never_unread(name: str, options: Options) -> None:
+    """Refuses compression, and a plan, under a dispatcher that has none, wherever options come from."""
     _check_fields(name, options, _NEVER_UNREAD)
 
 
@@ -105,7 +105,7 @@ def check_config(config: Any, name: str, options: Options) -> None:
         check_expert_order(config, options.expert_order)
     if name == AUTO:
         _check_auto(options)
-    check_nothing_lossy(name, options)
+    check_never_unread(name, options)
     if name == "netmoe":
         _check_netmoe(config)
     if name == "parm" and options.parm_schedule == "S2" and config.sequence_parallel:

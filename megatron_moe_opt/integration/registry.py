@@ -29,7 +29,7 @@ from megatron_moe_opt.integration.auto_layer import controller_of, new_controlle
 from megatron_moe_opt.integration.checks import (
     check_config,
     check_name,
-    check_nothing_lossy,
+    check_never_unread,
     check_options_are_read,
     check_telemetry,
 )
@@ -177,7 +177,7 @@ def _check_stock(config: Any, name: str) -> None:
             f"{EXPERT_ORDER} {_options.expert_order} does not work with --moe-token-dispatcher-type {name}: choose one "
             f"of {', '.join(DISPATCHERS)}"
         )
-    check_nothing_lossy(name, _options)
+    check_never_unread(name, _options)
     if _options.telemetry:
         check_telemetry(config)
 
