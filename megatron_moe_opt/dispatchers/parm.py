@@ -26,6 +26,7 @@ from megatron_moe_opt.dispatchers.parm_schedule import Scheduling
 from megatron_moe_opt.dispatchers.pipelining import FixedPipelining
 from megatron_moe_opt.kernels import RowMap, permute_packed
 from megatron_moe_opt.planning.parm import ParmChoice
+from megatron_moe_opt.runtime.collectives import all_gather_rows
 from megatron_moe_opt.runtime.exchange_plan import Sharing
 from megatron_moe_opt.runtime.host_copy import HostCopy
 from megatron_moe_opt.schedules.parm import AAS
@@ -71,6 +72,9 @@ class ParmDispatcher(MontaDispatcher):
     ) -> tuple[torch.Tensor, Dispatched]:
         if self.copies is None:
             return super()._pack(tokens, probs, row_map, counts, groups)
-        row_map = row_map.cut(self.copies.group.size())
-        sharing = Sharing(self.copies, tokens.size(1) * tokens.element_size(), self.choice.schedule != AAS)
+        copies, beyond = self.copies, None
+        if not copies.inside:
+            beyond = HostCopy(all_gather_rows(row_map.expert_counts, None, copies.group).view(copies.group.size(), -1))
+        row_map = row_map.cut(copies.group.size())
+        sharing = Sharing(copies, tokens.size(1) * tokens.element_size(), self.choice.schedule != AAS, beyond)
         return permute_packed(tokens, probs, row_map), Dispatched(row_map, counts, groups, None, sharing)

@@ -16,7 +16,7 @@ from megatron_moe_opt.kernels import LANE_BYTES
 from megatron_moe_opt.options import Options
 from megatron_moe_opt.planning.cluster import MEGATRON_FLAGS
 from megatron_moe_opt.planning.parm import ParmChoice, ParmLayer, choices
-from megatron_moe_opt.schedules.parm import AAS
+from megatron_moe_opt.schedules.parm import AAS, SCHEDULES
 from megatron_moe_opt.topology.expert_groups import ExpertGroups
 
 
@@ -28,6 +28,8 @@ class Routing:
     experts: int
     capacity_factor: float | None
     """None: dropless."""
+    drawn_by: str | None = None
+    """The flag by which ranks that hold the same tokens route them differently, so that S2 cannot run; None: none."""
 
 
 class Scheduling(Protocol):
@@ -101,7 +103,7 @@ class MeasuredSchedule:
             groups.etp_size, routing.capacity_factor,
         )  # fmt: skip
         number = int(num_tokens)
-        choice = choices(layer, cluster)[number]
+        choice = choices(layer, cluster, SCHEDULES if routing.drawn_by is None else ("S1",))[number]
         say_once(
             "parm",
             (number, choice),
@@ -114,4 +116,6 @@ class MeasuredSchedule:
 
     def describe(self) -> str:
         """For the line at start."""
-        return f"schedule chosen from {self.profile}"
+        drawn_by = self.routing.drawn_by
+        left_out = f", S2 left out: {drawn_by} is drawn by each TP rank" if drawn_by else ""
+        return f"schedule chosen from {self.profile}{left_out}"

@@ -232,8 +232,10 @@ class Controller:
         Args:
             workers: of each network level of the expert-parallel groups, as this run finds them.
         """
-        dropping = self.config.moe_expert_capacity_factor is not None
-        reasons = [self._refusal(one.variant) or _stays(one.variant, workers, dropping) for one in predictions]
+        config = self.config
+        drops = config.moe_expert_capacity_factor is not None
+        together = drops or config.moe_router_load_balancing_type == "sinkhorn"
+        reasons = [self._refusal(one.variant) or _stays(one.variant, workers, together) for one in predictions]
         found = list(zip(predictions, reasons, strict=True))
         allowed = tuple(one for one, reason in found if reason is None)
         return allowed, tuple(Refusal(one.variant, reason) for one, reason in found if reason is not None)
@@ -280,19 +282,19 @@ class Controller:
             torch.cuda.synchronize()
 
 
-def _stays(variant: str, workers: set[tuple[int, ...]], dropping: bool) -> str | None:
+def _stays(variant: str, workers: set[tuple[int, ...]], together: bool) -> str | None:
     """Why layers cannot change to a variant, or from it.
 
     Args:
-        dropping: experts drop what exceeds their capacity.
+        together: which rows a token makes depends on the others that its router sees.
     """
     name, options = split_variant(variant, None)
     if name == "netmoe":
         return f"moves samples between layers, which layers cannot change to: choose --moe-token-dispatcher-type {name}"
-    if variant == "parm:S2" and dropping:
+    if variant == "parm:S2" and together:
         return (
-            "drops other rows than the others do, of all tokens of a TP group together: choose "
-            "--moe-token-dispatcher-type parm"
+            "drops or balances all tokens of a TP group together, the others those of each rank, which is another "
+            "function: choose --moe-token-dispatcher-type parm"
         )
     sizes = options.domain_sizes
     if sizes is not None and any(

@@ -7,8 +7,10 @@ from typing import Any
 
 from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.integration.expert_order import check_expert_order
+from megatron_moe_opt.integration.replicated_tokens import drawn_by_each_rank
 from megatron_moe_opt.options import AUTO, PREFIX, Options
 from megatron_moe_opt.schedules.mpmoe import NONE
+from megatron_moe_opt.schedules.parm import AAS
 
 FLAG = "--moe-token-dispatcher-type"
 
@@ -112,6 +114,14 @@ def check_config(config: Any, name: str, options: Options) -> None:
         raise ConfigurationError(
             f"{PREFIX}parm-schedule S2 splits what all TP ranks hold, but with --sequence-parallel they hold parts of "
             "it: drop one of the two"
+        )
+    takes_copies = name == "parm" and options.parm_schedule in ("S2", AAS) or name == "deepspeed"
+    if takes_copies and (drawn := drawn_by_each_rank(config)) is not None:
+        schedule = f"{PREFIX}parm-schedule {options.parm_schedule}" if name == "parm" else f"{FLAG} {name}"
+        raise ConfigurationError(
+            f"{drawn} has each rank of a TP group route the tokens that all of them hold in its own way, which "
+            f"{schedule} cannot bring together: drop it, use {FLAG} parm with {PREFIX}parm-schedule S1, or add "
+            "--sequence-parallel"
         )
     if name == "mpmoe":
         _check_mpmoe(config, options)

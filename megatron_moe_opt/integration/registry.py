@@ -40,6 +40,7 @@ from megatron_moe_opt.integration.mpmoe_layer import pipeline_experts, shape_of_
 from megatron_moe_opt.integration.netmoe_layer import check_seams, wrap_transformer_block
 from megatron_moe_opt.integration.priorities import prioritize_expert_groups
 from megatron_moe_opt.integration.replicated_tokens import (
+    drawn_by_each_rank,
     holds_replicated_tokens,
     reading_as_sequence_parallel,
     take_replicated_tokens,
@@ -205,7 +206,12 @@ def _wrap_moe_layer(layer_class: type, plugged_class: type) -> None:
 
 
 def _routing(config: Any) -> Routing:
-    return Routing(config.moe_router_topk, config.num_moe_experts, config.moe_expert_capacity_factor)
+    return Routing(
+        config.moe_router_topk,
+        config.num_moe_experts,
+        config.moe_expert_capacity_factor,
+        drawn_by_each_rank(config),
+    )
 
 
 def _groups_of(stock: Any) -> ExpertGroups:

@@ -30,6 +30,24 @@ def holds_replicated_tokens(config: Any) -> bool:
     return config.tensor_model_parallel_size > 1 and not config.sequence_parallel
 
 
+def drawn_by_each_rank(config: Any) -> str | None:
+    """The flag by which TP ranks that hold the same tokens draw numbers of their own to route them; None: none does.
+
+    Random logits come from the generator of expert parallelism, which differs over TP; jitter from the default one,
+    which is the same only as long as all TP ranks draw as much from it: over Gloo, where it is the CPU's, the one that
+    loads the data does not. Nothing else in the router draws, Sinkhorn's load balancing neither.
+    """
+    if not holds_replicated_tokens(config):
+        return None
+    if config.moe_router_force_load_balancing:
+        return "--moe-router-force-load-balancing"
+    if getattr(config, "moe_router_force_biased", None) is not None:  # from megatron-core 0.17 on
+        return f"--moe-router-force-biased {config.moe_router_force_biased:g}"
+    if config.moe_input_jitter_eps is not None:
+        return f"--moe-input-jitter-eps {config.moe_input_jitter_eps:g}"
+    return None
+
+
 @contextmanager
 def reading_as_sequence_parallel(config: Any) -> Iterator[None]:
     """Lets `config` say sequence parallel inside the block: its layers are built, and run, for a part of the tokens."""

@@ -9,6 +9,7 @@ from torch.distributed import ProcessGroup
 
 from megatron_moe_opt.kernels import ChunkList
 from megatron_moe_opt.kernels.row_map import cut_counts
+from megatron_moe_opt.runtime.host_copy import HostCopy
 from megatron_moe_opt.schedules.monta import ChunkBytes
 from megatron_moe_opt.topology.expert_groups import TokenCopies
 
@@ -175,6 +176,8 @@ class Sharing:
     row_bytes: int
     overlap: bool
     """In phases, where the mean phase is worth it; False: in one."""
+    beyond: HostCopy | None = None
+    """int64 [tp_size, experts] rows of the ranks of the TP group, where the joint group has not all of them."""
 
 
 def share_out(counts: torch.Tensor, ep_rank: int, etp_rank: int, sharing: Sharing) -> tuple[torch.Tensor, Parts]:
@@ -185,8 +188,12 @@ def share_out(counts: torch.Tensor, ep_rank: int, etp_rank: int, sharing: Sharin
 
     Returns:
         Counts of the rows that each rank sends, for `plan_exchange` with one chunk; and the parts of this rank's group.
+
+    Raises:
+        RoutingError: they do not have the same rows.
     """
     copies, (ep_size, etp_size, _) = sharing.copies, counts.shape
+    copies.check_alike(counts, None if sharing.beyond is None else sharing.beyond.wait())
     cut = cut_counts(counts, copies.group.size())  # [tp, ep, etp, expert]
     sent = cut[copies.tp_ranks, torch.arange(ep_size).view(-1, 1), torch.arange(etp_size)]
     rows = cut[:, ep_rank, etp_rank].view(len(cut), ep_size, -1).sum(2).tolist()

@@ -8,6 +8,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
+from megatron_moe_opt.errors import RoutingError
+
 
 @dataclass(frozen=True)
 class ExpertGroups:
@@ -51,12 +53,50 @@ class TokenCopies:
     """int64 [ep_size, etp_size]: TP rank of each rank of the joint group."""
     ep_ranks: tuple[int, ...]
     """[tp_size] EP rank of each rank of the TP group."""
+    like: torch.Tensor
+    """int64 [joint size]: the first rank of the joint group that holds the same tokens as each."""
+    ranks: tuple[int, ...]
+    """[joint size] global rank of each rank of the joint group."""
+    inside: bool
+    """Whether all ranks of the TP group are in the joint group."""
 
     @classmethod
     def of(cls, tp: ProcessGroup, groups: ExpertGroups) -> TokenCopies:
         """A collective call over both groups."""
-        tp_ranks: list[int] = [0] * groups.joint_size
-        dist.all_gather_object(tp_ranks, tp.rank(), group=groups.joint)
+        holders = dist.get_process_group_ranks(tp)
+        known: list[tuple[int, int]] = [(0, 0)] * groups.joint_size
+        dist.all_gather_object(known, (tp.rank(), holders[0]), group=groups.joint)
+        tp_ranks, first_holders = zip(*known, strict=True)
         ep_ranks: list[int] = [0] * tp.size()
         dist.all_gather_object(ep_ranks, groups.ep_rank, group=tp)
-        return cls(tp, torch.tensor(tp_ranks).view(groups.ep_size, groups.etp_size), tuple(ep_ranks))
+        joint = dist.get_process_group_ranks(groups.joint)
+        like = torch.tensor([first_holders.index(first) for first in first_holders])
+        shape = groups.ep_size, groups.etp_size
+        inside = set(holders) <= set(joint)
+        return cls(tp, torch.tensor(tp_ranks).view(shape), tuple(ep_ranks), like, tuple(joint), inside)
+
+    def check_alike(self, counts: torch.Tensor, beyond: torch.Tensor | None) -> None:
+        """Compares what ranks that hold the same tokens have for each expert.
+
+        Args:
+            counts: int64 [ep_size, etp_size, experts] on the CPU.
+            beyond: int64 [tp_size, experts], the counts of the TP group, where it is not inside the joint group.
+
+        Raises:
+            RoutingError: on all ranks of the groups whose counts tell.
+        """
+        compared = []
+        if beyond is not None:
+            holders = dist.get_process_group_ranks(self.group)
+            compared.append((beyond, beyond[:1].expand_as(beyond), holders, holders[:1] * len(holders)))
+        rows = counts.flatten(0, 1)
+        compared.append((rows, rows[self.like], self.ranks, [self.ranks[first] for first in self.like.tolist()]))
+        for own, others, ranks, firsts in compared:
+            if not torch.equal(own, others):
+                rank, expert = (own != others).nonzero()[0].tolist()
+                raise RoutingError(
+                    f"--moe-opt-parm-schedule S2 takes all ranks of a TP group to route their tokens alike, but ranks "
+                    f"{firsts[rank]} and {ranks[rank]}, which hold the same tokens, have {int(others[rank, expert])} "
+                    f"and {int(own[rank, expert])} of them for expert {expert}: use --moe-opt-parm-schedule S1, or add "
+                    "--sequence-parallel"
+                )

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from megatron_moe_opt.options import Options
 from tests.multirank.test_dispatchers import DROP, LAYOUTS, PAD, RAGGED, RECOMPUTE, SHARED, case_id, compare, route_to
+from tests.ranks.pool import RankFailure
 
 SEQUENCE, BATCH = 24, 3
 
@@ -80,6 +81,8 @@ def compare_replicated(
 
     The norm of the difference over the norm, of the output and of every gradient.
     """
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
     import megatron_moe_opt
     from megatron_moe_opt.integration.moe_layer import build_layer
     from tests.ranks.megatron import moe_config, parallel
@@ -101,12 +104,14 @@ def compare_replicated(
         hidden, weights = (torch.randn(SEQUENCE, BATCH, stock_config.hidden_size, generator=generator) for _ in "ab")
         found, expected = {}, {}
 
+        model_parallel_cuda_manual_seed(17)  # for what a router draws
         whole = hidden.clone().requires_grad_()
         output, _ = ours(whole)
         (output * weights).sum().backward()
         found |= {"output": output.detach(), "input grad": whole.grad}
         found |= {name: parameter.grad for name, parameter in ours.named_parameters()}
 
+        model_parallel_cuda_manual_seed(17)
         rank = dist.get_rank() % tp
         part = hidden.chunk(tp)[rank].clone().requires_grad_()
         output, _ = stock(part)
@@ -125,6 +130,8 @@ def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
 
 GATED = SHARED | {"moe_shared_expert_gate": True}
 Z_LOSS = {"moe_z_loss_coeff": 0.01}
+FORCED, JITTER = {"moe_router_force_load_balancing": True}, {"moe_input_jitter_eps": 0.1}
+SINKHORN = {"moe_router_load_balancing_type": "sinkhorn", "moe_aux_loss_coeff": 0.0}
 REPLICATED = [
     *(
         ({"tp": tp, "ep": ep, "etp": etp}, {}, None)
@@ -137,6 +144,7 @@ REPLICATED = [
     *(({"tp": 2, "ep": 2, "etp": 2}, extra, None) for extra in (DROP, PAD, SHARED, GATED, RECOMPUTE, Z_LOSS)),
     ({"tp": 2, "ep": 2, "etp": 1}, SHARED | {"moe_shared_expert_overlap": True}, None),
     ({"tp": 2, "ep": 2, "etp": 2, "cp": 2}, {}, None),
+    *(({"tp": 2, "ep": 2, "etp": 2}, extra, None) for extra in (FORCED, JITTER, SINKHORN)),
 ]
 
 
@@ -165,6 +173,32 @@ def test_split_after_the_gate_gives_what_sequence_parallelism_gives(ranks, dispa
     arguments = {"layout": layout, "settings": settings, "routing": routing, "schedule": "S2"}
     for errors in ranks.run(compare_replicated, dispatcher=dispatcher, **arguments):
         assert max(errors.values()) < 1e-6, errors
+
+
+def one_routes_differently(layout: dict[str, int]) -> None:
+    import megatron_moe_opt
+    from megatron_moe_opt.integration.moe_layer import build_layer
+    from tests.ranks.megatron import moe_config, parallel
+
+    megatron_moe_opt.register(Options(parm_schedule="S2"))
+    try:
+        with parallel(**layout):
+            layer = build_layer(moe_config(moe_token_dispatcher_type="parm", sequence_parallel=False))
+            if dist.get_rank() == 3:
+                route_to(layer, "hot", seed=3)
+            layer(torch.randn(8, 1, 64, generator=torch.Generator().manual_seed(dist.get_rank() // layout["tp"])))
+    finally:
+        megatron_moe_opt.register()
+
+
+@pytest.mark.parametrize(("layout", "first"), [((2, 2, 2), 2), ((4, 1, 2), 0)])  # TP inside EP x expert-TP, and around
+def test_tp_ranks_that_route_the_same_tokens_differently_say_so_together(ranks, layout, first):
+    with pytest.raises(RankFailure) as caught:
+        ranks.run(one_routes_differently, layout=dict(zip(("tp", "ep", "etp"), layout, strict=True)))
+    assert [rank for rank, kind, _ in caught.value.errors if kind == "RoutingError"] == [0, 1, 2, 3]
+    for _, _, message in caught.value.errors:
+        expected = "takes all ranks of a TP group to route their tokens alike, but ranks"
+        assert message.startswith(f"--moe-opt-parm-schedule S2 {expected} {first} and 3, which hold the same tokens")
 
 
 def odd_length() -> None:

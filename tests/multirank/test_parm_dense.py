@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from megatron_moe_opt.options import Options
 from tests.multirank.test_dispatchers import DROP, PAD
-from tests.multirank.test_parm import phases_of_any_size
+from tests.multirank.test_parm import SINKHORN, phases_of_any_size
 
 SEQUENCE, BATCH = 24, 3
 
@@ -74,9 +74,9 @@ def compare_with_dense(
         grads = assemble({key: weight.grad for key, weight in experts.items()}, etp_rank, etp, add=True)
     megatron_moe_opt.register()
 
-    # S1 drops in each part of the tokens by itself.
-    drops = "moe_expert_capacity_factor" in settings
-    parts = tp if drops and dispatcher == "parm" and schedule == "S1" else 1
+    # S1 drops and balances in each part of the tokens by itself.
+    together = "moe_expert_capacity_factor" in settings or settings.items() >= SINKHORN.items()
+    parts = tp if together and dispatcher == "parm" and schedule == "S1" else 1
     with parallel():
         dense = build_layer(moe_config(**settings))
         with torch.no_grad():
@@ -133,10 +133,15 @@ def test_sizes_that_fit_4_ranks(ranks):
     assert ranks.run(compare_all, layouts=layouts, settings=(DROPLESS, NO_AUX | PAD), schedules=SCHEDULES) == [[]] * 4
 
 
-def test_dropped_tokens(ranks):
+def test_tokens_that_depend_on_each_other(ranks):
     layouts = [{"tp": 2, "ep": 2, "etp": 2}, {"tp": 4, "ep": 2, "etp": 1}]
     assert (
-        ranks.run(compare_all, layouts=layouts, settings=(NO_AUX | DROP,), schedules=(*SCHEDULES, IN_ONE_PHASE))
+        ranks.run(
+            compare_all,
+            layouts=layouts,
+            settings=(NO_AUX | DROP, SINKHORN),
+            schedules=(*SCHEDULES, IN_ONE_PHASE),
+        )
         == [[]] * 4
     )
 

@@ -23,6 +23,7 @@ from megatron_moe_opt.planning.trials import Trials
 
 CANDIDATES = ("netmoe", "parm:S2", "expert-migration:2x4", "expert-migration:8", "mpmoe:2:S1", "monta:O2x2", "alltoall")
 
+DRAWN = {"tensor_model_parallel_size": 2, "moe_router_force_load_balancing": True}
 RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 
 
@@ -52,6 +53,7 @@ def planned(tmp_path: Path):
         ("netmoe", RECOMPUTE, "runs netmoe: --recompute-granularity full does not work"),
         ("expert-migration:8", {"gradient_accumulation_fusion": True}, "give --no-gradient-accumulation-fusion"),
         ("parm:S2", {"tensor_model_parallel_size": 2, "sequence_parallel": True}, "drop one of the two"),
+        ("parm:S2", DRAWN, "runs parm:S2: --moe-router-force-load-balancing has each rank of a TP group route"),
         ("alltoall", {"tensor_model_parallel_size": 2}, "stock Megatron does not train MoE layers under TP without"),
     ],
 )
@@ -77,10 +79,19 @@ def test_runners_up_that_cannot_run_are_not_tried(planned):
     assert tried(fused, (8,)) == (["parm:S2", *others], "monta:O2x2")
 
 
+def test_what_tp_ranks_would_route_differently_is_not_tried(planned):
+    seen = Seen(LayerWorkload(16, 16, 16, False, 8, 2, 4, 16, 8), 32.0)
+    _, refused, _ = planned("monta:O2x2", **DRAWN)._make_plan([[seen], []])
+    (reason,) = (one.reason for one in refused if one.variant == "parm:S2")
+    assert reason.startswith("--moe-router-force-load-balancing has each rank of a TP group route the tokens that all")
+
+
 def test_what_layers_cannot_leave_stays(planned):
     dropping = {"tensor_model_parallel_size": 2, "moe_expert_capacity_factor": 1.5}
     assert tried(planned("netmoe"), (8,))[1] is None
-    assert tried(planned("parm:S2", **dropping), (8,))[1] is None  # which is another function than the others
+    sinkhorn = {"tensor_model_parallel_size": 2, "moe_router_load_balancing_type": "sinkhorn"}
+    for another_function in (dropping, sinkhorn):
+        assert tried(planned("parm:S2", **another_function), (8,))[1] is None
     variants, chosen = tried(planned("parm:S2", tensor_model_parallel_size=2), (8,))
     assert chosen == "parm:S2" and "parm:S2" in variants
 

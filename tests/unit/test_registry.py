@@ -116,6 +116,29 @@ def test_a_schedule_for_replicated_tokens_is_refused_under_sequence_parallelism(
 
 
 @pytest.mark.parametrize(
+    ("drawn", "settings"),
+    [
+        ("--moe-router-force-load-balancing", {"moe_router_force_load_balancing": True}),
+        ("--moe-input-jitter-eps 0.1", {"moe_input_jitter_eps": 0.1}),
+    ],
+)
+def test_a_routing_that_each_rank_draws_is_refused_where_tp_ranks_route_the_same_tokens(drawn, settings):
+    replicated = {"tensor_model_parallel_size": 2} | settings
+    refused = f"{drawn} has each rank of a TP group route the tokens that all of them hold in its own way"
+    try:
+        for schedule in ("S2", "AAS"):
+            megatron_moe_opt.register(Options(parm_schedule=schedule))
+            refusal(f"{refused}, which --moe-opt-parm-schedule {schedule} cannot", name="parm", **replicated)
+            config("parm", **settings)  # no rank holds another's tokens
+        refusal(f"{refused}, which --moe-token-dispatcher-type deepspeed cannot", name="deepspeed", **replicated)
+        megatron_moe_opt.register(Options(parm_schedule="S1"))
+        config("parm", **replicated)
+        assert registry._routing(config("parm", **replicated)).drawn_by == drawn  # what a profile chooses between
+    finally:
+        megatron_moe_opt.register()
+
+
+@pytest.mark.parametrize(
     ("flag", "overrides"),
     [
         ("--cuda-graph-impl local", {"cuda_graph_impl": "local"}),
