@@ -26,6 +26,7 @@ from megatron_moe_opt.dispatchers.monta import Dispatched, MontaDispatcher
 from megatron_moe_opt.dispatchers.pipelining import FixedPipelining
 from megatron_moe_opt.dispatchers.sample_placement import Decision, LayerPlacement, background
 from megatron_moe_opt.dispatchers.sample_traffic import RowBytes, SampleTraffic
+from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.kernels import (
     LANE_BYTES,
     build_row_map_by_sample,
@@ -34,10 +35,10 @@ from megatron_moe_opt.kernels import (
     permute_packed,
     write_notes,
 )
-from megatron_moe_opt.runtime.collectives import all_gather_rows
+from megatron_moe_opt.runtime.collectives import global_rank
 from megatron_moe_opt.runtime.exchange_plan import plan_exchange
 from megatron_moe_opt.runtime.expert_exchange import Exchange, to_experts
-from megatron_moe_opt.runtime.host_copy import HostCopy
+from megatron_moe_opt.runtime.sample_counts import SampleCounts, SampleCountsGather
 from megatron_moe_opt.runtime.sample_exchange import SampleReturn, to_new_homes
 from megatron_moe_opt.topology.expert_groups import ExpertGroups
 
@@ -47,10 +48,9 @@ class MovingSamples:
     """What dispatch learnt and combine needs; one object a forward pass."""
 
     groups: ExpertGroups
-    sequence: int
-    """Tokens of a sample on this rank."""
-    counts: HostCopy
-    """[ep_size, etp_size, B, experts] rows of every rank, on its way to the host."""
+    shape: tuple[int, int]
+    """Tokens of a sample on this rank, and its samples."""
+    counts: SampleCounts
     decision: Future[Decision]
     learn: bool
     row_bytes: RowBytes
@@ -64,8 +64,8 @@ class MovingSamples:
 
     @cached_property
     def exchange(self) -> Exchange:
-        """The dispatch; the first use waits for the counts to reach the host."""
-        counts, groups = self.counts.wait().sum(2), self.groups
+        """The dispatch."""
+        counts, groups = self.counts.rows.sum(2), self.groups
         return Exchange(groups, plan_exchange(counts, groups.ep_rank, groups.etp_rank, 1, self.device), "O1")
 
 
@@ -134,10 +134,9 @@ class NetmoeDispatcher(MontaDispatcher):
         groups, (sequence, batch, hidden) = self.groups, residual.shape
         routing_map = routing_map.bool()
         row_map = build_row_map_by_sample(routing_map, batch, num_rows)
+        order, beside, self._beside = self.placement.order, self._beside, None
         own = count_routing_map(routing_map, batch)
-        counts = HostCopy(all_gather_rows(own, None, groups.joint).view(groups.ep_size, groups.etp_size, batch, -1))
-        beside, self._beside = self._beside, None
-        decision = self.placement.decide(counts, sequence if beside is not None else 0, self._learn)
+        gather = SampleCountsGather(own, sequence, order.unlike, groups, order.room)
         packed = permute_packed(residual.reshape(-1, hidden).contiguous(), probs, row_map)
         _check_tokens_have_rows(row_map.offsets)
         first_rows = row_map.rows[row_map.offsets[:-1]]
@@ -146,7 +145,11 @@ class NetmoeDispatcher(MontaDispatcher):
         write_notes(packed, notes)
         hidden_bytes = hidden * packed.element_size()
         row = RowBytes(hidden_bytes + probs.element_size(), hidden_bytes, hidden_bytes + LANE_BYTES)
-        return packed, MovingSamples(groups, sequence, counts, decision, self._learn, row, packed.device, beside)
+        counts = gather.wait()  # packing is queued: the only host sync
+        _check_masked_alike(counts, groups)
+        learn = self._learn and counts.equal
+        decision = self.placement.decide(counts, sequence if beside is not None else 0, learn)
+        return packed, MovingSamples(groups, (sequence, batch), counts, decision, learn, row, packed.device, beside)
 
     def dispatch(
         self, packed: torch.Tensor, dispatched: Dispatched | MovingSamples, prob_dtype: torch.dtype
@@ -175,21 +178,22 @@ class NetmoeDispatcher(MontaDispatcher):
         if groups.etp_rank == 0:  # what all shards have must be in the sum over them once
             rows = torch.addcmul(rows, moving.residual, (notes & 1).to(rows.dtype).unsqueeze(1))
             tokens = (notes >> 1).float()
-        if moving.beside is not None:
-            rows, tokens = _append(rows, tokens, moving.beside, groups)
-        carried = moving.beside is not None
+        carried = None if moving.beside is None else moving.counts.parts
+        if carried is not None:
+            lengths = carried[groups.ep_rank].sum(1).tolist()
+            rows, tokens = _append(rows, tokens, moving.beside, lengths, groups.etp_rank)
         moving.residual = moving.beside = None
         start = time.perf_counter()
         decision = moving.decision.result()
         exposed = time.perf_counter() - start
         holders = self.placement.holders
         if moving.learn:
-            beside = moving.sequence if carried else 0
+            beside = 0 if carried is None else moving.shape[0]
             if self._counted is not None:
                 self._counted.result()  # raises what the last count raised
             self._counted = background(self._traffic.add, decision, holders, beside, moving.row_bytes, exposed)
         items = torch.from_numpy(holders.items(decision.move))
-        way = SampleReturn(moving.counts.wait(), items, groups, moving.sequence, carried, rows.device)
+        way = SampleReturn(moving.counts.rows, items, groups, moving.shape, carried, rows.device)
         return to_new_homes(rows, tokens, way)
 
     def unpermute(self, rows: torch.Tensor, dispatched: Dispatched | MovingSamples) -> torch.Tensor:
@@ -206,14 +210,29 @@ def _check_tokens_have_rows(offsets: torch.Tensor) -> None:
         raise ValueError("the router gives a token no expert, and its residual no way: use monta")
 
 
+def _check_masked_alike(counts: SampleCounts, groups: ExpertGroups) -> None:
+    """Raises ConfigurationError, on all ranks, where the attention mask of one of them must not change its samples."""
+    if counts.unlike.any():
+        rank = global_rank(groups.joint, int(counts.unlike.flatten().nonzero()[0]))
+        raise ConfigurationError(
+            "--moe-token-dispatcher-type netmoe moves samples between ranks, so that all must have the same causal "
+            f"attention mask, but rank {rank} has another: drop --reset-attention-mask, or use monta"
+        )
+
+
 def _append(
-    rows: torch.Tensor, tokens: torch.Tensor, beside: torch.Tensor, groups: ExpertGroups
+    rows: torch.Tensor, tokens: torch.Tensor, beside: torch.Tensor, lengths: list[int], etp_rank: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Adds the rows of the identity expert: of all expert-TP ranks, sample by sample; zeros but for this rank's own."""
+    """Adds the rows of the identity expert: of all expert-TP ranks, sample by sample; zeros but for this rank's own.
+
+    Args:
+        beside: [S, B, H].
+        lengths: [etp_size] rows of each expert-TP rank.
+    """
     sequence, batch, hidden = beside.shape
     own = beside.transpose(0, 1).reshape(-1, hidden)
     numbers = torch.arange(sequence, dtype=torch.float32, device=rows.device).repeat(batch)
-    before, after = groups.etp_rank * len(own), (groups.etp_size - 1 - groups.etp_rank) * len(own)
+    before, after = sum(lengths[:etp_rank]), sum(lengths[etp_rank + 1 :])
     zeros = [own.new_zeros(count, hidden) for count in (before, after)]
     no_tokens = [numbers.new_zeros(count) for count in (before, after)]
     return torch.cat([rows, zeros[0], own, zeros[1]]), torch.cat([tokens, no_tokens[0], numbers, no_tokens[1]])

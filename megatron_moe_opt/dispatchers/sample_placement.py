@@ -4,7 +4,9 @@ The MoE layers of a pipeline stage (or of a virtual chunk of it) share a `Sample
 samples at home. Every layer but the last sends them where its combine and the next layer's dispatch are predicted to
 cost least; the last one sends them home, so that nothing outside the layers notices.
 
-All ranks of the joint group decide for themselves, from the counts that they all have.
+All ranks of the joint group decide for themselves, from the counts that they all have. Where these have different
+numbers of samples, or samples of different lengths, all stay at home: a sample would count otherwise in the means that
+a rank takes over its own.
 """
 
 from __future__ import annotations
@@ -17,10 +19,11 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import numpy as np
+import torch
 
 from megatron_moe_opt.kernels import place_samples
 from megatron_moe_opt.planning.netmoe import NextLayerPrediction, known_of_samples, settle, tokens_by_device
-from megatron_moe_opt.runtime.host_copy import HostCopy
+from megatron_moe_opt.runtime.sample_counts import Room, SampleCounts
 from megatron_moe_opt.topology.sample_holders import SampleHolders
 
 Result = TypeVar("Result")
@@ -31,7 +34,7 @@ class Decision:
     """What a layer does with the samples."""
 
     counts: np.ndarray
-    """int64 [joint size, B, E] rows of each part of a sample for each expert."""
+    """int64 [joint size, B, E] rows of each part of a sample for each expert; see SampleCounts."""
     before: np.ndarray
     """int64 [positions] sample at each position, on the way in. A sample is named by its home position."""
     move: np.ndarray
@@ -55,10 +58,18 @@ class SampleOrder:
         """int64 [positions] sample at each position; None: all are at home."""
         self.seen: tuple[LayerPlacement, np.ndarray] | None = None
         """The last layer that was passed, and what was known of the samples there, see known_of_samples."""
+        self.unlike: torch.Tensor | None = None
+        """See SampleCounts; None: they are masked like all others."""
+        self.room = Room()
 
-    def begin(self) -> None:
-        """All samples are at home: a pass begins."""
+    def begin(self, unlike: torch.Tensor | None = None) -> None:
+        """All samples are at home: a pass begins.
+
+        Args:
+            unlike: bool [] on the device, whether this rank's samples are masked in another way than all others.
+        """
         self.at = self.seen = None
+        self.unlike = unlike
 
 
 class LayerPlacement:
@@ -74,22 +85,24 @@ class LayerPlacement:
         self._learnt: Future[None] | None = None
         """What `prediction` was told last; it must not be asked before that is done."""
 
-    def decide(self, counts: HostCopy, rows_beside: int, learn: bool) -> Future[Decision]:
-        """Starts to decide, as soon as the counts are on the host.
+    def decide(self, counts: SampleCounts, rows_beside: int, learn: bool) -> Future[Decision]:
+        """Starts to decide.
 
         Args:
-            counts: int64 [ep_size, etp_size, B, E].
             rows_beside: rows that the move of each part of a sample costs by itself (shared experts' outputs).
             learn: predictions learn from the counts; all ranks alike.
         """
         return background(self._decide, counts, rows_beside, learn)
 
-    def _decide(self, counts: HostCopy, rows_beside: int, learn: bool) -> Decision:
+    def _decide(self, counts: SampleCounts, rows_beside: int, learn: bool) -> Decision:
         if self._learnt is not None:
             self._learnt.result()  # begun in the pass before; raises what it raised
-        parts = counts.wait().flatten(0, 1).numpy()
+        parts = counts.rows.flatten(0, 1).numpy()
         start = time.perf_counter()
         ranks = self.holders.ranks
+        if not counts.equal:
+            home = np.arange(len(ranks) * parts.shape[1])
+            return Decision(parts, home, home, time.perf_counter() - start)
         num = parts[ranks].sum(axis=1).reshape(-1, parts.shape[-1])  # [positions, E]
         on_device = tokens_by_device(num, self.expert_device, self.holders.num_devices)
         order = self.order

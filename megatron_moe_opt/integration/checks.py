@@ -8,6 +8,7 @@ from typing import Any
 from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.integration.expert_order import check_expert_order
 from megatron_moe_opt.integration.replicated_tokens import drawn_by_each_rank
+from megatron_moe_opt.integration.training_arguments import training_arguments
 from megatron_moe_opt.options import AUTO, PREFIX, Options
 from megatron_moe_opt.schedules.mpmoe import NONE
 from megatron_moe_opt.schedules.parm import AAS
@@ -230,6 +231,8 @@ def _check_netmoe(config: Any) -> None:
         (config.moe_latent_size, "--moe-latent-size"),
         (config.mrope_section is not None, "--mrope-section"),
         (getattr(config, "mlp_chunks_for_training", 1) > 1, "--mlp-chunks-for-training"),
+        (config.moe_router_load_balancing_type == "sinkhorn", "--moe-router-load-balancing-type sinkhorn"),
+        (getattr(training_arguments(), "reset_attention_mask", False), "--reset-attention-mask"),
     ):
         if wrong:
             raise ConfigurationError(

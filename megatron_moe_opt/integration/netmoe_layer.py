@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import types
+import weakref
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ import torch
 
 from megatron_moe_opt.dispatchers.netmoe import NetmoeDispatcher
 from megatron_moe_opt.dispatchers.sample_placement import LayerPlacement, SampleOrder
+from megatron_moe_opt.dispatchers.say import say_once
 from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.integration.netmoe_report import watch
 from megatron_moe_opt.integration.seams import seam_moved
@@ -89,6 +91,12 @@ def _link(block: Any) -> None:
     block.register_forward_pre_hook(_Begin(order), with_kwargs=True)
 
 
+_AUX_LOSS = (
+    "--moe-router-load-balancing-type aux_loss balances the samples that share a rank, which are others than under "
+    "stock: its gradient is another one, too; those of seq_aux_loss and global_aux_loss are stock's"
+)
+
+
 @functools.cache
 def _holders(tp_group: Any, groups: Any) -> SampleHolders:
     return SampleHolders.of(tp_group, groups)
@@ -99,9 +107,12 @@ def _join(layer: Any, placement: LayerPlacement) -> None:
     dispatcher, moe = _dispatcher_of(layer), layer.mlp
     dispatcher.join(placement, layer.pre_mlp_layernorm)
     forward_mlp, post_mlp, shared_experts = layer._forward_mlp, layer._forward_post_mlp, moe.shared_experts_compute
+    balances_ranks = moe.router.get_aux_loss_coeff("aux_loss") > 0
 
     @functools.wraps(forward_mlp)
     def forward(hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if balances_ranks and hidden_states.size(1) > 1:
+            say_once("netmoe", "aux_loss", lambda: _AUX_LOSS)
         dispatcher.hand_over(hidden_states, learn=layer.training)
         return forward_mlp(hidden_states, *args, **kwargs)
 
@@ -124,16 +135,13 @@ class _Begin:
 
     def __init__(self, order: SampleOrder) -> None:
         self.order = order
-        self.first = True
+        self.masks = _Masks()
 
     def __call__(self, block: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Checks what is passed, and begins with all samples at home."""
         given = dict(zip(("hidden_states", "attention_mask"), args, strict=False)) | kwargs
         _check_arguments(given)
-        if self.first:  # once: looking at all of the mask takes time, and a GPU has to be waited for
-            _check_mask(given.get("attention_mask"))
-            self.first = False
-        self.order.begin()
+        self.order.begin(self.masks.unlike(given.get("attention_mask")))
 
 
 _OF_SAMPLES = {
@@ -156,10 +164,26 @@ def _check_arguments(given: dict[str, Any]) -> None:
             )
 
 
-def _check_mask(mask: torch.Tensor | None) -> None:
-    """mask: bool [B or 1, 1, S, S], True hides."""
-    if mask is not None and not bool((mask == torch.ones_like(mask[:1]).triu(1)).all()):
-        raise ConfigurationError(
-            "--moe-token-dispatcher-type netmoe moves samples between ranks, so that all must have the same causal "
-            "attention mask, but here is another: drop --reset-attention-mask, or use monta"
-        )
+class _Masks:
+    """Looks at the attention mask of every pass, unless it is the one of the pass before, unchanged."""
+
+    def __init__(self) -> None:
+        self._seen: tuple[weakref.ref[torch.Tensor], int] | None = None
+        """The last mask, and its version, which counts its changes."""
+        self._unlike: torch.Tensor | None = None
+
+    def unlike(self, mask: torch.Tensor | None) -> torch.Tensor | None:
+        """Whether a mask is another one than the causal mask, for all samples: a bool [] on its device, for which
+        nobody waits here. None: there is no mask, and all is causal.
+
+        Args:
+            mask: bool [B or 1, 1, S, S], True hides.
+        """
+        if mask is None:
+            return None
+        seen, is_inference = self._seen, mask.is_inference()  # inference tensors do not count their changes
+        if seen is None or is_inference or seen[0]() is not mask or seen[1] != mask._version:
+            causal = torch.ones_like(mask[0]).triu(1)
+            self._unlike = torch.stack([(of_sample != causal).any() for of_sample in mask]).any()
+            self._seen = None if is_inference else (weakref.ref(mask), mask._version)
+        return self._unlike

@@ -35,20 +35,21 @@ class SampleReturn:
         counts: torch.Tensor,
         items: torch.Tensor,
         groups: ExpertGroups,
-        sequence: int,
-        carried: bool,
+        shape: tuple[int, int],
+        carried: torch.Tensor | None,
         device: torch.device,
     ) -> None:
         """
         Args:
             counts: int64 [ep_size, etp_size, B, experts] on the CPU, rows of each part of a sample for each expert.
-            items: int64 [ep_size * etp_size * B] where each part goes, see SampleHolders.items; a permutation.
-            sequence: rows of a part for its identity expert, where there is one: its tokens.
-            carried: whether there is one.
+            items: int64 [ep_size * etp_size * B] where each part goes, see SampleHolders.items; a permutation. Ranks
+                with fewer than B samples, which have none in their last places, keep what they have.
+            shape: tokens of a part, and samples, that this rank will have.
+            carried: int64 [ep_size, etp_size, B] rows of each part for its identity expert; None: there is none.
             device: where the rows are.
         """
-        counts = _by_expert_rank(counts, groups.ep_size, sequence if carried else None)
-        self.shape = sequence, counts.size(2)
+        counts = _by_expert_rank(counts, groups.ep_size, carried)
+        self.shape = shape
         moved = torch.empty_like(counts.flatten(0, 2))
         moved[items] = counts.flatten(0, 2)
         moved = moved.view_as(counts)
@@ -61,21 +62,21 @@ class SampleReturn:
         chunk = ChunkPlan(own.sum((1, 2)).tolist(), arriving.sum((2, 3)).tolist(), groups.etp_rank, by_expert, 0, 0, 0)
         plan = ExchangePlan((chunk,), arriving.sum((0, 1, 3)), arrives_sorted=False)
         self.exchange = Exchange(groups, plan, "O1")
-        blocks = torch.stack([own.reshape(-1), torch.arange(self.shape[1]).repeat(own.size(0) * own.size(1))])
+        blocks = torch.stack([own.reshape(-1), torch.arange(own.size(2)).repeat(own.size(0) * own.size(1))])
         if device.type == "cuda":
             blocks = blocks.pin_memory().to(device, non_blocking=True)
         self.slots = blocks[1].repeat_interleave(blocks[0], output_size=plan.num_sent)
         """[rows] which of this rank's samples each row will belong to."""
 
 
-def _by_expert_rank(counts: torch.Tensor, ep_size: int, identity_rows: int | None) -> torch.Tensor:
+def _by_expert_rank(counts: torch.Tensor, ep_size: int, identity_rows: torch.Tensor | None) -> torch.Tensor:
     """[ep, etp, B, experts] -> [ep, etp, B, ep of the expert, local experts and, where there is one, the identity]."""
     counts = counts.view(*counts.shape[:3], ep_size, -1)
     if identity_rows is None:
         return counts
     ranks = torch.arange(ep_size)
     identity = counts.new_zeros(*counts.shape[:4], 1)
-    identity[ranks, :, :, ranks] = identity_rows
+    identity[ranks, :, :, ranks] = identity_rows.unsqueeze(3)
     return torch.cat([counts, identity], dim=4)
 
 

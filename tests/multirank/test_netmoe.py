@@ -18,6 +18,11 @@ TOP1 = {"moe_router_topk": 1, "moe_router_pre_softmax": True}
 AUX, GLOBAL_AUX = (
     {"moe_router_load_balancing_type": kind, "moe_aux_loss_coeff": 0.05} for kind in ("aux_loss", "global_aux_loss")
 )
+BIAS = {
+    "moe_router_score_function": "sigmoid",
+    "moe_router_enable_expert_bias": True,
+    "moe_router_bias_update_rate": 0.1,
+}
 RECOMPUTE = {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
 
 
@@ -59,13 +64,22 @@ def gradients(trained: Any) -> dict[str, torch.Tensor]:
     return {name: parameter.main_grad.clone() for name, parameter in trained.model.module.named_parameters()}
 
 
+def resize(trained: Any, samples: int, tokens: int) -> None:
+    """Micro-batches of so many samples, cut to so many tokens, from now on."""
+    trained.micro_batch = samples
+    batch = type(trained).batch
+    trained.batch = lambda number: {name: of[:, :tokens] for name, of in batch(trained, number).items()}
+
+
 def run(trained: Any) -> dict[str, torch.Tensor]:
-    """Losses and gradients of one step."""
+    """Losses, gradients and changed biases of experts of one step."""
     trained.model.zero_grad_buffer()
     losses = trained.forward_backward()
     results = gradients(trained)
     if losses:  # on the last pipeline stage
         results["losses"] = torch.stack([loss for loss, _ in losses])
+    biases = {name: of for name, of in trained.model.module.named_buffers() if name.endswith("expert_bias")}
+    results |= {name: bias.clone() for name, bias in biases.items()}
     return results
 
 
@@ -80,8 +94,15 @@ def compare_case(
     bias: list[float] | str | None = "router",
     solver: bool = False,
     steps: int = 1,
+    sizes: tuple[tuple[tuple[int, int], ...], ...] = (),
     **arguments: Any,
 ) -> tuple[float, str, int]:
+    """
+    Args:
+        sizes: of each step, by data-parallel rank: samples of a micro-batch, and tokens of each.
+    """
+    from megatron.core import parallel_state
+
     import megatron_moe_opt
     from megatron_moe_opt.dispatchers import sample_placement
     from tests.ranks.gpt import gpt
@@ -108,8 +129,11 @@ def compare_case(
                 if bias != "router":
                     by_content(trained.model, bias)
             worst = 0.0, "nothing"
-            for step in range(steps):
+            for step in range(len(sizes) or steps):
                 stock.step = ours.step = step
+                if sizes:
+                    for trained in (stock, ours):
+                        resize(trained, *sizes[step][parallel_state.get_data_parallel_rank()])
                 expected, got = run(stock), run(ours)
                 assert set(expected) == set(got)
                 for name, tensor in expected.items():
@@ -122,6 +146,7 @@ def compare_case(
 
 EP4, EP2 = {"ep": 4}, {"ep": 2}
 TP2_EP4, TP2_EP2_ETP2, ETP2 = {"tp": 2, "ep": 4}, {"tp": 2, "ep": 2, "etp": 2}, {"ep": 2, "etp": 2}
+EVEN, UNEVEN = ((2, 32),) * 4, ((1, 32), (3, 32), (2, 16), (2, 32))
 HOT = [0.0, 0.0, *[-50.0] * 6]  # the second half of the ranks gets nothing
 SKEWED = [-float(expert) / 2 for expert in range(8)]
 
@@ -137,6 +162,9 @@ CASES = {
     "tp2-ep2-etp2-shared": {"layout": TP2_EP2_ETP2, "settings": SHARED, "bias": SKEWED},
     "ep2-etp2": {"layout": ETP2, "settings": {}, "micro_batch": 1},
     "ep2-pp2": {"layout": {"ep": 2, "pp": 2}, "settings": {}, "microbatches": 4},
+    "ep4-expert-bias": {"layout": EP4, "settings": BIAS, "steps": 3},
+    "ep4-shared-uneven": {"layout": EP4, "settings": SHARED | SEQ_AUX, "sizes": (UNEVEN, EVEN, UNEVEN)},
+    "ep2-etp2-shared-uneven": {"layout": ETP2, "settings": SHARED, "sizes": (EVEN, UNEVEN)},
     "ep4-solver": {"layout": EP4, "settings": {}, "micro_batch": 4, "bias": None, "solver": True, "steps": 2},
 }
 

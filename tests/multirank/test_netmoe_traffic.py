@@ -98,7 +98,6 @@ def refusals() -> list[str]:
         others = causal.clone()
         others[:, :, 5:, :5] = True  # as --reset-attention-mask makes them
         for mask, arguments in (
-            (others, {}),
             (None, {"packed_seq_params": types.SimpleNamespace()}),
             (None, {"padding_mask": torch.zeros(4, 32, dtype=torch.bool)}),
         ):
@@ -107,13 +106,17 @@ def refusals() -> list[str]:
             except ConfigurationError as error:
                 texts.append(str(error))
         trained.model(batch["tokens"], batch["position_ids"], causal, labels=batch["labels"])
-    return texts
+        if dist.get_rank() == 2:  # the same object, changed between passes
+            causal.copy_(others)
+        with pytest.raises(ConfigurationError) as caught:
+            trained.model(batch["tokens"], batch["position_ids"], causal, labels=batch["labels"])
+    return [*texts, str(caught.value)]
 
 
 def test_what_would_have_to_move_is_refused(ranks):
     for texts in ranks.run(refusals):
-        masks, packed, padding = texts
-        assert "drop --reset-attention-mask, or use monta" in masks
+        packed, padding, masks = texts
+        assert "but rank 2 has another: drop --reset-attention-mask, or use monta" in masks
         assert "packed sequences would not follow: use monta" in packed
         assert "padding masks would not follow: use monta" in padding
 

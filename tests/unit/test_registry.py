@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import re
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import get_args
@@ -184,10 +185,22 @@ MOVES = {"expert_model_parallel_size": 2, "hidden_dropout": 0.0}
             {"moe_shared_expert_intermediate_size": 16, "moe_shared_expert_overlap": True},
         ),
         ("--moe-latent-size", {"moe_latent_size": 8}),
+        (
+            "--moe-router-load-balancing-type sinkhorn",
+            {"moe_router_load_balancing_type": "sinkhorn", "moe_aux_loss_coeff": 0.0},
+        ),
     ],
 )
 def test_netmoe_refuses_what_cannot_move_with_samples(wrong, overrides):
     refusal(f"{wrong} does not work with --moe-token-dispatcher-type netmoe", name="netmoe", **MOVES | overrides)
+
+
+def test_netmoe_refuses_masks_of_documents_at_launch(monkeypatch):
+    loop = SimpleNamespace(_GLOBAL_ARGS=SimpleNamespace(reset_attention_mask=True))
+    monkeypatch.setitem(sys.modules, "megatron.training.global_vars", loop)
+    refusal("--reset-attention-mask does not work with --moe-token-dispatcher-type netmoe", name="netmoe", **MOVES)
+    loop._GLOBAL_ARGS.reset_attention_mask = False
+    config("netmoe", **MOVES)
 
 
 def test_netmoe_refuses_groups_without_another_place_for_samples():

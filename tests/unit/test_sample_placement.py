@@ -11,17 +11,26 @@ import torch
 from megatron_moe_opt.dispatchers.sample_placement import LayerPlacement, SampleOrder
 from megatron_moe_opt.dispatchers.sample_traffic import RowBytes, SampleTraffic
 from megatron_moe_opt.planning.netmoe import NextLayerPrediction
-from megatron_moe_opt.runtime.host_copy import HostCopy
+from megatron_moe_opt.runtime.sample_counts import SampleCounts
 from megatron_moe_opt.topology.sample_holders import SampleHolders
 
 RANKS, BATCH, EXPERTS = 4, 2, 4
 HOLDERS = SampleHolders.from_ranks(list(range(RANKS)), tuple([rank] for rank in range(RANKS)), ("a", "a", "b", "b"), 1)
 
 
-def decide(placement: LayerPlacement, num: np.ndarray, rows_beside: int = 0, learn: bool = False):
-    """`num` [positions, E] of the samples where they are."""
-    counts = torch.from_numpy(num).view(RANKS, 1, BATCH, EXPERTS)
-    return placement.decide(HostCopy(counts), rows_beside, learn).result()
+def decide(
+    placement: LayerPlacement,
+    num: np.ndarray,
+    rows_beside: int = 0,
+    learn: bool = False,
+    lengths: list[int] | None = None,
+):
+    """`num` [positions, E] of the samples where they are; `lengths` [positions]: their tokens, 10 each."""
+    rows = torch.from_numpy(num).view(RANKS, 1, BATCH, EXPERTS)
+    parts, unlike = torch.full((RANKS, 1, BATCH), 10), torch.zeros(RANKS, 1, dtype=torch.bool)
+    if lengths is not None:
+        parts = torch.tensor(lengths).view_as(parts)
+    return placement.decide(SampleCounts(rows, parts, unlike), rows_beside, learn).result()
 
 
 def two_layers() -> tuple[LayerPlacement, LayerPlacement]:
@@ -44,6 +53,15 @@ def test_samples_go_to_their_experts_and_home_again():
     home = decide(last, here)
     assert home.before.tolist() == there.after.tolist()
     assert home.after.tolist() == list(range(8))
+
+
+@pytest.mark.parametrize("lengths", [[10] * 7 + [0], [10] * 6 + [9, 9]])
+def test_all_stay_where_ranks_have_other_numbers_of_samples_or_of_tokens(lengths):
+    first, last = two_layers()
+    num = taste([3, 0, 1, 2, 0, 3, 2, 1]) * (np.array(lengths) > 0)[:, None]
+    for layer in (first, last):
+        assert decide(layer, num, lengths=lengths).move.tolist() == list(range(8))
+        assert layer.order.at is None
 
 
 def test_who_is_right_stays():
