@@ -30,7 +30,9 @@ def pipeline_experts(layer: Any, options: Options) -> None:
 
     def routed_experts_compute(hidden_states: torch.Tensor, probs: torch.Tensor) -> tuple[torch.Tensor, None]:
         plugged = layer.token_dispatcher
-        experts.parameters = tuple(parameter for parameter in layer.experts.parameters() if parameter.requires_grad)
+        tensors = *layer.experts.parameters(), *layer.experts.buffers()
+        experts.parameters = tuple(tensor for tensor in tensors if tensor.requires_grad)
+        experts.constants = tuple(tensor for tensor in tensors if not tensor.requires_grad)
         return plugged.dispatcher.through_experts(hidden_states, plugged.dispatched, experts), None
 
     layer.routed_experts_compute = routed_experts_compute

@@ -1,8 +1,9 @@
 """One call of the experts on one partition, and its backward pass, which comes later and may need its tensors back.
 
 The experts are a module that is not ours. What its operations save for backward is caught as autograd's saved tensors:
-those that lie in the partition's input are T_DI and stay with whoever owns that; parameters stay where they are; the
-rest is T_M (MPMoE, Fig. 1), which is kept, offloaded, or not saved at all and recomputed.
+those that lie in the partition's input are T_DI and stay with whoever owns that; parameters, frozen ones too, and
+buffers stay where they are; the rest is T_M (MPMoE, Fig. 1), which is kept, offloaded, or not saved at all and
+recomputed.
 """
 
 from __future__ import annotations
@@ -34,6 +35,8 @@ class Experts:
     """tokens [R, H], rows of each local expert (int64, CPU), probabilities [R] -> outputs [R, H]."""
     parameters: tuple[torch.Tensor, ...]
     """That get a gradient."""
+    constants: tuple[torch.Tensor, ...] = ()
+    """What they have besides, and no call of theirs makes: frozen parameters and buffers."""
     middle_row_bytes: int = 0
     """T_M bytes of a row, as far as an offload has shown them."""
 
@@ -48,7 +51,7 @@ class ExpertCall:
         Args:
             probs: [R]; kept until backward: they are as small as routing data.
             middle: how T_M is restored.
-            kept: addresses of storages that do not count as T_M: those of parameters.
+            kept: addresses of storages that do not count as T_M: those of parameters and constants.
         """
         self._experts, self._tokens_per_expert, self._probs, self._middle = experts, tokens_per_expert, probs, middle
         self._saved = _SavedMiddle(kept | {probs.untyped_storage().data_ptr()})

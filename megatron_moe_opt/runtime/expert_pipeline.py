@@ -96,7 +96,8 @@ class _Pass:
     def forward(self, packed: torch.Tensor) -> torch.Tensor:
         """[R, H + lane] -> [R, H]."""
         how = STRATEGIES[self.strategy]
-        addresses = {parameter.untyped_storage().data_ptr() for parameter in self.experts.parameters}
+        held = (*self.experts.parameters, *self.experts.constants)
+        addresses = {tensor.untyped_storage().data_ptr() for tensor in held}
         probs = [empty((rows.gathered,), self.packed.prob_dtype, packed.device) for rows in self.partitions]
         self.calls = [
             ExpertCall(self.experts, plan.tokens_per_expert, of_partition, how.middle, addresses)

@@ -135,6 +135,48 @@ class slow_copies:
         return function
 
 
+def frozen_experts(strategies: tuple[str, ...]) -> dict[str, tuple[float, int, int]]:
+    """By strategy: the largest error of a layer whose experts' first matrices are frozen; bytes that it and a layer
+    that trains all of them copy to the host."""
+    import megatron_moe_opt
+    from megatron_moe_opt.integration.moe_layer import build_layer
+    from megatron_moe_opt.runtime.host_copies import HOST_MEMORY
+    from tests.ranks.megatron import moe_config, parallel
+
+    results = {}
+    with parallel(ep=4):
+        torch.manual_seed(11 + dist.get_rank())
+        config = moe_config(moe_router_pre_softmax=True)
+        hidden, layers = torch.randn(SEQUENCE, BATCH, config.hidden_size), {}
+        stock = build_layer(config)
+        for strategy in strategies:
+            megatron_moe_opt.register(Options(partitions=4, memory_reuse=strategy))
+            layers[strategy] = build_layer(dataclasses.replace(config, moe_token_dispatcher_type="mpmoe"))
+            layers[strategy].load_state_dict(stock.state_dict())
+        megatron_moe_opt.register()
+        copied: dict[tuple[str, bool], int] = {}
+        for freeze in (False, True):
+            for layer in (stock, *layers.values()):
+                for name, parameter in layer.experts.named_parameters():
+                    parameter.requires_grad_(not (freeze and "linear_fc1" in name))
+            expected = passes(stock, hidden, 1)
+            for strategy, layer in layers.items():
+                HOST_MEMORY.reset_peak()
+                found = passes(layer, hidden, 1)
+                copied[strategy, freeze] = HOST_MEMORY.peak
+                assert found.keys() == expected.keys()
+                worst = max(relative_error(found[name], expected[name]) for name in expected)
+                results[strategy] = worst, copied[strategy, freeze], copied[strategy, False]
+    return results
+
+
+def test_frozen_experts_stay_where_they_are(ranks):
+    """A frozen matrix needs no inputs of its own for backward: less is copied than where it is trained."""
+    for results in ranks.run(frozen_experts, strategies=("S1", "S2")):
+        for error, frozen, trained in results.values():
+            assert error < 1e-6 and 0 < frozen <= trained, results
+
+
 def check(results: list[dict[tuple[int, str], tuple[float, str]]], bound: float = 1e-6) -> None:
     errors = {variant: error for result in results for variant, error in result.items()}
     assert all(error < bound for result in results for error, _ in result.values()), errors
