@@ -18,6 +18,7 @@ from megatron_moe_opt.options import Options
 from megatron_moe_opt.planning.configuration_search import Configuration, ConfigurationSearch
 from megatron_moe_opt.planning.monta import ChoiceByRows
 from megatron_moe_opt.planning.mpmoe_choice import MpmoeLayer, choices, least_partitions, refuse_budget, similar_rows
+from megatron_moe_opt.planning.partition_search import PARTITIONS
 from megatron_moe_opt.runtime.collectives import device_of
 from megatron_moe_opt.runtime.pass_clock import PassClock
 from megatron_moe_opt.topology.expert_groups import ExpertGroups
@@ -39,6 +40,11 @@ class Candidates:
     strategies: tuple[str, ...]
     budget: int | None = None
     """Bytes of activations."""
+
+    def __str__(self) -> str:
+        counts = f"{self.counts[0]} to {self.counts[-1]}" if self.counts == PARTITIONS else _listed(self.counts)
+        budget = f" that fit into {self.budget} bytes" if self.budget is not None else ""
+        return f"{counts} partitions, memory reuse {_listed(self.strategies)}{budget}"
 
 
 def partitioning_of(options: Options, groups: ExpertGroups, layer: MpmoeLayer) -> Partitioning:
@@ -82,7 +88,7 @@ class ModelPartitioning:
 
     def describe(self) -> str:
         """For the line at start."""
-        return f"partitions and memory reuse chosen by the model of {self.profile}"
+        return f"the fastest of {self.candidates} by the model of {self.profile}"
 
 
 class MeasuredPartitioning:
@@ -110,7 +116,7 @@ class MeasuredPartitioning:
 
     def describe(self) -> str:
         """For the line at start."""
-        return "partitions and memory reuse chosen by trials of the first passes"
+        return f"the fastest of {self._tuner.candidates} in trials of the first passes"
 
 
 @dataclass
@@ -224,6 +230,11 @@ def _choices(profile: Path, of: Candidates) -> ChoiceByRows:
     """One table for all layers of a process that have the same candidates."""
     cluster = agreed_cluster(profile, of.groups)
     return choices(of.layer, cluster, of.counts, of.strategies, of.budget)
+
+
+def _listed(ones: Sequence[object]) -> str:
+    *others, last = map(str, ones)
+    return f"{', '.join(others)} or {last}" if others else last
 
 
 def _line(rows: int, chosen: Configuration, how: str, times: dict[Configuration, float]) -> str:

@@ -81,9 +81,7 @@ class PartitionSearch:
             least: as in `known`, which must be None.
             start: where to begin, such as at the best n of a similar search; None: at the fewest.
         """
-        low, high = self._bounds(tokens)
-        counts = [n for n in self.counts if max(low, least) <= n <= high]
-        first = min(bisect_left(counts, start), len(counts) - 1) if start is not None else 0
+        counts, first = self._between(tokens, least, start)
         times = self._times.get(tokens, {})
         seen: dict[int, list[float]] = {}
         for direction in (counts[first:], counts[first::-1]):
@@ -99,6 +97,11 @@ class PartitionSearch:
             if counts[first] not in contenders(seen):
                 break  # it has fallen on this side, so it rises on the other
         return ()
+
+    def first(self, tokens: int, least: int = 1, start: int | None = None) -> int:
+        """The number of partitions that `trial` measures first."""
+        counts, first = self._between(tokens, least, start)
+        return counts[first]
 
     def measured(self, tokens: int, partitions: int, seconds: Sequence[float]) -> None:
         """What passes took."""
@@ -127,6 +130,12 @@ class PartitionSearch:
             floor, ceil = self.ranges.get(n, (tokens, tokens))
             self.ranges[n] = min(floor, tokens), max(ceil, tokens)
             self.ranges = dict(sorted(self.ranges.items()))
+
+    def _between(self, tokens: int, least: int, start: int | None) -> tuple[list[int], int]:
+        """The n that a search is between, and the index of the one that it begins at."""
+        low, high = self._bounds(tokens)
+        counts = [n for n in self.counts if max(low, least) <= n <= high]
+        return counts, min(bisect_left(counts, start), len(counts) - 1) if start is not None else 0
 
     def _bounds(self, tokens: int) -> tuple[int, int]:
         """The n whose ranges lie around so many tokens; the same one twice where a range holds them (line 6)."""

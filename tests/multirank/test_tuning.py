@@ -76,7 +76,7 @@ def tune(best_of_ranks, passes, counts, strategies, budget, layers, evaluations,
 
 CASE = {
     "best_of_ranks": (1, 6, 2, 5),
-    "passes": 12 * TURNS,
+    "passes": 18 * TURNS,
     "counts": PARTITIONS,
     "strategies": tuple(STRATEGIES),
     "budget": None,
@@ -98,7 +98,8 @@ def test_ranks_that_would_choose_differently_choose_what_the_slowest_takes(ranks
     assert used[-1] == [(n, "none", False)]
     trials = [one for (one,) in used if one[2]]
     tried = [count for count in range(1, n + 2) for _ in range(1 + TURNS)] + [n, n + 1] * TURNS  # where it turns, again
-    assert trials == [(count, "none", True) for count in tried]
+    reused = [(n, strategy, True) for strategy in STRATEGIES if strategy != "none" for _ in range(1 + TURNS)]  # once
+    assert trials == [*((count, "none", True) for count in tried), *reused]
     assert all(not said for _, said in answers[1:])
     assert said.startswith("moe-opt: mpmoe: about 887 rows a rank")  # the middle of the range of 1000
     assert f": {n} partitions, memory reuse none; measured ms a layer, forward and backward: {n}xnone" in said
@@ -107,7 +108,7 @@ def test_ranks_that_would_choose_differently_choose_what_the_slowest_takes(ranks
 
 def test_layers_share_what_they_measure(ranks):
     """So many layers have the passes of a trial in one step. Evaluations, without a backward pass, do not count."""
-    case = CASE | {"layers": 1 + TURNS, "passes": 14, "evaluations": (2, 3)}
+    case = CASE | {"layers": 1 + TURNS, "passes": 18, "evaluations": (2, 3)}
     answers = ranks.run(tune, **case, middle=2)
     assert all(used == answers[0][0] for used, _ in answers)
     used, said = answers[0]

@@ -48,10 +48,26 @@ def test_finds_the_fastest_that_is_allowed(work, least, tokens):
     assert cost(tokens, n, strategy) <= fastest * (1 + EQUAL + 1e-9)
 
 
-def test_no_strategy_is_tried_where_none_needs_none():
-    search = ConfigurationSearch(ALL, lambda tokens, strategy: 1 if tokens < 1000 else {"S3": 4, "S4": 2}.get(strategy))
-    chosen, trials = _search(search, lambda tokens, n, strategy: 1 + abs(n - 2), 500)
-    assert chosen == (2, "none") and _strategies(trials) == {"none"}
+def test_a_strategy_that_is_faster_is_found_without_a_budget():
+    """S1 is, S3 may be, and is measured again; what is far slower is measured but once."""
+    search = ConfigurationSearch(ALL, lambda tokens, strategy: 1)
+    factor = {"none": 1, "S1": 0.9, "S2": 1.5, "S3": 1.05, "S4": 2}
+    chosen, trials = _search(search, lambda tokens, n, strategy: (2 + abs(n - 3)) * factor[strategy], 500)
+    assert chosen == (3, "S1")
+    assert [turns for turns in trials if turns[-1][1] != "none"] == [
+        ((3, "S1"),), ((3, "none"), (3, "S1")), ((3, "S2"),), ((3, "S3"),), ((3, "S1"), (3, "S3")), ((3, "S4"),),
+        ((4, "S1"),), ((3, "S1"), (4, "S1")), ((2, "S1"),), ((3, "S1"), (2, "S1")),
+    ]  # fmt: skip
+    search = ConfigurationSearch(ALL, lambda tokens, strategy: 1)
+    chosen, trials = _search(search, lambda tokens, n, strategy: (2 + abs(n - 3)) * (1 + ALL.index(strategy)), 500)
+    by_none = [turns for turns in trials if turns[-1][1] == "none"]
+    assert chosen == (3, "none") and trials == by_none + [((3, strategy),) for strategy in REUSE]
+    # S3 was measured with one n alone, of which its own search must have learnt nothing.
+    assert search.searches["S3"].ranges == ConfigurationSearch(ALL, search.least_partitions).searches["S3"].ranges
+
+
+def test_strategies_that_a_budget_leaves():
+    search = ConfigurationSearch(ALL, lambda tokens, strategy: {"S3": 4, "S4": 2}.get(strategy))
     chosen, trials = _search(search, lambda tokens, n, strategy: 1 + abs(n - 2) + (strategy == "S4") * 5, 5000)
     assert chosen == (4, "S3")
     by_s3 = [((4, "S3"),), ((5, "S3"),), ((4, "S3"), (5, "S3"))]  # measured again before it is believed
@@ -75,26 +91,30 @@ def test_strategies_whose_ranges_hold_the_tokens_are_still_compared():
     assert chosen == (1, "S4") and trials == [((1, "S1"),), ((1, "S4"),)]
 
 
-def test_those_that_may_be_the_fastest_are_measured_in_turns():
-    """Noise of 3 %, and now and then a disturbance; layers whose best n rises with the tokens."""
+@pytest.mark.parametrize(("strategies", "mean_lost"), [(("none",), 5), (ALL, 10)])
+def test_those_that_may_be_the_fastest_are_measured_in_turns(strategies, mean_lost):
+    """Noise of 3 %, and now and then a disturbance; layers whose best n rises with the tokens. Of strategies some are
+    up to 5 % faster than none at all, most are slower."""
     generator, regrets, lost = random.Random(1), [], []
 
-    def true(tokens, n):
-        return 1 + tokens / 1000 * (1 + 1 / n) + 0.05 * n
+    def true(tokens, n, strategy):
+        return (1 + tokens / 1000 * (1 + 1 / n) + 0.05 * n) * factor[strategy]
 
     def noisy(tokens, n, strategy):
-        return true(tokens, n) * generator.gauss(1, 0.03) * (1.5 if generator.random() < 0.05 else 1)
+        return true(tokens, n, strategy) * generator.gauss(1, 0.03) * (1.5 if generator.random() < 0.05 else 1)
 
     for _ in range(60):
-        search = ConfigurationSearch(("none",), lambda tokens, strategy: 1)
+        factor = {strategy: 1 if strategy == "none" else generator.uniform(0.95, 1.4) for strategy in ALL}
+        search = ConfigurationSearch(strategies, lambda tokens, strategy: 1)
         for tokens in (200, 500, 1000, 2000):
-            (n, _), trials = _search(search, noisy, tokens)
-            regrets.append(true(tokens, n) / min(true(tokens, other) for other in PARTITIONS) - 1)
-            passes = [one for turns in trials for one, _ in turns for _ in range(4)]
-            lost.append(sum(true(tokens, one) / true(tokens, n) - 1 for one in passes))
+            chosen, trials = _search(search, noisy, tokens)
+            least = min(true(tokens, n, strategy) for n in PARTITIONS for strategy in strategies)
+            regrets.append(true(tokens, *chosen) / least - 1)
+            passes = [one for turns in trials for one in turns for _ in range(4)]
+            lost.append(sum(true(tokens, *one) / true(tokens, *chosen) - 1 for one in passes))
     assert sum(regret <= 0.05 for regret in regrets) >= 0.95 * len(regrets)
     assert max(lost) < 0.03 * 1000  # of a thousand passes
-    assert statistics.mean(lost) < 0.005 * 1000
+    assert statistics.mean(lost) < mean_lost
 
 
 def test_equal_ones_are_not_cut_further():

@@ -13,5 +13,6 @@ arguments+=(
     --expert-model-parallel-size 64 --expert-tensor-parallel-size 1
     --lr 2e-4 --min-lr 2e-5
 )
-# Partitions and memory reuse by trials in the first steps: MPMoE-pb (section IV-A).
+# Partitions and memory reuse, whatever is fastest in trials in the first steps: MPMoE-pb (section IV-A). Where activations
+# must fit, add --moe-opt-activation-budget.
 dispatcher=(--moe-token-dispatcher-type mpmoe --moe-opt-partitions auto --moe-opt-memory-reuse auto)
