@@ -183,7 +183,7 @@ class _Masks:
             return None
         seen, is_inference = self._seen, mask.is_inference()  # inference tensors do not count their changes
         if seen is None or is_inference or seen[0]() is not mask or seen[1] != mask._version:
-            causal = torch.ones_like(mask[0]).triu(1)
+            causal = mask.new_ones(mask.size(-1), mask.size(-1)).triu(1)
             self._unlike = torch.stack([(of_sample != causal).any() for of_sample in mask]).any()
             self._seen = None if is_inference else (weakref.ref(mask), mask._version)
         return self._unlike

@@ -65,10 +65,17 @@ def gradients(trained: Any) -> dict[str, torch.Tensor]:
 
 
 def resize(trained: Any, samples: int, tokens: int) -> None:
-    """Micro-batches of so many samples, cut to so many tokens, from now on."""
+    """Micro-batches of so many samples, cut to so many tokens, each with a causal mask of its own, from now on."""
     trained.micro_batch = samples
-    batch = type(trained).batch
-    trained.batch = lambda number: {name: of[:, :tokens] for name, of in batch(trained, number).items()}
+    stock_batch = type(trained).batch
+
+    def batch(microbatch: int) -> dict[str, torch.Tensor]:
+        mask = torch.ones(samples, 1, tokens, tokens, dtype=torch.bool).triu(1)
+        return {name: of[:, :tokens] for name, of in stock_batch(trained, microbatch).items()} | {
+            "attention_mask": mask
+        }
+
+    trained.batch = batch
 
 
 def run(trained: Any) -> dict[str, torch.Tensor]:

@@ -176,7 +176,8 @@ def gpt(
 
 def _forward_step(batches: Any, model: torch.nn.Module) -> tuple[torch.Tensor, Any]:
     batch = next(batches)
-    output = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"])
+    mask = batch.get("attention_mask")
+    output = model(batch["tokens"], batch["position_ids"], mask, labels=batch["labels"])
     return output, _loss
 
 
