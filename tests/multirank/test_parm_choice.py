@@ -78,6 +78,31 @@ def test_ranks_choose_the_fastest_alike(ranks, tmp_path, fast, sequence_parallel
         assert difference < 1e-6
 
 
+def chosen_where_routing_is_drawn(profile: Path) -> tuple[str, str]:
+    """The schedule of a layer that has run, and what is said at start."""
+    import megatron_moe_opt
+    from megatron_moe_opt.integration.moe_layer import build_layer
+    from tests.ranks.megatron import moe_config, parallel
+
+    with parallel(tp=2, ep=2, etp=2):
+        megatron_moe_opt.register(Options(profile=profile))
+        try:
+            settings = {"sequence_parallel": False, "moe_router_force_load_balancing": True}
+            layer = build_layer(moe_config(moe_token_dispatcher_type="parm", **settings))
+        finally:
+            megatron_moe_opt.register()
+        layer(torch.randn(8, 2, 64, generator=torch.Generator().manual_seed(dist.get_rank() // 2)))
+        dispatcher = layer.token_dispatcher.dispatcher
+        return dispatcher.choice.schedule, dispatcher.describe()
+
+
+def test_no_choice_falls_on_s2_where_tp_ranks_draw_their_routing(ranks, tmp_path):
+    file = save(tmp_path / "cluster.json", "S2")
+    for schedule, said in ranks.run(chosen_where_routing_is_drawn, profile=file):
+        assert schedule == "S1"
+        assert said.endswith(", S2 left out: --moe-router-force-load-balancing is drawn by each TP rank")
+
+
 def refusal(ranks, file: Path, tp: int) -> str:
     with pytest.raises(RankFailure) as caught:
         ranks.run(chosen, profile=file, other_ranks_profile=file, tp=tp, sequence_parallel=False)
