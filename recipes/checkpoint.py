@@ -8,7 +8,6 @@ dies at any moment leaves the tracker at the last complete checkpoint. The folde
 from __future__ import annotations
 
 import argparse
-import os
 import random
 import shutil
 from dataclasses import asdict
@@ -28,6 +27,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
 from megatron_moe_opt.errors import ConfigurationError
+from megatron_moe_opt.output_file import flush, write_text_whole
 
 TRACKER = "latest_checkpointed_iteration.txt"
 # A checkpoint fits a model that has the same of these.
@@ -184,27 +184,14 @@ def publish(partial: Path, final: Path, iteration: int) -> None:
     Everything is on the disk before the name that promises it.
     """
     for path in partial.rglob("*"):
-        _flush(path)
-    _flush(partial)
+        flush(path)
+    flush(partial)
     if final.exists():
         # A run that went back and came here again replaces what it wrote before.
         shutil.rmtree(final)
     partial.rename(final)
-    _flush(final.parent)
-    tracker = final.parent / TRACKER
-    new_tracker = tracker.with_name(f".{TRACKER}.partial")
-    new_tracker.write_text(str(iteration))
-    _flush(new_tracker)
-    new_tracker.rename(tracker)
-    _flush(final.parent)
-
-
-def _flush(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    flush(final.parent)
+    write_text_whole(final.parent / TRACKER, str(iteration))
 
 
 def _separate_steps(optimizer: MegatronOptimizer) -> None:

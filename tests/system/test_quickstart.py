@@ -137,7 +137,7 @@ def test_a_run_makes_its_folders_or_refuses_before_training(tmp_path: Path, flag
     assert (tmp_path / "new").is_dir()
     (tmp_path / "file").touch()
     args, _ = parse_arguments([*command_line, flag, f"{tmp_path}/file/log"])
-    with pytest.raises(ConfigurationError, match=f"^{flag} {tmp_path}/file/log cannot be written .Not a directory.; "):
+    with pytest.raises(ConfigurationError, match=f"^{flag} {tmp_path}/file/log cannot be written .Not a directory.: "):
         check_folders(args)
 
 
