@@ -85,7 +85,11 @@ def _build_parser() -> argparse.ArgumentParser:
         " every sequence is of one of them",
     )
     data.add_argument("--split", default="99,1,0", help="training, validation and test parts")
-    data.add_argument("--data-cache-path", help="folder for the sample indices; default: beside the dataset")
+    data.add_argument(
+        "--data-cache-path",
+        help="folder for the sample indices, which are read with pickle: one that you trust and all nodes share;"
+        " default: below $XDG_CACHE_HOME or ~/.cache",
+    )
     data.add_argument("--eval-iters", type=int, default=0, help="validation batches after training; 0 for none")
 
     output = parser.add_argument_group("checkpoints and logs")

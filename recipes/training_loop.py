@@ -18,8 +18,10 @@ from typing import Any
 import numpy
 import torch
 import torch.distributed as dist
+from agreement import check_on_all_ranks
 from arguments import PROGRAM, Layout, check_arguments, check_folders, parse_arguments
 from checkpoint import Checkpointer, find_checkpoint
+from index_cache import make_index_cache
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer
@@ -73,19 +75,6 @@ def start_model_parallel(args: argparse.Namespace) -> None:
     numpy.random.seed(seed)
     torch.manual_seed(seed)
     model_parallel_cuda_manual_seed(seed)
-
-
-def check_on_all_ranks(check: Callable[[], None]) -> None:
-    """Run `check` on every rank and raise the first ConfigurationError of any on all: ranks refuse together."""
-    try:
-        check()
-        text = None
-    except ConfigurationError as error:
-        text = str(error)
-    texts: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(texts, text)
-    for text in filter(None, texts):
-        raise ConfigurationError(text)
 
 
 def forward_step(
@@ -174,7 +163,9 @@ def train(args: argparse.Namespace, options: Options, layout: Layout, device: to
     check_on_all_ranks(partial(check_datasets, args))
     check_on_all_ranks(partial(check_folders, args))
     start_model_parallel(args)
-    train_data, valid_data = build_datasets(args)
+    cache = make_index_cache(args)
+    console.print(f"sample indices of the data: {cache}", highlight=False, soft_wrap=True, markup=False)
+    train_data, valid_data = build_datasets(args, cache)
     model = build_model(args, config, device)
     optimizer, scheduler = build_optimizer(args, model)
     checkpointer = Checkpointer(

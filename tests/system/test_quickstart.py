@@ -183,6 +183,7 @@ def test_a_good_dataset_is_accepted(data: Path):
 
 def test_a_dataset_made_anew_is_not_read_with_its_old_indices(tmp_path: Path):
     from arguments import parse_arguments
+    from index_cache import index_cache
     from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
     from token_data import build_datasets
 
@@ -192,7 +193,8 @@ def test_a_dataset_made_anew_is_not_read_with_its_old_indices(tmp_path: Path):
         for length in (3000 + 7 * first_token, 500, 4000):
             builder.add_document(torch.arange(first_token, first_token + length) % 100 + first_token, [length])
         builder.finalize(str(tmp_path / "text.idx"))
-        dataset, _ = build_datasets(parse_arguments(arguments)[0])
+        args, _ = parse_arguments(arguments)
+        dataset, _ = build_datasets(args, index_cache(args))
         for index in range(len(dataset)):
             assert (dataset[index]["tokens"] // 100 == first_token // 100).all()
 

@@ -49,9 +49,7 @@ def test_a_file_that_does_not_fit_on_the_disk_is_refused_in_one_sentence(tmp_pat
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))  # as a full disk would, without one
     try:
-        with pytest.raises(
-            ConfigurationError, match=f"^{file} cannot be written .File too large.: choose"
-        ):
+        with pytest.raises(ConfigurationError, match=f"^{file} cannot be written .File too large.: choose"):
             write_text_whole(file, "x" * 2000)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
