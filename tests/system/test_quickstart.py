@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from megatron_moe_opt.errors import ConfigurationError
-from tests.system.training import LAYOUT, MODEL, ROOT, environment, refused, scalar_names, train
+from tests.system.training import LAYOUT, MODEL, ROOT, environment, refused, scalar_names, start, train
 
 
 def losses(log: Path) -> dict[int, float]:
@@ -84,6 +84,40 @@ def check_telemetry(output: str, log: Path, board: Path) -> None:
 )
 def test_the_script_refuses_with_one_sentence(data: Path, tmp_path: Path, arguments: str, sentence: str):
     assert sentence in refused(data, tmp_path, "--train-iters", 1, *arguments.split())
+
+
+def test_a_folder_that_another_job_saves_to_is_refused(data: Path, tmp_path: Path):
+    from save_lock import save_lock
+
+    with save_lock(tmp_path):
+        sentence = refused(data, tmp_path, "--train-iters", 1, "--save", tmp_path)
+    assert sentence.startswith(f"--save {tmp_path} is being saved to by ")
+
+
+def second_loss_is_nan() -> None:
+    import training_loop
+
+    run_batch, passed = training_loop.run_batch, []
+
+    def failing(*args: object, **kwargs: object) -> float:
+        passed.append(run_batch(*args, **kwargs))
+        return passed[-1] if len(passed) == 1 else float("nan")
+
+    training_loop.run_batch = failing
+
+
+def test_a_loss_that_is_not_finite_ends_training_with_the_state_before_it(data: Path, tmp_path: Path):
+    """And no line of the log can be written, which ends nothing."""
+    arguments = ("--train-iters", 3, "--save", tmp_path / "a", "--log-json", "/dev/full")
+    job = start(data, tmp_path / "output.txt", *arguments, ranks=1, layout=(), before=second_loss_is_nan)
+    assert job.wait() == 1
+    printed = job.output.read_text()
+    state = f"the state before it is saved in {tmp_path}/a/iter_0000001"
+    error = f"pretrain_moe_gpt: error: the loss is nan in iteration 2: {state}; lower --lr or check the data\n"
+    assert printed.endswith(error) and "Traceback" not in printed
+    assert printed.count("warning: /dev/full loses lines (No space left on device); training goes on") == 1
+    names = ["iter_0000001", "latest_checkpointed_iteration.txt"]
+    assert sorted(path.name for path in (tmp_path / "a").iterdir()) == names
 
 
 def check(arguments: str, ranks: int = 4) -> None:
