@@ -204,10 +204,17 @@ def check_may_replace(folder: str, iterations: Container[int]) -> None:
     """
     for iteration in _complete_iterations(folder):
         path = Path(folder) / f"iter_{iteration:07d}"
-        if iteration in iterations and "layout" not in dist_checkpointing.load_common_state_dict(str(path)):
+        if iteration in iterations and not _is_ours(path):
             raise ConfigurationError(
                 f"--save {folder}: {path} is in the way, and was not saved by this recipe; choose another folder"
             )
+
+
+def _is_ours(path: Path) -> bool:
+    try:
+        return "layout" in dist_checkpointing.load_common_state_dict(str(path))
+    except Exception:  # others' state may hold what this process cannot load
+        return False
 
 
 def say_last_complete(folder: str) -> str:

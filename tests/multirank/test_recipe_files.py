@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import resource
+import shutil
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,7 +14,10 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 import torch.distributed as dist
+
+from megatron_moe_opt.errors import ConfigurationError
 
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"
 
@@ -71,6 +75,12 @@ def failures_of_saving(folder: str) -> list[str]:
         dist.barrier()
         if dist.get_rank() == 0:
             found.append(f"left {sorted(os.listdir(folder))}")
+            others = shutil.copytree(Path(folder) / "iter_0000001", Path(folder) / "iter_0000002")
+            torch.save({"args": None}, others / "common.pt")  # as Megatron-LM's
+            checkpoint.check_may_replace(folder, {1, 3})
+            with pytest.raises(ConfigurationError, match=f"{others} is in the way, and was not saved by this recipe"):
+                checkpoint.check_may_replace(folder, {2})
+            shutil.rmtree(others)
             os.remove(Path(folder) / checkpoint.TRACKER)
             os.mkdir(Path(folder) / checkpoint.TRACKER)
         dist.barrier()
@@ -95,8 +105,6 @@ def test_a_checkpoint_that_cannot_be_written_leaves_the_one_before_and_is_told_o
 
 def folder_of_indices(data: str, caches: list[str], given: str | None = None) -> str:
     """The folder that is made, or why not; every rank has a home of its own in `caches`."""
-    from megatron_moe_opt.errors import ConfigurationError
-
     with recipes(), pytest.MonkeyPatch.context() as patch:
         from index_cache import make_index_cache
 
