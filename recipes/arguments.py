@@ -5,12 +5,11 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from tempfile import TemporaryFile
 from typing import NoReturn
 
 from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.options import Options, options_help, split_options
+from megatron_moe_opt.output_file import check_output_file, check_output_folder
 
 PROGRAM = "pretrain_moe_gpt"
 
@@ -86,7 +85,11 @@ def _build_parser() -> argparse.ArgumentParser:
         " every sequence is of one of them",
     )
     data.add_argument("--split", default="99,1,0", help="training, validation and test parts")
-    data.add_argument("--data-cache-path", help="folder for the sample indices; default: beside the dataset")
+    data.add_argument(
+        "--data-cache-path",
+        help="folder for the sample indices, which are read with pickle: one that you trust and all nodes share;"
+        " default: below $XDG_CACHE_HOME or ~/.cache",
+    )
     data.add_argument("--eval-iters", type=int, default=0, help="validation batches after training; 0 for none")
 
     output = parser.add_argument_group("checkpoints and logs")
@@ -290,10 +293,7 @@ def _check_output(args: argparse.Namespace) -> None:
     ):
         if given and not args.load:
             raise ConfigurationError(f"{flag} needs a folder to load from; add --load DIR")
-    if args.record_routing and not Path(args.record_routing).absolute().parent.is_dir():
-        raise ConfigurationError(
-            f"--record-routing {args.record_routing}: its folder does not exist; create it or choose another"
-        )
+    check_output_file("--record-routing", args.record_routing)
     if args.record_routing and args.context_parallel_size > 1:
         raise ConfigurationError(
             f"--record-routing {args.record_routing} records whole sequences, but --context-parallel-size is"
@@ -313,17 +313,6 @@ def check_folders(args: argparse.Namespace) -> None:
 
     Raises ConfigurationError, which names the flag, where it cannot.
     """
-    for flag, given, folder in (
-        ("--save", args.save, args.save),
-        ("--log-json", args.log_json, args.log_json and Path(args.log_json).absolute().parent),
-        ("--tensorboard-dir", args.tensorboard_dir, args.tensorboard_dir),
-    ):
-        if not given:
-            continue
-        try:
-            Path(folder).mkdir(parents=True, exist_ok=True)
-            with TemporaryFile(dir=folder):
-                pass
-        except OSError as error:
-            reason = "Not a directory" if isinstance(error, FileExistsError) else error.strerror
-            raise ConfigurationError(f"{flag} {given} cannot be written ({reason}); choose another place") from error
+    check_output_folder("--save", args.save)
+    check_output_file("--log-json", args.log_json, make_folder=True)
+    check_output_folder("--tensorboard-dir", args.tensorboard_dir)

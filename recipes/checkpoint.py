@@ -8,9 +8,10 @@ dies at any moment leaves the tracker at the last complete checkpoint. The folde
 from __future__ import annotations
 
 import argparse
-import os
+import functools
 import random
 import shutil
+from collections.abc import Container
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from typing import Any
 import numpy
 import torch
 import torch.distributed as dist
+from agreement import RankError, TrainingError, fails_on_first_rank, first_of_all_ranks
 from arguments import Layout
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.core import check_is_distributed_checkpoint
@@ -26,8 +28,11 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
+from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_moe_opt.errors import ConfigurationError
+from megatron_moe_opt.output_file import flush, write_text_whole
+from megatron_moe_opt.runtime.collectives import CollectiveError
 
 TRACKER = "latest_checkpointed_iteration.txt"
 # A checkpoint fits a model that has the same of these.
@@ -44,6 +49,7 @@ MODEL_ARGUMENTS = (
 )
 # How Megatron lays out a checkpoint; to it comes the format of the distributed optimizer's state.
 _CONTENT = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
+_ROOM = 1 << 20  # bytes that must be free, at least, for a checkpoint to be begun
 AS_IN_MEMORY = "dp_reshardable"  # no gathering on one rank
 BY_PARAMETER = "fully_reshardable"
 
@@ -75,13 +81,25 @@ class Checkpointer:
         self._scheduler = scheduler
 
     def save(self, folder: str, iteration: int, consumed_samples: int) -> Path:
-        """Save and publish the state after `iteration`; called by all ranks. Returns the checkpoint's folder."""
+        """Save and publish the state after `iteration`; called by all ranks. Returns the checkpoint's folder.
+
+        Raises:
+            TrainingError: on all ranks; it could not be written, and the one before is the last.
+            RankError: the same, where the other ranks cannot be told.
+        """
         final = Path(folder) / f"iter_{iteration:07d}"
         partial = final.with_name(f".{final.name}.partial")
-        if dist.get_rank() == 0:
-            shutil.rmtree(partial, ignore_errors=True)  # left by a run that died here
-            partial.mkdir(parents=True)
-        dist.barrier()
+
+        def failure(kind: type[Exception], reason: str) -> Exception:
+            if dist.get_rank() == 0:
+                shutil.rmtree(partial, ignore_errors=True)
+            return kind(
+                f"--save {folder}: the checkpoint of iteration {iteration} could not be written ({reason});"
+                f" {say_last_complete(folder)}"
+            )
+
+        if reason := fails_on_first_rank(functools.partial(_begin, partial)):
+            raise failure(TrainingError, reason)
         state = self._sharded_state(self._format, is_loading=False)
         state |= {
             "iteration": iteration,
@@ -89,11 +107,17 @@ class Checkpointer:
             "arguments": self._arguments,
             "layout": asdict(self._layout),
         }
-        # Returns when the parts of all ranks are written.
-        dist_checkpointing.save(state, str(partial), content_metadata=_content(self._format))
-        if dist.get_rank() == 0:
-            publish(partial, final, iteration)
-        dist.barrier()
+        try:
+            # Returns when the parts of all ranks are written.
+            dist_checkpointing.save(state, str(partial), content_metadata=_content(self._format))
+        except CheckpointException as error:  # all ranks raise it, one knows why
+            raise failure(TrainingError, first_of_all_ranks(_first_cause(error)) or "unknown reason") from error
+        except CollectiveError:
+            raise
+        except (OSError, RuntimeError) as error:
+            raise failure(RankError, str(error)) from error
+        if reason := fails_on_first_rank(functools.partial(publish, partial, final, iteration)):
+            raise failure(TrainingError, reason)
         return final
 
     @torch.no_grad()  # fp32 parameters are written in place
@@ -173,9 +197,57 @@ def find_checkpoint(folder: str, iteration: int | None) -> Path | None:
     return path
 
 
+def check_may_replace(folder: str, iterations: Container[int]) -> None:
+    """Refuse a folder in which a run that saves after `iterations` would replace checkpoints of another program.
+
+    Raises ConfigurationError.
+    """
+    for iteration in _complete_iterations(folder):
+        path = Path(folder) / f"iter_{iteration:07d}"
+        if iteration in iterations and not _is_ours(path):
+            raise ConfigurationError(
+                f"--save {folder}: {path} is in the way, and was not saved by this recipe; choose another folder"
+            )
+
+
+def _is_ours(path: Path) -> bool:
+    try:
+        return "layout" in dist_checkpointing.load_common_state_dict(str(path))
+    except Exception:  # others' state may hold what this process cannot load
+        return False
+
+
+def say_last_complete(folder: str) -> str:
+    """What there is to go on from, in words."""
+    try:
+        path = find_checkpoint(folder, None)
+    except ConfigurationError:
+        path = None
+    return f"the last complete one is {path}" if path else "there is no complete one before it"
+
+
 def _complete_iterations(folder: str) -> list[int]:
-    paths = sorted(Path(folder).glob("iter_*"))
+    paths = sorted(path for path in Path(folder).glob("iter_*") if path.name.removeprefix("iter_").isdecimal())
     return [int(path.name.removeprefix("iter_")) for path in paths if check_is_distributed_checkpoint(str(path))]
+
+
+def _begin(partial: Path) -> None:
+    """Make the folder that a checkpoint is written into, on a disk that still takes something.
+
+    Rank 0 alone writes the first of a checkpoint, and the others would wait for it in vain.
+    """
+    shutil.rmtree(partial, ignore_errors=True)  # left by a run that died here
+    partial.mkdir(parents=True)
+    room = partial / "room"
+    room.write_bytes(bytes(_ROOM))
+    flush(room)
+    room.unlink()
+
+
+def _first_cause(error: CheckpointException) -> str | None:
+    """What went wrong on the first rank, that of the operating system before others'; None where it is not known."""
+    causes = [str(cause).strip().partition("\n")[0] for cause, _ in error.failures.values()]
+    return min(causes, key=lambda cause: "[Errno" not in cause, default=None)
 
 
 def publish(partial: Path, final: Path, iteration: int) -> None:
@@ -184,27 +256,17 @@ def publish(partial: Path, final: Path, iteration: int) -> None:
     Everything is on the disk before the name that promises it.
     """
     for path in partial.rglob("*"):
-        _flush(path)
-    _flush(partial)
+        flush(path)
+    flush(partial)
+    replaced = final.with_name(f".{final.name}.replaced")
+    shutil.rmtree(replaced, ignore_errors=True)
     if final.exists():
         # A run that went back and came here again replaces what it wrote before.
-        shutil.rmtree(final)
+        final.rename(replaced)
     partial.rename(final)
-    _flush(final.parent)
-    tracker = final.parent / TRACKER
-    new_tracker = tracker.with_name(f".{TRACKER}.partial")
-    new_tracker.write_text(str(iteration))
-    _flush(new_tracker)
-    new_tracker.rename(tracker)
-    _flush(final.parent)
-
-
-def _flush(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    flush(final.parent)
+    write_text_whole(final.parent / TRACKER, str(iteration))
+    shutil.rmtree(replaced, ignore_errors=True)
 
 
 def _separate_steps(optimizer: MegatronOptimizer) -> None:

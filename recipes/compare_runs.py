@@ -24,6 +24,7 @@ from rich.table import Table  # noqa: E402
 from step_log import read_steps  # noqa: E402
 
 from megatron_moe_opt.errors import ConfigurationError  # noqa: E402
+from megatron_moe_opt.output_file import check_output_folder, write_text_whole, written_whole  # noqa: E402
 
 MAX_LOSS_DIFFERENCE = 1e-6
 MIN_LOSS_FALL = 0.25
@@ -175,7 +176,9 @@ def plot_losses(run: Run, baseline: Run, path: Path) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Compare; the exit status is 0 where every bar is met, 1 where one is missed, 2 where a log cannot be read."""
+    """Compare; the exit status is 0 where every bar is met, 1 where one is missed, 2 where a log cannot
+    be read or a file not be written.
+    """
     parser = argparse.ArgumentParser(prog="compare_runs", description=__doc__.splitlines()[0])
     for flag, text in (("--run", "our run"), ("--baseline", "the run to compare it with")):
         parser.add_argument(flag, nargs=2, required=True, metavar=("NAME", "LOG"), help=text)
@@ -186,15 +189,16 @@ def main(argv: list[str] | None = None) -> int:
         run, baseline = Run(args.run[0], Path(args.run[1])), Run(args.baseline[0], Path(args.baseline[1]))
         resumed = Run("resumed", Path(args.resumed)) if args.resumed else None
         verdicts = bars(run, baseline, resumed)
+        header = ("", run.name, baseline.name)
+        rows = loss_rows(run, baseline) + time_rows(run, baseline) + traffic_rows(run, baseline)
+        print_table(Console(width=None if sys.stdout.isatty() else 110), header, rows, verdicts)
+        check_output_folder("--output", args.output)
+        write_text_whole(args.output / "closing_table.md", markdown(header, rows, verdicts))
+        with written_whole(args.output / "loss.png") as picture:
+            plot_losses(run, baseline, picture)
     except ConfigurationError as error:
         print(f"compare_runs: error: {error}", file=sys.stderr)
         return 2
-    header = ("", run.name, baseline.name)
-    rows = loss_rows(run, baseline) + time_rows(run, baseline) + traffic_rows(run, baseline)
-    print_table(Console(width=None if sys.stdout.isatty() else 110), header, rows, verdicts)
-    args.output.mkdir(parents=True, exist_ok=True)
-    (args.output / "closing_table.md").write_text(markdown(header, rows, verdicts), encoding="utf-8")
-    plot_losses(run, baseline, args.output / "loss.png")
     print(f"written: {args.output / 'closing_table.md'}, {args.output / 'loss.png'}")
     return 0 if all(bar.met for bar in verdicts) else 1
 

@@ -14,7 +14,6 @@ kept as it is. All three files appear under their names only when complete, the 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import gzip
 import hashlib
 import json
@@ -24,11 +23,15 @@ import sysconfig
 import warnings
 import zlib
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
 from rich.progress import track
+
+from megatron_moe_opt.errors import ConfigurationError
+from megatron_moe_opt.output_file import check_output_folder, written_whole
 
 END_OF_DOCUMENT = 256
 VOCABULARY = END_OF_DOCUMENT + 1
@@ -142,17 +145,22 @@ def complete_dataset(prefix: Path, source: Source) -> Summary | None:
 
 
 def write_dataset(prefix: Path, source: Source, paths: list[Path]) -> Summary:
-    """Write the dataset and its record. Raises TextError if no file holds text or the output cannot be written."""
+    """Write the dataset and its record.
+
+    Raises TextError if no file holds text, ConfigurationError if the output cannot be written.
+    """
     # Imported late: bad input is then refused at once, not after seconds of importing torch.
     warnings.filterwarnings("ignore", message="Transformer Engine and Apex are not installed")
     from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
-    finals = _dataset_files(prefix)
-    parts = [path.with_name(f"{path.name}.part{os.getpid()}") for path in finals]
+    data, index, record_file = _dataset_files(prefix)
+    check_output_folder("--output", prefix.parent)
     documents = size = 0
-    try:
-        prefix.parent.mkdir(parents=True, exist_ok=True)
-        builder = IndexedDatasetBuilder(str(parts[0]), dtype=DTYPE)
+    with ExitStack() as stack:  # ends with the record, which was entered first
+        new_record, new_index, new_data = (
+            stack.enter_context(written_whole(path)) for path in (record_file, index, data)
+        )
+        builder = IndexedDatasetBuilder(str(new_data), dtype=DTYPE)
         for path in track(paths, description="Tokenizing", transient=True):
             text = read_text(path)
             if text is None:
@@ -161,24 +169,17 @@ def write_dataset(prefix: Path, source: Source, paths: list[Path]) -> Summary:
             builder.add_document(tokens, [len(tokens)])
             documents += 1
             size += len(text)
-        builder.finalize(str(parts[1]))
+        builder.finalize(str(new_index))
         if not documents:
             raise TextError(
                 f"no UTF-8 text file in {source.folder} ({len(paths)} files looked at); name another --text"
             )
         summary = Summary(documents, size, size + documents, len(paths) - documents)
-        sizes = {"bin": parts[0].stat().st_size, "idx": parts[1].stat().st_size}
+        sizes = {"bin": new_data.stat().st_size, "idx": new_index.stat().st_size}
         record = {"source": asdict(source), "summary": asdict(summary), "sizes": sizes}
-        parts[2].write_text(json.dumps(record, indent=2) + "\n")
-        finals[2].unlink(missing_ok=True)  # from here to the last rename there is no complete dataset at the prefix
-        for part, final in zip(parts, finals, strict=True):
-            part.replace(final)
-    except OSError as error:
-        raise TextError(f"cannot write the dataset --output {prefix}: {error.strerror}; name another place") from error
-    finally:
-        for part in parts:
-            with contextlib.suppress(OSError):  # most often: not there
-                part.unlink()
+        new_record.write_text(json.dumps(record, indent=2) + "\n")
+        if record_file.is_file():
+            record_file.write_text("")  # until the new one is there, what is at the prefix is not complete
     return summary
 
 
@@ -186,7 +187,8 @@ def prepare(prefix: Path, folder: Path | None = None, suffix: str = "") -> tuple
     """Make the dataset at a prefix, from a folder (or its files with a suffix) or the standard library, unless it is
     there already.
 
-    Returns its summary and whether it was there. Raises TextError with one sentence for bad input.
+    Returns its summary and whether it was there. Raises TextError or ConfigurationError with one sentence where it
+    cannot.
     """
     if folder is None:
         folder, paths = standard_library()
@@ -208,7 +210,7 @@ def main(argv: list[str] | None = None) -> int:
         parser.error("--suffix chooses among the files of a folder: add --text DIR")
     try:
         summary, was_there = prepare(arguments.output, arguments.text, arguments.suffix)
-    except TextError as error:
+    except (TextError, ConfigurationError) as error:
         print(f"prepare_text: {error}", file=sys.stderr)
         return 2
     print(

@@ -2,25 +2,42 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any
+
+from lossy_logs import Losses
 
 from megatron_moe_opt.errors import ConfigurationError
 
 
 class StepLog:
-    """Appends records to a file, each flushed at once, so that a run that dies leaves what it has done."""
+    """Appends records to a file, each at once, so that a run that dies leaves what it has done.
+
+    A record that does not fit on the disk is left out, with a warning the first time.
+    """
 
     def __init__(self, path: str | Path) -> None:
         Path(path).parent.mkdir(parents=True, exist_ok=True)
-        self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115 (closed by __exit__)
+        self._file = open(path, "ab", buffering=0)  # noqa: SIM115 (closed by __exit__)
+        self._losses = Losses(str(path))
 
     def write(self, record: dict[str, Any]) -> None:
-        """Write one record; floats keep all their digits."""
-        self._file.write(json.dumps(record) + "\n")
-        self._file.flush()
+        """Write one record, or none of it; floats keep all their digits."""
+        line = (json.dumps(record) + "\n").encode()
+        with self._losses.allowed():
+            end = os.fstat(self._file.fileno()).st_size
+            try:
+                if self._file.write(line) < len(line):
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            except OSError:
+                with suppress(OSError):  # a device or a pipe
+                    self._file.truncate(end)
+                raise
 
     def __enter__(self) -> StepLog:
         return self

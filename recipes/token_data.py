@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import hashlib
 import struct
 from collections import OrderedDict
 from collections.abc import Iterator
@@ -127,29 +126,16 @@ def _check_vocabulary(args: argparse.Namespace, prefix: str, dataset: IndexedDat
             return
 
 
-def _index_cache(args: argparse.Namespace) -> Path:
-    """Folder of the sample indices of these datasets as they are now.
-
-    Megatron's cache is keyed on the datasets' paths and settings: of one made anew under its old name it would read the
-    indices of the old one.
-    """
-    files = [Path(f"{prefix}.bin").stat() for _, prefix in args.blend]
-    version = "-".join(f"{file.st_size}-{file.st_mtime_ns}" for file in files)
-    if len(files) > 1:  # of any number: a name has a limit
-        version = hashlib.sha256(version.encode()).hexdigest()[:32]
-    return Path(args.data_cache_path or f"{args.blend[0][1]}-cache") / version
-
-
 def kind_names(args: argparse.Namespace) -> tuple[str, ...]:
     """What the datasets are called, for a record of which sample was of which: the names of their files."""
     return tuple(Path(prefix).name for _, prefix in args.blend)
 
 
-def build_datasets(args: argparse.Namespace) -> tuple[TokenData, TokenData | None]:
+def build_datasets(args: argparse.Namespace, index_cache: Path) -> tuple[TokenData, TokenData | None]:
     """Build the training dataset and, where `--eval-iters` asks for it, the validation dataset.
 
-    Called by all ranks together: rank 0 writes the sample indices, the others read them. Several datasets are mixed by
-    weight, sequence by sequence.
+    Called by all ranks together: rank 0 writes the sample indices into `index_cache`, the others read them. Several
+    datasets are mixed by weight, sequence by sequence.
     """
     weights, prefixes = ([part[index] for part in args.blend] for index in (0, 1))
     config = GPTDatasetConfig(
@@ -157,7 +143,7 @@ def build_datasets(args: argparse.Namespace) -> tuple[TokenData, TokenData | Non
         sequence_length=args.seq_length,
         blend=(prefixes, weights if len(prefixes) > 1 else None),
         split=",".join(map(str, _split_weights(args.split))),
-        path_to_cache=str(_index_cache(args)),
+        path_to_cache=str(index_cache),
         tokenizer=TokenIds(args.vocab_size),
         reset_position_ids=False,
         reset_attention_mask=False,

@@ -6,14 +6,19 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
+refuse() {
+    echo "train_and_compare: error: $1" >&2
+    exit 2
+}
+
 text=() steps=300 output=runs/quickstart data=runs/data/stdlib
 while (($#)); do
     case "$1" in
         --text) text=(--text "$2") data="runs/data/$(basename "$(realpath -m "$2")")" && shift 2 ;;
         --steps) steps="$2" && shift 2 ;;
-        --output) output="$2" && shift 2 ;;
+        --output) output="${2:?--output needs a folder}" && shift 2 ;;
         --) shift && break ;;
-        *) echo "train_and_compare: error: unknown argument $1; see the head of recipes/train_and_compare.sh" >&2 && exit 2 ;;
+        *) refuse "unknown argument $1; see the head of recipes/train_and_compare.sh" ;;
     esac
 done
 extra=("$@")
@@ -37,10 +42,17 @@ train() { # NAME DISPATCHER ARGUMENTS...
         --moe-token-dispatcher-type "$dispatcher" "$@" "${extra[@]}"
 }
 
+# An earlier comparison in the folder makes room, and nothing else: only what a file of ours says we made.
+made_here="$output/.made_by_train_and_compare"
+if [[ -e "$output" && ! -e "$made_here" && -n "$(ls -A "$output")" ]]; then
+    refuse "--output $output holds what this recipe did not make; name a new folder"
+fi
+mkdir -p "$output"
+touch "$made_here"
+rm -rf "$output"/{monta,resumed,alltoall}.jsonl "$output/checkpoints" "$output/closing_table.md" "$output/loss.png"
 echo "== text"
 python recipes/prepare_text.py --output "$data" "${text[@]}"
 
-rm -rf "$output"
 train monta monta --save "$output/checkpoints" --save-interval "$half"
 train resumed monta --load "$output/checkpoints" --ckpt-step "$half" --exit-interval $((half + resumed_steps))
 train alltoall alltoall

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import random
 import sys
@@ -18,17 +19,22 @@ from typing import Any
 import numpy
 import torch
 import torch.distributed as dist
+from agreement import RankError, TrainingError, check_on_all_ranks, fails_on_first_rank
 from arguments import PROGRAM, Layout, check_arguments, check_folders, parse_arguments
-from checkpoint import Checkpointer, find_checkpoint
+from checkpoint import Checkpointer, check_may_replace, find_checkpoint, say_last_complete
+from index_cache import make_index_cache
+from lossy_logs import Losses, LossyStream
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+from megatron.core.transformer import TransformerConfig
 from model_setup import build_config, build_model, build_optimizer
 from progress import TrainingProgress
 from rich.console import Console
+from save_lock import save_lock
 from step_log import StepLog
 from token_data import batches, build_datasets, check_datasets, kind_names
 
@@ -44,6 +50,11 @@ from megatron_moe_opt.runtime.traffic import TrafficCounter
 from megatron_moe_opt.topology.nodes import discover_nodes
 
 Batches = Iterator[dict[str, torch.Tensor]]
+NOT_FINITE = "lower --lr or check the data"
+
+
+class LossNotFiniteError(Exception):
+    """The loss of an iteration is infinite or not a number; its gradients have not been used."""
 
 
 def start_distributed(timeout: timedelta) -> torch.device:
@@ -73,19 +84,6 @@ def start_model_parallel(args: argparse.Namespace) -> None:
     numpy.random.seed(seed)
     torch.manual_seed(seed)
     model_parallel_cuda_manual_seed(seed)
-
-
-def check_on_all_ranks(check: Callable[[], None]) -> None:
-    """Run `check` on every rank and raise the first ConfigurationError of any on all: ranks refuse together."""
-    try:
-        check()
-        text = None
-    except ConfigurationError as error:
-        text = str(error)
-    texts: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(texts, text)
-    for text in filter(None, texts):
-        raise ConfigurationError(text)
 
 
 def forward_step(
@@ -143,10 +141,15 @@ def train_step(
     scheduler: OptimizerParamScheduler,
     batch_iterator: Batches,
 ) -> tuple[float, float]:
-    """One iteration: gradients, optimizer, schedule. Returns the mean loss and the gradient norm before clipping."""
+    """One iteration: gradients, optimizer, schedule. Returns the mean loss and the gradient norm before clipping.
+
+    Raises LossNotFiniteError, on all ranks and with the weights as they were.
+    """
     model.zero_grad_buffer()
     optimizer.zero_grad()
     loss = run_batch(args, model, batch_iterator, train=True)
+    if not math.isfinite(loss):
+        raise LossNotFiniteError(f"the loss is {loss}")
     _, grad_norm, _ = optimizer.step()
     scheduler.step(increment=args.global_batch_size)
     return loss, float(grad_norm)
@@ -168,13 +171,42 @@ def last_iteration(args: argparse.Namespace, done: int) -> int:
     return min(args.train_iters, (done // args.exit_interval + 1) * args.exit_interval)
 
 
-def train(args: argparse.Namespace, options: Options, layout: Layout, device: torch.device, console: Console) -> None:
-    """Set up, resume where asked, train, and save."""
+def saved_iterations(args: argparse.Namespace, done: int, last: int) -> set[int]:
+    """The iterations after which this run saves."""
+    every = args.save_interval or last
+    return {last, *range(done - done % every + every, last, every)}
+
+
+def run(args: argparse.Namespace, options: Options, layout: Layout, device: torch.device, console: Console) -> None:
+    """Check what a run reads and writes, and train."""
     config = build_config(args)
     check_on_all_ranks(partial(check_datasets, args))
     check_on_all_ranks(partial(check_folders, args))
+    with ExitStack() as stack:
+        if args.save:
+            check_on_all_ranks(partial(take_save_folder, args.save, stack))
+        train(args, config, options, layout, device, console)
+
+
+def take_save_folder(folder: str, stack: ExitStack) -> None:
+    """Have rank 0 keep other jobs from saving there until the stack ends. Raises ConfigurationError where one does."""
+    if dist.get_rank() == 0:
+        stack.enter_context(save_lock(Path(folder)))
+
+
+def train(
+    args: argparse.Namespace,
+    config: TransformerConfig,
+    options: Options,
+    layout: Layout,
+    device: torch.device,
+    console: Console,
+) -> None:
+    """Set up, resume where asked, train, save, and evaluate."""
     start_model_parallel(args)
-    train_data, valid_data = build_datasets(args)
+    cache = make_index_cache(args)
+    console.print(f"sample indices of the data: {cache}", highlight=False, soft_wrap=True, markup=False)
+    train_data, valid_data = build_datasets(args, cache)
     model = build_model(args, config, device)
     optimizer, scheduler = build_optimizer(args, model)
     checkpointer = Checkpointer(
@@ -182,7 +214,9 @@ def train(args: argparse.Namespace, options: Options, layout: Layout, device: to
     )
 
     iteration, consumed_samples = resume(args, checkpointer, console)
-    last = last_iteration(args, iteration)
+    last, saved = last_iteration(args, iteration), iteration
+    if args.save:
+        check_on_all_ranks(partial(check_may_replace, args.save, saved_iterations(args, iteration, last)))
     batch_iterator = batches(train_data, args.micro_batch_size, consumed_samples, device)
     recorder = RoutingRecorder(model, config, args.seq_length) if args.record_routing else None
     if recorder is not None:
@@ -194,18 +228,32 @@ def train(args: argparse.Namespace, options: Options, layout: Layout, device: to
     with ExitStack() as stack:
         progress = stack.enter_context(TrainingProgress(console, args.train_iters, iteration, tokens))
         write = open_logs(args, stack)
+
+        def save() -> Path:
+            return checkpointer.save(args.save, iteration, consumed_samples)
+
         while iteration < last:
             # The step that is counted is the last one, and is not to be timed.
             counter = TrafficCounter(nodes) if iteration + 1 == last else None
             start = time.perf_counter()
             recording = recorder.iteration(iteration + 1) if iteration + 1 in args.recorded else nullcontext()
-            with counter or nullcontext(), recording:
-                loss, grad_norm = train_step(args, model, optimizer, scheduler, batch_iterator)
+            try:
+                with counter or nullcontext(), recording:
+                    loss, grad_norm = train_step(args, model, optimizer, scheduler, batch_iterator)
+            except LossNotFiniteError as error:
+                state = say_last_complete(args.save) if args.save else "nothing is saved without --save"
+                if args.save and iteration > saved:
+                    state = f"the state before it is saved in {save()}"
+                raise TrainingError(f"{error} in iteration {iteration + 1}: {state}; {NOT_FINITE}") from None
             seconds = time.perf_counter() - start
             iteration += 1
             consumed_samples += args.global_batch_size
-            if loss != loss or abs(loss) == float("inf"):
-                raise FloatingPointError(f"the loss is {loss} at iteration {iteration}; lower --lr or check the data")
+            if not math.isfinite(grad_norm):
+                state = say_last_complete(args.save) if args.save else "nothing is saved without --save"
+                raise TrainingError(
+                    f"the gradient norm is {grad_norm} in iteration {iteration}, whose weights are lost: {state};"
+                    f" {NOT_FINITE}"
+                )
             record: dict[str, Any] = {"iteration": iteration, "loss": loss, "grad_norm": grad_norm}
             if counter is None:
                 record["seconds"] = seconds
@@ -219,7 +267,8 @@ def train(args: argparse.Namespace, options: Options, layout: Layout, device: to
                 for line in reports.lines(ours):
                     progress.say(line)
             if args.save and (iteration == last or (args.save_interval and iteration % args.save_interval == 0)):
-                progress.say(f"saved {checkpointer.save(args.save, iteration, consumed_samples)}")
+                progress.say(f"saved {save()}")
+                saved = iteration
     if recorder is not None:
         record_routing(args, recorder, console)
     if valid_data is not None:
@@ -235,10 +284,11 @@ def noting_kinds(batch_iterator: Batches, recorder: RoutingRecorder) -> Batches:
 
 
 def record_routing(args: argparse.Namespace, recorder: RoutingRecorder, console: Console) -> None:
-    """Write what was recorded, on rank 0; called by all ranks."""
+    """Write what was recorded, on rank 0; called by all ranks. Raises TrainingError where it cannot be written."""
     trace = recorder.gather(kind_names(args))
+    if reason := fails_on_first_rank(partial(write_routing_trace, Path(args.record_routing), trace)):
+        raise TrainingError(f"--record-routing: {reason}")
     if trace is not None:
-        write_routing_trace(Path(args.record_routing), trace)
         console.print(
             f"wrote the routing of {trace.num_passes} passes to {args.record_routing}", highlight=False, soft_wrap=True
         )
@@ -266,7 +316,7 @@ def open_logs(args: argparse.Namespace, stack: ExitStack) -> Callable[[dict[str,
     if dist.get_rank() != 0:
         return lambda record, ours: None
     step_log = stack.enter_context(StepLog(args.log_json)) if args.log_json else None
-    board = None
+    board, losses = None, Losses(f"--tensorboard-dir {args.tensorboard_dir}")
     if args.tensorboard_dir:
         try:
             from torch.utils.tensorboard import SummaryWriter
@@ -274,16 +324,18 @@ def open_logs(args: argparse.Namespace, stack: ExitStack) -> Callable[[dict[str,
             raise ConfigurationError(
                 f"--tensorboard-dir {args.tensorboard_dir} needs the tensorboard package: pip install tensorboard"
             ) from None
-        board = stack.enter_context(SummaryWriter(args.tensorboard_dir))
+        board = SummaryWriter(args.tensorboard_dir)
+        stack.callback(losses.allowed()(board.close))
 
     def write(record: dict[str, Any], ours: reports.Reports) -> None:
         if step_log is not None:
             step_log.write(record | ours)
         if board is not None:
-            for key, name in (("loss", "lm loss"), ("grad_norm", "grad-norm"), ("seconds", "iteration-time")):
-                if key in record:
-                    board.add_scalar(name, record[key], record["iteration"])
-            reports.add_scalars(ours, board, record["iteration"])
+            with losses.allowed():
+                for key, name in (("loss", "lm loss"), ("grad_norm", "grad-norm"), ("seconds", "iteration-time")):
+                    if key in record:
+                        board.add_scalar(name, record[key], record["iteration"])
+                reports.add_scalars(ours, board, record["iteration"])
 
     return write
 
@@ -307,14 +359,17 @@ def announce(
     )
 
 
-def refuse(error: ConfigurationError) -> int:
-    """Say why on rank 0. The others wait for it: torchrun ends every rank as soon as one has gone."""
+def end(error: Exception, status: int) -> int:
+    """Say why on rank 0, and return the exit status. All ranks end here together.
+
+    The others wait for rank 0: torchrun ends every rank as soon as one has gone.
+    """
     if not dist.is_initialized():
         dist.init_process_group("gloo")
     if dist.get_rank() == 0:
         print(f"{PROGRAM}: error: {sentence(error)}", file=sys.stderr, flush=True)
     dist.barrier()
-    return 2
+    return status
 
 
 def main() -> int:
@@ -323,6 +378,7 @@ def main() -> int:
     for name, value in (("RANK", 0), ("LOCAL_RANK", 0), ("WORLD_SIZE", 1), ("MASTER_ADDR", "localhost")):
         os.environ.setdefault(name, str(value))
     os.environ.setdefault("MASTER_PORT", "0")
+    sys.stdout, sys.stderr = (LossyStream(getattr(sys, name), name) for name in ("stdout", "stderr"))
     console = Console(quiet=os.environ["RANK"] != "0")
     try:
         args, options = parse_arguments(sys.argv[1:])
@@ -331,10 +387,12 @@ def main() -> int:
         register(options, refuse_unread=True)
         layout = check_arguments(args, int(os.environ["WORLD_SIZE"]))
         device = start_distributed(timedelta(minutes=args.distributed_timeout_minutes))
-        train(args, options, layout, device, console)
+        run(args, options, layout, device, console)
     except ConfigurationError as error:
-        return refuse(error)
-    except CollectiveError as error:
+        return end(error, status=2)
+    except TrainingError as error:
+        return end(error, status=1)
+    except (CollectiveError, RankError) as error:
         print(f"{PROGRAM}: error: {error}", file=sys.stderr, flush=True)
         return 1
     dist.destroy_process_group()

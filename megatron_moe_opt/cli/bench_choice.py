@@ -25,7 +25,6 @@ from megatron_moe_opt.cli.choosers import STEPS, Chooser, Chosen
 from megatron_moe_opt.cli.layer_report import shape_of
 from megatron_moe_opt.cli.layer_settings import LayerSettings
 from megatron_moe_opt.cli.option_types import torch_dtype
-from megatron_moe_opt.cli.output_files import check_output
 from megatron_moe_opt.cli.process_group import (
     adopt_slurm_ranks,
     megatron_process_group,
@@ -35,6 +34,7 @@ from megatron_moe_opt.cli.process_group import (
 )
 from megatron_moe_opt.cli.split_half import noise_floor, regret_of_halves
 from megatron_moe_opt.errors import ConfigurationError
+from megatron_moe_opt.output_file import check_output_file, write_text_whole
 from megatron_moe_opt.planning.cluster import Cluster
 
 if TYPE_CHECKING:
@@ -107,7 +107,7 @@ def bench_choice(
         raise ConfigurationError("--capacity-factor is for whole layers: add --replicated, or leave it out")
     settings = dataclasses.replace(settings, dispatchers=chooser.candidates, dispatch_only=chooser.dispatch_only)
     adopt_slurm_ranks()
-    check_output("--json", json_file)
+    check_output_file("--json", json_file)
     cluster = check(settings)
     ep = settings.ep_size(world_size())
     with megatron_process_group() as device:
@@ -117,7 +117,7 @@ def bench_choice(
             _print(points, settings, ep, Console(width=None if sys.stdout.isatty() else 160))
             if json_file is not None:
                 content = {"settings": asdict(settings), "points": [_as_json(point) for point in points]}
-                json_file.write_text(json.dumps(content, indent=2, default=str) + "\n")
+                write_text_whole(json_file, json.dumps(content, indent=2, default=str) + "\n")
     return points
 
 

@@ -24,8 +24,8 @@ from megatron_moe_opt.cli.bench_codec import CodecWorkload
 from megatron_moe_opt.cli.bench_placement import measure_placement, print_placement
 from megatron_moe_opt.cli.kernel_timing import DTYPES, Row, measure, plain_copy, print_table
 from megatron_moe_opt.cli.option_types import Device, check_device
-from megatron_moe_opt.cli.output_files import check_output
 from megatron_moe_opt.errors import ConfigurationError
+from megatron_moe_opt.output_file import check_output_file, write_text_whole
 
 
 def bench_kernels(
@@ -65,7 +65,7 @@ def bench_kernels(
     if repeats < 2:
         raise ConfigurationError(f"--repeats {repeats} is too few: a spread needs at least 2")
     check_device(device)
-    check_output("--json", json_path)
+    check_output_file("--json", json_path)
     if device is Device.cpu:
         keep_freed_memory()
     where = torch.device(device.value)
@@ -87,7 +87,7 @@ def bench_kernels(
         settings = permute_settings | codec_settings | common
         report = {"settings": settings, "rows": [row.report() for row in rows]}
         report["placement"] = [asdict(row) | {"speedup": row.speedup} for row in placement]
-        json_path.write_text(json.dumps(report, indent=2) + "\n")
+        write_text_whole(json_path, json.dumps(report, indent=2) + "\n")
     return rows
 
 

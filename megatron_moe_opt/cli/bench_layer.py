@@ -23,7 +23,7 @@ from megatron_moe_opt.cli.layer_prediction import Predicted, predict_layer
 from megatron_moe_opt.cli.layer_report import DispatcherResult, LayerReport, as_json, print_report
 from megatron_moe_opt.cli.layer_settings import STOCK, LayerSettings
 from megatron_moe_opt.cli.links import LinkRates, WireLimit, measure_links, timed, wire_limit
-from megatron_moe_opt.cli.output_files import check_output, say_written
+from megatron_moe_opt.cli.output_files import say_written
 from megatron_moe_opt.cli.peak_memory import peak_memory_growth
 from megatron_moe_opt.cli.process_group import (
     adopt_slurm_ranks,
@@ -38,6 +38,7 @@ from megatron_moe_opt.cli.routing import check_routing
 from megatron_moe_opt.cli.routing_balance import routing_balance
 from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.options import AUTO
+from megatron_moe_opt.output_file import check_output_file, write_text_whole
 from megatron_moe_opt.planning.cluster import OUR_FLAGS, Cluster
 from megatron_moe_opt.runtime.traffic import TrafficCounter, TrafficRow
 from megatron_moe_opt.topology.nodes import NodeMap, discover_nodes
@@ -63,7 +64,7 @@ def bench_layer(settings: LayerSettings, json_file: Path | None, report_folder: 
     """
     silence_libraries()
     adopt_slurm_ranks()
-    check_output("--json", json_file)
+    check_output_file("--json", json_file)
     chosen_by_it = any(name.rpartition(":")[2] == AUTO for name in settings.dispatchers)
     if settings.profile is not None and not chosen_by_it and report_folder is None:
         raise ConfigurationError(
@@ -78,7 +79,7 @@ def bench_layer(settings: LayerSettings, json_file: Path | None, report_folder: 
             console = Console(width=None if sys.stdout.isatty() else 200)
             print_report(report, console)
             if json_file is not None:
-                json_file.write_text(json.dumps(as_json(report), indent=2, default=str) + "\n")
+                write_text_whole(json_file, json.dumps(as_json(report), indent=2, default=str) + "\n")
             if report_folder is not None:
                 say_written(write_page(report_folder, report), console)
     return report

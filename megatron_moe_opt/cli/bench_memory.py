@@ -18,7 +18,6 @@ from rich.table import Table
 
 from megatron_moe_opt.cli.layer_settings import LayerSettings
 from megatron_moe_opt.cli.live_memory import device_memory
-from megatron_moe_opt.cli.output_files import check_output
 from megatron_moe_opt.cli.process_group import (
     adopt_slurm_ranks,
     megatron_process_group,
@@ -26,6 +25,7 @@ from megatron_moe_opt.cli.process_group import (
     silence_libraries,
 )
 from megatron_moe_opt.errors import ConfigurationError
+from megatron_moe_opt.output_file import check_output_file, write_text_whole
 from megatron_moe_opt.planning.mpmoe import LayerElements
 from megatron_moe_opt.runtime.host_copies import HOST_MEMORY
 from megatron_moe_opt.schedules.mpmoe import NONE, STRATEGIES
@@ -101,7 +101,7 @@ def bench_memory(
     """
     silence_libraries()
     adopt_slurm_ranks()
-    check_output("--json", json_file)
+    check_output_file("--json", json_file)
     for option, names, known in (("--shapes", shapes, SHAPES), ("--strategies", strategies, STRATEGIES)):
         for name in names:
             if name not in known or name == NONE:
@@ -114,7 +114,8 @@ def bench_memory(
             console = Console(width=None if sys.stdout.isatty() else 160)
             console.print(_table(rows, dtype, device))
             if json_file is not None:
-                json_file.write_text(json.dumps([asdict(row) | {"saved": row.saved} for row in rows], indent=2) + "\n")
+                content = [asdict(row) | {"saved": row.saved} for row in rows]
+                write_text_whole(json_file, json.dumps(content, indent=2) + "\n")
     return rows
 
 

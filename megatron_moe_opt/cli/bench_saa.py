@@ -18,10 +18,10 @@ from megatron_moe_opt.cli import loads
 from megatron_moe_opt.cli.loads import Rows
 from megatron_moe_opt.cli.meter import SizedPipeline
 from megatron_moe_opt.cli.option_types import torch_dtype
-from megatron_moe_opt.cli.output_files import check_output
 from megatron_moe_opt.cli.process_group import adopt_slurm_ranks, process_group, world_size
 from megatron_moe_opt.cli.profile_cluster import ProfileSettings, expert_groups, groups_of
 from megatron_moe_opt.errors import ConfigurationError
+from megatron_moe_opt.output_file import check_output_file, write_text_whole
 from megatron_moe_opt.runtime.executor import executor
 from megatron_moe_opt.schedules.parm import TP
 from megatron_moe_opt.schedules.schedule import Kind
@@ -56,7 +56,7 @@ def bench_saa(settings: ProfileSettings, sizes: Sequence[int], rounds: int, json
         ConfigurationError: settings that cannot work, or under which there is nothing to overlap.
     """
     adopt_slurm_ranks()
-    check_output("--json", json_file)
+    check_output_file("--json", json_file)
     layout = settings.layout(world_size())
     if layout.tp == 1 or layout.ep == 1:
         raise ConfigurationError(
@@ -69,7 +69,7 @@ def bench_saa(settings: ProfileSettings, sizes: Sequence[int], rounds: int, json
             _print(points, Console(width=None if sys.stdout.isatty() else 160))
             if json_file is not None:
                 content = [asdict(point) | {"ratios": point.ratios} for point in points]
-                json_file.write_text(json.dumps(content, indent=2) + "\n")
+                write_text_whole(json_file, json.dumps(content, indent=2) + "\n")
     return points
 
 

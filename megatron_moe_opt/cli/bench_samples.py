@@ -19,7 +19,6 @@ from rich.table import Table
 from megatron_moe_opt import register
 from megatron_moe_opt.cli.layer_settings import BASELINE
 from megatron_moe_opt.cli.option_types import torch_dtype
-from megatron_moe_opt.cli.output_files import check_output
 from megatron_moe_opt.cli.process_group import (
     adopt_slurm_ranks,
     megatron_process_group,
@@ -28,6 +27,7 @@ from megatron_moe_opt.cli.process_group import (
     world_size,
 )
 from megatron_moe_opt.errors import ConfigurationError
+from megatron_moe_opt.output_file import check_output_file, write_text_whole
 from megatron_moe_opt.planning.expert_order import stock_devices
 from megatron_moe_opt.planning.routing_replay import decided_share
 from megatron_moe_opt.planning.routing_trace import RoutingTrace, read_routing_trace
@@ -79,7 +79,7 @@ def bench_samples(settings: SampleSettings, json_file: Path | None) -> list[Samp
     """
     silence_libraries()
     adopt_slurm_ranks()
-    check_output("--json", json_file)
+    check_output_file("--json", json_file)
     register()
     trace = read_routing_trace(settings.trace)
     check(settings, trace, world_size())
@@ -89,7 +89,7 @@ def bench_samples(settings: SampleSettings, json_file: Path | None) -> list[Samp
         if dist.get_rank() == 0:
             _print(results, decided, Console(width=None if sys.stdout.isatty() else 160))
             if json_file is not None:
-                json_file.write_text(json.dumps([asdict(result) for result in results], indent=2) + "\n")
+                write_text_whole(json_file, json.dumps([asdict(result) for result in results], indent=2) + "\n")
     return results
 
 

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from megatron_moe_opt.cli.migration_report import MigrationSettings, Scale, Traffic
+from megatron_moe_opt.output_file import written_whole
 from megatron_moe_opt.planning.expert_migration import Link
 
 
@@ -18,7 +19,7 @@ def draw_migration(
     """Three panels side by side, one line a bandwidth; the file's format follows from its suffix.
 
     Raises:
-        OSError: the file cannot be written.
+        ConfigurationError: the file cannot be written.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -52,7 +53,8 @@ def draw_migration(
     for axis in (sent, fixed_domain, fixed_p):
         axis.legend(fontsize=8)
         axis.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path, dpi=150)
+    with written_whole(path) as partial:
+        figure.savefig(partial, dpi=150)
 
 
 def _name(link: Link) -> str:

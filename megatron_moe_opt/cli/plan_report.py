@@ -11,10 +11,11 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from megatron_moe_opt.cli.output_files import check_output, say_written
+from megatron_moe_opt.cli.output_files import say_written
 from megatron_moe_opt.cli.plan_settings import PlanSettings, Site, site_of, workload_of
 from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.options import AUTO
+from megatron_moe_opt.output_file import check_output_file
 from megatron_moe_opt.planning.cluster import OURS, STOCK
 from megatron_moe_opt.planning.curves import CostCurve
 from megatron_moe_opt.planning.known_models import MONTA_CHOICES
@@ -69,7 +70,7 @@ def report_plan(settings: PlanSettings, explain: bool, everything: bool, output:
     Raises:
         ConfigurationError: settings that contradict each other, or a file that cannot be written.
     """
-    check_output("--output", output)
+    check_output_file("--output", output)
     if len(settings.sequences) > 1 and (output is not None or explain):
         flag = "--explain" if output is None else f"--output {output}"
         raise ConfigurationError(f"{flag} is of one length of sequences: give --sequence a single number")

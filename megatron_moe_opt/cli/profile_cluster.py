@@ -22,7 +22,7 @@ from megatron_moe_opt.cli import loads
 from megatron_moe_opt.cli.loads import Rows
 from megatron_moe_opt.cli.meter import Busy, Load, Meter
 from megatron_moe_opt.cli.option_types import torch_dtype
-from megatron_moe_opt.cli.output_files import check_output, say_written
+from megatron_moe_opt.cli.output_files import say_written
 from megatron_moe_opt.cli.process_group import (
     adopt_slurm_ranks,
     megatron_process_group,
@@ -36,6 +36,7 @@ from megatron_moe_opt.cli.profile_local import compute_sharing, local_work, one_
 from megatron_moe_opt.cli.profile_partitions import partition_overhead
 from megatron_moe_opt.cli.profile_report import curves_table
 from megatron_moe_opt.errors import ConfigurationError
+from megatron_moe_opt.output_file import check_output_file
 from megatron_moe_opt.planning.cluster import Cluster, ExpertGemm, Points, World
 from megatron_moe_opt.planning.curves import CostCurve, Costs
 from megatron_moe_opt.planning.simulator import Slowdown, simulate
@@ -112,7 +113,7 @@ def profile_cluster(settings: ProfileSettings, output: Path) -> Cluster:
     """
     silence_libraries()
     adopt_slurm_ranks()
-    check_output("--output", output)
+    check_output_file("--output", output)
     settings.layout(world_size())
     with megatron_process_group() as device:
         cluster = measure(settings, device)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from megatron_moe_opt.output_file import written_whole
 from megatron_moe_opt.planning.routing_replay import Replay
 from megatron_moe_opt.planning.routing_trace import RoutingTrace
 
@@ -12,7 +13,7 @@ def draw_replay(path: Path, trace: RoutingTrace, done: Replay) -> None:
     """Two panels side by side, one line a placement; the file's format follows from its suffix.
 
     Raises:
-        OSError: the file cannot be written.
+        ConfigurationError: the file cannot be written.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -36,4 +37,5 @@ def draw_replay(path: Path, trace: RoutingTrace, done: Replay) -> None:
         axis.yaxis.set_major_formatter(PercentFormatter(1.0))
         axis.legend(fontsize=8)
         axis.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path, dpi=150)
+    with written_whole(path) as partial:
+        figure.savefig(partial, dpi=150)

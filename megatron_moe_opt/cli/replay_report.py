@@ -8,8 +8,9 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from megatron_moe_opt.cli.output_files import check_output, check_timeline_files, say_written
+from megatron_moe_opt.cli.output_files import check_timeline_files, say_written
 from megatron_moe_opt.errors import ConfigurationError
+from megatron_moe_opt.output_file import check_output_file
 from megatron_moe_opt.planning.expert_grouping import group_experts
 from megatron_moe_opt.planning.expert_order import ExpertOrder, read_expert_order, stock_devices, write_expert_order
 from megatron_moe_opt.planning.routing_replay import PLANS, Replay, replay
@@ -56,7 +57,7 @@ def report_plan(path: Path, nodes: int, ranks_per_node: int, output: Path, seed:
     """
     from megatron_moe_opt.kernels import solve_placement
 
-    check_output("--output", output)
+    check_output_file("--output", output)
     trace = read_routing_trace(path)
     _check_sizes(path, trace, nodes, ranks_per_node)
     if trace.num_passes < 2:

@@ -5,7 +5,6 @@ templates/report.html.j2 is the page; what stands in it is put together here.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from dataclasses import asdict
 from itertools import count
@@ -35,7 +34,7 @@ from megatron_moe_opt.cli.layer_report import (
 )
 from megatron_moe_opt.cli.recorded_step import RecordedStep
 from megatron_moe_opt.cli.routing_balance import max_over_mean
-from megatron_moe_opt.errors import ConfigurationError
+from megatron_moe_opt.output_file import check_output_file, check_output_folder, write_text_whole
 from megatron_moe_opt.runtime.traffic import INTER_NODE, INTRA_NODE
 from megatron_moe_opt.schedules.timeline import overlap
 
@@ -49,23 +48,15 @@ def make_report_folder(folder: Path | None) -> None:
     Raises:
         ConfigurationError: it cannot be, or the page in it cannot be written.
     """
-    if folder is None:
-        return
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigurationError(
-            f"--report {folder} cannot be created ({error.strerror}): choose another folder"
-        ) from error
-    page = folder / PAGE
-    if page.is_dir() or not os.access(page if page.exists() else folder, os.W_OK):
-        raise ConfigurationError(f"--report {folder}: {PAGE} in it cannot be written: choose another folder")
+    check_output_folder("--report", folder)
+    if folder is not None:
+        check_output_file("--report", folder / PAGE)
 
 
 def write_page(folder: Path, report: LayerReport) -> Path:
-    """Writes the page into an existing folder; returns its path. Raises OSError where it cannot."""
+    """Writes the page into an existing folder; returns its path. Raises ConfigurationError where it cannot."""
     page = folder / PAGE
-    page.write_text(render_page(report), encoding="utf-8")
+    write_text_whole(page, render_page(report))
     return page
 
 

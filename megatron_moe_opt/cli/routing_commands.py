@@ -66,12 +66,13 @@ def generate_routing(
     """
     from rich.console import Console
 
-    from megatron_moe_opt.cli.output_files import check_output, say_written
+    from megatron_moe_opt.cli.output_files import say_written
     from megatron_moe_opt.errors import ConfigurationError
+    from megatron_moe_opt.output_file import check_output_file
     from megatron_moe_opt.planning.routing_generator import TABLE5, like_table5
     from megatron_moe_opt.planning.routing_trace import write_routing_trace
 
-    check_output("--output", output)
+    check_output_file("--output", output)
     if like not in TABLE5:
         raise ConfigurationError(f"--like {like} is not a model of the table: choose one of {', '.join(TABLE5)}")
     if nodes not in TABLE5[like]:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from megatron_moe_opt.errors import ConfigurationError
+from megatron_moe_opt.output_file import write_text_whole
 from megatron_moe_opt.schedules.schedule import COLLECTIVES, Kind, Lane
 from megatron_moe_opt.topology.layouts import Layout
 
@@ -123,7 +123,7 @@ class Cluster:
         )
 
     def save(self, file: str | Path) -> None:
-        """Writes the file in one piece: readers see the old content or the new one. Raises OSError."""
+        """Writes the file in one piece: readers see the old content or the new one. Raises ConfigurationError."""
         content = {
             "format": FORMAT,
             "version": VERSION,
@@ -143,10 +143,7 @@ class Cluster:
             "local_work": dict(self.local_work),
             "stock_curves": _as_list(self.stock_curves),
         }
-        file = Path(file)
-        unfinished = file.with_name(f"{file.name}.{os.getpid()}.tmp")
-        unfinished.write_text(_one_line_a_point(json.dumps(content, indent=2)) + "\n", encoding="utf-8")
-        unfinished.replace(file)
+        write_text_whole(file, _one_line_a_point(json.dumps(content, indent=2)) + "\n")
 
     def costs(self) -> Costs:
         """What ops cost, for the simulator and the choice of level and chunks."""

@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from megatron_moe_opt.errors import ConfigurationError
+from megatron_moe_opt.output_file import write_text_whole
 from megatron_moe_opt.planning.json_places import Place
 
 FORMAT = "moe-opt expert order"
@@ -57,7 +58,7 @@ def write_expert_order(path: Path, order: ExpertOrder) -> None:
     """Writes the file.
 
     Raises:
-        OSError: it cannot be written.
+        ConfigurationError: it cannot be written.
     """
     local = order.num_experts // order.ranks
     head = {"format": FORMAT, "version": VERSION}
@@ -68,7 +69,7 @@ def write_expert_order(path: Path, order: ExpertOrder) -> None:
         for layer, slots in order.layers.items()
     ]
     lines.append('  "layers": {\n' + ",\n".join(layers) + "\n  }")
-    path.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
+    write_text_whole(path, "{\n" + ",\n".join(lines) + "\n}\n")
 
 
 def read_expert_order(path: Path) -> ExpertOrder:

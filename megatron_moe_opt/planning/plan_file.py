@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from megatron_moe_opt.errors import ConfigurationError
+from megatron_moe_opt.output_file import write_text_whole
 
 from .json_places import Place
 from .planner import Prediction
@@ -73,7 +73,7 @@ class Plan:
         )
 
     def save(self, file: str | Path) -> None:
-        """Writes the file in one piece: readers see the old content or the new one. Raises OSError."""
+        """Writes the file in one piece: readers see the old content or the new one. Raises ConfigurationError."""
         content = {
             "format": FORMAT,
             "version": VERSION,
@@ -84,10 +84,7 @@ class Plan:
             "layers": {str(number): variant for number, variant in sorted(self.layers.items())},
             "candidates": [asdict(one) for one in self.candidates],
         }
-        file = Path(file)
-        unfinished = file.with_name(f"{file.name}.{os.getpid()}.tmp")
-        unfinished.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-        unfinished.replace(file)
+        write_text_whole(file, json.dumps(content, indent=2) + "\n")
 
     def variant_of(self, layer: int, file: str | Path) -> str:
         """What to run in a layer.

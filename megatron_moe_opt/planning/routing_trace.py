@@ -10,7 +10,6 @@ Shapes: P passes, L MoE layers, I samples of T tokens, K experts of a token, E e
 
 from __future__ import annotations
 
-import os
 import zipfile
 import zlib
 from collections.abc import Sequence
@@ -21,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from megatron_moe_opt.errors import ConfigurationError
+from megatron_moe_opt.output_file import written_whole
 
 FORMAT = "moe-opt routing trace"
 VERSION = 1
@@ -100,14 +100,12 @@ def write_routing_trace(path: Path, trace: RoutingTrace) -> None:
     """Writes the file; it appears under its name only when complete.
 
     Raises:
-        OSError: it cannot be written.
+        ConfigurationError: it cannot be written.
     """
     content: dict[str, Any] = {field.name: getattr(trace, field.name) for field in fields(trace)}
     content["kind_names"] = np.array(trace.kind_names, dtype=np.str_)
-    partial = path.with_name(f".{path.name}.partial")
-    with open(partial, "wb") as file:
+    with written_whole(path) as partial, open(partial, "wb") as file:
         np.savez_compressed(file, format=np.str_(FORMAT), version=VERSION, **content)
-    os.replace(partial, path)
 
 
 def read_routing_trace(path: Path) -> RoutingTrace:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_moe_opt.errors import ConfigurationError
+from megatron_moe_opt.output_file import written_whole
 
 from .schedule import Kind, Op
 from .timeline import Timeline
@@ -49,8 +50,8 @@ def write_picture(path: str | Path, timelines: Mapping[str, Timeline]) -> None:
     The file's format follows from its suffix (.png, .svg, .pdf).
 
     Raises:
-        ConfigurationError: another suffix, matplotlib is not installed, or there is nothing to draw.
-        OSError: the file cannot be written.
+        ConfigurationError: another suffix, matplotlib is not installed, there is nothing to draw, or the file cannot be
+            written.
     """
     check_picture(path)
     from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -68,7 +69,8 @@ def write_picture(path: str | Path, timelines: Mapping[str, Timeline]) -> None:
         title = f"{name}: {timeline.schedule.name}, {timeline.seconds * 1e3:.4g} ms"
         axis.set_title(title, loc="left", fontsize=10, pad=18 if timeline.parts else None)
     axes[-1].set_xlabel("ms")
-    figure.savefig(path, dpi=150)
+    with written_whole(path) as partial:
+        figure.savefig(partial, dpi=150)
 
 
 def _draw(axis: Axes, timeline: Timeline, longest: float) -> None:

@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from megatron_moe_opt.output_file import write_text_whole
+
 from .timeline import Part, Span, Timeline
 
 _PARTS = "part"
@@ -20,14 +22,14 @@ def write_trace(path: str | Path, timelines: Mapping[str, Timeline]) -> None:
     """Writes timelines under their names, such as {"predicted": ..., "measured": ...}, as JSON.
 
     Raises:
-        OSError: the file cannot be written.
+        ConfigurationError: the file cannot be written.
     """
     events = [
         event
         for process, (name, timeline) in enumerate(timelines.items(), start=1)
         for event in _events(process, name, timeline)
     ]
-    Path(path).write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}, indent=1) + "\n")
+    write_text_whole(path, json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}, indent=1) + "\n")
 
 
 def _events(process: int, name: str, timeline: Timeline) -> list[dict[str, Any]]:

@@ -249,6 +249,22 @@ def test_several_collectives_outstanding(ranks):
     assert ranks.run(outstanding_at_once) == [expected] * 4
 
 
+def received_after_the_sender_let_go():
+    """Each rank sends to the next, drops the work and frees the tensor's storage, as Megatron does with an output."""
+    rank = dist.get_rank()
+    output = torch.full((1 << 16,), float(rank))
+    dist.isend(output, (rank + 1) % 4)
+    output.data = torch.empty(1)
+    others = [torch.full((1 << 16,), -1.0) for _ in range(4)]  # take the memory, where it is free
+    dist.barrier()
+    dist.recv(others[0], (rank - 1) % 4)
+    return others[0].unique().tolist()
+
+
+def test_what_is_sent_is_what_the_tensor_held(ranks):
+    assert ranks.run(received_after_the_sender_let_go) == [[3.0], [0.0], [1.0], [2.0]]
+
+
 def wrong_counts():
     reduce_scatter_rows(torch.ones(8), [1, 2, 3, 4], dist.group.WORLD)
 

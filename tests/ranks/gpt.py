@@ -23,10 +23,13 @@ VOCAB, TOKENS, MICRO_BATCH = 128, 32, 2
 
 @dataclass
 class Gpt:
-    """Model, optimizer and data position. `losses` are those of the steps taken, on every rank."""
+    """Model, optimizer and data position. `losses` are those of the steps taken, on every rank.
+
+    `chunks` are the parts of the model that this rank holds: one, or as many as there are virtual pipeline stages.
+    """
 
     config: TransformerConfig
-    model: DistributedDataParallel
+    chunks: list[DistributedDataParallel]
     optimizer: Any
     microbatches: int = 2
     same_data: bool = False
@@ -35,13 +38,19 @@ class Gpt:
     step: int = 0
     losses: list[float] = field(default_factory=list)
 
+    @property
+    def model(self) -> DistributedDataParallel:
+        """The first chunk: all of this rank's model without virtual pipeline stages."""
+        return self.chunks[0]
+
     def train(self, steps: int) -> list[float]:
         """Take optimizer steps; return their losses."""
         return [self.train_step() for _ in range(steps)]
 
     def train_step(self) -> float:
         """One optimizer step over `microbatches`; the mean loss over the whole batch."""
-        self.model.zero_grad_buffer()
+        for chunk in self.chunks:
+            chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
         losses = self.forward_backward()
         updated, _, _ = self.optimizer.step()
@@ -58,8 +67,8 @@ class Gpt:
         """Forward and backward of one step's microbatches; gradients are in the DDP buffers afterwards."""
         return get_forward_backward_func()(
             forward_step_func=_forward_step,
-            data_iterator=iter([self.batch(index) for index in range(self.microbatches)]),
-            model=[self.model],
+            data_iterator=[iter([self.batch(index) for index in range(self.microbatches)]) for _ in self.chunks],
+            model=self.chunks,
             num_microbatches=self.microbatches,
             seq_length=TOKENS,
             micro_batch_size=self.micro_batch,
@@ -127,31 +136,11 @@ def gpt(
     """Build model, DDP and optimizer for the present parallel state. `config` goes to `moe_config`."""
     dtype = torch.bfloat16 if bf16 else torch.float32
     config = moe_config(bf16=bf16, params_dtype=dtype, pipeline_dtype=dtype, **config)
-    spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization=config.normalization)
-    model = GPTModel(
-        config=config,
-        transformer_layer_spec=spec,
-        vocab_size=VOCAB,
-        max_sequence_length=TOKENS,
-        pre_process=parallel_state.is_pipeline_first_stage(),
-        post_process=parallel_state.is_pipeline_last_stage(),
-        position_embedding_type="rope",
-        share_embeddings_and_output_weights=False,
-    )
-    if bf16:
-        model = Float16Module(config, model)
-    model = DistributedDataParallel(
-        config,
-        DistributedDataParallelConfig(
-            grad_reduce_in_fp32=bf16,
-            use_distributed_optimizer=distributed_optimizer,
-            overlap_grad_reduce=overlap,
-            overlap_param_gather=overlap and distributed_optimizer,
-            bucket_size=20_000 if overlap else None,
-        ),
-        model,
-    )
-    model.broadcast_params()
+    virtual = config.virtual_pipeline_model_parallel_size
+    chunks = [
+        _chunk(config, distributed_optimizer, overlap, stage)
+        for stage in ([None] if virtual is None else range(virtual))
+    ]
     optimizer = get_megatron_optimizer(
         OptimizerConfig(
             optimizer="adam",
@@ -163,15 +152,52 @@ def gpt(
             use_distributed_optimizer=distributed_optimizer,
             overlap_param_gather=overlap and distributed_optimizer,
         ),
-        [model],
+        chunks,
     )
     config.finalize_model_grads_func = finalize_model_grads
     config.grad_scale_func = optimizer.scale_loss
     if overlap:
-        config.no_sync_func = model.no_sync
+        (chunk,) = chunks
+        config.no_sync_func = chunk.no_sync
         config.grad_sync_func = None
-        config.param_sync_func = model.start_param_sync if distributed_optimizer else None
-    return Gpt(config, model, optimizer, microbatches, same_data, optimizer_format, micro_batch)
+        config.param_sync_func = chunk.start_param_sync if distributed_optimizer else None
+    return Gpt(config, chunks, optimizer, microbatches, same_data, optimizer_format, micro_batch)
+
+
+def _chunk(
+    config: TransformerConfig, distributed_optimizer: bool, overlap: bool, vp_stage: int | None
+) -> DistributedDataParallel:
+    """The layers of this rank's pipeline stage, or of one of its virtual stages."""
+    spec = get_gpt_decoder_block_spec(
+        config, use_transformer_engine=False, normalization=config.normalization, vp_stage=vp_stage
+    )
+    whole = vp_stage is None
+    model = GPTModel(
+        config=config,
+        transformer_layer_spec=spec,
+        vocab_size=VOCAB,
+        max_sequence_length=TOKENS,
+        pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=whole, vp_stage=vp_stage),
+        post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=whole, vp_stage=vp_stage),
+        position_embedding_type="rope",
+        share_embeddings_and_output_weights=False,
+        vp_stage=vp_stage,
+    )
+    if config.bf16:
+        model = Float16Module(config, model)
+    model = DistributedDataParallel(
+        config,
+        DistributedDataParallelConfig(
+            grad_reduce_in_fp32=config.bf16,
+            use_distributed_optimizer=distributed_optimizer,
+            overlap_grad_reduce=overlap,
+            overlap_param_gather=overlap and distributed_optimizer,
+            bucket_size=20_000 if overlap else None,
+        ),
+        model,
+    )
+    model.broadcast_params()
+    return model
 
 
 def _forward_step(batches: Any, model: torch.nn.Module) -> tuple[torch.Tensor, Any]:

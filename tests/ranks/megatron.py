@@ -16,7 +16,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 # Layout -> state of megatron.core.parallel_state after initializing it. Making a layout's groups takes seconds, and
 # Megatron does not destroy most of them: each layout is made once in a rank's life.
-_layouts: dict[tuple[int, ...], dict[str, Any]] = {}
+_layouts: dict[tuple[int | None, ...], dict[str, Any]] = {}
 
 
 def _state() -> dict[str, Any]:
@@ -28,17 +28,21 @@ def _state() -> dict[str, Any]:
 
 
 @contextmanager
-def parallel(tp: int = 1, ep: int = 1, etp: int = 1, cp: int = 1, pp: int = 1, seed: int = 1234) -> Iterator[None]:
+def parallel(
+    tp: int = 1, ep: int = 1, etp: int = 1, cp: int = 1, pp: int = 1, vpp: int | None = None, seed: int = 1234
+) -> Iterator[None]:
     """Megatron's model parallel groups over all ranks, and its random seeds, inside the block.
 
-    Data parallelism takes the rest of the ranks. All ranks must enter with the same sizes.
+    `vpp` is the number of virtual stages of a pipeline rank; None: no interleaving. Data parallelism takes the rest of
+    the ranks. All ranks must enter with the same sizes.
     """
     outside = _state()
-    layout = (tp, ep, etp, cp, pp)
+    layout = (tp, ep, etp, cp, pp, vpp)
     if layout not in _layouts:
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=tp,
             pipeline_model_parallel_size=pp,
+            virtual_pipeline_model_parallel_size=vpp,
             context_parallel_size=cp,
             expert_model_parallel_size=ep,
             expert_tensor_parallel_size=etp,
@@ -86,6 +90,7 @@ def moe_config(**overrides: Any) -> TransformerConfig:
         "tensor_model_parallel_size": tp,
         "sequence_parallel": tp > 1,
         "pipeline_model_parallel_size": parallel_state.get_pipeline_model_parallel_world_size(),
+        "virtual_pipeline_model_parallel_size": parallel_state.get_virtual_pipeline_model_parallel_world_size(),
         "context_parallel_size": parallel_state.get_context_parallel_world_size(),
         "expert_model_parallel_size": parallel_state.get_expert_model_parallel_world_size(),
         "expert_tensor_parallel_size": parallel_state.get_expert_tensor_parallel_world_size(),

@@ -150,7 +150,7 @@ def test_nothing_is_published_when_the_tracker_cannot_be_reached(tmp_path: Path,
     def fail(path: Path) -> None:
         raise OSError("no space left on device")
 
-    monkeypatch.setattr(checkpoint, "_flush", fail)
+    monkeypatch.setattr(checkpoint, "flush", fail)
     with pytest.raises(OSError, match="no space left"):
         checkpoint.publish(partial, tmp_path / "iter_0000002", 2)
     assert (tmp_path / checkpoint.TRACKER).read_text() == "1"

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from megatron_moe_opt.errors import ConfigurationError
-from tests.system.training import LAYOUT, MODEL, ROOT, environment, refused, scalar_names, train
+from tests.system.training import LAYOUT, MODEL, ROOT, environment, refused, scalar_names, start, train
 
 
 def losses(log: Path) -> dict[int, float]:
@@ -86,6 +86,40 @@ def test_the_script_refuses_with_one_sentence(data: Path, tmp_path: Path, argume
     assert sentence in refused(data, tmp_path, "--train-iters", 1, *arguments.split())
 
 
+def test_a_folder_that_another_job_saves_to_is_refused(data: Path, tmp_path: Path):
+    from save_lock import save_lock
+
+    with save_lock(tmp_path):
+        sentence = refused(data, tmp_path, "--train-iters", 1, "--save", tmp_path)
+    assert sentence.startswith(f"--save {tmp_path} is being saved to by ")
+
+
+def second_loss_is_nan() -> None:
+    import training_loop
+
+    run_batch, passed = training_loop.run_batch, []
+
+    def failing(*args: object, **kwargs: object) -> float:
+        passed.append(run_batch(*args, **kwargs))
+        return passed[-1] if len(passed) == 1 else float("nan")
+
+    training_loop.run_batch = failing
+
+
+def test_a_loss_that_is_not_finite_ends_training_with_the_state_before_it(data: Path, tmp_path: Path):
+    """And no line of the log can be written, which ends nothing."""
+    arguments = ("--train-iters", 3, "--save", tmp_path / "a", "--log-json", "/dev/full")
+    job = start(data, tmp_path / "output.txt", *arguments, ranks=1, layout=(), before=second_loss_is_nan)
+    assert job.wait() == 1
+    printed = job.output.read_text()
+    state = f"the state before it is saved in {tmp_path}/a/iter_0000001"
+    error = f"pretrain_moe_gpt: error: the loss is nan in iteration 2: {state}; lower --lr or check the data\n"
+    assert printed.endswith(error) and "Traceback" not in printed
+    assert printed.count("warning: /dev/full loses lines (No space left on device); training goes on") == 1
+    names = ["iter_0000001", "latest_checkpointed_iteration.txt"]
+    assert sorted(path.name for path in (tmp_path / "a").iterdir()) == names
+
+
 def check(arguments: str, ranks: int = 4) -> None:
     from arguments import check_arguments, parse_arguments
 
@@ -137,7 +171,7 @@ def test_a_run_makes_its_folders_or_refuses_before_training(tmp_path: Path, flag
     assert (tmp_path / "new").is_dir()
     (tmp_path / "file").touch()
     args, _ = parse_arguments([*command_line, flag, f"{tmp_path}/file/log"])
-    with pytest.raises(ConfigurationError, match=f"^{flag} {tmp_path}/file/log cannot be written .Not a directory.; "):
+    with pytest.raises(ConfigurationError, match=f"^{flag} {tmp_path}/file/log cannot be written .Not a directory.: "):
         check_folders(args)
 
 
@@ -183,6 +217,7 @@ def test_a_good_dataset_is_accepted(data: Path):
 
 def test_a_dataset_made_anew_is_not_read_with_its_old_indices(tmp_path: Path):
     from arguments import parse_arguments
+    from index_cache import index_cache
     from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
     from token_data import build_datasets
 
@@ -192,7 +227,8 @@ def test_a_dataset_made_anew_is_not_read_with_its_old_indices(tmp_path: Path):
         for length in (3000 + 7 * first_token, 500, 4000):
             builder.add_document(torch.arange(first_token, first_token + length) % 100 + first_token, [length])
         builder.finalize(str(tmp_path / "text.idx"))
-        dataset, _ = build_datasets(parse_arguments(arguments)[0])
+        args, _ = parse_arguments(arguments)
+        dataset, _ = build_datasets(args, index_cache(args))
         for index in range(len(dataset)):
             assert (dataset[index]["tokens"] // 100 == first_token // 100).all()
 

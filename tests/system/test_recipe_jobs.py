@@ -117,6 +117,7 @@ def test_starts_a_rank_a_task(cluster):
         ("--moe-token-dispatcher-type", "monta"),
         ("--data-path", "/data/words"),
         ("--tokenizer-model", "/data/tokenizer"),
+        ("--data-cache-path", f"{cluster.checkpoints}/sample-indices"),
         ("--save", str(cluster.checkpoints)),
         ("--load", str(cluster.checkpoints)),
     ):

@@ -53,7 +53,8 @@ def start(
     before: Callable[[], None] | None = None,
 ) -> Job:
     """A training run that prints into the file `output`; see Job."""
-    return Job(words(data, *arguments, layout=layout), output, ranks, VARIABLES, before)
+    variables = VARIABLES | {"XDG_CACHE_HOME": os.environ["XDG_CACHE_HOME"]}
+    return Job(words(data, *arguments, layout=layout), output, ranks, variables, before)
 
 
 def train(data: Path, folder: Path, *arguments: str | Path | int, **options: object) -> str:

@@ -168,7 +168,7 @@ def _run(monkeypatch, *arguments, world=1):
             1,
             "--json /proc/out.json cannot be written (No such file or directory): choose another file",
         ),
-        ("--report /dev/null", 1, "--report /dev/null cannot be created (File exists): choose another folder"),
+        ("--report /dev/null", 1, "--report /dev/null cannot be written (Not a directory): choose another folder"),
     ],
 )
 def test_bench_layer_refuses(monkeypatch, capsys, arguments, world, sentence):

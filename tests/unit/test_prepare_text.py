@@ -219,5 +219,6 @@ def test_a_folder_without_text_is_refused(tmp_path, capsys, content):
 def test_an_output_that_cannot_be_written_is_refused(texts, tmp_path, capsys):
     (tmp_path / "file").write_text("in the way")
     message = refusal(capsys, "--output", tmp_path / "file" / "data", "--text", texts)
-    assert f"cannot write the dataset --output {tmp_path / 'file' / 'data'}:" in message
-    assert message.endswith("; name another place\n")
+    assert message.endswith(
+        f"--output {tmp_path / 'file'} cannot be written (Not a directory): choose another folder\n"
+    )

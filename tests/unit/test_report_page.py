@@ -166,14 +166,13 @@ def test_it_is_written_into_a_new_folder(tmp_path):
 
 def test_where_it_cannot_be_written(tmp_path):
     (tmp_path / "file").write_text("")
-    for folder, reason in ((tmp_path / "file", "File exists"), (tmp_path / "file" / "a", "Not a directory")):
+    for folder in (tmp_path / "file", tmp_path / "file" / "a"):
         with pytest.raises(ConfigurationError) as refusal:
             make_report_folder(folder)
-        assert str(refusal.value) == f"--report {folder} cannot be created ({reason}): choose another folder"
+        assert str(refusal.value) == f"--report {folder} cannot be written (Not a directory): choose another folder"
     (tmp_path / PAGE).mkdir()
-    with pytest.raises(ConfigurationError) as refusal:
+    with pytest.raises(ConfigurationError, match=f"^--report {tmp_path / PAGE} is a folder: name a file in it$"):
         make_report_folder(tmp_path)
-    assert str(refusal.value) == f"--report {tmp_path}: report.html in it cannot be written: choose another folder"
     make_report_folder(None)
 
 

@@ -10,9 +10,11 @@ from __future__ import annotations
 import functools
 import os
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -29,7 +31,7 @@ from .patching import replace
 
 # Collectives that take (..., group=, async_op=) and need nothing but a name on their errors.
 NAMED = ("all_gather_into_tensor", "all_to_all", "broadcast", "gather", "reduce", "scatter")
-NAMED_POINT_TO_POINT = ("send", "recv", "isend", "irecv")
+NAMED_POINT_TO_POINT = ("send", "recv", "irecv")
 
 
 class HostWork:
@@ -134,6 +136,52 @@ def _named_point_to_point(op: str) -> Callable[[Any], Any]:
         return transfer
 
     return adapt
+
+
+# Sends that nobody has waited for yet, the oldest first, by group and there by receiver and tag.
+_sends: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int | None, int | None, int], deque[dist.Work]]] = (
+    WeakKeyDictionary()
+)
+
+
+class _Send(HostWork):
+    """A send under way, kept until it, or a later one to the same rank, has been waited for.
+
+    Gloo forgets a send whose work is dropped before the receiver asks for it, and Megatron's interleaved schedule drops
+    the last one of a forward pass. Sends from one rank to another complete in the order in which they were made.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None, work: dist.Work, not_waited_for: deque[dist.Work]) -> None:
+        super().__init__("isend", group, work)
+        self._not_waited_for = not_waited_for
+        not_waited_for.append(work)
+
+    def wait(self, *args: Any) -> bool:
+        """Block until the tensor has been sent. Raises CollectiveError where Gloo failed."""
+        super().wait(*args)
+        while self.work in self._not_waited_for:
+            self._not_waited_for.popleft()
+        return True
+
+
+def _isend(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Sends what the tensor holds now: Megatron takes the storage from an output that is still being sent.
+
+    On CUDA the caching allocator keeps the memory for the stream that reads it. Gloo's threads get a tensor of their
+    own over the storage, and the work keeps it.
+    """
+
+    def isend(
+        tensor: torch.Tensor, dst: int | None = None, group: Any = None, tag: int = 0, group_dst: int | None = None
+    ) -> HostWork | None:
+        with named_errors("isend", group):
+            work = original(tensor.detach(), dst, group, tag, group_dst)
+        if work is None:  # this rank is not in the group
+            return None
+        of_group = _sends.setdefault(group or dist.group.WORLD, {})
+        return _Send(group, work, of_group.setdefault((dst, group_dst, tag), deque()))
+
+    return isend
 
 
 def _all_reduce(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -322,6 +370,7 @@ def use_host_collectives() -> None:
         "init_process_group": _init_process_group,
         "new_group": _new_group,
         "_coalescing_manager": lambda original: coalescing_manager,
+        "isend": _isend,
         **{name: _named(name) for name in NAMED},
         **{name: _named_point_to_point(name) for name in NAMED_POINT_TO_POINT},
     }

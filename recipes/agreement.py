@@ -1,0 +1,48 @@
+"""Ending together: what one rank finds wrong, every rank raises."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch.distributed as dist
+
+from megatron_moe_opt.errors import ConfigurationError
+
+
+class TrainingError(Exception):
+    """Why training ends before its last iteration, in one sentence. Raised by all ranks together."""
+
+
+class RankError(Exception):
+    """Why this rank ends training, in one sentence, while the others wait for it in a collective."""
+
+
+def first_of_all_ranks(text: str | None) -> str | None:
+    """The text of the first rank that has one; called by all ranks."""
+    texts: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(texts, text)
+    return next(filter(None, texts), None)
+
+
+def check_on_all_ranks(check: Callable[[], object]) -> None:
+    """Run `check` on every rank and raise the first ConfigurationError of any on all: ranks refuse together."""
+    try:
+        check()
+        text = None
+    except ConfigurationError as error:
+        text = str(error)
+    if first := first_of_all_ranks(text):
+        raise ConfigurationError(first)
+
+
+def fails_on_first_rank(work: Callable[[], object]) -> str | None:
+    """Do `work` on rank 0; returns, on all ranks, why it could not be done, or None."""
+    text = None
+    if dist.get_rank() == 0:
+        try:
+            work()
+        except OSError as error:
+            text = error.strerror or str(error)
+        except ConfigurationError as error:
+            text = str(error)
+    return first_of_all_ranks(text)

@@ -1,0 +1,138 @@
+"""Files of the recipe that all ranks write or read: checkpoints on a full disk, the folder of sample indices."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import resource
+import shutil
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_moe_opt.errors import ConfigurationError
+
+RECIPES = Path(__file__).resolve().parents[2] / "recipes"
+
+
+@contextmanager
+def recipes() -> Iterator[None]:
+    """The folder of scripts, which is not a package, can be imported from."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(RECIPES))
+        yield
+
+
+@contextmanager
+def largest_file(size: int, on_rank: int) -> Iterator[None]:
+    """As a full disk would, one rank's files end at `size` bytes, those of its writing processes too."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if dist.get_rank() == on_rank:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+def failures_of_saving(folder: str) -> list[str]:
+    """Saves once, then fails to in each place; returns the errors and what is left."""
+    from tests.ranks.gpt import gpt
+    from tests.ranks.megatron import parallel
+
+    with recipes(), parallel(ep=2):
+        import checkpoint
+        from agreement import RankError, TrainingError
+        from arguments import Layout
+
+        arguments = argparse.Namespace(**dict.fromkeys(checkpoint.MODEL_ARGUMENTS, 1))
+        trained = gpt(num_layers=1)
+        scheduler = SimpleNamespace(state_dict=dict)
+        layout = Layout(1, 1, 1, 4, 2, 1, 2)
+        saving = checkpoint.Checkpointer(arguments, layout, trained.model, trained.optimizer, scheduler)
+        save = partial(saving.save, folder, consumed_samples=0)
+        found = [f"saved {save(iteration=1)}"]
+
+        def failure(kind: type[Exception]) -> None:
+            with pytest.raises(kind) as failed:
+                save(iteration=2)
+            found.append(str(failed.value))
+
+        with largest_file(1000, on_rank=0):  # nothing fits
+            failure(TrainingError)
+        with largest_file(1000, on_rank=3):  # its part does not
+            failure(TrainingError)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(checkpoint.dist_checkpointing, "save", lambda *_, **__: os.listdir("/nowhere"))
+            failure(RankError)
+        dist.barrier()
+        if dist.get_rank() == 0:
+            found.append(f"left {sorted(os.listdir(folder))}")
+            others = shutil.copytree(Path(folder) / "iter_0000001", Path(folder) / "iter_0000002")
+            torch.save({"args": None}, others / "common.pt")  # as Megatron-LM's
+            checkpoint.check_may_replace(folder, {1, 3})
+            with pytest.raises(ConfigurationError, match=f"{others} is in the way, and was not saved by this recipe"):
+                checkpoint.check_may_replace(folder, {2})
+            shutil.rmtree(others)
+            os.remove(Path(folder) / checkpoint.TRACKER)
+            os.mkdir(Path(folder) / checkpoint.TRACKER)
+        dist.barrier()
+        failure(TrainingError)
+        return found
+
+
+def test_a_checkpoint_that_cannot_be_written_leaves_the_one_before_and_is_told_on_all_ranks(ranks, tmp_path):
+    first, *others = ranks.run(failures_of_saving, folder=str(tmp_path))
+    lost = f"--save {tmp_path}: the checkpoint of iteration 2 could not be written "
+    before = f"the last complete one is {tmp_path}/iter_0000001"
+    saved, nothing_fits, one_part, one_rank, left, no_tracker = first
+    assert saved == f"saved {tmp_path}/iter_0000001"
+    assert nothing_fits == f"{lost}(File too large); {before}"
+    assert one_part.startswith(f"{lost}(") and "[Errno 27] File too large" in one_part and one_part.endswith(before)
+    assert one_rank == f"{lost}([Errno 2] No such file or directory: '/nowhere'); {before}"
+    assert left == f"left {['iter_0000001', 'latest_checkpointed_iteration.txt']}"
+    tracker = f"{tmp_path}/latest_checkpointed_iteration.txt cannot be written (Is a directory): choose another file"
+    assert no_tracker == f"{lost}({tracker}); there is no complete one before it"
+    assert others == [[saved, nothing_fits, one_part, one_rank, no_tracker]] * 3
+
+
+def folder_of_indices(data: str, caches: list[str], given: str | None = None) -> str:
+    """The folder that is made, or why not; every rank has a home of its own in `caches`."""
+    with recipes(), pytest.MonkeyPatch.context() as patch:
+        from index_cache import make_index_cache
+
+        patch.setenv("XDG_CACHE_HOME", caches[dist.get_rank() % len(caches)])
+        try:
+            return str(make_index_cache(argparse.Namespace(blend=[(1.0, data)], data_cache_path=given)))
+        except ConfigurationError as error:
+            return str(error)
+
+
+def test_sample_indices_are_kept_where_only_the_user_can_put_them(ranks, tmp_path):
+    """Not beside the data, which may have been downloaded: Megatron reads them with pickle."""
+    data, cache = tmp_path / "downloaded" / "text", tmp_path / "cache"
+    data.parent.mkdir()
+    Path(f"{data}.bin").write_bytes(b"tokens")
+    run = partial(ranks.run, folder_of_indices, data=str(data))
+    (folder,) = set(run(caches=[str(cache)]))
+    own = cache / "megatron-moe-opt" / "sample-indices"
+    assert Path(folder).parent == own and stat.S_IMODE(own.stat().st_mode) == 0o700
+    assert os.listdir(data.parent) == ["text.bin"] and os.listdir(folder) == []
+    assert set(run(caches=[str(cache)])) == {folder}
+    os.utime(f"{data}.bin", (0, 0))
+    assert set(run(caches=[str(cache)])) != {folder}
+
+    (not_shared,) = set(run(caches=[str(cache), str(tmp_path / "other")]))
+    assert "is not the same on all nodes: name one that they share with --data-cache-path" in not_shared
+    own.chmod(0o770)
+    (open_to_others,) = set(run(caches=[str(cache)]))
+    assert open_to_others.startswith(f"the folder of the sample indices, {own}, can be written by others")
+    (given,) = set(run(caches=[str(cache)], given=str(tmp_path / "given")))
+    assert Path(given).parent == tmp_path / "given"
