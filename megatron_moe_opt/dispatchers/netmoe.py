@@ -26,6 +26,7 @@ from megatron_moe_opt.dispatchers.monta import Dispatched, MontaDispatcher
 from megatron_moe_opt.dispatchers.pipelining import FixedPipelining
 from megatron_moe_opt.dispatchers.sample_placement import Decision, LayerPlacement, background
 from megatron_moe_opt.dispatchers.sample_traffic import RowBytes, SampleTraffic
+from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.kernels import (
     LANE_BYTES,
     build_row_map_by_sample,
@@ -38,6 +39,7 @@ from megatron_moe_opt.runtime.collectives import all_gather_rows
 from megatron_moe_opt.runtime.exchange_plan import plan_exchange
 from megatron_moe_opt.runtime.expert_exchange import Exchange, to_experts
 from megatron_moe_opt.runtime.host_copy import HostCopy
+from megatron_moe_opt.runtime.recomputation import is_recomputing
 from megatron_moe_opt.runtime.sample_exchange import SampleReturn, to_new_homes
 from megatron_moe_opt.topology.expert_groups import ExpertGroups
 
@@ -129,6 +131,11 @@ class NetmoeDispatcher(MontaDispatcher):
     ) -> tuple[torch.Tensor, Dispatched | MovingSamples]:
         """As MontaDispatcher.permute; but of the residual handed over, where there is one, and by expert and sample."""
         residual, self._residual = self._residual, None
+        if self.placement is not None and is_recomputing():
+            raise ConfigurationError(
+                "--moe-token-dispatcher-type netmoe moves samples between ranks, and a MoE layer that is recomputed "
+                "would not find them where they were: take torch.utils.checkpoint off it, or use monta"
+            )
         if residual is None:
             return super().permute(tokens, probs, routing_map, capacity=capacity, num_rows=num_rows)
         groups, (sequence, batch, hidden) = self.groups, residual.shape
