@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -38,6 +37,7 @@ from megatron_moe_opt.kernels import (
 from megatron_moe_opt.runtime.collectives import all_gather_rows
 from megatron_moe_opt.runtime.exchange_plan import plan_exchange
 from megatron_moe_opt.runtime.expert_exchange import Exchange, to_experts
+from megatron_moe_opt.runtime.forks import Pending
 from megatron_moe_opt.runtime.host_copy import HostCopy
 from megatron_moe_opt.runtime.recomputation import is_recomputing
 from megatron_moe_opt.runtime.sample_exchange import SampleReturn, to_new_homes
@@ -53,7 +53,7 @@ class MovingSamples:
     """Tokens of a sample on this rank."""
     counts: HostCopy
     """[ep_size, etp_size, B, experts] rows of every rank, on its way to the host."""
-    decision: Future[Decision]
+    decision: Pending[Decision]
     learn: bool
     row_bytes: RowBytes
     device: torch.device
@@ -86,7 +86,7 @@ class NetmoeDispatcher(MontaDispatcher):
         self._beside: torch.Tensor | None = None
         self._learn = False
         self._traffic = SampleTraffic()
-        self._counted: Future[None] | None = None
+        self._counted: Pending[None] | None = None
 
     def describe(self) -> str:
         """What runs, for the line at start."""

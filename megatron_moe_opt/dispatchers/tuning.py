@@ -107,7 +107,7 @@ class MeasuredPartitioning:
             ConfigurationError: nothing fits into the budget; or the pass repeats one whose graph is used, and must be
                 cut as that was.
         """
-        if is_recomputing() and saved_tensors_are_hooked():
+        if saved_tensors_are_hooked() and is_recomputing():
             raise ConfigurationError(
                 f"{PREFIX}partitions and {PREFIX}memory-reuse are chosen by trials, in which no pass is cut like the "
                 "one before it, and torch.utils.checkpoint with use_reentrant=False repeats passes as they were: name "

@@ -87,7 +87,7 @@ class _Pass:
         prob_dtype: torch.dtype,
     ) -> None:
         self.experts, self.strategy = experts, strategy
-        self.hands_over = torch.is_grad_enabled() and saved_tensors_are_hooked()
+        self.hands_over = saved_tensors_are_hooked()
         self.groups, self.plans = exchanges[0].groups, [exchange.plan for exchange in exchanges]
         self.packed = RowLayout(packed.size(1), packed.dtype, prob_dtype)
         self.token = RowLayout(self.packed.hidden, packed.dtype, None)
