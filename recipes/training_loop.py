@@ -323,7 +323,7 @@ def main() -> int:
     for name, value in (("RANK", 0), ("LOCAL_RANK", 0), ("WORLD_SIZE", 1), ("MASTER_ADDR", "localhost")):
         os.environ.setdefault(name, str(value))
     os.environ.setdefault("MASTER_PORT", "0")
-    console = Console(quiet=os.environ["RANK"] != "0")
+    console = Console(quiet=os.environ["RANK"] != "0", markup=False)  # names of files may look like markup
     try:
         args, options = parse_arguments(sys.argv[1:])
         options = launcher_options() or options

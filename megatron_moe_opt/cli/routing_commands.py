@@ -64,8 +64,7 @@ def generate_routing(
 
     moe-opt generate-routing --like MoE-GPT-S --nodes 2 -o routing.npz
     """
-    from rich.console import Console
-
+    from megatron_moe_opt.cli.console import report_console
     from megatron_moe_opt.cli.output_files import check_output, say_written
     from megatron_moe_opt.errors import ConfigurationError
     from megatron_moe_opt.planning.routing_generator import TABLE5, like_table5
@@ -79,4 +78,4 @@ def generate_routing(
     write_routing_trace(
         output, like_table5(TABLE5[like][nodes], passes=passes, layers=layers, seed=seed, tokens=tokens)
     )
-    say_written(output, Console())
+    say_written(output, report_console())
