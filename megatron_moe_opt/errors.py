@@ -6,8 +6,12 @@ from __future__ import annotations
 class ConfigurationError(ValueError):
     """A setting that cannot work. The message is one sentence: the flag or file, its value, and the way out.
 
-    Raised before training starts, never in the middle of a step.
+    Raised before training starts, never in the middle of a step. Names of files, and what is in them, may hold what a
+    terminal obeys or what cannot be encoded: it is shown escaped.
     """
+
+    def __init__(self, message: str) -> None:
+        super().__init__(printable(message))
 
 
 class ExtensionError(ImportError):
@@ -23,3 +27,14 @@ def sentence(error: Exception) -> str:
     while (first := error.__context__) is not None and type(first) is type(error) and str(error).startswith(str(first)):
         error = first
     return str(error)
+
+
+def printable(text: str) -> str:
+    """The text with escapes in the place of all that is neither seen nor an ordinary space."""
+    return "".join(one if one.isprintable() else one.encode("unicode_escape").decode() for one in text)
+
+
+def reason(error: BaseException) -> str:
+    """What an error of another library says, as a part of a sentence: its first line, and not more than fits there."""
+    text = str(error).partition("\n")[0] or type(error).__name__
+    return text if len(text) <= 200 else f"{text[:197]}..."

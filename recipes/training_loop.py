@@ -379,7 +379,7 @@ def main() -> int:
         os.environ.setdefault(name, str(value))
     os.environ.setdefault("MASTER_PORT", "0")
     sys.stdout, sys.stderr = (LossyStream(getattr(sys, name), name) for name in ("stdout", "stderr"))
-    console = Console(quiet=os.environ["RANK"] != "0")
+    console = Console(quiet=os.environ["RANK"] != "0", markup=False)  # names of files may look like markup
     try:
         args, options = parse_arguments(sys.argv[1:])
         options = launcher_options() or options

@@ -1,5 +1,7 @@
 #include "executor.h"
 
+#include <unistd.h>
+
 namespace moe_opt {
 namespace pipeline {
 
@@ -14,6 +16,7 @@ struct Executor::Run {
   std::vector<Action*> running;  // of each lane, null between actions
   int lanes_left = 0;            // that have not finished, the caller's aside
   std::optional<Failure> failure;
+  const Inside* outer;  // what the thread that called run() is inside of
 
   double now() const { return std::chrono::duration<double>(Clock::now() - begin).count(); }
 
@@ -48,60 +51,79 @@ void check_ops(const std::vector<Op>& ops, int num_lanes) {
   }
 }
 
-Executor::Executor(int num_lanes) : assigned_(num_lanes, nullptr), threads_(num_lanes) {}
+namespace {
 
-Executor::~Executor() {
-  {
-    std::lock_guard<std::mutex> lock(mutex_);
-    stopping_ = true;
+thread_local const Inside* innermost_of_thread = nullptr;
+
+}  // namespace
+
+Inside::Inside(const void* executor, const Inside* outer)
+    : executor_(executor), outer_(outer), before_(innermost_of_thread) {
+  innermost_of_thread = this;
+}
+
+Inside::~Inside() { innermost_of_thread = before_; }
+
+const Inside* Inside::innermost() { return innermost_of_thread; }
+
+void Inside::refuse(const void* executor) {
+  for (const Inside* inside = innermost_of_thread; inside != nullptr; inside = inside->outer_) {
+    if (inside->executor_ == executor) {
+      throw std::logic_error(
+          "an op runs a schedule on the executor that it is an op of, which would wait for itself: run it before or "
+          "after the schedule that is under way");
+    }
   }
-  changed_.notify_all();
-  for (std::thread& thread : threads_) {
+}
+
+// The threads of an executor, and what they share.
+struct Executor::Lanes {
+  explicit Lanes(const Executor* executor, int num_lanes)
+      : executor(executor), assigned(num_lanes, nullptr), threads(num_lanes) {}
+  ~Lanes();
+
+  void work(int lane);
+  void run_lane(Run& run, int lane, std::unique_lock<std::mutex>& lock);
+
+  const Executor* executor;
+  std::mutex one_run;
+  std::mutex mutex;  // guards all below, and the state of a run
+  std::condition_variable changed;
+  std::vector<Run*> assigned;  // the run that a lane's thread has yet to take up, or null
+  std::vector<std::thread> threads;
+  bool stopping = false;
+};
+
+Executor::Lanes::~Lanes() {
+  {
+    std::lock_guard<std::mutex> lock(mutex);
+    stopping = true;
+  }
+  changed.notify_all();
+  for (std::thread& thread : threads) {
     if (thread.joinable()) thread.join();
   }
 }
 
-std::optional<Failure> Executor::run(const std::vector<Op>& ops, int caller_lane, std::vector<Span>* spans) {
-  const int num_lanes = static_cast<int>(threads_.size());
-  check_ops(ops, num_lanes);
-  if (spans != nullptr) spans->assign(ops.size(), Span{});
-  std::lock_guard<std::mutex> one_run(one_run_);
-  std::unique_lock<std::mutex> lock(mutex_);
-  for (const Op& op : ops) {  // before any lane is given work: a thread may fail to start
-    if (op.lane != caller_lane && !threads_[op.lane].joinable()) {
-      threads_[op.lane] = std::thread(&Executor::work, this, op.lane);
-    }
-  }
-  Run run{ops, spans, Clock::now(), std::vector<bool>(ops.size()), std::vector<Action*>(num_lanes), 0, std::nullopt};
-  for (const Op& op : ops) {
-    if (op.lane == caller_lane || assigned_[op.lane] != nullptr) continue;
-    assigned_[op.lane] = &run;
-    ++run.lanes_left;
-  }
-  if (run.lanes_left > 0) changed_.notify_all();
-  run_lane(run, caller_lane, lock);
-  changed_.wait(lock, [&] { return run.lanes_left == 0; });
-  return run.failure;
-}
-
 // Body of a lane's thread.
-void Executor::work(int lane) {
-  std::unique_lock<std::mutex> lock(mutex_);
+void Executor::Lanes::work(int lane) {
+  std::unique_lock<std::mutex> lock(mutex);
   while (true) {
-    changed_.wait(lock, [&] { return stopping_ || assigned_[lane] != nullptr; });
-    if (stopping_) return;
-    Run& run = *assigned_[lane];
-    assigned_[lane] = nullptr;
+    changed.wait(lock, [&] { return stopping || assigned[lane] != nullptr; });
+    if (stopping) return;
+    Run& run = *assigned[lane];
+    assigned[lane] = nullptr;
     run_lane(run, lane, lock);
-    if (--run.lanes_left == 0) changed_.notify_all();
+    if (--run.lanes_left == 0) changed.notify_all();
   }
 }
 
-void Executor::run_lane(Run& run, int lane, std::unique_lock<std::mutex>& lock) {
+void Executor::Lanes::run_lane(Run& run, int lane, std::unique_lock<std::mutex>& lock) {
+  const Inside inside(executor, run.outer);
   for (size_t i = 0; i < run.ops.size(); ++i) {
     const Op& op = run.ops[i];
     if (op.lane != lane) continue;
-    changed_.wait(lock, [&] { return run.failure || run.ready(op); });
+    changed.wait(lock, [&] { return run.failure || run.ready(op); });
     if (run.spans != nullptr) (*run.spans)[i].start = run.now();
     for (const auto& action : op.actions) {
       if (run.failure) return;
@@ -119,13 +141,59 @@ void Executor::run_lane(Run& run, int lane, std::unique_lock<std::mutex>& lock) 
       run.running[lane] = nullptr;
       if (error) {
         run.fail(static_cast<int>(i), *error);
-        changed_.notify_all();  // lanes that wait for an op need not wait any longer
+        changed.notify_all();  // lanes that wait for an op need not wait any longer
       }
     }
     if (run.spans != nullptr) (*run.spans)[i].end = run.now();
     run.done[i] = true;
-    changed_.notify_all();
+    changed.notify_all();
   }
+}
+
+Executor::Executor(int num_lanes)
+    : num_lanes_(num_lanes), lanes_(std::make_unique<Lanes>(this, num_lanes)), process_(getpid()) {}
+
+Executor::~Executor() {
+  if (process_ != getpid()) lanes_.release();
+}
+
+// Those of this process. A forked one has neither the threads of the other, which it cannot join, nor what they held:
+// what is left of them is never touched again, and new ones take their place.
+Executor::Lanes& Executor::lanes() {
+  static std::mutex several_callers;
+  if (process_ == getpid()) return *lanes_;
+  std::lock_guard<std::mutex> lock(several_callers);
+  if (process_ != getpid()) {
+    lanes_.release();
+    lanes_ = std::make_unique<Lanes>(this, num_lanes_);
+    process_ = getpid();
+  }
+  return *lanes_;
+}
+
+std::optional<Failure> Executor::run(const std::vector<Op>& ops, int caller_lane, std::vector<Span>* spans) {
+  check_ops(ops, num_lanes_);
+  Inside::refuse(this);
+  if (spans != nullptr) spans->assign(ops.size(), Span{});
+  Lanes& lanes = this->lanes();
+  std::lock_guard<std::mutex> one_run(lanes.one_run);
+  std::unique_lock<std::mutex> lock(lanes.mutex);
+  for (const Op& op : ops) {  // before any lane is given work: a thread may fail to start
+    if (op.lane != caller_lane && !lanes.threads[op.lane].joinable()) {
+      lanes.threads[op.lane] = std::thread(&Lanes::work, &lanes, op.lane);
+    }
+  }
+  Run run{ops, spans,        Clock::now(),       std::vector<bool>(ops.size()), std::vector<Action*>(num_lanes_),
+          0,   std::nullopt, Inside::innermost()};
+  for (const Op& op : ops) {
+    if (op.lane == caller_lane || lanes.assigned[op.lane] != nullptr) continue;
+    lanes.assigned[op.lane] = &run;
+    ++run.lanes_left;
+  }
+  if (run.lanes_left > 0) lanes.changed.notify_all();
+  lanes.run_lane(run, caller_lane, lock);
+  lanes.changed.wait(lock, [&] { return run.lanes_left == 0; });
+  return run.failure;
 }
 
 }  // namespace pipeline

@@ -6,6 +6,7 @@
 // which an exchange failed cannot: what its ranks have sent and posted no longer fits together.
 #pragma once
 
+#include <atomic>
 #include <chrono>
 #include <condition_variable>
 #include <cstdint>
@@ -53,6 +54,26 @@ struct Span {
   double end;
 };
 
+// An executor that this thread is inside of: it runs the executor's actions, or those of another one that such an
+// action has run, on whichever thread. Scoped; `outer` is what the thread that called run() is inside of.
+class Inside {
+ public:
+  explicit Inside(const void* executor, const Inside* outer = innermost());
+  ~Inside();
+  Inside(const Inside&) = delete;
+  Inside& operator=(const Inside&) = delete;
+
+  // Of this thread, or null.
+  static const Inside* innermost();
+  // Throws std::logic_error if this thread is inside of the executor: a run would wait for the action it is part of.
+  static void refuse(const void* executor);
+
+ private:
+  const void* executor_;
+  const Inside* outer_;
+  const Inside* before_;
+};
+
 class Executor {
  public:
   explicit Executor(int num_lanes);
@@ -61,21 +82,18 @@ class Executor {
   Executor& operator=(const Executor&) = delete;
 
   // Runs all ops and returns the first failure, if any. The calling thread takes the ops of `caller_lane`. `spans` may
-  // be null. An action must not call run() itself. Throws std::invalid_argument for an op that waits for itself or a
-  // later one, or in an unknown lane. One run at a time: a second caller waits for the first.
+  // be null. Throws std::invalid_argument for an op that waits for itself or a later one, or in an unknown lane, and
+  // std::logic_error where an action of the executor runs it. One run at a time: a second caller waits for the first.
   std::optional<Failure> run(const std::vector<Op>& ops, int caller_lane, std::vector<Span>* spans);
 
  private:
   struct Run;
-  void work(int lane);
-  void run_lane(Run& run, int lane, std::unique_lock<std::mutex>& lock);
+  struct Lanes;
+  Lanes& lanes();
 
-  std::mutex one_run_;
-  std::mutex mutex_;  // guards all below, and the state of a run
-  std::condition_variable changed_;
-  std::vector<Run*> assigned_;  // the run that a lane's thread has yet to take up, or null
-  std::vector<std::thread> threads_;
-  bool stopping_ = false;
+  const int num_lanes_;
+  std::unique_ptr<Lanes> lanes_;
+  std::atomic<int> process_;  // that has the threads of lanes_: they do not outlive a fork
 };
 
 // Throws std::invalid_argument for ops that no executor can run.

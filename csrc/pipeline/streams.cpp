@@ -41,6 +41,8 @@ StreamExecutor::StreamExecutor(const std::vector<int>& priorities) {
 
 std::optional<Failure> StreamExecutor::run(const std::vector<Op>& ops, int caller_lane, std::vector<Span>* spans) {
   check_ops(ops, static_cast<int>(streams_.size()));
+  Inside::refuse(this);
+  const Inside inside(this);
   const bool timed = spans != nullptr;
   const c10::cuda::CUDAStream caller = c10::cuda::getCurrentCUDAStream();
   const auto stream_of = [&](int lane) { return lane == caller_lane ? caller : streams_[lane]; };

@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import statistics
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -22,6 +21,7 @@ from rich.table import Table
 
 from megatron_moe_opt.cli.bench_layer import check, time_rounds
 from megatron_moe_opt.cli.choosers import STEPS, Chooser, Chosen
+from megatron_moe_opt.cli.console import report_console
 from megatron_moe_opt.cli.layer_report import shape_of
 from megatron_moe_opt.cli.layer_settings import LayerSettings
 from megatron_moe_opt.cli.option_types import torch_dtype
@@ -114,7 +114,7 @@ def bench_choice(
         with parallel_layer(settings.tp, ep, settings.expert_tp, settings.seed):
             points = measure(settings, ep, cluster, tokens, chooser, device)
         if dist.get_rank() == 0:
-            _print(points, settings, ep, Console(width=None if sys.stdout.isatty() else 160))
+            _print(points, settings, ep, report_console(160))
             if json_file is not None:
                 content = {"settings": asdict(settings), "points": [_as_json(point) for point in points]}
                 write_text_whole(json_file, json.dumps(content, indent=2, default=str) + "\n")
@@ -191,7 +191,7 @@ def _as_json(point: ChoicePoint) -> dict[str, Any]:
 
 
 def _print(points: list[ChoicePoint], settings: LayerSettings, ep: int, console: Console) -> None:
-    console.print(f"Choice by {settings.profile}. {shape_of(settings, ep)}", markup=False, soft_wrap=True)
+    console.print(f"Choice by {settings.profile}. {shape_of(settings, ep)}", soft_wrap=True)
     what = "Dispatch and combine alone" if settings.dispatch_only else "MoE layer"
     table = Table(title=f"{what}, forward + backward")
     headers = ["tokens", "MB a rank", "by", "chosen", "ms", "fastest", "ms", "regret", f"ratio to {settings.baseline}"]

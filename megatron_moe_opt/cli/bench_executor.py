@@ -6,9 +6,9 @@ import statistics
 import time
 
 import torch
-from rich.console import Console
 from rich.table import Table
 
+from megatron_moe_opt.cli.console import report_console
 from megatron_moe_opt.cli.option_types import Device, check_device
 from megatron_moe_opt.runtime.executor import executor
 from megatron_moe_opt.runtime.steps import Steps
@@ -43,4 +43,4 @@ def bench_executor(device: Device, repeats: int) -> None:
             seconds.append((time.perf_counter() - begin) / OPS * 1e6)
         times = seconds[1:]
         table.add_row(str(num_lanes), f"{statistics.median(times):.1f}", f"{min(times):.1f}-{max(times):.1f}")
-    Console().print(table)
+    report_console().print(table)

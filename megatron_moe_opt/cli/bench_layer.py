@@ -7,7 +7,6 @@ import json
 import os
 import platform
 import socket
-import sys
 from datetime import datetime, timezone
 from importlib.util import find_spec
 from pathlib import Path
@@ -15,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from rich.console import Console
 from rich.progress import Progress
 
 import megatron_moe_opt
+from megatron_moe_opt.cli.console import progress_console, report_console
 from megatron_moe_opt.cli.layer_prediction import Predicted, predict_layer
 from megatron_moe_opt.cli.layer_report import DispatcherResult, LayerReport, as_json, print_report
 from megatron_moe_opt.cli.layer_settings import STOCK, LayerSettings
@@ -76,7 +75,7 @@ def bench_layer(settings: LayerSettings, json_file: Path | None, report_folder: 
     with megatron_process_group() as device:
         report = run(settings, device, cluster, record=report_folder is not None)
         if dist.get_rank() == 0:
-            console = Console(width=None if sys.stdout.isatty() else 200)
+            console = report_console(200)
             print_report(report, console)
             if json_file is not None:
                 write_text_whole(json_file, json.dumps(as_json(report), indent=2, default=str) + "\n")
@@ -200,7 +199,7 @@ def time_rounds(
     gc.collect()
     gc.disable()
     try:
-        with Progress(console=Console(stderr=True), transient=True, disable=dist.get_rank() != 0) as progress:
+        with Progress(console=progress_console(), transient=True, disable=dist.get_rank() != 0) as progress:
             task = progress.add_task("rounds", total=rounds)
             for index in range(rounds):
                 for row, layer in enumerate(layers.values()):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import json
 import statistics
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -13,9 +12,9 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
-from rich.console import Console
 from rich.table import Table
 
+from megatron_moe_opt.cli.console import report_console
 from megatron_moe_opt.cli.layer_settings import LayerSettings
 from megatron_moe_opt.cli.live_memory import device_memory
 from megatron_moe_opt.cli.process_group import (
@@ -111,7 +110,7 @@ def bench_memory(
     with megatron_process_group() as device:
         rows = list(_measure_all(shapes, tokens, partitions, strategies, dtype, device))
         if dist.get_rank() == 0:
-            console = Console(width=None if sys.stdout.isatty() else 160)
+            console = report_console(160)
             console.print(_table(rows, dtype, device))
             if json_file is not None:
                 content = [asdict(row) | {"saved": row.saved} for row in rows]

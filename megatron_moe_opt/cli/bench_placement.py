@@ -17,9 +17,9 @@ from typing import TypeAlias
 
 import numpy as np
 import torch
-from rich.console import Console
 from rich.table import Table
 
+from megatron_moe_opt.cli.console import report_console
 from megatron_moe_opt.cli.kernel_timing import Timing, measure, time_once
 
 Assign: TypeAlias = Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]]
@@ -216,4 +216,4 @@ def print_placement(rows: list[PlacementRow]) -> None:
         if row.ratios is not None:
             speedup += f" [{row.ratios.low:.1f} {row.ratios.high:.1f}]"
         table.add_row(row.op, row.size, row.counterpart, stock, show(row.ours), speedup)
-    Console(width=150).print(table)
+    report_console(150).print(table)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import statistics
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -15,6 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from megatron_moe_opt.cli import loads
+from megatron_moe_opt.cli.console import report_console
 from megatron_moe_opt.cli.loads import Rows
 from megatron_moe_opt.cli.meter import SizedPipeline
 from megatron_moe_opt.cli.option_types import torch_dtype
@@ -66,7 +66,7 @@ def bench_saa(settings: ProfileSettings, sizes: Sequence[int], rounds: int, json
     with process_group() as device:
         points = measure(settings, sizes, rounds, device)
         if dist.get_rank() == 0:
-            _print(points, Console(width=None if sys.stdout.isatty() else 160))
+            _print(points, report_console(160))
             if json_file is not None:
                 content = [asdict(point) | {"ratios": point.ratios} for point in points]
                 write_text_whole(json_file, json.dumps(content, indent=2) + "\n")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import statistics
-import sys
 import time
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -17,6 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from megatron_moe_opt import register
+from megatron_moe_opt.cli.console import report_console
 from megatron_moe_opt.cli.layer_settings import BASELINE
 from megatron_moe_opt.cli.option_types import torch_dtype
 from megatron_moe_opt.cli.process_group import (
@@ -87,7 +87,7 @@ def bench_samples(settings: SampleSettings, json_file: Path | None) -> list[Samp
         results = run(settings, trace, device)
         decided = _decided_share(settings, trace, discover_nodes())
         if dist.get_rank() == 0:
-            _print(results, decided, Console(width=None if sys.stdout.isatty() else 160))
+            _print(results, decided, report_console(160))
             if json_file is not None:
                 write_text_whole(json_file, json.dumps([asdict(result) for result in results], indent=2) + "\n")
     return results

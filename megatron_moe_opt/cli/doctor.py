@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
 import megatron_moe_opt
+from megatron_moe_opt.cli.console import report_console
 from megatron_moe_opt.versions import (
     NEWEST_MEGATRON,
     OLDEST_MEGATRON,
@@ -51,7 +51,7 @@ def doctor() -> None:
     for finding in findings:
         style = None if not finding.mend else "red" if finding.required else "yellow"
         table.add_row(finding.subject, finding.found, finding.mend, style=style)
-    console = Console()
+    console = report_console()
     console.print(table)
     missing = [finding.subject for finding in findings if finding.mend and finding.required]
     if missing:

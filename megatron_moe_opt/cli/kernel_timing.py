@@ -11,8 +11,9 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
-from rich.console import Console
 from rich.table import Table
+
+from megatron_moe_opt.cli.console import report_console
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -127,4 +128,4 @@ def print_table(title: str, stock: str, rows: list[Row], settings: dict[str, Any
         table.add_row(
             row.op, row.dtype, show(row.stock), show(row.ours), speedup, show(row.floor), f"{row.over_floor:.2f}", rate
         )
-    Console(width=150).print(table)
+    report_console(150).print(table)

@@ -88,7 +88,7 @@ def as_json(report: LayerReport) -> dict[str, Any]:
 def print_report(report: LayerReport, console: Console) -> None:
     """Conditions, then times, then traffic."""
     for line in conditions(report):
-        console.print(line, markup=False, highlight=False, soft_wrap=True)
+        console.print(line, highlight=False, soft_wrap=True)
     console.print(_printed(times_table(report)))
     if any(result.traffic for result in report.results):
         console.print(_printed(traffic_table(report)))

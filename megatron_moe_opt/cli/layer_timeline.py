@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from rich.console import Console
 from rich.table import Table
 
 from megatron_moe_opt.cli.bench_layer import check
+from megatron_moe_opt.cli.console import report_console
 from megatron_moe_opt.cli.layer_report import shape_of
 from megatron_moe_opt.cli.layer_settings import BASELINE, LayerSettings
 from megatron_moe_opt.cli.output_files import check_timeline_files, write_timelines
@@ -119,8 +118,8 @@ def _variant(settings: LayerSettings) -> str:
 
 
 def _report(step: StepTimelines, settings: LayerSettings, ep: int, trace: Path | None, png: Path | None) -> None:
-    console = Console(width=None if sys.stdout.isatty() else 160)
-    console.print(f"{shape_of(settings, ep)}; rank {step.rank}", markup=False, highlight=False, soft_wrap=True)
+    console = report_console(160)
+    console.print(f"{shape_of(settings, ep)}; rank {step.rank}", highlight=False, soft_wrap=True)
     console.print(timelines_table(step, _variant(settings)))
     write_timelines(step.joined(f"{_variant(settings)}, rank {step.rank}"), trace, png, console)
 

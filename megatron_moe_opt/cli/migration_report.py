@@ -10,9 +10,9 @@ import math
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from rich.console import Console
 from rich.table import Table
 
+from megatron_moe_opt.cli.console import report_console
 from megatron_moe_opt.cli.output_files import check_timeline_files, say_written
 from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.planning.expert_migration import (
@@ -137,9 +137,9 @@ def report_migration(settings: MigrationSettings, png: Path | None) -> None:
     scales = {
         link: [scale(settings, layer, link, number) for number in settings.data_centres] for link in settings.outer
     }
-    console = Console()
+    console = report_console()
     for line in _heading(settings, layer):
-        console.print(line, markup=False, highlight=False, soft_wrap=True)
+        console.print(line, highlight=False, soft_wrap=True)
     for link, rows in scales.items():
         console.print(_table(settings, layer, link, rows))
     if png is not None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from megatron_moe_opt.errors import ConfigurationError
-from megatron_moe_opt.options import byte_count
+from megatron_moe_opt.option_values import byte_count
 
 if TYPE_CHECKING:
     import torch

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from megatron_moe_opt.errors import printable
 from megatron_moe_opt.output_file import check_output_file
 from megatron_moe_opt.schedules.picture import check_picture, write_picture
 from megatron_moe_opt.schedules.timeline import Timeline
@@ -31,4 +32,4 @@ def write_timelines(timelines: Mapping[str, Timeline], trace: Path | None, png: 
 
 def say_written(file: Path, console: Console) -> None:
     """A line that is not wrapped, so that it can be copied."""
-    console.print(f"written to {file}", markup=False, highlight=False, soft_wrap=True)
+    console.print(f"written to {printable(str(file))}", highlight=False, soft_wrap=True)

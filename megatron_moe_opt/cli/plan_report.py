@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +10,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from megatron_moe_opt.cli.console import report_console
 from megatron_moe_opt.cli.output_files import say_written
 from megatron_moe_opt.cli.plan_settings import PlanSettings, Site, site_of, workload_of
 from megatron_moe_opt.errors import ConfigurationError
@@ -77,7 +77,7 @@ def report_plan(settings: PlanSettings, explain: bool, everything: bool, output:
     model = settings.model_shape()
     site = site_of(settings, model)
     found = {sequence: _choice(settings, model, site, sequence) for sequence in settings.sequences}
-    console = Console(width=None if sys.stdout.isatty() else WIDTH)
+    console = report_console(WIDTH)
     if len(found) > 1:
         console.print(_choices_table(settings, site, found))
         return
@@ -330,4 +330,4 @@ def _is_montas(settings: PlanSettings, site: Site) -> bool:
 
 
 def _say(console: Console, text: str) -> None:
-    console.print(text, markup=False, highlight=False, soft_wrap=True)
+    console.print(text, highlight=False, soft_wrap=True)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import platform
 import socket
-import sys
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -13,12 +12,12 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from rich.console import Console
 from rich.progress import Progress
 from torch.distributed import ProcessGroup
 
 import megatron_moe_opt
 from megatron_moe_opt.cli import loads
+from megatron_moe_opt.cli.console import progress_console, report_console
 from megatron_moe_opt.cli.loads import Rows
 from megatron_moe_opt.cli.meter import Busy, Load, Meter
 from megatron_moe_opt.cli.option_types import torch_dtype
@@ -119,7 +118,7 @@ def profile_cluster(settings: ProfileSettings, output: Path) -> Cluster:
         cluster = measure(settings, device)
         if dist.get_rank() == 0:
             cluster.save(output)
-            console = Console(width=None if sys.stdout.isatty() else 200)
+            console = report_console(200)
             console.print(curves_table(cluster))
             say_written(output, console)
     return cluster
@@ -184,7 +183,7 @@ def measure(settings: ProfileSettings, device: torch.device) -> Cluster:
 
 
 def _progress() -> Progress:
-    return Progress(console=Console(stderr=True), transient=True, disable=dist.get_rank() != 0)
+    return Progress(console=progress_console(), transient=True, disable=dist.get_rank() != 0)
 
 
 class _Measured:

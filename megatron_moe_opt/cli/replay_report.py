@@ -8,6 +8,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from megatron_moe_opt.cli.console import report_console
 from megatron_moe_opt.cli.output_files import check_timeline_files, say_written
 from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.output_file import check_output_file
@@ -30,7 +31,7 @@ def report_replay(path: Path, nodes: int, ranks_per_node: int, expert_order: Pat
     _check_sizes(path, trace, nodes, ranks_per_node)
     devices = _expert_devices(trace, nodes, ranks_per_node, expert_order)
     done = _replay(trace.counts(), devices, nodes, ranks_per_node)
-    console = Console(width=WIDTH)
+    console = report_console(WIDTH)
     order = "stock's order" if expert_order is None else f"the order of {expert_order}"
     _say(console, f"{path}: {_describe(trace)}")
     _say(console, f"{nodes} nodes of {ranks_per_node} ranks; experts in {order}")
@@ -67,7 +68,7 @@ def report_plan(path: Path, nodes: int, ranks_per_node: int, output: Path, seed:
     order = ExpertOrder.of_devices(planned, trace.layers, nodes, nodes * ranks_per_node)
     write_expert_order(output, order)
     stock = stock_devices(len(trace.layers), trace.num_experts, nodes * ranks_per_node)
-    console = Console(width=WIDTH)
+    console = report_console(WIDTH)
     _say(console, f"{path}: {_describe(trace)}")
     table = _table(
         f"{nodes} nodes of {ranks_per_node} ranks",
@@ -109,7 +110,7 @@ def report_plan(path: Path, nodes: int, ranks_per_node: int, output: Path, seed:
 
 
 def _say(console: Console, text: str) -> None:
-    console.print(text, markup=False, highlight=False, soft_wrap=True)
+    console.print(text, highlight=False, soft_wrap=True)
 
 
 def _describe(trace: RoutingTrace) -> str:

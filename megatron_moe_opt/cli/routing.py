@@ -8,11 +8,12 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from megatron_moe_opt.errors import ConfigurationError
+from megatron_moe_opt.errors import ConfigurationError, reason
 from megatron_moe_opt.planning.routing_trace import is_routing_trace, read_routing_trace
 
 WORKLOADS = ("uniform", "zipf", "one-hot-expert")
 TRACE_PREFIX = "trace:"
+_INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint16, torch.uint32, torch.uint64)
 
 
 def check_routing(routing: str, *, experts: int, topk: int) -> None:
@@ -78,20 +79,22 @@ def load_trace(path: Path, *, experts: int, topk: int) -> torch.Tensor:
 
     try:
         trace = _read_array(path)
+        if trace is None:
+            raise refuse("does not hold exactly one array")
+        whole = trace.layout is torch.strided and trace.device.type == "cpu" and not trace.is_quantized
+        if trace.dtype not in _INTEGERS or trace.dim() != 2 or len(trace) == 0 or not whole:
+            raise refuse(f"holds {'' if whole else 'other than plain '}{str(trace.dtype)[6:]} {[*trace.shape]}")
+        if trace.nbytes > trace.untyped_storage().nbytes():
+            raise refuse(f"holds {[*trace.shape]} in {trace.untyped_storage().nbytes()} bytes")
+        if trace.size(1) != topk:
+            raise refuse(f"has {trace.size(1)} choices a token where --topk is {topk}")
+        trace = trace.long()
     except FileNotFoundError:
         raise refuse("does not exist") from None
-    except ConfigurationError:  # a routing trace with something wrong
+    except ConfigurationError:
         raise
     except Exception as error:  # the unpicklers of torch and numpy raise nearly anything
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise refuse(f"cannot be read ({reason})") from error
-    if trace is None:
-        raise refuse("does not hold exactly one array")
-    if trace.is_floating_point() or trace.dtype == torch.bool or trace.dim() != 2 or len(trace) == 0:
-        raise refuse(f"holds {str(trace.dtype).removeprefix('torch.')} {list(trace.shape)}")
-    if trace.size(1) != topk:
-        raise refuse(f"has {trace.size(1)} choices a token where --topk is {topk}")
-    trace = trace.long()
+        raise refuse(f"cannot be read ({reason(error)})") from error
     if trace.min() < 0 or trace.max() >= experts:
         raise refuse(f"names experts {trace.min()} to {trace.max()} where --experts is {experts}")
     chosen = trace.sort(dim=1).values

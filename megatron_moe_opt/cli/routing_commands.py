@@ -64,8 +64,7 @@ def generate_routing(
 
     moe-opt generate-routing --like MoE-GPT-S --nodes 2 -o routing.npz
     """
-    from rich.console import Console
-
+    from megatron_moe_opt.cli.console import report_console
     from megatron_moe_opt.cli.output_files import say_written
     from megatron_moe_opt.errors import ConfigurationError
     from megatron_moe_opt.output_file import check_output_file
@@ -80,4 +79,4 @@ def generate_routing(
     write_routing_trace(
         output, like_table5(TABLE5[like][nodes], passes=passes, layers=layers, seed=seed, tokens=tokens)
     )
-    say_written(output, Console())
+    say_written(output, report_console())

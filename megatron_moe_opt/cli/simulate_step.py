@@ -11,9 +11,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from rich.console import Console
 from rich.table import Table
 
+from megatron_moe_opt.cli.console import report_console
 from megatron_moe_opt.cli.model_checks import check_model
 from megatron_moe_opt.cli.output_files import check_timeline_files, write_timelines
 from megatron_moe_opt.cli.simulate_mpmoe import mpmoe_report
@@ -116,18 +116,17 @@ def simulate_step(settings: StepSettings, trace: Path | None, png: Path | None) 
         for one in (candidates[0], chosen)
     }
 
-    console = Console()
+    console = report_console()
     console.print(
         f"{rows} rows of {row_bytes} bytes on each rank, spread evenly; EP {parallel.ep}, expert-TP {parallel.etp}; "
         f"costs from {settings.cluster or 'bandwidths'}",
-        markup=False,
         highlight=False,
         soft_wrap=True,
     )
     console.print(_candidates_table(candidates, chosen))
     console.print(_steps_table(steps))
     for part in (*_parm_report(settings, network, row_bytes), *_mpmoe_report(settings, network)):
-        console.print(part, markup=False, highlight=False, soft_wrap=True)
+        console.print(part, highlight=False, soft_wrap=True)
     timeline = one_after_another(str(chosen), dict(zip(PASSES, chosen.timelines, strict=True)))
     write_timelines({"predicted": timeline}, trace, png, console)
 

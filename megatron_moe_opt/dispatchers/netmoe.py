@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -38,6 +37,8 @@ from megatron_moe_opt.kernels import (
 from megatron_moe_opt.runtime.collectives import global_rank
 from megatron_moe_opt.runtime.exchange_plan import plan_exchange
 from megatron_moe_opt.runtime.expert_exchange import Exchange, to_experts
+from megatron_moe_opt.runtime.forks import Pending
+from megatron_moe_opt.runtime.recomputation import is_recomputing
 from megatron_moe_opt.runtime.sample_counts import SampleCounts, SampleCountsGather
 from megatron_moe_opt.runtime.sample_exchange import SampleReturn, to_new_homes
 from megatron_moe_opt.topology.expert_groups import ExpertGroups
@@ -51,7 +52,7 @@ class MovingSamples:
     shape: tuple[int, int]
     """Tokens of a sample on this rank, and its samples."""
     counts: SampleCounts
-    decision: Future[Decision]
+    decision: Pending[Decision]
     learn: bool
     row_bytes: RowBytes
     device: torch.device
@@ -84,7 +85,7 @@ class NetmoeDispatcher(MontaDispatcher):
         self._beside: torch.Tensor | None = None
         self._learn = False
         self._traffic = SampleTraffic()
-        self._counted: Future[None] | None = None
+        self._counted: Pending[None] | None = None
 
     def describe(self) -> str:
         """What runs, for the line at start."""
@@ -129,6 +130,11 @@ class NetmoeDispatcher(MontaDispatcher):
     ) -> tuple[torch.Tensor, Dispatched | MovingSamples]:
         """As MontaDispatcher.permute; but of the residual handed over, where there is one, and by expert and sample."""
         residual, self._residual = self._residual, None
+        if self.placement is not None and is_recomputing():
+            raise ConfigurationError(
+                "--moe-token-dispatcher-type netmoe moves samples between ranks, and a MoE layer that is recomputed "
+                "would not find them where they were: take torch.utils.checkpoint off it, or use monta"
+            )
         if residual is None:
             return super().permute(tokens, probs, routing_map, capacity=capacity, num_rows=num_rows)
         groups, (sequence, batch, hidden) = self.groups, residual.shape

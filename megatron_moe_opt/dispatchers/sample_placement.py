@@ -11,10 +11,9 @@ a rank takes over its own.
 
 from __future__ import annotations
 
-import functools
 import time
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -23,6 +22,7 @@ import torch
 
 from megatron_moe_opt.kernels import place_samples
 from megatron_moe_opt.planning.netmoe import NextLayerPrediction, known_of_samples, settle, tokens_by_device
+from megatron_moe_opt.runtime.forks import Pending, cached_until_fork
 from megatron_moe_opt.runtime.sample_counts import Room, SampleCounts
 from megatron_moe_opt.topology.sample_holders import SampleHolders
 
@@ -82,10 +82,10 @@ class LayerPlacement:
         self.expert_device = np.repeat(holders.ep_device, num_experts // len(holders.ep_device))
         self.prediction: NextLayerPrediction | None = None
         """Of what the next layer asks of devices; from the first pass on."""
-        self._learnt: Future[None] | None = None
+        self._learnt: Pending[None] | None = None
         """What `prediction` was told last; it must not be asked before that is done."""
 
-    def decide(self, counts: SampleCounts, rows_beside: int, learn: bool) -> Future[Decision]:
+    def decide(self, counts: SampleCounts, rows_beside: int, learn: bool) -> Pending[Decision]:
         """Starts to decide.
 
         Args:
@@ -109,7 +109,8 @@ class LayerPlacement:
         at = np.arange(len(num)) if order.at is None else order.at
         if learn and order.seen is not None:
             layer, previous = order.seen
-            layer._learnt = _learner().submit(layer.prediction.observe, previous[at], on_device.copy())
+            observing = _learner().submit(layer.prediction.observe, previous[at], on_device.copy())
+            layer._learnt = Pending(observing)
         known = known_of_samples(num, None if order.seen is None else order.seen[1][at, : num.shape[1]])
         if self.prediction is None:
             self.prediction = NextLayerPrediction(known.shape[1], self.holders.num_devices)
@@ -131,17 +132,17 @@ class LayerPlacement:
         return settle(place_samples(on_device, devices, holders.device_node, capacity), position_device)
 
 
-def background(function: Callable[..., Result], *arguments: Any) -> Future[Result]:
+def background(function: Callable[..., Result], *arguments: Any) -> Pending[Result]:
     """Calls a function in the one thread in which decisions are made, in the order in which they were asked for."""
-    return _worker().submit(function, *arguments)
+    return Pending(_worker().submit(function, *arguments))
 
 
-@functools.cache
+@cached_until_fork
 def _worker() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(1, thread_name_prefix="moe-opt-placement")
 
 
-@functools.cache
+@cached_until_fork
 def _learner() -> ThreadPoolExecutor:
     """One thread more: a fit takes longer than a decision, and the next layer's need not wait for it."""
     return ThreadPoolExecutor(1, thread_name_prefix="moe-opt-prediction")

@@ -14,13 +14,15 @@ import torch.distributed as dist
 from megatron_moe_opt.dispatchers.partitioning import FixedPartitioning, Partitioning, Partitions
 from megatron_moe_opt.dispatchers.pipelining import agreed_cluster
 from megatron_moe_opt.dispatchers.say import say, say_once
-from megatron_moe_opt.options import Options
+from megatron_moe_opt.errors import ConfigurationError
+from megatron_moe_opt.options import PREFIX, Options
 from megatron_moe_opt.planning.configuration_search import Configuration, ConfigurationSearch
 from megatron_moe_opt.planning.monta import ChoiceByRows
 from megatron_moe_opt.planning.mpmoe_choice import MpmoeLayer, choices, least_partitions, refuse_budget, similar_rows
 from megatron_moe_opt.planning.partition_search import PARTITIONS
 from megatron_moe_opt.runtime.collectives import device_of
 from megatron_moe_opt.runtime.pass_clock import PassClock
+from megatron_moe_opt.runtime.recomputation import is_recomputing, saved_tensors_are_hooked
 from megatron_moe_opt.topology.expert_groups import ExpertGroups
 
 TURNS = 4
@@ -108,8 +110,15 @@ class MeasuredPartitioning:
         """As Partitioning.choose. Ends a trial that has had its passes, with a collective call over the joint group.
 
         Raises:
-            ConfigurationError: nothing fits into the budget.
+            ConfigurationError: nothing fits into the budget; or the pass repeats one whose graph is used, and must be
+                cut as that was.
         """
+        if saved_tensors_are_hooked() and is_recomputing():
+            raise ConfigurationError(
+                f"{PREFIX}partitions and {PREFIX}memory-reuse are chosen by trials, in which no pass is cut like the "
+                "one before it, and torch.utils.checkpoint with use_reentrant=False repeats passes as they were: name "
+                f"what the log shows as chosen, use {PREFIX}tuner model, or use_reentrant=True"
+            )
         partitions = self._tuner.choose(rows())
         self.chosen = None if partitions.finished is not None else (partitions.count, partitions.strategy)
         return partitions

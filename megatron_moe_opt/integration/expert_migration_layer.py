@@ -27,6 +27,7 @@ from megatron_moe_opt.runtime.expert_codec import LargestWeights, TrackedExperts
 from megatron_moe_opt.runtime.expert_communicator import MigratedExperts, expert_communicator
 from megatron_moe_opt.runtime.expert_gradients import CompressedGradients, WholeGradients
 from megatron_moe_opt.runtime.expert_weights import ExpertWeights
+from megatron_moe_opt.runtime.recomputation import is_recomputing
 from megatron_moe_opt.runtime.shared_expert import SharedExpert
 from megatron_moe_opt.topology.domain_groups import DomainGroups, levels_of
 from megatron_moe_opt.topology.domains import ExpertDomains
@@ -106,7 +107,8 @@ def migrate_experts(layer: Any, options: Options) -> None:
     dispatcher.take_experts(migrate)
     if options.experts_may_travel:
         stock = getattr(type(layer), EXPERTS_COMPUTE)
-        setattr(layer, EXPERTS_COMPUTE, functools.partial(_compute, weakref.proxy(layer), stock))
+        watched = _WatchedExperts(layer)
+        setattr(layer, EXPERTS_COMPUTE, functools.partial(_compute, weakref.proxy(layer), stock, watched))
 
 
 def _expert_of(name: str) -> int | None:
@@ -126,8 +128,40 @@ def _finish_parameter_sync(experts: Any) -> None:
             hook(module, None)
 
 
+class _WatchedExperts:
+    """Sees to it that nobody recomputes a call of the experts alone: it would be with weights that the module has of
+    its own, whoever's the call was with.
+    """
+
+    def __init__(self, layer: Any) -> None:
+        self._layer, self._called = weakref.proxy(layer), False
+        for module in layer.experts.modules():
+            if module._parameters:
+                module.register_forward_pre_hook(self._check)
+
+    def __enter__(self) -> None:
+        """Calls in this context are with the weights that they should be with."""
+        self._called = True
+
+    def __exit__(self, *_: object) -> None:
+        self._called = False
+
+    def _check(self, _: Any, arguments: tuple[Any, ...] | None) -> None:
+        if arguments is None or self._called or not is_recomputing():  # None: see _finish_parameter_sync
+            return
+        if getattr(self._layer.token_dispatcher.dispatcher, "migrated", None) is not None:
+            raise ConfigurationError(
+                "activations of experts that travel cannot be recomputed without those of their layer, whose dispatch "
+                "brings their weights: put torch.utils.checkpoint around the MoE layer, not around its experts"
+            )
+
+
 def _compute(
-    layer: Any, stock: Callable[..., Any], hidden_states: torch.Tensor, probs: torch.Tensor
+    layer: Any,
+    stock: Callable[..., Any],
+    watched: _WatchedExperts,
+    hidden_states: torch.Tensor,
+    probs: torch.Tensor,
 ) -> tuple[torch.Tensor, None]:
     """In the place of MoELayer.routed_experts_compute."""
     migrated: MigratedExperts | None = layer.token_dispatcher.dispatcher.migrated
@@ -138,7 +172,7 @@ def _compute(
     sizes = of_owners.sum(1).tolist()
     outputs = []
     parts = zip(migrated.of_owners(), rows.split(sizes), of_owners, probs.split(sizes), strict=True)
-    with migrated.kept_as_they_came():
+    with watched, migrated.kept_as_they_came():
         for parameters, *arguments in parts:
             if parameters is None:
                 output, bias = layer.experts(*arguments)

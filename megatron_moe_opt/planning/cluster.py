@@ -102,7 +102,7 @@ class Cluster:
             ConfigurationError: the file, the line, the value there and what is wrong with it.
         """
         root = Place.root(Path(file))
-        _check_format(root)
+        root.check_format(FORMAT, VERSION, "moe-opt profile", "measure the cluster")
         top = root.fields(
             "format", "version", "host", "software", "world", "curves", "slowdown", "overhead", "expert_gemm",
             optional=["partition_overhead", "saa", "compute_sharing", "local_work", "stock_curves"],
@@ -169,17 +169,6 @@ class Cluster:
                     f"{flag} {asked} is not what {file} was measured with ({measured}): measure this layout with "
                     f"moe-opt profile {f'--tp {tp} ' if tp is not None else ''}--ep {ep} --expert-tp {expert_tp}"
                 )
-
-
-def _check_format(root: Place) -> None:
-    """Says first of all what a file is that is not ours, or not of this version."""
-    if not isinstance(root.value, dict) or root.value.get("format") != FORMAT:
-        root.refuse("not a file of moe-opt profile: measure the cluster with moe-opt profile")
-    if root.value.get("version") != VERSION:
-        root.refuse(
-            f"version {json.dumps(root.value.get('version'))} cannot be read (this megatron-moe-opt reads {VERSION}): "
-            "measure the cluster again with moe-opt profile"
-        )
 
 
 def _world(place: Place) -> World:

@@ -87,13 +87,11 @@ def read_expert_order(path: Path) -> ExpertOrder:
     if experts % ranks or ranks % nodes:
         fields["ranks"].refuse(f"{experts} experts, {ranks} ranks and {nodes} nodes do not divide one another")
     layers: dict[int, tuple[int, ...]] = {}
-    for name, place in fields["layers"].object().items():
-        if not name.isdecimal() or not int(name) or str(int(name)) != name:
-            place.refuse("a layer's name is its number, from 1 on")
+    for number, place in fields["layers"].by_number().items():
         slots = [slot.count() for rank in place.items(ranks) for slot in rank.items(experts // ranks)]
         if sorted(slots) != list(range(experts)):
             place.refuse(f"not each of the experts 0 to {experts - 1} once")
-        layers[int(name)] = tuple(slots)
+        layers[number] = tuple(slots)
     if not layers:
         fields["layers"].refuse("no layer")
     return ExpertOrder(experts, nodes, ranks, layers)

@@ -14,6 +14,9 @@ from megatron_moe_opt.errors import ConfigurationError
 
 Keys = tuple[str | int, ...]
 
+MAX_BYTES = 2**26
+MAX_DEPTH = 20
+
 _TOKEN = re.compile(r'"(?:[^"\\]|\\.)*"|[{}\[\],:]|[^\s{}\[\],:"]+')
 
 
@@ -34,8 +37,12 @@ class Place:
             ConfigurationError: the file cannot be read, or is not JSON.
         """
         try:
-            text = file.read_text(encoding="utf-8")
-            return cls(file, text, json.loads(text))
+            with open(file, "rb") as opened:  # in part: a device or a pipe may never end
+                content = opened.read(MAX_BYTES + 1)
+            if len(content) > MAX_BYTES:
+                raise ConfigurationError(f"{file} has more than {MAX_BYTES} bytes: give a file of moe-opt")
+            text = content.decode()
+            value = json.loads(text)
         except OSError as error:
             raise ConfigurationError(f"{file} cannot be read: {error.strerror}; give the path of a file") from error
         except UnicodeDecodeError as error:
@@ -44,10 +51,31 @@ class Place:
             raise ConfigurationError(f"{file}, line {error.lineno}: not JSON: {error.msg}") from error
         except (ValueError, RecursionError) as error:  # a number of thousands of digits, thousands of brackets
             raise ConfigurationError(f"{file}: not JSON: {error}") from error
+        problem = _not_ours(value)
+        if problem:
+            raise ConfigurationError(f"{file}: {problem}: give a file of moe-opt")
+        return cls(file, text, value)
+
+    def check_format(self, name: str, version: int, command: str, make: str) -> None:
+        """Says first of all what a file is that is not ours, or not of this version.
+
+        Args:
+            name: in the field `format`; `version` is in the field of that name.
+            command: that writes such files.
+            make: what the user does with it.
+        """
+        found = self.value if isinstance(self.value, dict) else {}
+        if found.get("format") != name:
+            self.refuse(f"not a file of {command}: {make} with {command}")
+        if found.get("version") != version:
+            self.refuse(
+                f"version {_shown(found.get('version'))} cannot be read (this megatron-moe-opt reads {version}): "
+                f"{make} again with {command}"
+            )
 
     def refuse(self, problem: str) -> NoReturn:
         """Raises ConfigurationError: place and problem."""
-        name = "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in self.keys).lstrip(".")
+        name = "".join(f"[{key}]" if isinstance(key, int) else f".{_cut(key)}" for key in self.keys).lstrip(".")
         raise ConfigurationError(f"{self.file}, line {_line(self.text, self.keys)}{name and f', {name}'}: {problem}")
 
     def fields(self, *names: str, optional: Sequence[str] = ()) -> dict[str, Place]:
@@ -66,6 +94,14 @@ class Place:
             self.refuse(f"{_shown(self.value)} is not an object")
         return {key: self._inside(key, value) for key, value in self.value.items()}
 
+    def by_number(self) -> dict[int, Place]:
+        """The fields of an object whose names are the numbers of layers."""
+        found = self.object()
+        for name, place in found.items():
+            if not re.fullmatch(r"[1-9][0-9]{0,8}", name):
+                place.refuse(f"{_shown(name)} is not the number of a layer, from 1 on")
+        return {int(name): place for name, place in found.items()}
+
     def items(self, length: int | None = None) -> list[Place]:
         """The elements of a list, of any length or of the one given."""
         if not isinstance(self.value, list) or length not in (None, len(self.value)):
@@ -80,9 +116,11 @@ class Place:
         return self.value
 
     def count(self, least: int = 0) -> int:
-        """An integer."""
+        """An integer of at most 64 bits."""
         if not isinstance(self.value, int) or isinstance(self.value, bool) or self.value < least:
             self.refuse(f"{_shown(self.value)} is not an integer of at least {least}")
+        if self.value >= 2**63:
+            self.refuse(f"{_shown(self.value)} is more than 64 bits hold")
         return self.value
 
     def positive(self, most: float = math.inf) -> float:
@@ -90,28 +128,54 @@ class Place:
         number = self._number()
         if not 0 < number < math.inf or number > most:
             limit = "finite" if most == math.inf else f"at most {most:g}"
-            self.refuse(f"{_shown(number)} is not above 0 and {limit}")
+            self.refuse(f"{_shown(self.value)} is not above 0 and {limit}")
         return number
 
     def not_negative(self) -> float:
         """A finite number, 0 or more."""
         number = self._number()
         if not 0 <= number < math.inf:
-            self.refuse(f"{_shown(number)} is not finite and at least 0")
+            self.refuse(f"{_shown(self.value)} is not finite and at least 0")
         return number
 
     def _number(self) -> float:
         if not isinstance(self.value, (int, float)) or isinstance(self.value, bool):
             self.refuse(f"{_shown(self.value)} is not a number")
-        return self.value
+        try:
+            return float(self.value)
+        except OverflowError:
+            self.refuse(f"{_shown(self.value)} is not finite")
 
     def _inside(self, key: str | int, value: object) -> Place:
         return Place(self.file, self.text, value, (*self.keys, key))
 
 
 def _shown(value: object) -> str:
-    text = json.dumps(value)
+    return _cut(json.dumps(value))
+
+
+def _cut(text: str) -> str:
     return text if len(text) <= 40 else f"{text[:37]}..."
+
+
+def _not_ours(content: object) -> str | None:
+    """What no file of ours has, wherever it stands: the refusal of one of its values could not say it."""
+    inside = [(content, 1)]
+    while inside:
+        value, depth = inside.pop()
+        if depth > MAX_DEPTH:
+            return f"more than {MAX_DEPTH} brackets inside one another"
+        if isinstance(value, dict):
+            inside += [(one, depth) for one in value]
+            inside += [(one, depth + 1) for one in value.values()]
+        elif isinstance(value, list):
+            inside += [(one, depth + 1) for one in value]
+        elif isinstance(value, str) and not value.isascii():
+            try:
+                value.encode()
+            except UnicodeEncodeError:
+                return f"{_shown(value)} has half a character"
+    return None
 
 
 def _line(text: str, keys: Keys) -> int:

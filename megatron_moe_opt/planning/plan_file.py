@@ -48,19 +48,9 @@ class Plan:
             ConfigurationError: the file, the line, the value there and what is wrong with it.
         """
         root = Place.root(Path(file))
-        if not isinstance(root.value, dict) or root.value.get("format") != FORMAT:
-            root.refuse("not a file of moe-opt plan: make one with moe-opt plan --output")
-        if root.value.get("version") != VERSION:
-            root.refuse(
-                f"version {json.dumps(root.value.get('version'))} cannot be read (this megatron-moe-opt reads "
-                f"{VERSION}): make the plan again with moe-opt plan"
-            )
+        root.check_format(FORMAT, VERSION, "moe-opt plan", "make the plan")
         top = root.fields("format", "version", "cluster", "ep", "etp", "experts", "layers", "candidates")
-        layers: dict[int, str] = {}
-        for number, variant in top["layers"].object().items():
-            if not number.isdecimal() or int(number) < 1:
-                variant.refuse(f"{json.dumps(number)} is not the number of a layer")
-            layers[int(number)] = variant.word()
+        layers = {number: variant.word() for number, variant in top["layers"].by_number().items()}
         if not layers:
             top["layers"].refuse("no layers: a plan needs at least one")
         return cls(

@@ -6,7 +6,6 @@ Who submits collectives reports what they send with traffic.count_sent: a Traffi
 
 from __future__ import annotations
 
-import functools
 import queue
 import threading
 from collections.abc import Callable
@@ -14,6 +13,7 @@ from concurrent.futures import Future
 
 import torch
 
+from megatron_moe_opt.runtime.forks import Pending, cached_until_fork
 from megatron_moe_opt.runtime.traffic import reported
 
 
@@ -27,8 +27,9 @@ class HostLane:
     def submit(self, task: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
         """Queues a task; what is returned waits for its result, or raises what it raised."""
         future: Future[torch.Tensor] = Future()
+        pending = Pending(future)
         self._tasks.put((task, future))
-        return future.result
+        return pending.result
 
     def _work(self) -> None:
         while True:
@@ -64,7 +65,7 @@ class StreamLane:
         return wait
 
 
-@functools.cache
+@cached_until_fork
 def communication_lane(name: str, device: torch.device) -> HostLane | StreamLane:
     """The lane of this name of this process, for tensors on `device`; made when it is first needed."""
     return StreamLane(device) if device.type == "cuda" else HostLane(name)

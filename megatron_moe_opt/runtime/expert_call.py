@@ -45,14 +45,22 @@ class ExpertCall:
     """A partition on its way through the experts."""
 
     def __init__(
-        self, experts: Experts, tokens_per_expert: torch.Tensor, probs: torch.Tensor, middle: Restore, kept: set[int]
+        self,
+        experts: Experts,
+        tokens_per_expert: torch.Tensor,
+        probs: torch.Tensor,
+        middle: Restore,
+        kept: set[int],
+        hands_over: bool = False,
     ) -> None:
         """
         Args:
             probs: [R]; kept until backward: they are as small as routing data.
             middle: how T_M is restored.
             kept: addresses of storages that do not count as T_M: those of parameters and constants.
+            hands_over: a T_M that is kept is the caller's between `hand_over_middle` and `take_back_middle`.
         """
+        self._hands_over = hands_over
         self._experts, self._tokens_per_expert, self._probs, self._middle = experts, tokens_per_expert, probs, middle
         self._saved = _SavedMiddle(kept | {probs.untyped_storage().data_ptr()})
         self._gradients: _Gradients | None = _Gradients()
@@ -64,7 +72,7 @@ class ExpertCall:
         if self._middle is Restore.RECOMPUTE:
             with torch.no_grad():
                 return self._experts.run(tokens, self._tokens_per_expert, self._probs)
-        if self._middle is Restore.KEEP:
+        if self._middle is Restore.KEEP and not self._hands_over:
             return self._record(tokens, nullcontext())
         with self._saved.reading(tokens):
             return self._record(tokens, self._saved.hooks())
@@ -89,6 +97,14 @@ class ExpertCall:
             torch.autograd.grad(self._exit, inputs, torch.zeros_like(self._exit), allow_unused=True)
         self._exit = self._anchor = None
         return gradients.tokens, gradients.probs
+
+    def hand_over_middle(self) -> list[torch.Tensor]:
+        """T_M, which this call then holds no longer: as many tensors whenever experts do the same."""
+        return self._saved.hand_over()
+
+    def take_back_middle(self, middle: Iterator[torch.Tensor]) -> None:
+        """Takes from `middle` the tensors that were handed over, or others of the same content."""
+        self._saved.take_back(middle)
 
     def offload_middle(self) -> None:
         """T_M to the host."""
@@ -216,6 +232,19 @@ class _SavedMiddle:
     def hooks(self) -> saved_tensors_hooks:
         """Inside this context operations save here."""
         return saved_tensors_hooks(self._pack, self._unpack)
+
+    def hand_over(self) -> list[torch.Tensor]:
+        """All, forgotten here."""
+        handed_over = []
+        for block in self._blocks.values():
+            handed_over.append(block.device)
+            block.device = None
+        return handed_over
+
+    def take_back(self, tensors: Iterator[torch.Tensor]) -> None:
+        """What was handed over, in the same order."""
+        for block in self._blocks.values():
+            block.device = next(tensors)
 
     def offload(self) -> int:
         """Copies all to the host and forgets it on the device. Returns its bytes."""

@@ -7,7 +7,7 @@ whatever waits for a gradient (DDP, the distributed optimizer) gets it once and 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from megatron_moe_opt.runtime.expert_call import ExpertCall, Experts
 from megatron_moe_opt.runtime.expert_exchange import Exchange
 from megatron_moe_opt.runtime.host_copies import HostCopyOf
 from megatron_moe_opt.runtime.partition_buffers import PartitionBuffers
+from megatron_moe_opt.runtime.recomputation import saved_tensors_are_hooked
 from megatron_moe_opt.runtime.row_layout import RowLayout
 from megatron_moe_opt.runtime.row_steps import hop_to_experts, hop_to_sources
 from megatron_moe_opt.runtime.steps import Steps
@@ -59,7 +60,9 @@ class _ThroughExperts(Function):
     @staticmethod
     def forward(ctx: Any, packed: torch.Tensor, pass_: _Pass, *_: torch.Tensor) -> torch.Tensor:
         ctx.pass_ = pass_
-        return pass_.forward(packed.detach())
+        combined = pass_.forward(packed.detach())
+        ctx.save_for_backward(*pass_.hand_over())
+        return combined
 
     @staticmethod
     @once_differentiable
@@ -67,6 +70,8 @@ class _ThroughExperts(Function):
         if ctx.pass_ is None:
             raise RuntimeError("a layer of mpmoe frees what it saved in its backward pass, which cannot run twice")
         pass_, ctx.pass_ = ctx.pass_, None
+        pass_.take_back(iter(ctx.saved_tensors))  # runs the layer again, if at all, before an op of this pass does
+        ctx.maybe_clear_saved_tensors()
         return pass_.backward(grad.contiguous())
 
 
@@ -82,6 +87,7 @@ class _Pass:
         prob_dtype: torch.dtype,
     ) -> None:
         self.experts, self.strategy = experts, strategy
+        self.hands_over = saved_tensors_are_hooked()
         self.groups, self.plans = exchanges[0].groups, [exchange.plan for exchange in exchanges]
         self.packed = RowLayout(packed.size(1), packed.dtype, prob_dtype)
         self.token = RowLayout(self.packed.hidden, packed.dtype, None)
@@ -100,7 +106,7 @@ class _Pass:
         addresses = {tensor.untyped_storage().data_ptr() for tensor in held}
         probs = [empty((rows.gathered,), self.packed.prob_dtype, packed.device) for rows in self.partitions]
         self.calls = [
-            ExpertCall(self.experts, plan.tokens_per_expert, of_partition, how.middle, addresses)
+            ExpertCall(self.experts, plan.tokens_per_expert, of_partition, how.middle, addresses, self.hands_over)
             for plan, of_partition in zip(self.plans, probs, strict=True)
         ]
         combined = self.token.empty_rows(packed.size(0), packed)
@@ -174,6 +180,33 @@ class _Pass:
         schedule = mpmoe.backward(self.strategy, self.partitions, *self._widths())
         executor(grad_combined.device).run(schedule, [bind(op) for op in schedule.ops])
         return grad_packed, None, *(total.value for total in of_parameters)
+
+    def hand_over(self) -> list[torch.Tensor]:
+        """What backward needs and is in the device's memory, for autograd to save: the pass holds it no longer.
+
+        Nothing where saved tensors are not hooked: here they are freed partition by partition.
+        """
+        if not self.hands_over:
+            return []
+        kept, rows = self.kept, self.rows
+        self.kept, self.rows = dict.fromkeys(kept), None
+        middle = [tensor for call in self._keeping for tensor in call.hand_over_middle()]
+        return [*kept.values(), *([] if rows is None else [rows]), *middle]
+
+    def take_back(self, saved: Iterator[torch.Tensor]) -> None:
+        """The inverse of `hand_over`."""
+        if not self.hands_over:
+            return
+        self.kept = {name: next(saved) for name in self.kept}
+        if STRATEGIES[self.strategy].inputs is Restore.COMMUNICATE:
+            self.rows = next(saved)
+        for call in self._keeping:
+            call.take_back_middle(saved)
+
+    @property
+    def _keeping(self) -> list[ExpertCall]:
+        """The calls whose T_M stays on the device."""
+        return self.calls if STRATEGIES[self.strategy].middle is Restore.KEEP else []
 
     def _arrive(self, op: Op, buffers: PartitionBuffers, layout: RowLayout, probs: torch.Tensor | None) -> Steps:
         """A hop to the experts, or the sort by expert."""

@@ -123,7 +123,7 @@ def copy_columns(
 def call(function: Callable[[], object]) -> Steps:
     """Calls Python, in the op's lane: the compute lane is the caller's thread, any other has a thread of its own.
 
-    The function must not run a schedule itself.
+    A function that runs a schedule itself, as a backward pass that recomputes may, fails: see executor.
     """
     raised: list[BaseException] = []
 

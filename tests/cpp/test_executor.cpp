@@ -1,5 +1,8 @@
 // The executor without Python or PyTorch: order inside lanes, waiting across lanes, failures, reuse, spans. Exits
 // non-zero with one line for each failed expectation. tools/sanitize.sh runs it under ASan + UBSan and under TSan.
+#include <sys/wait.h>
+#include <unistd.h>
+
 #include <atomic>
 #include <functional>
 #include <random>
@@ -137,6 +140,54 @@ void test_callers_take_turns(Executor& executor) {
   expect(running == 600, "every op of every caller");
 }
 
+// An op that runs its own executor, from whichever lane and through another executor or not, fails: it would wait for
+// itself.
+void test_reentry(Executor& executor) {
+  Executor other(kLanes);
+  const auto run = [](Executor& inner, int op_lane, int caller_lane, const std::function<void()>& function) {
+    return inner.run({{op_lane, {}, {std::make_shared<Function>(function)}}}, caller_lane, nullptr);
+  };
+  const auto nothing = [] {};
+  for (int lane = 0; lane < 2; ++lane) {  // the caller's, another thread's
+    const auto direct = run(executor, lane, 0, [&] { run(executor, 1, 0, nothing); });
+    expect(direct && direct->reason.find("would wait for itself") != std::string::npos, "an op runs its own executor");
+    std::optional<moe_opt::pipeline::Failure> inner;
+    const auto through =
+        run(executor, lane, 0, [&] { inner = run(other, 1, 0, [&] { run(executor, 1, 0, nothing); }); });
+    expect(!through && inner && inner->reason.find("would wait for itself") != std::string::npos,
+           "an op runs its own executor through another one");
+    expect(!run(executor, lane, 0, nothing), "a run after one that was refused");
+  }
+}
+
+// A child has the executor, but not its threads: it makes new ones, and ends.
+void test_fork(Executor& executor) {
+#if defined(__SANITIZE_THREAD__)
+  return;  // ThreadSanitizer allows no thread after the fork of a process that has several
+#endif
+  const auto use = [&executor] {
+    std::atomic<int> ran{0};
+    const auto count = std::make_shared<Function>([&ran] { ++ran; });
+    const auto failure = executor.run({{0, {}, {count}}, {1, {0}, {count}}, {2, {1}, {count}}}, 0, nullptr);
+    return !failure && ran == 3;
+  };
+  expect(use(), "the executor before the fork");
+  const pid_t child = fork();
+  if (child == 0) {
+    alarm(120);  // a child that waits for ever ends by a signal
+    const bool right = use() && use();
+    const pid_t grandchild = fork();
+    executor.~Executor();  // here with threads of its own; in the grandchild with nobody's
+    int status = 0;
+    if (grandchild != 0) waitpid(grandchild, &status, 0);
+    _exit(right && status == 0 ? 0 : 1);
+  }
+  int status = 1;
+  waitpid(child, &status, 0);
+  expect(status == 0, "the executor in a forked process");
+  expect(use(), "the executor after the fork");
+}
+
 }  // namespace
 
 int main() {
@@ -147,6 +198,8 @@ int main() {
     test_failures_wake_lanes_that_wait(executor);
     test_refusals(executor);
     test_callers_take_turns(executor);
+    test_reentry(executor);
+    test_fork(executor);
   }
   return exit_status("executor");
 }

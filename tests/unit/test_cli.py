@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
+import pickle
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 import typer
+from rich.table import Table
 from rich.text import Text
 
+from megatron_moe_opt.cli.console import report_console
 from megatron_moe_opt.cli.main import app, main
-from megatron_moe_opt.errors import ExtensionError
+from megatron_moe_opt.errors import ConfigurationError, ExtensionError
 from megatron_moe_opt.planning.cluster import Cluster, World
 from megatron_moe_opt.schedules.schedule import Kind
 
@@ -383,3 +387,18 @@ def test_bench_kernels_refuses_a_file_before_it_measures(monkeypatch, capsys):
     assert _run(monkeypatch, "bench", "kernels", "--json", "nowhere/out.json") == 2
     error = capsys.readouterr().err
     assert error == "moe-opt: --json nowhere/out.json: its folder does not exist; create it or choose another\n"
+
+
+def test_names_that_look_like_markup_are_printed_as_they_are(capsys):
+    table = Table("file of a measured cluster", title="of [b]clusters[/x]")
+    table.add_row("[/x].json")
+    report_console().print("written to [/x]", table)
+    printed = capsys.readouterr().out
+    assert all(text in printed for text in ("written to [/x]", "of [b]clusters[/x]", "[/x].json"))
+    folder = Path(report_console.__code__.co_filename).parent
+    assert [file.name for file in folder.glob("*.py") if " Console(" in file.read_text()] == ["console.py"]
+
+
+def test_errors_show_what_a_terminal_would_obey():
+    error = ConfigurationError("give another than a\x1b[2J\n\udcffé.json")
+    assert str(error) == str(pickle.loads(pickle.dumps(error))) == r"give another than a\x1b[2J\n\udcffé.json"

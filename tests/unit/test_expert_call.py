@@ -30,9 +30,12 @@ def experts() -> tuple[Experts, torch.nn.ParameterList]:
     return Experts(run, tuple(weights)), weights
 
 
-@pytest.mark.parametrize("middle", [Restore.KEEP, Restore.OFFLOAD, Restore.RECOMPUTE])
+@pytest.mark.parametrize(
+    ("middle", "hands_over"),
+    [(Restore.KEEP, False), (Restore.KEEP, True), (Restore.OFFLOAD, False), (Restore.RECOMPUTE, False)],
+)
 @pytest.mark.parametrize("counts", [(5, 7), (0, 12), (12, 0)])
-def test_gradients_are_autograds(middle, counts):
+def test_gradients_are_autograds(middle, hands_over, counts):
     module, weights = experts()
     counts = torch.tensor(counts)
     tokens, probs, grad = torch.randn(ROWS, HIDDEN), torch.rand(ROWS), torch.randn(ROWS, HIDDEN)
@@ -40,7 +43,8 @@ def test_gradients_are_autograds(middle, counts):
     expected = module.run(leaves[0], counts, leaves[1])
     of_leaves = torch.autograd.grad(expected, (*leaves, *weights[:3]), grad)
 
-    call = ExpertCall(module, counts, probs, middle, {w.untyped_storage().data_ptr() for w in weights})
+    addresses = {weight.untyped_storage().data_ptr() for weight in weights}
+    call = ExpertCall(module, counts, probs, middle, addresses, hands_over)
     buffer = tokens.clone()  # overwritten after the forward pass, as partitions that share it do
     output = call.forward(buffer)
     assert torch.equal(output, expected) and not output.requires_grad
@@ -49,6 +53,13 @@ def test_gradients_are_autograds(middle, counts):
         # fc1's output, silu's, its product with the values, and that with the probabilities: 5 times MIDDLE.
         assert module.middle_row_bytes == 4 * 5 * MIDDLE and HOST_MEMORY.used == ROWS * module.middle_row_bytes
         call.fetch_middle(None)
+    if hands_over:
+        handed_over = call.hand_over_middle()
+        assert sum(tensor.nbytes for tensor in handed_over) == ROWS * 4 * 5 * MIDDLE
+        copies, freed = [tensor.clone() for tensor in handed_over], [weakref.ref(tensor) for tensor in handed_over]
+        del handed_over
+        assert all(tensor() is None for tensor in freed)
+        call.take_back_middle(iter(copies))
     if middle is not Restore.KEEP:
         buffer.fill_(float("nan"))
     again = buffer if middle is Restore.KEEP else torch.cat((torch.zeros(2, HIDDEN), tokens))[2:]  # elsewhere

@@ -78,7 +78,7 @@ GOOD |= {"layers": {"1": [[0, 1], [2, 3]]}}
         ({"ranks": 3}, "4 experts, 3 ranks and 1 nodes do not divide"),
         ({"nodes": 4}, "do not divide"),
         ({"layers": {}}, "no layer"),
-        ({"layers": {"01": [[0, 1], [2, 3]]}}, "a layer's name is its number"),
+        ({"layers": {"01": [[0, 1], [2, 3]]}}, "is not the number of a layer"),
         ({"layers": {"1": [[0, 1], [2, 2]]}}, "not each of the experts 0 to 3 once"),
         ({"layers": {"1": [[0, 1], [2]]}}, "is not a list of 2"),
         ({"layers": {"1": [[0, 1], [2, -3]]}}, "-3 is not an integer of at least 0"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import subprocess
 import sys
 from pathlib import Path
@@ -146,3 +147,50 @@ def test_wrong_options_are_refused(arguments, sentence):
 )
 def test_what_there_is_to_choose_from(options, levels, chunks):
     assert (options.levels, options.chunk_counts) == (levels, chunks)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "sentence"),
+    [
+        ({"compression_ratio": -3}, "--moe-opt-compression-ratio -3 is not a ratio above 1"),
+        (
+            {"gradient_compression_ratio": float("nan")},
+            "--moe-opt-gradient-compression-ratio nan is not a ratio above 1",
+        ),
+        ({"compression_ratio": True}, "--moe-opt-compression-ratio True is not a ratio"),
+        ({"domain_sizes": (0,)}, r"--moe-opt-domain-sizes \(0,\) is not a list of numbers from 1 on"),
+        ({"domain_sizes": ()}, "--moe-opt-domain-sizes .* is not a list of numbers"),
+        ({"domain_sizes": "2"}, "--moe-opt-domain-sizes '2' is not a list of numbers"),
+        ({"network_levels": (2, "4")}, "--moe-opt-levels .* is not a list of numbers"),
+        ({"network_levels": "auto"}, "--moe-opt-levels 'auto' is not a list of numbers"),
+        ({"prefetch_layers": -1}, "--moe-opt-prefetch-layers -1 is not a number from 0 on"),
+        ({"prefetch_layers": None}, "--moe-opt-prefetch-layers None is not a number from 0 on"),
+        ({"shared_expert_interval": 2.5}, "--moe-opt-shared-expert-interval 2.5 is not a number from 0 on"),
+        ({"residuals": "x"}, "--moe-opt-residuals 'x' is not one of last, shared"),
+        ({"monta_level": "O9"}, "--moe-opt-monta-level 'O9' is not one of O1, O2, O3, auto"),
+        ({"memory_reuse": 1}, "--moe-opt-memory-reuse 1 is not one of none, S1"),
+        ({"chunks": 0}, "--moe-opt-chunks 0 is neither a number of chunks"),
+        ({"chunks": "4"}, "--moe-opt-chunks '4' is neither a number of chunks"),
+        ({"partitions": (2, 0)}, r"--moe-opt-partitions \(2, 0\) is neither a number of partitions"),
+        ({"activation_budget": "512MiB"}, "--moe-opt-activation-budget '512MiB' is not a number of bytes"),
+        ({"profile": 3}, "--moe-opt-profile 3 is not the name of a file"),
+        ({"telemetry": 1}, "--moe-opt-telemetry 1 is neither True nor False"),
+    ],
+    ids=str,
+)
+def test_options_made_in_python_take_what_the_command_line_takes(wrong, sentence):
+    with pytest.raises(ConfigurationError, match=f"^{sentence}"):
+        Options(**wrong)
+
+
+def test_options_made_in_python_are_those_of_the_command_line():
+    words = {"partitions": "4,2,2", "domain-sizes": "2,1", "compression-ratio": "25", "plan": "a.json"}
+    words |= {"memory-reuse": "auto", "activation-budget": "1.5KiB", "chunks": "1", "prefetch-layers": "0"}
+    arguments = [word for flag, text in words.items() for word in (f"--moe-opt-{flag}", text)]
+    read, _ = split_options([*arguments, "--moe-opt-telemetry"])
+    made = Options(
+        partitions=[4, 2, 2], domain_sizes=[2, 1], compression_ratio=25, plan="a.json", memory_reuse="auto",
+        activation_budget=1536, chunks=1, prefetch_layers=0, telemetry=True,
+    )  # fmt: skip
+    assert made == read == dataclasses.replace(made) and hash(made) == hash(read)
+    assert made.partitions == (2, 4) and made.plan == Path("a.json")

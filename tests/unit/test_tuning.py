@@ -5,8 +5,11 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
 
 from megatron_moe_opt.dispatchers import tuning
+from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.planning.mpmoe_choice import MpmoeLayer
 from megatron_moe_opt.planning.partition_search import PARTITIONS
 from megatron_moe_opt.schedules.mpmoe import RowBytes
@@ -45,3 +48,18 @@ def test_a_choice_that_other_numbers_of_rows_made_meanwhile(said):
     assert passed(10_000) == (3, False)
     assert "3 partitions" in said[-1] and "5 passes of trials ended when it was the choice for more and" in said[-1]
     assert len(said) == 3
+
+
+def test_trials_of_passes_that_are_repeated_as_they_were():
+    partitioning = tuning.MeasuredPartitioning(tuning.Candidates(None, LAYER, PARTITIONS, ("none",)))
+
+    def layer(rows):
+        partitioning.choose(lambda: 10_000)
+        return rows.square()
+
+    def run(**how):
+        checkpoint(layer, torch.ones(3, requires_grad=True), **how).sum().backward()
+
+    run(use_reentrant=True)
+    with pytest.raises(ConfigurationError, match="repeats passes as they were: name what the log shows as chosen"):
+        run(use_reentrant=False)

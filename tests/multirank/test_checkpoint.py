@@ -1,0 +1,102 @@
+"""torch.utils.checkpoint without re-entry, around MoE layers and around their experts, under every dispatcher.
+
+What a layer saves is dropped, and the layer runs again where its backward pass first asks for it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils.checkpoint import checkpoint
+
+from megatron_moe_opt.errors import ConfigurationError
+from megatron_moe_opt.options import Options
+from megatron_moe_opt.schedules.mpmoe import STRATEGIES
+from tests.multirank.test_expert_migration import layers
+from tests.multirank.test_mpmoe import passes, relative_error
+
+CUT, WHOLE = {"tp": 2, "ep": 2, "etp": 2}, {"tp": 2, "ep": 4, "etp": 1}
+FEATURES = {"moe_router_pre_softmax": True, "moe_shared_expert_intermediate_size": 32}
+DISPATCHERS = [
+    (CUT, "monta", {"monta_level": "O3", "chunks": 3}),
+    (CUT, "parm", {"parm_schedule": "S1"}),
+    (CUT, "deepspeed", {}),
+    *((CUT, "mpmoe", {"partitions": 3, "memory_reuse": strategy}) for strategy in STRATEGIES),
+    (WHOLE, "mpmoe", {"partitions": 1, "memory_reuse": "none"}),
+    (WHOLE, "expert-migration", {"network_levels": (4,), "domain_sizes": (2,)}),
+    (WHOLE, "expert-migration", {"network_levels": (4,), "domain_sizes": (2,), "resident_layers": 2}),
+]
+
+
+def checkpointed(module: Any) -> None:
+    """Has a module drop what it saves for its backward pass."""
+    forward = module.forward
+    module.forward = lambda *inputs, **named: checkpoint(forward, *inputs, use_reentrant=False, **named)
+
+
+def worst_errors(where: str) -> dict[str, tuple[float, str]]:
+    """Of two passes, whose backward passes come after both, against stock's without checkpoint."""
+    import megatron_moe_opt
+    from megatron_moe_opt.integration.moe_layer import build_layer
+    from tests.ranks.megatron import moe_config, parallel
+
+    worst = {}
+    for layout, dispatcher, options in DISPATCHERS:
+        if (where, dispatcher) == ("experts", "expert-migration"):
+            continue  # refused
+        with parallel(**layout):
+            torch.manual_seed(11 + dist.get_rank())
+            config = moe_config(**FEATURES)
+            hidden = torch.randn(12, 3, config.hidden_size)
+            stock = build_layer(config)
+            expected = passes(stock, hidden, 2)
+            megatron_moe_opt.register(Options(**options))
+            layer = build_layer(dataclasses.replace(config, moe_token_dispatcher_type=dispatcher))
+            megatron_moe_opt.register()
+            layer.load_state_dict(stock.state_dict())
+            checkpointed(layer.experts if where == "experts" else layer)
+            found = passes(layer, hidden, 2)
+            errors = [(relative_error(found[name], expected[name]), name) for name in expected]
+            worst[f"{dispatcher} {options}"] = max(errors)
+    return worst
+
+
+@pytest.mark.parametrize("where", ["layer", "experts"])
+def test_results_are_stocks(ranks, where):
+    for errors in ranks.run(worst_errors, where=where):
+        wrong = {name: error for name, error in errors.items() if error[0] >= 1e-6}
+        assert not wrong, wrong
+
+
+def recompute_travelled_experts() -> None:
+    from tests.ranks.megatron import parallel
+
+    with parallel(ep=4):
+        _, (layer,) = layers(1)
+        checkpointed(layer.experts)
+        output, _ = layer(torch.randn(12, 3, 64))
+        with pytest.raises(ConfigurationError, match="put torch.utils.checkpoint around the MoE layer"):
+            output.sum().backward()
+
+
+def test_travelled_experts_are_not_recomputed_with_other_weights(ranks):
+    ranks.run(recompute_travelled_experts)
+
+
+def recompute_layers_whose_samples_move() -> None:
+    from tests.ranks.gpt import gpt
+    from tests.ranks.megatron import parallel
+
+    with parallel(ep=4):
+        trained = gpt(moe_token_dispatcher_type="netmoe", moe_aux_loss_coeff=0.0)
+        checkpointed(trained.model.module.decoder.layers[0].mlp)
+        with pytest.raises(ConfigurationError, match="netmoe"):
+            trained.forward_backward()
+
+
+def test_layers_whose_samples_move_are_not_recomputed(ranks):
+    ranks.run(recompute_layers_whose_samples_move)
