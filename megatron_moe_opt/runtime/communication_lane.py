@@ -13,6 +13,7 @@ from concurrent.futures import Future
 
 import torch
 
+from megatron_moe_opt.kernels.streams import has_streams
 from megatron_moe_opt.runtime.forks import Pending, cached_until_fork
 from megatron_moe_opt.runtime.traffic import reported
 
@@ -68,4 +69,4 @@ class StreamLane:
 @cached_until_fork
 def communication_lane(name: str, device: torch.device) -> HostLane | StreamLane:
     """The lane of this name of this process, for tensors on `device`; made when it is first needed."""
-    return StreamLane(device) if device.type == "cuda" else HostLane(name)
+    return StreamLane(device) if has_streams(device) else HostLane(name)

@@ -15,6 +15,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from megatron_moe_opt.kernels import empty
+from megatron_moe_opt.kernels.streams import has_streams
 from megatron_moe_opt.runtime import steps
 from megatron_moe_opt.runtime.executor import executor
 from megatron_moe_opt.runtime.expert_call import ExpertCall, Experts
@@ -146,7 +147,7 @@ class _Pass:
             grad_packed = self.packed.empty_rows(grad_combined.size(0), grad_combined)
             given |= self._named("grad_rows", grad_packed)
         buffers = self._buffers(given)
-        compute = torch.cuda.current_stream(grad_combined.device) if grad_combined.is_cuda else None
+        compute = torch.cuda.current_stream(grad_combined.device) if has_streams(grad_combined.device) else None
         grads: dict[int, _Computed] = {}
         of_parameters = [_Sum(parameter, len(self.plans)) for parameter in self.experts.parameters]
 
@@ -238,7 +239,7 @@ class _Pass:
         if not STRATEGIES[self.strategy].reuses:
             return computed[j]
         for tensor in computed[j]:
-            if tensor is not None and tensor.is_cuda:  # recomputing does not wait until it is sent
+            if tensor is not None and has_streams(tensor.device):  # recomputing does not wait until it is sent
                 tensor.record_stream(torch.cuda.current_stream(tensor.device))
         return computed.pop(j)
 
