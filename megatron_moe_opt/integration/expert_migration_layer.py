@@ -138,6 +138,7 @@ class _WatchedExperts:
 
     def __init__(self, layer: Any) -> None:
         self._layer, self._called = weakref.proxy(layer), False
+        self._dispatcher = weakref.ref(layer.token_dispatcher)
         for module in layer.experts.modules():
             if module._parameters:
                 module.register_forward_pre_hook(self._check)
@@ -152,7 +153,8 @@ class _WatchedExperts:
     def _check(self, _: Any, arguments: tuple[Any, ...] | None) -> None:
         if arguments is None or self._called or not is_recomputing():  # None: see _finish_parameter_sync
             return
-        if getattr(self._layer.token_dispatcher.dispatcher, "migrated", None) is not None:
+        plugged = self._layer.token_dispatcher
+        if plugged is self._dispatcher() and plugged.dispatcher.migrated is not None:  # `auto` plugs others, too
             raise ConfigurationError(
                 "activations of experts that travel cannot be recomputed without those of their layer, whose dispatch "
                 "brings their weights: put torch.utils.checkpoint around the MoE layer, not around its experts"

@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 
 from megatron_moe_opt.options import Options
-from tests.multirank.test_expert_migration import hidden_states, layers, relative
-from tests.multirank.test_expert_migration_training import ALL_ENTRIES, FULL_RECOMPUTE
+from tests.multirank.test_expert_migration import ALL_ENTRIES, hidden_states, layers, options_of, relative
+from tests.multirank.test_expert_migration_training import FULL_RECOMPUTE
 
 DOMAINS = [((4,), (4,)), ((2, 2), (2, 1)), ((2, 2), (2, 2))]
 
@@ -173,7 +173,7 @@ def train(options: Options, dispatcher: str, steps: int, **settings: Any) -> lis
     ids=str,
 )
 def test_losses_are_near_those_of_stock(ranks, ratio, steps, settings, bound):
-    options = Options(network_levels=(2, 2), domain_sizes=(2, 2), gradient_compression_ratio=ratio)
+    options = options_of(network_levels=(2, 2), domain_sizes=(2, 2), gradient_compression_ratio=ratio)
     ours = ranks.run(train, options=options, dispatcher="expert-migration", steps=steps, **settings)
     stock = ranks.run(train, options=Options(), dispatcher="alltoall", steps=steps, **settings)
     assert ours[0] == pytest.approx(stock[0], rel=bound)

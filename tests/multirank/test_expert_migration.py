@@ -97,6 +97,19 @@ def test_eight_ranks_equal_stock(eight_ranks, levels):
     check(eight_ranks, cases)
 
 
+ALL_ENTRIES = 0.5
+"""A compression ratio at which every entry travels: what is left to differ from stock is the way of the entries."""
+
+
+def options_of(**settings: Any) -> Options:
+    """Options, whose compression ratios may be ALL_ENTRIES, which users are refused."""
+    ratios = {name: value for name, value in settings.items() if value == ALL_ENTRIES}
+    options = Options(**settings | dict.fromkeys(ratios, 2.0))
+    for name, value in ratios.items():
+        object.__setattr__(options, name, value)
+    return options
+
+
 def layers(
     number: int, sizes: tuple[int, ...] = (2, 2), levels: tuple[int, ...] = TWO_LEVELS, **options: Any
 ) -> tuple[list[Any], list[Any]]:
@@ -107,7 +120,7 @@ def layers(
 
     torch.manual_seed(11 + dist.get_rank())
     stock = [build_layer(moe_config()) for _ in range(number)]
-    megatron_moe_opt.register(Options(network_levels=levels, domain_sizes=sizes, **options))
+    megatron_moe_opt.register(options_of(network_levels=levels, domain_sizes=sizes, **options))
     ours = [build_layer(moe_config(moe_token_dispatcher_type="expert-migration")) for _ in range(number)]
     megatron_moe_opt.register()
     for layer, other in zip(ours, stock, strict=True):

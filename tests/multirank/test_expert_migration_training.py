@@ -9,11 +9,9 @@ import torch
 import torch.distributed as dist
 
 from megatron_moe_opt.options import Options
-from tests.multirank.test_expert_migration import hidden_states, layers, relative
+from tests.multirank.test_expert_migration import ALL_ENTRIES, hidden_states, layers, options_of, relative
 
 FULL_RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-ALL_ENTRIES = 0.5
-"""A ratio at which every entry travels, with its index."""
 SHARED_EXPERT = {"residuals": "shared", "shared_expert_interval": 1}
 
 
@@ -185,7 +183,7 @@ def test_tracked_experts_near_the_owners(ranks, settings):
 
 @pytest.mark.parametrize("interval", [1, 2])
 def test_losses_with_a_shared_expert_and_all_residuals_are_those_of_stock(ranks, interval):
-    options = Options(
+    options = options_of(
         network_levels=(2,), domain_sizes=(2,), compression_ratio=ALL_ENTRIES, residuals="shared",
         shared_expert_interval=interval,
     )  # fmt: skip
