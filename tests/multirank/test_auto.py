@@ -81,7 +81,7 @@ def train(
         "runs": controller.current,
         "layers": len(controller.layers),
         "built": [list(layer._built) for layer in controller.layers],
-        "groups": [group.group_desc for group in set(distributed_c10d._world.pg_map) - before],
+        "groups": sorted(group.group_desc for group in set(distributed_c10d._world.pg_map) - before),
     }
 
 
