@@ -172,11 +172,12 @@ def _compute(
     migrated: MigratedExperts | None = layer.token_dispatcher.dispatcher.migrated
     if migrated is None:  # the domains that were chosen are single ranks
         return stock(layer, hidden_states, probs)
+    lent = layer.token_dispatcher.dispatched.lent
     rows, tokens_per_expert, probs = layer.token_dispatcher.dispatch_postprocess(hidden_states, probs)
     of_owners = tokens_per_expert.view(len(migrated.owners), -1)
     sizes = of_owners.sum(1).tolist()
     outputs = []
-    parts = zip(migrated.of_owners(), rows.split(sizes), of_owners, probs.split(sizes), strict=True)
+    parts = zip(migrated.of_owners(lent), rows.split(sizes), of_owners, probs.split(sizes), strict=True)
     with watched, migrated.kept_as_they_came():
         for parameters, *arguments in parts:
             if parameters is None:

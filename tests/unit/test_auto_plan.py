@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -114,6 +115,23 @@ def test_a_prediction_is_the_mean_of_all_layers(planned, monkeypatch):
     assert (stock.seconds, ours.seconds) == ((3 * 2 + 10) / 4, (3 * 2 + 6) / 4)
     assert (stock.exposed, stock.inter_bytes, stock.terms) == (4.0, 4.0, {"all": 4.0})
     assert stock.activation_bytes == 5  # room is needed for the largest
+
+
+def test_what_a_gpu_may_have_no_room_for_is_not_tried(planned, monkeypatch):
+    controller = planned("alltoall")
+    held = {"mpmoe:2:S1": 900, "alltoall": 500, "monta:O2x2": 601}
+    controller.plan = dataclasses.replace(
+        controller.plan, candidates=tuple(Prediction(name, 1e-3, 1e-3, 0.0, 0.0, size) for name, size in held.items())
+    )
+    controller.layers = [SimpleNamespace(passes=4), SimpleNamespace(passes=4)]
+    monkeypatch.setattr(auto_layer, "_free_memory", lambda: 1000)
+    assert (room := controller._room()) == 400  # of 0.8 x 1000 bytes, one pass of each layer is in flight
+    for free, tried in ((room, list(held)), (399, ["alltoall", "monta:O2x2"]), (100, ["alltoall"]), (None, list(held))):
+        allowed, refused, _ = controller._make_plan(
+            [[Seen(LayerWorkload(16, 16, 16, False, 8, 2, 4, 16, 8), 32.0)]], free
+        )
+        assert [one.variant for one in allowed] == tried
+        assert all("could run out of memory" in one.reason for one in refused)
 
 
 @pytest.fixture
