@@ -84,7 +84,7 @@ class ExpertMigrationDispatcher:
             self._settle(self.choosing.fixed)
 
     def _settle(self, domains: ExpertDomains) -> None:
-        self.domain_groups = domain_groups(self.groups.ep, domains)
+        self.domain_groups = domain_groups(self.groups.ep, domains, self)
         self.tables = DomainTables(domains, self.groups.ep_rank, self.num_experts)
         if self.domain_groups.migrates:
             self.migrated = self._migrate(self.domain_groups, self.tables.owners)

@@ -38,6 +38,7 @@ from megatron_moe_opt.planning.skew import most_uneven_layer
 from megatron_moe_opt.planning.trials import Trials
 from megatron_moe_opt.runtime.agreement import found_by_first
 from megatron_moe_opt.runtime.collectives import device_of
+from megatron_moe_opt.topology.domain_groups import release_domain_groups
 from megatron_moe_opt.topology.expert_groups import ExpertGroups
 from megatron_moe_opt.variants import split_variant
 
@@ -277,8 +278,10 @@ class Controller:
             layer.use(variant)
 
     def _keep(self, variants: Iterable[str]) -> None:
-        for layer in self.layers:
-            layer.keep(variants)
+        """Forgets the dispatchers of other variants, and has their process groups destroyed: a collective call."""
+        forgotten = [layer.groups.ep for layer in self.layers if layer.keep(variants)]
+        for group in dict.fromkeys(forgotten):
+            release_domain_groups(group)
 
     def _settle(self) -> None:
         trials, chosen = self.trials, self.trials.choice

@@ -21,7 +21,7 @@ from megatron_moe_opt.dispatchers.expert_domains import Choosing, FixedDomains, 
 from megatron_moe_opt.dispatchers.expert_migration import ExpertMigrationDispatcher
 from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.integration.layer_workload import layer_workload
-from megatron_moe_opt.integration.optimizer_step import after_optimizer_step
+from megatron_moe_opt.integration.optimizer_step import after_optimizer_step, before_optimizer_step, forget
 from megatron_moe_opt.options import PREFIX, Options
 from megatron_moe_opt.runtime.expert_codec import LargestWeights, TrackedExperts, WholeExperts
 from megatron_moe_opt.runtime.expert_communicator import MigratedExperts, expert_communicator
@@ -100,8 +100,11 @@ def migrate_experts(layer: Any, options: Options) -> None:
         if gradient_ratio is not None:
             gradients = CompressedGradients(num_local, gradient_ratio)
             layer.experts.register_load_state_dict_post_hook(lambda *_: gradients.restart())
-            after_optimizer_step(communicator.after_skipped_step, updated=False)
+        before_optimizer_step(communicator.before_step)
         after_optimizer_step(communicator.after_step)
+        after_optimizer_step(communicator.after_skipped_step, updated=False)
+        for callback in (communicator.before_step, communicator.after_step, communicator.after_skipped_step):
+            groups.at_end.callback(forget, callback)
         return MigratedExperts(weights, owners, communicator, codec, gradients)
 
     dispatcher.take_experts(migrate)

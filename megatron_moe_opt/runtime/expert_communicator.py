@@ -2,8 +2,8 @@
 
 A model is a row of layers with experts (HybridEP, section IV-B, "Asynchronous Communicator"). Each layer's weights are
 gathered once and serve all passes until they change: all micro-batches of an optimizer step, recomputation and
-evaluation. Gathers run in a lane of their own, in groups of their own: the first layers' at the end of the optimizer
-step, the others' while layers before them are computed.
+evaluation. Gathers run in a lane of their own, in groups of their own: the first layers' when an optimizer step begins,
+before its first pass, the others' while layers before them are computed. After the last step none is begun.
 
 Whether weights have changed is not inferred from who may have written them (an optimizer, an all-gather into a
 distributed optimizer's buffer, a checkpoint): each rank compares its experts, bit for bit, with what it sent last. The
@@ -29,7 +29,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from megatron_moe_opt.kernels import empty
 from megatron_moe_opt.runtime.arrived_experts import ArrivedExperts, Residents, restore_part
 from megatron_moe_opt.runtime.collectives import all_gather_rows, device_of
-from megatron_moe_opt.runtime.communication_lane import communication_lane
+from megatron_moe_opt.runtime.communication_lane import communication_lane, finish_lanes
 from megatron_moe_opt.runtime.expert_codec import LargestWeights, TrackedExperts, WholeExperts
 from megatron_moe_opt.runtime.expert_gradients import CompressedGradients, WholeGradients
 from megatron_moe_opt.runtime.expert_weights import ExpertWeights
@@ -63,6 +63,8 @@ class ExpertCommunicator:
         self.gradients: weakref.WeakSet[WholeGradients | CompressedGradients] = weakref.WeakSet()
         """How those of each layer return."""
         self._first: weakref.ref[MigratedExperts] | None = None
+        self._due: weakref.ref[MigratedExperts] | None = None
+        """The first layer of a step whose weights nobody has gathered since they were updated."""
         self._last: weakref.ref[MigratedExperts] | None = None
 
     def note_pass(self, layer: MigratedExperts) -> None:
@@ -86,20 +88,29 @@ class ExpertCommunicator:
         return found
 
     def after_step(self) -> None:
-        """Sends the experts of the first layers of the passes since the last optimizer step, after the next one.
+        """Weights are new: the first layers of the passes since the last step are due when the next one begins."""
+        self._due, self._first = self._first, None
 
-        A collective call, where there was such a pass.
+    def before_step(self) -> None:
+        """Sends the experts of the first layers of the last step, if weights have been updated since they were sent.
+
+        A collective call, then.
         """
-        if self._first is None:
+        due, self._due = self._due, None
+        if due is None:
             return
-        first = self._first()
+        first = due()
         layers = [] if first is None else [first, *self.following(first)]
-        self._first = None
         number = torch.full((), len(layers), device=device_of(self.groups.ep))
         dist.all_reduce(number, dist.ReduceOp.MIN, group=self.groups.ep)
-        self.round += 1
+        self.begin_round()
         for layer in layers[: int(number)]:
             layer.send()
+
+    def begin_round(self) -> None:
+        """Experts that were sent before now are not those of the passes to come."""
+        self.round += 1
+        self._due = None
 
     def after_skipped_step(self) -> None:
         """Forgets what is left of gradients: of those that nobody has used."""
@@ -158,10 +169,17 @@ class ExpertCommunicator:
         return communication_lane("experts", gradients.device).submit(reduce)
 
 
-@functools.cache
+_communicators: dict[tuple[DomainGroups, int, int | None], ExpertCommunicator] = {}
+
+
 def expert_communicator(groups: DomainGroups, ahead: int, resident: int | None = None) -> ExpertCommunicator:
-    """The communicator of all layers of a process that have these groups."""
-    return ExpertCommunicator(groups, ahead, resident)
+    """The communicator of all layers of a process that have these groups, for as long as there are these."""
+    key = groups, ahead, resident
+    if key not in _communicators:
+        _communicators[key] = ExpertCommunicator(*key)
+        groups.at_end.callback(_communicators.pop, key)
+        groups.at_end.callback(finish_lanes)
+    return _communicators[key]
 
 
 class MigratedExperts:
@@ -223,7 +241,7 @@ class MigratedExperts:
         communicator.note_pass(self)
         changed, *gone = news
         if changed:
-            communicator.round += 1
+            communicator.begin_round()
             self.send()
         else:
             self._use()

@@ -230,8 +230,10 @@ def prefetched() -> None:
                 assert sent == [[True, True, True, False], *[[True] * 4] * 3]
             for layer in (*stock, *ours):
                 write_weights(layer, 1.1)
-            if round_ == 1:  # as Megatron's optimizers call it
+            if round_ == 1:  # as Megatron's optimizers call them
                 communicator.after_step()
+                assert not any(one.round == communicator.round + 1 for one in migrated)
+                communicator.before_step()
                 assert [one.round == communicator.round for one in migrated] == [True, True, True, False]
         for one, other in zip(stock, ours, strict=True):
             for weight, same in zip(one.parameters(), other.parameters(), strict=True):

@@ -14,7 +14,7 @@ import megatron_moe_opt
 from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.integration import auto_layer
 from megatron_moe_opt.integration.auto_layer import Controller, Seen, current_controller
-from megatron_moe_opt.integration.optimizer_step import _wrap
+from megatron_moe_opt.integration.optimizer_step import step_ended
 from megatron_moe_opt.integration.planned_layer import PlannedLayer
 from megatron_moe_opt.options import Options
 from megatron_moe_opt.planning.layer_workload import LayerWorkload
@@ -153,15 +153,14 @@ def timed(planned, monkeypatch):
 def test_a_step_that_the_optimizer_skips_counts_for_nothing(timed):
     """As the first ones under fp16 are: neither its passes for those of a step, nor its time for the next one's."""
     controller, layer, now = timed
-    skip = _wrap(lambda _: (False, None, None))
     (planned_layer,) = controller.layers
     planned_layer.passes, planned_layer.rows, planned_layer.tokens = 2, 64, 16
-    skip(None)
+    step_ended(updated=False)
     assert (planned_layer.passes, planned_layer.rows, planned_layer.tokens) == (0, 0, 0)
     for number in range(3):
         if number == 2:
             layer(torch.tensor([5.0]))
-            skip(None)
+            step_ended(updated=False)
         layer(torch.tensor([1.0]))
         controller.after_step()
     assert controller.trials.steps == 3 and controller.trials.longer_than(1.0) == 0.0
