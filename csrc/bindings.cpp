@@ -9,6 +9,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <numeric>
 #include <optional>
 #include <stdexcept>
 #include <string>
@@ -34,6 +35,7 @@
 #ifdef MOE_OPT_CUDA
 #include "pipeline/streams.h"
 #endif
+#include "planning/exchange_plan.h"
 
 namespace py = pybind11;
 
@@ -46,6 +48,8 @@ using OptionalTensor = std::optional<Tensor>;
 
 constexpr int64_t kLaneBytes = 16;               // of a packed row, behind its elements; holds the probability
 constexpr int64_t kBytesPerTask = 64 * 1024;     // least work worth a thread
+constexpr int64_t kMostChunks = 1 << 16;         // that an exchange is cut into
+constexpr int64_t kMostRows = int64_t{1} << 40;  // of a rank for an expert: sums over ranks and chunks stay in range
 constexpr int64_t kMapBytesPerTask = 16 * 1024;  // the same for routing maps
 
 template <typename... Parts>
@@ -681,6 +685,56 @@ Tensor place_samples(const Tensor& num, const Tensor& expert_device, const Tenso
   return device_of;
 }
 
+// ---- The plan of an exchange ----
+
+// (chunks, tokens_per_expert int64 [local] or [chunks, local]): see planning/exchange_plan.h. counts is int64
+// [EP, ETP, E]. A chunk is what runtime/exchange_plan.py's ChunkPlan is made of: (sent, arriving, etp rank, the list
+// that moves its blocks on `device` with the number of its rows, first row sent, received, gathered).
+py::tuple plan_exchange(const Tensor& of_ranks, int64_t ep_rank, int64_t etp_rank, int64_t num_chunks, bool together,
+                        at::Device device) {
+  check(of_ranks.dim() == 3 && of_ranks.scalar_type() == ScalarType::Long && of_ranks.is_cpu(),
+        "counts must be int64 [ep, etp, experts] on the CPU");
+  const Tensor counts = of_ranks.contiguous();
+  const int64_t ep_size = counts.size(0), etp_size = counts.size(1), experts = counts.size(2);
+  check(ep_size > 0 && etp_size > 0 && experts % ep_size == 0, experts, " experts do not divide among ", ep_size,
+        " ranks");
+  check(0 <= ep_rank && ep_rank < ep_size && 0 <= etp_rank && etp_rank < etp_size, "no rank (", ep_rank, ", ", etp_rank,
+        ") among ", ep_size, " x ", etp_size);
+  check(num_chunks >= 1 && num_chunks <= kMostChunks, num_chunks, " chunks: give a number from 1 to ", kMostChunks);
+  const int64_t* rows = counts.const_data_ptr<int64_t>();
+  check(std::all_of(rows, rows + counts.numel(), [](int64_t n) { return 0 <= n && n <= kMostRows; }),
+        "counts holds a number of rows outside [0, ", kMostRows, "]");
+  const planning::Counts of_rank{rows, ep_size, etp_size, experts / ep_size, ep_rank, etp_rank};
+  // Pinned and not waited for: a copy from pageable memory waits for all that is queued on the stream.
+  const auto options = at::TensorOptions().dtype(ScalarType::Long);
+  const int64_t blocks = planning::num_blocks(of_rank, num_chunks);
+  Tensor lists = at::empty({3, blocks}, options.pinned_memory(device.is_cuda()));
+  Tensor tokens = together ? at::empty({of_rank.local}, options) : at::empty({num_chunks, of_rank.local}, options);
+  int64_t* list = lists.mutable_data_ptr<int64_t>();
+  planning::ExchangePlan plan = planning::plan_exchange(of_rank, num_chunks, together, list, list + blocks,
+                                                        list + 2 * blocks, tokens.mutable_data_ptr<int64_t>());
+  if (!device.is_cpu()) lists = lists.to(device, /*non_blocking=*/true);
+  const auto sum = [](const std::vector<int64_t>& numbers) {
+    return std::accumulate(numbers.begin(), numbers.end(), int64_t{0});
+  };
+  const int64_t of_chunk = blocks / num_chunks;
+  int64_t first_sent = 0, first_received = 0, first_gathered = 0;
+  py::list chunks(num_chunks);
+  for (int64_t c = 0; c < num_chunks; ++c) {
+    const auto& arriving = plan.arriving[c];
+    int64_t gathered = 0;
+    for (const auto& of_peer : arriving) gathered += sum(of_peer);
+    const auto part = [&](int64_t which) { return lists.as_strided({of_chunk}, {1}, which * blocks + c * of_chunk); };
+    chunks[c] = py::make_tuple(plan.sent[c], arriving, etp_rank, py::make_tuple(part(0), part(1), part(2), gathered),
+                               first_sent, first_received, first_gathered);
+    if (!together) continue;
+    first_sent += sum(plan.sent[c]);
+    first_received += sum(arriving[etp_rank]);
+    first_gathered += gathered;
+  }
+  return py::make_tuple(chunks, tokens);
+}
+
 // ---- Pipelines ----
 
 using pipeline::Action;
@@ -857,6 +911,7 @@ PYBIND11_MODULE(_C, m) {
   m.def("count_routing_map", count_routing_map, no_gil);
   m.def("solve_placement", solve_placement, no_gil);
   m.def("place_samples", place_samples, no_gil);
+  m.def("plan_exchange", plan_exchange);
   py::class_<Action, ActionPtr>(m, "Action").def("run", &Action::run, no_gil);
   m.def("exchange", exchange);
   m.def("copy_rows", copy_rows);
