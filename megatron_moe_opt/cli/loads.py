@@ -23,6 +23,7 @@ from megatron_moe_opt.schedules.mpmoe import Restore
 from megatron_moe_opt.schedules.schedule import Kind, Lane
 from megatron_moe_opt.topology.expert_groups import ExpertGroups, TokenCopies
 from megatron_moe_opt.topology.nodes import NodeMap
+from megatron_moe_opt.topology.process_groups import refine
 
 _CHUNKS = 32  # of a reorder: source ranks times experts of a rank
 _COPIED_BYTES = 32 * 2**20  # that small copies go around in, so that they do not find their rows in a cache
@@ -281,5 +282,4 @@ def expert_gemm(rows: Rows, expert: Experts, training: bool = False) -> Load:
 
 def group_of(groups: tuple[tuple[int, ...], ...]) -> ProcessGroup:
     """The process group of this rank among groups that hold every rank once. A collective call over the world."""
-    made = [(dist.new_group(list(ranks)), ranks) for ranks in groups]
-    return next(group for group, ranks in made if dist.get_rank() in ranks)
+    return refine(dist.group.WORLD, next(ranks for ranks in groups if dist.get_rank() in ranks), "profile")

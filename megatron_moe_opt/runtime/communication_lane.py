@@ -6,6 +6,7 @@ Who submits collectives reports what they send with traffic.count_sent: a Traffi
 
 from __future__ import annotations
 
+import os
 import queue
 import threading
 from collections.abc import Callable
@@ -13,8 +14,9 @@ from concurrent.futures import Future
 
 import torch
 
+from megatron_moe_opt.kernels.streams import has_streams
 from megatron_moe_opt.runtime.failure_board import told
-from megatron_moe_opt.runtime.forks import Pending, cached_until_fork
+from megatron_moe_opt.runtime.forks import Pending
 from megatron_moe_opt.runtime.layer_place import Place, place, working_beside
 from megatron_moe_opt.runtime.traffic import reported
 
@@ -32,6 +34,10 @@ class HostLane:
         pending = Pending(future)
         self._tasks.put((task, future, place()))
         return pending.result
+
+    def finish(self) -> None:
+        """Waits until all that was submitted has ended, however it did."""
+        self.submit(lambda: torch.empty(0))()
 
     def _work(self) -> None:
         while True:
@@ -66,8 +72,23 @@ class StreamLane:
 
         return wait
 
+    def finish(self) -> None:
+        """Waits until all that was submitted has ended."""
+        self._stream.synchronize()
 
-@cached_until_fork
+
+_lanes: dict[tuple[str, torch.device], HostLane | StreamLane] = {}
+os.register_at_fork(after_in_child=_lanes.clear)
+
+
 def communication_lane(name: str, device: torch.device) -> HostLane | StreamLane:
     """The lane of this name of this process, for tensors on `device`; made when it is first needed."""
-    return StreamLane(device) if device.type == "cuda" else HostLane(name)
+    if (name, device) not in _lanes:
+        _lanes[name, device] = StreamLane(device) if has_streams(device) else HostLane(name)
+    return _lanes[name, device]
+
+
+def finish_lanes() -> None:
+    """Waits until all that was submitted to the lanes of this process has ended."""
+    for lane in _lanes.values():
+        lane.finish()

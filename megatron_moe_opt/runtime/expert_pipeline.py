@@ -15,6 +15,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from megatron_moe_opt.kernels import empty
+from megatron_moe_opt.kernels.streams import has_streams
 from megatron_moe_opt.runtime import steps
 from megatron_moe_opt.runtime.executor import executor
 from megatron_moe_opt.runtime.expert_call import ExpertCall, Experts
@@ -146,7 +147,7 @@ class _Pass:
             grad_packed = self.packed.empty_rows(grad_combined.size(0), grad_combined)
             given |= self._named("grad_rows", grad_packed)
         buffers = self._buffers(given)
-        compute = torch.cuda.current_stream(grad_combined.device) if grad_combined.is_cuda else None
+        compute = torch.cuda.current_stream(grad_combined.device) if has_streams(grad_combined.device) else None
         grads: dict[int, _Computed] = {}
         of_parameters = [_Sum(parameter, len(self.plans)) for parameter in self.experts.parameters]
 
@@ -238,7 +239,7 @@ class _Pass:
         if not STRATEGIES[self.strategy].reuses:
             return computed[j]
         for tensor in computed[j]:
-            if tensor is not None and tensor.is_cuda:  # recomputing does not wait until it is sent
+            if tensor is not None and has_streams(tensor.device):  # recomputing does not wait until it is sent
                 tensor.record_stream(torch.cuda.current_stream(tensor.device))
         return computed.pop(j)
 
@@ -259,25 +260,30 @@ class _Pass:
 
 
 class _Sum:
-    """A parameter's gradient, summed over partitions.
+    """A parameter's gradient, summed over partitions: in float32, and rounded once.
 
     With gradient accumulation fusion a partition's GEMM adds to the parameter's main_grad, and autograd gets a stand-in
     without a value, or nothing where saved tensors are caught: they come back without the attributes of the parameter.
     """
 
     def __init__(self, parameter: torch.Tensor, partitions: int) -> None:
-        self.value: torch.Tensor | None = None
         self._parameter, self._adds = parameter, partitions > 1
+        self._sum: torch.Tensor | None = None
+
+    @property
+    def value(self) -> torch.Tensor | None:
+        """What the partitions have given until now, in the parameter's dtype; None: nothing."""
+        return None if self._sum is None else self._sum.to(self._parameter.dtype)
 
     def add(self, grad: torch.Tensor | None) -> None:
         """Adds what one partition has given."""
         if grad is None:
             if hasattr(self._parameter, "grad_added_to_main_grad"):
                 self._parameter.grad_added_to_main_grad = True
-                self.value = self._parameter.new_zeros(()).expand_as(self._parameter)
+                self._sum = self._parameter.new_zeros(()).expand_as(self._parameter)
         elif getattr(self._parameter, "grad_added_to_main_grad", False) or not self._adds:
-            self.value = grad
-        elif self.value is None:  # copied at once: the gradient may be shared, and there would be three at the second
-            self.value = grad.clone()
+            self._sum = grad
+        elif self._sum is None:  # copied at once: the gradient may be shared, and there would be three at the second
+            self._sum = grad.to(torch.promote_types(grad.dtype, torch.float32), copy=True)
         else:
-            self.value += grad
+            self._sum += grad
