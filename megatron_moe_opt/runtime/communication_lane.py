@@ -16,6 +16,7 @@ from concurrent.futures import Future
 
 import torch
 
+from megatron_moe_opt.kernels.streams import has_streams
 from megatron_moe_opt.runtime.collectives import Waits
 from megatron_moe_opt.runtime.forks import Pending
 from megatron_moe_opt.runtime.traffic import reported
@@ -113,7 +114,7 @@ def _end_lanes() -> None:
 def communication_lane(name: str, device: torch.device) -> HostLane | StreamLane:
     """The lane of this name of this process, for tensors on `device`; made when it is first needed."""
     if (name, device) not in _lanes:
-        _lanes[name, device] = StreamLane(device) if device.type == "cuda" else HostLane(name)
+        _lanes[name, device] = StreamLane(device) if has_streams(device) else HostLane(name)
     return _lanes[name, device]
 
 

@@ -9,6 +9,7 @@ from contextlib import nullcontext
 import torch
 
 from megatron_moe_opt.kernels.extension import load_extension
+from megatron_moe_opt.kernels.streams import has_streams
 from megatron_moe_opt.runtime.collectives import CollectiveError, describe_failure, first_line, global_rank
 from megatron_moe_opt.runtime.recording import clock, is_recording, note
 from megatron_moe_opt.runtime.steps import Steps
@@ -33,8 +34,8 @@ class Executor:
     """Runs one schedule at a time. After a failure it can be used again; the group of a failed collective cannot."""
 
     def __init__(self, device: str) -> None:
-        self._on_cuda = device == "cuda"
-        if self._on_cuda:
+        self._on_streams = has_streams(torch.device(device))
+        if self._on_streams:
             self._runner = _C.StreamExecutor([_PRIORITY.get(lane, 0) for lane in _LANES])
         else:
             self._runner = _C.Executor(len(_LANES))
@@ -70,7 +71,7 @@ class Executor:
     def _caller_lane(self, schedule: Schedule) -> int:
         if Lane.COMPUTE in schedule.lanes:
             return _NUMBER[Lane.COMPUTE]
-        if self._on_cuda or not schedule.ops:
+        if self._on_streams or not schedule.ops:
             return -1
         return _NUMBER[schedule.ops[-1].lane]
 
