@@ -18,7 +18,9 @@ import torch
 
 from megatron_moe_opt.kernels.streams import has_streams
 from megatron_moe_opt.runtime.collectives import Waits
+from megatron_moe_opt.runtime.failure_board import first_failure, told
 from megatron_moe_opt.runtime.forks import Pending
+from megatron_moe_opt.runtime.layer_place import Place, place, working_beside
 from megatron_moe_opt.runtime.traffic import reported
 
 END_S = 5.0
@@ -29,7 +31,8 @@ class HostLane:
     """A thread. Whatever it waits for, a peer that died does not keep this rank alive: see `end`."""
 
     def __init__(self, name: str) -> None:
-        self._tasks: queue.SimpleQueue[tuple[Callable[[], torch.Tensor], Future] | None] = queue.SimpleQueue()
+        self._tasks: queue.SimpleQueue[tuple[Callable[[], torch.Tensor], Future, Place | None] | None]
+        self._tasks = queue.SimpleQueue()
         self._waits: Waits | None = None
         self._thread = threading.Thread(target=self._work, name=name, daemon=True)
         self._thread.start()
@@ -38,7 +41,7 @@ class HostLane:
         """Queues a task; what is returned waits for its result, or raises what it raised."""
         future: Future[torch.Tensor] = Future()
         pending = Pending(future)
-        self._tasks.put((task, future))
+        self._tasks.put((task, future, place()))
         return pending.result
 
     def finish(self) -> None:
@@ -61,14 +64,14 @@ class HostLane:
 
     def _work(self) -> None:
         self._waits = Waits.here()
-        while (submitted := self._tasks.get()) is not None:
-            task, future = submitted
+        while (entry := self._tasks.get()) is not None:
+            task, future, submitted = entry
             try:
-                with torch.no_grad():
+                with torch.no_grad(), working_beside(submitted), told():
                     future.set_result(task())
             except BaseException as error:
                 future.set_exception(error)
-            del task, future, submitted  # or an idle thread would keep their tensors
+            del task, future, submitted, entry  # or an idle thread would keep their tensors
 
 
 class StreamLane:
@@ -105,14 +108,16 @@ _lanes: dict[tuple[str, torch.device], HostLane | StreamLane] = {}
 os.register_at_fork(after_in_child=_lanes.clear)
 
 
-@atexit.register
 def _end_lanes() -> None:
-    for lane in _lanes.values():
-        lane.end()
+    if first_failure() is None:  # after a failure the process ends without waiting for its threads
+        for lane in _lanes.values():
+            lane.end()
 
 
 def communication_lane(name: str, device: torch.device) -> HostLane | StreamLane:
     """The lane of this name of this process, for tensors on `device`; made when it is first needed."""
+    if not _lanes:
+        atexit.register(_end_lanes)  # while it can still be told that a peer has failed: before the failure board ends
     if (name, device) not in _lanes:
         _lanes[name, device] = StreamLane(device) if has_streams(device) else HostLane(name)
     return _lanes[name, device]
