@@ -45,7 +45,7 @@ class Job:
         common, world = dict(environment or {}), ranks or 1
         if ranks is not None:
             common |= {"WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world), "MASTER_ADDR": "localhost"}
-            common.setdefault("MASTER_PORT", str(_free_port()))
+            common.setdefault("MASTER_PORT", str(free_port()))
         self.processes = []
         with preloaded_processes() as context:
             for rank in range(world):
@@ -90,7 +90,8 @@ class Job:
             process.join()
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """A port of this machine at which nobody listens."""
     with socket.socket() as probe:
         probe.bind(("localhost", 0))
         return probe.getsockname()[1]
