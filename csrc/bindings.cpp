@@ -752,6 +752,12 @@ ActionPtr make_action(Function function) {
   return std::make_shared<FunctionAction>(std::move(function));
 }
 
+// Has what waits for a send or a receive of Gloo's return: a wait that has not begun yet is not ended.
+void abort_work(const c10::intrusive_ptr<c10d::Work>& work) {
+  check(work.defined(), "no work to abort");
+  work->abort();
+}
+
 // Rows [first, first + count) for each rank of the group.
 using RowBlocks = std::vector<std::pair<int64_t, int64_t>>;
 
@@ -917,6 +923,7 @@ PYBIND11_MODULE(_C, m) {
   m.def("exchange", exchange);
   m.def("copy_rows", copy_rows);
   m.def("sum_parts", sum_parts);
+  m.def("abort_work", abort_work, no_gil);
   m.def("call_python", call_python);
   py::class_<pipeline::Executor>(m, "Executor").def(py::init<int>()).def("run", run_ops<pipeline::Executor>);
 #ifdef MOE_OPT_CUDA
