@@ -35,7 +35,8 @@
 #include "pipeline/exchange.h"
 #include "pipeline/executor.h"
 #ifdef MOE_OPT_CUDA
-#include "pipeline/streams.h"
+#include "pipeline/cuda_streams.h"
+#include "pipeline/stream_executor.h"
 #endif
 #include "planning/exchange_plan.h"
 
@@ -756,6 +757,12 @@ ActionPtr make_action(Function function) {
   return std::make_shared<FunctionAction>(std::move(function));
 }
 
+// Has what waits for a send or a receive of Gloo's return: a wait that has not begun yet is not ended.
+void abort_work(const c10::intrusive_ptr<c10d::Work>& work) {
+  check(work.defined(), "no work to abort");
+  work->abort();
+}
+
 // Rows [first, first + count) for each rank of the group.
 using RowBlocks = std::vector<std::pair<Size<"first row">, Size<"number of rows">>>;
 
@@ -993,6 +1000,7 @@ PYBIND11_MODULE(_C, m) {
   m.def("exchange", exchange);
   m.def("copy_rows", copy_rows);
   m.def("sum_parts", sum_parts);
+  m.def("abort_work", abort_work, no_gil);
   m.def("call_python", call_python);
   py::class_<pipeline::Executor, std::shared_ptr<pipeline::Executor>>(m, "Executor")
       .def(py::init([](Size<"the number of lanes"> lanes) {
@@ -1002,8 +1010,12 @@ PYBIND11_MODULE(_C, m) {
       .def("run", run_ops<pipeline::Executor>);
 #ifdef MOE_OPT_CUDA
   py::class_<pipeline::StreamExecutor, std::shared_ptr<pipeline::StreamExecutor>>(m, "StreamExecutor")
-      .def(py::init<const std::vector<int>&>())
+      .def(py::init([](const std::vector<int>& priorities) {
+        return std::make_shared<pipeline::StreamExecutor>(pipeline::cuda_streams(priorities));
+      }))
       .def("run", run_ops<pipeline::StreamExecutor>);
+  m.def("new_cuda_stream",
+        [](int priority) { return reinterpret_cast<intptr_t>(pipeline::new_cuda_stream(priority)); });
 #endif
   m.def("build_info", build_info);
   m.def("select_cpu_kernels", [](const std::string& name) { return cpu::select_kernels(name.c_str()); });

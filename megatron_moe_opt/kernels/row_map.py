@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from .extension import load_extension
+from .streams import has_streams
 
 _C = load_extension()
 
@@ -94,7 +95,7 @@ def build_row_map(routing_map: torch.Tensor, capacity: int | None = None, num_ou
     num_tokens, num_experts = routing_map.shape
     routing_map = routing_map.bool().contiguous()
     if capacity is None:
-        expected = None if num_out_tokens is None or not routing_map.is_cuda else int(num_out_tokens)
+        expected = None if num_out_tokens is None else int(num_out_tokens)
         offsets, rows, experts, sources, counts = _C.build_row_map(routing_map, expected)
     else:
         counts = torch.full((num_experts,), capacity, dtype=torch.int64, device=routing_map.device)
@@ -166,7 +167,7 @@ def row_map_from_sources(sources: torch.Tensor, num_tokens: int, num_experts: in
             )
         rows_per_expert = max(num_rows // num_experts, 1)
         counts = torch.full((num_experts,), num_rows // num_experts, dtype=torch.int64, device=sources.device)
-    if sources.is_cuda and num_rows > 0:
+    if has_streams(sources.device) and num_rows > 0:
         torch._assert_async(((sources >= 0) & (sources < num_tokens)).all(), "sorted_indices out of range")
     offsets, rows, experts = _C.build_row_map_from_sources(sources, num_tokens, rows_per_expert)
     return RowMap(num_tokens, num_experts or 0, num_rows, offsets, rows, experts, sources, counts)
