@@ -116,12 +116,12 @@ class FailureBoard:
         first = Failure(**json.loads(self._store.compare_set(_FIRST, "", mine)))
         self._store.set(_ALARM, "")
         self._say(first)
-        self._wait_until_seen()
+        self._wait_until_seen(self._world - (rank != self.rank))  # who does not answer reads nothing
         return first
 
-    def _wait_until_seen(self) -> None:
+    def _wait_until_seen(self, by: int) -> None:
         deadline = time.monotonic() + SEEN_S
-        while self._store.add(_SEEN, 0) < self._world and time.monotonic() < deadline:
+        while self._store.add(_SEEN, 0) < by and time.monotonic() < deadline:
             time.sleep(POLL_S / 10)
 
     def _blame(self, what: str, peer: int | None) -> Failure:
@@ -207,7 +207,7 @@ class FailureBoard:
 
     def _exit(self) -> None:
         if self._served_by_rank == self.rank:
-            self._answered(self._wait_until_seen)
+            self._answered(lambda: self._wait_until_seen(self._world))
         for stream in (sys.stdout, sys.stderr):
             if stream is not None:
                 stream.flush()
