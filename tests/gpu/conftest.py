@@ -1,4 +1,7 @@
-"""The device of the GPU tests, alone or as a process group; without one every test here is skipped, for one reason."""
+"""The device of the GPU tests, alone or as a process group: a GPU, or with `-p tests.emulator.plugin` the emulator.
+
+Without either every test here is skipped, for one reason.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +10,15 @@ import torch
 import torch.distributed as dist
 
 from megatron_moe_opt import kernels
+from tests.gpu import EMULATED
 
 
 @pytest.fixture
 def device():
     if not torch.cuda.is_available():
-        pytest.skip("no CUDA device; on a machine that has one, run tools/gpu_check.sh")
+        pytest.skip(
+            "no CUDA device: pass -p tests.emulator.plugin, or run tools/gpu_check.sh on a machine that has one"
+        )
     info = kernels.build_info()
     if info["backend"] != "cuda":
         pytest.fail("the extension was built for CPU only; rebuild it where nvcc is on PATH")
@@ -23,6 +29,8 @@ def device():
 @pytest.fixture
 def one_rank(device, tmp_path):
     """A process group of one rank over NCCL, with our dispatchers registered."""
+    if EMULATED:
+        pytest.skip("a layer of Megatron-Core needs a GPU's random numbers and NCCL")
     pytest.importorskip("megatron.core", reason="megatron-core is not installed")
     import megatron_moe_opt
 

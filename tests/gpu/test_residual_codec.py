@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from megatron_moe_opt import kernels
+from tests.gpu import sized
 from tests.gpu.test_streams import SPIN
 from tests.unit.codec_cases import BLOCK, DTYPES, FILLS, check_decode, check_encode, pair, same_values
 
@@ -45,12 +46,12 @@ def test_views_that_start_anywhere(device, dtype, offset):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_large_expert_equals_the_cpu_again_and_again(device, dtype):
-    numel = 8 * 2**20 + 8
+    numel = sized(8 * 2**20, 2**18) + 8
     expert, shared = pair(numel, dtype, "random", seed=1)
     expected = kernels.sr_encode(expert, shared, numel // 50)
     decoded = kernels.sr_decode(*expected, shared)
     expert, shared = expert.to(device), shared.to(device)
-    for _ in range(5):
+    for _ in range(sized(5, 2)):
         values, indices = kernels.sr_encode(expert, shared, numel // 50)
         assert torch.equal(indices.cpu().view(torch.int16), expected[1].view(torch.int16))
         same_values(values, expected[0])

@@ -7,6 +7,7 @@ import torch
 
 from megatron_moe_opt import kernels
 from megatron_moe_opt.kernels import ChunkList
+from tests.gpu import sized
 from tests.unit.permute_cases import random_map
 
 SPIN = 200_000_000  # cycles: about 0.1 s, long against every kernel of these tests
@@ -59,7 +60,7 @@ def test_two_streams_do_not_disturb_each_other(device):
         permuted, _, indices = kernels.permute(tokens, routing_map)
         expected.append(kernels.unpermute(permuted, indices, tokens.shape))
     torch.cuda.synchronize()
-    for _ in range(50):
+    for _ in range(sized(50, 2)):
         outputs = []
         for stream, (tokens, routing_map) in zip(streams, inputs, strict=True):
             with torch.cuda.stream(stream):
