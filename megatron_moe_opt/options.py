@@ -26,7 +26,7 @@ from megatron_moe_opt.option_values import PARTITIONS as SEVERAL_PARTITIONS
 from megatron_moe_opt.planning.partition_search import PARTITIONS
 from megatron_moe_opt.schedules.monta import LEVELS
 from megatron_moe_opt.schedules.mpmoe import NONE, STRATEGIES
-from megatron_moe_opt.schedules.parm import SCHEDULES
+from megatron_moe_opt.schedules.parm import AAS, SCHEDULES
 
 PREFIX = "--moe-opt-"
 RESIDUALS = ("last", "shared")
@@ -62,7 +62,7 @@ class Options:
     )
     parm_schedule: str | None = _option(
         "parm-schedule",
-        one_of(*SCHEDULES, AUTO),
+        one_of(*SCHEDULES, AAS, AUTO),
         "where the parm dispatcher splits tokens that all TP ranks hold: before the gate (S1) or after it (S2; or AAS, "
         "for comparison: S2 with its AllGather behind the whole all-to-all) (default: auto with a profile, else S1)",
     )

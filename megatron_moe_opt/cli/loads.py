@@ -23,6 +23,7 @@ from megatron_moe_opt.schedules.mpmoe import Restore
 from megatron_moe_opt.schedules.schedule import Kind, Lane
 from megatron_moe_opt.topology.expert_groups import ExpertGroups, TokenCopies
 from megatron_moe_opt.topology.nodes import NodeMap
+from megatron_moe_opt.topology.process_groups import refine
 
 _CHUNKS = 32  # of a reorder: source ranks times experts of a rank
 _COPIED_BYTES = 32 * 2**20  # that small copies go around in, so that they do not find their rows in a cache
@@ -121,7 +122,11 @@ def reduce_scatter(rows: Rows, group: ProcessGroup, role: str, lane: Lane) -> Lo
         mine = number // group.size()
         added, parts, summed = rows.filled(number), rows.filled(number - mine), rows.filled(mine)
         counts = [mine] * group.size()
-        return Sized(number * rows.bytes, lambda: steps.reduce_scatter(added, parts, summed, counts, group))
+
+        def exchange_and_sum() -> steps.Steps:
+            return steps.scatter(added, parts, counts, group) + steps.sum_scattered(added, parts, summed, counts, group)
+
+        return Sized(number * rows.bytes, exchange_and_sum)
 
     return Load(Kind.REDUCE_SCATTER, lane, role, sized)
 
@@ -281,5 +286,4 @@ def expert_gemm(rows: Rows, expert: Experts, training: bool = False) -> Load:
 
 def group_of(groups: tuple[tuple[int, ...], ...]) -> ProcessGroup:
     """The process group of this rank among groups that hold every rank once. A collective call over the world."""
-    made = [(dist.new_group(list(ranks)), ranks) for ranks in groups]
-    return next(group for group, ranks in made if dist.get_rank() in ranks)
+    return refine(dist.group.WORLD, next(ranks for ranks in groups if dist.get_rank() in ranks), "profile")

@@ -20,7 +20,7 @@ from torch.distributed import ProcessGroup
 from megatron_moe_opt.dispatchers.expert_domains import Choosing
 from megatron_moe_opt.kernels import build_row_map
 from megatron_moe_opt.runtime.collectives import all_gather_rows
-from megatron_moe_opt.runtime.expert_communicator import MigratedExperts
+from megatron_moe_opt.runtime.expert_communicator import Lent, MigratedExperts
 from megatron_moe_opt.runtime.hop_plan import DomainTables
 from megatron_moe_opt.runtime.host_copy import HostCopy
 from megatron_moe_opt.runtime.row_facts import RowFacts, experts_of_tokens
@@ -42,6 +42,8 @@ class Dispatched:
     facts: RowFacts
     counts: HostCopy
     """[ep_size, num_counts, and the news of migrated experts] of every rank, on its way to the host."""
+    lent: Lent | None
+    """This rank's experts for the others' use; None where none travels."""
 
     @cached_property
     def route(self) -> Route:
@@ -82,7 +84,7 @@ class ExpertMigrationDispatcher:
             self._settle(self.choosing.fixed)
 
     def _settle(self, domains: ExpertDomains) -> None:
-        self.domain_groups = domain_groups(self.groups.ep, domains)
+        self.domain_groups = domain_groups(self.groups.ep, domains, self)
         self.tables = DomainTables(domains, self.groups.ep_rank, self.num_experts)
         if self.domain_groups.migrates:
             self.migrated = self._migrate(self.domain_groups, self.tables.owners)
@@ -131,10 +133,12 @@ class ExpertMigrationDispatcher:
         routed = experts < row_map.num_experts
         probs = probs.gather(1, experts.clamp(max=row_map.num_experts - 1)).masked_fill(~routed, 0)
         counts = self.device_tables(tokens.device).count(experts, row_map.expert_counts)
+        lent = None
         if self.migrated is not None:
             counts = torch.cat([counts, self.migrated.news()])
+            lent = self.migrated.lent()
         counts = HostCopy(all_gather_rows(counts.view(1, -1), None, self.groups.ep))
-        return tokens, Dispatched(self, experts, probs, facts, counts)
+        return tokens, Dispatched(self, experts, probs, facts, counts, lent)
 
     def dispatch(
         self, tokens: torch.Tensor, dispatched: Dispatched, prob_dtype: torch.dtype

@@ -34,6 +34,7 @@ from megatron_moe_opt.kernels import (
     permute_packed,
     write_notes,
 )
+from megatron_moe_opt.kernels.streams import has_streams
 from megatron_moe_opt.runtime.collectives import global_rank
 from megatron_moe_opt.runtime.exchange_plan import plan_exchange
 from megatron_moe_opt.runtime.expert_exchange import Exchange, to_experts
@@ -210,7 +211,7 @@ class NetmoeDispatcher(MontaDispatcher):
 def _check_tokens_have_rows(offsets: torch.Tensor) -> None:
     """A token without an expert would lose its residual. Raises ValueError; on CUDA an assertion on the device."""
     all_have = (offsets.diff() > 0).all()
-    if offsets.is_cuda:
+    if has_streams(offsets.device):
         torch._assert_async(all_have, "netmoe: a token without an expert")
     elif not all_have:
         raise ValueError("the router gives a token no expert, and its residual no way: use monta")

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_moe_opt.dispatchers.pipelining import agreed_cluster
-from megatron_moe_opt.dispatchers.say import say
+from megatron_moe_opt.dispatchers.say import say, say_other_settings
 from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.integration.auto_report import plan_lines, settled_lines
 from megatron_moe_opt.integration.checks import check_config
@@ -38,9 +38,12 @@ from megatron_moe_opt.planning.skew import most_uneven_layer
 from megatron_moe_opt.planning.trials import Trials
 from megatron_moe_opt.runtime.agreement import found_by_first
 from megatron_moe_opt.runtime.collectives import device_of
+from megatron_moe_opt.topology.domain_groups import release_domain_groups
 from megatron_moe_opt.topology.expert_groups import ExpertGroups
 from megatron_moe_opt.variants import split_variant
 
+MOST_OF_FREE = 0.8
+"""Of the memory that was free at the peak of the first step: other steps, and fragments, may take more."""
 REPLICATED_START = "monta:O1"  # what runs first where stock refuses to train
 
 
@@ -153,10 +156,12 @@ class Controller:
 
     def _begin(self) -> None:
         """Plans, and says what is tried."""
-        seen: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(seen, [self._seen(layer) for layer in self.layers if layer.passes])
+        of_ranks: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(of_ranks, ([self._seen(layer) for layer in self.layers if layer.passes], self._room()))
+        seen, rooms = zip(*of_ranks, strict=True)
         self.passes_of_step = max(sum(one.passes for one in of_rank) for of_rank in seen)
-        found = found_by_first(lambda: self._make_plan(seen), dist.group.WORLD)
+        room = min((room for room in rooms if room is not None), default=None)
+        found = found_by_first(lambda: self._make_plan(seen, room), dist.group.WORLD)
         self.predicted, self.refused, self.planned = found
         if self.planned is None:
             self.settled = True  # a plan that differs from layer to layer, or cannot be left: it runs as it is
@@ -168,23 +173,32 @@ class Controller:
     def _seen(self, layer: PlannedLayer) -> Seen:
         return Seen(layer.workload(), layer.rows / layer.passes, layer.passes)
 
+    def _room(self) -> int | None:
+        """Bytes that each pass of a layer of this rank may hold besides what stock's held in the first step."""
+        free = _free_memory()
+        in_flight = self.config.pipeline_model_parallel_size * (self.config.virtual_pipeline_model_parallel_size or 1)
+        held = sum(min(layer.passes, in_flight) for layer in self.layers)
+        return None if free is None or held == 0 else int(free * MOST_OF_FREE / held)
+
     def _make_plan(
-        self, seen: Sequence[Sequence[Seen]]
+        self, seen: Sequence[Sequence[Seen]], room: int | None = None
     ) -> tuple[tuple[Prediction, ...], tuple[Refusal, ...], str | None]:
         """Predictions of a layer, in the mean over all of them; what was refused, and what is planned. On rank 0.
 
         Args:
             seen: of each rank's layers, in their order.
+            room: the least of all ranks' `_room`. A trial that runs out of memory on one rank would end the job.
         """
         if self.plan is not None:
             variants = set(self.plan.layers.values())
             workers = {one.workload.workers for of_rank in seen for one in of_rank}
-            allowed, refused = self._allowed(self.plan.candidates, workers)
+            allowed, refused = self._allowed(self.plan.candidates, workers, room)
             switchable = len(variants) == 1 and variants <= {one.variant for one in allowed}
             return allowed, refused, variants.pop() if switchable else None
         if not any(seen):
             raise ConfigurationError("--moe-token-dispatcher-type auto: no MoE layer has run in the first step")
         cluster = Cluster.load(self.options.profile)
+        say_other_settings(AUTO, self.options.profile, cluster.gpu_settings)
         by_shape: dict[LayerWorkload, list[list[Seen]]] = {}
         for rank, of_rank in enumerate(seen):
             for one in of_rank:
@@ -208,7 +222,7 @@ class Controller:
             refused |= {one.variant: one for one in not_here}
         everywhere = [_mean(ones) for ones in of_shapes.values() if len(ones) == len(by_shape)]
         in_order = sorted(everywhere, key=lambda one: one.seconds)
-        allowed, not_allowed = self._allowed(in_order, {workload.workers for workload in by_shape})
+        allowed, not_allowed = self._allowed(in_order, {workload.workers for workload in by_shape}, room)
         return allowed, (*refused.values(), *not_allowed), best(allowed).variant
 
     def _agree_on_plan(self, group: dist.ProcessGroup) -> None:
@@ -218,6 +232,7 @@ class Controller:
     def _read_plan(self) -> Plan:
         """Refuses now, as for a dispatcher that the user names, what this configuration cannot run."""
         plan = Plan.load(self.options.plan)
+        say_other_settings(AUTO, self.options.plan, plan.gpu_settings)
         for variant in dict.fromkeys(plan.layers.values()):
             reason = self._refusal(variant)
             if reason is not None:
@@ -225,17 +240,24 @@ class Controller:
         return plan
 
     def _allowed(
-        self, predictions: Sequence[Prediction], workers: set[tuple[int, ...]]
+        self, predictions: Sequence[Prediction], workers: set[tuple[int, ...]], room: int | None
     ) -> tuple[tuple[Prediction, ...], tuple[Refusal, ...]]:
         """What layers can change to and from in this configuration, and what they cannot.
 
         Args:
             workers: of each network level of the expert-parallel groups, as this run finds them.
+            room: see `_make_plan`.
         """
         config = self.config
         drops = config.moe_expert_capacity_factor is not None
         together = drops or config.moe_router_load_balancing_type == "sinkhorn"
-        reasons = [self._refusal(one.variant) or _stays(one.variant, workers, together) for one in predictions]
+        of_stock = next((one.activation_bytes for one in predictions if one.variant == ALLTOALL), 0)
+        reasons = [
+            self._refusal(one.variant)
+            or _stays(one.variant, workers, together)
+            or _needs(one.activation_bytes - of_stock, room)
+            for one in predictions
+        ]
         found = list(zip(predictions, reasons, strict=True))
         allowed = tuple(one for one, reason in found if reason is None)
         return allowed, tuple(Refusal(one.variant, reason) for one, reason in found if reason is not None)
@@ -258,8 +280,10 @@ class Controller:
             layer.use(variant)
 
     def _keep(self, variants: Iterable[str]) -> None:
-        for layer in self.layers:
-            layer.keep(variants)
+        """Forgets the dispatchers of other variants, and has their process groups destroyed: a collective call."""
+        forgotten = [layer.groups.ep for layer in self.layers if layer.keep(variants)]
+        for group in dict.fromkeys(forgotten):
+            release_domain_groups(group)
 
     def _settle(self) -> None:
         trials, chosen = self.trials, self.trials.choice
@@ -280,6 +304,22 @@ class Controller:
     def _synchronize(self) -> None:
         if torch.cuda.is_available():
             torch.cuda.synchronize()
+
+
+def _free_memory() -> int | None:
+    """Bytes of this rank's GPU that were free when most was in use; None without a GPU, where the host's may be
+    swapped.
+    """
+    if not torch.cuda.is_available():
+        return None
+    return torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved() - torch.cuda.max_memory_allocated()
+
+
+def _needs(above: int, room: int | None) -> str | None:
+    """Why a variant that holds so many bytes more than stock for each pass of a layer does not fit."""
+    if room is None or above <= room:
+        return None
+    return f"holds {above} bytes more than stock for each layer, and {room} are free: a trial could run out of memory"
 
 
 def _stays(variant: str, workers: set[tuple[int, ...]], together: bool) -> str | None:

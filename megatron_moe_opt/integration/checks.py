@@ -109,6 +109,12 @@ def check_config(config: Any, name: str, options: Options) -> None:
     if name == AUTO:
         _check_auto(options)
     check_never_unread(name, options)
+    for flag in ("use_megatron_fsdp", "use_torch_fsdp2"):
+        if name in ("expert-migration", "mpmoe") and getattr(training_arguments(), flag, False):
+            raise ConfigurationError(
+                f"--{flag.replace('_', '-')} takes weights out of their modules between uses, and {FLAG} {name} "
+                "calls experts in its own order: drop it, or use monta"
+            )
     if name == "netmoe":
         _check_netmoe(config)
     if name == "parm" and options.parm_schedule == "S2" and config.sequence_parallel:

@@ -21,7 +21,7 @@ from megatron_moe_opt.dispatchers.expert_domains import Choosing, FixedDomains, 
 from megatron_moe_opt.dispatchers.expert_migration import ExpertMigrationDispatcher
 from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.integration.layer_workload import layer_workload
-from megatron_moe_opt.integration.optimizer_step import after_optimizer_step
+from megatron_moe_opt.integration.optimizer_step import after_optimizer_step, before_optimizer_step, forget
 from megatron_moe_opt.options import PREFIX, Options
 from megatron_moe_opt.runtime.expert_codec import LargestWeights, TrackedExperts, WholeExperts
 from megatron_moe_opt.runtime.expert_communicator import MigratedExperts, expert_communicator
@@ -100,8 +100,11 @@ def migrate_experts(layer: Any, options: Options) -> None:
         if gradient_ratio is not None:
             gradients = CompressedGradients(num_local, gradient_ratio)
             layer.experts.register_load_state_dict_post_hook(lambda *_: gradients.restart())
-            after_optimizer_step(communicator.after_skipped_step, updated=False)
+        before_optimizer_step(communicator.before_step)
         after_optimizer_step(communicator.after_step)
+        after_optimizer_step(communicator.after_skipped_step, updated=False)
+        for callback in (communicator.before_step, communicator.after_step, communicator.after_skipped_step):
+            groups.at_end.callback(forget, callback)
         return MigratedExperts(weights, owners, communicator, codec, gradients)
 
     dispatcher.take_experts(migrate)
@@ -135,6 +138,7 @@ class _WatchedExperts:
 
     def __init__(self, layer: Any) -> None:
         self._layer, self._called = weakref.proxy(layer), False
+        self._dispatcher = weakref.ref(layer.token_dispatcher)
         for module in layer.experts.modules():
             if module._parameters:
                 module.register_forward_pre_hook(self._check)
@@ -149,7 +153,8 @@ class _WatchedExperts:
     def _check(self, _: Any, arguments: tuple[Any, ...] | None) -> None:
         if arguments is None or self._called or not is_recomputing():  # None: see _finish_parameter_sync
             return
-        if getattr(self._layer.token_dispatcher.dispatcher, "migrated", None) is not None:
+        plugged = self._layer.token_dispatcher
+        if plugged is self._dispatcher() and plugged.dispatcher.migrated is not None:  # `auto` plugs others, too
             raise ConfigurationError(
                 "activations of experts that travel cannot be recomputed without those of their layer, whose dispatch "
                 "brings their weights: put torch.utils.checkpoint around the MoE layer, not around its experts"
@@ -167,11 +172,12 @@ def _compute(
     migrated: MigratedExperts | None = layer.token_dispatcher.dispatcher.migrated
     if migrated is None:  # the domains that were chosen are single ranks
         return stock(layer, hidden_states, probs)
+    lent = layer.token_dispatcher.dispatched.lent
     rows, tokens_per_expert, probs = layer.token_dispatcher.dispatch_postprocess(hidden_states, probs)
     of_owners = tokens_per_expert.view(len(migrated.owners), -1)
     sizes = of_owners.sum(1).tolist()
     outputs = []
-    parts = zip(migrated.of_owners(), rows.split(sizes), of_owners, probs.split(sizes), strict=True)
+    parts = zip(migrated.of_owners(lent), rows.split(sizes), of_owners, probs.split(sizes), strict=True)
     with watched, migrated.kept_as_they_came():
         for parameters, *arguments in parts:
             if parameters is None:

@@ -1,4 +1,4 @@
-"""The end of an optimizer step, when weights are new."""
+"""The begin and the end of an optimizer step."""
 
 from __future__ import annotations
 
@@ -6,7 +6,17 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-_callbacks: dict[bool, list[Callable[[], None]]] = {True: [], False: []}
+_at_begin: list[Callable[[], None]] = []
+_at_end: dict[bool, list[Callable[[], None]]] = {True: [], False: []}
+"""By whether weights were updated."""
+
+
+def before_optimizer_step(callback: Callable[[], None]) -> None:
+    """Has `callback` called when a step begins, which is when gradients are cleared, on all ranks alike.
+
+    It may be called several times in a step: optimizers consist of others.
+    """
+    _add(_at_begin, callback)
 
 
 def after_optimizer_step(callback: Callable[[], None], updated: bool = True) -> None:
@@ -15,22 +25,55 @@ def after_optimizer_step(callback: Callable[[], None], updated: bool = True) -> 
     Args:
         updated: False: after those that did not, because gradients overflowed.
     """
-    from megatron.core.optimizer.optimizer import ChainedOptimizer, FP32Optimizer, MixedPrecisionOptimizer
-
-    if callback not in _callbacks[updated]:
-        _callbacks[updated].append(callback)
-    for optimizer in (ChainedOptimizer, FP32Optimizer, MixedPrecisionOptimizer):
-        if not hasattr(optimizer.step, "_moe_opt"):
-            optimizer.step = _wrap(optimizer.step)
+    _add(_at_end[updated], callback)
 
 
-def _wrap(step: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(step)
-    def stepping(self: Any, *args: Any, **kwargs: Any) -> Any:
-        result = step(self, *args, **kwargs)
-        for callback in _callbacks[bool(result[0])]:  # (updated, gradient norm, zeros)
+def forget(callback: Callable[[], None]) -> None:
+    """Has it called no more, whenever it was."""
+    for callbacks in (_at_begin, *_at_end.values()):
+        if callback in callbacks:
+            callbacks.remove(callback)
+
+
+def step_ended(updated: bool) -> None:
+    """Calls what is to be called after a step."""
+    _call(_at_end[updated])
+
+
+def _call(callbacks: list[Callable[[], None]]) -> None:
+    for callback in tuple(callbacks):
+        if callback in callbacks:  # one before it may have had it forgotten
             callback()
+
+
+def _add(callbacks: list[Callable[[], None]], callback: Callable[[], None]) -> None:
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+    from megatron.core.optimizer.optimizer import (
+        ChainedOptimizer,
+        Float16OptimizerWithFloat16Params,
+        FP32Optimizer,
+        MixedPrecisionOptimizer,
+    )
+
+    if callback not in callbacks:
+        callbacks.append(callback)
+    for optimizer in (ChainedOptimizer, FP32Optimizer, MixedPrecisionOptimizer):
+        _follow(optimizer, "step", lambda result: step_ended(bool(result[0])))  # (updated, gradient norm, zeros)
+    for optimizer in (ChainedOptimizer, FP32Optimizer, Float16OptimizerWithFloat16Params, DistributedOptimizer):
+        _follow(optimizer, "zero_grad", lambda _: _call(_at_begin))
+
+
+def _follow(optimizer: type, name: str, then: Callable[[Any], None]) -> None:
+    """Has `then` called after each call of a method, with its result."""
+    stock = getattr(optimizer, name)
+    if hasattr(stock, "_moe_opt"):
+        return
+
+    @functools.wraps(stock)
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        result = stock(self, *args, **kwargs)
+        then(result)
         return result
 
-    stepping._moe_opt = True
-    return stepping
+    method._moe_opt = True
+    setattr(optimizer, name, method)

@@ -13,7 +13,7 @@ from megatron_moe_opt.options import Options
 from megatron_moe_opt.planning.layer_workload import LayerWorkload
 from megatron_moe_opt.planning.planner import ALLTOALL
 from megatron_moe_opt.runtime.recomputation import is_recomputing
-from megatron_moe_opt.topology.domain_groups import levels_of
+from megatron_moe_opt.topology.domain_groups import leave_domain_groups, levels_of
 from megatron_moe_opt.topology.expert_groups import ExpertGroups
 from megatron_moe_opt.variants import split_variant
 
@@ -48,10 +48,17 @@ class PlannedLayer:
             self._built[variant] = layer.token_dispatcher, layer.__dict__.get(EXPERTS_COMPUTE)
         self._restore(variant)
 
-    def keep(self, variants: Iterable[str]) -> None:
-        """Forgets the dispatchers of other variants, and what they hold; the one in use stays."""
+    def keep(self, variants: Iterable[str]) -> bool:
+        """Forgets the dispatchers of other variants, and what they hold; the one in use stays.
+
+        Returns:
+            Whether there were any.
+        """
         kept = {self.current, *variants}
-        self._built = {variant: built for variant, built in self._built.items() if variant in kept}
+        gone = [self._built.pop(variant) for variant in set(self._built) - kept]
+        for dispatcher, _ in gone:
+            leave_domain_groups(getattr(dispatcher, "dispatcher", dispatcher))  # stock's has none of ours
+        return bool(gone)
 
     def workload(self) -> LayerWorkload:
         """Of one micro-batch, routed evenly."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 
 from .extension import load_extension
+from .streams import has_streams
 
 _C = load_extension()
 
@@ -30,7 +31,7 @@ def count_topk(experts: torch.Tensor, num_experts: int, num_samples: int, *, bat
         ValueError: another shape, layout or dtype, rows that I does not divide, an expert outside [0, E) (on CUDA an
             assertion on the device).
     """
-    if experts.is_cuda and experts.numel() > 0:
+    if has_streams(experts.device) and experts.numel() > 0:
         torch._assert_async(((experts >= 0) & (experts < num_experts)).all(), "experts out of range")
     return _C.count_topk(experts, num_experts, num_samples, batch_first)
 

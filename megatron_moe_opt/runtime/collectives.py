@@ -14,6 +14,8 @@ two ranks one direction follows the other, and its all-gather goes round a ring,
 
 from __future__ import annotations
 
+import re
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,11 +24,16 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
+from megatron_moe_opt.errors import LayerError
 from megatron_moe_opt.kernels import empty
+from megatron_moe_opt.kernels.extension import load_extension
+from megatron_moe_opt.runtime import failure_board
 from megatron_moe_opt.runtime.traffic import issued_as
 
+_C = load_extension()
 
-class CollectiveError(RuntimeError):
+
+class CollectiveError(LayerError):
     """A collective failed: names the operation, its group and this rank; `__cause__` is the backend's own error."""
 
 
@@ -45,11 +52,10 @@ def named_errors(op: str, group: dist.ProcessGroup | None) -> Iterator[None]:
     """
     try:
         yield
-    except CollectiveError as error:
-        cause = error.__cause__ or error
-        raise CollectiveError(describe_failure(op, group, _reason(cause))) from cause
     except RuntimeError as error:
-        raise CollectiveError(describe_failure(op, group, _reason(error))) from error
+        cause = error.__cause__ or error if isinstance(error, CollectiveError) else error
+        what = describe_failure(op, group, _reason(cause))
+        raise CollectiveError(failure_board.explain(what, is_own=False)) from cause
 
 
 def _reason(error: BaseException) -> str:
@@ -61,9 +67,13 @@ def describe_failure(op: str, group: dist.ProcessGroup | None, reason: str) -> s
     return f"{op} on {_group_name(group)} failed on rank {_rank()}: {first_line(reason)}"
 
 
+_GLOO_PLACE = re.compile(r"^\[\S+/gloo/\S+:\d+\] ")
+
+
 def first_line(reason: str) -> str:
-    """What fits into one sentence."""
-    return (reason.strip() or "for no reason given").splitlines()[0]
+    """What fits into one sentence: without the place in Gloo's source, and its advice."""
+    line = (reason.strip() or "for no reason given").splitlines()[0]
+    return _GLOO_PLACE.sub("", line).partition(". This is typically caused by")[0]
 
 
 def global_rank(group: dist.ProcessGroup, rank: int) -> int | str:
@@ -125,13 +135,55 @@ _TAG = 0x726F7773
 from those of other users of the group."""
 
 
+class GivenUp(BaseException):
+    """What a thread waited for on Gloo was ended by another thread of this process. It is no error of anybody's."""
+
+
+class Waits:
+    """What a thread waits for on Gloo, so that another thread can end it."""
+
+    _of_thread = threading.local()
+
+    def __init__(self) -> None:
+        self._works: tuple[dist.Work, ...] = ()
+        self._ended = False
+
+    @classmethod
+    def here(cls) -> Waits:
+        """Those of the calling thread."""
+        if not hasattr(cls._of_thread, "waits"):
+            cls._of_thread.waits = cls()
+        return cls._of_thread.waits
+
+    def wait(self, works: Sequence[dist.Work]) -> None:
+        """Blocks until all are complete. Raises GivenUp where `end` was called."""
+        self._works = tuple(works)
+        try:
+            for work in works:
+                if self._ended or not work.wait():
+                    raise GivenUp
+        except RuntimeError as error:
+            if self._ended:
+                raise GivenUp from error
+            raise
+        finally:
+            self._works = ()
+
+    def end(self) -> None:
+        """Ends what the thread waits for, now and from now on. To be called until the thread has ended: Gloo forgets it
+        where a wait is just about to begin.
+        """
+        self._ended = True
+        for work in self._works:
+            _C.abort_work(work)
+
+
 @dataclass(frozen=True)
 class _Transfers:
     works: list[dist.Work]
 
     def wait(self) -> None:
-        for work in self.works:
-            work.wait()
+        Waits.here().wait(self.works)
 
 
 def _exchange_on_gloo(

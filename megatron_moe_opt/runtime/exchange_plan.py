@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.distributed import ProcessGroup
 
 from megatron_moe_opt.kernels import ChunkList
+from megatron_moe_opt.kernels.extension import load_extension
 from megatron_moe_opt.kernels.row_map import cut_counts
 from megatron_moe_opt.runtime.host_copy import HostCopy
 from megatron_moe_opt.schedules.monta import ChunkBytes
 from megatron_moe_opt.topology.expert_groups import TokenCopies
+
+_C = load_extension()
 
 MIN_PHASE_BYTES = 64 * 1024  # of a rank's own rows; less takes its latency, and one all-to-all has it only once
 
@@ -87,33 +91,25 @@ def plan_exchange(
     Returns:
         The plan of this rank. Expert-parallel rank e holds experts [e * n, (e + 1) * n), n = experts / ep_size.
     """
-    ep_size, etp_size, experts = counts.shape
-    local = experts // ep_size
-    cut = cut_counts(counts, num_chunks)  # [chunk, ep, etp, expert]
-    # [chunk, etp, ep (sender), local expert]: rows for this rank's experts, in the order they arrive.
-    arriving = cut[..., ep_rank * local : (ep_rank + 1) * local].transpose(1, 2).contiguous()
-    arrival_order = torch.arange(arriving.numel()).view(num_chunks, -1, local)
-    by_expert = ChunkList.from_counts(arriving.view(-1), arrival_order.permute(2, 1, 0).reshape(-1), device)
-    send_counts = cut[:, ep_rank, etp_rank].view(num_chunks, ep_size, local).sum(2).tolist()
-    arriving_counts = arriving.sum(3).tolist()
-    parts = by_expert.split(arriving.sum((1, 2, 3)).tolist())
-    chunks: list[ChunkPlan] = []
-    firsts = (0, 0, 0)
-    for sent, arrives, part in zip(send_counts, arriving_counts, parts, strict=True):
-        chunk = ChunkPlan(sent, arrives, etp_rank, part, *firsts)
-        chunks.append(chunk)
-        sizes = sum(sent), sum(chunk.receive_counts), sum(chunk.gather_counts)
-        firsts = tuple(first + size for first, size in zip(firsts, sizes, strict=True))
+    chunks, tokens_per_expert = _C.plan_exchange(counts, ep_rank, etp_rank, num_chunks, True, torch.device(device))
     # With one chunk and one expert there is nothing to sort.
-    return ExchangePlan(tuple(chunks), arriving.sum((0, 1, 2)), num_chunks == 1 and local == 1)
+    return ExchangePlan(tuple(map(_chunk_plan, chunks)), tokens_per_expert, num_chunks == 1 == len(tokens_per_expert))
 
 
 def plan_partitions(
     counts: torch.Tensor, ep_rank: int, etp_rank: int, num_partitions: int, device: torch.device | str = "cpu"
 ) -> tuple[ExchangePlan, ...]:
     """As `plan_exchange`, but a plan of its own for each part of the rows: they arrive, and go back, separately."""
-    parts = cut_counts(counts, num_partitions)
-    return tuple(plan_exchange(part, ep_rank, etp_rank, 1, device) for part in parts)
+    parts, of_parts = _C.plan_exchange(counts, ep_rank, etp_rank, num_partitions, False, torch.device(device))
+    return tuple(
+        ExchangePlan((_chunk_plan(part),), tokens_per_expert, len(tokens_per_expert) == 1)
+        for part, tokens_per_expert in zip(parts, of_parts, strict=True)
+    )
+
+
+def _chunk_plan(chunk: tuple[Any, ...]) -> ChunkPlan:
+    sent, arriving, etp_rank, blocks, *firsts = chunk
+    return ChunkPlan(sent, arriving, etp_rank, ChunkList(*blocks), *firsts)
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,10 @@ from contextlib import nullcontext
 import torch
 
 from megatron_moe_opt.kernels.extension import load_extension
+from megatron_moe_opt.kernels.streams import has_streams
+from megatron_moe_opt.runtime import failure_board
 from megatron_moe_opt.runtime.collectives import CollectiveError, describe_failure, first_line, global_rank
+from megatron_moe_opt.runtime.layer_place import place
 from megatron_moe_opt.runtime.recording import clock, is_recording, note
 from megatron_moe_opt.runtime.steps import Steps
 from megatron_moe_opt.schedules.schedule import Lane, Schedule
@@ -33,8 +36,8 @@ class Executor:
     """Runs one schedule at a time. After a failure it can be used again; the group of a failed collective cannot."""
 
     def __init__(self, device: str) -> None:
-        self._on_cuda = device == "cuda"
-        if self._on_cuda:
+        self._on_streams = has_streams(torch.device(device))
+        if self._on_streams:
             self._runner = _C.StreamExecutor([_PRIORITY.get(lane, 0) for lane in _LANES])
         else:
             self._runner = _C.Executor(len(_LANES))
@@ -70,7 +73,7 @@ class Executor:
     def _caller_lane(self, schedule: Schedule) -> int:
         if Lane.COMPUTE in schedule.lanes:
             return _NUMBER[Lane.COMPUTE]
-        if self._on_cuda or not schedule.ops:
+        if self._on_streams or not schedule.ops:
             return -1
         return _NUMBER[schedule.ops[-1].lane]
 
@@ -89,10 +92,15 @@ def _executor(device_type: str, index: int | None) -> Executor:
 
 
 def _lane_error(schedule: Schedule, steps: Sequence[Steps], index: int, peer: int, reason: str) -> LaneError:
-    op, group = schedule.ops[index], steps[index].group
-    what = f"{schedule.name}: lane {op.lane.value}: {op}"
+    op, group, lost = schedule.ops[index], steps[index].group, None
+    what = f"lane {op.lane.value}: {op}"
     if group is None:
-        return LaneError(f"{what} failed: {first_line(reason)}")
-    if peer >= 0:
-        reason = f"with rank {global_rank(group, peer)}: {reason}"
-    return LaneError(describe_failure(what, group, reason))
+        what = f"{what} failed: {first_line(reason)}"
+    else:
+        if peer >= 0:
+            lost = global_rank(group, peer)
+            reason = f"with rank {lost}: {first_line(reason)}"
+        what = describe_failure(what, group, reason)
+    if place() is None:
+        what = f"{schedule.name}: {what}"
+    return LaneError(failure_board.explain(what, is_own=group is None, peer=lost))

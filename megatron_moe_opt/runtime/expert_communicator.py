@@ -2,8 +2,8 @@
 
 A model is a row of layers with experts (HybridEP, section IV-B, "Asynchronous Communicator"). Each layer's weights are
 gathered once and serve all passes until they change: all micro-batches of an optimizer step, recomputation and
-evaluation. Gathers run in a lane of their own, in groups of their own: the first layers' at the end of the optimizer
-step, the others' while layers before them are computed.
+evaluation. Gathers run in a lane of their own, in groups of their own: the first layers' when an optimizer step begins,
+before its first pass, the others' while layers before them are computed. After the last step none is begun.
 
 Whether weights have changed is not inferred from who may have written them (an optimizer, an all-gather into a
 distributed optimizer's buffer, a checkpoint): each rank compares its experts, bit for bit, with what it sent last. The
@@ -15,8 +15,9 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from megatron_moe_opt.kernels import empty
 from megatron_moe_opt.runtime.arrived_experts import ArrivedExperts, Residents, restore_part
 from megatron_moe_opt.runtime.collectives import all_gather_rows, device_of
-from megatron_moe_opt.runtime.communication_lane import communication_lane
+from megatron_moe_opt.runtime.communication_lane import communication_lane, finish_lanes
 from megatron_moe_opt.runtime.expert_codec import LargestWeights, TrackedExperts, WholeExperts
 from megatron_moe_opt.runtime.expert_gradients import CompressedGradients, WholeGradients
 from megatron_moe_opt.runtime.expert_weights import ExpertWeights
@@ -62,6 +63,8 @@ class ExpertCommunicator:
         self.gradients: weakref.WeakSet[WholeGradients | CompressedGradients] = weakref.WeakSet()
         """How those of each layer return."""
         self._first: weakref.ref[MigratedExperts] | None = None
+        self._due: weakref.ref[MigratedExperts] | None = None
+        """The first layer of a step whose weights nobody has gathered since they were updated."""
         self._last: weakref.ref[MigratedExperts] | None = None
 
     def note_pass(self, layer: MigratedExperts) -> None:
@@ -85,20 +88,29 @@ class ExpertCommunicator:
         return found
 
     def after_step(self) -> None:
-        """Sends the experts of the first layers of the passes since the last optimizer step, after the next one.
+        """Weights are new: the first layers of the passes since the last step are due when the next one begins."""
+        self._due, self._first = self._first, None
 
-        A collective call, where there was such a pass.
+    def before_step(self) -> None:
+        """Sends the experts of the first layers of the last step, if weights have been updated since they were sent.
+
+        A collective call, then.
         """
-        if self._first is None:
+        due, self._due = self._due, None
+        if due is None:
             return
-        first = self._first()
+        first = due()
         layers = [] if first is None else [first, *self.following(first)]
-        self._first = None
-        number = torch.tensor(len(layers), device=device_of(self.groups.ep))
+        number = torch.full((), len(layers), device=device_of(self.groups.ep))
         dist.all_reduce(number, dist.ReduceOp.MIN, group=self.groups.ep)
-        self.round += 1
+        self.begin_round()
         for layer in layers[: int(number)]:
             layer.send()
+
+    def begin_round(self) -> None:
+        """Experts that were sent before now are not those of the passes to come."""
+        self.round += 1
+        self._due = None
 
     def after_skipped_step(self) -> None:
         """Forgets what is left of gradients: of those that nobody has used."""
@@ -127,11 +139,16 @@ class ExpertCommunicator:
 
         return communication_lane("experts", message.device).submit(gather)
 
-    def reduce(self, gradients: torch.Tensor, codec: WholeGradients | CompressedGradients) -> torch.Tensor:
-        """The sum over the domain of what its ranks have for this rank: [ranks, N] -> [N]. The mirror of `gather`.
+    def reduce(
+        self, gradients: torch.Tensor, codec: WholeGradients | CompressedGradients
+    ) -> Callable[[], torch.Tensor]:
+        """Starts to sum over the domain what its ranks have for this rank: [ranks, N]. The mirror of `gather`.
 
         Args:
             codec: how they travel.
+
+        Returns:
+            What waits for the sum, [N].
         """
         owners, sizes = gradients.size(0), {}
         of_owner = codec.sent_bytes(gradients.size(1), gradients.dtype)
@@ -149,13 +166,20 @@ class ExpertCommunicator:
                     beside.ended()
             return parts.view(-1).to(gradients.dtype)
 
-        return communication_lane("experts", gradients.device).submit(reduce)()
+        return communication_lane("experts", gradients.device).submit(reduce)
 
 
-@functools.cache
+_communicators: dict[tuple[DomainGroups, int, int | None], ExpertCommunicator] = {}
+
+
 def expert_communicator(groups: DomainGroups, ahead: int, resident: int | None = None) -> ExpertCommunicator:
-    """The communicator of all layers of a process that have these groups."""
-    return ExpertCommunicator(groups, ahead, resident)
+    """The communicator of all layers of a process that have these groups, for as long as there are these."""
+    key = groups, ahead, resident
+    if key not in _communicators:
+        _communicators[key] = ExpertCommunicator(*key)
+        groups.at_end.callback(_communicators.pop, key)
+        groups.at_end.callback(finish_lanes)
+    return _communicators[key]
 
 
 class MigratedExperts:
@@ -199,13 +223,13 @@ class MigratedExperts:
         """int64 [1 + ahead] for the other ranks: whether this rank's experts are not those that it sent last; and for
         each layer that may be sent ahead, whether it is gone.
         """
-        device = self.weights.parameters[0].device
-        changed = torch.ones((), dtype=torch.bool, device=device)
-        if self._sent is not None:
-            changed = ~self.weights.equal(self._sent)
         self._following = self.communicator.following(self)
-        gone = [number >= len(self._following) for number in range(self.communicator.ahead)]
-        return torch.cat([changed.view(1), torch.tensor(gone, dtype=torch.bool, device=device)]).long()
+        news = torch.ones(1 + self.communicator.ahead, dtype=torch.int64, device=self.weights.parameters[0].device)
+        news[1 : 1 + len(self._following)] = 0
+        if self._sent is not None:
+            # A pass that is repeated for its backward pass has the weights that it had.
+            news[0] = 0 if is_recomputing() else ~self.weights.equal(self._sent)
+        return news
 
     def fetch(self, news: Sequence[int]) -> None:
         """Sees to it that the experts of this pass are here or on their way, and sends later layers'.
@@ -217,7 +241,7 @@ class MigratedExperts:
         communicator.note_pass(self)
         changed, *gone = news
         if changed:
-            communicator.round += 1
+            communicator.begin_round()
             self.send()
         else:
             self._use()
@@ -271,16 +295,63 @@ class MigratedExperts:
         residents = self.communicator.residents
         return outputs if residents is None else _ComeBack.apply(outputs, residents, self._arrived)
 
-    def of_owners(self) -> list[dict[str, torch.Tensor] | None]:
+    def lent(self) -> Lent:
+        """This rank's parameters for the other ranks' use in a pass: to be called before tokens are sent.
+
+        What is sent after this in the forward pass, is sent back in the backward pass while gradients return.
+        """
+        returned = _Returned()
+        return Lent(returned, _Lend.apply(returned, *self.weights.parameters))
+
+    def of_owners(self, lent: Lent) -> list[dict[str, torch.Tensor] | None]:
         """The parameters of each owner's experts by name; None for this rank's own, which the module holds.
 
         Differentiable: gradients return to the owner's parameters (a collective call in the backward pass).
+
+        Args:
+            lent: of this pass.
         """
         names = [slot.name for slot in self.weights.slots]
-        tensors = iter(_Migrate.apply(self, *self.weights.parameters))
+        tensors = iter(_Migrate.apply(self, lent.returned, *lent.parameters))
         return [
             None if place == self.own else {name: next(tensors) for name in names} for place in range(len(self.owners))
         ]
+
+
+@dataclass
+class _Returned:
+    """Gradients of a pass that other ranks return."""
+
+    wait: Callable[[], Iterator[torch.Tensor]] | None = None
+    """For this rank's sums, in the order of the parameters."""
+
+
+@dataclass(frozen=True)
+class Lent:
+    """A rank's own parameters in one pass, as the other ranks use them."""
+
+    returned: _Returned
+    parameters: tuple[torch.Tensor, ...]
+
+
+class _Lend(Function):
+    """Parameters as they are; their gradients are waited for here, which in the backward pass comes late.
+
+    Autograd runs, of all that is ready, what the forward pass made last: between `_Migrate`, which starts the sums, and
+    this, the backward pass of all that lies between them in the forward pass.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, returned: _Returned, *own: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.returned = returned
+        ctx.set_materialize_grads(False)
+        return tuple(parameter.view_as(parameter) for parameter in own)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *_: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        wait, ctx.returned.wait = ctx.returned.wait, None
+        return None, *wait()
 
 
 class _ComeBack(Function):
@@ -302,8 +373,11 @@ class _Migrate(Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, migrated: MigratedExperts, *own: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        ctx.migrated, ctx.dtype, ctx.device = migrated, own[0].dtype, own[0].device
+    def forward(
+        ctx: Any, migrated: MigratedExperts, returned: _Returned, *own: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.migrated, ctx.returned = migrated, returned
+        ctx.dtype, ctx.device, ctx.shapes = own[0].dtype, own[0].device, [parameter.shape for parameter in own]
         ctx.set_materialize_grads(False)
         gathered = migrated.gathered()
         others = [place for place in range(len(migrated.owners)) if place != migrated.own]
@@ -318,4 +392,7 @@ class _Migrate(Function):
         parts = iter([grads[first : first + number] for first in range(0, len(grads), number)])
         for place in range(len(migrated.owners)):
             weights.flatten([None] * number if place == migrated.own else next(parts), flat[place])
-        return None, *weights.views(migrated.communicator.reduce(flat, migrated.gradients))
+        arrived = migrated.communicator.reduce(flat, migrated.gradients)
+        ctx.returned.wait = lambda: weights.views(arrived())
+        stand_in = flat.new_zeros(())  # what autograd needs to go on to _Lend
+        return None, None, *(stand_in.expand(shape) for shape in ctx.shapes)

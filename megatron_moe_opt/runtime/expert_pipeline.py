@@ -15,6 +15,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from megatron_moe_opt.kernels import empty
+from megatron_moe_opt.kernels.streams import has_streams
 from megatron_moe_opt.runtime import steps
 from megatron_moe_opt.runtime.executor import executor
 from megatron_moe_opt.runtime.expert_call import ExpertCall, Experts
@@ -23,7 +24,7 @@ from megatron_moe_opt.runtime.host_copies import HostCopyOf
 from megatron_moe_opt.runtime.partition_buffers import PartitionBuffers
 from megatron_moe_opt.runtime.recomputation import saved_tensors_are_hooked
 from megatron_moe_opt.runtime.row_layout import RowLayout
-from megatron_moe_opt.runtime.row_steps import hop_to_experts, hop_to_sources
+from megatron_moe_opt.runtime.row_steps import hop_to_experts, hop_to_sources, scatter_to_shards, sum_over_shards
 from megatron_moe_opt.runtime.steps import Steps
 from megatron_moe_opt.schedules import mpmoe
 from megatron_moe_opt.schedules.mpmoe import STRATEGIES, PartitionRows, Restore, RowBytes, base_name
@@ -146,7 +147,7 @@ class _Pass:
             grad_packed = self.packed.empty_rows(grad_combined.size(0), grad_combined)
             given |= self._named("grad_rows", grad_packed)
         buffers = self._buffers(given)
-        compute = torch.cuda.current_stream(grad_combined.device) if grad_combined.is_cuda else None
+        compute = torch.cuda.current_stream(grad_combined.device) if has_streams(grad_combined.device) else None
         grads: dict[int, _Computed] = {}
         of_parameters = [_Sum(parameter, len(self.plans)) for parameter in self.experts.parameters]
 
@@ -223,22 +224,25 @@ class _Pass:
         layout: RowLayout,
         computed: Callable[[], _Computed],
     ) -> Steps:
-        """The sort by source of what is computed by then, or a hop to the sources."""
-        chunk, target = self.plans[op.chunk].chunks[0], buffers.rows(op.writes[0], op.chunk)
-        if op.group is None:
+        """The sort by source of what is computed by then, a hop to the sources, or the sum of what it brings."""
+        chunk, j = self.plans[op.chunk].chunks[0], op.chunk
+        if op.kind is Kind.COPY:
+            target = buffers.rows(op.writes[0], j)
             return steps.call(lambda: steps.run_now(layout.join(*computed(), target, chunk)))
-        source = buffers.rows(op.reads[0], op.chunk)
+        source = buffers.rows(op.reads[0], j)
+        if op.kind is Kind.ALL_TO_ALL:
+            return hop_to_sources(source, buffers.rows(op.writes[0], j), chunk, self.groups)
+        parts = buffers.parts(layout, self.groups)
         if op.kind is Kind.REDUCE_SCATTER:
-            scratch = buffers.scratch(layout, self.groups.etp_size - 1)
-            return hop_to_sources(op.kind, source, target, target, chunk, self.groups, layout, scratch)
-        return hop_to_sources(op.kind, source, source, target, chunk, self.groups, layout)
+            return scatter_to_shards(source, parts, chunk, self.groups)
+        return sum_over_shards(source, parts, buffers.rows(op.writes[0], j), chunk, self.groups, layout)
 
     def _take(self, computed: dict[int, _Computed], j: int) -> _Computed:
         """What a compute op has left for the op that sends it; no longer held where partitions share memory."""
         if not STRATEGIES[self.strategy].reuses:
             return computed[j]
         for tensor in computed[j]:
-            if tensor is not None and tensor.is_cuda:  # recomputing does not wait until it is sent
+            if tensor is not None and has_streams(tensor.device):  # recomputing does not wait until it is sent
                 tensor.record_stream(torch.cuda.current_stream(tensor.device))
         return computed.pop(j)
 
@@ -259,25 +263,30 @@ class _Pass:
 
 
 class _Sum:
-    """A parameter's gradient, summed over partitions.
+    """A parameter's gradient, summed over partitions: in float32, and rounded once.
 
     With gradient accumulation fusion a partition's GEMM adds to the parameter's main_grad, and autograd gets a stand-in
     without a value, or nothing where saved tensors are caught: they come back without the attributes of the parameter.
     """
 
     def __init__(self, parameter: torch.Tensor, partitions: int) -> None:
-        self.value: torch.Tensor | None = None
         self._parameter, self._adds = parameter, partitions > 1
+        self._sum: torch.Tensor | None = None
+
+    @property
+    def value(self) -> torch.Tensor | None:
+        """What the partitions have given until now, in the parameter's dtype; None: nothing."""
+        return None if self._sum is None else self._sum.to(self._parameter.dtype)
 
     def add(self, grad: torch.Tensor | None) -> None:
         """Adds what one partition has given."""
         if grad is None:
             if hasattr(self._parameter, "grad_added_to_main_grad"):
                 self._parameter.grad_added_to_main_grad = True
-                self.value = self._parameter.new_zeros(()).expand_as(self._parameter)
+                self._sum = self._parameter.new_zeros(()).expand_as(self._parameter)
         elif getattr(self._parameter, "grad_added_to_main_grad", False) or not self._adds:
-            self.value = grad
-        elif self.value is None:  # copied at once: the gradient may be shared, and there would be three at the second
-            self.value = grad.clone()
+            self._sum = grad
+        elif self._sum is None:  # copied at once: the gradient may be shared, and there would be three at the second
+            self._sum = grad.to(torch.promote_types(grad.dtype, torch.float32), copy=True)
         else:
-            self.value += grad
+            self._sum += grad

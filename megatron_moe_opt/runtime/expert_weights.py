@@ -10,6 +10,7 @@ from torch import nn
 
 from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.kernels import LANE_BYTES, empty
+from megatron_moe_opt.kernels.streams import has_streams
 
 
 @dataclass(frozen=True)
@@ -91,7 +92,7 @@ class ExpertWeights:
         """Whether the parameters are, bit for bit, those that `current` copied: a bool, on their device."""
         self._ready()
         parts = zip(self.parameters, self.views(flat), strict=True)
-        if flat.is_cuda:
+        if has_streams(flat.device):
             return torch.stack([(_bits(one) == _bits(other)).all() for one, other in parts]).all()
         return torch.tensor(all(torch.equal(_bits(one), _bits(other)) for one, other in parts))
 

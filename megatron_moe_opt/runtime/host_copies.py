@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from megatron_moe_opt.kernels import empty
+from megatron_moe_opt.kernels.streams import has_streams
 
 
 @dataclass
@@ -34,16 +35,19 @@ HOST_MEMORY = HostMemory()
 class HostCopyOf:
     """The bytes of a contiguous tensor, in pinned memory where the tensor is on a GPU.
 
-    Copies are queued on the current stream. The device tensor may be freed when that stream's work is waited for.
+    Copies are queued on the current stream. The device tensor may be freed at once: its memory is not given to others
+    before that stream has read it.
     """
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._device = tensor.device
-        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=has_streams(tensor.device))
         num_bytes = host.numel() * host.element_size()
         HOST_MEMORY._count(num_bytes)
         weakref.finalize(host, HOST_MEMORY._count, -num_bytes)
         self._host = host.copy_(tensor, non_blocking=True)
+        if has_streams(tensor.device):
+            tensor.record_stream(torch.cuda.current_stream(tensor.device))
 
     def to_device(self, target: torch.Tensor | None = None, owner: torch.cuda.Stream | None = None) -> torch.Tensor:
         """Copies the bytes back, into `target` or a new tensor, and frees the host memory.

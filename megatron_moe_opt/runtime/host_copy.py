@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from megatron_moe_opt.kernels.streams import has_streams
+
 
 class HostCopy:
     """Copies `tensor` to the host without stopping the caller; `wait()` returns the host tensor.
@@ -14,7 +16,7 @@ class HostCopy:
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._arrived: torch.cuda.Event | None = None
-        if tensor.is_cuda:
+        if has_streams(tensor.device):
             self._host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
             self._host.copy_(tensor, non_blocking=True)
             self._arrived = torch.cuda.Event()

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from megatron_moe_opt.kernels.streams import has_streams
 from megatron_moe_opt.runtime.layer_pass import DeviceClock, HostClock, Instant
 
 Finished = Callable[["PassClock"], None]
@@ -20,7 +21,7 @@ class PassClock:
 
     def __init__(self, device: torch.device, finished: Finished) -> None:
         """Args: finished: called at the end of the backward pass; never for a pass that has none."""
-        self._clock = DeviceClock if device.type == "cuda" else HostClock
+        self._clock = DeviceClock if has_streams(device) else HostClock
         self._finished = finished
         self._instants: list[Instant] = [self._clock.now()]
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from megatron_moe_opt.kernels import LANE_BYTES, RowMap, empty
+from megatron_moe_opt.kernels.streams import has_streams
 
 
 @dataclass(frozen=True)
@@ -98,7 +99,7 @@ def experts_of_tokens(row_map: RowMap, topk: int) -> torch.Tensor:
 
 
 def _require(holds: torch.Tensor, what: str) -> None:
-    if holds.is_cuda:
+    if has_streams(holds.device):
         torch._assert_async(holds, what)
     elif not holds:
         raise ValueError(what)

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import functools
-import hashlib
-from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+import weakref
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
 
 import torch.distributed as dist
-from torch.distributed import ProcessGroup, distributed_c10d
+from torch.distributed import ProcessGroup
 
 from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.topology.domains import ExpertDomains
 from megatron_moe_opt.topology.layouts import Groups
 from megatron_moe_opt.topology.nodes import NodeMap, discover_nodes
+from megatron_moe_opt.topology.process_groups import refine
 
 
 @dataclass(frozen=True)
@@ -36,6 +36,8 @@ class DomainGroups:
     """All-gather, and reduce-scatter of gradients."""
     all_experts: ProcessGroup | None
     """All ranks of the expert-parallel group, for what concerns all experts. None where no expert travels."""
+    at_end: ExitStack = field(compare=False)
+    """What is done, on all ranks alike, before the groups are destroyed."""
 
     @property
     def migrates(self) -> bool:
@@ -90,46 +92,70 @@ def _nodes(ep: ProcessGroup) -> NodeMap:
     return discover_nodes(ep)
 
 
-@functools.cache
-def domain_groups(ep: ProcessGroup, domains: ExpertDomains) -> DomainGroups:
-    """Makes the groups; one set for all layers of a process. A collective call over `ep`, once."""
-    levels = range(domains.levels)
-    tokens = tuple(_group(ep, domains.all_to_all_groups(level), f"tokens, level {level}") for level in levels)
-    experts = tuple(_group(ep, domains.gather_groups(level), f"experts, level {level}") for level in levels)
-    everybody = (tuple(range(ep.size())),)
-    all_experts = _group(ep, everybody, "all experts") if any(experts) else None
-    return DomainGroups(ep, domains, ep.rank(), tokens, experts, all_experts)
+class _Made:
+    """Groups that this rank has made, and who uses them."""
+
+    def __init__(self, groups: DomainGroups) -> None:
+        self.groups = groups
+        self.users: weakref.WeakSet[object] = weakref.WeakSet()
 
 
-def _group(ep: ProcessGroup, groups: Groups, what: str) -> ProcessGroup | None:
-    """This rank's group of `groups`, which hold ranks of `ep`."""
-    members = next(group for group in groups if ep.rank() in group)
-    if len(members) == 1:
-        return None
-    ranks = dist.get_process_group_ranks(ep)
-    ranks = tuple(ranks[member] for member in members)
-    # Only the members of a group take part: other expert-parallel groups, and other pipeline stages, build their layers
-    # at other times, or none. All ranks of `ep` go through the levels in the same order: nobody waits in a ring.
-    with _named_alike(f"expert migration: {what}", ranks):
-        return dist.new_group(list(ranks), use_local_synchronization=True, group_desc=f"expert migration: {what}")
+_made: dict[tuple[ProcessGroup, ExpertDomains], _Made] = {}
+"""The same on all ranks of an expert-parallel group, in the same order."""
 
 
-_made: Counter[tuple[str, tuple[int, ...]]] = Counter()
+def domain_groups(ep: ProcessGroup, domains: ExpertDomains, user: object) -> DomainGroups:
+    """The groups; one set for all layers of a process. A collective call over `ep`.
 
-
-@contextmanager
-def _named_alike(what: str, ranks: tuple[int, ...]) -> Iterator[None]:
-    """Gives the group that is made inside the block the same name on all its ranks.
-
-    PyTorch puts the number of groups that a rank is in into the name of a group that only its members make. Ranks of
-    different pipeline stages are in different numbers of groups, and would wait for each other under different names.
+    Args:
+        user: who uses them, for as long as it lives or until leave_domain_groups. On all ranks alike.
     """
-    number = _made[what, ranks]
-    _made[what, ranks] += 1
-    name = hashlib.sha1(f"{what} {ranks} {number}".encode(), usedforsecurity=False).hexdigest()
-    original = distributed_c10d._hash_ranks_to_str
-    distributed_c10d._hash_ranks_to_str = lambda _: name
-    try:
-        yield
-    finally:
-        distributed_c10d._hash_ranks_to_str = original
+    release_domain_groups(ep)
+    if (ep, domains) not in _made:
+        _made[ep, domains] = _Made(_make(ep, domains))
+    _made[ep, domains].users.add(user)
+    return _made[ep, domains].groups
+
+
+def leave_domain_groups(user: object) -> None:
+    """It does not use its groups any more."""
+    for made in _made.values():
+        made.users.discard(user)
+
+
+def release_domain_groups(ep: ProcessGroup) -> None:
+    """Destroys the groups within `ep` that nobody uses any more, on any rank. A collective call over `ep`.
+
+    Layers live until Python's garbage collection finds them, on one rank earlier than on another: so groups end where
+    all ranks come by anyhow, when layers are built and when trials of dispatchers end.
+    """
+    made = [domains for group, domains in _made if group is ep]
+    if not made:
+        return
+    unused = [not _made[ep, domains].users for domains in made]
+    of_ranks: list[list[bool]] = [[]] * ep.size()
+    dist.all_gather_object(of_ranks, unused, group=ep)
+    for domains, nobody in zip(made, zip(*of_ranks, strict=True), strict=True):
+        if all(nobody):
+            _made.pop((ep, domains)).groups.at_end.close()
+
+
+def _make(ep: ProcessGroup, domains: ExpertDomains) -> DomainGroups:
+    at_end = ExitStack()  # in the opposite order: all ranks have done, then groups are destroyed
+
+    def group(groups: Groups, what: str) -> ProcessGroup | None:
+        """This rank's group of `groups`, which hold ranks of `ep`."""
+        members = next(group for group in groups if ep.rank() in group)
+        if len(members) == 1:
+            return None
+        made = refine(ep, members, f"expert migration: {what}")
+        at_end.callback(dist.destroy_process_group, made)
+        return made
+
+    # All ranks of `ep` go through the levels in the same order: nobody waits in a ring.
+    levels = range(domains.levels)
+    tokens = tuple(group(domains.all_to_all_groups(level), f"tokens, level {level}") for level in levels)
+    experts = tuple(group(domains.gather_groups(level), f"experts, level {level}") for level in levels)
+    all_experts = group((tuple(range(ep.size())),), "all experts") if any(experts) else None
+    at_end.callback(dist.barrier, ep)
+    return DomainGroups(ep, domains, ep.rank(), tokens, experts, all_experts, at_end)

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch.distributed import distributed_c10d
 
 from megatron_moe_opt.options import Options
 from megatron_moe_opt.planning import expert_migration
@@ -62,6 +63,7 @@ def train(
         if seconds is not None:
             patch.setattr(auto_layer.Controller, "_slowest", lambda controller, _: seconds[controller.current])
         megatron_moe_opt.register(options)
+        before = set(distributed_c10d._world.pg_map)
         try:
             model = gpt(learning_rate=1e-3, **config)
             controller = auto_layer._controller
@@ -79,6 +81,7 @@ def train(
         "runs": controller.current,
         "layers": len(controller.layers),
         "built": [list(layer._built) for layer in controller.layers],
+        "groups": sorted(group.group_desc for group in set(distributed_c10d._world.pg_map) - before),
     }
 
 
@@ -102,6 +105,7 @@ def test_trains_like_stock_while_it_tries_and_after(ranks, profile, sizes, confi
     assert 12 <= first["steps"] <= 26
     assert {"alltoall", "mpmoe", "monta", "expert-migration"} <= {name.partition(":")[0] for name in first["tried"]}
     assert first["built"] == [[first["runs"]]] * 2  # what is not used is not kept
+    assert bool(first["groups"]) == first["runs"].startswith("expert-migration")
     for ours, stocks in zip(auto, stock, strict=True):
         assert {**ours, "losses": None} == {**first, "losses": None}  # all ranks alike
         assert ours["losses"] == pytest.approx(stocks["losses"], rel=1e-5)

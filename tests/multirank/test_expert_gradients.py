@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 
 from megatron_moe_opt.options import Options
-from tests.multirank.test_expert_migration import hidden_states, layers, relative
-from tests.multirank.test_expert_migration_training import ALL_ENTRIES, FULL_RECOMPUTE
+from tests.multirank.test_expert_migration import ALL_ENTRIES, hidden_states, layers, options_of, relative
+from tests.multirank.test_expert_migration_training import FULL_RECOMPUTE
 
 DOMAINS = [((4,), (4,)), ((2, 2), (2, 1)), ((2, 2), (2, 2))]
 
@@ -127,7 +127,7 @@ def test_bytes_are_those_of_the_ratio(ranks):
 
 def overflow() -> None:
     """Owners hear of a gradient that is not finite; then it is forgotten. After a skipped step everything is."""
-    from megatron_moe_opt.integration.optimizer_step import _wrap
+    from megatron_moe_opt.integration.optimizer_step import step_ended
     from tests.ranks.megatron import parallel
 
     with parallel(ep=4):
@@ -141,9 +141,9 @@ def overflow() -> None:
         ours.zero_grad()
         step(ours, 0)
         assert gradient(ours).isfinite().all()
-        _wrap(lambda _: (True, None, None))(None)
+        step_ended(updated=True)
         assert gradients._kept
-        _wrap(lambda _: (False, None, None))(None)
+        step_ended(updated=False)
         assert not gradients._kept
         description = ours.token_dispatcher.dispatcher.describe()
         assert "their gradients LOSSY, compressed 16-fold" in description
@@ -173,7 +173,7 @@ def train(options: Options, dispatcher: str, steps: int, **settings: Any) -> lis
     ids=str,
 )
 def test_losses_are_near_those_of_stock(ranks, ratio, steps, settings, bound):
-    options = Options(network_levels=(2, 2), domain_sizes=(2, 2), gradient_compression_ratio=ratio)
+    options = options_of(network_levels=(2, 2), domain_sizes=(2, 2), gradient_compression_ratio=ratio)
     ours = ranks.run(train, options=options, dispatcher="expert-migration", steps=steps, **settings)
     stock = ranks.run(train, options=Options(), dispatcher="alltoall", steps=steps, **settings)
     assert ours[0] == pytest.approx(stock[0], rel=bound)

@@ -97,6 +97,19 @@ def test_eight_ranks_equal_stock(eight_ranks, levels):
     check(eight_ranks, cases)
 
 
+ALL_ENTRIES = 0.5
+"""A compression ratio at which every entry travels: what is left to differ from stock is the way of the entries."""
+
+
+def options_of(**settings: Any) -> Options:
+    """Options, whose compression ratios may be ALL_ENTRIES, which users are refused."""
+    ratios = {name: value for name, value in settings.items() if value == ALL_ENTRIES}
+    options = Options(**settings | dict.fromkeys(ratios, 2.0))
+    for name, value in ratios.items():
+        object.__setattr__(options, name, value)
+    return options
+
+
 def layers(
     number: int, sizes: tuple[int, ...] = (2, 2), levels: tuple[int, ...] = TWO_LEVELS, **options: Any
 ) -> tuple[list[Any], list[Any]]:
@@ -107,7 +120,7 @@ def layers(
 
     torch.manual_seed(11 + dist.get_rank())
     stock = [build_layer(moe_config()) for _ in range(number)]
-    megatron_moe_opt.register(Options(network_levels=levels, domain_sizes=sizes, **options))
+    megatron_moe_opt.register(options_of(network_levels=levels, domain_sizes=sizes, **options))
     ours = [build_layer(moe_config(moe_token_dispatcher_type="expert-migration")) for _ in range(number)]
     megatron_moe_opt.register()
     for layer, other in zip(ours, stock, strict=True):
@@ -217,8 +230,10 @@ def prefetched() -> None:
                 assert sent == [[True, True, True, False], *[[True] * 4] * 3]
             for layer in (*stock, *ours):
                 write_weights(layer, 1.1)
-            if round_ == 1:  # as Megatron's optimizers call it
+            if round_ == 1:  # as Megatron's optimizers call them
                 communicator.after_step()
+                assert not any(one.round == communicator.round + 1 for one in migrated)
+                communicator.before_step()
                 assert [one.round == communicator.round for one in migrated] == [True, True, True, False]
         for one, other in zip(stock, ours, strict=True):
             for weight, same in zip(one.parameters(), other.parameters(), strict=True):
@@ -358,3 +373,58 @@ def dead_layers() -> None:
 
 def test_layers_that_are_gone_are_not_sent(ranks):
     ranks.run(dead_layers)
+
+
+def order_of_returns() -> list[str]:
+    """What is begun in the backward pass of a layer, in turn."""
+    from megatron_moe_opt.runtime import token_hops
+    from megatron_moe_opt.runtime.expert_communicator import ExpertCommunicator
+    from tests.ranks.megatron import parallel
+
+    seen: list[str] = []
+    reduce, hop_back = ExpertCommunicator.reduce, token_hops._hop_back
+
+    def logged_reduce(*arguments: Any) -> Any:
+        seen.append("gradients leave")
+        arrived = reduce(*arguments)
+        return lambda: (seen.append("gradients are waited for"), arrived())[1]
+
+    def logged_hop(*arguments: Any) -> Any:
+        seen.append("tokens hop")
+        return hop_back(*arguments)
+
+    with parallel(ep=4), pytest.MonkeyPatch.context() as patch:
+        _, (ours,) = layers(1, sizes=(2, 1))
+        loss = ours(hidden_states(0))[0].square().sum()
+        patch.setattr(ExpertCommunicator, "reduce", logged_reduce)
+        patch.setattr(token_hops, "_hop_back", logged_hop)
+        loss.backward()
+    return seen
+
+
+def test_gradients_return_while_tokens_do(ranks):
+    for seen in ranks.run(order_of_returns):
+        assert seen == ["gradients leave", "tokens hop", "gradients are waited for"]
+
+
+def weights_read(recompute: bool) -> int:
+    """How often a step of one micro-batch compares weights, after one in which experts were sent."""
+    from megatron.core import tensor_parallel
+
+    from megatron_moe_opt.runtime.expert_weights import ExpertWeights
+    from tests.ranks.megatron import parallel
+
+    read, equal = [], ExpertWeights.equal
+    with parallel(ep=4), pytest.MonkeyPatch.context() as patch:
+        _, (ours,) = layers(1)
+        ours(hidden_states(0))
+        patch.setattr(ExpertWeights, "equal", lambda *arguments: (read.append(1), equal(*arguments))[1])
+        run = ours
+        if recompute:
+            run = lambda tokens: tensor_parallel.checkpoint(ours, False, tokens)  # noqa: E731
+        run(hidden_states(0).requires_grad_())[0].square().sum().backward()
+    return len(read)
+
+
+def test_weights_are_compared_once_however_often_a_pass_is_repeated(ranks):
+    assert ranks.run(weights_read, recompute=False) == ranks.run(weights_read, recompute=True) == [1] * 4

@@ -9,11 +9,9 @@ import torch
 import torch.distributed as dist
 
 from megatron_moe_opt.options import Options
-from tests.multirank.test_expert_migration import hidden_states, layers, relative
+from tests.multirank.test_expert_migration import ALL_ENTRIES, hidden_states, layers, options_of, relative
 
 FULL_RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-ALL_ENTRIES = 0.5
-"""A ratio at which every entry travels, with its index."""
 SHARED_EXPERT = {"residuals": "shared", "shared_expert_interval": 1}
 
 
@@ -65,8 +63,8 @@ def test_bf16_losses_are_those_of_stock(ranks):
     assert ours[0] == pytest.approx(stock[0], rel=1e-2)
 
 
-def sent_at_the_end_of_a_step(**settings: Any) -> None:
-    """The weights of the next step are under way before it begins, and are the right ones."""
+def sent_at_the_begin_of_a_step(**settings: Any) -> None:
+    """The weights of a step are under way before its first pass, and are the right ones; after the last step none."""
     import megatron_moe_opt
     from tests.ranks.gpt import gpt
     from tests.ranks.megatron import parallel
@@ -80,15 +78,21 @@ def sent_at_the_end_of_a_step(**settings: Any) -> None:
                 before = [parameter.clone() for parameter in model.model.parameters()]
                 model.train_step()
                 assert not any(map(torch.equal, before, model.model.parameters()))
-                news = [layer.token_dispatcher.dispatcher.migrated.news()[0].item() for layer in layers]
-                assert news == [0, 0]
+                migrated = [layer.token_dispatcher.dispatcher.migrated for layer in layers]
+                assert [one.news()[0].item() for one in migrated] == [1, 1]
+                rounds = [one.round for one in migrated]
+                model.optimizer.zero_grad()
+                assert [one.news()[0].item() for one in migrated] == [0, 0]
+                assert [one.round for one in migrated] == [one + 1 for one in rounds]
+                model.optimizer.zero_grad()
+                assert [one.round for one in migrated] == [one + 1 for one in rounds]  # once
     finally:
         megatron_moe_opt.register()
 
 
 @pytest.mark.parametrize("bf16", [False, True])
-def test_experts_are_sent_at_the_end_of_an_optimizer_step(ranks, bf16):
-    ranks.run(sent_at_the_end_of_a_step, bf16=bf16)
+def test_experts_are_sent_when_an_optimizer_step_begins(ranks, bf16):
+    ranks.run(sent_at_the_begin_of_a_step, bf16=bf16)
 
 
 def largest_weights() -> float:
@@ -179,7 +183,7 @@ def test_tracked_experts_near_the_owners(ranks, settings):
 
 @pytest.mark.parametrize("interval", [1, 2])
 def test_losses_with_a_shared_expert_and_all_residuals_are_those_of_stock(ranks, interval):
-    options = Options(
+    options = options_of(
         network_levels=(2,), domain_sizes=(2,), compression_ratio=ALL_ENTRIES, residuals="shared",
         shared_expert_interval=interval,
     )  # fmt: skip

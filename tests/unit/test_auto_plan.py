@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,7 +14,7 @@ import megatron_moe_opt
 from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.integration import auto_layer
 from megatron_moe_opt.integration.auto_layer import Controller, Seen, current_controller
-from megatron_moe_opt.integration.optimizer_step import _wrap
+from megatron_moe_opt.integration.optimizer_step import step_ended
 from megatron_moe_opt.integration.planned_layer import PlannedLayer
 from megatron_moe_opt.options import Options
 from megatron_moe_opt.planning.layer_workload import LayerWorkload
@@ -116,6 +117,23 @@ def test_a_prediction_is_the_mean_of_all_layers(planned, monkeypatch):
     assert stock.activation_bytes == 5  # room is needed for the largest
 
 
+def test_what_a_gpu_may_have_no_room_for_is_not_tried(planned, monkeypatch):
+    controller = planned("alltoall")
+    held = {"mpmoe:2:S1": 900, "alltoall": 500, "monta:O2x2": 601}
+    controller.plan = dataclasses.replace(
+        controller.plan, candidates=tuple(Prediction(name, 1e-3, 1e-3, 0.0, 0.0, size) for name, size in held.items())
+    )
+    controller.layers = [SimpleNamespace(passes=4), SimpleNamespace(passes=4)]
+    monkeypatch.setattr(auto_layer, "_free_memory", lambda: 1000)
+    assert (room := controller._room()) == 400  # of 0.8 x 1000 bytes, one pass of each layer is in flight
+    for free, tried in ((room, list(held)), (399, ["alltoall", "monta:O2x2"]), (100, ["alltoall"]), (None, list(held))):
+        allowed, refused, _ = controller._make_plan(
+            [[Seen(LayerWorkload(16, 16, 16, False, 8, 2, 4, 16, 8), 32.0)]], free
+        )
+        assert [one.variant for one in allowed] == tried
+        assert all("could run out of memory" in one.reason for one in refused)
+
+
 @pytest.fixture
 def timed(planned, monkeypatch):
     """A controller in trials of one variant, one layer of it, and a clock that stands until it is moved on."""
@@ -135,15 +153,14 @@ def timed(planned, monkeypatch):
 def test_a_step_that_the_optimizer_skips_counts_for_nothing(timed):
     """As the first ones under fp16 are: neither its passes for those of a step, nor its time for the next one's."""
     controller, layer, now = timed
-    skip = _wrap(lambda _: (False, None, None))
     (planned_layer,) = controller.layers
     planned_layer.passes, planned_layer.rows, planned_layer.tokens = 2, 64, 16
-    skip(None)
+    step_ended(updated=False)
     assert (planned_layer.passes, planned_layer.rows, planned_layer.tokens) == (0, 0, 0)
     for number in range(3):
         if number == 2:
             layer(torch.tensor([5.0]))
-            skip(None)
+            step_ended(updated=False)
         layer(torch.tensor([1.0]))
         controller.after_step()
     assert controller.trials.steps == 3 and controller.trials.longer_than(1.0) == 0.0

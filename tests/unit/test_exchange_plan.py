@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_moe_opt.runtime.exchange_plan import plan_exchange
+from megatron_moe_opt.kernels.row_map import cut_counts
+from megatron_moe_opt.runtime.exchange_plan import plan_exchange, plan_partitions
 
 
 def test_hand_computed_plan():
@@ -92,3 +94,34 @@ def block(rows, sizes, index):
     """Block `index` of `rows`."""
     first = sum(sizes[:index])
     return rows[first : first + sizes[index]]
+
+
+@given(seed=st.integers(0, 2**31), number=st.integers(1, 5))
+def test_a_partition_is_planned_as_an_exchange_of_its_part(seed, number):
+    counts = torch.randint(0, 9, (3, 2, 6), generator=torch.Generator().manual_seed(seed))
+    for part, plan in zip(cut_counts(counts, number), plan_partitions(counts, 2, 1, number), strict=True):
+        alone = plan_exchange(part, 2, 1)
+        assert [facts(chunk) for chunk in plan.chunks] == [facts(chunk) for chunk in alone.chunks]
+        assert plan.tokens_per_expert.tolist() == alone.tokens_per_expert.tolist()
+
+
+def facts(chunk):
+    lists = [list_.tolist() for list_ in chunk.by_expert.tensors[:3]]
+    return {**vars(chunk), "by_expert": (lists, chunk.by_expert.num_rows)}
+
+
+@pytest.mark.parametrize(
+    ("counts", "arguments"),
+    [
+        (torch.zeros(2, 1, 3, dtype=torch.int64), (0, 0, 1)),
+        (torch.zeros(2, 1, 4), (0, 0, 1)),
+        (torch.zeros(2, 1, 4, dtype=torch.int64), (2, 0, 1)),
+        (torch.zeros(2, 1, 4, dtype=torch.int64), (0, 0, 0)),
+        (torch.full((2, 1, 4), -1), (0, 0, 1)),
+        (torch.full((2, 1, 4), 2**62), (0, 0, 1)),
+    ],
+    ids=["experts", "dtype", "rank", "chunks", "negative", "too many"],
+)
+def test_counts_that_make_no_plan_are_refused(counts, arguments):
+    with pytest.raises(ValueError):
+        plan_exchange(counts, *arguments)

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from megatron_moe_opt.runtime.expert_call import ExpertCall, Experts
+from megatron_moe_opt.runtime.expert_pipeline import _Sum
 from megatron_moe_opt.runtime.host_copies import HOST_MEMORY
 from megatron_moe_opt.schedules.mpmoe import Restore
 
@@ -78,3 +79,16 @@ def test_gradients_are_autograds(middle, hands_over, counts):
     weights[0].sum().backward()
     assert len(hooked) == 1
     handle.remove()
+
+
+def test_gradients_of_partitions_are_summed_in_float32_and_rounded_once():
+    parameter = torch.zeros(64, 8, dtype=torch.bfloat16)
+    parts = torch.randn(16, 64, 8, generator=torch.Generator().manual_seed(1)).bfloat16()
+    total = _Sum(parameter, len(parts))
+    for part in parts:
+        total.add(part)
+    assert torch.equal(total.value, parts.float().sum(0).bfloat16())
+    one_by_one = parts[0].clone()
+    for part in parts[1:]:
+        one_by_one += part
+    assert not torch.equal(total.value, one_by_one)

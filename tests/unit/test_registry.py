@@ -203,6 +203,14 @@ def test_netmoe_refuses_masks_of_documents_at_launch(monkeypatch):
     config("netmoe", **MOVES)
 
 
+@pytest.mark.parametrize("name", ["expert-migration", "mpmoe"])
+def test_fully_sharded_weights_are_refused_where_experts_are_called_in_our_order(monkeypatch, name):
+    loop = SimpleNamespace(_GLOBAL_ARGS=SimpleNamespace(use_megatron_fsdp=True))
+    monkeypatch.setitem(sys.modules, "megatron.training.global_vars", loop)
+    refusal(f"between uses, and --moe-token-dispatcher-type {name} calls experts in its own order: drop it", name=name)
+    config("monta")
+
+
 def test_netmoe_refuses_groups_without_another_place_for_samples():
     assert config("netmoe", **MOVES).moe_token_dispatcher_type == "netmoe"
     refusal("= 1 is no multiple, from 2 on, of --tensor-model-parallel-size 1", name="netmoe")

@@ -1,0 +1,76 @@
+#include "planning/exchange_plan.h"
+
+#include <algorithm>
+
+namespace moe_opt::planning {
+namespace {
+
+// Where the chunks of n rows end, without a division of 64-bit numbers for each.
+struct Cut {
+  int64_t whole, rest;  // n = whole * chunks + rest
+  int64_t chunks;
+
+  Cut(int64_t rows, int64_t chunks) : whole(rows / chunks), rest(rows - whole * chunks), chunks(chunks) {}
+  int64_t end(int64_t chunk) const { return whole * chunk + rest * chunk / chunks; }
+  int64_t rows(int64_t chunk) const { return chunks == 1 ? whole : end(chunk + 1) - end(chunk); }
+};
+
+}  // namespace
+
+int64_t num_blocks(const Counts& counts, int64_t num_chunks) {
+  return num_chunks * counts.etp_size * counts.ep_size * counts.local;
+}
+
+ExchangePlan plan_exchange(const Counts& counts, int64_t num_chunks, bool together, int64_t* source_rows,
+                           int64_t* target_rows, int64_t* row_counts, int64_t* tokens_per_expert) {
+  const int64_t ep = counts.ep_size, etp = counts.etp_size, local = counts.local, experts = ep * local;
+  const int64_t peers = etp * ep, of_chunk = peers * local;
+  ExchangePlan plan{std::vector<ExchangePlan::Numbers>(num_chunks, ExchangePlan::Numbers(ep)),
+                    std::vector<std::vector<ExchangePlan::Numbers>>(
+                        num_chunks, std::vector<ExchangePlan::Numbers>(etp, ExchangePlan::Numbers(ep)))};
+
+  const int64_t* own = counts.rows + (counts.ep_rank * etp + counts.etp_rank) * experts;
+  for (int64_t expert = 0; expert < experts; ++expert) {
+    const Cut cut(own[expert], num_chunks);
+    for (int64_t c = 0; c < num_chunks; ++c) plan.sent[c][expert / local] += cut.rows(c);
+  }
+
+  std::fill_n(tokens_per_expert, (together ? 1 : num_chunks) * local, 0);
+  for (int64_t t = 0; t < etp; ++t) {
+    for (int64_t e = 0; e < ep; ++e) {
+      const int64_t* rows = counts.rows + (e * etp + t) * experts + counts.ep_rank * local;
+      for (int64_t l = 0; l < local; ++l) {
+        const Cut cut(rows[l], num_chunks);
+        for (int64_t c = 0; c < num_chunks; ++c) {
+          const int64_t number = cut.rows(c);
+          row_counts[c * of_chunk + (t * ep + e) * local + l] = number;
+          plan.arriving[c][t][e] += number;
+          tokens_per_expert[together ? l : c * local + l] += number;
+        }
+      }
+    }
+  }
+
+  const int64_t targets = together ? 1 : num_chunks, chunks_of_target = together ? num_chunks : 1;
+  for (int64_t target = 0; target < targets; ++target) {
+    const int64_t first = target * of_chunk, blocks = chunks_of_target * of_chunk;
+    int64_t row = 0;
+    for (int64_t block = first; block < first + blocks; ++block) {
+      source_rows[block] = row;
+      row += row_counts[block];
+    }
+    row = 0;
+    for (int64_t l = 0; l < local; ++l) {
+      for (int64_t peer = 0; peer < peers; ++peer) {
+        for (int64_t c = 0; c < chunks_of_target; ++c) {
+          const int64_t block = first + c * of_chunk + peer * local + l;
+          target_rows[block] = row;
+          row += row_counts[block];
+        }
+      }
+    }
+  }
+  return plan;
+}
+
+}  // namespace moe_opt::planning

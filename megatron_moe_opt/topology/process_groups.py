@@ -1,0 +1,84 @@
+"""The process groups that this package makes: all of them here, each of some ranks of a group that others have made.
+
+A new group communicates as the one it refines: with its backend, its timeout and, on NCCL, its stream's priority and
+its configuration (--distributed-timeout-minutes, --high-priority-stream-groups and --nccl-communicator-config-path in
+Megatron-LM).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup, distributed_c10d
+
+_NCCL_SETTINGS = ("is_high_priority_stream", "config")
+"""What a user can set of ProcessGroupNCCL.Options, besides the timeout."""
+
+
+def refine(group: ProcessGroup, members: Sequence[int], what: str) -> ProcessGroup:
+    """A new process group of some ranks of `group`. A collective call over these ranks, and no others.
+
+    Ranks that make several groups make them in one order. Whoever makes a group destroys it, when all its ranks have
+    done with it: a rank that destroys it while another still uses it, or is still making it, takes it from that one.
+
+    Args:
+        members: ranks of `group`; this one is among them. They are numbered in the order of their global ranks.
+        what: what the group is for, in messages of errors and in traces.
+    """
+    ranks = sorted(dist.get_global_rank(group, member) for member in members)
+    backend = group._get_backend(torch.device("cuda" if "nccl" in dist.get_backend(group) else "cpu"))
+    with _made_by_members_alone(f"{what} {ranks}"):
+        return dist.new_group(
+            ranks,
+            timeout=backend.options._timeout,
+            backend=dist.get_backend(group),
+            pg_options=_nccl_options(backend),
+            use_local_synchronization=True,
+            group_desc=what,
+        )
+
+
+def _nccl_options(backend: Any) -> Any:
+    """The options of a group like this one; None where it is not NCCL's."""
+    if not dist.is_nccl_available() or not isinstance(backend, dist.ProcessGroupNCCL):
+        return None
+    options = dist.ProcessGroupNCCL.Options()
+    for name in _NCCL_SETTINGS:
+        if hasattr(options, name):  # NCCL before 2.17 has no configuration
+            setattr(options, name, getattr(backend.options, name))
+    options._timeout = backend.options._timeout
+    return options
+
+
+_made: Counter[str] = Counter()
+
+
+@contextmanager
+def _made_by_members_alone(what: str) -> Iterator[None]:
+    """Has new_group inside the block ask nothing of ranks outside the new group, which are not there.
+
+    Other expert-parallel groups, and other pipeline stages, build their layers at other times, or none.
+
+    PyTorch puts the number of groups that a rank is in into the name of a group that only its members make. Ranks of
+    different pipeline stages are in different numbers of groups, and would wait for each other under different names.
+    Where init_process_group was given a device, it splits the new group's communicator off that of the whole world: a
+    collective of NCCL over all ranks, for which the members would wait for ever. Without, the communicator is made at
+    its first use, by its own ranks.
+    """
+    number = _made[what]
+    _made[what] += 1
+    name = hashlib.sha1(f"{what} {number}".encode(), usedforsecurity=False).hexdigest()
+    world, original = dist.group.WORLD, distributed_c10d._hash_ranks_to_str
+    device, world.bound_device_id = world.bound_device_id, None
+    distributed_c10d._hash_ranks_to_str = lambda _: name
+    try:
+        yield
+    finally:
+        distributed_c10d._hash_ranks_to_str = original
+        world.bound_device_id = device

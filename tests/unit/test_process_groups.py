@@ -1,0 +1,72 @@
+"""What a group that refines another takes over from it, by playing NCCL; and that no other code makes groups."""
+
+from __future__ import annotations
+
+import re
+import types
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import megatron_moe_opt
+from megatron_moe_opt.topology import process_groups
+
+
+class PlayedNccl:
+    """In the place of ProcessGroupNCCL."""
+
+    class Options:
+        def __init__(self) -> None:
+            self.is_high_priority_stream, self.config, self._timeout = False, "NCCL's own", timedelta(minutes=10)
+            self.global_ranks_in_group = [0]
+
+    def __init__(self) -> None:
+        self.options = self.Options()
+
+
+def test_nccl_groups_take_over_priority_configuration_and_timeout(monkeypatch: pytest.MonkeyPatch):
+    backend = PlayedNccl()
+    backend.options.is_high_priority_stream, backend.options.config = True, "at most 16 CTAs"
+    backend.options._timeout, backend.options.global_ranks_in_group = timedelta(seconds=7), [0, 2, 4, 6]
+    asked = {}
+    world = types.SimpleNamespace(bound_device_id=torch.device("cuda", 0))
+    group = types.SimpleNamespace(_get_backend=lambda device: backend if device.type == "cuda" else None)
+
+    def new_group(ranks: list[int], **arguments: object) -> None:
+        assert world.bound_device_id is None
+        asked.update(arguments, ranks=ranks)
+
+    played = {
+        "ProcessGroupNCCL": PlayedNccl,
+        "is_nccl_available": lambda: True,
+        "get_backend": lambda _: "nccl",
+        "get_global_rank": lambda _, member: 2 * member,
+        "new_group": new_group,
+        "group": types.SimpleNamespace(WORLD=world),
+    }
+    for name, value in played.items():
+        monkeypatch.setattr(dist, name, value, raising=False)
+    process_groups.refine(group, [3, 1], "a pair")
+    options = asked.pop("pg_options")
+    assert asked == {
+        "ranks": [2, 6],
+        "timeout": timedelta(seconds=7),
+        "backend": "nccl",
+        "use_local_synchronization": True,
+        "group_desc": "a pair",
+    }
+    assert options is not backend.options and options.global_ranks_in_group == [0]
+    assert (options.is_high_priority_stream, options.config) == (True, "at most 16 CTAs")
+    assert options._timeout == timedelta(seconds=7)
+    assert world.bound_device_id == torch.device("cuda", 0)
+
+
+def test_no_other_code_makes_process_groups():
+    root = Path(megatron_moe_opt.__file__).parent
+    makes = re.compile(r"\b(new_group|split_group|new_subgroups\w*|init_device_mesh)\(")
+    found = {str(file.relative_to(root)) for file in root.rglob("*.py") if makes.search(file.read_text())}
+    # Of the host backend: what Megatron calls, under the name that it calls.
+    assert found == {"topology/process_groups.py", "integration/host/collectives.py"}
