@@ -24,6 +24,7 @@ ROOT = Path(__file__).resolve().parents[2]
 HERE = Path(__file__).resolve().parent
 OUT = ROOT / "build" / "emulator"
 KERNELS = sorted((ROOT / "csrc" / "kernels").glob("*.cu"))
+WITHOUT_TORCH = ("kernels", "assignment", "planning")  # folders of csrc
 
 CXX = [os.environ.get("CXX", "g++")]
 COMMON = ["-std=c++20", "-fPIC", "-ffp-contract=off", "-Wno-unknown-pragmas", f"-I{HERE / 'include'}", f"-I{HERE}"]
@@ -104,11 +105,10 @@ def build(replaced: Mapping[str, str] | None = None, target: Path = OUT / "plain
     )
     (translated / "cuda_common.cuh").write_text(common)
     torch_flags = _torch_flags()
-    jobs += [(ROOT / "csrc" / name, torch_flags) for name in ("bindings.cpp",)]
-    jobs += [(ROOT / "csrc" / "pipeline" / name, torch_flags) for name in ("exchange.cpp", "streams.cpp")]
-    jobs += [(HERE / "device.cpp", torch_flags)]
+    plain = [source for folder in WITHOUT_TORCH for source in (ROOT / "csrc" / folder).glob("*.cpp")]
+    with_torch = sorted({HERE / "device.cpp", *(ROOT / "csrc").glob("**/*.cpp")} - {*plain})
+    jobs += [(source, torch_flags) for source in with_torch]
     jobs += [(HERE / "emulator.cpp", ["-O3", "-march=native"])]
-    plain = [*folder.glob("*.cpp"), *(ROOT / "csrc" / "assignment").glob("*.cpp"), ROOT / "csrc/pipeline/executor.cpp"]
     jobs += [(source, ["-O1", "-DMOE_OPT_ISA=generic"]) for source in plain]
     headers = _headers() + hashlib.sha256(common.encode()).hexdigest()
     heavy_first = sorted(jobs, key=lambda job: job[1] is not torch_flags)

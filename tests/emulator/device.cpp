@@ -17,10 +17,8 @@
 namespace c10::cuda {
 namespace {
 thread_local StreamId current = 0;
-StreamId next_stream = 1;
 }  // namespace
-CUDAStream getCurrentCUDAStream(DeviceIndex) { return CUDAStream(current); }
-CUDAStream getStreamFromPool(int, DeviceIndex) { return CUDAStream(next_stream++); }
+CUDAStream getCurrentCUDAStream(DeviceIndex) { return numbered(current); }
 void setCurrentCUDAStream(CUDAStream stream) { current = stream.id(); }
 }  // namespace c10::cuda
 
@@ -230,12 +228,14 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   at::Stream getStream(at::Device) const override { return stream(c10::cuda::getCurrentCUDAStream().id()); }
   at::Stream getDefaultStream(at::Device) const override { return stream(0); }
   at::Stream getStreamFromGlobalPool(at::Device, bool) const override {
-    return stream(c10::cuda::getStreamFromPool(0).id());
+    cudaStream_t name;
+    cudaStreamCreateWithPriority(&name, cudaStreamNonBlocking, 0);
+    return stream(reinterpret_cast<c10::StreamId>(name));
   }
-  at::Stream getNewStream(at::Device, int) const override { return stream(c10::cuda::getStreamFromPool(0).id()); }
+  at::Stream getNewStream(at::Device, int) const override { return getStreamFromGlobalPool(kDevice, false); }
   at::Stream exchangeStream(at::Stream to) const override {
     const at::Stream before = getStream(kDevice);
-    c10::cuda::setCurrentCUDAStream(c10::cuda::CUDAStream(to.id()));
+    c10::cuda::setCurrentCUDAStream(c10::cuda::numbered(to.id()));
     return before;
   }
   at::DeviceIndex deviceCount() const noexcept override { return 1; }
@@ -294,5 +294,6 @@ C10_REGISTER_CLASS(CUDAHooksRegistry, CUDAHooks, EmulatedCUDAHooks)
 
 // What tests set and ask, by ctypes.
 extern "C" void emulator_seed(uint64_t seed) { emulator::set_seed(seed); }
+extern "C" void emulator_allow_races(bool allow) { emulator::allow_races(allow); }
 extern "C" int64_t emulator_launches() { return emulator::launches(); }
 extern "C" void emulator_refuse_synchronisation(bool refuse) { emulator::refuse_synchronisation = refuse; }

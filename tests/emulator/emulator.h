@@ -39,6 +39,8 @@ struct Dim3 {
 
 // The seed of every order that is drawn from now on.
 void set_seed(uint64_t seed);
+// Whether races are let pass, for kernels that have one on purpose.
+void allow_races(bool allow);
 // Launches since the process began.
 int64_t launches();
 

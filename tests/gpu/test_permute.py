@@ -20,8 +20,8 @@ SHAPES = {
     "no-tokens": (0, 64, 4, 2, 0.0),
     "one-token": (1, 8, 1, 1, 0.0),
     "all-dropped": (130, 16, 7, 2, 1.0),
-    "odd-hidden": (300, 67, 12, 3, 0.1),
-    "four-byte-rows": (300, 130, 12, 3, 0.1),
+    "odd-hidden": (sized(300, 70), 67, 12, 3, 0.1),
+    "four-byte-rows": (sized(300, 70), 130, 12, 3, 0.1),
     "one-vector": (sized(1000, 200), 8, 16, 2, 0.0),
     "no-hidden": (50, 0, 4, 2, 0.0),
     "common": (sized(4096, 130), 1024, 64, 8, 0.0),
@@ -69,7 +69,7 @@ def test_row_map_from_shuffled_repeated_sources(device):
     from megatron_moe_opt.kernels.row_map import row_map_from_sources
 
     generator = torch.Generator().manual_seed(1)
-    sources = torch.randint(0, 700, (30_000,), generator=generator)
+    sources = torch.randint(0, 700, (sized(30_000, 3000),), generator=generator)
     sources[::3] = 41  # one token with many rows
     for experts in (None, 30):
         expected = row_map_from_sources(sources, 700, experts)

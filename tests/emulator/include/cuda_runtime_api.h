@@ -2,9 +2,11 @@
 // streams and events have nothing to wait for.
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
+#include <map>
 
 #include "../emulator.h"
 
@@ -12,7 +14,7 @@ enum cudaError_t { cudaSuccess = 0, cudaErrorInvalidValue = 1, cudaErrorInvalidC
 using cudaStream_t = struct emulated_stream*;
 using cudaEvent_t = struct emulated_event*;
 enum cudaFuncAttribute { cudaFuncAttributeMaxDynamicSharedMemorySize = 8 };
-constexpr unsigned cudaEventDefault = 0, cudaEventDisableTiming = 2;
+constexpr unsigned cudaEventDefault = 0, cudaEventDisableTiming = 2, cudaStreamNonBlocking = 1;
 
 inline cudaError_t cudaGetLastError() { return static_cast<cudaError_t>(emulator::fetch_error()); }
 inline cudaError_t cudaPeekAtLastError() { return static_cast<cudaError_t>(emulator::peek_error()); }
@@ -40,10 +42,10 @@ cudaError_t cudaFuncSetAttribute(Function* function, cudaFuncAttribute, int valu
   return cudaSuccess;
 }
 
-// An event holds the number of the call that recorded it: time passes with every call.
-inline uint64_t emulated_now() {
-  static uint64_t calls = 0;
-  return ++calls;
+// Every stream has a clock, which goes on with each event and is put forward by what the stream waits for.
+inline uint64_t& emulated_time(cudaStream_t stream) {
+  static std::map<cudaStream_t, uint64_t> times;
+  return times[stream];
 }
 struct emulated_event {
   uint64_t recorded;
@@ -56,13 +58,21 @@ inline cudaError_t cudaEventDestroy(cudaEvent_t event) {
   delete event;
   return cudaSuccess;
 }
-inline cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t) {
-  event->recorded = emulated_now();
+inline cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
+  event->recorded = ++emulated_time(stream);
   return cudaSuccess;
 }
-inline cudaError_t cudaStreamWaitEvent(cudaStream_t, cudaEvent_t, unsigned) { return cudaSuccess; }
+inline cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned) {
+  emulated_time(stream) = std::max(emulated_time(stream), event->recorded);
+  return cudaSuccess;
+}
 inline cudaError_t cudaEventElapsedTime(float* milliseconds, cudaEvent_t begin, cudaEvent_t end) {
   *milliseconds = static_cast<float>(end->recorded - begin->recorded);
+  return cudaSuccess;
+}
+inline cudaError_t cudaStreamCreateWithPriority(cudaStream_t* stream, unsigned, int) {
+  static uintptr_t streams = 0;
+  *stream = reinterpret_cast<cudaStream_t>(++streams);  // a name
   return cudaSuccess;
 }
 inline cudaError_t cudaStreamSynchronize(cudaStream_t) { return cudaSuccess; }
