@@ -37,7 +37,7 @@ FIRST_STEP = 2
 RECOMPUTED = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 OTHER_OPTIONS = {
     ("monta", "dispatch"): {"chunks": 3},
-    ("monta", "combine"): {"monta_level": "O2"},
+    ("auto", "combine"): {"telemetry": True},
     ("parm", "combine"): {"parm_schedule": "S1"},
     ("mpmoe", "dispatch"): {"partitions": 3},
     ("mpmoe", "combine"): {"memory_reuse": "S1"},
@@ -58,10 +58,13 @@ OTHER_CONFIG: dict[tuple[str, str], dict[str, Any]] = {
     ("netmoe", "backward"): {"moe_token_dispatcher_type": "alltoall"},
     ("netmoe", "background"): {"moe_router_topk": 3},
     ("auto", "dispatch"): {"moe_token_dispatcher_type": "monta"},
-    ("auto", "combine"): {"moe_router_topk": 3},
     ("auto", "backward"): RECOMPUTED,
     ("auto", "background"): {"moe_token_dispatcher_type": "alltoall"},
 }
+
+
+PADDED = {"moe_expert_capacity_factor": 1.0, "moe_pad_expert_input_to_capacity": True}
+"""All ranks have as many rows, and need not ask."""
 
 
 class InjectedError(RuntimeError):
@@ -158,13 +161,15 @@ class Injection:
 
 
 def disagree_from_now_on(fault: Fault, model: Gpt, injection: Injection) -> None:
-    """What is no matter of options: other tokens on TP ranks that should have the same, another mask."""
+    """What is no matter of options: fewer samples, other tokens on TP ranks that should have the same, another mask."""
     stock = model.train_step
 
     def train_step() -> float:
         if model.step == FIRST_STEP:
             injection.note()
-            if fault.dispatcher == "parm":
+            if fault.dispatcher == "monta":
+                model.micro_batch = 1
+            elif fault.dispatcher == "parm":
                 for name, parameter in model.model.module.named_parameters():
                     if "router" in name:
                         parameter.data.copy_(torch.randn_like(parameter))
@@ -188,6 +193,8 @@ def settings(fault: Fault, folder: Path, disagrees: bool) -> tuple[Options, dict
     """Options and configuration of a rank."""
     key = fault.dispatcher, fault.place
     config = config_of(fault.dispatcher) | (OTHER_CONFIG.get(key, {}) if disagrees else {})
+    if fault.kind == "disagree" and key == ("monta", "combine"):
+        config |= PADDED
     if config["moe_token_dispatcher_type"] != fault.dispatcher:
         return Options(), config
     return options_of(fault.dispatcher, folder, **(OTHER_OPTIONS.get(key, {}) if disagrees else {})), config
@@ -219,7 +226,7 @@ def train(fault: Fault, folder: Path) -> None:
         if is_victim:
             injection = Injection(fault, model, folder)
             if fault.kind == "disagree":
-                if (fault.dispatcher, fault.place) in (("parm", "dispatch"), ("netmoe", "dispatch")):
+                if not fault.from_the_start:
                     disagree_from_now_on(fault, model, injection)
             elif fault.place == "background" and fault.dispatcher == "netmoe":
                 injection.before(LayerPlacement, "_decide")

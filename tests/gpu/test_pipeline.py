@@ -7,6 +7,7 @@ import torch
 
 from megatron_moe_opt import kernels
 from megatron_moe_opt.kernels import LANE_BYTES, ChunkList, build_row_map, permute_packed
+from megatron_moe_opt.kernels.streams import own_stream
 from megatron_moe_opt.runtime import steps
 from megatron_moe_opt.runtime.executor import LaneError, executor
 from megatron_moe_opt.schedules.schedule import Kind, Lane, Op, Schedule
@@ -204,3 +205,11 @@ def test_cut_row_maps_equal_the_cpu(device, capacity, num_chunks):
         assert torch.equal(getattr(there, name).cpu(), getattr(here, name)), name
     packed = permute_packed(tokens.to(device), probs.to(device), there)
     assert equal_bits(packed.cpu(), permute_packed(tokens, probs, here))
+
+
+def test_streams_are_not_pytorch_s(device):
+    """Its own come from a pool of 32 a priority; whoever has one shares it with every 32nd that asks."""
+    of_the_pool = {torch.cuda.Stream(priority=priority).cuda_stream for priority in (0, -1) for _ in range(64)}
+    assert len(of_the_pool) < 128
+    ours = {own_stream(torch.device("cuda", torch.cuda.current_device())).cuda_stream for _ in range(3)}
+    assert len(ours) == 3 and not ours & of_the_pool
