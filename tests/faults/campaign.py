@@ -42,6 +42,8 @@ class Outcome:
     ends: tuple[RankEnd, ...]
     wrong: tuple[str, ...]
     """What was not as it should be, in words; empty: nothing."""
+    happened: bool = True
+    """False: the run ended before."""
 
     @property
     def seconds(self) -> float | None:
@@ -93,7 +95,7 @@ def run(fault: Fault, folder: Path) -> Outcome:
         ends.append(RankEnd(status, seconds, file.read_text(errors="replace") if file.exists() else ""))
     layer = _noted(folder / "injected")[1:] or ["?"]
     wrong = ["the fault did not happen"] if struck is None else list(_faults_of_ends(fault, ends, layer[0]))
-    return Outcome(fault, tuple(ends), tuple(wrong))
+    return Outcome(fault, tuple(ends), tuple(wrong), struck is not None)
 
 
 def _ask_for_stacks(fault: Fault, job: Job, ended: Collection[int]) -> None:
