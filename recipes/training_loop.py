@@ -39,13 +39,15 @@ from step_log import StepLog
 from token_data import batches, build_datasets, check_datasets, kind_names
 
 from megatron_moe_opt import register, use_host_backend
-from megatron_moe_opt.errors import ConfigurationError, sentence
+from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.integration import reports
 from megatron_moe_opt.integration.registry import launcher_options
 from megatron_moe_opt.integration.routing_recorder import RoutingRecorder
+from megatron_moe_opt.integration.start_facts import facts_of
 from megatron_moe_opt.options import Options
 from megatron_moe_opt.planning.routing_trace import write_routing_trace
 from megatron_moe_opt.runtime.collectives import CollectiveError
+from megatron_moe_opt.runtime.same_start import say_together, start_alike
 from megatron_moe_opt.runtime.traffic import TrafficCounter
 from megatron_moe_opt.topology.nodes import discover_nodes
 
@@ -359,17 +361,13 @@ def announce(
     )
 
 
-def end(error: Exception, status: int) -> int:
-    """Say why on rank 0, and return the exit status. All ranks end here together.
-
-    The others wait for rank 0: torchrun ends every rank as soon as one has gone.
-    """
-    if not dist.is_initialized():
-        dist.init_process_group("gloo")
-    if dist.get_rank() == 0:
-        print(f"{PROGRAM}: error: {sentence(error)}", file=sys.stderr, flush=True)
-    dist.barrier()
-    return status
+def begin() -> tuple[argparse.Namespace, Options, Layout]:
+    """Take the command line. Returns arguments and options that can work together."""
+    args, options = parse_arguments(sys.argv[1:])
+    options = launcher_options() or options
+    use_host_backend()
+    register(options, refuse_unread=True)
+    return args, options, check_arguments(args, int(os.environ["WORLD_SIZE"]))
 
 
 def main() -> int:
@@ -381,17 +379,15 @@ def main() -> int:
     sys.stdout, sys.stderr = (LossyStream(getattr(sys, name), name) for name in ("stdout", "stderr"))
     console = Console(quiet=os.environ["RANK"] != "0", markup=False)  # names of files may look like markup
     try:
-        args, options = parse_arguments(sys.argv[1:])
-        options = launcher_options() or options
-        use_host_backend()
-        register(options, refuse_unread=True)
-        layout = check_arguments(args, int(os.environ["WORLD_SIZE"]))
+        args, options, layout = start_alike(begin, lambda begun: facts_of(begun[1]))
         device = start_distributed(timedelta(minutes=args.distributed_timeout_minutes))
         run(args, options, layout, device, console)
     except ConfigurationError as error:
-        return end(error, status=2)
+        say_together(error, PROGRAM)
+        return 2
     except TrainingError as error:
-        return end(error, status=1)
+        say_together(error, PROGRAM)
+        return 1
     except (CollectiveError, RankError) as error:
         print(f"{PROGRAM}: error: {error}", file=sys.stderr, flush=True)
         return 1
