@@ -40,6 +40,9 @@ GRACE_S = 1.5
 END_S = 30.0
 """How long a rank that has raised an error may take to end, as torchrun gives."""
 
+_GONE = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
+"""Of an error of a connection whose other end is closed."""
+
 _ALARM, _FIRST, _SEEN, _END = "alarm", "first", "seen", b"end"
 
 Interrupt = Callable[[], None]
@@ -122,6 +125,9 @@ class FailureBoard:
             time.sleep(POLL_S / 10)
 
     def _blame(self, what: str, peer: int | None) -> Failure:
+        if peer is not None and any(sign in what for sign in _GONE):
+            # Who fails otherwise writes before it ends; and torchrun, which has seen the end too, ends this rank soon.
+            return self._claim(peer, f"its process has ended, as rank {self.rank} found: {what}")
         silent = self._call_roll()
         if (first := self._read()) is not None:
             return first
