@@ -53,6 +53,7 @@ from megatron_moe_opt.integration.reports import report_with_training_log
 from megatron_moe_opt.integration.seams import seam_moved
 from megatron_moe_opt.integration.start_facts import facts_of_layer
 from megatron_moe_opt.integration.telemetry import watch
+from megatron_moe_opt.integration.timeouts import follow_megatrons_timeouts
 from megatron_moe_opt.options import AUTO, Options
 from megatron_moe_opt.runtime import failure_board
 from megatron_moe_opt.runtime.same_start import Facts, check_alike
@@ -115,6 +116,7 @@ def register(options: Options | None = None, refuse_unread: bool = False) -> Non
     _wrap_moe_layer(MoELayer, PluggedTokenDispatcher)
     wrap_transformer_block()
     prioritize_expert_groups()
+    follow_megatrons_timeouts()
     report_with_training_log()
 
 
