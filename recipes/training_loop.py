@@ -37,16 +37,17 @@ from rich.console import Console
 from save_lock import save_lock
 from step_log import StepLog
 from token_data import batches, build_datasets, check_datasets, kind_names
+from torch.distributed.elastic.multiprocessing.errors import record
 
 from megatron_moe_opt import register, use_host_backend
-from megatron_moe_opt.errors import ConfigurationError
+from megatron_moe_opt.errors import ConfigurationError, LayerError
 from megatron_moe_opt.integration import reports
 from megatron_moe_opt.integration.registry import launcher_options
 from megatron_moe_opt.integration.routing_recorder import RoutingRecorder
 from megatron_moe_opt.integration.start_facts import facts_of
 from megatron_moe_opt.options import Options
 from megatron_moe_opt.planning.routing_trace import write_routing_trace
-from megatron_moe_opt.runtime.collectives import CollectiveError
+from megatron_moe_opt.runtime import failure_board
 from megatron_moe_opt.runtime.same_start import say_together, start_alike
 from megatron_moe_opt.runtime.traffic import TrafficCounter
 from megatron_moe_opt.topology.nodes import discover_nodes
@@ -370,14 +371,12 @@ def begin() -> tuple[argparse.Namespace, Options, Layout]:
     return args, options, check_arguments(args, int(os.environ["WORLD_SIZE"]))
 
 
-def main() -> int:
-    """Run the command line; the exit status is 2 where it was refused and 1 where training failed."""
-    # Without torchrun: one rank.
-    for name, value in (("RANK", 0), ("LOCAL_RANK", 0), ("WORLD_SIZE", 1), ("MASTER_ADDR", "localhost")):
-        os.environ.setdefault(name, str(value))
-    os.environ.setdefault("MASTER_PORT", "0")
-    sys.stdout, sys.stderr = (LossyStream(getattr(sys, name), name) for name in ("stdout", "stderr"))
-    console = Console(quiet=os.environ["RANK"] != "0", markup=False)  # names of files may look like markup
+@record
+def run_recorded(console: Console) -> int | LayerError:
+    """Parse the command line and run it. torchelastic records what is raised, and torchrun prints the first of it.
+
+    Returns the exit status, or the error with which this rank ends because another one has failed.
+    """
     try:
         args, options, layout = start_alike(begin, lambda begun: facts_of(begun[1]))
         device = start_distributed(timedelta(minutes=args.distributed_timeout_minutes))
@@ -388,8 +387,30 @@ def main() -> int:
     except TrainingError as error:
         say_together(error, PROGRAM)
         return 1
-    except (CollectiveError, RankError) as error:
-        print(f"{PROGRAM}: error: {error}", file=sys.stderr, flush=True)
-        return 1
+    except RankError as error:
+        raise LayerError(failure_board.explain(str(error), is_own=True)) from error
+    except LayerError as error:
+        first = failure_board.first_failure()
+        if first is None or first.rank == dist.get_rank():
+            raise
+        return error
     dist.destroy_process_group()
     return 0
+
+
+def main() -> int:
+    """Run the command line; the exit status is 2 where it was refused and 1 where training failed."""
+    # Without torchrun: one rank.
+    for name, value in (("RANK", 0), ("LOCAL_RANK", 0), ("WORLD_SIZE", 1), ("MASTER_ADDR", "localhost")):
+        os.environ.setdefault(name, str(value))
+    os.environ.setdefault("MASTER_PORT", "0")
+    sys.stdout, sys.stderr = (LossyStream(getattr(sys, name), name) for name in ("stdout", "stderr"))
+    console = Console(quiet=os.environ["RANK"] != "0", markup=False)  # names of files may look like markup
+    try:
+        ended = run_recorded(console)
+    except LayerError as error:
+        ended = error
+    if isinstance(ended, LayerError):
+        print(f"{PROGRAM}: error: {ended}", file=sys.stderr, flush=True)
+        return 1
+    return ended or 0  # `record` swallows the exit of --help

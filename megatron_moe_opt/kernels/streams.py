@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from .extension import load_extension
+
 STREAMED = {"cuda"}
 """Types of devices whose work is queued on streams."""
 
@@ -13,3 +15,11 @@ def has_streams(device: torch.device) -> bool:
     to the stream or wait for it.
     """
     return device.type in STREAMED
+
+
+def own_stream(device: torch.device) -> torch.cuda.Stream:
+    """A stream that nobody else has, for as long as the process lives; see csrc/pipeline/cuda_streams.h."""
+    if device.type != "cuda":  # a device in software
+        return torch.cuda.Stream(device)
+    with torch.cuda.device(device):
+        return torch.cuda.ExternalStream(load_extension().new_cuda_stream(0), device)

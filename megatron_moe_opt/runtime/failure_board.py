@@ -25,8 +25,11 @@ import torch.distributed as dist
 from torch.utils.checkpoint import _StopRecomputationError
 
 from megatron_moe_opt.errors import ConfigurationError, LayerError, RoutingError, printable, reason
+from megatron_moe_opt.kernels.extension import load_extension
 from megatron_moe_opt.runtime.job_store import connect_to_job_store
 from megatron_moe_opt.runtime.layer_place import describe_place
+
+_C = load_extension()
 
 POLL_S = 0.2
 ROLL_CALL_S = 1.5
@@ -116,12 +119,12 @@ class FailureBoard:
         first = Failure(**json.loads(self._store.compare_set(_FIRST, "", mine)))
         self._store.set(_ALARM, "")
         self._say(first)
-        self._wait_until_seen()
+        self._wait_until_seen(self._world - (rank != self.rank))  # who does not answer reads nothing
         return first
 
-    def _wait_until_seen(self) -> None:
+    def _wait_until_seen(self, by: int) -> None:
         deadline = time.monotonic() + SEEN_S
-        while self._store.add(_SEEN, 0) < self._world and time.monotonic() < deadline:
+        while self._store.add(_SEEN, 0) < by and time.monotonic() < deadline:
             time.sleep(POLL_S / 10)
 
     def _blame(self, what: str, peer: int | None) -> Failure:
@@ -187,13 +190,13 @@ class FailureBoard:
         try:
             self._store.set(_host(self.rank), socket.gethostname())
             while not self._store.check([_ALARM]):
-                if self._stopped.wait(POLL_S):
+                if self._rest(POLL_S):
                     return
             if self._store.get(_ALARM) == _END:
                 return
             self._store.set(_here(self.rank), "")
             while (first := self._read()) is None:
-                if self._stopped.wait(POLL_S / 4):
+                if self._rest(POLL_S / 4):
                     return
             self._say(first)
             self._store.add(_SEEN, 1)
@@ -205,9 +208,16 @@ class FailureBoard:
         if not self._stopped.is_set():
             self._exit()
 
+    def _rest(self, seconds: float) -> bool:
+        """Waits. Returns whether there is no more to watch for; ends a process of which a thread has died."""
+        if what := _C.uncaught_exception():
+            self.report(f"a thread has died of an exception: {what.splitlines()[0]}")
+            self._exit()
+        return self._stopped.wait(seconds)
+
     def _exit(self) -> None:
         if self._served_by_rank == self.rank:
-            self._answered(self._wait_until_seen)
+            self._answered(lambda: self._wait_until_seen(self._world))
         for stream in (sys.stdout, sys.stderr):
             if stream is not None:
                 stream.flush()
@@ -248,6 +258,7 @@ def start() -> None:
         return
     store = connect_to_job_store("failures")
     if store is not None:
+        _C.keep_uncaught_exceptions()
         of_launcher = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         _board = FailureBoard(store, dist.get_rank(), dist.get_world_size(), None if of_launcher else 0)
         atexit.register(_end)

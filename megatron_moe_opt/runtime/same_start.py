@@ -105,8 +105,11 @@ def difference(told: Mapping[int, Mapping[str, object]]) -> str | None:
 def say_together(error: Exception, program: str) -> None:
     """Says why this rank ends: once, on rank 0, where all ranks end for the same reason, else on every rank.
 
-    A rank that ends alone tells the others, if there are process groups, and they end too.
+    A rank that ends alone tells the others, if there are process groups, and they end too. What a rank is refused in
+    the middle of a pass, every rank has said already.
     """
+    if failure_board.first_failure() is not None:
+        return
     text, world = sentence(error), _world()
     store = None if world == 1 else job_store()
     line = f"{program}: error: {text}"

@@ -14,6 +14,7 @@ from tests.ranks.job import free_port
 # Layers of their own numbers: what a rank says about itself must not be taken for what the others say about it.
 RANK = """
 import os, signal, sys, time
+import torch
 import torch.distributed as dist
 from megatron_moe_opt.runtime import failure_board
 from megatron_moe_opt.runtime.layer_place import Place, passing
@@ -27,9 +28,13 @@ with passing(Place(rank + 1, "monta", "forward")), failure_board.told():
             raise ValueError("boom")
         if fault == "end":
             sys.exit()
+        if fault == "longer":  # for which Gloo's thread ends the process, if it may
+            dist.recv(torch.zeros(1), 2)
         os.kill(os.getpid(), signal.SIGKILL)
     if fault == "end":
         sys.exit()
+    if rank == 2 and fault == "longer":
+        dist.send(torch.zeros(64), 1)
     if rank == 2 and fault == "kill":  # who finds a closed connection, while others wait where nothing is closed
         time.sleep(0.2)
         raise dist.DistBackendError("Connection closed by peer")
@@ -63,6 +68,7 @@ def end(fault: str) -> tuple[list[int], list[str]]:
     ("fault", "sentence"),
     [
         ("raise", r"failed first, in MoE layer 2 (monta, forward): ValueError: boom"),
+        ("longer", r"failed first, in MoE layer 2 (monta, forward): a thread has died of an exception: "),
         ("kill", r"failed first, in MoE layer 3 (monta, forward): it does not answer any more, as rank 2 found: "),
     ],
 )
