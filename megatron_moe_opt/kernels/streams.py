@@ -13,3 +13,12 @@ def has_streams(device: torch.device) -> bool:
     to the stream or wait for it.
     """
     return device.type in STREAMED
+
+
+def to_device(tensor: torch.Tensor, device: torch.device | str) -> torch.Tensor:
+    """A small tensor of the host on the device, without stopping the caller.
+
+    From pinned memory: a copy from any other begins when all that is queued on the stream is through.
+    """
+    device = torch.device(device)
+    return tensor.pin_memory().to(device, non_blocking=True) if has_streams(device) else tensor
