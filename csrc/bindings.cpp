@@ -33,7 +33,8 @@
 #include "pipeline/exchange.h"
 #include "pipeline/executor.h"
 #ifdef MOE_OPT_CUDA
-#include "pipeline/streams.h"
+#include "pipeline/cuda_streams.h"
+#include "pipeline/stream_executor.h"
 #endif
 #include "planning/exchange_plan.h"
 
@@ -920,8 +921,12 @@ PYBIND11_MODULE(_C, m) {
   py::class_<pipeline::Executor>(m, "Executor").def(py::init<int>()).def("run", run_ops<pipeline::Executor>);
 #ifdef MOE_OPT_CUDA
   py::class_<pipeline::StreamExecutor>(m, "StreamExecutor")
-      .def(py::init<const std::vector<int>&>())
+      .def(py::init([](const std::vector<int>& priorities) {
+        return std::make_unique<pipeline::StreamExecutor>(pipeline::cuda_streams(priorities));
+      }))
       .def("run", run_ops<pipeline::StreamExecutor>);
+  m.def("new_cuda_stream",
+        [](int priority) { return reinterpret_cast<intptr_t>(pipeline::new_cuda_stream(priority)); });
 #endif
   m.def("build_info", build_info);
   m.def("select_cpu_kernels", [](const std::string& name) { return cpu::select_kernels(name.c_str()); });

@@ -22,6 +22,13 @@ class RoutingError(RuntimeError):
     """Ranks that hold the same tokens have routed them differently: raised in the pass in which they did."""
 
 
+class LayerError(RuntimeError):
+    """A pass of a MoE layer failed, or a collective beside it: here, or on another rank, which is named.
+
+    `__cause__` is what was raised on this rank.
+    """
+
+
 def sentence(error: Exception) -> str:
     """The message as it was first raised: Megatron raises errors again, naming each module it was building."""
     while (first := error.__context__) is not None and type(first) is type(error) and str(error).startswith(str(first)):

@@ -1,14 +1,37 @@
 #!/usr/bin/env bash
-# Compiles every CUDA kernel for the architectures we support, with warnings as errors and no register spills.
-# Needs nvcc, but neither a GPU nor PyTorch.
+# Compiles every CUDA kernel for the architectures we support, with warnings as errors and no register spills, and, where
+# there is a PyTorch, what calls CUDA's runtime (csrc/pipeline/cuda_streams.cpp). Needs nvcc, but no GPU.
 #
-#   bash tools/check_cuda_compiles.sh [--verbose]     --verbose: registers and shared memory of every kernel
+#   bash tools/check_cuda_compiles.sh [--verbose | --streams]
+#
+#   --verbose: registers and shared memory of every kernel; --streams: cuda_streams.cpp alone, with the headers of a
+#   PyTorch, which may be built for CPU
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
 if ! command -v nvcc > /dev/null; then
     echo "nvcc not found: CUDA compile check skipped"
     exit 0
+fi
+
+python="${PYTHON:-python3}"
+if [[ -x .venv/bin/python ]]; then
+    python=.venv/bin/python
+fi
+torch=$("$python" -c 'from torch.utils.cpp_extension import include_paths; print(*include_paths())' 2> /dev/null) || torch=""
+if [[ -n "$torch" ]]; then
+    includes=()
+    for folder in $torch; do
+        includes+=(-isystem "$folder")
+    done
+    nvcc -std=c++20 -c csrc/pipeline/cuda_streams.cpp -o /dev/null -Xcompiler=-fsyntax-only,-Wall,-Wextra,-Werror \
+        -DC10_CUDA_NO_CMAKE_CONFIGURE_FILE "${includes[@]}"
+    echo "csrc/pipeline/cuda_streams.cpp compiles without warnings"
+else
+    echo "no PyTorch found: csrc/pipeline/cuda_streams.cpp left out"
+fi
+if [[ "${1:-}" == "--streams" ]]; then
+    exit
 fi
 
 archs=()

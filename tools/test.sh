@@ -17,7 +17,7 @@ source recipes/setup_env.sh
 echo "== style"
 ruff check .
 ruff format --check .
-git ls-files 'csrc/*' 'tests/cpp/*' | grep -E '\.(h|cpp|cu|cuh)$' | xargs clang-format --dry-run -Werror
+git ls-files 'csrc/*' 'tests/*' | grep -E '\.(h|cpp|cu|cuh)$' | xargs clang-format --dry-run -Werror
 
 (python -m pytest tests/unit tests/gpu --durations=5 && python -m pytest tests/system --durations=10) \
     >"$outputs/beside" 2>&1 &

@@ -28,17 +28,24 @@ Exchange::Exchange(c10::intrusive_ptr<c10d::ProcessGroup> group, std::vector<at:
 void Exchange::run() {
   const at::AutoDispatchBelowADInplaceOrView moves_bytes_only;  // a lane's thread would record gradients
   const int rank = group_->getRank();
-  at::Tensor& own = sent_[rank];
-  at::Tensor& place = received_[rank];
-  if (own.numel() > 0 && own.const_data_ptr() != place.const_data_ptr()) place.copy_(own, /*non_blocking=*/true);
-  own = own.narrow(0, 0, 0);
-  place = place.narrow(0, 0, 0);
+  const at::Tensor own = sent_[rank], place = received_[rank];
+  sent_[rank] = own.narrow(0, 0, 0);
+  received_[rank] = place.narrow(0, 0, 0);
+  const auto copy_own = [&] {
+    if (own.numel() > 0 && own.const_data_ptr() != place.const_data_ptr()) place.copy_(own, /*non_blocking=*/true);
+  };
   const c10::intrusive_ptr<c10d::Backend> backend = group_->getBackend(own.device().type());
   if (backend->getBackendName() == "gloo") {
+    copy_own();
     run_on_gloo(*backend);
   } else {
-    backend->alltoall(received_, sent_)->wait();
+    running_ = backend->alltoall(received_, sent_);
+    copy_own();  // beside it: NCCL would wait for what is queued before it
   }
+}
+
+void Exchange::join() {
+  if (running_) running_->wait();
 }
 
 void Exchange::run_on_gloo(c10d::Backend& backend) {

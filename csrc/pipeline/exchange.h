@@ -24,9 +24,10 @@ class Exchange : public Action {
   Exchange(c10::intrusive_ptr<c10d::ProcessGroup> group, std::vector<at::Tensor> sent,
            std::vector<at::Tensor> received);
 
-  // On Gloo returns when every block has arrived and left, each within the group's timeout; on NCCL the current stream
-  // waits. Throws PeerError.
+  // On Gloo returns when every block has arrived and left, each within the group's timeout; on NCCL when all is issued.
+  // Throws PeerError.
   void run() override;
+  void join() override;
   void abort() override;
 
  private:
@@ -38,6 +39,7 @@ class Exchange : public Action {
   std::mutex mutex_;  // guards works_ and aborted_
   std::vector<c10::intrusive_ptr<c10d::Work>> works_;
   bool aborted_ = false;
+  c10::intrusive_ptr<c10d::Work> running_;  // NCCL's; it also holds on to what it reads and writes until it is joined
 };
 
 }  // namespace pipeline

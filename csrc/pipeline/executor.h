@@ -26,6 +26,8 @@ class Action {
  public:
   virtual ~Action() = default;
   virtual void run() = 0;
+  // Makes the current stream of an accelerator wait for what run() has left running on others.
+  virtual void join() {}
   // Makes a run() that blocks, in another thread, throw soon; or one that has not begun, once it begins.
   virtual void abort() {}
 };

@@ -122,7 +122,11 @@ def reduce_scatter(rows: Rows, group: ProcessGroup, role: str, lane: Lane) -> Lo
         mine = number // group.size()
         added, parts, summed = rows.filled(number), rows.filled(number - mine), rows.filled(mine)
         counts = [mine] * group.size()
-        return Sized(number * rows.bytes, lambda: steps.reduce_scatter(added, parts, summed, counts, group))
+
+        def exchange_and_sum() -> steps.Steps:
+            return steps.scatter(added, parts, counts, group) + steps.sum_scattered(added, parts, summed, counts, group)
+
+        return Sized(number * rows.bytes, exchange_and_sum)
 
     return Load(Kind.REDUCE_SCATTER, lane, role, sized)
 

@@ -36,6 +36,7 @@ from megatron_moe_opt.integration.checks import (
 from megatron_moe_opt.integration.expert_migration_layer import EXPERTS_COMPUTE, make_dispatcher, migrate_experts
 from megatron_moe_opt.integration.expert_order import FLAG as EXPERT_ORDER
 from megatron_moe_opt.integration.expert_order import keep_expert_order
+from megatron_moe_opt.integration.layer_passes import name_passes
 from megatron_moe_opt.integration.mpmoe_layer import pipeline_experts, shape_of_layer
 from megatron_moe_opt.integration.netmoe_layer import check_seams, wrap_transformer_block
 from megatron_moe_opt.integration.priorities import prioritize_expert_groups
@@ -49,6 +50,7 @@ from megatron_moe_opt.integration.reports import report_with_training_log
 from megatron_moe_opt.integration.seams import seam_moved
 from megatron_moe_opt.integration.telemetry import watch
 from megatron_moe_opt.options import AUTO, Options
+from megatron_moe_opt.runtime import failure_board
 from megatron_moe_opt.topology.expert_groups import ExpertGroups
 from megatron_moe_opt.versions import SUPPORTED_MEGATRON, megatron_version, supports_megatron
 
@@ -160,6 +162,7 @@ def _wrap_post_init(config_class: type, stock: tuple[str, ...]) -> None:
             stock_post_init(self)
         if name in NAMES:
             check_config(self, name, _options)
+            failure_board.start()  # on ranks without a MoE layer too
             if name == AUTO:
                 controller_of(self, _options)  # on ranks without a MoE layer too
         elif self.num_moe_experts is not None:
@@ -192,6 +195,8 @@ def _wrap_moe_layer(layer_class: type, plugged_class: type) -> None:
             replicated = name in NAMES and holds_replicated_tokens(config)
             with reading_as_sequence_parallel(config) if replicated else nullcontext():
                 stock_init(self, config, *args, **kwargs)
+        if name in NAMES:
+            failure_board.start()
         plug = functools.partial(_plug, plugged_class=plugged_class)
         if name == AUTO:
             plan_layer(self, _groups_of(self.token_dispatcher), _options, functools.partial(plug, says=False))
@@ -203,6 +208,7 @@ def _wrap_moe_layer(layer_class: type, plugged_class: type) -> None:
             watch(self)
 
     layer_class.__init__ = init
+    name_passes(layer_class, NAMES)
 
 
 def _routing(config: Any) -> Routing:

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from megatron_moe_opt.integration.layer_passes import number_of, on_gradient
 from megatron_moe_opt.integration.seams import seam_moved
 from megatron_moe_opt.integration.stock_traffic import StockTraffic
 from megatron_moe_opt.kernels.count_tokens import count_routing_map
@@ -99,7 +100,7 @@ class _Stages:
         """Sends rows to experts."""
         observed = self._observed
         if observed is not None:
-            _on_gradient(hidden_states, functools.partial(self._mark, observed.backward, "exchange_end"))
+            on_gradient(hidden_states, functools.partial(self._mark, observed.backward, "exchange_end"))
             if self._traffic is not None:
                 self._traffic.note_dispatched(hidden_states, probs)
             self._watch_experts(observed, observed.forward)
@@ -114,7 +115,7 @@ class _Stages:
         self._leave_experts()
         result = self._stock["combine"](self._layer, output)
         observed.forward.exchange_end = self._now()
-        _on_gradient(result, functools.partial(self._mark, observed.backward, "exchange_begin"))
+        on_gradient(result, functools.partial(self._mark, observed.backward, "exchange_begin"))
         if self._traffic is not None:
             forward, backward = self._traffic.sent(output)
             observed.forward.sent.by_peer.update(forward)
@@ -129,9 +130,9 @@ class _Stages:
             observed.forward.end = self._now()
             observed.forward.sent.stop()
             if self._has_backward:  # what begins must end
-                _on_gradient(result, functools.partial(self._begin_backward, observed))
+                on_gradient(result, functools.partial(self._begin_backward, observed))
             record = self._record
-            record.number = _number(self._layer)
+            record.number = number_of(self._layer)
             (record.again if observed.recomputed else record.first).add(observed)
             _observed[id(record)] = record
         return result
@@ -186,21 +187,16 @@ class _Stages:
         tokens = arguments[0]
         if direction is observed.forward:
             observed.rows += tokens.size(0)
-        _on_gradient(tokens, functools.partial(self._call, observed.backward, -1))
+        on_gradient(tokens, functools.partial(self._call, observed.backward, -1))
         direction.calls.append((1, self._now()))
 
     def _leave(self, module: Any, arguments: tuple[Any, ...], output: tuple[torch.Tensor, Any]) -> None:
         observed, direction = self._running
         direction.calls.append((-1, self._now()))
-        _on_gradient(output[0], functools.partial(self._call, observed.backward, 1))
+        on_gradient(output[0], functools.partial(self._call, observed.backward, 1))
 
     def _call(self, backward: Direction, step: int, _: torch.Tensor) -> None:
         backward.calls.append((step, self._now()))
-
-
-def _number(layer: Any) -> int:
-    """Of a layer in the model. Those of multi-token prediction, which Megatron counts anew from 0.17 on, come last."""
-    return layer.layer_number + (layer.config.num_layers if getattr(layer, "is_mtp_layer", False) else 0)
 
 
 def _tells_what_it_sends(dispatcher: Any) -> bool:
@@ -208,9 +204,3 @@ def _tells_what_it_sends(dispatcher: Any) -> bool:
     from megatron_moe_opt.integration.token_dispatcher import PluggedTokenDispatcher
 
     return isinstance(dispatcher, PluggedTokenDispatcher)
-
-
-def _on_gradient(tensor: torch.Tensor, hook: Any) -> None:
-    """Calls the hook when the gradient of the tensor is there."""
-    if tensor.requires_grad:
-        tensor.register_hook(hook)

@@ -157,7 +157,12 @@ class Costs:
     """Seconds that every op takes besides."""
 
     def __call__(self, op: Op) -> float:
-        """Seconds of one op. Raises ConfigurationError as `curve` does."""
+        """Seconds of one op. Raises ConfigurationError as `curve` does.
+
+        A sum is in the curve of the exchange whose parts it adds.
+        """
+        if op.kind is Kind.SUM:
+            return 0.0
         return self.overhead + self.curve(op).seconds(op.size)
 
     def curve(self, op: Op) -> CostCurve:

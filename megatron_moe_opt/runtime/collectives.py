@@ -14,6 +14,7 @@ two ranks one direction follows the other, and its all-gather goes round a ring,
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,11 +23,13 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
+from megatron_moe_opt.errors import LayerError
 from megatron_moe_opt.kernels import empty
+from megatron_moe_opt.runtime import failure_board
 from megatron_moe_opt.runtime.traffic import issued_as
 
 
-class CollectiveError(RuntimeError):
+class CollectiveError(LayerError):
     """A collective failed: names the operation, its group and this rank; `__cause__` is the backend's own error."""
 
 
@@ -45,11 +48,10 @@ def named_errors(op: str, group: dist.ProcessGroup | None) -> Iterator[None]:
     """
     try:
         yield
-    except CollectiveError as error:
-        cause = error.__cause__ or error
-        raise CollectiveError(describe_failure(op, group, _reason(cause))) from cause
     except RuntimeError as error:
-        raise CollectiveError(describe_failure(op, group, _reason(error))) from error
+        cause = error.__cause__ or error if isinstance(error, CollectiveError) else error
+        what = describe_failure(op, group, _reason(cause))
+        raise CollectiveError(failure_board.explain(what, is_own=False)) from cause
 
 
 def _reason(error: BaseException) -> str:
@@ -61,9 +63,13 @@ def describe_failure(op: str, group: dist.ProcessGroup | None, reason: str) -> s
     return f"{op} on {_group_name(group)} failed on rank {_rank()}: {first_line(reason)}"
 
 
+_GLOO_PLACE = re.compile(r"^\[\S+/gloo/\S+:\d+\] ")
+
+
 def first_line(reason: str) -> str:
-    """What fits into one sentence."""
-    return (reason.strip() or "for no reason given").splitlines()[0]
+    """What fits into one sentence: without the place in Gloo's source, and its advice."""
+    line = (reason.strip() or "for no reason given").splitlines()[0]
+    return _GLOO_PLACE.sub("", line).partition(". This is typically caused by")[0]
 
 
 def global_rank(group: dist.ProcessGroup, rank: int) -> int | str:

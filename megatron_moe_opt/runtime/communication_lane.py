@@ -15,7 +15,9 @@ from concurrent.futures import Future
 import torch
 
 from megatron_moe_opt.kernels.streams import has_streams
+from megatron_moe_opt.runtime.failure_board import told
 from megatron_moe_opt.runtime.forks import Pending
+from megatron_moe_opt.runtime.layer_place import Place, place, working_beside
 from megatron_moe_opt.runtime.traffic import reported
 
 
@@ -23,14 +25,14 @@ class HostLane:
     """A thread. It ends with the process, whatever it waits for: a peer that died does not keep this rank alive."""
 
     def __init__(self, name: str) -> None:
-        self._tasks: queue.SimpleQueue[tuple[Callable[[], torch.Tensor], Future]] = queue.SimpleQueue()
+        self._tasks: queue.SimpleQueue[tuple[Callable[[], torch.Tensor], Future, Place | None]] = queue.SimpleQueue()
         threading.Thread(target=self._work, name=name, daemon=True).start()
 
     def submit(self, task: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
         """Queues a task; what is returned waits for its result, or raises what it raised."""
         future: Future[torch.Tensor] = Future()
         pending = Pending(future)
-        self._tasks.put((task, future))
+        self._tasks.put((task, future, place()))
         return pending.result
 
     def finish(self) -> None:
@@ -39,9 +41,9 @@ class HostLane:
 
     def _work(self) -> None:
         while True:
-            task, future = self._tasks.get()
+            task, future, submitted = self._tasks.get()
             try:
-                with torch.no_grad():
+                with torch.no_grad(), working_beside(submitted), told():
                     future.set_result(task())
             except BaseException as error:
                 future.set_exception(error)

@@ -10,7 +10,9 @@ import torch
 
 from megatron_moe_opt.kernels.extension import load_extension
 from megatron_moe_opt.kernels.streams import has_streams
+from megatron_moe_opt.runtime import failure_board
 from megatron_moe_opt.runtime.collectives import CollectiveError, describe_failure, first_line, global_rank
+from megatron_moe_opt.runtime.layer_place import place
 from megatron_moe_opt.runtime.recording import clock, is_recording, note
 from megatron_moe_opt.runtime.steps import Steps
 from megatron_moe_opt.schedules.schedule import Lane, Schedule
@@ -90,10 +92,15 @@ def _executor(device_type: str, index: int | None) -> Executor:
 
 
 def _lane_error(schedule: Schedule, steps: Sequence[Steps], index: int, peer: int, reason: str) -> LaneError:
-    op, group = schedule.ops[index], steps[index].group
-    what = f"{schedule.name}: lane {op.lane.value}: {op}"
+    op, group, lost = schedule.ops[index], steps[index].group, None
+    what = f"lane {op.lane.value}: {op}"
     if group is None:
-        return LaneError(f"{what} failed: {first_line(reason)}")
-    if peer >= 0:
-        reason = f"with rank {global_rank(group, peer)}: {reason}"
-    return LaneError(describe_failure(what, group, reason))
+        what = f"{what} failed: {first_line(reason)}"
+    else:
+        if peer >= 0:
+            lost = global_rank(group, peer)
+            reason = f"with rank {lost}: {first_line(reason)}"
+        what = describe_failure(what, group, reason)
+    if place() is None:
+        what = f"{schedule.name}: {what}"
+    return LaneError(failure_board.explain(what, is_own=group is None, peer=lost))

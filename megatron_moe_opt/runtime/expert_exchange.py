@@ -22,11 +22,17 @@ from megatron_moe_opt.runtime import joint_exchange
 from megatron_moe_opt.runtime.exchange_plan import ExchangePlan, Parts
 from megatron_moe_opt.runtime.executor import executor
 from megatron_moe_opt.runtime.row_layout import RowLayout
-from megatron_moe_opt.runtime.row_steps import hop_to_experts, hop_to_sources
+from megatron_moe_opt.runtime.row_steps import (
+    hop_to_experts,
+    hop_to_sources,
+    num_parts,
+    scatter_to_shards,
+    sum_over_shards,
+)
 from megatron_moe_opt.runtime.steps import Steps
 from megatron_moe_opt.schedules import monta, parm
 from megatron_moe_opt.schedules.monta import ChunkBytes
-from megatron_moe_opt.schedules.schedule import Schedule
+from megatron_moe_opt.schedules.schedule import Kind, Op, Schedule
 from megatron_moe_opt.topology.expert_groups import ExpertGroups
 
 
@@ -189,21 +195,29 @@ def bind_to_sources(
     rows = exchange.own_rows(all_rows)
 
     schedule = exchange.combine(layout.row_bytes)
-    bound = []
-    for op in schedule.ops:
+    sums: dict[int, Steps] = {}  # of each chunk, behind the exchange that brings what it adds
+
+    def bind(op: Op) -> tuple[Steps, ...]:
+        chunk = plan.chunks[op.chunk if exchange.parts is None else 0]
+        if op.kind is Kind.SUM:
+            return (sums.pop(op.chunk),)
         if exchange.parts is not None and op.writes != ("unsorted",):
-            step = joint_exchange.of_phase(op, unsorted, all_rows, plan.chunks[0], exchange.parts, groups, layout)
-            bound.append(step)
-            continue
-        chunk = plan.chunks[op.chunk]
+            return joint_exchange.of_phase(op, unsorted, all_rows, chunk, exchange.parts, groups, layout)
         if op.group == parm.JOINT:
             everybody = range(groups.ep_size)
-            step = joint_exchange.from_all_shards(unsorted, rows, chunk, groups, layout, everybody, everybody)
-        elif op.group is not None:
-            step = hop_to_sources(op.kind, unsorted, summed, rows, chunk, groups, layout)
-        elif in_place:
-            step = Steps()
-        else:
-            step = layout.join(tokens, probs, unsorted, chunk)
+            return joint_exchange.from_all_shards(unsorted, rows, chunk, groups, layout, everybody, everybody)
+        if op.kind is Kind.REDUCE_SCATTER:
+            parts = layout.empty_rows(num_parts(chunk, groups), unsorted)
+            total = sum_over_shards(unsorted, parts, summed, chunk, groups, layout)
+            return scatter_to_shards(unsorted, parts, chunk, groups), total
+        if op.kind is Kind.ALL_TO_ALL:
+            return (hop_to_sources(summed, rows, chunk, groups),)
+        return (Steps() if in_place else layout.join(tokens, probs, unsorted, chunk),)
+
+    bound = []
+    for op in schedule.ops:
+        step, *later = bind(op)
+        if later:
+            (sums[op.chunk],) = later
         bound.append(step)
     return schedule, bound, all_rows

@@ -24,7 +24,7 @@ from megatron_moe_opt.runtime.host_copies import HostCopyOf
 from megatron_moe_opt.runtime.partition_buffers import PartitionBuffers
 from megatron_moe_opt.runtime.recomputation import saved_tensors_are_hooked
 from megatron_moe_opt.runtime.row_layout import RowLayout
-from megatron_moe_opt.runtime.row_steps import hop_to_experts, hop_to_sources
+from megatron_moe_opt.runtime.row_steps import hop_to_experts, hop_to_sources, scatter_to_shards, sum_over_shards
 from megatron_moe_opt.runtime.steps import Steps
 from megatron_moe_opt.schedules import mpmoe
 from megatron_moe_opt.schedules.mpmoe import STRATEGIES, PartitionRows, Restore, RowBytes, base_name
@@ -224,15 +224,18 @@ class _Pass:
         layout: RowLayout,
         computed: Callable[[], _Computed],
     ) -> Steps:
-        """The sort by source of what is computed by then, or a hop to the sources."""
-        chunk, target = self.plans[op.chunk].chunks[0], buffers.rows(op.writes[0], op.chunk)
-        if op.group is None:
+        """The sort by source of what is computed by then, a hop to the sources, or the sum of what it brings."""
+        chunk, j = self.plans[op.chunk].chunks[0], op.chunk
+        if op.kind is Kind.COPY:
+            target = buffers.rows(op.writes[0], j)
             return steps.call(lambda: steps.run_now(layout.join(*computed(), target, chunk)))
-        source = buffers.rows(op.reads[0], op.chunk)
+        source = buffers.rows(op.reads[0], j)
+        if op.kind is Kind.ALL_TO_ALL:
+            return hop_to_sources(source, buffers.rows(op.writes[0], j), chunk, self.groups)
+        parts = buffers.parts(layout, self.groups)
         if op.kind is Kind.REDUCE_SCATTER:
-            scratch = buffers.scratch(layout, self.groups.etp_size - 1)
-            return hop_to_sources(op.kind, source, target, target, chunk, self.groups, layout, scratch)
-        return hop_to_sources(op.kind, source, source, target, chunk, self.groups, layout)
+            return scatter_to_shards(source, parts, chunk, self.groups)
+        return sum_over_shards(source, parts, buffers.rows(op.writes[0], j), chunk, self.groups, layout)
 
     def _take(self, computed: dict[int, _Computed], j: int) -> _Computed:
         """What a compute op has left for the op that sends it; no longer held where partitions share memory."""

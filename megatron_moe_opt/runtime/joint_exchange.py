@@ -30,24 +30,21 @@ def from_all_shards(
     layout: RowLayout,
     senders: range,
     receivers: range,
-    over: str | None = parm.JOINT,
-) -> Steps:
-    """Each shard's part of every row back from it, into a copy a shard; then their sum, in rank order.
+    over: str = parm.JOINT,
+) -> tuple[Steps, Steps]:
+    """Each shard's part of every row back from it, into a copy a shard; and their sum, in rank order.
 
     Args:
         unsorted: [num_gathered, W], as `to_all_shards` leaves them.
         rows: [num_sent, W]; written where they come from `senders`.
         senders: EP ranks from which rows come back.
         receivers: EP ranks that get theirs.
-        over: role of the group that they come over. The expert-TP group, or none, has rows of this EP rank only.
+        over: role of the group that they come over. The expert-TP group has rows of this EP rank only.
     """
     counts = [count if peer in senders else 0 for peer, count in enumerate(chunk.send_counts)]
     num_rows, first = sum(counts), chunk.first_sent + sum(chunk.send_counts[: senders.start])
     summed = rows.narrow(0, first, num_rows)
     to = _arrivals(chunk, groups)
-    own = range(groups.ep_rank * groups.etp_size, (groups.ep_rank + 1) * groups.etp_size)  # joint ranks
-    if over is None:
-        return steps.sum_parts([unsorted.narrow(0, *to[own.start])], summed, layout.columns)
     parts = layout.empty_rows(groups.etp_size * num_rows, rows)
     by_shard = [blocks_of(counts, shard * num_rows) for shard in range(groups.etp_size)]
     from_ = [by_shard[shard][ep_rank] for ep_rank in range(groups.ep_size) for shard in range(groups.etp_size)]
@@ -55,9 +52,10 @@ def from_all_shards(
         to = [block if joint // groups.etp_size in receivers else (0, 0) for joint, block in enumerate(to)]
         step = steps.exchange(unsorted, to, parts, from_, groups.joint, "all_to_all")
     else:
-        to, from_ = to[own.start : own.stop], from_[own.start : own.stop]
+        own = slice(groups.ep_rank * groups.etp_size, (groups.ep_rank + 1) * groups.etp_size)  # joint ranks
+        to, from_ = to[own], from_[own]
         step = steps.exchange(unsorted, to, parts, from_, groups.etp, "reduce_scatter")
-    return step + steps.sum_parts(parts.split(num_rows) if num_rows else [summed], summed, layout.columns)
+    return step, steps.sum_parts(parts.split(num_rows) if num_rows else [summed], summed, layout.columns)
 
 
 def of_phase(
@@ -68,8 +66,8 @@ def of_phase(
     parts: Parts,
     groups: ExpertGroups,
     layout: RowLayout,
-) -> Steps:
-    """Of combine_and_gather: the rows of a phase's EP peers back from them, or shared over the TP group.
+) -> tuple[Steps, ...]:
+    """Of combine_and_gather: the rows of a phase's EP peers back from them, and their sum; or shared over the TP group.
 
     Args:
         unsorted: [num_gathered, W].
@@ -78,8 +76,12 @@ def of_phase(
     if op.group == parm.TP:
         own = parts.block(parts.group.rank(), op.chunk)
         blocks = [parts.block(rank, op.chunk) for rank in range(parts.group.size())]
-        return steps.exchange(all_rows, [own] * len(blocks), all_rows, blocks, parts.group, "all_gather")
+        return (steps.exchange(all_rows, [own] * len(blocks), all_rows, blocks, parts.group, "all_gather"),)
     rows = all_rows.narrow(0, parts.first_own, sum(chunk.send_counts))
+    if op.group is None:  # of this rank alone
+        first, count = _arrivals(chunk, groups)[groups.ep_rank * groups.etp_size]
+        target = rows.narrow(0, sum(chunk.send_counts[: groups.ep_rank]), count)
+        return (steps.sum_parts([unsorted.narrow(0, first, count)], target, layout.columns),)
     senders, receivers = parts.peers(groups.ep_rank, op.chunk), parts.peers(groups.ep_rank, -op.chunk)
     return from_all_shards(unsorted, rows, chunk, groups, layout, senders, receivers, op.group)
 

@@ -9,7 +9,9 @@ import torch
 
 from megatron_moe_opt.runtime.exchange_plan import ExchangePlan
 from megatron_moe_opt.runtime.row_layout import RowLayout
-from megatron_moe_opt.schedules.mpmoe import base_name
+from megatron_moe_opt.runtime.row_steps import num_parts
+from megatron_moe_opt.schedules.mpmoe import PARTS, base_name
+from megatron_moe_opt.topology.expert_groups import ExpertGroups
 
 
 @dataclass(frozen=True)
@@ -57,10 +59,10 @@ class PartitionBuffers:
             self._made[name] = self._layouts[shape.packed].empty_rows(max(counts), self._like)
         return self._made[name].narrow(0, 0, counts[j])
 
-    def scratch(self, layout: RowLayout, num_copies: int) -> torch.Tensor:
-        """Of a reduce-scatter of such rows; its ops, which run one after another, share it."""
-        name = f"scratch {layout.width}"
+    def parts(self, layout: RowLayout, groups: ExpertGroups) -> torch.Tensor:
+        """What the reduce-scatters of such rows bring, schedules.mpmoe.PARTS; one follows the other."""
+        name = f"{PARTS} {layout.width}"
         if name not in self._made:
-            num_rows = num_copies * max(sum(plan.chunks[0].receive_counts) for plan in self._plans)
+            num_rows = max(num_parts(plan.chunks[0], groups) for plan in self._plans)
             self._made[name] = layout.empty_rows(num_rows, self._like)
         return self._made[name]

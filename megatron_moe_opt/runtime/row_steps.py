@@ -1,7 +1,7 @@
 """The hops of rows, bound to tensors and groups: to the ranks of their experts, and back.
 
-A row goes over the EP group, then over the expert-TP group, and comes back the other way round. `op` says which hop;
-its kind is ALL_TO_ALL or ALL_GATHER on the way there, REDUCE_SCATTER or ALL_TO_ALL on the way back.
+A row goes over the EP group (all-to-all), then over the expert-TP group (all-gather), and comes back the other way
+round (reduce-scatter and its sum, all-to-all).
 """
 
 from __future__ import annotations
@@ -29,27 +29,33 @@ def hop_to_experts(
     return steps.all_gather(own, all_rows, chunk.gather_counts, groups.etp)
 
 
-def hop_to_sources(
-    kind: Kind,
+def scatter_to_shards(unsorted: torch.Tensor, parts: torch.Tensor, chunk: ChunkPlan, groups: ExpertGroups) -> Steps:
+    """Of unsorted [num_gathered, W] each expert-TP rank's own to that rank: parts [num_parts(chunk, groups), W]."""
+    of_peers = unsorted.narrow(0, chunk.first_gathered, sum(chunk.gather_counts))
+    return steps.scatter(of_peers, parts, chunk.gather_counts, groups.etp)
+
+
+def sum_over_shards(
     unsorted: torch.Tensor,
+    parts: torch.Tensor,
     summed: torch.Tensor,
-    rows: torch.Tensor,
     chunk: ChunkPlan,
     groups: ExpertGroups,
     layout: RowLayout,
-    parts: torch.Tensor | None = None,
 ) -> Steps:
-    """unsorted [num_gathered, W] -> summed [rows that arrived, W], or summed -> rows [num_sent, W].
+    """The sum of the own rows in `unsorted` and the parts of the others -> summed [rows that arrived, W]."""
+    of_peers = unsorted.narrow(0, chunk.first_gathered, sum(chunk.gather_counts))
+    arrived = summed.narrow(0, chunk.first_received, sum(chunk.receive_counts))
+    return steps.sum_scattered(of_peers, parts, arrived, chunk.gather_counts, groups.etp, layout.columns)
 
-    Args:
-        parts: scratch of a reduce-scatter, at least [(etp_size - 1) * the chunk's rows that arrived, W]; None: new.
-    """
-    num_arrived = sum(chunk.receive_counts)
-    arrived = summed.narrow(0, chunk.first_received, num_arrived)
-    if kind is Kind.REDUCE_SCATTER:
-        of_peers = unsorted.narrow(0, chunk.first_gathered, sum(chunk.gather_counts))
-        num_parts = (groups.etp_size - 1) * num_arrived
-        scratch = layout.empty_rows(num_parts, unsorted) if parts is None else parts.narrow(0, 0, num_parts)
-        return steps.reduce_scatter(of_peers, scratch, arrived, chunk.gather_counts, groups.etp, layout.columns)
+
+def num_parts(chunk: ChunkPlan, groups: ExpertGroups) -> int:
+    """Rows that the other expert-TP ranks have for the sums of this one."""
+    return (groups.etp_size - 1) * sum(chunk.receive_counts)
+
+
+def hop_to_sources(summed: torch.Tensor, rows: torch.Tensor, chunk: ChunkPlan, groups: ExpertGroups) -> Steps:
+    """summed [rows that arrived, W] -> rows [num_sent, W]."""
+    arrived = summed.narrow(0, chunk.first_received, sum(chunk.receive_counts))
     back = rows.narrow(0, chunk.first_sent, sum(chunk.send_counts))
     return steps.all_to_all(arrived, chunk.receive_counts, back, chunk.send_counts, groups.ep)

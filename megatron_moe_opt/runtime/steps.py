@@ -73,7 +73,20 @@ def all_gather(rows: torch.Tensor, gathered: torch.Tensor, counts: Sequence[int]
     return exchange(rows, own, gathered, blocks_of(counts), group, "all_gather")
 
 
-def reduce_scatter(
+def scatter(rows: torch.Tensor, parts: torch.Tensor, counts: Sequence[int], group: ProcessGroup) -> Steps:
+    """Each rank's block of rows [sum(counts), W] to that rank: the exchange of a reduce-scatter, without the sum.
+
+    Args:
+        rows: the own block stays there.
+        parts: what the other ranks have for this one, [(ranks - 1) * counts[rank], W].
+    """
+    rank, mine = group.rank(), counts[group.rank()]
+    sent, received = blocks_of(counts), blocks_of([0 if peer == rank else mine for peer in range(group.size())])
+    sent[rank] = received[rank] = (0, 0)
+    return exchange(rows, sent, parts, received, group, "reduce_scatter")
+
+
+def sum_scattered(
     rows: torch.Tensor,
     parts: torch.Tensor,
     summed: torch.Tensor,
@@ -81,30 +94,23 @@ def reduce_scatter(
     group: ProcessGroup,
     columns: Sequence[tuple[int, int, torch.dtype]] | None = None,
 ) -> Steps:
-    """Sums the ranks' rows in rank order; each rank keeps its block: rows [sum(counts), W] -> summed [counts[rank], W].
+    """The sum behind `scatter`, in rank order: summed [counts[rank], W]. An op of its own, so that the exchange is
+    waited for when the sum has its turn.
 
     Args:
-        rows: the own block is read in place.
-        parts: scratch [(ranks - 1) * counts[rank], W].
         columns: (first byte of a row, elements, dtype) of each part of a row that is summed; None: all of it, in the
             rows' dtype. Half-precision rows are added in float32 and rounded once.
     """
     rank, mine = group.rank(), counts[group.rank()]
-    own_first = sum(counts[:rank])
-    others = [peer for peer in range(group.size()) if peer != rank]
-    places = {peer: (index * mine, mine) for index, peer in enumerate(others)} | {rank: (0, 0)}
-    sent = blocks_of(counts)
-    sent[rank] = (0, 0)
-    step = exchange(rows, sent, parts, [places[peer] for peer in range(group.size())], group, "reduce_scatter")
-    blocks = [rows[own_first : own_first + mine] if peer == rank else parts.narrow(0, *places[peer])
-              for peer in range(group.size())]  # fmt: skip
-    return step + sum_parts(blocks, summed, columns or [(0, rows.size(1), rows.dtype)])
+    blocks = list(parts.narrow(0, 0, (group.size() - 1) * mine).view(-1, mine, rows.size(1)).unbind()) if mine else []
+    blocks.insert(rank, rows.narrow(0, sum(counts[:rank]), mine))
+    return sum_parts(blocks, summed, columns or [(0, rows.size(1), rows.dtype)])
 
 
 def sum_parts(
     parts: Sequence[torch.Tensor], summed: torch.Tensor, columns: Sequence[tuple[int, int, torch.dtype]]
 ) -> Steps:
-    """summed = parts[0] + parts[1] + ..., one after the other, all [R, W]; `columns` as in `reduce_scatter`."""
+    """summed = parts[0] + parts[1] + ..., one after the other, all [R, W]; `columns` as in `sum_scattered`."""
     return Steps(tuple(_C.sum_parts(list(parts), summed, *column) for column in columns))
 
 

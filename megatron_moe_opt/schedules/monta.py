@@ -4,9 +4,9 @@
                      | all_gather 0  | all_gather 1  | all_gather 2          lane intra
                                      | copy 0        | copy 1 | copy 2       lane copy (O3), else lane intra
 
-(MoNTA, Figs. 6, 7 and 9, Table 6.) Combine is the mirror: copy, reduce_scatter, a2a. The backward pass of one runs the
-other on gradients. The levels differ only in chunks and lanes: O1 is one chunk; O2 copies in the lane of the
-all-gather; O3 copies in a lane of its own.
+(MoNTA, Figs. 6, 7 and 9, Table 6.) Combine is the mirror: copy, reduce_scatter and its sum, a2a. The backward pass of
+one runs the other on gradients. The levels differ only in chunks and lanes: O1 is one chunk; O2 copies in the lane of
+the all-gather; O3 copies in a lane of its own.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from .issue_order import in_issue_order
 from .schedule import Kind, Lane, Op, Schedule
 
 LEVELS = ("O1", "O2", "O3")
@@ -43,10 +44,11 @@ def dispatch(level: str, chunks: Sequence[ChunkBytes], ep_size: int, etp_size: i
 
 
 def combine(level: str, chunks: Sequence[ChunkBytes], ep_size: int, etp_size: int) -> Schedule:
-    """Rows back to their source. Buffers of chunk j: sorted.j -> unsorted.j -> summed.j -> rows.j."""
+    """Rows back to their source. Buffers of chunk j: sorted.j -> unsorted.j -> parts.j -> summed.j -> rows.j."""
     stages = [_Stage(Kind.COPY, _copy_lane(level), "gathered", "unsorted")]
     if etp_size > 1:
-        stages.append(_Stage(Kind.REDUCE_SCATTER, Lane.INTRA, "gathered", "summed", "expert-tp"))
+        stages.append(_Stage(Kind.REDUCE_SCATTER, Lane.INTRA, "gathered", "parts", "expert-tp"))
+        stages.append(_Stage(Kind.SUM, Lane.INTRA, "gathered", "summed", also_reads="unsorted"))
     if ep_size > 1:
         stages.append(_Stage(Kind.ALL_TO_ALL, Lane.INTER, "exchanged", "rows", "ep"))
     return _pipeline(_name("combine", level, chunks), stages, chunks, "sorted")
@@ -68,34 +70,31 @@ class _Stage:
     """Field of ChunkBytes."""
     target: str
     group: str | None = None
+    also_reads: str | None = None
+    """Besides what the stage before it wrote."""
 
 
 def _pipeline(name: str, stages: Sequence[_Stage], chunks: Sequence[ChunkBytes], source: str) -> Schedule:
-    """The ops in waves: a chunk's next lane goes with the next chunk's lane before it.
-
-    All orders that keep that of a lane's ops are the same pipeline. This one also overlaps where a GPU has a single
-    hardware queue (CUDA_DEVICE_MAX_CONNECTIONS=1), in which an op that waits stands in front of all issued after it.
-    """
-    lane_changes = [sum(a.lane is not b.lane for a, b in zip(stages[:i], stages[1:], strict=False))
-                    for i in range(len(stages))]  # fmt: skip
-    waves = sorted((chunk + lane_changes[i], i, chunk) for i in range(len(stages)) for chunk in range(len(chunks)))
-    place = {(i, chunk): index for index, (_, i, chunk) in enumerate(waves)}
-    ops = []
-    for _, i, chunk in waves:
-        stage, before = stages[i], stages[i - 1].target if i else source
-        ops.append(
-            Op(
-                stage.kind,
-                stage.lane,
-                chunk,
-                getattr(chunks[chunk], stage.size),
-                (place[i - 1, chunk],) if i else (),
-                (f"{before}.{chunk}",),
-                (f"{stage.target}.{chunk}",),
-                stage.group,
+    """Every chunk through all stages, lanes chunk by chunk."""
+    ops: list[Op] = []
+    for chunk, sizes in enumerate(chunks):
+        before = source
+        for stage in stages:
+            reads = [name for name in (before, stage.also_reads) if name is not None]
+            ops.append(
+                Op(
+                    stage.kind,
+                    stage.lane,
+                    chunk,
+                    getattr(sizes, stage.size),
+                    () if stage is stages[0] else (len(ops) - 1,),
+                    tuple(f"{name}.{chunk}" for name in reads),
+                    (f"{stage.target}.{chunk}",),
+                    stage.group,
+                )
             )
-        )
-    return Schedule(name, tuple(ops), tuple(f"{source}.{chunk}" for chunk in range(len(chunks))))
+            before = stage.target
+    return Schedule(name, in_issue_order(ops), tuple(f"{source}.{chunk}" for chunk in range(len(chunks))))
 
 
 def _copy_lane(level: str) -> Lane:

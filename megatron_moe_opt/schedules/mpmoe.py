@@ -28,6 +28,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
+from .issue_order import in_issue_order
 from .schedule import Kind, Lane, Op, Schedule, ScheduleError
 
 EP = "ep"
@@ -37,6 +38,8 @@ EXPERT_TP = "expert-tp"
 # Where a partition's rows lie on their way to the experts: NAME.j on this rank, as they arrive, and sorted by expert.
 INPUT_ROWS = ("rows", "arrived", "tokens")
 GRADIENT_ROWS = ("grad_combined", "grad_arrived", "grad_output")
+PARTS = "parts.0"
+"""What a reduce-scatter brings, until it is added. All partitions share it: in one lane each follows the other."""
 
 
 class Restore(Enum):
@@ -208,17 +211,16 @@ class _Pipeline:
         self.add(Kind.COPY, Lane.COPY, j, self._bytes(j, self._row_bytes(source))[1], [rows], [target])
 
     def combine(self, j: int, source: str, row_bytes: int, unsorted: str, summed: str, target: str) -> None:
-        """Sort by source, reduce-scatter, all-to-all: `source` -> `target`."""
+        """Sort by source, reduce-scatter and its sum, all-to-all: `source` -> `target`."""
         own, gathered = self._bytes(j, row_bytes)
-        stages = [(Kind.COPY, Lane.INTRA, gathered, unsorted, None)]
+        last = [target if self.ep_size * self.etp_size == 1 else unsorted]
+        self.add(Kind.COPY, Lane.INTRA, j, gathered, [source], last)
         if self.etp_size > 1:
-            stages.append((Kind.REDUCE_SCATTER, Lane.INTRA, gathered, summed, EXPERT_TP))
+            self.add(Kind.REDUCE_SCATTER, Lane.INTRA, j, gathered, last, [PARTS], EXPERT_TP)
+            added, last = [*last, PARTS], [target if self.ep_size == 1 else summed]
+            self.add(Kind.SUM, Lane.INTRA, j, gathered, added, last)
         if self.ep_size > 1:
-            stages.append((Kind.ALL_TO_ALL, Lane.INTER, own, target, EP))
-        for index, (kind, lane, size, written, group) in enumerate(stages):
-            written = target if index == len(stages) - 1 else written
-            self.add(kind, lane, j, size, [source], [written], group)
-            source = written
+            self.add(Kind.ALL_TO_ALL, Lane.INTER, j, own, last, [target], EP)
 
     def add(
         self, kind: Kind, lane: Lane, j: int, size: int, reads: list[str], writes: list[str], group: str | None = None
@@ -240,7 +242,7 @@ class _Pipeline:
 
     def schedule(self, name: str) -> Schedule:
         """What was added."""
-        return Schedule(name, tuple(self.ops), self.inputs)
+        return Schedule(name, in_issue_order(self.ops), self.inputs)
 
     def _row_bytes(self, source: str) -> int:
         return self.row.packed if source == "rows" else self.row.token

@@ -30,6 +30,7 @@ class Kind(Enum):
     ALL_GATHER = "all_gather"
     REDUCE_SCATTER = "reduce_scatter"
     SEND_RECEIVE = "send_receive"
+    SUM = "sum"  # of the parts that a reduce-scatter, or an all-to-all that ends in a sum, has brought
     COPY = "copy"
     COMPUTE = "compute"
     GRADIENT = "gradient"  # the backward pass of a compute op

@@ -71,7 +71,9 @@ def bind(schedule: Schedule, buffers: dict[str, torch.Tensor], groups: dict[str,
                 step = steps.all_gather(source[: counts[rank]], target[: sum(counts)], counts, group)
             else:
                 parts = torch.empty((size - 1) * counts[rank], WIDTH)
-                step = steps.reduce_scatter(source[: sum(counts)], parts, target[: counts[rank]], counts, group)
+                rows = source[: sum(counts)]
+                step = steps.scatter(rows, parts, counts, group)
+                step += steps.sum_scattered(rows, parts, target[: counts[rank]], counts, group)
         bound.append(step)
     return bound
 

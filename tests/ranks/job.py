@@ -6,6 +6,7 @@ assert job.wait() == 0
 
 from __future__ import annotations
 
+import ctypes
 import os
 import runpy
 import signal
@@ -27,7 +28,7 @@ class Job:
         words: path of the script, and its arguments.
         output: a file, made anew.
         ranks: processes that find each other by torchrun's variables; None: a single one, started without torchrun.
-        environment: variables of the processes, besides this one's.
+        environment: variables of the processes, besides this one's. With MASTER_PORT: the port of a store.
         before: called in each of them before the script; a function of a module.
     """
 
@@ -44,7 +45,7 @@ class Job:
         common, world = dict(environment or {}), ranks or 1
         if ranks is not None:
             common |= {"WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world), "MASTER_ADDR": "localhost"}
-            common["MASTER_PORT"] = str(_free_port())
+            common.setdefault("MASTER_PORT", str(free_port()))
         self.processes = []
         with preloaded_processes() as context:
             for rank in range(world):
@@ -89,7 +90,8 @@ class Job:
             process.join()
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """A port of this machine at which nobody listens."""
     with socket.socket() as probe:
         probe.bind(("localhost", 0))
         return probe.getsockname()[1]
@@ -107,4 +109,15 @@ def _execute(words: list[str], output: Path, variables: dict[str, str], before: 
     sys.path.insert(0, str(Path(words[0]).parent))
     if before is not None:
         before()
-    runpy.run_path(words[0], run_name="__main__")
+    status = 0
+    try:
+        runpy.run_path(words[0], run_name="__main__")
+    except SystemExit as end:
+        if not isinstance(end.code, int | None):
+            print(end.code, file=sys.stderr)
+        status = end.code if isinstance(end.code, int) else int(end.code is not None)
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+        status = 1
+    # Ends as an interpreter ends that was started with the script; multiprocessing's processes skip much of it.
+    ctypes.pythonapi.Py_Exit(status)

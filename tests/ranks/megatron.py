@@ -5,6 +5,7 @@ from __future__ import annotations
 import types
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -29,12 +30,19 @@ def _state() -> dict[str, Any]:
 
 @contextmanager
 def parallel(
-    tp: int = 1, ep: int = 1, etp: int = 1, cp: int = 1, pp: int = 1, vpp: int | None = None, seed: int = 1234
+    tp: int = 1,
+    ep: int = 1,
+    etp: int = 1,
+    cp: int = 1,
+    pp: int = 1,
+    vpp: int | None = None,
+    seed: int = 1234,
+    timeout: timedelta = timedelta(minutes=30),
 ) -> Iterator[None]:
     """Megatron's model parallel groups over all ranks, and its random seeds, inside the block.
 
     `vpp` is the number of virtual stages of a pipeline rank; None: no interleaving. Data parallelism takes the rest of
-    the ranks. All ranks must enter with the same sizes.
+    the ranks. `timeout` is that of groups that are made now. All ranks must enter with the same sizes.
     """
     outside = _state()
     layout = (tp, ep, etp, cp, pp, vpp)
@@ -46,6 +54,7 @@ def parallel(
             context_parallel_size=cp,
             expert_model_parallel_size=ep,
             expert_tensor_parallel_size=etp,
+            distributed_timeout_minutes=timeout / timedelta(minutes=1),
         )
         _layouts[layout] = _state()
     try:

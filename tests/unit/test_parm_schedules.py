@@ -38,7 +38,7 @@ def test_every_phase_is_gathered_when_it_has_come(num_phases, etp_size, size):
     assert [op.chunk for op in gathers] == list(range(num_phases))
     for gather in gathers:
         (before,) = gather.waits_for
-        assert ops[before].writes == gather.reads == (f"part.{gather.chunk}",) and gather.size == 4 * size
+        assert ops[before].writes == gather.reads == (f"summed.{gather.chunk}",) and gather.size == 4 * size
     over_joint = [op for op in ops if op.group == JOINT]
     assert sum(op.size for op in over_joint) == pytest.approx(num_phases * size * etp_size, abs=num_phases)
     # Only the rows of other ranks' experts cross, unless all come at once.
@@ -49,7 +49,7 @@ def test_every_phase_is_gathered_when_it_has_come(num_phases, etp_size, size):
 @given(st.integers(2, 8), st.floats(0.1, 10), st.floats(0.1, 10))
 def test_the_shorter_lane_hides_behind_the_longer(num_phases, all_to_all, all_gather):
     """Of whole experts: all-to-alls of the other ranks' rows one after another, all-gathers as their rows come."""
-    seconds = {Kind.ALL_TO_ALL: all_to_all, Kind.ALL_GATHER: all_gather, Kind.COPY: 0.0}
+    seconds = {Kind.ALL_TO_ALL: all_to_all, Kind.ALL_GATHER: all_gather, Kind.SUM: 0.0, Kind.COPY: 0.0}
     schedule = combine_and_gather(0, [ChunkBytes(1, 1)] * num_phases, 1)
     assert schedule.lanes == (Lane.INTER, Lane.INTRA, Lane.COPY)
     took = simulate(schedule, lambda op: seconds[op.kind]).seconds

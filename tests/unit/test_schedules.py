@@ -160,7 +160,7 @@ def test_ranks_with_other_bytes_agree_and_with_other_chunk_counts_do_not(builder
 def test_builders_write_valid_schedules(builder, level, chunks, ep_size, etp_size):
     schedule = BUILDERS[builder](level, chunks, ep_size, etp_size)
     validate(schedule)
-    assert [op for op in schedule.ops if op.kind not in COLLECTIVES | {Kind.COPY}] == []
+    assert [op for op in schedule.ops if op.kind not in COLLECTIVES | {Kind.COPY, Kind.SUM}] == []
     assert level in schedule.name and builder in schedule.name
 
 
@@ -169,22 +169,22 @@ def test_every_chunk_passes_every_stage_in_order(builder, level, chunks, ep_size
     schedule = BUILDERS[builder](level, chunks, ep_size, etp_size)
     stages = {
         "dispatch": [Kind.ALL_TO_ALL, Kind.ALL_GATHER, Kind.COPY],
-        "combine": [Kind.COPY, Kind.REDUCE_SCATTER, Kind.ALL_TO_ALL],
+        "combine": [Kind.COPY, Kind.REDUCE_SCATTER, Kind.SUM, Kind.ALL_TO_ALL],
     }[builder]
     if ep_size == 1:
         stages.remove(Kind.ALL_TO_ALL)
     if etp_size == 1:
-        stages = [kind for kind in stages if kind not in (Kind.ALL_GATHER, Kind.REDUCE_SCATTER)]
+        stages = [kind for kind in stages if kind not in (Kind.ALL_GATHER, Kind.REDUCE_SCATTER, Kind.SUM)]
     spans = simulate(schedule, lambda op: 1.0).spans
     for j, size in enumerate(chunks):
         of_chunk = [(op, span) for op, span in zip(schedule.ops, spans, strict=True) if op.chunk == j]
         assert [op.kind for op, _ in of_chunk] == stages
         for op, _ in of_chunk:
             assert op.size == (size.exchanged if op.kind is Kind.ALL_TO_ALL else size.gathered)
-            expected_group = {Kind.ALL_TO_ALL: "ep", Kind.COPY: None}.get(op.kind, "expert-tp")
+            expected_group = {Kind.ALL_TO_ALL: "ep", Kind.COPY: None, Kind.SUM: None}.get(op.kind, "expert-tp")
             assert op.group == expected_group
         for (before, earlier), (after, later) in zip(of_chunk, of_chunk[1:], strict=False):
-            assert set(before.writes) == set(after.reads)
+            assert set(before.writes) == set(after.reads) - ({f"unsorted.{j}"} if after.kind is Kind.SUM else set())
             assert later.start >= earlier.end
 
 
@@ -227,16 +227,16 @@ def test_without_any_wait_a_pipeline_is_refused(builder, level, chunks):
 @pytest.mark.parametrize(
     ("builder", "level", "spans"),
     [
-        # Stages of 4 (all-to-all), 2 (all-gather) and 1 (copy) seconds, two chunks.
+        # Stages of 4 (all-to-all), 2 (all-gather, reduce-scatter with its sum) and 1 (copy) seconds, two chunks.
         ("dispatch", "O2", [(0, 4), (4, 6), (6, 7), (4, 8), (8, 10), (10, 11)]),
         ("dispatch", "O3", [(0, 4), (4, 6), (6, 7), (4, 8), (8, 10), (10, 11)]),
-        ("combine", "O2", [(0, 1), (1, 3), (3, 7), (3, 4), (4, 6), (7, 11)]),
-        ("combine", "O3", [(0, 1), (1, 3), (3, 7), (1, 2), (3, 5), (7, 11)]),
+        ("combine", "O2", [(0, 1), (1, 3), (3, 3), (3, 7), (3, 4), (4, 6), (6, 6), (7, 11)]),
+        ("combine", "O3", [(0, 1), (1, 3), (3, 3), (3, 7), (1, 2), (3, 5), (5, 5), (7, 11)]),
     ],
 )
 def test_chunks_overlap_as_in_the_paper_s_figures(builder, level, spans):
     schedule = BUILDERS[builder](level, [ChunkBytes(1, 2)] * 2, 2, 2)
-    seconds = {Kind.ALL_TO_ALL: 4.0, Kind.ALL_GATHER: 2.0, Kind.REDUCE_SCATTER: 2.0, Kind.COPY: 1.0}
+    seconds = {Kind.ALL_TO_ALL: 4.0, Kind.ALL_GATHER: 2.0, Kind.REDUCE_SCATTER: 2.0, Kind.SUM: 0.0, Kind.COPY: 1.0}
     timeline = simulate(schedule, lambda op: seconds[op.kind])
     by_chunk = sorted(timeline.spans, key=lambda span: span.op.chunk)
     assert [(span.start, span.end) for span in by_chunk] == spans

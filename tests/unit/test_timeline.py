@@ -18,7 +18,7 @@ from megatron_moe_opt.schedules.schedule import Kind, Lane, Op, Schedule, valida
 from megatron_moe_opt.schedules.timeline import Part, Span, Timeline, as_they_ran, one_after_another
 from megatron_moe_opt.schedules.trace import write_trace
 
-SECONDS = {Kind.ALL_TO_ALL: 4e-3, Kind.ALL_GATHER: 2e-3, Kind.REDUCE_SCATTER: 3e-3, Kind.COPY: 1e-3}
+SECONDS = {Kind.ALL_TO_ALL: 4e-3, Kind.ALL_GATHER: 2e-3, Kind.REDUCE_SCATTER: 3e-3, Kind.SUM: 1e-3, Kind.COPY: 1e-3}
 SLOWDOWN = {(Lane.INTER, Lane.INTRA): 0.5, (Lane.COPY, Lane.INTRA): 0.8}
 
 

@@ -1,0 +1,127 @@
+#include "stream_executor.h"
+
+#include <string>
+
+namespace moe_opt {
+namespace pipeline {
+namespace {
+
+// One run.
+class Issue {
+ public:
+  Issue(Streams& streams, const std::vector<Op>& ops, int caller_lane, bool timed)
+      : streams_(streams),
+        ops_(ops),
+        caller_lane_(caller_lane),
+        caller_(streams.current()),
+        begin_(streams.record(caller_, timed)),
+        timed_(timed),
+        last_op_(streams.num_lanes(), -1),
+        issued_(ops.size()),
+        start_(ops.size()),
+        end_(ops.size()) {}
+
+  std::optional<Failure> issue_all() {
+    for (size_t i = 0; i < ops_.size() && !failure_; ++i) issue(static_cast<int>(i));
+    std::vector<int> last;
+    for (const int op : last_op_) {
+      if (op >= 0) last.push_back(op);
+    }
+    if (timed_) {
+      for (const int op : last) end(op);  // before the caller's stream waits for anybody
+      for (const int op : last) streams_.wait(caller_, *end_[op]);
+    } else {
+      for (const int op : last) follow(caller_, op);
+    }
+    return failure_;
+  }
+
+  std::vector<Span> spans() {
+    streams_.synchronize(caller_);
+    std::vector<Span> spans(ops_.size());
+    for (size_t i = 0; i < ops_.size(); ++i) {
+      if (end_[i]) spans[i] = {streams_.seconds(*begin_, *start_[i]), streams_.seconds(*begin_, *end_[i])};
+    }
+    return spans;
+  }
+
+ private:
+  void issue(int i) {
+    const Op& op = ops_[i];
+    const Stream stream = stream_of(op.lane);
+    int& last = last_op_[op.lane];
+    if (last >= 0) {
+      timed_ ? end(last) : join(stream, last);
+    } else if (op.lane != caller_lane_) {
+      streams_.wait(stream, *begin_);
+    }
+    for (const int other : op.waits_for) {
+      if (ops_[other].lane != op.lane) follow(stream, other);
+    }
+    if (timed_) start_[i] = streams_.record(stream, true);
+    for (size_t action = 0; action < op.actions.size() && !failure_; ++action) {
+      if (action > 0) attempt(i, [&] { streams_.join(stream, *op.actions[action - 1]); });
+      attempt(i, [&] { streams_.enqueue(stream, *op.actions[action]); });
+    }
+    issued_[i] = streams_.record(stream, false);
+    last = i;
+  }
+
+  // The stream waits for an op: for what it has queued, and for what it has left running.
+  void follow(Stream stream, int i) {
+    streams_.wait(stream, *issued_[i]);
+    join(stream, i);
+  }
+
+  void join(Stream stream, int i) {
+    if (ops_[i].actions.empty()) return;
+    attempt(i, [&] { streams_.join(stream, *ops_[i].actions.back()); });
+  }
+
+  // Notes when the op that was last in its lane ends, on its own stream.
+  void end(int i) {
+    const Stream stream = stream_of(ops_[i].lane);
+    join(stream, i);
+    end_[i] = streams_.record(stream, true);
+  }
+
+  Stream stream_of(int lane) { return lane == caller_lane_ ? caller_ : streams_.of_lane(lane); }
+
+  // The first failure counts; the others are its consequences.
+  template <typename Function>
+  void attempt(int i, Function function) {
+    try {
+      function();
+    } catch (const PeerError& error) {
+      if (!failure_) failure_ = Failure{i, error.peer, error.what()};
+    } catch (const std::exception& error) {
+      if (!failure_) failure_ = Failure{i, -1, error.what()};
+    }
+  }
+
+  Streams& streams_;
+  const std::vector<Op>& ops_;
+  const int caller_lane_;
+  const Stream caller_;
+  const std::unique_ptr<Event> begin_;
+  const bool timed_;
+  std::vector<int> last_op_;                    // of each lane, -1: none yet
+  std::vector<std::unique_ptr<Event>> issued_;  // of each op: behind what it has queued on its stream
+  std::vector<std::unique_ptr<Event>> start_, end_;
+  std::optional<Failure> failure_;
+};
+
+}  // namespace
+
+std::optional<Failure> StreamExecutor::run(const std::vector<Op>& ops, int caller_lane, std::vector<Span>* spans) {
+  check_ops(ops, streams_->num_lanes());
+  Inside::refuse(this);
+  const Inside inside(this);
+  Issue issue(*streams_, ops, caller_lane, spans != nullptr);
+  const std::optional<Failure> failure = issue.issue_all();
+  if (spans != nullptr) *spans = issue.spans();
+  return failure;
+}
+
+}  // namespace pipeline
+}  // namespace moe_opt

@@ -1,0 +1,78 @@
+"""Where this process is among the passes of its MoE layers, for messages that say where something failed.
+
+Passes follow one another, forward and backward, whichever thread autograd runs them in: there is one place for the
+process, and another for each thread that works beside the passes.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+
+@dataclass(frozen=True)
+class Place:
+    """A pass of a layer. `direction`: forward, recompute (forward again, for backward), backward, or background."""
+
+    layer: int | None
+    dispatcher: str
+    direction: str
+    is_inside: bool = True
+    """Whether the pass is under way; else it is the last one that was."""
+
+    def __str__(self) -> str:
+        layer = "" if self.layer is None else f" {self.layer}"
+        return f"{'in' if self.is_inside else 'after'} MoE layer{layer} ({self.dispatcher}, {self.direction})"
+
+
+_now: Place | None = None
+_beside = threading.local()
+
+
+def place() -> Place | None:
+    """Where the calling thread is; None before the first pass of a layer."""
+    return getattr(_beside, "place", None) or _now
+
+
+def describe_place() -> str:
+    """The same, as a part of a sentence."""
+    return str(place() or "before the first MoE layer")
+
+
+def enter(new: Place) -> None:
+    """A pass begins."""
+    global _now
+    _now = new
+
+
+def leave() -> None:
+    """The pass under way ends."""
+    global _now
+    if _now is not None:
+        _now = replace(_now, is_inside=False)
+
+
+@contextmanager
+def passing(new: Place) -> Iterator[None]:
+    """A pass that begins and ends here, maybe inside another one: backward runs forward again."""
+    outer = _now
+    enter(new)
+    try:
+        yield
+    finally:
+        if outer is not None and outer.is_inside:
+            enter(outer)
+        else:
+            leave()
+
+
+@contextmanager
+def working_beside(passed: Place | None) -> Iterator[None]:
+    """What a thread does in the background for a pass."""
+    _beside.place = None if passed is None else replace(passed, direction="background", is_inside=True)
+    try:
+        yield
+    finally:
+        _beside.place = None

@@ -1,0 +1,40 @@
+"""Every schedule that the builders write, for the sizes at which they differ."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megatron_moe_opt.schedules import expert_migration, monta, mpmoe, parm
+from megatron_moe_opt.schedules.monta import ChunkBytes
+from megatron_moe_opt.schedules.mpmoe import PartitionRows, RowBytes
+from megatron_moe_opt.schedules.schedule import Schedule
+
+COUNTS = (1, 2, 4, 8)
+GROUPS = ((2, 2), (2, 1), (1, 2))
+"""Sizes of the EP and expert-TP group."""
+
+
+def all_schedules() -> Iterator[tuple[str, Schedule]]:
+    """Each under a name of its own."""
+    for count in COUNTS:
+        chunks, partitions = [ChunkBytes(1, 2)] * count, [PartitionRows(1, 2)] * count
+        for sizes in GROUPS:
+            of = f"EP {sizes[0]}, expert-TP {sizes[1]}"
+            for level in monta.LEVELS if count > 1 else ("O1",):
+                if level != "O1" or count == 1:
+                    yield f"monta {level} dispatch, {count} chunk(s), {of}", monta.dispatch(level, chunks, *sizes)
+                    yield f"monta {level} combine, {count} chunk(s), {of}", monta.combine(level, chunks, *sizes)
+            for strategy in mpmoe.STRATEGIES:
+                for build in (mpmoe.forward, mpmoe.backward):
+                    schedule = build(strategy, partitions, RowBytes(2, 1, 3), *sizes)
+                    yield f"mpmoe {strategy} {build.__name__}, {count} partition(s), {of}", schedule
+        for etp_size in (1, 2):
+            of = f"expert-TP {etp_size}"
+            yield f"parm dispatch, {count} chunk(s), {of}", parm.dispatch(chunks, etp_size)
+            yield f"parm combine, {count} chunk(s), {of}", parm.combine(chunks, etp_size)
+            phases = parm.combine_and_gather(2 * count, chunks, etp_size)
+            yield f"parm combine and gather, {count} phase(s), {of}", phases
+    for levels in (1, 2):
+        for level in range(levels):
+            yield f"expert-migration hop out {level} of {levels}", expert_migration.hop_out(level, levels, 1)
+            yield f"expert-migration hop back {level} of {levels}", expert_migration.hop_back(level, levels, 1)

@@ -1,0 +1,65 @@
+"""What may happen to one rank of a training run: dispatcher x place x fault."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+
+from tests.ranks.dispatchers import DISPATCHERS
+
+PLACES = ("dispatch", "combine", "backward", "background")
+KINDS = ("kill", "stop", "raise", "disagree")
+WORLD = 4
+STEPS = 8
+"""That a run takes to which nothing happens."""
+TIMEOUT_S = 10.0
+"""Configured for all process groups. Ranks also wait for each other's start with it."""
+SLACK_S = 5.0
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One injection."""
+
+    dispatcher: str
+    place: str
+    """dispatch, combine or backward: when rows are sent; background: in another thread, or between steps."""
+    kind: str
+    """kill: SIGKILL; stop: SIGSTOP; raise: an exception; disagree: the rank has other options or other counts."""
+    victim: int = 1
+    after: int = 0
+    """How many times the rank comes to the place, in the step, before it happens."""
+    rank_0_serves_store: bool = False
+    """Else the launcher does, as torchrun."""
+
+    @property
+    def allowed_s(self) -> float:
+        """From the fault to the end of the last rank."""
+        return SLACK_S + (TIMEOUT_S if self.kind in ("kill", "stop") else 0.0)
+
+    def __str__(self) -> str:
+        store = ", which serves the store" if self.rank_0_serves_store and self.victim == 0 else ""
+        return f"{self.dispatcher}, {self.place}: {self.kind} rank {self.victim}{store}, after {self.after}"
+
+    def to_json(self) -> str:
+        """For the command line of a rank."""
+        return json.dumps(asdict(self))
+
+    @staticmethod
+    def from_json(text: str) -> Fault:
+        """The inverse."""
+        return Fault(**json.loads(text))
+
+
+def faults(number: int, seed: int) -> Iterator[Fault]:
+    """All combinations in a random order, as often as it takes; on random ranks, early and late in the step."""
+    chance = random.Random(seed)
+    for index in range(number):
+        if index % (len(DISPATCHERS) * len(PLACES) * len(KINDS)) == 0:
+            combinations = list(itertools.product(DISPATCHERS, PLACES, KINDS))
+            chance.shuffle(combinations)
+        victim, after, rank_0_serves_store = chance.randrange(WORLD), chance.randrange(4), chance.random() < 0.25
+        yield Fault(*combinations.pop(), victim, after, rank_0_serves_store)

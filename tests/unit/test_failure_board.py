@@ -1,0 +1,79 @@
+"""Which rank of a job failed first, told through the job's store."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.ranks.job import free_port
+
+# Layers of their own numbers: what a rank says about itself must not be taken for what the others say about it.
+RANK = """
+import os, signal, sys, time
+import torch.distributed as dist
+from megatron_moe_opt.runtime import failure_board
+from megatron_moe_opt.runtime.layer_place import Place, passing
+rank, fault = int(os.environ["RANK"]), sys.argv[1]
+dist.init_process_group("gloo")
+failure_board.start()
+dist.barrier()
+with passing(Place(rank + 1, "monta", "forward")), failure_board.told():
+    if rank == 1:
+        if fault == "raise":
+            raise ValueError("boom")
+        if fault == "end":
+            sys.exit()
+        os.kill(os.getpid(), signal.SIGKILL)
+    if fault == "end":
+        sys.exit()
+    if rank == 2 and fault == "kill":  # who finds a closed connection, while others wait where nothing is closed
+        time.sleep(0.2)
+        raise dist.DistBackendError("Connection closed by peer")
+    time.sleep(60)
+"""
+
+
+def end(fault: str) -> tuple[list[int], list[str]]:
+    """Status and stderr of three ranks."""
+    job = {
+        "WORLD_SIZE": "3",
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": str(free_port()),
+        "GLOO_SOCKET_IFNAME": "lo",
+    }
+    environment = os.environ | job | {"PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", RANK, fault],
+            env=environment | {"RANK": str(rank)},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(3)
+    ]
+    said = [process.communicate()[1] for process in processes]
+    return [process.returncode for process in processes], said
+
+
+@pytest.mark.parametrize(
+    ("fault", "sentence"),
+    [
+        ("raise", r"failed first, in MoE layer 2 (monta, forward): ValueError: boom"),
+        ("kill", r"failed first, in MoE layer 3 (monta, forward): it does not answer any more, as rank 2 found: "),
+    ],
+)
+def test_every_rank_says_who_failed_first_and_ends(fault: str, sentence: str):
+    status, said = end(fault)
+    assert status == [1, -9 if fault == "kill" else 1, 1]
+    for rank, text in enumerate(said):
+        line = next((line for line in text.splitlines() if line.startswith("moe-opt: error: rank 1 (")), "")
+        assert (rank == 1 and fault == "kill") or sentence in line, (rank, text)
+
+
+def test_ranks_that_end_say_nothing():
+    status, said = end("end")
+    assert status == [0, 0, 0] and said == ["", "", ""]

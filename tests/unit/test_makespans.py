@@ -1,0 +1,74 @@
+"""With one hardware queue schedules take about as long as with many, in virtual time."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from pathlib import Path
+
+import pytest
+
+from megatron_moe_opt.schedules.issue_order import in_issue_order
+from megatron_moe_opt.schedules.schedule import Kind, Lane, Op, validate
+from tests.accelerator.all_schedules import all_schedules
+from tests.accelerator.makespans import makespan, nominal, table
+from tests.accelerator.software import Queues
+
+SCHEDULES = dict(all_schedules())
+DOCS = Path(__file__).parents[2] / "docs" / "streams.md"
+
+
+def test_one_queue_takes_at_most_1_15_times_as_long(software_executor):
+    for name, schedule in SCHEDULES.items():
+        validate(schedule)
+        one, many = (makespan(software_executor, schedule, nominal, queues) for queues in (Queues.ONE, Queues.MANY))
+        assert many <= one <= 1.15 * many, name
+
+
+def test_the_table_of_the_docs_is_what_comes_out(software_executor):
+    assert table(software_executor) in DOCS.read_text()
+
+
+def test_the_issue_s_examples(software_executor):
+    """Simulated, waiting at issue: 8.2 of 8.4 serial, and 16.4 of 16.8."""
+    monta, mpmoe = "monta O3 dispatch, 4 chunk(s), EP 2, expert-TP 2", "mpmoe none forward, 4 partition(s), EP 2"
+    for name, seconds in ((monta, 5.1), (f"{mpmoe}, expert-TP 1", 10.4)):
+        found = makespan(software_executor, SCHEDULES[name], nominal, Queues.ONE)
+        assert found <= seconds + 1e-9, (name, found)
+
+
+def other_costs() -> list:
+    """Collectives inside a node and copies from nothing to most of the time, experts from little to most of it."""
+    costs = []
+    for intra, copy, experts, host in itertools.product((0.25, 1.0), (0.02, 0.3), (0.25, 5.0), (0.25, 2.0)):
+        of_kind = {Kind.COPY: copy, Kind.SUM: copy, Kind.COMPUTE: experts, Kind.GRADIENT: 2 * experts}
+        of_kind |= {Kind.OFFLOAD: host, Kind.PREFETCH: host}
+
+        def cost(op: Op, of_kind=of_kind, intra=intra) -> float:
+            return of_kind.get(op.kind, intra if op.lane is Lane.INTRA else 1.0)
+
+        costs.append(cost)
+    return costs
+
+
+def test_what_ops_really_take_may_be_something_else(software_executor):
+    """The order is that of nominal times: others cost up to a third."""
+    chooser = random.Random(3)
+    for name, schedule in SCHEDULES.items():
+        cost = chooser.choice(other_costs())
+        one, many = (makespan(software_executor, schedule, cost, queues) for queues in (Queues.ONE, Queues.MANY))
+        assert one <= 1.34 * many, name
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_order_keeps_that_of_lanes_and_waits(seed):
+    from tests.multirank.test_executor import random_schedule
+
+    schedule = random_schedule(seed)
+    ordered = in_issue_order(schedule.ops)
+    for lane in Lane:
+        of_lane = [[op.chunk for op in ops if op.lane is lane] for ops in (schedule.ops, ordered)]
+        assert of_lane[0] == of_lane[1]
+    waits = [{op.chunk: {ops[other].chunk for other in op.waits_for} for op in ops} for ops in (schedule.ops, ordered)]
+    assert waits[0] == waits[1]
+    assert all(other < index for index, op in enumerate(ordered) for other in op.waits_for)
