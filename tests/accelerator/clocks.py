@@ -37,6 +37,7 @@ class Streams:
     Attributes:
         without: a place in the package, `file:line`, whose waits are left out.
         used: places in the package that wait.
+        syncs: where the host waited for the device.
     """
 
     def __init__(self, without: str | None = None) -> None:
@@ -45,6 +46,7 @@ class Streams:
         self._number = 1
         self._current = [self.default]
         self.without, self.used = without, set[str]()
+        self.syncs: list[str] = []
         self.of_groups: dict[str, Actor] = {}
 
     def new(self, name: str) -> Actor:
@@ -103,6 +105,7 @@ class Stream:
         return event
 
     def synchronize(self) -> None:
+        self.streams.syncs.append(f"a stream at {self.place()}")
         self.streams.order(self.streams.host, self.actor.clock, self.place())
 
     def query(self) -> bool:
@@ -133,6 +136,7 @@ class Event:
         self.streams.order(self.streams.current if stream is None else stream.actor, self.clock, self.place())
 
     def synchronize(self) -> None:
+        self.streams.syncs.append(f"an event at {self.place()}")
         self.streams.order(self.streams.host, self.clock, self.place())
 
     def query(self) -> bool:

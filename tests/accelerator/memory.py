@@ -85,7 +85,7 @@ class Memory:
         if new_on is not None and not on_host:
             # Its memory may have been another's, whose work is still queued there.
             whole = Region(0, max(1, storage.nbytes()))
-            block.accesses.append(Access(whole, new_on, self.streams.launch(new_on), True, "its allocation"))
+            block.accesses.append(Access(whole, new_on, new_on.clock[new_on.number], True, "its allocation"))
         return block
 
     def knows(self, tensor: torch.Tensor) -> bool:

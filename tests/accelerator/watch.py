@@ -7,7 +7,8 @@ host are .cpu(), .to("cpu") and copies into pinned memory.
 
 from __future__ import annotations
 
-import traceback
+import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,17 +19,21 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.accelerator.clocks import Actor, Stream, Streams
 from tests.accelerator.memory import Memory, tensors_in
 
-PACKAGE = Path(__file__).parents[2] / "megatron_moe_opt"
+PACKAGE = f"{Path(__file__).parents[2] / 'megatron_moe_opt'}/"
 READ_BY_HOST = {"_local_scalar_dense", "nonzero", "equal", "is_nonzero", "masked_select", "_unique2", "unique_dim"}
 """Operations whose result, or the shape of it, the host must know."""
 
 
 def place() -> str | None:
     """The innermost place in the package that is running, as file:line."""
-    for frame in reversed(traceback.extract_stack()):
-        if frame.filename.startswith(str(PACKAGE)):
-            return f"{Path(frame.filename).relative_to(PACKAGE)}:{frame.lineno}"
-    return None
+    frame = sys._getframe(1)
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if file.startswith(PACKAGE):
+            return f"{file[len(PACKAGE) :]}:{frame.f_lineno}"
+        frame = frame.f_back
+    import traceback
+    return "; ".join(f"{f.filename[-20:]}:{f.lineno}:{f.name}" for f in traceback.extract_stack() if "accelerator" not in f.filename and "_dynamo" not in f.filename)[-300:]
 
 
 class Watch:
@@ -36,8 +41,6 @@ class Watch:
 
     def __init__(self, streams: Streams, memory: Memory) -> None:
         self.streams, self.memory = streams, memory
-        self.syncs: list[str] = []
-        """Where the host waited for the device."""
         self.names_device = False
         """Whether a factory that runs is given a device."""
 
@@ -46,12 +49,18 @@ class Watch:
 
     def mark(self, tensor: torch.Tensor, on_host: bool) -> torch.Tensor:
         """A tensor that has just been made."""
-        self.memory.block(tensor, self.streams.current, on_host).on_host = on_host
+        block = self.memory.block(tensor, self.streams.current, on_host)
+        block.on_host, block.owner = on_host, self.streams.host if on_host else self.streams.current
+        return tensor
+
+    def pin(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Memory of the host that copies may use while the host goes on."""
+        self.memory.block(tensor).pinned = True
         return tensor
 
     def host_waits(self, why: str) -> None:
         """The host waits for all that is queued on the current stream."""
-        self.syncs.append(f"{why} at {place()}")
+        self.streams.syncs.append(f"{why} at {place()}")
         self.streams.order(self.streams.host, self.streams.current.clock, None)
 
     def ran(self, what: str, reads: Any, writes: Any, new: Any = (), actor: Actor | None = None) -> None:
@@ -61,20 +70,40 @@ class Watch:
         if actor is None:
             on_host = all(map(self.is_host, used)) if used else not self.names_device
             actor = self.streams.host if on_host else self.streams.current
-        time = self.streams.launch(actor)
         for tensor in new:
-            if not self.memory.knows(tensor):
-                self.memory.block(tensor, actor, actor is self.streams.host)
-        where = f"{what} ({place()})"
-        time = self.streams.launch(actor) if new else time
+            self.memory.block(tensor, actor, actor is self.streams.host)
+        if what == "empty":
+            return
+        time, where = self.streams.launch(actor), f"{what} ({place()})"
         for tensor in reads:
             self.memory.use(tensor, actor, time, False, where)
         for tensor in [*writes, *new]:
             self.memory.use(tensor, actor, time, True, where)
 
 
+def watched_factory(watch: Watch, name: str, factory: Callable[..., Any]) -> Callable[..., Any]:
+    """A function of torch that makes a tensor: only its call in Python says whether a device is named."""
+
+    def make(*arguments: Any, **settings: Any) -> Any:
+        device, outer = settings.get("device"), watch.names_device
+        watch.names_device = named = device is not None and not (isinstance(device, str) and device == "cpu")
+        try:
+            made = factory(*arguments, **settings)
+        finally:
+            watch.names_device = outer
+        if settings.get("pin_memory"):
+            watch.pin(watch.mark(made, on_host=True))
+        elif name in ("tensor", "from_numpy"):
+            watch.mark(made, on_host=not named)
+            if named:
+                watch.host_waits("torch.tensor on the device")
+        return made
+
+    return make
+
+
 class Functions(TorchFunctionMode):
-    """What only the call in Python says: whether a device is named, and methods that end in no operation."""
+    """Methods that end in no operation, and copies between host and device."""
 
     def __init__(self, watch: Watch) -> None:
         super().__init__()
@@ -83,12 +112,6 @@ class Functions(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name, watch = getattr(func, "__name__", ""), self._watch
-        if name == "record_stream":
-            watched = place()
-            watch.streams.used.add(watched)
-            if watched != watch.streams.without:
-                watch.memory.record(args[0], args[1].actor)
-            return None
         if name in ("tolist", "numpy", "__array__"):
             if not watch.is_host(args[0]):
                 watch.host_waits(name)
@@ -98,24 +121,7 @@ class Functions(TorchFunctionMode):
             return self._to_host(args[0], kwargs.get("non_blocking", False))
         if name == "to" and any(isinstance(one, torch.device) for one in (*args[1:], *kwargs.values())):
             return self._to_device(func, args, kwargs)
-        if name == "pin_memory":
-            watch.memory.block(args[0]).pinned = True
-            return args[0]
-        pinned, outer = kwargs.pop("pin_memory", False), watch.names_device
-        device = kwargs.get("device")
-        watch.names_device = device is not None and device != "cpu"
-        try:
-            result = func(*args, **kwargs)
-        finally:
-            watch.names_device, named = outer, watch.names_device
-        if name in ("tensor", "as_tensor", "from_numpy"):
-            watch.mark(result, on_host=not named)
-            if named and name == "tensor":
-                watch.host_waits("torch.tensor on the device")
-        elif pinned:
-            watch.mark(result, on_host=True)
-            watch.memory.block(result).pinned = True
-        return result
+        return func(*args, **kwargs)
 
     def _to_host(self, tensor: torch.Tensor, non_blocking: bool) -> torch.Tensor:
         watch = self._watch
@@ -152,8 +158,9 @@ class Operations(TorchDispatchMode):
             if any(not watch.is_host(tensor) for tensor in given):
                 watch.host_waits(name)
         elif name == "copy_" and watch.is_host(args[0]) != watch.is_host(args[1]):
-            on_host = args[0] if watch.is_host(args[0]) else args[1]
-            if not (kwargs.get("non_blocking", args[2] if len(args) > 2 else False) and watch.memory.block(on_host).pinned):
+            runs_on = kwargs.get("non_blocking", args[2] if len(args) > 2 else False)
+            of_host = args[0] if watch.is_host(args[0]) else args[1]
+            if not (runs_on and watch.memory.block(of_host).pinned):
                 watch.host_waits("a copy between host and device")
         known = {tensor.untyped_storage()._cdata for tensor in given}
         result = func(*args, **kwargs)
