@@ -1,5 +1,6 @@
-// The Python module megatron_moe_opt._C: checks tensors, turns them into pointers, and calls the kernels, on CPU split
-// over PyTorch's threads, on CUDA on the current stream. Users call the faces in megatron_moe_opt/kernels.
+// The Python module megatron_moe_opt._C: checks that arguments (bindings/arguments.h) fit together, turns them into
+// pointers, and calls the kernels, on CPU split over PyTorch's threads, on CUDA on the current stream. Users call the
+// faces in megatron_moe_opt/kernels.
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/count_nonzero.h>
@@ -23,6 +24,7 @@
 
 #include "assignment/sample_placement.h"
 #include "assignment/transportation.h"
+#include "bindings/arguments.h"
 #include "kernels/chunk_copy.h"
 #include "kernels/count_tokens.h"
 #include "kernels/cpu_dispatch.h"
@@ -46,29 +48,23 @@ namespace {
 using at::ScalarType;
 using at::Tensor;
 using OptionalTensor = std::optional<Tensor>;
+template <Name kName>
+using OptionalInput = std::optional<Input<kName>>;
 
 constexpr int64_t kLaneBytes = 16;               // of a packed row, behind its elements; holds the probability
 constexpr int64_t kBytesPerTask = 64 * 1024;     // least work worth a thread
 constexpr int64_t kMostChunks = 1 << 16;         // that an exchange is cut into
+constexpr int64_t kMostBlocks = 1 << 22;         // of all its chunks
 constexpr int64_t kMostRows = int64_t{1} << 40;  // of a rank for an expert: sums over ranks and chunks stay in range
 constexpr int64_t kMapBytesPerTask = 16 * 1024;  // the same for routing maps
-
-template <typename... Parts>
-void check(bool ok, const Parts&... parts) {
-  if (!ok) throw std::invalid_argument(c10::str(parts...));  // a ValueError in Python
-}
 
 // ---- Tensors ----
 
 Tensor empty(at::IntArrayRef shape, ScalarType dtype, at::Device device) {
   const auto options = at::TensorOptions().dtype(dtype).device(device);
-  int64_t numel = 1;
-  for (const int64_t extent : shape) {
-    check(extent >= 0, "empty: negative size in shape ", shape);
-    numel *= extent;
-  }
-  if (!device.is_cpu() || numel == 0) return at::empty(shape, options);
-  void* block = host_pool::allocate(numel * static_cast<int64_t>(c10::elementSize(dtype)));
+  const int64_t bytes = checked_bytes(shape, static_cast<int64_t>(c10::elementSize(dtype)), "empty");
+  if (!device.is_cpu() || bytes == 0 || c10::isQIntType(dtype)) return at::empty(shape, options);
+  void* block = host_pool::allocate(bytes);
   return at::from_blob(block, shape, host_pool::release, options);
 }
 
@@ -90,24 +86,22 @@ DType kernel_dtype(ScalarType dtype, const char* name) {
   }
 }
 
-DType kernel_dtype(const Tensor& tensor, const char* name) { return kernel_dtype(tensor.scalar_type(), name); }
+DType kernel_dtype(const Argument& tensor) { return kernel_dtype(tensor.scalar_type(), tensor.name); }
 
-void check_tensor(const Tensor& tensor, const char* name, int64_t dim, const at::Device& device) {
-  check(tensor.dim() == dim, name, " must have ", dim, " dimension(s), but its shape is ", tensor.sizes());
-  check(tensor.is_contiguous(), name, " of shape ", tensor.sizes(), " and strides ", tensor.strides(),
-        " is not contiguous: pass ", name, ".contiguous()");
-  check(tensor.device() == device, name, " is on ", tensor.device(), " but must be on ", device);
-#ifdef MOE_OPT_CUDA
-  check(device.is_cpu() || device.is_cuda(), name, " is on ", device, ": only CPU and CUDA are supported");
-#else
-  check(device.is_cpu(), name, " is on ", device,
-        ", but this extension was built for CPU only: rebuild it where nvcc and a CUDA-enabled PyTorch are installed");
-#endif
+void check_contiguous(const Argument& tensor) {
+  check(tensor.is_contiguous(), tensor.name, " of shape ", tensor.sizes(), " and strides ", tensor.strides(),
+        " is not contiguous: pass ", tensor.name, ".contiguous()");
 }
 
-void check_index(const Tensor& tensor, const char* name, const at::Device& device) {
-  check_tensor(tensor, name, 1, device);
-  check(tensor.scalar_type() == ScalarType::Long, name, " must be int64, but is ", tensor.scalar_type());
+void check_tensor(const Argument& tensor, int64_t dim, const at::Device& device) {
+  check(tensor.dim() == dim, tensor.name, " must have ", dim, " dimension(s), but its shape is ", tensor.sizes());
+  check_contiguous(tensor);
+  check(tensor.device() == device, tensor.name, " is on ", tensor.device(), " but must be on ", device);
+}
+
+void check_index(const Argument& tensor, const at::Device& device) {
+  check_tensor(tensor, 1, device);
+  check(tensor.scalar_type() == ScalarType::Long, tensor.name, " must be int64, but is ", tensor.scalar_type());
 }
 
 int64_t prob_size(ScalarType dtype) {
@@ -123,8 +117,12 @@ ConstRows const_rows(const Tensor& rows, int64_t first_byte = 0) {
 }
 
 MutableRows mutable_rows(const Tensor& rows, int64_t first_byte = 0) {
-  const ConstRows same = const_rows(rows, first_byte);
-  return {const_cast<void*>(same.data), same.stride_bytes};
+  return {static_cast<uint8_t*>(rows.mutable_data_ptr()) + first_byte, const_rows(rows).stride_bytes};
+}
+
+bool overlap(const Tensor& a, const Tensor& b) {
+  const auto begin = [](const Tensor& t) { return reinterpret_cast<uintptr_t>(t.const_data_ptr()); };
+  return begin(a) < begin(b) + b.nbytes() && begin(b) < begin(a) + a.nbytes();
 }
 
 int64_t lane_elements(const Tensor& rows) { return kLaneBytes / rows.element_size(); }
@@ -148,7 +146,8 @@ struct CudaCall {
 // ---- Row maps ----
 
 // offsets, rows, experts (or None) and the number of experts, as RowMap in kernels/row_map.py keeps them.
-using RowMapTensors = std::tuple<Tensor, Tensor, OptionalTensor, int64_t>;
+using RowMapTensors = std::tuple<Input<"row_map.offsets">, Input<"row_map.rows">, OptionalInput<"row_map.experts">,
+                                 Size<"row_map.num_experts">>;
 
 // Every index is checked on CPU, where that costs next to nothing; on CUDA it would cost a synchronisation.
 void check_indices(const RowMap& map, int64_t num_entries) {
@@ -165,8 +164,8 @@ void check_indices(const RowMap& map, int64_t num_entries) {
 
 RowMap view(const RowMapTensors& tensors, const at::Device& device) {
   const auto& [offsets, rows, experts, num_experts] = tensors;
-  check_index(offsets, "row_map.offsets", device);
-  check_index(rows, "row_map.rows", device);
+  check_index(offsets, device);
+  check_index(rows, device);
   check(offsets.numel() >= 1, "row_map.offsets is empty");
   RowMap map{offsets.numel() - 1,
              num_experts,
@@ -175,7 +174,7 @@ RowMap view(const RowMapTensors& tensors, const at::Device& device) {
              rows.const_data_ptr<int64_t>(),
              nullptr};
   if (experts.has_value()) {
-    check_tensor(*experts, "row_map.experts", 1, device);
+    check_tensor(*experts, 1, device);
     check(experts->scalar_type() == ScalarType::Int && experts->numel() == rows.numel(),
           "row_map.experts must be int32 with one entry for each row");
     map.experts = experts->const_data_ptr<int32_t>();
@@ -187,32 +186,35 @@ RowMap view(const RowMapTensors& tensors, const at::Device& device) {
 template <typename F>
 void for_token_ranges(const RowMap& map, int64_t row_bytes, const F& body) {
   const int64_t rows_per_token = map.num_tokens > 0 ? map.num_rows / map.num_tokens + 1 : 1;
-  const int64_t grain = std::max<int64_t>(1, kBytesPerTask / std::max<int64_t>(1, row_bytes * rows_per_token));
+  const int64_t token_bytes = std::max<int64_t>(1, bounded_product(row_bytes, rows_per_token));
+  const int64_t grain = std::max<int64_t>(1, kBytesPerTask / token_bytes);
   at::parallel_for(0, map.num_tokens, grain, body);
 }
 
-void check_routing_map(const Tensor& routing_map) {
-  check_tensor(routing_map, "routing_map", 2, routing_map.device());
+void check_routing_map(const Argument& routing_map) {
+  check_tensor(routing_map, 2, routing_map.device());
   check(routing_map.scalar_type() == ScalarType::Bool, "routing_map must be bool, but is ", routing_map.scalar_type());
   check(routing_map.size(1) <= INT32_MAX, "routing_map has too many experts: ", routing_map.size(1));
 }
 
-// offsets, rows, experts, sources, expert_counts. num_rows < 0: not known; used on CUDA alone.
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> build_row_map(const Tensor& routing_map, int64_t num_rows) {
+// offsets, rows, experts, sources, expert_counts. known_rows: used on CUDA alone.
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> build_row_map(const Input<"routing_map">& routing_map,
+                                                                 std::optional<Size<"num_out_tokens">> known_rows) {
   check_routing_map(routing_map);
   const int64_t num_tokens = routing_map.size(0), num_experts = routing_map.size(1);
   const auto* bytes = static_cast<const uint8_t*>(routing_map.const_data_ptr());
   const auto make = [&](int64_t size, ScalarType dtype) { return empty_like({size}, dtype, routing_map); };
   Tensor offsets = make(num_tokens + 1, ScalarType::Long), expert_counts = make(num_experts, ScalarType::Long);
   Tensor rows, experts, sources;
-  const auto make_entries = [&] {
+  const auto make_entries = [&](int64_t num_rows) {
     rows = make(num_rows, ScalarType::Long);
     experts = make(num_rows, ScalarType::Int);
     sources = make(num_rows, ScalarType::Long);
   };
   MOE_OPT_IF_CUDA(routing_map, {
-    if (num_rows < 0) num_rows = at::count_nonzero(routing_map).item<int64_t>();  // the one host sync
-    make_entries();
+    const int64_t num_rows =  // the one host sync
+        known_rows ? known_rows->value : at::count_nonzero(routing_map.view(ScalarType::Byte)).item<int64_t>();
+    make_entries(num_rows);
     Tensor scratch = make(cuda::row_map_scratch_bytes(num_tokens, num_experts), ScalarType::Byte);
     cuda::build_row_map(bytes, num_tokens, num_experts, num_rows, offsets.mutable_data_ptr<int64_t>(),
                         rows.mutable_data_ptr<int64_t>(), experts.mutable_data_ptr<int32_t>(),
@@ -247,8 +249,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> build_row_map(const Tensor& r
     }
     offset[0] = 0;
     for (int64_t t = 0; t < num_tokens; ++t) offset[t + 1] += offset[t];
-    num_rows = row;
-    make_entries();
+    make_entries(row);
     for_ranges([&](int64_t begin, int64_t end, int64_t* next_row) {
       cpu::fill_row_map(bytes, num_experts, begin, end, offset, next_row, rows.mutable_data_ptr<int64_t>(),
                         experts.mutable_data_ptr<int32_t>(), sources.mutable_data_ptr<int64_t>());
@@ -258,12 +259,12 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> build_row_map(const Tensor& r
 }
 
 // offsets, rows, experts, sources of drop-and-pad; CPU only.
-std::tuple<Tensor, Tensor, Tensor, Tensor> build_padded_row_map(const Tensor& routing_map, int64_t capacity) {
+std::tuple<Tensor, Tensor, Tensor, Tensor> build_padded_row_map(const Input<"routing_map">& routing_map,
+                                                                Size<"capacity"> capacity) {
   check_routing_map(routing_map);
   const int64_t num_tokens = routing_map.size(0), num_experts = routing_map.size(1);
   check(routing_map.is_cpu(), "build_padded_row_map runs on CPU, but routing_map is on ", routing_map.device());
-  check(capacity >= 0 && capacity <= num_tokens, "capacity ", capacity, " must lie in [0, ", num_tokens,
-        "], the number of tokens");
+  check(capacity <= num_tokens, "capacity ", capacity, " must lie in [0, ", num_tokens, "], the number of tokens");
   const auto make = [&](int64_t size, ScalarType dtype) { return empty_like({size}, dtype, routing_map); };
   Tensor offsets = make(num_tokens + 1, ScalarType::Long), rows = make(num_experts * capacity, ScalarType::Long);
   Tensor experts = make(rows.numel(), ScalarType::Int), sources = make(rows.numel(), ScalarType::Long);
@@ -274,10 +275,10 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> build_padded_row_map(const Tensor& ro
 }
 
 // offsets, rows, experts. rows_per_expert == 0: no experts.
-std::tuple<Tensor, Tensor, OptionalTensor> build_row_map_from_sources(const Tensor& sources, int64_t num_tokens,
-                                                                      int64_t rows_per_expert) {
-  check_index(sources, "sorted_indices", sources.device());
-  check(num_tokens >= 0, "the number of tokens is negative: ", num_tokens);
+std::tuple<Tensor, Tensor, OptionalTensor> build_row_map_from_sources(const Input<"sorted_indices">& sources,
+                                                                      Size<"num_tokens"> num_tokens,
+                                                                      Size<"rows_per_expert"> rows_per_expert) {
+  check_index(sources, sources.device());
   const int64_t num_rows = sources.numel();
   Tensor offsets = empty_like({num_tokens + 1}, ScalarType::Long, sources);
   Tensor rows = empty_like({num_rows}, ScalarType::Long, sources);
@@ -302,22 +303,22 @@ std::tuple<Tensor, Tensor, OptionalTensor> build_row_map_from_sources(const Tens
 
 // ---- Permute and unpermute ----
 
-void check_probs(const Tensor& probs, const RowMap& map, const at::Device& device) {
-  check_tensor(probs, "probs", 2, device);
+void check_probs(const Argument& probs, const RowMap& map, const at::Device& device) {
+  check_tensor(probs, 2, device);
   check(probs.size(0) == map.num_tokens && probs.size(1) == map.num_experts, "probs have shape ", probs.sizes(),
         ", but the row map has ", map.num_tokens, " tokens and ", map.num_experts, " experts");
   check(map.experts != nullptr || map.num_rows == 0, "probs need a row map with experts");
 }
 
-void check_rows(const Tensor& rows, const char* name, int64_t num_rows, const at::Device& device) {
-  check_tensor(rows, name, 2, device);
-  kernel_dtype(rows, name);
-  check(rows.size(0) == num_rows, name, " has ", rows.size(0), " rows, but the row map has ", num_rows);
+void check_rows(const Argument& rows, int64_t num_rows, const at::Device& device) {
+  check_tensor(rows, 2, device);
+  kernel_dtype(rows);
+  check(rows.size(0) == num_rows, rows.name, " has ", rows.size(0), " rows, but the row map has ", num_rows);
 }
 
-void run_permute(const RowMap& map, const Tensor& tokens, const Tensor& permuted, const OptionalTensor& probs,
+void run_permute(const RowMap& map, const Argument& tokens, const Tensor& permuted, const Argument* probs,
                  MutableRows permuted_probs, int64_t lane_bytes) {
-  const DType dtype = kernel_dtype(tokens, "tokens");
+  const DType dtype = kernel_dtype(tokens);
   const int64_t hidden = tokens.size(1);
   const void* probs_data = probs ? probs->const_data_ptr() : nullptr;
   const int64_t size = probs ? probs->element_size() : 0;
@@ -331,10 +332,10 @@ void run_permute(const RowMap& map, const Tensor& tokens, const Tensor& permuted
 }
 
 // permuted [R, H] and, with probs, permuted probs [R].
-std::tuple<Tensor, OptionalTensor> permute_rows(const RowMapTensors& row_map, const Tensor& tokens,
-                                                const OptionalTensor& probs) {
+std::tuple<Tensor, OptionalTensor> permute_rows(const RowMapTensors& row_map, const Input<"tokens">& tokens,
+                                                const OptionalInput<"probs">& probs) {
   const RowMap map = view(row_map, tokens.device());
-  check_rows(tokens, "tokens", map.num_tokens, tokens.device());
+  check_rows(tokens, map.num_tokens, tokens.device());
   Tensor permuted = empty_like({map.num_rows, tokens.size(1)}, tokens.scalar_type(), tokens);
   OptionalTensor permuted_probs;
   MutableRows lanes{nullptr, 0};
@@ -344,35 +345,35 @@ std::tuple<Tensor, OptionalTensor> permute_rows(const RowMapTensors& row_map, co
     permuted_probs = empty_like({map.num_rows}, probs->scalar_type(), tokens);
     lanes = mutable_rows(*permuted_probs);
   }
-  run_permute(map, tokens, permuted, probs, lanes, probs ? probs->element_size() : 0);
+  run_permute(map, tokens, permuted, probs ? &*probs : nullptr, lanes, probs ? probs->element_size() : 0);
   return {permuted, permuted_probs};
 }
 
 // packed [R, H + lane].
-Tensor permute_packed(const RowMapTensors& row_map, const Tensor& tokens, const Tensor& probs) {
+Tensor permute_packed(const RowMapTensors& row_map, const Input<"tokens">& tokens, const Input<"probs">& probs) {
   const RowMap map = view(row_map, tokens.device());
-  check_rows(tokens, "tokens", map.num_tokens, tokens.device());
+  check_rows(tokens, map.num_tokens, tokens.device());
   check_probs(probs, map, tokens.device());
   prob_size(probs.scalar_type());
   const int64_t hidden = tokens.size(1);
   Tensor packed = empty_like({map.num_rows, hidden + lane_elements(tokens)}, tokens.scalar_type(), tokens);
-  run_permute(map, tokens, packed, probs, mutable_rows(packed, hidden * tokens.element_size()), kLaneBytes);
+  run_permute(map, tokens, packed, &probs, mutable_rows(packed, hidden * tokens.element_size()), kLaneBytes);
   return packed;
 }
 
 // tokens [T, hidden] from permuted [R, >= hidden].
-Tensor unpermute_rows(const RowMapTensors& row_map, const Tensor& permuted, int64_t hidden,
-                      const OptionalTensor& probs) {
+Tensor unpermute_rows(const RowMapTensors& row_map, const Input<"permuted_tokens">& permuted, Size<"hidden"> hidden,
+                      const OptionalInput<"probs">& probs) {
   const at::Device device = permuted.device();
   const RowMap map = view(row_map, device);
-  check_rows(permuted, "permuted_tokens", map.num_rows, device);
-  check(hidden >= 0 && hidden <= permuted.size(1), "hidden size ", hidden, " does not fit permuted_tokens of shape ",
+  check_rows(permuted, map.num_rows, device);
+  check(hidden <= permuted.size(1), "hidden size ", hidden, " does not fit permuted_tokens of shape ",
         permuted.sizes());
   if (probs) {
     check_probs(*probs, map, device);
     check(probs->scalar_type() == ScalarType::Float, "unpermute_rows takes float32 probs");
   }
-  const DType dtype = kernel_dtype(permuted, "permuted_tokens");
+  const DType dtype = kernel_dtype(permuted);
   const float* probs_data = probs ? probs->const_data_ptr<float>() : nullptr;
   Tensor tokens = empty_like({map.num_tokens, hidden}, permuted.scalar_type(), permuted);
   MOE_OPT_IF_CUDA(permuted, cuda::unpermute_rows(map, dtype, hidden, const_rows(permuted), probs_data,
@@ -385,17 +386,19 @@ Tensor unpermute_rows(const RowMapTensors& row_map, const Tensor& permuted, int6
 }
 
 // grad_permuted [R, H] and grad_probs float32 [T, E].
-std::tuple<Tensor, Tensor> unpermute_rows_backward(const RowMapTensors& row_map, const Tensor& grad_tokens,
-                                                   const Tensor& permuted, const Tensor& probs) {
+std::tuple<Tensor, Tensor> unpermute_rows_backward(const RowMapTensors& row_map,
+                                                   const Input<"grad_tokens">& grad_tokens,
+                                                   const Input<"permuted_tokens">& permuted,
+                                                   const Input<"probs">& probs) {
   const at::Device device = permuted.device();
   const RowMap map = view(row_map, device);
-  check_rows(permuted, "permuted_tokens", map.num_rows, device);
-  check_rows(grad_tokens, "grad_tokens", map.num_tokens, device);
+  check_rows(permuted, map.num_rows, device);
+  check_rows(grad_tokens, map.num_tokens, device);
   check(grad_tokens.scalar_type() == permuted.scalar_type() && grad_tokens.size(1) == permuted.size(1),
         "grad_tokens and permuted_tokens differ in dtype or hidden size");
   check_probs(probs, map, device);
   check(probs.scalar_type() == ScalarType::Float, "unpermute_rows_backward takes float32 probs");
-  const DType dtype = kernel_dtype(permuted, "permuted_tokens");
+  const DType dtype = kernel_dtype(permuted);
   const int64_t hidden = permuted.size(1);
   Tensor grad_permuted = empty_like(permuted.sizes(), permuted.scalar_type(), permuted);
   Tensor grad_probs = empty_like(probs.sizes(), ScalarType::Float, permuted);
@@ -413,11 +416,12 @@ std::tuple<Tensor, Tensor> unpermute_rows_backward(const RowMapTensors& row_map,
 }
 
 // grad_probs [T, E] from the gradient of permuted probs: [R], or the lanes behind `hidden` elements of packed rows.
-Tensor unpermute_probs(const RowMapTensors& row_map, const Tensor& grad_rows, int64_t hidden, ScalarType dtype) {
+Tensor unpermute_probs(const RowMapTensors& row_map, const Input<"grad_permuted_probs">& grad_rows,
+                       Size<"hidden"> hidden, ScalarType dtype) {
   const at::Device device = grad_rows.device();
   const RowMap map = view(row_map, device);
   check(map.experts != nullptr || map.num_rows == 0, "probs need a row map with experts");
-  check_tensor(grad_rows, "grad_permuted_probs", grad_rows.dim() == 1 ? 1 : 2, device);
+  check_tensor(grad_rows, grad_rows.dim() == 1 ? 1 : 2, device);
   const int64_t size = prob_size(dtype);
   const ConstRows lanes = const_rows(grad_rows, hidden * grad_rows.element_size());
   check(grad_rows.size(0) == map.num_rows && hidden * grad_rows.element_size() + size <= lanes.stride_bytes,
@@ -434,38 +438,32 @@ Tensor unpermute_probs(const RowMapTensors& row_map, const Tensor& grad_rows, in
 // ---- Chunks ----
 
 // source_rows, target_rows, row_counts and the number of rows, as ChunkList in kernels/chunk_copy.py keeps them.
-using ChunkTensors = std::tuple<Tensor, Tensor, Tensor, int64_t>;
+using ChunkTensors = std::tuple<Input<"chunks.source_rows">, Input<"chunks.target_rows">, Input<"chunks.row_counts">,
+                                Size<"chunks.num_rows">>;
 
-// Chunks that move num_rows rows in all, from among source_rows to among target_rows.
-ChunkList view(const ChunkTensors& tensors, int64_t source_rows, int64_t target_rows, const at::Device& device) {
+ChunkList view(const ChunkTensors& tensors, const at::Device& device) {
   const auto& [sources, targets, counts, num_rows] = tensors;
-  check_index(sources, "chunks.source_rows", device);
-  check_index(targets, "chunks.target_rows", device);
-  check_index(counts, "chunks.row_counts", device);
+  check_index(sources, device);
+  check_index(targets, device);
+  check_index(counts, device);
   check(sources.numel() == counts.numel() && targets.numel() == counts.numel(),
         "chunks: source_rows, target_rows and row_counts differ in length");
-  const ChunkList chunks{counts.numel(), sources.const_data_ptr<int64_t>(), targets.const_data_ptr<int64_t>(),
-                         counts.const_data_ptr<int64_t>()};
-  if (device.is_cpu()) {
-    int64_t total = 0;
-    for (int64_t c = 0; c < chunks.num_chunks; ++c) {
-      const int64_t count = chunks.row_counts[c], source = chunks.source_rows[c], target = chunks.target_rows[c];
-      const bool inside = count >= 0 && count <= source_rows && source >= 0 && source <= source_rows - count &&
-                          target >= 0 && target <= target_rows - count;
-      check(inside, "chunk ", c, " (", count, " rows from ", source, " to ", target, ") is outside [0, ", source_rows,
-            ") or [0, ", target_rows, ")");
-      total += count;
-    }
-    check(total == num_rows, "the chunks have ", total, " rows together, not ", num_rows);
-  }
-  return chunks;
+  return {counts.numel(), sources.const_data_ptr<int64_t>(), targets.const_data_ptr<int64_t>(),
+          counts.const_data_ptr<int64_t>()};
 }
 
-// The same for chunks that move all rows to as many places.
-ChunkList view(const ChunkTensors& tensors, const Tensor& rows) {
-  const int64_t num_rows = std::get<3>(tensors);
-  check(rows.size(0) == num_rows, "the rows of shape ", rows.sizes(), " do not fit chunks of ", num_rows, " rows");
-  return view(tensors, num_rows, num_rows, rows.device());
+// Whether chunks, on the host, move num_rows rows in all, from among source_rows to among target_rows.
+void check_chunks(const ChunkList& chunks, int64_t num_rows, int64_t source_rows, int64_t target_rows) {
+  int64_t total = 0;
+  for (int64_t c = 0; c < chunks.num_chunks; ++c) {
+    const int64_t count = chunks.row_counts[c], source = chunks.source_rows[c], target = chunks.target_rows[c];
+    const bool inside = count >= 0 && count <= num_rows - total && count <= source_rows && source >= 0 &&
+                        source <= source_rows - count && target >= 0 && target <= target_rows - count;
+    check(inside, "chunk ", c, " (", count, " rows from ", source, " to ", target, ") is outside [0, ", source_rows,
+          ") or [0, ", target_rows, "), or beyond ", num_rows, " rows in all");
+    total += count;
+  }
+  check(total == num_rows, "the chunks have ", total, " rows together, not ", num_rows);
 }
 
 void run_copy_chunks(const ChunkList& chunks, const Tensor& on, int64_t num_rows, int64_t row_bytes, ConstRows source,
@@ -480,9 +478,12 @@ void run_copy_chunks(const ChunkList& chunks, const Tensor& on, int64_t num_rows
   }
 }
 
-Tensor copy_chunks(const Tensor& rows, const ChunkTensors& chunk_tensors) {
-  check_tensor(rows, "rows", 2, rows.device());
-  const ChunkList chunks = view(chunk_tensors, rows);
+Tensor copy_chunks(const Input<"rows">& rows, const ChunkTensors& chunk_tensors) {
+  check_tensor(rows, 2, rows.device());
+  const int64_t num_rows = std::get<3>(chunk_tensors);
+  check(rows.size(0) == num_rows, "the rows of shape ", rows.sizes(), " do not fit chunks of ", num_rows, " rows");
+  const ChunkList chunks = view(chunk_tensors, rows.device());
+  if (rows.is_cpu()) check_chunks(chunks, num_rows, num_rows, num_rows);
   Tensor out = empty_like(rows.sizes(), rows.scalar_type(), rows);
   run_copy_chunks(chunks, rows, rows.size(0), rows.size(1) * rows.element_size(), const_rows(rows), mutable_rows(out));
   return out;
@@ -490,23 +491,23 @@ Tensor copy_chunks(const Tensor& rows, const ChunkTensors& chunk_tensors) {
 
 // ---- Residual codec ----
 
-void check_expert(const Tensor& tensor, const char* name, const Tensor& like, const char* like_name) {
-  check_tensor(tensor, name, like.dim(), like.device());
-  check(tensor.sizes() == like.sizes() && tensor.scalar_type() == like.scalar_type(), name, " is ",
-        tensor.scalar_type(), " of shape ", tensor.sizes(), ", but ", like_name, " is ", like.scalar_type(),
+void check_expert(const Argument& tensor, const Argument& like) {
+  check_tensor(tensor, like.dim(), like.device());
+  check(tensor.sizes() == like.sizes() && tensor.scalar_type() == like.scalar_type(), tensor.name, " is ",
+        tensor.scalar_type(), " of shape ", tensor.sizes(), ", but ", like.name, " is ", like.scalar_type(),
         " of shape ", like.sizes());
-  kernel_dtype(tensor, name);
-  check(tensor.numel() <= kMaxCodecElements, name, " has ", tensor.numel(), " elements: the codec takes at most ",
-        kMaxCodecElements, "; split it");
+  kernel_dtype(tensor);
+  check(tensor.numel() <= kMaxCodecElements, tensor.name, " has ", tensor.numel(),
+        " elements: the codec takes at most ", kMaxCodecElements, "; split it");
 }
 
 // values [k] and indices, uint16 [codec_index_words].
-std::tuple<Tensor, Tensor> sr_encode(const Tensor& expert, const Tensor& shared, int64_t k) {
-  check_expert(expert, "expert", expert, "expert");
-  check_expert(shared, "shared", expert, "expert");
+std::tuple<Tensor, Tensor> sr_encode(const Input<"expert">& expert, const Input<"shared">& shared, Size<"k"> k) {
+  check_expert(expert, expert);
+  check_expert(shared, expert);
   const int64_t numel = expert.numel();
-  check(k >= 0 && k <= numel, "k ", k, " must lie in [0, ", numel, "], the number of elements of the expert");
-  const DType dtype = kernel_dtype(expert, "expert");
+  check(k <= numel, "k ", k, " must lie in [0, ", numel, "], the number of elements of the expert");
+  const DType dtype = kernel_dtype(expert);
   Tensor values = empty_like({k}, expert.scalar_type(), expert);
   Tensor indices = empty_like({codec_index_words(numel, k)}, ScalarType::UInt16, expert);
   const void* expert_data = expert.const_data_ptr();
@@ -528,32 +529,28 @@ std::tuple<Tensor, Tensor> sr_encode(const Tensor& expert, const Tensor& shared,
   return {values, indices};
 }
 
-bool overlap(const Tensor& a, const Tensor& b) {
-  const auto begin = [](const Tensor& t) { return reinterpret_cast<uintptr_t>(t.const_data_ptr()); };
-  return begin(a) < begin(b) + b.nbytes() && begin(b) < begin(a) + a.nbytes();
-}
-
 // shared + residuals, in `out` if given.
-Tensor sr_decode(const Tensor& values, const Tensor& indices, const Tensor& shared, const OptionalTensor& out) {
-  check_expert(shared, "shared", shared, "shared");
+Tensor sr_decode(const Input<"values">& values, const Input<"indices">& indices, const Input<"shared">& shared,
+                 const std::optional<Buffer<"out">>& out) {
+  check_expert(shared, shared);
   const at::Device device = shared.device();
   const int64_t numel = shared.numel(), k = values.numel();
-  check_tensor(values, "values", 1, device);
-  check_tensor(indices, "indices", 1, device);
+  check_tensor(values, 1, device);
+  check_tensor(indices, 1, device);
   check(values.scalar_type() == shared.scalar_type(), "values are ", values.scalar_type(), ", but shared is ",
         shared.scalar_type());
   check(indices.scalar_type() == ScalarType::UInt16, "indices must be uint16, but are ", indices.scalar_type());
   check(k <= numel && indices.numel() == codec_index_words(numel, k), values.numel(), " values with ", indices.numel(),
         " indices do not belong to an expert of shape ", shared.sizes());
   if (out) {
-    check_expert(*out, "out", shared, "shared");
+    check_expert(*out, shared);
     const bool apart = !overlap(*out, shared) && !overlap(*out, values) && !overlap(*out, indices);
     check(apart, "out shares memory with values, indices or shared");
   }
-  const DType dtype = kernel_dtype(shared, "shared");
-  Tensor expert = out ? *out : empty_like(shared.sizes(), shared.scalar_type(), shared);
+  const DType dtype = kernel_dtype(shared);
+  Tensor expert = out ? Tensor(*out) : empty_like(shared.sizes(), shared.scalar_type(), shared);
   if (out) expert.unsafeGetTensorImpl()->bump_version();  // so that autograd sees that it was written
-  void* expert_data = const_cast<void*>(expert.const_data_ptr());
+  void* expert_data = expert.mutable_data_ptr();
   const void* values_data = values.const_data_ptr();
   const uint16_t* indices_data = indices.const_data_ptr<uint16_t>();
   const void* shared_data = shared.const_data_ptr();
@@ -573,11 +570,11 @@ Tensor sr_decode(const Tensor& values, const Tensor& indices, const Tensor& shar
 // ---- Placement of samples ----
 
 // Rows of the routing, [I * L, ...], in samples.
-SampleLayout sample_layout(const Tensor& routing, const char* name, int64_t num_samples, bool batch_first) {
-  check_tensor(routing, name, 2, routing.device());
+SampleLayout sample_layout(const Argument& routing, int64_t num_samples, bool batch_first) {
+  check_tensor(routing, 2, routing.device());
   const int64_t num_tokens = routing.size(0);
-  check(num_samples > 0 && num_tokens % num_samples == 0, name, " of shape ", routing.sizes(), " cannot be cut into ",
-        num_samples, " samples of equal length");
+  check(num_samples > 0 && num_tokens % num_samples == 0, routing.name, " of shape ", routing.sizes(),
+        " cannot be cut into ", num_samples, " samples of equal length");
   return {num_samples, num_tokens / num_samples, batch_first};
 }
 
@@ -588,10 +585,11 @@ void for_sample_ranges(const SampleLayout& layout, int64_t token_bytes, const F&
 }
 
 // num [I, E] from experts [I * L, K].
-Tensor count_topk(const Tensor& experts, int64_t num_experts, int64_t num_samples, bool batch_first) {
-  const SampleLayout layout = sample_layout(experts, "experts", num_samples, batch_first);
+Tensor count_topk(const Input<"experts">& experts, Size<"num_experts"> num_experts, Size<"num_samples"> num_samples,
+                  bool batch_first) {
+  const SampleLayout layout = sample_layout(experts, num_samples, batch_first);
   check(experts.scalar_type() == ScalarType::Long, "experts must be int64, but are ", experts.scalar_type());
-  check(num_experts >= 0 && num_experts <= INT32_MAX, "the number of experts, ", num_experts, ", is out of range");
+  check(num_experts <= INT32_MAX, "the number of experts, ", num_experts, ", is out of range");
   const int64_t topk = experts.size(1);
   check(layout.tokens_per_sample * topk <= INT32_MAX, "a sample has 2^31 or more routed pairs");
   Tensor num = empty_like({num_samples, num_experts}, ScalarType::Long, experts);
@@ -608,9 +606,9 @@ Tensor count_topk(const Tensor& experts, int64_t num_experts, int64_t num_sample
 }
 
 // num [I, E] from routing_map [I * L, E].
-Tensor count_routing_map(const Tensor& routing_map, int64_t num_samples, bool batch_first) {
+Tensor count_routing_map(const Input<"routing_map">& routing_map, Size<"num_samples"> num_samples, bool batch_first) {
   check_routing_map(routing_map);
-  const SampleLayout layout = sample_layout(routing_map, "routing_map", num_samples, batch_first);
+  const SampleLayout layout = sample_layout(routing_map, num_samples, batch_first);
   const int64_t num_experts = routing_map.size(1);
   Tensor num = empty_like({num_samples, num_experts}, ScalarType::Long, routing_map);
   const auto* bytes = static_cast<const uint8_t*>(routing_map.const_data_ptr());
@@ -625,18 +623,19 @@ Tensor count_routing_map(const Tensor& routing_map, int64_t num_samples, bool ba
 
 // Calls solve(values) with costs or counts as int64_t or double.
 template <typename Solve>
-void with_numbers(const Tensor& tensor, const char* name, const Solve& solve) {
-  check_tensor(tensor, name, 2, at::kCPU);
+void with_numbers(const Argument& tensor, const Solve& solve) {
+  check_tensor(tensor, 2, at::kCPU);
   if (tensor.scalar_type() == ScalarType::Long) return solve(tensor.const_data_ptr<int64_t>());
-  check(tensor.scalar_type() == ScalarType::Double, name, " must be int64 or float64, but is ", tensor.scalar_type());
+  check(tensor.scalar_type() == ScalarType::Double, tensor.name, " must be int64 or float64, but is ",
+        tensor.scalar_type());
   solve(tensor.const_data_ptr<double>());
 }
 
 // The sink of each sample: [I] from cost [I, N] and capacity [N].
-Tensor solve_placement(const Tensor& cost, const Tensor& capacity) {
-  check_index(capacity, "capacity", at::kCPU);
+Tensor solve_placement(const Input<"cost">& cost, const Input<"capacity">& capacity) {
+  check_index(capacity, at::kCPU);
   Tensor sink_of;
-  with_numbers(cost, "cost", [&](const auto* values) {
+  with_numbers(cost, [&](const auto* values) {
     sink_of = empty_like({cost.size(0)}, ScalarType::Long, cost);
     check(capacity.numel() == cost.size(1), "capacity has ", capacity.numel(), " entries, but cost of shape ",
           cost.sizes(), " has ", cost.size(1), " sinks");
@@ -648,19 +647,19 @@ Tensor solve_placement(const Tensor& cost, const Tensor& capacity) {
 
 // The device of each sample: [I] from num [I, E], expert_device [E], device_node [J] and capacity [J], or as many on
 // each.
-Tensor place_samples(const Tensor& num, const Tensor& expert_device, const Tensor& device_node,
-                     const OptionalTensor& capacity) {
+Tensor place_samples(const Input<"num">& num, const Input<"expert_device">& expert_device,
+                     const Input<"device_node">& device_node, const OptionalInput<"capacity">& capacity) {
   constexpr int64_t kCostsPerTask = 16 * 1024;  // of a second-stage problem that is worth a thread
-  check_index(expert_device, "expert_device", at::kCPU);
-  check_index(device_node, "device_node", at::kCPU);
+  check_index(expert_device, at::kCPU);
+  check_index(device_node, at::kCPU);
   Tensor device_of;
-  with_numbers(num, "num", [&](const auto* values) {
+  with_numbers(num, [&](const auto* values) {
     const int64_t num_samples = num.size(0), num_experts = num.size(1), num_devices = device_node.numel();
     check(expert_device.numel() == num_experts, "expert_device has ", expert_device.numel(),
           " entries, but num of shape ", num.sizes(), " has ", num_experts, " experts");
     std::vector<int64_t> equal;
     if (capacity) {
-      check_index(*capacity, "capacity", at::kCPU);
+      check_index(*capacity, at::kCPU);
       check(capacity->numel() == num_devices, "capacity has ", capacity->numel(), " entries, but device_node has ",
             num_devices);
     } else {
@@ -669,9 +668,11 @@ Tensor place_samples(const Tensor& num, const Tensor& expert_device, const Tenso
       equal.assign(num_devices, num_samples / num_devices);
     }
     const int64_t* node_of = device_node.const_data_ptr<int64_t>();
-    const int64_t num_nodes = num_devices > 0 ? *std::max_element(node_of, node_of + num_devices) + 1 : 0;
-    check(num_nodes <= num_devices, "device_node holds node ", num_nodes - 1, ", but there are only ", num_devices,
-          " devices: count the nodes from 0");
+    const int64_t last_node = num_devices > 0 ? *std::max_element(node_of, node_of + num_devices) : -1;
+    check(-1 <= last_node && last_node < num_devices, "device_node holds node ", last_node, ", but there are only ",
+          num_devices, " devices: count the nodes from 0");
+    const int64_t num_nodes = last_node + 1;
+    check(num_samples <= INT32_MAX, "num of shape ", num.sizes(), " has more than 2^31 - 1 samples");
     const assignment::Cluster cluster{num_experts, num_devices,
                                       num_nodes,   expert_device.const_data_ptr<int64_t>(),
                                       node_of,     capacity ? capacity->const_data_ptr<int64_t>() : equal.data()};
@@ -691,17 +692,20 @@ Tensor place_samples(const Tensor& num, const Tensor& expert_device, const Tenso
 // (chunks, tokens_per_expert int64 [local] or [chunks, local]): see planning/exchange_plan.h. counts is int64
 // [EP, ETP, E]. A chunk is what runtime/exchange_plan.py's ChunkPlan is made of: (sent, arriving, etp rank, the list
 // that moves its blocks on `device` with the number of its rows, first row sent, received, gathered).
-py::tuple plan_exchange(const Tensor& of_ranks, int64_t ep_rank, int64_t etp_rank, int64_t num_chunks, bool together,
-                        at::Device device) {
+py::tuple plan_exchange(const Input<"counts">& of_ranks, Size<"ep_rank"> ep_rank, Size<"etp_rank"> etp_rank,
+                        Size<"num_chunks"> num_chunks, bool together, at::Device device) {
   check(of_ranks.dim() == 3 && of_ranks.scalar_type() == ScalarType::Long && of_ranks.is_cpu(),
         "counts must be int64 [ep, etp, experts] on the CPU");
   const Tensor counts = of_ranks.contiguous();
   const int64_t ep_size = counts.size(0), etp_size = counts.size(1), experts = counts.size(2);
   check(ep_size > 0 && etp_size > 0 && experts % ep_size == 0, experts, " experts do not divide among ", ep_size,
         " ranks");
-  check(0 <= ep_rank && ep_rank < ep_size && 0 <= etp_rank && etp_rank < etp_size, "no rank (", ep_rank, ", ", etp_rank,
-        ") among ", ep_size, " x ", etp_size);
+  check(ep_rank < ep_size && etp_rank < etp_size, "no rank (", ep_rank, ", ", etp_rank, ") among ", ep_size, " x ",
+        etp_size);
   check(num_chunks >= 1 && num_chunks <= kMostChunks, num_chunks, " chunks: give a number from 1 to ", kMostChunks);
+  const int64_t ranks = bounded_product(ep_size, etp_size), of_rank_blocks = std::max<int64_t>(1, experts / ep_size);
+  check(bounded_product(bounded_product(ranks, of_rank_blocks), num_chunks) <= kMostBlocks, num_chunks,
+        " chunks of counts of shape ", counts.sizes(), " are more than ", kMostBlocks, " blocks");
   const int64_t* rows = counts.const_data_ptr<int64_t>();
   check(std::all_of(rows, rows + counts.numel(), [](int64_t n) { return 0 <= n && n <= kMostRows; }),
         "counts holds a number of rows outside [0, ", kMostRows, "]");
@@ -720,14 +724,15 @@ py::tuple plan_exchange(const Tensor& of_ranks, int64_t ep_rank, int64_t etp_ran
   };
   const int64_t of_chunk = blocks / num_chunks;
   int64_t first_sent = 0, first_received = 0, first_gathered = 0;
-  py::list chunks(num_chunks);
+  py::list chunks(num_chunks.value);
   for (int64_t c = 0; c < num_chunks; ++c) {
     const auto& arriving = plan.arriving[c];
     int64_t gathered = 0;
     for (const auto& of_peer : arriving) gathered += sum(of_peer);
     const auto part = [&](int64_t which) { return lists.as_strided({of_chunk}, {1}, which * blocks + c * of_chunk); };
-    chunks[c] = py::make_tuple(plan.sent[c], arriving, etp_rank, py::make_tuple(part(0), part(1), part(2), gathered),
-                               first_sent, first_received, first_gathered);
+    chunks[c] =
+        py::make_tuple(plan.sent[c], arriving, etp_rank.value, py::make_tuple(part(0), part(1), part(2), gathered),
+                       first_sent, first_received, first_gathered);
     if (!together) continue;
     first_sent += sum(plan.sent[c]);
     first_received += sum(arriving[etp_rank]);
@@ -752,23 +757,46 @@ ActionPtr make_action(Function function) {
   return std::make_shared<FunctionAction>(std::move(function));
 }
 
-// Rows [first, first + count) for each rank of the group.
-using RowBlocks = std::vector<std::pair<int64_t, int64_t>>;
+// Has what waits for a send or a receive of Gloo's return: a wait that has not begun yet is not ended.
+void abort_work(const c10::intrusive_ptr<c10d::Work>& work) {
+  check(work.defined(), "no work to abort");
+  work->abort();
+}
 
-std::vector<Tensor> row_blocks(const Tensor& rows, const char* name, const RowBlocks& blocks) {
-  check(rows.dim() >= 1 && rows.is_contiguous(), name, " of shape ", rows.sizes(), " must be contiguous rows");
+// Rows [first, first + count) for each rank of the group.
+using RowBlocks = std::vector<std::pair<Size<"first row">, Size<"number of rows">>>;
+
+std::vector<Tensor> row_blocks(const Memory& memory, const char* name, const RowBlocks& blocks) {
+  const Tensor& rows = memory.tensor();
   std::vector<Tensor> views;
   views.reserve(blocks.size());
   for (const auto& [first, count] : blocks) {
-    check(first >= 0 && count >= 0 && first + count <= rows.size(0), name, ": rows [", first, ", ", first + count,
-          ") are outside [0, ", rows.size(0), ")");
+    check(first + count <= rows.size(0), name, ": rows [", first, ", ", first + count, ") are outside [0, ",
+          rows.size(0), ")");
     views.push_back(rows.narrow(0, first, count));
   }
   return views;
 }
 
-ActionPtr exchange(const c10::intrusive_ptr<c10d::ProcessGroup>& group, const Tensor& sent,
-                   const RowBlocks& sent_blocks, const Tensor& received, const RowBlocks& received_blocks) {
+ActionPtr exchange(const c10::intrusive_ptr<c10d::ProcessGroup>& group, const Buffer<"sent">& sent,
+                   const RowBlocks& sent_blocks, const Buffer<"received">& received, const RowBlocks& received_blocks) {
+  struct CheckedExchange : pipeline::Exchange {
+    CheckedExchange(const c10::intrusive_ptr<c10d::ProcessGroup>& group, const Memory& sent,
+                    const RowBlocks& sent_blocks, const Memory& received, const RowBlocks& received_blocks)
+        : Exchange(group, row_blocks(sent, "sent", sent_blocks), row_blocks(received, "received", received_blocks)),
+          sent(sent),
+          received(received) {}
+    void run() override {
+      check(!ran.exchange(true), "an exchange was run before: make a new one, as its peers do");
+      sent.tensor(), received.tensor();  // still there
+      Exchange::run();
+    }
+    const Memory sent, received;
+    std::atomic<bool> ran{false};
+  };
+  check(group.defined(), "an exchange needs a process group, not None");
+  check_contiguous(sent);
+  check_contiguous(received);
   check(sent.device() == received.device() && sent.scalar_type() == received.scalar_type() && sent.dim() >= 1 &&
             received.dim() >= 1 && sent.sizes().slice(1) == received.sizes().slice(1),
         "an exchange's rows must have one dtype, device and width, but are ", sent.sizes(), " and ", received.sizes());
@@ -777,53 +805,96 @@ ActionPtr exchange(const c10::intrusive_ptr<c10d::ProcessGroup>& group, const Te
             sent_blocks[rank].second == received_blocks[rank].second,
         "an exchange needs one block to and one from each of the ", group->getSize(),
         " ranks, the same number of rows to and from itself");
-  return std::make_shared<pipeline::Exchange>(group, row_blocks(sent, "sent", sent_blocks),
-                                              row_blocks(received, "received", received_blocks));
+  return std::make_shared<CheckedExchange>(group, Memory(sent), sent_blocks, Memory(received), received_blocks);
 }
 
+void check_row_matrix(const Argument& rows) {
+  check(rows.dim() == 1 || rows.dim() == 2, rows.name, " must have 1 or 2 dimensions, but its shape is ", rows.sizes());
+  check_contiguous(rows);
+}
+
+// Chunks that an action keeps: on the CPU a copy, which stays as it was checked.
+class KeptChunks {
+ public:
+  KeptChunks(const ChunkTensors& tensors, int64_t source_rows, int64_t target_rows, const at::Device& device)
+      : num_rows_(std::get<3>(tensors)) {
+    const ChunkList given = view(tensors, device);
+    num_chunks_ = given.num_chunks;
+    if (!device.is_cpu()) {
+      const auto& [sources, targets, counts, num_rows] = tensors;
+      on_device_ = {Memory(sources), Memory(targets), Memory(counts)};
+      return;
+    }
+    for (const int64_t* numbers : {given.source_rows, given.target_rows, given.row_counts}) {
+      on_host_.insert(on_host_.end(), numbers, numbers + num_chunks_);
+    }
+    check_chunks(list(), num_rows_, source_rows, target_rows);
+  }
+
+  int64_t num_rows() const { return num_rows_; }
+
+  ChunkList list() const {
+    const auto numbers = [&](int64_t which) {
+      return on_device_.empty() ? on_host_.data() + which * num_chunks_
+                                : static_cast<const int64_t*>(on_device_[which].data());
+    };
+    return {num_chunks_, numbers(0), numbers(1), numbers(2)};
+  }
+
+ private:
+  int64_t num_rows_, num_chunks_;
+  std::vector<int64_t> on_host_;
+  std::vector<Memory> on_device_;
+};
+
 // Copies row_bytes bytes of every chunk's rows, from source_byte of a source row to target_byte of a target row.
-ActionPtr copy_rows(const Tensor& source, int64_t source_byte, const Tensor& target, int64_t target_byte,
-                    int64_t row_bytes, const ChunkTensors& chunk_tensors) {
-  const ConstRows from = const_rows(source, source_byte);
-  const MutableRows to = mutable_rows(target, target_byte);
-  check(source.is_contiguous() && target.is_contiguous() && source.device() == target.device(),
-        "copy_rows needs contiguous rows on one device");
-  check(source_byte >= 0 && source_byte + row_bytes <= from.stride_bytes && target_byte >= 0 &&
-            target_byte + row_bytes <= to.stride_bytes,
-        "copy_rows: ", row_bytes, " bytes at ", source_byte, " and ", target_byte, " do not fit rows of ",
-        from.stride_bytes, " and ", to.stride_bytes, " bytes");
-  const ChunkList chunks = view(chunk_tensors, source.size(0), target.size(0), source.device());
-  const int64_t num_rows = std::get<3>(chunk_tensors);
-  return make_action([=] {  // the tensors, captured too, keep the memory
-    run_copy_chunks(chunks, source, num_rows, row_bytes, from, to);
-    (void)target, (void)chunk_tensors;
+ActionPtr copy_rows(const Buffer<"source">& source, Size<"source_byte"> source_byte, const Buffer<"target">& target,
+                    Size<"target_byte"> target_byte, Size<"row_bytes"> row_bytes, const ChunkTensors& chunk_tensors) {
+  check_row_matrix(source);
+  check_row_matrix(target);
+  check(source.device() == target.device(), "copy_rows: source is on ", source.device(), ", target on ",
+        target.device());
+  check(!overlap(source, target), "copy_rows: source and target share memory");
+  const int64_t from_bytes = const_rows(source).stride_bytes, to_bytes = const_rows(target).stride_bytes;
+  check(source_byte + row_bytes <= from_bytes && target_byte + row_bytes <= to_bytes, "copy_rows: ", row_bytes,
+        " bytes at ", source_byte, " and ", target_byte, " do not fit rows of ", from_bytes, " and ", to_bytes,
+        " bytes");
+  return make_action([from = Memory(source), to = Memory(target), source_byte = source_byte.value,
+                      target_byte = target_byte.value, row_bytes = row_bytes.value,
+                      chunks = KeptChunks(chunk_tensors, source.size(0), target.size(0), source.device())] {
+    run_copy_chunks(chunks.list(), from.tensor(), chunks.num_rows(), row_bytes, const_rows(from.tensor(), source_byte),
+                    mutable_rows(to.tensor(), target_byte));
   });
 }
 
 // out[r] = sum of parts[p][r], over `width` elements of type `dtype` that start at first_byte of a row.
-ActionPtr sum_parts(const std::vector<Tensor>& parts, const Tensor& out, int64_t first_byte, int64_t width,
-                    ScalarType dtype) {
+ActionPtr sum_parts(const std::vector<Buffer<"a part">>& parts, const Buffer<"the sum">& out,
+                    Size<"first_byte"> first_byte, Size<"width"> width, ScalarType dtype) {
   const DType type = dtype == ScalarType::Double ? DType::kFloat64 : kernel_dtype(dtype, "the parts");
   check(!parts.empty(), "sum_parts needs at least one part");
-  std::vector<ConstRows> rows;
-  for (const Tensor& part : parts) {
-    check(part.is_contiguous() && part.sizes() == out.sizes() && part.device() == out.device() &&
-              part.scalar_type() == out.scalar_type(),
+  check_row_matrix(out);
+  std::vector<Memory> sources;
+  for (const Argument& part : parts) {
+    check_row_matrix(part);
+    check(part.sizes() == out.sizes() && part.device() == out.device() && part.scalar_type() == out.scalar_type(),
           "a part of shape ", part.sizes(), " does not fit the sum's ", out.sizes());
-    rows.push_back(const_rows(part, first_byte));
+    sources.emplace_back(part);
   }
-  const MutableRows target = mutable_rows(out, first_byte);
-  check(out.is_contiguous() && first_byte >= 0 && first_byte + width * element_size(type) <= target.stride_bytes,
-        "sum_parts: ", width, " elements at byte ", first_byte, " do not fit rows of ", target.stride_bytes, " bytes");
-  return make_action([=] {
+  const int64_t row_bytes = const_rows(out).stride_bytes, first = first_byte, count = width;
+  check(first + bounded_product(count, element_size(type)) <= row_bytes, "sum_parts: ", count, " elements at byte ",
+        first, " do not fit rows of ", row_bytes, " bytes");
+  return make_action([sources = std::move(sources), to = Memory(out), type, first, count] {
+    const Tensor& out = to.tensor();
+    std::vector<ConstRows> rows;
+    for (const Memory& source : sources) rows.push_back(const_rows(source.tensor(), first));
+    const MutableRows target = mutable_rows(out, first);
     const int num_parts = static_cast<int>(rows.size());
-    MOE_OPT_IF_CUDA(out, cuda::sum_parts(type, width, rows.data(), num_parts, target, out.size(0), call.stream)) {
-      const int64_t row_bytes = std::max<int64_t>(1, width * element_size(type));
-      at::parallel_for(
-          0, out.size(0), std::max<int64_t>(1, kBytesPerTask / row_bytes),
-          [&](int64_t begin, int64_t end) { cpu::sum_parts(type, width, rows.data(), num_parts, target, begin, end); });
+    MOE_OPT_IF_CUDA(out, cuda::sum_parts(type, count, rows.data(), num_parts, target, out.size(0), call.stream)) {
+      const int64_t bytes = std::max<int64_t>(1, count * element_size(type));
+      at::parallel_for(0, out.size(0), std::max<int64_t>(1, kBytesPerTask / bytes), [&](int64_t begin, int64_t end) {
+        cpu::sum_parts(type, count, rows.data(), num_parts, target, begin, end);
+      });
     }
-    (void)parts;
   });
 }
 
@@ -838,22 +909,29 @@ ActionPtr call_python(const py::function& function) {
   });
 }
 
+constexpr int64_t kMostLanes = 64;
+
 // (lane, ops it waits for, actions)
 using OpTuple = std::tuple<int, std::vector<int>, std::vector<ActionPtr>>;
 using FailureTuple = std::tuple<int, int, std::string>;  // op, peer, reason
 using SpanTuples = std::vector<std::pair<double, double>>;
 
 template <typename Runner>
-std::pair<std::optional<FailureTuple>, SpanTuples> run_ops(Runner& runner, const std::vector<OpTuple>& tuples,
-                                                           int caller_lane, bool record) {
+std::pair<std::optional<FailureTuple>, SpanTuples> run_ops(const std::shared_ptr<Runner>& runner,
+                                                           const std::vector<OpTuple>& tuples, int caller_lane,
+                                                           bool record) {
+  check(runner != nullptr, "the executor is None");
   std::vector<pipeline::Op> ops;
   ops.reserve(tuples.size());
-  for (const auto& [lane, waits_for, actions] : tuples) ops.push_back({lane, waits_for, actions});
+  for (const auto& [lane, waits_for, actions] : tuples) {
+    for (const ActionPtr& action : actions) check(action != nullptr, "an op's action is None");
+    ops.push_back({lane, waits_for, actions});
+  }
   std::vector<pipeline::Span> spans;
   std::optional<pipeline::Failure> failure;
   {
     py::gil_scoped_release no_gil;
-    failure = runner.run(ops, caller_lane, record ? &spans : nullptr);
+    failure = runner->run(ops, caller_lane, record ? &spans : nullptr);
   }
   std::optional<FailureTuple> failed;
   if (failure) failed = {failure->op, failure->peer, failure->reason};
@@ -894,8 +972,8 @@ py::dict host_pool_stats() {
 PYBIND11_MODULE(_C, m) {
   using namespace moe_opt;  // NOLINT
   const auto no_gil = py::call_guard<py::gil_scoped_release>();
-  m.def("empty", [](const std::vector<int64_t>& shape, ScalarType dtype, at::Device device) {
-    return empty(shape, dtype, device);
+  m.def("empty", [](const std::vector<Size<"a size">>& shape, ScalarType dtype, at::Device device) {
+    return empty(std::vector<int64_t>(shape.begin(), shape.end()), dtype, device);
   });
   m.def("build_row_map", build_row_map, no_gil);
   m.def("build_padded_row_map", build_padded_row_map, no_gil);
@@ -913,16 +991,27 @@ PYBIND11_MODULE(_C, m) {
   m.def("solve_placement", solve_placement, no_gil);
   m.def("place_samples", place_samples, no_gil);
   m.def("plan_exchange", plan_exchange);
-  py::class_<Action, ActionPtr>(m, "Action").def("run", &Action::run, no_gil);
+  // By their holders: an object that Python made without calling its class has none, and is refused.
+  const auto run_action = [](const ActionPtr& action) {
+    check(action != nullptr, "the action is None");
+    action->run();
+  };
+  py::class_<Action, ActionPtr>(m, "Action").def("run", run_action, no_gil);
   m.def("exchange", exchange);
   m.def("copy_rows", copy_rows);
   m.def("sum_parts", sum_parts);
+  m.def("abort_work", abort_work, no_gil);
   m.def("call_python", call_python);
-  py::class_<pipeline::Executor>(m, "Executor").def(py::init<int>()).def("run", run_ops<pipeline::Executor>);
+  py::class_<pipeline::Executor, std::shared_ptr<pipeline::Executor>>(m, "Executor")
+      .def(py::init([](Size<"the number of lanes"> lanes) {
+        check(lanes <= kMostLanes, lanes, " lanes: at most ", kMostLanes);
+        return std::make_shared<pipeline::Executor>(static_cast<int>(lanes));
+      }))
+      .def("run", run_ops<pipeline::Executor>);
 #ifdef MOE_OPT_CUDA
-  py::class_<pipeline::StreamExecutor>(m, "StreamExecutor")
+  py::class_<pipeline::StreamExecutor, std::shared_ptr<pipeline::StreamExecutor>>(m, "StreamExecutor")
       .def(py::init([](const std::vector<int>& priorities) {
-        return std::make_unique<pipeline::StreamExecutor>(pipeline::cuda_streams(priorities));
+        return std::make_shared<pipeline::StreamExecutor>(pipeline::cuda_streams(priorities));
       }))
       .def("run", run_ops<pipeline::StreamExecutor>);
   m.def("new_cuda_stream",
@@ -932,5 +1021,5 @@ PYBIND11_MODULE(_C, m) {
   m.def("select_cpu_kernels", [](const std::string& name) { return cpu::select_kernels(name.c_str()); });
   m.def("host_pool_stats", host_pool_stats);
   m.def("host_pool_trim", host_pool::trim, no_gil);
-  m.def("host_pool_set_limit", host_pool::set_limit, no_gil);
+  m.def("host_pool_set_limit", [](Size<"the limit"> bytes) { host_pool::set_limit(bytes); }, no_gil);
 }

@@ -12,11 +12,17 @@ namespace {
 // a group the same order: one tag serves all. It only has to differ from the tags of other users of the group.
 constexpr int kTag = 0x6d6f65;
 
+std::vector<at::Tensor> as_bytes(std::vector<at::Tensor> blocks) {
+  const at::AutoDispatchBelowADInplaceOrView moves_bytes_only;
+  for (at::Tensor& block : blocks) block = block.view(at::kByte);
+  return blocks;
+}
+
 }  // namespace
 
 Exchange::Exchange(c10::intrusive_ptr<c10d::ProcessGroup> group, std::vector<at::Tensor> sent,
                    std::vector<at::Tensor> received)
-    : group_(std::move(group)), sent_(std::move(sent)), received_(std::move(received)) {
+    : group_(std::move(group)), sent_(as_bytes(std::move(sent))), received_(as_bytes(std::move(received))) {
   const size_t size = group_->getSize();
   if (sent_.size() != size || received_.size() != size) {
     throw std::invalid_argument("an exchange needs one block to and one from each of the " + std::to_string(size) +

@@ -20,7 +20,8 @@ namespace pipeline {
 class Exchange : public Action {
  public:
   // sent[p] goes to rank p of the group, received[p] comes from it; contiguous, any of them may be empty, all on one
-  // device. The own blocks are copied, unless they are the same memory.
+  // device. The own blocks are copied, unless they are the same memory. Rows travel as bytes: what looks for NaNs in
+  // messages (TORCH_NCCL_NAN_CHECK) would take the bits of a probability between half-precision elements for one.
   Exchange(c10::intrusive_ptr<c10d::ProcessGroup> group, std::vector<at::Tensor> sent,
            std::vector<at::Tensor> received);
 

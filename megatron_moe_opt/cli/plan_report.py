@@ -107,7 +107,10 @@ def _choice(settings: PlanSettings, model: ModelShape, site: Site, sequence: int
 def _plan_of(settings: PlanSettings, model: ModelShape, site: Site, choice: Choice) -> Plan:
     layers = range(model.dense_layers + 1, model.layers + 1)  # Megatron counts from 1
     sizes = {"ep": site.layout.ep, "etp": site.layout.expert_tp, "experts": model.experts}
-    return Plan.uniform(layers, choice.chosen.variant, choice.candidates, settings.cluster, **sizes)
+    measured_with = site.cluster.gpu_settings
+    return Plan.uniform(
+        layers, choice.chosen.variant, choice.candidates, settings.cluster, gpu_settings=measured_with, **sizes
+    )
 
 
 def megatron_flags(

@@ -38,6 +38,7 @@ from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.output_file import check_output_file
 from megatron_moe_opt.planning.cluster import Cluster, ExpertGemm, Points, World
 from megatron_moe_opt.planning.curves import CostCurve, Costs
+from megatron_moe_opt.planning.gpu_settings import gpu_settings
 from megatron_moe_opt.planning.simulator import Slowdown, simulate
 from megatron_moe_opt.planning.skew import EVERY_RANK, ONE_RANK
 from megatron_moe_opt.schedules import monta
@@ -171,6 +172,7 @@ def measure(settings: ProfileSettings, device: torch.device) -> Cluster:
         compute_sharing=sharing,
         local_work=local,
         stock_curves=stock_curves,
+        gpu_settings=gpu_settings() if device.type == "cuda" else None,
         host=_host(device),
         software=_software(),
     )

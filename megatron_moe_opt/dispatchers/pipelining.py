@@ -8,7 +8,7 @@ from typing import Protocol
 
 import torch
 
-from megatron_moe_opt.dispatchers.say import say_once
+from megatron_moe_opt.dispatchers.say import say_once, say_other_settings
 from megatron_moe_opt.kernels import LANE_BYTES
 from megatron_moe_opt.options import Options
 from megatron_moe_opt.planning.cluster import MEGATRON_FLAGS, Cluster
@@ -106,6 +106,7 @@ def agreed_cluster(profile: Path, groups: ExpertGroups) -> Cluster:
     def read() -> Cluster:
         cluster = Cluster.load(profile)
         cluster.check_groups(profile, MEGATRON_FLAGS, ep=groups.ep_size, expert_tp=groups.etp_size)
+        say_other_settings("profile", profile, cluster.gpu_settings)
         return cluster
 
     return found_by_first(read, groups.joint)

@@ -139,7 +139,14 @@ def background(function: Callable[..., Result], *arguments: Any) -> Pending[Resu
 
 @cached_until_fork
 def _worker() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(1, thread_name_prefix="moe-opt-placement")
+    """It waits for counts that the device sends: of the device that is the caller's, not of the node's first."""
+    device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
+    return ThreadPoolExecutor(1, "moe-opt-placement", _use_device, (device,))
+
+
+def _use_device(device: int | None) -> None:
+    if device is not None:
+        torch.cuda.set_device(device)
 
 
 @cached_until_fork

@@ -6,7 +6,10 @@ import weakref
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
+
+from megatron_moe_opt.planning.gpu_settings import needless_queue
 
 _layers: list[tuple[weakref.ref[Any], str, Any, str]] = []
 """(layer, dispatcher name, dispatcher, its order of experts) of the layers built since the last line."""
@@ -32,12 +35,18 @@ def announce(layer: Any, name: str, dispatcher: Any, expert_order: Path | None =
 def _print_lines() -> None:
     """One line for each different dispatcher: nearly always one."""
     numbers: dict[tuple[str, str], list[int]] = {}
+    waits: str | None = None
     for reference, name, dispatcher, order in _layers:
         layer, groups = reference(), dispatcher.groups
         what = f"{name} ({dispatcher.describe()}; EP {groups.ep_size}, expert-TP {groups.etp_size}{order})"
+        if layer is not None and torch.cuda.is_available():
+            sizes = layer.config.tensor_model_parallel_size, layer.config.context_parallel_size
+            waits = needless_queue(*sizes, torch.cuda.get_device_capability()[0])
         if layer is not None:
             numbers.setdefault((name, what), []).append(layer.layer_number or 0)
     _layers.clear()  # the hooks of the other layers find nothing left to say
+    if waits is not None:
+        print(f"moe-opt: {waits}", flush=True)
     for (name, what), layers in numbers.items():
         listed = ", ".join(map(str, sorted(layers)))
         print(

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_moe_opt.dispatchers.pipelining import agreed_cluster
-from megatron_moe_opt.dispatchers.say import say
+from megatron_moe_opt.dispatchers.say import say, say_other_settings
 from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.integration.auto_report import plan_lines, settled_lines
 from megatron_moe_opt.integration.checks import check_config
@@ -198,6 +198,7 @@ class Controller:
         if not any(seen):
             raise ConfigurationError("--moe-token-dispatcher-type auto: no MoE layer has run in the first step")
         cluster = Cluster.load(self.options.profile)
+        say_other_settings(AUTO, self.options.profile, cluster.gpu_settings)
         by_shape: dict[LayerWorkload, list[list[Seen]]] = {}
         for rank, of_rank in enumerate(seen):
             for one in of_rank:
@@ -231,6 +232,7 @@ class Controller:
     def _read_plan(self) -> Plan:
         """Refuses now, as for a dispatcher that the user names, what this configuration cannot run."""
         plan = Plan.load(self.options.plan)
+        say_other_settings(AUTO, self.options.plan, plan.gpu_settings)
         for variant in dict.fromkeys(plan.layers.values()):
             reason = self._refusal(variant)
             if reason is not None:

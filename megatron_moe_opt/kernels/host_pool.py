@@ -16,7 +16,7 @@ def empty(shape: Sequence[int], dtype: torch.dtype = torch.float32, device: torc
     devices from PyTorch's caching allocator. Its memory returns to the pool when the tensor dies, on any thread.
 
     Raises:
-        ValueError: a negative size.
+        ValueError: a negative size, or more elements than any machine holds.
         MemoryError: the system has no memory left.
     """
     return _C.empty(list(shape), dtype, torch.device(device))
@@ -33,5 +33,9 @@ def trim() -> None:
 
 
 def set_limit(num_bytes: int) -> None:
-    """Bounds the cached bytes (an eighth of the machine's memory at first); the blocks unused for longest go first."""
+    """Bounds the cached bytes (an eighth of the machine's memory at first); the blocks unused for longest go first.
+
+    Raises:
+        ValueError: a negative number.
+    """
     _C.host_pool_set_limit(num_bytes)

@@ -44,8 +44,10 @@ class RowMap:
         all experts, in expert order. The parts are as equal as whole rows allow, see `cut_counts`.
 
         Raises:
-            ValueError: a map that is cut already, or that knows no experts.
+            ValueError: a map that is cut already, or that knows no experts; no chunks.
         """
+        if num_chunks < 1:
+            raise ValueError(f"a row map cannot be cut into {num_chunks} chunks: give at least 1")
         if self.expert_counts is None or self.num_chunks != 1:
             raise ValueError("only a row map that knows its experts and is not cut yet can be cut into chunks")
         if num_chunks == 1:
@@ -93,14 +95,15 @@ def build_row_map(routing_map: torch.Tensor, capacity: int | None = None, num_ou
     num_tokens, num_experts = routing_map.shape
     routing_map = routing_map.bool().contiguous()
     if capacity is None:
-        expected = -1 if num_out_tokens is None else int(num_out_tokens)
+        expected = None if num_out_tokens is None else int(num_out_tokens)
         offsets, rows, experts, sources, counts = _C.build_row_map(routing_map, expected)
     else:
         counts = torch.full((num_experts,), capacity, dtype=torch.int64, device=routing_map.device)
         if routing_map.is_cuda:
             if not 0 <= capacity <= num_tokens:
                 raise ValueError(f"capacity {capacity} must lie in [0, {num_tokens}], the number of tokens")
-            order = routing_map.T.to(torch.int8).argsort(dim=1, descending=True, stable=True)
+            routed = routing_map.view(torch.uint8) != 0
+            order = routed.T.to(torch.int8).argsort(dim=1, descending=True, stable=True)
             sources = order[:, :capacity].reshape(-1)
             offsets, rows, experts = _C.build_row_map_from_sources(sources, num_tokens, max(capacity, 1))
         else:
@@ -115,7 +118,14 @@ def build_row_map_by_sample(routing_map: torch.Tensor, num_samples: int, num_out
         routing_map: [T, E]; token s of sample b is row s * num_samples + b, as in Megatron-Core.
         num_samples: B; divides T.
         num_out_tokens: as for `build_row_map`.
+
+    Raises:
+        ValueError: as `build_row_map`, or a number of samples that does not divide T.
     """
+    if routing_map.dim() != 2 or num_samples < 1 or routing_map.size(0) % num_samples != 0:
+        raise ValueError(
+            f"routing_map of shape {tuple(routing_map.shape)} cannot be cut into {num_samples} samples of equal length"
+        )
     if num_samples == 1:
         return build_row_map(routing_map, num_out_tokens=num_out_tokens)
     num_tokens, num_experts = routing_map.shape

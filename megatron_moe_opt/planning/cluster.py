@@ -91,6 +91,8 @@ class Cluster:
     seconds over bytes of the rows that a rank exchanges in one pass of combine. Empty: not measured."""
     stock_curves: Mapping[tuple[Kind, str | None], Points] = field(default_factory=dict)
     """As `curves`, of collectives as stock Megatron calls them. What is not here takes as long as in `curves`."""
+    gpu_settings: Facts | None = None
+    """Of the ranks' environment, see gpu_settings.py; None where there was no GPU, or it is not known."""
     host: Facts = field(default_factory=dict)
     software: Facts = field(default_factory=dict)
 
@@ -105,7 +107,7 @@ class Cluster:
         root.check_format(FORMAT, VERSION, "moe-opt profile", "measure the cluster")
         top = root.fields(
             "format", "version", "host", "software", "world", "curves", "slowdown", "overhead", "expert_gemm",
-            optional=["partition_overhead", "saa", "compute_sharing", "local_work", "stock_curves"],
+            optional=["partition_overhead", "saa", "compute_sharing", "local_work", "stock_curves", "gpu_settings"],
         )  # fmt: skip
         return cls(
             world=_world(top["world"]),
@@ -118,8 +120,9 @@ class Cluster:
             compute_sharing=_compute_sharing(top["compute_sharing"]),
             local_work={} if top["local_work"].value is None else _local_work(top["local_work"]),
             stock_curves={} if top["stock_curves"].value is None else _curves(top["stock_curves"]),
-            host=_facts(top["host"]),
-            software=_facts(top["software"]),
+            gpu_settings=None if top["gpu_settings"].value is None else facts(top["gpu_settings"]),
+            host=facts(top["host"]),
+            software=facts(top["software"]),
         )
 
     def save(self, file: str | Path) -> None:
@@ -127,6 +130,7 @@ class Cluster:
         content = {
             "format": FORMAT,
             "version": VERSION,
+            "gpu_settings": None if self.gpu_settings is None else dict(self.gpu_settings),
             "host": dict(self.host),
             "software": dict(self.software),
             "world": asdict(self.world),
@@ -254,7 +258,8 @@ def _local_work(place: Place) -> dict[str, Points]:
     return {whose: _points(points) for whose, points in place.fields(optional=[STOCK, OURS]).items() if points.value}
 
 
-def _facts(place: Place) -> dict[str, str | int]:
+def facts(place: Place) -> dict[str, str | int]:
+    """An object of names and what they are."""
     return {name: fact.count() if isinstance(fact.value, int) else fact.word() for name, fact in place.object().items()}
 
 

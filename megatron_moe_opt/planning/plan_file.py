@@ -10,6 +10,7 @@ from pathlib import Path
 from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.output_file import write_text_whole
 
+from .cluster import facts
 from .json_places import Place
 from .planner import Prediction
 
@@ -31,14 +32,16 @@ class Plan:
     etp: int
     experts: int
     """Of a layer. The plan is for such layers only."""
+    gpu_settings: Mapping[str, str | int] | None = None
+    """With which the cluster was measured, see Cluster."""
 
     @classmethod
     def uniform(
         cls, layers: Sequence[int], variant: str, candidates: tuple[Prediction, ...], cluster: str,
-        *, ep: int, etp: int, experts: int,
+        *, ep: int, etp: int, experts: int, gpu_settings: Mapping[str, str | int] | None = None,
     ) -> Plan:  # fmt: skip
         """The same variant in all layers."""
-        return cls(dict.fromkeys(layers, variant), candidates, cluster, ep, etp, experts)
+        return cls(dict.fromkeys(layers, variant), candidates, cluster, ep, etp, experts, gpu_settings)
 
     @classmethod
     def load(cls, file: str | Path) -> Plan:
@@ -49,7 +52,8 @@ class Plan:
         """
         root = Place.root(Path(file))
         root.check_format(FORMAT, VERSION, "moe-opt plan", "make the plan")
-        top = root.fields("format", "version", "cluster", "ep", "etp", "experts", "layers", "candidates")
+        top = root.fields("format", "version", "cluster", "ep", "etp", "experts", "layers", "candidates",
+                          optional=["gpu_settings"])  # fmt: skip
         layers = {number: variant.word() for number, variant in top["layers"].by_number().items()}
         if not layers:
             top["layers"].refuse("no layers: a plan needs at least one")
@@ -60,6 +64,7 @@ class Plan:
             top["ep"].count(least=1),
             top["etp"].count(least=1),
             top["experts"].count(least=1),
+            None if top["gpu_settings"].value is None else facts(top["gpu_settings"]),
         )
 
     def save(self, file: str | Path) -> None:
@@ -71,6 +76,7 @@ class Plan:
             "ep": self.ep,
             "etp": self.etp,
             "experts": self.experts,
+            "gpu_settings": None if self.gpu_settings is None else dict(self.gpu_settings),
             "layers": {str(number): variant for number, variant in sorted(self.layers.items())},
             "candidates": [asdict(one) for one in self.candidates],
         }

@@ -15,6 +15,7 @@ two ranks one direction follows the other, and its all-gather goes round a ring,
 from __future__ import annotations
 
 import re
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -25,8 +26,11 @@ import torch.distributed as dist
 
 from megatron_moe_opt.errors import LayerError
 from megatron_moe_opt.kernels import empty
+from megatron_moe_opt.kernels.extension import load_extension
 from megatron_moe_opt.runtime import failure_board
 from megatron_moe_opt.runtime.traffic import issued_as
+
+_C = load_extension()
 
 
 class CollectiveError(LayerError):
@@ -131,13 +135,55 @@ _TAG = 0x726F7773
 from those of other users of the group."""
 
 
+class GivenUp(BaseException):
+    """What a thread waited for on Gloo was ended by another thread of this process. It is no error of anybody's."""
+
+
+class Waits:
+    """What a thread waits for on Gloo, so that another thread can end it."""
+
+    _of_thread = threading.local()
+
+    def __init__(self) -> None:
+        self._works: tuple[dist.Work, ...] = ()
+        self._ended = False
+
+    @classmethod
+    def here(cls) -> Waits:
+        """Those of the calling thread."""
+        if not hasattr(cls._of_thread, "waits"):
+            cls._of_thread.waits = cls()
+        return cls._of_thread.waits
+
+    def wait(self, works: Sequence[dist.Work]) -> None:
+        """Blocks until all are complete. Raises GivenUp where `end` was called."""
+        self._works = tuple(works)
+        try:
+            for work in works:
+                if self._ended or not work.wait():
+                    raise GivenUp
+        except RuntimeError as error:
+            if self._ended:
+                raise GivenUp from error
+            raise
+        finally:
+            self._works = ()
+
+    def end(self) -> None:
+        """Ends what the thread waits for, now and from now on. To be called until the thread has ended: Gloo forgets it
+        where a wait is just about to begin.
+        """
+        self._ended = True
+        for work in self._works:
+            _C.abort_work(work)
+
+
 @dataclass(frozen=True)
 class _Transfers:
     works: list[dist.Work]
 
     def wait(self) -> None:
-        for work in self.works:
-            work.wait()
+        Waits.here().wait(self.works)
 
 
 def _exchange_on_gloo(

@@ -6,27 +6,36 @@ Who submits collectives reports what they send with traffic.count_sent: a Traffi
 
 from __future__ import annotations
 
+import atexit
 import os
 import queue
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 
 import torch
 
 from megatron_moe_opt.kernels.streams import has_streams
-from megatron_moe_opt.runtime.failure_board import told
+from megatron_moe_opt.runtime.collectives import Waits
+from megatron_moe_opt.runtime.failure_board import first_failure, told
 from megatron_moe_opt.runtime.forks import Pending
 from megatron_moe_opt.runtime.layer_place import Place, place, working_beside
 from megatron_moe_opt.runtime.traffic import reported
 
+END_S = 5.0
+"""How long the end of the process waits for what a lane has begun."""
+
 
 class HostLane:
-    """A thread. It ends with the process, whatever it waits for: a peer that died does not keep this rank alive."""
+    """A thread. Whatever it waits for, a peer that died does not keep this rank alive: see `end`."""
 
     def __init__(self, name: str) -> None:
-        self._tasks: queue.SimpleQueue[tuple[Callable[[], torch.Tensor], Future, Place | None]] = queue.SimpleQueue()
-        threading.Thread(target=self._work, name=name, daemon=True).start()
+        self._tasks: queue.SimpleQueue[tuple[Callable[[], torch.Tensor], Future, Place | None] | None]
+        self._tasks = queue.SimpleQueue()
+        self._waits: Waits | None = None
+        self._thread = threading.Thread(target=self._work, name=name, daemon=True)
+        self._thread.start()
 
     def submit(self, task: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
         """Queues a task; what is returned waits for its result, or raises what it raised."""
@@ -39,15 +48,30 @@ class HostLane:
         """Waits until all that was submitted has ended, however it did."""
         self.submit(lambda: torch.empty(0))()
 
+    def end(self) -> None:
+        """Ends the thread, as the process must before it ends: a thread that comes back from a collective when there is
+        no interpreter any more would abort the process.
+
+        What peers take part in too is waited for, as they may wait for this rank. The rest is given up.
+        """
+        self._tasks.put(None)
+        self._thread.join(END_S)
+        deadline = time.monotonic() + END_S
+        while self._thread.is_alive() and time.monotonic() < deadline:
+            if self._waits is not None:
+                self._waits.end()
+            self._thread.join(0.01)
+
     def _work(self) -> None:
-        while True:
-            task, future, submitted = self._tasks.get()
+        self._waits = Waits.here()
+        while (entry := self._tasks.get()) is not None:
+            task, future, submitted = entry
             try:
                 with torch.no_grad(), working_beside(submitted), told():
                     future.set_result(task())
             except BaseException as error:
                 future.set_exception(error)
-            del task, future  # or an idle thread would keep their tensors
+            del task, future, submitted, entry  # or an idle thread would keep their tensors
 
 
 class StreamLane:
@@ -76,13 +100,24 @@ class StreamLane:
         """Waits until all that was submitted has ended."""
         self._stream.synchronize()
 
+    def end(self) -> None:
+        """Nothing runs on the host."""
+
 
 _lanes: dict[tuple[str, torch.device], HostLane | StreamLane] = {}
 os.register_at_fork(after_in_child=_lanes.clear)
 
 
+def _end_lanes() -> None:
+    if first_failure() is None:  # after a failure the process ends without waiting for its threads
+        for lane in _lanes.values():
+            lane.end()
+
+
 def communication_lane(name: str, device: torch.device) -> HostLane | StreamLane:
     """The lane of this name of this process, for tensors on `device`; made when it is first needed."""
+    if not _lanes:
+        atexit.register(_end_lanes)  # while it can still be told that a peer has failed: before the failure board ends
     if (name, device) not in _lanes:
         _lanes[name, device] = StreamLane(device) if has_streams(device) else HostLane(name)
     return _lanes[name, device]

@@ -186,12 +186,12 @@ def bind_to_sources(
     lane = 0 if probs is None else LANE_BYTES // tokens.element_size()
     layout = RowLayout(tokens.size(1) + lane, tokens.dtype, None if probs is None else probs.dtype)
     in_place = probs is None and plan.arrives_sorted
-    unsorted = tokens if in_place else layout.empty_rows(plan.num_gathered, tokens)
+    unsorted = tokens if in_place else layout.blank_rows(plan.num_gathered, tokens)
     num_arrived = sum(sum(chunk.receive_counts) for chunk in plan.chunks)
     fused = exchange.level is None
-    summed = layout.empty_rows(num_arrived, tokens) if groups.etp_size > 1 and not fused else unsorted
+    summed = layout.blank_rows(num_arrived, tokens) if groups.etp_size > 1 and not fused else unsorted
     num_rows = plan.num_sent if exchange.parts is None else exchange.parts.num_rows
-    all_rows = layout.empty_rows(num_rows, tokens) if groups.ep_size > 1 or fused else summed
+    all_rows = layout.blank_rows(num_rows, tokens) if groups.ep_size > 1 or fused else summed
     rows = exchange.own_rows(all_rows)
 
     schedule = exchange.combine(layout.row_bytes)

@@ -144,7 +144,7 @@ class _Pass:
             grad_packed = self.rows
             given |= self._named("rows", grad_packed)
         else:
-            grad_packed = self.packed.empty_rows(grad_combined.size(0), grad_combined)
+            grad_packed = self.packed.blank_rows(grad_combined.size(0), grad_combined)
             given |= self._named("grad_rows", grad_packed)
         buffers = self._buffers(given)
         compute = torch.cuda.current_stream(grad_combined.device) if has_streams(grad_combined.device) else None

@@ -40,6 +40,9 @@ GRACE_S = 1.5
 END_S = 30.0
 """How long a rank that has raised an error may take to end, as torchrun gives."""
 
+_GONE = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
+"""Of an error of a connection whose other end is closed."""
+
 _ALARM, _FIRST, _SEEN, _END = "alarm", "first", "seen", b"end"
 
 Interrupt = Callable[[], None]
@@ -113,15 +116,18 @@ class FailureBoard:
         first = Failure(**json.loads(self._store.compare_set(_FIRST, "", mine)))
         self._store.set(_ALARM, "")
         self._say(first)
-        self._wait_until_seen()
+        self._wait_until_seen(self._world - (rank != self.rank))  # who does not answer reads nothing
         return first
 
-    def _wait_until_seen(self) -> None:
+    def _wait_until_seen(self, by: int) -> None:
         deadline = time.monotonic() + SEEN_S
-        while self._store.add(_SEEN, 0) < self._world and time.monotonic() < deadline:
+        while self._store.add(_SEEN, 0) < by and time.monotonic() < deadline:
             time.sleep(POLL_S / 10)
 
     def _blame(self, what: str, peer: int | None) -> Failure:
+        if peer is not None and any(sign in what for sign in _GONE):
+            # Who fails otherwise writes before it ends; and torchrun, which has seen the end too, ends this rank soon.
+            return self._claim(peer, f"its process has ended, as rank {self.rank} found: {what}")
         silent = self._call_roll()
         if (first := self._read()) is not None:
             return first
@@ -201,7 +207,7 @@ class FailureBoard:
 
     def _exit(self) -> None:
         if self._served_by_rank == self.rank:
-            self._answered(self._wait_until_seen)
+            self._answered(lambda: self._wait_until_seen(self._world))
         for stream in (sys.stdout, sys.stderr):
             if stream is not None:
                 stream.flush()

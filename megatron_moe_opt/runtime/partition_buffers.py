@@ -56,7 +56,7 @@ class PartitionBuffers:
         counts = [sum(plan.chunks[0].gather_counts if shape.gathered else plan.chunks[0].receive_counts)
                   for plan in self._plans]  # fmt: skip
         if name not in self._made:
-            self._made[name] = self._layouts[shape.packed].empty_rows(max(counts), self._like)
+            self._made[name] = self._layouts[shape.packed].blank_rows(max(counts), self._like)
         return self._made[name].narrow(0, 0, counts[j])
 
     def parts(self, layout: RowLayout, groups: ExpertGroups) -> torch.Tensor:

@@ -27,6 +27,15 @@ class RowLayout:
         """[num_rows, width], on the device of `like`."""
         return empty((num_rows, self.width), self.dtype, like.device)
 
+    def blank_rows(self, num_rows: int, like: torch.Tensor) -> torch.Tensor:
+        """As `empty_rows`, with zero in the lanes, whose bytes are not all written: what looks for NaNs in gradients
+        (anomaly mode) finds none where nothing is.
+        """
+        rows = self.empty_rows(num_rows, like)
+        if self.prob_dtype is not None:
+            rows[:, self.hidden :] = 0
+        return rows
+
     def split(
         self,
         rows: torch.Tensor,
@@ -45,7 +54,7 @@ class RowLayout:
         return step
 
     def join(self, tokens: torch.Tensor, probs: torch.Tensor | None, rows: torch.Tensor, chunk: ChunkPlan) -> Steps:
-        """The inverse of `split`; what the probability leaves of its lane is not written."""
+        """The inverse of `split`; what the probability leaves of its lane stays as it is, see `blank_rows`."""
         by_source = chunk.by_expert.inverse()
         step = steps.copy_columns(tokens, 0, rows, 0, self.hidden_bytes, by_source)
         if probs is not None:

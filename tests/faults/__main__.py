@@ -24,16 +24,16 @@ def main() -> int:
     parser.add_argument("--injections", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--at-once", type=int, default=1, help="injections beside each other; times are longer then")
-    parser.add_argument("--dispatcher", choices=DISPATCHERS)
-    parser.add_argument("--place", choices=PLACES)
-    parser.add_argument("--kind", choices=KINDS)
+    parser.add_argument("--dispatcher", nargs="*", choices=DISPATCHERS)
+    parser.add_argument("--place", nargs="*", choices=PLACES)
+    parser.add_argument("--kind", nargs="*", choices=KINDS)
     parser.add_argument("--json", type=Path, help="write all outcomes, with what the ranks printed, here")
     parser.add_argument("--markdown", type=Path, help="write the table here")
     args = parser.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     wanted = {name: getattr(args, name) for name in ("dispatcher", "place", "kind") if getattr(args, name)}
     cases = [
-        one for one in faults(args.injections, args.seed) if all(getattr(one, key) == of for key, of in wanted.items())
+        one for one in faults(args.injections, args.seed) if all(getattr(one, key) in of for key, of in wanted.items())
     ]
     outcomes: list[Outcome] = []
     began = time.monotonic()

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import re
+import signal
 import time
+from collections.abc import Collection
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -80,6 +84,7 @@ def run(fault: Fault, folder: Path) -> Outcome:
         struck = struck or _struck(fault, folder)
     finally:
         statuses = [process.exitcode for process in job.processes]
+        _ask_for_stacks(fault, job, ended)
         job.kill()
     ends = []
     for rank, status in enumerate(statuses):
@@ -89,6 +94,16 @@ def run(fault: Fault, folder: Path) -> Outcome:
     layer = _noted(folder / "injected")[1:] or ["?"]
     wrong = ["the fault did not happen"] if struck is None else list(_faults_of_ends(fault, ends, layer[0]))
     return Outcome(fault, tuple(ends), tuple(wrong))
+
+
+def _ask_for_stacks(fault: Fault, job: Job, ended: Collection[int]) -> None:
+    """Has ranks that hang print where they are."""
+    hanging = set(range(WORLD)) - set(ended) - ({fault.victim} if fault.kind == "stop" else set())
+    for rank in hanging:
+        with suppress(ProcessLookupError):
+            os.kill(job.processes[rank].pid, signal.SIGUSR1)
+    if hanging:
+        time.sleep(0.5)
 
 
 def _noted(file: Path) -> list[str]:

@@ -5,6 +5,7 @@ rank.py FAULT FOLDER: writes into FOLDER what it prints, when it was ready, and 
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import signal
 import sys
@@ -239,6 +240,7 @@ def main() -> None:
     output = os.open(folder / f"output-{rank}.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(output, 1)
     os.dup2(output, 2)
+    faulthandler.register(signal.SIGUSR1)  # where a rank hangs
     train(fault, folder)
     dist.destroy_process_group()
 

@@ -226,3 +226,27 @@ def state_names(dispatcher: str) -> list[tuple[str, tuple[int, ...]]]:
 
 def test_state_is_stock(ranks):
     assert ranks.run(state_names, dispatcher="monta") == ranks.run(state_names, dispatcher="alltoall")
+
+
+def nan_alarms(cases: list[tuple[str, dict[str, Any]]]) -> list[bool]:
+    """Whether each dispatcher's results are stock's where fresh memory is full of NaNs and autograd looks for them."""
+    from unittest import mock
+
+    from megatron_moe_opt.runtime import row_layout
+
+    def not_numbers(shape: Any, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return torch.full(shape, torch.nan, dtype=dtype, device=device)
+
+    equal = []
+    for dispatcher, options in cases:
+        with mock.patch.object(row_layout, "empty", not_numbers), torch.autograd.detect_anomaly(check_nan=True):
+            arguments = {"layout": LAYOUTS["tp2-ep2-etp2"], "settings": {}, "options": Options(**options)}
+            errors = compare(dispatcher, **arguments)["errors"]
+        equal.append(max(errors.values()) < 1e-6)
+    return equal
+
+
+def test_no_byte_of_a_row_is_left_unwritten(ranks):
+    cases = [("monta", {"monta_level": "O3", "chunks": 2}), ("parm", {}), ("mpmoe", {"partitions": 2}),
+             ("mpmoe", {"partitions": 2, "memory_reuse": "S2"})]  # fmt: skip
+    assert ranks.run(nan_alarms, cases=cases) == [[True] * len(cases)] * 4

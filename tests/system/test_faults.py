@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import signal
 import subprocess
 import sys
 import time
@@ -16,12 +15,12 @@ import psutil
 import pytest
 
 from megatron_moe_opt.errors import ConfigurationError
+from tests.faults.campaign import run
+from tests.faults.cases import Fault
 from tests.system.training import environment, start, torchrun, train
 
-# The collective (in a pipeline also its lane and chunk), its group with its ranks, and the rank that noticed.
 NAMED_ERROR = re.compile(
-    r"pretrain_moe_gpt: error: (monta O3 \w+, 3 chunk\(s\): lane \w+: )?\w+( of chunk \d)? on group \S.* "
-    r"\(ranks [\d, ]+\) failed on rank \d: "
+    r"moe-opt: error: rank 3 \(\S+\) failed first, (in|after) MoE layer \d \(monta, \w+\): .* as rank \d found: "
 )
 HANGS_S = 600  # far above what a busy machine takes
 ENDLESS = ("--train-iters", 100_000, "--moe-token-dispatcher-type", "monta")
@@ -59,6 +58,8 @@ def test_a_dead_rank_ends_the_job_with_a_named_error(data: Path, tmp_path: Path)
     log, output = tmp_path / "log.jsonl", tmp_path / "output.txt"
     with open(output, "w") as printed:
         command = torchrun(data, *ENDLESS, *IN_LANES, "--log-json", log, "--distributed-timeout-minutes", 60)
+        # Else torchrun ends the other ranks at once, in the middle of what they say.
+        command.insert(command.index("--standalone"), "--monitor-interval=5")
         process = subprocess.Popen(command, env=environment(), stdout=printed, stderr=printed)
     try:
         wait_until(lambda: process.poll() is not None or trains(log))
@@ -70,18 +71,23 @@ def test_a_dead_rank_ends_the_job_with_a_named_error(data: Path, tmp_path: Path)
         kill_all(process)
 
 
-def test_a_stalled_rank_ends_the_others_with_a_named_error(data: Path, tmp_path: Path):
-    """After the time-out, which is also what a rank may be late by when the job starts."""
-    log, output = tmp_path / "log.jsonl", tmp_path / "output.txt"
-    job = start(data, output, *ENDLESS, *IN_LANES, "--log-json", log, "--distributed-timeout-minutes", 0.3)
-    try:
-        wait_until(lambda: job.ended() or trains(log))
-        assert not job.ended(), output.read_text()
-        os.kill(job.processes[3].pid, signal.SIGSTOP)
-        wait_until(lambda: all(process.exitcode == 1 for process in job.processes[:3]))
-        assert len(NAMED_ERROR.findall(output.read_text())) == 3
-    finally:
-        job.kill()
+# All dispatchers, places and faults, but not all of them combined: that is `python -m tests.faults`.
+SAMPLE = (
+    Fault("monta", "dispatch", "kill", victim=2, after=1),
+    Fault("expert-migration", "background", "kill", victim=1),
+    Fault("mpmoe", "backward", "kill", victim=0, rank_0_serves_store=True),
+    Fault("parm", "combine", "stop", victim=3),
+    Fault("mpmoe", "background", "raise", victim=3, after=2),
+    Fault("netmoe", "background", "raise", victim=1),
+    Fault("auto", "background", "raise", victim=2),
+    Fault("expert-migration", "backward", "raise", victim=0, rank_0_serves_store=True),
+)
+
+
+@pytest.mark.parametrize("fault", SAMPLE, ids=str)
+def test_a_fault_ends_all_ranks_with_its_rank_and_layer(tmp_path: Path, fault: Fault):
+    outcome = run(fault, tmp_path)
+    assert not outcome.wrong, [end.output for end in outcome.ends]
 
 
 def stop_in_second_checkpoint() -> None:

@@ -33,6 +33,7 @@ CLUSTER = Cluster(
     saa=((65536, 0.004), (1048576, 0.05)),
     expert_gemm=ExpertGemm(4, 8, "fp32", points=((16, 1e-3), (32, 1.5e-3)), training=((16, 3e-3),)),
     stock_curves={(Kind.ALL_TO_ALL, "ep"): ((65536, 0.003), (2097152, 0.16))},
+    gpu_settings={"CUDA_DEVICE_MAX_CONNECTIONS": "1"},
     host={"cpus": 2, "device": "an [odd]  name"},
     software={"torch": "2.13.0"},
 )

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
 
 import pytest
+import torch
 
+from megatron_moe_opt.dispatchers import sample_placement
 from megatron_moe_opt.runtime import steps
 from megatron_moe_opt.runtime.executor import LaneError, executor
 from megatron_moe_opt.schedules.schedule import Kind, Lane, Op, Schedule
@@ -24,6 +27,20 @@ def test_an_op_that_runs_its_executor_fails(lane):
         executor().run(both, [nested, steps.Steps()])
     assert isinstance(error.value.__cause__, RuntimeError)
     executor().run(inner, [steps.Steps()])
+
+
+def test_the_thread_that_decides_uses_the_caller_s_device(monkeypatch):
+    """A thread begins on the node's first GPU, in which it would take memory."""
+    used = []
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: used.append((device, threading.get_ident())))
+    sample_placement._worker.cache_clear()
+    try:
+        (thread,) = {sample_placement.background(threading.get_ident).result() for _ in range(2)}
+    finally:
+        sample_placement._worker.cache_clear()
+    assert used == [(3, thread)] and thread != threading.get_ident()
 
 
 FORKS = """

@@ -127,7 +127,7 @@ def test_a_view_keeps_the_block():
 
 
 def test_the_cache_is_bounded_and_drops_the_oldest():
-    limit = torch.iinfo(torch.int64).max
+    limit = 1 << 56
     try:
         host_pool.set_limit(3 * 2**20)
         tensors = [kernels.empty([2**20 * size], torch.uint8) for size in (1, 2, 1)]
@@ -178,5 +178,14 @@ def test_tensors_that_outlive_the_interpreter():
 
 def test_zero_elements_and_refusals():
     assert kernels.empty([0, 5], torch.bfloat16).shape == (0, 5)
-    with pytest.raises(ValueError, match="negative size"):
-        kernels.empty([3, -1])
+    for shape, message in (
+        ([3, -1], "a size is negative: -1"),
+        ([1 << 62], r"a size is above 2\^56"),
+        ([1 << 70], r"a size is above 2\^56"),
+        ([1 << 30, 1 << 30], r"no machine holds the shape \[1073741824, 1073741824\]"),
+        ([0, 1 << 30, 1 << 30], "no machine holds the shape"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            kernels.empty(shape)
+    with pytest.raises(ValueError, match="the limit is negative: -5"):
+        host_pool.set_limit(-5)

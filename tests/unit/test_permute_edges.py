@@ -107,7 +107,7 @@ ROUTING = torch.ones(4, 2, dtype=torch.bool)
         (lambda: kernels.permute(torch.randn(4), ROUTING), r"must be \[tokens, hidden\] and \[tokens, experts\]"),
         (lambda: kernels.permute(torch.randn(4, 3), ROUTING, torch.rand(4, 3)), r"probs have shape \[4, 3\], but"),
         (lambda: kernels.permute(torch.randn(4, 3), ROUTING, torch.ones(4, 2).int()), "probs are Int: only"),
-        (lambda: kernels.permute(torch.randn(4, 3, device="meta"), ROUTING), "is on cpu but must be on meta"),
+        (lambda: kernels.permute(torch.randn(4, 3, device="meta"), ROUTING), "tokens is on meta, where"),
         (
             lambda: kernels.permute(torch.randn(4, 3), ROUTING, num_out_tokens=10, drop_and_pad=True),
             r"capacity 5 must lie in \[0, 4\]",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -21,6 +22,9 @@ def test_comes_back(tmp_path):
     PLAN.save(tmp_path / "plan.json")
     assert Plan.load(tmp_path / "plan.json") == PLAN
     assert [path.name for path in tmp_path.iterdir()] == ["plan.json"]
+    with_settings = replace(PLAN, gpu_settings={"NCCL_ALGO": "Ring"})
+    with_settings.save(tmp_path / "plan.json")
+    assert Plan.load(tmp_path / "plan.json") == with_settings
 
 
 def test_uniform_names_every_layer():

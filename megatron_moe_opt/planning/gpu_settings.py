@@ -1,0 +1,67 @@
+"""Environment variables that decide how streams and NCCL share a GPU: times hold for those they were measured with.
+
+CUDA_DEVICE_MAX_CONNECTIONS is the number of hardware queues through which streams reach a GPU, 8 where it is not set.
+With 1, what waits on one stream holds up all that is launched after it on others (docs/streams.md).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+
+CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
+_OF_NO_EFFECT = ("NCCL_DEBUG",)
+"""What these begin with says what NCCL writes, not what it does."""
+_FIRST_THAT_NEEDS_NO_ORDER = 10
+"""Megatron asks for one queue on GPUs before this compute capability, Blackwell's."""
+
+
+def gpu_settings(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """CUDA_DEVICE_MAX_CONNECTIONS and NCCL's variables, as far as they are set."""
+    return {
+        name: environment[name]
+        for name in sorted(environment)
+        if name == CONNECTIONS or (name.startswith("NCCL_") and not name.startswith(_OF_NO_EFFECT))
+    }
+
+
+def differences(
+    file: object, measured: Mapping[str, object] | None, environment: Mapping[str, str] = os.environ
+) -> str | None:
+    """One sentence where this process has other settings than `file` was measured with; None where it has the same.
+
+    Args:
+        measured: what `gpu_settings` was there; None: not known.
+    """
+    if measured is None:
+        return None
+    here = gpu_settings(environment)
+    names = sorted(name for name in {*measured, *here} if measured.get(name) != here.get(name))
+    if not names:
+        return None
+    listed = ", ".join(f"{name} {_value(here, name)} (there {_value(measured, name)})" for name in names)
+    return f"{file} was measured with other settings, and its times may not hold: {listed}; set these, or measure again"
+
+
+def _value(settings: Mapping[str, object], name: str) -> str:
+    return str(settings[name]) if name in settings else "not set"
+
+
+def demands_one_queue(tp: int, cp: int, capability: int) -> bool:
+    """Whether Megatron refuses to train with another value than 1.
+
+    Args:
+        capability: the GPU's major compute capability.
+    """
+    return max(tp, cp) > 1 and capability < _FIRST_THAT_NEEDS_NO_ORDER
+
+
+def needless_queue(tp: int, cp: int, capability: int, environment: Mapping[str, str] = os.environ) -> str | None:
+    """One sentence where a single queue costs overlap that nobody asked for, else None. See `demands_one_queue`."""
+    if environment.get(CONNECTIONS) != "1" or demands_one_queue(tp, cp, capability):
+        return None
+    why = f"tensor parallelism {tp} and context parallelism {cp}" if max(tp, cp) == 1 else "this GPU"
+    return (
+        f"{CONNECTIONS} is 1, which Megatron does not need with {why}: work of one stream then waits for others', and "
+        "less overlaps; set it to 32"
+    )

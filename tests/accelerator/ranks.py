@@ -1,0 +1,98 @@
+"""Dispatchers of a rank on streams in software: the stream executor in the place of the threads.
+
+Ops do what they do on a CPU, when an adversary lets them. An exchange is left running on a stream of its process group,
+as NCCL does it, and moves its rows over Gloo on a thread of its own. The host goes on when the caller's stream does: by
+then every op must have ended.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from megatron_moe_opt.runtime import executor, steps
+from megatron_moe_opt.runtime.executor import Executor
+from tests.accelerator.executor_library import SoftwareExecutor, Work
+from tests.accelerator.makespans import LANES
+from tests.accelerator.software import CALLER, Adversary, Device, Queues
+
+
+@dataclass(frozen=True)
+class ExchangeIn:
+    """The extension's exchange, which does not tell its group."""
+
+    action: Any
+    group: dist.ProcessGroup
+
+    def run(self) -> None:
+        """As the extension's."""
+        self.action.run()
+
+
+class Extension:
+    """The extension; its exchanges know their group."""
+
+    def __init__(self, extension: Any) -> None:
+        self._extension = extension
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._extension, name)
+
+    def exchange(self, group: dist.ProcessGroup, *arguments: Any) -> ExchangeIn:
+        """As the extension's."""
+        return ExchangeIn(self._extension.exchange(group, *arguments), group)
+
+
+class Runner:
+    """In the place of the extension's executors. Every other run has one hardware queue, the others many; which ones,
+    the seed says."""
+
+    def __init__(self, library: Path, seed: int) -> None:
+        self._executor, self._seed = SoftwareExecutor(library, len(LANES)), seed
+        self.runs = 0
+
+    def run(
+        self, ops: Sequence[tuple[int, Sequence[int], Sequence[Any]]], caller_lane: int, record: bool
+    ) -> tuple[tuple[int, int, str] | None, list[tuple[float, float]]]:
+        """As StreamExecutor.run of the extension."""
+        device = Device(Queues.ONE if (self.runs + self._seed) % 2 else Queues.MANY)
+        adversary = Adversary(device, self._seed + 4 * (self.runs * dist.get_world_size() + dist.get_rank()))
+        self.runs += 1
+        works = [
+            (lane, waits_for, [_work(action, index) for action in actions])
+            for index, (lane, waits_for, actions) in enumerate(ops)
+        ]
+        failure, times = self._executor.issue(device, works, caller_lane, record, adversary)
+        assert failure is None, failure
+        adversary.run_until(device.launch(CALLER, label="what comes after"))
+        left = [str(entry) for entry in device.entries if not entry.ended and entry.run is not None]
+        assert not left, f"nobody waited for {', '.join(left)}"
+        return None, times
+
+
+def _work(action: Any, op: int) -> Callable[[], Work]:
+    work = Work(
+        action.run,
+        group=id(action.group) if isinstance(action, ExchangeIn) else None,
+        blocks=isinstance(action, ExchangeIn),
+        label=f"op {op}",
+    )
+    return lambda: work
+
+
+@contextmanager
+def software_streams(library: Path, seed: int) -> Iterator[Runner]:
+    """Inside this context schedules run on streams in software."""
+    software = Executor.__new__(Executor)
+    software._on_streams, software._runner = True, Runner(library, seed)
+    before = executor._executor, steps._C
+    executor._executor, steps._C = lambda *_: software, Extension(steps._C)
+    try:
+        yield software._runner
+    finally:
+        executor._executor, steps._C = before

@@ -1,0 +1,73 @@
+"""Every dispatcher against stock on streams in software, under adversaries.
+
+SOFTWARE_SEEDS=20 pytest tests/multirank/test_software_streams.py     # the long form
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_moe_opt.options import Options
+from tests.accelerator.executor_library import build
+from tests.accelerator.ranks import software_streams
+from tests.multirank import test_mpmoe, test_netmoe
+from tests.multirank.test_dispatchers import RECOMPUTE, compare
+from tests.multirank.test_parm import compare_replicated
+
+SEEDS = range(int(os.environ.get("SOFTWARE_SEEDS", "2")))
+BOTH, EP4 = {"tp": 2, "ep": 2, "etp": 2}, {"ep": 4}
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory) -> Path:
+    return build(tmp_path_factory.mktemp("executor"))
+
+
+def errors_of(dispatcher: str, layout: dict[str, int], options: Options, settings: dict[str, Any] | None = None) -> Any:
+    arguments = {"layout": layout, "settings": settings or {}, "options": options}
+    return compare(dispatcher, **arguments)["errors"].values()
+
+
+def several_passes(count: int, strategy: str) -> list[float]:
+    variants = [(count, strategy)]
+    worst = test_mpmoe.worst_errors(layout=BOTH, settings={}, routing=None, variants=variants, steps=2)
+    return [error for error, _ in worst.values()]
+
+
+CASES = {
+    "monta O1": lambda: errors_of("monta", BOTH, Options(monta_level="O1", chunks=1)),
+    "monta O2 x 3": lambda: errors_of("monta", BOTH, Options(monta_level="O2", chunks=3)),
+    "monta O3 x 4, recompute": lambda: errors_of("monta", BOTH, Options(monta_level="O3", chunks=4), RECOMPUTE),
+    "parm": lambda: errors_of("parm", BOTH, Options()),
+    "parm S2": lambda: compare_replicated("parm", BOTH, {}, None, "S2").values(),
+    "deepspeed": lambda: errors_of("deepspeed", BOTH, Options()),
+    **{
+        f"mpmoe {strategy} x {count}": lambda count=count, strategy=strategy: several_passes(count, strategy)
+        for count, strategy in test_mpmoe.SOME
+    },
+    "expert-migration": lambda: errors_of(
+        "expert-migration", EP4, Options(network_levels=(2, 2), domain_sizes=(2, 1))
+    ),
+    "netmoe": lambda: [test_netmoe.compare_case(**test_netmoe.CASES["tp2-ep2-etp2-shared"])[0]],
+}  # fmt: skip
+
+
+def run_cases(names: list[str], library: Path, seeds: range) -> dict[str, float]:
+    """The worst error of each case over the seeds, on this rank."""
+    worst = {}
+    for name in names:
+        for seed in seeds:
+            with software_streams(library, seed) as runner:
+                worst[name] = max(worst.get(name, 0.0), *CASES[name]())
+            assert runner.runs > 1, f"{name} ran no schedule"
+    return worst
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_equals_stock_whatever_the_device_does_first(ranks, library, name):
+    for worst in ranks.run(run_cases, names=[name], library=library, seeds=SEEDS):
+        assert worst[name] < 1e-6, worst

@@ -1,0 +1,74 @@
+"""The environment variables that a profile's times depend on."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megatron_moe_opt.dispatchers import say
+from megatron_moe_opt.planning.gpu_settings import differences, gpu_settings, needless_queue
+
+ENVIRONMENT = {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "NCCL_ALGO": "Ring", "NCCL_DEBUG_FILE": "x", "PATH": "/bin"}
+
+
+def test_what_is_recorded():
+    assert gpu_settings(ENVIRONMENT) == {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "NCCL_ALGO": "Ring"}
+    assert gpu_settings({}) == {}
+
+
+def test_differences_are_named():
+    assert differences("f.json", None, ENVIRONMENT) is None
+    assert differences("f.json", gpu_settings(ENVIRONMENT), ENVIRONMENT) is None
+    measured = {"CUDA_DEVICE_MAX_CONNECTIONS": "32", "NCCL_NVLS_ENABLE": "0"}
+    assert differences("f.json", measured, ENVIRONMENT) == (
+        "f.json was measured with other settings, and its times may not hold: CUDA_DEVICE_MAX_CONNECTIONS 1 (there "
+        "32), NCCL_ALGO Ring (there not set), NCCL_NVLS_ENABLE not set (there 0); set these, or measure again"
+    )
+
+
+@pytest.mark.parametrize(
+    ("queues", "tp", "cp", "capability", "says"),
+    [
+        ("1", 1, 1, 9, "with tensor parallelism 1 and context parallelism 1"),
+        ("1", 2, 1, 10, "with this GPU"),
+        ("1", 2, 1, 9, None),  # Megatron refuses anything else
+        ("1", 1, 2, 8, None),
+        ("32", 1, 1, 9, None),
+        (None, 1, 1, 9, None),
+    ],
+)
+def test_a_queue_that_nobody_needs_is_named(queues, tp, cp, capability, says):
+    environment = {} if queues is None else {"CUDA_DEVICE_MAX_CONNECTIONS": queues}
+    line = needless_queue(tp, cp, capability, environment)
+    assert line is None if says is None else says in line and line.endswith("set it to 32")
+
+
+def test_runs_say_once_what_differs_and_only_on_a_gpu(monkeypatch, capsys):
+    monkeypatch.setattr(say, "_said", set())
+    monkeypatch.setattr(say.dist, "get_rank", lambda: 0)
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    say.say_other_settings("auto", "f.json", {})
+    assert not capsys.readouterr().out
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for _ in range(2):
+        say.say_other_settings("auto", "f.json", {})
+    assert capsys.readouterr().out.count("f.json was measured with other settings") == 1
+
+
+def test_the_first_pass_says_what_one_queue_costs(monkeypatch, capsys):
+    from types import SimpleNamespace
+
+    from megatron_moe_opt.integration import announce
+
+    layer = torch.nn.Identity()
+    layer.layer_number = 1
+    layer.config = SimpleNamespace(tensor_model_parallel_size=1, context_parallel_size=1)
+    dispatcher = SimpleNamespace(groups=SimpleNamespace(ep_size=2, etp_size=1), describe=lambda: "it")
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    for available, number in ((False, 0), (True, 1)):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda available=available: available)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+        announce.announce(layer, "monta", dispatcher)
+        layer(torch.zeros(1)), layer(torch.zeros(1))
+        said = capsys.readouterr().out
+        assert said.count("dispatcher monta") == 1 and said.count("CUDA_DEVICE_MAX_CONNECTIONS is 1") == number
