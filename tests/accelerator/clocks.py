@@ -78,6 +78,12 @@ class Streams:
                 return
         merge(behind.clock, clock)
 
+    def host_waits(self, clock: Clock, why: str, place: str | None) -> None:
+        """The host waits for what it has not waited for yet."""
+        if any(self.host.clock.get(actor, 0) < time for actor, time in clock.items()):
+            self.syncs.append(why)
+            self.order(self.host, clock, place)
+
     def happened(self, actor: Actor, other: int, time: int) -> bool:
         """Whether other's work of that time lies behind what the actor does next."""
         return actor.number == other or actor.clock.get(other, 0) >= time
@@ -105,8 +111,7 @@ class Stream:
         return event
 
     def synchronize(self) -> None:
-        self.streams.syncs.append(f"a stream at {self.place()}")
-        self.streams.order(self.streams.host, self.actor.clock, self.place())
+        self.streams.host_waits(self.actor.clock, f"a stream at {self.place()}", self.place())
 
     def query(self) -> bool:
         return True
@@ -136,8 +141,7 @@ class Event:
         self.streams.order(self.streams.current if stream is None else stream.actor, self.clock, self.place())
 
     def synchronize(self) -> None:
-        self.streams.syncs.append(f"an event at {self.place()}")
-        self.streams.order(self.streams.host, self.clock, self.place())
+        self.streams.host_waits(self.clock, f"an event at {self.place()}", self.place())
 
     def query(self) -> bool:
         return True

@@ -133,3 +133,32 @@ def test_a_layer(ranks, library, case):
         if "compressed" not in case:
             assert max(result["errors"].values()) < 1e-6, result["errors"]
     assert not disagreements([result["issued"] for result in of_ranks], of_ranks[0]["members"])
+
+
+WAITING = ("monta O3, dropping", "mpmoe S2", "mpmoe S4", "expert-migration", "expert-migration, compressed")
+"""Cases that together wait wherever the package does."""
+
+
+def without_each(library: Path, case: str) -> list[str]:
+    """The places in the package whose waits and record_streams a case does not miss."""
+    dispatcher, layout, settings, options = CASES[case]
+    arguments = library, dispatcher, layout, settings, options
+    found = on_accelerator(*arguments)
+    places: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(places, found["used"])
+    missed = []
+    for place in sorted(set().union(*places)):
+        mistakes: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(mistakes, len(on_accelerator(*arguments, without=place)["mistakes"]))
+        if not any(mistakes):
+            missed.append(place)
+    return missed
+
+
+def test_every_wait_is_needed(ranks, library):
+    unneeded: dict[str, int] = {}
+    for case in WAITING:
+        for place in ranks.run(without_each, library=library, case=case)[0]:
+            unneeded[place] = unneeded.get(place, 0) + 1
+    print(unneeded)
+    assert not unneeded
