@@ -37,15 +37,16 @@ from rich.console import Console
 from save_lock import save_lock
 from step_log import StepLog
 from token_data import batches, build_datasets, check_datasets, kind_names
+from torch.distributed.elastic.multiprocessing.errors import record
 
 from megatron_moe_opt import register, use_host_backend
-from megatron_moe_opt.errors import ConfigurationError, sentence
+from megatron_moe_opt.errors import ConfigurationError, LayerError, sentence
 from megatron_moe_opt.integration import reports
 from megatron_moe_opt.integration.registry import launcher_options
 from megatron_moe_opt.integration.routing_recorder import RoutingRecorder
 from megatron_moe_opt.options import Options
 from megatron_moe_opt.planning.routing_trace import write_routing_trace
-from megatron_moe_opt.runtime.collectives import CollectiveError
+from megatron_moe_opt.runtime import failure_board
 from megatron_moe_opt.runtime.traffic import TrafficCounter
 from megatron_moe_opt.topology.nodes import discover_nodes
 
@@ -362,8 +363,11 @@ def announce(
 def end(error: Exception, status: int) -> int:
     """Say why on rank 0, and return the exit status. All ranks end here together.
 
-    The others wait for rank 0: torchrun ends every rank as soon as one has gone.
+    The others wait for rank 0: torchrun ends every rank as soon as one has gone. What a rank refuses in the middle of a
+    pass, every rank has said already.
     """
+    if failure_board.first_failure() is not None:
+        return status
     if not dist.is_initialized():
         dist.init_process_group("gloo")
     if dist.get_rank() == 0:
@@ -372,14 +376,12 @@ def end(error: Exception, status: int) -> int:
     return status
 
 
-def main() -> int:
-    """Run the command line; the exit status is 2 where it was refused and 1 where training failed."""
-    # Without torchrun: one rank.
-    for name, value in (("RANK", 0), ("LOCAL_RANK", 0), ("WORLD_SIZE", 1), ("MASTER_ADDR", "localhost")):
-        os.environ.setdefault(name, str(value))
-    os.environ.setdefault("MASTER_PORT", "0")
-    sys.stdout, sys.stderr = (LossyStream(getattr(sys, name), name) for name in ("stdout", "stderr"))
-    console = Console(quiet=os.environ["RANK"] != "0", markup=False)  # names of files may look like markup
+@record
+def run_recorded(console: Console) -> int | LayerError:
+    """Parse the command line and run it. torchelastic records what is raised, and torchrun prints the first of it.
+
+    Returns the exit status, or the error with which this rank ends because another one has failed.
+    """
     try:
         args, options = parse_arguments(sys.argv[1:])
         options = launcher_options() or options
@@ -392,8 +394,30 @@ def main() -> int:
         return end(error, status=2)
     except TrainingError as error:
         return end(error, status=1)
-    except (CollectiveError, RankError) as error:
-        print(f"{PROGRAM}: error: {error}", file=sys.stderr, flush=True)
-        return 1
+    except RankError as error:
+        raise LayerError(failure_board.explain(str(error), is_own=True)) from error
+    except LayerError as error:
+        first = failure_board.first_failure()
+        if first is None or first.rank == dist.get_rank():
+            raise
+        return error
     dist.destroy_process_group()
     return 0
+
+
+def main() -> int:
+    """Run the command line; the exit status is 2 where it was refused and 1 where training failed."""
+    # Without torchrun: one rank.
+    for name, value in (("RANK", 0), ("LOCAL_RANK", 0), ("WORLD_SIZE", 1), ("MASTER_ADDR", "localhost")):
+        os.environ.setdefault(name, str(value))
+    os.environ.setdefault("MASTER_PORT", "0")
+    sys.stdout, sys.stderr = (LossyStream(getattr(sys, name), name) for name in ("stdout", "stderr"))
+    console = Console(quiet=os.environ["RANK"] != "0", markup=False)  # names of files may look like markup
+    try:
+        ended = run_recorded(console)
+    except LayerError as error:
+        ended = error
+    if isinstance(ended, LayerError):
+        print(f"{PROGRAM}: error: {ended}", file=sys.stderr, flush=True)
+        return 1
+    return ended or 0  # `record` swallows the exit of --help

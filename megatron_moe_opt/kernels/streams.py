@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from .extension import load_extension
+
 STREAMED = {"cuda"}
 """Types of devices whose work is queued on streams."""
 
@@ -22,3 +24,11 @@ def to_device(tensor: torch.Tensor, device: torch.device | str) -> torch.Tensor:
     """
     device = torch.device(device)
     return tensor.pin_memory().to(device, non_blocking=True) if has_streams(device) else tensor
+
+
+def own_stream(device: torch.device) -> torch.cuda.Stream:
+    """A stream that nobody else has, for as long as the process lives; see csrc/pipeline/cuda_streams.h."""
+    if device.type != "cuda":  # a device in software
+        return torch.cuda.Stream(device)
+    with torch.cuda.device(device):
+        return torch.cuda.ExternalStream(load_extension().new_cuda_stream(0), device)

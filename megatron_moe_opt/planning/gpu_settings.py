@@ -56,9 +56,14 @@ def demands_one_queue(tp: int, cp: int, capability: int) -> bool:
     return max(tp, cp) > 1 and capability < _FIRST_THAT_NEEDS_NO_ORDER
 
 
+def has_one_queue(environment: Mapping[str, str] = os.environ) -> bool:
+    """Whether all streams of this process share a hardware queue."""
+    return environment.get(CONNECTIONS) == "1"
+
+
 def needless_queue(tp: int, cp: int, capability: int, environment: Mapping[str, str] = os.environ) -> str | None:
     """One sentence where a single queue costs overlap that nobody asked for, else None. See `demands_one_queue`."""
-    if environment.get(CONNECTIONS) != "1" or demands_one_queue(tp, cp, capability):
+    if not has_one_queue(environment) or demands_one_queue(tp, cp, capability):
         return None
     why = f"tensor parallelism {tp} and context parallelism {cp}" if max(tp, cp) == 1 else "this GPU"
     return (

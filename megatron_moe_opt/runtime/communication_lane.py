@@ -11,16 +11,20 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 
-from megatron_moe_opt.kernels.streams import has_streams
+from megatron_moe_opt.kernels.streams import has_streams, own_stream
+from megatron_moe_opt.planning.gpu_settings import has_one_queue
 from megatron_moe_opt.runtime.collectives import Waits
 from megatron_moe_opt.runtime.failure_board import first_failure, told
 from megatron_moe_opt.runtime.forks import Pending
 from megatron_moe_opt.runtime.layer_place import Place, place, working_beside
+from megatron_moe_opt.runtime.stages import Staged, Task
 from megatron_moe_opt.runtime.traffic import reported
 
 END_S = 5.0
@@ -31,13 +35,13 @@ class HostLane:
     """A thread. Whatever it waits for, a peer that died does not keep this rank alive: see `end`."""
 
     def __init__(self, name: str) -> None:
-        self._tasks: queue.SimpleQueue[tuple[Callable[[], torch.Tensor], Future, Place | None] | None]
+        self._tasks: queue.SimpleQueue[tuple[Task, Future, Place | None] | None]
         self._tasks = queue.SimpleQueue()
         self._waits: Waits | None = None
         self._thread = threading.Thread(target=self._work, name=name, daemon=True)
         self._thread.start()
 
-    def submit(self, task: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
+    def submit(self, task: Task) -> Callable[[], torch.Tensor]:
         """Queues a task; what is returned waits for its result, or raises what it raised."""
         future: Future[torch.Tensor] = Future()
         pending = Pending(future)
@@ -47,6 +51,9 @@ class HostLane:
     def finish(self) -> None:
         """Waits until all that was submitted has ended, however it did."""
         self.submit(lambda: torch.empty(0))()
+
+    def advance(self) -> None:
+        """Nothing: the thread goes on by itself."""
 
     def end(self) -> None:
         """Ends the thread, as the process must before it ends: a thread that comes back from a collective when there is
@@ -68,37 +75,75 @@ class HostLane:
             task, future, submitted = entry
             try:
                 with torch.no_grad(), working_beside(submitted), told():
-                    future.set_result(task())
+                    future.set_result(Staged(task).finish())
             except BaseException as error:
                 future.set_exception(error)
             del task, future, submitted, entry  # or an idle thread would keep their tensors
 
 
+@dataclass(eq=False)
+class _Begun:
+    task: Staged
+    done: torch.cuda.Event | None = None
+    """Behind all of it, once it is issued."""
+
+
 class StreamLane:
-    """A CUDA stream. Tasks are issued by the caller at once: all ranks issue to all their groups in the same order."""
+    """A CUDA stream. Tasks are issued by the caller at once: all ranks issue to all their groups in the same order.
+
+    Where all streams share one hardware queue a task is issued as far as its first collective: what waits for that
+    would hold up all that is issued after it. It goes on when it is told to, when the next task is submitted, or when
+    its result is wanted; all ranks do these alike.
+    """
 
     def __init__(self, device: torch.device) -> None:
-        self._stream = torch.cuda.Stream(device)
+        self._stream = own_stream(device)
+        self._in_stages = has_one_queue()
+        self._begun: list[_Begun] = []
+        """Tasks that are not all issued."""
 
-    def submit(self, task: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
+    def submit(self, task: Task) -> Callable[[], torch.Tensor]:
         """Issues a task behind what is queued on the current stream; what is returned makes that stream wait."""
+        self._issue_all()
         self._stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._stream), torch.no_grad(), reported():  # in the caller's thread, which is counted
-            result = task()
-            done = torch.cuda.Event()
-            done.record()
+        with self._issuing():
+            begun = _Begun(Staged(task))
+        self._begun.append(begun)
+        if not self._in_stages:
+            self._issue_all()
 
         def wait() -> torch.Tensor:
+            if begun.done is None:
+                self._issue_all()
             stream = torch.cuda.current_stream()
-            stream.wait_event(done)
-            result.record_stream(stream)
-            return result
+            stream.wait_event(begun.done)
+            begun.task.result.record_stream(stream)
+            return begun.task.result
 
         return wait
 
+    def advance(self) -> None:
+        """Has tasks that wait for a collective wait on the stream, and issue what comes after it."""
+        for begun in self._begun:
+            with self._issuing():
+                begun.task.advance()
+                if begun.task.result is not None:
+                    begun.done = self._stream.record_event()
+        self._begun = [begun for begun in self._begun if begun.done is None]
+
     def finish(self) -> None:
         """Waits until all that was submitted has ended."""
+        self._issue_all()
         self._stream.synchronize()
+
+    def _issue_all(self) -> None:
+        while self._begun:
+            self.advance()
+
+    @contextmanager
+    def _issuing(self) -> Iterator[None]:
+        with torch.cuda.stream(self._stream), torch.no_grad(), reported():  # in the caller's thread, which is counted
+            yield
 
     def end(self) -> None:
         """Nothing runs on the host."""
@@ -127,3 +172,11 @@ def finish_lanes() -> None:
     """Waits until all that was submitted to the lanes of this process has ended."""
     for lane in _lanes.values():
         lane.finish()
+
+
+def advance_lanes() -> None:
+    """Issues what is next in lanes that share one hardware queue with everything else: where the caller has queued what
+    takes about as long as a collective since it was issued.
+    """
+    for lane in _lanes.values():
+        lane.advance()

@@ -28,13 +28,14 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from megatron_moe_opt.kernels import empty
 from megatron_moe_opt.runtime.arrived_experts import ArrivedExperts, Residents, restore_part
-from megatron_moe_opt.runtime.collectives import all_gather_rows, device_of
+from megatron_moe_opt.runtime.collectives import device_of, start_all_gather_rows
 from megatron_moe_opt.runtime.communication_lane import communication_lane, finish_lanes
 from megatron_moe_opt.runtime.expert_codec import LargestWeights, TrackedExperts, WholeExperts
 from megatron_moe_opt.runtime.expert_gradients import CompressedGradients, WholeGradients
 from megatron_moe_opt.runtime.expert_weights import ExpertWeights
 from megatron_moe_opt.runtime.recomputation import is_recomputing
 from megatron_moe_opt.runtime.recording import Beside
+from megatron_moe_opt.runtime.stages import Stages
 from megatron_moe_opt.runtime.traffic import count_sent
 from megatron_moe_opt.schedules.expert_migration import gathered as gathered_schedule
 from megatron_moe_opt.schedules.expert_migration import returned as returned_schedule
@@ -129,11 +130,11 @@ class ExpertCommunicator:
             sizes[level] = num_bytes = num_bytes * group.size()
         beside = Beside(lambda: gathered_schedule(sizes))
 
-        def gather() -> torch.Tensor:
+        def gather() -> Stages:
             gathered = message
             with beside:
                 for group in self._groups.values():
-                    gathered = all_gather_rows(gathered, None, group)
+                    gathered = yield start_all_gather_rows(gathered, None, group)
                     beside.ended()
             return gathered.view(-1, message.numel())
 
@@ -158,11 +159,11 @@ class ExpertCommunicator:
             count_sent("reduce_scatter", group, [owners * of_owner] * group.size())
         beside = Beside(lambda: returned_schedule(sizes))
 
-        def reduce() -> torch.Tensor:
+        def reduce() -> Stages:
             parts = gradients
             with beside:
                 for group in reversed(self._groups.values()):
-                    parts = codec.reduce(parts, gradients.dtype, group)
+                    parts = yield from codec.reduce(parts, gradients.dtype, group)
                     beside.ended()
             return parts.view(-1).to(gradients.dtype)
 

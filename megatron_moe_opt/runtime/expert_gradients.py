@@ -18,8 +18,9 @@ import torch
 import torch.distributed as dist
 
 from megatron_moe_opt.kernels import empty, sr_decode
-from megatron_moe_opt.runtime.collectives import all_to_all_rows, named_errors, reduce_scatter_rows
+from megatron_moe_opt.runtime.collectives import named_errors, start_all_to_all_rows, start_reduce_scatter_rows
 from megatron_moe_opt.runtime.expert_codec import ResidualMessages
+from megatron_moe_opt.runtime.stages import Stages
 
 
 class WholeGradients:
@@ -29,13 +30,13 @@ class WholeGradients:
         """Of the gradients of a rank's experts."""
         return numel * dtype.itemsize
 
-    def reduce(self, parts: torch.Tensor, dtype: torch.dtype, group: dist.ProcessGroup) -> torch.Tensor:
-        """Sums over a group: [ranks * N, numel] -> [N, numel] of this rank; on Gloo in rank order.
+    def reduce(self, parts: torch.Tensor, dtype: torch.dtype, group: dist.ProcessGroup) -> Stages:
+        """Sums over a group, in stages: [ranks * N, numel] -> [N, numel] of this rank; on Gloo in rank order.
 
         Args:
             dtype: of gradients, which is that of what travels.
         """
-        return reduce_scatter_rows(parts, None, group)
+        return (yield start_reduce_scatter_rows(parts, None, group))
 
     def describe(self) -> str:
         """For the line at start; nothing to say."""
@@ -73,7 +74,7 @@ class CompressedGradients:
         """As WholeGradients.sent_bytes."""
         return self.messages(numel, dtype).num_bytes
 
-    def reduce(self, parts: torch.Tensor, dtype: torch.dtype, group: dist.ProcessGroup) -> torch.Tensor:
+    def reduce(self, parts: torch.Tensor, dtype: torch.dtype, group: dist.ProcessGroup) -> Stages:
         """As WholeGradients.reduce, in rank order everywhere; float32. What this rank has for itself stays whole."""
         size, rank, numel = group.size(), group.rank(), parts.size(1)
         messages = self.messages(numel, dtype)
@@ -89,7 +90,7 @@ class CompressedGradients:
                 encode(messages, part, kept, message)
         counts = [int(peer != rank) for peer in range(size)]
         with named_errors("return of compressed gradients", group):
-            received = all_to_all_rows(sent, counts, counts, group)
+            received = yield start_all_to_all_rows(sent, counts, counts, group)
         totals = empty((owners, numel), torch.float32, parts.device)
         for owner, total in enumerate(totals):
             of_ranks = [*received.view(size - 1, owners, -1)[:, owner]]

@@ -13,8 +13,9 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-from megatron_moe_opt.runtime.collectives import all_gather_rows, named_errors, reduce_scatter_rows
+from megatron_moe_opt.runtime.collectives import named_errors, start_all_gather_rows, start_reduce_scatter_rows
 from megatron_moe_opt.runtime.communication_lane import communication_lane
+from megatron_moe_opt.runtime.stages import Stages
 from megatron_moe_opt.runtime.traffic import count_sent
 
 
@@ -67,10 +68,12 @@ class SharedExpert:
         for collective in ("reduce_scatter", "all_gather"):
             count_sent(collective, self.group, [mean[0].nbytes] * ranks)
 
-        def renew() -> torch.Tensor:
+        def renew() -> Stages:
             with named_errors("mean of the experts", self.group):
-                part = reduce_scatter_rows(mean, None, self.group)
-                mean.copy_(all_gather_rows(part, None, self.group))  # into memory that lives until it is waited for
+                part = yield start_reduce_scatter_rows(mean, None, self.group)
+                mean.copy_(
+                    (yield start_all_gather_rows(part, None, self.group))
+                )  # into memory that lives until it is waited for
             return mean.view(-1)[:numel]
 
         return communication_lane("shared expert", experts.device).submit(renew)

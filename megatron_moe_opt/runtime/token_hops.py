@@ -19,6 +19,7 @@ from torch.autograd.function import once_differentiable
 
 from megatron_moe_opt.kernels import RowMap, build_row_map, empty, sum_packed_rows
 from megatron_moe_opt.runtime import steps
+from megatron_moe_opt.runtime.communication_lane import advance_lanes
 from megatron_moe_opt.runtime.executor import executor
 from megatron_moe_opt.runtime.hop_plan import DomainTables, HopPlan
 from megatron_moe_opt.runtime.row_facts import RowFacts
@@ -120,6 +121,7 @@ class _ToExperts(Function):
     @once_differentiable
     def backward(ctx: Any, grad_tokens: torch.Tensor, grad_probs: torch.Tensor) -> tuple[Any, ...]:
         route, facts = ctx.route, ctx.route.facts
+        advance_lanes()
         rows = sum_packed_rows(grad_tokens.contiguous(), facts.hidden, route.held)
         probs = grad_probs.new_zeros(rows.size(0) * facts.topk)
         probs[route.pairs] = grad_probs
@@ -136,6 +138,7 @@ class _ToTokens(Function):
     @staticmethod
     def forward(ctx: Any, rows: torch.Tensor, route: Route) -> torch.Tensor:
         ctx.route = route
+        advance_lanes()  # experts of later layers: they have had the time of this layer's
         rows = sum_packed_rows(rows.contiguous(), route.facts.hidden, route.held)
         for hop in reversed(range(len(route.copies))):
             _, rows = _hop_back(rows, route, hop)

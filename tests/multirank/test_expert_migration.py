@@ -197,13 +197,13 @@ def slow_gathers(monkeypatch: pytest.MonkeyPatch) -> None:
 
     from megatron_moe_opt.runtime import expert_communicator
 
-    gather = expert_communicator.all_gather_rows
+    gather = expert_communicator.start_all_gather_rows
 
-    def slow(*arguments: Any) -> torch.Tensor:
+    def slow(*arguments: Any) -> Any:
         time.sleep(0.02 * (1 + dist.get_rank() % 2))
         return gather(*arguments)
 
-    monkeypatch.setattr(expert_communicator, "all_gather_rows", slow)
+    monkeypatch.setattr(expert_communicator, "start_all_gather_rows", slow)
 
 
 def prefetched() -> None:

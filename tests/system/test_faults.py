@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -17,7 +18,8 @@ import pytest
 from megatron_moe_opt.errors import ConfigurationError
 from tests.faults.campaign import run
 from tests.faults.cases import Fault
-from tests.system.training import environment, start, torchrun, train
+from tests.ranks.job import Job
+from tests.system.training import VARIABLES, environment, start, torchrun, train, words
 
 NAMED_ERROR = re.compile(
     r"moe-opt: error: rank 3 \(\S+\) failed first, (in|after) MoE layer \d \(monta, \w+\): .* as rank \d found: "
@@ -88,6 +90,29 @@ SAMPLE = (
 def test_a_fault_ends_all_ranks_with_its_rank_and_layer(tmp_path: Path, fault: Fault):
     outcome = run(fault, tmp_path)
     assert not outcome.wrong, [end.output for end in outcome.ends]
+
+
+def raise_on_rank_1() -> None:
+    """In the experts. What torchrun would print goes to a file of each rank, as torchrun has it."""
+    os.environ["TORCHELASTIC_ERROR_FILE"] = f"{os.environ['ERRORS']}/{os.environ['RANK']}.json"
+    if os.environ["RANK"] == "1":
+        from megatron.core.transformer.moe.experts import SequentialMLP
+
+        def fail(*_: object) -> None:
+            raise ValueError("boom")
+
+        SequentialMLP.forward = fail
+
+
+def test_only_the_first_failure_is_left_for_torchrun(data: Path, tmp_path: Path):
+    variables = VARIABLES | {"XDG_CACHE_HOME": os.environ["XDG_CACHE_HOME"], "ERRORS": str(tmp_path)}
+    job = Job(words(data, *ENDLESS), tmp_path / "output.txt", 4, variables, raise_on_rank_1)
+    assert job.wait() == 1
+    assert [file.name for file in tmp_path.glob("*.json")] == ["1.json"]
+    recorded = json.loads((tmp_path / "1.json").read_text())["message"]["message"]
+    assert "failed first, in MoE layer 1 (monta, forward): ValueError: boom" in recorded
+    said = re.findall(r"^moe-opt: error: rank 1 \(.*$", job.output.read_text(), re.MULTILINE)
+    assert len(said) == 4 and all(recorded.endswith(line.removeprefix("moe-opt: error: ")) for line in said)
 
 
 def stop_in_second_checkpoint() -> None:

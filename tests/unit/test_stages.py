@@ -1,0 +1,121 @@
+"""Tasks in stages: who runs them decides when their collectives are waited for."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from megatron_moe_opt.runtime import communication_lane
+from megatron_moe_opt.runtime.collectives import CollectiveError, Pending, named_errors
+from megatron_moe_opt.runtime.communication_lane import HostLane, StreamLane
+from megatron_moe_opt.runtime.stages import Staged
+from tests.accelerator.software import CALLER, Device, Queues, play
+
+
+def collective(log, name, result=1.0, error=None):
+    def wait():
+        log.append(f"{name} waited for")
+        if error is not None:
+            raise error
+
+    log.append(f"{name} issued")
+    return Pending(name, None, SimpleNamespace(wait=wait), lambda: torch.tensor(result))
+
+
+def two_stages(log):
+    first = yield collective(log, "first", 2.0)
+    second = yield collective(log, "second", 3.0)
+    return first * second
+
+
+def test_a_stage_is_issued_when_the_one_before_it_was_waited_for():
+    log = []
+    task = Staged(lambda: two_stages(log))
+    assert log == ["first issued"] and task.result is None
+    task.advance()
+    assert log[1:] == ["first waited for", "second issued"]
+    assert task.finish() == task.finish() == 6 and log[3:] == ["second waited for"]
+    assert Staged(lambda: torch.tensor(4.0)).result == 4
+    assert HostLane("test").submit(lambda: two_stages([]))() == 6
+
+
+def test_an_error_is_named_by_the_task():
+    def task():
+        with named_errors("the whole", None):
+            yield collective([], "a part", error=RuntimeError("lost"))
+
+    with pytest.raises(CollectiveError, match="^the whole on .* lost$"):
+        Staged(task).finish()
+
+
+@dataclass
+class Cuda:
+    """torch.cuda's streams and events, on a device in software, and collectives of NCCL on it."""
+
+    device: Device
+    at: object = CALLER
+    made: int = 0
+
+    def Stream(self, _=None):  # noqa: N802
+        self.made += 1
+        return self._stream(f"stream {self.made}")
+
+    def current_stream(self):
+        return self._stream(self.at)
+
+    @contextmanager
+    def stream(self, stream):
+        before, self.at = self.at, stream.name
+        yield
+        self.at = before
+
+    def compute(self, seconds):
+        self.device.launch(self.at, seconds=seconds)
+
+    def collective(self, group, seconds):
+        """On the group's stream behind the current one, which waits for it when it is told to."""
+        issued = self.device.launch(group, [self.device.last.get(self.at)], seconds=seconds)
+        waitable = SimpleNamespace(wait=lambda: self.device.launch(self.at, [issued]))
+        return Pending(str(group), None, waitable, lambda: SimpleNamespace(record_stream=lambda stream: None))
+
+    def _stream(self, name):
+        last, launch = self.device.last, self.device.launch
+        return SimpleNamespace(
+            name=name,
+            record_event=lambda: last.get(name),
+            wait_event=lambda event: launch(name, [event]),
+            wait_stream=lambda other: launch(name, [last.get(other.name)]),
+        )
+
+
+def passes(monkeypatch, queues, layers=4):
+    """Seconds of layers whose experts are gathered over two levels while the layer before them is computed."""
+    cuda = Cuda(Device(queues))
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1" if queues is Queues.ONE else "32")
+    monkeypatch.setattr(communication_lane.torch, "cuda", cuda)
+    lane = StreamLane(torch.device("cpu"))
+
+    def gather():
+        gathered = yield cuda.collective("outer", 1.0)
+        gathered = yield cuda.collective("inner", 0.5)
+        return gathered
+
+    arrives = lane.submit(gather)
+    for _ in range(layers):
+        arrives()
+        arrives = lane.submit(gather)
+        cuda.compute(2.0)  # dispatch and experts
+        lane.advance()
+        cuda.compute(1.0)  # combine
+    arrives()
+    return max(end for _, end in play(cuda.device).values())
+
+
+def test_experts_travel_beside_the_layers_whatever_the_queues(monkeypatch):
+    many = passes(monkeypatch, Queues.MANY)
+    assert many == 1.5 + 4 * 3.0  # the first gather, then layers alone
+    assert passes(monkeypatch, Queues.ONE) <= 1.15 * many
