@@ -28,7 +28,7 @@ from tests.accelerator.clocks import Actor, Clock, Event, Stream, Streams, merge
 from tests.accelerator.collectives import Communicators, Issued
 from tests.accelerator.executor_library import _SIGNATURES, _array, _Functions
 from tests.accelerator.memory import Memory, Region, tensors_in
-from tests.accelerator.watch import Functions, Operations, Watch, place, watched_factory
+from tests.accelerator.watch import Operations, Watch, place, watched_factory, watched_methods
 
 _MEGATRONS = {"all_gather_into_tensor": "dist_all_gather_func", "reduce_scatter_tensor": "dist_reduce_scatter_func"}
 HOST_ONLY = {"plan_exchange", "place_samples", "solve_placement", "build_info", "select_cpu_kernels"}
@@ -85,7 +85,7 @@ def accelerator(library: Path, without: str | None = None) -> Iterator[Accelerat
             for module in (layers, mappings):  # which have looked it up when they were imported
                 if hasattr(module, _MEGATRONS.get(name, "")):
                     patch.setattr(module, _MEGATRONS[name], function)
-        with Functions(found.watch), Operations(found.watch):
+        with Operations(found.watch):
             yield found
     found.memory.forget()
 
@@ -114,7 +114,8 @@ def _patch_torch(patch: pytest.MonkeyPatch, found: Accelerator) -> None:
             found.memory.record(tensor, stream.actor)
 
     patch.setattr(torch.Tensor, "record_stream", record_stream)
-    patch.setattr(torch.Tensor, "pin_memory", found.watch.pin)
+    for name, method in watched_methods(found.watch).items():
+        patch.setattr(torch.Tensor, name, method)
     for name in (*FACTORIES, "from_numpy"):
         patch.setattr(torch, name, watched_factory(found.watch, name, getattr(torch, name)))
     cuda = {
@@ -139,7 +140,7 @@ def _patch_package(patch: pytest.MonkeyPatch, found: Accelerator, library: Path)
     actions = {"exchange": _exchange, "copy_rows": _copy_rows, "sum_parts": _sum_parts, "call_python": _call_python}
     for name in dir(extension):
         function = getattr(extension, name)
-        if name.startswith("_") or name in HOST_ONLY or isinstance(function, type) or not callable(function):
+        if name.startswith("_") or isinstance(function, type) or not callable(function):
             continue
         if name in actions:
             patch.setattr(extension, name, actions[name](found, function))
@@ -158,6 +159,9 @@ def _watched(found: Accelerator, name: str, function: Callable[..., Any]) -> Cal
             return made
         if name == "build_row_map" and arguments[1] < 0:
             watch.host_waits("counting routed pairs")
+        if name in HOST_ONLY:
+            watch.ran(name, arguments, (), actor=found.streams.host)
+            return function(*arguments)
         out = arguments[-1] if name in WRITES_LAST else None
         result = function(*arguments)
         given = {tensor.untyped_storage()._cdata for tensor in tensors_in(arguments)}

@@ -62,6 +62,8 @@ class Block:
     """From whose memory it is taken, to whom it is given back."""
     on_host: bool
     pinned: bool = False
+    named: bool = False
+    """Made for `device=tensor.device`, and not used yet: on whose side the tensor was, is not known."""
     accesses: list[Access] = field(default_factory=list)
     recorded: set[int] = field(default_factory=set)
 

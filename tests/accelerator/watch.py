@@ -8,15 +8,14 @@ host are .cpu(), .to("cpu") and copies into pinned memory.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.accelerator.clocks import Actor, Stream, Streams
+from tests.accelerator.clocks import Actor, Streams
 from tests.accelerator.memory import Memory, tensors_in
 
 PACKAGE = f"{Path(__file__).parents[2] / 'megatron_moe_opt'}/"
@@ -52,6 +51,19 @@ class Watch:
         block.on_host, block.owner = on_host, self.streams.host if on_host else self.streams.current
         return tensor
 
+    def settle(self, given: Sequence[torch.Tensor]) -> None:
+        """Tells the side of an operation's arguments that are first seen in it from the others'."""
+        known = [one for one in given if self.memory.knows(one) and not self.memory.block(one).named]
+        of_host = bool(known) and all(map(self.is_host, known))
+        for one in given:
+            if not self.memory.knows(one):  # a list of numbers in Python, or a number
+                if known and (of_host or one.untyped_storage().nbytes() == one.element_size()):
+                    self.memory.block(one, self.streams.host, on_host=True)
+            elif (block := self.memory.block(one)).named and known:
+                block.named = False
+                if of_host:
+                    block.on_host, block.owner, block.accesses = True, self.streams.host, []
+
     def pin(self, tensor: torch.Tensor) -> torch.Tensor:
         """Memory of the host that copies may use while the host goes on."""
         self.memory.block(tensor).pinned = True
@@ -65,12 +77,15 @@ class Watch:
     def ran(self, what: str, reads: Any, writes: Any, new: Any = (), actor: Actor | None = None) -> None:
         """An operation ran: on the current stream, or on the host where all of it is the host's."""
         reads, writes, new = (list(tensors_in(ones)) for ones in (reads, writes, new))
-        used = [*reads, *writes]
+        used, unsettled = [*reads, *writes], actor is None and not reads and not writes
+        for tensor in used:
+            self.memory.block(tensor).named = False
         if actor is None:
             on_host = all(map(self.is_host, used)) if used else not self.names_device
             actor = self.streams.host if on_host else self.streams.current
         for tensor in new:
-            self.memory.block(tensor, actor, actor is self.streams.host)
+            block = self.memory.block(tensor, actor, actor is self.streams.host)
+            block.named = unsettled and actor is not self.streams.host
         if what == "empty":
             return
         time, where = self.streams.launch(actor), f"{what} ({place()})"
@@ -101,43 +116,45 @@ def watched_factory(watch: Watch, name: str, factory: Callable[..., Any]) -> Cal
     return make
 
 
-class Functions(TorchFunctionMode):
-    """Methods that end in no operation, and copies between host and device."""
+def watched_methods(watch: Watch) -> dict[str, Callable[..., Any]]:
+    """Tensor's methods that end in no operation, and copies between host and device."""
+    stock = {name: getattr(torch.Tensor, name) for name in ("tolist", "numpy", "to")}
 
-    def __init__(self, watch: Watch) -> None:
-        super().__init__()
-        self._watch = watch
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        name, watch = getattr(func, "__name__", ""), self._watch
-        if name in ("tolist", "numpy", "__array__"):
-            if not watch.is_host(args[0]):
+    def read(name: str) -> Callable[..., Any]:
+        def method(tensor: torch.Tensor, *arguments: Any, **settings: Any) -> Any:
+            if not watch.is_host(tensor):
                 watch.host_waits(name)
-            watch.memory.use(args[0], watch.streams.host, watch.streams.host.tick(), False, f"{name} ({place()})")
-            return func(*args, **kwargs)
-        if name == "cpu" or (name == "to" and "cpu" in args[1:]):
-            return self._to_host(args[0], kwargs.get("non_blocking", False))
-        if name == "to" and any(isinstance(one, torch.device) for one in (*args[1:], *kwargs.values())):
-            return self._to_device(func, args, kwargs)
-        return func(*args, **kwargs)
+            host = watch.streams.host
+            watch.memory.use(tensor, host, host.tick(), False, f"{name} ({place()})")
+            return stock[name](tensor, *arguments, **settings)
 
-    def _to_host(self, tensor: torch.Tensor, non_blocking: bool) -> torch.Tensor:
-        watch = self._watch
+        return method
+
+    def cpu(tensor: torch.Tensor) -> torch.Tensor:
         if watch.is_host(tensor):
             return tensor
         copied = watch.mark(torch.clone(tensor), on_host=True)
-        watch.host_waits("a copy to the host")  # pageable memory: non_blocking does not help
+        watch.host_waits("a copy to the host")  # into pageable memory
         return copied
 
-    def _to_device(self, func: Any, args: Any, kwargs: Any) -> torch.Tensor:
-        watch, result = self._watch, func(*args, **kwargs)
-        if not watch.is_host(args[0]):
-            return result
-        if not (kwargs.get("non_blocking", False) and watch.memory.block(args[0]).pinned):
+    def to(tensor: torch.Tensor, *arguments: Any, **settings: Any) -> torch.Tensor:
+        if "cpu" in arguments:
+            return cpu(tensor)
+        moved = stock["to"](tensor, *arguments, **settings)
+        names_device = any(isinstance(one, torch.device) for one in (*arguments, *settings.values()))
+        if not names_device or not watch.is_host(tensor):
+            return moved
+        if not (settings.get("non_blocking", False) and watch.memory.block(tensor).pinned):
             watch.host_waits("a copy from pageable memory")  # which CUDA starts when the stream is through
-        copied = result.clone() if result is args[0] else result
-        return watch.mark(copied, on_host=False)
+        return watch.mark(moved.clone() if moved is tensor else moved, on_host=False)
+
+    return {
+        "tolist": read("tolist"),
+        "numpy": read("numpy"),
+        "cpu": cpu,
+        "to": to,
+        "pin_memory": lambda tensor: watch.pin(tensor),
+    }
 
 
 class Operations(TorchDispatchMode):
@@ -153,12 +170,7 @@ class Operations(TorchDispatchMode):
         if func.namespace == "c10d":
             return func(*args, **kwargs)  # see collectives.py
         given = list(tensors_in((args, kwargs)))
-        known = [tensor for tensor in given if watch.memory.knows(tensor)]
-        if known:
-            of_host = all(map(watch.is_host, known))
-            for tensor in given:  # a list of numbers among the arguments, or one number
-                if of_host or tensor.dim() == 0:
-                    watch.memory.block(tensor, watch.streams.host, on_host=True)
+        watch.settle(given)
         if name in READ_BY_HOST or _has_mask(name, args) or _asks_for_size(name, kwargs):
             if any(not watch.is_host(tensor) for tensor in given):
                 watch.host_waits(name)
@@ -198,6 +210,3 @@ def _has_mask(name: str, args: Any) -> bool:
 
 def _asks_for_size(name: str, kwargs: Any) -> bool:
     return name == "repeat_interleave" and kwargs.get("output_size") is None
-
-
-__all__ = ["Functions", "Operations", "Stream", "Watch", "place"]
