@@ -34,6 +34,7 @@
 #include "kernels/sum_parts.h"
 #include "pipeline/exchange.h"
 #include "pipeline/executor.h"
+#include "pipeline/uncaught_exception.h"
 #ifdef MOE_OPT_CUDA
 #include "pipeline/cuda_streams.h"
 #include "pipeline/stream_executor.h"
@@ -1007,7 +1008,8 @@ PYBIND11_MODULE(_C, m) {
         check(lanes <= kMostLanes, lanes, " lanes: at most ", kMostLanes);
         return std::make_shared<pipeline::Executor>(static_cast<int>(lanes));
       }))
-      .def("run", run_ops<pipeline::Executor>);
+      .def("run", run_ops<pipeline::Executor>)
+      .def("give_up", &pipeline::Executor::give_up, no_gil);
 #ifdef MOE_OPT_CUDA
   py::class_<pipeline::StreamExecutor, std::shared_ptr<pipeline::StreamExecutor>>(m, "StreamExecutor")
       .def(py::init([](const std::vector<int>& priorities) {
@@ -1019,6 +1021,8 @@ PYBIND11_MODULE(_C, m) {
 #endif
   m.def("build_info", build_info);
   m.def("select_cpu_kernels", [](const std::string& name) { return cpu::select_kernels(name.c_str()); });
+  m.def("keep_uncaught_exceptions", keep_uncaught_exceptions);
+  m.def("uncaught_exception", uncaught_exception);
   m.def("host_pool_stats", host_pool_stats);
   m.def("host_pool_trim", host_pool::trim, no_gil);
   m.def("host_pool_set_limit", [](Size<"the limit"> bytes) { host_pool::set_limit(bytes); }, no_gil);

@@ -79,8 +79,8 @@ class Counters {
   bool valid_ = true;
 };
 
-// sums[c] += sum over rows of bytes[r * stride + c], where a byte is 0 or 1. Bytes are added as bytes, many at a time,
-// and widened before they can overflow.
+// sums[c] += the rows r of which bytes[r * stride + c] is not zero. They are counted in bytes, many at a time, and
+// widened before those can overflow.
 void add_columns(const uint8_t* bytes, int64_t num_rows, int64_t stride, int64_t width, int64_t* sums) {
   constexpr int64_t kTile = 4096;  // columns whose sums stay in the first-level cache
   constexpr int64_t kMaxRows = 255;
@@ -92,7 +92,7 @@ void add_columns(const uint8_t* bytes, int64_t num_rows, int64_t stride, int64_t
       std::fill_n(partial, columns, uint8_t{0});
       for (int64_t r = begin; r < end; ++r) {
         const uint8_t* row = bytes + r * stride + first;
-        for (int64_t c = 0; c < columns; ++c) partial[c] += row[c];
+        for (int64_t c = 0; c < columns; ++c) partial[c] += row[c] != 0;
       }
       for (int64_t c = 0; c < columns; ++c) sums[first + c] += partial[c];
     }

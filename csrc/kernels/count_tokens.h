@@ -23,7 +23,7 @@ namespace cpu {
 bool count_topk(const SampleLayout& layout, const int64_t* experts, int64_t topk, int64_t num_experts, int64_t* num,
                 int64_t begin, int64_t end);
 
-// routing_map: [I * L, E] bytes, 1 = routed, 0 = not.
+// routing_map: [I * L, E] bytes, nonzero = routed.
 void count_routing_map(const SampleLayout& layout, const uint8_t* routing_map, int64_t num_experts, int64_t* num,
                        int64_t begin, int64_t end);
 

@@ -1,6 +1,9 @@
 // The residual kernels for one instruction set, compiled as cpu_rows.cpp is.
 #include "cpu_residuals.h"
 
+#include <cstring>
+#include <type_traits>
+
 #include "cpu_vector.h"
 
 namespace moe_opt {
@@ -110,9 +113,51 @@ void count_digits(const float* residuals, int64_t count, uint32_t prefix, Digit 
   }
 }
 
+bool is_finite(float value) { return (as_bits(value) & 0x7f800000u) != 0x7f800000u; }
+
+float largest_binade(float) { return 0x1p127f; }
+float largest_binade(BFloat16) { return 0x1p127f; }
+float largest_binade(Float16) { return 0x1p15f; }
+
+// What decode makes of an element of `shared` and its entry.
 template <typename T>
-int64_t keep_of(const float* residuals, const uint16_t* places, int64_t count, uint32_t kth, Quota* quota, T* values,
-                uint16_t* kept_places) {
+T decoded(T shared, T value) {
+  T sum;
+  from_float(to_float(shared) + to_float(value), &sum);
+  if (is_finite(to_float(sum))) return sum;
+  if (is_finite(to_float(value))) from_float(-to_float(value), &value);
+  return value;
+}
+
+// The value of an entry whose residual, rounded to `value`, may be one of those that overflow.
+template <typename T>
+T exact_value(T expert, T shared, T value) {
+  if (!is_finite(to_float(expert))) return expert;
+  T sum;
+  from_float(to_float(shared) + to_float(value), &sum);
+  if (is_finite(to_float(sum))) return value;
+  if (is_finite(to_float(shared)) && is_finite(to_float(value))) {
+    // Rounded away from zero, past the largest element: the one below is as near.
+    std::conditional_t<sizeof(T) == 4, uint32_t, uint16_t> bits;
+    std::memcpy(&bits, &value, sizeof(bits));
+    --bits;
+    std::memcpy(&value, &bits, sizeof(bits));
+    return value;
+  }
+  from_float(-to_float(expert), &value);
+  return value;
+}
+
+template <typename T>
+T load_raw(const T* p) {
+  T raw;
+  std::memcpy(&raw, p, sizeof(raw));
+  return raw;
+}
+
+template <typename T>
+int64_t keep_of(const float* residuals, const uint16_t* places, int64_t count, uint32_t kth, Quota* quota,
+                const T* expert, const T* shared, T* values, uint16_t* kept_places) {
   const int64_t room = quota->entries;
   int64_t ties = quota->ties;
   int64_t kept = 0;
@@ -124,15 +169,25 @@ int64_t keep_of(const float* residuals, const uint16_t* places, int64_t count, u
     kept += size > kth || tie;
     ties -= tie;
   }
+  // Only sums with a value of the largest binade, or with one that is not finite, overflow.
+  for (int64_t i = 0; i < kept; ++i) {
+    const T value = load_raw(values + i);
+    if ((as_bits(to_float(value)) & kMagnitudeBits) < as_bits(largest_binade(T{}))) continue;
+    const int64_t place = kept_places[i];
+    const T exact = exact_value(load_raw(expert + place), load_raw(shared + place), value);
+    std::memcpy(values + i, &exact, sizeof(exact));
+  }
   *quota = {room - kept, ties};
   return kept;
 }
 
 int64_t keep(DType dtype, const float* residuals, const uint16_t* places, int64_t count, uint32_t kth, Quota* quota,
-             void* values, uint16_t* kept_places) {
+             const void* expert, const void* shared, void* values, uint16_t* kept_places) {
   int64_t kept = 0;
   with_element(dtype, [&](auto element) {
-    kept = keep_of(residuals, places, count, kth, quota, static_cast<decltype(element)*>(values), kept_places);
+    using T = decltype(element);
+    kept = keep_of(residuals, places, count, kth, quota, static_cast<const T*>(expert), static_cast<const T*>(shared),
+                   static_cast<T*>(values), kept_places);
   });
   return kept;
 }
@@ -153,7 +208,8 @@ bool decode_of(const T* values, const uint16_t* places, int64_t entries, const T
       const int64_t place = places[entry];
       if (static_cast<uint64_t>(place - lowest) >= static_cast<uint64_t>(end - lowest)) break;
       T* const element = target + (place - begin);
-      store_one(element, load_one(element) + load_one(values + entry));
+      const T whole = decoded(load_raw(element), load_raw(values + entry));
+      std::memcpy(element, &whole, sizeof(whole));
       lowest = place + 1;
     }
     if (streaming) {

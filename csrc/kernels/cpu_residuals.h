@@ -28,10 +28,12 @@ struct ResidualKernels {
                     float* residuals, uint16_t* places);
   // histogram[digit] += 1 for every residual whose magnitude continues `prefix`, the bits above the digit.
   void (*count_digits)(const float* residuals, int64_t count, uint32_t prefix, Digit digit, uint32_t* histogram);
-  // Writes the residuals above the k-th magnitude, and ties with it, while the quota lasts; returns how many.
+  // Writes the residuals above the k-th magnitude, and ties with it, while the quota lasts; returns how many. Where
+  // they are whole elements of `expert`, see residual_codec.h, these take their place.
   int64_t (*keep)(DType dtype, const float* residuals, const uint16_t* places, int64_t count, uint32_t kth,
-                  Quota* quota, void* values, uint16_t* kept_places);
-  // out = shared, plus values[i] at places[i]. False where the places do not ascend inside [0, count).
+                  Quota* quota, const void* expert, const void* shared, void* values, uint16_t* kept_places);
+  // out = shared, plus values[i] at places[i], or the whole element that values[i] stands for. False where the places
+  // do not ascend inside [0, count).
   bool (*decode)(DType dtype, const void* values, const uint16_t* places, int64_t entries, const void* shared,
                  void* out, int64_t count, bool streaming);
 };

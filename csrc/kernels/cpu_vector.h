@@ -251,6 +251,7 @@ inline void stream_fence() {
 
 // Copies bytes; with `streaming` past the caches. Source and target must not overlap.
 inline void copy_bytes(uint8_t* target, const uint8_t* source, int64_t bytes, bool streaming) {
+  if (bytes == 0) return;  // of tensors without elements, whose pointers may be null, which memcpy never takes
 #if defined(__AVX512F__) || defined(__AVX2__)
   if (streaming && bytes >= 256) {
     const int64_t head = -reinterpret_cast<intptr_t>(target) & 63;  // up to the next cache line

@@ -11,6 +11,13 @@
 #include <unordered_map>
 #include <vector>
 
+#ifdef __SANITIZE_ADDRESS__
+#include <sanitizer/asan_interface.h>
+#else
+#define ASAN_POISON_MEMORY_REGION(block, bytes)
+#define ASAN_UNPOISON_MEMORY_REGION(block, bytes)
+#endif
+
 namespace moe_opt {
 namespace host_pool {
 namespace {
@@ -47,6 +54,7 @@ void* system_allocate(int64_t size) {
 }
 
 void system_release(void* block, int64_t size) {
+  ASAN_UNPOISON_MEMORY_REGION(block, size);
   if (size < kHugePage) {
     std::free(block);
   } else {
@@ -61,28 +69,12 @@ int64_t default_limit() {
 
 class Pool {
  public:
+  // AddressSanitizer is told which bytes of a block are in use.
   void* allocate(int64_t bytes) {
     const int64_t size = bucket_size(bytes);
-    {
-      std::lock_guard<std::mutex> lock(mutex_);
-      auto bucket = free_by_size_.find(size);
-      if (bucket != free_by_size_.end() && !bucket->second.empty()) {
-        const auto newest = bucket->second.back();  // the most likely to be in a cache still
-        bucket->second.pop_back();
-        void* block = newest->block;
-        free_by_age_.erase(newest);
-        used_.emplace(block, size);
-        stats_.cached_bytes -= size;
-        stats_.used_bytes += size;
-        ++stats_.hits;
-        return block;
-      }
-    }
-    void* block = system_allocate(size);
-    std::lock_guard<std::mutex> lock(mutex_);
-    used_.emplace(block, size);
-    stats_.used_bytes += size;
-    ++stats_.misses;
+    void* block = allocate_block(size);
+    ASAN_POISON_MEMORY_REGION(block, size);
+    ASAN_UNPOISON_MEMORY_REGION(block, bytes);
     return block;
   }
 
@@ -93,6 +85,7 @@ class Pool {
       const auto found = used_.find(block);
       const int64_t size = found->second;
       used_.erase(found);
+      ASAN_POISON_MEMORY_REGION(block, size);
       stats_.used_bytes -= size;
       stats_.cached_bytes += size;
       free_by_age_.push_back({block, size});
@@ -132,6 +125,30 @@ class Pool {
     int64_t size;
   };
   using FreeList = std::list<FreeBlock>;
+
+  void* allocate_block(int64_t size) {
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      auto bucket = free_by_size_.find(size);
+      if (bucket != free_by_size_.end() && !bucket->second.empty()) {
+        const auto newest = bucket->second.back();  // the most likely to be in a cache still
+        bucket->second.pop_back();
+        void* block = newest->block;
+        free_by_age_.erase(newest);
+        used_.emplace(block, size);
+        stats_.cached_bytes -= size;
+        stats_.used_bytes += size;
+        ++stats_.hits;
+        return block;
+      }
+    }
+    void* block = system_allocate(size);
+    std::lock_guard<std::mutex> lock(mutex_);
+    used_.emplace(block, size);
+    stats_.used_bytes += size;
+    ++stats_.misses;
+    return block;
+  }
 
   // Takes the oldest free blocks out until `bytes` are left; the caller returns them to the system, unlocked.
   std::vector<FreeBlock> evict_down_to(int64_t bytes) {

@@ -127,9 +127,10 @@ class Encoder {
       int64_t entry = first_entries[r];
       int64_t candidate = first_block(r) * kCodecBlock;
       for (int64_t b = first_block(r); b < first_block(r + 1); ++b) {
-        entry += kernels().residuals.keep(dtype_, residuals_.data + candidate, places_.data + candidate,
-                                          block_candidates_[b], kth, &quotas[r], element(values, entry, dtype_),
-                                          kept_places + entry);
+        entry += kernels().residuals.keep(
+            dtype_, residuals_.data + candidate, places_.data + candidate, block_candidates_[b], kth, &quotas[r],
+            element(expert_, b * kCodecBlock, dtype_), element(shared_, b * kCodecBlock, dtype_),
+            element(values, entry, dtype_), kept_places + entry);
         candidate += block_candidates_[b];
         set_block_end(indices, b, entry);
       }

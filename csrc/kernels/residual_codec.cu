@@ -96,6 +96,47 @@ __device__ __forceinline__ uint32_t magnitude(float residual) {
   return min(__float_as_uint(residual) & 0x7fffffffu, 0x7f800001u);  // every NaN alike, above infinity
 }
 
+__device__ __forceinline__ bool is_finite(float value) { return (__float_as_uint(value) & 0x7f800000u) != 0x7f800000u; }
+
+// Only sums with a value of the largest binade, or with one that is not finite, overflow.
+__device__ __forceinline__ float largest_binade(float) { return 0x1p127f; }
+__device__ __forceinline__ float largest_binade(__nv_bfloat16) { return 0x1p127f; }
+__device__ __forceinline__ float largest_binade(__half) { return 0x1p15f; }
+
+template <typename T>
+__device__ __forceinline__ float float_of(Elements<T, 1> element) {
+  float value[1];
+  element.to_float(value);
+  return value[0];
+}
+
+template <typename T>
+__device__ __forceinline__ Elements<T, 1> rounded(float value) {
+  const float values[1] = {value};
+  return Elements<T, 1>::from_float(values);
+}
+
+// What decode makes of an element of `shared` and its entry.
+template <typename T>
+__device__ __forceinline__ Elements<T, 1> decoded(Elements<T, 1> shared, Elements<T, 1> value) {
+  const float number = float_of<T>(value);
+  const Elements<T, 1> sum = rounded<T>(__fadd_rn(float_of<T>(shared), number));
+  if (is_finite(float_of<T>(sum))) return sum;
+  return is_finite(number) ? rounded<T>(-number) : value;
+}
+
+// The value of an entry whose residual, rounded to `value`, may be one of those that overflow.
+template <typename T>
+__device__ __forceinline__ Elements<T, 1> exact_value(Elements<T, 1> expert, Elements<T, 1> shared,
+                                                      Elements<T, 1> value) {
+  const float element = float_of<T>(expert), other = float_of<T>(shared), number = float_of<T>(value);
+  if (!is_finite(element)) return expert;
+  if (is_finite(float_of<T>(rounded<T>(__fadd_rn(other, number))))) return value;
+  if (!is_finite(other) || !is_finite(number)) return rounded<T>(-element);
+  --value.unit;  // rounded away from zero, past the largest element: the one below is as near
+  return value;
+}
+
 __device__ __forceinline__ unsigned lower_lanes(unsigned ballot) {
   return __popc(ballot & ((1u << (threadIdx.x % kWarp)) - 1));
 }
@@ -346,8 +387,7 @@ __global__ void __launch_bounds__(kBlockThreads) write_kernel(Weights weights, c
         const unsigned all_kept = __ballot_sync(kAllLanes, keep);
         if (keep) {
           const int64_t position = entry + lower_lanes(all_kept);
-          const float value[1] = {residual};
-          Elements<T, 1>::from_float(value).store(values, position);
+          rounded<T>(residual).store(values, position);
           kept_places[position] = segment.place(i);
         }
         entry += __popc(all_kept);
@@ -362,6 +402,34 @@ __global__ void __launch_bounds__(kBlockThreads) write_kernel(Weights weights, c
     }
     __syncthreads();  // the next round overwrites what was read
   }
+}
+
+__device__ __forceinline__ int64_t block_end(const uint16_t* indices, int64_t block) {
+  return int64_t{indices[2 * block]} | int64_t{indices[2 * block + 1]} << 16;
+}
+
+// Puts exact values in the place of those that may overflow; a thread an entry. Few need it, as a rule none.
+template <typename T>
+__global__ void __launch_bounds__(kBlockThreads)
+    exact_values_kernel(Weights weights, const uint16_t* indices, int64_t kept, char* values) {
+  using Element = Elements<T, 1>;
+  const int64_t entry = int64_t{blockIdx.x} * kBlockThreads + threadIdx.x;
+  if (entry >= kept) return;
+  const Element value = Element::load(values, entry);
+  if (fabsf(float_of<T>(value)) < largest_binade(T{})) return;
+  const int64_t blocks = divide_up(weights.numel, kCodecBlock);
+  int64_t block = 0;
+  for (int64_t last = blocks - 1; block < last;) {  // the first that ends behind the entry
+    const int64_t middle = (block + last) / 2;
+    if (block_end(indices, middle) > entry) {
+      last = middle;
+    } else {
+      block = middle + 1;
+    }
+  }
+  const int64_t index = block * kCodecBlock + indices[2 * blocks + entry];
+  exact_value<T>(Element::load(weights.expert, index), Element::load(weights.shared, index), value)
+      .store(values, entry);
 }
 
 // The first of the ascending places [begin, end) that is not below `bound`, or `end`; all lanes of a warp call it. Each
@@ -414,9 +482,7 @@ __global__ void __launch_bounds__(kBlockThreads)
   const int warp = threadIdx.x / kWarp;
   if (warp < 2) {
     const int64_t block = first / kCodecBlock;
-    const auto end_of = [&](int64_t b) {
-      return min(kept, int64_t{indices[2 * b]} | int64_t{indices[2 * b + 1]} << 16);
-    };
+    const auto end_of = [&](int64_t b) { return min(kept, block_end(indices, b)); };
     const int64_t begin = block > 0 ? end_of(block - 1) : 0;
     const int64_t bound = lower_bound(places, begin, end_of(block), warp == 0 ? start : start + elements);
     if (threadIdx.x % kWarp == 0) bounds[warp] = bound;
@@ -425,11 +491,7 @@ __global__ void __launch_bounds__(kBlockThreads)
   for (int64_t entry = bounds[0] + threadIdx.x; entry < bounds[1]; entry += kBlockThreads) {
     const int place = places[entry] - start;
     if (place < 0 || place >= elements) continue;  // not what encode wrote
-    float sum[1], residual[1];
-    Element{tile[place]}.to_float(sum);
-    Element::load(values, entry).to_float(residual);
-    sum[0] = __fadd_rn(sum[0], residual[0]);
-    tile[place] = Element::from_float(sum).unit;
+    tile[place] = decoded<T>(Element{tile[place]}, Element::load(values, entry)).unit;
   }
   __syncthreads();
   for (int index = threadIdx.x; index < vectors; index += kBlockThreads) {
@@ -484,6 +546,9 @@ void sr_encode(DType dtype, int64_t numel, const void* expert, const void* share
     write_kernel<T>
         <<<blocks, kBlockThreads, 0, cuda_stream>>>(weights, scratch, kept, static_cast<char*>(values), indices);
     check(cudaGetLastError(), "write_kernel");
+    exact_values_kernel<T><<<grid_blocks(divide_up(kept, kBlockThreads), "sr_encode"), kBlockThreads, 0, cuda_stream>>>(
+        weights, indices, kept, static_cast<char*>(values));
+    check(cudaGetLastError(), "exact_values_kernel");
   });
 }
 

@@ -4,6 +4,10 @@
 // are taken in float32 and rounded once to the element type. Magnitudes are compared before that rounding: NaN (every
 // NaN alike) ranks above infinity, and among equals the lowest index comes first, so the result is unique.
 //
+// What no sum gives is sent whole, and known by a sum that is not finite: an element that is not finite itself as it
+// is, and one that is with its sign turned, where shared is not finite or the residual overflows. So no NaN that decode
+// ever wrote stays for good.
+//
 // Format, for n elements in blocks of 65,536 (the last may be shorter):
 //   values   [kept]               residuals in the element type, in ascending order of their elements
 //   indices  [2 * blocks + kept]  16-bit words. First, for each block, the number of entries up to its end, as two

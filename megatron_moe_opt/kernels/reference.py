@@ -70,13 +70,22 @@ def copy_chunks(rows: torch.Tensor, chunks: ChunkList) -> torch.Tensor:
 
 def sr_encode(expert: torch.Tensor, shared: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
     """As `kernels.sr_encode`."""
-    residual = expert.flatten().float() - shared.flatten().float()
+    expert, shared = expert.flatten(), shared.flatten()
+    residual = expert.float() - shared.float()
     order = residual.abs().sort(descending=True, stable=True).indices  # NaN first; equals keep their order
     kept = order[:k].sort().values
     blocks = -(-residual.numel() // BLOCK_ELEMENTS)
     ends = torch.bincount(kept // BLOCK_ELEMENTS, minlength=blocks).cumsum(0)
     words = [torch.stack([ends % 65536, ends // 65536], dim=1).flatten(), kept % BLOCK_ELEMENTS]
-    return residual[kept].to(expert.dtype), torch.cat(words).to(torch.uint16)
+    expert, shared, values = expert[kept], shared[kept], residual[kept].to(expert.dtype)
+    overflows = ~(shared.float() + values.float()).to(expert.dtype).isfinite()
+    toward_zero = (values.view(_BITS[values.element_size()]) - 1).view(values.dtype)
+    whole = torch.where(values.isfinite() & shared.isfinite(), toward_zero, -expert)
+    values = torch.where(overflows, whole, values)
+    return torch.where(expert.isfinite(), values, expert), torch.cat(words).to(torch.uint16)
+
+
+_BITS = {2: torch.int16, 4: torch.int32}
 
 
 def sr_entries(indices: torch.Tensor, numel: int) -> torch.Tensor:
@@ -92,7 +101,8 @@ def sr_decode(values: torch.Tensor, indices: torch.Tensor, shared: torch.Tensor)
     """As `kernels.sr_decode`."""
     expert = shared.flatten().clone()
     kept = sr_entries(indices, shared.numel())
-    expert[kept] = (expert[kept].float() + values.float()).to(shared.dtype)
+    total = (expert[kept].float() + values.float()).to(shared.dtype)
+    expert[kept] = torch.where(total.isfinite(), total, torch.where(values.isfinite(), -values, values))
     return expert.view_as(shared)
 
 
@@ -108,9 +118,10 @@ def count_topk(experts: torch.Tensor, num_experts: int, num_samples: int, *, bat
 def count_routing_map(routing_map: torch.Tensor, num_samples: int, *, batch_first: bool = False) -> torch.Tensor:
     """As `kernels.count_routing_map`."""
     length, num_experts = routing_map.size(0) // num_samples, routing_map.size(1)
+    routed = routing_map.view(torch.uint8) != 0
     if batch_first:
-        return routing_map.view(num_samples, length, num_experts).sum(1)
-    return routing_map.view(length, num_samples, num_experts).sum(0)
+        return routed.view(num_samples, length, num_experts).sum(1)
+    return routed.view(length, num_samples, num_experts).sum(0)
 
 
 def kuhn_munkres(cost: torch.Tensor, capacity: torch.Tensor) -> torch.Tensor:

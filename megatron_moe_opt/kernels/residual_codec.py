@@ -39,7 +39,8 @@ def sr_encode(expert: torch.Tensor, shared: torch.Tensor, k: int) -> tuple[torch
     """The k residuals expert - shared of largest magnitude: exact, and the same bits on any number of threads.
 
     Residuals are taken in float32, compared, and rounded once to the dtype. NaN (every NaN alike) ranks above infinity,
-    so that neither is lost; among equal magnitudes the lowest index is kept. Not differentiable.
+    so that neither is lost; among equal magnitudes the lowest index is kept. Where `expert` or `shared` is not finite,
+    or the residual overflows, the element is sent whole (docs/residual-codec.md). Not differentiable.
 
     Args:
         expert: float32, bfloat16 or float16 of any shape, contiguous, at most 2^31 - 1 elements.
@@ -62,7 +63,8 @@ def sr_decode(
 ) -> torch.Tensor:
     """The expert as far as it was kept: shared + residual where there is an entry, shared elsewhere, in one pass.
 
-    The sum is taken in float32 and rounded once. Not differentiable.
+    The sum is taken in float32 and rounded once; where it is not finite, the entry stands for a whole element
+    (docs/residual-codec.md). Not differentiable.
 
     Args:
         values, indices: what sr_encode returned for an expert of shared's shape and dtype.

@@ -125,13 +125,15 @@ def sum_messages(messages: ResidualMessages, of_ranks: list[torch.Tensor], rank:
         of_ranks: a message of each rank; of `rank`, the gradient itself.
     """
     gradient, total = of_ranks[rank], None
+    zeros = _zeros_of_experts(messages, gradient)
     for source, part in enumerate(of_ranks):
         if source == rank:
-            total = gradient.float() if total is None else total.add_(gradient)
+            decoded = gradient.float()
         else:
-            bases = _zeros_of_experts(messages, gradient) if total is None else total.view(messages.num_local, -1)
-            total = empty(gradient.shape, torch.float32, gradient.device)
-            messages.decode(part, bases, total)
+            decoded = empty(gradient.shape, torch.float32, gradient.device)
+            messages.decode(part, zeros, decoded)
+        # Added, not decoded on top: that would take what is not finite for something to replace, see residual_codec.
+        total = decoded if total is None else total + decoded
     return total
 
 

@@ -8,7 +8,7 @@ then every op must have ended.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -61,7 +61,7 @@ class Runner:
     ) -> tuple[tuple[int, int, str] | None, list[tuple[float, float]]]:
         """As StreamExecutor.run of the extension."""
         device = Device(Queues.ONE if (self.runs + self._seed) % 2 else Queues.MANY)
-        adversary = Adversary(device, self._seed + 4 * (self.runs * dist.get_world_size() + dist.get_rank()))
+        adversary = Adversary(device, 1_000_003 * self._seed + self.runs * dist.get_world_size() + dist.get_rank())
         self.runs += 1
         works = [
             (lane, waits_for, [_work(action, index) for action in actions])
@@ -96,3 +96,12 @@ def software_streams(library: Path, seed: int) -> Iterator[Runner]:
         yield software._runner
     finally:
         executor._executor, steps._C = before
+
+
+_for_good = ExitStack()
+
+
+def use_software_streams(library_and_seed: str) -> None:
+    """For the rest of this process."""
+    library, _, seed = library_and_seed.rpartition(":")
+    _for_good.enter_context(software_streams(Path(library), int(seed)))

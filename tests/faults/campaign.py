@@ -42,6 +42,8 @@ class Outcome:
     ends: tuple[RankEnd, ...]
     wrong: tuple[str, ...]
     """What was not as it should be, in words; empty: nothing."""
+    happened: bool = True
+    """False: the run ended before."""
 
     @property
     def seconds(self) -> float | None:
@@ -93,7 +95,7 @@ def run(fault: Fault, folder: Path) -> Outcome:
         ends.append(RankEnd(status, seconds, file.read_text(errors="replace") if file.exists() else ""))
     layer = _noted(folder / "injected")[1:] or ["?"]
     wrong = ["the fault did not happen"] if struck is None else list(_faults_of_ends(fault, ends, layer[0]))
-    return Outcome(fault, tuple(ends), tuple(wrong))
+    return Outcome(fault, tuple(ends), tuple(wrong), struck is not None)
 
 
 def _ask_for_stacks(fault: Fault, job: Job, ended: Collection[int]) -> None:
@@ -112,9 +114,8 @@ def _noted(file: Path) -> list[str]:
 
 def _struck(fault: Fault, folder: Path) -> float | None:
     """When it happened: where options differ, when the last rank began to build the model."""
-    injected = _noted(folder / "injected")
-    if injected or fault.kind != "disagree" or (fault.dispatcher, fault.place) in (
-        ("parm", "dispatch"), ("netmoe", "dispatch")):  # fmt: skip
+    if not fault.from_the_start:
+        injected = _noted(folder / "injected")
         return float(injected[0]) if injected else None
     begun = [_noted(folder / f"begins-{rank}") for rank in range(WORLD)]
     return max(float(words[0]) for words in begun) if all(begun) else None
@@ -140,14 +141,16 @@ def _faults_of_ends(fault: Fault, ends: list[RankEnd], layer: str) -> list[str]:
 
 def _names_cause(fault: Fault, output: str, layer: str) -> bool:
     """Whether a line says which rank failed first and in which layer, or which one's settings differ."""
-    if fault.kind == "disagree":
+    if fault.from_the_start:
         return any(
             re.search(rf"\branks? [\d, ]*\b{fault.victim}\b", line) and "error" in line.lower()
             for line in output.splitlines()
         )
-    # Who was killed cannot say where it was: the layer is then the one in which its silence was noticed.
+    # Of those that disagree one fails first, maybe another one. Who was killed cannot say where it was: the layer is
+    # then the one in which its silence was noticed.
+    rank = r"\d+" if fault.kind == "disagree" else fault.victim
     number = layer if fault.kind == "raise" and fault.place in ("dispatch", "combine") else r"\d+"
-    return bool(re.search(rf"rank {fault.victim} .*failed first.*layer {number}\b", output))
+    return bool(re.search(rf"rank {rank} .*failed first.*layer {number}\b", output))
 
 
 def last_line(output: str) -> str:

@@ -20,6 +20,9 @@ TIMEOUT_S = 10.0
 SLACK_S = 5.0
 
 
+_DISAGREE_LATER = (("monta", "combine"), ("parm", "dispatch"), ("netmoe", "dispatch"))
+
+
 @dataclass(frozen=True)
 class Fault:
     """One injection."""
@@ -34,6 +37,11 @@ class Fault:
     """How many times the rank comes to the place, in the step, before it happens."""
     rank_0_serves_store: bool = False
     """Else the launcher does, as torchrun."""
+
+    @property
+    def from_the_start(self) -> bool:
+        """Whether the rank is another one before its first layer is built."""
+        return self.kind == "disagree" and (self.dispatcher, self.place) not in _DISAGREE_LATER
 
     @property
     def allowed_s(self) -> float:

@@ -1,6 +1,7 @@
 """One rank of a training run to which a fault happens: what campaign.py has each process of a Job execute.
 
-rank.py FAULT FOLDER: writes into FOLDER what it prints, when it was ready, and when and where the fault happened.
+rank.py FAULT FOLDER: starts itself through the launcher, and writes into FOLDER what it prints, when it was ready, and
+when and where the fault happened.
 """
 
 from __future__ import annotations
@@ -18,16 +19,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-import megatron_moe_opt
+from megatron_moe_opt import launch
 from megatron_moe_opt.dispatchers.sample_placement import LayerPlacement
 from megatron_moe_opt.integration.auto_layer import Controller
-from megatron_moe_opt.options import Options
 from megatron_moe_opt.runtime import steps
 from megatron_moe_opt.runtime.communication_lane import HostLane
 from megatron_moe_opt.runtime.executor import Executor
 from megatron_moe_opt.schedules.schedule import Lane, Schedule
 from tests.faults.cases import STEPS, TIMEOUT_S, Fault
-from tests.ranks.dispatchers import config_of, imitate_two_nodes, layout_of, options_of
+from tests.ranks.dispatchers import config_of, flags_of, imitate_two_nodes, layout_of
 from tests.ranks.gpt import Gpt, gpt
 from tests.ranks.megatron import parallel
 
@@ -37,7 +37,7 @@ FIRST_STEP = 2
 RECOMPUTED = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 OTHER_OPTIONS = {
     ("monta", "dispatch"): {"chunks": 3},
-    ("monta", "combine"): {"monta_level": "O2"},
+    ("auto", "combine"): {"telemetry": True},
     ("parm", "combine"): {"parm_schedule": "S1"},
     ("mpmoe", "dispatch"): {"partitions": 3},
     ("mpmoe", "combine"): {"memory_reuse": "S1"},
@@ -58,10 +58,13 @@ OTHER_CONFIG: dict[tuple[str, str], dict[str, Any]] = {
     ("netmoe", "backward"): {"moe_token_dispatcher_type": "alltoall"},
     ("netmoe", "background"): {"moe_router_topk": 3},
     ("auto", "dispatch"): {"moe_token_dispatcher_type": "monta"},
-    ("auto", "combine"): {"moe_router_topk": 3},
     ("auto", "backward"): RECOMPUTED,
     ("auto", "background"): {"moe_token_dispatcher_type": "alltoall"},
 }
+
+
+PADDED = {"moe_expert_capacity_factor": 1.0, "moe_pad_expert_input_to_capacity": True}
+"""All ranks have as many rows, and need not ask."""
 
 
 class InjectedError(RuntimeError):
@@ -158,13 +161,15 @@ class Injection:
 
 
 def disagree_from_now_on(fault: Fault, model: Gpt, injection: Injection) -> None:
-    """What is no matter of options: other tokens on TP ranks that should have the same, another mask."""
+    """What is no matter of options: fewer samples, other tokens on TP ranks that should have the same, another mask."""
     stock = model.train_step
 
     def train_step() -> float:
         if model.step == FIRST_STEP:
             injection.note()
-            if fault.dispatcher == "parm":
+            if fault.dispatcher == "monta":
+                model.micro_batch = 1
+            elif fault.dispatcher == "parm":
                 for name, parameter in model.model.module.named_parameters():
                     if "router" in name:
                         parameter.data.copy_(torch.randn_like(parameter))
@@ -184,13 +189,18 @@ def note(folder: Path, name: str, *words: object) -> None:
     partial.rename(folder / name)
 
 
-def settings(fault: Fault, folder: Path, disagrees: bool) -> tuple[Options, dict[str, Any]]:
-    """Options and configuration of a rank."""
+def config_for(fault: Fault, disagrees: bool) -> dict[str, Any]:
+    """The configuration of a rank."""
     key = fault.dispatcher, fault.place
     config = config_of(fault.dispatcher) | (OTHER_CONFIG.get(key, {}) if disagrees else {})
-    if config["moe_token_dispatcher_type"] != fault.dispatcher:
-        return Options(), config
-    return options_of(fault.dispatcher, folder, **(OTHER_OPTIONS.get(key, {}) if disagrees else {})), config
+    return config | (PADDED if fault.kind == "disagree" and key == ("monta", "combine") else {})
+
+
+def command_line(fault: Fault, folder: Path, disagrees: bool) -> list[str]:
+    """What the launcher gets on a rank, behind the script."""
+    dispatcher = config_for(fault, disagrees)["moe_token_dispatcher_type"]
+    others = OTHER_OPTIONS.get((fault.dispatcher, fault.place), {}) if disagrees else {}
+    return ["train", fault.to_json(), str(folder), *flags_of(dispatcher, folder, **others)]
 
 
 def masked(model: Gpt) -> None:
@@ -205,21 +215,16 @@ def train(fault: Fault, folder: Path) -> None:
     """Trains until the fault ends it."""
     timeout = timedelta(seconds=TIMEOUT_S)
     dist.init_process_group("gloo", timeout=timeout)
-    rank = dist.get_rank()
-    is_victim = rank == fault.victim
+    is_victim = dist.get_rank() == fault.victim
     disagrees = is_victim and fault.kind == "disagree"
     with parallel(**layout_of(fault.dispatcher), timeout=timeout):
-        options, config = settings(fault, folder, disagrees)
-        dist.barrier()
-        note(folder, f"begins-{rank}")
-        megatron_moe_opt.register(options)
-        model = gpt(**config)
+        model = gpt(**config_for(fault, disagrees))
         if fault.dispatcher == "netmoe":
             masked(model)
         if is_victim:
             injection = Injection(fault, model, folder)
             if fault.kind == "disagree":
-                if (fault.dispatcher, fault.place) in (("parm", "dispatch"), ("netmoe", "dispatch")):
+                if not fault.from_the_start:
                     disagree_from_now_on(fault, model, injection)
             elif fault.place == "background" and fault.dispatcher == "netmoe":
                 injection.before(LayerPlacement, "_decide")
@@ -233,16 +238,20 @@ def train(fault: Fault, folder: Path) -> None:
 
 
 def main() -> None:
-    """In a process of a Job."""
-    fault, folder = Fault.from_json(sys.argv[1]), Path(sys.argv[2])
-    rank = int(os.environ["RANK"])
+    """In a process of a Job: starts the launcher, which runs this script again."""
+    if sys.argv[1] == "train":
+        train(Fault.from_json(sys.argv[2]), Path(sys.argv[3]))
+        dist.destroy_process_group()
+        return
+    fault, folder, rank = Fault.from_json(sys.argv[1]), Path(sys.argv[2]), int(os.environ["RANK"])
     imitate_two_nodes()
     output = os.open(folder / f"output-{rank}.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(output, 1)
     os.dup2(output, 2)
     faulthandler.register(signal.SIGUSR1)  # where a rank hangs
-    train(fault, folder)
-    dist.destroy_process_group()
+    words = command_line(fault, folder, disagrees=fault.kind == "disagree" and rank == fault.victim)
+    note(folder, f"begins-{rank}")
+    launch.main([__file__, *words])
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ import torch
 from megatron_moe_opt import kernels
 from megatron_moe_opt.kernels import reference
 from megatron_moe_opt.kernels.extension import load_extension
+from tests.gpu import sized
 from tests.unit.permute_cases import DTYPES, PROB_DTYPES, ROUNDING, leaves, random_map, relative_error
 
 # tokens, hidden, experts, top-k, dropped
@@ -19,14 +20,14 @@ SHAPES = {
     "no-tokens": (0, 64, 4, 2, 0.0),
     "one-token": (1, 8, 1, 1, 0.0),
     "all-dropped": (130, 16, 7, 2, 1.0),
-    "odd-hidden": (300, 67, 12, 3, 0.1),
-    "four-byte-rows": (300, 130, 12, 3, 0.1),
-    "one-vector": (1000, 8, 16, 2, 0.0),
+    "odd-hidden": (sized(300, 70), 67, 12, 3, 0.1),
+    "four-byte-rows": (sized(300, 70), 130, 12, 3, 0.1),
+    "one-vector": (sized(1000, 200), 8, 16, 2, 0.0),
     "no-hidden": (50, 0, 4, 2, 0.0),
-    "common": (4096, 1024, 64, 8, 0.0),
-    "wide-rows": (512, 7168, 128, 8, 0.0),
-    "very-wide-rows": (40, 20000, 8, 2, 0.0),
-    "many-experts": (257, 512, 1024, 8, 0.5),
+    "common": (sized(4096, 130), 1024, 64, 8, 0.0),
+    "wide-rows": (sized(512, 6), 7168, 128, 8, 0.0),
+    "very-wide-rows": (sized(40, 3), 20000, 8, 2, 0.0),
+    "many-experts": (sized(257, 70), 512, 1024, 8, 0.5),
     "most-experts": (33, 64, 6000, 8, 0.0),  # more than 48 KB of shared memory
     "every-expert": (70, 96, 300, 300, 0.0),  # more rows of a token than one stage holds
 }
@@ -68,7 +69,7 @@ def test_row_map_from_shuffled_repeated_sources(device):
     from megatron_moe_opt.kernels.row_map import row_map_from_sources
 
     generator = torch.Generator().manual_seed(1)
-    sources = torch.randint(0, 700, (30_000,), generator=generator)
+    sources = torch.randint(0, 700, (sized(30_000, 3000),), generator=generator)
     sources[::3] = 41  # one token with many rows
     for experts in (None, 30):
         expected = row_map_from_sources(sources, 700, experts)
@@ -160,8 +161,9 @@ def test_packed_rows_equal_the_cpu(device, shape, dtype, prob_dtype):
 
 
 def test_a_million_tokens(device):
-    routing_map = random_map(1 << 20, 8, 2, torch.Generator().manual_seed(3))
-    tokens = torch.arange(1 << 20, dtype=torch.float32)[:, None].expand(-1, 4).contiguous()
+    num_tokens = sized(1 << 20, 1 << 13)
+    routing_map = random_map(num_tokens, 8, 2, torch.Generator().manual_seed(3))
+    tokens = torch.arange(num_tokens, dtype=torch.float32)[:, None].expand(-1, 4).contiguous()
     permuted, _, indices = kernels.permute(tokens.to(device), routing_map.to(device))
     expected, _, expected_indices = kernels.permute(tokens, routing_map)
     assert_same_bits(indices, expected_indices)

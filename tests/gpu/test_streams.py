@@ -7,10 +7,11 @@ import torch
 
 from megatron_moe_opt import kernels
 from megatron_moe_opt.kernels import ChunkList
+from tests.gpu import sized
 from tests.unit.permute_cases import random_map
 
 SPIN = 200_000_000  # cycles: about 0.1 s, long against every kernel of these tests
-TOKENS, HIDDEN, EXPERTS, TOPK = 512, 256, 16, 4
+TOKENS, HIDDEN, EXPERTS, TOPK = sized(512, 64), 256, 16, 4
 
 
 def routing(device, seed=0):
@@ -59,7 +60,7 @@ def test_two_streams_do_not_disturb_each_other(device):
         permuted, _, indices = kernels.permute(tokens, routing_map)
         expected.append(kernels.unpermute(permuted, indices, tokens.shape))
     torch.cuda.synchronize()
-    for _ in range(50):
+    for _ in range(sized(50, 2)):
         outputs = []
         for stream, (tokens, routing_map) in zip(streams, inputs, strict=True):
             with torch.cuda.stream(stream):
@@ -79,7 +80,7 @@ def test_a_known_number_of_rows_spares_the_host_synchronisation(device):
         permuted, _, indices = kernels.permute(tokens, routing_map, probs, TOKENS * TOPK)
         out = kernels.unpermute(permuted, indices, tokens.shape, probs, routing_map)
         out.backward(out.detach())
-        kernels.permute(tokens, routing_map, probs, 32 * EXPERTS, drop_and_pad=True)
+        kernels.permute(tokens, routing_map, probs, TOKENS // 2 * EXPERTS, drop_and_pad=True)
         with pytest.raises(RuntimeError, match="synchroniz"):
             kernels.permute(tokens, routing_map, probs)  # the rows must be counted: the mode does see one
     finally:

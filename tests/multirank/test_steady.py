@@ -16,7 +16,7 @@ WARM_UP = {"auto": 11}
 def test_steps_leave_nothing_behind(ranks, tmp_path: Path, dispatcher: str):
     begin = WARM_UP.get(dispatcher, 2)
     of_ranks = ranks.run(
-        measure, dispatcher=dispatcher, at=(begin, begin + 5), folder=tmp_path, trial_steps=WARM_UP["auto"] - 3
+        measure, dispatcher=dispatcher, at=(begin, begin + 3), folder=tmp_path, trial_steps=WARM_UP["auto"] - 3
     )
     for before, after in of_ranks:
         assert after.threads <= before.threads

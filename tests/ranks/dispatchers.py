@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -36,13 +37,27 @@ def config_of(dispatcher: str) -> dict[str, Any]:
 
 def options_of(dispatcher: str, folder: Path, **others: Any) -> Options:
     """Its options, and others; the plan of `auto` is a file of this rank in `folder`."""
+    return Options(**_settings_of(dispatcher, folder, others))
+
+
+def flags_of(dispatcher: str, folder: Path, **others: Any) -> list[str]:
+    """The same on a command line, with the dispatcher."""
+    flags = {one.name: one.metadata["flag"] for one in fields(Options)}
+    words = ["--moe-token-dispatcher-type", dispatcher]
+    for name, value in _settings_of(dispatcher, folder, others).items():
+        shown = ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
+        words += [flags[name]] if value is True else [flags[name], shown]
+    return words
+
+
+def _settings_of(dispatcher: str, folder: Path, others: dict[str, Any]) -> dict[str, Any]:
     options = _OPTIONS.get(dispatcher, {}) | others
     if dispatcher == "auto":
         options["plan"] = folder / f"plan-{os.environ['RANK']}.json"
         candidates = tuple(Prediction(name, 1e-3, 1e-3, 0.0, 1.0, 1) for name in CANDIDATES)
         layers = dict.fromkeys((1, 2), CANDIDATES[0])
         Plan(layers, candidates, "a cluster", ep=4, etp=1, experts=8).save(options["plan"])
-    return Options(**options)
+    return options
 
 
 def imitate_two_nodes() -> None:

@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_moe_opt import kernels
 from megatron_moe_opt.kernels import count_routing_map, count_topk, reference
 
 
@@ -38,6 +39,15 @@ def test_which_rows_are_a_sample_s():
     routing_map = torch.eye(4, dtype=torch.bool)
     assert count_routing_map(routing_map, 2).tolist() == [[1, 0, 1, 0], [0, 1, 0, 1]]
     assert count_routing_map(routing_map, 2, batch_first=True).tolist() == [[1, 1, 0, 0], [0, 0, 1, 1]]
+
+
+@pytest.mark.parametrize("byte", [1, 2, 128, 255])
+@pytest.mark.parametrize("batch_first", [False, True])
+def test_any_byte_but_zero_is_routed_once(byte, batch_first):
+    """As in build_row_map, which the same map is permuted by."""
+    routing_map = torch.full((300, 3), byte, dtype=torch.uint8).view(torch.bool)
+    assert count_routing_map(routing_map, 1, batch_first=batch_first).tolist() == [[300] * 3]
+    assert count_routing_map(routing_map, 1).tolist() == [kernels.build_row_map(routing_map).expert_counts.tolist()]
 
 
 @pytest.mark.parametrize("batch_first", [False, True])

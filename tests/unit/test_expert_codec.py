@@ -11,6 +11,33 @@ from megatron_moe_opt.runtime.expert_codec import TrackedExperts, kept_entries
 DTYPES = (torch.float32, torch.bfloat16)
 
 
+def held_after(*flats: torch.Tensor, ratio: float = 1.0) -> torch.Tensor:
+    """What receivers hold after messages of these experts, each of two owners."""
+    codec, held = TrackedExperts(1, ratio), None
+    for flat in flats:
+        before = held
+        message, decode = codec.encode(flat, lambda before=before: before)
+        held = decode(torch.stack([message, message]), 1)
+        assert torch.equal(held[0].isnan(), codec._held.isnan())
+    return held[0]
+
+
+def test_weights_that_were_not_finite_once_arrive_when_they_are():
+    for bad in (torch.nan, torch.inf, -torch.inf):
+        expert = torch.randn(40)
+        expert[7] = bad
+        mended = expert.clone().index_fill(0, torch.tensor(7), 0.5)
+        assert torch.equal(held_after(expert, expert, mended, ratio=4.0)[7], torch.tensor(0.5))
+        lost = mended.clone().index_fill(0, torch.tensor(3), bad)
+        held = held_after(mended, lost, mended, ratio=4.0)
+        assert held.isfinite().all() and held[3] == mended[3]
+
+
+def test_steps_that_overflow_arrive():
+    first, second = torch.full((40,), -60000.0).half(), torch.full((40,), 60000.0).half()
+    assert torch.equal(held_after(first, second, second, second), second)
+
+
 class MovingExpert:
     """In the place of a SharedExpert: moves at random, or not at all."""
 

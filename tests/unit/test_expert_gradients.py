@@ -70,6 +70,21 @@ def test_a_gradient_that_is_not_finite_is_told_and_forgotten():
             assert arrives(messages, torch.ones_like(gradient), kept).isfinite().all()
 
 
+def test_a_sum_that_is_not_finite_is_not_mended_by_what_is_added():
+    """The codec replaces what is held and not finite; a gradient must tell of it instead."""
+    messages = CompressedGradients(1, 1.0).messages(8, torch.float32)
+    message = torch.empty(messages.num_bytes, dtype=torch.uint8)
+    encode(messages, torch.ones(8), torch.zeros(8), message)
+    for rank in (0, 1):
+        own = torch.full((8,), torch.inf)
+        parts = [message, message]
+        parts.insert(rank, own)
+        assert sum_messages(messages, parts, rank).isinf().all() and own.isinf().all()
+    own = torch.ones(8)
+    sum_messages(messages, [own, message], 0)
+    assert own.eq(1).all()  # what is summed stays as it was
+
+
 def test_messages_have_the_bytes_that_the_ratio_says():
     for dtype in DTYPES:
         for ratio in (2.0, 25.0, 33.3):

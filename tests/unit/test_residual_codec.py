@@ -13,7 +13,7 @@ from megatron_moe_opt import kernels
 from megatron_moe_opt.cli.bench_codec import CodecWorkload
 from megatron_moe_opt.kernels import reference
 from megatron_moe_opt.kernels.extension import load_extension
-from tests.unit.codec_cases import BLOCK, DTYPES, FILLS, check_decode, check_encode, pair
+from tests.unit.codec_cases import BLOCK, DTYPES, FILLS, check_decode, check_encode, pair, same_values
 from tests.unit.permute_cases import CPU_KERNELS
 
 SAMPLED = 70_000  # elements from which on the k-th magnitude is guessed from a sample
@@ -134,6 +134,32 @@ def test_round_trip_is_exact_where_the_difference_is():
         assert torch.equal(decoded, shared.flatten())
         full = kernels.sr_encode(expert, shared, expert.numel())
         assert torch.equal(kernels.sr_decode(*full, shared), expert)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_what_no_sum_gives_is_sent_whole(dtype):
+    """A shared element that is not finite, an element that is not, and a residual that overflows; in every place of a
+    vector, so that they meet others."""
+    large, inf, nan = 0.9 * torch.finfo(dtype).max, torch.inf, torch.nan
+    pairs = [(1.5, nan), (-2.5, inf), (0.0, -inf), (large, nan), (nan, 1.0), (inf, -1.0), (-inf, inf), (inf, inf)]
+    pairs += [(nan, nan), (large, -large), (-large, large), (large / 4, -large), (-3.0, 2.0)]
+    expert, shared = (torch.tensor(numbers, dtype=dtype).repeat(7) for numbers in zip(*pairs, strict=True))
+    values, indices = check_encode(expert, shared, expert.numel())
+    check_decode(values, indices, shared, torch.empty_like(shared))
+    same_values(kernels.sr_decode(values, indices, shared), expert)
+    first = kernels.sr_encode(expert, shared, 12 * 7)  # they are the largest, so that none of them waits
+    decoded = kernels.sr_decode(*first, shared)
+    sent_whole = torch.arange(expert.numel()) % len(pairs) != len(pairs) - 1
+    same_values(decoded[sent_whole], expert[sent_whole])
+
+
+def test_a_residual_that_rounding_takes_past_the_largest_number():
+    """65456 is a tie that rounds up to 65472, of which with 48 the sum would be infinite."""
+    expert, shared = (torch.tensor(numbers, dtype=torch.float16) for numbers in ([65504.0, -65504.0], [48.0, -48.0]))
+    values, indices = check_encode(expert, shared, 2)
+    assert values.tolist() == [65440, -65440]
+    check_decode(values, indices, shared, torch.empty_like(shared))
+    assert kernels.sr_decode(values, indices, shared).isfinite().all()
 
 
 def test_decode_of_what_exceeds_the_caches():

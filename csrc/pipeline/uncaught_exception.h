@@ -1,0 +1,15 @@
+// What a thread died of that is not Python's, such as one of Gloo's that gets a longer message than it expects.
+#pragma once
+
+#include <string>
+
+namespace moe_opt {
+
+// An exception that nobody catches ends the process with SIGABRT, and nobody says which rank that was, or where. From
+// now on its thread waits some seconds before, in which another one can say so and end the process better.
+void keep_uncaught_exceptions();
+
+// Its message; empty: there has been none.
+std::string uncaught_exception();
+
+}  // namespace moe_opt

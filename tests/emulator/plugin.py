@@ -1,0 +1,95 @@
+"""`pytest -p tests.emulator.plugin tests/gpu`: where there is no GPU, `torch.device("cuda")` is the emulator.
+
+PyTorch decides while it is imported what devices there are, and the emulator's build of the extension takes the place
+of the package's own: both want a process in which neither has been imported.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import importlib.util
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+NAME = "megatron_moe_opt._C"
+
+
+def load(module: Path) -> ctypes.CDLL:
+    """Makes the build at `module` the package's extension, and PyTorch's "cuda". Returns its switches: device.cpp."""
+    if "torch" in sys.modules:
+        raise RuntimeError("torch is imported already: the emulator needs a process of its own")
+    libraries = Path(importlib.util.find_spec("torch").submodule_search_locations[0]) / "lib"
+    ctypes.CDLL(str(libraries / "libtorch_global_deps.so"), mode=ctypes.RTLD_GLOBAL)
+    for library in ("libc10.so", "libtorch_cpu.so", "libtorch.so", "libshm.so", "libtorch_python.so"):
+        ctypes.CDLL(str(libraries / library))
+    switches = ctypes.CDLL(str(module))
+    _answer_for_cuda(switches)
+    spec = importlib.util.spec_from_file_location("_C", module)
+    extension = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(extension)
+    sys.modules[NAME] = extension
+    return switches
+
+
+class _Stream:
+    """Work is done when it is issued: nothing to wait for."""
+
+    def synchronize(self) -> None:
+        """Returns at once."""
+
+    def query(self) -> bool:
+        """Whether all is done."""
+        return True
+
+
+def _answer_for_cuda(switches: ctypes.CDLL) -> None:
+    """torch.cuda, which a build of PyTorch without CUDA leaves empty."""
+    import torch
+
+    streams = [_Stream()]
+
+    @contextlib.contextmanager
+    def stream(which: _Stream) -> Iterator[None]:
+        streams.append(which)
+        try:
+            yield
+        finally:
+            streams.pop()
+
+    answers = {
+        "_lazy_init": lambda: None,
+        "is_available": lambda: True,
+        "is_initialized": lambda: True,
+        "device_count": lambda: 1,
+        "current_device": lambda: 0,
+        "_exchange_device": lambda index: 0,
+        "_maybe_exchange_device": lambda index: 0,
+        "synchronize": lambda device=None: None,
+        "mem_get_info": lambda device=None: (2**30, 2**30),
+        "Stream": _Stream,
+        "stream": stream,
+        "current_stream": lambda device=None: streams[-1],
+        "_sleep": lambda cycles: None,
+        "set_sync_debug_mode": lambda mode: switches.emulator_refuse_synchronisation(mode == "error"),
+    }
+    for name, answer in answers.items():
+        setattr(torch.cuda, name, answer)
+    torch.Tensor.pin_memory = lambda self, device=None: self
+
+
+def _has_gpu() -> bool:
+    asked = "import torch; raise SystemExit(not torch.cuda.is_available())"
+    return subprocess.run([sys.executable, "-c", asked]).returncode == 0
+
+
+switches: ctypes.CDLL | None = None
+if not _has_gpu():
+    given = os.environ.get("MOE_OPT_EMULATOR")  # the module of a mutant
+    if given is None:
+        build = [sys.executable, "-m", "tests.emulator.build"]
+        given = subprocess.run(build, check=True, stdout=subprocess.PIPE, text=True).stdout.strip()
+    switches = load(Path(given))

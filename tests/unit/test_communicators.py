@@ -1,0 +1,90 @@
+"""No rank waits for another one in two communicators, whatever the queues and whatever the ranks' rows."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from megatron_moe_opt.schedules import monta, mpmoe, parm
+from megatron_moe_opt.schedules.monta import ChunkBytes
+from megatron_moe_opt.schedules.mpmoe import PartitionRows, RowBytes
+from megatron_moe_opt.schedules.schedule import Schedule
+from tests.accelerator.communicators import Mismatch, meet
+from tests.accelerator.executor_library import SoftwareExecutor, Work
+from tests.accelerator.makespans import LANES, caller_lane
+from tests.accelerator.software import CALLER, Device, Queues, Stuck
+
+MEMBERS = {
+    "ep": [(0, 2), (1, 3)],
+    "expert-tp": [(0, 1), (2, 3)],
+    parm.JOINT: [(0, 1, 2, 3)],
+    parm.TP: [(0, 1), (2, 3)],
+}
+
+
+def issue(executor: SoftwareExecutor, device: Device, schedule: Schedule) -> None:
+    ops = [
+        (LANES.index(op.lane), op.waits_for, [lambda op=op: Work(group=op.group, label=str(op))]) for op in schedule.ops
+    ]
+    executor.issue(device, ops, caller_lane(schedule))
+
+
+def layer_passes(rank: int, count: int) -> list[list[Schedule]]:
+    """Forward and backward of a layer under each system, with this rank's own numbers of rows."""
+    chooser = random.Random(rank)
+    chunks = [ChunkBytes(chooser.randrange(9), chooser.randrange(9)) for _ in range(count)]
+    partitions = [PartitionRows(chooser.randrange(9), chooser.randrange(9)) for _ in range(count)]
+    row = RowBytes(2, 1, 3)
+    return [
+        *([monta.dispatch(level, chunks, 2, 2), monta.combine(level, chunks, 2, 2)] * 2 for level in ("O2", "O3")),
+        [parm.dispatch(chunks, 2), parm.combine(chunks, 2)] * 2,
+        [parm.dispatch(chunks, 2), parm.combine_and_gather(9, chunks, 2)] * 2,
+        *(
+            [mpmoe.forward(strategy, partitions, row, 2, 2), mpmoe.backward(strategy, partitions, row, 2, 2)]
+            for strategy in mpmoe.STRATEGIES
+        ),
+    ]
+
+
+@pytest.mark.parametrize("queues", Queues)
+@pytest.mark.parametrize("count", [1, 4])
+def test_ranks_with_other_rows_meet(software_executor, count, queues):
+    for system in range(len(layer_passes(0, 1))):
+        devices = {rank: Device(queues) for rank in range(4)}
+        for rank, device in devices.items():
+            for schedule in layer_passes(rank, count)[system]:
+                issue(software_executor, device, schedule)
+        meet(devices, MEMBERS)
+
+
+def call(device: Device, group: str, label: str) -> None:
+    """A collective that the caller's stream waits for."""
+    issued = device.launch(("group", group), [device.last.get(CALLER)], label=label)
+    device.launch(CALLER, [issued])
+
+
+def test_ranks_that_wait_for_each_other_are_named():
+    """Whoever issues in another order: as if the order were that of a rank's own bytes."""
+    for queues, orders, hangs in (
+        (Queues.ONE, (("ep", "expert-tp"), ("ep", "expert-tp")), False),
+        (Queues.ONE, (("ep", "expert-tp"), ("expert-tp", "ep")), True),
+    ):
+        devices = {rank: Device(queues) for rank in range(2)}
+        for device, order in zip(devices.values(), orders, strict=True):
+            for group in order:
+                call(device, group, f"all_gather of {group}")
+        members = {"ep": [(0, 1)], "expert-tp": [(0, 1)]}
+        if not hangs:
+            meet(devices, members)
+            continue
+        with pytest.raises(Stuck, match="rank 0: all_gather of ep .*; rank 1: all_gather of expert-tp"):
+            meet(devices, members)
+
+
+def test_ranks_that_call_different_collectives_are_named():
+    devices = {rank: Device(Queues.MANY) for rank in range(2)}
+    for rank, device in devices.items():
+        call(device, "ep", ("all_gather", "all_to_all")[rank])
+    with pytest.raises(Mismatch, match=r"ep of ranks \(0, 1\): rank 1 calls all_to_all, rank 0 all_gather"):
+        meet(devices, {"ep": [(0, 1)]})
