@@ -168,7 +168,14 @@ class ExpertCommunicator:
                     beside.ended()
             return parts.view(-1).to(gradients.dtype)
 
-        return communication_lane("experts", gradients.device).submit(reduce)
+        arrived, held = communication_lane("experts", gradients.device).submit(reduce), [gradients]
+
+        def wait() -> torch.Tensor:
+            total = arrived()
+            held.clear()  # not before: their memory would be others' while the lane reads it
+            return total
+
+        return wait
 
 
 _communicators: dict[tuple[DomainGroups, int, int | None], ExpertCommunicator] = {}
@@ -232,7 +239,7 @@ class MigratedExperts:
         news[1 : 1 + len(self._following)] = 0
         if self._sent is not None:
             # A pass that is repeated for its backward pass has the weights that it had.
-            news[0] = 0 if is_recomputing() else ~self.weights.equal(self._sent)
+            news[:1].zero_() if is_recomputing() else news[:1].copy_(~self.weights.equal(self._sent))
         return news
 
     def fetch(self, news: Sequence[int]) -> None:
