@@ -33,6 +33,7 @@ from megatron_moe_opt.runtime.communication_lane import communication_lane, fini
 from megatron_moe_opt.runtime.expert_codec import LargestWeights, TrackedExperts, WholeExperts
 from megatron_moe_opt.runtime.expert_gradients import CompressedGradients, WholeGradients
 from megatron_moe_opt.runtime.expert_weights import ExpertWeights
+from megatron_moe_opt.runtime.layer_place import Place, belonging_to, place
 from megatron_moe_opt.runtime.recomputation import is_recomputing
 from megatron_moe_opt.runtime.recording import Beside
 from megatron_moe_opt.runtime.stages import Stages
@@ -219,6 +220,8 @@ class MigratedExperts:
         """The layer whose pass came after this one's."""
         self._following: list[MigratedExperts] = []
         self._sent: torch.Tensor | None = None
+        self._place: Place | None = None
+        """The last pass of the layer, to which belongs what is gathered for it while other layers run."""
         self._arrived: ArrivedExperts | None = None
 
     def describe(self) -> str:
@@ -245,7 +248,7 @@ class MigratedExperts:
         Args:
             news: the greatest of all ranks' `news`: they all do the same.
         """
-        communicator = self.communicator
+        communicator, self._place = self.communicator, place()
         communicator.note_pass(self)
         changed, *gone = news
         if changed:
@@ -277,12 +280,16 @@ class MigratedExperts:
         self._sent = self.weights.current()
         message, decode = self.codec.encode(self._sent, self._arrived and self._arrived.experts)
         # Passes that still need the old ones keep them.
-        gather = functools.partial(self.communicator.gather, message)
+        gather = functools.partial(self._gather, message)
         before = self._arrived
         self._arrived = ArrivedExperts(gather, decode, self.own)
         if self.communicator.residents is not None:
             self.communicator.residents.leave(before)
             self.communicator.residents.use(self._arrived)
+
+    def _gather(self, message: torch.Tensor) -> Callable[[], torch.Tensor]:
+        with belonging_to(self._place):
+            return self.communicator.gather(message)
 
     def gathered(self) -> torch.Tensor:
         """[owners, numel]: the experts of the ranks of the domains, waited for; not all codecs give the own ones."""
@@ -398,8 +405,8 @@ class _Migrate(Function):
         flat = empty((len(migrated.owners), weights.numel), ctx.dtype, ctx.device)
         number = len(weights.slots)
         parts = iter([grads[first : first + number] for first in range(0, len(grads), number)])
-        for place in range(len(migrated.owners)):
-            weights.flatten([None] * number if place == migrated.own else next(parts), flat[place])
+        for owner in range(len(migrated.owners)):
+            weights.flatten([None] * number if owner == migrated.own else next(parts), flat[owner])
         arrived = migrated.communicator.reduce(flat, migrated.gradients)
         ctx.returned.wait = lambda: weights.views(arrived())
         stand_in = flat.new_zeros(())  # what autograd needs to go on to _Lend
