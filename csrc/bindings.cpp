@@ -1023,6 +1023,11 @@ PYBIND11_MODULE(_C, m) {
     return std::make_shared<pipeline::Executor>(static_cast<int>(lanes));
   }));
   define(executor, "run", run_ops<pipeline::Executor>);
+  const auto give_up = [](const std::shared_ptr<pipeline::Executor>& executor) {
+    check(executor != nullptr, "the executor is None");
+    executor->give_up();
+  };
+  define(executor, "give_up", give_up, no_gil);
 #ifdef MOE_OPT_CUDA
   py::class_<pipeline::StreamExecutor, std::shared_ptr<pipeline::StreamExecutor>>(m, "StreamExecutor")
       .def(py::init([](const std::vector<int>& priorities) {

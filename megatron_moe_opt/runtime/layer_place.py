@@ -33,7 +33,12 @@ _beside = threading.local()
 
 def place() -> Place | None:
     """Where the calling thread is; None before the first pass of a layer."""
-    return getattr(_beside, "place", None) or _now
+    return _beside.place if is_beside() else _now
+
+
+def is_beside() -> bool:
+    """Whether the calling thread works in the background for a pass."""
+    return hasattr(_beside, "place")
 
 
 def describe_place() -> str:
@@ -41,8 +46,8 @@ def describe_place() -> str:
     return str(place() or "before the first MoE layer")
 
 
-def enter(new: Place) -> None:
-    """A pass begins."""
+def enter(new: Place | None) -> None:
+    """A pass begins, or goes on."""
     global _now
     _now = new
 
@@ -69,10 +74,22 @@ def passing(new: Place) -> Iterator[None]:
 
 
 @contextmanager
-def working_beside(passed: Place | None) -> Iterator[None]:
-    """What a thread does in the background for a pass."""
-    _beside.place = None if passed is None else replace(passed, direction="background", is_inside=True)
+def belonging_to(passed: Place | None) -> Iterator[None]:
+    """What is submitted to a lane inside is for that pass; None: for the one under way."""
+    outer = _now
+    if passed is not None:
+        enter(passed)
     try:
         yield
     finally:
-        _beside.place = None
+        enter(outer)
+
+
+@contextmanager
+def working_beside(passed: Place | None) -> Iterator[None]:
+    """What a thread does in the background for a pass."""
+    _beside.place = None if passed is None else replace(passed, direction="background")
+    try:
+        yield
+    finally:
+        del _beside.place
