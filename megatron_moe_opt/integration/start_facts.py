@@ -18,6 +18,8 @@ from megatron_moe_opt.versions import megatron_version
 
 _SIZES = ("num_moe_experts", "hidden_size", "sequence_parallel", "params_dtype")
 """Fields of a configuration, besides those of MoE layers, that rows depend on."""
+_PREFIXES = ("moe_", "recompute_")
+"""Of fields that MoE layers depend on: a pass that is recomputed sends its rows again."""
 _PLAIN = (bool, int, float, str, torch.dtype)
 
 
@@ -43,7 +45,7 @@ def facts_of(options: Options, arguments: Sequence[str] = ()) -> dict[str, str |
 
 def facts_of_layer(options: Options, name: str, config: Any) -> dict[str, str | None]:
     """Those, and what the configuration says of its MoE layers, whose dispatcher has this name."""
-    values = {field: value for field, value in vars(config).items() if field.startswith("moe_") or field in _SIZES}
+    values = {name: value for name, value in vars(config).items() if name.startswith(_PREFIXES) or name in _SIZES}
     of_config = {
         f"--{field.replace('_', '-')}": _shown(value)
         for field, value in sorted(values.items())

@@ -25,7 +25,7 @@ def build(dispatcher: str, ours: dict[str, Any], theirs: dict[str, Any]) -> None
 
     told = theirs if dist.get_rank() == ODD else ours
     options = {name: value for name, value in told.items() if name in Options.__dataclass_fields__}
-    config = {name: value for name, value in told.items() if name.startswith("moe_")}
+    config = {name: value for name, value in told.items() if name.startswith(("moe_", "recompute_"))}
     with parallel(ep=4), pytest.MonkeyPatch.context() as patch:
         patch.setattr(start_facts, "__version__", told.get("version", "1"))
         megatron_moe_opt.register(Options(**options))
@@ -53,6 +53,10 @@ def build(dispatcher: str, ours: dict[str, Any], theirs: dict[str, Any]) -> None
         (
             "parm", {}, {"moe_token_dispatcher_type": "monta"},
             "--moe-token-dispatcher-type is parm on ranks 0, 1, 3 and monta on rank 2",
+        ),
+        (
+            "mpmoe", {}, {"recompute_granularity": "selective"},
+            "--recompute-granularity is not given on ranks 0, 1, 3 and selective on rank 2",
         ),
         ("monta", {}, {"version": "2"}, "megatron-moe-opt is 1 (interface"),
     ],
