@@ -28,7 +28,7 @@ SHAPES = {
     "wide-rows": (sized(512, 6), 7168, 128, 8, 0.0),
     "very-wide-rows": (sized(40, 3), 20000, 8, 2, 0.0),
     "many-experts": (sized(257, 70), 512, 1024, 8, 0.5),
-    "most-experts": (33, 64, 6000, 8, 0.0),  # more than 48 KB of shared memory
+    "most-experts": (33, 64, sized(6000, 3100), 8, 0.0),  # more than 48 KB of shared memory
     "every-expert": (70, 96, 300, 300, 0.0),  # more rows of a token than one stage holds
 }
 CAPACITIES = [None, 0, 5]
