@@ -1008,7 +1008,8 @@ PYBIND11_MODULE(_C, m) {
         check(lanes <= kMostLanes, lanes, " lanes: at most ", kMostLanes);
         return std::make_shared<pipeline::Executor>(static_cast<int>(lanes));
       }))
-      .def("run", run_ops<pipeline::Executor>);
+      .def("run", run_ops<pipeline::Executor>)
+      .def("give_up", &pipeline::Executor::give_up, no_gil);
 #ifdef MOE_OPT_CUDA
   py::class_<pipeline::StreamExecutor, std::shared_ptr<pipeline::StreamExecutor>>(m, "StreamExecutor")
       .def(py::init([](const std::vector<int>& priorities) {

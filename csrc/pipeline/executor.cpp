@@ -30,6 +30,17 @@ struct Executor::Run {
   void fail(int op, const PeerError& error) {
     if (failure) return;  // the first one counts; the others are its consequences
     failure = Failure{op, error.peer, error.what()};
+    abort_running();
+  }
+
+  void give_up() {
+    for (int op = 0; op < static_cast<int>(ops.size()) && !failure; ++op) {
+      if (!done[op] && running[ops[op].lane] != nullptr) failure = Failure{op, -1, "given up"};
+    }
+    if (failure) abort_running();
+  }
+
+  void abort_running() {
     for (Action* action : running) {
       if (action != nullptr) action->abort();
     }
@@ -89,6 +100,7 @@ struct Executor::Lanes {
   std::mutex one_run;
   std::mutex mutex;  // guards all below, and the state of a run
   std::condition_variable changed;
+  Run* under_way = nullptr;
   std::vector<Run*> assigned;  // the run that a lane's thread has yet to take up, or null
   std::vector<std::thread> threads;
   bool stopping = false;
@@ -185,6 +197,7 @@ std::optional<Failure> Executor::run(const std::vector<Op>& ops, int caller_lane
   }
   Run run{ops, spans,        Clock::now(),       std::vector<bool>(ops.size()), std::vector<Action*>(num_lanes_),
           0,   std::nullopt, Inside::innermost()};
+  lanes.under_way = &run;
   for (const Op& op : ops) {
     if (op.lane == caller_lane || lanes.assigned[op.lane] != nullptr) continue;
     lanes.assigned[op.lane] = &run;
@@ -193,7 +206,16 @@ std::optional<Failure> Executor::run(const std::vector<Op>& ops, int caller_lane
   if (run.lanes_left > 0) lanes.changed.notify_all();
   lanes.run_lane(run, caller_lane, lock);
   lanes.changed.wait(lock, [&] { return run.lanes_left == 0; });
+  lanes.under_way = nullptr;
   return run.failure;
+}
+
+void Executor::give_up() {
+  Lanes& lanes = this->lanes();
+  std::lock_guard<std::mutex> lock(lanes.mutex);
+  if (lanes.under_way == nullptr) return;
+  lanes.under_way->give_up();
+  lanes.changed.notify_all();
 }
 
 }  // namespace pipeline

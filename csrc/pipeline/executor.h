@@ -88,6 +88,10 @@ class Executor {
   // std::logic_error where an action of the executor runs it. One run at a time: a second caller waits for the first.
   std::optional<Failure> run(const std::vector<Op>& ops, int caller_lane, std::vector<Span>* spans);
 
+  // Has the run that another thread is in, if any, fail: with the first op under way, and no peer. To be called until
+  // that thread has returned: an action may forget it that is just about to wait.
+  void give_up();
+
  private:
   struct Run;
   struct Lanes;

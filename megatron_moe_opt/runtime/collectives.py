@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -52,6 +53,11 @@ def named_errors(op: str, group: dist.ProcessGroup | None) -> Iterator[None]:
     """
     try:
         yield
+    except GivenUp as end:
+        if failure_board.first_failure() is None:
+            raise
+        what = describe_failure(op, group, str(end))
+        raise CollectiveError(failure_board.explain(what, is_own=False)) from end
     except RuntimeError as error:
         cause = error.__cause__ or error if isinstance(error, CollectiveError) else error
         what = describe_failure(op, group, _reason(cause))
@@ -138,15 +144,20 @@ from those of other users of the group."""
 class GivenUp(BaseException):
     """What a thread waited for on Gloo was ended by another thread of this process. It is no error of anybody's."""
 
+    def __init__(self) -> None:
+        super().__init__("given up")
+
 
 class Waits:
     """What a thread waits for on Gloo, so that another thread can end it."""
 
     _of_thread = threading.local()
+    _all: WeakSet[Waits] = WeakSet()
 
     def __init__(self) -> None:
         self._works: tuple[dist.Work, ...] = ()
         self._ended = False
+        Waits._all.add(self)
 
     @classmethod
     def here(cls) -> Waits:
@@ -176,6 +187,15 @@ class Waits:
         self._ended = True
         for work in self._works:
             _C.abort_work(work)
+
+    @classmethod
+    def end_all(cls) -> None:
+        """Those of all threads."""
+        for waits in list(cls._all):
+            waits.end()
+
+
+failure_board.interrupted_by(Waits.end_all)
 
 
 @dataclass(frozen=True)

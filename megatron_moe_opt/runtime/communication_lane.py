@@ -129,7 +129,7 @@ class StreamLane:
                 begun.task.advance()
                 if begun.task.result is not None:
                     begun.done = self._stream.record_event()
-        self._begun = [begun for begun in self._begun if begun.done is None]
+        self._begun = [begun for begun in self._begun if begun.task.result is None]
 
     def finish(self) -> None:
         """Waits until all that was submitted has ended."""

@@ -41,6 +41,7 @@ class Executor:
             self._runner = _C.StreamExecutor([_PRIORITY.get(lane, 0) for lane in _LANES])
         else:
             self._runner = _C.Executor(len(_LANES))
+            failure_board.interrupted_by(self._runner.give_up)
 
     def run(self, schedule: Schedule, steps: Sequence[Steps], record: bool = False) -> Timeline | None:
         """Runs every op; steps[i] is what schedule.ops[i] does.
@@ -65,7 +66,7 @@ class Executor:
             cause = next((errors[0] for errors in steps[failure[0]].raised if errors), None)
             if cause is not None and not isinstance(cause, Exception):
                 raise cause  # KeyboardInterrupt and the like
-            raise _lane_error(schedule, steps, *failure) from cause
+            raise _lane_error(schedule, steps, *failure, cause) from cause
         if recorded:
             note(schedule, times, began)
         return Timeline.of_times(schedule, times) if record else None
@@ -91,7 +92,9 @@ def _executor(device_type: str, index: int | None) -> Executor:
         return Executor(device_type)
 
 
-def _lane_error(schedule: Schedule, steps: Sequence[Steps], index: int, peer: int, reason: str) -> LaneError:
+def _lane_error(
+    schedule: Schedule, steps: Sequence[Steps], index: int, peer: int, reason: str, cause: Exception | None
+) -> LaneError:
     op, group, lost = schedule.ops[index], steps[index].group, None
     what = f"lane {op.lane.value}: {op}"
     if group is None:
@@ -103,4 +106,5 @@ def _lane_error(schedule: Schedule, steps: Sequence[Steps], index: int, peer: in
         what = describe_failure(what, group, reason)
     if place() is None:
         what = f"{schedule.name}: {what}"
-    return LaneError(failure_board.explain(what, is_own=group is None, peer=lost))
+    is_own = group is None and not (cause and failure_board.is_of_communication(cause))
+    return LaneError(failure_board.explain(what, is_own, lost if isinstance(lost, int) else None))

@@ -27,7 +27,7 @@ from torch.utils.checkpoint import _StopRecomputationError
 from megatron_moe_opt.errors import ConfigurationError, LayerError, RoutingError, printable, reason
 from megatron_moe_opt.kernels.extension import load_extension
 from megatron_moe_opt.runtime.job_store import connect_to_job_store
-from megatron_moe_opt.runtime.layer_place import describe_place
+from megatron_moe_opt.runtime.layer_place import describe_place, is_beside
 
 _C = load_extension()
 
@@ -47,8 +47,6 @@ _GONE = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
 """Of an error of a connection whose other end is closed."""
 
 _ALARM, _FIRST, _SEEN, _END = "alarm", "first", "seen", b"end"
-
-Interrupt = Callable[[], None]
 
 
 @dataclass(frozen=True)
@@ -81,8 +79,8 @@ class FailureBoard:
 
     def report(self, what: str) -> Failure:
         """This rank has failed. Returns the job's first failure, this one unless another rank was before it."""
-        self._raised.set()
-        return self._settle(lambda: self._claim(self.rank, what), what)
+        where = describe_place()
+        return self._settle(lambda: self._claim(self.rank, what, where), what, where)
 
     def notice(self, what: str, peer: int | None = None) -> Failure:
         """A collective of this rank has failed, for which another rank is to blame. Returns the job's first failure.
@@ -90,8 +88,13 @@ class FailureBoard:
         Args:
             peer: the rank that this one has lost, where that is known.
         """
-        self._raised.set()
-        return self._settle(lambda: self._read() or self._blame(what, peer), what)
+        where = describe_place()
+        return self._settle(lambda: self._read() or self._blame(what, peer, where), what, where)
+
+    def hears_of_it(self) -> None:
+        """The calling thread raises an error. Unless it works beside the passes, the process is about to end."""
+        if not is_beside():
+            self._raised.set()
 
     def end(self) -> None:
         """At the end of the process. After a failure nothing waits for lanes and groups, which may wait for ever."""
@@ -102,20 +105,21 @@ class FailureBoard:
             time.sleep(2 * POLL_S)  # the others must not look for a store that is gone
         self._watcher.join(STORE_S)
 
-    def _settle(self, find: Callable[[], Failure], what: str) -> Failure:
+    def _settle(self, find: Callable[[], Failure], what: str, where: str) -> Failure:
+        self.hears_of_it()
         if self.first is None:
             found: list[Failure] = []
             if not self._answered(lambda: found.append(find())):
                 server = self.rank if self._served_by_rank is None else self._served_by_rank
                 what = f"it serves the job's store, which is gone, as rank {self.rank} found: {what}"
-                found = [Failure(server, os.environ.get("MASTER_ADDR", "unknown"), describe_place(), what)]
+                found = [Failure(server, os.environ.get("MASTER_ADDR", "unknown"), where, what)]
             self._say(found[0])
         return self.first
 
-    def _claim(self, rank: int, what: str) -> Failure:
+    def _claim(self, rank: int, what: str, where: str) -> Failure:
         """Writes that a rank has failed, unless one is written already; waits until the other ranks have read it."""
         host = socket.gethostname() if rank == self.rank else self._host_of(rank)
-        mine = json.dumps(asdict(Failure(rank, host, describe_place(), printable(what))))
+        mine = json.dumps(asdict(Failure(rank, host, where, printable(what))))
         first = Failure(**json.loads(self._store.compare_set(_FIRST, "", mine)))
         self._store.set(_ALARM, "")
         self._say(first)
@@ -127,21 +131,21 @@ class FailureBoard:
         while self._store.add(_SEEN, 0) < by and time.monotonic() < deadline:
             time.sleep(POLL_S / 10)
 
-    def _blame(self, what: str, peer: int | None) -> Failure:
+    def _blame(self, what: str, peer: int | None, where: str) -> Failure:
         if peer is not None and any(sign in what for sign in _GONE):
             # Who fails otherwise writes before it ends; and torchrun, which has seen the end too, ends this rank soon.
-            return self._claim(peer, f"its process has ended, as rank {self.rank} found: {what}")
+            return self._claim(peer, f"its process has ended, as rank {self.rank} found: {what}", where)
         silent = self._call_roll()
         if (first := self._read()) is not None:
             return first
         if not silent:
             if peer is None:
-                return self._claim(self.rank, what)
-            return self._claim(peer, f"rank {self.rank} has lost it, though its process runs: {what}")
+                return self._claim(self.rank, what, where)
+            return self._claim(peer, f"rank {self.rank} has lost it, though its process runs: {what}", where)
         rank = peer if peer in silent else silent[0]
         others = [other for other in silent if other != rank]
         nor = f", nor {'do ranks' if len(others) > 1 else 'does rank'} {', '.join(map(str, others))}" if others else ""
-        return self._claim(rank, f"it does not answer any more{nor}, as rank {self.rank} found: {what}")
+        return self._claim(rank, f"it does not answer any more{nor}, as rank {self.rank} found: {what}", where)
 
     def _call_roll(self) -> list[int]:
         """The ranks that do not answer; none where a failure is written meanwhile."""
@@ -202,8 +206,12 @@ class FailureBoard:
             self._store.add(_SEEN, 1)
         except RuntimeError:
             return  # the store is gone: at the end of the job, or a collective with who served it fails
-        threading.Thread(target=_interrupt_all, daemon=True).start()
-        if self._raised.wait(GRACE_S):
+        threading.Thread(target=_abort_nccl, daemon=True).start()
+        deadline = time.monotonic() + GRACE_S
+        while not self._raised.wait(POLL_S / 4) and time.monotonic() < deadline:
+            for interrupt in _interrupts:
+                interrupt()
+        if self._raised.is_set():
             self._stopped.wait(END_S)
         if not self._stopped.is_set():
             self._exit()
@@ -232,18 +240,17 @@ def _here(rank: int) -> str:
     return f"here/{rank}"
 
 
-_interrupts: list[Interrupt] = []
+_interrupts: list[Callable[[], None]] = []
 
 
-def interrupted_by(interrupt: Interrupt) -> None:
-    """Has `interrupt` called, in another thread, when a rank has failed."""
+def interrupted_by(interrupt: Callable[[], None]) -> None:
+    """Has `interrupt` called, in another thread, when a rank has failed: again and again until this one has raised."""
     _interrupts.append(interrupt)
 
 
-def _interrupt_all() -> None:
-    for interrupt in _interrupts:
-        interrupt()
-    for group in list(dist.distributed_c10d._world.pg_map):  # Gloo's pending collectives cannot be ended
+def _abort_nccl() -> None:
+    """Gloo's abort ends nothing that waits: there sends and receives are interrupted, and other collectives are not."""
+    for group in list(dist.distributed_c10d._world.pg_map):
         if "nccl" in dist.get_backend(group):
             group.abort()
 
@@ -305,7 +312,11 @@ def told() -> Iterator[None]:
     """Errors raised inside become LayerErrors, and all ranks are told. Those that say what to change stay as is."""
     try:
         yield
-    except (LayerError, _StopRecomputationError):
+    except _StopRecomputationError:
+        raise
+    except LayerError:
+        if _board is not None:
+            _board.hears_of_it()
         raise
     except (ConfigurationError, RoutingError) as error:
         explain(str(error), is_own=True)
@@ -315,10 +326,10 @@ def told() -> Iterator[None]:
 
 
 def _explain(error: Exception) -> str:
-    return explain(f"{type(error).__name__}: {reason(error)}", is_own=not _is_of_communication(error))
+    return explain(f"{type(error).__name__}: {reason(error)}", is_own=not is_of_communication(error))
 
 
-def _is_of_communication(error: BaseException) -> bool:
+def is_of_communication(error: BaseException) -> bool:
     """Whether another rank is to blame, or the network."""
     return isinstance(error, dist.DistError) or any(name in str(error) for name in ("/gloo/", "NCCL"))
 

@@ -33,7 +33,12 @@ _beside = threading.local()
 
 def place() -> Place | None:
     """Where the calling thread is; None before the first pass of a layer."""
-    return getattr(_beside, "place", None) or _now
+    return _beside.place if is_beside() else _now
+
+
+def is_beside() -> bool:
+    """Whether the calling thread works in the background for a pass."""
+    return hasattr(_beside, "place")
 
 
 def describe_place() -> str:
@@ -71,8 +76,8 @@ def passing(new: Place) -> Iterator[None]:
 @contextmanager
 def working_beside(passed: Place | None) -> Iterator[None]:
     """What a thread does in the background for a pass."""
-    _beside.place = None if passed is None else replace(passed, direction="background", is_inside=True)
+    _beside.place = None if passed is None else replace(passed, direction="background")
     try:
         yield
     finally:
-        _beside.place = None
+        del _beside.place

@@ -107,6 +107,27 @@ void test_failures_wake_lanes_that_wait(Executor& executor) {
   }
 }
 
+// Another thread ends a run whose ops wait for ever; the executor can be used again.
+void test_runs_are_given_up(Executor& executor) {
+  executor.give_up();  // nothing is under way
+  for (int round = 0; round < 20; ++round) {
+    auto blocked = std::make_shared<Blocked>();
+    auto ran_after = std::make_shared<std::atomic<int>>(0);
+    const auto count = std::make_shared<Function>([ran_after] { ++*ran_after; });
+    const std::vector<Op> ops = {{0, {}, {blocked}}, {1, {0}, {count}}, {2, {}, {std::make_shared<Function>([] {})}}};
+    std::atomic<bool> returned{false};
+    std::thread other([&] {
+      while (!returned) executor.give_up();
+    });
+    const auto failure = executor.run(ops, round % 3, nullptr);
+    returned = true;
+    other.join();
+    expect(failure && failure->peer == -1 && failure->reason == "given up", "a run that is given up");
+    expect(*ran_after == 0, "nothing starts after a run was given up");
+    expect(!executor.run({{0, {}, {count}}, {1, {0}, {count}}}, 0, nullptr), "a run after it");
+  }
+}
+
 void test_refusals(Executor& executor) {
   for (const std::vector<Op>& ops : {std::vector<Op>{{kLanes, {}, {}}},
                                      {{-1, {}, {}}},
@@ -196,6 +217,7 @@ int main() {
     test_random_graphs(executor);
     test_failures(executor);
     test_failures_wake_lanes_that_wait(executor);
+    test_runs_are_given_up(executor);
     test_refusals(executor);
     test_callers_take_turns(executor);
     test_reentry(executor);

@@ -284,6 +284,8 @@ CALLS: dict[str, Callable[[Draw], list[Any]]] = {
     "new_cuda_stream": lambda draw: [draw.randint(-3, 1)],
     "build_info": lambda draw: [],
     "select_cpu_kernels": lambda draw: [draw.choice(("generic", "avx2", "avx512", "best", "", "a\0b", "\udc80"))],
+    "keep_uncaught_exceptions": lambda draw: [],
+    "uncaught_exception": lambda draw: [],
     "host_pool_stats": lambda draw: [],
     "host_pool_trim": lambda draw: [],
     "host_pool_set_limit": lambda draw: [draw.choice((0, 4096, 1 << 20, 1 << 30))],

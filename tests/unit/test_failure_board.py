@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -13,18 +14,21 @@ from tests.ranks.job import free_port
 
 # Layers of their own numbers: what a rank says about itself must not be taken for what the others say about it.
 RANK = """
-import os, signal, sys, time
+import os, signal, sys, threading, time
 import torch
 import torch.distributed as dist
-from megatron_moe_opt.runtime import failure_board
+from megatron_moe_opt.runtime import failure_board, steps
+from megatron_moe_opt.runtime.executor import executor
 from megatron_moe_opt.runtime.layer_place import Place, passing
+from megatron_moe_opt.schedules.schedule import Kind, Lane, Op, Schedule
 rank, fault = int(os.environ["RANK"]), sys.argv[1]
 dist.init_process_group("gloo")
 failure_board.start()
 dist.barrier()
 with passing(Place(rank + 1, "monta", "forward")), failure_board.told():
     if rank == 1:
-        if fault == "raise":
+        if fault == "raise":  # and keeps its connections for a while
+            threading.Thread(target=time.sleep, args=(4,)).start()
             raise ValueError("boom")
         if fault == "end":
             sys.exit()
@@ -33,6 +37,11 @@ with passing(Place(rank + 1, "monta", "forward")), failure_board.told():
         os.kill(os.getpid(), signal.SIGKILL)
     if fault == "end":
         sys.exit()
+    if rank == 0 and fault == "raise":
+        gathered = torch.zeros(3, 4)
+        step = steps.all_gather(gathered[:1], gathered, [1] * 3, dist.group.WORLD)
+        op = Op(Kind.ALL_GATHER, Lane.INTER, 1, group="world")
+        executor().run(Schedule("test", (op,)), [step])
     if rank == 2 and fault == "longer":
         dist.send(torch.zeros(64), 1)
     if rank == 2 and fault == "kill":  # who finds a closed connection, while others wait where nothing is closed
@@ -78,6 +87,11 @@ def test_every_rank_says_who_failed_first_and_ends(fault: str, sentence: str):
     for rank, text in enumerate(said):
         line = next((line for line in text.splitlines() if line.startswith("moe-opt: error: rank 1 (")), "")
         assert (rank == 1 and fault == "kill") or sentence in line, (rank, text)
+
+    if fault == "raise":  # interrupted where it waited
+        assert re.search(r"LaneError: rank 1 .*boom; rank 0 gave up in MoE layer 1 .*chunk 1 .* given up", said[0]), (
+            said[0]
+        )
 
 
 def test_ranks_that_end_say_nothing():

@@ -13,7 +13,7 @@ from megatron_moe_opt.runtime import communication_lane
 from megatron_moe_opt.runtime.collectives import CollectiveError, Pending, named_errors
 from megatron_moe_opt.runtime.communication_lane import HostLane, StreamLane
 from megatron_moe_opt.runtime.stages import Staged
-from tests.accelerator.software import CALLER, Device, Queues, play
+from tests.accelerator.software import CALLER, Adversary, Device, Queues, play
 
 
 def collective(log, name, result=1.0, error=None):
@@ -57,6 +57,8 @@ class Cuda:
     """torch.cuda's streams and events, on a device in software, and collectives of NCCL on it."""
 
     device: Device
+    lacks: str = ""
+    """A method of streams that does nothing."""
     at: object = CALLER
     made: int = 0
 
@@ -73,23 +75,25 @@ class Cuda:
         yield
         self.at = before
 
-    def compute(self, seconds):
-        self.device.launch(self.at, seconds=seconds)
+    def compute(self, seconds=0.0, run=None):
+        self.device.launch(self.at, seconds=seconds, run=run)
 
-    def collective(self, group, seconds):
+    def collective(self, group, seconds=0.0, run=None):
         """On the group's stream behind the current one, which waits for it when it is told to."""
-        issued = self.device.launch(group, [self.device.last.get(self.at)], seconds=seconds)
+        issued = self.device.launch(group, [self.device.last.get(self.at)], seconds=seconds, run=run)
         waitable = SimpleNamespace(wait=lambda: self.device.launch(self.at, [issued]))
         return Pending(str(group), None, waitable, lambda: SimpleNamespace(record_stream=lambda stream: None))
 
     def _stream(self, name):
         last, launch = self.device.last, self.device.launch
-        return SimpleNamespace(
-            name=name,
-            record_event=lambda: last.get(name),
-            wait_event=lambda event: launch(name, [event]),
-            wait_stream=lambda other: launch(name, [last.get(other.name)]),
-        )
+        methods = {
+            "record_event": lambda: last.get(name),
+            "wait_event": lambda event: launch(name, [event]),
+            "wait_stream": lambda other: launch(name, [last.get(other.name)]),
+        }
+        if self.lacks:
+            methods[self.lacks] = lambda *_: None
+        return SimpleNamespace(name=name, **methods)
 
 
 def passes(monkeypatch, queues, layers=4):
@@ -119,3 +123,37 @@ def test_experts_travel_beside_the_layers_whatever_the_queues(monkeypatch):
     many = passes(monkeypatch, Queues.MANY)
     assert many == 1.5 + 4 * 3.0  # the first gather, then layers alone
     assert passes(monkeypatch, Queues.ONE) <= 1.15 * many
+
+
+def in_order(monkeypatch, queues, seed, lacks=""):
+    """Whether a task's collectives see what the caller has queued before, and each other; and the caller sees them."""
+    cuda, done, seen = Cuda(Device(queues), lacks), [], []
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1" if queues is Queues.ONE else "32")
+    monkeypatch.setattr(communication_lane.torch, "cuda", cuda)
+    lane = StreamLane(torch.device("cpu"))
+
+    def gather(number):
+        yield cuda.collective("outer", run=lambda: done.append(("outer", number)))
+        return (yield cuda.collective("inner", run=lambda: done.append(("inner", number))))
+
+    expected, arrives = [], None
+    for number in range(3):
+        cuda.compute(run=lambda number=number: done.append(("weights", number)))
+        arrives = lane.submit(lambda number=number: gather(number))
+        lane.advance()
+        arrives()
+        cuda.compute(run=lambda: seen.append(list(done)))
+        expected += [("weights", number), ("outer", number), ("inner", number)]
+    adversary = Adversary(cuda.device, seed)
+    adversary.run_until(None)
+    return seen == [expected[:3], expected[:6], expected]
+
+
+@pytest.mark.parametrize("queues", Queues)
+def test_a_lane_waits_for_its_caller_and_its_caller_for_it(monkeypatch, queues):
+    assert all(in_order(monkeypatch, queues, seed) for seed in range(20))
+
+
+@pytest.mark.parametrize("lacks", ["wait_stream", "wait_event", "record_event"])
+def test_a_lane_without_one_of_its_waits_is_found(monkeypatch, lacks):
+    assert not all(in_order(monkeypatch, Queues.MANY, seed, lacks) for seed in range(20))
