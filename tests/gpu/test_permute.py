@@ -196,3 +196,11 @@ def test_bad_input_is_refused(device):
         kernels.permute(tokens.cpu(), routing_map)
     with pytest.raises(ValueError, match=r"float64|Double"):
         kernels.permute(tokens.double(), routing_map)
+
+
+def test_a_refused_launch_is_not_the_next_ones_error(device):
+    """20,000 experts need more shared memory than any device has."""
+    with pytest.raises(RuntimeError, match="shared memory for this number of experts"):
+        kernels.build_row_map(torch.ones(1, 20_000, dtype=torch.bool, device=device))
+    routing_map = torch.ones(3, 2, dtype=torch.bool)
+    assert_same_bits(kernels.build_row_map(routing_map.to(device)).rows, kernels.build_row_map(routing_map).rows)
