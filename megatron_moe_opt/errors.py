@@ -14,6 +14,10 @@ class ConfigurationError(ValueError):
         super().__init__(printable(message))
 
 
+class DisagreementError(ConfigurationError):
+    """Ranks were told different things, or some of them were refused what others were not: raised by all together."""
+
+
 class ExtensionError(ImportError):
     """The compiled extension is missing, stale or built for another PyTorch. One sentence that says how to build it."""
 

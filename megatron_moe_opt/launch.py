@@ -15,8 +15,10 @@ from pathlib import Path
 import torch
 
 from megatron_moe_opt import register, use_host_backend
-from megatron_moe_opt.errors import ConfigurationError, ExtensionError, sentence
-from megatron_moe_opt.options import options_help, split_options
+from megatron_moe_opt.errors import ConfigurationError, ExtensionError
+from megatron_moe_opt.integration.start_facts import facts_of
+from megatron_moe_opt.options import Options, options_help, split_options
+from megatron_moe_opt.runtime.same_start import say_together, start_alike
 
 USAGE = "usage: python -m megatron_moe_opt.launch SCRIPT [ARGS...]"
 
@@ -41,29 +43,32 @@ def main(arguments: list[str]) -> None:
     if not arguments or arguments[0].startswith("-"):
         print(f"{USAGE}\n\n{options_help()}")
         sys.exit(0 if arguments[:1] in (["-h"], ["--help"]) else 2)
-    first_rank = os.environ.get("RANK", "0") == "0"
     path = Path(arguments[0])
     try:
-        if not path.is_file():
-            raise ConfigurationError(
-                f"{path} is not a file: give the path of a Megatron script such as pretrain_gpt.py"
-            )
-        # Before anything imports Megatron: a checkout's own megatron.core comes before an installed one.
-        sys.path.insert(0, str(path.resolve().parent))
-        options, remaining = split_options(arguments[1:])
-        if first_rank and {"-h", "--help"} & set(remaining):
-            print(options_help())
-        # Megatron warns, module by module and rank by rank, about libraries that exist for GPUs only.
-        if not torch.cuda.is_available():
-            warnings.filterwarnings("ignore", message="Transformer Engine and Apex are not installed")
-        if use_host_backend() and first_rank:
-            print("moe-opt: no CUDA device, so Megatron-Core runs on CPU over Gloo", flush=True)
-        register(options, refuse_unread=True)
+        _, remaining = start_alike(lambda: _start(path, arguments[1:]), lambda started: facts_of(*started))
         run_script(path, remaining)
     except (ConfigurationError, ExtensionError) as error:
-        if first_rank:
-            print(f"moe-opt: error: {sentence(error)}", file=sys.stderr, flush=True)
+        say_together(error, "moe-opt")
         sys.exit(2)
+
+
+def _start(path: Path, arguments: list[str]) -> tuple[Options, list[str]]:
+    """All that comes before the script. Returns our options, and the script's arguments."""
+    first_rank = os.environ.get("RANK", "0") == "0"
+    if not path.is_file():
+        raise ConfigurationError(f"{path} is not a file: give the path of a Megatron script such as pretrain_gpt.py")
+    # Before anything imports Megatron: a checkout's own megatron.core comes before an installed one.
+    sys.path.insert(0, str(path.resolve().parent))
+    options, remaining = split_options(arguments)
+    if first_rank and {"-h", "--help"} & set(remaining):
+        print(options_help())
+    # Megatron warns, module by module and rank by rank, about libraries that exist for GPUs only.
+    if not torch.cuda.is_available():
+        warnings.filterwarnings("ignore", message="Transformer Engine and Apex are not installed")
+    if use_host_backend() and first_rank:
+        print("moe-opt: no CUDA device, so Megatron-Core runs on CPU over Gloo", flush=True)
+    register(options, refuse_unread=True)
+    return options, remaining
 
 
 if __name__ == "__main__":

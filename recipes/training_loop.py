@@ -40,13 +40,15 @@ from token_data import batches, build_datasets, check_datasets, kind_names
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from megatron_moe_opt import register, use_host_backend
-from megatron_moe_opt.errors import ConfigurationError, LayerError, sentence
+from megatron_moe_opt.errors import ConfigurationError, LayerError
 from megatron_moe_opt.integration import reports
 from megatron_moe_opt.integration.registry import launcher_options
 from megatron_moe_opt.integration.routing_recorder import RoutingRecorder
+from megatron_moe_opt.integration.start_facts import facts_of
 from megatron_moe_opt.options import Options
 from megatron_moe_opt.planning.routing_trace import write_routing_trace
 from megatron_moe_opt.runtime import failure_board
+from megatron_moe_opt.runtime.same_start import say_together, start_alike
 from megatron_moe_opt.runtime.traffic import TrafficCounter
 from megatron_moe_opt.topology.nodes import discover_nodes
 
@@ -360,20 +362,13 @@ def announce(
     )
 
 
-def end(error: Exception, status: int) -> int:
-    """Say why on rank 0, and return the exit status. All ranks end here together.
-
-    The others wait for rank 0: torchrun ends every rank as soon as one has gone. What a rank refuses in the middle of a
-    pass, every rank has said already.
-    """
-    if failure_board.first_failure() is not None:
-        return status
-    if not dist.is_initialized():
-        dist.init_process_group("gloo")
-    if dist.get_rank() == 0:
-        print(f"{PROGRAM}: error: {sentence(error)}", file=sys.stderr, flush=True)
-    dist.barrier()
-    return status
+def begin() -> tuple[argparse.Namespace, Options, Layout]:
+    """Take the command line. Returns arguments and options that can work together."""
+    args, options = parse_arguments(sys.argv[1:])
+    options = launcher_options() or options
+    use_host_backend()
+    register(options, refuse_unread=True)
+    return args, options, check_arguments(args, int(os.environ["WORLD_SIZE"]))
 
 
 @record
@@ -383,17 +378,15 @@ def run_recorded(console: Console) -> int | LayerError:
     Returns the exit status, or the error with which this rank ends because another one has failed.
     """
     try:
-        args, options = parse_arguments(sys.argv[1:])
-        options = launcher_options() or options
-        use_host_backend()
-        register(options, refuse_unread=True)
-        layout = check_arguments(args, int(os.environ["WORLD_SIZE"]))
+        args, options, layout = start_alike(begin, lambda begun: facts_of(begun[1]))
         device = start_distributed(timedelta(minutes=args.distributed_timeout_minutes))
         run(args, options, layout, device, console)
     except ConfigurationError as error:
-        return end(error, status=2)
+        say_together(error, PROGRAM)
+        return 2
     except TrainingError as error:
-        return end(error, status=1)
+        say_together(error, PROGRAM)
+        return 1
     except RankError as error:
         raise LayerError(failure_board.explain(str(error), is_own=True)) from error
     except LayerError as error:

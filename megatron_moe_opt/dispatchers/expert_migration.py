@@ -18,7 +18,6 @@ import torch
 from torch.distributed import ProcessGroup
 
 from megatron_moe_opt.dispatchers.expert_domains import Choosing
-from megatron_moe_opt.kernels import build_row_map
 from megatron_moe_opt.runtime.collectives import all_gather_rows
 from megatron_moe_opt.runtime.expert_communicator import Lent, MigratedExperts
 from megatron_moe_opt.runtime.hop_plan import DomainTables
@@ -120,7 +119,7 @@ class ExpertMigrationDispatcher:
             probs: [T, E], any floating dtype.
             routing_map: bool [T, E].
             capacity: must be None (see integration/checks.py).
-            num_rows: number of routed pairs where it is known without asking the device.
+            num_rows: not needed here.
 
         Returns:
             The tokens as they are, and the state for the other three steps.
@@ -128,11 +127,10 @@ class ExpertMigrationDispatcher:
         facts = RowFacts(tokens.size(1), tokens.dtype, self.topk, probs.dtype)
         if self.domain_groups is None:
             self._settle(self.choosing.choose(tokens.size(0), tokens.device))
-        row_map = build_row_map(routing_map, num_out_tokens=num_rows)
-        experts = experts_of_tokens(row_map, self.topk)
-        routed = experts < row_map.num_experts
-        probs = probs.gather(1, experts.clamp(max=row_map.num_experts - 1)).masked_fill(~routed, 0)
-        counts = self.device_tables(tokens.device).count(experts, row_map.expert_counts)
+        experts = experts_of_tokens(routing_map, self.topk)
+        routed = experts < self.num_experts
+        probs = probs.gather(1, experts.clamp(max=self.num_experts - 1)).masked_fill(~routed, 0)
+        counts = self.device_tables(tokens.device).count(experts, routing_map.sum(0))
         lent = None
         if self.migrated is not None:
             counts = torch.cat([counts, self.migrated.news()])

@@ -91,12 +91,15 @@ class MontaDispatcher:
             Packed rows [R, H + lane], and the state for the other three steps.
         """
         groups = self.groups
+        shape, counts = (groups.ep_size, groups.etp_size, routing_map.size(1)), None
+        if capacity is not None:  # every rank has `capacity` rows for every expert: nothing to ask
+            counts = HostCopy(torch.full(shape, capacity))
+        elif num_rows is None:  # the counts tell, which the host waits for anyway
+            counts = HostCopy(all_gather_rows(routing_map.sum(0), None, groups.joint).view(shape))
+            num_rows = int(counts.wait()[groups.ep_rank, groups.etp_rank].sum())
         row_map = build_row_map(routing_map, capacity=capacity, num_out_tokens=num_rows)
-        shape = (groups.ep_size, groups.etp_size, -1)
-        if capacity is None:
+        if counts is None:
             counts = HostCopy(all_gather_rows(row_map.expert_counts, None, groups.joint).view(shape))
-        else:  # every rank has `capacity` rows for every expert: nothing to ask
-            counts = HostCopy(torch.full((*shape[:2], routing_map.size(1)), capacity))
         return self._pack(tokens, probs, row_map, counts, groups)
 
     def _pack(

@@ -226,7 +226,7 @@ class Controller:
         return allowed, (*refused.values(), *not_allowed), best(allowed).variant
 
     def _agree_on_plan(self, group: dist.ProcessGroup) -> None:
-        """Has all ranks of the group run what the first one reads: nodes may have different files of that name."""
+        """Has all ranks of the group run what the first one reads: other nodes may not have the file."""
         self.plan, self._plan_is_agreed = found_by_first(self._read_plan, group), True
 
     def _read_plan(self) -> Plan:

@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from megatron_moe_opt.errors import ConfigurationError
@@ -106,18 +105,9 @@ def _arrange(layer: Any, path: Path, slots: tuple[int, ...]) -> None:
             f"{FLAG} {path} is not supported for experts of type {type(experts).__name__}, only for SequentialMLP: "
             "change the layer specification, or drop the order"
         )
-    _agree(path, slots, group)
     _exchange_weights(experts, slots, group)
     layer.router.register_forward_hook(_SlotColumns(slots))
     _number_experts(experts, path, slots, group.rank())
-
-
-def _agree(path: Path, slots: tuple[int, ...], group: ProcessGroup) -> None:
-    """Raises on all ranks of the group where they have read different files."""
-    read: list[Any] = [None] * group.size()
-    dist.all_gather_object(read, slots, group=group)
-    if any(other != read[0] for other in read):
-        raise ConfigurationError(f"{FLAG} {path} is not the same file on all ranks: copy one to all nodes")
 
 
 class _SlotColumns:

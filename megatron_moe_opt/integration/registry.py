@@ -15,6 +15,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any, Literal, get_args, get_origin
 
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
 from megatron_moe_opt.dispatchers.deepspeed import DeepSpeedDispatcher
 from megatron_moe_opt.dispatchers.monta import MontaDispatcher
 from megatron_moe_opt.dispatchers.mpmoe import MpmoeDispatcher
@@ -48,9 +51,12 @@ from megatron_moe_opt.integration.replicated_tokens import (
 )
 from megatron_moe_opt.integration.reports import report_with_training_log
 from megatron_moe_opt.integration.seams import seam_moved
+from megatron_moe_opt.integration.start_facts import facts_of_layer
 from megatron_moe_opt.integration.telemetry import watch
+from megatron_moe_opt.integration.timeouts import follow_megatrons_timeouts
 from megatron_moe_opt.options import AUTO, Options
 from megatron_moe_opt.runtime import failure_board
+from megatron_moe_opt.runtime.same_start import Facts, check_alike
 from megatron_moe_opt.topology.expert_groups import ExpertGroups
 from megatron_moe_opt.versions import SUPPORTED_MEGATRON, megatron_version, supports_megatron
 
@@ -80,6 +86,8 @@ EDGES: dict[str, Callable[[Any, Options], None]] = {
 
 _options = Options()
 _refuses_unread = False
+_compared: dict[tuple[int, ...], Facts] = {}
+"""What ranks of a group were found to agree in."""
 
 
 def register(options: Options | None = None, refuse_unread: bool = False) -> None:
@@ -87,6 +95,7 @@ def register(options: Options | None = None, refuse_unread: bool = False) -> Non
     global _options, _refuses_unread
     _options, _refuses_unread = options or Options(), refuse_unread
     new_controller()
+    _compared.clear()
     _check_version()
     try:
         from megatron.core.transformer.moe.moe_layer import MoELayer
@@ -107,6 +116,7 @@ def register(options: Options | None = None, refuse_unread: bool = False) -> Non
     _wrap_moe_layer(MoELayer, PluggedTokenDispatcher)
     wrap_transformer_block()
     prioritize_expert_groups()
+    follow_megatrons_timeouts()
     report_with_training_log()
 
 
@@ -161,8 +171,8 @@ def _wrap_post_init(config_class: type, stock: tuple[str, ...]) -> None:
         with reading_as_alltoall(self) as name:
             stock_post_init(self)
         if name in NAMES:
-            check_config(self, name, _options)
             failure_board.start()  # on ranks without a MoE layer too
+            check_config(self, name, _options)
             if name == AUTO:
                 controller_of(self, _options)  # on ranks without a MoE layer too
         elif self.num_moe_experts is not None:
@@ -197,6 +207,7 @@ def _wrap_moe_layer(layer_class: type, plugged_class: type) -> None:
                 stock_init(self, config, *args, **kwargs)
         if name in NAMES:
             failure_board.start()
+            _compare(_groups_of(self.token_dispatcher).joint, name, config)
         plug = functools.partial(_plug, plugged_class=plugged_class)
         if name == AUTO:
             plan_layer(self, _groups_of(self.token_dispatcher), _options, functools.partial(plug, says=False))
@@ -209,6 +220,19 @@ def _wrap_moe_layer(layer_class: type, plugged_class: type) -> None:
 
     layer_class.__init__ = init
     name_passes(layer_class, NAMES)
+
+
+def _compare(joint: ProcessGroup, name: str, config: Any) -> None:
+    """Has the ranks of a layer's groups compare what they were told. Once: it is the same for the next layers.
+
+    Raises:
+        DisagreementError: on all of them.
+    """
+    facts = facts_of_layer(_options, name, config)
+    ranks = tuple(dist.get_process_group_ranks(joint))
+    if _compared.get(ranks) != facts:
+        check_alike(ranks, facts)
+        _compared[ranks] = facts
 
 
 def _routing(config: Any) -> Routing:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from .extension import load_extension
-from .streams import has_streams
+from .streams import to_device
 
 _C = load_extension()
 
@@ -50,10 +50,7 @@ class ChunkList:
         target_rows = torch.empty_like(counts)
         target_rows[order] = ordered.cumsum(0) - ordered
         lists = torch.stack([source_rows, target_rows, counts])
-        if has_streams(torch.device(device)):
-            # Pinned and not waited for: a copy from pageable memory waits for all that is queued on the stream.
-            lists = lists.pin_memory().to(device, non_blocking=True)
-        return cls(*lists.unbind(), int(counts.sum()))
+        return cls(*to_device(lists, device).unbind(), int(counts.sum()))
 
     def inverse(self) -> ChunkList:
         """The list that moves every row back."""

@@ -17,6 +17,15 @@ def has_streams(device: torch.device) -> bool:
     return device.type in STREAMED
 
 
+def to_device(tensor: torch.Tensor, device: torch.device | str) -> torch.Tensor:
+    """A small tensor of the host on the device, without stopping the caller.
+
+    From pinned memory: a copy from any other begins when all that is queued on the stream is through.
+    """
+    device = torch.device(device)
+    return tensor.pin_memory().to(device, non_blocking=True) if has_streams(device) else tensor
+
+
 def own_stream(device: torch.device) -> torch.cuda.Stream:
     """A stream that nobody else has, for as long as the process lives; see csrc/pipeline/cuda_streams.h."""
     if device.type != "cuda":  # a device in software

@@ -33,6 +33,7 @@ from megatron_moe_opt.runtime.communication_lane import communication_lane, fini
 from megatron_moe_opt.runtime.expert_codec import LargestWeights, TrackedExperts, WholeExperts
 from megatron_moe_opt.runtime.expert_gradients import CompressedGradients, WholeGradients
 from megatron_moe_opt.runtime.expert_weights import ExpertWeights
+from megatron_moe_opt.runtime.layer_place import Place, belonging_to, place
 from megatron_moe_opt.runtime.recomputation import is_recomputing
 from megatron_moe_opt.runtime.recording import Beside
 from megatron_moe_opt.runtime.stages import Stages
@@ -167,7 +168,14 @@ class ExpertCommunicator:
                     beside.ended()
             return parts.view(-1).to(gradients.dtype)
 
-        return communication_lane("experts", gradients.device).submit(reduce)
+        arrived, held = communication_lane("experts", gradients.device).submit(reduce), [gradients]
+
+        def wait() -> torch.Tensor:
+            total = arrived()
+            held.clear()  # not before: their memory would be others' while the lane reads it
+            return total
+
+        return wait
 
 
 _communicators: dict[tuple[DomainGroups, int, int | None], ExpertCommunicator] = {}
@@ -212,6 +220,8 @@ class MigratedExperts:
         """The layer whose pass came after this one's."""
         self._following: list[MigratedExperts] = []
         self._sent: torch.Tensor | None = None
+        self._place: Place | None = None
+        """The last pass of the layer, to which belongs what is gathered for it while other layers run."""
         self._arrived: ArrivedExperts | None = None
 
     def describe(self) -> str:
@@ -229,7 +239,7 @@ class MigratedExperts:
         news[1 : 1 + len(self._following)] = 0
         if self._sent is not None:
             # A pass that is repeated for its backward pass has the weights that it had.
-            news[0] = 0 if is_recomputing() else ~self.weights.equal(self._sent)
+            news[:1].zero_() if is_recomputing() else news[:1].copy_(~self.weights.equal(self._sent))
         return news
 
     def fetch(self, news: Sequence[int]) -> None:
@@ -238,7 +248,7 @@ class MigratedExperts:
         Args:
             news: the greatest of all ranks' `news`: they all do the same.
         """
-        communicator = self.communicator
+        communicator, self._place = self.communicator, place()
         communicator.note_pass(self)
         changed, *gone = news
         if changed:
@@ -270,12 +280,16 @@ class MigratedExperts:
         self._sent = self.weights.current()
         message, decode = self.codec.encode(self._sent, self._arrived and self._arrived.experts)
         # Passes that still need the old ones keep them.
-        gather = functools.partial(self.communicator.gather, message)
+        gather = functools.partial(self._gather, message)
         before = self._arrived
         self._arrived = ArrivedExperts(gather, decode, self.own)
         if self.communicator.residents is not None:
             self.communicator.residents.leave(before)
             self.communicator.residents.use(self._arrived)
+
+    def _gather(self, message: torch.Tensor) -> Callable[[], torch.Tensor]:
+        with belonging_to(self._place):
+            return self.communicator.gather(message)
 
     def gathered(self) -> torch.Tensor:
         """[owners, numel]: the experts of the ranks of the domains, waited for; not all codecs give the own ones."""
@@ -391,8 +405,8 @@ class _Migrate(Function):
         flat = empty((len(migrated.owners), weights.numel), ctx.dtype, ctx.device)
         number = len(weights.slots)
         parts = iter([grads[first : first + number] for first in range(0, len(grads), number)])
-        for place in range(len(migrated.owners)):
-            weights.flatten([None] * number if place == migrated.own else next(parts), flat[place])
+        for owner in range(len(migrated.owners)):
+            weights.flatten([None] * number if owner == migrated.own else next(parts), flat[owner])
         arrived = migrated.communicator.reduce(flat, migrated.gradients)
         ctx.returned.wait = lambda: weights.views(arrived())
         stand_in = flat.new_zeros(())  # what autograd needs to go on to _Lend

@@ -46,8 +46,8 @@ def describe_place() -> str:
     return str(place() or "before the first MoE layer")
 
 
-def enter(new: Place) -> None:
-    """A pass begins."""
+def enter(new: Place | None) -> None:
+    """A pass begins, or goes on."""
     global _now
     _now = new
 
@@ -71,6 +71,18 @@ def passing(new: Place) -> Iterator[None]:
             enter(outer)
         else:
             leave()
+
+
+@contextmanager
+def belonging_to(passed: Place | None) -> Iterator[None]:
+    """What is submitted to a lane inside is for that pass; None: for the one under way."""
+    outer = _now
+    if passed is not None:
+        enter(passed)
+    try:
+        yield
+    finally:
+        enter(outer)
 
 
 @contextmanager

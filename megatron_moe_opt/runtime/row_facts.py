@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron_moe_opt.kernels import LANE_BYTES, RowMap, empty
+from megatron_moe_opt.kernels import LANE_BYTES, empty
 from megatron_moe_opt.kernels.streams import has_streams
 
 
@@ -78,24 +78,19 @@ class RowFacts:
         return lane[:, first : first + self.topk * dtype.itemsize].contiguous().view(dtype)
 
 
-def experts_of_tokens(row_map: RowMap, topk: int) -> torch.Tensor:
+def experts_of_tokens(routing_map: torch.Tensor, topk: int) -> torch.Tensor:
     """int64 [T, K]: the experts of each token, ascending, and E, "no expert", in the places that remain.
+
+    Args:
+        routing_map: bool [T, E].
 
     Raises:
         ValueError: a token has more than K experts (on CUDA an assertion on the device).
     """
-    tokens, experts = row_map.num_tokens, row_map.experts.long()
-    if row_map.num_rows == tokens * topk:
-        numbers = row_map.offsets.diff()
-        _require((numbers == topk).all(), f"tokens must have {topk} experts each")
-        return experts.view(tokens, topk)
-    numbers = row_map.offsets.diff()
-    _require((numbers <= topk).all(), f"a token has more than {topk} experts (--moe-router-topk)")
-    device = experts.device
-    token = torch.arange(tokens, device=device).repeat_interleave(numbers, output_size=row_map.num_rows)
-    place = torch.arange(row_map.num_rows, device=device) - row_map.offsets[token]
-    chosen = torch.full((tokens, topk), row_map.num_experts, device=device)
-    return chosen.index_put_((token, place), experts)
+    num_experts = routing_map.size(1)
+    _require((routing_map.sum(1) <= topk).all(), f"a token has more than {topk} experts (--moe-router-topk)")
+    falling = torch.arange(num_experts, 0, -1, dtype=torch.int32, device=routing_map.device)
+    return num_experts - (routing_map * falling).topk(topk).values.long()
 
 
 def _require(holds: torch.Tensor, what: str) -> None:

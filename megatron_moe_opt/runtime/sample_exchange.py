@@ -19,7 +19,7 @@ from torch.autograd.function import once_differentiable
 
 from megatron_moe_opt.kernels import RowMap, row_map_from_sources, spread_rows, sum_packed_rows
 from megatron_moe_opt.kernels.chunk_copy import ChunkList
-from megatron_moe_opt.kernels.streams import has_streams
+from megatron_moe_opt.kernels.streams import to_device
 from megatron_moe_opt.runtime.exchange_plan import ChunkPlan, ExchangePlan
 from megatron_moe_opt.runtime.expert_exchange import Exchange, run_to_experts, run_to_sources
 from megatron_moe_opt.topology.expert_groups import ExpertGroups
@@ -64,8 +64,7 @@ class SampleReturn:
         plan = ExchangePlan((chunk,), arriving.sum((0, 1, 3)), arrives_sorted=False)
         self.exchange = Exchange(groups, plan, "O1")
         blocks = torch.stack([own.reshape(-1), torch.arange(own.size(2)).repeat(own.size(0) * own.size(1))])
-        if has_streams(device):
-            blocks = blocks.pin_memory().to(device, non_blocking=True)
+        blocks = to_device(blocks, device)
         self.slots = blocks[1].repeat_interleave(blocks[0], output_size=plan.num_sent)
         """[rows] which of this rank's samples each row will belong to."""
 

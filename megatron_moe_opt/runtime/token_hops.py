@@ -162,7 +162,7 @@ def _find_held(experts: torch.Tensor, route: Route) -> None:
     fact = torch.zeros(experts.size(0), held + 1, dtype=torch.int64, device=device)
     fact.scatter_(1, places, torch.arange(topk, device=device).expand(experts.shape))
     numbers = torch.arange(held, device=device)
-    expert = numbers.repeat_interleave(per_expert.to(device, non_blocking=True), output_size=num_rows)
+    expert = numbers.repeat_interleave(route.held.expert_counts, output_size=num_rows)
     sources = route.held.sources
     route.pairs = sources * topk + fact[sources, expert]
 

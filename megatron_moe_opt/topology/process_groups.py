@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -32,9 +33,9 @@ def refine(group: ProcessGroup, members: Sequence[int], what: str) -> ProcessGro
         what: what the group is for, in messages of errors and in traces.
     """
     ranks = sorted(dist.get_global_rank(group, member) for member in members)
-    backend = group._get_backend(torch.device("cuda" if "nccl" in dist.get_backend(group) else "cpu"))
+    backend = _backend(group)
     with _made_by_members_alone(f"{what} {ranks}"):
-        return dist.new_group(
+        refined = dist.new_group(
             ranks,
             timeout=backend.options._timeout,
             backend=dist.get_backend(group),
@@ -42,6 +43,23 @@ def refine(group: ProcessGroup, members: Sequence[int], what: str) -> ProcessGro
             use_local_synchronization=True,
             group_desc=what,
         )
+    _refined[refined] = group
+    return refined
+
+
+_refined: WeakKeyDictionary[ProcessGroup, ProcessGroup] = WeakKeyDictionary()
+"""The groups that are refined, by those that refine them."""
+
+
+def follow_timeouts() -> None:
+    """Gives each group the timeout that the group it refines has now."""
+    for refined, group in _refined.items():
+        if refined in distributed_c10d._world.pg_map:  # not destroyed
+            distributed_c10d._set_pg_timeout(_backend(group).options._timeout, refined)
+
+
+def _backend(group: ProcessGroup) -> Any:
+    return group._get_backend(torch.device("cuda" if "nccl" in dist.get_backend(group) else "cpu"))
 
 
 def _nccl_options(backend: Any) -> Any:

@@ -16,17 +16,28 @@ from tests.ranks.pool import RankFailure
 
 
 def refined() -> None:
+    from megatron.core import parallel_state
+
+    import megatron_moe_opt
     from megatron_moe_opt.topology.process_groups import refine
+
+    megatron_moe_opt.register()
+
+    def timeout(group: dist.ProcessGroup) -> timedelta:
+        return group._get_backend(torch.device("cpu")).options._timeout
 
     world = dist.group.WORLD
     ep = dist.new_group(timeout=timedelta(seconds=17), group_desc="EP")
     if dist.get_rank() < 2:  # the others make none, nor do they wait
         pair = refine(ep, [0, 1], "pair")
-        assert pair._get_backend(torch.device("cpu")).options._timeout == timedelta(seconds=17)
+        assert timeout(pair) == timedelta(seconds=17)
         assert pair.group_desc == "pair" and dist.get_process_group_ranks(pair) == [0, 1]
         again = refine(ep, [1, 0], "pair")
         assert again.group_name != pair.group_name
         dist.barrier(again)
+    parallel_state.update_pg_timeout(timedelta(seconds=900), ep)  # as Megatron-LM does after the first step
+    if dist.get_rank() < 2:
+        assert timeout(pair) == timeout(again) == timedelta(seconds=900)
         for group in (pair, again):
             dist.destroy_process_group(group)
     dist.barrier()

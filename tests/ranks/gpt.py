@@ -56,7 +56,7 @@ class Gpt:
         updated, _, _ = self.optimizer.step()
         assert updated
         self.step += 1
-        mean = torch.zeros(2)
+        mean = torch.zeros(2, device="cuda")
         for loss, tokens in losses:  # on the last pipeline stage only
             mean += torch.stack((loss, tokens.float()))
         dist.all_reduce(mean)

@@ -7,6 +7,7 @@ assert job.wait() == 0
 from __future__ import annotations
 
 import ctypes
+import gc
 import os
 import runpy
 import signal
@@ -120,4 +121,5 @@ def _execute(words: list[str], output: Path, variables: dict[str, str], before: 
         sys.excepthook(*sys.exc_info())
         status = 1
     # Ends as an interpreter ends that was started with the script; multiprocessing's processes skip much of it.
+    gc.freeze()  # without looking through all that was imported once more, which is much in pages to be copied
     ctypes.pythonapi.Py_Exit(status)

@@ -279,6 +279,7 @@ CALLS: dict[str, Callable[[Draw], list[Any]]] = {
     "call_python": _function,
     "Executor": lambda draw: [draw.randint(0, 4)],
     "Executor.run": _executor_run,
+    "Executor.give_up": lambda draw: [draw.extension.Executor(draw.randint(0, 4))],
     "StreamExecutor": lambda draw: [[draw.randint(-3, 1) for _ in range(draw.randint(0, 4))]],
     "StreamExecutor.run": lambda draw: [draw.extension.StreamExecutor([0, 0, 0, 0]), *_executor_run(draw)[1:]],
     "new_cuda_stream": lambda draw: [draw.randint(-3, 1)],

@@ -11,7 +11,8 @@ import pytest
 from megatron_moe_opt.schedules.issue_order import in_issue_order
 from megatron_moe_opt.schedules.schedule import Kind, Lane, Op, validate
 from tests.accelerator.all_schedules import all_schedules
-from tests.accelerator.makespans import makespan, nominal, table
+from tests.accelerator.executor_library import SoftwareExecutor, build
+from tests.accelerator.makespans import LANES, makespan, nominal, table
 from tests.accelerator.software import Queues
 
 SCHEDULES = dict(all_schedules())
@@ -29,12 +30,16 @@ def test_the_table_of_the_docs_is_what_comes_out(software_executor):
     assert table(software_executor) in DOCS.read_text()
 
 
-def test_the_issue_s_examples(software_executor):
-    """Simulated, waiting at issue: 8.2 of 8.4 serial, and 16.4 of 16.8."""
+def test_waiting_at_once_would_serialise(software_executor, executor_folder):
+    """An executor that waits for each collective where it issues it, in one queue and in many."""
+    mutate = lambda text: text.replace("    issued_[i] =", "    join(stream, i);\n    issued_[i] =")  # noqa: E731
+    waiting = SoftwareExecutor(build(executor_folder, mutate), len(LANES))
     monta, mpmoe = "monta O3 dispatch, 4 chunk(s), EP 2, expert-TP 2", "mpmoe none forward, 4 partition(s), EP 2"
-    for name, seconds in ((monta, 5.1), (f"{mpmoe}, expert-TP 1", 10.4)):
-        found = makespan(software_executor, SCHEDULES[name], nominal, Queues.ONE)
-        assert found <= seconds + 1e-9, (name, found)
+    for name, seconds, waited in ((monta, 5.1, 8.1), (f"{mpmoe}, expert-TP 1", 10.4, 12.3)):
+        schedule = SCHEDULES[name]
+        assert makespan(software_executor, schedule, nominal, Queues.ONE) == pytest.approx(seconds), name
+        assert makespan(waiting, schedule, nominal, Queues.ONE) == pytest.approx(waited), name
+        assert makespan(waiting, schedule, nominal, Queues.MANY) == pytest.approx(seconds), name
 
 
 def other_costs() -> list:

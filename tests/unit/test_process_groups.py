@@ -35,9 +35,10 @@ def test_nccl_groups_take_over_priority_configuration_and_timeout(monkeypatch: p
     world = types.SimpleNamespace(bound_device_id=torch.device("cuda", 0))
     group = types.SimpleNamespace(_get_backend=lambda device: backend if device.type == "cuda" else None)
 
-    def new_group(ranks: list[int], **arguments: object) -> None:
+    def new_group(ranks: list[int], **arguments: object) -> object:
         assert world.bound_device_id is None
         asked.update(arguments, ranks=ranks)
+        return PlayedNccl()
 
     played = {
         "ProcessGroupNCCL": PlayedNccl,

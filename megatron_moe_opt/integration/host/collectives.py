@@ -13,6 +13,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -358,6 +359,15 @@ def _share_device(original: type) -> type:
     return SharedDeviceGloo
 
 
+def _set_pg_timeout(original: Callable[..., Any]) -> Callable[..., None]:
+    """Torch's own does not take a group for Gloo's whose class is not the one that `_share_device` has put there."""
+
+    def set_pg_timeout(timeout: timedelta, group: dist.ProcessGroup | None = None) -> None:
+        (group or dist.group.WORLD)._get_backend(torch.device("cpu"))._set_default_timeout(timeout)
+
+    return set_pg_timeout
+
+
 def use_host_collectives() -> None:
     """Adapt torch.distributed, under the names that Megatron and torch itself call."""
     adaptations: dict[str, Callable[[Any], Any]] = {
@@ -375,6 +385,7 @@ def use_host_collectives() -> None:
         **{name: _named_point_to_point(name) for name in NAMED_POINT_TO_POINT},
     }
     replace(c10d, "ProcessGroupGloo", _share_device)
+    replace(c10d, "_set_pg_timeout", _set_pg_timeout)
     for name, adapt in adaptations.items():
         replace(dist, name, adapt)
         # torch's own callers (object collectives, checkpoints) look names up in the defining module.

@@ -1,0 +1,71 @@
+"""What must be the same on all ranks when they start, under the names that the user knows."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_moe_opt import __version__
+from megatron_moe_opt.integration.checks import FLAG
+from megatron_moe_opt.kernels.extension import ABI
+from megatron_moe_opt.options import Options
+from megatron_moe_opt.versions import megatron_version
+
+_SIZES = ("num_moe_experts", "hidden_size", "sequence_parallel", "params_dtype")
+"""Fields of a configuration, besides those of MoE layers, that rows depend on."""
+_PREFIXES = ("moe_", "recompute_")
+"""Of fields that MoE layers depend on: a pass that is recomputed sends its rows again."""
+_PLAIN = (bool, int, float, str, torch.dtype)
+
+
+def facts_of(options: Options, arguments: Sequence[str] = ()) -> dict[str, str | None]:
+    """Of our options, the files that they name, and what is installed.
+
+    Args:
+        arguments: of the script, among which the dispatcher is.
+    """
+    facts: dict[str, str | None] = {
+        "megatron-moe-opt": f"{__version__} (interface {ABI})",
+        "megatron-core": megatron_version(),
+        "torch": torch.__version__,
+    }
+    for one in fields(options):
+        facts[one.metadata["flag"]] = _shown(getattr(options, one.name))
+    for number, argument in enumerate(arguments):
+        flag, is_joined, value = argument.partition("=")
+        if flag == FLAG:
+            facts[FLAG] = value if is_joined else "".join(arguments[number + 1 : number + 2])
+    return facts
+
+
+def facts_of_layer(options: Options, name: str, config: Any) -> dict[str, str | None]:
+    """Those, and what the configuration says of its MoE layers, whose dispatcher has this name."""
+    values = {name: value for name, value in vars(config).items() if name.startswith(_PREFIXES) or name in _SIZES}
+    of_config = {
+        f"--{field.replace('_', '-')}": _shown(value)
+        for field, value in sorted(values.items())
+        if value is None or isinstance(value, _PLAIN)
+    }
+    return facts_of(options) | of_config | {FLAG: name}
+
+
+def _shown(value: Any) -> str | None:
+    if value is None:
+        return "not given"
+    if isinstance(value, Path):
+        return _content(value)
+    return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
+
+
+def _content(file: Path) -> str | None:
+    """None where it cannot be read: only the first rank of a group needs to, where one rank reads for all."""
+    try:
+        with open(file, "rb") as stream:
+            return f"a file with SHA-256 {hashlib.file_digest(stream, 'sha256').hexdigest()[:12]}..."
+    except OSError:
+        return None

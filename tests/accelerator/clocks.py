@@ -1,0 +1,150 @@
+"""What happens before what on streams: vector clocks. The host is one more actor, ahead of all streams."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+Clock = dict[int, int]
+"""Of each actor, by its number, how much of its work lies behind."""
+
+
+def merge(into: Clock, other: Clock) -> None:
+    for actor, time in other.items():
+        if into.get(actor, 0) < time:
+            into[actor] = time
+
+
+class Actor:
+    """The host, a stream, or a communicator's stream."""
+
+    def __init__(self, number: int, name: str) -> None:
+        self.number, self.name, self.clock = number, name, {number: 0}
+
+    def tick(self) -> int:
+        """Time of a new piece of work."""
+        self.clock[self.number] += 1
+        return self.clock[self.number]
+
+    def __str__(self) -> str:
+        return self.name
+
+
+class Streams:
+    """The streams of one device, and torch.cuda's ways to order them.
+
+    Attributes:
+        without: a place in the package, `file:line`, whose waits are left out.
+        used: places in the package that wait.
+        syncs: where the host waited for the device.
+    """
+
+    def __init__(self, without: str | None = None) -> None:
+        self.host = Actor(0, "the host")
+        self.default = Actor(1, "the default stream")
+        self._number = 1
+        self._current = [self.default]
+        self.without, self.used = without, set[str]()
+        self.syncs: list[str] = []
+        self.of_groups: dict[str, Actor] = {}
+
+    def new(self, name: str) -> Actor:
+        self._number += 1
+        return Actor(self._number, name)
+
+    @property
+    def current(self) -> Actor:
+        return self._current[-1]
+
+    @contextmanager
+    def on(self, actor: Actor) -> Iterator[None]:
+        self._current.append(actor)
+        try:
+            yield
+        finally:
+            self._current.pop()
+
+    def launch(self, actor: Actor) -> int:
+        """Time of work that the host queues there now."""
+        merge(actor.clock, self.host.clock)
+        return actor.tick()
+
+    def order(self, behind: Actor, clock: Clock, place: str | None) -> None:
+        """What `behind` does afterwards, it does behind `clock`."""
+        if place is not None:
+            self.used.add(place)
+            if place == self.without:
+                return
+        merge(behind.clock, clock)
+
+    def host_waits(self, clock: Clock, why: str, place: str | None) -> None:
+        """The host waits for what it has not waited for yet."""
+        if any(self.host.clock.get(actor, 0) < time for actor, time in clock.items()):
+            self.syncs.append(why)
+            self.order(self.host, clock, place)
+
+    def happened(self, actor: Actor, other: int, time: int) -> bool:
+        """Whether other's work of that time lies behind what the actor does next."""
+        return actor.number == other or actor.clock.get(other, 0) >= time
+
+
+class Stream:
+    """torch.cuda.Stream."""
+
+    streams: Streams
+    """Set while an accelerator is there."""
+    place: Any
+
+    def __init__(self, *_: Any, actor: Actor | None = None, **__: Any) -> None:
+        self.actor = actor or self.streams.new(f"a stream made at {self.place()}")
+
+    def wait_stream(self, other: Stream) -> None:
+        self.streams.order(self.actor, other.actor.clock, self.place())
+
+    def wait_event(self, event: Event) -> None:
+        event.wait(self)
+
+    def record_event(self, event: Event | None = None) -> Event:
+        event = event or Event()
+        event.record(self)
+        return event
+
+    def synchronize(self) -> None:
+        self.streams.host_waits(self.actor.clock, f"a stream at {self.place()}", self.place())
+
+    def query(self) -> bool:
+        return True
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Stream) and other.actor is self.actor
+
+    def __hash__(self) -> int:
+        return self.actor.number
+
+
+class Event:
+    """torch.cuda.Event."""
+
+    streams: Streams
+    place: Any
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        self.clock: Clock = {}
+
+    def record(self, stream: Stream | None = None) -> None:
+        actor = self.streams.current if stream is None else stream.actor
+        merge(actor.clock, self.streams.host.clock)
+        self.clock = dict(actor.clock)
+
+    def wait(self, stream: Stream | None = None) -> None:
+        self.streams.order(self.streams.current if stream is None else stream.actor, self.clock, self.place())
+
+    def synchronize(self) -> None:
+        self.streams.host_waits(self.clock, f"an event at {self.place()}", self.place())
+
+    def query(self) -> bool:
+        return True
+
+    def elapsed_time(self, _: Event) -> float:
+        return 1.0

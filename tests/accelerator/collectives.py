@@ -1,0 +1,186 @@
+"""Collectives as NCCL runs them: on a stream of their communicator, in the order of issue, while the caller goes on.
+
+Bytes move over Gloo, at once. What each rank issued is kept, so that the ranks can be compared: a communicator whose
+ranks issue other collectives, or ranks that wait for each other in a circle, would hang on NCCL.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tests.accelerator.clocks import Actor
+from tests.accelerator.memory import tensors_in
+from tests.accelerator.watch import Watch, place
+
+Issued = tuple[str, str]
+"""Communicator and collective."""
+
+
+class Work:
+    """dist.Work of a collective on its communicator's stream; it holds what it uses until it is waited for."""
+
+    def __init__(self, communicators: Communicators, actor: Actor, held: Any) -> None:
+        self._communicators, self._clock, self._held = communicators, dict(actor.clock), held
+
+    def wait(self, *_: Any) -> bool:
+        streams = self._communicators.watch.streams
+        streams.order(streams.current, self._clock, place())
+        self._held = None
+        return True
+
+    def is_completed(self) -> bool:
+        return True
+
+    synchronize = wait
+
+
+class Communicators:
+    """The communicators of a rank, and what was issued to them in turn."""
+
+    def __init__(self, watch: Watch) -> None:
+        self.watch, self.issued = watch, list[Issued]()
+
+    def functions(self) -> dict[str, Callable[..., Any]]:
+        """torch.distributed's functions as they run here."""
+        ours = {
+            "all_reduce": self._all_reduce, "all_gather": self._all_gather, "reduce_scatter": self._reduce_scatter,
+            "all_gather_into_tensor": self._all_gather_tensor, "_all_gather_base": self._all_gather_tensor,
+            "reduce_scatter_tensor": self._reduce_scatter_tensor, "_reduce_scatter_base": self._reduce_scatter_tensor,
+            "all_to_all_single": self._all_to_all,
+        }  # fmt: skip
+        return {name: self._patched(getattr(dist, name), function) for name, function in ours.items()}
+
+    def _patched(self, stock: Callable[..., Any], function: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*arguments: Any, group: Any = None, async_op: bool = False, **settings: Any) -> Work | None:
+            if all(map(self.watch.is_host, tensors_in([arguments, settings]))):
+                return stock(*arguments, group=group, async_op=async_op, **settings)
+            work = function(group or dist.group.WORLD, *arguments, **settings)
+            return work if async_op else (work.wait(), None)[1]
+
+        return run
+
+    def _all_reduce(self, group: Any, tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM) -> Work:
+        def move() -> None:
+            parts = [torch.empty_like(tensor) for _ in range(group.size())]
+            exchange(group, parts, [tensor.contiguous()] * group.size())
+            tensor.copy_(_reduced(parts, op))
+
+        return self.issue(group, "all_reduce", [tensor], [tensor], move)
+
+    def _all_gather(self, group: Any, gathered: Sequence[torch.Tensor], own: torch.Tensor) -> Work:
+        own = own.detach()
+        return self.issue(group, "all_gather", [own], gathered, lambda: exchange(group, gathered, [own] * group.size()))
+
+    def _all_gather_tensor(self, group: Any, output_tensor: torch.Tensor, input_tensor: torch.Tensor) -> Work:
+        return self._all_gather(group, output_tensor.view(group.size(), *input_tensor.shape).unbind(), input_tensor)
+
+    def _reduce_scatter(
+        self, group: Any, output: torch.Tensor, parts: Sequence[torch.Tensor], op: Any = dist.ReduceOp.SUM
+    ) -> Work:
+        def move() -> None:
+            found = [torch.empty_like(output) for _ in range(group.size())]
+            exchange(group, found, [part.detach() for part in parts])
+            output.copy_(_reduced(found, op))
+
+        return self.issue(group, "reduce_scatter", parts, [output], move)
+
+    def _reduce_scatter_tensor(
+        self, group: Any, output: torch.Tensor, input: torch.Tensor, op: Any = dist.ReduceOp.SUM
+    ) -> Work:
+        return self._reduce_scatter(group, output, input.view(group.size(), *output.shape).unbind(), op)
+
+    def _all_to_all(
+        self, group: Any, output: torch.Tensor, input: torch.Tensor,
+        output_split_sizes: Any = None, input_split_sizes: Any = None,
+    ) -> Work:  # fmt: skip
+        sides = (output, output_split_sizes), (input.detach(), input_split_sizes)
+        received, sent = (rows.split(sizes or len(rows) // group.size()) for rows, sizes in sides)
+        return self.issue(group, "all_to_all", [input], [output], lambda: exchange(group, received, sent))
+
+    def issue(
+        self, group: Any, name: str, reads: Sequence[Any], writes: Sequence[Any], move: Callable[[], None]
+    ) -> Work:
+        """Queues a collective behind what is queued on the current stream."""
+        streams = self.watch.streams
+        communicator = streams.of_groups.get(group.group_name)
+        if communicator is None:
+            communicator = streams.of_groups[group.group_name] = streams.new(f"the stream of {group.group_desc}")
+        streams.launch(streams.current)
+        streams.order(communicator, streams.current.clock, None)
+        self.issued.append((group.group_name, name))
+        self.watch.ran(f"{name} of {group.group_desc}", reads, writes, actor=communicator)
+        with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction():
+            move()
+        return Work(self, communicator, (reads, writes))
+
+
+def exchange(group: Any, received: Sequence[torch.Tensor], sent: Sequence[torch.Tensor]) -> None:
+    """An all-to-all of blocks of any sizes, on Gloo."""
+    rank, size = group.rank(), group.size()
+    received[rank].copy_(sent[rank])
+    works = [group.recv([received[peer]], peer, 7) for peer in range(size) if peer != rank and received[peer].numel()]
+    works += [group.send([sent[peer]], peer, 7) for peer in range(size) if peer != rank and sent[peer].numel()]
+    for work in works:
+        work.wait()
+
+
+def _reduced(parts: Sequence[torch.Tensor], op: Any) -> torch.Tensor:
+    """In rank order, in the precision of a sum that is rounded once."""
+    stacked = torch.stack(list(parts))
+    if op == dist.ReduceOp.MAX:
+        return stacked.amax(0)
+    if op == dist.ReduceOp.MIN:
+        return stacked.amin(0)
+    half = stacked.dtype in (torch.bfloat16, torch.float16)
+    total = (stacked.float() if half else stacked).sum(0)
+    return (total / len(parts) if op == dist.ReduceOp.AVG else total).to(stacked.dtype)
+
+
+def disagreements(of_ranks: Sequence[Sequence[Issued]], members: dict[str, Sequence[int]]) -> list[str]:
+    """What would hang on NCCL.
+
+    Args:
+        of_ranks: [ranks] what each rank issued, in turn.
+        members: the ranks of each communicator.
+    """
+    found: list[str] = []
+    for name, ranks in members.items():
+        orders = [[one for one in of_ranks[rank] if one[0] == name] for rank in ranks]
+        if any(order != orders[0] for order in orders):
+            at = next(n for n in range(max(map(len, orders))) if len({tuple(order[n : n + 1]) for order in orders}) > 1)
+            shown = {rank: order[at : at + 1] for rank, order in zip(ranks, orders, strict=True)}
+            found.append(f"{name}: collective {at} is not the same on its ranks: {shown}")
+    return found or _circles(of_ranks)
+
+
+def _circles(of_ranks: Sequence[Sequence[Issued]]) -> list[str]:
+    """Collectives that wait for each other where each rank starts them one after another, in its order of issue."""
+    behind: dict[tuple[str, int], set[tuple[str, int]]] = {}
+    for issued in of_ranks:
+        counts: dict[str, int] = {}
+        before = None
+        for name, _ in issued:
+            node = name, counts.get(name, 0)
+            counts[name] = node[1] + 1
+            behind.setdefault(node, set())
+            if before is not None:
+                behind[node].add(before)
+            before = node
+    waiting, free = {node: len(others) for node, others in behind.items()}, []
+    ahead: dict[tuple[str, int], list[tuple[str, int]]] = {node: [] for node in behind}
+    for node, others in behind.items():
+        for other in others:
+            ahead[other].append(node)
+    free = [node for node, number in waiting.items() if number == 0]
+    while free:
+        node = free.pop()
+        del waiting[node]
+        for other in ahead[node]:
+            waiting[other] -= 1
+            if waiting[other] == 0:
+                free.append(other)
+    return [f"collectives wait for each other in a circle: {sorted(waiting)[:6]}"] if waiting else []

@@ -1,0 +1,330 @@
+"""An accelerator in software under a rank's own code: what it would do wrong on CUDA and NCCL, found on a CPU.
+
+Inside the block tensors on the CPU count as the device's. The package's code for CUDA runs, the executor's issuing
+logic included (compiled from csrc/pipeline/stream_executor.cpp); work is done at once, in the order of issue, so that
+results are right, and vector clocks tell what would not have been ordered on streams.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from megatron.core.tensor_parallel import layers, mappings
+
+from megatron_moe_opt.integration.host.devices import FACTORIES
+from megatron_moe_opt.kernels import streams as package_streams
+from megatron_moe_opt.kernels.extension import load_extension
+from megatron_moe_opt.runtime import collectives as package_collectives
+from megatron_moe_opt.runtime import communication_lane, executor
+from tests.accelerator.clocks import Actor, Clock, Event, Stream, Streams, merge
+from tests.accelerator.collectives import Communicators, Issued
+from tests.accelerator.executor_library import _SIGNATURES, _array, _Functions
+from tests.accelerator.memory import Memory, Region, tensors_in
+from tests.accelerator.watch import Operations, Watch, place, watched_factory, watched_methods
+
+_MEGATRONS = {"all_gather_into_tensor": "dist_all_gather_func", "reduce_scatter_tensor": "dist_reduce_scatter_func"}
+HOST_ONLY = {"plan_exchange", "place_samples", "solve_placement", "build_info", "select_cpu_kernels"}
+WRITES_LAST = {"sr_decode"}  # the argument that may be given as the place of the result
+
+
+class Accelerator:
+    """What was found.
+
+    Attributes:
+        mistakes: races, and memory given back too early.
+        syncs: where the host waited for the device.
+        issued: collectives in turn.
+        used: places in the package that order streams.
+    """
+
+    def __init__(self, without: str | None = None) -> None:
+        self.streams = Streams(without)
+        self.memory = Memory(self.streams)
+        self.watch = Watch(self.streams, self.memory)
+        self.communicators = Communicators(self.watch)
+
+    @property
+    def mistakes(self) -> list[str]:
+        return self.memory.mistakes
+
+    @property
+    def syncs(self) -> list[str]:
+        return self.streams.syncs
+
+    @property
+    def issued(self) -> list[Issued]:
+        return self.communicators.issued
+
+    @property
+    def used(self) -> set[str]:
+        return self.streams.used - {None}
+
+
+@contextmanager
+def accelerator(library: Path, without: str | None = None) -> Iterator[Accelerator]:
+    """Runs the block on an accelerator in software.
+
+    Args:
+        library: of executor_library.build.
+        without: a place in the package, `file:line`, whose waits and record_streams are left out.
+    """
+    found = Accelerator(without)
+    with pytest.MonkeyPatch.context() as patch:
+        _patch_torch(patch, found)
+        _patch_package(patch, found, library)
+        for name, function in found.communicators.functions().items():
+            patch.setattr(dist, name, function)
+            for module in (layers, mappings):  # which have looked it up when they were imported
+                if hasattr(module, _MEGATRONS.get(name, "")):
+                    patch.setattr(module, _MEGATRONS[name], function)
+        with Operations(found.watch):
+            yield found
+    found.memory.forget()
+
+
+def _patch_torch(patch: pytest.MonkeyPatch, found: Accelerator) -> None:
+    streams = found.streams
+
+    @contextmanager
+    def on(stream: Stream | None) -> Iterator[None]:
+        with nullcontext() if stream is None else streams.on(stream.actor):
+            yield
+
+    def synchronize(*_: Any) -> None:
+        streams.syncs.append(f"torch.cuda.synchronize at {place()}")
+        for actor in (streams.current, *streams.of_groups.values()):
+            streams.order(streams.host, actor.clock, None)
+
+    for kind in (Stream, Event):
+        patch.setattr(kind, "streams", streams, raising=False)
+        patch.setattr(kind, "place", staticmethod(place), raising=False)
+
+    def record_stream(tensor: torch.Tensor, stream: Stream) -> None:
+        here = place()
+        streams.used.add(here)
+        if here != streams.without:
+            found.memory.record(tensor, stream.actor)
+
+    patch.setattr(torch.Tensor, "record_stream", record_stream)
+    for name, method in watched_methods(found.watch).items():
+        patch.setattr(torch.Tensor, name, method)
+    for name in (*FACTORIES, "from_numpy"):
+        patch.setattr(torch, name, watched_factory(found.watch, name, getattr(torch, name)))
+    cuda = {
+        "Stream": Stream, "ExternalStream": Stream, "Event": Event, "stream": on, "synchronize": synchronize,
+        "current_stream": lambda *_: Stream(actor=streams.current),
+        "default_stream": lambda *_: Stream(actor=streams.default),
+        "current_device": lambda: torch.device("cpu"), "device": lambda *_: nullcontext(),
+    }  # fmt: skip
+    for name, value in cuda.items():
+        patch.setattr(torch.cuda, name, value)
+
+
+def _patch_package(patch: pytest.MonkeyPatch, found: Accelerator, library: Path) -> None:
+    extension = load_extension()
+    patch.setattr(package_streams, "STREAMED", {"cuda", "cpu"})
+    patch.setattr(package_collectives, "_on_gloo", lambda group: False)
+    patch.setattr(communication_lane, "_lanes", {})
+    patch.setattr(executor, "_executor", lambda *_: software)
+    patch.setattr(extension, "StreamExecutor", lambda _: _Runner(found, library), raising=False)
+    patch.setattr(extension, "new_cuda_stream", lambda _: 0, raising=False)
+    software = executor.Executor("cpu")
+    actions = {"exchange": _exchange, "copy_rows": _copy_rows, "sum_parts": _sum_parts, "call_python": _call_python}
+    for name in dir(extension):
+        function = getattr(extension, name)
+        if name.startswith("_") or isinstance(function, type) or not callable(function):
+            continue
+        if name in actions:
+            patch.setattr(extension, name, actions[name](found, function))
+        elif not name.startswith("host_pool") and name not in ("StreamExecutor", "new_cuda_stream"):
+            patch.setattr(extension, name, _watched(found, name, function))
+
+
+def _watched(found: Accelerator, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function of the extension, which reads its arguments and makes its results."""
+
+    def run(*arguments: Any) -> Any:
+        watch = found.watch
+        if name == "empty":
+            made = function(*arguments)
+            watch.ran(name, (), (), made, actor=found.streams.current)
+            return made
+        if name == "build_row_map" and arguments[1] < 0:
+            watch.host_waits("counting routed pairs")
+        if name in HOST_ONLY:
+            watch.ran(name, arguments, (), actor=found.streams.host)
+            return function(*arguments)
+        out = arguments[-1] if name in WRITES_LAST else None
+        result = function(*arguments)
+        given = {tensor.untyped_storage()._cdata for tensor in tensors_in(arguments)}
+        made = [one for one in tensors_in(result) if one.untyped_storage()._cdata not in given]
+        reads = arguments[:-1] if name in WRITES_LAST else arguments
+        watch.ran(name, reads, [] if out is None else out, made)
+        return result
+
+    return run
+
+
+class _Action:
+    """An action of an op: what it does, now, on the current stream."""
+
+    def __init__(self, run: Callable[[], Any]) -> None:
+        self._run, self.work = run, None
+
+    def run(self) -> None:
+        self.work = self._run()
+
+
+def _exchange(found: Accelerator, function: Callable[..., Any]) -> Callable[..., _Action]:
+    def make(group: Any, sent: Any, to: Any, received: Any, of: Any) -> _Action:
+        real = function(group, sent, to, received, of)
+        rank = group.rank()
+
+        def run() -> Any:
+            own, place_of_own = sent.narrow(0, *to[rank]), received.narrow(0, *of[rank])
+            if own.numel() and own.data_ptr() != place_of_own.data_ptr():
+                found.watch.ran("copy of the own block", own, place_of_own)
+            reads = [sent.narrow(0, *block) for peer, block in enumerate(to) if peer != rank]
+            writes = [received.narrow(0, *block) for peer, block in enumerate(of) if peer != rank]
+            return found.communicators.issue(group, "exchange", reads, writes, real.run)
+
+        return _Action(run)
+
+    return make
+
+
+def _copy_rows(found: Accelerator, function: Callable[..., Any]) -> Callable[..., _Action]:
+    def make(source: Any, source_byte: int, target: Any, target_byte: int, row_bytes: int, chunks: Any) -> _Action:
+        real = function(source, source_byte, target, target_byte, row_bytes, chunks)
+        froms, tos, counts = (part.tolist() for part in chunks[:3])  # the host knows what it has sent there
+
+        def run() -> None:
+            real.run()
+            watch, memory = found.watch, found.memory
+            time, where = found.streams.launch(found.streams.current), f"copy_rows ({place()})"
+            for part in chunks[:3]:
+                memory.use(part, found.streams.current, time, False, where)
+            sides = ((source, source_byte, froms, False), (target, target_byte, tos, True))
+            for tensor, first_byte, rows, writes in sides:
+                for first, count in _joined(rows, counts):
+                    region = _columns(tensor, first, count, first_byte, row_bytes)
+                    memory.use_region(memory.block(tensor), region, watch.streams.current, time, writes, where)
+
+        return _Action(run)
+
+    return make
+
+
+def _joined(firsts: Sequence[int], counts: Sequence[int]) -> list[tuple[int, int]]:
+    joined: list[tuple[int, int]] = []
+    for first, count in sorted(zip(firsts, counts, strict=True)):
+        if joined and sum(joined[-1]) == first:
+            joined[-1] = joined[-1][0], joined[-1][1] + count
+        elif count:
+            joined.append((first, count))
+    return joined
+
+
+def _columns(tensor: torch.Tensor, row: int, rows: int, first_byte: int, num_bytes: int) -> Region:
+    """Bytes [first_byte, first_byte + num_bytes) of rows of a contiguous tensor."""
+    pitch = tensor.stride(0) * tensor.element_size()
+    begin = tensor.storage_offset() * tensor.element_size() + row * pitch
+    if num_bytes == pitch:
+        return Region(begin, begin + rows * pitch)
+    left = (begin + first_byte) % pitch
+    end = begin + (rows - 1) * pitch + first_byte + num_bytes
+    return Region(begin + first_byte, end, pitch, left, left + num_bytes)
+
+
+def _sum_parts(found: Accelerator, function: Callable[..., Any]) -> Callable[..., _Action]:
+    def make(parts: Any, out: Any, first_byte: int, width: int, dtype: torch.dtype) -> _Action:
+        real = function(parts, out, first_byte, width, dtype)
+
+        def run() -> None:
+            real.run()
+            memory, current = found.memory, found.streams.current
+            time, where = found.streams.launch(current), f"sum_parts ({place()})"
+            for tensor, writes in [*((part, False) for part in parts), (out, True)]:
+                region = _columns(tensor, 0, tensor.size(0), first_byte, width * dtype.itemsize)
+                if tensor.size(0):
+                    memory.use_region(memory.block(tensor), region, current, time, writes, where)
+
+        return _Action(run)
+
+    return make
+
+
+def _call_python(found: Accelerator, function: Callable[..., Any]) -> Callable[..., _Action]:
+    return lambda called: _Action(called)
+
+
+class _Runner:
+    """_C.StreamExecutor, its issuing logic on this accelerator's streams."""
+
+    def __init__(self, found: Accelerator, library: Path) -> None:
+        self._found, self._run = found, ctypes.CDLL(str(library)).run_on_streams
+        self._lanes: list[Actor] = []
+
+    def run(self, ops: Sequence[Any], caller_lane: int, record: bool) -> tuple[tuple[int, int, str] | None, list[Any]]:
+        """As Executor.run of the extension."""
+        streams = self._found.streams
+        while len(self._lanes) < len(executor._LANES):
+            self._lanes.append(streams.new(f"lane {executor._LANES[len(self._lanes)].value}"))
+        events: list[Clock] = []
+        raised: list[BaseException] = []
+
+        def actor(number: int) -> Actor:
+            return caller if number < 0 else self._lanes[number]
+
+        def record_event(stream: int, _: int) -> int:
+            merge(actor(stream).clock, streams.host.clock)
+            events.append(dict(actor(stream).clock))
+            return len(events) - 1
+
+        def wait(stream: int, event: int) -> None:
+            streams.order(actor(stream), events[event], None)
+
+        def enqueue(stream: int, op: int, action: int) -> int:
+            try:
+                with streams.on(actor(stream)):
+                    ops[op][2][action].run()
+            except BaseException as error:
+                raised.append(error)
+                return 0
+            return 1
+
+        def join(stream: int, op: int, action: int) -> None:
+            work = ops[op][2][action].work
+            if work is not None:
+                with streams.on(actor(stream)):
+                    work.wait()
+
+        caller = streams.current
+        functions = {
+            "current": lambda: -1, "record": record_event, "wait": wait, "enqueue": enqueue, "join": join,
+            "synchronize": lambda stream: streams.order(streams.host, actor(stream).clock, None),
+            "seconds": lambda _, __: 0.0,
+        }  # fmt: skip
+        called = _Functions(*(signature(functions[name]) for name, signature in _SIGNATURES.items()))
+        waits = list(chain.from_iterable(waits for _, waits, _ in ops))
+        spans = (ctypes.c_double * (2 * max(1, len(ops))))()
+        reason = ctypes.create_string_buffer(400)
+        failed = self._run(
+            ctypes.byref(called), len(self._lanes), len(ops), _array([lane for lane, _, _ in ops]),
+            _array([len(waits) for _, waits, _ in ops]), _array(waits), _array([len(done) for _, _, done in ops]),
+            caller_lane, spans if record else None, reason, len(reason),
+        )  # fmt: skip
+        if raised:
+            raise raised[0]
+        if failed == -2:
+            raise ValueError(reason.value.decode())
+        times = list(zip(spans[::2], spans[1::2], strict=True)) if record else []
+        return (None if failed == -1 else (failed, -1, reason.value.decode())), times

@@ -1,0 +1,153 @@
+"""Who uses which bytes, and whether they wait for each other: races, and memory that is given to others too early."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import torch
+
+from tests.accelerator.clocks import Actor, Streams, merge
+
+
+@dataclass(frozen=True)
+class Region:
+    """Bytes of a storage: [first, end), of which a row of `pitch` bytes holds [left, right)."""
+
+    first: int
+    end: int
+    pitch: int = 1
+    left: int = 0
+    right: int = 1
+
+    def overlaps(self, other: Region) -> bool:
+        if self.end <= other.first or other.end <= self.first:
+            return False
+        columns = self.pitch == other.pitch and self.pitch > 1
+        return not columns or (self.left < other.right and other.left < self.right)
+
+    def covers(self, other: Region) -> bool:
+        return self.pitch == 1 and self.first <= other.first and other.end <= self.end
+
+
+def region_of(tensor: torch.Tensor) -> Region:
+    """That a strided tensor lies in. Columns of rows are told apart."""
+    size, first = tensor.element_size(), tensor.storage_offset() * tensor.element_size()
+    if tensor.numel() == 0:
+        return Region(first, first)
+    end = first + size * (1 + sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True)))
+    if tensor.dim() == 2 and tensor.stride(1) == 1 and tensor.stride(0) > tensor.size(1):
+        pitch = tensor.stride(0) * size
+        left = first % pitch
+        if left + tensor.size(1) * size <= pitch:
+            return Region(first, end, pitch, left, left + tensor.size(1) * size)
+    return Region(first, end)
+
+
+@dataclass(frozen=True)
+class Access:
+    region: Region
+    actor: Actor
+    time: int
+    writes: bool
+    what: str
+
+
+@dataclass(eq=False)
+class Block:
+    """A storage."""
+
+    owner: Actor
+    """From whose memory it is taken, to whom it is given back."""
+    on_host: bool
+    pinned: bool = False
+    named: bool = False
+    """Made for `device=tensor.device`, and not used yet: on whose side the tensor was, is not known."""
+    accesses: list[Access] = field(default_factory=list)
+    recorded: set[int] = field(default_factory=set)
+
+
+class Memory:
+    """All storages that were seen. `mistakes` are sentences."""
+
+    def __init__(self, streams: Streams) -> None:
+        self.streams, self.mistakes = streams, list[str]()
+        self._blocks: dict[int, Block] = {}
+        self._watched: dict[int, weakref.ref] = {}
+
+    def block(self, tensor: torch.Tensor, new_on: Actor | None = None, on_host: bool = False) -> Block:
+        """Of a tensor. One that is first seen is the device's from before, or new, and taken by `new_on`."""
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self._blocks:
+            return self._blocks[key]
+        block = self._blocks[key] = Block(new_on or self.streams.default, on_host)
+        self._watched[key] = weakref.ref(storage, lambda _: self._free(key))
+        if new_on is not None and not on_host:
+            # Its memory may have been another's, whose work is still queued there.
+            whole = Region(0, max(1, storage.nbytes()))
+            block.accesses.append(Access(whole, new_on, new_on.clock[new_on.number], True, "its allocation"))
+        return block
+
+    def knows(self, tensor: torch.Tensor) -> bool:
+        return tensor.untyped_storage()._cdata in self._blocks
+
+    def use(self, tensor: torch.Tensor, actor: Actor, time: int, writes: bool, what: str) -> None:
+        """A use of all of a tensor."""
+        self.use_region(self.block(tensor), region_of(tensor), actor, time, writes, what)
+
+    def use_region(self, block: Block, region: Region, actor: Actor, time: int, writes: bool, what: str) -> None:
+        if region.first == region.end:
+            return
+        access = Access(region, actor, time, writes, what)
+        kept = []
+        for other in block.accesses:
+            ordered = self.streams.happened(actor, other.actor.number, other.time)
+            if not ordered and (writes or other.writes) and region.overlaps(other.region):
+                verbs = [("writes", "wrote"), ("reads", "read")]
+                now, before = verbs[not writes][0], verbs[not other.writes][1]
+                self.mistakes.append(
+                    f"{what} on {actor} {now} what {other.what} on {other.actor} {before}, without a wait between them"
+                )
+            # Who is not ordered behind what is dropped here is not ordered behind this access either.
+            if not (ordered and region.covers(other.region) and (writes or not other.writes)):
+                kept.append(other)
+        block.accesses = [*kept, access]
+
+    def record(self, tensor: torch.Tensor, actor: Actor) -> None:
+        """tensor.record_stream: its memory goes back only when what the stream has queued by then is done."""
+        self.block(tensor).recorded.add(actor.number)
+
+    def _free(self, key: int) -> None:
+        block = self._blocks.pop(key)
+        del self._watched[key]
+        if block.on_host:
+            return  # pinned memory waits for the copies that read it
+        merge(block.owner.clock, self.streams.host.clock)
+        seen = set()
+        for access in block.accesses:
+            number = access.actor.number
+            if number in block.recorded or number == 0 or number in seen:
+                continue
+            if not self.streams.happened(block.owner, number, access.time):
+                seen.add(number)
+                self.mistakes.append(
+                    f"memory of {block.owner} is given back while {access.what} on {access.actor} still uses it"
+                )
+
+    def forget(self) -> None:
+        """Ends the watch."""
+        self._blocks.clear()
+        self._watched.clear()
+
+
+def tensors_in(values: object) -> Iterable[torch.Tensor]:
+    """In arguments of whatever nesting."""
+    if isinstance(values, torch.Tensor):
+        yield values
+    elif isinstance(values, (list, tuple)):
+        for value in values:
+            yield from tensors_in(value)
+    elif isinstance(values, dict):
+        yield from tensors_in(list(values.values()))

@@ -1,0 +1,212 @@
+"""What tensor operations read and write, which of them make the host wait, and what lies on the host.
+
+All tensors are on the CPU. A tensor is the host's where it was made without naming a device, or from the host's; what
+names a device, even as a torch.device of the CPU, is the accelerator's, and so is what is made from that. Copies to the
+host are .cpu(), .to("cpu") and copies into pinned memory.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.accelerator.clocks import Actor, Streams
+from tests.accelerator.memory import Memory, tensors_in
+
+PACKAGE = f"{Path(__file__).parents[2] / 'megatron_moe_opt'}/"
+READ_BY_HOST = {"_local_scalar_dense", "nonzero", "equal", "is_nonzero", "masked_select", "_unique2", "unique_dim"}
+"""Operations whose result, or the shape of it, the host must know."""
+
+
+def place() -> str | None:
+    """The innermost place in the package that is running, as file:line."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if file.startswith(PACKAGE):
+            return f"{file[len(PACKAGE) :]}:{frame.f_lineno}"
+        frame = frame.f_back
+    return None
+
+
+class Watch:
+    """Uses of tensors, told to a memory."""
+
+    def __init__(self, streams: Streams, memory: Memory) -> None:
+        self.streams, self.memory = streams, memory
+        self.names_device = False
+        """Whether a factory that runs is given a device."""
+
+    def is_host(self, tensor: torch.Tensor) -> bool:
+        return self.memory.block(tensor).on_host
+
+    def mark(self, tensor: torch.Tensor, on_host: bool) -> torch.Tensor:
+        """A tensor that has just been made."""
+        block = self.memory.block(tensor, self.streams.current, on_host)
+        block.on_host, block.owner = on_host, self.streams.host if on_host else self.streams.current
+        return tensor
+
+    def settle(self, given: Sequence[torch.Tensor]) -> None:
+        """Tells the side of an operation's arguments that are first seen in it from the others'."""
+        known = [one for one in given if self.memory.knows(one) and not self.memory.block(one).named]
+        of_host = bool(known) and all(map(self.is_host, known))
+        for one in given:
+            if not self.memory.knows(one):  # a list of numbers in Python, or a number
+                if known and (of_host or one.untyped_storage().nbytes() == one.element_size()):
+                    self.memory.block(one, self.streams.host, on_host=True)
+            elif (block := self.memory.block(one)).named and known:
+                block.named = False
+                if of_host:
+                    block.on_host, block.owner, block.accesses = True, self.streams.host, []
+
+    def pin(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Memory of the host that copies may use while the host goes on."""
+        self.memory.block(tensor).pinned = True
+        return tensor
+
+    def host_waits(self, why: str) -> None:
+        """The host waits for all that is queued on the current stream."""
+        self.streams.syncs.append(f"{why} at {place()}")
+        self.streams.order(self.streams.host, self.streams.current.clock, None)
+
+    def ran(self, what: str, reads: Any, writes: Any, new: Any = (), actor: Actor | None = None) -> None:
+        """An operation ran: on the current stream, or on the host where all of it is the host's."""
+        reads, writes, new = (list(tensors_in(ones)) for ones in (reads, writes, new))
+        used, unsettled = [*reads, *writes], actor is None and not reads and not writes
+        for tensor in used:
+            self.memory.block(tensor).named = False
+        if actor is None:
+            on_host = all(map(self.is_host, used)) if used else not self.names_device
+            actor = self.streams.host if on_host else self.streams.current
+        for tensor in new:
+            block = self.memory.block(tensor, actor, actor is self.streams.host)
+            block.named = unsettled and actor is not self.streams.host
+        if what == "empty":
+            return
+        time, where = self.streams.launch(actor), f"{what} ({place()})"
+        for tensor in reads:
+            self.memory.use(tensor, actor, time, False, where)
+        for tensor in [*writes, *new]:
+            self.memory.use(tensor, actor, time, True, where)
+
+
+def watched_factory(watch: Watch, name: str, factory: Callable[..., Any]) -> Callable[..., Any]:
+    """A function of torch that makes a tensor: only its call in Python says whether a device is named."""
+
+    def make(*arguments: Any, **settings: Any) -> Any:
+        device, outer = settings.get("device"), watch.names_device
+        watch.names_device = named = device is not None and not (isinstance(device, str) and device == "cpu")
+        try:
+            made = factory(*arguments, **settings)
+        finally:
+            watch.names_device = outer
+        if settings.get("pin_memory"):
+            watch.pin(watch.mark(made, on_host=True))
+        elif name in ("tensor", "from_numpy"):
+            watch.mark(made, on_host=not named)
+            if named:
+                watch.host_waits("torch.tensor on the device")
+        return made
+
+    return make
+
+
+def watched_methods(watch: Watch) -> dict[str, Callable[..., Any]]:
+    """Tensor's methods that end in no operation, and copies between host and device."""
+    stock = {name: getattr(torch.Tensor, name) for name in ("tolist", "numpy", "to")}
+
+    def read(name: str) -> Callable[..., Any]:
+        def method(tensor: torch.Tensor, *arguments: Any, **settings: Any) -> Any:
+            if not watch.is_host(tensor):
+                watch.host_waits(name)
+            host = watch.streams.host
+            watch.memory.use(tensor, host, host.tick(), False, f"{name} ({place()})")
+            return stock[name](tensor, *arguments, **settings)
+
+        return method
+
+    def cpu(tensor: torch.Tensor) -> torch.Tensor:
+        if watch.is_host(tensor):
+            return tensor
+        copied = watch.mark(torch.clone(tensor), on_host=True)
+        watch.host_waits("a copy to the host")  # into pageable memory
+        return copied
+
+    def to(tensor: torch.Tensor, *arguments: Any, **settings: Any) -> torch.Tensor:
+        if "cpu" in arguments:
+            return cpu(tensor)
+        moved = stock["to"](tensor, *arguments, **settings)
+        names_device = any(isinstance(one, torch.device) for one in (*arguments, *settings.values()))
+        if not names_device or not watch.is_host(tensor):
+            return moved
+        if not (settings.get("non_blocking", False) and watch.memory.block(tensor).pinned):
+            watch.host_waits("a copy from pageable memory")  # which CUDA starts when the stream is through
+        return watch.mark(moved.clone() if moved is tensor else moved, on_host=False)
+
+    return {
+        "tolist": read("tolist"),
+        "numpy": read("numpy"),
+        "cpu": cpu,
+        "to": to,
+        "pin_memory": lambda tensor: watch.pin(tensor),
+    }
+
+
+class Operations(TorchDispatchMode):
+    """What ATen runs."""
+
+    def __init__(self, watch: Watch) -> None:
+        super().__init__()
+        self._watch = watch
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs, watch = kwargs or {}, self._watch
+        name = func._schema.name.rpartition("::")[2]
+        if func.namespace == "c10d":
+            return func(*args, **kwargs)  # see collectives.py
+        given = list(tensors_in((args, kwargs)))
+        watch.settle(given)
+        if name in READ_BY_HOST or _has_mask(name, args) or _asks_for_size(name, kwargs):
+            if any(not watch.is_host(tensor) for tensor in given):
+                watch.host_waits(name)
+        elif name == "copy_" and watch.is_host(args[0]) != watch.is_host(args[1]):
+            runs_on = kwargs.get("non_blocking", args[2] if len(args) > 2 else False)
+            of_host = args[0] if watch.is_host(args[0]) else args[1]
+            if not (runs_on and watch.memory.block(of_host).pinned):
+                watch.host_waits("a copy between host and device")
+        before = {tensor.untyped_storage()._cdata for tensor in given}
+        result = func(*args, **kwargs)
+        written = list(_written(func, args, kwargs))
+        made = [one for one in tensors_in(result) if one.untyped_storage()._cdata not in before]
+        if made or written or not _is_view(func):
+            watch.ran(name, given, written, made)
+        return result
+
+
+def _written(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
+    found: list[torch.Tensor] = []
+    for index, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = args[index] if index < len(args) else kwargs.get(argument.name)
+            found += tensors_in(value)
+    return found
+
+
+def _is_view(func: Any) -> bool:
+    returns = func._schema.returns
+    return bool(returns) and all(one.alias_info is not None and not one.alias_info.is_write for one in returns)
+
+
+def _has_mask(name: str, args: Any) -> bool:
+    if name not in ("index", "index_put", "index_put_", "_index_put_impl_"):
+        return False
+    return any(one is not None and one.dtype in (torch.bool, torch.uint8) for one in args[1])
+
+
+def _asks_for_size(name: str, kwargs: Any) -> bool:
+    return name == "repeat_interleave" and kwargs.get("output_size") is None

@@ -1,0 +1,85 @@
+"""Ranks that were told different things end together, before anything is sent."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from megatron_moe_opt.options import Options
+from tests.multirank.test_auto import plan
+from tests.ranks.pool import RankFailure
+
+ODD = 2
+"""The rank that is told something else."""
+
+
+def build(dispatcher: str, ours: dict[str, Any], theirs: dict[str, Any]) -> None:
+    """A layer of each rank; `theirs` is what the odd rank is told: options, or fields of the configuration, or both."""
+    import megatron_moe_opt
+    from megatron_moe_opt.integration import start_facts
+    from megatron_moe_opt.integration.moe_layer import build_layer
+    from tests.ranks.megatron import moe_config, parallel
+
+    told = theirs if dist.get_rank() == ODD else ours
+    options = {name: value for name, value in told.items() if name in Options.__dataclass_fields__}
+    config = {name: value for name, value in told.items() if name.startswith(("moe_", "recompute_"))}
+    with parallel(ep=4), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(start_facts, "__version__", told.get("version", "1"))
+        megatron_moe_opt.register(Options(**options))
+        try:
+            build_layer(moe_config(**{"moe_token_dispatcher_type": dispatcher} | config))
+        finally:
+            megatron_moe_opt.register()
+
+
+@pytest.mark.parametrize(
+    ("dispatcher", "ours", "theirs", "sentence"),
+    [
+        (
+            "monta", {"monta_level": "O3", "chunks": 4}, {"monta_level": "O2", "chunks": 8},
+            "--moe-opt-monta-level is O3 on ranks 0, 1, 3 and O2 on rank 2; "
+            "--moe-opt-chunks is 4 on ranks 0, 1, 3 and 8 on rank 2",
+        ),
+        ("mpmoe", {"partitions": 4}, {}, "--moe-opt-partitions is 4 on ranks 0, 1, 3 and not given on rank 2"),
+        (
+            "expert-migration", {"domain_sizes": (2,)}, {"domain_sizes": (4,), "prefetch_layers": 0},
+            "--moe-opt-domain-sizes is 2 on ranks 0, 1, 3 and 4 on rank 2; "
+            "--moe-opt-prefetch-layers is 1 on ranks 0, 1, 3 and 0 on rank 2",
+        ),
+        ("netmoe", {}, {"moe_router_topk": 4}, "--moe-router-topk is 2 on ranks 0, 1, 3 and 4 on rank 2"),
+        (
+            "parm", {}, {"moe_token_dispatcher_type": "monta"},
+            "--moe-token-dispatcher-type is parm on ranks 0, 1, 3 and monta on rank 2",
+        ),
+        (
+            "mpmoe", {}, {"recompute_granularity": "selective"},
+            "--recompute-granularity is not given on ranks 0, 1, 3 and selective on rank 2",
+        ),
+        ("monta", {}, {"version": "2"}, "megatron-moe-opt is 1 (interface"),
+    ],
+)  # fmt: skip
+def test_ranks_that_differ_are_told_in_what(ranks, dispatcher, ours, theirs, sentence):
+    with pytest.raises(RankFailure) as caught:
+        ranks.run(build, dispatcher=dispatcher, ours=ours, theirs=theirs)
+    assert [rank for rank, *_ in caught.value.errors] == [0, 1, 2, 3]
+    for _, kind, message in caught.value.errors:
+        assert kind == "DisagreementError" and "\n" not in message
+        assert message.startswith("the ranks are not started alike: ") and sentence in message
+        assert ": give all ranks the same" in message
+
+
+def test_plans_that_differ_are_told(ranks, tmp_path: Path):
+    """Though the first rank reads it for all: whoever gives ranks two plans believes that both are followed."""
+    files = []
+    for name, variant in (("ours", "mpmoe:2"), ("theirs", "monta:O1")):
+        (tmp_path / name).mkdir()
+        files.append(plan(tmp_path / name / "plan.json", {1: variant}))
+    with pytest.raises(RankFailure) as caught:
+        ranks.run(build, dispatcher="auto", ours={"plan": files[0]}, theirs={"plan": files[1]})
+    assert len(caught.value.errors) == 4
+    for _, kind, message in caught.value.errors:
+        assert kind == "DisagreementError" and "--moe-opt-plan is a file with SHA-256 " in message
+        assert "... on ranks 0, 1, 3 and a file with" in message
