@@ -219,7 +219,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> build_row_map(const Input<"ro
         known_rows ? known_rows->value : at::count_nonzero(routing_map.view(ScalarType::Byte)).item<int64_t>();
     make_entries(num_rows);
     Tensor scratch = make(cuda::row_map_scratch_bytes(num_tokens, num_experts), ScalarType::Byte);
-    cuda::build_row_map(bytes, num_tokens, num_experts, num_rows, offsets.mutable_data_ptr<int64_t>(),
+    cuda::build_row_map(bytes, num_tokens, num_experts, num_rows, std::nullopt, offsets.mutable_data_ptr<int64_t>(),
                         rows.mutable_data_ptr<int64_t>(), experts.mutable_data_ptr<int32_t>(),
                         sources.mutable_data_ptr<int64_t>(), expert_counts.mutable_data_ptr<int64_t>(),
                         scratch.mutable_data_ptr(), call.stream);
@@ -261,19 +261,27 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> build_row_map(const Input<"ro
   return {offsets, rows, experts, sources, expert_counts};
 }
 
-// offsets, rows, experts, sources of drop-and-pad; CPU only.
+// offsets, rows, experts, sources of drop-and-pad.
 std::tuple<Tensor, Tensor, Tensor, Tensor> build_padded_row_map(const Input<"routing_map">& routing_map,
                                                                 Size<"capacity"> capacity) {
   check_routing_map(routing_map);
   const int64_t num_tokens = routing_map.size(0), num_experts = routing_map.size(1);
-  check(routing_map.is_cpu(), "build_padded_row_map runs on CPU, but routing_map is on ", routing_map.device());
   check(capacity <= num_tokens, "capacity ", capacity, " must lie in [0, ", num_tokens, "], the number of tokens");
   const auto make = [&](int64_t size, ScalarType dtype) { return empty_like({size}, dtype, routing_map); };
   Tensor offsets = make(num_tokens + 1, ScalarType::Long), rows = make(num_experts * capacity, ScalarType::Long);
   Tensor experts = make(rows.numel(), ScalarType::Int), sources = make(rows.numel(), ScalarType::Long);
-  cpu::build_padded_row_map(static_cast<const uint8_t*>(routing_map.const_data_ptr()), num_tokens, num_experts,
-                            capacity, offsets.mutable_data_ptr<int64_t>(), rows.mutable_data_ptr<int64_t>(),
-                            experts.mutable_data_ptr<int32_t>(), sources.mutable_data_ptr<int64_t>());
+  const auto* bytes = static_cast<const uint8_t*>(routing_map.const_data_ptr());
+  int64_t *offsets_data = offsets.mutable_data_ptr<int64_t>(), *rows_data = rows.mutable_data_ptr<int64_t>();
+  int32_t* experts_data = experts.mutable_data_ptr<int32_t>();
+  int64_t* sources_data = sources.mutable_data_ptr<int64_t>();
+  MOE_OPT_IF_CUDA(routing_map, {
+    Tensor scratch = make(cuda::row_map_scratch_bytes(num_tokens, num_experts), ScalarType::Byte);
+    cuda::build_row_map(bytes, num_tokens, num_experts, rows.numel(), capacity, offsets_data, rows_data, experts_data,
+                        sources_data, nullptr, scratch.mutable_data_ptr(), call.stream);
+  }) {
+    cpu::build_padded_row_map(bytes, num_tokens, num_experts, capacity, offsets_data, rows_data, experts_data,
+                              sources_data);
+  }
   return {offsets, rows, experts, sources};
 }
 
