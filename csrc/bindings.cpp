@@ -2,10 +2,12 @@
 // pointers, and calls the kernels, on CPU split over PyTorch's threads, on CUDA on the current stream. Users call the
 // faces in megatron_moe_opt/kernels.
 #include <ATen/Parallel.h>
+#include <ATen/ThreadLocalState.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/count_nonzero.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/from_blob.h>
+#include <ATen/record_function.h>
 #include <torch/csrc/utils/pybind.h>
 
 #include <algorithm>
@@ -217,7 +219,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> build_row_map(const Input<"ro
         known_rows ? known_rows->value : at::count_nonzero(routing_map.view(ScalarType::Byte)).item<int64_t>();
     make_entries(num_rows);
     Tensor scratch = make(cuda::row_map_scratch_bytes(num_tokens, num_experts), ScalarType::Byte);
-    cuda::build_row_map(bytes, num_tokens, num_experts, num_rows, offsets.mutable_data_ptr<int64_t>(),
+    cuda::build_row_map(bytes, num_tokens, num_experts, num_rows, std::nullopt, offsets.mutable_data_ptr<int64_t>(),
                         rows.mutable_data_ptr<int64_t>(), experts.mutable_data_ptr<int32_t>(),
                         sources.mutable_data_ptr<int64_t>(), expert_counts.mutable_data_ptr<int64_t>(),
                         scratch.mutable_data_ptr(), call.stream);
@@ -259,19 +261,27 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> build_row_map(const Input<"ro
   return {offsets, rows, experts, sources, expert_counts};
 }
 
-// offsets, rows, experts, sources of drop-and-pad; CPU only.
+// offsets, rows, experts, sources of drop-and-pad.
 std::tuple<Tensor, Tensor, Tensor, Tensor> build_padded_row_map(const Input<"routing_map">& routing_map,
                                                                 Size<"capacity"> capacity) {
   check_routing_map(routing_map);
   const int64_t num_tokens = routing_map.size(0), num_experts = routing_map.size(1);
-  check(routing_map.is_cpu(), "build_padded_row_map runs on CPU, but routing_map is on ", routing_map.device());
   check(capacity <= num_tokens, "capacity ", capacity, " must lie in [0, ", num_tokens, "], the number of tokens");
   const auto make = [&](int64_t size, ScalarType dtype) { return empty_like({size}, dtype, routing_map); };
   Tensor offsets = make(num_tokens + 1, ScalarType::Long), rows = make(num_experts * capacity, ScalarType::Long);
   Tensor experts = make(rows.numel(), ScalarType::Int), sources = make(rows.numel(), ScalarType::Long);
-  cpu::build_padded_row_map(static_cast<const uint8_t*>(routing_map.const_data_ptr()), num_tokens, num_experts,
-                            capacity, offsets.mutable_data_ptr<int64_t>(), rows.mutable_data_ptr<int64_t>(),
-                            experts.mutable_data_ptr<int32_t>(), sources.mutable_data_ptr<int64_t>());
+  const auto* bytes = static_cast<const uint8_t*>(routing_map.const_data_ptr());
+  int64_t *offsets_data = offsets.mutable_data_ptr<int64_t>(), *rows_data = rows.mutable_data_ptr<int64_t>();
+  int32_t* experts_data = experts.mutable_data_ptr<int32_t>();
+  int64_t* sources_data = sources.mutable_data_ptr<int64_t>();
+  MOE_OPT_IF_CUDA(routing_map, {
+    Tensor scratch = make(cuda::row_map_scratch_bytes(num_tokens, num_experts), ScalarType::Byte);
+    cuda::build_row_map(bytes, num_tokens, num_experts, rows.numel(), capacity, offsets_data, rows_data, experts_data,
+                        sources_data, nullptr, scratch.mutable_data_ptr(), call.stream);
+  }) {
+    cpu::build_padded_row_map(bytes, num_tokens, num_experts, capacity, offsets_data, rows_data, experts_data,
+                              sources_data);
+  }
   return {offsets, rows, experts, sources};
 }
 
@@ -594,6 +604,7 @@ Tensor count_topk(const Input<"experts">& experts, Size<"num_experts"> num_exper
   const int64_t topk = experts.size(1);
   check(layout.tokens_per_sample * topk <= INT32_MAX, "a sample has 2^31 or more routed pairs");
   Tensor num = empty_like({num_samples, num_experts}, ScalarType::Long, experts);
+  if (num.numel() == 0 || experts.numel() == 0) return num.zero_();  // however many rows of nothing there are
   const int64_t* data = experts.const_data_ptr<int64_t>();
   int64_t* out = num.mutable_data_ptr<int64_t>();
   MOE_OPT_IF_CUDA(experts, cuda::count_topk(layout, data, topk, num_experts, out, call.stream)) {
@@ -612,6 +623,7 @@ Tensor count_routing_map(const Input<"routing_map">& routing_map, Size<"num_samp
   const SampleLayout layout = sample_layout(routing_map, num_samples, batch_first);
   const int64_t num_experts = routing_map.size(1);
   Tensor num = empty_like({num_samples, num_experts}, ScalarType::Long, routing_map);
+  if (num.numel() == 0 || routing_map.numel() == 0) return num.zero_();
   const auto* bytes = static_cast<const uint8_t*>(routing_map.const_data_ptr());
   int64_t* out = num.mutable_data_ptr<int64_t>();
   MOE_OPT_IF_CUDA(routing_map, cuda::count_routing_map(layout, bytes, num_experts, out, call.stream)) {
@@ -886,6 +898,7 @@ ActionPtr sum_parts(const std::vector<Buffer<"a part">>& parts, const Buffer<"th
         first, " do not fit rows of ", row_bytes, " bytes");
   return make_action([sources = std::move(sources), to = Memory(out), type, first, count] {
     const Tensor& out = to.tensor();
+    if (out.numel() == 0 || count == 0) return;
     std::vector<ConstRows> rows;
     for (const Memory& source : sources) rows.push_back(const_rows(source.tensor(), first));
     const MutableRows target = mutable_rows(out, first);
@@ -908,6 +921,29 @@ ActionPtr call_python(const py::function& function) {
       throw std::runtime_error(error.what());
     }
   });
+}
+
+// The action as one that a profiler shows under a name, whichever thread runs it: PyTorch's profiler, or nsys through
+// its NVTX ranges.
+ActionPtr named(const std::string& name, const ActionPtr& action) {
+  struct NamedAction : Action {
+    void run() override {
+      const at::ThreadLocalStateGuard as_where_it_was_named(state);
+      at::RecordFunction range(at::RecordScope::USER_SCOPE);
+      range.before(name);
+      action->run();
+    }
+    void join() override { action->join(); }
+    void abort() override { action->abort(); }
+    std::string name;
+    ActionPtr action;
+    at::ThreadLocalState state;
+  };
+  check(action != nullptr, "the action is None");
+  auto shown = std::make_shared<NamedAction>();
+  shown->name = name;
+  shown->action = action;
+  return shown;
 }
 
 constexpr int64_t kMostLanes = 64;
@@ -970,60 +1006,76 @@ py::dict host_pool_stats() {
 }  // namespace
 }  // namespace moe_opt
 
+// Binds a function. A call with arguments of other types is refused by a second one that takes all: pybind11's own
+// refusal prints the arguments, and PyTorch crashes where it prints a tensor whose memory was freed.
+template <typename Scope, typename Function, typename... Extras>
+void define(Scope&& scope, const char* name, Function&& function, const Extras&... extras) {
+  scope.def(name, std::forward<Function>(function), extras...);
+  scope.def(name, [name](const py::args&, const py::kwargs&) -> py::object {
+    throw py::type_error(c10::str(name, " takes arguments of other types, or another number of them"));
+  });
+}
+
 PYBIND11_MODULE(_C, m) {
   using namespace moe_opt;  // NOLINT
   const auto no_gil = py::call_guard<py::gil_scoped_release>();
-  m.def("empty", [](const std::vector<Size<"a size">>& shape, ScalarType dtype, at::Device device) {
+  define(m, "empty", [](const std::vector<Size<"a size">>& shape, ScalarType dtype, at::Device device) {
     return empty(std::vector<int64_t>(shape.begin(), shape.end()), dtype, device);
   });
-  m.def("build_row_map", build_row_map, no_gil);
-  m.def("build_padded_row_map", build_padded_row_map, no_gil);
-  m.def("build_row_map_from_sources", build_row_map_from_sources, no_gil);
-  m.def("permute_rows", permute_rows, no_gil);
-  m.def("permute_packed", permute_packed, no_gil);
-  m.def("unpermute_rows", unpermute_rows, no_gil);
-  m.def("unpermute_rows_backward", unpermute_rows_backward, no_gil);
-  m.def("unpermute_probs", unpermute_probs, no_gil);
-  m.def("copy_chunks", copy_chunks, no_gil);
-  m.def("sr_encode", sr_encode, no_gil);
-  m.def("sr_decode", sr_decode, no_gil);
-  m.def("count_topk", count_topk, no_gil);
-  m.def("count_routing_map", count_routing_map, no_gil);
-  m.def("solve_placement", solve_placement, no_gil);
-  m.def("place_samples", place_samples, no_gil);
-  m.def("plan_exchange", plan_exchange);
+  define(m, "build_row_map", build_row_map, no_gil);
+  define(m, "build_padded_row_map", build_padded_row_map, no_gil);
+  define(m, "build_row_map_from_sources", build_row_map_from_sources, no_gil);
+  define(m, "permute_rows", permute_rows, no_gil);
+  define(m, "permute_packed", permute_packed, no_gil);
+  define(m, "unpermute_rows", unpermute_rows, no_gil);
+  define(m, "unpermute_rows_backward", unpermute_rows_backward, no_gil);
+  define(m, "unpermute_probs", unpermute_probs, no_gil);
+  define(m, "copy_chunks", copy_chunks, no_gil);
+  define(m, "sr_encode", sr_encode, no_gil);
+  define(m, "sr_decode", sr_decode, no_gil);
+  define(m, "count_topk", count_topk, no_gil);
+  define(m, "count_routing_map", count_routing_map, no_gil);
+  define(m, "solve_placement", solve_placement, no_gil);
+  define(m, "place_samples", place_samples, no_gil);
+  define(m, "plan_exchange", plan_exchange);
   // By their holders: an object that Python made without calling its class has none, and is refused.
   const auto run_action = [](const ActionPtr& action) {
     check(action != nullptr, "the action is None");
     action->run();
   };
-  py::class_<Action, ActionPtr>(m, "Action").def("run", run_action, no_gil);
-  m.def("exchange", exchange);
-  m.def("copy_rows", copy_rows);
-  m.def("sum_parts", sum_parts);
-  m.def("abort_work", abort_work, no_gil);
-  m.def("call_python", call_python);
-  py::class_<pipeline::Executor, std::shared_ptr<pipeline::Executor>>(m, "Executor")
-      .def(py::init([](Size<"the number of lanes"> lanes) {
-        check(lanes <= kMostLanes, lanes, " lanes: at most ", kMostLanes);
-        return std::make_shared<pipeline::Executor>(static_cast<int>(lanes));
-      }))
-      .def("run", run_ops<pipeline::Executor>)
-      .def("give_up", &pipeline::Executor::give_up, no_gil);
+  py::class_<Action, ActionPtr> action(m, "Action");
+  define(action, "run", run_action, no_gil);
+  define(m, "exchange", exchange);
+  define(m, "copy_rows", copy_rows);
+  define(m, "sum_parts", sum_parts);
+  define(m, "abort_work", abort_work, no_gil);
+  define(m, "call_python", call_python);
+  define(m, "named", named);
+  py::class_<pipeline::Executor, std::shared_ptr<pipeline::Executor>> executor(m, "Executor");
+  executor.def(py::init([](Size<"the number of lanes"> lanes) {
+    check(lanes <= kMostLanes, lanes, " lanes: at most ", kMostLanes);
+    return std::make_shared<pipeline::Executor>(static_cast<int>(lanes));
+  }));
+  define(executor, "run", run_ops<pipeline::Executor>);
+  const auto give_up = [](const std::shared_ptr<pipeline::Executor>& executor) {
+    check(executor != nullptr, "the executor is None");
+    executor->give_up();
+  };
+  define(executor, "give_up", give_up, no_gil);
 #ifdef MOE_OPT_CUDA
   py::class_<pipeline::StreamExecutor, std::shared_ptr<pipeline::StreamExecutor>>(m, "StreamExecutor")
       .def(py::init([](const std::vector<int>& priorities) {
         return std::make_shared<pipeline::StreamExecutor>(pipeline::cuda_streams(priorities));
       }))
       .def("run", run_ops<pipeline::StreamExecutor>);
-  m.def("new_cuda_stream",
-        [](int priority) { return reinterpret_cast<intptr_t>(pipeline::new_cuda_stream(priority)); });
+  define(m, "new_cuda_stream",
+         [](int priority) { return reinterpret_cast<intptr_t>(pipeline::new_cuda_stream(priority)); });
 #endif
-  m.def("build_info", build_info);
-  m.def("select_cpu_kernels", [](const std::string& name) { return cpu::select_kernels(name.c_str()); });
-  m.def("keep_uncaught_exceptions", keep_uncaught_exceptions);
-  m.def("uncaught_exception", uncaught_exception);
-  m.def("host_pool_stats", host_pool_stats);
-  m.def("host_pool_trim", host_pool::trim, no_gil);
-  m.def("host_pool_set_limit", [](Size<"the limit"> bytes) { host_pool::set_limit(bytes); }, no_gil);
+  define(m, "build_info", build_info);
+  define(m, "select_cpu_kernels", [](const std::string& name) { return cpu::select_kernels(name.c_str()); });
+  define(m, "keep_uncaught_exceptions", keep_uncaught_exceptions);
+  define(m, "uncaught_exception", uncaught_exception);
+  define(m, "host_pool_stats", host_pool_stats);
+  define(m, "host_pool_trim", host_pool::trim, no_gil);
+  define(m, "host_pool_set_limit", [](Size<"the limit"> bytes) { host_pool::set_limit(bytes); }, no_gil);
 }

@@ -23,6 +23,7 @@ constexpr int kVectorBytes = 16;    // widest load and store of a thread
 
 inline void check(cudaError_t error, const char* what) {
   if (error != cudaSuccess) {
+    cudaGetLastError();  // else it stays, and the next launch, which may be all right, is blamed for it
     throw std::runtime_error(std::string("megatron_moe_opt: CUDA ") + what + " failed: " + cudaGetErrorString(error));
   }
 }

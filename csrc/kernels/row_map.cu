@@ -64,14 +64,17 @@ __global__ void __launch_bounds__(kWarp* kScanWarps)
 
 // One block a tile: turns totals into first rows, counts the kept rows of its tokens, writes their entries.
 // expert_counts[e] = kept rows of expert e, written by the block of tile 0.
+// Where kPadded, every expert owns `capacity` rows: its routed tokens first, then the lowest of the others.
 // Dynamic shared memory: first_rows [E], masks [E].
-__global__ void __launch_bounds__(kBlockThreads)
+template <bool kPadded>
+__global__ void __launch_bounds__(kBlockThreads, 4)  // more would have to spill registers
     fill_rows_kernel(const uint64_t* __restrict__ tile_masks, const int64_t* __restrict__ rows_before,
                      const int64_t* __restrict__ expert_totals, int64_t num_tokens, int num_experts, int64_t max_rows,
-                     int64_t* __restrict__ offsets, int64_t* __restrict__ rows, int32_t* __restrict__ experts,
-                     int64_t* __restrict__ sources, int64_t* __restrict__ expert_counts) {
+                     int64_t capacity, int64_t* __restrict__ offsets, int64_t* __restrict__ rows,
+                     int32_t* __restrict__ experts, int64_t* __restrict__ sources,
+                     int64_t* __restrict__ expert_counts) {
   extern __shared__ int64_t shared[];
-  int64_t* first_rows = shared;  // the first row of this tile for each expert
+  int64_t* first_rows = shared;  // the first row of this tile for each expert; where kPadded, among its expert's rows
   uint64_t* masks = reinterpret_cast<uint64_t*>(shared + num_experts);
   __shared__ int64_t token_entries[kTileTokens];  // kept rows of each token, then its first entry
 
@@ -92,20 +95,25 @@ __global__ void __launch_bounds__(kBlockThreads)
     rows_of_earlier_experts += sum.total;
     if (e < num_experts) {
       const int64_t before = rows_before[tile * num_experts + e];
-      const int64_t room = max(int64_t{0}, max_rows - expert_row);
-      first_rows[e] = expert_row + before;
+      const int64_t room = kPadded ? capacity : max(int64_t{0}, max_rows - expert_row);
+      first_rows[e] = kPadded ? before : expert_row + before;
       masks[e] = tile_masks[tile * num_experts + e];
       earlier_entries += min(before, room);
-      if (tile == 0) expert_counts[e] = min(total, room);
+      if (kPadded) earlier_entries += min(first_token - before, max(int64_t{0}, capacity - total));
+      if (!kPadded && tile == 0) expert_counts[e] = min(total, room);
     }
   }
   const int64_t first_entry = block_sum(earlier_entries).total;
 
-  // The row of token j with expert e, or -1 where j is not routed to e or the row is cut off.
+  // The row of token j with expert e, or -1 where they have none or it is cut off.
   const auto row_of = [&](int j, int e) -> int64_t {
-    if (e >= num_experts || !(masks[e] >> j & 1)) return -1;
-    const int64_t row = first_rows[e] + __popcll(masks[e] & ((uint64_t{1} << j) - 1));
-    return row < max_rows ? row : -1;
+    if (e >= num_experts) return -1;
+    const bool routed = masks[e] >> j & 1;
+    if (!kPadded && !routed) return -1;
+    const int64_t row = first_rows[e] + __popcll(masks[e] & ((uint64_t{1} << j) - 1));  // routed ones before
+    if (!kPadded) return row < max_rows ? row : -1;
+    const int64_t place = routed ? row : expert_totals[e] + (first_token + j - row);
+    return place < capacity ? e * capacity + place : -1;
   };
 
   // Warps take tokens in turn, lanes take experts; all lanes of a warp run the same number of steps.
@@ -215,12 +223,12 @@ int64_t row_map_scratch_bytes(int64_t num_tokens, int64_t num_experts) {
 }
 
 void build_row_map(const uint8_t* routing_map, int64_t num_tokens, int64_t num_experts, int64_t max_rows,
-                   int64_t* offsets, int64_t* rows, int32_t* experts, int64_t* sources, int64_t* expert_counts,
-                   void* scratch, void* stream) {
+                   std::optional<int64_t> capacity, int64_t* offsets, int64_t* rows, int32_t* experts, int64_t* sources,
+                   int64_t* expert_counts, void* scratch, void* stream) {
   const cudaStream_t cuda_stream = static_cast<cudaStream_t>(stream);
   if (num_tokens == 0 || num_experts == 0) {
     check(cudaMemsetAsync(offsets, 0, (num_tokens + 1) * sizeof(int64_t), cuda_stream), "memset of offsets");
-    if (num_experts > 0) {
+    if (num_experts > 0 && expert_counts != nullptr) {
       check(cudaMemsetAsync(expert_counts, 0, num_experts * sizeof(int64_t), cuda_stream), "memset of counts");
     }
     return;
@@ -241,15 +249,16 @@ void build_row_map(const uint8_t* routing_map, int64_t num_tokens, int64_t num_e
   check(cudaGetLastError(), "scan_tiles_kernel");
 
   const int64_t shared_bytes = num_experts * kEntryBytes;
+  const auto fill = capacity ? fill_rows_kernel<true> : fill_rows_kernel<false>;
   if (shared_bytes > kDefaultSharedBytes) {
     // Refused where the device has too little: about 10,000 experts on sm_80 (163 KiB), 14,000 on sm_90 (227 KiB).
-    check(cudaFuncSetAttribute(fill_rows_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+    check(cudaFuncSetAttribute(fill, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                static_cast<int>(std::min<int64_t>(shared_bytes, INT32_MAX))),
           "build_row_map: shared memory for this number of experts");
   }
-  fill_rows_kernel<<<tile_blocks, kBlockThreads, shared_bytes, cuda_stream>>>(
-      masks, rows_before, expert_totals, num_tokens, static_cast<int>(num_experts), max_rows, offsets, rows, experts,
-      sources, expert_counts);
+  fill<<<tile_blocks, kBlockThreads, shared_bytes, cuda_stream>>>(
+      masks, rows_before, expert_totals, num_tokens, static_cast<int>(num_experts), max_rows, capacity.value_or(0),
+      offsets, rows, experts, sources, expert_counts);
   check(cudaGetLastError(), "fill_rows_kernel");
 }
 

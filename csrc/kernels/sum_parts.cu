@@ -1,4 +1,5 @@
 // Sum of parts on CUDA: a thread adds one vector of all parts in registers; every byte is read once and written once.
+// A row is shared by 2^lane_bits threads, so that no thread divides to find its place.
 #include "cuda_common.cuh"
 #include "sum_parts.h"
 
@@ -11,24 +12,32 @@ struct Parts {
   int64_t stride_bytes[kMaxParts];
 };
 
+__device__ __forceinline__ int64_t row_of_thread(int lane_bits) {
+  return int64_t{blockIdx.x} * (kBlockThreads >> lane_bits) + (threadIdx.x >> lane_bits);
+}
+__device__ __forceinline__ int lane_of_thread(int lane_bits) {
+  return static_cast<int>(threadIdx.x & ((1u << lane_bits) - 1));
+}
+
 template <typename T, int kCount>
 __global__ void __launch_bounds__(kBlockThreads)
     sum_parts_kernel(const __grid_constant__ Parts parts, int num_parts, int64_t num_rows, int64_t vectors, char* out,
-                     int64_t out_stride) {
+                     int64_t out_stride, int lane_bits) {
   using Packed = Elements<T, kCount>;
-  const int64_t index = int64_t{blockIdx.x} * kBlockThreads + threadIdx.x;
-  const int64_t row = index / vectors, vector = index % vectors;
+  const int64_t row = row_of_thread(lane_bits);
   if (row >= num_rows) return;
-  float total[kCount];
-  Packed::load(parts.data[0] + row * parts.stride_bytes[0], vector).to_float(total);
+  for (int64_t vector = lane_of_thread(lane_bits); vector < vectors; vector += 1 << lane_bits) {
+    float total[kCount];
+    Packed::load(parts.data[0] + row * parts.stride_bytes[0], vector).to_float(total);
 #pragma unroll 4
-  for (int p = 1; p < num_parts; ++p) {
-    float term[kCount];
-    Packed::load(parts.data[p] + row * parts.stride_bytes[p], vector).to_float(term);
+    for (int p = 1; p < num_parts; ++p) {
+      float term[kCount];
+      Packed::load(parts.data[p] + row * parts.stride_bytes[p], vector).to_float(term);
 #pragma unroll
-    for (int i = 0; i < kCount; ++i) total[i] += term[i];
+      for (int i = 0; i < kCount; ++i) total[i] += term[i];
+    }
+    Packed::from_float(total).store(out + row * out_stride, vector);
   }
-  Packed::from_float(total).store(out + row * out_stride, vector);
 }
 
 // An element of a row, moved in units to which every row is aligned.
@@ -59,14 +68,22 @@ union InUnits {
 template <typename T, typename Unit>
 __global__ void __launch_bounds__(kBlockThreads)
     sum_elements_kernel(const __grid_constant__ Parts parts, int num_parts, int64_t num_rows, int64_t width, char* out,
-                        int64_t out_stride) {
+                        int64_t out_stride, int lane_bits) {
   using Element = InUnits<T, Unit>;
-  const int64_t index = int64_t{blockIdx.x} * kBlockThreads + threadIdx.x;
-  const int64_t row = index / width, h = index % width;
+  const int64_t row = row_of_thread(lane_bits);
   if (row >= num_rows) return;
-  T total = Element::load(parts.data[0] + row * parts.stride_bytes[0], h);
-  for (int p = 1; p < num_parts; ++p) total += Element::load(parts.data[p] + row * parts.stride_bytes[p], h);
-  Element::store(total, out + row * out_stride, h);
+  for (int64_t h = lane_of_thread(lane_bits); h < width; h += 1 << lane_bits) {
+    T total = Element::load(parts.data[0] + row * parts.stride_bytes[0], h);
+    for (int p = 1; p < num_parts; ++p) total += Element::load(parts.data[p] + row * parts.stride_bytes[p], h);
+    Element::store(total, out + row * out_stride, h);
+  }
+}
+
+// As few threads for a row of `items` as take one item each, up to a block: their number's logarithm.
+int lane_bits_of(int64_t items) {
+  int bits = 0;
+  while (1 << bits < kBlockThreads && 1 << bits < items) ++bits;
+  return bits;
 }
 
 }  // namespace
@@ -91,8 +108,10 @@ void sum_parts(DType dtype, int64_t width, const ConstRows* parts, int num_parts
   const cudaStream_t cuda_stream = static_cast<cudaStream_t>(stream);
   char* target = static_cast<char*>(out.data);
   const auto sum_elements = [&](auto kernel) {
-    const unsigned blocks = grid_blocks(divide_up(num_rows * width, kBlockThreads), "sum_parts");
-    kernel<<<blocks, kBlockThreads, 0, cuda_stream>>>(all, num_parts, num_rows, width, target, out.stride_bytes);
+    const int lane_bits = lane_bits_of(width);
+    const unsigned blocks = grid_blocks(divide_up(num_rows, kBlockThreads >> lane_bits), "sum_parts");
+    kernel<<<blocks, kBlockThreads, 0, cuda_stream>>>(all, num_parts, num_rows, width, target, out.stride_bytes,
+                                                      lane_bits);
     check(cudaGetLastError(), "sum_elements_kernel");
   };
   const bool whole = aligned(element_size(dtype));
@@ -103,9 +122,10 @@ void sum_parts(DType dtype, int64_t width, const ConstRows* parts, int num_parts
   const bool wide = width * element_size(dtype) % kVectorBytes == 0 && aligned(kVectorBytes);
   with_vector(dtype, wide, [&](auto element, auto count) {
     const int64_t vectors = width / count;
-    const unsigned blocks = grid_blocks(divide_up(num_rows * vectors, kBlockThreads), "sum_parts");
-    sum_parts_kernel<decltype(element), count>
-        <<<blocks, kBlockThreads, 0, cuda_stream>>>(all, num_parts, num_rows, vectors, target, out.stride_bytes);
+    const int lane_bits = lane_bits_of(vectors);
+    const unsigned blocks = grid_blocks(divide_up(num_rows, kBlockThreads >> lane_bits), "sum_parts");
+    sum_parts_kernel<decltype(element), count><<<blocks, kBlockThreads, 0, cuda_stream>>>(
+        all, num_parts, num_rows, vectors, target, out.stride_bytes, lane_bits);
     check(cudaGetLastError(), "sum_parts_kernel");
   });
 }

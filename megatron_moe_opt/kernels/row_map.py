@@ -99,15 +99,7 @@ def build_row_map(routing_map: torch.Tensor, capacity: int | None = None, num_ou
         offsets, rows, experts, sources, counts = _C.build_row_map(routing_map, expected)
     else:
         counts = torch.full((num_experts,), capacity, dtype=torch.int64, device=routing_map.device)
-        if routing_map.is_cuda:
-            if not 0 <= capacity <= num_tokens:
-                raise ValueError(f"capacity {capacity} must lie in [0, {num_tokens}], the number of tokens")
-            routed = routing_map.view(torch.uint8) != 0
-            order = routed.T.to(torch.int8).argsort(dim=1, descending=True, stable=True)
-            sources = order[:, :capacity].reshape(-1)
-            offsets, rows, experts = _C.build_row_map_from_sources(sources, num_tokens, max(capacity, 1))
-        else:
-            offsets, rows, experts, sources = _C.build_padded_row_map(routing_map, capacity)
+        offsets, rows, experts, sources = _C.build_padded_row_map(routing_map, capacity)
     return RowMap(num_tokens, num_experts, sources.numel(), offsets, rows, experts, sources, counts)
 
 

@@ -59,7 +59,7 @@ def _contents(paths: Iterable[Path]) -> bytes:
 
 
 def _headers() -> str:
-    found = [*ROOT.glob("csrc/**/*.h"), *ROOT.glob("csrc/**/*.cuh"), *HERE.glob("**/*.h")]
+    found = [*ROOT.glob("csrc/**/*.h"), *HERE.glob("**/*.h")]
     return hashlib.sha256(_contents(found)).hexdigest()
 
 
@@ -110,10 +110,10 @@ def build(replaced: Mapping[str, str] | None = None, target: Path = OUT / "plain
     jobs += [(source, torch_flags) for source in with_torch]
     jobs += [(HERE / "emulator.cpp", ["-O3", "-march=native"])]
     jobs += [(source, ["-O1", "-DMOE_OPT_ISA=generic"]) for source in plain]
-    headers = _headers() + hashlib.sha256(common.encode()).hexdigest()
+    headers, given = _headers(), hashlib.sha256(common.encode()).hexdigest()
     heavy_first = sorted(jobs, key=lambda job: job[1] is not torch_flags)
     with ThreadPoolExecutor(int(os.environ.get("MAX_JOBS") or os.cpu_count() or 1)) as pool:
-        objects = list(pool.map(lambda job: _compile(*job, headers), heavy_first))
+        objects = list(pool.map(lambda job: _compile(*job, headers + given * (job[1] is SEEN)), heavy_first))
     module = target / f"_C{sysconfig.get_config_var('EXT_SUFFIX')}"
     stamp = target / "objects.txt"
     wanted = "\n".join(map(str, objects))

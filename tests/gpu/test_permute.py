@@ -28,7 +28,7 @@ SHAPES = {
     "wide-rows": (sized(512, 6), 7168, 128, 8, 0.0),
     "very-wide-rows": (sized(40, 3), 20000, 8, 2, 0.0),
     "many-experts": (sized(257, 70), 512, 1024, 8, 0.5),
-    "most-experts": (33, 64, 6000, 8, 0.0),  # more than 48 KB of shared memory
+    "most-experts": (33, 64, sized(6000, 3100), 8, 0.0),  # more than 48 KB of shared memory
     "every-expert": (70, 96, 300, 300, 0.0),  # more rows of a token than one stage holds
 }
 CAPACITIES = [None, 0, 5]
@@ -196,3 +196,11 @@ def test_bad_input_is_refused(device):
         kernels.permute(tokens.cpu(), routing_map)
     with pytest.raises(ValueError, match=r"float64|Double"):
         kernels.permute(tokens.double(), routing_map)
+
+
+def test_a_refused_launch_is_not_the_next_ones_error(device):
+    """20,000 experts need more shared memory than any device has."""
+    with pytest.raises(RuntimeError, match="shared memory for this number of experts"):
+        kernels.build_row_map(torch.ones(1, 20_000, dtype=torch.bool, device=device))
+    routing_map = torch.ones(3, 2, dtype=torch.bool)
+    assert_same_bits(kernels.build_row_map(routing_map.to(device)).rows, kernels.build_row_map(routing_map).rows)

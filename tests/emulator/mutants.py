@@ -1,0 +1,72 @@
+"""Small edits of the kernels, each of which the random cases must find: (file, what stands there, what stands for it,
+the cases that reach it)."""
+
+from __future__ import annotations
+
+MUTANTS: tuple[tuple[str, str, str, tuple[str, ...]], ...] = (
+    # cuda_common.cuh
+    ("cuda_common.cuh", "  __syncthreads();  // an earlier call may still be read\n", "", ("row_map",)),
+    ("cuda_common.cuh", "warp] = value;\n  __syncthreads();", "warp] = value;", ("row_map",)),
+    ("cuda_common.cuh", "if (lane >= distance) value += below;", "value += below;", ("row_map",)),
+    # row_map.cu
+    ("row_map.cu", "if (expert >= num_experts) return;", "", ("row_map",)),
+    ("row_map.cu", "min(int64_t{kTileTokens}, num_tokens - first)", "int64_t{kTileTokens}", ("row_map",)),
+    ("row_map.cu", "totals[warp][lane] = total;\n  __syncthreads();", "totals[warp][lane] = total;", ("row_map",)),
+    ("row_map.cu", "((uint64_t{1} << j) - 1)", "((uint64_t{2} << j) - 1)", ("row_map",)),
+    ("row_map.cu", "return row < max_rows ? row : -1;", "return row;", ("row_map",)),
+    (
+        "row_map.cu",
+        "token_entries[j] = entries;\n  }\n  __syncthreads();",
+        "token_entries[j] = entries;\n  }",
+        ("row_map",),
+    ),
+    ("row_map.cu", "max(int64_t{0}, capacity - total)", "capacity - total", ("row_map",)),
+    ("row_map.cu", "expert_totals[e] + (first_token + j - row)", "expert_totals[e] + (j - row)", ("row_map",)),
+    ("row_map.cu", "rank += unordered[other] < row", "rank += unordered[other] <= row", ("sources",)),
+    ("row_map.cu", "atomicAdd(&counts[token], 1ull);", "counts[token] += 1ull;", ("sources",)),
+    # permute.cu
+    (
+        "permute.cu",
+        "if (index < units) values[v] = __ldcs(source + index);",
+        "values[v] = __ldcs(source + index);",
+        ("permute",),
+    ),
+    ("permute.cu", "unit < lanes.prob_units ? probs[prob + unit] : ProbUnit{0}", "probs[prob + unit]", ("packed",)),
+    (
+        "permute.cu",
+        "if (lane == 0) warp_dots[r][warp] = dot[r];\n    }\n    __syncthreads();",
+        "if (lane == 0) warp_dots[r][warp] = dot[r];\n    }",
+        ("permute",),
+    ),
+    ("permute.cu", "    __syncthreads();  // warp_dots is written again by the next entries\n", "", ("permute",)),
+    ("permute.cu", "if (token >= num_tokens) return;", "", ("permute", "packed")),
+    # chunk_copy.cu
+    (
+        "chunk_copy.cu",
+        "if (threadIdx.x == 0) found_chunk = chunks.num_chunks;",
+        "found_chunk = chunks.num_chunks;",
+        ("chunks",),
+    ),
+    (
+        "chunk_copy.cu",
+        "chunk_end - count <= flat && flat < chunk_end",
+        "chunk_end - count <= flat && flat <= chunk_end",
+        ("chunks",),
+    ),
+    (
+        "chunk_copy.cu",
+        "fits(kVectorBytes)",
+        "row_bytes % kVectorBytes == 0 || fits(kVectorBytes)",
+        ("permute", "chunks"),
+    ),
+    # sum_parts.cu
+    ("sum_parts.cu", "vector += 1 << lane_bits", "vector += 2 << lane_bits", ("sums",)),
+    ("sum_parts.cu", "if (row >= num_rows) return;\n  for (int64_t vector", "for (int64_t vector", ("sums",)),
+    # count_tokens.cu
+    ("count_tokens.cu", "atomicAdd(&counts[expert], 1u);", "counts[expert] += 1u;", ("counts",)),
+    ("count_tokens.cu", "counts[e] = 0;\n    __syncthreads();", "counts[e] = 0;", ("counts",)),
+    # residual_codec.cu
+    ("residual_codec.cu", "__syncthreads();  // the next round overwrites what was read", "", ("second_round",)),
+    ("residual_codec.cu", "seen_ties + lower_lanes(tied) < ties", "seen_ties + lower_lanes(tied) <= ties", ("codec",)),
+    ("residual_codec.cu", "first_place + index + i", "first_place + index", ("codec",)),
+)
