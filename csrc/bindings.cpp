@@ -2,10 +2,12 @@
 // pointers, and calls the kernels, on CPU split over PyTorch's threads, on CUDA on the current stream. Users call the
 // faces in megatron_moe_opt/kernels.
 #include <ATen/Parallel.h>
+#include <ATen/ThreadLocalState.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/count_nonzero.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/from_blob.h>
+#include <ATen/record_function.h>
 #include <torch/csrc/utils/pybind.h>
 
 #include <algorithm>
@@ -921,6 +923,29 @@ ActionPtr call_python(const py::function& function) {
   });
 }
 
+// The action as one that a profiler shows under a name, whichever thread runs it: PyTorch's profiler, or nsys through
+// its NVTX ranges.
+ActionPtr named(const std::string& name, const ActionPtr& action) {
+  struct NamedAction : Action {
+    void run() override {
+      const at::ThreadLocalStateGuard as_where_it_was_named(state);
+      at::RecordFunction range(at::RecordScope::USER_SCOPE);
+      range.before(name);
+      action->run();
+    }
+    void join() override { action->join(); }
+    void abort() override { action->abort(); }
+    std::string name;
+    ActionPtr action;
+    at::ThreadLocalState state;
+  };
+  check(action != nullptr, "the action is None");
+  auto shown = std::make_shared<NamedAction>();
+  shown->name = name;
+  shown->action = action;
+  return shown;
+}
+
 constexpr int64_t kMostLanes = 64;
 
 // (lane, ops it waits for, actions)
@@ -1025,6 +1050,7 @@ PYBIND11_MODULE(_C, m) {
   define(m, "sum_parts", sum_parts);
   define(m, "abort_work", abort_work, no_gil);
   define(m, "call_python", call_python);
+  define(m, "named", named);
   py::class_<pipeline::Executor, std::shared_ptr<pipeline::Executor>> executor(m, "Executor");
   executor.def(py::init([](Size<"the number of lanes"> lanes) {
     check(lanes <= kMostLanes, lanes, " lanes: at most ", kMostLanes);

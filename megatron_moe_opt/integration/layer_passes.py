@@ -11,6 +11,7 @@ import torch
 
 from megatron_moe_opt.runtime.failure_board import told
 from megatron_moe_opt.runtime.layer_place import Place, enter, leave, passing
+from megatron_moe_opt.runtime.profiler_ranges import shown_as
 from megatron_moe_opt.runtime.recomputation import is_recomputing
 
 
@@ -27,7 +28,7 @@ def name_passes(layer_class: type, names: Container[str]) -> None:
         if dispatcher not in names:
             return stock_forward(self, hidden_states, *args, **kwargs)
         here = Place(number_of(self), dispatcher, "recompute" if is_recomputing() else "forward")
-        with passing(here), told():
+        with passing(here), told(), shown_as(lambda: f"MoE layer {here.layer} ({dispatcher}, {here.direction})"):
             output = stock_forward(self, hidden_states, *args, **kwargs)
         backward = replace(here, direction="backward")
         on_gradient(output[0], lambda _: enter(backward))

@@ -13,6 +13,7 @@ from megatron_moe_opt.kernels.streams import has_streams
 from megatron_moe_opt.runtime import failure_board
 from megatron_moe_opt.runtime.collectives import CollectiveError, describe_failure, first_line, global_rank
 from megatron_moe_opt.runtime.layer_place import place
+from megatron_moe_opt.runtime.profiler_ranges import is_profiling, shown_ops
 from megatron_moe_opt.runtime.recording import clock, is_recording, note
 from megatron_moe_opt.runtime.steps import Steps
 from megatron_moe_opt.schedules.schedule import Lane, Schedule
@@ -56,8 +57,11 @@ class Executor:
         Raises:
             LaneError: an op failed. No op runs any more, those that other ranks waited for included.
         """
+        actions = [step.actions for step in steps]
+        if is_profiling():
+            actions = shown_ops(schedule, actions)
         ops = [
-            (_NUMBER[op.lane], op.waits_for, step.actions) for op, step in zip(schedule.ops, steps, strict=True)
+            (_NUMBER[op.lane], op.waits_for, of_op) for op, of_op in zip(schedule.ops, actions, strict=True)
         ]  # fmt: skip
         recorded = is_recording()
         began = clock().now() if recorded else None

@@ -48,7 +48,7 @@ def main() -> int:
             outcome, spent = outcomes[-1], time.monotonic() - began
             seconds = "    -" if outcome.seconds is None else f"{outcome.seconds:5.1f}"
             left = spent / len(outcomes) * (len(cases) - len(outcomes))
-            verdict = "; ".join(outcome.wrong) or "ok"
+            verdict = "; ".join((*outcome.wrong, *outcome.late)) or "ok"
             print(f"{len(outcomes):3}/{len(cases)} {left / 60:3.0f} min left {seconds} s  {outcome.fault}: {verdict}",
                   flush=True)  # fmt: skip
             if args.json:
@@ -57,7 +57,7 @@ def main() -> int:
     print(table)
     if args.markdown:
         args.markdown.write_text(table + "\n")
-    return int(any(one.wrong for one in outcomes))
+    return int(not all(one.is_good for one in outcomes))
 
 
 def run_until_it_happens(fault: Fault, folder: Path) -> Outcome:
@@ -88,7 +88,7 @@ def report(outcomes: Sequence[Outcome]) -> list[str]:
     for kind, place in rows:
         of_row = [_cell(cells[kind, place, dispatcher]) for dispatcher in columns]
         lines.append(f"| {kind} | {place} | " + " | ".join(of_row) + " |")
-    good = sum(not one.wrong for one in outcomes)
+    good = sum(one.is_good for one in outcomes)
     lines += [
         "",
         f"{good} of {len(outcomes)} as they should be: every rank ended with an error status and a sentence that names "
@@ -103,11 +103,11 @@ def _cell(outcomes: Sequence[Outcome]) -> str:
         return ""
     seconds = [one.seconds for one in outcomes]
     longest = "hangs" if None in seconds else f"{max(seconds):.1f} s"
-    return f"{sum(not one.wrong for one in outcomes)}/{len(outcomes)}, {longest}"
+    return f"{sum(one.is_good for one in outcomes)}/{len(outcomes)}, {longest}"
 
 
 def _record(outcome: Outcome) -> dict:
-    return {"fault": asdict(outcome.fault), "wrong": outcome.wrong, "ends": [asdict(end) for end in outcome.ends]}
+    return asdict(outcome)
 
 
 if __name__ == "__main__":

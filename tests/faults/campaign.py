@@ -42,8 +42,15 @@ class Outcome:
     ends: tuple[RankEnd, ...]
     wrong: tuple[str, ...]
     """What was not as it should be, in words; empty: nothing."""
+    late: tuple[str, ...] = ()
+    """Who took longer than allowed, of those that ended."""
     happened: bool = True
     """False: the run ended before."""
+
+    @property
+    def is_good(self) -> bool:
+        """Whether all ranks ended as they should, in time."""
+        return not self.wrong and not self.late
 
     @property
     def seconds(self) -> float | None:
@@ -95,7 +102,12 @@ def run(fault: Fault, folder: Path) -> Outcome:
         ends.append(RankEnd(status, seconds, file.read_text(errors="replace") if file.exists() else ""))
     layer = _noted(folder / "injected")[1:] or ["?"]
     wrong = ["the fault did not happen"] if struck is None else list(_faults_of_ends(fault, ends, layer[0]))
-    return Outcome(fault, tuple(ends), tuple(wrong), struck is not None)
+    late = tuple(
+        f"rank {rank} ends after {end.seconds:.1f} s"
+        for rank, end in enumerate(ends)
+        if end.seconds is not None and end.seconds > fault.allowed_s
+    )
+    return Outcome(fault, tuple(ends), tuple(wrong), late, struck is not None)
 
 
 def _ask_for_stacks(fault: Fault, job: Job, ended: Collection[int]) -> None:
@@ -132,8 +144,6 @@ def _faults_of_ends(fault: Fault, ends: list[RankEnd], layer: str) -> list[str]:
             wrong.append(f"rank {rank} ends as if nothing had been")
         elif end.status < 0:
             wrong.append(f"rank {rank} ends by signal {-end.status}")
-        elif end.seconds > fault.allowed_s:
-            wrong.append(f"rank {rank} ends after {end.seconds:.1f} s")
         if end.status is not None and not _names_cause(fault, end.output, layer):
             wrong.append(f"rank {rank} does not name rank {fault.victim} and the layer: {last_line(end.output)}")
     return wrong

@@ -244,3 +244,30 @@ def bad_programs() -> None:
 
 def test_wrong_programs_are_refused_before_they_run(ranks):
     ranks.run(bad_programs)
+
+
+def ranges() -> set[str]:
+    """What torch.profiler shows of a pass of a layer, forward and backward."""
+    import torch
+    from torch.profiler import ProfilerActivity, profile
+
+    import megatron_moe_opt
+    from megatron_moe_opt.integration.moe_layer import build_layer
+    from megatron_moe_opt.options import Options
+    from tests.ranks.megatron import moe_config, parallel
+
+    megatron_moe_opt.register(Options(monta_level="O3", chunks=2))
+    with parallel(tp=2, ep=2, etp=2):
+        layer = build_layer(moe_config(moe_token_dispatcher_type="monta"))
+        layer.layer_number = 3
+        hidden = torch.randn(8, 2, layer.config.hidden_size, requires_grad=True)
+        with profile(activities=[ProfilerActivity.CPU]) as profiled:
+            layer(hidden)[0].sum().backward()
+    megatron_moe_opt.register()
+    return {event.name for event in profiled.events()}
+
+
+def test_a_profiler_sees_layers_ops_and_chunks(ranks):
+    for names in ranks.run(ranges):
+        assert "MoE layer 3 (monta, forward)" in names
+        assert {f"monta O3 dispatch, 2 chunk(s): all_to_all of chunk {chunk}" for chunk in range(2)} <= names

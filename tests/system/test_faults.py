@@ -83,12 +83,14 @@ SAMPLE = (
     Fault("netmoe", "background", "raise", victim=1),
     Fault("auto", "background", "raise", victim=2),
     Fault("expert-migration", "backward", "raise", victim=0, rank_0_serves_store=True),
+    Fault("monta", "combine", "disagree", victim=2),
+    Fault("auto", "dispatch", "disagree", victim=3),
 )
 
 
 @pytest.mark.parametrize("fault", SAMPLE, ids=str)
 def test_a_fault_ends_all_ranks_with_its_rank_and_layer(tmp_path: Path, fault: Fault):
-    outcome = run(fault, tmp_path)
+    outcome = run(fault, tmp_path)  # how soon is for the long form to say, on a machine of its own
     assert not outcome.wrong, [end.output for end in outcome.ends]
 
 

@@ -277,6 +277,7 @@ CALLS: dict[str, Callable[[Draw], list[Any]]] = {
     "sum_parts": _sum_parts,
     "abort_work": lambda draw: [dist.all_reduce(torch.ones(2), async_op=True)],
     "call_python": _function,
+    "named": lambda draw: [draw.choice(("an op", "", "\0", "é")), draw.action()],
     "Executor": lambda draw: [draw.randint(0, 4)],
     "Executor.run": _executor_run,
     "Executor.give_up": lambda draw: [draw.extension.Executor(draw.randint(0, 4))],
