@@ -163,17 +163,31 @@ class Workload:
             "round trip with probs": (round_trip(True), 3 * once + weighted_backward),
         }
 
+    def own_operations(self) -> dict[str, tuple[Callable[[], Any], int]]:
+        """As `operations`, what Megatron-Core has no like of: with a row map that is made once, as in a layer."""
+        from megatron_moe_opt import kernels
+
+        once = self.token_bytes + self.permuted_bytes
+        row_map = kernels.build_row_map(self.routing_map, num_out_tokens=self.num_rows)
+        return {
+            "permute packed, map given": (
+                lambda: kernels.permute_packed(self.tokens, self.probs, row_map),
+                once + self.num_rows * kernels.LANE_BYTES,
+            ),
+            "unpermute, map given": (lambda: kernels.unpermute_rows(self.permuted, row_map), once),
+        }
+
     def measure(self, repeats: int) -> list[Row]:
         """One row an operation."""
         from megatron_moe_opt import kernels
 
-        ours = self.operations(kernels)
+        ours = self.operations(kernels) | self.own_operations()
         stock_library = megatron_moe_utils()
         stock = None if stock_library is None else self.operations(stock_library)
         rows = []
         for op, (run, moved_bytes) in ours.items():
             sides = {"ours": run, "floor": plain_copy(moved_bytes // 2, self.device)}
-            if stock is not None:
+            if stock is not None and op in stock:
                 sides["stock"] = stock[op][0]
             timings = measure(sides, repeats, self.device)
             rows.append(Row(op, self.dtype, moved_bytes, timings["ours"], timings.get("stock"), timings["floor"]))
