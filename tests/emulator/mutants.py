@@ -53,12 +53,6 @@ MUTANTS: tuple[tuple[str, str, str, tuple[str, ...]], ...] = (
         "chunk_end - count <= flat && flat <= chunk_end",
         ("chunks",),
     ),
-    (
-        "chunk_copy.cu",
-        "fits(kVectorBytes)",
-        "row_bytes % kVectorBytes == 0 || fits(kVectorBytes)",
-        ("permute", "chunks"),
-    ),
     # sum_parts.cu
     ("sum_parts.cu", "vector += 1 << lane_bits", "vector += 2 << lane_bits", ("sums",)),
     ("sum_parts.cu", "if (row >= num_rows) return;\n  for (int64_t vector", "for (int64_t vector", ("sums",)),
