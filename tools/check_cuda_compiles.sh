@@ -2,10 +2,10 @@
 # Compiles every CUDA kernel for the architectures we support, with warnings as errors and no register spills, and, where
 # there is a PyTorch, what calls CUDA's runtime (csrc/pipeline/cuda_streams.cpp). Needs nvcc, but no GPU.
 #
-#   bash tools/check_cuda_compiles.sh [--verbose | --streams]
+#   bash tools/check_cuda_compiles.sh [--write | --streams]
 #
-#   --verbose: registers and shared memory of every kernel; --streams: cuda_streams.cpp alone, with the headers of a
-#   PyTorch, which may be built for CPU
+#   --write: renews csrc/kernels/facts.txt, the registers and 128-bit accesses of every kernel, which are compared
+#   otherwise; --streams: cuda_streams.cpp alone, with the headers of a PyTorch, which may be built for CPU
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -49,14 +49,11 @@ shopt -s globstar nullglob
 sources=(csrc/**/*.cu)
 for source in "${sources[@]}"; do
     report="$objects/$(basename "$source").txt"
-    if ! nvcc -std=c++17 -O3 -c "$source" -o "$objects/kernel.o" "${archs[@]}" \
+    if ! nvcc -std=c++17 -O3 -c "$source" -o "$objects/kernel.o" "${archs[@]}" --keep --keep-dir "$objects" \
         -Werror all-warnings -Xcompiler=-Wall,-Wextra,-Werror -Xptxas=-v &> "$report"; then
         cat "$report"
         echo "$source does not compile without warnings"
         exit 1
-    fi
-    if [[ "${1:-}" == "--verbose" ]]; then
-        grep -E "Compiling entry|spill|Used" "$report" | c++filt
     fi
     if grep -E "[1-9][0-9]* bytes spill" "$report" > /dev/null; then
         grep -B2 -E "[1-9][0-9]* bytes spill" "$report" | c++filt
@@ -66,3 +63,4 @@ for source in "${sources[@]}"; do
 done
 echo "${#sources[@]} CUDA sources compile without warnings or register spills for" \
     "$(printf '%s\n' "${archs[@]}" | grep -o 'sm_.*' | paste -sd' ')"
+"$python" tools/kernel_facts.py "$objects" "${@:1:1}"
