@@ -106,7 +106,7 @@ def test_a_prediction_is_the_mean_of_all_layers(planned, monkeypatch):
         return tuple(found), ()
 
     monkeypatch.setattr(auto_layer, "candidates", predicted)
-    monkeypatch.setattr(auto_layer.Cluster, "load", lambda file: None)
+    monkeypatch.setattr(auto_layer.Cluster, "load", lambda file: SimpleNamespace(gpu_settings=None))
     controller = planned("monta:O2x2")
     controller.plan = None
     few, many = (Seen(LayerWorkload(16, 16, 16, False, 8, topk, 4, 16, 8), 32.0, passes=2) for topk in (1, 5))

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from megatron_moe_opt.runtime import collectives, communication_lane
 
 communication_lane.END_S = 0.3
+signal.signal(signal.SIGINT, signal.default_int_handler)  # which shells have their background jobs ignore
 for END in sys.argv[1:]:
     child = os.fork()
     if child == 0:

@@ -71,9 +71,9 @@ ROWS = torch.zeros(4, 6)
 @pytest.mark.parametrize(
     ("make", "sentence"),
     [
-        (lambda: steps.copy_columns(ROWS, 4, ROWS, 0, 24, ChunkList.from_counts([4], [0])), "24 bytes at 4 and 0"),
+        (lambda: steps.copy_columns(ROWS, 4, ROWS + 1, 0, 24, ChunkList.from_counts([4], [0])), "24 bytes at 4 and 0"),
         (lambda: steps.copy_rows(ROWS, torch.zeros(3, 6), ChunkList.from_counts([4], [0])), r"outside \[0, 4\) or"),
-        (lambda: steps.copy_rows(ROWS.T, ROWS.T, ChunkList.from_counts([6], [0])), "contiguous rows on one device"),
+        (lambda: steps.copy_rows(ROWS.T, ROWS.T, ChunkList.from_counts([6], [0])), "is not contiguous"),
         (lambda: steps.sum_parts([ROWS], ROWS, [(8, 5, torch.float32)]), "5 elements at byte 8 do not fit rows of 24"),
         (lambda: steps.sum_parts([ROWS, ROWS[:2]], ROWS, [(0, 6, torch.float32)]), "does not fit the sum's"),
         (lambda: steps.sum_parts([ROWS], ROWS, [(0, 6, torch.int64)]), "only float32, bfloat16 and float16"),
