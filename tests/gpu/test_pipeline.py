@@ -211,6 +211,7 @@ def test_cut_row_maps_equal_the_cpu(device, capacity, num_chunks):
     assert equal_bits(packed.cpu(), permute_packed(tokens, probs, here))
 
 
+@needs_streams
 def test_streams_are_not_pytorch_s(device):
     """Its own come from a pool of 32 a priority; whoever has one shares it with every 32nd that asks."""
     of_the_pool = {torch.cuda.Stream(priority=priority).cuda_stream for priority in (0, -1) for _ in range(64)}
