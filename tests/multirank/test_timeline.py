@@ -157,9 +157,9 @@ def test_experts_travel_beside_the_schedules(ranks):
     assert names == [*hops, ", experts gathered", ", gradients returned"]
     out, back, gradients_out, gradients_back, gathered, returned = steps[0].timelines
     assert gathered.seconds > 0.02
-    # Expert computation waits for the gather; then gradients return between the hops of their pass.
+    # Expert computation waits for the gather; gradients return beside the last hop of their pass.
     assert gathered.began + gathered.seconds < back.began
-    assert gradients_out.began + gradients_out.seconds < returned.began < gradients_back.began
+    assert gradients_out.began + gradients_out.seconds < min(returned.began, gradients_back.began)
     # Two experts of 2 x 32 x 16 numbers each, of two ranks.
     assert [op.size for one in (gathered, returned) for op in one.schedule.ops] == [2 * 2 * 4096] * 2
     joined = steps[0].joined("step")
