@@ -62,10 +62,6 @@ class Failure:
         return f"rank {self.rank} ({self.host}) failed first, {self.where}: {self.what}"
 
 
-class StoreLostError(RuntimeError):
-    """The store does not answer, and neither does who serves it."""
-
-
 class FailureBoard:
     """This rank's part. `served_by_rank`: the rank whose process holds the store; None where the launcher does."""
 

@@ -6,14 +6,17 @@ ranks issue other collectives, or ranks that wait for each other in a circle, wo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from megatron_moe_opt.runtime.collectives import _exchange_on_gloo
 from tests.accelerator.clocks import Actor
+from tests.accelerator.communicators import Mismatch, meet
 from tests.accelerator.memory import tensors_in
+from tests.accelerator.software import Device, Queues, Stuck
 from tests.accelerator.watch import Watch, place
 
 Issued = tuple[str, str]
@@ -119,13 +122,8 @@ class Communicators:
 
 
 def exchange(group: Any, received: Sequence[torch.Tensor], sent: Sequence[torch.Tensor]) -> None:
-    """An all-to-all of blocks of any sizes, on Gloo."""
-    rank, size = group.rank(), group.size()
-    received[rank].copy_(sent[rank])
-    works = [group.recv([received[peer]], peer, 7) for peer in range(size) if peer != rank and received[peer].numel()]
-    works += [group.send([sent[peer]], peer, 7) for peer in range(size) if peer != rank and sent[peer].numel()]
-    for work in works:
-        work.wait()
+    """An all-to-all of blocks of any sizes."""
+    _exchange_on_gloo("exchange", sent, received, group).wait()
 
 
 def _reduced(parts: Sequence[torch.Tensor], op: Any) -> torch.Tensor:
@@ -140,47 +138,20 @@ def _reduced(parts: Sequence[torch.Tensor], op: Any) -> torch.Tensor:
     return (total / len(parts) if op == dist.ReduceOp.AVG else total).to(stacked.dtype)
 
 
-def disagreements(of_ranks: Sequence[Sequence[Issued]], members: dict[str, Sequence[int]]) -> list[str]:
-    """What would hang on NCCL.
+def disagreements(of_ranks: Sequence[Sequence[Issued]], members: Mapping[str, Sequence[int]]) -> list[str]:
+    """What would hang on NCCL, where each rank starts its collectives one after another, in its order of issue.
 
     Args:
         of_ranks: [ranks] what each rank issued, in turn.
         members: the ranks of each communicator.
     """
-    found: list[str] = []
-    for name, ranks in members.items():
-        orders = [[one for one in of_ranks[rank] if one[0] == name] for rank in ranks]
-        if any(order != orders[0] for order in orders):
-            at = next(n for n in range(max(map(len, orders))) if len({tuple(order[n : n + 1]) for order in orders}) > 1)
-            shown = {rank: order[at : at + 1] for rank, order in zip(ranks, orders, strict=True)}
-            found.append(f"{name}: collective {at} is not the same on its ranks: {shown}")
-    return found or _circles(of_ranks)
-
-
-def _circles(of_ranks: Sequence[Sequence[Issued]]) -> list[str]:
-    """Collectives that wait for each other where each rank starts them one after another, in its order of issue."""
-    behind: dict[tuple[str, int], set[tuple[str, int]]] = {}
-    for issued in of_ranks:
-        counts: dict[str, int] = {}
+    devices = {rank: Device(Queues.ONE) for rank in range(len(of_ranks))}
+    for rank, issued in enumerate(of_ranks):
         before = None
-        for name, _ in issued:
-            node = name, counts.get(name, 0)
-            counts[name] = node[1] + 1
-            behind.setdefault(node, set())
-            if before is not None:
-                behind[node].add(before)
-            before = node
-    waiting, free = {node: len(others) for node, others in behind.items()}, []
-    ahead: dict[tuple[str, int], list[tuple[str, int]]] = {node: [] for node in behind}
-    for node, others in behind.items():
-        for other in others:
-            ahead[other].append(node)
-    free = [node for node, number in waiting.items() if number == 0]
-    while free:
-        node = free.pop()
-        del waiting[node]
-        for other in ahead[node]:
-            waiting[other] -= 1
-            if waiting[other] == 0:
-                free.append(other)
-    return [f"collectives wait for each other in a circle: {sorted(waiting)[:6]}"] if waiting else []
+        for name, collective in issued:
+            before = devices[rank].launch(("group", name), [before], label=collective)
+    try:
+        meet(devices, {name: [ranks] for name, ranks in members.items()})
+    except (Mismatch, Stuck) as error:
+        return [str(error)]
+    return []

@@ -10,7 +10,6 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,7 @@ from megatron_moe_opt.runtime import collectives as package_collectives
 from megatron_moe_opt.runtime import communication_lane, executor
 from tests.accelerator.clocks import Actor, Clock, Event, Stream, Streams, merge
 from tests.accelerator.collectives import Communicators, Issued
-from tests.accelerator.executor_library import _SIGNATURES, _array, _Functions
+from tests.accelerator.executor_library import run_on_streams
 from tests.accelerator.memory import Memory, Region, tensors_in
 from tests.accelerator.watch import Operations, Watch, place, watched_factory, watched_methods
 
@@ -157,7 +156,7 @@ def _watched(found: Accelerator, name: str, function: Callable[..., Any]) -> Cal
             made = function(*arguments)
             watch.ran(name, (), (), made, actor=found.streams.current)
             return made
-        if name == "build_row_map" and arguments[1] < 0:
+        if name == "build_row_map" and arguments[1] is None:
             watch.host_waits("counting routed pairs")
         if name in HOST_ONLY:
             watch.ran(name, arguments, (), actor=found.streams.host)
@@ -313,18 +312,7 @@ class _Runner:
             "synchronize": lambda stream: streams.order(streams.host, actor(stream).clock, None),
             "seconds": lambda _, __: 0.0,
         }  # fmt: skip
-        called = _Functions(*(signature(functions[name]) for name, signature in _SIGNATURES.items()))
-        waits = list(chain.from_iterable(waits for _, waits, _ in ops))
-        spans = (ctypes.c_double * (2 * max(1, len(ops))))()
-        reason = ctypes.create_string_buffer(400)
-        failed = self._run(
-            ctypes.byref(called), len(self._lanes), len(ops), _array([lane for lane, _, _ in ops]),
-            _array([len(waits) for _, waits, _ in ops]), _array(waits), _array([len(done) for _, _, done in ops]),
-            caller_lane, spans if record else None, reason, len(reason),
-        )  # fmt: skip
+        failure, times = run_on_streams(self._run, functions, len(self._lanes), ops, caller_lane, record)
         if raised:
             raise raised[0]
-        if failed == -2:
-            raise ValueError(reason.value.decode())
-        times = list(zip(spans[::2], spans[1::2], strict=True)) if record else []
-        return (None if failed == -1 else (failed, -1, reason.value.decode())), times
+        return None if failure is None else (failure[0], -1, failure[1]), times

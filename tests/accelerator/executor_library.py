@@ -7,10 +7,11 @@ import os
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 from tests.accelerator.software import CALLER, Adversary, Device, Entry, play
 
@@ -139,19 +140,36 @@ class SoftwareExecutor:
             "current": lambda: CALLER, "record": record_event, "wait": wait, "enqueue": enqueue, "join": join,
             "synchronize": synchronize, "seconds": seconds,
         }  # fmt: skip
-        called = _Functions(*(signature(functions[name]) for name, signature in _SIGNATURES.items()))
-        waits = list(chain.from_iterable(waits for _, waits, _ in ops))
-        spans = (_double * (2 * len(ops)))()
-        reason = ctypes.create_string_buffer(400)
-        failed = self._run(
-            ctypes.byref(called), self._num_lanes, len(ops), _array([lane for lane, _, _ in ops]),
-            _array([len(waits) for _, waits, _ in ops]), _array(waits), _array([len(actions) for _, _, actions in ops]),
-            caller_lane, spans if record else None, reason, len(reason),
-        )  # fmt: skip
-        if failed == -2:
-            raise Refused(reason.value.decode())
-        times = list(zip(spans[::2], spans[1::2], strict=True)) if record else []
-        return None if failed < 0 else (failed, reason.value.decode()), times
+        return run_on_streams(self._run, functions, self._num_lanes, ops, caller_lane, record)
+
+
+def run_on_streams(
+    run: Callable[..., int],
+    functions: Mapping[str, Callable[..., Any]],
+    num_lanes: int,
+    ops: Sequence[tuple[int, Sequence[int], Sequence[Any]]],
+    caller_lane: int,
+    record: bool,
+) -> tuple[tuple[int, str] | None, list[tuple[float, float]]]:
+    """Has the executor issue (lane, waits for, actions) of each op; what failed, and with `record` the times.
+
+    Args:
+        run: of the library.
+        functions: an accelerator's, by their names in Streams. Actions are named by the numbers of op and action.
+    """
+    called = _Functions(*(signature(functions[name]) for name, signature in _SIGNATURES.items()))
+    waits = list(chain.from_iterable(waits for _, waits, _ in ops))
+    spans = (_double * (2 * len(ops)))()
+    reason = ctypes.create_string_buffer(400)
+    failed = run(
+        ctypes.byref(called), num_lanes, len(ops), _array([lane for lane, _, _ in ops]),
+        _array([len(waits) for _, waits, _ in ops]), _array(waits), _array([len(actions) for _, _, actions in ops]),
+        caller_lane, spans if record else None, reason, len(reason),
+    )  # fmt: skip
+    if failed == -2:
+        raise Refused(reason.value.decode())
+    times = list(zip(spans[::2], spans[1::2], strict=True)) if record else []
+    return None if failed < 0 else (failed, reason.value.decode()), times
 
 
 def _array(numbers: Sequence[int]) -> ctypes.Array:

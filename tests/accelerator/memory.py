@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from tests.accelerator.clocks import Actor, Streams, merge
 
@@ -142,12 +142,6 @@ class Memory:
         self._watched.clear()
 
 
-def tensors_in(values: object) -> Iterable[torch.Tensor]:
+def tensors_in(values: object) -> list[torch.Tensor]:
     """In arguments of whatever nesting."""
-    if isinstance(values, torch.Tensor):
-        yield values
-    elif isinstance(values, (list, tuple)):
-        for value in values:
-            yield from tensors_in(value)
-    elif isinstance(values, dict):
-        yield from tensors_in(list(values.values()))
+    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor)]

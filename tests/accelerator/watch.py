@@ -76,7 +76,7 @@ class Watch:
 
     def ran(self, what: str, reads: Any, writes: Any, new: Any = (), actor: Actor | None = None) -> None:
         """An operation ran: on the current stream, or on the host where all of it is the host's."""
-        reads, writes, new = (list(tensors_in(ones)) for ones in (reads, writes, new))
+        reads, writes, new = map(tensors_in, (reads, writes, new))
         used, unsettled = [*reads, *writes], actor is None and not reads and not writes
         for tensor in used:
             self.memory.block(tensor).named = False
@@ -169,7 +169,7 @@ class Operations(TorchDispatchMode):
         name = func._schema.name.rpartition("::")[2]
         if func.namespace == "c10d":
             return func(*args, **kwargs)  # see collectives.py
-        given = list(tensors_in((args, kwargs)))
+        given = tensors_in((args, kwargs))
         watch.settle(given)
         if name in READ_BY_HOST or _has_mask(name, args) or _asks_for_size(name, kwargs):
             if any(not watch.is_host(tensor) for tensor in given):

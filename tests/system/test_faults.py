@@ -5,40 +5,21 @@ from __future__ import annotations
 import json
 import os
 import re
-import subprocess
 import sys
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 
-import psutil
 import pytest
 
 from megatron_moe_opt.errors import ConfigurationError
 from tests.faults.campaign import run
 from tests.faults.cases import Fault
 from tests.ranks.job import Job
-from tests.system.training import VARIABLES, environment, start, torchrun, train, words
+from tests.system.training import VARIABLES, start, train, words
 
-NAMED_ERROR = re.compile(
-    r"moe-opt: error: rank 3 \(\S+\) failed first, (in|after) MoE layer \d \(monta, \w+\): .* as rank \d found: "
-)
 HANGS_S = 600  # far above what a busy machine takes
 ENDLESS = ("--train-iters", 100_000, "--moe-token-dispatcher-type", "monta")
-IN_LANES = ("--moe-opt-monta-level", "O3", "--moe-opt-chunks", 3)
-
-
-def kill_all(process: subprocess.Popen) -> None:
-    """Kill torchrun and its ranks, which have sessions of their own, all at once."""
-    try:
-        family = [*psutil.Process(process.pid).children(recursive=True), psutil.Process(process.pid)]
-    except psutil.NoSuchProcess:
-        family = []
-    for member in family:
-        with suppress(psutil.NoSuchProcess):
-            member.kill()
-    process.wait()
 
 
 def wait_until(condition: Callable[[], object]) -> None:
@@ -46,31 +27,6 @@ def wait_until(condition: Callable[[], object]) -> None:
     while not condition():
         assert time.monotonic() < deadline, f"it did not come so far in {HANGS_S} s"
         time.sleep(0.05)
-
-
-def rank_process(process: subprocess.Popen, rank: int) -> psutil.Process:
-    return next(child for child in psutil.Process(process.pid).children() if child.environ().get("RANK") == str(rank))
-
-
-def trains(log: Path) -> bool:
-    return log.exists() and log.read_text().count("\n") >= 2
-
-
-def test_a_dead_rank_ends_the_job_with_a_named_error(data: Path, tmp_path: Path):
-    log, output = tmp_path / "log.jsonl", tmp_path / "output.txt"
-    with open(output, "w") as printed:
-        command = torchrun(data, *ENDLESS, *IN_LANES, "--log-json", log, "--distributed-timeout-minutes", 60)
-        # Else torchrun ends the other ranks at once, in the middle of what they say.
-        command.insert(command.index("--standalone"), "--monitor-interval=5")
-        process = subprocess.Popen(command, env=environment(), stdout=printed, stderr=printed)
-    try:
-        wait_until(lambda: process.poll() is not None or trains(log))
-        assert process.poll() is None, output.read_text()
-        rank_process(process, 3).kill()
-        assert process.wait(timeout=HANGS_S) != 0
-        assert NAMED_ERROR.search(output.read_text())
-    finally:
-        kill_all(process)
 
 
 # All dispatchers, places and faults, but not all of them combined: that is `python -m tests.faults`.
