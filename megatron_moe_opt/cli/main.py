@@ -7,14 +7,14 @@ import sys
 
 import typer
 
-from megatron_moe_opt.cli.bench import app as bench_app
+from megatron_moe_opt.cli.bench.commands import app as bench_app
 from megatron_moe_opt.cli.doctor import doctor
-from megatron_moe_opt.cli.plan import plan
-from megatron_moe_opt.cli.profile import profile
-from megatron_moe_opt.cli.routing_commands import generate_routing, plan_experts, replay_routing
-from megatron_moe_opt.cli.simulate import simulate
-from megatron_moe_opt.cli.simulate_migration import simulate_migration
-from megatron_moe_opt.cli.timeline import timeline
+from megatron_moe_opt.cli.plan.commands import plan
+from megatron_moe_opt.cli.plan.simulate import simulate
+from megatron_moe_opt.cli.plan.simulate_migration import simulate_migration
+from megatron_moe_opt.cli.profile.commands import profile
+from megatron_moe_opt.cli.report.commands import timeline
+from megatron_moe_opt.cli.routing.commands import generate_routing, plan_experts, replay_routing
 from megatron_moe_opt.errors import ConfigurationError, ExtensionError, sentence
 
 app = typer.Typer(

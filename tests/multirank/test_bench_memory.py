@@ -16,7 +16,7 @@ TOKENS, HIDDEN, FFN = 2048, 64, 256
 
 
 def measured(partitions: int) -> list[Any]:
-    from megatron_moe_opt.cli.bench_memory import STATES, MemoryRow, Shape, _settings, measure
+    from megatron_moe_opt.cli.bench.memory import STATES, MemoryRow, Shape, _settings, measure
     from tests.ranks.megatron import parallel
 
     world, use, rows = dist.get_world_size(), {}, []
@@ -48,7 +48,7 @@ def test_saves_what_the_paper_says(ranks):
 
 
 def test_table():
-    from megatron_moe_opt.cli.bench_memory import MemoryRow, MemoryUse, _table
+    from megatron_moe_opt.cli.bench.memory import MemoryRow, MemoryUse, _table
 
     row = MemoryRow("MoE-GPT-S", 4096, 4, "S3", 100, MemoryUse(200, 300, 0), MemoryUse(20, 100, 50), 0.4)
     assert row.saved == 0.5
