@@ -239,8 +239,8 @@ def test_measured_times_are_those_of_the_slowest_rank(ranks):
 
 
 def _saa():
-    from megatron_moe_opt.cli.bench import saa as bench_saa
     from megatron_moe_opt.cli.profile import measure as profile_cluster
+    from tools import bench_saa
 
     settings = profile_cluster.ProfileSettings(2, 1, 2, 2, 64, 32, "fp32", seconds=0.0)
     return bench_saa.measure(settings, [2**13, 2**20], 2, torch.device("cpu"))

@@ -25,24 +25,24 @@ class LayerSettings:
     ffn_hidden: int
     experts: int
     topk: int
-    tp: int
-    ep: int | None
+    tp: int = 1
+    ep: int | None = None
     """None: as many ranks as expert_tp leaves."""
-    expert_tp: int
-    dtype: str
+    expert_tp: int = 1
+    dtype: str = "fp32"
     """fp32 or bf16."""
-    routing: str
-    capacity_factor: float | None
-    pad_to_capacity: bool
-    steps: int
-    warmup: int
-    seed: int
+    routing: str = "uniform"
+    capacity_factor: float | None = None
+    pad_to_capacity: bool = False
+    steps: int = 1
+    warmup: int = 0
+    seed: int = 1
     profile: Path | None = None
     """For variants that choose by measurements."""
     dispatch_only: bool = False
-    """Leave router and experts out."""
+    """Whether to leave router and experts out."""
     replicated: bool = False
-    """All TP ranks hold the same tokens: no sequence parallelism."""
+    """Whether all TP ranks hold the same tokens: no sequence parallelism."""
 
     def __post_init__(self) -> None:
         ordered = dict.fromkeys((self.baseline, *self.dispatchers))  # without repetitions

@@ -68,8 +68,5 @@ def compute_sharing(rows: Rows, meter: Meter, expert: Experts, number: int, node
 
 def _settings(rows: Rows, tokens: int, ffn_hidden: int) -> LayerSettings:
     dtype = {torch.float32: "fp32", torch.bfloat16: "bf16"}[rows.dtype]
-    return LayerSettings(
-        dispatchers=tuple(DISPATCHERS.values()), tokens=tokens, hidden=rows.hidden, ffn_hidden=ffn_hidden,
-        experts=EXPERTS, topk=TOPK, tp=1, ep=1, expert_tp=1, dtype=dtype, routing="uniform", capacity_factor=None,
-        pad_to_capacity=False, steps=1, warmup=0, seed=1, dispatch_only=True,
-    )  # fmt: skip
+    dispatchers = tuple(DISPATCHERS.values())
+    return LayerSettings(dispatchers, tokens, rows.hidden, ffn_hidden, EXPERTS, TOPK, dtype=dtype, dispatch_only=True)

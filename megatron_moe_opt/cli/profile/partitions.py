@@ -37,11 +37,8 @@ def partition_overhead(
     bytes_of_one = 2 * hidden * ffn_hidden // world.expert_tp * torch_dtype(dtype).itemsize
     fitting = MOST_BYTES // (len(names) * 2 * bytes_of_one)  # with their gradients
     experts = max(1, min(EXPERTS_OF_A_RANK, fitting)) * world.ep
-    settings = LayerSettings(
-        dispatchers=tuple(names), tokens=TOKENS, hidden=hidden, ffn_hidden=ffn_hidden,
-        experts=experts, topk=min(TOPK, experts), tp=tp, ep=world.ep, expert_tp=world.expert_tp, dtype=dtype,
-        routing="uniform", capacity_factor=None, pad_to_capacity=False, steps=1, warmup=0, seed=1,
-    )  # fmt: skip
+    topk, sizes = min(TOPK, experts), (tp, world.ep, world.expert_tp)
+    settings = LayerSettings(tuple(names), TOKENS, hidden, ffn_hidden, experts, topk, *sizes, dtype)
     layers = [layer_under_test(settings, name, world.ep, device) for name in names]
     in_one, in_many = Meter(device).calls([layer.step for layer in layers], seconds)
     layer = mpmoe_shape(settings, world.ep)

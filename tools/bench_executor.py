@@ -1,14 +1,20 @@
-"""`moe-opt bench executor`: what the executor itself costs, in ops that do nothing."""
+"""What the executor itself costs, in ops that do nothing.
+
+python -m tools.bench_executor [--device cuda] [--repeats 30]
+"""
 
 from __future__ import annotations
 
 import statistics
 import time
+from typing import Annotated
 
 import torch
+import typer
 from rich.table import Table
 
 from megatron_moe_opt.cli.console import report_console
+from megatron_moe_opt.cli.main import main
 from megatron_moe_opt.cli.option_types import Device, check_device
 from megatron_moe_opt.runtime.executor import executor
 from megatron_moe_opt.runtime.steps import Steps
@@ -18,12 +24,15 @@ OPS = 120
 LANES = (Lane.INTER, Lane.INTRA, Lane.COPY)
 
 
-def bench_executor(device: Device, repeats: int) -> None:
-    """Prints microseconds an op of chains that go round 1, 2 and 3 lanes, every op waiting for the one before it.
+app = typer.Typer(pretty_exceptions_enable=False)
 
-    Raises:
-        ConfigurationError: see check_device.
-    """
+
+@app.command()
+def bench_executor(
+    device: Annotated[Device, typer.Option(help="Where to run.")] = Device.cpu,
+    repeats: Annotated[int, typer.Option(min=1, help="Timed runs of each chain.")] = 30,
+) -> None:
+    """Microseconds an op of chains that go round 1, 2 and 3 lanes, every op waiting for the one before it."""
     check_device(device)
     table = Table(title=f"Empty ops on {device.value}, each waiting for the one before")
     for heading in ("lanes", "median us an op", "least-largest"):
@@ -44,3 +53,7 @@ def bench_executor(device: Device, repeats: int) -> None:
         times = seconds[1:]
         table.add_row(str(num_lanes), f"{statistics.median(times):.1f}", f"{min(times):.1f}-{max(times):.1f}")
     report_console().print(table)
+
+
+if __name__ == "__main__":
+    main(app, "bench_executor")

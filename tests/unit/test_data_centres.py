@@ -1,4 +1,4 @@
-"""`moe-opt simulate-migration` as a user runs it: numbers worked out by hand, trends of the paper, files, refusals."""
+"""tools/data_centres.py as a user runs it: numbers worked out by hand, trends of the paper, files, refusals."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import sys
 import pytest
 
 from megatron_moe_opt.cli.main import main
+from tools.data_centres import app
 
 # Of each GPU 1000 tokens of 1024 bytes, and an expert of 2 * 512 * 1024 * 2 bytes.
 MODEL = "--tokens 1000 --hidden 512 --ffn-hidden 1024 --topk 1 --no-gated"
@@ -18,14 +19,14 @@ FFN = 1000 * 512 * 2 * 1024 / 25e12
 
 @pytest.fixture
 def run(monkeypatch, capsys):
-    """Output and exit code of `moe-opt simulate-migration ARGUMENTS`."""
+    """Output and exit code of `data_centres ARGUMENTS`."""
     monkeypatch.setenv("COLUMNS", "200")
 
     def run(*arguments):
         words = [word for text in arguments for word in text.split()]
-        monkeypatch.setattr(sys, "argv", ["moe-opt", "simulate-migration", *words])
+        monkeypatch.setattr(sys, "argv", ["data_centres", *words])
         with pytest.raises(SystemExit) as end:
-            main()
+            main(app, "data_centres")
         printed = capsys.readouterr()
         return end.value.code or 0, printed.out, printed.err
 
@@ -188,7 +189,7 @@ def test_a_table_for_every_bandwidth_and_a_picture(run, tmp_path):
 def test_refusals(run, arguments, sentence):
     code, output, error = run(MODEL, GPU, arguments)
     assert (code, output) == (2, "")
-    assert error == f"moe-opt: {sentence}\n"
+    assert error == f"data_centres: {sentence}\n"
 
 
 def test_a_missing_bandwidth_is_refused(run):

@@ -1,4 +1,7 @@
-"""`moe-opt bench saa`: rows that come back and are shared over TP, peer by peer or one after the other."""
+"""Rows that come back from their experts and are shared over TP: peer by peer (SAA), or one after the other (AAS).
+
+torchrun --nproc-per-node 4 -m tools.bench_saa --tp 4 --sizes 256,1024
+"""
 
 from __future__ import annotations
 
@@ -7,14 +10,17 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Annotated
 
 import torch
 import torch.distributed as dist
+import typer
 from rich.console import Console
 from rich.table import Table
 
 from megatron_moe_opt.cli.console import report_console
-from megatron_moe_opt.cli.option_types import torch_dtype
+from megatron_moe_opt.cli.main import main
+from megatron_moe_opt.cli.option_types import DType, torch_dtype, whole_numbers
 from megatron_moe_opt.cli.profile import loads
 from megatron_moe_opt.cli.profile.loads import Rows
 from megatron_moe_opt.cli.profile.measure import ProfileSettings, expert_groups, groups_of
@@ -30,23 +36,44 @@ from megatron_moe_opt.schedules.timeline import Timeline
 
 @dataclass(frozen=True)
 class SaaPoint:
-    """One size. Seconds of each round are the slowest rank's."""
+    """What one size took; the seconds of each round are the slowest rank's."""
 
     size: int
     """Bytes of the rows that come back to a rank for itself, times expert-TP."""
     all_to_all: tuple[float, ...]
-    """In AAS, before its AllGather."""
+    """Seconds of AAS before its AllGather."""
     all_gather: tuple[float, ...]
-    """In AAS, after its all-to-all."""
+    """Seconds of AAS after its all-to-all."""
     aas: tuple[float, ...]
-    """One after the other."""
+    """Seconds of both, one after the other."""
     saa: tuple[float, ...]
-    """Peer by peer."""
+    """Seconds of both, peer by peer."""
 
     @property
     def ratios(self) -> tuple[float, ...]:
         """How many times faster SAA is, round by round."""
         return tuple(aas / saa for aas, saa in zip(self.aas, self.saa, strict=True))
+
+
+app = typer.Typer(pretty_exceptions_enable=False)
+
+
+@app.command()
+def saa(
+    sizes: Annotated[str, typer.Option(help="KiB of a rank's own rows, times expert-TP, separated by commas.")] = (
+        "256,1024,4096"
+    ),
+    hidden: Annotated[int, typer.Option(min=1, help="Hidden size: elements of a row.")] = 1024,
+    tp: Annotated[int, typer.Option(min=1, help="Tensor parallelism.")] = 2,
+    ep: Annotated[int | None, typer.Option(min=1, help="Expert parallelism.", show_default="ranks / expert-tp")] = None,
+    expert_tp: Annotated[int, typer.Option(min=1, help="Tensor parallelism inside an expert.")] = 1,
+    dtype: Annotated[DType, typer.Option(help="Elements of the rows.")] = DType.fp32,
+    rounds: Annotated[int, typer.Option(min=1, help="Timed rounds.")] = 9,
+    json: Annotated[Path | None, typer.Option(help="Write every round's times.")] = None,
+) -> None:
+    """Parm's all-to-all that shares rows over TP as they come, against the same one after the other."""
+    settings = ProfileSettings(tp, 1, ep, expert_tp, hidden, expert_tp, dtype.value, 0.0)
+    bench_saa(settings, [size * 1024 for size in whole_numbers("--sizes", sizes)], rounds, json)
 
 
 def bench_saa(settings: ProfileSettings, sizes: Sequence[int], rounds: int, json_file: Path | None) -> list[SaaPoint]:
@@ -125,3 +152,7 @@ def _print(points: list[SaaPoint], console: Console) -> None:
             f"{min(point.ratios):.2f}-{max(point.ratios):.2f}",
         )
     console.print(table)
+
+
+if __name__ == "__main__":
+    main(app, "bench_saa")

@@ -1,4 +1,7 @@
-"""`moe-opt bench memory`: what a layer holds on the device with and without MPMoE's memory reuse."""
+"""What a layer holds on the device with and without MPMoE's memory reuse, beside what its eq. 6 says is saved.
+
+torchrun --nproc-per-node 2 -m tools.bench_memory --tokens 4096
+"""
 
 from __future__ import annotations
 
@@ -8,15 +11,18 @@ import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 import torch
 import torch.distributed as dist
+import typer
 from rich.table import Table
 
 from megatron_moe_opt.cli.console import report_console
 from megatron_moe_opt.cli.layer.live_memory import device_memory
 from megatron_moe_opt.cli.layer.settings import LayerSettings
+from megatron_moe_opt.cli.main import main
+from megatron_moe_opt.cli.option_types import DType, whole_numbers
 from megatron_moe_opt.cli.ranks import (
     adopt_slurm_ranks,
     megatron_process_group,
@@ -25,9 +31,9 @@ from megatron_moe_opt.cli.ranks import (
 )
 from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.output_file import check_output_file, write_text_whole
-from megatron_moe_opt.planning.mpmoe import LayerElements
 from megatron_moe_opt.runtime.host_copies import HOST_MEMORY
 from megatron_moe_opt.schedules.mpmoe import NONE, STRATEGIES
+from tools.mpmoe_formulas import LayerElements
 
 if TYPE_CHECKING:
     from megatron_moe_opt.cli.layer.under_test import LayerUnderTest
@@ -83,6 +89,25 @@ class MemoryRow:
     def saved(self) -> float:
         """Of all that the layer takes on the device without reuse, model states included."""
         return (self.without.peak - self.use.peak) / (self.model_states + self.without.peak)
+
+
+app = typer.Typer(pretty_exceptions_enable=False)
+
+
+@app.command()
+def memory(
+    shapes: Annotated[
+        str, typer.Option(help="Layers of MPMoE's Table III, separated by commas.")
+    ] = "MoE-GPT-S,MoE-BERT-L,MoE-GPT-XL",
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens of each rank.")] = 4096,
+    partitions: Annotated[str, typer.Option(help="Numbers of partitions, separated by commas.")] = "2,4,8",
+    strategies: Annotated[str, typer.Option(help="Of memory reuse, separated by commas.")] = "S1,S2,S3,S4",
+    dtype: Annotated[DType, typer.Option(help="Tokens and weights.")] = DType.fp32,
+    json: Annotated[Path | None, typer.Option(help="Write the rows to this file too.")] = None,
+) -> None:
+    """Peak memory of mpmoe's layer with each strategy of memory reuse, against the same partitions without."""
+    names, chosen = ([name.strip() for name in text.split(",")] for text in (shapes, strategies))
+    bench_memory(names, tokens, whole_numbers("--partitions", partitions), chosen, dtype.value, json)
 
 
 def bench_memory(
@@ -144,24 +169,7 @@ def _measure_all(
 
 
 def _settings(shape: Shape, tokens: int, experts: int, dtype: str, variant: str) -> LayerSettings:
-    return LayerSettings(
-        dispatchers=(variant,),
-        tokens=tokens,
-        hidden=shape.hidden,
-        ffn_hidden=shape.ffn_hidden,
-        experts=experts,
-        topk=1,
-        tp=1,
-        ep=experts,
-        expert_tp=1,
-        dtype=dtype,
-        routing="uniform",
-        capacity_factor=None,
-        pad_to_capacity=False,
-        steps=1,
-        warmup=0,
-        seed=1,
-    )
+    return LayerSettings((variant,), tokens, shape.hidden, shape.ffn_hidden, experts, 1, ep=experts, dtype=dtype)
 
 
 def measure(settings: LayerSettings, ep: int, device: torch.device) -> tuple[MemoryUse, int]:
@@ -212,3 +220,7 @@ def _table(rows: Sequence[MemoryRow], dtype: str, device: torch.device) -> Table
         mean = statistics.mean(row.saved for row in rows if row.partitions == count)
         table.add_row("mean", "", str(count), "", *[""] * 6, f"{mean:.1%}", "", "")
     return table
+
+
+if __name__ == "__main__":
+    main(app, "bench_memory")

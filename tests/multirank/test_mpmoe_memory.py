@@ -1,4 +1,4 @@
-"""`moe-opt bench memory`: memory reuse saves what MPMoE's eq. 6 says, measured."""
+"""tools/bench_memory.py: memory reuse saves what MPMoE's eq. 6 says, measured."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 
-from megatron_moe_opt.planning.mpmoe import LayerElements
 from megatron_moe_opt.schedules.mpmoe import STRATEGIES
+from tools.mpmoe_formulas import LayerElements
 
 TOKENS, HIDDEN, FFN = 2048, 64, 256
 
 
 def measured(partitions: int) -> list[Any]:
-    from megatron_moe_opt.cli.bench.memory import STATES, MemoryRow, Shape, _settings, measure
     from tests.ranks.megatron import parallel
+    from tools.bench_memory import STATES, MemoryRow, Shape, _settings, measure
 
     world, use, rows = dist.get_world_size(), {}, []
     predicted = LayerElements(TOKENS, HIDDEN, FFN, world).saving_ratio(partitions)
@@ -48,7 +48,7 @@ def test_saves_what_the_paper_says(ranks):
 
 
 def test_table():
-    from megatron_moe_opt.cli.bench.memory import MemoryRow, MemoryUse, _table
+    from tools.bench_memory import MemoryRow, MemoryUse, _table
 
     row = MemoryRow("MoE-GPT-S", 4096, 4, "S3", 100, MemoryUse(200, 300, 0), MemoryUse(20, 100, 50), 0.4)
     assert row.saved == 0.5
