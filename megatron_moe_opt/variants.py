@@ -12,6 +12,8 @@ from megatron_moe_opt.schedules.mpmoe import STRATEGIES
 from megatron_moe_opt.schedules.parm import AAS, SCHEDULES
 
 MIGRATION = "expert-migration"
+FLEX = "flex"
+"""Stock, over a package for GPUs: `flex:hybridep` names it."""
 VARIANTS = ("monta", "parm", "mpmoe", MIGRATION)
 
 
@@ -20,14 +22,15 @@ def split_variant(variant: str, profile: Path | None) -> tuple[str, Options]:
 
     It is `name`, `monta:auto`, `monta:LEVEL`, `monta:LEVELxCHUNKS`, `parm:auto`, `parm:SCHEDULE`, `mpmoe:auto`,
     `mpmoe:PARTITIONS`, `mpmoe:PARTITIONS:STRATEGY`, `expert-migration:auto` or `expert-migration:SIZExSIZE` (of
-    domains, the slowest level first). Without a profile `mpmoe:auto` chooses by trials. `auto` chooses among them all.
+    domains, the slowest level first), or Megatron's `flex:BACKEND`. Without a profile `mpmoe:auto` chooses by trials.
+    `auto` chooses among them all.
 
     Raises ConfigurationError for anything else.
     """
     name, colon, setting = variant.partition(":")
     if name == AUTO and not colon:
         return name, Options(profile=profile)
-    if not colon:
+    if not colon or name == FLEX:
         return name, Options()
     if name not in VARIANTS:
         raise ConfigurationError(f"--dispatchers {variant}: only {', '.join(VARIANTS)} have variants; write {name}")
