@@ -12,6 +12,7 @@
 #include <torch/library.h>
 
 #include "c10/cuda/CUDAGuard.h"
+#include "counting.h"
 #include "emulator.h"
 
 namespace c10::cuda {
@@ -296,4 +297,10 @@ C10_REGISTER_CLASS(CUDAHooksRegistry, CUDAHooks, EmulatedCUDAHooks)
 extern "C" void emulator_seed(uint64_t seed) { emulator::set_seed(seed); }
 extern "C" void emulator_allow_races(bool allow) { emulator::allow_races(allow); }
 extern "C" int64_t emulator_launches() { return emulator::launches(); }
+extern "C" void emulator_begin_counting() { emulator::counting::begin(); }
+extern "C" const char* emulator_end_counting() {
+  static std::string lines;
+  lines = emulator::counting::end();
+  return lines.c_str();
+}
 extern "C" void emulator_refuse_synchronisation(bool refuse) { emulator::refuse_synchronisation = refuse; }

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_moe_opt.cli.layer_settings import LayerSettings
+from megatron_moe_opt.cli.layer.settings import LayerSettings
 from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.runtime.traffic import TrafficRow
 from tests.ranks.pool import RankFailure
@@ -41,7 +41,7 @@ def _settings(**changes: Any) -> LayerSettings:
 
 def _run(settings):
     """The report of this rank."""
-    from megatron_moe_opt.cli.bench_layer import run
+    from megatron_moe_opt.cli.bench.layer import run
 
     os.environ["GROUP_RANK"] = str(dist.get_rank() // 2)
     try:
@@ -141,8 +141,8 @@ def _differ():
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
-    from megatron_moe_opt.cli.bench_layer import _differences
-    from megatron_moe_opt.cli.moe_layer import layers_under_test
+    from megatron_moe_opt.cli.bench.layer import _differences
+    from megatron_moe_opt.cli.layer.under_test import layers_under_test
 
     parallel_state.initialize_model_parallel(expert_model_parallel_size=4)
     try:
@@ -171,7 +171,7 @@ def _gradients():
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
-    from megatron_moe_opt.cli.moe_layer import layers_under_test
+    from megatron_moe_opt.cli.layer.under_test import layers_under_test
 
     parallel_state.initialize_model_parallel(expert_model_parallel_size=4)
     try:
@@ -192,7 +192,7 @@ def test_imposed_routing_trains_the_router(ranks):
 
 
 def _rates():
-    from megatron_moe_opt.cli.links import measure_links
+    from megatron_moe_opt.cli.layer.links import measure_links
     from megatron_moe_opt.topology.nodes import NodeMap
 
     device = torch.device("cpu")

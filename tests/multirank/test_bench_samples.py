@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_moe_opt.cli.bench_samples import SampleSettings, check
+from megatron_moe_opt.cli.bench.samples import SampleSettings, check
 from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.topology.nodes import discover_nodes
 from tests.unit.trace_cases import random_trace, trace_of
@@ -34,7 +34,7 @@ def tasteful_trace():
 
 def bench(tokens: int | None, dtype: str) -> Any:
     import megatron_moe_opt
-    from megatron_moe_opt.cli import bench_samples
+    from megatron_moe_opt.cli.bench import samples as bench_samples
     from megatron_moe_opt.integration import netmoe_layer
 
     megatron_moe_opt.register()

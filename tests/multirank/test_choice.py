@@ -12,8 +12,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_moe_opt.cli.layer_settings import LayerSettings
-from megatron_moe_opt.cli.split_half import noise_floor
+from megatron_moe_opt.cli.bench.split_half import noise_floor
+from megatron_moe_opt.cli.layer.settings import LayerSettings
 from megatron_moe_opt.options import Options
 from megatron_moe_opt.planning.cluster import Cluster, ExpertGemm, World
 from megatron_moe_opt.schedules.schedule import Kind
@@ -105,8 +105,8 @@ def test_a_bad_profile_is_refused_on_all_ranks(ranks, profile):
 
 
 def judge(profile: Path) -> list[Any]:
-    from megatron_moe_opt.cli.bench_choice import measure
-    from megatron_moe_opt.cli.choosers import MontaChooser
+    from megatron_moe_opt.cli.bench.choice import measure
+    from megatron_moe_opt.cli.bench.choosers import MontaChooser
     from tests.ranks.megatron import parallel
 
     settings = LayerSettings(
@@ -136,8 +136,8 @@ def test_bench_choice_judges_by_the_fastest(ranks, profile):
 
 
 def judge_partitions(profile: Path, budget: int | None) -> list[Any]:
-    from megatron_moe_opt.cli.bench_choice import measure
-    from megatron_moe_opt.cli.choosers import MpmoeChooser
+    from megatron_moe_opt.cli.bench.choice import measure
+    from megatron_moe_opt.cli.bench.choosers import MpmoeChooser
     from tests.ranks.megatron import parallel
 
     chooser = MpmoeChooser([1, 3], "auto", budget)

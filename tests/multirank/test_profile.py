@@ -22,7 +22,8 @@ RINGS = {(Kind.SEND_RECEIVE, role) for role in ("intra-node", EVERY_RANK, ONE_RA
 
 
 def _profile(seconds, sizes, **options):
-    from megatron_moe_opt.cli import loads, meter, profile_cluster
+    from megatron_moe_opt.cli.profile import loads, meter
+    from megatron_moe_opt.cli.profile import measure as profile_cluster
 
     defaults = {"tp": 1, "cp": 1, "ep": None, "expert_tp": 1, "hidden": 64, "ffn_hidden": 32, "dtype": "fp32"}
     settings = profile_cluster.ProfileSettings(**defaults | options, seconds=seconds)
@@ -139,7 +140,7 @@ class _Played:
 
 def _made_up():
     """What is measured where an op takes as many milliseconds as it has bytes, and twice that on rank 2."""
-    from megatron_moe_opt.cli import meter
+    from megatron_moe_opt.cli.profile import meter
 
     slow = 2 if dist.get_rank() == 2 else 1
     loads = {
@@ -238,7 +239,8 @@ def test_measured_times_are_those_of_the_slowest_rank(ranks):
 
 
 def _saa():
-    from megatron_moe_opt.cli import bench_saa, profile_cluster
+    from megatron_moe_opt.cli.profile import measure as profile_cluster
+    from tools import bench_saa
 
     settings = profile_cluster.ProfileSettings(2, 1, 2, 2, 64, 32, "fp32", seconds=0.0)
     return bench_saa.measure(settings, [2**13, 2**20], 2, torch.device("cpu"))
@@ -259,7 +261,9 @@ def _partition_overhead(hidden: int, step: float) -> tuple[list[int], int, float
     """Experts of the layers that it builds, the steps that it runs, and what it finds; each step takes so long."""
     from types import SimpleNamespace
 
-    from megatron_moe_opt.cli import meter, moe_layer, profile_partitions
+    from megatron_moe_opt.cli.layer import under_test as moe_layer
+    from megatron_moe_opt.cli.profile import meter
+    from megatron_moe_opt.cli.profile import partitions as profile_partitions
     from tests.ranks.megatron import parallel
 
     built, steps = [], []
