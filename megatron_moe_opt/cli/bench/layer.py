@@ -17,7 +17,7 @@ import torch.distributed as dist
 from rich.progress import Progress
 
 import megatron_moe_opt
-from megatron_moe_opt.cli.console import progress_console, report_console
+from megatron_moe_opt.cli.console import progress_console, report_console, say_written
 from megatron_moe_opt.cli.layer.links import LinkRates, WireLimit, measure_links, timed, wire_limit
 from megatron_moe_opt.cli.layer.peak_memory import peak_memory_growth
 from megatron_moe_opt.cli.layer.prediction import Predicted, predict_layer
@@ -32,7 +32,6 @@ from megatron_moe_opt.cli.ranks import (
 )
 from megatron_moe_opt.cli.report.measured_layer import DispatcherResult, LayerReport, as_json, print_report
 from megatron_moe_opt.cli.report.page import make_report_folder, write_page
-from megatron_moe_opt.cli.report.timeline_files import say_written
 from megatron_moe_opt.cli.routing.balance import routing_balance
 from megatron_moe_opt.cli.routing.workloads import check_routing
 from megatron_moe_opt.errors import ConfigurationError

@@ -13,10 +13,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from rich.console import Console
-from rich.table import Table
 
 from megatron_moe_opt import register
-from megatron_moe_opt.cli.console import report_console
+from megatron_moe_opt.cli.console import report_console, say, table_of
 from megatron_moe_opt.cli.layer.settings import BASELINE
 from megatron_moe_opt.cli.option_types import torch_dtype
 from megatron_moe_opt.cli.ranks import (
@@ -242,14 +241,12 @@ def _decided_share(settings: SampleSettings, trace: RoutingTrace, nodes: NodeMap
 
 
 def _print(results: list[SampleResult], decided: float, console: Console) -> None:
-    table = Table(
-        title="Dispatch and combine of all MoE layers, forward and backward",
+    table = table_of(
+        "Dispatch and combine of all MoE layers, forward and backward",
+        ("dispatcher", "ms", "quartiles", "times faster", "inter-node MB", "change", "decided", "intra-node MB"),
         caption="decided: change of what placements decide, "
         f"{decided:.1%} of stock's bytes between nodes: all but the first layer's dispatch and the last one's combine",
     )
-    headers = ("dispatcher", "ms", "quartiles", "times faster", "inter-node MB", "change", "decided", "intra-node MB")
-    for header in headers:
-        table.add_column(header, justify="right")
     stock = results[0]
     for result in results:
         ms = sorted(second * 1e3 for second in result.seconds)
@@ -271,4 +268,4 @@ def _print(results: list[SampleResult], decided: float, console: Console) -> Non
 
     for result in results:
         for line in lines(result.moves):
-            console.print(line, highlight=False, soft_wrap=True)
+            say(console, line)
