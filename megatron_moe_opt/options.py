@@ -10,11 +10,13 @@ from typing import Any, NoReturn
 
 from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.option_values import (
+    ALL,
     AUTO,
     BYTES,
     CHUNKS,
     FILE,
     FROM_0,
+    FROM_0_OR_ALL,
     LIST,
     RATIO,
     SWITCH,
@@ -112,11 +114,12 @@ class Options:
     prefetch_layers: int = _option(
         "prefetch-layers", FROM_0, "layers whose experts are gathered before their turn (default: %(default)s)", 1
     )
-    resident_layers: int | None = _option(
+    resident_layers: int | str | None = _option(
         "resident-layers",
-        FROM_0,
-        "layers whose gathered experts stay in memory, those used last; other layers' are gathered again in each pass, "
-        "forward and backward (default: all)",
+        FROM_0_OR_ALL,
+        "layers whose gathered experts stay in memory, those used last, or all; other layers' are gathered again in "
+        f"each pass, forward and backward (default: one more than {PREFIX}prefetch-layers; with "
+        f"{PREFIX}compression-ratio all)",
     )
     compression_ratio: float | None = _option(
         "compression-ratio",
@@ -216,6 +219,8 @@ class Options:
             raise ConfigurationError(
                 f"{flag} bounds what is held of experts that travel, and none does: give {PREFIX}domain-sizes above 1"
             )
+        if self.resident_layers == ALL:
+            return
         if self.resident_layers <= self.prefetch_layers:
             raise ConfigurationError(
                 f"{flag} has no room for {PREFIX}prefetch-layers {self.prefetch_layers} and the layer that runs: give "
@@ -226,6 +231,13 @@ class Options:
                 f"{flag} drops experts to gather them again, and {PREFIX}compression-ratio sends them as differences "
                 "from what is held: drop one of the two"
             )
+
+    @property
+    def resident_limit(self) -> int | None:
+        """The layers whose gathered experts stay in memory; None: all."""
+        if self.resident_layers is None:
+            return None if self.compression_ratio is not None else self.prefetch_layers + 1
+        return None if self.resident_layers == ALL else self.resident_layers
 
     @property
     def tunes_partitions(self) -> bool:

@@ -326,7 +326,8 @@ def _expert_migration(planner: _Planner) -> Iterator[Prediction | Refusal]:
             exposed=terms["tokens and experts on their way"],
             inter_bytes=between,
             intra_bytes=sum(sent) - between,
-            activation_bytes=planner.activation_bytes + 2 * (choice.holds - 1) * one.expert_bytes,
+            activation_bytes=planner.activation_bytes
+            + int(2 * (choice.holds - 1) * one.expert_bytes * one.resident_part),
             terms={term: value for term, value in terms.items() if value},
         )
 
