@@ -6,25 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.ranks.pool import SOFTWARE_STREAMS, RankPool
-
-
-def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption(
-        "--software-streams", metavar="SEED", type=int, help="ranks run their schedules on streams in software"
-    )
-
-
-@pytest.fixture(scope="session", autouse=True)
-def software_streams(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """What the option asks for, for all rank processes that start afterwards."""
-    seed = request.config.getoption("--software-streams")
-    with pytest.MonkeyPatch.context() as patch:
-        if seed is not None:
-            from tests.accelerator.executor_library import build
-
-            patch.setenv(SOFTWARE_STREAMS, f"{build(tmp_path_factory.mktemp('executor'))}:{seed}")
-        yield
+from tests.ranks.pool import RankPool
 
 
 @pytest.fixture(scope="session")
