@@ -249,17 +249,23 @@ void build_row_map(const uint8_t* routing_map, int64_t num_tokens, int64_t num_e
   check(cudaGetLastError(), "scan_tiles_kernel");
 
   const int64_t shared_bytes = num_experts * kEntryBytes;
-  const auto fill = capacity ? fill_rows_kernel<true> : fill_rows_kernel<false>;
-  if (shared_bytes > kDefaultSharedBytes) {
-    // Refused where the device has too little: about 10,000 experts on sm_80 (163 KiB), 14,000 on sm_90 (227 KiB).
-    check(cudaFuncSetAttribute(fill, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                               static_cast<int>(std::min<int64_t>(shared_bytes, INT32_MAX))),
-          "build_row_map: shared memory for this number of experts");
+  const auto fill = [&](auto padded) {
+    if (shared_bytes > kDefaultSharedBytes) {
+      // Refused where the device has too little: about 10,000 experts on sm_80 (163 KiB), 14,000 on sm_90 (227 KiB).
+      check(cudaFuncSetAttribute(fill_rows_kernel<padded>, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                 static_cast<int>(std::min<int64_t>(shared_bytes, INT32_MAX))),
+            "build_row_map: shared memory for this number of experts");
+    }
+    fill_rows_kernel<padded><<<tile_blocks, kBlockThreads, shared_bytes, cuda_stream>>>(
+        masks, rows_before, expert_totals, num_tokens, static_cast<int>(num_experts), max_rows, capacity.value_or(0),
+        offsets, rows, experts, sources, expert_counts);
+    check(cudaGetLastError(), "fill_rows_kernel");
+  };
+  if (capacity) {
+    fill(std::true_type{});
+  } else {
+    fill(std::false_type{});
   }
-  fill<<<tile_blocks, kBlockThreads, shared_bytes, cuda_stream>>>(
-      masks, rows_before, expert_totals, num_tokens, static_cast<int>(num_experts), max_rows, capacity.value_or(0),
-      offsets, rows, experts, sources, expert_counts);
-  check(cudaGetLastError(), "fill_rows_kernel");
 }
 
 // A count a token, a total a block of tokens, the rows before they are ordered.

@@ -107,18 +107,17 @@ void sum_parts(DType dtype, int64_t width, const ConstRows* parts, int num_parts
   }
   const cudaStream_t cuda_stream = static_cast<cudaStream_t>(stream);
   char* target = static_cast<char*>(out.data);
-  const auto sum_elements = [&](auto kernel) {
+  const auto sum_elements = [&](auto element, auto unit) {
     const int lane_bits = lane_bits_of(width);
     const unsigned blocks = grid_blocks(divide_up(num_rows, kBlockThreads >> lane_bits), "sum_parts");
-    kernel<<<blocks, kBlockThreads, 0, cuda_stream>>>(all, num_parts, num_rows, width, target, out.stride_bytes,
-                                                      lane_bits);
+    sum_elements_kernel<decltype(element), decltype(unit)><<<blocks, kBlockThreads, 0, cuda_stream>>>(
+        all, num_parts, num_rows, width, target, out.stride_bytes, lane_bits);
     check(cudaGetLastError(), "sum_elements_kernel");
   };
   const bool whole = aligned(element_size(dtype));
-  if (dtype == DType::kFloat64) {
-    return sum_elements(whole ? sum_elements_kernel<double, double> : sum_elements_kernel<double, unsigned short>);
-  }
-  if (dtype == DType::kFloat32 && !whole) return sum_elements(sum_elements_kernel<float, unsigned short>);
+  using HalfOfWord = UnitOf<2>::type;
+  if (dtype == DType::kFloat64) return whole ? sum_elements(double{}, double{}) : sum_elements(double{}, HalfOfWord{});
+  if (dtype == DType::kFloat32 && !whole) return sum_elements(float{}, HalfOfWord{});
   const bool wide = width * element_size(dtype) % kVectorBytes == 0 && aligned(kVectorBytes);
   with_vector(dtype, wide, [&](auto element, auto count) {
     const int64_t vectors = width / count;

@@ -7,14 +7,13 @@ import sys
 
 import typer
 
-from megatron_moe_opt.cli.bench import app as bench_app
+from megatron_moe_opt.cli.bench.commands import app as bench_app
 from megatron_moe_opt.cli.doctor import doctor
-from megatron_moe_opt.cli.plan import plan
-from megatron_moe_opt.cli.profile import profile
-from megatron_moe_opt.cli.routing_commands import generate_routing, plan_experts, replay_routing
-from megatron_moe_opt.cli.simulate import simulate
-from megatron_moe_opt.cli.simulate_migration import simulate_migration
-from megatron_moe_opt.cli.timeline import timeline
+from megatron_moe_opt.cli.plan.commands import plan
+from megatron_moe_opt.cli.plan.simulate import simulate
+from megatron_moe_opt.cli.profile.commands import profile
+from megatron_moe_opt.cli.report.commands import timeline
+from megatron_moe_opt.cli.routing.commands import generate_routing, plan_experts, replay_routing
 from megatron_moe_opt.errors import ConfigurationError, ExtensionError, sentence
 
 app = typer.Typer(
@@ -32,21 +31,20 @@ app.command()(plan_experts)
 app.command()(profile)
 app.command()(replay_routing)
 app.command()(simulate)
-app.command()(simulate_migration)
 app.command()(timeline)
 
 
-def main() -> None:
-    """Runs the command line.
+def main(commands: typer.Typer = app, name: str = "moe-opt") -> None:
+    """Runs a command line: `moe-opt`'s, or that of a tool (tools/) that reports what cannot work in the same way.
 
     A setting that cannot work, or an extension that is missing or stale, ends it with one sentence and exit code 2:
     commands import the extension when they run, so that the others need none.
     """
     try:
-        app(prog_name="moe-opt")
+        commands(prog_name=name)
     except (ConfigurationError, ExtensionError) as error:
         if os.environ.get("LOCAL_RANK", "0") == "0":  # once a node: all ranks have the same settings
-            print(f"moe-opt: {sentence(error)}", file=sys.stderr)
+            print(f"{name}: {sentence(error)}", file=sys.stderr)
         sys.exit(2)
 
 

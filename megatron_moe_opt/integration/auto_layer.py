@@ -98,7 +98,7 @@ class Controller:
         self.layers.append(layer)
         layer.layer.register_forward_pre_hook(self._begin_step)
         if self.options.plan is None:
-            agreed_cluster(self.options.profile, layer.groups)  # refuses now what could not be planned with later
+            agreed_cluster(layer.groups, self.options.profile)  # refuses now what could not be planned with later
             if holds_replicated_tokens(layer.layer.config):
                 layer.use(REPLICATED_START)
             return

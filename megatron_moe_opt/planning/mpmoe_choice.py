@@ -2,7 +2,7 @@
 
 Every number of partitions and every strategy is played, forward and backward, on the lanes that training uses, with the
 measured piecewise linear curves (Fig. 9) and slowdowns (alpha, section II-C). The paper's three paradigms are what is
-left where nothing but S, C, R and M takes time (mpmoe.py).
+left where nothing but S, C, R and M takes time (tools/mpmoe_formulas.py).
 """
 
 from __future__ import annotations

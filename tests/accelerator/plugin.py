@@ -2,8 +2,8 @@
 accelerator in software, with many hardware queues and with one.
 
 WAYS: `clocks`, vector clocks that follow all that a rank does (device.py), or seeds of adversaries that empty the
-queues of its schedules (ranks.py), such as 0-19; several with commas. Tests that give ranks nothing to do are left out.
-At the end a table says what ran.
+queues of its schedules (ranks.py), such as 0-19; several with commas. Left out are tests
+that give ranks nothing to do, and those about the host. At the end a table says what ran.
 """
 
 from __future__ import annotations
@@ -59,7 +59,11 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    left_out = [item for item in items if not hasattr(item, "callspec") or "way" not in item.callspec.params]
+    left_out = [
+        item
+        for item in items
+        if item.get_closest_marker("host_only") or "way" not in getattr(getattr(item, "callspec", None), "params", ())
+    ]
     config.hook.pytest_deselected(items=left_out)
     items[:] = [item for item in items if item not in left_out]
 

@@ -14,6 +14,8 @@
 #include <unordered_map>
 #include <vector>
 
+#include "counting.h"
+
 extern "C" char __ehdr_start, _end;  // of this module
 #pragma GCC visibility push(hidden)
 extern "C" char __ehdr_start, _end;
@@ -380,7 +382,7 @@ __attribute__((always_inline)) inline bool quick(size_t offset) {
 }
 
 template <Access kKind>
-__attribute__((always_inline)) inline void check(const void* data, size_t bytes, bool whole) {
+__attribute__((always_inline)) inline void check(const void* data, size_t bytes, bool whole, const void* site) {
   if (running < 0) return;
   const size_t offset = reinterpret_cast<uintptr_t>(data) - kBase;
   if (offset >= kRegionBytes) return check_elsewhere(data, bytes);
@@ -413,6 +415,9 @@ __attribute__((always_inline)) inline void check(const void* data, size_t bytes,
     }
   }
   if (!good) check_bytes<kKind>(data, offset, bytes, whole);
+  if (counting::on && offset >= kSharedBytes) {
+    counting::access(running, site, offset, bytes, kKind != Access::kWrite, kKind != Access::kRead);
+  }
 }
 
 void enter() {
@@ -484,6 +489,7 @@ void run_block(Dim3 block) {
     if (m->fibers[next].state == State::kRunnable) m->runnable[m->num_runnable++] = next;
     if (m->fibers[next].state == State::kDone) ++m->num_done;
   }
+  counting::end_block();
 }
 
 }  // namespace
@@ -596,6 +602,7 @@ void run(const Configuration& configuration, void (*body)(void*), void* argument
   until_stop = 1 + static_cast<int64_t>(draw() % (2 * mean_stop));
   launch_begin = m->next_interval << kIntervalShift;
   const uint64_t blocks = uint64_t{grid.x} * grid.y * grid.z;
+  counting::launch(configuration.kernel, blocks, threads);
   // A random order without a list of it: steps of a number that shares no factor with the number of blocks.
   uint64_t step = draw() % blocks | 1, place = draw() % blocks;
   const auto divisor = [](uint64_t a, uint64_t b) {
@@ -616,14 +623,14 @@ Dim3 block_index() { return m->block_index; }
 Dim3 block_dim() { return m->configuration->block; }
 Dim3 grid_dim() { return m->configuration->grid; }
 
-void access(const void* data, size_t bytes, Access kind) {
+void access(const void* data, size_t bytes, Access kind, const void* site) {
   switch (kind) {
     case Access::kRead:
-      return check<Access::kRead>(data, bytes, true);
+      return check<Access::kRead>(data, bytes, true, site);
     case Access::kWrite:
-      return check<Access::kWrite>(data, bytes, true);
+      return check<Access::kWrite>(data, bytes, true, site);
     case Access::kAtomic:
-      return check<Access::kAtomic>(data, bytes, true);
+      return check<Access::kAtomic>(data, bytes, true, site);
   }
 }
 
@@ -683,22 +690,38 @@ void allow_shared(const void* function, size_t bytes) { machine().allowed_shared
 
 // ---- What the compiler calls at every access of a kernel (-fsanitize=thread, without its library) ----
 
-#define EMULATOR_CALLBACKS(bytes)                                                                       \
-  extern "C" void __tsan_read##bytes(void* data) { check<Access::kRead>(data, bytes, true); }           \
-  extern "C" void __tsan_write##bytes(void* data) { check<Access::kWrite>(data, bytes, true); }         \
-  extern "C" void __tsan_unaligned_read##bytes(void* data) { check<Access::kRead>(data, bytes, true); } \
-  extern "C" void __tsan_unaligned_write##bytes(void* data) { check<Access::kWrite>(data, bytes, true); }
+#define EMULATOR_CALLBACKS(bytes)                                          \
+  extern "C" void __tsan_read##bytes(void* data) {                         \
+    check<Access::kRead>(data, bytes, true, __builtin_return_address(0));  \
+  }                                                                        \
+  extern "C" void __tsan_write##bytes(void* data) {                        \
+    check<Access::kWrite>(data, bytes, true, __builtin_return_address(0)); \
+  }                                                                        \
+  extern "C" void __tsan_unaligned_read##bytes(void* data) {               \
+    check<Access::kRead>(data, bytes, true, __builtin_return_address(0));  \
+  }                                                                        \
+  extern "C" void __tsan_unaligned_write##bytes(void* data) {              \
+    check<Access::kWrite>(data, bytes, true, __builtin_return_address(0)); \
+  }
 EMULATOR_CALLBACKS(1)
 EMULATOR_CALLBACKS(2)
 EMULATOR_CALLBACKS(4)
 EMULATOR_CALLBACKS(8)
 // Only a struct has 16 bytes here: what the device moves in one access of 16 comes through access().
-extern "C" void __tsan_read16(void* data) { check<Access::kRead>(data, 16, false); }
-extern "C" void __tsan_write16(void* data) { check<Access::kWrite>(data, 16, false); }
-extern "C" void __tsan_unaligned_read16(void* data) { check<Access::kRead>(data, 16, false); }
-extern "C" void __tsan_unaligned_write16(void* data) { check<Access::kWrite>(data, 16, false); }
-extern "C" void __tsan_read_range(void* data, size_t bytes) { check<Access::kRead>(data, bytes, false); }
-extern "C" void __tsan_write_range(void* data, size_t bytes) { check<Access::kWrite>(data, bytes, false); }
+extern "C" void __tsan_read16(void* data) { check<Access::kRead>(data, 16, false, __builtin_return_address(0)); }
+extern "C" void __tsan_write16(void* data) { check<Access::kWrite>(data, 16, false, __builtin_return_address(0)); }
+extern "C" void __tsan_unaligned_read16(void* data) {
+  check<Access::kRead>(data, 16, false, __builtin_return_address(0));
+}
+extern "C" void __tsan_unaligned_write16(void* data) {
+  check<Access::kWrite>(data, 16, false, __builtin_return_address(0));
+}
+extern "C" void __tsan_read_range(void* data, size_t bytes) {
+  check<Access::kRead>(data, bytes, false, __builtin_return_address(0));
+}
+extern "C" void __tsan_write_range(void* data, size_t bytes) {
+  check<Access::kWrite>(data, bytes, false, __builtin_return_address(0));
+}
 extern "C" void __tsan_vptr_update(void**, void*) {}
 extern "C" void __tsan_init() {}
 

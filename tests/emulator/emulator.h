@@ -84,7 +84,7 @@ __attribute__((const)) Dim3 block_dim();
 __attribute__((const)) Dim3 grid_dim();
 
 enum class Access { kRead, kWrite, kAtomic };
-void access(const void* data, size_t bytes, Access kind);
+void access(const void* data, size_t bytes, Access kind, const void* site);  // site: where the program makes it
 
 void barrier(int line);
 // The values of all lanes of the mask, by lane, once all of them are here.

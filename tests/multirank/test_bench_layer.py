@@ -9,9 +9,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_moe_opt.cli.layer_settings import LayerSettings
+from megatron_moe_opt.cli.layer.settings import LayerSettings
 from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.runtime.traffic import TrafficRow
+from tests.ranks.devices import rank_device
 from tests.ranks.pool import RankFailure
 
 INTRA, INTER = "intra-node", "inter-node"
@@ -41,11 +42,11 @@ def _settings(**changes: Any) -> LayerSettings:
 
 def _run(settings):
     """The report of this rank."""
-    from megatron_moe_opt.cli.bench_layer import run
+    from megatron_moe_opt.cli.bench.layer import run
 
     os.environ["GROUP_RANK"] = str(dist.get_rank() // 2)
     try:
-        return run(settings, torch.device("cpu"))
+        return run(settings, rank_device())
     finally:
         del os.environ["GROUP_RANK"]
 
@@ -141,15 +142,13 @@ def _differ():
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
-    from megatron_moe_opt.cli.bench_layer import _differences
-    from megatron_moe_opt.cli.moe_layer import layers_under_test
+    from megatron_moe_opt.cli.bench.layer import _differences
+    from megatron_moe_opt.cli.layer.under_test import layers_under_test
 
     parallel_state.initialize_model_parallel(expert_model_parallel_size=4)
     try:
         model_parallel_cuda_manual_seed(1)
-        layers = layers_under_test(
-            _settings(dispatchers=("monta",)), ep=4, device=torch.device("cpu"), permute_fusion=False
-        )
+        layers = layers_under_test(_settings(dispatchers=("monta",)), ep=4, device=rank_device(), permute_fusion=False)
         assert _differences(layers, "alltoall", tolerance=1e-6).keys() == {"alltoall", "monta"}
         if dist.get_rank() == 3:
             next(iter(layers["monta"].layer.experts.parameters())).data.mul_(1.001)
@@ -171,13 +170,13 @@ def _gradients():
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
-    from megatron_moe_opt.cli.moe_layer import layers_under_test
+    from megatron_moe_opt.cli.layer.under_test import layers_under_test
 
     parallel_state.initialize_model_parallel(expert_model_parallel_size=4)
     try:
         model_parallel_cuda_manual_seed(1)
         settings = _settings(dispatchers=(), routing="one-hot-expert", topk=1, experts=4)
-        under_test = layers_under_test(settings, ep=4, device=torch.device("cpu"), permute_fusion=False)["alltoall"]
+        under_test = layers_under_test(settings, ep=4, device=rank_device(), permute_fusion=False)["alltoall"]
         under_test.results()
         router, (expert, *_) = under_test.layer.router.weight, under_test.layer.experts.parameters()
         assert router.grad.abs().sum() > 0
@@ -192,10 +191,10 @@ def test_imposed_routing_trains_the_router(ranks):
 
 
 def _rates():
-    from megatron_moe_opt.cli.links import measure_links
+    from megatron_moe_opt.cli.layer.links import measure_links
     from megatron_moe_opt.topology.nodes import NodeMap
 
-    device = torch.device("cpu")
+    device = rank_device()
     return [measure_links(NodeMap(nodes), device) for nodes in ((0, 0, 0, 0), (0, 1, 2, 3), (0, 0, 1, 1))]
 
 

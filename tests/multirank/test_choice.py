@@ -12,11 +12,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_moe_opt.cli.layer_settings import LayerSettings
-from megatron_moe_opt.cli.split_half import noise_floor
+from megatron_moe_opt.cli.bench.split_half import noise_floor
+from megatron_moe_opt.cli.layer.settings import LayerSettings
 from megatron_moe_opt.options import Options
 from megatron_moe_opt.planning.cluster import Cluster, ExpertGemm, World
 from megatron_moe_opt.schedules.schedule import Kind
+from tests.ranks.devices import rank_device
 from tests.ranks.pool import RankFailure, RankPool
 
 MB = 10**6
@@ -105,8 +106,8 @@ def test_a_bad_profile_is_refused_on_all_ranks(ranks, profile):
 
 
 def judge(profile: Path) -> list[Any]:
-    from megatron_moe_opt.cli.bench_choice import measure
-    from megatron_moe_opt.cli.choosers import MontaChooser
+    from megatron_moe_opt.cli.bench.choice import measure
+    from megatron_moe_opt.cli.bench.choosers import MontaChooser
     from tests.ranks.megatron import parallel
 
     settings = LayerSettings(
@@ -116,7 +117,7 @@ def judge(profile: Path) -> list[Any]:
     chooser = MontaChooser([2])
     settings = dataclasses.replace(settings, dispatchers=chooser.candidates, dispatch_only=True)
     with parallel(tp=2, ep=2, etp=2):
-        return measure(settings, 2, Cluster.load(profile), [16, 64], chooser, torch.device("cpu"))
+        return measure(settings, 2, Cluster.load(profile), [16, 64], chooser, rank_device())
 
 
 def test_bench_choice_judges_by_the_fastest(ranks, profile):
@@ -136,8 +137,8 @@ def test_bench_choice_judges_by_the_fastest(ranks, profile):
 
 
 def judge_partitions(profile: Path, budget: int | None) -> list[Any]:
-    from megatron_moe_opt.cli.bench_choice import measure
-    from megatron_moe_opt.cli.choosers import MpmoeChooser
+    from megatron_moe_opt.cli.bench.choice import measure
+    from megatron_moe_opt.cli.bench.choosers import MpmoeChooser
     from tests.ranks.megatron import parallel
 
     chooser = MpmoeChooser([1, 3], "auto", budget)
@@ -147,7 +148,7 @@ def judge_partitions(profile: Path, budget: int | None) -> list[Any]:
         profile=profile,
     )  # fmt: skip
     with parallel(ep=4):
-        return measure(settings, 4, Cluster.load(profile), [64], chooser, torch.device("cpu"))
+        return measure(settings, 4, Cluster.load(profile), [64], chooser, rank_device())
 
 
 def test_bench_choice_judges_partitions_and_memory_reuse(ranks, tmp_path):

@@ -12,6 +12,7 @@ from megatron_moe_opt.options import Options
 from megatron_moe_opt.planning.cluster import Cluster, ExpertGemm, World
 from megatron_moe_opt.planning.expert_migration import KINDS, realisable_groups, role
 from megatron_moe_opt.schedules.schedule import Kind
+from tests.ranks.devices import rank_device
 from tests.ranks.pool import RankFailure
 
 LEVELS = (2, 2)
@@ -76,12 +77,12 @@ def test_a_profile_without_the_groups_of_domains_is_refused(ranks, tmp_path):
 
 def measured() -> dict[str, list[int]]:
     """Ranks of the group in which each load of `moe-opt profile --domains` runs, on 2 x 2 ranks."""
-    from megatron_moe_opt.cli.loads import Rows
-    from megatron_moe_opt.cli.profile_domains import domain_groups_of, domain_moves
+    from megatron_moe_opt.cli.profile.domain_moves import domain_groups_of, domain_moves
+    from megatron_moe_opt.cli.profile.loads import Rows
     from megatron_moe_opt.topology.layouts import Layout
 
     with domain_groups_of(Layout(4, 1, 1, 4, 1), LEVELS) as groups:
-        moves = domain_moves(Rows(64, torch.float32, torch.device("cpu")), groups, LEVELS)
+        moves = domain_moves(Rows(64, torch.float32, rank_device()), groups, LEVELS)
         names = [(move.kind, move.group) for move in moves]
         assert sorted(map(str, names)) == sorted(
             str((kind, role(kind, LEVELS, *group))) for kind in KINDS for group in realisable_groups(LEVELS)
@@ -99,7 +100,7 @@ def test_profile_measures_every_group_of_domains(ranks):
 
 def measured_once() -> list[bool]:
     """Of the loads whose group is that of all ranks of EP, whether they run in the group that is there."""
-    from megatron_moe_opt.cli.profile_domains import domain_groups_of
+    from megatron_moe_opt.cli.profile.domain_moves import domain_groups_of
     from megatron_moe_opt.topology.layouts import Layout
 
     with domain_groups_of(Layout(4, 1, 1, 4, 1), (4,), dist.group.WORLD) as groups:

@@ -8,8 +8,8 @@ import os
 import pytest
 import torch.distributed as dist
 
-from megatron_moe_opt.cli.layer_report import conditions, times_table, traffic_table
-from megatron_moe_opt.cli.layer_settings import LayerSettings
+from megatron_moe_opt.cli.layer.settings import LayerSettings
+from megatron_moe_opt.cli.report.measured_layer import conditions, times_table, traffic_table
 from megatron_moe_opt.planning.cluster import Cluster, ExpertGemm, World
 from megatron_moe_opt.schedules.parm import JOINT
 from megatron_moe_opt.schedules.schedule import Kind
@@ -19,11 +19,11 @@ from tests.unit.report_cases import Page
 
 def _run(settings, json_file, folder):
     """The command on this pool's ranks."""
-    from megatron_moe_opt.cli import bench_layer
+    from megatron_moe_opt.cli.bench import layer as bench_layer
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(bench_layer, "megatron_process_group", group_of_the_pool)
-        patch.setattr("megatron_moe_opt.cli.links.PROBE_MAX_BYTES", 2**16)  # rates are not looked at here
+        patch.setattr("megatron_moe_opt.cli.layer.links.PROBE_MAX_BYTES", 2**16)  # rates are not looked at here
         patch.setitem(os.environ, "GROUP_RANK", str(dist.get_rank() // 2))
         return bench_layer.bench_layer(settings, json_file, folder)
 

@@ -17,6 +17,8 @@ from tests.accelerator.collectives import check
 from tests.accelerator.executor_library import build
 from tests.multirank.test_dispatchers import DROP, PAD, SHARED
 
+pytestmark = pytest.mark.host_only(reason="is about the accelerator in software")
+
 MICRO_BATCHES = 2
 RECOMPUTE = {"recompute_granularity": "selective", "recompute_modules": ["moe"]}
 

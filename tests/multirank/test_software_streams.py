@@ -18,6 +18,8 @@ from tests.multirank import test_mpmoe, test_netmoe
 from tests.multirank.test_dispatchers import RECOMPUTE, compare
 from tests.multirank.test_parm import compare_replicated
 
+pytestmark = pytest.mark.host_only(reason="is about streams in software")
+
 WAYS = ((0, Queues.MANY), (1, Queues.ONE))
 BOTH, EP4 = {"tp": 2, "ep": 2, "etp": 2}, {"ep": 4}
 

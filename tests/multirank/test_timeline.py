@@ -6,21 +6,21 @@ import json
 from dataclasses import replace
 
 import pytest
-import torch
 import torch.distributed as dist
 
 import megatron_moe_opt
-from megatron_moe_opt.cli.layer_settings import LayerSettings
+from megatron_moe_opt.cli.layer.settings import LayerSettings
 from megatron_moe_opt.planning.cluster import Cluster, ExpertGemm, World
 from megatron_moe_opt.planning.monta import PASSES
 from megatron_moe_opt.planning.simulator import simulate
 from megatron_moe_opt.schedules.schedule import Kind, Lane
 from tests.ranks.commands import CURVES, group_of_the_pool
+from tests.ranks.devices import rank_device
 
 
 def _run(variant, rank=None, slow_rank=None, **options):
     """The command on this pool's ranks. `options` are LayerSettings', `trace` and `png`."""
-    from megatron_moe_opt.cli import layer_timeline
+    from megatron_moe_opt.cli.report import step_timelines as layer_timeline
 
     sizes = {"tokens": 48, "hidden": 32, "ffn_hidden": 2, "experts": 8, "topk": 2, "tp": 2, "ep": 2, "expert_tp": 2}
     fixed = {"dtype": "fp32", "routing": "uniform", "capacity_factor": None, "pad_to_capacity": False, "seed": 1}
@@ -36,7 +36,7 @@ def _run(variant, rank=None, slow_rank=None, **options):
 
 def _slow_down(patch):
     """What this rank records took a thousand seconds more."""
-    from megatron_moe_opt.cli.moe_layer import LayerUnderTest
+    from megatron_moe_opt.cli.layer.under_test import LayerUnderTest
 
     recorded_step = LayerUnderTest.recorded_step
 
@@ -130,8 +130,8 @@ def test_the_rank_that_took_longest_or_the_one_asked_for(ranks, tmp_path):
 
 def _travelling(sizes):
     """A recorded step of a layer whose experts travel, and whether they hide behind anything here."""
-    from megatron_moe_opt.cli.moe_layer import layer_under_test
-    from megatron_moe_opt.cli.recorded_step import record_step
+    from megatron_moe_opt.cli.layer.recorded_step import record_step
+    from megatron_moe_opt.cli.layer.under_test import layer_under_test
     from megatron_moe_opt.options import Options
     from tests.multirank.test_expert_migration import slow_gathers
     from tests.ranks.megatron import parallel
@@ -143,8 +143,8 @@ def _travelling(sizes):
     options = Options(domain_sizes=sizes, network_levels=(2, 2))
     with parallel(ep=4), pytest.MonkeyPatch.context() as patch:
         slow_gathers(patch)  # 20 or 40 ms a level
-        layer = layer_under_test(settings, "expert-migration", 4, torch.device("cpu"), options=options)
-        step = record_step(layer, 3, torch.device("cpu"))
+        layer = layer_under_test(settings, "expert-migration", 4, rank_device(), options=options)
+        step = record_step(layer, 3, rank_device())
     megatron_moe_opt.register()
     return step
 

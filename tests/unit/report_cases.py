@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 from html.parser import HTMLParser
 
-from megatron_moe_opt.cli.layer_prediction import Predicted
-from megatron_moe_opt.cli.layer_report import DispatcherResult, LayerReport
-from megatron_moe_opt.cli.layer_settings import LayerSettings
-from megatron_moe_opt.cli.links import LinkRates, WireLimit
-from megatron_moe_opt.cli.recorded_step import RecordedStep
-from megatron_moe_opt.cli.routing_balance import RoutingBalance
+from megatron_moe_opt.cli.layer.links import LinkRates, WireLimit
+from megatron_moe_opt.cli.layer.prediction import Predicted
+from megatron_moe_opt.cli.layer.recorded_step import RecordedStep
+from megatron_moe_opt.cli.layer.settings import LayerSettings
+from megatron_moe_opt.cli.report.measured_layer import DispatcherResult, LayerReport
+from megatron_moe_opt.cli.routing.balance import RoutingBalance
 from megatron_moe_opt.planning.curves import CostCurve, Costs
 from megatron_moe_opt.planning.monta import training_passes
 from megatron_moe_opt.planning.simulator import simulate

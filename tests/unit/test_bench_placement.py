@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_moe_opt.cli import bench_placement
+from megatron_moe_opt.cli.bench import placement as bench_placement
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_moe_opt.cli.charts import (
+from megatron_moe_opt.cli.report.charts import (
     KINDS,
     WIDTH,
     BarData,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
-from megatron_moe_opt.cli import moe_layer
-from megatron_moe_opt.cli.choosers import AutoChooser
+from megatron_moe_opt.cli.bench.choosers import AutoChooser
+from megatron_moe_opt.cli.layer import under_test as moe_layer
 from megatron_moe_opt.integration import auto_layer
 from megatron_moe_opt.planning.planner import Prediction
 

@@ -19,6 +19,7 @@ from megatron_moe_opt.cli.main import app, main
 from megatron_moe_opt.errors import ConfigurationError, ExtensionError
 from megatron_moe_opt.planning.cluster import Cluster, World
 from megatron_moe_opt.schedules.schedule import Kind
+from tools import bench_executor, bench_saa
 
 
 def _options(command):
@@ -55,12 +56,12 @@ def test_a_budget_is_written_as_in_training(monkeypatch, capsys, budget, status)
         assert "more than the budget of 67108864" in printed.out
 
 
-def _run(monkeypatch, *arguments, world=1):
+def _run(monkeypatch, *arguments, world=1, commands=app):
     """Exit code of `moe-opt ARGUMENTS` as the first of `world` ranks; for commands that refuse before they start."""
     monkeypatch.setattr(sys, "argv", ["moe-opt", *arguments])
     monkeypatch.setenv("WORLD_SIZE", str(world))
     with pytest.raises(SystemExit) as end:
-        main()
+        main(commands)
     return end.value.code
 
 
@@ -196,7 +197,9 @@ def test_bench_layer_refuses(monkeypatch, capsys, arguments, world, sentence):
     ],
 )
 def test_other_benchmarks_refuse(monkeypatch, capsys, arguments, sentence):
-    assert _run(monkeypatch, "bench", *arguments.split(), world=2) == 2
+    benchmark, *options = arguments.split()
+    words, commands = (options, bench_saa.app) if benchmark == "saa" else (["bench", benchmark, *options], app)
+    assert _run(monkeypatch, *words, world=2, commands=commands) == 2
     assert capsys.readouterr().err == f"moe-opt: {sentence}\n"
 
 
@@ -238,7 +241,7 @@ SIMULATED = (
 def test_without_the_extension():
     """Commands that need it say so in one sentence; the others work."""
     needing = [
-        "bench layer", "bench choice --profile f", "bench kernels", "bench executor", "profile", "timeline --trace f",
+        "bench layer", "bench choice --profile f", "bench kernels", "profile", "timeline --trace f",
         SIMULATED,
     ]  # fmt: skip
     code = f"""
@@ -313,9 +316,9 @@ def test_bench_layer_in_one_process(tmp_path):
     assert monta["wire_limit"] is None and monta["traffic"] == []
 
 
-def _processes_output(arguments):
-    """What `moe-opt ARGUMENTS` prints in a process of its own."""
-    command = [sys.executable, "-m", "megatron_moe_opt.cli.main", *arguments.split()]
+def _processes_output(arguments, module="megatron_moe_opt.cli.main"):
+    """What `moe-opt ARGUMENTS`, or another module that has arguments, prints in a process of its own."""
+    command = [sys.executable, "-m", module, *arguments.split()]
     run = subprocess.run(command, capture_output=True, text=True, timeout=600)
     assert run.returncode == 0, run.stderr
     return run.stdout
@@ -356,7 +359,7 @@ def test_bench_choice_refuses(monkeypatch, capsys, options, sentence):
 
 
 def test_bench_executor():
-    rows = [line.split("│")[1:-1] for line in _processes_output("bench executor --repeats 2").splitlines()]
+    rows = [line.split("│")[1:-1] for line in _processes_output("--repeats 2", "tools.bench_executor").splitlines()]
     table = [[cell.strip() for cell in row] for row in rows if row]
     assert [lanes for lanes, _, _ in table] == ["1", "2", "3"]
     for _, median, spread in table:
@@ -364,7 +367,7 @@ def test_bench_executor():
         assert 0 < float(least) <= float(median) <= float(largest)
 
 
-@pytest.mark.parametrize("command", ["executor", "kernels"])
+@pytest.mark.parametrize("command", [(app, "bench", "kernels"), (bench_executor.app,)], ids=["kernels", "executor"])
 @pytest.mark.parametrize(
     ("sees_a_gpu", "sentence"),
     [
@@ -379,7 +382,7 @@ def test_bench_executor():
 def test_benchmarks_without_cuda(monkeypatch, capsys, command, sees_a_gpu, sentence):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: sees_a_gpu)
     monkeypatch.setattr("megatron_moe_opt.kernels.build_info", lambda: {"backend": "cpu"})
-    assert _run(monkeypatch, "bench", command, "--device", "cuda") == 2
+    assert _run(monkeypatch, *command[1:], "--device", "cuda", commands=command[0]) == 2
     assert capsys.readouterr().err == f"moe-opt: {sentence}\n"
 
 

@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_moe_opt.cli.routing import load_trace
+from megatron_moe_opt.cli.routing.workloads import load_trace
 from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.planning.cluster import Cluster
 from megatron_moe_opt.planning.expert_order import ExpertOrder, read_expert_order, write_expert_order

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron_moe_opt.cli.layer_prediction import candidate_name, predict_layer, workload_of
-from megatron_moe_opt.cli.layer_settings import LayerSettings
-from megatron_moe_opt.cli.routing_balance import RoutingBalance
+from megatron_moe_opt.cli.layer.prediction import candidate_name, predict_layer, workload_of
+from megatron_moe_opt.cli.layer.settings import LayerSettings
+from megatron_moe_opt.cli.routing.balance import RoutingBalance
 from megatron_moe_opt.planning.cluster import Cluster, ExpertGemm, World
 from megatron_moe_opt.planning.planner import candidates
 from megatron_moe_opt.schedules.schedule import Kind

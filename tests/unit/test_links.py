@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_moe_opt.cli.links import LinkRates, wire_limit
+from megatron_moe_opt.cli.layer.links import LinkRates, wire_limit
 from megatron_moe_opt.topology.nodes import NodeMap
 
 NODES = NodeMap((0, 0, 1, 1, 2, 2))

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.planning.cluster import Cluster, ExpertGemm, World
 from megatron_moe_opt.planning.equal_times import EQUAL_WITHIN
-from megatron_moe_opt.planning.mpmoe import paradigm_1, paradigm_2, paradigm_3, paradigm_seconds
 from megatron_moe_opt.planning.mpmoe_choice import (
     MpmoeLayer,
     choices,
@@ -26,6 +25,7 @@ from megatron_moe_opt.planning.simulator import simulate
 from megatron_moe_opt.schedules import mpmoe
 from megatron_moe_opt.schedules.mpmoe import STRATEGIES, PartitionRows, RowBytes
 from megatron_moe_opt.schedules.schedule import Kind, Lane
+from tools.mpmoe_formulas import paradigm_1, paradigm_2, paradigm_3, paradigm_seconds
 
 seconds = st.integers(1, 1000).map(float)
 partitions = st.integers(1, 8)

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_moe_opt.planning.mpmoe import LayerElements, paradigm_1, paradigm_2, paradigm_3, paradigm_seconds
 from megatron_moe_opt.planning.simulator import simulate
 from megatron_moe_opt.schedules.schedule import Kind, Lane, Op, Schedule
+from tools.mpmoe_formulas import LayerElements, paradigm_1, paradigm_2, paradigm_3, paradigm_seconds
 
 MODELS = {"GPT-S": (768, 3072), "GPT-XL": (2048, 8192), "BERT-L": (1024, 4096)}  # M, H (Table III)
 seconds = st.integers(1, 1000).map(float)

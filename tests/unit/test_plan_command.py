@@ -8,8 +8,8 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_moe_opt.cli import plan_report
 from megatron_moe_opt.cli.main import main
+from megatron_moe_opt.cli.plan import report as plan_report
 from megatron_moe_opt.options import split_options
 from megatron_moe_opt.planning.described_cluster import describe
 from megatron_moe_opt.planning.known_clusters import H100_IB400, KNOWN_CLUSTERS, PCIE

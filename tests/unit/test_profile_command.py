@@ -12,8 +12,8 @@ import pytest
 from rich.console import Console
 
 from megatron_moe_opt.cli.main import main
-from megatron_moe_opt.cli.process_group import adopt_slurm_ranks
-from megatron_moe_opt.cli.profile_report import curves_table
+from megatron_moe_opt.cli.profile.curves_table import curves_table
+from megatron_moe_opt.cli.ranks import adopt_slurm_ranks
 from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.planning.cluster import Cluster, ExpertGemm, World
 from megatron_moe_opt.schedules.schedule import Kind, Lane

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron_moe_opt.cli.layer_prediction import Predicted
-from megatron_moe_opt.cli.layer_report import as_json, conditions, times_table, traffic_table
-from megatron_moe_opt.cli.report_page import PAGE, headline, make_report_folder, render_page, write_page
+from megatron_moe_opt.cli.layer.prediction import Predicted
+from megatron_moe_opt.cli.report.measured_layer import as_json, conditions, times_table, traffic_table
+from megatron_moe_opt.cli.report.page import PAGE, headline, make_report_folder, render_page, write_page
 from megatron_moe_opt.errors import ConfigurationError
 from tests.unit.report_cases import Page, made_report, migration_step
 
@@ -186,6 +186,6 @@ def test_the_templates_are_installed(tmp_path):
     pytest.importorskip("setuptools")
     command = ["setup.py", "-q", "egg_info", "--egg-base", str(tmp_path), "build_py", "--build-lib", str(tmp_path)]
     subprocess.run([sys.executable, *command], cwd=ROOT, check=True, capture_output=True, timeout=600)
-    templates = Path("megatron_moe_opt", "cli", "templates")
+    templates = Path("megatron_moe_opt", "cli", "report", "templates")
     shipped = {file.name for file in (ROOT / templates).iterdir()}
     assert shipped >= {"report.html.j2"} and {file.name for file in (tmp_path / templates).iterdir()} == shipped

@@ -10,7 +10,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from megatron_moe_opt import kernels
-from megatron_moe_opt.cli.bench_codec import CodecWorkload
+from megatron_moe_opt.cli.bench.codec import CodecWorkload
 from megatron_moe_opt.kernels import reference
 from megatron_moe_opt.kernels.extension import load_extension
 from tests.unit.codec_cases import BLOCK, DTYPES, FILLS, check_decode, check_encode, pair, same_values

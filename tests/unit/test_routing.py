@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_moe_opt.cli.routing import choose_experts
+from megatron_moe_opt.cli.routing.workloads import choose_experts
 from megatron_moe_opt.errors import ConfigurationError
 
 

@@ -12,8 +12,8 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from megatron_moe_opt.cli.layer_timeline import StepTimelines, timelines_table
 from megatron_moe_opt.cli.main import main
+from megatron_moe_opt.cli.report.step_timelines import StepTimelines, timelines_table
 from megatron_moe_opt.planning.cluster import Cluster, ExpertGemm, World
 from megatron_moe_opt.planning.monta import PASSES
 from megatron_moe_opt.schedules.schedule import Kind, Lane, Op, Schedule

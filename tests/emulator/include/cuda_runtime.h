@@ -64,17 +64,17 @@ T of_word(uint64_t word) {
 }
 template <typename T>
 __attribute__((noinline, no_sanitize("thread"))) T load(const T* place) {
-  access(place, sizeof(T), Access::kRead);
+  access(place, sizeof(T), Access::kRead, __builtin_return_address(0));
   return *place;
 }
 template <typename T>
 __attribute__((noinline, no_sanitize("thread"))) void store(T* place, T value) {
-  access(place, sizeof(T), Access::kWrite);
+  access(place, sizeof(T), Access::kWrite, __builtin_return_address(0));
   *place = value;
 }
 template <typename T>
 __attribute__((noinline, no_sanitize("thread"))) T atomic_add(T* place, T value) {
-  access(place, sizeof(T), Access::kAtomic);
+  access(place, sizeof(T), Access::kAtomic, __builtin_return_address(0));
   const T before = *place;
   *place = before + value;
   return before;

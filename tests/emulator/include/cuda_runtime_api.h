@@ -8,6 +8,7 @@
 #include <cstring>
 #include <map>
 
+#include "../counting.h"
 #include "../emulator.h"
 
 enum cudaError_t { cudaSuccess = 0, cudaErrorInvalidValue = 1, cudaErrorInvalidConfiguration = 9 };
@@ -30,6 +31,7 @@ inline cudaError_t cudaMemsetAsync(void* data, int value, size_t bytes, cudaStre
   }
   std::memset(data, value, bytes);
   emulator::host_writes(data, bytes);
+  emulator::counting::memset(bytes);
   return cudaSuccess;
 }
 template <typename Function>

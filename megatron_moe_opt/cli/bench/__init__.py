@@ -1,0 +1,1 @@
+"""Benchmarks, each against stock Megatron-Core in the same run: `moe-opt bench`."""

@@ -1,0 +1,287 @@
+"""What `moe-opt bench choice` judges: the candidates of each system, and how it comes to choose among them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+import torch.distributed as dist
+
+from megatron_moe_opt.cli.layer.links import timed
+from megatron_moe_opt.cli.layer.settings import LayerSettings
+from megatron_moe_opt.cli.option_types import torch_dtype
+from megatron_moe_opt.errors import ConfigurationError
+from megatron_moe_opt.kernels import LANE_BYTES
+from megatron_moe_opt.options import AUTO, Options
+from megatron_moe_opt.planning import monta, mpmoe_choice, parm
+from megatron_moe_opt.planning.cluster import Cluster
+from megatron_moe_opt.planning.partition_search import PARTITIONS
+from megatron_moe_opt.schedules.mpmoe import NONE, STRATEGIES
+from megatron_moe_opt.schedules.parm import SCHEDULES
+
+if TYPE_CHECKING:
+    from megatron_moe_opt.integration.auto_layer import Controller
+
+CHUNKS = (2, 4, 8, 16)
+STEPS = 1000
+"""What the time that choosing takes is compared with."""
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """One way to choose, and what it led to."""
+
+    by: str
+    candidate: str
+    predicted: float | None = None
+    """Seconds of the schedules of a step; of parm, with the AllGathers at the layer's edge; of auto, of the layer."""
+    overhead: float | None = None
+    """Seconds that choosing took, or that trials took longer than as many steps of the chosen one."""
+    predictions: Mapping[str, float] = field(default_factory=dict)
+    """The same as `predicted`, of all candidates that it was chosen from; empty where they are not handed on."""
+
+
+class Chooser(Protocol):
+    """A system with something to choose."""
+
+    dispatch_only: bool
+    """Its candidates differ in dispatch and combine alone."""
+    recorded: bool
+    """All that `predicted` counts is recorded as schedules."""
+    whole_layer: bool
+    """`predicted` counts all that a step of the layer does."""
+    candidates: tuple[str, ...]
+    """Variants of `bench layer`."""
+
+    def measured(self, settings: LayerSettings, ep: int, device: torch.device) -> tuple[str, ...]:
+        """Those to measure for the settings' tokens. A collective call."""
+
+    def allowed(self, settings: LayerSettings, ep: int) -> tuple[str, ...]:
+        """The candidates among which a choice for the settings' tokens is made."""
+
+    def choose(
+        self, settings: LayerSettings, ep: int, cluster: Cluster, seconds: Mapping[str, float], device: torch.device
+    ) -> list[Chosen]:
+        """What it chooses for the settings' tokens. A collective call.
+
+        Args:
+            seconds: that a step of each candidate was measured to take, to tell what trials cost; not to choose by.
+        """
+
+
+class MontaChooser:
+    """Level and chunk count."""
+
+    dispatch_only = recorded = True
+    whole_layer = False
+
+    def __init__(self, chunks: Sequence[int] = CHUNKS) -> None:
+        self.chunks = tuple(chunks)
+        several = [f"monta:{level}x{count}" for level in ("O2", "O3") for count in chunks if count > 1]
+        self.candidates = "monta:O1", *several
+
+    def measured(self, settings: LayerSettings, ep: int, device: torch.device) -> tuple[str, ...]:
+        """All."""
+        return self.candidates
+
+    def allowed(self, settings: LayerSettings, ep: int) -> tuple[str, ...]:
+        """All."""
+        return self.candidates
+
+    def choose(
+        self, settings: LayerSettings, ep: int, cluster: Cluster, seconds: Mapping[str, float], device: torch.device
+    ) -> list[Chosen]:
+        """By the profile."""
+        table = monta.choices(cluster, ep, settings.expert_tp, *_row_bytes(settings), chunks=(1, *self.chunks))
+        choice = table[settings.tokens * settings.topk]
+        return [Chosen("model", _monta_variant(choice.level, choice.chunks), choice.seconds)]
+
+
+class ParmChooser(MontaChooser):
+    """Parm's schedule, or one of monta's levels behind the split, on tokens that all TP ranks hold."""
+
+    dispatch_only = recorded = False
+
+    def __init__(self, chunks: Sequence[int] = CHUNKS) -> None:
+        super().__init__(chunks)
+        self.candidates += tuple(f"parm:{schedule}" for schedule in SCHEDULES)
+
+    def choose(
+        self, settings: LayerSettings, ep: int, cluster: Cluster, seconds: Mapping[str, float], device: torch.device
+    ) -> list[Chosen]:
+        """By the profile."""
+        routing = settings.topk, settings.experts, settings.tp, ep, settings.expert_tp, settings.capacity_factor
+        layer = parm.ParmLayer(*_row_bytes(settings), *routing)
+        choice = parm.choices(layer, cluster, chunks=(1, *self.chunks))[settings.tokens]
+        if choice.level is None:
+            return [Chosen("model", f"parm:{choice.schedule}", choice.seconds)]
+        return [Chosen("model", _monta_variant(choice.level, choice.chunks), choice.seconds)]
+
+
+class MpmoeChooser:
+    """Partitions and memory reuse: by the model, and by trials of a layer's own passes.
+
+    Raises:
+        ConfigurationError: an unknown strategy, or nothing to choose from.
+    """
+
+    dispatch_only, recorded, whole_layer = False, True, False
+
+    def __init__(
+        self,
+        counts: Sequence[int] = PARTITIONS,
+        reuse: str = NONE,
+        budget: int | None = None,
+    ) -> None:
+        if reuse not in (*STRATEGIES, AUTO):
+            raise ConfigurationError(f"--reuse {reuse}: choose one of {', '.join(STRATEGIES)}, or {AUTO}")
+        self.options = Options(
+            partitions=tuple(sorted(set(counts))), memory_reuse=reuse, tuner="profile", activation_budget=budget
+        )
+        self.counts, self.strategies, self.budget = self.options.partitions, self.options.memory_strategies, budget
+        self.candidates = tuple(f"mpmoe:{count}:{strategy}" for strategy in self.strategies for count in self.counts)
+
+    def measured(self, settings: LayerSettings, ep: int, device: torch.device) -> tuple[str, ...]:
+        """All."""
+        return self.candidates
+
+    def choose(
+        self, settings: LayerSettings, ep: int, cluster: Cluster, seconds: Mapping[str, float], device: torch.device
+    ) -> list[Chosen]:
+        """By both. Raises ConfigurationError where nothing fits into the budget."""
+        return [self._by_model(settings, ep, cluster, device), self._by_trials(settings, ep, seconds, device)]
+
+    def allowed(self, settings: LayerSettings, ep: int) -> tuple[str, ...]:
+        """What fits into the budget. Raises ConfigurationError where nothing does."""
+        layer, rows = _mpmoe_shape(settings, ep), settings.tokens * settings.topk
+        least = {
+            strategy: mpmoe_choice.least_partitions(layer, rows, strategy, self.counts, self.budget)
+            for strategy in self.strategies
+        }
+        fitting = tuple(
+            f"mpmoe:{count}:{strategy}"
+            for strategy, fewest in least.items()
+            for count in self.counts
+            if fewest is not None and count >= fewest
+        )
+        if not fitting:
+            raise mpmoe_choice.refuse_budget(layer, rows, self.counts, self.strategies, self.budget)
+        return fitting
+
+    def _by_model(self, settings: LayerSettings, ep: int, cluster: Cluster, device: torch.device) -> Chosen:
+        start = time.perf_counter()
+        table = mpmoe_choice.choices(_mpmoe_shape(settings, ep), cluster, self.counts, self.strategies, self.budget)
+        choice, _ = table[settings.tokens * settings.topk]
+        took = torch.tensor(time.perf_counter() - start, dtype=torch.float64, device=device)
+        dist.all_reduce(took, dist.ReduceOp.MAX)
+        pipelines = choice.seconds - (choice.partitions - 1) * cluster.partition_overhead
+        return Chosen("model", f"mpmoe:{choice.partitions}:{choice.strategy}", pipelines, float(took))
+
+    def _by_trials(
+        self, settings: LayerSettings, ep: int, seconds: Mapping[str, float], device: torch.device
+    ) -> Chosen:
+        """Runs steps of a layer until it has chosen."""
+        from megatron_moe_opt.cli.layer.under_test import layer_under_test
+
+        layer = layer_under_test(settings, "mpmoe", ep, device, options=self.options)
+        partitioning = layer.layer.token_dispatcher.dispatcher.partitioning
+        steps: list[float] = []
+        while partitioning.chosen is None:  # all ranks know alike
+            layer.clear_grads()
+            dist.barrier()
+            steps.append(timed(layer.step, device))
+        steps.pop()  # the first that ran as chosen
+        took = torch.tensor([0.0, *steps], dtype=torch.float64, device=device)
+        dist.all_reduce(took, dist.ReduceOp.MAX)
+        count, strategy = partitioning.chosen
+        candidate = f"mpmoe:{count}:{strategy}"
+        return Chosen("trials", candidate, None, float(took.sum()) - len(steps) * seconds[candidate])
+
+
+class AutoChooser:
+    """All systems: as planned from the profile, and as kept after trials."""
+
+    dispatch_only, recorded, whole_layer = False, False, True
+    candidates = (AUTO,)
+    of_each_system = 2
+    """Variants that are measured, those with the least predictions, besides what auto tries."""
+    hopeless = 3.0
+    """What is predicted to take so many times as long as the fastest is not measured, unless auto tried it."""
+
+    def __init__(self) -> None:
+        self._controller: Controller | None = None
+        self._measured: tuple[str, ...] = ()
+
+    def measured(self, settings: LayerSettings, ep: int, device: torch.device) -> tuple[str, ...]:
+        """Has auto choose, and asks it what there was to choose from."""
+        from megatron_moe_opt.cli.layer.under_test import layer_under_test
+        from megatron_moe_opt.integration.auto_layer import current_controller
+
+        layer_under_test(settings, AUTO, ep, device)
+        self._controller = current_controller()
+        predicted = self._controller.predicted
+        of_families: dict[str, list[str]] = {}
+        for one in predicted:
+            if one.seconds <= self.hopeless * predicted[0].seconds:
+                of_families.setdefault(one.family, []).append(one.variant)
+        fastest = [variant for variants in of_families.values() for variant in variants[: self.of_each_system]]
+        self._measured = tuple(dict.fromkeys([*self._controller.measured, *fastest]))
+        return self._measured
+
+    def allowed(self, settings: LayerSettings, ep: int) -> tuple[str, ...]:
+        """What is measured, stock too."""
+        return self._measured
+
+    def choose(
+        self, settings: LayerSettings, ep: int, cluster: Cluster, seconds: Mapping[str, float], device: torch.device
+    ) -> list[Chosen]:
+        """As it was when `measured` was called."""
+        controller = self._controller
+        predictions = {one.variant: one.seconds for one in controller.predicted if one.variant in seconds}
+        planned, kept = controller.planned, controller.current
+        return [
+            Chosen("plan", planned, predictions[planned], None, predictions),
+            Chosen("auto", kept, None, controller.overhead),
+        ]
+
+
+def chooser_of(
+    system: str | None, counts: Sequence[int] | None = None, reuse: str = NONE, budget: int | None = None
+) -> Chooser:
+    """What the options of `bench choice` ask for.
+
+    Args:
+        system: whose option was given: --replicated (parm's), --mpmoe or --auto; None: monta's choice.
+        counts: of chunks or partitions; None for the system's own.
+
+    Raises:
+        ConfigurationError: options that contradict each other.
+    """
+    if system == "--auto":
+        if counts is not None or reuse != NONE or budget is not None:
+            raise ConfigurationError("--auto chooses from all: drop --chunks, --reuse and --activation-budget")
+        return AutoChooser()
+    if system == "--mpmoe":
+        return MpmoeChooser(PARTITIONS if counts is None else counts, reuse, budget)
+    if reuse != NONE or budget is not None:
+        raise ConfigurationError("--reuse and --activation-budget are mpmoe's: add --mpmoe, or drop them")
+    return (ParmChooser if system == "--replicated" else MontaChooser)(CHUNKS if counts is None else counts)
+
+
+def _mpmoe_shape(settings: LayerSettings, ep: int) -> mpmoe_choice.MpmoeLayer:
+    from megatron_moe_opt.cli.layer.under_test import mpmoe_shape  # Megatron, for those who need it
+
+    return mpmoe_shape(settings, ep)
+
+
+def _row_bytes(settings: LayerSettings) -> tuple[int, int]:
+    """Of a row of combine, and of dispatch."""
+    row_bytes = settings.hidden * torch_dtype(settings.dtype).itemsize
+    return row_bytes, row_bytes + LANE_BYTES
+
+
+def _monta_variant(level: str, chunks: int) -> str:
+    return f"monta:{level}" + ("" if level == "O1" else f"x{chunks}")

@@ -1,0 +1,54 @@
+"""The residual codec in `moe-opt bench kernels`: against the PyTorch operations that do the same, and against copies.
+
+The floors: encode must at least read expert and shared expert, and write the entries; decode read the shared expert and
+the entries, and write the expert. Both sides of decode write into memory that is there already.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from megatron_moe_opt.cli.bench.kernel_timing import DTYPES, Row, measure, plain_copy
+
+
+class CodecWorkload:
+    """An expert of `elements` elements, its distance from the shared expert half of that one's spread."""
+
+    def __init__(self, device: torch.device, elements: int, kept: int, dtype: str, seed: int) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        shared = torch.randn(elements, generator=generator) * 0.02
+        expert = shared + torch.randn(elements, generator=generator) * 0.01
+        self.device = device
+        self.dtype = dtype
+        self.kept = kept
+        self.shared = shared.to(device=device, dtype=DTYPES[dtype])
+        self.expert = expert.to(device=device, dtype=DTYPES[dtype])
+
+    def measure(self, repeats: int) -> list[Row]:
+        """The rows of encode and decode."""
+        from megatron_moe_opt import kernels
+        from megatron_moe_opt.kernels.reference import sr_entries
+
+        values, indices = kernels.sr_encode(self.expert, self.shared, self.kept)
+        entries = sr_entries(indices, self.shared.numel())
+        out = torch.zeros_like(self.shared)
+
+        def encode_in_torch() -> tuple[torch.Tensor, torch.Tensor]:
+            residual = self.expert - self.shared
+            kept = residual.abs().topk(self.kept, sorted=False).indices
+            return residual[kept], kept
+
+        sides = {
+            "encode": (lambda: kernels.sr_encode(self.expert, self.shared, self.kept), encode_in_torch),
+            "decode": (
+                lambda: kernels.sr_decode(values, indices, self.shared, out),
+                lambda: out.copy_(self.shared).index_add_(0, entries, values),
+            ),
+        }
+        moved_bytes = 2 * self.shared.nbytes + values.nbytes + indices.nbytes
+        rows = []
+        for op, (ours, stock) in sides.items():
+            floor = plain_copy(moved_bytes // 2, self.device)
+            timings = measure({"ours": ours, "stock": stock, "floor": floor}, repeats, self.device)
+            rows.append(Row(op, self.dtype, moved_bytes, timings["ours"], timings["stock"], timings["floor"]))
+        return rows

@@ -1,0 +1,221 @@
+"""`moe-opt bench kernels`: permute and unpermute against Megatron-Core's unfused ones, the residual codec against
+PyTorch's operations, all of these against plain copies; and the placement of samples, see `bench_placement`.
+
+All sides alternate in one process and find their memory warm: on CPU malloc is told to keep what is freed, because page
+faults would otherwise cost Megatron-Core several times its own work. Permute and unpermute run through autograd. The
+floor of an operation is a plain copy that reads and writes as many bytes as the operation must at least: each row read
+once and written once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from megatron_moe_opt.cli.bench.codec import CodecWorkload
+from megatron_moe_opt.cli.bench.kernel_timing import DTYPES, Row, measure, plain_copy, print_table
+from megatron_moe_opt.cli.bench.placement import measure_placement, print_placement
+from megatron_moe_opt.cli.option_types import Device, check_device
+from megatron_moe_opt.errors import ConfigurationError
+from megatron_moe_opt.output_file import check_output_file, write_text_whole
+
+
+def bench_kernels(
+    device: Device = Device.cpu,
+    tokens: int = 4096,
+    hidden: int = 4096,
+    experts: int = 64,
+    topk: int = 8,
+    elements: int = 8 * 2**20,
+    keep_one_in: int = 50,
+    dtypes: str = "fp32,bf16",
+    repeats: int = 9,
+    seed: int = 1234,
+    json_path: Path | None = None,
+) -> list[Row]:
+    """Measures every operation, prints two tables, and writes the rows as JSON where a path is given.
+
+    Args:
+        device: where to run.
+        tokens: T. hidden: H. experts: E. topk: experts of each token, chosen at random.
+        elements: of the expert that the residual codec encodes, keeping one in `keep_one_in`.
+        dtypes: names out of fp32, bf16, fp16, separated by commas.
+        repeats: measurements of each side (at least 2).
+        seed: of the routing and the data.
+        json_path: where to write the rows.
+
+    Raises:
+        ConfigurationError: an unknown dtype, topk above experts, fewer than two repeats, a device that is not there, or
+            a path that cannot be written to.
+    """
+    names = dtypes.split(",")
+    unknown = [name for name in names if name not in DTYPES]
+    if unknown:
+        raise ConfigurationError(f"--dtypes {unknown[0]} is unknown: use {', '.join(DTYPES)}")
+    if topk > experts:
+        raise ConfigurationError(f"--topk {topk} is above --experts {experts}")
+    if repeats < 2:
+        raise ConfigurationError(f"--repeats {repeats} is too few: a spread needs at least 2")
+    check_device(device)
+    check_output_file("--json", json_path)
+    if device is Device.cpu:
+        keep_freed_memory()
+    where = torch.device(device.value)
+    permute_rows: list[Row] = []
+    codec_rows: list[Row] = []
+    for name in names:
+        permute_rows += Workload(where, tokens, hidden, experts, topk, name, seed).measure(repeats)
+        codec_rows += CodecWorkload(where, elements, elements // keep_one_in, name, seed).measure(repeats)
+    common = {"device": device_name(device), "repeats": repeats, "seed": seed}
+    common |= {"torch": torch.__version__, "threads": torch.get_num_threads()}
+    permute_settings = {"tokens": tokens, "hidden": hidden, "experts": experts, "topk": topk}
+    codec_settings = {"elements": elements, "kept": elements // keep_one_in}
+    print_table("permute / unpermute", "Megatron-Core", permute_rows, permute_settings | common)
+    print_table("residual codec", "PyTorch", codec_rows, codec_settings | common)
+    rows = permute_rows + codec_rows
+    placement = measure_placement(where, repeats, seed)
+    print_placement(placement)
+    if json_path is not None:
+        settings = permute_settings | codec_settings | common
+        report = {"settings": settings, "rows": [row.report() for row in rows]}
+        report["placement"] = [asdict(row) | {"speedup": row.speedup} for row in placement]
+        write_text_whole(json_path, json.dumps(report, indent=2) + "\n")
+    return rows
+
+
+class Workload:
+    """Data, operations and byte counts of one configuration."""
+
+    def __init__(
+        self, device: torch.device, tokens: int, hidden: int, experts: int, topk: int, dtype: str, seed: int
+    ) -> None:
+        from megatron_moe_opt import kernels
+
+        generator = torch.Generator().manual_seed(seed)
+        chosen = torch.rand(tokens, experts, generator=generator).topk(topk).indices
+        routing_map = torch.zeros(tokens, experts, dtype=torch.bool).scatter_(1, chosen, True)
+        probs = torch.rand(tokens, experts, generator=generator) * routing_map
+        self.device = device
+        self.dtype = dtype
+        self.shape = (tokens, hidden)
+        self.num_rows = tokens * topk
+        self.routing_map = routing_map.to(device)
+        self.probs = probs.to(device).requires_grad_()
+        self.tokens = self._random(generator, tokens).requires_grad_()
+        self.permuted = self._random(generator, self.num_rows).requires_grad_()
+        self.grad_tokens = self._random(generator, tokens)
+        self.grad_permuted = self._random(generator, self.num_rows)
+        self.sorted_indices = kernels.permute(self.tokens, self.routing_map, num_out_tokens=self.num_rows)[2]
+        self.token_bytes = self.tokens.nbytes
+        self.permuted_bytes = self.permuted.nbytes
+
+    def _random(self, generator: torch.Generator, rows: int) -> torch.Tensor:
+        data = torch.randn(rows, self.shape[1], generator=generator)
+        return data.to(device=self.device, dtype=DTYPES[self.dtype])
+
+    def operations(self, library: Any) -> dict[str, tuple[Callable[[], Any], int]]:
+        """Name -> (what to time, bytes it must move) for a library with Megatron-Core's permute and unpermute."""
+        once = self.token_bytes + self.permuted_bytes
+
+        def permute() -> Any:
+            return library.permute(self.tokens, self.routing_map, self.probs, num_out_tokens=self.num_rows)
+
+        def unpermute(permuted: torch.Tensor, with_probs: bool) -> torch.Tensor:
+            weights = (self.probs, self.routing_map) if with_probs else (None, None)
+            return library.unpermute(permuted, self.sorted_indices, self.shape, *weights)
+
+        def backward_of(output: torch.Tensor, inputs: list[torch.Tensor], grad: torch.Tensor) -> Callable[[], Any]:
+            return lambda: torch.autograd.grad(output, inputs, grad, retain_graph=True)
+
+        def round_trip(with_probs: bool) -> Callable[[], Any]:
+            inputs = [self.tokens, self.probs] if with_probs else [self.tokens]
+
+            def run() -> Any:
+                permuted = library.permute(self.tokens, self.routing_map, num_out_tokens=self.num_rows)[0]
+                return torch.autograd.grad(unpermute(permuted, with_probs), inputs, self.grad_tokens)
+
+            return run
+
+        with_probs_inputs = [self.permuted, self.probs]
+        weighted_backward = once + self.permuted_bytes
+        return {
+            "permute": (permute, once),
+            "permute backward": (backward_of(permute()[0], [self.tokens], self.grad_permuted), once),
+            "unpermute": (lambda: unpermute(self.permuted, False), once),
+            "unpermute backward": (
+                backward_of(unpermute(self.permuted, False), [self.permuted], self.grad_tokens),
+                once,
+            ),
+            "unpermute with probs": (lambda: unpermute(self.permuted, True), once),
+            "unpermute with probs backward": (
+                backward_of(unpermute(self.permuted, True), with_probs_inputs, self.grad_tokens),
+                weighted_backward,
+            ),
+            "round trip": (round_trip(False), 4 * once),
+            "round trip with probs": (round_trip(True), 3 * once + weighted_backward),
+        }
+
+    def own_operations(self) -> dict[str, tuple[Callable[[], Any], int]]:
+        """As `operations`, what Megatron-Core has no like of: with a row map that is made once, as in a layer."""
+        from megatron_moe_opt import kernels
+
+        once = self.token_bytes + self.permuted_bytes
+        row_map = kernels.build_row_map(self.routing_map, num_out_tokens=self.num_rows)
+        return {
+            "permute packed, map given": (
+                lambda: kernels.permute_packed(self.tokens, self.probs, row_map),
+                once + self.num_rows * kernels.LANE_BYTES,
+            ),
+            "unpermute, map given": (lambda: kernels.unpermute_rows(self.permuted, row_map), once),
+        }
+
+    def measure(self, repeats: int) -> list[Row]:
+        """One row an operation."""
+        from megatron_moe_opt import kernels
+
+        ours = self.operations(kernels) | self.own_operations()
+        stock_library = megatron_moe_utils()
+        stock = None if stock_library is None else self.operations(stock_library)
+        rows = []
+        for op, (run, moved_bytes) in ours.items():
+            sides = {"ours": run, "floor": plain_copy(moved_bytes // 2, self.device)}
+            if stock is not None and op in stock:
+                sides["stock"] = stock[op][0]
+            timings = measure(sides, repeats, self.device)
+            rows.append(Row(op, self.dtype, moved_bytes, timings["ours"], timings.get("stock"), timings["floor"]))
+        return rows
+
+
+def keep_freed_memory() -> None:
+    """Makes glibc's malloc serve everything from its heap and never shrink that; without glibc, does nothing."""
+    trim_threshold, mmap_max = -1, -4  # M_TRIM_THRESHOLD, M_MMAP_MAX of malloc.h
+    with contextlib.suppress(OSError, AttributeError):
+        libc = ctypes.CDLL("libc.so.6")
+        libc.mallopt(mmap_max, 0)
+        libc.mallopt(trim_threshold, -1)  # -1: never
+
+
+def megatron_moe_utils() -> ModuleType | None:
+    """The module with Megatron-Core's permute and unpermute, or None where it is not installed."""
+    try:
+        from megatron.core.transformer.moe import moe_utils
+    except ImportError:
+        return None
+    return moe_utils
+
+
+def device_name(device: Device) -> str:
+    """The GPU's name, or the CPU kernels in use."""
+    if device is Device.cuda:
+        return torch.cuda.get_device_name()
+    from megatron_moe_opt import kernels
+
+    return f"cpu ({kernels.build_info()['cpu_kernels']})"

@@ -1,0 +1,235 @@
+"""`moe-opt bench layer`: one MoE layer, forward and backward, under several dispatchers."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import platform
+import socket
+from datetime import datetime, timezone
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from rich.progress import Progress
+
+import megatron_moe_opt
+from megatron_moe_opt.cli.console import progress_console, report_console, say_written
+from megatron_moe_opt.cli.layer.links import LinkRates, WireLimit, measure_links, timed, wire_limit
+from megatron_moe_opt.cli.layer.peak_memory import peak_memory_growth
+from megatron_moe_opt.cli.layer.prediction import Predicted, predict_layer
+from megatron_moe_opt.cli.layer.recorded_step import record_step
+from megatron_moe_opt.cli.layer.settings import STOCK, LayerSettings
+from megatron_moe_opt.cli.ranks import (
+    adopt_slurm_ranks,
+    megatron_process_group,
+    parallel_layer,
+    silence_libraries,
+    world_size,
+)
+from megatron_moe_opt.cli.report.measured_layer import DispatcherResult, LayerReport, as_json, print_report
+from megatron_moe_opt.cli.report.page import make_report_folder, write_page
+from megatron_moe_opt.cli.routing.balance import routing_balance
+from megatron_moe_opt.cli.routing.workloads import check_routing
+from megatron_moe_opt.errors import ConfigurationError
+from megatron_moe_opt.options import AUTO
+from megatron_moe_opt.output_file import check_output_file, write_text_whole
+from megatron_moe_opt.planning.cluster import OUR_FLAGS, Cluster
+from megatron_moe_opt.runtime.traffic import TrafficCounter, TrafficRow
+from megatron_moe_opt.topology.nodes import NodeMap, discover_nodes
+
+if TYPE_CHECKING:
+    from megatron_moe_opt.cli.layer.under_test import LayerUnderTest
+
+# Where sums are taken in another order than stock's: norm of the difference over the norm. The router's gradient is a
+# sum over all tokens of a rank, here many: in fp32 its rounding alone passes the 1e-6 that the tests hold.
+TOLERANCE = {"fp32": 5e-6, "bf16": 1e-2}
+RECORDED_STEPS = 3  # for the page, which shows one: that with the median time
+
+
+def bench_layer(settings: LayerSettings, json_file: Path | None, report_folder: Path | None = None) -> LayerReport:
+    """Runs the benchmark on the current ranks; rank 0 prints the table and writes `json_file` and the page.
+
+    Args:
+        report_folder: of the page (report/page.py); with it, steps are recorded too.
+
+    Raises:
+        ConfigurationError: settings that cannot work, before anything runs.
+        RuntimeError: a dispatcher's results differ from the baseline's by more than the numerics contract allows.
+    """
+    silence_libraries()
+    adopt_slurm_ranks()
+    check_output_file("--json", json_file)
+    chosen_by_it = any(name.rpartition(":")[2] == AUTO for name in settings.dispatchers)
+    if settings.profile is not None and not chosen_by_it and report_folder is None:
+        raise ConfigurationError(
+            f"--profile {settings.profile}: nothing reads it; add {AUTO}, or monta:{AUTO} or the like, to "
+            "--dispatchers, or --report for a page with predictions, or drop it"
+        )
+    cluster = check(settings)
+    make_report_folder(report_folder)
+    with megatron_process_group() as device:
+        report = run(settings, device, cluster, record=report_folder is not None)
+        if dist.get_rank() == 0:
+            console = report_console(200)
+            print_report(report, console)
+            if json_file is not None:
+                write_text_whole(json_file, json.dumps(as_json(report), indent=2, default=str) + "\n")
+            if report_folder is not None:
+                say_written(write_page(report_folder, report), console)
+    return report
+
+
+def check(settings: LayerSettings) -> Cluster | None:
+    """Refuses, with ConfigurationError, all that can be refused before process groups are made. Returns the profile."""
+    megatron_moe_opt.register()
+    from megatron_moe_opt.integration.registry import NAMES
+
+    world = world_size()
+    settings.check((*STOCK, *NAMES), world)
+    check_routing(settings.routing, experts=settings.experts, topk=settings.topk)
+    if settings.profile is None:
+        return None
+    cluster = Cluster.load(settings.profile)
+    cluster.check_groups(
+        settings.profile,
+        OUR_FLAGS,
+        ep=settings.ep_size(world),
+        expert_tp=settings.expert_tp,
+        tp=settings.tp if settings.replicated else None,
+    )
+    return cluster
+
+
+def run(
+    settings: LayerSettings, device: torch.device, cluster: Cluster | None = None, record: bool = False
+) -> LayerReport:
+    """Builds the layers, compares their results, counts and times them. A collective call over the world.
+
+    Args:
+        cluster: to predict the dispatchers' times by.
+        record: then run RECORDED_STEPS more of each, whose ops are timed, and keep the median one.
+    """
+    from megatron_moe_opt.cli.layer.under_test import layers_under_test
+
+    ep = settings.ep_size(dist.get_world_size())
+    with parallel_layer(settings.tp, ep, settings.expert_tp, settings.seed):
+        permute_fusion = find_spec("transformer_engine") is not None  # stock's fastest permute is in there
+        layers = layers_under_test(settings, ep, device, permute_fusion)
+        nodes = discover_nodes()
+        rates = measure_links(nodes, device)
+        differences = _differences(layers, settings.baseline, TOLERANCE[settings.dtype])
+        costs = {name: _count_step(layer, nodes, rates, device) for name, layer in layers.items()}
+        seconds = time_rounds(layers, settings, device)
+        recorded = (
+            {name: record_step(layer, RECORDED_STEPS, device) for name, layer in layers.items()} if record else {}
+        )
+        balance = routing_balance(settings, ep, device)
+    results = tuple(
+        DispatcherResult(
+            dispatcher=name,
+            seconds=tuple(seconds[name]),
+            ratios=tuple(ours / stock for ours, stock in zip(seconds[name], seconds[settings.baseline], strict=True)),
+            output_difference=differences[name][0],
+            gradient_difference=differences[name][1],
+            traffic=costs[name][0],
+            wire_limit=costs[name][1],
+            peak_memory_bytes=costs[name][2],
+        )
+        for name in layers
+    )
+    environment = _environment(settings, ep, permute_fusion, device)
+    predicted = Predicted() if cluster is None else predict_layer(settings, ep, balance, nodes.node_of, cluster)
+    return LayerReport(settings, environment, nodes, rates, results, balance, predicted, recorded)
+
+
+def _differences(layers: dict[str, LayerUnderTest], baseline: str, tolerance: float) -> dict[str, tuple[float, float]]:
+    """(output, worst gradient) difference of each dispatcher from the baseline; refuses more than `tolerance`."""
+    stock_output, stock_grads = layers[baseline].results()
+    differences = {}
+    for name, layer in layers.items():
+        output, grads = layer.results()
+        of_output = _relative_difference(output, stock_output)
+        of_grads = max(_relative_difference(*pair) for pair in zip(grads, stock_grads, strict=True))
+        if max(of_output, of_grads) > tolerance:
+            raise RuntimeError(
+                f"{name} does not compute what {baseline} computes: output differs by {of_output:.1e}, gradients by "
+                f"{of_grads:.1e} (norm of the difference over the norm; at most {tolerance:.0e} is rounding)"
+            )
+        differences[name] = (of_output, of_grads)
+    return differences
+
+
+def _relative_difference(ours: torch.Tensor, stock: torch.Tensor) -> float:
+    """Norm of the difference over the norm, of the tensor whose pieces the ranks hold."""
+    squares = torch.stack([(ours.double() - stock.double()).square().sum(), stock.double().square().sum()])
+    dist.all_reduce(squares)
+    difference, norm = squares.sqrt().tolist()
+    return difference / norm if norm else difference
+
+
+def _count_step(
+    layer: LayerUnderTest, nodes: NodeMap, rates: LinkRates, device: torch.device
+) -> tuple[tuple[TrafficRow, ...], WireLimit | None, int | None]:
+    """Traffic, wire limit and peak memory of one untimed step."""
+    layer.clear_grads()
+    with TrafficCounter(nodes) as counter:
+        memory = peak_memory_growth(layer.step, device)
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, (counter.bytes_to(), memory))
+    sent = [bytes_to for bytes_to, _ in gathered]
+    memories = [memory for _, memory in gathered]
+    peak = None if None in memories else max(memories)
+    return counter.reduce(), wire_limit(sent, nodes, rates), peak
+
+
+def time_rounds(
+    layers: dict[str, LayerUnderTest], settings: LayerSettings, device: torch.device
+) -> dict[str, list[float]]:
+    """Seconds of every timed round on the slowest rank. Rounds interleave the dispatchers: A A B B C C A A B B C C.
+
+    The second step of each pair is timed: in training a dispatcher finds memory and links as it left them itself.
+    """
+    rounds = settings.warmup + settings.steps
+    seconds = torch.zeros(len(layers), rounds, dtype=torch.float64)
+    gc.collect()
+    gc.disable()
+    try:
+        with Progress(console=progress_console(), transient=True, disable=dist.get_rank() != 0) as progress:
+            task = progress.add_task("rounds", total=rounds)
+            for index in range(rounds):
+                for row, layer in enumerate(layers.values()):
+                    for _ in range(2):
+                        layer.clear_grads()
+                        dist.barrier()
+                        seconds[row, index] = timed(layer.step, device)
+                progress.advance(task)
+    finally:
+        gc.enable()
+    seconds = seconds.to(device)
+    dist.all_reduce(seconds, dist.ReduceOp.MAX)
+    return dict(zip(layers, seconds[:, settings.warmup :].tolist(), strict=True))
+
+
+def _environment(settings: LayerSettings, ep: int, permute_fusion: bool, device: torch.device) -> dict[str, Any]:
+    from megatron.core import __version__ as megatron_version
+
+    return {
+        "date": datetime.now(timezone.utc).isoformat(" ", "seconds"),
+        "megatron-moe-opt": megatron_moe_opt.__version__,
+        "megatron-core": megatron_version,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+        "backend": dist.get_backend(),
+        "host": socket.gethostname(),
+        "cpus": os.cpu_count(),
+        "threads of a rank": torch.get_num_threads(),
+        "world size": dist.get_world_size(),
+        "ep": ep,
+        "stock permute fusion": permute_fusion,
+        "netbox": {name: os.environ[name] for name in sorted(os.environ) if name.startswith("NETBOX_")},
+    }

@@ -1,0 +1,217 @@
+"""The part of `moe-opt bench kernels` about placing samples: the solver against scipy, counting against PyTorch.
+
+The solver's counterpart is `scipy.optimize.linear_sum_assignment` on the matrix in which every sink is copied once for
+each of its places; that matrix is ready made, while ours starts from num. Every placement is checked against
+scipy's cost. Counting's counterparts are the sum of a routing map and `torch.bincount`, which counts sample * E +
+expert: routers give experts alone, so that this index is part of counting; with the index ready made it is shown too.
+
+Shapes: I samples of L tokens, E experts, K experts of a token, J devices, N nodes.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import TypeAlias
+
+import numpy as np
+import torch
+
+from megatron_moe_opt.cli.bench.kernel_timing import Timing, measure, time_once
+from megatron_moe_opt.cli.console import report_console, table_of
+
+Assign: TypeAlias = Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]]
+"""scipy's function: a matrix of costs -> rows and the column of each."""
+
+CPU = torch.device("cpu")
+TURNS = 4  # of both sides at a problem, the first of them not counted
+NUM_DEVICES = 16
+NUM_EXPERTS = 64
+TWO_STAGES = [(32, 2), (64, 2), (128, 2), (256, 2), (384, 2), (384, 4)]  # I, N; the sizes of the paper's table 4
+ONE_STAGE = [(16384, 16), (65536, 64)]  # I, N; out of scipy's reach
+COUNTS = [(32, 1024, 2, 16), (64, 4096, 8, 64), (16, 4096, 8, 256)]  # I, L, K, E
+
+
+@dataclass(frozen=True)
+class PlacementRow:
+    """One operation of one size, and what it is compared with. `stock` is None where that is not installed."""
+
+    op: str
+    size: str
+    counterpart: str
+    ours: Timing
+    stock: Timing | None
+    ratios: Timing | None = None
+    """Of the counterpart's to our time, turn by turn, where they are timed at several inputs."""
+
+    @property
+    def speedup(self) -> float | None:
+        """The median of the ratios, or the counterpart's median over ours."""
+        if self.ratios is not None:
+            return self.ratios.median
+        return None if self.stock is None else self.stock.median / self.ours.median
+
+
+def measure_placement(device: torch.device, repeats: int, seed: int) -> list[PlacementRow]:
+    """The rows of the solver, which runs on the CPU whatever the device, and those of counting on the device.
+
+    Raises:
+        RuntimeError: a placement that costs more than scipy's.
+    """
+    rng = np.random.default_rng(seed)
+    rows = [measure_two_stages(rng, samples, nodes, repeats) for samples, nodes in TWO_STAGES]
+    rows += [measure_one_stage(rng, samples, sinks, repeats) for samples, sinks in ONE_STAGE]
+    for samples, length, topk, experts in COUNTS:
+        for batch_first in (False, True):
+            rows += measure_counts(device, samples, length, topk, experts, batch_first, repeats, seed)
+    return rows
+
+
+def topic_counts(rng: np.random.Generator, samples: int, experts: int) -> np.ndarray:
+    """num [I, E] of two layers together, with the locality that placement lives on.
+
+    A sample mixes few of 16 topics (Dirichlet, 0.1), a topic prefers some experts of each layer (Dirichlet, 0.3), and
+    1024 tokens go to two experts each.
+    """
+    mixes = rng.dirichlet(np.full(16, 0.1), samples)
+    layers = (mixes @ rng.dirichlet(np.full(experts, 0.3), 16) for _ in range(2))
+    return sum(rng.multinomial(2 * 1024, layer / layer.sum(1, keepdims=True)) for layer in layers)
+
+
+def linear_sum_assignment() -> Assign | None:
+    """scipy's, or None where scipy is not installed."""
+    try:
+        from scipy import optimize
+    except ImportError:
+        return None
+    return optimize.linear_sum_assignment
+
+
+class TwoStages:
+    """Samples to nodes, then to the devices of each node; 64 experts on 16 devices."""
+
+    def __init__(self, rng: np.random.Generator, samples: int, nodes: int) -> None:
+        from megatron_moe_opt.kernels import place_samples, transfer_costs
+
+        self.place_samples = place_samples
+        self.samples, self.nodes = samples, nodes
+        self.num = torch.from_numpy(topic_counts(rng, samples, NUM_EXPERTS))  # as counting returns it
+        self.expert_device = torch.arange(NUM_EXPERTS) * NUM_DEVICES // NUM_EXPERTS
+        self.device_node = torch.arange(NUM_DEVICES) * nodes // NUM_DEVICES
+        inter, intra = (c.numpy() for c in transfer_costs(self.num, self.expert_device, self.device_node))
+        self.inter = np.repeat(inter, samples // nodes, axis=1).astype(float)  # a column for each place
+        self.intra = np.repeat(intra, samples // NUM_DEVICES, axis=1).astype(float)
+
+    def ours(self) -> torch.Tensor:
+        """The device of each sample."""
+        return self.place_samples(self.num, self.expert_device, self.device_node)
+
+    def scipys(self, assign: Assign) -> list[np.ndarray]:
+        """The places of the samples of each node."""
+        node_of = assign(self.inter)[1] // (self.samples // self.nodes)
+        return [self._places(node, np.flatnonzero(node_of == node), assign) for node in range(self.nodes)]
+
+    def check(self, assign: Assign) -> None:
+        """Raises RuntimeError unless both stages cost what scipy's do."""
+        device_of = np.asarray(self.ours())
+        node_of = self.device_node.numpy()[device_of]
+        check_cost(self.inter, node_of * (self.samples // self.nodes), assign(self.inter)[1])
+        for node in range(self.nodes):
+            inside = np.flatnonzero(node_of == node)
+            places = device_of[inside] * (self.samples // NUM_DEVICES)
+            check_cost(self.intra[inside], places, self._places(node, inside, assign))
+
+    def _places(self, node: int, of_samples: np.ndarray, assign: Assign) -> np.ndarray:
+        columns = slice(node * self.samples // self.nodes, (node + 1) * self.samples // self.nodes)
+        return columns.start + assign(self.intra[of_samples, columns])[1]
+
+
+def measure_two_stages(rng: np.random.Generator, samples: int, nodes: int, repeats: int) -> PlacementRow:
+    """Several problems, as how long scipy takes depends on them; each solved by both sides in turn."""
+    assign = linear_sum_assignment()
+    ours, stock = [], []
+    for _ in range(repeats):
+        problem = TwoStages(rng, samples, nodes)
+        if assign:
+            problem.check(assign)
+        for turn in range(TURNS):
+            its = time_once(functools.partial(problem.scipys, assign), CPU) if assign else 0.0
+            own = time_once(problem.ours, CPU)
+            if turn:  # the first one finds nothing in the caches
+                ours.append(own)
+                stock.append(its)
+    size = f"I {samples}, J {NUM_DEVICES}, N {nodes}"
+    row = PlacementRow("place samples, two stages", size, "scipy", Timing.of(ours), None)
+    if not assign:
+        return row
+    ratios = Timing.of([its / own for own, its in zip(ours, stock, strict=True)])
+    return replace(row, stock=Timing.of(stock), ratios=ratios)
+
+
+def check_cost(cost: np.ndarray, columns: np.ndarray, best: np.ndarray) -> None:
+    """Raises RuntimeError unless both choices of a column for each row cost the same."""
+    rows = np.arange(len(cost))
+    if cost[rows, columns].sum() != cost[rows, best].sum():
+        raise RuntimeError(f"a placement costs {cost[rows, columns].sum():.0f}, scipy's {cost[rows, best].sum():.0f}")
+
+
+def measure_one_stage(rng: np.random.Generator, samples: int, sinks: int, repeats: int) -> PlacementRow:
+    """Samples to as many sinks as experts, I / N to each; without a counterpart."""
+    from megatron_moe_opt.kernels import solve_placement
+
+    cost = -topic_counts(rng, samples, sinks)
+    timings = measure({"ours": lambda: solve_placement(cost, samples // sinks)}, repeats, CPU)
+    return PlacementRow("place samples, one stage", f"I {samples}, N {sinks}", "", timings["ours"], None)
+
+
+def measure_counts(
+    device: torch.device, samples: int, length: int, topk: int, experts: int, batch_first: bool, repeats: int, seed: int
+) -> list[PlacementRow]:
+    """Counting from the experts of each token and from a routing map."""
+    from megatron_moe_opt.kernels import count_routing_map, count_topk
+
+    generator = torch.Generator().manual_seed(seed)
+    chosen = torch.rand(samples * length, experts, generator=generator).topk(topk).indices.to(device)
+    routing_map = torch.zeros(len(chosen), experts, dtype=torch.bool, device=device).scatter_(1, chosen, True)
+    numbers = torch.arange(samples, device=device)
+    first = (numbers.repeat_interleave(length) if batch_first else numbers.repeat(length)).unsqueeze(1) * experts
+    index = (first + chosen).flatten()
+    by_sample = routing_map.view(samples, length, -1) if batch_first else routing_map.view(length, samples, -1)
+
+    def bincount(of: torch.Tensor) -> torch.Tensor:
+        return torch.bincount(of, minlength=samples * experts)
+
+    size = f"I {samples}, L {length}, K {topk}, E {experts}" + (", batch first" if batch_first else "")
+    from_topk = {
+        "ours": lambda: count_topk(chosen, experts, samples, batch_first=batch_first),
+        "bincount": lambda: bincount(index),
+        "index, bincount": lambda: bincount((first + chosen).flatten()),
+    }
+    from_map = {
+        "ours": lambda: count_routing_map(routing_map, samples, batch_first=batch_first),
+        "sum": lambda: by_sample.sum(1 if batch_first else 0),
+    }
+    rows = []
+    for op, sides in (("count from top-k", from_topk), ("count from a map", from_map)):
+        timings = measure(sides, repeats, device)
+        ours = timings.pop("ours")
+        rows += [PlacementRow(op, size, f"torch {name}", ours, timing) for name, timing in timings.items()]
+    return rows
+
+
+def print_placement(rows: list[PlacementRow]) -> None:
+    """One line an operation and counterpart; times in milliseconds, quartiles in brackets."""
+    headers = ("op", "size", "compared with", "its ms", "ours ms", "speed-up")
+    table = table_of("placing samples", headers, names=3)
+
+    def show(timing: Timing) -> str:
+        return f"{timing.median * 1e3:.3f} [{timing.low * 1e3:.3f} {timing.high * 1e3:.3f}]"
+
+    for row in rows:
+        stock = "" if row.stock is None else show(row.stock)
+        speedup = "" if row.speedup is None else f"{row.speedup:.1f}x"
+        if row.ratios is not None:
+            speedup += f" [{row.ratios.low:.1f} {row.ratios.high:.1f}]"
+        table.add_row(row.op, row.size, row.counterpart, stock, show(row.ours), speedup)
+    report_console(150).print(table)

@@ -1,0 +1,272 @@
+"""`moe-opt bench samples`: what moving samples saves on the routing of a trace, in bytes and in time."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import time
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from rich.console import Console
+
+from megatron_moe_opt import register
+from megatron_moe_opt.cli.console import report_console, say, table_of
+from megatron_moe_opt.cli.layer.settings import BASELINE
+from megatron_moe_opt.cli.option_types import torch_dtype
+from megatron_moe_opt.cli.ranks import (
+    adopt_slurm_ranks,
+    megatron_process_group,
+    parallel_layer,
+    silence_libraries,
+    world_size,
+)
+from megatron_moe_opt.errors import ConfigurationError
+from megatron_moe_opt.output_file import check_output_file, write_text_whole
+from megatron_moe_opt.planning.expert_order import stock_devices
+from megatron_moe_opt.planning.routing_replay import decided_share
+from megatron_moe_opt.planning.routing_trace import RoutingTrace, read_routing_trace
+from megatron_moe_opt.runtime.traffic import TrafficCounter, TrafficRow
+from megatron_moe_opt.topology.nodes import NodeMap, discover_nodes
+
+
+@dataclass(frozen=True)
+class SampleSettings:
+    """The options of `moe-opt bench samples`."""
+
+    trace: Path
+    dispatchers: tuple[str, ...]
+    hidden: int
+    tokens: int | None
+    dtype: str
+    """fp32 or bf16."""
+    steps: int
+    warmup: int
+
+    @property
+    def all_dispatchers(self) -> tuple[str, ...]:
+        """The baseline first."""
+        return tuple(dict.fromkeys((BASELINE, *self.dispatchers)))
+
+
+@dataclass(frozen=True)
+class SampleResult:
+    """One dispatcher, on all ranks together."""
+
+    dispatcher: str
+    seconds: tuple[float, ...]
+    """Of each round, the slowest rank's."""
+    traffic: tuple[TrafficRow, ...]
+    """What a round sends, mean of the rounds that were counted."""
+    moves: dict[int, dict[str, float]]
+    """netmoe's report by layer, of the rounds that were counted."""
+
+    def megabytes(self, link: str) -> float:
+        """Of all-to-alls over a kind of link."""
+        return sum(row.bytes for row in self.traffic if row.link == link and row.collective == "all_to_all") / 1e6
+
+
+def bench_samples(settings: SampleSettings, json_file: Path | None) -> list[SampleResult]:
+    """Runs on the current ranks; rank 0 prints the table and writes `json_file`.
+
+    Raises:
+        ConfigurationError: a trace that cannot be read or does not fit the ranks, an unknown dispatcher.
+    """
+    silence_libraries()
+    adopt_slurm_ranks()
+    check_output_file("--json", json_file)
+    register()
+    trace = read_routing_trace(settings.trace)
+    check(settings, trace, world_size())
+    with megatron_process_group() as device:
+        results = run(settings, trace, device)
+        decided = _decided_share(settings, trace, discover_nodes())
+        if dist.get_rank() == 0:
+            _print(results, decided, report_console(160))
+            if json_file is not None:
+                write_text_whole(json_file, json.dumps([asdict(result) for result in results], indent=2) + "\n")
+    return results
+
+
+def check(settings: SampleSettings, trace: RoutingTrace, world: int) -> None:
+    """Refuses, with ConfigurationError, what cannot run on `world` ranks."""
+    from megatron_moe_opt.integration.registry import DISPATCHERS
+
+    for name in settings.dispatchers:
+        if name not in (BASELINE, *DISPATCHERS):
+            raise ConfigurationError(
+                f"--dispatchers {name} is unknown: choose from {', '.join((BASELINE, *DISPATCHERS))}"
+            )
+    for what, number in (("samples", trace.num_samples), ("experts", trace.num_experts)):
+        if number % world:
+            raise ConfigurationError(
+                f"{settings.trace} has {number} {what}, which {world} ranks cannot share equally: start as many ranks "
+                f"as divide {number}"
+            )
+    length = trace.experts.shape[3]
+    if settings.tokens is not None and settings.tokens > length:
+        raise ConfigurationError(f"--tokens {settings.tokens}: the samples of {settings.trace} have {length}")
+
+
+def run(settings: SampleSettings, trace: RoutingTrace, device: torch.device) -> list[SampleResult]:
+    """Builds the blocks, times them round by round, then counts. A collective call over the world."""
+    from megatron_moe_opt.integration import reports
+
+    with parallel_layer(tp=1, ep=dist.get_world_size(), expert_tp=1, seed=1):
+        blocks = {name: _Block(name, settings, trace, device) for name in settings.all_dispatchers}
+        seconds: dict[str, list[float]] = {name: [] for name in blocks}
+        for index in range(settings.warmup + settings.steps):
+            for name, block in blocks.items():
+                seconds[name].append(block.timed_round(index))
+        reports.collect()  # what the timed rounds sent
+        nodes, results = discover_nodes(), []
+        for name, block in blocks.items():
+            traffic = block.count_rounds(settings.warmup + settings.steps, settings.steps, nodes)
+            slowest = torch.tensor(seconds[name][settings.warmup :], dtype=torch.float64, device=device)
+            dist.all_reduce(slowest, dist.ReduceOp.MAX)
+            moves = reports.collect().get("netmoe", {})
+            results.append(SampleResult(name, tuple(slowest.tolist()), traffic, moves))
+        return results
+
+
+class _Block:
+    """The MoE layers of the trace under one dispatcher."""
+
+    def __init__(self, dispatcher: str, settings: SampleSettings, trace: RoutingTrace, device: torch.device) -> None:
+        from megatron_moe_opt.integration.moe_layer import build_block
+
+        self.trace = trace
+        self.batch = trace.num_samples // dist.get_world_size()
+        self.tokens = settings.tokens or trace.experts.shape[3]
+        self.device = device
+        self.block = build_block(_config(dispatcher, settings, trace)).to(device)
+        for index, layer in enumerate(self.block.layers):
+            layer.mlp.experts = _Experts()
+            layer.mlp.router.forward = _Router(self, index, layer)
+        dtype = torch_dtype(settings.dtype)
+        shape = (self.tokens, self.batch, settings.hidden)
+        self.inputs, self.grad = (torch.randn(shape, device=device, dtype=dtype) for _ in range(2))
+        self.index = 0
+        """Of the trace's pass."""
+
+    def round(self, index: int) -> None:
+        """A pass of the trace forward and backward."""
+        self.index = index % self.trace.num_passes
+        self.block.zero_grad()
+        self.block(self.inputs.clone().requires_grad_(), None).backward(self.grad)
+
+    def timed_round(self, index: int) -> float:
+        """Seconds of this rank, from a common start."""
+        dist.barrier()
+        start = time.perf_counter()
+        self.round(index)
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+        return time.perf_counter() - start
+
+    def count_rounds(self, first: int, rounds: int, nodes: NodeMap) -> tuple[TrafficRow, ...]:
+        """Mean of what all ranks send in a round."""
+        with TrafficCounter(nodes) as counter:
+            for index in range(first, first + rounds):
+                self.round(index)
+        return tuple(
+            TrafficRow(row.collective, row.link, row.messages // rounds, row.bytes // rounds)
+            for row in counter.reduce()
+        )
+
+
+class _Router:
+    """Sends the tokens of the samples that are here to the experts of the trace."""
+
+    def __init__(self, block: _Block, index: int, layer: Any) -> None:
+        self.block, self.index, self.layer = block, index, layer
+
+    def __call__(self, hidden: torch.Tensor, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        from megatron_moe_opt.integration.netmoe_layer import samples_of
+
+        block, trace = self.block, self.block.trace
+        own = slice(dist.get_rank() * block.batch, (dist.get_rank() + 1) * block.batch)
+        at = samples_of(self.layer)
+        experts = trace.experts[block.index, self.index][own if at is None else at[own], : block.tokens]
+        chosen = torch.from_numpy(experts.astype("int64")).transpose(0, 1).flatten(0, 1).to(hidden.device)
+        routing_map = torch.zeros(len(chosen), trace.num_experts, dtype=torch.bool, device=hidden.device)
+        routing_map.scatter_(1, chosen, True)
+        return (routing_map / chosen.size(1)).requires_grad_(), routing_map
+
+
+class _Experts(torch.nn.Module):
+    """Return what they get."""
+
+    def forward(self, tokens: torch.Tensor, counts: torch.Tensor, probs: torch.Tensor) -> tuple[torch.Tensor, None]:
+        """Gradients of ones for the probabilities."""
+        from megatron_moe_opt.cli.layer.under_test import ReturnTokens
+
+        return ReturnTokens.apply(tokens, probs), None
+
+
+def _config(dispatcher: str, settings: SampleSettings, trace: RoutingTrace) -> Any:
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    dtype = torch_dtype(settings.dtype)
+    return TransformerConfig(
+        num_layers=trace.experts.shape[1],
+        hidden_size=settings.hidden,
+        num_attention_heads=1,  # there is no attention
+        ffn_hidden_size=1,  # nor are there experts
+        moe_ffn_hidden_size=1,
+        num_moe_experts=trace.num_experts,
+        moe_router_topk=trace.experts.shape[4],
+        moe_router_pre_softmax=trace.experts.shape[4] == 1,
+        moe_router_load_balancing_type="none",
+        moe_token_dispatcher_type=dispatcher,
+        add_bias_linear=False,
+        bias_activation_fusion=False,
+        hidden_dropout=0.0,
+        expert_model_parallel_size=dist.get_world_size(),
+        bf16=dtype is torch.bfloat16,
+        params_dtype=dtype,
+    )
+
+
+def _decided_share(settings: SampleSettings, trace: RoutingTrace, nodes: NodeMap) -> float:
+    """Of the bytes between nodes that stock sent while they were counted, see routing_replay.decided_share."""
+    first = settings.warmup + settings.steps
+    passes = np.arange(first, first + settings.steps) % trace.num_passes
+    counts = replace(trace, experts=trace.experts[:, :, :, : settings.tokens]).counts()
+    devices = stock_devices(trace.experts.shape[1], trace.num_experts, len(nodes.node_of))
+    return decided_share(counts[passes], devices, np.array(nodes.node_of))
+
+
+def _print(results: list[SampleResult], decided: float, console: Console) -> None:
+    table = table_of(
+        "Dispatch and combine of all MoE layers, forward and backward",
+        ("dispatcher", "ms", "quartiles", "times faster", "inter-node MB", "change", "decided", "intra-node MB"),
+        caption="decided: change of what placements decide, "
+        f"{decided:.1%} of stock's bytes between nodes: all but the first layer's dispatch and the last one's combine",
+    )
+    stock = results[0]
+    for result in results:
+        ms = sorted(second * 1e3 for second in result.seconds)
+        faster = [a / b for a, b in zip(stock.seconds, result.seconds, strict=True)]
+        inter, before = result.megabytes("inter-node"), stock.megabytes("inter-node")
+        change = 100 * (inter / before - 1) if before else 0.0
+        table.add_row(
+            result.dispatcher,
+            f"{statistics.median(ms):.1f}",
+            f"{ms[len(ms) // 4]:.1f}-{ms[3 * len(ms) // 4]:.1f}",
+            f"{statistics.median(faster):.2f}",
+            f"{inter:.1f}",
+            f"{change:+.1f} %" if before else "",
+            f"{change / decided:+.1f} %" if decided else "",
+            f"{result.megabytes('intra-node'):.1f}",
+        )
+    console.print(table)
+    from megatron_moe_opt.integration.netmoe_report import lines
+
+    for result in results:
+        for line in lines(result.moves):
+            say(console, line)

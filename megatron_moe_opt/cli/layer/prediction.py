@@ -1,0 +1,118 @@
+"""What the planner predicts for the layer of `moe-opt bench layer`, under the names that dispatchers have there."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from megatron_moe_opt.cli.layer.settings import LayerSettings
+from megatron_moe_opt.cli.option_types import torch_dtype
+from megatron_moe_opt.cli.routing.balance import RoutingBalance, max_over_mean
+from megatron_moe_opt.errors import ConfigurationError
+from megatron_moe_opt.kernels import LANE_BYTES
+from megatron_moe_opt.options import AUTO, DEFAULT_CHUNKS, DEFAULT_PARTITIONS
+from megatron_moe_opt.planning.cluster import Cluster
+from megatron_moe_opt.planning.layer_workload import LayerWorkload
+from megatron_moe_opt.planning.planner import candidates
+from megatron_moe_opt.schedules.mpmoe import NONE
+from megatron_moe_opt.topology.domain_groups import find_levels
+from megatron_moe_opt.topology.layouts import Layout
+from megatron_moe_opt.variants import MIGRATION, split_variant
+
+
+@dataclass(frozen=True)
+class Predicted:
+    """Predictions of one run; empty where nothing was to be predicted."""
+
+    seconds: Mapping[str, float] = field(default_factory=dict)
+    """Of one step, by dispatcher."""
+    missing: Mapping[str, str] = field(default_factory=dict)
+    """Why there is none, by dispatcher."""
+
+
+def predict_layer(
+    settings: LayerSettings, ep: int, balance: RoutingBalance, nodes: tuple[int, ...], cluster: Cluster
+) -> Predicted:
+    """What a step of each of the settings' dispatchers would take on the cluster.
+
+    Args:
+        nodes: [world size] node of each rank.
+    """
+    if settings.dispatch_only:
+        reason = "whole layers are predicted, not dispatch and combine alone"
+        return Predicted(missing=dict.fromkeys(settings.dispatchers, reason))
+    try:
+        workers = _levels(settings, ep, nodes)
+        found, refused = candidates(workload_of(settings, ep, balance, workers), cluster)
+    except ConfigurationError as error:
+        return Predicted(missing=dict.fromkeys(settings.dispatchers, str(error)))
+    by_name = {one.variant: one.seconds for one in found}
+    reasons = {one.variant: one.reason for one in refused}
+    seconds, missing = {}, {}
+    for dispatcher in settings.dispatchers:
+        name = candidate_name(dispatcher, settings, len(workers))
+        if name in by_name:
+            seconds[dispatcher] = by_name[name]
+        elif name is None:
+            missing[dispatcher] = "it chooses by itself: name what it chose, to have that predicted"
+        else:
+            family = name.partition(":")[0]
+            missing[dispatcher] = reasons.get(name) or reasons.get(family) or "the planner has no such candidate"
+    return Predicted(seconds, missing)
+
+
+def workload_of(settings: LayerSettings, ep: int, balance: RoutingBalance, workers: tuple[int, ...]) -> LayerWorkload:
+    """The layer as the planner takes it.
+
+    Args:
+        workers: of each network level of the expert-parallel group, the slowest first.
+    """
+    imbalance, capacity = max_over_mean(balance.of_rank), settings.capacity_factor
+    if capacity is not None:
+        imbalance = 1.0 if settings.pad_to_capacity else min(imbalance, capacity)
+    return LayerWorkload(
+        tokens=settings.tokens,
+        hidden=settings.hidden,
+        ffn=settings.ffn_hidden // settings.expert_tp,
+        gated=False,
+        experts=settings.experts,
+        topk=settings.topk,
+        element_bytes=torch_dtype(settings.dtype).itemsize,
+        lane_bytes=LANE_BYTES,
+        ep=ep,
+        etp=settings.expert_tp,
+        tp=settings.tp if settings.replicated else 1,
+        capacity_factor=capacity if settings.pad_to_capacity else None,
+        imbalance=imbalance,
+        rank_rows=() if capacity is not None else balance.of_rank,
+        workers=workers,
+    )
+
+
+def candidate_name(dispatcher: str, settings: LayerSettings, levels: int) -> str | None:
+    """What the planner calls a dispatcher with its defaults filled in; None where it chooses by itself."""
+    name, options = split_variant(dispatcher, settings.profile)
+    if dispatcher.rpartition(":")[2] == AUTO:
+        return None
+    if name == "monta":
+        level = options.monta_level or "O1"
+        return f"monta:{level}" + ("" if level == "O1" else f"x{options.chunks or DEFAULT_CHUNKS}")
+    if name == "parm":
+        return f"parm:{options.parm_schedule or 'S1'}"
+    if name == "mpmoe":
+        reuse = options.memory_reuse or NONE
+        return f"mpmoe:{options.partitions or DEFAULT_PARTITIONS}" + ("" if reuse == NONE else f":{reuse}")
+    if name == MIGRATION:
+        return f"{MIGRATION}:{'x'.join(map(str, options.domain_sizes or (1,) * levels))}"
+    return name
+
+
+def _levels(settings: LayerSettings, ep: int, nodes: tuple[int, ...]) -> tuple[int, ...]:
+    """Of the first expert-parallel group; none where its nodes are uneven, or experts do not migrate here."""
+    if not any(dispatcher.partition(":")[0] == MIGRATION for dispatcher in settings.dispatchers):
+        return ()
+    group, *_ = Layout(len(nodes), tp=settings.tp, ep=ep, expert_tp=settings.expert_tp).groups("ep")
+    try:
+        return find_levels([nodes[rank] for rank in group])
+    except ConfigurationError:
+        return ()

@@ -1,0 +1,109 @@
+"""What `moe-opt bench layer` was asked for, checked."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron_moe_opt.errors import ConfigurationError
+from megatron_moe_opt.options import AUTO
+from megatron_moe_opt.variants import split_variant
+
+BASELINE = "alltoall"
+STOCK = (BASELINE, "allgather")
+REPLICATED_BASELINE = "deepspeed"
+
+
+@dataclass(frozen=True)
+class LayerSettings:
+    """The options of `moe-opt bench layer`; sizes of one rank where it matters."""
+
+    dispatchers: tuple[str, ...]
+    """The baseline first, whatever the order asked for, and added where it was not. See `split_variant`."""
+    tokens: int
+    hidden: int
+    ffn_hidden: int
+    experts: int
+    topk: int
+    tp: int = 1
+    ep: int | None = None
+    """None: as many ranks as expert_tp leaves."""
+    expert_tp: int = 1
+    dtype: str = "fp32"
+    """fp32 or bf16."""
+    routing: str = "uniform"
+    capacity_factor: float | None = None
+    pad_to_capacity: bool = False
+    steps: int = 1
+    warmup: int = 0
+    seed: int = 1
+    profile: Path | None = None
+    """For variants that choose by measurements."""
+    dispatch_only: bool = False
+    """Whether to leave router and experts out."""
+    replicated: bool = False
+    """Whether all TP ranks hold the same tokens: no sequence parallelism."""
+
+    def __post_init__(self) -> None:
+        ordered = dict.fromkeys((self.baseline, *self.dispatchers))  # without repetitions
+        object.__setattr__(self, "dispatchers", tuple(ordered))
+
+    @property
+    def baseline(self) -> str:
+        """What times are compared with: stock; or, where stock refuses to train, the papers' reference schedule."""
+        return REPLICATED_BASELINE if self.replicated else BASELINE
+
+    def ep_size(self, world: int) -> int:
+        """Expert parallelism on `world` ranks."""
+        return self.ep or max(1, world // self.expert_tp)
+
+    def data_rank(self, rank: int) -> int:
+        """Decides the tokens of a rank: with `replicated` it is the same for all ranks of a TP group."""
+        return rank // self.tp if self.replicated else rank
+
+    def check(self, known_dispatchers: tuple[str, ...], world: int) -> None:
+        """Refuses what cannot run on `world` ranks: ConfigurationError with the option, its value and the way out."""
+        for variant in self.dispatchers:
+            name = variant.partition(":")[0]
+            if not variant:
+                raise ConfigurationError("--dispatchers has an empty name: separate names by one comma each")
+            if name not in known_dispatchers:
+                raise ConfigurationError(f"--dispatchers {name} is unknown: choose from {', '.join(known_dispatchers)}")
+            split_variant(variant, self.profile)
+        if world % self.tp:
+            raise ConfigurationError(f"--tp {self.tp} does not divide the {world} ranks of this run: choose a divisor")
+        ep = self.ep_size(world)
+        if world % (ep * self.expert_tp):
+            raise ConfigurationError(
+                f"--ep {ep} x --expert-tp {self.expert_tp} = {ep * self.expert_tp} does not divide the {world} ranks "
+                "of this run: choose sizes whose product does"
+            )
+        if self.experts % ep:
+            raise ConfigurationError(
+                f"--ep {ep} does not divide --experts {self.experts}: choose a divisor of {self.experts}"
+            )
+        if self.topk > self.experts:
+            raise ConfigurationError(f"--topk {self.topk} is more than --experts {self.experts}: choose at most that")
+        if self.ffn_hidden % self.expert_tp:
+            raise ConfigurationError(
+                f"--expert-tp {self.expert_tp} does not divide --ffn-hidden {self.ffn_hidden}: choose a divisor"
+            )
+        if self.replicated and self.tp == 1:
+            raise ConfigurationError("--replicated is about the ranks of a TP group: give --tp 2 or more, or drop it")
+        stock = [name for name in self.dispatchers if name in STOCK]
+        if self.replicated and stock:
+            raise ConfigurationError(
+                f"--dispatchers {stock[0]} does not train on --replicated tokens: leave it out, or drop --replicated"
+            )
+        if self.dispatch_only and any(variant.partition(":")[0] == "mpmoe" for variant in self.dispatchers):
+            raise ConfigurationError("--dispatch-only leaves out the experts that mpmoe pipelines through: drop it")
+        if self.dispatch_only and AUTO in self.dispatchers:
+            raise ConfigurationError("--dispatch-only has no layer whose steps auto could try: drop one of the two")
+        if AUTO in self.dispatchers and self.profile is None:
+            raise ConfigurationError(f"--dispatchers {AUTO} chooses by measurements: give --profile")
+        if self.dispatch_only and self.replicated:
+            raise ConfigurationError("--dispatch-only leaves out what --replicated is about: drop one of them")
+        if self.dispatch_only and self.capacity_factor is not None:
+            raise ConfigurationError("--dispatch-only has no router that drops tokens: leave --capacity-factor out")
+        if self.pad_to_capacity and self.capacity_factor is None:
+            raise ConfigurationError("--pad-to-capacity needs a capacity to pad to: give --capacity-factor")

@@ -1,0 +1,218 @@
+"""A Megatron-Core MoE layer as the benchmark runs it: fixed weights, input, routing and output gradient."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from megatron_moe_opt import register
+from megatron_moe_opt.cli.layer.settings import LayerSettings
+from megatron_moe_opt.cli.option_types import torch_dtype
+from megatron_moe_opt.cli.routing.workloads import choose_experts
+from megatron_moe_opt.integration.auto_layer import current_controller
+from megatron_moe_opt.integration.moe_layer import build_layer, forget_migrated_experts, impose_routing
+from megatron_moe_opt.integration.mpmoe_layer import shape_of_layer
+from megatron_moe_opt.options import AUTO, Options
+from megatron_moe_opt.planning.mpmoe_choice import MpmoeLayer
+from megatron_moe_opt.runtime.recording import recording
+from megatron_moe_opt.schedules.timeline import Timeline
+from megatron_moe_opt.variants import split_variant
+
+
+def layer_config(settings: LayerSettings, dispatcher: str, ep: int, permute_fusion: bool) -> TransformerConfig:
+    """Megatron's configuration of the layer.
+
+    SequentialMLP experts (they run everywhere), no biases, no auxiliary loss, router in fp32, imposed routing.
+    """
+    dtype = torch_dtype(settings.dtype)
+    return TransformerConfig(
+        num_layers=1,
+        hidden_size=settings.hidden,
+        num_attention_heads=settings.tp,  # the layer has no attention; Megatron wants heads that tp divides
+        ffn_hidden_size=settings.ffn_hidden,
+        moe_ffn_hidden_size=settings.ffn_hidden,
+        num_moe_experts=settings.experts,
+        moe_router_topk=settings.topk,
+        moe_router_pre_softmax=settings.topk == 1,  # softmax over a single choice would be 1, without a gradient
+        moe_router_load_balancing_type="none",
+        moe_router_dtype="fp32",
+        moe_enable_routing_replay=True,
+        moe_token_dispatcher_type=dispatcher,
+        moe_expert_capacity_factor=settings.capacity_factor,
+        moe_pad_expert_input_to_capacity=settings.pad_to_capacity,
+        moe_permute_fusion=permute_fusion,
+        moe_grouped_gemm=False,
+        add_bias_linear=False,
+        bias_activation_fusion=False,
+        tensor_model_parallel_size=settings.tp,
+        sequence_parallel=settings.tp > 1 and not settings.replicated,
+        expert_model_parallel_size=ep,
+        expert_tensor_parallel_size=settings.expert_tp,
+        bf16=dtype is torch.bfloat16,
+        params_dtype=dtype,
+    )
+
+
+def mpmoe_shape(settings: LayerSettings, ep: int) -> MpmoeLayer:
+    """What the model of `mpmoe` knows of the settings' layer."""
+    return shape_of_layer(layer_config(settings, "mpmoe", ep, permute_fusion=False), ep, settings.expert_tp)
+
+
+@dataclass
+class LayerUnderTest:
+    """One dispatcher's layer with everything a step needs."""
+
+    layer: MoELayer
+    tokens: torch.Tensor
+    """[tokens of this rank, 1, hidden], a leaf that collects the input gradient."""
+    output_grad: torch.Tensor
+    """As `tokens`."""
+
+    @property
+    def leaves(self) -> tuple[torch.Tensor, ...]:
+        """What gets a gradient: the input, the router's and the experts' weights."""
+        return self.tokens, *self.layer.parameters()
+
+    def clear_grads(self) -> None:
+        """Zeroes the gradients in place, so that a step allocates none."""
+        for tensor in self.leaves:
+            if tensor.grad is None:
+                tensor.grad = torch.zeros_like(tensor)
+            else:
+                tensor.grad.zero_()
+
+    def forward(self) -> torch.Tensor:
+        """The layer's output."""
+        return self.layer(self.tokens)[0]
+
+    def step(self) -> torch.Tensor:
+        """Forward and backward; returns the output. Experts that travel do so in every step."""
+        forget_migrated_experts(self.layer)
+        output = self.forward()
+        output.backward(self.output_grad)
+        return output
+
+    def recorded_step(self) -> list[Timeline]:
+        """The timelines of the schedules of one step, which all ranks begin together."""
+        self.clear_grads()
+        dist.barrier()
+        with recording() as timelines:
+            self.step()
+        return timelines
+
+    def results(self) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """Output and gradients of one step; an expert's are summed over the ranks that hold the same weight."""
+        self.clear_grads()
+        output = self.step().detach()
+        grads = [tensor.grad.clone() for tensor in self.leaves]
+        of_experts = set(self.layer.experts.parameters())
+        for tensor, grad in zip(self.leaves, grads, strict=True):
+            if tensor in of_experts:
+                dist.all_reduce(grad, group=parallel_state.get_expert_data_parallel_group())
+        return output, grads
+
+
+@dataclass
+class DispatchUnderTest(LayerUnderTest):
+    """Dispatch and combine alone: no router, and experts that return what they get."""
+
+    probs: torch.Tensor
+    """[tokens, experts], a leaf that collects the gradient of the probabilities."""
+    routing_map: torch.Tensor
+    """bool [tokens, experts]."""
+
+    @property
+    def leaves(self) -> tuple[torch.Tensor, ...]:
+        """What gets a gradient: the input and the probabilities."""
+        return self.tokens, self.probs
+
+    def forward(self) -> torch.Tensor:
+        """The sum of each token's copies."""
+        dispatcher = self.layer.token_dispatcher
+        tokens, probs = dispatcher.dispatch_preprocess(self.tokens, self.routing_map, self.probs)
+        tokens, probs = dispatcher.token_dispatch(tokens, probs)
+        tokens, _, probs = dispatcher.dispatch_postprocess(tokens, probs)
+        tokens = dispatcher.combine_preprocess(ReturnTokens.apply(tokens, probs))
+        return dispatcher.combine_postprocess(dispatcher.token_combine(tokens))
+
+
+class ReturnTokens(torch.autograd.Function):
+    """Returns the tokens as they are, and a gradient of ones for the probabilities."""
+
+    @staticmethod
+    def forward(ctx: Any, tokens: torch.Tensor, probs: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(probs)
+        return tokens.view_as(tokens)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return grad, torch.ones_like(ctx.saved_tensors[0])
+
+
+def layers_under_test(
+    settings: LayerSettings, ep: int, device: torch.device, permute_fusion: bool
+) -> dict[str, LayerUnderTest]:
+    """One layer for each dispatcher: same weights, input, routing and output gradient."""
+    layers: dict[str, LayerUnderTest] = {}
+    for variant in settings.dispatchers:
+        layers[variant] = layer_under_test(settings, variant, ep, device, permute_fusion)
+        first = next(iter(layers.values())).layer
+        layers[variant].layer.load_state_dict(first.state_dict())
+    return layers
+
+
+def layer_under_test(
+    settings: LayerSettings,
+    variant: str,
+    ep: int,
+    device: torch.device,
+    permute_fusion: bool = False,
+    options: Options | None = None,
+) -> LayerUnderTest:
+    """The layer of a variant (see split_variant).
+
+    Args:
+        options: in the place of the variant's, for what no variant's name says.
+    """
+    rank = settings.data_rank(dist.get_rank())
+    generator = torch.Generator().manual_seed((settings.seed << 20) + rank)
+    shape = (settings.tokens, 1, settings.hidden)
+    dtype = torch_dtype(settings.dtype)
+    tokens, output_grad = (torch.randn(shape, generator=generator).to(device, dtype) for _ in range(2))
+    indices = choose_experts(
+        settings.routing,
+        tokens=settings.tokens,
+        experts=settings.experts,
+        topk=settings.topk,
+        seed=settings.seed,
+        rank=rank,
+    )
+    dispatcher, of_variant = split_variant(variant, settings.profile)
+    register(options or of_variant)
+    layer = build_layer(layer_config(settings, dispatcher, ep, permute_fusion))
+    common = layer, tokens.requires_grad_(), output_grad
+    if settings.dispatch_only:
+        routing_map = torch.zeros(settings.tokens, settings.experts, dtype=torch.bool, device=device)
+        routing_map.scatter_(1, indices.to(device), True)
+        probs = (routing_map / settings.topk).requires_grad_()
+        return DispatchUnderTest(*common, probs, routing_map)
+    impose_routing(layer, indices.to(device))
+    under_test = LayerUnderTest(*common)
+    if dispatcher == AUTO:
+        settle(under_test)
+    return under_test
+
+
+def settle(planned: LayerUnderTest) -> None:
+    """Runs steps of a layer under `auto`, the last that was built, until it has chosen. A collective call."""
+    controller = current_controller()
+    while not controller.settled:
+        planned.clear_grads()
+        planned.step()
+        controller.after_step()

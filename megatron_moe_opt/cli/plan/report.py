@@ -1,0 +1,327 @@
+"""`moe-opt plan`: candidates for a model on a cluster, the choice among them, and what to start a training with."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from megatron_moe_opt.cli.console import report_console, say, say_written, table_of
+from megatron_moe_opt.cli.plan.settings import PlanSettings, Site, site_of, workload_of
+from megatron_moe_opt.errors import ConfigurationError
+from megatron_moe_opt.options import AUTO
+from megatron_moe_opt.output_file import check_output_file
+from megatron_moe_opt.planning.cluster import OURS, STOCK
+from megatron_moe_opt.planning.curves import CostCurve
+from megatron_moe_opt.planning.known_models import MONTA_CHOICES
+from megatron_moe_opt.planning.layer_workload import LayerWorkload
+from megatron_moe_opt.planning.memory import training_memory
+from megatron_moe_opt.planning.model import ModelShape
+from megatron_moe_opt.planning.plan_file import Plan
+from megatron_moe_opt.planning.planner import ALLTOALL, WINS_BY, Prediction, Refusal, best, candidates
+from megatron_moe_opt.planning.throughput import throughput
+from megatron_moe_opt.schedules.schedule import Kind
+from megatron_moe_opt.variants import split_variant
+
+WIDTH = 150
+FASTEST = 10
+"""Candidates that are shown, besides the best of each system."""
+MIB, GIB = 2**20, 2**30
+_EXPERTS = {Kind.COMPUTE: "experts, forward", Kind.GRADIENT: "experts, backward"}
+
+
+@dataclass(frozen=True)
+class Case:
+    """The MoE layer of a model on a cluster, for one length of sequences, and what could run it."""
+
+    settings: PlanSettings
+    model: ModelShape
+    site: Site
+    sequence: int
+    workload: LayerWorkload
+    candidates: tuple[Prediction, ...]
+    """All that the cluster's costs cover, the fastest first."""
+    refused: tuple[Refusal, ...]
+
+    @classmethod
+    def of(cls, settings: PlanSettings, model: ModelShape, site: Site, sequence: int) -> Case:
+        """Predicts all candidates for one MoE layer, which stands for all of the model: they are alike."""
+        workload = workload_of(settings, model, site, sequence)
+        found = candidates(workload, site.cluster, settings.activation_budget)
+        return cls(settings, model, site, sequence, workload, *found)
+
+    @cached_property
+    def chosen(self) -> Prediction:
+        """The candidate to run in all MoE layers."""
+        return best(self.candidates)
+
+    @cached_property
+    def stock(self) -> Prediction | None:
+        """The candidate that stock Megatron is; None where it does not train."""
+        return next((one for one in self.candidates if one.variant == ALLTOALL), None)
+
+    @property
+    def families(self) -> list[str]:
+        """The systems that have candidates, the fastest first."""
+        return list(dict.fromkeys(one.family for one in self.candidates))
+
+    def best_of(self, family: str) -> Prediction | None:
+        """Returns the fastest candidate of a system; None where it has none."""
+        return next((one for one in self.candidates if one.family == family), None)
+
+    def memory(self, one: Prediction) -> float:
+        """Returns bytes of a GPU of the first stage: stock's, and what the candidate's layers hold more, or less."""
+        settings, model, parallel = self.settings, self.model, self.site.parallel
+        of_stock = training_memory(model, parallel, settings.micro_batch, self.sequence, settings.micro_batches)
+        unpartitioned = self.workload.mpmoe.activation_bytes(self.workload.rows, 1, "none")
+        layers = model.layers // parallel.pp - min(model.dense_layers, model.layers // parallel.pp)
+        held = layers * min(parallel.pp, settings.micro_batches)
+        return of_stock.total + held * (one.activation_bytes - unpartitioned)
+
+    def plan(self) -> Plan:
+        """Returns the plan that runs the chosen candidate in all MoE layers, the others as runners-up."""
+        layout = self.site.layout
+        layers = range(self.model.dense_layers + 1, self.model.layers + 1)  # Megatron counts from 1
+        return Plan.uniform(
+            layers, self.chosen.variant, self.candidates, self.settings.cluster, ep=layout.ep, etp=layout.expert_tp,
+            experts=self.model.experts, gpu_settings=self.site.cluster.gpu_settings,
+        )  # fmt: skip
+
+
+def report_plan(settings: PlanSettings, explain: bool, everything: bool, output: Path | None) -> None:
+    """Prints the tables and the flags, and writes the plan.
+
+    Raises:
+        ConfigurationError: settings that contradict each other, or a file that cannot be written.
+    """
+    check_output_file("--output", output)
+    if len(settings.sequences) > 1 and (output is not None or explain):
+        flag = "--explain" if output is None else f"--output {output}"
+        raise ConfigurationError(f"{flag} is of one length of sequences: give --sequence a single number")
+    model = settings.model_shape()
+    site = site_of(settings, model)
+    cases = [Case.of(settings, model, site, sequence) for sequence in settings.sequences]
+    console = report_console(WIDTH)
+    if len(cases) > 1:
+        console.print(_choices_table(cases))
+        return
+    (case,) = cases
+    say(console, _heading(case))
+    console.print(_candidates_table(case, everything))
+    for line in _warnings(case):
+        say(console, line)
+    if case.refused:
+        console.print(_refused_table(case.refused))
+    if explain:
+        _explain(case, console)
+    if output is not None:
+        case.plan().save(output)
+        say_written(output, console)
+    say(console, "Flags for Megatron-LM, behind `python -m megatron_moe_opt.launch pretrain_gpt.py`:")
+    say(console, " ".join(megatron_flags(case, output)))
+
+
+def megatron_flags(case: Case, plan: Path | None) -> list[str]:
+    """Returns the arguments of pretrain_gpt.py for the layout, the MoE layers and the dispatcher.
+
+    Args:
+        plan: to run by; None: the chosen variant's own options are given.
+    """
+    settings, site = case.settings, case.site
+    layout = site.layout.flags()
+    if not settings.sequence_parallel:
+        layout = tuple(flag for flag in layout if flag != "--sequence-parallel")
+    sizes = {
+        "--num-experts": case.model.experts,
+        "--moe-router-topk": case.model.topk,
+        "--moe-ffn-hidden-size": case.model.ffn,
+        "--seq-length": case.sequence,
+        "--micro-batch-size": settings.micro_batch,
+    }
+    flags = [*layout, *(part for flag, size in sizes.items() for part in (flag, str(size)))]
+    name, options = split_variant(case.chosen.variant, None)
+    sizes_of_domains = options.domain_sizes
+    # A plan's runners-up may migrate experts where what is chosen does not.
+    needs_levels = site.levels_named and (plan is not None or sizes_of_domains)
+    levels = ",".join(map(str, site.workers)) if needs_levels else None
+    ours = {"plan": plan, "levels": levels}
+    if plan is not None:
+        name = AUTO
+    else:
+        ours |= {
+            "monta-level": options.monta_level,
+            "chunks": options.chunks,
+            "parm-schedule": options.parm_schedule,
+            "partitions": options.partitions,
+            "memory-reuse": options.memory_reuse,
+            "domain-sizes": ",".join(map(str, sizes_of_domains)) if isinstance(sizes_of_domains, tuple) else None,
+        }
+    if options.experts_may_travel:
+        flags.append("--no-gradient-accumulation-fusion")  # or training refuses them
+    flags += ["--moe-token-dispatcher-type", name]
+    return flags + [part for flag, value in ours.items() if value for part in (f"--moe-opt-{flag}", str(value))]
+
+
+def _heading(case: Case) -> str:
+    settings, workload, layout = case.settings, case.workload, case.site.layout
+    described = case.site.cluster.host.get("described as")
+    where = f"{settings.cluster} ({described})" if described else settings.cluster
+    split = "split" if settings.sequence_parallel else "replicated"
+    levels = " x ".join(map(str, workload.workers))
+    return (
+        f"{where}: {layout.world} GPUs, TP {layout.tp} (tokens {split}), CP {layout.cp}, PP {layout.pp}, "
+        f"EP {layout.ep} ({levels}, the slowest level first), expert-TP {layout.expert_tp}; "
+        f"{workload.rows} rows of {workload.row_bytes} bytes a GPU"
+    )
+
+
+def _candidates_table(case: Case, everything: bool) -> Table:
+    best_of = {case.best_of(family).variant for family in case.families}
+    shown = [
+        one for number, one in enumerate(case.candidates) if everything or number < FASTEST or one.variant in best_of
+    ]
+    hidden = len(case.candidates) - len(shown)
+    headers = [
+        "dispatcher", "ms", "of stock", "exposed (ms)", "between nodes (MB)", "inside (MB)", "activations (MiB)",
+        "memory (GiB)",
+    ]  # fmt: skip
+    table = table_of(
+        "A MoE layer with its experts, forward and backward of a micro-batch",
+        [*headers, "tokens/s a GPU", "MFU"] if case.site.device else headers,
+        caption="exposed: a collective runs and no expert computes; MB of 10^6: what a GPU sends; activations: rows, "
+        "and what experts save; memory: of the first pipeline stage, counted with sequence parallelism"
+        + (f"; {hidden} slower ones: --all" if hidden else ""),
+    )
+    table.add_column("")
+    for one in shown:
+        is_chosen = one is case.chosen
+        table.add_row(one.variant, *_cells(case, one), "chosen" if is_chosen else "", style="bold" * is_chosen)
+    return table
+
+
+def _cells(case: Case, one: Prediction) -> Iterator[str]:
+    yield f"{one.seconds * 1e3:.3f}"
+    yield "-" if case.stock is None else f"{one.seconds / case.stock.seconds:.0%}"
+    yield f"{one.exposed * 1e3:.3f}"
+    yield f"{one.inter_bytes / 1e6:.1f}"
+    yield f"{one.intra_bytes / 1e6:.1f}"
+    yield f"{one.activation_bytes / MIB:.0f}"
+    yield f"{case.memory(one) / GIB:.1f}"
+    site, settings = case.site, case.settings
+    if site.device is not None:
+        step = throughput(
+            case.model, site.parallel, site.device, settings.micro_batch, case.sequence, settings.micro_batches,
+            one.seconds, with_experts=True,
+        )  # fmt: skip
+        yield f"{step.tokens_per_second:.0f}"
+        yield f"{step.mfu:.1%}"
+
+
+def _warnings(case: Case) -> Iterator[str]:
+    if case.chosen.variant == ALLTOALL:
+        yield f"Nothing takes less than {1 - WINS_BY:.0%} of what stock Megatron's alltoall takes: stock it is."
+    needs, memory = case.memory(case.chosen), case.site.memory
+    if memory is not None and needs > memory:
+        yield (
+            f"{case.chosen.variant} needs {needs / GIB:.1f} GiB, a GPU has {memory / GIB:.1f}: recompute "
+            "activations, or choose more parallelism or smaller micro-batches"
+        )
+
+
+def _refused_table(refused: Sequence[Refusal]) -> Table:
+    """Returns one row for all refusals of a system that differ in their numbers alone."""
+    alike: dict[tuple[str, str], list[Refusal]] = {}
+    for one in refused:
+        alike.setdefault((one.variant.partition(":")[0], re.sub(r"[0-9]+", "", one.reason)), []).append(one)
+    rows = [
+        (first.variant + (f" and {len(others)} more" if others else ""), first.reason)
+        for first, *others in alike.values()
+    ]
+    return table_of("Not candidates", ("dispatcher", "why"), rows, names=2)
+
+
+def _explain(case: Case, console: Console) -> None:
+    """Prints what the times are made of, what ops cost, and what Parm's own rule says where it applies."""
+    from megatron_moe_opt.cli.plan.algorithm_1 import algorithm_1_of
+
+    console.print(_terms_table(case))
+    console.print(_costs_table(case.site, case.workload))
+    for part in algorithm_1_of(case.workload, case.site.cluster):
+        console.print(part, highlight=False, soft_wrap=True)
+
+
+def _terms_table(case: Case) -> Table:
+    """Returns what the time of the best candidate of each system is the sum of."""
+    shown = [case.best_of(family) for family in case.families]
+    names = list(dict.fromkeys(name for one in shown for name in one.terms))
+    table = table_of("What the times are made of (ms)", ("dispatcher", *names, "sum"))
+    for one in shown:
+        terms = (one.terms.get(name) for name in names)
+        cells = ("" if seconds is None else f"{seconds * 1e3:.3f}" for seconds in terms)
+        table.add_row(one.variant, *cells, f"{one.seconds * 1e3:.3f}")
+    return table
+
+
+def _costs_table(site: Site, workload: LayerWorkload) -> Table:
+    """Returns what the ops that candidates are made of cost, at the sizes of one pass that is not cut."""
+    table = table_of(
+        "What ops cost, in one piece",
+        ("op", "group", "MB", "ms", "GB/s"),
+        names=2,
+        caption=f"Every op takes {site.cluster.overhead * 1e6:g} us besides; GB/s: bytes of the op over its time",
+    )
+    costs = workload.mpmoe.costs(site.cluster)
+    own = workload.rows * workload.row_bytes
+    for (kind, group), curve in costs.curves.items():
+        if group in ("dp", "cp"):
+            continue  # no part of a MoE layer
+        size = own if kind is Kind.ALL_TO_ALL and group == "ep" else own * workload.etp
+        if group == "tp":
+            size = workload.tokens * workload.row_bytes
+        if group is not None and " level " in group:  # expert-migration: tokens once, or a rank's experts
+            size = workload.tokens * workload.row_bytes if kind is Kind.ALL_TO_ALL else workload.expert_bytes
+        seconds = curve.seconds(size)
+        rate = "" if kind in _EXPERTS else f"{size / seconds / 1e9:.1f}"
+        table.add_row(_EXPERTS.get(kind, kind.value), group or "", f"{size / 1e6:.1f}", f"{seconds * 1e3:.3f}", rate)
+    for whose in (STOCK, OURS):
+        points = site.cluster.local_work.get(whose)
+        if points:
+            seconds = CostCurve(points).seconds(own)
+            table.add_row("rows on the rank", whose, f"{own / 1e6:.1f}", f"{seconds * 1e3:.3f}", "")
+    return table
+
+
+def _choices_table(cases: Sequence[Case]) -> Table:
+    """Returns a row for each length of sequences, with the best candidate of each system."""
+    families = list(dict.fromkeys(one for case in cases for one in sorted(case.families)))
+    paper = MONTA_CHOICES if _is_montas(cases[0]) else {}
+    table = table_of(
+        f"{cases[0].settings.cluster}: a MoE layer with its experts (ms), forward and backward of a micro-batch",
+        ("sequence", "rows a GPU"),
+        names=0,
+    )
+    for header in ("chosen", *families, *(["MoNTA's paper"] if paper else [])):
+        table.add_column(header)
+    for case in cases:
+        of_families = [case.best_of(family) for family in families]
+        cells = ("-" if one is None else _with_setting(one) for one in of_families)
+        last = [paper.get(case.sequence, "-")] if paper else []
+        table.add_row(str(case.sequence), str(case.workload.rows), case.chosen.variant, *cells, *last)
+    return table
+
+
+def _with_setting(one: Prediction) -> str:
+    setting = one.variant.partition(":")[2]
+    return f"{one.seconds * 1e3:.2f}" + (f" {setting}" if setting else "")
+
+
+def _is_montas(case: Case) -> bool:
+    """Whether this is what MoNTA's paper publishes its choices for."""
+    layout = case.site.layout
+    sizes = layout.world, layout.tp, layout.ep, layout.expert_tp
+    return (case.settings.cluster, case.settings.model, sizes) == ("a800-ib200", "monta-2x70b", (16, 8, 2, 8))

@@ -1,0 +1,208 @@
+"""What `moe-opt plan` was asked for: a model on a cluster, in a layout."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from math import prod
+from pathlib import Path
+
+from megatron_moe_opt.cli.plan.model_checks import check_model
+from megatron_moe_opt.errors import ConfigurationError
+from megatron_moe_opt.planning.cluster import OUR_FLAGS, Cluster
+from megatron_moe_opt.planning.described_cluster import describe, levels_of_ep
+from megatron_moe_opt.planning.known_clusters import KNOWN_CLUSTERS
+from megatron_moe_opt.planning.known_models import KNOWN_MODELS
+from megatron_moe_opt.planning.layer_workload import LayerWorkload
+from megatron_moe_opt.planning.model import ModelShape, Parallel
+from megatron_moe_opt.planning.throughput import Device
+from megatron_moe_opt.topology.layouts import Layout
+
+FLAGS = {"ffn": "--ffn-hidden"}
+NEEDED = ("layers", "hidden", "ffn", "experts", "topk", "heads", "vocabulary")
+
+
+@dataclass(frozen=True)
+class PlanSettings:
+    """The options of `moe-opt plan`."""
+
+    cluster: str
+    """Name or file."""
+    model: str | None
+    shape: Mapping[str, int | bool | None]
+    """By field of ModelShape; None: the model's, or the default."""
+    sizes: Mapping[str, int | None]
+    """Of the world and of parallelism, by flag. None: the file's, or 1."""
+    sequence_parallel: bool
+    sequences: tuple[int, ...]
+    micro_batch: int
+    micro_batches: int
+    dtype: str
+    capacity_factor: float | None
+    imbalance: float
+    placement_saving: float | None
+    activation_budget: int | None
+    peak_tflops: float | None
+    gemm_efficiency: float | None
+    op_microseconds: float | None
+
+    @property
+    def element_bytes(self) -> int:
+        """Of tokens and weights."""
+        return {"bf16": 2, "fp32": 4}[self.dtype]
+
+    def model_shape(self) -> ModelShape:
+        """The named model with the sizes that were given.
+
+        Raises:
+            ConfigurationError: an unknown name, or sizes that are missing.
+        """
+        given = {name: value for name, value in self.shape.items() if value is not None}
+        if self.model is not None:
+            if self.model not in KNOWN_MODELS:
+                raise ConfigurationError(
+                    f"--model {self.model} is not known: choose one of {', '.join(KNOWN_MODELS)}, or give sizes"
+                )
+            return replace(KNOWN_MODELS[self.model], **given)
+        missing = [FLAGS.get(name, f"--{name}") for name in NEEDED if name not in given]
+        if missing:
+            raise ConfigurationError(
+                f"there is no model to plan for: give {', '.join(missing)}, or --model with one of "
+                f"{', '.join(KNOWN_MODELS)}"
+            )
+        return ModelShape(**given)
+
+
+@dataclass(frozen=True)
+class Site:
+    """Where the model trains."""
+
+    name: str
+    cluster: Cluster
+    layout: Layout
+    workers: tuple[int, ...]
+    """Of each network level of the EP groups, the slowest first."""
+    levels_named: bool
+    """Whether a run must be told these levels: which ranks share a node does not tell."""
+    device: Device | None
+    """None: not known, and nothing is said about steps."""
+    memory: float | None
+    """Bytes of a GPU."""
+
+    @property
+    def parallel(self) -> Parallel:
+        """The layout's sizes, for the model."""
+        one = self.layout
+        return Parallel(one.world, one.tp, one.pp, one.cp, one.ep, one.expert_tp)
+
+
+def site_of(settings: PlanSettings, model: ModelShape) -> Site:
+    """The cluster, known or measured, with the layout on it.
+
+    Raises:
+        ConfigurationError: neither a name nor a file, or sizes that do not fit.
+    """
+    site = _known(settings, model) if settings.cluster in KNOWN_CLUSTERS else _measured(settings)
+    if settings.op_microseconds is not None:
+        site = replace(site, cluster=replace(site.cluster, overhead=settings.op_microseconds * 1e-6))
+    _check(settings, model, site.layout)
+    return site
+
+
+def workload_of(settings: PlanSettings, model: ModelShape, site: Site, sequence: int) -> LayerWorkload:
+    """One MoE layer of one micro-batch."""
+    from megatron_moe_opt.kernels import LANE_BYTES
+
+    layout = site.layout
+    tokens = settings.micro_batch * sequence // layout.cp
+    return LayerWorkload(
+        tokens=tokens // layout.tp if settings.sequence_parallel else tokens,
+        hidden=model.hidden,
+        ffn=model.ffn // layout.expert_tp,
+        gated=model.gated,
+        experts=model.experts,
+        topk=model.topk,
+        element_bytes=settings.element_bytes,
+        lane_bytes=LANE_BYTES,
+        ep=layout.ep,
+        etp=layout.expert_tp,
+        tp=1 if settings.sequence_parallel else layout.tp,
+        capacity_factor=settings.capacity_factor,
+        imbalance=settings.imbalance,
+        workers=site.workers,
+        placement_saving=settings.placement_saving,
+        fused=True,
+    )
+
+
+def _known(settings: PlanSettings, model: ModelShape) -> Site:
+    known = KNOWN_CLUSTERS[settings.cluster]
+    if settings.sizes["--world"] is None:
+        raise ConfigurationError(f"--cluster {settings.cluster} comes in any size: give its GPUs with --world")
+    layout = _layout({flag: size or 1 for flag, size in settings.sizes.items()})
+    peak = known.device.peak_flops if settings.peak_tflops is None else settings.peak_tflops * 1e12
+    device = Device(peak, settings.gemm_efficiency or known.device.efficiency)
+    known = replace(known, device=device)
+    cluster = describe(known, layout, model.hidden, max(model.ffn // layout.expert_tp, 1), settings.dtype)
+    workers = levels_of_ep(known, layout)
+    named = workers != _levels_of_nodes(cluster, layout)
+    return Site(settings.cluster, cluster, layout, workers, named, device, known.memory)
+
+
+def _measured(settings: PlanSettings) -> Site:
+    file = Path(settings.cluster)
+    if not file.exists():
+        raise ConfigurationError(
+            f"--cluster {settings.cluster} is neither a file of moe-opt profile nor a known cluster: choose one of "
+            f"{', '.join(KNOWN_CLUSTERS)}"
+        )
+    cluster = Cluster.load(file)
+    world = cluster.world
+    measured = {
+        "--world": len(world.nodes), "--tp": world.tp, "--cp": world.cp, "--ep": world.ep,
+        "--expert-tp": world.expert_tp,
+    }  # fmt: skip
+    layout = _layout({flag: size or measured.get(flag, 1) for flag, size in settings.sizes.items()})
+    tp = None if settings.sequence_parallel else layout.tp
+    cluster.check_groups(file, OUR_FLAGS, ep=layout.ep, expert_tp=layout.expert_tp, tp=tp)
+    workers = _levels_of_nodes(cluster, world.layout)
+    peak, efficiency = settings.peak_tflops, settings.gemm_efficiency
+    if (peak is None) is not (efficiency is None):
+        given, missing = (
+            ("--peak-tflops", "--gemm-efficiency") if efficiency is None else ("--gemm-efficiency", "--peak-tflops")
+        )
+        raise ConfigurationError(f"{given} says nothing about a step without {missing}: give both, or neither")
+    device = None if peak is None or efficiency is None else Device(peak * 1e12, efficiency)
+    return Site(settings.cluster, cluster, layout, workers, False, device, None)
+
+
+def _levels_of_nodes(cluster: Cluster, layout: Layout) -> tuple[int, ...]:
+    """As a run finds them."""
+    from megatron_moe_opt.topology.domain_groups import find_levels
+
+    return find_levels([cluster.world.nodes[rank] for rank in layout.groups("ep")[0]])
+
+
+def _layout(sizes: Mapping[str, int]) -> Layout:
+    for flags in (("--tp", "--cp", "--pp"), ("--expert-tp", "--ep", "--pp")):
+        product = prod(sizes[flag] for flag in flags)
+        if sizes["--world"] % product:
+            factors = " x ".join(f"{flag} {sizes[flag]}" for flag in flags)
+            raise ConfigurationError(
+                f"{factors} = {product} does not divide --world {sizes['--world']}: choose sizes whose product does"
+            )
+    return Layout(*(sizes[flag] for flag in ("--world", "--tp", "--cp", "--ep", "--expert-tp", "--pp")))
+
+
+def _check(settings: PlanSettings, model: ModelShape, layout: Layout) -> None:
+    check_model(model, tp=layout.tp, pp=layout.pp, ep=layout.ep, expert_tp=layout.expert_tp)
+    if model.dense_layers >= model.layers:
+        raise ConfigurationError(
+            f"--dense-layers {model.dense_layers} leaves no MoE layer of --layers {model.layers}: choose fewer"
+        )
+    for sequence in settings.sequences:
+        if settings.micro_batch * sequence % (layout.tp * layout.cp):
+            raise ConfigurationError(
+                f"--sequence {sequence}: TP {layout.tp} x CP {layout.cp} does not divide the tokens of a micro-batch: "
+                "choose a multiple"
+            )

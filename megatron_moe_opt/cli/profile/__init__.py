@@ -1,0 +1,1 @@
+"""Measurements of this cluster: `moe-opt profile`."""

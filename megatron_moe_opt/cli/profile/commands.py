@@ -1,0 +1,37 @@
+"""`moe-opt profile`: the options."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from megatron_moe_opt.cli.option_types import DType, finite
+
+
+def profile(
+    tp: Annotated[int, typer.Option(min=1, help="Tensor parallelism.")] = 1,
+    cp: Annotated[int, typer.Option(min=1, help="Context parallelism.")] = 1,
+    ep: Annotated[int | None, typer.Option(min=1, help="Expert parallelism.", show_default="ranks / expert-tp")] = None,
+    expert_tp: Annotated[int, typer.Option(min=1, help="Tensor parallelism inside an expert.")] = 1,
+    hidden: Annotated[int, typer.Option(min=1, help="Hidden size: elements of a row.")] = 1024,
+    ffn_hidden: Annotated[int, typer.Option(min=1, help="Hidden size inside an expert.")] = 1024,
+    dtype: Annotated[DType, typer.Option(help="Elements of the rows.")] = DType.fp32,
+    seconds: Annotated[
+        float, typer.Option(min=1.0, callback=finite, help="Time to measure for; less time, smaller sizes.")
+    ] = 90.0,
+    domains: Annotated[
+        bool, typer.Option(help="Also the groups of expert-migration's domains, of every size at every level.")
+    ] = False,
+    output: Annotated[Path, typer.Option(help="The file to write.")] = Path("cluster.json"),
+) -> None:
+    """Measure this cluster: what every move of rows, and an expert, costs on these ranks and groups.
+
+    Runs on the ranks that torchrun or srun started, or on one process without them:
+    torchrun --nproc-per-node 8 -m megatron_moe_opt.cli.main profile --tp 4 --expert-tp 4 --output cluster.json
+    """
+    from megatron_moe_opt.cli.profile.measure import ProfileSettings, profile_cluster
+
+    settings = ProfileSettings(tp, cp, ep, expert_tp, hidden, ffn_hidden, dtype.value, seconds, domains)
+    profile_cluster(settings, output)

@@ -1,0 +1,57 @@
+"""The groups of expert domains, and what is measured in them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+from torch.distributed import ProcessGroup
+
+from megatron_moe_opt.cli.profile import loads
+from megatron_moe_opt.cli.profile.loads import Rows
+from megatron_moe_opt.cli.profile.meter import Load
+from megatron_moe_opt.cli.ranks import temporary_groups
+from megatron_moe_opt.planning.expert_migration import realisable_groups, role
+from megatron_moe_opt.schedules.schedule import Kind, Lane
+from megatron_moe_opt.topology.domains import ExpertDomains
+from megatron_moe_opt.topology.layouts import Groups, Layout
+
+_COLLECTIVES = {
+    Kind.ALL_TO_ALL: loads.all_to_all,
+    Kind.ALL_GATHER: loads.gather_experts,
+    Kind.REDUCE_SCATTER: loads.return_gradients,
+}
+
+
+def domain_moves(rows: Rows, groups: Mapping[str, ProcessGroup], workers: Sequence[int]) -> list[Load]:
+    """What tokens and experts do in the groups of `domain_groups_of`; the innermost of several levels is in a node."""
+    moves = []
+    for level, ranks in realisable_groups(workers):
+        lane = Lane.INTRA if len(workers) > 1 and level == len(workers) - 1 else Lane.INTER
+        for kind, collective in _COLLECTIVES.items():
+            name = role(kind, workers, level, ranks)
+            moves.append(collective(rows, groups[name], name, lane))
+    return moves
+
+
+@contextmanager
+def domain_groups_of(
+    layout: Layout, workers: Sequence[int], ep: ProcessGroup | None = None
+) -> Iterator[dict[str, ProcessGroup]]:
+    """This rank's groups of expert domains of every size at every level of EP. A collective call over the world.
+
+    Args:
+        ep: the group that the domains' groups of all ranks of EP are, in the place of a new one.
+    """
+    groups: dict[str, ProcessGroup] = {}
+    made: dict[Groups, ProcessGroup] = {} if ep is None else {layout.groups("ep"): ep}
+    for level, ranks in realisable_groups(workers):
+        for kind, size in ((Kind.ALL_TO_ALL, workers[level] // ranks), (Kind.ALL_GATHER, ranks)):
+            sizes = tuple(size if other == level else 1 for other in range(len(workers)))
+            domains = ExpertDomains(tuple(workers), sizes)
+            of_ep = domains.all_to_all_groups(level) if kind is Kind.ALL_TO_ALL else domains.gather_groups(level)
+            of_world = tuple(tuple(ep[one] for one in group) for ep in layout.groups("ep") for group in of_ep)
+            name = role(kind, workers, level, ranks)
+            groups[name] = made[of_world] if of_world in made else loads.group_of(of_world)
+    with temporary_groups([group for group in groups.values() if group is not ep]):
+        yield groups

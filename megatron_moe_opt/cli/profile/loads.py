@@ -1,0 +1,289 @@
+"""The ops that `moe-opt profile` measures, at any size."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import cycle
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+from megatron_moe_opt.cli.profile.meter import Load, Sized, SizedPipeline
+from megatron_moe_opt.dispatchers.monta import MontaDispatcher
+from megatron_moe_opt.dispatchers.pipelining import FixedPipelining
+from megatron_moe_opt.kernels import ChunkList, empty
+from megatron_moe_opt.runtime import steps
+from megatron_moe_opt.runtime.collectives import all_gather_rows, reduce_scatter_rows
+from megatron_moe_opt.runtime.exchange_plan import Sharing, plan_exchange, share_out
+from megatron_moe_opt.runtime.expert_call import ExpertCall, Experts
+from megatron_moe_opt.runtime.expert_exchange import Exchange, bind_to_sources
+from megatron_moe_opt.schedules.mpmoe import Restore
+from megatron_moe_opt.schedules.schedule import Kind, Lane
+from megatron_moe_opt.topology.expert_groups import ExpertGroups, TokenCopies
+from megatron_moe_opt.topology.nodes import NodeMap
+from megatron_moe_opt.topology.process_groups import refine
+
+_CHUNKS = 32  # of a reorder: source ranks times experts of a rank
+_COPIED_BYTES = 32 * 2**20  # that small copies go around in, so that they do not find their rows in a cache
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The rows that are moved: hidden states of tokens."""
+
+    hidden: int
+    dtype: torch.dtype
+    device: torch.device
+
+    @property
+    def bytes(self) -> int:
+        """Of one row."""
+        return self.hidden * self.dtype.itemsize
+
+    def number(self, size: int, multiple: int) -> int:
+        """Rows of about `size` bytes: a positive multiple of `multiple`."""
+        return max(1, round(size / (self.bytes * multiple))) * multiple
+
+    def filled(self, rows: int) -> torch.Tensor:
+        """[rows, hidden] of random numbers: zeros could all be one page of memory, or be multiplied at less power."""
+        return torch.rand(rows, self.hidden, device=self.device).to(self.dtype)
+
+
+def all_to_all(rows: Rows, group: ProcessGroup, role: str, lane: Lane) -> Load:
+    """Every rank sends as much to each."""
+
+    def sized(size: int) -> Sized:
+        number = rows.number(size, group.size())
+        sent, received = rows.filled(number), rows.filled(number)
+        counts = [number // group.size()] * group.size()
+        return Sized(number * rows.bytes, lambda: steps.all_to_all(sent, counts, received, counts, group))
+
+    return Load(Kind.ALL_TO_ALL, lane, role, sized)
+
+
+def all_gather(rows: Rows, group: ProcessGroup, role: str, lane: Lane) -> Load:
+    """Every rank brings as much."""
+
+    def sized(size: int) -> Sized:
+        number = rows.number(size, group.size())
+        own, gathered = rows.filled(number // group.size()), rows.filled(number)
+        counts = [number // group.size()] * group.size()
+        return Sized(number * rows.bytes, lambda: steps.all_gather(own, gathered, counts, group))
+
+    return Load(Kind.ALL_GATHER, lane, role, sized)
+
+
+def combine_and_gather(
+    rows: Rows, groups: ExpertGroups, tp: ProcessGroup, overlap: bool
+) -> Callable[[int], SizedPipeline]:
+    """Parm's SAA, as training runs it, where every rank has one expert and as many rows for each; without overlap, AAS.
+    The size is that of the rows that come back to a rank for itself, times expert-TP. A collective call over all
+    groups.
+    """
+    sharing = Sharing(TokenCopies.of(tp, groups), rows.bytes, overlap)
+
+    def sized(size: int) -> SizedPipeline:
+        number = rows.number(size, groups.joint_size)  # of an expert; for one expert there is nothing to reorder
+        of_tp_group = number // groups.joint_size * tp.size()
+        counts = torch.full((groups.ep_size, groups.etp_size, groups.ep_size), of_tp_group)
+        ranks = groups.ep_rank, groups.etp_rank
+        sent, parts = share_out(counts, *ranks, sharing)
+        exchange = Exchange(groups, plan_exchange(sent, *ranks, 1, rows.device), None, parts)
+        outputs = rows.filled(number)
+        return SizedPipeline(number * rows.bytes, lambda: bind_to_sources(outputs, None, exchange)[:2])
+
+    return sized
+
+
+def there_and_back(rows: Rows, groups: ExpertGroups, size: int, chunks: int) -> Callable[[], None]:
+    """Rows of about `size` bytes of this rank to their experts and back, by the dispatcher that training uses, at level
+    O3; every expert gets as many.
+    """
+    number, experts = rows.number(size, 1), 2 * groups.ep_size  # with one expert a rank there is nothing to reorder
+    tokens, probs = rows.filled(number), torch.ones(number, experts, device=rows.device)
+    routing_map = torch.arange(number, device=rows.device).view(-1, 1) % experts == probs.cumsum(1) - 1
+    dispatcher = MontaDispatcher(groups, FixedPipelining("O3", chunks))
+
+    def run() -> None:
+        packed, dispatched = dispatcher.permute(tokens, probs, routing_map, num_rows=number)
+        moved, _, _ = dispatcher.dispatch(packed, dispatched, probs.dtype)
+        dispatcher.unpermute(dispatcher.combine(moved, dispatched), dispatched)
+
+    return run
+
+
+def reduce_scatter(rows: Rows, group: ProcessGroup, role: str, lane: Lane) -> Load:
+    """Every rank keeps as much."""
+
+    def sized(size: int) -> Sized:
+        number = rows.number(size, group.size())
+        mine = number // group.size()
+        added, parts, summed = rows.filled(number), rows.filled(number - mine), rows.filled(mine)
+        counts = [mine] * group.size()
+
+        def exchange_and_sum() -> steps.Steps:
+            return steps.scatter(added, parts, counts, group) + steps.sum_scattered(added, parts, summed, counts, group)
+
+        return Sized(number * rows.bytes, exchange_and_sum)
+
+    return Load(Kind.REDUCE_SCATTER, lane, role, sized)
+
+
+def stock_all_to_all(rows: Rows, group: ProcessGroup, role: str, lane: Lane) -> Load:
+    """As Megatron's own dispatcher calls it: torch.distributed's, the whole message, into fresh memory.
+
+    On Gloo that is not `all_to_all`'s pace: it posts sends before receives, so that of two ranks that are not in step
+    one sends when the other has finished.
+    """
+
+    def exchange(sent: torch.Tensor) -> torch.Tensor:
+        received = empty(sent.shape, sent.dtype, sent.device)
+        dist.all_to_all_single(received, sent, group=group)
+        return received
+
+    return _whole(Kind.ALL_TO_ALL, rows, group, role, lane, exchange)
+
+
+def gather_experts(rows: Rows, group: ProcessGroup, role: str, lane: Lane) -> Load:
+    """One level of the way of experts to the ranks of their domain, as ExpertCommunicator calls it."""
+    part = group.size()
+    return _whole(Kind.ALL_GATHER, rows, group, role, lane, lambda own: all_gather_rows(own, None, group), part)
+
+
+def return_gradients(rows: Rows, group: ProcessGroup, role: str, lane: Lane) -> Load:
+    """One level of the way of experts' gradients to their owner, as ExpertCommunicator calls it."""
+    return _whole(Kind.REDUCE_SCATTER, rows, group, role, lane, lambda grads: reduce_scatter_rows(grads, None, group))
+
+
+def _whole(
+    kind: Kind,
+    rows: Rows,
+    group: ProcessGroup,
+    role: str,
+    lane: Lane,
+    collective: Callable[[torch.Tensor], torch.Tensor],
+    part: int = 1,
+) -> Load:
+    """A collective whose result is fresh memory.
+
+    Args:
+        part: it is given 1 / part of the rows that the size counts.
+    """
+
+    def sized(size: int) -> Sized:
+        number = rows.number(size, group.size())
+        given = rows.filled(number // part)
+        return Sized(number * rows.bytes, lambda: steps.call(lambda: collective(given)))
+
+    return Load(kind, lane, role, sized, is_whole=True)
+
+
+def ring(rows: Rows, world: ProcessGroup, rings: list[list[int]], role: str, lane: Lane) -> Load:
+    """Every rank of a ring sends to the next one, all at once; ranks in no ring do nothing."""
+    rank = world.rank()
+    own = next((ring for ring in rings if rank in ring), [rank])
+    position = own.index(rank)
+    to, from_ = own[(position + 1) % len(own)], own[position - 1]
+
+    def sized(size: int) -> Sized:
+        number = rows.number(size, 1) if len(own) > 1 else 0
+        sent, received = rows.filled(number), rows.filled(number)
+
+        def blocks(peer: int) -> list[tuple[int, int]]:
+            return [(0, number if other == peer else 0) for other in range(world.size())]
+
+        exchanged = blocks(to), blocks(from_)
+        return Sized(
+            rows.number(size, 1) * rows.bytes,
+            lambda: steps.exchange(sent, exchanged[0], received, exchanged[1], world, "send"),
+        )
+
+    return Load(Kind.SEND_RECEIVE, lane, role, sized)
+
+
+def rings_inside(nodes: NodeMap) -> list[list[int]]:
+    """The ranks of each node."""
+    return [list(nodes.ranks_of(node)) for node in range(nodes.num_nodes) if len(nodes.ranks_of(node)) > 1]
+
+
+def rings_between(nodes: NodeMap) -> list[list[int]]:
+    """The first ranks of all nodes, the second ones, and so on."""
+    ranks = [nodes.ranks_of(node) for node in range(nodes.num_nodes)]
+    rings = [[on[place] for on in ranks if len(on) > place] for place in range(max(map(len, ranks)))]
+    return [ring for ring in rings if len(ring) > 1]
+
+
+def copy(rows: Rows) -> Load:
+    """The reorder of rows from source rank to local expert."""
+
+    def sized(size: int) -> Sized:
+        number = rows.number(size, 1)
+        places = max(1, _COPIED_BYTES // (number * rows.bytes))
+        source, target = (rows.filled(places * number).split(number) for _ in range(2))
+        pairs = cycle(zip(source, target, strict=True))
+        bounds = [number * chunk // _CHUNKS for chunk in range(_CHUNKS + 1)]
+        counts = [end - begin for begin, end in zip(bounds, bounds[1:], strict=False)]
+        order = [*range(0, _CHUNKS, 2), *range(1, _CHUNKS, 2)]
+        chunks = ChunkList.from_counts(counts, order, rows.device)
+        return Sized(number * rows.bytes, lambda: steps.copy_rows(*next(pairs), chunks))
+
+    return Load(Kind.COPY, Lane.COPY, None, sized)
+
+
+def host_transfer(rows: Rows, kind: Kind) -> Load:
+    """Kind.OFFLOAD: device to host memory, pinned for a GPU; Kind.PREFETCH: back."""
+    on_cuda = rows.device.type == "cuda"
+
+    def sized(size: int) -> Sized:
+        number = rows.number(size, 1)
+        places = max(1, _COPIED_BYTES // (number * rows.bytes))
+        on_device = torch.ones(places * number, rows.hidden, dtype=rows.dtype, device=rows.device)
+        on_host = torch.ones(places * number, rows.hidden, dtype=rows.dtype, pin_memory=on_cuda)
+        target, source = (on_host, on_device) if kind is Kind.OFFLOAD else (on_device, on_host)
+        pairs = cycle(zip(target.split(number), source.split(number), strict=True))
+
+        def copy_next() -> None:
+            to, from_ = next(pairs)
+            to.copy_(from_, non_blocking=on_cuda)
+
+        return Sized(number * rows.bytes, lambda: steps.call(copy_next))
+
+    return Load(kind, Lane.D2H if kind is Kind.OFFLOAD else Lane.H2D, None, sized)
+
+
+def expert_pass(rows: Rows, expert: Experts, number: int, training: bool = False) -> Callable[[], None]:
+    """A forward pass of one expert on so many rows, or with `training` also its backward pass, whose weight gradients
+    are added to those of other partitions. Called as mpmoe calls experts.
+    """
+    sums = [torch.zeros_like(parameter) for parameter in expert.parameters] if training else []
+    tokens, grad = rows.filled(number), rows.filled(number)
+    counts, probs = torch.tensor([number]), torch.ones(number, device=rows.device)
+
+    def add(parameter: int, gradient: torch.Tensor | None) -> None:
+        if gradient is not None:
+            sums[parameter] += gradient
+
+    def run() -> None:
+        call = ExpertCall(expert, counts, probs, Restore.KEEP, set())
+        call.forward(tokens)
+        if training:
+            call.backward(tokens, grad, add)
+
+    return run
+
+
+def expert_gemm(rows: Rows, expert: Experts, training: bool = False) -> Load:
+    """`expert_pass`, over rows instead of bytes."""
+
+    def sized(number: int) -> Sized:
+        run = expert_pass(rows, expert, number, training)
+        return Sized(number, lambda: steps.call(run))
+
+    return Load(Kind.COMPUTE, Lane.COMPUTE, None, sized)
+
+
+def group_of(groups: tuple[tuple[int, ...], ...]) -> ProcessGroup:
+    """The process group of this rank among groups that hold every rank once. A collective call over the world."""
+    return refine(dist.group.WORLD, next(ranks for ranks in groups if dist.get_rank() in ranks), "profile")

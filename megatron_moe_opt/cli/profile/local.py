@@ -1,0 +1,72 @@
+"""What a rank does by itself: its rows' handling under stock Megatron and under us, and Megatron's experts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+
+from megatron_moe_opt.cli.layer.settings import LayerSettings
+from megatron_moe_opt.cli.profile.loads import Rows, expert_pass
+from megatron_moe_opt.cli.profile.meter import Meter
+from megatron_moe_opt.planning.cluster import OURS, STOCK, Points
+from megatron_moe_opt.runtime.expert_call import Experts
+from megatron_moe_opt.topology.nodes import NodeMap
+
+DISPATCHERS = {STOCK: "alltoall", OURS: "monta"}
+EXPERTS, TOPK = 8, 2
+
+
+def local_work(rows: Rows, meter: Meter, sizes: Sequence[int], longest: float) -> dict[str, Points]:
+    """Dispatch and combine, forward and backward, of layers whose experts are all on their rank, on all ranks at once.
+
+    Over bytes of the rows, up to a size that takes over `longest` seconds. A collective call over the world, in
+    Megatron's groups of one rank.
+    """
+    from megatron_moe_opt.cli.layer.under_test import layers_under_test
+
+    points: dict[str, list[tuple[int, float]]] = {whose: [] for whose in DISPATCHERS}
+    for size in sizes:
+        tokens = rows.number(size, TOPK) // TOPK
+        layers = layers_under_test(_settings(rows, tokens, 1), 1, rows.device, permute_fusion=False)
+        seconds = meter.calls([layers[name].step for name in DISPATCHERS.values()])
+        for whose, took in zip(DISPATCHERS, seconds, strict=True):
+            points[whose].append((tokens * TOPK * rows.bytes, took))
+        if max(seconds) > longest:
+            break
+    return {whose: tuple(of) for whose, of in points.items()}
+
+
+def one_expert(rows: Rows, ffn_hidden: int) -> Experts:
+    """Megatron's own module with a single expert, in Megatron's groups of one rank."""
+    from megatron_moe_opt.cli.layer.under_test import layer_under_test
+
+    settings = replace(_settings(rows, 1, ffn_hidden), experts=1, topk=1)
+    experts = layer_under_test(settings, DISPATCHERS[STOCK], 1, rows.device).layer.experts
+    return Experts(lambda *inputs: experts(*inputs)[0], tuple(experts.parameters()))
+
+
+def compute_sharing(rows: Rows, meter: Meter, expert: Experts, number: int, nodes: NodeMap) -> float:
+    """How much faster an expert computes so many rows on the first rank of each node alone than on all ranks at once.
+
+    A collective call over the world.
+    """
+    first_ranks = {nodes.ranks_of(node)[0] for node in nodes.node_of}
+    if len(first_ranks) == len(nodes.node_of):
+        return 1.0
+    run, is_first = expert_pass(rows, expert, number), dist.get_rank() in first_ranks
+
+    def alone() -> None:
+        if is_first:
+            run()
+
+    together, one = meter.calls([run, alone])
+    return max(1.0, together / one)
+
+
+def _settings(rows: Rows, tokens: int, ffn_hidden: int) -> LayerSettings:
+    dtype = {torch.float32: "fp32", torch.bfloat16: "bf16"}[rows.dtype]
+    dispatchers = tuple(DISPATCHERS.values())
+    return LayerSettings(dispatchers, tokens, rows.hidden, ffn_hidden, EXPERTS, TOPK, dtype=dtype, dispatch_only=True)

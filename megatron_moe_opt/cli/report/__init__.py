@@ -1,0 +1,1 @@
+"""What was measured, as tables, charts, a page, and timelines."""

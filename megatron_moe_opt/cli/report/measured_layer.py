@@ -1,0 +1,193 @@
+"""What `moe-opt bench layer` measured, and how it is printed. docs/benchmarking.md defines the columns."""
+
+from __future__ import annotations
+
+import os
+import statistics
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from rich.console import Console
+
+from megatron_moe_opt.cli.console import say, table_of
+from megatron_moe_opt.cli.layer.links import LinkRates, WireLimit
+from megatron_moe_opt.cli.layer.prediction import Predicted
+from megatron_moe_opt.cli.layer.recorded_step import RecordedStep
+from megatron_moe_opt.cli.layer.settings import LayerSettings
+from megatron_moe_opt.cli.routing.balance import RoutingBalance
+from megatron_moe_opt.runtime.traffic import INTER_NODE, INTRA_NODE, TrafficRow
+from megatron_moe_opt.topology.nodes import NodeMap
+
+
+@dataclass(frozen=True)
+class DispatcherResult:
+    """What was measured of one dispatcher."""
+
+    dispatcher: str
+    seconds: tuple[float, ...]
+    """Of each round: forward and backward on the slowest rank."""
+    ratios: tuple[float, ...]
+    """Of each round: seconds over the baseline's in the same round."""
+    output_difference: float
+    """From the baseline's output, over all ranks: norm of the difference over the norm."""
+    gradient_difference: float
+    """The same of the gradient that differs most (input, router, experts)."""
+    traffic: tuple[TrafficRow, ...]
+    """Sent by all ranks in one step."""
+    wire_limit: WireLimit | None
+    peak_memory_bytes: int | None
+    """Growth over one step (peak_memory.peak_memory_growth) on the rank where it is largest."""
+
+    @property
+    def median(self) -> float:
+        """Median of `seconds`."""
+        return statistics.median(self.seconds)
+
+    @property
+    def ratio(self) -> float:
+        """Median of `ratios`."""
+        return statistics.median(self.ratios)
+
+
+@dataclass(frozen=True)
+class ReportTable:
+    """A table as text, for the terminal and the page alike."""
+
+    title: str
+    headers: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    names: int = 1
+    """Columns on the left that name the row; the others hold numbers."""
+
+
+@dataclass(frozen=True)
+class LayerReport:
+    """A whole run."""
+
+    settings: LayerSettings
+    environment: dict[str, Any]
+    nodes: NodeMap
+    rates: LinkRates
+    results: tuple[DispatcherResult, ...]
+    balance: RoutingBalance
+    predicted: Predicted
+    recorded: Mapping[str, RecordedStep]
+    """A step by dispatcher; empty where none was asked for."""
+
+
+def as_json(report: LayerReport) -> dict[str, Any]:
+    """All numbers, and the medians that the table shows; without the recorded ops, which are for the eye."""
+    content = asdict(replace(report, recorded={}))
+    del content["recorded"]
+    for entry, result in zip(content["results"], report.results, strict=True):
+        entry |= {"median_seconds": result.median, "median_ratio": result.ratio}
+    return content
+
+
+def print_report(report: LayerReport, console: Console) -> None:
+    """Conditions, then times, then traffic."""
+    for line in conditions(report):
+        say(console, line)
+    tables = [times_table(report), *([traffic_table(report)] if any(one.traffic for one in report.results) else [])]
+    for content in tables:
+        console.print(table_of(content.title, content.headers, content.rows, content.names))
+
+
+def conditions(report: LayerReport) -> list[str]:
+    """What ran, where and how, a sentence each."""
+    environment = report.environment
+    software = ", ".join(f"{name} {environment[name]}" for name in ("megatron-moe-opt", "megatron-core", "torch"))
+    machine = (
+        f"{environment['world size']} ranks on {report.nodes.num_nodes} node(s), {environment['device']}, "
+        f"{environment['backend']}, {environment['cpus']} CPUs, {environment['threads of a rank']} thread(s) a rank"
+    )
+    settings = report.settings
+    what = "Dispatch and combine alone" if settings.dispatch_only else "MoE layer"
+    return [
+        f"{what}, forward + backward. {shape_of(settings, environment['ep'])}",
+        f"{software}; {machine}",
+        f"seed {settings.seed}, {settings.warmup} warm-up and {settings.steps} timed rounds, interleaved; a round's "
+        "time is the slowest rank's",
+        f"links: {_links(report.rates)}",
+    ]
+
+
+def shape_of(settings: LayerSettings, ep: int) -> str:
+    """The workload and the layout in one line."""
+    capacity = ""
+    if settings.capacity_factor is not None:
+        capacity = f", capacity factor {settings.capacity_factor:g}" + ", padded" * settings.pad_to_capacity
+    held = ", all TP ranks hold the same tokens" if settings.replicated else ""
+    expert_hidden = "" if settings.dispatch_only else f"expert hidden {settings.ffn_hidden}, "
+    return (
+        f"{settings.tokens} tokens a rank, hidden {settings.hidden}, {expert_hidden}{settings.experts} experts, "
+        f"top-{settings.topk}, {settings.dtype}, TP {settings.tp}, EP {ep}, expert-TP {settings.expert_tp}, "
+        f"routing {settings.routing}{capacity}{held}"
+    )
+
+
+def _links(rates: LinkRates) -> str:
+    """Measured rates of a node, beside those that netbox shaped."""
+    described = []
+    for link, rate, variable in (
+        (INTER_NODE, rates.inter_node, "NETBOX_INTER_BITS"),
+        (INTRA_NODE, rates.intra_node, "NETBOX_INTRA_BITS"),
+    ):
+        if rate is not None:
+            shaped = f" (shaped to {float(os.environ[variable]) / 1e6:.0f})" if variable in os.environ else ""
+            described.append(f"{link} {rate * 8 / 1e6:.0f} Mbit/s a node{shaped}")
+    return ", ".join(described) or "none between ranks"
+
+
+def times_table(report: LayerReport) -> ReportTable:
+    """One row a dispatcher: times, the limit, memory and differences from the baseline."""
+    headers = (
+        "dispatcher",
+        "median ms",
+        "min-max ms",
+        f"ratio to {report.settings.baseline}",
+        "ratio min-max",
+        "wire limit ms",
+        "set by",
+        "median / limit",
+        "peak memory MB",
+        "output diff",
+        "worst grad diff",
+    )
+    return ReportTable("Time of one step", headers, tuple(_cells(result) for result in report.results))
+
+
+def _cells(result: DispatcherResult) -> tuple[str, ...]:
+    limit = result.wire_limit
+    return (
+        result.dispatcher,
+        f"{result.median * 1e3:.1f}",
+        f"{min(result.seconds) * 1e3:.1f}-{max(result.seconds) * 1e3:.1f}",
+        f"{result.ratio:.3f}",
+        f"{min(result.ratios):.3f}-{max(result.ratios):.3f}",
+        f"{limit.seconds * 1e3:.1f}" if limit else "-",
+        limit.link if limit else "-",
+        f"{result.median / limit.seconds:.2f}" if limit else "-",
+        "-" if result.peak_memory_bytes is None else f"{result.peak_memory_bytes / 1e6:.0f}",
+        f"{result.output_difference:.1e}",
+        f"{result.gradient_difference:.1e}",
+    )
+
+
+def traffic_table(report: LayerReport) -> ReportTable:
+    """Messages and bytes of one step by collective and link, and their sums by link."""
+    sent: dict[tuple[str, str], dict[str, tuple[int, int]]] = {}
+    for result in report.results:
+        for row in result.traffic:
+            for collective in (row.collective, "total"):
+                by_dispatcher = sent.setdefault((collective, row.link), {})
+                messages, num_bytes = by_dispatcher.get(result.dispatcher, (0, 0))
+                by_dispatcher[result.dispatcher] = (messages + row.messages, num_bytes + row.bytes)
+    dispatchers = [result.dispatcher for result in report.results]
+    rows = []
+    for key in sorted(sent, key=lambda key: (key[0] == "total", key)):
+        cells = [sent[key].get(dispatcher) for dispatcher in dispatchers]
+        rows.append((*key, *(f"{cell[0]} / {cell[1] / 1e6:.2f}" if cell else "-" for cell in cells)))
+    title = "Sent by all ranks in one step: messages / MB"
+    return ReportTable(title, ("collective", "link", *dispatchers), tuple(rows), names=2)

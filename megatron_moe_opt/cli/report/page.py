@@ -1,0 +1,244 @@
+"""`moe-opt bench layer --report DIR`: everything that was measured, as one page that needs nothing else.
+
+templates/report.html.j2 is the page; what stands in it is put together here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+
+from megatron_moe_opt.cli.layer.recorded_step import RecordedStep
+from megatron_moe_opt.cli.report.charts import (
+    KINDS,
+    BarChart,
+    BarData,
+    ColumnChart,
+    RowChart,
+    bar_chart,
+    column_chart,
+    stack_chart,
+    timeline_chart,
+)
+from megatron_moe_opt.cli.report.measured_layer import (
+    DispatcherResult,
+    LayerReport,
+    ReportTable,
+    conditions,
+    times_table,
+    traffic_table,
+)
+from megatron_moe_opt.cli.routing.balance import max_over_mean
+from megatron_moe_opt.output_file import check_output_file, check_output_folder, write_text_whole
+from megatron_moe_opt.runtime.traffic import INTER_NODE, INTRA_NODE
+from megatron_moe_opt.schedules.timeline import overlap
+
+PAGE = "report.html"
+_OURS, _BASELINE = KINDS["all_to_all"], KINDS["copy"]  # blue and grey
+
+
+def make_report_folder(folder: Path | None) -> None:
+    """Creates the folder of --report.
+
+    Raises:
+        ConfigurationError: it cannot be, or the page in it cannot be written.
+    """
+    check_output_folder("--report", folder)
+    if folder is not None:
+        check_output_file("--report", folder / PAGE)
+
+
+def write_page(folder: Path, report: LayerReport) -> Path:
+    """Writes the page into an existing folder; returns its path. Raises ConfigurationError where it cannot."""
+    page = folder / PAGE
+    write_text_whole(page, render_page(report))
+    return page
+
+
+def render_page(report: LayerReport) -> str:
+    """The page as HTML."""
+    environment = Environment(
+        loader=PackageLoader("megatron_moe_opt.cli.report"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    sent = any(result.traffic for result in report.results)
+    numbers = _collective_numbers(report)
+    return environment.get_template("report.html.j2").render(
+        title="Dispatch and combine" if report.settings.dispatch_only else "One MoE layer",
+        headline=headline(report),
+        conditions=conditions(report),
+        baseline=report.settings.baseline,
+        times=times_table(report),
+        times_chart=_times_chart(report),
+        prediction=_prediction(report) if report.predicted.seconds else None,
+        profile=report.settings.profile,
+        not_predicted=report.predicted.missing,
+        timelines=_timelines(report),
+        without_schedules=[name for name, step in report.recorded.items() if not step.timelines],
+        kinds=_kinds(report),
+        traffic=traffic_table(report) if sent else None,
+        stacks=_stacks(report, numbers),
+        collectives=list(numbers.items()),
+        memory=_memory_chart(report),
+        balance=_balance(report),
+        capped=report.settings.capacity_factor is not None,
+        facts=_facts(report),
+    )
+
+
+def headline(report: LayerReport) -> str:
+    """Which dispatcher was fastest, by how much, and how far from its limit."""
+    baseline = report.settings.baseline
+    best = min(report.results, key=lambda result: result.ratio)
+    if best.dispatcher == baseline:
+        return f"None was faster than {baseline}"
+    spread = f"{min(best.ratios):.2f}-{max(best.ratios):.2f}"
+    text = f"{best.dispatcher} took {best.ratio:.2f} of {baseline}'s time ({spread})"
+    if best.wire_limit is not None:
+        text += f", {best.median / best.wire_limit.seconds:.2f} times its wire limit"
+    return text
+
+
+def _colour(report: LayerReport, result: DispatcherResult) -> int:
+    return _BASELINE if result.dispatcher == report.settings.baseline else _OURS
+
+
+def _times_chart(report: LayerReport) -> BarChart:
+    return bar_chart(
+        [
+            BarData(
+                result.dispatcher,
+                result.median * 1e3,
+                f"{result.median * 1e3:.1f} ms, ratio {result.ratio:.3f}",
+                tuple(seconds * 1e3 for seconds in result.seconds),
+                None if result.wire_limit is None else result.wire_limit.seconds * 1e3,
+                _colour(report, result),
+            )
+            for result in report.results
+        ]
+    )
+
+
+def _prediction(report: LayerReport) -> dict[str, Any]:
+    """Of the dispatchers that a prediction was made for."""
+    predictions = report.predicted.seconds
+    results = [result for result in report.results if result.dispatcher in predictions]
+    rows, data = [], []
+    for result in results:
+        predicted, measured = predictions[result.dispatcher], result.median
+        error = f"{predicted / measured - 1:+.1%}"
+        rows.append((result.dispatcher, f"{predicted * 1e3:.1f}", f"{measured * 1e3:.1f}", error))
+        samples = tuple(seconds * 1e3 for seconds in result.seconds)
+        colour = _colour(report, result)
+        data.append(BarData(result.dispatcher, measured * 1e3, error, samples, predicted * 1e3, colour))
+    fastest = min(results, key=lambda result: predictions[result.dispatcher]).dispatcher
+    measured = min(results, key=lambda result: result.median).dispatcher
+    return {
+        "agreement": f"Predicted to be fastest: {fastest}. Measured to be fastest of those predicted: {measured}.",
+        "chart": bar_chart(data),
+        "table": ReportTable(
+            "Time of one step", ("dispatcher", "predicted ms", "measured median ms", "error"), tuple(rows)
+        ),
+    }
+
+
+def _timelines(report: LayerReport) -> list[dict[str, Any]]:
+    """Of the dispatchers that run schedules, all on one scale."""
+    joined = {name: step.joined(name) for name, step in report.recorded.items() if step.timelines}
+    longest = max((timeline.seconds for timeline in joined.values()), default=0.0)
+    return [
+        {
+            "name": name,
+            "chart": timeline_chart(timeline, longest),
+            "summary": _summary(report.recorded[name]),
+        }
+        for name, timeline in joined.items()
+    ]
+
+
+def _summary(step: RecordedStep) -> str:
+    timelines = step.timelines
+    lanes = dict.fromkeys(lane for timeline in timelines for lane in timeline.schedule.lanes)
+    busy = ", ".join(f"{lane.value} {sum(one.busy(lane) for one in timelines) * 1e3:.1f}" for lane in lanes)
+    seconds = sum(timeline.seconds for timeline in step.schedules)
+    names = "; ".join(
+        f"{number}. {one.schedule.name}" for number, one in enumerate(timelines, start=1) if not one.is_beside
+    )
+    text = f"Rank {step.rank}: {seconds * 1e3:.1f} ms in {names or 'no schedule'}. Busy ms: {busy or 'none'}."
+    hidden = overlap(timelines)
+    return text if hidden is None else f"{text} Overlap {hidden:.0%}."
+
+
+def _kinds(report: LayerReport) -> list[tuple[str, int]]:
+    """Kinds of the ops in the timelines."""
+    timelines = [timeline for step in report.recorded.values() for timeline in step.timelines]
+    used = {op.kind.value for timeline in timelines for op in timeline.schedule.ops}
+    return [(kind, number) for kind, number in KINDS.items() if kind in used]
+
+
+def _collective_numbers(report: LayerReport) -> dict[str, int]:
+    """A collective has the colour that it has in the timelines, or one of those that the others leave."""
+    names = sorted({row.collective for result in report.results for row in result.traffic})
+    taken = {KINDS[name] for name in names if name in KINDS}
+    free = (number for number in count() if number not in taken)
+    return {name: KINDS[name] if name in KINDS else next(free) for name in names}
+
+
+def _stacks(report: LayerReport, numbers: Mapping[str, int]) -> list[tuple[str, RowChart]]:
+    """Megabytes by dispatcher and collective, of each link that something is sent over."""
+    stacks: dict[str, dict[str, dict[str, float]]] = {}
+    for link in (INTER_NODE, INTRA_NODE):
+        if any(row.link == link for result in report.results for row in result.traffic):
+            stacks[link] = {
+                result.dispatcher: {row.collective: row.bytes / 1e6 for row in result.traffic if row.link == link}
+                for result in report.results
+            }
+    return [(link, stack_chart(of_link, numbers, "MB")) for link, of_link in stacks.items()]
+
+
+def _memory_chart(report: LayerReport) -> BarChart | None:
+    data = [
+        BarData(
+            result.dispatcher,
+            result.peak_memory_bytes / 1e6,
+            f"{result.peak_memory_bytes / 1e6:.3g} MB",
+            number=_colour(report, result),
+        )
+        for result in report.results
+        if result.peak_memory_bytes is not None
+    ]
+    return bar_chart(data) if data else None
+
+
+def _balance(report: LayerReport) -> list[dict[str, str | ColumnChart]]:
+    parts = {"expert": report.balance.of_expert, "rank": report.balance.of_rank}
+    return [
+        {
+            "what": what,
+            "text": f"largest {max(rows)}, least {min(rows)}, max over mean {max_over_mean(rows):.2f}",
+            "mean": f"mean {sum(rows) / len(rows):.5g}",
+            "chart": column_chart(rows, what),
+        }
+        for what, rows in parts.items()
+    ]
+
+
+def _facts(report: LayerReport) -> list[tuple[str, str]]:
+    facts = report.environment | asdict(report.settings)
+    return [(name.replace("_", " "), _fact(value)) for name, value in facts.items() if value not in (None, {})]
+
+
+def _fact(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return ", ".join(f"{name}={one}" for name, one in value.items())
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return ", ".join(map(str, value)) if isinstance(value, (tuple, list)) else str(value)

@@ -1,0 +1,146 @@
+"""One step of a layer's dispatch and combine, or of its pipeline, recorded op by op, beside its prediction."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from rich.table import Table
+
+from megatron_moe_opt.cli.bench.layer import check
+from megatron_moe_opt.cli.console import report_console, say, table_of
+from megatron_moe_opt.cli.layer.recorded_step import record_step
+from megatron_moe_opt.cli.layer.settings import BASELINE, LayerSettings
+from megatron_moe_opt.cli.ranks import (
+    adopt_slurm_ranks,
+    megatron_process_group,
+    parallel_layer,
+    silence_libraries,
+    world_size,
+)
+from megatron_moe_opt.cli.report.measured_layer import shape_of
+from megatron_moe_opt.cli.report.timeline_files import check_timeline_files, write_timelines
+from megatron_moe_opt.errors import ConfigurationError
+from megatron_moe_opt.planning import mpmoe_choice
+from megatron_moe_opt.planning.cluster import Cluster
+from megatron_moe_opt.planning.curves import Costs
+from megatron_moe_opt.planning.monta import PASSES
+from megatron_moe_opt.planning.simulator import simulate
+from megatron_moe_opt.schedules.schedule import Lane
+from megatron_moe_opt.schedules.timeline import Timeline, one_after_another, overlap
+from megatron_moe_opt.variants import split_variant
+
+
+@dataclass(frozen=True)
+class StepTimelines:
+    """The passes of one step on one rank, by name."""
+
+    rank: int
+    measured: Mapping[str, Timeline]
+    predicted: Mapping[str, Timeline] | None
+    """Of the same schedules; None without a profile."""
+
+    def joined(self, name: str) -> dict[str, Timeline]:
+        """What there is, predicted first, the passes one after another under `name`."""
+        kinds = {"predicted": self.predicted, "measured": self.measured}
+        return {kind: one_after_another(name, passes) for kind, passes in kinds.items() if passes is not None}
+
+
+def layer_timeline(settings: LayerSettings, rank: int | None, trace: Path | None, png: Path | None) -> StepTimelines:
+    """Records on the current ranks; rank 0 prints the table and writes the files. All ranks get the answer.
+
+    Args:
+        settings: of dispatch alone or of mpmoe, with one dispatcher besides the baseline. Its `steps` are recorded, and
+            of them the median one is shown.
+        rank: whose timeline; None: the rank whose schedules took longest in that step.
+
+    Raises:
+        ConfigurationError: settings that cannot work, before anything runs.
+    """
+    silence_libraries()
+    adopt_slurm_ranks()
+    if trace is None and png is None:
+        raise ConfigurationError("there is nothing to write: give --trace FILE.json, --png FILE.png or both")
+    check_timeline_files(trace, png)
+    world = world_size()
+    if rank is not None and rank >= world:
+        raise ConfigurationError(f"--rank {rank} is not one of the {world} ranks of this run: choose 0 to {world - 1}")
+    cluster = check(settings)
+    ep = settings.ep_size(world)
+    costs = None if cluster is None else _costs(settings, ep, cluster)
+    with megatron_process_group() as device:
+        with parallel_layer(settings.tp, ep, settings.expert_tp, settings.seed):
+            step = _record(settings, ep, device, rank)
+        if costs is not None:
+            predicted = {
+                name: simulate(timeline.schedule, costs, cluster.slowdown) for name, timeline in step.measured.items()
+            }
+            step = replace(step, predicted=predicted)
+        if dist.get_rank() == 0:
+            _report(step, settings, ep, trace, png)
+    return step
+
+
+def _costs(settings: LayerSettings, ep: int, cluster: Cluster) -> Costs:
+    """What the ops of the settings' schedules cost.
+
+    Raises:
+        ConfigurationError: a curve of mpmoe's is missing.
+    """
+    if settings.dispatch_only:
+        return cluster.costs()
+    from megatron_moe_opt.cli.layer.under_test import mpmoe_shape
+
+    layer, (_, options) = mpmoe_shape(settings, ep), split_variant(_variant(settings), None)
+    rows = settings.tokens * settings.topk
+    mpmoe_choice.predict(layer, rows, cluster, options.partition_counts, options.memory_strategies)
+    return layer.costs(cluster)
+
+
+def _record(settings: LayerSettings, ep: int, device: torch.device, rank: int | None) -> StepTimelines:
+    """A collective call over the world; the same answer on every rank."""
+    from megatron_moe_opt.cli.layer.under_test import layers_under_test
+
+    layer = layers_under_test(settings, ep, device, permute_fusion=False)[_variant(settings)]
+    for _ in range(settings.warmup):
+        layer.recorded_step()
+    recorded = record_step(layer, settings.steps, device, rank)
+    names = PASSES if settings.dispatch_only else ("forward", "backward")
+    return StepTimelines(recorded.rank, dict(zip(names, recorded.timelines, strict=True)), None)
+
+
+def _variant(settings: LayerSettings) -> str:
+    (variant,) = (name for name in settings.dispatchers if name != BASELINE)
+    return variant
+
+
+def _report(step: StepTimelines, settings: LayerSettings, ep: int, trace: Path | None, png: Path | None) -> None:
+    console = report_console(160)
+    say(console, f"{shape_of(settings, ep)}; rank {step.rank}")
+    console.print(timelines_table(step, _variant(settings)))
+    write_timelines(step.joined(f"{_variant(settings)}, rank {step.rank}"), trace, png, console)
+
+
+def timelines_table(step: StepTimelines, title: str) -> Table:
+    """One row a pass, and their sum: predicted and measured time, time that each lane is busy, overlap."""
+    lanes = [lane for lane in Lane if any(lane in timeline.schedule.lanes for timeline in step.measured.values())]
+    headers = ("pass", "predicted ms", "measured ms", "error", *(f"{lane.value} busy ms" for lane in lanes), "overlap")
+    table = table_of(title, headers, caption="overlap: time hidden over time that could be hidden")
+    rows = {name: [name] for name in step.measured} | {"all": list(step.measured)}
+    for row, names in rows.items():
+        timelines = [step.measured[name] for name in names]
+        predicted = step.predicted and sum(step.predicted[name].seconds for name in names)
+        measured = sum(timeline.seconds for timeline in timelines)
+        hidden = overlap(timelines)
+        table.add_row(
+            row,
+            "-" if predicted is None else f"{predicted * 1e3:.4g}",
+            f"{measured * 1e3:.4g}",
+            "-" if predicted is None else f"{predicted / measured - 1:+.1%}",
+            *(f"{sum(timeline.busy(lane) for timeline in timelines) * 1e3:.4g}" for lane in lanes),
+            "-" if hidden is None else f"{hidden:.0%}",
+        )
+    return table

@@ -1,0 +1,1 @@
+"""Choices of experts, seeded or recorded, and what is learned from recorded ones."""

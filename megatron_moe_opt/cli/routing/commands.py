@@ -1,0 +1,81 @@
+"""`moe-opt replay-routing`, `moe-opt plan-experts` and `moe-opt generate-routing`: the options."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+Nodes = Annotated[int, typer.Option(min=2, help="Nodes that the ranks of an expert-parallel group are on.")]
+RanksPerNode = Annotated[int, typer.Option(min=1, help="Ranks of the group on each node.")]
+
+
+def replay_routing(
+    trace: Annotated[Path, typer.Argument(help="A routing trace.")],
+    *,
+    nodes: Nodes,
+    ranks_per_node: RanksPerNode,
+    expert_order: Annotated[
+        Path | None, typer.Option(help="A file of moe-opt plan-experts.", show_default="stock's order")
+    ] = None,
+    png: Annotated[
+        Path | None, typer.Option(help="Draw reductions and moved samples, pass by pass (.png, .svg or .pdf).")
+    ] = None,
+) -> None:
+    """What NetMoE's placement of samples would have sent between nodes in a recorded training run, and stock's.
+
+    moe-opt replay-routing routing.npz --nodes 2 --ranks-per-node 4
+    """
+    from megatron_moe_opt.cli.routing.replay import report_replay
+
+    report_replay(trace, nodes, ranks_per_node, expert_order, png)
+
+
+def plan_experts(
+    trace: Annotated[Path, typer.Argument(help="A routing trace.")],
+    *,
+    nodes: Nodes,
+    ranks_per_node: RanksPerNode,
+    output: Annotated[Path, typer.Option("--output", "-o", help="The file for --moe-opt-expert-order.")],
+    seed: Annotated[int, typer.Option(help="Of the starts of the search.")] = 0,
+) -> None:
+    """Put experts that the same samples use on the same node and rank: fitted to the first half of a trace, judged on
+    the second.
+
+    moe-opt plan-experts routing.npz --nodes 2 --ranks-per-node 4 -o order.json
+    """
+    from megatron_moe_opt.cli.routing.replay import report_plan
+
+    report_plan(trace, nodes, ranks_per_node, output, seed)
+
+
+def generate_routing(
+    *,
+    output: Annotated[Path, typer.Option("--output", "-o", help="The trace to write.")],
+    like: Annotated[str, typer.Option(help="A model of NetMoE's Table 5, such as MoE-GPT-S.")] = "MoE-GPT-S",
+    nodes: Annotated[int, typer.Option(min=2, help="Nodes of 8 GPUs there: 2 or 4.")] = 2,
+    passes: Annotated[int, typer.Option(min=1, help="Passes.")] = 10,
+    layers: Annotated[int, typer.Option(min=2, help="MoE layers.")] = 4,
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens of a sample; the table's have 1024.")] = 1024,
+    seed: Annotated[int, typer.Option(help="Decides everything that is random.")] = 0,
+) -> None:
+    """Draw a routing trace with the locality of a row of NetMoE's Table 5.
+
+    moe-opt generate-routing --like MoE-GPT-S --nodes 2 -o routing.npz
+    """
+    from megatron_moe_opt.cli.console import report_console, say_written
+    from megatron_moe_opt.errors import ConfigurationError
+    from megatron_moe_opt.output_file import check_output_file
+    from megatron_moe_opt.planning.routing_generator import TABLE5, like_table5
+    from megatron_moe_opt.planning.routing_trace import write_routing_trace
+
+    check_output_file("--output", output)
+    if like not in TABLE5:
+        raise ConfigurationError(f"--like {like} is not a model of the table: choose one of {', '.join(TABLE5)}")
+    if nodes not in TABLE5[like]:
+        raise ConfigurationError(f"--nodes {nodes} is not in the table: choose 2 or 4")
+    write_routing_trace(
+        output, like_table5(TABLE5[like][nodes], passes=passes, layers=layers, seed=seed, tokens=tokens)
+    )
+    say_written(output, report_console())

@@ -1,0 +1,180 @@
+"""Routing traces as tables: what a placement of samples sends, and what another order of experts makes of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+from rich.table import Table
+
+from megatron_moe_opt.cli.console import report_console, say, say_written, table_of
+from megatron_moe_opt.cli.report.timeline_files import check_timeline_files
+from megatron_moe_opt.errors import ConfigurationError
+from megatron_moe_opt.output_file import check_output_file
+from megatron_moe_opt.planning.expert_grouping import group_experts
+from megatron_moe_opt.planning.expert_order import ExpertOrder, read_expert_order, stock_devices, write_expert_order
+from megatron_moe_opt.planning.routing_replay import PLANS, Replay, replay
+from megatron_moe_opt.planning.routing_trace import RoutingTrace, read_routing_trace
+
+WIDTH = 150
+
+
+def report_replay(path: Path, nodes: int, ranks_per_node: int, expert_order: Path | None, png: Path | None) -> None:
+    """Prints a table with three placements for each pair of layers and for all, and draws the picture.
+
+    Raises:
+        ConfigurationError: files that cannot be used or written, sizes that do not fit.
+    """
+    check_timeline_files(None, png)
+    trace = read_routing_trace(path)
+    _check_sizes(path, trace, nodes, ranks_per_node)
+    devices = _expert_devices(trace, nodes, ranks_per_node, expert_order)
+    done = _replay(trace.counts(), devices, nodes, ranks_per_node)
+    console = report_console(WIDTH)
+    order = "stock's order" if expert_order is None else f"the order of {expert_order}"
+    say(console, f"{path}: {_describe(trace)}")
+    say(console, f"{nodes} nodes of {ranks_per_node} ranks; experts in {order}")
+    console.print(_replay_table(trace, done))
+    say(
+        console,
+        "Of all all-to-alls, first dispatch and last combine included: "
+        f"predicted {done.whole_reduction('predicted'):.1%}, oracle {done.whole_reduction('oracle'):.1%} less between "
+        "nodes",
+    )
+    say(console, f"The fullest rank gets {done.heaviest.mean():.2f} times the mean of the tokens")
+    if png is not None:
+        from megatron_moe_opt.cli.routing.replay_picture import draw_replay
+
+        draw_replay(png, trace, done)
+        say_written(png, console)
+
+
+def report_plan(path: Path, nodes: int, ranks_per_node: int, output: Path, seed: int) -> None:
+    """Writes an order of experts, and prints what it does in the half it was fitted to and in the other.
+
+    Raises:
+        ConfigurationError: files that cannot be used or written, sizes that do not fit, a trace that is too short.
+    """
+    from megatron_moe_opt.kernels import solve_placement
+
+    check_output_file("--output", output)
+    trace = read_routing_trace(path)
+    _check_sizes(path, trace, nodes, ranks_per_node)
+    if trace.num_passes < 2:
+        raise ConfigurationError(f"{path} has one pass, which cannot be halved: record more")
+    counts, half = trace.counts(), trace.num_passes // 2
+    planned = group_experts(counts[:half], nodes, ranks_per_node, solve_placement, seed)
+    order = ExpertOrder.of_devices(planned, trace.layers, nodes, nodes * ranks_per_node)
+    write_expert_order(output, order)
+    stock = stock_devices(len(trace.layers), trace.num_experts, nodes * ranks_per_node)
+    console = report_console(WIDTH)
+    say(console, f"{path}: {_describe(trace)}")
+    table = table_of(
+        f"{nodes} nodes of {ranks_per_node} ranks",
+        ("passes", "experts", "outside", "predicted", "oracle", "of oracle", "predicted / stock's order",
+         "fullest rank"),
+        names=2,
+        caption="outside: mean share of a sample's tokens outside its best node; predicted, oracle: less between "
+        "nodes than stock's placement",
+    )  # fmt: skip
+    whole = {
+        label: _replay(counts, devices, nodes, ranks_per_node)
+        for label, devices in (("stock's order", stock), ("planned", planned))
+    }
+    for name, ends in ((f"1-{half}, fitted", (0, half)), (f"{half + 1}-{len(counts)}, held out", (half, len(counts)))):
+        halves = {label: done.of_passes(*ends) for label, done in whole.items()}
+        before = halves["stock's order"].reduction("predicted")
+        for label, done in halves.items():
+            table.add_row(
+                name,
+                label,
+                f"{done.outside.mean():.1%}",
+                f"{done.reduction('predicted'):.1%}",
+                f"{done.reduction('oracle'):.1%}",
+                f"{done.share_of_oracle():.1%}",
+                f"{done.reduction('predicted') / before if before else 1.0:.2f}x",
+                f"{done.heaviest.mean():.2f}x",
+            )
+            name = ""
+        table.add_section()
+    console.print(table)
+    say_written(output, console)
+
+
+def _describe(trace: RoutingTrace) -> str:
+    passes, layers, samples, tokens, topk = trace.experts.shape
+    first, last = trace.iterations.min(), trace.iterations.max()
+    kinds = f" of {', '.join(trace.kind_names)}" if trace.kind_names else ""
+    return (
+        f"{passes} passes of iterations {first} to {last}; {samples} samples{kinds}, {tokens} tokens each; "
+        f"{layers} MoE layers, {trace.num_experts} experts, top-{topk}"
+    )
+
+
+def _check_sizes(path: Path, trace: RoutingTrace, nodes: int, ranks_per_node: int) -> None:
+    ranks, samples = nodes * ranks_per_node, trace.num_samples
+    if len(trace.layers) < 2:
+        raise ConfigurationError(
+            f"{path} has one MoE layer: a placement lies between two; record a model with more of them"
+        )
+    for what, number in (("samples of a pass", samples), ("experts", trace.num_experts)):
+        if number % ranks:
+            raise ConfigurationError(
+                f"--nodes {nodes} x --ranks-per-node {ranks_per_node} = {ranks} ranks do not divide the {number} "
+                f"{what} of {path}: choose sizes that do"
+            )
+
+
+def _expert_devices(trace: RoutingTrace, nodes: int, ranks_per_node: int, expert_order: Path | None) -> np.ndarray:
+    """[L, E]."""
+    ranks = nodes * ranks_per_node
+    if expert_order is None:
+        return stock_devices(len(trace.layers), trace.num_experts, ranks)
+    order = read_expert_order(expert_order)
+    if (order.num_experts, order.ranks) != (trace.num_experts, ranks):
+        raise ConfigurationError(
+            f"--expert-order {expert_order} is of {order.num_experts} experts on {order.ranks} ranks, the replay of "
+            f"{trace.num_experts} on {ranks}: plan it for these"
+        )
+    missing = sorted(set(trace.layers.tolist()) - set(order.layers))
+    if missing:
+        raise ConfigurationError(f"--expert-order {expert_order} has no layer {missing[0]}: plan it from this trace")
+    return order.expert_device(trace.layers)
+
+
+def _replay(counts: np.ndarray, expert_device: np.ndarray, nodes: int, ranks_per_node: int) -> Replay:
+    from megatron_moe_opt.kernels import place_samples
+
+    return replay(counts, expert_device, np.repeat(np.arange(nodes), ranks_per_node), place_samples)
+
+
+def _replay_table(trace: RoutingTrace, done: Replay) -> Table:
+    table = table_of(
+        "what crosses links, tokens of a pass",
+        ("combine, dispatch", "placement", "inter", "intra", "local", "inter less", "of oracle", "outside",
+         "moved: node", "device"),
+        names=2,
+        caption="combine, dispatch: MoE layers whose all-to-alls a placement decides; inter, intra, local: between "
+        "nodes, between ranks of a node, on a rank; outside: mean share of a sample's tokens outside its best node",
+    )  # fmt: skip
+    pairs = range(len(trace.layers) - 1)
+    for pair in (*pairs, None):
+        name = "all" if pair is None else f"{trace.layers[pair]}, {trace.layers[pair + 1]}"
+        part = slice(None) if pair is None else slice(pair, pair + 1)
+        outside = f"{done.outside[:, part].mean():.1%}"
+        for plan in PLANS:
+            volume = done.volume(plan, pair)
+            node, device = done.moved[plan][:, part].mean(axis=(0, 1))
+            stock = plan == "stock"
+            table.add_row(
+                name,
+                plan,
+                *map(str, (volume.inter, volume.intra, volume.local)),
+                "" if stock else f"{done.reduction(plan, pair):.1%}",
+                f"{done.share_of_oracle(pair):.1%}" if plan == "predicted" else "",
+                outside,
+                *(("", "") if stock else (f"{node:.1%}", f"{device:.1%}")),
+            )
+            name = outside = ""
+        table.add_section()
+    return table

@@ -1,0 +1,58 @@
+"""tools/bench_memory.py: memory reuse saves what MPMoE's eq. 6 says, measured."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+
+from megatron_moe_opt.schedules.mpmoe import STRATEGIES
+from tests.ranks.devices import rank_device
+from tools.mpmoe_formulas import LayerElements
+
+TOKENS, HIDDEN, FFN = 2048, 64, 256
+
+
+def measured(partitions: int) -> list[Any]:
+    from tests.ranks.megatron import parallel
+    from tools.bench_memory import STATES, MemoryRow, Shape, _settings, measure
+
+    world, use, rows = dist.get_world_size(), {}, []
+    predicted = LayerElements(TOKENS, HIDDEN, FFN, world).saving_ratio(partitions)
+    with parallel(ep=world):
+        for strategy in STRATEGIES:
+            settings = _settings(Shape(HIDDEN, FFN), TOKENS, world, "fp32", f"mpmoe:{partitions}:{strategy}")
+            use[strategy], parameters = measure(settings, world, rank_device())
+            states = STATES * parameters
+            rows.append(
+                MemoryRow("a shape", TOKENS, partitions, strategy, states, use["none"], use[strategy], predicted)
+            )
+    return rows
+
+
+def test_saves_what_the_paper_says(ranks):
+    results = ranks.run(measured, partitions=4)
+    assert all(result == results[0] for result in results)
+    rows = {row.strategy: row for row in results[0]}
+    row_bytes = TOKENS * HIDDEN * 4
+    for strategy in ("S1", "S2", "S3", "S4"):
+        row = rows[strategy]
+        assert row.saved >= 0.95 * row.predicted, row
+        assert row.use.held < 0.25 * row.without.held  # the output, and under S2 and S4 the packed rows
+    # T_DI, and T_M: the activation function's input and output, and that times the probabilities.
+    for strategy, copies in ("none", 0), ("S1", 1 + 3 * FFN // HIDDEN), ("S2", 3 * FFN // HIDDEN), ("S3", 1), ("S4", 0):
+        host = rows[strategy].use.host
+        assert copies * row_bytes <= host <= 1.1 * copies * row_bytes, strategy  # the fullest rank has a little more
+
+
+def test_table():
+    from tools.bench_memory import MemoryRow, MemoryUse, _table
+
+    row = MemoryRow("MoE-GPT-S", 4096, 4, "S3", 100, MemoryUse(200, 300, 0), MemoryUse(20, 100, 50), 0.4)
+    assert row.saved == 0.5
+    console = Console(file=io.StringIO(), width=200)
+    console.print(_table([row], "fp32", torch.device("cpu")))
+    assert "50.0%" in console.file.getvalue() and "1.25" in console.file.getvalue()
