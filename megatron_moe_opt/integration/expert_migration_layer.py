@@ -23,13 +23,14 @@ from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.integration.experts_of_owners import call_experts
 from megatron_moe_opt.integration.layer_workload import layer_workload
 from megatron_moe_opt.integration.optimizer_step import after_optimizer_step, before_optimizer_step, forget
-from megatron_moe_opt.options import PREFIX, Options
+from megatron_moe_opt.options import Options
 from megatron_moe_opt.runtime.expert_codec import LargestWeights, TrackedExperts, WholeExperts
 from megatron_moe_opt.runtime.expert_communicator import MigratedExperts, expert_communicator
 from megatron_moe_opt.runtime.expert_gradients import CompressedGradients, WholeGradients
 from megatron_moe_opt.runtime.expert_weights import ExpertWeights
 from megatron_moe_opt.runtime.recomputation import is_recomputing
 from megatron_moe_opt.runtime.shared_expert import SharedExpert
+from megatron_moe_opt.systems.system import PREFIX
 from megatron_moe_opt.topology.domain_groups import DomainGroups, levels_of
 from megatron_moe_opt.topology.domains import ExpertDomains
 from megatron_moe_opt.topology.expert_groups import ExpertGroups
@@ -47,7 +48,7 @@ def make_dispatcher(groups: ExpertGroups, options: Options, config: Any) -> Expe
     workers = levels_of(groups.ep, options.network_levels)
     if options.chooses_domains:
         workload = dataclasses.replace(
-            layer_workload(config, groups, workers),
+            layer_workload(config, groups, workers, options.resident_limit),
             tp=1,  # the dispatcher gets tokens that are split
             compression=options.compression_ratio or 1.0,
             gradient_compression=options.gradient_compression_ratio or 1.0,
@@ -94,7 +95,7 @@ def migrate_experts(layer: Any, options: Options) -> None:
         hooks.append(layer.experts.register_load_state_dict_post_hook(lambda *_: one.restart()))
 
     def migrate(groups: DomainGroups, owners: tuple[int, ...]) -> MigratedExperts:
-        communicator = expert_communicator(groups, options.prefetch_layers, options.resident_layers)
+        communicator = expert_communicator(groups, options.prefetch_layers, options.resident_limit)
         codec: WholeExperts | TrackedExperts | LargestWeights = WholeExperts()
         if ratio is not None:
             if options.residuals == "last":

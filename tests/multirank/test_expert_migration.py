@@ -245,12 +245,12 @@ def test_experts_are_sent_ahead_and_compared_when_used(ranks):
     ranks.run(prefetched)
 
 
-def bounded(ahead: int) -> None:
+def bounded(ahead: int, **bound: int) -> None:
     """Four layers, experts of `ahead` + 1 of them in memory: equal to stock, whatever passes are under way."""
     from tests.ranks.megatron import parallel
 
     with parallel(ep=4):
-        stock, ours = layers(4, prefetch_layers=ahead, resident_layers=ahead + 1)
+        stock, ours = layers(4, prefetch_layers=ahead, **bound)
         migrated = [layer.token_dispatcher.dispatcher.migrated for layer in ours]
 
         def resident() -> int:
@@ -290,9 +290,9 @@ def bounded(ahead: int) -> None:
                 assert relative(same.grad, weight.grad) < 3e-6  # of four layers in a row
 
 
-@pytest.mark.parametrize("ahead", [0, 1])
-def test_experts_beyond_the_bound_are_gathered_again(ranks, ahead):
-    ranks.run(bounded, ahead=ahead)
+@pytest.mark.parametrize("settings", [{"ahead": 0, "resident_layers": 1}, {"ahead": 1}], ids=["named", "by default"])
+def test_experts_beyond_the_bound_are_gathered_again(ranks, settings):
+    ranks.run(bounded, **settings)
 
 
 def traffic(sizes: tuple[int, ...], levels: tuple[int, ...], nodes: tuple[int, ...]) -> dict[str, Any]:
