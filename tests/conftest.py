@@ -2,28 +2,44 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 import pytest
 
-from tests.ranks.pool import SOFTWARE_STREAMS, RankPool
+from tests.ranks.pool import GPUS, RankPool
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption(
-        "--software-streams", metavar="SEED", type=int, help="ranks run their schedules on streams in software"
-    )
+    parser.addoption("--gpus", action="store_true", help="a GPU for each rank, and NCCL between them")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "host_only(reason): is about ranks without GPUs; left out with --gpus")
+    if config.getoption("--gpus") and not _gpus():
+        raise pytest.UsageError("--gpus: PyTorch finds no GPU here: leave it out, and ranks run on the CPU over Gloo")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """With --gpus, tests that are about the host are skipped, and say why."""
+    if config.getoption("--gpus"):
+        for item in items:
+            for mark in item.iter_markers("host_only"):
+                item.add_marker(pytest.mark.skip(reason=mark.kwargs["reason"]))
+
+
+def _gpus() -> int:
+    import torch
+
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
 @pytest.fixture(scope="session", autouse=True)
-def software_streams(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+def kind_of_ranks(request: pytest.FixtureRequest) -> Iterator[None]:
     """What the option asks for, for all rank processes that start afterwards."""
-    seed = request.config.getoption("--software-streams")
     with pytest.MonkeyPatch.context() as patch:
-        if seed is not None:
-            from tests.accelerator.executor_library import build
-
-            patch.setenv(SOFTWARE_STREAMS, f"{build(tmp_path_factory.mktemp('executor'))}:{seed}")
+        if request.config.getoption("--gpus"):
+            patch.setenv(GPUS, "1")
         yield
 
 
@@ -46,5 +62,7 @@ def doomed_ranks() -> Iterator[RankPool]:
 
 
 def _open(pool: RankPool) -> Iterator[RankPool]:
+    if GPUS in os.environ and _gpus() < pool.world:
+        pytest.skip(f"{pool.world} ranks need a GPU each, and this machine has {_gpus()}")
     yield pool
     pool.close()

@@ -19,10 +19,10 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from megatron_moe_opt.cli.console import report_console
+from megatron_moe_opt.cli.console import report_console, say, say_written
 from megatron_moe_opt.cli.main import main
 from megatron_moe_opt.cli.option_types import DType, finite, whole_numbers
-from megatron_moe_opt.cli.report.timeline_files import check_timeline_files, say_written
+from megatron_moe_opt.cli.report.timeline_files import check_timeline_files
 from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.output_file import written_whole
 from megatron_moe_opt.planning.expert_migration import (
@@ -257,7 +257,7 @@ def report_migration(settings: MigrationSettings, png: Path | None) -> None:
     }
     console = report_console()
     for line in _heading(settings, layer):
-        console.print(line, highlight=False, soft_wrap=True)
+        say(console, line)
     for link, rows in scales.items():
         console.print(_table(settings, layer, link, rows))
     if png is not None:

@@ -81,7 +81,7 @@ class MeasuredSchedule:
 
     def __init__(self, profile: Path, groups: ExpertGroups, routing: Routing) -> None:
         self.profile, self.groups, self.routing = profile, groups, routing
-        agreed_cluster(profile, groups)
+        agreed_cluster(groups, profile)
 
     def choose(self, tokens: torch.Tensor, tp: ProcessGroup | None) -> ParmChoice:
         """A collective call over the layer's groups.
@@ -89,7 +89,7 @@ class MeasuredSchedule:
         Raises:
             ConfigurationError: a profile of groups of other sizes, or one that lacks what TP groups need.
         """
-        groups, routing, cluster = self.groups, self.routing, agreed_cluster(self.profile, self.groups)
+        groups, routing, cluster = self.groups, self.routing, agreed_cluster(self.groups, self.profile)
         tp_size = 1 if tp is None else tp.size()
         if tp is not None:
             cluster.check_groups(self.profile, MEGATRON_FLAGS, ep=groups.ep_size, expert_tp=groups.etp_size, tp=tp_size)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from pathlib import Path
 from typing import Protocol
 
@@ -15,6 +14,7 @@ from megatron_moe_opt.planning.cluster import MEGATRON_FLAGS, Cluster
 from megatron_moe_opt.planning.monta import CHUNKS, ChoiceByRows, choices
 from megatron_moe_opt.runtime.agreement import found_by_first
 from megatron_moe_opt.topology.expert_groups import ExpertGroups
+from megatron_moe_opt.topology.group_cache import cached_by_group
 
 
 class Pipelining(Protocol):
@@ -73,13 +73,13 @@ class MeasuredPipelining:
     def __init__(self, profile: Path, groups: ExpertGroups, levels: tuple[str, ...], chunks: tuple[int, ...]) -> None:
         self.profile, self.groups, self.levels, self.chunks = profile, groups, levels, chunks
         self.current = levels[0], 1 if levels[0] == "O1" else chunks[0]
-        agreed_cluster(profile, groups)
+        agreed_cluster(groups, profile)
 
     def observe(self, counts: torch.Tensor, packed: torch.Tensor) -> None:
         """Chooses for the mean number of rows of a rank."""
         rows = int(counts.sum()) // (self.groups.ep_size * self.groups.etp_size)
         packed_row_bytes = packed.size(1) * packed.element_size()
-        choice = _choices(self.profile, self.groups, self.levels, self.chunks, packed_row_bytes)[rows]
+        choice = _choices(self.groups, self.profile, self.levels, self.chunks, packed_row_bytes)[rows]
         if (choice.level, choice.chunks) != self.current:
             self.current = choice.level, choice.chunks
             say_once(
@@ -96,8 +96,8 @@ class MeasuredPipelining:
         return f"level and chunks chosen from {self.profile}"
 
 
-@functools.cache
-def agreed_cluster(profile: Path, groups: ExpertGroups) -> Cluster:
+@cached_by_group
+def agreed_cluster(groups: ExpertGroups, profile: Path) -> Cluster:
     """The profile as the first rank of the joint group reads it. A collective call over that group, once.
 
     Raises ConfigurationError, on all of them, if it cannot be read or was measured with groups of other sizes.
@@ -112,10 +112,10 @@ def agreed_cluster(profile: Path, groups: ExpertGroups) -> Cluster:
     return found_by_first(read, groups.joint)
 
 
-@functools.cache
+@cached_by_group
 def _choices(
-    profile: Path, groups: ExpertGroups, levels: tuple[str, ...], chunks: tuple[int, ...], packed_row_bytes: int
+    groups: ExpertGroups, profile: Path, levels: tuple[str, ...], chunks: tuple[int, ...], packed_row_bytes: int
 ) -> ChoiceByRows:
     """One table for all layers of a process."""
-    cluster, row_bytes = agreed_cluster(profile, groups), packed_row_bytes - LANE_BYTES
+    cluster, row_bytes = agreed_cluster(groups, profile), packed_row_bytes - LANE_BYTES
     return choices(cluster, groups.ep_size, groups.etp_size, row_bytes, packed_row_bytes, levels, chunks)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -15,7 +14,7 @@ from megatron_moe_opt.dispatchers.partitioning import FixedPartitioning, Partiti
 from megatron_moe_opt.dispatchers.pipelining import agreed_cluster
 from megatron_moe_opt.dispatchers.say import say, say_once
 from megatron_moe_opt.errors import ConfigurationError
-from megatron_moe_opt.options import PREFIX, Options
+from megatron_moe_opt.options import Options
 from megatron_moe_opt.planning.configuration_search import Configuration, ConfigurationSearch
 from megatron_moe_opt.planning.monta import ChoiceByRows
 from megatron_moe_opt.planning.mpmoe_choice import MpmoeLayer, choices, least_partitions, refuse_budget, similar_rows
@@ -23,7 +22,9 @@ from megatron_moe_opt.planning.partition_search import PARTITIONS
 from megatron_moe_opt.runtime.collectives import device_of
 from megatron_moe_opt.runtime.pass_clock import PassClock
 from megatron_moe_opt.runtime.recomputation import is_recomputing, saved_tensors_are_hooked
+from megatron_moe_opt.systems.system import PREFIX
 from megatron_moe_opt.topology.expert_groups import ExpertGroups
+from megatron_moe_opt.topology.group_cache import cached_by_group
 
 TURNS = 4
 """Passes of each configuration of a trial, forward and backward. Its first trial has one more, which does not count:
@@ -36,7 +37,6 @@ STEPS = 1000
 class Candidates:
     """What there is to choose from for a layer; the same for all layers that share what they learn."""
 
-    groups: ExpertGroups
     layer: MpmoeLayer
     counts: tuple[int, ...]
     strategies: tuple[str, ...]
@@ -58,10 +58,10 @@ def partitioning_of(options: Options, groups: ExpertGroups, layer: MpmoeLayer) -
     counts, strategies = options.partition_counts, options.memory_strategies
     if not options.tunes_partitions:
         return FixedPartitioning(counts[0], strategies[0])
-    candidates = Candidates(groups, layer, counts, strategies, options.activation_budget)
+    candidates = Candidates(layer, counts, strategies, options.activation_budget)
     if options.partition_tuner == "model":
-        return ModelPartitioning(options.profile, candidates)
-    return MeasuredPartitioning(candidates)
+        return ModelPartitioning(groups, options.profile, candidates)
+    return MeasuredPartitioning(groups, candidates)
 
 
 class ModelPartitioning:
@@ -70,15 +70,15 @@ class ModelPartitioning:
     The ranks of a layer's groups have one of them read the profile, and are told the same number of rows.
     """
 
-    def __init__(self, profile: Path, candidates: Candidates) -> None:
+    def __init__(self, groups: ExpertGroups, profile: Path, candidates: Candidates) -> None:
         """A collective call over the joint group. Raises ConfigurationError as agreed_cluster does."""
-        self.profile, self.candidates = profile, candidates
-        agreed_cluster(profile, candidates.groups)
+        self.groups, self.profile, self.candidates = groups, profile, candidates
+        agreed_cluster(groups, profile)
 
     def choose(self, rows: Callable[[], int]) -> Partitions:
         """As Partitioning.choose. Raises ConfigurationError where nothing fits into the budget."""
         number = rows()
-        choice, candidates = _choices(self.profile, self.candidates)[number]
+        choice, candidates = _choices(self.groups, self.profile, self.candidates)[number]
         chosen = choice.partitions, choice.strategy
 
         def line() -> str:
@@ -101,10 +101,11 @@ class MeasuredPartitioning:
     told the same number of rows, too, and so try, and choose, alike.
     """
 
-    def __init__(self, candidates: Candidates) -> None:
+    def __init__(self, groups: ExpertGroups, candidates: Candidates) -> None:
+        self.groups = groups
         self.chosen: Configuration | None = None
         """What the last pass ran with, where that is the choice; None: it was a trial."""
-        self._tuner = _tuner(candidates)
+        self._tuner = _tuner(groups, candidates)
 
     def choose(self, rows: Callable[[], int]) -> Partitions:
         """As Partitioning.choose. Ends a trial that has had its passes, with a collective call over the joint group.
@@ -119,7 +120,7 @@ class MeasuredPartitioning:
                 "one before it, and torch.utils.checkpoint with use_reentrant=False repeats passes as they were: name "
                 f"what the log shows as chosen, use {PREFIX}tuner model, or use_reentrant=True"
             )
-        partitions = self._tuner.choose(rows())
+        partitions = self._tuner.choose(rows(), self.groups)
         self.chosen = None if partitions.finished is not None else (partitions.count, partitions.strategy)
         return partitions
 
@@ -147,20 +148,20 @@ class _Tuner:
             of.counts,
         )
 
-    def choose(self, rows: int) -> Partitions:
+    def choose(self, rows: int, groups: ExpertGroups) -> Partitions:
         rows = similar_rows(rows)  # a number that changes a little is not searched for anew
         trial = self.trials.get(rows)
         if trial is None or trial.has_ended:
-            trial = self._next_trial(rows, trial)
+            trial = self._next_trial(rows, trial, groups)
         if trial is None:
             return Partitions(*self.search.chosen[rows])
         return trial.next_pass()
 
-    def _next_trial(self, rows: int, ended: _Trial | None) -> _Trial | None:
+    def _next_trial(self, rows: int, ended: _Trial | None, groups: ExpertGroups) -> _Trial | None:
         """The one that is run from now on; None: the choice is made."""
         if ended is not None:
             start = time.perf_counter()
-            ended.agree(self.candidates.groups)
+            ended.agree(groups)
             self.deciding += time.perf_counter() - start
             for configuration, seconds in ended.seconds.items():
                 self.search.measured(rows, configuration, seconds[ended.skipped(configuration) :])
@@ -229,15 +230,15 @@ class _Trial:
         self.seconds = {one: part.tolist() for one, part in zip(self._clocks, parts, strict=True)}
 
 
-@functools.cache
-def _tuner(candidates: Candidates) -> _Tuner:
+@cached_by_group
+def _tuner(groups: ExpertGroups, candidates: Candidates) -> _Tuner:
     return _Tuner(candidates)
 
 
-@functools.cache
-def _choices(profile: Path, of: Candidates) -> ChoiceByRows:
+@cached_by_group
+def _choices(groups: ExpertGroups, profile: Path, of: Candidates) -> ChoiceByRows:
     """One table for all layers of a process that have the same candidates."""
-    cluster = agreed_cluster(profile, of.groups)
+    cluster = agreed_cluster(groups, profile)
     return choices(of.layer, cluster, of.counts, of.strategies, of.budget)
 
 

@@ -1,8 +1,8 @@
-"""The edge of a MoE layer whose experts travel: Megatron's experts module is called once for each owner's weights.
+"""The edge of a MoE layer whose experts travel: Megatron's experts module is called with the weights of all owners.
 
-Megatron's MoELayer calls its experts module once, with the rows of this rank's experts. Rows here are also for experts
-of other ranks of the domain: `routed_experts_compute` of the layer calls the same, unmodified module once more for each
-of those ranks, its parameters exchanged for theirs while it runs. The module, its parameters and state_dict stay.
+Megatron's MoELayer calls its experts module with the rows of this rank's experts. Rows here are also for experts of
+other ranks of the domain: `routed_experts_compute` of the layer has all of them computed in the same call (see
+experts_of_owners.py). The module, its parameters and state_dict stay.
 """
 
 from __future__ import annotations
@@ -15,20 +15,22 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.func import functional_call
+from torch.utils.hooks import RemovableHandle
 
 from megatron_moe_opt.dispatchers.expert_domains import Choosing, FixedDomains, MeasuredDomains
 from megatron_moe_opt.dispatchers.expert_migration import ExpertMigrationDispatcher
 from megatron_moe_opt.errors import ConfigurationError
+from megatron_moe_opt.integration.experts_of_owners import call_experts
 from megatron_moe_opt.integration.layer_workload import layer_workload
 from megatron_moe_opt.integration.optimizer_step import after_optimizer_step, before_optimizer_step, forget
-from megatron_moe_opt.options import PREFIX, Options
+from megatron_moe_opt.options import Options
 from megatron_moe_opt.runtime.expert_codec import LargestWeights, TrackedExperts, WholeExperts
 from megatron_moe_opt.runtime.expert_communicator import MigratedExperts, expert_communicator
 from megatron_moe_opt.runtime.expert_gradients import CompressedGradients, WholeGradients
 from megatron_moe_opt.runtime.expert_weights import ExpertWeights
 from megatron_moe_opt.runtime.recomputation import is_recomputing
 from megatron_moe_opt.runtime.shared_expert import SharedExpert
+from megatron_moe_opt.systems.system import PREFIX
 from megatron_moe_opt.topology.domain_groups import DomainGroups, levels_of
 from megatron_moe_opt.topology.domains import ExpertDomains
 from megatron_moe_opt.topology.expert_groups import ExpertGroups
@@ -46,7 +48,7 @@ def make_dispatcher(groups: ExpertGroups, options: Options, config: Any) -> Expe
     workers = levels_of(groups.ep, options.network_levels)
     if options.chooses_domains:
         workload = dataclasses.replace(
-            layer_workload(config, groups, workers),
+            layer_workload(config, groups, workers, options.resident_limit),
             tp=1,  # the dispatcher gets tokens that are split
             compression=options.compression_ratio or 1.0,
             gradient_compression=options.gradient_compression_ratio or 1.0,
@@ -85,8 +87,15 @@ def migrate_experts(layer: Any, options: Options) -> None:
                 "not: leave out --moe-use-legacy-grouped-gemm, or the ratio"
             )
 
+    hooks: list[RemovableHandle] = []
+    """On the experts: gone with the dispatcher that they serve, of which `auto` keeps one."""
+    weakref.finalize(dispatcher, _remove, hooks).atexit = False
+
+    def at_loading(one: TrackedExperts | LargestWeights | CompressedGradients) -> None:
+        hooks.append(layer.experts.register_load_state_dict_post_hook(lambda *_: one.restart()))
+
     def migrate(groups: DomainGroups, owners: tuple[int, ...]) -> MigratedExperts:
-        communicator = expert_communicator(groups, options.prefetch_layers, options.resident_layers)
+        communicator = expert_communicator(groups, options.prefetch_layers, options.resident_limit)
         codec: WholeExperts | TrackedExperts | LargestWeights = WholeExperts()
         if ratio is not None:
             if options.residuals == "last":
@@ -95,11 +104,11 @@ def migrate_experts(layer: Any, options: Options) -> None:
                 codec = TrackedExperts(num_local, ratio, SharedExpert(num_local, groups.all_experts, interval))
             else:
                 codec = LargestWeights(num_local, ratio)
-            layer.experts.register_load_state_dict_post_hook(lambda *_: codec.restart())
+            at_loading(codec)
         gradients: WholeGradients | CompressedGradients = WholeGradients()
         if gradient_ratio is not None:
             gradients = CompressedGradients(num_local, gradient_ratio)
-            layer.experts.register_load_state_dict_post_hook(lambda *_: gradients.restart())
+            at_loading(gradients)
         before_optimizer_step(communicator.before_step)
         after_optimizer_step(communicator.after_step)
         after_optimizer_step(communicator.after_skipped_step, updated=False)
@@ -110,7 +119,7 @@ def migrate_experts(layer: Any, options: Options) -> None:
     dispatcher.take_experts(migrate)
     if options.experts_may_travel:
         stock = getattr(type(layer), EXPERTS_COMPUTE)
-        watched = _WatchedExperts(layer)
+        watched = _WatchedExperts(layer, hooks)
         setattr(layer, EXPERTS_COMPUTE, functools.partial(_compute, weakref.proxy(layer), stock, watched))
 
 
@@ -131,17 +140,23 @@ def _finish_parameter_sync(experts: Any) -> None:
             hook(module, None)
 
 
+def _remove(hooks: list[RemovableHandle]) -> None:
+    for hook in hooks:
+        hook.remove()
+
+
 class _WatchedExperts:
     """Sees to it that nobody recomputes a call of the experts alone: it would be with weights that the module has of
     its own, whoever's the call was with.
     """
 
-    def __init__(self, layer: Any) -> None:
+    def __init__(self, layer: Any, hooks: list[RemovableHandle]) -> None:
+        """Adds what it puts on the experts to `hooks`."""
         self._layer, self._called = weakref.proxy(layer), False
         self._dispatcher = weakref.ref(layer.token_dispatcher)
         for module in layer.experts.modules():
             if module._parameters:
-                module.register_forward_pre_hook(self._check)
+                hooks.append(module.register_forward_pre_hook(self._check))
 
     def __enter__(self) -> None:
         """Calls in this context are with the weights that they should be with."""
@@ -173,18 +188,10 @@ def _compute(
     if migrated is None:  # the domains that were chosen are single ranks
         return stock(layer, hidden_states, probs)
     lent = layer.token_dispatcher.dispatched.lent
-    rows, tokens_per_expert, probs = layer.token_dispatcher.dispatch_postprocess(hidden_states, probs)
-    of_owners = tokens_per_expert.view(len(migrated.owners), -1)
-    sizes = of_owners.sum(1).tolist()
-    outputs = []
-    parts = zip(migrated.of_owners(lent), rows.split(sizes), of_owners, probs.split(sizes), strict=True)
+    arguments = layer.token_dispatcher.dispatch_postprocess(hidden_states, probs)
+    own = dict(layer.experts.named_parameters())
     with watched, migrated.kept_as_they_came():
-        for parameters, *arguments in parts:
-            if parameters is None:
-                output, bias = layer.experts(*arguments)
-            else:
-                output, bias = functional_call(layer.experts, parameters, tuple(arguments))
-            assert bias is None, f"mlp_bias is not supported for {type(layer.token_dispatcher)}"  # as stock says
-            outputs.append(output)
-    output = migrated.back_in_backward(torch.cat(outputs))
-    return layer.token_dispatcher.combine_preprocess(output), None
+        of_owners = [own if parameters is None else parameters for parameters in migrated.of_owners(lent)]
+        output, bias = call_experts(layer.experts, of_owners, *arguments)
+    assert bias is None, f"mlp_bias is not supported for {type(layer.token_dispatcher)}"  # as stock says
+    return layer.token_dispatcher.combine_preprocess(migrated.back_in_backward(output)), None

@@ -25,6 +25,7 @@ from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.integration.netmoe_report import watch
 from megatron_moe_opt.integration.seams import seam_moved
 from megatron_moe_opt.options import Options
+from megatron_moe_opt.topology.group_cache import cached_by_group
 from megatron_moe_opt.topology.sample_holders import SampleHolders
 
 
@@ -84,7 +85,7 @@ def _link(block: Any) -> None:
     order = SampleOrder()
     for layer in layers:
         moe = layer.mlp
-        holders = _holders(moe.tp_group, _dispatcher_of(layer).groups)
+        holders = _holders(_dispatcher_of(layer).groups, moe.tp_group)
         placement = LayerPlacement(order, holders, moe.config.num_moe_experts, last=layer is layers[-1])
         _join(layer, placement)
         watch(_dispatcher_of(layer), moe.layer_number)
@@ -97,8 +98,8 @@ _AUX_LOSS = (
 )
 
 
-@functools.cache
-def _holders(tp_group: Any, groups: Any) -> SampleHolders:
+@cached_by_group
+def _holders(groups: Any, tp_group: Any) -> SampleHolders:
     return SampleHolders.of(tp_group, groups)
 
 

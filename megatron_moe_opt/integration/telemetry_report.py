@@ -18,6 +18,7 @@ from torch.distributed import ProcessGroup
 from megatron_moe_opt.integration.telemetry import LayerRecord, take_records
 from megatron_moe_opt.runtime.collectives import device_of
 from megatron_moe_opt.runtime.layer_pass import Direction, Times
+from megatron_moe_opt.topology.group_cache import cached_by_group
 from megatron_moe_opt.topology.nodes import NodeMap, discover_nodes
 
 PREFIX = "moe-opt"
@@ -111,7 +112,7 @@ class _Observed:
 _DIRECTION = 2 + len(STAGES) + len(LINKS)
 
 
-@functools.cache
+@cached_by_group
 def _nodes(group: ProcessGroup) -> NodeMap:
     """Of a group's ranks, by their number in it. A collective call, once."""
     return discover_nodes(group)

@@ -79,14 +79,14 @@ class Residents:
     """
 
     def __init__(self, limit: int) -> None:
-        self._limit = limit
+        self.limit = limit
         self._recent: list[weakref.ref[ArrivedExperts]] = []
 
     def use(self, arrived: ArrivedExperts) -> None:
         """Sees to it that these are here or on their way. A collective call, where they were dropped."""
         self.leave(arrived)
         self._recent.append(weakref.ref(arrived))
-        while len(self._recent) > self._limit:
+        while len(self._recent) > self.limit:
             oldest = self._recent.pop(0)()
             if oldest is not None:
                 oldest.drop()

@@ -228,7 +228,9 @@ class MigratedExperts:
         """What runs, for the line at start."""
         how, ahead = self.codec.describe(), self.communicator.ahead
         what = f"experts of {len(self.owners)} ranks on each, {how}, gathered {ahead} layer(s) ahead"
-        return "; ".join(filter(None, (what, self.gradients.describe())))
+        residents = self.communicator.residents
+        kept = "" if residents is None else f"and kept of {residents.limit} layer(s)"
+        return "; ".join(filter(None, (" ".join(filter(None, (what, kept))), self.gradients.describe())))
 
     def news(self) -> torch.Tensor:
         """int64 [1 + ahead] for the other ranks: whether this rank's experts are not those that it sent last; and for

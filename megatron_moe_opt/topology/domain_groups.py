@@ -13,6 +13,7 @@ from torch.distributed import ProcessGroup
 
 from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.topology.domains import ExpertDomains
+from megatron_moe_opt.topology.group_cache import cached_by_group
 from megatron_moe_opt.topology.layouts import Groups
 from megatron_moe_opt.topology.nodes import NodeMap, discover_nodes
 from megatron_moe_opt.topology.process_groups import refine
@@ -87,7 +88,7 @@ def levels_of(ep: ProcessGroup, levels: tuple[int, ...] | None) -> tuple[int, ..
     return levels
 
 
-@functools.cache
+@cached_by_group
 def _nodes(ep: ProcessGroup) -> NodeMap:
     return discover_nodes(ep)
 

@@ -106,7 +106,7 @@ def build(replaced: Mapping[str, str] | None = None, target: Path = OUT / "plain
     (translated / "cuda_common.cuh").write_text(common)
     torch_flags = _torch_flags()
     plain = [source for folder in WITHOUT_TORCH for source in (ROOT / "csrc" / folder).glob("*.cpp")]
-    with_torch = sorted({HERE / "device.cpp", *(ROOT / "csrc").glob("**/*.cpp")} - {*plain})
+    with_torch = sorted({HERE / "device.cpp", HERE / "process_group.cpp", *(ROOT / "csrc").glob("**/*.cpp")} - {*plain})
     jobs += [(source, torch_flags) for source in with_torch]
     jobs += [(HERE / name, ["-O3", "-march=native"]) for name in ("emulator.cpp", "counting.cpp")]
     jobs += [(source, ["-O1", "-DMOE_OPT_ISA=generic"]) for source in plain]

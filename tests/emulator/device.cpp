@@ -1,5 +1,7 @@
 // The emulated device as PyTorch's "cuda": memory, streams and copies here, every other operation on the CPU's kernels,
 // over the same memory. For builds of PyTorch without CUDA.
+#include "device.h"
+
 #include <ATen/EmptyTensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/detail/CUDAHooksInterface.h>
@@ -24,9 +26,49 @@ void setCurrentCUDAStream(CUDAStream stream) { current = stream.id(); }
 }  // namespace c10::cuda
 
 namespace emulator {
-namespace {
 
 using at::Tensor;
+
+Tensor on_host(const Tensor& tensor) {
+  if (!tensor.defined() || !tensor.is_cuda()) return tensor;
+  return at::from_blob(const_cast<void*>(tensor.const_data_ptr()), tensor.sizes(), tensor.strides(),
+                       tensor.options().device(at::kCPU));
+}
+
+namespace {
+
+// Calls visit(first byte, bytes) for the stretches of memory that a tensor's elements lie in.
+template <typename Visit>
+void for_stretches(const Tensor& tensor, const Visit& visit) {
+  if (tensor.numel() == 0) return;
+  const auto* data = static_cast<const char*>(tensor.const_data_ptr());
+  const int64_t size = tensor.element_size();
+  if (tensor.is_non_overlapping_and_dense()) return visit(data, static_cast<size_t>(tensor.numel() * size));
+  std::vector<int64_t> index(tensor.dim(), 0);
+  const int64_t inner = tensor.dim() - 1;
+  const bool rows = tensor.stride(inner) == 1;
+  while (true) {
+    int64_t offset = 0;
+    for (int64_t d = 0; d <= inner; ++d) offset += index[d] * tensor.stride(d);
+    visit(data + offset * size, static_cast<size_t>(rows ? tensor.size(inner) * size : size));
+    int64_t d = rows ? inner - 1 : inner;
+    while (d >= 0 && ++index[d] == tensor.size(d)) index[d--] = 0;
+    if (d < 0) return;
+  }
+}
+
+}  // namespace
+
+void mark_written(const Tensor& tensor) {
+  if (tensor.defined() && tensor.is_cuda()) for_stretches(tensor, host_writes);
+}
+void check_readable(const Tensor& tensor, const std::string& what) {
+  if (!tensor.defined() || !tensor.is_cuda()) return;
+  for_stretches(tensor, [&](const void* data, size_t bytes) { host_reads(data, bytes, what.c_str()); });
+}
+
+namespace {
+
 const at::Device kDevice(at::kCUDA, 0);
 bool refuse_synchronisation = false;
 
@@ -51,40 +93,6 @@ Tensor empty_strided(c10::SymIntArrayRef size, c10::SymIntArrayRef stride, std::
                      std::optional<at::Layout>, std::optional<at::Device>, std::optional<bool>) {
   return at::detail::empty_strided_generic(C10_AS_INTARRAYREF_SLOW(size), C10_AS_INTARRAYREF_SLOW(stride), &allocator,
                                            c10::DispatchKeySet(at::DispatchKey::CUDA), c10::dtype_or_default(dtype));
-}
-
-// A tensor of the CPU over the memory of one of the device.
-Tensor on_host(const Tensor& tensor) {
-  if (!tensor.defined() || !tensor.is_cuda()) return tensor;
-  return at::from_blob(const_cast<void*>(tensor.const_data_ptr()), tensor.sizes(), tensor.strides(),
-                       tensor.options().device(at::kCPU));
-}
-
-// Calls visit(first byte, bytes) for the stretches of memory that a tensor's elements lie in.
-template <typename Visit>
-void for_stretches(const Tensor& tensor, const Visit& visit) {
-  if (tensor.numel() == 0) return;
-  const auto* data = static_cast<const char*>(tensor.const_data_ptr());
-  const int64_t size = tensor.element_size();
-  if (tensor.is_non_overlapping_and_dense()) return visit(data, static_cast<size_t>(tensor.numel() * size));
-  std::vector<int64_t> index(tensor.dim(), 0);
-  const int64_t inner = tensor.dim() - 1;
-  const bool rows = tensor.stride(inner) == 1;
-  while (true) {
-    int64_t offset = 0;
-    for (int64_t d = 0; d <= inner; ++d) offset += index[d] * tensor.stride(d);
-    visit(data + offset * size, static_cast<size_t>(rows ? tensor.size(inner) * size : size));
-    int64_t d = rows ? inner - 1 : inner;
-    while (d >= 0 && ++index[d] == tensor.size(d)) index[d--] = 0;
-    if (d < 0) return;
-  }
-}
-void mark_written(const Tensor& tensor) {
-  if (tensor.defined() && tensor.is_cuda()) for_stretches(tensor, host_writes);
-}
-void check_readable(const Tensor& tensor, const std::string& what) {
-  if (!tensor.defined() || !tensor.is_cuda()) return;
-  for_stretches(tensor, [&](const void* data, size_t bytes) { host_reads(data, bytes, what.c_str()); });
 }
 
 void synchronises() { TORCH_CHECK(!refuse_synchronisation, "called a synchronizing CUDA operation"); }

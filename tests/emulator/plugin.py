@@ -1,5 +1,7 @@
 """`pytest -p tests.emulator.plugin tests/gpu`: where there is no GPU, `torch.device("cuda")` is the emulator.
 
+With `tests/multirank --gpus` in the place of tests/gpu, ranks have an emulator each (ranks.py).
+
 PyTorch decides while it is imported what devices there are, and the emulator's build of the extension takes the place
 of the package's own: both want a process in which neither has been imported.
 """
@@ -16,6 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 NAME = "megatron_moe_opt._C"
+DEVICES = 8  # as ranks count them; a process has one
 
 
 def load(module: Path) -> ctypes.CDLL:
@@ -64,7 +67,7 @@ def _answer_for_cuda(switches: ctypes.CDLL) -> None:
         "_lazy_init": lambda: None,
         "is_available": lambda: True,
         "is_initialized": lambda: True,
-        "device_count": lambda: 1,
+        "device_count": lambda: DEVICES,
         "current_device": lambda: 0,
         "_exchange_device": lambda index: 0,
         "_maybe_exchange_device": lambda index: 0,
@@ -87,9 +90,10 @@ def _has_gpu() -> bool:
 
 
 switches: ctypes.CDLL | None = None
-if not _has_gpu():
-    given = os.environ.get("MOE_OPT_EMULATOR")  # the module of a mutant
-    if given is None:
-        build = [sys.executable, "-m", "tests.emulator.build"]
-        given = subprocess.run(build, check=True, stdout=subprocess.PIPE, text=True).stdout.strip()
+given = os.environ.get("MOE_OPT_EMULATOR")  # the module of a mutant, or that of the process which started this one
+if given is None and not _has_gpu():
+    build = [sys.executable, "-m", "tests.emulator.build"]
+    given = subprocess.run(build, check=True, stdout=subprocess.PIPE, text=True).stdout.strip()
+    os.environ["MOE_OPT_EMULATOR"] = given  # for ranks
+if given is not None:
     switches = load(Path(given))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ import torch.distributed as dist
 from megatron_moe_opt.cli.layer.settings import LayerSettings
 from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.runtime.traffic import TrafficRow
+from tests.ranks.devices import rank_device
 from tests.ranks.pool import RankFailure
 
 INTRA, INTER = "intra-node", "inter-node"
@@ -45,7 +47,7 @@ def _run(settings):
 
     os.environ["GROUP_RANK"] = str(dist.get_rank() // 2)
     try:
-        return run(settings, torch.device("cpu"))
+        return run(settings, rank_device())
     finally:
         del os.environ["GROUP_RANK"]
 
@@ -147,9 +149,7 @@ def _differ():
     parallel_state.initialize_model_parallel(expert_model_parallel_size=4)
     try:
         model_parallel_cuda_manual_seed(1)
-        layers = layers_under_test(
-            _settings(dispatchers=("monta",)), ep=4, device=torch.device("cpu"), permute_fusion=False
-        )
+        layers = layers_under_test(_settings(dispatchers=("monta",)), ep=4, device=rank_device(), permute_fusion=False)
         assert _differences(layers, "alltoall", tolerance=1e-6).keys() == {"alltoall", "monta"}
         if dist.get_rank() == 3:
             next(iter(layers["monta"].layer.experts.parameters())).data.mul_(1.001)
@@ -177,7 +177,7 @@ def _gradients():
     try:
         model_parallel_cuda_manual_seed(1)
         settings = _settings(dispatchers=(), routing="one-hot-expert", topk=1, experts=4)
-        under_test = layers_under_test(settings, ep=4, device=torch.device("cpu"), permute_fusion=False)["alltoall"]
+        under_test = layers_under_test(settings, ep=4, device=rank_device(), permute_fusion=False)["alltoall"]
         under_test.results()
         router, (expert, *_) = under_test.layer.router.weight, under_test.layer.experts.parameters()
         assert router.grad.abs().sum() > 0
@@ -195,7 +195,7 @@ def _rates():
     from megatron_moe_opt.cli.layer.links import measure_links
     from megatron_moe_opt.topology.nodes import NodeMap
 
-    device = torch.device("cpu")
+    device = rank_device()
     return [measure_links(NodeMap(nodes), device) for nodes in ((0, 0, 0, 0), (0, 1, 2, 3), (0, 0, 1, 1))]
 
 
@@ -228,9 +228,37 @@ def test_unknown_variants_are_refused(variant):
     ("changes", "sentence"),
     [
         ({"dispatchers": ("monta:auto",)}, "--dispatchers monta:auto chooses by measurements: give --profile"),
+        ({"dispatchers": ("flex",), "ep": 1}, "--dispatchers flex sends between ranks: start 2 or more"),
         ({"dispatch_only": True, "capacity_factor": 1.0}, "--dispatch-only has no router that drops tokens"),
     ],
 )
 def test_settings_that_contradict_each_other(changes, sentence):
     with pytest.raises(ConfigurationError, match=sentence):
-        _settings(**changes).check(("alltoall", "monta", "deepspeed"), 4)
+        _settings(**changes).check(("alltoall", "monta", "deepspeed", "flex"), 4)
+
+
+def test_flex_is_refused_where_it_cannot_run_and_built_as_named_where_it_can(monkeypatch):
+    from types import SimpleNamespace
+
+    from megatron_moe_opt.cli.bench.layer import check
+    from megatron_moe_opt.cli.layer.under_test import layer_config
+
+    monkeypatch.setenv("WORLD_SIZE", "4")
+
+    def refusal(variant: str) -> str:
+        with pytest.raises(ConfigurationError) as caught:
+            check(_settings(dispatchers=(variant,)))
+        return str(caught.value)
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert refusal("flex") == (
+        "--dispatchers flex: DeepEP runs on GPUs alone, and PyTorch finds none: leave it out here"
+    )
+    assert refusal("flex:nope").startswith("--dispatchers flex:nope: this Megatron-Core has flex on deepep, hybridep")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert "DeepEP is not installed" in refusal("flex:deepep")
+    monkeypatch.setitem(sys.modules, "deep_ep", SimpleNamespace(Buffer=object))
+    assert check(_settings(dispatchers=("flex",))) is None
+    assert "HybridEP, the hybrid-ep branch of DeepEP is not installed" in refusal("flex:hybridep")
+    config = layer_config(_settings(), "flex:hybridep", 4, permute_fusion=False)
+    assert (config.moe_token_dispatcher_type, config.moe_flex_dispatcher_backend) == ("flex", "hybridep")

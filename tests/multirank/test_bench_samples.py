@@ -8,12 +8,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 import torch.distributed as dist
 
 from megatron_moe_opt.cli.bench.samples import SampleSettings, check
 from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.topology.nodes import discover_nodes
+from tests.ranks.devices import rank_device
 from tests.unit.trace_cases import random_trace, trace_of
 
 
@@ -43,7 +43,7 @@ def bench(tokens: int | None, dtype: str) -> Any:
     try:
         given = settings(tokens=tokens, dtype=dtype)
         decided = bench_samples._decided_share(given, tasteful_trace(), discover_nodes())
-        return bench_samples.run(given, tasteful_trace(), torch.device("cpu")), decided
+        return bench_samples.run(given, tasteful_trace(), rank_device()), decided
     finally:
         del os.environ["GROUP_RANK"]
         netmoe_layer._holders.cache_clear()

@@ -17,6 +17,7 @@ from megatron_moe_opt.cli.layer.settings import LayerSettings
 from megatron_moe_opt.options import Options
 from megatron_moe_opt.planning.cluster import Cluster, ExpertGemm, World
 from megatron_moe_opt.schedules.schedule import Kind
+from tests.ranks.devices import rank_device
 from tests.ranks.pool import RankFailure, RankPool
 
 MB = 10**6
@@ -116,7 +117,7 @@ def judge(profile: Path) -> list[Any]:
     chooser = MontaChooser([2])
     settings = dataclasses.replace(settings, dispatchers=chooser.candidates, dispatch_only=True)
     with parallel(tp=2, ep=2, etp=2):
-        return measure(settings, 2, Cluster.load(profile), [16, 64], chooser, torch.device("cpu"))
+        return measure(settings, 2, Cluster.load(profile), [16, 64], chooser, rank_device())
 
 
 def test_bench_choice_judges_by_the_fastest(ranks, profile):
@@ -147,7 +148,7 @@ def judge_partitions(profile: Path, budget: int | None) -> list[Any]:
         profile=profile,
     )  # fmt: skip
     with parallel(ep=4):
-        return measure(settings, 4, Cluster.load(profile), [64], chooser, torch.device("cpu"))
+        return measure(settings, 4, Cluster.load(profile), [64], chooser, rank_device())
 
 
 def test_bench_choice_judges_partitions_and_memory_reuse(ranks, tmp_path):

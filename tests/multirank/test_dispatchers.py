@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from megatron_moe_opt.options import Options
 from megatron_moe_opt.versions import megatron_version
+from tests.ranks.devices import difference, same
 
 SEQUENCE, BATCH = 24, 3  # 3 sequences of 24 tokens: nothing divides the 8 experts evenly
 
@@ -40,7 +41,7 @@ def imposed_map(routing: str, tokens: int, experts: int, topk: int, generator: t
         weights[:, topk:] = 1e-9
     elif routing == "skewed":
         weights /= torch.arange(1, experts + 1) ** 2
-    chosen = torch.multinomial(weights, topk, generator=generator)
+    chosen = torch.multinomial(weights.cpu(), topk, generator=generator).to(weights.device)
     routing_map = torch.zeros(tokens, experts, dtype=torch.bool).scatter(1, chosen, True)
     if routing == "ragged":
         routing_map &= torch.rand(tokens, experts, generator=generator) < 0.5
@@ -93,11 +94,8 @@ def compare(
     stock, ours = results
     assert set(stock) == set(ours) and any("router" in name for name in stock)
     assert any("experts" in name for name in stock)
-    errors = {
-        name: ((ours[name].float() - stock[name].float()).norm() / stock[name].float().norm().clamp_min(1e-30)).item()
-        for name in stock
-    }
-    return {"errors": errors, "equal": all(torch.equal(stock[name], ours[name]) for name in stock)}
+    errors = {name: difference(ours[name], stock[name]) for name in stock}
+    return {"errors": errors, "equal": all(same(ours[name], stock[name]) for name in stock)}
 
 
 DROP = {"moe_expert_capacity_factor": 0.7}
@@ -119,6 +117,13 @@ LAYOUTS = {
 
 # From 0.17 on stock `alltoall` takes exactly top-k experts a token for granted, unless it drops tokens.
 RAGGED = ("ragged",) if megatron_version().startswith("0.16") else ()
+ASKS = pytest.mark.host_only(reason="on a GPU top-k experts a token are taken for granted, which spares a question")
+
+
+def marked(cases: list[tuple]) -> list[Any]:
+    """The cases; those without exactly top-k experts a token are for the host."""
+    return [pytest.param(case, marks=ASKS) if case[-1] == "ragged" else case for case in cases]
+
 
 CASES = [
     *((layout, {"moe_router_topk": topk}, None) for layout in LAYOUTS for topk in (1, 2)),
@@ -139,7 +144,7 @@ def case_id(case: tuple) -> str:
     return "-".join([layout, *(f"{k.removeprefix('moe_')}={v}" for k, v in settings.items()), routing or "router"])
 
 
-@pytest.mark.parametrize("case", CASES, ids=case_id)
+@pytest.mark.parametrize("case", marked(CASES), ids=case_id)
 def test_monta_equals_stock_bit_for_bit_in_fp32(ranks, case):
     layout, settings, routing = case
     for result in ranks.run(
@@ -172,14 +177,16 @@ def test_bf16_is_within_the_contract(ranks, dispatcher, layout, router_dtype):
 
 @pytest.mark.parametrize(
     "case",
-    [
-        *((layout, {}, None) for layout in LAYOUTS),
-        ("tp2-ep2-etp2", DROP, None),
-        ("tp2-ep2-etp2", PAD, None),
-        ("tp4-etp4", SHARED, None),
-        ("tp2-ep2-etp2", {}, "hot"),
-        *(("tp4-etp4", {}, routing) for routing in RAGGED),
-    ],
+    marked(
+        [
+            *((layout, {}, None) for layout in LAYOUTS),
+            ("tp2-ep2-etp2", DROP, None),
+            ("tp2-ep2-etp2", PAD, None),
+            ("tp4-etp4", SHARED, None),
+            ("tp2-ep2-etp2", {}, "hot"),
+            *(("tp4-etp4", {}, routing) for routing in RAGGED),
+        ]
+    ),
     ids=case_id,
 )
 def test_deepspeed_reference_is_within_the_contract_in_fp32(ranks, case):
@@ -205,7 +212,7 @@ def one_layer(dispatcher: str) -> list[bytes]:
         layer = build_layer(moe_config(moe_token_dispatcher_type=dispatcher))
         torch.manual_seed(5 + dist.get_rank())
         results = run_layer(layer, torch.randn(SEQUENCE // 2, BATCH, 64), steps=1)
-    return [results[name].numpy().tobytes() for name in sorted(results)]
+    return [results[name].cpu().numpy().tobytes() for name in sorted(results)]
 
 
 def test_same_seed_same_bits(ranks):

@@ -16,6 +16,7 @@ from megatron_moe_opt.runtime import steps
 from megatron_moe_opt.runtime.executor import LaneError, executor
 from megatron_moe_opt.runtime.steps import Steps
 from megatron_moe_opt.schedules.schedule import COLLECTIVES, Kind, Lane, Op, Schedule, validate, validate_ranks
+from tests.ranks.devices import rank_device
 from tests.ranks.pool import RankFailure
 
 ROWS, WIDTH = 12, 3
@@ -78,11 +79,15 @@ def bind(schedule: Schedule, buffers: dict[str, torch.Tensor], groups: dict[str,
     return bound
 
 
+def run_here(schedule: Schedule, bound: list[Steps]) -> None:
+    executor(rank_device()).run(schedule, bound)
+
+
 def one_after_another(schedule: Schedule, bound: list[Steps]) -> None:
     """The ops in the schedule's order, each a run of its own."""
     for op, step in zip(schedule.ops, bound, strict=True):
         alone = Op(op.kind, op.lane, op.chunk, op.size, (), op.reads, op.writes, op.group)
-        executor().run(Schedule("one op", (alone,), op.reads), [step])
+        run_here(Schedule("one op", (alone,), op.reads), [step])
 
 
 def with_delays(bound: list[Steps], seed: int) -> list[Steps]:
@@ -103,7 +108,7 @@ def run_random_schedules(seeds: list[int], delays: bool) -> None:
         validate(schedule)
         validate_ranks(dict.fromkeys(range(4), schedule), {"world": [range(4)], "pairs": [(0, 1), (2, 3)]})
         results = []
-        for run in (one_after_another, executor().run):
+        for run in (one_after_another, run_here):
             generator = torch.Generator().manual_seed(seed * 4 + dist.get_rank())
             buffers = {name: torch.randn(ROWS, WIDTH, generator=generator) for name in schedule.inputs}
             bound = bind(schedule, buffers, groups)
@@ -149,6 +154,10 @@ def record_lanes() -> None:
     assert all(span.end - span.start >= pause for span in timeline.spans)
 
 
+ON_THREADS = pytest.mark.host_only(reason="is about the threads of the executor, which has streams on a GPU")
+
+
+@ON_THREADS
 def test_lanes_run_side_by_side_and_are_recorded(ranks):
     ranks.run(record_lanes)
 
@@ -179,6 +188,7 @@ def fail_in(lane: Lane) -> str:
     return message
 
 
+@ON_THREADS
 @pytest.mark.parametrize("lane", [Lane.COPY, Lane.COMPUTE, Lane.INTER, Lane.INTRA])
 def test_a_failing_lane_stops_the_others_and_the_executor_lives_on(ranks, lane):
     for message in ranks.run(fail_in, lane=lane):
@@ -197,6 +207,7 @@ def stall(rank_that_stalls: int) -> None:
     executor().run(Schedule("test", (op, copy)), [steps.all_gather(rows, gathered, [1] * 4, group), Steps()])
 
 
+@ON_THREADS
 def test_a_stalled_rank_is_named_within_the_timeout(doomed_ranks):
     with pytest.raises(RankFailure) as caught:
         doomed_ranks.run(stall, rank_that_stalls=1)
@@ -220,6 +231,7 @@ def leave(rank_that_dies: int) -> None:
     executor().run(Schedule("test", (op,)), [steps.all_gather(rows, gathered, [1] * 4, group)])
 
 
+@ON_THREADS
 def test_a_dead_rank_ends_the_others_at_once(doomed_ranks):
     with pytest.raises(RankFailure) as caught:
         doomed_ranks.run(leave, rank_that_dies=2)

@@ -12,6 +12,7 @@ from megatron_moe_opt.options import Options
 from megatron_moe_opt.planning.cluster import Cluster, ExpertGemm, World
 from megatron_moe_opt.planning.expert_migration import KINDS, realisable_groups, role
 from megatron_moe_opt.schedules.schedule import Kind
+from tests.ranks.devices import rank_device
 from tests.ranks.pool import RankFailure
 
 LEVELS = (2, 2)
@@ -81,7 +82,7 @@ def measured() -> dict[str, list[int]]:
     from megatron_moe_opt.topology.layouts import Layout
 
     with domain_groups_of(Layout(4, 1, 1, 4, 1), LEVELS) as groups:
-        moves = domain_moves(Rows(64, torch.float32, torch.device("cpu")), groups, LEVELS)
+        moves = domain_moves(Rows(64, torch.float32, rank_device()), groups, LEVELS)
         names = [(move.kind, move.group) for move in moves]
         assert sorted(map(str, names)) == sorted(
             str((kind, role(kind, LEVELS, *group))) for kind in KINDS for group in realisable_groups(LEVELS)

@@ -5,6 +5,7 @@ Outputs and gradients are sums in another order: fp32 within 1e-6 relative, bf16
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -244,12 +245,12 @@ def test_experts_are_sent_ahead_and_compared_when_used(ranks):
     ranks.run(prefetched)
 
 
-def bounded(ahead: int) -> None:
+def bounded(ahead: int, **bound: int) -> None:
     """Four layers, experts of `ahead` + 1 of them in memory: equal to stock, whatever passes are under way."""
     from tests.ranks.megatron import parallel
 
     with parallel(ep=4):
-        stock, ours = layers(4, prefetch_layers=ahead, resident_layers=ahead + 1)
+        stock, ours = layers(4, prefetch_layers=ahead, **bound)
         migrated = [layer.token_dispatcher.dispatcher.migrated for layer in ours]
 
         def resident() -> int:
@@ -289,9 +290,9 @@ def bounded(ahead: int) -> None:
                 assert relative(same.grad, weight.grad) < 3e-6  # of four layers in a row
 
 
-@pytest.mark.parametrize("ahead", [0, 1])
-def test_experts_beyond_the_bound_are_gathered_again(ranks, ahead):
-    ranks.run(bounded, ahead=ahead)
+@pytest.mark.parametrize("settings", [{"ahead": 0, "resident_layers": 1}, {"ahead": 1}], ids=["named", "by default"])
+def test_experts_beyond_the_bound_are_gathered_again(ranks, settings):
+    ranks.run(bounded, **settings)
 
 
 def traffic(sizes: tuple[int, ...], levels: tuple[int, ...], nodes: tuple[int, ...]) -> dict[str, Any]:
@@ -428,3 +429,71 @@ def weights_read(recompute: bool) -> int:
 
 def test_weights_are_compared_once_however_often_a_pass_is_repeated(ranks):
     assert ranks.run(weights_read, recompute=False) == ranks.run(weights_read, recompute=True) == [1] * 4
+
+
+def grouped(recompute: bool) -> None:
+    """TEGroupedMLP: one call for the experts of all owners, and results of stock."""
+    from megatron_moe_opt.integration import moe_layer
+    from tests.ranks.grouped_experts import with_grouped_experts
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            moe_layer, "_moe_spec", lambda config, spec=moe_layer._moe_spec: with_grouped_experts(spec(config))
+        )
+        settings = RECOMPUTE if recompute else {}
+        options = Options(network_levels=TWO_LEVELS, domain_sizes=(2, 2))
+        found = compare("expert-migration", {"ep": 4}, settings, routing="hot", options=options)
+        assert max(found["errors"].values()) < 1e-6, found
+        assert sum("linear_fc1.weight" in name for name in found["errors"]) == 2
+        if recompute:
+            return
+        from tests.ranks.megatron import parallel
+
+        with parallel(ep=4):
+            _, (ours,) = layers(1)
+            ours(hidden_states(0))
+            for linear in (ours.experts.linear_fc1, ours.experts.linear_fc2):
+                assert [len(splits) for splits in linear.calls] == [8] and linear.num_gemms == 2
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_experts_of_all_owners_are_one_grouped_call(ranks, recompute):
+    ranks.run(grouped, recompute=recompute)
+
+
+def hooks_after_trials() -> tuple[int, int, int]:
+    """Hooks on the experts of a layer before, with and after a dispatcher whose experts travelled compressed."""
+    from megatron_moe_opt.integration.moe_layer import build_layer
+    from megatron_moe_opt.integration.planned_layer import PlannedLayer
+    from megatron_moe_opt.integration.registry import _groups_of, _plug
+    from megatron_moe_opt.topology.domain_groups import release_domain_groups
+    from tests.ranks.megatron import moe_config, parallel
+
+    with parallel(ep=4):
+        _, (ours,) = layers(1)
+        layer = build_layer(moe_config())
+        experts = layer.experts
+
+        def hooks() -> int:
+            counted = (len(one._forward_pre_hooks) for one in experts.modules())
+            return sum(counted) + len(experts._load_state_dict_post_hooks)
+
+        def plug(layer: Any, name: str, options: Options) -> None:
+            options = dataclasses.replace(options, compression_ratio=4.0)
+            _plug(layer, name, options, type(ours.token_dispatcher), says=False)
+
+        planned = PlannedLayer(layer, _groups_of(layer.token_dispatcher), Options(network_levels=TWO_LEVELS), plug)
+        before = hooks()
+        planned.use("expert-migration:2x2")
+        layer(hidden_states(0))
+        during = hooks()
+        planned.use("alltoall")
+        planned.keep(())
+        release_domain_groups(planned.groups.ep)
+        layer(hidden_states(0))
+        return before, during, hooks()
+
+
+def test_no_hooks_stay_of_dispatchers_that_are_forgotten(ranks):
+    for before, during, after in ranks.run(hooks_after_trials):
+        assert before == after < during

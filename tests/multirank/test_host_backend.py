@@ -26,6 +26,8 @@ from tests.ranks.gpt import gpt
 from tests.ranks.megatron import parallel
 from tests.ranks.pool import RankFailure, RankPool
 
+pytestmark = pytest.mark.host_only(reason="is about Megatron on a host without GPUs")
+
 SHARED_EXPERT = {"moe_shared_expert_intermediate_size": 64}
 PAD = {"moe_expert_capacity_factor": 1.0, "moe_pad_expert_input_to_capacity": True}
 EXPERT_BIAS = {

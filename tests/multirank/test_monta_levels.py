@@ -12,6 +12,7 @@ import torch.distributed as dist
 from megatron_moe_opt.options import Options
 from tests.multirank.test_dispatchers import DROP, PAD, RAGGED, RECOMPUTE, SHARED, case_id, compare, route_to, run_layer
 from tests.multirank.test_dispatchers import LAYOUTS as NAMED_LAYOUTS
+from tests.ranks.devices import same
 from tests.ranks.pool import RankPool
 
 CHUNKS = (1, 2, 3, 5, 8)
@@ -66,7 +67,7 @@ def compare_pipelines(tp: int, ep: int, pipelines: list[tuple[str, int]]) -> lis
                     different += [
                         f"{level} x {chunks}, top-{topk}, {routing}: {name}"
                         for name in expected
-                        if not torch.equal(found[name], expected[name])
+                        if not same(found[name], expected[name])
                     ]
     megatron_moe_opt.register(Options())
     return different

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from rich.console import Console
 
 from megatron_moe_opt.schedules.mpmoe import STRATEGIES
+from tests.ranks.devices import rank_device
 from tools.mpmoe_formulas import LayerElements
 
 TOKENS, HIDDEN, FFN = 2048, 64, 256
@@ -24,7 +25,7 @@ def measured(partitions: int) -> list[Any]:
     with parallel(ep=world):
         for strategy in STRATEGIES:
             settings = _settings(Shape(HIDDEN, FFN), TOKENS, world, "fp32", f"mpmoe:{partitions}:{strategy}")
-            use[strategy], parameters = measure(settings, world, torch.device("cpu"))
+            use[strategy], parameters = measure(settings, world, rank_device())
             states = STATES * parameters
             rows.append(
                 MemoryRow("a shape", TOKENS, partitions, strategy, states, use["none"], use[strategy], predicted)

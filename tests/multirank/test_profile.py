@@ -7,7 +7,6 @@ from dataclasses import replace
 from itertools import count
 
 import pytest
-import torch
 import torch.distributed as dist
 
 from megatron_moe_opt.planning.cluster import Cluster, World
@@ -16,6 +15,7 @@ from megatron_moe_opt.planning.simulator import simulate
 from megatron_moe_opt.planning.skew import EVERY_RANK, ONE_RANK
 from megatron_moe_opt.schedules.parm import JOINT
 from megatron_moe_opt.schedules.schedule import Kind, Lane, Op, Schedule
+from tests.ranks.devices import rank_device
 
 GATHERS = (Kind.ALL_GATHER, Kind.REDUCE_SCATTER)
 RINGS = {(Kind.SEND_RECEIVE, role) for role in ("intra-node", EVERY_RANK, ONE_RANK)}
@@ -40,7 +40,7 @@ def _profile(seconds, sizes, **options):
         patch.setattr(profile_cluster, "LONGEST_SECONDS", math.inf)  # else a busy machine measures fewer sizes
         patch.setattr(profile_cluster, "LONGEST_SECONDS_OF_EXPERTS", math.inf)
         patch.setattr(profile_cluster, "GEMM_ROWS", (16, 32))
-        return profile_cluster.measure(settings, torch.device("cpu"))
+        return profile_cluster.measure(settings, rank_device())
 
 
 @pytest.mark.parametrize(
@@ -154,7 +154,7 @@ def _made_up():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(meter, "executor", lambda device: played)
         patch.setattr(meter, "time", played)
-        measured = meter.Meter(torch.device("cpu"))
+        measured = meter.Meter(rank_device())
         in_two_lanes = Schedule("two ops", (Op(Kind.COPY, Lane.COPY, size=10), Op(Kind.COPY, Lane.INTRA, size=20)))
 
         def busy(lane, size):
@@ -187,7 +187,7 @@ def _disturbed_ends(meter, played, load):
             return undisturbed(op) * (5 if op.size == 40 and next(measurements) < disturbed else 1)
 
         played.cost = cost
-        measured = meter.Meter(torch.device("cpu"))
+        measured = meter.Meter(rank_device())
         yield measured.curve(replace(load, is_whole=is_whole), (10, 20, 40), seconds=1.4, longest=90.0)
     played.cost = undisturbed
 
@@ -201,7 +201,7 @@ def _disturbed_curve(meter, played, load):
         return undisturbed(op) * (5 if slow else 1)
 
     played.cost = cost
-    curve = meter.Meter(torch.device("cpu")).curve(load, (10, 20, 40), seconds=60.0, longest=90.0)
+    curve = meter.Meter(rank_device()).curve(load, (10, 20, 40), seconds=60.0, longest=90.0)
     played.cost = undisturbed
     return curve
 
@@ -211,7 +211,7 @@ def _bulge(meter, played, load):
     undisturbed, measurements = played.cost, count()
     disturbed = meter.LEAST_OPS
     played.cost = lambda op: 0.04 + undisturbed(op) + 0.03 * (op.size == 20 and next(measurements) < disturbed)
-    curve = meter.Meter(torch.device("cpu")).curve(load, (10, 20, 40), seconds=60.0, longest=90.0)
+    curve = meter.Meter(rank_device()).curve(load, (10, 20, 40), seconds=60.0, longest=90.0)
     played.cost = undisturbed
     return curve
 
@@ -243,7 +243,7 @@ def _saa():
     from tools import bench_saa
 
     settings = profile_cluster.ProfileSettings(2, 1, 2, 2, 64, 32, "fp32", seconds=0.0)
-    return bench_saa.measure(settings, [2**13, 2**20], 2, torch.device("cpu"))
+    return bench_saa.measure(settings, [2**13, 2**20], 2, rank_device())
 
 
 def test_saa_is_compared_with_its_collectives_one_after_the_other(ranks):
@@ -277,7 +277,7 @@ def _partition_overhead(hidden: int, step: float) -> tuple[list[int], int, float
         patch.setattr(meter, "time", SimpleNamespace(perf_counter=lambda: sum(steps)))
         patch.setattr(moe_layer, "layer_under_test", layer_under_test)
         patch.setattr(profile_partitions.mpmoe_choice, "predict", lambda *_: [SimpleNamespace(seconds=0.0)] * 2)
-        found = profile_partitions.partition_overhead(cluster, 1, hidden, 1024, "fp32", torch.device("cpu"), 0.1)
+        found = profile_partitions.partition_overhead(cluster, 1, hidden, 1024, "fp32", rank_device(), 0.1)
     return built, len(steps), found
 
 

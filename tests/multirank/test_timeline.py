@@ -6,7 +6,6 @@ import json
 from dataclasses import replace
 
 import pytest
-import torch
 import torch.distributed as dist
 
 import megatron_moe_opt
@@ -16,6 +15,7 @@ from megatron_moe_opt.planning.monta import PASSES
 from megatron_moe_opt.planning.simulator import simulate
 from megatron_moe_opt.schedules.schedule import Kind, Lane
 from tests.ranks.commands import CURVES, group_of_the_pool
+from tests.ranks.devices import rank_device
 
 
 def _run(variant, rank=None, slow_rank=None, **options):
@@ -143,8 +143,8 @@ def _travelling(sizes):
     options = Options(domain_sizes=sizes, network_levels=(2, 2))
     with parallel(ep=4), pytest.MonkeyPatch.context() as patch:
         slow_gathers(patch)  # 20 or 40 ms a level
-        layer = layer_under_test(settings, "expert-migration", 4, torch.device("cpu"), options=options)
-        step = record_step(layer, 3, torch.device("cpu"))
+        layer = layer_under_test(settings, "expert-migration", 4, rank_device(), options=options)
+        step = record_step(layer, 3, rank_device())
     megatron_moe_opt.register()
     return step
 

@@ -342,10 +342,12 @@ def test_issued_as(ranks):
     ranks.run(_issued_as)
 
 
+@pytest.mark.host_only(reason="is about what Gloo lacks")
 def test_built_on_all_to_all(ranks):
     ranks.run(_built_on_all_to_all)
 
 
+@pytest.mark.host_only(reason="streams of a GPU are played on the host")
 def test_in_a_lane_beside(ranks):
     ranks.run(_in_a_lane_beside)
 

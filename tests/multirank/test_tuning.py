@@ -31,7 +31,7 @@ def _candidates(counts, strategies, budget, layer):
     from megatron_moe_opt.topology.expert_groups import ExpertGroups
 
     world = dist.group.WORLD
-    return Candidates(ExpertGroups(world, None, world), layer, counts, strategies, budget)
+    return ExpertGroups(world, None, world), Candidates(layer, counts, strategies, budget)
 
 
 def tune(best_of_ranks, passes, counts, strategies, budget, layers, evaluations, middle):
@@ -47,8 +47,8 @@ def tune(best_of_ranks, passes, counts, strategies, budget, layers, evaluations,
 
     rank, best = dist.get_rank(), best_of_ranks[dist.get_rank()]
     layer = MpmoeLayer(RowBytes(272, 256, middle), 64, 128, gated=False, local_experts=2, ep=4, etp=1)
-    candidates = _candidates(counts, strategies, budget, layer)
-    partitionings = [MeasuredPartitioning(candidates) for _ in range(layers)]
+    groups, candidates = _candidates(counts, strategies, budget, layer)
+    partitionings = [MeasuredPartitioning(groups, candidates) for _ in range(layers)]
 
     def rows():
         number = torch.tensor(TOKENS[rank])
@@ -140,8 +140,8 @@ def test_a_budget_that_nothing_fits_into_is_refused_on_all_ranks(ranks):
 def by_model(profile, others_profile):
     from megatron_moe_opt.dispatchers.tuning import ModelPartitioning
 
-    candidates = _candidates(PARTITIONS, tuple(STRATEGIES), None, LAYER)
-    partitioning = ModelPartitioning(profile if dist.get_rank() == 0 else others_profile, candidates)
+    groups, candidates = _candidates(PARTITIONS, tuple(STRATEGIES), None, LAYER)
+    partitioning = ModelPartitioning(groups, profile if dist.get_rank() == 0 else others_profile, candidates)
     said = io.StringIO()
     with contextlib.redirect_stdout(said):
         told = [partitioning.choose(lambda rows=rows: rows) for rows in (1, 50_000, 50_000, 1)]

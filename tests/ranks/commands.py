@@ -8,6 +8,7 @@ from contextlib import contextmanager
 import torch
 
 from megatron_moe_opt.schedules.schedule import Kind
+from tests.ranks.devices import rank_device
 
 CURVES = {
     (Kind.ALL_TO_ALL, "ep"): ((1024, 3e-3), (1 << 20, 4.0)),
@@ -21,4 +22,4 @@ CURVES = {
 @contextmanager
 def group_of_the_pool() -> Iterator[torch.device]:
     """In the place of a command's own process group."""
-    yield torch.device("cpu")
+    yield rank_device()

@@ -13,6 +13,7 @@ import atexit
 import contextlib
 import ctypes
 import faulthandler
+import io
 import multiprocessing
 import os
 import pickle
@@ -32,15 +33,22 @@ from typing import Any
 START_TIMEOUT_S = CASE_TIMEOUT_S = 300
 # How long the other ranks may take to report after one has failed, before they are taken to hang.
 GRACE_S = 30
-# Environment variable: the compiled stream executor and a seed, for ranks that run their schedules on it.
-SOFTWARE_STREAMS = "SOFTWARE_STREAMS"
+# Environment variable, set where each rank has a GPU: devices.py.
+GPUS = "RANKS_ON_GPUS"
+# Environment variable: the extension for the emulator that stands for the GPUs, see tests/emulator/plugin.py.
+EMULATOR = "MOE_OPT_EMULATOR"
 
 
 @contextlib.contextmanager
 def preloaded_processes() -> Iterator[BaseContext]:
-    """Starts fresh processes for which importing torch and Megatron is done once: a server imports, and forks them."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.ranks.preload"])
+    """Starts fresh processes for which importing torch and Megatron is done once: a server imports, and forks them.
+
+    With GPUs each process imports for itself: what is imported may call CUDA, which does not survive a fork.
+    """
+    emulated = EMULATOR in os.environ
+    context = multiprocessing.get_context("spawn" if GPUS in os.environ and not emulated else "forkserver")
+    if context.get_start_method() == "forkserver":
+        context.set_forkserver_preload([*(["tests.emulator.plugin"] * emulated), "tests.ranks.preload"])
     # PyTorch reads its thread count when it is imported, which is before our code runs.
     threads = os.environ.get("OMP_NUM_THREADS")
     os.environ["OMP_NUM_THREADS"] = "1"
@@ -62,7 +70,8 @@ class RankFailure(RuntimeError):
 
 
 class RankPool:
-    """`world` processes with torch.distributed initialized over Gloo and the host backend in use.
+    """`world` processes with torch.distributed initialized: over Gloo with the host backend in use, or over NCCL with
+    a GPU each, where GPUS is set.
 
     The processes start with the first case. They are stopped and started afresh after a case that timed out or that
     failed on some ranks only, since the others may then wait in a collective for ever.
@@ -207,22 +216,40 @@ def die_with_parent() -> None:
 
 
 def _initialize(rank: int, world: int, store: Path) -> None:
+    if EMULATOR in os.environ:
+        import tests.emulator.plugin  # noqa: F401 (before PyTorch)
+
     import torch.distributed as dist
 
     import tests.ranks.preload  # noqa: F401 (where the fork server could not)
+    from tests.ranks import devices
 
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
+    if GPUS in os.environ:
+        devices.use_gpu(rank)
+    backend = "nccl" if GPUS in os.environ else "gloo"
+    dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=world)
     dist.barrier()
-    if SOFTWARE_STREAMS in os.environ:
-        from tests.accelerator.ranks import use_software_streams
 
-        use_software_streams(os.environ[SOFTWARE_STREAMS])
+
+class _FromDevice(pickle.Pickler):
+    """Tensors of a GPU travel as those of the host: the test's process need not see that GPU."""
+
+    def reducer_override(self, one: Any) -> Any:
+        """For tensors of a GPU; NotImplemented: as always."""
+        if getattr(one, "is_cuda", False) is True:
+            return one.cpu().__reduce_ex__(pickle.DEFAULT_PROTOCOL)
+        return NotImplemented
+
+
+def _pickled(answer: Any) -> bytes:
+    data = io.BytesIO()
+    _FromDevice(data).dump(answer)
+    return data.getvalue()
 
 
 def _answer(pipe: Connection, run: Callable[[], Any]) -> None:
     try:
-        answer = (True, run())
-        data = pickle.dumps(answer)
+        data = _pickled((True, run()))
     except BaseException as error:  # a SystemExit of the code under test is a failure like any other
         data = pickle.dumps((False, (type(error).__name__, str(error), traceback.format_exc())))
     pipe.send_bytes(data)

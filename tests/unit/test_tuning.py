@@ -17,6 +17,10 @@ from megatron_moe_opt.schedules.mpmoe import RowBytes
 LAYER = MpmoeLayer(RowBytes(272, 256, 1024), 64, 128, gated=False, local_experts=2, ep=4, etp=1)
 
 
+class Alone:
+    """In the place of groups that nothing is asked of."""
+
+
 @pytest.fixture
 def said(monkeypatch):
     """What a single rank says."""
@@ -32,11 +36,11 @@ def said(monkeypatch):
 
 def test_a_choice_that_other_numbers_of_rows_made_meanwhile(said):
     """More and fewer rows settle on 3 while 1 is tried: it is known for what lies between them, and was never run."""
-    tuner = tuning._Tuner(tuning.Candidates(None, LAYER, PARTITIONS, ("none",)))
+    tuner = tuning._Tuner(tuning.Candidates(LAYER, PARTITIONS, ("none",)))
 
     def passed(rows):
         """The partitions of a pass, and whether they were a trial."""
-        one = tuner.choose(rows)
+        one = tuner.choose(rows, None)
         if one.finished is not None:
             one.finished(SimpleNamespace(seconds=1.0 + abs(one.count - 3)))
         return one.count, one.finished is not None
@@ -51,7 +55,7 @@ def test_a_choice_that_other_numbers_of_rows_made_meanwhile(said):
 
 
 def test_trials_of_passes_that_are_repeated_as_they_were():
-    partitioning = tuning.MeasuredPartitioning(tuning.Candidates(None, LAYER, PARTITIONS, ("none",)))
+    partitioning = tuning.MeasuredPartitioning(Alone(), tuning.Candidates(LAYER, PARTITIONS, ("none",)))
 
     def layer(rows):
         partitioning.choose(lambda: 10_000)

@@ -17,12 +17,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from rich.console import Console
-from rich.table import Table
 
 from megatron_moe_opt.cli.bench.choosers import STEPS, Chooser, Chosen
 from megatron_moe_opt.cli.bench.layer import check, time_rounds
 from megatron_moe_opt.cli.bench.split_half import noise_floor, regret_of_halves
-from megatron_moe_opt.cli.console import report_console
+from megatron_moe_opt.cli.console import report_console, say, table_of
 from megatron_moe_opt.cli.layer.settings import LayerSettings
 from megatron_moe_opt.cli.option_types import torch_dtype
 from megatron_moe_opt.cli.ranks import (
@@ -191,16 +190,14 @@ def _as_json(point: ChoicePoint) -> dict[str, Any]:
 
 
 def _print(points: list[ChoicePoint], settings: LayerSettings, ep: int, console: Console) -> None:
-    console.print(f"Choice by {settings.profile}. {shape_of(settings, ep)}", soft_wrap=True)
+    say(console, f"Choice by {settings.profile}. {shape_of(settings, ep)}")
     what = "Dispatch and combine alone" if settings.dispatch_only else "MoE layer"
-    table = Table(title=f"{what}, forward + backward")
     headers = ["tokens", "MB a rank", "by", "chosen", "ms", "fastest", "ms", "regret", f"ratio to {settings.baseline}"]
     recorded = any(point.pipelines is not None for point in points)
     costly = any(point.overhead is not None for point in points)
     headers += ["predicted ms", "measured ms", "error"] if recorded else []
     headers += [f"choosing, of {STEPS} steps"] if costly else []
-    for header in headers:
-        table.add_column(header, justify="right")
+    table = table_of(f"{what}, forward + backward", headers, names=0)
     for point in points:
         cells = [
             str(point.tokens),
@@ -230,14 +227,14 @@ def _print_regrets(by: str, points: list[ChoicePoint], console: Console) -> None
     """Of one way to choose; and, where there are several rounds, how much of it is noise."""
     errors = [abs(point.error) for point in points if point.error is not None]
     prediction = f"; prediction off by {statistics.median(errors):.1%} in the median point" if errors else ""
-    console.print(f"{by}: regret {_at_most([point.regret for point in points])}{prediction}", soft_wrap=True)
+    say(console, f"{by}: regret {_at_most([point.regret for point in points])}{prediction}")
     floors = [point.noise_floor for point in points if point.noise_floor is not None]
     of_halves = [point.regret_of_halves for point in points if point.regret_of_halves is not None]
     if floors:
-        console.print(
+        say(
+            console,
             f"    chosen by one half of the rounds and judged by the other, the fastest itself: regret "
             f"{_at_most(floors)}; {by} against it: {_at_most(of_halves)}",
-            soft_wrap=True,
         )
 
 

@@ -11,9 +11,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
-from rich.table import Table
 
-from megatron_moe_opt.cli.console import report_console
+from megatron_moe_opt.cli.console import report_console, table_of
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -113,9 +112,8 @@ def plain_copy(num_bytes: int, device: torch.device) -> Callable[[], Any]:
 
 def print_table(title: str, stock: str, rows: list[Row], settings: dict[str, Any]) -> None:
     """One line an operation; times in milliseconds, quartiles in brackets. `stock` names what ours is compared with."""
-    table = Table(title=title, caption=", ".join(f"{k} {v}" for k, v in settings.items()))
-    for heading in ("op", "dtype", f"{stock} ms", "ours ms", "speed-up", "copy floor ms", "ours / floor", "GB/s"):
-        table.add_column(heading, justify="left" if heading in ("op", "dtype") else "right", no_wrap=True)
+    headers = ("op", "dtype", f"{stock} ms", "ours ms", "speed-up", "copy floor ms", "ours / floor", "GB/s")
+    table = table_of(title, headers, names=2, caption=", ".join(f"{k} {v}" for k, v in settings.items()))
 
     def show(timing: Timing | None) -> str:
         if timing is None:

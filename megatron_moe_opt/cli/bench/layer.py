@@ -17,7 +17,7 @@ import torch.distributed as dist
 from rich.progress import Progress
 
 import megatron_moe_opt
-from megatron_moe_opt.cli.console import progress_console, report_console
+from megatron_moe_opt.cli.console import progress_console, report_console, say_written
 from megatron_moe_opt.cli.layer.links import LinkRates, WireLimit, measure_links, timed, wire_limit
 from megatron_moe_opt.cli.layer.peak_memory import peak_memory_growth
 from megatron_moe_opt.cli.layer.prediction import Predicted, predict_layer
@@ -32,15 +32,16 @@ from megatron_moe_opt.cli.ranks import (
 )
 from megatron_moe_opt.cli.report.measured_layer import DispatcherResult, LayerReport, as_json, print_report
 from megatron_moe_opt.cli.report.page import make_report_folder, write_page
-from megatron_moe_opt.cli.report.timeline_files import say_written
 from megatron_moe_opt.cli.routing.balance import routing_balance
 from megatron_moe_opt.cli.routing.workloads import check_routing
 from megatron_moe_opt.errors import ConfigurationError
-from megatron_moe_opt.options import AUTO
+from megatron_moe_opt.option_values import AUTO
 from megatron_moe_opt.output_file import check_output_file, write_text_whole
 from megatron_moe_opt.planning.cluster import OUR_FLAGS, Cluster
 from megatron_moe_opt.runtime.traffic import TrafficCounter, TrafficRow
+from megatron_moe_opt.systems import dispatcher_names
 from megatron_moe_opt.topology.nodes import NodeMap, discover_nodes
+from megatron_moe_opt.variants import FLEX
 
 if TYPE_CHECKING:
     from megatron_moe_opt.cli.layer.under_test import LayerUnderTest
@@ -87,10 +88,14 @@ def bench_layer(settings: LayerSettings, json_file: Path | None, report_folder: 
 def check(settings: LayerSettings) -> Cluster | None:
     """Refuses, with ConfigurationError, all that can be refused before process groups are made. Returns the profile."""
     megatron_moe_opt.register()
-    from megatron_moe_opt.integration.registry import NAMES
+    from megatron_moe_opt.integration.flex_backends import DEFAULT, check_flex
 
     world = world_size()
-    settings.check((*STOCK, *NAMES), world)
+    settings.check((*STOCK, *dispatcher_names()), world)
+    for variant in settings.dispatchers:
+        name, _, backend = variant.partition(":")
+        if name == FLEX:
+            check_flex(variant, backend or DEFAULT)
     check_routing(settings.routing, experts=settings.experts, topk=settings.topk)
     if settings.profile is None:
         return None

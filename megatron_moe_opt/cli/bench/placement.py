@@ -17,10 +17,9 @@ from typing import TypeAlias
 
 import numpy as np
 import torch
-from rich.table import Table
 
 from megatron_moe_opt.cli.bench.kernel_timing import Timing, measure, time_once
-from megatron_moe_opt.cli.console import report_console
+from megatron_moe_opt.cli.console import report_console, table_of
 
 Assign: TypeAlias = Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]]
 """scipy's function: a matrix of costs -> rows and the column of each."""
@@ -203,9 +202,8 @@ def measure_counts(
 
 def print_placement(rows: list[PlacementRow]) -> None:
     """One line an operation and counterpart; times in milliseconds, quartiles in brackets."""
-    table = Table(title="placing samples")
-    for heading in ("op", "size", "compared with", "its ms", "ours ms", "speed-up"):
-        table.add_column(heading, justify="right" if heading.endswith(("ms", "up")) else "left", no_wrap=True)
+    headers = ("op", "size", "compared with", "its ms", "ours ms", "speed-up")
+    table = table_of("placing samples", headers, names=3)
 
     def show(timing: Timing) -> str:
         return f"{timing.median * 1e3:.3f} [{timing.low * 1e3:.3f} {timing.high * 1e3:.3f}]"

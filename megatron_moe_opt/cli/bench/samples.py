@@ -13,10 +13,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from rich.console import Console
-from rich.table import Table
 
 from megatron_moe_opt import register
-from megatron_moe_opt.cli.console import report_console
+from megatron_moe_opt.cli.console import report_console, say, table_of
 from megatron_moe_opt.cli.layer.settings import BASELINE
 from megatron_moe_opt.cli.option_types import torch_dtype
 from megatron_moe_opt.cli.ranks import (
@@ -32,6 +31,7 @@ from megatron_moe_opt.planning.expert_order import stock_devices
 from megatron_moe_opt.planning.routing_replay import decided_share
 from megatron_moe_opt.planning.routing_trace import RoutingTrace, read_routing_trace
 from megatron_moe_opt.runtime.traffic import TrafficCounter, TrafficRow
+from megatron_moe_opt.systems import system_names
 from megatron_moe_opt.topology.nodes import NodeMap, discover_nodes
 
 
@@ -95,12 +95,10 @@ def bench_samples(settings: SampleSettings, json_file: Path | None) -> list[Samp
 
 def check(settings: SampleSettings, trace: RoutingTrace, world: int) -> None:
     """Refuses, with ConfigurationError, what cannot run on `world` ranks."""
-    from megatron_moe_opt.integration.registry import DISPATCHERS
-
     for name in settings.dispatchers:
-        if name not in (BASELINE, *DISPATCHERS):
+        if name not in (BASELINE, *system_names()):
             raise ConfigurationError(
-                f"--dispatchers {name} is unknown: choose from {', '.join((BASELINE, *DISPATCHERS))}"
+                f"--dispatchers {name} is unknown: choose from {', '.join((BASELINE, *system_names()))}"
             )
     for what, number in (("samples", trace.num_samples), ("experts", trace.num_experts)):
         if number % world:
@@ -243,14 +241,12 @@ def _decided_share(settings: SampleSettings, trace: RoutingTrace, nodes: NodeMap
 
 
 def _print(results: list[SampleResult], decided: float, console: Console) -> None:
-    table = Table(
-        title="Dispatch and combine of all MoE layers, forward and backward",
+    table = table_of(
+        "Dispatch and combine of all MoE layers, forward and backward",
+        ("dispatcher", "ms", "quartiles", "times faster", "inter-node MB", "change", "decided", "intra-node MB"),
         caption="decided: change of what placements decide, "
         f"{decided:.1%} of stock's bytes between nodes: all but the first layer's dispatch and the last one's combine",
     )
-    headers = ("dispatcher", "ms", "quartiles", "times faster", "inter-node MB", "change", "decided", "intra-node MB")
-    for header in headers:
-        table.add_column(header, justify="right")
     stock = results[0]
     for result in results:
         ms = sorted(second * 1e3 for second in result.seconds)
@@ -272,4 +268,4 @@ def _print(results: list[SampleResult], decided: float, console: Console) -> Non
 
     for result in results:
         for line in lines(result.moves):
-            console.print(line, highlight=False, soft_wrap=True)
+            say(console, line)

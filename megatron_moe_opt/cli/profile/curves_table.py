@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from rich.table import Table
 
+from megatron_moe_opt.cli.console import table_of
 from megatron_moe_opt.planning.cluster import Cluster, Points
 from megatron_moe_opt.schedules.schedule import Kind
 
 
 def curves_table(cluster: Cluster) -> Table:
     """One section a curve. The efficiency is that of the rate, over the best rate of the same curve."""
-    table = Table(title="Cost curves", caption=_between_ops(cluster))
-    table.add_column("op")
-    for header in ("size", "ms", "rate", "efficiency"):
-        table.add_column(header, justify="right")
+    table = table_of("Cost curves", ("op", "size", "ms", "rate", "efficiency"), caption=_between_ops(cluster))
     for name, points in _named_curves(cluster).items():
         rates = [size / seconds for size, seconds in points]
         cells = [(_bytes(size), seconds, f"{size / seconds / 1e9:.3f} GB/s") for size, seconds in points]

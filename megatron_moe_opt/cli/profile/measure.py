@@ -16,7 +16,7 @@ from rich.progress import Progress
 from torch.distributed import ProcessGroup
 
 import megatron_moe_opt
-from megatron_moe_opt.cli.console import progress_console, report_console
+from megatron_moe_opt.cli.console import progress_console, report_console, say_written
 from megatron_moe_opt.cli.option_types import torch_dtype
 from megatron_moe_opt.cli.profile import loads
 from megatron_moe_opt.cli.profile.curves_table import curves_table
@@ -33,7 +33,6 @@ from megatron_moe_opt.cli.ranks import (
     temporary_groups,
     world_size,
 )
-from megatron_moe_opt.cli.report.timeline_files import say_written
 from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.output_file import check_output_file
 from megatron_moe_opt.planning.cluster import Cluster, ExpertGemm, Points, World

@@ -9,8 +9,8 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
+from megatron_moe_opt.cli.console import say, table_of
 from megatron_moe_opt.cli.layer.links import LinkRates, WireLimit
 from megatron_moe_opt.cli.layer.prediction import Predicted
 from megatron_moe_opt.cli.layer.recorded_step import RecordedStep
@@ -88,19 +88,10 @@ def as_json(report: LayerReport) -> dict[str, Any]:
 def print_report(report: LayerReport, console: Console) -> None:
     """Conditions, then times, then traffic."""
     for line in conditions(report):
-        console.print(line, highlight=False, soft_wrap=True)
-    console.print(_printed(times_table(report)))
-    if any(result.traffic for result in report.results):
-        console.print(_printed(traffic_table(report)))
-
-
-def _printed(content: ReportTable) -> Table:
-    table = Table(title=content.title)
-    for index, header in enumerate(content.headers):
-        table.add_column(header, justify="left" if index < content.names else "right")
-    for row in content.rows:
-        table.add_row(*row)
-    return table
+        say(console, line)
+    tables = [times_table(report), *([traffic_table(report)] if any(one.traffic for one in report.results) else [])]
+    for content in tables:
+        console.print(table_of(content.title, content.headers, content.rows, content.names))
 
 
 def conditions(report: LayerReport) -> list[str]:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from rich.table import Table
 
 from megatron_moe_opt.cli.bench.layer import check
-from megatron_moe_opt.cli.console import report_console
+from megatron_moe_opt.cli.console import report_console, say, table_of
 from megatron_moe_opt.cli.layer.recorded_step import record_step
 from megatron_moe_opt.cli.layer.settings import BASELINE, LayerSettings
 from megatron_moe_opt.cli.ranks import (
@@ -119,7 +119,7 @@ def _variant(settings: LayerSettings) -> str:
 
 def _report(step: StepTimelines, settings: LayerSettings, ep: int, trace: Path | None, png: Path | None) -> None:
     console = report_console(160)
-    console.print(f"{shape_of(settings, ep)}; rank {step.rank}", highlight=False, soft_wrap=True)
+    say(console, f"{shape_of(settings, ep)}; rank {step.rank}")
     console.print(timelines_table(step, _variant(settings)))
     write_timelines(step.joined(f"{_variant(settings)}, rank {step.rank}"), trace, png, console)
 
@@ -127,10 +127,8 @@ def _report(step: StepTimelines, settings: LayerSettings, ep: int, trace: Path |
 def timelines_table(step: StepTimelines, title: str) -> Table:
     """One row a pass, and their sum: predicted and measured time, time that each lane is busy, overlap."""
     lanes = [lane for lane in Lane if any(lane in timeline.schedule.lanes for timeline in step.measured.values())]
-    table = Table(title=title, caption="overlap: time hidden over time that could be hidden")
-    table.add_column("pass")
-    for header in ("predicted ms", "measured ms", "error", *(f"{lane.value} busy ms" for lane in lanes), "overlap"):
-        table.add_column(header, justify="right")
+    headers = ("pass", "predicted ms", "measured ms", "error", *(f"{lane.value} busy ms" for lane in lanes), "overlap")
+    table = table_of(title, headers, caption="overlap: time hidden over time that could be hidden")
     rows = {name: [name] for name in step.measured} | {"all": list(step.measured)}
     for row, names in rows.items():
         timelines = [step.measured[name] for name in names]

@@ -1,4 +1,4 @@
-"""The timelines that commands write, and what they say of files."""
+"""The files of timelines that commands write: a trace for Perfetto, and a picture."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from megatron_moe_opt.errors import printable
+from megatron_moe_opt.cli.console import say_written
 from megatron_moe_opt.output_file import check_output_file
 from megatron_moe_opt.schedules.picture import check_picture, write_picture
 from megatron_moe_opt.schedules.timeline import Timeline
@@ -28,8 +28,3 @@ def write_timelines(timelines: Mapping[str, Timeline], trace: Path | None, png: 
         if file is not None:
             write(file, timelines)
             say_written(file, console)
-
-
-def say_written(file: Path, console: Console) -> None:
-    """A line that is not wrapped, so that it can be copied."""
-    console.print(f"written to {printable(str(file))}", highlight=False, soft_wrap=True)

@@ -64,8 +64,7 @@ def generate_routing(
 
     moe-opt generate-routing --like MoE-GPT-S --nodes 2 -o routing.npz
     """
-    from megatron_moe_opt.cli.console import report_console
-    from megatron_moe_opt.cli.report.timeline_files import say_written
+    from megatron_moe_opt.cli.console import report_console, say_written
     from megatron_moe_opt.errors import ConfigurationError
     from megatron_moe_opt.output_file import check_output_file
     from megatron_moe_opt.planning.routing_generator import TABLE5, like_table5

@@ -5,11 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
-from rich.console import Console
 from rich.table import Table
 
-from megatron_moe_opt.cli.console import report_console
-from megatron_moe_opt.cli.report.timeline_files import check_timeline_files, say_written
+from megatron_moe_opt.cli.console import report_console, say, say_written, table_of
+from megatron_moe_opt.cli.report.timeline_files import check_timeline_files
 from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.output_file import check_output_file
 from megatron_moe_opt.planning.expert_grouping import group_experts
@@ -33,16 +32,16 @@ def report_replay(path: Path, nodes: int, ranks_per_node: int, expert_order: Pat
     done = _replay(trace.counts(), devices, nodes, ranks_per_node)
     console = report_console(WIDTH)
     order = "stock's order" if expert_order is None else f"the order of {expert_order}"
-    _say(console, f"{path}: {_describe(trace)}")
-    _say(console, f"{nodes} nodes of {ranks_per_node} ranks; experts in {order}")
+    say(console, f"{path}: {_describe(trace)}")
+    say(console, f"{nodes} nodes of {ranks_per_node} ranks; experts in {order}")
     console.print(_replay_table(trace, done))
-    _say(
+    say(
         console,
         "Of all all-to-alls, first dispatch and last combine included: "
         f"predicted {done.whole_reduction('predicted'):.1%}, oracle {done.whole_reduction('oracle'):.1%} less between "
         "nodes",
     )
-    _say(console, f"The fullest rank gets {done.heaviest.mean():.2f} times the mean of the tokens")
+    say(console, f"The fullest rank gets {done.heaviest.mean():.2f} times the mean of the tokens")
     if png is not None:
         from megatron_moe_opt.cli.routing.replay_picture import draw_replay
 
@@ -69,22 +68,15 @@ def report_plan(path: Path, nodes: int, ranks_per_node: int, output: Path, seed:
     write_expert_order(output, order)
     stock = stock_devices(len(trace.layers), trace.num_experts, nodes * ranks_per_node)
     console = report_console(WIDTH)
-    _say(console, f"{path}: {_describe(trace)}")
-    table = _table(
+    say(console, f"{path}: {_describe(trace)}")
+    table = table_of(
         f"{nodes} nodes of {ranks_per_node} ranks",
-        (
-            "passes",
-            "experts",
-            "outside",
-            "predicted",
-            "oracle",
-            "of oracle",
-            "predicted / stock's order",
-            "fullest rank",
-        ),
-        "outside: mean share of a sample's tokens outside its best node; predicted, oracle: less between nodes than "
-        "stock's placement",
-    )
+        ("passes", "experts", "outside", "predicted", "oracle", "of oracle", "predicted / stock's order",
+         "fullest rank"),
+        names=2,
+        caption="outside: mean share of a sample's tokens outside its best node; predicted, oracle: less between "
+        "nodes than stock's placement",
+    )  # fmt: skip
     whole = {
         label: _replay(counts, devices, nodes, ranks_per_node)
         for label, devices in (("stock's order", stock), ("planned", planned))
@@ -107,10 +99,6 @@ def report_plan(path: Path, nodes: int, ranks_per_node: int, output: Path, seed:
         table.add_section()
     console.print(table)
     say_written(output, console)
-
-
-def _say(console: Console, text: str) -> None:
-    console.print(text, highlight=False, soft_wrap=True)
 
 
 def _describe(trace: RoutingTrace) -> str:
@@ -161,12 +149,13 @@ def _replay(counts: np.ndarray, expert_device: np.ndarray, nodes: int, ranks_per
 
 
 def _replay_table(trace: RoutingTrace, done: Replay) -> Table:
-    table = _table(
+    table = table_of(
         "what crosses links, tokens of a pass",
         ("combine, dispatch", "placement", "inter", "intra", "local", "inter less", "of oracle", "outside",
          "moved: node", "device"),
-        "combine, dispatch: MoE layers whose all-to-alls a placement decides; inter, intra, local: between nodes, "
-        "between ranks of a node, on a rank; outside: mean share of a sample's tokens outside its best node",
+        names=2,
+        caption="combine, dispatch: MoE layers whose all-to-alls a placement decides; inter, intra, local: between "
+        "nodes, between ranks of a node, on a rank; outside: mean share of a sample's tokens outside its best node",
     )  # fmt: skip
     pairs = range(len(trace.layers) - 1)
     for pair in (*pairs, None):
@@ -188,11 +177,4 @@ def _replay_table(trace: RoutingTrace, done: Replay) -> Table:
             )
             name = outside = ""
         table.add_section()
-    return table
-
-
-def _table(title: str, headings: tuple[str, ...], caption: str) -> Table:
-    table = Table(title=title, caption=caption)
-    for index, heading in enumerate(headings):
-        table.add_column(heading, justify="left" if index < 2 else "right")
     return table

@@ -1,0 +1,42 @@
+"""Megatron's TEGroupedMLP without Transformer Engine: its class, around a grouped linear layer in plain PyTorch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from megatron.core.transformer.mlp import MLPSubmodules
+from megatron.core.transformer.moe.experts import TEGroupedMLP
+from megatron.core.transformer.spec_utils import ModuleSpec
+
+
+class GroupedLinear(torch.nn.Module):
+    """As Transformer Engine's: weight0, weight1, ...; biases that it has not are attributes without elements."""
+
+    def __init__(
+        self, num_gemms: int, inputs: int, outputs: int, *, init_method: Callable[[torch.Tensor], Any], **_: Any
+    ) -> None:
+        super().__init__()
+        self.num_gemms, self.calls = num_gemms, []
+        for number in range(num_gemms):
+            self.register_parameter(f"weight{number}", torch.nn.Parameter(torch.empty(outputs, inputs)))
+            init_method(getattr(self, f"weight{number}"))
+            setattr(self, f"bias{number}", torch.empty(0))
+
+    def forward(self, rows: torch.Tensor, m_splits: list[int]) -> tuple[torch.Tensor, None]:
+        assert len(m_splits) == self.num_gemms
+        self.calls.append(m_splits)
+        assert not any(getattr(self, f"bias{number}").numel() for number in range(self.num_gemms))
+        weights = (getattr(self, f"weight{number}") for number in range(self.num_gemms))
+        parts = (part @ weight.t() for part, weight in zip(rows.split(m_splits), weights, strict=True))
+        return torch.cat([*parts]), None
+
+
+def with_grouped_experts(spec: Any) -> Any:
+    """The specification of a MoE layer, its experts a TEGroupedMLP."""
+    submodules = spec.submodules if isinstance(spec, ModuleSpec) else spec.keywords["submodules"]
+    submodules.experts = ModuleSpec(
+        TEGroupedMLP, submodules=MLPSubmodules(linear_fc1=GroupedLinear, linear_fc2=GroupedLinear)
+    )
+    return spec
