@@ -1,75 +1,47 @@
-"""Dispatchers with their settings in one word, such as `monta:O2x8`, as benchmarks and plans name them."""
+"""Dispatchers with their settings in one word, such as `monta:O2x8`, as benchmarks, plans and telemetry name them."""
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 from megatron_moe_opt.errors import ConfigurationError
-from megatron_moe_opt.options import AUTO, Options
-from megatron_moe_opt.schedules.monta import LEVELS
-from megatron_moe_opt.schedules.mpmoe import STRATEGIES
-from megatron_moe_opt.schedules.parm import AAS, SCHEDULES
-
-MIGRATION = "expert-migration"
-VARIANTS = ("monta", "parm", "mpmoe", MIGRATION)
+from megatron_moe_opt.option_values import AUTO
+from megatron_moe_opt.options import Options
+from megatron_moe_opt.systems import SYSTEMS, system_of
 
 
 def split_variant(variant: str, profile: Path | None) -> tuple[str, Options]:
-    """The dispatcher's name and options of a variant.
+    """The dispatcher's name and options of a variant: a name, or a name, a colon and a setting of its system.
 
-    It is `name`, `monta:auto`, `monta:LEVEL`, `monta:LEVELxCHUNKS`, `parm:auto`, `parm:SCHEDULE`, `mpmoe:auto`,
-    `mpmoe:PARTITIONS`, `mpmoe:PARTITIONS:STRATEGY`, `expert-migration:auto` or `expert-migration:SIZExSIZE` (of
-    domains, the slowest level first). Without a profile `mpmoe:auto` chooses by trials. `auto` chooses among them all.
+    `NAME:auto` chooses by the profile, `auto` among all systems.
 
     Raises ConfigurationError for anything else.
     """
     name, colon, setting = variant.partition(":")
-    if name == AUTO and not colon:
-        return name, Options(profile=profile)
     if not colon:
-        return name, Options()
-    if name not in VARIANTS:
-        raise ConfigurationError(f"--dispatchers {variant}: only {', '.join(VARIANTS)} have variants; write {name}")
-    if name == "mpmoe":
-        return name, _partitions(variant, setting, profile)
-    if setting == AUTO:
-        if profile is None:
-            raise ConfigurationError(f"--dispatchers {variant} chooses by measurements: give --profile")
-        return name, Options(profile=profile)
-    if name == MIGRATION:
-        if not re.fullmatch(r"[1-9][0-9]*(x[1-9][0-9]*)*", setting):
-            raise ConfigurationError(
-                f"--dispatchers {variant}: write the domain size of each level, the slowest first, such as "
-                f"{MIGRATION}:2x1"
-            )
-        return name, Options(domain_sizes=tuple(map(int, setting.split("x"))))
-    if name == "parm":
-        if setting not in (*SCHEDULES, AAS):
-            raise ConfigurationError(
-                f"--dispatchers {variant}: write a schedule ({', '.join(SCHEDULES)}, or {AAS}: S2 without overlap), or "
-                "parm:auto"
-            )
-        return name, Options(parm_schedule=setting)
-    parts = re.fullmatch(rf"({'|'.join(LEVELS)})(?:x([1-9][0-9]*))?", setting)
-    if parts is None:
-        raise ConfigurationError(
-            f"--dispatchers {variant}: write a level ({', '.join(LEVELS)}), a level and its chunks such as monta:O3x4, "
-            "or monta:auto"
-        )
-    level, chunks = parts[1], int(parts[2]) if parts[2] else None
-    if level == "O1" and chunks not in (None, 1):
-        raise ConfigurationError(f"--dispatchers {variant}: O1 does not cut; write monta:O1, or take O2 or O3")
-    return name, Options(monta_level=level, chunks=chunks)
+        return name, Options(profile=profile) if name == AUTO else Options()
+    system = system_of(name)
+    if system is None or system.grammar is None:
+        with_settings = ", ".join(one.name for one in SYSTEMS if one.grammar is not None)
+        raise ConfigurationError(f"--dispatchers {variant}: only {with_settings} have variants; write {name}")
+    return name, Options(**system.grammar.parse(variant, setting, profile))
 
 
-def _partitions(variant: str, setting: str, profile: Path | None) -> Options:
-    if setting == AUTO:
-        return Options(partitions=AUTO, profile=profile, tuner=None if profile is None else "model")
-    parts = re.fullmatch(rf"([1-9][0-9]*)(?::({'|'.join(STRATEGIES)}))?", setting)
-    if parts is None:
-        raise ConfigurationError(
-            f"--dispatchers {variant}: write a number of partitions and, where they share memory, how ("
-            f"{', '.join(STRATEGIES)}), such as mpmoe:4 or mpmoe:4:S3, or mpmoe:auto"
-        )
-    return Options(partitions=int(parts[1]), memory_reuse=parts[2])
+def whole_variant(variant: str, levels: int) -> str | None:
+    """A variant with its defaults filled in, as the planner names it; None where it chooses by itself.
+
+    Args:
+        levels: of the network, for defaults that are one number for each.
+    """
+    if variant.rpartition(":")[2] == AUTO:
+        return None
+    system, (_, options) = system_of(variant), split_variant(variant, None)
+    return variant if system is None else system.variant(options, levels)
+
+
+def kind_of(variant: str) -> str:
+    """What travels: the system, and what of its setting decides that. Variants of a kind cut the same traffic."""
+    name, _, setting = variant.partition(":")
+    system = system_of(name)
+    kind = "" if system is None or system.grammar is None else system.grammar.kind(setting)
+    return f"{name}:{kind}" if kind else name

@@ -10,6 +10,7 @@ from typing import NoReturn
 from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.options import Options, options_help, split_options
 from megatron_moe_opt.output_file import check_output_file, check_output_folder
+from megatron_moe_opt.systems import dispatcher_names
 
 PROGRAM = "pretrain_moe_gpt"
 
@@ -232,9 +233,7 @@ def _check_model(args: argparse.Namespace) -> None:
             f"--moe-router-topk {args.moe_router_topk} is more than --num-experts {args.num_experts};"
             " a token can go to each expert once"
         )
-    from megatron_moe_opt.integration.registry import NAMES  # needs the extension, --help does not
-
-    if tp > 1 and not args.sequence_parallel and args.moe_token_dispatcher_type not in NAMES:
+    if tp > 1 and not args.sequence_parallel and args.moe_token_dispatcher_type not in dispatcher_names():
         raise ConfigurationError(
             f"--tensor-model-parallel-size {tp} with experts needs sequence parallelism under"
             f" --moe-token-dispatcher-type {args.moe_token_dispatcher_type}; add --sequence-parallel"

@@ -13,7 +13,7 @@ from megatron_moe_opt.dispatchers.pipelining import agreed_cluster
 from megatron_moe_opt.dispatchers.say import say_once
 from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.planning.layer_workload import LayerWorkload
-from megatron_moe_opt.planning.planner import domains
+from megatron_moe_opt.systems.expert_migration import fastest_domains
 from megatron_moe_opt.topology.domains import ExpertDomains, realisable
 from megatron_moe_opt.topology.expert_groups import ExpertGroups
 
@@ -72,7 +72,7 @@ class MeasuredDomains:
         self.profile, self.groups, self.workload = profile, groups, workload
         self._cluster = agreed_cluster(groups, profile)
         try:
-            domains(replace(workload, tokens=1), self._cluster)
+            fastest_domains(replace(workload, tokens=1), self._cluster)
         except ConfigurationError as error:
             levels = _times(workload.workers)
             raise ConfigurationError(
@@ -85,7 +85,7 @@ class MeasuredDomains:
         most = torch.tensor(tokens, device=device)
         dist.all_reduce(most, dist.ReduceOp.MAX, group=self.groups.ep)
         number = int(most)
-        choice = domains(replace(self.workload, tokens=number), self._cluster)
+        choice = fastest_domains(replace(self.workload, tokens=number), self._cluster)
         say_once(
             "expert-migration",
             (number, choice),

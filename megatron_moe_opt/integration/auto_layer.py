@@ -29,15 +29,19 @@ from megatron_moe_opt.integration.checks import check_config
 from megatron_moe_opt.integration.optimizer_step import after_optimizer_step
 from megatron_moe_opt.integration.planned_layer import PlannedLayer, Plug
 from megatron_moe_opt.integration.replicated_tokens import holds_replicated_tokens
-from megatron_moe_opt.options import AUTO, PREFIX, Options
+from megatron_moe_opt.option_values import AUTO
+from megatron_moe_opt.options import Options
 from megatron_moe_opt.planning.cluster import Cluster
 from megatron_moe_opt.planning.layer_workload import LayerWorkload
 from megatron_moe_opt.planning.plan_file import Plan
-from megatron_moe_opt.planning.planner import ALLTOALL, Prediction, Refusal, best, candidates
+from megatron_moe_opt.planning.planner import best, candidates
+from megatron_moe_opt.planning.prediction import ALLTOALL, Prediction, Refusal
 from megatron_moe_opt.planning.skew import most_uneven_layer
 from megatron_moe_opt.planning.trials import Trials
 from megatron_moe_opt.runtime.agreement import found_by_first
 from megatron_moe_opt.runtime.collectives import device_of
+from megatron_moe_opt.systems import system_of
+from megatron_moe_opt.systems.system import PREFIX, Run
 from megatron_moe_opt.topology.domain_groups import release_domain_groups
 from megatron_moe_opt.topology.expert_groups import ExpertGroups
 from megatron_moe_opt.variants import split_variant
@@ -110,10 +114,10 @@ class Controller:
         variants = set(self.plan.layers.values())
         if len(variants) == 1:
             layer.use(*variants)
-        elif "netmoe" in variants:
+        elif moving := [one for one in variants if (system := system_of(one)) and system.moves_samples]:
             raise ConfigurationError(
-                f"--moe-opt-plan {self.options.plan} has netmoe in some layers only, but samples move through all of a "
-                "stage: plan it for all, or for none"
+                f"--moe-opt-plan {self.options.plan} has {moving[0]} in some layers only, but samples move through all "
+                "of a stage: plan it for all, or for none"
             )
         else:
 
@@ -250,12 +254,10 @@ class Controller:
         """
         config = self.config
         drops = config.moe_expert_capacity_factor is not None
-        together = drops or config.moe_router_load_balancing_type == "sinkhorn"
+        run = Run(frozenset(workers), drops or config.moe_router_load_balancing_type == "sinkhorn")
         of_stock = next((one.activation_bytes for one in predictions if one.variant == ALLTOALL), 0)
         reasons = [
-            self._refusal(one.variant)
-            or _stays(one.variant, workers, together)
-            or _needs(one.activation_bytes - of_stock, room)
+            self._refusal(one.variant) or _stays(one.variant, run) or _needs(one.activation_bytes - of_stock, room)
             for one in predictions
         ]
         found = list(zip(predictions, reasons, strict=True))
@@ -322,27 +324,10 @@ def _needs(above: int, room: int | None) -> str | None:
     return f"holds {above} bytes more than stock for each layer, and {room} are free: a trial could run out of memory"
 
 
-def _stays(variant: str, workers: set[tuple[int, ...]], together: bool) -> str | None:
-    """Why layers cannot change to a variant, or from it.
-
-    Args:
-        together: which rows a token makes depends on the others that its router sees.
-    """
-    name, options = split_variant(variant, None)
-    if name == "netmoe":
-        return f"moves samples between layers, which layers cannot change to: choose --moe-token-dispatcher-type {name}"
-    if variant == "parm:S2" and together:
-        return (
-            "drops or balances all tokens of a TP group together, the others those of each rank, which is another "
-            "function: choose --moe-token-dispatcher-type parm"
-        )
-    sizes = options.domain_sizes
-    if sizes is not None and any(
-        len(sizes) != len(levels) or any(number % size for number, size in zip(levels, sizes, strict=True))
-        for levels in workers
-    ):
-        return f"the network levels of this run have other numbers of workers: name them with {PREFIX}levels"
-    return None
+def _stays(variant: str, run: Run) -> str | None:
+    """Why layers cannot change to a variant, or from it."""
+    system, (_, options) = system_of(variant), split_variant(variant, None)
+    return None if system is None else system.stays(options, run)
 
 
 def _mean(ones: Sequence[tuple[int, Prediction]]) -> Prediction:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from megatron_moe_opt.planning.planner import ALLTOALL
+from megatron_moe_opt.planning.prediction import ALLTOALL
 
 if TYPE_CHECKING:
     from megatron_moe_opt.integration.auto_layer import Controller

@@ -23,13 +23,14 @@ from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.integration.experts_of_owners import call_experts
 from megatron_moe_opt.integration.layer_workload import layer_workload
 from megatron_moe_opt.integration.optimizer_step import after_optimizer_step, before_optimizer_step, forget
-from megatron_moe_opt.options import PREFIX, Options
+from megatron_moe_opt.options import Options
 from megatron_moe_opt.runtime.expert_codec import LargestWeights, TrackedExperts, WholeExperts
 from megatron_moe_opt.runtime.expert_communicator import MigratedExperts, expert_communicator
 from megatron_moe_opt.runtime.expert_gradients import CompressedGradients, WholeGradients
 from megatron_moe_opt.runtime.expert_weights import ExpertWeights
 from megatron_moe_opt.runtime.recomputation import is_recomputing
 from megatron_moe_opt.runtime.shared_expert import SharedExpert
+from megatron_moe_opt.systems.system import PREFIX
 from megatron_moe_opt.topology.domain_groups import DomainGroups, levels_of
 from megatron_moe_opt.topology.domains import ExpertDomains
 from megatron_moe_opt.topology.expert_groups import ExpertGroups

@@ -25,9 +25,9 @@ import torch
 from torch.distributed import ProcessGroup
 
 from megatron_moe_opt.errors import ConfigurationError
-from megatron_moe_opt.options import PREFIX
 from megatron_moe_opt.planning.expert_order import order_of_layer, read_expert_order
 from megatron_moe_opt.runtime.collectives import all_to_all_rows
+from megatron_moe_opt.systems.system import PREFIX
 
 FLAG = f"{PREFIX}expert-order"
 # Optimizer states by parameter: their experts have numbers. All others are of buckets, whose experts have places.

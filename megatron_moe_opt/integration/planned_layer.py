@@ -11,7 +11,7 @@ from megatron_moe_opt.integration.expert_migration_layer import EXPERTS_COMPUTE
 from megatron_moe_opt.integration.layer_workload import layer_workload
 from megatron_moe_opt.options import Options
 from megatron_moe_opt.planning.layer_workload import LayerWorkload
-from megatron_moe_opt.planning.planner import ALLTOALL
+from megatron_moe_opt.planning.prediction import ALLTOALL
 from megatron_moe_opt.runtime.recomputation import is_recomputing
 from megatron_moe_opt.topology.domain_groups import leave_domain_groups, levels_of
 from megatron_moe_opt.topology.expert_groups import ExpertGroups

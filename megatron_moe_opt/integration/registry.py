@@ -11,21 +11,13 @@ from __future__ import annotations
 
 import functools
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any, Literal, get_args, get_origin
 
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from megatron_moe_opt.dispatchers.deepspeed import DeepSpeedDispatcher
-from megatron_moe_opt.dispatchers.monta import MontaDispatcher
-from megatron_moe_opt.dispatchers.mpmoe import MpmoeDispatcher
-from megatron_moe_opt.dispatchers.netmoe import NetmoeDispatcher
-from megatron_moe_opt.dispatchers.parm import ParmDispatcher
-from megatron_moe_opt.dispatchers.parm_schedule import Routing, scheduling_of
-from megatron_moe_opt.dispatchers.pipelining import pipelining_of
-from megatron_moe_opt.dispatchers.tuning import partitioning_of
 from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.integration.announce import announce
 from megatron_moe_opt.integration.auto_layer import controller_of, new_controller, plan_layer
@@ -36,15 +28,13 @@ from megatron_moe_opt.integration.checks import (
     check_options_are_read,
     check_telemetry,
 )
-from megatron_moe_opt.integration.expert_migration_layer import EXPERTS_COMPUTE, make_dispatcher, migrate_experts
+from megatron_moe_opt.integration.expert_migration_layer import EXPERTS_COMPUTE
 from megatron_moe_opt.integration.expert_order import FLAG as EXPERT_ORDER
 from megatron_moe_opt.integration.expert_order import keep_expert_order
 from megatron_moe_opt.integration.layer_passes import name_passes
-from megatron_moe_opt.integration.mpmoe_layer import pipeline_experts, shape_of_layer
-from megatron_moe_opt.integration.netmoe_layer import check_seams, wrap_transformer_block
+from megatron_moe_opt.integration.netmoe_layer import wrap_transformer_block
 from megatron_moe_opt.integration.priorities import prioritize_expert_groups
 from megatron_moe_opt.integration.replicated_tokens import (
-    drawn_by_each_rank,
     holds_replicated_tokens,
     reading_as_sequence_parallel,
     take_replicated_tokens,
@@ -54,35 +44,15 @@ from megatron_moe_opt.integration.seams import seam_moved
 from megatron_moe_opt.integration.start_facts import facts_of_layer
 from megatron_moe_opt.integration.telemetry import watch
 from megatron_moe_opt.integration.timeouts import follow_megatrons_timeouts
-from megatron_moe_opt.options import AUTO, Options
+from megatron_moe_opt.option_values import AUTO
+from megatron_moe_opt.options import Options
 from megatron_moe_opt.runtime import failure_board
 from megatron_moe_opt.runtime.same_start import Facts, check_alike
+from megatron_moe_opt.systems import dispatcher_names, system_names, system_of
 from megatron_moe_opt.topology.expert_groups import ExpertGroups
 from megatron_moe_opt.versions import SUPPORTED_MEGATRON, megatron_version, supports_megatron
 
 FIELD = "moe_token_dispatcher_type"
-
-DISPATCHERS: dict[str, Callable[[ExpertGroups, Options, Any], Any]] = {
-    "monta": lambda groups, options, config: MontaDispatcher(groups, pipelining_of(options, groups)),
-    "parm": lambda groups, options, config: ParmDispatcher(groups, scheduling_of(options, groups, _routing(config))),
-    "netmoe": lambda groups, options, config: NetmoeDispatcher(groups),
-    "mpmoe": lambda groups, options, config: MpmoeDispatcher(
-        groups, partitioning_of(options, groups, shape_of_layer(config, groups.ep_size, groups.etp_size))
-    ),
-    "deepspeed": lambda groups, options, config: DeepSpeedDispatcher(groups),
-    "expert-migration": make_dispatcher,
-}
-"""Our dispatcher types. `deepspeed` is the reference schedule of benchmarks and tests."""
-
-NAMES = (*DISPATCHERS, AUTO)
-"""What we add to the values of --moe-token-dispatcher-type. `auto` plans which of the others, or stock, runs."""
-
-EDGES: dict[str, Callable[[Any, Options], None]] = {
-    "netmoe": check_seams,
-    "mpmoe": pipeline_experts,
-    "expert-migration": migrate_experts,
-}
-"""What is done to a MoE layer for those that own more of it than its dispatcher, which it has by then."""
 
 _options = Options()
 _refuses_unread = False
@@ -129,7 +99,7 @@ def launcher_options() -> Options | None:
 def reading_as_alltoall(config: Any) -> Iterator[str]:
     """Lets `config` say `alltoall` inside the block where it names a dispatcher of ours; yields the real name."""
     name = getattr(config, FIELD)
-    if name in NAMES:
+    if name in dispatcher_names():
         setattr(config, FIELD, "alltoall")
     try:
         yield name
@@ -157,7 +127,7 @@ def _stock_names(config_class: type) -> tuple[str, ...]:
 
 
 def _widen_annotation(config_class: type, stock: tuple[str, ...]) -> None:
-    widened = Literal[(*stock, *NAMES)]  # type: ignore[valid-type]
+    widened = Literal[(*stock, *dispatcher_names())]  # type: ignore[valid-type]
     config_class.__dataclass_fields__[FIELD].type = widened  # subclasses share the Field
     config_class.__annotations__[FIELD] = widened
 
@@ -167,10 +137,10 @@ def _wrap_post_init(config_class: type, stock: tuple[str, ...]) -> None:
 
     @functools.wraps(stock_post_init)
     def post_init(self: Any) -> None:
-        check_name(getattr(self, FIELD), stock, NAMES)
+        check_name(getattr(self, FIELD), stock, dispatcher_names())
         with reading_as_alltoall(self) as name:
             stock_post_init(self)
-        if name in NAMES:
+        if name in dispatcher_names():
             failure_board.start()  # on ranks without a MoE layer too
             check_config(self, name, _options)
             if name == AUTO:
@@ -189,7 +159,7 @@ def _check_stock(config: Any, name: str) -> None:
     if _options.expert_order is not None:
         raise ConfigurationError(
             f"{EXPERT_ORDER} {_options.expert_order} does not work with --moe-token-dispatcher-type {name}: choose one "
-            f"of {', '.join(DISPATCHERS)}"
+            f"of {', '.join(system_names())}"
         )
     check_never_unread(name, _options)
     if _options.telemetry:
@@ -202,16 +172,16 @@ def _wrap_moe_layer(layer_class: type, plugged_class: type) -> None:
     @functools.wraps(stock_init)
     def init(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
         with reading_as_alltoall(config) as name:
-            replicated = name in NAMES and holds_replicated_tokens(config)
+            replicated = name in dispatcher_names() and holds_replicated_tokens(config)
             with reading_as_sequence_parallel(config) if replicated else nullcontext():
                 stock_init(self, config, *args, **kwargs)
-        if name in NAMES:
+        if name in dispatcher_names():
             failure_board.start()
             _compare(_groups_of(self.token_dispatcher).joint, name, config)
         plug = functools.partial(_plug, plugged_class=plugged_class)
         if name == AUTO:
             plan_layer(self, _groups_of(self.token_dispatcher), _options, functools.partial(plug, says=False))
-        elif name in DISPATCHERS:
+        elif name in system_names():
             plug(self, name, _options)
         if replicated:
             take_replicated_tokens(self)
@@ -219,7 +189,7 @@ def _wrap_moe_layer(layer_class: type, plugged_class: type) -> None:
             watch(self)
 
     layer_class.__init__ = init
-    name_passes(layer_class, NAMES)
+    name_passes(layer_class, dispatcher_names())
 
 
 def _compare(joint: ProcessGroup, name: str, config: Any) -> None:
@@ -235,15 +205,6 @@ def _compare(joint: ProcessGroup, name: str, config: Any) -> None:
         _compared[ranks] = facts
 
 
-def _routing(config: Any) -> Routing:
-    return Routing(
-        config.moe_router_topk,
-        config.num_moe_experts,
-        config.moe_expert_capacity_factor,
-        drawn_by_each_rank(config),
-    )
-
-
 def _groups_of(stock: Any) -> ExpertGroups:
     return ExpertGroups(ep=stock.ep_group, etp=stock.tp_group, joint=stock.tp_ep_group)
 
@@ -252,13 +213,14 @@ def _plug(layer: Any, name: str, options: Options, plugged_class: type, says: bo
     """Puts our dispatcher in the place of the stock one that MoELayer.__init__ has built."""
     groups = _groups_of(layer.token_dispatcher)
     pg_collection = types.SimpleNamespace(ep=groups.ep, expt_tp=groups.etp, tp_ep=groups.joint)
-    dispatcher = DISPATCHERS[name](groups, options, layer.config)
+    system = system_of(name)
+    dispatcher = system.build(groups, options, layer.config)
     layer.token_dispatcher = plugged_class(dispatcher, layer.config, pg_collection)
     if layer.shared_experts is not None and layer.shared_expert_overlap:
         layer.token_dispatcher.set_shared_experts(layer.shared_experts)
     if options.expert_order is not None:
         keep_expert_order(layer, options.expert_order)
-    if name in EDGES:
-        EDGES[name](layer, options)
+    if system.attach is not None:
+        system.attach(layer, options)
     if says:
         announce(layer, name, dispatcher, options.expert_order)

@@ -12,7 +12,7 @@ from megatron_moe_opt.output_file import write_text_whole
 
 from .cluster import facts
 from .json_places import Place
-from .planner import Prediction
+from .prediction import Prediction
 
 FORMAT = "megatron-moe-opt plan"
 VERSION = 1

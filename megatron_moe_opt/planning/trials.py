@@ -14,8 +14,10 @@ import statistics
 from collections.abc import Iterable, Sequence
 from itertools import chain
 
+from megatron_moe_opt.variants import kind_of
+
 from .contenders import contenders
-from .planner import ALLTOALL, Prediction
+from .prediction import ALLTOALL, Prediction
 
 MOST_AT_FIRST = 6
 """Variants that run in the first sweep."""
@@ -44,7 +46,7 @@ def shortlist(predictions: Sequence[Prediction], planned: str) -> tuple[str, ...
     """
     near = [one for one in predictions if one.seconds <= NEAR * predictions[0].seconds]
     of_systems = {one.family: one.variant for one in reversed(predictions)}.values()
-    of_kinds = {one.kind: one.variant for one in reversed(near)}.values()
+    of_kinds = {kind_of(one.variant): one.variant for one in reversed(near)}.values()
     by_time = [one.variant for one in predictions]
     stock = [variant for variant in by_time if variant == ALLTOALL]
     best_ones = (sorted(ones, key=by_time.index) for ones in (of_systems, of_kinds))

@@ -12,7 +12,7 @@ from megatron_moe_opt.options import Options
 from megatron_moe_opt.planning import expert_migration
 from megatron_moe_opt.planning.cluster import Cluster, ExpertGemm, World
 from megatron_moe_opt.planning.plan_file import Plan
-from megatron_moe_opt.planning.planner import Prediction
+from megatron_moe_opt.planning.prediction import Prediction
 from megatron_moe_opt.schedules.parm import JOINT
 from megatron_moe_opt.schedules.schedule import Kind
 from tests.ranks.pool import RankFailure

@@ -19,7 +19,7 @@ from megatron_moe_opt.integration.planned_layer import PlannedLayer
 from megatron_moe_opt.options import Options
 from megatron_moe_opt.planning.layer_workload import LayerWorkload
 from megatron_moe_opt.planning.plan_file import Plan
-from megatron_moe_opt.planning.planner import Prediction
+from megatron_moe_opt.planning.prediction import Prediction
 from megatron_moe_opt.planning.trials import Trials
 
 CANDIDATES = ("netmoe", "parm:S2", "expert-migration:2x4", "expert-migration:8", "mpmoe:2:S1", "monta:O2x2", "alltoall")

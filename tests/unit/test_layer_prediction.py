@@ -7,12 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from megatron_moe_opt.cli.layer.prediction import candidate_name, predict_layer, workload_of
+from megatron_moe_opt.cli.layer.prediction import predict_layer, workload_of
 from megatron_moe_opt.cli.layer.settings import LayerSettings
 from megatron_moe_opt.cli.routing.balance import RoutingBalance
 from megatron_moe_opt.planning.cluster import Cluster, ExpertGemm, World
 from megatron_moe_opt.planning.planner import candidates
 from megatron_moe_opt.schedules.schedule import Kind
+from megatron_moe_opt.variants import whole_variant
 
 NODES = (0, 0, 0, 0, 1, 1, 1, 1)
 CURVES = {
@@ -70,7 +71,7 @@ SETTINGS = LayerSettings(
     ],
 )
 def test_names(dispatcher, name):
-    assert candidate_name(dispatcher, SETTINGS, levels=2) == name
+    assert whole_variant(dispatcher, levels=2) == name
 
 
 def test_times_and_reasons():

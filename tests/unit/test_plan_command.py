@@ -18,7 +18,8 @@ from megatron_moe_opt.planning.layer_workload import LayerWorkload
 from megatron_moe_opt.planning.memory import training_memory
 from megatron_moe_opt.planning.model import Parallel
 from megatron_moe_opt.planning.plan_file import Plan
-from megatron_moe_opt.planning.planner import ALLTOALL, best, candidates
+from megatron_moe_opt.planning.planner import best, candidates
+from megatron_moe_opt.planning.prediction import ALLTOALL
 from megatron_moe_opt.planning.throughput import throughput
 from megatron_moe_opt.topology.layouts import Layout
 

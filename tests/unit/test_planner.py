@@ -13,9 +13,12 @@ from megatron_moe_opt.planning import expert_migration, monta, mpmoe_choice
 from megatron_moe_opt.planning.cluster import OURS, STOCK, Cluster, ExpertGemm, World
 from megatron_moe_opt.planning.layer_workload import LayerWorkload
 from megatron_moe_opt.planning.monta import training_passes
-from megatron_moe_opt.planning.planner import ALLTOALL, MIGRATION, Prediction, best, candidates, domains
+from megatron_moe_opt.planning.planner import best, candidates
+from megatron_moe_opt.planning.prediction import ALLTOALL, Prediction
 from megatron_moe_opt.schedules.parm import JOINT
 from megatron_moe_opt.schedules.schedule import Kind, Lane, Op
+from megatron_moe_opt.systems.expert_migration import NAME as MIGRATION
+from megatron_moe_opt.systems.expert_migration import fastest_domains
 
 MB = 10**6
 NODES = (0, 0, 0, 0, 1, 1, 1, 1)
@@ -157,7 +160,7 @@ def test_expert_migration_alone_chooses_domains_by_the_same_predictions(tokens, 
     layer, measured = migrating(expert_hidden)
     layer = dataclasses.replace(layer, tokens=tokens, compression=ratio, gradient_compression=ratio)
     found = [one for one in candidates(layer, measured)[0] if one.family == MIGRATION]
-    choice = domains(layer, measured)
+    choice = fastest_domains(layer, measured)
     assert choice.seconds == pytest.approx(found[0].seconds)
     assert f"{MIGRATION}:{'x'.join(map(str, choice.domains.sizes))}" in {
         one.variant for one in found if one.seconds <= found[0].seconds * (1 + 1e-9)
@@ -166,9 +169,9 @@ def test_expert_migration_alone_chooses_domains_by_the_same_predictions(tokens, 
 
 def test_copies_of_experts_that_travel_and_their_compression_count():
     layer, measured = migrating(64)
-    assert domains(layer, measured).domains.sizes[0] == 2
+    assert fastest_domains(layer, measured).domains.sizes[0] == 2
     dear = dataclasses.replace(measured, curves={**measured.curves, (Kind.COPY, None): line(1e-6, 0.05 * MB)})
-    assert domains(layer, dear).domains.sizes == (1, 1)
+    assert fastest_domains(layer, dear).domains.sizes == (1, 1)
     whole, compressed = (
         by_variant(candidates(dataclasses.replace(layer, compression=ratio), measured)[0])["expert-migration:2x4"]
         for ratio in (1.0, 25.0)

@@ -20,7 +20,9 @@ import megatron_moe_opt
 from megatron_moe_opt.errors import ConfigurationError, sentence
 from megatron_moe_opt.integration import checks, registry
 from megatron_moe_opt.integration.checks import check_config
+from megatron_moe_opt.integration.replicated_tokens import routing_of
 from megatron_moe_opt.options import Options, options_help, split_options
+from megatron_moe_opt.systems import system_of
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -134,7 +136,7 @@ def test_a_routing_that_each_rank_draws_is_refused_where_tp_ranks_route_the_same
         refusal(f"{refused}, which --moe-token-dispatcher-type deepspeed cannot", name="deepspeed", **replicated)
         megatron_moe_opt.register(Options(parm_schedule="S1"))
         config("parm", **replicated)
-        assert registry._routing(config("parm", **replicated)).drawn_by == drawn  # what a profile chooses between
+        assert routing_of(config("parm", **replicated)).drawn_by == drawn  # what a profile chooses between
     finally:
         megatron_moe_opt.register()
 
@@ -221,7 +223,7 @@ def test_netmoe_refuses_groups_without_another_place_for_samples():
 def test_netmoe_refuses_a_megatron_without_its_seams(monkeypatch):
     monkeypatch.delattr(TransformerLayer, "_forward_mlp")
     with pytest.raises(ConfigurationError, match="cannot plug into this megatron-core: TransformerLayer._forward_mlp"):
-        registry.EDGES["netmoe"](None, Options())
+        system_of("netmoe").attach(None, Options())
 
 
 @pytest.mark.parametrize(
@@ -254,7 +256,7 @@ def test_a_layer_without_the_experts_seam_is_refused():
     with pytest.raises(
         ConfigurationError, match="cannot plug into this megatron-core: MoELayer.routed_experts_compute"
     ):
-        registry.EDGES["mpmoe"](layer, Options())
+        system_of("mpmoe").attach(layer, Options())
 
 
 @pytest.mark.parametrize(
@@ -371,10 +373,9 @@ def test_a_refusal_that_megatron_raises_again_is_said_as_it_was():
 
 
 def test_every_option_says_who_reads_it():
-    everyones = {"telemetry", "expert_order"}
-    assert set(checks._SYSTEMS) == {field.name for field in dataclasses.fields(Options)} - everyones
-    for field in checks._SYSTEMS:
-        assert checks._flag(field) in options_help()
+    for field in dataclasses.fields(Options):
+        assert bool(checks.readers(field.name)) == (field.name not in {"telemetry", "expert_order"})
+        assert field.metadata["flag"] in options_help()
 
 
 def test_stock_is_left_alone():

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_moe_opt.planning.planner import ALLTOALL, Prediction
+from megatron_moe_opt.planning.prediction import ALLTOALL, Prediction
 from megatron_moe_opt.planning.trials import MOST_AT_FIRST, MOST_STEPS, NEAR, TURN, Trials, neighbours, shortlist
 
 

@@ -15,7 +15,8 @@ from megatron_moe_opt.cli.layer.settings import LayerSettings
 from megatron_moe_opt.cli.option_types import torch_dtype
 from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.kernels import LANE_BYTES
-from megatron_moe_opt.options import AUTO, Options
+from megatron_moe_opt.option_values import AUTO
+from megatron_moe_opt.options import Options
 from megatron_moe_opt.planning import monta, mpmoe_choice, parm
 from megatron_moe_opt.planning.cluster import Cluster
 from megatron_moe_opt.planning.partition_search import PARTITIONS

@@ -35,10 +35,11 @@ from megatron_moe_opt.cli.report.page import make_report_folder, write_page
 from megatron_moe_opt.cli.routing.balance import routing_balance
 from megatron_moe_opt.cli.routing.workloads import check_routing
 from megatron_moe_opt.errors import ConfigurationError
-from megatron_moe_opt.options import AUTO
+from megatron_moe_opt.option_values import AUTO
 from megatron_moe_opt.output_file import check_output_file, write_text_whole
 from megatron_moe_opt.planning.cluster import OUR_FLAGS, Cluster
 from megatron_moe_opt.runtime.traffic import TrafficCounter, TrafficRow
+from megatron_moe_opt.systems import dispatcher_names
 from megatron_moe_opt.topology.nodes import NodeMap, discover_nodes
 
 if TYPE_CHECKING:
@@ -86,10 +87,8 @@ def bench_layer(settings: LayerSettings, json_file: Path | None, report_folder: 
 def check(settings: LayerSettings) -> Cluster | None:
     """Refuses, with ConfigurationError, all that can be refused before process groups are made. Returns the profile."""
     megatron_moe_opt.register()
-    from megatron_moe_opt.integration.registry import NAMES
-
     world = world_size()
-    settings.check((*STOCK, *NAMES), world)
+    settings.check((*STOCK, *dispatcher_names()), world)
     check_routing(settings.routing, experts=settings.experts, topk=settings.topk)
     if settings.profile is None:
         return None

@@ -31,6 +31,7 @@ from megatron_moe_opt.planning.expert_order import stock_devices
 from megatron_moe_opt.planning.routing_replay import decided_share
 from megatron_moe_opt.planning.routing_trace import RoutingTrace, read_routing_trace
 from megatron_moe_opt.runtime.traffic import TrafficCounter, TrafficRow
+from megatron_moe_opt.systems import system_names
 from megatron_moe_opt.topology.nodes import NodeMap, discover_nodes
 
 
@@ -94,12 +95,10 @@ def bench_samples(settings: SampleSettings, json_file: Path | None) -> list[Samp
 
 def check(settings: SampleSettings, trace: RoutingTrace, world: int) -> None:
     """Refuses, with ConfigurationError, what cannot run on `world` ranks."""
-    from megatron_moe_opt.integration.registry import DISPATCHERS
-
     for name in settings.dispatchers:
-        if name not in (BASELINE, *DISPATCHERS):
+        if name not in (BASELINE, *system_names()):
             raise ConfigurationError(
-                f"--dispatchers {name} is unknown: choose from {', '.join((BASELINE, *DISPATCHERS))}"
+                f"--dispatchers {name} is unknown: choose from {', '.join((BASELINE, *system_names()))}"
             )
     for what, number in (("samples", trace.num_samples), ("experts", trace.num_experts)):
         if number % world:

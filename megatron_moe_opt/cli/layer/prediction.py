@@ -10,14 +10,12 @@ from megatron_moe_opt.cli.option_types import torch_dtype
 from megatron_moe_opt.cli.routing.balance import RoutingBalance, max_over_mean
 from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.kernels import LANE_BYTES
-from megatron_moe_opt.options import AUTO, DEFAULT_CHUNKS, DEFAULT_PARTITIONS
 from megatron_moe_opt.planning.cluster import Cluster
 from megatron_moe_opt.planning.layer_workload import LayerWorkload
 from megatron_moe_opt.planning.planner import candidates
-from megatron_moe_opt.schedules.mpmoe import NONE
 from megatron_moe_opt.topology.domain_groups import find_levels
 from megatron_moe_opt.topology.layouts import Layout
-from megatron_moe_opt.variants import MIGRATION, split_variant
+from megatron_moe_opt.variants import whole_variant
 
 
 @dataclass(frozen=True)
@@ -50,7 +48,7 @@ def predict_layer(
     reasons = {one.variant: one.reason for one in refused}
     seconds, missing = {}, {}
     for dispatcher in settings.dispatchers:
-        name = candidate_name(dispatcher, settings, len(workers))
+        name = whole_variant(dispatcher, len(workers))
         if name in by_name:
             seconds[dispatcher] = by_name[name]
         elif name is None:
@@ -89,28 +87,8 @@ def workload_of(settings: LayerSettings, ep: int, balance: RoutingBalance, worke
     )
 
 
-def candidate_name(dispatcher: str, settings: LayerSettings, levels: int) -> str | None:
-    """What the planner calls a dispatcher with its defaults filled in; None where it chooses by itself."""
-    name, options = split_variant(dispatcher, settings.profile)
-    if dispatcher.rpartition(":")[2] == AUTO:
-        return None
-    if name == "monta":
-        level = options.monta_level or "O1"
-        return f"monta:{level}" + ("" if level == "O1" else f"x{options.chunks or DEFAULT_CHUNKS}")
-    if name == "parm":
-        return f"parm:{options.parm_schedule or 'S1'}"
-    if name == "mpmoe":
-        reuse = options.memory_reuse or NONE
-        return f"mpmoe:{options.partitions or DEFAULT_PARTITIONS}" + ("" if reuse == NONE else f":{reuse}")
-    if name == MIGRATION:
-        return f"{MIGRATION}:{'x'.join(map(str, options.domain_sizes or (1,) * levels))}"
-    return name
-
-
 def _levels(settings: LayerSettings, ep: int, nodes: tuple[int, ...]) -> tuple[int, ...]:
-    """Of the first expert-parallel group; none where its nodes are uneven, or experts do not migrate here."""
-    if not any(dispatcher.partition(":")[0] == MIGRATION for dispatcher in settings.dispatchers):
-        return ()
+    """Of the first expert-parallel group; none where its nodes are uneven."""
     group, *_ = Layout(len(nodes), tp=settings.tp, ep=ep, expert_tp=settings.expert_tp).groups("ep")
     try:
         return find_levels([nodes[rank] for rank in group])

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_moe_opt.errors import ConfigurationError
-from megatron_moe_opt.options import AUTO
+from megatron_moe_opt.option_values import AUTO
 from megatron_moe_opt.variants import split_variant
 
 BASELINE = "alltoall"

@@ -18,7 +18,8 @@ from megatron_moe_opt.cli.routing.workloads import choose_experts
 from megatron_moe_opt.integration.auto_layer import current_controller
 from megatron_moe_opt.integration.moe_layer import build_layer, forget_migrated_experts, impose_routing
 from megatron_moe_opt.integration.mpmoe_layer import shape_of_layer
-from megatron_moe_opt.options import AUTO, Options
+from megatron_moe_opt.option_values import AUTO
+from megatron_moe_opt.options import Options
 from megatron_moe_opt.planning.mpmoe_choice import MpmoeLayer
 from megatron_moe_opt.runtime.recording import recording
 from megatron_moe_opt.schedules.timeline import Timeline

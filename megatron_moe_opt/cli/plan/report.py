@@ -14,7 +14,7 @@ from rich.table import Table
 from megatron_moe_opt.cli.console import report_console, say, say_written, table_of
 from megatron_moe_opt.cli.plan.settings import PlanSettings, Site, site_of, workload_of
 from megatron_moe_opt.errors import ConfigurationError
-from megatron_moe_opt.options import AUTO
+from megatron_moe_opt.option_values import AUTO
 from megatron_moe_opt.output_file import check_output_file
 from megatron_moe_opt.planning.cluster import OURS, STOCK
 from megatron_moe_opt.planning.curves import CostCurve
@@ -23,7 +23,8 @@ from megatron_moe_opt.planning.layer_workload import LayerWorkload
 from megatron_moe_opt.planning.memory import training_memory
 from megatron_moe_opt.planning.model import ModelShape
 from megatron_moe_opt.planning.plan_file import Plan
-from megatron_moe_opt.planning.planner import ALLTOALL, WINS_BY, Prediction, Refusal, best, candidates
+from megatron_moe_opt.planning.planner import WINS_BY, best, candidates
+from megatron_moe_opt.planning.prediction import ALLTOALL, Prediction, Refusal
 from megatron_moe_opt.planning.throughput import throughput
 from megatron_moe_opt.schedules.schedule import Kind
 from megatron_moe_opt.variants import split_variant

@@ -9,9 +9,9 @@ import typer
 
 from megatron_moe_opt.cli.option_types import DType
 from megatron_moe_opt.errors import ConfigurationError
-from megatron_moe_opt.options import DEFAULT_CHUNKS
 from megatron_moe_opt.schedules.monta import LEVELS
 from megatron_moe_opt.schedules.mpmoe import NONE, STRATEGIES
+from megatron_moe_opt.systems.monta import DEFAULT_CHUNKS
 
 
 def timeline(

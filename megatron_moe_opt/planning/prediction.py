@@ -1,0 +1,40 @@
+"""What one candidate would take for a layer, as every report, plan and trial has it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+ALLTOALL = "alltoall"
+"""Stock's dispatcher, the only candidate that is no system of ours."""
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What one candidate would take for a layer, forward and backward of one micro-batch."""
+
+    variant: str
+    """As `moe-opt bench layer --dispatchers` takes it."""
+    seconds: float
+    exposed: float
+    """Seconds in which a collective runs and no expert computes."""
+    inter_bytes: float
+    """That a rank sends over links between nodes."""
+    intra_bytes: float
+    """That it sends inside its node."""
+    activation_bytes: int
+    """What forward and backward hold of rows and of what experts save (MPMoE, eq. 2); and of others' experts."""
+    terms: dict[str, float] = field(default_factory=dict)
+    """What `seconds` is the sum of."""
+
+    @property
+    def family(self) -> str:
+        """The dispatcher type."""
+        return self.variant.partition(":")[0]
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """A candidate that is not one here, and why."""
+
+    variant: str
+    reason: str

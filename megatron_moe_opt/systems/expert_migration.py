@@ -1,0 +1,297 @@
+"""Expert migration (HybridEP): experts travel inside a domain, tokens between domains, once over every link."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from megatron_moe_opt.errors import ConfigurationError
+from megatron_moe_opt.option_values import AUTO, FROM_0, LIST, RATIO, one_of, or_auto
+from megatron_moe_opt.planning import expert_migration
+from megatron_moe_opt.planning.cluster import OURS, Cluster
+from megatron_moe_opt.planning.expert_migration import DomainChoice
+from megatron_moe_opt.planning.layer_on_cluster import LayerOnCluster
+from megatron_moe_opt.planning.layer_workload import LayerWorkload
+from megatron_moe_opt.planning.prediction import Prediction, Refusal
+from megatron_moe_opt.systems.system import (
+    CHOOSES,
+    FLAG,
+    PREFIX,
+    READS,
+    Grammar,
+    Run,
+    SharedOptions,
+    System,
+    chosen_by_profile,
+    option,
+)
+
+NAME = "expert-migration"
+RESIDUALS = ("last", "shared")
+
+
+@dataclass(frozen=True)
+class MigrationOptions(SharedOptions):
+    """Which experts travel, how early, and in which form."""
+
+    domain_sizes: tuple[int, ...] | str | None = option(
+        "domain-sizes",
+        or_auto(LIST),
+        "workers of an expert domain at each level of the expert-migration dispatcher, the slowest level first: "
+        "experts travel inside a domain, tokens between domains (default: auto with a profile, else 1 at every level: "
+        "no expert travels)",
+        metavar="S,...|auto",
+        auto=CHOOSES,
+    )
+    network_levels: tuple[int, ...] | None = option(
+        "levels",
+        LIST,
+        "workers of each network level of the expert-parallel group, the slowest level first (default: its nodes and "
+        "the ranks of each)",
+        auto=READS,
+    )
+    prefetch_layers: int = option(
+        "prefetch-layers",
+        FROM_0,
+        "layers whose experts are gathered before their turn (default: %(default)s)",
+        1,
+        auto=READS,
+    )
+    resident_layers: int | None = option(
+        "resident-layers",
+        FROM_0,
+        "layers whose gathered experts stay in memory, those used last; other layers' are gathered again in each pass, "
+        "forward and backward (default: all)",
+        auto=READS,
+    )
+    compression_ratio: float | None = option(
+        "compression-ratio",
+        RATIO,
+        "bytes of an expert over those of it that travel; lossy (default: experts travel whole)",
+    )
+    gradient_compression_ratio: float | None = option(
+        "gradient-compression-ratio",
+        RATIO,
+        "bytes of the gradients of experts that travel over those of them that return to the owners, the largest "
+        "entries; the rest is added to the next ones; lossy (default: they return whole)",
+    )
+    residuals: str = option(
+        "residuals",
+        one_of(*RESIDUALS),
+        "compressed experts are told from the last ones, as receivers hold them, which at first are sent whole; or "
+        "(shared) begin as the shared expert, the experts' mean, and move with it (default: %(default)s)",
+        RESIDUALS[0],
+    )
+    shared_expert_interval: int = option(
+        "shared-expert-interval",
+        FROM_0,
+        "with shared: times that a layer's experts travel from one renewal of the shared expert to the next; 0: none, "
+        "and nothing is held: the largest weights alone, for comparison (default: %(default)s)",
+        10,
+    )
+
+    @property
+    def compression(self) -> dict[str, float]:
+        """The ratios of `expert-migration` that were given, by their flags: all of them lossy."""
+        ratios = {"compression-ratio": self.compression_ratio,
+                  "gradient-compression-ratio": self.gradient_compression_ratio}  # fmt: skip
+        return {PREFIX + flag: ratio for flag, ratio in ratios.items() if ratio is not None}
+
+    @property
+    def chooses_domains(self) -> bool:
+        """Whether `expert-migration` chooses its domains from the profile."""
+        return self.profile is not None and self.domain_sizes in (None, AUTO)
+
+    @property
+    def experts_may_travel(self) -> bool:
+        """Whether `expert-migration` may have domains of more than one rank."""
+        return self.chooses_domains or max(self.domain_sizes or (1,)) > 1
+
+    def check(self) -> None:
+        """As SharedOptions.check."""
+        self.auto_needs_profile("domain_sizes")
+        for flag, ratio in self.compression.items():
+            if not self.experts_may_travel:
+                raise ConfigurationError(
+                    f"{flag} {ratio:g} has nothing to compress where no expert travels: give {PREFIX}domain-sizes "
+                    "above 1"
+                )
+        if self.resident_layers is not None:
+            self._check_residents()
+
+    def _check_residents(self) -> None:
+        flag = f"{PREFIX}resident-layers {self.resident_layers}"
+        if not self.experts_may_travel:
+            raise ConfigurationError(
+                f"{flag} bounds what is held of experts that travel, and none does: give {PREFIX}domain-sizes above 1"
+            )
+        if self.resident_layers <= self.prefetch_layers:
+            raise ConfigurationError(
+                f"{flag} has no room for {PREFIX}prefetch-layers {self.prefetch_layers} and the layer that runs: give "
+                f"{self.prefetch_layers + 1} or more"
+            )
+        if self.compression_ratio is not None:
+            raise ConfigurationError(
+                f"{flag} drops experts to gather them again, and {PREFIX}compression-ratio sends them as differences "
+                "from what is held: drop one of the two"
+            )
+
+
+def _build(groups: Any, options: MigrationOptions, config: Any) -> Any:
+    from megatron_moe_opt.integration.expert_migration_layer import make_dispatcher
+
+    return make_dispatcher(groups, options, config)
+
+
+def _attach(layer: Any, options: MigrationOptions) -> None:
+    from megatron_moe_opt.integration.expert_migration_layer import migrate_experts
+
+    migrate_experts(layer, options)
+
+
+def _check(config: Any, options: MigrationOptions, arguments: Any) -> None:
+    """Refuses what experts that travel, or tokens that take several hops, do not go with."""
+    name = f"{FLAG} {NAME}"
+    if (config.expert_tensor_parallel_size or 1) > 1:
+        raise ConfigurationError(
+            f"--expert-tensor-parallel-size {config.expert_tensor_parallel_size} cuts experts, which {name} does not "
+            "put together again: set it to 1, or use monta"
+        )
+    for field, flag in (
+        ("moe_pad_expert_input_to_capacity", "--moe-pad-expert-input-to-capacity"),
+        ("moe_router_padding_for_quantization", "--moe-router-padding-for-quantization"),
+    ):
+        if getattr(config, field, False):
+            raise ConfigurationError(f"{flag} would have {name} send what nobody routed: drop it, or use monta")
+    if not options.experts_may_travel:
+        return
+    ratio = options.gradient_compression_ratio
+    if ratio is not None and config.fp16:
+        raise ConfigurationError(
+            f"{PREFIX}gradient-compression-ratio {ratio:g} keeps parts of gradients from step to step, and --fp16 "
+            "changes the loss scale between them: use --bf16, or drop it"
+        )
+    sizes = AUTO if options.chooses_domains else ",".join(map(str, options.domain_sizes))
+    travels = f"{PREFIX}domain-sizes {sizes} has experts travel, and"
+    if config.gradient_accumulation_fusion:
+        raise ConfigurationError(
+            f"{travels} gradients of travelling experts have no main_grad to be added to: give "
+            "--no-gradient-accumulation-fusion, or take domain size 1"
+        )
+    for field, flag in (
+        ("fp8", "--fp8-format"),
+        ("fp4", "--fp4-format"),
+        ("delay_wgrad_compute", "--delay-wgrad-compute"),
+        ("use_transformer_engine_op_fuser", "--use-transformer-engine-op-fuser"),
+    ):
+        if getattr(config, field, None):
+            raise ConfigurationError(
+                f"{travels} {flag} keeps state of weights in the module that they leave: drop it, or take domain size 1"
+            )
+
+
+def _unread_profile(options: MigrationOptions) -> str | None:
+    return None if options.chooses_domains else f"leave {PREFIX}domain-sizes at {AUTO}"
+
+
+def _parse(variant: str, setting: str, profile: Path | None) -> Mapping[str, Any]:
+    """`expert-migration:SIZExSIZE`: domain sizes, the slowest level first."""
+    if setting == AUTO:
+        return chosen_by_profile(variant, profile)
+    if not re.fullmatch(r"[1-9][0-9]*(x[1-9][0-9]*)*", setting):
+        raise ConfigurationError(
+            f"--dispatchers {variant}: write the domain size of each level, the slowest first, such as {NAME}:2x1"
+        )
+    return {"domain_sizes": tuple(map(int, setting.split("x")))}
+
+
+def _write(options: MigrationOptions, levels: int) -> str:
+    return "x".join(map(str, options.domain_sizes or (1,) * levels))
+
+
+def _kind(setting: str) -> str:
+    """At which levels experts travel."""
+    return "x".join("1" if size == "1" else "S" for size in setting.split("x"))
+
+
+def _candidates(layer: LayerOnCluster) -> Iterator[Prediction | Refusal]:
+    """One for every realisable choice of domain sizes."""
+    one = layer.workload
+    if one.etp > 1:
+        yield Refusal(NAME, f"expert tensor parallelism {one.etp} cuts experts, which do not travel in parts")
+        return
+    if not one.workers:
+        yield Refusal(NAME, "the network levels of the expert-parallel group are not known")
+        return
+    migration = one.migration(layer.skew)
+    for choice, terms in _domain_choices(layer):
+        domains = choice.domains
+        sent = [migration.sent(domains, level) for level in range(domains.levels)]
+        outside = sent[:-1] if domains.levels > 1 else sent  # the innermost of several levels is inside nodes
+        between = sum(outside) if layer.links.spans_nodes else 0.0
+        yield Prediction(
+            f"{NAME}:{_write(MigrationOptions(domain_sizes=domains.sizes), domains.levels)}",
+            choice.seconds,
+            exposed=terms["tokens and experts on their way"],
+            inter_bytes=between,
+            intra_bytes=sum(sent) - between,
+            activation_bytes=layer.activation_bytes + 2 * (choice.holds - 1) * one.expert_bytes,
+            terms={term: value for term, value in terms.items() if value},
+        )
+
+
+def fastest_domains(workload: LayerWorkload, cluster: Cluster) -> DomainChoice:
+    """The expert domains with which a layer takes least, by the same predictions as the planner's.
+
+    Raises:
+        ConfigurationError: the cluster lacks an expert or a group that some domains need.
+    """
+    return expert_migration.least([choice for choice, _ in _domain_choices(LayerOnCluster(workload, cluster))])
+
+
+def _domain_choices(layer: LayerOnCluster) -> Iterator[tuple[DomainChoice, dict[str, float]]]:
+    """All realisable domains, with what a layer takes with them, and of what that is the sum."""
+    one = layer.workload
+    curves = expert_migration.measured_curves(layer.costs, one.workers)
+    edge = sum(map(layer.costs, layer.edge))
+    migration = one.migration(layer.skew)
+    for choice in expert_migration.predict(migration, one.workers, curves):
+        rows = one.rows_of(layer.skew.computed(choice.domains))
+        exchange = expert_migration.exchange_seconds(migration, choice.domains, curves)
+        of_passes = layer.seconds_of_experts(rows, choice.holds)
+        hidden = sum(layer.skew.hidden(choice.domains, exchange, experts) for experts in of_passes)
+        terms = {
+            "tokens and experts on their way": choice.seconds + edge,
+            "experts": sum(of_passes) - hidden,
+            "rows on the rank": layer.local_seconds(OURS),
+            "experts copied": layer.seconds_of_copies(choice.holds),
+        }
+        yield replace(choice, seconds=sum(terms.values())), terms
+
+
+def _stays(options: MigrationOptions, run: Run) -> str | None:
+    sizes = options.domain_sizes
+    if sizes is not None and any(
+        len(sizes) != len(levels) or any(number % size for number, size in zip(levels, sizes, strict=True))
+        for levels in run.workers
+    ):
+        return f"the network levels of this run have other numbers of workers: name them with {PREFIX}levels"
+    return None
+
+
+EXPERT_MIGRATION = System(
+    name=NAME,
+    options=MigrationOptions,
+    reads=("profile",),
+    unread_profile=_unread_profile,
+    build=_build,
+    attach=_attach,
+    check=_check,
+    grammar=Grammar(_parse, _write, _kind),
+    candidates=_candidates,
+    stays=_stays,
+    calls_experts=True,
+)

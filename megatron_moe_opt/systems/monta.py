@@ -1,0 +1,125 @@
+"""MoNTA: all-to-all between nodes and all-gather inside them, as a pipeline of chunks."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_moe_opt.errors import ConfigurationError
+from megatron_moe_opt.option_values import AUTO, CHUNKS, one_of
+from megatron_moe_opt.planning.layer_on_cluster import LayerOnCluster
+from megatron_moe_opt.planning.monta import CHUNKS as CHUNK_COUNTS
+from megatron_moe_opt.planning.prediction import Prediction
+from megatron_moe_opt.schedules.monta import LEVELS, even_chunks
+from megatron_moe_opt.systems.system import (
+    CHOOSES,
+    PREFIX,
+    Grammar,
+    SharedOptions,
+    System,
+    chosen_by_profile,
+    option,
+)
+
+NAME = "monta"
+DEFAULT_CHUNKS = 4  # of O2 and O3 where nothing was measured; the paper's own (MoNTA, Table 8)
+
+
+@dataclass(frozen=True)
+class MontaOptions(SharedOptions):
+    """How dispatch and combine are pipelined."""
+
+    monta_level: str | None = option(
+        "monta-level",
+        one_of(*LEVELS, AUTO),
+        "pipelining level of the monta dispatcher (MoNTA, Table 6; default: auto with a profile, else O1)",
+        auto=CHOOSES,
+    )
+    chunks: int | str | None = option(
+        "chunks",
+        CHUNKS,
+        f"chunks of the pipeline at O2 and O3 (default: auto with a profile, else {DEFAULT_CHUNKS})",
+        auto=CHOOSES,
+    )
+
+    @property
+    def levels(self) -> tuple[str, ...]:
+        """The levels to choose from; one where the user chose."""
+        if self.monta_level in LEVELS:
+            return (self.monta_level,)
+        return LEVELS if self.profile is not None else ("O1",)
+
+    @property
+    def chunk_counts(self) -> tuple[int, ...] | None:
+        """The one chunk count to use; None: to be chosen."""
+        if isinstance(self.chunks, int):
+            return (self.chunks,)
+        if self.levels == ("O1",):
+            return (1,)
+        return None if self.profile is not None else (DEFAULT_CHUNKS,)
+
+    def check(self) -> None:
+        """As SharedOptions.check."""
+        self.auto_needs_profile("monta_level", "chunks")
+        if self.profile is not None and len(self.levels) == 1 and self.chunk_counts is not None:
+            raise ConfigurationError(
+                f"{PREFIX}profile {self.profile} has nothing to choose: drop it, or leave {PREFIX}monta-level or "
+                f"{PREFIX}chunks at auto"
+            )
+        if self.monta_level == "O1" and self.chunks not in (None, 1):
+            raise ConfigurationError(
+                f"{PREFIX}chunks {self.chunks} has no meaning at {PREFIX}monta-level O1, which does not cut: use O2 "
+                "or O3"
+            )
+
+
+def _build(groups: Any, options: MontaOptions, config: Any) -> Any:
+    from megatron_moe_opt.dispatchers.monta import MontaDispatcher
+    from megatron_moe_opt.dispatchers.pipelining import pipelining_of
+
+    return MontaDispatcher(groups, pipelining_of(options, groups))
+
+
+def _parse(variant: str, setting: str, profile: Path | None) -> Mapping[str, Any]:
+    if setting == AUTO:
+        return chosen_by_profile(variant, profile)
+    parts = re.fullmatch(rf"({'|'.join(LEVELS)})(?:x([1-9][0-9]*))?", setting)
+    if parts is None:
+        raise ConfigurationError(
+            f"--dispatchers {variant}: write a level ({', '.join(LEVELS)}), a level and its chunks such as monta:O3x4, "
+            "or monta:auto"
+        )
+    level, chunks = parts[1], int(parts[2]) if parts[2] else None
+    if level == "O1" and chunks not in (None, 1):
+        raise ConfigurationError(f"--dispatchers {variant}: O1 does not cut; write monta:O1, or take O2 or O3")
+    return {"monta_level": level, "chunks": chunks}
+
+
+def _write(options: MontaOptions, levels: int) -> str:
+    level = options.monta_level or "O1"
+    return level if level == "O1" else f"{level}x{options.chunks or DEFAULT_CHUNKS}"
+
+
+def _candidates(layer: LayerOnCluster) -> Iterator[Prediction]:
+    one = layer.workload
+    pipelines = [("O1", 1)] + [(level, n) for level in LEVELS if level != "O1" for n in CHUNK_COUNTS if n > 1]
+    for level, count in pipelines:
+        schedules = [
+            exchanged.schedule(level, even_chunks(exchanged.exchanged, one.etp, count), one.ep, one.etp)
+            for exchanged in layer.passes
+        ]
+        setting = _write(MontaOptions(monta_level=level, chunks=count), 1)
+        yield layer.prediction(f"{NAME}:{setting}", schedules, layer.edge)
+
+
+MONTA = System(
+    name=NAME,
+    options=MontaOptions,
+    reads=("profile",),
+    build=_build,
+    grammar=Grammar(_parse, _write),
+    candidates=_candidates,
+)

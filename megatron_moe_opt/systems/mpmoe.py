@@ -1,0 +1,197 @@
+"""MPMoE: rows go through their experts in partitions, as one pipeline, whose partitions may share memory."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from megatron_moe_opt.errors import ConfigurationError
+from megatron_moe_opt.option_values import AUTO, BYTES, one_of
+from megatron_moe_opt.option_values import PARTITIONS as SEVERAL_PARTITIONS
+from megatron_moe_opt.planning.layer_on_cluster import LayerOnCluster
+from megatron_moe_opt.planning.partition_search import PARTITIONS
+from megatron_moe_opt.planning.prediction import Prediction
+from megatron_moe_opt.schedules.mpmoe import NONE, STRATEGIES, backward, forward
+from megatron_moe_opt.systems.system import CHOOSES, FLAG, PREFIX, READS, Grammar, SharedOptions, System, option
+
+NAME = "mpmoe"
+DEFAULT_PARTITIONS = 4
+TUNERS = ("profile", "model")
+
+
+@dataclass(frozen=True)
+class MpmoeOptions(SharedOptions):
+    """Into how many partitions rows are cut, and how partitions share memory."""
+
+    partitions: int | tuple[int, ...] | str | None = option(
+        "partitions",
+        SEVERAL_PARTITIONS,
+        "parts of the rows that mpmoe runs through the experts as a pipeline; several to choose from; or auto: any of "
+        f"{PARTITIONS[0]} to {PARTITIONS[-1]} (default: {DEFAULT_PARTITIONS})",
+        auto=CHOOSES,
+    )
+    memory_reuse: str | None = option(
+        "memory-reuse",
+        one_of(*STRATEGIES, AUTO),
+        "whether mpmoe's partitions share buffers, and how backward gets back what they overwrite: S1 offloads, S2 "
+        "communicates expert inputs again, S3 recomputes what experts save, S4 does both of the latter "
+        f"(default: {NONE})",
+        auto=CHOOSES,
+    )
+    activation_budget: int | None = option(
+        "activation-budget",
+        BYTES,
+        "the most that activations of a layer may take (MPMoE, eq. 2), such as 512MiB, where mpmoe or auto chooses",
+        auto=READS,
+    )
+    tuner: str | None = option(
+        "tuner",
+        one_of(*TUNERS),
+        "what mpmoe chooses by: times of its own first passes (profile, the default), or a model of the cluster that "
+        "was measured",
+        auto=CHOOSES,
+    )
+
+    @property
+    def tunes_partitions(self) -> bool:
+        """Whether `mpmoe` chooses its partitions, its memory reuse or both."""
+        return len(self.partition_counts) > 1 or self.memory_reuse == AUTO
+
+    @property
+    def partition_counts(self) -> tuple[int, ...]:
+        """Of `mpmoe`, to choose from; one where the user chose."""
+        if self.partitions == AUTO:
+            return PARTITIONS
+        if isinstance(self.partitions, tuple):
+            return self.partitions
+        return (self.partitions or DEFAULT_PARTITIONS,)
+
+    @property
+    def memory_strategies(self) -> tuple[str, ...]:
+        """Of `mpmoe`, to choose from; one where the user chose."""
+        return tuple(STRATEGIES) if self.memory_reuse == AUTO else (self.memory_reuse or NONE,)
+
+    @property
+    def partition_tuner(self) -> str:
+        """What `mpmoe` chooses by, where it does: trials, unless the user wants the model."""
+        return self.tuner or "profile"
+
+    def check(self) -> None:
+        """As SharedOptions.check."""
+        if self.tuner is not None and not self.tunes_partitions:
+            raise ConfigurationError(
+                f"{PREFIX}tuner {self.tuner} has nothing to choose: add {PREFIX}partitions auto or "
+                f"{PREFIX}memory-reuse auto, or drop it"
+            )
+        if self.tuner == "model" and self.profile is None:
+            raise ConfigurationError(
+                f"{PREFIX}tuner model predicts from measurements: run `moe-opt profile` and give its file with "
+                f"{PREFIX}profile, or use {PREFIX}tuner profile"
+            )
+
+
+def _build(groups: Any, options: MpmoeOptions, config: Any) -> Any:
+    from megatron_moe_opt.dispatchers.mpmoe import MpmoeDispatcher
+    from megatron_moe_opt.dispatchers.tuning import partitioning_of
+    from megatron_moe_opt.integration.mpmoe_layer import shape_of_layer
+
+    shape = shape_of_layer(config, groups.ep_size, groups.etp_size)
+    return MpmoeDispatcher(groups, partitioning_of(options, groups, shape))
+
+
+def _attach(layer: Any, options: MpmoeOptions) -> None:
+    from megatron_moe_opt.integration.mpmoe_layer import pipeline_experts
+
+    pipeline_experts(layer, options)
+
+
+def _check(config: Any, options: MpmoeOptions, arguments: Any) -> None:
+    """Refuses what does not fit experts that run partition by partition, and what they save."""
+    if config.moe_router_padding_for_quantization:
+        raise ConfigurationError(
+            f"--moe-router-padding-for-quantization pads an expert's rows before {FLAG} mpmoe cuts them: drop it, and "
+            "the experts pad each partition themselves"
+        )
+    if options.activation_budget is not None and not options.tunes_partitions:
+        raise ConfigurationError(
+            f"{PREFIX}activation-budget {options.activation_budget} has nothing to choose: add {PREFIX}partitions auto "
+            f"or {PREFIX}memory-reuse auto, or drop it"
+        )
+    reuse = options.memory_reuse or NONE
+    if reuse == NONE:
+        return
+    flag = f"{PREFIX}memory-reuse {reuse}"
+    if config.fp8 or config.fp4:
+        raise ConfigurationError(
+            f"{flag} does not know what experts in {'--fp8-format' if config.fp8 else '--fp4-format'} save: use "
+            f"{PREFIX}memory-reuse {NONE}"
+        )
+    if config.recompute_granularity == "selective" and "moe_act" in (config.recompute_modules or []):
+        raise ConfigurationError(
+            f"{flag} restores all that experts save, and --recompute-modules moe_act a part of it: drop one of the two"
+        )
+    if getattr(config, "fine_grained_activation_offloading", False):
+        raise ConfigurationError(
+            f"--fine-grained-activation-offloading offloads what {flag} restores in another way: drop one of the two"
+        )
+
+
+def _unread_profile(options: MpmoeOptions) -> str | None:
+    if options.tuner == "model":
+        return None
+    return f"give {PREFIX}partitions {AUTO} and {PREFIX}tuner model"
+
+
+def _parse(variant: str, setting: str, profile: Path | None) -> Mapping[str, Any]:
+    """Without a profile `mpmoe:auto` chooses by trials."""
+    if setting == AUTO:
+        return {"partitions": AUTO, "profile": profile, "tuner": None if profile is None else "model"}
+    parts = re.fullmatch(rf"([1-9][0-9]*)(?::({'|'.join(STRATEGIES)}))?", setting)
+    if parts is None:
+        raise ConfigurationError(
+            f"--dispatchers {variant}: write a number of partitions and, where they share memory, how ("
+            f"{', '.join(STRATEGIES)}), such as mpmoe:4 or mpmoe:4:S3, or mpmoe:auto"
+        )
+    return {"partitions": int(parts[1]), "memory_reuse": parts[2]}
+
+
+def _write(options: MpmoeOptions, levels: int) -> str:
+    reuse = options.memory_reuse or NONE
+    return f"{options.partitions or DEFAULT_PARTITIONS}" + ("" if reuse == NONE else f":{reuse}")
+
+
+def _candidates(layer: LayerOnCluster) -> Iterator[Prediction]:
+    """Partitions through the experts; expert-TP's collectives of each run in a lane of their own beside the
+    all-to-alls, as MoNTA's do.
+    """
+    one, shape = layer.workload, layer.workload.mpmoe
+    for strategy in STRATEGIES:
+        for count in PARTITIONS:
+            if count == 1:
+                continue  # nothing to overlap or share: monta:O1
+            computed, exchanged = (shape.partitions(rows, count) for rows in (layer.computed, layer.exchanged))
+            parts = [replace(part, own=other.own) for part, other in zip(computed, exchanged, strict=True)]
+            schedules = [build(strategy, parts, shape.row, one.ep, one.etp) for build in (forward, backward)]
+            setting = _write(MpmoeOptions(partitions=count, memory_reuse=strategy), 1)
+            # Without partition_overhead, which is of a small layer: it tells mpmoe's own model that many partitions do
+            # not pay there, and would make larger layers too slow beside other systems.
+            held = shape.activation_bytes(one.rows, count, strategy)
+            yield replace(layer.prediction(f"{NAME}:{setting}", schedules, layer.edge), activation_bytes=held)
+
+
+MPMOE = System(
+    name=NAME,
+    options=MpmoeOptions,
+    reads=("profile",),
+    unread_profile=_unread_profile,
+    build=_build,
+    attach=_attach,
+    check=_check,
+    grammar=Grammar(_parse, _write),
+    candidates=_candidates,
+    calls_experts=True,
+    is_pipeline_of_experts=True,
+)

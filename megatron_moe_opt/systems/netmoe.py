@@ -1,0 +1,104 @@
+"""NetMoE: samples move to the ranks that hold most of their experts, on their way back from the experts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+from megatron_moe_opt.errors import ConfigurationError
+from megatron_moe_opt.planning.layer_on_cluster import LayerOnCluster
+from megatron_moe_opt.planning.prediction import Prediction, Refusal
+from megatron_moe_opt.schedules.schedule import COLLECTIVES
+from megatron_moe_opt.systems.system import FLAG, Run, System
+
+NAME = "netmoe"
+
+
+def _build(groups: Any, options: Any, config: Any) -> Any:
+    from megatron_moe_opt.dispatchers.netmoe import NetmoeDispatcher
+
+    return NetmoeDispatcher(groups)
+
+
+def _attach(layer: Any, options: Any) -> None:
+    from megatron_moe_opt.integration.netmoe_layer import check_seams
+
+    check_seams(layer, options)
+
+
+def _check(config: Any, options: Any, arguments: Any) -> None:
+    """Refuses what cannot move with samples, or would not be what it is without moves."""
+    ranks, tp = (
+        config.expert_model_parallel_size * config.expert_tensor_parallel_size,
+        config.tensor_model_parallel_size,
+    )
+    if ranks == tp or ranks % tp:
+        raise ConfigurationError(
+            f"{FLAG} netmoe moves samples between the TP groups that share experts, but --expert-model-parallel-size x "
+            f"--expert-tensor-parallel-size = {ranks} is no multiple, from 2 on, of --tensor-model-parallel-size {tp}: "
+            "choose one, or use monta"
+        )
+    recompute = config.recompute_modules or [] if config.recompute_granularity == "selective" else []
+    for wrong, flags in (
+        (config.context_parallel_size > 1, f"--context-parallel-size {config.context_parallel_size}"),
+        (
+            config.tensor_model_parallel_size > 1 and not config.sequence_parallel,
+            "--tensor-model-parallel-size without --sequence-parallel",
+        ),
+        (config.hidden_dropout > 0, f"--hidden-dropout {config.hidden_dropout}"),
+        (config.fp32_residual_connection, "--fp32-residual-connection"),
+        (getattr(config, "fused_residual_rmsnorm", False), "--fused-residual-rmsnorm"),
+        (config.recompute_granularity == "full", "--recompute-granularity full"),
+        ("moe" in recompute, "--recompute-modules moe"),
+        ("layernorm" in recompute, "--recompute-modules layernorm"),
+        (config.fine_grained_activation_offloading, "--fine-grained-activation-offloading"),
+        (config.moe_expert_capacity_factor is not None, "--moe-expert-capacity-factor"),
+        (config.moe_shared_expert_overlap, "--moe-shared-expert-overlap"),
+        (config.moe_latent_size, "--moe-latent-size"),
+        (config.mrope_section is not None, "--mrope-section"),
+        (getattr(config, "mlp_chunks_for_training", 1) > 1, "--mlp-chunks-for-training"),
+        (config.moe_router_load_balancing_type == "sinkhorn", "--moe-router-load-balancing-type sinkhorn"),
+        (getattr(arguments, "reset_attention_mask", False), "--reset-attention-mask"),
+    ):
+        if wrong:
+            raise ConfigurationError(
+                f"{flags} does not work with {FLAG} netmoe, which moves samples between ranks: change it, or use monta"
+            )
+
+
+def _candidates(layer: LayerOnCluster) -> Iterator[Prediction | Refusal]:
+    """The collectives of stock, their bytes between nodes less what placing samples saves."""
+    saving = layer.workload.placement_saving
+    if saving is None:
+        yield Refusal(NAME, "what it saves depends on which samples use which experts: give a routing trace")
+        return
+    if layer.workload.tp > 1:
+        yield Refusal(NAME, "samples do not move where all TP ranks hold the same tokens")
+        return
+    ops = layer.stock_ops(layer.exchanged)
+    of_stock = layer.prediction(NAME, (), ops)
+    collectives = [op for op in ops if op.kind in COLLECTIVES]
+    saved = saving * sum(layer.costs(op) for op in collectives if layer.links.sent(op)[0] > 0)
+    yield replace(
+        of_stock,
+        seconds=of_stock.seconds - saved,
+        exposed=of_stock.exposed - saved,
+        inter_bytes=of_stock.inter_bytes * (1 - saving),
+        terms={**of_stock.terms, "dispatch and combine": of_stock.terms["dispatch and combine"] - saved},
+    )
+
+
+def _stays(options: Any, run: Run) -> str:
+    return f"moves samples between layers, which layers cannot change to: choose {FLAG} {NAME}"
+
+
+NETMOE = System(
+    name=NAME,
+    build=_build,
+    attach=_attach,
+    check=_check,
+    candidates=_candidates,
+    stays=_stays,
+    moves_samples=True,
+)

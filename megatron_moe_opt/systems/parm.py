@@ -1,0 +1,142 @@
+"""Parm: one all-to-all over expert and expert-tensor parallelism, and tokens of a TP group that are moved once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from megatron_moe_opt.errors import ConfigurationError
+from megatron_moe_opt.option_values import AUTO, one_of
+from megatron_moe_opt.planning import parm
+from megatron_moe_opt.planning.layer_on_cluster import LayerOnCluster
+from megatron_moe_opt.planning.monta import Pass
+from megatron_moe_opt.planning.prediction import Prediction, Refusal
+from megatron_moe_opt.schedules.monta import even_chunks
+from megatron_moe_opt.schedules.parm import AAS, SCHEDULES, TP, combine, dispatch
+from megatron_moe_opt.schedules.schedule import Kind, Lane, Op, Schedule
+from megatron_moe_opt.systems.system import (
+    CHOOSES,
+    FLAG,
+    PREFIX,
+    Grammar,
+    Run,
+    SharedOptions,
+    System,
+    chosen_by_profile,
+    option,
+)
+
+NAME = "parm"
+
+
+@dataclass(frozen=True)
+class ParmOptions(SharedOptions):
+    """Where the tokens that all ranks of a TP group hold are split."""
+
+    parm_schedule: str | None = option(
+        "parm-schedule",
+        one_of(*SCHEDULES, AAS, AUTO),
+        "where the parm dispatcher splits tokens that all TP ranks hold: before the gate (S1) or after it (S2; or AAS, "
+        "for comparison: S2 with its AllGather behind the whole all-to-all) (default: auto with a profile, else S1)",
+        auto=CHOOSES,
+    )
+
+    @property
+    def schedule_profile(self) -> Path | None:
+        """What `parm` chooses its schedule by; None where the user chose."""
+        return self.profile if self.parm_schedule in (None, AUTO) else None
+
+    def check(self) -> None:
+        """As SharedOptions.check."""
+        self.auto_needs_profile("parm_schedule")
+
+
+def _build(groups: Any, options: ParmOptions, config: Any) -> Any:
+    from megatron_moe_opt.dispatchers.parm import ParmDispatcher
+    from megatron_moe_opt.dispatchers.parm_schedule import scheduling_of
+    from megatron_moe_opt.integration.replicated_tokens import routing_of
+
+    return ParmDispatcher(groups, scheduling_of(options, groups, routing_of(config)))
+
+
+def _check(config: Any, options: ParmOptions, arguments: Any) -> None:
+    if options.parm_schedule == "S2" and config.sequence_parallel:
+        raise ConfigurationError(
+            f"{PREFIX}parm-schedule S2 splits what all TP ranks hold, but with --sequence-parallel they hold parts of "
+            "it: drop one of the two"
+        )
+
+
+def _takes_copies(options: ParmOptions) -> str | None:
+    return f"{PREFIX}parm-schedule {options.parm_schedule}" if options.parm_schedule in ("S2", AAS) else None
+
+
+def _unread_profile(options: ParmOptions) -> str | None:
+    return None if options.schedule_profile is not None else f"leave {PREFIX}parm-schedule at {AUTO}"
+
+
+def _parse(variant: str, setting: str, profile: Path | None) -> Mapping[str, Any]:
+    if setting == AUTO:
+        return chosen_by_profile(variant, profile)
+    if setting not in (*SCHEDULES, AAS):
+        raise ConfigurationError(
+            f"--dispatchers {variant}: write a schedule ({', '.join(SCHEDULES)}, or {AAS}: S2 without overlap), or "
+            "parm:auto"
+        )
+    return {"parm_schedule": setting}
+
+
+def _candidates(layer: LayerOnCluster) -> Iterator[Prediction | Refusal]:
+    """The fused all-to-all; and SAA, where all TP ranks hold the same tokens."""
+    one = layer.workload
+    if one.ep * one.etp == 1 or max(one.etp, one.tp) == 1:
+        yield Refusal(NAME, "experts are whole and tokens split: its all-to-all is monta:O1's")
+        return
+
+    def fused(exchanged: Pass) -> Schedule:
+        build = dispatch if exchanged.direction == "dispatch" else combine
+        return build(even_chunks(exchanged.exchanged, one.etp, 1), one.etp)
+
+    schedules = [fused(exchanged) for exchanged in layer.passes]
+    yield layer.prediction("parm:S1", schedules, layer.edge)
+    if one.tp > 1:
+        (choice,) = parm.predict(one.parm, one.tokens, layer.cluster, ("S2",), (None,))
+        of_fused = layer.prediction("parm:S2", schedules)
+        gathers = [
+            layer.links.sent(Op(Kind.ALL_GATHER, Lane.INTRA, size=exchanged.exchanged * one.tp, group=TP))
+            for exchanged in layer.passes
+            if exchanged.direction == "combine"
+        ]
+        yield replace(
+            of_fused,
+            seconds=of_fused.seconds - of_fused.terms["dispatch and combine"] + choice.seconds,
+            exposed=choice.seconds,
+            inter_bytes=of_fused.inter_bytes + sum(inter for inter, _ in gathers),
+            intra_bytes=of_fused.intra_bytes + sum(intra for _, intra in gathers),
+            terms={**of_fused.terms, "dispatch and combine": choice.seconds},
+        )
+
+
+def _stays(options: ParmOptions, run: Run) -> str | None:
+    if options.parm_schedule != "S2" or not run.routes_together:
+        return None
+    return (
+        "drops or balances all tokens of a TP group together, the others those of each rank, which is another "
+        f"function: choose {FLAG} {NAME}"
+    )
+
+
+PARM = System(
+    name=NAME,
+    options=ParmOptions,
+    reads=("profile",),
+    unread_profile=_unread_profile,
+    build=_build,
+    check=_check,
+    takes_copies=_takes_copies,
+    grammar=Grammar(_parse, lambda options, levels: options.parm_schedule or "S1"),
+    candidates=_candidates,
+    stays=_stays,
+)

@@ -1,0 +1,152 @@
+"""The record of a system: all that the rest of the package has to know of it.
+
+Options, refusals, the words of variants, the planner's candidates, the registry in Megatron and the benchmarks are
+loops over these records. A further system is one record, its dispatcher and its schedule.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megatron_moe_opt.errors import ConfigurationError
+from megatron_moe_opt.option_values import AUTO, FILE, SWITCH, Values
+
+if TYPE_CHECKING:
+    from megatron_moe_opt.options import Options
+    from megatron_moe_opt.planning.layer_on_cluster import LayerOnCluster
+    from megatron_moe_opt.planning.prediction import Prediction, Refusal
+    from megatron_moe_opt.topology.expert_groups import ExpertGroups
+
+PREFIX = "--moe-opt-"
+FLAG = "--moe-token-dispatcher-type"
+READS, CHOOSES = "reads", "chooses"
+
+
+def option(
+    flag: str, values: Values, help: str, default: Any = None, metavar: str | None = None, auto: str | None = None
+) -> Any:
+    """A field of options that is also an option on the command line. None is a value where it is the default.
+
+    Args:
+        auto: whether `auto` READS it, or CHOOSES its value itself; None: it does neither.
+    """
+    about = {"flag": PREFIX + flag, "values": values, "help": help, "metavar": metavar, "auto": auto}
+    return field(default=default, metadata=about)
+
+
+@dataclass(frozen=True)
+class SharedOptions:
+    """The options that are no single system's. A system's own are a subclass, of which Options is made."""
+
+    profile: Path | None = option("profile", FILE, "cluster.json written by `moe-opt profile`", auto=READS)
+    plan: Path | None = option("plan", FILE, "plan.json written by `moe-opt plan`, for auto", auto=READS)
+    expert_order: Path | None = option(
+        "expert-order",
+        FILE,
+        "which rank holds which experts, written by `moe-opt plan-experts` (default: stock's order)",
+    )
+    telemetry: bool = option(
+        "telemetry",
+        SWITCH,
+        "report times, bytes and load balance of every MoE layer, under any dispatcher, at the logging interval: in "
+        "the log, to TensorBoard and to W&B",
+        False,
+    )
+
+    def check(self) -> None:
+        """Refuses options of one system that contradict each other or the shared ones. Raises ConfigurationError."""
+
+    def auto_needs_profile(self, *names: str) -> None:
+        """Refuses options, by the names of their fields, that are to be chosen where nothing was measured."""
+        for name in names:
+            if getattr(self, name) == AUTO and self.profile is None:
+                raise ConfigurationError(
+                    f"{flag_of(type(self), name)} auto chooses from measurements: run `moe-opt profile` and give its "
+                    f"file with {PREFIX}profile"
+                )
+
+
+def flag_of(options: type[SharedOptions], name: str) -> str:
+    """The option on the command line that a field of options is."""
+    return options.__dataclass_fields__[name].metadata["flag"]
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a run is like, as far as it decides which systems its layers may change to between optimizer steps."""
+
+    workers: frozenset[tuple[int, ...]]
+    """Of each network level of its expert-parallel groups."""
+    routes_together: bool
+    """Which rows a token makes depends on the other tokens that its router sees: it drops or balances them."""
+
+
+@dataclass(frozen=True)
+class Grammar:
+    """How a system's settings are written in one word, behind its name and a colon, as in `monta:O2x8`."""
+
+    parse: Callable[[str, str, Path | None], Mapping[str, Any]]
+    """(variant, setting, profile) -> fields of Options. Raises ConfigurationError, which tells how to write it."""
+    write: Callable[[Any, int], str]
+    """(options, number of network levels) -> the setting, with defaults filled in; empty where there is none."""
+    kind: Callable[[str], str] = lambda setting: ""
+    """Of a setting: what travels. Variants of a kind differ in how they cut the same traffic."""
+
+
+@dataclass(frozen=True)
+class System:
+    """One of our dispatcher types. What it needs of PyTorch and Megatron is imported when it is called."""
+
+    name: str
+    """As --moe-token-dispatcher-type takes it."""
+    build: Callable[[ExpertGroups, Any, Any], Any]
+    """(groups, options, TransformerConfig) -> the dispatcher of a layer. A collective call over the groups."""
+    attach: Callable[[Any, Any], None] | None = None
+    """(MoELayer, options): what is done to a layer that has its dispatcher, where more of it is the system's own."""
+    options: type[SharedOptions] = SharedOptions
+    """Its options."""
+    reads: tuple[str, ...] = ()
+    """Shared options that it reads, besides those that every system does."""
+    unread_profile: Callable[[Any], str | None] = lambda options: None
+    """What would have it read a profile, where with these options it does not."""
+    check: Callable[[Any, Any, Any], None] = lambda config, options, arguments: None
+    """Refuses (TransformerConfig, options, Megatron-LM's arguments or None) that it cannot run under."""
+    takes_copies: Callable[[Any], str | None] = lambda options: None
+    """The flags by which its dispatcher itself takes tokens that all ranks of a TP group hold; None: it does not."""
+    grammar: Grammar | None = None
+    """None: it has no settings."""
+    candidates: Callable[[LayerOnCluster], Iterator[Prediction | Refusal]] | None = None
+    """What it would take for a layer, for each of its variants. None: it is for comparison, and never planned."""
+    stays: Callable[[Any, Run], str | None] = lambda options, run: None
+    """Why layers cannot change to it, or from it, between optimizer steps; None: they can."""
+    calls_experts: bool = False
+    """It calls a layer's experts in its own order, with weights of its own choice."""
+    is_pipeline_of_experts: bool = False
+    """It has no dispatch and combine without experts between them."""
+    moves_samples: bool = False
+    """Samples leave their ranks, through all MoE layers of a pipeline stage."""
+
+    @property
+    def own_options(self) -> frozenset[str]:
+        """The names of its options' fields."""
+        shared = SharedOptions.__dataclass_fields__
+        return frozenset(name for name in self.options.__dataclass_fields__ if name not in shared)
+
+    def reads_option(self, name: str) -> bool:
+        """Whether an option, by the name of its field, changes anything under this system."""
+        return name in self.own_options or name in self.reads
+
+    def variant(self, options: Options, levels: int = 1) -> str:
+        """The system with these options in one word, defaults filled in."""
+        setting = "" if self.grammar is None else self.grammar.write(options, levels)
+        return f"{self.name}:{setting}" if setting else self.name
+
+
+def chosen_by_profile(variant: str, profile: Path | None) -> dict[str, Any]:
+    """The options of `NAME:auto`, which chooses by measurements. Raises ConfigurationError where there are none."""
+    if profile is None:
+        raise ConfigurationError(f"--dispatchers {variant} chooses by measurements: give --profile")
+    return {"profile": profile}
