@@ -11,7 +11,7 @@ from math import inf
 from pathlib import Path
 from typing import Any
 
-AUTO = "auto"
+ALL, AUTO = "all", "auto"
 MOST = 2**31 - 1
 """Of anything that is counted, bytes aside."""
 
@@ -85,17 +85,17 @@ def _take_switch(value: Any) -> bool:
     return value
 
 
-def or_auto(values: Values) -> Values:
-    """These, or auto."""
+def or_auto(values: Values, word: str = AUTO) -> Values:
+    """These, or auto; or another word."""
 
     def take(value: Any) -> Any:
-        return AUTO if isinstance(value, str) and value == AUTO else values.take(value)
+        return word if isinstance(value, str) and value == word else values.take(value)
 
     return Values(
         take,
-        lambda text: AUTO if text == AUTO else values.read(text),
+        lambda text: word if text == word else values.read(text),
         values.refusal,
-        f"{values.metavar}|{AUTO}",
+        f"{values.metavar}|{word}",
     )
 
 
@@ -129,6 +129,7 @@ BYTES = Values(_whole(1, 2**63 - 1), _read_bytes, "not a number of bytes above 0
 CHUNKS = or_auto(Values(_whole(1), _read_whole, "neither a number of chunks from 1 on nor auto", "N"))
 FILE = Values(_take_file, str, "not the name of a file", "FILE")
 FROM_0 = Values(_whole(0), _read_whole, "not a number from 0 on", "N")
+FROM_0_OR_ALL = or_auto(Values(_whole(0), _read_whole, "neither a number from 0 on nor all", "N"), ALL)
 LIST = Values(_take_list, _read_list, "not a list of numbers from 1 on, separated by commas", "N,...")
 PARTITIONS = or_auto(
     Values(

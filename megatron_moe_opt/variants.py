@@ -9,17 +9,22 @@ from megatron_moe_opt.option_values import AUTO
 from megatron_moe_opt.options import Options
 from megatron_moe_opt.systems import SYSTEMS, system_of
 
+FLEX = "flex"
+"""Stock, over a package for GPUs: `flex:hybridep` names it."""
+
 
 def split_variant(variant: str, profile: Path | None) -> tuple[str, Options]:
     """The dispatcher's name and options of a variant: a name, or a name, a colon and a setting of its system.
 
-    `NAME:auto` chooses by the profile, `auto` among all systems.
+    `NAME:auto` chooses by the profile, `auto` among all systems. Megatron's `flex:BACKEND` has no options of ours.
 
     Raises ConfigurationError for anything else.
     """
     name, colon, setting = variant.partition(":")
     if not colon:
         return name, Options(profile=profile) if name == AUTO else Options()
+    if name == FLEX:
+        return name, Options()
     system = system_of(name)
     if system is None or system.grammar is None:
         with_settings = ", ".join(one.name for one in SYSTEMS if one.grammar is not None)

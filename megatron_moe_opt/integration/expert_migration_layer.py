@@ -48,7 +48,7 @@ def make_dispatcher(groups: ExpertGroups, options: Options, config: Any) -> Expe
     workers = levels_of(groups.ep, options.network_levels)
     if options.chooses_domains:
         workload = dataclasses.replace(
-            layer_workload(config, groups, workers),
+            layer_workload(config, groups, workers, options.resident_limit),
             tp=1,  # the dispatcher gets tokens that are split
             compression=options.compression_ratio or 1.0,
             gradient_compression=options.gradient_compression_ratio or 1.0,
@@ -95,7 +95,7 @@ def migrate_experts(layer: Any, options: Options) -> None:
         hooks.append(layer.experts.register_load_state_dict_post_hook(lambda *_: one.restart()))
 
     def migrate(groups: DomainGroups, owners: tuple[int, ...]) -> MigratedExperts:
-        communicator = expert_communicator(groups, options.prefetch_layers, options.resident_layers)
+        communicator = expert_communicator(groups, options.prefetch_layers, options.resident_limit)
         codec: WholeExperts | TrackedExperts | LargestWeights = WholeExperts()
         if ratio is not None:
             if options.residuals == "last":

@@ -6,16 +6,19 @@ from typing import Any
 
 from megatron_moe_opt.integration.replicated_tokens import holds_replicated_tokens
 from megatron_moe_opt.kernels import LANE_BYTES
-from megatron_moe_opt.planning.layer_workload import LayerWorkload
+from megatron_moe_opt.planning.layer_workload import LayerWorkload, resident_part
 from megatron_moe_opt.topology.expert_groups import ExpertGroups
 
 
-def layer_workload(config: Any, groups: ExpertGroups, workers: tuple[int, ...], tokens: int = 0) -> LayerWorkload:
+def layer_workload(
+    config: Any, groups: ExpertGroups, workers: tuple[int, ...], resident: int | None, tokens: int = 0
+) -> LayerWorkload:
     """Of one micro-batch, routed evenly.
 
     Args:
         config: Megatron's TransformerConfig.
         workers: of each network level of the expert-parallel group; empty: not known.
+        resident: layers whose gathered experts stay in memory; None: all.
         tokens: that a rank enters the layer with.
     """
     return LayerWorkload(
@@ -33,4 +36,11 @@ def layer_workload(config: Any, groups: ExpertGroups, workers: tuple[int, ...], 
         capacity_factor=config.moe_expert_capacity_factor,
         workers=workers,
         fused=config.bias_activation_fusion,
+        resident_part=resident_part(_moe_layers(config) / config.pipeline_model_parallel_size, resident),
     )
+
+
+def _moe_layers(config: Any) -> int:
+    """Of the whole model."""
+    pattern = config.moe_layer_freq  # every so many layers one; or 0 and 1 for each layer
+    return -(-config.num_layers // pattern) if isinstance(pattern, int) else sum(pattern)

@@ -62,7 +62,7 @@ class PlannedLayer:
 
     def workload(self) -> LayerWorkload:
         """Of one micro-batch, routed evenly."""
-        return layer_workload(self.layer.config, self.groups, self._workers(), self.tokens)
+        return layer_workload(self.layer.config, self.groups, self._workers(), self.options.resident_limit, self.tokens)
 
     def _workers(self) -> tuple[int, ...]:
         """Of each network level; none where nodes make no levels, so that no expert migrates."""

@@ -76,6 +76,8 @@ class StreamPass:
     """Of all experts of a GPU, as they travel: weights, compressed or not; backward, their gradients."""
     collective: Kind = Kind.ALL_GATHER
     """In which experts travel: REDUCE_SCATTER in a backward pass."""
+    gathered_again: int = 0
+    """Bytes of experts, as `expert_bytes`, that a backward pass gathers because they did not stay."""
 
 
 def _even(domains: ExpertDomains, level: int) -> float:
@@ -108,6 +110,7 @@ class MigrationLayer:
         expert_bytes: int,
         gradient_bytes: int,
         imbalance: Callable[[ExpertDomains, int], float] = _even,
+        gathers_again: bool = False,
     ) -> MigrationLayer:
         """A forward and a backward pass of the layer alone.
 
@@ -117,10 +120,11 @@ class MigrationLayer:
         Args:
             expert_bytes: of all experts of a GPU, as they travel.
             gradient_bytes: of their gradients.
+            gathers_again: experts do not stay from the forward to the backward pass.
         """
         passes = (
             StreamPass(0.0, 0.0, expert_bytes),
-            StreamPass(0.0, 0.0, gradient_bytes, Kind.REDUCE_SCATTER),
+            StreamPass(0.0, 0.0, gradient_bytes, Kind.REDUCE_SCATTER, expert_bytes if gathers_again else 0),
         )
         return cls(tokens, row_bytes, topk, local_experts, passes, imbalance)
 
@@ -138,10 +142,16 @@ class MigrationLayer:
         """Bytes of experts that a GPU holds after the all-gather of a level, its own included."""
         return one.expert_bytes * prod(domains.sizes[: level + 1])
 
+    def travels(self, domains: ExpertDomains, level: int, one: StreamPass) -> dict[Kind, int]:
+        """Bytes that a GPU holds after each collective of experts of a pass and level, as `gathered`."""
+        again = one.gathered_again * prod(domains.sizes[: level + 1])
+        return ({Kind.ALL_GATHER: again} if again else {}) | {one.collective: self.gathered(domains, level, one)}
+
     def sent(self, domains: ExpertDomains, level: int) -> float:
         """Bytes that a GPU sends over its links of a level in all passes."""
         exchanged = self.exchanged(domains, level) * (1 - 1 / domains.domains(level))
-        migrated = sum(self.gathered(domains, level, one) for one in self.passes) * (1 - 1 / domains.sizes[level])
+        held = sum(sum(self.travels(domains, level, one).values()) for one in self.passes)
+        migrated = held * (1 - 1 / domains.sizes[level])
         return 2 * len(self.passes) * exchanged + migrated
 
 
@@ -194,9 +204,10 @@ def _seconds(layer: MigrationLayer, domains: ExpertDomains, curves: Curves) -> f
     total = 0.0
     for one in layer.passes:
         migration = sum(
-            _curve(curves, one.collective, level, domains.sizes[level]).seconds(layer.gathered(domains, level, one))
+            _curve(curves, kind, level, domains.sizes[level]).seconds(size)
             for level in levels
             if domains.sizes[level] > 1
+            for kind, size in layer.travels(domains, level, one).items()
         )
         total += stream_seconds(one.pre_expert_seconds, one.expert_seconds, migration, exchange)
     return total

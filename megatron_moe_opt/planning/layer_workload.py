@@ -12,6 +12,15 @@ from .parm import ParmLayer
 from .skew import Skew
 
 
+def resident_part(layers: float, limit: int | None) -> float:
+    """LayerWorkload.resident_part of a rank that has so many MoE layers.
+
+    Args:
+        limit: layers whose gathered experts stay; None: all.
+    """
+    return 1.0 if limit is None or limit >= layers else limit / layers
+
+
 @dataclass(frozen=True)
 class LayerWorkload:
     """A MoE layer on one rank: what it has to move and compute, and the sizes of its groups."""
@@ -50,6 +59,8 @@ class LayerWorkload:
     """Bytes of experts that travel, over bytes sent."""
     gradient_compression: float = 1.0
     """The same of their gradients."""
+    resident_part: float = 1.0
+    """Of a rank's MoE layers, those whose experts of other ranks stay in memory; 1: none is gathered again."""
 
     @property
     def row_bytes(self) -> int:
@@ -91,5 +102,5 @@ class LayerWorkload:
         row, whole = self.row_bytes + self.topk * self.lane_bytes // 2, self.expert_bytes
         return MigrationLayer.alone(
             self.rows_of(1.0) // self.topk, row, self.topk, self.experts // self.ep, int(whole / self.compression),
-            int(whole / self.gradient_compression), skew.of_regions,
+            int(whole / self.gradient_compression), skew.of_regions, self.resident_part < 1,
         )  # fmt: skip

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_moe_opt.errors import ConfigurationError
-from megatron_moe_opt.option_values import AUTO, FROM_0, LIST, RATIO, one_of, or_auto
+from megatron_moe_opt.option_values import ALL, AUTO, FROM_0, FROM_0_OR_ALL, LIST, RATIO, one_of, or_auto
 from megatron_moe_opt.planning import expert_migration
 from megatron_moe_opt.planning.cluster import OURS, Cluster
 from megatron_moe_opt.planning.expert_migration import DomainChoice
@@ -62,11 +62,12 @@ class MigrationOptions(SharedOptions):
         1,
         auto=READS,
     )
-    resident_layers: int | None = option(
+    resident_layers: int | str | None = option(
         "resident-layers",
-        FROM_0,
-        "layers whose gathered experts stay in memory, those used last; other layers' are gathered again in each pass, "
-        "forward and backward (default: all)",
+        FROM_0_OR_ALL,
+        "layers whose gathered experts stay in memory, those used last, or all; other layers' are gathered again in "
+        f"each pass, forward and backward (default: one more than {PREFIX}prefetch-layers; with "
+        f"{PREFIX}compression-ratio all)",
         auto=READS,
     )
     compression_ratio: float | None = option(
@@ -112,6 +113,13 @@ class MigrationOptions(SharedOptions):
         """Whether `expert-migration` may have domains of more than one rank."""
         return self.chooses_domains or max(self.domain_sizes or (1,)) > 1
 
+    @property
+    def resident_limit(self) -> int | None:
+        """The layers whose gathered experts stay in memory; None: all."""
+        if self.resident_layers is None:
+            return None if self.compression_ratio is not None else self.prefetch_layers + 1
+        return None if self.resident_layers == ALL else self.resident_layers
+
     def check(self) -> None:
         """As SharedOptions.check."""
         self.auto_needs_profile("domain_sizes")
@@ -130,6 +138,8 @@ class MigrationOptions(SharedOptions):
             raise ConfigurationError(
                 f"{flag} bounds what is held of experts that travel, and none does: give {PREFIX}domain-sizes above 1"
             )
+        if self.resident_layers == ALL:
+            return
         if self.resident_layers <= self.prefetch_layers:
             raise ConfigurationError(
                 f"{flag} has no room for {PREFIX}prefetch-layers {self.prefetch_layers} and the layer that runs: give "
@@ -240,7 +250,8 @@ def _candidates(layer: LayerOnCluster) -> Iterator[Prediction | Refusal]:
             exposed=terms["tokens and experts on their way"],
             inter_bytes=between,
             intra_bytes=sum(sent) - between,
-            activation_bytes=layer.activation_bytes + 2 * (choice.holds - 1) * one.expert_bytes,
+            activation_bytes=layer.activation_bytes
+            + int(2 * (choice.holds - 1) * one.expert_bytes * one.resident_part),
             terms={term: value for term, value in terms.items() if value},
             timelines=tuple(timelines),
         )

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.multirank import test_bench_layer
 from tests.multirank.test_dispatchers import compare
 from tests.multirank.test_mpmoe import worst_errors
 from tests.multirank.test_parm import compare_replicated
@@ -69,3 +70,9 @@ def errors_of(dispatcher: str, folder: object) -> list[float]:
 def test_a_layer_equals_stock(gpu_ranks, tmp_path, dispatcher):
     for errors in gpu_ranks.run(errors_of, dispatcher=dispatcher, folder=tmp_path):
         assert max(errors) < 1e-6
+
+
+def test_a_benchmark_of_layers_runs(gpu_ranks):
+    settings = test_bench_layer._settings(dispatchers=("monta", "deepspeed"))
+    for report in gpu_ranks.run(test_bench_layer._run, settings=settings):
+        assert all(result.gradient_difference < 5e-6 for result in report.results)

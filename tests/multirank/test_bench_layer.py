@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from typing import Any
 
 import pytest
@@ -227,9 +228,37 @@ def test_unknown_variants_are_refused(variant):
     ("changes", "sentence"),
     [
         ({"dispatchers": ("monta:auto",)}, "--dispatchers monta:auto chooses by measurements: give --profile"),
+        ({"dispatchers": ("flex",), "ep": 1}, "--dispatchers flex sends between ranks: start 2 or more"),
         ({"dispatch_only": True, "capacity_factor": 1.0}, "--dispatch-only has no router that drops tokens"),
     ],
 )
 def test_settings_that_contradict_each_other(changes, sentence):
     with pytest.raises(ConfigurationError, match=sentence):
-        _settings(**changes).check(("alltoall", "monta", "deepspeed"), 4)
+        _settings(**changes).check(("alltoall", "monta", "deepspeed", "flex"), 4)
+
+
+def test_flex_is_refused_where_it_cannot_run_and_built_as_named_where_it_can(monkeypatch):
+    from types import SimpleNamespace
+
+    from megatron_moe_opt.cli.bench.layer import check
+    from megatron_moe_opt.cli.layer.under_test import layer_config
+
+    monkeypatch.setenv("WORLD_SIZE", "4")
+
+    def refusal(variant: str) -> str:
+        with pytest.raises(ConfigurationError) as caught:
+            check(_settings(dispatchers=(variant,)))
+        return str(caught.value)
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert refusal("flex") == (
+        "--dispatchers flex: DeepEP runs on GPUs alone, and PyTorch finds none: leave it out here"
+    )
+    assert refusal("flex:nope").startswith("--dispatchers flex:nope: this Megatron-Core has flex on deepep, hybridep")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert "DeepEP is not installed" in refusal("flex:deepep")
+    monkeypatch.setitem(sys.modules, "deep_ep", SimpleNamespace(Buffer=object))
+    assert check(_settings(dispatchers=("flex",))) is None
+    assert "HybridEP, the hybrid-ep branch of DeepEP is not installed" in refusal("flex:hybridep")
+    config = layer_config(_settings(), "flex:hybridep", 4, permute_fusion=False)
+    assert (config.moe_token_dispatcher_type, config.moe_flex_dispatcher_backend) == ("flex", "hybridep")

@@ -245,18 +245,18 @@ def test_experts_are_sent_ahead_and_compared_when_used(ranks):
     ranks.run(prefetched)
 
 
-def bounded(ahead: int) -> None:
+def bounded(ahead: int, **bound: int) -> None:
     """Four layers, experts of `ahead` + 1 of them in memory: equal to stock, whatever passes are under way."""
     from tests.ranks.megatron import parallel
 
     with parallel(ep=4):
-        stock, ours = layers(4, prefetch_layers=ahead, resident_layers=ahead + 1)
+        stock, ours = layers(4, prefetch_layers=ahead, **bound)
         migrated = [layer.token_dispatcher.dispatcher.migrated for layer in ours]
 
         def resident() -> int:
             """Gathers that are here or on their way; what was dropped is in nobody's hands."""
             held = [one._arrived for one in migrated if one._arrived is not None]
-            here = [one for one in held if one._messages is not None or one._arrive is not None]
+            here = [one for one in held if one.arrive is not None]
             assert all(one in here or one._experts is None or one._experts() is None for one in held)
             return len(here)
 
@@ -290,9 +290,9 @@ def bounded(ahead: int) -> None:
                 assert relative(same.grad, weight.grad) < 3e-6  # of four layers in a row
 
 
-@pytest.mark.parametrize("ahead", [0, 1])
-def test_experts_beyond_the_bound_are_gathered_again(ranks, ahead):
-    ranks.run(bounded, ahead=ahead)
+@pytest.mark.parametrize("settings", [{"ahead": 0, "resident_layers": 1}, {"ahead": 1}], ids=["named", "by default"])
+def test_experts_beyond_the_bound_are_gathered_again(ranks, settings):
+    ranks.run(bounded, **settings)
 
 
 def traffic(sizes: tuple[int, ...], levels: tuple[int, ...], nodes: tuple[int, ...]) -> dict[str, Any]:
@@ -497,3 +497,31 @@ def hooks_after_trials() -> tuple[int, int, int]:
 def test_no_hooks_stay_of_dispatchers_that_are_forgotten(ranks):
     for before, during, after in ranks.run(hooks_after_trials):
         assert before == after < during
+
+
+def coded_in(residuals: str) -> set[tuple[str, str]]:
+    """What encodes and decodes experts that travel compressed, and in which threads."""
+    import threading
+
+    from megatron_moe_opt.runtime import expert_codec
+    from tests.ranks.megatron import parallel
+
+    seen: set[tuple[str, str]] = set()
+    with parallel(ep=4), pytest.MonkeyPatch.context() as patch:
+        for code in (expert_codec.sr_encode, expert_codec.sr_decode):
+
+            def noted(*arguments: Any, code: Any = code, name: str = code.__name__, **out: Any) -> Any:
+                seen.add((name, threading.current_thread().name))
+                return code(*arguments, **out)
+
+            patch.setattr(expert_codec, code.__name__, noted)
+        _, (ours,) = layers(1, compression_ratio=4.0, residuals=residuals)
+        for number in range(3):
+            ours(hidden_states(number))[0].square().sum().backward()
+            write_weights(ours, 1.1)
+    return seen
+
+
+@pytest.mark.parametrize("residuals", ["last", "shared"])
+def test_experts_are_encoded_and_decoded_where_they_travel(ranks, residuals):
+    assert ranks.run(coded_in, residuals=residuals) == [{("sr_encode", "experts"), ("sr_decode", "experts")}] * 4

@@ -67,7 +67,7 @@ def test_what_is_printed_is_what_the_planner_says(run):
     code, output, _ = run(MIXTRAL, "--cluster h100-ib400 --world 16 --ep 8 --micro-batches 4 --all")
     assert code == 0
     layout, model = Layout(16, ep=8), KNOWN_MODELS["mixtral-8x7b"]
-    workload = LayerWorkload(2048, 4096, 14336, True, 8, 2, 2, 16, 8, workers=(8,), fused=True)
+    workload = LayerWorkload(2048, 4096, 14336, True, 8, 2, 2, 16, 8, workers=(8,), fused=True, resident_part=2 / 4)
     found, _ = candidates(workload, describe(H100_IB400, layout, 4096, 14336))
     rows, stock = tables(output)[CANDIDATES], next(one for one in found if one.variant == ALLTOALL)
     assert list(rows) == [one.variant for one in found]

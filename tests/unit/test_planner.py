@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.planning import expert_migration, monta, mpmoe_choice
 from megatron_moe_opt.planning.cluster import OURS, STOCK, Cluster, ExpertGemm, World
-from megatron_moe_opt.planning.layer_workload import LayerWorkload
+from megatron_moe_opt.planning.layer_workload import LayerWorkload, resident_part
 from megatron_moe_opt.planning.monta import training_passes
 from megatron_moe_opt.planning.planner import best, candidates
 from megatron_moe_opt.planning.prediction import ALLTOALL, Prediction
@@ -165,6 +165,19 @@ def test_expert_migration_alone_chooses_domains_by_the_same_predictions(tokens, 
     assert f"{MIGRATION}:{'x'.join(map(str, choice.domains.sizes))}" in {
         one.variant for one in found if one.seconds <= found[0].seconds * (1 + 1e-9)
     }
+
+
+def test_experts_that_do_not_stay_take_less_memory_and_one_more_gather():
+    layer, measured = migrating(64)
+    stays, goes = (
+        by_variant(candidates(dataclasses.replace(layer, resident_part=part), measured)[0])["expert-migration:2x1"]
+        for part in (resident_part(8, None), resident_part(8, 2))
+    )
+    kind, way = Kind.ALL_GATHER, expert_migration.role(Kind.ALL_GATHER, (2, 4), 0, 2)
+    gather = measured.costs().curves[kind, way].seconds(2 * layer.expert_bytes)
+    assert goes.seconds - stays.seconds == pytest.approx(gather, rel=1e-6)
+    assert goes.inter_bytes - stays.inter_bytes == layer.expert_bytes  # half of what both ranks have
+    assert stays.activation_bytes - goes.activation_bytes == 2 * layer.expert_bytes * 3 // 4
 
 
 def test_copies_of_experts_that_travel_and_their_compression_count():

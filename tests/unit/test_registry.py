@@ -425,3 +425,13 @@ def test_auto_needs_something_to_plan_by_and_is_never_lossy(options, name, sente
         refusal(sentence, name=name)
     finally:
         megatron_moe_opt.register()
+
+
+def test_gathered_experts_stay_in_as_many_layers_as_are_needed_ahead():
+    limits = [
+        Options(domain_sizes=(2,), **settings).resident_limit
+        for settings in (
+            {}, {"prefetch_layers": 3}, {"resident_layers": 5}, {"resident_layers": "all"}, {"compression_ratio": 9},
+        )
+    ]  # fmt: skip
+    assert limits == [2, 4, 5, None, None]

@@ -41,6 +41,7 @@ from megatron_moe_opt.planning.cluster import OUR_FLAGS, Cluster
 from megatron_moe_opt.runtime.traffic import TrafficCounter, TrafficRow
 from megatron_moe_opt.systems import dispatcher_names
 from megatron_moe_opt.topology.nodes import NodeMap, discover_nodes
+from megatron_moe_opt.variants import FLEX
 
 if TYPE_CHECKING:
     from megatron_moe_opt.cli.layer.under_test import LayerUnderTest
@@ -87,8 +88,14 @@ def bench_layer(settings: LayerSettings, json_file: Path | None, report_folder: 
 def check(settings: LayerSettings) -> Cluster | None:
     """Refuses, with ConfigurationError, all that can be refused before process groups are made. Returns the profile."""
     megatron_moe_opt.register()
+    from megatron_moe_opt.integration.flex_backends import DEFAULT, check_flex
+
     world = world_size()
     settings.check((*STOCK, *dispatcher_names()), world)
+    for variant in settings.dispatchers:
+        name, _, backend = variant.partition(":")
+        if name == FLEX:
+            check_flex(variant, backend or DEFAULT)
     check_routing(settings.routing, experts=settings.experts, topk=settings.topk)
     if settings.profile is None:
         return None

@@ -7,10 +7,10 @@ from pathlib import Path
 
 from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.option_values import AUTO
-from megatron_moe_opt.variants import split_variant
+from megatron_moe_opt.variants import FLEX, split_variant
 
 BASELINE = "alltoall"
-STOCK = (BASELINE, "allgather")
+STOCK = (BASELINE, "allgather", FLEX)
 REPLICATED_BASELINE = "deepspeed"
 
 
@@ -78,6 +78,8 @@ class LayerSettings:
                 f"--ep {ep} x --expert-tp {self.expert_tp} = {ep * self.expert_tp} does not divide the {world} ranks "
                 "of this run: choose sizes whose product does"
             )
+        if ep * self.expert_tp == 1 and any(name.partition(":")[0] == FLEX for name in self.dispatchers):
+            raise ConfigurationError(f"--dispatchers {FLEX} sends between ranks: start 2 or more, or leave it out")
         if self.experts % ep:
             raise ConfigurationError(
                 f"--ep {ep} does not divide --experts {self.experts}: choose a divisor of {self.experts}"
@@ -90,7 +92,7 @@ class LayerSettings:
             )
         if self.replicated and self.tp == 1:
             raise ConfigurationError("--replicated is about the ranks of a TP group: give --tp 2 or more, or drop it")
-        stock = [name for name in self.dispatchers if name in STOCK]
+        stock = [name for name in self.dispatchers if name.partition(":")[0] in STOCK]
         if self.replicated and stock:
             raise ConfigurationError(
                 f"--dispatchers {stock[0]} does not train on --replicated tokens: leave it out, or drop --replicated"

@@ -16,6 +16,7 @@ from megatron_moe_opt.cli.layer.settings import LayerSettings
 from megatron_moe_opt.cli.option_types import torch_dtype
 from megatron_moe_opt.cli.routing.workloads import choose_experts
 from megatron_moe_opt.integration.auto_layer import current_controller
+from megatron_moe_opt.integration.flex_backends import DEFAULT
 from megatron_moe_opt.integration.moe_layer import build_layer, forget_migrated_experts, impose_routing
 from megatron_moe_opt.integration.mpmoe_layer import shape_of_layer
 from megatron_moe_opt.option_values import AUTO
@@ -23,16 +24,19 @@ from megatron_moe_opt.options import Options
 from megatron_moe_opt.planning.mpmoe_choice import MpmoeLayer
 from megatron_moe_opt.runtime.recording import recording
 from megatron_moe_opt.schedules.timeline import Timeline
-from megatron_moe_opt.variants import split_variant
+from megatron_moe_opt.variants import FLEX, split_variant
 
 
-def layer_config(settings: LayerSettings, dispatcher: str, ep: int, permute_fusion: bool) -> TransformerConfig:
+def layer_config(settings: LayerSettings, variant: str, ep: int, permute_fusion: bool) -> TransformerConfig:
     """Megatron's configuration of the layer.
 
     SequentialMLP experts (they run everywhere), no biases, no auxiliary loss, router in fp32, imposed routing.
     """
     dtype = torch_dtype(settings.dtype)
+    dispatcher, _, setting = variant.partition(":")
+    flex = {"moe_flex_dispatcher_backend": setting or DEFAULT} if dispatcher == FLEX else {}
     return TransformerConfig(
+        **flex,
         num_layers=1,
         hidden_size=settings.hidden,
         num_attention_heads=settings.tp,  # the layer has no attention; Megatron wants heads that tp divides
@@ -196,7 +200,8 @@ def layer_under_test(
     )
     dispatcher, of_variant = split_variant(variant, settings.profile)
     register(options or of_variant)
-    layer = build_layer(layer_config(settings, dispatcher, ep, permute_fusion))
+    # Megatron moves a model to its device as a whole; a router is made on the host.
+    layer = build_layer(layer_config(settings, variant, ep, permute_fusion)).to(device)
     common = layer, tokens.requires_grad_(), output_grad
     if settings.dispatch_only:
         routing_map = torch.zeros(settings.tokens, settings.experts, dtype=torch.bool, device=device)

@@ -8,11 +8,12 @@ from math import prod
 from pathlib import Path
 
 from megatron_moe_opt.errors import ConfigurationError
+from megatron_moe_opt.options import Options
 from megatron_moe_opt.planning.cluster import OUR_FLAGS, Cluster
 from megatron_moe_opt.planning.described_cluster import describe, levels_of_ep
 from megatron_moe_opt.planning.known_clusters import KNOWN_CLUSTERS, Fabric, KnownCluster
 from megatron_moe_opt.planning.known_models import KNOWN_MODELS
-from megatron_moe_opt.planning.layer_workload import LayerWorkload
+from megatron_moe_opt.planning.layer_workload import LayerWorkload, resident_part
 from megatron_moe_opt.planning.model import ModelShape, Parallel
 from megatron_moe_opt.planning.throughput import Device
 from megatron_moe_opt.topology.layouts import Layout
@@ -133,6 +134,7 @@ def workload_of(settings: PlanSettings, model: ModelShape, site: Site, sequence:
         workers=site.workers,
         placement_saving=settings.placement_saving,
         fused=True,
+        resident_part=resident_part((model.layers - model.dense_layers) / layout.pp, Options().resident_limit),
     )
 
 

@@ -1,0 +1,46 @@
+"""Whether Megatron's `flex` dispatcher runs here: what moves its tokens are packages of their own, for GPUs alone."""
+
+from __future__ import annotations
+
+import importlib
+from typing import get_args, get_type_hints
+
+import torch
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from megatron_moe_opt.errors import ConfigurationError
+
+DEFAULT = "deepep"
+_NEEDS = {
+    "deepep": ("deep_ep", "Buffer", "DeepEP"),
+    "hybridep": ("deep_ep", "HybridEPBuffer", "HybridEP, the hybrid-ep branch of DeepEP"),
+}
+_NCCL_EP = ("nccl_ep", "NCCLLibrary", "NCCL-EP")
+
+
+def flex_backends() -> tuple[str, ...]:
+    """The back ends that this version of Megatron-Core has a name for."""
+    return get_args(get_type_hints(TransformerConfig)["moe_flex_dispatcher_backend"])
+
+
+def missing_for_flex(backend: str) -> str | None:
+    """What keeps `flex` with this back end from running here, as the end of a sentence; None: nothing does."""
+    module, name, package = _NEEDS.get(backend, _NCCL_EP)
+    if not torch.cuda.is_available():
+        return f"{package} runs on GPUs alone, and PyTorch finds none"
+    try:
+        installed = hasattr(importlib.import_module(module), name)
+    except ImportError:
+        installed = False
+    return None if installed else f"{package} is not installed"
+
+
+def check_flex(variant: str, backend: str) -> None:
+    """Refuses, with ConfigurationError, what a benchmark cannot run."""
+    if backend not in flex_backends():
+        raise ConfigurationError(
+            f"--dispatchers {variant}: this Megatron-Core has flex on {', '.join(flex_backends())}; write one of them"
+        )
+    missing = missing_for_flex(backend)
+    if missing is not None:
+        raise ConfigurationError(f"--dispatchers {variant}: {missing}: leave it out here")
