@@ -508,13 +508,13 @@ def coded_in(residuals: str) -> set[tuple[str, str]]:
 
     seen: set[tuple[str, str]] = set()
     with parallel(ep=4), pytest.MonkeyPatch.context() as patch:
-        for name in ("sr_encode", "sr_decode"):
+        for code in (expert_codec.sr_encode, expert_codec.sr_decode):
 
-            def noted(*arguments: Any, name: str = name, code: Any = getattr(expert_codec, name), **out: Any) -> Any:
+            def noted(*arguments: Any, code: Any = code, name: str = code.__name__, **out: Any) -> Any:
                 seen.add((name, threading.current_thread().name))
                 return code(*arguments, **out)
 
-            patch.setattr(expert_codec, name, noted)
+            patch.setattr(expert_codec, code.__name__, noted)
         _, (ours,) = layers(1, compression_ratio=4.0, residuals=residuals)
         for number in range(3):
             ours(hidden_states(number))[0].square().sum().backward()
