@@ -7,13 +7,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.ranks.pool import GPUS, SOFTWARE_STREAMS, RankPool
+from tests.ranks.pool import GPUS, RankPool
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption(
-        "--software-streams", metavar="SEED", type=int, help="ranks run their schedules on streams in software"
-    )
     parser.addoption("--gpus", action="store_true", help="a GPU for each rank, and NCCL between them")
 
 
@@ -38,16 +35,11 @@ def _gpus() -> int:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def kind_of_ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """What the options ask for, for all rank processes that start afterwards."""
-    seed = request.config.getoption("--software-streams")
+def kind_of_ranks(request: pytest.FixtureRequest) -> Iterator[None]:
+    """What the option asks for, for all rank processes that start afterwards."""
     with pytest.MonkeyPatch.context() as patch:
         if request.config.getoption("--gpus"):
             patch.setenv(GPUS, "1")
-        if seed is not None:
-            from tests.accelerator.executor_library import build
-
-            patch.setenv(SOFTWARE_STREAMS, f"{build(tmp_path_factory.mktemp('executor'))}:{seed}")
         yield
 
 

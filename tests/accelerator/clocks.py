@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
+
+PACKAGE = f"{Path(__file__).parents[2] / 'megatron_moe_opt'}/"
 
 Clock = dict[int, int]
 """Of each actor, by its number, how much of its work lies behind."""
@@ -19,8 +23,8 @@ def merge(into: Clock, other: Clock) -> None:
 class Actor:
     """The host, a stream, or a communicator's stream."""
 
-    def __init__(self, number: int, name: str) -> None:
-        self.number, self.name, self.clock = number, name, {number: 0}
+    def __init__(self, number: int, name: str, foreign: bool = False) -> None:
+        self.number, self.name, self.clock, self.foreign = number, name, {number: 0}, foreign
 
     def tick(self) -> int:
         """Time of a new piece of work."""
@@ -49,9 +53,10 @@ class Streams:
         self.syncs: list[str] = []
         self.of_groups: dict[str, Actor] = {}
 
-    def new(self, name: str) -> Actor:
+    def new(self, name: str, foreign: bool = False) -> Actor:
+        """A stream; `foreign`: not the package's."""
         self._number += 1
-        return Actor(self._number, name)
+        return Actor(self._number, name, foreign)
 
     @property
     def current(self) -> Actor:
@@ -97,7 +102,8 @@ class Stream:
     place: Any
 
     def __init__(self, *_: Any, actor: Actor | None = None, **__: Any) -> None:
-        self.actor = actor or self.streams.new(f"a stream made at {self.place()}")
+        foreign = not sys._getframe(1).f_code.co_filename.startswith(PACKAGE)
+        self.actor = actor or self.streams.new(f"a stream made at {self.place()}", foreign)
 
     def wait_stream(self, other: Stream) -> None:
         self.streams.order(self.actor, other.actor.clock, self.place())

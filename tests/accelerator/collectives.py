@@ -7,6 +7,7 @@ ranks issue other collectives, or ranks that wait for each other in a circle, wo
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -42,10 +43,13 @@ class Work:
 
 
 class Communicators:
-    """The communicators of a rank, and what was issued to them in turn."""
+    """The communicators of a rank, their ranks, and what was issued to them in turn."""
 
     def __init__(self, watch: Watch) -> None:
         self.watch, self.issued = watch, list[Issued]()
+        self.members: dict[str, list[int]] = {}
+        self.on_host = False
+        """Whether a collective of the host's tensors runs, which is no matter of these."""
 
     def functions(self) -> dict[str, Callable[..., Any]]:
         """torch.distributed's functions as they run here."""
@@ -60,7 +64,11 @@ class Communicators:
     def _patched(self, stock: Callable[..., Any], function: Callable[..., Any]) -> Callable[..., Any]:
         def run(*arguments: Any, group: Any = None, async_op: bool = False, **settings: Any) -> Work | None:
             if all(map(self.watch.is_host, tensors_in([arguments, settings]))):
-                return stock(*arguments, group=group, async_op=async_op, **settings)
+                self.on_host = True
+                try:
+                    return stock(*arguments, group=group, async_op=async_op, **settings)
+                finally:
+                    self.on_host = False
             work = function(group or dist.group.WORLD, *arguments, **settings)
             return work if async_op else (work.wait(), None)[1]
 
@@ -101,7 +109,10 @@ class Communicators:
         output_split_sizes: Any = None, input_split_sizes: Any = None,
     ) -> Work:  # fmt: skip
         sides = (output, output_split_sizes), (input.detach(), input_split_sizes)
-        received, sent = (rows.split(sizes or len(rows) // group.size()) for rows, sizes in sides)
+        received, sent = (
+            rows.split(len(rows) // group.size() if sizes is None else [int(size) for size in sizes])
+            for rows, sizes in sides
+        )
         return self.issue(group, "all_to_all", [input], [output], lambda: exchange(group, received, sent))
 
     def issue(
@@ -114,6 +125,7 @@ class Communicators:
             communicator = streams.of_groups[group.group_name] = streams.new(f"the stream of {group.group_desc}")
         streams.launch(streams.current)
         streams.order(communicator, streams.current.clock, None)
+        self.members[group.group_name] = dist.get_process_group_ranks(group)
         self.issued.append((group.group_name, name))
         self.watch.ran(f"{name} of {group.group_desc}", reads, writes, actor=communicator)
         with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction():
@@ -136,6 +148,27 @@ def _reduced(parts: Sequence[torch.Tensor], op: Any) -> torch.Tensor:
     half = stacked.dtype in (torch.bfloat16, torch.float16)
     total = (stacked.float() if half else stacked).sum(0)
     return (total / len(parts) if op == dist.ReduceOp.AVG else total).to(stacked.dtype)
+
+
+@dataclass(frozen=True)
+class Findings:
+    """Of one rank."""
+
+    mistakes: list[str]
+    """Races, and memory given back too early."""
+    issued: list[Issued]
+    """Collectives in turn."""
+    members: dict[str, list[int]]
+    """The ranks of each communicator."""
+
+
+def check(of_ranks: Sequence[Findings]) -> None:
+    """Raises AssertionError where a rank made a mistake, or its collectives would hang on NCCL."""
+    for rank, found in enumerate(of_ranks):
+        assert not found.mistakes, f"rank {rank}: {found.mistakes[:5]}"
+    members = {name: ranks for found in of_ranks for name, ranks in found.members.items()}
+    found = disagreements([found.issued for found in of_ranks], members)
+    assert not found, found
 
 
 def disagreements(of_ranks: Sequence[Sequence[Issued]], members: Mapping[str, Sequence[int]]) -> list[str]:

@@ -17,6 +17,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from megatron.core.tensor_parallel import layers, mappings
+from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
+from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 
 from megatron_moe_opt.integration.host.devices import FACTORIES
 from megatron_moe_opt.kernels import streams as package_streams
@@ -24,12 +26,14 @@ from megatron_moe_opt.kernels.extension import load_extension
 from megatron_moe_opt.runtime import collectives as package_collectives
 from megatron_moe_opt.runtime import communication_lane, executor
 from tests.accelerator.clocks import Actor, Clock, Event, Stream, Streams, merge
-from tests.accelerator.collectives import Communicators, Issued
+from tests.accelerator.collectives import Communicators, Findings
 from tests.accelerator.executor_library import run_on_streams
 from tests.accelerator.memory import Memory, Region, tensors_in
 from tests.accelerator.watch import Operations, Watch, place, watched_factory, watched_methods
 
 _MEGATRONS = {"all_gather_into_tensor": "dist_all_gather_func", "reduce_scatter_tensor": "dist_reduce_scatter_func"}
+_MEGATRONS_STREAMS = [(MoEAlltoAllTokenDispatcher, "cuda_dtoh_stream"), (SharedExpertMLP, "stream")]
+"""Made once a process."""
 HOST_ONLY = {"plan_exchange", "place_samples", "solve_placement", "build_info", "select_cpu_kernels"}
 WRITES_LAST = {"sr_decode"}  # the argument that may be given as the place of the result
 
@@ -40,7 +44,6 @@ class Accelerator:
     Attributes:
         mistakes: races, and memory given back too early.
         syncs: where the host waited for the device.
-        issued: collectives in turn.
         used: places in the package that order streams.
     """
 
@@ -58,9 +61,9 @@ class Accelerator:
     def syncs(self) -> list[str]:
         return self.streams.syncs
 
-    @property
-    def issued(self) -> list[Issued]:
-        return self.communicators.issued
+    def findings(self) -> Findings:
+        """What ranks are compared by."""
+        return Findings(self.mistakes, self.communicators.issued, self.communicators.members)
 
     @property
     def used(self) -> set[str]:
@@ -125,12 +128,14 @@ def _patch_torch(patch: pytest.MonkeyPatch, found: Accelerator) -> None:
     }  # fmt: skip
     for name, value in cuda.items():
         patch.setattr(torch.cuda, name, value)
+    for owner, name in _MEGATRONS_STREAMS:
+        patch.setattr(owner, name, None)
 
 
 def _patch_package(patch: pytest.MonkeyPatch, found: Accelerator, library: Path) -> None:
     extension = load_extension()
     patch.setattr(package_streams, "STREAMED", {"cuda", "cpu"})
-    patch.setattr(package_collectives, "_on_gloo", lambda group: False)
+    patch.setattr(package_collectives, "_on_gloo", lambda _: found.communicators.on_host)
     patch.setattr(communication_lane, "_lanes", {})
     patch.setattr(executor, "_executor", lambda *_: software)
     patch.setattr(extension, "StreamExecutor", lambda _: _Runner(found, library), raising=False)
@@ -160,7 +165,8 @@ def _watched(found: Accelerator, name: str, function: Callable[..., Any]) -> Cal
             watch.host_waits("counting routed pairs")
         if name in HOST_ONLY:
             watch.ran(name, arguments, (), actor=found.streams.host)
-            return function(*arguments)
+            with watch.making(on_device=False):
+                return function(*arguments)
         out = arguments[-1] if name in WRITES_LAST else None
         result = function(*arguments)
         given = {tensor.untyped_storage()._cdata for tensor in tensors_in(arguments)}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import torch
@@ -75,6 +76,9 @@ class Memory:
         self.streams, self.mistakes = streams, list[str]()
         self._blocks: dict[int, Block] = {}
         self._watched: dict[int, weakref.ref] = {}
+        self._given_back: dict[int, list[Access]] = {}
+        """By owner: uses of memory that has been given back, and is given anew to the owner's next work. Of Megatron's
+        streams, which wait for the caller's before each use; a stream of the package is not taken to."""
 
     def block(self, tensor: torch.Tensor, new_on: Actor | None = None, on_host: bool = False) -> Block:
         """Of a tensor. One that is first seen is the device's from before, or new, and taken by `new_on`."""
@@ -86,6 +90,7 @@ class Memory:
         self._watched[key] = weakref.ref(storage, lambda _: self._free(key))
         if new_on is not None and not on_host:
             # Its memory may have been another's, whose work is still queued there.
+            self._check_ended(new_on, self._given_back.pop(new_on.number, ()))
             whole = Region(0, max(1, storage.nbytes()))
             block.accesses.append(Access(whole, new_on, new_on.clock[new_on.number], True, "its allocation"))
         return block
@@ -124,21 +129,23 @@ class Memory:
         del self._watched[key]
         if block.on_host:
             return  # pinned memory waits for the copies that read it
-        merge(block.owner.clock, self.streams.host.clock)
-        seen = set()
-        for access in block.accesses:
-            number = access.actor.number
-            if number in block.recorded or number == 0 or number in seen:
-                continue
-            if not self.streams.happened(block.owner, number, access.time):
-                seen.add(number)
-                self.mistakes.append(
-                    f"memory of {block.owner} is given back while {access.what} on {access.actor} still uses it"
-                )
+        latest = {one.actor: one for one in block.accesses if one.actor.number not in {0, *block.recorded}}
+        if block.owner.foreign:
+            self._given_back.setdefault(block.owner.number, []).extend(latest.values())
+        else:
+            self._check_ended(block.owner, latest.values())
+
+    def _check_ended(self, owner: Actor, uses: Iterable[Access]) -> None:
+        """Of memory of the owner that it may be given anew."""
+        merge(owner.clock, self.streams.host.clock)
+        for use in uses:
+            if not self.streams.happened(owner, use.actor.number, use.time):
+                self.mistakes.append(f"memory of {owner} is given back while {use.what} on {use.actor} still uses it")
 
     def forget(self) -> None:
         """Ends the watch."""
         self._blocks.clear()
+        self._given_back.clear()
         self._watched.clear()
 
 

@@ -8,7 +8,7 @@ then every op must have ended.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -49,18 +49,17 @@ class Extension:
 
 
 class Runner:
-    """In the place of the extension's executors. Every other run has one hardware queue, the others many; which ones,
-    the seed says."""
+    """In the place of the extension's executors."""
 
-    def __init__(self, library: Path, seed: int) -> None:
-        self._executor, self._seed = SoftwareExecutor(library, len(LANES)), seed
+    def __init__(self, library: Path, seed: int, queues: Queues) -> None:
+        self._executor, self._seed, self._queues = SoftwareExecutor(library, len(LANES)), seed, queues
         self.runs = 0
 
     def run(
         self, ops: Sequence[tuple[int, Sequence[int], Sequence[Any]]], caller_lane: int, record: bool
     ) -> tuple[tuple[int, int, str] | None, list[tuple[float, float]]]:
         """As StreamExecutor.run of the extension."""
-        device = Device(Queues.ONE if (self.runs + self._seed) % 2 else Queues.MANY)
+        device = Device(self._queues)
         adversary = Adversary(device, 1_000_003 * self._seed + self.runs * dist.get_world_size() + dist.get_rank())
         self.runs += 1
         works = [
@@ -87,22 +86,13 @@ def _work(action: Any, op: int) -> Callable[[], Work]:
 
 
 @contextmanager
-def software_streams(library: Path, seed: int) -> Iterator[Runner]:
+def software_streams(library: Path, seed: int, queues: Queues) -> Iterator[Runner]:
     """Inside this context schedules run on streams in software."""
     software = Executor.__new__(Executor)
-    software._on_streams, software._runner = True, Runner(library, seed)
+    software._on_streams, software._runner = True, Runner(library, seed, queues)
     before = executor._executor, steps._C
     executor._executor, steps._C = lambda *_: software, Extension(steps._C)
     try:
         yield software._runner
     finally:
         executor._executor, steps._C = before
-
-
-_for_good = ExitStack()
-
-
-def use_software_streams(library_and_seed: str) -> None:
-    """For the rest of this process."""
-    library, _, seed = library_and_seed.rpartition(":")
-    _for_good.enter_context(software_streams(Path(library), int(seed)))

@@ -8,17 +8,16 @@ host are .cpu(), .to("cpu") and copies into pinned memory.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.accelerator.clocks import Actor, Streams
+from tests.accelerator.clocks import PACKAGE, Actor, Streams
 from tests.accelerator.memory import Memory, tensors_in
 
-PACKAGE = f"{Path(__file__).parents[2] / 'megatron_moe_opt'}/"
 READ_BY_HOST = {"_local_scalar_dense", "nonzero", "equal", "is_nonzero", "masked_select", "_unique2", "unique_dim"}
 """Operations whose result, or the shape of it, the host must know."""
 
@@ -39,8 +38,17 @@ class Watch:
 
     def __init__(self, streams: Streams, memory: Memory) -> None:
         self.streams, self.memory = streams, memory
-        self.names_device = False
-        """Whether a factory that runs is given a device."""
+        self.names_device: bool | None = None
+        """Whether a factory that runs is given a device. None: none runs, what makes a tensor is PyTorch itself."""
+
+    @contextmanager
+    def making(self, on_device: bool) -> Iterator[None]:
+        """What the block makes of nothing, lies there."""
+        outer, self.names_device = self.names_device, on_device
+        try:
+            yield
+        finally:
+            self.names_device = outer
 
     def is_host(self, tensor: torch.Tensor) -> bool:
         return self.memory.block(tensor).on_host
@@ -81,7 +89,7 @@ class Watch:
         for tensor in used:
             self.memory.block(tensor).named = False
         if actor is None:
-            on_host = all(map(self.is_host, used)) if used else not self.names_device
+            on_host = all(map(self.is_host, used)) if used else self.names_device is False
             actor = self.streams.host if on_host else self.streams.current
         for tensor in new:
             block = self.memory.block(tensor, actor, actor is self.streams.host)
@@ -99,12 +107,10 @@ def watched_factory(watch: Watch, name: str, factory: Callable[..., Any]) -> Cal
     """A function of torch that makes a tensor: only its call in Python says whether a device is named."""
 
     def make(*arguments: Any, **settings: Any) -> Any:
-        device, outer = settings.get("device"), watch.names_device
-        watch.names_device = named = device is not None and not (isinstance(device, str) and device == "cpu")
-        try:
+        device = settings.get("device")
+        named = device is not None and not (isinstance(device, str) and device == "cpu")
+        with watch.making(named):
             made = factory(*arguments, **settings)
-        finally:
-            watch.names_device = outer
         if settings.get("pin_memory"):
             watch.pin(watch.mark(made, on_host=True))
         elif name in ("tensor", "from_numpy"):

@@ -60,7 +60,13 @@ MUTANTS: tuple[tuple[str, str, str, tuple[str, ...]], ...] = (
     ("count_tokens.cu", "atomicAdd(&counts[expert], 1u);", "counts[expert] += 1u;", ("counts",)),
     ("count_tokens.cu", "counts[e] = 0;\n    __syncthreads();", "counts[e] = 0;", ("counts",)),
     # residual_codec.cu
-    ("residual_codec.cu", "__syncthreads();  // the next round overwrites what was read", "", ("second_round",)),
+    ("residual_codec.cu", "    above += sum_above.total;\n", "", ("second_round",)),
+    (
+        "residual_codec.cu",
+        "equal += sum_equal.total;\n    __syncthreads();",
+        "equal += sum_equal.total;",
+        ("second_round",),
+    ),
     ("residual_codec.cu", "seen_ties + lower_lanes(tied) < ties", "seen_ties + lower_lanes(tied) <= ties", ("codec",)),
     ("residual_codec.cu", "first_place + index + i", "first_place + index", ("codec",)),
 )

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_moe_opt.options import Options
-from tests.accelerator.collectives import disagreements
+from tests.accelerator.collectives import check
 from tests.accelerator.executor_library import build
 from tests.multirank.test_dispatchers import DROP, PAD, SHARED
 
@@ -70,25 +70,7 @@ def on_accelerator(
             for results, wanted in zip((first, second), expected, strict=True)
             for name in wanted
         ]
-        return {"error": max(errors), "syncs": syncs, "used": found.used} | findings(found)
-
-
-def findings(found: Any) -> dict[str, Any]:
-    members = {name: ranks_of(name) for name in {name for name, _ in found.issued}}
-    return {"mistakes": found.mistakes, "issued": found.issued, "members": members}
-
-
-def check(of_ranks: list[dict[str, Any]]) -> None:
-    for result in of_ranks:
-        assert not result["mistakes"], result["mistakes"][:5]
-    members = {name: ranks for result in of_ranks for name, ranks in result["members"].items()}
-    assert not disagreements([result["issued"] for result in of_ranks], members)
-
-
-def ranks_of(name: str) -> list[int]:
-    from torch.distributed.distributed_c10d import _resolve_process_group
-
-    return dist.get_process_group_ranks(_resolve_process_group(name))
+        return {"error": max(errors), "syncs": syncs, "used": found.used, "found": found.findings()}
 
 
 def train(layer: Any, hidden: list[torch.Tensor], passed: Any = lambda: None) -> dict[str, torch.Tensor]:
@@ -139,7 +121,7 @@ CASES: dict[str, tuple[Any, ...]] = {
 @pytest.mark.parametrize("case", CASES)
 def test_a_layer(ranks, library, case):
     of_ranks = ranks.run(layer_case, library=library, case=case)
-    check(of_ranks)
+    check([result["found"] for result in of_ranks])
     for result in of_ranks:
         forward, backward = result["syncs"][:MICRO_BATCHES], result["syncs"][MICRO_BATCHES:]
         budget = 1 if "recomputed" in case else 0  # of a backward pass that repeats the forward pass
@@ -155,7 +137,7 @@ def layer_case(library: Path, case: str) -> dict[str, Any]:
 @pytest.mark.parametrize("dispatcher", ["netmoe", "expert-migration"])
 def test_a_model(ranks, library, dispatcher):
     of_ranks = ranks.run(model_on_accelerator, library=library, dispatcher=dispatcher)
-    check(of_ranks)
+    check([result["found"] for result in of_ranks])
     for result in of_ranks:
         assert result["losses"] == pytest.approx(result["expected"], rel=1e-4)
 
@@ -176,7 +158,7 @@ def model_on_accelerator(library: Path, dispatcher: str) -> dict[str, Any]:
                 losses.append(gpt(moe_token_dispatcher_type=dispatcher, num_layers=2).train(2))
         finally:
             megatron_moe_opt.register()
-    return {"expected": losses[0], "losses": losses[1]} | findings(found)
+    return {"expected": losses[0], "losses": losses[1], "found": found.findings()}
 
 
 WAITING = ("monta O3, dropping", "parm S2", "mpmoe S2", "mpmoe S4", "expert-migration, one queue",
@@ -194,7 +176,9 @@ def without_each(library: Path) -> tuple[int, list[str]]:
         for place in sorted(set().union(*places) - seen):
             seen.add(place)
             mistakes: list[Any] = [None] * dist.get_world_size()
-            dist.all_gather_object(mistakes, len(on_accelerator(library, *CASES[case], without=place)["mistakes"]))
+            dist.all_gather_object(
+                mistakes, len(on_accelerator(library, *CASES[case], without=place)["found"].mistakes)
+            )
             if not any(mistakes):
                 unneeded.append(f"{place} in {case}")
     return len(seen), unneeded

@@ -1,11 +1,10 @@
-"""Every dispatcher against stock on streams in software, under adversaries.
+"""Every dispatcher against stock on streams in software, under two adversaries.
 
-SOFTWARE_SEEDS=20 pytest tests/multirank/test_software_streams.py     # the long form
+The long form is all tests of dispatchers under any number of them: tests/accelerator/plugin.py.
 """
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +13,14 @@ import pytest
 from megatron_moe_opt.options import Options
 from tests.accelerator.executor_library import build
 from tests.accelerator.ranks import software_streams
+from tests.accelerator.software import Queues
 from tests.multirank import test_mpmoe, test_netmoe
 from tests.multirank.test_dispatchers import RECOMPUTE, compare
 from tests.multirank.test_parm import compare_replicated
 
 pytestmark = pytest.mark.host_only(reason="is about streams in software")
 
-SEEDS = range(int(os.environ.get("SOFTWARE_SEEDS", "2")))
+WAYS = ((0, Queues.MANY), (1, Queues.ONE))
 BOTH, EP4 = {"tp": 2, "ep": 2, "etp": 2}, {"ep": 4}
 
 
@@ -58,18 +58,16 @@ CASES = {
 }  # fmt: skip
 
 
-def run_cases(names: list[str], library: Path, seeds: range) -> dict[str, float]:
-    """The worst error of each case over the seeds, on this rank."""
-    worst = {}
-    for name in names:
-        for seed in seeds:
-            with software_streams(library, seed) as runner:
-                worst[name] = max(worst.get(name, 0.0), *CASES[name]())
-            assert runner.runs > 1, f"{name} ran no schedule"
+def run_case(name: str, library: Path, seed: int, queues: Queues) -> float:
+    """The worst error on this rank."""
+    with software_streams(library, seed, queues) as runner:
+        worst = max(CASES[name]())
+    assert runner.runs > 1, f"{name} ran no schedule"
     return worst
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_equals_stock_whatever_the_device_does_first(ranks, library, name):
-    for worst in ranks.run(run_cases, names=[name], library=library, seeds=SEEDS):
-        assert worst[name] < 1e-6, worst
+    for seed, queues in WAYS:
+        worst = ranks.run(run_case, name=name, library=library, seed=seed, queues=queues)
+        assert max(worst) < 1e-6, worst

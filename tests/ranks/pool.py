@@ -33,8 +33,6 @@ from typing import Any
 START_TIMEOUT_S = CASE_TIMEOUT_S = 300
 # How long the other ranks may take to report after one has failed, before they are taken to hang.
 GRACE_S = 30
-# Environment variable: the compiled stream executor and a seed, for ranks that run their schedules on it.
-SOFTWARE_STREAMS = "SOFTWARE_STREAMS"
 # Environment variable, set where each rank has a GPU: devices.py.
 GPUS = "RANKS_ON_GPUS"
 # Environment variable: the extension for the emulator that stands for the GPUs, see tests/emulator/plugin.py.
@@ -231,10 +229,6 @@ def _initialize(rank: int, world: int, store: Path) -> None:
     backend = "nccl" if GPUS in os.environ else "gloo"
     dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=world)
     dist.barrier()
-    if SOFTWARE_STREAMS in os.environ:
-        from tests.accelerator.ranks import use_software_streams
-
-        use_software_streams(os.environ[SOFTWARE_STREAMS])
 
 
 class _FromDevice(pickle.Pickler):
