@@ -91,7 +91,7 @@ def test_experts_cost_what_was_measured_at_the_size_of_a_partition():
         assert curve.seconds(size) == pytest.approx(2 * forward)
         assert gradient.seconds(size) == pytest.approx(2 * (training - forward))
     wide = costs_with_experts(dataclasses.replace(LAYER, hidden=128, gated=True), CLUSTER)
-    assert wide.curves[Kind.COMPUTE, None].seconds(32 * 256) == pytest.approx(3 * 2e-4)
+    assert wide.curves[Kind.COMPUTE, None].seconds(32 * 512) == pytest.approx(3 * 2e-4)
     older = dataclasses.replace(CLUSTER, expert_gemm=dataclasses.replace(CLUSTER.expert_gemm, training=None))
     assert costs_with_experts(LAYER, older).curves[Kind.GRADIENT, None].seconds(32 * 256) == pytest.approx(4e-4)
     with pytest.raises(ConfigurationError, match="the profile has no expert"):

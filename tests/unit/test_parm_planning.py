@@ -67,7 +67,7 @@ def test_closed_forms_by_hand():
 @pytest.mark.parametrize(("capacity_factor", "rows"), [(None, 34), (1.0, 40), (1.2, 48), (2.4, 88)])
 def test_rows_of_17_tokens_for_8_experts(capacity_factor, rows):
     """4.25 rows an expert, which is 5 at capacity 1, 5.1 and so 6 at 1.2."""
-    assert layer_of(capacity_factor=capacity_factor).rows(17) == rows
+    assert layer_of(capacity_factor=capacity_factor).routed_rows(17) == rows
 
 
 def test_few_rows_want_s2_and_many_s1():
@@ -117,7 +117,7 @@ def test_the_choice_is_never_worse_than_a_candidate(tokens, tp, ep, etp, capacit
 def test_s1_is_what_monta_and_the_fused_all_to_all_take(sizes):
     """And twice the AllGather: of the output and of the input's gradient."""
     tp, ep, etp = sizes
-    layer = replace(layer_of(tp, ep, etp), packed_row_bytes=1040)
+    layer = replace(layer_of(tp, ep, etp), lane_bytes=16)
     costs, slowdown = CLUSTER.costs(), CLUSTER.slowdown
     passes = monta.training_passes(2 * 4096 // tp, 1024, 1040)
     gathers = 2 * (1e-4 + 2e-10 * 4096 * 1024 + 1e-5) if tp > 1 else 0
