@@ -42,12 +42,12 @@ def tune(best_of_ranks, passes, counts, strategies, budget, layers, evaluations,
 
     Args:
         best_of_ranks: for each rank, the number of partitions that is fastest there.
-        middle: bytes of T_M of a row, by which cases tell their layers apart.
+        middle: middle size of an expert, by which cases tell their layers apart.
     """
     from megatron_moe_opt.dispatchers.tuning import MeasuredPartitioning
 
     rank, best = dist.get_rank(), best_of_ranks[dist.get_rank()]
-    layer = LayerWorkload(0, 64, middle // 8, False, 8, 2, 4, 16, 4, 1, fused=True)
+    layer = LayerWorkload(0, 64, middle, False, 8, 2, 4, 16, 4, 1, fused=True)
     groups, candidates = _candidates(counts, strategies, budget, layer)
     partitionings = [MeasuredPartitioning(groups, candidates) for _ in range(layers)]
 
@@ -123,7 +123,7 @@ def test_under_a_budget_the_fastest_reuse_that_fits(ranks):
     layer = LayerWorkload(0, 64, 128, False, 8, 2, 4, 16, 4, 1, fused=True)
     budget = activation_bytes(layer, 2 * rows, 4, "S1")  # for far more rows: in fewer partitions these fit
     case = CASE | {"best_of_ranks": (2, 2, 2, 2), "passes": 30 * TURNS, "budget": budget // 2}
-    answers = ranks.run(tune, **case, middle=1024)
+    answers = ranks.run(tune, **case, middle=128)
     assert all(used == answers[0][0] for used, _ in answers)
     (last,) = answers[0][0][-1]
     assert last[1] == "S1" and last[0] >= 3
