@@ -23,6 +23,7 @@ from megatron_moe_opt.schedules import parm
 from megatron_moe_opt.schedules.monta import LEVELS, even_chunks
 from megatron_moe_opt.schedules.parm import JOINT, SCHEDULES, TP
 from megatron_moe_opt.schedules.schedule import Kind, Lane, Op, Schedule
+from megatron_moe_opt.schedules.timeline import Timeline
 
 from .cluster import Cluster
 from .curves import AlphaBeta, CostCurve
@@ -187,15 +188,31 @@ def _candidates(
         for level, count in _pipelines(levels, chunks):
             yield ParmChoice("S1", level, count, sum(play(piped(one, level, count)) for one in passes) + gathers)
     if "S2" in schedules and layer.tp > 1 and not alone:
-        saa, seconds = _saa(cluster), 0.0
-        own = -(-layer.routed_rows(tokens) // layer.tp)
-        for one in training_passes(own, layer.row_bytes, layer.packed_row_bytes):
-            if one.direction == "dispatch":
-                seconds += play(fused(one))
-            else:
-                arrived = one.exchanged * layer.etp
-                seconds += costs(Op(Kind.COPY, Lane.COPY, size=arrived)) + saa.seconds(arrived)
-        yield ParmChoice("S2", None, 1, seconds)
+        yield ParmChoice("S2", None, 1, sum(one.seconds for one in s2_timelines(layer, tokens, cluster)))
+
+
+def s2_timelines(layer: LayerWorkload, tokens: int, cluster: Cluster) -> list[Timeline]:
+    """Returns the four passes of S2: dispatch as it is played, combine as SAA was measured, behind its reorder.
+
+    Raises:
+        ConfigurationError: a curve is missing.
+    """
+    saa, costs, timelines = _saa(cluster), cluster.costs(), []
+    for one in training_passes(-(-layer.routed_rows(tokens) // layer.tp), layer.row_bytes, layer.packed_row_bytes):
+        if one.direction == "dispatch":
+            schedule = parm.dispatch(even_chunks(one.exchanged, layer.etp, 1), layer.etp)
+            timelines.append(simulate(schedule, costs, cluster.slowdown))
+            continue
+        arrived = one.exchanged * layer.etp
+        ops = (
+            Op(Kind.COPY, Lane.COPY, size=arrived),
+            Op(Kind.ALL_TO_ALL, Lane.INTER, size=arrived, waits_for=(0,), group=JOINT),
+            Op(Kind.ALL_GATHER, Lane.INTRA, size=one.exchanged * layer.tp, waits_for=(0,), group=TP),
+        )
+        begin = costs(ops[0])
+        end = begin + saa.seconds(arrived)
+        timelines.append(Timeline.of_times(Schedule("SAA", ops), [(0.0, begin), (begin, end), (begin, end)]))
+    return timelines
 
 
 def _pipelines(levels: Sequence[str | None], chunks: Sequence[int]) -> Iterator[tuple[str, int]]:
