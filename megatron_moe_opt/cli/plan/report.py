@@ -76,7 +76,7 @@ class Case:
         return list(dict.fromkeys(one.family for one in self.candidates))
 
     def candidate(self, variant: str | None) -> Prediction:
-        """Returns the candidate of this name; None: the chosen. Raises ConfigurationError where there is no such one."""
+        """Returns the candidate of this name; None: the chosen. Raises ConfigurationError where there is none."""
         if variant is None:
             return self.chosen
         reasons = {one.variant: one.reason for one in self.refused}
