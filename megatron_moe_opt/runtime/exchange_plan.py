@@ -13,7 +13,7 @@ from megatron_moe_opt.kernels import ChunkList
 from megatron_moe_opt.kernels.extension import load_extension
 from megatron_moe_opt.kernels.row_map import cut_counts
 from megatron_moe_opt.runtime.host_copy import HostCopy
-from megatron_moe_opt.schedules.monta import ChunkBytes
+from megatron_moe_opt.schedules.pipeline import ChunkBytes
 from megatron_moe_opt.topology.expert_groups import TokenCopies
 
 _C = load_extension()
