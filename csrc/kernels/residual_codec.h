@@ -16,8 +16,8 @@
 #pragma once
 
 #include <cstdint>
-#include <functional>
 
+#include "for_each.h"
 #include "types.h"
 
 namespace moe_opt {
@@ -29,9 +29,6 @@ constexpr int64_t codec_blocks(int64_t numel) { return (numel + kCodecBlock - 1)
 constexpr int64_t codec_index_words(int64_t numel, int64_t kept) { return 2 * codec_blocks(numel) + kept; }
 
 namespace cpu {
-
-// Calls body(i) for every i in [0, count), on as many threads as it likes, and returns when all calls have.
-using ForEach = std::function<void(int64_t count, const std::function<void(int64_t)>& body)>;
 
 // 0 <= kept <= numel <= kMaxCodecElements. The work is cut into at most num_ranges parts, which for_each runs; the
 // result does not depend on their number. Throws std::bad_alloc.

@@ -6,7 +6,7 @@
 // Shapes: T tokens, E experts, R rows, B = ceil(T / 64) tiles. All counts are integers: the result does not depend on
 // the order in which blocks run.
 #include "cuda_common.cuh"
-#include "permute.h"
+#include "row_map.h"
 
 namespace moe_opt {
 namespace cuda {

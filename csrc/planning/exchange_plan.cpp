@@ -1,6 +1,7 @@
 #include "planning/exchange_plan.h"
 
 #include <algorithm>
+#include <numeric>
 
 namespace moe_opt::planning {
 namespace {
@@ -21,18 +22,16 @@ int64_t num_blocks(const Counts& counts, int64_t num_chunks) {
   return num_chunks * counts.etp_size * counts.ep_size * counts.local;
 }
 
-ExchangePlan plan_exchange(const Counts& counts, int64_t num_chunks, bool together, int64_t* source_rows,
-                           int64_t* target_rows, int64_t* row_counts, int64_t* tokens_per_expert) {
+std::vector<ChunkPlan> plan_exchange(const Counts& counts, int64_t num_chunks, bool together, int64_t* source_rows,
+                                     int64_t* target_rows, int64_t* row_counts, int64_t* tokens_per_expert) {
   const int64_t ep = counts.ep_size, etp = counts.etp_size, local = counts.local, experts = ep * local;
   const int64_t peers = etp * ep, of_chunk = peers * local;
-  ExchangePlan plan{std::vector<ExchangePlan::Numbers>(num_chunks, ExchangePlan::Numbers(ep)),
-                    std::vector<std::vector<ExchangePlan::Numbers>>(
-                        num_chunks, std::vector<ExchangePlan::Numbers>(etp, ExchangePlan::Numbers(ep)))};
+  std::vector<ChunkPlan> plan(num_chunks, {ChunkPlan::Numbers(ep), {static_cast<size_t>(etp), ChunkPlan::Numbers(ep)}});
 
   const int64_t* own = counts.rows + (counts.ep_rank * etp + counts.etp_rank) * experts;
   for (int64_t expert = 0; expert < experts; ++expert) {
     const Cut cut(own[expert], num_chunks);
-    for (int64_t c = 0; c < num_chunks; ++c) plan.sent[c][expert / local] += cut.rows(c);
+    for (int64_t c = 0; c < num_chunks; ++c) plan[c].sent[expert / local] += cut.rows(c);
   }
 
   std::fill_n(tokens_per_expert, (together ? 1 : num_chunks) * local, 0);
@@ -44,7 +43,8 @@ ExchangePlan plan_exchange(const Counts& counts, int64_t num_chunks, bool togeth
         for (int64_t c = 0; c < num_chunks; ++c) {
           const int64_t number = cut.rows(c);
           row_counts[c * of_chunk + (t * ep + e) * local + l] = number;
-          plan.arriving[c][t][e] += number;
+          plan[c].arriving[t][e] += number;
+          plan[c].gathered += number;
           tokens_per_expert[together ? l : c * local + l] += number;
         }
       }
@@ -69,6 +69,16 @@ ExchangePlan plan_exchange(const Counts& counts, int64_t num_chunks, bool togeth
         }
       }
     }
+  }
+
+  const auto sum = [](const ChunkPlan::Numbers& numbers) {
+    return std::accumulate(numbers.begin(), numbers.end(), int64_t{0});
+  };
+  for (int64_t c = 1; together && c < num_chunks; ++c) {
+    const ChunkPlan& before = plan[c - 1];
+    plan[c].first_sent = before.first_sent + sum(before.sent);
+    plan[c].first_received = before.first_received + sum(before.arriving[counts.etp_rank]);
+    plan[c].first_gathered = before.first_gathered + before.gathered;
   }
   return plan;
 }

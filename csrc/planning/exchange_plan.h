@@ -15,11 +15,15 @@ struct Counts {
   int64_t ep_rank, etp_rank;
 };
 
-// Rows are cut into chunks: chunk c of n rows is [n * c / chunks, n * (c + 1) / chunks).
-struct ExchangePlan {
+// One of the chunks that rows are cut into: chunk c of n rows is [n * c / chunks, n * (c + 1) / chunks).
+struct ChunkPlan {
   using Numbers = std::vector<int64_t>;
-  std::vector<Numbers> sent;                   // [chunks][ep_size] rows to each expert-parallel peer
-  std::vector<std::vector<Numbers>> arriving;  // [chunks][etp_size][ep_size] rows of each rank for this rank's experts
+  std::vector<int64_t> sent;      // [ep_size] rows to each expert-parallel peer
+  std::vector<Numbers> arriving;  // [etp_size][ep_size] rows of each rank for this rank's experts
+  int64_t gathered = 0;           // all that arrive
+  // Where its rows begin among those that this rank sends, receives from its own expert-tensor-parallel rank, and
+  // gathers; 0 where every chunk is a target of its own.
+  int64_t first_sent = 0, first_received = 0, first_gathered = 0;
 };
 
 // Entries of each list of `plan_exchange`.
@@ -31,7 +35,7 @@ int64_t num_blocks(const Counts& counts, int64_t num_chunks);
 //
 // together: all chunks are one target, and tokens_per_expert is [local]; else every chunk is a target of its own, in
 // which rows count from 0, and tokens_per_expert is [chunks, local].
-ExchangePlan plan_exchange(const Counts& counts, int64_t num_chunks, bool together, int64_t* source_rows,
-                           int64_t* target_rows, int64_t* row_counts, int64_t* tokens_per_expert);
+std::vector<ChunkPlan> plan_exchange(const Counts& counts, int64_t num_chunks, bool together, int64_t* source_rows,
+                                     int64_t* target_rows, int64_t* row_counts, int64_t* tokens_per_expert);
 
 }  // namespace moe_opt::planning

@@ -10,7 +10,7 @@ import torch
 from megatron_moe_opt import __version__
 from megatron_moe_opt.errors import ExtensionError
 
-# Number of the interface between this package and csrc/bindings.cpp. Raise it with every change of a bound function;
+# Number of the interface between this package and csrc/bindings. Raise it with every change of a bound function;
 # CMakeLists.txt compiles it into the extension.
 ABI = 8
 

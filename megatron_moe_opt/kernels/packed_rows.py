@@ -20,7 +20,7 @@ from .row_map import RowMap
 
 _C = load_extension()
 
-LANE_BYTES = 16  # keeps rows 16-byte aligned where H is; csrc/bindings.cpp holds the same number
+LANE_BYTES = 16  # keeps rows 16-byte aligned where H is; csrc/bindings/permute.cpp holds the same number
 
 
 NOTE_BYTE = 8

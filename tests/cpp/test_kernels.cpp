@@ -50,37 +50,22 @@ struct Map {
   }
 };
 
-// The row map of a random routing map, built in two ranges side by side.
+// The row map of a routing map, built on two threads side by side.
 Map build_map(const std::vector<uint8_t>& routing, int64_t num_tokens, int64_t num_experts) {
   Map map;
-  map.offsets.assign(num_tokens + 1, 0);
-  const int64_t middle = num_tokens / 2;
-  const int64_t bounds[] = {0, middle, num_tokens};
-  std::vector<std::vector<int64_t>> next(2, std::vector<int64_t>(num_experts, 0));
-  const auto both = [&](const std::function<void(int)>& body) {
-    std::thread first(body, 0), second(body, 1);
-    first.join();
-    second.join();
+  const cpu::ForEach side_by_side = [](int64_t count, const std::function<void(int64_t)>& body) {
+    std::vector<std::thread> threads;
+    for (int64_t i = 0; i < count; ++i) threads.emplace_back(body, i);
+    for (std::thread& thread : threads) thread.join();
   };
-  both([&](int i) {
-    cpu::count_routed(routing.data(), num_experts, bounds[i], bounds[i + 1], map.offsets.data() + 1, next[i].data());
-  });
-  int64_t row = 0;
-  for (int64_t e = 0; e < num_experts; ++e) {
-    for (auto& range : next) {
-      const int64_t count = range[e];
-      range[e] = row;
-      row += count;
-    }
-  }
-  for (int64_t t = 0; t < num_tokens; ++t) map.offsets[t + 1] += map.offsets[t];
-  map.rows.resize(row);
-  map.sources.resize(row);
-  map.experts.resize(row);
-  both([&](int i) {
-    cpu::fill_row_map(routing.data(), num_experts, bounds[i], bounds[i + 1], map.offsets.data(), next[i].data(),
-                      map.rows.data(), map.experts.data(), map.sources.data());
-  });
+  cpu::RowMapBuilder builder(routing.data(), num_tokens, num_experts, 2, side_by_side);
+  map.offsets.resize(num_tokens + 1);
+  std::vector<int64_t> expert_counts(num_experts);
+  const int64_t rows = builder.count(map.offsets.data(), expert_counts.data());
+  map.rows.resize(rows);
+  map.sources.resize(rows);
+  map.experts.resize(rows);
+  builder.fill(map.rows.data(), map.experts.data(), map.sources.data());
   return map;
 }
 

@@ -1,0 +1,64 @@
+#include "planning/exchange_plan.h"
+
+#include <ATen/ops/empty.h>
+
+#include <algorithm>
+#include <vector>
+
+#include "bindings/module.h"
+#include "bindings/tensors.h"
+
+namespace moe_opt {
+namespace {
+
+constexpr int64_t kMostChunks = 1 << 16;         // that an exchange is cut into
+constexpr int64_t kMostBlocks = 1 << 22;         // of all its chunks
+constexpr int64_t kMostRows = int64_t{1} << 40;  // of a rank for an expert: sums over ranks and chunks stay in range
+
+// (chunks, tokens_per_expert int64 [local] or [chunks, local]): see planning/exchange_plan.h. counts is int64
+// [EP, ETP, E]. A chunk is what runtime/exchange_plan.py's ChunkPlan is made of: (sent, arriving, etp rank, the list
+// that moves its blocks on `device` with the number of its rows, first row sent, received, gathered).
+py::tuple plan_exchange(const Input<"counts">& of_ranks, Size<"ep_rank"> ep_rank, Size<"etp_rank"> etp_rank,
+                        Size<"num_chunks"> num_chunks, bool together, at::Device device) {
+  check(of_ranks.dim() == 3 && of_ranks.scalar_type() == ScalarType::Long && of_ranks.is_cpu(),
+        "counts must be int64 [ep, etp, experts] on the CPU");
+  const Tensor counts = of_ranks.contiguous();
+  const int64_t ep_size = counts.size(0), etp_size = counts.size(1), experts = counts.size(2);
+  check(ep_size > 0 && etp_size > 0 && experts % ep_size == 0, experts, " experts do not divide among ", ep_size,
+        " ranks");
+  check(ep_rank < ep_size && etp_rank < etp_size, "no rank (", ep_rank, ", ", etp_rank, ") among ", ep_size, " x ",
+        etp_size);
+  check(num_chunks >= 1 && num_chunks <= kMostChunks, num_chunks, " chunks: give a number from 1 to ", kMostChunks);
+  const int64_t ranks = bounded_product(ep_size, etp_size), of_rank_blocks = std::max<int64_t>(1, experts / ep_size);
+  check(bounded_product(bounded_product(ranks, of_rank_blocks), num_chunks) <= kMostBlocks, num_chunks,
+        " chunks of counts of shape ", counts.sizes(), " are more than ", kMostBlocks, " blocks");
+  const int64_t* rows = counts.const_data_ptr<int64_t>();
+  check(std::all_of(rows, rows + counts.numel(), [](int64_t n) { return 0 <= n && n <= kMostRows; }),
+        "counts holds a number of rows outside [0, ", kMostRows, "]");
+  const planning::Counts of_rank{rows, ep_size, etp_size, experts / ep_size, ep_rank, etp_rank};
+  // Pinned and not waited for: a copy from pageable memory waits for all that is queued on the stream.
+  const auto options = at::TensorOptions().dtype(ScalarType::Long);
+  const int64_t blocks = planning::num_blocks(of_rank, num_chunks);
+  Tensor lists = at::empty({3, blocks}, options.pinned_memory(device.is_cuda()));
+  Tensor tokens = together ? at::empty({of_rank.local}, options) : at::empty({num_chunks, of_rank.local}, options);
+  int64_t* list = lists.mutable_data_ptr<int64_t>();
+  const std::vector<planning::ChunkPlan> plan = planning::plan_exchange(
+      of_rank, num_chunks, together, list, list + blocks, list + 2 * blocks, tokens.mutable_data_ptr<int64_t>());
+  if (!device.is_cpu()) lists = lists.to(device, /*non_blocking=*/true);
+  const int64_t of_chunk = blocks / num_chunks;
+  py::list chunks(num_chunks.value);
+  for (int64_t c = 0; c < num_chunks; ++c) {
+    const planning::ChunkPlan& chunk = plan[c];
+    const auto part = [&](int64_t which) { return lists.as_strided({of_chunk}, {1}, which * blocks + c * of_chunk); };
+    chunks[c] = py::make_tuple(chunk.sent, chunk.arriving, etp_rank.value,
+                               py::make_tuple(part(0), part(1), part(2), chunk.gathered), chunk.first_sent,
+                               chunk.first_received, chunk.first_gathered);
+  }
+  return py::make_tuple(chunks, tokens);
+}
+
+}  // namespace
+
+void bind_exchange_plan(py::module_& m) { define(m, "plan_exchange", plan_exchange); }
+
+}  // namespace moe_opt
