@@ -20,6 +20,7 @@ from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.planning import mpmoe_choice
 from megatron_moe_opt.planning.cluster import Cluster
 from megatron_moe_opt.planning.curves import Costs
+from megatron_moe_opt.planning.expert_costs import costs_with_experts
 from megatron_moe_opt.planning.monta import PASSES
 from megatron_moe_opt.planning.simulator import simulate
 from megatron_moe_opt.schedules.timeline import Timeline, one_after_another
@@ -82,12 +83,10 @@ def _costs(settings: LayerSettings, ep: int, cluster: Cluster) -> Costs:
     """
     if settings.dispatch_only:
         return cluster.costs()
-    from megatron_moe_opt.cli.layer.under_test import mpmoe_shape
-
-    layer, (_, options) = mpmoe_shape(settings, ep), split_variant(_variant(settings), None)
+    layer, (_, options) = settings.workload(ep), split_variant(_variant(settings), None)
     rows = settings.tokens * settings.topk
     mpmoe_choice.predict(layer, rows, cluster, options.partition_counts, options.memory_strategies)
-    return layer.costs(cluster)
+    return costs_with_experts(layer, cluster)
 
 
 def _record(settings: LayerSettings, ep: int, device: torch.device, rank: int | None) -> StepTimelines:
