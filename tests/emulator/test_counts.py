@@ -1,4 +1,4 @@
-"""What is counted on the emulator: launches of every bound function, against csrc/kernels/launches.txt; blocks; accesses."""
+"""What is counted on the emulator: launches of every bound function (csrc/kernels/launches.txt), blocks, accesses."""
 
 from __future__ import annotations
 
@@ -45,3 +45,9 @@ def test_many_rows_of_few_tokens_are_ordered_as_on_the_cpu():
     here, there = row_map_from_sources(sources, 3, 10), row_map_from_sources(sources.to(counts.DEVICE), 3, 10)
     for name in ("offsets", "rows", "experts"):
         assert torch.equal(getattr(there, name).cpu(), getattr(here, name))
+
+
+def test_a_lane_of_16_bytes_asks_for_more_sectors_and_lies_in_fewer():
+    narrow, wide = counts.row_sectors(1024, 16), counts.row_sectors(1024, 32)
+    assert (narrow.asked_written, wide.asked_written) == (67, 65)
+    assert (narrow.memory, wide.memory) == (64.5, 65)
