@@ -1,24 +1,30 @@
 #!/usr/bin/env bash
-# The check for a machine with a GPU: builds with CUDA, runs tests/gpu, measures the kernels, and runs a part of the tests
-# under compute-sanitizer. Ends with a table; exits non-zero if anything failed. Under 10 minutes.
+# The check for a machine with GPUs. Of one: builds with CUDA, runs tests/gpu, measures the kernels, and runs a part of the
+# tests under compute-sanitizer; ends with a table; under 10 minutes. Of 2 to 8 together (--node): builds, and runs
+# tools/gpu_node.py; ends with a page; under 15 minutes. Either exits non-zero if anything failed.
 #
-#   bash tools/gpu_check.sh             check
-#   bash tools/gpu_check.sh --record    also write the results to docs/benchmarks/
+#   bash tools/gpu_check.sh                      one GPU
+#   bash tools/gpu_check.sh --node               the GPUs of this node, or of a Slurm job (tools/gpu_nodes.sbatch)
+#   bash tools/gpu_check.sh [--node] --record    also write the results to docs/benchmarks/
 #
 # Needs nvcc, cmake, ninja, and a Python with PyTorch (built for CUDA), pybind11, pytest, hypothesis, rich and typer, and
-# no network. PYTHON chooses the interpreter (default python3). Megatron-Core is not needed: tests that use it are skipped.
+# no network. PYTHON chooses the interpreter (default python3). Megatron-Core is needed by --node alone: other tests that
+# use it are skipped.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 
 record=false
-case "${1:-}" in
-    "") ;;
-    --record) record=true ;;
-    *)
-        echo "usage: bash tools/gpu_check.sh [--record]" >&2
-        exit 2
-        ;;
-esac
+node=false
+for word in "$@"; do
+    case "$word" in
+        --record) record=true ;;
+        --node) node=true ;;
+        *)
+            echo "usage: bash tools/gpu_check.sh [--node] [--record]" >&2
+            exit 2
+            ;;
+    esac
+done
 
 python="${PYTHON:-python3}"
 runs="runs/gpu_check"
@@ -116,6 +122,11 @@ export -f build bench sanitize
 export python
 
 rm -f "$runs"/*.log
+if $node; then
+    step "build" 110 bash -c build || finish
+    if $record; then exec "$python" -m tools.gpu_node --record; fi
+    exec "$python" -m tools.gpu_node
+fi
 step "build" 150 bash -c build || finish
 step "tests" 150 "$python" -m pytest tests/gpu -q -rs --durations=5
 step "bench 8192x7168 top-8" 90 bash -c 'bench --tokens 8192 --hidden 7168 --experts 256 --topk 8 --dtypes bf16'

@@ -10,7 +10,6 @@ import typer
 from megatron_moe_opt.cli.bench.commands import app as bench_app
 from megatron_moe_opt.cli.doctor import doctor
 from megatron_moe_opt.cli.plan.commands import plan
-from megatron_moe_opt.cli.plan.simulate import simulate
 from megatron_moe_opt.cli.profile.commands import profile
 from megatron_moe_opt.cli.report.commands import timeline
 from megatron_moe_opt.cli.routing.commands import generate_routing, plan_experts, replay_routing
@@ -30,7 +29,6 @@ app.command()(plan)
 app.command()(plan_experts)
 app.command()(profile)
 app.command()(replay_routing)
-app.command()(simulate)
 app.command()(timeline)
 
 

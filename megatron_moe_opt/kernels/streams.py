@@ -26,6 +26,15 @@ def to_device(tensor: torch.Tensor, device: torch.device | str) -> torch.Tensor:
     return tensor.pin_memory().to(device, non_blocking=True) if has_streams(device) else tensor
 
 
+def used_here(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor, whose memory stays as it is until what the current stream does with it from here on is through, where
+    another stream has made it.
+    """
+    if has_streams(tensor.device):
+        tensor.record_stream(torch.cuda.current_stream(tensor.device))
+    return tensor
+
+
 def own_stream(device: torch.device) -> torch.cuda.Stream:
     """A stream that nobody else has, for as long as the process lives; see csrc/pipeline/cuda_streams.h."""
     if device.type != "cuda":  # a device in software

@@ -18,8 +18,8 @@ from dataclasses import dataclass, replace
 
 from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.schedules import parm
-from megatron_moe_opt.schedules.monta import ChunkBytes
 from megatron_moe_opt.schedules.parm import JOINT, TP
+from megatron_moe_opt.schedules.pipeline import ChunkBytes
 from megatron_moe_opt.schedules.schedule import Kind, Op
 from megatron_moe_opt.topology.layouts import Layout
 

@@ -28,11 +28,14 @@ from dataclasses import dataclass
 from math import inf, prod
 
 from megatron_moe_opt.errors import ConfigurationError
-from megatron_moe_opt.schedules.schedule import Kind
+from megatron_moe_opt.schedules import expert_migration as schedules
+from megatron_moe_opt.schedules.schedule import Kind, Lane, Op, Schedule
+from megatron_moe_opt.schedules.timeline import Timeline, one_after_another
 from megatron_moe_opt.topology.domains import ExpertDomains, realisable
 
 from .curves import CostCurve, Costs
 from .equal_times import TIE
+from .simulator import simulate
 from .stream_model import stream_seconds
 
 Curves = Mapping[tuple[Kind, int, int], CostCurve]
@@ -208,6 +211,60 @@ def _seconds(layer: MigrationLayer, domains: ExpertDomains, curves: Curves) -> f
         )
         total += stream_seconds(one.pre_expert_seconds, one.expert_seconds, migration, exchange)
     return total
+
+
+def timelines(
+    layer: MigrationLayer, domains: ExpertDomains, curves: Curves, expert_seconds: Sequence[float]
+) -> list[Timeline]:
+    """Returns each pass of the layer alone as the schedules that run it, one after another.
+
+    Together they take what `predict` says of these domains, and the experts.
+
+    Args:
+        expert_seconds: of the experts in each pass, as much as does not hide.
+    """
+    found = []
+    for one, seconds in zip(layer.passes, expert_seconds, strict=True):
+        forward = one.collective is Kind.ALL_GATHER
+        levels = [level for level in range(domains.levels) if domains.domains(level) > 1]
+        travels = {
+            level: layer.travels(domains, level, one) for level in range(domains.levels) if domains.sizes[level] > 1
+        }
+        gathered, returned = (
+            build({level: sizes[kind] for level, sizes in travels.items() if kind in sizes})
+            for build, kind in ((schedules.gathered, Kind.ALL_GATHER), (schedules.returned, Kind.REDUCE_SCATTER))
+        )
+        hops = [
+            build(level, domains.levels, int(layer.exchanged(domains, level)))
+            for build in (schedules.hop_out, schedules.hop_back)
+            for level in levels
+        ]
+        experts = Schedule("experts", (Op(Kind.COMPUTE if forward else Kind.GRADIENT, Lane.COMPUTE),))
+        out, back = hops[: len(levels)], hops[len(levels) :][::-1]
+        in_order = [gathered, *out, experts, *back, returned]
+        parts = {
+            f"{number}. {schedule.name}": simulate(schedule, _seconds_of_ops(layer, domains, curves, one, seconds))
+            for number, schedule in enumerate(in_order, start=1)
+            if schedule.ops
+        }
+        found.append(one_after_another("forward" if forward else "backward", parts))
+    return found
+
+
+def _seconds_of_ops(
+    layer: MigrationLayer, domains: ExpertDomains, curves: Curves, one: StreamPass, experts: float
+) -> Callable[[Op], float]:
+    """Returns what the ops of a pass cost; rows that are permuted are counted with the rank's own work."""
+
+    def cost(op: Op) -> float:
+        if op.group is None:
+            return experts if op.kind in (Kind.COMPUTE, Kind.GRADIENT) else 0.0
+        level = int(op.group.rpartition(".")[2])
+        if op.kind is Kind.ALL_TO_ALL:
+            return _curve(curves, op.kind, level, domains.domains(level)).seconds(layer.exchanged(domains, level))
+        return _curve(curves, op.kind, level, domains.sizes[level]).seconds(op.size)
+
+    return cost
 
 
 def _curve(curves: Curves, kind: Kind, level: int, ranks: int) -> CostCurve:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cached_property
 
@@ -10,12 +10,15 @@ from megatron_moe_opt.schedules.monta import even_chunks
 from megatron_moe_opt.schedules.mpmoe import NONE
 from megatron_moe_opt.schedules.parm import TP
 from megatron_moe_opt.schedules.schedule import COLLECTIVES, Kind, Lane, Op, Schedule
+from megatron_moe_opt.schedules.timeline import Timeline
 
 from .cluster import OURS, Cluster
 from .curves import CostCurve, Costs
+from .expert_costs import costs_with_experts
 from .layer_workload import LayerWorkload
 from .link_bytes import LinkBytes
 from .monta import Pass, training_passes
+from .mpmoe_choice import activation_bytes
 from .prediction import Prediction
 from .simulator import simulate
 from .skew import Skew
@@ -29,7 +32,7 @@ class LayerOnCluster:
 
     def __init__(self, workload: LayerWorkload, cluster: Cluster) -> None:
         self.workload, self.cluster = workload, cluster
-        self.costs = workload.mpmoe.costs(cluster)
+        self.costs = costs_with_experts(workload, cluster)
         of_stock = {key: CostCurve(points) for key, points in cluster.stock_curves.items()}
         self.stock_costs = Costs({**self.costs.curves, **of_stock}, self.costs.overhead)
         self.links = LinkBytes(cluster)
@@ -38,22 +41,26 @@ class LayerOnCluster:
         """Rows of an even all-to-all that takes as long as this one."""
         self.computed = workload.rows_of(self.skew.computed())
         """Rows of every rank whose experts would take as long."""
-        self.expert_seconds = sum(self.seconds_of_experts(self.computed))
-        self.activation_bytes = workload.mpmoe.activation_bytes(workload.rows, 1, NONE)
+        self.activation_bytes = activation_bytes(workload, workload.rows, 1, NONE)
 
     def seconds_of_experts(self, rows: int, holds: int = 1) -> tuple[float, float]:
         """Of `rows` of this rank, spread over the experts of `holds` ranks: forward, and backward."""
         one = self.workload
-        layer = replace(one.mpmoe, local_experts=one.mpmoe.local_experts * holds)
-        costs = layer.costs(self.cluster) if holds > 1 else self.costs
+        costs = costs_with_experts(one, self.cluster, holds) if holds > 1 else self.costs
         ops = (Op(kind, Lane.COMPUTE, size=rows * one.etp * one.row_bytes) for kind in (Kind.COMPUTE, Kind.GRADIENT))
         forward, backward = (costs.curve(op).seconds(op.size) for op in ops)
         return forward, backward
 
-    def local_seconds(self, whose: str) -> float:
-        """Of what a rank does with its rows by itself."""
+    def expert_ops(self) -> list[tuple[Op, float]]:
+        """Returns the experts' ops on this rank's rows, forward and backward, with the seconds of each."""
+        ops = (Op(kind, Lane.COMPUTE) for kind in (Kind.COMPUTE, Kind.GRADIENT))
+        return list(zip(ops, self.seconds_of_experts(self.computed), strict=True))
+
+    def local_timeline(self, whose: str) -> Timeline:
+        """Returns what a rank does with its rows by itself, as one op; empty where that was not measured."""
         points = self.cluster.local_work.get(whose)
-        return CostCurve(points).seconds(self.computed * self.workload.row_bytes) if points else 0.0
+        seconds = CostCurve(points).seconds(self.computed * self.workload.row_bytes) if points else 0.0
+        return Timeline.in_turn("rows on the rank", [(Op(Kind.PERMUTE, Lane.COMPUTE), seconds)])
 
     def seconds_of_copies(self, holds: int) -> float:
         """Of experts that travel, in memory: into the message, their gradients into one, the sum to the parameters'."""
@@ -64,7 +71,7 @@ class LayerOnCluster:
     def passes(self) -> tuple[Pass, ...]:
         """Of our dispatchers, whose rows carry their probabilities."""
         one = self.workload
-        return training_passes(self.exchanged, one.row_bytes, one.row_bytes + one.lane_bytes)
+        return training_passes(self.exchanged, one.row_bytes, one.packed_row_bytes)
 
     @cached_property
     def edge(self) -> list[Op]:
@@ -78,33 +85,39 @@ class LayerOnCluster:
         schedules: Sequence[Schedule],
         alone: Sequence[Op] = (),
         whose: str = OURS,
-        costs: Costs | None = None,
+        costs: Callable[[Op], float] | None = None,
     ) -> Prediction:
-        """A candidate whose schedules run one after another, and so do some more ops.
+        """Returns a candidate whose schedules run one after another, and so do some more ops.
 
         Schedules without experts have them added.
         """
         costs = costs or self.costs
         timelines = [simulate(schedule, costs, self.cluster.slowdown) for schedule in schedules]
-        seconds = sum(timeline.seconds for timeline in timelines)
-        in_turn = sum(map(costs, alone))
-        with_experts = any(op.kind is Kind.COMPUTE for schedule in schedules for op in schedule.ops)
+        if alone:
+            timelines.append(Timeline.in_turn("one after another", ((op, costs(op)) for op in alone)))
+        return self.played(variant, timelines, whose)
+
+    def played(self, variant: str, timelines: Sequence[Timeline], whose: str = OURS) -> Prediction:
+        """Returns a candidate that takes these timelines, rows on the rank, and experts where they lack them."""
+        ops = [op for timeline in timelines for op in timeline.schedule.ops]
+        with_experts = any(op.kind is Kind.COMPUTE for op in ops)
+        experts = Timeline.in_turn("experts", [] if with_experts else self.expert_ops())
+        local = self.local_timeline(whose)
         terms = {
-            "pipeline with experts" if with_experts else "dispatch and combine": seconds + in_turn,
-            "experts": 0.0 if with_experts else self.expert_seconds,
-            "rows on the rank": self.local_seconds(whose),
+            "pipeline with experts" if with_experts else "dispatch and combine": sum(one.seconds for one in timelines),
+            "experts": experts.seconds,
+            "rows on the rank": local.seconds,
         }
-        ops = [*alone, *(op for schedule in schedules for op in schedule.ops)]
         sent = [self.links.sent(op) for op in ops if op.kind in COLLECTIVES]
         return Prediction(
             variant,
             sum(terms.values()),
-            exposed=sum(timeline.exposed for timeline in timelines)
-            + sum(costs(op) for op in alone if op.kind in COLLECTIVES),
+            exposed=sum(timeline.exposed for timeline in timelines),
             inter_bytes=sum(inter for inter, _ in sent),
             intra_bytes=sum(intra for _, intra in sent),
             activation_bytes=self.activation_bytes,
             terms={name: value for name, value in terms.items() if value},
+            timelines=tuple(one for one in (*timelines, experts, local) if one.seconds),
         )
 
     def stock_ops(self, rows: int) -> list[Op]:

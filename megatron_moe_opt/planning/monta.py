@@ -25,7 +25,8 @@ from functools import lru_cache
 from typing import Generic, TypeVar
 
 from megatron_moe_opt.schedules import monta
-from megatron_moe_opt.schedules.monta import LEVELS, ChunkBytes, even_chunks
+from megatron_moe_opt.schedules.monta import LEVELS, even_chunks
+from megatron_moe_opt.schedules.pipeline import ChunkBytes
 from megatron_moe_opt.schedules.schedule import Lane, Schedule
 
 from .cluster import Cluster

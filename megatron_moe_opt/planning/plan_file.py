@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.output_file import write_text_whole
@@ -78,7 +79,7 @@ class Plan:
             "experts": self.experts,
             "gpu_settings": None if self.gpu_settings is None else dict(self.gpu_settings),
             "layers": {str(number): variant for number, variant in sorted(self.layers.items())},
-            "candidates": [asdict(one) for one in self.candidates],
+            "candidates": [_numbers(one) for one in self.candidates],
         }
         write_text_whole(file, json.dumps(content, indent=2) + "\n")
 
@@ -112,6 +113,11 @@ class Plan:
                     f"{flag} {asked} is not what --moe-opt-plan {file} was made for ({planned}): make a plan for this "
                     "run with moe-opt plan"
                 )
+
+
+def _numbers(one: Prediction) -> dict[str, Any]:
+    """Returns what a plan keeps of a prediction: all but its timelines."""
+    return {name: value for name, value in asdict(replace(one, timelines=())).items() if name != "timelines"}
 
 
 def _candidate(place: Place) -> Prediction:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from megatron_moe_opt.schedules.timeline import Timeline
+
 ALLTOALL = "alltoall"
 """Stock's dispatcher, the only candidate that is no system of ours."""
 
@@ -25,6 +27,10 @@ class Prediction:
     """What forward and backward hold of rows and of what experts save (MPMoE, eq. 2); and of others' experts."""
     terms: dict[str, float] = field(default_factory=dict)
     """What `seconds` is the sum of."""
+    timelines: tuple[Timeline, ...] = field(default=(), compare=False, repr=False)
+    """The same op by op, in the order in which the layer does it: schedules as they were played, and what a model adds
+    to them. Empty where it was read from a file, or is a mean.
+    """
 
     @property
     def family(self) -> str:

@@ -8,42 +8,34 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron_moe_opt.runtime.expert_codec import Decode, as_they_are
-
 
 class ArrivedExperts:
-    """Experts that were gathered once: decoded when they are first asked for."""
+    """Experts that were gathered once."""
 
-    def __init__(self, gather: Callable[[], Callable[[], torch.Tensor]], decode: Decode, own: int) -> None:
+    def __init__(self, gather: Callable[[], Callable[[], torch.Tensor]]) -> None:
         """
         Args:
-            gather: starts to gather the messages; see ExpertCommunicator.gather.
+            gather: starts to gather the experts; see ExpertCommunicator.gather.
         """
         self._gather = gather
-        self._arrive: Callable[[], torch.Tensor] | None = gather()
-        self._messages: torch.Tensor | None = None
-        self._decode, self._own = decode, own
+        self.arrive: Callable[[], torch.Tensor] | None = gather()
+        """Waits for them, [owners, numel], on the current stream or in the lane; None: they were dropped."""
         self._experts: weakref.ref[torch.Tensor] | None = None
 
     def experts(self) -> torch.Tensor:
         """[owners, numel]; see MigratedExperts.gathered."""
-        if self._messages is None:
-            self._messages, self._arrive = self._arrive(), None
-        experts = self._experts and self._experts()
-        if experts is None:
-            experts = self._messages = self._decode(self._messages, self._own)
-            self._decode = as_they_are
-            self._experts = weakref.ref(experts)
+        experts = self.arrive()
+        self._experts = weakref.ref(experts)
         return experts
 
     def drop(self) -> None:
         """Frees them until `gather_again`."""
-        self._messages = self._arrive = None
+        self.arrive = None
 
     def gather_again(self) -> None:
         """Starts to gather them if they were dropped: as they were. A collective call, then."""
-        if self._messages is None and self._arrive is None:
-            self._arrive = self._gather()
+        if self.arrive is None:
+            self.arrive = self._gather()
 
     def forget_part(self, tensor: torch.Tensor) -> torch.Tensor | _Part:
         """Where among the experts a tensor lies; the tensor itself, if it is none of them."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from megatron_moe_opt.kernels import ChunkList
 from megatron_moe_opt.kernels.extension import load_extension
 from megatron_moe_opt.kernels.row_map import cut_counts
 from megatron_moe_opt.runtime.host_copy import HostCopy
-from megatron_moe_opt.schedules.monta import ChunkBytes
+from megatron_moe_opt.schedules.pipeline import ChunkBytes
 from megatron_moe_opt.topology.expert_groups import TokenCopies
 
 _C = load_extension()
@@ -44,7 +45,7 @@ class ChunkPlan:
         """[ep_size] rows from each expert-parallel peer."""
         return self.arriving_counts[self.etp_rank]
 
-    @property
+    @cached_property
     def gather_counts(self) -> list[int]:
         """[etp_size] rows each expert-tensor-parallel peer holds after its all-to-all."""
         return [sum(counts) for counts in self.arriving_counts]

@@ -4,16 +4,21 @@ Compressed experts are value-index lists of the residual codec (kernels/residual
 residuals from what the receivers hold of them already. The paper takes them from a shared expert, the mean of all
 experts, and forgets at every message what the one before said: what experts learn apart, and is not among the largest,
 never arrives. Here what has arrived stays, and the shared expert is where it begins, or whole experts are.
+
+What a message is told from is settled where it is prepared, beside the layer's own work; it is encoded and decoded in
+the lane in which it travels, where messages of a layer come one after another.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 
 import torch
 
 from megatron_moe_opt.kernels import LANE_BYTES, empty, sr_decode, sr_encode, sr_wire_bytes
 from megatron_moe_opt.kernels.residual_codec import BLOCK_ELEMENTS
+from megatron_moe_opt.kernels.streams import used_here
 from megatron_moe_opt.runtime.shared_expert import SharedExpert
 
 Decode = Callable[[torch.Tensor, int], torch.Tensor]
@@ -21,7 +26,16 @@ Decode = Callable[[torch.Tensor, int], torch.Tensor]
 
 
 Previous = Callable[[], torch.Tensor]
-"""Gives the experts [owners, numel] of the message before."""
+"""Gives the experts [owners, numel] of the message before, in the lane."""
+
+
+@dataclass(frozen=True)
+class Message:
+    """A rank's experts on their way: to be encoded, and the messages of all owners decoded, in the lane."""
+
+    num_bytes: int
+    encode: Callable[[], torch.Tensor]
+    decode: Decode
 
 
 def as_they_are(messages: torch.Tensor, own: int) -> torch.Tensor:
@@ -32,9 +46,9 @@ def as_they_are(messages: torch.Tensor, own: int) -> torch.Tensor:
 class WholeExperts:
     """Experts as they are."""
 
-    def encode(self, flat: torch.Tensor, previous: Previous | None) -> tuple[torch.Tensor, Decode]:
-        """A message of `flat` [numel], and what reads such messages of all owners."""
-        return flat, as_they_are
+    def prepare(self, flat: torch.Tensor, previous: Previous | None) -> Message:
+        """A message of `flat` [numel]."""
+        return Message(flat.nbytes, lambda: flat, as_they_are)
 
     def describe(self) -> str:
         """For the line at start."""
@@ -95,6 +109,14 @@ class ResidualMessages:
             yield place[: self._values_end].view(self.dtype), place[self._values_end : self._end].view(torch.uint16)
 
 
+@dataclass(eq=False)
+class _Held:
+    """What receivers hold of a rank's experts since the last restart; `experts` is the lane's alone."""
+
+    begun: bool = False
+    experts: torch.Tensor | None = None
+
+
 class TrackedExperts:
     """Experts as residuals from what the receivers hold of them: from what has arrived so far, which all can decode.
 
@@ -111,7 +133,7 @@ class TrackedExperts:
             shared: of this layer alone; all ranks of its group encode equally often.
         """
         self.num_local, self.ratio, self._shared = num_local, ratio, shared
-        self._held: torch.Tensor | None = None  # by the receivers, of this rank's experts
+        self._held = _Held()
 
     def describe(self) -> str:
         """For the line at start."""
@@ -122,36 +144,47 @@ class TrackedExperts:
 
     def restart(self) -> None:
         """Has the next message be as the first. Every rank must restart."""
-        self._held = None
+        self._held = _Held()  # messages that are still to be encoded know the one before
         if self._shared is not None:
             self._shared.restart()
 
-    def encode(self, flat: torch.Tensor, previous: Previous | None) -> tuple[torch.Tensor, Decode]:
-        """As WholeExperts.encode. A collective call with a shared expert."""
+    def prepare(self, flat: torch.Tensor, previous: Previous | None) -> Message:
+        """As WholeExperts.prepare. A collective call with a shared expert."""
         held, move = self._held, None
+        is_first, held.begun = not held.begun, True
         if self._shared is not None:
             move = self._shared.move(flat.view(self.num_local, -1))
-        elif held is None:
-            self._held = flat
-            return flat, as_they_are
+        elif is_first:
+
+            def whole() -> torch.Tensor:
+                held.experts = used_here(flat)
+                return flat
+
+            return Message(flat.nbytes, whole, as_they_are)
 
         def bases(held: torch.Tensor | None) -> list[torch.Tensor]:
             """What a rank's experts are told from: the same bits on all ranks, from the same bits."""
             if held is None:
-                return [move.to(flat.dtype)] * self.num_local
+                return [used_here(move).to(flat.dtype)] * self.num_local
             experts = [*held.view(self.num_local, -1)]
-            return experts if move is None else [(expert + move).to(flat.dtype) for expert in experts]
+            return experts if move is None else [(expert + used_here(move)).to(flat.dtype) for expert in experts]
 
-        residuals, own_bases = ResidualMessages(self.num_local, flat.numel(), flat.dtype, self.ratio), bases(held)
-        message = residuals.encode(flat, own_bases)
-        self._held = torch.empty_like(flat)
-        residuals.decode(message, own_bases, self._held)
+        residuals = ResidualMessages(self.num_local, flat.numel(), flat.dtype, self.ratio)
+        before = [previous]
+
+        def encode() -> torch.Tensor:
+            own_bases = bases(held.experts)
+            message = residuals.encode(used_here(flat), own_bases)
+            held.experts = torch.empty_like(flat)
+            residuals.decode(message, own_bases, held.experts)
+            return message
 
         def decode(messages: torch.Tensor, own: int) -> torch.Tensor:
-            before = [None] * messages.size(0) if held is None else previous()
-            return _decode_others(residuals, messages, own, flat, lambda owner: bases(before[owner]))
+            # Once: who kept what went before would keep all that ever went.
+            others = [None] * messages.size(0) if is_first else before.pop()()
+            return _decode_others(residuals, messages, own, flat, lambda owner: bases(others[owner]))
 
-        return message, decode
+        return Message(residuals.num_bytes, encode, decode)
 
 
 class LargestWeights:
@@ -174,15 +207,18 @@ class LargestWeights:
     def restart(self) -> None:
         """Nothing is carried from one message to the next."""
 
-    def encode(self, flat: torch.Tensor, previous: Previous | None) -> tuple[torch.Tensor, Decode]:
-        """As WholeExperts.encode."""
+    def prepare(self, flat: torch.Tensor, previous: Previous | None) -> Message:
+        """As WholeExperts.prepare."""
         residuals = ResidualMessages(self.num_local, flat.numel(), flat.dtype, self.ratio)
-        zeros = [torch.zeros_like(flat.view(self.num_local, -1)[0])] * self.num_local
+
+        def zeros() -> list[torch.Tensor]:
+            return [torch.zeros_like(flat.view(self.num_local, -1)[0])] * self.num_local
 
         def decode(messages: torch.Tensor, own: int) -> torch.Tensor:
-            return _decode_others(residuals, messages, own, flat, lambda owner: zeros)
+            nothing = zeros()
+            return _decode_others(residuals, messages, own, flat, lambda owner: nothing)
 
-        return residuals.encode(flat, zeros), decode
+        return Message(residuals.num_bytes, lambda: residuals.encode(used_here(flat), zeros()), decode)
 
 
 def _decode_others(

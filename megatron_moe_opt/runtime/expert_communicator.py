@@ -27,10 +27,11 @@ from torch.autograd.function import once_differentiable
 from torch.autograd.graph import saved_tensors_hooks
 
 from megatron_moe_opt.kernels import empty
+from megatron_moe_opt.kernels.streams import used_here
 from megatron_moe_opt.runtime.arrived_experts import ArrivedExperts, Residents, restore_part
 from megatron_moe_opt.runtime.collectives import device_of, start_all_gather_rows
 from megatron_moe_opt.runtime.communication_lane import communication_lane, finish_lanes
-from megatron_moe_opt.runtime.expert_codec import LargestWeights, TrackedExperts, WholeExperts
+from megatron_moe_opt.runtime.expert_codec import LargestWeights, Message, TrackedExperts, WholeExperts
 from megatron_moe_opt.runtime.expert_gradients import CompressedGradients, WholeGradients
 from megatron_moe_opt.runtime.expert_weights import ExpertWeights
 from megatron_moe_opt.runtime.layer_place import Place, belonging_to, place
@@ -119,27 +120,30 @@ class ExpertCommunicator:
         for gradients in self.gradients:
             gradients.restart()
 
-    def gather(self, message: torch.Tensor) -> Callable[[], torch.Tensor]:
-        """Starts to gather messages [M] of all ranks of the domain, from the outermost level inwards.
+    def gather(self, message: Message, own: int, device: torch.device) -> Callable[[], torch.Tensor]:
+        """Starts to gather messages of all ranks of the domain, from the outermost level inwards.
+
+        Args:
+            own: this rank's place among the owners.
 
         Returns:
-            What waits for [ranks, M], in the order of DomainTables.owners.
+            What waits for the experts [ranks, numel], in the order of DomainTables.owners.
         """
-        num_bytes, sizes = message.nbytes, {}
+        num_bytes, sizes = message.num_bytes, {}
         for level, group in self._groups.items():
             count_sent("all_gather", group, [num_bytes] * group.size())
             sizes[level] = num_bytes = num_bytes * group.size()
         beside = Beside(lambda: gathered_schedule(sizes))
 
         def gather() -> Stages:
-            gathered = message
+            gathered = encoded = used_here(message.encode())
             with beside:
                 for group in self._groups.values():
                     gathered = yield start_all_gather_rows(gathered, None, group)
                     beside.ended()
-            return gathered.view(-1, message.numel())
+            return message.decode(gathered.view(-1, encoded.numel()), own)
 
-        return communication_lane("experts", message.device).submit(gather)
+        return communication_lane("experts", device).submit(gather)
 
     def reduce(
         self, gradients: torch.Tensor, codec: WholeGradients | CompressedGradients
@@ -280,18 +284,17 @@ class MigratedExperts:
         """Starts to gather the experts as they are now."""
         self.round = self.communicator.round
         self._sent = self.weights.current()
-        message, decode = self.codec.encode(self._sent, self._arrived and self._arrived.experts)
-        # Passes that still need the old ones keep them.
-        gather = functools.partial(self._gather, message)
         before = self._arrived
-        self._arrived = ArrivedExperts(gather, decode, self.own)
+        message = self.codec.prepare(self._sent, before and before.arrive)
+        # Passes that still need the old ones keep them.
+        self._arrived = ArrivedExperts(functools.partial(self._gather, message, self._sent.device))
         if self.communicator.residents is not None:
             self.communicator.residents.leave(before)
             self.communicator.residents.use(self._arrived)
 
-    def _gather(self, message: torch.Tensor) -> Callable[[], torch.Tensor]:
+    def _gather(self, message: Message, device: torch.device) -> Callable[[], torch.Tensor]:
         with belonging_to(self._place):
-            return self.communicator.gather(message)
+            return self.communicator.gather(message, self.own, device)
 
     def gathered(self) -> torch.Tensor:
         """[owners, numel]: the experts of the ranks of the domains, waited for; not all codecs give the own ones."""

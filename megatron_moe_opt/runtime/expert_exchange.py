@@ -31,7 +31,7 @@ from megatron_moe_opt.runtime.row_steps import (
 )
 from megatron_moe_opt.runtime.steps import Steps
 from megatron_moe_opt.schedules import monta, parm
-from megatron_moe_opt.schedules.monta import ChunkBytes
+from megatron_moe_opt.schedules.pipeline import ChunkBytes
 from megatron_moe_opt.schedules.schedule import Kind, Op, Schedule
 from megatron_moe_opt.topology.expert_groups import ExpertGroups
 

@@ -229,7 +229,7 @@ class _Pass:
         if op.kind is Kind.COPY:
             target = buffers.rows(op.writes[0], j)
             return steps.call(lambda: steps.run_now(layout.join(*computed(), target, chunk)))
-        source = buffers.rows(op.reads[0], j)
+        source = buffers.rows(op.reads[-1], j)  # of a sum, behind the parts
         if op.kind is Kind.ALL_TO_ALL:
             return hop_to_sources(source, buffers.rows(op.writes[0], j), chunk, self.groups)
         parts = buffers.parts(layout, self.groups)

@@ -41,6 +41,11 @@ class PartitionBuffers:
 
     def __init__(self, plans: Sequence[ExchangePlan], tokens: RowLayout, packed: RowLayout, like: torch.Tensor) -> None:
         self._plans, self._layouts, self._like = plans, {False: tokens, True: packed}, like
+        self._counts = {
+            True: [sum(plan.chunks[0].gather_counts) for plan in plans],
+            False: [sum(plan.chunks[0].receive_counts) for plan in plans],
+        }
+        """Rows of each partition, by _Shape.gathered."""
         self._given: dict[str, torch.Tensor] = {}
         self._made: dict[str, torch.Tensor] = {}
 
@@ -53,8 +58,7 @@ class PartitionBuffers:
         if name in self._given:
             return self._given[name]
         shape = _SHAPES[base_name(name)]
-        counts = [sum(plan.chunks[0].gather_counts if shape.gathered else plan.chunks[0].receive_counts)
-                  for plan in self._plans]  # fmt: skip
+        counts = self._counts[shape.gathered]
         if name not in self._made:
             self._made[name] = self._layouts[shape.packed].blank_rows(max(counts), self._like)
         return self._made[name].narrow(0, 0, counts[j])

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from .pipeline import Stage, one_by_one
 from .schedule import Kind, Lane, Op, Schedule
 
 
@@ -29,11 +30,11 @@ def hop_out(level: int, levels: int, sent: int) -> Schedule:
         levels: number of levels.
         sent: bytes of the copies that this rank makes, its own domain's included.
     """
-    ops = (
-        Op(Kind.PERMUTE, Lane.COMPUTE, size=sent, reads=("rows",), writes=("copies",)),
-        Op(Kind.ALL_TO_ALL, _lane(level, levels), 0, sent, (0,), ("copies",), ("arrived",), role(level)),
-    )
-    return Schedule(f"expert-migration hop out, level {level}", ops, ("rows",))
+    stages = [
+        Stage(Kind.PERMUTE, Lane.COMPUTE, sent, "copies"),
+        Stage(Kind.ALL_TO_ALL, _lane(level, levels), sent, "arrived", role(level)),
+    ]
+    return one_by_one(f"expert-migration hop out, level {level}", "rows", stages)
 
 
 def hop_back(level: int, levels: int, received: int) -> Schedule:
@@ -42,11 +43,11 @@ def hop_back(level: int, levels: int, received: int) -> Schedule:
     Args:
         received: bytes of the copies of this rank's rows.
     """
-    ops = (
-        Op(Kind.ALL_TO_ALL, _lane(level, levels), 0, received, (), ("arrived",), ("copies",), role(level)),
-        Op(Kind.PERMUTE, Lane.COMPUTE, size=received, waits_for=(0,), reads=("copies",), writes=("rows",)),
-    )
-    return Schedule(f"expert-migration hop back, level {level}", ops, ("arrived",))
+    stages = [
+        Stage(Kind.ALL_TO_ALL, _lane(level, levels), received, "copies", role(level)),
+        Stage(Kind.PERMUTE, Lane.COMPUTE, received, "rows"),
+    ]
+    return one_by_one(f"expert-migration hop back, level {level}", "arrived", stages)
 
 
 def gathered(sizes: Mapping[int, int]) -> Schedule:

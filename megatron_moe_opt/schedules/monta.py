@@ -14,44 +14,58 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from .issue_order import in_issue_order
-from .schedule import Kind, Lane, Op, Schedule
+from .pipeline import ChunkBytes, Stage, chunk_by_chunk
+from .schedule import Kind, Lane, Schedule
 
 LEVELS = ("O1", "O2", "O3")
+EP = "ep"
+EXPERT_TP = "expert-tp"
 
 
 @dataclass(frozen=True)
-class ChunkBytes:
-    """Bytes of one chunk on this rank."""
+class AllToAllAndGather:
+    """Over the EP group, then over the expert-TP group. Of one rank they need no collective: their stages are left out.
 
-    exchanged: int = 0
-    """Of this rank's own rows: what its all-to-all carries."""
-    gathered: int = 0
-    """Of the rows of all expert-TP peers, after the all-gather."""
+    An all-to-all may arrive in its own part of what the all-gather writes.
+    """
+
+    ep_size: int
+    etp_size: int
+    sort: Lane
+    """Where rows are sorted by expert."""
+    unsort: Lane
+    """Where they are sorted by source again."""
+
+    def out(self, size: ChunkBytes) -> list[Stage]:
+        """To the experts; the last stage sorts by expert."""
+        stages = [Stage(Kind.COPY, self.sort, size.gathered, "sorted")]
+        if self.etp_size > 1:
+            stages.insert(0, Stage(Kind.ALL_GATHER, Lane.INTRA, size.gathered, "gathered", EXPERT_TP))
+        if self.ep_size > 1:
+            stages.insert(0, Stage(Kind.ALL_TO_ALL, Lane.INTER, size.exchanged, "arrived", EP))
+        return stages
+
+    def back(self, size: ChunkBytes) -> list[Stage]:
+        """To the sources; the first stage sorts by source."""
+        stages = [Stage(Kind.COPY, self.unsort, size.gathered, "unsorted")]
+        if self.etp_size > 1:
+            stages.append(Stage(Kind.REDUCE_SCATTER, Lane.INTRA, size.gathered, "parts", EXPERT_TP))
+            stages.append(Stage(Kind.SUM, Lane.INTRA, size.gathered, "summed", also_reads=("unsorted",)))
+        if self.ep_size > 1:
+            stages.append(Stage(Kind.ALL_TO_ALL, Lane.INTER, size.exchanged, "rows", EP))
+        return stages
 
 
 def dispatch(level: str, chunks: Sequence[ChunkBytes], ep_size: int, etp_size: int) -> Schedule:
-    """Rows to their experts. Buffers of chunk j: rows.j -> arrived.j -> gathered.j -> sorted.j.
-
-    Groups of one rank need no collective, and their ops are left out.
-    """
-    stages = [_Stage(Kind.COPY, _copy_lane(level), "gathered", "sorted")]
-    if etp_size > 1:
-        stages.insert(0, _Stage(Kind.ALL_GATHER, Lane.INTRA, "gathered", "gathered", "expert-tp"))
-    if ep_size > 1:
-        stages.insert(0, _Stage(Kind.ALL_TO_ALL, Lane.INTER, "exchanged", "arrived", "ep"))
-    return _pipeline(_name("dispatch", level, chunks), stages, chunks, "rows")
+    """Rows to their experts. Buffers of chunk j: rows.j -> arrived.j -> gathered.j -> sorted.j."""
+    way = _way(level, ep_size, etp_size)
+    return chunk_by_chunk(_name("dispatch", level, chunks), "rows", [way.out(size) for size in chunks])
 
 
 def combine(level: str, chunks: Sequence[ChunkBytes], ep_size: int, etp_size: int) -> Schedule:
     """Rows back to their source. Buffers of chunk j: sorted.j -> unsorted.j -> parts.j -> summed.j -> rows.j."""
-    stages = [_Stage(Kind.COPY, _copy_lane(level), "gathered", "unsorted")]
-    if etp_size > 1:
-        stages.append(_Stage(Kind.REDUCE_SCATTER, Lane.INTRA, "gathered", "parts", "expert-tp"))
-        stages.append(_Stage(Kind.SUM, Lane.INTRA, "gathered", "summed", also_reads="unsorted"))
-    if ep_size > 1:
-        stages.append(_Stage(Kind.ALL_TO_ALL, Lane.INTER, "exchanged", "rows", "ep"))
-    return _pipeline(_name("combine", level, chunks), stages, chunks, "sorted")
+    way = _way(level, ep_size, etp_size)
+    return chunk_by_chunk(_name("combine", level, chunks), "sorted", [way.back(size) for size in chunks])
 
 
 def even_chunks(exchanged: int, etp_size: int, num_chunks: int) -> list[ChunkBytes]:
@@ -60,45 +74,9 @@ def even_chunks(exchanged: int, etp_size: int, num_chunks: int) -> list[ChunkByt
     return [ChunkBytes(size, size * etp_size)] * num_chunks
 
 
-@dataclass(frozen=True)
-class _Stage:
-    """What every chunk goes through, one stage after the other."""
-
-    kind: Kind
-    lane: Lane
-    size: str
-    """Field of ChunkBytes."""
-    target: str
-    group: str | None = None
-    also_reads: str | None = None
-    """Besides what the stage before it wrote."""
-
-
-def _pipeline(name: str, stages: Sequence[_Stage], chunks: Sequence[ChunkBytes], source: str) -> Schedule:
-    """Every chunk through all stages, lanes chunk by chunk."""
-    ops: list[Op] = []
-    for chunk, sizes in enumerate(chunks):
-        before = source
-        for stage in stages:
-            reads = [name for name in (before, stage.also_reads) if name is not None]
-            ops.append(
-                Op(
-                    stage.kind,
-                    stage.lane,
-                    chunk,
-                    getattr(sizes, stage.size),
-                    () if stage is stages[0] else (len(ops) - 1,),
-                    tuple(f"{name}.{chunk}" for name in reads),
-                    (f"{stage.target}.{chunk}",),
-                    stage.group,
-                )
-            )
-            before = stage.target
-    return Schedule(name, in_issue_order(ops), tuple(f"{source}.{chunk}" for chunk in range(len(chunks))))
-
-
-def _copy_lane(level: str) -> Lane:
-    return Lane.COPY if level == "O3" else Lane.INTRA
+def _way(level: str, ep_size: int, etp_size: int) -> AllToAllAndGather:
+    copies = Lane.COPY if level == "O3" else Lane.INTRA
+    return AllToAllAndGather(ep_size, etp_size, copies, copies)
 
 
 def _name(direction: str, level: str, chunks: Sequence[ChunkBytes]) -> str:

@@ -18,26 +18,19 @@ what was overwritten, T_DI and T_M each in one of two ways (Table II):
 
 Offloading has lanes of its own, d2h in the forward and h2d in the backward pass (Fig. 7).
 
-What an op waits for follows from the buffers it touches: whoever writes what it reads, whoever reads what it
-overwrites. Buffers of partition j are NAME.j, or NAME.SLOT where partitions share them.
+Buffers of partition j are NAME.j, or NAME.SLOT where partitions share them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from .issue_order import in_issue_order
-from .schedule import Kind, Lane, Op, Schedule, ScheduleError
+from .monta import AllToAllAndGather
+from .pipeline import ChunkBytes, Pipeline, own_buffer
+from .schedule import Kind, Lane, Schedule
 
-EP = "ep"
-EXPERT_TP = "expert-tp"
-
-
-# Where a partition's rows lie on their way to the experts: NAME.j on this rank, as they arrive, and sorted by expert.
-INPUT_ROWS = ("rows", "arrived", "tokens")
-GRADIENT_ROWS = ("grad_combined", "grad_arrived", "grad_output")
 PARTS = "parts.0"
 """What a reduce-scatter brings, until it is added. All partitions share it: in one lane each follows the other."""
 
@@ -105,12 +98,12 @@ def forward(strategy: str, partitions: Sequence[PartitionRows], row: RowBytes, e
     `host_middle.j`. The size of a compute op is that of its inputs, T_DI.
     """
     how, last = STRATEGIES[strategy], len(partitions) - 1
-    pipeline = _Pipeline(how, partitions, row, ep_size, etp_size, [f"rows.{j}" for j in range(len(partitions))])
-    pipeline.hops(0, *INPUT_ROWS)
-    pipeline.sort(0, *INPUT_ROWS)
+    pipeline = _Partitions(how, partitions, row, ep_size, etp_size, [f"rows.{j}" for j in range(len(partitions))])
+    pipeline.send(0, INPUTS)
+    pipeline.sort(0, INPUTS)
     for j, rows in enumerate(partitions):
         if j < last:
-            pipeline.hops(j + 1, *INPUT_ROWS)
+            pipeline.send(j + 1, INPUTS)
         if how.inputs is Restore.OFFLOAD:
             pipeline.add(Kind.OFFLOAD, Lane.D2H, j, rows.gathered * row.token, ["tokens"], [f"host_tokens.{j}"])
         written = ["output"] if how.middle is Restore.RECOMPUTE else ["output", "middle"]
@@ -118,8 +111,8 @@ def forward(strategy: str, partitions: Sequence[PartitionRows], row: RowBytes, e
         if how.middle is Restore.OFFLOAD:
             pipeline.add(Kind.OFFLOAD, Lane.D2H, j, rows.gathered * row.middle, ["middle"], [f"host_middle.{j}"])
         if j < last:
-            pipeline.sort(j + 1, *INPUT_ROWS)
-        pipeline.combine(j, "output", row.token, "unsorted", "summed", f"combined.{j}")
+            pipeline.sort(j + 1, INPUTS)
+        pipeline.back(j, OUTPUTS, f"combined.{j}")
     return pipeline.schedule(_name("forward", strategy, len(partitions)))
 
 
@@ -137,7 +130,7 @@ def backward(
     for name, restore in (("tokens", how.inputs), ("middle", how.middle)):
         stays = {Restore.KEEP: name, Restore.OFFLOAD: f"host_{name}", Restore.COMMUNICATE: "rows"}.get(restore)
         inputs += [f"{stays}.{j}" for j in range(last + 1) if stays is not None]
-    pipeline = _Pipeline(how, partitions, row, ep_size, etp_size, inputs)
+    pipeline = _Partitions(how, partitions, row, ep_size, etp_size, inputs)
 
     def prefetch(j: int, name: str, restore: Restore, row_bytes: int) -> None:
         if restore is Restore.OFFLOAD:
@@ -147,14 +140,14 @@ def backward(
     def before_gradient(j: int) -> None:  # of the partition before
         prefetch(j, "tokens", how.inputs, row.token)
         if how.inputs is Restore.COMMUNICATE:
-            pipeline.hops(j, *INPUT_ROWS)
-        pipeline.hops(j, *GRADIENT_ROWS)
+            pipeline.send(j, INPUTS)
+        pipeline.send(j, OUTPUT_GRADIENTS)
 
     def after_gradient(j: int) -> None:
         prefetch(j, "middle", how.middle, row.middle)
         if how.inputs is Restore.COMMUNICATE:
-            pipeline.sort(j, *INPUT_ROWS)
-        pipeline.sort(j, *GRADIENT_ROWS)
+            pipeline.sort(j, INPUTS)
+        pipeline.sort(j, OUTPUT_GRADIENTS)
 
     target = "rows" if how.inputs is Restore.COMMUNICATE else "grad_rows"
     before_gradient(0)
@@ -168,7 +161,7 @@ def backward(
         pipeline.add(Kind.GRADIENT, Lane.COMPUTE, j, rows.gathered * row.token, read, ["grad_tokens"])
         if j < last:
             after_gradient(j + 1)
-        pipeline.combine(j, "grad_tokens", row.packed, "grad_unsorted", "grad_summed", f"{target}.{j}")
+        pipeline.back(j, INPUT_GRADIENTS, f"{target}.{j}")
     return pipeline.schedule(_name("backward", strategy, len(partitions)))
 
 
@@ -177,8 +170,26 @@ def base_name(buffer: str) -> str:
     return buffer.partition(".")[0]
 
 
-class _Pipeline:
-    """Ops one after another, each waiting for what its buffers ask for."""
+@dataclass(frozen=True)
+class _Rows:
+    """What travels, on one way or the other."""
+
+    source: str
+    is_packed: bool
+    names: Mapping[str, str]
+    """Of the buffers of a Way, where they are called otherwise here. An all-gather is in place."""
+
+
+INPUTS = _Rows("rows", True, {"gathered": "arrived", "sorted": "tokens"})
+OUTPUTS = _Rows("output", False, {"parts": PARTS})
+OUTPUT_GRADIENTS = _Rows(
+    "grad_combined", False, {"arrived": "grad_arrived", "gathered": "grad_arrived", "sorted": "grad_output"}
+)
+INPUT_GRADIENTS = _Rows("grad_tokens", True, {"unsorted": "grad_unsorted", "parts": PARTS, "summed": "grad_summed"})
+
+
+class _Partitions(Pipeline):
+    """A pipeline of partitions, which may share buffers."""
 
     def __init__(
         self,
@@ -189,74 +200,38 @@ class _Pipeline:
         etp_size: int,
         inputs: Sequence[str],
     ) -> None:
-        self.strategy, self.partitions, self.row = strategy, partitions, row
-        self.ep_size, self.etp_size, self.inputs = ep_size, etp_size, tuple(inputs)
-        self.ops: list[Op] = []
-        self._holds = {name: int(name.rpartition(".")[2]) for name in inputs}  # whose rows are in a buffer
-        self._writer: dict[str, int] = {}
-        self._readers: dict[str, list[int]] = {}
+        super().__init__(inputs, self._name)
+        self._reuses, self._partitions, self._row, self._given = strategy.reuses, partitions, row, frozenset(inputs)
+        self._arrived: dict[tuple[int, str], str] = {}
+        """Where the rows of a partition are that have been sent, but not sorted."""
+        self._way = AllToAllAndGather(ep_size, etp_size, sort=Lane.COPY, unsort=Lane.INTRA)
 
-    def hops(self, j: int, source: str, arrived: str, target: str) -> None:
-        """All-to-all and all-gather of a partition's rows to their experts: source.j -> arrived."""
-        own, gathered = self._bytes(j, self._row_bytes(source))
-        if self.ep_size > 1:
-            self.add(Kind.ALL_TO_ALL, Lane.INTER, j, own, [f"{source}.{j}"], [arrived], EP)
-        if self.etp_size > 1:
-            rows = arrived if self.ep_size > 1 else f"{source}.{j}"
-            self.add(Kind.ALL_GATHER, Lane.INTRA, j, gathered, [rows], [arrived], EXPERT_TP)
+    def send(self, j: int, rows: _Rows) -> None:
+        """A partition's rows to their experts. Without a group of several ranks they stay."""
+        *moves, _ = self._way.out(self._bytes(j, rows))
+        self._arrived[j, rows.source] = self.through(j, own_buffer(rows.source, j), moves, rows.names)
 
-    def sort(self, j: int, source: str, arrived: str, target: str) -> None:
-        """By expert: arrived -> target. Groups of one rank have no hops, and rows have not moved."""
-        rows = arrived if self.ep_size * self.etp_size > 1 else f"{source}.{j}"
-        self.add(Kind.COPY, Lane.COPY, j, self._bytes(j, self._row_bytes(source))[1], [rows], [target])
+    def sort(self, j: int, rows: _Rows) -> None:
+        """By expert, once they have arrived."""
+        *_, sort = self._way.out(self._bytes(j, rows))
+        self.through(j, self._arrived.pop((j, rows.source)), [sort], rows.names)
 
-    def combine(self, j: int, source: str, row_bytes: int, unsorted: str, summed: str, target: str) -> None:
-        """Sort by source, reduce-scatter and its sum, all-to-all: `source` -> `target`."""
-        own, gathered = self._bytes(j, row_bytes)
-        last = [target if self.ep_size * self.etp_size == 1 else unsorted]
-        self.add(Kind.COPY, Lane.INTRA, j, gathered, [source], last)
-        if self.etp_size > 1:
-            self.add(Kind.REDUCE_SCATTER, Lane.INTRA, j, gathered, last, [PARTS], EXPERT_TP)
-            added, last = [*last, PARTS], [target if self.ep_size == 1 else summed]
-            self.add(Kind.SUM, Lane.INTRA, j, gathered, added, last)
-        if self.ep_size > 1:
-            self.add(Kind.ALL_TO_ALL, Lane.INTER, j, own, last, [target], EP)
+    def back(self, j: int, rows: _Rows, target: str) -> None:
+        """To their sources: rows.source -> target."""
+        stages = self._way.back(self._bytes(j, rows))
+        self.through(j, rows.source, stages, {**rows.names, stages[-1].writes: target})
 
-    def add(
-        self, kind: Kind, lane: Lane, j: int, size: int, reads: list[str], writes: list[str], group: str | None = None
-    ) -> None:
-        """Appends an op of partition j; names without a number are those of its buffers."""
-        reads, writes = ([self._buffer(name, j) for name in names] for names in (reads, writes))
-        for name in reads:
-            if self._holds.get(name) != j:
-                raise ScheduleError(f"{kind.value} of chunk {j} reads {name} of chunk {self._holds.get(name)}")
-        before = {self._writer[name] for name in (*reads, *writes) if name in self._writer}
-        before |= {reader for name in writes for reader in self._readers.get(name, ())}
-        waits_for = tuple(sorted(index for index in before if self.ops[index].lane is not lane))
-        index = len(self.ops)
-        for name in reads:
-            self._readers.setdefault(name, []).append(index)
-        for name in writes:
-            self._writer[name], self._readers[name], self._holds[name] = index, [], j
-        self.ops.append(Op(kind, lane, j, size, waits_for, tuple(reads), tuple(writes), group))
+    def _bytes(self, j: int, rows: _Rows) -> ChunkBytes:
+        row_bytes = self._row.packed if rows.is_packed else self._row.token
+        return ChunkBytes(self._partitions[j].own * row_bytes, self._partitions[j].gathered * row_bytes)
 
-    def schedule(self, name: str) -> Schedule:
-        """What was added."""
-        return Schedule(name, in_issue_order(self.ops), self.inputs)
-
-    def _row_bytes(self, source: str) -> int:
-        return self.row.packed if source == "rows" else self.row.token
-
-    def _bytes(self, j: int, row_bytes: int) -> tuple[int, int]:
-        return self.partitions[j].own * row_bytes, self.partitions[j].gathered * row_bytes
-
-    def _buffer(self, name: str, j: int) -> str:
+    def _name(self, name: str, j: int) -> str:
         if "." in name:
             return name
-        if not self.strategy.reuses:
-            return f"{name}.{j}"
+        if not self._reuses:
+            return own_buffer(name, j)
         # What comes from the host has no buffer to arrive in: it has a second one to be fetched into, beside gradients.
-        fetched = name == "tokens" and f"host_tokens.{j}" in self.inputs
+        fetched = name == "tokens" and f"host_tokens.{j}" in self._given
         return f"{name}.{j % 2 if fetched else 0}"
 
 

@@ -16,38 +16,51 @@ the others' are on it.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
-from .issue_order import in_issue_order
-from .monta import ChunkBytes
-from .schedule import Kind, Lane, Op, Schedule
+from .monta import EXPERT_TP
+from .pipeline import ChunkBytes, Pipeline, Stage, chunk_by_chunk, own_buffer
+from .schedule import Kind, Lane, Schedule
 
 SCHEDULES = ("S1", "S2")
 AAS = "AAS"  # S2, its AllGather after the whole all-to-all: what SAA is measured against
 JOINT = "ep x expert-tp"
-EXPERT_TP = "expert-tp"
 TP = "tp"
+
+
+@dataclass(frozen=True)
+class JointAllToAll:
+    """Over both groups at once."""
+
+    etp_size: int
+
+    def out(self, size: ChunkBytes) -> list[Stage]:
+        """To all shards of the experts; the last stage sorts by expert."""
+        return [
+            Stage(Kind.ALL_TO_ALL, Lane.INTER, size.exchanged * self.etp_size, "gathered", JOINT),
+            Stage(Kind.COPY, Lane.COPY, size.gathered, "sorted"),
+        ]
+
+    def back(self, size: ChunkBytes) -> list[Stage]:
+        """To the sources, and the sum of what the shards made; the first stage sorts by source."""
+        received = size.exchanged * self.etp_size
+        return [
+            Stage(Kind.COPY, Lane.COPY, size.gathered, "unsorted"),
+            Stage(Kind.ALL_TO_ALL, Lane.INTER, received, "parts", JOINT),
+            Stage(Kind.SUM, Lane.INTER, received, "rows"),
+        ]
 
 
 def dispatch(chunks: Sequence[ChunkBytes], etp_size: int) -> Schedule:
     """Rows to their experts. Buffers of chunk j: rows.j -> gathered.j -> sorted.j."""
-    ops: list[Op] = []
-    for j, size in enumerate(chunks):
-        sent = size.exchanged * etp_size
-        ops.append(Op(Kind.ALL_TO_ALL, Lane.INTER, j, sent, (), (f"rows.{j}",), (f"gathered.{j}",), JOINT))
-        waits_for = (len(ops) - 1,)
-        ops.append(Op(Kind.COPY, Lane.COPY, j, size.gathered, waits_for, (f"gathered.{j}",), (f"sorted.{j}",)))
-    return Schedule(_name("dispatch", chunks), in_issue_order(ops), tuple(f"rows.{j}" for j in range(len(chunks))))
+    way = JointAllToAll(etp_size)
+    return chunk_by_chunk(_name("dispatch", chunks), "rows", [way.out(size) for size in chunks])
 
 
 def combine(chunks: Sequence[ChunkBytes], etp_size: int) -> Schedule:
     """Rows back to their source. Buffers of chunk j: sorted.j -> unsorted.j -> parts.j -> rows.j."""
-    ops: list[Op] = []
-    for j, size in enumerate(chunks):
-        ops.append(Op(Kind.COPY, Lane.COPY, j, size.gathered, (), (f"sorted.{j}",), (f"unsorted.{j}",)))
-        waits_for, received = (len(ops) - 1,), size.exchanged * etp_size
-        ops.append(Op(Kind.ALL_TO_ALL, Lane.INTER, j, received, waits_for, (f"unsorted.{j}",), (f"parts.{j}",), JOINT))
-        ops.append(Op(Kind.SUM, Lane.INTER, j, received, (len(ops) - 1,), (f"parts.{j}",), (f"rows.{j}",)))
-    return Schedule(_name("combine", chunks), in_issue_order(ops), tuple(f"sorted.{j}" for j in range(len(chunks))))
+    way = JointAllToAll(etp_size)
+    return chunk_by_chunk(_name("combine", chunks), "sorted", [way.back(size) for size in chunks])
 
 
 def combine_and_gather(gathered: int, phases: Sequence[ChunkBytes], etp_size: int) -> Schedule:
@@ -60,23 +73,26 @@ def combine_and_gather(gathered: int, phases: Sequence[ChunkBytes], etp_size: in
         phases: for each EP peer, this rank first, `exchanged` bytes of this rank's own rows and `gathered` bytes of
             those of all TP ranks. A single phase has all peers: one all-to-all, then the AllGather (the paper's AAS).
     """
-    ops = [Op(Kind.COPY, Lane.COPY, 0, gathered, (), ("sorted",), ("unsorted",))]
     total = sum(phase.exchanged for phase in phases)
     crossing = sum(phase.exchanged for phase in phases[1:])
+    whole = ("sorted", "unsorted")  # of all phases
+    pipeline = Pipeline(("sorted",), lambda name, phase: name if name in whole else own_buffer(name, phase))
+    pipeline.through(0, "sorted", [Stage(Kind.COPY, Lane.COPY, gathered, "unsorted")])
     for p, phase in enumerate(phases):
-        own, parts, summed, rows = phase.exchanged * etp_size, (f"parts.{p}",), (f"summed.{p}",), (f"rows.{p}",)
+        own = phase.exchanged * etp_size
         if p > 0 or len(phases) == 1:
             # What an all-to-all of this size, own rows included, takes on its link.
             size = own * total // crossing if crossing else own
-            ops.append(Op(Kind.ALL_TO_ALL, Lane.INTER, p, size, (0,), ("unsorted",), parts, JOINT))
-            ops.append(Op(Kind.SUM, Lane.INTER, p, own, (len(ops) - 1,), parts, summed))
+            stages = [Stage(Kind.ALL_TO_ALL, Lane.INTER, size, "parts", JOINT)]
+            stages.append(Stage(Kind.SUM, Lane.INTER, own, "summed"))
         elif etp_size > 1:
-            ops.append(Op(Kind.REDUCE_SCATTER, Lane.INTRA, p, own, (0,), ("unsorted",), parts, EXPERT_TP))
-            ops.append(Op(Kind.SUM, Lane.INTRA, p, own, (len(ops) - 1,), parts, summed))
+            stages = [Stage(Kind.REDUCE_SCATTER, Lane.INTRA, own, "parts", EXPERT_TP)]
+            stages.append(Stage(Kind.SUM, Lane.INTRA, own, "summed"))
         else:
-            ops.append(Op(Kind.COPY, Lane.COPY, p, own, (0,), ("unsorted",), summed))
-        ops.append(Op(Kind.ALL_GATHER, Lane.INTRA, p, phase.gathered, (len(ops) - 1,), summed, rows, TP))
-    return Schedule(f"parm combine and gather, {len(phases)} phase(s)", in_issue_order(ops), ("sorted",))
+            stages = [Stage(Kind.COPY, Lane.COPY, own, "summed")]
+        stages.append(Stage(Kind.ALL_GATHER, Lane.INTRA, phase.gathered, "rows", TP))
+        pipeline.through(p, "unsorted", stages)
+    return pipeline.schedule(f"parm combine and gather, {len(phases)} phase(s)")
 
 
 def _name(direction: str, chunks: Sequence[ChunkBytes]) -> str:

@@ -44,6 +44,18 @@ class Timeline:
         """Of (start, end) of each op, in seconds since the schedule began."""
         return cls(schedule, tuple(Span(op, *time) for op, time in zip(schedule.ops, times, strict=True)), began=began)
 
+    @classmethod
+    def in_turn(cls, name: str, ops: Iterable[tuple[Op, float]]) -> Timeline:
+        """Returns a timeline of (op, seconds) one after another: of what is known without being played.
+
+        Each op waits for the one before it, and has no buffers.
+        """
+        spans: list[Span] = []
+        for op, seconds in ops:
+            begin, waits_for = (spans[-1].end, (len(spans) - 1,)) if spans else (0.0, ())
+            spans.append(Span(replace(op, waits_for=waits_for, reads=(), writes=()), begin, begin + seconds))
+        return cls(Schedule(name, tuple(span.op for span in spans)), tuple(spans))
+
     @property
     def seconds(self) -> float:
         """From the start of the schedule to the end of its last op; 0 for a schedule without ops."""

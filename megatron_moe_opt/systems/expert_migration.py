@@ -16,6 +16,8 @@ from megatron_moe_opt.planning.expert_migration import DomainChoice
 from megatron_moe_opt.planning.layer_on_cluster import LayerOnCluster
 from megatron_moe_opt.planning.layer_workload import LayerWorkload
 from megatron_moe_opt.planning.prediction import Prediction, Refusal
+from megatron_moe_opt.schedules.schedule import Kind, Lane, Op
+from megatron_moe_opt.schedules.timeline import Timeline
 from megatron_moe_opt.systems.system import (
     CHOOSES,
     FLAG,
@@ -237,7 +239,7 @@ def _candidates(layer: LayerOnCluster) -> Iterator[Prediction | Refusal]:
         yield Refusal(NAME, "the network levels of the expert-parallel group are not known")
         return
     migration = one.migration(layer.skew)
-    for choice, terms in _domain_choices(layer):
+    for choice, terms, timelines in _domain_choices(layer):
         domains = choice.domains
         sent = [migration.sent(domains, level) for level in range(domains.levels)]
         outside = sent[:-1] if domains.levels > 1 else sent  # the innermost of several levels is inside nodes
@@ -251,6 +253,7 @@ def _candidates(layer: LayerOnCluster) -> Iterator[Prediction | Refusal]:
             activation_bytes=layer.activation_bytes
             + int(2 * (choice.holds - 1) * one.expert_bytes * one.resident_part),
             terms={term: value for term, value in terms.items() if value},
+            timelines=tuple(timelines),
         )
 
 
@@ -260,27 +263,33 @@ def fastest_domains(workload: LayerWorkload, cluster: Cluster) -> DomainChoice:
     Raises:
         ConfigurationError: the cluster lacks an expert or a group that some domains need.
     """
-    return expert_migration.least([choice for choice, _ in _domain_choices(LayerOnCluster(workload, cluster))])
+    return expert_migration.least([choice for choice, *_ in _domain_choices(LayerOnCluster(workload, cluster))])
 
 
-def _domain_choices(layer: LayerOnCluster) -> Iterator[tuple[DomainChoice, dict[str, float]]]:
-    """All realisable domains, with what a layer takes with them, and of what that is the sum."""
+def _domain_choices(layer: LayerOnCluster) -> Iterator[tuple[DomainChoice, dict[str, float], list[Timeline]]]:
+    """Yields all realisable domains, what a layer takes with them, what that is the sum of, and the same op by op."""
     one = layer.workload
     curves = expert_migration.measured_curves(layer.costs, one.workers)
-    edge = sum(map(layer.costs, layer.edge))
-    migration = one.migration(layer.skew)
+    edge = Timeline.in_turn("one after another", ((op, layer.costs(op)) for op in layer.edge))
+    local, migration = layer.local_timeline(OURS), one.migration(layer.skew)
     for choice in expert_migration.predict(migration, one.workers, curves):
         rows = one.rows_of(layer.skew.computed(choice.domains))
         exchange = expert_migration.exchange_seconds(migration, choice.domains, curves)
-        of_passes = layer.seconds_of_experts(rows, choice.holds)
-        hidden = sum(layer.skew.hidden(choice.domains, exchange, experts) for experts in of_passes)
+        of_passes = [
+            seconds - layer.skew.hidden(choice.domains, exchange, seconds)
+            for seconds in layer.seconds_of_experts(rows, choice.holds)
+        ]
+        copied = layer.seconds_of_copies(choice.holds)
         terms = {
-            "tokens and experts on their way": choice.seconds + edge,
-            "experts": sum(of_passes) - hidden,
-            "rows on the rank": layer.local_seconds(OURS),
-            "experts copied": layer.seconds_of_copies(choice.holds),
+            "tokens and experts on their way": choice.seconds + edge.seconds,
+            "experts": sum(of_passes),
+            "rows on the rank": local.seconds,
+            "experts copied": copied,
         }
-        yield replace(choice, seconds=sum(terms.values())), terms
+        copies = Timeline.in_turn("experts copied", [(Op(Kind.COPY, Lane.COMPUTE), copied)])
+        passes = expert_migration.timelines(migration, choice.domains, curves, of_passes)
+        timelines = [timeline for timeline in (*passes, edge, local, copies) if timeline.seconds]
+        yield replace(choice, seconds=sum(terms.values())), terms, timelines
 
 
 def _stays(options: MigrationOptions, run: Run) -> str | None:

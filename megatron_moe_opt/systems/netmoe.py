@@ -9,7 +9,7 @@ from typing import Any
 from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.planning.layer_on_cluster import LayerOnCluster
 from megatron_moe_opt.planning.prediction import Prediction, Refusal
-from megatron_moe_opt.schedules.schedule import COLLECTIVES
+from megatron_moe_opt.schedules.schedule import COLLECTIVES, Op
 from megatron_moe_opt.systems.system import FLAG, Run, System
 
 NAME = "netmoe"
@@ -76,17 +76,13 @@ def _candidates(layer: LayerOnCluster) -> Iterator[Prediction | Refusal]:
     if layer.workload.tp > 1:
         yield Refusal(NAME, "samples do not move where all TP ranks hold the same tokens")
         return
-    ops = layer.stock_ops(layer.exchanged)
-    of_stock = layer.prediction(NAME, (), ops)
-    collectives = [op for op in ops if op.kind in COLLECTIVES]
-    saved = saving * sum(layer.costs(op) for op in collectives if layer.links.sent(op)[0] > 0)
-    yield replace(
-        of_stock,
-        seconds=of_stock.seconds - saved,
-        exposed=of_stock.exposed - saved,
-        inter_bytes=of_stock.inter_bytes * (1 - saving),
-        terms={**of_stock.terms, "dispatch and combine": of_stock.terms["dispatch and combine"] - saved},
-    )
+
+    def cost(op: Op) -> float:
+        crosses = op.kind in COLLECTIVES and layer.links.sent(op)[0] > 0
+        return layer.costs(op) * (1 - saving if crosses else 1)
+
+    predicted = layer.prediction(NAME, (), layer.stock_ops(layer.exchanged), costs=cost)
+    yield replace(predicted, inter_bytes=predicted.inter_bytes * (1 - saving))
 
 
 def _stays(options: Any, run: Run) -> str:

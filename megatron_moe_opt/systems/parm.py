@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +14,8 @@ from megatron_moe_opt.planning.layer_on_cluster import LayerOnCluster
 from megatron_moe_opt.planning.monta import Pass
 from megatron_moe_opt.planning.prediction import Prediction, Refusal
 from megatron_moe_opt.schedules.monta import even_chunks
-from megatron_moe_opt.schedules.parm import AAS, SCHEDULES, TP, combine, dispatch
-from megatron_moe_opt.schedules.schedule import Kind, Lane, Op, Schedule
+from megatron_moe_opt.schedules.parm import AAS, SCHEDULES, combine, dispatch
+from megatron_moe_opt.schedules.schedule import Schedule
 from megatron_moe_opt.systems.system import (
     CHOOSES,
     FLAG,
@@ -56,9 +56,11 @@ class ParmOptions(SharedOptions):
 def _build(groups: Any, options: ParmOptions, config: Any) -> Any:
     from megatron_moe_opt.dispatchers.parm import ParmDispatcher
     from megatron_moe_opt.dispatchers.parm_schedule import scheduling_of
-    from megatron_moe_opt.integration.replicated_tokens import routing_of
+    from megatron_moe_opt.integration.layer_workload import layer_workload
+    from megatron_moe_opt.integration.replicated_tokens import drawn_by_each_rank
 
-    return ParmDispatcher(groups, scheduling_of(options, groups, routing_of(config)))
+    workload = layer_workload(config, groups)
+    return ParmDispatcher(groups, scheduling_of(options, groups, workload, drawn_by_each_rank(config)))
 
 
 def _check(config: Any, options: ParmOptions, arguments: Any) -> None:
@@ -102,21 +104,7 @@ def _candidates(layer: LayerOnCluster) -> Iterator[Prediction | Refusal]:
     schedules = [fused(exchanged) for exchanged in layer.passes]
     yield layer.prediction("parm:S1", schedules, layer.edge)
     if one.tp > 1:
-        (choice,) = parm.predict(one.parm, one.tokens, layer.cluster, ("S2",), (None,))
-        of_fused = layer.prediction("parm:S2", schedules)
-        gathers = [
-            layer.links.sent(Op(Kind.ALL_GATHER, Lane.INTRA, size=exchanged.exchanged * one.tp, group=TP))
-            for exchanged in layer.passes
-            if exchanged.direction == "combine"
-        ]
-        yield replace(
-            of_fused,
-            seconds=of_fused.seconds - of_fused.terms["dispatch and combine"] + choice.seconds,
-            exposed=choice.seconds,
-            inter_bytes=of_fused.inter_bytes + sum(inter for inter, _ in gathers),
-            intra_bytes=of_fused.intra_bytes + sum(intra for _, intra in gathers),
-            terms={**of_fused.terms, "dispatch and combine": choice.seconds},
-        )
+        yield layer.played("parm:S2", parm.s2_timelines(one, one.tokens, layer.cluster))
 
 
 def _stays(options: ParmOptions, run: Run) -> str | None:

@@ -34,7 +34,7 @@ def gpu_ranks() -> Iterator[RankPool]:
 
 def where_tensors_are() -> tuple[str, ...]:
     drawn = torch.randn(3, generator=torch.Generator().manual_seed(1))
-    dist.all_reduce(counted := torch.arange(3))
+    dist.all_reduce(counted := torch.arange(3).repeat(2, 1)[1])
     with pytest.raises(RuntimeError, match="(?i)nccl|no backend"):
         dist.all_reduce(torch.ones(1, device="cpu"))
     with pytest.raises(RuntimeError, match="(?i)device"):

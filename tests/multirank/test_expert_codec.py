@@ -57,9 +57,9 @@ def follow(dtype: torch.dtype, interval: int) -> None:
                 for places in ((owner, local) for owner in range(len(owners)) for local in range(LOCAL)):
                     expected[places] = one_message(owners[places], expected[places])
                 before = decoded
-                message, decode = codec.encode(experts.reshape(-1), lambda held=before: held)
-                decoded = decode(of_all_ranks(message), rank)
-                decoded[rank] = codec._held
+                message = codec.prepare(experts.reshape(-1), lambda held=before: held)
+                decoded = message.decode(of_all_ranks(message.encode()), rank)
+                decoded[rank] = codec._held.experts
                 assert torch.equal(decoded.view_as(expected), expected), (dtype, interval, number)
                 experts = (experts + 0.02 * torch.randn(LOCAL, NUMEL, generator=generator)).to(dtype)
             codec.restart()

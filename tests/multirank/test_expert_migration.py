@@ -256,7 +256,7 @@ def bounded(ahead: int, **bound: int) -> None:
         def resident() -> int:
             """Gathers that are here or on their way; what was dropped is in nobody's hands."""
             held = [one._arrived for one in migrated if one._arrived is not None]
-            here = [one for one in held if one._messages is not None or one._arrive is not None]
+            here = [one for one in held if one.arrive is not None]
             assert all(one in here or one._experts is None or one._experts() is None for one in held)
             return len(here)
 
@@ -497,3 +497,31 @@ def hooks_after_trials() -> tuple[int, int, int]:
 def test_no_hooks_stay_of_dispatchers_that_are_forgotten(ranks):
     for before, during, after in ranks.run(hooks_after_trials):
         assert before == after < during
+
+
+def coded_in(residuals: str) -> set[tuple[str, str]]:
+    """What encodes and decodes experts that travel compressed, and in which threads."""
+    import threading
+
+    from megatron_moe_opt.runtime import expert_codec
+    from tests.ranks.megatron import parallel
+
+    seen: set[tuple[str, str]] = set()
+    with parallel(ep=4), pytest.MonkeyPatch.context() as patch:
+        for code in (expert_codec.sr_encode, expert_codec.sr_decode):
+
+            def noted(*arguments: Any, code: Any = code, name: str = code.__name__, **out: Any) -> Any:
+                seen.add((name, threading.current_thread().name))
+                return code(*arguments, **out)
+
+            patch.setattr(expert_codec, code.__name__, noted)
+        _, (ours,) = layers(1, compression_ratio=4.0, residuals=residuals)
+        for number in range(3):
+            ours(hidden_states(number))[0].square().sum().backward()
+            write_weights(ours, 1.1)
+    return seen
+
+
+@pytest.mark.parametrize("residuals", ["last", "shared"])
+def test_experts_are_encoded_and_decoded_where_they_travel(ranks, residuals):
+    assert ranks.run(coded_in, residuals=residuals) == [{("sr_encode", "experts"), ("sr_decode", "experts")}] * 4

@@ -232,9 +232,9 @@ def test_stale_extension_is_one_sentence(monkeypatch, capsys):
     )
 
 
-SIMULATED = (
-    "simulate --inter-bandwidth 1 --intra-bandwidth 1 --copy-bandwidth 1 --tokens 8 --hidden 8 --ffn-hidden 8 "
-    "--experts 1 --topk 1 --layers 1 --heads 1 --vocabulary 8 --peak-tflops 1 --gemm-efficiency 1"
+PLANNED = (
+    "plan --cluster pcie --world 8 --sequence 8 --hidden 8 --ffn-hidden 8 --experts 1 --topk 1 --layers 1 --heads 1 "
+    "--vocabulary 8"
 )
 
 
@@ -242,7 +242,7 @@ def test_without_the_extension():
     """Commands that need it say so in one sentence; the others work."""
     needing = [
         "bench layer", "bench choice --profile f", "bench kernels", "profile", "timeline --trace f",
-        SIMULATED,
+        PLANNED,
     ]  # fmt: skip
     code = f"""
 import sys
@@ -276,7 +276,7 @@ def test_malformed_options(monkeypatch, capsys, arguments):
     [
         "profile --seconds",
         "bench layer --capacity-factor",
-        *(f"simulate --{name}" for name in ("peak-tflops", "gemm-efficiency", "inter-bandwidth", "op-microseconds")),
+        *(f"plan --{name}" for name in ("peak-tflops", "gemm-efficiency", "inter-bandwidth", "op-microseconds")),
     ],
 )
 @pytest.mark.parametrize("number", ["nan", "inf"])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -16,9 +18,10 @@ def held_after(*flats: torch.Tensor, ratio: float = 1.0) -> torch.Tensor:
     codec, held = TrackedExperts(1, ratio), None
     for flat in flats:
         before = held
-        message, decode = codec.encode(flat, lambda before=before: before)
-        held = decode(torch.stack([message, message]), 1)
-        assert torch.equal(held[0].isnan(), codec._held.isnan())
+        message = codec.prepare(flat, lambda before=before: before)
+        encoded = message.encode()
+        held = message.decode(torch.stack([encoded, encoded]), 1)
+        assert torch.equal(held[0].isnan(), codec._held.experts.isnan())
     return held[0]
 
 
@@ -76,17 +79,20 @@ def test_owner_and_receivers_hold_the_same_and_all_of_it_arrives(
     flat = torch.randn(num_local * numel, generator=generator).to(dtype)
 
     def send(previous):
-        message, decode = codec.encode(flat, previous)
+        message = codec.prepare(flat, previous)
+        encoded = message.encode()
+        assert encoded.nbytes == message.num_bytes
 
+        @functools.cache
         def held() -> torch.Tensor:
             """Of two owners with the same experts, the own one the second."""
-            return decode(torch.stack([message, message]), 1)
+            return message.decode(torch.stack([encoded, encoded]), 1)
 
         return held
 
     def decoded(held):
         experts = held()
-        assert torch.equal(experts[0], codec._held)
+        assert torch.equal(experts[0], codec._held.experts)
         # The other owner's is the receiver's own, which the next message needs no more than this one did.
         return lambda: torch.stack([experts[0], torch.full_like(flat, torch.nan)])
 

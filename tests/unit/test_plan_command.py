@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 from dataclasses import replace
@@ -11,6 +12,7 @@ import pytest
 from megatron_moe_opt.cli.main import main
 from megatron_moe_opt.cli.plan import report as plan_report
 from megatron_moe_opt.options import split_options
+from megatron_moe_opt.planning import parm
 from megatron_moe_opt.planning.described_cluster import describe
 from megatron_moe_opt.planning.known_clusters import H100_IB400, KNOWN_CLUSTERS, PCIE
 from megatron_moe_opt.planning.known_models import KNOWN_MODELS, MONTA_CHOICES
@@ -21,6 +23,8 @@ from megatron_moe_opt.planning.plan_file import Plan
 from megatron_moe_opt.planning.planner import best, candidates
 from megatron_moe_opt.planning.prediction import ALLTOALL
 from megatron_moe_opt.planning.throughput import throughput
+from megatron_moe_opt.schedules.parm import JOINT
+from megatron_moe_opt.schedules.schedule import Kind
 from megatron_moe_opt.topology.layouts import Layout
 
 MIXTRAL = "--model mixtral-8x7b --layers 4 --sequence 2048"
@@ -197,6 +201,126 @@ def test_a_measured_cluster(run, tmp_path):
     }
 
 
+# 1000 rows of 1024 bytes of each GPU; 1040 with their probability. EP 2 over two nodes, expert-TP 8 in a node.
+SMALL = "--topk 2 --hidden 512 --ffn-hidden 1024 --experts 8 --layers 4 --heads 8 --vocabulary 1000 --sequence 4000"
+TWO_NODES = "--cluster a800-ib200 --world 16 --tp 8 --ep 2 --expert-tp 8 --op-microseconds 0"
+BANDWIDTHS = "--inter-bandwidth 1 --intra-bandwidth 4 --copy-bandwidth 8"
+
+
+def without_chunks(output):
+    """Milliseconds of monta:O1 and the part of them in which a collective runs."""
+    shown = tables(output)
+    ms, _, exposed, *_ = shown[CANDIDATES]["monta:O1"]
+    return float(ms), float(exposed)
+
+
+def test_times_worked_out_by_hand(run):
+    """Two passes of 1040 bytes a row and two of 1024, of 8 ranks' rows inside a node, once to one peer in the other."""
+    exchange, gather, copy = (
+        2 * sum(1000 * row * peers * crossing / rate for row in (1040, 1024)) / 1e6
+        for peers, crossing, rate in ((1, 1 / 2, 1), (8, 7 / 8, 4), (8, 1, 8))
+    )
+    code, output, _ = run(SMALL, TWO_NODES, BANDWIDTHS, "--all --explain")
+    assert code == 0
+    ms, exposed = without_chunks(output)
+    assert exposed == pytest.approx(exchange + gather, abs=1e-3)
+    best_monta = next(cells for name, cells in tables(output)[TERMS].items() if name.startswith("monta"))
+    _, *others, _ = (float(cell) for cell in best_monta if cell)  # experts, and rows on the rank
+    assert ms == pytest.approx(exchange + gather + copy + sum(others), abs=4e-3)
+
+
+def test_bandwidths_in_the_place_of_a_clusters_own(run):
+    """Half the pace takes twice as long; every op that takes a constant longer counts once."""
+    given = without_chunks(run(SMALL, TWO_NODES, BANDWIDTHS, "--all")[1])
+    halved = without_chunks(
+        run(SMALL, TWO_NODES, "--inter-bandwidth 0.5 --intra-bandwidth 2 --copy-bandwidth 4 --all")[1]
+    )
+    assert halved[1] == pytest.approx(2 * given[1], abs=2e-3)
+    paid = without_chunks(run(SMALL, TWO_NODES, BANDWIDTHS, "--op-microseconds 1000 --all")[1])
+    assert paid[1] == pytest.approx(given[1] + 4 * 2, abs=2e-3)  # an exchange and a gather, four times
+    assert paid[0] > given[0] + 4 * 3 - 1e-2  # and a copy
+
+
+TERMS = "What the times are made of (ms)"
+DRAWN = {
+    "alltoall": "--cluster h100-ib400 --world 16 --ep 8",
+    "monta:O3x4": "--cluster pcie --world 16 --tp 4 --ep 4 --expert-tp 4",
+    "parm:S2": "--cluster pcie --world 16 --tp 4 --ep 4 --expert-tp 4 --no-sequence-parallel",
+    "mpmoe:4:S3": "--cluster h100-ib400 --world 16 --ep 8",
+    "expert-migration:2x1": "--cluster h100-ib400 --world 16 --ep 16 --experts 16",
+    "netmoe": "--cluster h100-ib400 --world 16 --ep 16 --experts 16 --placement-saving 0.4",
+}
+
+
+@pytest.mark.parametrize("variant", DRAWN)
+def test_the_lanes_of_every_system_are_drawn(run, tmp_path, variant):
+    trace, picture = tmp_path / "trace.json", tmp_path / "picture.png"
+    code, output, error = run(MIXTRAL, DRAWN[variant], f"--all --draw {variant} --trace {trace} --png {picture}")
+    assert code == 0, error
+    assert f"written to {trace}" in output and f"written to {picture}" in output
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    shown = tables(output)
+    predicted = float(shown[CANDIDATES][variant][0])
+    assert float(shown[variant]["all"][0]) == pytest.approx(predicted, rel=1e-3)
+    events = json.loads(trace.read_text())["traceEvents"]
+    parts = [event for event in events if event.get("cat") == "part"]
+    assert sum(part["dur"] for part in parts) / 1e3 == pytest.approx(predicted, abs=1e-3)
+    kinds = {event["cat"] for event in events if event["ph"] == "X"}
+    assert {"compute", "gradient", "all_to_all"} <= kinds
+    assert ("reduce_scatter" in kinds) == (variant in ("monta:O3x4", "expert-migration:2x1"))
+
+
+def test_the_chosen_is_drawn_where_none_is_named(run, tmp_path):
+    _, output, _ = run(MIXTRAL, "--cluster h100-ib400 --world 16 --ep 8", f"--trace {tmp_path}/trace.json")
+    shown = tables(output)
+    assert next(name for name, cells in shown[CANDIDATES].items() if cells[-1] == "chosen") in shown
+
+
+def test_parms_own_rule_is_explained(run, tmp_path):
+    """Algorithm 1 of the paper, by lines that are fitted to what was measured."""
+    layout = Layout(16, tp=2, ep=4, expert_tp=2)
+    measured = replace(describe(PCIE, layout, 4096, 14336 // 2), saa=((1 << 16, 3e-3), (1 << 20, 1.5e-2), (1 << 28, 2)))
+    file = tmp_path / "cluster.json"
+    measured.save(file)
+    _, output, _ = run(MIXTRAL, f"--cluster {file} --no-sequence-parallel --explain")
+    fits = parm.ParmFits.of(measured)
+    line = tables(output)["Lines of Parm's Algorithm 1: alpha + beta * bytes"]["SAA"]
+    assert line == [
+        f"{fits.saa.alpha * 1e3:.4f}",
+        f"{fits.saa.beta * 1e9:.4f}",
+        f"{fits.saa.r_squared:.4f}",
+        f"{fits.saa.largest_error:.1%}",
+    ]
+    assert fits.saa.largest_error > 0.001  # three points that are on no line
+    layer = LayerWorkload(0, 4096, 64, False, 8, 2, 2, 16, ep=4, etp=2, tp=2)
+    t_d1, t_d2 = fits.seconds(layer, 2048)
+    answer = parm.algorithm_1(layer, 2048, fits)
+    assert f"t_D1 {t_d1 * 1e3:.3f} ms, t_D2 {t_d2 * 1e3:.3f} ms: {answer}\n" in output
+    assert "Algorithm 1" not in run(MIXTRAL, f"--cluster {file} --explain")[1]  # nothing is replicated
+    replace(measured, saa=None).save(file)
+    assert (
+        "Parm's Algorithm 1: S2's all-to-all beside"
+        in run(MIXTRAL, f"--cluster {file} --no-sequence-parallel --explain")[1]
+    )
+
+
+def test_a_cluster_without_some_measurements_is_good_for_the_others(run, tmp_path):
+    """A file from before parm, mpmoe's host copies or replicated tokens says so; monta's candidates stay."""
+    layout, file = Layout(16, tp=2, ep=4, expert_tp=2), tmp_path / "cluster.json"
+    measured = describe(PCIE, layout, 4096, 14336 // 2)
+    for missing, system, reason in (
+        ({(Kind.ALL_TO_ALL, JOINT)}, "parm", "no cost curve for all_to_all in group ep x expert-tp"),
+        ({(Kind.OFFLOAD, None), (Kind.PREFETCH, None)}, "mpmoe", "no cost curve for offload"),
+    ):
+        curves = {key: points for key, points in measured.curves.items() if key not in missing}
+        replace(measured, curves=curves).save(file)
+        code, output, _ = run(MIXTRAL, f"--cluster {file} --all")
+        assert code == 0 and "monta:O1" in tables(output)[CANDIDATES]
+        assert reason in " ".join(tables(output)["Not candidates"][system])
+    code, _, error = run(MIXTRAL, f"--cluster {file} --tp 4 --no-sequence-parallel")
+    assert code == 2 and "--tp 4 is not what" in error
+
+
 def test_layers_that_are_alike_are_simulated_once(run, monkeypatch):
     calls = []
 
@@ -258,12 +382,52 @@ MODELS = ", ".join(KNOWN_MODELS)
             "--topk 9 is more than --experts 8: choose at most that",
         ),
         (f"{MIXTRAL} --cluster pcie --world 8 --imbalance inf", "--imbalance inf is not a finite number: give one"),
+        (
+            f"{MIXTRAL} --cluster pcie --world 8 --op-microseconds inf",
+            "--op-microseconds inf is not a finite number: give one",
+        ),
+        (
+            f"{MIXTRAL} --cluster pcie --world 8 --kv-heads 3",
+            "--kv-heads 3 does not divide --heads 32: choose a divisor",
+        ),
+        (
+            f"{MIXTRAL} --cluster pcie --world 8 --ffn-hidden 1023 --expert-tp 2",
+            "--expert-tp 2 does not divide --ffn-hidden 1023: choose a divisor",
+        ),
+        (
+            f"{MIXTRAL} --cluster pcie --world 8 --heads 4 --kv-heads 4 --tp 8",
+            "--tp 8 does not divide --heads 4: choose a divisor",
+        ),
+        (
+            f"{MIXTRAL} --cluster pcie --world 8 --trace nowhere/trace.json",
+            "--trace nowhere/trace.json: its folder does not exist; create it or choose another",
+        ),
+        (
+            f"{MIXTRAL} --cluster pcie --world 8 --png picture.gif",
+            "the picture picture.gif has no known format: end its name in .png, .svg, .pdf",
+        ),
+        (
+            f"{MIXTRAL} --cluster pcie --world 8 --draw monta:O3x4",
+            "--draw monta:O3x4 has no file to draw in: give --trace FILE or --png FILE",
+        ),
+        (
+            f"{MIXTRAL} --cluster pcie --world 8 --sequence 128,256 --trace trace.json",
+            "--trace trace.json is of one length of sequences: give --sequence a single number",
+        ),
     ],
 )
 def test_refuses(run, arguments, sentence):
     code, output, error = run(arguments)
     assert (code, output) == (2, "")
     assert error.strip().removeprefix("moe-opt: ") == sentence
+
+
+def test_refuses_to_draw_what_is_no_candidate(run, tmp_path):
+    code, output, error = run(MIXTRAL, f"--cluster pcie --world 8 --ep 8 --draw netmoe --trace {tmp_path}/a.json")
+    assert (code, output) == (2, "")
+    assert "--draw netmoe is not a candidate here: what it saves depends on which samples use which experts" in error
+    _, _, error = run(MIXTRAL, f"--cluster pcie --world 8 --ep 8 --draw monta:O9 --trace {tmp_path}/a.json")
+    assert "--draw monta:O9 is not a candidate here: write it as the table of --all does" in error
 
 
 def test_refuses_files(run, tmp_path):
@@ -281,6 +445,7 @@ def test_refuses_files(run, tmp_path):
             "--peak-tflops says nothing about a step without --gemm-efficiency: give both, or neither",
         ),
         (f"--output {tmp_path}/no/plan.json", "its folder does not exist"),
+        ("--copy-bandwidth 3", f"--copy-bandwidth 3 has no meaning beside {measured}, which holds costs: drop one"),
     ):
         code, _, error = run(MIXTRAL, f"--cluster {measured}", arguments)
         assert code == 2

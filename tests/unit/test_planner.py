@@ -16,7 +16,7 @@ from megatron_moe_opt.planning.monta import training_passes
 from megatron_moe_opt.planning.planner import best, candidates
 from megatron_moe_opt.planning.prediction import ALLTOALL, Prediction
 from megatron_moe_opt.schedules.parm import JOINT
-from megatron_moe_opt.schedules.schedule import Kind, Lane, Op
+from megatron_moe_opt.schedules.schedule import COLLECTIVES, Kind, Lane, Op
 from megatron_moe_opt.systems.expert_migration import NAME as MIGRATION
 from megatron_moe_opt.systems.expert_migration import fastest_domains
 
@@ -71,7 +71,7 @@ def test_systems_are_predicted_as_they_predict_themselves():
     one = predicted[f"monta:{choice.level}" + (f"x{choice.chunks}" if choice.chunks > 1 else "")]
     assert one.terms["dispatch and combine"] == pytest.approx(choice.seconds)
     assert one.terms["rows on the rank"] == pytest.approx(local)
-    (own,) = mpmoe_choice.predict(LAYER.mpmoe, 2048, measured, (4,), ("none",))
+    (own,) = mpmoe_choice.predict(LAYER, 2048, measured, (4,), ("none",))
     assert predicted["mpmoe:4"].terms["pipeline with experts"] == pytest.approx(own.seconds)
     assert predicted[ALLTOALL].terms["rows on the rank"] == pytest.approx(2 * local)
 
@@ -250,3 +250,26 @@ def test_lanes_that_disturb_each_other_are_counted():
     disturbed = by_variant(candidates(LAYER, cluster(slowdown={(Lane.INTER, Lane.COMPUTE): 0.5}))[0])
     assert disturbed["mpmoe:4"].seconds > alone["mpmoe:4"].seconds
     assert disturbed[ALLTOALL].seconds == alone[ALLTOALL].seconds  # nothing runs beside anything
+
+
+def test_what_is_drawn_is_what_is_predicted():
+    """Op by op, for every variant: with its own terms, edges and experts, and nothing else."""
+    moving, of_levels = dataclasses.replace(LAYER, placement_saving=0.4), migrating(64)
+    local = cluster(local_work={OURS: ((1, 0.01),), STOCK: ((1, 0.02),)}, slowdown={(Lane.INTER, Lane.COMPUTE): 0.5})
+    families = set()
+    for layer, measured in ((moving, local), (dataclasses.replace(LAYER, tp=4), local), of_levels):
+        for one in candidates(layer, measured)[0]:
+            families.add(one.family)
+            assert sum(timeline.seconds for timeline in one.timelines) == pytest.approx(one.seconds)
+            assert sum(timeline.exposed for timeline in one.timelines) == pytest.approx(one.exposed)
+            kinds = {op.kind for timeline in one.timelines for op in timeline.schedule.ops}
+            assert {Kind.COMPUTE, Kind.GRADIENT} <= kinds and COLLECTIVES & kinds
+    assert families == {ALLTOALL, "monta", "parm", "mpmoe", "netmoe", MIGRATION}
+
+
+def test_experts_that_travel_are_drawn_on_their_way():
+    predicted = by_variant(candidates(*migrating(64))[0])
+    for sizes, travels in (("1x1", False), ("2x4", True)):
+        ops = [op for timeline in predicted[f"expert-migration:{sizes}"].timelines for op in timeline.schedule.ops]
+        assert ({Kind.ALL_GATHER, Kind.REDUCE_SCATTER} <= {op.kind for op in ops}) == travels
+        assert (Kind.ALL_TO_ALL in {op.kind for op in ops}) != travels  # all experts are here: no token leaves

@@ -13,7 +13,8 @@ import pytest
 from rich.console import Console
 
 from megatron_moe_opt.cli.main import main
-from megatron_moe_opt.cli.report.step_timelines import StepTimelines, timelines_table
+from megatron_moe_opt.cli.report.step_timelines import StepTimelines
+from megatron_moe_opt.cli.report.timeline_files import timelines_table
 from megatron_moe_opt.planning.cluster import Cluster, ExpertGemm, World
 from megatron_moe_opt.planning.monta import PASSES
 from megatron_moe_opt.schedules.schedule import Kind, Lane, Op, Schedule
@@ -125,7 +126,7 @@ def _timeline(*spans: tuple[Lane, float, float]) -> Timeline:
 
 def _rows(step: StepTimelines) -> list[list[str]]:
     console = Console(width=160, record=True, file=io.StringIO())
-    console.print(timelines_table(step, "monta"))
+    console.print(timelines_table("monta", step.predicted, step.measured))
     lines = console.export_text().splitlines()
     return [[cell.strip() for cell in line.split("│")[1:-1]] for line in lines if "│" in line]
 

@@ -12,9 +12,7 @@ import torch.distributed as dist
 
 from megatron_moe_opt.cli.layer.links import timed
 from megatron_moe_opt.cli.layer.settings import LayerSettings
-from megatron_moe_opt.cli.option_types import torch_dtype
 from megatron_moe_opt.errors import ConfigurationError
-from megatron_moe_opt.kernels import LANE_BYTES
 from megatron_moe_opt.option_values import AUTO
 from megatron_moe_opt.options import Options
 from megatron_moe_opt.planning import monta, mpmoe_choice, parm
@@ -96,7 +94,9 @@ class MontaChooser:
         self, settings: LayerSettings, ep: int, cluster: Cluster, seconds: Mapping[str, float], device: torch.device
     ) -> list[Chosen]:
         """By the profile."""
-        table = monta.choices(cluster, ep, settings.expert_tp, *_row_bytes(settings), chunks=(1, *self.chunks))
+        layer = settings.workload(ep)
+        sizes = ep, settings.expert_tp, layer.row_bytes, layer.packed_row_bytes
+        table = monta.choices(cluster, *sizes, chunks=(1, *self.chunks))
         choice = table[settings.tokens * settings.topk]
         return [Chosen("model", _monta_variant(choice.level, choice.chunks), choice.seconds)]
 
@@ -114,9 +114,7 @@ class ParmChooser(MontaChooser):
         self, settings: LayerSettings, ep: int, cluster: Cluster, seconds: Mapping[str, float], device: torch.device
     ) -> list[Chosen]:
         """By the profile."""
-        routing = settings.topk, settings.experts, settings.tp, ep, settings.expert_tp, settings.capacity_factor
-        layer = parm.ParmLayer(*_row_bytes(settings), *routing)
-        choice = parm.choices(layer, cluster, chunks=(1, *self.chunks))[settings.tokens]
+        choice = parm.choices(settings.workload(ep), cluster, chunks=(1, *self.chunks))[settings.tokens]
         if choice.level is None:
             return [Chosen("model", f"parm:{choice.schedule}", choice.seconds)]
         return [Chosen("model", _monta_variant(choice.level, choice.chunks), choice.seconds)]
@@ -157,7 +155,7 @@ class MpmoeChooser:
 
     def allowed(self, settings: LayerSettings, ep: int) -> tuple[str, ...]:
         """What fits into the budget. Raises ConfigurationError where nothing does."""
-        layer, rows = _mpmoe_shape(settings, ep), settings.tokens * settings.topk
+        layer, rows = settings.workload(ep), settings.tokens * settings.topk
         least = {
             strategy: mpmoe_choice.least_partitions(layer, rows, strategy, self.counts, self.budget)
             for strategy in self.strategies
@@ -174,7 +172,7 @@ class MpmoeChooser:
 
     def _by_model(self, settings: LayerSettings, ep: int, cluster: Cluster, device: torch.device) -> Chosen:
         start = time.perf_counter()
-        table = mpmoe_choice.choices(_mpmoe_shape(settings, ep), cluster, self.counts, self.strategies, self.budget)
+        table = mpmoe_choice.choices(settings.workload(ep), cluster, self.counts, self.strategies, self.budget)
         choice, _ = table[settings.tokens * settings.topk]
         took = torch.tensor(time.perf_counter() - start, dtype=torch.float64, device=device)
         dist.all_reduce(took, dist.ReduceOp.MAX)
@@ -270,18 +268,6 @@ def chooser_of(
     if reuse != NONE or budget is not None:
         raise ConfigurationError("--reuse and --activation-budget are mpmoe's: add --mpmoe, or drop them")
     return (ParmChooser if system == "--replicated" else MontaChooser)(CHUNKS if counts is None else counts)
-
-
-def _mpmoe_shape(settings: LayerSettings, ep: int) -> mpmoe_choice.MpmoeLayer:
-    from megatron_moe_opt.cli.layer.under_test import mpmoe_shape  # Megatron, for those who need it
-
-    return mpmoe_shape(settings, ep)
-
-
-def _row_bytes(settings: LayerSettings) -> tuple[int, int]:
-    """Of a row of combine, and of dispatch."""
-    row_bytes = settings.hidden * torch_dtype(settings.dtype).itemsize
-    return row_bytes, row_bytes + LANE_BYTES
 
 
 def _monta_variant(level: str, chunks: int) -> str:

@@ -95,15 +95,33 @@ def plan(
         float | None,
         typer.Option(min=0.0, callback=finite, help="What every op takes besides.", show_default="the cluster's"),
     ] = None,
+    inter_bandwidth: Annotated[
+        float | None,
+        typer.Option(min=0.001, callback=finite, help="GB/s that a GPU reaches between nodes, else the cluster's."),
+    ] = None,
+    intra_bandwidth: Annotated[
+        float | None,
+        typer.Option(min=0.001, callback=finite, help="GB/s that it reaches inside its node, such as over NVLink."),
+    ] = None,
+    copy_bandwidth: Annotated[
+        float | None,
+        typer.Option(min=0.001, callback=finite, help="GB/s of rows that it copies in its memory."),
+    ] = None,
     explain: Annotated[bool, typer.Option(help="Also what the times are made of.")] = False,
     all_candidates: Annotated[bool, typer.Option("--all", help="Every candidate, not the fastest alone.")] = False,
     output: Annotated[Path | None, typer.Option(help="Write the plan, for --moe-opt-plan.")] = None,
+    trace: Annotated[Path | None, typer.Option(help="Write the planned lanes for ui.perfetto.dev.")] = None,
+    png: Annotated[Path | None, typer.Option(help="Draw the planned lanes (.png, .svg or .pdf).")] = None,
+    draw: Annotated[
+        str | None,
+        typer.Option(help="The candidate that --trace and --png show, such as monta:O3x4.", show_default="the chosen"),
+    ] = None,
 ) -> None:  # fmt: skip
     """Predict what every dispatcher would take for a model on a cluster that need not be at hand, and choose.
 
     moe-opt plan --cluster h100-ib400 --model mixtral-8x7b --world 64 --ep 8 --sequence 4096 --output plan.json
     """
-    from megatron_moe_opt.cli.plan.report import PlanSettings, report_plan
+    from megatron_moe_opt.cli.plan.report import Drawing, PlanSettings, report_plan
 
     settings = PlanSettings(
         cluster=cluster,
@@ -126,5 +144,9 @@ def plan(
         peak_tflops=peak_tflops,
         gemm_efficiency=gemm_efficiency,
         op_microseconds=op_microseconds,
+        bandwidths={
+            "--inter-bandwidth": inter_bandwidth, "--intra-bandwidth": intra_bandwidth,
+            "--copy-bandwidth": copy_bandwidth,
+        },
     )  # fmt: skip
-    report_plan(settings, explain, all_candidates, output)
+    report_plan(settings, explain, all_candidates, output, Drawing(draw, trace, png))

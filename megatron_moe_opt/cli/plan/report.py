@@ -13,20 +13,24 @@ from rich.table import Table
 
 from megatron_moe_opt.cli.console import report_console, say, say_written, table_of
 from megatron_moe_opt.cli.plan.settings import PlanSettings, Site, site_of, workload_of
+from megatron_moe_opt.cli.report.timeline_files import check_timeline_files, timelines_table, write_timelines
 from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.option_values import AUTO
 from megatron_moe_opt.output_file import check_output_file
 from megatron_moe_opt.planning.cluster import OURS, STOCK
 from megatron_moe_opt.planning.curves import CostCurve
+from megatron_moe_opt.planning.expert_costs import costs_with_experts
 from megatron_moe_opt.planning.known_models import MONTA_CHOICES
 from megatron_moe_opt.planning.layer_workload import LayerWorkload
 from megatron_moe_opt.planning.memory import training_memory
 from megatron_moe_opt.planning.model import ModelShape
+from megatron_moe_opt.planning.mpmoe_choice import activation_bytes
 from megatron_moe_opt.planning.plan_file import Plan
 from megatron_moe_opt.planning.planner import WINS_BY, best, candidates
 from megatron_moe_opt.planning.prediction import ALLTOALL, Prediction, Refusal
 from megatron_moe_opt.planning.throughput import throughput
 from megatron_moe_opt.schedules.schedule import Kind
+from megatron_moe_opt.schedules.timeline import one_after_another
 from megatron_moe_opt.variants import split_variant
 
 WIDTH = 150
@@ -71,6 +75,17 @@ class Case:
         """The systems that have candidates, the fastest first."""
         return list(dict.fromkeys(one.family for one in self.candidates))
 
+    def candidate(self, variant: str | None) -> Prediction:
+        """Returns the candidate of this name; None: the chosen. Raises ConfigurationError where there is none."""
+        if variant is None:
+            return self.chosen
+        reasons = {one.variant: one.reason for one in self.refused}
+        why = reasons.get(variant) or reasons.get(variant.partition(":")[0]) or "write it as the table of --all does"
+        for one in self.candidates:
+            if one.variant == variant:
+                return one
+        raise ConfigurationError(f"--draw {variant} is not a candidate here: {why}")
+
     def best_of(self, family: str) -> Prediction | None:
         """Returns the fastest candidate of a system; None where it has none."""
         return next((one for one in self.candidates if one.family == family), None)
@@ -79,7 +94,7 @@ class Case:
         """Returns bytes of a GPU of the first stage: stock's, and what the candidate's layers hold more, or less."""
         settings, model, parallel = self.settings, self.model, self.site.parallel
         of_stock = training_memory(model, parallel, settings.micro_batch, self.sequence, settings.micro_batches)
-        unpartitioned = self.workload.mpmoe.activation_bytes(self.workload.rows, 1, "none")
+        unpartitioned = activation_bytes(self.workload, self.workload.rows, 1, "none")
         layers = model.layers // parallel.pp - min(model.dense_layers, model.layers // parallel.pp)
         held = layers * min(parallel.pp, settings.micro_batches)
         return of_stock.total + held * (one.activation_bytes - unpartitioned)
@@ -94,15 +109,37 @@ class Case:
         )  # fmt: skip
 
 
-def report_plan(settings: PlanSettings, explain: bool, everything: bool, output: Path | None) -> None:
-    """Prints the tables and the flags, and writes the plan.
+@dataclass(frozen=True)
+class Drawing:
+    """Which candidate's lanes to write, and where to."""
+
+    variant: str | None
+    """None: the chosen one's."""
+    trace: Path | None
+    png: Path | None
+
+    @property
+    def flag(self) -> str | None:
+        """The first option that asks for a file, with its value; None where none does."""
+        return next((f"--{name} {file}" for name, file in (("trace", self.trace), ("png", self.png)) if file), None)
+
+    def check(self) -> None:
+        """Refuses, with ConfigurationError, files that cannot be written, and a candidate without a file."""
+        check_timeline_files(self.trace, self.png)
+        if self.variant is not None and self.flag is None:
+            raise ConfigurationError(f"--draw {self.variant} has no file to draw in: give --trace FILE or --png FILE")
+
+
+def report_plan(settings: PlanSettings, explain: bool, everything: bool, output: Path | None, drawing: Drawing) -> None:
+    """Prints the tables and the flags, and writes the plan and the planned lanes.
 
     Raises:
         ConfigurationError: settings that contradict each other, or a file that cannot be written.
     """
     check_output_file("--output", output)
-    if len(settings.sequences) > 1 and (output is not None or explain):
-        flag = "--explain" if output is None else f"--output {output}"
+    drawing.check()
+    flag = f"--output {output}" if output is not None else "--explain" if explain else drawing.flag
+    if len(settings.sequences) > 1 and flag is not None:
         raise ConfigurationError(f"{flag} is of one length of sequences: give --sequence a single number")
     model = settings.model_shape()
     site = site_of(settings, model)
@@ -112,6 +149,7 @@ def report_plan(settings: PlanSettings, explain: bool, everything: bool, output:
         console.print(_choices_table(cases))
         return
     (case,) = cases
+    drawn = case.candidate(drawing.variant)
     say(console, _heading(case))
     console.print(_candidates_table(case, everything))
     for line in _warnings(case):
@@ -120,11 +158,20 @@ def report_plan(settings: PlanSettings, explain: bool, everything: bool, output:
         console.print(_refused_table(case.refused))
     if explain:
         _explain(case, console)
+    if drawing.flag is not None:
+        _draw(drawn, drawing, console)
     if output is not None:
         case.plan().save(output)
         say_written(output, console)
     say(console, "Flags for Megatron-LM, behind `python -m megatron_moe_opt.launch pretrain_gpt.py`:")
     say(console, " ".join(megatron_flags(case, output)))
+
+
+def _draw(one: Prediction, drawing: Drawing, console: Console) -> None:
+    """Prints how the lanes of a candidate overlap, and writes them."""
+    parts = {f"{number}. {part.schedule.name}": part for number, part in enumerate(one.timelines, start=1)}
+    console.print(timelines_table(one.variant, parts))
+    write_timelines({"planned": one_after_another(one.variant, parts)}, drawing.trace, drawing.png, console)
 
 
 def megatron_flags(case: Case, plan: Path | None) -> list[str]:
@@ -276,7 +323,7 @@ def _costs_table(site: Site, workload: LayerWorkload) -> Table:
         names=2,
         caption=f"Every op takes {site.cluster.overhead * 1e6:g} us besides; GB/s: bytes of the op over its time",
     )
-    costs = workload.mpmoe.costs(site.cluster)
+    costs = costs_with_experts(workload, site.cluster)
     own = workload.rows * workload.row_bytes
     for (kind, group), curve in costs.curves.items():
         if group in ("dp", "cp"):

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path
 
-from megatron_moe_opt.cli.plan.model_checks import check_model
 from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.options import Options
 from megatron_moe_opt.planning.cluster import OUR_FLAGS, Cluster
 from megatron_moe_opt.planning.described_cluster import describe, levels_of_ep
-from megatron_moe_opt.planning.known_clusters import KNOWN_CLUSTERS
+from megatron_moe_opt.planning.known_clusters import KNOWN_CLUSTERS, Fabric, KnownCluster
 from megatron_moe_opt.planning.known_models import KNOWN_MODELS
 from megatron_moe_opt.planning.layer_workload import LayerWorkload, resident_part
 from megatron_moe_opt.planning.model import ModelShape, Parallel
@@ -46,6 +45,8 @@ class PlanSettings:
     peak_tflops: float | None
     gemm_efficiency: float | None
     op_microseconds: float | None
+    bandwidths: Mapping[str, float | None] = field(default_factory=dict)
+    """GB/s that are reached, by flag, in the place of a known cluster's links and memory. None: its own."""
 
     @property
     def element_bytes(self) -> int:
@@ -144,15 +145,30 @@ def _known(settings: PlanSettings, model: ModelShape) -> Site:
     layout = _layout({flag: size or 1 for flag, size in settings.sizes.items()})
     peak = known.device.peak_flops if settings.peak_tflops is None else settings.peak_tflops * 1e12
     device = Device(peak, settings.gemm_efficiency or known.device.efficiency)
-    known = replace(known, device=device)
+    known = _with_bandwidths(replace(known, device=device), settings)
     cluster = describe(known, layout, model.hidden, max(model.ffn // layout.expert_tp, 1), settings.dtype)
     workers = levels_of_ep(known, layout)
     named = workers != _levels_of_nodes(cluster, layout)
     return Site(settings.cluster, cluster, layout, workers, named, device, known.memory)
 
 
+def _with_bandwidths(known: KnownCluster, settings: PlanSettings) -> KnownCluster:
+    """Returns the cluster with links and memory of the given bandwidths, which are reached at every size."""
+    given = {flag: rate * 1e9 for flag, rate in settings.bandwidths.items() if rate is not None}
+    if "--inter-bandwidth" in given:
+        known = replace(known, between=Fabric(given["--inter-bandwidth"], ((1, 1.0),)))
+    if "--intra-bandwidth" in given:
+        known = replace(known, inside=Fabric(given["--intra-bandwidth"], ((1, 1.0),)))
+    return replace(known, copy_bandwidth=given.get("--copy-bandwidth", known.copy_bandwidth))
+
+
 def _measured(settings: PlanSettings) -> Site:
     file = Path(settings.cluster)
+    for flag, value in settings.bandwidths.items():
+        if value is not None:
+            raise ConfigurationError(
+                f"{flag} {value:g} has no meaning beside {file}, which holds costs: drop one of them"
+            )
     if not file.exists():
         raise ConfigurationError(
             f"--cluster {settings.cluster} is neither a file of moe-opt profile nor a known cluster: choose one of "
@@ -197,7 +213,7 @@ def _layout(sizes: Mapping[str, int]) -> Layout:
 
 
 def _check(settings: PlanSettings, model: ModelShape, layout: Layout) -> None:
-    check_model(model, tp=layout.tp, pp=layout.pp, ep=layout.ep, expert_tp=layout.expert_tp)
+    _check_model(model, layout)
     if model.dense_layers >= model.layers:
         raise ConfigurationError(
             f"--dense-layers {model.dense_layers} leaves no MoE layer of --layers {model.layers}: choose fewer"
@@ -208,3 +224,19 @@ def _check(settings: PlanSettings, model: ModelShape, layout: Layout) -> None:
                 f"--sequence {sequence}: TP {layout.tp} x CP {layout.cp} does not divide the tokens of a micro-batch: "
                 "choose a multiple"
             )
+
+
+def _check_model(model: ModelShape, layout: Layout) -> None:
+    """Refuses, with ConfigurationError, sizes of a model that do not divide each other or those of the layout."""
+    for name, size, by, divisor in (
+        ("--hidden", model.hidden, "--heads", 1 if model.head_size else model.heads),
+        ("--heads", model.heads, "--tp", layout.tp),
+        ("--heads", model.heads, "--kv-heads", model.kv_heads or model.heads),
+        ("--experts", model.experts, "--ep", layout.ep),
+        ("--ffn-hidden", model.ffn, "--expert-tp", layout.expert_tp),
+        ("--layers", model.layers, "--pp", layout.pp),
+    ):
+        if size % divisor:
+            raise ConfigurationError(f"{by} {divisor} does not divide {name} {size}: choose a divisor")
+    if model.topk > model.experts:
+        raise ConfigurationError(f"--topk {model.topk} is more than --experts {model.experts}: choose at most that")

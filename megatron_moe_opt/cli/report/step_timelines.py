@@ -8,10 +8,9 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from rich.table import Table
 
 from megatron_moe_opt.cli.bench.layer import check
-from megatron_moe_opt.cli.console import report_console, say, table_of
+from megatron_moe_opt.cli.console import report_console, say
 from megatron_moe_opt.cli.layer.recorded_step import record_step
 from megatron_moe_opt.cli.layer.settings import BASELINE, LayerSettings
 from megatron_moe_opt.cli.ranks import (
@@ -22,15 +21,15 @@ from megatron_moe_opt.cli.ranks import (
     world_size,
 )
 from megatron_moe_opt.cli.report.measured_layer import shape_of
-from megatron_moe_opt.cli.report.timeline_files import check_timeline_files, write_timelines
+from megatron_moe_opt.cli.report.timeline_files import check_timeline_files, timelines_table, write_timelines
 from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.planning import mpmoe_choice
 from megatron_moe_opt.planning.cluster import Cluster
 from megatron_moe_opt.planning.curves import Costs
+from megatron_moe_opt.planning.expert_costs import costs_with_experts
 from megatron_moe_opt.planning.monta import PASSES
 from megatron_moe_opt.planning.simulator import simulate
-from megatron_moe_opt.schedules.schedule import Lane
-from megatron_moe_opt.schedules.timeline import Timeline, one_after_another, overlap
+from megatron_moe_opt.schedules.timeline import Timeline, one_after_another
 from megatron_moe_opt.variants import split_variant
 
 
@@ -92,12 +91,10 @@ def _costs(settings: LayerSettings, ep: int, cluster: Cluster) -> Costs:
     """
     if settings.dispatch_only:
         return cluster.costs()
-    from megatron_moe_opt.cli.layer.under_test import mpmoe_shape
-
-    layer, (_, options) = mpmoe_shape(settings, ep), split_variant(_variant(settings), None)
+    layer, (_, options) = settings.workload(ep), split_variant(_variant(settings), None)
     rows = settings.tokens * settings.topk
     mpmoe_choice.predict(layer, rows, cluster, options.partition_counts, options.memory_strategies)
-    return layer.costs(cluster)
+    return costs_with_experts(layer, cluster)
 
 
 def _record(settings: LayerSettings, ep: int, device: torch.device, rank: int | None) -> StepTimelines:
@@ -120,27 +117,5 @@ def _variant(settings: LayerSettings) -> str:
 def _report(step: StepTimelines, settings: LayerSettings, ep: int, trace: Path | None, png: Path | None) -> None:
     console = report_console(160)
     say(console, f"{shape_of(settings, ep)}; rank {step.rank}")
-    console.print(timelines_table(step, _variant(settings)))
+    console.print(timelines_table(_variant(settings), step.predicted, step.measured))
     write_timelines(step.joined(f"{_variant(settings)}, rank {step.rank}"), trace, png, console)
-
-
-def timelines_table(step: StepTimelines, title: str) -> Table:
-    """One row a pass, and their sum: predicted and measured time, time that each lane is busy, overlap."""
-    lanes = [lane for lane in Lane if any(lane in timeline.schedule.lanes for timeline in step.measured.values())]
-    headers = ("pass", "predicted ms", "measured ms", "error", *(f"{lane.value} busy ms" for lane in lanes), "overlap")
-    table = table_of(title, headers, caption="overlap: time hidden over time that could be hidden")
-    rows = {name: [name] for name in step.measured} | {"all": list(step.measured)}
-    for row, names in rows.items():
-        timelines = [step.measured[name] for name in names]
-        predicted = step.predicted and sum(step.predicted[name].seconds for name in names)
-        measured = sum(timeline.seconds for timeline in timelines)
-        hidden = overlap(timelines)
-        table.add_row(
-            row,
-            "-" if predicted is None else f"{predicted * 1e3:.4g}",
-            f"{measured * 1e3:.4g}",
-            "-" if predicted is None else f"{predicted / measured - 1:+.1%}",
-            *(f"{sum(timeline.busy(lane) for timeline in timelines) * 1e3:.4g}" for lane in lanes),
-            "-" if hidden is None else f"{hidden:.0%}",
-        )
-    return table

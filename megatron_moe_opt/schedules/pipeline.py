@@ -1,0 +1,119 @@
+"""The builder of schedules: ops in the order in which they are added, each waiting for what its buffers ask for.
+
+An op waits for whoever wrote what it reads, and for whoever reads or wrote what it overwrites. Buffers are names:
+NAME.SLOT holds rows of one chunk at a time, NAME those of all chunks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from .issue_order import in_issue_order
+from .schedule import Kind, Lane, Op, Schedule, ScheduleError
+
+
+@dataclass(frozen=True)
+class ChunkBytes:
+    """Bytes of one chunk on this rank."""
+
+    exchanged: int = 0
+    """Of this rank's own rows: what its all-to-all carries."""
+    gathered: int = 0
+    """Of the rows of all expert-TP peers, after the all-gather."""
+
+
+@dataclass(frozen=True)
+class Stage:
+    """An op that a chunk goes through, with what the stage before it wrote."""
+
+    kind: Kind
+    lane: Lane
+    size: int
+    writes: str
+    group: str | None = None
+    also_reads: tuple[str, ...] = ()
+
+
+def own_buffer(name: str, chunk: int) -> str:
+    """The name of a buffer that each chunk has for itself."""
+    return f"{name}.{chunk}"
+
+
+class Pipeline:
+    """Builds one schedule."""
+
+    def __init__(self, inputs: Iterable[str], buffer: Callable[[str, int], str] = own_buffer) -> None:
+        """
+        Args:
+            inputs: buffers that are written before; the number of NAME.CHUNK is that of its chunk.
+            buffer: which one an op of a chunk touches, given the name that `add` and `through` get.
+        """
+        self._inputs, self._buffer = tuple(inputs), buffer
+        self._ops: list[Op] = []
+        self._chunk = {name: int(slot) for name in self._inputs for _, dot, slot in [name.rpartition(".")] if dot}
+        """Whose rows are in a buffer."""
+        self._writer: dict[str, int] = {}
+        self._readers: dict[str, list[int]] = {}
+
+    def add(
+        self,
+        kind: Kind,
+        lane: Lane,
+        chunk: int,
+        size: int,
+        reads: Sequence[str],
+        writes: Sequence[str],
+        group: str | None = None,
+    ) -> None:
+        """Appends an op.
+
+        Raises:
+            ScheduleError: it would read the rows of another chunk.
+        """
+        reads, writes = (tuple(self._buffer(name, chunk) for name in names) for names in (reads, writes))
+        for name in reads:
+            if "." in name and self._chunk.get(name) != chunk:
+                raise ScheduleError(f"{kind.value} of chunk {chunk} reads {name} of chunk {self._chunk.get(name)}")
+        before = {self._writer[name] for name in (*reads, *writes) if name in self._writer}
+        before |= {reader for name in writes for reader in self._readers.get(name, ())}
+        last = {self._ops[index].lane: index for index in sorted(before)}  # a lane's earlier ops have ended by then
+        for name in reads:
+            self._readers.setdefault(name, []).append(len(self._ops))
+        for name in writes:
+            self._writer[name], self._readers[name], self._chunk[name] = len(self._ops), [], chunk
+        self._ops.append(Op(kind, lane, chunk, size, tuple(sorted(last.values())), reads, writes, group))
+
+    def through(
+        self, chunk: int, source: str, stages: Sequence[Stage], names: Mapping[str, str] = MappingProxyType({})
+    ) -> str:
+        """Appends stages, the first of which reads `source`, and returns the name of what the last one writes.
+
+        Args:
+            names: of the stages' buffers, where they are to be called otherwise.
+        """
+        for stage in stages:
+            reads = (source, *(names.get(name, name) for name in stage.also_reads))
+            source = names.get(stage.writes, stage.writes)
+            self.add(stage.kind, stage.lane, chunk, stage.size, reads, (source,), stage.group)
+        return source
+
+    def schedule(self, name: str) -> Schedule:
+        """What was added, in the order in which to issue it."""
+        return Schedule(name, in_issue_order(self._ops), self._inputs)
+
+
+def chunk_by_chunk(name: str, source: str, chunks: Sequence[Sequence[Stage]]) -> Schedule:
+    """Every chunk through its stages, with buffers of its own, from `source` on."""
+    pipeline = Pipeline(own_buffer(source, chunk) for chunk in range(len(chunks)))
+    for chunk, stages in enumerate(chunks):
+        pipeline.through(chunk, source, stages)
+    return pipeline.schedule(name)
+
+
+def one_by_one(name: str, source: str, stages: Sequence[Stage]) -> Schedule:
+    """All rows through these stages, from `source` on."""
+    pipeline = Pipeline((source,), lambda buffer, _: buffer)
+    pipeline.through(0, source, stages)
+    return pipeline.schedule(name)

@@ -1,0 +1,70 @@
+"""tools/gpu_node.py: its plan, how a step ends, and its page from what the commands wrote over Gloo on two CPUs."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+
+from tools.gpu_node import QUEUES, Ranks, Step, main, plan, run, steps
+from tools.gpu_page import Result, page
+
+RECORDED = Path(__file__).parent / "gpu_node"
+
+
+def test_a_plan_is_shown_without_a_gpu_and_ends_in_time(capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr(sys, "argv", ["gpu_node", "--plan", "--gpus", "8"])
+    assert main() == 0
+    shown = capsys.readouterr().out
+    assert "tests/multirank --gpus" in shown and "flex:deepep" in shown and "TORCH_CUDA_SANITIZER=1" in shown
+    of_node = steps(Ranks(8), ("deepep",), tmp_path)
+    assert plan(of_node).endswith(f"together at most {sum(step.limit_s for step in of_node)} s")
+    assert sum(step.limit_s for step in of_node) <= 780
+    layers = [step for step in of_node if step.name.startswith("layer")]
+    assert [step.environment["CUDA_DEVICE_MAX_CONNECTIONS"] for step in layers] == ["32", "1"]
+
+
+def test_ranks_of_a_job_of_nodes_are_started_by_srun(tmp_path):
+    tests, layer, *_ = steps(Ranks(8, nodes=2), (), tmp_path)
+    assert tests.command[:2] == ("srun", "--nodes=1") and "--ntasks=16" in layer.command
+    assert "torch.distributed.run" not in layer.command
+
+
+def test_without_gpus_it_is_refused(capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["gpu_node"])
+    assert main() == 2
+    assert "gpu_node.py: error: 0 GPU(s) here: needs 2 to 8" in capsys.readouterr().err
+
+
+def test_how_steps_end(tmp_path):
+    def result(code: str, limit_s: int = 60, needs: str | None = None) -> Result:
+        return run(Step("a step", (sys.executable, "-c", code), limit_s, {"SAID": "yes"}, needs), tmp_path / "log")
+
+    assert result("import os; print(os.environ['SAID'])").said == "ok"
+    assert (tmp_path / "log").read_text() == "yes\n"
+    failed = result("raise SystemExit(3)")
+    assert failed.failed and failed.said.startswith("FAILED (exit status 3)")
+    begin = time.monotonic()
+    late = result("import time; time.sleep(60)", limit_s=1)
+    assert late.failed and late.said.startswith("FAILED (over 1 s)") and time.monotonic() - begin < 30
+    absent = result("", needs="no-such-program")
+    assert absent.said == "not run: no no-such-program here" and not absent.failed
+
+
+def test_the_page_tells_what_passed_and_what_was_measured():
+    results = [
+        Result("tests", "ok", 12.3),
+        Result("trace", "not run: no nsys here"),
+        Result("memcheck", "FAILED (x)", 1),
+    ]
+    missing = {"flex:deepep": "DeepEP is not installed"}
+    made = page("a title", {"Topology": "GPU0 X"}, results, RECORDED, QUEUES, missing)
+    assert made.startswith("# a title\n\n**FAILED: memcheck.**")
+    assert "| tests | ok | 12 |" in made and "| trace | not run: no nsys here | - |" in made
+    assert "| dispatcher | ms, 32 queue(s) |" in made and "1 queue(s)" not in made  # nothing was recorded with one
+    for row in ("| alltoall | 8.79 | 1.000 | 3 |", "| mpmoe:2 |", "| flex:deepep | DeepEP is not installed | - | - |"):
+        assert row in made, made
+    assert "2 ranks, cpu, gloo: 64 tokens a rank" in made
+    assert "| all_to_all | ep | 0.0164 | 0.188 |" in made
+    assert "## Topology\n\n```\nGPU0 X\n```" in made
+    assert "**All steps that ran passed.**" in page("t", {}, results[:2], RECORDED / "none", QUEUES, {})

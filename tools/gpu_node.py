@@ -1,0 +1,213 @@
+"""Part two of the check for machines with GPUs: the ranks of a node together, or of the nodes of a Slurm job.
+
+    bash tools/gpu_check.sh --node             builds first; one node of 2 to 8 GPUs
+    python -m tools.gpu_node --plan --gpus 8   the steps and their limits, without a GPU
+    sbatch tools/gpu_nodes.sbatch              two nodes
+
+Every step has a time limit; one that fails does not stop the others. Ends with a page (runs/gpu_node/page.md), and with
+a status that is not 0 if a step failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from datetime import datetime, timezone
+from pathlib import Path
+
+from tools.gpu_page import Result, page
+
+ROOT = Path(__file__).resolve().parents[1]
+QUEUES = (32, 1)
+OURS = ("monta", "monta:O3x4", "mpmoe:2", "expert-migration")
+COMMAND = ("-m", "megatron_moe_opt.cli.main")
+SMALL = ("--tokens", "256", "--hidden", "256", "--ffn-hidden", "256", "--steps", "1", "--warmup", "0")
+
+
+@dataclass(frozen=True)
+class Step:
+    """A command with a time limit, and the program that it needs beside Python, if any."""
+
+    name: str
+    command: tuple[str, ...]
+    limit_s: int
+    environment: dict[str, str] = field(default_factory=dict)
+    needs: str | None = None
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """How commands are started on a GPU each: by torchrun on this node, or by srun on those of a job."""
+
+    gpus: int
+    """Of a node."""
+    nodes: int = 1
+
+    def __call__(self, *command: str, before: Sequence[str] = ()) -> tuple[str, ...]:
+        """The ranks of `python COMMAND`; `before`: a program that watches each of them, or torchrun."""
+        if self.nodes > 1:
+            each = ("srun", f"--ntasks={self.gpus * self.nodes}", f"--ntasks-per-node={self.gpus}")
+            return (*each, "--kill-on-bad-exit=1", *before, sys.executable, *command)
+        torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(self.gpus))
+        return (*before, sys.executable, *torchrun, *command)
+
+    def alone(self, *command: str) -> tuple[str, ...]:
+        """One process, which sees all GPUs of a node."""
+        one = ("srun", "--nodes=1", "--ntasks=1", f"--gpus-per-node={self.gpus}") if self.nodes > 1 else ()
+        return (*one, *command)
+
+
+def steps(ranks: Ranks, flex: Sequence[str], folder: Path) -> list[Step]:
+    """All steps in turn. `flex` are the back ends of Megatron's flex that can run; together at most 13 minutes."""
+    dispatchers = ",".join(["allgather", *(f"flex:{backend}" for backend in flex), *OURS])
+    shape = ("--hidden", "4096", "--ffn-hidden", "1536", "--dtype", "bf16")
+    sizes = ("--tokens", "4096", "--topk", "8", *shape)
+    experts = ("--experts", str(8 * ranks.gpus * ranks.nodes))
+    small = (*COMMAND, "bench", "layer", "--dispatchers", "monta:O3x2,mpmoe:2", *SMALL, *experts)
+    tests = (sys.executable, "-m", "pytest", str(ROOT / "tests/multirank"), "--gpus", "-q", "-rs", "--tb=short")
+    found = [Step("tests of several ranks, NCCL", ranks.alone(*tests), 280)]
+    for number in QUEUES:
+        queues = {"CUDA_DEVICE_MAX_CONNECTIONS": str(number)}
+        layer = (*COMMAND, "bench", "layer", "--dispatchers", dispatchers, *sizes, *experts)
+        json = ("--json", f"{folder}/layer-{number}.json")
+        found.append(Step(f"layer, {number} queue(s)", ranks(*layer, *json), 80, queues))
+        profile = (
+            *COMMAND,
+            "profile",
+            "--hidden",
+            "4096",
+            "--ffn-hidden",
+            "1536",
+            "--dtype",
+            "bf16",
+            "--seconds",
+            "20",
+        )
+        output = ("--output", f"{folder}/cluster-{number}.json")
+        found.append(Step(f"profile, {number} queue(s)", ranks(*profile, *output), 60, queues))
+    found.append(Step("CUDA sanitizer of PyTorch", ranks(*small), 60, {"TORCH_CUDA_SANITIZER": "1"}))
+    memcheck = ("compute-sanitizer", "--tool", "memcheck", "--target-processes", "all", "--error-exitcode", "1")
+    uncached = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+    found.append(Step("memcheck", ranks(*small, before=memcheck), 100, uncached, memcheck[0]))
+    trace = ("nsys", "profile", "--trace=cuda,nvtx", "--force-overwrite=true", f"--output={folder}/trace-%h-%p")
+    with_ranges = ("-m", "tools.with_nvtx", *small[len(COMMAND) :])
+    found.append(Step("trace of nsys", ranks(*with_ranges, before=trace), 60, needs=trace[0]))
+    return found
+
+
+def run(step: Step, log: Path) -> Result:
+    """Runs a step, keeps what it says in `log`, and ends all that it started when its time is over."""
+    if step.needs is not None and shutil.which(step.needs) is None:
+        return Result(step.name, f"not run: no {step.needs} here")
+    begin = time.monotonic()
+    with open(log, "w") as file:
+        process = subprocess.Popen(
+            step.command,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            cwd=ROOT,
+            env=os.environ | {"PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"} | step.environment,
+        )
+        try:
+            status = process.wait(step.limit_s)
+            said = "ok" if status == 0 else f"FAILED (exit status {status}): {log}"
+        except subprocess.TimeoutExpired:
+            _end(process)
+            said = f"FAILED (over {step.limit_s} s): {log}"
+    return Result(step.name, said, time.monotonic() - begin)
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """Ends it with what it started: torchrun, asked, ends its ranks, which are not of its process group."""
+    for ending in (signal.SIGTERM, signal.SIGKILL):
+        os.killpg(process.pid, ending)
+        try:
+            process.wait(15)
+            return
+        except subprocess.TimeoutExpired:
+            continue
+
+
+def plan(of: Sequence[Step]) -> str:
+    """The steps as they would run."""
+    lines = []
+    for step in of:
+        variables = "".join(f"{name}={value} " for name, value in step.environment.items())
+        needs = f", needs {step.needs}" if step.needs else ""
+        lines.append(f"{step.name} (at most {step.limit_s} s{needs})\n    {variables}{shlex.join(step.command)}")
+    return "\n".join([*lines, f"together at most {sum(step.limit_s for step in of)} s"])
+
+
+def main() -> int:
+    """As the module says."""
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.gpu_node", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--plan", action="store_true", help="print the steps, run none")
+    parser.add_argument("--gpus", type=int, help="GPUs of a node (default: those that PyTorch finds)")
+    parser.add_argument("--record", action="store_true", help="also write docs/benchmarks/gpu-node-DATE.md")
+    args = parser.parse_args()
+    import torch
+
+    gpus = args.gpus or (torch.cuda.device_count() if torch.cuda.is_available() else 0)
+    if gpus < 2 or (not args.plan and not torch.cuda.is_available()):
+        print(f"gpu_node.py: error: {gpus} GPU(s) here: needs 2 to 8; --plan --gpus 8 shows the steps", file=sys.stderr)
+        return 2
+    folder = ROOT / "runs" / "gpu_node"
+    ranks = Ranks(gpus, int(os.environ.get("SLURM_NNODES", "1")))
+    if args.plan:
+        print(plan(steps(ranks, ("deepep",), folder)))
+        return 0
+    from megatron_moe_opt.integration.flex_backends import flex_backends, missing_for_flex
+
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    missing = {backend: missing_for_flex(backend) for backend in flex_backends()}
+    not_installed = {f"flex:{backend}": why for backend, why in missing.items() if why}
+    not_installed |= (
+        {} if any("nccl" in backend for backend in missing) else {"flex over NCCL-EP": "not in this Megatron-Core"}
+    )
+    results = []
+    for number, step in enumerate(steps(ranks, [one for one, why in missing.items() if not why], folder)):
+        print(f"== {step.name}", flush=True)
+        results.append(run(step, folder / f"step-{number}.log"))
+        print(f"   {results[-1].said}", flush=True)
+    day = f"{datetime.now(timezone.utc):%Y-%m-%d}"
+    title = f"{ranks.nodes} node(s) of {gpus} x {torch.cuda.get_device_name()}, {day}"
+    written = page(title, _facts(), results, folder, QUEUES, not_installed)
+    targets = [folder / "page.md"] + [ROOT / "docs" / "benchmarks" / f"gpu-node-{day}.md"] * args.record
+    for target in targets:
+        target.write_text(written)
+    print(f"\n{written}\nwritten: {', '.join(map(str, targets))}")
+    return int(any(result.failed for result in results))
+
+
+def _facts() -> dict[str, str]:
+    """Versions, topology and memory of this node."""
+    commands = {
+        "Versions": (sys.executable, *COMMAND, "doctor"),
+        "Commit": ("git", "-C", str(ROOT), "describe", "--always", "--dirty"),
+        "Driver and memory": ("nvidia-smi", "--query-gpu=index,name,driver_version,memory.total", "--format=csv"),
+        "Topology": ("nvidia-smi", "topo", "-m"),
+    }
+    return {name: _said(command) for name, command in commands.items()}
+
+
+def _said(command: Sequence[str]) -> str:
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=60).stdout
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return str(error)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

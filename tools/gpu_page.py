@@ -1,0 +1,109 @@
+"""The page that tools/gpu_node.py ends with: what ran, on what, and what was measured, in Markdown."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Result:
+    """Of a step. `said` is "ok", "FAILED (...)" or "not run: ..."."""
+
+    name: str
+    said: str
+    seconds: float | None = None
+
+    @property
+    def failed(self) -> bool:
+        """Whether it ran and did not pass."""
+        return self.said.startswith("FAILED")
+
+
+def page(
+    title: str,
+    facts: Mapping[str, str],
+    results: Sequence[Result],
+    folder: Path,
+    queues: Sequence[int],
+    not_installed: Mapping[str, str],
+) -> str:
+    """The whole page.
+
+    Args:
+        facts: heading and text, such as the versions and the topology.
+        folder: with `layer-QUEUES.json` of bench layer, `cluster-QUEUES.json` of profile, as far as there are any.
+        queues: values of CUDA_DEVICE_MAX_CONNECTIONS.
+        not_installed: dispatchers that could not run, and why.
+    """
+    failed = [result.name for result in results if result.failed]
+    verdict = f"**FAILED: {', '.join(failed)}.**" if failed else "**All steps that ran passed.**"
+    rows = [(one.name, one.said, "-" if one.seconds is None else f"{one.seconds:.0f}") for one in results]
+    parts = [f"# {title}", verdict, _table(("step", "result", "s"), rows)]
+    layers = {number: _read(folder / f"layer-{number}.json") for number in queues}
+    clusters = {number: _read(folder / f"cluster-{number}.json") for number in queues}
+    for heading, text in (
+        ("One MoE layer, forward and backward", _layers(layers, not_installed)),
+        ("Moves of rows", _moves(clusters)),
+    ):
+        if text:
+            parts += [f"## {heading}", text]
+    for heading, text in facts.items():
+        parts += [f"## {heading}", f"```\n{text.strip()}\n```"]
+    return "\n\n".join(parts) + "\n"
+
+
+def _read(file: Path) -> Any:
+    return json.loads(file.read_text()) if file.exists() else None
+
+
+def _table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [headers, ["---"] * len(headers), *rows]
+    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
+
+
+def _layers(reports: Mapping[int, Any], not_installed: Mapping[str, str]) -> str:
+    """Times with each number of queues side by side, and peak memory."""
+    ran = {number: report for number, report in reports.items() if report is not None}
+    if not ran:
+        return ""
+    headers = ["dispatcher"]
+    for number in ran:
+        headers += [f"ms, {number} queue(s)", f"ratio to the first, {number} queue(s)", f"peak memory MB, {number}"]
+    cells: dict[str, list[str]] = {}
+    for place, report in enumerate(ran.values()):
+        for result in report["results"]:
+            row = cells.setdefault(result["dispatcher"], [])
+            row += ["-"] * (3 * place - len(row))
+            memory = result["peak_memory_bytes"]
+            row += [f"{result['median_seconds'] * 1e3:.2f}", f"{result['median_ratio']:.3f}"]
+            row += ["-" if memory is None else f"{memory / 1e6:.0f}"]
+    width = len(headers) - 1
+    rows = [(name, *row, *["-"] * (width - len(row))) for name, row in cells.items()]
+    rows += [(name, why, *["-"] * (width - 1)) for name, why in not_installed.items()]
+    first = next(iter(ran.values()))
+    settings, environment = first["settings"], first["environment"]
+    said = (
+        f"{environment['world size']} ranks, {environment['device']}, {environment['backend']}: {settings['tokens']} "
+        f"tokens a rank, hidden {settings['hidden']}, expert hidden {settings['ffn_hidden']}, {settings['experts']} "
+        f"experts, top-{settings['topk']}, {settings['dtype']}; medians of {settings['steps']} rounds, of the slowest "
+        "rank. Queues: CUDA_DEVICE_MAX_CONNECTIONS."
+    )
+    return f"{said}\n\n{_table(headers, rows)}"
+
+
+def _moves(clusters: Mapping[int, Any]) -> str:
+    """The largest size that moe-opt profile measured of each move."""
+    ran = {number: cluster for number, cluster in clusters.items() if cluster is not None}
+    headers, cells = ["move", "group"], {}
+    for place, (number, cluster) in enumerate(ran.items()):
+        headers += [f"MB, {number} queue(s)", f"ms, {number} queue(s)"]
+        for curve in cluster["curves"]:
+            size, seconds = curve["points"][-1]
+            row = cells.setdefault((curve["kind"], curve["group"] or "-"), [])
+            row += ["-"] * (2 * place - len(row)) + [f"{size / 1e6:.3g}", f"{seconds * 1e3:.3f}"]
+    width = len(headers) - 2
+    return _table(headers, [(*move, *row, *["-"] * (width - len(row))) for move, row in cells.items()]) if cells else ""
