@@ -324,4 +324,5 @@ extern "C" const char* emulator_end_counting() {
   lines = emulator::counting::end();
   return lines.c_str();
 }
+extern "C" void emulator_set_multiprocessors(int number) { emulator::multiprocessors = number; }
 extern "C" void emulator_refuse_synchronisation(bool refuse) { emulator::refuse_synchronisation = refuse; }
