@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
@@ -12,24 +12,12 @@ from torch.distributed import ProcessGroup
 
 from megatron_moe_opt.dispatchers.pipelining import agreed_cluster
 from megatron_moe_opt.dispatchers.say import say_once
-from megatron_moe_opt.kernels import LANE_BYTES
 from megatron_moe_opt.options import Options
 from megatron_moe_opt.planning.cluster import MEGATRON_FLAGS
-from megatron_moe_opt.planning.parm import ParmChoice, ParmLayer, choices
+from megatron_moe_opt.planning.layer_workload import LayerWorkload
+from megatron_moe_opt.planning.parm import ParmChoice, choices
 from megatron_moe_opt.schedules.parm import AAS, SCHEDULES
 from megatron_moe_opt.topology.expert_groups import ExpertGroups
-
-
-@dataclass(frozen=True)
-class Routing:
-    """What decides how many rows a layer's tokens make."""
-
-    topk: int
-    experts: int
-    capacity_factor: float | None
-    """None: dropless."""
-    drawn_by: str | None = None
-    """The flag by which ranks that hold the same tokens route them differently, so that S2 cannot run; None: none."""
 
 
 class Scheduling(Protocol):
@@ -47,10 +35,12 @@ class Scheduling(Protocol):
         """For the line at start."""
 
 
-def scheduling_of(options: Options, groups: ExpertGroups, routing: Routing) -> Scheduling:
-    """What the options ask for: fixed, or chosen from a profile."""
+def scheduling_of(
+    options: Options, groups: ExpertGroups, workload: LayerWorkload, drawn_by: str | None = None
+) -> Scheduling:
+    """What the options ask for: fixed, or chosen from a profile. Arguments as of MeasuredSchedule."""
     if options.schedule_profile is not None:
-        return MeasuredSchedule(options.schedule_profile, groups, routing)
+        return MeasuredSchedule(options.schedule_profile, groups, workload, drawn_by)
     return FixedSchedule(options.parm_schedule or "S1", groups)
 
 
@@ -79,8 +69,14 @@ class MeasuredSchedule:
     profile: they choose alike.
     """
 
-    def __init__(self, profile: Path, groups: ExpertGroups, routing: Routing) -> None:
-        self.profile, self.groups, self.routing = profile, groups, routing
+    def __init__(self, profile: Path, groups: ExpertGroups, workload: LayerWorkload, drawn_by: str | None) -> None:
+        """
+        Args:
+            workload: of a layer, of which all but the tokens is known.
+            drawn_by: the flag by which ranks that hold the same tokens route them differently, so that S2 cannot run;
+                None: there is none.
+        """
+        self.profile, self.groups, self.workload, self.drawn_by = profile, groups, workload, drawn_by
         agreed_cluster(groups, profile)
 
     def choose(self, tokens: torch.Tensor, tp: ProcessGroup | None) -> ParmChoice:
@@ -89,7 +85,7 @@ class MeasuredSchedule:
         Raises:
             ConfigurationError: a profile of groups of other sizes, or one that lacks what TP groups need.
         """
-        groups, routing, cluster = self.groups, self.routing, agreed_cluster(self.groups, self.profile)
+        groups, cluster = self.groups, agreed_cluster(self.groups, self.profile)
         tp_size = 1 if tp is None else tp.size()
         if tp is not None:
             cluster.check_groups(self.profile, MEGATRON_FLAGS, ep=groups.ep_size, expert_tp=groups.etp_size, tp=tp_size)
@@ -97,13 +93,8 @@ class MeasuredSchedule:
         for group in (tp, groups.joint):  # one of them holds the other
             if group is not None:
                 dist.all_reduce(num_tokens, dist.ReduceOp.MAX, group=group)
-        row_bytes = tokens.size(1) * tokens.element_size()
-        layer = ParmLayer(
-            row_bytes, row_bytes + LANE_BYTES, routing.topk, routing.experts, tp_size, groups.ep_size,
-            groups.etp_size, routing.capacity_factor,
-        )  # fmt: skip
-        number = int(num_tokens)
-        choice = choices(layer, cluster, SCHEDULES if routing.drawn_by is None else ("S1",))[number]
+        number, layer = int(num_tokens), replace(self.workload, tp=tp_size)
+        choice = choices(layer, cluster, SCHEDULES if self.drawn_by is None else ("S1",))[number]
         say_once(
             "parm",
             (number, choice),
@@ -116,6 +107,5 @@ class MeasuredSchedule:
 
     def describe(self) -> str:
         """For the line at start."""
-        drawn_by = self.routing.drawn_by
-        left_out = f", S2 left out: {drawn_by} is drawn by each TP rank" if drawn_by else ""
+        left_out = f", S2 left out: {self.drawn_by} is drawn by each TP rank" if self.drawn_by else ""
         return f"schedule chosen from {self.profile}{left_out}"

@@ -16,8 +16,9 @@ from megatron_moe_opt.dispatchers.say import say, say_once
 from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.options import Options
 from megatron_moe_opt.planning.configuration_search import Configuration, ConfigurationSearch
+from megatron_moe_opt.planning.layer_workload import LayerWorkload
 from megatron_moe_opt.planning.monta import ChoiceByRows
-from megatron_moe_opt.planning.mpmoe_choice import MpmoeLayer, choices, least_partitions, refuse_budget, similar_rows
+from megatron_moe_opt.planning.mpmoe_choice import choices, least_partitions, refuse_budget, similar_rows
 from megatron_moe_opt.planning.partition_search import PARTITIONS
 from megatron_moe_opt.runtime.collectives import device_of
 from megatron_moe_opt.runtime.pass_clock import PassClock
@@ -37,7 +38,7 @@ STEPS = 1000
 class Candidates:
     """What there is to choose from for a layer; the same for all layers that share what they learn."""
 
-    layer: MpmoeLayer
+    layer: LayerWorkload
     counts: tuple[int, ...]
     strategies: tuple[str, ...]
     budget: int | None = None
@@ -49,7 +50,7 @@ class Candidates:
         return f"{counts} partitions, memory reuse {_listed(self.strategies)}{budget}"
 
 
-def partitioning_of(options: Options, groups: ExpertGroups, layer: MpmoeLayer) -> Partitioning:
+def partitioning_of(options: Options, groups: ExpertGroups, layer: LayerWorkload) -> Partitioning:
     """What the options ask for: fixed, or chosen.
 
     Raises:

@@ -11,7 +11,7 @@ from megatron_moe_opt.topology.expert_groups import ExpertGroups
 
 
 def layer_workload(
-    config: Any, groups: ExpertGroups, workers: tuple[int, ...], resident: int | None, tokens: int = 0
+    config: Any, groups: ExpertGroups, workers: tuple[int, ...] = (), resident: int | None = None, tokens: int = 0
 ) -> LayerWorkload:
     """Of one micro-batch, routed evenly.
 

@@ -8,9 +8,7 @@ from typing import Any
 import torch
 
 from megatron_moe_opt.integration.seams import seam_moved
-from megatron_moe_opt.kernels import LANE_BYTES
 from megatron_moe_opt.options import Options
-from megatron_moe_opt.planning.mpmoe_choice import MpmoeLayer
 from megatron_moe_opt.runtime.expert_call import Experts
 
 
@@ -36,24 +34,6 @@ def pipeline_experts(layer: Any, options: Options) -> None:
         return plugged.dispatcher.through_experts(hidden_states, plugged.dispatched, experts), None
 
     layer.routed_experts_compute = routed_experts_compute
-
-
-def shape_of_layer(config: Any, ep_size: int, etp_size: int) -> MpmoeLayer:
-    """What decides how long a layer's partitions take and what they hold.
-
-    T_M is taken to be what Megatron's own PyTorch experts save.
-    """
-    return MpmoeLayer.of_experts(
-        config.moe_latent_size or config.hidden_size,  # what travels
-        config.moe_ffn_hidden_size or config.ffn_hidden_size,
-        config.num_moe_experts,
-        ep_size,
-        etp_size,
-        config.params_dtype.itemsize,
-        LANE_BYTES,
-        config.gated_linear_unit,
-        config.bias_activation_fusion,
-    )
 
 
 def _runner(layer: Any) -> Any:

@@ -22,7 +22,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from megatron_moe_opt.dispatchers.parm_schedule import Routing
 from megatron_moe_opt.errors import ConfigurationError
 
 
@@ -47,16 +46,6 @@ def drawn_by_each_rank(config: Any) -> str | None:
     if config.moe_input_jitter_eps is not None:
         return f"--moe-input-jitter-eps {config.moe_input_jitter_eps:g}"
     return None
-
-
-def routing_of(config: Any) -> Routing:
-    """What Parm's choice of a schedule has to know of a layer's routing."""
-    return Routing(
-        config.moe_router_topk,
-        config.num_moe_experts,
-        config.moe_expert_capacity_factor,
-        drawn_by_each_rank(config),
-    )
 
 
 @contextmanager

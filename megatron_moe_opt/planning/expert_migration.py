@@ -227,9 +227,12 @@ def timelines(
     for one, seconds in zip(layer.passes, expert_seconds, strict=True):
         forward = one.collective is Kind.ALL_GATHER
         levels = [level for level in range(domains.levels) if domains.domains(level) > 1]
-        sizes = {level: layer.gathered(domains, level, one) for level in range(domains.levels)}
-        travel = (schedules.gathered if forward else schedules.returned)(
-            {level: size for level, size in sizes.items() if domains.sizes[level] > 1}
+        travels = {
+            level: layer.travels(domains, level, one) for level in range(domains.levels) if domains.sizes[level] > 1
+        }
+        gathered, returned = (
+            build({level: sizes[kind] for level, sizes in travels.items() if kind in sizes})
+            for build, kind in ((schedules.gathered, Kind.ALL_GATHER), (schedules.returned, Kind.REDUCE_SCATTER))
         )
         hops = [
             build(level, domains.levels, int(layer.exchanged(domains, level)))
@@ -238,7 +241,7 @@ def timelines(
         ]
         experts = Schedule("experts", (Op(Kind.COMPUTE if forward else Kind.GRADIENT, Lane.COMPUTE),))
         out, back = hops[: len(levels)], hops[len(levels) :][::-1]
-        in_order = [travel, *out, experts, *back] if forward else [*out, experts, *back, travel]
+        in_order = [gathered, *out, experts, *back, returned]
         parts = {
             f"{number}. {schedule.name}": simulate(schedule, _seconds_of_ops(layer, domains, curves, one, seconds))
             for number, schedule in enumerate(in_order, start=1)
@@ -259,7 +262,7 @@ def _seconds_of_ops(
         level = int(op.group.rpartition(".")[2])
         if op.kind is Kind.ALL_TO_ALL:
             return _curve(curves, op.kind, level, domains.domains(level)).seconds(layer.exchanged(domains, level))
-        return _curve(curves, op.kind, level, domains.sizes[level]).seconds(layer.gathered(domains, level, one))
+        return _curve(curves, op.kind, level, domains.sizes[level]).seconds(op.size)
 
     return cost
 

@@ -14,9 +14,11 @@ from megatron_moe_opt.schedules.timeline import Timeline
 
 from .cluster import OURS, Cluster
 from .curves import CostCurve, Costs
+from .expert_costs import costs_with_experts
 from .layer_workload import LayerWorkload
 from .link_bytes import LinkBytes
 from .monta import Pass, training_passes
+from .mpmoe_choice import activation_bytes
 from .prediction import Prediction
 from .simulator import simulate
 from .skew import Skew
@@ -30,7 +32,7 @@ class LayerOnCluster:
 
     def __init__(self, workload: LayerWorkload, cluster: Cluster) -> None:
         self.workload, self.cluster = workload, cluster
-        self.costs = workload.mpmoe.costs(cluster)
+        self.costs = costs_with_experts(workload, cluster)
         of_stock = {key: CostCurve(points) for key, points in cluster.stock_curves.items()}
         self.stock_costs = Costs({**self.costs.curves, **of_stock}, self.costs.overhead)
         self.links = LinkBytes(cluster)
@@ -39,13 +41,12 @@ class LayerOnCluster:
         """Rows of an even all-to-all that takes as long as this one."""
         self.computed = workload.rows_of(self.skew.computed())
         """Rows of every rank whose experts would take as long."""
-        self.activation_bytes = workload.mpmoe.activation_bytes(workload.rows, 1, NONE)
+        self.activation_bytes = activation_bytes(workload, workload.rows, 1, NONE)
 
     def seconds_of_experts(self, rows: int, holds: int = 1) -> tuple[float, float]:
         """Of `rows` of this rank, spread over the experts of `holds` ranks: forward, and backward."""
         one = self.workload
-        layer = replace(one.mpmoe, local_experts=one.mpmoe.local_experts * holds)
-        costs = layer.costs(self.cluster) if holds > 1 else self.costs
+        costs = costs_with_experts(one, self.cluster, holds) if holds > 1 else self.costs
         ops = (Op(kind, Lane.COMPUTE, size=rows * one.etp * one.row_bytes) for kind in (Kind.COMPUTE, Kind.GRADIENT))
         forward, backward = (costs.curve(op).seconds(op.size) for op in ops)
         return forward, backward
@@ -70,7 +71,7 @@ class LayerOnCluster:
     def passes(self) -> tuple[Pass, ...]:
         """Of our dispatchers, whose rows carry their probabilities."""
         one = self.workload
-        return training_passes(self.exchanged, one.row_bytes, one.row_bytes + one.lane_bytes)
+        return training_passes(self.exchanged, one.row_bytes, one.packed_row_bytes)
 
     @cached_property
     def edge(self) -> list[Op]:

@@ -7,8 +7,6 @@ from functools import cached_property
 from math import ceil
 
 from .expert_migration import MigrationLayer
-from .mpmoe_choice import MpmoeLayer
-from .parm import ParmLayer
 from .skew import Skew
 
 
@@ -26,8 +24,9 @@ class LayerWorkload:
     """A MoE layer on one rank: what it has to move and compute, and the sizes of its groups."""
 
     tokens: int
-    """That a rank enters the layer with: with sequence parallelism its part of them."""
+    """That a rank enters the layer with: with sequence parallelism its part of them. 0 where they are not known yet."""
     hidden: int
+    """Of a token as it travels."""
     ffn: int
     """Middle size of this rank's shard of an expert."""
     gated: bool
@@ -67,13 +66,21 @@ class LayerWorkload:
         """Of a row of combine."""
         return self.hidden * self.element_bytes
 
-    @cached_property
-    def parm(self) -> ParmLayer:
-        """As Parm's model takes it."""
-        return ParmLayer(
-            self.row_bytes, self.row_bytes + self.lane_bytes, self.topk, self.experts, self.tp, self.ep, self.etp,
-            self.capacity_factor,
-        )  # fmt: skip
+    @property
+    def packed_row_bytes(self) -> int:
+        """Of a row of dispatch, which carries its probability."""
+        return self.row_bytes + self.lane_bytes
+
+    @property
+    def local_experts(self) -> int:
+        """Experts of this rank."""
+        return self.experts // self.ep
+
+    def routed_rows(self, tokens: int) -> int:
+        """(token, expert) pairs that so many tokens make: E T (Parm, section IV-B)."""
+        if self.capacity_factor is None:
+            return tokens * self.topk
+        return self.experts * ceil(tokens * self.topk / self.experts * self.capacity_factor)
 
     @cached_property
     def rows(self) -> int:
@@ -82,25 +89,17 @@ class LayerWorkload:
 
     def rows_of(self, imbalance: float) -> int:
         """(token, expert) pairs of a rank that has so many times the mean."""
-        return ceil(self.parm.rows(-(-self.tokens // self.tp)) * imbalance)
-
-    @cached_property
-    def mpmoe(self) -> MpmoeLayer:
-        """As MPMoE's model takes it."""
-        return MpmoeLayer.of_experts(
-            self.hidden, self.ffn * self.etp, self.experts, self.ep, self.etp, self.element_bytes, self.lane_bytes,
-            self.gated, self.fused,
-        )  # fmt: skip
+        return ceil(self.routed_rows(-(-self.tokens // self.tp)) * imbalance)
 
     @property
     def expert_bytes(self) -> int:
         """Of the weights of all experts of a rank."""
-        return self.experts // self.ep * self.hidden * self.ffn * (3 if self.gated else 2) * self.element_bytes
+        return self.local_experts * self.hidden * self.ffn * (3 if self.gated else 2) * self.element_bytes
 
     def migration(self, skew: Skew) -> MigrationLayer:
         """As the stream model takes it. A row has its probabilities and the numbers of its experts behind it."""
         row, whole = self.row_bytes + self.topk * self.lane_bytes // 2, self.expert_bytes
         return MigrationLayer.alone(
-            self.rows_of(1.0) // self.topk, row, self.topk, self.experts // self.ep, int(whole / self.compression),
+            self.rows_of(1.0) // self.topk, row, self.topk, self.local_experts, int(whole / self.compression),
             int(whole / self.gradient_compression), skew.of_regions, self.resident_part < 1,
         )  # fmt: skip

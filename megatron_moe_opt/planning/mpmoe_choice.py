@@ -13,100 +13,35 @@ from dataclasses import dataclass
 from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.schedules import mpmoe
 from megatron_moe_opt.schedules.mpmoe import STRATEGIES, PartitionRows, RowBytes
-from megatron_moe_opt.schedules.schedule import Kind
 
 from .cluster import Cluster
-from .curves import CostCurve, Costs
 from .equal_times import fewest_of_equal
+from .expert_costs import costs_with_experts
+from .layer_workload import LayerWorkload
 from .memory import expert_middle_width
 from .monta import ChoiceByRows
 from .partition_search import PARTITIONS
 from .simulator import simulate
 
-LEAST_GRADIENT = 0.5
-"""Of the forward pass' time, what a backward pass takes at least: less is a disturbed measurement."""
+
+def row_bytes(layer: LayerWorkload) -> RowBytes:
+    """What a row of the layer takes on its way and in its experts, Megatron's own PyTorch ones."""
+    middle = layer.element_bytes * layer.ffn * expert_middle_width(layer.gated, layer.fused)
+    return RowBytes(layer.packed_row_bytes, layer.row_bytes, middle)
 
 
-@dataclass(frozen=True)
-class MpmoeLayer:
-    """What a MoE layer does with any number of rows."""
+def partitions(layer: LayerWorkload, rows: int, count: int) -> list[PartitionRows]:
+    """Equal parts of a rank's rows, where every rank has as many."""
+    own = -(-rows // count)
+    return [PartitionRows(own, own * layer.etp)] * count
 
-    row: RowBytes
-    hidden: int
-    ffn: int
-    """Middle size of this rank's shard of an expert."""
-    gated: bool
-    """The first matrix of an expert is twice as wide."""
-    local_experts: int
-    ep: int
-    etp: int
 
-    @classmethod
-    def of_experts(
-        cls,
-        hidden: int,
-        ffn: int,
-        experts: int,
-        ep: int,
-        etp: int,
-        element_bytes: int,
-        lane_bytes: int,
-        gated: bool,
-        fused: bool,
-    ) -> MpmoeLayer:
-        """A layer of Megatron's own PyTorch experts.
-
-        Args:
-            ffn: middle size of a whole expert.
-            experts: of the whole layer.
-            lane_bytes: what a row of dispatch carries besides, for its probability.
-            gated, fused: see expert_middle_width.
-        """
-        token, shard = hidden * element_bytes, ffn // etp
-        row = RowBytes(token + lane_bytes, token, element_bytes * shard * expert_middle_width(gated, fused))
-        return cls(row, hidden, shard, gated, experts // ep, ep, etp)
-
-    def partitions(self, rows: int, count: int) -> list[PartitionRows]:
-        """Equal parts of this rank's rows, where every rank has as many."""
-        own = -(-rows // count)
-        return [PartitionRows(own, own * self.etp)] * count
-
-    def activation_bytes(self, rows: int, count: int, strategy: str) -> int:
-        """What forward and backward hold of T_I, T_DI, T_M, T_DO and T_O (eq. 2; less eq. 5 where memory is reused)."""
-        part = self.partitions(rows, count)[0]
-        own, gathered = part.own * count * self.row.token, part.gathered * self.row.token
-        two, one = (min(2, count), 1) if STRATEGIES[strategy].reuses else (count, count)
-        return 2 * own + 2 * two * gathered + one * part.gathered * self.row.middle
-
-    def costs(self, cluster: Cluster) -> Costs:
-        """What the ops of its schedules cost, those of its experts too.
-
-        Experts of other sizes than the measured one take as much longer as they have more operations.
-
-        Raises:
-            ConfigurationError: no expert was measured.
-        """
-        gemm, measured = cluster.expert_gemm, cluster.costs()
-        if gemm is None:
-            raise ConfigurationError("the profile has no expert: measure this cluster again with moe-opt profile")
-        work = self.hidden * self.ffn * (1.5 if self.gated else 1.0) / (gemm.hidden * gemm.ffn_hidden)
-        forward = CostCurve(gemm.points)
-        training = gemm.training or tuple((rows, 3 * seconds) for rows, seconds in gemm.points)
-        gradient = [
-            (rows, max(seconds - forward.seconds(rows), LEAST_GRADIENT * forward.seconds(rows)))
-            for rows, seconds in training
-        ]
-
-        def all_experts(points: Sequence[tuple[float, float]]) -> CostCurve:
-            """Over bytes of T_DI, spread evenly."""
-            rows = self.local_experts
-            return CostCurve(tuple((size * rows * self.row.token, s * rows * work) for size, s in points))
-
-        experts = {
-            (Kind.COMPUTE, None): all_experts(gemm.points),
-            (Kind.GRADIENT, None): all_experts(gradient),
-        }
-        return Costs({**measured.curves, **experts}, measured.overhead)
+def activation_bytes(layer: LayerWorkload, rows: int, count: int, strategy: str) -> int:
+    """What forward and backward hold of T_I, T_DI, T_M, T_DO and T_O (eq. 2; less eq. 5 where memory is reused)."""
+    part, row = partitions(layer, rows, count)[0], row_bytes(layer)
+    own, gathered = part.own * count * row.token, part.gathered * row.token
+    two, one = (min(2, count), 1) if STRATEGIES[strategy].reuses else (count, count)
+    return 2 * own + 2 * two * gathered + one * part.gathered * row.middle
 
 
 @dataclass(frozen=True)
@@ -138,7 +73,7 @@ def most_rows(rows: int) -> int:
 
 
 def predict(
-    layer: MpmoeLayer,
+    layer: LayerWorkload,
     rows: int,
     cluster: Cluster,
     counts: Sequence[int] = PARTITIONS,
@@ -152,17 +87,15 @@ def predict(
     Raises:
         ConfigurationError: a curve is missing.
     """
-    costs, most = layer.costs(cluster), most_rows(rows)
+    costs, most, row = costs_with_experts(layer, cluster), most_rows(rows), row_bytes(layer)
     found = []
     for strategy in strategies:
         for count in counts:
-            parts = layer.partitions(rows, count)
-            schedules = [
-                build(strategy, parts, layer.row, layer.ep, layer.etp) for build in (mpmoe.forward, mpmoe.backward)
-            ]
+            parts = partitions(layer, rows, count)
+            schedules = [build(strategy, parts, row, layer.ep, layer.etp) for build in (mpmoe.forward, mpmoe.backward)]
             seconds = sum(simulate(schedule, costs, cluster.slowdown).seconds for schedule in schedules)
             seconds += (count - 1) * cluster.partition_overhead
-            found.append(MpmoeChoice(count, strategy, seconds, layer.activation_bytes(most, count, strategy)))
+            found.append(MpmoeChoice(count, strategy, seconds, activation_bytes(layer, most, count, strategy)))
     return tuple(found)
 
 
@@ -179,7 +112,7 @@ def choose(candidates: Sequence[MpmoeChoice], budget: int | None = None) -> Mpmo
 
 
 def choices(
-    layer: MpmoeLayer,
+    layer: LayerWorkload,
     cluster: Cluster,
     counts: Sequence[int] = PARTITIONS,
     strategies: Sequence[str] = tuple(STRATEGIES),
@@ -201,21 +134,21 @@ def choices(
 
 
 def least_partitions(
-    layer: MpmoeLayer, rows: int, strategy: str, counts: Sequence[int] = PARTITIONS, budget: int | None = None
+    layer: LayerWorkload, rows: int, strategy: str, counts: Sequence[int] = PARTITIONS, budget: int | None = None
 ) -> int | None:
     """The fewest partitions whose activations of `most_rows` fit into `budget` bytes; None: no number does."""
     most = most_rows(rows)
-    fitting = (n for n in counts if budget is None or layer.activation_bytes(most, n, strategy) <= budget)
+    fitting = (n for n in counts if budget is None or activation_bytes(layer, most, n, strategy) <= budget)
     return next(fitting, None)
 
 
 def refuse_budget(
-    layer: MpmoeLayer, rows: int, counts: Sequence[int], strategies: Sequence[str], budget: int | None
+    layer: LayerWorkload, rows: int, counts: Sequence[int], strategies: Sequence[str], budget: int | None
 ) -> ConfigurationError:
     """What to say where nothing fits."""
     most = most_rows(rows)
     needs, count, strategy = min(
-        (layer.activation_bytes(most, n, strategy), n, strategy) for n in counts for strategy in strategies
+        (activation_bytes(layer, most, n, strategy), n, strategy) for n in counts for strategy in strategies
     )
     return ConfigurationError(
         f"--moe-opt-activation-budget {budget} is too little for up to {most} rows a rank: {count} partition(s) with "

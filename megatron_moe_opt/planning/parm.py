@@ -15,7 +15,6 @@ already: nothing is gathered, and the choice is that between the fused all-to-al
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -29,33 +28,9 @@ from megatron_moe_opt.schedules.timeline import Timeline
 from .cluster import Cluster
 from .curves import AlphaBeta, CostCurve
 from .equal_times import fewest_of_equal
+from .layer_workload import LayerWorkload
 from .monta import AS_IN_TRAINING, CHUNKS, ChoiceByRows, Pass, training_passes
 from .simulator import simulate
-
-
-@dataclass(frozen=True)
-class ParmLayer:
-    """What a MoE layer does with any number of tokens, and the sizes of its groups."""
-
-    row_bytes: int
-    """Of a row of combine: hidden size times bytes of an element."""
-    packed_row_bytes: int
-    """Of a row of dispatch, which carries its probability."""
-    topk: int
-    experts: int
-    tp: int
-    """Ranks that hold the same tokens (N_MP): 1 with sequence parallelism."""
-    ep: int
-    etp: int
-    """Shards of an expert (N_ESP)."""
-    capacity_factor: float | None = None
-    """Every expert gets its capacity of rows (drop and pad). None: dropless."""
-
-    def rows(self, tokens: int) -> int:
-        """(token, expert) pairs of so many tokens: E T."""
-        if self.capacity_factor is None:
-            return tokens * self.topk
-        return self.experts * math.ceil(tokens * self.topk / self.experts * self.capacity_factor)
 
 
 @dataclass(frozen=True)
@@ -97,21 +72,21 @@ class ParmFits:
         all_to_all, all_gather = (AlphaBeta.fit(costs.curve(op)) for op in (_ALL_TO_ALL, _ALL_GATHER))
         return cls(all_to_all, all_gather, AlphaBeta.fit(_saa(cluster)))
 
-    def seconds(self, layer: ParmLayer, tokens: int) -> tuple[float, float]:
+    def seconds(self, layer: LayerWorkload, tokens: int) -> tuple[float, float]:
         """t_D1 and t_D2 of a forward pass."""
-        own = layer.rows(tokens) * layer.row_bytes * layer.etp / layer.tp  # y / N_MP
+        own = layer.routed_rows(tokens) * layer.row_bytes * layer.etp / layer.tp  # y / N_MP
         exchange = self.all_to_all.seconds(own)
         return 2 * exchange + self.all_gather.seconds(tokens * layer.row_bytes), exchange + self.saa.seconds(own)
 
 
-def algorithm_1(layer: ParmLayer, tokens: int, fits: ParmFits) -> str:
+def algorithm_1(layer: LayerWorkload, tokens: int, fits: ParmFits) -> str:
     """S1 or S2, by the closed forms alone (Parm, Algorithm 1)."""
     t_d1, t_d2 = fits.seconds(layer, tokens)
     return "S1" if t_d1 <= t_d2 else "S2"
 
 
 def predict(
-    layer: ParmLayer,
+    layer: LayerWorkload,
     tokens: int,
     cluster: Cluster,
     schedules: Sequence[str] = SCHEDULES,
@@ -140,7 +115,7 @@ def predict(
 
 
 def choose(
-    layer: ParmLayer,
+    layer: LayerWorkload,
     tokens: int,
     cluster: Cluster,
     schedules: Sequence[str] = SCHEDULES,
@@ -161,7 +136,7 @@ def choose(
 
 
 def choices(
-    layer: ParmLayer,
+    layer: LayerWorkload,
     cluster: Cluster,
     schedules: Sequence[str] = SCHEDULES,
     levels: Sequence[str | None] = (None, *LEVELS),
@@ -183,7 +158,7 @@ _ALL_GATHER = Op(Kind.ALL_GATHER, Lane.INTRA, group=TP)
 
 
 def _candidates(
-    layer: ParmLayer,
+    layer: LayerWorkload,
     tokens: int,
     cluster: Cluster,
     schedules: Sequence[str],
@@ -204,7 +179,7 @@ def _candidates(
         return one.schedule(level, even_chunks(one.exchanged, layer.etp, count), layer.ep, layer.etp)
 
     if "S1" in schedules:
-        passes = training_passes(layer.rows(-(-tokens // layer.tp)), layer.row_bytes, layer.packed_row_bytes)
+        passes = training_passes(layer.routed_rows(-(-tokens // layer.tp)), layer.row_bytes, layer.packed_row_bytes)
         gathers = 0.0  # of the output and, in the backward pass, of the input's gradient
         if layer.tp > 1:
             gathers = 2 * costs(Op(Kind.ALL_GATHER, Lane.INTRA, size=tokens * layer.row_bytes, group=TP))
@@ -216,14 +191,14 @@ def _candidates(
         yield ParmChoice("S2", None, 1, sum(one.seconds for one in s2_timelines(layer, tokens, cluster)))
 
 
-def s2_timelines(layer: ParmLayer, tokens: int, cluster: Cluster) -> list[Timeline]:
+def s2_timelines(layer: LayerWorkload, tokens: int, cluster: Cluster) -> list[Timeline]:
     """Returns the four passes of S2: dispatch as it is played, combine as SAA was measured, behind its reorder.
 
     Raises:
         ConfigurationError: a curve is missing.
     """
     saa, costs, timelines = _saa(cluster), cluster.costs(), []
-    for one in training_passes(-(-layer.rows(tokens) // layer.tp), layer.row_bytes, layer.packed_row_bytes):
+    for one in training_passes(-(-layer.routed_rows(tokens) // layer.tp), layer.row_bytes, layer.packed_row_bytes):
         if one.direction == "dispatch":
             schedule = parm.dispatch(even_chunks(one.exchanged, layer.etp, 1), layer.etp)
             timelines.append(simulate(schedule, costs, cluster.slowdown))

@@ -12,6 +12,7 @@ from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.option_values import AUTO, BYTES, one_of
 from megatron_moe_opt.option_values import PARTITIONS as SEVERAL_PARTITIONS
 from megatron_moe_opt.planning.layer_on_cluster import LayerOnCluster
+from megatron_moe_opt.planning.mpmoe_choice import activation_bytes, partitions, row_bytes
 from megatron_moe_opt.planning.partition_search import PARTITIONS
 from megatron_moe_opt.planning.prediction import Prediction
 from megatron_moe_opt.schedules.mpmoe import NONE, STRATEGIES, backward, forward
@@ -96,10 +97,9 @@ class MpmoeOptions(SharedOptions):
 def _build(groups: Any, options: MpmoeOptions, config: Any) -> Any:
     from megatron_moe_opt.dispatchers.mpmoe import MpmoeDispatcher
     from megatron_moe_opt.dispatchers.tuning import partitioning_of
-    from megatron_moe_opt.integration.mpmoe_layer import shape_of_layer
+    from megatron_moe_opt.integration.layer_workload import layer_workload
 
-    shape = shape_of_layer(config, groups.ep_size, groups.etp_size)
-    return MpmoeDispatcher(groups, partitioning_of(options, groups, shape))
+    return MpmoeDispatcher(groups, partitioning_of(options, groups, layer_workload(config, groups)))
 
 
 def _attach(layer: Any, options: MpmoeOptions) -> None:
@@ -167,18 +167,18 @@ def _candidates(layer: LayerOnCluster) -> Iterator[Prediction]:
     """Partitions through the experts; expert-TP's collectives of each run in a lane of their own beside the
     all-to-alls, as MoNTA's do.
     """
-    one, shape = layer.workload, layer.workload.mpmoe
+    one, row = layer.workload, row_bytes(layer.workload)
     for strategy in STRATEGIES:
         for count in PARTITIONS:
             if count == 1:
                 continue  # nothing to overlap or share: monta:O1
-            computed, exchanged = (shape.partitions(rows, count) for rows in (layer.computed, layer.exchanged))
+            computed, exchanged = (partitions(one, rows, count) for rows in (layer.computed, layer.exchanged))
             parts = [replace(part, own=other.own) for part, other in zip(computed, exchanged, strict=True)]
-            schedules = [build(strategy, parts, shape.row, one.ep, one.etp) for build in (forward, backward)]
+            schedules = [build(strategy, parts, row, one.ep, one.etp) for build in (forward, backward)]
             setting = _write(MpmoeOptions(partitions=count, memory_reuse=strategy), 1)
             # Without partition_overhead, which is of a small layer: it tells mpmoe's own model that many partitions do
             # not pay there, and would make larger layers too slow beside other systems.
-            held = shape.activation_bytes(one.rows, count, strategy)
+            held = activation_bytes(one, one.rows, count, strategy)
             yield replace(layer.prediction(f"{NAME}:{setting}", schedules, layer.edge), activation_bytes=held)
 
 

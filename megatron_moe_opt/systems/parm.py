@@ -56,9 +56,11 @@ class ParmOptions(SharedOptions):
 def _build(groups: Any, options: ParmOptions, config: Any) -> Any:
     from megatron_moe_opt.dispatchers.parm import ParmDispatcher
     from megatron_moe_opt.dispatchers.parm_schedule import scheduling_of
-    from megatron_moe_opt.integration.replicated_tokens import routing_of
+    from megatron_moe_opt.integration.layer_workload import layer_workload
+    from megatron_moe_opt.integration.replicated_tokens import drawn_by_each_rank
 
-    return ParmDispatcher(groups, scheduling_of(options, groups, routing_of(config)))
+    workload = layer_workload(config, groups)
+    return ParmDispatcher(groups, scheduling_of(options, groups, workload, drawn_by_each_rank(config)))
 
 
 def _check(config: Any, options: ParmOptions, arguments: Any) -> None:
@@ -102,7 +104,7 @@ def _candidates(layer: LayerOnCluster) -> Iterator[Prediction | Refusal]:
     schedules = [fused(exchanged) for exchanged in layer.passes]
     yield layer.prediction("parm:S1", schedules, layer.edge)
     if one.tp > 1:
-        yield layer.played("parm:S2", parm.s2_timelines(one.parm, one.tokens, layer.cluster))
+        yield layer.played("parm:S2", parm.s2_timelines(one, one.tokens, layer.cluster))
 
 
 def _stays(options: ParmOptions, run: Run) -> str | None:

@@ -10,7 +10,8 @@ import pytest
 import torch.distributed as dist
 
 from megatron_moe_opt.planning.cluster import Cluster, World
-from megatron_moe_opt.planning.parm import ParmLayer, predict
+from megatron_moe_opt.planning.layer_workload import LayerWorkload
+from megatron_moe_opt.planning.parm import predict
 from megatron_moe_opt.planning.simulator import simulate
 from megatron_moe_opt.planning.skew import EVERY_RANK, ONE_RANK
 from megatron_moe_opt.schedules.parm import JOINT
@@ -98,7 +99,7 @@ def test_every_group_gets_its_curves(ranks, tmp_path, options, world, groups):
     if world.tp > 1:  # then tokens can be replicated, and what S1 and S2 take can be predicted
         assert tuple(size for size, _ in cluster.saa) == sizes
         assert all(seconds > 0 for _, seconds in cluster.saa)
-        layer = ParmLayer(64, 80, topk=2, experts=4, tp=world.tp, ep=world.ep, etp=world.expert_tp)
+        layer = LayerWorkload(0, 16, 16, False, 4, 2, 4, 16, world.ep, world.expert_tp, world.tp)
         assert {one.schedule for one in predict(layer, 32, cluster)} == {"S1", "S2"}
     cluster.save(tmp_path / "cluster.json")
     assert Cluster.load(tmp_path / "cluster.json") == cluster

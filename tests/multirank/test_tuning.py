@@ -15,13 +15,14 @@ from megatron_moe_opt.dispatchers.tuning import TURNS
 from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.options import split_options
 from megatron_moe_opt.planning.cluster import Cluster, ExpertGemm, World
-from megatron_moe_opt.planning.mpmoe_choice import MpmoeLayer
+from megatron_moe_opt.planning.layer_workload import LayerWorkload
+from megatron_moe_opt.planning.mpmoe_choice import activation_bytes, row_bytes
 from megatron_moe_opt.planning.partition_search import PARTITIONS
-from megatron_moe_opt.schedules.mpmoe import STRATEGIES, RowBytes
+from megatron_moe_opt.schedules.mpmoe import STRATEGIES
 from megatron_moe_opt.schedules.schedule import Kind
 from tests.ranks.pool import RankFailure
 
-LAYER = MpmoeLayer(RowBytes(272, 256, 1024), 64, 128, gated=False, local_experts=2, ep=4, etp=1)
+LAYER = LayerWorkload(0, 64, 128, False, 8, 2, 4, 16, 4, 1, fused=True)
 TOKENS = (0, 3000, 10, 990)
 """Of each rank: 1000 on the mean."""
 
@@ -41,12 +42,12 @@ def tune(best_of_ranks, passes, counts, strategies, budget, layers, evaluations,
 
     Args:
         best_of_ranks: for each rank, the number of partitions that is fastest there.
-        middle: bytes of T_M of a row, by which cases tell their layers apart.
+        middle: middle size of an expert, by which cases tell their layers apart.
     """
     from megatron_moe_opt.dispatchers.tuning import MeasuredPartitioning
 
     rank, best = dist.get_rank(), best_of_ranks[dist.get_rank()]
-    layer = MpmoeLayer(RowBytes(272, 256, middle), 64, 128, gated=False, local_experts=2, ep=4, etp=1)
+    layer = LayerWorkload(0, 64, middle, False, 8, 2, 4, 16, 4, 1, fused=True)
     groups, candidates = _candidates(counts, strategies, budget, layer)
     partitionings = [MeasuredPartitioning(groups, candidates) for _ in range(layers)]
 
@@ -119,10 +120,10 @@ def test_layers_share_what_they_measure(ranks):
 
 def test_under_a_budget_the_fastest_reuse_that_fits(ranks):
     rows = 1000
-    layer = MpmoeLayer(RowBytes(272, 256, 1024), 64, 128, gated=False, local_experts=2, ep=4, etp=1)
-    budget = layer.activation_bytes(2 * rows, 4, "S1")  # for far more rows: in fewer partitions these fit
+    layer = LayerWorkload(0, 64, 128, False, 8, 2, 4, 16, 4, 1, fused=True)
+    budget = activation_bytes(layer, 2 * rows, 4, "S1")  # for far more rows: in fewer partitions these fit
     case = CASE | {"best_of_ranks": (2, 2, 2, 2), "passes": 30 * TURNS, "budget": budget // 2}
-    answers = ranks.run(tune, **case, middle=1024)
+    answers = ranks.run(tune, **case, middle=128)
     assert all(used == answers[0][0] for used, _ in answers)
     (last,) = answers[0][0][-1]
     assert last[1] == "S1" and last[0] >= 3
@@ -248,8 +249,8 @@ def test_what_there_is_to_choose_from(arguments, counts, strategies, tuner):
 def saved_and_expected(gated):
     """Bytes of a row that the experts' operations saved, and that the model takes for it."""
     import megatron_moe_opt
+    from megatron_moe_opt.integration.layer_workload import layer_workload
     from megatron_moe_opt.integration.moe_layer import build_layer
-    from megatron_moe_opt.integration.mpmoe_layer import shape_of_layer
     from megatron_moe_opt.options import Options
     from megatron_moe_opt.runtime.expert_call import Experts
     from tests.ranks.megatron import moe_config, parallel
@@ -266,7 +267,7 @@ def saved_and_expected(gated):
         layer = build_layer(config)
         megatron_moe_opt.register()
         layer(torch.randn(30, 1, 64, requires_grad=True))[0].sum().backward()
-    return made[0].middle_row_bytes, shape_of_layer(config, 2, 2).row.middle
+    return made[0].middle_row_bytes, row_bytes(layer_workload(config, SimpleNamespace(ep_size=2, etp_size=2))).middle
 
 
 @pytest.mark.parametrize("gated", [False, True])

@@ -10,12 +10,11 @@ import torch.distributed as dist
 
 from megatron_moe_opt.dispatchers import tuning
 from megatron_moe_opt.integration import netmoe_layer, telemetry_report
-from megatron_moe_opt.planning.mpmoe_choice import MpmoeLayer
-from megatron_moe_opt.schedules.mpmoe import RowBytes
+from megatron_moe_opt.planning.layer_workload import LayerWorkload
 from megatron_moe_opt.topology import domain_groups
 from megatron_moe_opt.topology.expert_groups import ExpertGroups
 
-CANDIDATES = tuning.Candidates(MpmoeLayer(RowBytes(272, 256, 9), 64, 128, False, 2, 1, 1), (1, 2), ("none",))
+CANDIDATES = tuning.Candidates(LayerWorkload(0, 64, 128, False, 2, 2, 4, 16, 1), (1, 2), ("none",))
 USES = {
     "nodes of levels": lambda group: domain_groups._nodes(group),
     "nodes of telemetry": lambda group: telemetry_report._nodes(group),

@@ -12,8 +12,10 @@ from hypothesis import strategies as st
 from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.planning.cluster import Cluster, ExpertGemm, World
 from megatron_moe_opt.planning.equal_times import EQUAL_WITHIN
+from megatron_moe_opt.planning.expert_costs import costs_with_experts
+from megatron_moe_opt.planning.layer_workload import LayerWorkload
 from megatron_moe_opt.planning.mpmoe_choice import (
-    MpmoeLayer,
+    activation_bytes,
     choices,
     choose,
     least_partitions,
@@ -40,7 +42,7 @@ CLUSTER = Cluster(
     overhead=1e-5,
     expert_gemm=ExpertGemm(64, 128, "fp32", ((16, 1e-4), (1600, 4e-3)), ((16, 2.5e-4), (1600, 13e-3))),
 )
-LAYER = MpmoeLayer(RowBytes(272, 256, 1024), 64, 128, gated=False, local_experts=2, ep=2, etp=2)
+LAYER = LayerWorkload(0, 64, 128, False, 4, 2, 4, 16, 2, 2, fused=True)  # T_M: 1024 bytes a row
 
 
 def _played(schedule, of_kind):
@@ -82,18 +84,18 @@ def test_paradigms_2_and_3_bound_s3(n, send, compute, gradient, transfer):
 
 
 def test_experts_cost_what_was_measured_at_the_size_of_a_partition():
-    costs = LAYER.costs(CLUSTER)
+    costs = costs_with_experts(LAYER, CLUSTER)
     curve, gradient = costs.curves[Kind.COMPUTE, None], costs.curves[Kind.GRADIENT, None]
     for rows, forward, training in ((16, 1e-4, 2.5e-4), (808, 2.05e-3, (2.5e-4 + 13e-3) / 2)):
-        size = 2 * rows * LAYER.row.token  # of T_DI, over two experts
+        size = 2 * rows * LAYER.row_bytes  # of T_DI, over two experts
         assert curve.seconds(size) == pytest.approx(2 * forward)
         assert gradient.seconds(size) == pytest.approx(2 * (training - forward))
-    wide = dataclasses.replace(LAYER, hidden=128, gated=True).costs(CLUSTER)
-    assert wide.curves[Kind.COMPUTE, None].seconds(32 * 256) == pytest.approx(3 * 2e-4)
+    wide = costs_with_experts(dataclasses.replace(LAYER, hidden=128, gated=True), CLUSTER)
+    assert wide.curves[Kind.COMPUTE, None].seconds(32 * 512) == pytest.approx(3 * 2e-4)
     older = dataclasses.replace(CLUSTER, expert_gemm=dataclasses.replace(CLUSTER.expert_gemm, training=None))
-    assert LAYER.costs(older).curves[Kind.GRADIENT, None].seconds(32 * 256) == pytest.approx(4e-4)
+    assert costs_with_experts(LAYER, older).curves[Kind.GRADIENT, None].seconds(32 * 256) == pytest.approx(4e-4)
     with pytest.raises(ConfigurationError, match="the profile has no expert"):
-        LAYER.costs(dataclasses.replace(CLUSTER, expert_gemm=None))
+        costs_with_experts(LAYER, dataclasses.replace(CLUSTER, expert_gemm=None))
 
 
 @settings(max_examples=25)
@@ -102,7 +104,7 @@ def test_the_choice_is_the_fastest_that_fits(rows, budget):
     candidates = predict(LAYER, rows, CLUSTER)
     assert [(one.strategy, one.partitions) for one in candidates] == [(s, n) for s in STRATEGIES for n in PARTITIONS]
     for one in candidates:  # for all row counts that share the choice
-        assert one.activation_bytes >= LAYER.activation_bytes(rows, one.partitions, one.strategy)
+        assert one.activation_bytes >= activation_bytes(LAYER, rows, one.partitions, one.strategy)
     fitting = [one for one in candidates if budget is None or one.activation_bytes <= budget]
     choice = choose(candidates, budget)
     if not fitting:
@@ -122,20 +124,20 @@ def test_the_choice_is_the_fastest_that_fits(rows, budget):
 
 def test_activations_are_those_of_the_paper():
     """Eq. 2 and eq. 5 with k rows a token, in bytes, where no size is rounded."""
-    layer = MpmoeLayer(RowBytes(80, 64, 256), 16, 64, gated=False, local_experts=1, ep=4, etp=1)
+    layer = LayerWorkload(0, 16, 32, False, 4, 2, 4, 16, 4, fused=True)
     rows, widths = 840, {"T_I": 64, "T_DI": 64, "T_M": 256, "T_DO": 64, "T_O": 64}
     for n in PARTITIONS:
         for strategy in STRATEGIES:
             kept = {"T_DI": 2, "T_DO": 2, "T_M": 1} if strategy != "none" else {}
             expected = sum(rows * width * min(n, kept.get(name, n)) // n for name, width in widths.items())
-            assert layer.activation_bytes(rows, n, strategy) == expected
+            assert activation_bytes(layer, rows, n, strategy) == expected
 
 
 def test_more_to_hide_means_more_partitions_and_little_means_none():
     table = choices(LAYER, CLUSTER)
     counts = [table[rows][0].partitions for rows in (1, 100, 10**4, 10**5)]
     assert counts[0] == 1 and counts[-1] > 2 and counts == sorted(counts)
-    tight, _ = choices(LAYER, CLUSTER, budget=LAYER.activation_bytes(10**4, 4, "S1"))[10**4]
+    tight, _ = choices(LAYER, CLUSTER, budget=activation_bytes(LAYER, 10**4, 4, "S1"))[10**4]
     assert tight.strategy != "none" and tight.partitions >= 4
 
 

@@ -13,7 +13,8 @@ from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.planning import monta
 from megatron_moe_opt.planning.cluster import Cluster, World
 from megatron_moe_opt.planning.curves import AlphaBeta
-from megatron_moe_opt.planning.parm import ParmChoice, ParmFits, ParmLayer, algorithm_1, choices, choose, predict
+from megatron_moe_opt.planning.layer_workload import LayerWorkload
+from megatron_moe_opt.planning.parm import ParmChoice, ParmFits, algorithm_1, choices, choose, predict
 from megatron_moe_opt.schedules.parm import JOINT
 from megatron_moe_opt.schedules.schedule import Kind, Lane
 
@@ -31,7 +32,9 @@ def cluster_of(lines, saa=None, **others):
 
 
 def layer_of(tp=2, ep=2, etp=2, **others):
-    return ParmLayer(row_bytes=1024, packed_row_bytes=1024, topk=2, experts=8, tp=tp, ep=ep, etp=etp, **others)
+    return LayerWorkload(
+        0, 256, 64, False, experts=8, topk=2, element_bytes=4, lane_bytes=0, tp=tp, ep=ep, etp=etp, **others
+    )
 
 
 lines = st.builds(AlphaBeta, st.floats(1e-6, 1e-2), st.floats(1e-12, 1e-8))
@@ -64,7 +67,7 @@ def test_closed_forms_by_hand():
 @pytest.mark.parametrize(("capacity_factor", "rows"), [(None, 34), (1.0, 40), (1.2, 48), (2.4, 88)])
 def test_rows_of_17_tokens_for_8_experts(capacity_factor, rows):
     """4.25 rows an expert, which is 5 at capacity 1, 5.1 and so 6 at 1.2."""
-    assert layer_of(capacity_factor=capacity_factor).rows(17) == rows
+    assert layer_of(capacity_factor=capacity_factor).routed_rows(17) == rows
 
 
 def test_few_rows_want_s2_and_many_s1():
@@ -114,7 +117,7 @@ def test_the_choice_is_never_worse_than_a_candidate(tokens, tp, ep, etp, capacit
 def test_s1_is_what_monta_and_the_fused_all_to_all_take(sizes):
     """And twice the AllGather: of the output and of the input's gradient."""
     tp, ep, etp = sizes
-    layer = replace(layer_of(tp, ep, etp), packed_row_bytes=1040)
+    layer = replace(layer_of(tp, ep, etp), lane_bytes=16)
     costs, slowdown = CLUSTER.costs(), CLUSTER.slowdown
     passes = monta.training_passes(2 * 4096 // tp, 1024, 1040)
     gathers = 2 * (1e-4 + 2e-10 * 4096 * 1024 + 1e-5) if tp > 1 else 0
@@ -141,7 +144,7 @@ def test_what_can_run():
     assert names(layer_of(), levels=[None]) == ["S1, fused", "S2"]
     assert names(layer_of(), levels=["O3"], chunks=[1, 3], schedules=["S1"]) == ["S1, O3", "S1, O3 in 3 chunks"]
     for layer, arguments in ((layer_of(tp=1), {"schedules": ["S2"]}), (layer_of(), {"schedules": []})):
-        with pytest.raises(ValueError, match="none of .* can run in a layer ParmLayer"):
+        with pytest.raises(ValueError, match="none of .* can run in a layer LayerWorkload"):
             predict(layer, 1024, CLUSTER, **arguments)
 
 

@@ -292,7 +292,7 @@ def test_parms_own_rule_is_explained(run, tmp_path):
         f"{fits.saa.largest_error:.1%}",
     ]
     assert fits.saa.largest_error > 0.001  # three points that are on no line
-    layer = parm.ParmLayer(8192, 8192 + 16, topk=2, experts=8, tp=2, ep=4, etp=2)
+    layer = LayerWorkload(0, 4096, 64, False, 8, 2, 2, 16, ep=4, etp=2, tp=2)
     t_d1, t_d2 = fits.seconds(layer, 2048)
     answer = parm.algorithm_1(layer, 2048, fits)
     assert f"t_D1 {t_d1 * 1e3:.3f} ms, t_D2 {t_d2 * 1e3:.3f} ms: {answer}\n" in output

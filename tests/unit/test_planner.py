@@ -71,7 +71,7 @@ def test_systems_are_predicted_as_they_predict_themselves():
     one = predicted[f"monta:{choice.level}" + (f"x{choice.chunks}" if choice.chunks > 1 else "")]
     assert one.terms["dispatch and combine"] == pytest.approx(choice.seconds)
     assert one.terms["rows on the rank"] == pytest.approx(local)
-    (own,) = mpmoe_choice.predict(LAYER.mpmoe, 2048, measured, (4,), ("none",))
+    (own,) = mpmoe_choice.predict(LAYER, 2048, measured, (4,), ("none",))
     assert predicted["mpmoe:4"].terms["pipeline with experts"] == pytest.approx(own.seconds)
     assert predicted[ALLTOALL].terms["rows on the rank"] == pytest.approx(2 * local)
 

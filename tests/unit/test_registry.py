@@ -20,7 +20,7 @@ import megatron_moe_opt
 from megatron_moe_opt.errors import ConfigurationError, sentence
 from megatron_moe_opt.integration import checks, registry
 from megatron_moe_opt.integration.checks import check_config
-from megatron_moe_opt.integration.replicated_tokens import routing_of
+from megatron_moe_opt.integration.replicated_tokens import drawn_by_each_rank
 from megatron_moe_opt.options import Options, options_help, split_options
 from megatron_moe_opt.systems import system_of
 
@@ -136,7 +136,7 @@ def test_a_routing_that_each_rank_draws_is_refused_where_tp_ranks_route_the_same
         refusal(f"{refused}, which --moe-token-dispatcher-type deepspeed cannot", name="deepspeed", **replicated)
         megatron_moe_opt.register(Options(parm_schedule="S1"))
         config("parm", **replicated)
-        assert routing_of(config("parm", **replicated)).drawn_by == drawn  # what a profile chooses between
+        assert drawn_by_each_rank(config("parm", **replicated)) == drawn  # what a profile chooses between
     finally:
         megatron_moe_opt.register()
 

@@ -10,11 +10,10 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron_moe_opt.dispatchers import tuning
 from megatron_moe_opt.errors import ConfigurationError
-from megatron_moe_opt.planning.mpmoe_choice import MpmoeLayer
+from megatron_moe_opt.planning.layer_workload import LayerWorkload
 from megatron_moe_opt.planning.partition_search import PARTITIONS
-from megatron_moe_opt.schedules.mpmoe import RowBytes
 
-LAYER = MpmoeLayer(RowBytes(272, 256, 1024), 64, 128, gated=False, local_experts=2, ep=4, etp=1)
+LAYER = LayerWorkload(0, 64, 128, False, 8, 2, 4, 16, 4, 1, fused=True)
 
 
 class Alone:

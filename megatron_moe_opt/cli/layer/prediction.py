@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from megatron_moe_opt.cli.layer.settings import LayerSettings
-from megatron_moe_opt.cli.option_types import torch_dtype
 from megatron_moe_opt.cli.routing.balance import RoutingBalance, max_over_mean
 from megatron_moe_opt.errors import ConfigurationError
-from megatron_moe_opt.kernels import LANE_BYTES
 from megatron_moe_opt.planning.cluster import Cluster
 from megatron_moe_opt.planning.layer_workload import LayerWorkload
 from megatron_moe_opt.planning.planner import candidates
@@ -68,19 +66,8 @@ def workload_of(settings: LayerSettings, ep: int, balance: RoutingBalance, worke
     imbalance, capacity = max_over_mean(balance.of_rank), settings.capacity_factor
     if capacity is not None:
         imbalance = 1.0 if settings.pad_to_capacity else min(imbalance, capacity)
-    return LayerWorkload(
-        tokens=settings.tokens,
-        hidden=settings.hidden,
-        ffn=settings.ffn_hidden // settings.expert_tp,
-        gated=False,
-        experts=settings.experts,
-        topk=settings.topk,
-        element_bytes=torch_dtype(settings.dtype).itemsize,
-        lane_bytes=LANE_BYTES,
-        ep=ep,
-        etp=settings.expert_tp,
-        tp=settings.tp if settings.replicated else 1,
-        capacity_factor=capacity if settings.pad_to_capacity else None,
+    return replace(
+        settings.workload(ep),
         imbalance=imbalance,
         rank_rows=() if capacity is not None else balance.of_rank,
         workers=workers,

@@ -5,8 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from megatron_moe_opt.cli.option_types import torch_dtype
 from megatron_moe_opt.errors import ConfigurationError
+from megatron_moe_opt.kernels import LANE_BYTES
 from megatron_moe_opt.option_values import AUTO
+from megatron_moe_opt.planning.layer_workload import LayerWorkload
 from megatron_moe_opt.variants import FLEX, split_variant
 
 BASELINE = "alltoall"
@@ -56,6 +59,23 @@ class LayerSettings:
     def ep_size(self, world: int) -> int:
         """Expert parallelism on `world` ranks."""
         return self.ep or max(1, world // self.expert_tp)
+
+    def workload(self, ep: int) -> LayerWorkload:
+        """Returns the layer as the planner takes it, routed evenly."""
+        return LayerWorkload(
+            tokens=self.tokens,
+            hidden=self.hidden,
+            ffn=self.ffn_hidden // self.expert_tp,
+            gated=False,
+            experts=self.experts,
+            topk=self.topk,
+            element_bytes=torch_dtype(self.dtype).itemsize,
+            lane_bytes=LANE_BYTES,
+            ep=ep,
+            etp=self.expert_tp,
+            tp=self.tp if self.replicated else 1,
+            capacity_factor=self.capacity_factor if self.pad_to_capacity else None,
+        )
 
     def data_rank(self, rank: int) -> int:
         """Decides the tokens of a rank: with `replicated` it is the same for all ranks of a TP group."""

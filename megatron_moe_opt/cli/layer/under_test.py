@@ -18,24 +18,27 @@ from megatron_moe_opt.cli.routing.workloads import choose_experts
 from megatron_moe_opt.integration.auto_layer import current_controller
 from megatron_moe_opt.integration.flex_backends import DEFAULT
 from megatron_moe_opt.integration.moe_layer import build_layer, forget_migrated_experts, impose_routing
-from megatron_moe_opt.integration.mpmoe_layer import shape_of_layer
 from megatron_moe_opt.option_values import AUTO
 from megatron_moe_opt.options import Options
-from megatron_moe_opt.planning.mpmoe_choice import MpmoeLayer
 from megatron_moe_opt.runtime.recording import recording
 from megatron_moe_opt.schedules.timeline import Timeline
 from megatron_moe_opt.variants import FLEX, split_variant
 
 
-def layer_config(settings: LayerSettings, variant: str, ep: int, permute_fusion: bool) -> TransformerConfig:
-    """Megatron's configuration of the layer.
+def layer_config(
+    settings: LayerSettings, variant: str, ep: int, permute_fusion: bool = False, **changes: Any
+) -> TransformerConfig:
+    """Returns Megatron's configuration of the layer.
 
     SequentialMLP experts (they run everywhere), no biases, no auxiliary loss, router in fp32, imposed routing.
+
+    Args:
+        changes: fields of the configuration in the place of these.
     """
     dtype = torch_dtype(settings.dtype)
     dispatcher, _, setting = variant.partition(":")
     flex = {"moe_flex_dispatcher_backend": setting or DEFAULT} if dispatcher == FLEX else {}
-    return TransformerConfig(
+    fields = dict(
         **flex,
         num_layers=1,
         hidden_size=settings.hidden,
@@ -62,11 +65,7 @@ def layer_config(settings: LayerSettings, variant: str, ep: int, permute_fusion:
         bf16=dtype is torch.bfloat16,
         params_dtype=dtype,
     )
-
-
-def mpmoe_shape(settings: LayerSettings, ep: int) -> MpmoeLayer:
-    """What the model of `mpmoe` knows of the settings' layer."""
-    return shape_of_layer(layer_config(settings, "mpmoe", ep, permute_fusion=False), ep, settings.expert_tp)
+    return TransformerConfig(**(fields | changes))
 
 
 @dataclass

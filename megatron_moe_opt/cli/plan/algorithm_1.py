@@ -35,8 +35,8 @@ def algorithm_1_of(workload: LayerWorkload, cluster: Cluster) -> Iterator[Table 
             for name, line in lines.items()
         ],
     )  # fmt: skip
-    t_d1, t_d2 = fits.seconds(workload.parm, workload.tokens)
+    t_d1, t_d2 = fits.seconds(workload, workload.tokens)
     yield (
         f"Parm's Algorithm 1: t_D1 {t_d1 * 1e3:.3f} ms, t_D2 {t_d2 * 1e3:.3f} ms: "
-        f"{algorithm_1(workload.parm, workload.tokens, fits)}"
+        f"{algorithm_1(workload, workload.tokens, fits)}"
     )

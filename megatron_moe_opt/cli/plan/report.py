@@ -19,10 +19,12 @@ from megatron_moe_opt.option_values import AUTO
 from megatron_moe_opt.output_file import check_output_file
 from megatron_moe_opt.planning.cluster import OURS, STOCK
 from megatron_moe_opt.planning.curves import CostCurve
+from megatron_moe_opt.planning.expert_costs import costs_with_experts
 from megatron_moe_opt.planning.known_models import MONTA_CHOICES
 from megatron_moe_opt.planning.layer_workload import LayerWorkload
 from megatron_moe_opt.planning.memory import training_memory
 from megatron_moe_opt.planning.model import ModelShape
+from megatron_moe_opt.planning.mpmoe_choice import activation_bytes
 from megatron_moe_opt.planning.plan_file import Plan
 from megatron_moe_opt.planning.planner import WINS_BY, best, candidates
 from megatron_moe_opt.planning.prediction import ALLTOALL, Prediction, Refusal
@@ -92,7 +94,7 @@ class Case:
         """Returns bytes of a GPU of the first stage: stock's, and what the candidate's layers hold more, or less."""
         settings, model, parallel = self.settings, self.model, self.site.parallel
         of_stock = training_memory(model, parallel, settings.micro_batch, self.sequence, settings.micro_batches)
-        unpartitioned = self.workload.mpmoe.activation_bytes(self.workload.rows, 1, "none")
+        unpartitioned = activation_bytes(self.workload, self.workload.rows, 1, "none")
         layers = model.layers // parallel.pp - min(model.dense_layers, model.layers // parallel.pp)
         held = layers * min(parallel.pp, settings.micro_batches)
         return of_stock.total + held * (one.activation_bytes - unpartitioned)
@@ -321,7 +323,7 @@ def _costs_table(site: Site, workload: LayerWorkload) -> Table:
         names=2,
         caption=f"Every op takes {site.cluster.overhead * 1e6:g} us besides; GB/s: bytes of the op over its time",
     )
-    costs = workload.mpmoe.costs(site.cluster)
+    costs = costs_with_experts(workload, site.cluster)
     own = workload.rows * workload.row_bytes
     for (kind, group), curve in costs.curves.items():
         if group in ("dp", "cp"):

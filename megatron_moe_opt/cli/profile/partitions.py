@@ -30,7 +30,7 @@ def partition_overhead(
         ffn_hidden: of a whole expert.
         seconds: to measure for. A turn more than that where the links are slow.
     """
-    from megatron_moe_opt.cli.layer.under_test import layer_under_test, mpmoe_shape
+    from megatron_moe_opt.cli.layer.under_test import layer_under_test
 
     world = cluster.world
     names = [f"mpmoe:{count}" for count in COUNTS]
@@ -41,7 +41,6 @@ def partition_overhead(
     settings = LayerSettings(tuple(names), TOKENS, hidden, ffn_hidden, experts, topk, *sizes, dtype)
     layers = [layer_under_test(settings, name, world.ep, device) for name in names]
     in_one, in_many = Meter(device).calls([layer.step for layer in layers], seconds)
-    layer = mpmoe_shape(settings, world.ep)
-    one, many = mpmoe_choice.predict(layer, TOKENS * settings.topk, cluster, COUNTS, (NONE,))
+    one, many = mpmoe_choice.predict(settings.workload(world.ep), TOKENS * settings.topk, cluster, COUNTS, (NONE,))
     longer = (in_many - in_one) - (many.seconds - one.seconds)
     return max(0.0, longer / (COUNTS[1] - COUNTS[0]))

@@ -13,19 +13,14 @@ from megatron_moe_opt.cli.bench.layer import check
 from megatron_moe_opt.cli.console import report_console, say
 from megatron_moe_opt.cli.layer.recorded_step import record_step
 from megatron_moe_opt.cli.layer.settings import BASELINE, LayerSettings
-from megatron_moe_opt.cli.ranks import (
-    adopt_slurm_ranks,
-    megatron_process_group,
-    parallel_layer,
-    silence_libraries,
-    world_size,
-)
+from megatron_moe_opt.cli.ranks import begin, megatron_process_group, parallel_layer
 from megatron_moe_opt.cli.report.measured_layer import shape_of
 from megatron_moe_opt.cli.report.timeline_files import check_timeline_files, timelines_table, write_timelines
 from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.planning import mpmoe_choice
 from megatron_moe_opt.planning.cluster import Cluster
 from megatron_moe_opt.planning.curves import Costs
+from megatron_moe_opt.planning.expert_costs import costs_with_experts
 from megatron_moe_opt.planning.monta import PASSES
 from megatron_moe_opt.planning.simulator import simulate
 from megatron_moe_opt.schedules.timeline import Timeline, one_after_another
@@ -58,12 +53,10 @@ def layer_timeline(settings: LayerSettings, rank: int | None, trace: Path | None
     Raises:
         ConfigurationError: settings that cannot work, before anything runs.
     """
-    silence_libraries()
-    adopt_slurm_ranks()
+    world = begin()
     if trace is None and png is None:
         raise ConfigurationError("there is nothing to write: give --trace FILE.json, --png FILE.png or both")
     check_timeline_files(trace, png)
-    world = world_size()
     if rank is not None and rank >= world:
         raise ConfigurationError(f"--rank {rank} is not one of the {world} ranks of this run: choose 0 to {world - 1}")
     cluster = check(settings)
@@ -90,12 +83,10 @@ def _costs(settings: LayerSettings, ep: int, cluster: Cluster) -> Costs:
     """
     if settings.dispatch_only:
         return cluster.costs()
-    from megatron_moe_opt.cli.layer.under_test import mpmoe_shape
-
-    layer, (_, options) = mpmoe_shape(settings, ep), split_variant(_variant(settings), None)
+    layer, (_, options) = settings.workload(ep), split_variant(_variant(settings), None)
     rows = settings.tokens * settings.topk
     mpmoe_choice.predict(layer, rows, cluster, options.partition_counts, options.memory_strategies)
-    return layer.costs(cluster)
+    return costs_with_experts(layer, cluster)
 
 
 def _record(settings: LayerSettings, ep: int, device: torch.device, rank: int | None) -> StepTimelines:
