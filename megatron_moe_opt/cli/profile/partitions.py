@@ -20,8 +20,8 @@ MOST_BYTES = 2**30
 def partition_overhead(
     cluster: Cluster, tp: int, hidden: int, ffn_hidden: int, dtype: str, device: torch.device, seconds: float
 ) -> float:
-    """Seconds a further partition, forward and backward, by which a small layer takes longer in many than its
-    ops say: calls of the experts, sums of their weights' gradients, lanes that wait for each other.
+    """Returns the seconds a further partition, forward and backward, by which a small layer takes longer in many than
+    its ops say: calls of the experts, sums of their weights' gradients, lanes that wait for each other.
 
     A collective call over the world, in Megatron's groups of the cluster's sizes.
 
