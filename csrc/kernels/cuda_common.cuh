@@ -39,6 +39,14 @@ inline unsigned grid_blocks(int64_t blocks, const char* what) {
   return static_cast<unsigned>(blocks);
 }
 
+// Of the current device: as many blocks, and none of it is idle.
+inline int64_t multiprocessors() {
+  int device = 0, count = 0;
+  check(cudaGetDevice(&device), "cudaGetDevice");
+  check(cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device), "number of multiprocessors");
+  return count;
+}
+
 // Threads of a block that walks `items` with `per_thread` of them in each thread's registers: as few steps as
 // kBlockThreads allows, and no more warps than these steps need (896 vectors, 4 a thread: 7 warps, none idle).
 inline int row_threads(int64_t items, int per_thread) {

@@ -3,7 +3,8 @@
 // A block reads its token's row once and writes it to each permuted row, or sums its permuted rows in registers and
 // writes once, so each byte of the large matrices crosses memory once. A thread keeps several 16-byte vectors (of the
 // token, or of different permuted rows) in flight before it uses the first; the row indices of a token are loaded
-// together, not one after the other. No atomics, no shared state between blocks: the same bits in every run.
+// together, not one after the other, and at a guessed place before its offsets say where they are. No atomics, no
+// shared state between blocks: the same bits in every run.
 //
 // Shapes: T tokens, E experts, R rows, H hidden. "Row" below always means a permuted row.
 #include "cuda_common.cuh"
@@ -26,6 +27,29 @@ __device__ __forceinline__ Entries entries_of(const int64_t* __restrict__ offset
   return {offsets[token], offsets[token + 1]};
 }
 
+// Where each token has as many rows as any other, as without drops, the entries of token t are [t * rows_a_token,
+// (t + 1) * rows_a_token). What lies there is loaded beside the offsets, which then say whether it was right: a load
+// that waits for another one less. 0 where tokens cannot have equally many.
+__device__ __forceinline__ Entries guessed_entries(int64_t token, int64_t rows_a_token) {
+  return {token * rows_a_token, (token + 1) * rows_a_token};
+}
+int64_t rows_a_token(const RowMap& map) {
+  return map.num_rows % map.num_tokens == 0 ? map.num_rows / map.num_tokens : 0;
+}
+
+// At a guessed place there may be no entry, but memory that nobody has written.
+__device__ __forceinline__ float prob_of(const float* __restrict__ probs, int64_t token, int32_t expert,
+                                         int64_t num_experts) {
+  return 0 <= expert && expert < num_experts ? probs[token * num_experts + expert] : 0.0f;
+}
+
+// The rows of the entries [entry, entry + kRowsInFlight), -1 from `last` on.
+__device__ __forceinline__ void load_rows(const int64_t* __restrict__ rows, int64_t entry, int64_t last,
+                                          int64_t (&row)[kRowsInFlight]) {
+#pragma unroll
+  for (int r = 0; r < kRowsInFlight; ++r) row[r] = entry + r < last ? rows[entry + r] : -1;
+}
+
 // The lanes that hold the probabilities of rows: at data + row * stride_bytes, read and written in units.
 struct ProbLanes {
   char* data;
@@ -39,12 +63,29 @@ struct ProbLanes {
 template <typename Unit, typename ProbUnit, bool kWithProbs>
 __global__ void __launch_bounds__(kBlockThreads)
     permute_rows_kernel(const int64_t* __restrict__ offsets, const int64_t* __restrict__ rows,
-                        const int32_t* __restrict__ experts, int64_t num_experts, int64_t units,
+                        const int32_t* __restrict__ experts, int64_t num_experts, int64_t rows_a_token, int64_t units,
                         const char* __restrict__ tokens, int64_t token_stride, char* __restrict__ permuted,
                         int64_t permuted_stride, const ProbUnit* __restrict__ probs, ProbLanes lanes) {
   const int64_t token = blockIdx.x;
   const Entries entries = entries_of(offsets, token);
+  const Entries guess = guessed_entries(token, rows_a_token);
+  int64_t row[kRowsInFlight];
+  load_rows(rows, guess.first, guess.last, row);
+  int64_t held = entries.first == guess.first && entries.last == guess.last ? guess.first : -1;  // whose rows `row` has
   const Unit* source = reinterpret_cast<const Unit*>(tokens + token * token_stride);
+
+  // The probability that this thread will write, requested before the rows are written.
+  const int64_t own_entry = kWithProbs ? guess.first + threadIdx.x / lanes.lane_units : guess.last;
+  const int32_t own_expert = own_entry < guess.last ? experts[own_entry] : 0;
+  const int64_t lane_units = kWithProbs ? (entries.last - entries.first) * lanes.lane_units : 0;
+  const auto prob_unit = [&](int64_t i) {
+    const int64_t entry = entries.first + i / lanes.lane_units;
+    const int unit = static_cast<int>(i % lanes.lane_units);
+    const int32_t expert = entry == own_entry && entry < guess.last ? own_expert : experts[entry];
+    const int64_t prob = (token * num_experts + expert) * lanes.prob_units;
+    return unit < lanes.prob_units ? probs[prob + unit] : ProbUnit{0};
+  };
+  const ProbUnit own_unit = kWithProbs && int64_t{threadIdx.x} < lane_units ? prob_unit(threadIdx.x) : ProbUnit{0};
 
   for (int64_t base = threadIdx.x; base < units; base += int64_t{blockDim.x} * kCopyVectors) {
     Unit values[kCopyVectors];
@@ -54,9 +95,8 @@ __global__ void __launch_bounds__(kBlockThreads)
       if (index < units) values[v] = __ldcs(source + index);
     }
     for (int64_t entry = entries.first; entry < entries.last; entry += kRowsInFlight) {
-      int64_t row[kRowsInFlight];
-#pragma unroll
-      for (int r = 0; r < kRowsInFlight; ++r) row[r] = entry + r < entries.last ? rows[entry + r] : -1;
+      if (entry != held) load_rows(rows, entry, entries.last, row);
+      held = entry;
 #pragma unroll
       for (int r = 0; r < kRowsInFlight; ++r) {
         if (row[r] < 0) break;
@@ -70,15 +110,10 @@ __global__ void __launch_bounds__(kBlockThreads)
     }
   }
 
-  if (kWithProbs) {
-    const int64_t total = (entries.last - entries.first) * lanes.lane_units;
-    for (int64_t i = threadIdx.x; i < total; i += blockDim.x) {
-      const int64_t entry = entries.first + i / lanes.lane_units;
-      const int unit = static_cast<int>(i % lanes.lane_units);
-      const int64_t prob = (token * num_experts + experts[entry]) * lanes.prob_units;
-      ProbUnit* lane = reinterpret_cast<ProbUnit*>(lanes.data + rows[entry] * lanes.stride_bytes);
-      lane[unit] = unit < lanes.prob_units ? probs[prob + unit] : ProbUnit{0};
-    }
+  for (int64_t i = threadIdx.x; i < lane_units; i += blockDim.x) {
+    const int64_t place = rows[entries.first + i / lanes.lane_units] * lanes.stride_bytes;
+    ProbUnit* lane = reinterpret_cast<ProbUnit*>(lanes.data + place);
+    lane[i % lanes.lane_units] = i == threadIdx.x ? own_unit : prob_unit(i);
   }
 }
 
@@ -88,28 +123,36 @@ __global__ void __launch_bounds__(kBlockThreads)
 template <typename T, int kCount, bool kWithProbs>
 __global__ void __launch_bounds__(kBlockThreads, 2)
     unpermute_rows_kernel(const int64_t* __restrict__ offsets, const int64_t* __restrict__ rows,
-                          const int32_t* __restrict__ experts, int64_t num_experts, int64_t vectors,
-                          const char* __restrict__ permuted, int64_t permuted_stride, const float* __restrict__ probs,
-                          char* __restrict__ tokens, int64_t token_stride) {
+                          const int32_t* __restrict__ experts, int64_t num_experts, int64_t rows_a_token,
+                          int64_t vectors, const char* __restrict__ permuted, int64_t permuted_stride,
+                          const float* __restrict__ probs, char* __restrict__ tokens, int64_t token_stride) {
   using Packed = Elements<T, kCount>;
   __shared__ int64_t row_starts[kStagedRows];  // bytes from `permuted` to the row
   __shared__ float weights[kStagedRows];
   const int64_t token = blockIdx.x;
+  const auto stage = [&](int64_t entry, int count) {
+    for (int i = threadIdx.x; i < count; i += blockDim.x) {
+      row_starts[i] = rows[entry + i] * permuted_stride;
+      if (kWithProbs) weights[i] = prob_of(probs, token, experts[entry + i], num_experts);
+    }
+  };
   const Entries entries = entries_of(offsets, token);
-  const bool staged_once = entries.last - entries.first <= kStagedRows;
+  const Entries guess = guessed_entries(token, rows_a_token);
+  stage(guess.first, static_cast<int>(min(int64_t{kStagedRows}, guess.last - guess.first)));
+  __syncthreads();
+  int64_t staged =
+      entries.first == guess.first && entries.last == guess.last ? guess.first : -1;  // from which entry on
 
   for (int64_t base = 0; base < vectors; base += blockDim.x) {
     const int64_t index = base + threadIdx.x;
     float sum[kCount] = {};
     for (int64_t entry = entries.first; entry < entries.last; entry += kStagedRows) {
       const int count = static_cast<int>(min(int64_t{kStagedRows}, entries.last - entry));
-      if (base == 0 || !staged_once) {
+      if (entry != staged) {
         __syncthreads();  // other warps may still use what was staged before
-        for (int i = threadIdx.x; i < count; i += blockDim.x) {
-          row_starts[i] = rows[entry + i] * permuted_stride;
-          if (kWithProbs) weights[i] = probs[token * num_experts + experts[entry + i]];
-        }
+        stage(entry, count);
         __syncthreads();
+        staged = entry;
       }
       if (index >= vectors) continue;
       for (int i = 0; i < count; i += kRowsInFlight) {
@@ -140,8 +183,8 @@ __global__ void __launch_bounds__(kBlockThreads, 2)
 template <typename T, int kCount>
 __global__ void __launch_bounds__(kBlockThreads, 2)
     unpermute_rows_backward_kernel(const int64_t* __restrict__ offsets, const int64_t* __restrict__ rows,
-                                   const int32_t* __restrict__ experts, int64_t num_experts, int64_t vectors,
-                                   const char* __restrict__ grad_tokens, int64_t grad_token_stride,
+                                   const int32_t* __restrict__ experts, int64_t num_experts, int64_t rows_a_token,
+                                   int64_t vectors, const char* __restrict__ grad_tokens, int64_t grad_token_stride,
                                    const char* __restrict__ permuted, int64_t permuted_stride,
                                    const float* __restrict__ probs, char* __restrict__ grad_permuted,
                                    int64_t grad_permuted_stride, float* __restrict__ grad_probs) {
@@ -151,19 +194,24 @@ __global__ void __launch_bounds__(kBlockThreads, 2)
   const int warp = threadIdx.x / kWarp;
   const int64_t token = blockIdx.x;
   const Entries entries = entries_of(offsets, token);
+  const Entries guess = guessed_entries(token, rows_a_token);
+  int64_t row[kRowsInFlight];
+  float weight[kRowsInFlight];
+  const auto load_entries = [&](int64_t entry, int64_t last) {
+    load_rows(rows, entry, last, row);
+#pragma unroll
+    for (int r = 0; r < kRowsInFlight; ++r) {
+      weight[r] = entry + r < last ? prob_of(probs, token, experts[entry + r], num_experts) : 0.0f;
+    }
+  };
+  load_entries(guess.first, guess.last);
+  const bool guessed = entries.first == guess.first && entries.last == guess.last;
   const char* grad_row = grad_tokens + token * grad_token_stride;
 
   for (int64_t entry = entries.first; entry < entries.last; entry += kRowsInFlight) {
     const int count = static_cast<int>(min(int64_t{kRowsInFlight}, entries.last - entry));
-    int64_t row[kRowsInFlight] = {};
-    float weight[kRowsInFlight] = {};
     float dot[kRowsInFlight] = {};
-#pragma unroll
-    for (int r = 0; r < kRowsInFlight; ++r) {
-      if (r >= count) continue;
-      row[r] = rows[entry + r];
-      weight[r] = probs[token * num_experts + experts[entry + r]];
-    }
+    if (!guessed || entry != entries.first) load_entries(entry, entries.last);
     for (int64_t index = threadIdx.x; index < vectors; index += blockDim.x) {
       const Packed grad_vector = Packed::load(grad_row, index);
       Packed values[kRowsInFlight];
@@ -209,14 +257,20 @@ template <typename ProbUnit>
 __global__ void __launch_bounds__(kBlockThreads)
     unpermute_probs_kernel(const int64_t* __restrict__ offsets, const int64_t* __restrict__ rows,
                            const int32_t* __restrict__ experts, int64_t num_tokens, int64_t num_experts,
-                           const char* __restrict__ lanes, int64_t lane_stride, int prob_units,
+                           int64_t rows_a_token, const char* __restrict__ lanes, int64_t lane_stride, int prob_units,
                            ProbUnit* __restrict__ grad_probs) {
   const int64_t token = int64_t{blockIdx.x} * (kBlockThreads / kWarp) + threadIdx.x / kWarp;
   if (token >= num_tokens) return;
   const Entries entries = entries_of(offsets, token);
+  const Entries guess = guessed_entries(token, rows_a_token);
+  int64_t held = guess.first + threadIdx.x % kWarp;  // the entry whose row and expert these are
+  int64_t row = held < guess.last ? rows[held] : 0;
+  int32_t expert = held < guess.last ? experts[held] : 0;
+  if (held >= guess.last) held = -1;
   for (int64_t entry = entries.first + threadIdx.x % kWarp; entry < entries.last; entry += kWarp) {
-    const ProbUnit* lane = reinterpret_cast<const ProbUnit*>(lanes + rows[entry] * lane_stride);
-    ProbUnit* grad = grad_probs + (token * num_experts + experts[entry]) * prob_units;
+    if (entry != held) row = rows[entry], expert = experts[entry];
+    const ProbUnit* lane = reinterpret_cast<const ProbUnit*>(lanes + row * lane_stride);
+    ProbUnit* grad = grad_probs + (token * num_experts + expert) * prob_units;
     for (int unit = 0; unit < prob_units; ++unit) grad[unit] = lane[unit];
   }
 }
@@ -257,9 +311,9 @@ void permute_rows(const RowMap& map, DType dtype, int64_t hidden, ConstRows toke
                           static_cast<int>(prob_lane_bytes / sizeof(ProbUnit))};
     permute_rows_kernel<Unit, ProbUnit, with_probs>
         <<<blocks, row_threads(units, kCopyVectors), 0, static_cast<cudaStream_t>(stream)>>>(
-            map.offsets, map.rows, map.experts, map.num_experts, units, static_cast<const char*>(tokens.data),
-            tokens.stride_bytes, static_cast<char*>(permuted.data), permuted.stride_bytes,
-            static_cast<const ProbUnit*>(probs), lanes);
+            map.offsets, map.rows, map.experts, map.num_experts, rows_a_token(map), units,
+            static_cast<const char*>(tokens.data), tokens.stride_bytes, static_cast<char*>(permuted.data),
+            permuted.stride_bytes, static_cast<const ProbUnit*>(probs), lanes);
     check(cudaGetLastError(), "permute_rows_kernel");
   };
   const auto launch_rows = [&](auto prob_unit, auto with_probs) {
@@ -291,8 +345,9 @@ void unpermute_rows(const RowMap& map, DType dtype, int64_t hidden, ConstRows pe
     const auto launch = [&](auto with_probs) {
       unpermute_rows_kernel<decltype(element), count, with_probs>
           <<<blocks, row_threads(vectors, 1), 0, static_cast<cudaStream_t>(stream)>>>(
-              map.offsets, map.rows, map.experts, map.num_experts, vectors, static_cast<const char*>(permuted.data),
-              permuted.stride_bytes, probs, static_cast<char*>(tokens.data), tokens.stride_bytes);
+              map.offsets, map.rows, map.experts, map.num_experts, rows_a_token(map), vectors,
+              static_cast<const char*>(permuted.data), permuted.stride_bytes, probs, static_cast<char*>(tokens.data),
+              tokens.stride_bytes);
       check(cudaGetLastError(), "unpermute_rows_kernel");
     };
     if (probs == nullptr) {
@@ -318,9 +373,9 @@ void unpermute_rows_backward(const RowMap& map, DType dtype, int64_t hidden, Con
   with_vector(dtype, wide, [&](auto element, auto count) {
     const int64_t vectors = hidden / count;
     unpermute_rows_backward_kernel<decltype(element), count><<<blocks, row_threads(vectors, 1), 0, cuda_stream>>>(
-        map.offsets, map.rows, map.experts, map.num_experts, vectors, static_cast<const char*>(grad_tokens.data),
-        grad_tokens.stride_bytes, static_cast<const char*>(permuted.data), permuted.stride_bytes, probs,
-        static_cast<char*>(grad_permuted.data), grad_permuted.stride_bytes, grad_probs);
+        map.offsets, map.rows, map.experts, map.num_experts, rows_a_token(map), vectors,
+        static_cast<const char*>(grad_tokens.data), grad_tokens.stride_bytes, static_cast<const char*>(permuted.data),
+        permuted.stride_bytes, probs, static_cast<char*>(grad_permuted.data), grad_permuted.stride_bytes, grad_probs);
     check(cudaGetLastError(), "unpermute_rows_backward_kernel");
   });
 }
@@ -336,7 +391,7 @@ void unpermute_probs(const RowMap& map, ConstRows grad_permuted_probs, int64_t p
   with_prob_unit(grad_permuted_probs.data, grad_permuted_probs.stride_bytes, prob_size, prob_size, [&](auto prob_unit) {
     using ProbUnit = decltype(prob_unit);
     unpermute_probs_kernel<ProbUnit><<<blocks, kBlockThreads, 0, cuda_stream>>>(
-        map.offsets, map.rows, map.experts, map.num_tokens, map.num_experts,
+        map.offsets, map.rows, map.experts, map.num_tokens, map.num_experts, rows_a_token(map),
         static_cast<const char*>(grad_permuted_probs.data), grad_permuted_probs.stride_bytes,
         static_cast<int>(prob_size / sizeof(ProbUnit)), static_cast<ProbUnit*>(grad_probs));
     check(cudaGetLastError(), "unpermute_probs_kernel");

@@ -24,6 +24,7 @@ constexpr int kThreadSamples = 8;
 constexpr int kSamples = kSampleThreads * kThreadSamples;
 constexpr double kSampleSigmas = 4.0;  // how far the guess stays below what the sample says
 constexpr int kBatch = 4;              // vectors of each tensor that a thread requests together
+constexpr int kTries = 8;              // places that a lane looks at together where it searches one
 constexpr int kTileBytes = kBlockThreads * kBatch * kVectorBytes;  // of a block's share in decode
 
 constexpr int kDigits = 3;  // of a 31-bit magnitude, 11, 10 and 10 bits, the upper ones first
@@ -433,12 +434,19 @@ __global__ void __launch_bounds__(kBlockThreads)
 }
 
 // The first of the ascending places [begin, end) that is not below `bound`, or `end`; all lanes of a warp call it. Each
-// round tries 32 places and keeps the stretch between two of them.
+// round tries 256 places, requested together, and keeps the stretch between two of them: two rounds for a codec block.
 __device__ int64_t lower_bound(const uint16_t* places, int64_t begin, int64_t end, int bound) {
   while (begin < end) {
-    const int64_t step = divide_up(end - begin, kWarp);
-    const int64_t tried = begin + step * (threadIdx.x % kWarp);
-    const int below = __popc(__ballot_sync(kAllLanes, tried < end && places[tried] < bound));
+    const int64_t step = divide_up(end - begin, kWarp * kTries);
+    bool is_below[kTries];
+#pragma unroll
+    for (int t = 0; t < kTries; ++t) {
+      const int64_t tried = begin + step * (t * kWarp + static_cast<int>(threadIdx.x % kWarp));
+      is_below[t] = tried < end && places[tried] < bound;
+    }
+    int below = 0;
+#pragma unroll
+    for (int t = 0; t < kTries; ++t) below += __popc(__ballot_sync(kAllLanes, is_below[t]));
     if (below == 0) break;
     end = min(end, begin + below * step);
     begin += (below - 1) * step + 1;
@@ -462,19 +470,15 @@ __global__ void __launch_bounds__(kBlockThreads)
   const int elements = static_cast<int>(min(int64_t{kTile}, numel - first));
   const int vectors = elements / kCount;
   const int64_t first_vector = first / kCount;
-  for (int base = threadIdx.x; base < vectors; base += kBatch * kBlockThreads) {
-    Packed packed[kBatch];
+  Packed packed[kBatch];
+  const auto load_batch = [&](int base) {
 #pragma unroll
     for (int u = 0; u < kBatch; ++u) {
       const int index = base + u * kBlockThreads;
       if (index < vectors) packed[u] = Packed::load(shared, first_vector + index);
     }
-#pragma unroll
-    for (int u = 0; u < kBatch; ++u) {
-      const int index = base + u * kBlockThreads;
-      if (index < vectors) tile_vectors[index] = packed[u].unit;
-    }
-  }
+  };
+  load_batch(threadIdx.x);  // where vectors are wide, all of the tile; used after the search below
 
   const int64_t blocks = divide_up(numel, kCodecBlock);
   const uint16_t* const places = indices + 2 * blocks;
@@ -486,6 +490,15 @@ __global__ void __launch_bounds__(kBlockThreads)
     const int64_t begin = block > 0 ? end_of(block - 1) : 0;
     const int64_t bound = lower_bound(places, begin, end_of(block), warp == 0 ? start : start + elements);
     if (threadIdx.x % kWarp == 0) bounds[warp] = bound;
+  }
+  for (int base = threadIdx.x; base < vectors;) {
+#pragma unroll
+    for (int u = 0; u < kBatch; ++u) {
+      const int index = base + u * kBlockThreads;
+      if (index < vectors) tile_vectors[index] = packed[u].unit;
+    }
+    base += kBatch * kBlockThreads;
+    if (base < vectors) load_batch(base);
   }
   __syncthreads();
   for (int64_t entry = bounds[0] + threadIdx.x; entry < bounds[1]; entry += kBlockThreads) {

@@ -129,10 +129,21 @@ const Tensor& resize_(const Tensor& self, c10::SymIntArrayRef size, std::optiona
   const int64_t numel = c10::multiply_integers(sizes);
   if (static_cast<size_t>(numel * self.element_size()) > self.storage().nbytes()) {
     const Tensor fresh = at::empty(sizes, self.options());
+    if (self.numel() > 0) std::memcpy(fresh.mutable_data_ptr(), self.const_data_ptr(), self.nbytes());
+    mark_written(fresh);  // torch.distributed sends objects with whatever lies behind them
     impl->set_storage_keep_dtype(fresh.storage());
     impl->set_storage_offset(0);
   }
   impl->set_sizes_contiguous(sizes);
+  return self;
+}
+
+Tensor& set_storage(Tensor& self, at::Storage source) {
+  auto* impl = self.unsafeGetTensorImpl();
+  const auto numel = static_cast<int64_t>(source.nbytes()) / self.element_size();
+  impl->set_storage_keep_dtype(std::move(source));
+  impl->set_storage_offset(0);
+  impl->set_sizes_contiguous({numel});
   return self;
 }
 
@@ -148,6 +159,7 @@ void on_the_cpu(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   bool wants_device = false;
   const bool synchronising = schema.name() == "aten::nonzero";
   if (synchronising) synchronises();
+  const bool adds_nothing = schema.name() == "aten::baddbmm" && originals[3].toScalar().toDouble() == 0;  // beta
   for (size_t i = 0; i < num_arguments; ++i) {
     c10::IValue& value = (*stack)[begin + i];
     const auto* alias = schema.arguments()[i].alias_info();
@@ -161,7 +173,7 @@ void on_the_cpu(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
           return grown.back().second;
         }
         written.push_back(tensor);
-      } else if (alias == nullptr) {  // what makes a view reads nothing
+      } else if (alias == nullptr && !(i == 0 && adds_nothing)) {  // what makes a view reads nothing
         check_readable(tensor, schema.name());
       }
       return on_host(tensor);
@@ -292,6 +304,7 @@ TORCH_LIBRARY_IMPL(aten, CUDA, m) {
   m.impl("_reshape_alias", reshape_alias);
   m.impl("record_stream", record_stream);
   m.impl("resize_", emulator::resize_);
+  m.impl("set_.source_Storage", set_storage);
 }
 
 namespace at {
@@ -304,6 +317,7 @@ C10_REGISTER_CLASS(CUDAHooksRegistry, CUDAHooks, EmulatedCUDAHooks)
 // What tests set and ask, by ctypes.
 extern "C" void emulator_seed(uint64_t seed) { emulator::set_seed(seed); }
 extern "C" void emulator_allow_races(bool allow) { emulator::allow_races(allow); }
+extern "C" int64_t emulator_current_stream() { return c10::cuda::getCurrentCUDAStream().id(); }
 extern "C" int64_t emulator_launches() { return emulator::launches(); }
 extern "C" void emulator_begin_counting() { emulator::counting::begin(); }
 extern "C" const char* emulator_end_counting() {
@@ -311,4 +325,5 @@ extern "C" const char* emulator_end_counting() {
   lines = emulator::counting::end();
   return lines.c_str();
 }
+extern "C" void emulator_set_multiprocessors(int number) { emulator::multiprocessors = number; }
 extern "C" void emulator_refuse_synchronisation(bool refuse) { emulator::refuse_synchronisation = refuse; }

@@ -567,6 +567,8 @@ void allow_races(bool allow) { races_allowed = allow; }
 
 int64_t launches() { return machine().launches; }
 
+int multiprocessors = 132;
+
 void run(const Configuration& configuration, void (*body)(void*), void* argument, size_t argument_bytes) {
   Machine& one = machine();
   std::lock_guard<std::mutex> lock(one.mutex);

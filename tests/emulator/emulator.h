@@ -43,6 +43,8 @@ void set_seed(uint64_t seed);
 void allow_races(bool allow);
 // Launches since the process began.
 int64_t launches();
+// That the device says it has, by which launchers size their grids; 132, as an H100, unless a test sets it.
+extern int multiprocessors;
 
 struct Configuration {
   const char* kernel;

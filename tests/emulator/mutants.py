@@ -9,9 +9,10 @@ MUTANTS: tuple[tuple[str, str, str, tuple[str, ...]], ...] = (
     ("cuda_common.cuh", "warp] = value;\n  __syncthreads();", "warp] = value;", ("row_map",)),
     ("cuda_common.cuh", "if (lane >= distance) value += below;", "value += below;", ("row_map",)),
     # row_map.cu
-    ("row_map.cu", "if (expert >= num_experts) return;", "", ("row_map",)),
-    ("row_map.cu", "min(int64_t{kTileTokens}, num_tokens - first)", "int64_t{kTileTokens}", ("row_map",)),
-    ("row_map.cu", "totals[warp][lane] = total;\n  __syncthreads();", "totals[warp][lane] = total;", ("row_map",)),
+    ("row_map.cu", "if (part >= num_parts) return;", "", ("row_map",)),
+    ("row_map.cu", "min(int64_t{kPartTokens}, num_tokens - first)", "int64_t{kPartTokens}", ("row_map",)),
+    ("row_map.cu", "earlier[warp][lane] = other;\n  __syncthreads();", "earlier[warp][lane] = other;", ("row_map",)),
+    ("row_map.cu", "masks[e] = mask >> first_bit;", "masks[e] = mask;", ("row_map",)),
     ("row_map.cu", "((uint64_t{1} << j) - 1)", "((uint64_t{2} << j) - 1)", ("row_map",)),
     ("row_map.cu", "return row < max_rows ? row : -1;", "return row;", ("row_map",)),
     (
@@ -22,7 +23,9 @@ MUTANTS: tuple[tuple[str, str, str, tuple[str, ...]], ...] = (
     ),
     ("row_map.cu", "max(int64_t{0}, capacity - total)", "capacity - total", ("row_map",)),
     ("row_map.cu", "expert_totals[e] + (first_token + j - row)", "expert_totals[e] + (j - row)", ("row_map",)),
-    ("row_map.cu", "rank += unordered[other] < row", "rank += unordered[other] <= row", ("sources",)),
+    ("row_map.cu", "entry += unordered[other] < row", "entry += unordered[other] <= row", ("sources",)),
+    ("row_map.cu", "next_one += ones.total;", "", ("sources",)),
+    ("row_map.cu", "if (atomicAdd(&taken[token], 1ull) == 0) long_tokens", "long_tokens", ("sources",)),
     ("row_map.cu", "atomicAdd(&counts[token], 1ull);", "counts[token] += 1ull;", ("sources",)),
     # permute.cu
     (

@@ -71,6 +71,13 @@ class Nccl : public c10d::Backend {
     }
     return done(tensors);
   }
+  WorkPtr allreduce_coalesced(Tensors& tensors, const c10d::AllreduceCoalescedOptions& opts) override {
+    for (const Tensor& tensor : tensors) {
+      Tensors one{tensor};
+      allreduce(one, opts);
+    }
+    return done(tensors);
+  }
   WorkPtr reduce(Tensors& tensors, const c10d::ReduceOptions& opts) override {
     Tensors host = written(tensors, true);
     return finish(gloo_->reduce(host, opts), tensors);

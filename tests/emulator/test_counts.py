@@ -1,11 +1,16 @@
-"""What is counted on the emulator: launches of every bound function, against csrc/kernels/launches.txt."""
+"""What is counted on the emulator: launches of every bound function (csrc/kernels/launches.txt), blocks, accesses."""
 
 from __future__ import annotations
 
 import re
 
-from tests.emulator import counts
+from tests.emulator import counts  # before torch
 from tests.emulator.build import KERNELS
+
+import torch  # isort: skip
+
+from megatron_moe_opt import kernels  # isort: skip
+from megatron_moe_opt.kernels.row_map import row_map_from_sources  # isort: skip
 
 
 def test_no_function_launches_more_than_the_table_says():
@@ -17,3 +22,32 @@ def test_every_kernel_is_launched_by_a_function_of_the_table():
     table = counts.TABLE.read_text().split()
     declared = {name for source in KERNELS for name in re.findall(r"(\w+)_kernel\(", source.read_text())}
     assert declared and declared <= set(table)
+
+
+def test_a_row_maps_launches_fill_the_device():
+    routed = counts.routing(4096, 8, 2)
+    launches, _ = counts.counted(lambda: kernels.build_row_map(routed, num_out_tokens=8192))
+    blocks = {launch.kernel: launch.blocks for launch in launches}
+    assert blocks == {"pack_masks_kernel": 128, "scan_tiles_kernel": 64, "fill_rows_kernel": 256}  # of 132 wanted
+
+
+def test_ordering_the_rows_of_a_token_is_no_square_of_their_number():
+    def asked(num_rows: int) -> int:
+        sources = (torch.arange(num_rows) % 2).to(counts.DEVICE)
+        launches, _ = counts.counted(lambda: row_map_from_sources(sources, 2))
+        return next(launch.asked_read for launch in launches if launch.kernel == "order_rows_kernel")
+
+    assert asked(4800) < 6 * asked(1200)
+
+
+def test_many_rows_of_few_tokens_are_ordered_as_on_the_cpu():
+    sources = torch.randint(0, 3, (30_000,), generator=torch.Generator().manual_seed(0))
+    here, there = row_map_from_sources(sources, 3, 10), row_map_from_sources(sources.to(counts.DEVICE), 3, 10)
+    for name in ("offsets", "rows", "experts"):
+        assert torch.equal(getattr(there, name).cpu(), getattr(here, name))
+
+
+def test_a_lane_of_16_bytes_asks_for_more_sectors_and_lies_in_fewer():
+    narrow, wide = counts.row_sectors(1024, 16), counts.row_sectors(1024, 32)
+    assert (narrow.asked_written, wide.asked_written) == (67, 65)
+    assert (narrow.memory, wide.memory) == (64.5, 65)

@@ -183,6 +183,7 @@ def _chunk(
         share_embeddings_and_output_weights=False,
         vp_stage=vp_stage,
     )
+    model.cuda()  # as Megatron-LM does: a router is made on the host
     if config.bf16:
         model = Float16Module(config, model)
     model = DistributedDataParallel(

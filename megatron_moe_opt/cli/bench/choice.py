@@ -24,13 +24,7 @@ from megatron_moe_opt.cli.bench.split_half import noise_floor, regret_of_halves
 from megatron_moe_opt.cli.console import report_console, say, table_of
 from megatron_moe_opt.cli.layer.settings import LayerSettings
 from megatron_moe_opt.cli.option_types import torch_dtype
-from megatron_moe_opt.cli.ranks import (
-    adopt_slurm_ranks,
-    megatron_process_group,
-    parallel_layer,
-    silence_libraries,
-    world_size,
-)
+from megatron_moe_opt.cli.ranks import begin, megatron_process_group, parallel_layer, slowest
 from megatron_moe_opt.cli.report.measured_layer import shape_of
 from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.output_file import check_output_file, write_text_whole
@@ -101,14 +95,13 @@ def bench_choice(
     Raises:
         ConfigurationError: settings that cannot work, a profile of other groups.
     """
-    silence_libraries()
+    world = begin()
     if settings.capacity_factor is not None and chooser.dispatch_only:
         raise ConfigurationError("--capacity-factor is for whole layers: add --replicated, or leave it out")
     settings = dataclasses.replace(settings, dispatchers=chooser.candidates, dispatch_only=chooser.dispatch_only)
-    adopt_slurm_ranks()
     check_output_file("--json", json_file)
     cluster = check(settings)
-    ep = settings.ep_size(world_size())
+    ep = settings.ep_size(world)
     with megatron_process_group() as device:
         with parallel_layer(settings.tp, ep, settings.expert_tp, settings.seed):
             points = measure(settings, ep, cluster, tokens, chooser, device)
@@ -177,12 +170,8 @@ def _measured(
 
 def _pipeline_seconds(layer: LayerUnderTest, device: torch.device) -> float:
     """Time in the pipelines of a step: median over steps of the slowest rank's sum."""
-    sums = torch.zeros(RECORDED_STEPS, dtype=torch.float64)
-    for step in range(RECORDED_STEPS):
-        sums[step] = sum(timeline.seconds for timeline in layer.recorded_step())
-    sums = sums.to(device)
-    dist.all_reduce(sums, dist.ReduceOp.MAX)
-    return statistics.median(sums.tolist())
+    sums = [sum(timeline.seconds for timeline in layer.recorded_step()) for _ in range(RECORDED_STEPS)]
+    return statistics.median(slowest(sums, device))
 
 
 def _as_json(point: ChoicePoint) -> dict[str, Any]:

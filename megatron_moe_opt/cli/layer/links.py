@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
+from megatron_moe_opt.cli.ranks import slowest, timed
 from megatron_moe_opt.runtime.traffic import INTER_NODE, INTRA_NODE
 from megatron_moe_opt.topology.nodes import NodeMap
 
@@ -70,23 +70,7 @@ def _exchange(message: int, uses: Callable[[int, int], bool], rank: int, world: 
     receive = torch.empty_like(send)
     dist.barrier()
     seconds = timed(lambda: dist.all_to_all_single(receive, send, splits, splits), device)
-    slowest = torch.tensor(seconds, dtype=torch.float64, device=device)
-    dist.all_reduce(slowest, dist.ReduceOp.MAX)
-    return slowest.item()
-
-
-def timed(run: Callable[[], object], device: torch.device) -> float:
-    """Seconds from calling `run` until the work that it issued on `device` is complete."""
-    _synchronize(device)
-    start = time.perf_counter()
-    run()
-    _synchronize(device)
-    return time.perf_counter() - start
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    return slowest([seconds], device)[0]
 
 
 def wire_limit(sent: list[list[int]], nodes: NodeMap, rates: LinkRates) -> WireLimit | None:

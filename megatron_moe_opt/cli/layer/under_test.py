@@ -25,15 +25,20 @@ from megatron_moe_opt.schedules.timeline import Timeline
 from megatron_moe_opt.variants import FLEX, split_variant
 
 
-def layer_config(settings: LayerSettings, variant: str, ep: int, permute_fusion: bool) -> TransformerConfig:
-    """Megatron's configuration of the layer.
+def layer_config(
+    settings: LayerSettings, variant: str, ep: int, permute_fusion: bool = False, **changes: Any
+) -> TransformerConfig:
+    """Returns Megatron's configuration of the layer.
 
     SequentialMLP experts (they run everywhere), no biases, no auxiliary loss, router in fp32, imposed routing.
+
+    Args:
+        changes: fields of the configuration in the place of these.
     """
     dtype = torch_dtype(settings.dtype)
     dispatcher, _, setting = variant.partition(":")
     flex = {"moe_flex_dispatcher_backend": setting or DEFAULT} if dispatcher == FLEX else {}
-    return TransformerConfig(
+    fields = dict(
         **flex,
         num_layers=1,
         hidden_size=settings.hidden,
@@ -60,6 +65,7 @@ def layer_config(settings: LayerSettings, variant: str, ep: int, permute_fusion:
         bf16=dtype is torch.bfloat16,
         params_dtype=dtype,
     )
+    return TransformerConfig(**(fields | changes))
 
 
 @dataclass

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import platform
-import socket
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -15,7 +12,6 @@ import torch.distributed as dist
 from rich.progress import Progress
 from torch.distributed import ProcessGroup
 
-import megatron_moe_opt
 from megatron_moe_opt.cli.console import progress_console, report_console, say_written
 from megatron_moe_opt.cli.option_types import torch_dtype
 from megatron_moe_opt.cli.profile import loads
@@ -26,12 +22,12 @@ from megatron_moe_opt.cli.profile.local import compute_sharing, local_work, one_
 from megatron_moe_opt.cli.profile.meter import Busy, Load, Meter
 from megatron_moe_opt.cli.profile.partitions import partition_overhead
 from megatron_moe_opt.cli.ranks import (
-    adopt_slurm_ranks,
+    begin,
+    machine,
     megatron_process_group,
     parallel_layer,
-    silence_libraries,
+    software,
     temporary_groups,
-    world_size,
 )
 from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.output_file import check_output_file
@@ -48,7 +44,6 @@ from megatron_moe_opt.topology.domain_groups import find_levels
 from megatron_moe_opt.topology.expert_groups import ExpertGroups
 from megatron_moe_opt.topology.layouts import Groups, Layout
 from megatron_moe_opt.topology.nodes import NodeMap, discover_nodes
-from megatron_moe_opt.versions import megatron_version
 
 KIB, MIB = 2**10, 2**20
 SIZES = (16 * KIB, *(64 * KIB * 2**power for power in range(11)))  # up to 64 MiB
@@ -110,10 +105,9 @@ def profile_cluster(settings: ProfileSettings, output: Path) -> Cluster:
     Raises:
         ConfigurationError: settings that cannot work, before anything runs.
     """
-    silence_libraries()
-    adopt_slurm_ranks()
+    world = begin()
     check_output_file("--output", output)
-    settings.layout(world_size())
+    settings.layout(world)
     with megatron_process_group() as device:
         cluster = measure(settings, device)
         if dist.get_rank() == 0:
@@ -172,8 +166,8 @@ def measure(settings: ProfileSettings, device: torch.device) -> Cluster:
         local_work=local,
         stock_curves=stock_curves,
         gpu_settings=gpu_settings() if device.type == "cuda" else None,
-        host=_host(device),
-        software=_software(),
+        host=machine(device),
+        software=software(),
     )
     if layout.ep * layout.expert_tp == 1:
         return cluster  # no partitions
@@ -384,24 +378,3 @@ def _ranks(layout: Layout, role: str) -> Groups:
     if role != JOINT:
         return layout.groups(role)
     return layout.joint_groups if max(layout.tp, layout.expert_tp) > 1 else ((dist.get_rank(),),)
-
-
-def _host(device: torch.device) -> dict[str, str | int]:
-    facts: dict[str, str | int] = {
-        "name": socket.gethostname(),
-        "cpus": os.cpu_count() or 0,
-        "threads of a rank": torch.get_num_threads(),
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
-        "backend": dist.get_backend(),
-    }
-    # A shaped cluster (tools/netbox.py) is known by its rates, not by its host.
-    return facts | {name: os.environ[name] for name in sorted(os.environ) if name.startswith("NETBOX_")}
-
-
-def _software() -> dict[str, str | int]:
-    return {
-        "megatron-moe-opt": megatron_moe_opt.__version__,
-        "megatron-core": megatron_version() or "none",
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-    }

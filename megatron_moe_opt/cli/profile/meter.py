@@ -13,6 +13,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
+from megatron_moe_opt.cli.ranks import slowest, timed
 from megatron_moe_opt.planning.cluster import Points
 from megatron_moe_opt.runtime.executor import executor
 from megatron_moe_opt.runtime.steps import Steps
@@ -174,15 +175,8 @@ class Meter:
                 break
             for function, of_function in zip(functions, took, strict=True):
                 dist.barrier()
-                start = time.perf_counter()
-                function()
-                self._synchronize()
-                of_function.append(time.perf_counter() - start)
+                of_function.append(timed(function, self.device))
         return [statistics.median(self._slowest(of_function[1:])) for of_function in took]
-
-    def _synchronize(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize()
 
     def _pipeline_seconds(self, pipeline: SizedPipeline, times: int) -> float:
         """Of a schedule that begins, each time, when its last op of the time before has finished."""
@@ -238,9 +232,7 @@ class Meter:
         return took / queues[0][2], idle
 
     def _slowest(self, seconds: list[float]) -> list[float]:
-        times = torch.tensor(seconds, dtype=torch.float64, device=self.device)
-        dist.all_reduce(times, dist.ReduceOp.MAX)
-        return times.tolist()
+        return slowest(seconds, self.device)
 
 
 def _without_dips(points: Sequence[tuple[int, float]], one_pace: bool = True) -> Points:
