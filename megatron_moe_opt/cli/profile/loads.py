@@ -19,6 +19,7 @@ from megatron_moe_opt.runtime.collectives import all_gather_rows, reduce_scatter
 from megatron_moe_opt.runtime.exchange_plan import Sharing, plan_exchange, share_out
 from megatron_moe_opt.runtime.expert_call import ExpertCall, Experts
 from megatron_moe_opt.runtime.expert_exchange import Exchange, bind_to_sources
+from megatron_moe_opt.runtime.ways import EpWithExpertTp
 from megatron_moe_opt.schedules.mpmoe import Restore
 from megatron_moe_opt.schedules.schedule import Kind, Lane
 from megatron_moe_opt.topology.expert_groups import ExpertGroups, TokenCopies
@@ -92,7 +93,7 @@ def combine_and_gather(
         counts = torch.full((groups.ep_size, groups.etp_size, groups.ep_size), of_tp_group)
         ranks = groups.ep_rank, groups.etp_rank
         sent, parts = share_out(counts, *ranks, sharing)
-        exchange = Exchange(groups, plan_exchange(sent, *ranks, 1, rows.device), None, parts)
+        exchange = Exchange(EpWithExpertTp(groups, parts), plan_exchange(sent, *ranks, 1, rows.device))
         outputs = rows.filled(number)
         return SizedPipeline(number * rows.bytes, lambda: bind_to_sources(outputs, None, exchange)[:2])
 

@@ -42,5 +42,5 @@ def partition_overhead(
     layers = [layer_under_test(settings, name, world.ep, device) for name in names]
     in_one, in_many = Meter(device).calls([layer.step for layer in layers], seconds)
     one, many = mpmoe_choice.predict(settings.workload(world.ep), TOKENS * settings.topk, cluster, COUNTS, (NONE,))
-    longer = (in_many - in_one) - (many.seconds - one.seconds)
+    longer = (in_many - in_one) - (many.compared - one.compared)
     return max(0.0, longer / (COUNTS[1] - COUNTS[0]))
