@@ -23,12 +23,7 @@ from megatron_moe_opt.cli.layer.live_memory import device_memory
 from megatron_moe_opt.cli.layer.settings import LayerSettings
 from megatron_moe_opt.cli.main import main
 from megatron_moe_opt.cli.option_types import DType, whole_numbers
-from megatron_moe_opt.cli.ranks import (
-    adopt_slurm_ranks,
-    megatron_process_group,
-    parallel_layer,
-    silence_libraries,
-)
+from megatron_moe_opt.cli.ranks import begin, megatron_process_group, parallel_layer
 from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.output_file import check_output_file, write_text_whole
 from megatron_moe_opt.runtime.host_copies import HOST_MEMORY
@@ -123,8 +118,7 @@ def bench_memory(
     Raises:
         ConfigurationError: a shape or strategy that is not known.
     """
-    silence_libraries()
-    adopt_slurm_ranks()
+    begin()
     check_output_file("--json", json_file)
     for option, names, known in (("--shapes", shapes, SHAPES), ("--strategies", strategies, STRATEGIES)):
         for name in names:

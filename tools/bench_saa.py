@@ -25,7 +25,7 @@ from megatron_moe_opt.cli.profile import loads
 from megatron_moe_opt.cli.profile.loads import Rows
 from megatron_moe_opt.cli.profile.measure import ProfileSettings, expert_groups, groups_of
 from megatron_moe_opt.cli.profile.meter import SizedPipeline
-from megatron_moe_opt.cli.ranks import adopt_slurm_ranks, process_group, world_size
+from megatron_moe_opt.cli.ranks import begin, process_group, slowest
 from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.output_file import check_output_file, write_text_whole
 from megatron_moe_opt.runtime.executor import executor
@@ -82,9 +82,9 @@ def bench_saa(settings: ProfileSettings, sizes: Sequence[int], rounds: int, json
     Raises:
         ConfigurationError: settings that cannot work, or under which there is nothing to overlap.
     """
-    adopt_slurm_ranks()
+    world = begin()
     check_output_file("--json", json_file)
-    layout = settings.layout(world_size())
+    layout = settings.layout(world)
     if layout.tp == 1 or layout.ep == 1:
         raise ConfigurationError(
             f"--tp {layout.tp} --ep {layout.ep}: an AllGather over TP can overlap with an all-to-all where both are "
@@ -118,9 +118,7 @@ def _compare(aas: SizedPipeline, saa: SizedPipeline, rounds: int, device: torch.
         seconds[:, index] = torch.tensor(
             [all_to_all, one_after_another.seconds - all_to_all, one_after_another.seconds, overlapped.seconds]
         )
-    seconds = seconds.to(device)
-    dist.all_reduce(seconds, dist.ReduceOp.MAX)
-    return SaaPoint(saa.size, *(tuple(times) for times in seconds[:, 1:].tolist()))
+    return SaaPoint(saa.size, *map(tuple, slowest(seconds[:, 1:], device)))
 
 
 def _run(pipeline: SizedPipeline, device: torch.device) -> Timeline:

@@ -1,5 +1,6 @@
 #include "cuda_streams.h"
 
+#include <c10/core/impl/GPUTrace.h>
 #include <c10/cuda/CUDAException.h>
 #include <c10/cuda/CUDAFunctions.h>
 #include <c10/cuda/CUDAGuard.h>
@@ -10,12 +11,28 @@ namespace moe_opt {
 namespace pipeline {
 namespace {
 
+// Tells PyTorch's CUDA sanitizer, where it is on, as PyTorch's own events and streams do: report(it).
+template <typename Report>
+void trace(const Report& report) {
+  const c10::impl::PyInterpreter* interpreter = c10::impl::GPUTrace::get_trace();
+  if (C10_UNLIKELY(interpreter != nullptr)) report(*interpreter->vtable_);
+}
+
+template <typename Handle>
+uintptr_t number(Handle handle) {
+  return reinterpret_cast<uintptr_t>(handle);
+}
+
 class CudaEvent : public Event {
  public:
   explicit CudaEvent(bool timed) {
     C10_CUDA_CHECK(cudaEventCreateWithFlags(&event, timed ? cudaEventDefault : cudaEventDisableTiming));
+    trace([&](const auto& it) { it.trace_gpu_event_creation(c10::kCUDA, number(event)); });
   }
-  ~CudaEvent() override { C10_CUDA_CHECK_WARN(cudaEventDestroy(event)); }
+  ~CudaEvent() override {
+    trace([&](const auto& it) { it.trace_gpu_event_deletion(c10::kCUDA, number(event)); });
+    C10_CUDA_CHECK_WARN(cudaEventDestroy(event));
+  }
   CudaEvent(const CudaEvent&) = delete;
   CudaEvent& operator=(const CudaEvent&) = delete;
 
@@ -39,11 +56,15 @@ class CudaStreams : public Streams {
 
   std::unique_ptr<Event> record(Stream stream, bool timed) override {
     auto event = std::make_unique<CudaEvent>(timed);
-    C10_CUDA_CHECK(cudaEventRecord(event->event, cuda(stream)));
+    const cudaStream_t on = cuda(stream);
+    C10_CUDA_CHECK(cudaEventRecord(event->event, on));
+    trace([&](const auto& it) { it.trace_gpu_event_record(c10::kCUDA, number(event->event), number(on)); });
     return event;
   }
   void wait(Stream stream, const Event& event) override {
-    C10_CUDA_CHECK(cudaStreamWaitEvent(cuda(stream), event_of(event), 0));
+    const cudaStream_t on = cuda(stream);
+    C10_CUDA_CHECK(cudaStreamWaitEvent(on, event_of(event), 0));
+    trace([&](const auto& it) { it.trace_gpu_event_wait(c10::kCUDA, number(event_of(event)), number(on)); });
   }
 
   void enqueue(Stream stream, Action& action) override {
@@ -55,7 +76,7 @@ class CudaStreams : public Streams {
     action.join();
   }
 
-  void synchronize(Stream stream) override { C10_CUDA_CHECK(cudaStreamSynchronize(cuda(stream))); }
+  void synchronize(Stream stream) override { c10::cuda::stream_synchronize(cuda(stream)); }
   double seconds(const Event& from, const Event& to) override {
     float milliseconds = 0;
     C10_CUDA_CHECK(cudaEventElapsedTime(&milliseconds, event_of(from), event_of(to)));
@@ -81,6 +102,7 @@ std::unique_ptr<Streams> cuda_streams(const std::vector<int>& priorities) {
 void* new_cuda_stream(int priority) {
   cudaStream_t stream = nullptr;
   C10_CUDA_CHECK(cudaStreamCreateWithPriority(&stream, cudaStreamNonBlocking, priority));
+  trace([&](const auto& it) { it.trace_gpu_stream_creation(c10::kCUDA, number(stream)); });
   return stream;
 }
 

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import os
+import platform
+import socket
+import time
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,11 +17,67 @@ from torch.distributed import ProcessGroup
 
 import megatron_moe_opt
 from megatron_moe_opt.errors import ConfigurationError
+from megatron_moe_opt.versions import megatron_version
 
 
-def silence_libraries() -> None:
-    """No warnings of Megatron and PyTorch: many, on every rank, about optional libraries that are absent."""
+def begin() -> int:
+    """Readies this process for a command that runs on all ranks, and returns how many there are.
+
+    Warnings of Megatron and PyTorch are left out: there are many, on every rank, about optional libraries that are
+    absent.
+
+    Raises:
+        ConfigurationError: see adopt_slurm_ranks.
+    """
     warnings.filterwarnings("ignore", module=r"megatron|torch")
+    adopt_slurm_ranks()
+    return world_size()
+
+
+def slowest(seconds: Sequence[float] | torch.Tensor, device: torch.device) -> list[Any]:
+    """Returns the largest of all ranks of each number, which may be in rows. A collective call over the world."""
+    times = torch.as_tensor(seconds, dtype=torch.float64).to(device).clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(times, dist.ReduceOp.MAX)
+    return times.tolist()
+
+
+def timed(run: Callable[[], object], device: torch.device) -> float:
+    """Returns the seconds from calling `run` until the work that it issued on `device` is complete."""
+    _synchronize(device)
+    start = time.perf_counter()
+    run()
+    _synchronize(device)
+    return time.perf_counter() - start
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def machine(device: torch.device) -> dict[str, Any]:
+    """Returns what a report says of the host and the devices that it is from; in a process group.
+
+    A shaped cluster (tools/netbox.py) is known by its rates, not by its host.
+    """
+    facts = {
+        "name": socket.gethostname(),
+        "cpus": os.cpu_count() or 0,
+        "threads of a rank": torch.get_num_threads(),
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+        "backend": dist.get_backend(),
+    }
+    return facts | {name: os.environ[name] for name in sorted(os.environ) if name.startswith("NETBOX_")}
+
+
+def software() -> dict[str, Any]:
+    """Returns the versions that a report says it was made with."""
+    return {
+        "megatron-moe-opt": megatron_moe_opt.__version__,
+        "megatron-core": megatron_version() or "none",
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+    }
 
 
 def adopt_slurm_ranks() -> None:
@@ -40,13 +100,15 @@ def adopt_slurm_ranks() -> None:
 
 
 def world_size() -> int:
-    """Ranks of this run, before there is a process group."""
+    """Returns the number of ranks of this run, before there is a process group."""
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 @contextmanager
 def process_group() -> Iterator[torch.device]:
-    """The default process group inside the block: NCCL with a GPU a rank, Gloo without; yields this rank's device."""
+    """Makes the default process group inside the block: NCCL with a GPU a rank, Gloo without; yields this rank's
+    device.
+    """
     device = torch.device("cpu")
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
@@ -61,7 +123,9 @@ def process_group() -> Iterator[torch.device]:
 
 @contextmanager
 def megatron_process_group() -> Iterator[torch.device]:
-    """`process_group` for commands that run Megatron's layers: without a GPU they run on the host."""
+    """Yields the device of `process_group`, for commands that run Megatron's layers: without a GPU they run on the
+    host.
+    """
     megatron_moe_opt.use_host_backend()
     with process_group() as device:
         yield device
@@ -83,7 +147,7 @@ def temporary_groups(groups: Iterable[ProcessGroup]) -> Iterator[None]:
 
 @contextmanager
 def parallel_layer(tp: int, ep: int, expert_tp: int, seed: int) -> Iterator[None]:
-    """Megatron's groups of these sizes, and its seeds, inside the block. A collective call over the world."""
+    """Makes Megatron's groups of these sizes, and sets its seeds, in the block. A collective call over the world."""
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 

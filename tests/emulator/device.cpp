@@ -317,6 +317,7 @@ C10_REGISTER_CLASS(CUDAHooksRegistry, CUDAHooks, EmulatedCUDAHooks)
 // What tests set and ask, by ctypes.
 extern "C" void emulator_seed(uint64_t seed) { emulator::set_seed(seed); }
 extern "C" void emulator_allow_races(bool allow) { emulator::allow_races(allow); }
+extern "C" int64_t emulator_current_stream() { return c10::cuda::getCurrentCUDAStream().id(); }
 extern "C" int64_t emulator_launches() { return emulator::launches(); }
 extern "C" void emulator_begin_counting() { emulator::counting::begin(); }
 extern "C" const char* emulator_end_counting() {

@@ -54,6 +54,8 @@ def _answer_for_cuda(switches: ctypes.CDLL) -> None:
     import torch
 
     streams = [_Stream()]
+    # Streams of Python's are one; lanes of the executor are others.
+    _Stream.cuda_stream = property(lambda stream: switches.emulator_current_stream())
 
     @contextlib.contextmanager
     def stream(which: _Stream) -> Iterator[None]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.cuda._gpu_trace as gpu_trace
+from torch.cuda._sanitizer import EventHandler
 
 from megatron_moe_opt import kernels
 from megatron_moe_opt.kernels import LANE_BYTES, ChunkList, build_row_map, permute_packed
@@ -74,6 +76,47 @@ def test_lanes_wait_for_the_current_stream_and_it_for_them(device, lanes):
     for tensor in chains.inputs:
         tensor.zero_()
     chains.check(seen)
+
+
+@pytest.mark.parametrize("record", [False, True])
+def test_pytorchs_cuda_sanitizer_is_told_what_waits_for_what(device, monkeypatch, record):
+    """Its own logic, fed by PyTorch's trace, finds no race in a schedule, and one where a wait is not told."""
+    schedule = Schedule(
+        "a diamond",
+        (
+            Op(Kind.COPY, Lane.INTER, 0, writes=("left",)),
+            Op(Kind.COPY, Lane.INTRA, 0, writes=("right",)),
+            Op(Kind.COPY, Lane.COPY, 0, waits_for=(0, 1), reads=("left", "right"), writes=("both",)),
+        ),
+    )
+    numbers = {"left": 1, "right": 2, "both": 3}
+    torch._C._activate_gpu_trace()
+
+    def races_without(*untold: object) -> list[object]:
+        sanitizer, found = EventHandler(), []
+        for registry, told in (
+            (gpu_trace.EventCreationCallbacks, sanitizer._handle_event_creation),
+            (gpu_trace.EventDeletionCallbacks, sanitizer._handle_event_deletion),
+            (gpu_trace.EventRecordCallbacks, sanitizer._handle_event_record),
+            (gpu_trace.EventWaitCallbacks, sanitizer._handle_event_wait),
+            (gpu_trace.StreamSynchronizationCallbacks, sanitizer._handle_stream_synchronization),
+        ):
+            monkeypatch.setattr(registry, "callback_list", [] if registry in untold else [told])
+
+        def touch(reads: tuple[str, ...], writes: tuple[str, ...]) -> None:
+            names = {numbers[name]: [name] for name in (*reads, *writes)}
+            written = {numbers[name] for name in writes}
+            on = torch.cuda.current_stream().cuda_stream
+            found.extend(sanitizer._handle_kernel_launch(on, set(names) - written, written, set(), "", names))
+
+        touch((), tuple(numbers))
+        of_ops = [steps.call(lambda op=op: touch(op.reads, op.writes)) for op in schedule.ops]
+        executor("cuda").run(schedule, of_ops, record)
+        touch((), tuple(numbers))
+        return found
+
+    assert not races_without()
+    assert races_without(gpu_trace.EventWaitCallbacks)
 
 
 def test_on_a_side_stream(device):

@@ -71,8 +71,8 @@ def _run(monkeypatch, *arguments, world=1, commands=app):
         (
             "--dispatchers alltoall,montana",
             1,
-            "--dispatchers montana is unknown: choose from alltoall, allgather, monta, parm, netmoe, mpmoe, deepspeed, "
-            "expert-migration, auto",
+            "--dispatchers montana is unknown: choose from alltoall, allgather, flex, monta, parm, netmoe, mpmoe, "
+            "deepspeed, expert-migration, auto",
         ),
         (
             "--dispatchers alltoall:O2x4",

@@ -15,6 +15,7 @@ from tests.accelerator.all_schedules import all_schedules
 from tests.accelerator.executor_library import Refused, SoftwareExecutor, Work, build
 from tests.accelerator.makespans import LANES, caller_lane
 from tests.accelerator.mutants import mutants
+from tests.accelerator.sanitizer import races
 from tests.accelerator.software import CALLER, Adversary, Device, Queues, Stuck
 from tests.multirank.test_executor import random_schedule
 
@@ -110,11 +111,22 @@ def test_every_schedule_runs_under_every_policy(software_executor):
         check(software_executor, schedule, number, Queues.ONE if number % 3 else Queues.MANY, record=False)
 
 
+def test_pytorchs_cuda_sanitizer_finds_no_race_in_any_schedule(executor_folder):
+    library = build(executor_folder)
+    assert not {name: found for name, schedule in SCHEDULES.items() if (found := races(library, schedule))}
+
+
+# It is told nothing of times, and an action is a kernel of its own to it.
+NOT_THE_SANITIZERS = {name for name in mutants() if "recorded" in name or "two actions" in name}
+
+
 @pytest.mark.parametrize("lacks", mutants())
 def test_a_mutant_is_found(software_executor, executor_folder, lacks):
-    mutant = SoftwareExecutor(build(executor_folder, mutants()[lacks]), len(LANES))
+    library = build(executor_folder, mutants()[lacks])
     with pytest.raises((AssertionError, Stuck)):
-        check_all(mutant, range(60))
+        check_all(SoftwareExecutor(library, len(LANES)), range(60))
+    found = any(races(library, schedule) for name, schedule in SCHEDULES.items() if name.startswith("mpmoe S4"))
+    assert found == (lacks not in NOT_THE_SANITIZERS)
 
 
 def test_a_failure_is_named_and_what_was_issued_is_still_waited_for(software_executor):

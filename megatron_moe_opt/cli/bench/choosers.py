@@ -5,18 +5,19 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
-from megatron_moe_opt.cli.layer.links import timed
 from megatron_moe_opt.cli.layer.settings import LayerSettings
+from megatron_moe_opt.cli.ranks import slowest, timed
 from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.option_values import AUTO
 from megatron_moe_opt.options import Options
 from megatron_moe_opt.planning import monta, mpmoe_choice, parm
 from megatron_moe_opt.planning.cluster import Cluster
+from megatron_moe_opt.planning.layer_on_cluster import PIPELINE
 from megatron_moe_opt.planning.partition_search import PARTITIONS
 from megatron_moe_opt.schedules.mpmoe import NONE, STRATEGIES
 from megatron_moe_opt.schedules.parm import SCHEDULES
@@ -31,7 +32,7 @@ STEPS = 1000
 
 @dataclass(frozen=True)
 class Chosen:
-    """One way to choose, and what it led to."""
+    """What one way to choose has led to."""
 
     by: str
     candidate: str
@@ -43,57 +44,51 @@ class Chosen:
     """The same as `predicted`, of all candidates that it was chosen from; empty where they are not handed on."""
 
 
-class Chooser(Protocol):
-    """A system with something to choose."""
+class Chooser:
+    """A system with something to choose, as `bench choice` asks it."""
 
-    dispatch_only: bool
-    """Its candidates differ in dispatch and combine alone."""
-    recorded: bool
-    """All that `predicted` counts is recorded as schedules."""
-    whole_layer: bool
-    """`predicted` counts all that a step of the layer does."""
+    dispatch_only = False
+    """Whether its candidates differ in dispatch and combine alone."""
+    recorded = False
+    """Whether all that `predicted` counts is recorded as schedules."""
+    whole_layer = False
+    """Whether `predicted` counts all that a step of the layer does."""
     candidates: tuple[str, ...]
-    """Variants of `bench layer`."""
+    """Its variants, as `bench layer` takes them."""
 
     def measured(self, settings: LayerSettings, ep: int, device: torch.device) -> tuple[str, ...]:
-        """Those to measure for the settings' tokens. A collective call."""
+        """Returns the candidates to measure for the settings' tokens. A collective call."""
+        return self.candidates
 
     def allowed(self, settings: LayerSettings, ep: int) -> tuple[str, ...]:
-        """The candidates among which a choice for the settings' tokens is made."""
+        """Returns the candidates among which a choice for the settings' tokens is made."""
+        return self.candidates
 
     def choose(
         self, settings: LayerSettings, ep: int, cluster: Cluster, seconds: Mapping[str, float], device: torch.device
     ) -> list[Chosen]:
-        """What it chooses for the settings' tokens. A collective call.
+        """Returns what it chooses for the settings' tokens, by each way that it has. A collective call.
 
         Args:
             seconds: that a step of each candidate was measured to take, to tell what trials cost; not to choose by.
         """
+        raise NotImplementedError
 
 
-class MontaChooser:
-    """Level and chunk count."""
+class MontaChooser(Chooser):
+    """Chooses monta's level and chunk count by the profile."""
 
     dispatch_only = recorded = True
-    whole_layer = False
 
     def __init__(self, chunks: Sequence[int] = CHUNKS) -> None:
         self.chunks = tuple(chunks)
         several = [f"monta:{level}x{count}" for level in ("O2", "O3") for count in chunks if count > 1]
         self.candidates = "monta:O1", *several
 
-    def measured(self, settings: LayerSettings, ep: int, device: torch.device) -> tuple[str, ...]:
-        """All."""
-        return self.candidates
-
-    def allowed(self, settings: LayerSettings, ep: int) -> tuple[str, ...]:
-        """All."""
-        return self.candidates
-
     def choose(
         self, settings: LayerSettings, ep: int, cluster: Cluster, seconds: Mapping[str, float], device: torch.device
     ) -> list[Chosen]:
-        """By the profile."""
+        """Returns the choice that the profile's predictions lead to."""
         layer = settings.workload(ep)
         sizes = ep, settings.expert_tp, layer.row_bytes, layer.packed_row_bytes
         table = monta.choices(cluster, *sizes, chunks=(1, *self.chunks))
@@ -102,7 +97,7 @@ class MontaChooser:
 
 
 class ParmChooser(MontaChooser):
-    """Parm's schedule, or one of monta's levels behind the split, on tokens that all TP ranks hold."""
+    """Chooses parm's schedule, or one of monta's levels behind the split, for tokens that all TP ranks hold."""
 
     dispatch_only = recorded = False
 
@@ -113,28 +108,23 @@ class ParmChooser(MontaChooser):
     def choose(
         self, settings: LayerSettings, ep: int, cluster: Cluster, seconds: Mapping[str, float], device: torch.device
     ) -> list[Chosen]:
-        """By the profile."""
+        """Returns the choice that the profile's predictions lead to."""
         choice = parm.choices(settings.workload(ep), cluster, chunks=(1, *self.chunks))[settings.tokens]
         if choice.level is None:
             return [Chosen("model", f"parm:{choice.schedule}", choice.seconds)]
         return [Chosen("model", _monta_variant(choice.level, choice.chunks), choice.seconds)]
 
 
-class MpmoeChooser:
-    """Partitions and memory reuse: by the model, and by trials of a layer's own passes.
+class MpmoeChooser(Chooser):
+    """Chooses partitions and memory reuse by the model, and by trials of a layer's own passes.
 
     Raises:
         ConfigurationError: an unknown strategy, or nothing to choose from.
     """
 
-    dispatch_only, recorded, whole_layer = False, True, False
+    recorded = True
 
-    def __init__(
-        self,
-        counts: Sequence[int] = PARTITIONS,
-        reuse: str = NONE,
-        budget: int | None = None,
-    ) -> None:
+    def __init__(self, counts: Sequence[int] = PARTITIONS, reuse: str = NONE, budget: int | None = None) -> None:
         if reuse not in (*STRATEGIES, AUTO):
             raise ConfigurationError(f"--reuse {reuse}: choose one of {', '.join(STRATEGIES)}, or {AUTO}")
         self.options = Options(
@@ -143,18 +133,14 @@ class MpmoeChooser:
         self.counts, self.strategies, self.budget = self.options.partitions, self.options.memory_strategies, budget
         self.candidates = tuple(f"mpmoe:{count}:{strategy}" for strategy in self.strategies for count in self.counts)
 
-    def measured(self, settings: LayerSettings, ep: int, device: torch.device) -> tuple[str, ...]:
-        """All."""
-        return self.candidates
-
     def choose(
         self, settings: LayerSettings, ep: int, cluster: Cluster, seconds: Mapping[str, float], device: torch.device
     ) -> list[Chosen]:
-        """By both. Raises ConfigurationError where nothing fits into the budget."""
+        """Returns both choices. Raises ConfigurationError where nothing fits into the budget."""
         return [self._by_model(settings, ep, cluster, device), self._by_trials(settings, ep, seconds, device)]
 
     def allowed(self, settings: LayerSettings, ep: int) -> tuple[str, ...]:
-        """What fits into the budget. Raises ConfigurationError where nothing does."""
+        """Returns what fits into the budget. Raises ConfigurationError where nothing does."""
         layer, rows = settings.workload(ep), settings.tokens * settings.topk
         least = {
             strategy: mpmoe_choice.least_partitions(layer, rows, strategy, self.counts, self.budget)
@@ -174,15 +160,14 @@ class MpmoeChooser:
         start = time.perf_counter()
         table = mpmoe_choice.choices(settings.workload(ep), cluster, self.counts, self.strategies, self.budget)
         choice, _ = table[settings.tokens * settings.topk]
-        took = torch.tensor(time.perf_counter() - start, dtype=torch.float64, device=device)
-        dist.all_reduce(took, dist.ReduceOp.MAX)
-        pipelines = choice.seconds - (choice.partitions - 1) * cluster.partition_overhead
-        return Chosen("model", f"mpmoe:{choice.partitions}:{choice.strategy}", pipelines, float(took))
+        (took,) = slowest([time.perf_counter() - start], device)
+        pipelines = choice.prediction.terms[PIPELINE]
+        return Chosen("model", f"mpmoe:{choice.partitions}:{choice.strategy}", pipelines, took)
 
     def _by_trials(
         self, settings: LayerSettings, ep: int, seconds: Mapping[str, float], device: torch.device
     ) -> Chosen:
-        """Runs steps of a layer until it has chosen."""
+        """Returns what a layer has chosen after as many steps as it needed."""
         from megatron_moe_opt.cli.layer.under_test import layer_under_test
 
         layer = layer_under_test(settings, "mpmoe", ep, device, options=self.options)
@@ -193,17 +178,16 @@ class MpmoeChooser:
             dist.barrier()
             steps.append(timed(layer.step, device))
         steps.pop()  # the first that ran as chosen
-        took = torch.tensor([0.0, *steps], dtype=torch.float64, device=device)
-        dist.all_reduce(took, dist.ReduceOp.MAX)
+        took = sum(slowest(steps, device))
         count, strategy = partitioning.chosen
         candidate = f"mpmoe:{count}:{strategy}"
-        return Chosen("trials", candidate, None, float(took.sum()) - len(steps) * seconds[candidate])
+        return Chosen("trials", candidate, None, took - len(steps) * seconds[candidate])
 
 
-class AutoChooser:
-    """All systems: as planned from the profile, and as kept after trials."""
+class AutoChooser(Chooser):
+    """Chooses among all systems: as planned from the profile, and as kept after trials."""
 
-    dispatch_only, recorded, whole_layer = False, False, True
+    whole_layer = True
     candidates = (AUTO,)
     of_each_system = 2
     """Variants that are measured, those with the least predictions, besides what auto tries."""
@@ -215,7 +199,7 @@ class AutoChooser:
         self._measured: tuple[str, ...] = ()
 
     def measured(self, settings: LayerSettings, ep: int, device: torch.device) -> tuple[str, ...]:
-        """Has auto choose, and asks it what there was to choose from."""
+        """Has auto choose, and returns what it tried and what was predicted to be fast."""
         from megatron_moe_opt.cli.layer.under_test import layer_under_test
         from megatron_moe_opt.integration.auto_layer import current_controller
 
@@ -231,13 +215,13 @@ class AutoChooser:
         return self._measured
 
     def allowed(self, settings: LayerSettings, ep: int) -> tuple[str, ...]:
-        """What is measured, stock too."""
+        """Returns what is measured, stock too."""
         return self._measured
 
     def choose(
         self, settings: LayerSettings, ep: int, cluster: Cluster, seconds: Mapping[str, float], device: torch.device
     ) -> list[Chosen]:
-        """As it was when `measured` was called."""
+        """Returns what auto planned and kept when `measured` was called."""
         controller = self._controller
         predictions = {one.variant: one.seconds for one in controller.predicted if one.variant in seconds}
         planned, kept = controller.planned, controller.current
@@ -250,7 +234,7 @@ class AutoChooser:
 def chooser_of(
     system: str | None, counts: Sequence[int] | None = None, reuse: str = NONE, budget: int | None = None
 ) -> Chooser:
-    """What the options of `bench choice` ask for.
+    """Returns the chooser that the options of `bench choice` ask for.
 
     Args:
         system: whose option was given: --replicated (parm's), --mpmoe or --auto; None: monta's choice.

@@ -1,4 +1,4 @@
-"""`moe-opt bench`: the options of the benchmarks."""
+"""`moe-opt bench`: the options of the benchmarks, which import what they run when they are called."""
 
 from __future__ import annotations
 
@@ -69,26 +69,11 @@ def layer(
     from megatron_moe_opt.cli.bench.layer import LayerSettings, bench_layer
 
     settings = LayerSettings(
-        dispatchers=tuple(name.strip() for name in dispatchers.split(",")),
-        tokens=tokens,
-        hidden=hidden,
-        ffn_hidden=ffn_hidden,
-        experts=experts,
-        topk=topk,
-        tp=tp,
-        ep=ep,
-        expert_tp=expert_tp,
-        dtype=dtype.value,
-        routing=routing,
-        capacity_factor=capacity_factor,
-        pad_to_capacity=pad_to_capacity,
-        steps=steps,
-        warmup=warmup,
-        seed=seed,
-        profile=profile,
-        dispatch_only=dispatch_only,
-        replicated=replicated,
-    )
+        dispatchers=tuple(name.strip() for name in dispatchers.split(",")), tokens=tokens, hidden=hidden,
+        ffn_hidden=ffn_hidden, experts=experts, topk=topk, tp=tp, ep=ep, expert_tp=expert_tp, dtype=dtype.value,
+        routing=routing, capacity_factor=capacity_factor, pad_to_capacity=pad_to_capacity, steps=steps, warmup=warmup,
+        seed=seed, profile=profile, dispatch_only=dispatch_only, replicated=replicated,
+    )  # fmt: skip
     bench_layer(settings, json, report)
 
 
@@ -200,23 +185,10 @@ def choice(
         raise ConfigurationError(f"{' and '.join(systems)} are choices of different systems: give one of them")
     chooser = chooser_of(systems[0] if systems else None, counts, reuse, activation_budget)
     settings = LayerSettings(
-        dispatchers=(),
-        tokens=sizes[0],
-        hidden=hidden,
-        ffn_hidden=(ffn_hidden or hidden) if mpmoe or auto else expert_tp,
-        experts=experts,
-        topk=topk,
-        tp=tp,
-        ep=ep,
-        expert_tp=expert_tp,
-        dtype=dtype.value,
-        routing=routing,
-        capacity_factor=capacity_factor,
-        pad_to_capacity=capacity_factor is not None,
-        steps=steps,
-        warmup=warmup,
-        seed=seed,
-        profile=profile,
+        dispatchers=(), tokens=sizes[0], hidden=hidden,
+        ffn_hidden=(ffn_hidden or hidden) if mpmoe or auto else expert_tp, experts=experts, topk=topk, tp=tp, ep=ep,
+        expert_tp=expert_tp, dtype=dtype.value, routing=routing, capacity_factor=capacity_factor,
+        pad_to_capacity=capacity_factor is not None, steps=steps, warmup=warmup, seed=seed, profile=profile,
         replicated=replicated,
-    )
+    )  # fmt: skip
     bench_choice(settings, sizes, chooser, json)

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import gc
 import json
-import os
-import platform
-import socket
 from datetime import datetime, timezone
 from importlib.util import find_spec
 from pathlib import Path
@@ -18,16 +15,19 @@ from rich.progress import Progress
 
 import megatron_moe_opt
 from megatron_moe_opt.cli.console import progress_console, report_console, say_written
-from megatron_moe_opt.cli.layer.links import LinkRates, WireLimit, measure_links, timed, wire_limit
+from megatron_moe_opt.cli.layer.links import LinkRates, WireLimit, measure_links, wire_limit
 from megatron_moe_opt.cli.layer.peak_memory import peak_memory_growth
 from megatron_moe_opt.cli.layer.prediction import Predicted, predict_layer
 from megatron_moe_opt.cli.layer.recorded_step import record_step
 from megatron_moe_opt.cli.layer.settings import STOCK, LayerSettings
 from megatron_moe_opt.cli.ranks import (
-    adopt_slurm_ranks,
+    begin,
+    machine,
     megatron_process_group,
     parallel_layer,
-    silence_libraries,
+    slowest,
+    software,
+    timed,
     world_size,
 )
 from megatron_moe_opt.cli.report.measured_layer import DispatcherResult, LayerReport, as_json, print_report
@@ -62,8 +62,7 @@ def bench_layer(settings: LayerSettings, json_file: Path | None, report_folder: 
         ConfigurationError: settings that cannot work, before anything runs.
         RuntimeError: a dispatcher's results differ from the baseline's by more than the numerics contract allows.
     """
-    silence_libraries()
-    adopt_slurm_ranks()
+    begin()
     check_output_file("--json", json_file)
     chosen_by_it = any(name.rpartition(":")[2] == AUTO for name in settings.dispatchers)
     if settings.profile is not None and not chosen_by_it and report_folder is None:
@@ -147,13 +146,15 @@ def run(
         )
         for name in layers
     )
-    environment = _environment(settings, ep, permute_fusion, device)
+    environment = _environment(ep, permute_fusion, device)
     predicted = Predicted() if cluster is None else predict_layer(settings, ep, balance, nodes.node_of, cluster)
     return LayerReport(settings, environment, nodes, rates, results, balance, predicted, recorded)
 
 
 def _differences(layers: dict[str, LayerUnderTest], baseline: str, tolerance: float) -> dict[str, tuple[float, float]]:
-    """(output, worst gradient) difference of each dispatcher from the baseline; refuses more than `tolerance`."""
+    """Returns the (output, worst gradient) difference of each dispatcher from the baseline; refuses more than
+    `tolerance`.
+    """
     stock_output, stock_grads = layers[baseline].results()
     differences = {}
     for name, layer in layers.items():
@@ -170,7 +171,7 @@ def _differences(layers: dict[str, LayerUnderTest], baseline: str, tolerance: fl
 
 
 def _relative_difference(ours: torch.Tensor, stock: torch.Tensor) -> float:
-    """Norm of the difference over the norm, of the tensor whose pieces the ranks hold."""
+    """Returns the norm of the difference over the norm, of the tensor whose pieces the ranks hold."""
     squares = torch.stack([(ours.double() - stock.double()).square().sum(), stock.double().square().sum()])
     dist.all_reduce(squares)
     difference, norm = squares.sqrt().tolist()
@@ -180,7 +181,7 @@ def _relative_difference(ours: torch.Tensor, stock: torch.Tensor) -> float:
 def _count_step(
     layer: LayerUnderTest, nodes: NodeMap, rates: LinkRates, device: torch.device
 ) -> tuple[tuple[TrafficRow, ...], WireLimit | None, int | None]:
-    """Traffic, wire limit and peak memory of one untimed step."""
+    """Returns traffic, wire limit and peak memory of one untimed step."""
     layer.clear_grads()
     with TrafficCounter(nodes) as counter:
         memory = peak_memory_growth(layer.step, device)
@@ -195,7 +196,8 @@ def _count_step(
 def time_rounds(
     layers: dict[str, LayerUnderTest], settings: LayerSettings, device: torch.device
 ) -> dict[str, list[float]]:
-    """Seconds of every timed round on the slowest rank. Rounds interleave the dispatchers: A A B B C C A A B B C C.
+    """Returns the seconds of every timed round on the slowest rank. Rounds interleave the dispatchers: A A B B C C A A
+    B B C C.
 
     The second step of each pair is timed: in training a dispatcher finds memory and links as it left them itself.
     """
@@ -215,27 +217,11 @@ def time_rounds(
                 progress.advance(task)
     finally:
         gc.enable()
-    seconds = seconds.to(device)
-    dist.all_reduce(seconds, dist.ReduceOp.MAX)
-    return dict(zip(layers, seconds[:, settings.warmup :].tolist(), strict=True))
+    return dict(zip(layers, slowest(seconds[:, settings.warmup :], device), strict=True))
 
 
-def _environment(settings: LayerSettings, ep: int, permute_fusion: bool, device: torch.device) -> dict[str, Any]:
-    from megatron.core import __version__ as megatron_version
-
-    return {
-        "date": datetime.now(timezone.utc).isoformat(" ", "seconds"),
-        "megatron-moe-opt": megatron_moe_opt.__version__,
-        "megatron-core": megatron_version,
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
-        "backend": dist.get_backend(),
-        "host": socket.gethostname(),
-        "cpus": os.cpu_count(),
-        "threads of a rank": torch.get_num_threads(),
-        "world size": dist.get_world_size(),
-        "ep": ep,
-        "stock permute fusion": permute_fusion,
-        "netbox": {name: os.environ[name] for name in sorted(os.environ) if name.startswith("NETBOX_")},
-    }
+def _environment(ep: int, permute_fusion: bool, device: torch.device) -> dict[str, Any]:
+    of_run = {"world size": dist.get_world_size(), "ep": ep, "stock permute fusion": permute_fusion}
+    of_machine = machine(device)
+    started = {"date": datetime.now(timezone.utc).isoformat(" ", "seconds"), "host": of_machine.pop("name")}
+    return started | software() | of_machine | of_run

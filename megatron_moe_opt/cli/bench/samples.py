@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import statistics
-import time
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,15 +15,9 @@ from rich.console import Console
 
 from megatron_moe_opt import register
 from megatron_moe_opt.cli.console import report_console, say, table_of
-from megatron_moe_opt.cli.layer.settings import BASELINE
+from megatron_moe_opt.cli.layer.settings import BASELINE, LayerSettings
 from megatron_moe_opt.cli.option_types import torch_dtype
-from megatron_moe_opt.cli.ranks import (
-    adopt_slurm_ranks,
-    megatron_process_group,
-    parallel_layer,
-    silence_libraries,
-    world_size,
-)
+from megatron_moe_opt.cli.ranks import begin, megatron_process_group, parallel_layer, slowest, timed
 from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.output_file import check_output_file, write_text_whole
 from megatron_moe_opt.planning.expert_order import stock_devices
@@ -37,37 +30,37 @@ from megatron_moe_opt.topology.nodes import NodeMap, discover_nodes
 
 @dataclass(frozen=True)
 class SampleSettings:
-    """The options of `moe-opt bench samples`."""
+    """What `moe-opt bench samples` was asked for."""
 
     trace: Path
     dispatchers: tuple[str, ...]
     hidden: int
     tokens: int | None
     dtype: str
-    """fp32 or bf16."""
+    """Of the tokens: fp32 or bf16."""
     steps: int
     warmup: int
 
     @property
     def all_dispatchers(self) -> tuple[str, ...]:
-        """The baseline first."""
+        """All that run, the baseline first."""
         return tuple(dict.fromkeys((BASELINE, *self.dispatchers)))
 
 
 @dataclass(frozen=True)
 class SampleResult:
-    """One dispatcher, on all ranks together."""
+    """What one dispatcher took and sent, on all ranks together."""
 
     dispatcher: str
     seconds: tuple[float, ...]
-    """Of each round, the slowest rank's."""
+    """Those of each round, on the slowest rank."""
     traffic: tuple[TrafficRow, ...]
     """What a round sends, mean of the rounds that were counted."""
     moves: dict[int, dict[str, float]]
     """netmoe's report by layer, of the rounds that were counted."""
 
     def megabytes(self, link: str) -> float:
-        """Of all-to-alls over a kind of link."""
+        """Returns what all-to-alls send over a kind of link."""
         return sum(row.bytes for row in self.traffic if row.link == link and row.collective == "all_to_all") / 1e6
 
 
@@ -77,12 +70,11 @@ def bench_samples(settings: SampleSettings, json_file: Path | None) -> list[Samp
     Raises:
         ConfigurationError: a trace that cannot be read or does not fit the ranks, an unknown dispatcher.
     """
-    silence_libraries()
-    adopt_slurm_ranks()
+    world = begin()
     check_output_file("--json", json_file)
     register()
     trace = read_routing_trace(settings.trace)
-    check(settings, trace, world_size())
+    check(settings, trace, world)
     with megatron_process_group() as device:
         results = run(settings, trace, device)
         decided = _decided_share(settings, trace, discover_nodes())
@@ -125,15 +117,14 @@ def run(settings: SampleSettings, trace: RoutingTrace, device: torch.device) -> 
         nodes, results = discover_nodes(), []
         for name, block in blocks.items():
             traffic = block.count_rounds(settings.warmup + settings.steps, settings.steps, nodes)
-            slowest = torch.tensor(seconds[name][settings.warmup :], dtype=torch.float64, device=device)
-            dist.all_reduce(slowest, dist.ReduceOp.MAX)
+            of_slowest = slowest(seconds[name][settings.warmup :], device)
             moves = reports.collect().get("netmoe", {})
-            results.append(SampleResult(name, tuple(slowest.tolist()), traffic, moves))
+            results.append(SampleResult(name, tuple(of_slowest), traffic, moves))
         return results
 
 
 class _Block:
-    """The MoE layers of the trace under one dispatcher."""
+    """The MoE layers of the trace under one dispatcher, ready to be run."""
 
     def __init__(self, dispatcher: str, settings: SampleSettings, trace: RoutingTrace, device: torch.device) -> None:
         from megatron_moe_opt.integration.moe_layer import build_block
@@ -150,25 +141,21 @@ class _Block:
         shape = (self.tokens, self.batch, settings.hidden)
         self.inputs, self.grad = (torch.randn(shape, device=device, dtype=dtype) for _ in range(2))
         self.index = 0
-        """Of the trace's pass."""
+        """Which pass of the trace runs."""
 
     def round(self, index: int) -> None:
-        """A pass of the trace forward and backward."""
+        """Runs a pass of the trace forward and backward."""
         self.index = index % self.trace.num_passes
         self.block.zero_grad()
         self.block(self.inputs.clone().requires_grad_(), None).backward(self.grad)
 
     def timed_round(self, index: int) -> float:
-        """Seconds of this rank, from a common start."""
+        """Returns the seconds that a round takes this rank, from a common start."""
         dist.barrier()
-        start = time.perf_counter()
-        self.round(index)
-        if self.device.type == "cuda":
-            torch.cuda.synchronize()
-        return time.perf_counter() - start
+        return timed(lambda: self.round(index), self.device)
 
     def count_rounds(self, first: int, rounds: int, nodes: NodeMap) -> tuple[TrafficRow, ...]:
-        """Mean of what all ranks send in a round."""
+        """Returns the mean of what all ranks send in a round."""
         with TrafficCounter(nodes) as counter:
             for index in range(first, first + rounds):
                 self.round(index)
@@ -198,41 +185,27 @@ class _Router:
 
 
 class _Experts(torch.nn.Module):
-    """Return what they get."""
+    """Experts that return what they get."""
 
     def forward(self, tokens: torch.Tensor, counts: torch.Tensor, probs: torch.Tensor) -> tuple[torch.Tensor, None]:
-        """Gradients of ones for the probabilities."""
+        """Returns the tokens; the probabilities get gradients of ones."""
         from megatron_moe_opt.cli.layer.under_test import ReturnTokens
 
         return ReturnTokens.apply(tokens, probs), None
 
 
 def _config(dispatcher: str, settings: SampleSettings, trace: RoutingTrace) -> Any:
-    from megatron.core.transformer.transformer_config import TransformerConfig
+    """Returns Megatron's configuration of all layers, which have neither attention nor experts of a size."""
+    from megatron_moe_opt.cli.layer.under_test import layer_config
 
-    dtype = torch_dtype(settings.dtype)
-    return TransformerConfig(
-        num_layers=trace.experts.shape[1],
-        hidden_size=settings.hidden,
-        num_attention_heads=1,  # there is no attention
-        ffn_hidden_size=1,  # nor are there experts
-        moe_ffn_hidden_size=1,
-        num_moe_experts=trace.num_experts,
-        moe_router_topk=trace.experts.shape[4],
-        moe_router_pre_softmax=trace.experts.shape[4] == 1,
-        moe_router_load_balancing_type="none",
-        moe_token_dispatcher_type=dispatcher,
-        add_bias_linear=False,
-        bias_activation_fusion=False,
-        hidden_dropout=0.0,
-        expert_model_parallel_size=dist.get_world_size(),
-        bf16=dtype is torch.bfloat16,
-        params_dtype=dtype,
-    )
+    _, layers, _, length, topk = trace.experts.shape
+    layer = LayerSettings((dispatcher,), length, settings.hidden, 1, trace.num_experts, topk, dtype=settings.dtype)
+    changes = {"num_layers": layers, "hidden_dropout": 0.0, "moe_enable_routing_replay": False}
+    return layer_config(layer, dispatcher, dist.get_world_size(), permute_fusion=False, **changes)
 
 
 def _decided_share(settings: SampleSettings, trace: RoutingTrace, nodes: NodeMap) -> float:
-    """Of the bytes between nodes that stock sent while they were counted, see routing_replay.decided_share."""
+    """Returns the part of stock's counted bytes between nodes that placements decide (routing_replay.decided_share)."""
     first = settings.warmup + settings.steps
     passes = np.arange(first, first + settings.steps) % trace.num_passes
     counts = replace(trace, experts=trace.experts[:, :, :, : settings.tokens]).counts()

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
+from megatron_moe_opt.cli.ranks import slowest, timed
 from megatron_moe_opt.runtime.traffic import INTER_NODE, INTRA_NODE
 from megatron_moe_opt.topology.nodes import NodeMap
 
@@ -38,7 +38,8 @@ class WireLimit:
 
 
 def measure_links(nodes: NodeMap, device: torch.device) -> LinkRates:
-    """Measures both links, one after the other, with an all_to_all that carries traffic over that link alone.
+    """Returns the rates of both links, measured one after the other with an all_to_all that carries traffic over that
+    link alone.
 
     A collective call over the world. The rate is the best of PROBE_REPEATS exchanges on the busiest node, so that a
     limit computed from it is one that can be reached.
@@ -64,33 +65,17 @@ def _measure(nodes: NodeMap, device: torch.device, uses: Callable[[int, int], bo
 
 
 def _exchange(message: int, uses: Callable[[int, int], bool], rank: int, world: int, device: torch.device) -> float:
-    """Seconds of one all_to_all with `message` bytes over every link in use, the slowest rank's."""
+    """Returns the seconds of one all_to_all with `message` bytes over every link in use, the slowest rank's."""
     splits = [message * uses(rank, peer) for peer in range(world)]
     send = torch.zeros(sum(splits), dtype=torch.uint8, device=device)
     receive = torch.empty_like(send)
     dist.barrier()
     seconds = timed(lambda: dist.all_to_all_single(receive, send, splits, splits), device)
-    slowest = torch.tensor(seconds, dtype=torch.float64, device=device)
-    dist.all_reduce(slowest, dist.ReduceOp.MAX)
-    return slowest.item()
-
-
-def timed(run: Callable[[], object], device: torch.device) -> float:
-    """Seconds from calling `run` until the work that it issued on `device` is complete."""
-    _synchronize(device)
-    start = time.perf_counter()
-    run()
-    _synchronize(device)
-    return time.perf_counter() - start
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    return slowest([seconds], device)[0]
 
 
 def wire_limit(sent: list[list[int]], nodes: NodeMap, rates: LinkRates) -> WireLimit | None:
-    """The wire limit of one step.
+    """Returns the least time in which the bytes of a step can cross the links.
 
     Args:
         sent: [world size, world size] bytes from rank to rank.

@@ -1,4 +1,4 @@
-"""`moe-opt plan`: the options."""
+"""`moe-opt plan`: the options, and the settings that they make."""
 
 from __future__ import annotations
 
@@ -132,18 +132,10 @@ def plan(
             "dense_layers": dense_layers, "dense_ffn": dense_ffn, "gated": gated,
         },
         sizes={"--world": world, "--tp": tp, "--cp": cp, "--pp": pp, "--ep": ep, "--expert-tp": expert_tp},
-        sequence_parallel=sequence_parallel,
-        sequences=tuple(whole_numbers("--sequence", sequence)),
-        micro_batch=micro_batch,
-        micro_batches=micro_batches,
-        dtype=dtype.value,
-        capacity_factor=capacity_factor,
-        imbalance=imbalance,
-        placement_saving=placement_saving,
-        activation_budget=activation_budget,
-        peak_tflops=peak_tflops,
-        gemm_efficiency=gemm_efficiency,
-        op_microseconds=op_microseconds,
+        sequence_parallel=sequence_parallel, sequences=tuple(whole_numbers("--sequence", sequence)),
+        micro_batch=micro_batch, micro_batches=micro_batches, dtype=dtype.value, capacity_factor=capacity_factor,
+        imbalance=imbalance, placement_saving=placement_saving, activation_budget=activation_budget,
+        peak_tflops=peak_tflops, gemm_efficiency=gemm_efficiency, op_microseconds=op_microseconds,
         bandwidths={
             "--inter-bandwidth": inter_bandwidth, "--intra-bandwidth": intra_bandwidth,
             "--copy-bandwidth": copy_bandwidth,

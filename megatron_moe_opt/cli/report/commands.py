@@ -1,4 +1,4 @@
-"""`moe-opt timeline`: the options."""
+"""`moe-opt timeline`: the options, and the settings that they make."""
 
 from __future__ import annotations
 
@@ -63,23 +63,8 @@ def timeline(
     if partitions is not None:
         variant = f"mpmoe:{partitions}:{memory_reuse}"
     settings = LayerSettings(
-        dispatchers=(variant,),
-        tokens=tokens,
-        hidden=hidden,
-        ffn_hidden=expert_tp if partitions is None else ffn_hidden,
-        experts=experts,
-        topk=topk,
-        tp=tp,
-        ep=ep,
-        expert_tp=expert_tp,
-        dtype=dtype.value,
-        routing="uniform",
-        capacity_factor=None,
-        pad_to_capacity=False,
-        steps=5,
-        warmup=3,
-        seed=1,
-        profile=profile,
-        dispatch_only=partitions is None,
-    )
+        dispatchers=(variant,), tokens=tokens, hidden=hidden,
+        ffn_hidden=expert_tp if partitions is None else ffn_hidden, experts=experts, topk=topk, tp=tp, ep=ep,
+        expert_tp=expert_tp, dtype=dtype.value, steps=5, warmup=3, profile=profile, dispatch_only=partitions is None,
+    )  # fmt: skip
     layer_timeline(settings, rank, trace, png)

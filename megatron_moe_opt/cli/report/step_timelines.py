@@ -13,13 +13,7 @@ from megatron_moe_opt.cli.bench.layer import check
 from megatron_moe_opt.cli.console import report_console, say
 from megatron_moe_opt.cli.layer.recorded_step import record_step
 from megatron_moe_opt.cli.layer.settings import BASELINE, LayerSettings
-from megatron_moe_opt.cli.ranks import (
-    adopt_slurm_ranks,
-    megatron_process_group,
-    parallel_layer,
-    silence_libraries,
-    world_size,
-)
+from megatron_moe_opt.cli.ranks import begin, megatron_process_group, parallel_layer
 from megatron_moe_opt.cli.report.measured_layer import shape_of
 from megatron_moe_opt.cli.report.timeline_files import check_timeline_files, timelines_table, write_timelines
 from megatron_moe_opt.errors import ConfigurationError
@@ -43,7 +37,7 @@ class StepTimelines:
     """Of the same schedules; None without a profile."""
 
     def joined(self, name: str) -> dict[str, Timeline]:
-        """What there is, predicted first, the passes one after another under `name`."""
+        """Returns what there is, predicted first, the passes one after another under `name`."""
         kinds = {"predicted": self.predicted, "measured": self.measured}
         return {kind: one_after_another(name, passes) for kind, passes in kinds.items() if passes is not None}
 
@@ -59,12 +53,10 @@ def layer_timeline(settings: LayerSettings, rank: int | None, trace: Path | None
     Raises:
         ConfigurationError: settings that cannot work, before anything runs.
     """
-    silence_libraries()
-    adopt_slurm_ranks()
+    world = begin()
     if trace is None and png is None:
         raise ConfigurationError("there is nothing to write: give --trace FILE.json, --png FILE.png or both")
     check_timeline_files(trace, png)
-    world = world_size()
     if rank is not None and rank >= world:
         raise ConfigurationError(f"--rank {rank} is not one of the {world} ranks of this run: choose 0 to {world - 1}")
     cluster = check(settings)
@@ -98,7 +90,7 @@ def _costs(settings: LayerSettings, ep: int, cluster: Cluster) -> Costs:
 
 
 def _record(settings: LayerSettings, ep: int, device: torch.device, rank: int | None) -> StepTimelines:
-    """A collective call over the world; the same answer on every rank."""
+    """Returns the recorded step. A collective call over the world; the same answer on every rank."""
     from megatron_moe_opt.cli.layer.under_test import layers_under_test
 
     layer = layers_under_test(settings, ep, device, permute_fusion=False)[_variant(settings)]
