@@ -22,6 +22,7 @@ from megatron_moe_opt.runtime.collectives import all_gather_rows
 from megatron_moe_opt.runtime.exchange_plan import Sharing, plan_exchange, share_out
 from megatron_moe_opt.runtime.expert_exchange import Exchange, to_experts, to_sources
 from megatron_moe_opt.runtime.host_copy import HostCopy
+from megatron_moe_opt.runtime.ways import EpWithExpertTp, way_of
 from megatron_moe_opt.topology.expert_groups import ExpertGroups
 
 
@@ -43,9 +44,10 @@ class Dispatched:
         groups, rows, counts = self.groups, self.row_map, self.counts.wait()
         ranks, device = (groups.ep_rank, groups.etp_rank), rows.rows.device
         if self.sharing is None:
-            return Exchange(groups, plan_exchange(counts, *ranks, rows.num_chunks, device), self.level)
+            plan = plan_exchange(counts, *ranks, rows.num_chunks, device)
+            return Exchange(way_of(groups, self.level), plan)
         sent, parts = share_out(counts, *ranks, self.sharing)
-        return Exchange(groups, plan_exchange(sent, *ranks, 1, device), None, parts)
+        return Exchange(EpWithExpertTp(groups, parts), plan_exchange(sent, *ranks, 1, device))
 
 
 class MontaDispatcher:

@@ -18,12 +18,12 @@ import torch
 from megatron_moe_opt.dispatchers.monta import MontaDispatcher
 from megatron_moe_opt.dispatchers.partitioning import Partitioning, Partitions
 from megatron_moe_opt.kernels import RowMap, permute_packed
-from megatron_moe_opt.runtime.exchange_plan import plan_partitions
+from megatron_moe_opt.runtime.exchange_plan import ExchangePlan, plan_partitions
 from megatron_moe_opt.runtime.expert_call import Experts
-from megatron_moe_opt.runtime.expert_exchange import Exchange
 from megatron_moe_opt.runtime.expert_pipeline import through_experts
 from megatron_moe_opt.runtime.host_copy import HostCopy
 from megatron_moe_opt.runtime.pass_clock import PassClock
+from megatron_moe_opt.runtime.ways import way_of
 from megatron_moe_opt.topology.expert_groups import ExpertGroups
 
 
@@ -43,11 +43,10 @@ class Partitioned:
     """Of autograd's graph of the pass, with which its backward pass ends; None: rows need no gradient."""
 
     @cached_property
-    def exchanges(self) -> tuple[Exchange, ...]:
+    def plans(self) -> tuple[ExchangePlan, ...]:
         """Who sends what to whom, for each partition; the first use waits for the counts to reach the host."""
         groups, device = self.groups, self.row_map.rows.device
-        plans = plan_partitions(self.counts.wait(), groups.ep_rank, groups.etp_rank, self.partitions.count, device)
-        return tuple(Exchange(groups, plan, "O1") for plan in plans)
+        return plan_partitions(self.counts.wait(), groups.ep_rank, groups.etp_rank, self.partitions.count, device)
 
 
 class MpmoeDispatcher(MontaDispatcher):
@@ -80,8 +79,8 @@ class MpmoeDispatcher(MontaDispatcher):
 
     def through_experts(self, packed: torch.Tensor, partitioned: Partitioned, experts: Experts) -> torch.Tensor:
         """Dispatch, experts and combine: packed rows [R, H + lane] -> their outputs [R, H]."""
-        strategy = partitioned.partitions.strategy
-        return through_experts(packed, experts, partitioned.exchanges, strategy, partitioned.prob_dtype)
+        way, strategy = way_of(self.groups, "O1"), partitioned.partitions.strategy
+        return through_experts(packed, experts, way, partitioned.plans, strategy, partitioned.prob_dtype)
 
     def combine(self, rows: torch.Tensor, partitioned: Partitioned) -> torch.Tensor:
         """Rows as they are: they are back already."""

@@ -42,6 +42,7 @@ from megatron_moe_opt.runtime.forks import Pending
 from megatron_moe_opt.runtime.recomputation import is_recomputing
 from megatron_moe_opt.runtime.sample_counts import SampleCounts, SampleCountsGather
 from megatron_moe_opt.runtime.sample_exchange import SampleReturn, to_new_homes
+from megatron_moe_opt.runtime.ways import way_of
 from megatron_moe_opt.topology.expert_groups import ExpertGroups
 
 
@@ -68,7 +69,8 @@ class MovingSamples:
     def exchange(self) -> Exchange:
         """The dispatch."""
         counts, groups = self.counts.rows.sum(2), self.groups
-        return Exchange(groups, plan_exchange(counts, groups.ep_rank, groups.etp_rank, 1, self.device), "O1")
+        plan = plan_exchange(counts, groups.ep_rank, groups.etp_rank, 1, self.device)
+        return Exchange(way_of(groups, "O1"), plan)
 
 
 class NetmoeDispatcher(MontaDispatcher):

@@ -72,6 +72,22 @@ class ExchangePlan:
         return sum(sum(chunk.send_counts) for chunk in self.chunks)
 
     @property
+    def num_received(self) -> int:
+        """Rows that its all-to-alls bring."""
+        return sum(sum(chunk.receive_counts) for chunk in self.chunks)
+
+    def chunk(self, number: int) -> ChunkPlan:
+        """The chunk that an op of this number moves; where there is one alone, it is that, whatever the number."""
+        return self.chunks[number if len(self.chunks) > 1 else 0]
+
+    def chunk_bytes(self, row_bytes: int) -> list[ChunkBytes]:
+        """What moves of each chunk."""
+        return [
+            ChunkBytes(sum(chunk.send_counts) * row_bytes, sum(chunk.gather_counts) * row_bytes)
+            for chunk in self.chunks
+        ]
+
+    @property
     def num_gathered(self) -> int:
         """Rows this rank's experts get."""
         return sum(sum(chunk.gather_counts) for chunk in self.chunks)

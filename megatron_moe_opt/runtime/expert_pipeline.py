@@ -17,17 +17,18 @@ from torch.autograd.function import once_differentiable
 from megatron_moe_opt.kernels import empty
 from megatron_moe_opt.kernels.streams import has_streams
 from megatron_moe_opt.runtime import steps
+from megatron_moe_opt.runtime.exchange_plan import ExchangePlan
 from megatron_moe_opt.runtime.executor import executor
 from megatron_moe_opt.runtime.expert_call import ExpertCall, Experts
-from megatron_moe_opt.runtime.expert_exchange import Exchange
 from megatron_moe_opt.runtime.host_copies import HostCopyOf
 from megatron_moe_opt.runtime.partition_buffers import PartitionBuffers
 from megatron_moe_opt.runtime.recomputation import saved_tensors_are_hooked
 from megatron_moe_opt.runtime.row_layout import RowLayout
-from megatron_moe_opt.runtime.row_steps import hop_to_experts, hop_to_sources, scatter_to_shards, sum_over_shards
 from megatron_moe_opt.runtime.steps import Steps
+from megatron_moe_opt.runtime.ways import Way
 from megatron_moe_opt.schedules import mpmoe
-from megatron_moe_opt.schedules.mpmoe import STRATEGIES, PartitionRows, Restore, RowBytes, base_name
+from megatron_moe_opt.schedules.mpmoe import STRATEGIES, PartitionRows, Restore, RowBytes
+from megatron_moe_opt.schedules.pipeline import base_name
 from megatron_moe_opt.schedules.schedule import Kind, Op
 
 _Computed = tuple[torch.Tensor, torch.Tensor | None]
@@ -37,7 +38,8 @@ _Computed = tuple[torch.Tensor, torch.Tensor | None]
 def through_experts(
     packed: torch.Tensor,
     experts: Experts,
-    exchanges: Sequence[Exchange],
+    way: Way,
+    plans: Sequence[ExchangePlan],
     strategy: str,
     prob_dtype: torch.dtype,
 ) -> torch.Tensor:
@@ -45,7 +47,7 @@ def through_experts(
 
     Args:
         packed: [R, H + lane], in the order of a row map cut into the partitions.
-        exchanges: one a partition, in one chunk each.
+        plans: one a partition, in one chunk each.
         strategy: of memory reuse, a key of schedules.mpmoe.STRATEGIES.
         prob_dtype: dtype of the probabilities in the lane.
 
@@ -53,8 +55,9 @@ def through_experts(
         [R, H]: sums over the expert-tensor-parallel ranks, where `packed` came from.
     """
     if not torch.is_grad_enabled():  # nothing to restore: partitions share buffers, and T_M is never saved
-        return _Pass(packed, experts, exchanges, "S4", prob_dtype).forward(packed)
-    return _ThroughExperts.apply(packed, _Pass(packed, experts, exchanges, strategy, prob_dtype), *experts.parameters)
+        return _Pass(packed, experts, way, plans, "S4", prob_dtype).forward(packed)
+    pass_ = _Pass(packed, experts, way, plans, strategy, prob_dtype)
+    return _ThroughExperts.apply(packed, pass_, *experts.parameters)
 
 
 class _ThroughExperts(Function):
@@ -83,13 +86,14 @@ class _Pass:
         self,
         packed: torch.Tensor,
         experts: Experts,
-        exchanges: Sequence[Exchange],
+        way: Way,
+        plans: Sequence[ExchangePlan],
         strategy: str,
         prob_dtype: torch.dtype,
     ) -> None:
         self.experts, self.strategy = experts, strategy
         self.hands_over = saved_tensors_are_hooked()
-        self.groups, self.plans = exchanges[0].groups, [exchange.plan for exchange in exchanges]
+        self.way, self.plans = way, plans
         self.packed = RowLayout(packed.size(1), packed.dtype, prob_dtype)
         self.token = RowLayout(self.packed.hidden, packed.dtype, None)
         self.partitions = [PartitionRows(plan.num_sent, plan.num_gathered) for plan in self.plans]
@@ -212,10 +216,10 @@ class _Pass:
     def _arrive(self, op: Op, buffers: PartitionBuffers, layout: RowLayout, probs: torch.Tensor | None) -> Steps:
         """A hop to the experts, or the sort by expert."""
         source, target = buffers.rows(op.reads[0], op.chunk), buffers.rows(op.writes[0], op.chunk)
-        chunk = self.plans[op.chunk].chunks[0]
+        plan = self.plans[op.chunk]
         if op.group is not None:
-            return hop_to_experts(op.kind, source, target, chunk, self.groups)
-        return layout.split(source, target, probs, None, chunk)
+            return self.way.step_out(op, source, target, plan)
+        return layout.split(source, target, probs, None, plan.chunk(op.chunk))
 
     def _return(
         self,
@@ -225,17 +229,11 @@ class _Pass:
         computed: Callable[[], _Computed],
     ) -> Steps:
         """The sort by source of what is computed by then, a hop to the sources, or the sum of what it brings."""
-        chunk, j = self.plans[op.chunk].chunks[0], op.chunk
+        plan, j = self.plans[op.chunk], op.chunk
+        target = buffers.rows(op.writes[0], j)
         if op.kind is Kind.COPY:
-            target = buffers.rows(op.writes[0], j)
-            return steps.call(lambda: steps.run_now(layout.join(*computed(), target, chunk)))
-        source = buffers.rows(op.reads[-1], j)  # of a sum, behind the parts
-        if op.kind is Kind.ALL_TO_ALL:
-            return hop_to_sources(source, buffers.rows(op.writes[0], j), chunk, self.groups)
-        parts = buffers.parts(layout, self.groups)
-        if op.kind is Kind.REDUCE_SCATTER:
-            return scatter_to_shards(source, parts, chunk, self.groups)
-        return sum_over_shards(source, parts, buffers.rows(op.writes[0], j), chunk, self.groups, layout)
+            return steps.call(lambda: steps.run_now(layout.join(*computed(), target, plan.chunk(j))))
+        return self.way.step_back(op, [buffers.rows(name, j) for name in op.reads], target, plan, layout)
 
     def _take(self, computed: dict[int, _Computed], j: int) -> _Computed:
         """What a compute op has left for the op that sends it; no longer held where partitions share memory."""
@@ -247,10 +245,7 @@ class _Pass:
         return computed.pop(j)
 
     def _buffers(self, given: dict[str, torch.Tensor]) -> PartitionBuffers:
-        like = next(iter(given.values()))
-        buffers = PartitionBuffers(self.plans, self.token, self.packed, like)
-        buffers.give(given)
-        return buffers
+        return PartitionBuffers(self.way, self.plans, self.token, self.packed, given)
 
     def _named(self, name: str, rows: torch.Tensor) -> dict[str, torch.Tensor]:
         """This rank's own rows, by the buffers' names."""
@@ -259,7 +254,7 @@ class _Pass:
 
     def _widths(self) -> tuple[RowBytes, int, int]:
         row = RowBytes(self.packed.row_bytes, self.token.row_bytes, self.experts.middle_row_bytes)
-        return row, self.groups.ep_size, self.groups.etp_size
+        return row, self.way.groups.ep_size, self.way.groups.etp_size
 
 
 class _Sum:

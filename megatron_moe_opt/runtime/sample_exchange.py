@@ -22,6 +22,7 @@ from megatron_moe_opt.kernels.chunk_copy import ChunkList
 from megatron_moe_opt.kernels.streams import to_device
 from megatron_moe_opt.runtime.exchange_plan import ChunkPlan, ExchangePlan
 from megatron_moe_opt.runtime.expert_exchange import Exchange, run_to_experts, run_to_sources
+from megatron_moe_opt.runtime.ways import way_of
 from megatron_moe_opt.topology.expert_groups import ExpertGroups
 
 
@@ -62,7 +63,7 @@ class SampleReturn:
         own = moved[groups.ep_rank, groups.etp_rank].permute(1, 2, 0)  # [ep, local, B]
         chunk = ChunkPlan(own.sum((1, 2)).tolist(), arriving.sum((2, 3)).tolist(), groups.etp_rank, by_expert, 0, 0, 0)
         plan = ExchangePlan((chunk,), arriving.sum((0, 1, 3)), arrives_sorted=False)
-        self.exchange = Exchange(groups, plan, "O1")
+        self.exchange = Exchange(way_of(groups, "O1"), plan)
         blocks = torch.stack([own.reshape(-1), torch.arange(own.size(2)).repeat(own.size(0) * own.size(1))])
         blocks = to_device(blocks, device)
         self.slots = blocks[1].repeat_interleave(blocks[0], output_size=plan.num_sent)

@@ -31,9 +31,6 @@ from .monta import AllToAllAndGather
 from .pipeline import ChunkBytes, Pipeline, own_buffer
 from .schedule import Kind, Lane, Schedule
 
-PARTS = "parts.0"
-"""What a reduce-scatter brings, until it is added. All partitions share it: in one lane each follows the other."""
-
 
 class Restore(Enum):
     """How backward comes by a tensor of the forward pass."""
@@ -165,11 +162,6 @@ def backward(
     return pipeline.schedule(_name("backward", strategy, len(partitions)))
 
 
-def base_name(buffer: str) -> str:
-    """The NAME of a buffer NAME.j."""
-    return buffer.partition(".")[0]
-
-
 @dataclass(frozen=True)
 class _Rows:
     """What travels, on one way or the other."""
@@ -177,15 +169,18 @@ class _Rows:
     source: str
     is_packed: bool
     names: Mapping[str, str]
-    """Of the buffers of a Way, where they are called otherwise here. An all-gather is in place."""
+    """Of the buffers of a way, where they are called otherwise here. An all-gather is in place, and what a
+    reduce-scatter brings has one buffer for all partitions: in one lane each follows the other."""
 
 
 INPUTS = _Rows("rows", True, {"gathered": "arrived", "sorted": "tokens"})
-OUTPUTS = _Rows("output", False, {"parts": PARTS})
+OUTPUTS = _Rows("output", False, {"parts": "parts.0"})
 OUTPUT_GRADIENTS = _Rows(
     "grad_combined", False, {"arrived": "grad_arrived", "gathered": "grad_arrived", "sorted": "grad_output"}
 )
-INPUT_GRADIENTS = _Rows("grad_tokens", True, {"unsorted": "grad_unsorted", "parts": PARTS, "summed": "grad_summed"})
+INPUT_GRADIENTS = _Rows(
+    "grad_tokens", True, {"unsorted": "grad_unsorted", "parts": "grad_parts.0", "summed": "grad_summed"}
+)
 
 
 class _Partitions(Pipeline):

@@ -41,6 +41,11 @@ def own_buffer(name: str, chunk: int) -> str:
     return f"{name}.{chunk}"
 
 
+def base_name(buffer: str) -> str:
+    """The NAME of a buffer NAME.SLOT, or NAME."""
+    return buffer.partition(".")[0]
+
+
 class Pipeline:
     """Builds one schedule."""
 

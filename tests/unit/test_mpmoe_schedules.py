@@ -12,9 +12,9 @@ from megatron_moe_opt.schedules.mpmoe import (
     PartitionRows,
     RowBytes,
     backward,
-    base_name,
     forward,
 )
+from megatron_moe_opt.schedules.pipeline import base_name
 from megatron_moe_opt.schedules.schedule import Kind, Lane, ScheduleError, validate, validate_ranks
 
 ROW = RowBytes(packed=80, token=64, middle=300)
