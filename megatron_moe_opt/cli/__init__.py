@@ -1,1 +1,1 @@
-"""The command line: `moe-opt`."""
+"""The command line `moe-opt`: a room for each thing that a reader looks for, and what all of them use."""

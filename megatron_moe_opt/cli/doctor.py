@@ -29,7 +29,7 @@ OLDEST_PYTHON, OLDEST_TORCH = (3, 10), (2, 6)
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the report."""
+    """What was found of one subject, a line of the report."""
 
     subject: str
     found: str
@@ -61,7 +61,7 @@ def doctor() -> None:
 
 
 def examine() -> list[Finding]:
-    """All findings; imports nothing that has to be there, and raises nothing."""
+    """Returns all findings; imports nothing that has to be there, and raises nothing."""
     checks: tuple[Callable[[], Iterator[Finding]], ...] = (
         _python,
         _torch,

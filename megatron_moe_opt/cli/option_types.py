@@ -17,21 +17,21 @@ if TYPE_CHECKING:
 
 
 class DType(str, Enum):
-    """Element type of tokens and weights."""
+    """The types of elements that tokens and weights may have."""
 
     fp32 = "fp32"
     bf16 = "bf16"
 
 
 def torch_dtype(name: str) -> torch.dtype:
-    """PyTorch's type of the DType of this name."""
+    """Returns PyTorch's type for the DType of this name."""
     import torch
 
     return {"fp32": torch.float32, "bf16": torch.bfloat16}[name]
 
 
 class Device(str, Enum):
-    """Where a benchmark runs."""
+    """The devices that a benchmark may run on."""
 
     cpu = "cpu"
     cuda = "cuda"
@@ -45,7 +45,9 @@ def finite(option: typer.CallbackParam, value: float | None) -> float | None:
 
 
 def whole_numbers(option: str, text: str) -> list[int]:
-    """Whole numbers from 1 on, separated by commas; refuses, with ConfigurationError, anything else."""
+    """Returns the whole numbers from 1 on in a text, separated by commas; refuses, with ConfigurationError, anything
+    else.
+    """
     parts = [part.strip() for part in text.split(",")]
     if not all(part.isdecimal() and int(part) for part in parts):
         raise ConfigurationError(f"{option} {text}: write numbers from 1 on, separated by commas, such as 256,1024")

@@ -100,13 +100,15 @@ def adopt_slurm_ranks() -> None:
 
 
 def world_size() -> int:
-    """Ranks of this run, before there is a process group."""
+    """Returns the number of ranks of this run, before there is a process group."""
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 @contextmanager
 def process_group() -> Iterator[torch.device]:
-    """The default process group inside the block: NCCL with a GPU a rank, Gloo without; yields this rank's device."""
+    """Makes the default process group inside the block: NCCL with a GPU a rank, Gloo without; yields this rank's
+    device.
+    """
     device = torch.device("cpu")
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
@@ -121,7 +123,9 @@ def process_group() -> Iterator[torch.device]:
 
 @contextmanager
 def megatron_process_group() -> Iterator[torch.device]:
-    """`process_group` for commands that run Megatron's layers: without a GPU they run on the host."""
+    """Yields the device of `process_group`, for commands that run Megatron's layers: without a GPU they run on the
+    host.
+    """
     megatron_moe_opt.use_host_backend()
     with process_group() as device:
         yield device
@@ -143,7 +147,7 @@ def temporary_groups(groups: Iterable[ProcessGroup]) -> Iterator[None]:
 
 @contextmanager
 def parallel_layer(tp: int, ep: int, expert_tp: int, seed: int) -> Iterator[None]:
-    """Megatron's groups of these sizes, and its seeds, inside the block. A collective call over the world."""
+    """Makes Megatron's groups of these sizes, and sets its seeds, in the block. A collective call over the world."""
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 

@@ -83,7 +83,7 @@ class ModelPartitioning:
         chosen = choice.partitions, choice.strategy
 
         def line() -> str:
-            times = {(one.partitions, one.strategy): one.seconds for one in candidates}
+            times = {(one.partitions, one.strategy): one.prediction.seconds for one in candidates}
             return _line(number, chosen, "predicted", times)
 
         say_once("mpmoe", (self.candidates, chosen), line)

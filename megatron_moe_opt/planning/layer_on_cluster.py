@@ -18,11 +18,13 @@ from .expert_costs import costs_with_experts
 from .layer_workload import LayerWorkload
 from .link_bytes import LinkBytes
 from .monta import Pass, training_passes
-from .mpmoe_choice import activation_bytes
+from .partitioned_rows import activation_bytes
 from .prediction import Prediction
 from .simulator import simulate
 from .skew import Skew
 
+PIPELINE = "pipeline with experts"
+"""The term of schedules that experts are part of."""
 PROB_BYTES = 4
 _WITH_PROBS = (0, 3)  # of `training_passes`: dispatch, and the gradients on the way back through it
 
@@ -104,7 +106,7 @@ class LayerOnCluster:
         experts = Timeline.in_turn("experts", [] if with_experts else self.expert_ops())
         local = self.local_timeline(whose)
         terms = {
-            "pipeline with experts" if with_experts else "dispatch and combine": sum(one.seconds for one in timelines),
+            PIPELINE if with_experts else "dispatch and combine": sum(one.seconds for one in timelines),
             "experts": experts.seconds,
             "rows on the rank": local.seconds,
         }

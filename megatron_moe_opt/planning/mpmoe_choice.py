@@ -8,40 +8,20 @@ left where nothing but S, C, R and M takes time (tools/mpmoe_formulas.py).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.schedules import mpmoe
-from megatron_moe_opt.schedules.mpmoe import STRATEGIES, PartitionRows, RowBytes
+from megatron_moe_opt.schedules.mpmoe import NONE, STRATEGIES
 
 from .cluster import Cluster
 from .equal_times import fewest_of_equal
-from .expert_costs import costs_with_experts
+from .layer_on_cluster import PIPELINE, LayerOnCluster
 from .layer_workload import LayerWorkload
-from .memory import expert_middle_width
 from .monta import ChoiceByRows
 from .partition_search import PARTITIONS
-from .simulator import simulate
-
-
-def row_bytes(layer: LayerWorkload) -> RowBytes:
-    """What a row of the layer takes on its way and in its experts, Megatron's own PyTorch ones."""
-    middle = layer.element_bytes * layer.ffn * expert_middle_width(layer.gated, layer.fused)
-    return RowBytes(layer.packed_row_bytes, layer.row_bytes, middle)
-
-
-def partitions(layer: LayerWorkload, rows: int, count: int) -> list[PartitionRows]:
-    """Equal parts of a rank's rows, where every rank has as many."""
-    own = -(-rows // count)
-    return [PartitionRows(own, own * layer.etp)] * count
-
-
-def activation_bytes(layer: LayerWorkload, rows: int, count: int, strategy: str) -> int:
-    """What forward and backward hold of T_I, T_DI, T_M, T_DO and T_O (eq. 2; less eq. 5 where memory is reused)."""
-    part, row = partitions(layer, rows, count)[0], row_bytes(layer)
-    own, gathered = part.own * count * row.token, part.gathered * row.token
-    two, one = (min(2, count), 1) if STRATEGIES[strategy].reuses else (count, count)
-    return 2 * own + 2 * two * gathered + one * part.gathered * row.middle
+from .partitioned_rows import activation_bytes, partitions, row_bytes
+from .prediction import Prediction
 
 
 @dataclass(frozen=True)
@@ -50,9 +30,13 @@ class MpmoeChoice:
 
     partitions: int
     strategy: str
-    seconds: float
-    """Of the forward and backward schedules, predicted, with what each partition takes besides."""
+    prediction: Prediction
+    """Of the whole layer: the planner's own."""
+    compared: float
+    """Seconds of the forward and backward schedules, with what each partition takes besides in a small layer. Other
+    systems are not compared with that: it would make larger layers too slow beside them."""
     activation_bytes: int
+    """For all numbers of rows that share the choice."""
 
     def __str__(self) -> str:
         plural = "s" * (self.partitions > 1)
@@ -79,7 +63,7 @@ def predict(
     counts: Sequence[int] = PARTITIONS,
     strategies: Sequence[str] = tuple(STRATEGIES),
 ) -> tuple[MpmoeChoice, ...]:
-    """Every strategy and, within it, every number of partitions, in the order given.
+    """Returns every strategy and, within it, every number of partitions, in the order given.
 
     Args:
         rows: (token, expert) pairs of each rank. Memory is that of `most_rows`.
@@ -87,16 +71,33 @@ def predict(
     Raises:
         ConfigurationError: a curve is missing.
     """
-    costs, most, row = costs_with_experts(layer, cluster), most_rows(rows), row_bytes(layer)
-    found = []
+    tokens = -(-rows // layer.topk) * layer.tp
+    on_cluster = LayerOnCluster(replace(layer, tokens=tokens, capacity_factor=None), cluster)
+    most, found = most_rows(rows), []
     for strategy in strategies:
         for count in counts:
-            parts = partitions(layer, rows, count)
-            schedules = [build(strategy, parts, row, layer.ep, layer.etp) for build in (mpmoe.forward, mpmoe.backward)]
-            seconds = sum(simulate(schedule, costs, cluster.slowdown).seconds for schedule in schedules)
-            seconds += (count - 1) * cluster.partition_overhead
-            found.append(MpmoeChoice(count, strategy, seconds, activation_bytes(layer, most, count, strategy)))
+            prediction = candidate(on_cluster, count, strategy)
+            compared = prediction.terms.get(PIPELINE, 0.0) + (count - 1) * cluster.partition_overhead
+            held = activation_bytes(layer, most, count, strategy)
+            found.append(MpmoeChoice(count, strategy, prediction, compared, held))
     return tuple(found)
+
+
+def candidate(layer: LayerOnCluster, count: int, strategy: str) -> Prediction:
+    """Returns what the layer takes in so many partitions.
+
+    Expert-TP's collectives of each run in a lane of their own beside the all-to-alls, as MoNTA's do.
+
+    Raises:
+        ConfigurationError: a curve is missing.
+    """
+    one, row = layer.workload, row_bytes(layer.workload)
+    computed, exchanged = (partitions(one, rows, count) for rows in (layer.computed, layer.exchanged))
+    parts = [replace(part, own=other.own) for part, other in zip(computed, exchanged, strict=True)]
+    schedules = [build(strategy, parts, row, one.ep, one.etp) for build in (mpmoe.forward, mpmoe.backward)]
+    variant = f"mpmoe:{count}" + (f":{strategy}" if strategy != NONE else "")
+    held = activation_bytes(one, one.rows, count, strategy)
+    return replace(layer.prediction(variant, schedules, layer.edge), activation_bytes=held)
 
 
 def choose(candidates: Sequence[MpmoeChoice], budget: int | None = None) -> MpmoeChoice | None:
@@ -108,7 +109,7 @@ def choose(candidates: Sequence[MpmoeChoice], budget: int | None = None) -> Mpmo
     fitting = [one for one in candidates if budget is None or one.activation_bytes <= budget]
     if not fitting:
         return None
-    return fewest_of_equal([(one.seconds, one.partitions, one) for one in fitting])
+    return fewest_of_equal([(one.compared, one.partitions, one) for one in fitting])
 
 
 def choices(

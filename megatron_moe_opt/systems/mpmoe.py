@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +12,10 @@ from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.option_values import AUTO, BYTES, one_of
 from megatron_moe_opt.option_values import PARTITIONS as SEVERAL_PARTITIONS
 from megatron_moe_opt.planning.layer_on_cluster import LayerOnCluster
-from megatron_moe_opt.planning.mpmoe_choice import activation_bytes, partitions, row_bytes
+from megatron_moe_opt.planning.mpmoe_choice import candidate
 from megatron_moe_opt.planning.partition_search import PARTITIONS
 from megatron_moe_opt.planning.prediction import Prediction
-from megatron_moe_opt.schedules.mpmoe import NONE, STRATEGIES, backward, forward
+from megatron_moe_opt.schedules.mpmoe import NONE, STRATEGIES
 from megatron_moe_opt.systems.system import CHOOSES, FLAG, PREFIX, READS, Grammar, SharedOptions, System, option
 
 NAME = "mpmoe"
@@ -164,22 +164,9 @@ def _write(options: MpmoeOptions, levels: int) -> str:
 
 
 def _candidates(layer: LayerOnCluster) -> Iterator[Prediction]:
-    """Partitions through the experts; expert-TP's collectives of each run in a lane of their own beside the
-    all-to-alls, as MoNTA's do.
-    """
-    one, row = layer.workload, row_bytes(layer.workload)
+    """One partition is left out: it has nothing to overlap or share, and is monta:O1."""
     for strategy in STRATEGIES:
-        for count in PARTITIONS:
-            if count == 1:
-                continue  # nothing to overlap or share: monta:O1
-            computed, exchanged = (partitions(one, rows, count) for rows in (layer.computed, layer.exchanged))
-            parts = [replace(part, own=other.own) for part, other in zip(computed, exchanged, strict=True)]
-            schedules = [build(strategy, parts, row, one.ep, one.etp) for build in (forward, backward)]
-            setting = _write(MpmoeOptions(partitions=count, memory_reuse=strategy), 1)
-            # Without partition_overhead, which is of a small layer: it tells mpmoe's own model that many partitions do
-            # not pay there, and would make larger layers too slow beside other systems.
-            held = activation_bytes(one, one.rows, count, strategy)
-            yield replace(layer.prediction(f"{NAME}:{setting}", schedules, layer.edge), activation_bytes=held)
+        yield from (candidate(layer, count, strategy) for count in PARTITIONS if count > 1)
 
 
 MPMOE = System(

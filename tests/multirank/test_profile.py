@@ -277,7 +277,7 @@ def _partition_overhead(hidden: int, step: float) -> tuple[list[int], int, float
     with parallel(ep=4), pytest.MonkeyPatch.context() as patch:
         patch.setattr(meter, "time", SimpleNamespace(perf_counter=lambda: sum(steps)))
         patch.setattr(moe_layer, "layer_under_test", layer_under_test)
-        patch.setattr(profile_partitions.mpmoe_choice, "predict", lambda *_: [SimpleNamespace(seconds=0.0)] * 2)
+        patch.setattr(profile_partitions.mpmoe_choice, "predict", lambda *_: [SimpleNamespace(compared=0.0)] * 2)
         found = profile_partitions.partition_overhead(cluster, 1, hidden, 1024, "fp32", rank_device(), 0.1)
     return built, len(steps), found
 

@@ -16,8 +16,8 @@ from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.options import split_options
 from megatron_moe_opt.planning.cluster import Cluster, ExpertGemm, World
 from megatron_moe_opt.planning.layer_workload import LayerWorkload
-from megatron_moe_opt.planning.mpmoe_choice import activation_bytes, row_bytes
 from megatron_moe_opt.planning.partition_search import PARTITIONS
+from megatron_moe_opt.planning.partitioned_rows import activation_bytes, row_bytes
 from megatron_moe_opt.schedules.mpmoe import STRATEGIES
 from megatron_moe_opt.schedules.schedule import Kind
 from tests.ranks.pool import RankFailure

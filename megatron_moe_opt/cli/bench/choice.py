@@ -50,36 +50,36 @@ class ChoicePoint:
     chosen: str
     best: str
     seconds: dict[str, float]
-    """Of a step, by candidate; with the baseline."""
+    """Seconds of a step by candidate, the baseline among them."""
     predicted: float | None
-    """See Chosen."""
+    """Seconds that the choice was predicted to take, as Chosen.predicted has them."""
     pipelines: float | None
-    """The same, measured; None where not all of it is."""
+    """What was predicted, as it was measured; None where not all of it was."""
     overhead: float | None
-    """See Chosen."""
+    """Seconds that choosing took, as Chosen.overhead has them."""
     baseline: str
     predictions: dict[str, float]
-    """See Chosen."""
+    """Seconds of all that it was chosen from, as Chosen.predictions has them."""
     rounds: dict[str, list[float]]
     """Seconds of every round on the slowest rank, by candidate; of what `seconds` is the median."""
     noise_floor: float | None
-    """See split_half."""
+    """What of a regret is noise: see split_half.noise_floor."""
     regret_of_halves: float | None
-    """See split_half."""
+    """The regret against a candidate chosen by other rounds: see split_half.regret_of_halves."""
 
     @property
     def regret(self) -> float:
-        """Time of the chosen over the fastest candidate's, less 1."""
+        """What choosing lost: the time of the chosen over the fastest candidate's, less 1."""
         return self.seconds[self.chosen] / self.seconds[self.best] - 1
 
     @property
     def error(self) -> float | None:
-        """Predicted over measured, less 1."""
+        """How far the prediction is off: predicted over measured, less 1."""
         return None if None in (self.predicted, self.pipelines) else self.predicted / self.pipelines - 1
 
     @property
     def ratio(self) -> float:
-        """Time of the chosen over the baseline's."""
+        """How the chosen compares with the baseline: its time over the baseline's."""
         return self.seconds[self.chosen] / self.seconds[self.baseline]
 
 
@@ -121,7 +121,7 @@ def measure(
     chooser: Chooser,
     device: torch.device,
 ) -> list[ChoicePoint]:
-    """Points for each number of tokens, in Megatron's groups of the settings' sizes. A collective call."""
+    """Returns the points for each number of tokens, in Megatron's groups of the settings' sizes. A collective call."""
     from megatron_moe_opt.cli.layer.under_test import layers_under_test
 
     points = []
@@ -162,14 +162,14 @@ def _measured(
     seconds: Mapping[str, float],
     device: torch.device,
 ) -> float | None:
-    """What was predicted, as it was measured."""
+    """Returns, as it was measured, what was predicted; None where not all of it was recorded."""
     if chooser.whole_layer:
         return seconds[chosen.candidate]
     return _pipeline_seconds(layers[chosen.candidate], device) if chooser.recorded else None
 
 
 def _pipeline_seconds(layer: LayerUnderTest, device: torch.device) -> float:
-    """Time in the pipelines of a step: median over steps of the slowest rank's sum."""
+    """Returns the time in the pipelines of a step: the median over steps of the slowest rank's sum."""
     sums = [sum(timeline.seconds for timeline in layer.recorded_step()) for _ in range(RECORDED_STEPS)]
     return statistics.median(slowest(sums, device))
 
@@ -213,7 +213,7 @@ def _print(points: list[ChoicePoint], settings: LayerSettings, ep: int, console:
 
 
 def _print_regrets(by: str, points: list[ChoicePoint], console: Console) -> None:
-    """Of one way to choose; and, where there are several rounds, how much of it is noise."""
+    """Prints the regrets of one way to choose and, where there are several rounds, how much of them is noise."""
     errors = [abs(point.error) for point in points if point.error is not None]
     prediction = f"; prediction off by {statistics.median(errors):.1%} in the median point" if errors else ""
     say(console, f"{by}: regret {_at_most([point.regret for point in points])}{prediction}")

@@ -17,6 +17,7 @@ from megatron_moe_opt.option_values import AUTO
 from megatron_moe_opt.options import Options
 from megatron_moe_opt.planning import monta, mpmoe_choice, parm
 from megatron_moe_opt.planning.cluster import Cluster
+from megatron_moe_opt.planning.layer_on_cluster import PIPELINE
 from megatron_moe_opt.planning.partition_search import PARTITIONS
 from megatron_moe_opt.schedules.mpmoe import NONE, STRATEGIES
 from megatron_moe_opt.schedules.parm import SCHEDULES
@@ -160,7 +161,7 @@ class MpmoeChooser(Chooser):
         table = mpmoe_choice.choices(settings.workload(ep), cluster, self.counts, self.strategies, self.budget)
         choice, _ = table[settings.tokens * settings.topk]
         (took,) = slowest([time.perf_counter() - start], device)
-        pipelines = choice.seconds - (choice.partitions - 1) * cluster.partition_overhead
+        pipelines = choice.prediction.terms[PIPELINE]
         return Chosen("model", f"mpmoe:{choice.partitions}:{choice.strategy}", pipelines, took)
 
     def _by_trials(

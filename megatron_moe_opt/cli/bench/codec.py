@@ -25,7 +25,7 @@ class CodecWorkload:
         self.expert = expert.to(device=device, dtype=DTYPES[dtype])
 
     def measure(self, repeats: int) -> list[Row]:
-        """The rows of encode and decode."""
+        """Returns the measured rows of encode and of decode."""
         from megatron_moe_opt import kernels
         from megatron_moe_opt.kernels.reference import sr_entries
 

@@ -1,4 +1,4 @@
-"""`moe-opt bench`: the options of the benchmarks."""
+"""`moe-opt bench`: the options of the benchmarks, which import what they run when they are called."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 @dataclass(frozen=True)
 class Timing:
-    """Seconds: the median of the repetitions and its quartiles."""
+    """The seconds that repetitions of one action took: their median and quartiles."""
 
     median: float
     low: float
@@ -27,7 +27,7 @@ class Timing:
 
     @classmethod
     def of(cls, seconds: list[float]) -> Timing:
-        """Summarises at least two measurements."""
+        """Returns the summary of at least two measurements."""
         low, median, high = statistics.quantiles(seconds, n=4, method="inclusive")
         return cls(median, low, high)
 
@@ -45,16 +45,16 @@ class Row:
 
     @property
     def speedup(self) -> float | None:
-        """Stock's median over ours."""
+        """How many times faster ours is: stock's median over ours."""
         return None if self.stock is None else self.stock.median / self.ours.median
 
     @property
     def over_floor(self) -> float:
-        """Our median over the copy's."""
+        """How far ours is from a plain copy: our median over the copy's."""
         return self.ours.median / self.floor.median
 
     def report(self) -> dict[str, Any]:
-        """The row with its ratios, for the JSON report."""
+        """Returns the row with its ratios, as the JSON report has it."""
         return asdict(self) | {
             "speedup": self.speedup,
             "over_floor": self.over_floor,
@@ -64,7 +64,9 @@ class Row:
 
 
 def measure(sides: dict[str, Callable[[], Any]], repeats: int, device: torch.device) -> dict[str, Timing]:
-    """Times all sides in turn, so that a slow moment of the machine hits all of them; two more rounds warm up."""
+    """Returns what each side takes, timed in turn, so that a slow moment of the machine hits all of them; two more
+    rounds warm up.
+    """
     seconds: dict[str, list[float]] = {side: [] for side in sides}
     for repeat in range(repeats + 2):
         for side, action in sides.items():
@@ -75,7 +77,7 @@ def measure(sides: dict[str, Callable[[], Any]], repeats: int, device: torch.dev
 
 
 def time_once(action: Callable[[], Any], device: torch.device) -> float:
-    """Seconds of one call, its result freed afterwards."""
+    """Returns the seconds of one call, whose result is freed outside of them."""
     if device.type == "cuda":
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         torch.cuda.synchronize(device)
@@ -94,7 +96,9 @@ def time_once(action: Callable[[], Any], device: torch.device) -> float:
 
 
 def plain_copy(num_bytes: int, device: torch.device) -> Callable[[], Any]:
-    """Copies num_bytes between warm buffers: memcpy on as many threads as PyTorch has, or a device-to-device copy."""
+    """Returns a copy of num_bytes between warm buffers: memcpy on as many threads as PyTorch has, or a device-to-device
+    copy.
+    """
     source = torch.ones(num_bytes, dtype=torch.uint8, device=device)
     target = torch.ones(num_bytes, dtype=torch.uint8, device=device)
     if device.type == "cuda":
@@ -111,7 +115,9 @@ def plain_copy(num_bytes: int, device: torch.device) -> Callable[[], Any]:
 
 
 def print_table(title: str, stock: str, rows: list[Row], settings: dict[str, Any]) -> None:
-    """One line an operation; times in milliseconds, quartiles in brackets. `stock` names what ours is compared with."""
+    """Prints a line an operation; times in milliseconds, quartiles in brackets. `stock` names what ours is compared
+    with.
+    """
     headers = ("op", "dtype", f"{stock} ms", "ours ms", "speed-up", "copy floor ms", "ours / floor", "GB/s")
     table = table_of(title, headers, names=2, caption=", ".join(f"{k} {v}" for k, v in settings.items()))
 

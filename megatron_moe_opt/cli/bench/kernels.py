@@ -92,7 +92,7 @@ def bench_kernels(
 
 
 class Workload:
-    """Data, operations and byte counts of one configuration."""
+    """The data of one configuration, and the operations on it with the bytes that they must move."""
 
     def __init__(
         self, device: torch.device, tokens: int, hidden: int, experts: int, topk: int, dtype: str, seed: int
@@ -122,7 +122,7 @@ class Workload:
         return data.to(device=self.device, dtype=DTYPES[self.dtype])
 
     def operations(self, library: Any) -> dict[str, tuple[Callable[[], Any], int]]:
-        """Name -> (what to time, bytes it must move) for a library with Megatron-Core's permute and unpermute."""
+        """Returns name -> (what to time, bytes it must move) for a library with Megatron-Core's two functions."""
         once = self.token_bytes + self.permuted_bytes
 
         def permute() -> Any:
@@ -164,7 +164,7 @@ class Workload:
         }
 
     def own_operations(self) -> dict[str, tuple[Callable[[], Any], int]]:
-        """As `operations`, what Megatron-Core has no like of: with a row map that is made once, as in a layer."""
+        """Returns, as `operations`, what Megatron-Core has no like of: with a row map made once, as in a layer."""
         from megatron_moe_opt import kernels
 
         once = self.token_bytes + self.permuted_bytes
@@ -178,7 +178,7 @@ class Workload:
         }
 
     def measure(self, repeats: int) -> list[Row]:
-        """One row an operation."""
+        """Returns a measured row for each operation."""
         from megatron_moe_opt import kernels
 
         ours = self.operations(kernels) | self.own_operations()
@@ -204,7 +204,7 @@ def keep_freed_memory() -> None:
 
 
 def megatron_moe_utils() -> ModuleType | None:
-    """The module with Megatron-Core's permute and unpermute, or None where it is not installed."""
+    """Returns the module with Megatron-Core's permute and unpermute, or None where it is not installed."""
     try:
         from megatron.core.transformer.moe import moe_utils
     except ImportError:
@@ -213,7 +213,7 @@ def megatron_moe_utils() -> ModuleType | None:
 
 
 def device_name(device: Device) -> str:
-    """The GPU's name, or the CPU kernels in use."""
+    """Returns the GPU's name, or which CPU kernels are in use."""
     if device is Device.cuda:
         return torch.cuda.get_device_name()
     from megatron_moe_opt import kernels

@@ -152,7 +152,9 @@ def run(
 
 
 def _differences(layers: dict[str, LayerUnderTest], baseline: str, tolerance: float) -> dict[str, tuple[float, float]]:
-    """(output, worst gradient) difference of each dispatcher from the baseline; refuses more than `tolerance`."""
+    """Returns the (output, worst gradient) difference of each dispatcher from the baseline; refuses more than
+    `tolerance`.
+    """
     stock_output, stock_grads = layers[baseline].results()
     differences = {}
     for name, layer in layers.items():
@@ -169,7 +171,7 @@ def _differences(layers: dict[str, LayerUnderTest], baseline: str, tolerance: fl
 
 
 def _relative_difference(ours: torch.Tensor, stock: torch.Tensor) -> float:
-    """Norm of the difference over the norm, of the tensor whose pieces the ranks hold."""
+    """Returns the norm of the difference over the norm, of the tensor whose pieces the ranks hold."""
     squares = torch.stack([(ours.double() - stock.double()).square().sum(), stock.double().square().sum()])
     dist.all_reduce(squares)
     difference, norm = squares.sqrt().tolist()
@@ -179,7 +181,7 @@ def _relative_difference(ours: torch.Tensor, stock: torch.Tensor) -> float:
 def _count_step(
     layer: LayerUnderTest, nodes: NodeMap, rates: LinkRates, device: torch.device
 ) -> tuple[tuple[TrafficRow, ...], WireLimit | None, int | None]:
-    """Traffic, wire limit and peak memory of one untimed step."""
+    """Returns traffic, wire limit and peak memory of one untimed step."""
     layer.clear_grads()
     with TrafficCounter(nodes) as counter:
         memory = peak_memory_growth(layer.step, device)
@@ -194,7 +196,8 @@ def _count_step(
 def time_rounds(
     layers: dict[str, LayerUnderTest], settings: LayerSettings, device: torch.device
 ) -> dict[str, list[float]]:
-    """Seconds of every timed round on the slowest rank. Rounds interleave the dispatchers: A A B B C C A A B B C C.
+    """Returns the seconds of every timed round on the slowest rank. Rounds interleave the dispatchers: A A B B C C A A
+    B B C C.
 
     The second step of each pair is timed: in training a dispatcher finds memory and links as it left them itself.
     """

@@ -54,7 +54,7 @@ class PlacementRow:
 
 
 def measure_placement(device: torch.device, repeats: int, seed: int) -> list[PlacementRow]:
-    """The rows of the solver, which runs on the CPU whatever the device, and those of counting on the device.
+    """Returns the rows of the solver, which runs on the CPU whatever the device, and those of counting on the device.
 
     Raises:
         RuntimeError: a placement that costs more than scipy's.
@@ -69,7 +69,7 @@ def measure_placement(device: torch.device, repeats: int, seed: int) -> list[Pla
 
 
 def topic_counts(rng: np.random.Generator, samples: int, experts: int) -> np.ndarray:
-    """num [I, E] of two layers together, with the locality that placement lives on.
+    """Returns num [I, E] of two layers together, with the locality that placement lives on.
 
     A sample mixes few of 16 topics (Dirichlet, 0.1), a topic prefers some experts of each layer (Dirichlet, 0.3), and
     1024 tokens go to two experts each.
@@ -80,7 +80,7 @@ def topic_counts(rng: np.random.Generator, samples: int, experts: int) -> np.nda
 
 
 def linear_sum_assignment() -> Assign | None:
-    """scipy's, or None where scipy is not installed."""
+    """Returns scipy's solver, or None where scipy is not installed."""
     try:
         from scipy import optimize
     except ImportError:
@@ -104,16 +104,16 @@ class TwoStages:
         self.intra = np.repeat(intra, samples // NUM_DEVICES, axis=1).astype(float)
 
     def ours(self) -> torch.Tensor:
-        """The device of each sample."""
+        """Returns the device of each sample, as our solver places it."""
         return self.place_samples(self.num, self.expert_device, self.device_node)
 
     def scipys(self, assign: Assign) -> list[np.ndarray]:
-        """The places of the samples of each node."""
+        """Returns the places of the samples of each node, as scipy solves them."""
         node_of = assign(self.inter)[1] // (self.samples // self.nodes)
         return [self._places(node, np.flatnonzero(node_of == node), assign) for node in range(self.nodes)]
 
     def check(self, assign: Assign) -> None:
-        """Raises RuntimeError unless both stages cost what scipy's do."""
+        """Raises RuntimeError unless both stages of our placement cost what scipy's do."""
         device_of = np.asarray(self.ours())
         node_of = self.device_node.numpy()[device_of]
         check_cost(self.inter, node_of * (self.samples // self.nodes), assign(self.inter)[1])
@@ -128,7 +128,7 @@ class TwoStages:
 
 
 def measure_two_stages(rng: np.random.Generator, samples: int, nodes: int, repeats: int) -> PlacementRow:
-    """Several problems, as how long scipy takes depends on them; each solved by both sides in turn."""
+    """Returns the row of several problems, as how long scipy takes depends on them; each solved by both sides."""
     assign = linear_sum_assignment()
     ours, stock = [], []
     for _ in range(repeats):
@@ -157,7 +157,7 @@ def check_cost(cost: np.ndarray, columns: np.ndarray, best: np.ndarray) -> None:
 
 
 def measure_one_stage(rng: np.random.Generator, samples: int, sinks: int, repeats: int) -> PlacementRow:
-    """Samples to as many sinks as experts, I / N to each; without a counterpart."""
+    """Returns the row of samples to as many sinks as experts, I / N to each; without a counterpart."""
     from megatron_moe_opt.kernels import solve_placement
 
     cost = -topic_counts(rng, samples, sinks)
@@ -168,7 +168,7 @@ def measure_one_stage(rng: np.random.Generator, samples: int, sinks: int, repeat
 def measure_counts(
     device: torch.device, samples: int, length: int, topk: int, experts: int, batch_first: bool, repeats: int, seed: int
 ) -> list[PlacementRow]:
-    """Counting from the experts of each token and from a routing map."""
+    """Returns the rows of counting from the experts of each token, and from a routing map."""
     from megatron_moe_opt.kernels import count_routing_map, count_topk
 
     generator = torch.Generator().manual_seed(seed)
@@ -201,7 +201,7 @@ def measure_counts(
 
 
 def print_placement(rows: list[PlacementRow]) -> None:
-    """One line an operation and counterpart; times in milliseconds, quartiles in brackets."""
+    """Prints a line an operation and counterpart; times in milliseconds, quartiles in brackets."""
     headers = ("op", "size", "compared with", "its ms", "ours ms", "speed-up")
     table = table_of("placing samples", headers, names=3)
 

@@ -30,37 +30,37 @@ from megatron_moe_opt.topology.nodes import NodeMap, discover_nodes
 
 @dataclass(frozen=True)
 class SampleSettings:
-    """The options of `moe-opt bench samples`."""
+    """What `moe-opt bench samples` was asked for."""
 
     trace: Path
     dispatchers: tuple[str, ...]
     hidden: int
     tokens: int | None
     dtype: str
-    """fp32 or bf16."""
+    """Of the tokens: fp32 or bf16."""
     steps: int
     warmup: int
 
     @property
     def all_dispatchers(self) -> tuple[str, ...]:
-        """The baseline first."""
+        """All that run, the baseline first."""
         return tuple(dict.fromkeys((BASELINE, *self.dispatchers)))
 
 
 @dataclass(frozen=True)
 class SampleResult:
-    """One dispatcher, on all ranks together."""
+    """What one dispatcher took and sent, on all ranks together."""
 
     dispatcher: str
     seconds: tuple[float, ...]
-    """Of each round, the slowest rank's."""
+    """Those of each round, on the slowest rank."""
     traffic: tuple[TrafficRow, ...]
     """What a round sends, mean of the rounds that were counted."""
     moves: dict[int, dict[str, float]]
     """netmoe's report by layer, of the rounds that were counted."""
 
     def megabytes(self, link: str) -> float:
-        """Of all-to-alls over a kind of link."""
+        """Returns what all-to-alls send over a kind of link."""
         return sum(row.bytes for row in self.traffic if row.link == link and row.collective == "all_to_all") / 1e6
 
 
@@ -124,7 +124,7 @@ def run(settings: SampleSettings, trace: RoutingTrace, device: torch.device) -> 
 
 
 class _Block:
-    """The MoE layers of the trace under one dispatcher."""
+    """The MoE layers of the trace under one dispatcher, ready to be run."""
 
     def __init__(self, dispatcher: str, settings: SampleSettings, trace: RoutingTrace, device: torch.device) -> None:
         from megatron_moe_opt.integration.moe_layer import build_block
@@ -141,21 +141,21 @@ class _Block:
         shape = (self.tokens, self.batch, settings.hidden)
         self.inputs, self.grad = (torch.randn(shape, device=device, dtype=dtype) for _ in range(2))
         self.index = 0
-        """Of the trace's pass."""
+        """Which pass of the trace runs."""
 
     def round(self, index: int) -> None:
-        """A pass of the trace forward and backward."""
+        """Runs a pass of the trace forward and backward."""
         self.index = index % self.trace.num_passes
         self.block.zero_grad()
         self.block(self.inputs.clone().requires_grad_(), None).backward(self.grad)
 
     def timed_round(self, index: int) -> float:
-        """Seconds of this rank, from a common start."""
+        """Returns the seconds that a round takes this rank, from a common start."""
         dist.barrier()
         return timed(lambda: self.round(index), self.device)
 
     def count_rounds(self, first: int, rounds: int, nodes: NodeMap) -> tuple[TrafficRow, ...]:
-        """Mean of what all ranks send in a round."""
+        """Returns the mean of what all ranks send in a round."""
         with TrafficCounter(nodes) as counter:
             for index in range(first, first + rounds):
                 self.round(index)
@@ -185,10 +185,10 @@ class _Router:
 
 
 class _Experts(torch.nn.Module):
-    """Return what they get."""
+    """Experts that return what they get."""
 
     def forward(self, tokens: torch.Tensor, counts: torch.Tensor, probs: torch.Tensor) -> tuple[torch.Tensor, None]:
-        """Gradients of ones for the probabilities."""
+        """Returns the tokens; the probabilities get gradients of ones."""
         from megatron_moe_opt.cli.layer.under_test import ReturnTokens
 
         return ReturnTokens.apply(tokens, probs), None
@@ -205,7 +205,7 @@ def _config(dispatcher: str, settings: SampleSettings, trace: RoutingTrace) -> A
 
 
 def _decided_share(settings: SampleSettings, trace: RoutingTrace, nodes: NodeMap) -> float:
-    """Of the bytes between nodes that stock sent while they were counted, see routing_replay.decided_share."""
+    """Returns the part of stock's counted bytes between nodes that placements decide (routing_replay.decided_share)."""
     first = settings.warmup + settings.steps
     passes = np.arange(first, first + settings.steps) % trace.num_passes
     counts = replace(trace, experts=trace.experts[:, :, :, : settings.tokens]).counts()

@@ -15,12 +15,15 @@ Rounds = Mapping[str, Sequence[float]]
 
 
 def noise_floor(rounds: Rounds) -> float | None:
-    """The regret of choosing the fastest by one half, judged by the other: mean of both ways. None: one round only."""
+    """Returns the regret of choosing the fastest by one half, judged by the other: mean of both ways. None: one round
+    only.
+    """
     return _mean(judge[fastest] / min(judge.values()) - 1 for fastest, judge in _halves(rounds))
 
 
 def regret_of_halves(rounds: Rounds, chosen: str) -> float | None:
-    """The time of the chosen over that of the fastest by one half, less 1, both by the other half: mean of both ways.
+    """Returns the time of the chosen over that of the fastest by one half, less 1, both by the other half: mean of both
+    ways.
 
     No least of noisy times is in it, so that the truly fastest has 0 in the mean; negative where it was taken for
     slower. None: one round only.
@@ -29,7 +32,7 @@ def regret_of_halves(rounds: Rounds, chosen: str) -> float | None:
 
 
 def _halves(rounds: Rounds) -> Iterator[tuple[str, dict[str, float]]]:
-    """The fastest by the medians of one half, and the medians of the other; of both ways."""
+    """Yields the fastest by the medians of one half, and the medians of the other; of both ways."""
     if min(map(len, rounds.values())) < 2:
         return
     odd, even = (

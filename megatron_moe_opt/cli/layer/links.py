@@ -38,7 +38,8 @@ class WireLimit:
 
 
 def measure_links(nodes: NodeMap, device: torch.device) -> LinkRates:
-    """Measures both links, one after the other, with an all_to_all that carries traffic over that link alone.
+    """Returns the rates of both links, measured one after the other with an all_to_all that carries traffic over that
+    link alone.
 
     A collective call over the world. The rate is the best of PROBE_REPEATS exchanges on the busiest node, so that a
     limit computed from it is one that can be reached.
@@ -64,7 +65,7 @@ def _measure(nodes: NodeMap, device: torch.device, uses: Callable[[int, int], bo
 
 
 def _exchange(message: int, uses: Callable[[int, int], bool], rank: int, world: int, device: torch.device) -> float:
-    """Seconds of one all_to_all with `message` bytes over every link in use, the slowest rank's."""
+    """Returns the seconds of one all_to_all with `message` bytes over every link in use, the slowest rank's."""
     splits = [message * uses(rank, peer) for peer in range(world)]
     send = torch.zeros(sum(splits), dtype=torch.uint8, device=device)
     receive = torch.empty_like(send)
@@ -74,7 +75,7 @@ def _exchange(message: int, uses: Callable[[int, int], bool], rank: int, world: 
 
 
 def wire_limit(sent: list[list[int]], nodes: NodeMap, rates: LinkRates) -> WireLimit | None:
-    """The wire limit of one step.
+    """Returns the least time in which the bytes of a step can cross the links.
 
     Args:
         sent: [world size, world size] bytes from rank to rank.

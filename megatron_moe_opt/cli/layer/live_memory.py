@@ -15,15 +15,15 @@ from megatron_moe_opt.kernels import host_pool
 
 
 class DeviceMemory(Protocol):
-    """Bytes above those at the start."""
+    """Bytes that are held on a device above those at the start."""
 
     @property
     def held(self) -> int:
-        """Held now."""
+        """Bytes that are held now."""
 
     @property
     def peak(self) -> int:
-        """The most that was held at once."""
+        """The most bytes that were held at once."""
 
 
 @contextmanager
@@ -67,12 +67,12 @@ class LiveTensors(TorchDispatchMode):
 
     @property
     def held(self) -> int:
-        """Bytes held now, above those at the start."""
+        """Bytes that are held now, above those at the start."""
         return self._of_tensors + host_pool.stats()["used_bytes"] - self._pool_before
 
     @property
     def peak(self) -> int:
-        """The most that was held after any operator."""
+        """The most bytes that were held after any operator."""
         return max(self._peak, self.held)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

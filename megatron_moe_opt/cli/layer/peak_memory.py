@@ -16,7 +16,7 @@ _PROCESS = Path("/proc/self")
 
 
 def peak_memory_growth(run: Callable[[], object], device: torch.device) -> int | None:
-    """Bytes by which memory rises above its level before `run`, at its highest point during `run`.
+    """Returns the bytes by which memory rises above its level before `run`, at its highest point during `run`.
 
     On CUDA: PyTorch's allocated bytes (torch.cuda.max_memory_allocated). On CPU: resident memory of the process (the
     kernel's VmHWM, reset before `run`, minus VmRSS, after freed memory was given back to the system), which includes

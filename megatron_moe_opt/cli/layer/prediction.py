@@ -21,7 +21,7 @@ class Predicted:
     """Predictions of one run; empty where nothing was to be predicted."""
 
     seconds: Mapping[str, float] = field(default_factory=dict)
-    """Of one step, by dispatcher."""
+    """Seconds of one step by dispatcher."""
     missing: Mapping[str, str] = field(default_factory=dict)
     """Why there is none, by dispatcher."""
 
@@ -29,7 +29,7 @@ class Predicted:
 def predict_layer(
     settings: LayerSettings, ep: int, balance: RoutingBalance, nodes: tuple[int, ...], cluster: Cluster
 ) -> Predicted:
-    """What a step of each of the settings' dispatchers would take on the cluster.
+    """Returns what a step of each of the settings' dispatchers would take on the cluster.
 
     Args:
         nodes: [world size] node of each rank.
@@ -75,7 +75,7 @@ def workload_of(settings: LayerSettings, ep: int, balance: RoutingBalance, worke
 
 
 def _levels(settings: LayerSettings, ep: int, nodes: tuple[int, ...]) -> tuple[int, ...]:
-    """Of the first expert-parallel group; none where its nodes are uneven."""
+    """Returns the network levels of the first expert-parallel group; none where its nodes are uneven."""
     group, *_ = Layout(len(nodes), tp=settings.tp, ep=ep, expert_tp=settings.expert_tp).groups("ep")
     try:
         return find_levels([nodes[rank] for rank in group])

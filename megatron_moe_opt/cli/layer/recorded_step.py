@@ -24,19 +24,19 @@ class RecordedStep:
 
     @property
     def schedules(self) -> tuple[Timeline, ...]:
-        """Without what ran beside them."""
+        """The timelines of schedules, without what ran beside them."""
         return tuple(one for one in self.timelines if not one.is_beside)
 
     def joined(self, name: str) -> Timeline:
-        """One after another; what ran between them is left out, unless something ran beside them: then each is where
-        it ran. A part is named by its number and schedule.
+        """Returns them one after another; what ran between them is left out, unless something ran beside them: then
+        each is where it ran. A part is named by its number and schedule.
         """
         parts = {f"{number}. {one.schedule.name}": one for number, one in enumerate(self.timelines, start=1)}
         return (one_after_another if len(self.schedules) == len(parts) else as_they_ran)(name, parts)
 
 
 def record_step(layer: LayerUnderTest, steps: int, device: torch.device, rank: int | None = None) -> RecordedStep:
-    """The median of `steps` recorded steps. A collective call over the world; the same answer on every rank.
+    """Returns the median of `steps` recorded steps. A collective call over the world; the same answer on every rank.
 
     A step counts with the rank whose schedules took longest in it.
 

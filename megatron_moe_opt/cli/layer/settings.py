@@ -1,4 +1,4 @@
-"""What `moe-opt bench layer` was asked for, checked."""
+"""What a layer on these ranks is to be like, and what of that cannot run."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class LayerSettings:
     """None: as many ranks as expert_tp leaves."""
     expert_tp: int = 1
     dtype: str = "fp32"
-    """fp32 or bf16."""
+    """Of tokens and weights: fp32 or bf16."""
     routing: str = "uniform"
     capacity_factor: float | None = None
     pad_to_capacity: bool = False
@@ -57,7 +57,7 @@ class LayerSettings:
         return REPLICATED_BASELINE if self.replicated else BASELINE
 
     def ep_size(self, world: int) -> int:
-        """Expert parallelism on `world` ranks."""
+        """Returns the size of expert parallelism on `world` ranks."""
         return self.ep or max(1, world // self.expert_tp)
 
     def workload(self, ep: int) -> LayerWorkload:
@@ -78,7 +78,7 @@ class LayerSettings:
         )
 
     def data_rank(self, rank: int) -> int:
-        """Decides the tokens of a rank: with `replicated` it is the same for all ranks of a TP group."""
+        """Returns what decides the tokens of a rank: with `replicated` it is the same for all ranks of a TP group."""
         return rank // self.tp if self.replicated else rank
 
     def check(self, known_dispatchers: tuple[str, ...], world: int) -> None:

@@ -70,13 +70,13 @@ def layer_config(
 
 @dataclass
 class LayerUnderTest:
-    """One dispatcher's layer with everything a step needs."""
+    """The layer of one dispatcher, with everything that a step needs."""
 
     layer: MoELayer
     tokens: torch.Tensor
     """[tokens of this rank, 1, hidden], a leaf that collects the input gradient."""
     output_grad: torch.Tensor
-    """As `tokens`."""
+    """The gradient that backward begins with, of the shape of `tokens`."""
 
     @property
     def leaves(self) -> tuple[torch.Tensor, ...]:
@@ -92,18 +92,18 @@ class LayerUnderTest:
                 tensor.grad.zero_()
 
     def forward(self) -> torch.Tensor:
-        """The layer's output."""
+        """Returns the layer's output."""
         return self.layer(self.tokens)[0]
 
     def step(self) -> torch.Tensor:
-        """Forward and backward; returns the output. Experts that travel do so in every step."""
+        """Runs forward and backward, and returns the output. Experts that travel do so in every step."""
         forget_migrated_experts(self.layer)
         output = self.forward()
         output.backward(self.output_grad)
         return output
 
     def recorded_step(self) -> list[Timeline]:
-        """The timelines of the schedules of one step, which all ranks begin together."""
+        """Returns the timelines of the schedules of one step, which all ranks begin together."""
         self.clear_grads()
         dist.barrier()
         with recording() as timelines:
@@ -111,7 +111,7 @@ class LayerUnderTest:
         return timelines
 
     def results(self) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """Output and gradients of one step; an expert's are summed over the ranks that hold the same weight."""
+        """Returns output and gradients of one step; an expert's are summed over the ranks that hold the same weight."""
         self.clear_grads()
         output = self.step().detach()
         grads = [tensor.grad.clone() for tensor in self.leaves]
@@ -129,7 +129,7 @@ class DispatchUnderTest(LayerUnderTest):
     probs: torch.Tensor
     """[tokens, experts], a leaf that collects the gradient of the probabilities."""
     routing_map: torch.Tensor
-    """bool [tokens, experts]."""
+    """bool [tokens, experts]: the experts of each token."""
 
     @property
     def leaves(self) -> tuple[torch.Tensor, ...]:
@@ -137,7 +137,7 @@ class DispatchUnderTest(LayerUnderTest):
         return self.tokens, self.probs
 
     def forward(self) -> torch.Tensor:
-        """The sum of each token's copies."""
+        """Returns each token as the sum of its copies, from experts that return what they get."""
         dispatcher = self.layer.token_dispatcher
         tokens, probs = dispatcher.dispatch_preprocess(self.tokens, self.routing_map, self.probs)
         tokens, probs = dispatcher.token_dispatch(tokens, probs)
@@ -162,7 +162,7 @@ class ReturnTokens(torch.autograd.Function):
 def layers_under_test(
     settings: LayerSettings, ep: int, device: torch.device, permute_fusion: bool
 ) -> dict[str, LayerUnderTest]:
-    """One layer for each dispatcher: same weights, input, routing and output gradient."""
+    """Returns one layer for each dispatcher: same weights, input, routing and output gradient."""
     layers: dict[str, LayerUnderTest] = {}
     for variant in settings.dispatchers:
         layers[variant] = layer_under_test(settings, variant, ep, device, permute_fusion)
@@ -179,7 +179,7 @@ def layer_under_test(
     permute_fusion: bool = False,
     options: Options | None = None,
 ) -> LayerUnderTest:
-    """The layer of a variant (see split_variant).
+    """Returns the layer of a variant (see split_variant), ready for a step.
 
     Args:
         options: in the place of the variant's, for what no variant's name says.

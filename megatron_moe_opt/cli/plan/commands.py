@@ -1,4 +1,4 @@
-"""`moe-opt plan`: the options."""
+"""`moe-opt plan`: the options, and the settings that they make."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ from megatron_moe_opt.planning.known_models import MONTA_CHOICES
 from megatron_moe_opt.planning.layer_workload import LayerWorkload
 from megatron_moe_opt.planning.memory import training_memory
 from megatron_moe_opt.planning.model import ModelShape
-from megatron_moe_opt.planning.mpmoe_choice import activation_bytes
+from megatron_moe_opt.planning.partitioned_rows import activation_bytes
 from megatron_moe_opt.planning.plan_file import Plan
 from megatron_moe_opt.planning.planner import WINS_BY, best, candidates
 from megatron_moe_opt.planning.prediction import ALLTOALL, Prediction, Refusal

@@ -24,10 +24,10 @@ NEEDED = ("layers", "hidden", "ffn", "experts", "topk", "heads", "vocabulary")
 
 @dataclass(frozen=True)
 class PlanSettings:
-    """The options of `moe-opt plan`."""
+    """What `moe-opt plan` was asked for."""
 
     cluster: str
-    """Name or file."""
+    """The name of a known cluster, or the file of a measured one."""
     model: str | None
     shape: Mapping[str, int | bool | None]
     """By field of ModelShape; None: the model's, or the default."""
@@ -50,11 +50,11 @@ class PlanSettings:
 
     @property
     def element_bytes(self) -> int:
-        """Of tokens and weights."""
+        """Bytes of an element of tokens and weights."""
         return {"bf16": 2, "fp32": 4}[self.dtype]
 
     def model_shape(self) -> ModelShape:
-        """The named model with the sizes that were given.
+        """Returns the named model with the sizes that were given in the place of its own.
 
         Raises:
             ConfigurationError: an unknown name, or sizes that are missing.
@@ -77,7 +77,7 @@ class PlanSettings:
 
 @dataclass(frozen=True)
 class Site:
-    """Where the model trains."""
+    """The cluster that the model trains on, and how it is laid out there."""
 
     name: str
     cluster: Cluster
@@ -89,17 +89,17 @@ class Site:
     device: Device | None
     """None: not known, and nothing is said about steps."""
     memory: float | None
-    """Bytes of a GPU."""
+    """Bytes of memory of a GPU; None: not known."""
 
     @property
     def parallel(self) -> Parallel:
-        """The layout's sizes, for the model."""
+        """The layout's sizes, as the model of a step takes them."""
         one = self.layout
         return Parallel(one.world, one.tp, one.pp, one.cp, one.ep, one.expert_tp)
 
 
 def site_of(settings: PlanSettings, model: ModelShape) -> Site:
-    """The cluster, known or measured, with the layout on it.
+    """Returns the cluster, known or measured, with the layout on it.
 
     Raises:
         ConfigurationError: neither a name nor a file, or sizes that do not fit.
@@ -112,7 +112,7 @@ def site_of(settings: PlanSettings, model: ModelShape) -> Site:
 
 
 def workload_of(settings: PlanSettings, model: ModelShape, site: Site, sequence: int) -> LayerWorkload:
-    """One MoE layer of one micro-batch."""
+    """Returns what one MoE layer has to do for one micro-batch."""
     from megatron_moe_opt.kernels import LANE_BYTES
 
     layout = site.layout
@@ -195,7 +195,7 @@ def _measured(settings: PlanSettings) -> Site:
 
 
 def _levels_of_nodes(cluster: Cluster, layout: Layout) -> tuple[int, ...]:
-    """As a run finds them."""
+    """Returns the network levels of an EP group as a run finds them, from which ranks share a node."""
     from megatron_moe_opt.topology.domain_groups import find_levels
 
     return find_levels([cluster.world.nodes[rank] for rank in layout.groups("ep")[0]])

@@ -1,1 +1,1 @@
-"""Measurements of this cluster: `moe-opt profile`."""
+"""What every move of rows costs on this cluster: `moe-opt profile`."""

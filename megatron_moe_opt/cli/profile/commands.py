@@ -1,4 +1,4 @@
-"""`moe-opt profile`: the options."""
+"""`moe-opt profile`: the options, and the settings that they make."""
 
 from __future__ import annotations
 

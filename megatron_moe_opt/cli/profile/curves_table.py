@@ -1,4 +1,4 @@
-"""How `moe-opt profile` prints what it measured."""
+"""The table that `moe-opt profile` prints of what it measured."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from megatron_moe_opt.schedules.schedule import Kind
 
 
 def curves_table(cluster: Cluster) -> Table:
-    """One section a curve. The efficiency is that of the rate, over the best rate of the same curve."""
+    """Returns a table with one section a curve. The efficiency is that of the rate, over the best rate of the same
+    curve.
+    """
     table = table_of("Cost curves", ("op", "size", "ms", "rate", "efficiency"), caption=_between_ops(cluster))
     for name, points in _named_curves(cluster).items():
         rates = [size / seconds for size, seconds in points]
@@ -30,7 +32,7 @@ def curves_table(cluster: Cluster) -> Table:
 
 
 def _named_curves(cluster: Cluster) -> dict[str, Points]:
-    """Roles whose groups are the same, and were measured once, in one curve."""
+    """Returns the curves by name; roles whose groups are the same, and were measured once, share one."""
     groups: dict[tuple[Kind, Points], list[str]] = {}
     for (kind, group), points in cluster.curves.items():
         groups.setdefault((kind, points), []).append(group or "")

@@ -24,7 +24,9 @@ _COLLECTIVES = {
 
 
 def domain_moves(rows: Rows, groups: Mapping[str, ProcessGroup], workers: Sequence[int]) -> list[Load]:
-    """What tokens and experts do in the groups of `domain_groups_of`; the innermost of several levels is in a node."""
+    """Returns what tokens and experts do in the groups of `domain_groups_of`; the innermost of several levels is in a
+    node.
+    """
     moves = []
     for level, ranks in realisable_groups(workers):
         lane = Lane.INTRA if len(workers) > 1 and level == len(workers) - 1 else Lane.INTER
@@ -38,7 +40,7 @@ def domain_moves(rows: Rows, groups: Mapping[str, ProcessGroup], workers: Sequen
 def domain_groups_of(
     layout: Layout, workers: Sequence[int], ep: ProcessGroup | None = None
 ) -> Iterator[dict[str, ProcessGroup]]:
-    """This rank's groups of expert domains of every size at every level of EP. A collective call over the world.
+    """Yields this rank's groups of expert domains of every size at every level of EP. A collective call over the world.
 
     Args:
         ep: the group that the domains' groups of all ranks of EP are, in the place of a new one.

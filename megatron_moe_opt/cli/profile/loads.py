@@ -1,4 +1,4 @@
-"""The ops that `moe-opt profile` measures, at any size."""
+"""The ops that `moe-opt profile` measures, each at any size, as training issues them."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _COPIED_BYTES = 32 * 2**20  # that small copies go around in, so that they do no
 
 @dataclass(frozen=True)
 class Rows:
-    """The rows that are moved: hidden states of tokens."""
+    """The rows that are moved: hidden states of tokens, of one width and type."""
 
     hidden: int
     dtype: torch.dtype
@@ -40,20 +40,22 @@ class Rows:
 
     @property
     def bytes(self) -> int:
-        """Of one row."""
+        """The bytes of one row."""
         return self.hidden * self.dtype.itemsize
 
     def number(self, size: int, multiple: int) -> int:
-        """Rows of about `size` bytes: a positive multiple of `multiple`."""
+        """Returns how many rows have about `size` bytes: a positive multiple of `multiple`."""
         return max(1, round(size / (self.bytes * multiple))) * multiple
 
     def filled(self, rows: int) -> torch.Tensor:
-        """[rows, hidden] of random numbers: zeros could all be one page of memory, or be multiplied at less power."""
+        """Returns [rows, hidden] of random numbers: zeros could all be one page of memory, or be multiplied at less
+        power.
+        """
         return torch.rand(rows, self.hidden, device=self.device).to(self.dtype)
 
 
 def all_to_all(rows: Rows, group: ProcessGroup, role: str, lane: Lane) -> Load:
-    """Every rank sends as much to each."""
+    """Returns an all-to-all in which every rank sends as much to each."""
 
     def sized(size: int) -> Sized:
         number = rows.number(size, group.size())
@@ -65,7 +67,7 @@ def all_to_all(rows: Rows, group: ProcessGroup, role: str, lane: Lane) -> Load:
 
 
 def all_gather(rows: Rows, group: ProcessGroup, role: str, lane: Lane) -> Load:
-    """Every rank brings as much."""
+    """Returns an all-gather to which every rank brings as much."""
 
     def sized(size: int) -> Sized:
         number = rows.number(size, group.size())
@@ -79,9 +81,9 @@ def all_gather(rows: Rows, group: ProcessGroup, role: str, lane: Lane) -> Load:
 def combine_and_gather(
     rows: Rows, groups: ExpertGroups, tp: ProcessGroup, overlap: bool
 ) -> Callable[[int], SizedPipeline]:
-    """Parm's SAA, as training runs it, where every rank has one expert and as many rows for each; without overlap, AAS.
-    The size is that of the rows that come back to a rank for itself, times expert-TP. A collective call over all
-    groups.
+    """Returns Parm's SAA, as training runs it, where every rank has one expert and as many rows for each; without
+    overlap, AAS. The size is that of the rows that come back to a rank for itself, times expert-TP. A collective call
+    over all groups.
     """
     sharing = Sharing(TokenCopies.of(tp, groups), rows.bytes, overlap)
 
@@ -99,8 +101,8 @@ def combine_and_gather(
 
 
 def there_and_back(rows: Rows, groups: ExpertGroups, size: int, chunks: int) -> Callable[[], None]:
-    """Rows of about `size` bytes of this rank to their experts and back, by the dispatcher that training uses, at level
-    O3; every expert gets as many.
+    """Returns a move of about `size` bytes of this rank's rows to their experts and back, by the dispatcher that
+    training uses, at level O3; every expert gets as many.
     """
     number, experts = rows.number(size, 1), 2 * groups.ep_size  # with one expert a rank there is nothing to reorder
     tokens, probs = rows.filled(number), torch.ones(number, experts, device=rows.device)
@@ -116,7 +118,7 @@ def there_and_back(rows: Rows, groups: ExpertGroups, size: int, chunks: int) -> 
 
 
 def reduce_scatter(rows: Rows, group: ProcessGroup, role: str, lane: Lane) -> Load:
-    """Every rank keeps as much."""
+    """Returns a reduce-scatter of which every rank keeps as much."""
 
     def sized(size: int) -> Sized:
         number = rows.number(size, group.size())
@@ -133,7 +135,8 @@ def reduce_scatter(rows: Rows, group: ProcessGroup, role: str, lane: Lane) -> Lo
 
 
 def stock_all_to_all(rows: Rows, group: ProcessGroup, role: str, lane: Lane) -> Load:
-    """As Megatron's own dispatcher calls it: torch.distributed's, the whole message, into fresh memory.
+    """Returns an all-to-all as Megatron's own dispatcher calls it: torch.distributed's, the whole message, into fresh
+    memory.
 
     On Gloo that is not `all_to_all`'s pace: it posts sends before receives, so that of two ranks that are not in step
     one sends when the other has finished.
@@ -148,13 +151,13 @@ def stock_all_to_all(rows: Rows, group: ProcessGroup, role: str, lane: Lane) -> 
 
 
 def gather_experts(rows: Rows, group: ProcessGroup, role: str, lane: Lane) -> Load:
-    """One level of the way of experts to the ranks of their domain, as ExpertCommunicator calls it."""
+    """Returns one level of the way of experts to the ranks of their domain, as ExpertCommunicator calls it."""
     part = group.size()
     return _whole(Kind.ALL_GATHER, rows, group, role, lane, lambda own: all_gather_rows(own, None, group), part)
 
 
 def return_gradients(rows: Rows, group: ProcessGroup, role: str, lane: Lane) -> Load:
-    """One level of the way of experts' gradients to their owner, as ExpertCommunicator calls it."""
+    """Returns one level of the way of experts' gradients to their owner, as ExpertCommunicator calls it."""
     return _whole(Kind.REDUCE_SCATTER, rows, group, role, lane, lambda grads: reduce_scatter_rows(grads, None, group))
 
 
@@ -167,7 +170,7 @@ def _whole(
     collective: Callable[[torch.Tensor], torch.Tensor],
     part: int = 1,
 ) -> Load:
-    """A collective whose result is fresh memory.
+    """Returns a collective whose result is fresh memory, and which is called with the whole message.
 
     Args:
         part: it is given 1 / part of the rows that the size counts.
@@ -182,7 +185,7 @@ def _whole(
 
 
 def ring(rows: Rows, world: ProcessGroup, rings: list[list[int]], role: str, lane: Lane) -> Load:
-    """Every rank of a ring sends to the next one, all at once; ranks in no ring do nothing."""
+    """Returns an op in which every rank of a ring sends to the next one, all at once; ranks in no ring do nothing."""
     rank = world.rank()
     own = next((ring for ring in rings if rank in ring), [rank])
     position = own.index(rank)
@@ -205,19 +208,19 @@ def ring(rows: Rows, world: ProcessGroup, rings: list[list[int]], role: str, lan
 
 
 def rings_inside(nodes: NodeMap) -> list[list[int]]:
-    """The ranks of each node."""
+    """Returns the ranks of each node that has several."""
     return [list(nodes.ranks_of(node)) for node in range(nodes.num_nodes) if len(nodes.ranks_of(node)) > 1]
 
 
 def rings_between(nodes: NodeMap) -> list[list[int]]:
-    """The first ranks of all nodes, the second ones, and so on."""
+    """Returns the first ranks of all nodes, the second ones, and so on."""
     ranks = [nodes.ranks_of(node) for node in range(nodes.num_nodes)]
     rings = [[on[place] for on in ranks if len(on) > place] for place in range(max(map(len, ranks)))]
     return [ring for ring in rings if len(ring) > 1]
 
 
 def copy(rows: Rows) -> Load:
-    """The reorder of rows from source rank to local expert."""
+    """Returns the reorder of rows from source rank to local expert."""
 
     def sized(size: int) -> Sized:
         number = rows.number(size, 1)
@@ -234,7 +237,7 @@ def copy(rows: Rows) -> Load:
 
 
 def host_transfer(rows: Rows, kind: Kind) -> Load:
-    """Kind.OFFLOAD: device to host memory, pinned for a GPU; Kind.PREFETCH: back."""
+    """Returns a copy. Kind.OFFLOAD: device to host memory, pinned for a GPU; Kind.PREFETCH: back."""
     on_cuda = rows.device.type == "cuda"
 
     def sized(size: int) -> Sized:
@@ -255,8 +258,8 @@ def host_transfer(rows: Rows, kind: Kind) -> Load:
 
 
 def expert_pass(rows: Rows, expert: Experts, number: int, training: bool = False) -> Callable[[], None]:
-    """A forward pass of one expert on so many rows, or with `training` also its backward pass, whose weight gradients
-    are added to those of other partitions. Called as mpmoe calls experts.
+    """Returns a forward pass of one expert on so many rows, or with `training` also its backward pass, whose weight
+    gradients are added to those of other partitions. Called as mpmoe calls experts.
     """
     sums = [torch.zeros_like(parameter) for parameter in expert.parameters] if training else []
     tokens, grad = rows.filled(number), rows.filled(number)
@@ -276,7 +279,7 @@ def expert_pass(rows: Rows, expert: Experts, number: int, training: bool = False
 
 
 def expert_gemm(rows: Rows, expert: Experts, training: bool = False) -> Load:
-    """`expert_pass`, over rows instead of bytes."""
+    """Returns `expert_pass` as an op, sized in rows instead of bytes."""
 
     def sized(number: int) -> Sized:
         run = expert_pass(rows, expert, number, training)
@@ -286,5 +289,5 @@ def expert_gemm(rows: Rows, expert: Experts, training: bool = False) -> Load:
 
 
 def group_of(groups: tuple[tuple[int, ...], ...]) -> ProcessGroup:
-    """The process group of this rank among groups that hold every rank once. A collective call over the world."""
+    """Returns the process group of this rank among groups of all ranks. A collective call over the world."""
     return refine(dist.group.WORLD, next(ranks for ranks in groups if dist.get_rank() in ranks), "profile")

@@ -20,7 +20,8 @@ EXPERTS, TOPK = 8, 2
 
 
 def local_work(rows: Rows, meter: Meter, sizes: Sequence[int], longest: float) -> dict[str, Points]:
-    """Dispatch and combine, forward and backward, of layers whose experts are all on their rank, on all ranks at once.
+    """Returns what dispatch and combine, forward and backward, take in layers whose experts are all on their rank, on
+    all ranks at once.
 
     Over bytes of the rows, up to a size that takes over `longest` seconds. A collective call over the world, in
     Megatron's groups of one rank.
@@ -40,7 +41,7 @@ def local_work(rows: Rows, meter: Meter, sizes: Sequence[int], longest: float) -
 
 
 def one_expert(rows: Rows, ffn_hidden: int) -> Experts:
-    """Megatron's own module with a single expert, in Megatron's groups of one rank."""
+    """Returns Megatron's own module with a single expert, in Megatron's groups of one rank."""
     from megatron_moe_opt.cli.layer.under_test import layer_under_test
 
     settings = replace(_settings(rows, 1, ffn_hidden), experts=1, topk=1)
@@ -49,7 +50,8 @@ def one_expert(rows: Rows, ffn_hidden: int) -> Experts:
 
 
 def compute_sharing(rows: Rows, meter: Meter, expert: Experts, number: int, nodes: NodeMap) -> float:
-    """How much faster an expert computes so many rows on the first rank of each node alone than on all ranks at once.
+    """Returns how much faster an expert computes so many rows on the first rank of each node alone than on all ranks at
+    once.
 
     A collective call over the world.
     """

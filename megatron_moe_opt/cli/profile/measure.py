@@ -1,4 +1,4 @@
-"""Measures all curves of `cluster.json` on the running ranks."""
+"""`moe-opt profile`: all curves of `cluster.json`, measured on the running ranks in the time that is given."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ OVERHEAD_CHUNKS, OVERHEAD_CHUNK = 16, 32 * KIB
 
 @dataclass(frozen=True)
 class ProfileSettings:
-    """The options of `moe-opt profile`."""
+    """What `moe-opt profile` was asked for."""
 
     tp: int
     cp: int
@@ -73,13 +73,13 @@ class ProfileSettings:
     hidden: int
     ffn_hidden: int
     dtype: str
-    """fp32 or bf16."""
+    """Of the rows: fp32 or bf16."""
     seconds: float
     domains: bool = False
     """Whether to measure the groups of expert domains too."""
 
     def layout(self, world: int) -> Layout:
-        """The groups on `world` ranks.
+        """Returns the groups that these sizes make on `world` ranks.
 
         Raises:
             ConfigurationError: the option, its value and the way out.
@@ -119,7 +119,7 @@ def profile_cluster(settings: ProfileSettings, output: Path) -> Cluster:
 
 
 def measure(settings: ProfileSettings, device: torch.device) -> Cluster:
-    """A collective call over the world; the same answer on every rank."""
+    """Returns the measured cluster. A collective call over the world; the same answer on every rank."""
     layout = settings.layout(dist.get_world_size())
     nodes = discover_nodes()
     rows = Rows(settings.hidden, torch_dtype(settings.dtype), device)
@@ -215,7 +215,9 @@ class _Measured:
         return self._meter.curve(load, sizes, self._share(), LONGEST_SECONDS)
 
     def saa(self, rows: Rows) -> Points | None:
-        """Parm's combine_and_gather as a whole; None where it has no all-to-all or nothing to gather."""
+        """Returns the curve of Parm's combine_and_gather as a whole; None where it has no all-to-all or nothing to
+        gather.
+        """
         share, groups = self._share(), self._groups
         if not {JOINT, TP} <= groups.keys():
             return None
@@ -224,11 +226,11 @@ class _Measured:
         return self._meter.pipeline_curve(pipeline, SIZES, share, LONGEST_SECONDS_OF_EXPERTS)
 
     def seconds_left(self) -> float:
-        """To measure for; below 0 where it has taken longer."""
+        """Returns the seconds that are left to measure for; below 0 where it has taken longer."""
         return self._seconds - self._meter.elapsed()
 
     def _share(self, shares: int = 1) -> float:
-        """Of the time that is left."""
+        """Returns what the next curve may take of the time that is left."""
         share = self.seconds_left() / self._shares_left * shares
         self._shares_left -= shares
         return share
@@ -292,7 +294,7 @@ _TOGETHER = ((Lane.INTER, Lane.COMPUTE, Lane.D2H), (Lane.INTER, Lane.COMPUTE, La
 
 
 def _besides(lane: Lane) -> list[tuple[Lane, ...]]:
-    """Beside what a lane's rate is measured: each other lane, then those that it works with all at once.
+    """Returns beside what a lane's rate is measured: each other lane, then those that it works with all at once.
 
     No pipeline has offloads beside prefetches.
     """
@@ -306,7 +308,7 @@ def _near(points: Points, seconds: float) -> tuple[int, float]:
 
 
 def _busy(load: Load, points: Points) -> Busy:
-    """With ops of the time nearest to BESIDE_SECONDS."""
+    """Returns what keeps a lane busy: ops of the time nearest to BESIDE_SECONDS."""
     size, seconds = _near(points, BESIDE_SECONDS)
     return Busy(load, load.sized(size), seconds)
 
@@ -325,7 +327,7 @@ _INTER: tuple[tuple[str, tuple[Callable[..., Load], ...]], ...] = (
 
 
 def _moves(rows: Rows, groups: Mapping[str, ProcessGroup], nodes: NodeMap) -> list[Load]:
-    """Everything that applies to these groups, nodes and devices."""
+    """Returns every move that these groups, nodes and devices have."""
     moves = [loads.copy(rows), *(loads.host_transfer(rows, kind) for kind in (Kind.OFFLOAD, Kind.PREFETCH))]
     for lane, roles, link, rings in (
         (Lane.INTRA, _INTRA, "intra-node", loads.rings_inside(nodes)),
@@ -342,7 +344,7 @@ def _moves(rows: Rows, groups: Mapping[str, ProcessGroup], nodes: NodeMap) -> li
 
 
 def _stock_moves(rows: Rows, groups: Mapping[str, ProcessGroup]) -> list[Load]:
-    """What is not as fast when stock Megatron calls it."""
+    """Returns the moves that are not as fast when stock Megatron calls them."""
     if "ep" not in groups or groups["ep"].size() == 1:
         return []
     return [loads.stock_all_to_all(rows, groups["ep"], "ep", Lane.INTER)]
@@ -350,7 +352,7 @@ def _stock_moves(rows: Rows, groups: Mapping[str, ProcessGroup]) -> list[Load]:
 
 @contextmanager
 def groups_of(layout: Layout) -> Iterator[dict[str, ProcessGroup]]:
-    """This rank's process group of each role that has more than one rank; EP's too, where it has a joint one.
+    """Yields this rank's process group of each role that has more than one rank; EP's too, where it has a joint one.
 
     Roles of one lane with equal groups share them. Those of two lanes do not: lanes run side by side, and the ranks
     must agree on the order of a group's collectives.
@@ -369,7 +371,7 @@ def groups_of(layout: Layout) -> Iterator[dict[str, ProcessGroup]]:
 
 
 def expert_groups(groups: Mapping[str, ProcessGroup]) -> ExpertGroups:
-    """Those of `groups_of` that a MoE layer communicates over. The joint group is EP's where it was not made."""
+    """Returns those of `groups_of` that a MoE layer communicates over. The joint group is EP's where none was made."""
     return ExpertGroups(groups["ep"], groups.get("expert-tp"), groups.get(JOINT, groups["ep"]))
 
 

@@ -47,7 +47,7 @@ class Sized:
 
 @dataclass(frozen=True)
 class Load:
-    """An op of any size."""
+    """An op that can be made in any size, to be measured over it."""
 
     kind: Kind
     lane: Lane
@@ -95,11 +95,13 @@ class Meter:
         self._start = time.perf_counter()
 
     def elapsed(self) -> float:
-        """Seconds since this meter was made."""
+        """Returns the seconds since this meter was made, the slowest rank's."""
         return self._slowest([time.perf_counter() - self._start])[0]
 
     def curve(self, load: Load, sizes: Sequence[int], seconds: float, longest: float) -> Points:
-        """Times over sizes, from the first on: as many as fit into `seconds`, up to an op that takes over `longest`."""
+        """Returns times over sizes, from the first on: as many as fit into `seconds`, up to an op that takes over
+        `longest`.
+        """
 
         def alone(sized: Sized, expected: float | None) -> float:
             return self._alone(load, sized, 1 if expected is None else _ops(expected))
@@ -109,7 +111,9 @@ class Meter:
     def pipeline_curve(
         self, sized: Callable[[int], SizedPipeline], sizes: Sequence[int], seconds: float, longest: float
     ) -> Points:
-        """As `curve`, of a schedule as a whole: a run is the schedule several times, one after the other."""
+        """Returns, as `curve`, times of a schedule as a whole: a run is the schedule several times, one after the
+        other.
+        """
 
         def alone(pipeline: SizedPipeline, expected: float | None) -> float:
             times = 1 if expected is None else min(_ops(expected), MOST_PIPELINES)
@@ -126,7 +130,9 @@ class Meter:
         longest: float,
         one_pace: bool = True,
     ) -> Points:
-        """`time_of` measures a size, given how long it is expected to take; first of all, once, it is given None."""
+        """Returns the points of a curve. `time_of` measures a size, given how long it is expected to take; first of
+        all, once, it is given None.
+        """
         points: list[tuple[int, float]] = []
         end = self.elapsed() + seconds
         for size in sizes:
@@ -153,7 +159,7 @@ class Meter:
         return _without_dips(points, one_pace)
 
     def rates_beside(self, busy: Busy, *neighbours: Sequence[Busy]) -> list[float]:
-        """How much of its own pace an op keeps while other lanes are busy, in (0, 1].
+        """Returns how much of its own pace an op keeps while other lanes are busy, in (0, 1].
 
         Args:
             neighbours: one answer for each: what keeps other lanes busy, all at once.
@@ -163,7 +169,7 @@ class Meter:
         return [min(1.0, alone / self._beside(busy, ops, alone, others)) for others in neighbours]
 
     def calls(self, functions: Sequence[Callable[[], None]], seconds: float = math.inf) -> list[float]:
-        """Seconds of each function on the slowest rank, the median of several calls in turn.
+        """Returns the seconds of each function on the slowest rank, the median of several calls in turn.
 
         Args:
             seconds: after which no further turn begins; there are two at least.
@@ -179,7 +185,7 @@ class Meter:
         return [statistics.median(self._slowest(of_function[1:])) for of_function in took]
 
     def _pipeline_seconds(self, pipeline: SizedPipeline, times: int) -> float:
-        """Of a schedule that begins, each time, when its last op of the time before has finished."""
+        """Returns seconds of a schedule that begins, each time, when the last op of the time before has finished."""
         ops: list[Op] = []
         steps: list[Steps] = []
         for _ in range(times):
@@ -199,7 +205,9 @@ class Meter:
         return statistics.median(self._op_seconds((load, sized, ops))[0] for _ in range(_runs(ops)))
 
     def _beside(self, busy: Busy, ops: int, alone: float, others: Sequence[Busy]) -> float:
-        """Seconds of one of `ops` ops that take `alone` alone, while all others are busy from its start to its end."""
+        """Returns the seconds of one of `ops` ops that take `alone` alone, while all others are busy from its start to
+        its end.
+        """
         seconds: list[float] = []
         factors = iter(OUTLASTING)
         factor = next(factors)
@@ -215,8 +223,8 @@ class Meter:
         return statistics.median(seconds)
 
     def _op_seconds(self, *queues: tuple[Load, Sized, int]) -> tuple[float, float]:
-        """Seconds of an op of the first queue, while the others run too; and for how long, before the first ended, one
-        of the others had no ops left.
+        """Returns the seconds of an op of the first queue, while the others run too; and for how long, before the first
+        ended, one of the others had no ops left.
         """
         lanes = [
             [(Op(load.kind, load.lane, chunk, sized.size, group=load.group), sized.steps) for chunk in range(count)]
@@ -236,8 +244,9 @@ class Meter:
 
 
 def _without_dips(points: Sequence[tuple[int, float]], one_pace: bool = True) -> Points:
-    """A size that moves fewer bytes a second than both its neighbours, by DIP or more, gets the time between theirs. A
-    smaller size takes no more time than a larger one. Links are not slow at a single size, measurements are.
+    """Returns the points without dips: a size that moves fewer bytes a second than both its neighbours, by DIP or more,
+    gets the time between theirs. A smaller size takes no more time than a larger one. Links are not slow at a single
+    size, measurements are.
 
     The last size has no second neighbour. With `one_pace` it is left out where it is slower than the one before by so
     much, which is not slower than its own: all larger sizes would inherit what may be a disturbance.
@@ -256,7 +265,7 @@ def _without_dips(points: Sequence[tuple[int, float]], one_pace: bool = True) ->
 
 
 def _between(points: Sequence[tuple[int, float]], index: int) -> float:
-    """Seconds of a size on the straight line between its neighbours."""
+    """Returns the seconds of a size on the straight line between its neighbours."""
     (left, left_seconds), (size, _), (right, right_seconds) = points[index - 1 : index + 2]
     return left_seconds + (right_seconds - left_seconds) * (size - left) / (right - left)
 
@@ -268,10 +277,10 @@ def _is_slower(point: tuple[int, float], neighbour: tuple[int, float]) -> bool:
 
 
 def _runs(ops: int) -> int:
-    """Runs of so many ops: of a few long ones, one."""
+    """Returns how many runs to make of so many ops: of a few long ones, one."""
     return RUNS if ops > LEAST_OPS else 1
 
 
 def _ops(seconds: float) -> int:
-    """Ops of a run, if one takes so long."""
+    """Returns how many ops to put into a run, if one takes so long."""
     return max(LEAST_OPS, min(MOST_OPS, int(MEASURE_SECONDS / RUNS / seconds)))

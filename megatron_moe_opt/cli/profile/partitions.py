@@ -20,8 +20,8 @@ MOST_BYTES = 2**30
 def partition_overhead(
     cluster: Cluster, tp: int, hidden: int, ffn_hidden: int, dtype: str, device: torch.device, seconds: float
 ) -> float:
-    """Seconds a further partition, forward and backward, by which a small layer takes longer in many than its
-    ops say: calls of the experts, sums of their weights' gradients, lanes that wait for each other.
+    """Returns the seconds a further partition, forward and backward, by which a small layer takes longer in many than
+    its ops say: calls of the experts, sums of their weights' gradients, lanes that wait for each other.
 
     A collective call over the world, in Megatron's groups of the cluster's sizes.
 
@@ -42,5 +42,5 @@ def partition_overhead(
     layers = [layer_under_test(settings, name, world.ep, device) for name in names]
     in_one, in_many = Meter(device).calls([layer.step for layer in layers], seconds)
     one, many = mpmoe_choice.predict(settings.workload(world.ep), TOKENS * settings.topk, cluster, COUNTS, (NONE,))
-    longer = (in_many - in_one) - (many.seconds - one.seconds)
+    longer = (in_many - in_one) - (many.compared - one.compared)
     return max(0.0, longer / (COUNTS[1] - COUNTS[0]))

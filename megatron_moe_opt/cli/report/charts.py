@@ -31,7 +31,7 @@ KINDS = {kind.value: number for number, kind in enumerate(Kind)}
 
 @dataclass(frozen=True)
 class Tick:
-    """A number on an axis."""
+    """A number on an axis, and where it stands."""
 
     x: float
     text: str
@@ -48,7 +48,7 @@ class Area:
     ticks: tuple[Tick, ...]
 
     def x(self, value: float) -> float:
-        """Where a value stands."""
+        """Returns where a value stands on the axis."""
         return _round(self.left + value / self.end * (self.right - self.left))
 
 
@@ -59,16 +59,16 @@ class BarData:
     label: str
     value: float
     text: str
-    """Beside the bar."""
+    """What is written beside the bar."""
     samples: tuple[float, ...] = ()
     mark: float | None = None
     number: int = 1
-    """Of its colour."""
+    """The number of its colour."""
 
 
 @dataclass(frozen=True)
 class Bar:
-    """A BarData in place."""
+    """A bar with its coordinates, as it is drawn."""
 
     label: str
     text: str
@@ -85,7 +85,7 @@ class Bar:
 
 @dataclass(frozen=True)
 class BarChart:
-    """Bars below each other."""
+    """Bars below each other, on one axis."""
 
     area: Area
     bars: tuple[Bar, ...]
@@ -99,7 +99,7 @@ class Segment:
     x: float
     width: float
     number: int
-    """Of colour and pattern."""
+    """The number of its colour and pattern."""
     label: str
     """Empty where there is no room."""
     title: str
@@ -107,7 +107,7 @@ class Segment:
 
 @dataclass(frozen=True)
 class Row:
-    """A stacked bar, or a lane."""
+    """A stacked bar, or a lane, made of segments."""
 
     label: str
     top: float
@@ -128,7 +128,7 @@ class RowChart:
 
 @dataclass(frozen=True)
 class Column:
-    """One of the bars that stand side by side."""
+    """One of the bars that stand side by side in a chart of columns."""
 
     x: float
     y: float
@@ -139,7 +139,7 @@ class Column:
 
 @dataclass(frozen=True)
 class ColumnChart:
-    """Columns, the tallest first, and their mean."""
+    """Columns, the tallest first, and where their mean is."""
 
     columns: tuple[Column, ...]
     mean_y: float
@@ -149,14 +149,16 @@ class ColumnChart:
 
 
 def ticks(largest: float) -> tuple[float, ...]:
-    """0, and two to five further multiples of 1, 2 or 5 times a power of ten, up to `largest`, which is above 0."""
+    """Returns 0, and two to five further multiples of 1, 2 or 5 times a power of ten, up to `largest`, which is above
+    0.
+    """
     magnitude = 10.0 ** math.floor(math.log10(largest))
     step = next(unit * magnitude for unit in (0.2, 0.5, 1.0, 2.0) if largest <= 5 * unit * magnitude * (1 + 1e-9))
     return tuple(float(f"{step * count:.12g}") for count in range(math.floor(largest / step * (1 + 1e-9)) + 1))
 
 
 def bar_chart(data: Sequence[BarData]) -> BarChart:
-    """Bars with the span of their samples, each sample, and the mark."""
+    """Returns bars with the span of their samples, each sample, and the mark."""
     largest = max(max(one.value, one.mark or 0.0, *one.samples) for one in data)
     area = _area([one.label for one in data], largest, right=WIDTH - TEXT * max(len(one.text) for one in data) - 14)
     bars = []
@@ -181,7 +183,7 @@ def bar_chart(data: Sequence[BarData]) -> BarChart:
 
 
 def stack_chart(stacks: Mapping[str, Mapping[str, float]], numbers: Mapping[str, int], unit: str) -> RowChart:
-    """One bar a stack, its parts one after another.
+    """Returns a bar for each stack, with its parts one after another.
 
     Args:
         stacks: label -> name of a part -> value.
@@ -203,7 +205,7 @@ def stack_chart(stacks: Mapping[str, Mapping[str, float]], numbers: Mapping[str,
 
 
 def timeline_chart(timeline: Timeline, longest: float) -> RowChart:
-    """One row a lane, on an axis of milliseconds up to `longest` seconds; charts of one `longest` compare."""
+    """Returns a row for each lane, on an axis of milliseconds up to `longest` seconds, by which charts compare."""
     area = _area([lane.value for lane in Lane], longest * 1e3, right=WIDTH - 14)
     top = TOP + _PART_HEAD * bool(timeline.parts)
     rows = []
@@ -225,7 +227,7 @@ def timeline_chart(timeline: Timeline, longest: float) -> RowChart:
 
 
 def column_chart(values: Sequence[int], what: str) -> ColumnChart:
-    """The values from the largest to the least.
+    """Returns a column for each value, from the largest to the least.
 
     Args:
         what: a value is of, such as `expert`; with its number it names the column.
@@ -248,7 +250,7 @@ def column_chart(values: Sequence[int], what: str) -> ColumnChart:
 
 
 def _segment(x: float, width: float, number: int, labels: Sequence[str], title: str) -> Segment:
-    """With the first of its labels that there is room for."""
+    """Returns a segment with the first of its labels that there is room for."""
     label = next((one for one in labels if TEXT * len(one) <= width), "")
     return Segment(x, _round(width), number, label, title)
 

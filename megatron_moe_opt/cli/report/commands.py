@@ -1,4 +1,4 @@
-"""`moe-opt timeline`: the options."""
+"""`moe-opt timeline`: the options, and the settings that they make."""
 
 from __future__ import annotations
 

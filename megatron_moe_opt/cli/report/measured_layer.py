@@ -22,7 +22,7 @@ from megatron_moe_opt.topology.nodes import NodeMap
 
 @dataclass(frozen=True)
 class DispatcherResult:
-    """What was measured of one dispatcher."""
+    """What was measured of one dispatcher in a run of `bench layer`."""
 
     dispatcher: str
     seconds: tuple[float, ...]
@@ -41,12 +41,12 @@ class DispatcherResult:
 
     @property
     def median(self) -> float:
-        """Median of `seconds`."""
+        """The median of the rounds' seconds."""
         return statistics.median(self.seconds)
 
     @property
     def ratio(self) -> float:
-        """Median of `ratios`."""
+        """The median of the rounds' ratios to the baseline."""
         return statistics.median(self.ratios)
 
 
@@ -63,7 +63,7 @@ class ReportTable:
 
 @dataclass(frozen=True)
 class LayerReport:
-    """A whole run."""
+    """All that a run of `bench layer` has measured and predicted."""
 
     settings: LayerSettings
     environment: dict[str, Any]
@@ -77,7 +77,7 @@ class LayerReport:
 
 
 def as_json(report: LayerReport) -> dict[str, Any]:
-    """All numbers, and the medians that the table shows; without the recorded ops, which are for the eye."""
+    """Returns all numbers, and the medians that the table shows; without the recorded ops, which are for the eye."""
     content = asdict(replace(report, recorded={}))
     del content["recorded"]
     for entry, result in zip(content["results"], report.results, strict=True):
@@ -86,7 +86,7 @@ def as_json(report: LayerReport) -> dict[str, Any]:
 
 
 def print_report(report: LayerReport, console: Console) -> None:
-    """Conditions, then times, then traffic."""
+    """Prints the conditions, then the times, then the traffic."""
     for line in conditions(report):
         say(console, line)
     tables = [times_table(report), *([traffic_table(report)] if any(one.traffic for one in report.results) else [])]
@@ -95,7 +95,7 @@ def print_report(report: LayerReport, console: Console) -> None:
 
 
 def conditions(report: LayerReport) -> list[str]:
-    """What ran, where and how, a sentence each."""
+    """Returns what ran, where and how, a sentence each."""
     environment = report.environment
     software = ", ".join(f"{name} {environment[name]}" for name in ("megatron-moe-opt", "megatron-core", "torch"))
     machine = (
@@ -114,7 +114,7 @@ def conditions(report: LayerReport) -> list[str]:
 
 
 def shape_of(settings: LayerSettings, ep: int) -> str:
-    """The workload and the layout in one line."""
+    """Returns the workload and the layout in one line."""
     capacity = ""
     if settings.capacity_factor is not None:
         capacity = f", capacity factor {settings.capacity_factor:g}" + ", padded" * settings.pad_to_capacity
@@ -128,7 +128,7 @@ def shape_of(settings: LayerSettings, ep: int) -> str:
 
 
 def _links(rates: LinkRates) -> str:
-    """Measured rates of a node, beside those that netbox shaped."""
+    """Returns the measured rates of a node, beside those that netbox shaped."""
     described = []
     for link, rate, variable in (
         (INTER_NODE, rates.inter_node, "NETBOX_INTER_BITS"),
@@ -141,7 +141,7 @@ def _links(rates: LinkRates) -> str:
 
 
 def times_table(report: LayerReport) -> ReportTable:
-    """One row a dispatcher: times, the limit, memory and differences from the baseline."""
+    """Returns a row for each dispatcher: times, the limit, memory and differences from the baseline."""
     headers = (
         "dispatcher",
         "median ms",
@@ -176,7 +176,7 @@ def _cells(result: DispatcherResult) -> tuple[str, ...]:
 
 
 def traffic_table(report: LayerReport) -> ReportTable:
-    """Messages and bytes of one step by collective and link, and their sums by link."""
+    """Returns messages and bytes of one step by collective and link, and their sums by link."""
     sent: dict[tuple[str, str], dict[str, tuple[int, int]]] = {}
     for result in report.results:
         for row in result.traffic:

@@ -43,7 +43,7 @@ _OURS, _BASELINE = KINDS["all_to_all"], KINDS["copy"]  # blue and grey
 
 
 def make_report_folder(folder: Path | None) -> None:
-    """Creates the folder of --report.
+    """Creates the folder of --report, so that it is refused before anything runs if it cannot be.
 
     Raises:
         ConfigurationError: it cannot be, or the page in it cannot be written.
@@ -61,7 +61,7 @@ def write_page(folder: Path, report: LayerReport) -> Path:
 
 
 def render_page(report: LayerReport) -> str:
-    """The page as HTML."""
+    """Returns the page as HTML that needs no other file."""
     environment = Environment(
         loader=PackageLoader("megatron_moe_opt.cli.report"),
         autoescape=True,
@@ -95,7 +95,7 @@ def render_page(report: LayerReport) -> str:
 
 
 def headline(report: LayerReport) -> str:
-    """Which dispatcher was fastest, by how much, and how far from its limit."""
+    """Returns which dispatcher was fastest, by how much, and how far from its limit."""
     baseline = report.settings.baseline
     best = min(report.results, key=lambda result: result.ratio)
     if best.dispatcher == baseline:
@@ -128,7 +128,7 @@ def _times_chart(report: LayerReport) -> BarChart:
 
 
 def _prediction(report: LayerReport) -> dict[str, Any]:
-    """Of the dispatchers that a prediction was made for."""
+    """Returns predicted against measured time, of the dispatchers that a prediction was made for."""
     predictions = report.predicted.seconds
     results = [result for result in report.results if result.dispatcher in predictions]
     rows, data = [], []
@@ -151,7 +151,7 @@ def _prediction(report: LayerReport) -> dict[str, Any]:
 
 
 def _timelines(report: LayerReport) -> list[dict[str, Any]]:
-    """Of the dispatchers that run schedules, all on one scale."""
+    """Returns the timelines of the dispatchers that run schedules, all on one scale."""
     joined = {name: step.joined(name) for name, step in report.recorded.items() if step.timelines}
     longest = max((timeline.seconds for timeline in joined.values()), default=0.0)
     return [
@@ -178,14 +178,16 @@ def _summary(step: RecordedStep) -> str:
 
 
 def _kinds(report: LayerReport) -> list[tuple[str, int]]:
-    """Kinds of the ops in the timelines."""
+    """Returns the kinds of the ops in the timelines, with the numbers of their colours."""
     timelines = [timeline for step in report.recorded.values() for timeline in step.timelines]
     used = {op.kind.value for timeline in timelines for op in timeline.schedule.ops}
     return [(kind, number) for kind, number in KINDS.items() if kind in used]
 
 
 def _collective_numbers(report: LayerReport) -> dict[str, int]:
-    """A collective has the colour that it has in the timelines, or one of those that the others leave."""
+    """Returns a number of each collective: it has the colour that it has in the timelines, or one of those that the
+    others leave.
+    """
     names = sorted({row.collective for result in report.results for row in result.traffic})
     taken = {KINDS[name] for name in names if name in KINDS}
     free = (number for number in count() if number not in taken)
@@ -193,7 +195,7 @@ def _collective_numbers(report: LayerReport) -> dict[str, int]:
 
 
 def _stacks(report: LayerReport, numbers: Mapping[str, int]) -> list[tuple[str, RowChart]]:
-    """Megabytes by dispatcher and collective, of each link that something is sent over."""
+    """Returns megabytes by dispatcher and collective, of each link that something is sent over."""
     stacks: dict[str, dict[str, dict[str, float]]] = {}
     for link in (INTER_NODE, INTRA_NODE):
         if any(row.link == link for result in report.results for row in result.traffic):

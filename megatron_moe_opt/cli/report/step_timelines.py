@@ -37,7 +37,7 @@ class StepTimelines:
     """Of the same schedules; None without a profile."""
 
     def joined(self, name: str) -> dict[str, Timeline]:
-        """What there is, predicted first, the passes one after another under `name`."""
+        """Returns what there is, predicted first, the passes one after another under `name`."""
         kinds = {"predicted": self.predicted, "measured": self.measured}
         return {kind: one_after_another(name, passes) for kind, passes in kinds.items() if passes is not None}
 
@@ -90,7 +90,7 @@ def _costs(settings: LayerSettings, ep: int, cluster: Cluster) -> Costs:
 
 
 def _record(settings: LayerSettings, ep: int, device: torch.device, rank: int | None) -> StepTimelines:
-    """A collective call over the world; the same answer on every rank."""
+    """Returns the recorded step. A collective call over the world; the same answer on every rank."""
     from megatron_moe_opt.cli.layer.under_test import layers_under_test
 
     layer = layers_under_test(settings, ep, device, permute_fusion=False)[_variant(settings)]

@@ -18,13 +18,13 @@ class RoutingBalance:
     """Rows of one step: (token, expert) pairs as they were routed, before any is dropped for capacity."""
 
     of_expert: tuple[int, ...]
-    """[experts] over all ranks."""
+    """[experts] rows that each expert gets from all ranks."""
     of_rank: tuple[int, ...]
     """[world size] rows that pass through the experts of each rank; every shard of an expert sees all its rows."""
 
 
 def balance(chosen: Sequence[Sequence[int]], layout: Layout) -> RoutingBalance:
-    """Where rows go, with experts in stock's order: equally many on each EP rank, by ascending number.
+    """Returns where rows go, with experts in stock's order: equally many on each EP rank, by ascending number.
 
     Args:
         chosen: [world size, experts] rows that each rank sends to each expert.
@@ -41,7 +41,7 @@ def balance(chosen: Sequence[Sequence[int]], layout: Layout) -> RoutingBalance:
 
 
 def routing_balance(settings: LayerSettings, ep: int, device: torch.device) -> RoutingBalance:
-    """Of the settings' routing on the ranks of this run. A collective call over the world."""
+    """Returns the balance of the settings' routing on the ranks of this run. A collective call over the world."""
     world, rank = dist.get_world_size(), dist.get_rank()
     experts = choose_experts(
         settings.routing,
@@ -61,5 +61,5 @@ def routing_balance(settings: LayerSettings, ep: int, device: torch.device) -> R
 
 
 def max_over_mean(rows: Sequence[int]) -> float:
-    """1 where all have equally many; `len(rows)` where one has all."""
+    """Returns the largest over the mean: 1 where all have equally many, `len(rows)` where one has all."""
     return max(rows) * len(rows) / sum(rows)

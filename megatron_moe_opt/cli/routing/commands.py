@@ -1,4 +1,4 @@
-"""`moe-opt replay-routing`, `moe-opt plan-experts` and `moe-opt generate-routing`: the options."""
+"""The options of `moe-opt replay-routing`, `moe-opt plan-experts` and `moe-opt generate-routing`."""
 
 from __future__ import annotations
 

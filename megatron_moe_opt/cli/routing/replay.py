@@ -126,7 +126,7 @@ def _check_sizes(path: Path, trace: RoutingTrace, nodes: int, ranks_per_node: in
 
 
 def _expert_devices(trace: RoutingTrace, nodes: int, ranks_per_node: int, expert_order: Path | None) -> np.ndarray:
-    """[L, E]."""
+    """Returns the device of every expert in stock's order or the file's: [layers, experts]."""
     ranks = nodes * ranks_per_node
     if expert_order is None:
         return stock_devices(len(trace.layers), trace.num_experts, ranks)

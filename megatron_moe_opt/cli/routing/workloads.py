@@ -17,12 +17,12 @@ _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, tor
 
 
 def check_routing(routing: str, *, experts: int, topk: int) -> None:
-    """Raises the ConfigurationError that `choose_experts` would raise."""
+    """Refuses a routing before anything runs: raises the ConfigurationError that `choose_experts` would."""
     choose_experts(routing, tokens=1, experts=experts, topk=topk, seed=0, rank=0)
 
 
 def choose_experts(routing: str, *, tokens: int, experts: int, topk: int, seed: int, rank: int) -> torch.Tensor:
-    """The experts of this rank's tokens: int64 [tokens, topk], `topk` different experts in each row.
+    """Returns the experts of this rank's tokens: int64 [tokens, topk], `topk` different experts in each row.
 
     Args:
         routing: `uniform`: every choice is equally likely; `zipf`: the i-th most popular expert has weight 1 / i, and
@@ -59,7 +59,7 @@ def choose_experts(routing: str, *, tokens: int, experts: int, topk: int, seed: 
 
 
 def load_trace(path: Path, *, experts: int, topk: int) -> torch.Tensor:
-    """Reads recorded expert choices: int64 [tokens, topk].
+    """Returns the recorded expert choices of a file: int64 [tokens, topk].
 
     Args:
         path: a routing trace; or an .npz that holds one array, or a .pt that holds one tensor, of integers
@@ -104,7 +104,7 @@ def load_trace(path: Path, *, experts: int, topk: int) -> torch.Tensor:
 
 
 def _read_array(path: Path) -> torch.Tensor | None:
-    """The one array in the file; None where there is not exactly one."""
+    """Returns the one array in the file; None where there is not exactly one."""
     if path.suffix == ".npz":
         if is_routing_trace(path):
             return torch.from_numpy(read_routing_trace(path).experts[:, 0].astype(np.int64)).flatten(0, 2)
