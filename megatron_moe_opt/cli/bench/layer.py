@@ -16,8 +16,8 @@ from rich.progress import Progress
 import megatron_moe_opt
 from megatron_moe_opt.cli.console import progress_console, report_console, say_written
 from megatron_moe_opt.cli.layer.links import LinkRates, WireLimit, measure_links, wire_limit
-from megatron_moe_opt.cli.layer.memory import peak_memory_growth
-from megatron_moe_opt.cli.layer.prediction import Predicted, predict_layer
+from megatron_moe_opt.cli.layer.live_memory import peak_memory_growth
+from megatron_moe_opt.cli.layer.predicted import Predicted, predict_layer
 from megatron_moe_opt.cli.layer.recorded_step import record_step
 from megatron_moe_opt.cli.layer.settings import STOCK, LayerSettings
 from megatron_moe_opt.cli.ranks import (

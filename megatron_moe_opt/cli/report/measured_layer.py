@@ -12,7 +12,7 @@ from rich.console import Console
 
 from megatron_moe_opt.cli.console import say, table_of
 from megatron_moe_opt.cli.layer.links import LinkRates, WireLimit
-from megatron_moe_opt.cli.layer.prediction import Predicted
+from megatron_moe_opt.cli.layer.predicted import Predicted
 from megatron_moe_opt.cli.layer.recorded_step import RecordedStep
 from megatron_moe_opt.cli.layer.settings import LayerSettings
 from megatron_moe_opt.cli.routing.balance import RoutingBalance
@@ -37,7 +37,7 @@ class DispatcherResult:
     """Sent by all ranks in one step."""
     wire_limit: WireLimit | None
     peak_memory_bytes: int | None
-    """Growth over one step (memory.peak_memory_growth) on the rank where it is largest."""
+    """Growth over one step (live_memory.peak_memory_growth) on the rank where it is largest."""
 
     @property
     def median(self) -> float:
