@@ -19,7 +19,7 @@ import typer
 from rich.table import Table
 
 from megatron_moe_opt.cli.console import report_console
-from megatron_moe_opt.cli.layer.live_memory import device_memory
+from megatron_moe_opt.cli.layer.memory import device_memory
 from megatron_moe_opt.cli.layer.settings import LayerSettings
 from megatron_moe_opt.cli.main import main
 from megatron_moe_opt.cli.option_types import DType, whole_numbers
