@@ -10,76 +10,47 @@ the ranks of a TP group do it all once more each, for the same tokens.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.distributed as dist
-from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
-from megatron_moe_opt.dispatchers.dispatcher import Dispatched, Dispatcher, pack
-from megatron_moe_opt.kernels import build_row_map
+from megatron_moe_opt.dispatchers.dispatcher import Dispatched, Dispatcher
+from megatron_moe_opt.kernels import build_row_map, permute_packed
 from megatron_moe_opt.runtime.collectives import all_gather_rows, reduce_scatter_rows
 from megatron_moe_opt.runtime.host_copy import HostCopy
+from megatron_moe_opt.runtime.linear import linear
 from megatron_moe_opt.topology.expert_groups import ExpertGroups
 
 
-class _Gather(Function):
+def _gather(rows: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
     """All-gather of rows; the gradients of the gathered rows are summed back to their owners."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
-        ctx.group = group
-        return all_gather_rows(rows, None, group)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return reduce_scatter_rows(grad, None, ctx.group), None
+    return linear(
+        rows, lambda rows: all_gather_rows(rows, None, group), lambda grad: reduce_scatter_rows(grad, None, group)
+    )
 
 
-class _Split(Function):
+def _split(rows: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
     """This rank's share of rows that all ranks hold; their gradients are gathered from all ranks."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
-        ctx.group = group
-        return rows.chunk(group.size())[group.rank()].clone()
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return all_gather_rows(grad, None, ctx.group), None
+    own = group.rank()
+    return linear(
+        rows, lambda rows: rows.chunk(group.size())[own].clone(), lambda grad: all_gather_rows(grad, None, group)
+    )
 
 
-class _AllReduce(Function):
+def _all_reduce(rows: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
     """Sum over the group; every rank continues with the same rows, so each part gets the whole gradient."""
 
-    @staticmethod
-    def forward(ctx: Any, rows: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
+    def reduce(rows: torch.Tensor) -> torch.Tensor:
         rows = rows.clone()
         dist.all_reduce(rows, group=group)
         return rows
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return grad, None
+    return linear(rows, reduce, lambda grad: grad)
 
 
-class _ScaleGradient(Function):
+def _scale_gradient(rows: torch.Tensor, factor: float) -> torch.Tensor:
     """The rows as they are; their gradient times a factor."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: torch.Tensor, factor: float) -> torch.Tensor:
-        ctx.factor = factor
-        return rows.view_as(rows)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return grad * ctx.factor, None
+    return linear(rows, lambda rows: rows.view_as(rows), lambda grad: grad * factor)
 
 
 class DeepSpeedDispatcher(Dispatcher):
@@ -114,30 +85,31 @@ class DeepSpeedDispatcher(Dispatcher):
         """AllGather(expert-TP) of tokens, probabilities and routing, then permutation."""
         ep, etp = self.groups.ep, self.groups.etp
         if self.groups.etp_size > 1:
-            tokens, probs = _Gather.apply(tokens, etp), _Gather.apply(probs, etp)
+            tokens, probs = _gather(tokens, etp), _gather(probs, etp)
             routing_map = all_gather_rows(routing_map.contiguous().view(torch.uint8), None, etp).bool()
             capacity = None if capacity is None else capacity * etp.size()
             num_rows = None if num_rows is None else num_rows * etp.size()
         row_map = build_row_map(routing_map, capacity=capacity, num_out_tokens=num_rows)
         counts = HostCopy(all_gather_rows(row_map.expert_counts, None, ep).view(ep.size(), 1, -1))
-        return pack(tokens, probs, (row_map, counts), ExpertGroups(ep=ep, etp=None, joint=ep))
+        packed = permute_packed(tokens, probs, row_map)
+        return packed, Dispatched(row_map, counts, ExpertGroups(ep=ep, etp=None, joint=ep))
 
     def dispatch(
         self, packed: torch.Tensor, dispatched: Dispatched, prob_dtype: torch.dtype
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """See Dispatcher; each copy of a token gets its whole gradient back."""
         tokens, tokens_per_expert, probs = super().dispatch(packed, dispatched, prob_dtype)
-        tokens, probs = (_ScaleGradient.apply(rows, self.num_copies) for rows in (tokens, probs))
+        tokens, probs = (_scale_gradient(rows, self.num_copies) for rows in (tokens, probs))
         return tokens, tokens_per_expert, probs
 
     def combine(self, rows: torch.Tensor, dispatched: Dispatched) -> torch.Tensor:
         """AllReduce(expert-TP) of the partial outputs, then back to the ranks of their tokens."""
-        rows = _ScaleGradient.apply(rows, 1 / self.num_copies)
+        rows = _scale_gradient(rows, 1 / self.num_copies)
         if self.groups.etp_size > 1:
-            rows = _AllReduce.apply(rows, self.groups.etp)
+            rows = _all_reduce(rows, self.groups.etp)
         return super().combine(rows, dispatched)
 
     def unpermute(self, rows: torch.Tensor, dispatched: Dispatched) -> torch.Tensor:
         """Sums each token's rows, then keeps this rank's tokens."""
         tokens = super().unpermute(rows, dispatched)
-        return _Split.apply(tokens, self.groups.etp) if self.groups.etp_size > 1 else tokens
+        return _split(tokens, self.groups.etp) if self.groups.etp_size > 1 else tokens

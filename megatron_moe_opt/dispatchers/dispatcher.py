@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch.distributed import ProcessGroup
 
-from megatron_moe_opt.kernels import RowMap, build_row_map, permute_packed, unpermute_rows
+from megatron_moe_opt.kernels import RowMap, build_row_map, unpermute_rows
 from megatron_moe_opt.runtime.collectives import all_gather_rows
 from megatron_moe_opt.runtime.exchange_plan import Sharing, plan_exchange, share_out
 from megatron_moe_opt.runtime.expert_exchange import Exchange, to_experts, to_sources
@@ -86,7 +86,7 @@ class Dispatched:
     counts: HostCopy
     """[ep_size, etp_size, experts] rows of every rank, on its way to the host."""
     groups: ExpertGroups
-    level: str | None
+    level: str | None = "O1"
     """See ways.way_of."""
     sharing: Sharing | None = None
     """How the ranks of a TP group, which all have these rows, share them out; None: no other rank has them."""
@@ -134,22 +134,3 @@ def map_rows(
     if counts is None:
         counts = HostCopy(all_gather_rows(row_map.expert_counts, None, groups.joint).view(shape))
     return row_map, counts
-
-
-def pack(
-    tokens: torch.Tensor,
-    probs: torch.Tensor,
-    rows: tuple[RowMap, HostCopy],
-    groups: ExpertGroups,
-    pipelining: tuple[str | None, int] = ("O1", 1),
-) -> tuple[torch.Tensor, Dispatched]:
-    """Groups tokens by chunk and expert, each row with its probability behind it: [R, H + lane], and their state.
-
-    Args:
-        rows: see map_rows.
-        pipelining: level (ways.way_of) and number of chunks.
-    """
-    row_map, counts = rows
-    level, num_chunks = pipelining
-    row_map = row_map.cut(num_chunks)
-    return permute_packed(tokens, probs, row_map), Dispatched(row_map, counts, groups, level)

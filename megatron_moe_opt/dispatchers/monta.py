@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import torch
 
-from megatron_moe_opt.dispatchers.dispatcher import Dispatched, Dispatcher, map_rows, pack
+from megatron_moe_opt.dispatchers.dispatcher import Dispatched, Dispatcher, map_rows
 from megatron_moe_opt.dispatchers.pipelining import Pipelining
+from megatron_moe_opt.kernels import permute_packed
 from megatron_moe_opt.topology.expert_groups import ExpertGroups
 
 
@@ -32,8 +33,10 @@ class MontaDispatcher(Dispatcher):
         self, tokens: torch.Tensor, probs: torch.Tensor, routing_map: torch.Tensor, **sizes: int | None
     ) -> tuple[torch.Tensor, Dispatched]:
         """Groups this rank's tokens by chunk and expert, each row with its probability behind it."""
-        rows = map_rows(routing_map, self.groups, **sizes)
-        return pack(tokens, probs, rows, self.groups, self.pipelining.current)
+        row_map, counts = map_rows(routing_map, self.groups, **sizes)
+        level, num_chunks = self.pipelining.current
+        row_map = row_map.cut(num_chunks)
+        return permute_packed(tokens, probs, row_map), Dispatched(row_map, counts, self.groups, level)
 
     def dispatch(
         self, packed: torch.Tensor, dispatched: Dispatched, prob_dtype: torch.dtype

@@ -21,7 +21,7 @@ from functools import cached_property
 
 import torch
 
-from megatron_moe_opt.dispatchers.dispatcher import Dispatched, Dispatcher, map_rows, pack
+from megatron_moe_opt.dispatchers.dispatcher import Dispatched, Dispatcher, map_rows
 from megatron_moe_opt.dispatchers.sample_placement import Decision, LayerPlacement, background
 from megatron_moe_opt.dispatchers.sample_traffic import RowBytes, SampleTraffic
 from megatron_moe_opt.errors import ConfigurationError
@@ -138,9 +138,8 @@ class NetmoeDispatcher(Dispatcher):
                 "would not find them where they were: take torch.utils.checkpoint off it, or use monta"
             )
         if residual is None:
-            return pack(
-                tokens, probs, map_rows(routing_map, self.groups, capacity=capacity, num_rows=num_rows), self.groups
-            )
+            row_map, counts = map_rows(routing_map, self.groups, capacity=capacity, num_rows=num_rows)
+            return permute_packed(tokens, probs, row_map), Dispatched(row_map, counts, self.groups)
         groups, (sequence, batch, hidden) = self.groups, residual.shape
         routing_map = routing_map.bool()
         row_map = build_row_map_by_sample(routing_map, batch, num_rows)

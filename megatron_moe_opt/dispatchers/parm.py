@@ -21,7 +21,7 @@ from __future__ import annotations
 import torch
 from torch.distributed import ProcessGroup
 
-from megatron_moe_opt.dispatchers.dispatcher import Dispatched, Dispatcher, map_rows, pack
+from megatron_moe_opt.dispatchers.dispatcher import Dispatched, Dispatcher, map_rows
 from megatron_moe_opt.dispatchers.parm_schedule import Scheduling
 from megatron_moe_opt.kernels import permute_packed
 from megatron_moe_opt.planning.parm import ParmChoice
@@ -59,9 +59,10 @@ class ParmDispatcher(Dispatcher):
         """Groups this rank's tokens by chunk and expert or, under S2, those of the TP group by part and expert."""
         if self.choice is None:
             self.choice = self.scheduling.choose(tokens, None)
-        row_map, counts = rows = map_rows(routing_map, self.groups, **sizes)
+        row_map, counts = map_rows(routing_map, self.groups, **sizes)
         if self.copies is None:
-            return pack(tokens, probs, rows, self.groups, (self.choice.level, self.choice.chunks))
+            row_map = row_map.cut(self.choice.chunks)
+            return permute_packed(tokens, probs, row_map), Dispatched(row_map, counts, self.groups, self.choice.level)
         copies, beyond = self.copies, None
         if not copies.inside:
             beyond = HostCopy(all_gather_rows(row_map.expert_counts, None, copies.group).view(copies.group.size(), -1))

@@ -17,6 +17,7 @@ from torch.autograd.function import once_differentiable
 from megatron_moe_opt.kernels import LANE_BYTES, empty
 from megatron_moe_opt.runtime.exchange_plan import ExchangePlan
 from megatron_moe_opt.runtime.executor import executor
+from megatron_moe_opt.runtime.linear import linear
 from megatron_moe_opt.runtime.row_layout import RowLayout
 from megatron_moe_opt.runtime.steps import Steps
 from megatron_moe_opt.runtime.ways import Way
@@ -74,7 +75,11 @@ def to_sources(rows: torch.Tensor, exchange: Exchange) -> torch.Tensor:
     Returns:
         [R, H], as `to_experts` takes them; sums are taken in rank order, half-precision rows in float32.
     """
-    return _ToSources.apply(rows, exchange)
+    return linear(
+        rows,
+        lambda rows: run_to_sources(rows.contiguous(), None, exchange),
+        lambda grad: run_to_experts(grad.contiguous(), exchange, None)[0],
+    )
 
 
 class _ToExperts(Function):
@@ -89,18 +94,6 @@ class _ToExperts(Function):
     @once_differentiable
     def backward(ctx: Any, grad_tokens: torch.Tensor, grad_probs: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         return run_to_sources(grad_tokens.contiguous(), grad_probs.contiguous(), ctx.exchange), None, None, None
-
-
-class _ToSources(Function):
-    @staticmethod
-    def forward(ctx: Any, rows: torch.Tensor, exchange: Exchange) -> torch.Tensor:
-        ctx.exchange = exchange
-        return run_to_sources(rows.contiguous(), None, exchange)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return run_to_experts(grad.contiguous(), ctx.exchange, None)[0], None
 
 
 def run_to_experts(

@@ -11,17 +11,14 @@ been dispatched.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
-from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 
 from megatron_moe_opt.kernels import RowMap, row_map_from_sources, spread_rows, sum_packed_rows
 from megatron_moe_opt.kernels.chunk_copy import ChunkList
 from megatron_moe_opt.kernels.streams import to_device
 from megatron_moe_opt.runtime.exchange_plan import ChunkPlan, ExchangePlan
 from megatron_moe_opt.runtime.expert_exchange import Exchange, run_to_experts, run_to_sources
+from megatron_moe_opt.runtime.linear import linear
 from megatron_moe_opt.runtime.ways import way_of
 from megatron_moe_opt.topology.expert_groups import ExpertGroups
 
@@ -91,23 +88,19 @@ def to_new_homes(rows: torch.Tensor, tokens: torch.Tensor, way: SampleReturn) ->
     Returns:
         [S * B, H], token s of sample b in row s * B + b; rows are added in the order of experts, in float32.
     """
-    return _ToNewHomes.apply(rows, tokens, way)
+    hidden, (sequence, batch) = rows.size(1), way.shape
+    row_map: RowMap | None = None
 
-
-class _ToNewHomes(Function):
-    @staticmethod
-    def forward(ctx: Any, rows: torch.Tensor, tokens: torch.Tensor, way: SampleReturn) -> torch.Tensor:
+    def there(rows: torch.Tensor) -> torch.Tensor:
+        nonlocal row_map
         packed = run_to_sources(rows.contiguous(), tokens, way.exchange)
-        hidden, (sequence, batch) = rows.size(1), way.shape
-        ctx.way = way
-        ctx.row_map = _row_map(packed, hidden, way.slots, sequence, batch)
-        return sum_packed_rows(packed, hidden, ctx.row_map)
+        row_map = _row_map(packed, hidden, way.slots, sequence, batch)
+        return sum_packed_rows(packed, hidden, row_map)
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        grad_rows = spread_rows(grad.contiguous(), ctx.row_map)
-        return run_to_experts(grad_rows, ctx.way.exchange, None)[0], None, None
+    def back(grad: torch.Tensor) -> torch.Tensor:
+        return run_to_experts(spread_rows(grad.contiguous(), row_map), way.exchange, None)[0]
+
+    return linear(rows, there, back)
 
 
 def _row_map(packed: torch.Tensor, hidden: int, slots: torch.Tensor, sequence: int, batch: int) -> RowMap:

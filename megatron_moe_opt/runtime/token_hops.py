@@ -24,6 +24,7 @@ from megatron_moe_opt.runtime import steps
 from megatron_moe_opt.runtime.communication_lane import advance_lanes
 from megatron_moe_opt.runtime.executor import executor
 from megatron_moe_opt.runtime.hop_plan import DomainTables, HopPlan
+from megatron_moe_opt.runtime.linear import linear
 from megatron_moe_opt.runtime.row_facts import RowFacts
 from megatron_moe_opt.schedules.expert_migration import hop_back, hop_out
 from megatron_moe_opt.topology.domain_groups import DomainGroups
@@ -100,7 +101,21 @@ def to_tokens(rows: torch.Tensor, route: Route) -> torch.Tensor:
     Returns:
         [T, H]; zero for a token without experts.
     """
-    return _ToTokens.apply(rows, route)
+
+    def there(rows: torch.Tensor) -> torch.Tensor:
+        advance_lanes()  # experts of later layers: they have had the time of this layer's
+        rows = sum_packed_rows(rows.contiguous(), route.facts.hidden, route.held)
+
+        def add(copies: torch.Tensor, row_map: RowMap, summed: torch.Tensor | None) -> None:
+            nonlocal rows
+            rows = sum_packed_rows(copies, route.facts.hidden, row_map)
+            if summed is not None:
+                summed.copy_(rows)
+
+        _hop_back(rows, route, add)
+        return rows
+
+    return linear(rows, there, lambda grad: _select(_hop_out(grad.contiguous(), route), route.held.sources))
 
 
 class _ToExperts(Function):
@@ -135,28 +150,6 @@ class _ToExperts(Function):
         if route.levels:
             _hop_back(facts.pack(rows, probs), route, add)
         return rows, probs, None, None
-
-
-class _ToTokens(Function):
-    @staticmethod
-    def forward(ctx: Any, rows: torch.Tensor, route: Route) -> torch.Tensor:
-        ctx.route = route
-        advance_lanes()  # experts of later layers: they have had the time of this layer's
-        rows = sum_packed_rows(rows.contiguous(), route.facts.hidden, route.held)
-
-        def add(copies: torch.Tensor, row_map: RowMap, summed: torch.Tensor | None) -> None:
-            nonlocal rows
-            rows = sum_packed_rows(copies, route.facts.hidden, row_map)
-            if summed is not None:
-                summed.copy_(rows)
-
-        _hop_back(rows, route, add)
-        return rows
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return _select(_hop_out(grad.contiguous(), ctx.route), ctx.route.held.sources), None
 
 
 def _find_held(experts: torch.Tensor, route: Route) -> None:
