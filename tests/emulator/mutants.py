@@ -43,6 +43,13 @@ MUTANTS: tuple[tuple[str, str, str, tuple[str, ...]], ...] = (
     ),
     ("permute.cu", "    __syncthreads();  // warp_dots is written again by the next entries\n", "", ("permute",)),
     ("permute.cu", "if (token >= num_tokens) return;", "", ("permute", "packed")),
+    (
+        "permute.cu",
+        "const bool guessed = entries.first == guess.first && entries.last == guess.last;",
+        "const bool guessed = true;",
+        ("permute",),
+    ),
+    ("permute.cu", "if (held >= guess.last) held = -1;", "", ("packed",)),
     # chunk_copy.cu
     (
         "chunk_copy.cu",
@@ -72,4 +79,5 @@ MUTANTS: tuple[tuple[str, str, str, tuple[str, ...]], ...] = (
     ),
     ("residual_codec.cu", "seen_ties + lower_lanes(tied) < ties", "seen_ties + lower_lanes(tied) <= ties", ("codec",)),
     ("residual_codec.cu", "first_place + index + i", "first_place + index", ("codec",)),
+    ("residual_codec.cu", "places[tried] < bound", "places[tried] <= bound", ("codec",)),
 )
