@@ -7,6 +7,8 @@
 namespace moe_opt {
 namespace {
 
+constexpr int64_t kMapBytesPerTask = 16 * 1024;  // of a routing map: least work worth a thread
+
 // Every index is checked on CPU, where that costs next to nothing; on CUDA it would cost a synchronisation.
 void check_indices(const RowMap& map, int64_t num_entries) {
   bool ok = map.offsets[0] == 0 && map.offsets[map.num_tokens] == num_entries;
@@ -44,7 +46,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> build_row_map(const Input<"ro
                         sources.mutable_data_ptr<int64_t>(), expert_counts.mutable_data_ptr<int64_t>(),
                         scratch.mutable_data_ptr(), call.stream);
   }) {
-    cpu::RowMapBuilder builder(bytes, num_tokens, num_experts, at::get_num_threads(), for_each_on_threads);
+    const int64_t range = std::max<int64_t>((num_tokens + at::get_num_threads() - 1) / at::get_num_threads(),
+                                            kMapBytesPerTask / std::max<int64_t>(1, num_experts) + 1);
+    cpu::RowMapBuilder builder(bytes, num_tokens, num_experts, range, for_each_on_threads);
     make_entries(builder.count(offsets.mutable_data_ptr<int64_t>(), expert_counts.mutable_data_ptr<int64_t>()));
     builder.fill(rows.mutable_data_ptr<int64_t>(), experts.mutable_data_ptr<int32_t>(),
                  sources.mutable_data_ptr<int64_t>());

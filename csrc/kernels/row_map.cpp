@@ -7,8 +7,6 @@ namespace moe_opt {
 namespace cpu {
 namespace {
 
-constexpr int64_t kMapBytesPerTask = 16 * 1024;  // of a routing map: least work worth a thread
-
 // Calls visit(e) for every nonzero byte of a routing-map row, in ascending order. Maps are sparse: eight bytes are
 // skipped at a time.
 template <typename Visit>
@@ -29,13 +27,12 @@ void for_each_routed(const uint8_t* row, int64_t num_experts, Visit visit) {
 
 }  // namespace
 
-RowMapBuilder::RowMapBuilder(const uint8_t* routing_map, int64_t num_tokens, int64_t num_experts, int64_t num_threads,
-                             const ForEach& for_each)
+RowMapBuilder::RowMapBuilder(const uint8_t* routing_map, int64_t num_tokens, int64_t num_experts,
+                             int64_t tokens_a_range, const ForEach& for_each)
     : routing_map_(routing_map),
       num_tokens_(num_tokens),
       num_experts_(num_experts),
-      range_(std::max<int64_t>((num_tokens + num_threads - 1) / num_threads,
-                               kMapBytesPerTask / std::max<int64_t>(1, num_experts) + 1)),
+      range_(tokens_a_range),
       num_ranges_((num_tokens + range_ - 1) / range_),
       for_each_(for_each),
       of_ranges_(num_ranges_ * num_experts, 0) {}

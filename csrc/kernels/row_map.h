@@ -25,10 +25,10 @@ struct RowMap {
 namespace cpu {
 
 // The row map of a routing map, in two steps: how many rows there are, and so how large their arrays, is known after
-// the first. Ranges of tokens are worked on side by side, on about num_threads threads.
+// the first. Ranges of tokens_a_range > 0 tokens are worked on side by side.
 class RowMapBuilder {
  public:
-  RowMapBuilder(const uint8_t* routing_map, int64_t num_tokens, int64_t num_experts, int64_t num_threads,
+  RowMapBuilder(const uint8_t* routing_map, int64_t num_tokens, int64_t num_experts, int64_t tokens_a_range,
                 const ForEach& for_each);
   // Writes offsets [T + 1] and expert_counts [E], the rows of each expert, and returns R.
   int64_t count(int64_t* offsets, int64_t* expert_counts);

@@ -22,7 +22,7 @@ from megatron_moe_opt.versions import (
     SUPPORTED_MEGATRON,
     megatron_version,
     supports_megatron,
-)
+)  # fmt: skip
 
 OLDEST_PYTHON, OLDEST_TORCH = (3, 10), (2, 6)
 
@@ -87,7 +87,7 @@ def _torch() -> Iterator[Finding]:
         yield Finding("PyTorch", _first_line(error), f"pip install 'torch>={_dotted(OLDEST_TORCH)}'")
         return
     built_for = f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPU only"
-    old = _parse(torch.__version__) < OLDEST_TORCH
+    old = tuple(map(int, torch.__version__.split(".")[:2])) < OLDEST_TORCH
     mend = f"pip install --upgrade 'torch>={_dotted(OLDEST_TORCH)}'" if old else ""
     yield Finding("PyTorch", f"{torch.__version__} ({built_for})", mend)
     if torch.cuda.is_available():
@@ -98,16 +98,11 @@ def _torch() -> Iterator[Finding]:
         yield Finding("devices", "nvidia-smi is here, but PyTorch sees no CUDA device", mend, required=False)
     else:
         yield Finding("devices", f"no CUDA device: Megatron-Core runs on the CPU ({os.cpu_count()} cores) over Gloo")
-    backends = [name for name in ("nccl", "gloo", "mpi", "ucc") if dist.is_available() and _has_backend(name)]
+    known = ("nccl", "gloo", "mpi", "ucc")
+    backends = [name for name in known if dist.is_available() and getattr(dist, f"is_{name}_available")()]
     wanted = "nccl" if torch.cuda.is_available() else "gloo"
     mend = "" if wanted in backends else f"install a build of PyTorch with {wanted}"
     yield Finding("process groups", ", ".join(backends) or "none", mend)
-
-
-def _has_backend(name: str) -> bool:
-    import torch.distributed as dist
-
-    return getattr(dist, f"is_{name}_available")()
 
 
 def _extension() -> Iterator[Finding]:
@@ -167,11 +162,6 @@ def _netbox() -> Iterator[Finding]:
         mends.append("run netbox.py as root")
     found = f"cannot run: no {', no '.join(missing)}" if missing else "can run (root, ip, tc)"
     yield Finding("netbox", found, "; ".join(mends), required=False)
-
-
-def _parse(version: str) -> tuple[int, int]:
-    major, minor = version.split(".")[:2]
-    return int(major), int(minor)
 
 
 def _dotted(version: tuple[int, int]) -> str:

@@ -18,8 +18,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
-from megatron_moe_opt.dispatchers.monta import Dispatched, MontaDispatcher
-from megatron_moe_opt.dispatchers.pipelining import FixedPipelining
+from megatron_moe_opt.dispatchers.dispatcher import Dispatched, Dispatcher, pack
 from megatron_moe_opt.kernels import build_row_map
 from megatron_moe_opt.runtime.collectives import all_gather_rows, reduce_scatter_rows
 from megatron_moe_opt.runtime.host_copy import HostCopy
@@ -83,14 +82,14 @@ class _ScaleGradient(Function):
         return grad * ctx.factor, None
 
 
-class DeepSpeedDispatcher(MontaDispatcher):
-    """Moves the tokens of one MoE layer to their experts and back, each expert-TP peer carrying all of them.
+class DeepSpeedDispatcher(Dispatcher):
+    """Moves tokens, each expert-TP peer carrying those of all of them.
 
     To the exchange plan the expert-TP peers are one rank, because they hold the same rows.
     """
 
     def __init__(self, groups: ExpertGroups) -> None:
-        super().__init__(groups, FixedPipelining("O1", 1))
+        self.groups = groups
         self.num_copies = 1
         """Ranks that hold the same tokens; experts learn from all copies, and so a share from each."""
 
@@ -121,12 +120,12 @@ class DeepSpeedDispatcher(MontaDispatcher):
             num_rows = None if num_rows is None else num_rows * etp.size()
         row_map = build_row_map(routing_map, capacity=capacity, num_out_tokens=num_rows)
         counts = HostCopy(all_gather_rows(row_map.expert_counts, None, ep).view(ep.size(), 1, -1))
-        return self._pack(tokens, probs, row_map, counts, ExpertGroups(ep=ep, etp=None, joint=ep))
+        return pack(tokens, probs, (row_map, counts), ExpertGroups(ep=ep, etp=None, joint=ep))
 
     def dispatch(
         self, packed: torch.Tensor, dispatched: Dispatched, prob_dtype: torch.dtype
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """As MontaDispatcher.dispatch; each copy of a token gets its whole gradient back."""
+        """See Dispatcher; each copy of a token gets its whole gradient back."""
         tokens, tokens_per_expert, probs = super().dispatch(packed, dispatched, prob_dtype)
         tokens, probs = (_ScaleGradient.apply(rows, self.num_copies) for rows in (tokens, probs))
         return tokens, tokens_per_expert, probs

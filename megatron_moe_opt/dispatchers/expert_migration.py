@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import torch
-from torch.distributed import ProcessGroup
 
+from megatron_moe_opt.dispatchers.dispatcher import Dispatcher
 from megatron_moe_opt.dispatchers.expert_domains import Choosing
 from megatron_moe_opt.runtime.collectives import all_gather_rows
 from megatron_moe_opt.runtime.expert_communicator import Lent, MigratedExperts
@@ -61,7 +61,7 @@ Migrate = Callable[[DomainGroups, tuple[int, ...]], MigratedExperts]
 """Has a layer's experts travel in these groups, to hold those of these owners too (DomainTables.owners)."""
 
 
-class ExpertMigrationDispatcher:
+class ExpertMigrationDispatcher(Dispatcher):
     """Moves the tokens of one MoE layer to the ranks that hold their experts, and back."""
 
     def __init__(self, groups: ExpertGroups, choosing: Choosing, num_experts: int, topk: int) -> None:
@@ -92,10 +92,6 @@ class ExpertMigrationDispatcher:
         """What runs, for the line at start."""
         what = f"{self.choosing.describe()}, a token once over every link"
         return what if self.migrated is None else f"{what}; {self.migrated.describe()}"
-
-    def take_copies(self, tp: ProcessGroup, tokens: torch.Tensor) -> bool:
-        """Tokens that all ranks of a TP group hold are split over it before."""
-        return False
 
     def device_tables(self, device: torch.device) -> DeviceTables:
         """The tables on a device."""

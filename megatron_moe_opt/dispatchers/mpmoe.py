@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 
-from megatron_moe_opt.dispatchers.monta import MontaDispatcher
+from megatron_moe_opt.dispatchers.dispatcher import Dispatcher, map_rows
 from megatron_moe_opt.dispatchers.partitioning import Partitioning, Partitions
-from megatron_moe_opt.kernels import RowMap, permute_packed
+from megatron_moe_opt.kernels import RowMap, permute_packed, unpermute_rows
 from megatron_moe_opt.runtime.exchange_plan import ExchangePlan, plan_partitions
 from megatron_moe_opt.runtime.expert_call import Experts
 from megatron_moe_opt.runtime.expert_pipeline import through_experts
@@ -49,8 +49,8 @@ class Partitioned:
         return plan_partitions(self.counts.wait(), groups.ep_rank, groups.etp_rank, self.partitions.count, device)
 
 
-class MpmoeDispatcher(MontaDispatcher):
-    """Moves the tokens of one MoE layer through their experts and back."""
+class MpmoeDispatcher(Dispatcher):
+    """Moves tokens through their experts, too."""
 
     def __init__(self, groups: ExpertGroups, partitioning: Partitioning) -> None:
         self.groups = groups
@@ -60,9 +60,12 @@ class MpmoeDispatcher(MontaDispatcher):
         """What runs, for the line at start."""
         return self.partitioning.describe()
 
-    def _pack(
-        self, tokens: torch.Tensor, probs: torch.Tensor, row_map: RowMap, counts: HostCopy, groups: ExpertGroups
+    def permute(
+        self, tokens: torch.Tensor, probs: torch.Tensor, routing_map: torch.Tensor, **sizes: int | None
     ) -> tuple[torch.Tensor, Partitioned]:
+        """Groups this rank's tokens by partition and expert, each row with its probability behind it."""
+        groups = self.groups
+        row_map, counts = map_rows(routing_map, groups, **sizes)
         partitions = self.partitioning.choose(lambda: int(counts.wait().sum()) // groups.joint_size)
         clock = None
         if partitions.finished is not None and torch.is_grad_enabled():
@@ -88,7 +91,7 @@ class MpmoeDispatcher(MontaDispatcher):
 
     def unpermute(self, rows: torch.Tensor, partitioned: Partitioned) -> torch.Tensor:
         """Sums each token's rows: [R, H] -> [T, H]."""
-        output = super().unpermute(rows, partitioned)
+        output = unpermute_rows(rows, partitioned.row_map)
         if partitioned.clock is not None and output.requires_grad:
             partitioned.clock.forward_ends(output, partitioned.first_node or rows.grad_fn)
         return output

@@ -21,8 +21,7 @@ from functools import cached_property
 
 import torch
 
-from megatron_moe_opt.dispatchers.monta import Dispatched, MontaDispatcher
-from megatron_moe_opt.dispatchers.pipelining import FixedPipelining
+from megatron_moe_opt.dispatchers.dispatcher import Dispatched, Dispatcher, map_rows, pack
 from megatron_moe_opt.dispatchers.sample_placement import Decision, LayerPlacement, background
 from megatron_moe_opt.dispatchers.sample_traffic import RowBytes, SampleTraffic
 from megatron_moe_opt.errors import ConfigurationError
@@ -73,14 +72,14 @@ class MovingSamples:
         return Exchange(way_of(groups, "O1"), plan)
 
 
-class NetmoeDispatcher(MontaDispatcher):
-    """Moves the tokens of one MoE layer to their experts, and samples to the ranks where they cost least.
+class NetmoeDispatcher(Dispatcher):
+    """Moves samples with the combine, to the ranks where they cost least.
 
-    Until `join` is called, and in passes that no residual was handed over for, it does what MontaDispatcher does at O1.
+    Until `join` is called, and in passes that no residual was handed over for, rows come back to where they came from.
     """
 
     def __init__(self, groups: ExpertGroups) -> None:
-        super().__init__(groups, FixedPipelining("O1", 1))
+        self.groups = groups
         self.placement: LayerPlacement | None = None
         """None: samples do not move."""
         self._norm: Callable[[torch.Tensor], torch.Tensor] | None = None
@@ -131,7 +130,7 @@ class NetmoeDispatcher(MontaDispatcher):
         capacity: int | None = None,
         num_rows: int | None = None,
     ) -> tuple[torch.Tensor, Dispatched | MovingSamples]:
-        """As MontaDispatcher.permute; but of the residual handed over, where there is one, and by expert and sample."""
+        """See Dispatcher; but of the residual handed over, where there is one, and by expert and sample."""
         residual, self._residual = self._residual, None
         if self.placement is not None and is_recomputing():
             raise ConfigurationError(
@@ -139,7 +138,9 @@ class NetmoeDispatcher(MontaDispatcher):
                 "would not find them where they were: take torch.utils.checkpoint off it, or use monta"
             )
         if residual is None:
-            return super().permute(tokens, probs, routing_map, capacity=capacity, num_rows=num_rows)
+            return pack(
+                tokens, probs, map_rows(routing_map, self.groups, capacity=capacity, num_rows=num_rows), self.groups
+            )
         groups, (sequence, batch, hidden) = self.groups, residual.shape
         routing_map = routing_map.bool()
         row_map = build_row_map_by_sample(routing_map, batch, num_rows)
@@ -163,7 +164,7 @@ class NetmoeDispatcher(MontaDispatcher):
     def dispatch(
         self, packed: torch.Tensor, dispatched: Dispatched | MovingSamples, prob_dtype: torch.dtype
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """As MontaDispatcher.dispatch; rows are normalised here, and by source, sample and token inside an expert."""
+        """See Dispatcher; rows are normalised here, and by source, sample and token inside an expert."""
         if isinstance(dispatched, Dispatched):
             return super().dispatch(packed, dispatched, prob_dtype)
         exchange = dispatched.exchange
@@ -178,7 +179,7 @@ class NetmoeDispatcher(MontaDispatcher):
             rows: [R', H], partial where experts are cut over expert-TP.
 
         Returns:
-            [S * B, H]; without a residual handed over, what MontaDispatcher.combine returns.
+            [S * B, H]; without a residual handed over, each row back where it came from.
         """
         if isinstance(dispatched, Dispatched):
             return super().combine(rows, dispatched)

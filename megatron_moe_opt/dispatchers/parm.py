@@ -21,10 +21,9 @@ from __future__ import annotations
 import torch
 from torch.distributed import ProcessGroup
 
-from megatron_moe_opt.dispatchers.monta import Dispatched, MontaDispatcher
+from megatron_moe_opt.dispatchers.dispatcher import Dispatched, Dispatcher, map_rows, pack
 from megatron_moe_opt.dispatchers.parm_schedule import Scheduling
-from megatron_moe_opt.dispatchers.pipelining import FixedPipelining
-from megatron_moe_opt.kernels import RowMap, permute_packed
+from megatron_moe_opt.kernels import permute_packed
 from megatron_moe_opt.planning.parm import ParmChoice
 from megatron_moe_opt.runtime.collectives import all_gather_rows
 from megatron_moe_opt.runtime.exchange_plan import Sharing
@@ -33,48 +32,39 @@ from megatron_moe_opt.schedules.parm import AAS
 from megatron_moe_opt.topology.expert_groups import ExpertGroups, TokenCopies
 
 
-class ParmDispatcher(MontaDispatcher):
-    """Moves the tokens of one MoE layer to their experts and back."""
+class ParmDispatcher(Dispatcher):
+    """Moves tokens under the schedule that a Scheduling chooses."""
 
     def __init__(self, groups: ExpertGroups, scheduling: Scheduling) -> None:
-        super().__init__(groups, FixedPipelining("O1", 1))
-        self.scheduling = scheduling
+        self.groups, self.scheduling = groups, scheduling
         self.choice: ParmChoice | None = None
         """Made at the first pass."""
         self.copies: TokenCopies | None = None
         """Under S2, the ranks that hold the same tokens. None: every rank has tokens of its own."""
 
-    def take_copies(self, tp: ProcessGroup, tokens: torch.Tensor) -> bool:
-        """Under S2."""
-        if self._choose(tokens, tp).schedule != "S1":
-            self.copies = TokenCopies.of(tp, self.groups)
-        return self.copies is not None
-
     def describe(self) -> str:
         """What runs, for the line at start."""
         return self.scheduling.describe()
 
+    def take_copies(self, tp: ProcessGroup, tokens: torch.Tensor) -> bool:
+        """Under S2."""
+        self.choice = self.scheduling.choose(tokens, tp)
+        if self.choice.schedule != "S1":
+            self.copies = TokenCopies.of(tp, self.groups)
+        return self.copies is not None
+
     def permute(
         self, tokens: torch.Tensor, probs: torch.Tensor, routing_map: torch.Tensor, **sizes: int | None
     ) -> tuple[torch.Tensor, Dispatched]:
-        """As MontaDispatcher.permute."""
+        """Groups this rank's tokens by chunk and expert or, under S2, those of the TP group by part and expert."""
         if self.choice is None:
-            self._choose(tokens, None)
-        return super().permute(tokens, probs, routing_map, **sizes)
-
-    def _choose(self, tokens: torch.Tensor, tp: ProcessGroup | None) -> ParmChoice:
-        self.choice = self.scheduling.choose(tokens, tp)
-        self.pipelining = FixedPipelining(self.choice.level, self.choice.chunks)
-        return self.choice
-
-    def _pack(
-        self, tokens: torch.Tensor, probs: torch.Tensor, row_map: RowMap, counts: HostCopy, groups: ExpertGroups
-    ) -> tuple[torch.Tensor, Dispatched]:
+            self.choice = self.scheduling.choose(tokens, None)
+        row_map, counts = rows = map_rows(routing_map, self.groups, **sizes)
         if self.copies is None:
-            return super()._pack(tokens, probs, row_map, counts, groups)
+            return pack(tokens, probs, rows, self.groups, (self.choice.level, self.choice.chunks))
         copies, beyond = self.copies, None
         if not copies.inside:
             beyond = HostCopy(all_gather_rows(row_map.expert_counts, None, copies.group).view(copies.group.size(), -1))
         row_map = row_map.cut(copies.group.size())
         sharing = Sharing(copies, tokens.size(1) * tokens.element_size(), self.choice.schedule != AAS, beyond)
-        return permute_packed(tokens, probs, row_map), Dispatched(row_map, counts, groups, None, sharing)
+        return permute_packed(tokens, probs, row_map), Dispatched(row_map, counts, self.groups, None, sharing)

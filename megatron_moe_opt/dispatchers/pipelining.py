@@ -22,7 +22,7 @@ class Pipelining(Protocol):
 
     @property
     def current(self) -> tuple[str | None, int]:
-        """Level (O1, O2 or O3; None: Parm's one all-to-all, see runtime.expert_exchange) and number of chunks."""
+        """Level (O1, O2 or O3; None: Parm's one all-to-all, see runtime.ways) and number of chunks."""
 
     def observe(self, counts: torch.Tensor, packed: torch.Tensor) -> None:
         """Learns what is being sent; may change `current` for the next pass.

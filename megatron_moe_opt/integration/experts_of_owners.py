@@ -43,7 +43,7 @@ def call_experts(
     of_owner = tokens_per_expert.view(len(of_owners), -1)
     sizes = of_owner.sum(1).tolist()
     parts = zip(of_owners, tokens.split(sizes), of_owner, probs.split(sizes), strict=True)
-    outputs, biases = zip(*(functional_call(experts, own, arguments) for own, *arguments in parts), strict=True)
+    outputs, biases = zip(*(functional_call(experts, own, tuple(given)) for own, *given in parts), strict=True)
     return torch.cat(outputs), biases[0]
 
 

@@ -10,7 +10,7 @@ from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
 from torch.distributed import ProcessGroup
 
 if TYPE_CHECKING:
-    from megatron_moe_opt.dispatchers.monta import Dispatched, MontaDispatcher
+    from megatron_moe_opt.dispatchers.dispatcher import Dispatcher
 
 
 class PluggedTokenDispatcher(MoETokenDispatcher):
@@ -21,10 +21,10 @@ class PluggedTokenDispatcher(MoETokenDispatcher):
     token_dispatch returns those that arrived.
     """
 
-    def __init__(self, dispatcher: MontaDispatcher, config: Any, pg_collection: Any) -> None:
+    def __init__(self, dispatcher: Dispatcher, config: Any, pg_collection: Any) -> None:
         super().__init__(config=config, pg_collection=pg_collection)
         self.dispatcher = dispatcher
-        self._dispatched: Dispatched | None = None
+        self._dispatched: Any = None
         self._tokens_per_expert: torch.Tensor | None = None
         self._takes_copies: bool | None = None
 
@@ -34,7 +34,7 @@ class PluggedTokenDispatcher(MoETokenDispatcher):
         return self._dispatched
 
     def take_copies(self, tokens: torch.Tensor, tp: ProcessGroup) -> bool:
-        """See MontaDispatcher.take_copies, which is asked once. tokens: [S, B, H]."""
+        """See Dispatcher.take_copies, which is asked once. tokens: [S, B, H]."""
         if self._takes_copies is None:
             self._takes_copies = self.dispatcher.take_copies(tp, tokens.view(-1, tokens.size(-1)))
         return self._takes_copies

@@ -22,6 +22,7 @@ from tests.accelerator.software import Queues
 from tests.ranks.pool import CASE_TIMEOUT_S, RankPool
 
 POOLS = {"ranks", "eight_ranks", "doomed_ranks"}
+SLOWER = 6  # than on a CPU: what hangs is ended later
 _on_cpu = RankPool.run
 
 
@@ -84,7 +85,9 @@ def way(request: pytest.FixtureRequest, executor_library: Path) -> Iterator[None
         pool: RankPool, function: Callable[..., Any], timeout_s: float = CASE_TIMEOUT_S, **kwargs: Any
     ) -> list[Any]:
         engine = under_clocks if way.seed is None else under_an_adversary
-        answers = _on_cpu(pool, engine, timeout_s, library=executor_library, way=way, work=partial(function, **kwargs))
+        answers = _on_cpu(
+            pool, engine, SLOWER * timeout_s, library=executor_library, way=way, work=partial(function, **kwargs)
+        )
         if way.seed is None:
             from tests.accelerator.collectives import check
 

@@ -50,7 +50,7 @@ struct Map {
   }
 };
 
-// The row map of a routing map, built on two threads side by side.
+// The row map of a routing map, built in two ranges side by side.
 Map build_map(const std::vector<uint8_t>& routing, int64_t num_tokens, int64_t num_experts) {
   Map map;
   const cpu::ForEach side_by_side = [](int64_t count, const std::function<void(int64_t)>& body) {
@@ -58,7 +58,7 @@ Map build_map(const std::vector<uint8_t>& routing, int64_t num_tokens, int64_t n
     for (int64_t i = 0; i < count; ++i) threads.emplace_back(body, i);
     for (std::thread& thread : threads) thread.join();
   };
-  cpu::RowMapBuilder builder(routing.data(), num_tokens, num_experts, 2, side_by_side);
+  cpu::RowMapBuilder builder(routing.data(), num_tokens, num_experts, num_tokens / 2 + 1, side_by_side);
   map.offsets.resize(num_tokens + 1);
   std::vector<int64_t> expert_counts(num_experts);
   const int64_t rows = builder.count(map.offsets.data(), expert_counts.data());

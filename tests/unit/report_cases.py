@@ -6,7 +6,7 @@ from dataclasses import replace
 from html.parser import HTMLParser
 
 from megatron_moe_opt.cli.layer.links import LinkRates, WireLimit
-from megatron_moe_opt.cli.layer.prediction import Predicted
+from megatron_moe_opt.cli.layer.predicted import Predicted
 from megatron_moe_opt.cli.layer.recorded_step import RecordedStep
 from megatron_moe_opt.cli.layer.settings import LayerSettings
 from megatron_moe_opt.cli.report.measured_layer import DispatcherResult, LayerReport

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_moe_opt.cli.layer.prediction import predict_layer, workload_of
+from megatron_moe_opt.cli.layer.predicted import predict_layer, workload_of
 from megatron_moe_opt.cli.layer.settings import LayerSettings
 from megatron_moe_opt.cli.routing.balance import RoutingBalance
 from megatron_moe_opt.planning.cluster import Cluster, ExpertGemm, World

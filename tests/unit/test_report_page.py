@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_moe_opt.cli.layer.prediction import Predicted
+from megatron_moe_opt.cli.layer.predicted import Predicted
 from megatron_moe_opt.cli.report.measured_layer import as_json, conditions, times_table, traffic_table
 from megatron_moe_opt.cli.report.page import PAGE, headline, make_report_folder, render_page, write_page
 from megatron_moe_opt.errors import ConfigurationError

@@ -150,7 +150,7 @@ def measure(
                     rounds=rounds,
                     noise_floor=noise_floor(judged),
                     regret_of_halves=regret_of_halves(judged, chosen.candidate),
-                )
+                )  # fmt: skip
             )
     return points
 
@@ -188,17 +188,11 @@ def _print(points: list[ChoicePoint], settings: LayerSettings, ep: int, console:
     headers += [f"choosing, of {STEPS} steps"] if costly else []
     table = table_of(f"{what}, forward + backward", headers, names=0)
     for point in points:
+        ms = [f"{point.seconds[name] * 1e3:.1f}" for name in (point.chosen, point.best)]
         cells = [
-            str(point.tokens),
-            f"{point.exchanged / 1e6:.2f}",
-            point.by,
-            point.chosen,
-            f"{point.seconds[point.chosen] * 1e3:.1f}",
-            point.best,
-            f"{point.seconds[point.best] * 1e3:.1f}",
-            f"{point.regret:.1%}",
-            f"{point.ratio:.3f}",
-        ]
+            str(point.tokens), f"{point.exchanged / 1e6:.2f}", point.by, point.chosen, ms[0], point.best, ms[1],
+            f"{point.regret:.1%}", f"{point.ratio:.3f}",
+        ]  # fmt: skip
         if recorded:
             predicted = "-" if point.predicted is None else f"{point.predicted * 1e3:.1f}"
             error = "-" if point.error is None else f"{point.error:+.1%}"

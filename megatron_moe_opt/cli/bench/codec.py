@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from megatron_moe_opt.cli.bench.kernel_timing import DTYPES, Row, measure, plain_copy
+from megatron_moe_opt.cli.bench.kernel_timing import DTYPES, Row, rows_of
 
 
 class CodecWorkload:
@@ -38,17 +38,13 @@ class CodecWorkload:
             kept = residual.abs().topk(self.kept, sorted=False).indices
             return residual[kept], kept
 
-        sides = {
-            "encode": (lambda: kernels.sr_encode(self.expert, self.shared, self.kept), encode_in_torch),
-            "decode": (
-                lambda: kernels.sr_decode(values, indices, self.shared, out),
-                lambda: out.copy_(self.shared).index_add_(0, entries, values),
-            ),
-        }
         moved_bytes = 2 * self.shared.nbytes + values.nbytes + indices.nbytes
-        rows = []
-        for op, (ours, stock) in sides.items():
-            floor = plain_copy(moved_bytes // 2, self.device)
-            timings = measure({"ours": ours, "stock": stock, "floor": floor}, repeats, self.device)
-            rows.append(Row(op, self.dtype, moved_bytes, timings["ours"], timings["stock"], timings["floor"]))
-        return rows
+        ours = {
+            "encode": (lambda: kernels.sr_encode(self.expert, self.shared, self.kept), moved_bytes),
+            "decode": (lambda: kernels.sr_decode(values, indices, self.shared, out), moved_bytes),
+        }
+        stock = {
+            "encode": encode_in_torch,
+            "decode": lambda: out.copy_(self.shared).index_add_(0, entries, values),
+        }
+        return rows_of(ours, stock, self.dtype, repeats, self.device)

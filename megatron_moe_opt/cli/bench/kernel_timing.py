@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -30,6 +30,11 @@ class Timing:
         """Returns the summary of at least two measurements."""
         low, median, high = statistics.quantiles(seconds, n=4, method="inclusive")
         return cls(median, low, high)
+
+    def text(self, digits: int) -> str:
+        """Returns milliseconds: the median, and the quartiles in brackets."""
+        median, low, high = (f"{seconds * 1e3:.{digits}f}" for seconds in (self.median, self.low, self.high))
+        return f"{median} [{low} {high}]"
 
 
 @dataclass(frozen=True)
@@ -76,6 +81,23 @@ def measure(sides: dict[str, Callable[[], Any]], repeats: int, device: torch.dev
     return {side: Timing.of(values) for side, values in seconds.items()}
 
 
+def rows_of(
+    ours: Mapping[str, tuple[Callable[[], Any], int]],
+    stock: Mapping[str, Callable[[], Any]],
+    dtype: str,
+    repeats: int,
+    device: torch.device,
+) -> list[Row]:
+    """Returns a row for each operation, ours by name -> (what to time, bytes it must move), stock's by this name."""
+    rows = []
+    for op, (run, moved_bytes) in ours.items():
+        sides = {"ours": run, "floor": plain_copy(moved_bytes // 2, device)}
+        sides |= {"stock": stock[op]} if op in stock else {}
+        timings = measure(sides, repeats, device)
+        rows.append(Row(op, dtype, moved_bytes, timings["ours"], timings.get("stock"), timings["floor"]))
+    return rows
+
+
 def time_once(action: Callable[[], Any], device: torch.device) -> float:
     """Returns the seconds of one call, whose result is freed outside of them."""
     if device.type == "cuda":
@@ -114,22 +136,19 @@ def plain_copy(num_bytes: int, device: torch.device) -> Callable[[], Any]:
     return lambda: list(pool.map(copy_part, range(threads)))
 
 
-def print_table(title: str, stock: str, rows: list[Row], settings: dict[str, Any]) -> None:
+def print_table(title: str, compared: str, rows: list[Row], settings: dict[str, Any]) -> None:
     """Prints a line an operation; times in milliseconds, quartiles in brackets. `stock` names what ours is compared
     with.
     """
-    headers = ("op", "dtype", f"{stock} ms", "ours ms", "speed-up", "copy floor ms", "ours / floor", "GB/s")
+    headers = ("op", "dtype", f"{compared} ms", "ours ms", "speed-up", "copy floor ms", "ours / floor", "GB/s")
     table = table_of(title, headers, names=2, caption=", ".join(f"{k} {v}" for k, v in settings.items()))
-
-    def show(timing: Timing | None) -> str:
-        if timing is None:
-            return "not installed"
-        return f"{timing.median * 1e3:.2f} [{timing.low * 1e3:.2f} {timing.high * 1e3:.2f}]"
 
     for row in rows:
         speedup = "" if row.speedup is None else f"{row.speedup:.2f}x"
-        rate = f"{row.moved_bytes / row.ours.median / 1e9:.1f}"
-        table.add_row(
-            row.op, row.dtype, show(row.stock), show(row.ours), speedup, show(row.floor), f"{row.over_floor:.2f}", rate
+        stock, rate = (
+            "not installed" if row.stock is None else row.stock.text(2),
+            row.moved_bytes / row.ours.median / 1e9,
         )
+        ours = row.ours.text(2), speedup, row.floor.text(2), f"{row.over_floor:.2f}", f"{rate:.1f}"
+        table.add_row(row.op, row.dtype, stock, *ours)
     report_console(150).print(table)

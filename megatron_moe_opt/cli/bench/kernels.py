@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from megatron_moe_opt.cli.bench.codec import CodecWorkload
-from megatron_moe_opt.cli.bench.kernel_timing import DTYPES, Row, measure, plain_copy, print_table
+from megatron_moe_opt.cli.bench.kernel_timing import DTYPES, Row, print_table, rows_of
 from megatron_moe_opt.cli.bench.placement import measure_placement, print_placement
 from megatron_moe_opt.cli.option_types import Device, check_device
 from megatron_moe_opt.errors import ConfigurationError
@@ -29,32 +29,14 @@ from megatron_moe_opt.output_file import check_output_file, write_text_whole
 
 
 def bench_kernels(
-    device: Device = Device.cpu,
-    tokens: int = 4096,
-    hidden: int = 4096,
-    experts: int = 64,
-    topk: int = 8,
-    elements: int = 8 * 2**20,
-    keep_one_in: int = 50,
-    dtypes: str = "fp32,bf16",
-    repeats: int = 9,
-    seed: int = 1234,
-    json_path: Path | None = None,
-) -> list[Row]:
+    device: Device, tokens: int, hidden: int, experts: int, topk: int, elements: int, keep_one_in: int, dtypes: str,
+    repeats: int, seed: int, json_path: Path | None,
+) -> list[Row]:  # fmt: skip
     """Measures every operation, prints two tables, and writes the rows as JSON where a path is given.
 
-    Args:
-        device: where to run.
-        tokens: T. hidden: H. experts: E. topk: experts of each token, chosen at random.
-        elements: of the expert that the residual codec encodes, keeping one in `keep_one_in`.
-        dtypes: names out of fp32, bf16, fp16, separated by commas.
-        repeats: measurements of each side (at least 2).
-        seed: of the routing and the data.
-        json_path: where to write the rows.
-
     Raises:
-        ConfigurationError: an unknown dtype, topk above experts, fewer than two repeats, a device that is not there, or
-            a path that cannot be written to.
+        ConfigurationError: an unknown dtype, topk above experts, a device that is not there, or a path that cannot be
+            written to.
     """
     names = dtypes.split(",")
     unknown = [name for name in names if name not in DTYPES]
@@ -62,8 +44,6 @@ def bench_kernels(
         raise ConfigurationError(f"--dtypes {unknown[0]} is unknown: use {', '.join(DTYPES)}")
     if topk > experts:
         raise ConfigurationError(f"--topk {topk} is above --experts {experts}")
-    if repeats < 2:
-        raise ConfigurationError(f"--repeats {repeats} is too few: a spread needs at least 2")
     check_device(device)
     check_output_file("--json", json_path)
     if device is Device.cpu:
@@ -182,16 +162,9 @@ class Workload:
         from megatron_moe_opt import kernels
 
         ours = self.operations(kernels) | self.own_operations()
-        stock_library = megatron_moe_utils()
-        stock = None if stock_library is None else self.operations(stock_library)
-        rows = []
-        for op, (run, moved_bytes) in ours.items():
-            sides = {"ours": run, "floor": plain_copy(moved_bytes // 2, self.device)}
-            if stock is not None and op in stock:
-                sides["stock"] = stock[op][0]
-            timings = measure(sides, repeats, self.device)
-            rows.append(Row(op, self.dtype, moved_bytes, timings["ours"], timings.get("stock"), timings["floor"]))
-        return rows
+        library = megatron_moe_utils()
+        stock = {} if library is None else {op: run for op, (run, _) in self.operations(library).items()}
+        return rows_of(ours, stock, self.dtype, repeats, self.device)
 
 
 def keep_freed_memory() -> None:

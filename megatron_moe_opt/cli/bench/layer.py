@@ -16,8 +16,8 @@ from rich.progress import Progress
 import megatron_moe_opt
 from megatron_moe_opt.cli.console import progress_console, report_console, say_written
 from megatron_moe_opt.cli.layer.links import LinkRates, WireLimit, measure_links, wire_limit
-from megatron_moe_opt.cli.layer.peak_memory import peak_memory_growth
-from megatron_moe_opt.cli.layer.prediction import Predicted, predict_layer
+from megatron_moe_opt.cli.layer.live_memory import peak_memory_growth
+from megatron_moe_opt.cli.layer.predicted import Predicted, predict_layer
 from megatron_moe_opt.cli.layer.recorded_step import record_step
 from megatron_moe_opt.cli.layer.settings import STOCK, LayerSettings
 from megatron_moe_opt.cli.ranks import (
@@ -29,7 +29,7 @@ from megatron_moe_opt.cli.ranks import (
     software,
     timed,
     world_size,
-)
+)  # fmt: skip
 from megatron_moe_opt.cli.report.measured_layer import DispatcherResult, LayerReport, as_json, print_report
 from megatron_moe_opt.cli.report.page import make_report_folder, write_page
 from megatron_moe_opt.cli.routing.balance import routing_balance
@@ -135,15 +135,12 @@ def run(
         balance = routing_balance(settings, ep, device)
     results = tuple(
         DispatcherResult(
-            dispatcher=name,
-            seconds=tuple(seconds[name]),
-            ratios=tuple(ours / stock for ours, stock in zip(seconds[name], seconds[settings.baseline], strict=True)),
-            output_difference=differences[name][0],
-            gradient_difference=differences[name][1],
-            traffic=costs[name][0],
-            wire_limit=costs[name][1],
-            peak_memory_bytes=costs[name][2],
-        )
+            name,
+            tuple(seconds[name]),
+            tuple(ours / stock for ours, stock in zip(seconds[name], seconds[settings.baseline], strict=True)),
+            *differences[name],
+            *costs[name],
+        )  # fmt: skip
         for name in layers
     )
     environment = _environment(ep, permute_fusion, device)

@@ -205,13 +205,10 @@ def print_placement(rows: list[PlacementRow]) -> None:
     headers = ("op", "size", "compared with", "its ms", "ours ms", "speed-up")
     table = table_of("placing samples", headers, names=3)
 
-    def show(timing: Timing) -> str:
-        return f"{timing.median * 1e3:.3f} [{timing.low * 1e3:.3f} {timing.high * 1e3:.3f}]"
-
     for row in rows:
-        stock = "" if row.stock is None else show(row.stock)
+        stock = "" if row.stock is None else row.stock.text(3)
         speedup = "" if row.speedup is None else f"{row.speedup:.1f}x"
         if row.ratios is not None:
             speedup += f" [{row.ratios.low:.1f} {row.ratios.high:.1f}]"
-        table.add_row(row.op, row.size, row.counterpart, stock, show(row.ours), speedup)
+        table.add_row(row.op, row.size, row.counterpart, stock, row.ours.text(3), speedup)
     report_console(150).print(table)

@@ -227,15 +227,10 @@ def _print(results: list[SampleResult], decided: float, console: Console) -> Non
         inter, before = result.megabytes("inter-node"), stock.megabytes("inter-node")
         change = 100 * (inter / before - 1) if before else 0.0
         table.add_row(
-            result.dispatcher,
-            f"{statistics.median(ms):.1f}",
-            f"{ms[len(ms) // 4]:.1f}-{ms[3 * len(ms) // 4]:.1f}",
-            f"{statistics.median(faster):.2f}",
-            f"{inter:.1f}",
-            f"{change:+.1f} %" if before else "",
-            f"{change / decided:+.1f} %" if decided else "",
-            f"{result.megabytes('intra-node'):.1f}",
-        )
+            result.dispatcher, f"{statistics.median(ms):.1f}", f"{ms[len(ms) // 4]:.1f}-{ms[3 * len(ms) // 4]:.1f}",
+            f"{statistics.median(faster):.2f}", f"{inter:.1f}", f"{change:+.1f} %" if before else "",
+            f"{change / decided:+.1f} %" if decided else "", f"{result.megabytes('intra-node'):.1f}",
+        )  # fmt: skip
     console.print(table)
     from megatron_moe_opt.integration.netmoe_report import lines
 

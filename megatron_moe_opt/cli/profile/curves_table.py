@@ -43,14 +43,8 @@ def _named_curves(cluster: Cluster) -> dict[str, Points]:
 
 def _add_curve(table: Table, name: str, cells: list[tuple[str, float, str]], rates: list[float]) -> None:
     for index, ((size, seconds, shown), rate) in enumerate(zip(cells, rates, strict=True)):
-        table.add_row(
-            "" if index else name,
-            size,
-            f"{seconds * 1e3:.3f}",
-            shown,
-            f"{rate / max(rates):.0%}",
-            end_section=index == len(cells) - 1,
-        )
+        cells_of_row = "" if index else name, size, f"{seconds * 1e3:.3f}", shown, f"{rate / max(rates):.0%}"
+        table.add_row(*cells_of_row, end_section=index == len(cells) - 1)
 
 
 def _between_ops(cluster: Cluster) -> str:

@@ -28,7 +28,7 @@ from megatron_moe_opt.cli.ranks import (
     parallel_layer,
     software,
     temporary_groups,
-)
+)  # fmt: skip
 from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.output_file import check_output_file
 from megatron_moe_opt.planning.cluster import Cluster, ExpertGemm, Points, World

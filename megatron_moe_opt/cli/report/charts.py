@@ -177,7 +177,7 @@ def bar_chart(data: Sequence[BarData]) -> BarChart:
                 None if one.mark is None else area.x(one.mark),
                 area.x(right) + 12,
                 one.number,
-            )
+            )  # fmt: skip
         )
     return BarChart(area, tuple(bars), TOP + len(data) * _BAR_STEP + _AXIS)
 

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from megatron_moe_opt.cli.console import say, table_of
 from megatron_moe_opt.cli.layer.links import LinkRates, WireLimit
-from megatron_moe_opt.cli.layer.prediction import Predicted
+from megatron_moe_opt.cli.layer.predicted import Predicted
 from megatron_moe_opt.cli.layer.recorded_step import RecordedStep
 from megatron_moe_opt.cli.layer.settings import LayerSettings
 from megatron_moe_opt.cli.routing.balance import RoutingBalance
@@ -37,7 +37,7 @@ class DispatcherResult:
     """Sent by all ranks in one step."""
     wire_limit: WireLimit | None
     peak_memory_bytes: int | None
-    """Growth over one step (peak_memory.peak_memory_growth) on the rank where it is largest."""
+    """Growth over one step (live_memory.peak_memory_growth) on the rank where it is largest."""
 
     @property
     def median(self) -> float:
@@ -143,36 +143,22 @@ def _links(rates: LinkRates) -> str:
 def times_table(report: LayerReport) -> ReportTable:
     """Returns a row for each dispatcher: times, the limit, memory and differences from the baseline."""
     headers = (
-        "dispatcher",
-        "median ms",
-        "min-max ms",
-        f"ratio to {report.settings.baseline}",
-        "ratio min-max",
-        "wire limit ms",
-        "set by",
-        "median / limit",
-        "peak memory MB",
-        "output diff",
-        "worst grad diff",
-    )
+        "dispatcher", "median ms", "min-max ms", f"ratio to {report.settings.baseline}", "ratio min-max",
+        "wire limit ms", "set by", "median / limit", "peak memory MB", "output diff", "worst grad diff",
+    )  # fmt: skip
     return ReportTable("Time of one step", headers, tuple(_cells(result) for result in report.results))
 
 
 def _cells(result: DispatcherResult) -> tuple[str, ...]:
     limit = result.wire_limit
     return (
-        result.dispatcher,
-        f"{result.median * 1e3:.1f}",
-        f"{min(result.seconds) * 1e3:.1f}-{max(result.seconds) * 1e3:.1f}",
-        f"{result.ratio:.3f}",
-        f"{min(result.ratios):.3f}-{max(result.ratios):.3f}",
-        f"{limit.seconds * 1e3:.1f}" if limit else "-",
-        limit.link if limit else "-",
-        f"{result.median / limit.seconds:.2f}" if limit else "-",
+        result.dispatcher, f"{result.median * 1e3:.1f}",
+        f"{min(result.seconds) * 1e3:.1f}-{max(result.seconds) * 1e3:.1f}", f"{result.ratio:.3f}",
+        f"{min(result.ratios):.3f}-{max(result.ratios):.3f}", f"{limit.seconds * 1e3:.1f}" if limit else "-",
+        limit.link if limit else "-", f"{result.median / limit.seconds:.2f}" if limit else "-",
         "-" if result.peak_memory_bytes is None else f"{result.peak_memory_bytes / 1e6:.0f}",
-        f"{result.output_difference:.1e}",
-        f"{result.gradient_difference:.1e}",
-    )
+        f"{result.output_difference:.1e}", f"{result.gradient_difference:.1e}",
+    )  # fmt: skip
 
 
 def traffic_table(report: LayerReport) -> ReportTable:

@@ -14,17 +14,8 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from megatron_moe_opt.cli.layer.recorded_step import RecordedStep
-from megatron_moe_opt.cli.report.charts import (
-    KINDS,
-    BarChart,
-    BarData,
-    ColumnChart,
-    RowChart,
-    bar_chart,
-    column_chart,
-    stack_chart,
-    timeline_chart,
-)
+from megatron_moe_opt.cli.report import charts
+from megatron_moe_opt.cli.report.charts import KINDS, BarData
 from megatron_moe_opt.cli.report.measured_layer import (
     DispatcherResult,
     LayerReport,
@@ -32,7 +23,7 @@ from megatron_moe_opt.cli.report.measured_layer import (
     conditions,
     times_table,
     traffic_table,
-)
+)  # fmt: skip
 from megatron_moe_opt.cli.routing.balance import max_over_mean
 from megatron_moe_opt.output_file import check_output_file, check_output_folder, write_text_whole
 from megatron_moe_opt.runtime.traffic import INTER_NODE, INTRA_NODE
@@ -111,8 +102,8 @@ def _colour(report: LayerReport, result: DispatcherResult) -> int:
     return _BASELINE if result.dispatcher == report.settings.baseline else _OURS
 
 
-def _times_chart(report: LayerReport) -> BarChart:
-    return bar_chart(
+def _times_chart(report: LayerReport) -> charts.BarChart:
+    return charts.bar_chart(
         [
             BarData(
                 result.dispatcher,
@@ -143,7 +134,7 @@ def _prediction(report: LayerReport) -> dict[str, Any]:
     measured = min(results, key=lambda result: result.median).dispatcher
     return {
         "agreement": f"Predicted to be fastest: {fastest}. Measured to be fastest of those predicted: {measured}.",
-        "chart": bar_chart(data),
+        "chart": charts.bar_chart(data),
         "table": ReportTable(
             "Time of one step", ("dispatcher", "predicted ms", "measured median ms", "error"), tuple(rows)
         ),
@@ -155,11 +146,7 @@ def _timelines(report: LayerReport) -> list[dict[str, Any]]:
     joined = {name: step.joined(name) for name, step in report.recorded.items() if step.timelines}
     longest = max((timeline.seconds for timeline in joined.values()), default=0.0)
     return [
-        {
-            "name": name,
-            "chart": timeline_chart(timeline, longest),
-            "summary": _summary(report.recorded[name]),
-        }
+        {"name": name, "chart": charts.timeline_chart(timeline, longest), "summary": _summary(report.recorded[name])}
         for name, timeline in joined.items()
     ]
 
@@ -194,7 +181,7 @@ def _collective_numbers(report: LayerReport) -> dict[str, int]:
     return {name: KINDS[name] if name in KINDS else next(free) for name in names}
 
 
-def _stacks(report: LayerReport, numbers: Mapping[str, int]) -> list[tuple[str, RowChart]]:
+def _stacks(report: LayerReport, numbers: Mapping[str, int]) -> list[tuple[str, charts.RowChart]]:
     """Returns megabytes by dispatcher and collective, of each link that something is sent over."""
     stacks: dict[str, dict[str, dict[str, float]]] = {}
     for link in (INTER_NODE, INTRA_NODE):
@@ -203,10 +190,10 @@ def _stacks(report: LayerReport, numbers: Mapping[str, int]) -> list[tuple[str, 
                 result.dispatcher: {row.collective: row.bytes / 1e6 for row in result.traffic if row.link == link}
                 for result in report.results
             }
-    return [(link, stack_chart(of_link, numbers, "MB")) for link, of_link in stacks.items()]
+    return [(link, charts.stack_chart(of_link, numbers, "MB")) for link, of_link in stacks.items()]
 
 
-def _memory_chart(report: LayerReport) -> BarChart | None:
+def _memory_chart(report: LayerReport) -> charts.BarChart | None:
     data = [
         BarData(
             result.dispatcher,
@@ -217,17 +204,17 @@ def _memory_chart(report: LayerReport) -> BarChart | None:
         for result in report.results
         if result.peak_memory_bytes is not None
     ]
-    return bar_chart(data) if data else None
+    return charts.bar_chart(data) if data else None
 
 
-def _balance(report: LayerReport) -> list[dict[str, str | ColumnChart]]:
+def _balance(report: LayerReport) -> list[dict[str, str | charts.ColumnChart]]:
     parts = {"expert": report.balance.of_expert, "rank": report.balance.of_rank}
     return [
         {
             "what": what,
             "text": f"largest {max(rows)}, least {min(rows)}, max over mean {max_over_mean(rows):.2f}",
             "mean": f"mean {sum(rows) / len(rows):.5g}",
-            "chart": column_chart(rows, what),
+            "chart": charts.column_chart(rows, what),
         }
         for what, rows in parts.items()
     ]

@@ -10,7 +10,7 @@ from rich.table import Table
 from megatron_moe_opt.cli.console import report_console, say, say_written, table_of
 from megatron_moe_opt.cli.report.timeline_files import check_timeline_files
 from megatron_moe_opt.errors import ConfigurationError
-from megatron_moe_opt.output_file import check_output_file
+from megatron_moe_opt.output_file import check_output_file, written_whole
 from megatron_moe_opt.planning.expert_grouping import group_experts
 from megatron_moe_opt.planning.expert_order import ExpertOrder, read_expert_order, stock_devices, write_expert_order
 from megatron_moe_opt.planning.routing_replay import PLANS, Replay, replay
@@ -43,8 +43,6 @@ def report_replay(path: Path, nodes: int, ranks_per_node: int, expert_order: Pat
     )
     say(console, f"The fullest rank gets {done.heaviest.mean():.2f} times the mean of the tokens")
     if png is not None:
-        from megatron_moe_opt.cli.routing.replay_picture import draw_replay
-
         draw_replay(png, trace, done)
         say_written(png, console)
 
@@ -86,15 +84,10 @@ def report_plan(path: Path, nodes: int, ranks_per_node: int, output: Path, seed:
         before = halves["stock's order"].reduction("predicted")
         for label, done in halves.items():
             table.add_row(
-                name,
-                label,
-                f"{done.outside.mean():.1%}",
-                f"{done.reduction('predicted'):.1%}",
-                f"{done.reduction('oracle'):.1%}",
-                f"{done.share_of_oracle():.1%}",
-                f"{done.reduction('predicted') / before if before else 1.0:.2f}x",
-                f"{done.heaviest.mean():.2f}x",
-            )
+                name, label, f"{done.outside.mean():.1%}", f"{done.reduction('predicted'):.1%}",
+                f"{done.reduction('oracle'):.1%}", f"{done.share_of_oracle():.1%}",
+                f"{done.reduction('predicted') / before if before else 1.0:.2f}x", f"{done.heaviest.mean():.2f}x",
+            )  # fmt: skip
             name = ""
         table.add_section()
     console.print(table)
@@ -178,3 +171,36 @@ def _replay_table(trace: RoutingTrace, done: Replay) -> Table:
             name = outside = ""
         table.add_section()
     return table
+
+
+def draw_replay(path: Path, trace: RoutingTrace, done: Replay) -> None:
+    """Draws reductions and moved samples over training, as NetMoE's Fig. 10, a line a placement; the file's format
+    follows from its suffix.
+
+    Raises:
+        ConfigurationError: the file cannot be written.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator, PercentFormatter
+
+    figure = Figure(figsize=(11, 4), layout="constrained")
+    FigureCanvasAgg(figure)  # draws without a display
+    less, moved = figure.subplots(1, 2)
+    stock = done.volumes["stock"][..., 0].sum(axis=1).clip(1)
+    for plan in ("predicted", "oracle"):
+        reduction = 1 - done.volumes[plan][..., 0].sum(axis=1) / stock
+        less.plot(trace.iterations, reduction, marker=".", label=plan)
+        for column, what in enumerate(("node", "device")):
+            shares = done.moved[plan][..., column].mean(axis=1)
+            moved.plot(trace.iterations, shares, marker=".", label=f"{plan}, to another {what}")
+    less.set(title="tokens between nodes, less than stock", xlabel="iteration")
+    moved.set(title="samples that move", xlabel="iteration")
+    for axis in (less, moved):
+        axis.set_ylim(bottom=0)
+        axis.xaxis.set_major_locator(MaxNLocator(integer=True))
+        axis.yaxis.set_major_formatter(PercentFormatter(1.0))
+        axis.legend(fontsize=8)
+        axis.spines[["top", "right"]].set_visible(False)
+    with written_whole(path) as partial:
+        figure.savefig(partial, dpi=150)

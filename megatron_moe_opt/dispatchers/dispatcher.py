@@ -1,0 +1,155 @@
+"""What a dispatcher is, and the pass of rows that several of them share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Protocol
+
+import torch
+from torch.distributed import ProcessGroup
+
+from megatron_moe_opt.kernels import RowMap, build_row_map, permute_packed, unpermute_rows
+from megatron_moe_opt.runtime.collectives import all_gather_rows
+from megatron_moe_opt.runtime.exchange_plan import Sharing, plan_exchange, share_out
+from megatron_moe_opt.runtime.expert_exchange import Exchange, to_experts, to_sources
+from megatron_moe_opt.runtime.host_copy import HostCopy
+from megatron_moe_opt.runtime.ways import EpWithExpertTp, way_of
+from megatron_moe_opt.topology.expert_groups import ExpertGroups
+
+
+class Dispatcher(Protocol):
+    """Moves the tokens of one MoE layer to their experts and back. A forward pass goes through its four steps in turn.
+
+    What `permute` has noted of the pass does the other three, where a dispatcher has nothing to add.
+    """
+
+    def describe(self) -> str:
+        """What runs, for the line at start."""
+
+    def take_copies(self, tp: ProcessGroup, tokens: torch.Tensor) -> bool:
+        """Whether the dispatcher itself takes tokens that all ranks of a TP group hold, and returns all of them.
+
+        False: they have to be split over TP before. Asked once, by all ranks of the group.
+
+        Args:
+            tokens: [T, H] such tokens; only their shape and dtype may be used.
+        """
+        return False
+
+    def permute(
+        self,
+        tokens: torch.Tensor,
+        probs: torch.Tensor,
+        routing_map: torch.Tensor,
+        *,
+        capacity: int | None = None,
+        num_rows: int | None = None,
+    ) -> tuple[torch.Tensor, Any]:
+        """Makes of this rank's tokens the rows to send.
+
+        Args:
+            tokens: [T, H].
+            probs: [T, E], any floating dtype.
+            routing_map: bool [T, E].
+            capacity: rows of every expert (drop and pad); None keeps what was routed.
+            num_rows: number of routed pairs where it is known without asking the device.
+
+        Returns:
+            Rows, such as packed ones [R, H + lane]; and the state for the other three steps.
+        """
+
+    def dispatch(
+        self, packed: torch.Tensor, dispatched: Any, prob_dtype: torch.dtype
+    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
+        """Rows to the ranks that hold their experts, sorted by local expert.
+
+        Returns:
+            Expert inputs [R', H] in stock Megatron's order, rows per local expert (int64, CPU), probabilities [R'].
+        """
+        return dispatched.dispatch(packed, prob_dtype)
+
+    def combine(self, rows: torch.Tensor, dispatched: Any) -> torch.Tensor:
+        """The sum of the expert shards' partial outputs, back on the ranks of their tokens: [R', H] -> [R, H]."""
+        return dispatched.combine(rows)
+
+    def unpermute(self, rows: torch.Tensor, dispatched: Any) -> torch.Tensor:
+        """Sums each token's rows: [R, H] -> [T, H]."""
+        return dispatched.unpermute(rows)
+
+
+@dataclass(frozen=True)
+class Dispatched:
+    """The rows of one forward pass that come back to where they came from: what `permute` has noted of them."""
+
+    row_map: RowMap
+    counts: HostCopy
+    """[ep_size, etp_size, experts] rows of every rank, on its way to the host."""
+    groups: ExpertGroups
+    level: str | None
+    """See ways.way_of."""
+    sharing: Sharing | None = None
+    """How the ranks of a TP group, which all have these rows, share them out; None: no other rank has them."""
+
+    @cached_property
+    def exchange(self) -> Exchange:
+        """Who sends what to whom; the first use waits for the counts to reach the host (the only host sync)."""
+        groups, rows, counts = self.groups, self.row_map, self.counts.wait()
+        ranks, device = (groups.ep_rank, groups.etp_rank), rows.rows.device
+        if self.sharing is None:
+            plan = plan_exchange(counts, *ranks, rows.num_chunks, device)
+            return Exchange(way_of(groups, self.level), plan)
+        sent, parts = share_out(counts, *ranks, self.sharing)
+        return Exchange(EpWithExpertTp(groups, parts), plan_exchange(sent, *ranks, 1, device))
+
+    def dispatch(
+        self, packed: torch.Tensor, prob_dtype: torch.dtype
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """As Dispatcher.dispatch."""
+        tokens, probs = to_experts(packed, self.exchange, prob_dtype)
+        return tokens, self.exchange.plan.tokens_per_expert, probs
+
+    def combine(self, rows: torch.Tensor) -> torch.Tensor:
+        """As Dispatcher.combine."""
+        return to_sources(rows, self.exchange)
+
+    def unpermute(self, rows: torch.Tensor) -> torch.Tensor:
+        """As Dispatcher.unpermute."""
+        return unpermute_rows(rows, self.row_map)
+
+
+def map_rows(
+    routing_map: torch.Tensor, groups: ExpertGroups, *, capacity: int | None = None, num_rows: int | None = None
+) -> tuple[RowMap, HostCopy]:
+    """Which rows this rank's tokens make, and how many every rank has: [ep_size, etp_size, experts], on its way to the
+    host. A collective call over the groups; arguments as of Dispatcher.permute.
+    """
+    shape, counts = (groups.ep_size, groups.etp_size, routing_map.size(1)), None
+    if capacity is not None:  # every rank has `capacity` rows for every expert: nothing to ask
+        counts = HostCopy(torch.full(shape, capacity))
+    elif num_rows is None:  # the counts tell, which the host waits for anyway
+        counts = HostCopy(all_gather_rows(routing_map.sum(0), None, groups.joint).view(shape))
+        num_rows = int(counts.wait()[groups.ep_rank, groups.etp_rank].sum())
+    row_map = build_row_map(routing_map, capacity=capacity, num_out_tokens=num_rows)
+    if counts is None:
+        counts = HostCopy(all_gather_rows(row_map.expert_counts, None, groups.joint).view(shape))
+    return row_map, counts
+
+
+def pack(
+    tokens: torch.Tensor,
+    probs: torch.Tensor,
+    rows: tuple[RowMap, HostCopy],
+    groups: ExpertGroups,
+    pipelining: tuple[str | None, int] = ("O1", 1),
+) -> tuple[torch.Tensor, Dispatched]:
+    """Groups tokens by chunk and expert, each row with its probability behind it: [R, H + lane], and their state.
+
+    Args:
+        rows: see map_rows.
+        pipelining: level (ways.way_of) and number of chunks.
+    """
+    row_map, counts = rows
+    level, num_chunks = pipelining
+    row_map = row_map.cut(num_chunks)
+    return permute_packed(tokens, probs, row_map), Dispatched(row_map, counts, groups, level)
