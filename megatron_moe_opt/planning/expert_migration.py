@@ -234,14 +234,12 @@ def timelines(
             build({level: sizes[kind] for level, sizes in travels.items() if kind in sizes})
             for build, kind in ((schedules.gathered, Kind.ALL_GATHER), (schedules.returned, Kind.REDUCE_SCATTER))
         )
-        hops = [
-            build(level, domains.levels, int(layer.exchanged(domains, level)))
-            for build in (schedules.hop_out, schedules.hop_back)
-            for level in levels
-        ]
+        out, back = (
+            build({level: int(layer.exchanged(domains, level)) for level in order}, domains.levels)
+            for build, order in ((schedules.hop_out, levels), (schedules.hop_back, levels[::-1]))
+        )
         experts = Schedule("experts", (Op(Kind.COMPUTE if forward else Kind.GRADIENT, Lane.COMPUTE),))
-        out, back = hops[: len(levels)], hops[len(levels) :][::-1]
-        in_order = [gathered, *out, experts, *back, returned]
+        in_order = [gathered, out, experts, back, returned]
         parts = {
             f"{number}. {schedule.name}": simulate(schedule, _seconds_of_ops(layer, domains, curves, one, seconds))
             for number, schedule in enumerate(in_order, start=1)

@@ -48,10 +48,17 @@ class RowFacts:
         lane = -(-num_bytes // LANE_BYTES) * LANE_BYTES
         return self.hidden + lane // self.dtype.itemsize
 
-    def pack(self, tokens: torch.Tensor, probs: torch.Tensor, experts: torch.Tensor | None = None) -> torch.Tensor:
-        """tokens [T, H], probs [T, K], experts int32 [T, K] -> [T, width]; without experts [T, grad_width]."""
+    def pack(
+        self,
+        tokens: torch.Tensor,
+        probs: torch.Tensor,
+        experts: torch.Tensor | None = None,
+        packed: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """tokens [T, H], probs [T, K], experts int32 [T, K] -> `packed` [T, width]; without experts [T, grad_width]."""
         width = self.grad_width if experts is None else self.width
-        packed = empty((tokens.size(0), width), self.dtype, tokens.device)
+        if packed is None:
+            packed = empty((tokens.size(0), width), self.dtype, tokens.device)
         packed[:, : self.hidden] = tokens
         lane = packed[:, self.hidden :].view(torch.uint8)
         lane[:, : self.prob_bytes] = probs.contiguous().view(torch.uint8)

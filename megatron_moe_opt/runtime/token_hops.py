@@ -10,7 +10,9 @@ gradients. Sums are taken in float32 in the order of destinations, and rounded o
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -107,14 +109,8 @@ class _ToExperts(Function):
         ctx: Any, tokens: torch.Tensor, probs: torch.Tensor, experts: torch.Tensor, route: Route
     ) -> tuple[torch.Tensor, torch.Tensor]:
         ctx.route, facts = route, route.facts
-        packed = facts.pack(tokens, probs, experts.int())
-        for hop, table in enumerate(route.tables.next_domain):
-            counts = route.plan.hops[hop]
-            wanted = _present(table[experts], len(counts.sent))
-            route.copies.append(build_row_map(wanted, num_out_tokens=sum(counts.sent)))
-            packed = _hop_out(packed, route, hop)
-            experts = facts.experts(packed)
-        _find_held(experts, route)
+        packed = _hop_out(facts.pack(tokens, probs, experts.int()), route)
+        _find_held(facts.experts(packed), route)
         return _select(facts.tokens(packed), route.held.sources), facts.probs(packed).view(-1)[route.pairs]
 
     @staticmethod
@@ -125,13 +121,20 @@ class _ToExperts(Function):
         rows = sum_packed_rows(grad_tokens.contiguous(), facts.hidden, route.held)
         probs = grad_probs.new_zeros(rows.size(0) * facts.topk)
         probs[route.pairs] = grad_probs
-        for hop in reversed(range(len(route.copies))):
-            row_map = route.copies[hop]
-            copies, rows = _hop_back(facts.pack(rows, probs.view(-1, facts.topk)), route, hop)
+        probs = probs.view(-1, facts.topk)
+
+        def add(copies: torch.Tensor, row_map: RowMap, summed: torch.Tensor | None) -> None:
+            nonlocal rows, probs
+            rows = sum_packed_rows(copies, facts.hidden, row_map)
             # A probability has gone on with one copy only; the others' gradients of it are zero.
             probs = grad_probs.new_zeros(row_map.num_tokens, facts.topk)
             probs.index_add_(0, row_map.sources, facts.probs(copies))
-        return rows, probs.view(-1, facts.topk), None, None
+            if summed is not None:
+                facts.pack(rows, probs, packed=summed)
+
+        if route.levels:
+            _hop_back(facts.pack(rows, probs), route, add)
+        return rows, probs, None, None
 
 
 class _ToTokens(Function):
@@ -140,17 +143,20 @@ class _ToTokens(Function):
         ctx.route = route
         advance_lanes()  # experts of later layers: they have had the time of this layer's
         rows = sum_packed_rows(rows.contiguous(), route.facts.hidden, route.held)
-        for hop in reversed(range(len(route.copies))):
-            _, rows = _hop_back(rows, route, hop)
+
+        def add(copies: torch.Tensor, row_map: RowMap, summed: torch.Tensor | None) -> None:
+            nonlocal rows
+            rows = sum_packed_rows(copies, route.facts.hidden, row_map)
+            if summed is not None:
+                summed.copy_(rows)
+
+        _hop_back(rows, route, add)
         return rows
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        grad, route = grad.contiguous(), ctx.route
-        for hop in range(len(route.copies)):
-            grad = _hop_out(grad, route, hop)
-        return _select(grad, route.held.sources), None
+        return _select(_hop_out(grad.contiguous(), ctx.route), ctx.route.held.sources), None
 
 
 def _find_held(experts: torch.Tensor, route: Route) -> None:
@@ -167,36 +173,50 @@ def _find_held(experts: torch.Tensor, route: Route) -> None:
     route.pairs = sources * topk + fact[sources, expert]
 
 
-def _hop_out(rows: torch.Tensor, route: Route, hop: int) -> torch.Tensor:
-    """Copies of rows [R, W] to the domains of a level; the rows that arrive [R', W]."""
-    counts, sources, level = route.plan.hops[hop], route.copies[hop].sources, route.levels[hop]
-    copies = empty((sources.numel(), rows.size(1)), rows.dtype, rows.device)
-    arrived = empty((sum(counts.received), rows.size(1)), rows.dtype, rows.device)
-    schedule = hop_out(level, route.groups.domains.levels, copies.nbytes)
-    group = route.groups.tokens[level]
-    bound = [
-        steps.call(lambda: torch.index_select(rows, 0, sources, out=copies)),
-        steps.all_to_all(copies, counts.sent, arrived, counts.received, group),
-    ]
-    executor(rows.device).run(schedule, bound)
-    return arrived
+def _hop_out(rows: torch.Tensor, route: Route) -> torch.Tensor:
+    """Copies of rows [R, W] to the domains of each level in turn; the rows that arrive here in the end [R', W].
+
+    The first pass of a route finds the copies of each row by the facts behind it.
+    """
+
+    def copy(hop: int, rows: torch.Tensor, copies: torch.Tensor) -> None:
+        if hop == len(route.copies):
+            experts, number = route.tables.next_domain[hop][route.facts.experts(rows)], len(route.plan.hops[hop].sent)
+            route.copies.append(build_row_map(_present(experts, number), num_out_tokens=copies.size(0)))
+        torch.index_select(rows, 0, route.copies[hop].sources, out=copies)
+
+    bound, sent, like = [], {}, rows
+    for hop, (level, counts) in enumerate(zip(route.levels, route.plan.hops, strict=True)):
+        copies, arrived = _empty(sum(counts.sent), like), _empty(sum(counts.received), like)
+        bound.append(steps.call(partial(copy, hop, rows, copies)))
+        bound.append(steps.all_to_all(copies, counts.sent, arrived, counts.received, route.groups.tokens[level]))
+        rows, sent[level] = arrived, copies.nbytes
+    if bound:
+        executor(like.device).run(hop_out(sent, route.groups.domains.levels), bound)
+    return rows
 
 
-def _hop_back(arrived: torch.Tensor, route: Route, hop: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """What became of the rows that arrived in a hop [R', W] to where they came from: copies, and their sum [R, H]."""
-    counts, row_map, level = route.plan.hops[hop], route.copies[hop], route.levels[hop]
-    copies = empty((row_map.num_rows, arrived.size(1)), arrived.dtype, arrived.device)
-    schedule = hop_back(level, route.groups.domains.levels, copies.nbytes)
-    group, summed = route.groups.tokens[level], []
-    bound = [
-        steps.all_to_all(arrived, counts.received, copies, counts.sent, group),
-        steps.call(lambda: summed.append(sum_packed_rows(copies, route.facts.hidden, row_map))),
-    ]
-    executor(arrived.device).run(schedule, bound)
-    return copies, summed[0]
+Add = Callable[[torch.Tensor, RowMap, torch.Tensor | None], None]
+"""Takes the copies [R', W] that have come back, and whose they are, and adds them; into [R, W] where they hop on."""
+
+
+def _hop_back(rows: torch.Tensor, route: Route, add: Add) -> None:
+    """What became of the rows that arrived in the end [R', W], to where they came from, level by level."""
+    bound, received, like = [], {}, rows
+    for hop in reversed(range(len(route.levels))):
+        level, counts, row_map = route.levels[hop], route.plan.hops[hop], route.copies[hop]
+        copies, summed = _empty(row_map.num_rows, like), _empty(row_map.num_tokens if hop else 0, like)
+        bound.append(steps.all_to_all(rows, counts.received, copies, counts.sent, route.groups.tokens[level]))
+        bound.append(steps.call(partial(add, copies, row_map, summed if hop else None)))
+        rows, received[level] = summed, copies.nbytes
+    if bound:
+        executor(like.device).run(hop_back(received, route.groups.domains.levels), bound)
 
 
 def _select(rows: torch.Tensor, sources: torch.Tensor) -> torch.Tensor:
     """rows[sources] in memory of the pool."""
-    selected = empty((sources.numel(), rows.size(1)), rows.dtype, rows.device)
-    return torch.index_select(rows, 0, sources, out=selected)
+    return torch.index_select(rows, 0, sources, out=_empty(sources.numel(), rows))
+
+
+def _empty(number: int, like: torch.Tensor) -> torch.Tensor:
+    return empty((number, like.size(1)), like.dtype, like.device)

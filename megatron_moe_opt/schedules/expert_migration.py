@@ -1,7 +1,7 @@
-"""The hops of tokens between expert domains (HybridEP, section IV-A): one schedule a hop.
+"""The hops of tokens between expert domains (HybridEP, section IV-A): one schedule a direction.
 
-    hop_out     permute -> all-to-all      a copy of a token for every domain that has one of its experts
-    hop_back    all-to-all -> permute      the copies' partial outputs; their sum ends the op
+    hop_out     [ permute -> all-to-all ] for each level    a copy of a token for every domain with one of its experts
+    hop_back    [ all-to-all -> permute ] for each level    the copies' partial outputs; their sum ends a hop
 
 The outermost level, whose links are the slowest, is first on the way out and last on the way back. Experts travel
 beside these, in a lane of their own, and so do their gradients:
@@ -12,7 +12,7 @@ beside these, in a lane of their own, and so do their gradients:
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from .pipeline import Stage, one_by_one
 from .schedule import Kind, Lane, Op, Schedule
@@ -23,31 +23,33 @@ def role(level: int) -> str:
     return f"tokens.{level}"
 
 
-def hop_out(level: int, levels: int, sent: int) -> Schedule:
-    """Rows to the domains of a level. Buffers: rows -> copies -> arrived.
+def hop_out(sent: Mapping[int, int], levels: int) -> Schedule:
+    """Rows to the domains of each level. Buffers: rows -> copies.LEVEL -> arrived.LEVEL -> copies.NEXT ...
 
     Args:
+        sent: for each level at which tokens hop, outermost first, bytes of the copies that this rank makes, its own
+            domain's included.
         levels: number of levels.
-        sent: bytes of the copies that this rank makes, its own domain's included.
     """
-    stages = [
-        Stage(Kind.PERMUTE, Lane.COMPUTE, sent, "copies"),
-        Stage(Kind.ALL_TO_ALL, _lane(level, levels), sent, "arrived", role(level)),
-    ]
-    return one_by_one(f"expert-migration hop out, level {level}", "rows", stages)
+    stages = []
+    for level, size in sent.items():
+        stages.append(Stage(Kind.PERMUTE, Lane.COMPUTE, size, f"copies.{level}"))
+        stages.append(Stage(Kind.ALL_TO_ALL, _lane(level, levels), size, f"arrived.{level}", role(level)))
+    return one_by_one(_name("hop out", sent), "rows", stages)
 
 
-def hop_back(level: int, levels: int, received: int) -> Schedule:
-    """Rows back from the domains of a level, and their sum. Buffers: arrived -> copies -> rows.
+def hop_back(received: Mapping[int, int], levels: int) -> Schedule:
+    """Rows back from the domains of each level, and their sum. Buffers: arrived -> copies.LEVEL -> rows.LEVEL -> ...
 
     Args:
-        received: bytes of the copies of this rank's rows.
+        received: for each level, innermost first, bytes of the copies of this rank's rows.
+        levels: number of levels.
     """
-    stages = [
-        Stage(Kind.ALL_TO_ALL, _lane(level, levels), received, "copies", role(level)),
-        Stage(Kind.PERMUTE, Lane.COMPUTE, received, "rows"),
-    ]
-    return one_by_one(f"expert-migration hop back, level {level}", "arrived", stages)
+    stages = []
+    for level, size in received.items():
+        stages.append(Stage(Kind.ALL_TO_ALL, _lane(level, levels), size, f"copies.{level}", role(level)))
+        stages.append(Stage(Kind.PERMUTE, Lane.COMPUTE, size, f"rows.{level}"))
+    return one_by_one(_name("hop back", received), "arrived", stages)
 
 
 def gathered(sizes: Mapping[int, int]) -> Schedule:
@@ -79,3 +81,7 @@ def _travel(name: str, kind: Kind, sizes: Mapping[int, int]) -> Schedule:
 def _lane(level: int, levels: int) -> Lane:
     """The innermost of several levels is inside a node."""
     return Lane.INTRA if levels > 1 and level == levels - 1 else Lane.INTER
+
+
+def _name(what: str, levels: Iterable[int]) -> str:
+    return f"expert-migration {what}, level {', '.join(map(str, levels))}"

@@ -36,5 +36,5 @@ def all_schedules() -> Iterator[tuple[str, Schedule]]:
             yield f"parm combine and gather, {count} phase(s), {of}", phases
     for levels in (1, 2):
         for level in range(levels):
-            yield f"expert-migration hop out {level} of {levels}", expert_migration.hop_out(level, levels, 1)
-            yield f"expert-migration hop back {level} of {levels}", expert_migration.hop_back(level, levels, 1)
+            yield f"expert-migration hop out {level} of {levels}", expert_migration.hop_out({level: 1}, levels)
+            yield f"expert-migration hop back {level} of {levels}", expert_migration.hop_back({level: 1}, levels)

@@ -55,7 +55,7 @@ def mpmoe_step(partitions: int, strategy: str) -> RecordedStep:
 def migration_step() -> RecordedStep:
     """A hop out and back, and experts that travel beside them."""
     seconds = {Kind.ALL_TO_ALL: 2e-3, Kind.ALL_GATHER: 3e-3, Kind.PERMUTE: 1e-3}
-    hops = [simulate(build(0, 1, ROW_BYTES), lambda op: seconds[op.kind]) for build in (hop_out, hop_back)]
+    hops = [simulate(build({0: ROW_BYTES}, 1), lambda op: seconds[op.kind]) for build in (hop_out, hop_back)]
     travel = simulate(gathered({0: 8 * ROW_BYTES}), lambda op: seconds[op.kind])
     begins = (0.5, 0.51, 0.501)
     return RecordedStep(2, tuple(replace(one, began=at) for one, at in zip((*hops, travel), begins, strict=True)))
