@@ -40,6 +40,22 @@ class Options(*reversed(_OF_SYSTEMS), SharedOptions):
             raise ConfigurationError(f"{flag} {value!r} is {values.refusal}") from error
         object.__setattr__(self, name, taken)
 
+    def words(self) -> list[str]:
+        """Returns these options as a command line gives them, without those that have their default."""
+        given = [(one, getattr(self, one.name)) for one in fields(self) if getattr(self, one.name) != one.default]
+        return [
+            word
+            for one, value in given
+            for word in ([one.metadata["flag"]] if value is True else [one.metadata["flag"], shown(value)])
+        ]
+
+
+def shown(value: Any) -> str:
+    """Returns the value of an option as a command line gives it."""
+    if isinstance(value, tuple):
+        return ",".join(map(str, value))
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:

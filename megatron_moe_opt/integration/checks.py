@@ -11,7 +11,7 @@ from megatron_moe_opt.integration.expert_order import check_expert_order
 from megatron_moe_opt.integration.replicated_tokens import drawn_by_each_rank
 from megatron_moe_opt.integration.training_arguments import training_arguments
 from megatron_moe_opt.option_values import AUTO
-from megatron_moe_opt.options import Options
+from megatron_moe_opt.options import Options, shown
 from megatron_moe_opt.systems import SYSTEMS, system_of
 from megatron_moe_opt.systems.system import CHOOSES, FLAG, PREFIX, READS, System, flag_of
 
@@ -56,15 +56,9 @@ def _check_fields(name: str, options: Options, names: Iterable[str]) -> None:
         value, of = getattr(options, field), readers(field)
         if of and name not in of and value != getattr(without, field):
             raise ConfigurationError(
-                f"{flag_of(Options, field)} {_shown(value)} is for {FLAG} {', '.join(of)}, not {name}: drop one of the "
+                f"{flag_of(Options, field)} {shown(value)} is for {FLAG} {', '.join(of)}, not {name}: drop one of the "
                 "two"
             )
-
-
-def _shown(value: Any) -> str:
-    if isinstance(value, tuple):
-        return ",".join(map(str, value))
-    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def check_config(config: Any, name: str, options: Options) -> None:
@@ -171,6 +165,6 @@ def _check_auto(options: Options) -> None:
         value = getattr(options, one.name)
         if one.metadata["auto"] == CHOOSES and value is not None:
             raise ConfigurationError(
-                f"{one.metadata['flag']} {_shown(value)} is what {FLAG} {AUTO} chooses: drop it, or name the "
+                f"{one.metadata['flag']} {shown(value)} is what {FLAG} {AUTO} chooses: drop it, or name the "
                 "dispatcher it is for"
             )

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.planning.routing_trace import RoutingTrace
+from megatron_moe_opt.systems import system_of
 
 
 @dataclass
@@ -57,10 +58,11 @@ class RoutingRecorder:
         ):
             if given:
                 raise ConfigurationError(f"--record-routing does not work with {flag}: drop one of the two")
-        if config.moe_token_dispatcher_type == "netmoe":
+        system = system_of(config.moe_token_dispatcher_type)
+        if system is not None and system.moves_samples:
             raise ConfigurationError(
-                "--record-routing needs all samples at home, which --moe-token-dispatcher-type netmoe moves: record"
-                " under another dispatcher, whose routing is the same"
+                f"--record-routing needs all samples at home, which --moe-token-dispatcher-type {system.name} moves: "
+                "record under another dispatcher, whose routing is the same"
             )
         routers = [module for module in model.modules() if isinstance(module, Router)]
         self._config = config

@@ -39,6 +39,13 @@ RESIDUALS = ("last", "shared")
 class MigrationOptions(SharedOptions):
     """Which experts travel, how early, and in which form."""
 
+    network_levels: tuple[int, ...] | None = option(
+        "levels",
+        LIST,
+        "workers of each network level of the expert-parallel group, the slowest level first (default: its nodes and "
+        "the ranks of each)",
+        auto=READS,
+    )
     domain_sizes: tuple[int, ...] | str | None = option(
         "domain-sizes",
         or_auto(LIST),
@@ -47,13 +54,6 @@ class MigrationOptions(SharedOptions):
         "no expert travels)",
         metavar="S,...|auto",
         auto=CHOOSES,
-    )
-    network_levels: tuple[int, ...] | None = option(
-        "levels",
-        LIST,
-        "workers of each network level of the expert-parallel group, the slowest level first (default: its nodes and "
-        "the ranks of each)",
-        auto=READS,
     )
     prefetch_layers: int = option(
         "prefetch-layers",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -42,12 +41,7 @@ def options_of(dispatcher: str, folder: Path, **others: Any) -> Options:
 
 def flags_of(dispatcher: str, folder: Path, **others: Any) -> list[str]:
     """The same on a command line, with the dispatcher."""
-    flags = {one.name: one.metadata["flag"] for one in fields(Options)}
-    words = ["--moe-token-dispatcher-type", dispatcher]
-    for name, value in _settings_of(dispatcher, folder, others).items():
-        shown = ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
-        words += [flags[name]] if value is True else [flags[name], shown]
-    return words
+    return ["--moe-token-dispatcher-type", dispatcher, *options_of(dispatcher, folder, **others).words()]
 
 
 def _settings_of(dispatcher: str, folder: Path, others: dict[str, Any]) -> dict[str, Any]:

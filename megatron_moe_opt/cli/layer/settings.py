@@ -10,6 +10,7 @@ from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.kernels import LANE_BYTES
 from megatron_moe_opt.option_values import AUTO
 from megatron_moe_opt.planning.layer_workload import LayerWorkload
+from megatron_moe_opt.systems import system_of
 from megatron_moe_opt.variants import FLEX, split_variant
 
 BASELINE = "alltoall"
@@ -117,8 +118,12 @@ class LayerSettings:
             raise ConfigurationError(
                 f"--dispatchers {stock[0]} does not train on --replicated tokens: leave it out, or drop --replicated"
             )
-        if self.dispatch_only and any(variant.partition(":")[0] == "mpmoe" for variant in self.dispatchers):
-            raise ConfigurationError("--dispatch-only leaves out the experts that mpmoe pipelines through: drop it")
+        systems = [system for variant in self.dispatchers if (system := system_of(variant)) is not None]
+        through_experts = [system.name for system in systems if system.is_pipeline_of_experts]
+        if self.dispatch_only and through_experts:
+            raise ConfigurationError(
+                f"--dispatch-only leaves out the experts that {through_experts[0]} pipelines through: drop it"
+            )
         if self.dispatch_only and AUTO in self.dispatchers:
             raise ConfigurationError("--dispatch-only has no layer whose steps auto could try: drop one of the two")
         if AUTO in self.dispatchers and self.profile is None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
@@ -16,6 +16,7 @@ from megatron_moe_opt.cli.plan.settings import PlanSettings, Site, site_of, work
 from megatron_moe_opt.cli.report.timeline_files import check_timeline_files, timelines_table, write_timelines
 from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.option_values import AUTO
+from megatron_moe_opt.options import Options
 from megatron_moe_opt.output_file import check_output_file
 from megatron_moe_opt.planning.cluster import OURS, STOCK
 from megatron_moe_opt.planning.curves import CostCurve
@@ -193,26 +194,15 @@ def megatron_flags(case: Case, plan: Path | None) -> list[str]:
     }
     flags = [*layout, *(part for flag, size in sizes.items() for part in (flag, str(size)))]
     name, options = split_variant(case.chosen.variant, None)
-    sizes_of_domains = options.domain_sizes
-    # A plan's runners-up may migrate experts where what is chosen does not.
-    needs_levels = site.levels_named and (plan is not None or sizes_of_domains)
-    levels = ",".join(map(str, site.workers)) if needs_levels else None
-    ours = {"plan": plan, "levels": levels}
-    if plan is not None:
-        name = AUTO
-    else:
-        ours |= {
-            "monta-level": options.monta_level,
-            "chunks": options.chunks,
-            "parm-schedule": options.parm_schedule,
-            "partitions": options.partitions,
-            "memory-reuse": options.memory_reuse,
-            "domain-sizes": ",".join(map(str, sizes_of_domains)) if isinstance(sizes_of_domains, tuple) else None,
-        }
     if options.experts_may_travel:
         flags.append("--no-gradient-accumulation-fusion")  # or training refuses them
-    flags += ["--moe-token-dispatcher-type", name]
-    return flags + [part for flag, value in ours.items() if value for part in (f"--moe-opt-{flag}", str(value))]
+    # A plan's runners-up may migrate experts where what is chosen does not.
+    needs_levels = site.levels_named and (plan is not None or options.domain_sizes)
+    if plan is not None:
+        name, options = AUTO, Options(plan=plan)
+    if needs_levels:
+        options = replace(options, network_levels=site.workers)
+    return [*flags, "--moe-token-dispatcher-type", name, *options.words()]
 
 
 def _heading(case: Case) -> str:
