@@ -24,6 +24,9 @@ class Dispatcher(Protocol):
     What `permute` has noted of the pass does the other three, where a dispatcher has nothing to add.
     """
 
+    groups: ExpertGroups
+    """Between whose ranks."""
+
     def describe(self) -> str:
         """What runs, for the line at start."""
 
