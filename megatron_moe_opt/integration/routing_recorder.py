@@ -93,7 +93,7 @@ class RoutingRecorder:
 
     def note_kinds(self, kinds: torch.Tensor) -> None:
         """The kinds of the samples of the next pass, integers [B]; must be called for every pass."""
-        self._kinds.append(kinds.numpy().astype(np.int16))
+        self._kinds.append(kinds.cpu().numpy().astype(np.int16))
 
     def gather(self, kind_names: Sequence[str]) -> RoutingTrace | None:
         """The trace on rank 0, None on the others. A collective call over the world.

@@ -55,7 +55,7 @@ def bind(schedule: Schedule, buffers: dict[str, torch.Tensor], groups: dict[str,
         source, target = buffers[op.reads[0]], buffers[op.writes[0]]
         if op.group is None:
             order = torch.randperm(4, generator=torch.Generator().manual_seed(op.chunk))
-            bound.append(steps.copy_rows(source, target, ChunkList.from_counts([5, 0, 4, 3], order)))
+            bound.append(steps.copy_rows(source, target, ChunkList.from_counts([5, 0, 4, 3], order, source.device)))
             continue
         group = groups[op.group]
         size, rank = group.size(), group.rank()

@@ -77,12 +77,13 @@ def _forward(original: Callable[..., Any]) -> Callable[..., Any]:
         group = getattr(self.pg_collection, "cp", None) or _context_parallel_group()
         size, rank = group.size(), group.rank()
         tokens = size * key.shape[0]
-        positions = [zigzag_positions(tokens, r, size) for r in range(size)]
+        positions = [zigzag_positions(tokens, r, size).to(key.device) for r in range(size)]
         order = torch.cat(positions).argsort()
         key, value = _gather_sequence(key, order, group), _gather_sequence(value, order, group)
         # A mask from the data, [b, 1, s, S], is already cut to this rank's rows and in the sequence's order.
         if attention_mask is None and self.attn_mask_type.name == "causal":
-            attention_mask = (torch.arange(tokens)[None, :] > positions[rank][:, None])[None, None]
+            keys = torch.arange(tokens, device=key.device)
+            attention_mask = (keys[None, :] > positions[rank][:, None])[None, None]
         return original(self, query, key, value, attention_mask, *args, **kwargs)
 
     return forward
