@@ -76,8 +76,8 @@ def build(groups: Any, options: InTurnOptions, config: Any) -> Any:
 
 
 def check(config: Any, options: InTurnOptions, arguments: Any) -> None:
-    if config.fp8:
-        raise ConfigurationError("--fp8-format does not wait for its turn: drop it, or use monta")
+    if config.gated_linear_unit:
+        raise ConfigurationError("--swiglu does not wait for its turn: drop it, or use monta")
 
 
 def parse(variant: str, setting: str, profile: Path | None) -> Mapping[str, Any]:
@@ -115,7 +115,7 @@ def refusals() -> Iterator[str]:
 
     sizes = {"num_layers": 1, "hidden_size": 32, "num_attention_heads": 1, "num_moe_experts": 4}
     for name, options, fields in (
-        (NAME, {}, {"fp8": "hybrid"}),
+        (NAME, {}, {"gated_linear_unit": True}),
         (NAME, {"turns": 1}, {}),
         ("monta", {"turns": 2}, {}),
         ("alltoall", {"turns": 2}, {}),

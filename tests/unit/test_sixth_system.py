@@ -50,7 +50,7 @@ def test_it_is_refused_where_it_should_be():
     for line, refused in zip(
         [line for line in said if re.match(r"(in-turn|monta|alltoall|auto): ", line)],
         (
-            "in-turn: --fp8-format does not wait for its turn",
+            "in-turn: --swiglu does not wait for its turn",
             "in-turn: --moe-opt-turns 1 is no turn",
             "monta: --moe-opt-turns 2 is for --moe-token-dispatcher-type in-turn, not monta",
             "alltoall: --moe-opt-turns 2 is for --moe-token-dispatcher-type in-turn, not alltoall",
