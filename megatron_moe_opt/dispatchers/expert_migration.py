@@ -100,25 +100,11 @@ class ExpertMigrationDispatcher(Dispatcher):
         return self._device_tables[device]
 
     def permute(
-        self,
-        tokens: torch.Tensor,
-        probs: torch.Tensor,
-        routing_map: torch.Tensor,
-        *,
-        capacity: int | None = None,
-        num_rows: int | None = None,
+        self, tokens: torch.Tensor, probs: torch.Tensor, routing_map: torch.Tensor, **_: int | None
     ) -> tuple[torch.Tensor, Dispatched]:
         """Finds each token's experts, and lets all ranks know how many copies there will be.
 
-        Args:
-            tokens: [T, H].
-            probs: [T, E], any floating dtype.
-            routing_map: bool [T, E].
-            capacity: must be None (see integration/checks.py).
-            num_rows: not needed here.
-
-        Returns:
-            The tokens as they are, and the state for the other three steps.
+        The tokens stay as they are. No size is needed: padding to capacity is refused (systems/expert_migration.py).
         """
         facts = RowFacts(tokens.size(1), tokens.dtype, self.topk, probs.dtype)
         if self.domain_groups is None:

@@ -95,9 +95,13 @@ def candidate(layer: LayerOnCluster, count: int, strategy: str) -> Prediction:
     computed, exchanged = (partitions(one, rows, count) for rows in (layer.computed, layer.exchanged))
     parts = [replace(part, own=other.own) for part, other in zip(computed, exchanged, strict=True)]
     schedules = [build(strategy, parts, row, one.ep, one.etp) for build in (mpmoe.forward, mpmoe.backward)]
-    variant = f"mpmoe:{count}" + (f":{strategy}" if strategy != NONE else "")
     held = activation_bytes(one, one.rows, count, strategy)
-    return replace(layer.prediction(variant, schedules, layer.edge), activation_bytes=held)
+    return replace(layer.prediction(f"mpmoe:{setting(count, strategy)}", schedules, layer.edge), activation_bytes=held)
+
+
+def setting(count: int, strategy: str) -> str:
+    """Returns the two in one word, as the variants of mpmoe are written: `4`, or `4:S3` where memory is reused."""
+    return str(count) if strategy == NONE else f"{count}:{strategy}"
 
 
 def choose(candidates: Sequence[MpmoeChoice], budget: int | None = None) -> MpmoeChoice | None:

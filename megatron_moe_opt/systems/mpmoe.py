@@ -12,11 +12,21 @@ from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.option_values import AUTO, BYTES, one_of
 from megatron_moe_opt.option_values import PARTITIONS as SEVERAL_PARTITIONS
 from megatron_moe_opt.planning.layer_on_cluster import LayerOnCluster
-from megatron_moe_opt.planning.mpmoe_choice import candidate
+from megatron_moe_opt.planning.mpmoe_choice import candidate, setting
 from megatron_moe_opt.planning.partition_search import PARTITIONS
 from megatron_moe_opt.planning.prediction import Prediction
 from megatron_moe_opt.schedules.mpmoe import NONE, STRATEGIES
-from megatron_moe_opt.systems.system import CHOOSES, FLAG, PREFIX, READS, Grammar, SharedOptions, System, option
+from megatron_moe_opt.systems.system import (
+    CHOOSES,
+    FLAG,
+    PREFIX,
+    READS,
+    Grammar,
+    SharedOptions,
+    System,
+    option,
+    recomputed_modules,
+)
 
 NAME = "mpmoe"
 DEFAULT_PARTITIONS = 4
@@ -129,7 +139,7 @@ def _check(config: Any, options: MpmoeOptions, arguments: Any) -> None:
             f"{flag} does not know what experts in {'--fp8-format' if config.fp8 else '--fp4-format'} save: use "
             f"{PREFIX}memory-reuse {NONE}"
         )
-    if config.recompute_granularity == "selective" and "moe_act" in (config.recompute_modules or []):
+    if "moe_act" in recomputed_modules(config):
         raise ConfigurationError(
             f"{flag} restores all that experts save, and --recompute-modules moe_act a part of it: drop one of the two"
         )
@@ -159,8 +169,7 @@ def _parse(variant: str, setting: str, profile: Path | None) -> Mapping[str, Any
 
 
 def _write(options: MpmoeOptions, levels: int) -> str:
-    reuse = options.memory_reuse or NONE
-    return f"{options.partitions or DEFAULT_PARTITIONS}" + ("" if reuse == NONE else f":{reuse}")
+    return setting(options.partitions or DEFAULT_PARTITIONS, options.memory_reuse or NONE)
 
 
 def _candidates(layer: LayerOnCluster) -> Iterator[Prediction]:

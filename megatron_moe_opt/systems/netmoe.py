@@ -10,7 +10,7 @@ from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.planning.layer_on_cluster import LayerOnCluster
 from megatron_moe_opt.planning.prediction import Prediction, Refusal
 from megatron_moe_opt.schedules.schedule import COLLECTIVES, Op
-from megatron_moe_opt.systems.system import FLAG, Run, System
+from megatron_moe_opt.systems.system import FLAG, Run, System, recomputed_modules
 
 NAME = "netmoe"
 
@@ -39,7 +39,7 @@ def _check(config: Any, options: Any, arguments: Any) -> None:
             f"--expert-tensor-parallel-size = {ranks} is no multiple, from 2 on, of --tensor-model-parallel-size {tp}: "
             "choose one, or use monta"
         )
-    recompute = config.recompute_modules or [] if config.recompute_granularity == "selective" else []
+    recompute = recomputed_modules(config)
     for wrong, flags in (
         (config.context_parallel_size > 1, f"--context-parallel-size {config.context_parallel_size}"),
         (

@@ -145,6 +145,11 @@ class System:
         return f"{self.name}:{setting}" if setting else self.name
 
 
+def recomputed_modules(config: Any) -> list[str]:
+    """The modules that a TransformerConfig has recomputed one by one, in a backward pass."""
+    return config.recompute_modules or [] if config.recompute_granularity == "selective" else []
+
+
 def chosen_by_profile(variant: str, profile: Path | None) -> dict[str, Any]:
     """The options of `NAME:auto`, which chooses by measurements. Raises ConfigurationError where there are none."""
     if profile is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -21,6 +22,7 @@ from megatron_moe_opt.planning.layer_on_cluster import PIPELINE
 from megatron_moe_opt.planning.partition_search import PARTITIONS
 from megatron_moe_opt.schedules.mpmoe import NONE, STRATEGIES
 from megatron_moe_opt.schedules.parm import SCHEDULES
+from megatron_moe_opt.systems.monta import MONTA
 
 if TYPE_CHECKING:
     from megatron_moe_opt.integration.auto_layer import Controller
@@ -44,7 +46,7 @@ class Chosen:
     """The same as `predicted`, of all candidates that it was chosen from; empty where they are not handed on."""
 
 
-class Chooser:
+class Chooser(ABC):
     """A system with something to choose, as `bench choice` asks it."""
 
     dispatch_only = False
@@ -64,6 +66,7 @@ class Chooser:
         """Returns the candidates among which a choice for the settings' tokens is made."""
         return self.candidates
 
+    @abstractmethod
     def choose(
         self, settings: LayerSettings, ep: int, cluster: Cluster, seconds: Mapping[str, float], device: torch.device
     ) -> list[Chosen]:
@@ -72,7 +75,6 @@ class Chooser:
         Args:
             seconds: that a step of each candidate was measured to take, to tell what trials cost; not to choose by.
         """
-        raise NotImplementedError
 
 
 class MontaChooser(Chooser):
@@ -93,7 +95,7 @@ class MontaChooser(Chooser):
         sizes = ep, settings.expert_tp, layer.row_bytes, layer.packed_row_bytes
         table = monta.choices(cluster, *sizes, chunks=(1, *self.chunks))
         choice = table[settings.tokens * settings.topk]
-        return [Chosen("model", _monta_variant(choice.level, choice.chunks), choice.seconds)]
+        return [Chosen("model", MONTA.variant(Options(monta_level=choice.level, chunks=choice.chunks)), choice.seconds)]
 
 
 class ParmChooser(MontaChooser):
@@ -112,7 +114,7 @@ class ParmChooser(MontaChooser):
         choice = parm.choices(settings.workload(ep), cluster, chunks=(1, *self.chunks))[settings.tokens]
         if choice.level is None:
             return [Chosen("model", f"parm:{choice.schedule}", choice.seconds)]
-        return [Chosen("model", _monta_variant(choice.level, choice.chunks), choice.seconds)]
+        return [Chosen("model", MONTA.variant(Options(monta_level=choice.level, chunks=choice.chunks)), choice.seconds)]
 
 
 class MpmoeChooser(Chooser):
@@ -252,7 +254,3 @@ def chooser_of(
     if reuse != NONE or budget is not None:
         raise ConfigurationError("--reuse and --activation-budget are mpmoe's: add --mpmoe, or drop them")
     return (ParmChooser if system == "--replicated" else MontaChooser)(CHUNKS if counts is None else counts)
-
-
-def _monta_variant(level: str, chunks: int) -> str:
-    return f"monta:{level}" + ("" if level == "O1" else f"x{chunks}")

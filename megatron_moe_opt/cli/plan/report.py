@@ -32,6 +32,7 @@ from megatron_moe_opt.planning.prediction import ALLTOALL, Prediction, Refusal
 from megatron_moe_opt.planning.throughput import throughput
 from megatron_moe_opt.schedules.schedule import Kind
 from megatron_moe_opt.schedules.timeline import one_after_another
+from megatron_moe_opt.systems.system import FLAG
 from megatron_moe_opt.variants import split_variant
 
 WIDTH = 150
@@ -202,7 +203,7 @@ def megatron_flags(case: Case, plan: Path | None) -> list[str]:
         name, options = AUTO, Options(plan=plan)
     if needs_levels:
         options = replace(options, network_levels=site.workers)
-    return [*flags, "--moe-token-dispatcher-type", name, *options.words()]
+    return [*flags, FLAG, name, *options.words()]
 
 
 def _heading(case: Case) -> str:
