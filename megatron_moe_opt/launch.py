@@ -18,7 +18,7 @@ from megatron_moe_opt import register, use_host_backend
 from megatron_moe_opt.errors import ConfigurationError, ExtensionError
 from megatron_moe_opt.integration.start_facts import facts_of
 from megatron_moe_opt.options import Options, options_help, split_options
-from megatron_moe_opt.runtime.same_start import say_together, start_alike
+from megatron_moe_opt.runtime.job.same_start import say_together, start_alike
 
 USAGE = "usage: python -m megatron_moe_opt.launch SCRIPT [ARGS...]"
 

@@ -32,7 +32,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.output_file import flush, write_text_whole
-from megatron_moe_opt.runtime.collectives import CollectiveError
+from megatron_moe_opt.runtime.engine.collectives import CollectiveError
 
 TRACKER = "latest_checkpointed_iteration.txt"
 # A checkpoint fits a model that has the same of these.

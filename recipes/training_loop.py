@@ -41,15 +41,15 @@ from torch.distributed.elastic.multiprocessing.errors import record
 
 from megatron_moe_opt import register, use_host_backend
 from megatron_moe_opt.errors import ConfigurationError, LayerError
-from megatron_moe_opt.integration import reports
+from megatron_moe_opt.integration.observe import reports
+from megatron_moe_opt.integration.observe.routing_recorder import RoutingRecorder
 from megatron_moe_opt.integration.registry import launcher_options
-from megatron_moe_opt.integration.routing_recorder import RoutingRecorder
 from megatron_moe_opt.integration.start_facts import facts_of
 from megatron_moe_opt.options import Options
-from megatron_moe_opt.planning.routing_trace import write_routing_trace
-from megatron_moe_opt.runtime import failure_board
-from megatron_moe_opt.runtime.same_start import say_together, start_alike
-from megatron_moe_opt.runtime.traffic import TrafficCounter
+from megatron_moe_opt.planning.traces.routing_trace import write_routing_trace
+from megatron_moe_opt.runtime.job import failure_board
+from megatron_moe_opt.runtime.job.same_start import say_together, start_alike
+from megatron_moe_opt.runtime.observed.traffic import TrafficCounter
 from megatron_moe_opt.topology.nodes import discover_nodes
 
 Batches = Iterator[dict[str, torch.Tensor]]

@@ -17,8 +17,8 @@ from typing import Any
 
 from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.option_values import CHUNKS
-from megatron_moe_opt.planning.layer_on_cluster import LayerOnCluster
-from megatron_moe_opt.planning.prediction import Prediction
+from megatron_moe_opt.planning.predicting.layer_on_cluster import LayerOnCluster
+from megatron_moe_opt.planning.predicting.prediction import Prediction
 from megatron_moe_opt.schedules.monta import even_chunks
 from megatron_moe_opt.schedules.schedule import Schedule
 from megatron_moe_opt.systems import SYSTEMS
@@ -45,8 +45,8 @@ def in_turn(schedule: Schedule) -> Schedule:
 def build(groups: Any, options: InTurnOptions, config: Any) -> Any:
     from megatron_moe_opt.dispatchers.dispatcher import Dispatched, Dispatcher, map_rows
     from megatron_moe_opt.kernels import permute_packed
-    from megatron_moe_opt.runtime.expert_exchange import Exchange
-    from megatron_moe_opt.runtime.ways import EpThenExpertTp
+    from megatron_moe_opt.runtime.rows.expert_exchange import Exchange
+    from megatron_moe_opt.runtime.rows.ways import EpThenExpertTp
 
     class InTurn(EpThenExpertTp):
         def dispatch(self, plan: Any, row_bytes: int) -> Schedule:

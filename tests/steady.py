@@ -43,7 +43,7 @@ def measure(dispatcher: str, at: Sequence[int], folder: Path, trial_steps: int |
 
     import megatron_moe_opt
     from megatron_moe_opt.options import Options
-    from megatron_moe_opt.planning import trials
+    from megatron_moe_opt.planning.choosing import trials
     from tests.ranks.gpt import gpt
     from tests.ranks.megatron import parallel
 

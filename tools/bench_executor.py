@@ -16,8 +16,8 @@ from rich.table import Table
 from megatron_moe_opt.cli.console import report_console
 from megatron_moe_opt.cli.main import main
 from megatron_moe_opt.cli.option_types import Device, check_device
-from megatron_moe_opt.runtime.executor import executor
-from megatron_moe_opt.runtime.steps import Steps
+from megatron_moe_opt.runtime.engine.executor import executor
+from megatron_moe_opt.runtime.engine.steps import Steps
 from megatron_moe_opt.schedules.schedule import Kind, Lane, Op, Schedule
 
 OPS = 120

@@ -26,7 +26,7 @@ from megatron_moe_opt.cli.option_types import DType, whole_numbers
 from megatron_moe_opt.cli.ranks import begin, megatron_process_group, parallel_layer
 from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.output_file import check_output_file, write_text_whole
-from megatron_moe_opt.runtime.host_copies import HOST_MEMORY
+from megatron_moe_opt.runtime.engine.offload import HOST_MEMORY
 from megatron_moe_opt.schedules.mpmoe import NONE, STRATEGIES
 from tools.mpmoe_formulas import LayerElements
 

@@ -28,7 +28,7 @@ from megatron_moe_opt.cli.profile.meter import SizedPipeline
 from megatron_moe_opt.cli.ranks import begin, process_group, slowest
 from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.output_file import check_output_file, write_text_whole
-from megatron_moe_opt.runtime.executor import executor
+from megatron_moe_opt.runtime.engine.executor import executor
 from megatron_moe_opt.schedules.parm import TP
 from megatron_moe_opt.schedules.schedule import Kind
 from megatron_moe_opt.schedules.timeline import Timeline

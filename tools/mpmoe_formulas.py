@@ -3,8 +3,9 @@
     B   tokens of a rank          M   hidden size            n   partitions
     H   middle size of an expert  E   experts of the gate
 
-The schedules that run are simulated for a choice (planning/mpmoe_choice.py); the closed forms here are what the paper
-states, and special cases of the simulator. Tests hold the simulator against them, bench_memory.py a measured layer.
+The schedules that run are simulated for a choice (planning/choosing/mpmoe_choice.py); the closed forms here are what
+the paper states, and special cases of the simulator. Tests hold the simulator against them, bench_memory.py a measured
+layer.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from megatron_moe_opt.planning.simulator import Slowdown, lane_rate
+from megatron_moe_opt.planning.predicting.simulator import Slowdown, lane_rate
 from megatron_moe_opt.schedules.schedule import Lane
 
 

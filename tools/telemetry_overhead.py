@@ -79,7 +79,7 @@ class OwnTime:
     """Processor seconds in the calls that telemetry adds, less those of what they wrap."""
 
     def __init__(self) -> None:
-        from megatron_moe_opt.integration import telemetry
+        from megatron_moe_opt.integration.observe import telemetry
 
         self.seconds, self._inside = 0.0, [0.0]
         for name in CALLS + HOOKS:
@@ -126,7 +126,7 @@ def main() -> None:
     megatron_moe_opt.register()
     dist.init_process_group("gloo")
     parallel_state.initialize_model_parallel(expert_model_parallel_size=dist.get_world_size())
-    from megatron_moe_opt.integration import reports
+    from megatron_moe_opt.integration.observe import reports
 
     own = OwnTime() if args.own_time else None
     plain = build(args.dispatcher)

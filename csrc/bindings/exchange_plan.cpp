@@ -16,8 +16,8 @@ constexpr int64_t kMostBlocks = 1 << 22;         // of all its chunks
 constexpr int64_t kMostRows = int64_t{1} << 40;  // of a rank for an expert: sums over ranks and chunks stay in range
 
 // (chunks, tokens_per_expert int64 [local] or [chunks, local]): see planning/exchange_plan.h. counts is int64
-// [EP, ETP, E]. A chunk is what runtime/exchange_plan.py's ChunkPlan is made of: (sent, arriving, etp rank, the list
-// that moves its blocks on `device` with the number of its rows, first row sent, received, gathered).
+// [EP, ETP, E]. A chunk is what runtime/rows/exchange_plan.py's ChunkPlan is made of: (sent, arriving, etp rank, the
+// list that moves its blocks on `device` with the number of its rows, first row sent, received, gathered).
 py::tuple plan_exchange(const Input<"counts">& of_ranks, Size<"ep_rank"> ep_rank, Size<"etp_rank"> etp_rank,
                         Size<"num_chunks"> num_chunks, bool together, at::Device device) {
   check(of_ranks.dim() == 3 && of_ranks.scalar_type() == ScalarType::Long && of_ranks.is_cpu(),

@@ -1,5 +1,5 @@
-// Who sends how many rows to whom and where they land: the arithmetic of runtime/exchange_plan.py, which stands between
-// the arrival of the counts and the first message of a layer.
+// Who sends how many rows to whom and where they land: the arithmetic of runtime/rows/exchange_plan.py, which stands
+// between the arrival of the counts and the first message of a layer.
 #pragma once
 
 #include <cstdint>

@@ -16,9 +16,9 @@ from torch.distributed import ProcessGroup
 
 from megatron_moe_opt.dispatchers.dispatcher import Dispatched, Dispatcher
 from megatron_moe_opt.kernels import build_row_map, permute_packed
-from megatron_moe_opt.runtime.collectives import all_gather_rows, reduce_scatter_rows
-from megatron_moe_opt.runtime.host_copy import HostCopy
-from megatron_moe_opt.runtime.linear import linear
+from megatron_moe_opt.runtime.engine.collectives import all_gather_rows, reduce_scatter_rows
+from megatron_moe_opt.runtime.engine.host_copy import HostCopy
+from megatron_moe_opt.runtime.rows.linear import linear
 from megatron_moe_opt.topology.expert_groups import ExpertGroups
 
 

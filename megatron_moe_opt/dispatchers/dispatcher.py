@@ -10,11 +10,11 @@ import torch
 from torch.distributed import ProcessGroup
 
 from megatron_moe_opt.kernels import RowMap, build_row_map, unpermute_rows
-from megatron_moe_opt.runtime.collectives import all_gather_rows
-from megatron_moe_opt.runtime.exchange_plan import Sharing, plan_exchange, share_out
-from megatron_moe_opt.runtime.expert_exchange import Exchange, to_experts, to_sources
-from megatron_moe_opt.runtime.host_copy import HostCopy
-from megatron_moe_opt.runtime.ways import EpWithExpertTp, way_of
+from megatron_moe_opt.runtime.engine.collectives import all_gather_rows
+from megatron_moe_opt.runtime.engine.host_copy import HostCopy
+from megatron_moe_opt.runtime.rows.exchange_plan import Sharing, plan_exchange, share_out
+from megatron_moe_opt.runtime.rows.expert_exchange import Exchange, to_experts, to_sources
+from megatron_moe_opt.runtime.rows.ways import EpWithExpertTp, way_of
 from megatron_moe_opt.topology.expert_groups import ExpertGroups
 
 

@@ -4,8 +4,9 @@
     combine    sum over the experts held here -> [ A2A -> sum of the copies ] for each level, innermost first
 
 (HybridEP, Fig. 8; section IV-A.) A rank holds the experts of all ranks of its domains, so that what arrives here is for
-any of them; how they come here is runtime/expert_communicator.py's. With domain size 1 at every level no expert
-travels: that is expert parallelism hop by hop, in which a token crosses each link once, whatever its number of experts.
+any of them; how they come here is runtime/travelling_experts/expert_communicator.py's. With domain size 1 at every
+level no expert travels: that is expert parallelism hop by hop, in which a token crosses each link once, whatever its
+number of experts.
 """
 
 from __future__ import annotations
@@ -18,12 +19,12 @@ import torch
 
 from megatron_moe_opt.dispatchers.dispatcher import Dispatcher
 from megatron_moe_opt.dispatchers.expert_domains import Choosing
-from megatron_moe_opt.runtime.collectives import all_gather_rows
-from megatron_moe_opt.runtime.expert_communicator import Lent, MigratedExperts
-from megatron_moe_opt.runtime.hop_plan import DomainTables
-from megatron_moe_opt.runtime.host_copy import HostCopy
-from megatron_moe_opt.runtime.row_facts import RowFacts, experts_of_tokens
-from megatron_moe_opt.runtime.token_hops import DeviceTables, Route, to_experts, to_tokens
+from megatron_moe_opt.runtime.engine.collectives import all_gather_rows
+from megatron_moe_opt.runtime.engine.host_copy import HostCopy
+from megatron_moe_opt.runtime.rows.hop_plan import DomainTables
+from megatron_moe_opt.runtime.rows.row_facts import RowFacts, experts_of_tokens
+from megatron_moe_opt.runtime.rows.token_hops import DeviceTables, Route, to_experts, to_tokens
+from megatron_moe_opt.runtime.travelling_experts.expert_communicator import Lent, MigratedExperts
 from megatron_moe_opt.topology.domain_groups import DomainGroups, domain_groups
 from megatron_moe_opt.topology.domains import ExpertDomains
 from megatron_moe_opt.topology.expert_groups import ExpertGroups

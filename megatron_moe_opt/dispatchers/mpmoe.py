@@ -18,12 +18,12 @@ import torch
 from megatron_moe_opt.dispatchers.dispatcher import Dispatcher, map_rows
 from megatron_moe_opt.dispatchers.partitioning import Partitioning, Partitions
 from megatron_moe_opt.kernels import RowMap, permute_packed, unpermute_rows
-from megatron_moe_opt.runtime.exchange_plan import ExchangePlan, plan_partitions
-from megatron_moe_opt.runtime.expert_call import Experts
-from megatron_moe_opt.runtime.expert_pipeline import through_experts
-from megatron_moe_opt.runtime.host_copy import HostCopy
-from megatron_moe_opt.runtime.pass_clock import PassClock
-from megatron_moe_opt.runtime.ways import way_of
+from megatron_moe_opt.runtime.engine.host_copy import HostCopy
+from megatron_moe_opt.runtime.engine.pass_clock import PassClock
+from megatron_moe_opt.runtime.rows.exchange_plan import ExchangePlan, plan_partitions
+from megatron_moe_opt.runtime.rows.ways import way_of
+from megatron_moe_opt.runtime.through_experts.expert_call import Experts
+from megatron_moe_opt.runtime.through_experts.expert_pipeline import through_experts
 from megatron_moe_opt.topology.expert_groups import ExpertGroups
 
 

@@ -34,14 +34,14 @@ from megatron_moe_opt.kernels import (
     write_notes,
 )
 from megatron_moe_opt.kernels.streams import has_streams
-from megatron_moe_opt.runtime.collectives import global_rank
-from megatron_moe_opt.runtime.exchange_plan import plan_exchange
-from megatron_moe_opt.runtime.expert_exchange import Exchange, to_experts
-from megatron_moe_opt.runtime.forks import Pending
-from megatron_moe_opt.runtime.recomputation import is_recomputing
-from megatron_moe_opt.runtime.sample_counts import SampleCounts, SampleCountsGather
-from megatron_moe_opt.runtime.sample_exchange import SampleReturn, to_new_homes
-from megatron_moe_opt.runtime.ways import way_of
+from megatron_moe_opt.runtime.engine.collectives import global_rank
+from megatron_moe_opt.runtime.engine.recomputation import is_recomputing
+from megatron_moe_opt.runtime.job.forks import Pending
+from megatron_moe_opt.runtime.rows.exchange_plan import plan_exchange
+from megatron_moe_opt.runtime.rows.expert_exchange import Exchange, to_experts
+from megatron_moe_opt.runtime.rows.sample_counts import SampleCounts, SampleCountsGather
+from megatron_moe_opt.runtime.rows.sample_exchange import SampleReturn, to_new_homes
+from megatron_moe_opt.runtime.rows.ways import way_of
 from megatron_moe_opt.topology.expert_groups import ExpertGroups
 
 

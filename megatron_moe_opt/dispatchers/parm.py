@@ -12,8 +12,8 @@ Without sequence parallelism all ranks of a TP group hold the same tokens, and t
     S1   split of the tokens -> gate -> dispatch -> experts -> combine -> AllGather of the tokens
     S2   gate -> permute -> split of the rows -> dispatch -> experts -> combine, AllGather of the rows -> unpermute
 
-S1 is the work of the layer's edge (integration/replicated_tokens.py): the dispatcher sees tokens of its own. S2 is done
-here. Its AllGather runs beside the combine, which it follows peer by peer (the paper's SAA).
+S1 is the work of the layer's edge (integration/layer/replicated_tokens.py): the dispatcher sees tokens of its own. S2
+is done here. Its AllGather runs beside the combine, which it follows peer by peer (the paper's SAA).
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from torch.distributed import ProcessGroup
 from megatron_moe_opt.dispatchers.dispatcher import Dispatched, Dispatcher, map_rows
 from megatron_moe_opt.dispatchers.parm_schedule import Scheduling
 from megatron_moe_opt.kernels import permute_packed
-from megatron_moe_opt.planning.parm import ParmChoice
-from megatron_moe_opt.runtime.collectives import all_gather_rows
-from megatron_moe_opt.runtime.exchange_plan import Sharing
-from megatron_moe_opt.runtime.host_copy import HostCopy
+from megatron_moe_opt.planning.predicting.parm import ParmChoice
+from megatron_moe_opt.runtime.engine.collectives import all_gather_rows
+from megatron_moe_opt.runtime.engine.host_copy import HostCopy
+from megatron_moe_opt.runtime.rows.exchange_plan import Sharing
 from megatron_moe_opt.schedules.parm import AAS
 from megatron_moe_opt.topology.expert_groups import ExpertGroups, TokenCopies
 

@@ -13,9 +13,9 @@ from torch.distributed import ProcessGroup
 from megatron_moe_opt.dispatchers.pipelining import agreed_cluster
 from megatron_moe_opt.dispatchers.say import say_once
 from megatron_moe_opt.options import Options
-from megatron_moe_opt.planning.cluster import MEGATRON_FLAGS
-from megatron_moe_opt.planning.layer_workload import LayerWorkload
-from megatron_moe_opt.planning.parm import ParmChoice, choices
+from megatron_moe_opt.planning.costs.cluster import MEGATRON_FLAGS
+from megatron_moe_opt.planning.predicting.layer_workload import LayerWorkload
+from megatron_moe_opt.planning.predicting.parm import ParmChoice, choices
 from megatron_moe_opt.schedules.parm import AAS, SCHEDULES
 from megatron_moe_opt.topology.expert_groups import ExpertGroups
 

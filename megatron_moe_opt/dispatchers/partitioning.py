@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from megatron_moe_opt.runtime.pass_clock import Finished
+from megatron_moe_opt.runtime.engine.pass_clock import Finished
 from megatron_moe_opt.schedules.mpmoe import NONE
 
 

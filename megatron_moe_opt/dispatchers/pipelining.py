@@ -10,9 +10,9 @@ import torch
 from megatron_moe_opt.dispatchers.say import say_once, say_other_settings
 from megatron_moe_opt.kernels import LANE_BYTES
 from megatron_moe_opt.options import Options
-from megatron_moe_opt.planning.cluster import MEGATRON_FLAGS, Cluster
-from megatron_moe_opt.planning.monta import CHUNKS, ChoiceByRows, choices
-from megatron_moe_opt.runtime.agreement import found_by_first
+from megatron_moe_opt.planning.costs.cluster import MEGATRON_FLAGS, Cluster
+from megatron_moe_opt.planning.predicting.monta import CHUNKS, ChoiceByRows, choices
+from megatron_moe_opt.runtime.job.agreement import found_by_first
 from megatron_moe_opt.topology.expert_groups import ExpertGroups
 from megatron_moe_opt.topology.group_cache import cached_by_group
 

@@ -21,9 +21,9 @@ import numpy as np
 import torch
 
 from megatron_moe_opt.kernels import place_samples
-from megatron_moe_opt.planning.netmoe import NextLayerPrediction, known_of_samples, settle, tokens_by_device
-from megatron_moe_opt.runtime.forks import Pending, cached_until_fork
-from megatron_moe_opt.runtime.sample_counts import Room, SampleCounts
+from megatron_moe_opt.planning.predicting.netmoe import NextLayerPrediction, known_of_samples, settle, tokens_by_device
+from megatron_moe_opt.runtime.job.forks import Pending, cached_until_fork
+from megatron_moe_opt.runtime.rows.sample_counts import Room, SampleCounts
 from megatron_moe_opt.topology.sample_holders import SampleHolders
 
 Result = TypeVar("Result")

@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields
 import numpy as np
 
 from megatron_moe_opt.dispatchers.sample_placement import Decision
-from megatron_moe_opt.planning.netmoe import Volume, moved_shares, placement_volume
+from megatron_moe_opt.planning.predicting.netmoe import Volume, moved_shares, placement_volume
 from megatron_moe_opt.topology.sample_holders import SampleHolders
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Hashable, Mapping
 import torch
 import torch.distributed as dist
 
-from megatron_moe_opt.planning.gpu_settings import differences
+from megatron_moe_opt.planning.costs.gpu_settings import differences
 
 _said: set[tuple[str, Hashable]] = set()
 

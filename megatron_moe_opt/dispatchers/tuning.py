@@ -15,14 +15,14 @@ from megatron_moe_opt.dispatchers.pipelining import agreed_cluster
 from megatron_moe_opt.dispatchers.say import say, say_once
 from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.options import Options
-from megatron_moe_opt.planning.configuration_search import Configuration, ConfigurationSearch
-from megatron_moe_opt.planning.layer_workload import LayerWorkload
-from megatron_moe_opt.planning.monta import ChoiceByRows
-from megatron_moe_opt.planning.mpmoe_choice import choices, least_partitions, refuse_budget, similar_rows
-from megatron_moe_opt.planning.partition_search import PARTITIONS
-from megatron_moe_opt.runtime.collectives import device_of
-from megatron_moe_opt.runtime.pass_clock import PassClock
-from megatron_moe_opt.runtime.recomputation import is_recomputing, saved_tensors_are_hooked
+from megatron_moe_opt.planning.choosing.configuration_search import Configuration, ConfigurationSearch
+from megatron_moe_opt.planning.choosing.mpmoe_choice import choices, least_partitions, refuse_budget, similar_rows
+from megatron_moe_opt.planning.choosing.partition_search import PARTITIONS
+from megatron_moe_opt.planning.predicting.layer_workload import LayerWorkload
+from megatron_moe_opt.planning.predicting.monta import ChoiceByRows
+from megatron_moe_opt.runtime.engine.collectives import device_of
+from megatron_moe_opt.runtime.engine.pass_clock import PassClock
+from megatron_moe_opt.runtime.engine.recomputation import is_recomputing, saved_tensors_are_hooked
 from megatron_moe_opt.systems.system import PREFIX
 from megatron_moe_opt.topology.expert_groups import ExpertGroups
 from megatron_moe_opt.topology.group_cache import cached_by_group

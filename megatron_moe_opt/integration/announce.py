@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_moe_opt.planning.gpu_settings import needless_queue
+from megatron_moe_opt.planning.costs.gpu_settings import needless_queue
 
 _layers: list[tuple[weakref.ref[Any], str, Any, str]] = []
 """(layer, dispatcher name, dispatcher, its order of experts) of the layers built since the last line."""

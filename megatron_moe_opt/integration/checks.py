@@ -7,8 +7,8 @@ from dataclasses import fields
 from typing import Any
 
 from megatron_moe_opt.errors import ConfigurationError
-from megatron_moe_opt.integration.expert_order import check_expert_order
-from megatron_moe_opt.integration.replicated_tokens import drawn_by_each_rank
+from megatron_moe_opt.integration.layer.ordered_experts import check_expert_order
+from megatron_moe_opt.integration.layer.replicated_tokens import drawn_by_each_rank
 from megatron_moe_opt.integration.training_arguments import training_arguments
 from megatron_moe_opt.option_values import AUTO
 from megatron_moe_opt.options import Options, shown

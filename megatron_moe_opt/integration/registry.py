@@ -20,7 +20,7 @@ from torch.distributed import ProcessGroup
 
 from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.integration.announce import announce
-from megatron_moe_opt.integration.auto_layer import controller_of, new_controller, plan_layer
+from megatron_moe_opt.integration.auto.auto_layer import controller_of, new_controller, plan_layer
 from megatron_moe_opt.integration.checks import (
     check_config,
     check_name,
@@ -28,26 +28,26 @@ from megatron_moe_opt.integration.checks import (
     check_options_are_read,
     check_telemetry,
 )
-from megatron_moe_opt.integration.expert_migration_layer import EXPERTS_COMPUTE
-from megatron_moe_opt.integration.expert_order import FLAG as EXPERT_ORDER
-from megatron_moe_opt.integration.expert_order import keep_expert_order
-from megatron_moe_opt.integration.layer_passes import name_passes
-from megatron_moe_opt.integration.netmoe_layer import wrap_transformer_block
-from megatron_moe_opt.integration.priorities import prioritize_expert_groups
-from megatron_moe_opt.integration.replicated_tokens import (
+from megatron_moe_opt.integration.layer.expert_migration_layer import EXPERTS_COMPUTE
+from megatron_moe_opt.integration.layer.layer_passes import name_passes
+from megatron_moe_opt.integration.layer.netmoe_layer import wrap_transformer_block
+from megatron_moe_opt.integration.layer.ordered_experts import FLAG as EXPERT_ORDER
+from megatron_moe_opt.integration.layer.ordered_experts import keep_expert_order
+from megatron_moe_opt.integration.layer.replicated_tokens import (
     holds_replicated_tokens,
     reading_as_sequence_parallel,
     take_replicated_tokens,
 )
-from megatron_moe_opt.integration.reports import report_with_training_log
+from megatron_moe_opt.integration.observe.reports import report_with_training_log
+from megatron_moe_opt.integration.observe.telemetry import watch
+from megatron_moe_opt.integration.priorities import prioritize_expert_groups
 from megatron_moe_opt.integration.seams import seam_moved
 from megatron_moe_opt.integration.start_facts import facts_of_layer
-from megatron_moe_opt.integration.telemetry import watch
 from megatron_moe_opt.integration.timeouts import follow_megatrons_timeouts
 from megatron_moe_opt.option_values import AUTO
 from megatron_moe_opt.options import Options
-from megatron_moe_opt.runtime import failure_board
-from megatron_moe_opt.runtime.same_start import Facts, check_alike
+from megatron_moe_opt.runtime.job import failure_board
+from megatron_moe_opt.runtime.job.same_start import Facts, check_alike
 from megatron_moe_opt.systems import dispatcher_names, system_names, system_of
 from megatron_moe_opt.topology.expert_groups import ExpertGroups
 from megatron_moe_opt.versions import SUPPORTED_MEGATRON, megatron_version, supports_megatron
@@ -71,7 +71,7 @@ def register(options: Options | None = None, refuse_unread: bool = False) -> Non
         from megatron.core.transformer.moe.moe_layer import MoELayer
         from megatron.core.transformer.transformer_config import TransformerConfig
 
-        from megatron_moe_opt.integration.token_dispatcher import PluggedTokenDispatcher
+        from megatron_moe_opt.integration.layer.token_dispatcher import PluggedTokenDispatcher
     except ImportError as error:
         raise seam_moved(str(error)) from error
 

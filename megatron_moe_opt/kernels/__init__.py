@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from .chunk_copy import ChunkList, copy_chunks
-from .count_tokens import count_routing_map, count_topk
-from .extension import build_info
-from .host_pool import empty
-from .packed_rows import (
+from megatron_moe_opt.kernels.chunk_copy import ChunkList, copy_chunks
+from megatron_moe_opt.kernels.count_tokens import count_routing_map, count_topk
+from megatron_moe_opt.kernels.extension import build_info
+from megatron_moe_opt.kernels.host_pool import empty
+from megatron_moe_opt.kernels.packed_rows import (
     LANE_BYTES,
     NOTE_BYTE,
     permute_packed,
@@ -15,10 +15,10 @@ from .packed_rows import (
     unpermute_rows,
     write_notes,
 )
-from .permute import permute, unpermute
-from .placement import place_samples, solve_placement, transfer_costs
-from .residual_codec import sr_decode, sr_encode, sr_index_words, sr_wire_bytes
-from .row_map import RowMap, build_row_map, build_row_map_by_sample, row_map_from_sources
+from megatron_moe_opt.kernels.permute import permute, unpermute
+from megatron_moe_opt.kernels.placement import place_samples, solve_placement, transfer_costs
+from megatron_moe_opt.kernels.residual_codec import sr_decode, sr_encode, sr_index_words, sr_wire_bytes
+from megatron_moe_opt.kernels.row_map import RowMap, build_row_map, build_row_map_by_sample, row_map_from_sources
 
 __all__ = [
     "LANE_BYTES",

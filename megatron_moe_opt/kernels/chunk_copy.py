@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
-from .extension import load_extension
-from .streams import to_device
+from megatron_moe_opt.kernels.extension import load_extension
+from megatron_moe_opt.kernels.streams import to_device
 
 _C = load_extension()
 

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from .extension import load_extension
-from .permute import UnpermuteRows
-from .row_map import RowMap
+from megatron_moe_opt.kernels.extension import load_extension
+from megatron_moe_opt.kernels.permute import UnpermuteRows
+from megatron_moe_opt.kernels.row_map import RowMap
 
 _C = load_extension()
 

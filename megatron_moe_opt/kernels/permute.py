@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from .extension import load_extension
-from .row_map import RowMap, build_row_map, row_map_from_sources
-from .streams import has_streams
+from megatron_moe_opt.kernels.extension import load_extension
+from megatron_moe_opt.kernels.row_map import RowMap, build_row_map, row_map_from_sources
+from megatron_moe_opt.kernels.streams import has_streams
 
 _C = load_extension()
 

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import torch
 
-from .chunk_copy import ChunkList
-from .residual_codec import BLOCK_ELEMENTS
+from megatron_moe_opt.kernels.chunk_copy import ChunkList
+from megatron_moe_opt.kernels.residual_codec import BLOCK_ELEMENTS
 
 
 def routed_pairs(routing_map: torch.Tensor, capacity: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 import torch
 
-from .extension import load_extension
-from .streams import has_streams
+from megatron_moe_opt.kernels.extension import load_extension
+from megatron_moe_opt.kernels.streams import has_streams
 
 _C = load_extension()
 

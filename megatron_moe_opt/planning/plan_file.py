@@ -10,10 +10,9 @@ from typing import Any
 
 from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.output_file import write_text_whole
-
-from .cluster import facts
-from .json_places import Place
-from .prediction import Prediction
+from megatron_moe_opt.planning.costs.cluster import facts
+from megatron_moe_opt.planning.json_places import Place
+from megatron_moe_opt.planning.predicting.prediction import Prediction
 
 FORMAT = "megatron-moe-opt plan"
 VERSION = 1

@@ -11,12 +11,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from megatron_moe_opt.errors import ConfigurationError
+from megatron_moe_opt.planning.costs.cluster import STOCK, Cluster
+from megatron_moe_opt.planning.predicting.layer_on_cluster import LayerOnCluster
+from megatron_moe_opt.planning.predicting.layer_workload import LayerWorkload
+from megatron_moe_opt.planning.predicting.prediction import ALLTOALL, Prediction, Refusal
 from megatron_moe_opt.systems import SYSTEMS
-
-from .cluster import STOCK, Cluster
-from .layer_on_cluster import LayerOnCluster
-from .layer_workload import LayerWorkload
-from .prediction import ALLTOALL, Prediction, Refusal
 
 WINS_BY = 0.03
 """What takes less than stock by a smaller part of stock's time cannot be told from it: stock is taken."""

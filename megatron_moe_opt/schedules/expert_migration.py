@@ -14,8 +14,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from .pipeline import Stage, one_by_one
-from .schedule import Kind, Lane, Op, Schedule
+from megatron_moe_opt.schedules.pipeline import Stage, one_by_one
+from megatron_moe_opt.schedules.schedule import Kind, Lane, Op, Schedule
 
 
 def role(level: int) -> str:

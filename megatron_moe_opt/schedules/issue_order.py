@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
 
-from .schedule import Kind, Lane, Op
+from megatron_moe_opt.schedules.schedule import Kind, Lane, Op
 
 SECONDS = {
     Kind.PERMUTE: 0.1,

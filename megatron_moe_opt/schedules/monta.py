@@ -14,8 +14,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from .pipeline import ChunkBytes, Stage, chunk_by_chunk
-from .schedule import Kind, Lane, Schedule
+from megatron_moe_opt.schedules.pipeline import ChunkBytes, Stage, chunk_by_chunk
+from megatron_moe_opt.schedules.schedule import Kind, Lane, Schedule
 
 LEVELS = ("O1", "O2", "O3")
 EP = "ep"

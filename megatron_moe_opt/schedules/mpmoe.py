@@ -27,9 +27,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from .monta import AllToAllAndGather
-from .pipeline import ChunkBytes, Pipeline, own_buffer
-from .schedule import Kind, Lane, Schedule
+from megatron_moe_opt.schedules.monta import AllToAllAndGather
+from megatron_moe_opt.schedules.pipeline import ChunkBytes, Pipeline, own_buffer
+from megatron_moe_opt.schedules.schedule import Kind, Lane, Schedule
 
 
 class Restore(Enum):

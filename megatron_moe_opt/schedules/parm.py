@@ -18,9 +18,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from .monta import EXPERT_TP
-from .pipeline import ChunkBytes, Pipeline, Stage, chunk_by_chunk, own_buffer
-from .schedule import Kind, Lane, Schedule
+from megatron_moe_opt.schedules.monta import EXPERT_TP
+from megatron_moe_opt.schedules.pipeline import ChunkBytes, Pipeline, Stage, chunk_by_chunk, own_buffer
+from megatron_moe_opt.schedules.schedule import Kind, Lane, Schedule
 
 SCHEDULES = ("S1", "S2")
 AAS = "AAS"  # S2, its AllGather after the whole all-to-all: what SAA is measured against

@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING
 
 from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.output_file import written_whole
-
-from .schedule import Kind, Op
-from .timeline import Timeline
+from megatron_moe_opt.schedules.schedule import Kind, Op
+from megatron_moe_opt.schedules.timeline import Timeline
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from .issue_order import in_issue_order
-from .schedule import Kind, Lane, Op, Schedule, ScheduleError
+from megatron_moe_opt.schedules.issue_order import in_issue_order
+from megatron_moe_opt.schedules.schedule import Kind, Lane, Op, Schedule, ScheduleError
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from .schedule import COLLECTIVES, Kind, Lane, Op, Schedule
+from megatron_moe_opt.schedules.schedule import COLLECTIVES, Kind, Lane, Op, Schedule
 
 _COMPUTING = frozenset({Kind.COMPUTE, Kind.GRADIENT})
 

@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_moe_opt.output_file import write_text_whole
-
-from .timeline import Part, Span, Timeline
+from megatron_moe_opt.schedules.timeline import Part, Span, Timeline
 
 _PARTS = "part"
 

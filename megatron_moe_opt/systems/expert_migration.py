@@ -10,12 +10,12 @@ from typing import Any
 
 from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.option_values import ALL, AUTO, FROM_0, FROM_0_OR_ALL, LIST, RATIO, one_of, or_auto
-from megatron_moe_opt.planning import expert_migration
-from megatron_moe_opt.planning.cluster import OURS, Cluster
-from megatron_moe_opt.planning.expert_migration import DomainChoice
-from megatron_moe_opt.planning.layer_on_cluster import LayerOnCluster
-from megatron_moe_opt.planning.layer_workload import LayerWorkload
-from megatron_moe_opt.planning.prediction import Prediction, Refusal
+from megatron_moe_opt.planning.costs.cluster import OURS, Cluster
+from megatron_moe_opt.planning.predicting import expert_migration
+from megatron_moe_opt.planning.predicting.expert_migration import DomainChoice
+from megatron_moe_opt.planning.predicting.layer_on_cluster import LayerOnCluster
+from megatron_moe_opt.planning.predicting.layer_workload import LayerWorkload
+from megatron_moe_opt.planning.predicting.prediction import Prediction, Refusal
 from megatron_moe_opt.schedules.schedule import Kind, Lane, Op
 from megatron_moe_opt.schedules.timeline import Timeline
 from megatron_moe_opt.systems.system import (
@@ -153,13 +153,13 @@ class MigrationOptions(SharedOptions):
 
 
 def _build(groups: Any, options: MigrationOptions, config: Any) -> Any:
-    from megatron_moe_opt.integration.expert_migration_layer import make_dispatcher
+    from megatron_moe_opt.integration.layer.expert_migration_layer import make_dispatcher
 
     return make_dispatcher(groups, options, config)
 
 
 def _attach(layer: Any, options: MigrationOptions) -> None:
-    from megatron_moe_opt.integration.expert_migration_layer import migrate_experts
+    from megatron_moe_opt.integration.layer.expert_migration_layer import migrate_experts
 
     migrate_experts(layer, options)
 

@@ -10,9 +10,9 @@ from typing import Any
 
 from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.option_values import AUTO, CHUNKS, one_of
-from megatron_moe_opt.planning.layer_on_cluster import LayerOnCluster
-from megatron_moe_opt.planning.monta import CHUNKS as CHUNK_COUNTS
-from megatron_moe_opt.planning.prediction import Prediction
+from megatron_moe_opt.planning.predicting.layer_on_cluster import LayerOnCluster
+from megatron_moe_opt.planning.predicting.monta import CHUNKS as CHUNK_COUNTS
+from megatron_moe_opt.planning.predicting.prediction import Prediction
 from megatron_moe_opt.schedules.monta import LEVELS, even_chunks
 from megatron_moe_opt.systems.system import (
     CHOOSES,

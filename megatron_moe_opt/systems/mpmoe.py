@@ -11,10 +11,10 @@ from typing import Any
 from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.option_values import AUTO, BYTES, one_of
 from megatron_moe_opt.option_values import PARTITIONS as SEVERAL_PARTITIONS
-from megatron_moe_opt.planning.layer_on_cluster import LayerOnCluster
-from megatron_moe_opt.planning.mpmoe_choice import candidate, setting
-from megatron_moe_opt.planning.partition_search import PARTITIONS
-from megatron_moe_opt.planning.prediction import Prediction
+from megatron_moe_opt.planning.choosing.mpmoe_choice import candidate, setting
+from megatron_moe_opt.planning.choosing.partition_search import PARTITIONS
+from megatron_moe_opt.planning.predicting.layer_on_cluster import LayerOnCluster
+from megatron_moe_opt.planning.predicting.prediction import Prediction
 from megatron_moe_opt.schedules.mpmoe import NONE, STRATEGIES
 from megatron_moe_opt.systems.system import (
     CHOOSES,
@@ -107,13 +107,13 @@ class MpmoeOptions(SharedOptions):
 def _build(groups: Any, options: MpmoeOptions, config: Any) -> Any:
     from megatron_moe_opt.dispatchers.mpmoe import MpmoeDispatcher
     from megatron_moe_opt.dispatchers.tuning import partitioning_of
-    from megatron_moe_opt.integration.layer_workload import layer_workload
+    from megatron_moe_opt.integration.layer.configured_workload import layer_workload
 
     return MpmoeDispatcher(groups, partitioning_of(options, groups, layer_workload(config, groups)))
 
 
 def _attach(layer: Any, options: MpmoeOptions) -> None:
-    from megatron_moe_opt.integration.mpmoe_layer import pipeline_experts
+    from megatron_moe_opt.integration.layer.mpmoe_layer import pipeline_experts
 
     pipeline_experts(layer, options)
 

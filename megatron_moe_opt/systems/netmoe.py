@@ -7,8 +7,8 @@ from dataclasses import replace
 from typing import Any
 
 from megatron_moe_opt.errors import ConfigurationError
-from megatron_moe_opt.planning.layer_on_cluster import LayerOnCluster
-from megatron_moe_opt.planning.prediction import Prediction, Refusal
+from megatron_moe_opt.planning.predicting.layer_on_cluster import LayerOnCluster
+from megatron_moe_opt.planning.predicting.prediction import Prediction, Refusal
 from megatron_moe_opt.schedules.schedule import COLLECTIVES, Op
 from megatron_moe_opt.systems.system import FLAG, Run, System, recomputed_modules
 
@@ -22,7 +22,7 @@ def _build(groups: Any, options: Any, config: Any) -> Any:
 
 
 def _attach(layer: Any, options: Any) -> None:
-    from megatron_moe_opt.integration.netmoe_layer import check_seams
+    from megatron_moe_opt.integration.layer.netmoe_layer import check_seams
 
     check_seams(layer, options)
 

@@ -9,10 +9,10 @@ from typing import Any
 
 from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.option_values import AUTO, one_of
-from megatron_moe_opt.planning import parm
-from megatron_moe_opt.planning.layer_on_cluster import LayerOnCluster
-from megatron_moe_opt.planning.monta import Pass
-from megatron_moe_opt.planning.prediction import Prediction, Refusal
+from megatron_moe_opt.planning.predicting import parm
+from megatron_moe_opt.planning.predicting.layer_on_cluster import LayerOnCluster
+from megatron_moe_opt.planning.predicting.monta import Pass
+from megatron_moe_opt.planning.predicting.prediction import Prediction, Refusal
 from megatron_moe_opt.schedules.monta import even_chunks
 from megatron_moe_opt.schedules.parm import AAS, SCHEDULES, combine, dispatch
 from megatron_moe_opt.schedules.schedule import Schedule
@@ -56,8 +56,8 @@ class ParmOptions(SharedOptions):
 def _build(groups: Any, options: ParmOptions, config: Any) -> Any:
     from megatron_moe_opt.dispatchers.parm import ParmDispatcher
     from megatron_moe_opt.dispatchers.parm_schedule import scheduling_of
-    from megatron_moe_opt.integration.layer_workload import layer_workload
-    from megatron_moe_opt.integration.replicated_tokens import drawn_by_each_rank
+    from megatron_moe_opt.integration.layer.configured_workload import layer_workload
+    from megatron_moe_opt.integration.layer.replicated_tokens import drawn_by_each_rank
 
     workload = layer_workload(config, groups)
     return ParmDispatcher(groups, scheduling_of(options, groups, workload, drawn_by_each_rank(config)))

@@ -16,8 +16,8 @@ from megatron_moe_opt.option_values import AUTO, FILE, SWITCH, Values
 
 if TYPE_CHECKING:
     from megatron_moe_opt.options import Options
-    from megatron_moe_opt.planning.layer_on_cluster import LayerOnCluster
-    from megatron_moe_opt.planning.prediction import Prediction, Refusal
+    from megatron_moe_opt.planning.predicting.layer_on_cluster import LayerOnCluster
+    from megatron_moe_opt.planning.predicting.prediction import Prediction, Refusal
     from megatron_moe_opt.topology.expert_groups import ExpertGroups
 
 PREFIX = "--moe-opt-"

@@ -28,8 +28,8 @@ from recipe import Flags, Recipe, read_recipe
 import megatron_moe_opt
 from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.options import split_options
-from megatron_moe_opt.planning.memory import BF16, FP32, BytesPerParameter, StageMemory, training_memory
-from megatron_moe_opt.planning.model import ModelShape, Parallel
+from megatron_moe_opt.planning.training.memory import BF16, FP32, BytesPerParameter, StageMemory, training_memory
+from megatron_moe_opt.planning.training.model import ModelShape, Parallel
 from megatron_moe_opt.topology.layouts import Layout
 
 PROGRAM = "check_recipe"

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_moe_opt.runtime.collectives import _exchange_on_gloo
+from megatron_moe_opt.runtime.engine.collectives import _exchange_on_gloo
 from tests.accelerator.clocks import Actor
 from tests.accelerator.communicators import Mismatch, meet
 from tests.accelerator.memory import tensors_in

@@ -23,8 +23,8 @@ from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispa
 from megatron_moe_opt.integration.host.devices import FACTORIES
 from megatron_moe_opt.kernels import streams as package_streams
 from megatron_moe_opt.kernels.extension import load_extension
-from megatron_moe_opt.runtime import collectives as package_collectives
-from megatron_moe_opt.runtime import communication_lane, executor
+from megatron_moe_opt.runtime.engine import collectives as package_collectives
+from megatron_moe_opt.runtime.engine import communication_lane, executor
 from tests.accelerator.clocks import Actor, Clock, Event, Stream, Streams, merge
 from tests.accelerator.collectives import Communicators, Findings
 from tests.accelerator.executor_library import run_on_streams

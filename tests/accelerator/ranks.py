@@ -15,8 +15,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megatron_moe_opt.runtime import executor, steps
-from megatron_moe_opt.runtime.executor import Executor
+from megatron_moe_opt.runtime.engine import executor, steps
+from megatron_moe_opt.runtime.engine.executor import Executor
 from tests.accelerator.executor_library import SoftwareExecutor, Work
 from tests.accelerator.makespans import LANES
 from tests.accelerator.software import CALLER, Adversary, Device, Queues

@@ -18,8 +18,8 @@ from megatron_moe_opt import kernels  # isort: skip
 from megatron_moe_opt.kernels import reference  # isort: skip
 from megatron_moe_opt.kernels.extension import load_extension  # isort: skip
 from megatron_moe_opt.kernels.row_map import row_map_from_sources  # isort: skip
-from megatron_moe_opt.runtime import steps  # isort: skip
-from megatron_moe_opt.runtime.executor import executor  # isort: skip
+from megatron_moe_opt.runtime.engine import steps  # isort: skip
+from megatron_moe_opt.runtime.engine.executor import executor  # isort: skip
 from megatron_moe_opt.schedules.schedule import Kind, Lane, Op, Schedule  # isort: skip
 from tests.unit.codec_cases import FILLS, check_decode, check_encode, pair  # isort: skip
 from tests.unit.permute_cases import DTYPES, PROB_DTYPES, random_map, relative_error  # isort: skip

@@ -21,10 +21,10 @@ import torch.distributed as dist
 
 from megatron_moe_opt import launch
 from megatron_moe_opt.dispatchers.sample_placement import LayerPlacement
-from megatron_moe_opt.integration.auto_layer import Controller
-from megatron_moe_opt.runtime import steps
-from megatron_moe_opt.runtime.communication_lane import HostLane
-from megatron_moe_opt.runtime.executor import Executor
+from megatron_moe_opt.integration.auto.auto_layer import Controller
+from megatron_moe_opt.runtime.engine import steps
+from megatron_moe_opt.runtime.engine.communication_lane import HostLane
+from megatron_moe_opt.runtime.engine.executor import Executor
 from megatron_moe_opt.schedules.schedule import Lane, Schedule
 from tests.faults.cases import STEPS, TIMEOUT_S, Fault
 from tests.ranks.dispatchers import config_of, flags_of, imitate_two_nodes, layout_of

@@ -20,7 +20,7 @@ SHARED = {"moe_shared_expert_intermediate_size": 32}
 
 def check(device, settings, dtype, dispatcher, options=None, tokens=128, steps=1):
     import megatron_moe_opt
-    from megatron_moe_opt.integration.moe_layer import build_layer
+    from megatron_moe_opt.integration.layer.moe_layer import build_layer
     from tests.ranks.megatron import moe_config, parallel
 
     with parallel():

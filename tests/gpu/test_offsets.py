@@ -10,7 +10,7 @@ import torch
 from megatron_moe_opt.kernels import ChunkList, row_map_from_sources
 from megatron_moe_opt.kernels.packed_rows import spread_rows, sum_packed_rows
 from megatron_moe_opt.kernels.row_map import RowMap
-from megatron_moe_opt.runtime import steps
+from megatron_moe_opt.runtime.engine import steps
 from tests.gpu import EMULATED
 
 PAST, WIDTH = 2**31, 64

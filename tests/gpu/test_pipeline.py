@@ -10,8 +10,8 @@ from torch.cuda._sanitizer import EventHandler
 from megatron_moe_opt import kernels
 from megatron_moe_opt.kernels import LANE_BYTES, ChunkList, build_row_map, permute_packed
 from megatron_moe_opt.kernels.streams import own_stream
-from megatron_moe_opt.runtime import steps
-from megatron_moe_opt.runtime.executor import LaneError, executor
+from megatron_moe_opt.runtime.engine import steps
+from megatron_moe_opt.runtime.engine.executor import LaneError, executor
 from megatron_moe_opt.schedules.schedule import Kind, Lane, Op, Schedule
 from tests.gpu import EMULATED, sized
 from tests.unit.permute_cases import equal_bits, random_map

@@ -9,10 +9,10 @@ import pytest
 from torch.distributed import distributed_c10d
 
 from megatron_moe_opt.options import Options
-from megatron_moe_opt.planning import expert_migration
-from megatron_moe_opt.planning.cluster import Cluster, ExpertGemm, World
+from megatron_moe_opt.planning.costs.cluster import Cluster, ExpertGemm, World
 from megatron_moe_opt.planning.plan_file import Plan
-from megatron_moe_opt.planning.prediction import Prediction
+from megatron_moe_opt.planning.predicting import expert_migration
+from megatron_moe_opt.planning.predicting.prediction import Prediction
 from megatron_moe_opt.schedules.parm import JOINT
 from megatron_moe_opt.schedules.schedule import Kind
 from tests.ranks.pool import RankFailure
@@ -52,8 +52,8 @@ def train(
         seconds: that steps of each variant are taken to take; what they take, without.
     """
     import megatron_moe_opt
-    from megatron_moe_opt.integration import auto_layer
-    from megatron_moe_opt.planning import trials
+    from megatron_moe_opt.integration.auto import auto_layer
+    from megatron_moe_opt.planning.choosing import trials
     from tests.ranks.gpt import gpt
     from tests.ranks.megatron import parallel
 
@@ -198,7 +198,7 @@ def train_by_own_file(folder: Path, groups_come_later: bool) -> dict[str, Any]:
     """
     import torch.distributed as dist
 
-    from megatron_moe_opt.integration.auto_layer import Controller
+    from megatron_moe_opt.integration.auto.auto_layer import Controller
 
     init = Controller.__init__
 

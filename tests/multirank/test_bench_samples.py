@@ -35,7 +35,7 @@ def tasteful_trace():
 def bench(tokens: int | None, dtype: str) -> Any:
     import megatron_moe_opt
     from megatron_moe_opt.cli.bench import samples as bench_samples
-    from megatron_moe_opt.integration import netmoe_layer
+    from megatron_moe_opt.integration.layer import netmoe_layer
 
     megatron_moe_opt.register()
     os.environ["GROUP_RANK"] = str(dist.get_rank() // 2)

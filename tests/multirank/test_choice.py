@@ -15,7 +15,7 @@ import torch.distributed as dist
 from megatron_moe_opt.cli.bench.split_half import noise_floor
 from megatron_moe_opt.cli.layer.settings import LayerSettings
 from megatron_moe_opt.options import Options
-from megatron_moe_opt.planning.cluster import Cluster, ExpertGemm, World
+from megatron_moe_opt.planning.costs.cluster import Cluster, ExpertGemm, World
 from megatron_moe_opt.schedules.schedule import Kind
 from tests.ranks.devices import rank_device
 from tests.ranks.pool import RankFailure, RankPool
@@ -36,7 +36,7 @@ def profile(tmp_path: Path) -> Path:
 def follow_token_counts(profile: Path, other_ranks_profile: Path) -> list[tuple[str, int]]:
     """What a layer uses in each of several passes with few tokens, many, many, few. `profile` is rank 0's."""
     import megatron_moe_opt
-    from megatron_moe_opt.integration.moe_layer import build_layer
+    from megatron_moe_opt.integration.layer.moe_layer import build_layer
     from tests.ranks.megatron import moe_config, parallel
 
     used = []
@@ -73,7 +73,7 @@ def test_ranks_choose_alike_and_again_when_the_token_count_changes(ranks, profil
 def build(profile: Path, **sizes: int) -> None:
     """A layer in groups of these sizes."""
     import megatron_moe_opt
-    from megatron_moe_opt.integration.moe_layer import build_layer
+    from megatron_moe_opt.integration.layer.moe_layer import build_layer
     from tests.ranks.megatron import moe_config, parallel
 
     megatron_moe_opt.register(Options(profile=profile))

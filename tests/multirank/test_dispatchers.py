@@ -71,7 +71,7 @@ def compare(
 ) -> dict[str, Any]:
     """On every rank: relative error of each result (norm of the difference over the norm), and if all are equal."""
     import megatron_moe_opt
-    from megatron_moe_opt.integration.moe_layer import build_layer
+    from megatron_moe_opt.integration.layer.moe_layer import build_layer
     from tests.ranks.megatron import moe_config, parallel
 
     with parallel(**layout):
@@ -205,7 +205,7 @@ def test_deepspeed_reference_is_within_the_contract_in_fp32(ranks, case):
 
 def one_layer(dispatcher: str) -> list[bytes]:
     """The bytes of output and gradients of one run."""
-    from megatron_moe_opt.integration.moe_layer import build_layer
+    from megatron_moe_opt.integration.layer.moe_layer import build_layer
     from tests.ranks.megatron import moe_config, parallel
 
     with parallel(tp=2, ep=2, etp=2):
@@ -220,7 +220,7 @@ def test_same_seed_same_bits(ranks):
 
 
 def state_names(dispatcher: str) -> list[tuple[str, tuple[int, ...]]]:
-    from megatron_moe_opt.integration.moe_layer import build_layer
+    from megatron_moe_opt.integration.layer.moe_layer import build_layer
     from tests.ranks.megatron import moe_config, parallel
 
     with parallel(tp=2, ep=2, etp=2):
@@ -239,7 +239,7 @@ def nan_alarms(cases: list[tuple[str, dict[str, Any]]]) -> list[bool]:
     """Whether each dispatcher's results are stock's where fresh memory is full of NaNs and autograd looks for them."""
     from unittest import mock
 
-    from megatron_moe_opt.runtime import row_layout
+    from megatron_moe_opt.runtime.rows import row_layout
 
     def not_numbers(shape: Any, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return torch.full(shape, torch.nan, dtype=dtype, device=device)

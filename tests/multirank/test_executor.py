@@ -12,9 +12,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_moe_opt.runtime import steps
-from megatron_moe_opt.runtime.executor import LaneError, executor
-from megatron_moe_opt.runtime.steps import Steps
+from megatron_moe_opt.runtime.engine import steps
+from megatron_moe_opt.runtime.engine.executor import LaneError, executor
+from megatron_moe_opt.runtime.engine.steps import Steps
 from megatron_moe_opt.schedules.schedule import COLLECTIVES, Kind, Lane, Op, Schedule, validate, validate_ranks
 from tests.ranks.devices import rank_device
 from tests.ranks.pool import RankFailure
@@ -264,7 +264,7 @@ def ranges() -> set[str]:
     from torch.profiler import ProfilerActivity, profile
 
     import megatron_moe_opt
-    from megatron_moe_opt.integration.moe_layer import build_layer
+    from megatron_moe_opt.integration.layer.moe_layer import build_layer
     from megatron_moe_opt.options import Options
     from tests.ranks.megatron import moe_config, parallel
 

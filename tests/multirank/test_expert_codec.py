@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from megatron_moe_opt.runtime.expert_codec import TrackedExperts, kept_entries
-from megatron_moe_opt.runtime.shared_expert import SharedExpert
+from megatron_moe_opt.runtime.travelling_experts.expert_codec import TrackedExperts, kept_entries
+from megatron_moe_opt.runtime.travelling_experts.mean_expert import MeanExpert
 
 LOCAL, RATIO = 2, 8.0
 NUMEL = 1003
@@ -38,7 +38,7 @@ def one_message(expert: torch.Tensor, base: torch.Tensor) -> torch.Tensor:
 def follow(dtype: torch.dtype, interval: int) -> None:
     """Six messages and, after a restart, as many again: what is held is what the rules say, bit for bit."""
     group, rank = dist.new_group(), dist.get_rank()
-    shared = SharedExpert(LOCAL, group, interval)
+    shared = MeanExpert(LOCAL, group, interval)
     codec = TrackedExperts(LOCAL, RATIO, shared)
     generator = torch.Generator().manual_seed(rank)
     experts = torch.randn(LOCAL, NUMEL, generator=generator).to(dtype)

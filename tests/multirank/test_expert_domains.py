@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 
 from megatron_moe_opt.options import Options
-from megatron_moe_opt.planning.cluster import Cluster, ExpertGemm, World
-from megatron_moe_opt.planning.expert_migration import KINDS, realisable_groups, role
+from megatron_moe_opt.planning.costs.cluster import Cluster, ExpertGemm, World
+from megatron_moe_opt.planning.predicting.expert_migration import KINDS, realisable_groups, role
 from megatron_moe_opt.schedules.schedule import Kind
 from tests.ranks.devices import rank_device
 from tests.ranks.pool import RankFailure
@@ -34,7 +34,7 @@ def save(file: Path, workers: tuple[int, ...] = LEVELS) -> Path:
 def chosen(profile: Path, numbers: tuple[int, ...] = (4, 2000), ratio: float | None = None) -> list[tuple[int, ...]]:
     """Domain sizes of layers whose first pass has so many tokens; gradients are compressed by the ratio."""
     import megatron_moe_opt
-    from megatron_moe_opt.integration.moe_layer import build_layer
+    from megatron_moe_opt.integration.layer.moe_layer import build_layer
     from tests.ranks.megatron import moe_config, parallel
 
     sizes = []

@@ -100,7 +100,7 @@ def test_what_arrived_and_what_is_kept_is_the_whole_gradient(ranks):
 
 def sent() -> dict[float | None, tuple[int, int]]:
     """Messages and bytes of gradients, by ratio."""
-    from megatron_moe_opt.runtime.traffic import TrafficCounter
+    from megatron_moe_opt.runtime.observed.traffic import TrafficCounter
     from megatron_moe_opt.topology.nodes import NodeMap
     from tests.ranks.megatron import parallel
 

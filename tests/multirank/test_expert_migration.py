@@ -116,7 +116,7 @@ def layers(
 ) -> tuple[list[Any], list[Any]]:
     """As many layers of stock `alltoall` as of ours, with equal weights; call it inside `parallel`."""
     import megatron_moe_opt
-    from megatron_moe_opt.integration.moe_layer import build_layer
+    from megatron_moe_opt.integration.layer.moe_layer import build_layer
     from tests.ranks.megatron import moe_config
 
     torch.manual_seed(11 + dist.get_rank())
@@ -148,7 +148,7 @@ def write_weights(layer: Any, factor: float) -> None:
 
 def gathers_of(step: Any) -> int:
     """Gathers of experts that this rank takes part in while `step` runs, over the levels."""
-    from megatron_moe_opt.runtime.traffic import TrafficCounter
+    from megatron_moe_opt.runtime.observed.traffic import TrafficCounter
     from megatron_moe_opt.topology.nodes import NodeMap
 
     groups = []
@@ -196,7 +196,7 @@ def slow_gathers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Gathers of experts take a while, on some ranks longer."""
     import time
 
-    from megatron_moe_opt.runtime import expert_communicator
+    from megatron_moe_opt.runtime.travelling_experts import expert_communicator
 
     gather = expert_communicator.start_all_gather_rows
 
@@ -298,8 +298,8 @@ def test_experts_beyond_the_bound_are_gathered_again(ranks, settings):
 def traffic(sizes: tuple[int, ...], levels: tuple[int, ...], nodes: tuple[int, ...]) -> dict[str, Any]:
     """Messages and bytes of a step by collective and group; and the copies a token a node would need."""
     import megatron_moe_opt
-    from megatron_moe_opt.integration.moe_layer import build_layer
-    from megatron_moe_opt.runtime.traffic import TrafficCounter
+    from megatron_moe_opt.integration.layer.moe_layer import build_layer
+    from megatron_moe_opt.runtime.observed.traffic import TrafficCounter
     from megatron_moe_opt.topology.nodes import NodeMap
     from tests.multirank.test_dispatchers import imposed_map, route_to
     from tests.ranks.megatron import moe_config, parallel
@@ -378,8 +378,8 @@ def test_layers_that_are_gone_are_not_sent(ranks):
 
 def order_of_returns() -> list[str]:
     """What is begun in the backward pass of a layer, in turn."""
-    from megatron_moe_opt.runtime import token_hops
-    from megatron_moe_opt.runtime.expert_communicator import ExpertCommunicator
+    from megatron_moe_opt.runtime.rows import token_hops
+    from megatron_moe_opt.runtime.travelling_experts.expert_communicator import ExpertCommunicator
     from tests.ranks.megatron import parallel
 
     seen: list[str] = []
@@ -412,7 +412,7 @@ def weights_read(recompute: bool) -> int:
     """How often a step of one micro-batch compares weights, after one in which experts were sent."""
     from megatron.core import tensor_parallel
 
-    from megatron_moe_opt.runtime.expert_weights import ExpertWeights
+    from megatron_moe_opt.runtime.travelling_experts.expert_weights import ExpertWeights
     from tests.ranks.megatron import parallel
 
     read, equal = [], ExpertWeights.equal
@@ -433,7 +433,7 @@ def test_weights_are_compared_once_however_often_a_pass_is_repeated(ranks):
 
 def grouped(recompute: bool) -> None:
     """TEGroupedMLP: one call for the experts of all owners, and results of stock."""
-    from megatron_moe_opt.integration import moe_layer
+    from megatron_moe_opt.integration.layer import moe_layer
     from tests.ranks.grouped_experts import with_grouped_experts
 
     with pytest.MonkeyPatch.context() as patch:
@@ -463,8 +463,8 @@ def test_experts_of_all_owners_are_one_grouped_call(ranks, recompute):
 
 def hooks_after_trials() -> tuple[int, int, int]:
     """Hooks on the experts of a layer before, with and after a dispatcher whose experts travelled compressed."""
-    from megatron_moe_opt.integration.moe_layer import build_layer
-    from megatron_moe_opt.integration.planned_layer import PlannedLayer
+    from megatron_moe_opt.integration.auto.planned_layer import PlannedLayer
+    from megatron_moe_opt.integration.layer.moe_layer import build_layer
     from megatron_moe_opt.integration.registry import _groups_of, _plug
     from megatron_moe_opt.topology.domain_groups import release_domain_groups
     from tests.ranks.megatron import moe_config, parallel
@@ -503,7 +503,7 @@ def coded_in(residuals: str) -> set[tuple[str, str]]:
     """What encodes and decodes experts that travel compressed, and in which threads."""
     import threading
 
-    from megatron_moe_opt.runtime import expert_codec
+    from megatron_moe_opt.runtime.travelling_experts import expert_codec
     from tests.ranks.megatron import parallel
 
     seen: set[tuple[str, str]] = set()

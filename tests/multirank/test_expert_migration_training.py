@@ -97,7 +97,7 @@ def test_experts_are_sent_when_an_optimizer_step_begins(ranks, bf16):
 
 def largest_weights() -> float:
     """What comes out with migrated experts as the codec gives them back; and by hand."""
-    from megatron_moe_opt.runtime.expert_codec import kept_entries
+    from megatron_moe_opt.runtime.travelling_experts.expert_codec import kept_entries
     from tests.ranks.megatron import parallel
 
     with parallel(ep=4):

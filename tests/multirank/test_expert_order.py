@@ -136,7 +136,7 @@ def test_settings_are_refused_when_the_model_is_built(ranks, tmp_path, dispatche
 
 def record(layout: dict, dispatcher: str, order: Path | None):
     """The trace of iterations 2 and 3 of three, on rank 0."""
-    from megatron_moe_opt.integration.routing_recorder import RoutingRecorder
+    from megatron_moe_opt.integration.observe.routing_recorder import RoutingRecorder
     from tests.ranks.gpt import TOKENS
     from tests.ranks.megatron import parallel
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from torch.utils.flop_counter import FlopCounterMode
 
-from megatron_moe_opt.planning.model import ModelShape
-from megatron_moe_opt.planning.throughput import flops_per_token
+from megatron_moe_opt.planning.training.model import ModelShape
+from megatron_moe_opt.planning.training.throughput import flops_per_token
 from tests.ranks.gpt import MICRO_BATCH, TOKENS, VOCAB, gpt
 from tests.ranks.megatron import parallel
 

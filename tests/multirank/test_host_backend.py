@@ -13,7 +13,7 @@ from megatron.core.tensor_parallel.mappings import (
     reduce_scatter_to_sequence_parallel_region,
 )
 
-from megatron_moe_opt.runtime.collectives import (
+from megatron_moe_opt.runtime.engine.collectives import (
     CollectiveError,
     all_gather_rows,
     all_to_all_rows,

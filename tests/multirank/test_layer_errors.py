@@ -9,7 +9,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from megatron_moe_opt.errors import LayerError
-from megatron_moe_opt.integration.moe_layer import build_layer
+from megatron_moe_opt.integration.layer.moe_layer import build_layer
 from tests.ranks.megatron import moe_config, parallel
 from tests.ranks.pool import RankPool
 

@@ -10,8 +10,8 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_layer_local_spec
 from megatron.core.transformer.spec_utils import build_module
 
-from megatron_moe_opt.planning.memory import layer_activations, state_memory
-from megatron_moe_opt.planning.model import ModelShape, Parallel, Parameters
+from megatron_moe_opt.planning.training.memory import layer_activations, state_memory
+from megatron_moe_opt.planning.training.model import ModelShape, Parallel, Parameters
 from tests.ranks.gpt import VOCAB, gpt
 from tests.ranks.megatron import moe_config, parallel
 

@@ -32,7 +32,7 @@ def inputs_of_experts(layer: Any) -> list[torch.Tensor]:
 def results_of(
     config: Any, weights: Any, hidden: torch.Tensor, routing: str | None
 ) -> tuple[Any, dict[str, torch.Tensor]]:
-    from megatron_moe_opt.integration.moe_layer import build_layer
+    from megatron_moe_opt.integration.layer.moe_layer import build_layer
 
     layer = build_layer(config)
     if weights is not None:
@@ -126,7 +126,7 @@ def test_bf16_in_chunks_is_within_the_contract(ranks, router_dtype):
 def pool_misses(steps: int) -> list[int]:
     """Buffers that had to be made anew in each step."""
     import megatron_moe_opt
-    from megatron_moe_opt.integration.moe_layer import build_layer
+    from megatron_moe_opt.integration.layer.moe_layer import build_layer
     from megatron_moe_opt.kernels import host_pool
     from tests.ranks.megatron import moe_config, parallel
 

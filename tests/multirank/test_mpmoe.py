@@ -51,7 +51,7 @@ def worst_errors(
 ) -> dict[tuple[int, str], tuple[float, str]]:
     """For each variant the largest relative error of a result (norm of the difference over the norm), and its name."""
     import megatron_moe_opt
-    from megatron_moe_opt.integration.moe_layer import build_layer
+    from megatron_moe_opt.integration.layer.moe_layer import build_layer
     from tests.ranks.megatron import moe_config, parallel
 
     rank = dist.get_rank()
@@ -107,12 +107,13 @@ class slow_copies:
         self.delay, self.turn = delay, 0
 
     def __enter__(self) -> None:
-        from megatron_moe_opt.runtime import expert_pipeline, host_copies
-        from megatron_moe_opt.runtime.expert_call import ExpertCall
+        from megatron_moe_opt.runtime.engine import offload
+        from megatron_moe_opt.runtime.through_experts import expert_pipeline
+        from megatron_moe_opt.runtime.through_experts.expert_call import ExpertCall
 
         self.places = [
-            (host_copies.HostCopyOf, "__init__"),
-            (host_copies.HostCopyOf, "to_device"),
+            (offload.HostCopyOf, "__init__"),
+            (offload.HostCopyOf, "to_device"),
             (ExpertCall, "forward"),
             (expert_pipeline.steps, "run_now"),
         ]
@@ -139,8 +140,8 @@ def frozen_experts(strategies: tuple[str, ...]) -> dict[str, tuple[float, int, i
     """By strategy: the largest error of a layer whose experts' first matrices are frozen; bytes that it and a layer
     that trains all of them copy to the host."""
     import megatron_moe_opt
-    from megatron_moe_opt.integration.moe_layer import build_layer
-    from megatron_moe_opt.runtime.host_copies import HOST_MEMORY
+    from megatron_moe_opt.integration.layer.moe_layer import build_layer
+    from megatron_moe_opt.runtime.engine.offload import HOST_MEMORY
     from tests.ranks.megatron import moe_config, parallel
 
     results = {}

@@ -51,7 +51,7 @@ def gradients_that_arrive(strategy: str) -> tuple[set[int], list[float]]:
     from megatron.core.tensor_parallel import layers
 
     import megatron_moe_opt
-    from megatron_moe_opt.integration.moe_layer import build_layer
+    from megatron_moe_opt.integration.layer.moe_layer import build_layer
     from tests.ranks.megatron import moe_config, parallel
 
     def add(rows: torch.Tensor, grad: torch.Tensor, main_grad: torch.Tensor) -> None:
@@ -98,7 +98,7 @@ def differing_counts() -> list[tuple[int, float]]:
     """Ranks with very different numbers of tokens, whose own numbers would make them choose differently."""
     import megatron_moe_opt
     from megatron_moe_opt.dispatchers.partitioning import Partitions
-    from megatron_moe_opt.integration.moe_layer import build_layer
+    from megatron_moe_opt.integration.layer.moe_layer import build_layer
     from tests.multirank.test_dispatchers import route_to
     from tests.ranks.megatron import moe_config, parallel
 
@@ -139,8 +139,8 @@ def held_after_a_pass(strategy: str) -> tuple[int, int]:
 
     import megatron_moe_opt
     from megatron_moe_opt.cli.layer.live_memory import LiveTensors
-    from megatron_moe_opt.integration.moe_layer import build_layer
-    from megatron_moe_opt.runtime.host_copies import HOST_MEMORY
+    from megatron_moe_opt.integration.layer.moe_layer import build_layer
+    from megatron_moe_opt.runtime.engine.offload import HOST_MEMORY
     from tests.ranks.megatron import moe_config, parallel
 
     with parallel(ep=4):

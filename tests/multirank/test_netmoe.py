@@ -188,7 +188,7 @@ def evaluated() -> tuple[bool, bool, float]:
     """Whether evaluating teaches the prediction nothing, whether a step repeats bit for bit, and the error in bf16."""
     import megatron_moe_opt
     from megatron_moe_opt.dispatchers import sample_placement
-    from megatron_moe_opt.integration.netmoe_layer import _dispatcher_of
+    from megatron_moe_opt.integration.layer.netmoe_layer import _dispatcher_of
     from tests.ranks.gpt import gpt
     from tests.ranks.megatron import parallel
 

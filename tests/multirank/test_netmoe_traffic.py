@@ -19,7 +19,7 @@ NODES = NodeMap((0, 0, 1, 1))
 
 def build(dispatcher: str, **settings: Any) -> Any:
     """A GPT on two nodes of two ranks."""
-    from megatron_moe_opt.integration import netmoe_layer
+    from megatron_moe_opt.integration.layer import netmoe_layer
     from tests.ranks.gpt import gpt
 
     os.environ["GROUP_RANK"] = str(dist.get_rank() // 2)
@@ -39,7 +39,7 @@ def forward(trained: Any) -> torch.Tensor:
 
 def sent(trained: Any) -> dict[str, int]:
     """Bytes of all ranks' all-to-alls in a forward pass, by link."""
-    from megatron_moe_opt.runtime.traffic import TrafficCounter
+    from megatron_moe_opt.runtime.observed.traffic import TrafficCounter
 
     with TrafficCounter(NODES) as counter:
         forward(trained)
@@ -47,7 +47,7 @@ def sent(trained: Any) -> dict[str, int]:
 
 
 def measure(settings: dict) -> dict[str, Any]:
-    from megatron_moe_opt.integration import reports
+    from megatron_moe_opt.integration.observe import reports
     from tests.ranks.megatron import parallel
 
     with parallel(ep=4):
@@ -127,7 +127,7 @@ def logged() -> tuple[list[str], list[tuple[str, float, int]]]:
     import io
     import sys
 
-    from megatron_moe_opt.integration import reports
+    from megatron_moe_opt.integration.observe import reports
     from tests.ranks.megatron import parallel
 
     scalars: list[tuple[str, float, int]] = []

@@ -46,7 +46,7 @@ def test_bf16_is_within_the_contract(ranks, layout):
 @contextmanager
 def phases_of_any_size() -> Iterator[None]:
     """Lets the few rows of a test come back peer by peer, as many do."""
-    from megatron_moe_opt.runtime import exchange_plan
+    from megatron_moe_opt.runtime.rows import exchange_plan
 
     least, exchange_plan.MIN_PHASE_BYTES = exchange_plan.MIN_PHASE_BYTES, 0
     try:
@@ -84,7 +84,7 @@ def compare_replicated(
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
     import megatron_moe_opt
-    from megatron_moe_opt.integration.moe_layer import build_layer
+    from megatron_moe_opt.integration.layer.moe_layer import build_layer
     from tests.ranks.megatron import moe_config, parallel
 
     tp = layout["tp"]
@@ -177,7 +177,7 @@ def test_split_after_the_gate_gives_what_sequence_parallelism_gives(ranks, dispa
 
 def one_routes_differently(layout: dict[str, int]) -> None:
     import megatron_moe_opt
-    from megatron_moe_opt.integration.moe_layer import build_layer
+    from megatron_moe_opt.integration.layer.moe_layer import build_layer
     from tests.ranks.megatron import moe_config, parallel
 
     megatron_moe_opt.register(Options(parm_schedule="S2"))
@@ -203,7 +203,7 @@ def test_tp_ranks_that_route_the_same_tokens_differently_say_so_together(ranks, 
 
 def odd_length() -> None:
     from megatron_moe_opt.errors import ConfigurationError
-    from megatron_moe_opt.integration.moe_layer import build_layer
+    from megatron_moe_opt.integration.layer.moe_layer import build_layer
     from tests.ranks.megatron import moe_config, parallel
 
     with parallel(tp=2, ep=2, etp=2):

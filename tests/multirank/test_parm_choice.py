@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_moe_opt.options import Options
-from megatron_moe_opt.planning.cluster import Cluster, World
+from megatron_moe_opt.planning.costs.cluster import Cluster, World
 from megatron_moe_opt.schedules.parm import JOINT
 from megatron_moe_opt.schedules.schedule import Kind
 from tests.ranks.pool import RankFailure
@@ -33,7 +33,7 @@ def save(file: Path, fast: str) -> Path:
 def chosen(profile: Path, other_ranks_profile: Path, tp: int, sequence_parallel: bool) -> tuple[str, str | None, float]:
     """Schedule and level of a layer that has run, and how far its output is from stock's choice of data."""
     import megatron_moe_opt
-    from megatron_moe_opt.integration.moe_layer import build_layer
+    from megatron_moe_opt.integration.layer.moe_layer import build_layer
     from tests.ranks.megatron import moe_config, parallel
 
     with parallel(tp=tp, ep=2, etp=2):
@@ -79,7 +79,7 @@ def test_ranks_choose_the_fastest_alike(ranks, tmp_path, fast, sequence_parallel
 def chosen_where_routing_is_drawn(profile: Path) -> tuple[str, str]:
     """The schedule of a layer that has run, and what is said at start."""
     import megatron_moe_opt
-    from megatron_moe_opt.integration.moe_layer import build_layer
+    from megatron_moe_opt.integration.layer.moe_layer import build_layer
     from tests.ranks.megatron import moe_config, parallel
 
     with parallel(tp=2, ep=2, etp=2):

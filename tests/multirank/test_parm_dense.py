@@ -53,7 +53,7 @@ def compare_with_dense(
 ) -> dict[str, float]:
     """Norm of the difference over the norm, of output, input gradient, router's and experts' gradients."""
     import megatron_moe_opt
-    from megatron_moe_opt.integration.moe_layer import build_layer
+    from megatron_moe_opt.integration.layer.moe_layer import build_layer
     from tests.ranks.megatron import moe_config, parallel
 
     tp, etp = layout["tp"], layout["etp"]

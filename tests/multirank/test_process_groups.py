@@ -71,7 +71,7 @@ def step(layer: Any) -> None:
 
 def layers_end() -> None:
     import megatron_moe_opt
-    from megatron_moe_opt.integration.moe_layer import build_layer
+    from megatron_moe_opt.integration.layer.moe_layer import build_layer
     from megatron_moe_opt.topology.domain_groups import release_domain_groups
     from tests.ranks.megatron import moe_config, parallel
 
@@ -125,7 +125,7 @@ def waits_for_experts(seconds: int) -> None:
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
     import megatron_moe_opt
-    from megatron_moe_opt.integration.moe_layer import build_layer
+    from megatron_moe_opt.integration.layer.moe_layer import build_layer
     from tests.ranks.megatron import moe_config
 
     parallel_state.initialize_model_parallel(expert_model_parallel_size=4, distributed_timeout_minutes=seconds / 60)

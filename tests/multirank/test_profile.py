@@ -9,11 +9,11 @@ from itertools import count
 import pytest
 import torch.distributed as dist
 
-from megatron_moe_opt.planning.cluster import Cluster, World
-from megatron_moe_opt.planning.layer_workload import LayerWorkload
-from megatron_moe_opt.planning.parm import predict
-from megatron_moe_opt.planning.simulator import simulate
-from megatron_moe_opt.planning.skew import EVERY_RANK, ONE_RANK
+from megatron_moe_opt.planning.costs.cluster import Cluster, World
+from megatron_moe_opt.planning.predicting.layer_workload import LayerWorkload
+from megatron_moe_opt.planning.predicting.parm import predict
+from megatron_moe_opt.planning.predicting.simulator import simulate
+from megatron_moe_opt.planning.predicting.skew import EVERY_RANK, ONE_RANK
 from megatron_moe_opt.schedules.parm import JOINT
 from megatron_moe_opt.schedules.schedule import Kind, Lane, Op, Schedule
 from tests.ranks.devices import rank_device

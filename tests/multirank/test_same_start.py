@@ -20,7 +20,7 @@ def build(dispatcher: str, ours: dict[str, Any], theirs: dict[str, Any]) -> None
     """A layer of each rank; `theirs` is what the odd rank is told: options, or fields of the configuration, or both."""
     import megatron_moe_opt
     from megatron_moe_opt.integration import start_facts
-    from megatron_moe_opt.integration.moe_layer import build_layer
+    from megatron_moe_opt.integration.layer.moe_layer import build_layer
     from tests.ranks.megatron import moe_config, parallel
 
     told = theirs if dist.get_rank() == ODD else ours

@@ -39,7 +39,7 @@ def on_accelerator(
 ) -> dict[str, Any]:
     """Two steps of two micro-batches in flight, on an accelerator; `errors` are against the same layer off it."""
     import megatron_moe_opt
-    from megatron_moe_opt.integration.moe_layer import build_layer
+    from megatron_moe_opt.integration.layer.moe_layer import build_layer
     from tests.accelerator.device import accelerator
     from tests.multirank.test_parm import phases_of_any_size
     from tests.ranks.megatron import moe_config, parallel

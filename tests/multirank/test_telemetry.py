@@ -29,8 +29,8 @@ LINKS = ("inter-node MB", "intra-node MB")
 def telemetry(every_pass: bool = True, **options: Any) -> Any:
     """Layers that are built inside are watched; ranks sit on two nodes."""
     import megatron_moe_opt
-    from megatron_moe_opt.integration import reports, telemetry_report
-    from megatron_moe_opt.runtime import layer_pass
+    from megatron_moe_opt.integration.observe import reports, telemetry_report
+    from megatron_moe_opt.runtime.observed import layer_pass
 
     reports.collect()  # what models of earlier tests left
     megatron_moe_opt.register(Options(telemetry=True, **options))
@@ -55,8 +55,8 @@ def totals(report: dict[int, dict[str, float]]) -> dict[str, float]:
 
 def model_step(dispatcher: str, settings: dict, options: dict) -> dict[str, Any]:
     """One step of a model of two layers: the report, the bytes of its all-to-alls, and the imbalance of its routing."""
-    from megatron_moe_opt.integration import reports
-    from megatron_moe_opt.runtime.traffic import TrafficCounter
+    from megatron_moe_opt.integration.observe import reports
+    from megatron_moe_opt.runtime.observed.traffic import TrafficCounter
     from tests.ranks.gpt import gpt
     from tests.ranks.megatron import parallel
 
@@ -144,9 +144,9 @@ def test_what_runs_again_or_elsewhere(ranks, dispatcher, settings, options):
 
 def layer_pass(dispatcher: str, layout: dict, settings: dict, then: str | None = None) -> dict[str, Any]:
     """A pass of one layer; `then` one more, under another dispatcher in its place."""
-    from megatron_moe_opt.integration import reports
-    from megatron_moe_opt.integration.moe_layer import build_layer
-    from megatron_moe_opt.runtime.traffic import TrafficCounter
+    from megatron_moe_opt.integration.layer.moe_layer import build_layer
+    from megatron_moe_opt.integration.observe import reports
+    from megatron_moe_opt.runtime.observed.traffic import TrafficCounter
     from tests.ranks.megatron import moe_config, parallel
 
     with parallel(**layout), telemetry():
@@ -200,8 +200,8 @@ def test_a_dispatcher_may_be_exchanged_between_passes(ranks):
 
 
 def bytes_of_allgather() -> dict[str, float]:
-    from megatron_moe_opt.integration import reports
-    from megatron_moe_opt.integration.moe_layer import build_layer
+    from megatron_moe_opt.integration.layer.moe_layer import build_layer
+    from megatron_moe_opt.integration.observe import reports
     from tests.ranks.megatron import moe_config, parallel
 
     with parallel(ep=4), telemetry():
@@ -217,7 +217,7 @@ def test_bytes_that_are_not_known_are_not_reported(ranks):
 
 def trained(layout: dict, every_pass: bool, **settings: Any) -> dict[str, Any]:
     """Losses of steps with and without telemetry, and its report."""
-    from megatron_moe_opt.integration import reports
+    from megatron_moe_opt.integration.observe import reports
     from tests.ranks.gpt import gpt
     from tests.ranks.megatron import parallel
 
@@ -249,7 +249,7 @@ def test_training_is_the_same_and_all_stages_report(ranks, layout, every_pass, s
 
 def logged() -> tuple[str, list[tuple[str, float, int]], list[dict[str, float]]]:
     """Lines, TensorBoard and W&B values of a training loop that logs every second iteration."""
-    from megatron_moe_opt.integration import reports
+    from megatron_moe_opt.integration.observe import reports
     from tests.ranks.gpt import gpt
     from tests.ranks.megatron import parallel
 

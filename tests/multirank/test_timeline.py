@@ -10,9 +10,9 @@ import torch.distributed as dist
 
 import megatron_moe_opt
 from megatron_moe_opt.cli.layer.settings import LayerSettings
-from megatron_moe_opt.planning.cluster import Cluster, ExpertGemm, World
-from megatron_moe_opt.planning.monta import PASSES
-from megatron_moe_opt.planning.simulator import simulate
+from megatron_moe_opt.planning.costs.cluster import Cluster, ExpertGemm, World
+from megatron_moe_opt.planning.predicting.monta import PASSES
+from megatron_moe_opt.planning.predicting.simulator import simulate
 from megatron_moe_opt.schedules.schedule import Kind, Lane
 from tests.ranks.commands import CURVES, group_of_the_pool
 from tests.ranks.devices import rank_device

@@ -11,8 +11,8 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 from torch.utils.checkpoint import checkpoint
 
-from megatron_moe_opt.runtime.collectives import all_gather_rows, reduce_scatter_rows
-from megatron_moe_opt.runtime.traffic import TrafficCounter, TrafficRow, count_sent, issued_as
+from megatron_moe_opt.runtime.engine.collectives import all_gather_rows, reduce_scatter_rows
+from megatron_moe_opt.runtime.observed.traffic import TrafficCounter, TrafficRow, count_sent, issued_as
 from megatron_moe_opt.topology.nodes import NodeMap, discover_nodes
 
 NODES = NodeMap((0, 0, 1, 1))
@@ -259,7 +259,7 @@ def _in_a_lane_beside():
     """What is reported of a collective in a lane is counted once, in the lane's thread as on its stream."""
     from unittest.mock import MagicMock
 
-    from megatron_moe_opt.runtime.communication_lane import HostLane, StreamLane
+    from megatron_moe_opt.runtime.engine.communication_lane import HostLane, StreamLane
 
     def submit(lane):
         count_sent("all_gather", dist.group.WORLD, [8] * 4)

@@ -14,10 +14,10 @@ import torch.distributed as dist
 from megatron_moe_opt.dispatchers.tuning import TURNS
 from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.options import split_options
-from megatron_moe_opt.planning.cluster import Cluster, ExpertGemm, World
-from megatron_moe_opt.planning.layer_workload import LayerWorkload
-from megatron_moe_opt.planning.partition_search import PARTITIONS
-from megatron_moe_opt.planning.partitioned_rows import activation_bytes, row_bytes
+from megatron_moe_opt.planning.choosing.partition_search import PARTITIONS
+from megatron_moe_opt.planning.costs.cluster import Cluster, ExpertGemm, World
+from megatron_moe_opt.planning.predicting.layer_workload import LayerWorkload
+from megatron_moe_opt.planning.predicting.partitioned_rows import activation_bytes, row_bytes
 from megatron_moe_opt.schedules.mpmoe import STRATEGIES
 from megatron_moe_opt.schedules.schedule import Kind
 from tests.ranks.pool import RankFailure
@@ -172,7 +172,7 @@ def tuned_layer(tokens_of_rank, most):
     forward pass without any. Rank 0 sends nothing.
     """
     import megatron_moe_opt
-    from megatron_moe_opt.integration.moe_layer import build_layer
+    from megatron_moe_opt.integration.layer.moe_layer import build_layer
     from megatron_moe_opt.options import Options
     from tests.multirank.test_mpmoe import relative_error, route_nothing
     from tests.ranks.megatron import moe_config, parallel
@@ -249,10 +249,10 @@ def test_what_there_is_to_choose_from(arguments, counts, strategies, tuner):
 def saved_and_expected(gated):
     """Bytes of a row that the experts' operations saved, and that the model takes for it."""
     import megatron_moe_opt
-    from megatron_moe_opt.integration.layer_workload import layer_workload
-    from megatron_moe_opt.integration.moe_layer import build_layer
+    from megatron_moe_opt.integration.layer.configured_workload import layer_workload
+    from megatron_moe_opt.integration.layer.moe_layer import build_layer
     from megatron_moe_opt.options import Options
-    from megatron_moe_opt.runtime.expert_call import Experts
+    from megatron_moe_opt.runtime.through_experts.expert_call import Experts
     from tests.ranks.megatron import moe_config, parallel
 
     made = []

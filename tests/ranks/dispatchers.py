@@ -8,7 +8,7 @@ from typing import Any
 
 from megatron_moe_opt.options import Options
 from megatron_moe_opt.planning.plan_file import Plan
-from megatron_moe_opt.planning.prediction import Prediction
+from megatron_moe_opt.planning.predicting.prediction import Prediction
 
 DISPATCHERS = ("monta", "parm", "netmoe", "mpmoe", "expert-migration", "auto")
 CANDIDATES = ("monta:O2x2", "alltoall", "monta:O1")

@@ -202,7 +202,7 @@ def _serve(pipe: Connection, rank: int, world: int, folder: Path) -> None:
 
 
 def _execute(case: bytes) -> Any:
-    from megatron_moe_opt.runtime import layer_place
+    from megatron_moe_opt.runtime.observed import layer_place
 
     function, kwargs = pickle.loads(case)
     layer_place._now = None  # errors of a case do not name the layers of the one before it

@@ -194,7 +194,7 @@ def check_data(prefix: Path, arguments: str = "") -> None:
 
 def test_routing_of_several_kinds_of_text_is_recorded(data: Path, text: Path, tmp_path: Path):
     """Two datasets, mixed sequence by sequence: every sample's kind is that of its tokens' dataset."""
-    from megatron_moe_opt.planning.routing_trace import read_routing_trace
+    from megatron_moe_opt.planning.traces.routing_trace import read_routing_trace
 
     for suffix in (".bin", ".idx"):
         shutil.copy(f"{data}{suffix}", tmp_path / f"other{suffix}")

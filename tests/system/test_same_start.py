@@ -24,7 +24,7 @@ import os
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
-from megatron_moe_opt.integration.moe_layer import build_layer
+from megatron_moe_opt.integration.layer.moe_layer import build_layer
 from tests.ranks.megatron import moe_config
 
 dist.init_process_group("gloo")

@@ -11,10 +11,10 @@ from megatron_moe_opt.cli.layer.recorded_step import RecordedStep
 from megatron_moe_opt.cli.layer.settings import LayerSettings
 from megatron_moe_opt.cli.report.measured_layer import DispatcherResult, LayerReport
 from megatron_moe_opt.cli.routing.balance import RoutingBalance
-from megatron_moe_opt.planning.curves import CostCurve, Costs
-from megatron_moe_opt.planning.monta import training_passes
-from megatron_moe_opt.planning.simulator import simulate
-from megatron_moe_opt.runtime.traffic import INTER_NODE, INTRA_NODE, TrafficRow
+from megatron_moe_opt.planning.costs.curves import CostCurve, Costs
+from megatron_moe_opt.planning.predicting.monta import training_passes
+from megatron_moe_opt.planning.predicting.simulator import simulate
+from megatron_moe_opt.runtime.observed.traffic import INTER_NODE, INTRA_NODE, TrafficRow
 from megatron_moe_opt.schedules import mpmoe
 from megatron_moe_opt.schedules.expert_migration import gathered, hop_back, hop_out
 from megatron_moe_opt.schedules.monta import even_chunks

@@ -12,15 +12,15 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 import megatron_moe_opt
 from megatron_moe_opt.errors import ConfigurationError
-from megatron_moe_opt.integration import auto_layer
-from megatron_moe_opt.integration.auto_layer import Controller, Seen, current_controller
+from megatron_moe_opt.integration.auto import auto_layer
+from megatron_moe_opt.integration.auto.auto_layer import Controller, Seen, current_controller
+from megatron_moe_opt.integration.auto.planned_layer import PlannedLayer
 from megatron_moe_opt.integration.optimizer_step import step_ended
-from megatron_moe_opt.integration.planned_layer import PlannedLayer
 from megatron_moe_opt.options import Options
-from megatron_moe_opt.planning.layer_workload import LayerWorkload
+from megatron_moe_opt.planning.choosing.trials import Trials
 from megatron_moe_opt.planning.plan_file import Plan
-from megatron_moe_opt.planning.prediction import Prediction
-from megatron_moe_opt.planning.trials import Trials
+from megatron_moe_opt.planning.predicting.layer_workload import LayerWorkload
+from megatron_moe_opt.planning.predicting.prediction import Prediction
 
 CANDIDATES = ("netmoe", "parm:S2", "expert-migration:2x4", "expert-migration:8", "mpmoe:2:S1", "monta:O2x2", "alltoall")
 

@@ -16,7 +16,7 @@ from megatron_moe_opt.cli.report.charts import (
     ticks,
     timeline_chart,
 )
-from megatron_moe_opt.planning.simulator import simulate
+from megatron_moe_opt.planning.predicting.simulator import simulate
 from megatron_moe_opt.schedules.timeline import one_after_another
 from tests.unit.schedule_cases import schedules
 

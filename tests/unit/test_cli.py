@@ -17,7 +17,7 @@ from rich.text import Text
 from megatron_moe_opt.cli.console import report_console
 from megatron_moe_opt.cli.main import app, main
 from megatron_moe_opt.errors import ConfigurationError, ExtensionError
-from megatron_moe_opt.planning.cluster import Cluster, World
+from megatron_moe_opt.planning.costs.cluster import Cluster, World
 from megatron_moe_opt.schedules.schedule import Kind
 from tools import bench_executor, bench_saa
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_moe_opt.errors import ConfigurationError
-from megatron_moe_opt.planning.cluster import MEGATRON_FLAGS, OUR_FLAGS, Cluster, ExpertGemm, World
+from megatron_moe_opt.planning.costs.cluster import MEGATRON_FLAGS, OUR_FLAGS, Cluster, ExpertGemm, World
 from megatron_moe_opt.planning.json_places import Place
 from megatron_moe_opt.schedules.schedule import Kind, Lane, Op
 

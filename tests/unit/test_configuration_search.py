@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_moe_opt.planning.configuration_search import EQUAL, ConfigurationSearch
-from megatron_moe_opt.planning.partition_search import PARTITIONS
+from megatron_moe_opt.planning.choosing.configuration_search import EQUAL, ConfigurationSearch
+from megatron_moe_opt.planning.choosing.partition_search import PARTITIONS
 
 REUSE = ("S1", "S2", "S3", "S4")
 ALL = ("none", *REUSE)

@@ -9,7 +9,7 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_moe_opt.planning.contenders import WORTH, contenders, median_within
+from megatron_moe_opt.planning.choosing.contenders import WORTH, contenders, median_within
 
 TIMES = st.lists(st.floats(0.1, 10), min_size=1, max_size=20)
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_moe_opt.errors import ConfigurationError
-from megatron_moe_opt.planning.curves import AlphaBeta, CostCurve, Costs
+from megatron_moe_opt.planning.costs.curves import AlphaBeta, CostCurve, Costs
 from megatron_moe_opt.schedules.schedule import Kind, Lane, Op
 
 CURVE = CostCurve(((100, 3.0), (200, 4.0), (400, 10.0)))

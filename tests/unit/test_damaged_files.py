@@ -21,10 +21,10 @@ import torch
 
 from megatron_moe_opt.cli.routing.workloads import load_trace
 from megatron_moe_opt.errors import ConfigurationError
-from megatron_moe_opt.planning.cluster import Cluster
-from megatron_moe_opt.planning.expert_order import ExpertOrder, read_expert_order, write_expert_order
+from megatron_moe_opt.planning.costs.cluster import Cluster
+from megatron_moe_opt.planning.offline.expert_order import ExpertOrder, read_expert_order, write_expert_order
 from megatron_moe_opt.planning.plan_file import Plan
-from megatron_moe_opt.planning.routing_trace import read_routing_trace, write_routing_trace
+from megatron_moe_opt.planning.traces.routing_trace import read_routing_trace, write_routing_trace
 from tests.unit.test_cluster_file import CLUSTER
 from tests.unit.test_plan_file import PLAN
 from tests.unit.trace_cases import random_trace

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_moe_opt.planning.equal_times import fewest_of_equal
+from megatron_moe_opt.planning.choosing.equal_times import fewest_of_equal
 
 CANDIDATES = st.lists(st.tuples(st.floats(1e-6, 10), st.sampled_from((1, 2, 4, 8))), min_size=1, max_size=12)
 

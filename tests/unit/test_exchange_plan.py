@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_moe_opt.kernels.row_map import cut_counts
-from megatron_moe_opt.runtime.exchange_plan import plan_exchange, plan_partitions
+from megatron_moe_opt.runtime.rows.exchange_plan import plan_exchange, plan_partitions
 
 
 def test_hand_computed_plan():

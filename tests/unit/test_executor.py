@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from megatron_moe_opt.dispatchers import sample_placement
-from megatron_moe_opt.runtime import steps
-from megatron_moe_opt.runtime.executor import LaneError, executor
+from megatron_moe_opt.runtime.engine import steps
+from megatron_moe_opt.runtime.engine.executor import LaneError, executor
 from megatron_moe_opt.schedules.schedule import Kind, Lane, Op, Schedule
 
 
@@ -47,7 +47,7 @@ FORKS = """
 import os, signal, sys, threading
 import torch
 from megatron_moe_opt.dispatchers.sample_placement import _learner, background
-from megatron_moe_opt.runtime.communication_lane import communication_lane
+from megatron_moe_opt.runtime.engine.communication_lane import communication_lane
 from tests.unit.test_executor import Lane, executor, schedule, steps
 
 def use():

@@ -7,9 +7,9 @@ import weakref
 import pytest
 import torch
 
-from megatron_moe_opt.runtime.expert_call import ExpertCall, Experts
-from megatron_moe_opt.runtime.expert_pipeline import _Sum
-from megatron_moe_opt.runtime.host_copies import HOST_MEMORY
+from megatron_moe_opt.runtime.engine.offload import HOST_MEMORY
+from megatron_moe_opt.runtime.through_experts.expert_call import ExpertCall, Experts
+from megatron_moe_opt.runtime.through_experts.expert_pipeline import _Sum
 from megatron_moe_opt.schedules.mpmoe import Restore
 
 ROWS, HIDDEN, MIDDLE = 12, 8, 20

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_moe_opt.runtime.expert_codec import TrackedExperts, kept_entries
+from megatron_moe_opt.runtime.travelling_experts.expert_codec import TrackedExperts, kept_entries
 
 DTYPES = (torch.float32, torch.bfloat16)
 
@@ -42,7 +42,7 @@ def test_steps_that_overflow_arrive():
 
 
 class MovingExpert:
-    """In the place of a SharedExpert: moves at random, or not at all."""
+    """In the place of a MeanExpert: moves at random, or not at all."""
 
     interval = 1
 
@@ -50,13 +50,13 @@ class MovingExpert:
         self.generator, self.is_first = generator, True
 
     def move(self, experts: torch.Tensor) -> torch.Tensor | None:
-        """As SharedExpert.move."""
+        """As MeanExpert.move."""
         moves = self.is_first or torch.rand((), generator=self.generator) < 0.5
         self.is_first = False
         return torch.randn(experts.size(1), generator=self.generator) if moves else None
 
     def restart(self) -> None:
-        """As SharedExpert.restart."""
+        """As MeanExpert.restart."""
         self.is_first = True
 
 

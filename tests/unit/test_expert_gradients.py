@@ -6,8 +6,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_moe_opt.runtime.expert_codec import ResidualMessages
-from megatron_moe_opt.runtime.expert_gradients import CompressedGradients, encode, sum_messages
+from megatron_moe_opt.runtime.travelling_experts.expert_codec import ResidualMessages
+from megatron_moe_opt.runtime.travelling_experts.expert_gradients import CompressedGradients, encode, sum_messages
 
 DTYPES = (torch.float32, torch.bfloat16)
 

@@ -9,16 +9,16 @@ import pytest
 
 from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.kernels import place_samples, solve_placement
-from megatron_moe_opt.planning.expert_grouping import group_experts
-from megatron_moe_opt.planning.expert_order import (
+from megatron_moe_opt.planning.offline.expert_grouping import group_experts
+from megatron_moe_opt.planning.offline.expert_order import (
     ExpertOrder,
     order_of_layer,
     read_expert_order,
     stock_devices,
     write_expert_order,
 )
-from megatron_moe_opt.planning.routing_generator import generate_routing
-from megatron_moe_opt.planning.routing_replay import replay
+from megatron_moe_opt.planning.traces.routing_generator import generate_routing
+from megatron_moe_opt.planning.traces.routing_replay import replay
 from tests.unit.trace_cases import planted_trace, random_trace
 
 TASTE = {"node_taste": 1.5, "taste": 2.0}

@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_moe_opt.errors import ConfigurationError
-from megatron_moe_opt.planning.curves import CostCurve, Costs
-from megatron_moe_opt.planning.expert_migration import (
+from megatron_moe_opt.planning.costs.curves import CostCurve, Costs
+from megatron_moe_opt.planning.predicting.expert_migration import (
     Link,
     MigrationLayer,
     StreamPass,
@@ -23,8 +23,8 @@ from megatron_moe_opt.planning.expert_migration import (
     stock_seconds,
     stock_sent,
 )
-from megatron_moe_opt.planning.simulator import simulate
-from megatron_moe_opt.planning.stream_model import Stream
+from megatron_moe_opt.planning.predicting.simulator import simulate
+from megatron_moe_opt.planning.predicting.stream_model import Stream
 from megatron_moe_opt.schedules.schedule import Kind, Lane, Op, Schedule
 from megatron_moe_opt.topology.domains import ExpertDomains, realisable
 

@@ -9,7 +9,7 @@ import types
 import pytest
 
 from megatron_moe_opt.errors import ConfigurationError
-from megatron_moe_opt.integration.expert_order import check_expert_order
+from megatron_moe_opt.integration.layer.ordered_experts import check_expert_order
 from megatron_moe_opt.options import split_options
 
 CONFIG = {"num_moe_experts": 4, "expert_model_parallel_size": 2, "moe_grouped_gemm": False, "mtp_num_layers": None}

@@ -17,9 +17,10 @@ RANK = """
 import os, signal, sys, threading, time
 import torch
 import torch.distributed as dist
-from megatron_moe_opt.runtime import failure_board, steps
-from megatron_moe_opt.runtime.executor import executor
-from megatron_moe_opt.runtime.layer_place import Place, passing
+from megatron_moe_opt.runtime.job import failure_board
+from megatron_moe_opt.runtime.engine import steps
+from megatron_moe_opt.runtime.engine.executor import executor
+from megatron_moe_opt.runtime.observed.layer_place import Place, passing
 from megatron_moe_opt.schedules.schedule import Kind, Lane, Op, Schedule
 rank, fault = int(os.environ["RANK"]), sys.argv[1]
 dist.init_process_group("gloo")

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megatron_moe_opt.dispatchers import say
-from megatron_moe_opt.planning.gpu_settings import differences, gpu_settings, needless_queue
+from megatron_moe_opt.planning.costs.gpu_settings import differences, gpu_settings, needless_queue
 
 ENVIRONMENT = {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "NCCL_ALGO": "Ring", "NCCL_DEBUG_FILE": "x", "PATH": "/bin"}
 

@@ -9,8 +9,9 @@ import pytest
 import torch.distributed as dist
 
 from megatron_moe_opt.dispatchers import tuning
-from megatron_moe_opt.integration import netmoe_layer, telemetry_report
-from megatron_moe_opt.planning.layer_workload import LayerWorkload
+from megatron_moe_opt.integration.layer import netmoe_layer
+from megatron_moe_opt.integration.observe import telemetry_report
+from megatron_moe_opt.planning.predicting.layer_workload import LayerWorkload
 from megatron_moe_opt.topology import domain_groups
 from megatron_moe_opt.topology.expert_groups import ExpertGroups
 

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_moe_opt.runtime.hop_plan import DomainTables
+from megatron_moe_opt.runtime.rows.hop_plan import DomainTables
 from megatron_moe_opt.topology.domains import ExpertDomains
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_moe_opt.planning.curves import CostCurve, Costs
-from megatron_moe_opt.planning.simulator import simulate
+from megatron_moe_opt.planning.costs.curves import CostCurve, Costs
+from megatron_moe_opt.planning.predicting.simulator import simulate
 from megatron_moe_opt.schedules.expert_migration import gathered, hop_back, hop_out, returned, role
 from megatron_moe_opt.schedules.schedule import Kind, Lane, validate, validate_ranks
 

@@ -9,12 +9,12 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from megatron_moe_opt.errors import ConfigurationError
-from megatron_moe_opt.planning import expert_migration, parm
-from megatron_moe_opt.planning.described_cluster import describe, levels_of_ep
-from megatron_moe_opt.planning.expert_migration import realisable_groups
-from megatron_moe_opt.planning.known_clusters import A800_IB200, GB, KNOWN_CLUSTERS, MB, PCIE, TWO_DATA_CENTRES
-from megatron_moe_opt.planning.layer_workload import LayerWorkload
+from megatron_moe_opt.planning.costs.described_cluster import describe, levels_of_ep
+from megatron_moe_opt.planning.costs.known_clusters import A800_IB200, GB, KNOWN_CLUSTERS, MB, PCIE, TWO_DATA_CENTRES
 from megatron_moe_opt.planning.planner import candidates
+from megatron_moe_opt.planning.predicting import expert_migration, parm
+from megatron_moe_opt.planning.predicting.expert_migration import realisable_groups
+from megatron_moe_opt.planning.predicting.layer_workload import LayerWorkload
 from megatron_moe_opt.schedules.parm import JOINT, TP
 from megatron_moe_opt.schedules.schedule import Kind
 from megatron_moe_opt.topology.layouts import Layout

@@ -12,7 +12,7 @@ SCRIPT = """
 import os, signal, sys, tempfile, time
 import torch
 import torch.distributed as dist
-from megatron_moe_opt.runtime import collectives, communication_lane
+from megatron_moe_opt.runtime.engine import collectives, communication_lane
 
 communication_lane.END_S = 0.3
 signal.signal(signal.SIGINT, signal.default_int_handler)  # which shells have their background jobs ignore

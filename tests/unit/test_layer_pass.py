@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_moe_opt.runtime import layer_pass
-from megatron_moe_opt.runtime.layer_pass import MOST, STRIDE, Direction, HostClock, Samples, Times
+from megatron_moe_opt.runtime.observed import layer_pass
+from megatron_moe_opt.runtime.observed.layer_pass import MOST, STRIDE, Direction, HostClock, Samples, Times
 
 
 def direction(calls: list[tuple[int, float]], is_backward: bool = False) -> Direction:
@@ -89,7 +89,7 @@ def values(exposed: float, **more: float) -> dict[str, float]:
 
 
 def test_the_table_names_the_worst_layers_and_the_mean_of_all():
-    from megatron_moe_opt.integration import telemetry_report
+    from megatron_moe_opt.integration.observe import telemetry_report
 
     layers = {number: values(exposed=number % 10 / 10) for number in range(1, 62)}
     lines = telemetry_report.lines(layers)

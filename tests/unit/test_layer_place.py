@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from megatron_moe_opt.errors import LayerError
-from megatron_moe_opt.runtime.communication_lane import communication_lane
-from megatron_moe_opt.runtime.layer_place import Place, belonging_to, describe_place, enter, leave, passing
+from megatron_moe_opt.runtime.engine.communication_lane import communication_lane
+from megatron_moe_opt.runtime.observed.layer_place import Place, belonging_to, describe_place, enter, leave, passing
 
 
 def test_backward_runs_forward_again_inside_of_it():

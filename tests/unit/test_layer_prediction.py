@@ -10,7 +10,7 @@ import pytest
 from megatron_moe_opt.cli.layer.predicted import predict_layer, workload_of
 from megatron_moe_opt.cli.layer.settings import LayerSettings
 from megatron_moe_opt.cli.routing.balance import RoutingBalance
-from megatron_moe_opt.planning.cluster import Cluster, ExpertGemm, World
+from megatron_moe_opt.planning.costs.cluster import Cluster, ExpertGemm, World
 from megatron_moe_opt.planning.planner import candidates
 from megatron_moe_opt.schedules.schedule import Kind
 from megatron_moe_opt.variants import whole_variant

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_moe_opt.errors import ConfigurationError
-from megatron_moe_opt.planning.memory import (
+from megatron_moe_opt.planning.training.memory import (
     RECOMPUTE,
     BytesPerParameter,
     layer_activations,
@@ -15,7 +15,7 @@ from megatron_moe_opt.planning.memory import (
     state_memory,
     training_memory,
 )
-from megatron_moe_opt.planning.model import ModelShape, Parallel
+from megatron_moe_opt.planning.training.model import ModelShape, Parallel
 
 SHAPE = ModelShape(layers=8, hidden=1024, heads=16, vocabulary=32000, experts=8, topk=2, ffn=4096)
 

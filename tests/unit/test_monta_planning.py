@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_moe_opt.errors import ConfigurationError
-from megatron_moe_opt.planning.curves import CostCurve, Costs
-from megatron_moe_opt.planning.monta import (
+from megatron_moe_opt.planning.costs.curves import CostCurve, Costs
+from megatron_moe_opt.planning.predicting.monta import (
     Choice,
     ChoiceByRows,
     Pass,
@@ -20,7 +20,7 @@ from megatron_moe_opt.planning.monta import (
     stage_seconds,
     training_passes,
 )
-from megatron_moe_opt.planning.simulator import simulate
+from megatron_moe_opt.planning.predicting.simulator import simulate
 from megatron_moe_opt.schedules import monta
 from megatron_moe_opt.schedules.monta import LEVELS
 from megatron_moe_opt.schedules.schedule import Kind, Lane

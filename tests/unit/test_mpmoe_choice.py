@@ -10,20 +10,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_moe_opt.errors import ConfigurationError
-from megatron_moe_opt.planning.cluster import Cluster, ExpertGemm, World
-from megatron_moe_opt.planning.equal_times import EQUAL_WITHIN
-from megatron_moe_opt.planning.expert_costs import costs_with_experts
-from megatron_moe_opt.planning.layer_workload import LayerWorkload
-from megatron_moe_opt.planning.mpmoe_choice import (
+from megatron_moe_opt.planning.choosing.equal_times import EQUAL_WITHIN
+from megatron_moe_opt.planning.choosing.mpmoe_choice import (
     choices,
     choose,
     least_partitions,
     predict,
     refuse_budget,
 )
-from megatron_moe_opt.planning.partition_search import PARTITIONS
-from megatron_moe_opt.planning.partitioned_rows import activation_bytes
-from megatron_moe_opt.planning.simulator import simulate
+from megatron_moe_opt.planning.choosing.partition_search import PARTITIONS
+from megatron_moe_opt.planning.costs.cluster import Cluster, ExpertGemm, World
+from megatron_moe_opt.planning.costs.expert_costs import costs_with_experts
+from megatron_moe_opt.planning.predicting.layer_workload import LayerWorkload
+from megatron_moe_opt.planning.predicting.partitioned_rows import activation_bytes
+from megatron_moe_opt.planning.predicting.simulator import simulate
 from megatron_moe_opt.schedules import mpmoe
 from megatron_moe_opt.schedules.mpmoe import STRATEGIES, PartitionRows, RowBytes
 from megatron_moe_opt.schedules.schedule import Kind, Lane

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_moe_opt.planning.simulator import simulate
+from megatron_moe_opt.planning.predicting.simulator import simulate
 from megatron_moe_opt.schedules.schedule import Kind, Lane, Op, Schedule
 from tools.mpmoe_formulas import LayerElements, paradigm_1, paradigm_2, paradigm_3, paradigm_seconds
 

@@ -1,4 +1,4 @@
-"""planning/netmoe.py: the paper's examples, and brute force."""
+"""planning/predicting/netmoe.py: the paper's examples, and brute force."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_moe_opt.kernels import place_samples
-from megatron_moe_opt.planning.netmoe import (
+from megatron_moe_opt.planning.predicting.netmoe import (
     WINDOW,
     WINDOW_PASSES,
     NextLayerPrediction,

@@ -13,10 +13,10 @@ import pytest
 
 from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.output_file import check_output_file, check_output_folder, write_text_whole, written_whole
-from megatron_moe_opt.planning.cluster import Cluster, World
-from megatron_moe_opt.planning.expert_order import ExpertOrder, write_expert_order
+from megatron_moe_opt.planning.costs.cluster import Cluster, World
+from megatron_moe_opt.planning.offline.expert_order import ExpertOrder, write_expert_order
 from megatron_moe_opt.planning.plan_file import Plan
-from megatron_moe_opt.planning.routing_trace import write_routing_trace
+from megatron_moe_opt.planning.traces.routing_trace import write_routing_trace
 from megatron_moe_opt.schedules.trace import write_trace
 from tests.unit.trace_cases import random_trace
 

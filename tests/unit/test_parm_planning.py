@@ -10,11 +10,11 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from megatron_moe_opt.errors import ConfigurationError
-from megatron_moe_opt.planning import monta
-from megatron_moe_opt.planning.cluster import Cluster, World
-from megatron_moe_opt.planning.curves import AlphaBeta
-from megatron_moe_opt.planning.layer_workload import LayerWorkload
-from megatron_moe_opt.planning.parm import ParmChoice, ParmFits, algorithm_1, choices, choose, predict
+from megatron_moe_opt.planning.costs.cluster import Cluster, World
+from megatron_moe_opt.planning.costs.curves import AlphaBeta
+from megatron_moe_opt.planning.predicting import monta
+from megatron_moe_opt.planning.predicting.layer_workload import LayerWorkload
+from megatron_moe_opt.planning.predicting.parm import ParmChoice, ParmFits, algorithm_1, choices, choose, predict
 from megatron_moe_opt.schedules.parm import JOINT
 from megatron_moe_opt.schedules.schedule import Kind, Lane
 

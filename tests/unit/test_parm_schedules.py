@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_moe_opt.planning.simulator import simulate
+from megatron_moe_opt.planning.predicting.simulator import simulate
 from megatron_moe_opt.schedules.monta import ChunkBytes
 from megatron_moe_opt.schedules.parm import EXPERT_TP, JOINT, TP, combine, combine_and_gather, dispatch
 from megatron_moe_opt.schedules.schedule import Kind, Lane, validate, validate_ranks

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_moe_opt.planning.contenders import contenders
-from megatron_moe_opt.planning.partition_search import PARTITIONS, PartitionSearch
+from megatron_moe_opt.planning.choosing.contenders import contenders
+from megatron_moe_opt.planning.choosing.partition_search import PARTITIONS, PartitionSearch
 
 token_counts = st.lists(st.integers(0, 10**6), min_size=1, max_size=12)
 

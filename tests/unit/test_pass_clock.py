@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_moe_opt.runtime.layer_pass import HostClock
-from megatron_moe_opt.runtime.pass_clock import PassClock
+from megatron_moe_opt.runtime.engine.pass_clock import PassClock
+from megatron_moe_opt.runtime.observed.layer_pass import HostClock
 
 
 @pytest.fixture

@@ -12,17 +12,17 @@ import pytest
 from megatron_moe_opt.cli.main import main
 from megatron_moe_opt.cli.plan import report as plan_report
 from megatron_moe_opt.options import split_options
-from megatron_moe_opt.planning import parm
-from megatron_moe_opt.planning.described_cluster import describe
-from megatron_moe_opt.planning.known_clusters import H100_IB400, KNOWN_CLUSTERS, PCIE
-from megatron_moe_opt.planning.known_models import KNOWN_MODELS, MONTA_CHOICES
-from megatron_moe_opt.planning.layer_workload import LayerWorkload
-from megatron_moe_opt.planning.memory import training_memory
-from megatron_moe_opt.planning.model import Parallel
+from megatron_moe_opt.planning.costs.described_cluster import describe
+from megatron_moe_opt.planning.costs.known_clusters import H100_IB400, KNOWN_CLUSTERS, PCIE
 from megatron_moe_opt.planning.plan_file import Plan
 from megatron_moe_opt.planning.planner import best, candidates
-from megatron_moe_opt.planning.prediction import ALLTOALL
-from megatron_moe_opt.planning.throughput import throughput
+from megatron_moe_opt.planning.predicting import parm
+from megatron_moe_opt.planning.predicting.layer_workload import LayerWorkload
+from megatron_moe_opt.planning.predicting.prediction import ALLTOALL
+from megatron_moe_opt.planning.training.known_models import KNOWN_MODELS, MONTA_CHOICES
+from megatron_moe_opt.planning.training.memory import training_memory
+from megatron_moe_opt.planning.training.model import Parallel
+from megatron_moe_opt.planning.training.throughput import throughput
 from megatron_moe_opt.schedules.parm import JOINT
 from megatron_moe_opt.schedules.schedule import Kind
 from megatron_moe_opt.topology.layouts import Layout

@@ -9,7 +9,7 @@ import pytest
 
 from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.planning.plan_file import Plan
-from megatron_moe_opt.planning.prediction import Prediction
+from megatron_moe_opt.planning.predicting.prediction import Prediction
 
 CANDIDATES = (
     Prediction("mpmoe:2", 1e-3, 5e-4, 1e6, 2e6, 4096, {"pipeline with experts": 1e-3}),

@@ -9,12 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_moe_opt.errors import ConfigurationError
-from megatron_moe_opt.planning import expert_migration, monta, mpmoe_choice
-from megatron_moe_opt.planning.cluster import OURS, STOCK, Cluster, ExpertGemm, World
-from megatron_moe_opt.planning.layer_workload import LayerWorkload, resident_part
-from megatron_moe_opt.planning.monta import training_passes
+from megatron_moe_opt.planning.choosing import mpmoe_choice
+from megatron_moe_opt.planning.costs.cluster import OURS, STOCK, Cluster, ExpertGemm, World
 from megatron_moe_opt.planning.planner import best, candidates
-from megatron_moe_opt.planning.prediction import ALLTOALL, Prediction
+from megatron_moe_opt.planning.predicting import expert_migration, monta
+from megatron_moe_opt.planning.predicting.layer_workload import LayerWorkload, resident_part
+from megatron_moe_opt.planning.predicting.monta import training_passes
+from megatron_moe_opt.planning.predicting.prediction import ALLTOALL, Prediction
 from megatron_moe_opt.schedules.parm import JOINT
 from megatron_moe_opt.schedules.schedule import COLLECTIVES, Kind, Lane, Op
 from megatron_moe_opt.systems.expert_migration import NAME as MIGRATION

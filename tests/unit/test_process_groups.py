@@ -70,4 +70,4 @@ def test_no_other_code_makes_process_groups():
     makes = re.compile(r"\b(new_group|split_group|new_subgroups\w*|init_device_mesh)\(")
     found = {str(file.relative_to(root)) for file in root.rglob("*.py") if makes.search(file.read_text())}
     # Of the host backend: what Megatron calls, under the name that it calls.
-    assert found == {"topology/process_groups.py", "integration/host/collectives.py"}
+    assert found == {"topology/process_groups.py", "integration/host/gloo.py"}

@@ -15,7 +15,7 @@ from megatron_moe_opt.cli.main import main
 from megatron_moe_opt.cli.profile.curves_table import curves_table
 from megatron_moe_opt.cli.ranks import adopt_slurm_ranks
 from megatron_moe_opt.errors import ConfigurationError
-from megatron_moe_opt.planning.cluster import Cluster, ExpertGemm, World
+from megatron_moe_opt.planning.costs.cluster import Cluster, ExpertGemm, World
 from megatron_moe_opt.schedules.schedule import Kind, Lane
 
 

@@ -11,7 +11,7 @@ import pytest
 
 import megatron_moe_opt
 from megatron_moe_opt.errors import ConfigurationError
-from megatron_moe_opt.planning.model import Parallel
+from megatron_moe_opt.planning.training.model import Parallel
 from megatron_moe_opt.topology.layouts import ROLES
 
 ROOT = Path(__file__).resolve().parents[2]

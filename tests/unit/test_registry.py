@@ -20,7 +20,7 @@ import megatron_moe_opt
 from megatron_moe_opt.errors import ConfigurationError, sentence
 from megatron_moe_opt.integration import checks, registry
 from megatron_moe_opt.integration.checks import check_config
-from megatron_moe_opt.integration.replicated_tokens import drawn_by_each_rank
+from megatron_moe_opt.integration.layer.replicated_tokens import drawn_by_each_rank
 from megatron_moe_opt.options import Options, options_help, split_options
 from megatron_moe_opt.systems import system_of
 

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from megatron_moe_opt.kernels import place_samples
-from megatron_moe_opt.planning.expert_order import stock_devices
-from megatron_moe_opt.planning.routing_generator import TABLE5, generate_routing, like_table5
-from megatron_moe_opt.planning.routing_replay import replay
+from megatron_moe_opt.planning.offline.expert_order import stock_devices
+from megatron_moe_opt.planning.traces.routing_generator import TABLE5, generate_routing, like_table5
+from megatron_moe_opt.planning.traces.routing_replay import replay
 
 ROWS = [(model, nodes) for model, rows in TABLE5.items() for nodes in rows]
 

@@ -9,8 +9,8 @@ import pytest
 
 from megatron_moe_opt.cli.main import main
 from megatron_moe_opt.kernels import place_samples
-from megatron_moe_opt.planning.routing_replay import decided_share, replay
-from megatron_moe_opt.planning.routing_trace import write_routing_trace
+from megatron_moe_opt.planning.traces.routing_replay import decided_share, replay
+from megatron_moe_opt.planning.traces.routing_trace import write_routing_trace
 from tests.unit.trace_cases import planted_trace, random_trace, trace_of
 
 ONE_EACH = np.tile(np.arange(4), (2, 1))  # 2 layers of 4 experts, each on a device of its own

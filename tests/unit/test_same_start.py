@@ -8,7 +8,7 @@ import pytest
 
 from megatron_moe_opt.integration.start_facts import facts_of
 from megatron_moe_opt.options import Options
-from megatron_moe_opt.runtime.same_start import difference
+from megatron_moe_opt.runtime.job.same_start import difference
 
 
 def told(*facts: dict[str, str | None], refused: dict[int, str] | None = None) -> dict[int, dict[str, object]]:

@@ -10,8 +10,8 @@ import torch
 
 from megatron_moe_opt.dispatchers.sample_placement import LayerPlacement, SampleOrder
 from megatron_moe_opt.dispatchers.sample_traffic import RowBytes, SampleTraffic
-from megatron_moe_opt.planning.netmoe import NextLayerPrediction
-from megatron_moe_opt.runtime.sample_counts import SampleCounts
+from megatron_moe_opt.planning.predicting.netmoe import NextLayerPrediction
+from megatron_moe_opt.runtime.rows.sample_counts import SampleCounts
 from megatron_moe_opt.topology.sample_holders import SampleHolders
 
 RANKS, BATCH, EXPERTS = 4, 2, 4

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_moe_opt.planning.simulator import lane_rate, simulate
+from megatron_moe_opt.planning.predicting.simulator import lane_rate, simulate
 from megatron_moe_opt.schedules.schedule import Kind, Lane, Op, Schedule, ScheduleError
 from tests.unit.schedule_cases import schedules
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_moe_opt.planning.prediction import ALLTOALL
+from megatron_moe_opt.planning.predicting.prediction import ALLTOALL
 
 ROOT = Path(__file__).parents[2]
 

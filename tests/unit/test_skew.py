@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_moe_opt.planning.cluster import Cluster, World
-from megatron_moe_opt.planning.skew import EVERY_RANK, ONE_RANK, Skew, link_sharing, most_uneven_layer
+from megatron_moe_opt.planning.costs.cluster import Cluster, World
+from megatron_moe_opt.planning.predicting.skew import EVERY_RANK, ONE_RANK, Skew, link_sharing, most_uneven_layer
 from megatron_moe_opt.schedules.schedule import Kind
 from megatron_moe_opt.topology.domains import ExpertDomains
 

@@ -9,10 +9,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron_moe_opt.runtime import communication_lane
-from megatron_moe_opt.runtime.collectives import CollectiveError, Pending, named_errors
-from megatron_moe_opt.runtime.communication_lane import HostLane, StreamLane
-from megatron_moe_opt.runtime.stages import Staged
+from megatron_moe_opt.runtime.engine import communication_lane
+from megatron_moe_opt.runtime.engine.collectives import CollectiveError, Pending, named_errors
+from megatron_moe_opt.runtime.engine.communication_lane import HostLane, StreamLane
+from megatron_moe_opt.runtime.observed.stages import Staged
 from tests.accelerator.software import CALLER, Adversary, Device, Queues, play
 
 

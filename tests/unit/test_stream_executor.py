@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_moe_opt.planning.simulator import simulate
+from megatron_moe_opt.planning.predicting.simulator import simulate
 from megatron_moe_opt.schedules.schedule import Op, Schedule
 from tests.accelerator.all_schedules import all_schedules
 from tests.accelerator.executor_library import Refused, SoftwareExecutor, Work, build

@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_moe_opt.planning.simulator import simulate
-from megatron_moe_opt.planning.stream_model import (
+from megatron_moe_opt.planning.predicting.simulator import simulate
+from megatron_moe_opt.planning.predicting.stream_model import (
     Stream,
     attention_seconds,
     ffn_seconds,

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_moe_opt.planning.model import ModelShape, Parallel
-from megatron_moe_opt.planning.throughput import Device, flops_per_token, throughput
+from megatron_moe_opt.planning.training.model import ModelShape, Parallel
+from megatron_moe_opt.planning.training.throughput import Device, flops_per_token, throughput
 
 MIXTRAL = ModelShape(32, 4096, 32, 32000, 8, 2, 14336, kv_heads=8)
 A800 = Device(312e12, 0.5)

@@ -15,8 +15,8 @@ from rich.console import Console
 from megatron_moe_opt.cli.main import main
 from megatron_moe_opt.cli.report.step_timelines import StepTimelines
 from megatron_moe_opt.cli.report.timeline_files import timelines_table
-from megatron_moe_opt.planning.cluster import Cluster, ExpertGemm, World
-from megatron_moe_opt.planning.monta import PASSES
+from megatron_moe_opt.planning.costs.cluster import Cluster, ExpertGemm, World
+from megatron_moe_opt.planning.predicting.monta import PASSES
 from megatron_moe_opt.schedules.schedule import Kind, Lane, Op, Schedule
 from megatron_moe_opt.schedules.timeline import Span, Timeline
 

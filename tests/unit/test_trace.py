@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from megatron_moe_opt.errors import ConfigurationError
-from megatron_moe_opt.planning.simulator import simulate
+from megatron_moe_opt.planning.predicting.simulator import simulate
 from megatron_moe_opt.schedules.monta import ChunkBytes, dispatch
 from megatron_moe_opt.schedules.picture import write_picture
 from megatron_moe_opt.schedules.schedule import Kind, Schedule

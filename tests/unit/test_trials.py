@@ -11,8 +11,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_moe_opt.planning.prediction import ALLTOALL, Prediction
-from megatron_moe_opt.planning.trials import MOST_AT_FIRST, MOST_STEPS, NEAR, TURN, Trials, neighbours, shortlist
+from megatron_moe_opt.planning.choosing.trials import (
+    MOST_AT_FIRST,
+    MOST_STEPS,
+    NEAR,
+    TURN,
+    Trials,
+    neighbours,
+    shortlist,
+)
+from megatron_moe_opt.planning.predicting.prediction import ALLTOALL, Prediction
 
 
 def predictions(**seconds: float) -> list[Prediction]:

@@ -10,8 +10,8 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron_moe_opt.dispatchers import tuning
 from megatron_moe_opt.errors import ConfigurationError
-from megatron_moe_opt.planning.layer_workload import LayerWorkload
-from megatron_moe_opt.planning.partition_search import PARTITIONS
+from megatron_moe_opt.planning.choosing.partition_search import PARTITIONS
+from megatron_moe_opt.planning.predicting.layer_workload import LayerWorkload
 
 LAYER = LayerWorkload(0, 64, 128, False, 8, 2, 4, 16, 4, 1, fused=True)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from megatron_moe_opt.planning.routing_trace import RoutingTrace
+from megatron_moe_opt.planning.traces.routing_trace import RoutingTrace
 
 
 def trace_of(experts: np.ndarray, num_experts: int, **changes) -> RoutingTrace:

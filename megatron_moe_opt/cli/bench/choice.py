@@ -28,7 +28,7 @@ from megatron_moe_opt.cli.ranks import begin, megatron_process_group, parallel_l
 from megatron_moe_opt.cli.report.measured_layer import shape_of
 from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.output_file import check_output_file, write_text_whole
-from megatron_moe_opt.planning.cluster import Cluster
+from megatron_moe_opt.planning.costs.cluster import Cluster
 
 if TYPE_CHECKING:
     from megatron_moe_opt.cli.layer.under_test import LayerUnderTest

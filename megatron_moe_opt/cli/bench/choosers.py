@@ -16,16 +16,17 @@ from megatron_moe_opt.cli.ranks import slowest, timed
 from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.option_values import AUTO
 from megatron_moe_opt.options import Options
-from megatron_moe_opt.planning import monta, mpmoe_choice, parm
-from megatron_moe_opt.planning.cluster import Cluster
-from megatron_moe_opt.planning.layer_on_cluster import PIPELINE
-from megatron_moe_opt.planning.partition_search import PARTITIONS
+from megatron_moe_opt.planning.choosing import mpmoe_choice
+from megatron_moe_opt.planning.choosing.partition_search import PARTITIONS
+from megatron_moe_opt.planning.costs.cluster import Cluster
+from megatron_moe_opt.planning.predicting import monta, parm
+from megatron_moe_opt.planning.predicting.layer_on_cluster import PIPELINE
 from megatron_moe_opt.schedules.mpmoe import NONE, STRATEGIES
 from megatron_moe_opt.schedules.parm import SCHEDULES
 from megatron_moe_opt.systems.monta import MONTA
 
 if TYPE_CHECKING:
-    from megatron_moe_opt.integration.auto_layer import Controller
+    from megatron_moe_opt.integration.auto.auto_layer import Controller
 
 CHUNKS = (2, 4, 8, 16)
 STEPS = 1000
@@ -203,7 +204,7 @@ class AutoChooser(Chooser):
     def measured(self, settings: LayerSettings, ep: int, device: torch.device) -> tuple[str, ...]:
         """Has auto choose, and returns what it tried and what was predicted to be fast."""
         from megatron_moe_opt.cli.layer.under_test import layer_under_test
-        from megatron_moe_opt.integration.auto_layer import current_controller
+        from megatron_moe_opt.integration.auto.auto_layer import current_controller
 
         layer_under_test(settings, AUTO, ep, device)
         self._controller = current_controller()

@@ -37,8 +37,8 @@ from megatron_moe_opt.cli.routing.workloads import check_routing
 from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.option_values import AUTO
 from megatron_moe_opt.output_file import check_output_file, write_text_whole
-from megatron_moe_opt.planning.cluster import OUR_FLAGS, Cluster
-from megatron_moe_opt.runtime.traffic import TrafficCounter, TrafficRow
+from megatron_moe_opt.planning.costs.cluster import OUR_FLAGS, Cluster
+from megatron_moe_opt.runtime.observed.traffic import TrafficCounter, TrafficRow
 from megatron_moe_opt.systems import dispatcher_names
 from megatron_moe_opt.topology.nodes import NodeMap, discover_nodes
 from megatron_moe_opt.variants import FLEX

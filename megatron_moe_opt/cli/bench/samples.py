@@ -20,10 +20,10 @@ from megatron_moe_opt.cli.option_types import torch_dtype
 from megatron_moe_opt.cli.ranks import begin, megatron_process_group, parallel_layer, slowest, timed
 from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.output_file import check_output_file, write_text_whole
-from megatron_moe_opt.planning.expert_order import stock_devices
-from megatron_moe_opt.planning.routing_replay import decided_share
-from megatron_moe_opt.planning.routing_trace import RoutingTrace, read_routing_trace
-from megatron_moe_opt.runtime.traffic import TrafficCounter, TrafficRow
+from megatron_moe_opt.planning.offline.expert_order import stock_devices
+from megatron_moe_opt.planning.traces.routing_replay import decided_share
+from megatron_moe_opt.planning.traces.routing_trace import RoutingTrace, read_routing_trace
+from megatron_moe_opt.runtime.observed.traffic import TrafficCounter, TrafficRow
 from megatron_moe_opt.systems import system_names
 from megatron_moe_opt.topology.nodes import NodeMap, discover_nodes
 
@@ -105,7 +105,7 @@ def check(settings: SampleSettings, trace: RoutingTrace, world: int) -> None:
 
 def run(settings: SampleSettings, trace: RoutingTrace, device: torch.device) -> list[SampleResult]:
     """Builds the blocks, times them round by round, then counts. A collective call over the world."""
-    from megatron_moe_opt.integration import reports
+    from megatron_moe_opt.integration.observe import reports
 
     with parallel_layer(tp=1, ep=dist.get_world_size(), expert_tp=1, seed=1):
         blocks = {name: _Block(name, settings, trace, device) for name in settings.all_dispatchers}
@@ -127,7 +127,7 @@ class _Block:
     """The MoE layers of the trace under one dispatcher, ready to be run."""
 
     def __init__(self, dispatcher: str, settings: SampleSettings, trace: RoutingTrace, device: torch.device) -> None:
-        from megatron_moe_opt.integration.moe_layer import build_block
+        from megatron_moe_opt.integration.layer.moe_layer import build_block
 
         self.trace = trace
         self.batch = trace.num_samples // dist.get_world_size()
@@ -172,7 +172,7 @@ class _Router:
         self.block, self.index, self.layer = block, index, layer
 
     def __call__(self, hidden: torch.Tensor, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        from megatron_moe_opt.integration.netmoe_layer import samples_of
+        from megatron_moe_opt.integration.layer.netmoe_layer import samples_of
 
         block, trace = self.block, self.block.trace
         own = slice(dist.get_rank() * block.batch, (dist.get_rank() + 1) * block.batch)
@@ -232,7 +232,7 @@ def _print(results: list[SampleResult], decided: float, console: Console) -> Non
             f"{change / decided:+.1f} %" if decided else "", f"{result.megabytes('intra-node'):.1f}",
         )  # fmt: skip
     console.print(table)
-    from megatron_moe_opt.integration.netmoe_report import lines
+    from megatron_moe_opt.integration.observe.netmoe_report import lines
 
     for result in results:
         for line in lines(result.moves):

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_moe_opt.cli.ranks import slowest, timed
-from megatron_moe_opt.runtime.traffic import INTER_NODE, INTRA_NODE
+from megatron_moe_opt.runtime.observed.traffic import INTER_NODE, INTRA_NODE
 from megatron_moe_opt.topology.nodes import NodeMap
 
 # The probe doubles its messages until one exchange takes this long, or sends this much to each peer.

@@ -62,7 +62,7 @@ class LiveTensors(TorchDispatchMode):
 
     It sees every tensor that an operator of PyTorch makes in this thread, autograd's backward pass included, and all
     memory of our kernels' pool, whichever thread takes it. What an operator uses inside itself is not seen, nor what
-    other threads make: copies to host memory (runtime/host_copies.py) are made in a lane's thread.
+    other threads make: copies to host memory (runtime/engine/offload.py) are made in a lane's thread.
     """
 
     def __init__(self) -> None:

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field, replace
 from megatron_moe_opt.cli.layer.settings import LayerSettings
 from megatron_moe_opt.cli.routing.balance import RoutingBalance, max_over_mean
 from megatron_moe_opt.errors import ConfigurationError
-from megatron_moe_opt.planning.cluster import Cluster
-from megatron_moe_opt.planning.layer_workload import LayerWorkload
+from megatron_moe_opt.planning.costs.cluster import Cluster
 from megatron_moe_opt.planning.planner import candidates
+from megatron_moe_opt.planning.predicting.layer_workload import LayerWorkload
 from megatron_moe_opt.topology.domain_groups import find_levels
 from megatron_moe_opt.topology.layouts import Layout
 from megatron_moe_opt.variants import whole_variant

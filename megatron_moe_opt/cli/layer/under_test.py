@@ -15,12 +15,12 @@ from megatron_moe_opt import register
 from megatron_moe_opt.cli.layer.settings import LayerSettings
 from megatron_moe_opt.cli.option_types import torch_dtype
 from megatron_moe_opt.cli.routing.workloads import choose_experts
-from megatron_moe_opt.integration.auto_layer import current_controller
+from megatron_moe_opt.integration.auto.auto_layer import current_controller
 from megatron_moe_opt.integration.flex_backends import DEFAULT
-from megatron_moe_opt.integration.moe_layer import build_layer, forget_migrated_experts, impose_routing
+from megatron_moe_opt.integration.layer.moe_layer import build_layer, forget_migrated_experts, impose_routing
 from megatron_moe_opt.option_values import AUTO
 from megatron_moe_opt.options import Options
-from megatron_moe_opt.runtime.recording import recording
+from megatron_moe_opt.runtime.engine.recording import recording
 from megatron_moe_opt.schedules.timeline import Timeline
 from megatron_moe_opt.variants import FLEX, split_variant
 

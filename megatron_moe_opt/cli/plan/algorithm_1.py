@@ -8,9 +8,9 @@ from rich.table import Table
 
 from megatron_moe_opt.cli.console import table_of
 from megatron_moe_opt.errors import ConfigurationError
-from megatron_moe_opt.planning.cluster import Cluster
-from megatron_moe_opt.planning.layer_workload import LayerWorkload
-from megatron_moe_opt.planning.parm import ParmFits, algorithm_1
+from megatron_moe_opt.planning.costs.cluster import Cluster
+from megatron_moe_opt.planning.predicting.layer_workload import LayerWorkload
+from megatron_moe_opt.planning.predicting.parm import ParmFits, algorithm_1
 
 
 def algorithm_1_of(workload: LayerWorkload, cluster: Cluster) -> Iterator[Table | str]:

@@ -18,18 +18,18 @@ from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.option_values import AUTO
 from megatron_moe_opt.options import Options
 from megatron_moe_opt.output_file import check_output_file
-from megatron_moe_opt.planning.cluster import OURS, STOCK
-from megatron_moe_opt.planning.curves import CostCurve
-from megatron_moe_opt.planning.expert_costs import costs_with_experts
-from megatron_moe_opt.planning.known_models import MONTA_CHOICES
-from megatron_moe_opt.planning.layer_workload import LayerWorkload
-from megatron_moe_opt.planning.memory import training_memory
-from megatron_moe_opt.planning.model import ModelShape
-from megatron_moe_opt.planning.partitioned_rows import activation_bytes
+from megatron_moe_opt.planning.costs.cluster import OURS, STOCK
+from megatron_moe_opt.planning.costs.curves import CostCurve
+from megatron_moe_opt.planning.costs.expert_costs import costs_with_experts
 from megatron_moe_opt.planning.plan_file import Plan
 from megatron_moe_opt.planning.planner import WINS_BY, best, candidates
-from megatron_moe_opt.planning.prediction import ALLTOALL, Prediction, Refusal
-from megatron_moe_opt.planning.throughput import throughput
+from megatron_moe_opt.planning.predicting.layer_workload import LayerWorkload
+from megatron_moe_opt.planning.predicting.partitioned_rows import activation_bytes
+from megatron_moe_opt.planning.predicting.prediction import ALLTOALL, Prediction, Refusal
+from megatron_moe_opt.planning.training.known_models import MONTA_CHOICES
+from megatron_moe_opt.planning.training.memory import training_memory
+from megatron_moe_opt.planning.training.model import ModelShape
+from megatron_moe_opt.planning.training.throughput import throughput
 from megatron_moe_opt.schedules.schedule import Kind
 from megatron_moe_opt.schedules.timeline import one_after_another
 from megatron_moe_opt.systems.system import FLAG

@@ -9,13 +9,13 @@ from pathlib import Path
 
 from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.options import Options
-from megatron_moe_opt.planning.cluster import OUR_FLAGS, Cluster
-from megatron_moe_opt.planning.described_cluster import describe, levels_of_ep
-from megatron_moe_opt.planning.known_clusters import KNOWN_CLUSTERS, Fabric, KnownCluster
-from megatron_moe_opt.planning.known_models import KNOWN_MODELS
-from megatron_moe_opt.planning.layer_workload import LayerWorkload, resident_part
-from megatron_moe_opt.planning.model import ModelShape, Parallel
-from megatron_moe_opt.planning.throughput import Device
+from megatron_moe_opt.planning.costs.cluster import OUR_FLAGS, Cluster
+from megatron_moe_opt.planning.costs.described_cluster import describe, levels_of_ep
+from megatron_moe_opt.planning.costs.known_clusters import KNOWN_CLUSTERS, Fabric, KnownCluster
+from megatron_moe_opt.planning.predicting.layer_workload import LayerWorkload, resident_part
+from megatron_moe_opt.planning.training.known_models import KNOWN_MODELS
+from megatron_moe_opt.planning.training.model import ModelShape, Parallel
+from megatron_moe_opt.planning.training.throughput import Device
 from megatron_moe_opt.topology.layouts import Layout
 
 FLAGS = {"ffn": "--ffn-hidden"}

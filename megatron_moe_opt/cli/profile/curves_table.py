@@ -5,7 +5,7 @@ from __future__ import annotations
 from rich.table import Table
 
 from megatron_moe_opt.cli.console import table_of
-from megatron_moe_opt.planning.cluster import Cluster, Points
+from megatron_moe_opt.planning.costs.cluster import Cluster, Points
 from megatron_moe_opt.schedules.schedule import Kind
 
 

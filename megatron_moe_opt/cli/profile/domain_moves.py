@@ -11,7 +11,7 @@ from megatron_moe_opt.cli.profile import loads
 from megatron_moe_opt.cli.profile.loads import Rows
 from megatron_moe_opt.cli.profile.meter import Load
 from megatron_moe_opt.cli.ranks import temporary_groups
-from megatron_moe_opt.planning.expert_migration import realisable_groups, role
+from megatron_moe_opt.planning.predicting.expert_migration import realisable_groups, role
 from megatron_moe_opt.schedules.schedule import Kind, Lane
 from megatron_moe_opt.topology.domains import ExpertDomains
 from megatron_moe_opt.topology.layouts import Groups, Layout

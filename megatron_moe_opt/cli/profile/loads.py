@@ -14,12 +14,12 @@ from megatron_moe_opt.cli.profile.meter import Load, Sized, SizedPipeline
 from megatron_moe_opt.dispatchers.monta import MontaDispatcher
 from megatron_moe_opt.dispatchers.pipelining import FixedPipelining
 from megatron_moe_opt.kernels import ChunkList, empty
-from megatron_moe_opt.runtime import steps
-from megatron_moe_opt.runtime.collectives import all_gather_rows, reduce_scatter_rows
-from megatron_moe_opt.runtime.exchange_plan import Sharing, plan_exchange, share_out
-from megatron_moe_opt.runtime.expert_call import ExpertCall, Experts
-from megatron_moe_opt.runtime.expert_exchange import Exchange, bind_to_sources
-from megatron_moe_opt.runtime.ways import EpWithExpertTp
+from megatron_moe_opt.runtime.engine import steps
+from megatron_moe_opt.runtime.engine.collectives import all_gather_rows, reduce_scatter_rows
+from megatron_moe_opt.runtime.rows.exchange_plan import Sharing, plan_exchange, share_out
+from megatron_moe_opt.runtime.rows.expert_exchange import Exchange, bind_to_sources
+from megatron_moe_opt.runtime.rows.ways import EpWithExpertTp
+from megatron_moe_opt.runtime.through_experts.expert_call import ExpertCall, Experts
 from megatron_moe_opt.schedules.mpmoe import Restore
 from megatron_moe_opt.schedules.schedule import Kind, Lane
 from megatron_moe_opt.topology.expert_groups import ExpertGroups, TokenCopies

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from megatron_moe_opt.cli.layer.settings import LayerSettings
 from megatron_moe_opt.cli.profile.loads import Rows, expert_pass
 from megatron_moe_opt.cli.profile.meter import Meter
-from megatron_moe_opt.planning.cluster import OURS, STOCK, Points
-from megatron_moe_opt.runtime.expert_call import Experts
+from megatron_moe_opt.planning.costs.cluster import OURS, STOCK, Points
+from megatron_moe_opt.runtime.through_experts.expert_call import Experts
 from megatron_moe_opt.topology.nodes import NodeMap
 
 DISPATCHERS = {STOCK: "alltoall", OURS: "monta"}

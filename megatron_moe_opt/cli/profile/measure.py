@@ -31,11 +31,11 @@ from megatron_moe_opt.cli.ranks import (
 )  # fmt: skip
 from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.output_file import check_output_file
-from megatron_moe_opt.planning.cluster import Cluster, ExpertGemm, Points, World
-from megatron_moe_opt.planning.curves import CostCurve, Costs
-from megatron_moe_opt.planning.gpu_settings import gpu_settings
-from megatron_moe_opt.planning.simulator import Slowdown, simulate
-from megatron_moe_opt.planning.skew import EVERY_RANK, ONE_RANK
+from megatron_moe_opt.planning.costs.cluster import Cluster, ExpertGemm, Points, World
+from megatron_moe_opt.planning.costs.curves import CostCurve, Costs
+from megatron_moe_opt.planning.costs.gpu_settings import gpu_settings
+from megatron_moe_opt.planning.predicting.simulator import Slowdown, simulate
+from megatron_moe_opt.planning.predicting.skew import EVERY_RANK, ONE_RANK
 from megatron_moe_opt.schedules import monta
 from megatron_moe_opt.schedules.monta import even_chunks
 from megatron_moe_opt.schedules.parm import JOINT, TP

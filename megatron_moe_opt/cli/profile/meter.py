@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 
 from megatron_moe_opt.cli.ranks import slowest, timed
-from megatron_moe_opt.planning.cluster import Points
-from megatron_moe_opt.runtime.executor import executor
-from megatron_moe_opt.runtime.steps import Steps
+from megatron_moe_opt.planning.costs.cluster import Points
+from megatron_moe_opt.runtime.engine.executor import executor
+from megatron_moe_opt.runtime.engine.steps import Steps
 from megatron_moe_opt.schedules.schedule import Kind, Lane, Op, Schedule
 
 # A measurement is so many runs of as many ops as fit into this time together; of long ops, one run of a few.

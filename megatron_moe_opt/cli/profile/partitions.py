@@ -7,8 +7,8 @@ import torch
 from megatron_moe_opt.cli.layer.settings import LayerSettings
 from megatron_moe_opt.cli.option_types import torch_dtype
 from megatron_moe_opt.cli.profile.meter import Meter
-from megatron_moe_opt.planning import mpmoe_choice
-from megatron_moe_opt.planning.cluster import Cluster
+from megatron_moe_opt.planning.choosing import mpmoe_choice
+from megatron_moe_opt.planning.costs.cluster import Cluster
 from megatron_moe_opt.schedules.mpmoe import NONE
 
 COUNTS = (1, 8)

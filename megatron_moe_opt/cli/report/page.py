@@ -26,7 +26,7 @@ from megatron_moe_opt.cli.report.measured_layer import (
 )  # fmt: skip
 from megatron_moe_opt.cli.routing.balance import max_over_mean
 from megatron_moe_opt.output_file import check_output_file, check_output_folder, write_text_whole
-from megatron_moe_opt.runtime.traffic import INTER_NODE, INTRA_NODE
+from megatron_moe_opt.runtime.observed.traffic import INTER_NODE, INTRA_NODE
 from megatron_moe_opt.schedules.timeline import overlap
 
 PAGE = "report.html"

@@ -17,12 +17,12 @@ from megatron_moe_opt.cli.ranks import begin, megatron_process_group, parallel_l
 from megatron_moe_opt.cli.report.measured_layer import shape_of
 from megatron_moe_opt.cli.report.timeline_files import check_timeline_files, timelines_table, write_timelines
 from megatron_moe_opt.errors import ConfigurationError
-from megatron_moe_opt.planning import mpmoe_choice
-from megatron_moe_opt.planning.cluster import Cluster
-from megatron_moe_opt.planning.curves import Costs
-from megatron_moe_opt.planning.expert_costs import costs_with_experts
-from megatron_moe_opt.planning.monta import PASSES
-from megatron_moe_opt.planning.simulator import simulate
+from megatron_moe_opt.planning.choosing import mpmoe_choice
+from megatron_moe_opt.planning.costs.cluster import Cluster
+from megatron_moe_opt.planning.costs.curves import Costs
+from megatron_moe_opt.planning.costs.expert_costs import costs_with_experts
+from megatron_moe_opt.planning.predicting.monta import PASSES
+from megatron_moe_opt.planning.predicting.simulator import simulate
 from megatron_moe_opt.schedules.timeline import Timeline, one_after_another
 from megatron_moe_opt.variants import split_variant
 

@@ -67,8 +67,8 @@ def generate_routing(
     from megatron_moe_opt.cli.console import report_console, say_written
     from megatron_moe_opt.errors import ConfigurationError
     from megatron_moe_opt.output_file import check_output_file
-    from megatron_moe_opt.planning.routing_generator import TABLE5, like_table5
-    from megatron_moe_opt.planning.routing_trace import write_routing_trace
+    from megatron_moe_opt.planning.traces.routing_generator import TABLE5, like_table5
+    from megatron_moe_opt.planning.traces.routing_trace import write_routing_trace
 
     check_output_file("--output", output)
     if like not in TABLE5:

@@ -11,10 +11,15 @@ from megatron_moe_opt.cli.console import report_console, say, say_written, table
 from megatron_moe_opt.cli.report.timeline_files import check_timeline_files
 from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.output_file import check_output_file, written_whole
-from megatron_moe_opt.planning.expert_grouping import group_experts
-from megatron_moe_opt.planning.expert_order import ExpertOrder, read_expert_order, stock_devices, write_expert_order
-from megatron_moe_opt.planning.routing_replay import PLANS, Replay, replay
-from megatron_moe_opt.planning.routing_trace import RoutingTrace, read_routing_trace
+from megatron_moe_opt.planning.offline.expert_grouping import group_experts
+from megatron_moe_opt.planning.offline.expert_order import (
+    ExpertOrder,
+    read_expert_order,
+    stock_devices,
+    write_expert_order,
+)
+from megatron_moe_opt.planning.traces.routing_replay import PLANS, Replay, replay
+from megatron_moe_opt.planning.traces.routing_trace import RoutingTrace, read_routing_trace
 
 WIDTH = 150
 

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from megatron_moe_opt.errors import ConfigurationError, reason
-from megatron_moe_opt.planning.routing_trace import is_routing_trace, read_routing_trace
+from megatron_moe_opt.planning.traces.routing_trace import is_routing_trace, read_routing_trace
 
 WORKLOADS = ("uniform", "zipf", "one-hot-expert")
 TRACE_PREFIX = "trace:"
@@ -28,8 +28,8 @@ def choose_experts(routing: str, *, tokens: int, experts: int, topk: int, seed: 
         routing: `uniform`: every choice is equally likely; `zipf`: the i-th most popular expert has weight 1 / i, and
             the seed decides which expert that is, the same for all ranks; `one-hot-expert`: the first choice of every
             token is expert 0, the others are uniform; `trace:FILE`: rows of the file, rank after rank, from the
-            beginning again when it ends; of a routing trace (planning/routing_trace.py) the first MoE layer's, sample
-            after sample.
+            beginning again when it ends; of a routing trace (planning/traces/routing_trace.py) the first MoE layer's,
+            sample after sample.
         tokens: tokens of this rank.
         experts: experts of the layer.
         topk: experts of a token.

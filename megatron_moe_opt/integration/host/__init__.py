@@ -29,10 +29,19 @@ def use_host_backend() -> bool:
     if torch.cuda.is_available():
         return False
     # Here and not above: importing this package must not import Megatron or torch.distributed's modules.
-    from . import attention, collectives, devices, libraries, norm, optimizer, rng, training
+    from megatron_moe_opt.integration.host import (
+        attention,
+        devices,
+        gloo,
+        libraries,
+        norm,
+        optimizer,
+        rng,
+        training,
+    )
 
     devices.use_host_devices()
-    collectives.use_host_collectives()
+    gloo.use_host_collectives()
     libraries.use_eager()
     # From here on Megatron is imported, onto the adapted torch.
     rng.use_host_generator()

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from .patching import replace
+from megatron_moe_opt.integration.host.patching import replace
 
 
 def _own_step(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 
-from .patching import around_import, replace, when_imported
+from megatron_moe_opt.integration.host.patching import around_import, replace, when_imported
 
 
 def _allow_no_cuda(original: Callable[..., Any]) -> Callable[..., Any]:

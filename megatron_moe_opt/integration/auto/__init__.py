@@ -1,0 +1,1 @@
+"""Layers whose dispatcher is planned, tried and kept."""

@@ -1,0 +1,391 @@
+"""`auto`: MoE layers whose dispatcher is planned, tried and then kept.
+
+    step 1           stock runs, and the layers see how many rows they have and how unevenly (with a plan.json the plan)
+    after step 1     rank 0 ranks all candidates by the profile (planning/planner.py) and tells the others
+    steps 2 to n     the plan, stock and the runners-up take turns, ever fewer of them (planning/choosing/trials.py)
+    from then on     the fastest runs, by the slowest rank's times, on all ranks
+
+All candidates compute the same function, so that training does not notice. Dispatchers are exchanged between optimizer
+steps only: no pass of theirs is under way then, and recomputed passes find what their first run used. None that loses
+information is a candidate.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_moe_opt.dispatchers.pipelining import agreed_cluster
+from megatron_moe_opt.dispatchers.say import say, say_other_settings
+from megatron_moe_opt.errors import ConfigurationError
+from megatron_moe_opt.integration.auto.auto_report import plan_lines, settled_lines
+from megatron_moe_opt.integration.auto.planned_layer import PlannedLayer, Plug
+from megatron_moe_opt.integration.checks import check_config
+from megatron_moe_opt.integration.layer.replicated_tokens import holds_replicated_tokens
+from megatron_moe_opt.integration.optimizer_step import after_optimizer_step
+from megatron_moe_opt.option_values import AUTO
+from megatron_moe_opt.options import Options
+from megatron_moe_opt.planning.choosing.trials import Trials
+from megatron_moe_opt.planning.costs.cluster import Cluster
+from megatron_moe_opt.planning.plan_file import Plan
+from megatron_moe_opt.planning.planner import best, candidates
+from megatron_moe_opt.planning.predicting.layer_workload import LayerWorkload
+from megatron_moe_opt.planning.predicting.prediction import ALLTOALL, Prediction, Refusal
+from megatron_moe_opt.planning.predicting.skew import most_uneven_layer
+from megatron_moe_opt.runtime.engine.collectives import device_of
+from megatron_moe_opt.runtime.job.agreement import found_by_first
+from megatron_moe_opt.systems import system_of
+from megatron_moe_opt.systems.system import PREFIX, Run
+from megatron_moe_opt.topology.domain_groups import release_domain_groups
+from megatron_moe_opt.topology.expert_groups import ExpertGroups
+from megatron_moe_opt.variants import split_variant
+
+MOST_OF_FREE = 0.8
+"""Of the memory that was free at the peak of the first step: other steps, and fragments, may take more."""
+REPLICATED_START = "monta:O1"  # what runs first where stock refuses to train
+
+
+@dataclasses.dataclass(frozen=True)
+class Seen:
+    """What one layer of one rank was seen to do in a step."""
+
+    workload: LayerWorkload
+    rows: float
+    """Of a pass."""
+    passes: int = 1
+    """Forward passes."""
+
+
+class Controller:
+    """All planned layers of a process. Every rank of the world has one, and calls it alike."""
+
+    def __init__(self, config: Any, options: Options) -> None:
+        self.config, self.options = config, options
+        self.layers: list[PlannedLayer] = []
+        self.plan: Plan | None = None
+        """Of --moe-opt-plan; None: there is none, or not yet."""
+        self.predicted: tuple[Prediction, ...] = ()
+        self.refused: tuple[Refusal, ...] = ()
+        self.planned: str | None = None
+        """The variant that was planned for all layers; None: not yet, or not the same one for all."""
+        self.measured: dict[str, float] = {}
+        """Seconds of a training step under each variant that was tried."""
+        self.overhead = 0.0
+        """Seconds that the trials took longer than as many steps of what stays."""
+        self.passes_of_step = 0
+        """Forward passes of all layers of a rank in the first step, on the rank that had most."""
+        self.settled = False
+        self.trials: Trials | None = None
+        """None: not yet, or none."""
+        self._plan_is_agreed = False
+        self._step_began: float | None = None
+        """When the first pass of the step that is under way did; None: no layer has run in it yet."""
+        if options.plan is not None:
+            if dist.is_initialized():
+                self._agree_on_plan(dist.group.WORLD)
+            elif os.environ.get("RANK", "0") == "0":  # refuses now; the others ask when there are process groups
+                self.plan = self._read_plan()
+
+    @property
+    def current(self) -> str | None:
+        """The variant of the layers of this rank."""
+        return self.layers[0].current if self.layers else None
+
+    def add(self, layer: PlannedLayer) -> None:
+        """Takes a layer that has just been built; by a plan.json, it runs as planned from the start."""
+        self.layers.append(layer)
+        layer.layer.register_forward_pre_hook(self._begin_step)
+        if self.options.plan is None:
+            agreed_cluster(layer.groups, self.options.profile)  # refuses now what could not be planned with later
+            if holds_replicated_tokens(layer.layer.config):
+                layer.use(REPLICATED_START)
+            return
+        if not self._plan_is_agreed:
+            self._agree_on_plan(layer.groups.joint)
+        config = layer.layer.config
+        sizes = {"ep": layer.groups.ep_size, "etp": layer.groups.etp_size, "experts": config.num_moe_experts}
+        self.plan.check(self.options.plan, **sizes)
+        variants = set(self.plan.layers.values())
+        if len(variants) == 1:
+            layer.use(*variants)
+        elif moving := [one for one in variants if (system := system_of(one)) and system.moves_samples]:
+            raise ConfigurationError(
+                f"--moe-opt-plan {self.options.plan} has {moving[0]} in some layers only, but samples move through all "
+                "of a stage: plan it for all, or for none"
+            )
+        else:
+
+            def use_planned(*_: Any) -> None:  # at the first pass: a layer gets its number after it is built
+                handle.remove()
+                layer.use(self.plan.variant_of(layer.layer.layer_number, self.options.plan))
+
+            handle = layer.layer.register_forward_pre_hook(use_planned)
+
+    def after_step(self) -> None:
+        """To be called when an optimizer step has ended. A collective call over the world until the choice is made."""
+        if self.settled:
+            return
+        if self.trials is None:
+            self._begin()
+        else:
+            self._synchronize()
+            began, self._step_began = self._step_began, None
+            self.trials.record(self._slowest(0.0 if began is None else time.perf_counter() - began))
+        if self.trials is not None:
+            if self.trials.current is None:
+                self._settle()
+            else:
+                self._use(self.trials.current)
+                self._keep((ALLTOALL, *self.trials.variants))  # stock's: the others are built from it
+
+    def after_skipped_step(self) -> None:
+        """To be called when an optimizer has skipped a step, whose passes and time are no other step's."""
+        if self.settled:
+            return
+        for layer in self.layers:
+            layer.passes = layer.rows = layer.tokens = 0
+        self._step_began = None
+
+    def _begin_step(self, layer: Any, _: Any) -> None:
+        """Has a step of trials timed from here on: an evaluation or a checkpoint between two of them is not theirs."""
+        if self.trials is not None and not self.settled and self._step_began is None and layer.training:
+            self._synchronize()
+            self._step_began = time.perf_counter()
+
+    def _begin(self) -> None:
+        """Plans, and says what is tried."""
+        of_ranks: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(of_ranks, ([self._seen(layer) for layer in self.layers if layer.passes], self._room()))
+        seen, rooms = zip(*of_ranks, strict=True)
+        self.passes_of_step = max(sum(one.passes for one in of_rank) for of_rank in seen)
+        room = min((room for room in rooms if room is not None), default=None)
+        found = found_by_first(lambda: self._make_plan(seen, room), dist.group.WORLD)
+        self.predicted, self.refused, self.planned = found
+        if self.planned is None:
+            self.settled = True  # a plan that differs from layer to layer, or cannot be left: it runs as it is
+            return
+        self.trials = Trials(self.predicted, self.planned)
+        for line in plan_lines(self):
+            say(AUTO, line)
+
+    def _seen(self, layer: PlannedLayer) -> Seen:
+        return Seen(layer.workload(), layer.rows / layer.passes, layer.passes)
+
+    def _room(self) -> int | None:
+        """Bytes that each pass of a layer of this rank may hold besides what stock's held in the first step."""
+        free = _free_memory()
+        in_flight = self.config.pipeline_model_parallel_size * (self.config.virtual_pipeline_model_parallel_size or 1)
+        held = sum(min(layer.passes, in_flight) for layer in self.layers)
+        return None if free is None or held == 0 else int(free * MOST_OF_FREE / held)
+
+    def _make_plan(
+        self, seen: Sequence[Sequence[Seen]], room: int | None = None
+    ) -> tuple[tuple[Prediction, ...], tuple[Refusal, ...], str | None]:
+        """Predictions of a layer, in the mean over all of them; what was refused, and what is planned. On rank 0.
+
+        Args:
+            seen: of each rank's layers, in their order.
+            room: the least of all ranks' `_room`. A trial that runs out of memory on one rank would end the job.
+        """
+        if self.plan is not None:
+            variants = set(self.plan.layers.values())
+            workers = {one.workload.workers for of_rank in seen for one in of_rank}
+            allowed, refused = self._allowed(self.plan.candidates, workers, room)
+            switchable = len(variants) == 1 and variants <= {one.variant for one in allowed}
+            return allowed, refused, variants.pop() if switchable else None
+        if not any(seen):
+            raise ConfigurationError("--moe-token-dispatcher-type auto: no MoE layer has run in the first step")
+        cluster = Cluster.load(self.options.profile)
+        say_other_settings(AUTO, self.options.profile, cluster.gpu_settings)
+        by_shape: dict[LayerWorkload, list[list[Seen]]] = {}
+        for rank, of_rank in enumerate(seen):
+            for one in of_rank:
+                shape = dataclasses.replace(one.workload, tokens=0)
+                by_shape.setdefault(shape, [[] for _ in seen])[rank].append(one)
+        of_shapes: dict[str, list[tuple[int, Prediction]]] = {}
+        refused: dict[str, Refusal] = {}
+        for of_ranks in by_shape.values():
+            alike = [one for of_rank in of_ranks for one in of_rank]
+            rows = [one.rows for one in alike]
+            imbalance = max(1.0, max(rows) * len(rows) / sum(rows)) if sum(rows) else 1.0
+            workload = dataclasses.replace(
+                alike[0].workload,
+                tokens=max(one.workload.tokens for one in alike),
+                imbalance=imbalance,
+                rank_rows=most_uneven_layer([[one.rows for one in of_rank] for of_rank in of_ranks]),
+            )
+            found, not_here = candidates(workload, cluster, self.options.activation_budget)
+            for one in found:
+                of_shapes.setdefault(one.variant, []).append((sum(layer.passes for layer in alike), one))
+            refused |= {one.variant: one for one in not_here}
+        everywhere = [_mean(ones) for ones in of_shapes.values() if len(ones) == len(by_shape)]
+        in_order = sorted(everywhere, key=lambda one: one.seconds)
+        allowed, not_allowed = self._allowed(in_order, {workload.workers for workload in by_shape}, room)
+        return allowed, (*refused.values(), *not_allowed), best(allowed).variant
+
+    def _agree_on_plan(self, group: dist.ProcessGroup) -> None:
+        """Has all ranks of the group run what the first one reads: other nodes may not have the file."""
+        self.plan, self._plan_is_agreed = found_by_first(self._read_plan, group), True
+
+    def _read_plan(self) -> Plan:
+        """Refuses now, as for a dispatcher that the user names, what this configuration cannot run."""
+        plan = Plan.load(self.options.plan)
+        say_other_settings(AUTO, self.options.plan, plan.gpu_settings)
+        for variant in dict.fromkeys(plan.layers.values()):
+            reason = self._refusal(variant)
+            if reason is not None:
+                raise ConfigurationError(f"{PREFIX}plan {self.options.plan} runs {variant}: {reason}")
+        return plan
+
+    def _allowed(
+        self, predictions: Sequence[Prediction], workers: set[tuple[int, ...]], room: int | None
+    ) -> tuple[tuple[Prediction, ...], tuple[Refusal, ...]]:
+        """What layers can change to and from in this configuration, and what they cannot.
+
+        Args:
+            workers: of each network level of the expert-parallel groups, as this run finds them.
+            room: see `_make_plan`.
+        """
+        config = self.config
+        drops = config.moe_expert_capacity_factor is not None
+        run = Run(frozenset(workers), drops or config.moe_router_load_balancing_type == "sinkhorn")
+        of_stock = next((one.activation_bytes for one in predictions if one.variant == ALLTOALL), 0)
+        reasons = [
+            self._refusal(one.variant) or _stays(one.variant, run) or _needs(one.activation_bytes - of_stock, room)
+            for one in predictions
+        ]
+        found = list(zip(predictions, reasons, strict=True))
+        allowed = tuple(one for one, reason in found if reason is None)
+        return allowed, tuple(Refusal(one.variant, reason) for one, reason in found if reason is not None)
+
+    def _refusal(self, variant: str) -> str | None:
+        """Why this configuration cannot run a variant."""
+        if variant == ALLTOALL:
+            if holds_replicated_tokens(self.config):
+                return "stock Megatron does not train MoE layers under TP without --sequence-parallel: add it"
+            return None
+        name, options = split_variant(variant, None)
+        try:
+            check_config(self.config, name, options)
+        except ConfigurationError as error:
+            return str(error)
+        return None
+
+    def _use(self, variant: str) -> None:
+        for layer in self.layers:
+            layer.use(variant)
+
+    def _keep(self, variants: Iterable[str]) -> None:
+        """Forgets the dispatchers of other variants, and has their process groups destroyed: a collective call."""
+        forgotten = [layer.groups.ep for layer in self.layers if layer.keep(variants)]
+        for group in dict.fromkeys(forgotten):
+            release_domain_groups(group)
+
+    def _settle(self) -> None:
+        trials, chosen = self.trials, self.trials.choice
+        self.measured = trials.medians()
+        self.overhead = trials.longer_than(self.measured[chosen])
+        self._use(chosen)
+        self._keep((chosen,))
+        self.settled = True
+        for line in settled_lines(self, chosen):
+            say(AUTO, line)
+
+    def _slowest(self, seconds: float) -> float:
+        """The largest of all ranks'."""
+        time_of_step = torch.tensor(seconds, dtype=torch.float64, device=device_of(dist.group.WORLD))
+        dist.all_reduce(time_of_step, dist.ReduceOp.MAX)
+        return time_of_step.item()
+
+    def _synchronize(self) -> None:
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+
+
+def _free_memory() -> int | None:
+    """Bytes of this rank's GPU that were free when most was in use; None without a GPU, where the host's may be
+    swapped.
+    """
+    if not torch.cuda.is_available():
+        return None
+    return torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved() - torch.cuda.max_memory_allocated()
+
+
+def _needs(above: int, room: int | None) -> str | None:
+    """Why a variant that holds so many bytes more than stock for each pass of a layer does not fit."""
+    if room is None or above <= room:
+        return None
+    return f"holds {above} bytes more than stock for each layer, and {room} are free: a trial could run out of memory"
+
+
+def _stays(variant: str, run: Run) -> str | None:
+    """Why layers cannot change to a variant, or from it."""
+    system, (_, options) = system_of(variant), split_variant(variant, None)
+    return None if system is None else system.stays(options, run)
+
+
+def _mean(ones: Sequence[tuple[int, Prediction]]) -> Prediction:
+    """Of one variant: the mean pass.
+
+    Args:
+        ones: how many passes there are of layers of a shape, and the prediction for one.
+    """
+    passes = sum(number for number, _ in ones)
+
+    def mean(of: Callable[[Prediction], float]) -> float:
+        return sum(number * of(one) for number, one in ones) / passes
+
+    return Prediction(
+        ones[0][1].variant,
+        mean(lambda one: one.seconds),
+        mean(lambda one: one.exposed),
+        mean(lambda one: one.inter_bytes),
+        mean(lambda one: one.intra_bytes),
+        max(one.activation_bytes for _, one in ones),
+        {term: mean(lambda one, term=term: one.terms.get(term, 0.0)) for _, of in ones for term in of.terms},
+    )
+
+
+_controller: Controller | None = None
+
+
+def new_controller() -> None:
+    """Layers that are built from now on are planned by themselves."""
+    global _controller
+    _controller = None
+
+
+def controller_of(config: Any, options: Options) -> Controller:
+    """The controller of the layers that are being built; every rank that builds a configuration with `auto` has it."""
+    global _controller
+    if _controller is None:
+        _controller = Controller(config, options)
+        after_optimizer_step(_after_step)
+        after_optimizer_step(_after_skipped_step, updated=False)
+    return _controller
+
+
+def current_controller() -> Controller | None:
+    """Of the layers that were built last; None where none of them is planned."""
+    return _controller
+
+
+def plan_layer(layer: Any, groups: ExpertGroups, options: Options, plug: Plug) -> None:
+    """Has a MoE layer that Megatron has just built, with its stock dispatcher, planned."""
+    controller_of(layer.config, options).add(PlannedLayer(layer, groups, options, plug))
+
+
+def _after_step() -> None:
+    if _controller is not None:
+        _controller.after_step()
+
+
+def _after_skipped_step() -> None:
+    if _controller is not None:
+        _controller.after_skipped_step()

@@ -1,0 +1,53 @@
+"""What `auto` says: what it plans to try, and what stays."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from megatron_moe_opt.planning.predicting.prediction import ALLTOALL
+
+if TYPE_CHECKING:
+    from megatron_moe_opt.integration.auto.auto_layer import Controller
+
+
+def plan_lines(controller: Controller) -> list[str]:
+    """What was planned and why, as a table."""
+    source = controller.options.plan or controller.options.profile
+    predicted = {one.variant: one for one in controller.predicted}
+    stock = predicted.get(ALLTOALL)
+    tried = controller.trials.variants
+    lines = [
+        f"plan from {source}: {controller.planned}; {len(tried)} variants are tried now"
+        + (", stock among them" if ALLTOALL in tried else "")
+        + ", and what is near the fastest of them joins",
+        f"{'':24}{'ms a layer':>12}{'of stock':>10}{'exposed':>9}{'MB between nodes':>18}{'in a node':>11}{'held':>9}",
+    ]
+    for variant in tried:
+        one = predicted[variant]
+        ratio = f"{one.seconds / stock.seconds:.2f}" if stock else "-"
+        lines.append(
+            f"{variant:24}{one.seconds * 1e3:12.3f}{ratio:>10}{one.exposed * 1e3:9.3f}{one.inter_bytes / 1e6:18.2f}"
+            f"{one.intra_bytes / 1e6:11.2f}{one.activation_bytes / 1e6:9.1f}"
+        )
+    for refusal in controller.refused:
+        lines.append(f"not {refusal.variant}: {refusal.reason}")
+    return lines
+
+
+def settled_lines(controller: Controller, chosen: str) -> list[str]:
+    """What was measured, beside what was predicted, and what stays."""
+    measured, predicted = controller.measured, {one.variant: one.seconds for one in controller.predicted}
+    listed = ", ".join(f"{variant} {seconds * 1e3:.1f}" for variant, seconds in measured.items())
+    lines = [f"measured ms a step, in {controller.trials.steps} steps of trials: {listed}"]
+    if ALLTOALL not in measured:
+        return [*lines, f"{chosen} stays"]
+    if chosen == ALLTOALL:
+        return [*lines, f"{chosen} stays: nothing is faster"]
+    saved = (predicted[ALLTOALL] - predicted[chosen]) * controller.passes_of_step
+    lines.append(
+        f"{chosen} stays"
+        + (", as planned" if chosen == controller.planned else f"; {controller.planned} was planned")
+        + f": {measured[chosen] / measured[ALLTOALL]:.3f} of stock's step; it saves "
+        f"{(measured[ALLTOALL] - measured[chosen]) * 1e3:.1f} ms of it, {saved * 1e3:.1f} ms were predicted"
+    )
+    return lines

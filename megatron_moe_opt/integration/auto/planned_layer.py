@@ -1,0 +1,91 @@
+"""A MoE layer under `auto`: dispatchers take turns in it, and it says what it has to do in a pass."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from megatron_moe_opt.errors import ConfigurationError
+from megatron_moe_opt.integration.layer.configured_workload import layer_workload
+from megatron_moe_opt.integration.layer.expert_migration_layer import EXPERTS_COMPUTE
+from megatron_moe_opt.options import Options
+from megatron_moe_opt.planning.predicting.layer_workload import LayerWorkload
+from megatron_moe_opt.planning.predicting.prediction import ALLTOALL
+from megatron_moe_opt.runtime.engine.recomputation import is_recomputing
+from megatron_moe_opt.topology.domain_groups import leave_domain_groups, levels_of
+from megatron_moe_opt.topology.expert_groups import ExpertGroups
+from megatron_moe_opt.variants import split_variant
+
+Plug = Callable[[Any, str, Options], None]
+"""Puts the dispatcher of a name, with these options, into a MoE layer."""
+
+
+class PlannedLayer:
+    """A MoE layer, and the dispatchers that it has had."""
+
+    def __init__(self, layer: Any, groups: ExpertGroups, options: Options, plug: Plug) -> None:
+        self.layer, self.groups, self.options = layer, groups, options
+        self.passes = self.rows = self.tokens = 0
+        """Forward passes in training; rows that they computed here, together; the most tokens that one had."""
+        self.current = ALLTOALL
+        self._plug = plug
+        self._built: dict[str, tuple[Any, Any]] = {ALLTOALL: (layer.token_dispatcher, None)}
+        layer.register_forward_pre_hook(self._see_tokens)
+        layer.experts.register_forward_pre_hook(self._see_rows)
+
+    def use(self, variant: str) -> None:
+        """Has the next passes run under this variant. A collective call over the layer's groups at its first use."""
+        layer = self.layer
+        if variant not in self._built:
+            self._restore(ALLTOALL)
+            name, options = split_variant(variant, None)
+            ours = self.options
+            common = {"network_levels": ours.network_levels, "prefetch_layers": ours.prefetch_layers}
+            if options.experts_may_travel:
+                common["resident_layers"] = ours.resident_layers
+            self._plug(layer, name, dataclasses.replace(options, **common))
+            self._built[variant] = layer.token_dispatcher, layer.__dict__.get(EXPERTS_COMPUTE)
+        self._restore(variant)
+
+    def keep(self, variants: Iterable[str]) -> bool:
+        """Forgets the dispatchers of other variants, and what they hold; the one in use stays.
+
+        Returns:
+            Whether there were any.
+        """
+        kept = {self.current, *variants}
+        gone = [self._built.pop(variant) for variant in set(self._built) - kept]
+        for dispatcher, _ in gone:
+            leave_domain_groups(getattr(dispatcher, "dispatcher", dispatcher))  # stock's has none of ours
+        return bool(gone)
+
+    def workload(self) -> LayerWorkload:
+        """Of one micro-batch, routed evenly."""
+        return layer_workload(self.layer.config, self.groups, self._workers(), self.options.resident_limit, self.tokens)
+
+    def _workers(self) -> tuple[int, ...]:
+        """Of each network level; none where nodes make no levels, so that no expert migrates."""
+        try:
+            return levels_of(self.groups.ep, self.options.network_levels)
+        except ConfigurationError:
+            if self.options.network_levels is not None:
+                raise
+            return ()
+
+    def _restore(self, variant: str) -> None:
+        self.layer.token_dispatcher, compute = self._built[variant]
+        self.layer.__dict__.pop(EXPERTS_COMPUTE, None)
+        if compute is not None:
+            setattr(self.layer, EXPERTS_COMPUTE, compute)
+        self.current = variant
+
+    def _see_tokens(self, layer: Any, inputs: tuple[Any, ...]) -> None:
+        if layer.training and inputs and not is_recomputing():
+            self.passes += 1
+            self.tokens = max(self.tokens, inputs[0].shape[:-1].numel())
+
+    def _see_rows(self, experts: Any, inputs: tuple[Any, ...] | None) -> None:
+        # Called without inputs by expert_migration_layer._finish_parameter_sync.
+        if inputs and experts.training and not is_recomputing():
+            self.rows += inputs[0].size(0)

@@ -1,0 +1,1 @@
+"""Where systems cut into Megatron's layers."""

@@ -1,0 +1,46 @@
+"""What Megatron's configuration says about a MoE layer, as the planner takes it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron_moe_opt.integration.layer.replicated_tokens import holds_replicated_tokens
+from megatron_moe_opt.kernels import LANE_BYTES
+from megatron_moe_opt.planning.predicting.layer_workload import LayerWorkload, resident_part
+from megatron_moe_opt.topology.expert_groups import ExpertGroups
+
+
+def layer_workload(
+    config: Any, groups: ExpertGroups, workers: tuple[int, ...] = (), resident: int | None = None, tokens: int = 0
+) -> LayerWorkload:
+    """Of one micro-batch, routed evenly.
+
+    Args:
+        config: Megatron's TransformerConfig.
+        workers: of each network level of the expert-parallel group; empty: not known.
+        resident: layers whose gathered experts stay in memory; None: all.
+        tokens: that a rank enters the layer with.
+    """
+    return LayerWorkload(
+        tokens=tokens,
+        hidden=config.moe_latent_size or config.hidden_size,
+        ffn=(config.moe_ffn_hidden_size or config.ffn_hidden_size) // groups.etp_size,
+        gated=config.gated_linear_unit,
+        experts=config.num_moe_experts,
+        topk=config.moe_router_topk,
+        element_bytes=config.params_dtype.itemsize,
+        lane_bytes=LANE_BYTES,
+        ep=groups.ep_size,
+        etp=groups.etp_size,
+        tp=config.tensor_model_parallel_size if holds_replicated_tokens(config) else 1,
+        capacity_factor=config.moe_expert_capacity_factor,
+        workers=workers,
+        fused=config.bias_activation_fusion,
+        resident_part=resident_part(_moe_layers(config) / config.pipeline_model_parallel_size, resident),
+    )
+
+
+def _moe_layers(config: Any) -> int:
+    """Of the whole model."""
+    pattern = config.moe_layer_freq  # every so many layers one; or 0 and 1 for each layer
+    return -(-config.num_layers // pattern) if isinstance(pattern, int) else sum(pattern)

@@ -1,0 +1,197 @@
+"""The edge of a MoE layer whose experts travel: Megatron's experts module is called with the weights of all owners.
+
+Megatron's MoELayer calls its experts module with the rows of this rank's experts. Rows here are also for experts of
+other ranks of the domain: `routed_experts_compute` of the layer has all of them computed in the same call (see
+experts_of_owners.py). The module, its parameters and state_dict stay.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import re
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils.hooks import RemovableHandle
+
+from megatron_moe_opt.dispatchers.expert_domains import Choosing, FixedDomains, MeasuredDomains
+from megatron_moe_opt.dispatchers.expert_migration import ExpertMigrationDispatcher
+from megatron_moe_opt.errors import ConfigurationError
+from megatron_moe_opt.integration.layer.configured_workload import layer_workload
+from megatron_moe_opt.integration.layer.experts_of_owners import call_experts
+from megatron_moe_opt.integration.optimizer_step import after_optimizer_step, before_optimizer_step, forget
+from megatron_moe_opt.options import Options
+from megatron_moe_opt.runtime.engine.recomputation import is_recomputing
+from megatron_moe_opt.runtime.travelling_experts.expert_codec import LargestWeights, TrackedExperts, WholeExperts
+from megatron_moe_opt.runtime.travelling_experts.expert_communicator import MigratedExperts, expert_communicator
+from megatron_moe_opt.runtime.travelling_experts.expert_gradients import CompressedGradients, WholeGradients
+from megatron_moe_opt.runtime.travelling_experts.expert_weights import ExpertWeights
+from megatron_moe_opt.runtime.travelling_experts.mean_expert import MeanExpert
+from megatron_moe_opt.systems.system import PREFIX
+from megatron_moe_opt.topology.domain_groups import DomainGroups, levels_of
+from megatron_moe_opt.topology.domains import ExpertDomains
+from megatron_moe_opt.topology.expert_groups import ExpertGroups
+
+EXPERTS_COMPUTE = "routed_experts_compute"
+"""The method of MoELayer that runs the experts: (dispatched tokens, probabilities) -> (output, bias)."""
+
+
+def make_dispatcher(groups: ExpertGroups, options: Options, config: Any) -> ExpertMigrationDispatcher:
+    """The dispatcher of a layer. A collective call over its expert-parallel group.
+
+    Raises:
+        ConfigurationError: levels or domain sizes that do not fit the group, or a profile that has not measured them.
+    """
+    workers = levels_of(groups.ep, options.network_levels)
+    if options.chooses_domains:
+        workload = dataclasses.replace(
+            layer_workload(config, groups, workers, options.resident_limit),
+            tp=1,  # the dispatcher gets tokens that are split
+            compression=options.compression_ratio or 1.0,
+            gradient_compression=options.gradient_compression_ratio or 1.0,
+        )
+        choosing: Choosing = MeasuredDomains(options.profile, groups, workload)
+    else:
+        choosing = FixedDomains(ExpertDomains(workers, _sizes(options, workers)))
+    return ExpertMigrationDispatcher(groups, choosing, config.num_moe_experts, config.moe_router_topk)
+
+
+def _sizes(options: Options, workers: tuple[int, ...]) -> tuple[int, ...]:
+    sizes = options.domain_sizes or (1,) * len(workers)
+    if len(sizes) != len(workers) or any(number % size for number, size in zip(workers, sizes, strict=True)):
+        raise ConfigurationError(
+            f"{PREFIX}domain-sizes {_list(sizes)} does not fit levels of {_list(workers)} workers: give a divisor of "
+            f"each level's workers, the slowest level first, or other levels with {PREFIX}levels"
+        )
+    return sizes
+
+
+def _list(numbers: tuple[int, ...]) -> str:
+    return ",".join(map(str, numbers))
+
+
+def migrate_experts(layer: Any, options: Options) -> None:
+    """Lets the experts of a layer travel, unless every domain is a single rank. A collective call over its groups."""
+    dispatcher: ExpertMigrationDispatcher = layer.token_dispatcher.dispatcher
+    ready = functools.partial(_finish_parameter_sync, layer.experts)
+    weights = ExpertWeights(layer.experts, _expert_of, ready)
+    ratio, num_local = options.compression_ratio, layer.num_local_experts
+    gradient_ratio = options.gradient_compression_ratio
+    for flag, value in options.compression.items():
+        if not weights.is_by_expert:
+            raise ConfigurationError(
+                f"{flag} {value:g} needs experts with weights of their own, which {type(layer.experts).__name__} has "
+                "not: leave out --moe-use-legacy-grouped-gemm, or the ratio"
+            )
+
+    hooks: list[RemovableHandle] = []
+    """On the experts: gone with the dispatcher that they serve, of which `auto` keeps one."""
+    weakref.finalize(dispatcher, _remove, hooks).atexit = False
+
+    def at_loading(one: TrackedExperts | LargestWeights | CompressedGradients) -> None:
+        hooks.append(layer.experts.register_load_state_dict_post_hook(lambda *_: one.restart()))
+
+    def migrate(groups: DomainGroups, owners: tuple[int, ...]) -> MigratedExperts:
+        communicator = expert_communicator(groups, options.prefetch_layers, options.resident_limit)
+        codec: WholeExperts | TrackedExperts | LargestWeights = WholeExperts()
+        if ratio is not None:
+            if options.residuals == "last":
+                codec = TrackedExperts(num_local, ratio)
+            elif interval := options.shared_expert_interval:
+                codec = TrackedExperts(num_local, ratio, MeanExpert(num_local, groups.all_experts, interval))
+            else:
+                codec = LargestWeights(num_local, ratio)
+            at_loading(codec)
+        gradients: WholeGradients | CompressedGradients = WholeGradients()
+        if gradient_ratio is not None:
+            gradients = CompressedGradients(num_local, gradient_ratio)
+            at_loading(gradients)
+        before_optimizer_step(communicator.before_step)
+        after_optimizer_step(communicator.after_step)
+        after_optimizer_step(communicator.after_skipped_step, updated=False)
+        for callback in (communicator.before_step, communicator.after_step, communicator.after_skipped_step):
+            groups.at_end.callback(forget, callback)
+        return MigratedExperts(weights, owners, communicator, codec, gradients)
+
+    dispatcher.take_experts(migrate)
+    if options.experts_may_travel:
+        stock = getattr(type(layer), EXPERTS_COMPUTE)
+        watched = _WatchedExperts(layer, hooks)
+        setattr(layer, EXPERTS_COMPUTE, functools.partial(_compute, weakref.proxy(layer), stock, watched))
+
+
+def _expert_of(name: str) -> int | None:
+    """The local expert of a parameter of SequentialMLP or TEGroupedMLP; GroupedMLP's hold all experts."""
+    found = re.search(r"local_experts\.(\d+)\.|\.(?:weight|bias)(\d+)$", name)
+    return None if found is None else int(found[1] or found[2])
+
+
+def _finish_parameter_sync(experts: Any) -> None:
+    """Waits for weights that a distributed optimizer is still gathering (--overlap-param-gather).
+
+    Megatron's DDP does that in forward pre-hooks of the modules that hold the weights; here weights are read earlier.
+    The hooks are called as Megatron's own fused experts call them (TEGroupedMLP, from 0.18 on).
+    """
+    for module in experts.modules():
+        for hook in module._forward_pre_hooks.values():
+            hook(module, None)
+
+
+def _remove(hooks: list[RemovableHandle]) -> None:
+    for hook in hooks:
+        hook.remove()
+
+
+class _WatchedExperts:
+    """Sees to it that nobody recomputes a call of the experts alone: it would be with weights that the module has of
+    its own, whoever's the call was with.
+    """
+
+    def __init__(self, layer: Any, hooks: list[RemovableHandle]) -> None:
+        """Adds what it puts on the experts to `hooks`."""
+        self._layer, self._called = weakref.proxy(layer), False
+        self._dispatcher = weakref.ref(layer.token_dispatcher)
+        for module in layer.experts.modules():
+            if module._parameters:
+                hooks.append(module.register_forward_pre_hook(self._check))
+
+    def __enter__(self) -> None:
+        """Calls in this context are with the weights that they should be with."""
+        self._called = True
+
+    def __exit__(self, *_: object) -> None:
+        self._called = False
+
+    def _check(self, _: Any, arguments: tuple[Any, ...] | None) -> None:
+        if arguments is None or self._called or not is_recomputing():  # None: see _finish_parameter_sync
+            return
+        plugged = self._layer.token_dispatcher
+        if plugged is self._dispatcher() and plugged.dispatcher.migrated is not None:  # `auto` plugs others, too
+            raise ConfigurationError(
+                "activations of experts that travel cannot be recomputed without those of their layer, whose dispatch "
+                "brings their weights: put torch.utils.checkpoint around the MoE layer, not around its experts"
+            )
+
+
+def _compute(
+    layer: Any,
+    stock: Callable[..., Any],
+    watched: _WatchedExperts,
+    hidden_states: torch.Tensor,
+    probs: torch.Tensor,
+) -> tuple[torch.Tensor, None]:
+    """In the place of MoELayer.routed_experts_compute."""
+    migrated: MigratedExperts | None = layer.token_dispatcher.dispatcher.migrated
+    if migrated is None:  # the domains that were chosen are single ranks
+        return stock(layer, hidden_states, probs)
+    lent = layer.token_dispatcher.dispatched.lent
+    arguments = layer.token_dispatcher.dispatch_postprocess(hidden_states, probs)
+    own = dict(layer.experts.named_parameters())
+    with watched, migrated.kept_as_they_came():
+        of_owners = [own if parameters is None else parameters for parameters in migrated.of_owners(lent)]
+        output, bias = call_experts(layer.experts, of_owners, *arguments)
+    assert bias is None, f"mlp_bias is not supported for {type(layer.token_dispatcher)}"  # as stock says
+    return layer.token_dispatcher.combine_preprocess(migrated.back_in_backward(output)), None

@@ -1,0 +1,50 @@
+"""Passes of MoE layers under our dispatchers: where the process is, and what becomes of errors raised there."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Container
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from megatron_moe_opt.runtime.engine.profiler_ranges import shown_as
+from megatron_moe_opt.runtime.engine.recomputation import is_recomputing
+from megatron_moe_opt.runtime.job.failure_board import told
+from megatron_moe_opt.runtime.observed.layer_place import Place, enter, leave, passing
+
+
+def name_passes(layer_class: type, names: Container[str]) -> None:
+    """Wraps the forward method of MoELayer. Only layers with one of these dispatchers are named.
+
+    Backward passes begin and end with the gradients of the same tensors.
+    """
+    stock_forward = layer_class.forward
+
+    @functools.wraps(stock_forward)
+    def forward(self: Any, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        dispatcher = self.config.moe_token_dispatcher_type
+        if dispatcher not in names:
+            return stock_forward(self, hidden_states, *args, **kwargs)
+        here = Place(number_of(self), dispatcher, "recompute" if is_recomputing() else "forward")
+        with passing(here), told(), shown_as(lambda: f"MoE layer {here.layer} ({dispatcher}, {here.direction})"):
+            output = stock_forward(self, hidden_states, *args, **kwargs)
+        backward = replace(here, direction="backward")
+        on_gradient(output[0], lambda _: enter(backward))
+        on_gradient(hidden_states, lambda _: leave())
+        return output
+
+    layer_class.forward = forward
+
+
+def number_of(layer: Any) -> int:
+    """Of a layer in the model. Those of multi-token prediction, which Megatron counts anew from 0.17 on, come last."""
+    number = layer.layer_number or 0
+    return number + (layer.config.num_layers if getattr(layer, "is_mtp_layer", False) else 0)
+
+
+def on_gradient(tensor: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> None:
+    """Calls the hook when the gradient of the tensor is there."""
+    if tensor.requires_grad:
+        tensor.register_hook(hook)

@@ -1,0 +1,190 @@
+"""The seams of `netmoe` in Megatron: the transformer block, whose layers move samples, and the layers themselves.
+
+Megatron's transformer layer normalises the hidden states, hands them to its MoE layer, and adds them to what comes
+back. Here it hands them to the dispatcher as they are before that. What comes back is the sum already, of other
+samples, and is added to zero.
+
+The MoE layers of one block share the order of samples: a block is what a pipeline stage, or a virtual chunk of it, runs
+in one go. MoE layers outside a block (multi-token prediction) do not move samples.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+import weakref
+from typing import Any
+
+import numpy as np
+import torch
+
+from megatron_moe_opt.dispatchers.netmoe import NetmoeDispatcher
+from megatron_moe_opt.dispatchers.sample_placement import LayerPlacement, SampleOrder
+from megatron_moe_opt.dispatchers.say import say_once
+from megatron_moe_opt.errors import ConfigurationError
+from megatron_moe_opt.integration.observe.netmoe_report import watch
+from megatron_moe_opt.integration.seams import seam_moved
+from megatron_moe_opt.options import Options
+from megatron_moe_opt.topology.group_cache import cached_by_group
+from megatron_moe_opt.topology.sample_holders import SampleHolders
+
+
+def wrap_transformer_block() -> None:
+    """Lets every TransformerBlock that is built from now on link its netmoe layers."""
+    from megatron.core.transformer.transformer_block import TransformerBlock
+
+    stock_init = TransformerBlock.__dict__.get("__init__")
+    if not isinstance(stock_init, types.FunctionType):
+        return  # check_seams says so to whom it concerns
+
+    @functools.wraps(stock_init)
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        stock_init(self, *args, **kwargs)
+        _link(self)
+
+    init._moe_opt = True
+    TransformerBlock.__init__ = init
+
+
+def check_seams(layer: Any, options: Options) -> None:
+    """Looks for what `netmoe` needs of the layers around a MoELayer.
+
+    Raises:
+        ConfigurationError: this Megatron does not have it.
+    """
+    from megatron.core.transformer.transformer_block import TransformerBlock
+    from megatron.core.transformer.transformer_layer import TransformerLayer
+
+    if not hasattr(TransformerBlock.__init__, "_moe_opt"):
+        raise seam_moved("TransformerBlock.__init__ is not a plain method")
+    for method in ("_forward_mlp", "_forward_post_mlp"):
+        if not isinstance(TransformerLayer.__dict__.get(method), types.FunctionType):
+            raise seam_moved(f"TransformerLayer.{method} is not a plain method")
+
+
+def _dispatcher_of(layer: Any) -> NetmoeDispatcher | None:
+    plugged = getattr(getattr(layer, "mlp", None), "token_dispatcher", None)
+    dispatcher = getattr(plugged, "dispatcher", None)
+    return dispatcher if isinstance(dispatcher, NetmoeDispatcher) else None
+
+
+def samples_of(layer: Any) -> np.ndarray | None:
+    """The sample, named by its home position, at each position of a transformer layer that a pass has come to.
+
+    None where all are at home: under other dispatchers too.
+    """
+    dispatcher = _dispatcher_of(layer)
+    placement = None if dispatcher is None else dispatcher.placement
+    return None if placement is None else placement.order.at
+
+
+def _link(block: Any) -> None:
+    layers = [layer for layer in block.layers if _dispatcher_of(layer) is not None]
+    if len(layers) < 2:
+        return  # the only layer would have to bring home what it moves
+    order = SampleOrder()
+    for layer in layers:
+        moe = layer.mlp
+        holders = _holders(_dispatcher_of(layer).groups, moe.tp_group)
+        placement = LayerPlacement(order, holders, moe.config.num_moe_experts, last=layer is layers[-1])
+        _join(layer, placement)
+        watch(_dispatcher_of(layer), moe.layer_number)
+    block.register_forward_pre_hook(_Begin(order), with_kwargs=True)
+
+
+_AUX_LOSS = (
+    "--moe-router-load-balancing-type aux_loss balances the samples that share a rank, which are others than under "
+    "stock: its gradient is another one, too; those of seq_aux_loss and global_aux_loss are stock's"
+)
+
+
+@cached_by_group
+def _holders(groups: Any, tp_group: Any) -> SampleHolders:
+    return SampleHolders.of(tp_group, groups)
+
+
+def _join(layer: Any, placement: LayerPlacement) -> None:
+    """Lets a transformer layer's samples move."""
+    dispatcher, moe = _dispatcher_of(layer), layer.mlp
+    dispatcher.join(placement, layer.pre_mlp_layernorm)
+    forward_mlp, post_mlp, shared_experts = layer._forward_mlp, layer._forward_post_mlp, moe.shared_experts_compute
+    balances_ranks = moe.router.get_aux_loss_coeff("aux_loss") > 0
+
+    @functools.wraps(forward_mlp)
+    def forward(hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if balances_ranks and hidden_states.size(1) > 1:
+            say_once("netmoe", "aux_loss", lambda: _AUX_LOSS)
+        dispatcher.hand_over(hidden_states, learn=layer.training)
+        return forward_mlp(hidden_states, *args, **kwargs)
+
+    @functools.wraps(post_mlp)
+    def post(mlp_output_with_bias: tuple[torch.Tensor, Any], residual: torch.Tensor) -> torch.Tensor:
+        output = mlp_output_with_bias[0]
+        return post_mlp(mlp_output_with_bias, output.new_zeros(()).expand_as(output))
+
+    @functools.wraps(shared_experts)
+    def beside(hidden_states: torch.Tensor) -> None:
+        output = shared_experts(hidden_states)
+        if output is not None:
+            dispatcher.hand_over_beside(output)
+
+    layer._forward_mlp, layer._forward_post_mlp, moe.shared_experts_compute = forward, post, beside
+
+
+class _Begin:
+    """Before each forward pass of a block."""
+
+    def __init__(self, order: SampleOrder) -> None:
+        self.order = order
+        self.masks = _Masks()
+
+    def __call__(self, block: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Checks what is passed, and begins with all samples at home."""
+        given = dict(zip(("hidden_states", "attention_mask"), args, strict=False)) | kwargs
+        _check_arguments(given)
+        self.order.begin(self.masks.unlike(given.get("attention_mask")))
+
+
+_OF_SAMPLES = {
+    "packed_seq_params": "packed sequences",
+    "context": "cross-attention to a context of each sample",
+    "padding_mask": "padding masks",
+    "attention_bias": "an attention bias",
+    "inference_context": "inference contexts",
+    "inference_params": "inference contexts",
+}
+"""Arguments of TransformerBlock.forward that belong to samples, and would have to move with them."""
+
+
+def _check_arguments(given: dict[str, Any]) -> None:
+    for name, what in _OF_SAMPLES.items():
+        if given.get(name) is not None:
+            raise ConfigurationError(
+                f"--moe-token-dispatcher-type netmoe moves samples between ranks, and {what} would not follow: use "
+                "monta"
+            )
+
+
+class _Masks:
+    """Looks at the attention mask of every pass, unless it is the one of the pass before, unchanged."""
+
+    def __init__(self) -> None:
+        self._seen: tuple[weakref.ref[torch.Tensor], int] | None = None
+        """The last mask, and its version, which counts its changes."""
+        self._unlike: torch.Tensor | None = None
+
+    def unlike(self, mask: torch.Tensor | None) -> torch.Tensor | None:
+        """Whether a mask is another one than the causal mask, for all samples: a bool [] on its device, for which
+        nobody waits here. None: there is no mask, and all is causal.
+
+        Args:
+            mask: bool [B or 1, 1, S, S], True hides.
+        """
+        if mask is None:
+            return None
+        seen, is_inference = self._seen, mask.is_inference()  # inference tensors do not count their changes
+        if seen is None or is_inference or seen[0]() is not mask or seen[1] != mask._version:
+            causal = mask.new_ones(mask.size(-1), mask.size(-1)).triu(1)
+            self._unlike = torch.stack([(of_sample != causal).any() for of_sample in mask]).any()
+            self._seen = None if is_inference else (weakref.ref(mask), mask._version)
+        return self._unlike

@@ -1,0 +1,1 @@
+"""What layers do, reported."""

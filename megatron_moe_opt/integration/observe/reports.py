@@ -1,0 +1,94 @@
+"""What the package has to say at the logging interval of a training loop: one place for all reports.
+
+A report is a number by layer and name. Each module of SOURCES has `take()` (what there is of this rank's layers since
+the last time, a collective call over their groups), `lines(values)` and `PREFIX`, the first part of its names in
+TensorBoard and W&B.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from types import ModuleType
+from typing import Any
+
+import torch.distributed as dist
+
+from megatron_moe_opt.integration.host.patching import when_imported
+from megatron_moe_opt.integration.observe import netmoe_report, telemetry_report
+
+Values = dict[int, dict[str, float]]
+"""By layer number."""
+Reports = dict[str, Values]
+"""By the name of their source; none that has nothing to say."""
+
+SOURCES = {"netmoe": netmoe_report, "telemetry": telemetry_report}
+
+
+def collect() -> Reports:
+    """What there is of all layers of the model since the last time. A collective call over all ranks.
+
+    Of the ranks that share a layer this is what they agree on; of data-parallel replicas, each has its own.
+    """
+    from megatron.core import parallel_state
+
+    own = {name: source.take() for name, source in SOURCES.items()}
+    pipeline = parallel_state.get_pipeline_model_parallel_group()
+    stages: list[Reports] = [own]
+    if pipeline.size() > 1:  # a stage without such layers takes part: it does not know of the others'
+        stages = [{}] * pipeline.size()
+        dist.all_gather_object(stages, own, group=pipeline)
+    reports = {name: dict(sorted(layer for stage in stages for layer in stage[name].items())) for name in SOURCES}
+    return {name: values for name, values in reports.items() if values}
+
+
+def lines(reports: Reports) -> list[str]:
+    """All of them."""
+    return [line for name, values in reports.items() for line in SOURCES[name].lines(values)]
+
+
+def scalars(reports: Reports) -> Iterator[tuple[str, float]]:
+    """Names and values for TensorBoard and W&B."""
+    for source, values in reports.items():
+        for number, by_name in values.items():
+            for name, value in by_name.items():
+                yield f"{SOURCES[source].PREFIX}/{name}/layer {number}", value
+
+
+def add_scalars(reports: Reports, writer: Any, iteration: int) -> None:
+    """Writes reports to TensorBoard."""
+    for name, value in scalars(reports):
+        writer.add_scalar(name, value, iteration)
+
+
+def report_with_training_log() -> None:
+    """Lets Megatron-LM's training loop, where a script uses it, report after each line of its log."""
+    when_imported("megatron.training.training", _follow)
+
+
+def _follow(training: ModuleType) -> None:
+    stock = getattr(training, "training_log", None)
+    if stock is None or hasattr(stock, "_moe_opt"):
+        return
+
+    @functools.wraps(stock)
+    def training_log(loss_dict: Any, total: Any, rate: Any, iteration: int, *args: Any, **kwargs: Any) -> Any:
+        result = stock(loss_dict, total, rate, iteration, *args, **kwargs)
+        if iteration % training.get_args().log_interval == 0:
+            _report(training, iteration)
+        return result
+
+    training_log._moe_opt = True
+    training.training_log = training_log
+
+
+def _report(training: ModuleType, iteration: int) -> None:
+    """On all ranks; those that have a writer write, and the last one, which prints Megatron's own lines, prints."""
+    reports, writer, wandb = collect(), training.get_tensorboard_writer(), training.get_wandb_writer()
+    if dist.get_rank() == dist.get_world_size() - 1:
+        for line in lines(reports):
+            print(f"moe-opt: {line}", flush=True)
+    if writer is not None:
+        add_scalars(reports, writer, iteration)
+    if wandb and reports:
+        wandb.log(dict(scalars(reports)), iteration)

@@ -1,0 +1,207 @@
+"""`--moe-opt-telemetry`: observes passes of MoE layers, whatever dispatcher moves their tokens.
+
+The methods that MoELayer.forward calls one after another are wrapped in the layers that are watched, and its experts
+have hooks while an observed pass is in them. The dispatcher is looked at anew in every pass: it may be another one than
+in the last. Backward instants come from hooks on the gradients of the same tensors, on the thread and stream where
+autograd is; the graph is as without. Most passes are not observed (runtime/observed/layer_pass.py), and pay for a call
+or two.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+import weakref
+from typing import Any
+
+import torch
+
+from megatron_moe_opt.integration.layer.layer_passes import number_of, on_gradient
+from megatron_moe_opt.integration.observe.stock_traffic import StockTraffic
+from megatron_moe_opt.integration.seams import seam_moved
+from megatron_moe_opt.kernels.count_tokens import count_routing_map
+from megatron_moe_opt.runtime.engine.recomputation import is_recomputing
+from megatron_moe_opt.runtime.observed.layer_pass import DeviceClock, Direction, HostClock, LayerPass, Samples
+
+STAGES = ("preprocess", "dispatch", "combine", "postprocess")
+"""The methods of MoELayer around its experts, in the order in which its forward pass calls them."""
+
+
+class LayerRecord:
+    """What has been observed of one layer."""
+
+    def __init__(self, num_experts: int, group: Any) -> None:
+        self.number = 0
+        """Of the layer in the model."""
+        self.num_experts, self.group = num_experts, group
+        self.clock = DeviceClock() if torch.cuda.is_available() else HostClock()
+        self.first, self.again = Samples(), Samples()
+        """Forward passes; and those that recomputation repeats, from which backward passes come."""
+
+
+_observed: dict[int, LayerRecord] = {}
+"""Records with passes that were not taken yet, by identity. They outlive their layers: ranks that ran the same passes
+have the same ones, whenever Python's garbage collection finds a layer that nobody holds any more."""
+
+
+def take_records() -> list[LayerRecord]:
+    """The records with passes since the last time, in the order in which their layers began to run."""
+    records = list(_observed.values())
+    _observed.clear()
+    return records
+
+
+def watch(layer: Any) -> None:
+    """Observes passes of a MoELayer that was just built.
+
+    Raises:
+        ConfigurationError: a Megatron whose layer has no such stages.
+    """
+    for name in STAGES:
+        if not isinstance(getattr(type(layer), name, None), types.FunctionType):
+            raise seam_moved(f"{type(layer).__name__}.{name} is not a plain method")
+    stages = _Stages(layer, LayerRecord(layer.config.num_moe_experts, layer.token_dispatcher.tp_ep_group))
+    for name in STAGES:
+        setattr(layer, name, getattr(stages, name))
+
+
+class _Stages:
+    """In the place of the stages of one layer. It does not hold the layer, which holds it."""
+
+    def __init__(self, layer: Any, record: LayerRecord) -> None:
+        self._layer, self._record, self._now = weakref.proxy(layer), record, record.clock.now
+        self._stock = {name: getattr(type(layer), name) for name in STAGES}
+        self._observed: LayerPass | None = None
+        """The forward pass under way, if it is observed."""
+        self._has_backward = False
+        self._traffic: StockTraffic | None = None
+        self._hooks: list[Any] = []
+        self._running: tuple[LayerPass, Direction] | None = None
+        """What the hooks of the experts write to."""
+
+    def preprocess(self, hidden_states: torch.Tensor, probs: torch.Tensor, routing_map: torch.Tensor) -> Any:
+        """Permutes."""
+        self._abandon()
+        observed = self._next_pass(routing_map)
+        if observed is None:
+            return self._stock["preprocess"](self._layer, hidden_states, probs, routing_map)
+        last = next((tensor for tensor in (probs, hidden_states) if tensor.requires_grad), None)
+        if last is not None:
+            last.register_hook(functools.partial(self._end_backward, observed))
+        self._has_backward = last is not None
+        dispatcher = self._layer.token_dispatcher
+        self._traffic = StockTraffic.of(dispatcher, probs.dtype)
+        if self._traffic is None and not _tells_what_it_sends(dispatcher):
+            observed.forward.is_counted = observed.backward.is_counted = False
+        observed.forward.sent.start()
+        observed.forward.begin = self._now()
+        return self._stock["preprocess"](self._layer, hidden_states, probs, routing_map)
+
+    def dispatch(self, hidden_states: torch.Tensor, probs: torch.Tensor) -> Any:
+        """Sends rows to experts."""
+        observed = self._observed
+        if observed is not None:
+            on_gradient(hidden_states, functools.partial(self._mark, observed.backward, "exchange_end"))
+            if self._traffic is not None:
+                self._traffic.note_dispatched(hidden_states, probs)
+            self._watch_experts(observed, observed.forward)
+            observed.forward.exchange_begin = self._now()
+        return self._stock["dispatch"](self._layer, hidden_states, probs)
+
+    def combine(self, output: torch.Tensor) -> torch.Tensor:
+        """Sends rows back."""
+        observed = self._observed
+        if observed is None:
+            return self._stock["combine"](self._layer, output)
+        self._leave_experts()
+        result = self._stock["combine"](self._layer, output)
+        observed.forward.exchange_end = self._now()
+        on_gradient(result, functools.partial(self._mark, observed.backward, "exchange_begin"))
+        if self._traffic is not None:
+            forward, backward = self._traffic.sent(output)
+            observed.forward.sent.by_peer.update(forward)
+            observed.backward.sent.by_peer.update(backward)
+        return result
+
+    def postprocess(self, output: torch.Tensor, shared_expert_output: torch.Tensor | None) -> torch.Tensor:
+        """Sums rows."""
+        result = self._stock["postprocess"](self._layer, output, shared_expert_output)
+        observed, self._observed = self._observed, None
+        if observed is not None:
+            observed.forward.end = self._now()
+            observed.forward.sent.stop()
+            if self._has_backward:  # what begins must end
+                on_gradient(result, functools.partial(self._begin_backward, observed))
+            record = self._record
+            record.number = number_of(self._layer)
+            (record.again if observed.recomputed else record.first).add(observed)
+            _observed[id(record)] = record
+        return result
+
+    def _next_pass(self, routing_map: torch.Tensor) -> LayerPass | None:
+        if not self._layer.training:
+            return None
+        recomputed = is_recomputing()
+        if not (self._record.again if recomputed else self._record.first).is_next():
+            return None
+        with torch.no_grad():
+            counts = count_routing_map(routing_map.bool().contiguous(), 1)[0]
+        self._observed = LayerPass(counts, recomputed)
+        return self._observed
+
+    def _abandon(self) -> None:
+        """Forgets a forward pass that did not come to its end."""
+        if self._observed is not None:
+            self._observed.forward.sent.stop()
+            self._leave_experts()
+            self._observed = None
+
+    def _mark(self, direction: Direction, instant: str, _: torch.Tensor) -> None:
+        setattr(direction, instant, self._now())
+
+    def _begin_backward(self, observed: LayerPass, _: torch.Tensor) -> None:
+        backward = observed.backward
+        self._watch_experts(observed, backward)
+        backward.sent.start()
+        backward.begin = self._now()
+
+    def _end_backward(self, observed: LayerPass, _: torch.Tensor) -> None:
+        observed.backward.end = self._now()
+        observed.backward.sent.stop()
+        self._leave_experts()
+
+    def _watch_experts(self, observed: LayerPass, direction: Direction) -> None:
+        self._leave_experts()
+        experts = self._layer.experts
+        self._running = observed, direction
+        self._hooks = [experts.register_forward_pre_hook(self._enter), experts.register_forward_hook(self._leave)]
+
+    def _leave_experts(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks, self._running = [], None
+
+    def _enter(self, module: Any, arguments: tuple[Any, ...] | None) -> None:
+        if arguments is None:
+            return  # a hook called to have weights gathered, not a call of the experts
+        observed, direction = self._running
+        tokens = arguments[0]
+        if direction is observed.forward:
+            observed.rows += tokens.size(0)
+        on_gradient(tokens, functools.partial(self._call, observed.backward, -1))
+        direction.calls.append((1, self._now()))
+
+    def _leave(self, module: Any, arguments: tuple[Any, ...], output: tuple[torch.Tensor, Any]) -> None:
+        observed, direction = self._running
+        direction.calls.append((-1, self._now()))
+        on_gradient(output[0], functools.partial(self._call, observed.backward, 1))
+
+    def _call(self, backward: Direction, step: int, _: torch.Tensor) -> None:
+        backward.calls.append((step, self._now()))
+
+
+def _tells_what_it_sends(dispatcher: Any) -> bool:
+    """Whether it is one of ours, which use `count_sent`."""
+    from megatron_moe_opt.integration.layer.token_dispatcher import PluggedTokenDispatcher
+
+    return isinstance(dispatcher, PluggedTokenDispatcher)

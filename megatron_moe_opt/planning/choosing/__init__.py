@@ -1,0 +1,1 @@
+"""Which of what is predicted, or tried, is run."""

@@ -1,0 +1,161 @@
+"""A plan put to the test: the planned variant, stock and the runners-up each run some training steps.
+
+Predictions of different systems rest on different models, and a model that is off by 10 % chooses by chance between
+systems that are 5 % apart. What a step takes is known for certain only once it has run, and then with noise. So trials
+are sweeps of short turns. After each, what cannot be the fastest any more drops out: most steps go to variants that are
+hard to tell apart, and nearly as fast as what stays. Every other sweep goes in the opposite order, so that what drifts
+meanwhile favours none. In the leader's system a variant may be faster that was not predicted so: its neighbours join.
+"""
+
+from __future__ import annotations
+
+import re
+import statistics
+from collections.abc import Iterable, Sequence
+from itertools import chain
+
+from megatron_moe_opt.planning.choosing.contenders import contenders
+from megatron_moe_opt.planning.predicting.prediction import ALLTOALL, Prediction
+from megatron_moe_opt.variants import kind_of
+
+MOST_AT_FIRST = 6
+"""Variants that run in the first sweep."""
+TURN = 4
+"""Steps of a variant in a sweep. The first after another variant's does not count: buffers are new, and what was sent
+ahead may be on its way."""
+MOST_STEPS = 150
+"""Of all trials."""
+ONE_TURN_WITHIN = 1.25
+"""Times the leader's median: a variant that has had one turn stays within that, for a disturbance may last as long."""
+STOCK_WITHIN = 0.01
+"""Stock stays where nothing is faster by more than this part of its time."""
+NEAR = 1.5
+"""Times what the leader is predicted to take: what takes longer does not join it, nor begin as the best of a kind."""
+
+_NUMBER = re.compile(r"\d+")
+
+
+def shortlist(predictions: Sequence[Prediction], planned: str) -> tuple[str, ...]:
+    """What to try first: the planned variant, stock, the best of every other system and kind, then the next fastest.
+
+    Neighbours join by themselves, where they are worth it. Experts that travel are no neighbours of tokens that do.
+
+    Args:
+        predictions: the fastest first.
+    """
+    near = [one for one in predictions if one.seconds <= NEAR * predictions[0].seconds]
+    of_systems = {one.family: one.variant for one in reversed(predictions)}.values()
+    of_kinds = {kind_of(one.variant): one.variant for one in reversed(near)}.values()
+    by_time = [one.variant for one in predictions]
+    stock = [variant for variant in by_time if variant == ALLTOALL]
+    best_ones = (sorted(ones, key=by_time.index) for ones in (of_systems, of_kinds))
+    tried = dict.fromkeys([planned, *stock, *chain.from_iterable(best_ones), *by_time])
+    return tuple(tried)[:MOST_AT_FIRST]
+
+
+def neighbours(variant: str, among: Iterable[str]) -> tuple[str, ...]:
+    """Those that differ from a variant in one of its numbers, up and down by the least that there is.
+
+    mpmoe:2 and mpmoe:4 of mpmoe:3; monta:O3x4, monta:O2x2 and monta:O2x8 of monta:O2x4.
+    """
+    form, numbers = _form(variant)
+    nearest: dict[tuple[int, bool], tuple[int, str]] = {}
+    for other in among:
+        its_form, its_numbers = _form(other)
+        if its_form != form:
+            continue
+        steps = [(place, its - ours) for place, (ours, its) in enumerate(zip(numbers, its_numbers, strict=True))]
+        moved = [(place, step) for place, step in steps if step]
+        if len(moved) == 1:
+            ((place, step),) = moved
+            way = place, step > 0
+            nearest[way] = min(nearest.get(way, (abs(step), other)), (abs(step), other))
+    return tuple(other for _, other in nearest.values())
+
+
+def _form(variant: str) -> tuple[str, tuple[int, ...]]:
+    """A variant without its numbers, and its numbers."""
+    return _NUMBER.sub("#", variant), tuple(map(int, _NUMBER.findall(variant)))
+
+
+class Trials:
+    """Says what runs in the next step, and in the end what stays. The same on every rank that is told the same."""
+
+    def __init__(self, predictions: Sequence[Prediction], planned: str) -> None:
+        """Begins with the shortlist.
+
+        Args:
+            predictions: of all that may be tried, the fastest first, the planned variant among them.
+        """
+        self.variants = shortlist(predictions, planned)
+        """Those that run: at first the shortlist, then contenders and what has joined them."""
+        self.times: dict[str, list[float]] = {}
+        """Seconds of the steps that count, of each variant that was tried."""
+        self._predicted = {one.variant: one.seconds for one in predictions}
+        self._order: list[str] = []
+        self._seconds: list[float] = []
+        """Of the steps of `_order` that have run."""
+        self._sweeps = 0
+        self._begin_sweep()
+
+    @property
+    def current(self) -> str | None:
+        """The variant of the next step; None: the trials are over."""
+        return self._order[self.steps] if self.steps < len(self._order) else None
+
+    @property
+    def steps(self) -> int:
+        """That have run."""
+        return len(self._seconds)
+
+    def record(self, seconds: float) -> None:
+        """The time of the step that has just run, the same on all ranks."""
+        if self.steps and self._order[self.steps - 1] == self.current:
+            self.times[self.current].append(seconds)
+        self._seconds.append(seconds)
+        if self.current is None:
+            self._end_sweep()
+
+    def longer_than(self, seconds: float) -> float:
+        """Seconds that all steps took more than as many of `seconds` each."""
+        return sum(self._seconds) - self.steps * seconds
+
+    def medians(self) -> dict[str, float]:
+        """Seconds of a step of each variant that was tried."""
+        return {variant: statistics.median(times) for variant, times in self.times.items()}
+
+    @property
+    def choice(self) -> str:
+        """The fastest of the contenders; stock, where that is not faster by more than STOCK_WITHIN of its time."""
+        medians = self.medians()
+        fastest = min(self.variants, key=lambda variant: medians[variant])
+        stock = medians.get(ALLTOALL)
+        return ALLTOALL if stock is not None and medians[fastest] > stock * (1 - STOCK_WITHIN) else fastest
+
+    def _begin_sweep(self) -> None:
+        for variant in self.variants:
+            self.times.setdefault(variant, [])
+        turns = self.variants[:: 1 if self._sweeps % 2 == 0 else -1]
+        self._order += [variant for variant in turns for _ in range(TURN)]
+        self._sweeps += 1
+
+    def _end_sweep(self) -> None:
+        """Goes on with the contenders and what joins them, if there is something to tell apart and steps are left."""
+        leader, *others = contenders({variant: self.times[variant] for variant in self.variants})
+        self.variants = tuple(one for one in self.variants if one in (leader, *others) or self._is_new(one, leader))
+        turns = (MOST_STEPS - self.steps) // TURN
+        joining = self._joining(leader)[: max(0, turns - len(self.variants))]
+        if 1 < len(self.variants) + len(joining) <= turns:
+            self.variants += joining
+            self._begin_sweep()
+
+    def _is_new(self, variant: str, leader: str) -> bool:
+        """It has had one turn only, and is not far behind."""
+        near = statistics.median(self.times[leader]) * ONE_TURN_WITHIN
+        return len(self.times[variant]) < TURN and statistics.median(self.times[variant]) <= near
+
+    def _joining(self, leader: str) -> tuple[str, ...]:
+        """The leader's neighbours that were not tried, those that are predicted fastest first."""
+        near = self._predicted[leader] * NEAR
+        new = [one for one in neighbours(leader, self._predicted) if one not in self.times]
+        return tuple(sorted((one for one in new if self._predicted[one] <= near), key=self._predicted.__getitem__))

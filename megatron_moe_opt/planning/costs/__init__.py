@@ -1,0 +1,1 @@
+"""What ops cost on a cluster: measured, described or known."""

@@ -1,0 +1,267 @@
+"""`cluster.json`: what `moe-opt profile` measured of a cluster, as a file that is checked when it is read."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from megatron_moe_opt.errors import ConfigurationError
+from megatron_moe_opt.output_file import write_text_whole
+from megatron_moe_opt.planning.costs.curves import CostCurve, Costs
+from megatron_moe_opt.planning.json_places import Place
+from megatron_moe_opt.planning.predicting.simulator import Slowdown
+from megatron_moe_opt.schedules.schedule import COLLECTIVES, Kind, Lane
+from megatron_moe_opt.topology.layouts import Layout
+
+FORMAT = "megatron-moe-opt cluster"
+VERSION = 1
+
+MEGATRON_FLAGS = ("--expert-model-parallel-size", "--expert-tensor-parallel-size", "--tensor-model-parallel-size")
+OUR_FLAGS = ("--ep", "--expert-tp", "--tp")
+
+Points = tuple[tuple[int, float], ...]
+"""(bytes or rows, seconds), by ascending size."""
+Facts = Mapping[str, str | int]
+
+STOCK, OURS = "stock", "ours"
+"""Whose permutation and sorting `Cluster.local_work` is: Megatron's, or this package's."""
+
+
+@dataclass(frozen=True)
+class World:
+    """Where the ranks were, and the sizes of their groups."""
+
+    nodes: tuple[int, ...]
+    """[world size] node of each rank."""
+    tp: int = 1
+    cp: int = 1
+    ep: int = 1
+    expert_tp: int = 1
+
+    @property
+    def layout(self) -> Layout:
+        """Who is in which group."""
+        return Layout(len(self.nodes), self.tp, self.cp, self.ep, self.expert_tp)
+
+
+@dataclass(frozen=True)
+class ExpertGemm:
+    """Time of one expert, over rows: two matrix products and the activation between them."""
+
+    hidden: int
+    ffn_hidden: int
+    """Of this rank's shard: the expert's divided by expert-TP."""
+    dtype: str
+    points: Points
+    """(rows, seconds) of the forward pass."""
+    training: Points | None = None
+    """(rows, seconds) of forward and backward pass together; None: not measured."""
+
+    def flops(self, rows: int) -> int:
+        """Of a forward pass: two products of 2 * rows * hidden * ffn_hidden operations each. Backward: twice that."""
+        return 4 * rows * self.hidden * self.ffn_hidden
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Measured on the slowest rank, each op alone in its lane but for `slowdown`."""
+
+    world: World
+    curves: Mapping[tuple[Kind, str | None], Points]
+    """By kind and role of the group (None: no collective); bytes count as Op.size does."""
+    slowdown: Slowdown = field(default_factory=dict)
+    """(lane, beside, ...): the rate, in (0, 1], of an op in a lane while the others are busy, all of them."""
+    overhead: float = 0.0
+    """Seconds that an op of a pipeline takes besides: handing over between lanes, waiting for ranks that come later."""
+    partition_overhead: float = 0.0
+    """Seconds that each of mpmoe's partitions but the first takes besides its ops, forward and backward; 0 where not
+    measured."""
+    saa: Points | None = None
+    """Of Parm's combine_and_gather, all phases together and without its reorder. Bytes are those of the rows that come
+    back to this rank for itself, times expert-TP: what a fused all-to-all of them carries. None: not measured."""
+    expert_gemm: ExpertGemm | None = None
+    compute_sharing: float = 1.0
+    """How much faster a rank computes while the others of its node do not: 1 where each has its own device."""
+    local_work: Mapping[str, Points] = field(default_factory=dict)
+    """What a layer does with its rows besides exchanging and computing them, forward and backward: by STOCK or OURS,
+    seconds over bytes of the rows that a rank exchanges in one pass of combine. Empty: not measured."""
+    stock_curves: Mapping[tuple[Kind, str | None], Points] = field(default_factory=dict)
+    """As `curves`, of collectives as stock Megatron calls them. What is not here takes as long as in `curves`."""
+    gpu_settings: Facts | None = None
+    """Of the ranks' environment, see gpu_settings.py; None where there was no GPU, or it is not known."""
+    host: Facts = field(default_factory=dict)
+    software: Facts = field(default_factory=dict)
+
+    @classmethod
+    def load(cls, file: str | Path) -> Cluster:
+        """Reads a file that `save` wrote.
+
+        Raises:
+            ConfigurationError: the file, the line, the value there and what is wrong with it.
+        """
+        root = Place.root(Path(file))
+        root.check_format(FORMAT, VERSION, "moe-opt profile", "measure the cluster")
+        top = root.fields(
+            "format", "version", "host", "software", "world", "curves", "slowdown", "overhead", "expert_gemm",
+            optional=["partition_overhead", "saa", "compute_sharing", "local_work", "stock_curves", "gpu_settings"],
+        )  # fmt: skip
+        return cls(
+            world=_world(top["world"]),
+            curves=_curves(top["curves"]),
+            slowdown=_slowdown(top["slowdown"]),
+            overhead=top["overhead"].not_negative(),
+            partition_overhead=_partition_overhead(top["partition_overhead"]),
+            saa=None if top["saa"].value is None else _points(top["saa"]),
+            expert_gemm=None if top["expert_gemm"].value is None else _expert_gemm(top["expert_gemm"]),
+            compute_sharing=_compute_sharing(top["compute_sharing"]),
+            local_work={} if top["local_work"].value is None else _local_work(top["local_work"]),
+            stock_curves={} if top["stock_curves"].value is None else _curves(top["stock_curves"]),
+            gpu_settings=None if top["gpu_settings"].value is None else facts(top["gpu_settings"]),
+            host=facts(top["host"]),
+            software=facts(top["software"]),
+        )
+
+    def save(self, file: str | Path) -> None:
+        """Writes the file in one piece: readers see the old content or the new one. Raises ConfigurationError."""
+        content = {
+            "format": FORMAT,
+            "version": VERSION,
+            "gpu_settings": None if self.gpu_settings is None else dict(self.gpu_settings),
+            "host": dict(self.host),
+            "software": dict(self.software),
+            "world": asdict(self.world),
+            "curves": _as_list(self.curves),
+            "slowdown": [
+                {"lane": lane.value, "beside": [other.value for other in beside], "rate": rate}
+                for (lane, *beside), rate in self.slowdown.items()
+            ],
+            "overhead": self.overhead,
+            "partition_overhead": self.partition_overhead,
+            "saa": self.saa,
+            "expert_gemm": asdict(self.expert_gemm) if self.expert_gemm else None,
+            "compute_sharing": self.compute_sharing,
+            "local_work": dict(self.local_work),
+            "stock_curves": _as_list(self.stock_curves),
+        }
+        write_text_whole(file, _one_line_a_point(json.dumps(content, indent=2)) + "\n")
+
+    def costs(self) -> Costs:
+        """What ops cost, for the simulator and the choice of level and chunks."""
+        return Costs({key: CostCurve(points) for key, points in self.curves.items()}, self.overhead)
+
+    def check_groups(
+        self, file: str | Path, flags: tuple[str, str, str], *, ep: int, expert_tp: int, tp: int | None = None
+    ) -> None:
+        """Refuses a run whose groups are not of the sizes that were measured.
+
+        Args:
+            file: where the profile is from.
+            flags: what the run calls the sizes of EP, expert-TP and TP: MEGATRON_FLAGS or OUR_FLAGS.
+            tp: None where nothing that is wanted of the profile runs in TP groups.
+
+        Raises:
+            ConfigurationError: the flag, its value and the measured one.
+        """
+        sizes = [(self.world.ep, ep), (self.world.expert_tp, expert_tp), (self.world.tp, tp)]
+        for flag, (measured, asked) in zip(flags, sizes, strict=True):
+            if asked not in (measured, None):
+                raise ConfigurationError(
+                    f"{flag} {asked} is not what {file} was measured with ({measured}): measure this layout with "
+                    f"moe-opt profile {f'--tp {tp} ' if tp is not None else ''}--ep {ep} --expert-tp {expert_tp}"
+                )
+
+
+def _world(place: Place) -> World:
+    fields = place.fields("nodes", "tp", "cp", "ep", "expert_tp")
+    nodes = tuple(node.count() for node in fields["nodes"].items())
+    sizes = {name: fields[name].count(least=1) for name in ("tp", "cp", "ep", "expert_tp")}
+    for one, other in (("tp", "cp"), ("ep", "expert_tp")):
+        if not nodes or len(nodes) % (sizes[one] * sizes[other]):
+            place.refuse(f"{one} {sizes[one]} x {other} {sizes[other]} does not divide the {len(nodes)} ranks in nodes")
+    return World(nodes, **sizes)
+
+
+def _curves(place: Place) -> dict[tuple[Kind, str | None], Points]:
+    curves: dict[tuple[Kind, str | None], Points] = {}
+    for entry in place.items():
+        fields = entry.fields("kind", "group", "points")
+        kind = Kind(fields["kind"].word(*(kind.value for kind in Kind)))
+        group = None if fields["group"].value is None else fields["group"].word()
+        if (kind in COLLECTIVES) != (group is not None):
+            fields["group"].refuse(f"{kind.value} {'needs a group' if group is None else 'has no group'}")
+        if (kind, group) in curves:
+            entry.refuse(f"a second curve for {kind.value} in group {group}")
+        curves[kind, group] = _points(fields["points"])
+    return curves
+
+
+def _as_list(curves: Mapping[tuple[Kind, str | None], Points]) -> list[dict[str, object]]:
+    """What `_curves` reads."""
+    return [{"kind": kind.value, "group": group, "points": points} for (kind, group), points in curves.items()]
+
+
+def _points(place: Place) -> Points:
+    points: list[tuple[int, float]] = []
+    for entry in place.items():
+        size, seconds = entry.items(length=2)
+        points.append((size.count(least=1), seconds.positive()))
+        if len(points) > 1 and points[-1][0] <= points[-2][0]:
+            size.refuse(f"{points[-1][0]} does not come after {points[-2][0]}: sizes must ascend")
+    if not points:
+        place.refuse("no points: a curve needs at least one")
+    return tuple(points)
+
+
+def _slowdown(place: Place) -> dict[tuple[Lane, ...], float]:
+    slowdown: dict[tuple[Lane, ...], float] = {}
+    known: set[tuple[Lane, frozenset[Lane]]] = set()
+    lanes = [lane.value for lane in Lane]
+    for entry in place.items():
+        fields = entry.fields("lane", "beside", "rate")
+        lane = Lane(fields["lane"].word(*lanes))
+        listed = fields["beside"]
+        # One lane was written as a word before several could be listed.
+        others = [listed] if isinstance(listed.value, str) else listed.items()
+        beside = [Lane(other.word(*lanes)) for other in others]
+        if not beside or len({lane, *beside}) <= len(beside) or (lane, frozenset(beside)) in known:
+            names = ", ".join(other.value for other in beside)
+            entry.refuse(f"lane {lane.value} beside {names or 'none'} is not a new set of different lanes")
+        known.add((lane, frozenset(beside)))
+        slowdown[(lane, *beside)] = fields["rate"].positive(most=1)
+    return slowdown
+
+
+def _partition_overhead(place: Place) -> float:
+    return 0.0 if place.value is None else place.not_negative()
+
+
+def _compute_sharing(place: Place) -> float:
+    return 1.0 if place.value is None else place.positive()
+
+
+def _expert_gemm(place: Place) -> ExpertGemm:
+    fields = place.fields("hidden", "ffn_hidden", "dtype", "points", optional=["training"])
+    return ExpertGemm(
+        fields["hidden"].count(least=1),
+        fields["ffn_hidden"].count(least=1),
+        fields["dtype"].word(),
+        _points(fields["points"]),
+        None if fields["training"].value is None else _points(fields["training"]),
+    )
+
+
+def _local_work(place: Place) -> dict[str, Points]:
+    return {whose: _points(points) for whose, points in place.fields(optional=[STOCK, OURS]).items() if points.value}
+
+
+def facts(place: Place) -> dict[str, str | int]:
+    """An object of names and what they are."""
+    return {name: fact.count() if isinstance(fact.value, int) else fact.word() for name, fact in place.object().items()}
+
+
+def _one_line_a_point(text: str) -> str:
+    """JSON with each list of numbers on one line."""
+    return re.sub(r"\[\n([^\[\]{}\"]*)\]", lambda numbers: f"[{' '.join(numbers[1].split())}]", text)

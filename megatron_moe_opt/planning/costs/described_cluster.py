@@ -1,0 +1,206 @@
+"""A `Cluster` that was not measured: the curves of a layout's groups, from the description of a known cluster.
+
+All curves follow from where a group's ranks are. Over each level of the network a rank sends a part of what it sends to
+all, and the levels work at once, so that the slowest decides:
+
+    seconds(size) = max over levels of first + further * (peers - 1) + size * peers / ranks / (bandwidth * efficiency)
+
+with the peers that this rank reaches over the level's links, of a group of so many ranks. That is MoNTA's eq. 8 and 9
+for groups on one level. The runtime sends every row directly to its rank in all collectives, so that all have the same
+curve. Where a level's link is shared, all GPUs that share it are taken to send at the same time.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from megatron_moe_opt.errors import ConfigurationError
+from megatron_moe_opt.planning.costs.cluster import OURS, STOCK, Cluster, ExpertGemm, Points, World
+from megatron_moe_opt.planning.costs.curves import CostCurve, Costs
+from megatron_moe_opt.planning.costs.known_clusters import Fabric, KnownCluster
+from megatron_moe_opt.planning.predicting.expert_migration import KINDS, realisable_groups, role
+from megatron_moe_opt.planning.predicting.simulator import simulate
+from megatron_moe_opt.schedules import parm
+from megatron_moe_opt.schedules.parm import JOINT, TP
+from megatron_moe_opt.schedules.pipeline import ChunkBytes
+from megatron_moe_opt.schedules.schedule import Kind, Op
+from megatron_moe_opt.topology.layouts import Layout
+
+SIZES = tuple(2**power for power in range(14, 35, 2))
+"""Bytes of the points of a curve, besides those that efficiencies were published for: 16 KiB to 16 GiB."""
+GEMM_ROWS = tuple(2**power for power in range(4, 21, 2))
+GEMM_LAUNCH = 10e-6
+"""Seconds that an expert takes without rows: the launches of its kernels. Assumed."""
+PERMUTES = 4
+"""Times that a rank copies its rows besides what schedules have: permute and unpermute, forward and backward."""
+MEMORY_REACHED = 0.8
+"""The part of the memory bandwidth that reading weights reaches, as MoNTA's Table 8 has it for copies."""
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where the peers of a rank are."""
+
+    peers: tuple[int, ...]
+    """Of each level, the innermost first: those that it reaches over the level's links."""
+    ranks: int
+    """Of the group."""
+
+
+def describe(known: KnownCluster, layout: Layout, hidden: int, ffn: int, dtype: str = "bf16") -> Cluster:
+    """What a profile of this layout on such a cluster would hold.
+
+    Args:
+        hidden, ffn: of the expert whose time is given; ffn of one rank's shard.
+
+    Raises:
+        ConfigurationError: ranks that do not fill the cluster's nodes alike, or EP groups that no levels of equal
+            workers make up.
+    """
+    levels = known.levels(layout.world)
+    workers = levels_of_ep(known, layout)
+    moves = dict.fromkeys((Kind.OFFLOAD, Kind.PREFETCH), known.host_bandwidth) | {Kind.COPY: known.copy_bandwidth}
+    curves: dict[tuple[Kind, str | None], Points] = {
+        (kind, None): tuple((size, size / bandwidth) for size in SIZES) for kind, bandwidth in moves.items()
+    }
+    gathered = (Kind.ALL_GATHER, Kind.REDUCE_SCATTER)
+    groups = {
+        "expert-tp": (layout.groups("expert-tp"), gathered),
+        TP: (layout.groups("tp"), gathered),
+        "cp": (layout.groups("cp"), gathered),
+        "dp": (layout.groups("dp"), gathered),
+        JOINT: (layout.joint_groups, (Kind.ALL_TO_ALL,)),
+        "ep": (layout.groups("ep"), (Kind.ALL_TO_ALL,)),
+    }
+    for name, (members, kinds) in groups.items():
+        if len(members[0]) > 1:
+            points = _slowest(levels, _places(levels, members))
+            curves |= {(kind, name): points for kind in kinds}
+    for level, ranks in realisable_groups(workers):
+        place = _place_of_domains(levels, layout, workers, level, ranks)
+        curves |= {(kind, role(kind, workers, level, ranks)): _slowest(levels, [place]) for kind in KINDS}
+    permutes = tuple((size, PERMUTES * size / known.copy_bandwidth) for size in SIZES)
+    cluster = Cluster(
+        World(tuple(rank // levels[0][0] for rank in range(layout.world)), layout.tp, layout.cp, layout.ep,
+              layout.expert_tp),
+        curves,
+        dict(known.slowdown),
+        known.overhead,
+        expert_gemm=_expert_gemm(known, hidden, ffn, dtype),
+        local_work=dict.fromkeys((STOCK, OURS), permutes),
+        host={"described as": known.title},
+    )  # fmt: skip
+    return _with_saa(cluster)
+
+
+def levels_of_ep(known: KnownCluster, layout: Layout) -> tuple[int, ...]:
+    """Workers of each network level of the EP groups, the slowest level first.
+
+    Raises:
+        ConfigurationError: groups that lie on the levels unevenly, or see KnownCluster.levels.
+    """
+    joined = [ranks for ranks, _ in known.levels(layout.world)]
+    found = set()
+    for group in layout.groups("ep"):
+        # Ranks of the group in one unit of each level, from the whole group inwards.
+        counts = [[len(group)]]
+        for ranks in reversed(joined[:-1]):
+            counts.append(list(Counter(rank // ranks for rank in group).values()))
+        if any(len(set(of_level)) > 1 for of_level in counts):
+            raise ConfigurationError(
+                f"--ep {layout.ep}: its ranks {_short(group)} lie on nodes of {joined[0]} GPUs unevenly: choose a size "
+                "that fills nodes, or divides them"
+            )
+        sizes = [of_level[0] for of_level in counts] + [1]
+        workers = tuple(outer // inner for outer, inner in zip(sizes, sizes[1:], strict=False) if outer > inner)
+        found.add(workers or (1,))
+    if len(found) > 1:
+        raise ConfigurationError(
+            f"--ep {layout.ep}: some of its groups lie on other levels of the network than others: choose a size that "
+            "fills nodes, or divides them"
+        )
+    return found.pop()
+
+
+def _short(group: Sequence[int]) -> str:
+    return f"{group[0]}, {group[1]}, ... {group[-1]}"
+
+
+def _places(levels: Sequence[tuple[int, Fabric]], groups: Iterable[Sequence[int]]) -> set[_Place]:
+    """Of all ranks of all groups."""
+    found = set()
+    for group in groups:
+        inside = [Counter(rank // ranks for rank in group) for ranks, _ in levels]
+        for rank in group:
+            reached = [counts[rank // ranks] for counts, (ranks, _) in zip(inside, levels, strict=True)]
+            peers = tuple(outer - inner for inner, outer in zip([1, *reached], reached, strict=False))
+            found.add(_Place(peers, len(group)))
+    return found
+
+
+def _place_of_domains(
+    levels: Sequence[tuple[int, Fabric]], layout: Layout, workers: Sequence[int], level: int, ranks: int
+) -> _Place:
+    """Of the groups of so many ranks at one level of an EP group: all other ranks are reached over that level."""
+    stride = 1
+    for inner in workers[level + 1 :]:
+        stride *= inner
+    ep = layout.groups("ep")[0]
+    return max(_places(levels, [ep[: stride * ranks : stride]]), key=lambda place: place.peers[::-1])
+
+
+def _slowest(levels: Sequence[tuple[int, Fabric]], places: Iterable[_Place]) -> Points:
+    """Of the ranks at these places, and of the levels that they use, at every size."""
+    curves = []
+    for place in places:
+        sharers = 1
+        for (joined, fabric), peers in zip(levels, place.peers, strict=True):
+            if peers:
+                bandwidth = fabric.bandwidth / (sharers if fabric.shared else 1)
+                moved = CostCurve.from_efficiency(bandwidth, fabric.efficiencies, peers / place.ranks)
+                curves.append((moved, fabric.first + fabric.further * (peers - 1)))
+            sharers = joined
+    published = {size for _, fabric in levels for size, _ in fabric.efficiencies if size > 1}
+    sizes = sorted(published.union(SIZES))
+    return tuple((size, max(moved.seconds(size) + latency for moved, latency in curves)) for size in sizes)
+
+
+def _expert_gemm(known: KnownCluster, hidden: int, ffn: int, dtype: str) -> ExpertGemm:
+    """As fast as the device's products; with few rows, as its memory reads the weights."""
+    element = {"bf16": 2, "fp32": 4}[dtype]
+    speed = known.device.peak_flops * known.device.efficiency
+    reading = 2 * hidden * ffn * element / (MEMORY_REACHED * known.memory_bandwidth)
+
+    def points(passes: int) -> Points:
+        """Forward alone, or with backward, which takes twice as long."""
+        return tuple(
+            (rows, passes * (GEMM_LAUNCH + max(4 * rows * hidden * ffn / speed, reading))) for rows in GEMM_ROWS
+        )
+
+    return ExpertGemm(hidden, ffn, dtype, points(1), points(3))
+
+
+def _with_saa(cluster: Cluster) -> Cluster:
+    """With what Parm's combine_and_gather takes, as the simulator plays it; without TP there is none."""
+    world, costs = cluster.world, cluster.costs()
+    if world.tp == 1 or (Kind.ALL_TO_ALL, JOINT) not in cluster.curves:
+        return cluster
+    points = tuple((size, _saa_seconds(size, world, costs, cluster)) for size in SIZES)
+    return replace(cluster, saa=points)
+
+
+def _saa_seconds(size: int, world: World, costs: Costs, cluster: Cluster) -> float:
+    """Where as many rows come back from every EP peer; without the reorder, which has a curve of its own."""
+    own = -(-size // (world.expert_tp * world.ep))
+    phases = [ChunkBytes(own, own * world.tp)] * world.ep
+    schedule = parm.combine_and_gather(0, phases, world.expert_tp)
+    exchanges = max(world.ep - 1, 1)
+
+    def cost(op: Op) -> float:
+        if op.kind is Kind.ALL_TO_ALL:  # a part of the peers each: all of them together have the latency once
+            return costs(op) - costs.curve(op).latency * (1 - 1 / exchanges)
+        return costs(op) if op.kind is not Kind.COPY or op.size else 0.0
+
+    return simulate(schedule, cost, cluster.slowdown).seconds

@@ -1,0 +1,1 @@
+"""Which rank holds which experts, decided before training."""

@@ -1,0 +1,334 @@
+"""Which domain sizes: the least time of all that are realisable, on any number of levels (HybridEP, sections III, IV).
+
+A domain size must divide its level, so that few proportions exist, p = (G - S) / (G - 1). Each choice of sizes takes
+
+    T = sum over passes of Lat_PE + max(n Lat_Ep, max(migration - Lat_PE, 0) + 2 exchange)     (stream_model.py)
+
+with one collective a level, one level after the other. At level l, of SF_l workers in N_l = SF_l / S_l domains, a group
+moves (bytes as Op.size counts them: own ones too)
+
+    exchange     tokens * row * copies_l          copies_l: of a token, see below
+    migration    P_E * S_0 * ... * S_l            experts gathered so far, from the outermost level inwards
+
+A token goes once to each domain that has one of its experts, however many these are, and one sum comes back. With
+experts drawn evenly, E in all and K different ones a token, it has copies in
+
+    copies_l = d (1 - C(E - E / d, K) / C(E, K))     of the d = N_0 ... N_l regions of the levels down to l
+
+K = 1 gives one copy, the paper's volumes. Where routing is uneven the busiest region decides. With f times the mean of
+the (token, expert) pairs it counts for f E / d of the E experts: a popular region gets less than f times the copies,
+since more of its pairs share a token. A backward pass exchanges as much, and returns the gradients of migrated
+experts to their owners by a reduce-scatter, the mirror of the all-gather; the paper leaves that out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from math import inf, prod
+
+from megatron_moe_opt.errors import ConfigurationError
+from megatron_moe_opt.planning.choosing.equal_times import TIE
+from megatron_moe_opt.planning.costs.curves import CostCurve, Costs
+from megatron_moe_opt.planning.predicting.simulator import simulate
+from megatron_moe_opt.planning.predicting.stream_model import stream_seconds
+from megatron_moe_opt.schedules import expert_migration as schedules
+from megatron_moe_opt.schedules.schedule import Kind, Lane, Op, Schedule
+from megatron_moe_opt.schedules.timeline import Timeline, one_after_another
+from megatron_moe_opt.topology.domains import ExpertDomains, realisable
+
+Curves = Mapping[tuple[Kind, int, int], CostCurve]
+"""By kind of collective, level, and ranks of the group: seconds over bytes as Op.size counts them."""
+
+KINDS = (Kind.ALL_TO_ALL, Kind.ALL_GATHER, Kind.REDUCE_SCATTER)
+
+
+def role(kind: Kind, workers: Sequence[int], level: int, ranks: int) -> str:
+    """What a profile calls the groups of so many ranks at a level in which tokens, or experts, travel."""
+    what = "tokens" if kind is Kind.ALL_TO_ALL else "experts"
+    return f"{what} of {ranks} ranks at level {level} of {'x'.join(map(str, workers))}"
+
+
+def realisable_groups(workers: Sequence[int]) -> list[tuple[int, int]]:
+    """(level, ranks) of every group of more than one rank that some choice of domain sizes makes."""
+    return [
+        (level, ranks) for level, number in enumerate(workers) for ranks in range(2, number + 1) if number % ranks == 0
+    ]
+
+
+def measured_curves(costs: Costs, workers: Sequence[int]) -> Curves:
+    """The curves of expert domains on these levels among those of a profile; those that were measured."""
+    groups = realisable_groups(workers)
+    names = {(kind, *group): (kind, role(kind, workers, *group)) for kind in KINDS for group in groups}
+    return {key: costs.curves[name] for key, name in names.items() if name in costs.curves}
+
+
+@dataclass(frozen=True)
+class StreamPass:
+    """One way through a layer, forward or backward."""
+
+    pre_expert_seconds: float
+    """Of what precedes the experts; backward, of its gradients."""
+    expert_seconds: float
+    """Of all experts of a GPU."""
+    expert_bytes: int
+    """Of all experts of a GPU, as they travel: weights, compressed or not; backward, their gradients."""
+    collective: Kind = Kind.ALL_GATHER
+    """In which experts travel: REDUCE_SCATTER in a backward pass."""
+    gathered_again: int = 0
+    """Bytes of experts, as `expert_bytes`, that a backward pass gathers because they did not stay."""
+
+
+def _even(domains: ExpertDomains, level: int) -> float:
+    return 1.0
+
+
+@dataclass(frozen=True)
+class MigrationLayer:
+    """A MoE layer; its experts are drawn evenly, but for `imbalance`."""
+
+    tokens: int
+    """Of a GPU."""
+    row_bytes: int
+    """Of a token as it travels."""
+    topk: int
+    """Experts of a token: K."""
+    local_experts: int
+    """Experts of a GPU."""
+    passes: tuple[StreamPass, ...]
+    imbalance: Callable[[ExpertDomains, int], float] = _even
+    """By how much the (token, expert) pairs of the busiest region of the levels down to one exceed the mean."""
+
+    @classmethod
+    def alone(
+        cls,
+        tokens: int,
+        row_bytes: int,
+        topk: int,
+        local_experts: int,
+        expert_bytes: int,
+        gradient_bytes: int,
+        imbalance: Callable[[ExpertDomains, int], float] = _even,
+        gathers_again: bool = False,
+    ) -> MigrationLayer:
+        """A forward and a backward pass of the layer alone.
+
+        Nothing is taken to hide a migration, and every pass to need one: what precedes the layer, and micro-batches
+        that share one, make larger domains better than this says. Expert computation does not depend on the domains.
+
+        Args:
+            expert_bytes: of all experts of a GPU, as they travel.
+            gradient_bytes: of their gradients.
+            gathers_again: experts do not stay from the forward to the backward pass.
+        """
+        passes = (
+            StreamPass(0.0, 0.0, expert_bytes),
+            StreamPass(0.0, 0.0, gradient_bytes, Kind.REDUCE_SCATTER, expert_bytes if gathers_again else 0),
+        )
+        return cls(tokens, row_bytes, topk, local_experts, passes, imbalance)
+
+    def exchanged(self, domains: ExpertDomains, level: int) -> float:
+        """Bytes of a GPU's rows in an all-to-all of a level, those included that stay."""
+        regions = prod(domains.domains(outer) for outer in range(level + 1))
+        experts = self.local_experts * domains.world
+        others = experts * (1 - self.imbalance(domains, level) / regions)
+        elsewhere = 1.0  # the part of the draws in which the busiest region has none of the token's experts
+        for drawn in range(self.topk):
+            elsewhere *= max(others - drawn, 0.0) / (experts - drawn)
+        return self.tokens * self.row_bytes * regions * (1 - elsewhere)
+
+    def gathered(self, domains: ExpertDomains, level: int, one: StreamPass) -> int:
+        """Bytes of experts that a GPU holds after the all-gather of a level, its own included."""
+        return one.expert_bytes * prod(domains.sizes[: level + 1])
+
+    def travels(self, domains: ExpertDomains, level: int, one: StreamPass) -> dict[Kind, int]:
+        """Bytes that a GPU holds after each collective of experts of a pass and level, as `gathered`."""
+        again = one.gathered_again * prod(domains.sizes[: level + 1])
+        return ({Kind.ALL_GATHER: again} if again else {}) | {one.collective: self.gathered(domains, level, one)}
+
+    def sent(self, domains: ExpertDomains, level: int) -> float:
+        """Bytes that a GPU sends over its links of a level in all passes."""
+        exchanged = self.exchanged(domains, level) * (1 - 1 / domains.domains(level))
+        held = sum(sum(self.travels(domains, level, one).values()) for one in self.passes)
+        migrated = held * (1 - 1 / domains.sizes[level])
+        return 2 * len(self.passes) * exchanged + migrated
+
+
+@dataclass(frozen=True)
+class DomainChoice:
+    """Domain sizes, and what all passes of a layer take with them."""
+
+    domains: ExpertDomains
+    seconds: float
+
+    @property
+    def holds(self) -> int:
+        """A GPU then holds the experts of so many GPUs."""
+        return prod(self.domains.sizes)
+
+
+def predict(layer: MigrationLayer, workers: tuple[int, ...], curves: Curves) -> tuple[DomainChoice, ...]:
+    """Every realisable choice, in the order of `realisable`.
+
+    Args:
+        workers: of each level, the outermost first, as in ExpertDomains.
+        curves: of the groups of more than one rank. Measured ones, or `link_curves`.
+
+    Raises:
+        ConfigurationError: a curve is missing, a level has no worker, or a token has more experts than there are.
+    """
+    experts = layer.local_experts * prod(workers)
+    if layer.topk > experts:
+        raise ConfigurationError(f"a token cannot have {layer.topk} of {experts} experts: take a smaller top-k")
+    return tuple(DomainChoice(domains, _seconds(layer, domains, curves)) for domains in realisable(workers))
+
+
+def least(choices: Sequence[DomainChoice]) -> DomainChoice:
+    """The fastest; of equal ones that which holds fewest experts, then the first. The same on every rank."""
+    fastest = min(one.seconds for one in choices)
+    return min((one for one in choices if one.seconds <= fastest * TIE), key=lambda one: one.holds)
+
+
+def exchange_seconds(layer: MigrationLayer, domains: ExpertDomains, curves: Curves) -> float:
+    """Of one way of the tokens, to their experts or back, over all levels."""
+    return sum(
+        _curve(curves, Kind.ALL_TO_ALL, level, domains.domains(level)).seconds(layer.exchanged(domains, level))
+        for level in range(domains.levels)
+        if domains.domains(level) > 1
+    )
+
+
+def _seconds(layer: MigrationLayer, domains: ExpertDomains, curves: Curves) -> float:
+    levels, exchange = range(domains.levels), exchange_seconds(layer, domains, curves)
+    total = 0.0
+    for one in layer.passes:
+        migration = sum(
+            _curve(curves, kind, level, domains.sizes[level]).seconds(size)
+            for level in levels
+            if domains.sizes[level] > 1
+            for kind, size in layer.travels(domains, level, one).items()
+        )
+        total += stream_seconds(one.pre_expert_seconds, one.expert_seconds, migration, exchange)
+    return total
+
+
+def timelines(
+    layer: MigrationLayer, domains: ExpertDomains, curves: Curves, expert_seconds: Sequence[float]
+) -> list[Timeline]:
+    """Returns each pass of the layer alone as the schedules that run it, one after another.
+
+    Together they take what `predict` says of these domains, and the experts.
+
+    Args:
+        expert_seconds: of the experts in each pass, as much as does not hide.
+    """
+    found = []
+    for one, seconds in zip(layer.passes, expert_seconds, strict=True):
+        forward = one.collective is Kind.ALL_GATHER
+        levels = [level for level in range(domains.levels) if domains.domains(level) > 1]
+        travels = {
+            level: layer.travels(domains, level, one) for level in range(domains.levels) if domains.sizes[level] > 1
+        }
+        gathered, returned = (
+            build({level: sizes[kind] for level, sizes in travels.items() if kind in sizes})
+            for build, kind in ((schedules.gathered, Kind.ALL_GATHER), (schedules.returned, Kind.REDUCE_SCATTER))
+        )
+        out, back = (
+            build({level: int(layer.exchanged(domains, level)) for level in order}, domains.levels)
+            for build, order in ((schedules.hop_out, levels), (schedules.hop_back, levels[::-1]))
+        )
+        experts = Schedule("experts", (Op(Kind.COMPUTE if forward else Kind.GRADIENT, Lane.COMPUTE),))
+        in_order = [gathered, out, experts, back, returned]
+        parts = {
+            f"{number}. {schedule.name}": simulate(schedule, _seconds_of_ops(layer, domains, curves, one, seconds))
+            for number, schedule in enumerate(in_order, start=1)
+            if schedule.ops
+        }
+        found.append(one_after_another("forward" if forward else "backward", parts))
+    return found
+
+
+def _seconds_of_ops(
+    layer: MigrationLayer, domains: ExpertDomains, curves: Curves, one: StreamPass, experts: float
+) -> Callable[[Op], float]:
+    """Returns what the ops of a pass cost; rows that are permuted are counted with the rank's own work."""
+
+    def cost(op: Op) -> float:
+        if op.group is None:
+            return experts if op.kind in (Kind.COMPUTE, Kind.GRADIENT) else 0.0
+        level = int(op.group.rpartition(".")[2])
+        if op.kind is Kind.ALL_TO_ALL:
+            return _curve(curves, op.kind, level, domains.domains(level)).seconds(layer.exchanged(domains, level))
+        return _curve(curves, op.kind, level, domains.sizes[level]).seconds(op.size)
+
+    return cost
+
+
+def _curve(curves: Curves, kind: Kind, level: int, ranks: int) -> CostCurve:
+    curve = curves.get((kind, level, ranks))
+    if curve is None:
+        raise ConfigurationError(
+            f"no cost curve for {kind.value} at level {level} in a group of {ranks} ranks: measure that group, or give "
+            "bandwidths"
+        )
+    return curve
+
+
+@dataclass(frozen=True)
+class Link:
+    """What a GPU has to send at a level.
+
+    Raises:
+        ValueError: a bandwidth that is not positive and finite, or a latency that is negative or not finite.
+    """
+
+    bandwidth: float
+    """Bytes a second of one GPU: where GPUs share a link, its part of it."""
+    latency: float = 0.0
+    """Seconds that every message adds; those of a GPU follow one another (pairwise exchange, ring)."""
+
+    def __post_init__(self) -> None:
+        if not (0 < self.bandwidth < inf and 0 <= self.latency < inf):
+            raise ValueError(f"bandwidth {self.bandwidth} and latency {self.latency} are not those of a link")
+
+    def seconds(self, messages: int, size: float) -> float:
+        """Time of so many messages, `size` bytes together."""
+        return messages * self.latency + size / self.bandwidth
+
+
+def link_curves(workers: Sequence[int], links: Sequence[Link]) -> dict[tuple[Kind, int, int], CostCurve]:
+    """The curves of every realisable group on given links, one a level: (r - 1) messages, (r - 1) / r of the bytes."""
+    curves = {}
+    for level, ranks in realisable_groups(workers):
+        link = links[level]
+        ends = ((size, link.seconds(ranks - 1, size * (ranks - 1) / ranks)) for size in (1.0, 2.0**60))
+        line = CostCurve(tuple(ends))
+        curves |= {(kind, level, ranks): line for kind in KINDS}
+    return curves
+
+
+def stock_seconds(layer: MigrationLayer, workers: Sequence[int], links: Sequence[Link]) -> float:
+    """All passes with one flat all-to-all over all GPUs, as stock Megatron's: a row for every expert of a token.
+
+    The links of all levels are taken to be busy at once: the slowest decides. Experts stay, and their gradients too.
+    """
+    exchange = max(
+        link.seconds(_stock_peers(workers, level), _stock_exchanged(layer, workers, level))
+        for level, link in enumerate(links)
+    )
+    return sum(stream_seconds(one.pre_expert_seconds, one.expert_seconds, 0.0, exchange) for one in layer.passes)
+
+
+def stock_sent(layer: MigrationLayer, workers: Sequence[int], level: int) -> float:
+    """Bytes that a GPU sends over its links of a level in all passes of stock Megatron's all-to-all."""
+    return 2 * len(layer.passes) * _stock_exchanged(layer, workers, level)
+
+
+def _stock_peers(workers: Sequence[int], level: int) -> int:
+    """GPUs that a GPU reaches over its links of this level, and over those inside it."""
+    return (workers[level] - 1) * prod(workers[level + 1 :])
+
+
+def _stock_exchanged(layer: MigrationLayer, workers: Sequence[int], level: int) -> float:
+    data = layer.tokens * layer.topk * layer.row_bytes
+    return data * _stock_peers(workers, level) / prod(workers)

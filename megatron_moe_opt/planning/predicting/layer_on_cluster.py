@@ -1,0 +1,134 @@
+"""A layer on a cluster, and what predictions of all systems have in common: costs, skew, experts, rows on the rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import cached_property
+
+from megatron_moe_opt.planning.costs.cluster import OURS, Cluster
+from megatron_moe_opt.planning.costs.curves import CostCurve, Costs
+from megatron_moe_opt.planning.costs.expert_costs import costs_with_experts
+from megatron_moe_opt.planning.costs.link_bytes import LinkBytes
+from megatron_moe_opt.planning.predicting.layer_workload import LayerWorkload
+from megatron_moe_opt.planning.predicting.monta import Pass, training_passes
+from megatron_moe_opt.planning.predicting.partitioned_rows import activation_bytes
+from megatron_moe_opt.planning.predicting.prediction import Prediction
+from megatron_moe_opt.planning.predicting.simulator import simulate
+from megatron_moe_opt.planning.predicting.skew import Skew
+from megatron_moe_opt.schedules.monta import even_chunks
+from megatron_moe_opt.schedules.mpmoe import NONE
+from megatron_moe_opt.schedules.parm import TP
+from megatron_moe_opt.schedules.schedule import COLLECTIVES, Kind, Lane, Op, Schedule
+from megatron_moe_opt.schedules.timeline import Timeline
+
+PIPELINE = "pipeline with experts"
+"""The term of schedules that experts are part of."""
+PROB_BYTES = 4
+_WITH_PROBS = (0, 3)  # of `training_passes`: dispatch, and the gradients on the way back through it
+
+
+class LayerOnCluster:
+    """A layer on a cluster, and what all candidates have in common."""
+
+    def __init__(self, workload: LayerWorkload, cluster: Cluster) -> None:
+        self.workload, self.cluster = workload, cluster
+        self.costs = costs_with_experts(workload, cluster)
+        of_stock = {key: CostCurve(points) for key, points in cluster.stock_curves.items()}
+        self.stock_costs = Costs({**self.costs.curves, **of_stock}, self.costs.overhead)
+        self.links = LinkBytes(cluster)
+        self.skew = Skew(workload.imbalance, workload.rank_rows, cluster)
+        self.exchanged = workload.rows_of(self.skew.exchanged)
+        """Rows of an even all-to-all that takes as long as this one."""
+        self.computed = workload.rows_of(self.skew.computed())
+        """Rows of every rank whose experts would take as long."""
+        self.activation_bytes = activation_bytes(workload, workload.rows, 1, NONE)
+
+    def seconds_of_experts(self, rows: int, holds: int = 1) -> tuple[float, float]:
+        """Of `rows` of this rank, spread over the experts of `holds` ranks: forward, and backward."""
+        one = self.workload
+        costs = costs_with_experts(one, self.cluster, holds) if holds > 1 else self.costs
+        ops = (Op(kind, Lane.COMPUTE, size=rows * one.etp * one.row_bytes) for kind in (Kind.COMPUTE, Kind.GRADIENT))
+        forward, backward = (costs.curve(op).seconds(op.size) for op in ops)
+        return forward, backward
+
+    def expert_ops(self) -> list[tuple[Op, float]]:
+        """Returns the experts' ops on this rank's rows, forward and backward, with the seconds of each."""
+        ops = (Op(kind, Lane.COMPUTE) for kind in (Kind.COMPUTE, Kind.GRADIENT))
+        return list(zip(ops, self.seconds_of_experts(self.computed), strict=True))
+
+    def local_timeline(self, whose: str) -> Timeline:
+        """Returns what a rank does with its rows by itself, as one op; empty where that was not measured."""
+        points = self.cluster.local_work.get(whose)
+        seconds = CostCurve(points).seconds(self.computed * self.workload.row_bytes) if points else 0.0
+        return Timeline.in_turn("rows on the rank", [(Op(Kind.PERMUTE, Lane.COMPUTE), seconds)])
+
+    def seconds_of_copies(self, holds: int) -> float:
+        """Of experts that travel, in memory: into the message, their gradients into one, the sum to the parameters'."""
+        copied = (holds + 2) * self.workload.expert_bytes if holds > 1 else 0
+        return self.costs.curve(Op(Kind.COPY, Lane.COMPUTE)).seconds(copied) if copied else 0.0
+
+    @cached_property
+    def passes(self) -> tuple[Pass, ...]:
+        """Of our dispatchers, whose rows carry their probabilities."""
+        one = self.workload
+        return training_passes(self.exchanged, one.row_bytes, one.packed_row_bytes)
+
+    @cached_property
+    def edge(self) -> list[Op]:
+        """Where all TP ranks hold the same tokens: output and input gradient are gathered."""
+        tokens, tp = self.workload.tokens, self.workload.tp
+        return [Op(Kind.ALL_GATHER, Lane.INTRA, size=tokens * self.workload.row_bytes, group=TP)] * (2 * (tp > 1))
+
+    def prediction(
+        self,
+        variant: str,
+        schedules: Sequence[Schedule],
+        alone: Sequence[Op] = (),
+        whose: str = OURS,
+        costs: Callable[[Op], float] | None = None,
+    ) -> Prediction:
+        """Returns a candidate whose schedules run one after another, and so do some more ops.
+
+        Schedules without experts have them added.
+        """
+        costs = costs or self.costs
+        timelines = [simulate(schedule, costs, self.cluster.slowdown) for schedule in schedules]
+        if alone:
+            timelines.append(Timeline.in_turn("one after another", ((op, costs(op)) for op in alone)))
+        return self.played(variant, timelines, whose)
+
+    def played(self, variant: str, timelines: Sequence[Timeline], whose: str = OURS) -> Prediction:
+        """Returns a candidate that takes these timelines, rows on the rank, and experts where they lack them."""
+        ops = [op for timeline in timelines for op in timeline.schedule.ops]
+        with_experts = any(op.kind is Kind.COMPUTE for op in ops)
+        experts = Timeline.in_turn("experts", [] if with_experts else self.expert_ops())
+        local = self.local_timeline(whose)
+        terms = {
+            PIPELINE if with_experts else "dispatch and combine": sum(one.seconds for one in timelines),
+            "experts": experts.seconds,
+            "rows on the rank": local.seconds,
+        }
+        sent = [self.links.sent(op) for op in ops if op.kind in COLLECTIVES]
+        return Prediction(
+            variant,
+            sum(terms.values()),
+            exposed=sum(timeline.exposed for timeline in timelines),
+            inter_bytes=sum(inter for inter, _ in sent),
+            intra_bytes=sum(intra for _, intra in sent),
+            activation_bytes=self.activation_bytes,
+            terms={name: value for name, value in terms.items() if value},
+            timelines=tuple(one for one in (*timelines, experts, local) if one.seconds),
+        )
+
+    def stock_ops(self, rows: int) -> list[Op]:
+        """Stock's, one after another: O1's, and the probabilities in messages of their own."""
+        one = self.workload
+        ops = []
+        for number, exchanged in enumerate(training_passes(rows, one.row_bytes, one.row_bytes)):
+            schedule = exchanged.schedule("O1", even_chunks(exchanged.exchanged, one.etp, 1), one.ep, one.etp)
+            ops += schedule.ops
+            if number in _WITH_PROBS:
+                collectives = [op for op in schedule.ops if op.kind in COLLECTIVES]
+                ops += [replace(op, size=op.size * PROB_BYTES // one.row_bytes) for op in collectives]
+        return ops

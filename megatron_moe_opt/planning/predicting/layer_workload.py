@@ -1,0 +1,105 @@
+"""What a MoE layer has to do on one rank, as all models of the planner take it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from math import ceil
+
+from megatron_moe_opt.planning.predicting.expert_migration import MigrationLayer
+from megatron_moe_opt.planning.predicting.skew import Skew
+
+
+def resident_part(layers: float, limit: int | None) -> float:
+    """LayerWorkload.resident_part of a rank that has so many MoE layers.
+
+    Args:
+        limit: layers whose gathered experts stay; None: all.
+    """
+    return 1.0 if limit is None or limit >= layers else limit / layers
+
+
+@dataclass(frozen=True)
+class LayerWorkload:
+    """A MoE layer on one rank: what it has to move and compute, and the sizes of its groups."""
+
+    tokens: int
+    """That a rank enters the layer with: with sequence parallelism its part of them. 0 where they are not known yet."""
+    hidden: int
+    """Of a token as it travels."""
+    ffn: int
+    """Middle size of this rank's shard of an expert."""
+    gated: bool
+    """The first matrix of an expert is twice as wide."""
+    experts: int
+    """Of the layer, on all ranks."""
+    topk: int
+    element_bytes: int
+    """Of tokens and weights."""
+    lane_bytes: int
+    """Behind a row of dispatch, for its probability."""
+    ep: int
+    etp: int = 1
+    tp: int = 1
+    """Ranks that hold the same tokens: 1 with sequence parallelism."""
+    capacity_factor: float | None = None
+    """Every expert gets its capacity of rows. None: dropless."""
+    imbalance: float = 1.0
+    """Rows that the busiest rank computes, over the mean."""
+    rank_rows: tuple[float, ...] = ()
+    """Rows that each rank of the world computes, in any unit, to tell what shared links carry. Empty: not known."""
+    workers: tuple[int, ...] = ()
+    """Of each network level of the EP group, the slowest first. Empty: not known, no expert migrates."""
+    placement_saving: float | None = None
+    """The part of its bytes between nodes that placing samples saves (a replayed routing trace). None: not known."""
+    fused: bool = False
+    """The experts' activation and probabilities are one kernel, which keeps nothing between."""
+    compression: float = 1.0
+    """Bytes of experts that travel, over bytes sent."""
+    gradient_compression: float = 1.0
+    """The same of their gradients."""
+    resident_part: float = 1.0
+    """Of a rank's MoE layers, those whose experts of other ranks stay in memory; 1: none is gathered again."""
+
+    @property
+    def row_bytes(self) -> int:
+        """Of a row of combine."""
+        return self.hidden * self.element_bytes
+
+    @property
+    def packed_row_bytes(self) -> int:
+        """Of a row of dispatch, which carries its probability."""
+        return self.row_bytes + self.lane_bytes
+
+    @property
+    def local_experts(self) -> int:
+        """Experts of this rank."""
+        return self.experts // self.ep
+
+    def routed_rows(self, tokens: int) -> int:
+        """(token, expert) pairs that so many tokens make: E T (Parm, section IV-B)."""
+        if self.capacity_factor is None:
+            return tokens * self.topk
+        return self.experts * ceil(tokens * self.topk / self.experts * self.capacity_factor)
+
+    @cached_property
+    def rows(self) -> int:
+        """(token, expert) pairs that the busiest rank computes."""
+        return self.rows_of(self.imbalance)
+
+    def rows_of(self, imbalance: float) -> int:
+        """(token, expert) pairs of a rank that has so many times the mean."""
+        return ceil(self.routed_rows(-(-self.tokens // self.tp)) * imbalance)
+
+    @property
+    def expert_bytes(self) -> int:
+        """Of the weights of all experts of a rank."""
+        return self.local_experts * self.hidden * self.ffn * (3 if self.gated else 2) * self.element_bytes
+
+    def migration(self, skew: Skew) -> MigrationLayer:
+        """As the stream model takes it. A row has its probabilities and the numbers of its experts behind it."""
+        row, whole = self.row_bytes + self.topk * self.lane_bytes // 2, self.expert_bytes
+        return MigrationLayer.alone(
+            self.rows_of(1.0) // self.topk, row, self.topk, self.local_experts, int(whole / self.compression),
+            int(whole / self.gradient_compression), skew.of_regions, self.resident_part < 1,
+        )  # fmt: skip

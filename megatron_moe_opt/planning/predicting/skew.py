@@ -1,0 +1,145 @@
+"""Uneven routing: by how much the busiest rank, node or expert domain exceeds the mean.
+
+A rank computes what arrives at it, and the busiest one decides. What an all-to-all takes depends on the links: where
+every rank has its own, on the busiest rank; where the ranks of a node share one, on the busiest node, as long as a rank
+that has the link to itself is not slower than that. So it is with experts, where the ranks of a node share processors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+from operator import floordiv
+
+from megatron_moe_opt.planning.costs.cluster import Cluster
+from megatron_moe_opt.planning.costs.curves import CostCurve
+from megatron_moe_opt.schedules.schedule import Kind
+from megatron_moe_opt.topology.domains import ExpertDomains
+
+EVERY_RANK, ONE_RANK = "inter-node", "inter-node, one rank a node"
+"""What a profile calls sending to the next node: of all ranks at once, and of one rank a node alone."""
+
+
+def link_sharing(cluster: Cluster) -> float:
+    """How much faster a rank sends to another node while the others of its node do not; 1 where it was not measured."""
+    curves = [cluster.curves.get((Kind.SEND_RECEIVE, name)) for name in (EVERY_RANK, ONE_RANK)]
+    if None in curves:
+        return 1.0
+    size = min(points[-1][0] for points in curves)
+    every, one = (CostCurve(points).seconds(size) for points in curves)
+    return max(1.0, every / one)
+
+
+def most_uneven_layer(rows: Sequence[Sequence[float]]) -> tuple[float, ...]:
+    """The rows of each rank in the layer whose busiest rank has the largest part of them.
+
+    Args:
+        rows: of each rank's layers, in the layers' order.
+
+    Returns:
+        Empty where ranks have not equally many layers: those of one are not to be told from those of another.
+    """
+    if not rows or not rows[0] or len({len(of_rank) for of_rank in rows}) > 1:
+        return ()
+    return max(zip(*rows, strict=True), key=lambda of_layer: max(of_layer) / (sum(of_layer) or 1.0))
+
+
+class Skew:
+    """The rows of one layer on the ranks of a cluster."""
+
+    def __init__(self, imbalance: float, rank_rows: Sequence[float], cluster: Cluster) -> None:
+        """
+        Args:
+            imbalance: rows that the busiest rank computes, over the mean.
+            rank_rows: rows that each rank of the world computes, in any unit; empty: not known, and `imbalance` is
+                taken for nodes and regions too.
+        """
+        world = cluster.world
+        self._imbalance, self._cluster = imbalance, cluster
+        mean = sum(rank_rows) / len(rank_rows) if rank_rows else 0.0
+        self._rows = [rows / mean for rows in rank_rows] if mean and len(rank_rows) == len(world.nodes) else []
+
+    @cached_property
+    def exchanged(self) -> float:
+        """Of an all-to-all over the expert-parallel group: even messages that would take as long, over the mean."""
+        world = self._cluster.world
+        groups = self._groups
+        if not self._rows or all(len({world.nodes[rank] for rank in group}) == 1 for group in groups):
+            return self._imbalance
+        return self._of_nodes(self._imbalance, self._rows, link_sharing(self._cluster))
+
+    def computed(self, domains: ExpertDomains | None = None) -> float:
+        """Of the experts: rows of every rank that would take as long, over the mean.
+
+        Args:
+            domains: whose ranks share their rows; None: experts stay where they are.
+        """
+        rows = self._rows if domains is None else self._shared(domains, domains.levels - 1)
+        busiest = self._imbalance if domains is None else self.of_regions(domains, domains.levels - 1)
+        return self._of_nodes(busiest, rows, self._cluster.compute_sharing) if rows else busiest
+
+    @cached_property
+    def both_ways(self) -> float:
+        """As `exchanged`, where a link carries what leaves, then what arrives (Gloo's all_to_all_single): a rank that
+        gets more, of as many rows from everybody, sends the others less.
+        """
+        world = self._cluster.world
+        nodes = len({world.nodes[rank] for rank in self._groups[0]})
+        ends = nodes if self._rows and nodes > 1 and link_sharing(self._cluster) > 1 else world.ep
+        return (ends + self.exchanged * (ends - 2)) / (2 * (ends - 1)) if ends > 1 else 1.0
+
+    def of_regions(self, domains: ExpertDomains, level: int) -> float:
+        """Of the regions into which the domains of the levels down to `level` cut an expert-parallel group."""
+        if not self._rows:
+            return self._imbalance if any(domains.domains(outer) > 1 for outer in range(level + 1)) else 1.0
+        return max(self._shared(domains, level))
+
+    def _of_nodes(self, busiest: float, rows: Sequence[float], sharing: float) -> float:
+        """What the busiest rank, or the busiest node, makes of something that a rank alone does `sharing` times faster.
+
+        Args:
+            rows: of each rank of the world, over the mean.
+        """
+        nodes: dict[int, list[float]] = {}
+        for node, of_rank in zip(self._cluster.world.nodes, rows, strict=True):
+            nodes.setdefault(node, []).append(of_rank)
+        busiest_node = max(sum(of_node) / len(of_node) for of_node in nodes.values())
+        return min(busiest, max(busiest_node, busiest / sharing))
+
+    def _shared(self, domains: ExpertDomains, level: int) -> list[float]:
+        """Rows of each rank of the world where the ranks of a region share theirs; empty where they are not known."""
+        shared = list(self._rows)
+        for group in self._groups if shared else ():
+            regions: dict[tuple[int, ...], list[int]] = {}
+            for place, rank in enumerate(group):
+                where = domains.location(place)[: level + 1]
+                regions.setdefault(tuple(map(floordiv, where, domains.sizes)), []).append(rank)
+            for ranks in regions.values():
+                mean = sum(self._rows[rank] for rank in ranks) / len(ranks)
+                for rank in ranks:
+                    shared[rank] = mean
+        return shared
+
+    def hidden(self, domains: ExpertDomains, exchange: float, experts: float) -> float:
+        """Seconds of a pass' experts in which tokens travel: those of other ranks of the node, which share its link.
+
+        Where tokens travel between nodes only, the ranks of a node do so in groups of their own that nothing keeps in
+        step. Links are shared one after the other, so that r ranks take turns: one computes while the next one's tokens
+        are on their way. Of L for one way of all their tokens and C for all their experts, C / s alone, a pass takes
+
+            max(2 L, L / r + max(L + C / s, L / r + C))     and not 2 L + C.
+
+        Args:
+            exchange: L.
+            experts: C.
+        """
+        ranks = link_sharing(self._cluster)
+        apart = domains.domains(0) > 1 and all(domains.domains(level) == 1 for level in range(1, domains.levels))
+        if not apart or domains.levels == 1 or ranks == 1.0:
+            return 0.0
+        share, alone = exchange / ranks, experts / self._cluster.compute_sharing
+        return 2 * exchange + experts - max(2 * exchange, share + max(exchange + alone, share + experts))
+
+    @cached_property
+    def _groups(self) -> tuple[tuple[int, ...], ...]:
+        return self._cluster.world.layout.groups("ep")

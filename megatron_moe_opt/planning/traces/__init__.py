@@ -1,0 +1,1 @@
+"""Which tokens went to which experts: recorded, generated, replayed."""

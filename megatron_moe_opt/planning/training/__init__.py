@@ -1,0 +1,1 @@
+"""What a whole model's training takes: parameters, memory, throughput."""

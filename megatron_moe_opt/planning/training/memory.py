@@ -1,0 +1,198 @@
+"""Memory of training on one rank: weights, gradients, optimizer states (MoNTA, Table 3), activations (eq. 2, Table 4).
+
+Table 3 and parts of Table 4 are garbled in print; docs/cost-model.md says what is computed here instead.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from megatron_moe_opt.planning.training.model import ModelShape, Parallel
+
+BF16, FP32, INT64 = 2, 4, 8
+
+
+@dataclass(frozen=True)
+class BytesPerParameter:
+    """The defaults are Megatron's bf16 training: fp32 gradients; Adam keeps an fp32 master and two moments."""
+
+    weight: int = BF16
+    gradient: int = FP32
+    optimizer: int = 3 * FP32
+
+
+@dataclass(frozen=True)
+class StageMemory:
+    """Bytes of one rank of a pipeline stage."""
+
+    weights: float
+    gradients: float
+    optimizer: float
+    activations: float = 0.0
+
+    @property
+    def total(self) -> float:
+        """MoNTA, eq. 1."""
+        return self.weights + self.gradients + self.optimizer + self.activations
+
+
+def state_memory(
+    model: ModelShape,
+    parallel: Parallel,
+    stage: int = 0,
+    zero: int = 1,
+    each: BytesPerParameter | None = None,
+) -> StageMemory:
+    """Weights, gradients and optimizer states (the intent of Table 3).
+
+    ZeRO-1 shards optimizer states, 2 gradients too, 3 weights too: over the data- and context-parallel ranks for
+    parameters outside the experts, over the ranks that hold the same experts for those of experts. Megatron's
+    distributed optimizer is ZeRO-1.
+
+    Args:
+        zero: 0 to 3.
+        each: None for the defaults of BytesPerParameter.
+
+    Raises:
+        ConfigurationError: see ModelShape.parameters.
+        ValueError: an unknown ZeRO stage.
+    """
+    if zero not in range(4):
+        raise ValueError(f"ZeRO stage {zero} is not one of 0, 1, 2, 3")
+    each = each or BytesPerParameter()
+    parameters = model.parameters(parallel, stage)
+
+    def stored(size: int, sharded_from: int) -> float:
+        if zero < sharded_from:
+            return float(size * parameters.total)
+        return size * (parameters.dense / parallel.dense_copies + parameters.expert / parallel.expert_copies)
+
+    return StageMemory(stored(each.weight, 3), stored(each.gradient, 2), stored(each.optimizer, 1))
+
+
+def layer_activations(
+    model: ModelShape,
+    parallel: Parallel,
+    micro_batch: int,
+    sequence: int,
+    rows: int | None = None,
+    moe: bool = True,
+    fused: bool = True,
+) -> dict[str, int]:
+    """Bytes that one layer keeps for its backward, by what they hold.
+
+    For bf16 with sequence parallelism, no dropout, no biases, dropless routing.
+
+    Args:
+        micro_batch: sequences.
+        sequence: tokens of one sequence, over all context-parallel ranks.
+        rows: rows that this rank's experts compute; None: what it is where routing is even,
+            topk * expert-TP size * tokens of this rank (expert parallelism spreads rows, it does not make them fewer).
+        moe: a layer with experts; False: one of the leading layers with a plain MLP.
+        fused: kernels that keep nothing between: flash attention, and norms and gated activations that keep their
+            input. False: Megatron-Core's own PyTorch layers.
+    """
+    tokens = micro_batch * sequence // parallel.cp
+    own = tokens // parallel.tp  # with sequence parallelism
+    if rows is None:
+        rows = model.topk * parallel.etp * own
+    query, key, heads = (size // parallel.tp for size in (model.query_size, model.key_size, model.heads))
+    terms = {
+        "norms": 2 * own * (BF16 * model.hidden + FP32),
+        "qkv input": BF16 * own * model.hidden,
+        "attention input": BF16 * tokens * (query + 2 * key),
+        "attention": FP32 * tokens * heads,  # log-sum-exp of every row
+        "projection input": BF16 * tokens * query,
+        "mlp input": BF16 * own * model.hidden,
+    }
+    if not fused:
+        terms |= {
+            "norms": 2 * own * (2 * FP32 * model.hidden + FP32),  # computed in fp32; input and normalized input
+            # Queries and keys after the rotation. Values are a part of one tensor with queries and keys, unless they
+            # are repeated for every query head; so are the keys.
+            "attention input": BF16 * tokens * query * (5 if key == query else 3),
+            "attention": (FP32 + BF16) * tokens * heads * sequence,  # softmax, and its copy in bf16
+        }
+    plain = model.shared_ffn if moe else model.dense_ffn
+    if plain:
+        terms["mlp middle"] = BF16 * tokens * (plain // parallel.tp) * _middle_width(model.gated, fused)
+    if moe:
+        # Choices with their sorted indices and probabilities; the routing map, and probabilities in its shape.
+        terms["router"] = own * (model.topk * (2 * INT64 + FP32) + model.experts * (1 + BF16))
+        terms["expert input"] = BF16 * rows * model.hidden
+        width = expert_middle_width(model.gated, fused)
+        terms["expert middle"] = BF16 * rows * (model.ffn // parallel.etp * width + 1)
+    return terms
+
+
+def expert_middle_width(gated: bool, fused: bool) -> int:
+    """Tensors [rows, middle size] that an expert of Megatron's own PyTorch layers keeps for its backward (MPMoE's T_M).
+
+    Args:
+        fused: a gated activation that keeps its input, and applies the probabilities.
+    """
+    return _middle_width(gated, fused) + (not fused)  # the product with the probabilities has an input of its own
+
+
+def _middle_width(gated: bool, fused: bool) -> int:
+    """The first matrix' output and the second's input; not fused and gated also the activation and the other half."""
+    return (3 if fused else 5) if gated else 2
+
+
+RECOMPUTE = ("none", "selective", "full")
+
+
+def training_memory(
+    model: ModelShape,
+    parallel: Parallel,
+    micro_batch: int,
+    sequence: int,
+    micro_batches: int,
+    stage: int = 0,
+    zero: int = 1,
+    recompute: str = "none",
+    each: BytesPerParameter | None = None,
+) -> StageMemory:
+    """All of a rank's memory for its layers and words (eq. 1), without embedding output, logits and workspace.
+
+    Args:
+        micro_batches: of one step; the pipeline (1F1B) holds the activations of at most pp - stage of them.
+        recompute: "none"; "selective", of the attention's middle; "full", of every layer from its input.
+        zero, each: see state_memory.
+
+    Raises:
+        ConfigurationError: see ModelShape.parameters.
+        ValueError: an unknown ZeRO stage or recompute.
+    """
+    if recompute not in RECOMPUTE:
+        raise ValueError(f"recompute {recompute} is not one of {', '.join(RECOMPUTE)}")
+    states = state_memory(model, parallel, stage, zero, each)
+    per_stage = model.layers // parallel.pp
+    activations = 0
+    for layer in range(stage * per_stage, (stage + 1) * per_stage):
+        terms = layer_activations(model, parallel, micro_batch, sequence, moe=layer >= model.dense_layers)
+        if recompute == "selective":
+            del terms["attention"]
+        if recompute == "full":
+            terms = {"layer input": BF16 * micro_batch * sequence // parallel.cp // parallel.tp * model.hidden}
+        activations += sum(terms.values())
+    return replace(states, activations=float(activations * min(parallel.pp - stage, micro_batches)))
+
+
+def paper_activations(
+    tokens: int, sequence: int, hidden: int, heads: int, layers: int, topk: int, tp: int = 1
+) -> dict[str, float]:
+    """Bytes of eq. 2 and of the rows of Table 4: 16-bit, experts of 4 * hidden without gate, dropout, plain attention.
+
+    With tokens = b s, and l layers of which the first pipeline stage holds l / p for p micro-batches. By row:
+    "none", "tp", "sp" (with TP), "selective" and "full" (with TP and SP).
+    """
+    scale, scores = tokens * hidden * layers, 5 * heads * sequence / hidden
+    rows = 13 + 21 * topk
+    return {
+        "none": scale * (rows + scores),
+        "tp": scale * (5 + 5 * topk + (8 + 16 * topk + scores) / tp),
+        "sp": scale * (rows + scores) / tp,
+        "selective": scale * rows / tp,
+        "full": scale * 2 / tp,
+    }

@@ -1,0 +1,84 @@
+"""Latency, throughput and MFU of a training step under a chosen strategy (the outputs of MoNTA, Fig. 10)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron_moe_opt.planning.training.model import ModelShape, Parallel
+
+
+@dataclass(frozen=True)
+class Device:
+    """What one GPU computes."""
+
+    peak_flops: float
+    """FLOP/s, dense, of the training dtype, as its maker gives it."""
+    efficiency: float
+    """The part of it that the model's matrix products reach: measured or assumed, in (0, 1]."""
+
+
+@dataclass(frozen=True)
+class Throughput:
+    """Of one training step."""
+
+    layer_seconds: float
+    """Forward and backward of one MoE layer and micro-batch: compute and exchange."""
+    step_seconds: float
+    tokens_per_second: float
+    """Of one GPU."""
+    mfu: float
+    """Model FLOPs utilization: the model's FLOPs over what the GPUs could do in the time."""
+
+
+def flops_per_token(model: ModelShape, sequence: int) -> float:
+    """FLOPs of forward and backward of one token: 6 N + 6 L s q.
+
+    N: elements of the matrices that the token is multiplied with; 2 FLOPs each forward, 4 backward (Kaplan et al. 2020,
+    sec. 2.1). L s q: attention of L layers, q query elements over s / 2 tokens, the causal half, in two products.
+    Megatron-LM counts the same, without the router.
+    """
+    return 6.0 * model.active_matrices + 6.0 * model.layers * sequence * model.query_size
+
+
+def throughput(
+    model: ModelShape,
+    parallel: Parallel,
+    device: Device,
+    micro_batch: int,
+    sequence: int,
+    micro_batches: int,
+    exchange_seconds: float,
+    with_experts: bool = False,
+) -> Throughput:
+    """Time of a step in which every GPU computes its share and waits for its exchanges.
+
+    Communication of TP, CP and PP is not in it (take it into the device's efficiency), nor is that of the optimizer.
+
+    Args:
+        micro_batch: sequences.
+        sequence: tokens of a sequence.
+        micro_batches: of one step and data-parallel rank; with pp stages the pipeline adds pp - 1 (1F1B).
+        exchange_seconds: dispatch and combine, forward and backward, of one layer and micro-batch, such as
+            `Choice.seconds`.
+        with_experts: these seconds contain the computation of the experts, as those of a pipeline that runs them do.
+
+    Raises:
+        ValueError: a peak or efficiency that is out of range.
+    """
+    if not (device.peak_flops > 0 and 0 < device.efficiency <= 1):
+        raise ValueError(f"peak {device.peak_flops} FLOP/s at efficiency {device.efficiency} is not a device")
+    replicas = parallel.world // (parallel.tp * parallel.cp * parallel.pp)
+    tokens = micro_batch * sequence
+    flops = tokens * flops_per_token(model, sequence) / (parallel.tp * parallel.cp * parallel.pp)  # of one GPU
+    layer_flops = 6.0 * tokens * (model.layer_matrices() + sequence * model.query_size) / (parallel.tp * parallel.cp)
+    speed = device.peak_flops * device.efficiency
+    moe_layers = (model.layers - model.dense_layers) / parallel.pp
+    experts = 6.0 * tokens * model.expert_matrices / (parallel.tp * parallel.cp) if with_experts else 0.0
+    step = ((flops - moe_layers * experts) / speed + moe_layers * exchange_seconds) * (micro_batches + parallel.pp - 1)
+    tokens_of_step = tokens * micro_batches * replicas
+    return Throughput(
+        layer_seconds=(layer_flops - experts) / speed + exchange_seconds,
+        step_seconds=step,
+        tokens_per_second=tokens_of_step / step / parallel.world,
+        mfu=flops * micro_batches / (step * device.peak_flops),
+    )

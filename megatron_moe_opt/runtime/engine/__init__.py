@@ -1,0 +1,1 @@
+"""Schedules run: ops, lanes, collectives, and the clocks beside them."""

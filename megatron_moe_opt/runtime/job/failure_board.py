@@ -1,0 +1,341 @@
+"""How all ranks of a job learn which rank failed first, and where: through the job's store, not by waiting for it.
+
+The first rank that fails writes what happened under one key, where nobody replaces it. Every rank has a thread that
+looks at the store: it says the sentence, interrupts the collectives that wait for the failed rank, and ends a process
+that waits where it cannot be interrupted. A rank that was killed or stopped writes nothing; who finds a connection
+closed, or waits longer than its group's timeout, calls the roll, and writes who did not answer.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from types import TracebackType
+from typing import Any
+
+import torch.distributed as dist
+from torch.utils.checkpoint import _StopRecomputationError
+
+from megatron_moe_opt.errors import ConfigurationError, LayerError, RoutingError, printable, reason
+from megatron_moe_opt.kernels.extension import load_extension
+from megatron_moe_opt.runtime.job.job_store import connect_to_job_store
+from megatron_moe_opt.runtime.observed.layer_place import describe_place, is_beside
+
+_C = load_extension()
+
+POLL_S = 0.2
+ROLL_CALL_S = 1.5
+"""How long a live rank may take to answer."""
+STORE_S = 3.0
+"""How long the store may take to answer."""
+SEEN_S = 1.0
+"""How long a rank that failed waits for the others to read it, before it raises an error and maybe ends."""
+GRACE_S = 1.5
+"""How long a rank may wait in a collective after another one has failed."""
+END_S = 30.0
+"""How long a rank that has raised an error may take to end, as torchrun gives."""
+
+_GONE = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
+"""Of an error of a connection whose other end is closed."""
+
+_ALARM, _FIRST, _SEEN, _END = "alarm", "first", "seen", b"end"
+
+
+@dataclass(frozen=True)
+class Failure:
+    """What the first rank that failed has written, or another one about it."""
+
+    rank: int
+    host: str
+    where: str
+    what: str
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} ({self.host}) failed first, {self.where}: {self.what}"
+
+
+class FailureBoard:
+    """This rank's part. `served_by_rank`: the rank whose process holds the store; None where the launcher does."""
+
+    def __init__(self, store: dist.Store, rank: int, world: int, served_by_rank: int | None = None) -> None:
+        self.rank, self.first = rank, None
+        self._store, self._world, self._served_by_rank = store, world, served_by_rank
+        self._known = threading.Lock()
+        self._raised, self._stopped = threading.Event(), threading.Event()
+        self._watcher = threading.Thread(target=self._watch, name="failure board", daemon=True)
+        self._watcher.start()
+
+    def report(self, what: str) -> Failure:
+        """This rank has failed. Returns the job's first failure, this one unless another rank was before it."""
+        where = describe_place()
+        return self._settle(lambda: self._claim(self.rank, what, where), what, where)
+
+    def notice(self, what: str, peer: int | None = None) -> Failure:
+        """A collective of this rank has failed, for which another rank is to blame. Returns the job's first failure.
+
+        Args:
+            peer: the rank that this one has lost, where that is known.
+        """
+        where = describe_place()
+        return self._settle(lambda: self._read() or self._blame(what, peer, where), what, where)
+
+    def hears_of_it(self) -> None:
+        """The calling thread raises an error. Unless it works beside the passes, the process is about to end."""
+        if not is_beside():
+            self._raised.set()
+
+    def end(self) -> None:
+        """At the end of the process. After a failure nothing waits for lanes and groups, which may wait for ever."""
+        self._stopped.set()
+        if self.first is not None:
+            self._exit()
+        if self._served_by_rank == self.rank and self._answered(lambda: self._store.set(_ALARM, _END)):
+            time.sleep(2 * POLL_S)  # the others must not look for a store that is gone
+        self._watcher.join(STORE_S)
+
+    def _settle(self, find: Callable[[], Failure], what: str, where: str) -> Failure:
+        self.hears_of_it()
+        if self.first is None:
+            found: list[Failure] = []
+            if not self._answered(lambda: found.append(find())):
+                server = self.rank if self._served_by_rank is None else self._served_by_rank
+                what = f"it serves the job's store, which is gone, as rank {self.rank} found: {what}"
+                found = [Failure(server, os.environ.get("MASTER_ADDR", "unknown"), where, what)]
+            self._say(found[0])
+        return self.first
+
+    def _claim(self, rank: int, what: str, where: str) -> Failure:
+        """Writes that a rank has failed, unless one is written already; waits until the other ranks have read it."""
+        host = socket.gethostname() if rank == self.rank else self._host_of(rank)
+        mine = json.dumps(asdict(Failure(rank, host, where, printable(what))))
+        first = Failure(**json.loads(self._store.compare_set(_FIRST, "", mine)))
+        self._store.set(_ALARM, "")
+        self._say(first)
+        self._wait_until_seen(self._world - (rank != self.rank))  # who does not answer reads nothing
+        return first
+
+    def _wait_until_seen(self, by: int) -> None:
+        deadline = time.monotonic() + SEEN_S
+        while self._store.add(_SEEN, 0) < by and time.monotonic() < deadline:
+            time.sleep(POLL_S / 10)
+
+    def _blame(self, what: str, peer: int | None, where: str) -> Failure:
+        if peer is not None and any(sign in what for sign in _GONE):
+            # Who fails otherwise writes before it ends; and torchrun, which has seen the end too, ends this rank soon.
+            return self._claim(peer, f"its process has ended, as rank {self.rank} found: {what}", where)
+        silent = self._call_roll()
+        if (first := self._read()) is not None:
+            return first
+        if not silent:
+            if peer is None:
+                return self._claim(self.rank, what, where)
+            return self._claim(peer, f"rank {self.rank} has lost it, though its process runs: {what}", where)
+        rank = peer if peer in silent else silent[0]
+        others = [other for other in silent if other != rank]
+        nor = f", nor {'do ranks' if len(others) > 1 else 'does rank'} {', '.join(map(str, others))}" if others else ""
+        return self._claim(rank, f"it does not answer any more{nor}, as rank {self.rank} found: {what}", where)
+
+    def _call_roll(self) -> list[int]:
+        """The ranks that do not answer; none where a failure is written meanwhile."""
+        if self._store.check([_ALARM]) and self._store.get(_ALARM) == _END:
+            return []
+        self._store.set(_ALARM, "")
+        deadline = time.monotonic() + ROLL_CALL_S
+        others = {_here(rank): rank for rank in range(self._world) if rank != self.rank}
+        while not self._store.check(list(others)):
+            if time.monotonic() > deadline:
+                return [rank for key, rank in others.items() if not self._store.check([key])]
+            if self._store.check([_FIRST]):
+                break
+            time.sleep(POLL_S / 4)
+        return []
+
+    def _read(self) -> Failure | None:
+        return Failure(**json.loads(self._store.get(_FIRST))) if self._store.check([_FIRST]) else None
+
+    def _host_of(self, rank: int) -> str:
+        return self._store.get(_host(rank)).decode() if self._store.check([_host(rank)]) else "unknown"
+
+    def _answered(self, ask: Callable[[], object]) -> bool:
+        """Whether the store has answered: who serves it may be gone, or stopped."""
+        answered: list[bool] = []
+
+        def run() -> None:
+            try:
+                ask()
+                answered.append(True)
+            except RuntimeError:
+                pass
+
+        asking = threading.Thread(target=run, daemon=True)
+        asking.start()
+        asking.join(STORE_S + ROLL_CALL_S)
+        return bool(answered)
+
+    def _say(self, first: Failure) -> None:
+        with self._known:
+            if self.first is None:
+                self.first = first
+                print(f"moe-opt: error: {first}", file=sys.stderr, flush=True)
+
+    def _watch(self) -> None:
+        try:
+            self._store.set(_host(self.rank), socket.gethostname())
+            while not self._store.check([_ALARM]):
+                if self._rest(POLL_S):
+                    return
+            if self._store.get(_ALARM) == _END:
+                return
+            self._store.set(_here(self.rank), "")
+            while (first := self._read()) is None:
+                if self._rest(POLL_S / 4):
+                    return
+            self._say(first)
+            self._store.add(_SEEN, 1)
+        except RuntimeError:
+            return  # the store is gone: at the end of the job, or a collective with who served it fails
+        threading.Thread(target=_abort_nccl, daemon=True).start()
+        deadline = time.monotonic() + GRACE_S
+        while not self._raised.wait(POLL_S / 4) and time.monotonic() < deadline:
+            for interrupt in _interrupts:
+                interrupt()
+        if self._raised.is_set():
+            self._stopped.wait(END_S)
+        if not self._stopped.is_set():
+            self._exit()
+
+    def _rest(self, seconds: float) -> bool:
+        """Waits. Returns whether there is no more to watch for; ends a process of which a thread has died."""
+        if what := _C.uncaught_exception():
+            self.report(f"a thread has died of an exception: {what.splitlines()[0]}")
+            self._exit()
+        return self._stopped.wait(seconds)
+
+    def _exit(self) -> None:
+        if self._served_by_rank == self.rank:
+            self._answered(lambda: self._wait_until_seen(self._world))
+        for stream in (sys.stdout, sys.stderr):
+            if stream is not None:
+                stream.flush()
+        os._exit(1)
+
+
+def _host(rank: int) -> str:
+    return f"host/{rank}"
+
+
+def _here(rank: int) -> str:
+    return f"here/{rank}"
+
+
+_interrupts: list[Callable[[], None]] = []
+
+
+def interrupted_by(interrupt: Callable[[], None]) -> None:
+    """Has `interrupt` called, in another thread, when a rank has failed: again and again until this one has raised."""
+    _interrupts.append(interrupt)
+
+
+def _abort_nccl() -> None:
+    """Gloo's abort ends nothing that waits: there sends and receives are interrupted, and other collectives are not."""
+    for group in list(dist.distributed_c10d._world.pg_map):
+        if "nccl" in dist.get_backend(group):
+            group.abort()
+
+
+_board: FailureBoard | None = None
+
+
+def start() -> None:
+    """Begins to watch, in a job of several ranks that the environment names. All ranks call it, any number of times."""
+    global _board
+    if _board is not None or not dist.is_initialized() or dist.get_world_size() == 1:
+        return
+    store = connect_to_job_store("failures")
+    if store is not None:
+        _C.keep_uncaught_exceptions()
+        of_launcher = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        _board = FailureBoard(store, dist.get_rank(), dist.get_world_size(), None if of_launcher else 0)
+        atexit.register(_end)
+        sys.excepthook = _reporting(sys.excepthook)
+
+
+def _end() -> None:
+    if _board is not None:
+        _board.end()
+
+
+def _forget() -> None:
+    global _board
+    _board = None
+
+
+os.register_at_fork(after_in_child=_forget)  # a forked process is not the rank
+
+
+def first_failure() -> Failure | None:
+    """The first failure of the job, as far as it is known here."""
+    return None if _board is None else _board.first
+
+
+def explain(what: str, is_own: bool, peer: int | None = None) -> str:
+    """The sentence that an error raised on this rank says: which rank failed first, and where. Tells the other ranks.
+
+    Args:
+        what: has failed here.
+        is_own: whether this rank is to blame, or one that it communicates with.
+        peer: the rank that this one has lost, where that is known.
+    """
+    where = describe_place()
+    if _board is None:
+        return f"{where}: {what}" if where.startswith("in ") else what
+    first = _board.report(what) if is_own else _board.notice(what, peer)
+    if first.rank == _board.rank:
+        return str(first)
+    return f"{first}; rank {_board.rank} gave up {where}: {what}"
+
+
+@contextmanager
+def told() -> Iterator[None]:
+    """Errors raised inside become LayerErrors, and all ranks are told. Those that say what to change stay as is."""
+    try:
+        yield
+    except _StopRecomputationError:
+        raise
+    except LayerError:
+        if _board is not None:
+            _board.hears_of_it()
+        raise
+    except (ConfigurationError, RoutingError) as error:
+        explain(str(error), is_own=True)
+        raise
+    except Exception as error:
+        raise LayerError(_explain(error)) from error
+
+
+def _explain(error: Exception) -> str:
+    return explain(f"{type(error).__name__}: {reason(error)}", is_own=not is_of_communication(error))
+
+
+def is_of_communication(error: BaseException) -> bool:
+    """Whether another rank is to blame, or the network."""
+    return isinstance(error, dist.DistError) or any(name in str(error) for name in ("/gloo/", "NCCL"))
+
+
+def _reporting(shown: Callable[..., None]) -> Callable[..., None]:
+    """The hook for errors that nobody has caught, with which the process ends."""
+
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> Any:
+        if issubclass(kind, Exception) and not isinstance(error, LayerError):
+            _explain(error)
+        shown(kind, error, trace)
+
+    return hook

@@ -1,0 +1,1 @@
+"""What a pass of a layer was seen to do, and where it is."""

@@ -1,0 +1,166 @@
+"""When a pass of a MoE layer came to each of its stages, forward and backward: instants, and the times between them.
+
+    forward    begin | dispatch: permute, exchange ... | experts | combine: ... exchange, unpermute | end
+    backward   begin | combine:            exchange ... | experts | dispatch: ... exchange          | end
+
+Both directions have the same instants. The experts may be called several times (partitions, or the experts of other
+ranks), one call may begin before another ends (autograd runs calls' backward passes in its own order), and there may
+be none.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from megatron_moe_opt.runtime.observed.traffic import SentBytes
+
+Instant = Any
+"""Seconds of the host's clock, or an event on the CUDA stream that was current."""
+
+
+class HostClock:
+    """For layers on a CPU, where work is done when the call that does it returns."""
+
+    now = staticmethod(time.perf_counter)
+
+    @staticmethod
+    def seconds(start: float, end: float) -> float:
+        """From one instant to another."""
+        return end - start
+
+    @staticmethod
+    def settle() -> None:
+        """Instants are known at once."""
+
+
+class DeviceClock:
+    """For layers on the current CUDA device. Nothing waits for the device before `settle`."""
+
+    @staticmethod
+    def now() -> torch.cuda.Event:
+        """When the current stream comes to this point."""
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    @staticmethod
+    def seconds(start: torch.cuda.Event, end: torch.cuda.Event) -> float:
+        """From one instant to another; both must be past."""
+        return start.elapsed_time(end) / 1e3
+
+    @staticmethod
+    def settle() -> None:
+        """Waits until all instants are past."""
+        torch.cuda.synchronize()
+
+
+@dataclass(frozen=True)
+class Times:
+    """Of one pass in one direction, in seconds. `dispatch`, `experts` and `combine` add up to at most `layer`."""
+
+    dispatch: float
+    """Up to the first call of the experts (forward), or from the end of the last one on (backward)."""
+    experts: float
+    """In calls of the experts."""
+    combine: float
+    exposed: float
+    """Between permutation and sum of rows, but not in a call of the experts: communication that experts do not hide,
+    with the sorting of rows that belongs to it."""
+    layer: float
+
+    def __add__(self, other: Times) -> Times:
+        return Times(*(one + another for one, another in zip(self, other, strict=True)))
+
+    def __iter__(self) -> Iterator[float]:
+        return iter((self.dispatch, self.experts, self.combine, self.exposed, self.layer))
+
+
+@dataclass
+class Direction:
+    """The instants of a pass in one direction, as far as it has come."""
+
+    is_backward: bool = False
+    begin: Instant = None
+    exchange_begin: Instant = None
+    calls: list[tuple[int, Instant]] = field(default_factory=list)
+    """1: a call of the experts begins; -1: one ends."""
+    exchange_end: Instant = None
+    end: Instant = None
+    sent: SentBytes = field(default_factory=SentBytes)
+    is_counted: bool = True
+    """Whether `sent` is all that was sent."""
+
+    def times(self, clock: HostClock | DeviceClock) -> Times | None:
+        """None for a pass that did not come to its end."""
+        if any(instant is None for instant in (self.begin, self.exchange_begin, self.exchange_end, self.end)):
+            return None
+
+        def at(instant: Instant) -> float:
+            return clock.seconds(self.begin, instant)
+
+        exchange_begin, exchange_end, end = at(self.exchange_begin), at(self.exchange_end), at(self.end)
+        calls = [(step, at(instant)) for step, instant in self.calls] or [(1, exchange_end), (-1, exchange_end)]
+        experts, depth, since = 0.0, 0, 0.0
+        for step, instant in calls:
+            since = instant if depth == 0 else since
+            depth += step
+            experts += instant - since if depth == 0 else 0.0
+        before, after = calls[0][1], end - calls[-1][1]
+        dispatch, combine = (after, before) if self.is_backward else (before, after)
+        return Times(dispatch, experts, combine, exchange_end - exchange_begin - experts, end)
+
+
+@dataclass
+class LayerPass:
+    """One pass of a layer that is observed."""
+
+    tokens_of_experts: torch.Tensor
+    """int64 [experts] that this rank's tokens go to, on the layer's device."""
+    recomputed: bool
+    """Whether it repeats a forward pass, in the backward pass."""
+    rows: int = 0
+    """That this rank's calls of the experts got."""
+    forward: Direction = field(default_factory=Direction)
+    backward: Direction = field(default_factory=lambda: Direction(is_backward=True))
+
+
+STRIDE = 7
+"""Of that many passes one is observed. It shares no factor with usual numbers of micro-batches, so that every one of a
+step's gets its turn."""
+MOST = 24
+"""Passes that are kept between two reports; a multiple of 3."""
+
+
+class Samples:
+    """Every STRIDE-th pass of a layer; where there are too many between two reports, every third of them, and so on.
+
+    Ranks that run the same passes observe the same ones.
+    """
+
+    def __init__(self) -> None:
+        self.passes: list[LayerPass] = []
+        self._stride, self._wait = STRIDE, STRIDE // 2  # not the first one, in which much happens for the first time
+
+    def is_next(self) -> bool:
+        """Whether the pass that begins is observed."""
+        self._wait -= 1
+        return self._wait < 0
+
+    def add(self, observed: LayerPass) -> None:
+        """Keeps the pass for which `is_next` was true."""
+        self.passes.append(observed)
+        self._wait = self._stride - 1
+        if len(self.passes) == MOST:
+            self.passes = self.passes[::3]
+            self._stride *= 3  # stays without a factor of 2
+
+    def take(self) -> list[LayerPass]:
+        """The passes kept since the last time."""
+        taken, self.passes = self.passes, []
+        self._stride, self._wait = STRIDE, min(self._wait, STRIDE - 1)
+        return taken

@@ -1,0 +1,215 @@
+"""Who sends how many rows to whom, chunk by chunk, and where they land: pure arithmetic on agreed counts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch.distributed import ProcessGroup
+
+from megatron_moe_opt.kernels import ChunkList
+from megatron_moe_opt.kernels.extension import load_extension
+from megatron_moe_opt.kernels.row_map import cut_counts
+from megatron_moe_opt.runtime.engine.host_copy import HostCopy
+from megatron_moe_opt.schedules.pipeline import ChunkBytes
+from megatron_moe_opt.topology.expert_groups import TokenCopies
+
+_C = load_extension()
+
+MIN_PHASE_BYTES = 64 * 1024  # of a rank's own rows; less takes its latency, and one all-to-all has it only once
+
+
+@dataclass(frozen=True)
+class ChunkPlan:
+    """One rank's part in moving one chunk of the rows of a MoE layer."""
+
+    send_counts: list[int]
+    """[ep_size] rows for each expert-parallel peer."""
+    arriving_counts: list[list[int]]
+    """[etp_size][ep_size] rows of each rank for this rank's experts."""
+    etp_rank: int
+    by_expert: ChunkList
+    """From arrival order (chunk, etp rank, ep rank, local expert) to expert order (local expert, etp rank, ep rank,
+    chunk), in rows of the whole layer."""
+    first_sent: int
+    """Where the chunk begins among this rank's own rows."""
+    first_received: int
+    """Where it begins among the rows that arrive at this rank."""
+    first_gathered: int
+    """Where it begins among the rows of all expert-tensor-parallel peers."""
+
+    @property
+    def receive_counts(self) -> list[int]:
+        """[ep_size] rows from each expert-parallel peer."""
+        return self.arriving_counts[self.etp_rank]
+
+    @cached_property
+    def gather_counts(self) -> list[int]:
+        """[etp_size] rows each expert-tensor-parallel peer holds after its all-to-all."""
+        return [sum(counts) for counts in self.arriving_counts]
+
+    @property
+    def first_own(self) -> int:
+        """Where this rank's block of the chunk begins among the rows of all expert-tensor-parallel peers."""
+        return self.first_gathered + sum(self.gather_counts[: self.etp_rank])
+
+
+@dataclass(frozen=True)
+class ExchangePlan:
+    """One rank's part in dispatching (and, read backwards, combining) the rows of one MoE layer."""
+
+    chunks: tuple[ChunkPlan, ...]
+    tokens_per_expert: torch.Tensor
+    """[local experts] int64, on the CPU."""
+    arrives_sorted: bool
+    """Whether arrival order is expert order."""
+
+    @property
+    def num_sent(self) -> int:
+        """Rows this rank has."""
+        return sum(sum(chunk.send_counts) for chunk in self.chunks)
+
+    @property
+    def num_received(self) -> int:
+        """Rows that its all-to-alls bring."""
+        return sum(sum(chunk.receive_counts) for chunk in self.chunks)
+
+    def chunk(self, number: int) -> ChunkPlan:
+        """The chunk that an op of this number moves; where there is one alone, it is that, whatever the number."""
+        return self.chunks[number if len(self.chunks) > 1 else 0]
+
+    def chunk_bytes(self, row_bytes: int) -> list[ChunkBytes]:
+        """What moves of each chunk."""
+        return [
+            ChunkBytes(sum(chunk.send_counts) * row_bytes, sum(chunk.gather_counts) * row_bytes)
+            for chunk in self.chunks
+        ]
+
+    @property
+    def num_gathered(self) -> int:
+        """Rows this rank's experts get."""
+        return sum(sum(chunk.gather_counts) for chunk in self.chunks)
+
+
+def plan_exchange(
+    counts: torch.Tensor, ep_rank: int, etp_rank: int, num_chunks: int = 1, device: torch.device | str = "cpu"
+) -> ExchangePlan:
+    """Plans the exchange of the rank at (ep_rank, etp_rank).
+
+    Args:
+        counts: int64 [ep_size, etp_size, experts] on the CPU: rows each rank has for each expert. Ranks that agree
+            on it, and on num_chunks, arrive at plans that fit together.
+        num_chunks: each rank's rows for each expert are cut into so many parts, as equal as whole rows allow; chunk c
+            is part c of all of them. Rows must lie as `RowMap.cut(num_chunks)` has them.
+        device: where the rows are.
+
+    Returns:
+        The plan of this rank. Expert-parallel rank e holds experts [e * n, (e + 1) * n), n = experts / ep_size.
+    """
+    chunks, tokens_per_expert = _C.plan_exchange(counts, ep_rank, etp_rank, num_chunks, True, torch.device(device))
+    # With one chunk and one expert there is nothing to sort.
+    return ExchangePlan(tuple(map(_chunk_plan, chunks)), tokens_per_expert, num_chunks == 1 == len(tokens_per_expert))
+
+
+def plan_partitions(
+    counts: torch.Tensor, ep_rank: int, etp_rank: int, num_partitions: int, device: torch.device | str = "cpu"
+) -> tuple[ExchangePlan, ...]:
+    """As `plan_exchange`, but a plan of its own for each part of the rows: they arrive, and go back, separately."""
+    parts, of_parts = _C.plan_exchange(counts, ep_rank, etp_rank, num_partitions, False, torch.device(device))
+    return tuple(
+        ExchangePlan((_chunk_plan(part),), tokens_per_expert, len(tokens_per_expert) == 1)
+        for part, tokens_per_expert in zip(parts, of_parts, strict=True)
+    )
+
+
+def _chunk_plan(chunk: tuple[Any, ...]) -> ChunkPlan:
+    sent, arriving, etp_rank, blocks, *firsts = chunk
+    return ChunkPlan(sent, arriving, etp_rank, ChunkList(*blocks), *firsts)
+
+
+@dataclass(frozen=True)
+class Parts:
+    """How the ranks of a TP group share out rows that all of them have: TP rank m exchanges part m, see RowMap.cut.
+
+    They come back in phases, one EP peer each, and are shared with the TP group. Where the EP size is a power of two,
+    phase p is with rank xor p: pairs that exchange, on one node first, between nodes then, all ranks alike.
+    """
+
+    group: ProcessGroup
+    """The TP group."""
+    ep_ranks: tuple[int, ...]
+    """[tp_size] EP rank of each TP rank."""
+    rows: list[list[int]]
+    """[tp_size][ep_size] rows of each part for the experts of each EP rank."""
+    num_phases: int
+    """The EP size; or 1: from all EP peers at once."""
+
+    @property
+    def first_own(self) -> int:
+        """The first row of this rank's part."""
+        return self._first(self.group.rank())
+
+    @property
+    def num_rows(self) -> int:
+        """Of all parts."""
+        return self._first(len(self.rows))
+
+    def peers(self, ep_rank: int, phase: int) -> range:
+        """The EP ranks from which rows come back to `ep_rank` in a phase; of phase -p: those that get theirs in p."""
+        if self.num_phases == 1:
+            return range(len(self.rows[0]))
+        in_pairs = self.num_phases & (self.num_phases - 1) == 0
+        peer = ep_rank ^ abs(phase) if in_pairs else (ep_rank - phase) % self.num_phases
+        return range(peer, peer + 1)
+
+    def block(self, tp_rank: int, phase: int) -> tuple[int, int]:
+        """(first row, rows), among all, of what comes back to a TP rank in a phase."""
+        peers, rows = self.peers(self.ep_ranks[tp_rank], phase), self.rows[tp_rank]
+        return self._first(tp_rank) + sum(rows[: peers.start]), sum(rows[peers.start : peers.stop])
+
+    def phase_bytes(self, row_bytes: int) -> list[ChunkBytes]:
+        """What moves in each phase: this rank's part of the rows, and all parts."""
+        own, size = self.group.rank(), len(self.rows)
+        return [
+            ChunkBytes(self.block(own, p)[1] * row_bytes, sum(self.block(t, p)[1] for t in range(size)) * row_bytes)
+            for p in range(self.num_phases)
+        ]
+
+    def _first(self, tp_rank: int) -> int:
+        return sum(sum(rows) for rows in self.rows[:tp_rank])
+
+
+@dataclass(frozen=True)
+class Sharing:
+    """What is shared out in a TP group, and how it comes back."""
+
+    copies: TokenCopies
+    row_bytes: int
+    overlap: bool
+    """In phases, where the mean phase is worth it; False: in one."""
+    beyond: HostCopy | None = None
+    """int64 [tp_size, experts] rows of the ranks of the TP group, where the joint group has not all of them."""
+
+
+def share_out(counts: torch.Tensor, ep_rank: int, etp_rank: int, sharing: Sharing) -> tuple[torch.Tensor, Parts]:
+    """What each rank exchanges where the ranks of a TP group have the same rows.
+
+    Args:
+        counts: int64 [ep_size, etp_size, experts] on the CPU: rows each rank has for each expert, whoever sends them.
+
+    Returns:
+        Counts of the rows that each rank sends, for `plan_exchange` with one chunk; and the parts of this rank's group.
+
+    Raises:
+        RoutingError: they do not have the same rows.
+    """
+    copies, (ep_size, etp_size, _) = sharing.copies, counts.shape
+    copies.check_alike(counts, None if sharing.beyond is None else sharing.beyond.wait())
+    cut = cut_counts(counts, copies.group.size())  # [tp, ep, etp, expert]
+    sent = cut[copies.tp_ranks, torch.arange(ep_size).view(-1, 1), torch.arange(etp_size)]
+    rows = cut[:, ep_rank, etp_rank].view(len(cut), ep_size, -1).sum(2).tolist()
+    mean_phase = int(sent.sum()) * sharing.row_bytes / (ep_size * etp_size * ep_size)
+    in_phases = sharing.overlap and mean_phase >= MIN_PHASE_BYTES
+    return sent, Parts(copies.group, copies.ep_ranks, rows, ep_size if in_phases else 1)

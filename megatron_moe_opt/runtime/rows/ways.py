@@ -1,0 +1,218 @@
+"""Ways of rows between the ranks of groups: what each op of a way does with the buffers that it touches.
+
+The stages of a way, and so its schedules, are those of schedules/monta.py and schedules/parm.py. Rows of the buffers:
+
+    rows                    this rank's own                          [num_sent, W]
+    arrived, gathered       of the experts here, as they arrive      [num_gathered, W]
+    unsorted                the same, back in that order
+    parts                   what other shards have for a sum here    [num_rows("parts"), W]
+    summed                  the sums                                 [num_received, W]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Protocol
+
+import torch
+
+from megatron_moe_opt.runtime.engine import steps
+from megatron_moe_opt.runtime.engine.steps import Blocks, Steps, blocks_of
+from megatron_moe_opt.runtime.rows.exchange_plan import ChunkPlan, ExchangePlan, Parts
+from megatron_moe_opt.runtime.rows.row_layout import RowLayout
+from megatron_moe_opt.schedules import monta, parm
+from megatron_moe_opt.schedules.schedule import Kind, Op, Schedule
+from megatron_moe_opt.topology.expert_groups import ExpertGroups
+
+
+class Way(Protocol):
+    """How rows reach the ranks of their experts and come back. A tensor holds the rows of all chunks of a plan."""
+
+    @property
+    def groups(self) -> ExpertGroups:
+        """Between whom."""
+
+    @property
+    def lies_in(self) -> Mapping[str, str]:
+        """The buffers that are in the memory of another one."""
+
+    def dispatch(self, plan: ExchangePlan, row_bytes: int) -> Schedule:
+        """The schedule of rows to their experts, chunk by chunk."""
+
+    def combine(self, plan: ExchangePlan, row_bytes: int) -> Schedule:
+        """The schedule of rows back to their sources."""
+
+    def num_rows(self, buffer: str, plan: ExchangePlan, chunk: int) -> int:
+        """Rows that a buffer has to hold; of `parts`, for one chunk."""
+
+    def step_out(self, op: Op, rows: torch.Tensor, arrived: torch.Tensor, plan: ExchangePlan) -> Steps:
+        """What a collective does on the way to the experts."""
+
+    def step_back(
+        self, op: Op, reads: Sequence[torch.Tensor], written: torch.Tensor, plan: ExchangePlan, layout: RowLayout
+    ) -> Steps:
+        """What any op does on the way back, but the one that sorts by source.
+
+        Args:
+            reads: the tensors behind `op.reads`.
+            layout: of the rows, part of which is summed.
+        """
+
+
+@dataclass(frozen=True)
+class EpThenExpertTp:
+    """MoNTA's: all-to-all over EP, then all-gather over expert-TP; back, a reduce-scatter and an all-to-all."""
+
+    groups: ExpertGroups
+    level: str
+    """MoNTA's, of the lanes of a pipeline of chunks."""
+
+    lies_in: ClassVar[Mapping[str, str]] = {"arrived": "gathered"}
+
+    def dispatch(self, plan: ExchangePlan, row_bytes: int) -> Schedule:
+        """See Way."""
+        return monta.dispatch(self.level, plan.chunk_bytes(row_bytes), self.groups.ep_size, self.groups.etp_size)
+
+    def combine(self, plan: ExchangePlan, row_bytes: int) -> Schedule:
+        """See Way."""
+        return monta.combine(self.level, plan.chunk_bytes(row_bytes), self.groups.ep_size, self.groups.etp_size)
+
+    def num_rows(self, buffer: str, plan: ExchangePlan, chunk: int) -> int:
+        """See Way."""
+        if buffer == "parts":
+            return (self.groups.etp_size - 1) * sum(plan.chunk(chunk).receive_counts)
+        return {"summed": plan.num_received, "rows": plan.num_sent}.get(buffer, plan.num_gathered)
+
+    def step_out(self, op: Op, rows: torch.Tensor, arrived: torch.Tensor, plan: ExchangePlan) -> Steps:
+        """See Way."""
+        chunk, groups = plan.chunk(op.chunk), self.groups
+        own = arrived.narrow(0, chunk.first_own, sum(chunk.receive_counts))
+        if op.kind is Kind.ALL_TO_ALL:
+            return steps.all_to_all(_sent(rows, chunk), chunk.send_counts, own, chunk.receive_counts, groups.ep)
+        own = own if groups.ep_size > 1 else _sent(rows, chunk)
+        return steps.all_gather(own, _gathered(arrived, chunk), chunk.gather_counts, groups.etp)
+
+    def step_back(
+        self, op: Op, reads: Sequence[torch.Tensor], written: torch.Tensor, plan: ExchangePlan, layout: RowLayout
+    ) -> Steps:
+        """See Way."""
+        chunk, groups = plan.chunk(op.chunk), self.groups
+        if op.kind is Kind.REDUCE_SCATTER:
+            return steps.scatter(_gathered(reads[0], chunk), written, chunk.gather_counts, groups.etp)
+        if op.kind is Kind.SUM:
+            parts, of_peers, summed = reads[0], _gathered(reads[1], chunk), _received(written, chunk)
+            return steps.sum_scattered(of_peers, parts, summed, chunk.gather_counts, groups.etp, layout.columns)
+        summed = _received(reads[0], chunk)
+        return steps.all_to_all(summed, chunk.receive_counts, _sent(written, chunk), chunk.send_counts, groups.ep)
+
+
+@dataclass(frozen=True)
+class EpWithExpertTp:
+    """Parm's: one all-to-all over both groups, to all shards of an expert at once; back, all their parts and their sum.
+
+    Rows that all ranks of a TP group have go to their experts once: each rank sends its part of them, and they come
+    back to all ranks, in one chunk, whose ops are numbered by phase. Ranks of the joint group are in the order of (EP
+    rank, expert-TP rank).
+    """
+
+    groups: ExpertGroups
+    parts: Parts | None = None
+    """How a TP group shares out its rows; None: every rank has rows of its own."""
+
+    @property
+    def lies_in(self) -> Mapping[str, str]:
+        """A sum is this rank's own part of what all ranks get."""
+        return {"summed": "rows"}
+
+    def dispatch(self, plan: ExchangePlan, row_bytes: int) -> Schedule:
+        """See Way."""
+        return parm.dispatch(plan.chunk_bytes(row_bytes), self.groups.etp_size)
+
+    def combine(self, plan: ExchangePlan, row_bytes: int) -> Schedule:
+        """See Way."""
+        if self.parts is None:
+            return parm.combine(plan.chunk_bytes(row_bytes), self.groups.etp_size)
+        phases = self.parts.phase_bytes(row_bytes)
+        return parm.combine_and_gather(plan.num_gathered * row_bytes, phases, self.groups.etp_size)
+
+    def num_rows(self, buffer: str, plan: ExchangePlan, chunk: int) -> int:
+        """See Way."""
+        if buffer == "parts":
+            return self.groups.etp_size * sum(self._brought(plan.chunk(chunk), chunk)[1])
+        if buffer == "rows":
+            return plan.num_sent if self.parts is None else self.parts.num_rows
+        return plan.num_gathered
+
+    def step_out(self, op: Op, rows: torch.Tensor, arrived: torch.Tensor, plan: ExchangePlan) -> Steps:
+        """See Way."""
+        chunk, groups = plan.chunk(op.chunk), self.groups
+        blocks = blocks_of(chunk.send_counts, self._first_own(chunk))
+        sent = [block for block in blocks for _ in range(groups.etp_size)]
+        return steps.exchange(rows, sent, arrived, self._arrivals(chunk), groups.joint, "all_to_all")
+
+    def step_back(
+        self, op: Op, reads: Sequence[torch.Tensor], written: torch.Tensor, plan: ExchangePlan, layout: RowLayout
+    ) -> Steps:
+        """See Way."""
+        chunk, groups, parts = plan.chunk(op.chunk), self.groups, self.parts
+        if op.group == parm.TP:
+            blocks = [parts.block(rank, op.chunk) for rank in range(parts.group.size())]
+            own = [blocks[parts.group.rank()]] * len(blocks)
+            return steps.exchange(reads[0], own, written, blocks, parts.group, "all_gather")
+        first, counts = self._brought(chunk, op.chunk)
+        num_rows, arrivals = sum(counts), self._arrivals(chunk)
+        if op.group is None:
+            target = written.narrow(0, first, num_rows)
+            if op.kind is Kind.COPY:  # the rows of this rank alone
+                added = [reads[0].narrow(0, *arrivals[groups.ep_rank * groups.etp_size])]
+            else:
+                added = reads[0].split(num_rows) if num_rows else [target]
+            return steps.sum_parts(added, target, layout.columns)
+        by_shard = [blocks_of(counts, shard * num_rows) for shard in range(groups.etp_size)]
+        from_ = [by_shard[shard][ep_rank] for ep_rank in range(groups.ep_size) for shard in range(groups.etp_size)]
+        if op.group == parm.JOINT:
+            receivers = self._peers(-op.chunk)
+            to = [block if joint // groups.etp_size in receivers else (0, 0) for joint, block in enumerate(arrivals)]
+            return steps.exchange(reads[0], to, written, from_, groups.joint, "all_to_all")
+        own = slice(groups.ep_rank * groups.etp_size, (groups.ep_rank + 1) * groups.etp_size)  # joint ranks
+        return steps.exchange(reads[0], arrivals[own], written, from_[own], groups.etp, "reduce_scatter")
+
+    def _peers(self, phase: int) -> range:
+        """The EP ranks from which rows come back in a phase; of phase -p: those that get theirs in p."""
+        everybody = range(self.groups.ep_size)
+        return everybody if self.parts is None else self.parts.peers(self.groups.ep_rank, phase)
+
+    def _brought(self, chunk: ChunkPlan, phase: int) -> tuple[int, list[int]]:
+        """The first of the own rows that come back in a phase, and how many from each EP rank."""
+        senders = self._peers(phase)
+        counts = [count if peer in senders else 0 for peer, count in enumerate(chunk.send_counts)]
+        return self._first_own(chunk) + sum(chunk.send_counts[: senders.start]), counts
+
+    def _first_own(self, chunk: ChunkPlan) -> int:
+        return chunk.first_sent + (0 if self.parts is None else self.parts.first_own)
+
+    def _arrivals(self, chunk: ChunkPlan) -> Blocks:
+        """For each rank of the joint group, the place of its rows among those of this rank's experts."""
+        groups, first, by_shard = self.groups, chunk.first_gathered, []
+        for counts in chunk.arriving_counts:
+            by_shard.append(blocks_of(counts, first))
+            first += sum(counts)
+        return [by_shard[shard][ep_rank] for ep_rank in range(groups.ep_size) for shard in range(groups.etp_size)]
+
+
+def way_of(groups: ExpertGroups, level: str | None) -> Way:
+    """The way of MoNTA at a level of its pipelining; without one, Parm's."""
+    return EpWithExpertTp(groups) if level is None else EpThenExpertTp(groups, level)
+
+
+def _sent(rows: torch.Tensor, chunk: ChunkPlan) -> torch.Tensor:
+    return rows.narrow(0, chunk.first_sent, sum(chunk.send_counts))
+
+
+def _gathered(rows: torch.Tensor, chunk: ChunkPlan) -> torch.Tensor:
+    return rows.narrow(0, chunk.first_gathered, sum(chunk.gather_counts))
+
+
+def _received(rows: torch.Tensor, chunk: ChunkPlan) -> torch.Tensor:
+    return rows.narrow(0, chunk.first_received, sum(chunk.receive_counts))

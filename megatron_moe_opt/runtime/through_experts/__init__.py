@@ -1,0 +1,1 @@
+"""Partitions of rows through their experts as one pipeline."""

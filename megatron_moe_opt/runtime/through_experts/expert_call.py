@@ -1,0 +1,284 @@
+"""One call of the experts on one partition, and its backward pass, which comes later and may need its tensors back.
+
+The experts are a module that is not ours. What its operations save for backward is caught as autograd's saved tensors:
+those that lie in the partition's input are T_DI and stay with whoever owns that; parameters, frozen ones too, and
+buffers stay where they are; the rest is T_M (MPMoE, Fig. 1), which is kept, offloaded, or not saved at all and
+recomputed.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakValueDictionary
+
+import torch
+from torch.autograd import Function
+from torch.autograd.graph import saved_tensors_hooks
+
+from megatron_moe_opt.runtime.engine.offload import HostCopyOf
+from megatron_moe_opt.schedules.mpmoe import Restore
+
+TakeGradient = Callable[[int, torch.Tensor | None], None]
+"""Gets the number of a parameter and its gradient. None: an operation has used the parameter and has no gradient for
+autograd, because it adds to the parameter's main_grad itself."""
+
+
+@dataclass
+class Experts:
+    """The experts of one rank and layer."""
+
+    run: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+    """tokens [R, H], rows of each local expert (int64, CPU), probabilities [R] -> outputs [R, H]."""
+    parameters: tuple[torch.Tensor, ...]
+    """That get a gradient."""
+    constants: tuple[torch.Tensor, ...] = ()
+    """What they have besides, and no call of theirs makes: frozen parameters and buffers."""
+    middle_row_bytes: int = 0
+    """T_M bytes of a row, as far as an offload has shown them."""
+
+
+class ExpertCall:
+    """A partition on its way through the experts."""
+
+    def __init__(
+        self,
+        experts: Experts,
+        tokens_per_expert: torch.Tensor,
+        probs: torch.Tensor,
+        middle: Restore,
+        kept: set[int],
+        hands_over: bool = False,
+    ) -> None:
+        """
+        Args:
+            probs: [R]; kept until backward: they are as small as routing data.
+            middle: how T_M is restored.
+            kept: addresses of storages that do not count as T_M: those of parameters and constants.
+            hands_over: a T_M that is kept is the caller's between `hand_over_middle` and `take_back_middle`.
+        """
+        self._hands_over = hands_over
+        self._experts, self._tokens_per_expert, self._probs, self._middle = experts, tokens_per_expert, probs, middle
+        self._saved = _SavedMiddle(kept | {probs.untyped_storage().data_ptr()})
+        self._gradients: _Gradients | None = _Gradients()
+        self._anchor: torch.Tensor | None = None
+        self._exit: torch.Tensor | None = None
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """tokens [R, H] -> outputs [R, H], without a graph to the outside."""
+        if self._middle is Restore.RECOMPUTE:
+            with torch.no_grad():
+                return self._experts.run(tokens, self._tokens_per_expert, self._probs)
+        if self._middle is Restore.KEEP and not self._hands_over:
+            return self._record(tokens, nullcontext())
+        with self._saved.reading(tokens):
+            return self._record(tokens, self._saved.hooks())
+
+    def recompute(self, tokens: torch.Tensor) -> None:
+        """Runs the experts again, on the same tokens, and keeps T_M this time."""
+        self._record(tokens, nullcontext())
+
+    def backward(
+        self, tokens: torch.Tensor, grad_output: torch.Tensor, take: TakeGradient
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Gradients of tokens [R, H] and probabilities [R]. Once.
+
+        Args:
+            tokens: as in the forward pass, wherever they are now.
+            take: is told as soon as a parameter has its gradient.
+        """
+        gradients, self._gradients = self._gradients, None  # the call outlives them: its partition's are sent by then
+        gradients.output = grad_output
+        inputs = (self._anchor, *self._experts.parameters)
+        with self._saved.reading(tokens), _taking(self._experts.parameters, take):
+            torch.autograd.grad(self._exit, inputs, torch.zeros_like(self._exit), allow_unused=True)
+        self._exit = self._anchor = None
+        return gradients.tokens, gradients.probs
+
+    def hand_over_middle(self) -> list[torch.Tensor]:
+        """T_M, which this call then holds no longer: as many tensors whenever experts do the same."""
+        return self._saved.hand_over()
+
+    def take_back_middle(self, middle: Iterator[torch.Tensor]) -> None:
+        """Takes from `middle` the tensors that were handed over, or others of the same content."""
+        self._saved.take_back(middle)
+
+    def offload_middle(self) -> None:
+        """T_M to the host."""
+        num_bytes = self._saved.offload()
+        self._experts.middle_row_bytes = num_bytes // max(1, self._probs.numel())
+
+    def fetch_middle(self, compute: torch.cuda.Stream | None) -> None:
+        """T_M back to the device. `compute`: the stream on which backward will run; None on a CPU."""
+        self._saved.fetch(compute)
+
+    def _record(self, tokens: torch.Tensor, hooks: AbstractContextManager[Any]) -> torch.Tensor:
+        # The graph begins at an empty tensor and ends in another, so that it holds on to neither inputs nor outputs.
+        self._anchor = torch.empty(0, device=tokens.device, requires_grad=True)
+        with torch.enable_grad(), hooks:
+            tokens, probs = _Enter.apply(self._anchor, tokens, self._probs, self._gradients)
+            output = self._experts.run(tokens, self._tokens_per_expert, probs)
+            self._exit = _Leave.apply(output, self._gradients)
+        return output.detach()
+
+
+@contextmanager
+def _taking(parameters: Sequence[torch.Tensor], take: TakeGradient) -> Iterator[None]:
+    """Inside this context gradients of parameters are taken as they arise.
+
+    torch.autograd.grad would hold on to all of them until it returns; it gets stand-ins without memory. Hooks that
+    others have put on a parameter are for its whole gradient, and are set aside: they run when autograd gets that.
+    """
+
+    def hook(number: int, grad: torch.Tensor | None) -> torch.Tensor | None:
+        take(number, grad)
+        return None if grad is None else grad.new_zeros(()).expand_as(grad)
+
+    handles, of_others = [], []
+    for number, parameter in enumerate(parameters):
+        if parameter._backward_hooks:
+            of_others.append((parameter._backward_hooks, dict(parameter._backward_hooks)))
+            parameter._backward_hooks.clear()
+        handles.append(parameter.register_hook(functools.partial(hook, number)))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+        for hooks, aside in of_others:
+            hooks.update(aside)
+
+
+class _Gradients:
+    """Handed to the graph's end, taken from its beginning."""
+
+    output: torch.Tensor | None = None
+    tokens: torch.Tensor | None = None
+    probs: torch.Tensor | None = None
+
+
+class _Enter(Function):
+    @staticmethod
+    def forward(
+        ctx: Any, anchor: torch.Tensor, tokens: torch.Tensor, probs: torch.Tensor, gradients: _Gradients
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        ctx.gradients = gradients
+        ctx.device = anchor.device
+        return tokens.detach(), probs.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad_tokens: torch.Tensor, grad_probs: torch.Tensor) -> Any:
+        ctx.gradients.tokens, ctx.gradients.probs = grad_tokens, grad_probs
+        return torch.empty(0, device=ctx.device), None, None, None
+
+
+class _Leave(Function):
+    @staticmethod
+    def forward(ctx: Any, output: torch.Tensor, gradients: _Gradients) -> torch.Tensor:
+        ctx.gradients = gradients
+        return output.new_empty(0)
+
+    @staticmethod
+    def backward(ctx: Any, _: torch.Tensor) -> Any:
+        grad_output, ctx.gradients.output = ctx.gradients.output, None
+        return grad_output, None
+
+
+@dataclass(eq=False)
+class _Block:
+    """The memory of saved tensors that share it: bytes on the device or on the host, one or the other.
+
+    The views hold it, and autograd's graph the views: backward frees it as it goes.
+    """
+
+    device: torch.Tensor | None
+    host: HostCopyOf | None = None
+
+
+@dataclass(frozen=True)
+class _View:
+    """A saved tensor, as a place in a block or, without one, in the partition's input."""
+
+    block: _Block | None
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+
+class _SavedMiddle:
+    """T_M of one call: what its operations have saved, block by block.
+
+    It must not know the call: that would be a cycle through autograd's graph, which nothing collects.
+    """
+
+    def __init__(self, kept: set[int]) -> None:
+        self._kept = kept
+        self._tokens: torch.Tensor | None = None
+        self._blocks: WeakValueDictionary[int, _Block] = WeakValueDictionary()  # by address
+
+    @contextmanager
+    def reading(self, tokens: torch.Tensor) -> Iterator[None]:
+        """Inside this context the partition's input is here."""
+        self._tokens = tokens
+        try:
+            yield
+        finally:
+            self._tokens = None
+
+    def hooks(self) -> saved_tensors_hooks:
+        """Inside this context operations save here."""
+        return saved_tensors_hooks(self._pack, self._unpack)
+
+    def hand_over(self) -> list[torch.Tensor]:
+        """All, forgotten here."""
+        handed_over = []
+        for block in self._blocks.values():
+            handed_over.append(block.device)
+            block.device = None
+        return handed_over
+
+    def take_back(self, tensors: Iterator[torch.Tensor]) -> None:
+        """What was handed over, in the same order."""
+        for block in self._blocks.values():
+            block.device = next(tensors)
+
+    def offload(self) -> int:
+        """Copies all to the host and forgets it on the device. Returns its bytes."""
+        num_bytes = 0
+        for block in self._blocks.values():
+            num_bytes += block.device.numel()
+            block.host, block.device = HostCopyOf(block.device), None
+        return num_bytes
+
+    def fetch(self, owner: torch.cuda.Stream | None) -> None:
+        """Copies all back, into memory of the stream `owner`."""
+        for block in self._blocks.values():
+            block.device, block.host = block.host.to_device(owner=owner), None
+
+    def _pack(self, tensor: torch.Tensor) -> _View | torch.Tensor:
+        storage, tokens = tensor.untyped_storage(), self._tokens
+        address, place = storage.data_ptr(), (tensor.dtype, tuple(tensor.shape), tensor.stride())
+        plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout is torch.strided
+        if not plain or not tensor.numel() or tensor.device != tokens.device or address in self._kept:
+            return tensor.detach()  # an output itself would keep the graph that saves it alive
+        if address == tokens.untyped_storage().data_ptr() and tensor.dtype is tokens.dtype:
+            return _View(None, *place, tensor.storage_offset() - tokens.storage_offset())
+        block = self._blocks.get(address)
+        if block is None:
+            block = _Block(torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage))
+            self._blocks[address] = block
+        return _View(block, *place, tensor.storage_offset())
+
+    def _unpack(self, saved: _View | torch.Tensor) -> torch.Tensor:
+        if not isinstance(saved, _View):
+            return saved
+        if saved.block is None:
+            memory, first = self._tokens, self._tokens.storage_offset()
+        else:
+            num_bytes = saved.block.device.numel() // saved.dtype.itemsize * saved.dtype.itemsize
+            memory, first = saved.block.device[:num_bytes].view(saved.dtype), 0
+        return torch.as_strided(memory, saved.shape, saved.stride, first + saved.offset)

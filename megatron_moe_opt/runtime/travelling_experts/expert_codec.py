@@ -1,0 +1,236 @@
+"""What travels of a rank's experts: all of them, or their largest differences from other ones (lossy).
+
+Compressed experts are value-index lists of the residual codec (kernels/residual_codec.py; HybridEP, section IV-B), of
+residuals from what the receivers hold of them already. The paper takes them from a shared expert, the mean of all
+experts, and forgets at every message what the one before said: what experts learn apart, and is not among the largest,
+never arrives. Here what has arrived stays, and the shared expert is where it begins, or whole experts are.
+
+What a message is told from is settled where it is prepared, beside the layer's own work; it is encoded and decoded in
+the lane in which it travels, where messages of a layer come one after another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+
+import torch
+
+from megatron_moe_opt.kernels import LANE_BYTES, empty, sr_decode, sr_encode, sr_wire_bytes
+from megatron_moe_opt.kernels.residual_codec import BLOCK_ELEMENTS
+from megatron_moe_opt.kernels.streams import used_here
+from megatron_moe_opt.runtime.travelling_experts.mean_expert import MeanExpert
+
+Decode = Callable[[torch.Tensor, int], torch.Tensor]
+"""(messages [owners, M], place of the own one, which is not needed) -> experts [owners, numel]."""
+
+
+Previous = Callable[[], torch.Tensor]
+"""Gives the experts [owners, numel] of the message before, in the lane."""
+
+
+@dataclass(frozen=True)
+class Message:
+    """A rank's experts on their way: to be encoded, and the messages of all owners decoded, in the lane."""
+
+    num_bytes: int
+    encode: Callable[[], torch.Tensor]
+    decode: Decode
+
+
+def as_they_are(messages: torch.Tensor, own: int) -> torch.Tensor:
+    """Decodes messages of whole experts."""
+    return messages
+
+
+class WholeExperts:
+    """Experts as they are."""
+
+    def prepare(self, flat: torch.Tensor, previous: Previous | None) -> Message:
+        """A message of `flat` [numel]."""
+        return Message(flat.nbytes, lambda: flat, as_they_are)
+
+    def describe(self) -> str:
+        """For the line at start."""
+        return "whole"
+
+
+def kept_entries(numel: int, dtype: torch.dtype, ratio: float) -> int:
+    """Entries of an expert of `numel` elements that fit in 1 / ratio of its bytes, at least one."""
+    size = dtype.itemsize
+    blocks = -(-numel // BLOCK_ELEMENTS)
+    return min(max(int((numel * size / ratio - 4 * blocks) / (size + 2)), 1), numel)
+
+
+class ResidualMessages:
+    """Messages of the residuals of a rank's experts from other ones, which sender and receivers have."""
+
+    def __init__(self, num_local: int, numel: int, dtype: torch.dtype, ratio: float) -> None:
+        """
+        Args:
+            numel: of all `num_local` experts of a rank, which are alike.
+            dtype: of values on the wire. What is encoded and what is decoded may be of float32.
+        """
+        self.num_local, self.dtype = num_local, dtype
+        of_expert = numel // num_local
+        self.kept = kept_entries(of_expert, dtype, ratio)
+        self._values_end = self.kept * dtype.itemsize
+        self._end = sr_wire_bytes(of_expert, self.kept, dtype)
+        self._of_expert = -(-self._end // LANE_BYTES) * LANE_BYTES
+
+    @property
+    def num_bytes(self) -> int:
+        """Of a message."""
+        return self.num_local * self._of_expert
+
+    def encode(
+        self, experts: torch.Tensor, bases: Iterable[torch.Tensor], message: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Experts [numel] -> message, uint8 [num_bytes]; one base for each expert."""
+        if message is None:
+            message = empty((self.num_bytes,), torch.uint8, experts.device)
+        places = message.view(self.num_local, -1)
+        for expert, base, place in zip(experts.view(self.num_local, -1), bases, places, strict=True):
+            values, indices = sr_encode(expert, base, self.kept)
+            place[: self._values_end] = values.to(self.dtype).view(torch.uint8)
+            place[self._values_end : self._end] = indices.view(torch.uint8)
+            place[self._end :] = 0
+        return message
+
+    def decode(self, message: torch.Tensor, bases: Iterable[torch.Tensor], out: torch.Tensor) -> None:
+        """Bases and what a message says of them: experts, out [numel]."""
+        parts = zip(self.entries(message), bases, out.view(self.num_local, -1), strict=True)
+        for (values, indices), base, expert in parts:
+            sr_decode(values.to(base.dtype), indices, base, out=expert)
+
+    def entries(self, message: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Values and indices of each expert (see kernels/residual_codec.py), in the message's memory."""
+        for place in message.view(self.num_local, -1):
+            yield place[: self._values_end].view(self.dtype), place[self._values_end : self._end].view(torch.uint16)
+
+
+@dataclass(eq=False)
+class _Held:
+    """What receivers hold of a rank's experts since the last restart; `experts` is the lane's alone."""
+
+    begun: bool = False
+    experts: torch.Tensor | None = None
+
+
+class TrackedExperts:
+    """Experts as residuals from what the receivers hold of them: from what has arrived so far, which all can decode.
+
+    What a message leaves out is part of the next one's residual: no difference is lost, it waits until it is among the
+    largest. At first, and after a checkpoint was loaded, receivers are sent whole experts. With a shared expert nothing
+    whole is ever sent: they hold that one of every expert, and what they hold moves with it.
+    """
+
+    def __init__(self, num_local: int, ratio: float, shared: MeanExpert | None = None) -> None:
+        """
+        Args:
+            num_local: experts of a rank, consecutive and alike in its flat tensor.
+            ratio: bytes of an expert over bytes that travel.
+            shared: of this layer alone; all ranks of its group encode equally often.
+        """
+        self.num_local, self.ratio, self._shared = num_local, ratio, shared
+        self._held = _Held()
+
+    def describe(self) -> str:
+        """For the line at start."""
+        how = f"LOSSY, compressed {self.ratio:g}-fold as residuals from the last ones"
+        if self._shared is None:
+            return how
+        return f"{how}, which begin as a shared expert renewed every {self._shared.interval} message(s)"
+
+    def restart(self) -> None:
+        """Has the next message be as the first. Every rank must restart."""
+        self._held = _Held()  # messages that are still to be encoded know the one before
+        if self._shared is not None:
+            self._shared.restart()
+
+    def prepare(self, flat: torch.Tensor, previous: Previous | None) -> Message:
+        """As WholeExperts.prepare. A collective call with a shared expert."""
+        held, move = self._held, None
+        is_first, held.begun = not held.begun, True
+        if self._shared is not None:
+            move = self._shared.move(flat.view(self.num_local, -1))
+        elif is_first:
+
+            def whole() -> torch.Tensor:
+                held.experts = used_here(flat)
+                return flat
+
+            return Message(flat.nbytes, whole, as_they_are)
+
+        def bases(held: torch.Tensor | None) -> list[torch.Tensor]:
+            """What a rank's experts are told from: the same bits on all ranks, from the same bits."""
+            if held is None:
+                return [used_here(move).to(flat.dtype)] * self.num_local
+            experts = [*held.view(self.num_local, -1)]
+            return experts if move is None else [(expert + used_here(move)).to(flat.dtype) for expert in experts]
+
+        residuals = ResidualMessages(self.num_local, flat.numel(), flat.dtype, self.ratio)
+        before = [previous]
+
+        def encode() -> torch.Tensor:
+            own_bases = bases(held.experts)
+            message = residuals.encode(used_here(flat), own_bases)
+            held.experts = torch.empty_like(flat)
+            residuals.decode(message, own_bases, held.experts)
+            return message
+
+        def decode(messages: torch.Tensor, own: int) -> torch.Tensor:
+            # Once: who kept what went before would keep all that ever went.
+            others = [None] * messages.size(0) if is_first else before.pop()()
+            return _decode_others(residuals, messages, own, flat, lambda owner: bases(others[owner]))
+
+        return Message(residuals.num_bytes, encode, decode)
+
+
+class LargestWeights:
+    """The largest entries of experts, zeros in the place of the others. A message is all that is known of an expert.
+
+    The paper's compression without a shared expert, with which it compares (Fig. 14).
+    """
+
+    def __init__(self, num_local: int, ratio: float) -> None:
+        """
+        Args:
+            num_local, ratio: as in TrackedExperts.
+        """
+        self.num_local, self.ratio = num_local, ratio
+
+    def describe(self) -> str:
+        """For the line at start."""
+        return f"LOSSY, compressed {self.ratio:g}-fold to the largest weights alone"
+
+    def restart(self) -> None:
+        """Nothing is carried from one message to the next."""
+
+    def prepare(self, flat: torch.Tensor, previous: Previous | None) -> Message:
+        """As WholeExperts.prepare."""
+        residuals = ResidualMessages(self.num_local, flat.numel(), flat.dtype, self.ratio)
+
+        def zeros() -> list[torch.Tensor]:
+            return [torch.zeros_like(flat.view(self.num_local, -1)[0])] * self.num_local
+
+        def decode(messages: torch.Tensor, own: int) -> torch.Tensor:
+            nothing = zeros()
+            return _decode_others(residuals, messages, own, flat, lambda owner: nothing)
+
+        return Message(residuals.num_bytes, lambda: residuals.encode(used_here(flat), zeros()), decode)
+
+
+def _decode_others(
+    residuals: ResidualMessages,
+    messages: torch.Tensor,
+    own: int,
+    like: torch.Tensor,
+    bases: Callable[[int], Iterable[torch.Tensor]],
+) -> torch.Tensor:
+    """See Decode. Args: like: a rank's experts [numel]; bases: of an owner."""
+    decoded = empty((messages.size(0), like.numel()), like.dtype, like.device)
+    for owner, (received, out) in enumerate(zip(messages, decoded, strict=True)):
+        if owner != own:
+            residuals.decode(received, bases(owner), out)
+    return decoded

@@ -1,0 +1,423 @@
+"""Experts that travel: gathered inside their domains ahead of use, their gradients returned to the owners.
+
+A model is a row of layers with experts (HybridEP, section IV-B, "Asynchronous Communicator"). Each layer's weights are
+gathered once and serve all passes until they change: all micro-batches of an optimizer step, recomputation and
+evaluation. Gathers run in a lane of their own, in groups of their own: the first layers' when an optimizer step begins,
+before its first pass, the others' while layers before them are computed. After the last step none is begun.
+
+Whether weights have changed is not inferred from who may have written them (an optimizer, an all-gather into a
+distributed optimizer's buffer, a checkpoint): each rank compares its experts, bit for bit, with what it sent last. The
+answer travels with the counts of a pass, which all ranks exchange anyway, and so all ranks do the same. What is sent
+ahead of need is compared as well when its turn comes.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+from torch.autograd.graph import saved_tensors_hooks
+
+from megatron_moe_opt.kernels import empty
+from megatron_moe_opt.kernels.streams import used_here
+from megatron_moe_opt.runtime.engine.collectives import device_of, start_all_gather_rows
+from megatron_moe_opt.runtime.engine.communication_lane import communication_lane, finish_lanes
+from megatron_moe_opt.runtime.engine.recomputation import is_recomputing
+from megatron_moe_opt.runtime.engine.recording import Beside
+from megatron_moe_opt.runtime.observed.layer_place import Place, belonging_to, place
+from megatron_moe_opt.runtime.observed.stages import Stages
+from megatron_moe_opt.runtime.observed.traffic import count_sent
+from megatron_moe_opt.runtime.travelling_experts.arrived_experts import ArrivedExperts, Residents, restore_part
+from megatron_moe_opt.runtime.travelling_experts.expert_codec import (
+    LargestWeights,
+    Message,
+    TrackedExperts,
+    WholeExperts,
+)
+from megatron_moe_opt.runtime.travelling_experts.expert_gradients import CompressedGradients, WholeGradients
+from megatron_moe_opt.runtime.travelling_experts.expert_weights import ExpertWeights
+from megatron_moe_opt.schedules.expert_migration import gathered as gathered_schedule
+from megatron_moe_opt.schedules.expert_migration import returned as returned_schedule
+from megatron_moe_opt.topology.domain_groups import DomainGroups
+
+
+class ExpertCommunicator:
+    """The layers of a process whose experts travel over the same groups.
+
+    Their order is that of their passes. Layers of a model that nobody holds any more live on until Python's garbage
+    collection finds them, on one rank earlier than on another: nothing is sent ahead for a layer before all ranks have
+    said that they still have it.
+    """
+
+    def __init__(self, groups: DomainGroups, ahead: int, resident: int | None = None) -> None:
+        """
+        Args:
+            ahead: layers whose experts are gathered before their turn.
+            resident: the most gathers whose experts stay, above `ahead`; None: no limit.
+        """
+        self.groups, self.ahead = groups, ahead
+        self.residents = None if resident is None else Residents(resident)
+        self._groups = {level: group for level, group in enumerate(groups.experts) if group is not None}
+        self.round = 0
+        """Counts the changes of weights that were noticed."""
+        self.gradients: weakref.WeakSet[WholeGradients | CompressedGradients] = weakref.WeakSet()
+        """How those of each layer return."""
+        self._first: weakref.ref[MigratedExperts] | None = None
+        self._due: weakref.ref[MigratedExperts] | None = None
+        """The first layer of a step whose weights nobody has gathered since they were updated."""
+        self._last: weakref.ref[MigratedExperts] | None = None
+
+    def note_pass(self, layer: MigratedExperts) -> None:
+        """Learns the order of layers from their forward passes."""
+        if is_recomputing():
+            return  # in another order
+        last = self._last and self._last()
+        if last is not None and last is not layer:
+            last.next = weakref.ref(layer)
+        self._last = weakref.ref(layer)
+        self._first = self._first or self._last
+
+    def following(self, layer: MigratedExperts) -> list[MigratedExperts]:
+        """The layers that came after `layer` in the last pass, as many as may be ahead."""
+        found: list[MigratedExperts] = []
+        while len(found) < self.ahead:
+            layer = layer.next and layer.next()
+            if layer is None or layer in found:
+                break
+            found.append(layer)
+        return found
+
+    def after_step(self) -> None:
+        """Weights are new: the first layers of the passes since the last step are due when the next one begins."""
+        self._due, self._first = self._first, None
+
+    def before_step(self) -> None:
+        """Sends the experts of the first layers of the last step, if weights have been updated since they were sent.
+
+        A collective call, then.
+        """
+        due, self._due = self._due, None
+        if due is None:
+            return
+        first = due()
+        layers = [] if first is None else [first, *self.following(first)]
+        number = torch.full((), len(layers), device=device_of(self.groups.ep))
+        dist.all_reduce(number, dist.ReduceOp.MIN, group=self.groups.ep)
+        self.begin_round()
+        for layer in layers[: int(number)]:
+            layer.send()
+
+    def begin_round(self) -> None:
+        """Experts that were sent before now are not those of the passes to come."""
+        self.round += 1
+        self._due = None
+
+    def after_skipped_step(self) -> None:
+        """Forgets what is left of gradients: of those that nobody has used."""
+        for gradients in self.gradients:
+            gradients.restart()
+
+    def gather(self, message: Message, own: int, device: torch.device) -> Callable[[], torch.Tensor]:
+        """Starts to gather messages of all ranks of the domain, from the outermost level inwards.
+
+        Args:
+            own: this rank's place among the owners.
+
+        Returns:
+            What waits for the experts [ranks, numel], in the order of DomainTables.owners.
+        """
+        num_bytes, sizes = message.num_bytes, {}
+        for level, group in self._groups.items():
+            count_sent("all_gather", group, [num_bytes] * group.size())
+            sizes[level] = num_bytes = num_bytes * group.size()
+        beside = Beside(lambda: gathered_schedule(sizes))
+
+        def gather() -> Stages:
+            gathered = encoded = used_here(message.encode())
+            with beside:
+                for group in self._groups.values():
+                    gathered = yield start_all_gather_rows(gathered, None, group)
+                    beside.ended()
+            return message.decode(gathered.view(-1, encoded.numel()), own)
+
+        return communication_lane("experts", device).submit(gather)
+
+    def reduce(
+        self, gradients: torch.Tensor, codec: WholeGradients | CompressedGradients
+    ) -> Callable[[], torch.Tensor]:
+        """Starts to sum over the domain what its ranks have for this rank: [ranks, N]. The mirror of `gather`.
+
+        Args:
+            codec: how they travel.
+
+        Returns:
+            What waits for the sum, [N].
+        """
+        owners, sizes = gradients.size(0), {}
+        of_owner = codec.sent_bytes(gradients.size(1), gradients.dtype)
+        for level, group in reversed(self._groups.items()):
+            sizes[level] = owners * of_owner
+            owners //= group.size()
+            count_sent("reduce_scatter", group, [owners * of_owner] * group.size())
+        beside = Beside(lambda: returned_schedule(sizes))
+
+        def reduce() -> Stages:
+            parts = gradients
+            with beside:
+                for group in reversed(self._groups.values()):
+                    parts = yield from codec.reduce(parts, gradients.dtype, group)
+                    beside.ended()
+            return parts.view(-1).to(gradients.dtype)
+
+        arrived, held = communication_lane("experts", gradients.device).submit(reduce), [gradients]
+
+        def wait() -> torch.Tensor:
+            total = arrived()
+            held.clear()  # not before: their memory would be others' while the lane reads it
+            return total
+
+        return wait
+
+
+_communicators: dict[tuple[DomainGroups, int, int | None], ExpertCommunicator] = {}
+
+
+def expert_communicator(groups: DomainGroups, ahead: int, resident: int | None = None) -> ExpertCommunicator:
+    """The communicator of all layers of a process that have these groups, for as long as there are these."""
+    key = groups, ahead, resident
+    if key not in _communicators:
+        _communicators[key] = ExpertCommunicator(*key)
+        groups.at_end.callback(_communicators.pop, key)
+        groups.at_end.callback(finish_lanes)
+    return _communicators[key]
+
+
+class MigratedExperts:
+    """The experts of one layer: this rank's own, and those of the other ranks of its domains."""
+
+    def __init__(
+        self,
+        weights: ExpertWeights,
+        owners: tuple[int, ...],
+        communicator: ExpertCommunicator,
+        codec: WholeExperts | TrackedExperts | LargestWeights,
+        gradients: WholeGradients | CompressedGradients,
+    ) -> None:
+        """
+        Args:
+            weights: of this rank's experts.
+            owners: DomainTables.owners.
+            codec: how they travel; this layer's alone.
+            gradients: how their gradients return; this layer's alone.
+        """
+        self.weights, self.owners, self.communicator, self.codec = weights, owners, communicator, codec
+        self.gradients = gradients
+        communicator.gradients.add(gradients)
+        self.own = owners.index(communicator.groups.rank)
+        """This rank's place among the owners."""
+        self.round = 0
+        """In which the experts were last sent."""
+        self.next: weakref.ref[MigratedExperts] | None = None
+        """The layer whose pass came after this one's."""
+        self._following: list[MigratedExperts] = []
+        self._sent: torch.Tensor | None = None
+        self._place: Place | None = None
+        """The last pass of the layer, to which belongs what is gathered for it while other layers run."""
+        self._arrived: ArrivedExperts | None = None
+
+    def describe(self) -> str:
+        """What runs, for the line at start."""
+        how, ahead = self.codec.describe(), self.communicator.ahead
+        what = f"experts of {len(self.owners)} ranks on each, {how}, gathered {ahead} layer(s) ahead"
+        residents = self.communicator.residents
+        kept = "" if residents is None else f"and kept of {residents.limit} layer(s)"
+        return "; ".join(filter(None, (" ".join(filter(None, (what, kept))), self.gradients.describe())))
+
+    def news(self) -> torch.Tensor:
+        """int64 [1 + ahead] for the other ranks: whether this rank's experts are not those that it sent last; and for
+        each layer that may be sent ahead, whether it is gone.
+        """
+        self._following = self.communicator.following(self)
+        news = torch.ones(1 + self.communicator.ahead, dtype=torch.int64, device=self.weights.parameters[0].device)
+        news[1 : 1 + len(self._following)] = 0
+        if self._sent is not None:
+            # A pass that is repeated for its backward pass has the weights that it had.
+            news[:1].zero_() if is_recomputing() else news[:1].copy_(~self.weights.equal(self._sent))
+        return news
+
+    def fetch(self, news: Sequence[int]) -> None:
+        """Sees to it that the experts of this pass are here or on their way, and sends later layers'.
+
+        Args:
+            news: the greatest of all ranks' `news`: they all do the same.
+        """
+        communicator, self._place = self.communicator, place()
+        communicator.note_pass(self)
+        changed, *gone = news
+        if changed:
+            communicator.begin_round()
+            self.send()
+        else:
+            self._use()
+        for layer, missing in zip(self._following, gone, strict=False):
+            if missing:
+                continue
+            if layer.round < communicator.round:
+                layer.send()
+            elif not is_recomputing():  # which goes the other way
+                layer._use()
+        self._following = []
+
+    def _use(self) -> None:
+        """Gathers the experts again if they were dropped."""
+        if self.communicator.residents is not None:
+            self.communicator.residents.use(self._arrived)
+
+    def forget(self) -> None:
+        """Has the next pass gather again, as after an optimizer step. Every rank must forget."""
+        self._sent = None
+
+    def send(self) -> None:
+        """Starts to gather the experts as they are now."""
+        self.round = self.communicator.round
+        self._sent = self.weights.current()
+        before = self._arrived
+        message = self.codec.prepare(self._sent, before and before.arrive)
+        # Passes that still need the old ones keep them.
+        self._arrived = ArrivedExperts(functools.partial(self._gather, message, self._sent.device))
+        if self.communicator.residents is not None:
+            self.communicator.residents.leave(before)
+            self.communicator.residents.use(self._arrived)
+
+    def _gather(self, message: Message, device: torch.device) -> Callable[[], torch.Tensor]:
+        with belonging_to(self._place):
+            return self.communicator.gather(message, self.own, device)
+
+    def gathered(self) -> torch.Tensor:
+        """[owners, numel]: the experts of the ranks of the domains, waited for; not all codecs give the own ones."""
+        return self._arrived.experts()
+
+    def kept_as_they_came(self) -> AbstractContextManager[Any]:
+        """What a forward pass in this context saves of `of_owners` for its backward pass, it does not save where it
+        may be dropped.
+        """
+        if self.communicator.residents is None:
+            return nullcontext()
+        return saved_tensors_hooks(self._arrived.forget_part, restore_part)
+
+    def back_in_backward(self, outputs: torch.Tensor) -> torch.Tensor:
+        """The experts' outputs as they are. When their gradient comes, the experts of this pass are gathered again if
+        they were dropped: here, on all ranks alike, whatever their own rows need.
+        """
+        residents = self.communicator.residents
+        return outputs if residents is None else _ComeBack.apply(outputs, residents, self._arrived)
+
+    def lent(self) -> Lent:
+        """This rank's parameters for the other ranks' use in a pass: to be called before tokens are sent.
+
+        What is sent after this in the forward pass, is sent back in the backward pass while gradients return.
+        """
+        returned = _Returned()
+        return Lent(returned, _Lend.apply(returned, *self.weights.parameters))
+
+    def of_owners(self, lent: Lent) -> list[dict[str, torch.Tensor] | None]:
+        """The parameters of each owner's experts by name; None for this rank's own, which the module holds.
+
+        Differentiable: gradients return to the owner's parameters (a collective call in the backward pass).
+
+        Args:
+            lent: of this pass.
+        """
+        names = [slot.name for slot in self.weights.slots]
+        tensors = iter(_Migrate.apply(self, lent.returned, *lent.parameters))
+        return [
+            None if place == self.own else {name: next(tensors) for name in names} for place in range(len(self.owners))
+        ]
+
+
+@dataclass
+class _Returned:
+    """Gradients of a pass that other ranks return."""
+
+    wait: Callable[[], Iterator[torch.Tensor]] | None = None
+    """For this rank's sums, in the order of the parameters."""
+
+
+@dataclass(frozen=True)
+class Lent:
+    """A rank's own parameters in one pass, as the other ranks use them."""
+
+    returned: _Returned
+    parameters: tuple[torch.Tensor, ...]
+
+
+class _Lend(Function):
+    """Parameters as they are; their gradients are waited for here, which in the backward pass comes late.
+
+    Autograd runs, of all that is ready, what the forward pass made last: between `_Migrate`, which starts the sums, and
+    this, the backward pass of all that lies between them in the forward pass.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, returned: _Returned, *own: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.returned = returned
+        ctx.set_materialize_grads(False)
+        return tuple(parameter.view_as(parameter) for parameter in own)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *_: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        wait, ctx.returned.wait = ctx.returned.wait, None
+        return None, *wait()
+
+
+class _ComeBack(Function):
+    @staticmethod
+    def forward(ctx: Any, outputs: torch.Tensor, residents: Residents, arrived: ArrivedExperts) -> torch.Tensor:
+        ctx.residents, ctx.arrived = residents, arrived
+        return outputs.view_as(outputs)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        ctx.residents.use(ctx.arrived)
+        return grad, None, None
+
+
+class _Migrate(Function):
+    """The parameters of the other ranks' experts; their gradients are summed at their owners, over the domain.
+
+    Where experts travelled compressed, gradients are taken as those of the owner's weights (straight through).
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, migrated: MigratedExperts, returned: _Returned, *own: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.migrated, ctx.returned = migrated, returned
+        ctx.dtype, ctx.device, ctx.shapes = own[0].dtype, own[0].device, [parameter.shape for parameter in own]
+        ctx.set_materialize_grads(False)
+        gathered = migrated.gathered()
+        others = [place for place in range(len(migrated.owners)) if place != migrated.own]
+        return tuple(view for place in others for view in migrated.weights.views(gathered[place]))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        migrated, weights = ctx.migrated, ctx.migrated.weights
+        flat = empty((len(migrated.owners), weights.numel), ctx.dtype, ctx.device)
+        number = len(weights.slots)
+        parts = iter([grads[first : first + number] for first in range(0, len(grads), number)])
+        for owner in range(len(migrated.owners)):
+            weights.flatten([None] * number if owner == migrated.own else next(parts), flat[owner])
+        arrived = migrated.communicator.reduce(flat, migrated.gradients)
+        ctx.returned.wait = lambda: weights.views(arrived())
+        stand_in = flat.new_zeros(())  # what autograd needs to go on to _Lend
+        return None, None, *(stand_in.expand(shape) for shape in ctx.shapes)

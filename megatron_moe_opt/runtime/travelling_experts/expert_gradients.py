@@ -1,0 +1,147 @@
+"""How gradients of migrated experts return to their owners: whole, or their largest entries (lossy).
+
+The domain's sum is taken level by level, innermost first, the mirror of the gather (expert_communicator.py), so that a
+slow outermost link carries one sum for each of its own peers, and not one part for each rank behind it.
+
+Compressed, a rank sends to each peer the largest entries of what it has for it, in the residual codec's format with
+zero in the place of the shared expert. What does not travel is kept, and added to what it has for that peer next time
+(error feedback): it waits until it is among the largest. So the sum of all that has arrived, and of what is kept, is
+the sum of all gradients. At every level the sums of the level inside are encoded again, with what is kept of them:
+forwarding entries as they came would take as many bytes on the slow link as there are ranks behind it.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+import torch.distributed as dist
+
+from megatron_moe_opt.kernels import empty, sr_decode
+from megatron_moe_opt.runtime.engine.collectives import named_errors, start_all_to_all_rows, start_reduce_scatter_rows
+from megatron_moe_opt.runtime.observed.stages import Stages
+from megatron_moe_opt.runtime.travelling_experts.expert_codec import ResidualMessages
+
+
+class WholeGradients:
+    """Gradients as they are."""
+
+    def sent_bytes(self, numel: int, dtype: torch.dtype) -> int:
+        """Of the gradients of a rank's experts."""
+        return numel * dtype.itemsize
+
+    def reduce(self, parts: torch.Tensor, dtype: torch.dtype, group: dist.ProcessGroup) -> Stages:
+        """Sums over a group, in stages: [ranks * N, numel] -> [N, numel] of this rank; on Gloo in rank order.
+
+        Args:
+            dtype: of gradients, which is that of what travels.
+        """
+        return (yield start_reduce_scatter_rows(parts, None, group))
+
+    def describe(self) -> str:
+        """For the line at start; nothing to say."""
+        return ""
+
+    def restart(self) -> None:
+        """Nothing is kept."""
+
+
+class CompressedGradients:
+    """The largest entries of gradients, with error feedback. One object a layer."""
+
+    def __init__(self, num_local: int, ratio: float) -> None:
+        """
+        Args:
+            num_local: experts of a rank, consecutive and alike in its flat gradient.
+            ratio: bytes of a gradient over bytes that travel.
+        """
+        self.num_local, self.ratio = num_local, ratio
+        self._kept: dict[dist.ProcessGroup, torch.Tensor] = {}
+
+    def describe(self) -> str:
+        """For the line at start."""
+        return f"their gradients LOSSY, compressed {self.ratio:g}-fold, the rest sent later"
+
+    def restart(self) -> None:
+        """Forgets what has not been sent. Ranks need not do so together."""
+        self._kept = {}
+
+    def messages(self, numel: int, dtype: torch.dtype) -> ResidualMessages:
+        """The messages of gradients of `numel` elements."""
+        return ResidualMessages(self.num_local, numel, dtype, self.ratio)
+
+    def sent_bytes(self, numel: int, dtype: torch.dtype) -> int:
+        """As WholeGradients.sent_bytes."""
+        return self.messages(numel, dtype).num_bytes
+
+    def reduce(self, parts: torch.Tensor, dtype: torch.dtype, group: dist.ProcessGroup) -> Stages:
+        """As WholeGradients.reduce, in rank order everywhere; float32. What this rank has for itself stays whole."""
+        size, rank, numel = group.size(), group.rank(), parts.size(1)
+        messages = self.messages(numel, dtype)
+        parts = parts.view(size, -1, numel)
+        owners = parts.size(1)  # of this level's sums, on each of its ranks
+        if group not in self._kept:
+            self._kept[group] = torch.zeros(size - 1, owners, numel, dtype=torch.float32, device=parts.device)
+        peers = [peer for peer in range(size) if peer != rank]
+        sent = empty((size - 1, owners * messages.num_bytes), torch.uint8, parts.device)
+        for place, peer in enumerate(peers):
+            of_owners = sent[place].view(owners, -1)
+            for part, kept, message in zip(parts[peer], self._kept[group][place], of_owners, strict=True):
+                encode(messages, part, kept, message)
+        counts = [int(peer != rank) for peer in range(size)]
+        with named_errors("return of compressed gradients", group):
+            received = yield start_all_to_all_rows(sent, counts, counts, group)
+        totals = empty((owners, numel), torch.float32, parts.device)
+        for owner, total in enumerate(totals):
+            of_ranks = [*received.view(size - 1, owners, -1)[:, owner]]
+            of_ranks.insert(rank, parts[rank, owner])
+            total.copy_(sum_messages(messages, of_ranks, rank))
+        return totals
+
+
+def encode(messages: ResidualMessages, gradient: torch.Tensor, kept: torch.Tensor, message: torch.Tensor) -> None:
+    """Writes the largest entries of gradient + kept into `message`, and leaves the rest in `kept`.
+
+    An expert whose entries are not all finite leaves nothing: the receiver, and so the whole step, hears of it, and the
+    next step begins anew. Entries that are not finite are the largest of all, and always sent.
+
+    Args:
+        gradient: [numel] of all experts of an owner, any floating dtype.
+        kept: float32 [numel], before and afterwards; the rounding of what is sent is in it too.
+        message: uint8 [messages.num_bytes].
+    """
+    whole = torch.add(kept, gradient, out=empty(kept.shape, torch.float32, kept.device))
+    messages.encode(whole, _zeros_of_experts(messages, whole), message)
+    experts = (tensor.view(messages.num_local, -1) for tensor in (whole, kept))
+    for (values, indices), of_expert, left in zip(messages.entries(message), *experts, strict=True):
+        sr_decode(-values.float(), indices, of_expert, out=left)
+        left.masked_fill_(~values.isfinite().all(), 0)
+
+
+def sum_messages(messages: ResidualMessages, of_ranks: list[torch.Tensor], rank: int) -> torch.Tensor:
+    """The sum in rank order, float32 [numel].
+
+    Args:
+        of_ranks: a message of each rank; of `rank`, the gradient itself.
+    """
+    gradient, total = of_ranks[rank], None
+    zeros = _zeros_of_experts(messages, gradient)
+    for source, part in enumerate(of_ranks):
+        if source == rank:
+            decoded = gradient.float()
+        else:
+            decoded = empty(gradient.shape, torch.float32, gradient.device)
+            messages.decode(part, zeros, decoded)
+        # Added, not decoded on top: that would take what is not finite for something to replace, see residual_codec.
+        total = decoded if total is None else total + decoded
+    return total
+
+
+def _zeros_of_experts(messages: ResidualMessages, gradient: torch.Tensor) -> list[torch.Tensor]:
+    """What the experts of a gradient [numel] are told from."""
+    return [_zeros(gradient.numel() // messages.num_local, gradient.device)] * messages.num_local
+
+
+@functools.cache
+def _zeros(numel: int, device: torch.device) -> torch.Tensor:
+    return torch.zeros(numel, dtype=torch.float32, device=device)

@@ -1,0 +1,79 @@
+"""The shared expert: the mean of all experts of an expert-parallel group (HybridEP, section IV-B).
+
+All ranks need the very same bits of it, at the same messages: what owners think that others hold moves with it, and
+nobody would notice a difference. So it is renewed on all ranks between the same two messages, and summed by a
+reduce-scatter and an all-gather, where one rank adds up an element and the others copy it. An all-reduce sends the same
+bytes, but its backends do not promise that its ranks agree on the last bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+
+from megatron_moe_opt.runtime.engine.collectives import named_errors, start_all_gather_rows, start_reduce_scatter_rows
+from megatron_moe_opt.runtime.engine.communication_lane import communication_lane
+from megatron_moe_opt.runtime.observed.stages import Stages
+from megatron_moe_opt.runtime.observed.traffic import count_sent
+
+
+class MeanExpert:
+    """The shared expert of one layer, renewed every so many messages beside everything else."""
+
+    def __init__(self, num_local: int, group: dist.ProcessGroup, interval: int) -> None:
+        """
+        Args:
+            num_local: experts of a rank.
+            group: the expert-parallel ranks; used by shared experts alone.
+            interval: messages from one renewal to the next.
+        """
+        self.num_local, self.group, self.interval = num_local, group, interval
+        self._messages = 0
+        self._mean: torch.Tensor | None = None
+        self._renewed: Callable[[], torch.Tensor] | None = None
+
+    def restart(self) -> None:
+        """Has the next message be the first. Every rank must restart."""
+        if self._renewed is not None:
+            self._renewed()  # all ranks have begun it; before its memory serves others
+        self._messages, self._mean, self._renewed = 0, None, None
+
+    def move(self, experts: torch.Tensor) -> torch.Tensor | None:
+        """How far it has moved since the message before this one, of this rank's `experts` [num_local, N].
+
+        At the first message it is the mean of the experts, waited for, and has moved there from zero. A renewal begins
+        with a message, from its experts, and serves from the next one on. A collective call over the group.
+
+        Returns:
+            float32 [N]; None where it has not been renewed.
+        """
+        before, move = self._mean, None
+        if before is None:
+            self._mean = move = self._renew(experts)()
+        elif self._renewed is not None:
+            self._mean, self._renewed = self._renewed(), None
+            move = self._mean - before
+        if self._messages and self._messages % self.interval == 0:
+            self._renewed = self._renew(experts)
+        self._messages += 1
+        return move
+
+    def _renew(self, experts: torch.Tensor) -> Callable[[], torch.Tensor]:
+        """Starts to average the experts of all ranks; what waits for the mean, float32 [N]."""
+        ranks, numel = self.group.size(), experts.size(1)
+        mean = torch.zeros(ranks, -(-numel // ranks), device=experts.device)
+        mean.view(-1)[:numel] = experts.float().sum(0) / (self.num_local * ranks)
+        for collective in ("reduce_scatter", "all_gather"):
+            count_sent(collective, self.group, [mean[0].nbytes] * ranks)
+
+        def renew() -> Stages:
+            with named_errors("mean of the experts", self.group):
+                part = yield start_reduce_scatter_rows(mean, None, self.group)
+                mean.copy_(
+                    (yield start_all_gather_rows(part, None, self.group))
+                )  # into memory that lives until it is waited for
+            return mean.view(-1)[:numel]
+
+        return communication_lane("shared expert", experts.device).submit(renew)
