@@ -16,6 +16,7 @@ from megatron_moe_opt.planning.predicting.layer_workload import LayerWorkload, r
 from megatron_moe_opt.planning.training.known_models import KNOWN_MODELS
 from megatron_moe_opt.planning.training.model import ModelShape, Parallel
 from megatron_moe_opt.planning.training.throughput import Device
+from megatron_moe_opt.row_format import LANE_BYTES
 from megatron_moe_opt.topology.layouts import Layout
 
 FLAGS = {"ffn": "--ffn-hidden"}
@@ -113,8 +114,6 @@ def site_of(settings: PlanSettings, model: ModelShape) -> Site:
 
 def workload_of(settings: PlanSettings, model: ModelShape, site: Site, sequence: int) -> LayerWorkload:
     """Returns what one MoE layer has to do for one micro-batch."""
-    from megatron_moe_opt.kernels import LANE_BYTES
-
     layout = site.layout
     tokens = settings.micro_batch * sequence // layout.cp
     return LayerWorkload(
@@ -196,7 +195,7 @@ def _measured(settings: PlanSettings) -> Site:
 
 def _levels_of_nodes(cluster: Cluster, layout: Layout) -> tuple[int, ...]:
     """Returns the network levels of an EP group as a run finds them, from which ranks share a node."""
-    from megatron_moe_opt.topology.domain_groups import find_levels
+    from megatron_moe_opt.topology.domains import find_levels
 
     return find_levels([cluster.world.nodes[rank] for rank in layout.groups("ep")[0]])
 
