@@ -155,16 +155,29 @@ def logged() -> tuple[list[str], list[tuple[str, float, int]]]:
                 assert loop.training_log({}, {}, 1e-3, iteration, scale=1.0) == "stock's answer"
     finally:
         del sys.modules["megatron.training.training"]
-    return [line for line in output.getvalue().splitlines() if "netmoe: layer" in line], scalars
+    return [line for line in output.getvalue().splitlines() if "netmoe: 2 layer(s)" in line], scalars
 
 
 def test_megatron_s_training_log_is_followed_by_ours(ranks):
     results = ranks.run(logged)
     for rank, (lines, scalars) in enumerate(results):
-        assert len(lines) == (2 if rank == 3 else 0)  # the last rank prints, as in Megatron
+        assert len(lines) == (rank == 3)  # the last rank prints, as in Megatron
         assert {iteration for _, _, iteration in scalars} == {2}
         assert {name for name, _, _ in scalars} >= {"netmoe/inter-node MB/layer 1", "netmoe/solve ms/layer 2"}
-    assert "netmoe: layer 1: inter-node " in results[3][0][0]
+    assert "netmoe: 2 layer(s): inter-node " in results[3][0][0]
+
+
+def test_a_placement_that_sends_more_between_nodes_is_warned_of():
+    from megatron_moe_opt.integration.observe import netmoe_report
+
+    numbers = ("moved across nodes %", "moved across devices %", "solve ms", "exposed ms", "intra-node MB")
+    same = dict.fromkeys((*numbers, "stock intra-node MB"), 1.0)
+    less = same | {"inter-node MB": 1.0, "stock inter-node MB": 2.0}
+    more = same | {"inter-node MB": 3.5, "stock inter-node MB": 2.0}
+    assert netmoe_report.lines({}) == []
+    (line,) = netmoe_report.lines({1: less, 2: less})
+    assert line.startswith("netmoe: 2 layer(s): inter-node 4.000 -> 2.000 MB (-50.0 %)")
+    assert "warning: placement adds traffic between nodes" in netmoe_report.lines({1: less, 2: more})[1]
 
 
 def recorded_step() -> list[Schedule]:
