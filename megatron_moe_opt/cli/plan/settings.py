@@ -14,7 +14,7 @@ from megatron_moe_opt.planning.costs.described_cluster import describe, levels_o
 from megatron_moe_opt.planning.costs.known_clusters import KNOWN_CLUSTERS, Fabric, KnownCluster
 from megatron_moe_opt.planning.predicting.layer_workload import LayerWorkload, resident_part
 from megatron_moe_opt.planning.training.known_models import KNOWN_MODELS
-from megatron_moe_opt.planning.training.model import ModelShape, Parallel
+from megatron_moe_opt.planning.training.model import ModelShape
 from megatron_moe_opt.planning.training.throughput import Device
 from megatron_moe_opt.row_format import LANE_BYTES
 from megatron_moe_opt.topology.layouts import Layout
@@ -91,12 +91,6 @@ class Site:
     """None: not known, and nothing is said about steps."""
     memory: float | None
     """Bytes of memory of a GPU; None: not known."""
-
-    @property
-    def parallel(self) -> Parallel:
-        """The layout's sizes, as the model of a step takes them."""
-        one = self.layout
-        return Parallel(one.world, one.tp, one.pp, one.cp, one.ep, one.expert_tp)
 
 
 def site_of(settings: PlanSettings, model: ModelShape) -> Site:
