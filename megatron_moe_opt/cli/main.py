@@ -52,10 +52,19 @@ def main(commands: typer.Typer = app, name: str = "moe-opt") -> None:
     """Runs a command line: `moe-opt`'s, or that of a tool (tools/) that reports what cannot work in the same way.
 
     A setting that cannot work, or an extension that is missing or stale, ends it with one sentence and exit code 2:
-    commands import the extension when they run, so that the others need none.
+    commands import PyTorch and the extension when they run, so that the others need neither.
     """
     try:
         commands(prog_name=name)
+    except ModuleNotFoundError as error:
+        missing = {"torch": "PyTorch", "megatron": "Megatron-Core"}.get((error.name or "").partition(".")[0])
+        if missing is None:
+            raise
+        print(
+            f"{name}: this command runs layers, and there is no {missing} here: moe-opt doctor says what is missing",
+            file=sys.stderr,
+        )
+        sys.exit(2)
     except (ConfigurationError, ExtensionError) as error:
         if os.environ.get("LOCAL_RANK", "0") == "0":  # once a node: all ranks have the same settings
             print(f"{name}: {sentence(error)}", file=sys.stderr)

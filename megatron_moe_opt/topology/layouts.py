@@ -46,7 +46,7 @@ class Layout:
         ConfigurationError: sizes and order that `initialize_model_parallel` would refuse.
     """
 
-    world: int
+    world: int = 1
     tp: int = 1
     cp: int = 1
     ep: int = 1

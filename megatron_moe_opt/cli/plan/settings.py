@@ -14,8 +14,9 @@ from megatron_moe_opt.planning.costs.described_cluster import describe, levels_o
 from megatron_moe_opt.planning.costs.known_clusters import KNOWN_CLUSTERS, Fabric, KnownCluster
 from megatron_moe_opt.planning.predicting.layer_workload import LayerWorkload, resident_part
 from megatron_moe_opt.planning.training.known_models import KNOWN_MODELS
-from megatron_moe_opt.planning.training.model import ModelShape, Parallel
+from megatron_moe_opt.planning.training.model import ModelShape
 from megatron_moe_opt.planning.training.throughput import Device
+from megatron_moe_opt.row_format import LANE_BYTES
 from megatron_moe_opt.topology.layouts import Layout
 
 FLAGS = {"ffn": "--ffn-hidden"}
@@ -91,12 +92,6 @@ class Site:
     memory: float | None
     """Bytes of memory of a GPU; None: not known."""
 
-    @property
-    def parallel(self) -> Parallel:
-        """The layout's sizes, as the model of a step takes them."""
-        one = self.layout
-        return Parallel(one.world, one.tp, one.pp, one.cp, one.ep, one.expert_tp)
-
 
 def site_of(settings: PlanSettings, model: ModelShape) -> Site:
     """Returns the cluster, known or measured, with the layout on it.
@@ -113,8 +108,6 @@ def site_of(settings: PlanSettings, model: ModelShape) -> Site:
 
 def workload_of(settings: PlanSettings, model: ModelShape, site: Site, sequence: int) -> LayerWorkload:
     """Returns what one MoE layer has to do for one micro-batch."""
-    from megatron_moe_opt.kernels import LANE_BYTES
-
     layout = site.layout
     tokens = settings.micro_batch * sequence // layout.cp
     return LayerWorkload(
@@ -196,7 +189,7 @@ def _measured(settings: PlanSettings) -> Site:
 
 def _levels_of_nodes(cluster: Cluster, layout: Layout) -> tuple[int, ...]:
     """Returns the network levels of an EP group as a run finds them, from which ranks share a node."""
-    from megatron_moe_opt.topology.domain_groups import find_levels
+    from megatron_moe_opt.topology.domains import find_levels
 
     return find_levels([cluster.world.nodes[rank] for rank in layout.groups("ep")[0]])
 

@@ -40,7 +40,7 @@ from megatron_moe_opt.schedules import monta
 from megatron_moe_opt.schedules.monta import even_chunks
 from megatron_moe_opt.schedules.parm import JOINT, TP
 from megatron_moe_opt.schedules.schedule import Kind, Lane
-from megatron_moe_opt.topology.domain_groups import find_levels
+from megatron_moe_opt.topology.domains import find_levels
 from megatron_moe_opt.topology.expert_groups import ExpertGroups
 from megatron_moe_opt.topology.layouts import Groups, Layout
 from megatron_moe_opt.topology.nodes import NodeMap, discover_nodes
