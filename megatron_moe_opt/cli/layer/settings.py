@@ -21,7 +21,7 @@ REPLICATED_BASELINE = "deepspeed"
 
 @dataclass(frozen=True)
 class LayerSettings:
-    """The options of `moe-opt bench layer`; sizes of one rank where it matters."""
+    """The options of `moe-opt bench`; sizes of one rank where it matters."""
 
     dispatchers: tuple[str, ...]
     """The baseline first, whatever the order asked for, and added where it was not. See `split_variant`."""
