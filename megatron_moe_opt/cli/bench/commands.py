@@ -21,7 +21,7 @@ def layer(
             help="Dispatchers to compare, separated by commas; alltoall always runs (with --replicated: deepspeed). "
             "monta:O3x8 is level O3 with 8 chunks, parm:S2 schedule S2, mpmoe:4:S3 4 partitions that share memory by "
             "strategy S3, expert-migration:2x1 its domain sizes, flex:hybridep Megatron's flex over that package; "
-            "auto, monta:auto and the like choose by --profile (mpmoe:auto, without one, by trials)."
+            "auto, monta:auto and the like choose by --profile."
         ),
     ] = "monta,deepspeed",
     tokens: Annotated[int, typer.Option(min=1, help="Tokens of each rank.")] = 4096,
@@ -173,7 +173,7 @@ def choice(
     json: Annotated[Path | None, typer.Option(help="Write everything.")] = None,
 ) -> None:
     """How much slower a choice is than the fastest of all: monta's of level and chunks, parm's of its schedule, mpmoe's
-    of partitions and memory reuse, by the model and by trials; auto's of all of these, planned and after its trials.
+    of partitions and memory reuse, by the profile; auto's of all of these, planned and after its trials.
     """
     from megatron_moe_opt.cli.bench.choice import bench_choice
     from megatron_moe_opt.cli.bench.choosers import chooser_of
