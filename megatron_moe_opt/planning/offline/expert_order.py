@@ -15,7 +15,7 @@ import numpy as np
 
 from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.output_file import write_text_whole
-from megatron_moe_opt.planning.json_places import Place
+from megatron_moe_opt.planning.json_places import JsonPlace
 
 FORMAT = "moe-opt expert order"
 VERSION = 1
@@ -78,7 +78,7 @@ def read_expert_order(path: Path) -> ExpertOrder:
     Raises:
         ConfigurationError: file, line and what is wrong.
     """
-    root = Place.root(path)
+    root = JsonPlace.root(path)
     fields = root.fields("format", "version", "num_experts", "nodes", "ranks", "layers")
     fields["format"].word(FORMAT)
     if fields["version"].count() != VERSION:
