@@ -167,20 +167,33 @@ class DomainChoice:
         return prod(self.domains.sizes)
 
 
-def predict(layer: MigrationLayer, workers: tuple[int, ...], curves: Curves) -> tuple[DomainChoice, ...]:
-    """Every realisable choice, in the order of `realisable`.
+def all_domains(layer: MigrationLayer, workers: tuple[int, ...]) -> tuple[ExpertDomains, ...]:
+    """Returns all realisable domains of a layer, in the order of `realisable`.
 
     Args:
         workers: of each level, the outermost first, as in ExpertDomains.
-        curves: of the groups of more than one rank. Measured ones, or `link_curves`.
 
     Raises:
-        ConfigurationError: a curve is missing, a level has no worker, or a token has more experts than there are.
+        ConfigurationError: a level has no worker, or a token has more experts than there are.
     """
     experts = layer.local_experts * prod(workers)
     if layer.topk > experts:
         raise ConfigurationError(f"a token cannot have {layer.topk} of {experts} experts: take a smaller top-k")
-    return tuple(DomainChoice(domains, _seconds(layer, domains, curves)) for domains in realisable(workers))
+    return tuple(realisable(workers))
+
+
+def predict(layer: MigrationLayer, workers: tuple[int, ...], curves: Curves) -> tuple[DomainChoice, ...]:
+    """Returns what each of `all_domains` takes by the paper's sum, in which experts hide what precedes them.
+
+    The planner plays `timelines` instead, which take as long where nothing is hidden.
+
+    Args:
+        curves: of the groups of more than one rank. Measured ones, or `link_curves`.
+
+    Raises:
+        ConfigurationError: as `all_domains`; or a curve is missing.
+    """
+    return tuple(DomainChoice(domains, _seconds(layer, domains, curves)) for domains in all_domains(layer, workers))
 
 
 def least(choices: Sequence[DomainChoice]) -> DomainChoice:
@@ -217,10 +230,11 @@ def timelines(
 ) -> list[Timeline]:
     """Returns each pass of the layer alone as the schedules that run it, one after another.
 
-    Together they take what `predict` says of these domains, and the experts.
-
     Args:
         expert_seconds: of the experts in each pass, as much as does not hide.
+
+    Raises:
+        ConfigurationError: a curve is missing.
     """
     found = []
     for one, seconds in zip(layer.passes, expert_seconds, strict=True):

@@ -50,9 +50,10 @@ from megatron_moe_opt.topology.domain_groups import DomainGroups
 class ExpertCommunicator:
     """The layers of a process whose experts travel over the same groups.
 
-    Their order is that of their passes. Layers of a model that nobody holds any more live on until Python's garbage
-    collection finds them, on one rank earlier than on another: nothing is sent ahead for a layer before all ranks have
-    said that they still have it.
+    Their order is that of their passes since a layer was built last. Layers of a model that nobody holds any more live
+    on until Python's garbage collection finds them, on one rank earlier than on another, or for ever: Megatron's DDP
+    leaves hooks in autograd's nodes that hold the model. So nothing is sent ahead for a layer before all ranks have
+    said that they still have it, and of models that were there before another one was built, before it is used again.
     """
 
     def __init__(self, groups: DomainGroups, ahead: int, resident: int | None = None) -> None:
@@ -92,6 +93,10 @@ class ExpertCommunicator:
                 break
             found.append(layer)
         return found
+
+    def forget_passes(self) -> None:
+        """Has the next pass be as the first: no layer was before it, and none is due."""
+        self._first = self._due = self._last = None
 
     def after_step(self) -> None:
         """Weights are new: the first layers of the passes since the last step are due when the next one begins."""
@@ -196,6 +201,14 @@ def expert_communicator(groups: DomainGroups, ahead: int, resident: int | None =
         groups.at_end.callback(_communicators.pop, key)
         groups.at_end.callback(finish_started)
     return _communicators[key]
+
+
+def forget_passes() -> None:
+    """Has no layer of this process be sent before its next pass: another one is built, and they may be of a model that
+    is gone. To be called on all ranks alike.
+    """
+    for communicator in _communicators.values():
+        communicator.forget_passes()
 
 
 class MigratedExperts:
