@@ -69,7 +69,7 @@ def choice(
     json: Annotated[Path | None, typer.Option(help="Write everything.")] = None,
 ) -> None:
     """How much slower a choice is than the fastest of all: monta's of level and chunks, parm's of its schedule, mpmoe's
-    of partitions and memory reuse, by the model and by trials; auto's of all of these, planned and after its trials.
+    of partitions and memory reuse, by the profile; auto's of all of these, planned and after its trials.
     """
     from megatron_moe_opt.cli.bench.choice import bench_choice
     from megatron_moe_opt.cli.bench.choosers import chooser_of
