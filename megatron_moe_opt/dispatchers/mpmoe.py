@@ -51,7 +51,7 @@ class MpmoeDispatcher(Dispatcher):
         self.partitioning = partitioning
 
     def describe(self) -> str:
-        """What runs, for the line at start."""
+        """Returns what runs, in words, for the line that is logged at start."""
         return self.partitioning.describe()
 
     def permute(
