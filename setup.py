@@ -1,5 +1,8 @@
 """Builds the extension with CMake; everything else is in pyproject.toml and CMakeLists.txt.
 
+The extension belongs to one PyTorch. It is built where the building Python has one, which is with pip's
+--no-build-isolation; without, what is built is a package for planning, replays and reports.
+
 Environment: MAX_JOBS (compile jobs), MOE_OPT_CUDA (AUTO, ON or OFF), MOE_OPT_CUDA_ARCHS (for example "80;90").
 """
 
@@ -10,6 +13,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+from importlib.util import find_spec
 from pathlib import Path
 
 from setuptools import Extension, setup
@@ -49,4 +53,5 @@ class CMakeBuild(build_ext):
         subprocess.run([cmake, "--install", str(build_dir)], check=True)
 
 
-setup(ext_modules=[Extension("megatron_moe_opt._C", sources=[])], cmdclass={"build_ext": CMakeBuild})
+extension = Extension("megatron_moe_opt._C", sources=[])
+setup(ext_modules=[extension] if find_spec("torch") else [], cmdclass={"build_ext": CMakeBuild})

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import torch
 
@@ -19,7 +18,6 @@ from megatron_moe_opt.dispatchers.dispatcher import Dispatcher, map_rows
 from megatron_moe_opt.dispatchers.partitioning import Partitioning, Partitions
 from megatron_moe_opt.kernels import RowMap, permute_packed, unpermute_rows
 from megatron_moe_opt.runtime.engine.host_copy import HostCopy
-from megatron_moe_opt.runtime.engine.pass_clock import PassClock
 from megatron_moe_opt.runtime.rows.exchange_plan import ExchangePlan, plan_partitions
 from megatron_moe_opt.runtime.rows.ways import way_of
 from megatron_moe_opt.runtime.through_experts.expert_call import Experts
@@ -37,15 +35,12 @@ class Partitioned:
     groups: ExpertGroups
     partitions: Partitions
     prob_dtype: torch.dtype
-    clock: PassClock | None
-    """Of a pass that is timed."""
-    first_node: Any
-    """Of autograd's graph of the pass, with which its backward pass ends; None: rows need no gradient."""
 
     @cached_property
     def plans(self) -> tuple[ExchangePlan, ...]:
         """Who sends what to whom, for each partition; the first use waits for the counts to reach the host."""
         groups, device = self.groups, self.row_map.rows.device
+        # host synchronisation: for the counts, the only one of a forward pass; `permute` may have waited for them
         return plan_partitions(self.counts.wait(), groups.ep_rank, groups.etp_rank, self.partitions.count, device)
 
 
@@ -57,41 +52,36 @@ class MpmoeDispatcher(Dispatcher):
         self.partitioning = partitioning
 
     def describe(self) -> str:
-        """What runs, for the line at start."""
+        """Returns what runs, in words, for the line that is logged at start."""
         return self.partitioning.describe()
 
     def permute(
-        self, tokens: torch.Tensor, probs: torch.Tensor, routing_map: torch.Tensor, **sizes: int | None
+        self, tokens_TH: torch.Tensor, probs_TE: torch.Tensor, routing_map_TE: torch.Tensor, **sizes: int | None
     ) -> tuple[torch.Tensor, Partitioned]:
         """Groups this rank's tokens by partition and expert, each row with its probability behind it."""
         groups = self.groups
-        row_map, counts = map_rows(routing_map, groups, **sizes)
+        row_map, counts = map_rows(routing_map_TE, groups, **sizes)
+        # host synchronisation: for the counts, where the number of partitions depends on the rows of the pass
         partitions = self.partitioning.choose(lambda: int(counts.wait().sum()) // groups.joint_size)
-        clock = None
-        if partitions.finished is not None and torch.is_grad_enabled():
-            clock = PassClock(tokens.device, partitions.finished)
         row_map = row_map.cut(partitions.count)
-        packed = permute_packed(tokens, probs, row_map)
-        return packed, Partitioned(row_map, counts, groups, partitions, probs.dtype, clock, packed.grad_fn)
+        packed_RP = permute_packed(tokens_TH, probs_TE, row_map)
+        return packed_RP, Partitioned(row_map, counts, groups, partitions, probs_TE.dtype)
 
     def dispatch(
-        self, packed: torch.Tensor, partitioned: Partitioned, prob_dtype: torch.dtype
+        self, packed_RP: torch.Tensor, partitioned: Partitioned, prob_dtype: torch.dtype
     ) -> tuple[torch.Tensor, None, torch.Tensor]:
         """Rows as they are, with their probabilities behind them: `through_experts` sends them."""
-        return packed, None, packed.new_empty(0)
+        return packed_RP, None, packed_RP.new_empty(0)
 
-    def through_experts(self, packed: torch.Tensor, partitioned: Partitioned, experts: Experts) -> torch.Tensor:
+    def through_experts(self, packed_RP: torch.Tensor, partitioned: Partitioned, experts: Experts) -> torch.Tensor:
         """Dispatch, experts and combine: packed rows [R, H + lane] -> their outputs [R, H]."""
         way, strategy = way_of(self.groups, "O1"), partitioned.partitions.strategy
-        return through_experts(packed, experts, way, partitioned.plans, strategy, partitioned.prob_dtype)
+        return through_experts(packed_RP, experts, way, partitioned.plans, strategy, partitioned.prob_dtype)
 
-    def combine(self, rows: torch.Tensor, partitioned: Partitioned) -> torch.Tensor:
+    def combine(self, rows_RH: torch.Tensor, partitioned: Partitioned) -> torch.Tensor:
         """Rows as they are: they are back already."""
-        return rows
+        return rows_RH
 
-    def unpermute(self, rows: torch.Tensor, partitioned: Partitioned) -> torch.Tensor:
+    def unpermute(self, rows_RH: torch.Tensor, partitioned: Partitioned) -> torch.Tensor:
         """Sums each token's rows: [R, H] -> [T, H]."""
-        output = unpermute_rows(rows, partitioned.row_map)
-        if partitioned.clock is not None and output.requires_grad:
-            partitioned.clock.forward_ends(output, partitioned.first_node or rows.grad_fn)
-        return output
+        return unpermute_rows(rows_RH, partitioned.row_map)

@@ -11,9 +11,9 @@ from megatron_moe_opt.integration.layer.ordered_experts import check_expert_orde
 from megatron_moe_opt.integration.layer.replicated_tokens import drawn_by_each_rank
 from megatron_moe_opt.integration.training_arguments import training_arguments
 from megatron_moe_opt.option_values import AUTO
-from megatron_moe_opt.options import Options, shown
+from megatron_moe_opt.options import Options
 from megatron_moe_opt.systems import SYSTEMS, system_of
-from megatron_moe_opt.systems.system import CHOOSES, FLAG, PREFIX, READS, System, flag_of
+from megatron_moe_opt.systems.system import CHOOSES, FLAG, PREFIX, READS, System, flag_of, shown
 
 _NEVER_UNREAD = ("compression_ratio", "gradient_compression_ratio", "plan")
 
@@ -23,6 +23,20 @@ def check_name(name: str, stock: Iterable[str], ours: Iterable[str]) -> None:
     if name not in {*stock, *ours}:
         known = ", ".join([*stock, *ours])
         raise ConfigurationError(f"{FLAG} {name} is not a dispatcher: choose one of {known}")
+
+
+def check_division(config: Any) -> None:
+    """Refuses experts that cannot be shared out, before Megatron's own checks do it with a traceback."""
+    experts, ep = config.num_moe_experts, config.expert_model_parallel_size
+    if experts and experts % ep:
+        raise ConfigurationError(
+            f"--expert-model-parallel-size {ep} does not divide --num-experts {experts}: choose a divisor of {experts}"
+        )
+
+
+def is_upcycled(config: Any) -> bool:
+    """Whether a configuration is of the dense model that Megatron builds first to make its mixture from."""
+    return config.num_moe_experts is None and getattr(training_arguments(), "moe_use_upcycling", False)
 
 
 def check_never_unread(name: str, options: Options) -> None:
@@ -70,13 +84,8 @@ def check_config(config: Any, name: str, options: Options) -> None:
     Raises:
         ConfigurationError: names the flag, its value and the way out.
     """
-    experts, ep = config.num_moe_experts, config.expert_model_parallel_size
-    if experts is None:
+    if config.num_moe_experts is None:
         raise ConfigurationError(f"{FLAG} {name} needs a mixture of experts: set --num-experts")
-    if experts % ep:
-        raise ConfigurationError(
-            f"--expert-model-parallel-size {ep} does not divide --num-experts {experts}: choose a divisor of {experts}"
-        )
     if options.expert_order is not None:
         check_expert_order(config, options.expert_order)
     if name == AUTO:
@@ -147,10 +156,15 @@ def _check_system(system: System, config: Any, options: Options, arguments: Any)
 
 def _check_auto(options: Options) -> None:
     """What there is to plan by, and what cannot change between steps."""
-    if (options.profile is None) == (options.plan is None):
+    if options.profile is not None and options.plan is not None:
+        raise ConfigurationError(
+            f"{FLAG} {AUTO} plans by {PREFIX}profile {options.profile} or runs what {PREFIX}plan {options.plan} says: "
+            "drop one of the two"
+        )
+    if options.profile is None and options.plan is None:
         raise ConfigurationError(
             f"{FLAG} {AUTO} needs measurements or a plan: give {PREFIX}profile (run `moe-opt profile`) or {PREFIX}plan "
-            "(run `moe-opt plan`), one of them"
+            "(run `moe-opt plan`)"
         )
     if options.expert_order is not None:
         raise ConfigurationError(

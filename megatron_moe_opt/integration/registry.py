@@ -23,10 +23,12 @@ from megatron_moe_opt.integration.announce import announce
 from megatron_moe_opt.integration.auto.auto_layer import controller_of, new_controller, plan_layer
 from megatron_moe_opt.integration.checks import (
     check_config,
+    check_division,
     check_name,
     check_never_unread,
     check_options_are_read,
     check_telemetry,
+    is_upcycled,
 )
 from megatron_moe_opt.integration.layer.expert_migration_layer import EXPERTS_COMPUTE
 from megatron_moe_opt.integration.layer.layer_passes import name_passes
@@ -61,7 +63,7 @@ _compared: dict[tuple[int, ...], Facts] = {}
 
 
 def register(options: Options | None = None, refuse_unread: bool = False) -> None:
-    """See megatron_moe_opt.register."""
+    """Makes layers that are built from now on take these options: what megatron_moe_opt.register does."""
     global _options, _refuses_unread
     _options, _refuses_unread = options or Options(), refuse_unread
     new_controller()
@@ -138,8 +140,11 @@ def _wrap_post_init(config_class: type, stock: tuple[str, ...]) -> None:
     @functools.wraps(stock_post_init)
     def post_init(self: Any) -> None:
         check_name(getattr(self, FIELD), stock, dispatcher_names())
+        check_division(self)
         with reading_as_alltoall(self) as name:
             stock_post_init(self)
+        if is_upcycled(self):
+            return
         if name in dispatcher_names():
             failure_board.start()  # on ranks without a MoE layer too
             check_config(self, name, _options)

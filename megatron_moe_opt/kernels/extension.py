@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import importlib.metadata
+from pathlib import Path
 from types import ModuleType
 
 import torch
@@ -12,7 +14,7 @@ from megatron_moe_opt.errors import ExtensionError
 
 # Number of the interface between this package and csrc/bindings. Raise it with every change of a bound function;
 # CMakeLists.txt compiles it into the extension.
-ABI = 8
+ABI = 9
 
 HOW_TO_BUILD = "build it with `pip install --no-build-isolation -e .` in the megatron-moe-opt checkout"
 
@@ -27,7 +29,7 @@ def load_extension() -> ModuleType:
     try:
         extension = importlib.import_module("megatron_moe_opt._C")
     except ModuleNotFoundError as error:
-        raise ExtensionError(f"The compiled extension of megatron-moe-opt is missing: {HOW_TO_BUILD}.") from error
+        raise ExtensionError(f"The compiled extension of megatron-moe-opt is missing{_shadowed()}.") from error
     except ImportError as error:
         reason = str(error).splitlines()[0]
         raise ExtensionError(
@@ -46,6 +48,18 @@ def load_extension() -> ModuleType:
             f"{info['abi']}; the package is version {__version__}, interface {ABI}): re{HOW_TO_BUILD}."
         )
     return extension
+
+
+def _shadowed() -> str:
+    """Returns how to come by an extension: that of an installed package, which this checkout hides, or a new one."""
+    here = Path(__file__).resolve().parents[1]
+    try:
+        installed = Path(str(importlib.metadata.distribution("megatron-moe-opt").locate_file(here.name))).resolve()
+    except importlib.metadata.PackageNotFoundError:
+        return f": {HOW_TO_BUILD}"
+    if installed == here or not any(installed.glob("_C.*")):
+        return f": {HOW_TO_BUILD}"
+    return f" from {here}, which hides the package installed in {installed}: leave {here.parent}, or {HOW_TO_BUILD}"
 
 
 def build_info() -> dict[str, str | int]:

@@ -17,13 +17,9 @@ from torch.autograd.function import once_differentiable
 from megatron_moe_opt.kernels.extension import load_extension
 from megatron_moe_opt.kernels.permute import UnpermuteRows
 from megatron_moe_opt.kernels.row_map import RowMap
+from megatron_moe_opt.row_format import LANE_BYTES, NOTE_BYTE
 
 _C = load_extension()
-
-LANE_BYTES = 16  # keeps rows 16-byte aligned where H is; csrc/bindings/permute.cpp holds the same number
-
-
-NOTE_BYTE = 8
 
 
 class _PermutePacked(torch.autograd.Function):

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -247,7 +248,7 @@ def _candidates(layer: LayerOnCluster) -> Iterator[Prediction | Refusal]:
         yield Prediction(
             f"{NAME}:{_write(MigrationOptions(domain_sizes=domains.sizes), domains.levels)}",
             choice.seconds,
-            exposed=terms["tokens and experts on their way"],
+            exposed=sum(timeline.exposed for timeline in timelines),
             inter_bytes=between,
             intra_bytes=sum(sent) - between,
             activation_bytes=layer.activation_bytes
@@ -267,29 +268,30 @@ def fastest_domains(workload: LayerWorkload, cluster: Cluster) -> DomainChoice:
 
 
 def _domain_choices(layer: LayerOnCluster) -> Iterator[tuple[DomainChoice, dict[str, float], list[Timeline]]]:
-    """Yields all realisable domains, what a layer takes with them, what that is the sum of, and the same op by op."""
+    """Yields all realisable domains, what a layer takes with them, what that is made of, and what it is the sum of: the
+    schedules that run, as they are played.
+    """
     one = layer.workload
     curves = expert_migration.measured_curves(layer.costs, one.workers)
     edge = Timeline.in_turn("one after another", ((op, layer.costs(op)) for op in layer.edge))
     local, migration = layer.local_timeline(OURS), one.migration(layer.skew)
-    for choice in expert_migration.predict(migration, one.workers, curves):
-        rows = one.rows_of(layer.skew.computed(choice.domains))
-        exchange = expert_migration.exchange_seconds(migration, choice.domains, curves)
+    for domains in expert_migration.all_domains(migration, one.workers):
+        rows, holds = one.rows_of(layer.skew.computed(domains)), prod(domains.sizes)
+        exchange = expert_migration.exchange_seconds(migration, domains, curves)
         of_passes = [
-            seconds - layer.skew.hidden(choice.domains, exchange, seconds)
-            for seconds in layer.seconds_of_experts(rows, choice.holds)
+            seconds - layer.skew.hidden(domains, exchange, seconds) for seconds in layer.seconds_of_experts(rows, holds)
         ]
-        copied = layer.seconds_of_copies(choice.holds)
+        passes = expert_migration.timelines(migration, domains, curves, of_passes)
+        copies = Timeline.in_turn("experts copied", [(Op(Kind.COPY, Lane.COMPUTE), layer.seconds_of_copies(holds))])
+        experts = sum(of_passes)
         terms = {
-            "tokens and experts on their way": choice.seconds + edge.seconds,
-            "experts": sum(of_passes),
+            "tokens and experts on their way": sum(timeline.seconds for timeline in passes) - experts + edge.seconds,
+            "experts": experts,
             "rows on the rank": local.seconds,
-            "experts copied": copied,
+            "experts copied": copies.seconds,
         }
-        copies = Timeline.in_turn("experts copied", [(Op(Kind.COPY, Lane.COMPUTE), copied)])
-        passes = expert_migration.timelines(migration, choice.domains, curves, of_passes)
         timelines = [timeline for timeline in (*passes, edge, local, copies) if timeline.seconds]
-        yield replace(choice, seconds=sum(terms.values())), terms, timelines
+        yield DomainChoice(domains, sum(timeline.seconds for timeline in timelines)), terms, timelines
 
 
 def _stays(options: MigrationOptions, run: Run) -> str | None:

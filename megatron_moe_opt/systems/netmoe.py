@@ -9,7 +9,8 @@ from typing import Any
 from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.planning.predicting.layer_on_cluster import LayerOnCluster
 from megatron_moe_opt.planning.predicting.prediction import Prediction, Refusal
-from megatron_moe_opt.schedules.schedule import COLLECTIVES, Op
+from megatron_moe_opt.schedules.monta import even_chunks
+from megatron_moe_opt.schedules.schedule import COLLECTIVES, Kind, Op
 from megatron_moe_opt.systems.system import FLAG, Run, System, recomputed_modules
 
 NAME = "netmoe"
@@ -68,21 +69,28 @@ def _check(config: Any, options: Any, arguments: Any) -> None:
 
 
 def _candidates(layer: LayerOnCluster) -> Iterator[Prediction | Refusal]:
-    """The collectives of stock, their bytes between nodes less what placing samples saves."""
-    saving = layer.workload.placement_saving
+    """The exchanges that the dispatcher runs, their all-to-alls less what placing samples keeps inside nodes."""
+    one, saving = layer.workload, layer.workload.placement_saving
     if saving is None:
         yield Refusal(NAME, "what it saves depends on which samples use which experts: give a routing trace")
         return
-    if layer.workload.tp > 1:
+    if one.tp > 1:
         yield Refusal(NAME, "samples do not move where all TP ranks hold the same tokens")
         return
 
-    def cost(op: Op) -> float:
-        crosses = op.kind in COLLECTIVES and layer.links.sent(op)[0] > 0
-        return layer.costs(op) * (1 - saving if crosses else 1)
+    def placed(op: Op) -> Op:
+        crosses = op.kind is Kind.ALL_TO_ALL and layer.links.sent(op)[0] > 0
+        return replace(op, size=round(op.size * (1 - saving))) if crosses else op
 
-    predicted = layer.prediction(NAME, (), layer.stock_ops(layer.exchanged), costs=cost)
-    yield replace(predicted, inter_bytes=predicted.inter_bytes * (1 - saving))
+    out, back, *backward = layer.passes
+    back = replace(back, exchanged=out.exchanged)  # behind each row, which token of its sample it is
+    at_home = [
+        exchanged.schedule("O1", even_chunks(exchanged.exchanged, one.etp, 1), one.ep, one.etp)
+        for exchanged in (out, back, *backward)
+    ]
+    schedules = [replace(schedule, ops=tuple(map(placed, schedule.ops))) for schedule in at_home]
+    inside = sum(layer.links.sent(op)[1] for schedule in at_home for op in schedule.ops if op.kind in COLLECTIVES)
+    yield replace(layer.prediction(NAME, schedules), intra_bytes=inside)
 
 
 def _stays(options: Any, run: Run) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 
@@ -12,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from megatron_moe_opt.errors import ConfigurationError
-from megatron_moe_opt.topology.domains import ExpertDomains
+from megatron_moe_opt.topology.domains import ExpertDomains, find_levels
 from megatron_moe_opt.topology.group_cache import cached_by_group
 from megatron_moe_opt.topology.layouts import Groups
 from megatron_moe_opt.topology.nodes import NodeMap, discover_nodes
@@ -42,33 +41,8 @@ class DomainGroups:
 
     @property
     def migrates(self) -> bool:
-        """Whether any expert travels."""
+        """Whether any expert travels: some level has domains of more than one worker."""
         return any(size > 1 for size in self.domains.sizes)
-
-
-def find_levels(nodes: Sequence[int]) -> tuple[int, ...]:
-    """Workers of each level of a group of ranks, the slowest level first: (nodes, ranks of each), or (ranks,).
-
-    One level where all ranks sit on one node, or each on its own.
-
-    Args:
-        nodes: the node of each rank.
-
-    Raises:
-        ConfigurationError: nodes with unequal numbers of these ranks, or ranks of one node that do not follow one
-            another.
-    """
-    number = len(set(nodes))
-    if number in (1, len(nodes)):
-        return (len(nodes),)
-    each = len(nodes) // number
-    blocks = [set(nodes[first : first + each]) for first in range(0, len(nodes), each)]
-    if len(nodes) % number or any(len(block) > 1 for block in blocks) or len(blocks) != len(set.union(*blocks)):
-        raise ConfigurationError(
-            f"--expert-model-parallel-size {len(nodes)}: its ranks lie on nodes {', '.join(map(str, nodes))}, which "
-            "are not levels of equal workers: name the levels with --moe-opt-levels"
-        )
-    return number, each
 
 
 def levels_of(ep: ProcessGroup, levels: tuple[int, ...] | None) -> tuple[int, ...]:

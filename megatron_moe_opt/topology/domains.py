@@ -14,7 +14,7 @@ inwards, to the domain of its expert. Domain size 1 everywhere is expert paralle
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 from math import prod
@@ -55,12 +55,12 @@ class ExpertDomains:
 
     @property
     def levels(self) -> int:
-        """Number of levels."""
+        """How many levels of the network have domains of their own."""
         return len(self.workers)
 
     @property
     def world(self) -> int:
-        """All ranks: G."""
+        """How many ranks there are at all levels together: G."""
         return prod(self.workers)
 
     def stride(self, level: int) -> int:
@@ -121,3 +121,28 @@ def realisable(workers: tuple[int, ...]) -> Iterator[ExpertDomains]:
     divisors = ([size for size in range(1, number + 1) if number % size == 0] for number in workers)
     for sizes in product(*divisors):
         yield ExpertDomains(workers, sizes)
+
+
+def find_levels(nodes: Sequence[int]) -> tuple[int, ...]:
+    """Workers of each level of a group of ranks, the slowest level first: (nodes, ranks of each), or (ranks,).
+
+    One level where all ranks sit on one node, or each on its own.
+
+    Args:
+        nodes: the node of each rank.
+
+    Raises:
+        ConfigurationError: nodes with unequal numbers of these ranks, or ranks of one node that do not follow one
+            another.
+    """
+    number = len(set(nodes))
+    if number in (1, len(nodes)):
+        return (len(nodes),)
+    each = len(nodes) // number
+    blocks = [set(nodes[first : first + each]) for first in range(0, len(nodes), each)]
+    if len(nodes) % number or any(len(block) > 1 for block in blocks) or len(blocks) != len(set.union(*blocks)):
+        raise ConfigurationError(
+            f"--expert-model-parallel-size {len(nodes)}: its ranks lie on nodes {', '.join(map(str, nodes))}, which "
+            "are not levels of equal workers: name the levels with --moe-opt-levels"
+        )
+    return number, each

@@ -46,7 +46,7 @@ class Layout:
         ConfigurationError: sizes and order that `initialize_model_parallel` would refuse.
     """
 
-    world: int
+    world: int = 1
     tp: int = 1
     cp: int = 1
     ep: int = 1
@@ -76,16 +76,16 @@ class Layout:
 
     @property
     def dp(self) -> int:
-        """Data parallelism of attention."""
+        """Size of data parallelism for attention: what TP, CP and PP leave of the ranks."""
         return self.world // (self.tp * self.cp * self.pp)
 
     @property
     def expert_dp(self) -> int:
-        """Data parallelism of experts."""
+        """Size of data parallelism for experts: what expert-TP, EP and PP leave of the ranks."""
         return self.world // (self.expert_tp * self.ep * self.pp)
 
     def size(self, role: Role) -> int:
-        """Ranks of one group."""
+        """Returns how many ranks a group of `role` has."""
         return getattr(self, role.replace("-", "_"))
 
     def groups(self, role: Role) -> Groups:
@@ -180,3 +180,25 @@ class Layout:
         """Of each EP and CP group: (ranks that they share, the smaller one's size)."""
         cps = [set(ranks) for ranks in self.groups("cp")]
         return [(len(cp.intersection(ep)), min(len(cp), len(ep))) for ep in self.groups("ep") for cp in cps]
+
+
+def layout_of_options(sizes: Mapping[str, int], ranks: str) -> Layout:
+    """Returns the layout that a command's options ask for: `--world`, and of --tp, --cp, --pp, --ep and --expert-tp
+    those that it has; the others are 1.
+
+    Args:
+        ranks: what the world is called in a refusal.
+
+    Raises:
+        ConfigurationError: the options whose product does not divide the world, and their values.
+    """
+    world = sizes["--world"]
+    for side in (("--tp", "--cp", "--pp"), ("--ep", "--expert-tp", "--pp")):
+        of_side = [(flag, sizes[flag]) for flag in side if flag in sizes]
+        product = prod(size for _, size in of_side)
+        if world % product:
+            factors, equals, way_out = " x ".join(f"{flag} {size}" for flag, size in of_side), "", "choose a divisor"
+            if len(of_side) > 1:
+                equals, way_out = f" = {product}", "choose sizes whose product does"
+            raise ConfigurationError(f"{factors}{equals} does not divide {ranks}: {way_out}")
+    return Layout(**{flag[2:].replace("-", "_"): size for flag, size in sizes.items()})

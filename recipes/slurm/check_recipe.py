@@ -29,7 +29,7 @@ import megatron_moe_opt
 from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.options import split_options
 from megatron_moe_opt.planning.training.memory import BF16, FP32, BytesPerParameter, StageMemory, training_memory
-from megatron_moe_opt.planning.training.model import ModelShape, Parallel
+from megatron_moe_opt.planning.training.model import ModelShape
 from megatron_moe_opt.topology.layouts import Layout
 
 PROGRAM = "check_recipe"
@@ -237,7 +237,7 @@ def _memory(recipe: Recipe, layout: Layout, micro_batches: int) -> StageMemory |
         return None
     return training_memory(
         model,
-        Parallel(layout.world, layout.tp, layout.pp, layout.cp, layout.ep, layout.expert_tp),
+        layout,
         flags.number("--micro-batch-size"),
         flags.number("--seq-length"),
         micro_batches,

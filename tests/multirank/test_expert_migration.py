@@ -196,15 +196,14 @@ def slow_gathers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Gathers of experts take a while, on some ranks longer."""
     import time
 
-    from megatron_moe_opt.runtime.travelling_experts import expert_communicator
+    from megatron_moe_opt.runtime.engine import steps
 
-    gather = expert_communicator.start_all_gather_rows
+    gather = steps.all_gather
 
     def slow(*arguments: Any) -> Any:
-        time.sleep(0.02 * (1 + dist.get_rank() % 2))
-        return gather(*arguments)
+        return steps.call(lambda: time.sleep(0.02 * (1 + dist.get_rank() % 2))) + gather(*arguments)
 
-    monkeypatch.setattr(expert_communicator, "start_all_gather_rows", slow)
+    monkeypatch.setattr(steps, "all_gather", slow)
 
 
 def prefetched() -> None:
@@ -374,6 +373,40 @@ def dead_layers() -> None:
 
 def test_layers_that_are_gone_are_not_sent(ranks):
     ranks.run(dead_layers)
+
+
+def next_model() -> None:
+    """Layers of a model that is gone, which live on on all ranks, are not sent with the next model's."""
+    from tests.ranks.megatron import parallel
+
+    with parallel(ep=4):
+        _, gone = layers(2)
+
+        def passes(model: list[Any]) -> torch.Tensor:
+            hidden = hidden_states(0)
+            for layer in model:
+                hidden = layer(hidden)[0]
+            return hidden
+
+        before = passes(gone)
+        passes(gone)
+        old = [layer.token_dispatcher.dispatcher.migrated for layer in gone]
+        communicator = old[0].communicator
+        communicator.after_step()
+        _, ours = layers(2)
+        new = [layer.token_dispatcher.dispatcher.migrated for layer in ours]
+        assert new[0].communicator is communicator
+        rounds = [one.round for one in old]
+        assert gathers_of(communicator.before_step) == 0
+        assert gathers_of(lambda: passes(ours)) == 4  # two layers, two levels
+        communicator.after_step()
+        assert gathers_of(communicator.before_step) == 4
+        assert [one.round for one in old] == rounds and communicator.following(old[1]) == [old[0]]
+        assert torch.equal(passes(gone), before)
+
+
+def test_a_model_that_is_gone_is_not_sent_with_the_next_one(ranks):
+    ranks.run(next_model)
 
 
 def order_of_returns() -> list[str]:

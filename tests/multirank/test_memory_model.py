@@ -11,7 +11,8 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec,
 from megatron.core.transformer.spec_utils import build_module
 
 from megatron_moe_opt.planning.training.memory import layer_activations, state_memory
-from megatron_moe_opt.planning.training.model import ModelShape, Parallel, Parameters
+from megatron_moe_opt.planning.training.model import ModelShape, Parameters
+from megatron_moe_opt.topology.layouts import Layout
 from tests.ranks.gpt import VOCAB, gpt
 from tests.ranks.megatron import moe_config, parallel
 
@@ -26,6 +27,11 @@ LAYOUTS = [
     {"pp": 2, "ep": 2},
     {"pp": 2, "tp": 2, "etp": 2},
 ]
+
+
+def layout_of(sizes):
+    """Sizes by the names that `parallel` has for them."""
+    return Layout(WORLD, **{{"etp": "expert_tp"}.get(name, name): size for name, size in sizes.items()})
 
 
 def _config(shape, **changes):
@@ -93,7 +99,7 @@ def test_parameters_are_those_of_the_model(ranks, shape):
     layouts = [layout for layout in LAYOUTS if not shape.bias or layout.get("etp", 1) == 1]  # Megatron's restriction
     for rank, found in enumerate(ranks.run(_counts_of_layouts, shape=shape, layouts=layouts)):
         for layout, (stage, counted) in zip(layouts, found, strict=True):
-            assert shape.parameters(Parallel(WORLD, **layout), stage) == counted, (rank, layout)
+            assert shape.parameters(layout_of(layout), stage) == counted, (rank, layout)
 
 
 def _buffers(layout, distributed_optimizer):
@@ -124,7 +130,7 @@ def test_bytes_of_weights_gradients_and_optimizer(ranks, layout, zero):
     found = ranks.run(_buffers, layout=layout, distributed_optimizer=zero == 1)
     for stage in range(layout.get("pp", 1)):
         of_stage = [sizes for at, *sizes in found if at == stage]
-        expected = state_memory(SHAPE, Parallel(WORLD, **layout), stage, zero)
+        expected = state_memory(SHAPE, layout_of(layout), stage, zero)
         for weights, gradients, _ in of_stage:
             assert weights == expected.weights
             assert expected.gradients <= gradients <= expected.gradients + 4096
@@ -191,7 +197,7 @@ def test_saved_bytes_are_those_that_autograd_keeps(ranks, layout, changes):
     sequence, micro_batch = 64, 2
     found = ranks.run(_saved, shape=shape, layout=layout, sequence=sequence, micro_batch=micro_batch)
     for kept, rows in found:
-        expected = layer_activations(shape, Parallel(WORLD, **layout), micro_batch, sequence, rows, fused=False)
+        expected = layer_activations(shape, layout_of(layout), micro_batch, sequence, rows, fused=False)
         assert kept == sum(expected.values()), expected
 
 
@@ -207,7 +213,7 @@ def test_selective_recompute_drops_the_attention_s_middle(ranks):
         recompute_modules=["core_attn"],
     )
     for kept, rows in found:
-        expected = layer_activations(SHAPE, Parallel(WORLD, **layout), 2, sequence, rows, fused=False)
+        expected = layer_activations(SHAPE, layout_of(layout), 2, sequence, rows, fused=False)
         del expected["attention"]
         kind_of_mask = 4  # int32, an argument of the checkpointed function
         assert kept == sum(expected.values()) + kind_of_mask, expected

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import types
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,7 +12,13 @@ import torch
 import torch.distributed as dist
 
 from megatron_moe_opt.errors import ConfigurationError
+from megatron_moe_opt.kernels import LANE_BYTES
+from megatron_moe_opt.planning.costs.cluster import Cluster, World
+from megatron_moe_opt.planning.planner import candidates
+from megatron_moe_opt.planning.predicting.layer_workload import LayerWorkload
+from megatron_moe_opt.schedules.schedule import Schedule
 from megatron_moe_opt.topology.nodes import NodeMap
+from tests.multirank.test_auto import write_profile
 from tests.multirank.test_netmoe import LAYERS, SHARED, by_content
 
 NODES = NodeMap((0, 0, 1, 1))
@@ -149,13 +156,59 @@ def logged() -> tuple[list[str], list[tuple[str, float, int]]]:
                 assert loop.training_log({}, {}, 1e-3, iteration, scale=1.0) == "stock's answer"
     finally:
         del sys.modules["megatron.training.training"]
-    return [line for line in output.getvalue().splitlines() if "netmoe: layer" in line], scalars
+    return [line for line in output.getvalue().splitlines() if "netmoe: 2 layer(s)" in line], scalars
 
 
 def test_megatron_s_training_log_is_followed_by_ours(ranks):
     results = ranks.run(logged)
     for rank, (lines, scalars) in enumerate(results):
-        assert len(lines) == (2 if rank == 3 else 0)  # the last rank prints, as in Megatron
+        assert len(lines) == (rank == 3)  # the last rank prints, as in Megatron
         assert {iteration for _, _, iteration in scalars} == {2}
         assert {name for name, _, _ in scalars} >= {"netmoe/inter-node MB/layer 1", "netmoe/solve ms/layer 2"}
-    assert "netmoe: layer 1: inter-node " in results[3][0][0]
+    assert "netmoe: 2 layer(s): inter-node " in results[3][0][0]
+
+
+def test_a_placement_that_sends_more_between_nodes_is_warned_of():
+    from megatron_moe_opt.integration.observe import netmoe_report
+
+    numbers = ("moved across nodes %", "moved across devices %", "solve ms", "exposed ms", "intra-node MB")
+    same = dict.fromkeys((*numbers, "stock intra-node MB"), 1.0)
+    less = same | {"inter-node MB": 1.0, "stock inter-node MB": 2.0}
+    more = same | {"inter-node MB": 3.5, "stock inter-node MB": 2.0}
+    assert netmoe_report.lines({}) == []
+    (line,) = netmoe_report.lines({1: less, 2: less})
+    assert line.startswith("netmoe: 2 layer(s): inter-node 4.000 -> 2.000 MB (-50.0 %)")
+    assert "warning: placement adds traffic between nodes" in netmoe_report.lines({1: less, 2: more})[1]
+
+
+def recorded_step() -> list[Schedule]:
+    """The schedules of a forward and a backward pass."""
+    from megatron_moe_opt.runtime.engine.recording import recording
+    from tests.ranks.megatron import parallel
+
+    with parallel(ep=2, etp=2):
+        trained = build("netmoe", moe_ffn_hidden_size=64)
+        by_content(trained.model, None)
+        with recording() as timelines:
+            forward(trained).sum().backward()
+        return [timeline.schedule for timeline in timelines]
+
+
+def test_the_ops_that_run_are_those_that_the_planner_plays(ranks, tmp_path):
+    """Four passes a layer, whose ops are equal but for the number of their rows."""
+    file = write_profile(tmp_path / "cluster.json", World((0, 0, 1, 1), ep=2, expert_tp=2), (2,))
+    layer = LayerWorkload(128, 64, 32, False, 8, 2, 4, LANE_BYTES, 2, 2, placement_saving=0.25)
+    (one,) = (one for one in candidates(layer, Cluster.load(file))[0] if one.variant == "netmoe")
+    out, back, *backward = (part.schedule for part in one.timelines[:4])
+    for schedules in ranks.run(recorded_step):
+        layers = len(schedules) // 4
+        played = [out, back] * layers + backward * layers
+        assert layers == LAYERS["num_layers"] and len(schedules) == len(played)
+        for ran, predicted in zip(schedules, played, strict=True):
+            assert [replace(op, size=0) for op in ran.ops] == [replace(op, size=0) for op in predicted.ops]
+            width = layer.row_bytes if predicted is backward[0] else layer.packed_row_bytes
+            assert all(op.size % width == 0 for op in ran.ops)
+    whole = 128 * 2  # rows; of each a quarter's bytes between nodes are saved
+    assert [part.ops[0].size for part in (out, backward[0])] == [
+        round(0.75 * whole * width) for width in (layer.packed_row_bytes, layer.row_bytes)
+    ]

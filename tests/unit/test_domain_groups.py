@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megatron_moe_opt.errors import ConfigurationError
-from megatron_moe_opt.topology.domain_groups import find_levels
+from megatron_moe_opt.topology.domains import find_levels
 
 
 @pytest.mark.parametrize(

@@ -57,6 +57,17 @@ def test_missing(monkeypatch):
     assert "is missing: build it" in sentence(excinfo)
 
 
+def test_a_checkout_that_hides_the_installed_package_is_named(monkeypatch, tmp_path):
+    (tmp_path / "megatron_moe_opt").mkdir()
+    (tmp_path / "megatron_moe_opt/_C.abi3.so").touch()
+    installed = types.SimpleNamespace(locate_file=lambda name: tmp_path / name)
+    monkeypatch.setattr(extension.importlib.metadata, "distribution", lambda name: installed)
+    with_module(monkeypatch, ModuleNotFoundError("No module named 'megatron_moe_opt._C'"))
+    with pytest.raises(ImportError) as excinfo:
+        extension.load_extension()
+    assert f"hides the package installed in {tmp_path}/megatron_moe_opt: leave" in sentence(excinfo)
+
+
 def test_unloadable(monkeypatch):
     with_module(monkeypatch, ImportError("libc10.so: undefined symbol: _ZN3c10\nsecond line"))
     with pytest.raises(ImportError) as excinfo:

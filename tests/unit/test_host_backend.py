@@ -9,7 +9,7 @@ import types
 import pytest
 import torch
 
-from megatron_moe_opt.integration.host import devices, patching
+from megatron_moe_opt.integration.host import devices, gloo, patching
 from megatron_moe_opt.integration.host.attention import zigzag_positions
 
 
@@ -125,3 +125,22 @@ def test_when_imported_adapts_later_and_once(tmp_path, monkeypatch):
     import imported_later
 
     assert imported_later.value == 1
+
+
+def test_what_a_newer_torch_asks_of_gloo_is_passed_on():
+    """2.14 says enable_reconfigure to every group; what it asks for goes before a device that groups share."""
+    made = []
+
+    class Gloo:
+        _Options = types.SimpleNamespace
+        create_default_device = create_device = staticmethod(lambda **_: "device")
+
+        def __init__(self, *args, **kwargs):
+            made.append((args[3:], kwargs))
+
+    shared = gloo._share_device(Gloo)
+    shared("store", 0, 1, timeout=5)
+    shared("store", 0, 1, timeout=5, enable_reconfigure=False)
+    shared("store", 0, 1, timeout=5, enable_reconfigure=True)
+    assert [options[0]._timeout for options, _ in made[:2]] == [5, 5] and made[1][1] == {}
+    assert made[2] == ((), {"timeout": 5, "enable_reconfigure": True})

@@ -15,7 +15,8 @@ from megatron_moe_opt.planning.training.memory import (
     state_memory,
     training_memory,
 )
-from megatron_moe_opt.planning.training.model import ModelShape, Parallel
+from megatron_moe_opt.planning.training.model import ModelShape
+from megatron_moe_opt.topology.layouts import Layout
 
 SHAPE = ModelShape(layers=8, hidden=1024, heads=16, vocabulary=32000, experts=8, topk=2, ffn=4096)
 
@@ -23,20 +24,20 @@ SHAPE = ModelShape(layers=8, hidden=1024, heads=16, vocabulary=32000, experts=8,
 def test_parameters_of_mixtral_8x7b():
     """46.7 billion in all, 12.9 billion active, as its makers say (input embeddings counted)."""
     mixtral = ModelShape(32, 4096, 32, 32000, 8, 2, 14336, kv_heads=8)
-    assert mixtral.parameters(Parallel()).total == 46_702_792_704
+    assert mixtral.parameters(Layout()).total == 46_702_792_704
     assert mixtral.active_matrices + 32000 * 4096 == pytest.approx(12.88e9, rel=1e-3)
 
 
 def test_bytes_per_parameter_are_megatron_s():
     """The table of Megatron's distributed optimizer: bf16 parameters, fp32 gradients: 18, or 6 + 12 / d with it."""
-    parameters = SHAPE.parameters(Parallel(8)).total
-    assert state_memory(SHAPE, Parallel(8), zero=0).total == 18 * parameters
-    assert state_memory(SHAPE, Parallel(8), zero=1).total == (6 + 12 / 8) * parameters
+    parameters = SHAPE.parameters(Layout(8)).total
+    assert state_memory(SHAPE, Layout(8), zero=0).total == 18 * parameters
+    assert state_memory(SHAPE, Layout(8), zero=1).total == (6 + 12 / 8) * parameters
 
 
 def test_zero_shards_dense_parameters_over_more_ranks_than_experts():
     """The paper's 2 + 2 + 12 bytes; 16 ranks: 8 copies of what is dense, 2 of each expert."""
-    parallel, each = Parallel(world=16, tp=2, ep=8), BytesPerParameter(2, 2, 12)
+    parallel, each = Layout(world=16, tp=2, ep=8), BytesPerParameter(2, 2, 12)
     parameters = SHAPE.parameters(parallel)
     dense, expert = parameters.dense, parameters.expert
     found = [state_memory(SHAPE, parallel, zero=stage, each=each).total for stage in range(4)]
@@ -50,12 +51,12 @@ def test_zero_shards_dense_parameters_over_more_ranks_than_experts():
 
 def test_states_spread_over_all_ranks_add_up():
     """With ZeRO-3 the cluster holds every parameter once, whatever the layout."""
-    for layout in ({}, {"ep": 8}, {"tp": 2, "ep": 4, "etp": 2}, {"pp": 4, "ep": 2}, {"cp": 2, "tp": 4}):
-        parallel = Parallel(8, **layout)
+    for layout in ({}, {"ep": 8}, {"tp": 2, "ep": 4, "expert_tp": 2}, {"pp": 4, "ep": 2}, {"cp": 2, "tp": 4}):
+        parallel = Layout(8, **layout)
         ranks = 8 // parallel.pp
         total = sum(state_memory(SHAPE, parallel, stage, zero=3).total * ranks for stage in range(parallel.pp))
         # Norms and routers are not split by TP, so that each TP rank holds them: bring them to one copy.
-        whole = SHAPE.parameters(Parallel()).total
+        whole = SHAPE.parameters(Layout()).total
         replicated = SHAPE.layers * (2 * SHAPE.hidden + SHAPE.experts * SHAPE.hidden) + SHAPE.hidden
         assert total == pytest.approx(18 * (whole + (parallel.tp - 1) * replicated), rel=1e-12)
 
@@ -87,7 +88,7 @@ def test_fused_layers_keep_what_equation_2_counts_but_for_named_terms(topk, tp, 
     times (2 k - 2), keeps the router's input (2), and statistics and choices that eq. 2 neglects."""
     sequence = 512
     model = ModelShape(1, 1024, 16, 32000, 8, topk, 4096, gated=False)
-    parallel = Parallel(8, tp=tp, ep=ep if tp == 1 else 1)
+    parallel = Layout(8, tp=tp, ep=ep if tp == 1 else 1)
     terms = layer_activations(model, parallel, batch, sequence)
     own, unit = batch * sequence // tp, batch * sequence * 1024 // tp
     statistics = terms["router"] + terms["attention"] + 2 * own * 4 + topk * own * 2  # the last: probabilities
@@ -97,8 +98,8 @@ def test_fused_layers_keep_what_equation_2_counts_but_for_named_terms(topk, tp, 
 
 
 def test_unfused_layers_keep_more():
-    fused = layer_activations(SHAPE, Parallel(), 1, 2048)
-    unfused = layer_activations(SHAPE, Parallel(), 1, 2048, fused=False)
+    fused = layer_activations(SHAPE, Layout(), 1, 2048)
+    unfused = layer_activations(SHAPE, Layout(), 1, 2048, fused=False)
     assert fused.keys() == unfused.keys()
     assert [name for name in fused if fused[name] != unfused[name]] == [
         "norms",
@@ -112,21 +113,21 @@ def test_unfused_layers_keep_more():
 
 def test_even_routing_gives_every_rank_the_same_rows():
     """topk rows a token, each held by all expert-TP peers; expert parallelism does not change their number."""
-    for layout in ({"ep": 8}, {"ep": 2}, {"tp": 2, "ep": 4}, {"tp": 4, "etp": 4, "ep": 2}):
-        parallel = Parallel(8, **layout)
-        rows = 2 * parallel.etp * 1024 // parallel.tp
+    for layout in ({"ep": 8}, {"ep": 2}, {"tp": 2, "ep": 4}, {"tp": 4, "expert_tp": 4, "ep": 2}):
+        parallel = Layout(8, **layout)
+        rows = 2 * parallel.expert_tp * 1024 // parallel.tp
         assert layer_activations(SHAPE, parallel, 1, 1024)["expert input"] == 2 * rows * 1024
 
 
 def test_context_parallelism_splits_tokens():
-    whole, half = (layer_activations(SHAPE, Parallel(2, cp=cp), 1, 4096) for cp in (1, 2))
+    whole, half = (layer_activations(SHAPE, Layout(2, cp=cp), 1, 4096) for cp in (1, 2))
     assert {name: 2 * size for name, size in half.items()} == whole
 
 
 @pytest.mark.parametrize("recompute", RECOMPUTE)
 def test_training_memory_of_pipeline_stages(recompute):
     """1F1B: stage i of p holds p - i micro-batches, where there are as many."""
-    parallel = Parallel(8, pp=4, ep=2)
+    parallel = Layout(8, pp=4, ep=2)
     found = [training_memory(SHAPE, parallel, 1, 512, 16, stage, recompute=recompute) for stage in range(4)]
     activations = [stage.activations for stage in found]
     assert activations == [activations[3] * in_flight for in_flight in (4, 3, 2, 1)]
@@ -145,22 +146,22 @@ def test_training_memory_of_pipeline_stages(recompute):
 
 def test_leading_dense_layers_have_no_experts():
     model = ModelShape(2, 64, 4, 128, 8, 2, 96, dense_layers=1, dense_ffn=192)
-    dense, moe = (layer_activations(model, Parallel(), 1, 32, moe=moe) for moe in (False, True))
+    dense, moe = (layer_activations(model, Layout(), 1, 32, moe=moe) for moe in (False, True))
     assert dense["mlp middle"] == 2 * 32 * 192 * 3
     assert set(moe) - set(dense) == {"router", "expert input", "expert middle"}
-    both = training_memory(model, Parallel(), 1, 32, 1).activations
+    both = training_memory(model, Layout(), 1, 32, 1).activations
     assert both == sum(dense.values()) + sum(moe.values())
 
 
 @pytest.mark.parametrize(
     ("action", "message"),
     [
-        (lambda: Parallel(8, tp=3), "tp . cp . pp = 3 does not divide 8 ranks"),
-        (lambda: Parallel(8, ep=16), "etp . ep . pp = 16 does not divide 8 ranks"),
-        (lambda: SHAPE.parameters(Parallel(3, pp=3)), "layers = 8 is not a multiple of pp = 3"),
-        (lambda: SHAPE.parameters(Parallel(16, ep=16)), "experts = 8 is not a multiple of ep = 16"),
-        (lambda: state_memory(SHAPE, Parallel(), zero=4), "ZeRO stage 4"),
-        (lambda: training_memory(SHAPE, Parallel(), 1, 8, 1, recompute="some"), "recompute some"),
+        (lambda: Layout(8, tp=3), "tp 3 x cp 1 x pp 1 does not divide the 8 ranks"),
+        (lambda: Layout(8, ep=16), "expert-tp 1 x ep 16 x pp 1 does not divide the 8 ranks"),
+        (lambda: SHAPE.parameters(Layout(3, pp=3)), "layers = 8 is not a multiple of pp = 3"),
+        (lambda: SHAPE.parameters(Layout(16, ep=16)), "experts = 8 is not a multiple of ep = 16"),
+        (lambda: state_memory(SHAPE, Layout(), zero=4), "ZeRO stage 4"),
+        (lambda: training_memory(SHAPE, Layout(), 1, 8, 1, recompute="some"), "recompute some"),
     ],
 )
 def test_refuses(action, message):

@@ -9,16 +9,14 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from scipy.optimize import linear_sum_assignment
 
 from megatron_moe_opt.kernels import place_samples, reference, solve_placement, transfer_costs
+from megatron_moe_opt.planning.offline import placement as by_scipy
 
 
 def least_cost(cost, capacity):
-    """The optimum by scipy, each sink copied as often as it has places."""
-    expanded = np.repeat(cost, np.minimum(capacity, len(cost)), axis=1)
-    rows, columns = linear_sum_assignment(expanded)
-    return expanded[rows, columns].sum()
+    """The optimum by scipy."""
+    return cost_of(cost, capacity, by_scipy.solve_placement(cost, capacity))
 
 
 def cost_of(cost, capacity, placed):
@@ -183,6 +181,7 @@ def test_two_stages_cost_the_least(case):
     check_both_stages(num, expert_device, device_node, capacity, device_of)
     halves = place_samples(num * 0.5, expert_device, device_node, capacity)
     check_both_stages(num, expert_device, device_node, capacity, halves)
+    check_both_stages(*case, by_scipy.place_samples(*case))
 
 
 def test_the_same_placement_on_any_number_of_threads():

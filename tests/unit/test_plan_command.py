@@ -21,7 +21,6 @@ from megatron_moe_opt.planning.predicting.layer_workload import LayerWorkload
 from megatron_moe_opt.planning.predicting.prediction import ALLTOALL
 from megatron_moe_opt.planning.training.known_models import KNOWN_MODELS, MONTA_CHOICES
 from megatron_moe_opt.planning.training.memory import training_memory
-from megatron_moe_opt.planning.training.model import Parallel
 from megatron_moe_opt.planning.training.throughput import throughput
 from megatron_moe_opt.schedules.parm import JOINT
 from megatron_moe_opt.schedules.schedule import Kind
@@ -79,7 +78,7 @@ def test_what_is_printed_is_what_the_planner_says(run):
         assert activations == f"{one.activation_bytes / 2**20:.0f}"
         assert (rows[one.variant][-1] == "chosen") == (one == best(found))
     # What has no partitions holds what stock does; the step is of 4 layers, each with its experts.
-    parallel, of_model = Parallel(16, ep=8), replace(model, layers=4)
+    parallel, of_model = Layout(16, ep=8), replace(model, layers=4)
     assert rows[ALLTOALL][6] == f"{training_memory(of_model, parallel, 1, 2048, 4).total / 2**30:.1f}"
     step = throughput(of_model, parallel, H100_IB400.device, 1, 2048, 4, stock.seconds, with_experts=True)
     assert rows[ALLTOALL][7:9] == [f"{step.tokens_per_second:.0f}", f"{step.mfu:.1%}"]
@@ -361,7 +360,7 @@ MODELS = ", ".join(KNOWN_MODELS)
         ),
         (
             f"{MIXTRAL} --cluster pcie --world 16 --ep 3",
-            "--expert-tp 1 x --ep 3 x --pp 1 = 3 does not divide --world 16: choose sizes whose product does",
+            "--ep 3 x --expert-tp 1 x --pp 1 = 3 does not divide --world 16: choose sizes whose product does",
         ),
         (f"{MIXTRAL} --cluster pcie --world 16 --ep 16", "--ep 16 does not divide --experts 8: choose a divisor"),
         (f"{MIXTRAL} --cluster pcie --world 8 --pp 8", "--pp 8 does not divide --layers 4: choose a divisor"),

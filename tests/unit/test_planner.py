@@ -20,6 +20,7 @@ from megatron_moe_opt.schedules.parm import JOINT
 from megatron_moe_opt.schedules.schedule import COLLECTIVES, Kind, Lane, Op
 from megatron_moe_opt.systems.expert_migration import NAME as MIGRATION
 from megatron_moe_opt.systems.expert_migration import fastest_domains
+from tools import stream_levels
 
 MB = 10**6
 NODES = (0, 0, 0, 0, 1, 1, 1, 1)
@@ -149,7 +150,7 @@ def test_small_experts_travel_and_large_ones_stay():
     assert not large.startswith("expert-migration:2x")
     layer, measured = migrating(8)
     one = by_variant(candidates(layer, measured)[0])["expert-migration:1x1"]
-    (own, *_) = expert_migration.predict(
+    (own, *_) = stream_levels.predict(
         expert_migration.MigrationLayer.alone(1024, 4096 + 16, 2, 1, layer.expert_bytes, layer.expert_bytes),
         (2, 4), expert_migration.measured_curves(measured.costs(), (2, 4)),
     )  # fmt: skip
@@ -235,10 +236,32 @@ def test_an_expert_everybody_holds_makes_no_rank_busier():
 
 
 def test_placement_saves_what_a_trace_says():
+    """In the schedules that the dispatcher runs: all-to-alls of fewer bytes, and all else as it is."""
     stock = by_variant(candidates(LAYER, cluster())[0])[ALLTOALL]
-    netmoe = by_variant(candidates(dataclasses.replace(LAYER, placement_saving=0.4), cluster())[0])["netmoe"]
-    assert netmoe.inter_bytes == pytest.approx(0.6 * stock.inter_bytes)
+    netmoe, at_home = (
+        by_variant(candidates(dataclasses.replace(LAYER, placement_saving=saving), cluster())[0])["netmoe"]
+        for saving in (0.4, 0.0)
+    )
     assert netmoe.seconds < stock.seconds
+    rows = 2048 * 1024 * 4
+    assert at_home.inter_bytes == (4 * rows + 3 * 2048 * 16) / 2  # all but one pass have lanes behind their rows
+    assert netmoe.inter_bytes == pytest.approx(0.6 * at_home.inter_bytes, rel=1e-7)
+    assert netmoe.intra_bytes == at_home.intra_bytes
+    ours, theirs = ([op for part in one.timelines for op in part.schedule.ops] for one in (netmoe, at_home))
+    assert [dataclasses.replace(op, size=0) for op in ours] == [dataclasses.replace(op, size=0) for op in theirs]
+    smaller = {op.kind for op, other in zip(ours, theirs, strict=True) if op.size < other.size}
+    assert smaller == {Kind.ALL_TO_ALL}
+    assert ours[0].size == round(0.6 * (rows + 2048 * 16))
+
+
+def test_what_a_candidate_takes_is_what_its_timelines_take():
+    """To the last digit, under every system: nothing is predicted that is not played."""
+    moving, of_levels = dataclasses.replace(LAYER, placement_saving=0.4), migrating(64)
+    skewed = dataclasses.replace(of_levels[0], imbalance=1.7), of_levels[1]
+    local = cluster(local_work={OURS: ((1, 0.01),), STOCK: ((1, 0.02),)}, slowdown={(Lane.INTER, Lane.COMPUTE): 0.5})
+    for layer, measured in ((moving, local), (dataclasses.replace(LAYER, tp=4), local), of_levels, skewed):
+        for one in candidates(layer, measured)[0]:
+            assert one.seconds == sum(timeline.seconds for timeline in one.timelines)
 
 
 def test_a_cluster_without_an_expert_is_refused():

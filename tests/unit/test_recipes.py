@@ -11,8 +11,7 @@ import pytest
 
 import megatron_moe_opt
 from megatron_moe_opt.errors import ConfigurationError
-from megatron_moe_opt.planning.training.model import Parallel
-from megatron_moe_opt.topology.layouts import ROLES
+from megatron_moe_opt.topology.layouts import ROLES, Layout
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "recipes" / "slurm"))  # a folder of scripts, not a package
@@ -70,7 +69,7 @@ def test_dry_run(name):
 )
 def test_published_numbers_of_parameters(name, billions):
     # Mixtral of Experts, section 2.1: 47B; Qwen3, Table 2: 30.5B; 69.0B of Llama 2 and once more its 56.4B of MLPs.
-    assert model_shape(read_recipe(name)).parameters(Parallel()).total / 1e9 == pytest.approx(billions, abs=0.06)
+    assert model_shape(read_recipe(name)).parameters(Layout()).total / 1e9 == pytest.approx(billions, abs=0.06)
 
 
 def test_deepseek_v3_has_671_billion_parameters():
@@ -147,7 +146,10 @@ def test_a_stated_dispatcher_replaces_the_recipes():
         (
             "mpmoe_gpt_s",
             {},
-            ("--recompute-granularity", "selective", "--recompute-modules", "moe_act"),
+            (
+                *("--moe-opt-memory-reuse", "S3"),
+                *("--recompute-granularity", "selective", "--recompute-modules", "moe_act"),
+            ),
             "restores all that experts save",
         ),
         (

@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import re
 import sys
+import types
 from pathlib import Path
 from types import SimpleNamespace
 from typing import get_args
@@ -83,6 +84,14 @@ def test_the_real_name_is_restored_when_megatron_refuses():
     assert ours.moe_token_dispatcher_type == "monta"
 
 
+def test_the_dense_model_that_a_mixture_is_upcycled_from_is_let_through(monkeypatch):
+    """Megatron-LM builds it first, from the same command line without experts."""
+    monkeypatch.setattr(checks, "training_arguments", lambda: types.SimpleNamespace(moe_use_upcycling=True))
+    assert config(num_moe_experts=None).moe_token_dispatcher_type == "monta"
+    monkeypatch.setattr(checks, "training_arguments", lambda: types.SimpleNamespace(moe_use_upcycling=False))
+    refusal("--moe-token-dispatcher-type monta needs a mixture of experts", num_moe_experts=None)
+
+
 def test_registering_twice_wraps_once():
     wrapped = TransformerConfig.__post_init__, MoELayer.__init__
     megatron_moe_opt.register()
@@ -93,6 +102,12 @@ def test_bad_settings_are_refused_in_one_sentence():
     refusal("--moe-token-dispatcher-type mota is not a dispatcher: choose one of allgather, alltoall", name="mota")
     refusal("--moe-token-dispatcher-type monta needs a mixture of experts", num_moe_experts=None)
     refusal("--expert-model-parallel-size 3 does not divide --num-experts 4", expert_model_parallel_size=3)
+    # before Megatron, which would end in a traceback
+    refusal(
+        "--expert-model-parallel-size 2 does not divide --num-experts 7",
+        num_moe_experts=7,
+        expert_model_parallel_size=2,
+    )
     refusal("--cuda-graph-impl local does not work with", cuda_graph_impl="local")
     refusal(
         "--overlap-moe-expert-parallel-comm schedules the stages of stock dispatchers itself",
@@ -330,7 +345,11 @@ def test_gradients_are_compressed_only_where_they_travel_and_keep_their_scale():
     [
         ({"monta_level": "O3"}, "alltoall", "monta-level O3 is for --moe-token-dispatcher-type monta, not alltoall"),
         ({"chunks": 8}, "parm", "chunks 8 is for --moe-token-dispatcher-type monta, not parm: drop one of the two"),
-        ({"partitions": (2, 4)}, "monta", "partitions 2,4 is for --moe-token-dispatcher-type mpmoe, not monta"),
+        (
+            {"partitions": (2, 4), "profile": "c.json"},
+            "monta",
+            "partitions 2,4 is for --moe-token-dispatcher-type mpmoe, not monta",
+        ),
         ({"domain_sizes": (2,)}, "mpmoe", "domain-sizes 2 is for --moe-token-dispatcher-type expert-migration, not"),
         ({"network_levels": (2, 4)}, "deepspeed", "levels 2,4 is for --moe-token-dispatcher-type expert-migration"),
         ({"prefetch_layers": 0}, "allgather", "prefetch-layers 0 is for --moe-token-dispatcher-type expert-migration"),
@@ -340,7 +359,7 @@ def test_gradients_are_compressed_only_where_they_travel_and_keep_their_scale():
             "profile c.json is for --moe-token-dispatcher-type monta, parm, mpmoe, expert-m",
         ),
         ({"profile": "c.json", "parm_schedule": "S1"}, "parm", "profile c.json has nothing to choose for --moe-token-"),
-        ({"profile": "c.json"}, "mpmoe", "or give --moe-opt-partitions auto and --moe-opt-tuner model"),
+        ({"profile": "c.json"}, "mpmoe", "drop it, or give --moe-opt-partitions auto"),
         ({"profile": "c.json", "domain_sizes": (1,)}, "expert-migration", "or leave --moe-opt-domain-sizes at auto"),
     ],
     ids=str,
@@ -409,7 +428,8 @@ def test_a_moved_seam_is_refused():
     ("options", "name", "sentence"),
     [
         (Options(), "auto", "auto needs measurements or a plan: give --moe-opt-profile"),
-        (Options(profile=Path("c.json"), plan=Path("p.json")), "auto", "auto needs measurements or a plan"),
+        (Options(profile=Path("c.json"), plan=Path("p.json")), "auto",
+         "--moe-opt-profile c.json or runs what --moe-opt-plan p.json says: drop one of the two"),
         (Options(profile=Path("c.json"), domain_sizes=(2,), compression_ratio=25.0), "auto",
          "--moe-opt-compression-ratio 25 is lossy, which --moe-token-dispatcher-type auto never is"),
         (Options(profile=Path("c.json"), monta_level="O3"), "auto",

@@ -1,4 +1,4 @@
-"""What the planner predicts for the layer of `moe-opt bench layer`, under the names that dispatchers have there."""
+"""What the planner predicts for the layer of `moe-opt bench`, under the names that dispatchers have there."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.planning.costs.cluster import Cluster
 from megatron_moe_opt.planning.planner import candidates
 from megatron_moe_opt.planning.predicting.layer_workload import LayerWorkload
-from megatron_moe_opt.topology.domain_groups import find_levels
+from megatron_moe_opt.topology.domains import find_levels
 from megatron_moe_opt.topology.layouts import Layout
 from megatron_moe_opt.variants import whole_variant
 

@@ -94,11 +94,11 @@ class Case:
 
     def memory(self, one: Prediction) -> float:
         """Returns bytes of a GPU of the first stage: stock's, and what the candidate's layers hold more, or less."""
-        settings, model, parallel = self.settings, self.model, self.site.parallel
-        of_stock = training_memory(model, parallel, settings.micro_batch, self.sequence, settings.micro_batches)
+        settings, model, layout = self.settings, self.model, self.site.layout
+        of_stock = training_memory(model, layout, settings.micro_batch, self.sequence, settings.micro_batches)
         unpartitioned = activation_bytes(self.workload, self.workload.rows, 1, "none")
-        layers = model.layers // parallel.pp - min(model.dense_layers, model.layers // parallel.pp)
-        held = layers * min(parallel.pp, settings.micro_batches)
+        layers = model.layers // layout.pp - min(model.dense_layers, model.layers // layout.pp)
+        held = layers * min(layout.pp, settings.micro_batches)
         return of_stock.total + held * (one.activation_bytes - unpartitioned)
 
     def plan(self) -> Plan:
@@ -254,7 +254,7 @@ def _cells(case: Case, one: Prediction) -> Iterator[str]:
     site, settings = case.site, case.settings
     if site.device is not None:
         step = throughput(
-            case.model, site.parallel, site.device, settings.micro_batch, case.sequence, settings.micro_batches,
+            case.model, site.layout, site.device, settings.micro_batch, case.sequence, settings.micro_batches,
             one.seconds, with_experts=True,
         )  # fmt: skip
         yield f"{step.tokens_per_second:.0f}"

@@ -18,6 +18,7 @@ from megatron_moe_opt.planning.offline.expert_order import (
     stock_devices,
     write_expert_order,
 )
+from megatron_moe_opt.planning.offline.placement import solvers
 from megatron_moe_opt.planning.traces.routing_replay import PLANS, Replay, replay
 from megatron_moe_opt.planning.traces.routing_trace import RoutingTrace, read_routing_trace
 
@@ -58,15 +59,13 @@ def report_plan(path: Path, nodes: int, ranks_per_node: int, output: Path, seed:
     Raises:
         ConfigurationError: files that cannot be used or written, sizes that do not fit, a trace that is too short.
     """
-    from megatron_moe_opt.kernels import solve_placement
-
     check_output_file("--output", output)
     trace = read_routing_trace(path)
     _check_sizes(path, trace, nodes, ranks_per_node)
     if trace.num_passes < 2:
         raise ConfigurationError(f"{path} has one pass, which cannot be halved: record more")
     counts, half = trace.counts(), trace.num_passes // 2
-    planned = group_experts(counts[:half], nodes, ranks_per_node, solve_placement, seed)
+    planned = group_experts(counts[:half], nodes, ranks_per_node, solvers()[0], seed)
     order = ExpertOrder.of_devices(planned, trace.layers, nodes, nodes * ranks_per_node)
     write_expert_order(output, order)
     stock = stock_devices(len(trace.layers), trace.num_experts, nodes * ranks_per_node)
@@ -141,9 +140,7 @@ def _expert_devices(trace: RoutingTrace, nodes: int, ranks_per_node: int, expert
 
 
 def _replay(counts: np.ndarray, expert_device: np.ndarray, nodes: int, ranks_per_node: int) -> Replay:
-    from megatron_moe_opt.kernels import place_samples
-
-    return replay(counts, expert_device, np.repeat(np.arange(nodes), ranks_per_node), place_samples)
+    return replay(counts, expert_device, np.repeat(np.arange(nodes), ranks_per_node), solvers()[1])
 
 
 def _replay_table(trace: RoutingTrace, done: Replay) -> Table:

@@ -350,7 +350,10 @@ def _share_device(original: type) -> type:
         return [original.create_device(interface=name) for name in interfaces] or [original.create_default_device()]
 
     class SharedDeviceGloo(original):
-        def __init__(self, store: Any, rank: int, size: int, timeout: Any) -> None:
+        def __init__(self, store: Any, rank: int, size: int, timeout: Any, **asked: Any) -> None:
+            if any(asked.values()):  # of a newer torch (2.14: enable_reconfigure), which takes no options beside them
+                super().__init__(store, rank, size, timeout=timeout, **asked)
+                return
             options = original._Options()
             options._timeout, options._devices, options._threads = timeout, devices(), 2  # 2 is Gloo's default
             super().__init__(store, rank, size, options)

@@ -26,7 +26,11 @@ from megatron_moe_opt.integration.optimizer_step import after_optimizer_step, be
 from megatron_moe_opt.options import Options
 from megatron_moe_opt.runtime.engine.recomputation import is_recomputing
 from megatron_moe_opt.runtime.travelling_experts.expert_codec import LargestWeights, TrackedExperts, WholeExperts
-from megatron_moe_opt.runtime.travelling_experts.expert_communicator import MigratedExperts, expert_communicator
+from megatron_moe_opt.runtime.travelling_experts.expert_communicator import (
+    MigratedExperts,
+    expert_communicator,
+    forget_passes,
+)
 from megatron_moe_opt.runtime.travelling_experts.expert_gradients import CompressedGradients, WholeGradients
 from megatron_moe_opt.runtime.travelling_experts.expert_weights import ExpertWeights
 from megatron_moe_opt.runtime.travelling_experts.mean_expert import MeanExpert
@@ -75,6 +79,7 @@ def _list(numbers: tuple[int, ...]) -> str:
 
 def migrate_experts(layer: Any, options: Options) -> None:
     """Lets the experts of a layer travel, unless every domain is a single rank. A collective call over its groups."""
+    forget_passes()
     dispatcher: ExpertMigrationDispatcher = layer.token_dispatcher.dispatcher
     ready = functools.partial(_finish_parameter_sync, layer.experts)
     weights = ExpertWeights(layer.experts, _expert_of, ready)

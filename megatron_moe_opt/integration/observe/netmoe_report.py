@@ -23,18 +23,25 @@ def take() -> dict[int, dict[str, float]]:
 
 
 def lines(values: dict[int, dict[str, float]]) -> list[str]:
-    """One for each layer."""
-    return [_line(number, of_layer) for number, of_layer in values.items()]
+    """One of all layers together, and one more where placement sends more between nodes than stock."""
+    if not values:
+        return []
+    total = {name: sum(of_layer[name] for of_layer in values.values()) for name in next(iter(values.values()))}
 
-
-def _line(number: int, values: dict[str, float]) -> str:
     def change(link: str) -> str:
-        before, after = values[f"stock {link} MB"], values[f"{link} MB"]
+        before, after = total[f"stock {link} MB"], total[f"{link} MB"]
         percent = f" ({100 * (after / before - 1):+.1f} %)" if before else ""
         return f"{link} {before:.3f} -> {after:.3f} MB{percent}"
 
-    return (
-        f"netmoe: layer {number}: {change('inter-node')}, {change('intra-node')} a forward pass; moved "
-        f"{values['moved across nodes %']:.1f} % of the samples across nodes, {values['moved across devices %']:.1f} % "
-        f"across devices; solved in {values['solve ms']:.3f} ms, waited for {values['exposed ms']:.3f} ms of it"
-    )
+    said = [
+        f"netmoe: {len(values)} layer(s): {change('inter-node')}, {change('intra-node')} a forward pass; moved "
+        f"{total['moved across nodes %'] / len(values):.1f} % of the samples across nodes, "
+        f"{total['moved across devices %'] / len(values):.1f} % across devices; solved in {total['solve ms']:.3f} ms, "
+        f"waited for {total['exposed ms']:.3f} ms of it"
+    ]
+    if total["inter-node MB"] > total["stock inter-node MB"]:
+        said.append(
+            "netmoe: warning: placement adds traffic between nodes, as samples that use the same experts everywhere "
+            "make it do: `moe-opt trace replay` tells from a routing trace what to expect; monta moves no samples"
+        )
+    return said

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 
 class StockTraffic:
-    """Of one pass."""
+    """Counts what one pass of stock's all-to-all dispatcher sends, which reports nothing itself."""
 
     def __init__(self, dispatcher: Any, prob_dtype: torch.dtype) -> None:
         self._dispatcher, self._prob_dtype = dispatcher, prob_dtype
@@ -41,7 +41,7 @@ class StockTraffic:
         """Bytes of this rank to each global rank, forward and backward.
 
         Args:
-            outputs: [R', H] what the last all-to-all gets.
+            outputs: [N, H] what the last all-to-all gets.
         """
         own, row, prob = self._dispatcher, self._row_bytes, self._prob_dtype.itemsize
         ep, tp = own.ep_group, own.tp_group

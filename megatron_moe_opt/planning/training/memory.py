@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from megatron_moe_opt.planning.training.model import ModelShape, Parallel
+from megatron_moe_opt.planning.training.model import ModelShape
+from megatron_moe_opt.topology.layouts import Layout
 
 BF16, FP32, INT64 = 2, 4, 8
 
@@ -38,7 +39,7 @@ class StageMemory:
 
 def state_memory(
     model: ModelShape,
-    parallel: Parallel,
+    layout: Layout,
     stage: int = 0,
     zero: int = 1,
     each: BytesPerParameter | None = None,
@@ -60,19 +61,19 @@ def state_memory(
     if zero not in range(4):
         raise ValueError(f"ZeRO stage {zero} is not one of 0, 1, 2, 3")
     each = each or BytesPerParameter()
-    parameters = model.parameters(parallel, stage)
+    parameters = model.parameters(layout, stage)
 
     def stored(size: int, sharded_from: int) -> float:
         if zero < sharded_from:
             return float(size * parameters.total)
-        return size * (parameters.dense / parallel.dense_copies + parameters.expert / parallel.expert_copies)
+        return size * (parameters.dense / (layout.dp * layout.cp) + parameters.expert / layout.expert_dp)
 
     return StageMemory(stored(each.weight, 3), stored(each.gradient, 2), stored(each.optimizer, 1))
 
 
 def layer_activations(
     model: ModelShape,
-    parallel: Parallel,
+    layout: Layout,
     micro_batch: int,
     sequence: int,
     rows: int | None = None,
@@ -92,11 +93,11 @@ def layer_activations(
         fused: kernels that keep nothing between: flash attention, and norms and gated activations that keep their
             input. False: Megatron-Core's own PyTorch layers.
     """
-    tokens = micro_batch * sequence // parallel.cp
-    own = tokens // parallel.tp  # with sequence parallelism
+    tokens = micro_batch * sequence // layout.cp
+    own = tokens // layout.tp  # with sequence parallelism
     if rows is None:
-        rows = model.topk * parallel.etp * own
-    query, key, heads = (size // parallel.tp for size in (model.query_size, model.key_size, model.heads))
+        rows = model.topk * layout.expert_tp * own
+    query, key, heads = (size // layout.tp for size in (model.query_size, model.key_size, model.heads))
     terms = {
         "norms": 2 * own * (BF16 * model.hidden + FP32),
         "qkv input": BF16 * own * model.hidden,
@@ -115,13 +116,13 @@ def layer_activations(
         }
     plain = model.shared_ffn if moe else model.dense_ffn
     if plain:
-        terms["mlp middle"] = BF16 * tokens * (plain // parallel.tp) * _middle_width(model.gated, fused)
+        terms["mlp middle"] = BF16 * tokens * (plain // layout.tp) * _middle_width(model.gated, fused)
     if moe:
         # Choices with their sorted indices and probabilities; the routing map, and probabilities in its shape.
         terms["router"] = own * (model.topk * (2 * INT64 + FP32) + model.experts * (1 + BF16))
         terms["expert input"] = BF16 * rows * model.hidden
         width = expert_middle_width(model.gated, fused)
-        terms["expert middle"] = BF16 * rows * (model.ffn // parallel.etp * width + 1)
+        terms["expert middle"] = BF16 * rows * (model.ffn // layout.expert_tp * width + 1)
     return terms
 
 
@@ -144,7 +145,7 @@ RECOMPUTE = ("none", "selective", "full")
 
 def training_memory(
     model: ModelShape,
-    parallel: Parallel,
+    layout: Layout,
     micro_batch: int,
     sequence: int,
     micro_batches: int,
@@ -166,17 +167,17 @@ def training_memory(
     """
     if recompute not in RECOMPUTE:
         raise ValueError(f"recompute {recompute} is not one of {', '.join(RECOMPUTE)}")
-    states = state_memory(model, parallel, stage, zero, each)
-    per_stage = model.layers // parallel.pp
+    states = state_memory(model, layout, stage, zero, each)
+    per_stage = model.layers // layout.pp
     activations = 0
     for layer in range(stage * per_stage, (stage + 1) * per_stage):
-        terms = layer_activations(model, parallel, micro_batch, sequence, moe=layer >= model.dense_layers)
+        terms = layer_activations(model, layout, micro_batch, sequence, moe=layer >= model.dense_layers)
         if recompute == "selective":
             del terms["attention"]
         if recompute == "full":
-            terms = {"layer input": BF16 * micro_batch * sequence // parallel.cp // parallel.tp * model.hidden}
+            terms = {"layer input": BF16 * micro_batch * sequence // layout.cp // layout.tp * model.hidden}
         activations += sum(terms.values())
-    return replace(states, activations=float(activations * min(parallel.pp - stage, micro_batches)))
+    return replace(states, activations=float(activations * min(layout.pp - stage, micro_batches)))
 
 
 def paper_activations(

@@ -1,44 +1,11 @@
-"""The shape of a GPT with MoE layers, how it is spread over ranks, and the parameters that a rank then holds."""
+"""The shape of a GPT with MoE layers, and the parameters that a rank of a layout holds."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from megatron_moe_opt.errors import ConfigurationError
-
-
-@dataclass(frozen=True)
-class Parallel:
-    """Sizes of Megatron's parallel dimensions; data parallelism takes the rest of the world.
-
-    Raises:
-        ConfigurationError: sizes that do not divide the world.
-    """
-
-    world: int = 1
-    tp: int = 1
-    pp: int = 1
-    cp: int = 1
-    ep: int = 1
-    etp: int = 1
-
-    def __post_init__(self) -> None:
-        for name, size in (
-            ("tp * cp * pp", self.tp * self.cp * self.pp),
-            ("etp * ep * pp", self.etp * self.ep * self.pp),
-        ):
-            if size < 1 or self.world % size:
-                raise ConfigurationError(f"{name} = {size} does not divide {self.world} ranks; choose sizes that do")
-
-    @property
-    def dense_copies(self) -> int:
-        """Ranks that hold the same parameters outside the experts: data times context parallelism."""
-        return self.world // (self.tp * self.pp)
-
-    @property
-    def expert_copies(self) -> int:
-        """Ranks that hold the same experts."""
-        return self.world // (self.etp * self.ep * self.pp)
+from megatron_moe_opt.topology.layouts import Layout
 
 
 @dataclass(frozen=True)
@@ -96,32 +63,32 @@ class ModelShape:
         """Elements of a token's keys, and of its values."""
         return self.query_size // self.heads * (self.kv_heads or self.heads)
 
-    def parameters(self, parallel: Parallel, stage: int = 0) -> Parameters:
+    def parameters(self, layout: Layout, stage: int = 0) -> Parameters:
         """What one rank of a pipeline stage holds.
 
         Raises:
             ConfigurationError: a size that its parallelism does not divide.
         """
-        self._refuse(parallel)
-        per_stage = self.layers // parallel.pp
+        self._refuse(layout)
+        per_stage = self.layers // layout.pp
         first = stage * per_stage
         dense_layers = min(max(self.dense_layers - first, 0), per_stage)
         moe_layers = per_stage - dense_layers
         norm = self.norm_parameters * self.hidden
-        dense = per_stage * (self._attention(parallel.tp) + 2 * norm)
-        dense += dense_layers * self._mlp(self.dense_ffn, parallel.tp)
+        dense = per_stage * (self._attention(layout.tp) + 2 * norm)
+        dense += dense_layers * self._mlp(self.dense_ffn, layout.tp)
         dense += moe_layers * self.experts * (self.hidden + self.bias)  # router
         if self.shared_ffn:
-            dense += moe_layers * self._mlp(self.shared_ffn, parallel.tp)
-        words = self.vocabulary // parallel.tp * self.hidden
-        last = stage == parallel.pp - 1
+            dense += moe_layers * self._mlp(self.shared_ffn, layout.tp)
+        words = self.vocabulary // layout.tp * self.hidden
+        last = stage == layout.pp - 1
         if stage == 0:
             dense += words
         if last:
             dense += norm
             if not (self.tied and stage == 0):  # a tied model holds a second copy on its last stage
                 dense += words
-        expert = moe_layers * (self.experts // parallel.ep) * self._mlp(self.ffn, parallel.etp)
+        expert = moe_layers * (self.experts // layout.ep) * self._mlp(self.ffn, layout.expert_tp)
         return Parameters(dense, expert)
 
     @property
@@ -158,16 +125,16 @@ class ModelShape:
         bias = first + self.hidden if self.bias else 0
         return self.hidden * (first + ffn // tp) + bias
 
-    def _refuse(self, parallel: Parallel) -> None:
+    def _refuse(self, layout: Layout) -> None:
         for name, size, by, divisor in (
-            ("layers", self.layers, "pp", parallel.pp),
-            ("heads", self.heads, "tp", parallel.tp),
-            ("kv_heads", self.kv_heads or self.heads, "tp", parallel.tp),
-            ("vocabulary", self.vocabulary, "tp", parallel.tp),
-            ("shared_ffn", self.shared_ffn, "tp", parallel.tp),
-            ("dense_ffn", self.dense_ffn, "tp", parallel.tp),
-            ("experts", self.experts, "ep", parallel.ep),
-            ("ffn", self.ffn, "etp", parallel.etp),
+            ("layers", self.layers, "pp", layout.pp),
+            ("heads", self.heads, "tp", layout.tp),
+            ("kv_heads", self.kv_heads or self.heads, "tp", layout.tp),
+            ("vocabulary", self.vocabulary, "tp", layout.tp),
+            ("shared_ffn", self.shared_ffn, "tp", layout.tp),
+            ("dense_ffn", self.dense_ffn, "tp", layout.tp),
+            ("experts", self.experts, "ep", layout.ep),
+            ("ffn", self.ffn, "expert_tp", layout.expert_tp),
         ):
             if size % divisor:
                 raise ConfigurationError(f"{name} = {size} is not a multiple of {by} = {divisor}; change one of them")

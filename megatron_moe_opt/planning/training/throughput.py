@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron_moe_opt.planning.training.model import ModelShape, Parallel
+from megatron_moe_opt.planning.training.model import ModelShape
+from megatron_moe_opt.topology.layouts import Layout
 
 
 @dataclass(frozen=True)
-class Device:
+class GpuSpeed:
     """What one GPU computes."""
 
     peak_flops: float
@@ -42,8 +43,8 @@ def flops_per_token(model: ModelShape, sequence: int) -> float:
 
 def throughput(
     model: ModelShape,
-    parallel: Parallel,
-    device: Device,
+    layout: Layout,
+    device: GpuSpeed,
     micro_batch: int,
     sequence: int,
     micro_batches: int,
@@ -67,18 +68,17 @@ def throughput(
     """
     if not (device.peak_flops > 0 and 0 < device.efficiency <= 1):
         raise ValueError(f"peak {device.peak_flops} FLOP/s at efficiency {device.efficiency} is not a device")
-    replicas = parallel.world // (parallel.tp * parallel.cp * parallel.pp)
     tokens = micro_batch * sequence
-    flops = tokens * flops_per_token(model, sequence) / (parallel.tp * parallel.cp * parallel.pp)  # of one GPU
-    layer_flops = 6.0 * tokens * (model.layer_matrices() + sequence * model.query_size) / (parallel.tp * parallel.cp)
+    flops = tokens * flops_per_token(model, sequence) / (layout.tp * layout.cp * layout.pp)  # of one GPU
+    layer_flops = 6.0 * tokens * (model.layer_matrices() + sequence * model.query_size) / (layout.tp * layout.cp)
     speed = device.peak_flops * device.efficiency
-    moe_layers = (model.layers - model.dense_layers) / parallel.pp
-    experts = 6.0 * tokens * model.expert_matrices / (parallel.tp * parallel.cp) if with_experts else 0.0
-    step = ((flops - moe_layers * experts) / speed + moe_layers * exchange_seconds) * (micro_batches + parallel.pp - 1)
-    tokens_of_step = tokens * micro_batches * replicas
+    moe_layers = (model.layers - model.dense_layers) / layout.pp
+    experts = 6.0 * tokens * model.expert_matrices / (layout.tp * layout.cp) if with_experts else 0.0
+    step = ((flops - moe_layers * experts) / speed + moe_layers * exchange_seconds) * (micro_batches + layout.pp - 1)
+    tokens_of_step = tokens * micro_batches * layout.dp
     return Throughput(
         layer_seconds=(layer_flops - experts) / speed + exchange_seconds,
         step_seconds=step,
-        tokens_per_second=tokens_of_step / step / parallel.world,
+        tokens_per_second=tokens_of_step / step / layout.world,
         mfu=flops * micro_batches / (step * device.peak_flops),
     )

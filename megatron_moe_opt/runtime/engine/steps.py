@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.distributed import ProcessGroup
 
-from megatron_moe_opt.kernels import ChunkList
+from megatron_moe_opt.kernels import ChunkList, empty
 from megatron_moe_opt.kernels.extension import load_extension
 from megatron_moe_opt.runtime.observed.traffic import count_sent
 
@@ -107,6 +107,13 @@ def sum_scattered(
     return sum_parts(blocks, summed, columns or [(0, rows.size(1), rows.dtype)])
 
 
+def reduce_scatter(rows: torch.Tensor, summed: torch.Tensor, group: ProcessGroup) -> tuple[Steps, Steps]:
+    """The exchange and the sum of a reduce-scatter in equal blocks: rows [ranks * N, W] -> summed [N, W]."""
+    counts = [summed.size(0)] * group.size()
+    parts = empty((rows.size(0) - summed.size(0), rows.size(1)), rows.dtype, rows.device)
+    return scatter(rows, parts, counts, group), sum_scattered(rows, parts, summed, counts, group)
+
+
 def sum_parts(
     parts: Sequence[torch.Tensor], summed: torch.Tensor, columns: Sequence[tuple[int, int, torch.dtype]]
 ) -> Steps:
@@ -115,7 +122,7 @@ def sum_parts(
 
 
 def copy_rows(source: torch.Tensor, target: torch.Tensor, chunks: ChunkList) -> Steps:
-    """Moves the rows of `chunks` from source [R, W] to target [R', W]."""
+    """Moves the rows of `chunks` from source [R, W] to target [N, W]."""
     return copy_columns(source, 0, target, 0, source.size(1) * source.element_size(), chunks)
 
 

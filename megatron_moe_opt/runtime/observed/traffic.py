@@ -82,7 +82,7 @@ class TrafficCounter(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
         """Counts `func` where it is a collective, then runs it."""
         kwargs = kwargs or {}
-        if func.namespace in _NAMESPACES and not _reported.get():
+        if func.namespace in _NAMESPACES:
             names = [argument.name for argument in func._schema.arguments]
             self._count(func._opname, dict(zip(names, args, strict=False)) | kwargs)
         return func(*args, **kwargs)
@@ -152,7 +152,7 @@ class SentBytes:
         """Bytes by global rank."""
 
     def start(self) -> None:
-        """Listens from now on."""
+        """Adds what is reported from now on to `by_peer`."""
         _active.append(self)
 
     def stop(self) -> None:
@@ -168,7 +168,6 @@ class SentBytes:
 
 _active: list[TrafficCounter | SentBytes] = []
 _logical_name: ContextVar[str | None] = ContextVar("logical collective", default=None)
-_reported: ContextVar[bool] = ContextVar("reported with count_sent", default=False)
 
 
 def issued_as(collective: str) -> AbstractContextManager[None]:
@@ -189,16 +188,6 @@ def count_sent(collective: str, group: dist.ProcessGroup, bytes_to: Sequence[int
         messages = _to_peers(lambda peer: bytes_to[peer], group.rank(), group.size())
         for counter in _active:
             counter._add(collective, group, messages)
-
-
-@contextmanager
-def reported() -> Iterator[None]:
-    """Collectives issued inside the context are not counted: who starts them has reported them with `count_sent`."""
-    token = _reported.set(True)
-    try:
-        yield
-    finally:
-        _reported.reset(token)
 
 
 @contextmanager

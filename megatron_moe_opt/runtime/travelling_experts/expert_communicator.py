@@ -28,13 +28,12 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from megatron_moe_opt.kernels import empty
 from megatron_moe_opt.kernels.streams import used_here
-from megatron_moe_opt.runtime.engine.collectives import device_of, start_all_gather_rows
-from megatron_moe_opt.runtime.engine.communication_lane import communication_lane, finish_lanes
+from megatron_moe_opt.runtime.engine import steps
+from megatron_moe_opt.runtime.engine.collectives import device_of
+from megatron_moe_opt.runtime.engine.executor import executor
 from megatron_moe_opt.runtime.engine.recomputation import is_recomputing
-from megatron_moe_opt.runtime.engine.recording import Beside
+from megatron_moe_opt.runtime.engine.started import finish_started
 from megatron_moe_opt.runtime.observed.layer_place import Place, belonging_to, place
-from megatron_moe_opt.runtime.observed.stages import Stages
-from megatron_moe_opt.runtime.observed.traffic import count_sent
 from megatron_moe_opt.runtime.travelling_experts.arrived_experts import ArrivedExperts, Residents, restore_part
 from megatron_moe_opt.runtime.travelling_experts.expert_codec import (
     LargestWeights,
@@ -44,17 +43,17 @@ from megatron_moe_opt.runtime.travelling_experts.expert_codec import (
 )
 from megatron_moe_opt.runtime.travelling_experts.expert_gradients import CompressedGradients, WholeGradients
 from megatron_moe_opt.runtime.travelling_experts.expert_weights import ExpertWeights
-from megatron_moe_opt.schedules.expert_migration import gathered as gathered_schedule
-from megatron_moe_opt.schedules.expert_migration import returned as returned_schedule
+from megatron_moe_opt.schedules import expert_migration as schedules
 from megatron_moe_opt.topology.domain_groups import DomainGroups
 
 
 class ExpertCommunicator:
     """The layers of a process whose experts travel over the same groups.
 
-    Their order is that of their passes. Layers of a model that nobody holds any more live on until Python's garbage
-    collection finds them, on one rank earlier than on another: nothing is sent ahead for a layer before all ranks have
-    said that they still have it.
+    Their order is that of their passes since a layer was built last. Layers of a model that nobody holds any more live
+    on until Python's garbage collection finds them, on one rank earlier than on another, or for ever: Megatron's DDP
+    leaves hooks in autograd's nodes that hold the model. So nothing is sent ahead for a layer before all ranks have
+    said that they still have it, and of models that were there before another one was built, before it is used again.
     """
 
     def __init__(self, groups: DomainGroups, ahead: int, resident: int | None = None) -> None:
@@ -95,6 +94,10 @@ class ExpertCommunicator:
             found.append(layer)
         return found
 
+    def forget_passes(self) -> None:
+        """Has the next pass be as the first: no layer was before it, and none is due."""
+        self._first = self._due = self._last = None
+
     def after_step(self) -> None:
         """Weights are new: the first layers of the passes since the last step are due when the next one begins."""
         self._due, self._first = self._first, None
@@ -134,21 +137,29 @@ class ExpertCommunicator:
         Returns:
             What waits for the experts [ranks, numel], in the order of DomainTables.owners.
         """
-        num_bytes, sizes = message.num_bytes, {}
-        for level, group in self._groups.items():
-            count_sent("all_gather", group, [num_bytes] * group.size())
-            sizes[level] = num_bytes = num_bytes * group.size()
-        beside = Beside(lambda: gathered_schedule(sizes))
+        run, bound, sizes = executor(device), [], {}
+        if message.write is not None:
+            bound.append(steps.call(message.write))
+        with run.memory():
+            held = used_here(message.sent).view(1, -1)
+            for level, group in self._groups.items():
+                rows, held = held, empty((group.size() * held.size(0), held.size(1)), held.dtype, device)
+                bound.append(steps.all_gather(rows, held, [rows.size(0)] * group.size(), group))
+                sizes[level] = held.nbytes
+        experts = [held]
 
-        def gather() -> Stages:
-            gathered = encoded = used_here(message.encode())
-            with beside:
-                for group in self._groups.values():
-                    gathered = yield start_all_gather_rows(gathered, None, group)
-                    beside.ended()
-            return message.decode(gathered.view(-1, encoded.numel()), own)
+        def decode() -> None:
+            experts.append(message.decode(experts.pop(), own))
 
-        return communication_lane("experts", device).submit(gather)
+        if message.write is not None:
+            bound.append(steps.call(decode))
+        running = run.start(schedules.gathered(sizes, is_coded=message.write is not None), bound)
+
+        def arrived() -> torch.Tensor:
+            running.wait()
+            return used_here(experts[0])
+
+        return arrived
 
     def reduce(
         self, gradients: torch.Tensor, codec: WholeGradients | CompressedGradients
@@ -161,30 +172,22 @@ class ExpertCommunicator:
         Returns:
             What waits for the sum, [N].
         """
-        owners, sizes = gradients.size(0), {}
+        run, bound, sizes = executor(gradients.device), [], {}
         of_owner = codec.sent_bytes(gradients.size(1), gradients.dtype)
-        for level, group in reversed(self._groups.items()):
-            sizes[level] = owners * of_owner
-            owners //= group.size()
-            count_sent("reduce_scatter", group, [owners * of_owner] * group.size())
-        beside = Beside(lambda: returned_schedule(sizes))
+        with run.memory():
+            sums = gradients
+            for level, group in reversed(self._groups.items()):
+                sizes[level] = sums.size(0) * of_owner
+                of_level, sums = codec.reduce(sums, gradients.dtype, group)
+                bound += of_level
+        running, held = run.start(schedules.returned(sizes, codec.is_lossy), bound), [gradients]
 
-        def reduce() -> Stages:
-            parts = gradients
-            with beside:
-                for group in reversed(self._groups.values()):
-                    parts = yield from codec.reduce(parts, gradients.dtype, group)
-                    beside.ended()
-            return parts.view(-1).to(gradients.dtype)
+        def arrived() -> torch.Tensor:
+            running.wait()
+            dtype = held.pop().dtype  # not before: their memory would be others' while it is read
+            return used_here(sums).view(-1).to(dtype)
 
-        arrived, held = communication_lane("experts", gradients.device).submit(reduce), [gradients]
-
-        def wait() -> torch.Tensor:
-            total = arrived()
-            held.clear()  # not before: their memory would be others' while the lane reads it
-            return total
-
-        return wait
+        return arrived
 
 
 _communicators: dict[tuple[DomainGroups, int, int | None], ExpertCommunicator] = {}
@@ -196,8 +199,16 @@ def expert_communicator(groups: DomainGroups, ahead: int, resident: int | None =
     if key not in _communicators:
         _communicators[key] = ExpertCommunicator(*key)
         groups.at_end.callback(_communicators.pop, key)
-        groups.at_end.callback(finish_lanes)
+        groups.at_end.callback(finish_started)
     return _communicators[key]
+
+
+def forget_passes() -> None:
+    """Has no layer of this process be sent before its next pass: another one is built, and they may be of a model that
+    is gone. To be called on all ranks alike.
+    """
+    for communicator in _communicators.values():
+        communicator.forget_passes()
 
 
 class MigratedExperts:
@@ -234,7 +245,7 @@ class MigratedExperts:
         self._arrived: ArrivedExperts | None = None
 
     def describe(self) -> str:
-        """What runs, for the line at start."""
+        """Returns what runs, in words, for the line that is logged at start."""
         how, ahead = self.codec.describe(), self.communicator.ahead
         what = f"experts of {len(self.owners)} ranks on each, {how}, gathered {ahead} layer(s) ahead"
         residents = self.communicator.residents

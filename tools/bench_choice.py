@@ -1,7 +1,9 @@
-"""`moe-opt bench choice`: is what a system chooses by itself the fastest of all?
+"""Is what a system chooses by itself the fastest of all?
 
 Every candidate is measured. A choice sees the profile alone, or trials of its own, and its regret is how much slower
 it is than the fastest candidate. Its prediction is held against the time that the schedules took.
+
+torchrun --nproc-per-node 8 -m tools.bench_choice --profile cluster.json --tp 4 --ep 2 --expert-tp 4 --tokens 256,1024
 """
 
 from __future__ import annotations
@@ -12,23 +14,25 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import torch
 import torch.distributed as dist
+import typer
 from rich.console import Console
 
-from megatron_moe_opt.cli.bench.choosers import STEPS, Chooser, Chosen
-from megatron_moe_opt.cli.bench.layer import check, time_rounds
-from megatron_moe_opt.cli.bench.split_half import noise_floor, regret_of_halves
 from megatron_moe_opt.cli.console import report_console, say, table_of
+from megatron_moe_opt.cli.layer.bench import check, time_rounds
 from megatron_moe_opt.cli.layer.settings import LayerSettings
-from megatron_moe_opt.cli.option_types import torch_dtype
+from megatron_moe_opt.cli.main import main
+from megatron_moe_opt.cli.option_types import DType, byte_budget, finite, torch_dtype, whole_numbers
 from megatron_moe_opt.cli.ranks import begin, megatron_process_group, parallel_layer, slowest
 from megatron_moe_opt.cli.report.measured_layer import shape_of
 from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.output_file import check_output_file, write_text_whole
 from megatron_moe_opt.planning.costs.cluster import Cluster
+from tools.choosers import STEPS, Chooser, Chosen, chooser_of
+from tools.split_half import noise_floor, regret_of_halves
 
 if TYPE_CHECKING:
     from megatron_moe_opt.cli.layer.under_test import LayerUnderTest
@@ -224,3 +228,79 @@ def _print_regrets(by: str, points: list[ChoicePoint], console: Console) -> None
 def _at_most(regrets: Sequence[float]) -> str:
     few = sum(regret <= 0.05 for regret in regrets)
     return f"at most 5 % in {few} of {len(regrets)} points, largest {max(regrets):.1%}"
+
+
+app = typer.Typer(pretty_exceptions_enable=False)
+
+
+@app.command()
+def choice(
+    profile: Annotated[Path, typer.Option(help="cluster.json of moe-opt profile, of the same groups.")],
+    tokens: Annotated[str, typer.Option(help="Tokens of each rank, one point each, separated by commas.")] = "256,1024",
+    chunks: Annotated[
+        str | None,
+        typer.Option(help="Chunk counts at O2 and O3, or partitions.", show_default="2,4,8,16; 1 to 8 with --mpmoe"),
+    ] = None,
+    hidden: Annotated[int, typer.Option(min=1, help="Hidden size.")] = 1024,
+    ffn_hidden: Annotated[
+        int | None,
+        typer.Option(min=1, help="Hidden size inside an expert; with --mpmoe or --auto.", show_default="--hidden"),
+    ] = None,
+    experts: Annotated[int, typer.Option(min=1, help="Experts of the layer.")] = 8,
+    topk: Annotated[int, typer.Option(min=1, help="Experts of a token.")] = 2,
+    tp: Annotated[int, typer.Option(min=1, help="Tensor parallelism; above 1 with sequence parallelism.")] = 1,
+    ep: Annotated[int | None, typer.Option(min=1, help="Expert parallelism.", show_default="ranks / expert-tp")] = None,
+    expert_tp: Annotated[int, typer.Option(min=1, help="Tensor parallelism inside an expert.")] = 1,
+    dtype: Annotated[DType, typer.Option(help="Tokens.")] = DType.fp32,
+    routing: Annotated[str, typer.Option(help="As in moe-opt bench.")] = "uniform",
+    capacity_factor: Annotated[
+        float | None,
+        typer.Option(min=0.0, callback=finite, help="Pad every expert to this capacity; with --replicated."),
+    ] = None,
+    replicated: Annotated[
+        bool,
+        typer.Option("--replicated", help="parm's choice, on tokens that all TP ranks hold, in a whole MoE layer."),
+    ] = False,
+    mpmoe: Annotated[
+        bool, typer.Option("--mpmoe", help="mpmoe's choice of partitions and memory reuse, in a whole MoE layer.")
+    ] = False,
+    auto: Annotated[
+        bool, typer.Option("--auto", help="auto's choice among all systems, in a whole MoE layer.")
+    ] = False,
+    reuse: Annotated[
+        str, typer.Option(help="Memory reuse: none, one of S1 to S4, or auto to choose from all; with --mpmoe.")
+    ] = "none",
+    activation_budget: Annotated[
+        int | None,
+        typer.Option(
+            parser=byte_budget,
+            metavar="BYTES",
+            help="What activations may take of a choice, such as 512MiB; with --mpmoe.",
+            show_default="no limit",
+        ),
+    ] = None,
+    steps: Annotated[int, typer.Option(min=1, help="Timed rounds.")] = 5,
+    warmup: Annotated[int, typer.Option(min=0, help="Untimed rounds before them.")] = 1,
+    seed: Annotated[int, typer.Option(help="Seed of inputs and routing.")] = 1,
+    json: Annotated[Path | None, typer.Option(help="Write everything.")] = None,
+) -> None:
+    """How much slower a choice is than the fastest of all: monta's of level and chunks, parm's of its schedule, mpmoe's
+    of partitions and memory reuse, by the profile; auto's of all of these, planned and after its trials.
+    """
+    sizes, counts = whole_numbers("--tokens", tokens), None if chunks is None else whole_numbers("--chunks", chunks)
+    systems = [flag for flag, given in {"--replicated": replicated, "--mpmoe": mpmoe, "--auto": auto}.items() if given]
+    if len(systems) > 1:
+        raise ConfigurationError(f"{' and '.join(systems)} are choices of different systems: give one of them")
+    chooser = chooser_of(systems[0] if systems else None, counts, reuse, activation_budget)
+    settings = LayerSettings(
+        dispatchers=(), tokens=sizes[0], hidden=hidden,
+        ffn_hidden=(ffn_hidden or hidden) if mpmoe or auto else expert_tp, experts=experts, topk=topk, tp=tp, ep=ep,
+        expert_tp=expert_tp, dtype=dtype.value, routing=routing, capacity_factor=capacity_factor,
+        pad_to_capacity=capacity_factor is not None, steps=steps, warmup=warmup, seed=seed, profile=profile,
+        replicated=replicated,
+    )  # fmt: skip
+    bench_choice(settings, sizes, chooser, json)
+
+
+if __name__ == "__main__":
+    main(app, "bench_choice")
