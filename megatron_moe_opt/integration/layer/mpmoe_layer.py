@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import inspect
 from typing import Any
 
 import torch
 
-from megatron_moe_opt.integration.seams import seam_moved
+from megatron_moe_opt.integration.layer.layer_seam import LayerSeam, Slot
 from megatron_moe_opt.options import Options
 from megatron_moe_opt.runtime.through_experts.expert_call import Experts
 
@@ -21,9 +20,6 @@ def pipeline_experts(layer: Any, options: Options) -> None:
     Raises:
         ConfigurationError: a Megatron whose layer has no such method.
     """
-    stock = getattr(layer, "routed_experts_compute", None)
-    if stock is None or list(inspect.signature(stock).parameters) != ["hidden_states", "probs"]:
-        raise seam_moved("MoELayer.routed_experts_compute(hidden_states, probs) is not there")
     experts = Experts(_runner(layer), ())
 
     def routed_experts_compute(hidden_states: torch.Tensor, probs: torch.Tensor) -> tuple[torch.Tensor, None]:
@@ -33,7 +29,7 @@ def pipeline_experts(layer: Any, options: Options) -> None:
         experts.constants = tuple(tensor for tensor in tensors if not tensor.requires_grad)
         return plugged.dispatcher.through_experts(hidden_states, plugged.dispatched, experts), None
 
-    layer.routed_experts_compute = routed_experts_compute
+    LayerSeam(layer).put(Slot.EXPERTS, routed_experts_compute)
 
 
 def _runner(layer: Any) -> Any:

@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from megatron_moe_opt.errors import ConfigurationError
+from megatron_moe_opt.integration.layer.layer_seam import LayerSeam, Slot
 
 
 def holds_replicated_tokens(config: Any) -> bool:
@@ -64,10 +65,10 @@ def take_replicated_tokens(layer: Any) -> None:
     Its dispatcher says at its first forward pass, when the number of tokens is known, on which of the two ways. Another
     one may take its place between optimizer steps, and go the other way.
     """
-    stock_forward, group = layer.forward, layer.tp_group
+    seam, group = LayerSeam(layer), layer.tp_group
+    stock_forward = functools.partial(seam.stock(Slot.FORWARD), layer)
     edge: _Edge | None = None
 
-    @functools.wraps(stock_forward)
     def forward(hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         nonlocal edge
         _check(hidden_states, group, args, kwargs)
@@ -79,7 +80,7 @@ def take_replicated_tokens(layer: Any) -> None:
             output, bias = stock_forward(_split(hidden_states, group))
         return _gather(output, group), bias
 
-    layer.forward = forward
+    seam.put(Slot.FORWARD, forward)
 
 
 class _Edge:

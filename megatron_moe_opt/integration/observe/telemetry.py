@@ -10,21 +10,20 @@ or two.
 from __future__ import annotations
 
 import functools
-import types
 import weakref
 from typing import Any
 
 import torch
 
 from megatron_moe_opt.integration.layer.layer_passes import number_of, on_gradient
+from megatron_moe_opt.integration.layer.layer_seam import LayerSeam, Slot
 from megatron_moe_opt.integration.observe.stock_traffic import StockTraffic
-from megatron_moe_opt.integration.seams import seam_moved
 from megatron_moe_opt.kernels.count_tokens import count_routing_map
 from megatron_moe_opt.runtime.engine.recomputation import is_recomputing
 from megatron_moe_opt.runtime.observed.layer_pass import DeviceClock, Direction, HostClock, LayerPass, Samples
 
-STAGES = ("preprocess", "dispatch", "combine", "postprocess")
-"""The methods of MoELayer around its experts, in the order in which its forward pass calls them."""
+STAGES = (Slot.PREPROCESS, Slot.DISPATCH, Slot.COMBINE, Slot.POSTPROCESS)
+"""The slots around the experts, in the order in which a forward pass goes through them."""
 
 
 class LayerRecord:
@@ -57,12 +56,9 @@ def watch(layer: Any) -> None:
     Raises:
         ConfigurationError: a Megatron whose layer has no such stages.
     """
-    for name in STAGES:
-        if not isinstance(getattr(type(layer), name, None), types.FunctionType):
-            raise seam_moved(f"{type(layer).__name__}.{name} is not a plain method")
     stages = _Stages(layer, LayerRecord(layer.config.num_moe_experts, layer.token_dispatcher.tp_ep_group))
-    for name in STAGES:
-        setattr(layer, name, getattr(stages, name))
+    for slot in STAGES:
+        LayerSeam(layer).put(slot, getattr(stages, slot.value))
 
 
 class _Stages:
@@ -70,7 +66,7 @@ class _Stages:
 
     def __init__(self, layer: Any, record: LayerRecord) -> None:
         self._layer, self._record, self._now = weakref.proxy(layer), record, record.clock.now
-        self._stock = {name: getattr(type(layer), name) for name in STAGES}
+        self._stock = {slot: LayerSeam(layer).stock(slot) for slot in STAGES}
         self._observed: LayerPass | None = None
         """The forward pass under way, if it is observed."""
         self._has_backward = False
@@ -84,7 +80,7 @@ class _Stages:
         self._abandon()
         observed = self._next_pass(routing_map)
         if observed is None:
-            return self._stock["preprocess"](self._layer, hidden_states, probs, routing_map)
+            return self._stock[Slot.PREPROCESS](self._layer, hidden_states, probs, routing_map)
         last = next((tensor for tensor in (probs, hidden_states) if tensor.requires_grad), None)
         if last is not None:
             last.register_hook(functools.partial(self._end_backward, observed))
@@ -95,7 +91,7 @@ class _Stages:
             observed.forward.is_counted = observed.backward.is_counted = False
         observed.forward.sent.start()
         observed.forward.begin = self._now()
-        return self._stock["preprocess"](self._layer, hidden_states, probs, routing_map)
+        return self._stock[Slot.PREPROCESS](self._layer, hidden_states, probs, routing_map)
 
     def dispatch(self, hidden_states: torch.Tensor, probs: torch.Tensor) -> Any:
         """Runs stock's step that sends rows to their experts, and notes when it begins."""
@@ -106,15 +102,15 @@ class _Stages:
                 self._traffic.note_dispatched(hidden_states, probs)
             self._watch_experts(observed, observed.forward)
             observed.forward.exchange_begin = self._now()
-        return self._stock["dispatch"](self._layer, hidden_states, probs)
+        return self._stock[Slot.DISPATCH](self._layer, hidden_states, probs)
 
     def combine(self, output: torch.Tensor) -> torch.Tensor:
         """Runs stock's step that sends rows back, and notes when it ends and what was sent."""
         observed = self._observed
         if observed is None:
-            return self._stock["combine"](self._layer, output)
+            return self._stock[Slot.COMBINE](self._layer, output)
         self._leave_experts()
-        result = self._stock["combine"](self._layer, output)
+        result = self._stock[Slot.COMBINE](self._layer, output)
         observed.forward.exchange_end = self._now()
         on_gradient(result, functools.partial(self._mark, observed.backward, "exchange_begin"))
         if self._traffic is not None:
@@ -125,7 +121,7 @@ class _Stages:
 
     def postprocess(self, output: torch.Tensor, shared_expert_output: torch.Tensor | None) -> torch.Tensor:
         """Runs stock's step that sums each token's rows; a pass that is observed ends here."""
-        result = self._stock["postprocess"](self._layer, output, shared_expert_output)
+        result = self._stock[Slot.POSTPROCESS](self._layer, output, shared_expert_output)
         observed, self._observed = self._observed, None
         if observed is not None:
             observed.forward.end = self._now()

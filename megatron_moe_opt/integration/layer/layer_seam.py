@@ -1,0 +1,64 @@
+"""Where a MoELayer is cut into: slots, each a method of it in whose place one layer may have another function."""
+
+from __future__ import annotations
+
+import inspect
+import types
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+from megatron_moe_opt.integration.seams import seam_moved
+
+
+class Slot(Enum):
+    """A method of MoELayer."""
+
+    FORWARD = "forward"
+    PREPROCESS = "preprocess"
+    DISPATCH = "dispatch"
+    EXPERTS = "routed_experts_compute"
+    COMBINE = "combine"
+    POSTPROCESS = "postprocess"
+
+
+_PARAMETERS = {Slot.EXPERTS: ["self", "hidden_states", "probs"]}
+"""Of methods that are replaced, and not only wrapped."""
+
+
+@dataclass(frozen=True)
+class LayerSeam:
+    """The slots of one layer, which keeps what is put into them."""
+
+    layer: Any
+
+    def stock(self, slot: Slot) -> Callable[..., Any]:
+        """Megatron's own method, to be called with the layer.
+
+        Raises:
+            ConfigurationError: a Megatron whose layer has no such method, or one with other parameters.
+        """
+        method = getattr(type(self.layer), slot.value, None)
+        if not isinstance(method, types.FunctionType):
+            raise seam_moved(f"MoELayer.{slot.value} is not a plain method")
+        parameters = list(inspect.signature(method).parameters)
+        if parameters != _PARAMETERS.get(slot, parameters):
+            raise seam_moved(f"MoELayer.{slot.value} does not take {', '.join(_PARAMETERS[slot][1:])}")
+        return method
+
+    def get(self, slot: Slot) -> Callable[..., Any] | None:
+        """What was put there; None: the layer has Megatron's own."""
+        return self.layer.__dict__.get(slot.value)
+
+    def put(self, slot: Slot, function: Callable[..., Any] | None) -> None:
+        """Has the layer call `function`, without the layer as an argument; None: Megatron's own again.
+
+        Raises:
+            ConfigurationError: see `stock`.
+        """
+        self.stock(slot)
+        if function is None:
+            self.layer.__dict__.pop(slot.value, None)
+        else:
+            setattr(self.layer, slot.value, function)
