@@ -102,9 +102,7 @@ def _build_parser() -> argparse.ArgumentParser:
     output.add_argument("--log-interval", type=int, default=1)
     output.add_argument("--log-json", help="file that gets one JSON line for every logged iteration")
     output.add_argument("--tensorboard-dir")
-    output.add_argument(
-        "--record-routing", help="file that gets the experts of every token, for moe-opt replay-routing"
-    )
+    output.add_argument("--record-routing", help="file that gets the experts of every token, for moe-opt trace replay")
     output.add_argument("--record-steps", help="the iterations to record, such as 301-400; default: all of this run")
     return parser
 

@@ -106,7 +106,7 @@ build() {
         "$python" -c 'from megatron_moe_opt.kernels import build_info; print(build_info())'
 }
 bench() {
-    "$python" -m megatron_moe_opt.cli.main bench kernels --device cuda "$@"
+    "$python" -m tools.bench_kernels --device cuda "$@"
 }
 sanitize() {
     # PyTorch's caching allocator hides out-of-bounds accesses inside its blocks: off. The cases are the small ones that

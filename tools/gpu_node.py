@@ -71,13 +71,13 @@ def steps(ranks: Ranks, flex: Sequence[str], folder: Path) -> list[Step]:
     shape = ("--hidden", "4096", "--ffn-hidden", "1536", "--dtype", "bf16")
     sizes = ("--tokens", "4096", "--topk", "8", *shape)
     experts = ("--experts", str(8 * ranks.gpus * ranks.nodes))
-    small = (*COMMAND, "bench", "layer", "--dispatchers", "monta:O3x2,mpmoe:2", *SMALL, *experts)
+    small = (*COMMAND, "bench", "--dispatchers", "monta:O3x2,mpmoe:2", *SMALL, *experts)
     tests = (sys.executable, "-m", "pytest", str(ROOT / "tests/multirank"), "--gpus", "-q", "-rs", "--tb=short")
     found = [Step("tests of several ranks, NCCL", ranks.alone(*tests), 280)]
     for number in QUEUES:
         queues = {"CUDA_DEVICE_MAX_CONNECTIONS": str(number)}
-        layer = (*COMMAND, "bench", "layer", "--dispatchers", dispatchers, *sizes, *experts)
-        json = ("--json", f"{folder}/layer-{number}.json")
+        layer = (*COMMAND, "bench", "--dispatchers", dispatchers, *sizes, *experts)
+        json = ("--output", f"{folder}/layer-{number}.json")
         found.append(Step(f"layer, {number} queue(s)", ranks(*layer, *json), 80, queues))
         profile = (
             *COMMAND,

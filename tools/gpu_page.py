@@ -35,7 +35,7 @@ def page(
 
     Args:
         facts: heading and text, such as the versions and the topology.
-        folder: with `layer-QUEUES.json` of bench layer, `cluster-QUEUES.json` of profile, as far as there are any.
+        folder: with `layer-QUEUES.json` of moe-opt bench, `cluster-QUEUES.json` of profile, as far as there are any.
         queues: values of CUDA_DEVICE_MAX_CONNECTIONS.
         not_installed: dispatchers that could not run, and why.
     """

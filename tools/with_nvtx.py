@@ -1,4 +1,4 @@
-"""moe-opt with NVTX ranges for layers, ops and chunks: `nsys profile python -m tools.with_nvtx bench layer`."""
+"""moe-opt with NVTX ranges for layers, ops and chunks: `nsys profile python -m tools.with_nvtx bench`."""
 
 from __future__ import annotations
 

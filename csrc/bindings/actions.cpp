@@ -213,6 +213,11 @@ void bind_actions(py::module_& m) {
   };
   py::class_<Action, ActionPtr> action(m, "Action");
   define(action, "run", run_action, NoGil());
+  const auto join_action = [](const ActionPtr& action) {
+    check(action != nullptr, "the action is None");
+    action->join();
+  };
+  define(action, "join", join_action, NoGil());
   const auto begin = [](const ExchangePtr& exchange) {
     check(exchange != nullptr, "the exchange is None");
     exchange->begin();

@@ -4,32 +4,48 @@ from __future__ import annotations
 
 import os
 import sys
+from typing import Annotated
 
 import typer
 
-from megatron_moe_opt.cli.bench.commands import app as bench_app
+import megatron_moe_opt
 from megatron_moe_opt.cli.doctor import doctor
+from megatron_moe_opt.cli.layer.commands import bench
 from megatron_moe_opt.cli.plan.commands import plan
 from megatron_moe_opt.cli.profile.commands import profile
 from megatron_moe_opt.cli.report.commands import timeline
-from megatron_moe_opt.cli.routing.commands import generate_routing, plan_experts, replay_routing
+from megatron_moe_opt.cli.routing.commands import app as trace_app
 from megatron_moe_opt.errors import ConfigurationError, ExtensionError, sentence
 
 app = typer.Typer(
     name="moe-opt",
-    help="Measure and check Mixture-of-Experts training with megatron-moe-opt.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
+    rich_markup_mode=None,  # plain text, which reads at 80 columns
 )
-app.add_typer(bench_app, name="bench")
-app.command()(doctor)
-app.command()(generate_routing)
-app.command()(plan)
-app.command()(plan_experts)
-app.command()(profile)
-app.command()(replay_routing)
-app.command()(timeline)
+# The lists of commands have room for a line each.
+app.command(short_help="One MoE layer under each dispatcher: time, bytes, memory.")(bench)
+app.command(short_help="Versions, devices, the extension, and what is missing.")(doctor)
+app.command(short_help="What each dispatcher would take on a cluster; chooses.")(plan)
+app.command(short_help="Measure what moving rows and experts costs here.")(profile)
+app.command(short_help="When each op of a step ran, and was predicted to run.")(timeline)
+app.add_typer(trace_app, name="trace", short_help="Recorded routing: replay it, place experts by it.")
+
+
+def _show_version(asked: bool) -> None:
+    if asked:
+        print(f"megatron-moe-opt {megatron_moe_opt.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    """Measure and check Mixture-of-Experts training with megatron-moe-opt."""
 
 
 def main(commands: typer.Typer = app, name: str = "moe-opt") -> None:

@@ -31,7 +31,7 @@ from megatron_moe_opt.topology.expert_groups import ExpertGroups
 
 
 @dataclass(frozen=True)
-class Dispatched:
+class HoppingTokens:
     """What permute and dispatch learnt and the later steps need; one object a forward pass."""
 
     dispatcher: ExpertMigrationDispatcher
@@ -102,7 +102,7 @@ class ExpertMigrationDispatcher(Dispatcher):
 
     def permute(
         self, tokens: torch.Tensor, probs: torch.Tensor, routing_map: torch.Tensor, **_: int | None
-    ) -> tuple[torch.Tensor, Dispatched]:
+    ) -> tuple[torch.Tensor, HoppingTokens]:
         """Finds each token's experts, and lets all ranks know how many copies there will be.
 
         The tokens stay as they are. No size is needed: padding to capacity is refused (systems/expert_migration.py).
@@ -119,10 +119,10 @@ class ExpertMigrationDispatcher(Dispatcher):
             counts = torch.cat([counts, self.migrated.news()])
             lent = self.migrated.lent()
         counts = HostCopy(all_gather_rows(counts.view(1, -1), None, self.groups.ep))
-        return tokens, Dispatched(self, experts, probs, facts, counts, lent)
+        return tokens, HoppingTokens(self, experts, probs, facts, counts, lent)
 
     def dispatch(
-        self, tokens: torch.Tensor, dispatched: Dispatched, prob_dtype: torch.dtype
+        self, tokens: torch.Tensor, dispatched: HoppingTokens, prob_dtype: torch.dtype
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Tokens to the ranks that hold their experts, sorted by owner and expert.
 
@@ -135,10 +135,10 @@ class ExpertMigrationDispatcher(Dispatcher):
         rows, probs = to_experts(tokens, dispatched.probs, dispatched.experts, route)
         return rows, route.plan.tokens_per_expert, probs
 
-    def combine(self, rows: torch.Tensor, dispatched: Dispatched) -> torch.Tensor:
+    def combine(self, rows: torch.Tensor, dispatched: HoppingTokens) -> torch.Tensor:
         """Sums of the expert outputs back on the ranks of their tokens: [R, H] -> [T, H]."""
         return to_tokens(rows, dispatched.route)
 
-    def unpermute(self, rows: torch.Tensor, dispatched: Dispatched) -> torch.Tensor:
+    def unpermute(self, rows: torch.Tensor, dispatched: HoppingTokens) -> torch.Tensor:
         """Nothing remains to be summed."""
         return rows

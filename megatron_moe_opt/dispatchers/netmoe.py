@@ -23,7 +23,7 @@ import torch
 
 from megatron_moe_opt.dispatchers.dispatcher import Dispatched, Dispatcher, map_rows
 from megatron_moe_opt.dispatchers.sample_placement import Decision, LayerPlacement, background
-from megatron_moe_opt.dispatchers.sample_traffic import RowBytes, SampleTraffic
+from megatron_moe_opt.dispatchers.sample_traffic import SampleRowBytes, SampleTraffic
 from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.kernels import (
     LANE_BYTES,
@@ -55,7 +55,7 @@ class MovingSamples:
     counts: SampleCounts
     decision: Pending[Decision]
     learn: bool
-    row_bytes: RowBytes
+    row_bytes: SampleRowBytes
     device: torch.device
     beside: torch.Tensor | None
     """[S, B, H] what shared experts made of this rank's tokens."""
@@ -153,7 +153,7 @@ class NetmoeDispatcher(Dispatcher):
         notes[first_rows] += 1
         write_notes(packed, notes)
         hidden_bytes = hidden * packed.element_size()
-        row = RowBytes(hidden_bytes + probs.element_size(), hidden_bytes, hidden_bytes + LANE_BYTES)
+        row = SampleRowBytes(hidden_bytes + probs.element_size(), hidden_bytes, hidden_bytes + LANE_BYTES)
         counts = gather.wait()  # packing is queued: the only host sync
         _check_masked_alike(counts, groups)
         learn = self._learn and counts.equal

@@ -17,7 +17,7 @@ from megatron_moe_opt.topology.sample_holders import SampleHolders
 
 
 @dataclass(frozen=True)
-class RowBytes:
+class SampleRowBytes:
     """Bytes of a row in one direction."""
 
     stock_dispatch: int
@@ -42,7 +42,9 @@ class SampleTraffic:
     """Of deciding, in the background; `exposed`: that the combine waited for it."""
     exposed_seconds: float = 0.0
 
-    def add(self, decision: Decision, holders: SampleHolders, rows_beside: int, row: RowBytes, exposed: float) -> None:
+    def add(
+        self, decision: Decision, holders: SampleHolders, rows_beside: int, row: SampleRowBytes, exposed: float
+    ) -> None:
         """Counts a pass.
 
         Args:

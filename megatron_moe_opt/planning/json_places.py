@@ -21,7 +21,7 @@ _TOKEN = re.compile(r'"(?:[^"\\]|\\.)*"|[{}\[\],:]|[^\s{}\[\],:"]+')
 
 
 @dataclass(frozen=True)
-class Place:
+class JsonPlace:
     """A value in a JSON file. Every method refuses what is not as asked for with file, line and path of the value."""
 
     file: Path
@@ -30,7 +30,7 @@ class Place:
     keys: Keys = ()
 
     @classmethod
-    def root(cls, file: Path) -> Place:
+    def root(cls, file: Path) -> JsonPlace:
         """The whole content of a file.
 
         Raises:
@@ -78,7 +78,7 @@ class Place:
         name = "".join(f"[{key}]" if isinstance(key, int) else f".{_cut(key)}" for key in self.keys).lstrip(".")
         raise ConfigurationError(f"{self.file}, line {_line(self.text, self.keys)}{name and f', {name}'}: {problem}")
 
-    def fields(self, *names: str, optional: Sequence[str] = ()) -> dict[str, Place]:
+    def fields(self, *names: str, optional: Sequence[str] = ()) -> dict[str, JsonPlace]:
         """The fields of an object that has exactly these, and maybe the optional ones: null where they are missing."""
         found = self.object()
         for name in names:
@@ -88,13 +88,13 @@ class Place:
             found[name].refuse("unknown field")
         return {name: self._inside(name, None) for name in optional} | found
 
-    def object(self) -> dict[str, Place]:
+    def object(self) -> dict[str, JsonPlace]:
         """The fields of an object."""
         if not isinstance(self.value, dict):
             self.refuse(f"{_shown(self.value)} is not an object")
         return {key: self._inside(key, value) for key, value in self.value.items()}
 
-    def by_number(self) -> dict[int, Place]:
+    def by_number(self) -> dict[int, JsonPlace]:
         """The fields of an object whose names are the numbers of layers."""
         found = self.object()
         for name, place in found.items():
@@ -102,7 +102,7 @@ class Place:
                 place.refuse(f"{_shown(name)} is not the number of a layer, from 1 on")
         return {int(name): place for name, place in found.items()}
 
-    def items(self, length: int | None = None) -> list[Place]:
+    def items(self, length: int | None = None) -> list[JsonPlace]:
         """The elements of a list, of any length or of the one given."""
         if not isinstance(self.value, list) or length not in (None, len(self.value)):
             self.refuse(f"{_shown(self.value)} is not a list" + (f" of {length}" if length is not None else ""))
@@ -146,8 +146,8 @@ class Place:
         except OverflowError:
             self.refuse(f"{_shown(self.value)} is not finite")
 
-    def _inside(self, key: str | int, value: object) -> Place:
-        return Place(self.file, self.text, value, (*self.keys, key))
+    def _inside(self, key: str | int, value: object) -> JsonPlace:
+        return JsonPlace(self.file, self.text, value, (*self.keys, key))
 
 
 def _shown(value: object) -> str:

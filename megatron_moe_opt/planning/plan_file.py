@@ -11,7 +11,7 @@ from typing import Any
 from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.output_file import write_text_whole
 from megatron_moe_opt.planning.costs.cluster import facts
-from megatron_moe_opt.planning.json_places import Place
+from megatron_moe_opt.planning.json_places import JsonPlace
 from megatron_moe_opt.planning.predicting.prediction import Prediction
 
 FORMAT = "megatron-moe-opt plan"
@@ -50,7 +50,7 @@ class Plan:
         Raises:
             ConfigurationError: the file, the line, the value there and what is wrong with it.
         """
-        root = Place.root(Path(file))
+        root = JsonPlace.root(Path(file))
         root.check_format(FORMAT, VERSION, "moe-opt plan", "make the plan")
         top = root.fields("format", "version", "cluster", "ep", "etp", "experts", "layers", "candidates",
                           optional=["gpu_settings"])  # fmt: skip
@@ -119,7 +119,7 @@ def _numbers(one: Prediction) -> dict[str, Any]:
     return {name: value for name, value in asdict(replace(one, timelines=())).items() if name != "timelines"}
 
 
-def _candidate(place: Place) -> Prediction:
+def _candidate(place: JsonPlace) -> Prediction:
     fields = place.fields("variant", "seconds", "exposed", "inter_bytes", "intra_bytes", "activation_bytes", "terms")
     return Prediction(
         fields["variant"].word(),

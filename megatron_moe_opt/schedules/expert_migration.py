@@ -4,10 +4,12 @@
     hop_back    [ all-to-all -> permute ] for each level    the copies' partial outputs; their sum ends a hop
 
 The outermost level, whose links are the slowest, is first on the way out and last on the way back. Experts travel
-beside these, in a lane of their own, and so do their gradients:
+beside these, in a lane of their own, and so do their gradients and the mean of all experts; [ ] where they travel
+compressed:
 
-    gathered    [ all-gather ] for each level, outermost first
-    returned    [ reduce-scatter ] for each level, innermost first
+    gathered    [ encode -> ] all-gather for each level, outermost first [ -> decode ]
+    returned    ([ encode -> ] reduce-scatter -> sum) for each level, innermost first
+    renewed     reduce-scatter -> sum -> all-gather
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from megatron_moe_opt.schedules.pipeline import Stage, one_by_one
-from megatron_moe_opt.schedules.schedule import Kind, Lane, Op, Schedule
+from megatron_moe_opt.schedules.schedule import Kind, Lane, Schedule
 
 
 def role(level: int) -> str:
@@ -52,30 +54,51 @@ def hop_back(received: Mapping[int, int], levels: int) -> Schedule:
     return one_by_one(_name("hop back", received), "arrived", stages)
 
 
-def gathered(sizes: Mapping[int, int]) -> Schedule:
-    """Experts to all ranks of a domain.
+def gathered(sizes: Mapping[int, int], is_coded: bool = False) -> Schedule:
+    """Experts to all ranks of a domain. Buffers: experts [-> message] -> held.LEVEL -> held.NEXT ... [-> decoded]
 
     Args:
         sizes: bytes that a rank holds after each level's gather, its own included, in their order.
+        is_coded: whether they travel compressed.
     """
-    return _travel("experts gathered", Kind.ALL_GATHER, sizes)
+    stages = [
+        Stage(Kind.ALL_GATHER, Lane.EXPERTS, size, f"held.{level}", f"experts.{level}") for level, size in sizes.items()
+    ]
+    if is_coded and stages:
+        stages.insert(0, Stage(Kind.ENCODE, Lane.EXPERTS, stages[0].size, "message"))
+        stages.append(Stage(Kind.DECODE, Lane.EXPERTS, stages[-1].size, "decoded"))
+    return one_by_one("expert-migration, experts gathered", "experts", stages)
 
 
-def returned(sizes: Mapping[int, int]) -> Schedule:
-    """Gradients to the owners of experts.
+def returned(sizes: Mapping[int, int], is_coded: bool = False) -> Schedule:
+    """Gradients to the owners of experts. Buffers: gradients [-> messages.LEVEL] -> parts.LEVEL -> sums.LEVEL ...
 
     Args:
         sizes: bytes of what a rank has for the ranks of each level, itself included, in the levels' order.
+        is_coded: whether they travel compressed.
     """
-    return _travel("gradients returned", Kind.REDUCE_SCATTER, sizes)
+    stages, summed = [], "gradients"
+    for level, size in sizes.items():
+        if is_coded:
+            stages.append(Stage(Kind.ENCODE, Lane.EXPERTS, size, f"messages.{level}"))
+        stages.append(Stage(Kind.REDUCE_SCATTER, Lane.EXPERTS, size, f"parts.{level}", f"experts.{level}"))
+        stages.append(Stage(Kind.SUM, Lane.EXPERTS, size, f"sums.{level}", also_reads=(summed,)))
+        summed = f"sums.{level}"
+    return one_by_one("expert-migration, gradients returned", "gradients", stages)
 
 
-def _travel(name: str, kind: Kind, sizes: Mapping[int, int]) -> Schedule:
-    ops, held = [], "0"
-    for number, (level, size) in enumerate(sizes.items(), start=1):
-        waits_for, reads, held = (number - 2,) * (number > 1), (held,), str(number)
-        ops.append(Op(kind, Lane.EXPERTS, 0, size, waits_for, reads, (held,), f"experts.{level}"))
-    return Schedule(f"expert-migration, {name}", tuple(ops), ("0",))
+def renewed(size: int) -> Schedule:
+    """The mean of all experts to all ranks. Buffers: shares -> parts -> mean -> shares
+
+    Args:
+        size: its bytes.
+    """
+    stages = [
+        Stage(Kind.REDUCE_SCATTER, Lane.EXPERTS, size, "parts", "experts"),
+        Stage(Kind.SUM, Lane.EXPERTS, size, "mean", also_reads=("shares",)),
+        Stage(Kind.ALL_GATHER, Lane.EXPERTS, size, "shares", "experts"),
+    ]
+    return one_by_one("expert-migration, shared expert renewed", "shares", stages)
 
 
 def _lane(level: int, levels: int) -> Lane:

@@ -46,7 +46,7 @@ class SharedOptions:
     expert_order: Path | None = option(
         "expert-order",
         FILE,
-        "which rank holds which experts, written by `moe-opt plan-experts` (default: stock's order)",
+        "which rank holds which experts, written by `moe-opt trace place` (default: stock's order)",
     )
     telemetry: bool = option(
         "telemetry",

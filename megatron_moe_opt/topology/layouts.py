@@ -180,3 +180,25 @@ class Layout:
         """Of each EP and CP group: (ranks that they share, the smaller one's size)."""
         cps = [set(ranks) for ranks in self.groups("cp")]
         return [(len(cp.intersection(ep)), min(len(cp), len(ep))) for ep in self.groups("ep") for cp in cps]
+
+
+def layout_of_options(sizes: Mapping[str, int], ranks: str) -> Layout:
+    """Returns the layout that a command's options ask for: `--world`, and of --tp, --cp, --pp, --ep and --expert-tp
+    those that it has; the others are 1.
+
+    Args:
+        ranks: what the world is called in a refusal.
+
+    Raises:
+        ConfigurationError: the options whose product does not divide the world, and their values.
+    """
+    world = sizes["--world"]
+    for side in (("--tp", "--cp", "--pp"), ("--ep", "--expert-tp", "--pp")):
+        of_side = [(flag, sizes[flag]) for flag in side if flag in sizes]
+        product = prod(size for _, size in of_side)
+        if world % product:
+            factors, equals, way_out = " x ".join(f"{flag} {size}" for flag, size in of_side), "", "choose a divisor"
+            if len(of_side) > 1:
+                equals, way_out = f" = {product}", "choose sizes whose product does"
+            raise ConfigurationError(f"{factors}{equals} does not divide {ranks}: {way_out}")
+    return Layout(**{flag[2:].replace("-", "_"): size for flag, size in sizes.items()})

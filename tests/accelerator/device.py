@@ -24,7 +24,7 @@ from megatron_moe_opt.integration.host.devices import FACTORIES
 from megatron_moe_opt.kernels import streams as package_streams
 from megatron_moe_opt.kernels.extension import load_extension
 from megatron_moe_opt.runtime.engine import collectives as package_collectives
-from megatron_moe_opt.runtime.engine import communication_lane, executor
+from megatron_moe_opt.runtime.engine import executor, started
 from tests.accelerator.clocks import Actor, Clock, Event, Stream, Streams, merge
 from tests.accelerator.collectives import Communicators, Findings
 from tests.accelerator.executor_library import run_on_streams
@@ -136,11 +136,11 @@ def _patch_package(patch: pytest.MonkeyPatch, found: Accelerator, library: Path)
     extension = load_extension()
     patch.setattr(package_streams, "STREAMED", {"cuda", "cpu"})
     patch.setattr(package_collectives, "_on_gloo", lambda _: found.communicators.on_host)
-    patch.setattr(communication_lane, "_lanes", {})
+    patch.setattr(started, "_queues", {})
     patch.setattr(executor, "_executor", lambda *_: software)
     patch.setattr(extension, "StreamExecutor", lambda _: _Runner(found, library), raising=False)
     patch.setattr(extension, "new_cuda_stream", lambda _: 0, raising=False)
-    software = executor.Executor("cpu")
+    software = executor.Executor(torch.device("cpu"))
     actions = {"exchange": _exchange, "copy_rows": _copy_rows, "sum_parts": _sum_parts, "call_python": _call_python}
     for name in dir(extension):
         function = getattr(extension, name)
@@ -186,6 +186,10 @@ class _Action:
 
     def run(self) -> None:
         self.work = self._run()
+
+    def join(self) -> None:
+        if self.work is not None:
+            self.work.wait()
 
 
 def _exchange(found: Accelerator, function: Callable[..., Any]) -> Callable[..., _Action]:

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from megatron_moe_opt.runtime.engine import executor, steps
@@ -85,11 +86,20 @@ def _work(action: Any, op: int) -> Callable[[], Work]:
     return lambda: work
 
 
+def _as_real(bound: steps.Steps) -> steps.Steps:
+    """For a thread of the extension's: what was started runs in one."""
+    return replace(bound, actions=tuple(getattr(action, "action", action) for action in bound.actions))
+
+
 @contextmanager
 def software_streams(library: Path, seed: int, queues: Queues) -> Iterator[Runner]:
     """Inside this context schedules run on streams in software."""
     software = Executor.__new__(Executor)
     software._on_streams, software._runner = True, Runner(library, seed, queues)
+    software._device = torch.device("cpu")
+    software.start = lambda schedule, bound, *queue: Executor.start(
+        software, schedule, list(map(_as_real, bound)), *queue
+    )
     before = executor._executor, steps._C
     executor._executor, steps._C = lambda *_: software, Extension(steps._C)
     try:

@@ -23,7 +23,6 @@ from megatron_moe_opt import launch
 from megatron_moe_opt.dispatchers.sample_placement import LayerPlacement
 from megatron_moe_opt.integration.auto.auto_layer import Controller
 from megatron_moe_opt.runtime.engine import steps
-from megatron_moe_opt.runtime.engine.communication_lane import HostLane
 from megatron_moe_opt.runtime.engine.executor import Executor
 from megatron_moe_opt.schedules.schedule import Lane, Schedule
 from tests.faults.cases import STEPS, TIMEOUT_S, Fault
@@ -114,20 +113,15 @@ class Injection:
         setattr(owner, method, wrapped)
 
     def in_lane(self) -> None:
-        """Happens in the thread in which experts travel."""
-        original = HostLane.submit
+        """Happens in the thread in which experts travel, before the first op of a schedule that was started."""
+        original = Executor.start
 
-        def submit(lane: HostLane, task: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
-            if not self.is_due():
-                return original(lane, task)
+        def start(executor: Executor, schedule: Schedule, bound: list[steps.Steps], *queue: str) -> Any:
+            if self.is_due():
+                bound = [steps.call(self.strike) + bound[0], *bound[1:]]
+            return original(executor, schedule, bound, *queue)
 
-            def struck() -> torch.Tensor:
-                self.strike()
-                return task()
-
-            return original(lane, struck)
-
-        HostLane.submit = submit
+        Executor.start = start
 
     def in_schedules(self) -> None:
         """Happens where a schedule is run, by the thread that runs it or, in the background, in a lane beside it."""

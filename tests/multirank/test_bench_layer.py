@@ -1,4 +1,4 @@
-"""`moe-opt bench layer` on 4 ranks, ranks 0 and 1 on node 0, ranks 2 and 3 on node 1."""
+"""`moe-opt bench` on 4 ranks, ranks 0 and 1 on node 0, ranks 2 and 3 on node 1."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def _settings(**changes: Any) -> LayerSettings:
 
 def _run(settings):
     """The report of this rank."""
-    from megatron_moe_opt.cli.bench.layer import run
+    from megatron_moe_opt.cli.layer.bench import run
 
     os.environ["GROUP_RANK"] = str(dist.get_rank() // 2)
     try:
@@ -143,7 +143,7 @@ def _differ():
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
-    from megatron_moe_opt.cli.bench.layer import _differences
+    from megatron_moe_opt.cli.layer.bench import _differences
     from megatron_moe_opt.cli.layer.under_test import layers_under_test
 
     parallel_state.initialize_model_parallel(expert_model_parallel_size=4)
@@ -240,7 +240,7 @@ def test_settings_that_contradict_each_other(changes, sentence):
 def test_flex_is_refused_where_it_cannot_run_and_built_as_named_where_it_can(monkeypatch):
     from types import SimpleNamespace
 
-    from megatron_moe_opt.cli.bench.layer import check
+    from megatron_moe_opt.cli.layer.bench import check
     from megatron_moe_opt.cli.layer.under_test import layer_config
 
     monkeypatch.setenv("WORLD_SIZE", "4")

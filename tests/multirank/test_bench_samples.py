@@ -1,4 +1,4 @@
-"""`moe-opt bench samples` on 4 ranks, ranks 0 and 1 on node 0, ranks 2 and 3 on node 1."""
+"""`python -m tools.bench_samples` on 4 ranks, ranks 0 and 1 on node 0, ranks 2 and 3 on node 1."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 import torch.distributed as dist
 
-from megatron_moe_opt.cli.bench.samples import SampleSettings, check
 from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.topology.nodes import discover_nodes
 from tests.ranks.devices import rank_device
 from tests.unit.trace_cases import random_trace, trace_of
+from tools.bench_samples import SampleSettings, check
 
 
 def settings(**changes: Any) -> SampleSettings:
@@ -34,8 +34,8 @@ def tasteful_trace():
 
 def bench(tokens: int | None, dtype: str) -> Any:
     import megatron_moe_opt
-    from megatron_moe_opt.cli.bench import samples as bench_samples
     from megatron_moe_opt.integration.layer import netmoe_layer
+    from tools import bench_samples
 
     megatron_moe_opt.register()
     os.environ["GROUP_RANK"] = str(dist.get_rank() // 2)

@@ -1,4 +1,4 @@
-"""The choice of level and chunks from a profile: by the dispatcher, and judged by `moe-opt bench choice`."""
+"""The choice of level and chunks from a profile: by the dispatcher, and judged by `python -m tools.bench_choice`."""
 
 from __future__ import annotations
 

@@ -196,15 +196,14 @@ def slow_gathers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Gathers of experts take a while, on some ranks longer."""
     import time
 
-    from megatron_moe_opt.runtime.travelling_experts import expert_communicator
+    from megatron_moe_opt.runtime.engine import steps
 
-    gather = expert_communicator.start_all_gather_rows
+    gather = steps.all_gather
 
     def slow(*arguments: Any) -> Any:
-        time.sleep(0.02 * (1 + dist.get_rank() % 2))
-        return gather(*arguments)
+        return steps.call(lambda: time.sleep(0.02 * (1 + dist.get_rank() % 2))) + gather(*arguments)
 
-    monkeypatch.setattr(expert_communicator, "start_all_gather_rows", slow)
+    monkeypatch.setattr(steps, "all_gather", slow)
 
 
 def prefetched() -> None:

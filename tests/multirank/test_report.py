@@ -1,4 +1,4 @@
-"""`moe-opt bench layer --report` on 4 ranks, ranks 0 and 1 on node 0, ranks 2 and 3 on node 1."""
+"""`moe-opt bench --report` on 4 ranks, ranks 0 and 1 on node 0, ranks 2 and 3 on node 1."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.unit.report_cases import Page
 
 def _run(settings, json_file, folder):
     """The command on this pool's ranks."""
-    from megatron_moe_opt.cli.bench import layer as bench_layer
+    from megatron_moe_opt.cli.layer import bench as bench_layer
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(bench_layer, "megatron_process_group", group_of_the_pool)

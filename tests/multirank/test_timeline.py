@@ -161,18 +161,18 @@ def test_experts_travel_beside_the_schedules(ranks):
     assert gathered.began + gathered.seconds < back.began
     assert gradients_out.began + gradients_out.seconds < min(returned.began, gradients_back.began)
     # Two experts of 2 x 32 x 16 numbers each, of two ranks.
-    assert [op.size for one in (gathered, returned) for op in one.schedule.ops] == [2 * 2 * 4096] * 2
+    assert [op.size for one in (gathered, returned) for op in one.schedule.ops if op.group] == [2 * 2 * 4096] * 2
     joined = steps[0].joined("step")
     assert joined.schedule.lanes == (Lane.INTRA, Lane.COMPUTE, Lane.EXPERTS)
     assert len(joined.parts) == 4 and joined.seconds > sum(one.seconds for one in steps[0].schedules)
-    (first, _) = joined.lane(Lane.EXPERTS)
+    (first, *_) = joined.lane(Lane.EXPERTS)
     assert first.start == pytest.approx(gathered.began - min(out.began, gathered.began))
 
 
 def test_where_no_token_hops_only_experts_are_shown(ranks):
     (step, *_) = ranks.run(_travelling, sizes=(2, 2))
     assert step.schedules == ()
-    assert [len(one.spans) for one in step.timelines] == [2, 2]
+    assert [len(one.spans) for one in step.timelines] == [2, 4]
     assert step.joined("step").schedule.lanes == (Lane.EXPERTS,)
     gathered = step.timelines[0].spans
-    assert all(span.end - span.start > 0.02 for span in gathered) and gathered[0].end == gathered[1].start
+    assert all(span.end - span.start > 0.02 for span in gathered) and gathered[0].end <= gathered[1].start

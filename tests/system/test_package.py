@@ -54,9 +54,9 @@ def test_a_bare_environment_plans(sdist: Path, tmp_path: Path) -> None:
 
     run(moe_opt, *PLAN, "--output", "plan.json", cwd=tmp_path)
     assert json.loads((tmp_path / "plan.json").read_text())
-    run(moe_opt, "generate-routing", "--passes", 2, "--tokens", 64, "-o", "routing.npz", cwd=tmp_path)
+    run(moe_opt, "trace", "generate", "--passes", 2, "--tokens", 64, "-o", "routing.npz", cwd=tmp_path)
     assert "less between nodes" in run(
-        moe_opt, "replay-routing", "routing.npz", "--nodes", 2, "--ranks-per-node", 8, cwd=tmp_path
+        moe_opt, "trace", "replay", "routing.npz", "--nodes", 2, "--ranks-per-node", 8, cwd=tmp_path
     )
     assert "no PyTorch" in run(moe_opt, "bench", "layer", cwd=tmp_path, expect=2)
     assert "Training cannot run yet: mend PyTorch" in run(moe_opt, "doctor", cwd=tmp_path, expect=1)

@@ -277,6 +277,7 @@ CALLS: dict[str, Callable[[Draw], list[Any]]] = {
     "plan_exchange": _plan,
     "Action": lambda draw: [],
     "Action.run": _run,
+    "Action.join": _run,
     "exchange": _exchange,
     "copy_rows": _copy_rows,
     "sum_parts": _sum_parts,

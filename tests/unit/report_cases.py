@@ -1,4 +1,4 @@
-"""A made-up run of `moe-opt bench layer` with everything that a page can show, and a reader of pages."""
+"""A made-up run of `moe-opt bench` with everything that a page can show, and a reader of pages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The placement part of `moe-opt bench kernels`, at sizes that take no time."""
+"""The placement part of `python -m tools.bench_kernels`, at sizes that take no time."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_moe_opt.cli.bench import placement as bench_placement
+from tools import bench_placement
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""What `bench choice --auto` measures beside what auto has tried."""
+"""What `tools.bench_choice --auto` measures beside what auto has tried."""
 
 from __future__ import annotations
 

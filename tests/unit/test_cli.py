@@ -12,36 +12,46 @@ import pytest
 import torch
 import typer
 from rich.table import Table
-from rich.text import Text
 
+import megatron_moe_opt
 from megatron_moe_opt.cli.console import report_console
 from megatron_moe_opt.cli.main import app, main
 from megatron_moe_opt.errors import ConfigurationError, ExtensionError
 from megatron_moe_opt.planning.costs.cluster import Cluster, World
 from megatron_moe_opt.schedules.schedule import Kind
-from tools import bench_executor, bench_saa
+from tools import bench_choice, bench_executor, bench_kernels, bench_saa
 
 
-def _options(command):
-    """Name and help of every option and argument of a command and of those below it."""
-    for param in command.params:
-        yield f"{command.name} {param.name}", getattr(param, "help", None) or ""
-    for below in getattr(command, "commands", {}).values():
-        yield from _options(below)
+def _pages(command, *words):
+    """The words of every command, and its page of help."""
+    page = command.get_help(
+        command.context_class(command, info_name=" ".join(("moe-opt", *words)), max_content_width=80)
+    )
+    yield words, page.splitlines()
+    for name, below in getattr(command, "commands", {}).items():
+        yield from _pages(below, *words, name)
 
 
-def test_help_is_shown_as_it_is_written():
-    """Typer has rich draw it, which takes what stands in square brackets for markup, and leaves it out."""
-    helps = dict(_options(typer.main.get_command(app)))
-    assert len(helps) > 100
-    assert {name: text for name, text in helps.items() if Text.from_markup(text).plain != text} == {}
+def test_help_reads_at_80_columns():
+    """No line is longer, and the lists of commands are not cut off."""
+    command = typer.main.get_command(app)
+    assert len(command.commands) <= 8
+    pages = dict(_pages(command))
+    assert ("trace", "place") in pages
+    for words, lines in pages.items():
+        assert max(map(len, lines)) <= 80, words
+        assert not any(line.endswith("...") for line in lines[1:]), words  # the first one says how it is called
+
+
+def test_version(monkeypatch, capsys):
+    assert _run(monkeypatch, "--version") == 0
+    assert capsys.readouterr().out == f"megatron-moe-opt {megatron_moe_opt.__version__}\n"
 
 
 def test_help_names_defaults_that_depend(monkeypatch, capsys):
-    monkeypatch.setenv("COLUMNS", "200")
     assert _run(monkeypatch, "plan", "--help") == 0
-    shown = capsys.readouterr().out
-    assert "[default: (the file's, or 1)]" in shown and "[default: (dropless)]" in shown
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "[default: (the file's, or 1); x>=1]" in shown and "[default: (dropless); x>=0.001]" in shown
 
 
 @pytest.mark.parametrize(("budget", "status"), [("512MB", 2), ("0", 2), ("64MiB", 0), ("67108864", 0)])
@@ -163,21 +173,21 @@ def _run(monkeypatch, *arguments, world=1, commands=app):
             "or a routing trace",
         ),
         (
-            "--json nowhere/out.json",
+            "--output nowhere/out.json",
             1,
-            "--json nowhere/out.json: its folder does not exist; create it or choose another",
+            "--output nowhere/out.json: its folder does not exist; create it or choose another",
         ),
-        ("--json .", 1, "--json . is a folder: name a file in it"),
+        ("--output .", 1, "--output . is a folder: name a file in it"),
         (
-            "--json /proc/out.json",
+            "-o /proc/out.json",
             1,
-            "--json /proc/out.json cannot be written (No such file or directory): choose another file",
+            "--output /proc/out.json cannot be written (No such file or directory): choose another file",
         ),
         ("--report /dev/null", 1, "--report /dev/null cannot be written (Not a directory): choose another folder"),
     ],
 )
 def test_bench_layer_refuses(monkeypatch, capsys, arguments, world, sentence):
-    assert _run(monkeypatch, "bench", "layer", *arguments.split(), world=world) == 2
+    assert _run(monkeypatch, "bench", *arguments.split(), world=world) == 2
     assert capsys.readouterr().err == f"moe-opt: {sentence}\n"
 
 
@@ -198,18 +208,18 @@ def test_bench_layer_refuses(monkeypatch, capsys, arguments, world, sentence):
 )
 def test_other_benchmarks_refuse(monkeypatch, capsys, arguments, sentence):
     benchmark, *options = arguments.split()
-    words, commands = (options, bench_saa.app) if benchmark == "saa" else (["bench", benchmark, *options], app)
-    assert _run(monkeypatch, *words, world=2, commands=commands) == 2
+    commands = {"saa": bench_saa.app, "choice": bench_choice.app}[benchmark]
+    assert _run(monkeypatch, *options, world=2, commands=commands) == 2
     assert capsys.readouterr().err == f"moe-opt: {sentence}\n"
 
 
 def test_one_rank_of_a_node_speaks(monkeypatch, capsys):
     monkeypatch.setenv("LOCAL_RANK", "1")
-    assert _run(monkeypatch, "bench", "layer", "--topk", "9") == 2
+    assert _run(monkeypatch, "bench", "--topk", "9") == 2
     assert capsys.readouterr().err == ""
 
 
-@pytest.mark.parametrize("command", ["bench layer", "bench choice --profile f"])
+@pytest.mark.parametrize("command", [(app, "bench"), (bench_choice.app, "--profile", "f")], ids=["bench", "choice"])
 def test_benchmarks_take_the_ranks_of_srun(monkeypatch, capsys, command):
     """Which have no address to meet at here."""
     for name in ("RANK", "MASTER_ADDR", "MASTER_PORT"):
@@ -217,7 +227,7 @@ def test_benchmarks_take_the_ranks_of_srun(monkeypatch, capsys, command):
     monkeypatch.setenv("LOCAL_RANK", "")  # set here, so that it is taken back after the test
     for name, value in (("STEP_NUM_TASKS", "2"), ("PROCID", "0"), ("LOCALID", "0")):
         monkeypatch.setenv(f"SLURM_{name}", value)
-    assert _run(monkeypatch, *command.split()) == 2
+    assert _run(monkeypatch, *command[1:], commands=command[0]) == 2
     assert capsys.readouterr().err.startswith("moe-opt: MASTER_ADDR is not set: export the first node's host name")
 
 
@@ -226,7 +236,7 @@ def test_stale_extension_is_one_sentence(monkeypatch, capsys):
         raise ExtensionError("The compiled extension of megatron-moe-opt is missing: build it with X.")
 
     monkeypatch.setattr("megatron_moe_opt.register", stale)
-    assert _run(monkeypatch, "bench", "layer") == 2
+    assert _run(monkeypatch, "bench") == 2
     assert (
         capsys.readouterr().err == "moe-opt: The compiled extension of megatron-moe-opt is missing: build it with X.\n"
     )
@@ -240,9 +250,7 @@ PLANNED = (
 
 def test_without_the_extension():
     """Commands that need it say so in one sentence; the others work."""
-    needing = [
-        "bench layer", "bench choice --profile f", "bench kernels", "profile", "timeline --trace f",
-    ]  # fmt: skip
+    needing = ["bench", "profile", "timeline --trace f"]
     code = f"""
 import sys
 sys.modules["megatron_moe_opt._C"] = None
@@ -264,7 +272,7 @@ for command in {["--help", PLANNED, "doctor", *needing]!r}:
     assert len(lines) == 3 + 2 * len(needing)
 
 
-@pytest.mark.parametrize("arguments", ["bench layer --topk two", "bench layer --tokens 0", "bench nothing"])
+@pytest.mark.parametrize("arguments", ["bench --topk two", "bench --tokens 0", "bench nothing"])
 def test_malformed_options(monkeypatch, capsys, arguments):
     assert _run(monkeypatch, *arguments.split()) == 2
     assert "Error" in capsys.readouterr().err
@@ -274,7 +282,7 @@ def test_malformed_options(monkeypatch, capsys, arguments):
     "arguments",
     [
         "profile --seconds",
-        "bench layer --capacity-factor",
+        "bench --capacity-factor",
         *(f"plan --{name}" for name in ("peak-tflops", "gemm-efficiency", "inter-bandwidth", "op-microseconds")),
     ],
 )
@@ -289,7 +297,7 @@ def test_bench_layer_in_one_process(tmp_path):
     """The whole command without torchrun: table on standard output, everything in the JSON file."""
     file = tmp_path / "bench.json"
     shape = "--tokens 48 --hidden 32 --ffn-hidden 64 --experts 4 --capacity-factor 1.0 --steps 2 --warmup 1"
-    command = f"-m megatron_moe_opt.cli.main bench layer --dispatchers monta --seed 7 {shape} --json {file}"
+    command = f"-m megatron_moe_opt.cli.main bench --dispatchers monta --seed 7 {shape} --dtype fp32 -o {file}"
     run = subprocess.run([sys.executable, *command.split()], capture_output=True, text=True, timeout=600)
     assert run.returncode == 0, run.stderr
     for text in (
@@ -328,7 +336,7 @@ def test_bench_choice_in_one_process(tmp_path):
     profile, file = tmp_path / "cluster.json", tmp_path / "choice.json"
     Cluster(World((0,)), {(Kind.COPY, None): ((1, 1e-3), (1 << 20, 2e-3))}).save(profile)
     shape = "--tokens 16,48 --chunks 2,4 --hidden 32 --experts 4 --steps 2 --warmup 0"
-    printed = _processes_output(f"bench choice --profile {profile} {shape} --json {file}")
+    printed = _processes_output(f"--profile {profile} {shape} --json {file}", "tools.bench_choice")
     assert "16 tokens a rank, hidden 32, 4 experts, top-2, fp32, TP 1, EP 1, expert-TP 1, routing uniform" in printed
     assert "model: regret at most 5 % in" in printed and "of 2 points" in printed
     assert "judged by the other, the fastest itself: regret at most 5 % in" in printed
@@ -353,7 +361,7 @@ def test_bench_choice_in_one_process(tmp_path):
     ],
 )
 def test_bench_choice_refuses(monkeypatch, capsys, options, sentence):
-    assert _run(monkeypatch, "bench", "choice", "--profile", "f", *options.split()) == 2
+    assert _run(monkeypatch, "--profile", "f", *options.split(), commands=bench_choice.app) == 2
     assert sentence in capsys.readouterr().err
 
 
@@ -366,7 +374,7 @@ def test_bench_executor():
         assert 0 < float(least) <= float(median) <= float(largest)
 
 
-@pytest.mark.parametrize("command", [(app, "bench", "kernels"), (bench_executor.app,)], ids=["kernels", "executor"])
+@pytest.mark.parametrize("command", [bench_kernels.app, bench_executor.app], ids=["kernels", "executor"])
 @pytest.mark.parametrize(
     ("sees_a_gpu", "sentence"),
     [
@@ -381,12 +389,12 @@ def test_bench_executor():
 def test_benchmarks_without_cuda(monkeypatch, capsys, command, sees_a_gpu, sentence):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: sees_a_gpu)
     monkeypatch.setattr("megatron_moe_opt.kernels.build_info", lambda: {"backend": "cpu"})
-    assert _run(monkeypatch, *command[1:], "--device", "cuda", commands=command[0]) == 2
+    assert _run(monkeypatch, "--device", "cuda", commands=command) == 2
     assert capsys.readouterr().err == f"moe-opt: {sentence}\n"
 
 
 def test_bench_kernels_refuses_a_file_before_it_measures(monkeypatch, capsys):
-    assert _run(monkeypatch, "bench", "kernels", "--json", "nowhere/out.json") == 2
+    assert _run(monkeypatch, "--json", "nowhere/out.json", commands=bench_kernels.app) == 2
     error = capsys.readouterr().err
     assert error == "moe-opt: --json nowhere/out.json: its folder does not exist; create it or choose another\n"
 

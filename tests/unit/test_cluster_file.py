@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.planning.costs.cluster import MEGATRON_FLAGS, OUR_FLAGS, Cluster, ExpertGemm, World
-from megatron_moe_opt.planning.json_places import Place
+from megatron_moe_opt.planning.json_places import JsonPlace
 from megatron_moe_opt.schedules.schedule import Kind, Lane, Op
 
 CLUSTER = Cluster(
@@ -234,7 +234,7 @@ def test_the_line_of_any_value(tmp_path_factory, value, indent):
     file = tmp_path_factory.getbasetemp() / "value.json"
     marked = {"a": ['{"[,:\\', value], "b": [[value], {"c": "MARK"}, 1]}
     file.write_text(json.dumps(marked, indent=indent))
-    place = Place.root(file).object()["b"].items()[1].object()["c"]
+    place = JsonPlace.root(file).object()["b"].items()[1].object()["c"]
     line = next(number for number, text in enumerate(file.read_text().splitlines(), 1) if '"MARK"' in text)
     with pytest.raises(ConfigurationError) as refusal:
         place.refuse("here")

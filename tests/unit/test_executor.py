@@ -29,6 +29,34 @@ def test_an_op_that_runs_its_executor_fails(lane):
     executor().run(inner, [steps.Steps()])
 
 
+def test_what_was_started_runs_in_order_beside_schedules_and_names_what_failed():
+    """The first one holds the queue until a schedule has run beside it."""
+    ran, held = [], threading.Event()
+    alone = schedule(Lane.EXPERTS)
+
+    def step(name: str) -> list[steps.Steps]:
+        return [steps.call(lambda: ran.append(name))]
+
+    def fail() -> None:
+        raise ValueError("boom")
+
+    first = executor().start(alone, [steps.call(held.wait) + step("first")[0]])
+    failing = executor().start(alone, [steps.call(fail)])
+    last = executor().start(alone, step("last"))
+    other = executor().start(alone, step("other"), "another queue")
+    other.wait()
+    executor().run(schedule(Lane.COPY), step("beside"))
+    held.set()
+    last.wait()
+    assert ran == ["other", "beside", "first", "last"]
+    first.wait(), last.wait()  # any number of times
+    with pytest.raises(LaneError, match="lane experts: copy of chunk 0 failed: ValueError: boom$") as error:
+        failing.wait()
+    assert isinstance(error.value.__cause__, ValueError)
+    with pytest.raises(ValueError, match="test is in 2 lanes: a schedule that is started is in one"):
+        executor().start(schedule(Lane.EXPERTS, Lane.COPY), step("one") + step("two"))
+
+
 def test_the_thread_that_decides_uses_the_caller_s_device(monkeypatch):
     """A thread begins on the node's first GPU, in which it would take memory."""
     used = []
@@ -47,7 +75,6 @@ FORKS = """
 import os, signal, sys, threading
 import torch
 from megatron_moe_opt.dispatchers.sample_placement import _learner, background
-from megatron_moe_opt.runtime.engine.communication_lane import communication_lane
 from tests.unit.test_executor import Lane, executor, schedule, steps
 
 def use():
@@ -56,16 +83,17 @@ def use():
     executor().run(schedule(*lanes), [steps.call(lambda: ran.append(threading.get_ident()))] * 3)
     assert len(set(ran)) == 3
     assert background(sum, (1, 2)).result() == 3 and _learner().submit(sum, (1, 2)).result() == 3
-    assert communication_lane("test", torch.device("cpu")).submit(lambda: torch.ones(()))() == 1
+    executor().start(schedule(Lane.EXPERTS), [steps.call(lambda: ran.append(threading.get_ident()))]).wait()
+    assert len(set(ran)) == 4
 
 use()
 held = threading.Event()
-before = [background(held.wait), communication_lane("test", torch.device("cpu")).submit(held.wait)]
+before = [background(held.wait), executor().start(schedule(Lane.EXPERTS), [steps.call(held.wait)])]
 signal.alarm(100)
 child = os.fork()
 if child == 0:
     use()
-    for result in (before[0].result, before[1]):
+    for result in (before[0].result, before[1].wait):
         try:
             result()
         except RuntimeError as error:

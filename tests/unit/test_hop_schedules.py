@@ -6,7 +6,7 @@ import pytest
 
 from megatron_moe_opt.planning.costs.curves import CostCurve, Costs
 from megatron_moe_opt.planning.predicting.simulator import simulate
-from megatron_moe_opt.schedules.expert_migration import gathered, hop_back, hop_out, returned, role
+from megatron_moe_opt.schedules.expert_migration import gathered, hop_back, hop_out, renewed, returned, role
 from megatron_moe_opt.schedules.schedule import Kind, Lane, validate, validate_ranks
 
 
@@ -39,8 +39,24 @@ def test_a_hop_begins_when_the_one_before_has_ended(build, order):
 def test_experts_travel_level_by_level_beside_the_hops(build, kind):
     schedule = build({0: 1000, 2: 4000})
     validate(schedule)
-    assert [(op.kind, op.lane, op.size, op.group) for op in schedule.ops] == [
+    assert [(op.kind, op.lane, op.size, op.group) for op in schedule.ops if op.group] == [
         (kind, Lane.EXPERTS, 1000, "experts.0"),
         (kind, Lane.EXPERTS, 4000, "experts.2"),
     ]
-    assert schedule.ops[1].waits_for == (0,)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "kinds"),
+    [
+        (gathered({0: 8, 1: 16}), "all_gather all_gather"),
+        (gathered({0: 8, 1: 16}, is_coded=True), "encode all_gather all_gather decode"),
+        (returned({1: 16, 0: 8}), "reduce_scatter sum reduce_scatter sum"),
+        (returned({1: 16, 0: 8}, is_coded=True), "encode reduce_scatter sum encode reduce_scatter sum"),
+        (renewed(8), "reduce_scatter sum all_gather"),
+    ],
+)
+def test_what_travels_beside_goes_one_op_after_another(schedule, kinds):
+    validate(schedule)
+    assert " ".join(op.kind.value for op in schedule.ops) == kinds
+    assert [op.waits_for for op in schedule.ops] == [(), *((number,) for number in range(len(schedule.ops) - 1))]
+    assert schedule.lanes == (Lane.EXPERTS,)

@@ -1,20 +1,31 @@
-"""A process ends as it would without a communication lane, whatever the lane waits for."""
+"""A process ends as it would had it started no schedule, whatever those that it started wait for."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
 
-# A process forks a pair of ranks for each way to end. Rank 0 has its lane gather from rank 1, which sends nothing until
+# A process forks a pair of ranks for each way to end. Rank 0 starts a gather from rank 1, which sends nothing until
 # rank 0 is so far in its end that no thread may come back to the interpreter; then rank 1 ends, with which the gather
 # fails.
 SCRIPT = """
 import os, signal, sys, tempfile, time
 import torch
 import torch.distributed as dist
-from megatron_moe_opt.runtime.engine import collectives, communication_lane
+from megatron_moe_opt.runtime.engine import started, steps
+from megatron_moe_opt.runtime.engine.executor import executor
+from megatron_moe_opt.schedules.schedule import Kind, Lane, Op, Schedule
 
-communication_lane.END_S = 0.3
+started.END_S = 0.3
+gathered = torch.empty(2, 1)
+
+
+def start_gather(own):
+    gather = steps.all_gather(own, gathered, [1, 1], dist.group.WORLD)
+    schedule = Schedule("gather", (Op(Kind.ALL_GATHER, Lane.EXPERTS, group="experts"),))
+    return executor().start(schedule, [gather])
+
+
 signal.signal(signal.SIGINT, signal.default_int_handler)  # which shells have their background jobs ignore
 for END in sys.argv[1:]:
     child = os.fork()
@@ -31,7 +42,7 @@ if rank == 1:
     os.close(tell)
     if END == "late":  # takes part while rank 0 ends
         time.sleep(0.2)
-        collectives.all_gather_rows(torch.ones(1), None, dist.group.WORLD)
+        start_gather(torch.ones(1, 1)).wait()
     os.read(gone, 1)
     os._exit(0)
 
@@ -45,15 +56,14 @@ class Last:
 
 
 sys.last = Last()
-lane = communication_lane.communication_lane("experts", torch.device("cpu"))
-arrives = lane.submit(lambda: collectives.all_gather_rows(torch.zeros(1), None, dist.group.WORLD))
+running = start_gather(torch.zeros(1, 1))
 time.sleep(0.1)
 if END == "late":
     import atexit
-    communication_lane.END_S = 60.0
-    atexit.unregister(communication_lane._end_lanes)
-    atexit.register(lambda: print("gathered", arrives().tolist(), flush=True))
-    atexit.register(communication_lane._end_lanes)  # before the other
+    started.END_S = 60.0
+    atexit.unregister(started._end_queues)
+    atexit.register(lambda: print("gathered", (running.wait(), gathered.view(-1).tolist())[1], flush=True))
+    atexit.register(started._end_queues)  # before the other
 elif END == "sys.exit":
     sys.exit(3)
 elif END == "exception":
@@ -81,7 +91,7 @@ STATUS = {
 }
 
 
-def test_a_process_whose_lane_waits_ends_as_it_would_without():
+def test_a_process_that_waits_for_what_it_started_ends_as_it_would_without():
     ended = subprocess.run([sys.executable, "-c", SCRIPT, *STATUS], capture_output=True, text=True, timeout=240)
     gathered = "gathered [0.0, 1.0]"  # by the last one, whose peer takes part
     assert ended.stdout.splitlines() == [

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
 from megatron_moe_opt.errors import LayerError
-from megatron_moe_opt.runtime.engine.communication_lane import communication_lane
+from megatron_moe_opt.runtime.engine import steps
+from megatron_moe_opt.runtime.engine.executor import executor
 from megatron_moe_opt.runtime.observed.layer_place import Place, belonging_to, describe_place, enter, leave, passing
+from megatron_moe_opt.schedules.schedule import Kind, Lane, Op, Schedule
 
 
 def test_backward_runs_forward_again_inside_of_it():
@@ -22,17 +23,18 @@ def test_backward_runs_forward_again_inside_of_it():
     assert describe_place() == "after MoE layer 4 (mpmoe, forward)"
 
 
-def test_what_a_lane_does_belongs_to_the_pass_that_it_is_for():
-    def fail() -> torch.Tensor:
+def test_what_was_started_belongs_to_the_pass_that_it_is_for():
+    def fail() -> None:
         raise ValueError("boom")
 
-    lane = communication_lane("test", torch.device("cpu"))
+    schedule = Schedule("test", (Op(Kind.DECODE, Lane.EXPERTS, 3),))
     with passing(Place(1, "expert-migration", "forward")):
         with belonging_to(Place(2, "expert-migration", "forward")):
-            result = lane.submit(fail)
+            running = executor().start(schedule, [steps.call(fail)])
         assert describe_place() == "in MoE layer 1 (expert-migration, forward)"
-    with pytest.raises(
-        LayerError, match=r"^in MoE layer 2 \(expert-migration, background\): ValueError: boom$"
-    ) as error:
-        result()
+    said = (
+        r"^in MoE layer 2 \(expert-migration, background\): lane experts: decode of chunk 3 failed: ValueError: boom$"
+    )
+    with pytest.raises(LayerError, match=said) as error:
+        running.wait()
     assert isinstance(error.value.__cause__, ValueError)

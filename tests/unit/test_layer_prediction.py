@@ -1,4 +1,4 @@
-"""What the planner is asked for the layer of `moe-opt bench layer`, and which answer belongs to which dispatcher."""
+"""What the planner is asked for the layer of `moe-opt bench`, and which answer belongs to which dispatcher."""
 
 from __future__ import annotations
 

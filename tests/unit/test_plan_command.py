@@ -360,7 +360,7 @@ MODELS = ", ".join(KNOWN_MODELS)
         ),
         (
             f"{MIXTRAL} --cluster pcie --world 16 --ep 3",
-            "--expert-tp 1 x --ep 3 x --pp 1 = 3 does not divide --world 16: choose sizes whose product does",
+            "--ep 3 x --expert-tp 1 x --pp 1 = 3 does not divide --world 16: choose sizes whose product does",
         ),
         (f"{MIXTRAL} --cluster pcie --world 16 --ep 16", "--ep 16 does not divide --experts 8: choose a divisor"),
         (f"{MIXTRAL} --cluster pcie --world 8 --pp 8", "--pp 8 does not divide --layers 4: choose a divisor"),

@@ -65,7 +65,7 @@ def test_refusals(monkeypatch, capsys, arguments, world, sentence):
 def test_one_process(tmp_path):
     """The whole command without torchrun: curves of what one rank has, a table, the file."""
     file = tmp_path / "cluster.json"
-    command = f"-m megatron_moe_opt.cli.main profile --hidden 64 --ffn-hidden 32 --seconds 2 --output {file}"
+    command = f"-m megatron_moe_opt.cli.main profile --hidden 64 --ffn-hidden 32 --dtype fp32 --seconds 2 -o {file}"
     environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
     run = subprocess.run(
         [sys.executable, *command.split()], capture_output=True, text=True, timeout=600, env=environment

@@ -1,4 +1,4 @@
-"""The page of `moe-opt bench layer --report`: what it holds, that it needs nothing else, and where it is refused."""
+"""The page of `moe-opt bench --report`: what it holds, that it needs nothing else, and where it is refused."""
 
 from __future__ import annotations
 

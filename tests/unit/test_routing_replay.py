@@ -86,13 +86,13 @@ def test_one_node_has_nothing_to_reduce():
 def test_the_command(run, tmp_path):
     trace, _ = planted_trace()
     write_routing_trace(tmp_path / "routing.npz", trace)
-    replayed = "replay-routing", tmp_path / "routing.npz", "--nodes", 2, "--ranks-per-node", 2
+    replayed = "trace", "replay", tmp_path / "routing.npz", "--nodes", 2, "--ranks-per-node", 2
     code, before, _ = run(*replayed, "--png", tmp_path / "replay.png")
     assert code == 0 and (tmp_path / "replay.png").stat().st_size > 10_000
     assert (
         "8 passes of iterations 1 to 8; 16 samples of prose, code, 16 tokens each; 3 MoE layers, 16 experts" in before
     )
-    code, planned, _ = run("plan-experts", *replayed[1:], "-o", tmp_path / "order.json")
+    code, planned, _ = run("trace", "place", *replayed[2:], "-o", tmp_path / "order.json")
     assert code == 0 and "5-8, held out" in planned
     code, after, _ = run(*replayed, "--expert-order", tmp_path / "order.json")
     assert code == 0
@@ -121,6 +121,6 @@ def test_the_command(run, tmp_path):
 def test_sizes_that_do_not_fit_are_refused(run, tmp_path, nodes, ranks, changes, problem):
     write_routing_trace(tmp_path / "routing.npz", random_trace(**changes))
     sizes = "--nodes", nodes, "--ranks-per-node", ranks
-    for command in (("replay-routing",), ("plan-experts", "-o", tmp_path / "order.json")):
+    for command in (("trace", "replay"), ("trace", "place", "-o", tmp_path / "order.json")):
         code, _, errors = run(*command, tmp_path / "routing.npz", *sizes)
         assert code == 2 and problem in errors and errors.count("\n") == 1

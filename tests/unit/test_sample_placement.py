@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megatron_moe_opt.dispatchers.sample_placement import LayerPlacement, SampleOrder
-from megatron_moe_opt.dispatchers.sample_traffic import RowBytes, SampleTraffic
+from megatron_moe_opt.dispatchers.sample_traffic import SampleRowBytes, SampleTraffic
 from megatron_moe_opt.planning.predicting.netmoe import NextLayerPrediction
 from megatron_moe_opt.runtime.rows.sample_counts import SampleCounts
 from megatron_moe_opt.topology.sample_holders import SampleHolders
@@ -130,7 +130,7 @@ def test_traffic_of_a_decision():
     first, _ = two_layers()
     decision = decide(first, taste([2, 0, 1, 1, 2, 0, 3, 3]))  # samples 0 and 5 are on the wrong nodes
     traffic = SampleTraffic()
-    traffic.add(decision, HOLDERS, 5, RowBytes(stock_dispatch=100, stock_combine=50, sent=200), exposed=0.5)
+    traffic.add(decision, HOLDERS, 5, SampleRowBytes(stock_dispatch=100, stock_combine=50, sent=200), exposed=0.5)
     means = traffic.take()
     assert means["stock inter-node MB"] * 1e6 == pytest.approx(20 * 150)
     # The dispatch as stock's, a combine without, and 5 rows of each of the two samples.

@@ -7,11 +7,11 @@ from dataclasses import replace
 import pytest
 
 from megatron_moe_opt.planning.training.model import ModelShape
-from megatron_moe_opt.planning.training.throughput import Device, flops_per_token, throughput
+from megatron_moe_opt.planning.training.throughput import GpuSpeed, flops_per_token, throughput
 from megatron_moe_opt.topology.layouts import Layout
 
 MIXTRAL = ModelShape(32, 4096, 32, 32000, 8, 2, 14336, kv_heads=8)
-A800 = Device(312e12, 0.5)
+A800 = GpuSpeed(312e12, 0.5)
 
 
 def test_flops_per_token():
@@ -64,7 +64,7 @@ def test_layers_add_up_to_the_step_but_for_the_logits():
     assert 32 * found.layer_seconds + logits == pytest.approx(found.step_seconds, rel=1e-12)
 
 
-@pytest.mark.parametrize("device", [Device(0, 0.5), Device(1e12, 0), Device(1e12, 1.5)])
+@pytest.mark.parametrize("device", [GpuSpeed(0, 0.5), GpuSpeed(1e12, 0), GpuSpeed(1e12, 1.5)])
 def test_refuses_devices_that_are_none(device):
     with pytest.raises(ValueError, match="is not a device"):
         throughput(MIXTRAL, Layout(8), device, 1, 128, 1, 0.0)

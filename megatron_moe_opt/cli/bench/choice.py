@@ -19,9 +19,9 @@ import torch.distributed as dist
 from rich.console import Console
 
 from megatron_moe_opt.cli.bench.choosers import STEPS, Chooser, Chosen
-from megatron_moe_opt.cli.bench.layer import check, time_rounds
 from megatron_moe_opt.cli.bench.split_half import noise_floor, regret_of_halves
 from megatron_moe_opt.cli.console import report_console, say, table_of
+from megatron_moe_opt.cli.layer.bench import check, time_rounds
 from megatron_moe_opt.cli.layer.settings import LayerSettings
 from megatron_moe_opt.cli.option_types import torch_dtype
 from megatron_moe_opt.cli.ranks import begin, megatron_process_group, parallel_layer, slowest

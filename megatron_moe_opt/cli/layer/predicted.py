@@ -1,4 +1,4 @@
-"""What the planner predicts for the layer of `moe-opt bench layer`, under the names that dispatchers have there."""
+"""What the planner predicts for the layer of `moe-opt bench`, under the names that dispatchers have there."""
 
 from __future__ import annotations
 

@@ -11,6 +11,7 @@ from megatron_moe_opt.kernels import LANE_BYTES
 from megatron_moe_opt.option_values import AUTO
 from megatron_moe_opt.planning.predicting.layer_workload import LayerWorkload
 from megatron_moe_opt.systems import system_of
+from megatron_moe_opt.topology.layouts import Layout, layout_of_options
 from megatron_moe_opt.variants import FLEX, split_variant
 
 BASELINE = "alltoall"
@@ -20,7 +21,7 @@ REPLICATED_BASELINE = "deepspeed"
 
 @dataclass(frozen=True)
 class LayerSettings:
-    """The options of `moe-opt bench layer`; sizes of one rank where it matters."""
+    """The options of `moe-opt bench`; sizes of one rank where it matters."""
 
     dispatchers: tuple[str, ...]
     """The baseline first, whatever the order asked for, and added where it was not. See `split_variant`."""
@@ -61,6 +62,11 @@ class LayerSettings:
         """Returns the size of expert parallelism on `world` ranks."""
         return self.ep or max(1, world // self.expert_tp)
 
+    def layout(self, world: int) -> Layout:
+        """Returns the groups that these sizes make on `world` ranks. Raises ConfigurationError."""
+        sizes = {"--world": world, "--tp": self.tp, "--ep": self.ep_size(world), "--expert-tp": self.expert_tp}
+        return layout_of_options(sizes, f"the {world} ranks of this run")
+
     def workload(self, ep: int) -> LayerWorkload:
         """Returns the layer as the planner takes it, routed evenly."""
         return LayerWorkload(
@@ -91,14 +97,7 @@ class LayerSettings:
             if name not in known_dispatchers:
                 raise ConfigurationError(f"--dispatchers {name} is unknown: choose from {', '.join(known_dispatchers)}")
             split_variant(variant, self.profile)
-        if world % self.tp:
-            raise ConfigurationError(f"--tp {self.tp} does not divide the {world} ranks of this run: choose a divisor")
-        ep = self.ep_size(world)
-        if world % (ep * self.expert_tp):
-            raise ConfigurationError(
-                f"--ep {ep} x --expert-tp {self.expert_tp} = {ep * self.expert_tp} does not divide the {world} ranks "
-                "of this run: choose sizes whose product does"
-            )
+        ep = self.layout(world).ep
         if ep * self.expert_tp == 1 and any(name.partition(":")[0] == FLEX for name in self.dispatchers):
             raise ConfigurationError(f"--dispatchers {FLEX} sends between ranks: start 2 or more, or leave it out")
         if self.experts % ep:

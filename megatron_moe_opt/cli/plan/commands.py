@@ -67,7 +67,7 @@ def plan(
         float | None,
         typer.Option(
             min=0.0, max=1.0, callback=finite,
-            help="Part of the bytes between nodes that netmoe saves, as moe-opt replay-routing says.",
+            help="Part of the bytes between nodes that netmoe saves, as moe-opt trace replay says.",
         ),
     ] = None,
     activation_budget: Annotated[
@@ -107,9 +107,9 @@ def plan(
         float | None,
         typer.Option(min=0.001, callback=finite, help="GB/s of rows that it copies in its memory."),
     ] = None,
-    explain: Annotated[bool, typer.Option(help="Also what the times are made of.")] = False,
+    explain: Annotated[bool, typer.Option("--explain", help="Also what the times are made of.")] = False,
     all_candidates: Annotated[bool, typer.Option("--all", help="Every candidate, not the fastest alone.")] = False,
-    output: Annotated[Path | None, typer.Option(help="Write the plan, for --moe-opt-plan.")] = None,
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="Write the plan, for --moe-opt-plan.")] = None,
     trace: Annotated[Path | None, typer.Option(help="Write the planned lanes for ui.perfetto.dev.")] = None,
     png: Annotated[Path | None, typer.Option(help="Draw the planned lanes (.png, .svg or .pdf).")] = None,
     draw: Annotated[

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from math import prod
 from pathlib import Path
 
 from megatron_moe_opt.errors import ConfigurationError
@@ -15,9 +14,9 @@ from megatron_moe_opt.planning.costs.known_clusters import KNOWN_CLUSTERS, Fabri
 from megatron_moe_opt.planning.predicting.layer_workload import LayerWorkload, resident_part
 from megatron_moe_opt.planning.training.known_models import KNOWN_MODELS
 from megatron_moe_opt.planning.training.model import ModelShape
-from megatron_moe_opt.planning.training.throughput import Device
+from megatron_moe_opt.planning.training.throughput import GpuSpeed
 from megatron_moe_opt.row_format import LANE_BYTES
-from megatron_moe_opt.topology.layouts import Layout
+from megatron_moe_opt.topology.layouts import Layout, layout_of_options
 
 FLAGS = {"ffn": "--ffn-hidden"}
 NEEDED = ("layers", "hidden", "ffn", "experts", "topk", "heads", "vocabulary")
@@ -87,7 +86,7 @@ class Site:
     """Of each network level of the EP groups, the slowest first."""
     levels_named: bool
     """Whether a run must be told these levels: which ranks share a node does not tell."""
-    device: Device | None
+    device: GpuSpeed | None
     """None: not known, and nothing is said about steps."""
     memory: float | None
     """Bytes of memory of a GPU; None: not known."""
@@ -137,7 +136,7 @@ def _known(settings: PlanSettings, model: ModelShape) -> Site:
         raise ConfigurationError(f"--cluster {settings.cluster} comes in any size: give its GPUs with --world")
     layout = _layout({flag: size or 1 for flag, size in settings.sizes.items()})
     peak = known.device.peak_flops if settings.peak_tflops is None else settings.peak_tflops * 1e12
-    device = Device(peak, settings.gemm_efficiency or known.device.efficiency)
+    device = GpuSpeed(peak, settings.gemm_efficiency or known.device.efficiency)
     known = _with_bandwidths(replace(known, device=device), settings)
     cluster = describe(known, layout, model.hidden, max(model.ffn // layout.expert_tp, 1), settings.dtype)
     workers = levels_of_ep(known, layout)
@@ -183,7 +182,7 @@ def _measured(settings: PlanSettings) -> Site:
             ("--peak-tflops", "--gemm-efficiency") if efficiency is None else ("--gemm-efficiency", "--peak-tflops")
         )
         raise ConfigurationError(f"{given} says nothing about a step without {missing}: give both, or neither")
-    device = None if peak is None or efficiency is None else Device(peak * 1e12, efficiency)
+    device = None if peak is None or efficiency is None else GpuSpeed(peak * 1e12, efficiency)
     return Site(settings.cluster, cluster, layout, workers, False, device, None)
 
 
@@ -195,14 +194,7 @@ def _levels_of_nodes(cluster: Cluster, layout: Layout) -> tuple[int, ...]:
 
 
 def _layout(sizes: Mapping[str, int]) -> Layout:
-    for flags in (("--tp", "--cp", "--pp"), ("--expert-tp", "--ep", "--pp")):
-        product = prod(sizes[flag] for flag in flags)
-        if sizes["--world"] % product:
-            factors = " x ".join(f"{flag} {sizes[flag]}" for flag in flags)
-            raise ConfigurationError(
-                f"{factors} = {product} does not divide --world {sizes['--world']}: choose sizes whose product does"
-            )
-    return Layout(*(sizes[flag] for flag in ("--world", "--tp", "--cp", "--ep", "--expert-tp", "--pp")))
+    return layout_of_options(sizes, f"--world {sizes['--world']}")
 
 
 def _check(settings: PlanSettings, model: ModelShape, layout: Layout) -> None:

@@ -17,14 +17,15 @@ def profile(
     expert_tp: Annotated[int, typer.Option(min=1, help="Tensor parallelism inside an expert.")] = 1,
     hidden: Annotated[int, typer.Option(min=1, help="Hidden size: elements of a row.")] = 1024,
     ffn_hidden: Annotated[int, typer.Option(min=1, help="Hidden size inside an expert.")] = 1024,
-    dtype: Annotated[DType, typer.Option(help="Elements of the rows.")] = DType.fp32,
+    dtype: Annotated[DType, typer.Option(help="Elements of the rows.")] = DType.bf16,
     seconds: Annotated[
         float, typer.Option(min=1.0, callback=finite, help="Time to measure for; less time, smaller sizes.")
     ] = 90.0,
     domains: Annotated[
-        bool, typer.Option(help="Also the groups of expert-migration's domains, of every size at every level.")
+        bool,
+        typer.Option("--domains", help="Also the groups of expert-migration's domains, of every size at every level."),
     ] = False,
-    output: Annotated[Path, typer.Option(help="The file to write.")] = Path("cluster.json"),
+    output: Annotated[Path, typer.Option("--output", "-o", help="The file to write.")] = Path("cluster.json"),
 ) -> None:
     """Measure this cluster: what every move of rows, and an expert, costs on these ranks and groups.
 

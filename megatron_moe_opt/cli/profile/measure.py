@@ -42,7 +42,7 @@ from megatron_moe_opt.schedules.parm import JOINT, TP
 from megatron_moe_opt.schedules.schedule import Kind, Lane
 from megatron_moe_opt.topology.domains import find_levels
 from megatron_moe_opt.topology.expert_groups import ExpertGroups
-from megatron_moe_opt.topology.layouts import Groups, Layout
+from megatron_moe_opt.topology.layouts import Groups, Layout, layout_of_options
 from megatron_moe_opt.topology.nodes import NodeMap, discover_nodes
 
 KIB, MIB = 2**10, 2**20
@@ -85,18 +85,13 @@ class ProfileSettings:
             ConfigurationError: the option, its value and the way out.
         """
         ep = self.ep or max(1, world // self.expert_tp)
-        for options in ({"--tp": self.tp, "--cp": self.cp}, {"--ep": ep, "--expert-tp": self.expert_tp}):
-            (first, one), (second, other) = options.items()
-            if world % (one * other):
-                raise ConfigurationError(
-                    f"{first} {one} x {second} {other} = {one * other} does not divide the {world} ranks of this run: "
-                    "choose sizes whose product does"
-                )
+        sizes = {"--world": world, "--tp": self.tp, "--cp": self.cp, "--ep": ep, "--expert-tp": self.expert_tp}
+        layout = layout_of_options(sizes, f"the {world} ranks of this run")
         if self.ffn_hidden % self.expert_tp:
             raise ConfigurationError(
                 f"--expert-tp {self.expert_tp} does not divide --ffn-hidden {self.ffn_hidden}: choose a divisor"
             )
-        return Layout(world, self.tp, self.cp, ep, self.expert_tp)
+        return layout
 
 
 def profile_cluster(settings: ProfileSettings, output: Path) -> Cluster:

@@ -22,7 +22,7 @@ def timeline(
     tp: Annotated[int, typer.Option(min=1, help="Tensor parallelism; above 1 with sequence parallelism.")] = 1,
     ep: Annotated[int | None, typer.Option(min=1, help="Expert parallelism.", show_default="ranks / expert-tp")] = None,
     expert_tp: Annotated[int, typer.Option(min=1, help="Tensor parallelism inside an expert.")] = 1,
-    dtype: Annotated[DType, typer.Option(help="Tokens.")] = DType.fp32,
+    dtype: Annotated[DType, typer.Option(help="Tokens.")] = DType.bf16,
     level: Annotated[str, typer.Option(help=f"{', '.join(LEVELS)}.")] = "O3",
     chunks: Annotated[
         int | None,

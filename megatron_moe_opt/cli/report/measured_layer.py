@@ -1,4 +1,4 @@
-"""What `moe-opt bench layer` measured, and how it is printed. docs/benchmarking.md defines the columns."""
+"""What `moe-opt bench` measured, and how it is printed. docs/benchmarking.md defines the columns."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from megatron_moe_opt.topology.nodes import NodeMap
 
 @dataclass(frozen=True)
 class DispatcherResult:
-    """What was measured of one dispatcher in a run of `bench layer`."""
+    """What was measured of one dispatcher in a run of `moe-opt bench`."""
 
     dispatcher: str
     seconds: tuple[float, ...]
@@ -63,7 +63,7 @@ class ReportTable:
 
 @dataclass(frozen=True)
 class LayerReport:
-    """All that a run of `bench layer` has measured and predicted."""
+    """All that a run of `moe-opt bench` has measured and predicted."""
 
     settings: LayerSettings
     environment: dict[str, Any]

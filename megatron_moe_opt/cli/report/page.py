@@ -1,4 +1,4 @@
-"""`moe-opt bench layer --report DIR`: everything that was measured, as one page that needs nothing else.
+"""`moe-opt bench --report DIR`: everything that was measured, as one page that needs nothing else.
 
 templates/report.html.j2 is the page; what stands in it is put together here.
 """

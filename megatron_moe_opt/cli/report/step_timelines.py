@@ -9,8 +9,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from megatron_moe_opt.cli.bench.layer import check
 from megatron_moe_opt.cli.console import report_console, say
+from megatron_moe_opt.cli.layer.bench import check
 from megatron_moe_opt.cli.layer.recorded_step import record_step
 from megatron_moe_opt.cli.layer.settings import BASELINE, LayerSettings
 from megatron_moe_opt.cli.ranks import begin, megatron_process_group, parallel_layer

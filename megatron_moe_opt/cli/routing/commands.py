@@ -1,4 +1,4 @@
-"""The options of `moe-opt replay-routing`, `moe-opt plan-experts` and `moe-opt generate-routing`."""
+"""`moe-opt trace`: the options of what reads routing traces, and of what makes one up."""
 
 from __future__ import annotations
 
@@ -7,17 +7,23 @@ from typing import Annotated
 
 import typer
 
+app = typer.Typer(
+    help="Routing traces: which experts every token of a training run chose (recorded with --record-routing).",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+)
 Nodes = Annotated[int, typer.Option(min=2, help="Nodes that the ranks of an expert-parallel group are on.")]
 RanksPerNode = Annotated[int, typer.Option(min=1, help="Ranks of the group on each node.")]
 
 
-def replay_routing(
+@app.command(short_help="What placing samples would have saved between nodes.")
+def replay(
     trace: Annotated[Path, typer.Argument(help="A routing trace.")],
     *,
     nodes: Nodes,
     ranks_per_node: RanksPerNode,
     expert_order: Annotated[
-        Path | None, typer.Option(help="A file of moe-opt plan-experts.", show_default="stock's order")
+        Path | None, typer.Option(help="A file of moe-opt trace place.", show_default="stock's order")
     ] = None,
     png: Annotated[
         Path | None, typer.Option(help="Draw reductions and moved samples, pass by pass (.png, .svg or .pdf).")
@@ -25,14 +31,15 @@ def replay_routing(
 ) -> None:
     """What NetMoE's placement of samples would have sent between nodes in a recorded training run, and stock's.
 
-    moe-opt replay-routing routing.npz --nodes 2 --ranks-per-node 4
+    moe-opt trace replay routing.npz --nodes 2 --ranks-per-node 4
     """
     from megatron_moe_opt.cli.routing.replay import report_replay
 
     report_replay(trace, nodes, ranks_per_node, expert_order, png)
 
 
-def plan_experts(
+@app.command(short_help="Put experts that the same samples use together.")
+def place(
     trace: Annotated[Path, typer.Argument(help="A routing trace.")],
     *,
     nodes: Nodes,
@@ -43,14 +50,15 @@ def plan_experts(
     """Put experts that the same samples use on the same node and rank: fitted to the first half of a trace, judged on
     the second.
 
-    moe-opt plan-experts routing.npz --nodes 2 --ranks-per-node 4 -o order.json
+    moe-opt trace place routing.npz --nodes 2 --ranks-per-node 4 -o order.json
     """
     from megatron_moe_opt.cli.routing.replay import report_plan
 
     report_plan(trace, nodes, ranks_per_node, output, seed)
 
 
-def generate_routing(
+@app.command(short_help="Draw a trace with the locality of NetMoE's Table 5.")
+def generate(
     *,
     output: Annotated[Path, typer.Option("--output", "-o", help="The trace to write.")],
     like: Annotated[str, typer.Option(help="A model of NetMoE's Table 5, such as MoE-GPT-S.")] = "MoE-GPT-S",
@@ -62,7 +70,7 @@ def generate_routing(
 ) -> None:
     """Draw a routing trace with the locality of a row of NetMoE's Table 5.
 
-    moe-opt generate-routing --like MoE-GPT-S --nodes 2 -o routing.npz
+    moe-opt trace generate --like MoE-GPT-S --nodes 2 -o routing.npz
     """
     from megatron_moe_opt.cli.console import report_console, say_written
     from megatron_moe_opt.errors import ConfigurationError

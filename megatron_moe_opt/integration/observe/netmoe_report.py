@@ -42,6 +42,6 @@ def lines(values: dict[int, dict[str, float]]) -> list[str]:
     if total["inter-node MB"] > total["stock inter-node MB"]:
         said.append(
             "netmoe: warning: placement adds traffic between nodes, as samples that use the same experts everywhere "
-            "make it do: `moe-opt replay-routing` tells from a routing trace what to expect; monta moves no samples"
+            "make it do: `moe-opt trace replay` tells from a routing trace what to expect; monta moves no samples"
         )
     return said

@@ -18,7 +18,7 @@ from megatron_moe_opt.systems import system_of
 
 
 @dataclass
-class _Part:
+class _OfRank:
     """What one rank has recorded, and where the rank stands."""
 
     data_rank: int
@@ -67,7 +67,7 @@ class RoutingRecorder:
         routers = [module for module in model.modules() if isinstance(module, Router)]
         self._config = config
         self._sequence_length = sequence_length
-        self._part = _Part(
+        self._part = _OfRank(
             parallel_state.get_data_parallel_rank(),
             parallel_state.get_pipeline_model_parallel_rank(),
             parallel_state.get_tensor_model_parallel_rank(),
@@ -103,7 +103,7 @@ class RoutingRecorder:
         """
         if not self._part.iterations:
             raise ConfigurationError("--record-steps names no iteration of this run: choose some of them")
-        parts: list[_Part] | None = [self._part] * dist.get_world_size() if dist.get_rank() == 0 else None
+        parts: list[_OfRank] | None = [self._part] * dist.get_world_size() if dist.get_rank() == 0 else None
         dist.gather_object(self._part, parts)
         if parts is None:
             return None
@@ -121,7 +121,7 @@ class RoutingRecorder:
             kind_names=tuple(kind_names),
         )
 
-    def _layers(self, parts: list[_Part]) -> np.ndarray:
+    def _layers(self, parts: list[_OfRank]) -> np.ndarray:
         """[P, L, B, T, K] of one data-parallel rank, from all pipeline stages and tensor-parallel ranks."""
         stages = []
         for stage in sorted({part.stage for part in parts}):

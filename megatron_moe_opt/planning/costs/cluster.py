@@ -11,7 +11,7 @@ from pathlib import Path
 from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.output_file import write_text_whole
 from megatron_moe_opt.planning.costs.curves import CostCurve, Costs
-from megatron_moe_opt.planning.json_places import Place
+from megatron_moe_opt.planning.json_places import JsonPlace
 from megatron_moe_opt.planning.predicting.simulator import Slowdown
 from megatron_moe_opt.schedules.schedule import COLLECTIVES, Kind, Lane
 from megatron_moe_opt.topology.layouts import Layout
@@ -102,7 +102,7 @@ class Cluster:
         Raises:
             ConfigurationError: the file, the line, the value there and what is wrong with it.
         """
-        root = Place.root(Path(file))
+        root = JsonPlace.root(Path(file))
         root.check_format(FORMAT, VERSION, "moe-opt profile", "measure the cluster")
         top = root.fields(
             "format", "version", "host", "software", "world", "curves", "slowdown", "overhead", "expert_gemm",
@@ -174,7 +174,7 @@ class Cluster:
                 )
 
 
-def _world(place: Place) -> World:
+def _world(place: JsonPlace) -> World:
     fields = place.fields("nodes", "tp", "cp", "ep", "expert_tp")
     nodes = tuple(node.count() for node in fields["nodes"].items())
     sizes = {name: fields[name].count(least=1) for name in ("tp", "cp", "ep", "expert_tp")}
@@ -184,7 +184,7 @@ def _world(place: Place) -> World:
     return World(nodes, **sizes)
 
 
-def _curves(place: Place) -> dict[tuple[Kind, str | None], Points]:
+def _curves(place: JsonPlace) -> dict[tuple[Kind, str | None], Points]:
     curves: dict[tuple[Kind, str | None], Points] = {}
     for entry in place.items():
         fields = entry.fields("kind", "group", "points")
@@ -203,7 +203,7 @@ def _as_list(curves: Mapping[tuple[Kind, str | None], Points]) -> list[dict[str,
     return [{"kind": kind.value, "group": group, "points": points} for (kind, group), points in curves.items()]
 
 
-def _points(place: Place) -> Points:
+def _points(place: JsonPlace) -> Points:
     points: list[tuple[int, float]] = []
     for entry in place.items():
         size, seconds = entry.items(length=2)
@@ -215,7 +215,7 @@ def _points(place: Place) -> Points:
     return tuple(points)
 
 
-def _slowdown(place: Place) -> dict[tuple[Lane, ...], float]:
+def _slowdown(place: JsonPlace) -> dict[tuple[Lane, ...], float]:
     slowdown: dict[tuple[Lane, ...], float] = {}
     known: set[tuple[Lane, frozenset[Lane]]] = set()
     lanes = [lane.value for lane in Lane]
@@ -234,15 +234,15 @@ def _slowdown(place: Place) -> dict[tuple[Lane, ...], float]:
     return slowdown
 
 
-def _partition_overhead(place: Place) -> float:
+def _partition_overhead(place: JsonPlace) -> float:
     return 0.0 if place.value is None else place.not_negative()
 
 
-def _compute_sharing(place: Place) -> float:
+def _compute_sharing(place: JsonPlace) -> float:
     return 1.0 if place.value is None else place.positive()
 
 
-def _expert_gemm(place: Place) -> ExpertGemm:
+def _expert_gemm(place: JsonPlace) -> ExpertGemm:
     fields = place.fields("hidden", "ffn_hidden", "dtype", "points", optional=["training"])
     return ExpertGemm(
         fields["hidden"].count(least=1),
@@ -253,11 +253,11 @@ def _expert_gemm(place: Place) -> ExpertGemm:
     )
 
 
-def _local_work(place: Place) -> dict[str, Points]:
+def _local_work(place: JsonPlace) -> dict[str, Points]:
     return {whose: _points(points) for whose, points in place.fields(optional=[STOCK, OURS]).items() if points.value}
 
 
-def facts(place: Place) -> dict[str, str | int]:
+def facts(place: JsonPlace) -> dict[str, str | int]:
     """An object of names and what they are."""
     return {name: fact.count() if isinstance(fact.value, int) else fact.word() for name, fact in place.object().items()}
 

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 
 from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.planning.predicting.simulator import Slowdown
-from megatron_moe_opt.planning.training.throughput import Device
+from megatron_moe_opt.planning.training.throughput import GpuSpeed
 from megatron_moe_opt.schedules.schedule import Lane
 
 GB, TB, GIB = 1e9, 1e12, 2**30
@@ -58,7 +58,7 @@ class KnownCluster:
     """A kind of cluster, of any size."""
 
     title: str
-    device: Device
+    device: GpuSpeed
     memory: float
     """Bytes of a GPU."""
     memory_bandwidth: float
@@ -119,7 +119,7 @@ DISTURBED: Slowdown = {
 
 # Data sheet: 312 TFLOPS dense, 80 GB at 2.039 TB/s (SXM), 1.935 TB/s (PCIe). That large products reach 60 % of the
 # peak in training is assumed, for all GPUs here.
-A800 = Device(312 * TFLOPS, 0.6)
+A800 = GpuSpeed(312 * TFLOPS, 0.6)
 
 A800_IB200 = KnownCluster(
     title="8x A800 a node, NVLink, 200 Gb/s InfiniBand",
@@ -148,7 +148,7 @@ _NDR400 = Fabric(50 * GB, ((1, 0.86),), first=(8.4 + 9.6) * US, further=FURTHER_
 
 H100_IB400 = KnownCluster(
     title="8x H100 a node, NVLink, 400 Gb/s InfiniBand a GPU",
-    device=Device(989 * TFLOPS, 0.6),  # data sheet H100 SXM: 1979 with sparsity
+    device=GpuSpeed(989 * TFLOPS, 0.6),  # data sheet H100 SXM: 1979 with sparsity
     memory=80 * GB,
     memory_bandwidth=3.35 * TB,
     copy_bandwidth=0.8 * 3.35 * TB / 2,  # a row is read and written; 80 % as MoNTA has it
@@ -161,7 +161,7 @@ H100_IB400 = KnownCluster(
 
 H200_IB400 = KnownCluster(
     title="8x H200 a node, NVLink, 400 Gb/s InfiniBand a GPU",
-    device=Device(989 * TFLOPS, 0.6),  # data sheet H200 SXM: 1979 with sparsity
+    device=GpuSpeed(989 * TFLOPS, 0.6),  # data sheet H200 SXM: 1979 with sparsity
     memory=141 * GB,
     memory_bandwidth=4.8 * TB,
     copy_bandwidth=0.8 * 4.8 * TB / 2,
@@ -174,7 +174,7 @@ H200_IB400 = KnownCluster(
 
 B200_NVL72 = KnownCluster(
     title="B200 in GB200 NVL72 racks, NVLink inside a rack, 400 Gb/s InfiniBand a GPU between racks",
-    device=Device(2500 * TFLOPS, 0.6),  # data sheet GB200 NVL72: 360 PFLOPS of 72 GPUs with sparsity
+    device=GpuSpeed(2500 * TFLOPS, 0.6),  # data sheet GB200 NVL72: 360 PFLOPS of 72 GPUs with sparsity
     memory=186 * GB,  # data sheet: 13.4 TB of 72 GPUs
     memory_bandwidth=8 * TB,  # data sheet: 576 TB/s of 72 GPUs
     copy_bandwidth=0.8 * 8 * TB / 2,

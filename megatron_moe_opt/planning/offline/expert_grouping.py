@@ -42,19 +42,19 @@ def group_experts(counts: np.ndarray, nodes: int, ranks_per_node: int, solve: So
     counted = counts.astype(np.float64)
     everybody = np.broadcast_to(np.arange(samples), (passes, layers - 1, samples))
     everything = np.broadcast_to(np.arange(experts), (layers, experts))
-    by_node = _group(_Part(counted, everybody, everything), nodes, solve, rng)
+    by_node = _group(_Counted(counted, everybody, everything), nodes, solve, rng)
     device = np.empty((layers, experts), np.int64)
     for node in range(nodes):
         ours = by_node.experts == node
         members = np.stack([np.flatnonzero(row) for row in ours])
         placed = by_node.samples == node
         inside = np.stack([[np.flatnonzero(pair) for pair in of_pass] for of_pass in placed])
-        by_rank = _group(_Part(counted, inside, members), ranks_per_node, solve, rng)
+        by_rank = _group(_Counted(counted, inside, members), ranks_per_node, solve, rng)
         np.put_along_axis(device, members, node * ranks_per_node + by_rank.experts, axis=1)
     return device
 
 
-class _Part:
+class _Counted:
     """The samples and experts that are to be shared out."""
 
     def __init__(self, counts: np.ndarray, samples: np.ndarray, experts: np.ndarray) -> None:
@@ -82,7 +82,7 @@ class _Groups:
     """int64 [P, Q, S]."""
 
 
-def _group(part: _Part, groups: int, solve: Solve, rng: np.random.Generator) -> _Groups:
+def _group(part: _Counted, groups: int, solve: Solve, rng: np.random.Generator) -> _Groups:
     num_experts = part.references.shape[3]
     at_hand = np.tile(np.arange(num_experts) * groups // num_experts, (part.num_layers, 1))
     starts = [at_hand, *(_start(part, groups, solve, rng) for _ in range(STARTS if groups > 1 else 0))]
@@ -90,7 +90,7 @@ def _group(part: _Part, groups: int, solve: Solve, rng: np.random.Generator) -> 
     return max(found, key=lambda one: one.kept)  # the first of equals
 
 
-def _start(part: _Part, groups: int, solve: Solve, rng: np.random.Generator) -> np.ndarray:
+def _start(part: _Counted, groups: int, solve: Solve, rng: np.random.Generator) -> np.ndarray:
     """Experts to the samples that use them most: one sample a group, of one pass, each as unlike the others as can."""
     of_pass = int(rng.integers(len(part.references)))
     profiles = part.references[of_pass, part.reference_numbers[of_pass]]  # [S, L, F]
@@ -105,7 +105,7 @@ def _start(part: _Part, groups: int, solve: Solve, rng: np.random.Generator) -> 
     return np.stack([solve(-profiles[chosen, layer].T.astype(np.int64), places) for layer in range(part.num_layers)])
 
 
-def _take_turns(part: _Part, groups: int, experts: np.ndarray, solve: Solve) -> _Groups:
+def _take_turns(part: _Counted, groups: int, experts: np.ndarray, solve: Solve) -> _Groups:
     best = _Groups(-1, experts, np.empty(0))
     while True:
         placed = _place_samples(part, groups, experts, solve)
@@ -115,7 +115,7 @@ def _take_turns(part: _Part, groups: int, experts: np.ndarray, solve: Solve) -> 
         experts = _place_experts(part, groups, placed.samples, solve)
 
 
-def _place_samples(part: _Part, groups: int, experts: np.ndarray, solve: Solve) -> _Groups:
+def _place_samples(part: _Counted, groups: int, experts: np.ndarray, solve: Solve) -> _Groups:
     kept, placed = 0, []
     for pair, (first, second) in enumerate(part.pairs):
         gain = (first @ _one_hot(experts[pair], groups) + second @ _one_hot(experts[pair + 1], groups)).astype(np.int64)
@@ -125,7 +125,7 @@ def _place_samples(part: _Part, groups: int, experts: np.ndarray, solve: Solve) 
     return _Groups(kept, experts, np.stack(placed, axis=1))
 
 
-def _place_experts(part: _Part, groups: int, samples: np.ndarray, solve: Solve) -> np.ndarray:
+def _place_experts(part: _Counted, groups: int, samples: np.ndarray, solve: Solve) -> np.ndarray:
     num_experts = part.references.shape[3]
     gain = np.zeros((part.num_layers, num_experts, groups))
     for pair, of_layers in enumerate(part.pairs):

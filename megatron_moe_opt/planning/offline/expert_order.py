@@ -15,7 +15,7 @@ import numpy as np
 
 from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.output_file import write_text_whole
-from megatron_moe_opt.planning.json_places import Place
+from megatron_moe_opt.planning.json_places import JsonPlace
 
 FORMAT = "moe-opt expert order"
 VERSION = 1
@@ -78,11 +78,11 @@ def read_expert_order(path: Path) -> ExpertOrder:
     Raises:
         ConfigurationError: file, line and what is wrong.
     """
-    root = Place.root(path)
+    root = JsonPlace.root(path)
     fields = root.fields("format", "version", "num_experts", "nodes", "ranks", "layers")
     fields["format"].word(FORMAT)
     if fields["version"].count() != VERSION:
-        fields["version"].refuse(f"this release reads version {VERSION}; make the file again with moe-opt plan-experts")
+        fields["version"].refuse(f"this release reads version {VERSION}; make the file again with moe-opt trace place")
     experts, nodes, ranks = (fields[name].count(least=1) for name in ("num_experts", "nodes", "ranks"))
     if experts % ranks or ranks % nodes:
         fields["ranks"].refuse(f"{experts} experts, {ranks} ranks and {nodes} nodes do not divide one another")

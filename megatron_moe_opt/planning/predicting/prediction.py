@@ -15,7 +15,7 @@ class Prediction:
     """What one candidate would take for a layer, forward and backward of one micro-batch."""
 
     variant: str
-    """As `moe-opt bench layer --dispatchers` takes it."""
+    """As `moe-opt bench --dispatchers` takes it."""
     seconds: float
     exposed: float
     """Seconds in which a collective runs and no expert computes."""

@@ -118,7 +118,7 @@ def read_routing_trace(path: Path) -> RoutingTrace:
     def refuse(problem: str) -> ConfigurationError:
         return ConfigurationError(
             f"{path} {problem}: give a file of recipes/pretrain_moe_gpt.py --record-routing or of moe-opt "
-            "generate-routing"
+            "trace generate"
         )
 
     try:

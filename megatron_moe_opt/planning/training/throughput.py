@@ -9,7 +9,7 @@ from megatron_moe_opt.topology.layouts import Layout
 
 
 @dataclass(frozen=True)
-class Device:
+class GpuSpeed:
     """What one GPU computes."""
 
     peak_flops: float
@@ -44,7 +44,7 @@ def flops_per_token(model: ModelShape, sequence: int) -> float:
 def throughput(
     model: ModelShape,
     layout: Layout,
-    device: Device,
+    device: GpuSpeed,
     micro_batch: int,
     sequence: int,
     micro_batches: int,

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NoReturn
 
 import torch
 
@@ -12,7 +13,8 @@ from megatron_moe_opt.kernels.extension import load_extension
 from megatron_moe_opt.kernels.streams import has_streams
 from megatron_moe_opt.runtime.engine.collectives import CollectiveError, describe_failure, first_line, global_rank
 from megatron_moe_opt.runtime.engine.profiler_ranges import is_profiling, shown_ops
-from megatron_moe_opt.runtime.engine.recording import clock, is_recording, note
+from megatron_moe_opt.runtime.engine.recording import Beside, clock, is_recording, note
+from megatron_moe_opt.runtime.engine.started import GivenUp, HostQueue, Running, started_queue
 from megatron_moe_opt.runtime.engine.steps import Steps
 from megatron_moe_opt.runtime.job import failure_board
 from megatron_moe_opt.runtime.observed.layer_place import place
@@ -34,10 +36,12 @@ class LaneError(CollectiveError):
 
 
 class Executor:
-    """Runs one schedule at a time. After a failure it can be used again; the group of a failed collective cannot."""
+    """Runs one schedule at a time, and beside it those that were started. After a failure it can be used again; the
+    group of a failed collective cannot.
+    """
 
-    def __init__(self, device: str) -> None:
-        self._on_streams = has_streams(torch.device(device))
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._on_streams = device, has_streams(device)
         if self._on_streams:
             self._runner = _C.StreamExecutor([_PRIORITY.get(lane, 0) for lane in _LANES])
         else:
@@ -57,23 +61,37 @@ class Executor:
         Raises:
             LaneError: an op failed. No op runs any more, those that other ranks waited for included.
         """
-        actions = [step.actions for step in steps]
-        if is_profiling():
-            actions = shown_ops(schedule, actions)
-        ops = [
-            (_NUMBER[op.lane], op.waits_for, of_op) for op, of_op in zip(schedule.ops, actions, strict=True)
-        ]  # fmt: skip
+        ops = _ops(schedule, steps, _NUMBER)
         recorded = is_recording()
         began = clock().now() if recorded else None
         failure, times = self._runner.run(ops, self._caller_lane(schedule), record or recorded)
         if failure is not None:
-            cause = next((errors[0] for errors in steps[failure[0]].raised if errors), None)
-            if cause is not None and not isinstance(cause, Exception):
-                raise cause  # KeyboardInterrupt and the like
-            raise _lane_error(schedule, steps, *failure, cause) from cause
+            _fail(schedule, steps, *failure)
         if recorded:
             note(schedule, times, began)
         return Timeline.of_times(schedule, times) if record else None
+
+    def start(self, schedule: Schedule, steps: Sequence[Steps], queue: str = Lane.EXPERTS.value) -> Running:
+        """Begins to run a schedule of one lane beside everything else, behind those that were started in this queue.
+
+        Args:
+            steps: as in `run`. On CUDA they use memory that was made in `memory` of this queue, or that it was said to
+                be used there (kernels.streams.used_here).
+
+        Raises:
+            ValueError: ops in several lanes. What it returns raises LaneError where an op fails.
+        """
+        if len(schedule.lanes) > 1:
+            raise ValueError(f"{schedule.name} is in {len(schedule.lanes)} lanes: a schedule that is started is in one")
+        started = started_queue(queue, self._device)
+        ops = _ops(schedule, steps, dict.fromkeys(Lane, 0))
+        if isinstance(started, HostQueue):
+            return started.start(_run_on_thread(started, schedule, steps, ops, Beside()))
+        return started.start(_issue_on_stream(schedule, steps, ops, Beside()))
+
+    def memory(self, queue: str = Lane.EXPERTS.value) -> AbstractContextManager[None]:
+        """A context in which tensors are made for what is started in a queue."""
+        return started_queue(queue, self._device).memory()
 
     def _caller_lane(self, schedule: Schedule) -> int:
         if Lane.COMPUTE in schedule.lanes:
@@ -93,7 +111,62 @@ def executor(device: torch.device | str = "cpu") -> Executor:
 @functools.cache
 def _executor(device_type: str, index: int | None) -> Executor:
     with torch.cuda.device(index) if device_type == "cuda" else nullcontext():
-        return Executor(device_type)
+        return Executor(torch.device(device_type, index))
+
+
+_Ops = list[tuple[int, tuple[int, ...], Sequence[Any]]]
+"""Lane, ops that are waited for, actions: of each op."""
+
+
+def _ops(schedule: Schedule, steps: Sequence[Steps], numbers: Mapping[Lane, int]) -> _Ops:
+    actions = [step.actions for step in steps]
+    if is_profiling():
+        actions = shown_ops(schedule, actions)
+    return [(numbers[op.lane], op.waits_for, of_op) for op, of_op in zip(schedule.ops, actions, strict=True)]
+
+
+def _run_on_thread(
+    queue: HostQueue, schedule: Schedule, steps: Sequence[Steps], ops: _Ops, beside: Beside
+) -> Iterator[None]:
+    """Runs what was started, in the queue's thread."""
+    began = clock().now() if beside else None
+    failure, times = queue.runner.run(ops, 0, bool(beside))
+    if failure is not None:
+        if queue.is_ending:
+            raise GivenUp
+        _fail(schedule, steps, *failure)
+    beside.note(schedule, began, lambda: times)
+    yield
+
+
+def _issue_on_stream(schedule: Schedule, steps: Sequence[Steps], ops: _Ops, beside: Beside) -> Iterator[None]:
+    """Issues what was started on the current stream, in parts that end with a collective under way."""
+    instants, before = [], None
+    for index, (_, _, actions) in enumerate(ops):
+        try:
+            for number, action in enumerate(actions):
+                if before is not None:
+                    before.join()
+                if beside and number == 0:
+                    instants.append(clock().now())
+                action.run()
+                before = action
+        except Exception as error:
+            _fail(schedule, steps, index, -1, str(error))
+        if schedule.ops[index].group is not None:
+            yield
+    if before is not None:
+        before.join()
+    if beside:
+        beside.note_instants(schedule, [*instants, clock().now()])
+
+
+def _fail(schedule: Schedule, steps: Sequence[Steps], index: int, peer: int, reason: str) -> NoReturn:
+    """Raises what an op has raised, named by its lane, op and group."""
+    cause = next((errors[0] for errors in steps[index].raised if errors), None)
+    if cause is not None and not isinstance(cause, Exception):
+        raise cause  # KeyboardInterrupt and the like
+    raise _lane_error(schedule, steps, index, peer, reason, cause) from cause
 
 
 def _lane_error(

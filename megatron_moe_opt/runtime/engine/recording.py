@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import pairwise
-from types import TracebackType
 
 import torch
 
@@ -24,23 +23,22 @@ class _Recording:
         self.timelines: list[Timeline] = []
         self._clock = clock()
         self._begin = self._clock.now()
-        self._beside: list[tuple[Schedule, list[Instant]]] = []
+        self._beside: list[tuple[Schedule, Instant, Callable[[], list[tuple[float, float]]]]] = []
 
     def add(self, schedule: Schedule, times: list[tuple[float, float]], began: Instant) -> None:
         """Ops of a schedule that has ended, in seconds since it began."""
         self.timelines.append(Timeline.of_times(schedule, times, self._clock.seconds(self._begin, began)))
 
-    def add_beside(self, schedule: Schedule, instants: list[Instant]) -> None:
-        """Ops one after another, which may not have ended on the device."""
-        self._beside.append((schedule, instants))
+    def add_beside(self, schedule: Schedule, began: Instant, times: Callable[[], list[tuple[float, float]]]) -> None:
+        """Ops that may not have ended on the device: their times are asked for when the recording ends."""
+        self._beside.append((schedule, began, times))
 
     def settle(self) -> None:
         if not self._beside:
             return
         self._clock.settle()
-        for schedule, (began, *ends) in self._beside:
-            after = [0.0, *(self._clock.seconds(began, end) for end in ends)]
-            self.add(schedule, list(pairwise(after)), began)
+        for schedule, began, times in self._beside:
+            self.add(schedule, times(), began)
 
 
 _recordings: list[_Recording] = []
@@ -76,36 +74,23 @@ def note(schedule: Schedule, times: list[tuple[float, float]], began: Instant) -
 
 
 class Beside:
-    """Ops that one lane runs one after another, beside all schedules: on another thread, or another stream.
+    """Those who record when a schedule is started, and are told of it when it has run."""
 
-    with Beside(...) as beside:  # in the lane
-        ...  # the first op
-        beside.ended()
-        ...  # and so on
-    """
-
-    def __init__(self, schedule: Callable[[], Schedule]) -> None:
-        """For those who record now, where the ops are begun.
-
-        Args:
-            schedule: makes the schedule, if somebody wants it; all its ops in one lane.
-        """
+    def __init__(self) -> None:
         self._recordings = tuple(_recordings)
-        self._schedule = schedule
-        self._instants: list[Instant] = []
 
-    def __enter__(self) -> Beside:
-        self.ended()
-        return self
+    def __bool__(self) -> bool:
+        return bool(self._recordings)
 
-    def ended(self) -> None:
-        """The op that ran has ended."""
-        if self._recordings:
-            self._instants.append(clock().now())
+    def note(self, schedule: Schedule, began: Instant, times: Callable[[], list[tuple[float, float]]]) -> None:
+        """It has run, or is issued. Args: times: begin and end of each op in seconds since `began`, of `clock`."""
+        for one in self._recordings:
+            one.add_beside(schedule, began, times)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if error is None:
-            for one in self._recordings:
-                one.add_beside(self._schedule(), self._instants)
+    def note_instants(self, schedule: Schedule, instants: list[Instant]) -> None:
+        """It is issued. Args: instants: when the first op began, and each one ended, the next one beginning then."""
+
+        def times() -> list[tuple[float, float]]:
+            return list(pairwise(clock().seconds(instants[0], instant) for instant in instants))
+
+        self.note(schedule, instants[0], times)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.distributed import ProcessGroup
 
-from megatron_moe_opt.kernels import ChunkList
+from megatron_moe_opt.kernels import ChunkList, empty
 from megatron_moe_opt.kernels.extension import load_extension
 from megatron_moe_opt.runtime.observed.traffic import count_sent
 
@@ -105,6 +105,13 @@ def sum_scattered(
     blocks = list(parts.narrow(0, 0, (group.size() - 1) * mine).view(-1, mine, rows.size(1)).unbind()) if mine else []
     blocks.insert(rank, rows.narrow(0, sum(counts[:rank]), mine))
     return sum_parts(blocks, summed, columns or [(0, rows.size(1), rows.dtype)])
+
+
+def reduce_scatter(rows: torch.Tensor, summed: torch.Tensor, group: ProcessGroup) -> tuple[Steps, Steps]:
+    """The exchange and the sum of a reduce-scatter in equal blocks: rows [ranks * N, W] -> summed [N, W]."""
+    counts = [summed.size(0)] * group.size()
+    parts = empty((rows.size(0) - summed.size(0), rows.size(1)), rows.dtype, rows.device)
+    return scatter(rows, parts, counts, group), sum_scattered(rows, parts, summed, counts, group)
 
 
 def sum_parts(

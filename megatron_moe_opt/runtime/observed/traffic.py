@@ -23,9 +23,7 @@ under the same names as the plain ones.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -82,7 +80,7 @@ class TrafficCounter(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
         """Counts `func` where it is a collective, then runs it."""
         kwargs = kwargs or {}
-        if func.namespace in _NAMESPACES and not _reported.get():
+        if func.namespace in _NAMESPACES:
             names = [argument.name for argument in func._schema.arguments]
             self._count(func._opname, dict(zip(names, args, strict=False)) | kwargs)
         return func(*args, **kwargs)
@@ -166,7 +164,6 @@ class SentBytes:
 
 
 _active: list[TrafficCounter | SentBytes] = []
-_reported: ContextVar[bool] = ContextVar("reported with count_sent", default=False)
 
 
 def count_sent(collective: str, group: dist.ProcessGroup, bytes_to: Sequence[int]) -> None:
@@ -186,16 +183,6 @@ def _tell(
         messages = _to_peers(lambda peer: bytes_to[peer], group.rank(), group.size())
         for counter in counters:
             counter._add(collective, group, messages)
-
-
-@contextmanager
-def reported() -> Iterator[None]:
-    """Collectives issued inside the context are not counted: who starts them has reported them with `count_sent`."""
-    token = _reported.set(True)
-    try:
-        yield
-    finally:
-        _reported.reset(token)
 
 
 # The volume model. Each function takes an operator's arguments by name, this rank and the size of the group, and

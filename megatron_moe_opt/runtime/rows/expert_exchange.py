@@ -63,7 +63,7 @@ def to_experts(
     Returns:
         Tokens [plan.num_gathered, H] and probabilities [plan.num_gathered], in stock Megatron's order.
     """
-    return _ToExperts.apply(packed, exchange, prob_dtype, notes)
+    return _RowsToExperts.apply(packed, exchange, prob_dtype, notes)
 
 
 def to_sources(rows: torch.Tensor, exchange: Exchange) -> torch.Tensor:
@@ -82,7 +82,7 @@ def to_sources(rows: torch.Tensor, exchange: Exchange) -> torch.Tensor:
     )
 
 
-class _ToExperts(Function):
+class _RowsToExperts(Function):
     @staticmethod
     def forward(
         ctx: Any, packed: torch.Tensor, exchange: Exchange, prob_dtype: torch.dtype, notes: torch.Tensor | None

@@ -21,8 +21,8 @@ from torch.autograd.function import once_differentiable
 
 from megatron_moe_opt.kernels import RowMap, build_row_map, empty, sum_packed_rows
 from megatron_moe_opt.runtime.engine import steps
-from megatron_moe_opt.runtime.engine.communication_lane import advance_lanes
 from megatron_moe_opt.runtime.engine.executor import executor
+from megatron_moe_opt.runtime.engine.started import advance_started
 from megatron_moe_opt.runtime.rows.hop_plan import DomainTables, HopPlan
 from megatron_moe_opt.runtime.rows.linear import linear
 from megatron_moe_opt.runtime.rows.row_facts import RowFacts
@@ -103,7 +103,7 @@ def to_tokens(rows: torch.Tensor, route: Route) -> torch.Tensor:
     """
 
     def there(rows: torch.Tensor) -> torch.Tensor:
-        advance_lanes()  # experts of later layers: they have had the time of this layer's
+        advance_started()  # experts of later layers: they have had the time of this layer's
         rows = sum_packed_rows(rows.contiguous(), route.facts.hidden, route.held)
 
         def add(copies: torch.Tensor, row_map: RowMap, summed: torch.Tensor | None) -> None:
@@ -132,7 +132,7 @@ class _ToExperts(Function):
     @once_differentiable
     def backward(ctx: Any, grad_tokens: torch.Tensor, grad_probs: torch.Tensor) -> tuple[Any, ...]:
         route, facts = ctx.route, ctx.route.facts
-        advance_lanes()
+        advance_started()
         rows = sum_packed_rows(grad_tokens.contiguous(), facts.hidden, route.held)
         probs = grad_probs.new_zeros(rows.size(0) * facts.topk)
         probs[route.pairs] = grad_probs

@@ -29,18 +29,26 @@ Previous = Callable[[], torch.Tensor]
 """Gives the experts [owners, numel] of the message before, in the lane."""
 
 
+def as_they_are(messages: torch.Tensor, own: int) -> torch.Tensor:
+    """Decodes messages of whole experts."""
+    return messages
+
+
 @dataclass(frozen=True)
 class Message:
     """A rank's experts on their way: to be encoded, and the messages of all owners decoded, in the lane."""
 
-    num_bytes: int
-    encode: Callable[[], torch.Tensor]
-    decode: Decode
+    sent: torch.Tensor
+    """What travels; of compressed experts, once it is encoded."""
+    write: Callable[[], None] | None = None
+    """Encodes into `sent`; None: experts travel whole."""
+    decode: Decode = as_they_are
 
-
-def as_they_are(messages: torch.Tensor, own: int) -> torch.Tensor:
-    """Decodes messages of whole experts."""
-    return messages
+    def encode(self) -> torch.Tensor:
+        """What travels."""
+        if self.write is not None:
+            self.write()
+        return self.sent
 
 
 class WholeExperts:
@@ -48,7 +56,7 @@ class WholeExperts:
 
     def prepare(self, flat: torch.Tensor, previous: Previous | None) -> Message:
         """A message of `flat` [numel]."""
-        return Message(flat.nbytes, lambda: flat, as_they_are)
+        return Message(flat)
 
     def describe(self) -> str:
         """For the line at start."""
@@ -83,19 +91,18 @@ class ResidualMessages:
         """Of a message."""
         return self.num_local * self._of_expert
 
-    def encode(
-        self, experts: torch.Tensor, bases: Iterable[torch.Tensor], message: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """Experts [numel] -> message, uint8 [num_bytes]; one base for each expert."""
-        if message is None:
-            message = empty((self.num_bytes,), torch.uint8, experts.device)
+    def empty(self, device: torch.device) -> torch.Tensor:
+        """A message, uint8 [num_bytes], that says nothing yet."""
+        return empty((self.num_bytes,), torch.uint8, device)
+
+    def encode(self, experts: torch.Tensor, bases: Iterable[torch.Tensor], message: torch.Tensor) -> None:
+        """Experts [numel] -> message; one base for each expert."""
         places = message.view(self.num_local, -1)
         for expert, base, place in zip(experts.view(self.num_local, -1), bases, places, strict=True):
             values, indices = sr_encode(expert, base, self.kept)
             place[: self._values_end] = values.to(self.dtype).view(torch.uint8)
             place[self._values_end : self._end] = indices.view(torch.uint8)
             place[self._end :] = 0
-        return message
 
     def decode(self, message: torch.Tensor, bases: Iterable[torch.Tensor], out: torch.Tensor) -> None:
         """Bases and what a message says of them: experts, out [numel]."""
@@ -111,7 +118,7 @@ class ResidualMessages:
 
 @dataclass(eq=False)
 class _Held:
-    """What receivers hold of a rank's experts since the last restart; `experts` is the lane's alone."""
+    """What receivers hold of a rank's experts since the last restart; from the first message on it is the lane's."""
 
     begun: bool = False
     experts: torch.Tensor | None = None
@@ -155,36 +162,31 @@ class TrackedExperts:
         if self._shared is not None:
             move = self._shared.move(flat.view(self.num_local, -1))
         elif is_first:
-
-            def whole() -> torch.Tensor:
-                held.experts = used_here(flat)
-                return flat
-
-            return Message(flat.nbytes, whole, as_they_are)
+            held.experts = flat
+            return Message(flat)
 
         def bases(held: torch.Tensor | None) -> list[torch.Tensor]:
             """What a rank's experts are told from: the same bits on all ranks, from the same bits."""
             if held is None:
                 return [used_here(move).to(flat.dtype)] * self.num_local
-            experts = [*held.view(self.num_local, -1)]
+            experts = [*used_here(held).view(self.num_local, -1)]
             return experts if move is None else [(expert + used_here(move)).to(flat.dtype) for expert in experts]
 
         residuals = ResidualMessages(self.num_local, flat.numel(), flat.dtype, self.ratio)
-        before = [previous]
+        message, before = residuals.empty(flat.device), [previous]
 
-        def encode() -> torch.Tensor:
+        def encode() -> None:
             own_bases = bases(held.experts)
-            message = residuals.encode(used_here(flat), own_bases)
+            residuals.encode(used_here(flat), own_bases, message)
             held.experts = torch.empty_like(flat)
             residuals.decode(message, own_bases, held.experts)
-            return message
 
         def decode(messages: torch.Tensor, own: int) -> torch.Tensor:
             # Once: who kept what went before would keep all that ever went.
             others = [None] * messages.size(0) if is_first else before.pop()()
             return _decode_others(residuals, messages, own, flat, lambda owner: bases(others[owner]))
 
-        return Message(residuals.num_bytes, encode, decode)
+        return Message(message, encode, decode)
 
 
 class LargestWeights:
@@ -210,6 +212,7 @@ class LargestWeights:
     def prepare(self, flat: torch.Tensor, previous: Previous | None) -> Message:
         """As WholeExperts.prepare."""
         residuals = ResidualMessages(self.num_local, flat.numel(), flat.dtype, self.ratio)
+        message = residuals.empty(flat.device)
 
         def zeros() -> list[torch.Tensor]:
             return [torch.zeros_like(flat.view(self.num_local, -1)[0])] * self.num_local
@@ -218,7 +221,7 @@ class LargestWeights:
             nothing = zeros()
             return _decode_others(residuals, messages, own, flat, lambda owner: nothing)
 
-        return Message(residuals.num_bytes, lambda: residuals.encode(used_here(flat), zeros()), decode)
+        return Message(message, lambda: residuals.encode(used_here(flat), zeros(), message), decode)
 
 
 def _decode_others(

@@ -28,13 +28,12 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from megatron_moe_opt.kernels import empty
 from megatron_moe_opt.kernels.streams import used_here
-from megatron_moe_opt.runtime.engine.collectives import device_of, start_all_gather_rows
-from megatron_moe_opt.runtime.engine.communication_lane import communication_lane, finish_lanes
+from megatron_moe_opt.runtime.engine import steps
+from megatron_moe_opt.runtime.engine.collectives import device_of
+from megatron_moe_opt.runtime.engine.executor import executor
 from megatron_moe_opt.runtime.engine.recomputation import is_recomputing
-from megatron_moe_opt.runtime.engine.recording import Beside
+from megatron_moe_opt.runtime.engine.started import finish_started
 from megatron_moe_opt.runtime.observed.layer_place import Place, belonging_to, place
-from megatron_moe_opt.runtime.observed.stages import Stages
-from megatron_moe_opt.runtime.observed.traffic import count_sent
 from megatron_moe_opt.runtime.travelling_experts.arrived_experts import ArrivedExperts, Residents, restore_part
 from megatron_moe_opt.runtime.travelling_experts.expert_codec import (
     LargestWeights,
@@ -44,8 +43,7 @@ from megatron_moe_opt.runtime.travelling_experts.expert_codec import (
 )
 from megatron_moe_opt.runtime.travelling_experts.expert_gradients import CompressedGradients, WholeGradients
 from megatron_moe_opt.runtime.travelling_experts.expert_weights import ExpertWeights
-from megatron_moe_opt.schedules.expert_migration import gathered as gathered_schedule
-from megatron_moe_opt.schedules.expert_migration import returned as returned_schedule
+from megatron_moe_opt.schedules import expert_migration as schedules
 from megatron_moe_opt.topology.domain_groups import DomainGroups
 
 
@@ -139,21 +137,29 @@ class ExpertCommunicator:
         Returns:
             What waits for the experts [ranks, numel], in the order of DomainTables.owners.
         """
-        num_bytes, sizes = message.num_bytes, {}
-        for level, group in self._groups.items():
-            count_sent("all_gather", group, [num_bytes] * group.size())
-            sizes[level] = num_bytes = num_bytes * group.size()
-        beside = Beside(lambda: gathered_schedule(sizes))
+        run, bound, sizes = executor(device), [], {}
+        if message.write is not None:
+            bound.append(steps.call(message.write))
+        with run.memory():
+            held = used_here(message.sent).view(1, -1)
+            for level, group in self._groups.items():
+                rows, held = held, empty((group.size() * held.size(0), held.size(1)), held.dtype, device)
+                bound.append(steps.all_gather(rows, held, [rows.size(0)] * group.size(), group))
+                sizes[level] = held.nbytes
+        experts = [held]
 
-        def gather() -> Stages:
-            gathered = encoded = used_here(message.encode())
-            with beside:
-                for group in self._groups.values():
-                    gathered = yield start_all_gather_rows(gathered, None, group)
-                    beside.ended()
-            return message.decode(gathered.view(-1, encoded.numel()), own)
+        def decode() -> None:
+            experts.append(message.decode(experts.pop(), own))
 
-        return communication_lane("experts", device).submit(gather)
+        if message.write is not None:
+            bound.append(steps.call(decode))
+        running = run.start(schedules.gathered(sizes, is_coded=message.write is not None), bound)
+
+        def arrived() -> torch.Tensor:
+            running.wait()
+            return used_here(experts[0])
+
+        return arrived
 
     def reduce(
         self, gradients: torch.Tensor, codec: WholeGradients | CompressedGradients
@@ -166,30 +172,22 @@ class ExpertCommunicator:
         Returns:
             What waits for the sum, [N].
         """
-        owners, sizes = gradients.size(0), {}
+        run, bound, sizes = executor(gradients.device), [], {}
         of_owner = codec.sent_bytes(gradients.size(1), gradients.dtype)
-        for level, group in reversed(self._groups.items()):
-            sizes[level] = owners * of_owner
-            owners //= group.size()
-            count_sent("reduce_scatter", group, [owners * of_owner] * group.size())
-        beside = Beside(lambda: returned_schedule(sizes))
+        with run.memory():
+            sums = gradients
+            for level, group in reversed(self._groups.items()):
+                sizes[level] = sums.size(0) * of_owner
+                of_level, sums = codec.reduce(sums, gradients.dtype, group)
+                bound += of_level
+        running, held = run.start(schedules.returned(sizes, codec.is_lossy), bound), [gradients]
 
-        def reduce() -> Stages:
-            parts = gradients
-            with beside:
-                for group in reversed(self._groups.values()):
-                    parts = yield from codec.reduce(parts, gradients.dtype, group)
-                    beside.ended()
-            return parts.view(-1).to(gradients.dtype)
+        def arrived() -> torch.Tensor:
+            running.wait()
+            dtype = held.pop().dtype  # not before: their memory would be others' while it is read
+            return used_here(sums).view(-1).to(dtype)
 
-        arrived, held = communication_lane("experts", gradients.device).submit(reduce), [gradients]
-
-        def wait() -> torch.Tensor:
-            total = arrived()
-            held.clear()  # not before: their memory would be others' while the lane reads it
-            return total
-
-        return wait
+        return arrived
 
 
 _communicators: dict[tuple[DomainGroups, int, int | None], ExpertCommunicator] = {}
@@ -201,7 +199,7 @@ def expert_communicator(groups: DomainGroups, ahead: int, resident: int | None =
     if key not in _communicators:
         _communicators[key] = ExpertCommunicator(*key)
         groups.at_end.callback(_communicators.pop, key)
-        groups.at_end.callback(finish_lanes)
+        groups.at_end.callback(finish_started)
     return _communicators[key]
 
 

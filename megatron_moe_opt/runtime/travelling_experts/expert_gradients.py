@@ -13,30 +13,37 @@ forwarding entries as they came would take as many bytes on the slow link as the
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
 
 from megatron_moe_opt.kernels import empty, sr_decode
-from megatron_moe_opt.runtime.engine.collectives import named_errors, start_all_to_all_rows, start_reduce_scatter_rows
-from megatron_moe_opt.runtime.observed.stages import Stages
+from megatron_moe_opt.runtime.engine import steps
+from megatron_moe_opt.runtime.engine.steps import Steps
 from megatron_moe_opt.runtime.travelling_experts.expert_codec import ResidualMessages
 
 
 class WholeGradients:
     """Gradients as they are."""
 
+    is_lossy = False
+
     def sent_bytes(self, numel: int, dtype: torch.dtype) -> int:
         """Of the gradients of a rank's experts."""
         return numel * dtype.itemsize
 
-    def reduce(self, parts: torch.Tensor, dtype: torch.dtype, group: dist.ProcessGroup) -> Stages:
-        """Sums over a group, in stages: [ranks * N, numel] -> [N, numel] of this rank; on Gloo in rank order.
+    def reduce(
+        self, parts: torch.Tensor, dtype: torch.dtype, group: dist.ProcessGroup
+    ) -> tuple[Sequence[Steps], torch.Tensor]:
+        """Sums over a group in rank order, [ranks * N, numel] -> [N, numel] of this rank: ops of a level of
+        schedules.expert_migration.returned, and where they leave the sum.
 
         Args:
             dtype: of gradients, which is that of what travels.
         """
-        return (yield start_reduce_scatter_rows(parts, None, group))
+        summed = empty((parts.size(0) // group.size(), parts.size(1)), parts.dtype, parts.device)
+        return steps.reduce_scatter(parts, summed, group), summed
 
     def describe(self) -> str:
         """For the line at start; nothing to say."""
@@ -48,6 +55,8 @@ class WholeGradients:
 
 class CompressedGradients:
     """The largest entries of gradients, with error feedback. One object a layer."""
+
+    is_lossy = True
 
     def __init__(self, num_local: int, ratio: float) -> None:
         """
@@ -74,29 +83,35 @@ class CompressedGradients:
         """As WholeGradients.sent_bytes."""
         return self.messages(numel, dtype).num_bytes
 
-    def reduce(self, parts: torch.Tensor, dtype: torch.dtype, group: dist.ProcessGroup) -> Stages:
-        """As WholeGradients.reduce, in rank order everywhere; float32. What this rank has for itself stays whole."""
+    def reduce(
+        self, parts: torch.Tensor, dtype: torch.dtype, group: dist.ProcessGroup
+    ) -> tuple[Sequence[Steps], torch.Tensor]:
+        """As WholeGradients.reduce; float32. What this rank has for itself stays whole."""
         size, rank, numel = group.size(), group.rank(), parts.size(1)
         messages = self.messages(numel, dtype)
         parts = parts.view(size, -1, numel)
         owners = parts.size(1)  # of this level's sums, on each of its ranks
-        if group not in self._kept:
-            self._kept[group] = torch.zeros(size - 1, owners, numel, dtype=torch.float32, device=parts.device)
+        sent, received = (empty((size - 1, owners * messages.num_bytes), torch.uint8, parts.device) for _ in range(2))
+        sums = empty((owners, numel), torch.float32, parts.device)
         peers = [peer for peer in range(size) if peer != rank]
-        sent = empty((size - 1, owners * messages.num_bytes), torch.uint8, parts.device)
-        for place, peer in enumerate(peers):
-            of_owners = sent[place].view(owners, -1)
-            for part, kept, message in zip(parts[peer], self._kept[group][place], of_owners, strict=True):
-                encode(messages, part, kept, message)
-        counts = [int(peer != rank) for peer in range(size)]
-        with named_errors("return of compressed gradients", group):
-            received = yield start_all_to_all_rows(sent, counts, counts, group)
-        totals = empty((owners, numel), torch.float32, parts.device)
-        for owner, total in enumerate(totals):
-            of_ranks = [*received.view(size - 1, owners, -1)[:, owner]]
-            of_ranks.insert(rank, parts[rank, owner])
-            total.copy_(sum_messages(messages, of_ranks, rank))
-        return totals
+
+        def encode_parts() -> None:
+            if group not in self._kept:
+                self._kept[group] = torch.zeros(size - 1, owners, numel, dtype=torch.float32, device=parts.device)
+            for place, peer in enumerate(peers):
+                of_owners = sent[place].view(owners, -1)
+                for part, kept, message in zip(parts[peer], self._kept[group][place], of_owners, strict=True):
+                    encode(messages, part, kept, message)
+
+        def sum_parts() -> None:
+            for owner, total in enumerate(sums):
+                of_ranks = [*received.view(size - 1, owners, -1)[:, owner]]
+                of_ranks.insert(rank, parts[rank, owner])
+                total.copy_(sum_messages(messages, of_ranks, rank))
+
+        blocks = steps.blocks_of([int(peer != rank) for peer in range(size)])
+        exchange = steps.exchange(sent, blocks, received, blocks, group, "reduce_scatter")
+        return (steps.call(encode_parts), exchange, steps.call(sum_parts)), sums
 
 
 def encode(messages: ResidualMessages, gradient: torch.Tensor, kept: torch.Tensor, message: torch.Tensor) -> None:

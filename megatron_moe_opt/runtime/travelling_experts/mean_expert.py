@@ -13,10 +13,13 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-from megatron_moe_opt.runtime.engine.collectives import named_errors, start_all_gather_rows, start_reduce_scatter_rows
-from megatron_moe_opt.runtime.engine.communication_lane import communication_lane
-from megatron_moe_opt.runtime.observed.stages import Stages
-from megatron_moe_opt.runtime.observed.traffic import count_sent
+from megatron_moe_opt.kernels import empty
+from megatron_moe_opt.runtime.engine import steps
+from megatron_moe_opt.runtime.engine.executor import executor
+from megatron_moe_opt.schedules.expert_migration import renewed
+
+QUEUE = "shared expert"
+"""Of its own: no layer's experts wait for a renewal."""
 
 
 class MeanExpert:
@@ -62,18 +65,17 @@ class MeanExpert:
 
     def _renew(self, experts: torch.Tensor) -> Callable[[], torch.Tensor]:
         """Starts to average the experts of all ranks; what waits for the mean, float32 [N]."""
-        ranks, numel = self.group.size(), experts.size(1)
-        mean = torch.zeros(ranks, -(-numel // ranks), device=experts.device)
-        mean.view(-1)[:numel] = experts.float().sum(0) / (self.num_local * ranks)
-        for collective in ("reduce_scatter", "all_gather"):
-            count_sent(collective, self.group, [mean[0].nbytes] * ranks)
+        ranks, numel, run = self.group.size(), experts.size(1), executor(experts.device)
+        shares = torch.zeros(ranks, -(-numel // ranks), device=experts.device)
+        shares.view(-1)[:numel] = experts.float().sum(0) / (self.num_local * ranks)
+        with run.memory(QUEUE):
+            mean = empty((1, shares.size(1)), shares.dtype, shares.device)
+            reduce = steps.reduce_scatter(shares, mean, self.group)
+            gather = steps.all_gather(mean, shares, [1] * ranks, self.group)  # which live until they are waited for
+        running = run.start(renewed(shares.nbytes), [*reduce, gather], QUEUE)
 
-        def renew() -> Stages:
-            with named_errors("mean of the experts", self.group):
-                part = yield start_reduce_scatter_rows(mean, None, self.group)
-                mean.copy_(
-                    (yield start_all_gather_rows(part, None, self.group))
-                )  # into memory that lives until it is waited for
-            return mean.view(-1)[:numel]
+        def arrived() -> torch.Tensor:
+            running.wait()
+            return shares.view(-1)[:numel]
 
-        return communication_lane("shared expert", experts.device).submit(renew)
+        return arrived

@@ -1,4 +1,7 @@
-"""`moe-opt bench samples`: what moving samples saves on the routing of a trace, in bytes and in time."""
+"""What moving samples saves on the routing of a trace, in bytes and in time.
+
+torchrun --nproc-per-node 4 -m tools.bench_samples routing.npz --hidden 256
+"""
 
 from __future__ import annotations
 
@@ -6,17 +9,19 @@ import json
 import statistics
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
+import typer
 from rich.console import Console
 
 from megatron_moe_opt import register
 from megatron_moe_opt.cli.console import report_console, say, table_of
 from megatron_moe_opt.cli.layer.settings import BASELINE, LayerSettings
-from megatron_moe_opt.cli.option_types import torch_dtype
+from megatron_moe_opt.cli.main import main
+from megatron_moe_opt.cli.option_types import DType, torch_dtype
 from megatron_moe_opt.cli.ranks import begin, megatron_process_group, parallel_layer, slowest, timed
 from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.output_file import check_output_file, write_text_whole
@@ -30,7 +35,7 @@ from megatron_moe_opt.topology.nodes import NodeMap, discover_nodes
 
 @dataclass(frozen=True)
 class SampleSettings:
-    """What `moe-opt bench samples` was asked for."""
+    """What the benchmark was asked for."""
 
     trace: Path
     dispatchers: tuple[str, ...]
@@ -237,3 +242,33 @@ def _print(results: list[SampleResult], decided: float, console: Console) -> Non
     for result in results:
         for line in lines(result.moves):
             say(console, line)
+
+
+app = typer.Typer(pretty_exceptions_enable=False)
+
+
+@app.command()
+def samples(
+    trace: Annotated[Path, typer.Argument(help="A routing trace, recorded or from moe-opt trace generate.")],
+    dispatchers: Annotated[
+        str, typer.Option(help="Dispatchers to compare, separated by commas; alltoall always runs.")
+    ] = "netmoe",
+    hidden: Annotated[int, typer.Option(min=1, help="Hidden size.")] = 768,
+    tokens: Annotated[
+        int | None, typer.Option(min=1, help="Of each sample; the first ones.", show_default="all")
+    ] = None,
+    dtype: Annotated[DType, typer.Option(help="Tokens.")] = DType.fp32,
+    steps: Annotated[int, typer.Option(min=1, help="Timed rounds.")] = 10,
+    warmup: Annotated[int, typer.Option(min=0, help="Untimed rounds before them; netmoe learns in them.")] = 10,
+    json: Annotated[Path | None, typer.Option(help="Write everything, every round's time too.")] = None,
+) -> None:
+    """Dispatch and combine of all MoE layers of a routing trace, one after another, forward and backward.
+
+    The trace's samples are dealt out to the ranks in their order. Experts return what they get, there is no attention.
+    """
+    names = tuple(name.strip() for name in dispatchers.split(","))
+    bench_samples(SampleSettings(trace, names, hidden, tokens, dtype.value, steps, warmup), json)
+
+
+if __name__ == "__main__":
+    main(app, "bench_samples")

@@ -1,4 +1,4 @@
-"""The part of `moe-opt bench kernels` about placing samples: the solver against scipy, counting against PyTorch.
+"""Placing samples, for tools/bench_kernels.py: the solver against scipy, counting against PyTorch.
 
 The solver's counterpart is `scipy.optimize.linear_sum_assignment` on the matrix in which every sink is copied once for
 each of its places; that matrix is ready made, while ours starts from num. Every placement is checked against
@@ -18,8 +18,8 @@ from typing import TypeAlias
 import numpy as np
 import torch
 
-from megatron_moe_opt.cli.bench.kernel_timing import Timing, measure, time_once
 from megatron_moe_opt.cli.console import report_console, table_of
+from tools.kernel_timing import Timing, measure, time_once
 
 Assign: TypeAlias = Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]]
 """scipy's function: a matrix of costs -> rows and the column of each."""

@@ -1,10 +1,12 @@
-"""`moe-opt bench kernels`: permute and unpermute against Megatron-Core's unfused ones, the residual codec against
-PyTorch's operations, all of these against plain copies; and the placement of samples, see `bench_placement`.
+"""Kernels against what is in use today: permute and unpermute against Megatron-Core's unfused ones, the residual codec
+against PyTorch's operations, both against plain copies; and placing samples, see bench_placement.
 
 All sides alternate in one process and find their memory warm: on CPU malloc is told to keep what is freed, because page
 faults would otherwise cost Megatron-Core several times its own work. Permute and unpermute run through autograd. The
 floor of an operation is a plain copy that reads and writes as many bytes as the operation must at least: each row read
 once and written once.
+
+python -m tools.bench_kernels --tokens 4096 --hidden 4096 --experts 64 --topk 8
 """
 
 from __future__ import annotations
@@ -16,27 +18,37 @@ from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+import typer
 
-from megatron_moe_opt.cli.bench.codec import CodecWorkload
-from megatron_moe_opt.cli.bench.kernel_timing import DTYPES, Row, print_table, rows_of
-from megatron_moe_opt.cli.bench.placement import measure_placement, print_placement
+from megatron_moe_opt.cli.main import main
 from megatron_moe_opt.cli.option_types import Device, check_device
 from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.output_file import check_output_file, write_text_whole
+from tools.bench_placement import measure_placement, print_placement
+from tools.kernel_timing import DTYPES, Row, print_table, rows_of
+
+app = typer.Typer(pretty_exceptions_enable=False)
 
 
+@app.command()
 def bench_kernels(
-    device: Device, tokens: int, hidden: int, experts: int, topk: int, elements: int, keep_one_in: int, dtypes: str,
-    repeats: int, seed: int, json_path: Path | None,
-) -> list[Row]:  # fmt: skip
-    """Measures every operation, prints two tables, and writes the rows as JSON where a path is given.
-
-    Raises:
-        ConfigurationError: an unknown dtype, topk above experts, a device that is not there, or a path that cannot be
-            written to.
+    device: Annotated[Device, typer.Option(help="Where to run.")] = Device.cpu,
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens.")] = 4096,
+    hidden: Annotated[int, typer.Option(min=1, help="Hidden size.")] = 4096,
+    experts: Annotated[int, typer.Option(min=1, help="Experts.")] = 64,
+    topk: Annotated[int, typer.Option(min=1, help="Experts of a token.")] = 8,
+    elements: Annotated[int, typer.Option(min=1, help="Elements of the residual codec's expert.")] = 8 * 2**20,
+    keep_one_in: Annotated[int, typer.Option(min=1, help="Elements of the expert for each one that is kept.")] = 50,
+    dtypes: Annotated[str, typer.Option(help="Of fp32, bf16 and fp16, separated by commas.")] = "fp32,bf16",
+    repeats: Annotated[int, typer.Option(min=2, help="Timed repetitions of each operation.")] = 9,
+    seed: Annotated[int, typer.Option(help="Seed of rows and routing.")] = 1234,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write the rows to this file too.")] = None,
+) -> None:
+    """Permute and unpermute against Megatron-Core's unfused ones, the residual codec against PyTorch's operations, both
+    against plain copies; placing samples against scipy and PyTorch, at fixed sizes. In one process.
     """
     names = dtypes.split(",")
     unknown = [name for name in names if name not in DTYPES]
@@ -45,7 +57,7 @@ def bench_kernels(
     if topk > experts:
         raise ConfigurationError(f"--topk {topk} is above --experts {experts}")
     check_device(device)
-    check_output_file("--json", json_path)
+    check_output_file("--json", json_file)
     if device is Device.cpu:
         keep_freed_memory()
     where = torch.device(device.value)
@@ -63,12 +75,54 @@ def bench_kernels(
     rows = permute_rows + codec_rows
     placement = measure_placement(where, repeats, seed)
     print_placement(placement)
-    if json_path is not None:
+    if json_file is not None:
         settings = permute_settings | codec_settings | common
         report = {"settings": settings, "rows": [row.report() for row in rows]}
         report["placement"] = [asdict(row) | {"speedup": row.speedup} for row in placement]
-        write_text_whole(json_path, json.dumps(report, indent=2) + "\n")
-    return rows
+        write_text_whole(json_file, json.dumps(report, indent=2) + "\n")
+
+
+class CodecWorkload:
+    """An expert of `elements` elements, its distance from the shared expert half of that one's spread.
+
+    The floors: encode must at least read expert and shared expert, and write the entries; decode read the shared expert
+    and the entries, and write the expert. Both sides of decode write into memory that is there already.
+    """
+
+    def __init__(self, device: torch.device, elements: int, kept: int, dtype: str, seed: int) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        shared = torch.randn(elements, generator=generator) * 0.02
+        expert = shared + torch.randn(elements, generator=generator) * 0.01
+        self.device = device
+        self.dtype = dtype
+        self.kept = kept
+        self.shared = shared.to(device=device, dtype=DTYPES[dtype])
+        self.expert = expert.to(device=device, dtype=DTYPES[dtype])
+
+    def measure(self, repeats: int) -> list[Row]:
+        """Returns the measured rows of encode and of decode."""
+        from megatron_moe_opt import kernels
+        from megatron_moe_opt.kernels.reference import sr_entries
+
+        values, indices = kernels.sr_encode(self.expert, self.shared, self.kept)
+        entries = sr_entries(indices, self.shared.numel())
+        out = torch.zeros_like(self.shared)
+
+        def encode_in_torch() -> tuple[torch.Tensor, torch.Tensor]:
+            residual = self.expert - self.shared
+            kept = residual.abs().topk(self.kept, sorted=False).indices
+            return residual[kept], kept
+
+        moved_bytes = 2 * self.shared.nbytes + values.nbytes + indices.nbytes
+        ours = {
+            "encode": (lambda: kernels.sr_encode(self.expert, self.shared, self.kept), moved_bytes),
+            "decode": (lambda: kernels.sr_decode(values, indices, self.shared, out), moved_bytes),
+        }
+        stock = {
+            "encode": encode_in_torch,
+            "decode": lambda: out.copy_(self.shared).index_add_(0, entries, values),
+        }
+        return rows_of(ours, stock, self.dtype, repeats, self.device)
 
 
 class Workload:
@@ -192,3 +246,7 @@ def device_name(device: Device) -> str:
     from megatron_moe_opt import kernels
 
     return f"cpu ({kernels.build_info()['cpu_kernels']})"
+
+
+if __name__ == "__main__":
+    main(app, "bench_kernels")

@@ -1,4 +1,4 @@
-"""`moe-opt bench layer`: one MoE layer, forward and backward, under several dispatchers."""
+"""`moe-opt bench`: one MoE layer, forward and backward, under several dispatchers."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def bench_layer(settings: LayerSettings, json_file: Path | None, report_folder: 
         RuntimeError: a dispatcher's results differ from the baseline's by more than the numerics contract allows.
     """
     begin()
-    check_output_file("--json", json_file)
+    check_output_file("--output", json_file)
     chosen_by_it = any(name.rpartition(":")[2] == AUTO for name in settings.dispatchers)
     if settings.profile is not None and not chosen_by_it and report_folder is None:
         raise ConfigurationError(

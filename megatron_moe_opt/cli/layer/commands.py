@@ -1,0 +1,77 @@
+"""`moe-opt bench`: the options, and the settings that they make."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from megatron_moe_opt.cli.option_types import DType, finite
+
+
+def bench(
+    dispatchers: Annotated[
+        str,
+        typer.Option(
+            help="Dispatchers to compare, separated by commas; alltoall always runs (with --replicated: deepspeed). "
+            "monta:O3x8 is level O3 with 8 chunks, parm:S2 schedule S2, mpmoe:4:S3 4 partitions that share memory by "
+            "strategy S3, expert-migration:2x1 its domain sizes, flex:hybridep Megatron's flex over that package; "
+            "auto, monta:auto and the like choose by --profile (mpmoe:auto, without one, by trials)."
+        ),
+    ] = "monta,deepspeed",
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens of each rank.")] = 4096,
+    hidden: Annotated[int, typer.Option(min=1, help="Hidden size.")] = 1024,
+    ffn_hidden: Annotated[int, typer.Option(min=1, help="Hidden size inside an expert.")] = 1024,
+    experts: Annotated[int, typer.Option(min=1, help="Experts of the layer.")] = 8,
+    topk: Annotated[int, typer.Option(min=1, help="Experts of a token.")] = 2,
+    tp: Annotated[int, typer.Option(min=1, help="Tensor parallelism; above 1 with sequence parallelism.")] = 1,
+    ep: Annotated[int | None, typer.Option(min=1, help="Expert parallelism.", show_default="ranks / expert-tp")] = None,
+    expert_tp: Annotated[int, typer.Option(min=1, help="Tensor parallelism inside an expert.")] = 1,
+    dtype: Annotated[DType, typer.Option(help="Tokens and weights.")] = DType.bf16,
+    routing: Annotated[
+        str,
+        typer.Option(help="uniform, zipf, one-hot-expert, or trace:FILE (a routing trace, or an array)."),
+    ] = "uniform",
+    capacity_factor: Annotated[
+        float | None,
+        typer.Option(min=0.0, callback=finite, help="Drop what exceeds this capacity.", show_default="dropless"),
+    ] = None,
+    pad_to_capacity: Annotated[
+        bool, typer.Option("--pad-to-capacity", help="Pad every expert to its capacity.")
+    ] = False,
+    steps: Annotated[int, typer.Option(min=1, help="Timed rounds.")] = 10,
+    warmup: Annotated[int, typer.Option(min=0, help="Untimed rounds before them.")] = 3,
+    seed: Annotated[int, typer.Option(help="Seed of weights, inputs and routing.")] = 1,
+    dispatch_only: Annotated[
+        bool, typer.Option("--dispatch-only", help="Dispatch and combine alone, without router and experts.")
+    ] = False,
+    replicated: Annotated[
+        bool, typer.Option("--replicated", help="All TP ranks hold the same tokens: TP without sequence parallelism.")
+    ] = False,
+    profile: Annotated[
+        Path | None,
+        typer.Option(help="cluster.json of moe-opt profile, for monta:auto and the like, and --report's predictions."),
+    ] = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Write everything as JSON, every round's time too.")
+    ] = None,
+    report: Annotated[
+        Path | None,
+        typer.Option(help="Folder for report.html: all of it with charts, and the ops of one more step, as a page."),
+    ] = None,
+) -> None:
+    """Forward + backward of one Megatron-Core MoE layer under each dispatcher.
+
+    Runs on the ranks that torchrun started, or on one process without it:
+    torchrun --nproc-per-node 4 -m megatron_moe_opt.cli.main bench --hidden 1024
+    """
+    from megatron_moe_opt.cli.layer.bench import LayerSettings, bench_layer
+
+    settings = LayerSettings(
+        dispatchers=tuple(name.strip() for name in dispatchers.split(",")), tokens=tokens, hidden=hidden,
+        ffn_hidden=ffn_hidden, experts=experts, topk=topk, tp=tp, ep=ep, expert_tp=expert_tp, dtype=dtype.value,
+        routing=routing, capacity_factor=capacity_factor, pad_to_capacity=pad_to_capacity, steps=steps, warmup=warmup,
+        seed=seed, profile=profile, dispatch_only=dispatch_only, replicated=replicated,
+    )  # fmt: skip
+    bench_layer(settings, output, report)
