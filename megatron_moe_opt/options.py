@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.option_values import SWITCH, Values
 from megatron_moe_opt.systems import SYSTEMS
-from megatron_moe_opt.systems.system import PREFIX, SharedOptions
+from megatron_moe_opt.systems.system import PREFIX, SharedOptions, shown
 
 _OF_SYSTEMS = tuple(dict.fromkeys(system.options for system in SYSTEMS if system.options is not SharedOptions))
 
@@ -48,13 +48,6 @@ class Options(*reversed(_OF_SYSTEMS), SharedOptions):
             for one, value in given
             for word in ([one.metadata["flag"]] if value is True else [one.metadata["flag"], shown(value)])
         ]
-
-
-def shown(value: Any) -> str:
-    """Returns the value of an option as a command line gives it."""
-    if isinstance(value, tuple):
-        return ",".join(map(str, value))
-    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 class _Parser(argparse.ArgumentParser):

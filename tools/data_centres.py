@@ -25,19 +25,10 @@ from megatron_moe_opt.cli.option_types import DType, finite, whole_numbers
 from megatron_moe_opt.cli.report.timeline_files import check_timeline_files
 from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.output_file import written_whole
-from megatron_moe_opt.planning.predicting.expert_migration import (
-    DomainChoice,
-    Link,
-    MigrationLayer,
-    StreamPass,
-    least,
-    link_curves,
-    predict,
-    stock_seconds,
-    stock_sent,
-)
-from megatron_moe_opt.planning.predicting.stream_model import attention_seconds, ffn_seconds, pre_expert_seconds
+from megatron_moe_opt.planning.predicting.expert_migration import DomainChoice, MigrationLayer, StreamPass, least
 from megatron_moe_opt.schedules.schedule import Kind
+from tools.stream_levels import Link, link_curves, predict, stock_seconds, stock_sent
+from tools.stream_model import attention_seconds, ffn_seconds, pre_expert_seconds
 
 app = typer.Typer(pretty_exceptions_enable=False)
 

@@ -28,7 +28,7 @@ class Dispatcher(Protocol):
     """Between whose ranks."""
 
     def describe(self) -> str:
-        """What runs, for the line at start."""
+        """Returns what runs, in words, for the line that is logged at start."""
 
     def take_copies(self, tp: ProcessGroup, tokens: torch.Tensor) -> bool:
         """Whether the dispatcher itself takes tokens that all ranks of a TP group hold, and returns all of them.
@@ -108,16 +108,16 @@ class Dispatched:
     def dispatch(
         self, packed: torch.Tensor, prob_dtype: torch.dtype
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """As Dispatcher.dispatch."""
+        """Returns the experts' inputs, rows per expert and probabilities, as Dispatcher.dispatch says."""
         tokens, probs = to_experts(packed, self.exchange, prob_dtype)
         return tokens, self.exchange.plan.tokens_per_expert, probs
 
     def combine(self, rows: torch.Tensor) -> torch.Tensor:
-        """As Dispatcher.combine."""
+        """Returns the rows [R, H] that came back from their experts, as Dispatcher.combine says."""
         return to_sources(rows, self.exchange)
 
     def unpermute(self, rows: torch.Tensor) -> torch.Tensor:
-        """As Dispatcher.unpermute."""
+        """Returns each token's sum of its rows, [T, H], as Dispatcher.unpermute says."""
         return unpermute_rows(rows, self.row_map)
 
 

@@ -90,7 +90,7 @@ class ExpertMigrationDispatcher(Dispatcher):
             self.migrated = self._migrate(self.domain_groups, self.tables.owners)
 
     def describe(self) -> str:
-        """What runs, for the line at start."""
+        """Returns what runs, in words, for the line that is logged at start."""
         what = f"{self.choosing.describe()}, a token once over every link"
         return what if self.migrated is None else f"{what}; {self.migrated.describe()}"
 

@@ -26,7 +26,7 @@ class MontaDispatcher(Dispatcher):
         self.pipelining = pipelining
 
     def describe(self) -> str:
-        """What runs, for the line at start."""
+        """Returns what runs, in words, for the line that is logged at start."""
         return f"{self.pipelining.describe()}, tokens and probabilities in one all-to-all"
 
     def permute(

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import torch
 
@@ -19,7 +18,6 @@ from megatron_moe_opt.dispatchers.dispatcher import Dispatcher, map_rows
 from megatron_moe_opt.dispatchers.partitioning import Partitioning, Partitions
 from megatron_moe_opt.kernels import RowMap, permute_packed, unpermute_rows
 from megatron_moe_opt.runtime.engine.host_copy import HostCopy
-from megatron_moe_opt.runtime.engine.pass_clock import PassClock
 from megatron_moe_opt.runtime.rows.exchange_plan import ExchangePlan, plan_partitions
 from megatron_moe_opt.runtime.rows.ways import way_of
 from megatron_moe_opt.runtime.through_experts.expert_call import Experts
@@ -37,10 +35,6 @@ class Partitioned:
     groups: ExpertGroups
     partitions: Partitions
     prob_dtype: torch.dtype
-    clock: PassClock | None
-    """Of a pass that is timed."""
-    first_node: Any
-    """Of autograd's graph of the pass, with which its backward pass ends; None: rows need no gradient."""
 
     @cached_property
     def plans(self) -> tuple[ExchangePlan, ...]:
@@ -57,7 +51,7 @@ class MpmoeDispatcher(Dispatcher):
         self.partitioning = partitioning
 
     def describe(self) -> str:
-        """What runs, for the line at start."""
+        """Returns what runs, in words, for the line that is logged at start."""
         return self.partitioning.describe()
 
     def permute(
@@ -67,12 +61,9 @@ class MpmoeDispatcher(Dispatcher):
         groups = self.groups
         row_map, counts = map_rows(routing_map, groups, **sizes)
         partitions = self.partitioning.choose(lambda: int(counts.wait().sum()) // groups.joint_size)
-        clock = None
-        if partitions.finished is not None and torch.is_grad_enabled():
-            clock = PassClock(tokens.device, partitions.finished)
         row_map = row_map.cut(partitions.count)
         packed = permute_packed(tokens, probs, row_map)
-        return packed, Partitioned(row_map, counts, groups, partitions, probs.dtype, clock, packed.grad_fn)
+        return packed, Partitioned(row_map, counts, groups, partitions, probs.dtype)
 
     def dispatch(
         self, packed: torch.Tensor, partitioned: Partitioned, prob_dtype: torch.dtype
@@ -91,7 +82,4 @@ class MpmoeDispatcher(Dispatcher):
 
     def unpermute(self, rows: torch.Tensor, partitioned: Partitioned) -> torch.Tensor:
         """Sums each token's rows: [R, H] -> [T, H]."""
-        output = unpermute_rows(rows, partitioned.row_map)
-        if partitioned.clock is not None and output.requires_grad:
-            partitioned.clock.forward_ends(output, partitioned.first_node or rows.grad_fn)
-        return output
+        return unpermute_rows(rows, partitioned.row_map)

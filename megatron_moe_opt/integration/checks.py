@@ -11,9 +11,9 @@ from megatron_moe_opt.integration.layer.ordered_experts import check_expert_orde
 from megatron_moe_opt.integration.layer.replicated_tokens import drawn_by_each_rank
 from megatron_moe_opt.integration.training_arguments import training_arguments
 from megatron_moe_opt.option_values import AUTO
-from megatron_moe_opt.options import Options, shown
+from megatron_moe_opt.options import Options
 from megatron_moe_opt.systems import SYSTEMS, system_of
-from megatron_moe_opt.systems.system import CHOOSES, FLAG, PREFIX, READS, System, flag_of
+from megatron_moe_opt.systems.system import CHOOSES, FLAG, PREFIX, READS, System, flag_of, shown
 
 _NEVER_UNREAD = ("compression_ratio", "gradient_compression_ratio", "plan")
 

@@ -24,13 +24,13 @@ from megatron_moe_opt.systems.system import (
     Grammar,
     SharedOptions,
     System,
+    chosen_by_profile,
     option,
     recomputed_modules,
 )
 
 NAME = "mpmoe"
 DEFAULT_PARTITIONS = 4
-TUNERS = ("profile", "model")
 
 
 @dataclass(frozen=True)
@@ -58,13 +58,6 @@ class MpmoeOptions(SharedOptions):
         "the most that activations of a layer may take (MPMoE, eq. 2), such as 512MiB, where mpmoe or auto chooses",
         auto=READS,
     )
-    tuner: str | None = option(
-        "tuner",
-        one_of(*TUNERS),
-        "what mpmoe chooses by: times of its own first passes (profile, the default), or a model of the cluster that "
-        "was measured",
-        auto=CHOOSES,
-    )
 
     @property
     def tunes_partitions(self) -> bool:
@@ -85,28 +78,16 @@ class MpmoeOptions(SharedOptions):
         """Of `mpmoe`, to choose from; one where the user chose."""
         return tuple(STRATEGIES) if self.memory_reuse == AUTO else (self.memory_reuse or NONE,)
 
-    @property
-    def partition_tuner(self) -> str:
-        """What `mpmoe` chooses by, where it does: trials, unless the user wants the model."""
-        return self.tuner or "profile"
-
     def check(self) -> None:
         """As SharedOptions.check."""
-        if self.tuner is not None and not self.tunes_partitions:
-            raise ConfigurationError(
-                f"{PREFIX}tuner {self.tuner} has nothing to choose: add {PREFIX}partitions auto or "
-                f"{PREFIX}memory-reuse auto, or drop it"
-            )
-        if self.tuner == "model" and self.profile is None:
-            raise ConfigurationError(
-                f"{PREFIX}tuner model predicts from measurements: run `moe-opt profile` and give its file with "
-                f"{PREFIX}profile, or use {PREFIX}tuner profile"
-            )
+        if isinstance(self.partitions, tuple) and len(self.partitions) > 1:
+            self.needs_profile("partitions")
+        self.auto_needs_profile("partitions", "memory_reuse")
 
 
 def _build(groups: Any, options: MpmoeOptions, config: Any) -> Any:
     from megatron_moe_opt.dispatchers.mpmoe import MpmoeDispatcher
-    from megatron_moe_opt.dispatchers.tuning import partitioning_of
+    from megatron_moe_opt.dispatchers.partitioning import partitioning_of
     from megatron_moe_opt.integration.layer.configured_workload import layer_workload
 
     return MpmoeDispatcher(groups, partitioning_of(options, groups, layer_workload(config, groups)))
@@ -150,15 +131,12 @@ def _check(config: Any, options: MpmoeOptions, arguments: Any) -> None:
 
 
 def _unread_profile(options: MpmoeOptions) -> str | None:
-    if options.tuner == "model":
-        return None
-    return f"give {PREFIX}partitions {AUTO} and {PREFIX}tuner model"
+    return None if options.tunes_partitions else f"give {PREFIX}partitions {AUTO}"
 
 
 def _parse(variant: str, setting: str, profile: Path | None) -> Mapping[str, Any]:
-    """Without a profile `mpmoe:auto` chooses by trials."""
     if setting == AUTO:
-        return {"partitions": AUTO, "profile": profile, "tuner": None if profile is None else "model"}
+        return {"partitions": AUTO, **chosen_by_profile(variant, profile)}
     parts = re.fullmatch(rf"([1-9][0-9]*)(?::({'|'.join(STRATEGIES)}))?", setting)
     if parts is None:
         raise ConfigurationError(

@@ -62,16 +62,29 @@ class SharedOptions:
     def auto_needs_profile(self, *names: str) -> None:
         """Refuses options, by the names of their fields, that are to be chosen where nothing was measured."""
         for name in names:
-            if getattr(self, name) == AUTO and self.profile is None:
-                raise ConfigurationError(
-                    f"{flag_of(type(self), name)} auto chooses from measurements: run `moe-opt profile` and give its "
-                    f"file with {PREFIX}profile"
-                )
+            if getattr(self, name) == AUTO:
+                self.needs_profile(name)
+
+    def needs_profile(self, name: str) -> None:
+        """Refuses an option, by the name of its field, that leaves a choice where nothing was measured."""
+        if self.profile is None:
+            raise ConfigurationError(
+                f"{flag_of(type(self), name)} {shown(getattr(self, name))} chooses from measurements: run `moe-opt "
+                f"profile` and give its file with {PREFIX}profile; {FLAG} {AUTO}, with that file, also tries what it "
+                "chooses"
+            )
 
 
 def flag_of(options: type[SharedOptions], name: str) -> str:
     """The option on the command line that a field of options is."""
     return options.__dataclass_fields__[name].metadata["flag"]
+
+
+def shown(value: Any) -> str:
+    """Returns the value of an option as a command line gives it."""
+    if isinstance(value, tuple):
+        return ",".join(map(str, value))
+    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 @dataclass(frozen=True)

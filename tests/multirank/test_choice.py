@@ -12,13 +12,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_moe_opt.cli.bench.split_half import noise_floor
 from megatron_moe_opt.cli.layer.settings import LayerSettings
 from megatron_moe_opt.options import Options
 from megatron_moe_opt.planning.costs.cluster import Cluster, ExpertGemm, World
 from megatron_moe_opt.schedules.schedule import Kind
 from tests.ranks.devices import rank_device
 from tests.ranks.pool import RankFailure, RankPool
+from tools.split_half import noise_floor
 
 MB = 10**6
 
@@ -107,9 +107,9 @@ def test_a_bad_profile_is_refused_on_all_ranks(ranks, profile):
 
 
 def judge(profile: Path) -> list[Any]:
-    from megatron_moe_opt.cli.bench.choice import measure
-    from megatron_moe_opt.cli.bench.choosers import MontaChooser
     from tests.ranks.megatron import parallel
+    from tools.bench_choice import measure
+    from tools.choosers import MontaChooser
 
     settings = LayerSettings(
         dispatchers=(), tokens=1, hidden=32, ffn_hidden=2, experts=4, topk=2, tp=2, ep=2, expert_tp=2, dtype="fp32",
@@ -138,9 +138,9 @@ def test_bench_choice_judges_by_the_fastest(ranks, profile):
 
 
 def judge_partitions(profile: Path, budget: int | None) -> list[Any]:
-    from megatron_moe_opt.cli.bench.choice import measure
-    from megatron_moe_opt.cli.bench.choosers import MpmoeChooser
     from tests.ranks.megatron import parallel
+    from tools.bench_choice import measure
+    from tools.choosers import MpmoeChooser
 
     chooser = MpmoeChooser([1, 3], "auto", budget)
     settings = LayerSettings(
@@ -153,14 +153,14 @@ def judge_partitions(profile: Path, budget: int | None) -> list[Any]:
 
 
 def test_bench_choice_judges_partitions_and_memory_reuse(ranks, tmp_path):
-    """By the model and by trials, without a budget and with one that only three partitions in shared buffers fit."""
+    """Without a budget, and with one that only three partitions in shared buffers fit."""
     file = tmp_path / "cluster.json"
     kinds = [(Kind.ALL_TO_ALL, "ep"), *((kind, None) for kind in (Kind.COPY, Kind.OFFLOAD, Kind.PREFETCH))]
     gemm = ExpertGemm(32, 16, "fp32", ((16, 1e-3),))
     Cluster(World((0, 0, 1, 1), ep=4), dict.fromkeys(kinds, ((1, 1e-3),)), expert_gemm=gemm).save(file)
     for budget in (None, 85_000):
         for points in ranks.run(judge_partitions, profile=file, budget=budget):
-            assert [point.by for point in points] == ["model", "trials"]
+            assert [point.by for point in points] == ["model"]
             for point in points:
                 names = {f"mpmoe:{n}:{how}" for n in (1, 3) for how in ("none", "S1", "S2", "S3", "S4")}
                 assert point.seconds.keys() == {"alltoall"} | names
@@ -168,7 +168,6 @@ def test_bench_choice_judges_partitions_and_memory_reuse(ranks, tmp_path):
                 for name in (point.chosen, point.best):
                     _, n, strategy = name.split(":")
                     assert budget is None or (n == "3" and strategy != "none")
-            model, trials = points
+            (model,) = points
             assert budget is not None or model.chosen.endswith(":none")  # its costs have no noise
             assert model.overhead > 0 and model.predicted > 0
-            assert trials.predicted is None and trials.error is None

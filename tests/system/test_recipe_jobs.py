@@ -37,6 +37,7 @@ PYTHON = f"""#!/bin/bash
 printf '%s\\n' "$@" >"$STUBS/arguments"
 echo "$RANK $LOCAL_RANK $WORLD_SIZE $MASTER_ADDR $MASTER_PORT $CUDA_DEVICE_MAX_CONNECTIONS" >"$STUBS/environment"
 echo $$ >"$STUBS/process"
+[[ "$1" != *check_recipe.py ]] || exit "${{FITS:-0}}"
 [[ -z "${{SAVES:-}}" ]] || printf %s "$SAVES" >"$CHECKPOINTS/{TRACKER}"
 exit "${{STATUS:-0}}"
 """
@@ -52,15 +53,17 @@ class Cluster:
         for name, script in (("srun", SRUN), ("scontrol", SCONTROL), ("sbatch", SBATCH), ("python", PYTHON)):
             (commands / name).write_text(script)
             (commands / name).chmod(0o755)
+        for file in ("pretrain_gpt.py", "words.bin", "words.idx"):
+            (folder / file).touch()
         self.environment = {
             "PATH": f"{commands}:{os.environ['PATH']}",
             "STUBS": str(self.notes),
             "SLURM_JOB_ID": "4207",
             "SLURM_JOB_NODELIST": "node[0-9999]",
             "SLURM_NTASKS": "32",
-            "MEGATRON_LM": "/megatron",
+            "MEGATRON_LM": str(folder),
             "CHECKPOINTS": str(self.checkpoints),
-            "DATA": "/data/words",
+            "DATA": str(folder / "words"),
             "TOKENIZER": "/data/tokenizer",
             "PYTHON": str(commands / "python"),
         }
@@ -129,7 +132,12 @@ def test_starts_a_rank_a_task(cluster):
     result = cluster.job(SAVES="500000")
     assert result.returncode == 0, result.stderr
     arguments = cluster.note("arguments")
-    assert arguments[:4] == ["-u", "-m", "megatron_moe_opt.launch", "/megatron/pretrain_gpt.py"]
+    assert arguments[:4] == [
+        "-u",
+        "-m",
+        "megatron_moe_opt.launch",
+        f"{cluster.environment['MEGATRON_LM']}/pretrain_gpt.py",
+    ]
     assert cluster.note("environment") == ["11 3 32 node0 24207 1"]
     assert cluster.note("task") == cluster.note("process")  # a signal to the task reaches Python
     assert cluster.note("srun")[:2] == ["--label", "--kill-on-bad-exit=1"]
@@ -137,7 +145,7 @@ def test_starts_a_rank_a_task(cluster):
     for flag, expected in (
         ("--hidden-size", "4096"),
         ("--moe-token-dispatcher-type", "monta"),
-        ("--data-path", "/data/words"),
+        ("--data-path", cluster.environment["DATA"]),
         ("--tokenizer-model", "/data/tokenizer"),
         ("--data-cache-path", f"{cluster.checkpoints}/sample-indices"),
         ("--save", str(cluster.checkpoints)),
@@ -286,7 +294,60 @@ def test_submits_with_the_recipes_nodes(cluster, tmp_path):
     mine.write_text(f"source {SLURM}/models/mixtral_8x7b.sh\ngpus_per_node=4\n")
     cluster.run("submit.sh", str(mine), NODES="16")
     assert cluster.note("sbatch")[:8] == shlex.split("--nodes 16 --ntasks-per-node 4 --gpus-per-node 4 --job-name mine")
-    assert cluster.run("submit.sh", "nonesuch").returncode
+    assert cluster.note("arguments") == [str(SLURM / "check_recipe.py"), str(mine), "--nodes", "16", "--"]
+
+
+@pytest.mark.parametrize(
+    ("model", "environment", "match"),
+    [
+        ("nonesuch", {}, "nonesuch is neither a file nor a recipe, which are: deepseek_v3 "),
+        ("", {}, "name a recipe"),
+        ("mixtral_8x7b", {"MEGATRON_LM": None}, "set MEGATRON_LM"),
+        ("mixtral_8x7b", {"MEGATRON_LM": "/nowhere"}, "MEGATRON_LM: there is no /nowhere/pretrain_gpt.py"),
+        ("mixtral_8x7b", {"CHECKPOINTS": None}, "set CHECKPOINTS"),
+        ("mixtral_8x7b", {"TOKENIZER": None}, "set TOKENIZER"),
+        ("mixtral_8x7b", {"DATA": "/nowhere/words"}, "DATA: there is no /nowhere/words.bin"),
+        ("mixtral_8x7b", {"PLAN": "p.json"}, "PLAN: there is no p.json"),
+        ("mixtral_8x7b", {"PLAN": "p.json", "PROFILE": "c.json"}, "PROFILE and PLAN are two ways"),
+        ("mixtral_8x7b", {"PROLOGUE": "/nowhere/modules"}, "PROLOGUE: there is no /nowhere/modules"),
+        ("mixtral_8x7b", {"PYTHON": "/nowhere/python"}, "PYTHON: there is no /nowhere/python"),
+        ("mixtral_8x7b", {"MEASURE": "/nowhere/c.json"}, "MEASURE: there is no /nowhere"),
+        ("mixtral_8x7b", {"FITS": "2"}, ""),
+    ],
+)
+def test_what_a_job_would_find_out_after_the_queue_is_refused_before(cluster, model, environment, match):
+    result = cluster.run("submit.sh", model, **environment)
+    assert result.returncode == 2 and match in result.stderr
+    assert cluster.note("sbatch") == []
+
+
+@pytest.mark.parametrize(
+    ("limit", "signal"),
+    [
+        ("10", "TERM@150"),
+        ("20:00", "TERM@300"),
+        ("00:30:00", "TERM@450"),
+        ("1-0", None),
+        ("2:00:00", None),
+        (None, None),
+    ],
+)
+def test_a_short_job_has_time_before_it_is_told_to_end(cluster, limit, signal):
+    assert cluster.run("submit.sh", "mixtral_8x7b", SBATCH_TIMELIMIT=limit).returncode == 0
+    given = cluster.note("sbatch")
+    assert (value(given, "--signal") if "--signal" in given else None) == signal
+
+
+def test_a_measurement_asks_for_minutes_and_no_data(cluster, tmp_path):
+    needless = dict.fromkeys(("DATA", "TOKENIZER", "CHECKPOINTS", "MEGATRON_LM"))
+    assert cluster.run("submit.sh", "mixtral_8x7b", MEASURE=str(tmp_path / "c.json"), **needless).returncode == 0
+    assert value(cluster.note("sbatch"), "--signal") == "TERM@450"
+
+
+def test_a_job_begins_with_its_prologue(cluster, tmp_path):
+    (tmp_path / "modules").write_text("export CUDA_DEVICE_MAX_CONNECTIONS=7\n")
+    assert cluster.job(PROLOGUE=str(tmp_path / "modules")).returncode is not None
+    assert cluster.note("environment")[0].split()[-1] == "7"
 
 
 @pytest.mark.skipif("MEGATRON_LM" not in os.environ, reason="MEGATRON_LM names no checkout of Megatron-LM")

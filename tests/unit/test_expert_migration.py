@@ -13,20 +13,12 @@ from hypothesis import strategies as st
 
 from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.planning.costs.curves import CostCurve, Costs
-from megatron_moe_opt.planning.predicting.expert_migration import (
-    Link,
-    MigrationLayer,
-    StreamPass,
-    least,
-    link_curves,
-    predict,
-    stock_seconds,
-    stock_sent,
-)
+from megatron_moe_opt.planning.predicting.expert_migration import MigrationLayer, StreamPass, least
 from megatron_moe_opt.planning.predicting.simulator import simulate
-from megatron_moe_opt.planning.predicting.stream_model import Stream
 from megatron_moe_opt.schedules.schedule import Kind, Lane, Op, Schedule
 from megatron_moe_opt.topology.domains import ExpertDomains, realisable
+from tools.stream_levels import Link, link_curves, predict, stock_seconds, stock_sent
+from tools.stream_model import Stream
 
 FORWARD = (StreamPass(0.0, 0.0, 500),)
 

@@ -8,19 +8,15 @@ import weakref
 import pytest
 import torch.distributed as dist
 
-from megatron_moe_opt.dispatchers import tuning
 from megatron_moe_opt.integration.layer import netmoe_layer
 from megatron_moe_opt.integration.observe import telemetry_report
-from megatron_moe_opt.planning.predicting.layer_workload import LayerWorkload
 from megatron_moe_opt.topology import domain_groups
 from megatron_moe_opt.topology.expert_groups import ExpertGroups
 
-CANDIDATES = tuning.Candidates(LayerWorkload(0, 64, 128, False, 2, 2, 4, 16, 1), (1, 2), ("none",))
 USES = {
     "nodes of levels": lambda group: domain_groups._nodes(group),
     "nodes of telemetry": lambda group: telemetry_report._nodes(group),
     "holders of samples": lambda group: netmoe_layer._holders(ExpertGroups(group, None, group), group),
-    "trials of partitions": lambda group: tuning._tuner(ExpertGroups(group, group, group), CANDIDATES),
 }
 
 

@@ -185,12 +185,13 @@ def test_options_made_in_python_take_what_the_command_line_takes(wrong, sentence
 
 def test_options_made_in_python_are_those_of_the_command_line():
     words = {"partitions": "4,2,2", "domain-sizes": "2,1", "compression-ratio": "25", "plan": "a.json"}
+    words |= {"profile": "c.json"}
     words |= {"memory-reuse": "auto", "activation-budget": "1.5KiB", "chunks": "1", "prefetch-layers": "0"}
     arguments = [word for flag, text in words.items() for word in (f"--moe-opt-{flag}", text)]
     read, _ = split_options([*arguments, "--moe-opt-telemetry"])
     made = Options(
         partitions=[4, 2, 2], domain_sizes=[2, 1], compression_ratio=25, plan="a.json", memory_reuse="auto",
-        activation_budget=1536, chunks=1, prefetch_layers=0, telemetry=True,
+        activation_budget=1536, chunks=1, prefetch_layers=0, telemetry=True, profile="c.json",
     )  # fmt: skip
     assert made == read == dataclasses.replace(made) and hash(made) == hash(read)
     assert made.partitions == (2, 4) and made.plan == Path("a.json")

@@ -7,8 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from megatron_moe_opt.dispatchers.partitioning import Partitions
-from megatron_moe_opt.dispatchers.tuning import partitioning_of
+from megatron_moe_opt.dispatchers.partitioning import Partitions, partitioning_of
 from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.options import Options, split_options
 
@@ -19,9 +18,9 @@ def test_reads_them():
     arguments = "--moe-opt-partitions 6 --moe-opt-memory-reuse S2 --lr 1"
     options, rest = split_options(arguments.split())
     assert (options.partitions, options.memory_reuse, rest) == (6, "S2", ["--lr", "1"])
-    arguments = "--moe-opt-partitions auto --moe-opt-activation-budget 1.5GiB --moe-opt-tuner profile"
+    arguments = "--moe-opt-partitions auto --moe-opt-activation-budget 1.5GiB --moe-opt-profile f"
     options, _ = split_options(arguments.split())
-    assert (options.partitions, options.activation_budget, options.tuner) == ("auto", 3 * 2**29, "profile")
+    assert (options.partitions, options.activation_budget) == ("auto", 3 * 2**29)
 
 
 def test_fixed_ones_are_the_same_for_every_pass():
@@ -44,7 +43,7 @@ def test_fixed_ones_are_the_same_for_every_pass():
             "'0' is neither a number of partitions from 1 on, nor several such as 2,4,8",
         ),
         ("--moe-opt-activation-budget 3GB", "'3GB' is not a number of bytes above 0, such as 512MiB or 1.5GiB"),
-        ("--moe-opt-tuner model", "--moe-opt-tuner model has nothing to choose: add --moe-opt-partitions auto or"),
+        ("--moe-opt-partitions auto", "--moe-opt-partitions auto chooses from measurements: run `moe-opt profile`"),
     ],
 )
 def test_refusals(arguments, sentence):

@@ -20,6 +20,7 @@ from megatron_moe_opt.schedules.parm import JOINT
 from megatron_moe_opt.schedules.schedule import COLLECTIVES, Kind, Lane, Op
 from megatron_moe_opt.systems.expert_migration import NAME as MIGRATION
 from megatron_moe_opt.systems.expert_migration import fastest_domains
+from tools import stream_levels
 
 MB = 10**6
 NODES = (0, 0, 0, 0, 1, 1, 1, 1)
@@ -149,7 +150,7 @@ def test_small_experts_travel_and_large_ones_stay():
     assert not large.startswith("expert-migration:2x")
     layer, measured = migrating(8)
     one = by_variant(candidates(layer, measured)[0])["expert-migration:1x1"]
-    (own, *_) = expert_migration.predict(
+    (own, *_) = stream_levels.predict(
         expert_migration.MigrationLayer.alone(1024, 4096 + 16, 2, 1, layer.expert_bytes, layer.expert_bytes),
         (2, 4), expert_migration.measured_curves(measured.costs(), (2, 4)),
     )  # fmt: skip

@@ -146,7 +146,10 @@ def test_a_stated_dispatcher_replaces_the_recipes():
         (
             "mpmoe_gpt_s",
             {},
-            ("--recompute-granularity", "selective", "--recompute-modules", "moe_act"),
+            (
+                *("--moe-opt-memory-reuse", "S3"),
+                *("--recompute-granularity", "selective", "--recompute-modules", "moe_act"),
+            ),
             "restores all that experts save",
         ),
         (

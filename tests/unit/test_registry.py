@@ -345,7 +345,11 @@ def test_gradients_are_compressed_only_where_they_travel_and_keep_their_scale():
     [
         ({"monta_level": "O3"}, "alltoall", "monta-level O3 is for --moe-token-dispatcher-type monta, not alltoall"),
         ({"chunks": 8}, "parm", "chunks 8 is for --moe-token-dispatcher-type monta, not parm: drop one of the two"),
-        ({"partitions": (2, 4)}, "monta", "partitions 2,4 is for --moe-token-dispatcher-type mpmoe, not monta"),
+        (
+            {"partitions": (2, 4), "profile": "c.json"},
+            "monta",
+            "partitions 2,4 is for --moe-token-dispatcher-type mpmoe, not monta",
+        ),
         ({"domain_sizes": (2,)}, "mpmoe", "domain-sizes 2 is for --moe-token-dispatcher-type expert-migration, not"),
         ({"network_levels": (2, 4)}, "deepspeed", "levels 2,4 is for --moe-token-dispatcher-type expert-migration"),
         ({"prefetch_layers": 0}, "allgather", "prefetch-layers 0 is for --moe-token-dispatcher-type expert-migration"),
@@ -355,7 +359,7 @@ def test_gradients_are_compressed_only_where_they_travel_and_keep_their_scale():
             "profile c.json is for --moe-token-dispatcher-type monta, parm, mpmoe, expert-m",
         ),
         ({"profile": "c.json", "parm_schedule": "S1"}, "parm", "profile c.json has nothing to choose for --moe-token-"),
-        ({"profile": "c.json"}, "mpmoe", "or give --moe-opt-partitions auto and --moe-opt-tuner model"),
+        ({"profile": "c.json"}, "mpmoe", "drop it, or give --moe-opt-partitions auto"),
         ({"profile": "c.json", "domain_sizes": (1,)}, "expert-migration", "or leave --moe-opt-domain-sizes at auto"),
     ],
     ids=str,

@@ -67,8 +67,7 @@ def test_experts_that_travel_have_a_lane_beside_the_schedules():
 def test_timelines_have_a_bar_for_every_op(page):
     report = made_report()
     ops = [len(one.schedule.ops) for step in report.recorded.values() for one in step.timelines]
-    bars = sum(tag == "rect" and "op" in (attributes.get("class") or "").split() for tag, attributes in page.elements)
-    assert bars == sum(ops) > 100
+    assert sum(" of chunk " in text and " ms" in text for text in page.texts) == sum(ops) > 100
     assert "No schedules of this package: alltoall." in page.texts
     captions = [text for text in page.texts if text.startswith("Rank 3: ")]
     seconds = sum(one.seconds for one in report.recorded["monta:O3x4"].timelines)
@@ -96,13 +95,13 @@ def test_it_needs_nothing_else(page):
     ids = [attributes["id"] for _, attributes in page.elements if "id" in attributes]
     assert len(ids) == len(set(ids))
     for tag, attributes in page.elements:
-        assert tag not in ("script", "link", "img", "iframe", "object", "embed", "base", "use", "image")
+        assert tag not in ("script", "link", "img", "iframe", "object", "embed", "base", "image")
         assert "src" not in attributes and not any(name.startswith("on") for name in attributes)
-        for name in ("href", "aria-labelledby"):
+        for name in ("href", "xlink:href", "aria-labelledby"):
             if name in attributes:
                 assert attributes[name].removeprefix("#") in ids
-        if attributes.get("fill", "").startswith("url"):
-            assert attributes["fill"].removeprefix("url(#").removesuffix(")") in ids
+        if "clip-path" in attributes:
+            assert attributes["clip-path"].removeprefix("url(#").removesuffix(")") in ids
     styles = "".join(page.texts)
     assert "@import" not in styles and "url(" not in styles and "http" not in styles
 
@@ -111,8 +110,6 @@ def test_pictures_have_titles_and_tables_headers(page):
     images = [attributes for tag, attributes in page.elements if tag == "svg" and attributes.get("role") == "img"]
     assert len(images) == 1 + 1 + 2 + 2 + 1 + 2  # times, predictions, timelines, links, memory, balance
     assert all("aria-labelledby" in attributes for attributes in images)
-    hidden = [attributes for tag, attributes in page.elements if tag == "svg" and "role" not in attributes]
-    assert all(attributes["aria-hidden"] == "true" for attributes in hidden)
     assert all(attributes.get("scope") in ("row", "col") for tag, attributes in page.elements if tag == "th")
     assert ("html", {"lang": "en"}) in page.elements
 

@@ -8,7 +8,8 @@ from dataclasses import replace
 import pytest
 
 from megatron_moe_opt.planning.predicting.simulator import simulate
-from megatron_moe_opt.planning.predicting.stream_model import (
+from megatron_moe_opt.schedules.schedule import Kind, Lane, Op, Schedule, validate
+from tools.stream_model import (
     Stream,
     attention_seconds,
     ffn_seconds,
@@ -16,7 +17,6 @@ from megatron_moe_opt.planning.predicting.stream_model import (
     pre_expert_seconds,
     stream_seconds,
 )
-from megatron_moe_opt.schedules.schedule import Kind, Lane, Op, Schedule, validate
 
 MB, GB, MS = 1e6, 1e9, 1e-3
 

@@ -17,7 +17,7 @@ def bench(
             help="Dispatchers to compare, separated by commas; alltoall always runs (with --replicated: deepspeed). "
             "monta:O3x8 is level O3 with 8 chunks, parm:S2 schedule S2, mpmoe:4:S3 4 partitions that share memory by "
             "strategy S3, expert-migration:2x1 its domain sizes, flex:hybridep Megatron's flex over that package; "
-            "auto, monta:auto and the like choose by --profile (mpmoe:auto, without one, by trials)."
+            "auto, monta:auto and the like choose by --profile."
         ),
     ] = "monta,deepspeed",
     tokens: Annotated[int, typer.Option(min=1, help="Tokens of each rank.")] = 4096,

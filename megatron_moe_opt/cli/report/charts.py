@@ -1,59 +1,49 @@
-"""Where the marks of a chart go: coordinates for the SVG of templates/charts.svg.j2. Plain arithmetic.
+"""The charts of a report: drawn by matplotlib, returned as SVG that stands in the page.
 
-A drawing is WIDTH wide; 1 unit is a CSS pixel where the page has room.
+matplotlib is imported when a chart is drawn. Every mark that is worth a closer look has a title, which browsers show
+under the pointer.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
+import io
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from html import escape
+from typing import TYPE_CHECKING
 
-from megatron_moe_opt.schedules.picture import op_label
-from megatron_moe_opt.schedules.schedule import Kind, Lane
+from megatron_moe_opt.schedules.picture import draw_timeline
+from megatron_moe_opt.schedules.schedule import Kind
 from megatron_moe_opt.schedules.timeline import Timeline
 
-WIDTH = 1000.0
-TEXT = 7.3
-"""Width of a character of the charts' 12 px text: of the wider ones among the fonts that browsers choose."""
-TOP = 4.0
-_AXIS = 22.0  # height of the axis' numbers
-_LONGEST_GUTTER = 300.0
-_BAR_STEP, _LANE_STEP = 30.0, 22.0
-_PART_HEAD = 18.0
-_NARROWEST = 0.8  # of an op that would be too narrow to be seen
-_COLUMNS_WIDTH, _COLUMNS_HEIGHT = 480.0, 110.0
-_COLUMNS_TOP = 18.0  # room for the mean's text
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
-KINDS = {kind.value: number for number, kind in enumerate(Kind)}
-"""Numbers of colour and pattern by an op's kind; a collective's name is one of them or gets a number of its own."""
-
-
-@dataclass(frozen=True)
-class Tick:
-    """A number on an axis, and where it stands."""
-
-    x: float
-    text: str
-
-
-@dataclass(frozen=True)
-class Area:
-    """The part of a drawing that has an axis under it."""
-
-    left: float
-    right: float
-    end: float
-    """The value on the right; 0 is on the left."""
-    ticks: tuple[Tick, ...]
-
-    def x(self, value: float) -> float:
-        """Returns where a value stands on the axis."""
-        return _round(self.left + value / self.end * (self.right - self.left))
+OURS, BASELINE, MARK = "#4aa0d8", "#a8adb3", "#d55e00"
+# Close to Okabe and Ito's, which differ for all kinds of colour vision; four more for the rarer ops.
+_COLOURS = (
+    "#f0e442", OURS, "#e69f00", "#17a67d", "#cc79a7", BASELINE, "#56b4e9", "#e07a3f", "#a898ee", "#d8c49f", "#b98a66",
+    "#b5cf6b",
+)  # fmt: skip
+_OP_COLOURS = {kind.value: _COLOURS[number % len(_COLOURS)] for number, kind in enumerate(Kind)}
+_INCHES, _WIDE_INCHES = 6.4, 9.0
+_TITLE = "title: "
+_STYLE = {
+    "font.size": 9,
+    "svg.fonttype": "none",  # text is text: small, and found by a search
+    "text.parse_math": False,  # names may hold dollar signs
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.axisbelow": True,
+    "grid.color": "#d0d7de",
+}
 
 
 @dataclass(frozen=True)
-class BarData:
+class Bar:
     """One bar: a value, what it was drawn from, and one value to compare it with."""
 
     label: str
@@ -62,205 +52,128 @@ class BarData:
     """What is written beside the bar."""
     samples: tuple[float, ...] = ()
     mark: float | None = None
-    number: int = 1
-    """The number of its colour."""
+    is_baseline: bool = False
 
 
-@dataclass(frozen=True)
-class Bar:
-    """A bar with its coordinates, as it is drawn."""
-
-    label: str
-    text: str
-    middle: float
-    x: float
-    width: float
-    low: float | None
-    high: float | None
-    samples: tuple[float, ...]
-    mark: float | None
-    text_x: float
-    number: int
-
-
-@dataclass(frozen=True)
-class BarChart:
-    """Bars below each other, on one axis."""
-
-    area: Area
-    bars: tuple[Bar, ...]
-    height: float
-
-
-@dataclass(frozen=True)
-class Segment:
-    """Part of a stacked bar, or an op of a timeline."""
-
-    x: float
-    width: float
-    number: int
-    """The number of its colour and pattern."""
-    label: str
-    """Empty where there is no room."""
-    title: str
-
-
-@dataclass(frozen=True)
-class Row:
-    """A stacked bar, or a lane, made of segments."""
-
-    label: str
-    top: float
-    segments: tuple[Segment, ...]
-    text: str = ""
-    text_x: float = 0.0
-
-
-@dataclass(frozen=True)
-class RowChart:
-    """Rows of segments; of a timeline, with its parts above them."""
-
-    area: Area
-    rows: tuple[Row, ...]
-    height: float
-    parts: tuple[Segment, ...] = ()
-
-
-@dataclass(frozen=True)
-class Column:
-    """One of the bars that stand side by side in a chart of columns."""
-
-    x: float
-    y: float
-    width: float
-    height: float
-    title: str
-
-
-@dataclass(frozen=True)
-class ColumnChart:
-    """Columns, the tallest first, and where their mean is."""
-
-    columns: tuple[Column, ...]
-    mean_y: float
-    bottom: float
-    width: float
-    height: float
-
-
-def ticks(largest: float) -> tuple[float, ...]:
-    """Returns 0, and two to five further multiples of 1, 2 or 5 times a power of ten, up to `largest`, which is above
-    0.
-    """
-    magnitude = 10.0 ** math.floor(math.log10(largest))
-    step = next(unit * magnitude for unit in (0.2, 0.5, 1.0, 2.0) if largest <= 5 * unit * magnitude * (1 + 1e-9))
-    return tuple(float(f"{step * count:.12g}") for count in range(math.floor(largest / step * (1 + 1e-9)) + 1))
-
-
-def bar_chart(data: Sequence[BarData]) -> BarChart:
-    """Returns bars with the span of their samples, each sample, and the mark."""
-    largest = max(max(one.value, one.mark or 0.0, *one.samples) for one in data)
-    area = _area([one.label for one in data], largest, right=WIDTH - TEXT * max(len(one.text) for one in data) - 14)
-    bars = []
-    for index, one in enumerate(data):
-        right = max(one.value, one.mark or 0.0, *one.samples)
-        bars.append(
-            Bar(
-                one.label,
-                one.text,
-                TOP + (index + 0.5) * _BAR_STEP,
-                area.left,
-                _round(area.x(one.value) - area.left),
-                area.x(min(one.samples)) if one.samples else None,
-                area.x(max(one.samples)) if one.samples else None,
-                tuple(area.x(sample) for sample in one.samples),
-                None if one.mark is None else area.x(one.mark),
-                area.x(right) + 12,
-                one.number,
-            )  # fmt: skip
-        )
-    return BarChart(area, tuple(bars), TOP + len(data) * _BAR_STEP + _AXIS)
-
-
-def stack_chart(stacks: Mapping[str, Mapping[str, float]], numbers: Mapping[str, int], unit: str) -> RowChart:
-    """Returns a bar for each stack, with its parts one after another.
+def bars(name: str, title: str, data: Sequence[Bar], unit: str, value: str, mark: str | None = None) -> str:
+    """Returns bars below each other with the span of their samples, each sample, and the mark.
 
     Args:
-        stacks: label -> name of a part -> value.
-        numbers: name of a part -> number of its colour and pattern.
+        name: of the chart, which no other chart of the page has.
+        value, mark: what bars and marks stand for, in the legend.
     """
-    sums = {label: sum(parts.values()) for label, parts in stacks.items()}
-    texts = {label: f"{total:.2f} {unit}" for label, total in sums.items()}
-    right = WIDTH - TEXT * max(map(len, texts.values())) - 14
-    area = _area(list(stacks), max(sums.values()), right)
-    rows = []
-    for index, (label, parts) in enumerate(stacks.items()):
-        segments, before = [], 0.0
-        for name, value in parts.items():
-            x, before = area.x(before), before + value
-            title = f"{label}: {name}, {value:.2f} {unit}"
-            segments.append(_segment(x, area.x(before) - x, numbers[name], (name,), title))
-        rows.append(Row(label, TOP + index * _BAR_STEP + 5, tuple(segments), texts[label], area.x(sums[label]) + 8))
-    return RowChart(area, tuple(rows), TOP + len(rows) * _BAR_STEP + _AXIS)
+    with _drawn(name, title, 0.34 * len(data) + 0.9) as (svg, figure):
+        axis = _axis(figure, unit, max(max(one.value, one.mark or 0.0, *one.samples) for one in data))
+        for row, one in enumerate(data):
+            (bar,) = axis.barh(row, one.value, color=BASELINE if one.is_baseline else OURS, height=0.62)
+            bar.set_gid(f"{_TITLE}{one.label}: {one.text}")
+            right = max(one.value, one.mark or 0.0, *one.samples)
+            if one.samples:
+                axis.plot([min(one.samples), max(one.samples)], [row, row], "|-", color="black", linewidth=1)
+                axis.plot(one.samples, [row] * len(one.samples), "o", color="white", mec="black", mew=0.6, ms=3)
+            if one.mark is not None:
+                axis.plot([one.mark], [row], "D", color=MARK, mec="white", ms=6)
+            axis.annotate(one.text, (right, row), (7, 0), textcoords="offset points", va="center")
+        axis.set_yticks(range(len(data)), [one.label for one in data])
+        axis.invert_yaxis()
+        entries = {value: axis.barh([0], [0], color=OURS)}
+        if any(one.is_baseline for one in data):
+            entries["the baseline"] = axis.barh([0], [0], color=BASELINE)
+        if any(one.samples for one in data):
+            entries["a round"] = axis.plot([], [], "o-", color="black", mfc="white", ms=3)[0]
+        if mark is not None:
+            entries[mark] = axis.plot([], [], "D", color=MARK, mec="white", ms=6)[0]
+        _legend(figure, entries)
+    return svg()
 
 
-def timeline_chart(timeline: Timeline, longest: float) -> RowChart:
+def stacks(name: str, title: str, data: Mapping[str, Mapping[str, float]], unit: str) -> str:
+    """Returns a bar for each label, with its parts one after another: label -> name of a part -> value."""
+    parts = sorted({part for one in data.values() for part in one})
+    free = [colour for colour in _COLOURS if colour not in {_OP_COLOURS.get(part) for part in parts}]
+    colours = {part: _OP_COLOURS.get(part) or free.pop(0) for part in parts}
+    with _drawn(name, title, 0.34 * len(data) + 0.9) as (svg, figure):
+        axis, entries = _axis(figure, unit, max(sum(one.values()) for one in data.values())), {}
+        for row, (label, one) in enumerate(data.items()):
+            before = 0.0
+            for part, value in one.items():
+                entries[part] = axis.barh(row, value, left=before, color=colours[part], edgecolor="white", height=0.62)
+                entries[part][0].set_gid(f"{_TITLE}{label}: {part}, {value:.2f} {unit}")
+                before += value
+            axis.annotate(f"{before:.2f} {unit}", (before, row), (5, 0), textcoords="offset points", va="center")
+        axis.set_yticks(range(len(data)), list(data))
+        axis.invert_yaxis()
+        _legend(figure, entries)
+    return svg()
+
+
+def timeline(name: str, title: str, one: Timeline, longest: float) -> str:
     """Returns a row for each lane, on an axis of milliseconds up to `longest` seconds, by which charts compare."""
-    area = _area([lane.value for lane in Lane], longest * 1e3, right=WIDTH - 14)
-    top = TOP + _PART_HEAD * bool(timeline.parts)
-    rows = []
-    for index, lane in enumerate(timeline.schedule.lanes):
-        segments = []
-        for span in timeline.lane(lane):
-            x, end = area.x(span.start * 1e3), area.x(span.end * 1e3)
-            title = f"{span.op}: {span.start * 1e3:.3f} to {span.end * 1e3:.3f} ms"
-            title += f", {span.op.size} bytes" if span.op.size else ""
-            labels = op_label(span.op), str(span.op.chunk)
-            segments.append(_segment(x, max(end - x, _NARROWEST), KINDS[span.op.kind.value], labels, title))
-        rows.append(Row(lane.value, top + index * _LANE_STEP, tuple(segments)))
-    parts = []
-    for part in timeline.parts:
-        x = area.x(part.start * 1e3)
-        labels = part.name, part.name.partition(".")[0]  # its number
-        parts.append(_segment(x, area.x(part.end * 1e3) - x, 0, labels, part.name))
-    return RowChart(area, tuple(rows), top + len(rows) * _LANE_STEP + _AXIS, tuple(parts))
+    with _drawn(name, title, 0.3 * len(one.schedule.lanes) + 1.1, _WIDE_INCHES) as (svg, figure):
+        axis = figure.subplots()
+        bars = draw_timeline(axis, one, longest * 1e3, lambda op: (_OP_COLOURS[op.kind.value], str(op.chunk)))
+        for span, bar in zip(one.spans, bars, strict=True):
+            size = f", {span.op.size} bytes" if span.op.size else ""
+            bar.set_gid(f"{_TITLE}{span.op}: {span.start * 1e3:.3f} to {span.end * 1e3:.3f} ms{size}")
+        axis.set_xlabel("ms")
+        _legend(figure, {span.op.kind.value: bar for span, bar in zip(one.spans, bars, strict=True)})
+    return svg()
 
 
-def column_chart(values: Sequence[int], what: str) -> ColumnChart:
-    """Returns a column for each value, from the largest to the least.
+def columns(name: str, title: str, values: Sequence[int], what: str) -> str:
+    """Returns a column for each value, from the largest to the least, and their mean.
 
     Args:
         what: a value is of, such as `expert`; with its number it names the column.
     """
     order = sorted(range(len(values)), key=lambda index: -values[index])
-    step, unit = _COLUMNS_WIDTH / len(values), _COLUMNS_HEIGHT / max(max(values), 1)
-    gap = min(2.0, step / 5)
-    bottom = _COLUMNS_TOP + _COLUMNS_HEIGHT
-    columns = tuple(
-        Column(
-            _round(place * step),
-            _round(bottom - values[index] * unit),
-            _round(step - gap),
-            _round(values[index] * unit),
-            f"{what} {index}: {values[index]} rows",
-        )
-        for place, index in enumerate(order)
+    mean = sum(values) / len(values)
+    with _drawn(name, title, 2.2, _INCHES / 1.6) as (svg, figure):
+        axis = figure.subplots()
+        for column, index in zip(
+            axis.bar(range(len(order)), sorted(values, reverse=True), color=OURS), order, strict=True
+        ):
+            column.set_gid(f"{_TITLE}{what} {index}: {values[index]} rows")
+        axis.axhline(mean, color="black", linestyle="--", linewidth=1)
+        axis.annotate(f"mean {mean:.5g}", (1, mean), (0, 3), axis.get_yaxis_transform(), "offset points", ha="right")
+        axis.set(xticks=[], xlabel=f"{what}s, the fullest first", ylabel="rows")
+    return svg()
+
+
+def _axis(figure: Figure, unit: str, largest: float) -> Axes:
+    axis = figure.subplots()
+    axis.grid(axis="x")
+    axis.set_xlabel(unit)
+    axis.set_xlim(0, 1.3 * largest or 1)  # with room for what is written beside the bars
+    return axis
+
+
+def _legend(figure: Figure, entries: Mapping[str, object]) -> None:
+    figure.legend(entries.values(), entries.keys(), loc="outside lower left", ncols=3, frameon=False)
+
+
+@contextmanager
+def _drawn(name: str, title: str, height: float, width: float = _INCHES) -> Iterator[tuple[object, Figure]]:
+    """Yields a figure to draw into, and what then returns it as SVG for a page."""
+    from matplotlib import rc_context
+    from matplotlib.backends.backend_svg import FigureCanvasSVG
+    from matplotlib.figure import Figure
+
+    with rc_context(_STYLE | {"svg.hashsalt": name}):  # salted: no two charts of a page have an id in common
+        figure = Figure(figsize=(width, height), layout="constrained")
+        FigureCanvasSVG(figure)
+        drawn = io.StringIO()
+        yield lambda: _inline(drawn.getvalue(), name, title), figure
+        figure.savefig(drawn, format="svg", transparent=True)
+
+
+def _inline(drawn: str, name: str, title: str) -> str:
+    """Returns matplotlib's file as an element of a page: named, with titles in place of the ids of its groups."""
+    svg = re.sub(r"<metadata>.*?</metadata>", "", drawn[drawn.index("<svg") :], flags=re.DOTALL)
+    heading = f'role="img" aria-labelledby="{name}"'
+    svg = svg.replace("<svg ", f"<svg {heading} ", 1).replace(">", f'><title id="{name}">{escape(title)}</title>', 1)
+    return re.sub(
+        r'<g id="([^"]*)"',
+        lambda group: f"<g><title>{group[1].removeprefix(_TITLE)}</title" if group[1].startswith(_TITLE) else "<g",
+        svg,
     )
-    return ColumnChart(columns, _round(bottom - sum(values) / len(values) * unit), bottom, _COLUMNS_WIDTH, bottom + TOP)
-
-
-def _segment(x: float, width: float, number: int, labels: Sequence[str], title: str) -> Segment:
-    """Returns a segment with the first of its labels that there is room for."""
-    label = next((one for one in labels if TEXT * len(one) <= width), "")
-    return Segment(x, _round(width), number, label, title)
-
-
-def _area(labels: Sequence[str], largest: float, right: float) -> Area:
-    left = min(TEXT * max(map(len, labels)) + 14, _LONGEST_GUTTER)
-    end = largest or 1.0
-    marks = tuple(Tick(_round(left + number / end * (right - left)), f"{number:g}") for number in ticks(end))
-    return Area(left, right, end, marks)
-
-
-def _round(place: float) -> float:
-    return round(place, 2)

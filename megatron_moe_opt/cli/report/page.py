@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict
-from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +14,8 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from megatron_moe_opt.cli.layer.recorded_step import RecordedStep
 from megatron_moe_opt.cli.report import charts
-from megatron_moe_opt.cli.report.charts import KINDS, BarData
+from megatron_moe_opt.cli.report.charts import Bar
 from megatron_moe_opt.cli.report.measured_layer import (
-    DispatcherResult,
     LayerReport,
     ReportTable,
     conditions,
@@ -30,7 +28,6 @@ from megatron_moe_opt.runtime.observed.traffic import INTER_NODE, INTRA_NODE
 from megatron_moe_opt.schedules.timeline import overlap
 
 PAGE = "report.html"
-_OURS, _BASELINE = KINDS["all_to_all"], KINDS["copy"]  # blue and grey
 
 
 def make_report_folder(folder: Path | None) -> None:
@@ -61,7 +58,6 @@ def render_page(report: LayerReport) -> str:
         lstrip_blocks=True,
     )
     sent = any(result.traffic for result in report.results)
-    numbers = _collective_numbers(report)
     return environment.get_template("report.html.j2").render(
         title="Dispatch and combine" if report.settings.dispatch_only else "One MoE layer",
         headline=headline(report),
@@ -74,10 +70,8 @@ def render_page(report: LayerReport) -> str:
         not_predicted=report.predicted.missing,
         timelines=_timelines(report),
         without_schedules=[name for name, step in report.recorded.items() if not step.timelines],
-        kinds=_kinds(report),
         traffic=traffic_table(report) if sent else None,
-        stacks=_stacks(report, numbers),
-        collectives=list(numbers.items()),
+        stacks=_stacks(report),
         memory=_memory_chart(report),
         balance=_balance(report),
         capped=report.settings.capacity_factor is not None,
@@ -98,24 +92,21 @@ def headline(report: LayerReport) -> str:
     return text
 
 
-def _colour(report: LayerReport, result: DispatcherResult) -> int:
-    return _BASELINE if result.dispatcher == report.settings.baseline else _OURS
-
-
-def _times_chart(report: LayerReport) -> charts.BarChart:
-    return charts.bar_chart(
-        [
-            BarData(
-                result.dispatcher,
-                result.median * 1e3,
-                f"{result.median * 1e3:.1f} ms, ratio {result.ratio:.3f}",
-                tuple(seconds * 1e3 for seconds in result.seconds),
-                None if result.wire_limit is None else result.wire_limit.seconds * 1e3,
-                _colour(report, result),
-            )
-            for result in report.results
-        ]
-    )
+def _times_chart(report: LayerReport) -> str:
+    bars = [
+        Bar(
+            result.dispatcher,
+            result.median * 1e3,
+            f"{result.median * 1e3:.1f} ms, ratio {result.ratio:.3f}",
+            tuple(seconds * 1e3 for seconds in result.seconds),
+            None if result.wire_limit is None else result.wire_limit.seconds * 1e3,
+            result.dispatcher == report.settings.baseline,
+        )
+        for result in report.results
+    ]
+    title = "Median time of one step under each dispatcher, with spread and wire limit"
+    limit = None if all(bar.mark is None for bar in bars) else "wire limit: the least time for the step's bytes"
+    return charts.bars("time-chart", title, bars, "ms", "median of the rounds", limit)
 
 
 def _prediction(report: LayerReport) -> dict[str, Any]:
@@ -128,27 +119,31 @@ def _prediction(report: LayerReport) -> dict[str, Any]:
         error = f"{predicted / measured - 1:+.1%}"
         rows.append((result.dispatcher, f"{predicted * 1e3:.1f}", f"{measured * 1e3:.1f}", error))
         samples = tuple(seconds * 1e3 for seconds in result.seconds)
-        colour = _colour(report, result)
-        data.append(BarData(result.dispatcher, measured * 1e3, error, samples, predicted * 1e3, colour))
+        baseline = result.dispatcher == report.settings.baseline
+        data.append(Bar(result.dispatcher, measured * 1e3, error, samples, predicted * 1e3, baseline))
     fastest = min(results, key=lambda result: predictions[result.dispatcher]).dispatcher
     measured = min(results, key=lambda result: result.median).dispatcher
+    title = "Measured and predicted time of one step under each dispatcher"
     return {
         "agreement": f"Predicted to be fastest: {fastest}. Measured to be fastest of those predicted: {measured}.",
-        "chart": charts.bar_chart(data),
+        "chart": charts.bars("prediction-chart", title, data, "ms", "measured, median of the rounds", "predicted"),
         "table": ReportTable(
             "Time of one step", ("dispatcher", "predicted ms", "measured median ms", "error"), tuple(rows)
         ),
     }
 
 
-def _timelines(report: LayerReport) -> list[dict[str, Any]]:
+def _timelines(report: LayerReport) -> list[dict[str, str]]:
     """Returns the timelines of the dispatchers that run schedules, all on one scale."""
     joined = {name: step.joined(name) for name, step in report.recorded.items() if step.timelines}
     longest = max((timeline.seconds for timeline in joined.values()), default=0.0)
-    return [
-        {"name": name, "chart": charts.timeline_chart(timeline, longest), "summary": _summary(report.recorded[name])}
-        for name, timeline in joined.items()
-    ]
+    drawn = []
+    for number, (name, timeline) in enumerate(joined.items()):
+        summary = _summary(report.recorded[name])
+        title = f"{name}: ops of one step by lane. {summary}"
+        chart = charts.timeline(f"timeline-{number}", title, timeline, longest)
+        drawn.append({"name": name, "summary": summary, "chart": chart})
+    return drawn
 
 
 def _summary(step: RecordedStep) -> str:
@@ -164,60 +159,42 @@ def _summary(step: RecordedStep) -> str:
     return text if hidden is None else f"{text} Overlap {hidden:.0%}."
 
 
-def _kinds(report: LayerReport) -> list[tuple[str, int]]:
-    """Returns the kinds of the ops in the timelines, with the numbers of their colours."""
-    timelines = [timeline for step in report.recorded.values() for timeline in step.timelines]
-    used = {op.kind.value for timeline in timelines for op in timeline.schedule.ops}
-    return [(kind, number) for kind, number in KINDS.items() if kind in used]
-
-
-def _collective_numbers(report: LayerReport) -> dict[str, int]:
-    """Returns a number of each collective: it has the colour that it has in the timelines, or one of those that the
-    others leave.
-    """
-    names = sorted({row.collective for result in report.results for row in result.traffic})
-    taken = {KINDS[name] for name in names if name in KINDS}
-    free = (number for number in count() if number not in taken)
-    return {name: KINDS[name] if name in KINDS else next(free) for name in names}
-
-
-def _stacks(report: LayerReport, numbers: Mapping[str, int]) -> list[tuple[str, charts.RowChart]]:
+def _stacks(report: LayerReport) -> list[tuple[str, str]]:
     """Returns megabytes by dispatcher and collective, of each link that something is sent over."""
-    stacks: dict[str, dict[str, dict[str, float]]] = {}
+    drawn = []
     for link in (INTER_NODE, INTRA_NODE):
-        if any(row.link == link for result in report.results for row in result.traffic):
-            stacks[link] = {
-                result.dispatcher: {row.collective: row.bytes / 1e6 for row in result.traffic if row.link == link}
-                for result in report.results
-            }
-    return [(link, charts.stack_chart(of_link, numbers, "MB")) for link, of_link in stacks.items()]
+        sent = {
+            result.dispatcher: {row.collective: row.bytes / 1e6 for row in result.traffic if row.link == link}
+            for result in report.results
+        }
+        if any(sent.values()):
+            title = f"Megabytes sent over {link} links in one step, by collective"
+            drawn.append((link, charts.stacks(f"bytes-{link}", title, sent, "MB")))
+    return drawn
 
 
-def _memory_chart(report: LayerReport) -> charts.BarChart | None:
-    data = [
-        BarData(
+def _memory_chart(report: LayerReport) -> str | None:
+    bars = [
+        Bar(
             result.dispatcher,
             result.peak_memory_bytes / 1e6,
             f"{result.peak_memory_bytes / 1e6:.3g} MB",
-            number=_colour(report, result),
+            is_baseline=result.dispatcher == report.settings.baseline,
         )
         for result in report.results
         if result.peak_memory_bytes is not None
     ]
-    return charts.bar_chart(data) if data else None
+    title = "Growth of memory during one step under each dispatcher"
+    return charts.bars("memory-chart", title, bars, "MB", "growth during a step") if bars else None
 
 
-def _balance(report: LayerReport) -> list[dict[str, str | charts.ColumnChart]]:
-    parts = {"expert": report.balance.of_expert, "rank": report.balance.of_rank}
-    return [
-        {
-            "what": what,
-            "text": f"largest {max(rows)}, least {min(rows)}, max over mean {max_over_mean(rows):.2f}",
-            "mean": f"mean {sum(rows) / len(rows):.5g}",
-            "chart": charts.column_chart(rows, what),
-        }
-        for what, rows in parts.items()
-    ]
+def _balance(report: LayerReport) -> list[dict[str, str]]:
+    drawn = []
+    for what, rows in (("expert", report.balance.of_expert), ("rank", report.balance.of_rank)):
+        text = f"largest {max(rows)}, least {min(rows)}, max over mean {max_over_mean(rows):.2f}"
+        title = f"Rows of each {what}, the fullest first: {text}"
+        drawn.append({"what": what, "text": text, "chart": charts.columns(f"balance-{what}", title, rows, what)})
+    return drawn
 
 
 def _facts(report: LayerReport) -> list[tuple[str, str]]:

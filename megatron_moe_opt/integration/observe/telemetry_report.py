@@ -61,7 +61,7 @@ class _Observed:
 
     @property
     def size(self) -> int:
-        """Of `own`."""
+        """How many numbers `own` returns: the same on every rank of the group."""
         return 2 * _DIRECTION + len(self.first) * (self.group.size() + self.record.num_experts)
 
     def own(self) -> torch.Tensor:

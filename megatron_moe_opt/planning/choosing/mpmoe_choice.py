@@ -45,11 +45,6 @@ class MpmoeChoice:
 _RANGES = ChoiceByRows(lambda rows: rows)
 
 
-def similar_rows(rows: int) -> int:
-    """One number for all that share a choice: the geometric middle of their range."""
-    return _RANGES[rows]
-
-
 def most_rows(rows: int) -> int:
     """The largest number that shares a choice with `rows`: what a budget has to hold."""
     return _RANGES.range_of(rows)[-1]

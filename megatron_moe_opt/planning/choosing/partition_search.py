@@ -40,6 +40,8 @@ class PartitionSearch:
 
     counts: Sequence[int] = PARTITIONS
     """Numbers of partitions to choose from, ascending."""
+    believed: int = BELIEVED
+    """Times of an n after which it is believed to be slower; 1: whoever measures has seen to it."""
     ranges: dict[int, tuple[float, float]] = field(init=False)
     """G: (least, greatest) number of tokens that n is known to be best for, by n; ascending in both."""
     chosen: dict[tuple[int, int], int] = field(default_factory=dict, init=False)
@@ -91,7 +93,7 @@ class PartitionSearch:
                 seen[n] = times[n]
                 fast = contenders(seen)
                 if n not in fast:
-                    if len(times[n]) < BELIEVED:
+                    if len(times[n]) < self.believed:
                         return fast[0], n
                     break
             if counts[first] not in contenders(seen):

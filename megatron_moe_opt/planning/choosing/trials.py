@@ -4,17 +4,19 @@ Predictions of different systems rest on different models, and a model that is o
 systems that are 5 % apart. What a step takes is known for certain only once it has run, and then with noise. So trials
 are sweeps of short turns. After each, what cannot be the fastest any more drops out: most steps go to variants that are
 hard to tell apart, and nearly as fast as what stays. Every other sweep goes in the opposite order, so that what drifts
-meanwhile favours none. In the leader's system a variant may be faster that was not predicted so: its neighbours join.
+meanwhile favours none. In the leader's system a variant may be faster that was not predicted so: along each of its
+numbers, such as partitions, MPMoE's Algorithm 1 says which one joins (partition_search.py).
 """
 
 from __future__ import annotations
 
 import re
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 
 from megatron_moe_opt.planning.choosing.contenders import contenders
+from megatron_moe_opt.planning.choosing.partition_search import PartitionSearch
 from megatron_moe_opt.planning.predicting.prediction import ALLTOALL, Prediction
 from megatron_moe_opt.variants import kind_of
 
@@ -38,7 +40,7 @@ _NUMBER = re.compile(r"\d+")
 def shortlist(predictions: Sequence[Prediction], planned: str) -> tuple[str, ...]:
     """What to try first: the planned variant, stock, the best of every other system and kind, then the next fastest.
 
-    Neighbours join by themselves, where they are worth it. Experts that travel are no neighbours of tokens that do.
+    What differs from the leader in a number joins by itself, where it is worth it. Whether experts travel is no number.
 
     Args:
         predictions: the fastest first.
@@ -53,24 +55,33 @@ def shortlist(predictions: Sequence[Prediction], planned: str) -> tuple[str, ...
     return tuple(tried)[:MOST_AT_FIRST]
 
 
-def neighbours(variant: str, among: Iterable[str]) -> tuple[str, ...]:
-    """Those that differ from a variant in one of its numbers, up and down by the least that there is.
+def lines(variant: str, among: Iterable[str]) -> Iterator[dict[int, str]]:
+    """Yields, for each number of a variant, it and those that differ from it in that number alone, ascending.
 
-    mpmoe:2 and mpmoe:4 of mpmoe:3; monta:O3x4, monta:O2x2 and monta:O2x8 of monta:O2x4.
+    Of mpmoe:3 mpmoe:2, mpmoe:3, ...; of monta:O2x4 monta:O2x4 and monta:O3x4, then monta:O2x2, monta:O2x4, ...
     """
     form, numbers = _form(variant)
-    nearest: dict[tuple[int, bool], tuple[int, str]] = {}
-    for other in among:
-        its_form, its_numbers = _form(other)
-        if its_form != form:
-            continue
-        steps = [(place, its - ours) for place, (ours, its) in enumerate(zip(numbers, its_numbers, strict=True))]
-        moved = [(place, step) for place, step in steps if step]
-        if len(moved) == 1:
-            ((place, step),) = moved
-            way = place, step > 0
-            nearest[way] = min(nearest.get(way, (abs(step), other)), (abs(step), other))
-    return tuple(other for _, other in nearest.values())
+    alike = [(its, other) for other in among for its_form, its in [_form(other)] if its_form == form]
+    for place in range(len(numbers)):
+        rest = numbers[:place], numbers[place + 1 :]
+        line = {its[place]: other for its, other in alike if (its[:place], its[place + 1 :]) == rest}
+        yield dict(sorted(line.items()))
+
+
+def next_along(line: Mapping[int, str], leader: str, times: Mapping[str, Sequence[float]]) -> str | None:
+    """What of a line to try next, until it is known where time turns on it (MPMoE, Algorithm 1); None: it is.
+
+    Args:
+        line: a variant for each number, by which they ascend, the leader among them.
+        times: of each variant that was tried. What of these is no contender is believed to be slower.
+    """
+    tokens = 2  # one number for all: trials choose for those that there are (and a single one is never cut)
+    search = PartitionSearch(tuple(line), believed=1)
+    for number, variant in line.items():
+        if variant in times:
+            search.measured(tokens, number, times[variant])
+    start = next(number for number, variant in line.items() if variant == leader)
+    return next((line[number] for number in search.trial(tokens, start=start)), None)
 
 
 def _form(variant: str) -> tuple[str, tuple[int, ...]]:
@@ -155,7 +166,8 @@ class Trials:
         return len(self.times[variant]) < TURN and statistics.median(self.times[variant]) <= near
 
     def _joining(self, leader: str) -> tuple[str, ...]:
-        """The leader's neighbours that were not tried, those that are predicted fastest first."""
+        """What Algorithm 1 tries next along each of the leader's numbers, those that are predicted fastest first."""
         near = self._predicted[leader] * NEAR
-        new = [one for one in neighbours(leader, self._predicted) if one not in self.times]
-        return tuple(sorted((one for one in new if self._predicted[one] <= near), key=self._predicted.__getitem__))
+        worth = [one for one, seconds in self._predicted.items() if one in self.times or seconds <= near]
+        new = (next_along(line, leader, self.times) for line in lines(leader, worth))
+        return tuple(sorted((one for one in new if one is not None), key=self._predicted.__getitem__))

@@ -1,10 +1,8 @@
 """Which domain sizes: the least time of all that are realisable, on any number of levels (HybridEP, sections III, IV).
 
 A domain size must divide its level, so that few proportions exist, p = (G - S) / (G - 1). Each choice of sizes takes
-
-    T = sum over passes of Lat_PE + max(n Lat_Ep, max(migration - Lat_PE, 0) + 2 exchange)     (stream_model.py)
-
-with one collective a level, one level after the other. At level l, of SF_l workers in N_l = SF_l / S_l domains, a group
+what the schedules take that run with it, with one collective a level, one level after the other (the paper's closed
+form: tools/stream_levels.py). At level l, of SF_l workers in N_l = SF_l / S_l domains, a group
 moves (bytes as Op.size counts them: own ones too)
 
     exchange     tokens * row * copies_l          copies_l: of a token, see below
@@ -25,13 +23,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from math import inf, prod
+from math import prod
 
 from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.planning.choosing.equal_times import TIE
 from megatron_moe_opt.planning.costs.curves import CostCurve, Costs
 from megatron_moe_opt.planning.predicting.simulator import simulate
-from megatron_moe_opt.planning.predicting.stream_model import stream_seconds
 from megatron_moe_opt.schedules import expert_migration as schedules
 from megatron_moe_opt.schedules.schedule import Kind, Lane, Op, Schedule
 from megatron_moe_opt.schedules.timeline import Timeline, one_after_another
@@ -182,20 +179,6 @@ def all_domains(layer: MigrationLayer, workers: tuple[int, ...]) -> tuple[Expert
     return tuple(realisable(workers))
 
 
-def predict(layer: MigrationLayer, workers: tuple[int, ...], curves: Curves) -> tuple[DomainChoice, ...]:
-    """Returns what each of `all_domains` takes by the paper's sum, in which experts hide what precedes them.
-
-    The planner plays `timelines` instead, which take as long where nothing is hidden.
-
-    Args:
-        curves: of the groups of more than one rank. Measured ones, or `link_curves`.
-
-    Raises:
-        ConfigurationError: as `all_domains`; or a curve is missing.
-    """
-    return tuple(DomainChoice(domains, _seconds(layer, domains, curves)) for domains in all_domains(layer, workers))
-
-
 def least(choices: Sequence[DomainChoice]) -> DomainChoice:
     """The fastest; of equal ones that which holds fewest experts, then the first. The same on every rank."""
     fastest = min(one.seconds for one in choices)
@@ -205,24 +188,10 @@ def least(choices: Sequence[DomainChoice]) -> DomainChoice:
 def exchange_seconds(layer: MigrationLayer, domains: ExpertDomains, curves: Curves) -> float:
     """Of one way of the tokens, to their experts or back, over all levels."""
     return sum(
-        _curve(curves, Kind.ALL_TO_ALL, level, domains.domains(level)).seconds(layer.exchanged(domains, level))
+        curve_of(curves, Kind.ALL_TO_ALL, level, domains.domains(level)).seconds(layer.exchanged(domains, level))
         for level in range(domains.levels)
         if domains.domains(level) > 1
     )
-
-
-def _seconds(layer: MigrationLayer, domains: ExpertDomains, curves: Curves) -> float:
-    levels, exchange = range(domains.levels), exchange_seconds(layer, domains, curves)
-    total = 0.0
-    for one in layer.passes:
-        migration = sum(
-            _curve(curves, kind, level, domains.sizes[level]).seconds(size)
-            for level in levels
-            if domains.sizes[level] > 1
-            for kind, size in layer.travels(domains, level, one).items()
-        )
-        total += stream_seconds(one.pre_expert_seconds, one.expert_seconds, migration, exchange)
-    return total
 
 
 def timelines(
@@ -272,13 +241,14 @@ def _seconds_of_ops(
             return experts if op.kind in (Kind.COMPUTE, Kind.GRADIENT) else 0.0
         level = int(op.group.rpartition(".")[2])
         if op.kind is Kind.ALL_TO_ALL:
-            return _curve(curves, op.kind, level, domains.domains(level)).seconds(layer.exchanged(domains, level))
-        return _curve(curves, op.kind, level, domains.sizes[level]).seconds(op.size)
+            return curve_of(curves, op.kind, level, domains.domains(level)).seconds(layer.exchanged(domains, level))
+        return curve_of(curves, op.kind, level, domains.sizes[level]).seconds(op.size)
 
     return cost
 
 
-def _curve(curves: Curves, kind: Kind, level: int, ranks: int) -> CostCurve:
+def curve_of(curves: Curves, kind: Kind, level: int, ranks: int) -> CostCurve:
+    """Returns what a collective of a level takes in groups of so many ranks. Raises ConfigurationError without one."""
     curve = curves.get((kind, level, ranks))
     if curve is None:
         raise ConfigurationError(
@@ -286,63 +256,3 @@ def _curve(curves: Curves, kind: Kind, level: int, ranks: int) -> CostCurve:
             "bandwidths"
         )
     return curve
-
-
-@dataclass(frozen=True)
-class Link:
-    """What a GPU has to send at a level.
-
-    Raises:
-        ValueError: a bandwidth that is not positive and finite, or a latency that is negative or not finite.
-    """
-
-    bandwidth: float
-    """Bytes a second of one GPU: where GPUs share a link, its part of it."""
-    latency: float = 0.0
-    """Seconds that every message adds; those of a GPU follow one another (pairwise exchange, ring)."""
-
-    def __post_init__(self) -> None:
-        if not (0 < self.bandwidth < inf and 0 <= self.latency < inf):
-            raise ValueError(f"bandwidth {self.bandwidth} and latency {self.latency} are not those of a link")
-
-    def seconds(self, messages: int, size: float) -> float:
-        """Time of so many messages, `size` bytes together."""
-        return messages * self.latency + size / self.bandwidth
-
-
-def link_curves(workers: Sequence[int], links: Sequence[Link]) -> dict[tuple[Kind, int, int], CostCurve]:
-    """The curves of every realisable group on given links, one a level: (r - 1) messages, (r - 1) / r of the bytes."""
-    curves = {}
-    for level, ranks in realisable_groups(workers):
-        link = links[level]
-        ends = ((size, link.seconds(ranks - 1, size * (ranks - 1) / ranks)) for size in (1.0, 2.0**60))
-        line = CostCurve(tuple(ends))
-        curves |= {(kind, level, ranks): line for kind in KINDS}
-    return curves
-
-
-def stock_seconds(layer: MigrationLayer, workers: Sequence[int], links: Sequence[Link]) -> float:
-    """All passes with one flat all-to-all over all GPUs, as stock Megatron's: a row for every expert of a token.
-
-    The links of all levels are taken to be busy at once: the slowest decides. Experts stay, and their gradients too.
-    """
-    exchange = max(
-        link.seconds(_stock_peers(workers, level), _stock_exchanged(layer, workers, level))
-        for level, link in enumerate(links)
-    )
-    return sum(stream_seconds(one.pre_expert_seconds, one.expert_seconds, 0.0, exchange) for one in layer.passes)
-
-
-def stock_sent(layer: MigrationLayer, workers: Sequence[int], level: int) -> float:
-    """Bytes that a GPU sends over its links of a level in all passes of stock Megatron's all-to-all."""
-    return 2 * len(layer.passes) * _stock_exchanged(layer, workers, level)
-
-
-def _stock_peers(workers: Sequence[int], level: int) -> int:
-    """GPUs that a GPU reaches over its links of this level, and over those inside it."""
-    return (workers[level] - 1) * prod(workers[level + 1 :])
-
-
-def _stock_exchanged(layer: MigrationLayer, workers: Sequence[int], level: int) -> float:
-    data = layer.tokens * layer.topk * layer.row_bytes
-    return data * _stock_peers(workers, level) / prod(workers)

@@ -68,7 +68,7 @@ class ExchangePlan:
 
     @property
     def num_sent(self) -> int:
-        """Rows this rank has."""
+        """Rows of this rank that all chunks together send, to itself too."""
         return sum(sum(chunk.send_counts) for chunk in self.chunks)
 
     @property
@@ -153,7 +153,7 @@ class Parts:
 
     @property
     def num_rows(self) -> int:
-        """Of all parts."""
+        """Rows of all parts of the TP group together."""
         return self._first(len(self.rows))
 
     def peers(self, ep_rank: int, phase: int) -> range:

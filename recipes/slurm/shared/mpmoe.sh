@@ -13,6 +13,6 @@ arguments+=(
     --expert-model-parallel-size 64 --expert-tensor-parallel-size 1
     --lr 2e-4 --min-lr 2e-5
 )
-# Partitions and memory reuse, whatever is fastest in trials in the first steps: MPMoE-pb (section IV-A). Where activations
-# must fit, add --moe-opt-activation-budget.
-dispatcher=(--moe-token-dispatcher-type mpmoe --moe-opt-partitions auto --moe-opt-memory-reuse auto)
+# Of MPMoE-pb (section IV-A) the partitions; with a PROFILE the job's dispatcher is auto, which chooses them and memory reuse, and
+# tries what it chooses. Where activations must fit, add --moe-opt-activation-budget to that.
+dispatcher=(--moe-token-dispatcher-type mpmoe --moe-opt-partitions 4)

@@ -1,4 +1,4 @@
-"""What `moe-opt bench choice` judges: the candidates of each system, and how it comes to choose among them."""
+"""What tools/bench_choice.py judges: the candidates of each system, and how it comes to choose among them."""
 
 from __future__ import annotations
 
@@ -9,10 +9,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
-import torch.distributed as dist
 
 from megatron_moe_opt.cli.layer.settings import LayerSettings
-from megatron_moe_opt.cli.ranks import slowest, timed
+from megatron_moe_opt.cli.ranks import slowest
 from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.option_values import AUTO
 from megatron_moe_opt.options import Options
@@ -48,7 +47,7 @@ class Chosen:
 
 
 class Chooser(ABC):
-    """A system with something to choose, as `bench choice` asks it."""
+    """A system with something to choose, as tools/bench_choice.py asks it."""
 
     dispatch_only = False
     """Whether its candidates differ in dispatch and combine alone."""
@@ -57,7 +56,7 @@ class Chooser(ABC):
     whole_layer = False
     """Whether `predicted` counts all that a step of the layer does."""
     candidates: tuple[str, ...]
-    """Its variants, as `bench layer` takes them."""
+    """Its variants, as `moe-opt bench` takes them."""
 
     def measured(self, settings: LayerSettings, ep: int, device: torch.device) -> tuple[str, ...]:
         """Returns the candidates to measure for the settings' tokens. A collective call."""
@@ -119,7 +118,7 @@ class ParmChooser(MontaChooser):
 
 
 class MpmoeChooser(Chooser):
-    """Chooses partitions and memory reuse by the model, and by trials of a layer's own passes.
+    """Chooses partitions and memory reuse by the profile.
 
     Raises:
         ConfigurationError: an unknown strategy, or nothing to choose from.
@@ -130,17 +129,24 @@ class MpmoeChooser(Chooser):
     def __init__(self, counts: Sequence[int] = PARTITIONS, reuse: str = NONE, budget: int | None = None) -> None:
         if reuse not in (*STRATEGIES, AUTO):
             raise ConfigurationError(f"--reuse {reuse}: choose one of {', '.join(STRATEGIES)}, or {AUTO}")
-        self.options = Options(
-            partitions=tuple(sorted(set(counts))), memory_reuse=reuse, tuner="profile", activation_budget=budget
-        )
-        self.counts, self.strategies, self.budget = self.options.partitions, self.options.memory_strategies, budget
+        self.counts, self.budget = tuple(sorted(set(counts))), budget
+        self.strategies = tuple(STRATEGIES) if reuse == AUTO else (reuse,)
         self.candidates = tuple(f"mpmoe:{count}:{strategy}" for strategy in self.strategies for count in self.counts)
 
     def choose(
         self, settings: LayerSettings, ep: int, cluster: Cluster, seconds: Mapping[str, float], device: torch.device
     ) -> list[Chosen]:
-        """Returns both choices. Raises ConfigurationError where nothing fits into the budget."""
-        return [self._by_model(settings, ep, cluster, device), self._by_trials(settings, ep, seconds, device)]
+        """Returns the choice that the profile's predictions lead to.
+
+        Raises:
+            ConfigurationError: nothing fits into the budget.
+        """
+        start = time.perf_counter()
+        table = mpmoe_choice.choices(settings.workload(ep), cluster, self.counts, self.strategies, self.budget)
+        choice, _ = table[settings.tokens * settings.topk]
+        (took,) = slowest([time.perf_counter() - start], device)
+        pipelines = choice.prediction.terms[PIPELINE]
+        return [Chosen("model", f"mpmoe:{choice.partitions}:{choice.strategy}", pipelines, took)]
 
     def allowed(self, settings: LayerSettings, ep: int) -> tuple[str, ...]:
         """Returns what fits into the budget. Raises ConfigurationError where nothing does."""
@@ -158,33 +164,6 @@ class MpmoeChooser(Chooser):
         if not fitting:
             raise mpmoe_choice.refuse_budget(layer, rows, self.counts, self.strategies, self.budget)
         return fitting
-
-    def _by_model(self, settings: LayerSettings, ep: int, cluster: Cluster, device: torch.device) -> Chosen:
-        start = time.perf_counter()
-        table = mpmoe_choice.choices(settings.workload(ep), cluster, self.counts, self.strategies, self.budget)
-        choice, _ = table[settings.tokens * settings.topk]
-        (took,) = slowest([time.perf_counter() - start], device)
-        pipelines = choice.prediction.terms[PIPELINE]
-        return Chosen("model", f"mpmoe:{choice.partitions}:{choice.strategy}", pipelines, took)
-
-    def _by_trials(
-        self, settings: LayerSettings, ep: int, seconds: Mapping[str, float], device: torch.device
-    ) -> Chosen:
-        """Returns what a layer has chosen after as many steps as it needed."""
-        from megatron_moe_opt.cli.layer.under_test import layer_under_test
-
-        layer = layer_under_test(settings, "mpmoe", ep, device, options=self.options)
-        partitioning = layer.layer.token_dispatcher.dispatcher.partitioning
-        steps: list[float] = []
-        while partitioning.chosen is None:  # all ranks know alike
-            layer.clear_grads()
-            dist.barrier()
-            steps.append(timed(layer.step, device))
-        steps.pop()  # the first that ran as chosen
-        took = sum(slowest(steps, device))
-        count, strategy = partitioning.chosen
-        candidate = f"mpmoe:{count}:{strategy}"
-        return Chosen("trials", candidate, None, took - len(steps) * seconds[candidate])
 
 
 class AutoChooser(Chooser):
@@ -237,7 +216,7 @@ class AutoChooser(Chooser):
 def chooser_of(
     system: str | None, counts: Sequence[int] | None = None, reuse: str = NONE, budget: int | None = None
 ) -> Chooser:
-    """Returns the chooser that the options of `bench choice` ask for.
+    """Returns the chooser that the options of tools/bench_choice.py ask for.
 
     Args:
         system: whose option was given: --replicated (parm's), --mpmoe or --auto; None: monta's choice.

@@ -10,7 +10,7 @@ what precedes them. With p, the part of the data that travels as tokens, on G GP
 
 Experts compute beside communication, in arbitrarily fine pieces. Eq. 7 takes all of their time for hidden; hidden it
 can only be behind communication that there is, so that here T is never less than the computation. Without expert time
-T is eq. 10. Only domain sizes S that divide G realise a proportion, p = (G - S) / (G - 1): see expert_migration.py.
+T is eq. 10. Only domain sizes S that divide G realise a proportion, p = (G - S) / (G - 1): see stream_levels.py.
 """
 
 from __future__ import annotations
