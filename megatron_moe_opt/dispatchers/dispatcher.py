@@ -96,7 +96,8 @@ class Dispatched:
 
     @cached_property
     def exchange(self) -> Exchange:
-        """Who sends what to whom; the first use waits for the counts to reach the host (the only host sync)."""
+        """Who sends what to whom; the first use waits for the counts to reach the host."""
+        # host synchronisation: for the counts, the only one of a forward pass (docs/design.md)
         groups, rows, counts = self.groups, self.row_map, self.counts.wait()
         ranks, device = (groups.ep_rank, groups.etp_rank), rows.rows.device
         if self.sharing is None:
@@ -132,6 +133,7 @@ def map_rows(
         counts = HostCopy(torch.full(shape, capacity))
     elif num_rows is None:  # the counts tell, which the host waits for anyway
         counts = HostCopy(all_gather_rows(routing_map.sum(0), None, groups.joint).view(shape))
+        # host synchronisation: how many rows a capacity has left; only with a capacity and no padding
         num_rows = int(counts.wait()[groups.ep_rank, groups.etp_rank].sum())
     row_map = build_row_map(routing_map, capacity=capacity, num_out_tokens=num_rows)
     if counts is None:

@@ -47,8 +47,9 @@ class HoppingTokens:
 
     @cached_property
     def route(self) -> Route:
-        """Where tokens go; the first use waits for the counts to reach the host (the only host sync)."""
+        """Where tokens go; the first use waits for the counts to reach the host."""
         own = self.dispatcher
+        # host synchronisation: for the counts, the only one of a forward pass
         plan = own.tables.plan(self.counts.wait())
         return Route(own.domain_groups, own.device_tables(self.experts.device), own.tables.levels, plan, self.facts)
 

@@ -42,5 +42,6 @@ class MontaDispatcher(Dispatcher):
         self, packed: torch.Tensor, dispatched: Dispatched, prob_dtype: torch.dtype
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """See Dispatcher; the next pass is pipelined as this one's rows ask for."""
+        # host synchronisation: for the counts, which `exchange` then has
         self.pipelining.observe(dispatched.counts.wait(), packed)
         return super().dispatch(packed, dispatched, prob_dtype)

@@ -154,7 +154,7 @@ class NetmoeDispatcher(Dispatcher):
         write_notes(packed, notes)
         hidden_bytes = hidden * packed.element_size()
         row = SampleRowBytes(hidden_bytes + probs.element_size(), hidden_bytes, hidden_bytes + LANE_BYTES)
-        counts = gather.wait()  # packing is queued: the only host sync
+        counts = gather.wait()  # host synchronisation: for the counts, the only one of a pass; packing is queued
         _check_masked_alike(counts, groups)
         learn = self._learn and counts.equal
         decision = self.placement.decide(counts, sequence if beside is not None else 0, learn)

@@ -301,11 +301,11 @@ class Controller:
         """The largest of all ranks'."""
         time_of_step = torch.tensor(seconds, dtype=torch.float64, device=device_of(dist.group.WORLD))
         dist.all_reduce(time_of_step, dist.ReduceOp.MAX)
-        return time_of_step.item()
+        return time_of_step.item()  # host synchronisation: in trials alone
 
     def _synchronize(self) -> None:
         if torch.cuda.is_available():
-            torch.cuda.synchronize()
+            torch.cuda.synchronize()  # host synchronisation: in trials alone, around a step that is timed
 
 
 def _free_memory() -> int | None:
