@@ -42,5 +42,5 @@ class MontaDispatcher(Dispatcher):
         self, packed: torch.Tensor, dispatched: Dispatched, prob_dtype: torch.dtype
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """See Dispatcher; the next pass is pipelined as this one's rows ask for."""
-        self.pipelining.observe(dispatched.counts.wait(), packed)
+        self.pipelining.observe(dispatched.counts.wait())
         return super().dispatch(packed, dispatched, prob_dtype)
