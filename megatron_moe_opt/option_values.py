@@ -100,7 +100,7 @@ def or_auto(values: Values, word: str = AUTO) -> Values:
 
 
 def one_of(*choices: str) -> Values:
-    """One of these words."""
+    """Returns the values of an option that takes one of these words and refuses any other."""
 
     def take(value: Any) -> str:
         if not isinstance(value, str) or value not in choices:

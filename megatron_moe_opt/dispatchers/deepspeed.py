@@ -70,7 +70,7 @@ class DeepSpeedDispatcher(Dispatcher):
         return True
 
     def describe(self) -> str:
-        """What runs, for the line at start."""
+        """Returns what runs, in words, for the line that is logged at start."""
         return "the DeepSpeed-MoE reference schedule, for comparison only"
 
     def permute(

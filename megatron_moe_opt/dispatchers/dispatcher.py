@@ -28,7 +28,7 @@ class Dispatcher(Protocol):
     """Between whose ranks."""
 
     def describe(self) -> str:
-        """What runs, for the line at start."""
+        """Returns what runs, in words, for the line that is logged at start."""
 
     def take_copies(self, tp: ProcessGroup, tokens: torch.Tensor) -> bool:
         """Whether the dispatcher itself takes tokens that all ranks of a TP group hold, and returns all of them.
@@ -96,7 +96,8 @@ class Dispatched:
 
     @cached_property
     def exchange(self) -> Exchange:
-        """Who sends what to whom; the first use waits for the counts to reach the host (the only host sync)."""
+        """Who sends what to whom; the first use waits for the counts to reach the host."""
+        # host synchronisation: for the counts, the only one of a forward pass (docs/design.md)
         groups, rows, counts = self.groups, self.row_map, self.counts.wait()
         ranks, device = (groups.ep_rank, groups.etp_rank), rows.rows.device
         if self.sharing is None:
@@ -108,16 +109,16 @@ class Dispatched:
     def dispatch(
         self, packed: torch.Tensor, prob_dtype: torch.dtype
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """As Dispatcher.dispatch."""
+        """Returns the experts' inputs, rows per expert and probabilities, as Dispatcher.dispatch says."""
         tokens, probs = to_experts(packed, self.exchange, prob_dtype)
         return tokens, self.exchange.plan.tokens_per_expert, probs
 
     def combine(self, rows: torch.Tensor) -> torch.Tensor:
-        """As Dispatcher.combine."""
+        """Returns the rows [R, H] that came back from their experts, as Dispatcher.combine says."""
         return to_sources(rows, self.exchange)
 
     def unpermute(self, rows: torch.Tensor) -> torch.Tensor:
-        """As Dispatcher.unpermute."""
+        """Returns each token's sum of its rows, [T, H], as Dispatcher.unpermute says."""
         return unpermute_rows(rows, self.row_map)
 
 
@@ -132,6 +133,7 @@ def map_rows(
         counts = HostCopy(torch.full(shape, capacity))
     elif num_rows is None:  # the counts tell, which the host waits for anyway
         counts = HostCopy(all_gather_rows(routing_map.sum(0), None, groups.joint).view(shape))
+        # host synchronisation: how many rows a capacity has left; only with a capacity and no padding
         num_rows = int(counts.wait()[groups.ep_rank, groups.etp_rank].sum())
     row_map = build_row_map(routing_map, capacity=capacity, num_out_tokens=num_rows)
     if counts is None:

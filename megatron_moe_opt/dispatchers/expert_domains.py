@@ -28,7 +28,7 @@ class Choosing(Protocol):
         """The domains for all passes of a layer; asked once, at the first, where they are not fixed."""
 
     def describe(self) -> str:
-        """For the line at start."""
+        """Returns the domains in words, for the line that says at start what runs."""
 
 
 class FixedDomains:
@@ -42,12 +42,12 @@ class FixedDomains:
         return self.fixed
 
     def describe(self) -> str:
-        """For the line at start."""
+        """Returns what runs, in words, for the line that is logged at start."""
         return describe_domains(self.fixed)
 
 
 def describe_domains(domains: ExpertDomains) -> str:
-    """In words."""
+    """Returns the ranks and domain sizes of every level in words, for the log."""
     return f"{_times(domains.workers)} ranks in expert domains of {_times(domains.sizes)}"
 
 
@@ -97,7 +97,7 @@ class MeasuredDomains:
         return choice.domains
 
     def describe(self) -> str:
-        """For the line at start."""
+        """Returns what runs, in words, for the line that is logged at start."""
         workers = self.workload.workers
         number = sum(1 for _ in realisable(workers))
         return f"{_times(workers)} ranks in expert domains chosen from {self.profile} among {number}"

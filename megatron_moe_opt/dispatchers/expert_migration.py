@@ -47,8 +47,9 @@ class HoppingTokens:
 
     @cached_property
     def route(self) -> Route:
-        """Where tokens go; the first use waits for the counts to reach the host (the only host sync)."""
+        """Where tokens go; the first use waits for the counts to reach the host."""
         own = self.dispatcher
+        # host synchronisation: for the counts, the only one of a forward pass
         plan = own.tables.plan(self.counts.wait())
         return Route(own.domain_groups, own.device_tables(self.experts.device), own.tables.levels, plan, self.facts)
 
@@ -90,7 +91,7 @@ class ExpertMigrationDispatcher(Dispatcher):
             self.migrated = self._migrate(self.domain_groups, self.tables.owners)
 
     def describe(self) -> str:
-        """What runs, for the line at start."""
+        """Returns what runs, in words, for the line that is logged at start."""
         what = f"{self.choosing.describe()}, a token once over every link"
         return what if self.migrated is None else f"{what}; {self.migrated.describe()}"
 

@@ -26,7 +26,7 @@ class MontaDispatcher(Dispatcher):
         self.pipelining = pipelining
 
     def describe(self) -> str:
-        """What runs, for the line at start."""
+        """Returns what runs, in words, for the line that is logged at start."""
         return f"{self.pipelining.describe()}, tokens and probabilities in one all-to-all"
 
     def permute(
@@ -42,5 +42,6 @@ class MontaDispatcher(Dispatcher):
         self, packed: torch.Tensor, dispatched: Dispatched, prob_dtype: torch.dtype
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """See Dispatcher; the next pass is pipelined as this one's rows ask for."""
+        # host synchronisation: for the counts, which `exchange` then has
         self.pipelining.observe(dispatched.counts.wait())
         return super().dispatch(packed, dispatched, prob_dtype)

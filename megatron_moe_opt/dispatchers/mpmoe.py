@@ -40,6 +40,7 @@ class Partitioned:
     def plans(self) -> tuple[ExchangePlan, ...]:
         """Who sends what to whom, for each partition; the first use waits for the counts to reach the host."""
         groups, device = self.groups, self.row_map.rows.device
+        # host synchronisation: for the counts, the only one of a forward pass; `permute` may have waited for them
         return plan_partitions(self.counts.wait(), groups.ep_rank, groups.etp_rank, self.partitions.count, device)
 
 
@@ -51,7 +52,7 @@ class MpmoeDispatcher(Dispatcher):
         self.partitioning = partitioning
 
     def describe(self) -> str:
-        """What runs, for the line at start."""
+        """Returns what runs, in words, for the line that is logged at start."""
         return self.partitioning.describe()
 
     def permute(
@@ -60,6 +61,7 @@ class MpmoeDispatcher(Dispatcher):
         """Groups this rank's tokens by partition and expert, each row with its probability behind it."""
         groups = self.groups
         row_map, counts = map_rows(routing_map, groups, **sizes)
+        # host synchronisation: for the counts, where the number of partitions depends on the rows of the pass
         partitions = self.partitioning.choose(lambda: int(counts.wait().sum()) // groups.joint_size)
         row_map = row_map.cut(partitions.count)
         packed = permute_packed(tokens, probs, row_map)

@@ -66,7 +66,7 @@ class MovingSamples:
 
     @cached_property
     def exchange(self) -> Exchange:
-        """The dispatch."""
+        """Returns who sends which rows to whom on the way to the experts; combine goes by its own plan."""
         counts, groups = self.counts.rows.sum(2), self.groups
         plan = plan_exchange(counts, groups.ep_rank, groups.etp_rank, 1, self.device)
         return Exchange(way_of(groups, "O1"), plan)
@@ -90,7 +90,7 @@ class NetmoeDispatcher(Dispatcher):
         self._counted: Pending[None] | None = None
 
     def describe(self) -> str:
-        """What runs, for the line at start."""
+        """Returns what runs, in words, for the line that is logged at start."""
         if self.placement is None:
             return "moves no samples: it is the only MoE layer of its transformer block, or outside of one"
         return "moves samples with the combine, and home after the last layer of a pipeline stage"
@@ -154,7 +154,7 @@ class NetmoeDispatcher(Dispatcher):
         write_notes(packed, notes)
         hidden_bytes = hidden * packed.element_size()
         row = SampleRowBytes(hidden_bytes + probs.element_size(), hidden_bytes, hidden_bytes + LANE_BYTES)
-        counts = gather.wait()  # packing is queued: the only host sync
+        counts = gather.wait()  # host synchronisation: for the counts, the only one of a pass; packing is queued
         _check_masked_alike(counts, groups)
         learn = self._learn and counts.equal
         decision = self.placement.decide(counts, sequence if beside is not None else 0, learn)

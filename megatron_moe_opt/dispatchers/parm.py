@@ -42,11 +42,11 @@ class ParmDispatcher(Dispatcher):
         """Under S2, the ranks that hold the same tokens. None: every rank has tokens of its own."""
 
     def describe(self) -> str:
-        """What runs, for the line at start."""
+        """Returns what runs, in words, for the line that is logged at start."""
         return self.choice.describe()
 
     def take_copies(self, tp: ProcessGroup, tokens: torch.Tensor) -> bool:
-        """Under S2."""
+        """Chooses the schedule for such tokens; returns whether it is S2, where the TP group shares them out."""
         self.schedule = self.choice.choose(tokens, tp)
         if self.schedule.name != "S1":
             self.copies = TokenCopies.of(tp, self.groups)

@@ -63,7 +63,7 @@ _compared: dict[tuple[int, ...], Facts] = {}
 
 
 def register(options: Options | None = None, refuse_unread: bool = False) -> None:
-    """See megatron_moe_opt.register."""
+    """Makes layers that are built from now on take these options: what megatron_moe_opt.register does."""
     global _options, _refuses_unread
     _options, _refuses_unread = options or Options(), refuse_unread
     new_controller()

@@ -60,7 +60,7 @@ def pack(tokens: torch.Tensor, probs: torch.Tensor, lane_bytes: int) -> torch.Te
 
 
 def copy_chunks(rows: torch.Tensor, chunks: ChunkList) -> torch.Tensor:
-    """As `kernels.copy_chunks`."""
+    """Returns the rows with every chunk at its target, as `kernels.copy_chunks` does, in a loop."""
     out = torch.empty_like(rows)
     lists = (chunks.source_rows.tolist(), chunks.target_rows.tolist(), chunks.row_counts.tolist())
     for source, target, count in zip(*lists, strict=True):
@@ -69,7 +69,7 @@ def copy_chunks(rows: torch.Tensor, chunks: ChunkList) -> torch.Tensor:
 
 
 def sr_encode(expert: torch.Tensor, shared: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `kernels.sr_encode`."""
+    """Returns values and indices of the k largest residuals, as `kernels.sr_encode` does, by a sort."""
     expert, shared = expert.flatten(), shared.flatten()
     residual = expert.float() - shared.float()
     order = residual.abs().sort(descending=True, stable=True).indices  # NaN first; equals keep their order
@@ -98,7 +98,7 @@ def sr_entries(indices: torch.Tensor, numel: int) -> torch.Tensor:
 
 
 def sr_decode(values: torch.Tensor, indices: torch.Tensor, shared: torch.Tensor) -> torch.Tensor:
-    """As `kernels.sr_decode`."""
+    """Returns the expert that values and indices stand for, as `kernels.sr_decode` does."""
     expert = shared.flatten().clone()
     kept = sr_entries(indices, shared.numel())
     total = (expert[kept].float() + values.float()).to(shared.dtype)
@@ -107,7 +107,7 @@ def sr_decode(values: torch.Tensor, indices: torch.Tensor, shared: torch.Tensor)
 
 
 def count_topk(experts: torch.Tensor, num_experts: int, num_samples: int, *, batch_first: bool = False) -> torch.Tensor:
-    """As `kernels.count_topk`."""
+    """Returns int64 [samples, experts]: how often a sample's tokens chose each expert, as `kernels.count_topk` does."""
     length = experts.size(0) // num_samples
     rows = [
         slice(i * length, (i + 1) * length) if batch_first else slice(i, None, num_samples) for i in range(num_samples)
@@ -116,7 +116,7 @@ def count_topk(experts: torch.Tensor, num_experts: int, num_samples: int, *, bat
 
 
 def count_routing_map(routing_map: torch.Tensor, num_samples: int, *, batch_first: bool = False) -> torch.Tensor:
-    """As `kernels.count_routing_map`."""
+    """Returns int64 [samples, experts]: a sample's tokens of each expert, as `kernels.count_routing_map` does."""
     length, num_experts = routing_map.size(0) // num_samples, routing_map.size(1)
     routed = routing_map.view(torch.uint8) != 0
     if batch_first:

@@ -96,6 +96,7 @@ def build_row_map(routing_map: torch.Tensor, capacity: int | None = None, num_ou
     routing_map = routing_map.bool().contiguous()
     if capacity is None:
         expected = None if num_out_tokens is None else int(num_out_tokens)
+        # host synchronisation: on CUDA, for the number of pairs, where it is not given
         offsets, rows, experts, sources, counts = _C.build_row_map(routing_map, expected)
     else:
         counts = torch.full((num_experts,), capacity, dtype=torch.int64, device=routing_map.device)

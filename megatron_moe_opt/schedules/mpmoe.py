@@ -52,7 +52,7 @@ class Strategy:
 
     @property
     def reuses(self) -> bool:
-        """Whether partitions share buffers."""
+        """Whether partitions share buffers, so that what backward needs of them has to be restored."""
         return self.inputs is not Restore.KEEP
 
 
@@ -78,7 +78,7 @@ class PartitionRows:
 
 @dataclass(frozen=True)
 class RowBytes:
-    """Bytes of one row."""
+    """The bytes of one row at each place that MPMoE's pipeline moves it through."""
 
     packed: int
     """With its probability, on the way to the experts."""

@@ -47,7 +47,7 @@ def base_name(buffer: str) -> str:
 
 
 class Pipeline:
-    """Builds one schedule."""
+    """Builds one schedule op by op, and derives from the buffers that ops touch what each has to wait for."""
 
     def __init__(self, inputs: Iterable[str], buffer: Callable[[str, int], str] = own_buffer) -> None:
         """

@@ -23,7 +23,7 @@ class Lane(Enum):
 
 
 class Kind(Enum):
-    """What an op does."""
+    """What an op does, by which its cost is looked up and it is drawn."""
 
     PERMUTE = "permute"
     ALL_TO_ALL = "all_to_all"

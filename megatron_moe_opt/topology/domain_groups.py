@@ -41,7 +41,7 @@ class DomainGroups:
 
     @property
     def migrates(self) -> bool:
-        """Whether any expert travels."""
+        """Whether any expert travels: some level has domains of more than one worker."""
         return any(size > 1 for size in self.domains.sizes)
 
 

@@ -55,12 +55,12 @@ class ExpertDomains:
 
     @property
     def levels(self) -> int:
-        """Number of levels."""
+        """How many levels of the network have domains of their own."""
         return len(self.workers)
 
     @property
     def world(self) -> int:
-        """All ranks: G."""
+        """How many ranks there are at all levels together: G."""
         return prod(self.workers)
 
     def stride(self, level: int) -> int:

@@ -20,7 +20,7 @@ class Machines:
 
     @property
     def world(self) -> int:
-        """All ranks."""
+        """How many ranks the whole cluster has, one a GPU."""
         return self.nodes * self.gpus_per_node
 
 

@@ -76,16 +76,16 @@ class Layout:
 
     @property
     def dp(self) -> int:
-        """Data parallelism of attention."""
+        """Size of data parallelism for attention: what TP, CP and PP leave of the ranks."""
         return self.world // (self.tp * self.cp * self.pp)
 
     @property
     def expert_dp(self) -> int:
-        """Data parallelism of experts."""
+        """Size of data parallelism for experts: what expert-TP, EP and PP leave of the ranks."""
         return self.world // (self.expert_tp * self.ep * self.pp)
 
     def size(self, role: Role) -> int:
-        """Ranks of one group."""
+        """Returns how many ranks a group of `role` has."""
         return getattr(self, role.replace("-", "_"))
 
     def groups(self, role: Role) -> Groups:

@@ -19,7 +19,7 @@ class NodeMap:
 
     @property
     def num_nodes(self) -> int:
-        """Number of nodes."""
+        """How many different nodes the ranks are on."""
         return len(set(self.node_of))
 
     def same_node(self, a: int, b: int) -> bool:

@@ -12,13 +12,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_moe_opt.cli.bench.split_half import noise_floor
 from megatron_moe_opt.cli.layer.settings import LayerSettings
 from megatron_moe_opt.options import Options
 from megatron_moe_opt.planning.costs.cluster import Cluster, ExpertGemm, World
 from megatron_moe_opt.schedules.schedule import Kind
 from tests.ranks.devices import rank_device
 from tests.ranks.pool import RankFailure, RankPool
+from tools.split_half import noise_floor
 
 MB = 10**6
 
@@ -107,9 +107,9 @@ def test_a_bad_profile_is_refused_on_all_ranks(ranks, profile):
 
 
 def judge(profile: Path) -> list[Any]:
-    from megatron_moe_opt.cli.bench.choice import measure
-    from megatron_moe_opt.cli.bench.choosers import MontaChooser
     from tests.ranks.megatron import parallel
+    from tools.bench_choice import measure
+    from tools.choosers import MontaChooser
 
     settings = LayerSettings(
         dispatchers=(), tokens=1, hidden=32, ffn_hidden=2, experts=4, topk=2, tp=2, ep=2, expert_tp=2, dtype="fp32",
@@ -138,9 +138,9 @@ def test_bench_choice_judges_by_the_fastest(ranks, profile):
 
 
 def judge_partitions(profile: Path, budget: int | None) -> list[Any]:
-    from megatron_moe_opt.cli.bench.choice import measure
-    from megatron_moe_opt.cli.bench.choosers import MpmoeChooser
     from tests.ranks.megatron import parallel
+    from tools.bench_choice import measure
+    from tools.choosers import MpmoeChooser
 
     chooser = MpmoeChooser([1, 3], "auto", budget)
     settings = LayerSettings(

@@ -116,7 +116,7 @@ def largest_weights() -> float:
                     threshold = expert.abs().kthvalue(expert.numel() - kept + 1).values
                     assert torch.equal(decoded, torch.where(expert.abs() >= threshold, expert, 0.0)), (round_, place)
             change(ours, 0.01)
-        return own.nbytes / migrated.codec.prepare(migrated.weights.current(), None).num_bytes
+        return own.nbytes / migrated.codec.prepare(migrated.weights.current(), None).sent.nbytes
 
 
 def test_without_a_shared_expert_the_largest_weights_travel(ranks):

@@ -11,9 +11,12 @@ import torch.distributed as dist
 import megatron_moe_opt
 from megatron_moe_opt.cli.layer.settings import LayerSettings
 from megatron_moe_opt.planning.costs.cluster import Cluster, ExpertGemm, World
+from megatron_moe_opt.planning.costs.curves import CostCurve
+from megatron_moe_opt.planning.predicting import expert_migration
 from megatron_moe_opt.planning.predicting.monta import PASSES
 from megatron_moe_opt.planning.predicting.simulator import simulate
 from megatron_moe_opt.schedules.schedule import Kind, Lane
+from megatron_moe_opt.topology.domains import ExpertDomains
 from tests.ranks.commands import CURVES, group_of_the_pool
 from tests.ranks.devices import rank_device
 
@@ -128,7 +131,7 @@ def test_the_rank_that_took_longest_or_the_one_asked_for(ranks, tmp_path):
     assert all(timeline.seconds < 1000 for step in asked for timeline in step.measured.values())
 
 
-def _travelling(sizes):
+def _travelling(sizes, **compression):
     """A recorded step of a layer whose experts travel, and whether they hide behind anything here."""
     from megatron_moe_opt.cli.layer.recorded_step import record_step
     from megatron_moe_opt.cli.layer.under_test import layer_under_test
@@ -140,7 +143,7 @@ def _travelling(sizes):
         dispatchers=(), tokens=48, hidden=32, ffn_hidden=16, experts=8, topk=2, tp=1, ep=4, expert_tp=1, dtype="fp32",
         routing="uniform", capacity_factor=None, pad_to_capacity=False, steps=1, warmup=0, seed=1,
     )  # fmt: skip
-    options = Options(domain_sizes=sizes, network_levels=(2, 2))
+    options = Options(domain_sizes=sizes, network_levels=(2, 2), **compression)
     with parallel(ep=4), pytest.MonkeyPatch.context() as patch:
         slow_gathers(patch)  # 20 or 40 ms a level
         layer = layer_under_test(settings, "expert-migration", 4, rank_device(), options=options)
@@ -168,6 +171,33 @@ def test_experts_travel_beside_the_schedules(ranks):
     (first, *_) = joined.lane(Lane.EXPERTS)
     began = gathered.began - min(out.began, gathered.began)
     assert first.start == pytest.approx(began + gathered.spans[0].start)
+
+
+@pytest.mark.parametrize("ratio", [None, 4.0], ids=["whole", "compressed"])
+def test_the_ops_that_ran_are_those_that_are_simulated(ranks, monkeypatch, ratio):
+    """The same schedules: equal, but for bytes that depend on the routing, or on what a codec leaves room for."""
+    played = []
+    monkeypatch.setattr(
+        expert_migration, "simulate", lambda schedule, cost: (played.append(schedule), simulate(schedule, cost))[1]
+    )
+    coded = frozenset({Kind.ALL_GATHER, Kind.REDUCE_SCATTER} if ratio else {})
+    layer = expert_migration.MigrationLayer.alone(48, 32, 2, 2, 8192, 8192, coded=coded)
+    groups = [(kind, level, 2) for kind in expert_migration.KINDS for level in range(2)]
+    curves = {group: CostCurve(((1000, 1.0),)) for group in groups}
+    expert_migration.timelines(layer, ExpertDomains((2, 2), (2, 1)), curves, (0.0, 0.0))
+    compression = {"compression_ratio": ratio, "gradient_compression_ratio": ratio} if ratio else {}
+
+    def comparable(schedule):
+        is_known = ratio is None and Lane.EXPERTS in schedule.lanes
+        return schedule if is_known else replace(schedule, ops=tuple(replace(op, size=0) for op in schedule.ops))
+
+    for step in ranks.run(_travelling, sizes=(2, 1), **compression):
+        ran = [comparable(timeline.schedule) for timeline in step.timelines]
+        assert len(ran) == 6
+        gathered, out, back, back_out, back_back, returned = (ran[index] for index in (4, 0, 1, 2, 3, 5))
+        compute = [schedule for schedule in played if schedule.name == "experts"]
+        in_order = [gathered, out, compute[0], back, back_out, compute[1], back_back, returned]
+        assert [comparable(one) if one not in compute else one for one in played] == in_order
 
 
 def test_where_no_token_hops_only_experts_are_shown(ranks):

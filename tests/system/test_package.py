@@ -58,5 +58,5 @@ def test_a_bare_environment_plans(sdist: Path, tmp_path: Path) -> None:
     assert "less between nodes" in run(
         moe_opt, "trace", "replay", "routing.npz", "--nodes", 2, "--ranks-per-node", 8, cwd=tmp_path
     )
-    assert "no PyTorch" in run(moe_opt, "bench", "layer", cwd=tmp_path, expect=2)
+    assert "no PyTorch" in run(moe_opt, "bench", cwd=tmp_path, expect=2)
     assert "Training cannot run yet: mend PyTorch" in run(moe_opt, "doctor", cwd=tmp_path, expect=1)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
-from megatron_moe_opt.cli.bench.choosers import AutoChooser
 from megatron_moe_opt.cli.layer import under_test as moe_layer
 from megatron_moe_opt.integration.auto import auto_layer
 from megatron_moe_opt.planning.predicting.prediction import Prediction
+from tools.choosers import AutoChooser
 
 
 def test_auto_is_held_against_the_best_of_every_system_but_none_that_is_hopeless(monkeypatch):

@@ -7,7 +7,7 @@ import statistics
 
 import pytest
 
-from megatron_moe_opt.cli.bench.split_half import noise_floor, regret_of_halves
+from tools.split_half import noise_floor, regret_of_halves
 
 
 def test_one_half_chooses_and_the_other_judges():

@@ -92,7 +92,7 @@ class LayerUnderTest:
                 tensor.grad.zero_()
 
     def forward(self) -> torch.Tensor:
-        """Returns the layer's output."""
+        """Returns the layer's output [T, H] for this rank's tokens, with the graph that backward goes through."""
         return self.layer(self.tokens)[0]
 
     def step(self) -> torch.Tensor:

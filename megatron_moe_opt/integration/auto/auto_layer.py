@@ -301,11 +301,11 @@ class Controller:
         """The largest of all ranks'."""
         time_of_step = torch.tensor(seconds, dtype=torch.float64, device=device_of(dist.group.WORLD))
         dist.all_reduce(time_of_step, dist.ReduceOp.MAX)
-        return time_of_step.item()
+        return time_of_step.item()  # host synchronisation: in trials alone
 
     def _synchronize(self) -> None:
         if torch.cuda.is_available():
-            torch.cuda.synchronize()
+            torch.cuda.synchronize()  # host synchronisation: in trials alone, around a step that is timed
 
 
 def _free_memory() -> int | None:
@@ -336,13 +336,16 @@ def _mean(ones: Sequence[tuple[int, Prediction]]) -> Prediction:
     Args:
         ones: how many passes there are of layers of a shape, and the prediction for one.
     """
+    (_, first), *others = ones
+    if not others:  # not to the rounding of a mean, but what every report says
+        return dataclasses.replace(first, timelines=())
     passes = sum(number for number, _ in ones)
 
     def mean(of: Callable[[Prediction], float]) -> float:
         return sum(number * of(one) for number, one in ones) / passes
 
     return Prediction(
-        ones[0][1].variant,
+        first.variant,
         mean(lambda one: one.seconds),
         mean(lambda one: one.exposed),
         mean(lambda one: one.inter_bytes),

@@ -43,20 +43,20 @@ class HostStream:
         del args, kwargs
 
     def synchronize(self) -> None:
-        """Nothing is ever outstanding."""
+        """Returns at once, as work on the host is never outstanding."""
 
     def wait_stream(self, stream: HostStream) -> None:
-        """Nothing is ever outstanding."""
+        """Returns at once, as the other stream has nothing outstanding."""
 
     def wait_event(self, event: HostEvent) -> None:
-        """Nothing is ever outstanding."""
+        """Returns at once, as an event of the host has happened when it is recorded."""
 
     def query(self) -> bool:
         """Whether all work is complete: always."""
         return True
 
     def record_event(self, event: HostEvent | None = None) -> HostEvent:
-        """Record the present time."""
+        """Returns the event, or a new one, with the present time recorded in it."""
         event = event or HostEvent()
         event.record()
         return event
@@ -70,7 +70,7 @@ class HostEvent:
         self._seconds = 0.0
 
     def record(self, stream: HostStream | None = None) -> None:
-        """Record the present time."""
+        """Records the present time, from which `elapsed_time` counts."""
         del stream
         self._seconds = time.perf_counter()
 
@@ -79,10 +79,10 @@ class HostEvent:
         return 1e3 * (end._seconds - self._seconds)
 
     def wait(self, stream: HostStream | None = None) -> None:
-        """Nothing is ever outstanding."""
+        """Returns at once, as an event of the host has happened when it is recorded."""
 
     def synchronize(self) -> None:
-        """Nothing is ever outstanding."""
+        """Returns at once, as work on the host is never outstanding."""
 
     def query(self) -> bool:
         """Whether the event has happened: always."""

@@ -43,7 +43,7 @@ def collect() -> Reports:
 
 
 def lines(reports: Reports) -> list[str]:
-    """All of them."""
+    """Returns all reports as lines of the training log."""
     return [line for name, values in reports.items() for line in SOURCES[name].lines(values)]
 
 
@@ -56,7 +56,7 @@ def scalars(reports: Reports) -> Iterator[tuple[str, float]]:
 
 
 def add_scalars(reports: Reports, writer: Any, iteration: int) -> None:
-    """Writes reports to TensorBoard."""
+    """Writes the `scalars` of reports to a TensorBoard writer, at an iteration."""
     for name, value in scalars(reports):
         writer.add_scalar(name, value, iteration)
 

@@ -137,5 +137,6 @@ class RoutingRecorder:
         if self._heard is None:
             return
         tokens, samples = inputs[0].shape[:2]
+        # host synchronisation: twice a pass and layer, only where routing is recorded
         experts = outputs[1].nonzero()[:, 1].view(tokens, samples, self._config.moe_router_topk)
         self._heard[layer].append(experts.transpose(0, 1).cpu().numpy().astype(np.uint16))

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 
 class StockTraffic:
-    """Of one pass."""
+    """Counts what one pass of stock's all-to-all dispatcher sends, which reports nothing itself."""
 
     def __init__(self, dispatcher: Any, prob_dtype: torch.dtype) -> None:
         self._dispatcher, self._prob_dtype = dispatcher, prob_dtype

@@ -80,7 +80,7 @@ class _Stages:
         """What the hooks of the experts write to."""
 
     def preprocess(self, hidden_states: torch.Tensor, probs: torch.Tensor, routing_map: torch.Tensor) -> Any:
-        """Permutes."""
+        """Runs stock's step that permutes tokens; a pass that is observed begins here."""
         self._abandon()
         observed = self._next_pass(routing_map)
         if observed is None:
@@ -98,7 +98,7 @@ class _Stages:
         return self._stock["preprocess"](self._layer, hidden_states, probs, routing_map)
 
     def dispatch(self, hidden_states: torch.Tensor, probs: torch.Tensor) -> Any:
-        """Sends rows to experts."""
+        """Runs stock's step that sends rows to their experts, and notes when it begins."""
         observed = self._observed
         if observed is not None:
             on_gradient(hidden_states, functools.partial(self._mark, observed.backward, "exchange_end"))
@@ -109,7 +109,7 @@ class _Stages:
         return self._stock["dispatch"](self._layer, hidden_states, probs)
 
     def combine(self, output: torch.Tensor) -> torch.Tensor:
-        """Sends rows back."""
+        """Runs stock's step that sends rows back, and notes when it ends and what was sent."""
         observed = self._observed
         if observed is None:
             return self._stock["combine"](self._layer, output)
@@ -124,7 +124,7 @@ class _Stages:
         return result
 
     def postprocess(self, output: torch.Tensor, shared_expert_output: torch.Tensor | None) -> torch.Tensor:
-        """Sums rows."""
+        """Runs stock's step that sums each token's rows; a pass that is observed ends here."""
         result = self._stock["postprocess"](self._layer, output, shared_expert_output)
         observed, self._observed = self._observed, None
         if observed is not None:

@@ -42,6 +42,7 @@ def take() -> Values:
         observed = [_Observed(record, group) for record in records]
         own = torch.cat([one.own() for one in observed])
         dist.all_reduce(own, group=group)
+        # host synchronisation: at the logging interval
         parts = own.cpu().split([one.size for one in observed])
         values |= {one.record.number: one.values(part) for one, part in zip(observed, parts, strict=True)}
     return values
@@ -61,7 +62,7 @@ class _Observed:
 
     @property
     def size(self) -> int:
-        """Of `own`."""
+        """How many numbers `own` returns: the same on every rank of the group."""
         return 2 * _DIRECTION + len(self.first) * (self.group.size() + self.record.num_experts)
 
     def own(self) -> torch.Tensor:

@@ -95,6 +95,8 @@ class MigrationLayer:
     passes: tuple[StreamPass, ...]
     imbalance: Callable[[ExpertDomains, int], float] = _even
     """By how much the (token, expert) pairs of the busiest region of the levels down to one exceed the mean."""
+    coded: frozenset[Kind] = frozenset()
+    """In which collectives experts, or their gradients, travel compressed."""
 
     @classmethod
     def alone(
@@ -107,6 +109,7 @@ class MigrationLayer:
         gradient_bytes: int,
         imbalance: Callable[[ExpertDomains, int], float] = _even,
         gathers_again: bool = False,
+        coded: frozenset[Kind] = frozenset(),
     ) -> MigrationLayer:
         """A forward and a backward pass of the layer alone.
 
@@ -122,7 +125,7 @@ class MigrationLayer:
             StreamPass(0.0, 0.0, expert_bytes),
             StreamPass(0.0, 0.0, gradient_bytes, Kind.REDUCE_SCATTER, expert_bytes if gathers_again else 0),
         )
-        return cls(tokens, row_bytes, topk, local_experts, passes, imbalance)
+        return cls(tokens, row_bytes, topk, local_experts, passes, imbalance, coded)
 
     def exchanged(self, domains: ExpertDomains, level: int) -> float:
         """Bytes of a GPU's rows in an all-to-all of a level, those included that stay."""
@@ -213,7 +216,7 @@ def timelines(
             level: layer.travels(domains, level, one) for level in range(domains.levels) if domains.sizes[level] > 1
         }
         gathered, returned = (
-            build({level: sizes[kind] for level, sizes in travels.items() if kind in sizes})
+            build({level: sizes[kind] for level, sizes in travels.items() if kind in sizes}, kind in layer.coded)
             for build, kind in ((schedules.gathered, Kind.ALL_GATHER), (schedules.returned, Kind.REDUCE_SCATTER))
         )
         out, back = (

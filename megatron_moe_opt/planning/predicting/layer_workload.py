@@ -8,6 +8,7 @@ from math import ceil
 
 from megatron_moe_opt.planning.predicting.expert_migration import MigrationLayer
 from megatron_moe_opt.planning.predicting.skew import Skew
+from megatron_moe_opt.schedules.schedule import Kind
 
 
 def resident_part(layers: float, limit: int | None) -> float:
@@ -99,7 +100,9 @@ class LayerWorkload:
     def migration(self, skew: Skew) -> MigrationLayer:
         """As the stream model takes it. A row has its probabilities and the numbers of its experts behind it."""
         row, whole = self.row_bytes + self.topk * self.lane_bytes // 2, self.expert_bytes
+        ratios = {Kind.ALL_GATHER: self.compression, Kind.REDUCE_SCATTER: self.gradient_compression}
         return MigrationLayer.alone(
             self.rows_of(1.0) // self.topk, row, self.topk, self.local_experts, int(whole / self.compression),
             int(whole / self.gradient_compression), skew.of_regions, self.resident_part < 1,
+            frozenset(kind for kind, ratio in ratios.items() if ratio != 1),
         )  # fmt: skip

@@ -56,7 +56,7 @@ class DeviceClock:
     @staticmethod
     def settle() -> None:
         """Waits until all instants are past."""
-        torch.cuda.synchronize()
+        torch.cuda.synchronize()  # host synchronisation: at the logging interval
 
 
 @dataclass(frozen=True)

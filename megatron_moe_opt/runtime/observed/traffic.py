@@ -152,7 +152,7 @@ class SentBytes:
         """Bytes by global rank."""
 
     def start(self) -> None:
-        """Listens from now on."""
+        """Adds what is reported from now on to `by_peer`."""
         _active.append(self)
 
     def stop(self) -> None:

@@ -68,7 +68,7 @@ class ExchangePlan:
 
     @property
     def num_sent(self) -> int:
-        """Rows this rank has."""
+        """Rows of this rank that all chunks together send, to itself too."""
         return sum(sum(chunk.send_counts) for chunk in self.chunks)
 
     @property
@@ -153,7 +153,7 @@ class Parts:
 
     @property
     def num_rows(self) -> int:
-        """Of all parts."""
+        """Rows of all parts of the TP group together."""
         return self._first(len(self.rows))
 
     def peers(self, ep_rank: int, phase: int) -> range:
@@ -206,6 +206,7 @@ def share_out(counts: torch.Tensor, ep_rank: int, etp_rank: int, sharing: Sharin
         RoutingError: they do not have the same rows.
     """
     copies, (ep_size, etp_size, _) = sharing.copies, counts.shape
+    # host synchronisation: for the TP group's counts, which were sent with the others
     copies.check_alike(counts, None if sharing.beyond is None else sharing.beyond.wait())
     cut = cut_counts(counts, copies.group.size())  # [tp, ep, etp, expert]
     sent = cut[copies.tp_ranks, torch.arange(ep_size).view(-1, 1), torch.arange(etp_size)]

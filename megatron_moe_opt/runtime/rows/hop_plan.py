@@ -71,7 +71,7 @@ class DomainTables:
         return region
 
     def num_regions(self, level: int) -> int:
-        """Regions of a level."""
+        """How many different regions the ranks are in at a level."""
         return int(self.region(level).max()) + 1
 
     def region_of_experts(self, level: int) -> torch.Tensor:

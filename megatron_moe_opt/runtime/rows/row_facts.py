@@ -31,7 +31,7 @@ class RowFacts:
 
     @property
     def prob_bytes(self) -> int:
-        """Bytes of K probabilities."""
+        """Bytes that the K probabilities of a token take in its row."""
         return self.topk * self.prob_dtype.itemsize
 
     @property

@@ -62,11 +62,12 @@ class SampleCountsGather:
 
     def wait(self) -> SampleCounts:
         """Blocks the host until the counts are there; a collective call over the joint group where room was lacking."""
+        # host synchronisation: for the counts
         gathered, room = self._gathered.wait(), self._room
         most = int(gathered[:, 0].max())
         if most > room.samples:
             room.samples = most
-            gathered = self._gather().wait()
+            gathered = self._gather().wait()  # host synchronisation: again, where more samples came than ever
         groups = self._groups
         shape = groups.ep_size, groups.etp_size
         samples, sequence, unlike = (field.view(shape) for field in gathered[:, :_HEADER].unbind(1))

@@ -31,7 +31,7 @@ class Way(Protocol):
 
     @property
     def groups(self) -> ExpertGroups:
-        """Between whom."""
+        """The groups between whose ranks rows move."""
 
     @property
     def lies_in(self) -> Mapping[str, str]:
@@ -71,21 +71,21 @@ class EpThenExpertTp:
     lies_in: ClassVar[Mapping[str, str]] = {"arrived": "gathered"}
 
     def dispatch(self, plan: ExchangePlan, row_bytes: int) -> Schedule:
-        """See Way."""
+        """Returns MoNTA's schedule of rows to their experts, chunk by chunk, at this level."""
         return monta.dispatch(self.level, plan.chunk_bytes(row_bytes), self.groups.ep_size, self.groups.etp_size)
 
     def combine(self, plan: ExchangePlan, row_bytes: int) -> Schedule:
-        """See Way."""
+        """Returns MoNTA's schedule of rows back to their sources, chunk by chunk, at this level."""
         return monta.combine(self.level, plan.chunk_bytes(row_bytes), self.groups.ep_size, self.groups.etp_size)
 
     def num_rows(self, buffer: str, plan: ExchangePlan, chunk: int) -> int:
-        """See Way."""
+        """Returns the rows that a buffer of this way has to hold; of `parts`, for one chunk."""
         if buffer == "parts":
             return (self.groups.etp_size - 1) * sum(plan.chunk(chunk).receive_counts)
         return {"summed": plan.num_received, "rows": plan.num_sent}.get(buffer, plan.num_gathered)
 
     def step_out(self, op: Op, rows: torch.Tensor, arrived: torch.Tensor, plan: ExchangePlan) -> Steps:
-        """See Way."""
+        """Returns the all-to-all over EP, or the all-gather over expert-TP, of one chunk on the way to the experts."""
         chunk, groups = plan.chunk(op.chunk), self.groups
         own = arrived.narrow(0, chunk.first_own, sum(chunk.receive_counts))
         if op.kind is Kind.ALL_TO_ALL:
@@ -96,7 +96,7 @@ class EpThenExpertTp:
     def step_back(
         self, op: Op, reads: Sequence[torch.Tensor], written: torch.Tensor, plan: ExchangePlan, layout: RowLayout
     ) -> Steps:
-        """See Way."""
+        """Returns the exchange over expert-TP, the sum, or the all-to-all over EP, of one chunk on the way back."""
         chunk, groups = plan.chunk(op.chunk), self.groups
         if op.kind is Kind.REDUCE_SCATTER:
             return steps.scatter(_gathered(reads[0], chunk), written, chunk.gather_counts, groups.etp)
@@ -126,18 +126,18 @@ class EpWithExpertTp:
         return {"summed": "rows"}
 
     def dispatch(self, plan: ExchangePlan, row_bytes: int) -> Schedule:
-        """See Way."""
+        """Returns Parm's schedule of rows to all shards of their experts at once."""
         return parm.dispatch(plan.chunk_bytes(row_bytes), self.groups.etp_size)
 
     def combine(self, plan: ExchangePlan, row_bytes: int) -> Schedule:
-        """See Way."""
+        """Returns Parm's schedule of rows back to their sources; of shared rows, to all ranks of the TP group."""
         if self.parts is None:
             return parm.combine(plan.chunk_bytes(row_bytes), self.groups.etp_size)
         phases = self.parts.phase_bytes(row_bytes)
         return parm.combine_and_gather(plan.num_gathered * row_bytes, phases, self.groups.etp_size)
 
     def num_rows(self, buffer: str, plan: ExchangePlan, chunk: int) -> int:
-        """See Way."""
+        """Returns the rows that a buffer of this way has to hold; of `parts`, for one chunk."""
         if buffer == "parts":
             return self.groups.etp_size * sum(self._brought(plan.chunk(chunk), chunk)[1])
         if buffer == "rows":
@@ -145,7 +145,7 @@ class EpWithExpertTp:
         return plan.num_gathered
 
     def step_out(self, op: Op, rows: torch.Tensor, arrived: torch.Tensor, plan: ExchangePlan) -> Steps:
-        """See Way."""
+        """Returns the one all-to-all to all shards of the experts."""
         chunk, groups = plan.chunk(op.chunk), self.groups
         blocks = blocks_of(chunk.send_counts, self._first_own(chunk))
         sent = [block for block in blocks for _ in range(groups.etp_size)]
@@ -154,7 +154,7 @@ class EpWithExpertTp:
     def step_back(
         self, op: Op, reads: Sequence[torch.Tensor], written: torch.Tensor, plan: ExchangePlan, layout: RowLayout
     ) -> Steps:
-        """See Way."""
+        """Returns the all-to-all, the sum of its parts, or a phase of what is shared over TP, on the way back."""
         chunk, groups, parts = plan.chunk(op.chunk), self.groups, self.parts
         if op.group == parm.TP:
             blocks = [parts.block(rank, op.chunk) for rank in range(parts.group.size())]

@@ -107,7 +107,7 @@ class ExpertCall:
         self._saved.take_back(middle)
 
     def offload_middle(self) -> None:
-        """T_M to the host."""
+        """Begins to copy T_M to the host, and notes how many bytes of it a row has."""
         num_bytes = self._saved.offload()
         self._experts.middle_row_bytes = num_bytes // max(1, self._probs.numel())
 
@@ -234,7 +234,7 @@ class _SavedMiddle:
         return saved_tensors_hooks(self._pack, self._unpack)
 
     def hand_over(self) -> list[torch.Tensor]:
-        """All, forgotten here."""
+        """Returns all tensors that were saved here, which are forgotten: whoever takes them holds them alone."""
         handed_over = []
         for block in self._blocks.values():
             handed_over.append(block.device)

@@ -199,7 +199,7 @@ class _Pass:
         return [*kept.values(), *([] if rows is None else [rows]), *middle]
 
     def take_back(self, saved: Iterator[torch.Tensor]) -> None:
-        """The inverse of `hand_over`."""
+        """Takes from `saved` what `hand_over` has returned, in its order."""
         if not self.hands_over:
             return
         self.kept = {name: next(saved) for name in self.kept}

@@ -1,4 +1,4 @@
-"""What `moe-opt bench choice` judges: the candidates of each system, and how it comes to choose among them."""
+"""What tools/bench_choice.py judges: the candidates of each system, and how it comes to choose among them."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Chosen:
 
 
 class Chooser(ABC):
-    """A system with something to choose, as `bench choice` asks it."""
+    """A system with something to choose, as tools/bench_choice.py asks it."""
 
     dispatch_only = False
     """Whether its candidates differ in dispatch and combine alone."""
@@ -57,7 +57,7 @@ class Chooser(ABC):
     whole_layer = False
     """Whether `predicted` counts all that a step of the layer does."""
     candidates: tuple[str, ...]
-    """Its variants, as `bench layer` takes them."""
+    """Its variants, as `moe-opt bench` takes them."""
 
     def measured(self, settings: LayerSettings, ep: int, device: torch.device) -> tuple[str, ...]:
         """Returns the candidates to measure for the settings' tokens. A collective call."""
@@ -211,7 +211,7 @@ class AutoChooser(Chooser):
 def chooser_of(
     system: str | None, counts: Sequence[int] | None = None, reuse: str = NONE, budget: int | None = None
 ) -> Chooser:
-    """Returns the chooser that the options of `bench choice` ask for.
+    """Returns the chooser that the options of tools/bench_choice.py ask for.
 
     Args:
         system: whose option was given: --replicated (parm's), --mpmoe or --auto; None: monta's choice.

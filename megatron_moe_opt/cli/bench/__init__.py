@@ -1,1 +1,0 @@
-"""Benchmarks, each against stock Megatron-Core in the same run: `moe-opt bench`."""
