@@ -41,7 +41,7 @@ def test_it_is_planned_and_drawn(tmp_path: Path):
 def test_it_is_registered_and_benchmarked(tmp_path: Path):
     measured = tmp_path / "measured.json"
     sizes = words("--tokens 64 --hidden 32 --ffn-hidden 32 --experts 4 --topk 2 --steps 1 --warmup 1")
-    run("bench", "layer", "--dispatchers", f"{ALLTOALL},in-turn:3", *sizes, "--json", measured, ranks=2)
+    run("bench", "--dispatchers", f"{ALLTOALL},in-turn:3", *sizes, "--output", measured, ranks=2)
     assert "in-turn:3" in measured.read_text()
 
 

@@ -190,7 +190,7 @@ class Waits:
 
     @classmethod
     def end_all(cls) -> None:
-        """Those of all threads."""
+        """Ends what any thread of this process waits for, now and from now on."""
         for waits in list(cls._all):
             waits.end()
 
