@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megatron_moe_opt.integration.host.gloo import _hand_over
 from megatron_moe_opt.runtime.engine.collectives import _exchange_on_gloo
 from tests.accelerator.clocks import Actor
 from tests.accelerator.communicators import Mismatch, meet
@@ -70,7 +71,7 @@ class Communicators:
                 finally:
                     self.on_host = False
             work = function(group or dist.group.WORLD, *arguments, **settings)
-            return work if async_op else (work.wait(), None)[1]
+            return _hand_over(work, async_op)  # to a coalescing manager too
 
         return run
 
