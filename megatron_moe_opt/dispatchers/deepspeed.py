@@ -64,7 +64,7 @@ class DeepSpeedDispatcher(Dispatcher):
         self.num_copies = 1
         """Ranks that hold the same tokens; experts learn from all copies, and so a share from each."""
 
-    def take_copies(self, tp: ProcessGroup, tokens: torch.Tensor) -> bool:
+    def take_copies(self, tp: ProcessGroup, tokens_TH: torch.Tensor) -> bool:
         """Every rank moves all of them."""
         self.num_copies = tp.size()
         return True
@@ -75,9 +75,9 @@ class DeepSpeedDispatcher(Dispatcher):
 
     def permute(
         self,
-        tokens: torch.Tensor,
-        probs: torch.Tensor,
-        routing_map: torch.Tensor,
+        tokens_TH: torch.Tensor,
+        probs_TE: torch.Tensor,
+        routing_map_TE: torch.Tensor,
         *,
         capacity: int | None = None,
         num_rows: int | None = None,
@@ -85,31 +85,31 @@ class DeepSpeedDispatcher(Dispatcher):
         """AllGather(expert-TP) of tokens, probabilities and routing, then permutation."""
         ep, etp = self.groups.ep, self.groups.etp
         if self.groups.etp_size > 1:
-            tokens, probs = _gather(tokens, etp), _gather(probs, etp)
-            routing_map = all_gather_rows(routing_map.contiguous().view(torch.uint8), None, etp).bool()
+            tokens_TH, probs_TE = _gather(tokens_TH, etp), _gather(probs_TE, etp)
+            routing_map_TE = all_gather_rows(routing_map_TE.contiguous().view(torch.uint8), None, etp).bool()
             capacity = None if capacity is None else capacity * etp.size()
             num_rows = None if num_rows is None else num_rows * etp.size()
-        row_map = build_row_map(routing_map, capacity=capacity, num_out_tokens=num_rows)
+        row_map = build_row_map(routing_map_TE, capacity=capacity, num_out_tokens=num_rows)
         counts = HostCopy(all_gather_rows(row_map.expert_counts, None, ep).view(ep.size(), 1, -1))
-        packed = permute_packed(tokens, probs, row_map)
-        return packed, Dispatched(row_map, counts, ExpertGroups(ep=ep, etp=None, joint=ep))
+        packed_RP = permute_packed(tokens_TH, probs_TE, row_map)
+        return packed_RP, Dispatched(row_map, counts, ExpertGroups(ep=ep, etp=None, joint=ep))
 
     def dispatch(
-        self, packed: torch.Tensor, dispatched: Dispatched, prob_dtype: torch.dtype
+        self, packed_RP: torch.Tensor, dispatched: Dispatched, prob_dtype: torch.dtype
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """See Dispatcher; each copy of a token gets its whole gradient back."""
-        tokens, tokens_per_expert, probs = super().dispatch(packed, dispatched, prob_dtype)
-        tokens, probs = (_scale_gradient(rows, self.num_copies) for rows in (tokens, probs))
-        return tokens, tokens_per_expert, probs
+        tokens_NH, tokens_per_expert, probs_N = super().dispatch(packed_RP, dispatched, prob_dtype)
+        tokens_NH, probs_N = (_scale_gradient(rows, self.num_copies) for rows in (tokens_NH, probs_N))
+        return tokens_NH, tokens_per_expert, probs_N
 
-    def combine(self, rows: torch.Tensor, dispatched: Dispatched) -> torch.Tensor:
+    def combine(self, rows_NH: torch.Tensor, dispatched: Dispatched) -> torch.Tensor:
         """AllReduce(expert-TP) of the partial outputs, then back to the ranks of their tokens."""
-        rows = _scale_gradient(rows, 1 / self.num_copies)
+        rows_NH = _scale_gradient(rows_NH, 1 / self.num_copies)
         if self.groups.etp_size > 1:
-            rows = _all_reduce(rows, self.groups.etp)
-        return super().combine(rows, dispatched)
+            rows_NH = _all_reduce(rows_NH, self.groups.etp)
+        return super().combine(rows_NH, dispatched)
 
-    def unpermute(self, rows: torch.Tensor, dispatched: Dispatched) -> torch.Tensor:
+    def unpermute(self, rows_RH: torch.Tensor, dispatched: Dispatched) -> torch.Tensor:
         """Sums each token's rows, then keeps this rank's tokens."""
-        tokens = super().unpermute(rows, dispatched)
-        return _split(tokens, self.groups.etp) if self.groups.etp_size > 1 else tokens
+        tokens_TH = super().unpermute(rows_RH, dispatched)
+        return _split(tokens_TH, self.groups.etp) if self.groups.etp_size > 1 else tokens_TH

@@ -30,21 +30,21 @@ class Dispatcher(Protocol):
     def describe(self) -> str:
         """Returns what runs, in words, for the line that is logged at start."""
 
-    def take_copies(self, tp: ProcessGroup, tokens: torch.Tensor) -> bool:
+    def take_copies(self, tp: ProcessGroup, tokens_TH: torch.Tensor) -> bool:
         """Whether the dispatcher itself takes tokens that all ranks of a TP group hold, and returns all of them.
 
         False: they have to be split over TP before. Asked once, by all ranks of the group.
 
         Args:
-            tokens: [T, H] such tokens; only their shape and dtype may be used.
+            tokens_TH: [T, H] such tokens; only their shape and dtype may be used.
         """
         return False
 
     def permute(
         self,
-        tokens: torch.Tensor,
-        probs: torch.Tensor,
-        routing_map: torch.Tensor,
+        tokens_TH: torch.Tensor,
+        probs_TE: torch.Tensor,
+        routing_map_TE: torch.Tensor,
         *,
         capacity: int | None = None,
         num_rows: int | None = None,
@@ -52,9 +52,9 @@ class Dispatcher(Protocol):
         """Makes of this rank's tokens the rows to send.
 
         Args:
-            tokens: [T, H].
-            probs: [T, E], any floating dtype.
-            routing_map: bool [T, E].
+            tokens_TH: [T, H].
+            probs_TE: [T, E], any floating dtype.
+            routing_map_TE: bool [T, E].
             capacity: rows of every expert (drop and pad); None keeps what was routed.
             num_rows: number of routed pairs where it is known without asking the device.
 
@@ -63,22 +63,22 @@ class Dispatcher(Protocol):
         """
 
     def dispatch(
-        self, packed: torch.Tensor, dispatched: Any, prob_dtype: torch.dtype
+        self, packed_RP: torch.Tensor, dispatched: Any, prob_dtype: torch.dtype
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
         """Rows to the ranks that hold their experts, sorted by local expert.
 
         Returns:
-            Expert inputs [R', H] in stock Megatron's order, rows per local expert (int64, CPU), probabilities [R'].
+            Expert inputs [N, H] in stock Megatron's order, rows per local expert (int64, CPU), probabilities [N].
         """
-        return dispatched.dispatch(packed, prob_dtype)
+        return dispatched.dispatch(packed_RP, prob_dtype)
 
-    def combine(self, rows: torch.Tensor, dispatched: Any) -> torch.Tensor:
-        """The sum of the expert shards' partial outputs, back on the ranks of their tokens: [R', H] -> [R, H]."""
-        return dispatched.combine(rows)
+    def combine(self, rows_NH: torch.Tensor, dispatched: Any) -> torch.Tensor:
+        """The sum of the expert shards' partial outputs, back on the ranks of their tokens: [N, H] -> [R, H]."""
+        return dispatched.combine(rows_NH)
 
-    def unpermute(self, rows: torch.Tensor, dispatched: Any) -> torch.Tensor:
+    def unpermute(self, rows_RH: torch.Tensor, dispatched: Any) -> torch.Tensor:
         """Sums each token's rows: [R, H] -> [T, H]."""
-        return dispatched.unpermute(rows)
+        return dispatched.unpermute(rows_RH)
 
 
 @dataclass(frozen=True)
@@ -107,35 +107,35 @@ class Dispatched:
         return Exchange(EpWithExpertTp(groups, parts), plan_exchange(sent, *ranks, 1, device))
 
     def dispatch(
-        self, packed: torch.Tensor, prob_dtype: torch.dtype
+        self, packed_RP: torch.Tensor, prob_dtype: torch.dtype
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Returns the experts' inputs, rows per expert and probabilities, as Dispatcher.dispatch says."""
-        tokens, probs = to_experts(packed, self.exchange, prob_dtype)
-        return tokens, self.exchange.plan.tokens_per_expert, probs
+        tokens_NH, probs_N = to_experts(packed_RP, self.exchange, prob_dtype)
+        return tokens_NH, self.exchange.plan.tokens_per_expert, probs_N
 
-    def combine(self, rows: torch.Tensor) -> torch.Tensor:
+    def combine(self, rows_NH: torch.Tensor) -> torch.Tensor:
         """Returns the rows [R, H] that came back from their experts, as Dispatcher.combine says."""
-        return to_sources(rows, self.exchange)
+        return to_sources(rows_NH, self.exchange)
 
-    def unpermute(self, rows: torch.Tensor) -> torch.Tensor:
+    def unpermute(self, rows_RH: torch.Tensor) -> torch.Tensor:
         """Returns each token's sum of its rows, [T, H], as Dispatcher.unpermute says."""
-        return unpermute_rows(rows, self.row_map)
+        return unpermute_rows(rows_RH, self.row_map)
 
 
 def map_rows(
-    routing_map: torch.Tensor, groups: ExpertGroups, *, capacity: int | None = None, num_rows: int | None = None
+    routing_map_TE: torch.Tensor, groups: ExpertGroups, *, capacity: int | None = None, num_rows: int | None = None
 ) -> tuple[RowMap, HostCopy]:
     """Which rows this rank's tokens make, and how many every rank has: [ep_size, etp_size, experts], on its way to the
     host. A collective call over the groups; arguments as of Dispatcher.permute.
     """
-    shape, counts = (groups.ep_size, groups.etp_size, routing_map.size(1)), None
+    shape, counts = (groups.ep_size, groups.etp_size, routing_map_TE.size(1)), None
     if capacity is not None:  # every rank has `capacity` rows for every expert: nothing to ask
         counts = HostCopy(torch.full(shape, capacity))
     elif num_rows is None:  # the counts tell, which the host waits for anyway
-        counts = HostCopy(all_gather_rows(routing_map.sum(0), None, groups.joint).view(shape))
+        counts = HostCopy(all_gather_rows(routing_map_TE.sum(0), None, groups.joint).view(shape))
         # host synchronisation: how many rows a capacity has left; only with a capacity and no padding
         num_rows = int(counts.wait()[groups.ep_rank, groups.etp_rank].sum())
-    row_map = build_row_map(routing_map, capacity=capacity, num_out_tokens=num_rows)
+    row_map = build_row_map(routing_map_TE, capacity=capacity, num_out_tokens=num_rows)
     if counts is None:
         counts = HostCopy(all_gather_rows(row_map.expert_counts, None, groups.joint).view(shape))
     return row_map, counts

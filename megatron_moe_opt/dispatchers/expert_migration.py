@@ -102,28 +102,28 @@ class ExpertMigrationDispatcher(Dispatcher):
         return self._device_tables[device]
 
     def permute(
-        self, tokens: torch.Tensor, probs: torch.Tensor, routing_map: torch.Tensor, **_: int | None
+        self, tokens_TH: torch.Tensor, probs: torch.Tensor, routing_map_TE: torch.Tensor, **_: int | None
     ) -> tuple[torch.Tensor, HoppingTokens]:
         """Finds each token's experts, and lets all ranks know how many copies there will be.
 
         The tokens stay as they are. No size is needed: padding to capacity is refused (systems/expert_migration.py).
         """
-        facts = RowFacts(tokens.size(1), tokens.dtype, self.topk, probs.dtype)
+        facts = RowFacts(tokens_TH.size(1), tokens_TH.dtype, self.topk, probs.dtype)
         if self.domain_groups is None:
-            self._settle(self.choosing.choose(tokens.size(0), tokens.device))
-        experts = experts_of_tokens(routing_map, self.topk)
+            self._settle(self.choosing.choose(tokens_TH.size(0), tokens_TH.device))
+        experts = experts_of_tokens(routing_map_TE, self.topk)
         routed = experts < self.num_experts
         probs = probs.gather(1, experts.clamp(max=self.num_experts - 1)).masked_fill(~routed, 0)
-        counts = self.device_tables(tokens.device).count(experts, routing_map.sum(0))
+        counts = self.device_tables(tokens_TH.device).count(experts, routing_map_TE.sum(0))
         lent = None
         if self.migrated is not None:
             counts = torch.cat([counts, self.migrated.news()])
             lent = self.migrated.lent()
         counts = HostCopy(all_gather_rows(counts.view(1, -1), None, self.groups.ep))
-        return tokens, HoppingTokens(self, experts, probs, facts, counts, lent)
+        return tokens_TH, HoppingTokens(self, experts, probs, facts, counts, lent)
 
     def dispatch(
-        self, tokens: torch.Tensor, dispatched: HoppingTokens, prob_dtype: torch.dtype
+        self, tokens_TH: torch.Tensor, dispatched: HoppingTokens, prob_dtype: torch.dtype
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Tokens to the ranks that hold their experts, sorted by owner and expert.
 
@@ -133,13 +133,13 @@ class ExpertMigrationDispatcher(Dispatcher):
         if self.migrated is not None:
             self.migrated.fetch(dispatched.news)  # on their way while tokens are
         route = dispatched.route
-        rows, probs = to_experts(tokens, dispatched.probs, dispatched.experts, route)
-        return rows, route.plan.tokens_per_expert, probs
+        rows_NH, probs_N = to_experts(tokens_TH, dispatched.probs, dispatched.experts, route)
+        return rows_NH, route.plan.tokens_per_expert, probs_N
 
-    def combine(self, rows: torch.Tensor, dispatched: HoppingTokens) -> torch.Tensor:
+    def combine(self, rows_NH: torch.Tensor, dispatched: HoppingTokens) -> torch.Tensor:
         """Sums of the expert outputs back on the ranks of their tokens: [R, H] -> [T, H]."""
-        return to_tokens(rows, dispatched.route)
+        return to_tokens(rows_NH, dispatched.route)
 
-    def unpermute(self, rows: torch.Tensor, dispatched: HoppingTokens) -> torch.Tensor:
+    def unpermute(self, tokens_TH: torch.Tensor, dispatched: HoppingTokens) -> torch.Tensor:
         """Nothing remains to be summed."""
-        return rows
+        return tokens_TH

@@ -43,5 +43,5 @@ class MontaDispatcher(Dispatcher):
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """See Dispatcher; the next pass is pipelined as this one's rows ask for."""
         # host synchronisation: for the counts, which `exchange` then has
-        self.pipelining.observe(dispatched.counts.wait(), packed)
+        self.pipelining.observe(dispatched.counts.wait())
         return super().dispatch(packed, dispatched, prob_dtype)

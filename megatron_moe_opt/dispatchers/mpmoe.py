@@ -56,32 +56,32 @@ class MpmoeDispatcher(Dispatcher):
         return self.partitioning.describe()
 
     def permute(
-        self, tokens: torch.Tensor, probs: torch.Tensor, routing_map: torch.Tensor, **sizes: int | None
+        self, tokens_TH: torch.Tensor, probs_TE: torch.Tensor, routing_map_TE: torch.Tensor, **sizes: int | None
     ) -> tuple[torch.Tensor, Partitioned]:
         """Groups this rank's tokens by partition and expert, each row with its probability behind it."""
         groups = self.groups
-        row_map, counts = map_rows(routing_map, groups, **sizes)
+        row_map, counts = map_rows(routing_map_TE, groups, **sizes)
         # host synchronisation: for the counts, where the number of partitions depends on the rows of the pass
         partitions = self.partitioning.choose(lambda: int(counts.wait().sum()) // groups.joint_size)
         row_map = row_map.cut(partitions.count)
-        packed = permute_packed(tokens, probs, row_map)
-        return packed, Partitioned(row_map, counts, groups, partitions, probs.dtype)
+        packed_RP = permute_packed(tokens_TH, probs_TE, row_map)
+        return packed_RP, Partitioned(row_map, counts, groups, partitions, probs_TE.dtype)
 
     def dispatch(
-        self, packed: torch.Tensor, partitioned: Partitioned, prob_dtype: torch.dtype
+        self, packed_RP: torch.Tensor, partitioned: Partitioned, prob_dtype: torch.dtype
     ) -> tuple[torch.Tensor, None, torch.Tensor]:
         """Rows as they are, with their probabilities behind them: `through_experts` sends them."""
-        return packed, None, packed.new_empty(0)
+        return packed_RP, None, packed_RP.new_empty(0)
 
-    def through_experts(self, packed: torch.Tensor, partitioned: Partitioned, experts: Experts) -> torch.Tensor:
+    def through_experts(self, packed_RP: torch.Tensor, partitioned: Partitioned, experts: Experts) -> torch.Tensor:
         """Dispatch, experts and combine: packed rows [R, H + lane] -> their outputs [R, H]."""
         way, strategy = way_of(self.groups, "O1"), partitioned.partitions.strategy
-        return through_experts(packed, experts, way, partitioned.plans, strategy, partitioned.prob_dtype)
+        return through_experts(packed_RP, experts, way, partitioned.plans, strategy, partitioned.prob_dtype)
 
-    def combine(self, rows: torch.Tensor, partitioned: Partitioned) -> torch.Tensor:
+    def combine(self, rows_RH: torch.Tensor, partitioned: Partitioned) -> torch.Tensor:
         """Rows as they are: they are back already."""
-        return rows
+        return rows_RH
 
-    def unpermute(self, rows: torch.Tensor, partitioned: Partitioned) -> torch.Tensor:
+    def unpermute(self, rows_RH: torch.Tensor, partitioned: Partitioned) -> torch.Tensor:
         """Sums each token's rows: [R, H] -> [T, H]."""
-        return unpermute_rows(rows, partitioned.row_map)
+        return unpermute_rows(rows_RH, partitioned.row_map)

@@ -60,9 +60,9 @@ class MovingSamples:
     beside: torch.Tensor | None
     """[S, B, H] what shared experts made of this rank's tokens."""
     residual: torch.Tensor | None = None
-    """[R', H] the experts' inputs before normalisation."""
+    """[N, H] the experts' inputs before normalisation."""
     notes: torch.Tensor | None = None
-    """int32 [R'], twice the token's number in its part of a sample, and 1 more where it returns with the residual."""
+    """int32 [N], twice the token's number in its part of a sample, and 1 more where it returns with the residual."""
 
     @cached_property
     def exchange(self) -> Exchange:
@@ -100,7 +100,7 @@ class NetmoeDispatcher(Dispatcher):
 
         Args:
             placement: where to.
-            norm: of the layer, row by row: [R', H] -> [R', H].
+            norm: of the layer, row by row: [N, H] -> [N, H].
         """
         self.placement, self._norm = placement, norm
 
@@ -123,9 +123,9 @@ class NetmoeDispatcher(Dispatcher):
 
     def permute(
         self,
-        tokens: torch.Tensor,
-        probs: torch.Tensor,
-        routing_map: torch.Tensor,
+        tokens_TH: torch.Tensor,
+        probs_TE: torch.Tensor,
+        routing_map_TE: torch.Tensor,
         *,
         capacity: int | None = None,
         num_rows: int | None = None,
@@ -138,59 +138,61 @@ class NetmoeDispatcher(Dispatcher):
                 "would not find them where they were: take torch.utils.checkpoint off it, or use monta"
             )
         if residual is None:
-            row_map, counts = map_rows(routing_map, self.groups, capacity=capacity, num_rows=num_rows)
-            return permute_packed(tokens, probs, row_map), Dispatched(row_map, counts, self.groups)
+            row_map, counts = map_rows(routing_map_TE, self.groups, capacity=capacity, num_rows=num_rows)
+            return permute_packed(tokens_TH, probs_TE, row_map), Dispatched(row_map, counts, self.groups)
         groups, (sequence, batch, hidden) = self.groups, residual.shape
-        routing_map = routing_map.bool()
-        row_map = build_row_map_by_sample(routing_map, batch, num_rows)
+        routing_map_TE = routing_map_TE.bool()
+        row_map = build_row_map_by_sample(routing_map_TE, batch, num_rows)
         order, beside, self._beside = self.placement.order, self._beside, None
-        own = count_routing_map(routing_map, batch)
+        own = count_routing_map(routing_map_TE, batch)
         gather = SampleCountsGather(own, sequence, order.unlike, groups, order.room)
-        packed = permute_packed(residual.reshape(-1, hidden).contiguous(), probs, row_map)
+        packed_RP = permute_packed(residual.reshape(-1, hidden).contiguous(), probs_TE, row_map)
         _check_tokens_have_rows(row_map.offsets)
         first_rows = row_map.rows[row_map.offsets[:-1]]
         notes = (row_map.sources // batch * 2).to(torch.int32)
         notes[first_rows] += 1
-        write_notes(packed, notes)
-        hidden_bytes = hidden * packed.element_size()
-        row = SampleRowBytes(hidden_bytes + probs.element_size(), hidden_bytes, hidden_bytes + LANE_BYTES)
+        write_notes(packed_RP, notes)
+        hidden_bytes = hidden * packed_RP.element_size()
+        row = SampleRowBytes(hidden_bytes + probs_TE.element_size(), hidden_bytes, hidden_bytes + LANE_BYTES)
         counts = gather.wait()  # host synchronisation: for the counts, the only one of a pass; packing is queued
         _check_masked_alike(counts, groups)
         learn = self._learn and counts.equal
         decision = self.placement.decide(counts, sequence if beside is not None else 0, learn)
-        return packed, MovingSamples(groups, (sequence, batch), counts, decision, learn, row, packed.device, beside)
+        return packed_RP, MovingSamples(
+            groups, (sequence, batch), counts, decision, learn, row, packed_RP.device, beside
+        )
 
     def dispatch(
-        self, packed: torch.Tensor, dispatched: Dispatched | MovingSamples, prob_dtype: torch.dtype
+        self, packed_RP: torch.Tensor, dispatched: Dispatched | MovingSamples, prob_dtype: torch.dtype
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """See Dispatcher; rows are normalised here, and by source, sample and token inside an expert."""
         if isinstance(dispatched, Dispatched):
-            return super().dispatch(packed, dispatched, prob_dtype)
+            return super().dispatch(packed_RP, dispatched, prob_dtype)
         exchange = dispatched.exchange
-        dispatched.notes = empty((exchange.plan.num_gathered,), torch.int32, packed.device)
-        dispatched.residual, probs = to_experts(packed, exchange, prob_dtype, dispatched.notes)
-        return self._norm(dispatched.residual), exchange.plan.tokens_per_expert, probs
+        dispatched.notes = empty((exchange.plan.num_gathered,), torch.int32, packed_RP.device)
+        dispatched.residual, probs_N = to_experts(packed_RP, exchange, prob_dtype, dispatched.notes)
+        return self._norm(dispatched.residual), exchange.plan.tokens_per_expert, probs_N
 
-    def combine(self, rows: torch.Tensor, dispatched: Dispatched | MovingSamples) -> torch.Tensor:
+    def combine(self, rows_NH: torch.Tensor, dispatched: Dispatched | MovingSamples) -> torch.Tensor:
         """The sums of the outputs of each token's experts and its residual, on the rank where its sample goes.
 
         Args:
-            rows: [R', H], partial where experts are cut over expert-TP.
+            rows_NH: [N, H], partial where experts are cut over expert-TP.
 
         Returns:
             [S * B, H]; without a residual handed over, each row back where it came from.
         """
         if isinstance(dispatched, Dispatched):
-            return super().combine(rows, dispatched)
+            return super().combine(rows_NH, dispatched)
         moving, groups = dispatched, self.groups
         notes, tokens = moving.notes, moving.notes.new_zeros(moving.notes.shape, dtype=torch.float32)
         if groups.etp_rank == 0:  # what all shards have must be in the sum over them once
-            rows = torch.addcmul(rows, moving.residual, (notes & 1).to(rows.dtype).unsqueeze(1))
+            rows_NH = torch.addcmul(rows_NH, moving.residual, (notes & 1).to(rows_NH.dtype).unsqueeze(1))
             tokens = (notes >> 1).float()
         carried = None if moving.beside is None else moving.counts.parts
         if carried is not None:
             lengths = carried[groups.ep_rank].sum(1).tolist()
-            rows, tokens = _append(rows, tokens, moving.beside, lengths, groups.etp_rank)
+            rows_NH, tokens = _append(rows_NH, tokens, moving.beside, lengths, groups.etp_rank)
         moving.residual = moving.beside = None
         start = time.perf_counter()
         decision = moving.decision.result()
@@ -202,12 +204,12 @@ class NetmoeDispatcher(Dispatcher):
                 self._counted.result()  # raises what the last count raised
             self._counted = background(self._traffic.add, decision, holders, beside, moving.row_bytes, exposed)
         items = torch.from_numpy(holders.items(decision.move))
-        way = SampleReturn(moving.counts.rows, items, groups, moving.shape, carried, rows.device)
-        return to_new_homes(rows, tokens, way)
+        way = SampleReturn(moving.counts.rows, items, groups, moving.shape, carried, rows_NH.device)
+        return to_new_homes(rows_NH, tokens, way)
 
-    def unpermute(self, rows: torch.Tensor, dispatched: Dispatched | MovingSamples) -> torch.Tensor:
+    def unpermute(self, rows_RH: torch.Tensor, dispatched: Dispatched | MovingSamples) -> torch.Tensor:
         """[S * B, H], of samples that were moved as it is."""
-        return super().unpermute(rows, dispatched) if isinstance(dispatched, Dispatched) else rows
+        return super().unpermute(rows_RH, dispatched) if isinstance(dispatched, Dispatched) else rows_RH
 
 
 def _check_tokens_have_rows(offsets: torch.Tensor) -> None:

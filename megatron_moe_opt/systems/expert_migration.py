@@ -230,7 +230,7 @@ def _kind(setting: str) -> str:
     return "x".join("1" if size == "1" else "S" for size in setting.split("x"))
 
 
-def _candidates(layer: LayerOnCluster) -> Iterator[Prediction | Refusal]:
+def _candidates(layer: LayerOnCluster, options: MigrationOptions) -> Iterator[Prediction | Refusal]:
     """One for every realisable choice of domain sizes."""
     one = layer.workload
     if one.etp > 1:

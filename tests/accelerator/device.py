@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from megatron.core.distributed import param_and_grad_buffer
 from megatron.core.tensor_parallel import layers, mappings
 from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
@@ -84,7 +85,7 @@ def accelerator(library: Path, without: str | None = None) -> Iterator[Accelerat
         _patch_package(patch, found, library)
         for name, function in found.communicators.functions().items():
             patch.setattr(dist, name, function)
-            for module in (layers, mappings):  # which have looked it up when they were imported
+            for module in (layers, mappings, param_and_grad_buffer):  # which have looked it up when they were imported
                 if hasattr(module, _MEGATRONS.get(name, "")):
                     patch.setattr(module, _MEGATRONS[name], function)
         with Operations(found.watch):
@@ -118,6 +119,7 @@ def _patch_torch(patch: pytest.MonkeyPatch, found: Accelerator) -> None:
     patch.setattr(torch.Tensor, "record_stream", record_stream)
     for name, method in watched_methods(found.watch).items():
         patch.setattr(torch.Tensor, name, method)
+    patch.setattr(torch.nn.Module, "cuda", lambda module, *_: found.watch.move(module))
     for name in (*FACTORIES, "from_numpy"):
         patch.setattr(torch, name, watched_factory(found.watch, name, getattr(torch, name)))
     cuda = {
@@ -195,6 +197,8 @@ class _Action:
 def _exchange(found: Accelerator, function: Callable[..., Any]) -> Callable[..., _Action]:
     def make(group: Any, sent: Any, to: Any, received: Any, of: Any) -> _Action:
         real = function(group, sent, to, received, of)
+        if found.communicators.on_host:
+            return real
         rank = group.rank()
 
         def run() -> Any:

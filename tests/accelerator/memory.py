@@ -5,14 +5,14 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 
 from tests.accelerator.clocks import Actor, Streams, merge
 
 
-@dataclass(frozen=True)
-class Region:
+class Region(NamedTuple):
     """Bytes of a storage: [first, end), of which a row of `pitch` bytes holds [left, right)."""
 
     first: int
@@ -33,9 +33,10 @@ class Region:
 
 def region_of(tensor: torch.Tensor) -> Region:
     """That a strided tensor lies in. Columns of rows are told apart."""
-    size, first = tensor.element_size(), tensor.storage_offset() * tensor.element_size()
-    if tensor.numel() == 0:
-        return Region(first, first)
+    size = tensor.element_size()
+    first = tensor.storage_offset() * size
+    if tensor.is_contiguous():
+        return Region(first, first + size * tensor.numel())
     end = first + size * (1 + sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True)))
     if tensor.dim() == 2 and tensor.stride(1) == 1 and tensor.stride(0) > tensor.size(1):
         pitch = tensor.stride(0) * size
@@ -45,8 +46,7 @@ def region_of(tensor: torch.Tensor) -> Region:
     return Region(first, end)
 
 
-@dataclass(frozen=True)
-class Access:
+class Access(NamedTuple):
     region: Region
     actor: Actor
     time: int
@@ -54,7 +54,7 @@ class Access:
     what: str
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Block:
     """A storage."""
 
@@ -83,8 +83,9 @@ class Memory:
         """Of a tensor. One that is first seen is the device's from before, or new, and taken by `new_on`."""
         storage = tensor.untyped_storage()
         key = storage._cdata
-        if key in self._blocks:
-            return self._blocks[key]
+        block = self._blocks.get(key)
+        if block is not None:
+            return block
         block = self._blocks[key] = Block(new_on or self.streams.default, on_host)
         self._watched[key] = weakref.ref(storage, lambda _: self._free(key))
         if new_on is not None and not on_host:
@@ -104,7 +105,6 @@ class Memory:
     def use_region(self, block: Block, region: Region, actor: Actor, time: int, writes: bool, what: str) -> None:
         if region.first == region.end:
             return
-        access = Access(region, actor, time, writes, what)
         kept = []
         for other in block.accesses:
             ordered = self.streams.happened(actor, other.actor.number, other.time)
@@ -117,7 +117,8 @@ class Memory:
             # Who is not ordered behind what is dropped here is not ordered behind this access either.
             if not (ordered and region.covers(other.region) and (writes or not other.writes)):
                 kept.append(other)
-        block.accesses = [*kept, access]
+        kept.append(Access(region, actor, time, writes, what))
+        block.accesses = kept
 
     def record(self, tensor: torch.Tensor, actor: Actor) -> None:
         """tensor.record_stream: its memory goes back only when what the stream has queued by then is done."""
@@ -159,4 +160,10 @@ def tensors_in(values: object) -> list[torch.Tensor]:
         values = values.values()
     elif not isinstance(values, list | tuple):
         return []
-    return [tensor for value in values for tensor in tensors_in(value)]
+    found: list[torch.Tensor] = []
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            found.append(value)
+        elif isinstance(value, list | tuple | dict):
+            found += tensors_in(value)
+    return found

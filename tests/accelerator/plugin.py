@@ -122,15 +122,18 @@ def _queues(queues: Queues) -> Iterator[None]:
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
-    """What ran: of each module, tests by way and outcome."""
-    ran: dict[str, Counter[str]] = {}
+    """What ran, as the table of docs/streams.md: of each module, runs by outcome under each kind of way."""
+    ran: dict[str, dict[str, Counter[str]]] = {}
     for outcome in ("passed", "failed", "skipped"):
         for report in terminalreporter.stats.get(outcome, []):
             way = dict(getattr(report, "user_properties", ())).get("way")
             if way is not None and (report.when == "call" or outcome != "passed"):
-                module = ran.setdefault(Path(report.nodeid.partition("::")[0]).stem, Counter())
-                module[f"{way.engine}, {way.queues.value}, {outcome}"] += 1
-    for module, counts in sorted(ran.items()):
-        terminalreporter.write_line(
-            f"{module}: {'; '.join(f'{name} {count}' for name, count in sorted(counts.items()))}"
-        )
+                module = ran.setdefault(Path(report.nodeid.partition("::")[0]).stem, {})
+                module.setdefault(f"{way.engine}, {way.queues.value}", Counter())[outcome] += 1
+    kinds = sorted({kind for of_kinds in ran.values() for kind in of_kinds})
+    for cells in (["module", *kinds], ["---"] * (1 + len(kinds))) if ran else ():
+        terminalreporter.write_line(f"| {' | '.join(cells)} |")
+    for module, of_kinds in sorted(ran.items()):
+        counts = (of_kinds.get(kind, Counter()) for kind in kinds)
+        cells = [", ".join(f"{number} {outcome}" for outcome, number in of_kind.items()) for of_kind in counts]
+        terminalreporter.write_line(f"| {' | '.join([f'`{module}`', *cells])} |")

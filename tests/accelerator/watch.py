@@ -7,6 +7,7 @@ host are .cpu(), .to("cpu") and copies into pinned memory.
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -26,11 +27,16 @@ def place() -> str | None:
     """The innermost place in the package that is running, as file:line."""
     frame = sys._getframe(1)
     while frame is not None:
-        file = frame.f_code.co_filename
-        if file.startswith(PACKAGE):
-            return f"{file[len(PACKAGE) :]}:{frame.f_lineno}"
+        file = _of_package(frame.f_code.co_filename)
+        if file is not None:
+            return f"{file}:{frame.f_lineno}"
         frame = frame.f_back
     return None
+
+
+@functools.cache
+def _of_package(file: str) -> str | None:
+    return file[len(PACKAGE) :] if file.startswith(PACKAGE) else None
 
 
 class Watch:
@@ -71,6 +77,13 @@ class Watch:
                 block.named = False
                 if of_host:
                     block.on_host, block.owner, block.accesses = True, self.streams.host, []
+
+    def move(self, module: torch.nn.Module) -> torch.nn.Module:
+        """Module.cuda, which moves what the module has and keeps it the same tensors."""
+        for tensor in (*module.parameters(), *module.buffers()):
+            if self.is_host(tensor):
+                self.mark(tensor, on_host=False)
+        return module
 
     def pin(self, tensor: torch.Tensor) -> torch.Tensor:
         """Memory of the host that copies may use while the host goes on."""
@@ -154,10 +167,14 @@ def watched_methods(watch: Watch) -> dict[str, Callable[..., Any]]:
             watch.host_waits("a copy from pageable memory")  # which CUDA starts when the stream is through
         return watch.mark(moved.clone() if moved is tensor else moved, on_host=False)
 
+    def cuda(tensor: torch.Tensor, *_: Any, non_blocking: bool = False, **__: Any) -> torch.Tensor:
+        return to(tensor, torch.device("cpu"), non_blocking=non_blocking)
+
     return {
         "tolist": read("tolist"),
         "numpy": read("numpy"),
         "cpu": cpu,
+        "cuda": cuda,
         "to": to,
         "pin_memory": lambda tensor: watch.pin(tensor),
     }
@@ -172,7 +189,7 @@ class Operations(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, watch = kwargs or {}, self._watch
-        name = func._schema.name.rpartition("::")[2]
+        name, written_arguments, is_view = _facts(func)
         if func.namespace == "c10d":
             return func(*args, **kwargs)  # see collectives.py
         given = tensors_in((args, kwargs))
@@ -187,25 +204,27 @@ class Operations(TorchDispatchMode):
                 watch.host_waits("a copy between host and device")
         before = {tensor.untyped_storage()._cdata for tensor in given}
         result = func(*args, **kwargs)
-        written = list(_written(func, args, kwargs))
+        written: list[torch.Tensor] = []
+        for index, argument in written_arguments:
+            written += tensors_in(args[index] if index < len(args) else kwargs.get(argument))
         made = [one for one in tensors_in(result) if one.untyped_storage()._cdata not in before]
-        if made or written or not _is_view(func):
+        if made or written or not is_view:
             watch.ran(name, given, written, made)
         return result
 
 
-def _written(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
-    found: list[torch.Tensor] = []
-    for index, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            value = args[index] if index < len(args) else kwargs.get(argument.name)
-            found += tensors_in(value)
-    return found
-
-
-def _is_view(func: Any) -> bool:
-    returns = func._schema.returns
-    return bool(returns) and all(one.alias_info is not None and not one.alias_info.is_write for one in returns)
+@functools.cache
+def _facts(func: Any) -> tuple[str, list[tuple[int, str]], bool]:
+    """An operation's name, the places and names of the arguments that it writes, and whether its results are views."""
+    schema = func._schema
+    written = [
+        (index, argument.name)
+        for index, argument in enumerate(schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    ]
+    aliases = [one.alias_info for one in schema.returns]
+    is_view = bool(aliases) and all(alias is not None and not alias.is_write for alias in aliases)
+    return schema.name.rpartition("::")[2], written, is_view
 
 
 def _has_mask(name: str, args: Any) -> bool:

@@ -134,15 +134,19 @@ def layer_case(library: Path, case: str) -> dict[str, Any]:
     return on_accelerator(library, *CASES[case])
 
 
-@pytest.mark.parametrize("dispatcher", ["netmoe", "expert-migration"])
-def test_a_model(ranks, library, dispatcher):
-    of_ranks = ranks.run(model_on_accelerator, library=library, dispatcher=dispatcher)
+@pytest.mark.parametrize(
+    ("dispatcher", "settings"),
+    [("netmoe", {"overlap": True, "distributed_optimizer": False}), ("expert-migration", {})],
+    ids=str,
+)
+def test_a_model(ranks, library, dispatcher, settings):
+    of_ranks = ranks.run(model_on_accelerator, library=library, dispatcher=dispatcher, settings=settings)
     check([result["found"] for result in of_ranks])
     for result in of_ranks:
         assert result["losses"] == pytest.approx(result["expected"], rel=1e-4)
 
 
-def model_on_accelerator(library: Path, dispatcher: str) -> dict[str, Any]:
+def model_on_accelerator(library: Path, dispatcher: str, settings: dict[str, Any]) -> dict[str, Any]:
     """Steps of an optimizer, in a model of several MoE layers."""
     import megatron_moe_opt
     from tests.accelerator.device import accelerator
@@ -155,7 +159,7 @@ def model_on_accelerator(library: Path, dispatcher: str) -> dict[str, Any]:
         megatron_moe_opt.register(options)
         try:
             with parallel(ep=4), context as found:
-                losses.append(gpt(moe_token_dispatcher_type=dispatcher, num_layers=2).train(2))
+                losses.append(gpt(moe_token_dispatcher_type=dispatcher, num_layers=2, **settings).train(2))
         finally:
             megatron_moe_opt.register()
     return {"expected": losses[0], "losses": losses[1], "found": found.findings()}

@@ -41,7 +41,7 @@ class StockTraffic:
         """Bytes of this rank to each global rank, forward and backward.
 
         Args:
-            outputs: [R', H] what the last all-to-all gets.
+            outputs: [N, H] what the last all-to-all gets.
         """
         own, row, prob = self._dispatcher, self._row_bytes, self._prob_dtype.itemsize
         ep, tp = own.ep_group, own.tp_group

@@ -21,7 +21,7 @@ class HostMemory:
     """The most that `used` was since `reset_peak`."""
 
     def reset_peak(self) -> None:
-        """Forgets what was before."""
+        """Lets `peak` begin again from what is in use now."""
         self.peak = self.used
 
     def _count(self, num_bytes: int) -> None:

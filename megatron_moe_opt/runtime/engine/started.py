@@ -115,11 +115,11 @@ class _OnHost:
         self._pending = Pending(future)
 
     def wait(self) -> None:
-        """See Running."""
+        """Blocks until the thread has run it, and raises what it raised."""
         self._pending.result()
 
     def advance(self) -> None:
-        """See Running."""
+        """Does nothing, as the thread goes on by itself."""
 
 
 class StreamQueue:
@@ -173,7 +173,7 @@ class _OnStream:
         self._failure: BaseException | None = None
 
     def advance(self) -> None:
-        """See Running."""
+        """Issues the next part on the queue's stream; behind the last one, an event to wait for."""
         if self._parts is None:
             return
         try:
@@ -191,7 +191,7 @@ class _OnStream:
             self.advance()
 
     def wait(self) -> None:
-        """See Running."""
+        """Issues all that remains, and lets the current stream wait for it."""
         self.issue_all()
         if self._failure is not None:
             raise self._failure

@@ -122,7 +122,7 @@ def sum_parts(
 
 
 def copy_rows(source: torch.Tensor, target: torch.Tensor, chunks: ChunkList) -> Steps:
-    """Moves the rows of `chunks` from source [R, W] to target [R', W]."""
+    """Moves the rows of `chunks` from source [R, W] to target [N, W]."""
     return copy_columns(source, 0, target, 0, source.size(1) * source.element_size(), chunks)
 
 

@@ -50,34 +50,34 @@ class Exchange:
 
 
 def to_experts(
-    packed: torch.Tensor, exchange: Exchange, prob_dtype: torch.dtype, notes: torch.Tensor | None = None
+    packed_RP: torch.Tensor, exchange: Exchange, prob_dtype: torch.dtype, notes: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Sends packed rows to the ranks of their experts and sorts them by local expert. Differentiable.
 
     Args:
-        packed: [R, H + lane], in the order of a row map cut into the plan's chunks; R is plan.num_sent or, where a TP
-            group shares rows out, those of the group, in the order of a map cut into its parts.
+        packed_RP: [R, H + lane], in the order of a row map cut into the plan's chunks; R is plan.num_sent or, where a
+            TP group shares rows out, those of the group, in the order of a map cut into its parts.
         prob_dtype: dtype of the probabilities in the lane.
         notes: int32 [plan.num_gathered], to be filled with the notes in the lanes (kernels.write_notes).
 
     Returns:
         Tokens [plan.num_gathered, H] and probabilities [plan.num_gathered], in stock Megatron's order.
     """
-    return _RowsToExperts.apply(packed, exchange, prob_dtype, notes)
+    return _RowsToExperts.apply(packed_RP, exchange, prob_dtype, notes)
 
 
-def to_sources(rows: torch.Tensor, exchange: Exchange) -> torch.Tensor:
+def to_sources(rows_NH: torch.Tensor, exchange: Exchange) -> torch.Tensor:
     """Sums expert outputs over the expert-tensor-parallel ranks and sends them back to their tokens. Differentiable.
 
     Args:
-        rows: [plan.num_gathered, H], sorted by local expert.
+        rows_NH: [plan.num_gathered, H], sorted by local expert.
 
     Returns:
         [R, H], as `to_experts` takes them; sums are taken in rank order, half-precision rows in float32.
     """
     return linear(
-        rows,
-        lambda rows: run_to_sources(rows.contiguous(), None, exchange),
+        rows_NH,
+        lambda rows_NH: run_to_sources(rows_NH.contiguous(), None, exchange),
         lambda grad: run_to_experts(grad.contiguous(), exchange, None)[0],
     )
 

@@ -82,8 +82,8 @@ def to_new_homes(rows: torch.Tensor, tokens: torch.Tensor, way: SampleReturn) ->
     """Expert outputs to the ranks where their samples will be, summed there by token. Differentiable.
 
     Args:
-        rows: [R', H], sorted by local expert (the identity expert last) and source, as experts have them.
-        tokens: float32 [R'], which token of its part of a sample each row is; zero on all expert-TP ranks but one.
+        rows: [N, H], sorted by local expert (the identity expert last) and source, as experts have them.
+        tokens: float32 [N], which token of its part of a sample each row is; zero on all expert-TP ranks but one.
 
     Returns:
         [S * B, H], token s of sample b in row s * B + b; rows are added in the order of experts, in float32.

@@ -167,7 +167,7 @@ def _find_held(experts: torch.Tensor, route: Route) -> None:
 
 
 def _hop_out(rows: torch.Tensor, route: Route) -> torch.Tensor:
-    """Copies of rows [R, W] to the domains of each level in turn; the rows that arrive here in the end [R', W].
+    """Copies of rows [R, W] to the domains of each level in turn; the rows that arrive here in the end [N, W].
 
     The first pass of a route finds the copies of each row by the facts behind it.
     """
@@ -190,11 +190,11 @@ def _hop_out(rows: torch.Tensor, route: Route) -> torch.Tensor:
 
 
 Add = Callable[[torch.Tensor, RowMap, torch.Tensor | None], None]
-"""Takes the copies [R', W] that have come back, and whose they are, and adds them; into [R, W] where they hop on."""
+"""Takes the copies [N, W] that have come back, and whose they are, and adds them; into [R, W] where they hop on."""
 
 
 def _hop_back(rows: torch.Tensor, route: Route, add: Add) -> None:
-    """What became of the rows that arrived in the end [R', W], to where they came from, level by level."""
+    """What became of the rows that arrived in the end [N, W], to where they came from, level by level."""
     bound, received, like = [], {}, rows
     for hop in reversed(range(len(route.levels))):
         level, counts, row_map = route.levels[hop], route.plan.hops[hop], route.copies[hop]

@@ -23,13 +23,13 @@ class ArrivedExperts:
         self._experts: weakref.ref[torch.Tensor] | None = None
 
     def experts(self) -> torch.Tensor:
-        """[owners, numel]; see MigratedExperts.gathered."""
+        """Waits for the experts and returns them, [owners, numel]: see MigratedExperts.gathered."""
         experts = self.arrive()
         self._experts = weakref.ref(experts)
         return experts
 
     def drop(self) -> None:
-        """Frees them until `gather_again`."""
+        """Lets go of the experts, so that their memory is free until `gather_again`."""
         self.arrive = None
 
     def gather_again(self) -> None:
@@ -56,7 +56,7 @@ class _Part:
 
 
 def restore_part(part: torch.Tensor | _Part) -> torch.Tensor:
-    """The inverse of `forget_part`."""
+    """Returns the tensor that `forget_part` was given: where it was a part, in the experts as they are now."""
     if isinstance(part, torch.Tensor):
         return part
     experts = part.arrived.experts()

@@ -45,21 +45,21 @@ class Message:
     decode: Decode = as_they_are
 
     def encode(self) -> torch.Tensor:
-        """What travels."""
+        """Encodes the experts, where they are to be compressed, and returns what travels."""
         if self.write is not None:
             self.write()
         return self.sent
 
 
 class WholeExperts:
-    """Experts as they are."""
+    """Messages of experts that travel uncompressed, bit for bit."""
 
     def prepare(self, flat: torch.Tensor, previous: Previous | None) -> Message:
         """A message of `flat` [numel]."""
         return Message(flat)
 
     def describe(self) -> str:
-        """For the line at start."""
+        """Returns how experts travel, in words, for the line that is logged at start."""
         return "whole"
 
 
@@ -88,7 +88,7 @@ class ResidualMessages:
 
     @property
     def num_bytes(self) -> int:
-        """Of a message."""
+        """How many bytes a message with all experts of a rank takes."""
         return self.num_local * self._of_expert
 
     def empty(self, device: torch.device) -> torch.Tensor:
@@ -143,7 +143,7 @@ class TrackedExperts:
         self._held = _Held()
 
     def describe(self) -> str:
-        """For the line at start."""
+        """Returns how experts travel, in words, for the line that is logged at start."""
         how = f"LOSSY, compressed {self.ratio:g}-fold as residuals from the last ones"
         if self._shared is None:
             return how
@@ -203,14 +203,14 @@ class LargestWeights:
         self.num_local, self.ratio = num_local, ratio
 
     def describe(self) -> str:
-        """For the line at start."""
+        """Returns how experts travel, in words, for the line that is logged at start."""
         return f"LOSSY, compressed {self.ratio:g}-fold to the largest weights alone"
 
     def restart(self) -> None:
         """Nothing is carried from one message to the next."""
 
     def prepare(self, flat: torch.Tensor, previous: Previous | None) -> Message:
-        """As WholeExperts.prepare."""
+        """Returns a message of the largest weights of `flat` [numel], the others zero."""
         residuals = ResidualMessages(self.num_local, flat.numel(), flat.dtype, self.ratio)
         message = residuals.empty(flat.device)
 

@@ -245,7 +245,7 @@ class MigratedExperts:
         self._arrived: ArrivedExperts | None = None
 
     def describe(self) -> str:
-        """What runs, for the line at start."""
+        """Returns what runs, in words, for the line that is logged at start."""
         how, ahead = self.codec.describe(), self.communicator.ahead
         what = f"experts of {len(self.owners)} ranks on each, {how}, gathered {ahead} layer(s) ahead"
         residents = self.communicator.residents

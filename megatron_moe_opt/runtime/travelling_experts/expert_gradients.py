@@ -25,12 +25,12 @@ from megatron_moe_opt.runtime.travelling_experts.expert_codec import ResidualMes
 
 
 class WholeGradients:
-    """Gradients as they are."""
+    """Gradients of experts that travelled, returned uncompressed and summed in rank order."""
 
     is_lossy = False
 
     def sent_bytes(self, numel: int, dtype: torch.dtype) -> int:
-        """Of the gradients of a rank's experts."""
+        """Returns the bytes of the gradients of a rank's experts, which have `numel` elements."""
         return numel * dtype.itemsize
 
     def reduce(
@@ -46,11 +46,11 @@ class WholeGradients:
         return steps.reduce_scatter(parts, summed, group), summed
 
     def describe(self) -> str:
-        """For the line at start; nothing to say."""
+        """Returns no words for the line that is logged at start: nothing is lost."""
         return ""
 
     def restart(self) -> None:
-        """Nothing is kept."""
+        """Does nothing, as nothing is kept from one return to the next."""
 
 
 class CompressedGradients:
@@ -68,7 +68,7 @@ class CompressedGradients:
         self._kept: dict[dist.ProcessGroup, torch.Tensor] = {}
 
     def describe(self) -> str:
-        """For the line at start."""
+        """Returns how gradients travel, in words, for the line that is logged at start."""
         return f"their gradients LOSSY, compressed {self.ratio:g}-fold, the rest sent later"
 
     def restart(self) -> None:
@@ -80,7 +80,7 @@ class CompressedGradients:
         return ResidualMessages(self.num_local, numel, dtype, self.ratio)
 
     def sent_bytes(self, numel: int, dtype: torch.dtype) -> int:
-        """As WholeGradients.sent_bytes."""
+        """Returns the bytes of a message with the largest entries of `numel` elements."""
         return self.messages(numel, dtype).num_bytes
 
     def reduce(
