@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_moe_opt.errors import ConfigurationError
-from megatron_moe_opt.option_values import CHUNKS
+from megatron_moe_opt.option_values import AUTO, CHUNKS
 from megatron_moe_opt.planning.predicting.layer_on_cluster import LayerOnCluster
 from megatron_moe_opt.planning.predicting.prediction import Prediction
 from megatron_moe_opt.schedules.monta import even_chunks
@@ -86,9 +86,9 @@ def parse(variant: str, setting: str, profile: Path | None) -> Mapping[str, Any]
     return {"turns": int(setting)}
 
 
-def candidates(layer: LayerOnCluster) -> Iterator[Prediction]:
+def candidates(layer: LayerOnCluster, options: InTurnOptions) -> Iterator[Prediction]:
     one = layer.workload
-    for turns in (2, 4):
+    for turns in (2, 4) if options.turns == AUTO else (options.turns or 2,):
         schedules = [
             in_turn(each.schedule("O2", even_chunks(each.exchanged, one.etp, turns), one.ep, one.etp))
             for each in layer.passes

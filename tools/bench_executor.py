@@ -15,10 +15,10 @@ from rich.table import Table
 
 from megatron_moe_opt.cli.console import report_console
 from megatron_moe_opt.cli.main import main
-from megatron_moe_opt.cli.option_types import Device, check_device
 from megatron_moe_opt.runtime.engine.executor import executor
 from megatron_moe_opt.runtime.engine.steps import Steps
 from megatron_moe_opt.schedules.schedule import Kind, Lane, Op, Schedule
+from tools.devices import Device, check_device
 
 OPS = 120
 LANES = (Lane.INTER, Lane.INTRA, Lane.COPY)

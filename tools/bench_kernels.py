@@ -24,10 +24,10 @@ import torch
 import typer
 
 from megatron_moe_opt.cli.main import main
-from megatron_moe_opt.cli.option_types import Device, check_device
 from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.output_file import check_output_file, write_text_whole
 from tools.bench_placement import measure_placement, print_placement
+from tools.devices import Device, check_device
 from tools.kernel_timing import DTYPES, Row, print_table, rows_of
 
 app = typer.Typer(pretty_exceptions_enable=False)
@@ -102,7 +102,7 @@ class CodecWorkload:
     def measure(self, repeats: int) -> list[Row]:
         """Returns the measured rows of encode and of decode."""
         from megatron_moe_opt import kernels
-        from megatron_moe_opt.kernels.reference import sr_entries
+        from tests.kernel_reference import sr_entries
 
         values, indices = kernels.sr_encode(self.expert, self.shared, self.kept)
         entries = sr_entries(indices, self.shared.numel())

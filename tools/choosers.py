@@ -14,15 +14,16 @@ from megatron_moe_opt.cli.layer.settings import LayerSettings
 from megatron_moe_opt.cli.ranks import slowest
 from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.option_values import AUTO
-from megatron_moe_opt.options import Options
-from megatron_moe_opt.planning.choosing import mpmoe_choice
+from megatron_moe_opt.planning.choosing.choice import Choice, choose, schedule_seconds
 from megatron_moe_opt.planning.choosing.partition_search import PARTITIONS
 from megatron_moe_opt.planning.costs.cluster import Cluster
-from megatron_moe_opt.planning.predicting import monta, parm
-from megatron_moe_opt.planning.predicting.layer_on_cluster import PIPELINE
+from megatron_moe_opt.planning.predicting.partitioned_rows import activation_bytes
 from megatron_moe_opt.schedules.mpmoe import NONE, STRATEGIES
 from megatron_moe_opt.schedules.parm import SCHEDULES
-from megatron_moe_opt.systems.monta import MONTA
+from megatron_moe_opt.systems.monta import MONTA, MontaOptions
+from megatron_moe_opt.systems.mpmoe import MPMOE, MpmoeOptions
+from megatron_moe_opt.systems.parm import PARM
+from megatron_moe_opt.systems.system import SharedOptions, System
 
 if TYPE_CHECKING:
     from megatron_moe_opt.integration.auto.auto_layer import Controller
@@ -77,25 +78,44 @@ class Chooser(ABC):
         """
 
 
-class MontaChooser(Chooser):
-    """Chooses monta's level and chunk count by the profile."""
+class ProfileChooser(Chooser):
+    """Chooses among the candidates of systems by the profile."""
 
-    dispatch_only = recorded = True
+    recorded = True
 
-    def __init__(self, chunks: Sequence[int] = CHUNKS) -> None:
-        self.chunks = tuple(chunks)
-        several = [f"monta:{level}x{count}" for level in ("O2", "O3") for count in chunks if count > 1]
-        self.candidates = "monta:O1", *several
+    def __init__(self, asked: Sequence[tuple[System, SharedOptions]], candidates: Sequence[str]) -> None:
+        """
+        Args:
+            asked: see planning.choosing.choice.choose.
+        """
+        self.asked, self.candidates = asked, tuple(candidates)
 
     def choose(
         self, settings: LayerSettings, ep: int, cluster: Cluster, seconds: Mapping[str, float], device: torch.device
     ) -> list[Chosen]:
         """Returns the choice that the profile's predictions lead to."""
-        layer = settings.workload(ep)
-        sizes = ep, settings.expert_tp, layer.row_bytes, layer.packed_row_bytes
-        table = monta.choices(cluster, *sizes, chunks=(1, *self.chunks))
-        choice = table[settings.tokens * settings.topk]
-        return [Chosen("model", MONTA.variant(Options(monta_level=choice.level, chunks=choice.chunks)), choice.seconds)]
+        start = time.perf_counter()
+        chosen = self._choice(settings, ep, cluster).chosen
+        (took,) = slowest([time.perf_counter() - start], device)
+        return [Chosen("model", self._as_measured(chosen.variant), schedule_seconds(chosen), took)]
+
+    def _choice(self, settings: LayerSettings, ep: int, cluster: Cluster) -> Choice:
+        return choose(self.asked, settings.workload(ep), cluster)
+
+    def _as_measured(self, variant: str) -> str:
+        """What a variant is called among the candidates."""
+        return variant
+
+
+class MontaChooser(ProfileChooser):
+    """Chooses monta's level and chunk count."""
+
+    dispatch_only = True
+
+    def __init__(self, chunks: Sequence[int] = CHUNKS) -> None:
+        several = [(level, count) for level in ("O2", "O3") for count in chunks if count > 1]
+        options = [MontaOptions(monta_level="O1"), *(MontaOptions(monta_level=one, chunks=n) for one, n in several)]
+        super().__init__([(MONTA, one) for one in options], [MONTA.variant(one) for one in options])
 
 
 class ParmChooser(MontaChooser):
@@ -105,65 +125,40 @@ class ParmChooser(MontaChooser):
 
     def __init__(self, chunks: Sequence[int] = CHUNKS) -> None:
         super().__init__(chunks)
+        self.asked = [(PARM, PARM.open_options), *self.asked]
         self.candidates += tuple(f"parm:{schedule}" for schedule in SCHEDULES)
 
-    def choose(
-        self, settings: LayerSettings, ep: int, cluster: Cluster, seconds: Mapping[str, float], device: torch.device
-    ) -> list[Chosen]:
-        """Returns the choice that the profile's predictions lead to."""
-        choice = parm.choices(settings.workload(ep), cluster, chunks=(1, *self.chunks))[settings.tokens]
-        if choice.level is None:
-            return [Chosen("model", f"parm:{choice.schedule}", choice.seconds)]
-        return [Chosen("model", MONTA.variant(Options(monta_level=choice.level, chunks=choice.chunks)), choice.seconds)]
 
-
-class MpmoeChooser(Chooser):
-    """Chooses partitions and memory reuse by the profile.
+class MpmoeChooser(ProfileChooser):
+    """Chooses partitions and memory reuse.
 
     Raises:
         ConfigurationError: an unknown strategy, or nothing to choose from.
     """
 
-    recorded = True
-
     def __init__(self, counts: Sequence[int] = PARTITIONS, reuse: str = NONE, budget: int | None = None) -> None:
         if reuse not in (*STRATEGIES, AUTO):
             raise ConfigurationError(f"--reuse {reuse}: choose one of {', '.join(STRATEGIES)}, or {AUTO}")
-        self.counts, self.budget = tuple(sorted(set(counts))), budget
-        self.strategies = tuple(STRATEGIES) if reuse == AUTO else (reuse,)
-        self.candidates = tuple(f"mpmoe:{count}:{strategy}" for strategy in self.strategies for count in self.counts)
-
-    def choose(
-        self, settings: LayerSettings, ep: int, cluster: Cluster, seconds: Mapping[str, float], device: torch.device
-    ) -> list[Chosen]:
-        """Returns the choice that the profile's predictions lead to.
-
-        Raises:
-            ConfigurationError: nothing fits into the budget.
-        """
-        start = time.perf_counter()
-        table = mpmoe_choice.choices(settings.workload(ep), cluster, self.counts, self.strategies, self.budget)
-        choice, _ = table[settings.tokens * settings.topk]
-        (took,) = slowest([time.perf_counter() - start], device)
-        pipelines = choice.prediction.terms[PIPELINE]
-        return [Chosen("model", f"mpmoe:{choice.partitions}:{choice.strategy}", pipelines, took)]
+        options = MpmoeOptions(partitions=tuple(sorted(set(counts))), memory_reuse=reuse)
+        self.counts, self.strategies, self.budget = options.partition_counts, options.memory_strategies, budget
+        named = [f"mpmoe:{count}:{strategy}" for strategy in self.strategies for count in self.counts]
+        super().__init__([(MPMOE, options)], named)
 
     def allowed(self, settings: LayerSettings, ep: int) -> tuple[str, ...]:
-        """Returns what fits into the budget. Raises ConfigurationError where nothing does."""
-        layer, rows = settings.workload(ep), settings.tokens * settings.topk
-        least = {
-            strategy: mpmoe_choice.least_partitions(layer, rows, strategy, self.counts, self.budget)
-            for strategy in self.strategies
-        }
-        fitting = tuple(
+        """Returns what fits into the budget."""
+        layer = settings.workload(ep)
+        return tuple(
             f"mpmoe:{count}:{strategy}"
-            for strategy, fewest in least.items()
+            for strategy in self.strategies
             for count in self.counts
-            if fewest is not None and count >= fewest
+            if self.budget is None or activation_bytes(layer, layer.rows, count, strategy) <= self.budget
         )
-        if not fitting:
-            raise mpmoe_choice.refuse_budget(layer, rows, self.counts, self.strategies, self.budget)
-        return fitting
+
+    def _choice(self, settings: LayerSettings, ep: int, cluster: Cluster) -> Choice:
+        return choose(self.asked, settings.workload(ep), cluster, self.budget)
+
+    def _as_measured(self, variant: str) -> str:
+        return variant if variant.count(":") == 2 else f"{variant}:{NONE}"
 
 
 class AutoChooser(Chooser):

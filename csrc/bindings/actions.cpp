@@ -19,6 +19,7 @@ namespace {
 
 using pipeline::Action;
 using ActionPtr = std::shared_ptr<Action>;
+using ExchangePtr = std::shared_ptr<pipeline::Exchange>;
 
 // An action that is a function, with whatever it holds.
 template <typename Function>
@@ -29,12 +30,6 @@ ActionPtr make_action(Function function) {
     Function function;
   };
   return std::make_shared<FunctionAction>(std::move(function));
-}
-
-// Has what waits for a send or a receive of Gloo's return: a wait that has not begun yet is not ended.
-void abort_work(const c10::intrusive_ptr<c10d::Work>& work) {
-  check(work.defined(), "no work to abort");
-  work->abort();
 }
 
 // Rows [first, first + count) for each rank of the group.
@@ -52,18 +47,19 @@ std::vector<Tensor> row_blocks(const Memory& memory, const char* name, const Row
   return views;
 }
 
-ActionPtr exchange(const c10::intrusive_ptr<c10d::ProcessGroup>& group, const Buffer<"sent">& sent,
-                   const RowBlocks& sent_blocks, const Buffer<"received">& received, const RowBlocks& received_blocks) {
+ExchangePtr exchange(const c10::intrusive_ptr<c10d::ProcessGroup>& group, const Buffer<"sent">& sent,
+                     const RowBlocks& sent_blocks, const Buffer<"received">& received,
+                     const RowBlocks& received_blocks) {
   struct CheckedExchange : pipeline::Exchange {
     CheckedExchange(const c10::intrusive_ptr<c10d::ProcessGroup>& group, const Memory& sent,
                     const RowBlocks& sent_blocks, const Memory& received, const RowBlocks& received_blocks)
         : Exchange(group, row_blocks(sent, "sent", sent_blocks), row_blocks(received, "received", received_blocks)),
           sent(sent),
           received(received) {}
-    void run() override {
+    void begin() override {
       check(!ran.exchange(true), "an exchange was run before: make a new one, as its peers do");
       sent.tensor(), received.tensor();  // still there
-      Exchange::run();
+      Exchange::begin();
     }
     const Memory sent, received;
     std::atomic<bool> ran{false};
@@ -222,10 +218,21 @@ void bind_actions(py::module_& m) {
     action->join();
   };
   define(action, "join", join_action, NoGil());
+  const auto begin = [](const ExchangePtr& exchange) {
+    check(exchange != nullptr, "the exchange is None");
+    exchange->begin();
+  };
+  const auto wait = [](const ExchangePtr& exchange) {
+    check(exchange != nullptr, "the exchange is None");
+    pipeline::wait_for(*exchange);
+  };
+  py::class_<pipeline::Exchange, Action, ExchangePtr> of_exchange(m, "Exchange");
+  define(of_exchange, "begin", begin, NoGil());
+  define(of_exchange, "wait", wait, NoGil());
   define(m, "exchange", exchange);
+  define(m, "give_up_waits", pipeline::give_up_waits, NoGil());
   define(m, "copy_rows", copy_rows);
   define(m, "sum_parts", sum_parts);
-  define(m, "abort_work", abort_work, NoGil());
   define(m, "call_python", call_python);
   define(m, "named", named);
 }

@@ -2,6 +2,7 @@
 
 #include <ATen/core/LegacyTypeDispatch.h>
 
+#include <set>
 #include <utility>
 
 namespace moe_opt {
@@ -32,6 +33,11 @@ Exchange::Exchange(c10::intrusive_ptr<c10d::ProcessGroup> group, std::vector<at:
 }
 
 void Exchange::run() {
+  begin();
+  finish();
+}
+
+void Exchange::begin() {
   const at::AutoDispatchBelowADInplaceOrView moves_bytes_only;  // a lane's thread would record gradients
   const int rank = group_->getRank();
   const at::Tensor own = sent_[rank], place = received_[rank];
@@ -43,7 +49,7 @@ void Exchange::run() {
   const c10::intrusive_ptr<c10d::Backend> backend = group_->getBackend(own.device().type());
   if (backend->getBackendName() == "gloo") {
     copy_own();
-    run_on_gloo(*backend);
+    begin_on_gloo(*backend);
   } else {
     running_ = backend->alltoall(received_, sent_);
     copy_own();  // beside it: NCCL would wait for what is queued before it
@@ -54,14 +60,14 @@ void Exchange::join() {
   if (running_) running_->wait();
 }
 
-void Exchange::run_on_gloo(c10d::Backend& backend) {
+void Exchange::begin_on_gloo(c10d::Backend& backend) {
   const int rank = group_->getRank(), size = group_->getSize();
-  std::vector<std::pair<c10::intrusive_ptr<c10d::Work>, int>> works;  // with the peer
+  std::vector<Transfer> transfers;
   const auto issue = [&](int peer, at::Tensor& block, bool receives) {
     if (block.numel() == 0) return;
     std::vector<at::Tensor> blocks{block};
     try {
-      works.emplace_back(receives ? backend.recv(blocks, peer, kTag) : backend.send(blocks, peer, kTag), peer);
+      transfers.push_back({receives ? backend.recv(blocks, peer, kTag) : backend.send(blocks, peer, kTag), peer});
     } catch (const std::exception& error) {
       throw PeerError(error.what(), peer);
     }
@@ -70,28 +76,62 @@ void Exchange::run_on_gloo(c10d::Backend& backend) {
   for (int step = 1; step < size; ++step)
     issue((rank + size - step) % size, received_[(rank + size - step) % size], true);
   for (int step = 1; step < size; ++step) issue((rank + step) % size, sent_[(rank + step) % size], false);
+  std::lock_guard<std::mutex> lock(mutex_);
+  transfers_ = std::move(transfers);
+  if (aborted_) {
+    for (const Transfer& transfer : transfers_) transfer.work->abort();
+  }
+}
+
+void Exchange::finish() {
+  std::vector<Transfer> transfers;
   {
     std::lock_guard<std::mutex> lock(mutex_);
-    for (const auto& [work, peer] : works) works_.push_back(work);
-    if (aborted_) {
-      for (const auto& work : works_) work->abort();
-    }
+    transfers = transfers_;
   }
-  for (const auto& [work, peer] : works) {
+  for (const auto& [work, peer] : transfers) {
     bool complete = false;
     try {
       complete = work->wait();
     } catch (const std::exception& error) {
       throw PeerError(error.what(), peer);
     }
-    if (!complete) throw PeerError("given up, because another lane failed", peer);
+    if (!complete) throw PeerError("given up", peer);
   }
 }
 
 void Exchange::abort() {
   std::lock_guard<std::mutex> lock(mutex_);
   aborted_ = true;
-  for (const auto& work : works_) work->abort();
+  for (const Transfer& transfer : transfers_) transfer.work->abort();
+}
+
+namespace {
+
+std::mutex waits_mutex;  // guards waits
+std::set<Exchange*> waits;
+
+}  // namespace
+
+void wait_for(Exchange& exchange) {
+  struct Wait {
+    explicit Wait(Exchange& exchange) : exchange(exchange) {
+      const std::lock_guard<std::mutex> lock(waits_mutex);
+      waits.insert(&exchange);
+    }
+    ~Wait() {
+      const std::lock_guard<std::mutex> lock(waits_mutex);
+      waits.erase(&exchange);
+    }
+    Exchange& exchange;
+  };
+  const Wait wait(exchange);
+  exchange.finish();
+}
+
+void give_up_waits() {
+  const std::lock_guard<std::mutex> lock(waits_mutex);
+  for (Exchange* exchange : waits) exchange->abort();
 }
 
 }  // namespace pipeline

@@ -31,17 +31,33 @@ class Exchange : public Action {
   void join() override;
   void abort() override;
 
+  // The halves of run(): what begin() leaves under way on Gloo, finish() waits for.
+  virtual void begin();
+  void finish();
+
  private:
-  void run_on_gloo(c10d::Backend& backend);
+  void begin_on_gloo(c10d::Backend& backend);
+
+  struct Transfer {
+    c10::intrusive_ptr<c10d::Work> work;
+    int peer;
+  };
 
   c10::intrusive_ptr<c10d::ProcessGroup> group_;
   std::vector<at::Tensor> sent_;
   std::vector<at::Tensor> received_;
-  std::mutex mutex_;  // guards works_ and aborted_
-  std::vector<c10::intrusive_ptr<c10d::Work>> works_;
+  std::mutex mutex_;  // guards transfers_ and aborted_
+  std::vector<Transfer> transfers_;
   bool aborted_ = false;
   c10::intrusive_ptr<c10d::Work> running_;  // NCCL's; it also holds on to what it reads and writes until it is joined
 };
+
+// As exchange.finish(), in a thread that no executor interrupts: give_up_waits does.
+void wait_for(Exchange& exchange);
+
+// Has what threads of this process wait for with wait_for fail, if anything. To be called until they have returned:
+// Gloo forgets it where a wait is just about to begin.
+void give_up_waits();
 
 }  // namespace pipeline
 }  // namespace moe_opt

@@ -30,13 +30,6 @@ def torch_dtype(name: str) -> torch.dtype:
     return {"fp32": torch.float32, "bf16": torch.bfloat16}[name]
 
 
-class Device(str, Enum):
-    """The devices that a benchmark may run on."""
-
-    cpu = "cpu"
-    cuda = "cuda"
-
-
 def finite(option: typer.CallbackParam, value: float | None) -> float | None:
     """The callback of float options: refuses, with ConfigurationError, nan and inf, which their ranges let pass."""
     if value is not None and not math.isfinite(value):
@@ -60,20 +53,3 @@ def byte_budget(text: str) -> int:
         return byte_count(text)
     except ArgumentTypeError as error:
         raise typer.BadParameter(str(error)) from error
-
-
-def check_device(device: Device) -> None:
-    """Refuses, with ConfigurationError, a device that is not there or that the extension was not built for."""
-    if device is Device.cpu:
-        return
-    import torch
-
-    from megatron_moe_opt.kernels import build_info
-
-    if not torch.cuda.is_available():
-        raise ConfigurationError("--device cuda: PyTorch sees no CUDA device: use --device cpu")
-    if build_info()["backend"] != "cuda":
-        raise ConfigurationError(
-            "--device cuda: the compiled extension has no CUDA kernels: rebuild it with nvcc on PATH, or use --device "
-            "cpu"
-        )

@@ -22,9 +22,8 @@ import torch
 from torch.distributed import ProcessGroup
 
 from megatron_moe_opt.dispatchers.dispatcher import Dispatched, Dispatcher, map_rows
-from megatron_moe_opt.dispatchers.parm_schedule import Scheduling
+from megatron_moe_opt.dispatchers.parm_schedule import ParmSchedule, ScheduleChoice
 from megatron_moe_opt.kernels import permute_packed
-from megatron_moe_opt.planning.predicting.parm import ParmChoice
 from megatron_moe_opt.runtime.engine.collectives import all_gather_rows
 from megatron_moe_opt.runtime.engine.host_copy import HostCopy
 from megatron_moe_opt.runtime.rows.exchange_plan import Sharing
@@ -33,39 +32,41 @@ from megatron_moe_opt.topology.expert_groups import ExpertGroups, TokenCopies
 
 
 class ParmDispatcher(Dispatcher):
-    """Moves tokens under the schedule that a Scheduling chooses."""
+    """Moves tokens under the schedule that is chosen at the first pass."""
 
-    def __init__(self, groups: ExpertGroups, scheduling: Scheduling) -> None:
-        self.groups, self.scheduling = groups, scheduling
-        self.choice: ParmChoice | None = None
-        """Made at the first pass."""
+    def __init__(self, groups: ExpertGroups, choice: ScheduleChoice) -> None:
+        self.groups, self.choice = groups, choice
+        self.schedule: ParmSchedule | None = None
+        """Chosen at the first pass."""
         self.copies: TokenCopies | None = None
         """Under S2, the ranks that hold the same tokens. None: every rank has tokens of its own."""
 
     def describe(self) -> str:
         """Returns what runs, in words, for the line that is logged at start."""
-        return self.scheduling.describe()
+        return self.choice.describe()
 
-    def take_copies(self, tp: ProcessGroup, tokens: torch.Tensor) -> bool:
+    def take_copies(self, tp: ProcessGroup, tokens_TH: torch.Tensor) -> bool:
         """Chooses the schedule for such tokens; returns whether it is S2, where the TP group shares them out."""
-        self.choice = self.scheduling.choose(tokens, tp)
-        if self.choice.schedule != "S1":
+        self.schedule = self.choice.choose(tokens_TH, tp)
+        if self.schedule.name != "S1":
             self.copies = TokenCopies.of(tp, self.groups)
         return self.copies is not None
 
     def permute(
-        self, tokens: torch.Tensor, probs: torch.Tensor, routing_map: torch.Tensor, **sizes: int | None
+        self, tokens_TH: torch.Tensor, probs_TE: torch.Tensor, routing_map_TE: torch.Tensor, **sizes: int | None
     ) -> tuple[torch.Tensor, Dispatched]:
         """Groups this rank's tokens by chunk and expert or, under S2, those of the TP group by part and expert."""
-        if self.choice is None:
-            self.choice = self.scheduling.choose(tokens, None)
-        row_map, counts = map_rows(routing_map, self.groups, **sizes)
+        if self.schedule is None:
+            self.schedule = self.choice.choose(tokens_TH, None)
+        row_map, counts = map_rows(routing_map_TE, self.groups, **sizes)
         if self.copies is None:
-            row_map = row_map.cut(self.choice.chunks)
-            return permute_packed(tokens, probs, row_map), Dispatched(row_map, counts, self.groups, self.choice.level)
+            row_map = row_map.cut(self.schedule.chunks)
+            return permute_packed(tokens_TH, probs_TE, row_map), Dispatched(
+                row_map, counts, self.groups, self.schedule.level
+            )
         copies, beyond = self.copies, None
         if not copies.inside:
             beyond = HostCopy(all_gather_rows(row_map.expert_counts, None, copies.group).view(copies.group.size(), -1))
         row_map = row_map.cut(copies.group.size())
-        sharing = Sharing(copies, tokens.size(1) * tokens.element_size(), self.choice.schedule != AAS, beyond)
-        return permute_packed(tokens, probs, row_map), Dispatched(row_map, counts, self.groups, None, sharing)
+        sharing = Sharing(copies, tokens_TH.size(1) * tokens_TH.element_size(), self.schedule.name != AAS, beyond)
+        return permute_packed(tokens_TH, probs_TE, row_map), Dispatched(row_map, counts, self.groups, None, sharing)

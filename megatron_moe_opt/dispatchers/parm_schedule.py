@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from pathlib import Path
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -13,17 +12,36 @@ from torch.distributed import ProcessGroup
 from megatron_moe_opt.dispatchers.pipelining import agreed_cluster
 from megatron_moe_opt.dispatchers.say import say_once
 from megatron_moe_opt.options import Options
+from megatron_moe_opt.planning.choosing.choice import choose, schedule_seconds
 from megatron_moe_opt.planning.costs.cluster import MEGATRON_FLAGS
 from megatron_moe_opt.planning.predicting.layer_workload import LayerWorkload
-from megatron_moe_opt.planning.predicting.parm import ParmChoice, choices
-from megatron_moe_opt.schedules.parm import AAS, SCHEDULES
+from megatron_moe_opt.schedules.parm import AAS
+from megatron_moe_opt.systems.monta import MONTA
+from megatron_moe_opt.systems.parm import PARM
 from megatron_moe_opt.topology.expert_groups import ExpertGroups
+from megatron_moe_opt.variants import split_variant
 
 
-class Scheduling(Protocol):
+@dataclass(frozen=True)
+class ParmSchedule:
+    """How a layer's rows travel."""
+
+    name: str
+    """S1, S2 or AAS. With sequence parallelism S1, without its split and AllGather."""
+    level: str | None = None
+    """None: the fused all-to-all; else MoNTA's level."""
+    chunks: int = 1
+
+    def __str__(self) -> str:
+        if self.level is None:
+            return f"{self.name}, fused" if self.name == "S1" else self.name
+        return f"{self.name}, {self.level}" + (f" in {self.chunks} chunks" if self.chunks > 1 else "")
+
+
+class ScheduleChoice(Protocol):
     """Says how a layer's rows travel. All ranks that share a process group must be told alike."""
 
-    def choose(self, tokens: torch.Tensor, tp: ProcessGroup | None) -> ParmChoice:
+    def choose(self, tokens: torch.Tensor, tp: ProcessGroup | None) -> ParmSchedule:
         """The schedule for all passes of a layer; asked once, at the first.
 
         Args:
@@ -32,15 +50,15 @@ class Scheduling(Protocol):
         """
 
     def describe(self) -> str:
-        """For the line at start."""
+        """Returns what runs, in words, for the line that is logged at start."""
 
 
-def scheduling_of(
+def schedule_of(
     options: Options, groups: ExpertGroups, workload: LayerWorkload, drawn_by: str | None = None
-) -> Scheduling:
+) -> ScheduleChoice:
     """What the options ask for: fixed, or chosen from a profile. Arguments as of MeasuredSchedule."""
     if options.schedule_profile is not None:
-        return MeasuredSchedule(options.schedule_profile, groups, workload, drawn_by)
+        return MeasuredSchedule(options, groups, workload, drawn_by)
     return FixedSchedule(options.parm_schedule or "S1", groups)
 
 
@@ -50,36 +68,37 @@ class FixedSchedule:
     def __init__(self, schedule: str, groups: ExpertGroups) -> None:
         self.schedule, self.groups = schedule, groups
 
-    def choose(self, tokens: torch.Tensor, tp: ProcessGroup | None) -> ParmChoice:
+    def choose(self, tokens: torch.Tensor, tp: ProcessGroup | None) -> ParmSchedule:
         """The same for all tokens."""
         splits_tokens = self.schedule == "S1" or tp is None
-        return ParmChoice(self.schedule, "O1" if splits_tokens and self.groups.joint_size == 1 else None, 1, 0.0)
+        return ParmSchedule(self.schedule, "O1" if splits_tokens and self.groups.joint_size == 1 else None)
 
     def describe(self) -> str:
-        """For the line at start."""
+        """Returns what runs, in words, for the line that is logged at start."""
         what = "tokens and probabilities in one all-to-all over expert and expert-tensor parallelism"
         split = {"S1": "", "S2": "S2: rows split over TP after the gate; ", AAS: "S2 without overlap; "}
         return split[self.schedule] + what
 
 
 class MeasuredSchedule:
-    """The fastest according to a profile, for as many tokens as the first pass has.
+    """The fastest according to a profile, for as many tokens as the first pass has: parm's, or S1 at monta's levels.
 
     The ranks of the layer's groups agree on the largest number that one of them has, and have one of them read the
     profile: they choose alike.
     """
 
-    def __init__(self, profile: Path, groups: ExpertGroups, workload: LayerWorkload, drawn_by: str | None) -> None:
+    def __init__(self, options: Options, groups: ExpertGroups, workload: LayerWorkload, drawn_by: str | None) -> None:
         """
         Args:
             workload: of a layer, of which all but the tokens is known.
             drawn_by: the flag by which ranks that hold the same tokens route them differently, so that S2 cannot run;
                 None: there is none.
         """
-        self.profile, self.groups, self.workload, self.drawn_by = profile, groups, workload, drawn_by
-        agreed_cluster(groups, profile)
+        self.options, self.groups, self.workload, self.drawn_by = options, groups, workload, drawn_by
+        self.profile = options.profile
+        agreed_cluster(groups, self.profile)
 
-    def choose(self, tokens: torch.Tensor, tp: ProcessGroup | None) -> ParmChoice:
+    def choose(self, tokens: torch.Tensor, tp: ProcessGroup | None) -> ParmSchedule:
         """A collective call over the layer's groups.
 
         Raises:
@@ -93,19 +112,29 @@ class MeasuredSchedule:
         for group in (tp, groups.joint):  # one of them holds the other
             if group is not None:
                 dist.all_reduce(num_tokens, dist.ReduceOp.MAX, group=group)
-        number, layer = int(num_tokens), replace(self.workload, tp=tp_size)
-        choice = choices(layer, cluster, SCHEDULES if self.drawn_by is None else ("S1",))[number]
+        number = int(num_tokens)
+        asked = self.options if self.drawn_by is None else replace(self.options, parm_schedule="S1")
+        layer = replace(self.workload, tp=tp_size, tokens=number)
+        predicted = choose([(PARM, asked), (MONTA, self.options)], layer, cluster).chosen
+        schedule = _schedule(predicted.variant)
         say_once(
             "parm",
-            (number, choice),
+            (number, schedule),
             lambda: (
-                f"{number} tokens a rank: {choice}; predicted {choice.seconds * 1e3:.2f} ms a layer for dispatch and "
-                "combine, forward and backward"
+                f"{number} tokens a rank: {schedule}; predicted {schedule_seconds(predicted) * 1e3:.2f} ms a layer for "
+                "dispatch and combine, forward and backward"
             ),
         )
-        return choice
+        return schedule
 
     def describe(self) -> str:
-        """For the line at start."""
+        """Returns what runs, in words, for the line that is logged at start."""
         left_out = f", S2 left out: {self.drawn_by} is drawn by each TP rank" if self.drawn_by else ""
         return f"schedule chosen from {self.profile}{left_out}"
+
+
+def _schedule(variant: str) -> ParmSchedule:
+    name, options = split_variant(variant, None)
+    if name == MONTA.name:
+        return ParmSchedule("S1", options.levels[0], options.chunk_counts[0])
+    return ParmSchedule(options.parm_schedule)

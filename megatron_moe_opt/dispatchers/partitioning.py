@@ -4,19 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Protocol
 
-from megatron_moe_opt.dispatchers.pipelining import agreed_cluster
+from megatron_moe_opt.dispatchers.pipelining import agreed_choices, agreed_cluster
 from megatron_moe_opt.dispatchers.say import say_once
 from megatron_moe_opt.options import Options
-from megatron_moe_opt.planning.choosing.mpmoe_choice import choices
 from megatron_moe_opt.planning.choosing.partition_search import PARTITIONS
 from megatron_moe_opt.planning.predicting.layer_workload import LayerWorkload
-from megatron_moe_opt.planning.predicting.monta import ChoiceByRows
 from megatron_moe_opt.schedules.mpmoe import NONE
 from megatron_moe_opt.topology.expert_groups import ExpertGroups
-from megatron_moe_opt.topology.group_cache import cached_by_group
+from megatron_moe_opt.variants import split_variant
 
 
 @dataclass(frozen=True)
@@ -27,6 +24,9 @@ class Partitions:
     """From 1 on."""
     strategy: str = NONE
     """A key of schedules.mpmoe.STRATEGIES."""
+
+    def __str__(self) -> str:
+        return f"{self.count} partition{'s' * (self.count > 1)}, memory reuse {self.strategy}"
 
 
 class Partitioning(Protocol):
@@ -41,23 +41,7 @@ class Partitioning(Protocol):
         """
 
     def describe(self) -> str:
-        """For the line at start."""
-
-
-@dataclass(frozen=True)
-class Candidates:
-    """What there is to choose from for a layer; the same for all layers that share what they learn."""
-
-    layer: LayerWorkload
-    counts: tuple[int, ...]
-    strategies: tuple[str, ...]
-    budget: int | None = None
-    """Bytes of activations."""
-
-    def __str__(self) -> str:
-        counts = f"{self.counts[0]} to {self.counts[-1]}" if self.counts == PARTITIONS else _listed(self.counts)
-        budget = f" that fit into {self.budget} bytes" if self.budget is not None else ""
-        return f"{counts} partitions, memory reuse {_listed(self.strategies)}{budget}"
+        """Returns what runs, in words, for the line that is logged at start."""
 
 
 def partitioning_of(options: Options, groups: ExpertGroups, layer: LayerWorkload) -> Partitioning:
@@ -69,7 +53,7 @@ def partitioning_of(options: Options, groups: ExpertGroups, layer: LayerWorkload
     counts, strategies = options.partition_counts, options.memory_strategies
     if not options.tunes_partitions:
         return FixedPartitioning(counts[0], strategies[0])
-    return ModelPartitioning(groups, options.profile, Candidates(layer, counts, strategies, options.activation_budget))
+    return MeasuredPartitioning(groups, options, layer)
 
 
 class FixedPartitioning:
@@ -83,48 +67,45 @@ class FixedPartitioning:
         return self._partitions
 
     def describe(self) -> str:
-        """For the line at start."""
-        count, strategy = self._partitions.count, self._partitions.strategy
-        return f"{count} partition{'s' * (count > 1)}, memory reuse {strategy}"
+        """Returns what runs, in words, for the line that is logged at start."""
+        return str(self._partitions)
 
 
-class ModelPartitioning:
-    """The fastest by the model of the measured cluster, for the number of rows that a pass has.
+class MeasuredPartitioning:
+    """The fastest according to a profile, for the number of rows that a pass has.
 
     The ranks of a layer's groups have one of them read the profile, and are told the same number of rows.
     """
 
-    def __init__(self, groups: ExpertGroups, profile: Path, candidates: Candidates) -> None:
+    def __init__(self, groups: ExpertGroups, options: Options, layer: LayerWorkload) -> None:
         """A collective call over the joint group. Raises ConfigurationError as agreed_cluster does."""
-        self.groups, self.profile, self.candidates = groups, profile, candidates
-        agreed_cluster(groups, profile)
+        self.groups, self.options, self.layer = groups, options, layer
+        agreed_cluster(groups, options.profile)
 
     def choose(self, rows: Callable[[], int]) -> Partitions:
         """As Partitioning.choose. Raises ConfigurationError where nothing fits into the budget."""
         number = rows()
-        choice, candidates = _choices(self.groups, self.profile, self.candidates)[number]
-        chosen = Partitions(choice.partitions, choice.strategy)
+        choice = agreed_choices(self.groups, "mpmoe", self.options, self.layer)[number]
+        _, options = split_variant(choice.chosen.variant, None)
+        chosen = Partitions(options.partition_counts[0], options.memory_strategies[0])
 
         def line() -> str:
-            by_time = sorted(candidates, key=lambda one: one.prediction.seconds)
-            listed = [f"{one.partitions}x{one.strategy} {one.prediction.seconds * 1e3:.2f}" for one in by_time[:8]]
-            return (
-                f"about {number} rows a rank: {choice}; predicted ms a layer, forward and backward: {', '.join(listed)}"
-            )
+            by_time = sorted(choice.among, key=lambda one: one.seconds)
+            listed = ", ".join(f"{one.variant} {one.seconds * 1e3:.2f}" for one in by_time[:8])
+            return f"about {number} rows a rank: {chosen}; predicted ms a layer, forward and backward: {listed}"
 
-        say_once("mpmoe", (self.candidates, chosen), line)
+        say_once("mpmoe", (self.layer, chosen), line)
         return chosen
 
     def describe(self) -> str:
-        """For the line at start."""
-        return f"the fastest of {self.candidates} by the model of {self.profile}"
-
-
-@cached_by_group
-def _choices(groups: ExpertGroups, profile: Path, of: Candidates) -> ChoiceByRows:
-    """One table for all layers of a process that have the same candidates."""
-    cluster = agreed_cluster(groups, profile)
-    return choices(of.layer, cluster, of.counts, of.strategies, of.budget)
+        """Returns what runs, in words, for the line that is logged at start."""
+        counts, strategies, budget = (
+            self.options.partition_counts, self.options.memory_strategies, self.options.activation_budget
+        )  # fmt: skip
+        numbers = f"{counts[0]} to {counts[-1]}" if counts == PARTITIONS else _listed(counts)
+        fitting = f" that fit into {budget} bytes" if budget is not None else ""
+        what = f"{numbers} partitions, memory reuse {_listed(strategies)}{fitting}"
+        return f"the fastest of {what} by the profile {self.options.profile}"
 
 
 def _listed(ones: Sequence[object]) -> str:

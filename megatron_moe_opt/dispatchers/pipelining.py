@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
 import torch
 
 from megatron_moe_opt.dispatchers.say import say_once, say_other_settings
-from megatron_moe_opt.kernels import LANE_BYTES
 from megatron_moe_opt.options import Options
+from megatron_moe_opt.planning.choosing.choice import Choice, ChoiceByRows, choices, schedule_seconds
 from megatron_moe_opt.planning.costs.cluster import MEGATRON_FLAGS, Cluster
-from megatron_moe_opt.planning.predicting.monta import CHUNKS, ChoiceByRows, choices
+from megatron_moe_opt.planning.predicting.layer_workload import LayerWorkload
 from megatron_moe_opt.runtime.job.agreement import found_by_first
+from megatron_moe_opt.systems import system_of
 from megatron_moe_opt.topology.expert_groups import ExpertGroups
 from megatron_moe_opt.topology.group_cache import cached_by_group
+from megatron_moe_opt.variants import split_variant
 
 
 class Pipelining(Protocol):
@@ -24,19 +27,18 @@ class Pipelining(Protocol):
     def current(self) -> tuple[str | None, int]:
         """Level (O1, O2 or O3; None: Parm's one all-to-all, see runtime.ways) and number of chunks."""
 
-    def observe(self, counts: torch.Tensor, packed: torch.Tensor) -> None:
+    def observe(self, counts: torch.Tensor) -> None:
         """Learns what is being sent; may change `current` for the next pass.
 
         Args:
             counts: int64 [ep_size, etp_size, experts] on the CPU, the same on all ranks of the layer's groups.
-            packed: this rank's rows; only their width and dtype may be used, which all ranks share.
         """
 
     def describe(self) -> str:
-        """For the line at start."""
+        """Returns what runs, in words, for the line that is logged at start."""
 
 
-def pipelining_of(options: Options, groups: ExpertGroups) -> Pipelining:
+def pipelining_of(options: Options, groups: ExpertGroups, layer: LayerWorkload) -> Pipelining:
     """What the options ask for: fixed, or chosen from a profile.
 
     Raises:
@@ -45,7 +47,7 @@ def pipelining_of(options: Options, groups: ExpertGroups) -> Pipelining:
     levels, chunks = options.levels, options.chunk_counts
     if chunks is not None and len(levels) == 1:
         return FixedPipelining(levels[0], chunks[0])
-    return MeasuredPipelining(options.profile, groups, levels, chunks or CHUNKS)
+    return MeasuredPipelining(options, groups, replace(layer, tp=1))  # it gets tokens that are split
 
 
 class FixedPipelining:
@@ -54,11 +56,11 @@ class FixedPipelining:
     def __init__(self, level: str | None, num_chunks: int) -> None:
         self.current = level, num_chunks
 
-    def observe(self, counts: torch.Tensor, packed: torch.Tensor) -> None:
-        """Changes nothing."""
+    def observe(self, counts: torch.Tensor) -> None:
+        """Takes no notice of the pass, as level and chunks are fixed."""
 
     def describe(self) -> str:
-        """For the line at start."""
+        """Returns what runs, in words, for the line that is logged at start."""
         level, num_chunks = self.current
         return f"level {level}" + (f" in {num_chunks} chunks" if num_chunks > 1 else "")
 
@@ -70,29 +72,31 @@ class MeasuredPipelining:
     The first pass, before which there are no counts, takes the first level and chunk count there are to choose from.
     """
 
-    def __init__(self, profile: Path, groups: ExpertGroups, levels: tuple[str, ...], chunks: tuple[int, ...]) -> None:
-        self.profile, self.groups, self.levels, self.chunks = profile, groups, levels, chunks
-        self.current = levels[0], 1 if levels[0] == "O1" else chunks[0]
-        agreed_cluster(groups, profile)
+    def __init__(self, options: Options, groups: ExpertGroups, layer: LayerWorkload) -> None:
+        self.options, self.groups, self.layer, self.profile = options, groups, layer, options.profile
+        first = options.levels[0]
+        self.current = first, 1 if first == "O1" else (options.chunk_counts or (1,))[0]
+        agreed_cluster(groups, self.profile)
 
-    def observe(self, counts: torch.Tensor, packed: torch.Tensor) -> None:
+    def observe(self, counts: torch.Tensor) -> None:
         """Chooses for the mean number of rows of a rank."""
         rows = int(counts.sum()) // (self.groups.ep_size * self.groups.etp_size)
-        packed_row_bytes = packed.size(1) * packed.element_size()
-        choice = _choices(self.groups, self.profile, self.levels, self.chunks, packed_row_bytes)[rows]
-        if (choice.level, choice.chunks) != self.current:
-            self.current = choice.level, choice.chunks
+        chosen = agreed_choices(self.groups, "monta", self.options, self.layer)[rows].chosen
+        _, options = split_variant(chosen.variant, None)
+        pipeline = options.levels[0], options.chunk_counts[0]
+        if pipeline != self.current:
+            self.current = pipeline
             say_once(
                 "monta",
-                choice,
+                (rows, pipeline),
                 lambda: (
-                    f"about {rows} rows a rank: level {choice.level}, {choice.chunks} chunk(s); predicted "
-                    f"{choice.seconds * 1e3:.2f} ms a layer for dispatch and combine, forward and backward"
+                    f"about {rows} rows a rank: level {pipeline[0]}, {pipeline[1]} chunk(s); predicted "
+                    f"{schedule_seconds(chosen) * 1e3:.2f} ms a layer for dispatch and combine, forward and backward"
                 ),
             )
 
     def describe(self) -> str:
-        """For the line at start."""
+        """Returns what runs, in words, for the line that is logged at start."""
         return f"level and chunks chosen from {self.profile}"
 
 
@@ -113,9 +117,7 @@ def agreed_cluster(groups: ExpertGroups, profile: Path) -> Cluster:
 
 
 @cached_by_group
-def _choices(
-    groups: ExpertGroups, profile: Path, levels: tuple[str, ...], chunks: tuple[int, ...], packed_row_bytes: int
-) -> ChoiceByRows:
-    """One table for all layers of a process."""
-    cluster, row_bytes = agreed_cluster(groups, profile), packed_row_bytes - LANE_BYTES
-    return choices(cluster, groups.ep_size, groups.etp_size, row_bytes, packed_row_bytes, levels, chunks)
+def agreed_choices(groups: ExpertGroups, system: str, options: Options, layer: LayerWorkload) -> ChoiceByRows[Choice]:
+    """One table for all layers of a process that are alike."""
+    cluster = agreed_cluster(groups, options.profile)
+    return choices([(system_of(system), options)], layer, cluster, options.activation_budget)

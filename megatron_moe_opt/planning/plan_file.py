@@ -115,8 +115,9 @@ class Plan:
 
 
 def _numbers(one: Prediction) -> dict[str, Any]:
-    """Returns what a plan keeps of a prediction: all but its timelines."""
-    return {name: value for name, value in asdict(replace(one, timelines=())).items() if name != "timelines"}
+    """Returns what a plan keeps of a prediction: all but its parts and timelines."""
+    kept = asdict(replace(one, timelines=()))
+    return {name: value for name, value in kept.items() if name not in ("parts", "timelines")}
 
 
 def _candidate(place: JsonPlace) -> Prediction:

@@ -35,12 +35,13 @@ def candidates(
         ConfigurationError: the cluster has no expert measured, or lacks what all candidates need.
     """
     layer = LayerOnCluster(workload, cluster)
+    layer.expert_costs  # noqa: B018  whole layers are compared: refuses a cluster without an expert
     found: list[Prediction] = []
     refused: list[Refusal] = []
-    systems = {system.name: system.candidates for system in SYSTEMS if system.candidates is not None}
-    for name, of_system in ({ALLTOALL: _stock} | systems).items():
+    of_systems = [(system.name, system.candidates, system.open_options) for system in SYSTEMS if system.candidates]
+    for name, of_system, options in ((ALLTOALL, _stock, None), *of_systems):
         try:
-            for one in of_system(layer):
+            for one in of_system(layer, options):
                 if isinstance(one, Refusal):
                     refused.append(one)
                 elif budget is not None and one.activation_bytes > budget and one.variant != ALLTOALL:
@@ -64,7 +65,7 @@ def best(predictions: Sequence[Prediction]) -> Prediction:
     return fastest
 
 
-def _stock(layer: LayerOnCluster) -> Iterator[Prediction | Refusal]:
+def _stock(layer: LayerOnCluster, options: None) -> Iterator[Prediction | Refusal]:
     if layer.workload.tp > 1:
         yield Refusal(ALLTOALL, "stock Megatron does not train MoE layers under TP without sequence parallelism")
         return

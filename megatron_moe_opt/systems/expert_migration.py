@@ -122,7 +122,7 @@ class MigrationOptions(SharedOptions):
         return None if self.resident_layers == ALL else self.resident_layers
 
     def check(self) -> None:
-        """As SharedOptions.check."""
+        """Refuses, with ConfigurationError, ratios where no expert travels, and auto without a profile."""
         self.auto_needs_profile("domain_sizes")
         for flag, ratio in self.compression.items():
             if not self.experts_may_travel:
@@ -230,7 +230,7 @@ def _kind(setting: str) -> str:
     return "x".join("1" if size == "1" else "S" for size in setting.split("x"))
 
 
-def _candidates(layer: LayerOnCluster) -> Iterator[Prediction | Refusal]:
+def _candidates(layer: LayerOnCluster, options: MigrationOptions) -> Iterator[Prediction | Refusal]:
     """One for every realisable choice of domain sizes."""
     one = layer.workload
     if one.etp > 1:

@@ -50,7 +50,7 @@ class MontaOptions(SharedOptions):
         """The levels to choose from; one where the user chose."""
         if self.monta_level in LEVELS:
             return (self.monta_level,)
-        return LEVELS if self.profile is not None else ("O1",)
+        return LEVELS if self.profile is not None or self.monta_level == AUTO else ("O1",)
 
     @property
     def chunk_counts(self) -> tuple[int, ...] | None:
@@ -59,10 +59,10 @@ class MontaOptions(SharedOptions):
             return (self.chunks,)
         if self.levels == ("O1",):
             return (1,)
-        return None if self.profile is not None else (DEFAULT_CHUNKS,)
+        return None if self.profile is not None or self.chunks == AUTO else (DEFAULT_CHUNKS,)
 
     def check(self) -> None:
-        """As SharedOptions.check."""
+        """Refuses, with ConfigurationError, a profile where there is nothing to choose, and auto without one."""
         self.auto_needs_profile("monta_level", "chunks")
         if self.profile is not None and len(self.levels) == 1 and self.chunk_counts is not None:
             raise ConfigurationError(
@@ -79,8 +79,9 @@ class MontaOptions(SharedOptions):
 def _build(groups: Any, options: MontaOptions, config: Any) -> Any:
     from megatron_moe_opt.dispatchers.monta import MontaDispatcher
     from megatron_moe_opt.dispatchers.pipelining import pipelining_of
+    from megatron_moe_opt.integration.layer.configured_workload import layer_workload
 
-    return MontaDispatcher(groups, pipelining_of(options, groups))
+    return MontaDispatcher(groups, pipelining_of(options, groups, layer_workload(config, groups)))
 
 
 def _parse(variant: str, setting: str, profile: Path | None) -> Mapping[str, Any]:
@@ -103,16 +104,17 @@ def _write(options: MontaOptions, levels: int) -> str:
     return level if level == "O1" else f"{level}x{options.chunks or DEFAULT_CHUNKS}"
 
 
-def _candidates(layer: LayerOnCluster) -> Iterator[Prediction]:
-    one = layer.workload
-    pipelines = [("O1", 1)] + [(level, n) for level in LEVELS if level != "O1" for n in CHUNK_COUNTS if n > 1]
-    for level, count in pipelines:
+def _candidates(layer: LayerOnCluster, options: MontaOptions) -> Iterator[Prediction]:
+    """In one chunk all levels are O1."""
+    one, levels, counts = layer.workload, options.levels, options.chunk_counts or CHUNK_COUNTS
+    several = [(level, n) for level in levels if level != "O1" for n in counts if n > 1 or "O1" not in levels]
+    for level, count in [("O1", 1)] * ("O1" in levels) + several:
         schedules = [
             exchanged.schedule(level, even_chunks(exchanged.exchanged, one.etp, count), one.ep, one.etp)
             for exchanged in layer.passes
         ]
         setting = _write(MontaOptions(monta_level=level, chunks=count), 1)
-        yield layer.prediction(f"{NAME}:{setting}", schedules, layer.edge)
+        yield layer.prediction(f"{NAME}:{setting}", schedules, layer.edge, parts=count)
 
 
 MONTA = System(

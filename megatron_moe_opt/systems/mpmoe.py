@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.option_values import AUTO, BYTES, one_of
 from megatron_moe_opt.option_values import PARTITIONS as SEVERAL_PARTITIONS
-from megatron_moe_opt.planning.choosing.mpmoe_choice import candidate, setting
 from megatron_moe_opt.planning.choosing.partition_search import PARTITIONS
 from megatron_moe_opt.planning.predicting.layer_on_cluster import LayerOnCluster
+from megatron_moe_opt.planning.predicting.partitioned_rows import activation_bytes, partitions, row_bytes
 from megatron_moe_opt.planning.predicting.prediction import Prediction
-from megatron_moe_opt.schedules.mpmoe import NONE, STRATEGIES
+from megatron_moe_opt.schedules.mpmoe import NONE, STRATEGIES, backward, forward
 from megatron_moe_opt.systems.system import (
     CHOOSES,
     FLAG,
@@ -79,7 +79,7 @@ class MpmoeOptions(SharedOptions):
         return tuple(STRATEGIES) if self.memory_reuse == AUTO else (self.memory_reuse or NONE,)
 
     def check(self) -> None:
-        """As SharedOptions.check."""
+        """Refuses, with ConfigurationError, several numbers of partitions, or auto, without a profile."""
         if isinstance(self.partitions, tuple) and len(self.partitions) > 1:
             self.needs_profile("partitions")
         self.auto_needs_profile("partitions", "memory_reuse")
@@ -147,13 +147,38 @@ def _parse(variant: str, setting: str, profile: Path | None) -> Mapping[str, Any
 
 
 def _write(options: MpmoeOptions, levels: int) -> str:
-    return setting(options.partitions or DEFAULT_PARTITIONS, options.memory_reuse or NONE)
+    return _setting(options.partitions or DEFAULT_PARTITIONS, options.memory_reuse or NONE)
 
 
-def _candidates(layer: LayerOnCluster) -> Iterator[Prediction]:
-    """One partition is left out: it has nothing to overlap or share, and is monta:O1."""
-    for strategy in STRATEGIES:
-        yield from (candidate(layer, count, strategy) for count in PARTITIONS if count > 1)
+def _setting(count: int, strategy: str) -> str:
+    return str(count) if strategy == NONE else f"{count}:{strategy}"
+
+
+def candidate(layer: LayerOnCluster, count: int, strategy: str) -> Prediction:
+    """Returns what the layer takes in so many partitions.
+
+    Expert-TP's collectives of each run in a lane of their own beside the all-to-alls, as MoNTA's do.
+
+    Raises:
+        ConfigurationError: a curve is missing.
+    """
+    one, row = layer.workload, row_bytes(layer.workload)
+    computed, exchanged = (partitions(one, rows, count) for rows in (layer.computed, layer.exchanged))
+    parts = [replace(part, own=other.own) for part, other in zip(computed, exchanged, strict=True)]
+    schedules = [build(strategy, parts, row, one.ep, one.etp) for build in (forward, backward)]
+    held = activation_bytes(one, one.rows, count, strategy)
+    variant = f"{NAME}:{_setting(count, strategy)}"
+    predicted = layer.prediction(variant, schedules, layer.edge, costs=layer.expert_costs, parts=count)
+    return replace(predicted, activation_bytes=held)
+
+
+def _candidates(layer: LayerOnCluster, options: MpmoeOptions) -> Iterator[Prediction]:
+    """A single partition has nothing to share: all strategies are the same."""
+    strategies = options.memory_strategies
+    for strategy in strategies:
+        for count in options.partition_counts:
+            if count > 1 or strategy == strategies[0]:
+                yield candidate(layer, count, strategy)
 
 
 MPMOE = System(

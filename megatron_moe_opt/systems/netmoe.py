@@ -68,7 +68,7 @@ def _check(config: Any, options: Any, arguments: Any) -> None:
             )
 
 
-def _candidates(layer: LayerOnCluster) -> Iterator[Prediction | Refusal]:
+def _candidates(layer: LayerOnCluster, options: Any) -> Iterator[Prediction | Refusal]:
     """The exchanges that the dispatcher runs, their all-to-alls less what placing samples keeps inside nodes."""
     one, saving = layer.workload, layer.workload.placement_saving
     if saving is None:

@@ -49,18 +49,18 @@ class ParmOptions(SharedOptions):
         return self.profile if self.parm_schedule in (None, AUTO) else None
 
     def check(self) -> None:
-        """As SharedOptions.check."""
+        """Refuses, with ConfigurationError, auto without a profile."""
         self.auto_needs_profile("parm_schedule")
 
 
 def _build(groups: Any, options: ParmOptions, config: Any) -> Any:
     from megatron_moe_opt.dispatchers.parm import ParmDispatcher
-    from megatron_moe_opt.dispatchers.parm_schedule import scheduling_of
+    from megatron_moe_opt.dispatchers.parm_schedule import schedule_of
     from megatron_moe_opt.integration.layer.configured_workload import layer_workload
     from megatron_moe_opt.integration.layer.replicated_tokens import drawn_by_each_rank
 
     workload = layer_workload(config, groups)
-    return ParmDispatcher(groups, scheduling_of(options, groups, workload, drawn_by_each_rank(config)))
+    return ParmDispatcher(groups, schedule_of(options, groups, workload, drawn_by_each_rank(config)))
 
 
 def _check(config: Any, options: ParmOptions, arguments: Any) -> None:
@@ -90,9 +90,10 @@ def _parse(variant: str, setting: str, profile: Path | None) -> Mapping[str, Any
     return {"parm_schedule": setting}
 
 
-def _candidates(layer: LayerOnCluster) -> Iterator[Prediction | Refusal]:
+def _candidates(layer: LayerOnCluster, options: ParmOptions) -> Iterator[Prediction | Refusal]:
     """The fused all-to-all; and SAA, where all TP ranks hold the same tokens."""
     one = layer.workload
+    asked = SCHEDULES if options.parm_schedule in (None, AUTO) else (options.parm_schedule,)
     if one.ep * one.etp == 1 or max(one.etp, one.tp) == 1:
         yield Refusal(NAME, "experts are whole and tokens split: its all-to-all is monta:O1's")
         return
@@ -101,9 +102,9 @@ def _candidates(layer: LayerOnCluster) -> Iterator[Prediction | Refusal]:
         build = dispatch if exchanged.direction == "dispatch" else combine
         return build(even_chunks(exchanged.exchanged, one.etp, 1), one.etp)
 
-    schedules = [fused(exchanged) for exchanged in layer.passes]
-    yield layer.prediction("parm:S1", schedules, layer.edge)
-    if one.tp > 1:
+    if "S1" in asked:
+        yield layer.prediction("parm:S1", [fused(exchanged) for exchanged in layer.passes], layer.edge)
+    if "S2" in asked and one.tp > 1:
         yield layer.played("parm:S2", parm.s2_timelines(one, one.tokens, layer.cluster))
 
 

@@ -7,7 +7,7 @@ loops over these records. A further system is one record, its dispatcher and its
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -131,8 +131,10 @@ class System:
     """The flags by which its dispatcher itself takes tokens that all ranks of a TP group hold; None: it does not."""
     grammar: Grammar | None = None
     """None: it has no settings."""
-    candidates: Callable[[LayerOnCluster], Iterator[Prediction | Refusal]] | None = None
-    """What it would take for a layer, for each of its variants. None: it is for comparison, and never planned."""
+    candidates: Callable[[LayerOnCluster, Any], Iterator[Prediction | Refusal]] | None = None
+    """What it would take for a layer, for each of its variants that the options leave to choose from: a variant's only
+    prediction. None: it is for comparison, and never planned.
+    """
     stays: Callable[[Any, Run], str | None] = lambda options, run: None
     """Why layers cannot change to it, or from it, between optimizer steps; None: they can."""
     calls_experts: bool = False
@@ -147,6 +149,12 @@ class System:
         """The names of its options' fields."""
         shared = SharedOptions.__dataclass_fields__
         return frozenset(name for name in self.options.__dataclass_fields__ if name not in shared)
+
+    @property
+    def open_options(self) -> SharedOptions:
+        """Its options, with all that may be chosen left to be."""
+        chosen = [one.name for one in fields(self.options) if one.metadata["auto"] == CHOOSES]
+        return self.options(**dict.fromkeys(chosen, AUTO))
 
     def reads_option(self, name: str) -> bool:
         """Whether an option, by the name of its field, changes anything under this system."""

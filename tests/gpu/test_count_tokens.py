@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_moe_opt.kernels import count_routing_map, count_topk, reference
+from megatron_moe_opt.kernels import count_routing_map, count_topk
+from tests import kernel_reference as reference
 from tests.gpu import sized
 
 # Samples, tokens of each, experts, experts of a token.

@@ -15,9 +15,10 @@ import torch.distributed as dist
 from megatron_moe_opt.runtime.engine import steps
 from megatron_moe_opt.runtime.engine.executor import LaneError, executor
 from megatron_moe_opt.runtime.engine.steps import Steps
-from megatron_moe_opt.schedules.schedule import COLLECTIVES, Kind, Lane, Op, Schedule, validate, validate_ranks
+from megatron_moe_opt.schedules.schedule import COLLECTIVES, Kind, Lane, Op, Schedule
 from tests.ranks.devices import rank_device
 from tests.ranks.pool import RankFailure
+from tests.schedule_checks import validate, validate_ranks
 
 ROWS, WIDTH = 12, 3
 BUFFERS = 6

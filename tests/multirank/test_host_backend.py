@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import threading
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from megatron.core.tensor_parallel.mappings import (
     reduce_scatter_to_sequence_parallel_region,
 )
 
+from megatron_moe_opt.kernels.extension import load_extension
 from megatron_moe_opt.runtime.engine.collectives import (
     CollectiveError,
     all_gather_rows,
@@ -183,39 +185,32 @@ def test_unequal_rows(ranks, dtype):
 
 
 def issued():
-    """What each of the functions on rows has issued when it waits for the first time, with the peers."""
-    group, rank, calls = dist.group.WORLD, dist.get_rank(), []
+    """What each of the functions on rows has issued when it waits, with the rows that each transfer moves."""
+    from torch.profiler import profile, record_function
 
-    def noting(name):
-        original = getattr(dist.ProcessGroup, name)
-
-        def call(self, tensors, peer, tag):
-            calls.append((name, (peer - rank) % 4))
-            return original(self, tensors, peer, tag)
-
-        return call
-
-    found = []
-    with pytest.MonkeyPatch.context() as patch:
-        for name in ("send", "recv"):
-            patch.setattr(dist.ProcessGroup, name, noting(name))
-        for start in (
-            lambda: start_all_gather_rows(torch.ones(2, 3), None, group),
-            lambda: start_all_gather_rows(torch.ones(1 + rank, 3), [1, 2, 3, 4], group),
-            lambda: start_reduce_scatter_rows(torch.ones(8, 3), None, group),
-            lambda: start_all_to_all_rows(torch.ones(8, 3), [2] * 4, [2] * 4, group),
-        ):
-            calls.clear()
+    group, rank, found = dist.group.WORLD, dist.get_rank(), []
+    for start in (
+        lambda: start_all_gather_rows(torch.ones(2, 3), None, group),
+        lambda: start_all_gather_rows(torch.ones(1 + rank, 3), [1, 2, 3, 4], group),
+        lambda: start_reduce_scatter_rows(torch.ones(8, 3), None, group),
+        lambda: start_all_to_all_rows(torch.ones(10, 3), [1 + rank] * 4, [1, 2, 3, 4], group),
+    ):
+        with profile(record_shapes=True) as profiled:
             pending = start()
-            found.append(list(calls))
-            pending.wait()
+            with record_function("waits"):
+                pending.wait()
+        events = sorted(profiled.events(), key=lambda event: event.time_range.start)
+        before = events[: [event.name for event in events].index("waits")]
+        found.append([(event.name, event.input_shapes[0][0]) for event in before if event.name.startswith("gloo:")])
     return found
 
 
 def test_all_transfers_of_a_collective_are_under_way_at_once_receives_first(ranks):
     """Else large messages go one direction after the other. Every rank begins with another one."""
-    once = [("recv", 3), ("recv", 2), ("recv", 1), ("send", 1), ("send", 2), ("send", 3)]
-    assert ranks.run(issued) == [[once] * 4] * 4
+    for rank, found in enumerate(ranks.run(issued)):
+        assert [[name for name, _ in of_one] for of_one in found] == [["gloo:recv"] * 3 + ["gloo:send"] * 3] * 4
+        assert [(rows - 1 - rank) % 4 for _, rows in found[1][:3]] == [3, 2, 1]
+        assert [(rows - 1 - rank) % 4 for _, rows in found[3][3:]] == [1, 2, 3]
 
 
 def no_rows():
@@ -265,6 +260,32 @@ def received_after_the_sender_let_go():
 
 def test_what_is_sent_is_what_the_tensor_held(ranks):
     assert ranks.run(received_after_the_sender_let_go) == [[3.0], [0.0], [1.0], [2.0]]
+
+
+def given_up():
+    """Rank 0 waits for a collective in which nobody else takes part, until another thread gives it up."""
+    group, returned = dist.new_group(), threading.Event()
+    if dist.get_rank() == 0:
+        extension = load_extension()
+
+        def give_up():
+            while not returned.wait(0.01):
+                extension.give_up_waits()
+
+        thread = threading.Thread(target=give_up)
+        thread.start()
+        try:
+            with pytest.raises(CollectiveError, match="^all_gather_rows on .* failed on rank 0: given up$"):
+                all_gather_rows(torch.ones(2, 3), None, group)
+        finally:
+            returned.set()
+            thread.join()
+    dist.barrier()
+    dist.destroy_process_group(group)
+
+
+def test_what_waits_for_ranks_can_be_given_up(ranks):
+    ranks.run(given_up)
 
 
 def wrong_counts():

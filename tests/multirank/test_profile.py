@@ -10,12 +10,13 @@ import pytest
 import torch.distributed as dist
 
 from megatron_moe_opt.planning.costs.cluster import Cluster, World
+from megatron_moe_opt.planning.predicting.layer_on_cluster import LayerOnCluster
 from megatron_moe_opt.planning.predicting.layer_workload import LayerWorkload
-from megatron_moe_opt.planning.predicting.parm import predict
 from megatron_moe_opt.planning.predicting.simulator import simulate
 from megatron_moe_opt.planning.predicting.skew import EVERY_RANK, ONE_RANK
 from megatron_moe_opt.schedules.parm import JOINT
 from megatron_moe_opt.schedules.schedule import Kind, Lane, Op, Schedule
+from megatron_moe_opt.systems.parm import PARM
 from tests.ranks.devices import rank_device
 
 GATHERS = (Kind.ALL_GATHER, Kind.REDUCE_SCATTER)
@@ -99,8 +100,9 @@ def test_every_group_gets_its_curves(ranks, tmp_path, options, world, groups):
     if world.tp > 1:  # then tokens can be replicated, and what S1 and S2 take can be predicted
         assert tuple(size for size, _ in cluster.saa) == sizes
         assert all(seconds > 0 for _, seconds in cluster.saa)
-        layer = LayerWorkload(0, 16, 16, False, 4, 2, 4, 16, world.ep, world.expert_tp, world.tp)
-        assert {one.schedule for one in predict(layer, 32, cluster)} == {"S1", "S2"}
+        layer = LayerWorkload(32, 16, 16, False, 4, 2, 4, 16, world.ep, world.expert_tp, world.tp)
+        found = PARM.candidates(LayerOnCluster(layer, cluster), PARM.open_options)
+        assert [one.variant for one in found] == ["parm:S1", "parm:S2"]
     cluster.save(tmp_path / "cluster.json")
     assert Cluster.load(tmp_path / "cluster.json") == cluster
 
@@ -277,7 +279,8 @@ def _partition_overhead(hidden: int, step: float) -> tuple[list[int], int, float
     with parallel(ep=4), pytest.MonkeyPatch.context() as patch:
         patch.setattr(meter, "time", SimpleNamespace(perf_counter=lambda: sum(steps)))
         patch.setattr(moe_layer, "layer_under_test", layer_under_test)
-        patch.setattr(profile_partitions.mpmoe_choice, "predict", lambda *_: [SimpleNamespace(compared=0.0)] * 2)
+        patch.setattr(profile_partitions, "LayerOnCluster", lambda *_: None)
+        patch.setattr(profile_partitions, "candidate", lambda *_: SimpleNamespace(terms={}))
         found = profile_partitions.partition_overhead(cluster, 1, hidden, 1024, "fp32", rank_device(), 0.1)
     return built, len(steps), found
 

@@ -12,7 +12,7 @@ import torch.distributed._functional_collectives as funcol
 from torch.utils.checkpoint import checkpoint
 
 from megatron_moe_opt.runtime.engine.collectives import all_gather_rows, reduce_scatter_rows
-from megatron_moe_opt.runtime.observed.traffic import TrafficCounter, TrafficRow, issued_as
+from megatron_moe_opt.runtime.observed.traffic import TrafficCounter, TrafficRow
 from megatron_moe_opt.topology.nodes import NodeMap, discover_nodes
 
 NODES = NodeMap((0, 0, 1, 1))
@@ -216,25 +216,8 @@ def _backward(recompute):
     ), own
 
 
-def _issued_as():
-    data = torch.ones(4)
-
-    def issue():
-        with issued_as("reduce_scatter"), issued_as("all_gather"):  # the outermost name wins
-            dist.all_to_all_single(torch.empty_like(data), data)
-        dist.all_to_all_single(torch.empty_like(data), data)
-
-    own, _ = _count(issue)
-    assert own == _rows(
-        ("reduce_scatter", INTRA, 1, 4),
-        ("reduce_scatter", INTER, 2, 8),
-        ("all_to_all", INTRA, 1, 4),
-        ("all_to_all", INTER, 2, 8),
-    ), own
-
-
 def _built_on_all_to_all():
-    """What Gloo lacks, and runtime.collectives builds from an all_to_all, keeps its own name."""
+    """What Gloo lacks, and the extension's exchange makes, has its own name."""
     rank = dist.get_rank()
     counts = [1, 0, 2, 3]  # rows of 2 floats = 8 bytes
 
@@ -331,10 +314,6 @@ def test_send_receive(ranks):
 @pytest.mark.parametrize("recompute", [False, True])
 def test_backward(ranks, recompute):
     ranks.run(_backward, recompute=recompute)
-
-
-def test_issued_as(ranks):
-    ranks.run(_issued_as)
 
 
 @pytest.mark.host_only(reason="is about what Gloo lacks")

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_moe_opt.errors import ConfigurationError
-from megatron_moe_opt.options import split_options
+from megatron_moe_opt.options import Options, split_options
 from megatron_moe_opt.planning.choosing.partition_search import PARTITIONS
 from megatron_moe_opt.planning.costs.cluster import Cluster, ExpertGemm, World
 from megatron_moe_opt.planning.predicting.layer_workload import LayerWorkload
@@ -23,38 +23,32 @@ from megatron_moe_opt.schedules.schedule import Kind
 LAYER = LayerWorkload(0, 64, 128, False, 8, 2, 4, 16, 4, 1, fused=True)
 
 
-def _candidates(counts, strategies, budget, layer):
-    from megatron_moe_opt.dispatchers.partitioning import Candidates
+def by_profile(profile, others_profile):
+    from megatron_moe_opt.dispatchers.partitioning import MeasuredPartitioning
     from megatron_moe_opt.topology.expert_groups import ExpertGroups
 
-    world = dist.group.WORLD
-    return ExpertGroups(world, None, world), Candidates(layer, counts, strategies, budget)
-
-
-def by_model(profile, others_profile):
-    from megatron_moe_opt.dispatchers.partitioning import ModelPartitioning
-
-    groups, candidates = _candidates(PARTITIONS, tuple(STRATEGIES), None, LAYER)
-    partitioning = ModelPartitioning(groups, profile if dist.get_rank() == 0 else others_profile, candidates)
+    world, own = dist.group.WORLD, profile if dist.get_rank() == 0 else others_profile
+    options = Options(partitions="auto", memory_reuse="auto", profile=own)
+    partitioning = MeasuredPartitioning(ExpertGroups(world, None, world), options, LAYER)
     said = io.StringIO()
     with contextlib.redirect_stdout(said):
         told = [partitioning.choose(lambda rows=rows: rows) for rows in (1, 50_000, 50_000, 1)]
     return [(one.count, one.strategy) for one in told], said.getvalue()
 
 
-def test_the_model_s_choice_is_that_of_the_first_rank_s_file(ranks, tmp_path: Path):
+def test_the_choice_is_that_of_the_first_rank_s_file(ranks, tmp_path: Path):
     line = ((1, 1e-3), (10**9, 1.001))
     curves = {(Kind.ALL_TO_ALL, "ep"): line, (Kind.COPY, None): ((1, 1e-6), (10**9, 0.01))}
     curves |= {(Kind.OFFLOAD, None): line, (Kind.PREFETCH, None): line}
     gemm = ExpertGemm(64, 128, "fp32", ((16, 1e-5), (1600, 1e-3)))
     Cluster(World((0, 0, 1, 1), ep=4), curves, expert_gemm=gemm).save(tmp_path / "cluster.json")
-    answers = ranks.run(by_model, profile=tmp_path / "cluster.json", others_profile=tmp_path / "none.json")
+    answers = ranks.run(by_profile, profile=tmp_path / "cluster.json", others_profile=tmp_path / "none.json")
     assert all(told == answers[0][0] for told, _ in answers)
     told, said = answers[0]
     assert told[0] == told[3] == (1, "none")
     assert told[1] == told[2] and told[1][0] > 1 and told[1][1] == "none"
     assert [line.split(":")[1] for line in said.splitlines()] == [" mpmoe", " mpmoe"]  # once for each choice
-    assert "predicted ms a layer, forward and backward: 1xnone" in said and not answers[1][1]
+    assert "predicted ms a layer, forward and backward: mpmoe:1 " in said and not answers[1][1]
 
 
 WRONG = {

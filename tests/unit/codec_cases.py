@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from megatron_moe_opt import kernels
-from megatron_moe_opt.kernels import reference
+from tests import kernel_reference as reference
 
 BLOCK = 65536
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

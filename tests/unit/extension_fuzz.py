@@ -247,6 +247,11 @@ def _run(draw: Draw) -> list[Any]:
     return [kind.__new__(kind) if draw.chance(0.05) else draw.action()]
 
 
+def _begun(draw: Draw) -> list[Any]:
+    kind = draw.extension.Exchange
+    return [kind.__new__(kind) if draw.chance(0.05) else draw.extension.exchange(*_exchange(draw))]
+
+
 CALLS: dict[str, Callable[[Draw], list[Any]]] = {
     "empty": lambda draw: [
         [draw.size() for _ in range(draw.randint(0, 4))], draw.choice(DTYPES),
@@ -276,7 +281,10 @@ CALLS: dict[str, Callable[[Draw], list[Any]]] = {
     "exchange": _exchange,
     "copy_rows": _copy_rows,
     "sum_parts": _sum_parts,
-    "abort_work": lambda draw: [dist.all_reduce(torch.ones(2), async_op=True)],
+    "Exchange": lambda draw: [],
+    "Exchange.begin": _begun,
+    "Exchange.wait": _begun,
+    "give_up_waits": lambda draw: [],
     "call_python": _function,
     "named": lambda draw: [draw.choice(("an op", "", "\0", "é")), draw.action()],
     "Executor": lambda draw: [draw.randint(0, 4)],

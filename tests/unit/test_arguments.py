@@ -182,7 +182,7 @@ def test_other_types_are_refused_without_a_look_at_them():
         lambda: _C.Executor(1).run(freed()),
         lambda: _C.build_info(freed()),
         lambda: _C.permute_rows(freed(), freed()),
-        lambda: _C.abort_work(None),
+        lambda: _C.Exchange.wait(freed()),
     ):
         with pytest.raises(TypeError, match="takes arguments of other types, or another number of them"):
             call()
@@ -199,6 +199,8 @@ def test_objects_that_were_never_made_are_refused():
     for call in (
         lambda: _C.Action.__new__(_C.Action).run(),
         lambda: _C.Action.run(None),
+        lambda: _C.Exchange.__new__(_C.Exchange).begin(),
+        lambda: _C.Exchange.wait(None),
         lambda: _C.Executor.__new__(_C.Executor).run([], 0, False),
         lambda: _C.Executor.run(None, [], 0, False),
     ):

@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_moe_opt import kernels
-from megatron_moe_opt.kernels import ChunkList, reference
+from megatron_moe_opt.kernels import ChunkList
+from tests import kernel_reference as reference
 
 
 def test_places_of_a_small_list_by_hand():

@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_moe_opt import kernels
-from megatron_moe_opt.kernels import count_routing_map, count_topk, reference
+from megatron_moe_opt.kernels import count_routing_map, count_topk
+from tests import kernel_reference as reference
 
 
 @st.composite

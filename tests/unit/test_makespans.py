@@ -9,11 +9,12 @@ from pathlib import Path
 import pytest
 
 from megatron_moe_opt.schedules.issue_order import in_issue_order
-from megatron_moe_opt.schedules.schedule import Kind, Lane, Op, validate
+from megatron_moe_opt.schedules.schedule import Kind, Lane, Op
 from tests.accelerator.all_schedules import all_schedules
 from tests.accelerator.executor_library import SoftwareExecutor, build
 from tests.accelerator.makespans import LANES, makespan, nominal, table
 from tests.accelerator.software import Queues
+from tests.schedule_checks import validate
 
 SCHEDULES = dict(all_schedules())
 DOCS = Path(__file__).parents[2] / "docs" / "streams.md"

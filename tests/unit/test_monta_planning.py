@@ -1,4 +1,4 @@
-"""MoNTA's choice: the paper's table, equations and algorithms, and the chooser against the simulator."""
+"""MoNTA: the paper's table, equations and algorithms against the simulator, and ranges of row counts."""
 
 from __future__ import annotations
 
@@ -9,21 +9,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_moe_opt.errors import ConfigurationError
+from megatron_moe_opt.planning.choosing.choice import ChoiceByRows
 from megatron_moe_opt.planning.costs.curves import CostCurve, Costs
-from megatron_moe_opt.planning.predicting.monta import (
-    Choice,
-    ChoiceByRows,
-    Pass,
-    choose,
-    pipeline_seconds,
-    stage_seconds,
-    training_passes,
-)
+from megatron_moe_opt.planning.predicting.monta import Pass, training_passes
 from megatron_moe_opt.planning.predicting.simulator import simulate
 from megatron_moe_opt.schedules import monta
 from megatron_moe_opt.schedules.monta import LEVELS
 from megatron_moe_opt.schedules.schedule import Kind, Lane
+from tools.monta_formulas import pipeline_seconds, stage_seconds
 
 MB = 10**6
 # The paper's cluster: 2 nodes of 8 A800, InfiniBand 200 Gb/s, NVLink, HBM2 (decimal units).
@@ -141,13 +134,13 @@ def test_algorithms_1_and_2(exchanged, level, algorithm):
         seconds = algorithm(stages, chunks)
         if seconds < best_seconds:
             best_seconds, best_chunks = seconds, chunks
-    choice = choose(
-        [Pass("dispatch", exchanged)], E, T, CURVED, levels=[level], chunks=range(1, 1000), minimum_chunk=minimum
-    )
-    assert choice.chunks == best_chunks
-    assert choice.seconds == pytest.approx(best_seconds, rel=1e-12)
+    counts = range(1, exchanged // minimum + 1)
+    one = Pass("dispatch", exchanged)
+    ours = {n: pipeline_seconds(stage_seconds(one, level, n, E, T, CURVED), n) for n in counts}
+    assert min(ours, key=ours.get) == best_chunks
+    assert ours[best_chunks] == pytest.approx(best_seconds, rel=1e-12)
     if exchanged > 2 * MB:
-        assert choice.chunks > 1
+        assert best_chunks > 1
 
 
 def test_algorithm_2_forgets_the_copy_as_the_longest_stage():
@@ -159,8 +152,8 @@ def test_algorithm_2_forgets_the_copy_as_the_longest_stage():
     hidden = (chunks - 1) * (stages[2] - max(stages[:2]))
     assert hidden > 0.3 * simulated
     assert _algorithm_2(stages, chunks) == pytest.approx(simulated - hidden, rel=1e-12)
-    choice = choose([Pass("dispatch", exchanged)], E, T, costs, levels=["O3"], chunks=[chunks])
-    assert choice.seconds == pytest.approx(simulated, rel=1e-12)
+    ours = pipeline_seconds(stage_seconds(Pass("dispatch", exchanged), "O3", chunks, E, T, costs), chunks)
+    assert ours == pytest.approx(simulated, rel=1e-12)
 
 
 def _simulated(one, level, chunks, ep_size, etp_size, costs, slowdown=None):
@@ -186,81 +179,6 @@ def test_the_closed_form_is_the_simulator_s(direction, level, chunks, chunk_byte
     assert closed == pytest.approx(_simulated(one, level, chunks, ep_size, etp_size, costs), rel=1e-12)
 
 
-@given(
-    st.integers(0, 10**5),
-    st.sampled_from([(1, 1), (1, 8), (2, 1), (2, 8)]),
-    st.dictionaries(
-        st.tuples(st.sampled_from([Lane.INTER, Lane.INTRA, Lane.COPY]), st.sampled_from(list(Lane)[:3])),
-        st.floats(0.3, 1),
-    ),
-)
-def test_the_choice_is_the_least_of_all_simulations(rows, sizes, slowdown):
-    """With and without disturbance, bounds rule out nothing that would have won."""
-    counts = (1, 2, 4, 8)
-    passes = training_passes(rows * 8, 1024, 1040)  # chunks of 8 divide evenly
-    choice = choose(passes, *sizes, CURVED, slowdown, chunks=counts)
-    seconds = {
-        (count, level): sum(_simulated(one, level, count, *sizes, CURVED, slowdown) for one in passes)
-        for level in LEVELS
-        for count in (counts if level != "O1" else [1])
-        if count == 1 or rows
-    }
-    least = min(seconds.values())
-    assert choice.seconds == pytest.approx(least, rel=1e-9)
-    ties = [candidate for candidate, time in seconds.items() if time <= least * (1 + 1e-10)]
-    assert (choice.chunks, choice.level) == min(ties)
-
-
-def test_small_exchanges_are_not_cut_and_large_ones_are():
-    """Fig. 14: O1 for short sequences, a pipeline for long ones."""
-    small, large = (choose(training_passes(rows, 16384, 16400), E, T, CURVED) for rows in (8, 65536))
-    assert (small.level, small.chunks) == ("O1", 1)
-    assert large.level == "O3" and large.chunks >= 8
-
-
-def test_copies_that_disturb_the_all_gather_turn_o3_into_o2():
-    """What the paper saw at 32K to 128K: all-gather and copy share the memory's bandwidth."""
-    passes = training_passes(16384, 16384, 16400)
-    disturbed = {(Lane.INTRA, Lane.COPY): 0.3, (Lane.COPY, Lane.INTRA): 0.3}
-    assert choose(passes, E, T, CURVED).level == "O3"
-    assert choose(passes, E, T, CURVED, disturbed).level == "O2"
-
-
-def test_levels_and_chunks_can_be_given():
-    passes = training_passes(65536, 16384, 16400)
-    only = choose(passes, E, T, CURVED, levels=["O2"], chunks=[5])
-    assert (only.level, only.chunks) == ("O2", 5)
-    assert choose(passes, E, T, CURVED, levels=["O1"], chunks=[4]).chunks == 1
-
-
-def test_minimum_chunk_bounds_the_count():
-    one = [Pass("dispatch", 10 * MB)]
-    free = choose(one, E, T, _flat(0.7, 0.7, 0.9), chunks=range(1, 33))
-    bounded = choose(one, E, T, _flat(0.7, 0.7, 0.9), chunks=range(1, 33), minimum_chunk=3 * MB)
-    none = choose(one, E, T, _flat(0.7, 0.7, 0.9), levels=["O3"], chunks=[8], minimum_chunk=11 * MB)
-    assert (free.chunks, bounded.chunks, none.chunks) == (32, 3, 1)
-
-
-def test_equal_times_take_fewer_chunks_and_the_lower_level():
-    # One rank an expert-TP group: O2 and O3 are the same two lanes.
-    choice = choose(training_passes(65536, 16384, 16400), E, 1, CURVED)
-    assert choice.level == "O2"
-    # No group at all: only the copy is left, and each chunk of it adds overhead.
-    alone = choose(training_passes(65536, 16384, 16400), 1, 1, CURVED)
-    assert (alone.level, alone.chunks) == ("O1", 1)
-
-
-def test_small_gains_are_not_worth_chunks():
-    """Of what is within 20 % of the least, the fewest chunks, and among those the fastest level."""
-    passes = training_passes(65536, 16384, 16400)
-    least, near = choose(passes, E, T, CURVED), choose(passes, E, T, CURVED, equal_within=0.2)
-    assert near.chunks < least.chunks and least.seconds < near.seconds <= 1.2 * least.seconds
-    same_count = [choose(passes, E, T, CURVED, levels=[level], chunks=[near.chunks]).seconds for level in ("O2", "O3")]
-    assert near.seconds == min(same_count)
-    fewer = choose(passes, E, T, CURVED, chunks=[count for count in (1, 2, 4, 8, 16) if count < near.chunks])
-    assert fewer.seconds > 1.2 * least.seconds
-
-
 def test_sizes_of_training_passes():
     assert training_passes(10, 64, 80) == (
         Pass("dispatch", 800),
@@ -270,26 +188,8 @@ def test_sizes_of_training_passes():
     )
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"levels": ["O4"]}, "level O4 is not one of O1, O2, O3"),
-        ({"chunks": [0, 1]}, r"chunk counts \(0, 1\)"),
-        ({"minimum_chunk": 0}, "minimum_chunk 0"),
-    ],
-)
-def test_refuses_impossible_candidates(changes, message):
-    with pytest.raises(ValueError, match=message):
-        choose([Pass("dispatch", 100)], E, T, CURVED, **changes)
-
-
-def test_a_missing_curve_is_an_error():
-    with pytest.raises(ConfigurationError, match="no cost curve for all_to_all in group ep"):
-        choose([Pass("dispatch", 100)], E, T, Costs())
-
-
 def test_ranges_cover_every_count_once():
-    choices = ChoiceByRows(lambda rows: Choice("O1", 1, rows), ratio=2**0.5)
+    choices = ChoiceByRows(lambda rows: rows, ratio=2**0.5)
     span, counted = choices.range_of(0), 0
     while span.stop < 10**6:
         assert span.start == counted
@@ -303,37 +203,24 @@ def test_choices_are_made_once_a_range_and_do_not_depend_on_order():
 
     def choose_for(rows):
         asked.append(rows)
-        return choose(training_passes(rows, 16384, 16400), E, T, CURVED)
+        return object()
 
-    upwards, downwards = ChoiceByRows(choose_for), ChoiceByRows(choose_for)
+    choices = ChoiceByRows(choose_for)
     counts = list(range(0, 3000, 7))
-    rising = {rows: upwards[rows] for rows in counts}
-    assert len(asked) == len({upwards.range_of(rows) for rows in counts})
-    falling = {rows: downwards[rows] for rows in reversed(counts)}
-    assert rising == falling
-    made = len(asked)
-    for rows in counts:
-        assert upwards[rows] is upwards[upwards.range_of(rows).start]
-    assert len(asked) == made
-
-
-@given(st.integers(1, 200_000))
-def test_the_choice_of_a_range_is_near_the_best_of_each_count(rows):
-    def choose_for(rows, **limits):
-        return choose(training_passes(rows, 16384, 16400), E, T, CURVED, **limits)
-
-    looked_up = ChoiceByRows(choose_for)[rows]
-    best = choose_for(rows)
-    there = choose_for(rows, levels=[looked_up.level], chunks=[looked_up.chunks])
-    assert there.seconds <= best.seconds * 1.05
+    rising = [choices[rows] for rows in counts]
+    assert len(asked) == len({choices.range_of(rows) for rows in counts})
+    made = list(asked)
+    assert all(choices[rows] is one for rows, one in reversed(list(zip(counts, rising, strict=True))))
+    assert asked == made
+    assert all(rows in choices.range_of(rows) for rows in asked)
 
 
 @pytest.mark.parametrize("rows", [-1, 2**60])
 def test_refuses_counts_outside_all_ranges(rows):
     with pytest.raises(ValueError, match=f"{rows} rows"):
-        ChoiceByRows(lambda rows: Choice("O1", 1, 0.0))[rows]
+        ChoiceByRows(lambda rows: 0.0)[rows]
 
 
 def test_refuses_ranges_that_do_not_grow():
     with pytest.raises(ValueError, match="ratio 1 "):
-        ChoiceByRows(lambda rows: Choice("O1", 1, 0.0), ratio=1)
+        ChoiceByRows(lambda rows: 0.0, ratio=1)

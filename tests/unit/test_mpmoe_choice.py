@@ -3,21 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_moe_opt.errors import ConfigurationError
+from megatron_moe_opt.planning.choosing.choice import choices, choose, schedule_seconds, with_rows
 from megatron_moe_opt.planning.choosing.equal_times import EQUAL_WITHIN
-from megatron_moe_opt.planning.choosing.mpmoe_choice import (
-    choices,
-    choose,
-    least_partitions,
-    predict,
-    refuse_budget,
-)
 from megatron_moe_opt.planning.choosing.partition_search import PARTITIONS
 from megatron_moe_opt.planning.costs.cluster import Cluster, ExpertGemm, World
 from megatron_moe_opt.planning.costs.expert_costs import costs_with_experts
@@ -27,6 +20,7 @@ from megatron_moe_opt.planning.predicting.simulator import simulate
 from megatron_moe_opt.schedules import mpmoe
 from megatron_moe_opt.schedules.mpmoe import STRATEGIES, PartitionRows, RowBytes
 from megatron_moe_opt.schedules.schedule import Kind, Lane
+from megatron_moe_opt.systems.mpmoe import MPMOE
 from tools.mpmoe_formulas import paradigm_1, paradigm_2, paradigm_3, paradigm_seconds
 
 seconds = st.integers(1, 1000).map(float)
@@ -98,28 +92,27 @@ def test_experts_cost_what_was_measured_at_the_size_of_a_partition():
         costs_with_experts(LAYER, dataclasses.replace(CLUSTER, expert_gemm=None))
 
 
-@settings(max_examples=25)
+def chosen(rows, cluster=CLUSTER, budget=None):
+    return choices([(MPMOE, MPMOE.open_options)], LAYER, cluster, budget)[rows]
+
+
+@settings(max_examples=15)
 @given(st.integers(0, 10**5), st.none() | st.integers(0, 10**9))
 def test_the_choice_is_the_fastest_that_fits(rows, budget):
-    candidates = predict(LAYER, rows, CLUSTER)
-    assert [(one.strategy, one.partitions) for one in candidates] == [(s, n) for s in STRATEGIES for n in PARTITIONS]
-    for one in candidates:  # for all row counts that share the choice
-        assert one.activation_bytes >= activation_bytes(LAYER, rows, one.partitions, one.strategy)
-    fitting = [one for one in candidates if budget is None or one.activation_bytes <= budget]
-    choice = choose(candidates, budget)
+    asked, layer = [(MPMOE, MPMOE.open_options)], with_rows(LAYER, rows)
+    among = choose(asked, layer, CLUSTER).among
+    several = [f"mpmoe:{n}" + (f":{s}" if s != "none" else "") for s in STRATEGIES for n in PARTITIONS if n > 1]
+    assert [one.variant for one in among] == ["mpmoe:1", *several]
+    fitting = [one for one in among if budget is None or one.activation_bytes <= budget]
     if not fitting:
-        assert choice is None
-        assert all(least_partitions(LAYER, rows, strategy, PARTITIONS, budget) is None for strategy in STRATEGIES)
+        with pytest.raises(ConfigurationError, match=f"--moe-opt-activation-budget {budget} is too little"):
+            choose(asked, layer, CLUSTER, budget)
         return
-    assert choice in fitting
-    least = min(one.compared for one in fitting)
-    assert choice.compared <= least * (1 + EQUAL_WITHIN)
-    assert choice.partitions == min(one.partitions for one in fitting if one.compared <= least * (1 + EQUAL_WITHIN))
-    if budget is None:
-        assert choice.strategy == "none"  # the others only add work
-    for strategy in STRATEGIES:
-        counts = [one.partitions for one in fitting if one.strategy == strategy]
-        assert least_partitions(LAYER, rows, strategy, PARTITIONS, budget) == min(counts, default=None)
+    choice = choose(asked, layer, CLUSTER, budget).chosen
+    least = min(schedule_seconds(one) for one in fitting) * (1 + EQUAL_WITHIN)
+    assert choice in fitting and schedule_seconds(choice) <= least
+    assert choice.parts == min(one.parts for one in fitting if schedule_seconds(one) <= least)
+    assert budget is not None or choice.variant.count(":") == 1  # strategies only add work
 
 
 def test_activations_are_those_of_the_paper():
@@ -134,31 +127,27 @@ def test_activations_are_those_of_the_paper():
 
 
 def test_more_to_hide_means_more_partitions_and_little_means_none():
-    table = choices(LAYER, CLUSTER)
-    counts = [table[rows][0].partitions for rows in (1, 100, 10**4, 10**5)]
+    counts = [chosen(rows).chosen.parts for rows in (1, 100, 10**4, 10**5)]
     assert counts[0] == 1 and counts[-1] > 2 and counts == sorted(counts)
-    tight, _ = choices(LAYER, CLUSTER, budget=activation_bytes(LAYER, 10**4, 4, "S1"))[10**4]
-    assert tight.strategy != "none" and tight.partitions >= 4
+    tight = chosen(10**4, budget=activation_bytes(LAYER, 10**4, 4, "S1")).chosen
+    assert tight.variant.count(":") == 2 and tight.parts >= 4
 
 
 def test_what_partitions_take_besides_their_ops_makes_them_fewer():
-    rows = 10**5
-    without = predict(LAYER, rows, CLUSTER, strategies=("none",))
-    dear = predict(LAYER, rows, dataclasses.replace(CLUSTER, partition_overhead=0.1), strategies=("none",))
-    assert [one.compared for one in dear] == pytest.approx(
-        [one.compared + 0.1 * (one.partitions - 1) for one in without]
-    )
-    assert choose(without).partitions > choose(dear).partitions == 1
+    """Within mpmoe alone: what is predicted of a variant stays what it is."""
+    without, dear = chosen(10**5), chosen(10**5, dataclasses.replace(CLUSTER, partition_overhead=1.0))
+    assert without.chosen.parts > dear.chosen.parts == 1
+    assert without.among == dear.among
 
 
-def test_what_is_said_where_nothing_fits():
+def test_a_budget_has_to_hold_the_most_rows_that_share_the_choice():
+    rows = 10**4
+    table = choices([(MPMOE, MPMOE.open_options)], LAYER, CLUSTER)
+    most = with_rows(LAYER, table.range_of(rows)[-1]).rows
+    least = activation_bytes(LAYER, most, 8, "S1")
+    assert chosen(rows, budget=least).chosen.parts == 8
     with pytest.raises(ConfigurationError) as refusal:
-        choices(LAYER, CLUSTER, budget=1000)[10**4]
+        chosen(rows, budget=least - 1)
     said = str(refusal.value)
-    assert re.match(r"--moe-opt-activation-budget 1000 is too little for up to \d+ rows a rank: 8 partition", said)
-    assert said.endswith("or train on fewer tokens at once")
-    least = int(re.search(r"(\d+) bytes", said)[1])
-    rows = int(re.search(r"up to (\d+)", said)[1])
-    assert least_partitions(LAYER, rows, "S1", PARTITIONS, least) == 8
-    assert all(least_partitions(LAYER, rows, strategy, PARTITIONS, least - 1) is None for strategy in STRATEGIES)
-    assert "4 partition(s) with memory reuse S4" in str(refuse_budget(LAYER, 100, (2, 4), ("none", "S4"), 1))
+    assert f"budget {least - 1} is too little for up to {most} rows a rank: mpmoe:8:S" in said
+    assert f" takes least, {least} bytes; raise" in said and said.endswith("or train on fewer tokens at once")

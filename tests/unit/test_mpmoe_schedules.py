@@ -15,7 +15,8 @@ from megatron_moe_opt.schedules.mpmoe import (
     forward,
 )
 from megatron_moe_opt.schedules.pipeline import base_name
-from megatron_moe_opt.schedules.schedule import Kind, Lane, ScheduleError, validate, validate_ranks
+from megatron_moe_opt.schedules.schedule import Kind, Lane, ScheduleError
+from tests.schedule_checks import validate, validate_ranks
 
 ROW = RowBytes(packed=80, token=64, middle=300)
 DIRECTIONS = {"forward": forward, "backward": backward}

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from megatron_moe_opt.dispatchers.parm_schedule import ParmSchedule
 from megatron_moe_opt.errors import ConfigurationError
+from megatron_moe_opt.planning.choosing.choice import ONE_CHUNK, choose, schedule_seconds
+from megatron_moe_opt.planning.choosing.equal_times import EQUAL_WITHIN
 from megatron_moe_opt.planning.costs.cluster import Cluster, World
 from megatron_moe_opt.planning.costs.curves import AlphaBeta
 from megatron_moe_opt.planning.predicting import monta
+from megatron_moe_opt.planning.predicting.layer_on_cluster import LayerOnCluster
 from megatron_moe_opt.planning.predicting.layer_workload import LayerWorkload
-from megatron_moe_opt.planning.predicting.parm import ParmChoice, ParmFits, algorithm_1, choices, choose, predict
+from megatron_moe_opt.planning.predicting.parm import ParmFits, algorithm_1
 from megatron_moe_opt.schedules.parm import JOINT
 from megatron_moe_opt.schedules.schedule import Kind, Lane
+from megatron_moe_opt.systems.monta import MONTA
+from megatron_moe_opt.systems.parm import PARM
 
 SIZES = (1, 2**40)  # all sizes are between: the curve is the line
 NOTHING = AlphaBeta(0.0, 1e-30)
@@ -47,13 +52,12 @@ def test_closed_forms_are_the_simulator_s(a2a, gather, saa, tp, ep, etp, parts, 
     assume(ep * etp > 1)
     tokens, layer = parts * 4 * tp, layer_of(tp, ep, etp, capacity_factor=capacity_factor)
     cluster = cluster_of({JOINT_A2A: a2a, AG_MP: gather, COPY: NOTHING}, saa)
-    seconds = {one.schedule: one.seconds for one in predict(layer, tokens, cluster, levels=[None])}
+    found = PARM.candidates(LayerOnCluster(replace(layer, tokens=tokens), cluster), PARM.open_options)
+    seconds = {one.variant.removeprefix("parm:"): schedule_seconds(one) for one in found}
     t_d1, t_d2 = ParmFits(a2a, gather, saa).seconds(layer, tokens)
     assert seconds == pytest.approx({"S1": 2 * t_d1, "S2": 2 * t_d2}, rel=1e-9)
     fits = ParmFits.of(cluster)
     assert fits.seconds(layer, tokens) == pytest.approx((t_d1, t_d2), rel=1e-9)
-    if abs(t_d1 - t_d2) > 1e-8 * t_d1:
-        assert algorithm_1(layer, tokens, fits) == choose(layer, tokens, cluster, levels=[None]).schedule
     assert algorithm_1(layer, tokens, fits) == min(seconds, key=seconds.get)
 
 
@@ -100,99 +104,74 @@ CLUSTER = cluster_of(
 )
 
 
-@settings(max_examples=40)
-@given(st.integers(0, 10**6), sizes, sizes, sizes, st.sampled_from([None, 0.3, 1.0, 2.4]), st.floats(0, 0.1))
-def test_the_choice_is_never_worse_than_a_candidate(tokens, tp, ep, etp, capacity_factor, equal_within):
-    layer = layer_of(tp, ep, etp, capacity_factor=capacity_factor)
-    found, chosen = predict(layer, tokens, CLUSTER), choose(layer, tokens, CLUSTER)
-    assert chosen in found
-    least = min(one.seconds for one in found)
-    assert chosen.seconds <= least * (1 + 2e-9)
-    near = choose(layer, tokens, CLUSTER, equal_within=equal_within)
-    assert near.seconds <= least * (1 + equal_within) and near.chunks <= chosen.chunks
-    assert choose(layer, tokens, CLUSTER) == chosen
+def chosen(layer, tokens, cluster=CLUSTER, parm_schedule="auto"):
+    """The variant that `parm` chooses, and the seconds of its schedules."""
+    asked = [(PARM, replace(PARM.open_options, parm_schedule=parm_schedule)), (MONTA, MONTA.open_options)]
+    choice = choose(asked, replace(layer, tokens=tokens), cluster)
+    return choice.chosen.variant, schedule_seconds(choice.chosen)
 
 
-@pytest.mark.parametrize("sizes", [(1, 2, 2), (1, 1, 4), (2, 2, 2), (4, 2, 1), (2, 1, 1)], ids=str)
-def test_s1_is_what_monta_and_the_fused_all_to_all_take(sizes):
+@settings(max_examples=20)
+@given(st.integers(0, 10**6), sizes, sizes, sizes, st.sampled_from([None, 0.3, 1.0, 2.4]))
+def test_the_choice_is_the_least_of_what_can_run(tokens, tp, ep, etp, capacity_factor):
+    layer = replace(layer_of(tp, ep, etp, capacity_factor=capacity_factor), tokens=tokens)
+    choice = choose([(PARM, PARM.open_options), (MONTA, MONTA.open_options)], layer, CLUSTER)
+    assert choice.chosen in choice.among
+    compared = {one.variant: schedule_seconds(one) * (ONE_CHUNK if one.parts == 1 else 1) for one in choice.among}
+    least = min(compared.values()) * (1 + EQUAL_WITHIN)
+    assert compared[choice.chosen.variant] <= least
+    assert choice.chosen.parts == min(one.parts for one in choice.among if compared[one.variant] <= least)
+
+
+@pytest.mark.parametrize("sizes", [(1, 2, 2), (2, 2, 2), (4, 2, 1), (2, 1, 2)], ids=str)
+def test_s1_is_what_the_fused_all_to_all_takes(sizes):
     """And twice the AllGather: of the output and of the input's gradient."""
     tp, ep, etp = sizes
-    layer = replace(layer_of(tp, ep, etp), lane_bytes=16)
-    costs, slowdown = CLUSTER.costs(), CLUSTER.slowdown
+    layer = replace(layer_of(tp, ep, etp), lane_bytes=16, tokens=4096)
     passes = monta.training_passes(2 * 4096 // tp, 1024, 1040)
     gathers = 2 * (1e-4 + 2e-10 * 4096 * 1024 + 1e-5) if tp > 1 else 0
-    for one in predict(layer, 4096, CLUSTER, schedules=["S1"]):
-        if one.level is None:
-            alone = [1e-4 + 1e-9 * one.exchanged * etp + 1e-6 + 1e-11 * one.exchanged * etp + 2e-5 for one in passes]
-            assert one.seconds == pytest.approx(sum(alone) + gathers)
-            assert one.chunks == 1
-        else:
-            played = monta.choose(passes, ep, etp, costs, slowdown, levels=[one.level], chunks=[one.chunks])
-            assert one.seconds == pytest.approx(played.seconds + gathers)
+    (s1, *_) = PARM.candidates(LayerOnCluster(layer, CLUSTER), PARM.open_options)
+    alone = [1e-4 + 1e-9 * one.exchanged * etp + 1e-6 + 1e-11 * one.exchanged * etp + 2e-5 for one in passes]
+    assert s1.variant == "parm:S1" and schedule_seconds(s1) == pytest.approx(sum(alone) + gathers)
 
 
-def names(layer, **arguments):
-    return [str(one) for one in predict(layer, 1024, CLUSTER, **arguments)]
+def names(layer, schedule="auto"):
+    found = PARM.candidates(
+        LayerOnCluster(replace(layer, tokens=1024), CLUSTER), replace(PARM.open_options, parm_schedule=schedule)
+    )
+    return [one.variant for one in found]
 
 
 def test_what_can_run():
-    piped = [f"S1, {level} in {count} chunks" for level in ("O2", "O3") for count in (2, 4, 8, 16)]
-    assert names(layer_of()) == ["S1, fused", "S1, O1", *piped, "S2"]
-    assert names(layer_of(tp=1)) == ["S1, fused", "S1, O1", *piped]  # nothing to gather
-    assert names(layer_of(ep=1, etp=1)) == ["S1, O1", *piped]  # nothing to send
-    assert names(layer_of(), schedules=["S2"]) == ["S2"]
-    assert names(layer_of(), levels=[None]) == ["S1, fused", "S2"]
-    assert names(layer_of(), levels=["O3"], chunks=[1, 3], schedules=["S1"]) == ["S1, O3", "S1, O3 in 3 chunks"]
-    for layer, arguments in ((layer_of(tp=1), {"schedules": ["S2"]}), (layer_of(), {"schedules": []})):
-        with pytest.raises(ValueError, match="none of .* can run in a layer LayerWorkload"):
-            predict(layer, 1024, CLUSTER, **arguments)
-
-
-def test_of_equal_times_fewer_chunks_then_the_earlier():
-    """Whole experts: the fused all-to-all is MoNTA's of one chunk, and chunks cost latency."""
-    cluster = replace(CLUSTER, curves=CLUSTER.curves | {JOINT_A2A: CLUSTER.curves[EP_A2A]}, slowdown={})
-    layer = layer_of(tp=1, etp=1)
-    fused, piped, *_ = predict(layer, 16, cluster)
-    assert fused.seconds == pytest.approx(piped.seconds, rel=1e-12) and piped.level == "O1"
-    assert choose(layer, 16, cluster) == fused
-    same = AlphaBeta(1e-3, 1e-30)  # S1: 4 all-to-alls, 2 gathers; S2: 2 and 2 of all-to-all and gather at once
-    flat = cluster_of({JOINT_A2A: same, AG_MP: same, COPY: NOTHING}, AlphaBeta(2e-3, 1e-30))
-    assert choose(layer_of(), 16, flat, levels=[None]).schedule == "S1"
+    assert names(layer_of()) == ["parm:S1", "parm:S2"]
+    assert names(layer_of(tp=1)) == ["parm:S1"]  # nothing to gather
+    assert names(layer_of(), "S2") == ["parm:S2"]
+    assert names(layer_of(), "S1") == ["parm:S1"]
+    assert names(layer_of(ep=1, etp=1)) == names(layer_of(tp=1, etp=1)) == ["parm"]  # refused: it is monta:O1's
 
 
 def test_bytes_and_latency_decide():
     """Many shards and slow links between nodes: MoNTA's levels; a flat network and few rows: the fused all-to-all."""
-    inside = cluster_of(dict.fromkeys((ETP_AG, ETP_RS), AlphaBeta(1e-5, 1e-11)))
-    deep = replace(CLUSTER, curves={**CLUSTER.curves, **inside.curves})
-    assert choose(layer_of(tp=1, etp=4), 65536, deep).level in ("O2", "O3")
-    assert choose(layer_of(tp=1, etp=4), 16, CLUSTER).level is None
-    assert choose(layer_of(etp=1, capacity_factor=0.05), 65536, CLUSTER, levels=[None]).schedule == "S2"
-
-
-def test_a_table_of_choices():
-    table = choices(layer_of(), CLUSTER)
-    for tokens in (0, 1, 100, 10_000):
-        span = table.range_of(tokens)
-        middle = math.isqrt(span.start * span[-1])
-        assert table[tokens] == choose(layer_of(), middle, CLUSTER, **monta.AS_IN_TRAINING)
-    assert choices(layer_of(), CLUSTER, schedules=["S2"])[100].schedule == "S2"
+    assert chosen(layer_of(tp=1, etp=4), 65536)[0].startswith(("monta:O2", "monta:O3"))
+    assert chosen(layer_of(tp=1, etp=4), 16)[0] == "parm:S1"
+    assert chosen(layer_of(etp=1, capacity_factor=0.05), 65536)[0] == "parm:S2"
 
 
 def test_clusters_without_the_curves():
     old = replace(CLUSTER, curves={key: points for key, points in CLUSTER.curves.items() if key != JOINT_A2A}, saa=None)
     sentence = r"^no cost curve for all_to_all in group ep x expert-tp \(there are: .*\); measure one with moe-opt"
-    for use in (lambda: choose(layer_of(), 16, old), lambda: ParmFits.of(old)):
+    for use in (lambda: chosen(layer_of(), 16, old), lambda: ParmFits.of(old)):
         with pytest.raises(ConfigurationError, match=sentence):
             use()
     for use in (
-        lambda: choose(layer_of(), 16, replace(CLUSTER, saa=None)),
+        lambda: chosen(layer_of(), 16, replace(CLUSTER, saa=None)),
         lambda: ParmFits.of(replace(CLUSTER, saa=None)),
     ):
         with pytest.raises(ConfigurationError, match=r"\(SAA\) was not measured: measure this cluster with moe-opt"):
             use()
-    assert choose(layer_of(), 16, replace(CLUSTER, saa=None), schedules=["S1"]).schedule == "S1"
+    assert chosen(layer_of(), 16, replace(CLUSTER, saa=None), "S1")[0] == "parm:S1"
 
 
 def test_names():
-    assert str(ParmChoice("S1", None, 1, 0.0)) == "S1, fused"
-    assert str(ParmChoice("S2", None, 1, 0.0)) == "S2"
+    assert str(ParmSchedule("S1")) == "S1, fused" and str(ParmSchedule("S2")) == "S2"
+    assert str(ParmSchedule("S1", "O1")) == "S1, O1" and str(ParmSchedule("S1", "O2", 4)) == "S1, O2 in 4 chunks"

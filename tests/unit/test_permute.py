@@ -7,8 +7,8 @@ import torch
 from hypothesis import given, settings
 
 from megatron_moe_opt import kernels
-from megatron_moe_opt.kernels import reference
 from megatron_moe_opt.kernels.extension import load_extension
+from tests import kernel_reference as reference
 from tests.unit.permute_cases import (
     CPU_KERNELS,
     DTYPES,

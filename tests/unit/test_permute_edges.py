@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from megatron_moe_opt import kernels
-from megatron_moe_opt.kernels import reference
 from megatron_moe_opt.kernels.extension import load_extension
 from megatron_moe_opt.kernels.row_map import row_map_from_sources
+from tests import kernel_reference as reference
 
 
 def round_trip(tokens, routing_map, probs):

@@ -7,7 +7,8 @@ import torch
 from hypothesis import given, settings
 
 from megatron_moe_opt import kernels
-from megatron_moe_opt.kernels import LANE_BYTES, reference
+from megatron_moe_opt.kernels import LANE_BYTES
+from tests import kernel_reference as reference
 from tests.unit.permute_cases import equal_bits, leaves, workloads
 
 

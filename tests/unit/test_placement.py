@@ -10,8 +10,9 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from megatron_moe_opt.kernels import place_samples, reference, solve_placement, transfer_costs
+from megatron_moe_opt.kernels import place_samples, solve_placement, transfer_costs
 from megatron_moe_opt.planning.offline import placement as by_scipy
+from tests import kernel_reference as reference
 
 
 def least_cost(cost, capacity):

@@ -9,12 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_moe_opt.errors import ConfigurationError
-from megatron_moe_opt.planning.choosing import mpmoe_choice
 from megatron_moe_opt.planning.costs.cluster import OURS, STOCK, Cluster, ExpertGemm, World
 from megatron_moe_opt.planning.planner import best, candidates
-from megatron_moe_opt.planning.predicting import expert_migration, monta
+from megatron_moe_opt.planning.predicting import expert_migration
 from megatron_moe_opt.planning.predicting.layer_workload import LayerWorkload, resident_part
-from megatron_moe_opt.planning.predicting.monta import training_passes
 from megatron_moe_opt.planning.predicting.prediction import ALLTOALL, Prediction
 from megatron_moe_opt.schedules.parm import JOINT
 from megatron_moe_opt.schedules.schedule import COLLECTIVES, Kind, Lane, Op
@@ -62,19 +60,11 @@ def test_all_systems_are_ranked_or_refused_with_a_reason():
         assert 0 <= one.exposed <= one.seconds
 
 
-def test_systems_are_predicted_as_they_predict_themselves():
-    """Their own choices, made of the same predictions, are found again: here only terms common to all are added."""
+def test_rows_on_the_rank_are_counted_for_all():
     measured = cluster(local_work={OURS: ((1, 0.01),), STOCK: ((1, 0.02),)})
     predicted = by_variant(candidates(LAYER, measured)[0])
-    bytes_of_row = 1024 * 4
-    passes = training_passes(2048, bytes_of_row, bytes_of_row + 16)
-    choice = monta.choose(passes, 2, 4, measured.costs(), measured.slowdown)
-    local = measured.local_work[OURS][0][1] * 2048 * bytes_of_row
-    one = predicted[f"monta:{choice.level}" + (f"x{choice.chunks}" if choice.chunks > 1 else "")]
-    assert one.terms["dispatch and combine"] == pytest.approx(choice.seconds)
-    assert one.terms["rows on the rank"] == pytest.approx(local)
-    (own,) = mpmoe_choice.predict(LAYER, 2048, dataclasses.replace(measured, partition_overhead=0.1), (4,), ("none",))
-    assert predicted["mpmoe:4"] == own.prediction
+    local = measured.local_work[OURS][0][1] * 2048 * 1024 * 4
+    assert predicted["monta:O2x4"].terms["rows on the rank"] == pytest.approx(local)
     assert predicted[ALLTOALL].terms["rows on the rank"] == pytest.approx(2 * local)
 
 

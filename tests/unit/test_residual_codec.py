@@ -10,8 +10,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from megatron_moe_opt import kernels
-from megatron_moe_opt.kernels import reference
 from megatron_moe_opt.kernels.extension import load_extension
+from tests import kernel_reference as reference
 from tests.unit.codec_cases import BLOCK, DTYPES, FILLS, check_decode, check_encode, pair, same_values
 from tests.unit.permute_cases import CPU_KERNELS
 from tools.bench_kernels import CodecWorkload

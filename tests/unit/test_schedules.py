@@ -11,16 +11,8 @@ from hypothesis import strategies as st
 
 from megatron_moe_opt.planning.predicting.simulator import simulate
 from megatron_moe_opt.schedules.monta import LEVELS, ChunkBytes, combine, dispatch, even_chunks
-from megatron_moe_opt.schedules.schedule import (
-    COLLECTIVES,
-    Kind,
-    Lane,
-    Op,
-    Schedule,
-    ScheduleError,
-    validate,
-    validate_ranks,
-)
+from megatron_moe_opt.schedules.schedule import COLLECTIVES, Kind, Lane, Op, Schedule, ScheduleError
+from tests.schedule_checks import validate, validate_ranks
 from tests.unit.schedule_cases import schedules
 
 BUILDERS = {"dispatch": dispatch, "combine": combine}

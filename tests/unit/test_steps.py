@@ -7,12 +7,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_moe_opt.kernels import LANE_BYTES, ChunkList, reference
+from megatron_moe_opt.kernels import LANE_BYTES, ChunkList
 from megatron_moe_opt.kernels.extension import load_extension
 from megatron_moe_opt.runtime.engine import steps
 from megatron_moe_opt.runtime.engine.collectives import sum_in_rank_order
 from megatron_moe_opt.runtime.engine.executor import executor
 from megatron_moe_opt.schedules.schedule import Kind, Lane, Op, Schedule
+from tests import kernel_reference as reference
 from tests.unit.permute_cases import CPU_KERNELS, DTYPES, PROB_DTYPES
 
 

@@ -7,9 +7,11 @@ import torch
 from megatron_moe_opt.cli.layer.settings import LayerSettings
 from megatron_moe_opt.cli.option_types import torch_dtype
 from megatron_moe_opt.cli.profile.meter import Meter
-from megatron_moe_opt.planning.choosing import mpmoe_choice
+from megatron_moe_opt.planning.choosing.choice import schedule_seconds
 from megatron_moe_opt.planning.costs.cluster import Cluster
+from megatron_moe_opt.planning.predicting.layer_on_cluster import LayerOnCluster
 from megatron_moe_opt.schedules.mpmoe import NONE
+from megatron_moe_opt.systems.mpmoe import candidate
 
 COUNTS = (1, 8)
 TOKENS, TOPK, EXPERTS_OF_A_RANK = 256, 2, 4
@@ -41,6 +43,7 @@ def partition_overhead(
     settings = LayerSettings(tuple(names), TOKENS, hidden, ffn_hidden, experts, topk, *sizes, dtype)
     layers = [layer_under_test(settings, name, world.ep, device) for name in names]
     in_one, in_many = Meter(device).calls([layer.step for layer in layers], seconds)
-    one, many = mpmoe_choice.predict(settings.workload(world.ep), TOKENS * settings.topk, cluster, COUNTS, (NONE,))
-    longer = (in_many - in_one) - (many.compared - one.compared)
+    layer = LayerOnCluster(settings.workload(world.ep), cluster)
+    one, many = (schedule_seconds(candidate(layer, count, NONE)) for count in COUNTS)
+    longer = (in_many - in_one) - (many - one)
     return max(0.0, longer / (COUNTS[1] - COUNTS[0]))

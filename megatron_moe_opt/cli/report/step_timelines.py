@@ -17,13 +17,14 @@ from megatron_moe_opt.cli.ranks import begin, megatron_process_group, parallel_l
 from megatron_moe_opt.cli.report.measured_layer import shape_of
 from megatron_moe_opt.cli.report.timeline_files import check_timeline_files, timelines_table, write_timelines
 from megatron_moe_opt.errors import ConfigurationError
-from megatron_moe_opt.planning.choosing import mpmoe_choice
+from megatron_moe_opt.planning.choosing.choice import choose
 from megatron_moe_opt.planning.costs.cluster import Cluster
 from megatron_moe_opt.planning.costs.curves import Costs
 from megatron_moe_opt.planning.costs.expert_costs import costs_with_experts
 from megatron_moe_opt.planning.predicting.monta import PASSES
 from megatron_moe_opt.planning.predicting.simulator import simulate
 from megatron_moe_opt.schedules.timeline import Timeline, one_after_another
+from megatron_moe_opt.systems.mpmoe import MPMOE
 from megatron_moe_opt.variants import split_variant
 
 
@@ -84,8 +85,7 @@ def _costs(settings: LayerSettings, ep: int, cluster: Cluster) -> Costs:
     if settings.dispatch_only:
         return cluster.costs()
     layer, (_, options) = settings.workload(ep), split_variant(_variant(settings), None)
-    rows = settings.tokens * settings.topk
-    mpmoe_choice.predict(layer, rows, cluster, options.partition_counts, options.memory_strategies)
+    choose([(MPMOE, options)], layer, cluster)
     return costs_with_experts(layer, cluster)
 
 

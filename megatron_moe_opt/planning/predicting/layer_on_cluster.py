@@ -24,16 +24,18 @@ from megatron_moe_opt.schedules.timeline import Timeline
 
 PIPELINE = "pipeline with experts"
 """The term of schedules that experts are part of."""
+DISPATCH = "dispatch and combine"
+"""The term of all other schedules."""
 PROB_BYTES = 4
 _WITH_PROBS = (0, 3)  # of `training_passes`: dispatch, and the gradients on the way back through it
 
 
 class LayerOnCluster:
-    """A layer on a cluster, and what all candidates have in common."""
+    """A layer on a cluster, and what all candidates have in common. Experts that were not measured are left out."""
 
     def __init__(self, workload: LayerWorkload, cluster: Cluster) -> None:
         self.workload, self.cluster = workload, cluster
-        self.costs = costs_with_experts(workload, cluster)
+        self.costs = cluster.costs() if cluster.expert_gemm is None else self.expert_costs
         of_stock = {key: CostCurve(points) for key, points in cluster.stock_curves.items()}
         self.stock_costs = Costs({**self.costs.curves, **of_stock}, self.costs.overhead)
         self.links = LinkBytes(cluster)
@@ -44,16 +46,23 @@ class LayerOnCluster:
         """Rows of every rank whose experts would take as long."""
         self.activation_bytes = activation_bytes(workload, workload.rows, 1, NONE)
 
+    @cached_property
+    def expert_costs(self) -> Costs:
+        """Of all ops, the experts' among them. Raises ConfigurationError where no expert was measured."""
+        return costs_with_experts(self.workload, self.cluster)
+
     def seconds_of_experts(self, rows: int, holds: int = 1) -> tuple[float, float]:
         """Of `rows` of this rank, spread over the experts of `holds` ranks: forward, and backward."""
         one = self.workload
-        costs = costs_with_experts(one, self.cluster, holds) if holds > 1 else self.costs
+        costs = costs_with_experts(one, self.cluster, holds) if holds > 1 else self.expert_costs
         ops = (Op(kind, Lane.COMPUTE, size=rows * one.etp * one.row_bytes) for kind in (Kind.COMPUTE, Kind.GRADIENT))
         forward, backward = (costs.curve(op).seconds(op.size) for op in ops)
         return forward, backward
 
     def expert_ops(self) -> list[tuple[Op, float]]:
         """Returns the experts' ops on this rank's rows, forward and backward, with the seconds of each."""
+        if self.cluster.expert_gemm is None:
+            return []
         ops = (Op(kind, Lane.COMPUTE) for kind in (Kind.COMPUTE, Kind.GRADIENT))
         return list(zip(ops, self.seconds_of_experts(self.computed), strict=True))
 
@@ -87,6 +96,7 @@ class LayerOnCluster:
         alone: Sequence[Op] = (),
         whose: str = OURS,
         costs: Callable[[Op], float] | None = None,
+        parts: int = 1,
     ) -> Prediction:
         """Returns a candidate whose schedules run one after another, and so do some more ops.
 
@@ -96,16 +106,16 @@ class LayerOnCluster:
         timelines = [simulate(schedule, costs, self.cluster.slowdown) for schedule in schedules]
         if alone:
             timelines.append(Timeline.in_turn("one after another", ((op, costs(op)) for op in alone)))
-        return self.played(variant, timelines, whose)
+        return self.played(variant, timelines, whose, parts)
 
-    def played(self, variant: str, timelines: Sequence[Timeline], whose: str = OURS) -> Prediction:
+    def played(self, variant: str, timelines: Sequence[Timeline], whose: str = OURS, parts: int = 1) -> Prediction:
         """Returns a candidate that takes these timelines, rows on the rank, and experts where they lack them."""
         ops = [op for timeline in timelines for op in timeline.schedule.ops]
         with_experts = any(op.kind is Kind.COMPUTE for op in ops)
         experts = Timeline.in_turn("experts", [] if with_experts else self.expert_ops())
         local = self.local_timeline(whose)
         terms = {
-            PIPELINE if with_experts else "dispatch and combine": sum(one.seconds for one in timelines),
+            PIPELINE if with_experts else DISPATCH: sum(one.seconds for one in timelines),
             "experts": experts.seconds,
             "rows on the rank": local.seconds,
         }
@@ -118,6 +128,7 @@ class LayerOnCluster:
             intra_bytes=sum(intra for _, intra in sent),
             activation_bytes=self.activation_bytes,
             terms={name: value for name, value in terms.items() if value},
+            parts=parts,
             timelines=tuple(one for one in (*timelines, experts, local) if one.seconds),
         )
 

@@ -27,6 +27,8 @@ class Prediction:
     """What forward and backward hold of rows and of what experts save (MPMoE, eq. 2); and of others' experts."""
     terms: dict[str, float] = field(default_factory=dict)
     """What `seconds` is the sum of."""
+    parts: int = field(default=1, compare=False)
+    """Chunks or partitions that its rows are cut into."""
     timelines: tuple[Timeline, ...] = field(default=(), compare=False, repr=False)
     """The same op by op, in the order in which the layer does it: schedules as they were played, and what a model adds
     to them. Empty where it was read from a file, or is a mean.
@@ -34,7 +36,7 @@ class Prediction:
 
     @property
     def family(self) -> str:
-        """The dispatcher type."""
+        """The dispatcher type of the variant: `monta` of `monta:O3x4`."""
         return self.variant.partition(":")[0]
 
 

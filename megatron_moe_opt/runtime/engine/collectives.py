@@ -7,20 +7,19 @@ Order of sums. NCCL keeps its own order. On Gloo, which has no reduce-scatter wi
 rows from every peer and adds them in rank order 0..n-1 (half precision in float32): the result depends on nothing but
 the data, so all callers of these functions agree bit for bit.
 
-Bytes on the wire. Each rank's rows go once to each peer that needs them; nothing is padded. On Gloo all receives and
-sends of a call are under way at once, receives first: its own all-to-all posts sends before receives, so that between
-two ranks one direction follows the other, and its all-gather goes round a ring, one rank at a time.
+Bytes on the wire. Each rank's rows go once to each peer that needs them; nothing is padded. On Gloo a call is one
+exchange of the extension (csrc/pipeline/exchange.h), all receives and sends of which are under way at once, receives
+first: its own all-to-all posts sends before receives, so that between two ranks one direction follows the other, and
+its all-gather goes round a ring, one rank at a time.
 """
 
 from __future__ import annotations
 
 import re
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
-from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -28,8 +27,9 @@ import torch.distributed as dist
 from megatron_moe_opt.errors import LayerError
 from megatron_moe_opt.kernels import empty
 from megatron_moe_opt.kernels.extension import load_extension
+from megatron_moe_opt.runtime.engine.steps import blocks_of
 from megatron_moe_opt.runtime.job import failure_board
-from megatron_moe_opt.runtime.observed.traffic import issued_as
+from megatron_moe_opt.runtime.observed.traffic import count_issued
 
 _C = load_extension()
 
@@ -53,11 +53,6 @@ def named_errors(op: str, group: dist.ProcessGroup | None) -> Iterator[None]:
     """
     try:
         yield
-    except GivenUp as end:
-        if failure_board.first_failure() is None:
-            raise
-        what = describe_failure(op, group, str(end))
-        raise CollectiveError(failure_board.explain(what, is_own=False)) from end
     except RuntimeError as error:
         cause = error.__cause__ or error if isinstance(error, CollectiveError) else error
         what = describe_failure(op, group, _reason(cause))
@@ -136,98 +131,29 @@ def _on_gloo(group: dist.ProcessGroup | None) -> bool:
     return dist.get_backend(group) == "gloo"
 
 
-_TAG = 0x726F7773
-"""Messages between two ranks of a group arrive in the order in which they were sent: one tag serves all, and differs
-from those of other users of the group."""
-
-
-class GivenUp(BaseException):
-    """What a thread waited for on Gloo was ended by another thread of this process. It is no error of anybody's."""
-
-    def __init__(self) -> None:
-        super().__init__("given up")
-
-
-class Waits:
-    """What a thread waits for on Gloo, so that another thread can end it."""
-
-    _of_thread = threading.local()
-    _all: WeakSet[Waits] = WeakSet()
-
-    def __init__(self) -> None:
-        self._works: tuple[dist.Work, ...] = ()
-        self._ended = False
-        Waits._all.add(self)
-
-    @classmethod
-    def here(cls) -> Waits:
-        """Those of the calling thread."""
-        if not hasattr(cls._of_thread, "waits"):
-            cls._of_thread.waits = cls()
-        return cls._of_thread.waits
-
-    def wait(self, works: Sequence[dist.Work]) -> None:
-        """Blocks until all are complete. Raises GivenUp where `end` was called."""
-        self._works = tuple(works)
-        try:
-            for work in works:
-                if self._ended or not work.wait():
-                    raise GivenUp
-        except RuntimeError as error:
-            if self._ended:
-                raise GivenUp from error
-            raise
-        finally:
-            self._works = ()
-
-    def end(self) -> None:
-        """Ends what the thread waits for, now and from now on. To be called until the thread has ended: Gloo forgets it
-        where a wait is just about to begin.
-        """
-        self._ended = True
-        for work in self._works:
-            _C.abort_work(work)
-
-    @classmethod
-    def end_all(cls) -> None:
-        """Ends what any thread of this process waits for, now and from now on."""
-        for waits in list(cls._all):
-            waits.end()
-
-
-failure_board.interrupted_by(Waits.end_all)
-
-
-@dataclass(frozen=True)
-class _Transfers:
-    works: list[dist.Work]
-
-    def wait(self) -> None:
-        Waits.here().wait(self.works)
+failure_board.interrupted_by(_C.give_up_waits)
 
 
 def _exchange_on_gloo(
-    collective: str, sent: Sequence[torch.Tensor], received: Sequence[torch.Tensor], group: dist.ProcessGroup | None
-) -> _Transfers:
-    """Starts to move sent[p] to each rank p of the group, and what it sends to received[p].
+    collective: str,
+    sent: torch.Tensor,
+    send: Sequence[tuple[int, int]],
+    receive_counts: Sequence[int],
+    group: dist.ProcessGroup | None,
+) -> tuple[torch.Tensor, Waitable]:
+    """Starts to move rows send[p] (first, number) of `sent` to each rank p of the group, and receive_counts[p] rows
+    from it: the rows received, in rank order, and what waits for them.
 
     Args:
         collective: what a TrafficCounter counts it as.
-        sent, received: contiguous; a block without elements is not sent.
     """
     group = group or dist.group.WORLD
-    rank, size = group.rank(), group.size()
-    received[rank].copy_(sent[rank])
-    works = []
-    # Everybody starts with the next rank, so that no rank is everybody's first.
-    with issued_as(collective):
-        for peer in ((rank - step) % size for step in range(1, size)):
-            if received[peer].numel():
-                works.append(group.recv([received[peer]], peer, _TAG))
-        for peer in ((rank + step) % size for step in range(1, size)):
-            if sent[peer].numel():
-                works.append(group.send([sent[peer]], peer, _TAG))
-    return _Transfers(works)
+    received = empty((sum(receive_counts), *sent.shape[1:]), sent.dtype, sent.device)
+    row_bytes = sent[:1].numel() * sent.element_size()
+    count_issued(collective, group, [rows * row_bytes for _, rows in send])
+    exchange = _C.exchange(group, sent.detach(), list(send), received, blocks_of(receive_counts))
+    exchange.begin()
+    return received, exchange
 
 
 def _equal(counts: list[int] | None) -> bool:
@@ -258,11 +184,11 @@ def start_all_to_all_rows(
     """
     _check_counts("all_to_all_rows", send_counts, rows.shape[0], group, "send_counts")
     rows = rows.contiguous()
-    received = empty((sum(receive_counts), *rows.shape[1:]), rows.dtype, rows.device)
     with named_errors("all_to_all_rows", group):
         if _on_gloo(group):
-            blocks = rows.detach().split(send_counts), received.split(receive_counts)
-            return Pending("all_to_all_rows", group, _exchange_on_gloo("all_to_all", *blocks, group), lambda: received)
+            received, work = _exchange_on_gloo("all_to_all", rows, blocks_of(send_counts), receive_counts, group)
+            return Pending("all_to_all_rows", group, work, lambda: received)
+        received = empty((sum(receive_counts), *rows.shape[1:]), rows.dtype, rows.device)
         work = dist.all_to_all_single(received, rows, receive_counts, send_counts, group=group, async_op=True)
     return Pending("all_to_all_rows", group, work, lambda: received)
 
@@ -292,10 +218,11 @@ def start_all_gather_rows(rows: torch.Tensor, counts: list[int] | None, group: d
     if len(counts) != size or counts[rank] != rows.shape[0]:
         raise ValueError(f"all_gather_rows: counts {counts} do not fit rank {rank} of {size} with {rows.shape[0]} rows")
     with named_errors("all_gather_rows", group):
-        gathered = empty((sum(counts), *rows.shape[1:]), rows.dtype, rows.device)
         if _on_gloo(group):
-            work = _exchange_on_gloo("all_gather", [rows.detach()] * size, gathered.split(counts), group)
-        elif _equal(counts):
+            gathered, work = _exchange_on_gloo("all_gather", rows, [(0, rows.shape[0])] * size, counts, group)
+            return Pending("all_gather_rows", group, work, lambda: gathered)
+        gathered = empty((sum(counts), *rows.shape[1:]), rows.dtype, rows.device)
+        if _equal(counts):
             work = dist.all_gather_into_tensor(gathered, rows, group=group, async_op=True)
         else:
             work = dist.all_gather(list(gathered.split(counts)), rows, group=group, async_op=True)
@@ -328,9 +255,8 @@ def start_reduce_scatter_rows(rows: torch.Tensor, counts: list[int] | None, grou
     kept = (counts[rank], *rows.shape[1:])
     with named_errors("reduce_scatter_rows", group):
         if _on_gloo(group):
-            with issued_as("reduce_scatter"):
-                work = start_all_to_all_rows(rows, [counts[rank]] * size, counts, group)
-            return Pending("reduce_scatter_rows", group, work, lambda: sum_in_rank_order(work.wait().view(size, *kept)))
+            parts, work = _exchange_on_gloo("reduce_scatter", rows, blocks_of(counts), [counts[rank]] * size, group)
+            return Pending("reduce_scatter_rows", group, work, lambda: sum_in_rank_order(parts.view(size, *kept)))
         total = empty(kept, rows.dtype, rows.device)
         if _equal(counts):
             work = dist.reduce_scatter_tensor(total, rows, group=group, async_op=True)

@@ -23,9 +23,7 @@ under the same names as the plain ones.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from contextvars import ContextVar
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -94,7 +92,6 @@ class TrafficCounter(TorchDispatchMode):
         if operator not in _COLLECTIVES:
             raise NotImplementedError(f"TrafficCounter has no volume model for the collective {operator}")
         collective, messages_of = _COLLECTIVES[operator]
-        collective = _logical_name.get() or collective
         group = _process_group(arguments)
         self._add(collective, group, messages_of(arguments, group.rank(), group.size()))
 
@@ -167,36 +164,25 @@ class SentBytes:
 
 
 _active: list[TrafficCounter | SentBytes] = []
-_logical_name: ContextVar[str | None] = ContextVar("logical collective", default=None)
-
-
-def issued_as(collective: str) -> AbstractContextManager[None]:
-    """Collectives issued inside the context are counted as `collective`.
-
-    For a collective that is built from another primitive, for example an all_gather of unequal lengths made of an
-    all_to_all: the bytes are those that were really issued, the name says what they were for. The outermost name wins.
-    Without an active TrafficCounter it does nothing.
-    """
-    if not _active or _logical_name.get() is not None:
-        return nullcontext()
-    return _named(collective)
 
 
 def count_sent(collective: str, group: dist.ProcessGroup, bytes_to: Sequence[int]) -> None:
     """Tells the active counters that this rank sends bytes_to[p] bytes to each peer p of `group`."""
-    if _active:
+    _tell(_active, collective, group, bytes_to)
+
+
+def count_issued(collective: str, group: dist.ProcessGroup, bytes_to: Sequence[int]) -> None:
+    """As `count_sent`, of what would be an operator of torch.distributed elsewhere, which SentBytes does not see."""
+    _tell([counter for counter in _active if isinstance(counter, TrafficCounter)], collective, group, bytes_to)
+
+
+def _tell(
+    counters: Sequence[TrafficCounter | SentBytes], collective: str, group: dist.ProcessGroup, bytes_to: Sequence[int]
+) -> None:
+    if counters:
         messages = _to_peers(lambda peer: bytes_to[peer], group.rank(), group.size())
-        for counter in _active:
+        for counter in counters:
             counter._add(collective, group, messages)
-
-
-@contextmanager
-def _named(collective: str) -> Iterator[None]:
-    token = _logical_name.set(collective)
-    try:
-        yield
-    finally:
-        _logical_name.reset(token)
 
 
 # The volume model. Each function takes an operator's arguments by name, this rank and the size of the group, and
