@@ -138,7 +138,7 @@ class _Block:
         self.batch = trace.num_samples // dist.get_world_size()
         self.tokens = settings.tokens or trace.experts.shape[3]
         self.device = device
-        self.block = build_block(_config(dispatcher, settings, trace)).to(device)
+        self.block = build_block(_config(dispatcher, settings, trace))
         for index, layer in enumerate(self.block.layers):
             layer.mlp.experts = _Experts()
             layer.mlp.router.forward = _Router(self, index, layer)

@@ -30,18 +30,18 @@ class MontaDispatcher(Dispatcher):
         return f"{self.pipelining.describe()}, tokens and probabilities in one all-to-all"
 
     def permute(
-        self, tokens: torch.Tensor, probs: torch.Tensor, routing_map: torch.Tensor, **sizes: int | None
+        self, tokens_TH: torch.Tensor, probs_TE: torch.Tensor, routing_map_TE: torch.Tensor, **sizes: int | None
     ) -> tuple[torch.Tensor, Dispatched]:
         """Groups this rank's tokens by chunk and expert, each row with its probability behind it."""
-        row_map, counts = map_rows(routing_map, self.groups, **sizes)
+        row_map, counts = map_rows(routing_map_TE, self.groups, **sizes)
         level, num_chunks = self.pipelining.current
         row_map = row_map.cut(num_chunks)
-        return permute_packed(tokens, probs, row_map), Dispatched(row_map, counts, self.groups, level)
+        return permute_packed(tokens_TH, probs_TE, row_map), Dispatched(row_map, counts, self.groups, level)
 
     def dispatch(
-        self, packed: torch.Tensor, dispatched: Dispatched, prob_dtype: torch.dtype
+        self, packed_RP: torch.Tensor, dispatched: Dispatched, prob_dtype: torch.dtype
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """See Dispatcher; the next pass is pipelined as this one's rows ask for."""
         # host synchronisation: for the counts, which `exchange` then has
         self.pipelining.observe(dispatched.counts.wait())
-        return super().dispatch(packed, dispatched, prob_dtype)
+        return super().dispatch(packed_RP, dispatched, prob_dtype)

@@ -45,26 +45,28 @@ class ParmDispatcher(Dispatcher):
         """Returns what runs, in words, for the line that is logged at start."""
         return self.choice.describe()
 
-    def take_copies(self, tp: ProcessGroup, tokens: torch.Tensor) -> bool:
+    def take_copies(self, tp: ProcessGroup, tokens_TH: torch.Tensor) -> bool:
         """Chooses the schedule for such tokens; returns whether it is S2, where the TP group shares them out."""
-        self.schedule = self.choice.choose(tokens, tp)
+        self.schedule = self.choice.choose(tokens_TH, tp)
         if self.schedule.name != "S1":
             self.copies = TokenCopies.of(tp, self.groups)
         return self.copies is not None
 
     def permute(
-        self, tokens: torch.Tensor, probs: torch.Tensor, routing_map: torch.Tensor, **sizes: int | None
+        self, tokens_TH: torch.Tensor, probs_TE: torch.Tensor, routing_map_TE: torch.Tensor, **sizes: int | None
     ) -> tuple[torch.Tensor, Dispatched]:
         """Groups this rank's tokens by chunk and expert or, under S2, those of the TP group by part and expert."""
         if self.schedule is None:
-            self.schedule = self.choice.choose(tokens, None)
-        row_map, counts = map_rows(routing_map, self.groups, **sizes)
+            self.schedule = self.choice.choose(tokens_TH, None)
+        row_map, counts = map_rows(routing_map_TE, self.groups, **sizes)
         if self.copies is None:
             row_map = row_map.cut(self.schedule.chunks)
-            return permute_packed(tokens, probs, row_map), Dispatched(row_map, counts, self.groups, self.schedule.level)
+            return permute_packed(tokens_TH, probs_TE, row_map), Dispatched(
+                row_map, counts, self.groups, self.schedule.level
+            )
         copies, beyond = self.copies, None
         if not copies.inside:
             beyond = HostCopy(all_gather_rows(row_map.expert_counts, None, copies.group).view(copies.group.size(), -1))
         row_map = row_map.cut(copies.group.size())
-        sharing = Sharing(copies, tokens.size(1) * tokens.element_size(), self.schedule.name != AAS, beyond)
-        return permute_packed(tokens, probs, row_map), Dispatched(row_map, counts, self.groups, None, sharing)
+        sharing = Sharing(copies, tokens_TH.size(1) * tokens_TH.element_size(), self.schedule.name != AAS, beyond)
+        return permute_packed(tokens_TH, probs_TE, row_map), Dispatched(row_map, counts, self.groups, None, sharing)

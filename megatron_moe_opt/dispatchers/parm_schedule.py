@@ -50,7 +50,7 @@ class ScheduleChoice(Protocol):
         """
 
     def describe(self) -> str:
-        """For the line at start."""
+        """Returns what runs, in words, for the line that is logged at start."""
 
 
 def schedule_of(
@@ -74,7 +74,7 @@ class FixedSchedule:
         return ParmSchedule(self.schedule, "O1" if splits_tokens and self.groups.joint_size == 1 else None)
 
     def describe(self) -> str:
-        """For the line at start."""
+        """Returns what runs, in words, for the line that is logged at start."""
         what = "tokens and probabilities in one all-to-all over expert and expert-tensor parallelism"
         split = {"S1": "", "S2": "S2: rows split over TP after the gate; ", AAS: "S2 without overlap; "}
         return split[self.schedule] + what
@@ -128,7 +128,7 @@ class MeasuredSchedule:
         return schedule
 
     def describe(self) -> str:
-        """For the line at start."""
+        """Returns what runs, in words, for the line that is logged at start."""
         left_out = f", S2 left out: {self.drawn_by} is drawn by each TP rank" if self.drawn_by else ""
         return f"schedule chosen from {self.profile}{left_out}"
 

@@ -41,7 +41,7 @@ class Partitioning(Protocol):
         """
 
     def describe(self) -> str:
-        """For the line at start."""
+        """Returns what runs, in words, for the line that is logged at start."""
 
 
 def partitioning_of(options: Options, groups: ExpertGroups, layer: LayerWorkload) -> Partitioning:
@@ -67,7 +67,7 @@ class FixedPartitioning:
         return self._partitions
 
     def describe(self) -> str:
-        """For the line at start."""
+        """Returns what runs, in words, for the line that is logged at start."""
         return str(self._partitions)
 
 
@@ -98,7 +98,7 @@ class MeasuredPartitioning:
         return chosen
 
     def describe(self) -> str:
-        """For the line at start."""
+        """Returns what runs, in words, for the line that is logged at start."""
         counts, strategies, budget = (
             self.options.partition_counts, self.options.memory_strategies, self.options.activation_budget
         )  # fmt: skip

@@ -35,7 +35,7 @@ class Pipelining(Protocol):
         """
 
     def describe(self) -> str:
-        """For the line at start."""
+        """Returns what runs, in words, for the line that is logged at start."""
 
 
 def pipelining_of(options: Options, groups: ExpertGroups, layer: LayerWorkload) -> Pipelining:
@@ -57,10 +57,10 @@ class FixedPipelining:
         self.current = level, num_chunks
 
     def observe(self, counts: torch.Tensor) -> None:
-        """Changes nothing."""
+        """Takes no notice of the pass, as level and chunks are fixed."""
 
     def describe(self) -> str:
-        """For the line at start."""
+        """Returns what runs, in words, for the line that is logged at start."""
         level, num_chunks = self.current
         return f"level {level}" + (f" in {num_chunks} chunks" if num_chunks > 1 else "")
 
@@ -96,7 +96,7 @@ class MeasuredPipelining:
             )
 
     def describe(self) -> str:
-        """For the line at start."""
+        """Returns what runs, in words, for the line that is logged at start."""
         return f"level and chunks chosen from {self.profile}"
 
 

@@ -122,7 +122,7 @@ class MigrationOptions(SharedOptions):
         return None if self.resident_layers == ALL else self.resident_layers
 
     def check(self) -> None:
-        """As SharedOptions.check."""
+        """Refuses, with ConfigurationError, ratios where no expert travels, and auto without a profile."""
         self.auto_needs_profile("domain_sizes")
         for flag, ratio in self.compression.items():
             if not self.experts_may_travel:

@@ -62,7 +62,7 @@ class MontaOptions(SharedOptions):
         return None if self.profile is not None or self.chunks == AUTO else (DEFAULT_CHUNKS,)
 
     def check(self) -> None:
-        """As SharedOptions.check."""
+        """Refuses, with ConfigurationError, a profile where there is nothing to choose, and auto without one."""
         self.auto_needs_profile("monta_level", "chunks")
         if self.profile is not None and len(self.levels) == 1 and self.chunk_counts is not None:
             raise ConfigurationError(

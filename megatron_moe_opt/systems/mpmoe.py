@@ -79,7 +79,7 @@ class MpmoeOptions(SharedOptions):
         return tuple(STRATEGIES) if self.memory_reuse == AUTO else (self.memory_reuse or NONE,)
 
     def check(self) -> None:
-        """As SharedOptions.check."""
+        """Refuses, with ConfigurationError, several numbers of partitions, or auto, without a profile."""
         if isinstance(self.partitions, tuple) and len(self.partitions) > 1:
             self.needs_profile("partitions")
         self.auto_needs_profile("partitions", "memory_reuse")

@@ -49,7 +49,7 @@ class ParmOptions(SharedOptions):
         return self.profile if self.parm_schedule in (None, AUTO) else None
 
     def check(self) -> None:
-        """As SharedOptions.check."""
+        """Refuses, with ConfigurationError, auto without a profile."""
         self.auto_needs_profile("parm_schedule")
 
 

@@ -65,7 +65,7 @@ class Block:
     named: bool = False
     """Made for `device=tensor.device`, and not used yet: on whose side the tensor was, is not known."""
     accesses: list[Access] = field(default_factory=list)
-    recorded: set[int] = field(default_factory=set)
+    recorded: set[Actor] = field(default_factory=set)
 
 
 class Memory:
@@ -122,14 +122,17 @@ class Memory:
 
     def record(self, tensor: torch.Tensor, actor: Actor) -> None:
         """tensor.record_stream: its memory goes back only when what the stream has queued by then is done."""
-        self.block(tensor).recorded.add(actor.number)
+        self.block(tensor).recorded.add(actor)
 
     def _free(self, key: int) -> None:
         block = self._blocks.pop(key)
         del self._watched[key]
         if block.on_host:
             return  # pinned memory waits for the copies that read it
-        latest = {one.actor: one for one in block.accesses if one.actor.number not in {0, *block.recorded}}
+        latest = {one.actor: one for one in block.accesses if one.actor.number != 0}
+        for behind in block.recorded:  # of what a collective does, when the stream has waited for it
+            uses = latest.items()
+            latest = {one: use for one, use in uses if not self.streams.happened(behind, one.number, use.time)}
         if block.owner.foreign:
             self._given_back.setdefault(block.owner.number, []).extend(latest.values())
         else:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import threading
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from megatron.core.tensor_parallel.mappings import (
     reduce_scatter_to_sequence_parallel_region,
 )
 
+from megatron_moe_opt.kernels.extension import load_extension
 from megatron_moe_opt.runtime.engine.collectives import (
     CollectiveError,
     all_gather_rows,
@@ -258,6 +260,32 @@ def received_after_the_sender_let_go():
 
 def test_what_is_sent_is_what_the_tensor_held(ranks):
     assert ranks.run(received_after_the_sender_let_go) == [[3.0], [0.0], [1.0], [2.0]]
+
+
+def given_up():
+    """Rank 0 waits for a collective in which nobody else takes part, until another thread gives it up."""
+    group, returned = dist.new_group(), threading.Event()
+    if dist.get_rank() == 0:
+        extension = load_extension()
+
+        def give_up():
+            while not returned.wait(0.01):
+                extension.give_up_waits()
+
+        thread = threading.Thread(target=give_up)
+        thread.start()
+        try:
+            with pytest.raises(CollectiveError, match="^all_gather_rows on .* failed on rank 0: given up$"):
+                all_gather_rows(torch.ones(2, 3), None, group)
+        finally:
+            returned.set()
+            thread.join()
+    dist.barrier()
+    dist.destroy_process_group(group)
+
+
+def test_what_waits_for_ranks_can_be_given_up(ranks):
+    ranks.run(given_up)
 
 
 def wrong_counts():

@@ -138,10 +138,18 @@ def test_an_op_that_fails_on_a_stream_is_named(monkeypatch):
     def refuse():
         raise RuntimeError("refused")
 
-    executor = on_streams(monkeypatch, Cuda(Device(Queues.MANY)))
+    cuda, said = Cuda(Device(Queues.ONE)), "lane experts: all_gather of chunk 0 failed: refused"
+    executor = on_streams(monkeypatch, cuda)
     failing = Steps((SimpleNamespace(run=refuse),))
-    with pytest.raises(LaneError, match="expert-migration, experts gathered: lane experts: all_gather .* refused"):
+    with pytest.raises(LaneError, match=said):
         executor.start(GATHERED, [failing, failing])
+    # What was left running fails where it is waited for, and so does whoever waits then and later.
+    coded = gathered({0: 2}, is_coded=True)
+    ops = cuda.collective("outer"), SimpleNamespace(run=lambda: None, join=refuse), cuda.collective("inner")
+    running = executor.start(coded, [Steps((action,)) for action in ops])
+    for _ in range(2):
+        with pytest.raises(LaneError, match=said):
+            running.wait()
 
 
 def in_order(monkeypatch, queues, seed, lacks=""):

@@ -199,8 +199,7 @@ def layer_under_test(
     )
     dispatcher, of_variant = split_variant(variant, settings.profile)
     register(options or of_variant)
-    # Megatron moves a model to its device as a whole; a router is made on the host.
-    layer = build_layer(layer_config(settings, variant, ep, permute_fusion)).to(device)
+    layer = build_layer(layer_config(settings, variant, ep, permute_fusion))
     common = layer, tokens.requires_grad_(), output_grad
     if settings.dispatch_only:
         routing_map = torch.zeros(settings.tokens, settings.experts, dtype=torch.bool, device=device)

@@ -23,7 +23,7 @@ def build_layer(config: TransformerConfig) -> MoELayer:
     # A ModuleSpec up to Megatron-Core 0.17, a partial of the class from 0.18 on.
     layer = spec(config) if isinstance(spec, functools.partial) else build_module(spec, config)
     layer.set_layer_number(1)
-    return layer
+    return layer.cuda()  # Megatron makes the router, and the gate of shared experts, on the host
 
 
 def build_block(config: TransformerConfig) -> TransformerBlock:
@@ -32,7 +32,7 @@ def build_block(config: TransformerConfig) -> TransformerBlock:
         pre_mlp_layernorm=WrappedTorchNorm, mlp=_moe_spec(config), mlp_bda=get_bias_dropout_add
     )
     layers = [ModuleSpec(module=TransformerLayer, submodules=submodules)] * config.num_layers
-    return TransformerBlock(config, TransformerBlockSubmodules(layer_specs=layers), post_layer_norm=False)
+    return TransformerBlock(config, TransformerBlockSubmodules(layer_specs=layers), post_layer_norm=False).cuda()
 
 
 def _moe_spec(config: TransformerConfig) -> Any:

@@ -106,7 +106,7 @@ class PartitionSearch:
         return counts[first]
 
     def measured(self, tokens: int, partitions: int, seconds: Sequence[float]) -> None:
-        """What passes took."""
+        """Takes the seconds of passes of `tokens` tokens in so many partitions; later times add to earlier ones."""
         self._times.setdefault(tokens, {}).setdefault(partitions, []).extend(seconds)
 
     def times(self, tokens: int) -> dict[int, list[float]]:

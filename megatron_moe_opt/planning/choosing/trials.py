@@ -116,7 +116,7 @@ class Trials:
 
     @property
     def steps(self) -> int:
-        """That have run."""
+        """How many steps the trials have timed so far."""
         return len(self._seconds)
 
     def record(self, seconds: float) -> None:

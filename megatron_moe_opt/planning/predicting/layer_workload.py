@@ -74,7 +74,7 @@ class LayerWorkload:
 
     @property
     def local_experts(self) -> int:
-        """Experts of this rank."""
+        """How many of the layer's experts each EP rank holds."""
         return self.experts // self.ep
 
     def routed_rows(self, tokens: int) -> int:

@@ -36,7 +36,7 @@ class Prediction:
 
     @property
     def family(self) -> str:
-        """The dispatcher type."""
+        """The dispatcher type of the variant: `monta` of `monta:O3x4`."""
         return self.variant.partition(":")[0]
 
 

@@ -54,7 +54,7 @@ class Table5Row:
 
     @property
     def devices(self) -> int:
-        """J."""
+        """How many GPUs the row was measured on: the paper's J."""
         return 8 * self.nodes
 
     @property
@@ -64,7 +64,7 @@ class Table5Row:
 
     @property
     def reduction(self) -> float:
-        """Of what crosses nodes."""
+        """The part of stock's bytes between nodes that NetMoE saved in the paper."""
         return 1 - self.inter / self.stock_inter
 
 

@@ -69,12 +69,12 @@ class RoutingTrace:
 
     @property
     def num_passes(self) -> int:
-        """P."""
+        """How many forward passes were recorded: P of the shapes."""
         return self.experts.shape[0]
 
     @property
     def num_samples(self) -> int:
-        """I."""
+        """How many samples a pass has, on all ranks together: I of the shapes."""
         return self.experts.shape[2]
 
     def counts(self) -> np.ndarray:
@@ -85,7 +85,7 @@ class RoutingTrace:
         return np.stack(counted).reshape(passes, layers, samples, self.num_experts)
 
     def of_passes(self, begin: int, end: int) -> RoutingTrace:
-        """The passes [begin, end)."""
+        """Returns a trace of the passes from `begin` on, before `end`."""
         part = slice(begin, end)
         return replace(self, experts=self.experts[part], iterations=self.iterations[part], kinds=self.kinds[part])
 

@@ -33,7 +33,7 @@ class StageMemory:
 
     @property
     def total(self) -> float:
-        """MoNTA, eq. 1."""
+        """Bytes of everything that the rank holds (MoNTA, eq. 1)."""
         return self.weights + self.gradients + self.optimizer + self.activations
 
 

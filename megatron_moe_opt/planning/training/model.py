@@ -17,7 +17,7 @@ class Parameters:
 
     @property
     def total(self) -> int:
-        """Both."""
+        """How many parameters the model has, experts among them."""
         return self.dense + self.expert
 
 

@@ -10,7 +10,7 @@ from megatron_moe_opt.topology.layouts import Layout
 
 @dataclass(frozen=True)
 class GpuSpeed:
-    """What one GPU computes."""
+    """How fast one GPU computes: what turns FLOPs of a model into seconds."""
 
     peak_flops: float
     """FLOP/s, dense, of the training dtype, as its maker gives it."""
@@ -20,7 +20,7 @@ class GpuSpeed:
 
 @dataclass(frozen=True)
 class Throughput:
-    """Of one training step."""
+    """What one training step takes, and what that is of what the GPUs could do."""
 
     layer_seconds: float
     """Forward and backward of one MoE layer and micro-batch: compute and exchange."""

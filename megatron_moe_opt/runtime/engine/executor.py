@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NoReturn
 
@@ -17,6 +17,7 @@ from megatron_moe_opt.runtime.engine.recording import Beside, clock, is_recordin
 from megatron_moe_opt.runtime.engine.started import GivenUp, HostQueue, Running, started_queue
 from megatron_moe_opt.runtime.engine.steps import Steps
 from megatron_moe_opt.runtime.job import failure_board
+from megatron_moe_opt.runtime.observed.layer_pass import Instant
 from megatron_moe_opt.runtime.observed.layer_place import place
 from megatron_moe_opt.schedules.schedule import Lane, Schedule
 from megatron_moe_opt.schedules.timeline import Timeline
@@ -141,22 +142,27 @@ def _run_on_thread(
 
 def _issue_on_stream(schedule: Schedule, steps: Sequence[Steps], ops: _Ops, beside: Beside) -> Iterator[None]:
     """Issues what was started on the current stream, in parts that end with a collective under way."""
-    instants, before = [], None
-    for index, (_, _, actions) in enumerate(ops):
+    instants: list[Instant] = []
+    left_running: tuple[int, Any] | None = None
+
+    def attempt(index: int, do: Callable[[], None]) -> None:
         try:
-            for number, action in enumerate(actions):
-                if before is not None:
-                    before.join()
-                if beside and number == 0:
-                    instants.append(clock().now())
-                action.run()
-                before = action
+            do()
         except Exception as error:
             _fail(schedule, steps, index, -1, str(error))
+
+    for index, (_, _, actions) in enumerate(ops):
+        for number, action in enumerate(actions):
+            if left_running is not None:
+                attempt(left_running[0], left_running[1].join)
+            if beside and number == 0:
+                instants.append(clock().now())
+            attempt(index, action.run)
+            left_running = index, action
         if schedule.ops[index].group is not None:
             yield
-    if before is not None:
-        before.join()
+    if left_running is not None:
+        attempt(left_running[0], left_running[1].join)
     if beside:
         beside.note_instants(schedule, [*instants, clock().now()])
 

@@ -169,15 +169,20 @@ class _OnStream:
     def __init__(self, stream: torch.cuda.Stream, parts: Parts) -> None:
         self._stream, self._done = stream, None
         self._parts: Parts | None = parts
-        """None: all is issued, and `_done` is behind it."""
+        """None: all is issued, and `_done` is behind it; or it has failed."""
+        self._failure: BaseException | None = None
 
     def advance(self) -> None:
         """Issues the next part on the queue's stream; behind the last one, an event to wait for."""
         if self._parts is None:
             return
-        with torch.cuda.stream(self._stream), torch.no_grad():
-            for _ in self._parts:
-                return
+        try:
+            with torch.cuda.stream(self._stream), torch.no_grad():
+                for _ in self._parts:
+                    return
+        except BaseException as error:
+            self._parts, self._failure = None, error
+            raise
         self._done, self._parts = self._stream.record_event(), None
 
     def issue_all(self) -> None:
@@ -188,6 +193,8 @@ class _OnStream:
     def wait(self) -> None:
         """Issues all that remains, and lets the current stream wait for it."""
         self.issue_all()
+        if self._failure is not None:
+            raise self._failure
         torch.cuda.current_stream().wait_event(self._done)
 
 
