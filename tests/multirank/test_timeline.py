@@ -147,6 +147,7 @@ def _travelling(sizes, **compression):
     with parallel(ep=4), pytest.MonkeyPatch.context() as patch:
         slow_gathers(patch)  # 20 or 40 ms a level
         layer = layer_under_test(settings, "expert-migration", 4, rank_device(), options=options)
+        layer.recorded_step()  # in which compressed experts are whole: nobody has any of them yet
         step = record_step(layer, 3, rank_device())
     megatron_moe_opt.register()
     return step
