@@ -21,9 +21,11 @@ from megatron_moe_opt.dispatchers.dispatcher import Dispatcher
 from megatron_moe_opt.dispatchers.expert_domains import Choosing
 from megatron_moe_opt.runtime.engine.collectives import all_gather_rows
 from megatron_moe_opt.runtime.engine.host_copy import HostCopy
+from megatron_moe_opt.runtime.rows.expert_exchange import Exchange
 from megatron_moe_opt.runtime.rows.hop_plan import DomainTables
+from megatron_moe_opt.runtime.rows.hop_way import DeviceTables, Hops
 from megatron_moe_opt.runtime.rows.row_facts import RowFacts, experts_of_tokens
-from megatron_moe_opt.runtime.rows.token_hops import DeviceTables, Route, to_experts, to_tokens
+from megatron_moe_opt.runtime.rows.token_hops import Route, to_experts, to_tokens
 from megatron_moe_opt.runtime.travelling_experts.expert_communicator import Lent, MigratedExperts
 from megatron_moe_opt.topology.domain_groups import DomainGroups, domain_groups
 from megatron_moe_opt.topology.domains import ExpertDomains
@@ -51,7 +53,8 @@ class HoppingTokens:
         own = self.dispatcher
         # host synchronisation: for the counts, the only one of a forward pass
         plan = own.tables.plan(self.counts.wait())
-        return Route(own.domain_groups, own.device_tables(self.experts.device), own.tables.levels, plan, self.facts)
+        tables = own.device_tables(self.experts.device)
+        return Route(Exchange(Hops(own.domain_groups, tables, own.tables.levels, self.facts), plan))
 
     @property
     def news(self) -> list[int]:
@@ -134,7 +137,7 @@ class ExpertMigrationDispatcher(Dispatcher):
             self.migrated.fetch(dispatched.news)  # on their way while tokens are
         route = dispatched.route
         rows_NH, probs_N = to_experts(tokens_TH, dispatched.probs, dispatched.experts, route)
-        return rows_NH, route.plan.tokens_per_expert, probs_N
+        return rows_NH, route.exchange.plan.tokens_per_expert, probs_N
 
     def combine(self, rows_NH: torch.Tensor, dispatched: HoppingTokens) -> torch.Tensor:
         """Sums of the expert outputs back on the ranks of their tokens: [R, H] -> [T, H]."""

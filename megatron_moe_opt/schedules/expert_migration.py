@@ -26,7 +26,7 @@ def role(level: int) -> str:
 
 
 def hop_out(sent: Mapping[int, int], levels: int) -> Schedule:
-    """Rows to the domains of each level. Buffers: rows -> copies.LEVEL -> arrived.LEVEL -> copies.NEXT ...
+    """Rows to the domains of each level. Buffers: rows -> copies_LEVEL -> arrived_LEVEL -> copies_NEXT ...
 
     Args:
         sent: for each level at which tokens hop, outermost first, bytes of the copies that this rank makes, its own
@@ -35,13 +35,13 @@ def hop_out(sent: Mapping[int, int], levels: int) -> Schedule:
     """
     stages = []
     for level, size in sent.items():
-        stages.append(Stage(Kind.PERMUTE, Lane.COMPUTE, size, f"copies.{level}"))
-        stages.append(Stage(Kind.ALL_TO_ALL, _lane(level, levels), size, f"arrived.{level}", role(level)))
+        stages.append(Stage(Kind.PERMUTE, Lane.COMPUTE, size, f"copies_{level}"))
+        stages.append(Stage(Kind.ALL_TO_ALL, _lane(level, levels), size, f"arrived_{level}", role(level)))
     return one_by_one(_name("hop out", sent), "rows", stages)
 
 
 def hop_back(received: Mapping[int, int], levels: int) -> Schedule:
-    """Rows back from the domains of each level, and their sum. Buffers: arrived -> copies.LEVEL -> rows.LEVEL -> ...
+    """Rows back from the domains of each level, and their sum. Buffers: arrived -> copies_LEVEL -> rows_LEVEL -> ...
 
     Args:
         received: for each level, innermost first, bytes of the copies of this rank's rows.
@@ -49,8 +49,8 @@ def hop_back(received: Mapping[int, int], levels: int) -> Schedule:
     """
     stages = []
     for level, size in received.items():
-        stages.append(Stage(Kind.ALL_TO_ALL, _lane(level, levels), size, f"copies.{level}", role(level)))
-        stages.append(Stage(Kind.PERMUTE, Lane.COMPUTE, size, f"rows.{level}"))
+        stages.append(Stage(Kind.ALL_TO_ALL, _lane(level, levels), size, f"copies_{level}", role(level)))
+        stages.append(Stage(Kind.PERMUTE, Lane.COMPUTE, size, f"rows_{level}"))
     return one_by_one(_name("hop back", received), "arrived", stages)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch.autograd import Function
@@ -17,20 +17,21 @@ from torch.autograd.function import once_differentiable
 from megatron_moe_opt.kernels import LANE_BYTES, empty
 from megatron_moe_opt.runtime.engine.executor import executor
 from megatron_moe_opt.runtime.engine.steps import Steps
-from megatron_moe_opt.runtime.rows.exchange_plan import ExchangePlan
 from megatron_moe_opt.runtime.rows.linear import linear
 from megatron_moe_opt.runtime.rows.row_layout import RowLayout
 from megatron_moe_opt.runtime.rows.ways import Way
 from megatron_moe_opt.schedules.pipeline import base_name
 from megatron_moe_opt.schedules.schedule import Op, Schedule
 
+Plan = TypeVar("Plan")
+
 
 @dataclass(frozen=True)
-class Exchange:
-    """What goes on which way."""
+class Exchange(Generic[Plan]):
+    """What goes on which way, by a plan of the way's kind."""
 
-    way: Way
-    plan: ExchangePlan
+    way: Way[Plan]
+    plan: Plan
 
     def tensors(
         self, given: dict[str, torch.Tensor], make: Callable[[int], torch.Tensor]

@@ -10,9 +10,7 @@ gradients. Sums are taken in float32 in the order of destinations, and rounded o
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,58 +18,35 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from megatron_moe_opt.kernels import RowMap, build_row_map, empty, sum_packed_rows
-from megatron_moe_opt.runtime.engine import steps
 from megatron_moe_opt.runtime.engine.executor import executor
 from megatron_moe_opt.runtime.engine.started import advance_started
-from megatron_moe_opt.runtime.rows.hop_plan import DomainTables, HopPlan
+from megatron_moe_opt.runtime.rows.expert_exchange import Exchange
+from megatron_moe_opt.runtime.rows.hop_plan import HopPlan
+from megatron_moe_opt.runtime.rows.hop_way import FactSums, Hops, Sums, TokenSums, present
 from megatron_moe_opt.runtime.rows.linear import linear
 from megatron_moe_opt.runtime.rows.row_facts import RowFacts
-from megatron_moe_opt.schedules.expert_migration import hop_back, hop_out
-from megatron_moe_opt.topology.domain_groups import DomainGroups
-
-
-class DeviceTables:
-    """What rows are looked up in, where the rows are; see DomainTables."""
-
-    def __init__(self, tables: DomainTables, device: torch.device) -> None:
-        self.regions = [(tables.region_of_experts(level).to(device), tables.num_regions(level))
-                        for level in tables.levels]  # fmt: skip
-        self.next_domain = [tables.next_domain(level).to(device) for level in tables.levels]
-        self.place_in_domain = tables.place_in_domain.to(device)
-
-    def count(self, experts: torch.Tensor, expert_counts: torch.Tensor) -> torch.Tensor:
-        """This rank's row of the counts that `DomainTables.plan` takes: int64 [num_counts].
-
-        Args:
-            experts: int64 [T, K] of this rank's tokens.
-            expert_counts: int64 [E] rows of each expert.
-        """
-        copies = [_present(region[experts], number).sum(0) for region, number in self.regions]
-        return torch.cat([*copies, expert_counts])
-
-
-def _present(numbers: torch.Tensor, none: int) -> torch.Tensor:
-    """bool [T, none]: whether a row of `numbers`, int64 [T, K], has each number below `none`."""
-    present = torch.zeros(numbers.size(0), none + 1, dtype=torch.bool, device=numbers.device)
-    return present.scatter_(1, numbers, True)[:, :none]
 
 
 @dataclass
 class Route:
     """One forward pass of a layer: who gets how many rows, and, once tokens are on their way, which."""
 
-    groups: DomainGroups
-    tables: DeviceTables
-    levels: tuple[int, ...]
-    """Those at which tokens hop."""
-    plan: HopPlan
-    facts: RowFacts
-    copies: list[RowMap] = field(default_factory=list)
-    """Of each hop, the copies of each row: by destination."""
+    exchange: Exchange[HopPlan]
+    """By way of Hops."""
     held: RowMap | None = None
     """Of the rows that arrived, the rows of each expert held here."""
     pairs: torch.Tensor | None = None
     """int64 [rows of the experts held here]: row that arrived * K + place among its facts."""
+
+    @property
+    def hops(self) -> Hops:
+        """The way."""
+        return self.exchange.way
+
+    @property
+    def facts(self) -> RowFacts:
+        """Of its rows."""
+        return self.hops.facts
 
 
 def to_experts(
@@ -104,16 +79,9 @@ def to_tokens(rows: torch.Tensor, route: Route) -> torch.Tensor:
 
     def there(rows: torch.Tensor) -> torch.Tensor:
         advance_started()  # experts of later layers: they have had the time of this layer's
-        rows = sum_packed_rows(rows.contiguous(), route.facts.hidden, route.held)
-
-        def add(copies: torch.Tensor, row_map: RowMap, summed: torch.Tensor | None) -> None:
-            nonlocal rows
-            rows = sum_packed_rows(copies, route.facts.hidden, row_map)
-            if summed is not None:
-                summed.copy_(rows)
-
-        _hop_back(rows, route, add)
-        return rows
+        sums = TokenSums(route.facts, sum_packed_rows(rows.contiguous(), route.facts.hidden, route.held))
+        _hop_back(sums.tokens, route, sums)
+        return sums.tokens
 
     return linear(rows, there, lambda grad: _select(_hop_out(grad.contiguous(), route), route.held.sources))
 
@@ -136,28 +104,18 @@ class _ToExperts(Function):
         rows = sum_packed_rows(grad_tokens.contiguous(), facts.hidden, route.held)
         probs = grad_probs.new_zeros(rows.size(0) * facts.topk)
         probs[route.pairs] = grad_probs
-        probs = probs.view(-1, facts.topk)
-
-        def add(copies: torch.Tensor, row_map: RowMap, summed: torch.Tensor | None) -> None:
-            nonlocal rows, probs
-            rows = sum_packed_rows(copies, facts.hidden, row_map)
-            # A probability has gone on with one copy only; the others' gradients of it are zero.
-            probs = grad_probs.new_zeros(row_map.num_tokens, facts.topk)
-            probs.index_add_(0, row_map.sources, facts.probs(copies))
-            if summed is not None:
-                facts.pack(rows, probs, packed=summed)
-
-        if route.levels:
-            _hop_back(facts.pack(rows, probs), route, add)
-        return rows, probs, None, None
+        sums = FactSums(facts, rows, probs.view(-1, facts.topk))
+        if route.hops.levels:
+            _hop_back(facts.pack(sums.tokens, sums.probs), route, sums)
+        return sums.tokens, sums.probs, None, None
 
 
 def _find_held(experts: torch.Tensor, route: Route) -> None:
     """Notes which rows that arrived, with `experts` int64 [R, K], go to which of the experts held here."""
-    tables, per_expert = route.tables, route.plan.tokens_per_expert
+    tables, per_expert = route.hops.tables, route.exchange.plan.tokens_per_expert
     topk, device, num_rows = experts.size(1), experts.device, int(per_expert.sum())
     places, held = tables.place_in_domain[experts], per_expert.numel()
-    route.held = build_row_map(_present(places, held), num_out_tokens=num_rows)
+    route.held = build_row_map(present(places, held), num_out_tokens=num_rows)
     fact = torch.zeros(experts.size(0), held + 1, dtype=torch.int64, device=device)
     fact.scatter_(1, places, torch.arange(topk, device=device).expand(experts.shape))
     numbers = torch.arange(held, device=device)
@@ -167,43 +125,28 @@ def _find_held(experts: torch.Tensor, route: Route) -> None:
 
 
 def _hop_out(rows: torch.Tensor, route: Route) -> torch.Tensor:
-    """Copies of rows [R, W] to the domains of each level in turn; the rows that arrive here in the end [N, W].
-
-    The first pass of a route finds the copies of each row by the facts behind it.
-    """
-
-    def copy(hop: int, rows: torch.Tensor, copies: torch.Tensor) -> None:
-        if hop == len(route.copies):
-            experts, number = route.tables.next_domain[hop][route.facts.experts(rows)], len(route.plan.hops[hop].sent)
-            route.copies.append(build_row_map(_present(experts, number), num_out_tokens=copies.size(0)))
-        torch.index_select(rows, 0, route.copies[hop].sources, out=copies)
-
-    bound, sent, like = [], {}, rows
-    for hop, (level, counts) in enumerate(zip(route.levels, route.plan.hops, strict=True)):
-        copies, arrived = _empty(sum(counts.sent), like), _empty(sum(counts.received), like)
-        bound.append(steps.call(partial(copy, hop, rows, copies)))
-        bound.append(steps.all_to_all(copies, counts.sent, arrived, counts.received, route.groups.tokens[level]))
-        rows, sent[level] = arrived, copies.nbytes
-    if bound:
-        executor(like.device).run(hop_out(sent, route.groups.domains.levels), bound)
-    return rows
+    """Copies of rows [R, W] to the domains of each level in turn; the rows that arrive here in the end [N, W]."""
+    way, plan = route.exchange.way, route.exchange.plan
+    schedule = way.dispatch(plan, rows.size(1) * rows.element_size())
+    if not schedule.ops:
+        return rows
+    tensor = route.exchange.tensors({"rows": rows}, lambda number: _empty(number, rows))
+    bound = [way.step_out(op, tensor(op.reads[0], 0), tensor(op.writes[0], 0), plan) for op in schedule.ops]
+    executor(rows.device).run(schedule, bound)
+    return tensor(schedule.ops[-1].writes[0], 0)
 
 
-Add = Callable[[torch.Tensor, RowMap, torch.Tensor | None], None]
-"""Takes the copies [N, W] that have come back, and whose they are, and adds them; into [R, W] where they hop on."""
-
-
-def _hop_back(rows: torch.Tensor, route: Route, add: Add) -> None:
+def _hop_back(rows: torch.Tensor, route: Route, sums: Sums) -> None:
     """What became of the rows that arrived in the end [N, W], to where they came from, level by level."""
-    bound, received, like = [], {}, rows
-    for hop in reversed(range(len(route.levels))):
-        level, counts, row_map = route.levels[hop], route.plan.hops[hop], route.copies[hop]
-        copies, summed = _empty(row_map.num_rows, like), _empty(row_map.num_tokens if hop else 0, like)
-        bound.append(steps.all_to_all(rows, counts.received, copies, counts.sent, route.groups.tokens[level]))
-        bound.append(steps.call(partial(add, copies, row_map, summed if hop else None)))
-        rows, received[level] = summed, copies.nbytes
+    way, plan = route.exchange.way, route.exchange.plan
+    schedule = way.combine(plan, rows.size(1) * rows.element_size())
+    tensor = route.exchange.tensors({"arrived": rows}, lambda number: _empty(number, rows))
+    bound = [
+        way.step_back(op, [tensor(name, 0) for name in op.reads], tensor(op.writes[0], 0), plan, sums)
+        for op in schedule.ops
+    ]
     if bound:
-        executor(like.device).run(hop_back(received, route.groups.domains.levels), bound)
+        executor(rows.device).run(schedule, bound)
 
 
 def _select(rows: torch.Tensor, sources: torch.Tensor) -> torch.Tensor:

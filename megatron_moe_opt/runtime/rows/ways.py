@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from typing import Any, ClassVar, Protocol, TypeVar
 
 import torch
 
@@ -25,38 +25,40 @@ from megatron_moe_opt.schedules import monta, parm
 from megatron_moe_opt.schedules.schedule import Kind, Op, Schedule
 from megatron_moe_opt.topology.expert_groups import ExpertGroups
 
+Plan = TypeVar("Plan", contravariant=True)
 
-class Way(Protocol):
-    """How rows reach the ranks of their experts and come back. A tensor holds the rows of all chunks of a plan."""
+
+class Way(Protocol[Plan]):
+    """How rows reach the ranks of their experts and come back, by a plan of counts that all ranks agree on: of these
+    here an ExchangePlan, of hops (hop_way.py) a HopPlan. A tensor holds the rows of all chunks of a plan.
+    """
 
     @property
-    def groups(self) -> ExpertGroups:
-        """The groups between whose ranks rows move."""
+    def groups(self) -> Any:
+        """The groups between whose ranks rows move: ExpertGroups, or DomainGroups of hops."""
 
     @property
     def lies_in(self) -> Mapping[str, str]:
         """The buffers that are in the memory of another one."""
 
-    def dispatch(self, plan: ExchangePlan, row_bytes: int) -> Schedule:
+    def dispatch(self, plan: Plan, row_bytes: int) -> Schedule:
         """The schedule of rows to their experts, chunk by chunk."""
 
-    def combine(self, plan: ExchangePlan, row_bytes: int) -> Schedule:
+    def combine(self, plan: Plan, row_bytes: int) -> Schedule:
         """The schedule of rows back to their sources."""
 
-    def num_rows(self, buffer: str, plan: ExchangePlan, chunk: int) -> int:
+    def num_rows(self, buffer: str, plan: Plan, chunk: int) -> int:
         """Rows that a buffer has to hold; of `parts`, for one chunk."""
 
-    def step_out(self, op: Op, rows: torch.Tensor, arrived: torch.Tensor, plan: ExchangePlan) -> Steps:
-        """What a collective does on the way to the experts."""
+    def step_out(self, op: Op, rows: torch.Tensor, arrived: torch.Tensor, plan: Plan) -> Steps:
+        """What an op does on the way to the experts, but the one that sorts by expert."""
 
-    def step_back(
-        self, op: Op, reads: Sequence[torch.Tensor], written: torch.Tensor, plan: ExchangePlan, layout: RowLayout
-    ) -> Steps:
+    def step_back(self, op: Op, reads: Sequence[torch.Tensor], written: torch.Tensor, plan: Plan, layout: Any) -> Steps:
         """What any op does on the way back, but the one that sorts by source.
 
         Args:
             reads: the tensors behind `op.reads`.
-            layout: of the rows, part of which is summed.
+            layout: of the rows, part of which is summed: a RowLayout; of hops, what takes their sums.
         """
 
 
