@@ -145,4 +145,4 @@ def test_the_timeout_of_the_run_is_that_of_travelling_experts(doomed_ranks):
         doomed_ranks.run(waits_for_experts, seconds=3, timeout_s=120)
     assert [rank for rank, *_ in caught.value.errors] == [0, 1, 2]
     for _, kind, message in caught.value.errors:
-        assert kind == "CollectiveError" and "group expert migration: experts, level 0" in message
+        assert kind == "LaneError" and "group expert migration: experts, level 0" in message

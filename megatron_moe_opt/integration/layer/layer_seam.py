@@ -57,8 +57,8 @@ class LayerSeam:
         Raises:
             ConfigurationError: see `stock`.
         """
-        self.stock(slot)
         if function is None:
             self.layer.__dict__.pop(slot.value, None)
-        else:
-            setattr(self.layer, slot.value, function)
+            return
+        self.stock(slot)  # nothing is put where Megatron would not call it
+        setattr(self.layer, slot.value, function)
