@@ -31,7 +31,7 @@ from megatron_moe_opt.integration.checks import (
     is_upcycled,
 )
 from megatron_moe_opt.integration.layer.layer_passes import name_passes
-from megatron_moe_opt.integration.layer.layer_seam import Slot
+from megatron_moe_opt.integration.layer.layer_seam import LayerSlot
 from megatron_moe_opt.integration.layer.netmoe_layer import wrap_transformer_block
 from megatron_moe_opt.integration.layer.ordered_experts import FLAG as EXPERT_ORDER
 from megatron_moe_opt.integration.layer.ordered_experts import keep_expert_order
@@ -80,7 +80,11 @@ def register(options: Options | None = None, refuse_unread: bool = False) -> Non
     if hasattr(TransformerConfig.__post_init__, "_moe_opt"):
         return  # registered already: only the options were new
     stock = _stock_names(TransformerConfig)
-    for owner, method in ((TransformerConfig, "__post_init__"), (MoELayer, "__init__"), (MoELayer, Slot.EXPERTS.value)):
+    for owner, method in (
+        (TransformerConfig, "__post_init__"),
+        (MoELayer, "__init__"),
+        (MoELayer, LayerSlot.EXPERTS.value),
+    ):
         if not isinstance(owner.__dict__.get(method), types.FunctionType):
             raise seam_moved(f"{owner.__name__}.{method} is not a plain method")
     _widen_annotation(TransformerConfig, stock)

@@ -8,7 +8,7 @@ from typing import Any
 
 from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.integration.layer.configured_workload import layer_workload
-from megatron_moe_opt.integration.layer.layer_seam import LayerSeam, Slot
+from megatron_moe_opt.integration.layer.layer_seam import LayerSeam, LayerSlot
 from megatron_moe_opt.options import Options
 from megatron_moe_opt.planning.predicting.layer_workload import LayerWorkload
 from megatron_moe_opt.planning.predicting.prediction import ALLTOALL
@@ -45,7 +45,7 @@ class PlannedLayer:
             if options.experts_may_travel:
                 common["resident_layers"] = ours.resident_layers
             self._plug(layer, name, dataclasses.replace(options, **common))
-            self._built[variant] = layer.token_dispatcher, LayerSeam(layer).get(Slot.EXPERTS)
+            self._built[variant] = layer.token_dispatcher, LayerSeam(layer).get(LayerSlot.EXPERTS)
         self._restore(variant)
 
     def keep(self, variants: Iterable[str]) -> bool:
@@ -75,7 +75,7 @@ class PlannedLayer:
 
     def _restore(self, variant: str) -> None:
         self.layer.token_dispatcher, compute = self._built[variant]
-        LayerSeam(self.layer).put(Slot.EXPERTS, compute)
+        LayerSeam(self.layer).put(LayerSlot.EXPERTS, compute)
         self.current = variant
 
     def _see_tokens(self, layer: Any, inputs: tuple[Any, ...]) -> None:

@@ -22,7 +22,7 @@ from megatron_moe_opt.dispatchers.expert_migration import ExpertMigrationDispatc
 from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.integration.layer.configured_workload import layer_workload
 from megatron_moe_opt.integration.layer.experts_of_owners import call_experts
-from megatron_moe_opt.integration.layer.layer_seam import LayerSeam, Slot
+from megatron_moe_opt.integration.layer.layer_seam import LayerSeam, LayerSlot
 from megatron_moe_opt.integration.optimizer_step import after_optimizer_step, before_optimizer_step, forget
 from megatron_moe_opt.options import Options
 from megatron_moe_opt.runtime.engine.recomputation import is_recomputing
@@ -124,7 +124,9 @@ def migrate_experts(layer: Any, options: Options) -> None:
     dispatcher.take_experts(migrate)
     if options.experts_may_travel:
         seam, watched = LayerSeam(layer), _WatchedExperts(layer, hooks)
-        seam.put(Slot.EXPERTS, functools.partial(_compute, weakref.proxy(layer), seam.stock(Slot.EXPERTS), watched))
+        seam.put(
+            LayerSlot.EXPERTS, functools.partial(_compute, weakref.proxy(layer), seam.stock(LayerSlot.EXPERTS), watched)
+        )
 
 
 def _expert_of(name: str) -> int | None:

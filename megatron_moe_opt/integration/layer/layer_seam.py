@@ -12,7 +12,7 @@ from typing import Any
 from megatron_moe_opt.integration.seams import seam_moved
 
 
-class Slot(Enum):
+class LayerSlot(Enum):
     """A method of MoELayer."""
 
     FORWARD = "forward"
@@ -23,7 +23,7 @@ class Slot(Enum):
     POSTPROCESS = "postprocess"
 
 
-_PARAMETERS = {Slot.EXPERTS: ["self", "hidden_states", "probs"]}
+_PARAMETERS = {LayerSlot.EXPERTS: ["self", "hidden_states", "probs"]}
 """Of methods that are replaced, and not only wrapped."""
 
 
@@ -33,7 +33,7 @@ class LayerSeam:
 
     layer: Any
 
-    def stock(self, slot: Slot) -> Callable[..., Any]:
+    def stock(self, slot: LayerSlot) -> Callable[..., Any]:
         """Megatron's own method, to be called with the layer.
 
         Raises:
@@ -47,11 +47,11 @@ class LayerSeam:
             raise seam_moved(f"MoELayer.{slot.value} does not take {', '.join(_PARAMETERS[slot][1:])}")
         return method
 
-    def get(self, slot: Slot) -> Callable[..., Any] | None:
+    def get(self, slot: LayerSlot) -> Callable[..., Any] | None:
         """What was put there; None: the layer has Megatron's own."""
         return self.layer.__dict__.get(slot.value)
 
-    def put(self, slot: Slot, function: Callable[..., Any] | None) -> None:
+    def put(self, slot: LayerSlot, function: Callable[..., Any] | None) -> None:
         """Has the layer call `function`, without the layer as an argument; None: Megatron's own again.
 
         Raises:

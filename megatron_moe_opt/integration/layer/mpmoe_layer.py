@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from megatron_moe_opt.integration.layer.layer_seam import LayerSeam, Slot
+from megatron_moe_opt.integration.layer.layer_seam import LayerSeam, LayerSlot
 from megatron_moe_opt.options import Options
 from megatron_moe_opt.runtime.through_experts.expert_call import Experts
 
@@ -29,7 +29,7 @@ def pipeline_experts(layer: Any, options: Options) -> None:
         experts.constants = tuple(tensor for tensor in tensors if not tensor.requires_grad)
         return plugged.dispatcher.through_experts(hidden_states, plugged.dispatched, experts), None
 
-    LayerSeam(layer).put(Slot.EXPERTS, routed_experts_compute)
+    LayerSeam(layer).put(LayerSlot.EXPERTS, routed_experts_compute)
 
 
 def _runner(layer: Any) -> Any:

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from megatron_moe_opt.errors import ConfigurationError
-from megatron_moe_opt.integration.layer.layer_seam import LayerSeam, Slot
+from megatron_moe_opt.integration.layer.layer_seam import LayerSeam, LayerSlot
 
 
 def holds_replicated_tokens(config: Any) -> bool:
@@ -66,7 +66,7 @@ def take_replicated_tokens(layer: Any) -> None:
     one may take its place between optimizer steps, and go the other way.
     """
     seam, group = LayerSeam(layer), layer.tp_group
-    stock_forward = functools.partial(seam.stock(Slot.FORWARD), layer)
+    stock_forward = functools.partial(seam.stock(LayerSlot.FORWARD), layer)
     edge: _Edge | None = None
 
     def forward(hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -80,7 +80,7 @@ def take_replicated_tokens(layer: Any) -> None:
             output, bias = stock_forward(_split(hidden_states, group))
         return _gather(output, group), bias
 
-    seam.put(Slot.FORWARD, forward)
+    seam.put(LayerSlot.FORWARD, forward)
 
 
 class _Edge:

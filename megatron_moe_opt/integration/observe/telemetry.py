@@ -16,13 +16,13 @@ from typing import Any
 import torch
 
 from megatron_moe_opt.integration.layer.layer_passes import number_of, on_gradient
-from megatron_moe_opt.integration.layer.layer_seam import LayerSeam, Slot
+from megatron_moe_opt.integration.layer.layer_seam import LayerSeam, LayerSlot
 from megatron_moe_opt.integration.observe.stock_traffic import StockTraffic
 from megatron_moe_opt.kernels.count_tokens import count_routing_map
 from megatron_moe_opt.runtime.engine.recomputation import is_recomputing
 from megatron_moe_opt.runtime.observed.layer_pass import DeviceClock, Direction, HostClock, LayerPass, Samples
 
-STAGES = (Slot.PREPROCESS, Slot.DISPATCH, Slot.COMBINE, Slot.POSTPROCESS)
+STAGES = (LayerSlot.PREPROCESS, LayerSlot.DISPATCH, LayerSlot.COMBINE, LayerSlot.POSTPROCESS)
 """The slots around the experts, in the order in which a forward pass goes through them."""
 
 
@@ -80,7 +80,7 @@ class _Stages:
         self._abandon()
         observed = self._next_pass(routing_map)
         if observed is None:
-            return self._stock[Slot.PREPROCESS](self._layer, hidden_states, probs, routing_map)
+            return self._stock[LayerSlot.PREPROCESS](self._layer, hidden_states, probs, routing_map)
         last = next((tensor for tensor in (probs, hidden_states) if tensor.requires_grad), None)
         if last is not None:
             last.register_hook(functools.partial(self._end_backward, observed))
@@ -91,7 +91,7 @@ class _Stages:
             observed.forward.is_counted = observed.backward.is_counted = False
         observed.forward.sent.start()
         observed.forward.begin = self._now()
-        return self._stock[Slot.PREPROCESS](self._layer, hidden_states, probs, routing_map)
+        return self._stock[LayerSlot.PREPROCESS](self._layer, hidden_states, probs, routing_map)
 
     def dispatch(self, hidden_states: torch.Tensor, probs: torch.Tensor) -> Any:
         """Runs stock's step that sends rows to their experts, and notes when it begins."""
@@ -102,15 +102,15 @@ class _Stages:
                 self._traffic.note_dispatched(hidden_states, probs)
             self._watch_experts(observed, observed.forward)
             observed.forward.exchange_begin = self._now()
-        return self._stock[Slot.DISPATCH](self._layer, hidden_states, probs)
+        return self._stock[LayerSlot.DISPATCH](self._layer, hidden_states, probs)
 
     def combine(self, output: torch.Tensor) -> torch.Tensor:
         """Runs stock's step that sends rows back, and notes when it ends and what was sent."""
         observed = self._observed
         if observed is None:
-            return self._stock[Slot.COMBINE](self._layer, output)
+            return self._stock[LayerSlot.COMBINE](self._layer, output)
         self._leave_experts()
-        result = self._stock[Slot.COMBINE](self._layer, output)
+        result = self._stock[LayerSlot.COMBINE](self._layer, output)
         observed.forward.exchange_end = self._now()
         on_gradient(result, functools.partial(self._mark, observed.backward, "exchange_begin"))
         if self._traffic is not None:
@@ -121,7 +121,7 @@ class _Stages:
 
     def postprocess(self, output: torch.Tensor, shared_expert_output: torch.Tensor | None) -> torch.Tensor:
         """Runs stock's step that sums each token's rows; a pass that is observed ends here."""
-        result = self._stock[Slot.POSTPROCESS](self._layer, output, shared_expert_output)
+        result = self._stock[LayerSlot.POSTPROCESS](self._layer, output, shared_expert_output)
         observed, self._observed = self._observed, None
         if observed is not None:
             observed.forward.end = self._now()

@@ -1,7 +1,7 @@
 """Collectives on the rows (first dimension) of a tensor, with unequal row counts, over NCCL or Gloo.
 
 Pure torch.distributed: no autograd and no Megatron in here. Every function exists twice: `start_<op>` issues the
-communication and returns a `Pending` whose `wait()` gives the result, `<op>` waits at once.
+communication and returns a `PendingRows` whose `wait()` gives the result, `<op>` waits at once.
 
 Order of sums. NCCL keeps its own order. On Gloo, which has no reduce-scatter with unequal counts, each rank gets its
 rows from every peer and adds them in rank order 0..n-1 (half precision in float32): the result depends on nothing but
@@ -102,7 +102,7 @@ def _group_name(group: dist.ProcessGroup | None) -> str:
 
 
 @dataclass
-class Pending:
+class PendingRows:
     """A collective under way. `wait()` may be called again: later calls return the same tensor."""
 
     op: str
@@ -170,7 +170,7 @@ def _check_counts(op: str, counts: list[int], rows: int, group: dist.ProcessGrou
 
 def start_all_to_all_rows(
     rows: torch.Tensor, receive_counts: list[int], send_counts: list[int], group: dist.ProcessGroup | None
-) -> Pending:
+) -> PendingRows:
     """Send consecutive blocks of rows to the ranks of the group and receive theirs, in rank order.
 
     Args:
@@ -180,17 +180,17 @@ def start_all_to_all_rows(
         group: the process group; None is the default group.
 
     Returns:
-        A Pending of [sum(receive_counts), ...], the blocks in rank order.
+        A PendingRows of [sum(receive_counts), ...], the blocks in rank order.
     """
     _check_counts("all_to_all_rows", send_counts, rows.shape[0], group, "send_counts")
     rows = rows.contiguous()
     with named_errors("all_to_all_rows", group):
         if _on_gloo(group):
             received, work = _exchange_on_gloo("all_to_all", rows, blocks_of(send_counts), receive_counts, group)
-            return Pending("all_to_all_rows", group, work, lambda: received)
+            return PendingRows("all_to_all_rows", group, work, lambda: received)
         received = empty((sum(receive_counts), *rows.shape[1:]), rows.dtype, rows.device)
         work = dist.all_to_all_single(received, rows, receive_counts, send_counts, group=group, async_op=True)
-    return Pending("all_to_all_rows", group, work, lambda: received)
+    return PendingRows("all_to_all_rows", group, work, lambda: received)
 
 
 def all_to_all_rows(
@@ -200,7 +200,7 @@ def all_to_all_rows(
     return start_all_to_all_rows(rows, receive_counts, send_counts, group).wait()
 
 
-def start_all_gather_rows(rows: torch.Tensor, counts: list[int] | None, group: dist.ProcessGroup | None) -> Pending:
+def start_all_gather_rows(rows: torch.Tensor, counts: list[int] | None, group: dist.ProcessGroup | None) -> PendingRows:
     """Collect the rows of all ranks of the group, in rank order.
 
     Args:
@@ -209,7 +209,7 @@ def start_all_gather_rows(rows: torch.Tensor, counts: list[int] | None, group: d
         group: the process group; None is the default group.
 
     Returns:
-        A Pending of [sum(counts), ...].
+        A PendingRows of [sum(counts), ...].
     """
     size, rank = dist.get_world_size(group), dist.get_rank(group)
     rows = rows.contiguous()
@@ -220,13 +220,13 @@ def start_all_gather_rows(rows: torch.Tensor, counts: list[int] | None, group: d
     with named_errors("all_gather_rows", group):
         if _on_gloo(group):
             gathered, work = _exchange_on_gloo("all_gather", rows, [(0, rows.shape[0])] * size, counts, group)
-            return Pending("all_gather_rows", group, work, lambda: gathered)
+            return PendingRows("all_gather_rows", group, work, lambda: gathered)
         gathered = empty((sum(counts), *rows.shape[1:]), rows.dtype, rows.device)
         if _equal(counts):
             work = dist.all_gather_into_tensor(gathered, rows, group=group, async_op=True)
         else:
             work = dist.all_gather(list(gathered.split(counts)), rows, group=group, async_op=True)
-    return Pending("all_gather_rows", group, work, lambda: gathered)
+    return PendingRows("all_gather_rows", group, work, lambda: gathered)
 
 
 def all_gather_rows(rows: torch.Tensor, counts: list[int] | None, group: dist.ProcessGroup | None) -> torch.Tensor:
@@ -234,7 +234,9 @@ def all_gather_rows(rows: torch.Tensor, counts: list[int] | None, group: dist.Pr
     return start_all_gather_rows(rows, counts, group).wait()
 
 
-def start_reduce_scatter_rows(rows: torch.Tensor, counts: list[int] | None, group: dist.ProcessGroup | None) -> Pending:
+def start_reduce_scatter_rows(
+    rows: torch.Tensor, counts: list[int] | None, group: dist.ProcessGroup | None
+) -> PendingRows:
     """Sum the tensors of all ranks of the group and keep this rank's block of rows.
 
     Args:
@@ -243,7 +245,7 @@ def start_reduce_scatter_rows(rows: torch.Tensor, counts: list[int] | None, grou
         group: the process group; None is the default group.
 
     Returns:
-        A Pending of [counts[rank], ...].
+        A PendingRows of [counts[rank], ...].
     """
     size, rank = dist.get_world_size(group), dist.get_rank(group)
     rows = rows.contiguous()
@@ -256,13 +258,13 @@ def start_reduce_scatter_rows(rows: torch.Tensor, counts: list[int] | None, grou
     with named_errors("reduce_scatter_rows", group):
         if _on_gloo(group):
             parts, work = _exchange_on_gloo("reduce_scatter", rows, blocks_of(counts), [counts[rank]] * size, group)
-            return Pending("reduce_scatter_rows", group, work, lambda: sum_in_rank_order(parts.view(size, *kept)))
+            return PendingRows("reduce_scatter_rows", group, work, lambda: sum_in_rank_order(parts.view(size, *kept)))
         total = empty(kept, rows.dtype, rows.device)
         if _equal(counts):
             work = dist.reduce_scatter_tensor(total, rows, group=group, async_op=True)
         else:
             work = dist.reduce_scatter(total, list(rows.split(counts)), group=group, async_op=True)
-    return Pending("reduce_scatter_rows", group, work, lambda: total)
+    return PendingRows("reduce_scatter_rows", group, work, lambda: total)
 
 
 def reduce_scatter_rows(rows: torch.Tensor, counts: list[int] | None, group: dist.ProcessGroup | None) -> torch.Tensor:
