@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import sys
 import types
 from pathlib import Path
 from typing import Any
@@ -25,6 +24,7 @@ import torch
 from torch.distributed import ProcessGroup
 
 from megatron_moe_opt.errors import ConfigurationError
+from megatron_moe_opt.integration.training_arguments import training_arguments
 from megatron_moe_opt.planning.offline.expert_order import order_of_layer, read_expert_order
 from megatron_moe_opt.runtime.engine.collectives import all_to_all_rows
 from megatron_moe_opt.systems.system import PREFIX
@@ -61,7 +61,7 @@ def check_expert_order(config: Any, path: Path) -> None:
     ):
         if given:
             raise ConfigurationError(f"{FLAG} {path} does not work with {flag}: drop one of the two")
-    arguments = getattr(sys.modules.get("megatron.training.global_vars"), "_GLOBAL_ARGS", None)
+    arguments = training_arguments()
     if arguments is not None:
         _check_checkpoints(arguments, path)
 
