@@ -104,7 +104,7 @@ class CompressedGradients:
         self._kept: dict[dist.ProcessGroup, torch.Tensor] = {}
         """float32 [peers, owners, numel] of each level: what has not been sent."""
         self._deferred: tuple[torch.Tensor, int] | None = None
-        """float32 [owners, numel] for this rank at the innermost level, of which nothing is sent, and its place there."""
+        """float32 [owners, numel] for this rank at the innermost level, and its place there: nothing of it is sent."""
 
     def defer(self, parts: torch.Tensor, own: int, group: dist.ProcessGroup) -> None:
         """As WholeGradients.defer. What is for peers waits with what was not sent to them, in the same memory."""
