@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import math
 from contextlib import contextmanager
-from itertools import count
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,8 +12,6 @@ import pytest
 from megatron_moe_opt.integration.auto.own_profile import FILE_NAME
 from megatron_moe_opt.options import Options
 from megatron_moe_opt.planning.costs.cluster import Cluster
-from megatron_moe_opt.planning.predicting.simulator import simulate
-from tests.ranks.devices import rank_device
 
 STEPS = 4  # one to look, and three of trials
 SMALL = (4096, 16384)
