@@ -23,6 +23,14 @@ class DType(str, Enum):
     bf16 = "bf16"
 
 
+class Recompute(str, Enum):
+    """What backward makes again: the keys of planning.training.memory.RECOMPUTE."""
+
+    none = "none"
+    selective = "selective"
+    full = "full"
+
+
 def torch_dtype(name: str) -> torch.dtype:
     """Returns PyTorch's type for the DType of this name."""
     import torch
