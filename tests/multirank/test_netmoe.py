@@ -174,9 +174,7 @@ CASES = {
     "ep4-shared-seq-aux-z": {"layout": EP4, "settings": SHARED | SEQ_AUX | RECOMPUTE_MOE} | O3,
     "ep2-dp2-global-aux": {"layout": EP2, "settings": GLOBAL_AUX, "micro_batch": 3},
     "tp2-ep4-shared-seq-aux-z": {"layout": TP2_EP4, "settings": SHARED | SEQ_AUX | RECOMPUTE_ALL},
-    "tp2-ep4-micro1-hot": {"layout": TP2_EP4, "settings": {}, "micro_batch": 1, "bias": HOT},
     "tp2-ep2-etp2-shared": {"layout": TP2_EP2_ETP2, "settings": SHARED, "bias": SKEWED} | O3,
-    "ep2-etp2": {"layout": ETP2, "settings": {}, "micro_batch": 1} | O2,
     "ep2-pp2": {
         "layout": {"ep": 2, "pp": 2},
         "settings": RECOMPUTE_ALL | {"recompute_num_layers": 1},
@@ -184,7 +182,7 @@ CASES = {
     },
     "ep4-expert-bias": {"layout": EP4, "settings": BIAS, "steps": 3},
     "ep4-shared-uneven": {"layout": EP4, "settings": SHARED | SEQ_AUX, "sizes": (UNEVEN, EVEN, UNEVEN)} | O2,
-    "ep2-etp2-shared-uneven": {"layout": ETP2, "settings": SHARED, "sizes": (EVEN, UNEVEN)},
+    "ep2-etp2-shared-uneven": {"layout": ETP2, "settings": SHARED, "sizes": (EVEN, UNEVEN)} | O2,
     "ep4-solver": {"layout": EP4, "settings": {}, "micro_batch": 4, "bias": None, "solver": True, "steps": 2},
 }
 
