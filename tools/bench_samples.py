@@ -19,11 +19,12 @@ from rich.console import Console
 
 from megatron_moe_opt import register
 from megatron_moe_opt.cli.console import report_console, say, table_of
-from megatron_moe_opt.cli.layer.settings import BASELINE, LayerSettings
 from megatron_moe_opt.cli.main import main
-from megatron_moe_opt.cli.option_types import DType, torch_dtype
-from megatron_moe_opt.cli.ranks import begin, megatron_process_group, parallel_layer, slowest, timed
+from megatron_moe_opt.cli.option_types import DType
+from megatron_moe_opt.cli.ranks import begin, megatron_process_group, parallel_layer
 from megatron_moe_opt.errors import ConfigurationError
+from megatron_moe_opt.integration.measuring.layer_settings import BASELINE, LayerSettings, torch_dtype
+from megatron_moe_opt.integration.measuring.timing import slowest, timed
 from megatron_moe_opt.output_file import check_output_file, write_text_whole
 from megatron_moe_opt.planning.offline.expert_order import stock_devices
 from megatron_moe_opt.planning.traces.routing_replay import decided_share
@@ -198,14 +199,14 @@ class _Experts(torch.nn.Module):
 
     def forward(self, tokens: torch.Tensor, counts: torch.Tensor, probs: torch.Tensor) -> tuple[torch.Tensor, None]:
         """Returns the tokens; the probabilities get gradients of ones."""
-        from megatron_moe_opt.cli.layer.under_test import ReturnTokens
+        from megatron_moe_opt.integration.measuring.under_test import ReturnTokens
 
         return ReturnTokens.apply(tokens, probs), None
 
 
 def _config(dispatcher: str, settings: SampleSettings, trace: RoutingTrace) -> Any:
     """Returns Megatron's configuration of all layers, which have neither attention nor experts of a size."""
-    from megatron_moe_opt.cli.layer.under_test import layer_config
+    from megatron_moe_opt.integration.measuring.under_test import layer_config
 
     _, layers, _, length, topk = trace.experts.shape
     layer = LayerSettings((dispatcher,), length, settings.hidden, 1, trace.num_experts, topk, dtype=settings.dtype)

@@ -430,7 +430,8 @@ def test_a_moved_seam_is_refused():
 @pytest.mark.parametrize(
     ("options", "name", "sentence"),
     [
-        (Options(), "auto", "auto needs measurements or a plan: give --moe-opt-profile"),
+        (Options(profile=Path("c.json"), profile_seconds=5), "auto",
+         "--moe-opt-profile-seconds 5 is for an auto that measures the cluster itself, and --moe-opt-profile c.json"),
         (Options(profile=Path("c.json"), plan=Path("p.json")), "auto",
          "--moe-opt-profile c.json or runs what --moe-opt-plan p.json says: drop one of the two"),
         (Options(profile=Path("c.json"), domain_sizes=(2,), compression_ratio=25.0), "auto",
@@ -442,7 +443,7 @@ def test_a_moved_seam_is_refused():
         (Options(plan=Path("p.json")), "alltoall", "plan p.json is for --moe-token-dispatcher-type auto, not alltoall"),
     ],
 )  # fmt: skip
-def test_auto_needs_something_to_plan_by_and_is_never_lossy(options, name, sentence):
+def test_auto_plans_by_one_thing_and_is_never_lossy(options, name, sentence):
     megatron_moe_opt.register(options)
     try:
         refusal(sentence, name=name)
