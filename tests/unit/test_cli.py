@@ -87,12 +87,14 @@ def _run(monkeypatch, *arguments, world=1, commands=app):
         (
             "--dispatchers alltoall:O2x4",
             1,
-            "--dispatchers alltoall:O2x4: only monta, parm, mpmoe, expert-migration have variants; write alltoall",
+            "--dispatchers alltoall:O2x4: only monta, parm, netmoe, mpmoe, expert-migration have variants; "
+            "write alltoall",
         ),
         (
             "--dispatchers deepspeed:auto",
             1,
-            "--dispatchers deepspeed:auto: only monta, parm, mpmoe, expert-migration have variants; write deepspeed",
+            "--dispatchers deepspeed:auto: only monta, parm, netmoe, mpmoe, expert-migration have variants; "
+            "write deepspeed",
         ),
         (
             "--dispatchers parm:O3",

@@ -218,7 +218,7 @@ def test_what_does_not_fit_is_not_advised(run, tmp_path):
             r"Use \S+: MoE layers 1\.[0-9]+ times as fast as with stock alltoall, [0-9]+% more",
         ),
         (
-            "--world 8 --ep 8",
+            "--world 64 --ep 8 --cluster h100-ib400",
             r"Use mpmoe:\S+: the fastest of what fits; stock alltoall needs [0-9.]+ GiB. A MoE layer is",
         ),
         ("--world 8 --ep 1 --layers 4", "Stay with stock alltoall: nothing is predicted to take less than 97% of its"),
