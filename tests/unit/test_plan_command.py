@@ -337,6 +337,17 @@ def test_the_lanes_of_every_system_are_drawn(run, tmp_path, variant):
     assert ("reduce_scatter" in kinds) == (variant in ("monta:O3x4", "expert-migration:2x1"))
 
 
+def test_several_are_drawn_one_under_the_other(run, tmp_path):
+    trace, picture = tmp_path / "trace.json", tmp_path / "lanes.svg"
+    of_layer = "--cluster h100-ib400 --world 16 --ep 16 --experts 16"
+    _, output, _ = run(MIXTRAL, of_layer, f"--draw alltoall,mpmoe:4 --trace {trace} --png {picture} --all")
+    shown, drawn = tables(output), picture.read_text()
+    assert {"alltoall", "mpmoe:4"} < shown.keys()
+    for variant in ("alltoall", "mpmoe:4"):
+        assert f"<!-- {variant}, {float(shown[CANDIDATES][variant][0]):.4g} ms -->" in drawn
+        assert f'"{variant}"' in trace.read_text()
+
+
 def test_the_chosen_is_drawn_where_none_is_named(run, tmp_path):
     _, output, _ = run(MIXTRAL, "--cluster h100-ib400 --world 16 --ep 8", f"--trace {tmp_path}/trace.json")
     shown = tables(output)

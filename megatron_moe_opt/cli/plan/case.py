@@ -68,10 +68,8 @@ class Case:
         """The systems that have candidates, the fastest first."""
         return list(dict.fromkeys(one.family for one in self.candidates))
 
-    def candidate(self, variant: str | None) -> Prediction:
-        """Returns the candidate of this name; None: the chosen. Raises ConfigurationError where there is none."""
-        if variant is None:
-            return self.chosen
+    def candidate(self, variant: str) -> Prediction:
+        """Returns the candidate of this name. Raises ConfigurationError where there is none."""
         reasons = {one.variant: one.reason for one in self.refused}
         why = reasons.get(variant) or reasons.get(variant.partition(":")[0]) or "write it as the table of --all does"
         for one in self.candidates:

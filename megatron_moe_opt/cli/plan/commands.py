@@ -127,7 +127,9 @@ def plan(
     png: Annotated[Path | None, typer.Option(help="Draw the planned lanes (.png, .svg or .pdf).")] = None,
     draw: Annotated[
         str | None,
-        typer.Option(help="The candidate that --trace and --png show, such as monta:O3x4.", show_default="the chosen"),
+        typer.Option(
+            help="The candidates that --trace and --png show, such as alltoall,monta:O3x4.", show_default="the chosen"
+        ),
     ] = None,
 ) -> None:  # fmt: skip
     """Predict what every dispatcher would take for a model on a cluster that need not be at hand, and advise.
@@ -164,4 +166,6 @@ def plan(
             "--copy-bandwidth": copy_bandwidth,
         },
     )  # fmt: skip
-    report_plan(settings, wanted, explain, all_candidates, output, Drawing(draw, trace, png))
+    report_plan(
+        settings, wanted, explain, all_candidates, output, Drawing(tuple(draw.split(",")) if draw else (), trace, png)
+    )

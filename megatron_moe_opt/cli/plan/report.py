@@ -47,10 +47,10 @@ _EXPERTS = {Kind.COMPUTE: "experts, forward", Kind.GRADIENT: "experts, backward"
 
 @dataclass(frozen=True)
 class Drawing:
-    """Which candidate's lanes to write, and where to."""
+    """Which candidates' lanes to write, and where to."""
 
-    variant: str | None
-    """None: the chosen one's."""
+    variants: tuple[str, ...]
+    """One under the other; empty: the chosen one's."""
     trace: Path | None
     png: Path | None
 
@@ -62,8 +62,10 @@ class Drawing:
     def check(self) -> None:
         """Refuses, with ConfigurationError, files that cannot be written, and a candidate without a file."""
         check_timeline_files(self.trace, self.png)
-        if self.variant is not None and self.flag is None:
-            raise ConfigurationError(f"--draw {self.variant} has no file to draw in: give --trace FILE or --png FILE")
+        if self.variants and self.flag is None:
+            raise ConfigurationError(
+                f"--draw {','.join(self.variants)} has no file to draw in: give --trace FILE or --png FILE"
+            )
 
 
 def report_plan(
@@ -100,7 +102,7 @@ def report_plan(
         console.print(_choices_table(cases))
         return
     (case,) = cases
-    drawn = case.candidate(drawing.variant)
+    drawn = [case.candidate(variant) for variant in drawing.variants] or [case.chosen]
     say(console, _heading(case))
     console.print(_candidates_table(case, everything))
     if case.refused:
@@ -122,11 +124,14 @@ def report_plan(
     say(console, " ".join(megatron_flags(case, output)))
 
 
-def _draw(one: Prediction, drawing: Drawing, console: Console) -> None:
-    """Prints how the lanes of a candidate overlap, and writes them."""
-    parts = {f"{number}. {part.schedule.name}": part for number, part in enumerate(one.timelines, start=1)}
-    console.print(timelines_table(one.variant, parts))
-    write_timelines({"planned": one_after_another(one.variant, parts)}, drawing.trace, drawing.png, console)
+def _draw(drawn: Sequence[Prediction], drawing: Drawing, console: Console) -> None:
+    """Prints how the lanes of each candidate overlap, and writes them."""
+    timelines = {}
+    for one in drawn:
+        parts = {f"{number}. {part.schedule.name}": part for number, part in enumerate(one.timelines, start=1)}
+        console.print(timelines_table(one.variant, parts))
+        timelines["planned" if len(drawn) == 1 else one.variant] = one_after_another(one.variant, parts)
+    write_timelines(timelines, drawing.trace, drawing.png, console)
 
 
 def megatron_flags(case: Case, plan: Path | None) -> list[str]:
