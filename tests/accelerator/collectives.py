@@ -1,7 +1,11 @@
 """Collectives as NCCL runs them: on a stream of their communicator, in the order of issue, while the caller goes on.
 
-Bytes move over Gloo, at once. What each rank issued is kept, so that the ranks can be compared: a communicator whose
-ranks issue other collectives, or ranks that wait for each other in a circle, would hang on NCCL.
+Messages between two ranks are NCCL's too: a batch of them is one piece of work of the group's communicator; outside of
+a batch two ranks have a communicator of their own.
+
+Bytes move over Gloo, at once; those of messages by the time when they are waited for. What each rank issued is kept, so
+that the ranks can be compared: a communicator whose ranks issue other collectives, or ranks that wait for each other in
+a circle, would hang on NCCL.
 """
 
 from __future__ import annotations
@@ -24,20 +28,45 @@ from tests.accelerator.watch import Watch, place
 
 _exchange = load_extension().exchange  # of the host, whatever is patched later
 
-Issued = tuple[str, str]
-"""Communicator and collective."""
+MESSAGES = ("isend", "irecv")
+
+
+@dataclass(frozen=True)
+class Issued:
+    """What a rank issued at once."""
+
+    calls: tuple[tuple[str, str], ...]
+    """Communicators and collectives: one, or all messages of a batch, which end together."""
+    beside: bool = False
+    """Whether what is issued later runs beside it: a message outside of a batch."""
+
+
+@dataclass(frozen=True, eq=False)
+class Message:
+    """A send or a receive; `to` and `of` are ranks of the world."""
+
+    tensor: torch.Tensor
+    of: int
+    to: int
+    start: Callable[[], Any]
+    """Begins to move the bytes; returns a work of Gloo."""
+
+    def __str__(self) -> str:
+        return f"message of rank {self.of} to rank {self.to}"
 
 
 class Work:
     """dist.Work of a collective on its communicator's stream; it holds what it uses until it is waited for."""
 
-    def __init__(self, communicators: Communicators, actor: Actor, held: Any) -> None:
-        self._communicators, self._clock, self._held = communicators, dict(actor.clock), held
+    def __init__(self, communicators: Communicators, actor: Actor, held: Any, moving: Sequence[Any] = ()) -> None:
+        self._communicators, self._clock, self._held, self._moving = communicators, dict(actor.clock), held, moving
 
     def wait(self, *_: Any) -> bool:
         streams = self._communicators.watch.streams
+        for work in self._moving:
+            work.wait()
         streams.order(streams.current, self._clock, place())
-        self._held = None
+        self._held, self._moving = None, ()
         return True
 
     def is_completed(self) -> bool:
@@ -54,6 +83,8 @@ class Communicators:
         self.members: dict[str, list[int]] = {}
         self.on_host = False
         """Whether a collective of the host's tensors runs, which is no matter of these."""
+        self._batch: list[Message] | None = None
+        """Messages of a batch that is being put together."""
 
     def functions(self) -> dict[str, Callable[..., Any]]:
         """torch.distributed's functions as they run here."""
@@ -61,9 +92,11 @@ class Communicators:
             "all_reduce": self._all_reduce, "all_gather": self._all_gather, "reduce_scatter": self._reduce_scatter,
             "all_gather_into_tensor": self._all_gather_tensor, "_all_gather_base": self._all_gather_tensor,
             "reduce_scatter_tensor": self._reduce_scatter_tensor, "_reduce_scatter_base": self._reduce_scatter_tensor,
-            "all_to_all_single": self._all_to_all,
+            "all_to_all_single": self._all_to_all, "broadcast": self._broadcast,
         }  # fmt: skip
-        return {name: self._patched(getattr(dist, name), function) for name, function in ours.items()}
+        patched = {name: self._patched(getattr(dist, name), function) for name, function in ours.items()}
+        messages = {name: self._message(getattr(dist, name), name == "isend") for name in MESSAGES}
+        return patched | messages | {"batch_isend_irecv": self._batched(dist.batch_isend_irecv)}
 
     def _patched(self, stock: Callable[..., Any], function: Callable[..., Any]) -> Callable[..., Any]:
         def run(*arguments: Any, group: Any = None, async_op: bool = False, **settings: Any) -> Work | None:
@@ -77,6 +110,78 @@ class Communicators:
             return _hand_over(work, async_op)  # to a coalescing manager too
 
         return run
+
+    def _broadcast(
+        self, group: Any, tensor: torch.Tensor, src: int | None = None, group_src: int | None = None
+    ) -> Work:
+        root = dist.get_group_rank(group, src) if group_src is None else group_src
+        sends, tensor = group.rank() == root, tensor.detach()
+
+        def move() -> None:
+            nothing = tensor.new_empty(0)
+            sent = [tensor.contiguous() if sends else nothing] * group.size()
+            received = [torch.empty_like(tensor) if rank == root else nothing for rank in range(group.size())]
+            exchange(group, received, sent)
+            tensor.copy_(received[root])
+
+        return self.issue(group, "broadcast", [tensor] * sends, [tensor] * (not sends), move)
+
+    def _message(self, stock: Callable[..., Any], sends: bool) -> Callable[..., Any]:
+        """isend or irecv: beside all else, on the stream of a communicator of the two ranks; or part of a batch."""
+
+        def run(
+            tensor: torch.Tensor, peer: int | None = None, group: Any = None, tag: int = 0,
+            group_peer: int | None = None, **named: int | None,
+        ) -> Any:  # fmt: skip
+            peer = named.get("dst" if sends else "src", peer)
+            group_peer = named.get("group_dst" if sends else "group_src", group_peer)
+
+            def start() -> Any:
+                return stock(tensor, peer, group, tag, group_peer)
+
+            if self.watch.is_host(tensor):
+                return start()
+            among = group or dist.group.WORLD
+            ours, theirs = dist.get_rank(), dist.get_global_rank(among, group_peer) if peer is None else peer
+            message = Message(tensor, *((ours, theirs) if sends else (theirs, ours)), start)
+            if self._batch is not None:
+                self._batch.append(message)
+                return None
+            pair = f"{among.group_name}, ranks {min(ours, theirs)} and {max(ours, theirs)}"
+            self.members[pair] = [message.of, message.to]
+            return self._send_and_receive(pair, [message], Issued(((pair, str(message)),), beside=True))
+
+        return run
+
+    def _batched(self, stock: Callable[..., Any]) -> Callable[..., Any]:
+        """batch_isend_irecv: messages that are over together, behind what the group's communicator does already."""
+
+        def run(ops: Sequence[dist.P2POp]) -> list[Any]:
+            if all(self.watch.is_host(op.tensor) for op in ops):
+                return stock(ops)
+            self._batch = batch = []
+            try:
+                for op in ops:
+                    op.op(op.tensor, op.peer, op.group, op.tag)
+            finally:
+                self._batch = None
+            name = ops[0].group.group_name
+            calls = tuple((f"{name}, {message}", str(message)) for message in batch)
+            self.members |= {way: [one.of, one.to] for (way, _), one in zip(calls, batch, strict=True)}
+            return [self._send_and_receive(name, batch, Issued(calls))]
+
+        return run
+
+    def _send_and_receive(self, communicator: str, messages: Sequence[Message], issued: Issued) -> Work:
+        rank, moving = dist.get_rank(), []
+        sent, received = ([one.tensor for one in messages if (one.of == rank) is sends] for sends in (True, False))
+        work = self._issue(
+            communicator, communicator, issued, " and ".join(map(str, messages)), sent, received,
+            lambda: moving.extend(one.start() for one in messages), moving,
+        )  # fmt: skip
+        for one in messages:  # NCCL records them: who sends may drop the work
+            self.watch.memory.record(one.tensor, self.watch.streams.of_groups[communicator])
+        return work
 
     def _all_reduce(self, group: Any, tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM) -> Work:
         def move() -> None:
@@ -123,18 +228,25 @@ class Communicators:
         self, group: Any, name: str, reads: Sequence[Any], writes: Sequence[Any], move: Callable[[], None]
     ) -> Work:
         """Queues a collective behind what is queued on the current stream."""
-        streams = self.watch.streams
-        communicator = streams.of_groups.get(group.group_name)
-        if communicator is None:
-            communicator = streams.of_groups[group.group_name] = streams.new(f"the stream of {group.group_desc}")
-        streams.launch(streams.current)
-        streams.order(communicator, streams.current.clock, None)
         self.members[group.group_name] = dist.get_process_group_ranks(group)
-        self.issued.append((group.group_name, name))
-        self.watch.ran(f"{name} of {group.group_desc}", reads, writes, actor=communicator)
+        issued, what = Issued(((group.group_name, name),)), f"{name} of {group.group_desc}"
+        return self._issue(group.group_name, group.group_desc, issued, what, reads, writes, move)
+
+    def _issue(
+        self, communicator: str, called: str, issued: Issued, what: str, reads: Sequence[Any], writes: Sequence[Any],
+        move: Callable[[], None], moving: Sequence[Any] = (),
+    ) -> Work:  # fmt: skip
+        streams = self.watch.streams
+        actor = streams.of_groups.get(communicator)
+        if actor is None:
+            actor = streams.of_groups[communicator] = streams.new(f"the stream of {called}")
+        streams.launch(streams.current)
+        streams.order(actor, streams.current.clock, None)
+        self.issued.append(issued)
+        self.watch.ran(what, reads, writes, actor=actor)
         with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction():
             move()
-        return Work(self, communicator, (reads, writes))
+        return Work(self, actor, (reads, writes), moving)
 
 
 def exchange(group: Any, received: Sequence[torch.Tensor], sent: Sequence[torch.Tensor]) -> None:
@@ -190,8 +302,10 @@ def disagreements(of_ranks: Sequence[Sequence[Issued]], members: Mapping[str, Se
     devices = {rank: Device(Queues.ONE) for rank in range(len(of_ranks))}
     for rank, issued in enumerate(of_ranks):
         before = None
-        for name, collective in issued:
-            before = devices[rank].launch(("group", name), [before], label=collective)
+        for one in issued:
+            calls = [devices[rank].launch(("group", name), [before], label=what) for name, what in one.calls]
+            if not one.beside:
+                before = calls[0] if len(calls) == 1 else devices[rank].launch("batches", calls)
     try:
         meet(devices, {name: [ranks] for name, ranks in members.items()})
     except (Mismatch, Stuck) as error:

@@ -20,6 +20,7 @@ from megatron.core.distributed import param_and_grad_buffer
 from megatron.core.tensor_parallel import layers, mappings
 from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
+from torch.distributed import distributed_c10d
 
 from megatron_moe_opt.integration.host.devices import FACTORIES
 from megatron_moe_opt.kernels import streams as package_streams
@@ -27,7 +28,7 @@ from megatron_moe_opt.kernels.extension import load_extension
 from megatron_moe_opt.runtime.engine import collectives as package_collectives
 from megatron_moe_opt.runtime.engine import executor, started
 from tests.accelerator.clocks import Actor, Clock, Event, Stream, Streams, merge
-from tests.accelerator.collectives import Communicators, Findings
+from tests.accelerator.collectives import MESSAGES, Communicators, Findings
 from tests.accelerator.executor_library import run_on_streams
 from tests.accelerator.memory import Memory, Region, tensors_in
 from tests.accelerator.watch import Operations, Watch, place, watched_factory, watched_methods
@@ -85,6 +86,8 @@ def accelerator(library: Path, without: str | None = None) -> Iterator[Accelerat
         _patch_package(patch, found, library)
         for name, function in found.communicators.functions().items():
             patch.setattr(dist, name, function)
+            if name in MESSAGES:  # of which a batch is made
+                patch.setattr(distributed_c10d, name, function)
             for module in (layers, mappings, param_and_grad_buffer):  # which have looked it up when they were imported
                 if hasattr(module, _MEGATRONS.get(name, "")):
                     patch.setattr(module, _MEGATRONS[name], function)

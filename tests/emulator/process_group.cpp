@@ -225,7 +225,8 @@ extern "C" PyObject* emulator_nccl(PyObject* gloo, PyObject* options) {
   using emulator::Nccl;
   static const auto type = py::class_<Nccl, c10d::Backend, c10::intrusive_ptr<Nccl>>(
                                py::module_::import("megatron_moe_opt._C"), "EmulatedNccl")
-                               .def_property_readonly("options", &Nccl::options);
+                               .def_property_readonly("options", &Nccl::options)
+                               .def("_set_default_timeout", &Nccl::setTimeout);
   auto over = py::cast<c10::intrusive_ptr<c10d::Backend>>(py::handle(gloo));
   auto made = c10::make_intrusive<Nccl>(std::move(over), py::reinterpret_borrow<py::object>(options));
   return py::cast(std::move(made)).release().ptr();

@@ -51,11 +51,13 @@ def train(
     options: Options | None,
     sizes: dict[str, int],
     seconds: dict[str, float] | None = None,
+    most_steps: int = 26,
     **config: Any,
 ) -> dict[str, Any]:
     """Losses, and what `auto` did.
 
     Args:
+        most_steps: of trials.
         seconds: that steps of each variant are taken to take; what they take, without.
     """
     import megatron_moe_opt
@@ -66,7 +68,7 @@ def train(
 
     with pytest.MonkeyPatch.context() as patch, parallel(**sizes):
         patch.setattr(trials, "TURN", 2)
-        patch.setattr(trials, "MOST_STEPS", 26)
+        patch.setattr(trials, "MOST_STEPS", most_steps)
         if seconds is not None:
             patch.setattr(auto_layer.Controller, "_slowest", lambda controller, _: seconds[controller.current])
         megatron_moe_opt.register(options)
@@ -93,25 +95,21 @@ def train(
 
 
 STEPS = 28  # one to look, 26 of trials at most, and some as chosen
+ONE_SWEEP = {"steps": 16, "most_steps": 14}  # little more than a turn of each variant
+RECOMPUTED = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 
 
-@pytest.mark.parametrize(
-    ("sizes", "config"),
-    [
-        ({"ep": 4}, {}),
-        ({"ep": 4}, {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}),
-    ],
-    ids=["ep 4", "recomputed"],
-)
-def test_trains_like_stock_while_it_tries_and_after(ranks, profile, sizes, config):
-    stock = ranks.run(train, steps=STEPS, options=None, sizes=sizes, **config)
+@pytest.mark.parametrize("config", [{"steps": STEPS}, ONE_SWEEP | RECOMPUTED], ids=["ep 4", "recomputed"])
+def test_trains_like_stock_while_it_tries_and_after(ranks, profile, config):
+    sizes = {"ep": 4}
+    stock = ranks.run(train, options=None, sizes=sizes, **config)
     options = Options(profile=profile)
     auto = ranks.run(
-        train, steps=STEPS, options=options, sizes=sizes, seconds=AllAlike(), moe_token_dispatcher_type="auto", **config
+        train, options=options, sizes=sizes, seconds=AllAlike(), moe_token_dispatcher_type="auto", **config
     )
     first = auto[0]
     assert first["settled"] and first["runs"] in first["tried"] and first["planned"] in first["tried"]
-    assert 12 <= first["steps"] <= 26
+    assert 12 <= first["steps"] <= config.get("most_steps", 26)
     assert {"alltoall", "mpmoe", "monta", "expert-migration"} <= {name.partition(":")[0] for name in first["tried"]}
     assert first["built"] == [[first["runs"]]] * 2  # what is not used is not kept
     assert bool(first["groups"]) == first["runs"].startswith("expert-migration")
@@ -123,8 +121,8 @@ def test_trains_like_stock_while_it_tries_and_after(ranks, profile, sizes, confi
 def test_a_pipeline_stage_without_moe_layers_waits_with_the_others(ranks, tmp_path):
     file = write_profile(tmp_path / "cluster.json", World((0, 0), ep=2), (2,))
     answers = ranks.run(
-        train, steps=STEPS, options=Options(profile=file), sizes={"ep": 2, "pp": 2},
-        moe_token_dispatcher_type="auto", moe_layer_freq=[0, 1],
+        train, options=Options(profile=file), sizes={"ep": 2, "pp": 2},
+        moe_token_dispatcher_type="auto", moe_layer_freq=[0, 1], **ONE_SWEEP,
     )  # fmt: skip
     assert [answer["layers"] for answer in answers] == [0, 0, 1, 1]
     assert all(answer["settled"] for answer in answers)
@@ -135,12 +133,12 @@ def test_a_pipeline_stage_without_moe_layers_waits_with_the_others(ranks, tmp_pa
 def test_tp_without_sequence_parallelism_begins_with_what_trains_there(ranks, tmp_path):
     """Stock refuses, and is not tried."""
     file = write_profile(tmp_path / "cluster.json", World((0, 0, 0, 0), tp=2, ep=2, expert_tp=2), (2,))
-    sizes, config = {"tp": 2, "ep": 2, "etp": 2}, {"sequence_parallel": False}
+    sizes, config = {"tp": 2, "ep": 2, "etp": 2}, {"sequence_parallel": False} | ONE_SWEEP
     auto = ranks.run(
-        train, steps=STEPS, options=Options(profile=file), sizes=sizes, seconds=AllAlike(),
+        train, options=Options(profile=file), sizes=sizes, seconds=AllAlike(),
         moe_token_dispatcher_type="auto", **config,
     )  # fmt: skip
-    monta = ranks.run(train, steps=STEPS, options=Options(), sizes=sizes, moe_token_dispatcher_type="monta", **config)
+    monta = ranks.run(train, options=Options(), sizes=sizes, moe_token_dispatcher_type="monta", **config)
     assert auto[0]["settled"] and "alltoall" not in auto[0]["tried"] and len(auto[0]["tried"]) > 1
     assert auto[0]["losses"] == pytest.approx(monta[0]["losses"], rel=1e-5)
 

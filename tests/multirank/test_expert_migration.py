@@ -146,16 +146,18 @@ def write_weights(layer: Any, factor: float) -> None:
         assert parameter._version == version
 
 
-def gathers_of(step: Any) -> int:
-    """Gathers of experts that this rank takes part in while `step` runs, over the levels."""
+def gathers_of(step: Any, collective: str = "all_gather") -> int:
+    """Gathers of experts, or returns of their gradients, that this rank takes part in while `step` runs, over the
+    levels.
+    """
     from megatron_moe_opt.runtime.observed.traffic import TrafficCounter
     from megatron_moe_opt.topology.nodes import NodeMap
 
     groups = []
     with TrafficCounter(NodeMap((0, 0, 1, 1))) as counter:
         add = counter._add
-        counter._add = lambda collective, group, messages: (
-            groups.append(group.group_desc) if collective == "all_gather" else None, add(collective, group, messages)
+        counter._add = lambda kind, group, messages: (
+            groups.append(group.group_desc) if kind == collective else None, add(kind, group, messages)
         )  # fmt: skip
         step()
     return sum("experts" in group for group in groups)

@@ -5,6 +5,7 @@ The dense reference is stock's layer with all experts on every rank, whole, and 
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -111,42 +112,42 @@ SCHEDULES = (("parm", "S1"), ("parm", "S2"), ("deepspeed", "S1"))
 IN_ONE_PHASE = ("parm", "S2 in one phase")
 
 
-def compare_all(
-    layouts: list[dict[str, int]], settings: tuple[dict[str, Any], ...], schedules: tuple[tuple[str, str], ...]
-) -> list[str]:
+Case = tuple[dict[str, int], dict[str, Any], tuple[str, str]]
+
+
+def compare_all(cases: list[Case]) -> list[str]:
     """What is beyond the numerics contract, as text."""
     far = []
-    for layout in layouts:
-        for extra in settings:
-            for dispatcher, schedule in schedules:
-                errors = compare_with_dense(dispatcher, schedule, layout, extra)
-                far += [
-                    f"{dispatcher} {schedule}, {layout}, {extra}: {name} {error:.1e}"
-                    for name, error in errors.items()
-                    if not error < 1e-6
-                ]
+    for layout, settings, (dispatcher, schedule) in cases:
+        errors = compare_with_dense(dispatcher, schedule, layout, settings)
+        far += [
+            f"{dispatcher} {schedule}, {layout}, {settings}: {name} {error:.1e}"
+            for name, error in errors.items()
+            if not error < 1e-6
+        ]
     return far
+
+
+def in_turn(layouts: list[dict[str, int]], schedules: tuple[tuple[str, str], ...]) -> list[Case]:
+    """Every schedule in every layout, dropless and padded in turn."""
+    return [
+        (layout, (DROPLESS, NO_AUX | PAD)[(row + column) % 2], schedule)
+        for row, layout in enumerate(layouts)
+        for column, schedule in enumerate(schedules)
+    ]
 
 
 def test_sizes_that_fit_4_ranks(ranks):
     layouts = [{"tp": tp, "ep": ep, "etp": etp} for tp in (2, 4) for etp in (1, 2, 4) for ep in (1, 2) if ep * etp <= 4]
-    assert ranks.run(compare_all, layouts=layouts, settings=(DROPLESS, NO_AUX | PAD), schedules=SCHEDULES) == [[]] * 4
+    assert ranks.run(compare_all, cases=in_turn(layouts, SCHEDULES)) == [[]] * 4
 
 
 def test_tokens_that_depend_on_each_other(ranks):
     layouts = [{"tp": 2, "ep": 2, "etp": 2}, {"tp": 4, "ep": 2, "etp": 1}]
-    assert (
-        ranks.run(
-            compare_all,
-            layouts=layouts,
-            settings=(NO_AUX | DROP, SINKHORN),
-            schedules=(*SCHEDULES, IN_ONE_PHASE),
-        )
-        == [[]] * 4
-    )
+    settings, schedules = (NO_AUX | DROP, SINKHORN), (*SCHEDULES, IN_ONE_PHASE)
+    assert ranks.run(compare_all, cases=list(itertools.product(layouts, settings, schedules))) == [[]] * 4
 
 
 def test_sizes_that_need_8_ranks(eight_ranks):
     layouts = [{"tp": tp, "ep": 2, "etp": 4} for tp in (1, 2, 4)]
-    cases = {"settings": (DROPLESS, NO_AUX | PAD), "schedules": (*SCHEDULES, IN_ONE_PHASE)}
-    assert eight_ranks.run(compare_all, layouts=layouts, **cases) == [[]] * 8
+    assert eight_ranks.run(compare_all, cases=in_turn(layouts, (*SCHEDULES, IN_ONE_PHASE))) == [[]] * 8

@@ -37,7 +37,9 @@ def on_accelerator(
     one_queue: bool = False,
     without: str | None = None,
 ) -> dict[str, Any]:
-    """Two steps of two micro-batches in flight, on an accelerator; `errors` are against the same layer off it."""
+    """Two steps of two micro-batches in flight, between which weights change, on an accelerator; `error` is against the
+    same layer off it.
+    """
     import megatron_moe_opt
     from megatron_moe_opt.integration.layer.moe_layer import build_layer
     from tests.accelerator.device import accelerator
@@ -57,6 +59,7 @@ def on_accelerator(
                 ours = build_layer(config)
                 ours.load_state_dict(plain.state_dict())
                 first = train(ours, hidden)  # chooses what is not fixed, and makes its tables
+                change(ours)
                 before = len(found.syncs)
                 syncs: list[list[str]] = []
                 second = train(ours, hidden, lambda: syncs.append(found.syncs[before + sum(map(len, syncs)) :]))
@@ -64,13 +67,20 @@ def on_accelerator(
         finally:
             megatron_moe_opt.register()
         lossy = options is not None and options.compression
-        expected = [train(plain, hidden)] * 2 if not lossy else [first, second]
+        expected = [first, second] if lossy else [train(plain, hidden), train(change(plain), hidden)]
         errors = [
             ((results[name] - wanted[name]).norm() / wanted[name].norm().clamp_min(1e-30)).item()
             for results, wanted in zip((first, second), expected, strict=True)
             for name in wanted
         ]
         return {"error": max(errors), "syncs": syncs, "used": found.used, "found": found.findings()}
+
+
+def change(layer: Any) -> Any:
+    """The layer, with other weights: as after an optimizer's step."""
+    for parameter in layer.parameters():
+        parameter.data.mul_(1.1)
+    return layer
 
 
 def train(layer: Any, hidden: list[torch.Tensor], passed: Any = lambda: None) -> dict[str, torch.Tensor]:
@@ -168,31 +178,57 @@ def model_on_accelerator(library: Path, dispatcher: str, settings: dict[str, Any
 WAITING = ("monta O3, dropping", "parm S2", "mpmoe S2", "mpmoe S4", "expert-migration, one queue",
            "expert-migration, compressed")  # fmt: skip
 """Cases that together wait wherever a layer does."""
-KEPT_ANYWAY = "kernels/streams.py"
-"""Of memory that a lane is told to keep (`used_here`), and that its maker keeps too in these cases: experts travel
-once, and nothing is told from what travelled before."""
 
 
 def without_each(library: Path) -> tuple[int, list[str]]:
-    """How many places in the package order streams, and those whose waits and record_streams are not missed."""
+    """How many places in the package order streams, and those whose waits and record_streams no case misses."""
     seen: set[str] = set()
-    unneeded = []
+    needed: set[str] = set()
     for case in WAITING:
         places: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(places, layer_case(library, case)["used"])
-        for place in sorted(set().union(*places) - seen):
-            seen.add(place)
-            if place.startswith(KEPT_ANYWAY):
-                continue
+        seen |= set().union(*places)
+        for place in sorted(set().union(*places) - needed):
             mistakes: list[Any] = [None] * dist.get_world_size()
             dist.all_gather_object(
                 mistakes, len(on_accelerator(library, *CASES[case], without=place)["found"].mistakes)
             )
-            if not any(mistakes):
-                unneeded.append(f"{place} in {case}")
-    return len(seen), unneeded
+            if any(mistakes):
+                needed.add(place)
+    return len(seen), sorted(seen - needed)
 
 
 def test_every_wait_of_the_package_is_needed(ranks, library):
     number, unneeded = ranks.run(without_each, library=library)[0]
     assert number >= 8 and not unneeded, (number, unneeded)
+
+
+def received(library: Path, how: str, waits: bool) -> tuple[Any, list[str]]:
+    """What rank 1 has of rank 0's number, and what it does wrong if it does not wait for it."""
+    from tests.accelerator.device import accelerator
+
+    rank, works = dist.get_rank(), []
+    with accelerator(library) as found:
+        number = torch.full((4,), 7.0 - rank, device=torch.device("cpu"))
+        if how == "broadcast":
+            works = [dist.broadcast(number, 0, async_op=True)]
+        elif rank < 2:
+            call = dist.irecv if rank else dist.isend
+            message = dist.P2POp(call, number, 1 - rank)
+            works = dist.batch_isend_irecv([message]) if how == "batch" else [call(number, 1 - rank)]
+        if not waits:
+            number + 1
+        for work in works:
+            work.wait()
+        number = number + 1
+    return number[0].item(), found.findings()
+
+
+@pytest.mark.parametrize("how", ["message", "batch", "broadcast"])
+def test_messages_and_broadcasts_are_waited_for(ranks, library, how):
+    of_ranks = ranks.run(received, library=library, how=how, waits=True)
+    check([found for _, found in of_ranks])
+    assert [number for number, _ in of_ranks[:2]] == [8.0, 8.0]
+    _, found = ranks.run(received, library=library, how=how, waits=False)[1]
+    (mistake,) = found.mistakes
+    assert f"reads what {'broadcast' if how == 'broadcast' else 'message of rank 0'}" in mistake

@@ -8,9 +8,9 @@ from html.parser import HTMLParser
 from megatron_moe_opt.cli.layer.links import LinkRates, WireLimit
 from megatron_moe_opt.cli.layer.predicted import Predicted
 from megatron_moe_opt.cli.layer.recorded_step import RecordedStep
-from megatron_moe_opt.cli.layer.settings import LayerSettings
 from megatron_moe_opt.cli.report.measured_layer import DispatcherResult, LayerReport
 from megatron_moe_opt.cli.routing.balance import RoutingBalance
+from megatron_moe_opt.integration.measuring.layer_settings import LayerSettings
 from megatron_moe_opt.planning.costs.curves import CostCurve, Costs
 from megatron_moe_opt.planning.predicting.monta import training_passes
 from megatron_moe_opt.planning.predicting.simulator import simulate

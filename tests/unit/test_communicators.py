@@ -11,6 +11,7 @@ from megatron_moe_opt.schedules.hops import HopRows, HopStages, role
 from megatron_moe_opt.schedules.monta import ChunkBytes
 from megatron_moe_opt.schedules.mpmoe import PartitionRows, RowBytes
 from megatron_moe_opt.schedules.schedule import Schedule
+from tests.accelerator.collectives import Issued, disagreements
 from tests.accelerator.communicators import Mismatch, meet
 from tests.accelerator.executor_library import SoftwareExecutor, Work
 from tests.accelerator.makespans import LANES, caller_lane
@@ -93,3 +94,24 @@ def test_ranks_that_call_different_collectives_are_named():
         call(device, "ep", ("all_gather", "all_to_all")[rank])
     with pytest.raises(Mismatch, match=r"ep of ranks \(0, 1\): rank 1 calls all_to_all, rank 0 all_gather"):
         meet(devices, {"ep": [(0, 1)]})
+
+
+def message(of: int, to: int, alone: bool = True) -> Issued:
+    call = f"message of rank {of} to rank {to}"
+    return Issued(((f"pipeline, {'ranks 0 and 1' if alone else call}", call),), beside=alone)
+
+
+def test_messages_between_stages_meet():
+    """Alone they run beside all else, in the order of their pair; a batch stands in the order of its rank."""
+    reduced = Issued((("dp", "all_reduce"),))
+    out, back = message(0, 1), message(1, 0)
+    both = Issued((*message(0, 1, alone=False).calls, *message(1, 0, alone=False).calls))
+    members = {name: [0, 1] for one in (out, both, reduced) for name, _ in one.calls}
+    for of_ranks, problem in (
+        (([out, reduced], [reduced, out]), ""),
+        (([out, back], [back, out]), "rank 1 calls message of rank 1 to rank 0, rank 0 message of rank 0 to rank 1"),
+        (([both, reduced], [Issued(both.calls[::-1]), reduced]), ""),
+        (([both, reduced], [reduced, both]), "rank 1: all_reduce"),
+    ):
+        found = "".join(disagreements(of_ranks, members))
+        assert problem in found and bool(problem) == bool(found)

@@ -94,12 +94,18 @@ def test_a_stale_extension_ends_in_one_sentence(script, monkeypatch, capsys):
     assert message.endswith("rebuild it with `pip install --no-build-isolation -e .` in the megatron-moe-opt checkout.")
 
 
-def test_a_missing_script_and_no_script():
-    result = launch("nowhere.py")
-    assert result.returncode == 2 and "moe-opt: error: nowhere.py is not a file" in result.stderr
-    assert launch().returncode == 2
-    result = launch("--help")
-    assert result.returncode == 0 and "--moe-opt-monta-level" in result.stdout
+@pytest.mark.parametrize(
+    ("arguments", "status", "said"),
+    [
+        (["nowhere.py"], 2, "moe-opt: error: nowhere.py is not a file"),
+        ([], 2, ""),
+        (["--help"], 0, "--moe-opt-monta-level"),
+    ],
+)
+def test_a_missing_script_and_no_script(capsys, arguments, status, said):
+    with pytest.raises(SystemExit) as caught:
+        launch_main(arguments)
+    assert caught.value.code == status and said in "".join(capsys.readouterr())
 
 
 def test_options_are_taken_out_of_the_command_line():

@@ -122,7 +122,7 @@ def _dispatch_stages(exchanged, level, chunks, costs):
     return [seconds for _, seconds in stage_seconds(Pass("dispatch", exchanged), level, chunks, E, T, costs)]
 
 
-@pytest.mark.parametrize("exchanged", [2 * MB, 32 * MB, 192 * MB])
+@pytest.mark.parametrize("exchanged", [2 * MB, 32 * MB, 96 * MB])
 @pytest.mark.parametrize(("level", "algorithm"), [("O2", _algorithm_1), ("O3", _algorithm_2)])
 def test_algorithms_1_and_2(exchanged, level, algorithm):
     """Scanned as the paper does, from one chunk to those of I_minimal; ours finds the same N and T."""

@@ -1,7 +1,9 @@
 """`auto`: MoE layers whose dispatcher is planned, tried and then kept.
 
     step 1           stock runs, and the layers see how many rows they have and how unevenly (with a plan.json the plan)
-    after step 1     rank 0 ranks all candidates by the profile (planning/planner.py) and tells the others
+    after step 1     without a profile all ranks measure what moves cost, or rank 0 reads what a run like this one has
+                     measured (own_profile.py)
+                     rank 0 ranks all candidates by the profile (planning/planner.py) and tells the others
     steps 2 to n     the plan, stock and the runners-up take turns, ever fewer of them (planning/choosing/trials.py)
     from then on     the fastest runs, by the slowest rank's times, on all ranks
 
@@ -15,8 +17,9 @@ from __future__ import annotations
 import dataclasses
 import os
 import time
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -41,10 +44,13 @@ from megatron_moe_opt.planning.predicting.skew import most_uneven_layer
 from megatron_moe_opt.runtime.engine.collectives import device_of
 from megatron_moe_opt.runtime.job.agreement import found_by_first
 from megatron_moe_opt.systems import system_of
-from megatron_moe_opt.systems.system import PREFIX, Run
+from megatron_moe_opt.systems.system import PREFIX, PROFILE_SECONDS, Run
 from megatron_moe_opt.topology.domain_groups import release_domain_groups
 from megatron_moe_opt.topology.expert_groups import ExpertGroups
 from megatron_moe_opt.variants import split_variant
+
+if TYPE_CHECKING:
+    from megatron_moe_opt.integration.auto.own_profile import OwnProfile
 
 MOST_OF_FREE = 0.8
 """Of the memory that was free at the peak of the first step: other steps, and fragments, may take more."""
@@ -70,6 +76,8 @@ class Controller:
         self.layers: list[PlannedLayer] = []
         self.plan: Plan | None = None
         """Of --moe-opt-plan; None: there is none, or not yet."""
+        self.own_profile: OwnProfile | None = None
+        """What this run has measured itself; None: not yet, or it is given a profile or a plan."""
         self.predicted: tuple[Prediction, ...] = ()
         self.refused: tuple[Refusal, ...] = ()
         self.planned: str | None = None
@@ -102,7 +110,8 @@ class Controller:
         self.layers.append(layer)
         layer.layer.register_forward_pre_hook(self._begin_step)
         if self.options.plan is None:
-            agreed_cluster(layer.groups, self.options.profile)  # refuses now what could not be planned with later
+            if self.options.profile is not None:
+                agreed_cluster(layer.groups, self.options.profile)  # refuses now what could not be planned with later
             if holds_replicated_tokens(layer.layer.config):
                 layer.use(REPLICATED_START)
             return
@@ -165,6 +174,8 @@ class Controller:
         seen, rooms = zip(*of_ranks, strict=True)
         self.passes_of_step = max(sum(one.passes for one in of_rank) for of_rank in seen)
         room = min((room for room in rooms if room is not None), default=None)
+        if self.options.profile is None and self.options.plan is None:
+            self._measure([one.workload for of_rank in seen for one in of_rank])
         found = found_by_first(lambda: self._make_plan(seen, room), dist.group.WORLD)
         self.predicted, self.refused, self.planned = found
         if self.planned is None:
@@ -173,6 +184,12 @@ class Controller:
         self.trials = Trials(self.predicted, self.planned)
         for line in plan_lines(self):
             say(AUTO, line)
+
+    def _measure(self, workloads: Sequence[LayerWorkload]) -> None:
+        from megatron_moe_opt.integration.auto.own_profile import own_profile  # which imports Megatron
+
+        seconds = self.options.profile_seconds or PROFILE_SECONDS
+        self.own_profile = own_profile(self.config, workloads, seconds)
 
     def _seen(self, layer: PlannedLayer) -> Seen:
         return Seen(layer.workload(), layer.rows / layer.passes, layer.passes)
@@ -201,8 +218,11 @@ class Controller:
             return allowed, refused, variants.pop() if switchable else None
         if not any(seen):
             raise ConfigurationError("--moe-token-dispatcher-type auto: no MoE layer has run in the first step")
-        cluster = Cluster.load(self.options.profile)
-        say_other_settings(AUTO, self.options.profile, cluster.gpu_settings)
+        if self.own_profile is not None:
+            cluster = self.own_profile.cluster
+        else:
+            cluster = Cluster.load(self.options.profile)
+            say_other_settings(AUTO, self.options.profile, cluster.gpu_settings)
         by_shape: dict[LayerWorkload, list[list[Seen]]] = {}
         for rank, of_rank in enumerate(seen):
             for one in of_rank:
@@ -362,6 +382,17 @@ def new_controller() -> None:
     """Layers that are built from now on are planned by themselves."""
     global _controller
     _controller = None
+
+
+@contextmanager
+def controller_aside() -> Iterator[None]:
+    """Layers that are built inside the block are none of the present controller's."""
+    global _controller
+    outside, _controller = _controller, None
+    try:
+        yield
+    finally:
+        _controller = outside
 
 
 def controller_of(config: Any, options: Options) -> Controller:

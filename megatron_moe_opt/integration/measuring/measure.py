@@ -1,36 +1,26 @@
-"""`moe-opt profile`: all curves of `cluster.json`, measured on the running ranks in the time that is given."""
+"""All curves of `cluster.json`, measured on the running ranks in the time that is given."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from rich.progress import Progress
+from megatron.core import parallel_state
+from megatron.core.process_groups_config import ProcessGroupCollection
 from torch.distributed import ProcessGroup
 
-from megatron_moe_opt.cli.console import progress_console, report_console, say_written
-from megatron_moe_opt.cli.option_types import torch_dtype
-from megatron_moe_opt.cli.profile import loads
-from megatron_moe_opt.cli.profile.curves_table import curves_table
-from megatron_moe_opt.cli.profile.domain_moves import domain_groups_of, domain_moves
-from megatron_moe_opt.cli.profile.loads import Rows
-from megatron_moe_opt.cli.profile.local import compute_sharing, local_work, one_expert
-from megatron_moe_opt.cli.profile.meter import Busy, Load, Meter
-from megatron_moe_opt.cli.profile.partitions import partition_overhead
-from megatron_moe_opt.cli.ranks import (
-    begin,
-    machine,
-    megatron_process_group,
-    parallel_layer,
-    software,
-    temporary_groups,
-)  # fmt: skip
-from megatron_moe_opt.errors import ConfigurationError
-from megatron_moe_opt.output_file import check_output_file
+from megatron_moe_opt.integration.measuring import loads
+from megatron_moe_opt.integration.measuring.domain_moves import domain_groups_of, domain_moves
+from megatron_moe_opt.integration.measuring.layer_settings import torch_dtype
+from megatron_moe_opt.integration.measuring.loads import Rows
+from megatron_moe_opt.integration.measuring.local import compute_sharing, local_work, one_expert
+from megatron_moe_opt.integration.measuring.meter import Busy, Load, Meter
+from megatron_moe_opt.integration.measuring.partitions import partition_overhead
+from megatron_moe_opt.integration.measuring.provenance import machine, software
+from megatron_moe_opt.integration.measuring.undisturbed import undisturbed
 from megatron_moe_opt.planning.costs.cluster import Cluster, ExpertGemm, Points, World
 from megatron_moe_opt.planning.costs.curves import CostCurve, Costs
 from megatron_moe_opt.planning.costs.gpu_settings import gpu_settings
@@ -40,10 +30,9 @@ from megatron_moe_opt.schedules import monta
 from megatron_moe_opt.schedules.monta import even_chunks
 from megatron_moe_opt.schedules.parm import JOINT, TP
 from megatron_moe_opt.schedules.schedule import Kind, Lane
-from megatron_moe_opt.topology.domains import find_levels
 from megatron_moe_opt.topology.expert_groups import ExpertGroups
-from megatron_moe_opt.topology.layouts import Groups, Layout, layout_of_options
 from megatron_moe_opt.topology.nodes import NodeMap, discover_nodes
+from megatron_moe_opt.topology.process_groups import refine, temporary_groups
 
 KIB, MIB = 2**10, 2**20
 SIZES = (16 * KIB, *(64 * KIB * 2**power for power in range(11)))  # up to 64 MiB
@@ -53,8 +42,11 @@ GEMM_ROWS = tuple(16 * 2**power for power in range(13))  # up to 65536
 # choices rest most, are measured further.
 LONGEST_SECONDS, LONGEST_SECONDS_OF_EXPERTS = 0.3, 1.0
 EXPERT_GROUPS = ("ep", "expert-tp", JOINT)
-STOCK_SHARES = 2
-"""Of the time, for a curve of stock's."""
+STOCK_SHARES, SLOWDOWN_SHARES = 2, 3
+"""Of the time, for a curve of stock's, and for lanes side by side."""
+PART_OF_ROOM = 1 / 8
+"""Of the memory that is free on a GPU, for one op: lanes side by side have one each."""
+_SIDES = 2  # of a move: what is sent, and what is received
 # Lanes are run side by side with ops of about this time, or of the nearest that was measured.
 BESIDE_SECONDS = 0.03
 # What is moved to learn the overhead: so many chunks, of so many bytes a rank.
@@ -62,135 +54,157 @@ OVERHEAD_CHUNKS, OVERHEAD_CHUNK = 16, 32 * KIB
 
 
 @dataclass(frozen=True)
-class ProfileSettings:
-    """What `moe-opt profile` was asked for."""
+class Sizes:
+    """What is measured besides the groups: rows and experts as the layers have them."""
 
-    tp: int
-    cp: int
-    ep: int | None
-    """None: as many ranks as expert_tp leaves."""
-    expert_tp: int
     hidden: int
+    """Elements of a row."""
     ffn_hidden: int
+    """Of a whole expert."""
     dtype: str
     """Of the rows: fp32 or bf16."""
-    seconds: float
-    domains: bool = False
-    """Whether to measure the groups of expert domains too."""
-
-    def layout(self, world: int) -> Layout:
-        """Returns the groups that these sizes make on `world` ranks.
-
-        Raises:
-            ConfigurationError: the option, its value and the way out.
-        """
-        ep = self.ep or max(1, world // self.expert_tp)
-        sizes = {"--world": world, "--tp": self.tp, "--cp": self.cp, "--ep": ep, "--expert-tp": self.expert_tp}
-        layout = layout_of_options(sizes, f"the {world} ranks of this run")
-        if self.ffn_hidden % self.expert_tp:
-            raise ConfigurationError(
-                f"--expert-tp {self.expert_tp} does not divide --ffn-hidden {self.ffn_hidden}: choose a divisor"
-            )
-        return layout
+    workers: tuple[int, ...] = ()
+    """Of each network level of the expert-parallel groups, to measure the groups of expert domains; empty: none."""
 
 
-def profile_cluster(settings: ProfileSettings, output: Path) -> Cluster:
-    """Measures on the current ranks; rank 0 prints the table and writes `output`.
+Progress = Callable[[int, int, str], None]
+"""Is told how many parts are done, of how many, and what is measured next."""
 
-    Raises:
-        ConfigurationError: settings that cannot work, before anything runs.
+
+def measure(sizes: Sizes, seconds: float, device: torch.device, progress: Progress) -> Cluster:
+    """Returns the measured cluster; the same answer on every rank.
+
+    A collective call over the world, in the groups that Megatron has made. What trains in this process meanwhile does
+    not notice: see undisturbed.py.
+
+    Args:
+        seconds: to measure for. Every curve has a point at least, however long that takes.
     """
-    world = begin()
-    check_output_file("--output", output)
-    settings.layout(world)
-    with megatron_process_group() as device:
-        cluster = measure(settings, device)
-        if dist.get_rank() == 0:
-            cluster.save(output)
-            console = report_console(200)
-            console.print(curves_table(cluster))
-            say_written(output, console)
-    return cluster
-
-
-def measure(settings: ProfileSettings, device: torch.device) -> Cluster:
-    """Returns the measured cluster. A collective call over the world; the same answer on every rank."""
-    layout = settings.layout(dist.get_world_size())
-    nodes = discover_nodes()
-    rows = Rows(settings.hidden, torch_dtype(settings.dtype), device)
-    ffn_hidden = settings.ffn_hidden // settings.expert_tp
-    workers = find_levels([nodes.node_of[rank] for rank in layout.groups("ep")[0]]) if settings.domains else ()
+    meter = Meter(device)
+    nodes, groups = discover_nodes(), megatron_groups()
+    rows = Rows(sizes.hidden, torch_dtype(sizes.dtype), device)
+    world = World(
+        nodes.node_of,
+        parallel_state.get_tensor_model_parallel_world_size(),
+        parallel_state.get_context_parallel_world_size(),
+        parallel_state.get_expert_model_parallel_world_size(),
+        parallel_state.get_expert_tensor_parallel_world_size(),
+    )
+    ffn_hidden = sizes.ffn_hidden // world.expert_tp
+    room = _room(device)
     with (
-        groups_of(layout) as groups,
-        domain_groups_of(layout, workers, groups.get("ep")) as domains,
-        parallel_layer(tp=1, ep=1, expert_tp=1, seed=1),  # for Megatron's layers on a rank by itself
-        _progress() as progress,
+        undisturbed(),
+        domain_groups_of(parallel_state.get_expert_model_parallel_group(), sizes.workers) as domains,
+        groups_of_one_rank() as alone,
     ):
-        moves = domain_moves(rows, domains, workers) + _moves(rows, groups, nodes)
+        moves = domain_moves(rows, domains, sizes.workers) + _moves(rows, groups, nodes)
         groups |= domains
         of_stock = _stock_moves(rows, groups)
-        measured = _Measured(Meter(device), settings.seconds, moves, groups, STOCK_SHARES * len(of_stock))
-        task = progress.add_task("", total=len(moves) + len(of_stock) + 5)
+        measured = _Measured(meter, seconds, moves, groups, STOCK_SHARES * len(of_stock), room)
+        parts = [*(str(load) for load in moves), *(f"{load} of stock" for load in of_stock), *_LAST_PARTS]
+        next_part = iter(range(len(parts)))
+
+        def begin() -> None:
+            number = next(next_part)
+            progress(number, len(parts), parts[number])
+
         for load in moves:
-            progress.update(task, description=str(load), advance=1)
+            begin()
             measured.add(load)
         stock_curves = {}
         for load in of_stock:
-            progress.update(task, description=f"{load} of stock", advance=1)
+            begin()
             stock_curves[load.kind, load.group] = measured.collective(load, STOCK_SHARES)
-        progress.update(task, description="expert", advance=1)
-        expert = one_expert(rows, ffn_hidden)
+        begin()
+        expert = one_expert(rows, ffn_hidden, alone)
         experts = [loads.expert_gemm(rows, expert, training) for training in (False, True)]
-        gemm, training = (measured.curve(expert, GEMM_ROWS) for expert in experts)
-        progress.update(task, description="all_to_all beside all_gather", advance=1)
+        # Of a row in and out, what is between, and their gradients.
+        gemm_rows = _fitting(GEMM_ROWS, 4 * (sizes.hidden + ffn_hidden) * rows.dtype.itemsize, room)
+        gemm, training = (measured.curve(expert, gemm_rows) for expert in experts)
+        begin()
         saa = measured.saa(rows)
-        progress.update(task, description="lanes side by side", advance=1)
+        begin()
         slowdown = measured.slowdown(experts[0], gemm)
         overhead = measured.overhead(rows, slowdown)
-        progress.update(task, description="rows on the rank", advance=1)
-        local = local_work(rows, Meter(device), LOCAL_SIZES, LONGEST_SECONDS)
-        sharing = compute_sharing(rows, Meter(device), expert, _near(gemm, BESIDE_SECONDS)[0], nodes)
-    cluster = Cluster(
-        world=World(nodes.node_of, layout.tp, layout.cp, layout.ep, layout.expert_tp),
-        curves=measured.curves,
-        slowdown=slowdown,
-        overhead=overhead,
-        saa=saa,
-        expert_gemm=ExpertGemm(settings.hidden, ffn_hidden, settings.dtype, gemm, training),
-        compute_sharing=sharing,
-        local_work=local,
-        stock_curves=stock_curves,
-        gpu_settings=gpu_settings() if device.type == "cuda" else None,
-        host=machine(device),
-        software=software(),
-    )
-    if layout.ep * layout.expert_tp == 1:
-        return cluster  # no partitions
-    with parallel_layer(layout.tp, layout.ep, layout.expert_tp, seed=1):
-        sizes = settings.hidden, settings.ffn_hidden, settings.dtype
-        overhead = partition_overhead(cluster, layout.tp, *sizes, device, measured.seconds_left())
+        begin()
+        local = local_work(rows, meter, LOCAL_SIZES, LONGEST_SECONDS, alone, measured.share())
+        number = _near(gemm, BESIDE_SECONDS)[0]
+        sharing = compute_sharing(rows, meter, expert, number, nodes, measured.share())
+        cluster = Cluster(
+            world=world,
+            curves=measured.curves,
+            slowdown=slowdown,
+            overhead=overhead,
+            saa=saa,
+            expert_gemm=ExpertGemm(sizes.hidden, ffn_hidden, sizes.dtype, gemm, training),
+            compute_sharing=sharing,
+            local_work=local,
+            stock_curves=stock_curves,
+            gpu_settings=gpu_settings() if device.type == "cuda" else None,
+            host=machine(device),
+            software=software(),
+        )
+        begin()
+        if world.ep * world.expert_tp == 1:
+            return cluster  # no partitions
+        of_layer = sizes.hidden, sizes.ffn_hidden, sizes.dtype
+        overhead = partition_overhead(cluster, world.tp, *of_layer, device, measured.seconds_left())
         return replace(cluster, partition_overhead=overhead)
 
 
-def _progress() -> Progress:
-    return Progress(console=progress_console(), transient=True, disable=dist.get_rank() != 0)
+_LAST_PARTS = ("expert", "all_to_all beside all_gather", "lanes side by side", "rows on the rank", "partitions")
+
+
+def _room(device: torch.device) -> int | None:
+    """Bytes that the GPU of every rank has free; None without GPUs. A collective call over the world."""
+    if device.type != "cuda":
+        return None
+    free = torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+    least = torch.tensor(free, device=device)
+    dist.all_reduce(least, dist.ReduceOp.MIN)
+    return int(least.item())  # host synchronisation: measuring alone
+
+
+def _fitting(sizes: Sequence[int], each: int, room: int | None) -> Sequence[int]:
+    """The sizes, of so many bytes each, of which one takes PART_OF_ROOM at most; the first always."""
+    return sizes if room is None else (sizes[0], *(size for size in sizes[1:] if size * each <= room * PART_OF_ROOM))
+
+
+@contextmanager
+def groups_of_one_rank() -> Iterator[ProcessGroupCollection]:
+    """Yields Megatron's groups for a layer that a rank has by itself. A collective call over the world."""
+    alone = refine(dist.group.WORLD, [dist.get_rank()], "profile")
+    collection = ProcessGroupCollection()
+    for role in ("tp", "cp", "dp", "dp_cp", "tp_cp", "tp_dp_cp", "ep", "expt_tp", "expt_dp", "tp_ep"):
+        setattr(collection, role, alone)
+    with temporary_groups([alone]):
+        yield collection
 
 
 class _Measured:
     """The curves so far. Each gets an equal share of the time that is left."""
 
     def __init__(
-        self, meter: Meter, seconds: float, moves: Sequence[Load], groups: Mapping[str, ProcessGroup], others: int
+        self,
+        meter: Meter,
+        seconds: float,
+        moves: Sequence[Load],
+        groups: Mapping[str, ProcessGroup],
+        others: int,
+        room: int | None,
     ) -> None:
         """
         Args:
             others: curves that are measured besides those of the moves, the expert and SAA.
+            room: bytes that are free on every rank; None: enough.
         """
         self.curves: dict[tuple[Kind, str | None], Points] = {}
         self._meter, self._seconds, self._moves, self._groups = meter, seconds, moves, groups
-        # Besides the moves: the expert's two passes, SAA, lanes side by side, which take the time of three curves, and
-        # partitions.
-        self._shares_left = len({self._key(load) for load in moves}) + others + 3 + 3 + 1
+        self._ranks = {role: tuple(dist.get_process_group_ranks(group)) for role, group in groups.items()}
+        self._sizes = _fitting(SIZES, _SIDES, room)
+        # Besides the moves: the expert's two passes, SAA, lanes side by side, which take the time of three curves, the
+        # overhead, rows on the rank, computing alone, and partitions.
+        self._shares_left = len({self._key(load) for load in moves}) + others + 3 + SLOWDOWN_SHARES + 4
         self._known: dict[Hashable, Points] = {}
 
     def add(self, load: Load) -> None:
@@ -201,38 +215,39 @@ class _Measured:
 
     def collective(self, load: Load, shares: int = 1) -> Points:
         """The curve of a move; that of whole messages gets further with fewer sizes."""
-        of_experts = [self._groups[role] for role in EXPERT_GROUPS if role in self._groups]
-        further = load.group in self._groups and self._groups[load.group] in of_experts
+        of_experts = [self._ranks[role] for role in EXPERT_GROUPS if role in self._ranks]
+        further = self._ranks.get(load.group) in of_experts
         longest = LONGEST_SECONDS_OF_EXPERTS if further else LONGEST_SECONDS
-        return self._meter.curve(load, SIZES[::3] if load.is_whole else SIZES, self._share(shares), longest)
+        sizes = self._sizes[::3] if load.is_whole else self._sizes
+        return self._meter.curve(load, sizes, self.share(shares), longest)
 
     def curve(self, load: Load, sizes: Sequence[int]) -> Points:
-        return self._meter.curve(load, sizes, self._share(), LONGEST_SECONDS)
+        return self._meter.curve(load, sizes, self.share(), LONGEST_SECONDS)
 
     def saa(self, rows: Rows) -> Points | None:
         """Returns the curve of Parm's combine_and_gather as a whole; None where it has no all-to-all or nothing to
         gather.
         """
-        share, groups = self._share(), self._groups
+        share, groups = self.share(), self._groups
         if not {JOINT, TP} <= groups.keys():
             return None
         of_experts = expert_groups(groups)
         pipeline = loads.combine_and_gather(rows, of_experts, groups[TP], overlap=True)
-        return self._meter.pipeline_curve(pipeline, SIZES, share, LONGEST_SECONDS_OF_EXPERTS)
+        return self._meter.pipeline_curve(pipeline, self._sizes, share, LONGEST_SECONDS_OF_EXPERTS)
 
     def seconds_left(self) -> float:
         """Returns the seconds that are left to measure for; below 0 where it has taken longer."""
         return self._seconds - self._meter.elapsed()
 
-    def _share(self, shares: int = 1) -> float:
-        """Returns what the next curve may take of the time that is left."""
+    def share(self, shares: int = 1) -> float:
+        """Returns the seconds that what is measured next may take of the time that is left."""
         share = self.seconds_left() / self._shares_left * shares
         self._shares_left -= shares
         return share
 
     def slowdown(self, expert: Load, gemm: Points) -> dict[tuple[Lane, ...], float]:
         """The rate of each lane beside each other one: with the experts' ops, or others in lanes that have none; and
-        of the lanes of a pipeline with memory reuse beside its other two.
+        of the lanes of a pipeline with memory reuse beside its other two. When the time is up, with the fewest ops.
 
         Args:
             expert: what keeps the compute lane busy, and the time that it takes over its size.
@@ -242,11 +257,13 @@ class _Measured:
         loads_of[Lane.COMPUTE] = expert, gemm
         busy = {lane: _busy(*load) for lane, load in loads_of.items()}
         rates: dict[tuple[Lane, ...], float] = {}
+        end = self._meter.elapsed() + self.share(SLOWDOWN_SHARES)
         for lane in Lane:
             besides = [beside for beside in _besides(lane) if busy.keys() >= {lane, *beside}]
             if besides:
                 neighbours = [[busy[other] for other in beside] for beside in besides]
-                measured = self._meter.rates_beside(busy[lane], *neighbours)
+                hurried = self._meter.elapsed() > end
+                measured = self._meter.rates_beside(busy[lane], *neighbours, hurried=hurried)
                 rates |= {(lane, *beside): rate for beside, rate in zip(besides, measured, strict=True)}
         return rates
 
@@ -254,13 +271,13 @@ class _Measured:
         """What every op must take besides its curve for the same rows to take as much longer in small chunks than in
         one as they do when a layer moves them.
         """
-        groups = self._groups
+        groups, share = self._groups, self.share()
         if "ep" not in groups:
             return 0.0  # nothing to pipeline
         of_experts = expert_groups(groups)
         counts = (1, OVERHEAD_CHUNKS)
         moves = [loads.there_and_back(rows, of_experts, OVERHEAD_CHUNKS * OVERHEAD_CHUNK, count) for count in counts]
-        in_one, in_chunks = self._meter.calls(moves)
+        in_one, in_chunks = self._meter.calls(moves, share)
         curves = {key: CostCurve(points) for key, points in self.curves.items()}
         sizes = of_experts.ep_size, of_experts.etp_size
 
@@ -280,8 +297,8 @@ class _Measured:
         return least
 
     def _key(self, load: Load) -> Hashable:
-        """The same for two roles that share a process group: what is measured once."""
-        return load.kind, self._groups.get(load.group, load.group)
+        """The same for two roles whose groups have the same ranks: what is measured once."""
+        return load.kind, load.is_whole, self._ranks.get(load.group, load.group)
 
 
 # The lanes of a pipeline with memory reuse: the paper's alpha(y, all).
@@ -345,33 +362,24 @@ def _stock_moves(rows: Rows, groups: Mapping[str, ProcessGroup]) -> list[Load]:
     return [loads.stock_all_to_all(rows, groups["ep"], "ep", Lane.INTER)]
 
 
-@contextmanager
-def groups_of(layout: Layout) -> Iterator[dict[str, ProcessGroup]]:
-    """Yields this rank's process group of each role that has more than one rank; EP's too, where it has a joint one.
-
-    Roles of one lane with equal groups share them. Those of two lanes do not: lanes run side by side, and the ranks
-    must agree on the order of a group's collectives.
+def megatron_groups() -> dict[str, ProcessGroup]:
+    """Returns Megatron's process group of this rank for each role that has more than one rank; EP's too, where EP and
+    expert-TP have a joint one, which is where Parm has a choice: expert-TP, or TP to split tokens over.
     """
-    made: dict[tuple[Lane, Groups], ProcessGroup] = {}
-    groups: dict[str, ProcessGroup] = {}
-    for lane, roles in ((Lane.INTRA, _INTRA), (Lane.INTER, _INTER)):
-        for role, _ in roles:
-            ranks = _ranks(layout, role)
-            if len(ranks[0]) > 1 or (role == "ep" and JOINT in groups):
-                if (lane, ranks) not in made:
-                    made[lane, ranks] = loads.group_of(ranks)
-                groups[role] = made[lane, ranks]
-    with temporary_groups(made.values()):
-        yield groups
+    groups = {
+        "expert-tp": parallel_state.get_expert_tensor_parallel_group(),
+        "tp": parallel_state.get_tensor_model_parallel_group(),
+        "dp": parallel_state.get_data_parallel_group(),
+        "cp": parallel_state.get_context_parallel_group(),
+        JOINT: parallel_state.get_expert_tensor_and_model_parallel_group(),
+        "ep": parallel_state.get_expert_model_parallel_group(),
+    }
+    if max(groups["tp"].size(), groups["expert-tp"].size()) == 1:
+        del groups[JOINT]
+    several = {role for role, group in groups.items() if group.size() > 1}
+    return {role: group for role, group in groups.items() if role in several or (role == "ep" and JOINT in several)}
 
 
 def expert_groups(groups: Mapping[str, ProcessGroup]) -> ExpertGroups:
-    """Returns those of `groups_of` that a MoE layer communicates over. The joint group is EP's where none was made."""
+    """Returns those of `megatron_groups` that a MoE layer communicates over. Without a joint one EP's is it."""
     return ExpertGroups(groups["ep"], groups.get("expert-tp"), groups.get(JOINT, groups["ep"]))
-
-
-def _ranks(layout: Layout, role: str) -> Groups:
-    """The groups of a role. EP and expert-TP are one where Parm has a choice: expert-TP, or TP to split tokens over."""
-    if role != JOINT:
-        return layout.groups(role)
-    return layout.joint_groups if max(layout.tp, layout.expert_tp) > 1 else ((dist.get_rank(),),)
