@@ -32,6 +32,7 @@ from megatron_moe_opt.planning.traces.routing_trace import RoutingTrace, read_ro
 from megatron_moe_opt.runtime.observed.traffic import TrafficCounter, TrafficRow
 from megatron_moe_opt.systems import system_names
 from megatron_moe_opt.topology.nodes import NodeMap, discover_nodes
+from megatron_moe_opt.variants import split_variant
 
 
 @dataclass(frozen=True)
@@ -93,10 +94,11 @@ def bench_samples(settings: SampleSettings, json_file: Path | None) -> list[Samp
 
 def check(settings: SampleSettings, trace: RoutingTrace, world: int) -> None:
     """Refuses, with ConfigurationError, what cannot run on `world` ranks."""
-    for name in settings.dispatchers:
+    for variant in settings.dispatchers:
+        name, _ = split_variant(variant, None)
         if name not in (BASELINE, *system_names()):
             raise ConfigurationError(
-                f"--dispatchers {name} is unknown: choose from {', '.join((BASELINE, *system_names()))}"
+                f"--dispatchers {variant} is unknown: choose from {', '.join((BASELINE, *system_names()))}"
             )
     for what, number in (("samples", trace.num_samples), ("experts", trace.num_experts)):
         if number % world:
@@ -139,7 +141,9 @@ class _Block:
         self.batch = trace.num_samples // dist.get_world_size()
         self.tokens = settings.tokens or trace.experts.shape[3]
         self.device = device
+        register(split_variant(dispatcher, None)[1])
         self.block = build_block(_config(dispatcher, settings, trace))
+        register()
         for index, layer in enumerate(self.block.layers):
             layer.mlp.experts = _Experts()
             layer.mlp.router.forward = _Router(self, index, layer)
@@ -252,7 +256,7 @@ app = typer.Typer(pretty_exceptions_enable=False)
 def samples(
     trace: Annotated[Path, typer.Argument(help="A routing trace, recorded or from moe-opt trace generate.")],
     dispatchers: Annotated[
-        str, typer.Option(help="Dispatchers to compare, separated by commas; alltoall always runs.")
+        str, typer.Option(help="Dispatchers and variants, separated by commas; alltoall always runs.")
     ] = "netmoe",
     hidden: Annotated[int, typer.Option(min=1, help="Hidden size.")] = 768,
     tokens: Annotated[
