@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_moe_opt.options import Options
+from megatron_moe_opt.runtime.travelling_experts.step_passes import step_of
 from tests.multirank.test_expert_migration import ALL_ENTRIES, hidden_states, layers, options_of, relative
 from tests.multirank.test_expert_migration_training import FULL_RECOMPUTE
 
@@ -16,10 +17,11 @@ DOMAINS = [((4,), (4,)), ((2, 2), (2, 1)), ((2, 2), (2, 2))]
 
 
 def step(layer: Any, seed: int) -> None:
-    """Forward and backward of two micro-batches, of different sizes of gradients."""
+    """Forward and backward of two micro-batches, of different sizes of gradients; in odd steps they return together."""
     outputs = [layer(hidden_states(2 * seed + number))[0] for number in range(2)]
-    outputs[0].square().mean().backward()
-    outputs[1].square().sum().backward()
+    with step_of(1 + seed % 2):
+        outputs[0].square().mean().backward()
+        outputs[1].square().sum().backward()
 
 
 def gradient(layer: Any) -> torch.Tensor:

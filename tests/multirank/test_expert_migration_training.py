@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_moe_opt.options import Options
-from tests.multirank.test_expert_migration import ALL_ENTRIES, hidden_states, layers, options_of, relative
+from tests.multirank.test_expert_migration import ALL_ENTRIES, gathers_of, hidden_states, layers, options_of, relative
 
 FULL_RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 SHARED_EXPERT = {"residuals": "shared", "shared_expert_interval": 1}
@@ -61,6 +61,63 @@ def test_bf16_losses_are_those_of_stock(ranks):
     ours = ranks.run(train, options=options, dispatcher="expert-migration", layout={"ep": 4}, bf16=True)
     stock = ranks.run(train, options=Options(), dispatcher="alltoall", layout={"ep": 4}, bf16=True)
     assert ours[0] == pytest.approx(stock[0], rel=1e-2)
+
+
+def accumulated(
+    options: Options, dispatcher: str, layout: dict[str, int], microbatches: int, aligned: bool = False, **settings: Any
+) -> tuple[int, list[torch.Tensor]]:
+    """How often gradients of experts were returned in a step, after one in which nothing is to be returned; and what
+    DDP has of all gradients afterwards.
+
+    Args:
+        aligned: DDP is told to begin with its reductions, after the last pass (--align-grad-reduce).
+    """
+    import megatron_moe_opt
+    from tests.ranks.gpt import gpt
+    from tests.ranks.megatron import parallel
+
+    megatron_moe_opt.register(options)
+    try:
+        with parallel(**layout):
+            trained = gpt(
+                moe_token_dispatcher_type=dispatcher, microbatches=microbatches, distributed_optimizer=False, **settings
+            )
+            if aligned:
+                trained.config.grad_sync_func = trained.model.start_grad_sync
+            trained.model.zero_grad_buffer()
+            assert gathers_of(lambda: trained.forward_backward(forward_only=True), "reduce_scatter") == 0
+            returned = gathers_of(trained.forward_backward, "reduce_scatter")
+            return returned, [parameter.main_grad.clone() for parameter in trained.model.parameters()]
+    finally:
+        megatron_moe_opt.register()
+
+
+@pytest.mark.parametrize(
+    ("layout", "settings", "bound"),
+    [
+        ({"ep": 4}, FULL_RECOMPUTE, 1e-5),
+        ({"ep": 4}, {"bf16": True}, 1e-2),
+        ({"ep": 2}, {"overlap": True}, 1e-5),
+        ({"ep": 2, "pp": 2}, {"overlap": True, "aligned": True, "num_layers": 4}, 1e-5),
+    ],
+    ids=str,
+)
+def test_gradients_return_once_a_step_and_are_those_of_stock(ranks, layout, settings, bound):
+    options = Options(network_levels=(layout["ep"],), domain_sizes=(layout["ep"],))
+    arguments = {"layout": layout, "microbatches": 3, **settings}
+    found = ranks.run(accumulated, options=options, dispatcher="expert-migration", **arguments)
+    stock = ranks.run(accumulated, options=Options(), dispatcher="alltoall", **arguments)
+    for (returned, gradients), (_, expected) in zip(found, stock, strict=True):
+        assert returned == 2  # of as many layers
+        for one, other in zip(gradients, expected, strict=True):
+            assert relative(one, other) < bound
+
+
+@pytest.mark.parametrize(("kept", "returns"), [({"resident_layers": 1}, 1 + 3), ({"resident_layers": "all"}, 2)])
+def test_gradients_wait_for_the_last_pass_in_as_many_layers_as_experts_stay(ranks, kept, returns):
+    options = Options(network_levels=(4,), domain_sizes=(4,), prefetch_layers=0, **kept)
+    arguments = {"dispatcher": "expert-migration", "layout": {"ep": 4}, "microbatches": 3}
+    assert {returned for returned, _ in ranks.run(accumulated, options=options, **arguments)} == {returns}
 
 
 def sent_at_the_begin_of_a_step(**settings: Any) -> None:

@@ -63,7 +63,7 @@ class Gpt:
         self.losses.append((mean[0] / mean[1]).item())
         return self.losses[-1]
 
-    def forward_backward(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    def forward_backward(self, forward_only: bool = False) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Forward and backward of one step's microbatches; gradients are in the DDP buffers afterwards."""
         return get_forward_backward_func()(
             forward_step_func=_forward_step,
@@ -72,7 +72,7 @@ class Gpt:
             num_microbatches=self.microbatches,
             seq_length=TOKENS,
             micro_batch_size=self.micro_batch,
-            forward_only=False,
+            forward_only=forward_only,
         )
 
     def batch(self, microbatch: int) -> dict[str, torch.Tensor]:

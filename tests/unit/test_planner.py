@@ -171,6 +171,8 @@ def test_experts_that_do_not_stay_take_less_memory_and_one_more_gather():
     assert goes.seconds - stays.seconds == pytest.approx(gather, rel=1e-6)
     assert goes.inter_bytes - stays.inter_bytes == layer.expert_bytes  # half of what both ranks have
     assert stays.activation_bytes - goes.activation_bytes == 2 * layer.expert_bytes * 3 // 4
+    half = dataclasses.replace(layer, element_bytes=2, resident_part=0.25)
+    assert half.held_bytes_of_others == 0.25 * 3 * half.expert_bytes  # weights, and gradients summed in float32
 
 
 def test_copies_of_experts_that_travel_and_their_compression_count():

@@ -23,6 +23,7 @@ from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.integration.layer.configured_workload import layer_workload
 from megatron_moe_opt.integration.layer.experts_of_owners import call_experts
 from megatron_moe_opt.integration.layer.layer_seam import LayerSeam, LayerSlot
+from megatron_moe_opt.integration.micro_batches import follow_micro_batches
 from megatron_moe_opt.integration.optimizer_step import after_optimizer_step, before_optimizer_step, forget
 from megatron_moe_opt.options import Options
 from megatron_moe_opt.runtime.engine.recomputation import is_recomputing
@@ -114,6 +115,7 @@ def migrate_experts(layer: Any, options: Options) -> None:
         if gradient_ratio is not None:
             gradients = CompressedGradients(num_local, gradient_ratio)
             at_loading(gradients)
+        follow_micro_batches()
         before_optimizer_step(communicator.before_step)
         after_optimizer_step(communicator.after_step)
         after_optimizer_step(communicator.after_skipped_step, updated=False)

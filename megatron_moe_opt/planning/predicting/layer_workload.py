@@ -97,6 +97,14 @@ class LayerWorkload:
         """Of the weights of all experts of a rank."""
         return self.local_experts * self.hidden * self.ffn * (3 if self.gated else 2) * self.element_bytes
 
+    @property
+    def held_bytes_of_others(self) -> float:
+        """Of the experts of another rank and the float32 sums of their gradients over a step's micro-batches, in each
+        layer in the mean.
+        """
+        sums = self.expert_bytes / self.element_bytes * 4
+        return self.resident_part * (self.expert_bytes + sums)
+
     def migration(self, skew: Skew) -> MigrationLayer:
         """As the stream model takes it. A row has its probabilities and the numbers of its experts behind it."""
         row, whole = self.row_bytes + self.topk * self.lane_bytes // 2, self.expert_bytes

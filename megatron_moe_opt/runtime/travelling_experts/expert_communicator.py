@@ -43,6 +43,7 @@ from megatron_moe_opt.runtime.travelling_experts.expert_codec import (
 )
 from megatron_moe_opt.runtime.travelling_experts.expert_gradients import CompressedGradients, WholeGradients
 from megatron_moe_opt.runtime.travelling_experts.expert_weights import ExpertWeights
+from megatron_moe_opt.runtime.travelling_experts.step_passes import current_step
 from megatron_moe_opt.schedules import expert_migration as schedules
 from megatron_moe_opt.topology.domain_groups import DomainGroups
 
@@ -65,6 +66,8 @@ class ExpertCommunicator:
         self.groups, self.ahead = groups, ahead
         self.residents = None if resident is None else Residents(resident)
         self._groups = {level: group for level, group in enumerate(groups.experts) if group is not None}
+        self.innermost = [*self._groups.values()][-1]
+        """In which gradients begin to return."""
         self.round = 0
         """Counts the changes of weights that were noticed."""
         self.gradients: weakref.WeakSet[WholeGradients | CompressedGradients] = weakref.WeakSet()
@@ -167,24 +170,24 @@ class ExpertCommunicator:
         """Starts to sum over the domain what its ranks have for this rank: [ranks, N]. The mirror of `gather`.
 
         Args:
-            codec: how they travel.
+            codec: how they travel; with them goes what it has deferred.
 
         Returns:
             What waits for the sum, [N].
         """
-        run, bound, sizes = executor(gradients.device), [], {}
-        of_owner = codec.sent_bytes(gradients.size(1), gradients.dtype)
+        run, bound, sizes, dtype = executor(gradients.device), [], {}, gradients.dtype
+        of_owner = codec.sent_bytes(gradients.size(1), dtype)
+        sums = gradients = codec.complete(gradients)
         with run.memory():
-            sums = gradients
             for level, group in reversed(self._groups.items()):
                 sizes[level] = sums.size(0) * of_owner
-                of_level, sums = codec.reduce(sums, gradients.dtype, group)
+                of_level, sums = codec.reduce(sums, dtype, group)
                 bound += of_level
         running, held = run.start(schedules.returned(sizes, codec.is_lossy), bound), [gradients]
 
         def arrived() -> torch.Tensor:
             running.wait()
-            dtype = held.pop().dtype  # not before: their memory would be others' while it is read
+            held.clear()  # not before: their memory would be others' while it is read
             return used_here(sums).view(-1).to(dtype)
 
         return arrived
@@ -331,6 +334,24 @@ class MigratedExperts:
         residents = self.communicator.residents
         return outputs if residents is None else _ComeBack.apply(outputs, residents, self._arrived)
 
+    def return_gradients(self, parts: torch.Tensor) -> Callable[[], torch.Tensor] | None:
+        """Starts to return the gradients of a backward pass, and of those before it whose gradients have waited, to
+        the owners [owners, numel]; in a step's passes but the last they wait for that, as many layers' as experts stay.
+
+        Returns:
+            What waits for the sum of this rank's, [numel]; None: they wait.
+        """
+        residents, step = self.communicator.residents, current_step()
+        limit = None if residents is None or self.gradients.is_lossy else residents.limit
+        if step is not None and step.defers(self, limit):
+            self.gradients.defer(parts, self.own, self.communicator.innermost)
+            return None
+        return self.communicator.reduce(parts, self.gradients)
+
+    def forget_deferred(self) -> None:
+        """Forgets gradients that have not been returned."""
+        self.gradients.restart()
+
     def lent(self) -> Lent:
         """This rank's parameters for the other ranks' use in a pass: to be called before tokens are sent.
 
@@ -356,10 +377,10 @@ class MigratedExperts:
 
 @dataclass
 class _Returned:
-    """Gradients of a pass that other ranks return."""
+    """Gradients that other ranks return in a pass."""
 
     wait: Callable[[], Iterator[torch.Tensor]] | None = None
-    """For this rank's sums, in the order of the parameters."""
+    """For this rank's sums, in the order of the parameters; None: a later pass has them."""
 
 
 @dataclass(frozen=True)
@@ -385,9 +406,9 @@ class _Lend(Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *_: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, *none: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         wait, ctx.returned.wait = ctx.returned.wait, None
-        return None, *wait()
+        return None, *([None] * len(none) if wait is None else wait())
 
 
 class _ComeBack(Function):
@@ -428,7 +449,8 @@ class _Migrate(Function):
         parts = iter([grads[first : first + number] for first in range(0, len(grads), number)])
         for owner in range(len(migrated.owners)):
             weights.flatten([None] * number if owner == migrated.own else next(parts), flat[owner])
-        arrived = migrated.communicator.reduce(flat, migrated.gradients)
-        ctx.returned.wait = lambda: weights.views(arrived())
+        arrived = migrated.return_gradients(flat)
+        if arrived is not None:
+            ctx.returned.wait = lambda: weights.views(arrived())
         stand_in = flat.new_zeros(())  # what autograd needs to go on to _Lend
         return None, None, *(stand_in.expand(shape) for shape in ctx.shapes)

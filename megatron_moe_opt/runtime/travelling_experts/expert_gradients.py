@@ -1,7 +1,9 @@
 """How gradients of migrated experts return to their owners: whole, or their largest entries (lossy).
 
-The domain's sum is taken level by level, innermost first, the mirror of the gather (expert_communicator.py), so that a
-slow outermost link carries one sum for each of its own peers, and not one part for each rank behind it.
+They return once a step, with the last backward pass of a layer in it (step_passes.py); those of the passes before are
+summed where they are. The domain's sum is taken level by level, innermost first, the mirror of the gather
+(expert_communicator.py), so that a slow outermost link carries one sum for each of its own peers, and not one part for
+each rank behind it.
 
 Compressed, a rank sends to each peer the largest entries of what it has for it, in the residual codec's format with
 zero in the place of the shared expert. What does not travel is kept, and added to what it has for that peer next time
@@ -19,15 +21,43 @@ import torch
 import torch.distributed as dist
 
 from megatron_moe_opt.kernels import empty, sr_decode
+from megatron_moe_opt.kernels.streams import used_here
 from megatron_moe_opt.runtime.engine import steps
 from megatron_moe_opt.runtime.engine.steps import Steps
 from megatron_moe_opt.runtime.travelling_experts.expert_codec import ResidualMessages
 
 
 class WholeGradients:
-    """Gradients of experts that travelled, returned uncompressed and summed in rank order."""
+    """Gradients of experts that travelled, returned uncompressed and summed in rank order. One object a layer."""
 
     is_lossy = False
+
+    def __init__(self) -> None:
+        self._deferred: tuple[torch.Tensor, int] | None = None
+        """Sums [ranks - 1, numel], and the place of the own rank, which is not among them."""
+
+    def defer(self, parts: torch.Tensor, own: int, group: dist.ProcessGroup) -> None:
+        """Adds `parts` [ranks, numel] to what goes with the next ones: in float32, which takes the memory of
+        (ranks - 1) * numel elements until then.
+
+        Args:
+            own: the row of this rank, which is zero.
+            group: of the innermost level.
+        """
+        if self._deferred is None:
+            dtype = torch.promote_types(parts.dtype, torch.float32)
+            sums = empty((parts.size(0) - 1, parts.size(1)), dtype, parts.device)
+            self._deferred = sums.zero_(), own
+        for deferred, added in _of_others(*self._deferred, parts):
+            deferred.add_(added)
+
+    def complete(self, parts: torch.Tensor) -> torch.Tensor:
+        """Returns `parts` with what was deferred, rounded to their dtype once."""
+        if self._deferred is not None:
+            for deferred, added in _of_others(*self._deferred, parts):
+                added.copy_(deferred.add_(added))
+            self._deferred = None
+        return parts
 
     def sent_bytes(self, numel: int, dtype: torch.dtype) -> int:
         """Returns the bytes of the gradients of a rank's experts, which have `numel` elements."""
@@ -50,7 +80,13 @@ class WholeGradients:
         return ""
 
     def restart(self) -> None:
-        """Does nothing, as nothing is kept from one return to the next."""
+        """Forgets what was deferred."""
+        self._deferred = None
+
+
+def _of_others(sums: torch.Tensor, own: int, parts: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Rows of sums [ranks - 1, numel], and those of parts [ranks, numel] that belong to them."""
+    return [(sums[:own], parts[:own]), (sums[own:], parts[own + 1 :])]
 
 
 class CompressedGradients:
@@ -66,6 +102,33 @@ class CompressedGradients:
         """
         self.num_local, self.ratio = num_local, ratio
         self._kept: dict[dist.ProcessGroup, torch.Tensor] = {}
+        """float32 [peers, owners, numel] of each level: what has not been sent."""
+        self._deferred: tuple[torch.Tensor, int] | None = None
+        """float32 [owners, numel] for this rank at the innermost level, and its place there: nothing of it is sent."""
+
+    def defer(self, parts: torch.Tensor, own: int, group: dist.ProcessGroup) -> None:
+        """As WholeGradients.defer. What is for peers waits with what was not sent to them, in the same memory."""
+        parts = parts.view(group.size(), -1, parts.size(1))
+        for kept, peer in zip(self._kept_of(group, parts), _peers(group), strict=True):
+            kept.add_(parts[peer])
+        if parts.size(1) > 1:  # more owners than this rank
+            mine = parts[group.rank()]
+            self._deferred = (self._deferred[0].add_(mine) if self._deferred else mine.float()), group.rank()
+
+    def complete(self, parts: torch.Tensor) -> torch.Tensor:
+        """Returns `parts` with what was deferred and nobody has kept; then in float32."""
+        if self._deferred is not None:
+            (deferred, rank), self._deferred = self._deferred, None
+            parts = parts.float()
+            parts.view(-1, *deferred.shape)[rank] += deferred
+        return parts
+
+    def _kept_of(self, group: dist.ProcessGroup, parts: torch.Tensor) -> torch.Tensor:
+        """What is kept of parts [ranks, owners, numel] for the peers of a level."""
+        if group not in self._kept:
+            shape = group.size() - 1, *parts.shape[1:]
+            self._kept[group] = torch.zeros(shape, dtype=torch.float32, device=parts.device)
+        return used_here(self._kept[group])
 
     def describe(self) -> str:
         """Returns how gradients travel, in words, for the line that is logged at start."""
@@ -73,7 +136,7 @@ class CompressedGradients:
 
     def restart(self) -> None:
         """Forgets what has not been sent. Ranks need not do so together."""
-        self._kept = {}
+        self._kept, self._deferred = {}, None
 
     def messages(self, numel: int, dtype: torch.dtype) -> ResidualMessages:
         """The messages of gradients of `numel` elements."""
@@ -93,15 +156,12 @@ class CompressedGradients:
         owners = parts.size(1)  # of this level's sums, on each of its ranks
         sent, received = (empty((size - 1, owners * messages.num_bytes), torch.uint8, parts.device) for _ in range(2))
         sums = empty((owners, numel), torch.float32, parts.device)
-        peers = [peer for peer in range(size) if peer != rank]
 
         def encode_parts() -> None:
-            if group not in self._kept:
-                self._kept[group] = torch.zeros(size - 1, owners, numel, dtype=torch.float32, device=parts.device)
-            for place, peer in enumerate(peers):
-                of_owners = sent[place].view(owners, -1)
-                for part, kept, message in zip(parts[peer], self._kept[group][place], of_owners, strict=True):
-                    encode(messages, part, kept, message)
+            of_peers = zip(_peers(group), self._kept_of(group, parts), sent.view(size - 1, owners, -1), strict=True)
+            for peer, kept, message in of_peers:
+                for of_owner in zip(parts[peer], kept, message, strict=True):
+                    encode(messages, *of_owner)
 
         def sum_parts() -> None:
             for owner, total in enumerate(sums):
@@ -112,6 +172,10 @@ class CompressedGradients:
         blocks = steps.blocks_of([int(peer != rank) for peer in range(size)])
         exchange = steps.exchange(sent, blocks, received, blocks, group, "reduce_scatter")
         return (steps.call(encode_parts), exchange, steps.call(sum_parts)), sums
+
+
+def _peers(group: dist.ProcessGroup) -> list[int]:
+    return [peer for peer in range(group.size()) if peer != group.rank()]
 
 
 def encode(messages: ResidualMessages, gradient: torch.Tensor, kept: torch.Tensor, message: torch.Tensor) -> None:

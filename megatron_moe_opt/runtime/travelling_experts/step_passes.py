@@ -1,0 +1,78 @@
+"""The backward passes that a layer has in a step, after the last of which its gradients must be where they are needed.
+
+Who runs the micro-batches of a step says how many there are. Where nobody does, every pass is a step of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Protocol
+from weakref import WeakKeyDictionary, WeakSet
+
+
+class Deferring(Protocol):
+    """A layer that may have its gradients wait for a later pass."""
+
+    def forget_deferred(self) -> None:
+        """Forgets what waits."""
+
+
+class StepPasses:
+    """The passes of one step. All ranks have as many of each layer, in the same order."""
+
+    def __init__(self, micro_batches: int) -> None:
+        self.micro_batches = micro_batches
+        self._passes: WeakKeyDictionary[Deferring, int] = WeakKeyDictionary()
+        self._deferring: WeakSet[Deferring] = WeakSet()
+
+    def defers(self, layer: Deferring, limit: int | None) -> bool:
+        """Whether the gradients of a layer's present backward pass wait for a later one. To be asked once a pass.
+
+        Args:
+            limit: of the layers that may have gradients wait; None: no limit.
+        """
+        self._passes[layer] = passes = self._passes.get(layer, 0) + 1
+        if passes >= self.micro_batches:
+            self._deferring.discard(layer)
+            return False
+        if limit is None or len(self._deferring) < limit:
+            self._deferring.add(layer)
+        return layer in self._deferring
+
+    def end(self) -> bool:
+        """Forgets the gradients that still wait. Returns whether there were none."""
+        waiting = [*self._deferring]
+        for layer in waiting:
+            layer.forget_deferred()
+        return not waiting
+
+
+_step: StepPasses | None = None
+
+
+def current_step() -> StepPasses | None:
+    """The step that is under way; None: nobody has said how many passes it has."""
+    return _step
+
+
+@contextmanager
+def step_of(micro_batches: int) -> Iterator[None]:
+    """A context in which a step runs, of so many backward passes of each layer or more.
+
+    Raises:
+        RuntimeError: a layer had fewer, so that its gradients are not where they are needed.
+    """
+    global _step
+    _step = step = StepPasses(micro_batches)
+    is_complete = False
+    try:
+        yield
+        is_complete = True
+    finally:
+        _step = None
+        if not step.end() and is_complete:
+            raise RuntimeError(
+                f"a MoE layer had fewer backward passes than its step has micro-batches, {micro_batches}: gradients of "
+                "experts that travel were not returned"
+            )
