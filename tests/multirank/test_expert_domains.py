@@ -46,7 +46,7 @@ def chosen(profile: Path, numbers: tuple[int, ...] = (4, 2000), ratio: float | N
                 # One rank alone has many: the others must choose alike.
                 hidden = torch.randn(tokens if dist.get_rank() == 3 else 2, 1, 64, requires_grad=True)
                 layer(hidden)[0].sum().backward()
-                sizes.append(layer.token_dispatcher.dispatcher.domain_groups.domains.sizes)
+                sizes.append(layer.token_dispatcher.dispatcher.hops.groups.domains.sizes)
                 assert all(parameter.grad is not None for parameter in layer.parameters())
     finally:
         megatron_moe_opt.register()

@@ -32,6 +32,7 @@ from megatron_moe_opt.planning.training.model import ModelShape
 from megatron_moe_opt.planning.training.throughput import throughput
 from megatron_moe_opt.schedules.schedule import Kind
 from megatron_moe_opt.schedules.timeline import one_after_another
+from megatron_moe_opt.systems.mpmoe import HOPS
 from megatron_moe_opt.systems.system import FLAG
 from megatron_moe_opt.variants import split_variant
 
@@ -198,7 +199,7 @@ def megatron_flags(case: Case, plan: Path | None) -> list[str]:
     if options.experts_may_travel:
         flags.append("--no-gradient-accumulation-fusion")  # or training refuses them
     # A plan's runners-up may migrate experts where what is chosen does not.
-    needs_levels = site.levels_named and (plan is not None or options.domain_sizes)
+    needs_levels = site.levels_named and (plan is not None or options.domain_sizes or HOPS in options.ways)
     if plan is not None:
         name, options = AUTO, Options(plan=plan)
     if needs_levels:
