@@ -19,6 +19,14 @@ class DType(str, Enum):
     bf16 = "bf16"
 
 
+class Recompute(str, Enum):
+    """What backward makes again: the keys of planning.training.memory.RECOMPUTE."""
+
+    none = "none"
+    selective = "selective"
+    full = "full"
+
+
 def finite(option: typer.CallbackParam, value: float | None) -> float | None:
     """The callback of float options: refuses, with ConfigurationError, nan and inf, which their ranges let pass."""
     if value is not None and not math.isfinite(value):

@@ -12,6 +12,10 @@ import pytest
 from megatron_moe_opt.integration.auto.own_profile import FILE_NAME
 from megatron_moe_opt.options import Options
 from megatron_moe_opt.planning.costs.cluster import Cluster
+from megatron_moe_opt.planning.predicting.simulator import simulate
+from megatron_moe_opt.schedules.schedule import Schedule
+from megatron_moe_opt.schedules.timeline import Timeline
+from tests.ranks.devices import rank_device
 
 STEPS = 4  # one to look, and three of trials
 SMALL = (4096, 16384)
@@ -66,6 +70,7 @@ def test_a_run_that_measures_trains_as_one_that_does_not(ranks, tmp_path, sizes,
     file = tmp_path / "new" / "checkpoints" / FILE_NAME
     own = ranks.run(train, arguments=arguments, sizes=sizes, **config)
     cluster = Cluster.load(file)
+    assert cluster.measured_for["--moe-router-topk"] == 2 and cluster.measured_for["--num-experts"] == 8
     assert cluster.measured_for["--expert-model-parallel-size"] == sizes["ep"] == cluster.world.ep
     assert cluster.measured_for["hidden size of a row"] == 64 and cluster.expert_gemm.hidden == 64
     first = own[0]["said"]
@@ -76,3 +81,45 @@ def test_a_run_that_measures_trains_as_one_that_does_not(ranks, tmp_path, sizes,
     for measured, read in zip(own, again, strict=True):
         assert measured["losses"] == read["losses"]  # to the last bit
         assert "profile" not in measured["groups"]  # those of the measurement are gone
+
+
+class Clock:
+    """Ops take a time by their bytes, and everything else a millisecond whenever somebody looks."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def run(self, schedule: Schedule, steps: Any, record: bool) -> Timeline:
+        timeline = simulate(schedule, lambda op: 1e-4 + 2e-7 * op.size)
+        self.now += timeline.seconds
+        return timeline
+
+    def perf_counter(self) -> float:
+        self.now += 1e-3
+        return self.now
+
+
+def measured_in(seconds: float) -> tuple[int, int, float]:
+    """Curves, their points, and the time that measuring has taken by a clock that does not depend on the machine."""
+    from megatron_moe_opt.integration.measuring import measure, meter, timing
+    from tests.ranks.megatron import parallel
+
+    clock = Clock()
+    with parallel(ep=4), short_measurements(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(measure, "SIZES", tuple(2**power for power in range(12, 19)))
+        patch.setattr(meter, "executor", lambda device: clock)
+        for module in (meter, timing):
+            patch.setattr(module, "time", clock)
+        sizes = measure.Sizes(64, 96, "fp32", (2, 2))
+        cluster = measure.measure(sizes, seconds, rank_device(), lambda *_: None)
+    curves = [*cluster.curves.values(), *cluster.stock_curves.values(), cluster.expert_gemm.points]
+    return len(curves), sum(map(len, curves)), clock.now
+
+
+def test_less_time_means_fewer_points_and_no_more_than_the_time(ranks):
+    (number, least, at_least), *_ = ranks.run(measured_in, seconds=1e-6)
+    (_, fewer, took), *_ = ranks.run(measured_in, seconds=at_least + 1.0)
+    (_, most, _), *_ = ranks.run(measured_in, seconds=1000.0)
+    assert least == number  # one of each
+    assert least < fewer < most and most > 4 * number
+    assert took < 2 * at_least + 1.0

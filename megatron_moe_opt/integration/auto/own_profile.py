@@ -5,9 +5,11 @@ It is kept beside the checkpoint and read at the next start, as long as nothing 
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import os
 import socket
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -66,7 +68,8 @@ def own_profile(config: Any, workloads: Sequence[LayerWorkload], seconds: float)
     layer = max(workloads, key=lambda one: (one.hidden * one.ffn, one.experts))
     # Rows of half precision are as long, and computed as fast, in either type.
     dtype = "fp32" if config.params_dtype is torch.float32 else "bf16"
-    sizes = Sizes(layer.hidden, layer.ffn * layer.etp, dtype, layer.workers)
+    workers = layer.workers if layer.etp == 1 else ()  # experts that are cut do not travel
+    sizes = Sizes(layer.hidden, layer.ffn * layer.etp, dtype, workers)
     device = device_of(dist.group.WORLD)
     facts = facts_of_run(sizes, layer, device)
     file = kept_in()
@@ -85,8 +88,13 @@ def own_profile(config: Any, workloads: Sequence[LayerWorkload], seconds: float)
 
 
 def kept_in() -> Path | None:
-    """The file beside the checkpoint: in --save, else in --load. None where the training loop names neither."""
+    """The file beside the checkpoint: in --save, else in --load. None where the script is given neither."""
     arguments = training_arguments()
+    if arguments is None:  # another loop than Megatron-LM's
+        parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+        for flag in ("--save", "--load"):
+            parser.add_argument(flag)
+        arguments, _ = parser.parse_known_args(sys.argv[1:])
     folder = getattr(arguments, "save", None) or getattr(arguments, "load", None)
     return Path(folder) / FILE_NAME if folder else None
 

@@ -17,7 +17,7 @@ from megatron_moe_opt.integration.measuring.domain_moves import domain_groups_of
 from megatron_moe_opt.integration.measuring.layer_settings import torch_dtype
 from megatron_moe_opt.integration.measuring.loads import Rows
 from megatron_moe_opt.integration.measuring.local import compute_sharing, local_work, one_expert
-from megatron_moe_opt.integration.measuring.meter import Busy, Load, Meter
+from megatron_moe_opt.integration.measuring.meter import LEAST_OPS, Busy, Load, Meter
 from megatron_moe_opt.integration.measuring.partitions import partition_overhead
 from megatron_moe_opt.integration.measuring.provenance import machine, software
 from megatron_moe_opt.integration.measuring.undisturbed import undisturbed
@@ -47,7 +47,8 @@ STOCK_SHARES, SLOWDOWN_SHARES = 2, 3
 PART_OF_ROOM = 1 / 8
 """Of the memory that is free on a GPU, for one op: lanes side by side have one each."""
 _SIDES = 2  # of a move: what is sent, and what is received
-# Lanes are run side by side with ops of about this time, or of the nearest that was measured.
+# Lanes are run side by side with ops of about this time, or of the nearest that was measured; shorter ones where all of
+# them would take longer than there is.
 BESIDE_SECONDS = 0.03
 # What is moved to learn the overhead: so many chunks, of so many bytes a rank.
 OVERHEAD_CHUNKS, OVERHEAD_CHUNK = 16, 32 * KIB
@@ -255,11 +256,15 @@ class _Measured:
         by_preference = sorted(self._moves, key=lambda load: load.group in EXPERT_GROUPS)
         loads_of = {load.lane: (load, self.curves[load.kind, load.group]) for load in by_preference}
         loads_of[Lane.COMPUTE] = expert, gemm
-        busy = {lane: _busy(*load) for lane, load in loads_of.items()}
+        besides_of = {
+            lane: [beside for beside in _besides(lane) if loads_of.keys() >= {lane, *beside}] for lane in loads_of
+        }
+        share = self.share(SLOWDOWN_SHARES)
+        end = self._meter.elapsed() + share
+        longest = share / (LEAST_OPS * sum(1 + len(besides) for besides in besides_of.values()))
+        busy = {lane: _busy(*load, min(BESIDE_SECONDS, longest)) for lane, load in loads_of.items()}
         rates: dict[tuple[Lane, ...], float] = {}
-        end = self._meter.elapsed() + self.share(SLOWDOWN_SHARES)
-        for lane in Lane:
-            besides = [beside for beside in _besides(lane) if busy.keys() >= {lane, *beside}]
+        for lane, besides in besides_of.items():
             if besides:
                 neighbours = [[busy[other] for other in beside] for beside in besides]
                 hurried = self._meter.elapsed() > end
@@ -319,9 +324,9 @@ def _near(points: Points, seconds: float) -> tuple[int, float]:
     return min(points, key=lambda point: abs(point[1] - seconds))
 
 
-def _busy(load: Load, points: Points) -> Busy:
-    """Returns what keeps a lane busy: ops of the time nearest to BESIDE_SECONDS."""
-    size, seconds = _near(points, BESIDE_SECONDS)
+def _busy(load: Load, points: Points, near: float) -> Busy:
+    """Returns what keeps a lane busy: ops of the time nearest to so many seconds."""
+    size, seconds = _near(points, near)
     return Busy(load, load.sized(size), seconds)
 
 
