@@ -85,9 +85,7 @@ def render_page(report: LayerReport) -> str:
 
 
 def headline(report: LayerReport) -> str:
-    """Returns which dispatcher was faster, by how much and how far from its limit; or that none was, or none can be told
-    from the baseline.
-    """
+    """Returns which dispatcher was faster, by how much and how far from its limit; or that none can be said to be."""
     baseline = report.settings.baseline
     of_ours = [result for result in report.results if result.dispatcher != baseline]
     if not of_ours:
