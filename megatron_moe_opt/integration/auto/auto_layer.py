@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -29,6 +30,7 @@ from megatron_moe_opt.dispatchers.say import say, say_other_settings
 from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.integration.auto.auto_report import plan_lines, settled_lines
 from megatron_moe_opt.integration.auto.planned_layer import PlannedLayer, Plug
+from megatron_moe_opt.integration.auto.sample_saving import SampleRouting, saving_of
 from megatron_moe_opt.integration.checks import check_config
 from megatron_moe_opt.integration.layer.replicated_tokens import holds_replicated_tokens
 from megatron_moe_opt.integration.optimizer_step import after_optimizer_step
@@ -44,7 +46,8 @@ from megatron_moe_opt.planning.predicting.skew import most_uneven_layer
 from megatron_moe_opt.runtime.engine.collectives import device_of
 from megatron_moe_opt.runtime.job.agreement import found_by_first
 from megatron_moe_opt.systems import system_of
-from megatron_moe_opt.systems.system import PREFIX, PROFILE_SECONDS, Run
+from megatron_moe_opt.systems.netmoe import NETMOE
+from megatron_moe_opt.systems.system import FLAG, PREFIX, PROFILE_SECONDS, Run
 from megatron_moe_opt.topology.domain_groups import release_domain_groups
 from megatron_moe_opt.topology.expert_groups import ExpertGroups
 from megatron_moe_opt.variants import split_variant
@@ -76,6 +79,10 @@ class Controller:
         self.layers: list[PlannedLayer] = []
         self.plan: Plan | None = None
         """Of --moe-opt-plan; None: there is none, or not yet."""
+        self.placement_saving: float | None = None
+        """The part of the bytes between nodes that `netmoe` would have saved in the first step; None: not known."""
+        self._routing: list[SampleRouting] = []
+        """Of each layer, in the first step, where `netmoe` could run."""
         self.own_profile: OwnProfile | None = None
         """What this run has measured itself; None: not yet, or it is given a profile or a plan."""
         self.predicted: tuple[Prediction, ...] = ()
@@ -112,6 +119,8 @@ class Controller:
         if self.options.plan is None:
             if self.options.profile is not None:
                 agreed_cluster(layer.groups, self.options.profile)  # refuses now what could not be planned with later
+            if self._refusal(NETMOE.name) is None:
+                self._routing.append(SampleRouting(layer.layer.router))
             if holds_replicated_tokens(layer.layer.config):
                 layer.use(REPLICATED_START)
             return
@@ -170,8 +179,11 @@ class Controller:
     def _begin(self) -> None:
         """Plans, and says what is tried."""
         of_ranks: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(of_ranks, ([self._seen(layer) for layer in self.layers if layer.passes], self._room()))
-        seen, rooms = zip(*of_ranks, strict=True)
+        seen_here = [self._seen(layer) for layer in self.layers if layer.passes]
+        dist.all_gather_object(of_ranks, (seen_here, self._room(), self._saving()))
+        seen, rooms, savings = zip(*of_ranks, strict=True)
+        known = [saving for saving in savings if saving is not None]
+        self.placement_saving = statistics.mean(known) if known else None
         self.passes_of_step = max(sum(one.passes for one in of_rank) for of_rank in seen)
         room = min((room for room in rooms if room is not None), default=None)
         if self.options.profile is None and self.options.plan is None:
@@ -193,6 +205,14 @@ class Controller:
 
     def _seen(self, layer: PlannedLayer) -> Seen:
         return Seen(layer.workload(), layer.rows / layer.passes, layer.passes)
+
+    def _saving(self) -> float | None:
+        """See saving_of; of this rank's layers."""
+        if not self._routing:
+            return None
+        routing, self._routing = [one.take() for one in self._routing], []
+        groups, tp = self.layers[0].groups, self.layers[0].layer.tp_group
+        return saving_of(routing, tp, groups, self.config.virtual_pipeline_model_parallel_size or 1)
 
     def _room(self) -> int | None:
         """Bytes that each pass of a layer of this rank may hold besides what stock's held in the first step."""
@@ -239,6 +259,7 @@ class Controller:
                 tokens=max(one.workload.tokens for one in alike),
                 imbalance=imbalance,
                 rank_rows=most_uneven_layer([[one.rows for one in of_rank] for of_rank in of_ranks]),
+                placement_saving=self.placement_saving,
             )
             found, not_here = candidates(workload, cluster, self.options.activation_budget)
             for one in found:
@@ -246,8 +267,23 @@ class Controller:
             refused |= {one.variant: one for one in not_here}
         everywhere = [_mean(ones) for ones in of_shapes.values() if len(ones) == len(by_shape)]
         in_order = sorted(everywhere, key=lambda one: one.seconds)
+        moving = [one for one in in_order if (system := system_of(one.variant)) and system.moves_samples]
+        if moving:
+            in_order = [one for one in in_order if one not in moving]
+            refused[NETMOE.name] = self._not_moved(moving[0], in_order)
         allowed, not_allowed = self._allowed(in_order, {workload.workers for workload in by_shape}, room)
         return allowed, (*refused.values(), *not_allowed), best(allowed).variant
+
+    def _not_moved(self, best_moving: Prediction, others: Sequence[Prediction]) -> Refusal:
+        """What samples that move would be worth, and why they do not: it takes attaching to all layers at once."""
+        stock = next((one for one in others if one.variant == ALLTOALL), others[0])
+        ratios = [one.seconds / stock.seconds for one in (best_moving, others[0])]
+        return Refusal(
+            NETMOE.name,
+            f"{AUTO} does not move samples; by those of the first step, {best_moving.variant} would send "
+            f"{self.placement_saving:.1%} less between nodes and take {ratios[0]:.2f} of {stock.variant}'s time "
+            f"({others[0].variant} {ratios[1]:.2f}): where that is less, choose {FLAG} {NETMOE.name}",
+        )
 
     def _agree_on_plan(self, group: dist.ProcessGroup) -> None:
         """Has all ranks of the group run what the first one reads: other nodes may not have the file."""
