@@ -7,6 +7,7 @@ collectives of a group take the device's tensors alone.
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -64,6 +65,19 @@ def _zeros_stay(deallocate: Any) -> Any:
     return run
 
 
+def _rms_norm(
+    rows: torch.Tensor, shape: Sequence[int], weight: torch.Tensor | None = None, eps: float | None = None
+) -> torch.Tensor:
+    """torch.rms_norm as on the host: of the fused one's backward pass a CPU has no kernel for rows and weights of two
+    dtypes.
+    """
+    wide = rows.float()
+    eps = torch.finfo(wide.dtype).eps if eps is None else eps
+    normed = wide * torch.rsqrt(wide.square().mean([-1 - dim for dim in range(len(shape))], keepdim=True) + eps)
+    normed = normed.type_as(rows)
+    return normed if weight is None else normed * weight
+
+
 def use_emulated_gpu() -> None:
     """What torch.cuda and torch.distributed lack in a PyTorch without CUDA."""
     rng.use_host_generator()
@@ -89,6 +103,7 @@ def use_emulated_gpu() -> None:
     torch.cuda.nvtx.range_push = torch.cuda.nvtx.range_pop = lambda *_: 0
     torch.cuda.nccl.version = lambda: (0, 0, 0)
     torch.Tensor.record_stream = lambda tensor, stream: None
+    torch.rms_norm = _rms_norm
     torch.compiler.set_stance("force_eager")
     schedules.deallocate_output_tensor = _zeros_stay(schedules.deallocate_output_tensor)
     c10d._NCCL_AVAILABLE = True
