@@ -183,7 +183,6 @@ MOVES = {"expert_model_parallel_size": 2, "hidden_dropout": 0.0}
 @pytest.mark.parametrize(
     ("wrong", "overrides"),
     [
-        ("--context-parallel-size 2", {"context_parallel_size": 2, "expert_model_parallel_size": 4}),
         (
             "--tensor-model-parallel-size without --sequence-parallel",
             {"tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 2},
