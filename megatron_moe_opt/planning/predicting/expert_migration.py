@@ -219,12 +219,13 @@ def timelines(
             build({level: sizes[kind] for level, sizes in travels.items() if kind in sizes}, kind in layer.coded)
             for build, kind in ((schedules.gathered, Kind.ALL_GATHER), (schedules.returned, Kind.REDUCE_SCATTER))
         )
+        decoded = [schedules.decoded(gathered.ops[-1].size)] if gathered.ops and Kind.ALL_GATHER in layer.coded else []
         out, back = (
             build({level: int(layer.exchanged(domains, level)) for level in order}, domains.levels)
             for build, order in ((schedules.hop_out, levels), (schedules.hop_back, levels[::-1]))
         )
         experts = Schedule("experts", (Op(Kind.COMPUTE if forward else Kind.GRADIENT, Lane.COMPUTE),))
-        in_order = [gathered, out, experts, back, returned]
+        in_order = [gathered, *decoded, out, experts, back, returned]
         parts = {
             f"{number}. {schedule.name}": simulate(schedule, _seconds_of_ops(layer, domains, curves, one, seconds))
             for number, schedule in enumerate(in_order, start=1)
