@@ -140,4 +140,5 @@ PARTITIONS = or_auto(
     )
 )
 RATIO = Values(_take_ratio, float, "not a ratio above 1", "R")
+SECONDS = Values(_whole(1), _read_whole, "not a number of seconds from 1 on", "S")
 SWITCH = Values(_take_switch, str, "neither True nor False")

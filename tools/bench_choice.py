@@ -23,19 +23,20 @@ from rich.console import Console
 
 from megatron_moe_opt.cli.console import report_console, say, table_of
 from megatron_moe_opt.cli.layer.bench import check, time_rounds
-from megatron_moe_opt.cli.layer.settings import LayerSettings
 from megatron_moe_opt.cli.main import main
-from megatron_moe_opt.cli.option_types import DType, byte_budget, finite, torch_dtype, whole_numbers
-from megatron_moe_opt.cli.ranks import begin, megatron_process_group, parallel_layer, slowest
+from megatron_moe_opt.cli.option_types import DType, byte_budget, finite, whole_numbers
+from megatron_moe_opt.cli.ranks import begin, megatron_process_group, parallel_layer
 from megatron_moe_opt.cli.report.measured_layer import shape_of
 from megatron_moe_opt.errors import ConfigurationError
+from megatron_moe_opt.integration.measuring.layer_settings import LayerSettings, torch_dtype
+from megatron_moe_opt.integration.measuring.timing import slowest
 from megatron_moe_opt.output_file import check_output_file, write_text_whole
 from megatron_moe_opt.planning.costs.cluster import Cluster
 from tools.choosers import STEPS, Chooser, Chosen, chooser_of
 from tools.split_half import noise_floor, regret_of_halves
 
 if TYPE_CHECKING:
-    from megatron_moe_opt.cli.layer.under_test import LayerUnderTest
+    from megatron_moe_opt.integration.measuring.under_test import LayerUnderTest
 
 RECORDED_STEPS = 3
 
@@ -126,7 +127,7 @@ def measure(
     device: torch.device,
 ) -> list[ChoicePoint]:
     """Returns the points for each number of tokens, in Megatron's groups of the settings' sizes. A collective call."""
-    from megatron_moe_opt.cli.layer.under_test import layers_under_test
+    from megatron_moe_opt.integration.measuring.under_test import layers_under_test
 
     points = []
     for count in tokens:

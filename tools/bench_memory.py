@@ -20,18 +20,18 @@ from rich.table import Table
 
 from megatron_moe_opt.cli.console import report_console
 from megatron_moe_opt.cli.layer.live_memory import device_memory
-from megatron_moe_opt.cli.layer.settings import LayerSettings
 from megatron_moe_opt.cli.main import main
 from megatron_moe_opt.cli.option_types import DType, whole_numbers
 from megatron_moe_opt.cli.ranks import begin, megatron_process_group, parallel_layer
 from megatron_moe_opt.errors import ConfigurationError
+from megatron_moe_opt.integration.measuring.layer_settings import LayerSettings
 from megatron_moe_opt.output_file import check_output_file, write_text_whole
 from megatron_moe_opt.runtime.engine.offload import HOST_MEMORY
 from megatron_moe_opt.schedules.mpmoe import NONE, STRATEGIES
 from tools.mpmoe_formulas import LayerElements
 
 if TYPE_CHECKING:
-    from megatron_moe_opt.cli.layer.under_test import LayerUnderTest
+    from megatron_moe_opt.integration.measuring.under_test import LayerUnderTest
 
 STATES = 4
 """Of a parameter: itself, its gradient and Adam's two moments (MPMoE, eq. 1)."""
@@ -168,7 +168,7 @@ def _settings(shape: Shape, tokens: int, experts: int, dtype: str, variant: str)
 
 def measure(settings: LayerSettings, ep: int, device: torch.device) -> tuple[MemoryUse, int]:
     """One step of the last of the settings' dispatchers. Returns its use, and the bytes of this rank's parameters."""
-    from megatron_moe_opt.cli.layer.under_test import layer_under_test
+    from megatron_moe_opt.integration.measuring.under_test import layer_under_test
 
     layer = layer_under_test(settings, settings.dispatchers[-1], ep, device)
     use = _of_one_step(layer, device)

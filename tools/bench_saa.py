@@ -20,13 +20,16 @@ from rich.table import Table
 
 from megatron_moe_opt.cli.console import report_console
 from megatron_moe_opt.cli.main import main
-from megatron_moe_opt.cli.option_types import DType, torch_dtype, whole_numbers
-from megatron_moe_opt.cli.profile import loads
-from megatron_moe_opt.cli.profile.loads import Rows
-from megatron_moe_opt.cli.profile.measure import ProfileSettings, expert_groups, groups_of
-from megatron_moe_opt.cli.profile.meter import SizedPipeline
-from megatron_moe_opt.cli.ranks import begin, process_group, slowest
+from megatron_moe_opt.cli.option_types import DType, whole_numbers
+from megatron_moe_opt.cli.profile.run import ProfileSettings
+from megatron_moe_opt.cli.ranks import begin, megatron_process_group, parallel_layer
 from megatron_moe_opt.errors import ConfigurationError
+from megatron_moe_opt.integration.measuring import loads
+from megatron_moe_opt.integration.measuring.layer_settings import torch_dtype
+from megatron_moe_opt.integration.measuring.loads import Rows
+from megatron_moe_opt.integration.measuring.measure import expert_groups, megatron_groups
+from megatron_moe_opt.integration.measuring.meter import SizedPipeline
+from megatron_moe_opt.integration.measuring.timing import slowest
 from megatron_moe_opt.output_file import check_output_file, write_text_whole
 from megatron_moe_opt.runtime.engine.executor import executor
 from megatron_moe_opt.schedules.parm import TP
@@ -90,7 +93,7 @@ def bench_saa(settings: ProfileSettings, sizes: Sequence[int], rounds: int, json
             f"--tp {layout.tp} --ep {layout.ep}: an AllGather over TP can overlap with an all-to-all where both are "
             "above 1"
         )
-    with process_group() as device:
+    with megatron_process_group() as device:
         points = measure(settings, sizes, rounds, device)
         if dist.get_rank() == 0:
             _print(points, report_console(160))
@@ -103,7 +106,9 @@ def bench_saa(settings: ProfileSettings, sizes: Sequence[int], rounds: int, json
 def measure(settings: ProfileSettings, sizes: Sequence[int], rounds: int, device: torch.device) -> list[SaaPoint]:
     """A collective call over the world; the same answer on every rank."""
     rows = Rows(settings.hidden, torch_dtype(settings.dtype), device)
-    with groups_of(settings.layout(dist.get_world_size())) as groups:
+    layout = settings.layout(dist.get_world_size())
+    with parallel_layer(layout.tp, layout.ep, layout.expert_tp, seed=1):
+        groups = megatron_groups()
         of_experts = expert_groups(groups)
         aas, saa = (loads.combine_and_gather(rows, of_experts, groups[TP], overlap) for overlap in (False, True))
         return [_compare(aas(size), saa(size), rounds, device) for size in sizes]

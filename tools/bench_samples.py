@@ -19,11 +19,12 @@ from rich.console import Console
 
 from megatron_moe_opt import register
 from megatron_moe_opt.cli.console import report_console, say, table_of
-from megatron_moe_opt.cli.layer.settings import BASELINE, LayerSettings
 from megatron_moe_opt.cli.main import main
-from megatron_moe_opt.cli.option_types import DType, torch_dtype
-from megatron_moe_opt.cli.ranks import begin, megatron_process_group, parallel_layer, slowest, timed
+from megatron_moe_opt.cli.option_types import DType
+from megatron_moe_opt.cli.ranks import begin, megatron_process_group, parallel_layer
 from megatron_moe_opt.errors import ConfigurationError
+from megatron_moe_opt.integration.measuring.layer_settings import BASELINE, LayerSettings, torch_dtype
+from megatron_moe_opt.integration.measuring.timing import slowest, timed
 from megatron_moe_opt.output_file import check_output_file, write_text_whole
 from megatron_moe_opt.planning.offline.expert_order import stock_devices
 from megatron_moe_opt.planning.traces.routing_replay import decided_share
@@ -31,6 +32,7 @@ from megatron_moe_opt.planning.traces.routing_trace import RoutingTrace, read_ro
 from megatron_moe_opt.runtime.observed.traffic import TrafficCounter, TrafficRow
 from megatron_moe_opt.systems import system_names
 from megatron_moe_opt.topology.nodes import NodeMap, discover_nodes
+from megatron_moe_opt.variants import split_variant
 
 
 @dataclass(frozen=True)
@@ -92,10 +94,11 @@ def bench_samples(settings: SampleSettings, json_file: Path | None) -> list[Samp
 
 def check(settings: SampleSettings, trace: RoutingTrace, world: int) -> None:
     """Refuses, with ConfigurationError, what cannot run on `world` ranks."""
-    for name in settings.dispatchers:
+    for variant in settings.dispatchers:
+        name, _ = split_variant(variant, None)
         if name not in (BASELINE, *system_names()):
             raise ConfigurationError(
-                f"--dispatchers {name} is unknown: choose from {', '.join((BASELINE, *system_names()))}"
+                f"--dispatchers {variant} is unknown: choose from {', '.join((BASELINE, *system_names()))}"
             )
     for what, number in (("samples", trace.num_samples), ("experts", trace.num_experts)):
         if number % world:
@@ -138,7 +141,9 @@ class _Block:
         self.batch = trace.num_samples // dist.get_world_size()
         self.tokens = settings.tokens or trace.experts.shape[3]
         self.device = device
+        register(split_variant(dispatcher, None)[1])
         self.block = build_block(_config(dispatcher, settings, trace))
+        register()
         for index, layer in enumerate(self.block.layers):
             layer.mlp.experts = _Experts()
             layer.mlp.router.forward = _Router(self, index, layer)
@@ -194,14 +199,14 @@ class _Experts(torch.nn.Module):
 
     def forward(self, tokens: torch.Tensor, counts: torch.Tensor, probs: torch.Tensor) -> tuple[torch.Tensor, None]:
         """Returns the tokens; the probabilities get gradients of ones."""
-        from megatron_moe_opt.cli.layer.under_test import ReturnTokens
+        from megatron_moe_opt.integration.measuring.under_test import ReturnTokens
 
         return ReturnTokens.apply(tokens, probs), None
 
 
 def _config(dispatcher: str, settings: SampleSettings, trace: RoutingTrace) -> Any:
     """Returns Megatron's configuration of all layers, which have neither attention nor experts of a size."""
-    from megatron_moe_opt.cli.layer.under_test import layer_config
+    from megatron_moe_opt.integration.measuring.under_test import layer_config
 
     _, layers, _, length, topk = trace.experts.shape
     layer = LayerSettings((dispatcher,), length, settings.hidden, 1, trace.num_experts, topk, dtype=settings.dtype)
@@ -251,7 +256,7 @@ app = typer.Typer(pretty_exceptions_enable=False)
 def samples(
     trace: Annotated[Path, typer.Argument(help="A routing trace, recorded or from moe-opt trace generate.")],
     dispatchers: Annotated[
-        str, typer.Option(help="Dispatchers to compare, separated by commas; alltoall always runs.")
+        str, typer.Option(help="Dispatchers and variants, separated by commas; alltoall always runs.")
     ] = "netmoe",
     hidden: Annotated[int, typer.Option(min=1, help="Hidden size.")] = 768,
     tokens: Annotated[

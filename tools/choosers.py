@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from megatron_moe_opt.cli.layer.settings import LayerSettings
-from megatron_moe_opt.cli.ranks import slowest
 from megatron_moe_opt.errors import ConfigurationError
+from megatron_moe_opt.integration.measuring.layer_settings import LayerSettings
+from megatron_moe_opt.integration.measuring.timing import slowest
 from megatron_moe_opt.option_values import AUTO
 from megatron_moe_opt.planning.choosing.choice import Choice, choose, schedule_seconds
 from megatron_moe_opt.planning.choosing.partition_search import PARTITIONS
@@ -177,8 +177,8 @@ class AutoChooser(Chooser):
 
     def measured(self, settings: LayerSettings, ep: int, device: torch.device) -> tuple[str, ...]:
         """Has auto choose, and returns what it tried and what was predicted to be fast."""
-        from megatron_moe_opt.cli.layer.under_test import layer_under_test
         from megatron_moe_opt.integration.auto.auto_layer import current_controller
+        from megatron_moe_opt.integration.measuring.under_test import layer_under_test
 
         layer_under_test(settings, AUTO, ep, device)
         self._controller = current_controller()

@@ -21,8 +21,8 @@ import torch
 import torch.distributed as dist
 
 import megatron_moe_opt
-from megatron_moe_opt.cli.layer.settings import LayerSettings
-from megatron_moe_opt.cli.layer.under_test import LayerUnderTest, layer_under_test
+from megatron_moe_opt.integration.measuring.layer_settings import LayerSettings
+from megatron_moe_opt.integration.measuring.under_test import LayerUnderTest, layer_under_test
 
 PAIRS = {"monta:O3x{}": (4, 8), "mpmoe:{}": (4, 8)}
 

@@ -5,15 +5,11 @@ from __future__ import annotations
 import math
 from argparse import ArgumentTypeError
 from enum import Enum
-from typing import TYPE_CHECKING
 
 import typer
 
 from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.option_values import byte_count
-
-if TYPE_CHECKING:
-    import torch
 
 
 class DType(str, Enum):
@@ -23,11 +19,12 @@ class DType(str, Enum):
     bf16 = "bf16"
 
 
-def torch_dtype(name: str) -> torch.dtype:
-    """Returns PyTorch's type for the DType of this name."""
-    import torch
+class Recompute(str, Enum):
+    """What backward makes again: the keys of planning.training.memory.RECOMPUTE."""
 
-    return {"fp32": torch.float32, "bf16": torch.bfloat16}[name]
+    none = "none"
+    selective = "selective"
+    full = "full"
 
 
 def finite(option: typer.CallbackParam, value: float | None) -> float | None:

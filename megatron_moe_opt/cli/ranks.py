@@ -3,21 +3,15 @@
 from __future__ import annotations
 
 import os
-import platform
-import socket
-import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import ProcessGroup
 
 import megatron_moe_opt
 from megatron_moe_opt.errors import ConfigurationError
-from megatron_moe_opt.versions import megatron_version
 
 
 def begin() -> int:
@@ -32,52 +26,6 @@ def begin() -> int:
     warnings.filterwarnings("ignore", module=r"megatron|torch")
     adopt_slurm_ranks()
     return world_size()
-
-
-def slowest(seconds: Sequence[float] | torch.Tensor, device: torch.device) -> list[Any]:
-    """Returns the largest of all ranks of each number, which may be in rows. A collective call over the world."""
-    times = torch.as_tensor(seconds, dtype=torch.float64).to(device).clone(memory_format=torch.contiguous_format)
-    dist.all_reduce(times, dist.ReduceOp.MAX)
-    return times.tolist()
-
-
-def timed(run: Callable[[], object], device: torch.device) -> float:
-    """Returns the seconds from calling `run` until the work that it issued on `device` is complete."""
-    _synchronize(device)
-    start = time.perf_counter()
-    run()
-    _synchronize(device)
-    return time.perf_counter() - start
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
-def machine(device: torch.device) -> dict[str, Any]:
-    """Returns what a report says of the host and the devices that it is from; in a process group.
-
-    A shaped cluster (tools/netbox.py) is known by its rates, not by its host.
-    """
-    facts = {
-        "name": socket.gethostname(),
-        "cpus": os.cpu_count() or 0,
-        "threads of a rank": torch.get_num_threads(),
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
-        "backend": dist.get_backend(),
-    }
-    return facts | {name: os.environ[name] for name in sorted(os.environ) if name.startswith("NETBOX_")}
-
-
-def software() -> dict[str, Any]:
-    """Returns the versions that a report says it was made with."""
-    return {
-        "megatron-moe-opt": megatron_moe_opt.__version__,
-        "megatron-core": megatron_version() or "none",
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-    }
 
 
 def adopt_slurm_ranks() -> None:
@@ -132,31 +80,20 @@ def megatron_process_group() -> Iterator[torch.device]:
 
 
 @contextmanager
-def temporary_groups(groups: Iterable[ProcessGroup]) -> Iterator[None]:
-    """Destroys this rank's groups after the block, when all ranks of the world have done with theirs.
-
-    A rank that destroys a group while others make their next one can cut the connections of that one (seen with Gloo).
-    """
-    try:
-        yield
-        dist.barrier()
-    finally:
-        for group in groups:
-            dist.destroy_process_group(group)
-
-
-@contextmanager
-def parallel_layer(tp: int, ep: int, expert_tp: int, seed: int) -> Iterator[None]:
+def parallel_layer(tp: int, ep: int, expert_tp: int, seed: int, cp: int = 1) -> Iterator[None]:
     """Makes Megatron's groups of these sizes, and sets its seeds, in the block. A collective call over the world."""
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
     parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=tp, expert_model_parallel_size=ep, expert_tensor_parallel_size=expert_tp
+        tensor_model_parallel_size=tp,
+        context_parallel_size=cp,
+        expert_model_parallel_size=ep,
+        expert_tensor_parallel_size=expert_tp,
     )
     try:
         model_parallel_cuda_manual_seed(seed)
         yield
-        dist.barrier()  # see temporary_groups
+        dist.barrier()  # see topology.process_groups.temporary_groups
     finally:
         parallel_state.destroy_model_parallel()

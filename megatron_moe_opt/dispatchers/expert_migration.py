@@ -21,11 +21,9 @@ from megatron_moe_opt.dispatchers.dispatcher import Dispatcher
 from megatron_moe_opt.dispatchers.expert_domains import Choosing
 from megatron_moe_opt.runtime.engine.collectives import all_gather_rows
 from megatron_moe_opt.runtime.engine.host_copy import HostCopy
-from megatron_moe_opt.runtime.rows.expert_exchange import Exchange
-from megatron_moe_opt.runtime.rows.hop_plan import DomainTables
-from megatron_moe_opt.runtime.rows.hop_way import DeviceTables, Hops
-from megatron_moe_opt.runtime.rows.row_facts import RowFacts, experts_of_tokens
-from megatron_moe_opt.runtime.rows.token_hops import Route, to_experts, to_tokens
+from megatron_moe_opt.runtime.rows.expert_exchange import Exchange, to_experts, to_sources
+from megatron_moe_opt.runtime.rows.hop_plan import HopPlan
+from megatron_moe_opt.runtime.rows.token_hops import HoppingRows, TokenHops
 from megatron_moe_opt.runtime.travelling_experts.expert_communicator import Lent, MigratedExperts
 from megatron_moe_opt.topology.domain_groups import DomainGroups, domain_groups
 from megatron_moe_opt.topology.domains import ExpertDomains
@@ -37,29 +35,24 @@ class HoppingTokens:
     """What permute and dispatch learnt and the later steps need; one object a forward pass."""
 
     dispatcher: ExpertMigrationDispatcher
-    experts: torch.Tensor
-    """int64 [T, K] of each token; E is no expert."""
-    probs: torch.Tensor
-    """[T, K], in the same order."""
-    facts: RowFacts
+    rows: HoppingRows
     counts: HostCopy
     """[ep_size, num_counts, and the news of migrated experts] of every rank, on its way to the host."""
     lent: Lent | None
     """This rank's experts for the others' use; None where none travels."""
 
     @cached_property
-    def route(self) -> Route:
+    def exchange(self) -> Exchange[HopPlan]:
         """Where tokens go; the first use waits for the counts to reach the host."""
-        own = self.dispatcher
         # host synchronisation: for the counts, the only one of a forward pass
-        plan = own.tables.plan(self.counts.wait())
-        tables = own.device_tables(self.experts.device)
-        return Route(Exchange(Hops(own.domain_groups, tables, own.tables.levels, self.facts), plan))
+        counts = self.counts.wait()[:, : self.rows.counts.numel()]
+        (exchange,) = self.dispatcher.hops.exchanges(counts, self.rows)
+        return exchange
 
     @property
     def news(self) -> list[int]:
         """What `MigratedExperts.fetch` takes, of all ranks."""
-        return self.counts.wait()[:, self.dispatcher.tables.num_counts :].amax(0).tolist()
+        return self.counts.wait()[:, self.rows.counts.numel() :].amax(0).tolist()
 
 
 Migrate = Callable[[DomainGroups, tuple[int, ...]], MigratedExperts]
@@ -72,14 +65,12 @@ class ExpertMigrationDispatcher(Dispatcher):
     def __init__(self, groups: ExpertGroups, choosing: Choosing, num_experts: int, topk: int) -> None:
         self.groups, self.choosing = groups, choosing
         self.num_experts, self.topk = num_experts, topk
-        self.domain_groups: DomainGroups | None = None
+        self.hops: TokenHops | None = None
         """None until the domains are chosen: at the first pass, where they are not fixed."""
-        self.tables: DomainTables | None = None
         self._migrate: Migrate | None = None
         """Without it tokens still hop as if experts travelled."""
         self.migrated: MigratedExperts | None = None
         """The experts of this layer that travel; None where none does."""
-        self._device_tables: dict[torch.device, DeviceTables] = {}
 
     def take_experts(self, migrate: Migrate) -> None:
         """Puts the experts of the layer in reach. A collective call over its groups."""
@@ -88,45 +79,35 @@ class ExpertMigrationDispatcher(Dispatcher):
             self._settle(self.choosing.fixed)
 
     def _settle(self, domains: ExpertDomains) -> None:
-        self.domain_groups = domain_groups(self.groups.ep, domains, self)
-        self.tables = DomainTables(domains, self.groups.ep_rank, self.num_experts)
-        if self.domain_groups.migrates:
-            self.migrated = self._migrate(self.domain_groups, self.tables.owners)
+        groups = domain_groups(self.groups.ep, domains, self)
+        self.hops = TokenHops(groups, self.num_experts, self.topk)
+        if groups.migrates:
+            self.migrated = self._migrate(groups, self.hops.tables.owners)
 
     def describe(self) -> str:
         """Returns what runs, in words, for the line that is logged at start."""
         what = f"{self.choosing.describe()}, a token once over every link"
         return what if self.migrated is None else f"{what}; {self.migrated.describe()}"
 
-    def device_tables(self, device: torch.device) -> DeviceTables:
-        """The tables on a device."""
-        if device not in self._device_tables:
-            self._device_tables[device] = DeviceTables(self.tables, device)
-        return self._device_tables[device]
-
     def permute(
         self, tokens_TH: torch.Tensor, probs: torch.Tensor, routing_map_TE: torch.Tensor, **_: int | None
     ) -> tuple[torch.Tensor, HoppingTokens]:
-        """Finds each token's experts, and lets all ranks know how many copies there will be.
+        """Puts each token's facts behind it, and lets all ranks know how many copies there will be.
 
-        The tokens stay as they are. No size is needed: padding to capacity is refused (systems/expert_migration.py).
+        No size is needed: padding to capacity is refused (systems/expert_migration.py).
         """
-        facts = RowFacts(tokens_TH.size(1), tokens_TH.dtype, self.topk, probs.dtype)
-        if self.domain_groups is None:
+        if self.hops is None:
             self._settle(self.choosing.choose(tokens_TH.size(0), tokens_TH.device))
-        experts = experts_of_tokens(routing_map_TE, self.topk)
-        routed = experts < self.num_experts
-        probs = probs.gather(1, experts.clamp(max=self.num_experts - 1)).masked_fill(~routed, 0)
-        counts = self.device_tables(tokens_TH.device).count(experts, routing_map_TE.sum(0))
-        lent = None
+        packed_TP, rows = self.hops.rows(tokens_TH, probs, routing_map_TE)
+        counts, lent = rows.counts, None
         if self.migrated is not None:
             counts = torch.cat([counts, self.migrated.news()])
             lent = self.migrated.lent()
         counts = HostCopy(all_gather_rows(counts.view(1, -1), None, self.groups.ep))
-        return tokens_TH, HoppingTokens(self, experts, probs, facts, counts, lent)
+        return packed_TP, HoppingTokens(self, rows, counts, lent)
 
     def dispatch(
-        self, tokens_TH: torch.Tensor, dispatched: HoppingTokens, prob_dtype: torch.dtype
+        self, packed_TP: torch.Tensor, dispatched: HoppingTokens, prob_dtype: torch.dtype
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Tokens to the ranks that hold their experts, sorted by owner and expert.
 
@@ -135,13 +116,13 @@ class ExpertMigrationDispatcher(Dispatcher):
         """
         if self.migrated is not None:
             self.migrated.fetch(dispatched.news)  # on their way while tokens are
-        route = dispatched.route
-        rows_NH, probs_N = to_experts(tokens_TH, dispatched.probs, dispatched.experts, route)
-        return rows_NH, route.exchange.plan.tokens_per_expert, probs_N
+        exchange = dispatched.exchange
+        rows_NH, probs_N = to_experts(packed_TP, exchange, prob_dtype)
+        return rows_NH, exchange.plan.tokens_per_expert, probs_N
 
     def combine(self, rows_NH: torch.Tensor, dispatched: HoppingTokens) -> torch.Tensor:
         """Sums of the expert outputs back on the ranks of their tokens: [R, H] -> [T, H]."""
-        return to_tokens(rows_NH, dispatched.route)
+        return to_sources(rows_NH, dispatched.exchange)
 
     def unpermute(self, tokens_TH: torch.Tensor, dispatched: HoppingTokens) -> torch.Tensor:
         """Nothing remains to be summed."""

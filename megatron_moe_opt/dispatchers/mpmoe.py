@@ -3,69 +3,139 @@
     permute -> [ S0 | S1 | R0 | S2 | R1 | ... ]  -> unpermute        S: dispatch, R: combine, alternating
                     [ C0 | C1 | C2 ... ]                             C: experts
 
-(MPMoE, Fig. 4b.) Each expert's rows are cut into n parts, and partition j is part j of all experts: the partitions
-are equal to a row whatever the routing. Partitions may share buffers; backward restores what is overwritten (Table II).
+(MPMoE, Fig. 4b.) By rows, each expert's rows are cut into n parts, and partition j is part j of all experts: the
+partitions are equal to a row whatever the routing. By hops, a row is a token with all of its experts, which crosses a
+link once (hop_way.py): partition j is part j of this rank's tokens, one after another. They are equal in tokens; what
+each of them has for a rank differs as the tokens' experts do. Partitions may share buffers; backward restores what is
+overwritten (Table II).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Protocol
 
 import torch
+import torch.distributed as dist
 
 from megatron_moe_opt.dispatchers.dispatcher import Dispatcher, map_rows
 from megatron_moe_opt.dispatchers.partitioning import Partitioning, Partitions
 from megatron_moe_opt.kernels import RowMap, permute_packed, unpermute_rows
+from megatron_moe_opt.runtime.engine.collectives import all_gather_rows
 from megatron_moe_opt.runtime.engine.host_copy import HostCopy
-from megatron_moe_opt.runtime.rows.exchange_plan import ExchangePlan, plan_partitions
+from megatron_moe_opt.runtime.rows.exchange_plan import plan_partitions
+from megatron_moe_opt.runtime.rows.expert_exchange import Exchange
+from megatron_moe_opt.runtime.rows.token_hops import HoppingRows, TokenHops
 from megatron_moe_opt.runtime.rows.ways import way_of
 from megatron_moe_opt.runtime.through_experts.expert_call import Experts
 from megatron_moe_opt.runtime.through_experts.expert_pipeline import through_experts
 from megatron_moe_opt.topology.expert_groups import ExpertGroups
 
 
-@dataclass(frozen=True)
-class Partitioned:
+class Partitioned(Protocol):
     """What permute learnt and the pipeline needs; one object a forward pass."""
 
+    partitions: Partitions
+    prob_dtype: torch.dtype
+
+    @property
+    def exchanges(self) -> tuple[Exchange, ...]:
+        """Who sends what to whom, for each partition; the first use waits for the counts to reach the host."""
+
+    def unpermute(self, rows: torch.Tensor) -> torch.Tensor:
+        """Outputs [R, H] to those of tokens [T, H]."""
+
+
+@dataclass(frozen=True)
+class PartitionedRows:
+    """A row for each expert of a token."""
+
+    partitions: Partitions
+    prob_dtype: torch.dtype
     row_map: RowMap
     counts: HostCopy
     """[ep_size, etp_size, experts] rows of every rank, on its way to the host."""
     groups: ExpertGroups
-    partitions: Partitions
-    prob_dtype: torch.dtype
 
     @cached_property
-    def plans(self) -> tuple[ExchangePlan, ...]:
-        """Who sends what to whom, for each partition; the first use waits for the counts to reach the host."""
+    def exchanges(self) -> tuple[Exchange, ...]:
+        """See Partitioned."""
         groups, device = self.groups, self.row_map.rows.device
-        # host synchronisation: for the counts, the only one of a forward pass; `permute` may have waited for them
-        return plan_partitions(self.counts.wait(), groups.ep_rank, groups.etp_rank, self.partitions.count, device)
+        # host synchronisation: for the counts, the only one of a forward pass
+        plans = plan_partitions(self.counts.wait(), groups.ep_rank, groups.etp_rank, self.partitions.count, device)
+        way = way_of(groups, "O1")
+        return tuple(Exchange(way, plan) for plan in plans)
+
+    def unpermute(self, rows: torch.Tensor) -> torch.Tensor:
+        """Sums each token's rows."""
+        return unpermute_rows(rows, self.row_map)
+
+
+@dataclass(frozen=True)
+class PartitionedTokens:
+    """A row for each token."""
+
+    partitions: Partitions
+    prob_dtype: torch.dtype
+    rows: HoppingRows
+    counts: HostCopy
+    """[ep_size, partitions * counts of a partition] of every rank, on its way to the host."""
+    hops: TokenHops
+
+    @cached_property
+    def exchanges(self) -> tuple[Exchange, ...]:
+        """See Partitioned."""
+        # host synchronisation: for the counts, the only one of a forward pass
+        return self.hops.exchanges(self.counts.wait(), self.rows)
+
+    def unpermute(self, rows: torch.Tensor) -> torch.Tensor:
+        """Nothing remains to be summed."""
+        return rows
 
 
 class MpmoeDispatcher(Dispatcher):
     """Moves tokens through their experts, too."""
 
-    def __init__(self, groups: ExpertGroups, partitioning: Partitioning) -> None:
-        self.groups = groups
-        self.partitioning = partitioning
+    def __init__(self, groups: ExpertGroups, partitioning: Partitioning, hops: TokenHops | None = None) -> None:
+        """
+        Args:
+            hops: of the layer's tokens; None: partitions go by rows alone.
+        """
+        self.groups, self.partitioning, self.hops = groups, partitioning, hops
 
     def describe(self) -> str:
         """Returns what runs, in words, for the line that is logged at start."""
         return self.partitioning.describe()
 
     def permute(
-        self, tokens_TH: torch.Tensor, probs_TE: torch.Tensor, routing_map_TE: torch.Tensor, **sizes: int | None
+        self,
+        tokens_TH: torch.Tensor,
+        probs_TE: torch.Tensor,
+        routing_map_TE: torch.Tensor,
+        *,
+        capacity: int | None = None,
+        num_rows: int | None = None,
     ) -> tuple[torch.Tensor, Partitioned]:
-        """Groups this rank's tokens by partition and expert, each row with its probability behind it."""
+        """Groups this rank's tokens by partition, and by rows by expert, each row with its probabilities behind it."""
         groups = self.groups
-        row_map, counts = map_rows(routing_map_TE, groups, **sizes)
-        # host synchronisation: for the counts, where the number of partitions depends on the rows of the pass
-        partitions = self.partitioning.choose(lambda: int(counts.wait().sum()) // groups.joint_size)
+
+        def mean_rows() -> int:
+            if capacity is not None:
+                return routing_map_TE.size(1) * capacity
+            rows = routing_map_TE.sum()
+            dist.all_reduce(rows, group=groups.joint)
+            return int(rows) // groups.joint_size  # host synchronisation: where partitions depend on the pass' rows
+
+        partitions = self.partitioning.choose(mean_rows)
+        if partitions.by_hops:
+            packed_TP, rows = self.hops.rows(tokens_TH, probs_TE, routing_map_TE, partitions.count)
+            counts = HostCopy(all_gather_rows(rows.counts.view(1, -1), None, groups.ep))
+            return packed_TP, PartitionedTokens(partitions, probs_TE.dtype, rows, counts, self.hops)
+        row_map, counts = map_rows(routing_map_TE, groups, capacity=capacity, num_rows=num_rows)
         row_map = row_map.cut(partitions.count)
         packed_RP = permute_packed(tokens_TH, probs_TE, row_map)
-        return packed_RP, Partitioned(row_map, counts, groups, partitions, probs_TE.dtype)
+        return packed_RP, PartitionedRows(partitions, probs_TE.dtype, row_map, counts, groups)
 
     def dispatch(
         self, packed_RP: torch.Tensor, partitioned: Partitioned, prob_dtype: torch.dtype
@@ -74,14 +144,10 @@ class MpmoeDispatcher(Dispatcher):
         return packed_RP, None, packed_RP.new_empty(0)
 
     def through_experts(self, packed_RP: torch.Tensor, partitioned: Partitioned, experts: Experts) -> torch.Tensor:
-        """Dispatch, experts and combine: packed rows [R, H + lane] -> their outputs [R, H]."""
-        way, strategy = way_of(self.groups, "O1"), partitioned.partitions.strategy
-        return through_experts(packed_RP, experts, way, partitioned.plans, strategy, partitioned.prob_dtype)
+        """Dispatch, experts and combine: packed rows [R, W] -> their outputs [R, H]."""
+        strategy = partitioned.partitions.strategy
+        return through_experts(packed_RP, experts, partitioned.exchanges, strategy, partitioned.prob_dtype)
 
     def combine(self, rows_RH: torch.Tensor, partitioned: Partitioned) -> torch.Tensor:
         """Rows as they are: they are back already."""
         return rows_RH
-
-    def unpermute(self, rows_RH: torch.Tensor, partitioned: Partitioned) -> torch.Tensor:
-        """Sums each token's rows: [R, H] -> [T, H]."""
-        return unpermute_rows(rows_RH, partitioned.row_map)

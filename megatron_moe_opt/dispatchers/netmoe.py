@@ -17,59 +17,36 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 
-from megatron_moe_opt.dispatchers.dispatcher import Dispatched, Dispatcher, map_rows
-from megatron_moe_opt.dispatchers.sample_placement import Decision, LayerPlacement, background
+from megatron_moe_opt.dispatchers.dispatcher import Dispatched, Dispatcher
+from megatron_moe_opt.dispatchers.monta import MontaDispatcher
+from megatron_moe_opt.dispatchers.pipelining import Pipelining
+from megatron_moe_opt.dispatchers.sample_placement import Decided, LayerPlacement, background
 from megatron_moe_opt.dispatchers.sample_traffic import SampleRowBytes, SampleTraffic
 from megatron_moe_opt.errors import ConfigurationError
-from megatron_moe_opt.kernels import (
-    LANE_BYTES,
-    build_row_map_by_sample,
-    count_routing_map,
-    empty,
-    permute_packed,
-    write_notes,
-)
-from megatron_moe_opt.kernels.streams import has_streams
+from megatron_moe_opt.kernels import LANE_BYTES
+from megatron_moe_opt.kernels.streams import has_streams, to_device
 from megatron_moe_opt.runtime.engine.collectives import global_rank
 from megatron_moe_opt.runtime.engine.recomputation import is_recomputing
 from megatron_moe_opt.runtime.job.forks import Pending
-from megatron_moe_opt.runtime.rows.exchange_plan import plan_exchange
-from megatron_moe_opt.runtime.rows.expert_exchange import Exchange, to_experts
 from megatron_moe_opt.runtime.rows.sample_counts import SampleCounts, SampleCountsGather
-from megatron_moe_opt.runtime.rows.sample_exchange import SampleReturn, to_new_homes
-from megatron_moe_opt.runtime.rows.ways import way_of
+from megatron_moe_opt.runtime.rows.sample_rows import MovingRows, RowsByExpert
 from megatron_moe_opt.topology.expert_groups import ExpertGroups
 
 
 @dataclass
 class MovingSamples:
-    """What dispatch learnt and combine needs; one object a forward pass."""
+    """What permute learnt and the later steps need; one object a forward pass."""
 
-    groups: ExpertGroups
-    shape: tuple[int, int]
-    """Tokens of a sample on this rank, and its samples."""
-    counts: SampleCounts
-    decision: Pending[Decision]
+    rows: MovingRows
+    decided: Decided
     learn: bool
+    """Whether the pass counts: it is in training, and not a repetition."""
     row_bytes: SampleRowBytes
-    device: torch.device
     beside: torch.Tensor | None
     """[S, B, H] what shared experts made of this rank's tokens."""
-    residual: torch.Tensor | None = None
-    """[N, H] the experts' inputs before normalisation."""
-    notes: torch.Tensor | None = None
-    """int32 [N], twice the token's number in its part of a sample, and 1 more where it returns with the residual."""
-
-    @cached_property
-    def exchange(self) -> Exchange:
-        """Returns who sends which rows to whom on the way to the experts; combine goes by its own plan."""
-        counts, groups = self.counts.rows.sum(2), self.groups
-        plan = plan_exchange(counts, groups.ep_rank, groups.etp_rank, 1, self.device)
-        return Exchange(way_of(groups, "O1"), plan)
 
 
 class NetmoeDispatcher(Dispatcher):
@@ -78,10 +55,11 @@ class NetmoeDispatcher(Dispatcher):
     Until `join` is called, and in passes that no residual was handed over for, rows come back to where they came from.
     """
 
-    def __init__(self, groups: ExpertGroups) -> None:
-        self.groups = groups
+    def __init__(self, groups: ExpertGroups, pipelining: Pipelining) -> None:
+        self.groups, self.pipelining = groups, pipelining
         self.placement: LayerPlacement | None = None
         """None: samples do not move."""
+        self._at_home = MontaDispatcher(groups, pipelining)
         self._norm: Callable[[torch.Tensor], torch.Tensor] | None = None
         self._residual: torch.Tensor | None = None
         self._beside: torch.Tensor | None = None
@@ -91,9 +69,10 @@ class NetmoeDispatcher(Dispatcher):
 
     def describe(self) -> str:
         """Returns what runs, in words, for the line that is logged at start."""
+        how = f"{self.pipelining.describe()}; "
         if self.placement is None:
-            return "moves no samples: it is the only MoE layer of its transformer block, or outside of one"
-        return "moves samples with the combine, and home after the last layer of a pipeline stage"
+            return f"{how}moves no samples: it is the only MoE layer of its transformer block, or outside of one"
+        return f"{how}moves samples with the combine, and home after the last layer of a pipeline stage"
 
     def join(self, placement: LayerPlacement, norm: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Lets samples move from now on.
@@ -132,46 +111,36 @@ class NetmoeDispatcher(Dispatcher):
     ) -> tuple[torch.Tensor, Dispatched | MovingSamples]:
         """See Dispatcher; but of the residual handed over, where there is one, and by expert and sample."""
         residual, self._residual = self._residual, None
-        if self.placement is not None and is_recomputing():
-            raise ConfigurationError(
-                "--moe-token-dispatcher-type netmoe moves samples between ranks, and a MoE layer that is recomputed "
-                "would not find them where they were: take torch.utils.checkpoint off it, or use monta"
-            )
         if residual is None:
-            row_map, counts = map_rows(routing_map_TE, self.groups, capacity=capacity, num_rows=num_rows)
-            return permute_packed(tokens_TH, probs_TE, row_map), Dispatched(row_map, counts, self.groups)
-        groups, (sequence, batch, hidden) = self.groups, residual.shape
-        routing_map_TE = routing_map_TE.bool()
-        row_map = build_row_map_by_sample(routing_map_TE, batch, num_rows)
+            _check_is_first(self.placement)
+            return self._at_home.permute(tokens_TH, probs_TE, routing_map_TE, capacity=capacity, num_rows=num_rows)
+        sequence, batch, hidden = residual.shape
         order, beside, self._beside = self.placement.order, self._beside, None
-        own = count_routing_map(routing_map_TE, batch)
-        gather = SampleCountsGather(own, sequence, order.unlike, groups, order.room)
-        packed_RP = permute_packed(residual.reshape(-1, hidden).contiguous(), probs_TE, row_map)
-        _check_tokens_have_rows(row_map.offsets)
-        first_rows = row_map.rows[row_map.offsets[:-1]]
-        notes = (row_map.sources // batch * 2).to(torch.int32)
-        notes[first_rows] += 1
-        write_notes(packed_RP, notes)
-        hidden_bytes = hidden * packed_RP.element_size()
-        row = SampleRowBytes(hidden_bytes + probs_TE.element_size(), hidden_bytes, hidden_bytes + LANE_BYTES)
+        rows = RowsByExpert(routing_map_TE.bool(), (sequence, batch), num_rows, self.groups, self.pipelining.current)
+        hidden_bytes = hidden * residual.element_size()
+        row_bytes = SampleRowBytes(hidden_bytes + probs_TE.element_size(), hidden_bytes, hidden_bytes + LANE_BYTES)
+        decided = order.decided(self.placement)
+        if decided is not None:
+            _check_routes_as_before(rows.counts, decided.counts, self.groups)
+            return rows.pack(residual, probs_TE), MovingSamples(rows, decided, False, row_bytes, beside)
+        _check_is_first(self.placement)
+        gather = SampleCountsGather(rows.counts, sequence, order.running.unlike, self.groups, order.room)
+        packed_RP = rows.pack(residual, probs_TE)
         counts = gather.wait()  # host synchronisation: for the counts, the only one of a pass; packing is queued
-        _check_masked_alike(counts, groups)
+        _check_masked_alike(counts, self.groups)
+        self.pipelining.observe(counts.rows.sum(2))
         learn = self._learn and counts.equal
-        decision = self.placement.decide(counts, sequence if beside is not None else 0, learn)
-        return packed_RP, MovingSamples(
-            groups, (sequence, batch), counts, decision, learn, row, packed_RP.device, beside
-        )
+        decided = self.placement.decide(counts, sequence if beside is not None else 0, learn)
+        return packed_RP, MovingSamples(rows, decided, learn, row_bytes, beside)
 
     def dispatch(
         self, packed_RP: torch.Tensor, dispatched: Dispatched | MovingSamples, prob_dtype: torch.dtype
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """See Dispatcher; rows are normalised here, and by source, sample and token inside an expert."""
         if isinstance(dispatched, Dispatched):
-            return super().dispatch(packed_RP, dispatched, prob_dtype)
-        exchange = dispatched.exchange
-        dispatched.notes = empty((exchange.plan.num_gathered,), torch.int32, packed_RP.device)
-        dispatched.residual, probs_N = to_experts(packed_RP, exchange, prob_dtype, dispatched.notes)
-        return self._norm(dispatched.residual), exchange.plan.tokens_per_expert, probs_N
+            return self._at_home.dispatch(packed_RP, dispatched, prob_dtype)
+        rows_NH, per_expert, probs_N = dispatched.rows.to_experts(packed_RP, dispatched.decided.counts, prob_dtype)
+        return self._norm(rows_NH), per_expert, probs_N
 
     def combine(self, rows_NH: torch.Tensor, dispatched: Dispatched | MovingSamples) -> torch.Tensor:
         """The sums of the outputs of each token's experts and its residual, on the rank where its sample goes.
@@ -184,41 +153,39 @@ class NetmoeDispatcher(Dispatcher):
         """
         if isinstance(dispatched, Dispatched):
             return super().combine(rows_NH, dispatched)
-        moving, groups = dispatched, self.groups
-        notes, tokens = moving.notes, moving.notes.new_zeros(moving.notes.shape, dtype=torch.float32)
-        if groups.etp_rank == 0:  # what all shards have must be in the sum over them once
-            rows_NH = torch.addcmul(rows_NH, moving.residual, (notes & 1).to(rows_NH.dtype).unsqueeze(1))
-            tokens = (notes >> 1).float()
-        carried = None if moving.beside is None else moving.counts.parts
-        if carried is not None:
-            lengths = carried[groups.ep_rank].sum(1).tolist()
-            rows_NH, tokens = _append(rows_NH, tokens, moving.beside, lengths, groups.etp_rank)
-        moving.residual = moving.beside = None
+        moving, holders, beside = dispatched, self.placement.holders, dispatched.beside
         start = time.perf_counter()
-        decision = moving.decision.result()
+        decision = moving.decided.decision.result()
         exposed = time.perf_counter() - start
-        holders = self.placement.holders
         if moving.learn:
-            beside = 0 if carried is None else moving.shape[0]
+            rows_beside = 0 if beside is None else beside.size(0)
             if self._counted is not None:
                 self._counted.result()  # raises what the last count raised
-            self._counted = background(self._traffic.add, decision, holders, beside, moving.row_bytes, exposed)
-        items = torch.from_numpy(holders.items(decision.move))
-        way = SampleReturn(moving.counts.rows, items, groups, moving.shape, carried, rows_NH.device)
-        return to_new_homes(rows_NH, tokens, way)
+            self._counted = background(self._traffic.add, decision, holders, rows_beside, moving.row_bytes, exposed)
+        items, moving.beside = torch.from_numpy(holders.items(decision.move)), None
+        return moving.rows.to_new_homes(rows_NH, moving.decided.counts, items, beside)
 
     def unpermute(self, rows_RH: torch.Tensor, dispatched: Dispatched | MovingSamples) -> torch.Tensor:
         """[S * B, H], of samples that were moved as it is."""
         return super().unpermute(rows_RH, dispatched) if isinstance(dispatched, Dispatched) else rows_RH
 
 
-def _check_tokens_have_rows(offsets: torch.Tensor) -> None:
-    """A token without an expert would lose its residual. Raises ValueError; on CUDA an assertion on the device."""
-    all_have = (offsets.diff() > 0).all()
-    if has_streams(offsets.device):
-        torch._assert_async(all_have, "netmoe: a token without an expert")
-    elif not all_have:
-        raise ValueError("the router gives a token no expert, and its residual no way: use monta")
+def _check_is_first(placement: LayerPlacement | None) -> None:
+    """Refuses a pass that repeats one whose decisions nobody has kept for it."""
+    if placement is not None and is_recomputing():
+        raise ConfigurationError(
+            "--moe-token-dispatcher-type netmoe moves samples between ranks, and a MoE layer that is recomputed "
+            "would not find them where they were: take torch.utils.checkpoint off it, or use monta"
+        )
+
+
+def _check_routes_as_before(own: torch.Tensor, counts: SampleCounts, groups: ExpertGroups) -> None:
+    """Refuses a repeated pass that routes its samples otherwise. Raises ValueError; on CUDA an assertion."""
+    before = counts.rows[groups.ep_rank, groups.etp_rank, : own.size(0)]
+    if has_streams(own.device):
+        torch._assert_async((own == to_device(before, own.device)).all(), "netmoe: recomputed, tokens go elsewhere")
+    elif not torch.equal(own, before):
+        raise ValueError("a recomputed MoE layer routes its tokens otherwise than the first time: use monta")
 
 
 def _check_masked_alike(counts: SampleCounts, groups: ExpertGroups) -> None:
@@ -229,21 +196,3 @@ def _check_masked_alike(counts: SampleCounts, groups: ExpertGroups) -> None:
             "--moe-token-dispatcher-type netmoe moves samples between ranks, so that all must have the same causal "
             f"attention mask, but rank {rank} has another: drop --reset-attention-mask, or use monta"
         )
-
-
-def _append(
-    rows: torch.Tensor, tokens: torch.Tensor, beside: torch.Tensor, lengths: list[int], etp_rank: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Adds the rows of the identity expert: of all expert-TP ranks, sample by sample; zeros but for this rank's own.
-
-    Args:
-        beside: [S, B, H].
-        lengths: [etp_size] rows of each expert-TP rank.
-    """
-    sequence, batch, hidden = beside.shape
-    own = beside.transpose(0, 1).reshape(-1, hidden)
-    numbers = torch.arange(sequence, dtype=torch.float32, device=rows.device).repeat(batch)
-    before, after = sum(lengths[:etp_rank]), sum(lengths[etp_rank + 1 :])
-    zeros = [own.new_zeros(count, hidden) for count in (before, after)]
-    no_tokens = [numbers.new_zeros(count) for count in (before, after)]
-    return torch.cat([rows, zeros[0], own, zeros[1]]), torch.cat([tokens, no_tokens[0], numbers, no_tokens[1]])

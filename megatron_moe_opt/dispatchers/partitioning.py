@@ -12,6 +12,7 @@ from megatron_moe_opt.options import Options
 from megatron_moe_opt.planning.choosing.partition_search import PARTITIONS
 from megatron_moe_opt.planning.predicting.layer_workload import LayerWorkload
 from megatron_moe_opt.schedules.mpmoe import NONE
+from megatron_moe_opt.systems.mpmoe import HOPS
 from megatron_moe_opt.topology.expert_groups import ExpertGroups
 from megatron_moe_opt.variants import split_variant
 
@@ -24,9 +25,17 @@ class Partitions:
     """From 1 on."""
     strategy: str = NONE
     """A key of schedules.mpmoe.STRATEGIES."""
+    by_hops: bool = False
+    """Of tokens that cross each link once; else of a row for every expert of a token."""
 
     def __str__(self) -> str:
-        return f"{self.count} partition{'s' * (self.count > 1)}, memory reuse {self.strategy}"
+        once = ", a token once over every link" if self.by_hops else ""
+        return f"{self.count} partition{'s' * (self.count > 1)}, memory reuse {self.strategy}{once}"
+
+    @classmethod
+    def of(cls, options: Options) -> Partitions:
+        """The first that options leave to choose from."""
+        return cls(options.partition_counts[0], options.memory_strategies[0], options.ways[0] == HOPS)
 
 
 class Partitioning(Protocol):
@@ -36,8 +45,8 @@ class Partitioning(Protocol):
         """Called by every rank of the joint group at the start of every forward pass.
 
         Args:
-            rows: returns the mean number of rows that a rank has, the same on all ranks of the layer's joint group; on
-                CUDA it waits for the routing to reach the host, which otherwise happens after the rows are packed.
+            rows: returns the mean number of rows that a rank has, a row for each expert of a token, the same on all
+                ranks of the layer's joint group: a collective call, and on CUDA one that the host waits for.
         """
 
     def describe(self) -> str:
@@ -50,17 +59,16 @@ def partitioning_of(options: Options, groups: ExpertGroups, layer: LayerWorkload
     Raises:
         ConfigurationError: a profile that cannot be read, or that was measured with groups of other sizes.
     """
-    counts, strategies = options.partition_counts, options.memory_strategies
     if not options.tunes_partitions:
-        return FixedPartitioning(counts[0], strategies[0])
+        return FixedPartitioning(Partitions.of(options))
     return MeasuredPartitioning(groups, options, layer)
 
 
 class FixedPartitioning:
     """What the user asked for."""
 
-    def __init__(self, count: int, strategy: str) -> None:
-        self._partitions = Partitions(count, strategy)
+    def __init__(self, partitions: Partitions) -> None:
+        self._partitions = partitions
 
     def choose(self, rows: Callable[[], int]) -> Partitions:
         """The same for every pass."""
@@ -87,7 +95,7 @@ class MeasuredPartitioning:
         number = rows()
         choice = agreed_choices(self.groups, "mpmoe", self.options, self.layer)[number]
         _, options = split_variant(choice.chosen.variant, None)
-        chosen = Partitions(options.partition_counts[0], options.memory_strategies[0])
+        chosen = Partitions.of(options)
 
         def line() -> str:
             by_time = sorted(choice.among, key=lambda one: one.seconds)
@@ -104,7 +112,7 @@ class MeasuredPartitioning:
         )  # fmt: skip
         numbers = f"{counts[0]} to {counts[-1]}" if counts == PARTITIONS else _listed(counts)
         fitting = f" that fit into {budget} bytes" if budget is not None else ""
-        what = f"{numbers} partitions, memory reuse {_listed(strategies)}{fitting}"
+        what = f"{numbers} partitions, memory reuse {_listed(strategies)}, by {_listed(self.options.ways)}{fitting}"
         return f"the fastest of {what} by the profile {self.options.profile}"
 
 

@@ -7,13 +7,19 @@ cost least; the last one sends them home, so that nothing outside the layers not
 All ranks of the joint group decide for themselves, from the counts that they all have. Where these have different
 numbers of samples, or samples of different lengths, all stay at home: a sample would count otherwise in the means that
 a rank takes over its own.
+
+A layer that is recomputed finds the samples that it had, and must send them where it sent them: what a pass has decided
+is kept with it, and taken again (`in_this_pass`).
 """
 
 from __future__ import annotations
 
+import functools
 import time
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -50,17 +56,37 @@ class Decision:
         return after
 
 
-class SampleOrder:
-    """The samples of the forward pass that is under way in the layers of a pipeline stage."""
+@dataclass(frozen=True)
+class Decided:
+    """What a layer has learnt and decided in a forward pass."""
 
-    def __init__(self) -> None:
+    counts: SampleCounts
+    decision: Pending[Decision]
+
+
+class SamplePass:
+    """A forward pass through the layers of a pipeline stage."""
+
+    def __init__(self, unlike: torch.Tensor | None = None) -> None:
+        """All samples are at home: it begins."""
         self.at: np.ndarray | None = None
         """int64 [positions] sample at each position; None: all are at home."""
         self.seen: tuple[LayerPlacement, np.ndarray] | None = None
         """The last layer that was passed, and what was known of the samples there, see known_of_samples."""
-        self.unlike: torch.Tensor | None = None
+        self.unlike = unlike
         """See SampleCounts; None: they are masked like all others."""
+        self.decided: dict[LayerPlacement, Decided] = {}
+
+
+class SampleOrder:
+    """The samples of the forward pass that is under way in the layers of a pipeline stage."""
+
+    def __init__(self) -> None:
+        self.running = SamplePass()
         self.room = Room()
+        self._is_known = False
+        """Whether `running` is said to be the pass, by who keeps it to repeat it."""
+        _orders.add(self)
 
     def begin(self, unlike: torch.Tensor | None = None) -> None:
         """All samples are at home: a pass begins.
@@ -68,8 +94,40 @@ class SampleOrder:
         Args:
             unlike: bool [] on the device, whether this rank's samples are masked in another way than all others.
         """
-        self.at = self.seen = None
-        self.unlike = unlike
+        self.running = SamplePass(unlike)
+
+    @contextmanager
+    def repeating(self, samples: SamplePass) -> Iterator[None]:
+        """Inside the block this pass is under way, again where layers have passed already."""
+        before = self.running, self._is_known
+        self.running, self._is_known = samples, True
+        try:
+            yield
+        finally:
+            self.running, self._is_known = before
+
+    def decided(self, layer: LayerPlacement) -> Decided | None:
+        """What a layer decided when it passed in the pass that is repeated; None: it passes for the first time."""
+        return self.running.decided.get(layer) if self._is_known else None
+
+
+_orders: weakref.WeakSet[SampleOrder] = weakref.WeakSet()
+
+
+def in_this_pass(function: Callable[..., Result]) -> Callable[..., Result]:
+    """A function of layers that, whenever it is called, finds the samples of the passes that are under way now."""
+    passes = [(order, order.running) for order in _orders]
+    if not passes:
+        return function
+
+    @functools.wraps(function)
+    def again(*arguments: Any, **named: Any) -> Result:
+        with ExitStack() as repeated:
+            for order, samples in passes:
+                repeated.enter_context(order.repeating(samples))
+            return function(*arguments, **named)
+
+    return again
 
 
 class LayerPlacement:
@@ -85,16 +143,19 @@ class LayerPlacement:
         self._learnt: Pending[None] | None = None
         """What `prediction` was told last; it must not be asked before that is done."""
 
-    def decide(self, counts: SampleCounts, rows_beside: int, learn: bool) -> Pending[Decision]:
-        """Starts to decide.
+    def decide(self, counts: SampleCounts, rows_beside: int, learn: bool) -> Decided:
+        """Starts to decide, for the pass that is under way.
 
         Args:
             rows_beside: rows that the move of each part of a sample costs by itself (shared experts' outputs).
             learn: predictions learn from the counts; all ranks alike.
         """
-        return background(self._decide, counts, rows_beside, learn)
+        samples = self.order.running
+        decided = Decided(counts, background(self._decide, samples, counts, rows_beside, learn))
+        samples.decided[self] = decided
+        return decided
 
-    def _decide(self, counts: SampleCounts, rows_beside: int, learn: bool) -> Decision:
+    def _decide(self, samples: SamplePass, counts: SampleCounts, rows_beside: int, learn: bool) -> Decision:
         if self._learnt is not None:
             self._learnt.result()  # begun in the pass before; raises what it raised
         parts = counts.rows.flatten(0, 1).numpy()
@@ -105,21 +166,20 @@ class LayerPlacement:
             return Decision(parts, home, home, time.perf_counter() - start)
         num = parts[ranks].sum(axis=1).reshape(-1, parts.shape[-1])  # [positions, E]
         on_device = tokens_by_device(num, self.expert_device, self.holders.num_devices)
-        order = self.order
-        at = np.arange(len(num)) if order.at is None else order.at
-        if learn and order.seen is not None:
-            layer, previous = order.seen
+        at = np.arange(len(num)) if samples.at is None else samples.at
+        if learn and samples.seen is not None:
+            layer, previous = samples.seen
             observing = _learner().submit(layer.prediction.observe, previous[at], on_device.copy())
             layer._learnt = Pending(observing)
-        known = known_of_samples(num, None if order.seen is None else order.seen[1][at, : num.shape[1]])
+        known = known_of_samples(num, None if samples.seen is None else samples.seen[1][at, : num.shape[1]])
         if self.prediction is None:
             self.prediction = NextLayerPrediction(known.shape[1], self.holders.num_devices)
         by_sample = np.empty_like(known)
         by_sample[at] = known
-        order.seen = self, by_sample
+        samples.seen = self, by_sample
         move = at if self.last else self._solve(on_device + self.prediction.predict(known), rows_beside)
         decision = Decision(parts, at, move, time.perf_counter() - start)
-        order.at = decision.after
+        samples.at = decision.after
         return decision
 
     def _solve(self, on_device: np.ndarray, rows_beside: int) -> np.ndarray:

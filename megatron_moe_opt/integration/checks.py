@@ -161,10 +161,11 @@ def _check_auto(options: Options) -> None:
             f"{FLAG} {AUTO} plans by {PREFIX}profile {options.profile} or runs what {PREFIX}plan {options.plan} says: "
             "drop one of the two"
         )
-    if options.profile is None and options.plan is None:
+    given = next((name for name in ("profile", "plan") if getattr(options, name) is not None), None)
+    if given is not None and options.profile_seconds is not None:
         raise ConfigurationError(
-            f"{FLAG} {AUTO} needs measurements or a plan: give {PREFIX}profile (run `moe-opt profile`) or {PREFIX}plan "
-            "(run `moe-opt plan`)"
+            f"{PREFIX}profile-seconds {options.profile_seconds} is for an {AUTO} that measures the cluster itself, and "
+            f"{PREFIX}{given} {getattr(options, given)} is given: drop one of the two"
         )
     if options.expert_order is not None:
         raise ConfigurationError(

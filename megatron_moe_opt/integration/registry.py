@@ -20,7 +20,7 @@ from torch.distributed import ProcessGroup
 
 from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.integration.announce import announce
-from megatron_moe_opt.integration.auto.auto_layer import controller_of, new_controller, plan_layer
+from megatron_moe_opt.integration.auto.auto_layer import controller_aside, controller_of, new_controller, plan_layer
 from megatron_moe_opt.integration.checks import (
     check_config,
     check_division,
@@ -58,6 +58,7 @@ FIELD = "moe_token_dispatcher_type"
 
 _options = Options()
 _refuses_unread = False
+_announces = True
 _compared: dict[tuple[int, ...], Facts] = {}
 """What ranks of a group were found to agree in."""
 
@@ -99,6 +100,21 @@ def register(options: Options | None = None, refuse_unread: bool = False) -> Non
 def launcher_options() -> Options | None:
     """Those that the launcher has taken out of the command line; None where the script was started without it."""
     return _options if _refuses_unread else None
+
+
+@contextmanager
+def aside() -> Iterator[None]:
+    """Layers that are built inside the block, with options of their own, are none of the run's: nothing is said."""
+    global _options, _refuses_unread, _announces
+    outside, compared = (_options, _refuses_unread, _announces), dict(_compared)
+    _announces = False
+    try:
+        with controller_aside():
+            yield
+    finally:
+        _options, _refuses_unread, _announces = outside
+        _compared.clear()
+        _compared.update(compared)
 
 
 @contextmanager
@@ -191,7 +207,7 @@ def _wrap_moe_layer(layer_class: type, plugged_class: type) -> None:
         if name == AUTO:
             plan_layer(self, _groups_of(self.token_dispatcher), _options, functools.partial(plug, says=False))
         elif name in system_names():
-            plug(self, name, _options)
+            plug(self, name, _options, says=_announces)
         if replicated:
             take_replicated_tokens(self)
         if _options.telemetry:

@@ -9,6 +9,7 @@ ranked. Stock is the ops of MoNTA's O1 one after another, and stock's own handli
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.planning.costs.cluster import STOCK, Cluster
@@ -54,6 +55,19 @@ def candidates(
     if not found:
         raise ConfigurationError("; ".join(f"{one.variant}: {one.reason}" for one in refused))
     return tuple(sorted(found, key=lambda one: one.seconds)), tuple(refused)
+
+
+def stock_without_waiting(
+    workload: LayerWorkload, cluster: Cluster, budget: int | None = None
+) -> tuple[tuple[Prediction, ...], tuple[Refusal, ...]]:
+    """As `candidates`, of stock alone as if all that it communicates were hidden: no candidate takes less.
+
+    Raises ConfigurationError where stock does not train.
+    """
+    (stock,) = _stock(LayerOnCluster(workload, cluster), None)
+    if isinstance(stock, Refusal):
+        raise ConfigurationError(f"{stock.variant}: {stock.reason}")
+    return (replace(stock, seconds=stock.seconds - stock.exposed, exposed=0.0),), ()
 
 
 def best(predictions: Sequence[Prediction]) -> Prediction:

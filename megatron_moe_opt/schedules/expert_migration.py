@@ -1,11 +1,7 @@
-"""The hops of tokens between expert domains (HybridEP, section IV-A): one schedule a direction.
+"""The hops of tokens between expert domains (HybridEP, section IV-A): the stages of hops.py, one schedule a direction.
 
-    hop_out     [ permute -> all-to-all ] for each level    a copy of a token for every domain with one of its experts
-    hop_back    [ all-to-all -> permute ] for each level    the copies' partial outputs; their sum ends a hop
-
-The outermost level, whose links are the slowest, is first on the way out and last on the way back. Experts travel
-beside these, in a lane of their own, and so do their gradients and the mean of all experts; [ ] where they travel
-compressed:
+Experts travel beside these, in a lane of their own, and so do their gradients and the mean of all experts; [ ] where
+they travel compressed:
 
     gathered    [ encode -> ] all-gather for each level, outermost first
     decoded     decode, when a layer's turn comes
@@ -18,42 +14,23 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
+from megatron_moe_opt.schedules.hops import HopBytes, HopStages
 from megatron_moe_opt.schedules.pipeline import Stage, one_by_one
 from megatron_moe_opt.schedules.schedule import Kind, Lane, Schedule
 
 
-def role(level: int) -> str:
-    """What the process group of a level is called."""
-    return f"tokens.{level}"
-
-
-def hop_out(sent: Mapping[int, int], levels: int) -> Schedule:
-    """Rows to the domains of each level. Buffers: rows -> copies_LEVEL -> arrived_LEVEL -> copies_NEXT ...
+def hop_out(size: HopBytes, levels: int) -> Schedule:
+    """Rows to the domains of each level, and a row for each expert held there: rows -> sorted.
 
     Args:
-        sent: for each level at which tokens hop, outermost first, bytes of the copies that this rank makes, its own
-            domain's included.
-        levels: number of levels.
+        levels: number of levels of the network.
     """
-    stages = []
-    for level, size in sent.items():
-        stages.append(Stage(Kind.PERMUTE, Lane.COMPUTE, size, f"copies_{level}"))
-        stages.append(Stage(Kind.ALL_TO_ALL, _lane(level, levels), size, f"arrived_{level}", role(level)))
-    return one_by_one(_name("hop out", sent), "rows", stages)
+    return one_by_one(_name("hop out", size.sent), "rows", HopStages(levels).out(size))
 
 
-def hop_back(received: Mapping[int, int], levels: int) -> Schedule:
-    """Rows back from the domains of each level, and their sum. Buffers: arrived -> copies_LEVEL -> rows_LEVEL -> ...
-
-    Args:
-        received: for each level, innermost first, bytes of the copies of this rank's rows.
-        levels: number of levels.
-    """
-    stages = []
-    for level, size in received.items():
-        stages.append(Stage(Kind.ALL_TO_ALL, _lane(level, levels), size, f"copies_{level}", role(level)))
-        stages.append(Stage(Kind.PERMUTE, Lane.COMPUTE, size, f"rows_{level}"))
-    return one_by_one(_name("hop back", received), "arrived", stages)
+def hop_back(size: HopBytes, levels: int) -> Schedule:
+    """Sums of the rows of experts back from the domains of each level, and their sums: sorted -> rows."""
+    return one_by_one(_name("hop back", reversed(size.sent)), "sorted", HopStages(levels).back(size))
 
 
 def gathered(sizes: Mapping[int, int], is_coded: bool = False) -> Schedule:
@@ -130,11 +107,6 @@ def renewed(size: int) -> Schedule:
         Stage(Kind.ALL_GATHER, Lane.EXPERTS, size, "shares", "experts"),
     ]
     return one_by_one("expert-migration, shared expert renewed", "shares", stages)
-
-
-def _lane(level: int, levels: int) -> Lane:
-    """The innermost of several levels is inside a node."""
-    return Lane.INTRA if levels > 1 and level == levels - 1 else Lane.INTER
 
 
 def _name(what: str, levels: Iterable[int]) -> str:

@@ -11,8 +11,10 @@ the all-gather; O3 copies in a lane of its own.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
+from typing import ClassVar
 
 from megatron_moe_opt.schedules.pipeline import ChunkBytes, Stage, chunk_by_chunk
 from megatron_moe_opt.schedules.schedule import Kind, Lane, Schedule
@@ -24,10 +26,7 @@ EXPERT_TP = "expert-tp"
 
 @dataclass(frozen=True)
 class AllToAllAndGather:
-    """Over the EP group, then over the expert-TP group. Of one rank they need no collective: their stages are left out.
-
-    An all-to-all may arrive in its own part of what the all-gather writes.
-    """
+    """Over the EP group, then over the expert-TP group. Of one rank they need no collective and have no stage."""
 
     ep_size: int
     etp_size: int
@@ -35,6 +34,14 @@ class AllToAllAndGather:
     """Where rows are sorted by expert."""
     unsort: Lane
     """Where they are sorted by source again."""
+
+    lies_in: ClassVar[Mapping[str, str]] = MappingProxyType({"arrived": "gathered"})
+    """An all-to-all may arrive in its own part of what the all-gather writes."""
+
+    @property
+    def ahead(self) -> int:
+        """Two where rows go over both groups: see schedules/mpmoe.py."""
+        return 2 if self.ep_size > 1 and self.etp_size > 1 else 1
 
     def out(self, size: ChunkBytes) -> list[Stage]:
         """To the experts; the last stage sorts by expert."""

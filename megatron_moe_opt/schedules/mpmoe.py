@@ -18,18 +18,28 @@ what was overwritten, T_DI and T_M each in one of two ways (Table II):
 
 Offloading has lanes of its own, d2h in the forward and h2d in the backward pass (Fig. 7).
 
-Buffers of partition j are NAME.j, or NAME.SLOT where partitions share them.
+What lies between a rank's rows and its experts are the stages of a way (`by_rows`, or hops.py's: then a partition is a
+part of the tokens, each of which crosses a link once). Where that is more than one all-to-all, two partitions are on
+their way before the experts have had one, if memory is not shared. On the way back a partition then passes what lies
+behind the first links while the next but one is on these, and the next but one does while that returns on these: the
+first links need not wait for the others, nor the experts for either.
+
+Buffers of partition j are NAME.j, or NAME.SLOT where partitions share them. Of gradients they are called grad_NAME.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from typing import Any, Protocol
 
 from megatron_moe_opt.schedules.monta import AllToAllAndGather
-from megatron_moe_opt.schedules.pipeline import ChunkBytes, Pipeline, own_buffer
+from megatron_moe_opt.schedules.pipeline import ChunkBytes, Pipeline, Stage, Stages, base_name, own_buffer
 from megatron_moe_opt.schedules.schedule import Kind, Lane, Schedule
+
+Part = Callable[[int], None]
+"""Adds the ops of a partition."""
 
 
 class Restore(Enum):
@@ -66,14 +76,38 @@ STRATEGIES = {
 }
 
 
+class Partition(Protocol):
+    """Rows of one partition on this rank, on the way whose stages take their bytes."""
+
+    @property
+    def own(self) -> int:
+        """That it has at their source."""
+
+    @property
+    def gathered(self) -> int:
+        """That the experts here get."""
+
+    def bytes(self, row_bytes: int) -> Any:
+        """What moves of rows of so many bytes."""
+
+
 @dataclass(frozen=True)
 class PartitionRows:
-    """Rows of one partition on this rank."""
+    """Rows of one partition on this rank, by_rows."""
 
     own: int
     """That its all-to-all carries."""
     gathered: int
     """Of all expert-TP peers, after the all-gather."""
+
+    def bytes(self, row_bytes: int) -> ChunkBytes:
+        """What moves of rows of so many bytes."""
+        return ChunkBytes(self.own * row_bytes, self.gathered * row_bytes)
+
+
+def by_rows(ep_size: int, etp_size: int) -> AllToAllAndGather:
+    """Returns the stages of a row for every expert of a token: MPMoE's own."""
+    return AllToAllAndGather(ep_size, etp_size, sort=Lane.COPY, unsort=Lane.INTRA)
 
 
 @dataclass(frozen=True)
@@ -86,139 +120,199 @@ class RowBytes:
     """Without."""
     middle: int = 0
     """Of what experts save for backward (T_M)."""
+    returned: int | None = None
+    """With the gradient of its probability, on the way back; None: as much as `packed`."""
 
 
-def forward(strategy: str, partitions: Sequence[PartitionRows], row: RowBytes, ep_size: int, etp_size: int) -> Schedule:
+def forward(strategy: str, partitions: Sequence[Partition], row: RowBytes, way: Stages) -> Schedule:
     """Rows through the experts and back: rows.j -> combined.j.
 
     Besides, `tokens.j` and `middle.j` stay behind without reuse, and what is offloaded ends in `host_tokens.j` and
     `host_middle.j`. The size of a compute op is that of its inputs, T_DI.
     """
-    how, last = STRATEGIES[strategy], len(partitions) - 1
-    pipeline = _Partitions(how, partitions, row, ep_size, etp_size, [f"rows.{j}" for j in range(len(partitions))])
-    pipeline.send(0, INPUTS)
-    pipeline.sort(0, INPUTS)
-    for j, rows in enumerate(partitions):
-        if j < last:
-            pipeline.send(j + 1, INPUTS)
+    how = STRATEGIES[strategy]
+    pipeline = _Partitions(how, partitions, row, way, [f"rows.{j}" for j in range(len(partitions))])
+
+    def compute(j: int) -> None:
+        rows = partitions[j].gathered
         if how.inputs is Restore.OFFLOAD:
-            pipeline.add(Kind.OFFLOAD, Lane.D2H, j, rows.gathered * row.token, ["tokens"], [f"host_tokens.{j}"])
+            pipeline.add(Kind.OFFLOAD, Lane.D2H, j, rows * row.token, ["tokens"], [f"host_tokens.{j}"])
         written = ["output"] if how.middle is Restore.RECOMPUTE else ["output", "middle"]
-        pipeline.add(Kind.COMPUTE, Lane.COMPUTE, j, rows.gathered * row.token, ["tokens"], written)
+        pipeline.add(Kind.COMPUTE, Lane.COMPUTE, j, rows * row.token, ["tokens"], written)
         if how.middle is Restore.OFFLOAD:
-            pipeline.add(Kind.OFFLOAD, Lane.D2H, j, rows.gathered * row.middle, ["middle"], [f"host_middle.{j}"])
-        if j < last:
-            pipeline.sort(j + 1, INPUTS)
-        pipeline.back(j, OUTPUTS, f"combined.{j}")
+            pipeline.add(Kind.OFFLOAD, Lane.D2H, j, rows * row.middle, ["middle"], [f"host_middle.{j}"])
+
+    pipeline.alternate(
+        lambda j: pipeline.send(j, INPUTS),
+        lambda j: pipeline.sort(j, INPUTS),
+        compute,
+        lambda j: pipeline.back(j, OUTPUTS, f"combined.{j}"),
+    )
     return pipeline.schedule(_name("forward", strategy, len(partitions)))
 
 
-def backward(
-    strategy: str, partitions: Sequence[PartitionRows], row: RowBytes, ep_size: int, etp_size: int
-) -> Schedule:
+def backward(strategy: str, partitions: Sequence[Partition], row: RowBytes, way: Stages) -> Schedule:
     """Gradients of the rows' outputs to the experts, and of their inputs back: grad_combined.j -> grad_rows.j.
 
     Rows that were kept to be communicated again make room for their gradients: these go to rows.j then. A gradient op,
     like the compute op that it mirrors, has the size of T_DI. Partitions are in the same order as in the forward pass,
     which is the order in which weight gradients are added.
     """
-    how, last = STRATEGIES[strategy], len(partitions) - 1
-    inputs = [f"grad_combined.{j}" for j in range(last + 1)]
+    how, count = STRATEGIES[strategy], len(partitions)
+    inputs = [f"grad_combined.{j}" for j in range(count)]
     for name, restore in (("tokens", how.inputs), ("middle", how.middle)):
         stays = {Restore.KEEP: name, Restore.OFFLOAD: f"host_{name}", Restore.COMMUNICATE: "rows"}.get(restore)
-        inputs += [f"{stays}.{j}" for j in range(last + 1) if stays is not None]
-    pipeline = _Partitions(how, partitions, row, ep_size, etp_size, inputs)
+        inputs += [f"{stays}.{j}" for j in range(count) if stays is not None]
+    pipeline = _Partitions(how, partitions, row, way, inputs)
 
     def prefetch(j: int, name: str, restore: Restore, row_bytes: int) -> None:
         if restore is Restore.OFFLOAD:
             size = partitions[j].gathered * row_bytes
             pipeline.add(Kind.PREFETCH, Lane.H2D, j, size, [f"host_{name}.{j}"], [name])
 
-    def before_gradient(j: int) -> None:  # of the partition before
+    def send(j: int) -> None:
         prefetch(j, "tokens", how.inputs, row.token)
         if how.inputs is Restore.COMMUNICATE:
             pipeline.send(j, INPUTS)
         pipeline.send(j, OUTPUT_GRADIENTS)
 
-    def after_gradient(j: int) -> None:
+    def sort(j: int) -> None:
         prefetch(j, "middle", how.middle, row.middle)
         if how.inputs is Restore.COMMUNICATE:
             pipeline.sort(j, INPUTS)
         pipeline.sort(j, OUTPUT_GRADIENTS)
 
-    target = "rows" if how.inputs is Restore.COMMUNICATE else "grad_rows"
-    before_gradient(0)
-    after_gradient(0)
-    for j, rows in enumerate(partitions):
-        if j < last:
-            before_gradient(j + 1)
+    def compute(j: int) -> None:
+        size = partitions[j].gathered * row.token
         if how.middle is Restore.RECOMPUTE:
-            pipeline.add(Kind.COMPUTE, Lane.COMPUTE, j, rows.gathered * row.token, ["tokens"], ["middle"])
-        read = ["tokens", "middle", "grad_output"]
-        pipeline.add(Kind.GRADIENT, Lane.COMPUTE, j, rows.gathered * row.token, read, ["grad_tokens"])
-        if j < last:
-            after_gradient(j + 1)
-        pipeline.back(j, INPUT_GRADIENTS, f"{target}.{j}")
-    return pipeline.schedule(_name("backward", strategy, len(partitions)))
+            pipeline.add(Kind.COMPUTE, Lane.COMPUTE, j, size, ["tokens"], ["middle"])
+        pipeline.add(Kind.GRADIENT, Lane.COMPUTE, j, size, ["tokens", "middle", "grad_output"], ["grad_tokens"])
+
+    target = "rows" if how.inputs is Restore.COMMUNICATE else "grad_rows"
+    pipeline.alternate(send, sort, compute, lambda j: pipeline.back(j, INPUT_GRADIENTS, f"{target}.{j}"))
+    return pipeline.schedule(_name("backward", strategy, count))
 
 
 @dataclass(frozen=True)
-class _Rows:
+class Move:
     """What travels, on one way or the other."""
 
     source: str
-    is_packed: bool
-    names: Mapping[str, str]
-    """Of the buffers of a way, where they are called otherwise here. An all-gather is in place, and what a
-    reduce-scatter brings has one buffer for all partitions: in one lane each follows the other."""
+    is_out: bool
+    sorted: str = ""
+    """What rows are called that are sorted by expert."""
+    prefix: str = ""
+    """Of all other buffers."""
+
+    def names(self, stages: Sequence[Stage], lies_in: Mapping[str, str]) -> dict[str, str]:
+        """Returns what the buffers of a way's stages are called here.
+
+        What may lie in another buffer does, under its own name. What a reduce-scatter brings has one buffer for all
+        partitions: in one lane each follows the other.
+        """
+        inner = {outer: name for name, outer in lies_in.items()} | {"parts": "parts.0"}
+        names = {stage.writes: self.prefix + inner.get(stage.writes, stage.writes) for stage in stages}
+        return names | {"sorted": self.sorted}
 
 
-INPUTS = _Rows("rows", True, {"gathered": "arrived", "sorted": "tokens"})
-OUTPUTS = _Rows("output", False, {"parts": "parts.0"})
-OUTPUT_GRADIENTS = _Rows(
-    "grad_combined", False, {"arrived": "grad_arrived", "gathered": "grad_arrived", "sorted": "grad_output"}
-)
-INPUT_GRADIENTS = _Rows(
-    "grad_tokens", True, {"unsorted": "grad_unsorted", "parts": "grad_parts.0", "summed": "grad_summed"}
-)
+INPUTS = Move("rows", True, "tokens")
+OUTPUTS = Move("output", False)
+OUTPUT_GRADIENTS = Move("grad_combined", True, "grad_output", "grad_")
+INPUT_GRADIENTS = Move("grad_tokens", False, prefix="grad_")
+_ON_THE_WAY_OUT = ("copies", "arrived", "gathered")
+
+
+def place_of(buffer: str) -> tuple[Move, str]:
+    """Returns whose rows are in a buffer that a way writes, and what the way calls it."""
+    name = base_name(buffer)
+    for move, sorted_or_back in (
+        (INPUTS, {"tokens": "sorted"}),
+        (OUTPUT_GRADIENTS, {"grad_output": "sorted"}),
+        (OUTPUTS, {"combined": "rows"}),
+        (INPUT_GRADIENTS, {"grad_rows": "rows", "rows": "rows"}),
+    ):
+        if name in sorted_or_back:
+            return move, sorted_or_back[name]
+    own = name.removeprefix("grad_")
+    moves = (INPUTS, OUTPUT_GRADIENTS) if own.startswith(_ON_THE_WAY_OUT) else (OUTPUTS, INPUT_GRADIENTS)
+    return moves[own != name], own
 
 
 class _Partitions(Pipeline):
     """A pipeline of partitions, which may share buffers."""
 
     def __init__(
-        self,
-        strategy: Strategy,
-        partitions: Sequence[PartitionRows],
-        row: RowBytes,
-        ep_size: int,
-        etp_size: int,
-        inputs: Sequence[str],
+        self, strategy: Strategy, partitions: Sequence[Partition], row: RowBytes, way: Stages, inputs: Sequence[str]
     ) -> None:
         super().__init__(inputs, self._name)
         self._reuses, self._partitions, self._row, self._given = strategy.reuses, partitions, row, frozenset(inputs)
-        self._arrived: dict[tuple[int, str], str] = {}
-        """Where the rows of a partition are that have been sent, but not sorted."""
-        self._way = AllToAllAndGather(ep_size, etp_size, sort=Lane.COPY, unsort=Lane.INTRA)
+        self._way, self._ahead = way, 1 if strategy.reuses else way.ahead
+        self._on_the_way: dict[tuple[int, Move], tuple[str, Sequence[Stage]]] = {}
+        """Where the rows of a partition are that have been sent, but not sorted, and what remains until they are."""
+        self._at_source: dict[int, Callable[[], object]] = {}
+        """What remains to be done with the rows of a partition that are back."""
 
-    def send(self, j: int, rows: _Rows) -> None:
-        """A partition's rows to their experts. Without a group of several ranks they stay."""
-        *moves, _ = self._way.out(self._bytes(j, rows))
-        self._arrived[j, rows.source] = self.through(j, own_buffer(rows.source, j), moves, rows.names)
+    def alternate(self, send: Part, sort: Part, compute: Part, back: Part) -> None:
+        """Has all partitions through the experts; each function adds its ops for one."""
+        last = len(self._partitions) - 1
+        for j in range(min(self._ahead, last + 1)):
+            send(j)
+            self._pass_on(j)
+        sort(0)
+        for j in range(last + 1):
+            if j + self._ahead <= last:
+                send(j + self._ahead)
+                if self._ahead == 1:
+                    self._pass_on(j + 1)
+            compute(j)
+            if j < last:
+                sort(j + 1)
+            back(j)
+            self._pass_on(j + self._ahead)
+            self._finish(j + 1 - self._ahead)
+        for j in range(last + 2 - self._ahead, last + 1):
+            self._finish(j)
 
-    def sort(self, j: int, rows: _Rows) -> None:
+    def send(self, j: int, move: Move) -> None:
+        """A partition's rows to their experts, over the first links. Without a group of several ranks they stay."""
+        *moves, _ = stages = self._way.out(self._bytes(j, move))
+        names = move.names(stages, self._way.lies_in)
+        first = next((number + 1 for number, stage in enumerate(moves) if stage.group is not None), 0)
+        arrived = self.through(j, own_buffer(move.source, j), moves[:first], names)
+        self._on_the_way[j, move] = arrived, moves[first:]
+
+    def _pass_on(self, j: int) -> None:
+        """What was sent of a partition over all other links."""
+        for (number, move), (arrived, moves) in self._on_the_way.items():
+            if number == j and moves:
+                names = move.names(moves, self._way.lies_in)
+                self._on_the_way[j, move] = self.through(j, arrived, moves, names), ()
+
+    def sort(self, j: int, move: Move) -> None:
         """By expert, once they have arrived."""
-        *_, sort = self._way.out(self._bytes(j, rows))
-        self.through(j, self._arrived.pop((j, rows.source)), [sort], rows.names)
+        *_, sort = stages = self._way.out(self._bytes(j, move))
+        arrived, _ = self._on_the_way.pop((j, move))
+        self.through(j, arrived, [sort], move.names(stages, self._way.lies_in))
 
-    def back(self, j: int, rows: _Rows, target: str) -> None:
-        """To their sources: rows.source -> target."""
-        stages = self._way.back(self._bytes(j, rows))
-        self.through(j, rows.source, stages, {**rows.names, stages[-1].writes: target})
+    def back(self, j: int, move: Move, target: str) -> None:
+        """To their sources: move.source -> target. What is done there comes after what other partitions need first."""
+        stages = self._way.back(self._bytes(j, move))
+        names = {**move.names(stages, self._way.lies_in), stages[-1].writes: target}
+        if stages[-1].group is None and len(stages) > 1:
+            *stages, at_source = stages
+            back = self.through(j, move.source, stages, names)
+            self._at_source[j] = lambda: self.through(j, back, [at_source], names)
+        else:
+            self.through(j, move.source, stages, names)
 
-    def _bytes(self, j: int, rows: _Rows) -> ChunkBytes:
-        row_bytes = self._row.packed if rows.is_packed else self._row.token
-        return ChunkBytes(self._partitions[j].own * row_bytes, self._partitions[j].gathered * row_bytes)
+    def _finish(self, j: int) -> None:
+        self._at_source.pop(j, lambda: None)()
+
+    def _bytes(self, j: int, move: Move) -> Any:
+        row = self._row
+        returned = row.packed if row.returned is None else row.returned
+        row_bytes = {INPUTS: row.packed, INPUT_GRADIENTS: returned}.get(move, row.token)
+        return self._partitions[j].bytes(row_bytes)
 
     def _name(self, name: str, j: int) -> str:
         if "." in name:

@@ -56,7 +56,7 @@ def write_picture(path: str | Path, timelines: Mapping[str, Timeline]) -> None:
     longest = max(timeline.seconds for timeline in timelines.values()) * 1e3
     for axis, (name, timeline) in zip(axes, timelines.items(), strict=True):
         draw_timeline(axis, timeline, longest)
-        title = f"{name}: {timeline.schedule.name}, {timeline.seconds * 1e3:.4g} ms"
+        title = f"{timeline.titled(name)}, {timeline.seconds * 1e3:.4g} ms"
         axis.set_title(title, loc="left", fontsize=10, pad=18 if timeline.parts else None)
     axes[-1].set_xlabel("ms")
     with written_whole(path) as partial:

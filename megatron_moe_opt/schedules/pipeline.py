@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import Protocol, TypeVar
 
 from megatron_moe_opt.schedules.issue_order import in_issue_order
 from megatron_moe_opt.schedules.schedule import Kind, Lane, Op, Schedule, ScheduleError
@@ -34,6 +35,27 @@ class Stage:
     writes: str
     group: str | None = None
     also_reads: tuple[str, ...] = ()
+
+
+Size = TypeVar("Size", contravariant=True)
+
+
+class Stages(Protocol[Size]):
+    """What rows go through between their source and their experts, given the bytes that move."""
+
+    @property
+    def lies_in(self) -> Mapping[str, str]:
+        """The buffers that may be in the memory of another one."""
+
+    @property
+    def ahead(self) -> int:
+        """In a pipeline with the experts, the parts of rows that are on their way before the experts have had one."""
+
+    def out(self, size: Size) -> list[Stage]:
+        """To the experts; the last stage sorts by expert and writes `sorted`."""
+
+    def back(self, size: Size) -> list[Stage]:
+        """To the sources; the first stage sorts by source."""
 
 
 def own_buffer(name: str, chunk: int) -> str:

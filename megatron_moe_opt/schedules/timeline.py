@@ -65,6 +65,10 @@ class Timeline:
         """The spans of one lane, in order."""
         return tuple(span for span in self.spans if span.op.lane is lane)
 
+    def titled(self, name: str) -> str:
+        """Returns what it is called where it is shown as `name`: that, and its schedule's name where it is another."""
+        return name if name == self.schedule.name else f"{name}: {self.schedule.name}"
+
     def busy(self, lane: Lane) -> float:
         """Seconds that ops of a lane take; a collective's wait for its peers counts."""
         return sum(span.end - span.start for span in self.lane(lane))

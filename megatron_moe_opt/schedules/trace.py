@@ -35,7 +35,7 @@ def _events(process: int, name: str, timeline: Timeline) -> list[dict[str, Any]]
     names = [_PARTS] * bool(timeline.parts) + [lane.value for lane in timeline.schedule.lanes]
     threads = {thread: number for number, thread in enumerate(names, start=1)}
     return [
-        _named(process, 0, "process", f"{name}: {timeline.schedule.name}"),
+        _named(process, 0, "process", timeline.titled(name)),
         *(_named(process, number, "thread", thread) for thread, number in threads.items()),
         *(_part(process, threads[_PARTS], part) for part in timeline.parts),
         *(_op(process, threads[span.op.lane.value], span) for span in timeline.spans),

@@ -76,26 +76,33 @@ class MontaOptions(SharedOptions):
             )
 
 
-def _build(groups: Any, options: MontaOptions, config: Any) -> Any:
-    from megatron_moe_opt.dispatchers.monta import MontaDispatcher
+def pipelining(config: Any, groups: Any, options: MontaOptions) -> Any:
+    """The Pipelining of a layer's rows that options of MoNTA ask for. A collective call over its groups."""
     from megatron_moe_opt.dispatchers.pipelining import pipelining_of
     from megatron_moe_opt.integration.layer.configured_workload import layer_workload
 
-    return MontaDispatcher(groups, pipelining_of(options, groups, layer_workload(config, groups)))
+    return pipelining_of(options, groups, layer_workload(config, groups))
 
 
-def _parse(variant: str, setting: str, profile: Path | None) -> Mapping[str, Any]:
+def _build(groups: Any, options: MontaOptions, config: Any) -> Any:
+    from megatron_moe_opt.dispatchers.monta import MontaDispatcher
+
+    return MontaDispatcher(groups, pipelining(config, groups, options))
+
+
+def parse_pipeline(variant: str, setting: str, profile: Path | None) -> Mapping[str, Any]:
     if setting == AUTO:
         return chosen_by_profile(variant, profile)
+    name = variant.partition(":")[0]
     parts = re.fullmatch(rf"({'|'.join(LEVELS)})(?:x([1-9][0-9]*))?", setting)
     if parts is None:
         raise ConfigurationError(
-            f"--dispatchers {variant}: write a level ({', '.join(LEVELS)}), a level and its chunks such as monta:O3x4, "
-            "or monta:auto"
+            f"--dispatchers {variant}: write a level ({', '.join(LEVELS)}), a level and its chunks such as "
+            f"{name}:O3x4, or {name}:auto"
         )
     level, chunks = parts[1], int(parts[2]) if parts[2] else None
     if level == "O1" and chunks not in (None, 1):
-        raise ConfigurationError(f"--dispatchers {variant}: O1 does not cut; write monta:O1, or take O2 or O3")
+        raise ConfigurationError(f"--dispatchers {variant}: O1 does not cut; write {name}:O1, or take O2 or O3")
     return {"monta_level": level, "chunks": chunks}
 
 
@@ -104,11 +111,16 @@ def _write(options: MontaOptions, levels: int) -> str:
     return level if level == "O1" else f"{level}x{options.chunks or DEFAULT_CHUNKS}"
 
 
-def _candidates(layer: LayerOnCluster, options: MontaOptions) -> Iterator[Prediction]:
-    """In one chunk all levels are O1."""
-    one, levels, counts = layer.workload, options.levels, options.chunk_counts or CHUNK_COUNTS
+def pipelines(options: MontaOptions) -> list[tuple[str, int]]:
+    """Returns the levels and chunk counts that options leave to choose from. In one chunk all levels are O1."""
+    levels, counts = options.levels, options.chunk_counts or CHUNK_COUNTS
     several = [(level, n) for level in levels if level != "O1" for n in counts if n > 1 or "O1" not in levels]
-    for level, count in [("O1", 1)] * ("O1" in levels) + several:
+    return [("O1", 1)] * ("O1" in levels) + several
+
+
+def _candidates(layer: LayerOnCluster, options: MontaOptions) -> Iterator[Prediction]:
+    one = layer.workload
+    for level, count in pipelines(options):
         schedules = [
             exchanged.schedule(level, even_chunks(exchanged.exchanged, one.etp, count), one.ep, one.etp)
             for exchanged in layer.passes
@@ -122,6 +134,6 @@ MONTA = System(
     options=MontaOptions,
     reads=("profile",),
     build=_build,
-    grammar=Grammar(_parse, _write),
+    grammar=Grammar(parse_pipeline, _write),
     candidates=_candidates,
 )

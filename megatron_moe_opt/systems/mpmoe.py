@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -12,10 +12,19 @@ from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.option_values import AUTO, BYTES, one_of
 from megatron_moe_opt.option_values import PARTITIONS as SEVERAL_PARTITIONS
 from megatron_moe_opt.planning.choosing.partition_search import PARTITIONS
+from megatron_moe_opt.planning.predicting.expert_migration import curve_of, measured_curves
 from megatron_moe_opt.planning.predicting.layer_on_cluster import LayerOnCluster
-from megatron_moe_opt.planning.predicting.partitioned_rows import activation_bytes, partitions, row_bytes
-from megatron_moe_opt.planning.predicting.prediction import Prediction
-from megatron_moe_opt.schedules.mpmoe import NONE, STRATEGIES, backward, forward
+from megatron_moe_opt.planning.predicting.partitioned_rows import (
+    activation_bytes,
+    hop_partitions,
+    hop_row_bytes,
+    partitions,
+    row_bytes,
+)
+from megatron_moe_opt.planning.predicting.prediction import Prediction, Refusal
+from megatron_moe_opt.schedules.hops import HopStages, level_of
+from megatron_moe_opt.schedules.mpmoe import NONE, STRATEGIES, Partition, backward, by_rows, forward
+from megatron_moe_opt.schedules.schedule import Kind, Op
 from megatron_moe_opt.systems.system import (
     CHOOSES,
     FLAG,
@@ -27,10 +36,13 @@ from megatron_moe_opt.systems.system import (
     chosen_by_profile,
     option,
     recomputed_modules,
+    shown,
 )
+from megatron_moe_opt.topology.domains import stationary
 
 NAME = "mpmoe"
 DEFAULT_PARTITIONS = 4
+ROWS, HOPS = "rows", "hops"
 
 
 @dataclass(frozen=True)
@@ -52,6 +64,13 @@ class MpmoeOptions(SharedOptions):
         f"(default: {NONE})",
         auto=CHOOSES,
     )
+    way: str | None = option(
+        "way",
+        one_of(ROWS, HOPS, AUTO),
+        "how mpmoe's partitions go to their experts: rows, one for each expert of a token; or hops, a token once over "
+        f"every link, with all of its experts, over the network levels of {PREFIX}levels (default: {ROWS})",
+        auto=CHOOSES,
+    )
     activation_budget: int | None = option(
         "activation-budget",
         BYTES,
@@ -61,8 +80,8 @@ class MpmoeOptions(SharedOptions):
 
     @property
     def tunes_partitions(self) -> bool:
-        """Whether `mpmoe` chooses its partitions, its memory reuse or both."""
-        return len(self.partition_counts) > 1 or self.memory_reuse == AUTO
+        """Whether `mpmoe` chooses any of its partitions, its memory reuse and its way."""
+        return len(self.partition_counts) > 1 or AUTO in (self.memory_reuse, self.way)
 
     @property
     def partition_counts(self) -> tuple[int, ...]:
@@ -78,19 +97,33 @@ class MpmoeOptions(SharedOptions):
         """Of `mpmoe`, to choose from; one where the user chose."""
         return tuple(STRATEGIES) if self.memory_reuse == AUTO else (self.memory_reuse or NONE,)
 
+    @property
+    def ways(self) -> tuple[str, ...]:
+        """Of `mpmoe`'s partitions, to choose from; one where the user chose."""
+        return (ROWS, HOPS) if self.way == AUTO else (self.way or ROWS,)
+
     def check(self) -> None:
         """Refuses, with ConfigurationError, several numbers of partitions, or auto, without a profile."""
         if isinstance(self.partitions, tuple) and len(self.partitions) > 1:
             self.needs_profile("partitions")
-        self.auto_needs_profile("partitions", "memory_reuse")
+        self.auto_needs_profile("partitions", "memory_reuse", "way")
 
 
 def _build(groups: Any, options: MpmoeOptions, config: Any) -> Any:
     from megatron_moe_opt.dispatchers.mpmoe import MpmoeDispatcher
     from megatron_moe_opt.dispatchers.partitioning import partitioning_of
     from megatron_moe_opt.integration.layer.configured_workload import layer_workload
+    from megatron_moe_opt.runtime.rows.token_hops import TokenHops
+    from megatron_moe_opt.topology.domain_groups import domain_groups, levels_of
+    from megatron_moe_opt.topology.domains import stationary
 
-    return MpmoeDispatcher(groups, partitioning_of(options, groups, layer_workload(config, groups)))
+    if HOPS not in options.ways:
+        return MpmoeDispatcher(groups, partitioning_of(options, groups, layer_workload(config, groups)))
+    workers = levels_of(groups.ep, options.network_levels)
+    dispatcher = MpmoeDispatcher(groups, partitioning_of(options, groups, layer_workload(config, groups, workers)))
+    hops_in = domain_groups(groups.ep, stationary(workers), dispatcher)
+    dispatcher.hops = TokenHops(hops_in, config.num_moe_experts, config.moe_router_topk)
+    return dispatcher
 
 
 def _attach(layer: Any, options: MpmoeOptions) -> None:
@@ -105,6 +138,13 @@ def _check(config: Any, options: MpmoeOptions, arguments: Any) -> None:
         raise ConfigurationError(
             f"--moe-router-padding-for-quantization pads an expert's rows before {FLAG} mpmoe cuts them: drop it, and "
             "the experts pad each partition themselves"
+        )
+    if HOPS in options.ways:
+        _check_hops(config, options)
+    elif options.network_levels is not None:
+        raise ConfigurationError(
+            f"{PREFIX}levels {shown(options.network_levels)} says over which links tokens hop, and rows do not: give "
+            f"{PREFIX}way {HOPS}, or drop it"
         )
     if options.activation_budget is not None and not options.tunes_partitions:
         raise ConfigurationError(
@@ -130,6 +170,21 @@ def _check(config: Any, options: MpmoeOptions, arguments: Any) -> None:
         )
 
 
+def _check_hops(config: Any, options: MpmoeOptions) -> None:
+    """Refuses what tokens that take several hops do not go with."""
+    flag = f"{PREFIX}way {options.way}"
+    if (config.expert_tensor_parallel_size or 1) > 1:
+        raise ConfigurationError(
+            f"--expert-tensor-parallel-size {config.expert_tensor_parallel_size} cuts experts, whose parts {flag} does "
+            f"not put together: set it to 1, or use {PREFIX}way {ROWS}"
+        )
+    if config.moe_pad_expert_input_to_capacity:
+        raise ConfigurationError(
+            f"--moe-pad-expert-input-to-capacity would have {flag} send what nobody routed: drop it, or use "
+            f"{PREFIX}way {ROWS}"
+        )
+
+
 def _unread_profile(options: MpmoeOptions) -> str | None:
     return None if options.tunes_partitions else f"give {PREFIX}partitions {AUTO}"
 
@@ -137,59 +192,105 @@ def _unread_profile(options: MpmoeOptions) -> str | None:
 def _parse(variant: str, setting: str, profile: Path | None) -> Mapping[str, Any]:
     if setting == AUTO:
         return {"partitions": AUTO, **chosen_by_profile(variant, profile)}
-    parts = re.fullmatch(rf"([1-9][0-9]*)(?::({'|'.join(STRATEGIES)}))?", setting)
+    parts = re.fullmatch(rf"([1-9][0-9]*)(?::({'|'.join(STRATEGIES)}))?(?::({HOPS}))?", setting)
     if parts is None:
         raise ConfigurationError(
-            f"--dispatchers {variant}: write a number of partitions and, where they share memory, how ("
-            f"{', '.join(STRATEGIES)}), such as mpmoe:4 or mpmoe:4:S3, or mpmoe:auto"
+            f"--dispatchers {variant}: write a number of partitions, where they share memory how ("
+            f"{', '.join(STRATEGIES)}), and {HOPS} where a token crosses links once, such as mpmoe:4, mpmoe:4:S3, "
+            f"mpmoe:4:{HOPS} or mpmoe:4:S3:{HOPS}; or mpmoe:auto"
         )
-    return {"partitions": int(parts[1]), "memory_reuse": parts[2]}
+    return {"partitions": int(parts[1]), "memory_reuse": parts[2], "way": parts[3]}
 
 
 def _write(options: MpmoeOptions, levels: int) -> str:
-    return _setting(options.partitions or DEFAULT_PARTITIONS, options.memory_reuse or NONE)
+    return _setting(options.partitions or DEFAULT_PARTITIONS, options.memory_reuse or NONE, options.way or ROWS)
 
 
-def _setting(count: int, strategy: str) -> str:
-    return str(count) if strategy == NONE else f"{count}:{strategy}"
+def _setting(count: int, strategy: str, way: str) -> str:
+    return ":".join([str(count), *([strategy] if strategy != NONE else []), *([way] if way != ROWS else [])])
 
 
-def candidate(layer: LayerOnCluster, count: int, strategy: str) -> Prediction:
+def _kind(setting: str) -> str:
+    """A token once over a link, or a row for each of its experts."""
+    return HOPS if setting.endswith(HOPS) else ""
+
+
+def candidate(layer: LayerOnCluster, count: int, strategy: str, way: str = ROWS) -> Prediction:
     """Returns what the layer takes in so many partitions.
 
-    Expert-TP's collectives of each run in a lane of their own beside the all-to-alls, as MoNTA's do.
+    What goes on inside nodes runs in a lane of its own beside the all-to-alls between them, as MoNTA's does.
 
     Raises:
         ConfigurationError: a curve is missing.
     """
-    one, row = layer.workload, row_bytes(layer.workload)
-    computed, exchanged = (partitions(one, rows, count) for rows in (layer.computed, layer.exchanged))
-    parts = [replace(part, own=other.own) for part, other in zip(computed, exchanged, strict=True)]
-    schedules = [build(strategy, parts, row, one.ep, one.etp) for build in (forward, backward)]
-    held = activation_bytes(one, one.rows, count, strategy)
-    variant = f"{NAME}:{_setting(count, strategy)}"
-    predicted = layer.prediction(variant, schedules, layer.edge, costs=layer.expert_costs, parts=count)
+    one, variant = layer.workload, f"{NAME}:{_setting(count, strategy, way)}"
+    if way == HOPS:
+        parts: Sequence[Partition] = hop_partitions(one, layer.skew, layer.computed, count)
+        row, stages, own = hop_row_bytes(one), HopStages(len(one.workers), is_piped=True), parts[0].own * count
+        costs: Callable[[Op], float] = _HopCosts(layer)
+    else:
+        computed, exchanged = (partitions(one, rows, count) for rows in (layer.computed, layer.exchanged))
+        parts = [replace(part, own=other.own) for part, other in zip(computed, exchanged, strict=True)]
+        row, stages, own, costs = row_bytes(one), by_rows(one.ep, one.etp), None, layer.expert_costs
+    schedules = [build(strategy, parts, row, stages) for build in (forward, backward)]
+    held = activation_bytes(one, one.rows, count, strategy, own)
+    predicted = layer.prediction(variant, schedules, layer.edge, costs=costs, parts=count, local_rows=own)
     return replace(predicted, activation_bytes=held)
 
 
-def _candidates(layer: LayerOnCluster, options: MpmoeOptions) -> Iterator[Prediction]:
+class _HopCosts:
+    """What ops cost where tokens hop: all-to-alls by their level, copies and sums of rows as copies."""
+
+    def __init__(self, layer: LayerOnCluster) -> None:
+        self._costs, self._domains = layer.expert_costs, stationary(layer.workload.workers)
+        self._curves = measured_curves(layer.costs, layer.workload.workers)
+
+    def __call__(self, op: Op) -> float:
+        if op.kind is not Kind.ALL_TO_ALL:
+            return self._costs(replace(op, kind=Kind.COPY) if op.kind is Kind.PERMUTE else op)
+        level = level_of(op.group)
+        curve = curve_of(self._curves, op.kind, level, self._domains.domains(level))
+        return self._costs.overhead + curve.seconds(op.size)
+
+
+def _candidates(layer: LayerOnCluster, options: MpmoeOptions) -> Iterator[Prediction | Refusal]:
     """A single partition has nothing to share: all strategies are the same."""
     strategies = options.memory_strategies
-    for strategy in strategies:
-        for count in options.partition_counts:
-            if count > 1 or strategy == strategies[0]:
-                yield candidate(layer, count, strategy)
+    for way in options.ways:
+        refusal = _no_hops(layer) if way == HOPS else None
+        if refusal is not None:
+            yield Refusal(f"{NAME}:{HOPS}", refusal)
+            continue
+        for strategy in strategies:
+            for count in options.partition_counts:
+                if count > 1 or strategy == strategies[0]:
+                    yield candidate(layer, count, strategy, way)
+
+
+def _no_hops(layer: LayerOnCluster) -> str | None:
+    """Why tokens of a layer cannot hop, or nobody knows what that takes."""
+    one = layer.workload
+    if one.etp > 1:
+        return f"expert tensor parallelism {one.etp} cuts experts, whose parts hops do not put together"
+    if not one.workers:
+        return "the network levels of the expert-parallel group are not known"
+    domains, curves = stationary(one.workers), measured_curves(layer.costs, one.workers)
+    for level in range(domains.levels):
+        ranks = domains.domains(level)
+        if ranks > 1 and (Kind.ALL_TO_ALL, level, ranks) not in curves:
+            return f"no all-to-all of {ranks} ranks at network level {level} was measured: moe-opt profile --domains"
+    return None
 
 
 MPMOE = System(
     name=NAME,
     options=MpmoeOptions,
-    reads=("profile",),
+    reads=("profile", "network_levels"),
     unread_profile=_unread_profile,
     build=_build,
     attach=_attach,
     check=_check,
-    grammar=Grammar(_parse, _write),
+    grammar=Grammar(_parse, _write, _kind),
     candidates=_candidates,
     calls_experts=True,
     is_pipeline_of_experts=True,

@@ -11,15 +11,16 @@ from megatron_moe_opt.planning.predicting.layer_on_cluster import LayerOnCluster
 from megatron_moe_opt.planning.predicting.prediction import Prediction, Refusal
 from megatron_moe_opt.schedules.monta import even_chunks
 from megatron_moe_opt.schedules.schedule import COLLECTIVES, Kind, Op
-from megatron_moe_opt.systems.system import FLAG, Run, System, recomputed_modules
+from megatron_moe_opt.systems.monta import MONTA, MontaOptions, parse_pipeline, pipelines, pipelining
+from megatron_moe_opt.systems.system import FLAG, Grammar, Run, System, recomputed_modules
 
 NAME = "netmoe"
 
 
-def _build(groups: Any, options: Any, config: Any) -> Any:
+def _build(groups: Any, options: MontaOptions, config: Any) -> Any:
     from megatron_moe_opt.dispatchers.netmoe import NetmoeDispatcher
 
-    return NetmoeDispatcher(groups)
+    return NetmoeDispatcher(groups, pipelining(config, groups, options))
 
 
 def _attach(layer: Any, options: Any) -> None:
@@ -50,8 +51,10 @@ def _check(config: Any, options: Any, arguments: Any) -> None:
         (config.hidden_dropout > 0, f"--hidden-dropout {config.hidden_dropout}"),
         (config.fp32_residual_connection, "--fp32-residual-connection"),
         (getattr(config, "fused_residual_rmsnorm", False), "--fused-residual-rmsnorm"),
-        (config.recompute_granularity == "full", "--recompute-granularity full"),
-        ("moe" in recompute, "--recompute-modules moe"),
+        (
+            (config.recompute_granularity == "full" or "moe" in recompute) and bool(config.fp8 or config.fp4),
+            f"--recompute-granularity {config.recompute_granularity} with --fp{8 if config.fp8 else 4}-format",
+        ),
         ("layernorm" in recompute, "--recompute-modules layernorm"),
         (config.fine_grained_activation_offloading, "--fine-grained-activation-offloading"),
         (config.moe_expert_capacity_factor is not None, "--moe-expert-capacity-factor"),
@@ -68,7 +71,7 @@ def _check(config: Any, options: Any, arguments: Any) -> None:
             )
 
 
-def _candidates(layer: LayerOnCluster, options: Any) -> Iterator[Prediction | Refusal]:
+def _candidates(layer: LayerOnCluster, options: MontaOptions) -> Iterator[Prediction | Refusal]:
     """The exchanges that the dispatcher runs, their all-to-alls less what placing samples keeps inside nodes."""
     one, saving = layer.workload, layer.workload.placement_saving
     if saving is None:
@@ -84,13 +87,21 @@ def _candidates(layer: LayerOnCluster, options: Any) -> Iterator[Prediction | Re
 
     out, back, *backward = layer.passes
     back = replace(back, exchanged=out.exchanged)  # behind each row, which token of its sample it is
-    at_home = [
-        exchanged.schedule("O1", even_chunks(exchanged.exchanged, one.etp, 1), one.ep, one.etp)
-        for exchanged in (out, back, *backward)
-    ]
-    schedules = [replace(schedule, ops=tuple(map(placed, schedule.ops))) for schedule in at_home]
-    inside = sum(layer.links.sent(op)[1] for schedule in at_home for op in schedule.ops if op.kind in COLLECTIVES)
-    yield replace(layer.prediction(NAME, schedules), intra_bytes=inside)
+    for level, count in pipelines(options):
+        at_home = [
+            exchanged.schedule(level, even_chunks(exchanged.exchanged, one.etp, count), one.ep, one.etp)
+            for exchanged in (out, back, *backward)
+        ]
+        schedules = [replace(schedule, ops=tuple(map(placed, schedule.ops))) for schedule in at_home]
+        inside = sum(layer.links.sent(op)[1] for schedule in at_home for op in schedule.ops if op.kind in COLLECTIVES)
+        variant = NETMOE.variant(MontaOptions(monta_level=level, chunks=count))
+        yield replace(layer.prediction(variant, schedules, parts=count), intra_bytes=inside)
+
+
+def _write(options: MontaOptions, levels: int) -> str:
+    """Nothing at O1."""
+    pipeline = MONTA.grammar.write(options, levels)
+    return "" if pipeline == "O1" else pipeline
 
 
 def _stays(options: Any, run: Run) -> str:
@@ -99,7 +110,10 @@ def _stays(options: Any, run: Run) -> str:
 
 NETMOE = System(
     name=NAME,
+    options=MontaOptions,
+    reads=("profile",),
     build=_build,
+    grammar=Grammar(parse_pipeline, _write),
     attach=_attach,
     check=_check,
     candidates=_candidates,

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_moe_opt.errors import ConfigurationError
-from megatron_moe_opt.option_values import AUTO, FILE, SWITCH, Values
+from megatron_moe_opt.option_values import AUTO, FILE, SECONDS, SWITCH, Values
 
 if TYPE_CHECKING:
     from megatron_moe_opt.options import Options
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 PREFIX = "--moe-opt-"
 FLAG = "--moe-token-dispatcher-type"
 READS, CHOOSES = "reads", "chooses"
+PROFILE_SECONDS = 60
 
 
 def option(
@@ -42,6 +43,12 @@ class SharedOptions:
     """The options that are no single system's. A system's own are a subclass, of which Options is made."""
 
     profile: Path | None = option("profile", FILE, "cluster.json written by `moe-opt profile`", auto=READS)
+    profile_seconds: int | None = option(
+        "profile-seconds",
+        SECONDS,
+        f"how long auto measures the cluster, where it is given neither profile nor plan (default: {PROFILE_SECONDS})",
+        auto=READS,
+    )
     plan: Path | None = option("plan", FILE, "plan.json written by `moe-opt plan`, for auto", auto=READS)
     expert_order: Path | None = option(
         "expert-order",

@@ -116,6 +116,11 @@ class ExpertDomains:
         }
 
 
+def stationary(workers: tuple[int, ...]) -> ExpertDomains:
+    """The domains in which no expert travels: of one worker at every level."""
+    return ExpertDomains(workers, (1,) * len(workers))
+
+
 def realisable(workers: tuple[int, ...]) -> Iterator[ExpertDomains]:
     """Every choice of domain sizes; the sizes of a level ascend, the innermost level's fastest."""
     divisors = ([size for size in range(1, number + 1) if number % size == 0] for number in workers)

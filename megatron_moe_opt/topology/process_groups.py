@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -45,6 +45,20 @@ def refine(group: ProcessGroup, members: Sequence[int], what: str) -> ProcessGro
         )
     _refined[refined] = group
     return refined
+
+
+@contextmanager
+def temporary_groups(groups: Iterable[ProcessGroup]) -> Iterator[None]:
+    """Destroys this rank's groups after the block, when all ranks of the world have done with theirs.
+
+    A rank that destroys a group while others make their next one can cut the connections of that one (seen with Gloo).
+    """
+    try:
+        yield
+        dist.barrier()
+    finally:
+        for group in groups:
+            dist.destroy_process_group(group)
 
 
 _refined: WeakKeyDictionary[ProcessGroup, ProcessGroup] = WeakKeyDictionary()

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from megatron_moe_opt.schedules import expert_migration, monta, mpmoe, parm
+from megatron_moe_opt.schedules.hops import HopBytes, HopRows, HopStages
 from megatron_moe_opt.schedules.monta import ChunkBytes
-from megatron_moe_opt.schedules.mpmoe import PartitionRows, RowBytes
+from megatron_moe_opt.schedules.mpmoe import Partition, PartitionRows, RowBytes
+from megatron_moe_opt.schedules.pipeline import Stages
 from megatron_moe_opt.schedules.schedule import Schedule
 
 COUNTS = (1, 2, 4, 8)
@@ -18,15 +20,21 @@ def all_schedules() -> Iterator[tuple[str, Schedule]]:
     """Each under a name of its own."""
     for count in COUNTS:
         chunks, partitions = [ChunkBytes(1, 2)] * count, [PartitionRows(1, 2)] * count
+        ways: dict[str, tuple[Stages, Sequence[Partition]]] = {}
         for sizes in GROUPS:
             of = f"EP {sizes[0]}, expert-TP {sizes[1]}"
             for level in monta.LEVELS if count > 1 else ("O1",):
                 if level != "O1" or count == 1:
                     yield f"monta {level} dispatch, {count} chunk(s), {of}", monta.dispatch(level, chunks, *sizes)
                     yield f"monta {level} combine, {count} chunk(s), {of}", monta.combine(level, chunks, *sizes)
+            ways[of] = mpmoe.by_rows(*sizes), partitions
+        for levels in (1, 2):
+            tokens = [HopRows(1, dict.fromkeys(range(levels), 1), 2)] * count
+            ways[f"hops over {levels} level(s)"] = HopStages(levels, is_piped=True), tokens
+        for of, (way, parts) in ways.items():
             for strategy in mpmoe.STRATEGIES:
                 for build in (mpmoe.forward, mpmoe.backward):
-                    schedule = build(strategy, partitions, RowBytes(2, 1, 3), *sizes)
+                    schedule = build(strategy, parts, RowBytes(2, 1, 3), way)
                     yield f"mpmoe {strategy} {build.__name__}, {count} partition(s), {of}", schedule
         for etp_size in (1, 2):
             of = f"expert-TP {etp_size}"
@@ -36,5 +44,6 @@ def all_schedules() -> Iterator[tuple[str, Schedule]]:
             yield f"parm combine and gather, {count} phase(s), {of}", phases
     for levels in (1, 2):
         for level in range(levels):
-            yield f"expert-migration hop out {level} of {levels}", expert_migration.hop_out({level: 1}, levels)
-            yield f"expert-migration hop back {level} of {levels}", expert_migration.hop_back({level: 1}, levels)
+            size = HopBytes({level: 1}, 1)
+            yield f"expert-migration hop out {level} of {levels}", expert_migration.hop_out(size, levels)
+            yield f"expert-migration hop back {level} of {levels}", expert_migration.hop_back(size, levels)

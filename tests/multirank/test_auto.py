@@ -89,6 +89,7 @@ def train(
         "steps": controller.trials.steps if controller.trials else 0,
         "runs": controller.current,
         "layers": len(controller.layers),
+        "netmoe": next((one.reason for one in controller.refused if one.variant == "netmoe"), None),
         "built": [list(layer._built) for layer in controller.layers],
         "groups": sorted(group.group_desc for group in set(distributed_c10d._world.pg_map) - before),
     }
@@ -112,6 +113,7 @@ def test_trains_like_stock_while_it_tries_and_after(ranks, profile, config):
     assert 12 <= first["steps"] <= config.get("most_steps", 26)
     assert {"alltoall", "mpmoe", "monta", "expert-migration"} <= {name.partition(":")[0] for name in first["tried"]}
     assert first["built"] == [[first["runs"]]] * 2  # what is not used is not kept
+    assert "would send 0.0% less between nodes" in first["netmoe"]  # its samples were counted; there is one node
     assert bool(first["groups"]) == first["runs"].startswith("expert-migration")
     for ours, stocks in zip(auto, stock, strict=True):
         assert {**ours, "losses": None} == {**first, "losses": None}  # all ranks alike

@@ -10,8 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_moe_opt.cli.layer.settings import LayerSettings
 from megatron_moe_opt.errors import ConfigurationError
+from megatron_moe_opt.integration.measuring.layer_settings import LayerSettings
 from megatron_moe_opt.runtime.observed.traffic import TrafficRow
 from tests.ranks.devices import rank_device
 from tests.ranks.pool import RankFailure
@@ -144,7 +144,7 @@ def _differ():
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
     from megatron_moe_opt.cli.layer.bench import _differences
-    from megatron_moe_opt.cli.layer.under_test import layers_under_test
+    from megatron_moe_opt.integration.measuring.under_test import layers_under_test
 
     parallel_state.initialize_model_parallel(expert_model_parallel_size=4)
     try:
@@ -171,7 +171,7 @@ def _gradients():
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
-    from megatron_moe_opt.cli.layer.under_test import layers_under_test
+    from megatron_moe_opt.integration.measuring.under_test import layers_under_test
 
     parallel_state.initialize_model_parallel(expert_model_parallel_size=4)
     try:
@@ -241,7 +241,7 @@ def test_flex_is_refused_where_it_cannot_run_and_built_as_named_where_it_can(mon
     from types import SimpleNamespace
 
     from megatron_moe_opt.cli.layer.bench import check
-    from megatron_moe_opt.cli.layer.under_test import layer_config
+    from megatron_moe_opt.integration.measuring.under_test import layer_config
 
     monkeypatch.setenv("WORLD_SIZE", "4")
 

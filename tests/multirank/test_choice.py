@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_moe_opt.cli.layer.settings import LayerSettings
+from megatron_moe_opt.integration.measuring.layer_settings import LayerSettings
 from megatron_moe_opt.options import Options
 from megatron_moe_opt.planning.costs.cluster import Cluster, ExpertGemm, World
 from megatron_moe_opt.schedules.schedule import Kind

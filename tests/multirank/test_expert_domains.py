@@ -46,7 +46,7 @@ def chosen(profile: Path, numbers: tuple[int, ...] = (4, 2000), ratio: float | N
                 # One rank alone has many: the others must choose alike.
                 hidden = torch.randn(tokens if dist.get_rank() == 3 else 2, 1, 64, requires_grad=True)
                 layer(hidden)[0].sum().backward()
-                sizes.append(layer.token_dispatcher.dispatcher.domain_groups.domains.sizes)
+                sizes.append(layer.token_dispatcher.dispatcher.hops.groups.domains.sizes)
                 assert all(parameter.grad is not None for parameter in layer.parameters())
     finally:
         megatron_moe_opt.register()
@@ -77,11 +77,10 @@ def test_a_profile_without_the_groups_of_domains_is_refused(ranks, tmp_path):
 
 def measured() -> dict[str, list[int]]:
     """Ranks of the group in which each load of `moe-opt profile --domains` runs, on 2 x 2 ranks."""
-    from megatron_moe_opt.cli.profile.domain_moves import domain_groups_of, domain_moves
-    from megatron_moe_opt.cli.profile.loads import Rows
-    from megatron_moe_opt.topology.layouts import Layout
+    from megatron_moe_opt.integration.measuring.domain_moves import domain_groups_of, domain_moves
+    from megatron_moe_opt.integration.measuring.loads import Rows
 
-    with domain_groups_of(Layout(4, 1, 1, 4, 1), LEVELS) as groups:
+    with domain_groups_of(dist.group.WORLD, LEVELS) as groups:
         moves = domain_moves(Rows(64, torch.float32, rank_device()), groups, LEVELS)
         names = [(move.kind, move.group) for move in moves]
         assert sorted(map(str, names)) == sorted(
@@ -100,10 +99,9 @@ def test_profile_measures_every_group_of_domains(ranks):
 
 def measured_once() -> list[bool]:
     """Of the loads whose group is that of all ranks of EP, whether they run in the group that is there."""
-    from megatron_moe_opt.cli.profile.domain_moves import domain_groups_of
-    from megatron_moe_opt.topology.layouts import Layout
+    from megatron_moe_opt.integration.measuring.domain_moves import domain_groups_of
 
-    with domain_groups_of(Layout(4, 1, 1, 4, 1), (4,), dist.group.WORLD) as groups:
+    with domain_groups_of(dist.group.WORLD, (4,)) as groups:
         found = [groups[role(kind, (4,), 0, 4)] is dist.group.WORLD for kind in KINDS]
         pairs = groups[role(Kind.ALL_TO_ALL, (4,), 0, 2)]
         assert dist.get_process_group_ranks(pairs) == [dist.get_rank() % 2, dist.get_rank() % 2 + 2]

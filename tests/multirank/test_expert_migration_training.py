@@ -201,8 +201,9 @@ def tracked(settings: dict[str, Any]) -> tuple[float, float, list[float]]:
             own = migrated.weights.current()
             of_all = [torch.empty_like(own) for _ in range(4)]
             dist.all_gather(of_all, own)
-            held = migrated.gathered().clone()
-            held[migrated.own] = migrated.codec._held.experts  # what all others must hold
+            of_owners = list(migrated.gathered())
+            of_owners[migrated.own] = migrated.codec._held.experts  # what all others must hold
+            held = torch.stack(of_owners)
             of_ranks = [torch.empty_like(held) for _ in range(4)]
             dist.all_gather(of_ranks, held)
             assert all(torch.equal(one, held) for one in of_ranks)

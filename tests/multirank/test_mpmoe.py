@@ -48,8 +48,12 @@ def worst_errors(
     steps: int = 1,
     delay: bool = False,
     silent: tuple[int, ...] = (),
+    levels: tuple[int, ...] | None = None,
 ) -> dict[tuple[int, str], tuple[float, str]]:
-    """For each variant the largest relative error of a result (norm of the difference over the norm), and its name."""
+    """For each variant the largest relative error of a result (norm of the difference over the norm), and its name.
+
+    With `levels` tokens hop over them.
+    """
     import megatron_moe_opt
     from megatron_moe_opt.integration.layer.moe_layer import build_layer
     from tests.ranks.megatron import moe_config, parallel
@@ -68,7 +72,8 @@ def worst_errors(
         expected = passes(stock, hidden, steps)
         worst = {}
         for count, strategy in variants:
-            megatron_moe_opt.register(Options(partitions=count, memory_reuse=strategy))
+            way = {} if levels is None else {"way": "hops", "network_levels": levels}
+            megatron_moe_opt.register(Options(partitions=count, memory_reuse=strategy, **way))
             layer = build_layer(dataclasses.replace(config, moe_token_dispatcher_type="mpmoe"))
             layer = layer.to(getattr(torch, dtype))
             megatron_moe_opt.register()
@@ -237,3 +242,42 @@ def test_tokens_that_all_tp_ranks_hold(ranks, settings):
     arguments = {"layout": {"tp": 2, "ep": 2, "etp": 1}, "settings": settings, "routing": None}
     for errors in ranks.run(compare_replicated, dispatcher="mpmoe", **arguments):
         assert max(errors.values()) < 1e-6, errors
+
+
+TOP_3 = {"moe_router_topk": 3}
+
+
+@pytest.mark.parametrize("levels", [(4,), (2, 2)])
+def test_hops_under_every_strategy(ranks, levels):
+    arguments = {"layout": LAYOUTS["ep4"], "settings": TOP_3, "routing": None, "levels": levels}
+    variants = [(1, "none"), (8, "S4"), *((3, strategy) for strategy in STRATEGIES)]
+    check(ranks.run(worst_errors, variants=variants, **arguments))
+
+
+@pytest.mark.parametrize(
+    ("layout", "settings", "routing"),
+    [
+        ("tp2-ep4", {}, None),
+        ("one-rank-groups", TOP_3, None),
+        *(("ep4", TOP_3 | extra, None) for extra in (DROP, SHARED, RECOMPUTE, {"moe_router_dtype": "fp64"})),
+        ("ep4", TOP_3 | {"num_moe_experts": 4}, None),  # one local expert
+        *(("ep4", TOP_3, routing) for routing in ("hot", "skewed", *RAGGED)),
+    ],
+    ids=str,
+)
+def test_hops_in_layouts_and_workloads(ranks, layout, settings, routing):
+    levels = (1,) if layout == "one-rank-groups" else (2, 2)
+    arguments = {"layout": LAYOUTS[layout], "settings": settings, "routing": routing, "levels": levels}
+    check(ranks.run(worst_errors, variants=[(3, "none"), (2, "S2"), (3, "S3")], **arguments))
+
+
+def test_hops_of_ranks_without_rows_and_several_passes_under_way(ranks):
+    arguments = {"layout": {"ep": 4}, "settings": TOP_3, "routing": None, "levels": (2, 2), "variants": SOME}
+    check(ranks.run(worst_errors, silent=(0, 2), **arguments))
+    check(ranks.run(worst_errors, steps=3, **arguments))
+
+
+def test_hops_in_bf16_and_late(ranks):
+    arguments = {"layout": {"ep": 4}, "settings": TOP_3, "routing": None, "levels": (2, 2)}
+    check(ranks.run(worst_errors, variants=SOME, dtype="bfloat16", **arguments), 1e-2)
+    check(ranks.run(worst_errors, variants=[(4, "none"), (4, "S2")], delay=True, **arguments))

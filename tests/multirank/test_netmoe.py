@@ -7,6 +7,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from megatron_moe_opt.options import Options
+
 LAYERS = {"num_layers": 4, "moe_aux_loss_coeff": 0.0, "moe_router_load_balancing_type": "none"}
 SHARED = {"moe_shared_expert_intermediate_size": 32}
 SEQ_AUX = {
@@ -23,7 +25,11 @@ BIAS = {
     "moe_router_enable_expert_bias": True,
     "moe_router_bias_update_rate": 0.1,
 }
-RECOMPUTE = {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
+RECOMPUTE, RECOMPUTE_MOE = (
+    {"recompute_granularity": "selective", "recompute_modules": [module]} for module in ("core_attn", "moe")
+)
+RECOMPUTE_ALL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 2}
+O2, O3 = ({"options": Options(monta_level=level, chunks=chunks)} for level, chunks in (("O2", 3), ("O3", 2)))
 
 
 def by_content(model: Any, bias: list[float] | None) -> None:
@@ -102,6 +108,7 @@ def compare_case(
     solver: bool = False,
     steps: int = 1,
     sizes: tuple[tuple[tuple[int, int], ...], ...] = (),
+    options: Options | None = None,
     **arguments: Any,
 ) -> tuple[float, str, int]:
     """
@@ -130,7 +137,9 @@ def compare_case(
         with parallel(**layout):
             common = {"distributed_optimizer": False, **arguments, **LAYERS, **settings}
             stock = gpt(moe_token_dispatcher_type="alltoall", **common)
+            megatron_moe_opt.register(options)
             ours = gpt(moe_token_dispatcher_type="netmoe", **common)
+            megatron_moe_opt.register()
             ours.model.load_state_dict(stock.model.state_dict())
             for trained in (stock, ours):
                 if bias != "router":
@@ -159,17 +168,21 @@ SKEWED = [-float(expert) / 2 for expert in range(8)]
 
 CASES = {
     "ep4-topk1-micro1-aux": {"layout": EP4, "settings": TOP1 | AUX, "micro_batch": 1},
-    "ep4-topk4-micro3-hot": {"layout": EP4, "settings": {"moe_router_topk": 4}, "micro_batch": 3, "bias": HOT},
+    "ep4-topk4-micro3-hot": {"layout": EP4, "settings": {"moe_router_topk": 4}, "micro_batch": 3, "bias": HOT} | O2,
     "ep4-dense-layer-between": {"layout": EP4, "settings": {"moe_layer_freq": [1, 0, 1, 1]}, "bias": SKEWED},
     "ep4-one-local-expert": {"layout": EP4, "settings": RECOMPUTE | {"num_moe_experts": 4}},
-    "ep4-shared-seq-aux-z": {"layout": EP4, "settings": SHARED | SEQ_AUX},
+    "ep4-shared-seq-aux-z": {"layout": EP4, "settings": SHARED | SEQ_AUX | RECOMPUTE_MOE} | O3,
     "ep2-dp2-global-aux": {"layout": EP2, "settings": GLOBAL_AUX, "micro_batch": 3},
-    "tp2-ep4-shared-seq-aux-z": {"layout": TP2_EP4, "settings": SHARED | SEQ_AUX},
-    "tp2-ep2-etp2-shared": {"layout": TP2_EP2_ETP2, "settings": SHARED, "bias": SKEWED},
-    "ep2-pp2": {"layout": {"ep": 2, "pp": 2}, "settings": {}, "microbatches": 4},
+    "tp2-ep4-shared-seq-aux-z": {"layout": TP2_EP4, "settings": SHARED | SEQ_AUX | RECOMPUTE_ALL},
+    "tp2-ep2-etp2-shared": {"layout": TP2_EP2_ETP2, "settings": SHARED, "bias": SKEWED} | O3,
+    "ep2-pp2": {
+        "layout": {"ep": 2, "pp": 2},
+        "settings": RECOMPUTE_ALL | {"recompute_num_layers": 1},
+        "microbatches": 4,
+    },
     "ep4-expert-bias": {"layout": EP4, "settings": BIAS, "steps": 3},
-    "ep4-shared-uneven": {"layout": EP4, "settings": SHARED | SEQ_AUX, "sizes": (UNEVEN, EVEN, UNEVEN)},
-    "ep2-etp2-shared-uneven": {"layout": ETP2, "settings": SHARED, "sizes": (EVEN, UNEVEN)},
+    "ep4-shared-uneven": {"layout": EP4, "settings": SHARED | SEQ_AUX, "sizes": (UNEVEN, EVEN, UNEVEN)} | O2,
+    "ep2-etp2-shared-uneven": {"layout": ETP2, "settings": SHARED, "sizes": (EVEN, UNEVEN)} | O2,
     "ep4-solver": {"layout": EP4, "settings": {}, "micro_batch": 4, "bias": None, "solver": True, "steps": 2},
 }
 
@@ -183,7 +196,8 @@ def test_equals_stock_in_fp32(ranks):
 
 
 def evaluated() -> tuple[bool, bool, float]:
-    """Whether evaluating teaches the prediction nothing, whether a step repeats bit for bit, and the error in bf16."""
+    """Whether evaluating teaches the prediction nothing, whether a step is the same bit for bit when it is repeated,
+    and when it is in chunks, and the error in bf16."""
     import megatron_moe_opt
     from megatron_moe_opt.dispatchers import sample_placement
     from megatron_moe_opt.integration.layer.netmoe_layer import _dispatcher_of
@@ -200,7 +214,9 @@ def evaluated() -> tuple[bool, bool, float]:
             losses = [_evaluate(trained) for trained in (stock, ours)]
             placement = _dispatcher_of(ours.model.module.decoder.layers[0]).placement
             untouched = not placement.prediction.predict(np.ones((1, 8), np.int64)).any()
+            megatron_moe_opt.register(Options(monta_level="O3", chunks=3))
             again = gpt(moe_token_dispatcher_type="netmoe", **settings)
+            megatron_moe_opt.register()
             again.model.load_state_dict(stock.model.state_dict())
             results = [[run(trained) for _ in range(2)] for trained in (ours, again)]
             same_bits = all(

@@ -24,11 +24,11 @@ RINGS = {(Kind.SEND_RECEIVE, role) for role in ("intra-node", EVERY_RANK, ONE_RA
 
 
 def _profile(seconds, sizes, **options):
-    from megatron_moe_opt.cli.profile import loads, meter
-    from megatron_moe_opt.cli.profile import measure as profile_cluster
+    from megatron_moe_opt.cli.profile.run import ProfileSettings, measured
+    from megatron_moe_opt.integration.measuring import loads, measure, meter
 
     defaults = {"tp": 1, "cp": 1, "ep": None, "expert_tp": 1, "hidden": 64, "ffn_hidden": 32, "dtype": "fp32"}
-    settings = profile_cluster.ProfileSettings(**defaults | options, seconds=seconds)
+    settings = ProfileSettings(**defaults | options, seconds=seconds)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("GROUP_RANK", str(dist.get_rank() // 2))
         patch.setattr(loads, "_COPIED_BYTES", 2**18)
@@ -38,11 +38,11 @@ def _profile(seconds, sizes, **options):
         patch.setattr(meter, "MOST_OPS", 8)
         patch.setattr(meter, "CALLS", 2)
         patch.setattr(meter, "DIP", 1)  # such short measurements are seldom undisturbed: all sizes are kept
-        patch.setattr(profile_cluster, "SIZES", sizes)
-        patch.setattr(profile_cluster, "LONGEST_SECONDS", math.inf)  # else a busy machine measures fewer sizes
-        patch.setattr(profile_cluster, "LONGEST_SECONDS_OF_EXPERTS", math.inf)
-        patch.setattr(profile_cluster, "GEMM_ROWS", (16, 32))
-        return profile_cluster.measure(settings, rank_device())
+        patch.setattr(measure, "SIZES", sizes)
+        patch.setattr(measure, "LONGEST_SECONDS", math.inf)  # else a busy machine measures fewer sizes
+        patch.setattr(measure, "LONGEST_SECONDS_OF_EXPERTS", math.inf)
+        patch.setattr(measure, "GEMM_ROWS", (16, 32))
+        return measured(settings, rank_device())
 
 
 @pytest.mark.parametrize(
@@ -143,7 +143,7 @@ class _Played:
 
 def _made_up():
     """What is measured where an op takes as many milliseconds as it has bytes, and twice that on rank 2."""
-    from megatron_moe_opt.cli.profile import meter
+    from megatron_moe_opt.integration.measuring import meter
 
     slow = 2 if dist.get_rank() == 2 else 1
     loads = {
@@ -242,10 +242,10 @@ def test_measured_times_are_those_of_the_slowest_rank(ranks):
 
 
 def _saa():
-    from megatron_moe_opt.cli.profile import measure as profile_cluster
+    from megatron_moe_opt.cli.profile.run import ProfileSettings
     from tools import bench_saa
 
-    settings = profile_cluster.ProfileSettings(2, 1, 2, 2, 64, 32, "fp32", seconds=0.0)
+    settings = ProfileSettings(2, 1, 2, 2, 64, 32, "fp32", seconds=0.0)
     return bench_saa.measure(settings, [2**13, 2**20], 2, rank_device())
 
 
@@ -264,9 +264,9 @@ def _partition_overhead(hidden: int, step: float) -> tuple[list[int], int, float
     """Experts of the layers that it builds, the steps that it runs, and what it finds; each step takes so long."""
     from types import SimpleNamespace
 
-    from megatron_moe_opt.cli.layer import under_test as moe_layer
-    from megatron_moe_opt.cli.profile import meter
-    from megatron_moe_opt.cli.profile import partitions as profile_partitions
+    from megatron_moe_opt.integration.measuring import meter
+    from megatron_moe_opt.integration.measuring import partitions as profile_partitions
+    from megatron_moe_opt.integration.measuring import under_test as moe_layer
     from tests.ranks.megatron import parallel
 
     built, steps = [], []

@@ -8,8 +8,8 @@ import os
 import pytest
 import torch.distributed as dist
 
-from megatron_moe_opt.cli.layer.settings import LayerSettings
 from megatron_moe_opt.cli.report.measured_layer import conditions, times_table, traffic_table
+from megatron_moe_opt.integration.measuring.layer_settings import LayerSettings
 from megatron_moe_opt.planning.costs.cluster import Cluster, ExpertGemm, World
 from megatron_moe_opt.schedules.parm import JOINT
 from megatron_moe_opt.schedules.schedule import Kind

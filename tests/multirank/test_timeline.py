@@ -9,7 +9,7 @@ import pytest
 import torch.distributed as dist
 
 import megatron_moe_opt
-from megatron_moe_opt.cli.layer.settings import LayerSettings
+from megatron_moe_opt.integration.measuring.layer_settings import LayerSettings
 from megatron_moe_opt.planning.costs.cluster import Cluster, ExpertGemm, World
 from megatron_moe_opt.planning.costs.curves import CostCurve
 from megatron_moe_opt.planning.predicting import expert_migration
@@ -39,7 +39,7 @@ def _run(variant, rank=None, slow_rank=None, **options):
 
 def _slow_down(patch):
     """What this rank records took a thousand seconds more."""
-    from megatron_moe_opt.cli.layer.under_test import LayerUnderTest
+    from megatron_moe_opt.integration.measuring.under_test import LayerUnderTest
 
     recorded_step = LayerUnderTest.recorded_step
 
@@ -134,7 +134,7 @@ def test_the_rank_that_took_longest_or_the_one_asked_for(ranks, tmp_path):
 def _travelling(sizes, **compression):
     """A recorded step of a layer whose experts travel, and whether they hide behind anything here."""
     from megatron_moe_opt.cli.layer.recorded_step import record_step
-    from megatron_moe_opt.cli.layer.under_test import layer_under_test
+    from megatron_moe_opt.integration.measuring.under_test import layer_under_test
     from megatron_moe_opt.options import Options
     from tests.multirank.test_expert_migration import slow_gathers
     from tests.ranks.megatron import parallel

@@ -13,6 +13,7 @@ from megatron_moe_opt.options import Options
 # As Megatron-LM configures a pipeline without stages to interleave, and one with them.
 PLAIN = {"deallocate_pipeline_outputs": True}
 INTERLEAVED = PLAIN | {"overlap_p2p_comm": True, "batch_p2p_comm": False}
+RECOMPUTE_ALL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 FLUSH = INTERLEAVED | {"overlap_p2p_comm_warmup_flush": True}
 
 
@@ -74,7 +75,7 @@ def of_all_ranks(results: list[tuple[list[float], dict[str, torch.Tensor]]]) -> 
         ("monta", INTERLEAVED | {"options": Options(monta_level="O2", chunks=2)}),
         ("mpmoe", INTERLEAVED | {"options": Options(partitions=2, memory_reuse="S4")}),
         ("expert-migration", INTERLEAVED | {"options": Options(network_levels=(2,), domain_sizes=(2,))}),
-        ("netmoe", INTERLEAVED),
+        ("netmoe", INTERLEAVED | RECOMPUTE_ALL | {"options": Options(monta_level="O3", chunks=2)}),
     ],
 )
 def test_training_is_that_of_a_plain_pipeline(ranks, dispatcher, settings):

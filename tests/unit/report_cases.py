@@ -8,15 +8,16 @@ from html.parser import HTMLParser
 from megatron_moe_opt.cli.layer.links import LinkRates, WireLimit
 from megatron_moe_opt.cli.layer.predicted import Predicted
 from megatron_moe_opt.cli.layer.recorded_step import RecordedStep
-from megatron_moe_opt.cli.layer.settings import LayerSettings
 from megatron_moe_opt.cli.report.measured_layer import DispatcherResult, LayerReport
 from megatron_moe_opt.cli.routing.balance import RoutingBalance
+from megatron_moe_opt.integration.measuring.layer_settings import LayerSettings
 from megatron_moe_opt.planning.costs.curves import CostCurve, Costs
 from megatron_moe_opt.planning.predicting.monta import training_passes
 from megatron_moe_opt.planning.predicting.simulator import simulate
 from megatron_moe_opt.runtime.observed.traffic import INTER_NODE, INTRA_NODE, TrafficRow
 from megatron_moe_opt.schedules import mpmoe
 from megatron_moe_opt.schedules.expert_migration import gathered, hop_back, hop_out
+from megatron_moe_opt.schedules.hops import HopBytes
 from megatron_moe_opt.schedules.monta import even_chunks
 from megatron_moe_opt.schedules.mpmoe import PartitionRows, RowBytes
 from megatron_moe_opt.schedules.schedule import Kind
@@ -48,14 +49,14 @@ def mpmoe_step(partitions: int, strategy: str) -> RecordedStep:
     """Two, through the experts."""
     parts = [PartitionRows(ROWS // partitions, ROWS // partitions * 4)] * partitions
     row = RowBytes(ROW_BYTES + 16, ROW_BYTES, 2 * ROW_BYTES)
-    schedules = (build(strategy, parts, row, 2, 4) for build in (mpmoe.forward, mpmoe.backward))
+    schedules = (build(strategy, parts, row, mpmoe.by_rows(2, 4)) for build in (mpmoe.forward, mpmoe.backward))
     return RecordedStep(1, tuple(simulate(schedule, COSTS) for schedule in schedules))
 
 
 def migration_step() -> RecordedStep:
     """A hop out and back, and experts that travel beside them."""
     seconds = {Kind.ALL_TO_ALL: 2e-3, Kind.ALL_GATHER: 3e-3, Kind.PERMUTE: 1e-3}
-    hops = [simulate(build({0: ROW_BYTES}, 1), lambda op: seconds[op.kind]) for build in (hop_out, hop_back)]
+    hops = [simulate(build(HopBytes({0: ROW_BYTES}), 1), lambda op: seconds[op.kind]) for build in (hop_out, hop_back)]
     travel = simulate(gathered({0: 8 * ROW_BYTES}), lambda op: seconds[op.kind])
     begins = (0.5, 0.51, 0.501)
     return RecordedStep(2, tuple(replace(one, began=at) for one, at in zip((*hops, travel), begins, strict=True)))

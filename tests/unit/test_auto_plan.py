@@ -25,7 +25,6 @@ from megatron_moe_opt.planning.predicting.prediction import Prediction
 CANDIDATES = ("netmoe", "parm:S2", "expert-migration:2x4", "expert-migration:8", "mpmoe:2:S1", "monta:O2x2", "alltoall")
 
 DRAWN = {"tensor_model_parallel_size": 2, "moe_router_force_load_balancing": True}
-RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 
 
 @pytest.fixture
@@ -51,7 +50,7 @@ def planned(tmp_path: Path):
 @pytest.mark.parametrize(
     ("variant", "overrides", "message"),
     [
-        ("netmoe", RECOMPUTE, "runs netmoe: --recompute-granularity full does not work"),
+        ("netmoe", {"fp32_residual_connection": True}, "runs netmoe: --fp32-residual-connection does not"),
         ("expert-migration:8", {"gradient_accumulation_fusion": True}, "give --no-gradient-accumulation-fusion"),
         ("parm:S2", {"tensor_model_parallel_size": 2, "sequence_parallel": True}, "drop one of the two"),
         ("parm:S2", DRAWN, "runs parm:S2: --moe-router-force-load-balancing has each rank of a TP group route"),

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
-from megatron_moe_opt.cli.layer import under_test as moe_layer
 from megatron_moe_opt.integration.auto import auto_layer
+from megatron_moe_opt.integration.measuring import under_test as moe_layer
 from megatron_moe_opt.planning.predicting.prediction import Prediction
 from tools.choosers import AutoChooser
 

@@ -7,6 +7,7 @@ import random
 import pytest
 
 from megatron_moe_opt.schedules import monta, mpmoe, parm
+from megatron_moe_opt.schedules.hops import HopRows, HopStages, role
 from megatron_moe_opt.schedules.monta import ChunkBytes
 from megatron_moe_opt.schedules.mpmoe import PartitionRows, RowBytes
 from megatron_moe_opt.schedules.schedule import Schedule
@@ -21,6 +22,8 @@ MEMBERS = {
     "expert-tp": [(0, 1), (2, 3)],
     parm.JOINT: [(0, 1, 2, 3)],
     parm.TP: [(0, 1), (2, 3)],
+    role(0): [(0, 2), (1, 3)],
+    role(1): [(0, 1), (2, 3)],
 }
 
 
@@ -36,13 +39,15 @@ def layer_passes(rank: int, count: int) -> list[list[Schedule]]:
     chooser = random.Random(rank)
     chunks = [ChunkBytes(chooser.randrange(9), chooser.randrange(9)) for _ in range(count)]
     partitions = [PartitionRows(chooser.randrange(9), chooser.randrange(9)) for _ in range(count)]
+    tokens = [HopRows(9, {0: chooser.randrange(9), 1: chooser.randrange(9)}, 9) for _ in range(count)]
     row = RowBytes(2, 1, 3)
     return [
         *([monta.dispatch(level, chunks, 2, 2), monta.combine(level, chunks, 2, 2)] * 2 for level in ("O2", "O3")),
         [parm.dispatch(chunks, 2), parm.combine(chunks, 2)] * 2,
         [parm.dispatch(chunks, 2), parm.combine_and_gather(9, chunks, 2)] * 2,
         *(
-            [mpmoe.forward(strategy, partitions, row, 2, 2), mpmoe.backward(strategy, partitions, row, 2, 2)]
+            [build(strategy, parts, row, way) for build in (mpmoe.forward, mpmoe.backward)]
+            for parts, way in ((partitions, mpmoe.by_rows(2, 2)), (tokens, HopStages(2, is_piped=True)))
             for strategy in mpmoe.STRATEGIES
         ),
     ]

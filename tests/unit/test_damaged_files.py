@@ -19,8 +19,8 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_moe_opt.cli.routing.workloads import load_trace
 from megatron_moe_opt.errors import ConfigurationError
+from megatron_moe_opt.integration.measuring.workloads import load_trace
 from megatron_moe_opt.planning.costs.cluster import Cluster
 from megatron_moe_opt.planning.offline.expert_order import ExpertOrder, read_expert_order, write_expert_order
 from megatron_moe_opt.planning.plan_file import Plan

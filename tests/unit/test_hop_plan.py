@@ -60,10 +60,10 @@ def test_plan_is_what_tokens_sent_one_by_one_add_up_to(routing):
     counts = torch.stack([count(table, tokens[rank]) for rank, table in enumerate(tables)])
     for rank, table in enumerate(tables):
         plan = table.plan(counts)
-        for hop, level in enumerate(table.levels):
+        for hop, level in enumerate(plan.hops):
             group = next(group for group in domains.all_to_all_groups(level) if rank in group)
-            assert plan.hops[hop].sent == sent[hop][rank]
-            assert plan.hops[hop].received == [sent[hop][peer][group.index(rank)] for peer in group]
+            assert plan.hops[level].sent == sent[hop][rank]
+            assert plan.hops[level].received == [sent[hop][peer][group.index(rank)] for peer in group]
         here = [expert for _, _, wanted in held[rank] for expert in wanted]
         owned = [owner * (experts // domains.world) + index
                  for owner in table.owners for index in range(experts // domains.world)]  # fmt: skip

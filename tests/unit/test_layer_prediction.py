@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from megatron_moe_opt.cli.layer.predicted import predict_layer, workload_of
-from megatron_moe_opt.cli.layer.settings import LayerSettings
 from megatron_moe_opt.cli.routing.balance import RoutingBalance
+from megatron_moe_opt.integration.measuring.layer_settings import LayerSettings
 from megatron_moe_opt.planning.costs.cluster import Cluster, ExpertGemm, World
 from megatron_moe_opt.planning.planner import candidates
 from megatron_moe_opt.schedules.schedule import Kind

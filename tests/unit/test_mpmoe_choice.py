@@ -49,14 +49,14 @@ def test_paradigm_1_is_the_pipeline_where_nothing_is_copied(n, send, compute, gr
     """Fig. 8a, by the schedules that run: forward and, where nothing is restored, backward."""
     parts, row = [PartitionRows(1, 1)] * n, RowBytes(1, 1, 1)
     comm, comp = (Kind.ALL_TO_ALL, Lane.INTER), (Kind.COMPUTE, Lane.COMPUTE)
-    forward = _played(mpmoe.forward(strategy, parts, row, 2, 1), {comm: send, comp: compute})
+    forward = _played(mpmoe.forward(strategy, parts, row, mpmoe.by_rows(2, 1)), {comm: send, comp: compute})
     assert forward == pytest.approx(paradigm_seconds(paradigm_1(n, send, compute, send)))
     times = {comm: send, (Kind.GRADIENT, Lane.COMPUTE): gradient}
     if strategy in ("none", "S1", "S3"):
-        backward = _played(mpmoe.backward(strategy, parts, row, 2, 1), times)
+        backward = _played(mpmoe.backward(strategy, parts, row, mpmoe.by_rows(2, 1)), times)
         assert backward == pytest.approx(paradigm_seconds(paradigm_1(n, send, gradient, send)))
     else:  # S stands for two all-to-alls: inputs again, and gradients
-        backward = _played(mpmoe.backward(strategy, parts, row, 2, 1), times)
+        backward = _played(mpmoe.backward(strategy, parts, row, mpmoe.by_rows(2, 1)), times)
         assert backward == pytest.approx(paradigm_seconds(paradigm_1(n, 2 * send, gradient, send)))
 
 
@@ -69,11 +69,12 @@ def test_paradigms_2_and_3_bound_s3(n, send, compute, gradient, transfer):
     parts, row = [PartitionRows(1, 1)] * n, RowBytes(1, 1, 1)
     comm, comp = (Kind.ALL_TO_ALL, Lane.INTER), (Kind.COMPUTE, Lane.COMPUTE)
     forward = _played(
-        mpmoe.forward("S3", parts, row, 2, 1), {comm: send, comp: compute, (Kind.OFFLOAD, Lane.D2H): transfer}
+        mpmoe.forward("S3", parts, row, mpmoe.by_rows(2, 1)),
+        {comm: send, comp: compute, (Kind.OFFLOAD, Lane.D2H): transfer},
     )
     assert forward <= paradigm_seconds(paradigm_2(n, send, compute, send, transfer)) + 1e-6
     times = {comm: send, comp: compute, (Kind.GRADIENT, Lane.COMPUTE): gradient, (Kind.PREFETCH, Lane.H2D): transfer}
-    backward = _played(mpmoe.backward("S3", parts, row, 2, 1), times)
+    backward = _played(mpmoe.backward("S3", parts, row, mpmoe.by_rows(2, 1)), times)
     assert backward <= paradigm_seconds(paradigm_3(n, send, compute + gradient, send, transfer)) + 1e-6
 
 

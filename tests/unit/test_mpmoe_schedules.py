@@ -7,11 +7,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_moe_opt.planning.predicting.simulator import simulate
+from megatron_moe_opt.schedules.hops import HopRows, HopStages
 from megatron_moe_opt.schedules.mpmoe import (
     STRATEGIES,
     PartitionRows,
     RowBytes,
     backward,
+    by_rows,
     forward,
 )
 from megatron_moe_opt.schedules.pipeline import base_name
@@ -23,22 +25,34 @@ DIRECTIONS = {"forward": forward, "backward": backward}
 REUSING = [strategy for strategy in STRATEGIES if strategy != "none"]
 
 strategies = st.sampled_from(sorted(STRATEGIES))
+number = st.integers(0, 10**6)
 directions = st.sampled_from(sorted(DIRECTIONS))
-partition_lists = st.lists(
-    st.builds(PartitionRows, st.integers(0, 10**6), st.integers(0, 10**6)), min_size=1, max_size=9
-)
 sizes = st.sampled_from((1, 2, 4))
+rows_on_a_way = st.one_of(
+    st.tuples(st.builds(by_rows, sizes, sizes), st.just(st.builds(PartitionRows, number, number))),
+    *(
+        st.tuples(
+            st.just(HopStages(levels, is_piped=True)),
+            st.just(
+                st.builds(HopRows, number, st.builds(lambda one, hops=hops: dict.fromkeys(hops, one), number), number)
+            ),
+        )
+        for levels, hops in ((1, ()), (1, (0,)), (2, (0, 1)), (2, (1,)), (3, (0, 1, 2)))
+    ),
+)
 
 
-@given(directions, strategies, partition_lists, sizes, sizes)
-def test_valid_and_alike_on_all_ranks(direction, strategy, partitions, ep_size, etp_size):
-    schedule = DIRECTIONS[direction](strategy, partitions, ROW, ep_size, etp_size)
+@given(st.data(), directions, strategies, rows_on_a_way, st.integers(1, 9))
+def test_valid_and_alike_on_all_ranks(data, direction, strategy, rows_on_a_way, count):
+    way, rows = rows_on_a_way
+    schedule, other, longer = (
+        DIRECTIONS[direction](strategy, data.draw(st.lists(rows, min_size=parts, max_size=parts)), ROW, way)
+        for parts in (count, count, count + 1)
+    )
     validate(schedule)
-    other = DIRECTIONS[direction](strategy, [PartitionRows(0, 5)] * len(partitions), ROW, ep_size, etp_size)
-    groups = {"ep": [(0, 1)], "expert-tp": [(0, 1)]}
+    groups = {op.group: [(0, 1)] for op in schedule.ops if op.group is not None}
     validate_ranks({0: schedule, 1: other}, groups)
-    if ep_size > 1:
-        longer = DIRECTIONS[direction](strategy, [PartitionRows(0, 5)] * (len(partitions) + 1), ROW, ep_size, etp_size)
+    if groups:
         with pytest.raises(ScheduleError):
             validate_ranks({0: schedule, 1: longer}, groups)
 
@@ -50,7 +64,7 @@ def lane_of(schedule, lane):
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_sends_alternate_as_in_figure_4b(strategy):
-    schedule = forward(strategy, [PartitionRows(8, 8)] * 4, ROW, 2, 1)
+    schedule = forward(strategy, [PartitionRows(8, 8)] * 4, ROW, by_rows(2, 1))
     sends = [(base_name(op.writes[0]), op.chunk) for op in schedule.ops if op.lane is Lane.INTER]
     s, r = "arrived", "combined"
     assert sends == [(s, 0), (s, 1), (r, 0), (s, 2), (r, 1), (s, 3), (r, 2), (r, 3)]
@@ -69,7 +83,7 @@ def test_sends_alternate_as_in_figure_4b(strategy):
 )
 def test_restores_as_in_table_ii(strategy, offloaded, sent_again, recomputed):
     partitions = [PartitionRows(8, 16)] * 3
-    there, back = (direction(strategy, partitions, ROW, 2, 2) for direction in (forward, backward))
+    there, back = (direction(strategy, partitions, ROW, by_rows(2, 2)) for direction in (forward, backward))
     bytes_of = {"host_tokens": 16 * ROW.token, "host_middle": 16 * ROW.middle}
     out = {(base_name(op.writes[0]), op.chunk): op.size for op in there.ops if op.kind is Kind.OFFLOAD}
     fetched = {(base_name(op.reads[0]), op.chunk): op.size for op in back.ops if op.kind is Kind.PREFETCH}
@@ -84,7 +98,7 @@ def test_restores_as_in_table_ii(strategy, offloaded, sent_again, recomputed):
 def test_partitions_share_buffers_as_in_figure_6(strategy):
     """Expert inputs and outputs have two buffers (arrived and sorted; computed and sent), T_M has one."""
     for count in (4, 8):
-        schedule = forward(strategy, [PartitionRows(8, 8)] * count, ROW, 2, 1)
+        schedule = forward(strategy, [PartitionRows(8, 8)] * count, ROW, by_rows(2, 1))
         written = {name for op in schedule.ops for name in op.writes}
         on_device = {name for name in written if base_name(name) not in ("combined", "host_tokens", "host_middle")}
         assert on_device <= {"arrived.0", "tokens.0", "middle.0", "output.0", "unsorted.0"}
@@ -94,10 +108,23 @@ def test_partitions_share_buffers_as_in_figure_6(strategy):
 def test_overlaps(strategy, count, send_seconds, compute_seconds):
     """Where all but sends and experts is free, the lanes are busy as the paper's Fig. 8a has them."""
     seconds = {Kind.ALL_TO_ALL: send_seconds, Kind.COMPUTE: compute_seconds}
-    schedule = forward(strategy, [PartitionRows(8, 8)] * count, ROW, 2, 1)
+    schedule = forward(strategy, [PartitionRows(8, 8)] * count, ROW, by_rows(2, 1))
     found = simulate(schedule, lambda op: seconds.get(op.kind, 0.0)).seconds
     busiest = max(2 * count * send_seconds, count * compute_seconds)
     assert found >= busiest - 1e-9
     # Ends apart, two sends and an expert call of neighbouring partitions are side by side.
     ends = 2 * send_seconds + compute_seconds
     assert found <= ends + max(count - 1, 0) * max(2 * send_seconds, compute_seconds) + 1e-9
+
+
+@pytest.mark.parametrize("inner", [0.1, 0.5])
+@pytest.mark.parametrize("way", ["hops", "expert-tp"])
+def test_the_first_links_do_not_wait_for_those_inside_nodes(way, inner):
+    """Where links between nodes take twice as long as experts, a forward pass takes as long as they do."""
+    seconds = {Lane.INTER: 1.0, Lane.INTRA: inner, Lane.COMPUTE: 1.0}
+    stages, rows = by_rows(2, 2), PartitionRows(8, 16)
+    if way == "hops":
+        stages, rows = HopStages(2, is_piped=True), HopRows(8, {0: 8, 1: 8}, 16)
+    schedule = forward("none", [rows] * 8, ROW, stages)
+    found = simulate(schedule, lambda op: seconds[op.lane] if op.group or op.kind is Kind.COMPUTE else 0.0)
+    assert found.seconds == pytest.approx(found.busy(Lane.INTER)) == 16

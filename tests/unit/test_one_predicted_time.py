@@ -11,9 +11,9 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 import megatron_moe_opt
 from megatron_moe_opt.cli.layer.predicted import predict_layer
-from megatron_moe_opt.cli.layer.settings import LayerSettings
 from megatron_moe_opt.cli.routing.balance import RoutingBalance
 from megatron_moe_opt.integration.auto.auto_layer import Seen, current_controller
+from megatron_moe_opt.integration.measuring.layer_settings import LayerSettings
 from megatron_moe_opt.options import Options
 from megatron_moe_opt.planning.choosing.choice import choose, with_rows
 from megatron_moe_opt.planning.costs.cluster import OURS, Cluster

@@ -10,6 +10,7 @@ from dataclasses import replace
 import pytest
 
 from megatron_moe_opt.cli.main import main
+from megatron_moe_opt.cli.plan import case as plan_case
 from megatron_moe_opt.cli.plan import report as plan_report
 from megatron_moe_opt.options import split_options
 from megatron_moe_opt.planning.costs.described_cluster import describe
@@ -21,6 +22,7 @@ from megatron_moe_opt.planning.predicting.layer_workload import LayerWorkload
 from megatron_moe_opt.planning.predicting.prediction import ALLTOALL
 from megatron_moe_opt.planning.training.known_models import KNOWN_MODELS, MONTA_CHOICES
 from megatron_moe_opt.planning.training.memory import training_memory
+from megatron_moe_opt.planning.training.step_costs import communication
 from megatron_moe_opt.planning.training.throughput import throughput
 from megatron_moe_opt.schedules.parm import JOINT
 from megatron_moe_opt.schedules.schedule import Kind
@@ -80,7 +82,9 @@ def test_what_is_printed_is_what_the_planner_says(run):
     # What has no partitions holds what stock does; the step is of 4 layers, each with its experts.
     parallel, of_model = Layout(16, ep=8), replace(model, layers=4)
     assert rows[ALLTOALL][6] == f"{training_memory(of_model, parallel, 1, 2048, 4).total / 2**30:.1f}"
-    step = throughput(of_model, parallel, H100_IB400.device, 1, 2048, 4, stock.seconds, with_experts=True)
+    besides = communication(of_model, parallel, describe(H100_IB400, layout, 4096, 14336), 2048)
+    sizes = of_model, parallel, H100_IB400.device, 1, 2048, 4
+    step = throughput(*sizes, stock.seconds, with_experts=True, besides=besides)
     assert rows[ALLTOALL][7:9] == [f"{step.tokens_per_second:.0f}", f"{step.mfu:.1%}"]
     reuse = next(one for one in found if one.variant == "mpmoe:8:S4")
     saved = 4 * (stock.activation_bytes - reuse.activation_bytes) / 2**30
@@ -108,13 +112,13 @@ def test_explain(run):
 
 def test_the_plan_and_the_flags_that_run_it(run, tmp_path):
     file = tmp_path / "plan.json"
-    command = "--cluster h100-ib400 --model deepseek-v3-like --world 64 --ep 64"
+    command = "--cluster h100-ib400 --model deepseek-v3-like --layers 10 --world 64 --ep 64"
     _, output, _ = run(command)
     variant = next(name for name, cells in tables(output)[CANDIDATES].items() if cells[-1] == "chosen")
     flags = output.splitlines()[-1].split()
     options, stock = split_options(flags)
     assert f"mpmoe:{options.partitions}" == variant
-    assert " ".join(stock).endswith("--micro-batch-size 1 --moe-token-dispatcher-type mpmoe")
+    assert " ".join(stock).endswith("--micro-batch-size 1 --global-batch-size 64 --moe-token-dispatcher-type mpmoe")
     assert stock[:6:2] == [
         "--tensor-model-parallel-size",
         "--context-parallel-size",
@@ -123,7 +127,7 @@ def test_the_plan_and_the_flags_that_run_it(run, tmp_path):
     _, output, _ = run(command, f"--output {file}")
     assert output.splitlines()[-1].endswith(f"--moe-token-dispatcher-type auto --moe-opt-plan {file}")
     plan = Plan.load(file)
-    assert set(plan.layers) == set(range(4, 62))  # three dense layers, then 58 with experts
+    assert set(plan.layers) == set(range(4, 11))  # three dense layers, then 7 with experts
     assert set(plan.layers.values()) == {variant}
     assert (plan.cluster, plan.ep, plan.etp, plan.experts) == ("h100-ib400", 64, 1, 256)
 
@@ -159,6 +163,70 @@ def test_flags_of_the_choice(run, tmp_path, arguments, flags):
     options, _ = split_options(line.split())
     if options.plan is None:
         assert ("--no-gradient-accumulation-fusion" in line) == options.experts_may_travel
+
+
+LAYOUTS = "Layouts that fit, a training step of each"
+
+
+def test_the_fastest_layout_that_fits_is_searched(run):
+    """None of those that were not predicted in full would have been faster, and its own flags plan the same step."""
+    search = "--cluster h100-ib400 --model qwen3-30b-a3b-like --layers 2 --experts 16 --world 16 --global-batch 32"
+    code, output, _ = run(search)
+    assert code == 0
+    lines = [
+        [cell.strip() for cell in line.strip().strip("│").split("│")]
+        for line in output[: output.index("h100-ib400 (")].splitlines()
+        if line.lstrip().startswith("│")
+    ]
+    rates = [float(cells[7]) for cells in lines]
+    assert len(lines) == 8 and rates == sorted(rates, reverse=True)
+    variant, best_tp, best_pp, best_ep, best_etp, size, recompute, rate, *_ = lines[0]
+    of_rank = 32 // (16 // (int(best_tp) * int(best_pp)) * int(size))
+    fixed = f"--tp {best_tp} --pp {best_pp} --ep {best_ep} --expert-tp {best_etp} --micro-batch {size}"
+    _, planned, _ = run(
+        search.replace("--global-batch 32", fixed), f"--micro-batches {of_rank} --recompute {recompute}"
+    )
+    assert tables(planned)[CANDIDATES][variant][7] == rate
+    assert planned.splitlines()[-1] == output.splitlines()[-1]
+    assert "--global-batch-size 32" in output.splitlines()[-1]
+    for other in ("--ep 8", "--ep 16", "--pp 2 --ep 8 --micro-batches 4"):
+        _, others, _ = run(search.replace("--global-batch 32", other), "" if "micro" in other else "--micro-batches 2")
+        assert max(float(cells[7]) for cells in tables(others)[CANDIDATES].values()) <= float(rate)
+
+
+def test_what_does_not_fit_is_not_advised(run, tmp_path):
+    """Neither flags nor a plan; the search finds what does, or says how much memory is lacking."""
+    mixtral = "--cluster h100-ib400 --model mixtral-8x7b"
+    _, output, _ = run(mixtral, "--world 64 --ep 1")
+    assert re.fullmatch(
+        r"It does not fit: \S+ needs [0-9.]+ GiB, and 90% of a GPU's 74.5 are 67.1: leave out --tp, --pp, --ep and "
+        r"--expert-tp to have a layout searched that fits, take more GPUs, or --recompute full",
+        output.splitlines()[-1],
+    )
+    code, _, error = run(mixtral, f"--world 64 --ep 1 --output {tmp_path}/plan.json")
+    assert code == 2 and "there is nothing to run by: It does not fit" in error
+    assert not (tmp_path / "plan.json").exists()
+    code, _, error = run("--cluster h100-ib400 --model deepseek-v3-like --world 8")
+    assert code == 2 and re.search(r"no layout holds the model, a GPU of the smallest would need [0-9.]+ GiB", error)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (
+            "--world 64 --ep 8 --layers 8",
+            r"Use \S+: MoE layers 1\.[0-9]+ times as fast as with stock alltoall, [0-9]+% more",
+        ),
+        (
+            "--world 64 --ep 8 --cluster h100-ib400",
+            r"Use mpmoe:\S+: the fastest of what fits; stock alltoall needs [0-9.]+ GiB. A MoE layer is",
+        ),
+        ("--world 8 --ep 1 --layers 4", "Stay with stock alltoall: nothing is predicted to take less than 97% of its"),
+    ],
+)
+def test_it_ends_in_advice_that_says_why(run, arguments, sentence):
+    _, output, _ = run("--cluster pcie --model mixtral-8x7b", arguments)
+    assert re.match(sentence, output.splitlines()[-3])
 
 
 def test_montas_table(run):
@@ -269,6 +337,17 @@ def test_the_lanes_of_every_system_are_drawn(run, tmp_path, variant):
     assert ("reduce_scatter" in kinds) == (variant in ("monta:O3x4", "expert-migration:2x1"))
 
 
+def test_several_are_drawn_one_under_the_other(run, tmp_path):
+    trace, picture = tmp_path / "trace.json", tmp_path / "lanes.svg"
+    of_layer = "--cluster h100-ib400 --world 16 --ep 16 --experts 16"
+    _, output, _ = run(MIXTRAL, of_layer, f"--draw alltoall,mpmoe:4 --trace {trace} --png {picture} --all")
+    shown, drawn = tables(output), picture.read_text()
+    assert {"alltoall", "mpmoe:4"} < shown.keys()
+    for variant in ("alltoall", "mpmoe:4"):
+        assert f"<!-- {variant}, {float(shown[CANDIDATES][variant][0]):.4g} ms -->" in drawn
+        assert f'"{variant}"' in trace.read_text()
+
+
 def test_the_chosen_is_drawn_where_none_is_named(run, tmp_path):
     _, output, _ = run(MIXTRAL, "--cluster h100-ib400 --world 16 --ep 8", f"--trace {tmp_path}/trace.json")
     shown = tables(output)
@@ -327,7 +406,7 @@ def test_layers_that_are_alike_are_simulated_once(run, monkeypatch):
         calls.append(arguments)
         return candidates(*arguments)
 
-    monkeypatch.setattr(plan_report, "candidates", counted)
+    monkeypatch.setattr(plan_case, "candidates", counted)
     code, _, _ = run("--cluster h100-ib400 --model deepseek-v3-like --dense-layers 0 --world 2048 --ep 64")
     assert code == 0
     assert len(calls) == 1
@@ -375,6 +454,14 @@ MODELS = ", ".join(KNOWN_MODELS)
         (
             f"{MIXTRAL} --cluster pcie --world 8 --sequence 128,256 --explain",
             "--explain is of one length of sequences: give --sequence a single number",
+        ),
+        (
+            f"{MIXTRAL} --cluster pcie --world 8 --sequence 128,256",
+            "--sequence 128,256: a layout is searched for one length of sequences: give one, or --ep and the like",
+        ),
+        (
+            f"{MIXTRAL} --cluster pcie --world 8 --ep 8 --global-batch 64",
+            "--global-batch 64 is for layouts that are searched, beside --ep 8: give --micro-batches",
         ),
         (
             f"{MIXTRAL} --cluster pcie --world 8 --topk 9",

@@ -190,11 +190,6 @@ MOVES = {"expert_model_parallel_size": 2, "hidden_dropout": 0.0}
         ),
         ("--hidden-dropout 0.1", {"hidden_dropout": 0.1}),
         ("--fp32-residual-connection", {"fp32_residual_connection": True}),
-        (
-            "--recompute-granularity full",
-            {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
-        ),
-        ("--recompute-modules moe", {"recompute_granularity": "selective", "recompute_modules": ["moe"]}),
         ("--recompute-modules layernorm", {"recompute_granularity": "selective", "recompute_modules": ["layernorm"]}),
         ("--moe-expert-capacity-factor", {"moe_expert_capacity_factor": 1.0}),
         (
@@ -341,8 +336,16 @@ def test_gradients_are_compressed_only_where_they_travel_and_keep_their_scale():
 @pytest.mark.parametrize(
     ("options", "name", "sentence"),
     [
-        ({"monta_level": "O3"}, "alltoall", "monta-level O3 is for --moe-token-dispatcher-type monta, not alltoall"),
-        ({"chunks": 8}, "parm", "chunks 8 is for --moe-token-dispatcher-type monta, not parm: drop one of the two"),
+        (
+            {"monta_level": "O3"},
+            "alltoall",
+            "monta-level O3 is for --moe-token-dispatcher-type monta, netmoe, not alltoall",
+        ),
+        (
+            {"chunks": 8},
+            "parm",
+            "chunks 8 is for --moe-token-dispatcher-type monta, netmoe, not parm: drop one of the two",
+        ),
         (
             {"partitions": (2, 4), "profile": "c.json"},
             "monta",
@@ -354,7 +357,7 @@ def test_gradients_are_compressed_only_where_they_travel_and_keep_their_scale():
         (
             {"profile": "c.json"},
             "deepspeed",
-            "profile c.json is for --moe-token-dispatcher-type monta, parm, mpmoe, expert-m",
+            "profile c.json is for --moe-token-dispatcher-type monta, parm, netmoe, mpmoe, ",
         ),
         ({"profile": "c.json", "parm_schedule": "S1"}, "parm", "profile c.json has nothing to choose for --moe-token-"),
         ({"profile": "c.json"}, "mpmoe", "drop it, or give --moe-opt-partitions auto"),
@@ -425,7 +428,8 @@ def test_a_moved_seam_is_refused():
 @pytest.mark.parametrize(
     ("options", "name", "sentence"),
     [
-        (Options(), "auto", "auto needs measurements or a plan: give --moe-opt-profile"),
+        (Options(profile=Path("c.json"), profile_seconds=5), "auto",
+         "--moe-opt-profile-seconds 5 is for an auto that measures the cluster itself, and --moe-opt-profile c.json"),
         (Options(profile=Path("c.json"), plan=Path("p.json")), "auto",
          "--moe-opt-profile c.json or runs what --moe-opt-plan p.json says: drop one of the two"),
         (Options(profile=Path("c.json"), domain_sizes=(2,), compression_ratio=25.0), "auto",
@@ -437,7 +441,7 @@ def test_a_moved_seam_is_refused():
         (Options(plan=Path("p.json")), "alltoall", "plan p.json is for --moe-token-dispatcher-type auto, not alltoall"),
     ],
 )  # fmt: skip
-def test_auto_needs_something_to_plan_by_and_is_never_lossy(options, name, sentence):
+def test_auto_plans_by_one_thing_and_is_never_lossy(options, name, sentence):
     megatron_moe_opt.register(options)
     try:
         refusal(sentence, name=name)

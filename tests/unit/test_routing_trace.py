@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_moe_opt.cli.routing.workloads import choose_experts
 from megatron_moe_opt.errors import ConfigurationError
+from megatron_moe_opt.integration.measuring.workloads import choose_experts
 from megatron_moe_opt.planning.traces.routing_trace import read_routing_trace, write_routing_trace
 from tests.unit.trace_cases import random_trace, trace_of
 

@@ -30,7 +30,7 @@ def decide(
     parts, unlike = torch.full((RANKS, 1, BATCH), 10), torch.zeros(RANKS, 1, dtype=torch.bool)
     if lengths is not None:
         parts = torch.tensor(lengths).view_as(parts)
-    return placement.decide(SampleCounts(rows, parts, unlike), rows_beside, learn).result()
+    return placement.decide(SampleCounts(rows, parts, unlike), rows_beside, learn).decision.result()
 
 
 def two_layers() -> tuple[LayerPlacement, LayerPlacement]:
@@ -61,7 +61,7 @@ def test_all_stay_where_ranks_have_other_numbers_of_samples_or_of_tokens(lengths
     num = taste([3, 0, 1, 2, 0, 3, 2, 1]) * (np.array(lengths) > 0)[:, None]
     for layer in (first, last):
         assert decide(layer, num, lengths=lengths).move.tolist() == list(range(8))
-        assert layer.order.at is None
+        assert layer.order.running.at is None
 
 
 def test_who_is_right_stays():

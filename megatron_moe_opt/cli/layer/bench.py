@@ -19,22 +19,15 @@ from megatron_moe_opt.cli.layer.links import LinkRates, WireLimit, measure_links
 from megatron_moe_opt.cli.layer.live_memory import peak_memory_growth
 from megatron_moe_opt.cli.layer.predicted import Predicted, predict_layer
 from megatron_moe_opt.cli.layer.recorded_step import record_step
-from megatron_moe_opt.cli.layer.settings import STOCK, LayerSettings
-from megatron_moe_opt.cli.ranks import (
-    begin,
-    machine,
-    megatron_process_group,
-    parallel_layer,
-    slowest,
-    software,
-    timed,
-    world_size,
-)  # fmt: skip
+from megatron_moe_opt.cli.ranks import begin, megatron_process_group, parallel_layer, world_size
 from megatron_moe_opt.cli.report.measured_layer import DispatcherResult, LayerReport, as_json, print_report
 from megatron_moe_opt.cli.report.page import make_report_folder, write_page
 from megatron_moe_opt.cli.routing.balance import routing_balance
-from megatron_moe_opt.cli.routing.workloads import check_routing
 from megatron_moe_opt.errors import ConfigurationError
+from megatron_moe_opt.integration.measuring.layer_settings import STOCK, LayerSettings
+from megatron_moe_opt.integration.measuring.provenance import machine, software
+from megatron_moe_opt.integration.measuring.timing import slowest, timed
+from megatron_moe_opt.integration.measuring.workloads import check_routing
 from megatron_moe_opt.option_values import AUTO
 from megatron_moe_opt.output_file import check_output_file, write_text_whole
 from megatron_moe_opt.planning.costs.cluster import OUR_FLAGS, Cluster
@@ -44,7 +37,7 @@ from megatron_moe_opt.topology.nodes import NodeMap, discover_nodes
 from megatron_moe_opt.variants import FLEX
 
 if TYPE_CHECKING:
-    from megatron_moe_opt.cli.layer.under_test import LayerUnderTest
+    from megatron_moe_opt.integration.measuring.under_test import LayerUnderTest
 
 # Where sums are taken in another order than stock's: norm of the difference over the norm. The router's gradient is a
 # sum over all tokens of a rank, here many: in fp32 its rounding alone passes the 1e-6 that the tests hold.
@@ -118,7 +111,7 @@ def run(
         cluster: to predict the dispatchers' times by.
         record: then run RECORDED_STEPS more of each, whose ops are timed, and keep the median one.
     """
-    from megatron_moe_opt.cli.layer.under_test import layers_under_test
+    from megatron_moe_opt.integration.measuring.under_test import layers_under_test
 
     ep = settings.ep_size(dist.get_world_size())
     with parallel_layer(settings.tp, ep, settings.expert_tp, settings.seed):

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from megatron_moe_opt.cli.ranks import slowest, timed
+from megatron_moe_opt.integration.measuring.timing import slowest, timed
 from megatron_moe_opt.runtime.observed.traffic import INTER_NODE, INTRA_NODE
 from megatron_moe_opt.topology.nodes import NodeMap
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from megatron_moe_opt.schedules.timeline import Timeline, as_they_ran, one_after_another
 
 if TYPE_CHECKING:
-    from megatron_moe_opt.cli.layer.under_test import LayerUnderTest
+    from megatron_moe_opt.integration.measuring.under_test import LayerUnderTest
 
 
 @dataclass(frozen=True)

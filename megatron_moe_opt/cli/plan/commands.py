@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from megatron_moe_opt.cli.option_types import DType, byte_budget, finite, whole_numbers
+from megatron_moe_opt.cli.option_types import DType, Recompute, byte_budget, finite, whole_numbers
 
 
 def plan(
@@ -42,7 +42,7 @@ def plan(
     world: Annotated[int | None, typer.Option(min=1, help="GPUs.", show_default="the file's")] = None,
     tp: Annotated[int | None, typer.Option(min=1, help="Tensor parallelism.", show_default="the file's, or 1")] = None,
     cp: Annotated[int | None, typer.Option(min=1, help="Context parallelism.", show_default="the file's, or 1")] = None,
-    pp: Annotated[int, typer.Option(min=1, help="Pipeline parallelism.")] = 1,
+    pp: Annotated[int | None, typer.Option(min=1, help="Pipeline parallelism.", show_default="1")] = None,
     ep: Annotated[int | None, typer.Option(min=1, help="Expert parallelism.", show_default="the file's, or 1")] = None,
     expert_tp: Annotated[
         int | None, typer.Option(min=1, help="Tensor parallelism inside an expert.", show_default="the file's, or 1")
@@ -53,8 +53,21 @@ def plan(
     sequence: Annotated[
         str, typer.Option(help="Tokens of a sequence; several, separated by commas, for a table of choices.")
     ] = "4096",
-    micro_batch: Annotated[int, typer.Option(min=1, help="Sequences of a micro-batch.")] = 1,
-    micro_batches: Annotated[int, typer.Option(min=1, help="Of a step and data-parallel rank.")] = 1,
+    micro_batch: Annotated[
+        int | None, typer.Option(min=1, help="Sequences of a micro-batch.", show_default="searched, or 1")
+    ] = None,
+    micro_batches: Annotated[
+        int | None, typer.Option(min=1, help="Of a step and data-parallel rank.", show_default="1")
+    ] = None,
+    global_batch: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="Sequences of a step, where the layout is searched.", show_default="4 Mi tokens of them"
+        ),
+    ] = None,
+    recompute: Annotated[
+        Recompute | None, typer.Option(help="Activations that backward makes again.", show_default="searched, or none")
+    ] = None,
     dtype: Annotated[DType, typer.Option(help="Elements of tokens and weights.")] = DType.bf16,
     capacity_factor: Annotated[
         float | None,
@@ -114,15 +127,26 @@ def plan(
     png: Annotated[Path | None, typer.Option(help="Draw the planned lanes (.png, .svg or .pdf).")] = None,
     draw: Annotated[
         str | None,
-        typer.Option(help="The candidate that --trace and --png show, such as monta:O3x4.", show_default="the chosen"),
+        typer.Option(
+            help="The candidates that --trace and --png show, such as alltoall,monta:O3x4.", show_default="the chosen"
+        ),
     ] = None,
 ) -> None:  # fmt: skip
-    """Predict what every dispatcher would take for a model on a cluster that need not be at hand, and choose.
+    """Predict what every dispatcher would take for a model on a cluster that need not be at hand, and advise.
 
-    moe-opt plan --cluster h100-ib400 --model mixtral-8x7b --world 64 --ep 8 --sequence 4096 --output plan.json
+    Of a known cluster without --tp, --pp, --ep and --expert-tp the fastest layout that fits is searched.
+
+    moe-opt plan --cluster h100-ib400 --model mixtral-8x7b --world 64 --output plan.json
     """
+    from megatron_moe_opt.cli.plan.layout_search import wanted_of
     from megatron_moe_opt.cli.plan.report import Drawing, PlanSettings, report_plan
 
+    wanted = wanted_of(
+        cluster,
+        {"--tp": tp, "--pp": pp, "--ep": ep, "--expert-tp": expert_tp, "--micro-batches": micro_batches,
+         "--no-sequence-parallel": None if sequence_parallel else ""},
+        global_batch, micro_batch, recompute and recompute.value,
+    )  # fmt: skip
     settings = PlanSettings(
         cluster=cluster,
         model=model,
@@ -133,7 +157,8 @@ def plan(
         },
         sizes={"--world": world, "--tp": tp, "--cp": cp, "--pp": pp, "--ep": ep, "--expert-tp": expert_tp},
         sequence_parallel=sequence_parallel, sequences=tuple(whole_numbers("--sequence", sequence)),
-        micro_batch=micro_batch, micro_batches=micro_batches, dtype=dtype.value, capacity_factor=capacity_factor,
+        micro_batch=micro_batch or 1, micro_batches=micro_batches or 1,
+        recompute=(recompute or Recompute.none).value, dtype=dtype.value, capacity_factor=capacity_factor,
         imbalance=imbalance, placement_saving=placement_saving, activation_budget=activation_budget,
         peak_tflops=peak_tflops, gemm_efficiency=gemm_efficiency, op_microseconds=op_microseconds,
         bandwidths={
@@ -141,4 +166,6 @@ def plan(
             "--copy-bandwidth": copy_bandwidth,
         },
     )  # fmt: skip
-    report_plan(settings, explain, all_candidates, output, Drawing(draw, trace, png))
+    report_plan(
+        settings, wanted, explain, all_candidates, output, Drawing(tuple(draw.split(",")) if draw else (), trace, png)
+    )

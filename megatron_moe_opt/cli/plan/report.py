@@ -5,14 +5,16 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
 from megatron_moe_opt.cli.console import report_console, say, say_written, table_of
-from megatron_moe_opt.cli.plan.settings import PlanSettings, Site, site_of, workload_of
+from megatron_moe_opt.cli.plan.advice import advice, does_not_fit
+from megatron_moe_opt.cli.plan.case import GIB, Case
+from megatron_moe_opt.cli.plan.layout_search import Wanted, layouts_table, search
+from megatron_moe_opt.cli.plan.settings import PlanSettings, Site, site_of
 from megatron_moe_opt.cli.report.timeline_files import check_timeline_files, timelines_table, write_timelines
 from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.option_values import AUTO
@@ -21,102 +23,35 @@ from megatron_moe_opt.output_file import check_output_file
 from megatron_moe_opt.planning.costs.cluster import OURS, STOCK
 from megatron_moe_opt.planning.costs.curves import CostCurve
 from megatron_moe_opt.planning.costs.expert_costs import costs_with_experts
-from megatron_moe_opt.planning.plan_file import Plan
-from megatron_moe_opt.planning.planner import WINS_BY, best, candidates
 from megatron_moe_opt.planning.predicting.layer_workload import LayerWorkload
-from megatron_moe_opt.planning.predicting.partitioned_rows import activation_bytes
-from megatron_moe_opt.planning.predicting.prediction import ALLTOALL, Prediction, Refusal
+from megatron_moe_opt.planning.predicting.prediction import Prediction, Refusal
 from megatron_moe_opt.planning.training.known_models import MONTA_CHOICES
-from megatron_moe_opt.planning.training.memory import training_memory
-from megatron_moe_opt.planning.training.model import ModelShape
-from megatron_moe_opt.planning.training.throughput import throughput
 from megatron_moe_opt.schedules.schedule import Kind
 from megatron_moe_opt.schedules.timeline import one_after_another
+from megatron_moe_opt.systems.mpmoe import HOPS
 from megatron_moe_opt.systems.system import FLAG
 from megatron_moe_opt.variants import split_variant
 
-WIDTH = 150
+WIDTH = 100
+DISTRIBUTED_OPTIMIZER = ("--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather")
+"""What the memory and the time of a step are counted with."""
+RECOMPUTE_FLAGS = {
+    "none": (),
+    "selective": ("--recompute-granularity", "selective"),
+    "full": ("--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1"),
+}
 FASTEST = 10
 """Candidates that are shown, besides the best of each system."""
-MIB, GIB = 2**20, 2**30
+MIB = 2**20
 _EXPERTS = {Kind.COMPUTE: "experts, forward", Kind.GRADIENT: "experts, backward"}
 
 
 @dataclass(frozen=True)
-class Case:
-    """The MoE layer of a model on a cluster, for one length of sequences, and what could run it."""
-
-    settings: PlanSettings
-    model: ModelShape
-    site: Site
-    sequence: int
-    workload: LayerWorkload
-    candidates: tuple[Prediction, ...]
-    """All that the cluster's costs cover, the fastest first."""
-    refused: tuple[Refusal, ...]
-
-    @classmethod
-    def of(cls, settings: PlanSettings, model: ModelShape, site: Site, sequence: int) -> Case:
-        """Predicts all candidates for one MoE layer, which stands for all of the model: they are alike."""
-        workload = workload_of(settings, model, site, sequence)
-        found = candidates(workload, site.cluster, settings.activation_budget)
-        return cls(settings, model, site, sequence, workload, *found)
-
-    @cached_property
-    def chosen(self) -> Prediction:
-        """The candidate to run in all MoE layers."""
-        return best(self.candidates)
-
-    @cached_property
-    def stock(self) -> Prediction | None:
-        """The candidate that stock Megatron is; None where it does not train."""
-        return next((one for one in self.candidates if one.variant == ALLTOALL), None)
-
-    @property
-    def families(self) -> list[str]:
-        """The systems that have candidates, the fastest first."""
-        return list(dict.fromkeys(one.family for one in self.candidates))
-
-    def candidate(self, variant: str | None) -> Prediction:
-        """Returns the candidate of this name; None: the chosen. Raises ConfigurationError where there is none."""
-        if variant is None:
-            return self.chosen
-        reasons = {one.variant: one.reason for one in self.refused}
-        why = reasons.get(variant) or reasons.get(variant.partition(":")[0]) or "write it as the table of --all does"
-        for one in self.candidates:
-            if one.variant == variant:
-                return one
-        raise ConfigurationError(f"--draw {variant} is not a candidate here: {why}")
-
-    def best_of(self, family: str) -> Prediction | None:
-        """Returns the fastest candidate of a system; None where it has none."""
-        return next((one for one in self.candidates if one.family == family), None)
-
-    def memory(self, one: Prediction) -> float:
-        """Returns bytes of a GPU of the first stage: stock's, and what the candidate's layers hold more, or less."""
-        settings, model, layout = self.settings, self.model, self.site.layout
-        of_stock = training_memory(model, layout, settings.micro_batch, self.sequence, settings.micro_batches)
-        unpartitioned = activation_bytes(self.workload, self.workload.rows, 1, "none")
-        layers = model.layers // layout.pp - min(model.dense_layers, model.layers // layout.pp)
-        held = layers * min(layout.pp, settings.micro_batches)
-        return of_stock.total + held * (one.activation_bytes - unpartitioned)
-
-    def plan(self) -> Plan:
-        """Returns the plan that runs the chosen candidate in all MoE layers, the others as runners-up."""
-        layout = self.site.layout
-        layers = range(self.model.dense_layers + 1, self.model.layers + 1)  # Megatron counts from 1
-        return Plan.uniform(
-            layers, self.chosen.variant, self.candidates, self.settings.cluster, ep=layout.ep, etp=layout.expert_tp,
-            experts=self.model.experts, gpu_settings=self.site.cluster.gpu_settings,
-        )  # fmt: skip
-
-
-@dataclass(frozen=True)
 class Drawing:
-    """Which candidate's lanes to write, and where to."""
+    """Which candidates' lanes to write, and where to."""
 
-    variant: str | None
-    """None: the chosen one's."""
+    variants: tuple[str, ...]
+    """One under the other; empty: the chosen one's."""
     trace: Path | None
     png: Path | None
 
@@ -128,52 +63,76 @@ class Drawing:
     def check(self) -> None:
         """Refuses, with ConfigurationError, files that cannot be written, and a candidate without a file."""
         check_timeline_files(self.trace, self.png)
-        if self.variant is not None and self.flag is None:
-            raise ConfigurationError(f"--draw {self.variant} has no file to draw in: give --trace FILE or --png FILE")
+        if self.variants and self.flag is None:
+            raise ConfigurationError(
+                f"--draw {','.join(self.variants)} has no file to draw in: give --trace FILE or --png FILE"
+            )
 
 
-def report_plan(settings: PlanSettings, explain: bool, everything: bool, output: Path | None, drawing: Drawing) -> None:
-    """Prints the tables and the flags, and writes the plan and the planned lanes.
+def report_plan(
+    settings: PlanSettings,
+    wanted: Wanted | None,
+    explain: bool,
+    everything: bool,
+    output: Path | None,
+    drawing: Drawing,
+) -> None:
+    """Prints the tables, the advice and the flags, and writes the plan and the planned lanes.
+
+    Args:
+        wanted: the training whose layout is to be found; None: the settings have one.
 
     Raises:
-        ConfigurationError: settings that contradict each other, or a file that cannot be written.
+        ConfigurationError: settings that contradict each other, a file that cannot be written, or a plan to write of
+            what does not fit.
     """
     check_output_file("--output", output)
     drawing.check()
     flag = f"--output {output}" if output is not None else "--explain" if explain else drawing.flag
     if len(settings.sequences) > 1 and flag is not None:
         raise ConfigurationError(f"{flag} is of one length of sequences: give --sequence a single number")
-    model = settings.model_shape()
-    site = site_of(settings, model)
-    cases = [Case.of(settings, model, site, sequence) for sequence in settings.sequences]
-    console = report_console(WIDTH)
+    model, console = settings.model_shape(), report_console(WIDTH)
+    if wanted is not None:
+        searched = search(settings, model, wanted)
+        console.print(layouts_table(searched))
+        cases = [searched.cases[0]]
+    else:
+        site = site_of(settings, model)
+        cases = [Case.of(settings, model, site, sequence) for sequence in settings.sequences]
     if len(cases) > 1:
         console.print(_choices_table(cases))
         return
     (case,) = cases
-    drawn = case.candidate(drawing.variant)
+    drawn = [case.candidate(variant) for variant in drawing.variants] or [case.chosen]
     say(console, _heading(case))
     console.print(_candidates_table(case, everything))
-    for line in _warnings(case):
-        say(console, line)
     if case.refused:
         console.print(_refused_table(case.refused))
     if explain:
         _explain(case, console)
     if drawing.flag is not None:
         _draw(drawn, drawing, console)
+    if not case.fits(case.chosen):
+        if output is not None:
+            raise ConfigurationError(f"--output {output}: there is nothing to run by: {does_not_fit(case)}")
+        say(console, does_not_fit(case))
+        return
     if output is not None:
         case.plan().save(output)
         say_written(output, console)
+    say(console, advice(case))
     say(console, "Flags for Megatron-LM, behind `python -m megatron_moe_opt.launch pretrain_gpt.py`:")
     say(console, " ".join(megatron_flags(case, output)))
 
 
-def _draw(one: Prediction, drawing: Drawing, console: Console) -> None:
-    """Prints how the lanes of a candidate overlap, and writes them."""
-    parts = {f"{number}. {part.schedule.name}": part for number, part in enumerate(one.timelines, start=1)}
-    console.print(timelines_table(one.variant, parts))
-    write_timelines({"planned": one_after_another(one.variant, parts)}, drawing.trace, drawing.png, console)
+def _draw(drawn: Sequence[Prediction], drawing: Drawing, console: Console) -> None:
+    """Prints how the lanes of each candidate overlap, and writes them."""
+    timelines = {}
+    for one in drawn:
+        parts = {f"{number}. {part.schedule.name}": part for number, part in enumerate(one.timelines, start=1)}
+        console.print(timelines_table(one.variant, parts))
+        timelines["planned" if len(drawn) == 1 else one.variant] = one_after_another(one.variant, parts)
+    write_timelines(timelines, drawing.trace, drawing.png, console)
 
 
 def megatron_flags(case: Case, plan: Path | None) -> list[str]:
@@ -192,13 +151,15 @@ def megatron_flags(case: Case, plan: Path | None) -> list[str]:
         "--moe-ffn-hidden-size": case.model.ffn,
         "--seq-length": case.sequence,
         "--micro-batch-size": settings.micro_batch,
+        "--global-batch-size": settings.micro_batch * settings.micro_batches * site.layout.dp,
     }
-    flags = [*layout, *(part for flag, size in sizes.items() for part in (flag, str(size)))]
+    flags = [*layout, *DISTRIBUTED_OPTIMIZER, *RECOMPUTE_FLAGS[settings.recompute]]
+    flags += [part for flag, size in sizes.items() for part in (flag, str(size))]
     name, options = split_variant(case.chosen.variant, None)
     if options.experts_may_travel:
         flags.append("--no-gradient-accumulation-fusion")  # or training refuses them
     # A plan's runners-up may migrate experts where what is chosen does not.
-    needs_levels = site.levels_named and (plan is not None or options.domain_sizes)
+    needs_levels = site.levels_named and (plan is not None or options.domain_sizes or HOPS in options.ways)
     if plan is not None:
         name, options = AUTO, Options(plan=plan)
     if needs_levels:
@@ -226,17 +187,17 @@ def _candidates_table(case: Case, everything: bool) -> Table:
     ]
     hidden = len(case.candidates) - len(shown)
     headers = [
-        "dispatcher", "ms", "of stock", "exposed (ms)", "between nodes (MB)", "inside (MB)", "activations (MiB)",
-        "memory (GiB)",
+        "dispatcher", "ms", "of stock", "exposed ms", "between nodes MB", "inside MB", "held MiB", "GPU GiB",
     ]  # fmt: skip
     table = table_of(
         "A MoE layer with its experts, forward and backward of a micro-batch",
-        [*headers, "tokens/s a GPU", "MFU"] if case.site.device else headers,
-        caption="exposed: a collective runs and no expert computes; MB of 10^6: what a GPU sends; activations: rows, "
-        "and what experts save; memory: of the first pipeline stage, counted with sequence parallelism"
+        [*headers, "tokens/s", "MFU"] if case.site.device else headers,
+        caption="exposed: a collective runs and no expert computes; MB of 10^6: what a GPU sends; held: rows, and what "
+        "experts save; GPU: all memory, of the first pipeline stage, with sequence parallelism; tokens/s of a GPU"
         + (f"; {hidden} slower ones: --all" if hidden else ""),
     )
     table.add_column("")
+    table.padding = (0, 0)  # for 100 columns
     for one in shown:
         is_chosen = one is case.chosen
         table.add_row(one.variant, *_cells(case, one), "chosen" if is_chosen else "", style="bold" * is_chosen)
@@ -251,25 +212,10 @@ def _cells(case: Case, one: Prediction) -> Iterator[str]:
     yield f"{one.intra_bytes / 1e6:.1f}"
     yield f"{one.activation_bytes / MIB:.0f}"
     yield f"{case.memory(one) / GIB:.1f}"
-    site, settings = case.site, case.settings
-    if site.device is not None:
-        step = throughput(
-            case.model, site.layout, site.device, settings.micro_batch, case.sequence, settings.micro_batches,
-            one.seconds, with_experts=True,
-        )  # fmt: skip
+    step = case.step(one)
+    if step is not None:
         yield f"{step.tokens_per_second:.0f}"
         yield f"{step.mfu:.1%}"
-
-
-def _warnings(case: Case) -> Iterator[str]:
-    if case.chosen.variant == ALLTOALL:
-        yield f"Nothing takes less than {1 - WINS_BY:.0%} of what stock Megatron's alltoall takes: stock it is."
-    needs, memory = case.memory(case.chosen), case.site.memory
-    if memory is not None and needs > memory:
-        yield (
-            f"{case.chosen.variant} needs {needs / GIB:.1f} GiB, a GPU has {memory / GIB:.1f}: recompute "
-            "activations, or choose more parallelism or smaller micro-batches"
-        )
 
 
 def _refused_table(refused: Sequence[Refusal]) -> Table:
@@ -317,7 +263,7 @@ def _costs_table(site: Site, workload: LayerWorkload) -> Table:
     costs = costs_with_experts(workload, site.cluster)
     own = workload.rows * workload.row_bytes
     for (kind, group), curve in costs.curves.items():
-        if group in ("dp", "cp"):
+        if group in ("dp", "expert-dp", "cp"):
             continue  # no part of a MoE layer
         size = own if kind is Kind.ALL_TO_ALL and group == "ep" else own * workload.etp
         if group == "tp":

@@ -12,6 +12,7 @@ from megatron_moe_opt.planning.costs.cluster import OUR_FLAGS, Cluster
 from megatron_moe_opt.planning.costs.described_cluster import describe, levels_of_ep
 from megatron_moe_opt.planning.costs.known_clusters import KNOWN_CLUSTERS, Fabric, KnownCluster
 from megatron_moe_opt.planning.predicting.layer_workload import LayerWorkload, resident_part
+from megatron_moe_opt.planning.training.arrangements import Arrangement
 from megatron_moe_opt.planning.training.known_models import KNOWN_MODELS
 from megatron_moe_opt.planning.training.model import ModelShape
 from megatron_moe_opt.planning.training.throughput import GpuSpeed
@@ -37,6 +38,8 @@ class PlanSettings:
     sequences: tuple[int, ...]
     micro_batch: int
     micro_batches: int
+    recompute: str
+    """A value of memory.RECOMPUTE."""
     dtype: str
     capacity_factor: float | None
     imbalance: float
@@ -52,6 +55,24 @@ class PlanSettings:
     def element_bytes(self) -> int:
         """Bytes of an element of tokens and weights."""
         return {"bf16": 2, "fp32": 4}[self.dtype]
+
+    def arranged(self, one: Arrangement) -> PlanSettings:
+        """Returns these settings with the layout and the micro-batches of an arrangement."""
+        layout = one.layout
+        sizes = {
+            "--world": layout.world, "--tp": layout.tp, "--cp": layout.cp, "--pp": layout.pp, "--ep": layout.ep,
+            "--expert-tp": layout.expert_tp,
+        }  # fmt: skip
+        return replace(
+            self, sizes=sizes, micro_batch=one.micro_batch, micro_batches=one.micro_batches, recompute=one.recompute
+        )
+
+    def needs_world(self) -> int:
+        """Returns the GPUs of a known cluster. Raises ConfigurationError where they were not given."""
+        world = self.sizes["--world"]
+        if world is None:
+            raise ConfigurationError(f"--cluster {self.cluster} comes in any size: give its GPUs with --world")
+        return world
 
     def model_shape(self) -> ModelShape:
         """Returns the named model with the sizes that were given in the place of its own.
@@ -132,8 +153,7 @@ def workload_of(settings: PlanSettings, model: ModelShape, site: Site, sequence:
 
 def _known(settings: PlanSettings, model: ModelShape) -> Site:
     known = KNOWN_CLUSTERS[settings.cluster]
-    if settings.sizes["--world"] is None:
-        raise ConfigurationError(f"--cluster {settings.cluster} comes in any size: give its GPUs with --world")
+    settings.needs_world()
     layout = _layout({flag: size or 1 for flag, size in settings.sizes.items()})
     peak = known.device.peak_flops if settings.peak_tflops is None else settings.peak_tflops * 1e12
     device = GpuSpeed(peak, settings.gemm_efficiency or known.device.efficiency)
@@ -198,11 +218,7 @@ def _layout(sizes: Mapping[str, int]) -> Layout:
 
 
 def _check(settings: PlanSettings, model: ModelShape, layout: Layout) -> None:
-    _check_model(model, layout)
-    if model.dense_layers >= model.layers:
-        raise ConfigurationError(
-            f"--dense-layers {model.dense_layers} leaves no MoE layer of --layers {model.layers}: choose fewer"
-        )
+    check_model(model, layout)
     for sequence in settings.sequences:
         if settings.micro_batch * sequence % (layout.tp * layout.cp):
             raise ConfigurationError(
@@ -211,7 +227,7 @@ def _check(settings: PlanSettings, model: ModelShape, layout: Layout) -> None:
             )
 
 
-def _check_model(model: ModelShape, layout: Layout) -> None:
+def check_model(model: ModelShape, layout: Layout) -> None:
     """Refuses, with ConfigurationError, sizes of a model that do not divide each other or those of the layout."""
     for name, size, by, divisor in (
         ("--hidden", model.hidden, "--heads", 1 if model.head_size else model.heads),
@@ -223,5 +239,9 @@ def _check_model(model: ModelShape, layout: Layout) -> None:
     ):
         if size % divisor:
             raise ConfigurationError(f"{by} {divisor} does not divide {name} {size}: choose a divisor")
+    if model.dense_layers >= model.layers:
+        raise ConfigurationError(
+            f"--dense-layers {model.dense_layers} leaves no MoE layer of --layers {model.layers}: choose fewer"
+        )
     if model.topk > model.experts:
         raise ConfigurationError(f"--topk {model.topk} is more than --experts {model.experts}: choose at most that")

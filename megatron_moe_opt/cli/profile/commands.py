@@ -32,7 +32,7 @@ def profile(
     Runs on the ranks that torchrun or srun started, or on one process without them:
     torchrun --nproc-per-node 8 -m megatron_moe_opt.cli.main profile --tp 4 --expert-tp 4 --output cluster.json
     """
-    from megatron_moe_opt.cli.profile.measure import ProfileSettings, profile_cluster
+    from megatron_moe_opt.cli.profile.run import ProfileSettings, profile_cluster
 
     settings = ProfileSettings(tp, cp, ep, expert_tp, hidden, ffn_hidden, dtype.value, seconds, domains)
     profile_cluster(settings, output)

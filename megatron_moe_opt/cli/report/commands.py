@@ -56,8 +56,8 @@ def timeline(
         raise ConfigurationError(f"--memory-reuse {memory_reuse} is unknown: choose one of {', '.join(STRATEGIES)}")
     if partitions is None and memory_reuse != NONE:
         raise ConfigurationError(f"--memory-reuse {memory_reuse} is about mpmoe's partitions: give --partitions")
-    from megatron_moe_opt.cli.layer.settings import LayerSettings
     from megatron_moe_opt.cli.report.step_timelines import layer_timeline
+    from megatron_moe_opt.integration.measuring.layer_settings import LayerSettings
 
     variant = f"monta:{level}x{chunks or (1 if level == 'O1' else DEFAULT_CHUNKS)}"
     if partitions is not None:

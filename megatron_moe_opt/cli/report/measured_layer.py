@@ -14,8 +14,8 @@ from megatron_moe_opt.cli.console import say, table_of
 from megatron_moe_opt.cli.layer.links import LinkRates, WireLimit
 from megatron_moe_opt.cli.layer.predicted import Predicted
 from megatron_moe_opt.cli.layer.recorded_step import RecordedStep
-from megatron_moe_opt.cli.layer.settings import LayerSettings
 from megatron_moe_opt.cli.routing.balance import RoutingBalance
+from megatron_moe_opt.integration.measuring.layer_settings import LayerSettings
 from megatron_moe_opt.runtime.observed.traffic import INTER_NODE, INTRA_NODE, TrafficRow
 from megatron_moe_opt.topology.nodes import NodeMap
 

@@ -12,11 +12,11 @@ import torch.distributed as dist
 from megatron_moe_opt.cli.console import report_console, say
 from megatron_moe_opt.cli.layer.bench import check
 from megatron_moe_opt.cli.layer.recorded_step import record_step
-from megatron_moe_opt.cli.layer.settings import BASELINE, LayerSettings
 from megatron_moe_opt.cli.ranks import begin, megatron_process_group, parallel_layer
 from megatron_moe_opt.cli.report.measured_layer import shape_of
 from megatron_moe_opt.cli.report.timeline_files import check_timeline_files, timelines_table, write_timelines
 from megatron_moe_opt.errors import ConfigurationError
+from megatron_moe_opt.integration.measuring.layer_settings import BASELINE, LayerSettings
 from megatron_moe_opt.planning.choosing.choice import choose
 from megatron_moe_opt.planning.costs.cluster import Cluster
 from megatron_moe_opt.planning.costs.curves import Costs
@@ -91,7 +91,7 @@ def _costs(settings: LayerSettings, ep: int, cluster: Cluster) -> Costs:
 
 def _record(settings: LayerSettings, ep: int, device: torch.device, rank: int | None) -> StepTimelines:
     """Returns the recorded step. A collective call over the world; the same answer on every rank."""
-    from megatron_moe_opt.cli.layer.under_test import layers_under_test
+    from megatron_moe_opt.integration.measuring.under_test import layers_under_test
 
     layer = layers_under_test(settings, ep, device, permute_fusion=False)[_variant(settings)]
     for _ in range(settings.warmup):

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from megatron_moe_opt.cli.layer.settings import LayerSettings
-from megatron_moe_opt.cli.routing.workloads import choose_experts
+from megatron_moe_opt.integration.measuring.layer_settings import LayerSettings
+from megatron_moe_opt.integration.measuring.workloads import choose_experts
 from megatron_moe_opt.topology.layouts import Layout
 
 

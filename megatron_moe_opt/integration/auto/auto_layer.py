@@ -1,7 +1,9 @@
 """`auto`: MoE layers whose dispatcher is planned, tried and then kept.
 
     step 1           stock runs, and the layers see how many rows they have and how unevenly (with a plan.json the plan)
-    after step 1     rank 0 ranks all candidates by the profile (planning/planner.py) and tells the others
+    after step 1     without a profile all ranks measure what moves cost, or rank 0 reads what a run like this one has
+                     measured (own_profile.py)
+                     rank 0 ranks all candidates by the profile (planning/planner.py) and tells the others
     steps 2 to n     the plan, stock and the runners-up take turns, ever fewer of them (planning/choosing/trials.py)
     from then on     the fastest runs, by the slowest rank's times, on all ranks
 
@@ -14,9 +16,11 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import statistics
 import time
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -26,6 +30,7 @@ from megatron_moe_opt.dispatchers.say import say, say_other_settings
 from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.integration.auto.auto_report import plan_lines, settled_lines
 from megatron_moe_opt.integration.auto.planned_layer import PlannedLayer, Plug
+from megatron_moe_opt.integration.auto.sample_saving import SampleRouting, saving_of
 from megatron_moe_opt.integration.checks import check_config
 from megatron_moe_opt.integration.layer.replicated_tokens import holds_replicated_tokens
 from megatron_moe_opt.integration.optimizer_step import after_optimizer_step
@@ -41,10 +46,14 @@ from megatron_moe_opt.planning.predicting.skew import most_uneven_layer
 from megatron_moe_opt.runtime.engine.collectives import device_of
 from megatron_moe_opt.runtime.job.agreement import found_by_first
 from megatron_moe_opt.systems import system_of
-from megatron_moe_opt.systems.system import PREFIX, Run
+from megatron_moe_opt.systems.netmoe import NETMOE
+from megatron_moe_opt.systems.system import FLAG, PREFIX, PROFILE_SECONDS, Run
 from megatron_moe_opt.topology.domain_groups import release_domain_groups
 from megatron_moe_opt.topology.expert_groups import ExpertGroups
 from megatron_moe_opt.variants import split_variant
+
+if TYPE_CHECKING:
+    from megatron_moe_opt.integration.auto.own_profile import OwnProfile
 
 MOST_OF_FREE = 0.8
 """Of the memory that was free at the peak of the first step: other steps, and fragments, may take more."""
@@ -70,6 +79,12 @@ class Controller:
         self.layers: list[PlannedLayer] = []
         self.plan: Plan | None = None
         """Of --moe-opt-plan; None: there is none, or not yet."""
+        self.placement_saving: float | None = None
+        """The part of the bytes between nodes that `netmoe` would have saved in the first step; None: not known."""
+        self._routing: list[SampleRouting] = []
+        """Of each layer, in the first step, where `netmoe` could run."""
+        self.own_profile: OwnProfile | None = None
+        """What this run has measured itself; None: not yet, or it is given a profile or a plan."""
         self.predicted: tuple[Prediction, ...] = ()
         self.refused: tuple[Refusal, ...] = ()
         self.planned: str | None = None
@@ -102,7 +117,10 @@ class Controller:
         self.layers.append(layer)
         layer.layer.register_forward_pre_hook(self._begin_step)
         if self.options.plan is None:
-            agreed_cluster(layer.groups, self.options.profile)  # refuses now what could not be planned with later
+            if self.options.profile is not None:
+                agreed_cluster(layer.groups, self.options.profile)  # refuses now what could not be planned with later
+            if self._refusal(NETMOE.name) is None:
+                self._routing.append(SampleRouting(layer.layer.router))
             if holds_replicated_tokens(layer.layer.config):
                 layer.use(REPLICATED_START)
             return
@@ -161,10 +179,15 @@ class Controller:
     def _begin(self) -> None:
         """Plans, and says what is tried."""
         of_ranks: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(of_ranks, ([self._seen(layer) for layer in self.layers if layer.passes], self._room()))
-        seen, rooms = zip(*of_ranks, strict=True)
+        seen_here = [self._seen(layer) for layer in self.layers if layer.passes]
+        dist.all_gather_object(of_ranks, (seen_here, self._room(), self._saving()))
+        seen, rooms, savings = zip(*of_ranks, strict=True)
+        known = [saving for saving in savings if saving is not None]
+        self.placement_saving = statistics.mean(known) if known else None
         self.passes_of_step = max(sum(one.passes for one in of_rank) for of_rank in seen)
         room = min((room for room in rooms if room is not None), default=None)
+        if self.options.profile is None and self.options.plan is None:
+            self._measure([one.workload for of_rank in seen for one in of_rank])
         found = found_by_first(lambda: self._make_plan(seen, room), dist.group.WORLD)
         self.predicted, self.refused, self.planned = found
         if self.planned is None:
@@ -174,8 +197,22 @@ class Controller:
         for line in plan_lines(self):
             say(AUTO, line)
 
+    def _measure(self, workloads: Sequence[LayerWorkload]) -> None:
+        from megatron_moe_opt.integration.auto.own_profile import own_profile  # which imports Megatron
+
+        seconds = self.options.profile_seconds or PROFILE_SECONDS
+        self.own_profile = own_profile(self.config, workloads, seconds)
+
     def _seen(self, layer: PlannedLayer) -> Seen:
         return Seen(layer.workload(), layer.rows / layer.passes, layer.passes)
+
+    def _saving(self) -> float | None:
+        """See saving_of; of this rank's layers."""
+        if not self._routing:
+            return None
+        routing, self._routing = [one.take() for one in self._routing], []
+        groups, tp = self.layers[0].groups, self.layers[0].layer.tp_group
+        return saving_of(routing, tp, groups, self.config.virtual_pipeline_model_parallel_size or 1)
 
     def _room(self) -> int | None:
         """Bytes that each pass of a layer of this rank may hold besides what stock's held in the first step."""
@@ -201,8 +238,11 @@ class Controller:
             return allowed, refused, variants.pop() if switchable else None
         if not any(seen):
             raise ConfigurationError("--moe-token-dispatcher-type auto: no MoE layer has run in the first step")
-        cluster = Cluster.load(self.options.profile)
-        say_other_settings(AUTO, self.options.profile, cluster.gpu_settings)
+        if self.own_profile is not None:
+            cluster = self.own_profile.cluster
+        else:
+            cluster = Cluster.load(self.options.profile)
+            say_other_settings(AUTO, self.options.profile, cluster.gpu_settings)
         by_shape: dict[LayerWorkload, list[list[Seen]]] = {}
         for rank, of_rank in enumerate(seen):
             for one in of_rank:
@@ -219,6 +259,7 @@ class Controller:
                 tokens=max(one.workload.tokens for one in alike),
                 imbalance=imbalance,
                 rank_rows=most_uneven_layer([[one.rows for one in of_rank] for of_rank in of_ranks]),
+                placement_saving=self.placement_saving,
             )
             found, not_here = candidates(workload, cluster, self.options.activation_budget)
             for one in found:
@@ -226,8 +267,23 @@ class Controller:
             refused |= {one.variant: one for one in not_here}
         everywhere = [_mean(ones) for ones in of_shapes.values() if len(ones) == len(by_shape)]
         in_order = sorted(everywhere, key=lambda one: one.seconds)
+        moving = [one for one in in_order if (system := system_of(one.variant)) and system.moves_samples]
+        if moving:
+            in_order = [one for one in in_order if one not in moving]
+            refused[NETMOE.name] = self._not_moved(moving[0], in_order)
         allowed, not_allowed = self._allowed(in_order, {workload.workers for workload in by_shape}, room)
         return allowed, (*refused.values(), *not_allowed), best(allowed).variant
+
+    def _not_moved(self, best_moving: Prediction, others: Sequence[Prediction]) -> Refusal:
+        """What samples that move would be worth, and why they do not: it takes attaching to all layers at once."""
+        stock = next((one for one in others if one.variant == ALLTOALL), others[0])
+        ratios = [one.seconds / stock.seconds for one in (best_moving, others[0])]
+        return Refusal(
+            NETMOE.name,
+            f"{AUTO} does not move samples; by those of the first step, {best_moving.variant} would send "
+            f"{self.placement_saving:.1%} less between nodes and take {ratios[0]:.2f} of {stock.variant}'s time "
+            f"({others[0].variant} {ratios[1]:.2f}): where that is less, choose {FLAG} {NETMOE.name}",
+        )
 
     def _agree_on_plan(self, group: dist.ProcessGroup) -> None:
         """Has all ranks of the group run what the first one reads: other nodes may not have the file."""
@@ -362,6 +418,17 @@ def new_controller() -> None:
     """Layers that are built from now on are planned by themselves."""
     global _controller
     _controller = None
+
+
+@contextmanager
+def controller_aside() -> Iterator[None]:
+    """Layers that are built inside the block are none of the present controller's."""
+    global _controller
+    outside, _controller = _controller, None
+    try:
+        yield
+    finally:
+        _controller = outside
 
 
 def controller_of(config: Any, options: Options) -> Controller:

@@ -12,7 +12,8 @@ if TYPE_CHECKING:
 
 def plan_lines(controller: Controller) -> list[str]:
     """What was planned and why, as a table."""
-    source = controller.options.plan or controller.options.profile
+    own = controller.own_profile
+    source = own.source if own is not None else controller.options.plan or controller.options.profile
     predicted = {one.variant: one for one in controller.predicted}
     stock = predicted.get(ALLTOALL)
     tried = controller.trials.variants

@@ -17,11 +17,17 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 
 
-def build_layer(config: TransformerConfig) -> MoELayer:
-    """The layer that Megatron's own specification without Transformer Engine describes, as layer 1."""
+def build_layer(config: TransformerConfig, groups: Any = None) -> MoELayer:
+    """The layer that Megatron's own specification without Transformer Engine describes, as layer 1.
+
+    Args:
+        groups: a ProcessGroupCollection in the place of the groups that Megatron has made.
+    """
     spec = _moe_spec(config)
     # A ModuleSpec up to Megatron-Core 0.17, a partial of the class from 0.18 on.
-    layer = spec(config) if isinstance(spec, functools.partial) else build_module(spec, config)
+    of_groups = {} if groups is None else {"pg_collection": groups}
+    is_partial = isinstance(spec, functools.partial)
+    layer = spec(config, **of_groups) if is_partial else build_module(spec, config, **of_groups)
     layer.set_layer_number(1)
     return layer.cuda()  # Megatron makes the router, and the gate of shared experts, on the host
 

@@ -13,13 +13,14 @@ from __future__ import annotations
 import functools
 import types
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
 
 from megatron_moe_opt.dispatchers.netmoe import NetmoeDispatcher
-from megatron_moe_opt.dispatchers.sample_placement import LayerPlacement, SampleOrder
+from megatron_moe_opt.dispatchers.sample_placement import LayerPlacement, SampleOrder, in_this_pass
 from megatron_moe_opt.dispatchers.say import say_once
 from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.integration.observe.netmoe_report import watch
@@ -31,6 +32,7 @@ from megatron_moe_opt.topology.sample_holders import SampleHolders
 
 def wrap_transformer_block() -> None:
     """Lets every TransformerBlock that is built from now on link its netmoe layers."""
+    from megatron.core import tensor_parallel
     from megatron.core.transformer.transformer_block import TransformerBlock
 
     stock_init = TransformerBlock.__dict__.get("__init__")
@@ -44,6 +46,17 @@ def wrap_transformer_block() -> None:
 
     init._moe_opt = True
     TransformerBlock.__init__ = init
+    tensor_parallel.checkpoint = _keeping_samples(tensor_parallel.checkpoint)
+
+
+def _keeping_samples(checkpoint: Callable[..., Any]) -> Callable[..., Any]:
+    """Megatron's checkpoint of a function; when it is recomputed, netmoe's layers in it repeat what they decided."""
+
+    @functools.wraps(checkpoint)
+    def keeping(function: Callable[..., Any], *args: Any) -> Any:
+        return checkpoint(in_this_pass(function), *args)
+
+    return keeping
 
 
 def check_seams(layer: Any, options: Options) -> None:
@@ -75,7 +88,10 @@ def samples_of(layer: Any) -> np.ndarray | None:
     """
     dispatcher = _dispatcher_of(layer)
     placement = None if dispatcher is None else dispatcher.placement
-    return None if placement is None else placement.order.at
+    if placement is None:
+        return None
+    decided = placement.order.decided(placement)
+    return placement.order.running.at if decided is None else decided.decision.result().before
 
 
 def _link(block: Any) -> None:
@@ -117,6 +133,13 @@ def _join(layer: Any, placement: LayerPlacement) -> None:
         dispatcher.hand_over(hidden_states, learn=layer.training)
         return forward_mlp(hidden_states, *args, **kwargs)
 
+    def recomputed(hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        from megatron.core import tensor_parallel
+
+        return tensor_parallel.checkpoint(lambda hidden: forward(hidden, *args, **kwargs), False, hidden_states)
+
+    recomputes, moe.moe_layer_recompute = moe.moe_layer_recompute, False  # with the norm: its input goes along
+
     @functools.wraps(post_mlp)
     def post(mlp_output_with_bias: tuple[torch.Tensor, Any], residual: torch.Tensor) -> torch.Tensor:
         output = mlp_output_with_bias[0]
@@ -128,7 +151,8 @@ def _join(layer: Any, placement: LayerPlacement) -> None:
         if output is not None:
             dispatcher.hand_over_beside(output)
 
-    layer._forward_mlp, layer._forward_post_mlp, moe.shared_experts_compute = forward, post, beside
+    layer._forward_mlp = recomputed if recomputes else forward
+    layer._forward_post_mlp, moe.shared_experts_compute = post, beside
 
 
 class _Begin:

@@ -92,6 +92,8 @@ class Cluster:
     """As `curves`, of collectives as stock Megatron calls them. What is not here takes as long as in `curves`."""
     gpu_settings: Facts | None = None
     """Of the ranks' environment, see gpu_settings.py; None where there was no GPU, or it is not known."""
+    measured_for: Facts = field(default_factory=dict)
+    """What the training run was like that measured it for itself, as far as times depend on that. Empty: no run did."""
     host: Facts = field(default_factory=dict)
     software: Facts = field(default_factory=dict)
 
@@ -106,7 +108,8 @@ class Cluster:
         root.check_format(FORMAT, VERSION, "moe-opt profile", "measure the cluster")
         top = root.fields(
             "format", "version", "host", "software", "world", "curves", "slowdown", "overhead", "expert_gemm",
-            optional=["partition_overhead", "saa", "compute_sharing", "local_work", "stock_curves", "gpu_settings"],
+            optional=["partition_overhead", "saa", "compute_sharing", "local_work", "stock_curves", "gpu_settings",
+                      "measured_for"],
         )  # fmt: skip
         return cls(
             world=_world(top["world"]),
@@ -120,6 +123,7 @@ class Cluster:
             local_work={} if top["local_work"].value is None else _local_work(top["local_work"]),
             stock_curves={} if top["stock_curves"].value is None else _curves(top["stock_curves"]),
             gpu_settings=None if top["gpu_settings"].value is None else facts(top["gpu_settings"]),
+            measured_for={} if top["measured_for"].value is None else facts(top["measured_for"]),
             host=facts(top["host"]),
             software=facts(top["software"]),
         )
@@ -130,6 +134,7 @@ class Cluster:
             "format": FORMAT,
             "version": VERSION,
             "gpu_settings": None if self.gpu_settings is None else dict(self.gpu_settings),
+            "measured_for": dict(self.measured_for),
             "host": dict(self.host),
             "software": dict(self.software),
             "world": asdict(self.world),

@@ -22,6 +22,7 @@ from megatron_moe_opt.planning.costs.curves import CostCurve, Costs
 from megatron_moe_opt.planning.costs.known_clusters import Fabric, KnownCluster
 from megatron_moe_opt.planning.predicting.expert_migration import KINDS, realisable_groups, role
 from megatron_moe_opt.planning.predicting.simulator import simulate
+from megatron_moe_opt.planning.training.step_costs import STAGES
 from megatron_moe_opt.schedules import parm
 from megatron_moe_opt.schedules.parm import JOINT, TP
 from megatron_moe_opt.schedules.pipeline import ChunkBytes
@@ -71,8 +72,10 @@ def describe(known: KnownCluster, layout: Layout, hidden: int, ffn: int, dtype: 
         TP: (layout.groups("tp"), gathered),
         "cp": (layout.groups("cp"), gathered),
         "dp": (layout.groups("dp"), gathered),
+        "expert-dp": (layout.groups("expert-dp"), gathered),
         JOINT: (layout.joint_groups, (Kind.ALL_TO_ALL,)),
         "ep": (layout.groups("ep"), (Kind.ALL_TO_ALL,)),
+        STAGES: (tuple(group[:2] for group in layout.groups("pp")), (Kind.ALL_GATHER,)),
     }
     for name, (members, kinds) in groups.items():
         if len(members[0]) > 1:

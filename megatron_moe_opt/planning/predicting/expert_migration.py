@@ -30,6 +30,7 @@ from megatron_moe_opt.planning.choosing.equal_times import TIE
 from megatron_moe_opt.planning.costs.curves import CostCurve, Costs
 from megatron_moe_opt.planning.predicting.simulator import simulate
 from megatron_moe_opt.schedules import expert_migration as schedules
+from megatron_moe_opt.schedules.hops import HopBytes, level_of
 from megatron_moe_opt.schedules.schedule import Kind, Lane, Op, Schedule
 from megatron_moe_opt.schedules.timeline import Timeline, one_after_another
 from megatron_moe_opt.topology.domains import ExpertDomains, realisable
@@ -146,6 +147,10 @@ class MigrationLayer:
         again = one.gathered_again * prod(domains.sizes[: level + 1])
         return ({Kind.ALL_GATHER: again} if again else {}) | {one.collective: self.gathered(domains, level, one)}
 
+    def copies(self, domains: ExpertDomains, level: int) -> float:
+        """Rows of a GPU in an all-to-all of a level, those included that stay."""
+        return self.exchanged(domains, level) / self.row_bytes
+
     def sent(self, domains: ExpertDomains, level: int) -> float:
         """Bytes that a GPU sends over its links of a level in all passes."""
         exchanged = self.exchanged(domains, level) * (1 - 1 / domains.domains(level))
@@ -220,10 +225,8 @@ def timelines(
             for build, kind in ((schedules.gathered, Kind.ALL_GATHER), (schedules.returned, Kind.REDUCE_SCATTER))
         )
         decoded = [schedules.decoded(gathered.ops[-1].size)] if gathered.ops and Kind.ALL_GATHER in layer.coded else []
-        out, back = (
-            build({level: int(layer.exchanged(domains, level)) for level in order}, domains.levels)
-            for build, order in ((schedules.hop_out, levels), (schedules.hop_back, levels[::-1]))
-        )
+        hopping = HopBytes({level: int(layer.exchanged(domains, level)) for level in levels})
+        out, back = (build(hopping, domains.levels) for build in (schedules.hop_out, schedules.hop_back))
         experts = Schedule("experts", (Op(Kind.COMPUTE if forward else Kind.GRADIENT, Lane.COMPUTE),))
         in_order = [gathered, *decoded, out, experts, back, returned]
         parts = {
@@ -243,7 +246,7 @@ def _seconds_of_ops(
     def cost(op: Op) -> float:
         if op.group is None:
             return experts if op.kind in (Kind.COMPUTE, Kind.GRADIENT) else 0.0
-        level = int(op.group.rpartition(".")[2])
+        level = level_of(op.group)
         if op.kind is Kind.ALL_TO_ALL:
             return curve_of(curves, op.kind, level, domains.domains(level)).seconds(layer.exchanged(domains, level))
         return curve_of(curves, op.kind, level, domains.sizes[level]).seconds(op.size)

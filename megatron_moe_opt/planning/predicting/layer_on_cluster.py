@@ -38,7 +38,7 @@ class LayerOnCluster:
         self.costs = cluster.costs() if cluster.expert_gemm is None else self.expert_costs
         of_stock = {key: CostCurve(points) for key, points in cluster.stock_curves.items()}
         self.stock_costs = Costs({**self.costs.curves, **of_stock}, self.costs.overhead)
-        self.links = LinkBytes(cluster)
+        self.links = LinkBytes(cluster, workload.workers)
         self.skew = Skew(workload.imbalance, workload.rank_rows, cluster)
         self.exchanged = workload.rows_of(self.skew.exchanged)
         """Rows of an even all-to-all that takes as long as this one."""
@@ -66,10 +66,14 @@ class LayerOnCluster:
         ops = (Op(kind, Lane.COMPUTE) for kind in (Kind.COMPUTE, Kind.GRADIENT))
         return list(zip(ops, self.seconds_of_experts(self.computed), strict=True))
 
-    def local_timeline(self, whose: str) -> Timeline:
-        """Returns what a rank does with its rows by itself, as one op; empty where that was not measured."""
-        points = self.cluster.local_work.get(whose)
-        seconds = CostCurve(points).seconds(self.computed * self.workload.row_bytes) if points else 0.0
+    def local_timeline(self, whose: str, rows: int | None = None) -> Timeline:
+        """Returns what a rank does with its rows by itself, as one op; empty where that was not measured.
+
+        Args:
+            rows: those that it computes, unless it moves fewer by itself.
+        """
+        points, rows = self.cluster.local_work.get(whose), self.computed if rows is None else rows
+        seconds = CostCurve(points).seconds(rows * self.workload.row_bytes) if points else 0.0
         return Timeline.in_turn("rows on the rank", [(Op(Kind.PERMUTE, Lane.COMPUTE), seconds)])
 
     def seconds_of_copies(self, holds: int) -> float:
@@ -97,23 +101,31 @@ class LayerOnCluster:
         whose: str = OURS,
         costs: Callable[[Op], float] | None = None,
         parts: int = 1,
+        local_rows: int | None = None,
     ) -> Prediction:
         """Returns a candidate whose schedules run one after another, and so do some more ops.
 
-        Schedules without experts have them added.
+        Schedules without experts have them added. `local_rows` as in `local_timeline`.
         """
         costs = costs or self.costs
         timelines = [simulate(schedule, costs, self.cluster.slowdown) for schedule in schedules]
         if alone:
             timelines.append(Timeline.in_turn("one after another", ((op, costs(op)) for op in alone)))
-        return self.played(variant, timelines, whose, parts)
+        return self.played(variant, timelines, whose, parts, local_rows)
 
-    def played(self, variant: str, timelines: Sequence[Timeline], whose: str = OURS, parts: int = 1) -> Prediction:
+    def played(
+        self,
+        variant: str,
+        timelines: Sequence[Timeline],
+        whose: str = OURS,
+        parts: int = 1,
+        local_rows: int | None = None,
+    ) -> Prediction:
         """Returns a candidate that takes these timelines, rows on the rank, and experts where they lack them."""
         ops = [op for timeline in timelines for op in timeline.schedule.ops]
         with_experts = any(op.kind is Kind.COMPUTE for op in ops)
         experts = Timeline.in_turn("experts", [] if with_experts else self.expert_ops())
-        local = self.local_timeline(whose)
+        local = self.local_timeline(whose, local_rows)
         terms = {
             PIPELINE if with_experts else DISPATCH: sum(one.seconds for one in timelines),
             "experts": experts.seconds,

@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from math import ceil
+
 from megatron_moe_opt.planning.predicting.layer_workload import LayerWorkload
+from megatron_moe_opt.planning.predicting.skew import Skew
 from megatron_moe_opt.planning.training.memory import expert_middle_width
+from megatron_moe_opt.schedules.hops import HopRows
 from megatron_moe_opt.schedules.mpmoe import STRATEGIES, PartitionRows, RowBytes
+from megatron_moe_opt.topology.domains import stationary
+
+FACT_BYTES = 4
+"""Of a token's probability for an expert, or of the expert's number."""
 
 
 def row_bytes(layer: LayerWorkload) -> RowBytes:
@@ -19,9 +28,29 @@ def partitions(layer: LayerWorkload, rows: int, count: int) -> list[PartitionRow
     return [PartitionRows(own, own * layer.etp)] * count
 
 
-def activation_bytes(layer: LayerWorkload, rows: int, count: int, strategy: str) -> int:
-    """What forward and backward hold of T_I, T_DI, T_M, T_DO and T_O (eq. 2; less eq. 5 where memory is reused)."""
+def hop_row_bytes(layer: LayerWorkload) -> RowBytes:
+    """As `row_bytes`, of tokens with the facts of all of their experts behind them (runtime/rows/row_facts.py)."""
+    row, lane = row_bytes(layer), layer.lane_bytes
+    facts, gradients = (-(-layer.topk * size // lane) * lane for size in (2 * FACT_BYTES, FACT_BYTES))
+    return replace(row, packed=layer.row_bytes + facts, returned=layer.row_bytes + gradients)
+
+
+def hop_partitions(layer: LayerWorkload, skew: Skew, rows: int, count: int) -> list[HopRows]:
+    """Equal parts of a rank's tokens, no expert of which travels, and of the rows that its experts compute."""
+    domains, migration = stationary(layer.workers), layer.migration(skew)
+    levels = (level for level in range(domains.levels) if domains.domains(level) > 1)
+    sent = {level: ceil(migration.copies(domains, level) / count) for level in levels}
+    return [HopRows(-(-migration.tokens // count), sent, -(-rows // count) * layer.etp)] * count
+
+
+def activation_bytes(layer: LayerWorkload, rows: int, count: int, strategy: str, own_rows: int | None = None) -> int:
+    """What forward and backward hold of T_I, T_DI, T_M, T_DO and T_O (eq. 2; less eq. 5 where memory is reused).
+
+    Args:
+        own_rows: a rank's own, where it is not each of `rows` that it sends.
+    """
     part, row = partitions(layer, rows, count)[0], row_bytes(layer)
+    part = part if own_rows is None else replace(part, own=-(-own_rows // count))
     own, gathered = part.own * count * row.token, part.gathered * row.token
     two, one = (min(2, count), 1) if STRATEGIES[strategy].reuses else (count, count)
     return 2 * own + 2 * two * gathered + one * part.gathered * row.middle

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron_moe_opt.planning.training.model import ModelShape
+from megatron_moe_opt.planning.training.step_costs import StepCosts
 from megatron_moe_opt.topology.layouts import Layout
 
 
@@ -50,10 +51,12 @@ def throughput(
     micro_batches: int,
     exchange_seconds: float,
     with_experts: bool = False,
+    besides: StepCosts | None = None,
 ) -> Throughput:
     """Time of a step in which every GPU computes its share and waits for its exchanges.
 
-    Communication of TP, CP and PP is not in it (take it into the device's efficiency), nor is that of the optimizer.
+    The last pipeline stage, which computes the logits too, sets the pace. Gradients are reduced beside the last
+    micro-batch, and what of that takes longer is added.
 
     Args:
         micro_batch: sequences.
@@ -62,6 +65,7 @@ def throughput(
         exchange_seconds: dispatch and combine, forward and backward, of one layer and micro-batch, such as
             `Choice.seconds`.
         with_experts: these seconds contain the computation of the experts, as those of a pipeline that runs them do.
+        besides: what a step takes besides; None: nothing, or it is in the device's efficiency.
 
     Raises:
         ValueError: a peak or efficiency that is out of range.
@@ -74,7 +78,11 @@ def throughput(
     speed = device.peak_flops * device.efficiency
     moe_layers = (model.layers - model.dense_layers) / layout.pp
     experts = 6.0 * tokens * model.expert_matrices / (layout.tp * layout.cp) if with_experts else 0.0
-    step = ((flops - moe_layers * experts) / speed + moe_layers * exchange_seconds) * (micro_batches + layout.pp - 1)
+    besides = besides or StepCosts()
+    logits = 6.0 * tokens * model.hidden * model.vocabulary / (layout.tp * layout.cp)
+    flops_of_stage = flops + logits * (1 - 1 / layout.pp)
+    one = (flops_of_stage - moe_layers * experts) / speed + moe_layers * exchange_seconds + besides.micro_batch
+    step = one * (micro_batches + layout.pp - 1) + max(0.0, besides.gradients - one)
     tokens_of_step = tokens * micro_batches * layout.dp
     return Throughput(
         layer_seconds=(layer_flops - experts) / speed + exchange_seconds,

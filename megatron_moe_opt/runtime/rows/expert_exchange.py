@@ -14,11 +14,11 @@ import torch
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from megatron_moe_opt.kernels import LANE_BYTES, empty
+from megatron_moe_opt.kernels import empty
 from megatron_moe_opt.runtime.engine.executor import executor
+from megatron_moe_opt.runtime.engine.started import advance_started
 from megatron_moe_opt.runtime.engine.steps import Steps
 from megatron_moe_opt.runtime.rows.linear import linear
-from megatron_moe_opt.runtime.rows.row_layout import RowLayout
 from megatron_moe_opt.runtime.rows.ways import Way
 from megatron_moe_opt.schedules.pipeline import base_name
 from megatron_moe_opt.schedules.schedule import Op, Schedule
@@ -34,9 +34,13 @@ class Exchange(Generic[Plan]):
     plan: Plan
 
     def tensors(
-        self, given: dict[str, torch.Tensor], make: Callable[[int], torch.Tensor]
+        self, given: dict[str, torch.Tensor], make: Callable[[str, int], torch.Tensor]
     ) -> Callable[[str, int], torch.Tensor]:
-        """The tensor behind the buffer of a chunk: one given for all chunks, or made at first use."""
+        """The tensor behind the buffer of a chunk: one given for all chunks, or made at first use.
+
+        Args:
+            make: (buffer without its slot, rows) -> a tensor.
+        """
         made = dict(given)
 
         def tensor(buffer: str, chunk: int) -> torch.Tensor:
@@ -44,7 +48,7 @@ class Exchange(Generic[Plan]):
             name = self.way.lies_in.get(name, name)
             key = buffer if name == "parts" else name
             if key not in made:
-                made[key] = make(self.way.num_rows(name, self.plan, chunk))
+                made[key] = make(name, self.way.num_rows(name, self.plan, chunk))
             return made[key]
 
         return tensor
@@ -105,8 +109,8 @@ def run_to_experts(
     `notes` as in `to_experts`.
     """
     way, plan = exchange.way, exchange.plan
-    layout = RowLayout(rows.size(1), rows.dtype, prob_dtype)
-    tensor = exchange.tensors({"rows": rows}, lambda number: layout.empty_rows(number, rows))
+    layout = way.outbound(rows, prob_dtype)
+    tensor = exchange.tensors({"rows": rows}, lambda _, number: layout.empty_rows(number, rows))
     in_place = prob_dtype is None and plan.arrives_sorted
     tokens = probs = None
     if not in_place:
@@ -116,9 +120,9 @@ def run_to_experts(
 
     def bind(op: Op) -> Steps:
         source = tensor(op.reads[0], op.chunk)
-        if op.group is not None:
+        if base_name(op.writes[0]) != "sorted":
             return way.step_out(op, source, tensor(op.writes[0], op.chunk), plan)
-        return Steps() if in_place else layout.split(source, tokens, probs, notes, plan.chunk(op.chunk))
+        return Steps() if in_place else way.sort(source, tokens, probs, notes, plan, op.chunk, layout)
 
     schedule = way.dispatch(plan, layout.row_bytes)
     executor(rows.device).run(schedule, [bind(op) for op in schedule.ops])
@@ -129,6 +133,7 @@ def run_to_experts(
 
 def run_to_sources(tokens: torch.Tensor, probs: torch.Tensor | None, exchange: Exchange) -> torch.Tensor:
     """Tokens [num_gathered, H], with or without probabilities behind them -> rows [R, W]; not differentiable."""
+    advance_started()  # what runs beside has had the experts' time
     schedule, bound, rows = bind_to_sources(tokens, probs, exchange)
     executor(tokens.device).run(schedule, bound)
     return rows
@@ -144,16 +149,19 @@ def bind_to_sources(
         probs: [plan.num_gathered], to travel behind the tokens (W = H + lane); None: W = H.
     """
     way, plan = exchange.way, exchange.plan
-    lane = 0 if probs is None else LANE_BYTES // tokens.element_size()
-    layout = RowLayout(tokens.size(1) + lane, tokens.dtype, None if probs is None else probs.dtype)
+    layout = way.homebound(tokens, None if probs is None else probs.dtype)
     in_place = probs is None and plan.arrives_sorted
     given = {"sorted": tokens} | ({"unsorted": tokens} if in_place else {})
-    tensor = exchange.tensors(given, lambda number: layout.blank_rows(number, tokens))
+
+    def make(buffer: str, number: int) -> torch.Tensor:
+        return (layout.at_source if buffer == "rows" else layout).blank_rows(number, tokens)
+
+    tensor = exchange.tensors(given, make)
 
     def bind(op: Op) -> Steps:
         written = tensor(op.writes[0], op.chunk)
         if base_name(op.reads[0]) == "sorted":
-            return Steps() if in_place else layout.join(tokens, probs, written, plan.chunk(op.chunk))
+            return Steps() if in_place else way.unsort(tokens, probs, written, plan, op.chunk, layout)
         return way.step_back(op, [tensor(name, op.chunk) for name in op.reads], written, plan, layout)
 
     schedule = way.combine(plan, layout.row_bytes)

@@ -8,6 +8,7 @@ that others send to each other: one small all-gather before the first hop, and n
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -29,10 +30,20 @@ class HopCounts:
 class HopPlan:
     """One rank's part in the hops of one forward pass."""
 
-    hops: tuple[HopCounts, ...]
-    """Of each level in `DomainTables.levels`."""
+    hops: Mapping[int, HopCounts]
+    """Of each level in `DomainTables.levels`, outermost first."""
     tokens_per_expert: torch.Tensor
     """int64 [experts of the domain] on the CPU, by owner (`DomainTables.owners`) and expert of the owner."""
+
+    @property
+    def arrives_sorted(self) -> bool:
+        """Whether each row that arrives is the one of an expert held here: what has hopped wants the only one."""
+        return bool(self.hops) and self.tokens_per_expert.numel() == 1
+
+    @cached_property
+    def num_gathered(self) -> int:
+        """Rows of the experts held here."""
+        return int(self.tokens_per_expert.sum())
 
 
 class DomainTables:
@@ -136,12 +147,12 @@ class DomainTables:
         Args:
             counts: int64 [G, num_counts] on the CPU, the same on all ranks.
         """
-        hops = []
+        hops = {}
         for level, (sources, of_peers, to, own) in zip(self.levels, self._senders, strict=True):
             sent = counts[sources, to : to + self.domains.domains(level)].sum(0)
-            hops.append(HopCounts(sent.tolist(), counts[of_peers, own].sum(1).tolist()))
+            hops[level] = HopCounts(sent.tolist(), counts[of_peers, own].sum(1).tolist())
         rows = counts[self._arriving, self.columns[-1] : self.columns[-1] + self.num_experts].sum(0)
-        return HopPlan(tuple(hops), rows.view(self.domains.world, -1)[list(self.owners)].view(-1))
+        return HopPlan(hops, rows.view(self.domains.world, -1)[list(self.owners)].view(-1))
 
     @cached_property
     def _arriving(self) -> torch.Tensor:

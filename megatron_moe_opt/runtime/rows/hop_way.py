@@ -1,23 +1,27 @@
 """Hops as a way of rows: copies to the domains of their experts, level by level, and the sums that come back.
 
-Sums are taken in float32 in the order of destinations, and rounded once a hop.
+A token crosses a link once however many of its experts are behind it, and one sum comes back (HybridEP's multi-hop
+all-to-all; the paper sends a row for every expert). Sums are taken in float32, on the experts' ranks in the order of
+experts and then in that of destinations, and rounded once a hop.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
-from typing import ClassVar, Protocol
+from typing import ClassVar
 
 import torch
 
 from megatron_moe_opt.kernels import RowMap, build_row_map, sum_packed_rows
+from megatron_moe_opt.kernels.streams import used_here
 from megatron_moe_opt.runtime.engine import steps
 from megatron_moe_opt.runtime.engine.steps import Steps
-from megatron_moe_opt.runtime.rows.hop_plan import DomainTables, HopCounts, HopPlan
-from megatron_moe_opt.runtime.rows.row_facts import RowFacts
+from megatron_moe_opt.runtime.rows.hop_plan import DomainTables, HopPlan
+from megatron_moe_opt.runtime.rows.row_facts import FactLayout, RowFacts
 from megatron_moe_opt.schedules.expert_migration import hop_back, hop_out
+from megatron_moe_opt.schedules.hops import HopRows, HopStages, level_of
+from megatron_moe_opt.schedules.pipeline import base_name
 from megatron_moe_opt.schedules.schedule import Op, Schedule
 from megatron_moe_opt.topology.domain_groups import DomainGroups
 
@@ -28,18 +32,21 @@ class DeviceTables:
     def __init__(self, tables: DomainTables, device: torch.device) -> None:
         self.regions = [(tables.region_of_experts(level).to(device), tables.num_regions(level))
                         for level in tables.levels]  # fmt: skip
-        self.next_domain = [tables.next_domain(level).to(device) for level in tables.levels]
+        self.next_domain = {level: tables.next_domain(level).to(device) for level in tables.levels}
         self.place_in_domain = tables.place_in_domain.to(device)
 
-    def count(self, experts: torch.Tensor, expert_counts: torch.Tensor) -> torch.Tensor:
-        """This rank's row of the counts that `DomainTables.plan` takes: int64 [num_counts].
+    def count(self, experts: torch.Tensor, routing_map: torch.Tensor, parts: Sequence[int]) -> torch.Tensor:
+        """This rank's row of the counts that `DomainTables.plan` takes, for each part of its tokens: int64
+        [parts * num_counts].
 
         Args:
             experts: int64 [T, K] of this rank's tokens.
-            expert_counts: int64 [E] rows of each expert.
+            routing_map: bool [T, E], which says the same.
+            parts: tokens of each part, one after another.
         """
-        copies = [present(region[experts], number).sum(0) for region, number in self.regions]
-        return torch.cat([*copies, expert_counts])
+        copies = [present(region[experts], number) for region, number in self.regions]
+        of_parts = zip(*(one.split(parts) for one in (*copies, routing_map)), strict=True)
+        return torch.cat([counted.sum(0) for of_part in of_parts for counted in of_part])
 
 
 def present(numbers: torch.Tensor, none: int) -> torch.Tensor:
@@ -52,114 +59,176 @@ def present(numbers: torch.Tensor, none: int) -> torch.Tensor:
 class Hops:
     """HybridEP's way: a copy of a row to every domain with one of its experts, level by level; back, their sums.
 
-    Its rows are in one chunk. One object a pass: what the first dispatch finds out about rows, the others go by. Rows
-    of the buffers, L a level:
+    Its rows are tokens with their facts, in one chunk. One object for what hops together: what the first way out finds
+    out about rows, the others go by. Rows of the buffers, L a level (schedules/hops.py):
 
-        copies_L    a row for each domain of the level that it goes to, there and back
-        arrived_L   what has come to this rank at the level
-        rows_L      sums of what has come back to it
+        rows                 this rank's tokens
+        copies_L, returned_L a row for each domain of the level that it goes to, there and back
+        arrived_L            what has come to this rank at the level
+        sorted               a row for each expert held here that a token wants
+        unsorted             sums over the experts held here, in the place of what arrived at the innermost level
+        summed_L             sums of what has come back, in the place of what was copied at the level
     """
 
     groups: DomainGroups
     tables: DeviceTables
-    levels: tuple[int, ...]
-    """Those at which tokens hop."""
     facts: RowFacts
+    num_tokens: int
+    """Of this rank."""
     copies: dict[int, RowMap] = field(default_factory=dict)
     """Of the hop at each level, the copies of each row: by destination."""
+    held: RowMap | None = None
+    """Of the rows that arrived, the rows of each expert held here."""
+    pairs: torch.Tensor | None = None
+    """int64 [rows of the experts held here]: row that arrived * K + place among its facts."""
 
-    lies_in: ClassVar[Mapping[str, str]] = {}
+    lies_in: ClassVar[Mapping[str, str]] = HopStages.lies_in
+
+    @property
+    def stages(self) -> HopStages:
+        """See Way."""
+        return HopStages(self.groups.domains.levels, is_piped=True)
 
     def dispatch(self, plan: HopPlan, row_bytes: int) -> Schedule:
         """See Way."""
-        return hop_out(self._sent(plan, row_bytes), self.groups.domains.levels)
+        return hop_out(self.rows_of(plan).bytes(row_bytes), self.groups.domains.levels)
 
     def combine(self, plan: HopPlan, row_bytes: int) -> Schedule:
         """See Way."""
-        return hop_back(dict(reversed(self._sent(plan, row_bytes).items())), self.groups.domains.levels)
+        return hop_back(self.rows_of(plan).bytes(row_bytes), self.groups.domains.levels)
 
-    def _sent(self, plan: HopPlan, row_bytes: int) -> dict[int, int]:
-        return {level: sum(self._counts(plan, level).sent) * row_bytes for level in self.levels}
-
-    def _counts(self, plan: HopPlan, level: int) -> HopCounts:
-        return plan.hops[self.levels.index(level)]
+    def rows_of(self, plan: HopPlan) -> HopRows:
+        """See Way."""
+        sent = {level: sum(hop.sent) for level, hop in plan.hops.items()}
+        return HopRows(self.num_tokens, sent, plan.num_gathered)
 
     def num_rows(self, buffer: str, plan: HopPlan, chunk: int) -> int:
-        """See Way. None of the last sums, which whoever takes the sums has."""
-        name, level = _name_and_level(buffer)
-        if name == "rows":
-            return 0 if level == self.levels[0] else self.copies[level].num_tokens
-        counts = self._counts(plan, level)
-        return sum(counts.sent if name == "copies" else counts.received)
+        """See Way."""
+        name, _, level = buffer.partition("_")
+        if name == "sorted":
+            return plan.num_gathered
+        if name in ("copies", "returned"):
+            return sum(plan.hops[int(level)].sent)
+        hops = {one: sum(hop.received) for one, hop in plan.hops.items()}
+        if name == "summed":
+            hops = {one: arrived for one, arrived in hops.items() if one < int(level)}
+        if name == "arrived":
+            return hops[int(level)]
+        return self.num_tokens if name == "rows" or not hops else hops[max(hops)]
+
+    def outbound(self, rows: torch.Tensor, prob_dtype: torch.dtype | None) -> FactLayout:
+        """See Way. Probabilities go with the numbers of their experts."""
+        return FactLayout(self.facts, self.facts.hidden if prob_dtype is None else self.facts.width, rows.dtype)
+
+    def homebound(self, tokens: torch.Tensor, prob_dtype: torch.dtype | None) -> FactLayout:
+        """See Way."""
+        return FactLayout(self.facts, self.facts.hidden if prob_dtype is None else self.facts.grad_width, tokens.dtype)
 
     def step_out(self, op: Op, rows: torch.Tensor, arrived: torch.Tensor, plan: HopPlan) -> Steps:
-        """See Way. The first pass finds the copies of each row by the facts behind it."""
-        level = _name_and_level(op.writes[0])[1]
-        counts = self._counts(plan, level)
+        """See Way. The first way out finds the copies of each row by the facts behind it."""
         if op.group is not None:
+            level = level_of(op.group)
+            counts = plan.hops[level]
             return steps.all_to_all(rows, counts.sent, arrived, counts.received, self.groups.tokens[level])
+        level = _level(op.writes[0])
 
         def copy() -> None:
             if level not in self.copies:
-                domains = self.tables.next_domain[self.levels.index(level)][self.facts.experts(rows)]
-                self.copies[level] = build_row_map(present(domains, len(counts.sent)), num_out_tokens=arrived.size(0))
-            torch.index_select(rows, 0, self.copies[level].sources, out=arrived)
+                domains = self.tables.next_domain[level][self.facts.experts(rows)]
+                number = len(plan.hops[level].sent)
+                self.copies[level] = build_row_map(present(domains, number), num_out_tokens=arrived.size(0))
+            torch.index_select(rows, 0, used_here(self.copies[level].sources), out=arrived)
 
         return steps.call(copy)
 
-    def step_back(
-        self, op: Op, reads: Sequence[torch.Tensor], written: torch.Tensor, plan: HopPlan, layout: Sums
+    def sort(
+        self,
+        rows: torch.Tensor,
+        tokens: torch.Tensor,
+        probs: torch.Tensor | None,
+        notes: torch.Tensor | None,
+        plan: HopPlan,
+        chunk: int,
+        layout: FactLayout,
+    ) -> Steps:
+        """See Way. The first way out finds which rows that arrived go to which of the experts held here."""
+
+        def select() -> None:
+            if self.held is None:
+                self._find_held(self.facts.experts(rows), plan)
+            torch.index_select(self.facts.tokens(rows), 0, used_here(self.held.sources), out=tokens)
+            if probs is not None:
+                torch.index_select(self.facts.probs(rows).view(-1), 0, used_here(self.pairs), out=probs)
+
+        return steps.call(select)
+
+    def unsort(
+        self,
+        tokens: torch.Tensor,
+        probs: torch.Tensor | None,
+        written: torch.Tensor,
+        plan: HopPlan,
+        chunk: int,
+        layout: FactLayout,
     ) -> Steps:
         """See Way."""
-        level = _name_and_level(op.writes[0])[1]
-        if op.group is None:
-            return steps.call(partial(layout.add, reads[0], self.copies[level], written))
-        counts = self._counts(plan, level)
-        return steps.all_to_all(reads[0], counts.received, written, counts.sent, self.groups.tokens[level])
+
+        def add() -> None:
+            of_facts = None
+            if probs is not None:
+                of_facts = probs.new_zeros(written.size(0) * self.facts.topk)
+                of_facts[used_here(self.pairs)] = probs
+            _add(tokens, self.held, of_facts, self.facts, written)
+
+        return steps.call(add)
+
+    def step_back(
+        self, op: Op, reads: Sequence[torch.Tensor], written: torch.Tensor, plan: HopPlan, layout: FactLayout
+    ) -> Steps:
+        """See Way."""
+        (source,) = reads
+        if op.group is not None:
+            level = level_of(op.group)
+            counts = plan.hops[level]
+            return steps.all_to_all(source, counts.received, written, counts.sent, self.groups.tokens[level])
+        level = _level(op.reads[0])
+
+        def add() -> None:
+            of_facts, row_map = None, self.copies[level]
+            if layout.has_probs:
+                # A probability has gone on with one copy only; the others' gradients of it are zero.
+                probs = self.facts.probs(source)
+                of_facts = probs.new_zeros(written.size(0), probs.size(1))
+                of_facts.index_add_(0, used_here(row_map.sources), probs)
+            _add(source, row_map, of_facts, self.facts, written)
+
+        return steps.call(add)
+
+    def _find_held(self, experts: torch.Tensor, plan: HopPlan) -> None:
+        """Notes which rows that arrived, with `experts` int64 [N, K], go to which of the experts held here."""
+        topk, device, num_rows = experts.size(1), experts.device, plan.num_gathered
+        places, held = self.tables.place_in_domain[experts], plan.tokens_per_expert.numel()
+        self.held = build_row_map(present(places, held), num_out_tokens=num_rows)
+        fact = torch.zeros(experts.size(0), held + 1, dtype=torch.int64, device=device)
+        fact.scatter_(1, places, torch.arange(topk, device=device).expand(experts.shape))
+        numbers = torch.arange(held, device=device)
+        expert = numbers.repeat_interleave(self.held.expert_counts, output_size=num_rows)
+        sources = self.held.sources
+        self.pairs = sources * topk + fact[sources, expert]
 
 
-def _name_and_level(buffer: str) -> tuple[str, int]:
-    name, _, level = buffer.partition("_")
-    return name, int(level)
+def _add(
+    rows: torch.Tensor, row_map: RowMap, of_facts: torch.Tensor | None, facts: RowFacts, written: torch.Tensor
+) -> None:
+    """The sums of rows [N, W], and what goes behind them, to `written` [R, W]."""
+    for tensor in (row_map.offsets, row_map.rows):
+        used_here(tensor)
+    sums = sum_packed_rows(rows, facts.hidden, row_map)
+    if of_facts is None:
+        written.copy_(sums)
+    else:
+        facts.pack(sums, of_facts.view(-1, facts.topk), packed=written)
 
 
-class Sums(Protocol):
-    """What copies that have come back are added to."""
-
-    def add(self, copies: torch.Tensor, row_map: RowMap, written: torch.Tensor) -> None:
-        """Adds the copies [N, W] of each row; the sums hop on in `written` [R, W], or are the last ones [0, W]."""
-
-
-@dataclass
-class TokenSums:
-    """Sums of rows that are tokens alone."""
-
-    facts: RowFacts
-    tokens: torch.Tensor
-    """[R, H], the last ones; before the first hop what comes back."""
-
-    def add(self, copies: torch.Tensor, row_map: RowMap, written: torch.Tensor) -> None:
-        """See Sums."""
-        self.tokens = sum_packed_rows(copies, self.facts.hidden, row_map)
-        if written.size(0):
-            written.copy_(self.tokens)
-
-
-@dataclass
-class FactSums:
-    """Sums of rows with the gradients of probabilities behind them, which go on with one copy alone."""
-
-    facts: RowFacts
-    tokens: torch.Tensor
-    """[R, H], as in TokenSums."""
-    probs: torch.Tensor
-    """[R, K]."""
-
-    def add(self, copies: torch.Tensor, row_map: RowMap, written: torch.Tensor) -> None:
-        """See Sums."""
-        self.tokens = sum_packed_rows(copies, self.facts.hidden, row_map)
-        # A probability has gone on with one copy only; the others' gradients of it are zero.
-        self.probs = self.probs.new_zeros(row_map.num_tokens, self.facts.topk)
-        self.probs.index_add_(0, row_map.sources, self.facts.probs(copies))
-        if written.size(0):
-            self.facts.pack(self.tokens, self.probs, packed=written)
+def _level(buffer: str) -> int:
+    return int(base_name(buffer).rpartition("_")[2])

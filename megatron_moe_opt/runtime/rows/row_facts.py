@@ -13,6 +13,7 @@ import torch
 
 from megatron_moe_opt.kernels import LANE_BYTES, empty
 from megatron_moe_opt.kernels.streams import has_streams
+from megatron_moe_opt.runtime.rows.row_layout import Layout
 
 
 @dataclass(frozen=True)
@@ -83,6 +84,19 @@ class RowFacts:
     def _part(self, packed: torch.Tensor, first: int, dtype: torch.dtype) -> torch.Tensor:
         lane = packed[:, self.hidden :].view(torch.uint8)
         return lane[:, first : first + self.topk * dtype.itemsize].contiguous().view(dtype)
+
+
+class FactLayout(Layout):
+    """A row with its facts, with a part of them or with none."""
+
+    def __init__(self, facts: RowFacts, width: int, dtype: torch.dtype) -> None:
+        super().__init__(facts.hidden, width, dtype)
+        self.facts, self.has_probs = facts, width > facts.hidden
+
+    @property
+    def at_source(self) -> Layout:
+        """See Layout: gradients of probabilities return to where the numbers of experts were, too."""
+        return FactLayout(self.facts, self.facts.width, self.dtype) if self.has_probs else self
 
 
 def experts_of_tokens(routing_map: torch.Tensor, topk: int) -> torch.Tensor:

@@ -10,18 +10,17 @@ from megatron_moe_opt.runtime.engine.steps import Steps
 from megatron_moe_opt.runtime.rows.exchange_plan import ChunkPlan
 
 
-class RowLayout:
-    """A row's hidden elements and, with prob_dtype, a lane with the bits of a probability."""
+class Layout:
+    """A row's hidden elements, and what is behind them."""
 
-    def __init__(self, width: int, dtype: torch.dtype, prob_dtype: torch.dtype | None) -> None:
-        self.width, self.dtype, self.prob_dtype = width, dtype, prob_dtype
+    def __init__(self, hidden: int, width: int, dtype: torch.dtype) -> None:
+        self.hidden, self.width, self.dtype = hidden, width, dtype
         self.row_bytes = width * dtype.itemsize
-        self.hidden_bytes = self.row_bytes - (LANE_BYTES if prob_dtype is not None else 0)
-        self.hidden = self.hidden_bytes // dtype.itemsize
-        self.columns = [(0, self.hidden, dtype)]
-        """(first byte, elements, dtype) of what is summed in a row."""
-        if prob_dtype is not None:
-            self.columns.append((self.hidden_bytes, 1, prob_dtype))
+
+    @property
+    def at_source(self) -> Layout:
+        """Of the same rows where they come from, and to where gradients of all of them return."""
+        return self
 
     def empty_rows(self, num_rows: int, like: torch.Tensor) -> torch.Tensor:
         """[num_rows, width], on the device of `like`."""
@@ -32,9 +31,22 @@ class RowLayout:
         (anomaly mode) finds none where nothing is.
         """
         rows = self.empty_rows(num_rows, like)
-        if self.prob_dtype is not None:
+        if self.width > self.hidden:
             rows[:, self.hidden :] = 0
         return rows
+
+
+class RowLayout(Layout):
+    """With prob_dtype, the bits of a probability are in a lane behind the hidden elements."""
+
+    def __init__(self, width: int, dtype: torch.dtype, prob_dtype: torch.dtype | None) -> None:
+        lane = 0 if prob_dtype is None else LANE_BYTES // dtype.itemsize
+        super().__init__(width - lane, width, dtype)
+        self.hidden_bytes = self.hidden * dtype.itemsize
+        self.columns = [(0, self.hidden, dtype)]
+        """(first byte, elements, dtype) of what is summed in a row."""
+        if prob_dtype is not None:
+            self.columns.append((self.hidden_bytes, 1, prob_dtype))
 
     def split(
         self,

@@ -3,7 +3,8 @@
 Row order. A rank's rows are grouped by expert, then sample, then in token order. At the experts a sample's rows for one
 expert are one block, and blocks are what is put in another order for the combine: it leaves them by receiving rank, and
 there they lie by expert, sample and token again. What the receiving rank cannot know is which tokens they are: every
-row has its token's number behind it.
+row has its token's number behind it. In several chunks each receiving rank's rows for each expert are cut into parts,
+as those of a dispatch are (`cut_counts`), and blocks where a cut goes through them.
 
 An identity expert on each rank, which its own samples alone have rows for, carries what is to go along without having
 been dispatched.
@@ -11,16 +12,18 @@ been dispatched.
 
 from __future__ import annotations
 
+import dataclasses
+
 import torch
 
 from megatron_moe_opt.kernels import RowMap, row_map_from_sources, spread_rows, sum_packed_rows
 from megatron_moe_opt.kernels.chunk_copy import ChunkList
+from megatron_moe_opt.kernels.row_map import cut_counts
 from megatron_moe_opt.kernels.streams import to_device
 from megatron_moe_opt.runtime.rows.exchange_plan import ChunkPlan, ExchangePlan
 from megatron_moe_opt.runtime.rows.expert_exchange import Exchange, run_to_experts, run_to_sources
 from megatron_moe_opt.runtime.rows.linear import linear
-from megatron_moe_opt.runtime.rows.ways import way_of
-from megatron_moe_opt.topology.expert_groups import ExpertGroups
+from megatron_moe_opt.runtime.rows.ways import Way
 
 
 class SampleReturn:
@@ -33,7 +36,8 @@ class SampleReturn:
         self,
         counts: torch.Tensor,
         items: torch.Tensor,
-        groups: ExpertGroups,
+        way: Way[ExchangePlan],
+        num_chunks: int,
         shape: tuple[int, int],
         carried: torch.Tensor | None,
         device: torch.device,
@@ -43,28 +47,46 @@ class SampleReturn:
             counts: int64 [ep_size, etp_size, B, experts] on the CPU, rows of each part of a sample for each expert.
             items: int64 [ep_size * etp_size * B] where each part goes, see SampleHolders.items; a permutation. Ranks
                 with fewer than B samples, which have none in their last places, keep what they have.
+            way: that rows go, in so many chunks.
             shape: tokens of a part, and samples, that this rank will have.
             carried: int64 [ep_size, etp_size, B] rows of each part for its identity expert; None: there is none.
             device: where the rows are.
         """
+        groups = way.groups
         counts = _by_expert_rank(counts, groups.ep_size, carried)
         self.shape = shape
         moved = torch.empty_like(counts.flatten(0, 2))
         moved[items] = counts.flatten(0, 2)
         moved = moved.view_as(counts)
-        arriving = moved[:, :, :, groups.ep_rank].permute(1, 0, 3, 2).contiguous()  # [etp, ep, local, B]
-        # Blocks in arrival order are numbered; experts have them by local expert and where they came from.
-        numbers = torch.arange(arriving.numel()).view_as(arriving).permute(1, 0, 3, 2)  # [ep, etp, B, local]
+        # Blocks, or parts of them, in arrival order are numbered; experts have them by local expert, where they came
+        # from, and chunk.
+        arriving = _cut(moved[:, :, :, groups.ep_rank].permute(1, 0, 3, 2), num_chunks)  # [chunk, etp, ep, local, B]
+        numbers = torch.arange(arriving.numel()).view_as(arriving).permute(2, 1, 4, 3, 0)  # [ep, etp, B, local, chunk]
         at_source = numbers.flatten(0, 2)[items].view_as(numbers)
-        by_expert = ChunkList.from_counts(arriving.view(-1), at_source.permute(3, 1, 0, 2).reshape(-1), device)
-        own = moved[groups.ep_rank, groups.etp_rank].permute(1, 2, 0)  # [ep, local, B]
-        chunk = ChunkPlan(own.sum((1, 2)).tolist(), arriving.sum((2, 3)).tolist(), groups.etp_rank, by_expert, 0, 0, 0)
-        plan = ExchangePlan((chunk,), arriving.sum((0, 1, 3)), arrives_sorted=False)
-        self.exchange = Exchange(way_of(groups, "O1"), plan)
-        blocks = torch.stack([own.reshape(-1), torch.arange(own.size(2)).repeat(own.size(0) * own.size(1))])
-        blocks = to_device(blocks, device)
-        self.slots = blocks[1].repeat_interleave(blocks[0], output_size=plan.num_sent)
-        """[rows] which of this rank's samples each row will belong to."""
+        by_expert = ChunkList.from_counts(arriving.view(-1), at_source.permute(3, 1, 0, 2, 4).reshape(-1), device)
+        own = _cut(moved[groups.ep_rank, groups.etp_rank].permute(1, 2, 0), num_chunks)  # [chunk, ep, local, B]
+        self.exchange = Exchange(way, _plan(own, arriving, by_expert, groups.etp_rank))
+        # In the order of experts and samples, whatever the chunks: where rows lie, and which sample they will be of.
+        rows, slots = own.permute(1, 2, 3, 0).reshape(-1), torch.arange(own.size(3)).repeat_interleave(num_chunks)
+        lies = (own.view(-1).cumsum(0) - own.view(-1)).view_as(own).permute(1, 2, 3, 0).reshape(-1)
+        shift = lies - (rows.cumsum(0) - rows)
+        blocks = to_device(torch.stack([rows, slots.repeat(len(rows) // len(slots)), shift]), device)
+        num_rows = self.exchange.plan.num_sent
+        self._slots, shifts = (of.repeat_interleave(blocks[0], output_size=num_rows) for of in blocks[1:])
+        self._rows = None if num_chunks == 1 else torch.arange(num_rows, device=device) + shifts
+
+    def row_map(self, tokens: torch.Tensor) -> RowMap:
+        """Returns which rows that came back are whose; a token's in the order of its experts, whatever the chunks.
+
+        Args:
+            tokens: int64 [rows], which token of its part of a sample each is.
+        """
+        sequence, batch = self.shape
+        in_order = tokens if self._rows is None else tokens[self._rows]
+        row_map = row_map_from_sources(in_order * batch + self._slots, sequence * batch)
+        return (
+            row_map if self._rows is None else dataclasses.replace(row_map, rows=self._rows[row_map.rows], sources=None)
+        )
 
 
 def _by_expert_rank(counts: torch.Tensor, ep_size: int, identity_rows: torch.Tensor | None) -> torch.Tensor:
@@ -78,6 +100,24 @@ def _by_expert_rank(counts: torch.Tensor, ep_size: int, identity_rows: torch.Ten
     return torch.cat([counts, identity], dim=4)
 
 
+def _cut(blocks: torch.Tensor, num_chunks: int) -> torch.Tensor:
+    """int64 [..., B], rows of blocks that lie one behind the other -> [num_chunks, ..., B], contiguous."""
+    ends = blocks.cumsum(-1)
+    bounds = cut_counts(ends[..., -1:], num_chunks).cumsum(0)
+    upto = ends.minimum(torch.cat([torch.zeros_like(bounds[:1]), bounds]))  # rows of no block behind, and no chunk
+    return upto.diff(dim=0).diff(dim=-1, prepend=torch.zeros_like(bounds)).contiguous()
+
+
+def _plan(own: torch.Tensor, arriving: torch.Tensor, by_expert: ChunkList, etp_rank: int) -> ExchangePlan:
+    """own: [chunk, ep, local, B] rows that this rank will get; arriving: [chunk, etp, ep, local, B] that it sends."""
+    sent, arrives = own.sum((2, 3)), arriving.sum((3, 4))  # [chunk, ep], [chunk, etp, ep]
+    sizes = torch.stack([sent.sum(1), arrives[:, etp_rank].sum(1), arrives.sum((1, 2))], dim=1)
+    firsts = (sizes.cumsum(0) - sizes).tolist()
+    chunks = zip(sent.tolist(), arrives.tolist(), by_expert.split(sizes[:, 2].tolist()), firsts, strict=True)
+    plans = (ChunkPlan(to, from_, etp_rank, blocks, *first) for to, from_, blocks, first in chunks)
+    return ExchangePlan(tuple(plans), arriving.sum((0, 1, 2, 4)), arrives_sorted=False)
+
+
 def to_new_homes(rows: torch.Tensor, tokens: torch.Tensor, way: SampleReturn) -> torch.Tensor:
     """Expert outputs to the ranks where their samples will be, summed there by token. Differentiable.
 
@@ -88,21 +128,17 @@ def to_new_homes(rows: torch.Tensor, tokens: torch.Tensor, way: SampleReturn) ->
     Returns:
         [S * B, H], token s of sample b in row s * B + b; rows are added in the order of experts, in float32.
     """
-    hidden, (sequence, batch) = rows.size(1), way.shape
+    hidden = rows.size(1)
     row_map: RowMap | None = None
 
     def there(rows: torch.Tensor) -> torch.Tensor:
         nonlocal row_map
         packed = run_to_sources(rows.contiguous(), tokens, way.exchange)
-        row_map = _row_map(packed, hidden, way.slots, sequence, batch)
+        lane = packed[:, hidden:].contiguous().view(torch.float32)[:, 0]
+        row_map = way.row_map(lane.to(torch.int64))
         return sum_packed_rows(packed, hidden, row_map)
 
     def back(grad: torch.Tensor) -> torch.Tensor:
         return run_to_experts(spread_rows(grad.contiguous(), row_map), way.exchange, None)[0]
 
     return linear(rows, there, back)
-
-
-def _row_map(packed: torch.Tensor, hidden: int, slots: torch.Tensor, sequence: int, batch: int) -> RowMap:
-    lane = packed[:, hidden:].contiguous().view(torch.float32)[:, 0]
-    return row_map_from_sources(lane.to(torch.int64) * batch + slots, sequence * batch)

@@ -17,11 +17,14 @@ from typing import Any, ClassVar, Protocol, TypeVar
 
 import torch
 
+from megatron_moe_opt.kernels import LANE_BYTES
 from megatron_moe_opt.runtime.engine import steps
 from megatron_moe_opt.runtime.engine.steps import Blocks, Steps, blocks_of
 from megatron_moe_opt.runtime.rows.exchange_plan import ChunkPlan, ExchangePlan, Parts
 from megatron_moe_opt.runtime.rows.row_layout import RowLayout
-from megatron_moe_opt.schedules import monta, parm
+from megatron_moe_opt.schedules import monta, mpmoe, parm
+from megatron_moe_opt.schedules.mpmoe import Partition, PartitionRows
+from megatron_moe_opt.schedules.pipeline import Stages
 from megatron_moe_opt.schedules.schedule import Kind, Op, Schedule
 from megatron_moe_opt.topology.expert_groups import ExpertGroups
 
@@ -47,30 +50,104 @@ class Way(Protocol[Plan]):
     def combine(self, plan: Plan, row_bytes: int) -> Schedule:
         """The schedule of rows back to their sources."""
 
+    @property
+    def stages(self) -> Stages:
+        """Those of a partition that goes through its experts in a pipeline with others."""
+
+    def rows_of(self, plan: Plan) -> Partition:
+        """The rows of a plan, as those stages take them."""
+
     def num_rows(self, buffer: str, plan: Plan, chunk: int) -> int:
         """Rows that a buffer has to hold; of `parts`, for one chunk."""
 
+    def outbound(self, rows: torch.Tensor, prob_dtype: torch.dtype | None) -> Any:
+        """The Layout of rows [R, W] to the experts: packed ones or, without prob_dtype, gradients of outputs."""
+
+    def homebound(self, tokens: torch.Tensor, prob_dtype: torch.dtype | None) -> Any:
+        """The Layout of rows back: of outputs [N, H] or, with prob_dtype, of gradients of packed rows."""
+
     def step_out(self, op: Op, rows: torch.Tensor, arrived: torch.Tensor, plan: Plan) -> Steps:
         """What an op does on the way to the experts, but the one that sorts by expert."""
+
+    def sort(
+        self,
+        rows: torch.Tensor,
+        tokens: torch.Tensor,
+        probs: torch.Tensor | None,
+        notes: torch.Tensor | None,
+        plan: Plan,
+        chunk: int,
+        layout: Any,
+    ) -> Steps:
+        """What the op does that sorts by expert: rows as they arrived to tokens, probabilities and notes."""
+
+    def unsort(
+        self,
+        tokens: torch.Tensor,
+        probs: torch.Tensor | None,
+        written: torch.Tensor,
+        plan: Plan,
+        chunk: int,
+        layout: Any,
+    ) -> Steps:
+        """What the op does that sorts by source: outputs or gradients to rows in the order in which theirs arrived."""
 
     def step_back(self, op: Op, reads: Sequence[torch.Tensor], written: torch.Tensor, plan: Plan, layout: Any) -> Steps:
         """What any op does on the way back, but the one that sorts by source.
 
         Args:
             reads: the tensors behind `op.reads`.
-            layout: of the rows, part of which is summed: a RowLayout; of hops, what takes their sums.
+            layout: of the rows, see `homebound`.
         """
 
 
+class _RowForEveryExpert:
+    """What ways have in common on which a token makes a row for each of its experts."""
+
+    def outbound(self, rows: torch.Tensor, prob_dtype: torch.dtype | None) -> RowLayout:
+        """See Way."""
+        return RowLayout(rows.size(1), rows.dtype, prob_dtype)
+
+    def homebound(self, tokens: torch.Tensor, prob_dtype: torch.dtype | None) -> RowLayout:
+        """See Way."""
+        lane = 0 if prob_dtype is None else LANE_BYTES // tokens.element_size()
+        return RowLayout(tokens.size(1) + lane, tokens.dtype, prob_dtype)
+
+    def sort(
+        self,
+        rows: torch.Tensor,
+        tokens: torch.Tensor,
+        probs: torch.Tensor | None,
+        notes: torch.Tensor | None,
+        plan: ExchangePlan,
+        chunk: int,
+        layout: RowLayout,
+    ) -> Steps:
+        """See Way."""
+        return layout.split(rows, tokens, probs, notes, plan.chunk(chunk))
+
+    def unsort(
+        self,
+        tokens: torch.Tensor,
+        probs: torch.Tensor | None,
+        written: torch.Tensor,
+        plan: ExchangePlan,
+        chunk: int,
+        layout: RowLayout,
+    ) -> Steps:
+        """See Way."""
+        return layout.join(tokens, probs, written, plan.chunk(chunk))
+
+
 @dataclass(frozen=True)
-class EpThenExpertTp:
+class EpThenExpertTp(_RowForEveryExpert):
     """MoNTA's: all-to-all over EP, then all-gather over expert-TP; back, a reduce-scatter and an all-to-all."""
 
     groups: ExpertGroups
     level: str
     """MoNTA's, of the lanes of a pipeline of chunks."""
 
-    lies_in: ClassVar[Mapping[str, str]] = {"arrived": "gathered"}
+    lies_in: ClassVar[Mapping[str, str]] = monta.AllToAllAndGather.lies_in
 
     def dispatch(self, plan: ExchangePlan, row_bytes: int) -> Schedule:
         """Returns MoNTA's schedule of rows to their experts, chunk by chunk, at this level."""
@@ -79,6 +156,15 @@ class EpThenExpertTp:
     def combine(self, plan: ExchangePlan, row_bytes: int) -> Schedule:
         """Returns MoNTA's schedule of rows back to their sources, chunk by chunk, at this level."""
         return monta.combine(self.level, plan.chunk_bytes(row_bytes), self.groups.ep_size, self.groups.etp_size)
+
+    @property
+    def stages(self) -> monta.AllToAllAndGather:
+        """See Way."""
+        return mpmoe.by_rows(self.groups.ep_size, self.groups.etp_size)
+
+    def rows_of(self, plan: ExchangePlan) -> PartitionRows:
+        """See Way."""
+        return PartitionRows(plan.num_sent, plan.num_gathered)
 
     def num_rows(self, buffer: str, plan: ExchangePlan, chunk: int) -> int:
         """Returns the rows that a buffer of this way has to hold; of `parts`, for one chunk."""
@@ -110,7 +196,7 @@ class EpThenExpertTp:
 
 
 @dataclass(frozen=True)
-class EpWithExpertTp:
+class EpWithExpertTp(_RowForEveryExpert):
     """Parm's: one all-to-all over both groups, to all shards of an expert at once; back, all their parts and their sum.
 
     Rows that all ranks of a TP group have go to their experts once: each rank sends its part of them, and they come

@@ -1,8 +1,8 @@
 """Dispatch, experts and combine of several partitions as one pipeline: a differentiable function around the executor.
 
-Every partition is an exchange of its own, of a part of each expert's rows. Gradients of the experts' parameters are
-summed over partitions, in their order, and returned once from the one autograd function that the layer sees, so that
-whatever waits for a gradient (DDP, the distributed optimizer) gets it once and complete.
+Every partition is an exchange of its own, of a part of this rank's rows, on a way of any kind. Gradients of parameters
+are summed over partitions, in their order, and returned once from the one autograd function that the layer sees, so
+that whatever waits for a gradient (DDP, the distributed optimizer) gets it once and complete.
 """
 
 from __future__ import annotations
@@ -21,14 +21,21 @@ from megatron_moe_opt.runtime.engine.executor import executor
 from megatron_moe_opt.runtime.engine.offload import HostCopyOf
 from megatron_moe_opt.runtime.engine.recomputation import saved_tensors_are_hooked
 from megatron_moe_opt.runtime.engine.steps import Steps
-from megatron_moe_opt.runtime.rows.exchange_plan import ExchangePlan
-from megatron_moe_opt.runtime.rows.row_layout import RowLayout
-from megatron_moe_opt.runtime.rows.ways import Way
+from megatron_moe_opt.runtime.rows.expert_exchange import Exchange
 from megatron_moe_opt.runtime.through_experts.expert_call import ExpertCall, Experts
 from megatron_moe_opt.runtime.through_experts.partition_buffers import PartitionBuffers
 from megatron_moe_opt.schedules import mpmoe
-from megatron_moe_opt.schedules.mpmoe import STRATEGIES, PartitionRows, Restore, RowBytes
-from megatron_moe_opt.schedules.pipeline import base_name
+from megatron_moe_opt.schedules.mpmoe import (
+    INPUT_GRADIENTS,
+    INPUTS,
+    OUTPUT_GRADIENTS,
+    OUTPUTS,
+    STRATEGIES,
+    Restore,
+    RowBytes,
+    place_of,
+)
+from megatron_moe_opt.schedules.pipeline import Stages, base_name
 from megatron_moe_opt.schedules.schedule import Kind, Op
 
 _Computed = tuple[torch.Tensor, torch.Tensor | None]
@@ -36,27 +43,22 @@ _Computed = tuple[torch.Tensor, torch.Tensor | None]
 
 
 def through_experts(
-    packed: torch.Tensor,
-    experts: Experts,
-    way: Way,
-    plans: Sequence[ExchangePlan],
-    strategy: str,
-    prob_dtype: torch.dtype,
+    packed: torch.Tensor, experts: Experts, exchanges: Sequence[Exchange], strategy: str, prob_dtype: torch.dtype
 ) -> torch.Tensor:
     """Rows to their experts, through them and back, partition by partition. Differentiable once.
 
     Args:
-        packed: [R, H + lane], in the order of a row map cut into the partitions.
-        plans: one a partition, in one chunk each.
+        packed: [R, W], the rows of one partition after those of another, with their probabilities.
+        exchanges: one a partition, in one chunk each, all on ways of the same kind.
         strategy: of memory reuse, a key of schedules.mpmoe.STRATEGIES.
-        prob_dtype: dtype of the probabilities in the lane.
+        prob_dtype: dtype of the probabilities.
 
     Returns:
-        [R, H]: sums over the expert-tensor-parallel ranks, where `packed` came from.
+        [R, H]: sums over the ranks that had a part of a row's outputs, where `packed` came from.
     """
     if not torch.is_grad_enabled():  # nothing to restore: partitions share buffers, and T_M is never saved
-        return _Pass(packed, experts, way, plans, "S4", prob_dtype).forward(packed)
-    pass_ = _Pass(packed, experts, way, plans, strategy, prob_dtype)
+        return _Pass(packed, experts, exchanges, "S4", prob_dtype).forward(packed)
+    pass_ = _Pass(packed, experts, exchanges, strategy, prob_dtype)
     return _ThroughExperts.apply(packed, pass_, *experts.parameters)
 
 
@@ -86,17 +88,22 @@ class _Pass:
         self,
         packed: torch.Tensor,
         experts: Experts,
-        way: Way,
-        plans: Sequence[ExchangePlan],
+        exchanges: Sequence[Exchange],
         strategy: str,
         prob_dtype: torch.dtype,
     ) -> None:
-        self.experts, self.strategy = experts, strategy
+        self.experts, self.strategy, self.prob_dtype = experts, strategy, prob_dtype
         self.hands_over = saved_tensors_are_hooked()
-        self.way, self.plans = way, plans
-        self.packed = RowLayout(packed.size(1), packed.dtype, prob_dtype)
-        self.token = RowLayout(self.packed.hidden, packed.dtype, None)
-        self.partitions = [PartitionRows(plan.num_sent, plan.num_gathered) for plan in self.plans]
+        self.exchanges, way = exchanges, exchanges[0].way
+        self.packed = way.outbound(packed, prob_dtype)
+        self.token = way.homebound(packed[:, : self.packed.hidden], None)
+        self.layouts = {
+            INPUTS: self.packed,
+            OUTPUTS: self.token,
+            OUTPUT_GRADIENTS: self.token,
+            INPUT_GRADIENTS: way.homebound(packed[:, : self.packed.hidden], prob_dtype),
+        }
+        self.partitions = [one.way.rows_of(one.plan) for one in exchanges]
         self.calls: list[ExpertCall] = []
         self.kept: dict[str, torch.Tensor] = {}
         """Buffers of the forward pass that backward reads."""
@@ -109,10 +116,10 @@ class _Pass:
         how = STRATEGIES[self.strategy]
         held = (*self.experts.parameters, *self.experts.constants)
         addresses = {tensor.untyped_storage().data_ptr() for tensor in held}
-        probs = [empty((rows.gathered,), self.packed.prob_dtype, packed.device) for rows in self.partitions]
+        probs = [empty((rows.gathered,), self.prob_dtype, packed.device) for rows in self.partitions]
         self.calls = [
-            ExpertCall(self.experts, plan.tokens_per_expert, of_partition, how.middle, addresses, self.hands_over)
-            for plan, of_partition in zip(self.plans, probs, strict=True)
+            ExpertCall(self.experts, one.plan.tokens_per_expert, of_partition, how.middle, addresses, self.hands_over)
+            for one, of_partition in zip(self.exchanges, probs, strict=True)
         ]
         combined = self.token.empty_rows(packed.size(0), packed)
         rows = self._named("rows", packed)
@@ -129,14 +136,12 @@ class _Pass:
                 return steps.call(lambda: self.host_tokens.update({j: HostCopyOf(tokens)}))
             if op.kind is Kind.OFFLOAD:
                 return steps.call(self.calls[j].offload_middle)
-            if target in ("arrived", "tokens"):
-                return self._arrive(op, buffers, self.packed, probs[j])
-            return self._return(op, buffers, self.token, lambda: self._take(outputs, j))
+            return self._move(op, buffers, probs[j], lambda: self._take(outputs, j))
 
-        schedule = mpmoe.forward(self.strategy, self.partitions, *self._widths())
+        schedule = mpmoe.forward(self.strategy, self.partitions, *self._way())
         executor(packed.device).run(schedule, [bind(op) for op in schedule.ops])
         if how.inputs is Restore.KEEP:
-            self.kept = {f"tokens.{j}": buffers.rows(f"tokens.{j}", j) for j in range(len(self.plans))}
+            self.kept = {f"tokens.{j}": buffers.rows(f"tokens.{j}", j) for j in range(len(self.exchanges))}
         elif how.inputs is Restore.COMMUNICATE:
             self.rows = packed
         return combined
@@ -153,7 +158,7 @@ class _Pass:
         buffers = self._buffers(given)
         compute = torch.cuda.current_stream(grad_combined.device) if has_streams(grad_combined.device) else None
         grads: dict[int, _Computed] = {}
-        of_parameters = [_Sum(parameter, len(self.plans)) for parameter in self.experts.parameters]
+        of_parameters = [_Sum(parameter, len(self.exchanges)) for parameter in self.experts.parameters]
 
         def take(number: int, grad: torch.Tensor | None) -> None:
             of_parameters[number].add(grad)
@@ -176,13 +181,9 @@ class _Pass:
                 return steps.call(lambda: self.host_tokens.pop(j).to_device(tokens))
             if op.kind is Kind.PREFETCH:
                 return steps.call(lambda: self.calls[j].fetch_middle(compute))
-            if target in ("arrived", "tokens"):
-                return self._arrive(op, buffers, self.packed, None)
-            if target in ("grad_arrived", "grad_output"):
-                return self._arrive(op, buffers, self.token, None)
-            return self._return(op, buffers, self.packed, lambda: self._take(grads, j))
+            return self._move(op, buffers, None, lambda: self._take(grads, j))
 
-        schedule = mpmoe.backward(self.strategy, self.partitions, *self._widths())
+        schedule = mpmoe.backward(self.strategy, self.partitions, *self._way())
         executor(grad_combined.device).run(schedule, [bind(op) for op in schedule.ops])
         return grad_packed, None, *(total.value for total in of_parameters)
 
@@ -213,27 +214,26 @@ class _Pass:
         """The calls whose T_M stays on the device."""
         return self.calls if STRATEGIES[self.strategy].middle is Restore.KEEP else []
 
-    def _arrive(self, op: Op, buffers: PartitionBuffers, layout: RowLayout, probs: torch.Tensor | None) -> Steps:
-        """A hop to the experts, or the sort by expert."""
-        source, target = buffers.rows(op.reads[0], op.chunk), buffers.rows(op.writes[0], op.chunk)
-        plan = self.plans[op.chunk]
-        if op.group is not None:
-            return self.way.step_out(op, source, target, plan)
-        return layout.split(source, target, probs, None, plan.chunk(op.chunk))
-
-    def _return(
-        self,
-        op: Op,
-        buffers: PartitionBuffers,
-        layout: RowLayout,
-        computed: Callable[[], _Computed],
+    def _move(
+        self, op: Op, buffers: PartitionBuffers, probs: torch.Tensor | None, computed: Callable[[], _Computed]
     ) -> Steps:
-        """The sort by source of what is computed by then, a hop to the sources, or the sum of what it brings."""
-        plan, j = self.plans[op.chunk], op.chunk
-        target = buffers.rows(op.writes[0], j)
-        if op.kind is Kind.COPY:
-            return steps.call(lambda: steps.run_now(layout.join(*computed(), target, plan.chunk(j))))
-        return self.way.step_back(op, [buffers.rows(name, j) for name in op.reads], target, plan, layout)
+        """What an op of a way does with a partition.
+
+        Args:
+            probs: where the probabilities of rows that are sorted by expert go, if anywhere.
+            computed: returns what is sorted by source, which is computed by then.
+        """
+        j, exchange, written = op.chunk, self.exchanges[op.chunk], buffers.rows(op.writes[0], op.chunk)
+        move, buffer = place_of(op.writes[0])
+        way, plan, layout = exchange.way, exchange.plan, self.layouts[move]
+        if base_name(op.reads[0]) == move.source and not move.is_out:
+            return steps.call(lambda: steps.run_now(way.unsort(*computed(), written, plan, 0, layout)))
+        reads = [buffers.rows(name, j) for name in op.reads]
+        if not move.is_out:
+            return way.step_back(op, reads, written, plan, layout)
+        if buffer == "sorted":
+            return way.sort(reads[0], written, probs, None, plan, 0, layout)
+        return way.step_out(op, reads[0], written, plan)
 
     def _take(self, computed: dict[int, _Computed], j: int) -> _Computed:
         """What a compute op has left for the op that sends it; no longer held where partitions share memory."""
@@ -245,16 +245,18 @@ class _Pass:
         return computed.pop(j)
 
     def _buffers(self, given: dict[str, torch.Tensor]) -> PartitionBuffers:
-        return PartitionBuffers(self.way, self.plans, self.token, self.packed, given)
+        return PartitionBuffers(self.exchanges, self.layouts, self.token, given)
 
     def _named(self, name: str, rows: torch.Tensor) -> dict[str, torch.Tensor]:
         """This rank's own rows, by the buffers' names."""
         parts = rows.split([partition.own for partition in self.partitions])
         return {f"{name}.{j}": part for j, part in enumerate(parts)}
 
-    def _widths(self) -> tuple[RowBytes, int, int]:
-        row = RowBytes(self.packed.row_bytes, self.token.row_bytes, self.experts.middle_row_bytes)
-        return row, self.way.groups.ep_size, self.way.groups.etp_size
+    def _way(self) -> tuple[RowBytes, Stages]:
+        """What rows take on their way, and its stages."""
+        returned = self.layouts[INPUT_GRADIENTS].row_bytes
+        row = RowBytes(self.packed.row_bytes, self.token.row_bytes, self.experts.middle_row_bytes, returned)
+        return row, self.exchanges[0].way.stages
 
 
 class _Sum:

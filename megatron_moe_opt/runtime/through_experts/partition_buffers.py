@@ -6,13 +6,10 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from megatron_moe_opt.runtime.rows.exchange_plan import ExchangePlan
-from megatron_moe_opt.runtime.rows.row_layout import RowLayout
-from megatron_moe_opt.runtime.rows.ways import Way
+from megatron_moe_opt.runtime.rows.expert_exchange import Exchange
+from megatron_moe_opt.runtime.rows.row_layout import Layout
+from megatron_moe_opt.schedules.mpmoe import Move, place_of
 from megatron_moe_opt.schedules.pipeline import base_name
-
-_PACKED = frozenset({"arrived", "grad_unsorted", "grad_parts", "grad_summed"})
-"""The buffers whose rows have their probabilities, or the gradients of these, with them."""
 
 
 class PartitionBuffers:
@@ -20,17 +17,19 @@ class PartitionBuffers:
 
     def __init__(
         self,
-        way: Way,
-        plans: Sequence[ExchangePlan],
-        tokens: RowLayout,
-        packed: RowLayout,
+        exchanges: Sequence[Exchange],
+        layouts: Mapping[Move, Layout],
+        tokens: Layout,
         given: Mapping[str, torch.Tensor],
     ) -> None:
         """
         Args:
+            exchanges: of each partition.
+            layouts: of rows on their way.
+            tokens: of rows that are sorted by expert.
             given: buffers that exist already, each of one partition.
         """
-        self._way, self._plans, self._tokens, self._packed, self._given = way, plans, tokens, packed, given
+        self._exchanges, self._layouts, self._tokens, self._given = exchanges, layouts, tokens, given
         self._like = next(iter(given.values()))
         self._counts: dict[str, list[int]] = {}
         """Rows of each partition in a buffer."""
@@ -41,11 +40,11 @@ class PartitionBuffers:
         if name in self._given:
             return self._given[name]
         base = base_name(name)
+        move, of_way = place_of(base)
         if base not in self._counts:
-            of_way = base.removeprefix("grad_")
-            self._counts[base] = [self._way.num_rows(of_way, plan, 0) for plan in self._plans]
+            self._counts[base] = [one.way.num_rows(of_way, one.plan, 0) for one in self._exchanges]
         counts = self._counts[base]
         if name not in self._made:
-            layout = self._packed if base in _PACKED else self._tokens
+            layout = self._tokens if of_way == "sorted" else self._layouts[move]
             self._made[name] = layout.blank_rows(max(counts), self._like)
         return self._made[name].narrow(0, 0, counts[j])

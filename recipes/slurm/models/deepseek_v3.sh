@@ -32,4 +32,4 @@ arguments+=(
     --micro-batch-size 1 --global-batch-size 15360 --train-iters 235000 --save-interval 100
     --lr 2.2e-4 --min-lr 7.3e-6 --lr-warmup-iters 2000
 )
-dispatcher=(--moe-token-dispatcher-type monta)
+dispatcher=(--moe-token-dispatcher-type auto)

@@ -19,4 +19,4 @@ arguments+=(
     --micro-batch-size 1 --global-batch-size 256 --train-iters 500000
     --lr 1e-4 --min-lr 1e-5 --lr-warmup-iters 500
 )
-dispatcher=(--moe-token-dispatcher-type monta)
+dispatcher=(--moe-token-dispatcher-type auto)

@@ -20,4 +20,4 @@ arguments+=(
     --micro-batch-size 1 --global-batch-size 256 --train-iters 500000
     --lr 1.2e-4 --min-lr 1.2e-5 --lr-warmup-iters 2000
 )
-dispatcher=(--moe-token-dispatcher-type monta)
+dispatcher=(--moe-token-dispatcher-type auto)

@@ -13,7 +13,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from megatron_moe_opt.cli.ranks import slowest, timed
+from megatron_moe_opt.integration.measuring.timing import slowest, timed
 from megatron_moe_opt.planning.costs.cluster import Points
 from megatron_moe_opt.runtime.engine.executor import executor
 from megatron_moe_opt.runtime.engine.steps import Steps
@@ -158,13 +158,14 @@ class Meter:
                 points[index] = size, min(took, *again)
         return _without_dips(points, one_pace)
 
-    def rates_beside(self, busy: Busy, *neighbours: Sequence[Busy]) -> list[float]:
+    def rates_beside(self, busy: Busy, *neighbours: Sequence[Busy], hurried: bool = False) -> list[float]:
         """Returns how much of its own pace an op keeps while other lanes are busy, in (0, 1].
 
         Args:
             neighbours: one answer for each: what keeps other lanes busy, all at once.
+            hurried: with the fewest ops.
         """
-        ops = _ops(busy.seconds)
+        ops = LEAST_OPS if hurried else _ops(busy.seconds)
         alone = self._alone(busy.load, busy.sized, ops)
         return [min(1.0, alone / self._beside(busy, ops, alone, others)) for others in neighbours]
 

@@ -12,12 +12,11 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_moe_opt import register
-from megatron_moe_opt.cli.layer.settings import LayerSettings
-from megatron_moe_opt.cli.option_types import torch_dtype
-from megatron_moe_opt.cli.routing.workloads import choose_experts
 from megatron_moe_opt.integration.auto.auto_layer import current_controller
 from megatron_moe_opt.integration.flex_backends import DEFAULT
 from megatron_moe_opt.integration.layer.moe_layer import build_layer, forget_migrated_experts, impose_routing
+from megatron_moe_opt.integration.measuring.layer_settings import LayerSettings, torch_dtype
+from megatron_moe_opt.integration.measuring.workloads import choose_experts
 from megatron_moe_opt.option_values import AUTO
 from megatron_moe_opt.options import Options
 from megatron_moe_opt.runtime.engine.recording import recording
@@ -160,12 +159,12 @@ class ReturnTokens(torch.autograd.Function):
 
 
 def layers_under_test(
-    settings: LayerSettings, ep: int, device: torch.device, permute_fusion: bool
+    settings: LayerSettings, ep: int, device: torch.device, permute_fusion: bool, groups: Any = None
 ) -> dict[str, LayerUnderTest]:
-    """Returns one layer for each dispatcher: same weights, input, routing and output gradient."""
+    """Returns one layer for each dispatcher: same weights, input, routing and output gradient. Groups: see below."""
     layers: dict[str, LayerUnderTest] = {}
     for variant in settings.dispatchers:
-        layers[variant] = layer_under_test(settings, variant, ep, device, permute_fusion)
+        layers[variant] = layer_under_test(settings, variant, ep, device, permute_fusion, groups=groups)
         first = next(iter(layers.values())).layer
         layers[variant].layer.load_state_dict(first.state_dict())
     return layers
@@ -178,11 +177,13 @@ def layer_under_test(
     device: torch.device,
     permute_fusion: bool = False,
     options: Options | None = None,
+    groups: Any = None,
 ) -> LayerUnderTest:
     """Returns the layer of a variant (see split_variant), ready for a step.
 
     Args:
         options: in the place of the variant's, for what no variant's name says.
+        groups: Megatron's ProcessGroupCollection in the place of the groups that it has made.
     """
     rank = settings.data_rank(dist.get_rank())
     generator = torch.Generator().manual_seed((settings.seed << 20) + rank)
@@ -199,7 +200,7 @@ def layer_under_test(
     )
     dispatcher, of_variant = split_variant(variant, settings.profile)
     register(options or of_variant)
-    layer = build_layer(layer_config(settings, variant, ep, permute_fusion))
+    layer = build_layer(layer_config(settings, variant, ep, permute_fusion), groups)
     common = layer, tokens.requires_grad_(), output_grad
     if settings.dispatch_only:
         routing_map = torch.zeros(settings.tokens, settings.experts, dtype=torch.bool, device=device)

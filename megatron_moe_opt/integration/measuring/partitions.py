@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from megatron_moe_opt.cli.layer.settings import LayerSettings
-from megatron_moe_opt.cli.option_types import torch_dtype
-from megatron_moe_opt.cli.profile.meter import Meter
+from megatron_moe_opt.integration.measuring.layer_settings import LayerSettings, torch_dtype
+from megatron_moe_opt.integration.measuring.meter import Meter
 from megatron_moe_opt.planning.choosing.choice import schedule_seconds
 from megatron_moe_opt.planning.costs.cluster import Cluster
 from megatron_moe_opt.planning.predicting.layer_on_cluster import LayerOnCluster
@@ -32,7 +31,7 @@ def partition_overhead(
         ffn_hidden: of a whole expert.
         seconds: to measure for. A turn more than that where the links are slow.
     """
-    from megatron_moe_opt.cli.layer.under_test import layer_under_test
+    from megatron_moe_opt.integration.measuring.under_test import layer_under_test
 
     world = cluster.world
     names = [f"mpmoe:{count}" for count in COUNTS]

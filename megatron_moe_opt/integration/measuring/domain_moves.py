@@ -7,14 +7,14 @@ from contextlib import contextmanager
 
 from torch.distributed import ProcessGroup
 
-from megatron_moe_opt.cli.profile import loads
-from megatron_moe_opt.cli.profile.loads import Rows
-from megatron_moe_opt.cli.profile.meter import Load
-from megatron_moe_opt.cli.ranks import temporary_groups
+from megatron_moe_opt.integration.measuring import loads
+from megatron_moe_opt.integration.measuring.loads import Rows
+from megatron_moe_opt.integration.measuring.meter import Load
 from megatron_moe_opt.planning.predicting.expert_migration import realisable_groups, role
 from megatron_moe_opt.schedules.schedule import Kind, Lane
 from megatron_moe_opt.topology.domains import ExpertDomains
-from megatron_moe_opt.topology.layouts import Groups, Layout
+from megatron_moe_opt.topology.layouts import Groups
+from megatron_moe_opt.topology.process_groups import refine, temporary_groups
 
 _COLLECTIVES = {
     Kind.ALL_TO_ALL: loads.all_to_all,
@@ -37,23 +37,19 @@ def domain_moves(rows: Rows, groups: Mapping[str, ProcessGroup], workers: Sequen
 
 
 @contextmanager
-def domain_groups_of(
-    layout: Layout, workers: Sequence[int], ep: ProcessGroup | None = None
-) -> Iterator[dict[str, ProcessGroup]]:
-    """Yields this rank's groups of expert domains of every size at every level of EP. A collective call over the world.
-
-    Args:
-        ep: the group that the domains' groups of all ranks of EP are, in the place of a new one.
+def domain_groups_of(ep: ProcessGroup, workers: Sequence[int]) -> Iterator[dict[str, ProcessGroup]]:
+    """Yields this rank's groups of expert domains of every size at every level of an expert-parallel group, which is
+    itself the group of domains of all of its ranks. A collective call over the world.
     """
     groups: dict[str, ProcessGroup] = {}
-    made: dict[Groups, ProcessGroup] = {} if ep is None else {layout.groups("ep"): ep}
+    made: dict[Groups, ProcessGroup] = {(tuple(range(ep.size())),): ep}
     for level, ranks in realisable_groups(workers):
         for kind, size in ((Kind.ALL_TO_ALL, workers[level] // ranks), (Kind.ALL_GATHER, ranks)):
             sizes = tuple(size if other == level else 1 for other in range(len(workers)))
             domains = ExpertDomains(tuple(workers), sizes)
             of_ep = domains.all_to_all_groups(level) if kind is Kind.ALL_TO_ALL else domains.gather_groups(level)
-            of_world = tuple(tuple(ep[one] for one in group) for ep in layout.groups("ep") for group in of_ep)
-            name = role(kind, workers, level, ranks)
-            groups[name] = made[of_world] if of_world in made else loads.group_of(of_world)
-    with temporary_groups([group for group in groups.values() if group is not ep]):
+            if of_ep not in made:
+                made[of_ep] = refine(ep, next(members for members in of_ep if ep.rank() in members), "profile")
+            groups[role(kind, workers, level, ranks)] = made[of_ep]
+    with temporary_groups([group for group in made.values() if group is not ep]):
         yield groups

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from megatron_moe_opt.cli.layer.settings import LayerSettings
-from megatron_moe_opt.cli.profile.loads import Rows, expert_pass
-from megatron_moe_opt.cli.profile.meter import Meter
+from megatron_moe_opt.integration.measuring.layer_settings import LayerSettings
+from megatron_moe_opt.integration.measuring.loads import Rows, expert_pass
+from megatron_moe_opt.integration.measuring.meter import Meter
+from megatron_moe_opt.integration.measuring.under_test import layer_under_test, layers_under_test
 from megatron_moe_opt.planning.costs.cluster import OURS, STOCK, Points
 from megatron_moe_opt.runtime.through_experts.expert_call import Experts
 from megatron_moe_opt.topology.nodes import NodeMap
@@ -19,41 +21,43 @@ DISPATCHERS = {STOCK: "alltoall", OURS: "monta"}
 EXPERTS, TOPK = 8, 2
 
 
-def local_work(rows: Rows, meter: Meter, sizes: Sequence[int], longest: float) -> dict[str, Points]:
+def local_work(
+    rows: Rows, meter: Meter, sizes: Sequence[int], longest: float, alone: Any, seconds: float
+) -> dict[str, Points]:
     """Returns what dispatch and combine, forward and backward, take in layers whose experts are all on their rank, on
     all ranks at once.
 
-    Over bytes of the rows, up to a size that takes over `longest` seconds. A collective call over the world, in
-    Megatron's groups of one rank.
-    """
-    from megatron_moe_opt.cli.layer.under_test import layers_under_test
+    Over bytes of the rows: as many sizes as fit into `seconds`, up to one that takes over `longest`. A collective call
+    over the world.
 
+    Args:
+        alone: Megatron's groups of one rank.
+    """
     points: dict[str, list[tuple[int, float]]] = {whose: [] for whose in DISPATCHERS}
+    end = meter.elapsed() + seconds
     for size in sizes:
         tokens = rows.number(size, TOPK) // TOPK
-        layers = layers_under_test(_settings(rows, tokens, 1), 1, rows.device, permute_fusion=False)
-        seconds = meter.calls([layers[name].step for name in DISPATCHERS.values()])
-        for whose, took in zip(DISPATCHERS, seconds, strict=True):
-            points[whose].append((tokens * TOPK * rows.bytes, took))
-        if max(seconds) > longest:
+        layers = layers_under_test(_settings(rows, tokens, 1), 1, rows.device, permute_fusion=False, groups=alone)
+        took = meter.calls([layers[name].step for name in DISPATCHERS.values()], end - meter.elapsed())
+        for whose, of_one in zip(DISPATCHERS, took, strict=True):
+            points[whose].append((tokens * TOPK * rows.bytes, of_one))
+        if max(took) > longest or meter.elapsed() > end:
             break
     return {whose: tuple(of) for whose, of in points.items()}
 
 
-def one_expert(rows: Rows, ffn_hidden: int) -> Experts:
-    """Returns Megatron's own module with a single expert, in Megatron's groups of one rank."""
-    from megatron_moe_opt.cli.layer.under_test import layer_under_test
-
+def one_expert(rows: Rows, ffn_hidden: int, alone: Any) -> Experts:
+    """Returns Megatron's own module with a single expert, in Megatron's groups of one rank, `alone`."""
     settings = replace(_settings(rows, 1, ffn_hidden), experts=1, topk=1)
-    experts = layer_under_test(settings, DISPATCHERS[STOCK], 1, rows.device).layer.experts
+    experts = layer_under_test(settings, DISPATCHERS[STOCK], 1, rows.device, groups=alone).layer.experts
     return Experts(lambda *inputs: experts(*inputs)[0], tuple(experts.parameters()))
 
 
-def compute_sharing(rows: Rows, meter: Meter, expert: Experts, number: int, nodes: NodeMap) -> float:
+def compute_sharing(rows: Rows, meter: Meter, expert: Experts, number: int, nodes: NodeMap, seconds: float) -> float:
     """Returns how much faster an expert computes so many rows on the first rank of each node alone than on all ranks at
     once.
 
-    A collective call over the world.
+    A collective call over the world, for so many `seconds`.
     """
     first_ranks = {nodes.ranks_of(node)[0] for node in nodes.node_of}
     if len(first_ranks) == len(nodes.node_of):
@@ -64,7 +68,7 @@ def compute_sharing(rows: Rows, meter: Meter, expert: Experts, number: int, node
         if is_first:
             run()
 
-    together, one = meter.calls([run, alone])
+    together, one = meter.calls([run, alone], seconds)
     return max(1.0, together / one)
 
 

@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from megatron_moe_opt.cli.profile.meter import Load, Sized, SizedPipeline
 from megatron_moe_opt.dispatchers.monta import MontaDispatcher
 from megatron_moe_opt.dispatchers.pipelining import FixedPipelining
+from megatron_moe_opt.integration.measuring.meter import Load, Sized, SizedPipeline
 from megatron_moe_opt.kernels import ChunkList, empty
 from megatron_moe_opt.runtime.engine import steps
 from megatron_moe_opt.runtime.engine.collectives import all_gather_rows, reduce_scatter_rows
@@ -24,7 +24,6 @@ from megatron_moe_opt.schedules.mpmoe import Restore
 from megatron_moe_opt.schedules.schedule import Kind, Lane
 from megatron_moe_opt.topology.expert_groups import ExpertGroups, TokenCopies
 from megatron_moe_opt.topology.nodes import NodeMap
-from megatron_moe_opt.topology.process_groups import refine
 
 _CHUNKS = 32  # of a reorder: source ranks times experts of a rank
 _COPIED_BYTES = 32 * 2**20  # that small copies go around in, so that they do not find their rows in a cache
@@ -286,8 +285,3 @@ def expert_gemm(rows: Rows, expert: Experts, training: bool = False) -> Load:
         return Sized(number, lambda: steps.call(run))
 
     return Load(Kind.COMPUTE, Lane.COMPUTE, None, sized)
-
-
-def group_of(groups: tuple[tuple[int, ...], ...]) -> ProcessGroup:
-    """Returns the process group of this rank among groups of all ranks. A collective call over the world."""
-    return refine(dist.group.WORLD, next(ranks for ranks in groups if dist.get_rank() in ranks), "profile")

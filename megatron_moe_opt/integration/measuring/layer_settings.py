@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from megatron_moe_opt.cli.option_types import torch_dtype
 from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.kernels import LANE_BYTES
 from megatron_moe_opt.option_values import AUTO
@@ -14,9 +14,19 @@ from megatron_moe_opt.systems import system_of
 from megatron_moe_opt.topology.layouts import Layout, layout_of_options
 from megatron_moe_opt.variants import FLEX, split_variant
 
+if TYPE_CHECKING:
+    import torch
+
 BASELINE = "alltoall"
 STOCK = (BASELINE, "allgather", FLEX)
 REPLICATED_BASELINE = "deepspeed"
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """Returns PyTorch's type for a name that commands take: fp32 or bf16."""
+    import torch
+
+    return {"fp32": torch.float32, "bf16": torch.bfloat16}[name]
 
 
 @dataclass(frozen=True)

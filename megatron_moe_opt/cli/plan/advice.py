@@ -1,0 +1,64 @@
+"""What `moe-opt plan` advises, in a sentence that says why."""
+
+from __future__ import annotations
+
+from megatron_moe_opt.cli.plan.case import FITS, GIB, Case
+from megatron_moe_opt.planning.planner import WINS_BY
+from megatron_moe_opt.planning.predicting.prediction import ALLTOALL, Prediction
+
+SENDS_LESS = 0.9
+"""What a rank sends, over what it sends under stock, from which on that is told as a reason."""
+
+
+def advice(case: Case) -> str:
+    """Returns what to run, what to expect of it and why; or why stock is best."""
+    chosen, stock = case.chosen, case.stock
+    if chosen.variant == ALLTOALL:
+        return (
+            f"Stay with stock alltoall: nothing is predicted to take less than {1 - WINS_BY:.0%} of its time; it waits "
+            f"for communication in {_ms(stock.exposed)} of {_ms(stock.seconds)} ms of a MoE layer."
+        )
+    if stock is None:
+        return (
+            f"Use {chosen.variant}: it is predicted to take {_ms(chosen.seconds)} ms a MoE layer, and stock Megatron "
+            "does not train under TP without --sequence-parallel."
+        )
+    if not case.fits(stock):
+        return (
+            f"Use {chosen.variant}: the fastest of what fits; stock alltoall needs {case.memory(stock) / GIB:.1f} GiB. "
+            f"A MoE layer is predicted to take {_ms(chosen.seconds)} ms, stock's {_ms(stock.seconds)}."
+        )
+    return f"Use {chosen.variant}: {_gain(case)}, because {_reason(chosen, stock)}. Predicted, not measured."
+
+
+def does_not_fit(case: Case) -> str:
+    """Returns that no candidate fits into a GPU's memory, and what to do."""
+    least = min(case.candidates, key=case.memory)
+    known = case.site.memory
+    return (
+        f"It does not fit: {least.variant} needs {case.memory(least) / GIB:.1f} GiB, and {FITS:.0%} of a GPU's "
+        f"{known / GIB:.1f} are {FITS * known / GIB:.1f}: leave out --tp, --pp, --ep and --expert-tp to have a layout "
+        "searched that fits, take more GPUs, or --recompute full"
+    )
+
+
+def _gain(case: Case) -> str:
+    chosen, stock = case.chosen, case.stock
+    layers = f"MoE layers {stock.seconds / chosen.seconds:.2f} times as fast as with stock alltoall"
+    step, of_stock = case.step(chosen), case.step(stock)
+    if step is None:
+        return layers
+    return f"{layers}, {step.tokens_per_second / of_stock.tokens_per_second - 1:.0%} more tokens a second"
+
+
+def _reason(chosen: Prediction, stock: Prediction) -> str:
+    sent, of_stock = (one.inter_bytes or one.intra_bytes for one in (chosen, stock))
+    where = "between nodes" if stock.inter_bytes else "inside nodes"
+    reasons = [f"it waits for communication {_ms(chosen.exposed)} in place of {_ms(stock.exposed)} ms a layer"]
+    if of_stock and sent <= SENDS_LESS * of_stock:
+        reasons.append(f"sends {sent / 1e6:.0f} in place of {of_stock / 1e6:.0f} MB {where}")
+    return " and ".join(reasons)
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.1f}"

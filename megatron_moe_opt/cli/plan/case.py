@@ -1,0 +1,142 @@
+"""A MoE layer of a model on a cluster, and what could run it: what every table of `moe-opt plan` is made from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from megatron_moe_opt.cli.plan.settings import PlanSettings, Site, workload_of
+from megatron_moe_opt.errors import ConfigurationError
+from megatron_moe_opt.planning.costs.cluster import Cluster
+from megatron_moe_opt.planning.plan_file import Plan
+from megatron_moe_opt.planning.planner import best, candidates
+from megatron_moe_opt.planning.predicting.layer_workload import LayerWorkload
+from megatron_moe_opt.planning.predicting.partitioned_rows import activation_bytes
+from megatron_moe_opt.planning.predicting.prediction import ALLTOALL, Prediction, Refusal
+from megatron_moe_opt.planning.training.memory import RECOMPUTE, layer_activations, training_memory
+from megatron_moe_opt.planning.training.model import ModelShape
+from megatron_moe_opt.planning.training.step_costs import StepCosts, communication
+from megatron_moe_opt.planning.training.throughput import Throughput, throughput
+
+GIB = 2**30
+FITS = 0.9
+"""The part of a GPU's memory that may be planned with: logits, workspaces and buffers of NCCL are not counted."""
+
+Predict = Callable[[LayerWorkload, Cluster, int | None], tuple[tuple[Prediction, ...], tuple[Refusal, ...]]]
+"""Has the signature of planner.candidates."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """The MoE layer of a model on a cluster, for one length of sequences, and what could run it."""
+
+    settings: PlanSettings
+    model: ModelShape
+    site: Site
+    sequence: int
+    workload: LayerWorkload
+    candidates: tuple[Prediction, ...]
+    """All that the cluster's costs cover, the fastest first."""
+    refused: tuple[Refusal, ...]
+
+    @classmethod
+    def of(
+        cls, settings: PlanSettings, model: ModelShape, site: Site, sequence: int, predict: Predict | None = None
+    ) -> Case:
+        """Predicts one MoE layer, which stands for all of the model: they are alike.
+
+        Args:
+            predict: which candidates; None: all (planner.candidates).
+        """
+        workload = workload_of(settings, model, site, sequence)
+        found = (predict or candidates)(workload, site.cluster, settings.activation_budget)
+        return cls(settings, model, site, sequence, workload, *found)
+
+    @cached_property
+    def chosen(self) -> Prediction:
+        """The candidate to run in all MoE layers: of those that fit, if any does."""
+        return best([one for one in self.candidates if self.fits(one)] or self.candidates)
+
+    @cached_property
+    def stock(self) -> Prediction | None:
+        """The candidate that stock Megatron is; None where it does not train."""
+        return next((one for one in self.candidates if one.variant == ALLTOALL), None)
+
+    @property
+    def families(self) -> list[str]:
+        """The systems that have candidates, the fastest first."""
+        return list(dict.fromkeys(one.family for one in self.candidates))
+
+    def candidate(self, variant: str) -> Prediction:
+        """Returns the candidate of this name. Raises ConfigurationError where there is none."""
+        reasons = {one.variant: one.reason for one in self.refused}
+        why = reasons.get(variant) or reasons.get(variant.partition(":")[0]) or "write it as the table of --all does"
+        for one in self.candidates:
+            if one.variant == variant:
+                return one
+        raise ConfigurationError(f"--draw {variant} is not a candidate here: {why}")
+
+    def best_of(self, family: str) -> Prediction | None:
+        """Returns the fastest candidate of a system; None where it has none."""
+        return next((one for one in self.candidates if one.family == family), None)
+
+    def memory(self, one: Prediction) -> float:
+        """Returns bytes of a GPU of the first stage: stock's, and what the candidate's layers hold more, or less.
+
+        Where all layers are run again, one MoE layer at a time holds what it holds otherwise.
+        """
+        settings, model, layout = self.settings, self.model, self.site.layout
+        of_stock = training_memory(
+            model, layout, settings.micro_batch, self.sequence, settings.micro_batches, recompute=settings.recompute
+        )
+        more = one.activation_bytes - activation_bytes(self.workload, self.workload.rows, 1, "none")
+        if settings.recompute == RECOMPUTE[-1]:
+            of_layer = layer_activations(model, layout, settings.micro_batch, self.sequence)
+            return of_stock.total + sum(of_layer.values()) + more
+        layers = model.layers // layout.pp - min(model.dense_layers, model.layers // layout.pp)
+        return of_stock.total + layers * min(layout.pp, settings.micro_batches) * more
+
+    def fits(self, one: Prediction) -> bool:
+        """Whether a GPU can hold it, with FITS of its memory; True where the memory of a GPU is not known."""
+        return self.site.memory is None or self.memory(one) <= FITS * self.site.memory
+
+    def step(self, one: Prediction) -> Throughput | None:
+        """Returns what a training step takes under a candidate; None where the speed of a GPU is not known."""
+        settings, model, site = self.settings, self.model, self.site
+        if site.device is None:
+            return None
+        sizes = model, site.layout, site.device, settings.micro_batch, self.sequence, settings.micro_batches
+        besides = self._besides
+        if settings.recompute == RECOMPUTE[-1]:
+            again = self._run_again(one)
+            besides = replace(besides, micro_batch=besides.micro_batch + again)
+        return throughput(*sizes, one.seconds, with_experts=True, besides=besides)
+
+    @cached_property
+    def _besides(self) -> StepCosts:
+        settings, layout = self.settings, self.site.layout
+        tokens = settings.micro_batch * self.sequence // layout.cp
+        return communication(self.model, layout, self.site.cluster, tokens, settings.element_bytes)
+
+    def _run_again(self, one: Prediction) -> float:
+        """Seconds of a micro-batch in which all layers of a stage run forward again: a third of what computes, and half
+        of what communicates.
+        """
+        settings, model, layout = self.settings, self.model, self.site.layout
+        alone = throughput(
+            model, layout, self.site.device, settings.micro_batch, self.sequence, 1, 0.0, with_experts=True
+        )
+        computes = alone.step_seconds / layout.pp  # of one stage, without the experts
+        moe_layers = (model.layers - model.dense_layers) / layout.pp
+        of_layers = moe_layers * ((one.seconds - one.exposed) / 3 + one.exposed / 2)
+        return computes / 3 + of_layers + self._besides.micro_batch / 2
+
+    def plan(self) -> Plan:
+        """Returns the plan that runs the chosen candidate in all MoE layers, the others as runners-up."""
+        layout = self.site.layout
+        layers = range(self.model.dense_layers + 1, self.model.layers + 1)  # Megatron counts from 1
+        return Plan.uniform(
+            layers, self.chosen.variant, self.candidates, self.settings.cluster, ep=layout.ep, etp=layout.expert_tp,
+            experts=self.model.experts, gpu_settings=self.site.cluster.gpu_settings,
+        )  # fmt: skip

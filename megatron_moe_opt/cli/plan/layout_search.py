@@ -1,0 +1,185 @@
+"""Which layout of a known cluster trains a model fastest, of those whose memory suffices."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from rich.progress import Progress
+from rich.table import Table
+
+from megatron_moe_opt.cli.console import progress_console, table_of
+from megatron_moe_opt.cli.plan.case import FITS, GIB, Case
+from megatron_moe_opt.cli.plan.settings import PlanSettings, Site, check_model, site_of
+from megatron_moe_opt.errors import ConfigurationError
+from megatron_moe_opt.planning.costs.known_clusters import KNOWN_CLUSTERS
+from megatron_moe_opt.planning.planner import stock_without_waiting
+from megatron_moe_opt.planning.training.arrangements import Arrangement, arrangements
+from megatron_moe_opt.planning.training.memory import RECOMPUTE, layer_activations, training_memory
+from megatron_moe_opt.planning.training.model import ModelShape
+from megatron_moe_opt.topology.layouts import Layout
+
+SHOWN = 8
+TOKENS_OF_STEP = 4 * 2**20
+"""Of a step, where --global-batch does not say how many sequences."""
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """The training that a layout is searched for."""
+
+    global_batch: int | None
+    """Sequences of a step; None: TOKENS_OF_STEP."""
+    micro_batch: int | None
+    """Sequences; None: searched too."""
+    recompute: str | None
+    """A value of memory.RECOMPUTE; None: none or full, whichever is faster."""
+
+
+def wanted_of(
+    cluster: str,
+    of_layout: Mapping[str, int | str | None],
+    global_batch: int | None,
+    micro_batch: int | None,
+    recompute: str | None,
+) -> Wanted | None:
+    """Returns what to search a layout for; None where the options have one, or the cluster was measured with one.
+
+    Args:
+        of_layout: values of the options that say how ranks are laid out, None where not given.
+
+    Raises:
+        ConfigurationError: --global-batch beside a layout.
+    """
+    given = [f"{flag} {value}".strip() for flag, value in of_layout.items() if value is not None]
+    if given or cluster not in KNOWN_CLUSTERS:
+        if global_batch is not None:
+            beside = given[0] if given else f"--cluster {cluster}, which was measured in a layout"
+            raise ConfigurationError(
+                f"--global-batch {global_batch} is for layouts that are searched, beside {beside}: give --micro-batches"
+            )
+        return None
+    return Wanted(global_batch, micro_batch, recompute)
+
+
+@dataclass(frozen=True)
+class Searched:
+    """The fastest layouts, and how many there were."""
+
+    cases: tuple[Case, ...]
+    """The SHOWN fastest, each with what runs its MoE layers fastest."""
+    compared: int
+    """Arrangements of layout, micro-batch and recomputation that may fit."""
+    too_large: int
+    """Those that do not, whatever the dispatcher."""
+
+
+def search(settings: PlanSettings, model: ModelShape, wanted: Wanted) -> Searched:
+    """Predicts a training step under the arrangements that fit, as far as they could be among the fastest.
+
+    No dispatcher takes less than stock would without waiting for its communication: in the order of the tokens a second
+    that this would give, arrangements are predicted in full until it is less than the slowest of those to be shown.
+
+    Raises:
+        ConfigurationError: nothing fits, and what is needed at least; or several lengths of sequences.
+    """
+    check_model(model, Layout())
+    sequence, *others = settings.sequences
+    if others:
+        listed = ",".join(map(str, settings.sequences))
+        raise ConfigurationError(
+            f"--sequence {listed}: a layout is searched for one length of sequences: give one, or --ep and the like"
+        )
+    known, world = KNOWN_CLUSTERS[settings.cluster], settings.needs_world()
+    global_batch = wanted.global_batch or max(1, TOKENS_OF_STEP // sequence)
+    known.levels(world)  # refuses GPUs that fill no nodes
+    cp = settings.sizes["--cp"] or 1
+    of_step = list(arrangements(model, world, known.node, global_batch, wanted.micro_batch, wanted.recompute, cp))
+    if not of_step:
+        raise ConfigurationError(
+            f"--global-batch {global_batch}: no layout of {world} GPUs cuts these sequences and the model into "
+            "equal parts: choose a multiple of the GPUs"
+        )
+    least = {one: _least_memory(model, one, sequence) for one in of_step}
+    small = [one for one in of_step if least[one] <= FITS * known.memory]
+    if not small:
+        raise ConfigurationError(
+            f"--world {world}: no layout holds the model, a GPU of the smallest would need "
+            f"{min(least.values()) / GIB:.1f} GiB and has {known.memory / GIB:.1f}: take more GPUs"
+        )
+    found: list[Case] = []
+    console = progress_console()
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
+        bounded = _bounded(settings, model, progress.track(small, description="layouts"))
+        for bound, of_layout, site in progress.track(bounded, description="dispatchers"):
+            if len(found) == SHOWN and bound <= found[-1].step(found[-1].chosen).tokens_per_second:
+                break
+            case = Case.of(of_layout, model, site, sequence)
+            if case.fits(case.chosen):
+                found = sorted([*found, case], key=lambda one: -one.step(one.chosen).tokens_per_second)[:SHOWN]
+    if not found:
+        raise ConfigurationError(f"--world {world}: no layout holds the model's activations: take more GPUs, or --cp")
+    return Searched(tuple(found), len(small), len(of_step) - len(small))
+
+
+def _bounded(
+    settings: PlanSettings, model: ModelShape, ones: Iterable[Arrangement]
+) -> list[tuple[float, PlanSettings, Site]]:
+    """Returns the most tokens a second that each arrangement can reach, falling, with its settings and its site.
+
+    Layouts whose EP groups lie on the network unevenly are left out: their costs cannot be described.
+    """
+    sites: dict[Layout, Site | None] = {}
+    found = []
+    for one in ones:
+        of_layout = settings.arranged(one)
+        if one.layout not in sites:
+            try:
+                sites[one.layout] = site_of(of_layout, model)
+            except ConfigurationError:
+                sites[one.layout] = None
+        site = sites[one.layout]
+        if site is not None and one.micro_batch * settings.sequences[0] % (one.layout.tp * one.layout.cp) == 0:
+            bound = Case.of(of_layout, model, site, settings.sequences[0], stock_without_waiting)
+            found.append((bound.step(bound.candidates[0]).tokens_per_second, of_layout, site))
+    return sorted(found, key=lambda one: -one[0])
+
+
+def _least_memory(model: ModelShape, one: Arrangement, sequence: int) -> float:
+    """Returns bytes that a GPU of the first stage holds even where its experts save nothing."""
+    memory = training_memory(model, one.layout, one.micro_batch, sequence, one.micro_batches, recompute=one.recompute)
+    if one.recompute == RECOMPUTE[-1]:
+        return memory.total
+    terms = layer_activations(model, one.layout, one.micro_batch, sequence)
+    moe_layers = (model.layers - model.dense_layers) / one.layout.pp
+    of_experts = sum(size for name, size in terms.items() if name.startswith("expert"))
+    return memory.total - of_experts * moe_layers * min(one.layout.pp, one.micro_batches)
+
+
+def layouts_table(searched: Searched) -> Table:
+    """Returns one row for each layout, the fastest first."""
+    table = table_of(
+        "Layouts that fit, a training step of each",
+        ("dispatcher", "TP", "PP", "EP", "expert-TP", "batch", "recompute", "tokens/s", "x stock", "MFU", "GiB"),
+        caption=f"batch: sequences of a micro-batch; tokens/s of a GPU; x stock: times stock alltoall's in the same "
+        f"layout; GiB of a GPU of the first stage. {searched.compared} layouts with micro-batches and recomputation "
+        f"compared, {searched.too_large} do not fit",
+    )
+    table.padding = (0, 0)  # for 100 columns
+    for number, case in enumerate(searched.cases):
+        table.add_row(*_cells(case), style="bold" * (number == 0))
+    return table
+
+
+def _cells(case: Case) -> tuple[str, ...]:
+    layout, chosen = case.site.layout, case.chosen
+    step = case.step(chosen)
+    return (
+        chosen.variant,
+        *map(str, (layout.tp, layout.pp, layout.ep, layout.expert_tp, case.settings.micro_batch)),
+        case.settings.recompute,
+        f"{step.tokens_per_second:.0f}",
+        f"{step.tokens_per_second / case.step(case.stock).tokens_per_second:.2f}",
+        f"{step.mfu:.1%}",
+        f"{case.memory(chosen) / GIB:.1f}",
+    )

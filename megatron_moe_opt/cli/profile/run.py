@@ -1,0 +1,93 @@
+"""`moe-opt profile`, on the ranks that run it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from rich.progress import Progress
+
+from megatron_moe_opt.cli.console import progress_console, report_console, say_written
+from megatron_moe_opt.cli.profile.curves_table import curves_table
+from megatron_moe_opt.cli.ranks import begin, megatron_process_group, parallel_layer
+from megatron_moe_opt.errors import ConfigurationError
+from megatron_moe_opt.output_file import check_output_file
+from megatron_moe_opt.planning.costs.cluster import Cluster
+from megatron_moe_opt.topology.domains import find_levels
+from megatron_moe_opt.topology.layouts import Layout, layout_of_options
+from megatron_moe_opt.topology.nodes import discover_nodes
+
+
+@dataclass(frozen=True)
+class ProfileSettings:
+    """What `moe-opt profile` was asked for."""
+
+    tp: int
+    cp: int
+    ep: int | None
+    """None: as many ranks as expert_tp leaves."""
+    expert_tp: int
+    hidden: int
+    ffn_hidden: int
+    dtype: str
+    """Of the rows: fp32 or bf16."""
+    seconds: float
+    domains: bool = False
+    """Whether to measure the groups of expert domains too."""
+
+    def layout(self, world: int) -> Layout:
+        """Returns the groups that these sizes make on `world` ranks.
+
+        Raises:
+            ConfigurationError: the option, its value and the way out.
+        """
+        ep = self.ep or max(1, world // self.expert_tp)
+        sizes = {"--world": world, "--tp": self.tp, "--cp": self.cp, "--ep": ep, "--expert-tp": self.expert_tp}
+        layout = layout_of_options(sizes, f"the {world} ranks of this run")
+        if self.ffn_hidden % self.expert_tp:
+            raise ConfigurationError(
+                f"--expert-tp {self.expert_tp} does not divide --ffn-hidden {self.ffn_hidden}: choose a divisor"
+            )
+        return layout
+
+
+def profile_cluster(settings: ProfileSettings, output: Path) -> Cluster:
+    """Measures on the current ranks; rank 0 prints the table and writes `output`.
+
+    Raises:
+        ConfigurationError: settings that cannot work, before anything runs.
+    """
+    world = begin()
+    check_output_file("--output", output)
+    settings.layout(world)
+    with megatron_process_group() as device:
+        cluster = measured(settings, device)
+        if dist.get_rank() == 0:
+            cluster.save(output)
+            console = report_console(200)
+            console.print(curves_table(cluster))
+            say_written(output, console)
+    return cluster
+
+
+def measured(settings: ProfileSettings, device: torch.device) -> Cluster:
+    """Returns the measured cluster. A collective call over the world; the same answer on every rank."""
+    from megatron_moe_opt.integration.measuring.measure import Sizes, measure  # Megatron warns of much, see `begin`
+
+    layout = settings.layout(dist.get_world_size())
+    node_of = discover_nodes().node_of
+    workers = find_levels([node_of[rank] for rank in layout.groups("ep")[0]]) if settings.domains else ()
+    sizes = Sizes(settings.hidden, settings.ffn_hidden, settings.dtype, workers)
+    with (
+        parallel_layer(layout.tp, layout.ep, layout.expert_tp, seed=1, cp=layout.cp),
+        Progress(console=progress_console(), transient=True, disable=dist.get_rank() != 0) as progress,
+    ):
+        task = progress.add_task("", total=None)
+        return measure(
+            sizes,
+            settings.seconds,
+            device,
+            lambda done, of, what: progress.update(task, total=of, completed=done, description=what),
+        )

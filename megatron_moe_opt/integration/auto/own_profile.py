@@ -1,0 +1,176 @@
+"""What moves cost here, measured by the training run itself, where `auto` is given neither profile nor plan.
+
+It is kept beside the checkpoint and read at the next start, as long as nothing that times depend on has changed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import os
+import socket
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+
+from megatron_moe_opt.dispatchers.say import say
+from megatron_moe_opt.errors import ConfigurationError, reason
+from megatron_moe_opt.integration.measuring.measure import Sizes, measure
+from megatron_moe_opt.integration.measuring.provenance import machine, software
+from megatron_moe_opt.integration.training_arguments import training_arguments
+from megatron_moe_opt.option_values import AUTO
+from megatron_moe_opt.planning.costs.cluster import Cluster
+from megatron_moe_opt.planning.costs.gpu_settings import gpu_settings
+from megatron_moe_opt.planning.predicting.layer_workload import LayerWorkload
+from megatron_moe_opt.runtime.engine.collectives import device_of
+from megatron_moe_opt.runtime.job import failure_board
+from megatron_moe_opt.runtime.job.agreement import found_by_first
+from megatron_moe_opt.topology.nodes import node_name, number_nodes
+
+FILE_NAME = "moe-opt-cluster.json"
+MOST_NAMED = 4
+"""Hosts that are named in the file; more are told by a hash."""
+LINES = 4
+"""That are said while it measures."""
+
+Facts = Mapping[str, str | int]
+
+
+@dataclass(frozen=True)
+class OwnProfile:
+    """What was measured, or read."""
+
+    cluster: Cluster
+    source: str
+    """Where it is from, in words."""
+
+
+def own_profile(config: Any, workloads: Sequence[LayerWorkload], seconds: float) -> OwnProfile:
+    """Measures, or reads what was measured before: on rank 0, which alone reads and writes. A collective call over the
+    world, between optimizer steps.
+
+    Args:
+        config: Megatron's TransformerConfig.
+        workloads: of all MoE layers of the job, the same on all ranks. The largest of unlike ones is measured.
+        seconds: to measure for.
+
+    Raises:
+        ConfigurationError: no MoE layer has run.
+    """
+    if not workloads:
+        raise ConfigurationError(f"--moe-token-dispatcher-type {AUTO}: no MoE layer has run in the first step")
+    layer = max(workloads, key=lambda one: (one.hidden * one.ffn, one.experts))
+    # Rows of half precision are as long, and computed as fast, in either type.
+    dtype = "fp32" if config.params_dtype is torch.float32 else "bf16"
+    workers = layer.workers if layer.etp == 1 else ()  # experts that are cut do not travel
+    sizes = Sizes(layer.hidden, layer.ffn * layer.etp, dtype, workers)
+    device = device_of(dist.group.WORLD)
+    facts = facts_of_run(sizes, layer, device)
+    file = kept_in()
+    kept = found_by_first(lambda: _read(file, facts), dist.group.WORLD)
+    if isinstance(kept, Cluster):
+        say(AUTO, f"costs of moves here are those that were measured before, in {file}")
+        return OwnProfile(kept, str(file))
+    if kept is not None:
+        say(AUTO, kept)
+    with failure_board.told():
+        cluster = measure(sizes, seconds, device, _progress(seconds))
+    cluster = replace(cluster, measured_for=facts)
+    if dist.get_rank() == 0:
+        _write(file, cluster)
+    return OwnProfile(cluster, "what was just measured")
+
+
+def kept_in() -> Path | None:
+    """The file beside the checkpoint: in --save, else in --load. None where the script is given neither."""
+    arguments = training_arguments()
+    if arguments is None:  # another loop than Megatron-LM's
+        parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+        for flag in ("--save", "--load"):
+            parser.add_argument(flag)
+        arguments, _ = parser.parse_known_args(sys.argv[1:])
+    folder = getattr(arguments, "save", None) or getattr(arguments, "load", None)
+    return Path(folder) / FILE_NAME if folder else None
+
+
+def facts_of_run(sizes: Sizes, layer: LayerWorkload, device: torch.device) -> dict[str, str | int]:
+    """What the times depend on, by names that the user knows. A collective call over the world."""
+    names: list[tuple[str, str]] = [("", "")] * dist.get_world_size()
+    dist.all_gather_object(names, (node_name(), socket.gethostname()))
+    nodes = number_nodes([node for node, _ in names])
+    hosts = list(dict.fromkeys(host for _, host in names))
+    of_machine = {name: fact for name, fact in machine(device).items() if name != "name"}
+    return {
+        "nodes": len(set(nodes)),
+        "nodes of ranks": _short(list(map(str, nodes)), "ranks"),
+        "hosts": _short(hosts, "hosts"),
+        "--tensor-model-parallel-size": parallel_state.get_tensor_model_parallel_world_size(),
+        "--context-parallel-size": parallel_state.get_context_parallel_world_size(),
+        "--pipeline-model-parallel-size": parallel_state.get_pipeline_model_parallel_world_size(),
+        "--expert-model-parallel-size": layer.ep,
+        "--expert-tensor-parallel-size": layer.etp,
+        "hidden size of a row": sizes.hidden,
+        "hidden size of an expert": sizes.ffn_hidden,
+        "type of the rows": sizes.dtype,
+        "--moe-router-topk": layer.topk,
+        "--num-experts": layer.experts,
+        "levels of the network": ",".join(map(str, sizes.workers)) or "none",
+        **of_machine,
+        **(gpu_settings() if device.type == "cuda" else {}),
+        **software(),
+    }
+
+
+def _short(names: Sequence[str], what: str) -> str:
+    if len(names) <= MOST_NAMED:
+        return ",".join(names)
+    digest = hashlib.sha256(",".join(names).encode()).hexdigest()
+    return f"{len(names)} {what} ({digest[:12]})"
+
+
+def _read(file: Path | None, facts: Facts) -> Cluster | str | None:
+    """What was measured for a run like this; or why it does not serve, in words; None: nothing is there."""
+    if file is None or not os.path.exists(file):
+        return None
+    try:
+        cluster = Cluster.load(file)
+    except ConfigurationError as error:
+        return f"{file} cannot be used ({error}), and is written anew"
+    there = cluster.measured_for
+    names = [name for name in {**facts, **there} if facts.get(name) != there.get(name)]
+    if not names:
+        return cluster
+    listed = ", ".join(f"{name} {facts.get(name, 'not set')} (there {there.get(name, 'not set')})" for name in names)
+    return f"{file} was measured for another run: {listed}"
+
+
+def _write(file: Path | None, cluster: Cluster) -> None:
+    if file is None:
+        say(AUTO, "what was measured is not kept: there is no --save, nor --load, to keep it beside the checkpoint")
+        return
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        cluster.save(file)
+    except (OSError, ConfigurationError) as error:
+        say(AUTO, f"what was measured is not kept: {reason(error)}")
+        return
+    say(AUTO, f"what was measured is kept in {file}")
+
+
+def _progress(seconds: float) -> Any:
+    """Says how far it is, a few times, on rank 0."""
+    said = 0
+
+    def progress(done: int, of: int, what: str) -> None:
+        nonlocal said
+        if done * LINES >= said * of:
+            said += 1
+            say(AUTO, f"measuring what moves cost here, for {seconds:g} s at most: part {done + 1} of {of}, {what}")
+
+    return progress

@@ -1,0 +1,390 @@
+"""All curves of `cluster.json`, measured on the running ranks in the time that is given."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.process_groups_config import ProcessGroupCollection
+from torch.distributed import ProcessGroup
+
+from megatron_moe_opt.integration.measuring import loads
+from megatron_moe_opt.integration.measuring.domain_moves import domain_groups_of, domain_moves
+from megatron_moe_opt.integration.measuring.layer_settings import torch_dtype
+from megatron_moe_opt.integration.measuring.loads import Rows
+from megatron_moe_opt.integration.measuring.local import compute_sharing, local_work, one_expert
+from megatron_moe_opt.integration.measuring.meter import LEAST_OPS, Busy, Load, Meter
+from megatron_moe_opt.integration.measuring.partitions import partition_overhead
+from megatron_moe_opt.integration.measuring.provenance import machine, software
+from megatron_moe_opt.integration.measuring.undisturbed import undisturbed
+from megatron_moe_opt.planning.costs.cluster import Cluster, ExpertGemm, Points, World
+from megatron_moe_opt.planning.costs.curves import CostCurve, Costs
+from megatron_moe_opt.planning.costs.gpu_settings import gpu_settings
+from megatron_moe_opt.planning.predicting.simulator import Slowdown, simulate
+from megatron_moe_opt.planning.predicting.skew import EVERY_RANK, ONE_RANK
+from megatron_moe_opt.schedules import monta
+from megatron_moe_opt.schedules.monta import even_chunks
+from megatron_moe_opt.schedules.parm import JOINT, TP
+from megatron_moe_opt.schedules.schedule import Kind, Lane
+from megatron_moe_opt.topology.expert_groups import ExpertGroups
+from megatron_moe_opt.topology.nodes import NodeMap, discover_nodes
+from megatron_moe_opt.topology.process_groups import refine, temporary_groups
+
+KIB, MIB = 2**10, 2**20
+SIZES = (16 * KIB, *(64 * KIB * 2**power for power in range(11)))  # up to 64 MiB
+LOCAL_SIZES = (256 * KIB, MIB, 4 * MIB, 16 * MIB)
+GEMM_ROWS = tuple(16 * 2**power for power in range(13))  # up to 65536
+# Curves end with an op that takes longer: from there on, time grows with the bytes. Those of experts' groups, on which
+# choices rest most, are measured further.
+LONGEST_SECONDS, LONGEST_SECONDS_OF_EXPERTS = 0.3, 1.0
+EXPERT_GROUPS = ("ep", "expert-tp", JOINT)
+STOCK_SHARES, SLOWDOWN_SHARES = 2, 3
+"""Of the time, for a curve of stock's, and for lanes side by side."""
+PART_OF_ROOM = 1 / 8
+"""Of the memory that is free on a GPU, for one op: lanes side by side have one each."""
+_SIDES = 2  # of a move: what is sent, and what is received
+# Lanes are run side by side with ops of about this time, or of the nearest that was measured; shorter ones where all of
+# them would take longer than there is.
+BESIDE_SECONDS = 0.03
+# What is moved to learn the overhead: so many chunks, of so many bytes a rank.
+OVERHEAD_CHUNKS, OVERHEAD_CHUNK = 16, 32 * KIB
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What is measured besides the groups: rows and experts as the layers have them."""
+
+    hidden: int
+    """Elements of a row."""
+    ffn_hidden: int
+    """Of a whole expert."""
+    dtype: str
+    """Of the rows: fp32 or bf16."""
+    workers: tuple[int, ...] = ()
+    """Of each network level of the expert-parallel groups, to measure the groups of expert domains; empty: none."""
+
+
+Progress = Callable[[int, int, str], None]
+"""Is told how many parts are done, of how many, and what is measured next."""
+
+
+def measure(sizes: Sizes, seconds: float, device: torch.device, progress: Progress) -> Cluster:
+    """Returns the measured cluster; the same answer on every rank.
+
+    A collective call over the world, in the groups that Megatron has made. What trains in this process meanwhile does
+    not notice: see undisturbed.py.
+
+    Args:
+        seconds: to measure for. Every curve has a point at least, however long that takes.
+    """
+    meter = Meter(device)
+    nodes, groups = discover_nodes(), megatron_groups()
+    rows = Rows(sizes.hidden, torch_dtype(sizes.dtype), device)
+    world = World(
+        nodes.node_of,
+        parallel_state.get_tensor_model_parallel_world_size(),
+        parallel_state.get_context_parallel_world_size(),
+        parallel_state.get_expert_model_parallel_world_size(),
+        parallel_state.get_expert_tensor_parallel_world_size(),
+    )
+    ffn_hidden = sizes.ffn_hidden // world.expert_tp
+    room = _room(device)
+    with (
+        undisturbed(),
+        domain_groups_of(parallel_state.get_expert_model_parallel_group(), sizes.workers) as domains,
+        groups_of_one_rank() as alone,
+    ):
+        moves = domain_moves(rows, domains, sizes.workers) + _moves(rows, groups, nodes)
+        groups |= domains
+        of_stock = _stock_moves(rows, groups)
+        measured = _Measured(meter, seconds, moves, groups, STOCK_SHARES * len(of_stock), room)
+        parts = [*(str(load) for load in moves), *(f"{load} of stock" for load in of_stock), *_LAST_PARTS]
+        next_part = iter(range(len(parts)))
+
+        def begin() -> None:
+            number = next(next_part)
+            progress(number, len(parts), parts[number])
+
+        for load in moves:
+            begin()
+            measured.add(load)
+        stock_curves = {}
+        for load in of_stock:
+            begin()
+            stock_curves[load.kind, load.group] = measured.collective(load, STOCK_SHARES)
+        begin()
+        expert = one_expert(rows, ffn_hidden, alone)
+        experts = [loads.expert_gemm(rows, expert, training) for training in (False, True)]
+        # Of a row in and out, what is between, and their gradients.
+        gemm_rows = _fitting(GEMM_ROWS, 4 * (sizes.hidden + ffn_hidden) * rows.dtype.itemsize, room)
+        gemm, training = (measured.curve(expert, gemm_rows) for expert in experts)
+        begin()
+        saa = measured.saa(rows)
+        begin()
+        slowdown = measured.slowdown(experts[0], gemm)
+        overhead = measured.overhead(rows, slowdown)
+        begin()
+        local = local_work(rows, meter, LOCAL_SIZES, LONGEST_SECONDS, alone, measured.share())
+        number = _near(gemm, BESIDE_SECONDS)[0]
+        sharing = compute_sharing(rows, meter, expert, number, nodes, measured.share())
+        cluster = Cluster(
+            world=world,
+            curves=measured.curves,
+            slowdown=slowdown,
+            overhead=overhead,
+            saa=saa,
+            expert_gemm=ExpertGemm(sizes.hidden, ffn_hidden, sizes.dtype, gemm, training),
+            compute_sharing=sharing,
+            local_work=local,
+            stock_curves=stock_curves,
+            gpu_settings=gpu_settings() if device.type == "cuda" else None,
+            host=machine(device),
+            software=software(),
+        )
+        begin()
+        if world.ep * world.expert_tp == 1:
+            return cluster  # no partitions
+        of_layer = sizes.hidden, sizes.ffn_hidden, sizes.dtype
+        overhead = partition_overhead(cluster, world.tp, *of_layer, device, measured.seconds_left())
+        return replace(cluster, partition_overhead=overhead)
+
+
+_LAST_PARTS = ("expert", "all_to_all beside all_gather", "lanes side by side", "rows on the rank", "partitions")
+
+
+def _room(device: torch.device) -> int | None:
+    """Bytes that the GPU of every rank has free; None without GPUs. A collective call over the world."""
+    if device.type != "cuda":
+        return None
+    free = torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+    least = torch.tensor(free, device=device)
+    dist.all_reduce(least, dist.ReduceOp.MIN)
+    return int(least.item())  # host synchronisation: measuring alone
+
+
+def _fitting(sizes: Sequence[int], each: int, room: int | None) -> Sequence[int]:
+    """The sizes, of so many bytes each, of which one takes PART_OF_ROOM at most; the first always."""
+    return sizes if room is None else (sizes[0], *(size for size in sizes[1:] if size * each <= room * PART_OF_ROOM))
+
+
+@contextmanager
+def groups_of_one_rank() -> Iterator[ProcessGroupCollection]:
+    """Yields Megatron's groups for a layer that a rank has by itself. A collective call over the world."""
+    alone = refine(dist.group.WORLD, [dist.get_rank()], "profile")
+    collection = ProcessGroupCollection()
+    for role in ("tp", "cp", "dp", "dp_cp", "tp_cp", "tp_dp_cp", "ep", "expt_tp", "expt_dp", "tp_ep"):
+        setattr(collection, role, alone)
+    with temporary_groups([alone]):
+        yield collection
+
+
+class _Measured:
+    """The curves so far. Each gets an equal share of the time that is left."""
+
+    def __init__(
+        self,
+        meter: Meter,
+        seconds: float,
+        moves: Sequence[Load],
+        groups: Mapping[str, ProcessGroup],
+        others: int,
+        room: int | None,
+    ) -> None:
+        """
+        Args:
+            others: curves that are measured besides those of the moves, the expert and SAA.
+            room: bytes that are free on every rank; None: enough.
+        """
+        self.curves: dict[tuple[Kind, str | None], Points] = {}
+        self._meter, self._seconds, self._moves, self._groups = meter, seconds, moves, groups
+        self._ranks = {role: tuple(dist.get_process_group_ranks(group)) for role, group in groups.items()}
+        self._sizes = _fitting(SIZES, _SIDES, room)
+        # Besides the moves: the expert's two passes, SAA, lanes side by side, which take the time of three curves, the
+        # overhead, rows on the rank, computing alone, and partitions.
+        self._shares_left = len({self._key(load) for load in moves}) + others + 3 + SLOWDOWN_SHARES + 4
+        self._known: dict[Hashable, Points] = {}
+
+    def add(self, load: Load) -> None:
+        key = self._key(load)
+        if key not in self._known:
+            self._known[key] = self.collective(load)
+        self.curves[load.kind, load.group] = self._known[key]
+
+    def collective(self, load: Load, shares: int = 1) -> Points:
+        """The curve of a move; that of whole messages gets further with fewer sizes."""
+        of_experts = [self._ranks[role] for role in EXPERT_GROUPS if role in self._ranks]
+        further = self._ranks.get(load.group) in of_experts
+        longest = LONGEST_SECONDS_OF_EXPERTS if further else LONGEST_SECONDS
+        sizes = self._sizes[::3] if load.is_whole else self._sizes
+        return self._meter.curve(load, sizes, self.share(shares), longest)
+
+    def curve(self, load: Load, sizes: Sequence[int]) -> Points:
+        return self._meter.curve(load, sizes, self.share(), LONGEST_SECONDS)
+
+    def saa(self, rows: Rows) -> Points | None:
+        """Returns the curve of Parm's combine_and_gather as a whole; None where it has no all-to-all or nothing to
+        gather.
+        """
+        share, groups = self.share(), self._groups
+        if not {JOINT, TP} <= groups.keys():
+            return None
+        of_experts = expert_groups(groups)
+        pipeline = loads.combine_and_gather(rows, of_experts, groups[TP], overlap=True)
+        return self._meter.pipeline_curve(pipeline, self._sizes, share, LONGEST_SECONDS_OF_EXPERTS)
+
+    def seconds_left(self) -> float:
+        """Returns the seconds that are left to measure for; below 0 where it has taken longer."""
+        return self._seconds - self._meter.elapsed()
+
+    def share(self, shares: int = 1) -> float:
+        """Returns the seconds that what is measured next may take of the time that is left."""
+        share = self.seconds_left() / self._shares_left * shares
+        self._shares_left -= shares
+        return share
+
+    def slowdown(self, expert: Load, gemm: Points) -> dict[tuple[Lane, ...], float]:
+        """The rate of each lane beside each other one: with the experts' ops, or others in lanes that have none; and
+        of the lanes of a pipeline with memory reuse beside its other two. When the time is up, with the fewest ops.
+
+        Args:
+            expert: what keeps the compute lane busy, and the time that it takes over its size.
+        """
+        by_preference = sorted(self._moves, key=lambda load: load.group in EXPERT_GROUPS)
+        loads_of = {load.lane: (load, self.curves[load.kind, load.group]) for load in by_preference}
+        loads_of[Lane.COMPUTE] = expert, gemm
+        besides_of = {
+            lane: [beside for beside in _besides(lane) if loads_of.keys() >= {lane, *beside}] for lane in loads_of
+        }
+        share = self.share(SLOWDOWN_SHARES)
+        end = self._meter.elapsed() + share
+        longest = share / (LEAST_OPS * sum(1 + len(besides) for besides in besides_of.values()))
+        busy = {lane: _busy(*load, min(BESIDE_SECONDS, longest)) for lane, load in loads_of.items()}
+        rates: dict[tuple[Lane, ...], float] = {}
+        for lane, besides in besides_of.items():
+            if besides:
+                neighbours = [[busy[other] for other in beside] for beside in besides]
+                hurried = self._meter.elapsed() > end
+                measured = self._meter.rates_beside(busy[lane], *neighbours, hurried=hurried)
+                rates |= {(lane, *beside): rate for beside, rate in zip(besides, measured, strict=True)}
+        return rates
+
+    def overhead(self, rows: Rows, slowdown: Slowdown) -> float:
+        """What every op must take besides its curve for the same rows to take as much longer in small chunks than in
+        one as they do when a layer moves them.
+        """
+        groups, share = self._groups, self.share()
+        if "ep" not in groups:
+            return 0.0  # nothing to pipeline
+        of_experts = expert_groups(groups)
+        counts = (1, OVERHEAD_CHUNKS)
+        moves = [loads.there_and_back(rows, of_experts, OVERHEAD_CHUNKS * OVERHEAD_CHUNK, count) for count in counts]
+        in_one, in_chunks = self._meter.calls(moves, share)
+        curves = {key: CostCurve(points) for key, points in self.curves.items()}
+        sizes = of_experts.ep_size, of_experts.etp_size
+
+        def seconds(count: int, costs: Costs) -> float:
+            chunks = even_chunks(OVERHEAD_CHUNKS * OVERHEAD_CHUNK, of_experts.etp_size, count)
+            pipelines = [build("O3", chunks, *sizes) for build in (monta.dispatch, monta.combine)]
+            return sum(simulate(pipeline, costs, slowdown).seconds for pipeline in pipelines)
+
+        def longer(overhead: float) -> float:
+            in_one, in_chunks = (seconds(count, Costs(curves, overhead)) for count in counts)
+            return in_chunks - in_one
+
+        least, most = 0.0, in_chunks
+        for _ in range(30):  # halving: the difference rises with the overhead
+            middle = (least + most) / 2
+            least, most = (middle, most) if longer(middle) < in_chunks - in_one else (least, middle)
+        return least
+
+    def _key(self, load: Load) -> Hashable:
+        """The same for two roles whose groups have the same ranks: what is measured once."""
+        return load.kind, load.is_whole, self._ranks.get(load.group, load.group)
+
+
+# The lanes of a pipeline with memory reuse: the paper's alpha(y, all).
+_TOGETHER = ((Lane.INTER, Lane.COMPUTE, Lane.D2H), (Lane.INTER, Lane.COMPUTE, Lane.H2D))
+
+
+def _besides(lane: Lane) -> list[tuple[Lane, ...]]:
+    """Returns beside what a lane's rate is measured: each other lane, then those that it works with all at once.
+
+    No pipeline has offloads beside prefetches.
+    """
+    to_and_from_host = {Lane.D2H, Lane.H2D}
+    alone = [(other,) for other in Lane if other is not lane and {lane, other} != to_and_from_host]
+    return alone + [tuple(one for one in lanes if one is not lane) for lanes in _TOGETHER if lane in lanes]
+
+
+def _near(points: Points, seconds: float) -> tuple[int, float]:
+    return min(points, key=lambda point: abs(point[1] - seconds))
+
+
+def _busy(load: Load, points: Points, near: float) -> Busy:
+    """Returns what keeps a lane busy: ops of the time nearest to so many seconds."""
+    size, seconds = _near(points, near)
+    return Busy(load, load.sized(size), seconds)
+
+
+# What training issues in the groups of a role. EP comes last (but for experts): it gets the time that others have left.
+_INTRA: tuple[tuple[str, tuple[Callable[..., Load], ...]], ...] = (
+    ("expert-tp", (loads.reduce_scatter, loads.all_gather)),
+    ("tp", (loads.reduce_scatter, loads.all_gather)),
+)
+_INTER: tuple[tuple[str, tuple[Callable[..., Load], ...]], ...] = (
+    ("dp", (loads.reduce_scatter, loads.all_gather)),
+    ("cp", (loads.reduce_scatter, loads.all_gather)),
+    (JOINT, (loads.all_to_all,)),
+    ("ep", (loads.all_to_all,)),
+)
+
+
+def _moves(rows: Rows, groups: Mapping[str, ProcessGroup], nodes: NodeMap) -> list[Load]:
+    """Returns every move that these groups, nodes and devices have."""
+    moves = [loads.copy(rows), *(loads.host_transfer(rows, kind) for kind in (Kind.OFFLOAD, Kind.PREFETCH))]
+    for lane, roles, link, rings in (
+        (Lane.INTRA, _INTRA, "intra-node", loads.rings_inside(nodes)),
+        (Lane.INTER, _INTER, EVERY_RANK, loads.rings_between(nodes)),
+    ):
+        if rings:
+            moves.append(loads.ring(rows, dist.group.WORLD, rings, link, lane))
+        if link == EVERY_RANK and len(rings) > 1:
+            moves.append(loads.ring(rows, dist.group.WORLD, rings[:1], ONE_RANK, lane))
+        for role, collectives in roles:
+            if role in groups and groups[role].size() > 1:
+                moves += [collective(rows, groups[role], role, lane) for collective in collectives]
+    return moves
+
+
+def _stock_moves(rows: Rows, groups: Mapping[str, ProcessGroup]) -> list[Load]:
+    """Returns the moves that are not as fast when stock Megatron calls them."""
+    if "ep" not in groups or groups["ep"].size() == 1:
+        return []
+    return [loads.stock_all_to_all(rows, groups["ep"], "ep", Lane.INTER)]
+
+
+def megatron_groups() -> dict[str, ProcessGroup]:
+    """Returns Megatron's process group of this rank for each role that has more than one rank; EP's too, where EP and
+    expert-TP have a joint one, which is where Parm has a choice: expert-TP, or TP to split tokens over.
+    """
+    groups = {
+        "expert-tp": parallel_state.get_expert_tensor_parallel_group(),
+        "tp": parallel_state.get_tensor_model_parallel_group(),
+        "dp": parallel_state.get_data_parallel_group(),
+        "cp": parallel_state.get_context_parallel_group(),
+        JOINT: parallel_state.get_expert_tensor_and_model_parallel_group(),
+        "ep": parallel_state.get_expert_model_parallel_group(),
+    }
+    if max(groups["tp"].size(), groups["expert-tp"].size()) == 1:
+        del groups[JOINT]
+    several = {role for role, group in groups.items() if group.size() > 1}
+    return {role: group for role, group in groups.items() if role in several or (role == "ep" and JOINT in several)}
+
+
+def expert_groups(groups: Mapping[str, ProcessGroup]) -> ExpertGroups:
+    """Returns those of `megatron_groups` that a MoE layer communicates over. Without a joint one EP's is it."""
+    return ExpertGroups(groups["ep"], groups.get("expert-tp"), groups.get(JOINT, groups["ep"]))

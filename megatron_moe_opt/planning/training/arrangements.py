@@ -1,0 +1,81 @@
+"""Which layouts, micro-batches and recomputation a cluster of equal nodes could train a model with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import product
+
+from megatron_moe_opt.errors import ConfigurationError
+from megatron_moe_opt.planning.training.memory import RECOMPUTE
+from megatron_moe_opt.planning.training.model import ModelShape
+from megatron_moe_opt.topology.layouts import Layout
+
+MICRO_BATCHES = (1, 2, 4, 8)
+"""Sequences of a micro-batch that are tried."""
+
+
+@dataclass(frozen=True)
+class Arrangement:
+    """How a step of training is laid out."""
+
+    layout: Layout
+    micro_batch: int
+    """Sequences."""
+    micro_batches: int
+    """Of a step and data-parallel rank."""
+    recompute: str = RECOMPUTE[0]
+    """A value of memory.RECOMPUTE."""
+
+
+def arrangements(
+    model: ModelShape,
+    world: int,
+    node: int,
+    global_batch: int,
+    micro_batch: int | None = None,
+    recompute: str | None = None,
+    cp: int = 1,
+) -> Iterator[Arrangement]:
+    """Yields all arrangements of a step that Megatron takes, without regard to memory.
+
+    TP and expert-TP are powers of two inside a node; pipeline stages have equally many layers. With flash attention
+    selective recomputation frees next to nothing, and is not tried.
+
+    Args:
+        node: GPUs of a node.
+        global_batch: sequences of a step.
+        micro_batch: None: each of MICRO_BATCHES.
+        recompute: None: none and full.
+    """
+    micro_batches = MICRO_BATCHES if micro_batch is None else (micro_batch,)
+    recomputes = (RECOMPUTE[0], RECOMPUTE[-1]) if recompute is None else (recompute,)
+    inside = [size for size in _powers_of_two(node) if node % size == 0]
+    for pp, tp, expert_tp, ep in product(_divisors(model.layers), inside, inside, _divisors(model.experts)):
+        layout = _layout(model, world, tp, cp, pp, ep, expert_tp)
+        if layout is None or global_batch % layout.dp:
+            continue
+        of_rank = global_batch // layout.dp
+        for size, again in product(micro_batches, recomputes):
+            if of_rank % size == 0:
+                yield Arrangement(layout, size, of_rank // size, again)
+
+
+def _layout(model: ModelShape, world: int, tp: int, cp: int, pp: int, ep: int, expert_tp: int) -> Layout | None:
+    """Returns the layout, or None where Megatron would refuse it."""
+    if world % (tp * cp * pp) or world % (expert_tp * ep * pp) or (model.kv_heads or model.heads) % tp:
+        return None
+    layout = Layout(world, tp, cp, ep, expert_tp, pp)
+    try:
+        model.parameters(layout)
+    except ConfigurationError:  # a size of the model that its parallelism does not divide
+        return None
+    return layout
+
+
+def _powers_of_two(most: int) -> list[int]:
+    return [1 << power for power in range(most.bit_length())]
+
+
+def _divisors(number: int) -> list[int]:
+    return [size for size in range(1, number + 1) if number % size == 0]

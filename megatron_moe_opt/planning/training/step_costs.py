@@ -1,0 +1,59 @@
+"""What a training step takes besides computing and the exchanges of MoE layers, so that layouts can be compared."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron_moe_opt.planning.costs.cluster import Cluster
+from megatron_moe_opt.planning.costs.curves import CostCurve
+from megatron_moe_opt.planning.training.memory import BF16, FP32
+from megatron_moe_opt.planning.training.model import ModelShape
+from megatron_moe_opt.schedules.schedule import Kind
+from megatron_moe_opt.topology.layouts import Layout
+
+STAGES = "neighbouring stages"
+
+
+@dataclass(frozen=True)
+class StepCosts:
+    """Seconds of a step that throughput() adds to those of computing and of MoE layers."""
+
+    micro_batch: float = 0.0
+    """Of each micro-batch on a pipeline stage."""
+    gradients: float = 0.0
+    """Of reducing gradients and gathering parameters, once a step, beside the last micro-batch."""
+
+
+def communication(
+    model: ModelShape, layout: Layout, cluster: Cluster, tokens: int, element_bytes: int = BF16
+) -> StepCosts:
+    """Returns what tensor, data and pipeline parallelism communicate, as far as the cluster has their curves.
+
+    Over TP an all-gather and a reduce-scatter of a stage's tokens at the attention of every layer, at dense MLPs and at
+    shared experts, forward and backward, and between stages the tokens and their gradients: nothing computes meanwhile.
+    Over the data-parallel ranks a reduce-scatter of float32 gradients and an all-gather of parameters, of the first
+    stage, as of Megatron's distributed optimizer. Context parallelism's exchange of keys and values is not in it.
+
+    Args:
+        tokens: of a micro-batch on the context-parallel rank, before TP splits them.
+    """
+
+    def seconds(kind: Kind, group: str, size: float) -> float:
+        points = cluster.curves.get((kind, group))
+        return CostCurve(points).seconds(size) + cluster.overhead if points else 0.0
+
+    def both(group: str, gathered: float, scattered: float) -> float:
+        return seconds(Kind.ALL_GATHER, group, gathered) + seconds(Kind.REDUCE_SCATTER, group, scattered)
+
+    per_stage = model.layers / layout.pp
+    dense = model.dense_layers / layout.pp
+    blocks = per_stage + dense + (per_stage - dense if model.shared_ffn else 0)
+    of_tokens = tokens * model.hidden * element_bytes
+    held = model.parameters(layout)
+    gradients = sum(
+        both(group, element_bytes * parameters, FP32 * parameters)
+        for group, parameters in (("dp", held.dense), ("expert-dp", held.expert))
+    )
+    # Two neighbours that gather send half of what they have together.
+    between_stages = 2 * seconds(Kind.ALL_GATHER, STAGES, 2 * of_tokens / layout.tp)
+    return StepCosts(2 * blocks * both("tp", of_tokens, of_tokens) + between_stages, gradients)

@@ -1,0 +1,139 @@
+"""Rows of samples that move, one for each of a token's experts: to the experts, and to the samples' new ranks.
+
+The residual goes along as it came: rows are tokens before normalisation, and that of a token's first expert returns
+with it.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+from megatron_moe_opt.kernels import (
+    build_row_map_by_sample,
+    count_routing_map,
+    empty,
+    permute_packed,
+    write_notes,
+)
+from megatron_moe_opt.kernels.streams import has_streams
+from megatron_moe_opt.runtime.rows.exchange_plan import plan_exchange
+from megatron_moe_opt.runtime.rows.expert_exchange import Exchange, to_experts
+from megatron_moe_opt.runtime.rows.sample_counts import SampleCounts
+from megatron_moe_opt.runtime.rows.sample_exchange import SampleReturn, to_new_homes
+from megatron_moe_opt.runtime.rows.ways import way_of
+from megatron_moe_opt.topology.expert_groups import ExpertGroups
+
+
+class MovingRows(Protocol):
+    """What travels of this rank's samples in one forward pass. Its steps are taken in turn."""
+
+    counts: torch.Tensor
+    """int64 [B, columns], what all ranks have to know of each sample."""
+
+    def pack(self, residual: torch.Tensor, probs: torch.Tensor) -> torch.Tensor:
+        """Makes of this rank's tokens, before normalisation, [S, B, H], and probabilities [T, E] what is sent."""
+
+    def to_experts(
+        self, packed: torch.Tensor, counts: SampleCounts, prob_dtype: torch.dtype
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Returns expert inputs before normalisation [N, H], rows per local expert (CPU) and probabilities [N]."""
+
+    def to_new_homes(
+        self, rows: torch.Tensor, counts: SampleCounts, items: torch.Tensor, beside: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Returns the sums of the outputs of each token's experts, its residual, and `beside`, [S * B, H].
+
+        Args:
+            rows: [N, H] expert outputs, partial where experts are cut over expert-TP.
+            items: see SampleHolders.items; where samples go.
+            beside: [S, B, H] of the samples that were here, to go along.
+        """
+
+
+class RowsByExpert(MovingRows):
+    """MoNTA's rows and ways."""
+
+    def __init__(
+        self, routing_map: torch.Tensor, shape: tuple[int, int], num_rows: int | None, groups: ExpertGroups,
+        pipeline: tuple[str | None, int],
+    ) -> None:  # fmt: skip
+        """
+        Args:
+            routing_map: bool [S * B, E].
+            shape: tokens of a sample on this rank, and its samples.
+            num_rows: number of routed pairs where it is known without asking the device.
+            pipeline: level and number of chunks.
+        """
+        self._groups, self._shape, (self._level, self._num_chunks) = groups, shape, pipeline
+        self._row_map = build_row_map_by_sample(routing_map, shape[1], num_rows)
+        self.counts = count_routing_map(routing_map, shape[1])
+        self._residual = self._notes = None
+
+    def pack(self, residual: torch.Tensor, probs: torch.Tensor) -> torch.Tensor:
+        """See MovingRows. A note is twice the token's number in its sample, and 1 more on the residual's way back."""
+        by_expert, rows = self._row_map, self._row_map.cut(self._num_chunks)
+        _check_tokens_have_rows(rows.offsets)
+        packed = permute_packed(residual.reshape(-1, residual.size(2)).contiguous(), probs, rows)
+        notes = torch.empty_like(by_expert.sources, dtype=torch.int32)
+        notes[rows.rows] = (by_expert.sources[by_expert.rows] // self._shape[1] * 2).int()
+        notes[rows.rows[rows.offsets[:-1]]] += 1
+        write_notes(packed, notes)
+        return packed
+
+    def to_experts(
+        self, packed: torch.Tensor, counts: SampleCounts, prob_dtype: torch.dtype
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """See MovingRows."""
+        groups = self._groups
+        of_ranks = counts.rows.sum(2)
+        plan = plan_exchange(of_ranks, groups.ep_rank, groups.etp_rank, self._num_chunks, packed.device)
+        self._notes = empty((plan.num_gathered,), torch.int32, packed.device)
+        exchange = Exchange(way_of(groups, self._level), plan)
+        self._residual, probs = to_experts(packed, exchange, prob_dtype, self._notes)
+        return self._residual, plan.tokens_per_expert, probs
+
+    def to_new_homes(
+        self, rows: torch.Tensor, counts: SampleCounts, items: torch.Tensor, beside: torch.Tensor | None
+    ) -> torch.Tensor:
+        """See MovingRows."""
+        notes, tokens, groups = self._notes, self._notes.new_zeros(self._notes.shape, dtype=torch.float32), self._groups
+        if groups.etp_rank == 0:  # what all shards have must be in the sum over them once
+            rows = torch.addcmul(rows, self._residual, (notes & 1).to(rows.dtype).unsqueeze(1))
+            tokens = (notes >> 1).float()
+        self._residual = None
+        carried = None if beside is None else counts.parts
+        if carried is not None:
+            lengths = carried[groups.ep_rank].sum(1).tolist()
+            rows, tokens = _append(rows, tokens, beside, lengths, groups.etp_rank)
+        way = way_of(groups, self._level)
+        back = SampleReturn(counts.rows, items, way, self._num_chunks, self._shape, carried, rows.device)
+        return to_new_homes(rows, tokens, back)
+
+
+def _check_tokens_have_rows(offsets: torch.Tensor) -> None:
+    """A token without an expert would lose its residual. Raises ValueError; on CUDA an assertion on the device."""
+    all_have = (offsets.diff() > 0).all()
+    if has_streams(offsets.device):
+        torch._assert_async(all_have, "netmoe: a token without an expert")
+    elif not all_have:
+        raise ValueError("the router gives a token no expert, and its residual no way: use monta")
+
+
+def _append(
+    rows: torch.Tensor, tokens: torch.Tensor, beside: torch.Tensor, lengths: list[int], etp_rank: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Adds the rows of the identity expert: of all expert-TP ranks, sample by sample; zeros but for this rank's own.
+
+    Args:
+        beside: [S, B, H].
+        lengths: [etp_size] rows of each expert-TP rank.
+    """
+    sequence, batch, hidden = beside.shape
+    own = beside.transpose(0, 1).reshape(-1, hidden)
+    numbers = torch.arange(sequence, dtype=torch.float32, device=rows.device).repeat(batch)
+    before, after = sum(lengths[:etp_rank]), sum(lengths[etp_rank + 1 :])
+    zeros = [own.new_zeros(count, hidden) for count in (before, after)]
+    no_tokens = [numbers.new_zeros(count) for count in (before, after)]
+    return torch.cat([rows, zeros[0], own, zeros[1]]), torch.cat([tokens, no_tokens[0], numbers, no_tokens[1]])

@@ -1,0 +1,102 @@
+"""The stages of tokens that hop to the domains of their experts and back, level by level (HybridEP, section IV-A).
+
+    out     [ copies -> all-to-all ] for each level, then a row for each expert held here
+    back    the sum over the experts held here, then [ all-to-all -> sum of the copies ] for each level
+
+The outermost level, whose links are the slowest, is first on the way out and last on the way back. A copy of a row goes
+to every domain with one of its experts: a token crosses a link once, whatever its number of experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import ClassVar
+
+from megatron_moe_opt.schedules.pipeline import Stage
+from megatron_moe_opt.schedules.schedule import Kind, Lane
+
+
+def role(level: int) -> str:
+    """What the process group of a level is called."""
+    return f"tokens.{level}"
+
+
+def level_of(group: str) -> int:
+    """The level of the process group of a role."""
+    return int(group.rpartition(".")[2])
+
+
+@dataclass(frozen=True)
+class HopBytes:
+    """Bytes of what hops together, on this rank."""
+
+    sent: Mapping[int, int]
+    """For each level at which tokens hop, outermost first: of the copies that it makes, its own domain's included."""
+    gathered: int = 0
+    """Of the rows of the experts held here."""
+
+
+@dataclass(frozen=True)
+class HopRows:
+    """Rows of what hops together, on this rank."""
+
+    own: int
+    """Its tokens."""
+    sent: Mapping[int, int]
+    gathered: int
+    """As in HopBytes."""
+
+    def bytes(self, row_bytes: int) -> HopBytes:
+        """What moves of rows of so many bytes."""
+        sent = {level: rows * row_bytes for level, rows in self.sent.items()}
+        return HopBytes(sent, self.gathered * row_bytes)
+
+
+@dataclass(frozen=True)
+class HopStages:
+    """Over the groups of each level in turn. Buffers, L a level:
+
+    out     rows -> copies_L -> arrived_L -> copies_NEXT -> ... -> sorted
+    back    sorted -> unsorted -> returned_L -> summed_L -> ... -> rows
+    """
+
+    levels: int
+    """Of the network."""
+    is_piped: bool = False
+    """Copies and sums are made beside experts of other rows: at both ends in the lane of copies, between two levels in
+    the lane of the inner one, which they keep in order. Else in the lane of the experts."""
+
+    lies_in: ClassVar[Mapping[str, str]] = MappingProxyType({})
+    ahead: ClassVar[int] = 2
+    """See schedules/mpmoe.py."""
+
+    def out(self, size: HopBytes) -> list[Stage]:
+        """To the experts; the last stage sorts by expert."""
+        stages = []
+        for level, copied in size.sent.items():
+            stages.append(Stage(Kind.PERMUTE, self._lane_of_copies(level, size), copied, f"copies_{level}"))
+            stages.append(Stage(Kind.ALL_TO_ALL, self._lane(level), copied, f"arrived_{level}", role(level)))
+        return [*stages, Stage(Kind.PERMUTE, self._end, size.gathered, "sorted")]
+
+    def back(self, size: HopBytes) -> list[Stage]:
+        """To the sources; the first stage sums over the experts held here."""
+        lane = Lane.INTRA if self.is_piped else Lane.COMPUTE
+        stages = [Stage(Kind.PERMUTE, lane, size.gathered, "unsorted" if size.sent else "rows")]
+        for level, copied in reversed(size.sent.items()):
+            summed = "rows" if level == min(size.sent) else f"summed_{level}"
+            stages.append(Stage(Kind.ALL_TO_ALL, self._lane(level), copied, f"returned_{level}", role(level)))
+            stages.append(Stage(Kind.PERMUTE, self._lane_of_copies(level, size), copied, summed))
+        return stages
+
+    @property
+    def _end(self) -> Lane:
+        return Lane.COPY if self.is_piped else Lane.COMPUTE
+
+    def _lane_of_copies(self, level: int, size: HopBytes) -> Lane:
+        return self._lane(level) if self.is_piped and level != min(size.sent) else self._end
+
+    def _lane(self, level: int) -> Lane:
+        """The innermost of several levels is inside a node."""
+        return Lane.INTRA if self.levels > 1 and level == self.levels - 1 else Lane.INTER
