@@ -2,25 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from megatron_moe_opt.errors import ConfigurationError
+from megatron_moe_opt.option_values import AUTO
 from megatron_moe_opt.planning.predicting.layer_on_cluster import LayerOnCluster
 from megatron_moe_opt.planning.predicting.prediction import Prediction, Refusal
 from megatron_moe_opt.schedules.monta import even_chunks
 from megatron_moe_opt.schedules.schedule import COLLECTIVES, Kind, Op
-from megatron_moe_opt.systems.monta import MONTA, MontaOptions, parse_pipeline, pipelines, pipelining
-from megatron_moe_opt.systems.system import FLAG, Grammar, Run, System, recomputed_modules
+from megatron_moe_opt.systems.monta import DEFAULT_CHUNKS, MontaOptions, parse_pipeline, pipelines, pipelining
+from megatron_moe_opt.systems.mpmoe import HOPS, ROWS
+from megatron_moe_opt.systems.system import FLAG, PREFIX, Grammar, Run, System, recomputed_modules, shown
+from megatron_moe_opt.topology.domains import stationary
 
 NAME = "netmoe"
 
 
-def _build(groups: Any, options: MontaOptions, config: Any) -> Any:
+def _build(groups: Any, options: Any, config: Any) -> Any:
     from megatron_moe_opt.dispatchers.netmoe import NetmoeDispatcher
+    from megatron_moe_opt.runtime.rows.token_hops import TokenHops
+    from megatron_moe_opt.topology.domain_groups import domain_groups, levels_of
 
-    return NetmoeDispatcher(groups, pipelining(config, groups, options))
+    dispatcher = NetmoeDispatcher(groups, pipelining(config, groups, options))
+    if options.way == HOPS:
+        hops_in = domain_groups(groups.ep, stationary(levels_of(groups.ep, options.network_levels)), dispatcher)
+        dispatcher.hops = TokenHops(hops_in, config.num_moe_experts, config.moe_router_topk)
+    return dispatcher
 
 
 def _attach(layer: Any, options: Any) -> None:
@@ -41,6 +52,7 @@ def _check(config: Any, options: Any, arguments: Any) -> None:
             f"--expert-tensor-parallel-size = {ranks} is no multiple, from 2 on, of --tensor-model-parallel-size {tp}: "
             "choose one, or use monta"
         )
+    _check_way(config, options)
     recompute = recomputed_modules(config)
     for wrong, flags in (
         (config.context_parallel_size > 1, f"--context-parallel-size {config.context_parallel_size}"),
@@ -71,6 +83,33 @@ def _check(config: Any, options: Any, arguments: Any) -> None:
             )
 
 
+def _check_way(config: Any, options: Any) -> None:
+    """Refuses what tokens that hop do not go with, and levels where none does."""
+    if options.way == AUTO:
+        raise ConfigurationError(
+            f"{PREFIX}way {AUTO} has nothing to choose by under {FLAG} netmoe: give {PREFIX}way {ROWS} or {HOPS}"
+        )
+    if options.way != HOPS:
+        if options.network_levels is not None:
+            raise ConfigurationError(
+                f"{PREFIX}levels {shown(options.network_levels)} says over which links tokens hop, and rows do not: "
+                f"give {PREFIX}way {HOPS}, or drop it"
+            )
+        return
+    flag = f"{PREFIX}way {HOPS}"
+    if (config.expert_tensor_parallel_size or 1) > 1:
+        raise ConfigurationError(
+            f"--expert-tensor-parallel-size {config.expert_tensor_parallel_size} cuts experts, whose parts {flag} does "
+            f"not put together: set it to 1, or use {PREFIX}way {ROWS}"
+        )
+    if options.monta_level is not None or options.profile is not None:
+        other = "monta-level" if options.monta_level is not None else "profile"
+        raise ConfigurationError(
+            f"{PREFIX}{other} is about the lanes of rows, and {flag} has lanes of its own: drop it, and give "
+            f"{PREFIX}chunks"
+        )
+
+
 def _candidates(layer: LayerOnCluster, options: MontaOptions) -> Iterator[Prediction | Refusal]:
     """The exchanges that the dispatcher runs, their all-to-alls less what placing samples keeps inside nodes."""
     one, saving = layer.workload, layer.workload.placement_saving
@@ -94,14 +133,31 @@ def _candidates(layer: LayerOnCluster, options: MontaOptions) -> Iterator[Predic
         ]
         schedules = [replace(schedule, ops=tuple(map(placed, schedule.ops))) for schedule in at_home]
         inside = sum(layer.links.sent(op)[1] for schedule in at_home for op in schedule.ops if op.kind in COLLECTIVES)
-        variant = NETMOE.variant(MontaOptions(monta_level=level, chunks=count))
+        variant = f"{NAME}:{setting}" if (setting := _setting(level, count)) else NAME
         yield replace(layer.prediction(variant, schedules, parts=count), intra_bytes=inside)
 
 
-def _write(options: MontaOptions, levels: int) -> str:
+def _parse(variant: str, setting: str, profile: Path | None) -> Mapping[str, Any]:
+    hops = re.fullmatch(rf"{HOPS}(?:x([1-9][0-9]*))?", setting)
+    if hops is not None:
+        return {"way": HOPS, "chunks": int(hops[1] or 1)}
+    return parse_pipeline(variant, setting, profile)
+
+
+def _kind(setting: str) -> str:
+    """A token once over a link, or a row for each of its experts."""
+    return HOPS if setting.startswith(HOPS) else ""
+
+
+def _write(options: Any, levels: int) -> str:
     """Nothing at O1."""
-    pipeline = MONTA.grammar.write(options, levels)
-    return "" if pipeline == "O1" else pipeline
+    if options.way == HOPS:
+        return HOPS if options.chunks in (None, 1) else f"{HOPS}x{options.chunks}"
+    return _setting(options.monta_level or "O1", options.chunks or DEFAULT_CHUNKS)
+
+
+def _setting(level: str, chunks: int) -> str:
+    return "" if level == "O1" else f"{level}x{chunks}"
 
 
 def _stays(options: Any, run: Run) -> str:
@@ -111,9 +167,9 @@ def _stays(options: Any, run: Run) -> str:
 NETMOE = System(
     name=NAME,
     options=MontaOptions,
-    reads=("profile",),
+    reads=("profile", "way", "network_levels"),
     build=_build,
-    grammar=Grammar(parse_pipeline, _write),
+    grammar=Grammar(_parse, _write, _kind),
     attach=_attach,
     check=_check,
     candidates=_candidates,

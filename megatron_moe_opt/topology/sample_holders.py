@@ -85,6 +85,11 @@ class SampleHolders:
         """[ep_size] device of each EP rank's experts."""
         return self.rank_device[:: self.etp_size]
 
+    def by_position(self, parts: np.ndarray) -> np.ndarray:
+        """[joint ranks, B, ...] of parts -> [positions, ...], their sums over the parts of each sample."""
+        sums = parts[self.ranks].sum(axis=1)
+        return sums.reshape(-1, *sums.shape[2:])
+
     def items(self, move: np.ndarray) -> np.ndarray:
         """Where the parts of samples go, which lie on single ranks.
 

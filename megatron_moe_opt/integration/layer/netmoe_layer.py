@@ -102,7 +102,8 @@ def _link(block: Any) -> None:
     for layer in layers:
         moe = layer.mlp
         holders = _holders(_dispatcher_of(layer).groups, moe.tp_group)
-        placement = LayerPlacement(order, holders, moe.config.num_moe_experts, last=layer is layers[-1])
+        costs = _dispatcher_of(layer).costs(holders, moe.config.num_moe_experts)
+        placement = LayerPlacement(order, holders, costs, last=layer is layers[-1])
         _join(layer, placement)
         watch(_dispatcher_of(layer), moe.layer_number)
     block.register_forward_pre_hook(_Begin(order), with_kwargs=True)
