@@ -172,9 +172,7 @@ class TrackedExperts:
 
     is_lossy = True
 
-    def __init__(
-        self, num_local: int, ratio: float, shared: MeanExpert | None = None, on_host: bool = False
-    ) -> None:
+    def __init__(self, num_local: int, ratio: float, shared: MeanExpert | None = None, on_host: bool = False) -> None:
         """
         Args:
             num_local: experts of a rank, consecutive and alike in its flat tensor.

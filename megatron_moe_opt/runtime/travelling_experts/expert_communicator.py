@@ -187,9 +187,7 @@ class ExpertCommunicator:
 
         return arrived
 
-    def defer(
-        self, gradients: torch.Tensor, own: int, codec: WholeGradients | CompressedGradients
-    ) -> Running:
+    def defer(self, gradients: torch.Tensor, own: int, codec: WholeGradients | CompressedGradients) -> Running:
         """Starts to add gradients [ranks, N], of which the row `own` is zero, to what the next `reduce` returns."""
 
         def add() -> None:
