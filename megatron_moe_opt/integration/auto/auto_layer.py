@@ -5,7 +5,8 @@
                      measured (own_profile.py)
                      rank 0 ranks all candidates by the profile (planning/planner.py) and tells the others
     steps 2 to n     the plan, stock and the runners-up take turns, ever fewer of them (planning/choosing/trials.py)
-    from then on     the fastest runs, by the slowest rank's times, on all ranks
+    from then on     the fastest runs, by the slowest rank's times, on all ranks; when steps have come to take another
+                     time (planning/choosing/drift.py), trials begin again
 
 All candidates compute the same function, so that training does not notice. Dispatchers are exchanged between optimizer
 steps only: no pass of theirs is under way then, and recomputed passes find what their first run used. None that loses
@@ -28,7 +29,7 @@ import torch.distributed as dist
 from megatron_moe_opt.dispatchers.pipelining import agreed_cluster
 from megatron_moe_opt.dispatchers.say import say, say_other_settings
 from megatron_moe_opt.errors import ConfigurationError
-from megatron_moe_opt.integration.auto.auto_report import plan_lines, settled_lines
+from megatron_moe_opt.integration.auto.auto_report import drift_line, plan_lines, settled_lines
 from megatron_moe_opt.integration.auto.planned_layer import PlannedLayer, Plug
 from megatron_moe_opt.integration.auto.sample_saving import SampleRouting, saving_of
 from megatron_moe_opt.integration.checks import check_config
@@ -36,6 +37,7 @@ from megatron_moe_opt.integration.layer.replicated_tokens import holds_replicate
 from megatron_moe_opt.integration.optimizer_step import after_optimizer_step
 from megatron_moe_opt.option_values import AUTO
 from megatron_moe_opt.options import Options
+from megatron_moe_opt.planning.choosing.drift import Drift
 from megatron_moe_opt.planning.choosing.trials import Trials
 from megatron_moe_opt.planning.costs.cluster import Cluster
 from megatron_moe_opt.planning.plan_file import Plan
@@ -98,6 +100,10 @@ class Controller:
         self.settled = False
         self.trials: Trials | None = None
         """None: not yet, or none."""
+        self.chosen: str | None = None
+        """What the last trials have chosen; None: not yet. Ranks without layers know it too."""
+        self._drift: Drift | None = None
+        """Watches the steps after the last trials; None: there were none."""
         self._plan_is_agreed = False
         self._step_began: float | None = None
         """When the first pass of the step that is under way did; None: no layer has run in it yet."""
@@ -146,35 +152,41 @@ class Controller:
             handle = layer.layer.register_forward_pre_hook(use_planned)
 
     def after_step(self) -> None:
-        """To be called when an optimizer step has ended. A collective call over the world until the choice is made."""
+        """To be called when an optimizer step has ended. A collective call over the world until the choice is made, and
+        then every so many steps.
+        """
         if self.settled:
+            self._watch()
             return
         if self.trials is None:
             self._begin()
         else:
             self._synchronize()
-            began, self._step_began = self._step_began, None
-            self.trials.record(self._slowest(0.0 if began is None else time.perf_counter() - began))
+            self.trials.record(self._slowest(self._step_seconds()))
         if self.trials is not None:
             if self.trials.current is None:
                 self._settle()
             else:
-                self._use(self.trials.current)
-                self._keep((ALLTOALL, *self.trials.variants))  # stock's: the others are built from it
+                self._try()
 
     def after_skipped_step(self) -> None:
         """To be called when an optimizer has skipped a step, whose passes and time are no other step's."""
-        if self.settled:
-            return
-        for layer in self.layers:
-            layer.passes = layer.rows = layer.tokens = 0
         self._step_began = None
+        if self.trials is None and not self.settled:
+            for layer in self.layers:
+                layer.passes = layer.rows = layer.tokens = 0
 
     def _begin_step(self, layer: Any, _: Any) -> None:
-        """Has a step of trials timed from here on: an evaluation or a checkpoint between two of them is not theirs."""
-        if self.trials is not None and not self.settled and self._step_began is None and layer.training:
-            self._synchronize()
+        """Has a step timed from here on: an evaluation or a checkpoint between two of them is not theirs."""
+        if self.trials is not None and self._step_began is None and layer.training:
+            if not self.settled:
+                self._synchronize()
             self._step_began = time.perf_counter()
+
+    def _step_seconds(self) -> float:
+        """Of the step that ends, on this rank; 0 where no layer has run."""
+        began, self._step_began = self._step_began, None
+        return 0.0 if began is None else time.perf_counter() - began
 
     def _begin(self) -> None:
         """Plans, and says what is tried."""
@@ -343,13 +355,32 @@ class Controller:
         for group in dict.fromkeys(forgotten):
             release_domain_groups(group)
 
+    def _try(self) -> None:
+        self._use(self.trials.current)
+        self._keep((ALLTOALL, *self.trials.variants))  # stock's: the others are built from it
+
+    def _watch(self) -> None:
+        """Begins trials again where steps have come to take another time. Nothing waits for the device, but once a
+        window: the optimizer's step does, for the norm of the gradients.
+        """
+        median = None if self._drift is None else self._drift.record(self._step_seconds())
+        if median is None:
+            return
+        median = self._slowest(median)
+        if self._drift.is_over(median):
+            say(AUTO, drift_line(self, median, self._drift.usual))
+            self.planned = self.chosen
+            self.trials, self.settled = Trials(self.predicted, self.planned), False
+            self._try()
+
     def _settle(self) -> None:
         trials, chosen = self.trials, self.trials.choice
         self.measured = trials.medians()
         self.overhead = trials.longer_than(self.measured[chosen])
         self._use(chosen)
         self._keep((chosen,))
-        self.settled = True
+        self.settled, self.chosen = True, chosen
+        self._drift, self._step_began = Drift(self.overhead), None
         for line in settled_lines(self, chosen):
             say(AUTO, line)
 
@@ -357,7 +388,7 @@ class Controller:
         """The largest of all ranks'."""
         time_of_step = torch.tensor(seconds, dtype=torch.float64, device=device_of(dist.group.WORLD))
         dist.all_reduce(time_of_step, dist.ReduceOp.MAX)
-        return time_of_step.item()  # host synchronisation: in trials alone
+        return time_of_step.item()  # host synchronisation: in trials, and once a window of Drift
 
     def _synchronize(self) -> None:
         if torch.cuda.is_available():

@@ -52,3 +52,11 @@ def settled_lines(controller: Controller, chosen: str) -> list[str]:
         f"{(measured[ALLTOALL] - measured[chosen]) * 1e3:.1f} ms of it, {saved * 1e3:.1f} ms were predicted"
     )
     return lines
+
+
+def drift_line(controller: Controller, seconds: float, usual: float) -> str:
+    """Why trials begin again."""
+    return (
+        f"a step takes {seconds * 1e3:.1f} ms, {seconds / usual:.2f} of what it took when {controller.chosen} "
+        "had been chosen: trials begin again"
+    )
