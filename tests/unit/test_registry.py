@@ -24,6 +24,7 @@ from megatron_moe_opt.integration.checks import check_config
 from megatron_moe_opt.integration.layer.replicated_tokens import drawn_by_each_rank
 from megatron_moe_opt.options import Options, options_help, split_options
 from megatron_moe_opt.systems import system_of
+from megatron_moe_opt.variants import whole_variant
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -233,6 +234,38 @@ def test_netmoe_refuses_a_megatron_without_its_seams(monkeypatch):
     monkeypatch.delattr(TransformerLayer, "_forward_mlp")
     with pytest.raises(ConfigurationError, match="cannot plug into this megatron-core: TransformerLayer._forward_mlp"):
         system_of("netmoe").attach(None, Options())
+
+
+@pytest.mark.parametrize(
+    ("options", "settings", "sentence"),
+    [
+        (
+            {"way": "hops"},
+            {"expert_tensor_parallel_size": 2},
+            "size 2 cuts experts, whose parts --moe-opt-way hops does",
+        ),
+        (
+            {"way": "hops", "monta_level": "O3"},
+            {},
+            "--moe-opt-monta-level is about the lanes of rows, and --moe-opt-way",
+        ),
+        (
+            {"network_levels": (2, 1)},
+            {},
+            "--moe-opt-levels 2,1 says over which links tokens hop, and rows do not: give",
+        ),
+    ],
+    ids=str,
+)
+def test_what_samples_whose_tokens_hop_do_not_go_with_is_refused(options, settings, sentence):
+    check_config(config("netmoe", **MOVES), "netmoe", Options(way="hops", chunks=4, network_levels=(2, 1)))
+    with pytest.raises(ConfigurationError, match=re.escape(sentence)):
+        check_config(config("netmoe", **MOVES | settings), "netmoe", Options(**options))
+
+
+@pytest.mark.parametrize("variant", ["netmoe", "netmoe:O2x3", "netmoe:hops", "netmoe:hopsx4"])
+def test_variants_of_netmoe_say_what_they_are(variant):
+    assert whole_variant(variant, 1) == variant
 
 
 @pytest.mark.parametrize(
