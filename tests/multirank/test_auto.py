@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from megatron_moe_opt.options import Options
 from megatron_moe_opt.planning.costs.cluster import Cluster, ExpertGemm, World
 from megatron_moe_opt.planning.plan_file import Plan
 from megatron_moe_opt.planning.predicting import expert_migration
+from megatron_moe_opt.planning.predicting.layer_workload import LayerWorkload
 from megatron_moe_opt.planning.predicting.prediction import Prediction
 from megatron_moe_opt.schedules.parm import JOINT
 from megatron_moe_opt.schedules.schedule import Kind
@@ -168,6 +170,35 @@ def test_layers_change_to_rows_split_after_the_gate_and_back(ranks, tmp_path):
     for ours, theirs in zip(auto, monta, strict=True):
         assert ours["runs"] == "parm:S2" and ours["tried"] == sorted(S2_CANDIDATES)
         assert ours["losses"] == pytest.approx(theirs["losses"], rel=1e-5)
+
+
+def train_unlike_layers(file: Path) -> dict[str, Any]:
+    """The second layer passes for one of other sizes; each layer has its own fastest variant."""
+    from megatron_moe_opt.integration.auto.auto_layer import Controller
+    from megatron_moe_opt.integration.auto.planned_layer import PlannedLayer
+
+    workload, runs = PlannedLayer.workload, []
+
+    def of_number(layer: PlannedLayer) -> LayerWorkload:
+        return dataclasses.replace(workload(layer), ffn=96 * layer.layer.layer_number)
+
+    def seconds(controller: Controller, _: float) -> float:
+        runs[:] = [layer.current for layer in controller.layers]
+        return sum(1.0 if runs[number].startswith(wanted) else 2.0 for number, wanted in enumerate(("monta", "mpmoe")))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(PlannedLayer, "workload", of_number)
+        patch.setattr(Controller, "_slowest", seconds)
+        found = train(STEPS, Options(profile=file), {"ep": 4}, moe_token_dispatcher_type="auto")
+    return found | {"runs": [built for (built,) in found["built"]]}
+
+
+def test_layers_of_unlike_sizes_run_each_its_own(ranks, profile):
+    stock = ranks.run(train, steps=STEPS, options=None, sizes={"ep": 4})
+    for ours, stocks in zip(ranks.run(train_unlike_layers, file=profile), stock, strict=True):
+        assert ours["settled"]
+        assert [one.partition(":")[0] for one in ours["runs"]] == ["monta", "mpmoe"]
+        assert ours["losses"] == pytest.approx(stocks["losses"], rel=1e-5)
 
 
 class Turning(dict[str, float]):

@@ -93,6 +93,22 @@ def test_the_dense_model_that_a_mixture_is_upcycled_from_is_let_through(monkeypa
     refusal("--moe-token-dispatcher-type monta needs a mixture of experts", num_moe_experts=None)
 
 
+def test_cuda_graphs_of_what_has_no_experts():
+    """Attention and dense MLPs are let through; what holds a dispatcher, and samples that move, are not."""
+    graphs = {"cuda_graph_impl": "transformer_engine"}
+    assert config(**graphs, cuda_graph_scope=["attn"]).cuda_graph_impl == "transformer_engine"
+    config(**graphs, cuda_graph_scope=["attn", "mlp"], num_layers=2, moe_layer_freq=[0, 1])
+    for scope in (["attn", "moe_router"], []):
+        refusal("does not work with --moe-token-dispatcher-type monta, whose", **graphs, cuda_graph_scope=scope)
+    refusal(
+        "--cuda-graph-impl transformer_engine --cuda-graph-scope attn does not work with --moe-token-dispatcher-type",
+        name="netmoe",
+        **MOVES,
+        **graphs,
+        cuda_graph_scope=["attn"],
+    )
+
+
 def test_registering_twice_wraps_once():
     wrapped = TransformerConfig.__post_init__, MoELayer.__init__
     megatron_moe_opt.register()

@@ -19,7 +19,7 @@ import dataclasses
 import os
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -73,6 +73,21 @@ class Seen:
     """Forward passes."""
 
 
+@dataclasses.dataclass(frozen=True)
+class Alike:
+    """What was planned for the layers of one shape."""
+
+    shape: LayerWorkload | None
+    """Of no tokens; None: all layers, whatever their shape."""
+    predicted: tuple[Prediction, ...]
+    """Of a pass of one of them, the fastest first."""
+    refused: tuple[Refusal, ...]
+    planned: str | None
+    """None: not the same for all of them, or what cannot be left."""
+    passes: int
+    """Forward passes of all of them on a rank in the first step, on the rank that had most."""
+
+
 class Controller:
     """All planned layers of a process. Every rank of the world has one, and calls it alike."""
 
@@ -87,21 +102,23 @@ class Controller:
         """Of each layer, in the first step, where `netmoe` could run."""
         self.own_profile: OwnProfile | None = None
         """What this run has measured itself; None: not yet, or it is given a profile or a plan."""
-        self.predicted: tuple[Prediction, ...] = ()
-        self.refused: tuple[Refusal, ...] = ()
+        self.shapes: tuple[Alike, ...] = ()
+        """That the layers have, with what takes longest first; they are tried one after the other."""
+        self.trying: Alike | None = None
+        """That of `shapes` whose trials are under way, or were the last. None: not yet."""
+        self._number = 0
+        """Of `trying` among them."""
         self.planned: str | None = None
-        """The variant that was planned for all layers; None: not yet, or not the same one for all."""
+        """The variant that was planned for them; None: not yet, or not the same one for all layers."""
         self.measured: dict[str, float] = {}
-        """Seconds of a training step under each variant that was tried."""
+        """Seconds of a training step under each variant that was tried in them."""
         self.overhead = 0.0
-        """Seconds that the trials took longer than as many steps of what stays."""
-        self.passes_of_step = 0
-        """Forward passes of all layers of a rank in the first step, on the rank that had most."""
+        """Seconds that trials took longer than as many steps of what stays."""
         self.settled = False
         self.trials: Trials | None = None
         """None: not yet, or none."""
-        self.chosen: str | None = None
-        """What the last trials have chosen; None: not yet. Ranks without layers know it too."""
+        self.chosen: dict[int, str] = {}
+        """What the last trials have chosen, by the number of the shape. Ranks without layers know it too."""
         self._drift: Drift | None = None
         """Watches the steps after the last trials; None: there were none."""
         self._plan_is_agreed = False
@@ -172,7 +189,7 @@ class Controller:
     def after_skipped_step(self) -> None:
         """To be called when an optimizer has skipped a step, whose passes and time are no other step's."""
         self._step_began = None
-        if self.trials is None and not self.settled:
+        if not self.settled:
             for layer in self.layers:
                 layer.passes = layer.rows = layer.tokens = 0
 
@@ -196,18 +213,32 @@ class Controller:
         seen, rooms, savings = zip(*of_ranks, strict=True)
         known = [saving for saving in savings if saving is not None]
         self.placement_saving = statistics.mean(known) if known else None
-        self.passes_of_step = max(sum(one.passes for one in of_rank) for of_rank in seen)
         room = min((room for room in rooms if room is not None), default=None)
         if self.options.profile is None and self.options.plan is None:
             self._measure([one.workload for of_rank in seen for one in of_rank])
-        found = found_by_first(lambda: self._make_plan(seen, room), dist.group.WORLD)
-        self.predicted, self.refused, self.planned = found
-        if self.planned is None:
+        self.shapes = found_by_first(lambda: self._make_plan(seen, room), dist.group.WORLD)
+        if self.shapes[0].planned is None:
             self.settled = True  # a plan that differs from layer to layer, or cannot be left: it runs as it is
             return
-        self.trials = Trials(self.predicted, self.planned)
+        self._begin_trials(0)
         for line in plan_lines(self):
             say(AUTO, line)
+
+    @property
+    def predicted(self) -> tuple[Prediction, ...]:
+        """Of what is tried, or was last."""
+        return () if self.trying is None else self.trying.predicted
+
+    @property
+    def refused(self) -> tuple[Refusal, ...]:
+        """Of what could have been tried besides."""
+        return () if self.trying is None else self.trying.refused
+
+    def _begin_trials(self, number: int) -> None:
+        """Tries what is planned for the layers of a shape, or was chosen before; the others run what they do."""
+        self._number, self.trying = number, self.shapes[number]
+        self.planned = self.chosen.get(number, self.trying.planned)
+        self.trials = Trials(self.trying.predicted, self.planned, share=len(self.shapes))
 
     def _measure(self, workloads: Sequence[LayerWorkload]) -> None:
         from megatron_moe_opt.integration.auto.own_profile import own_profile  # which imports Megatron
@@ -233,10 +264,8 @@ class Controller:
         held = sum(min(layer.passes, in_flight) for layer in self.layers)
         return None if free is None or held == 0 else int(free * MOST_OF_FREE / held)
 
-    def _make_plan(
-        self, seen: Sequence[Sequence[Seen]], room: int | None = None
-    ) -> tuple[tuple[Prediction, ...], tuple[Refusal, ...], str | None]:
-        """Predictions of a layer, in the mean over all of them; what was refused, and what is planned. On rank 0.
+    def _make_plan(self, seen: Sequence[Sequence[Seen]], room: int | None = None) -> tuple[Alike, ...]:
+        """What is planned for the layers of each shape, those first that take most time. On rank 0.
 
         Args:
             seen: of each rank's layers, in their order.
@@ -247,7 +276,8 @@ class Controller:
             workers = {one.workload.workers for of_rank in seen for one in of_rank}
             allowed, refused = self._allowed(self.plan.candidates, workers, room)
             switchable = len(variants) == 1 and variants <= {one.variant for one in allowed}
-            return allowed, refused, variants.pop() if switchable else None
+            passes = max(sum(one.passes for one in of_rank) for of_rank in seen)
+            return (Alike(None, allowed, refused, variants.pop() if switchable else None, passes),)
         if not any(seen):
             raise ConfigurationError("--moe-token-dispatcher-type auto: no MoE layer has run in the first step")
         if self.own_profile is not None:
@@ -260,9 +290,8 @@ class Controller:
             for one in of_rank:
                 shape = dataclasses.replace(one.workload, tokens=0)
                 by_shape.setdefault(shape, [[] for _ in seen])[rank].append(one)
-        of_shapes: dict[str, list[tuple[int, Prediction]]] = {}
-        refused: dict[str, Refusal] = {}
-        for of_ranks in by_shape.values():
+        planned: list[tuple[float, Alike]] = []
+        for shape, of_ranks in by_shape.items():
             alike = [one for of_rank in of_ranks for one in of_rank]
             rows = [one.rows for one in alike]
             imbalance = max(1.0, max(rows) * len(rows) / sum(rows)) if sum(rows) else 1.0
@@ -274,17 +303,20 @@ class Controller:
                 placement_saving=self.placement_saving,
             )
             found, not_here = candidates(workload, cluster, self.options.activation_budget)
-            for one in found:
-                of_shapes.setdefault(one.variant, []).append((sum(layer.passes for layer in alike), one))
-            refused |= {one.variant: one for one in not_here}
-        everywhere = [_mean(ones) for ones in of_shapes.values() if len(ones) == len(by_shape)]
-        in_order = sorted(everywhere, key=lambda one: one.seconds)
-        moving = [one for one in in_order if (system := system_of(one.variant)) and system.moves_samples]
-        if moving:
-            in_order = [one for one in in_order if one not in moving]
-            refused[NETMOE.name] = self._not_moved(moving[0], in_order)
-        allowed, not_allowed = self._allowed(in_order, {workload.workers for workload in by_shape}, room)
-        return allowed, (*refused.values(), *not_allowed), best(allowed).variant
+            refused = {one.variant: one for one in not_here}
+            moving = [one for one in found if (system := system_of(one.variant)) and system.moves_samples]
+            if moving:
+                found = tuple(one for one in found if one not in moving)
+                refused[NETMOE.name] = self._not_moved(moving[0], found)
+            allowed, not_allowed = self._allowed(found, {shape.workers}, room)
+            choice = best(allowed)
+            passes = max(sum(one.passes for one in of_rank) for of_rank in of_ranks)
+            without_timelines = tuple(dataclasses.replace(one, timelines=()) for one in allowed)
+            all_refused = (*refused.values(), *not_allowed)
+            planned.append(
+                (passes * choice.seconds, Alike(shape, without_timelines, all_refused, choice.variant, passes))
+            )
+        return tuple(one for _, one in sorted(planned, key=lambda one: -one[0]))
 
     def _not_moved(self, best_moving: Prediction, others: Sequence[Prediction]) -> Refusal:
         """What samples that move would be worth, and why they do not: it takes attaching to all layers at once."""
@@ -345,13 +377,18 @@ class Controller:
             return str(error)
         return None
 
+    @property
+    def _tried_layers(self) -> list[PlannedLayer]:
+        shape = self.trying.shape
+        return [layer for layer in self.layers if shape is None or layer.shape == shape]
+
     def _use(self, variant: str) -> None:
-        for layer in self.layers:
+        for layer in self._tried_layers:
             layer.use(variant)
 
     def _keep(self, variants: Iterable[str]) -> None:
         """Forgets the dispatchers of other variants, and has their process groups destroyed: a collective call."""
-        forgotten = [layer.groups.ep for layer in self.layers if layer.keep(variants)]
+        forgotten = [layer.groups.ep for layer in self._tried_layers if layer.keep(variants)]
         for group in dict.fromkeys(forgotten):
             release_domain_groups(group)
 
@@ -369,20 +406,25 @@ class Controller:
         median = self._slowest(median)
         if self._drift.is_over(median):
             say(AUTO, drift_line(self, median, self._drift.usual))
-            self.planned = self.chosen
-            self.trials, self.settled = Trials(self.predicted, self.planned), False
+            self.settled, self.overhead = False, 0.0
+            self._begin_trials(0)
             self._try()
 
     def _settle(self) -> None:
         trials, chosen = self.trials, self.trials.choice
         self.measured = trials.medians()
-        self.overhead = trials.longer_than(self.measured[chosen])
+        self.overhead += trials.longer_than(self.measured[chosen])
+        self.chosen[self._number] = chosen
         self._use(chosen)
         self._keep((chosen,))
-        self.settled, self.chosen = True, chosen
-        self._drift, self._step_began = Drift(self.overhead), None
         for line in settled_lines(self, chosen):
             say(AUTO, line)
+        if self._number + 1 < len(self.shapes):
+            self._begin_trials(self._number + 1)
+            self._try()
+        else:
+            self.settled = True
+            self._drift, self._step_began = Drift(self.overhead), None
 
     def _slowest(self, seconds: float) -> float:
         """The largest of all ranks'."""
@@ -415,31 +457,6 @@ def _stays(variant: str, run: Run) -> str | None:
     """Why layers cannot change to a variant, or from it."""
     system, (_, options) = system_of(variant), split_variant(variant, None)
     return None if system is None else system.stays(options, run)
-
-
-def _mean(ones: Sequence[tuple[int, Prediction]]) -> Prediction:
-    """Of one variant: the mean pass.
-
-    Args:
-        ones: how many passes there are of layers of a shape, and the prediction for one.
-    """
-    (_, first), *others = ones
-    if not others:  # not to the rounding of a mean, but what every report says
-        return dataclasses.replace(first, timelines=())
-    passes = sum(number for number, _ in ones)
-
-    def mean(of: Callable[[Prediction], float]) -> float:
-        return sum(number * of(one) for number, one in ones) / passes
-
-    return Prediction(
-        first.variant,
-        mean(lambda one: one.seconds),
-        mean(lambda one: one.exposed),
-        mean(lambda one: one.inter_bytes),
-        mean(lambda one: one.intra_bytes),
-        max(one.activation_bytes for _, one in ones),
-        {term: mean(lambda one, term=term: one.terms.get(term, 0.0)) for _, of in ones for term in of.terms},
-    )
 
 
 _controller: Controller | None = None

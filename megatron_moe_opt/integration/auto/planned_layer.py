@@ -70,6 +70,11 @@ class PlannedLayer:
         """Of one micro-batch, routed evenly."""
         return layer_workload(self.layer.config, self.groups, self._workers(), self.options.resident_limit, self.tokens)
 
+    @property
+    def shape(self) -> LayerWorkload:
+        """What its passes have in common, whatever their tokens."""
+        return dataclasses.replace(self.workload(), tokens=0)
+
     def _workers(self) -> tuple[int, ...]:
         """Of each network level; none where nodes make no levels, so that no expert migrates."""
         try:
