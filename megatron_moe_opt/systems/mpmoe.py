@@ -12,6 +12,7 @@ from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.option_values import AUTO, BYTES, one_of
 from megatron_moe_opt.option_values import PARTITIONS as SEVERAL_PARTITIONS
 from megatron_moe_opt.planning.choosing.partition_search import PARTITIONS
+from megatron_moe_opt.planning.costs.curves import Costs
 from megatron_moe_opt.planning.predicting.expert_migration import curve_of, measured_curves
 from megatron_moe_opt.planning.predicting.layer_on_cluster import LayerOnCluster
 from megatron_moe_opt.planning.predicting.partitioned_rows import (
@@ -227,7 +228,7 @@ def candidate(layer: LayerOnCluster, count: int, strategy: str, way: str = ROWS)
     if way == HOPS:
         parts: Sequence[Partition] = hop_partitions(one, layer.skew, layer.computed, count)
         row, stages, own = hop_row_bytes(one), HopStages(len(one.workers), is_piped=True), parts[0].own * count
-        costs: Callable[[Op], float] = _HopCosts(layer)
+        costs: Callable[[Op], float] = HopSeconds(layer, layer.expert_costs)
     else:
         computed, exchanged = (partitions(one, rows, count) for rows in (layer.computed, layer.exchanged))
         parts = [replace(part, own=other.own) for part, other in zip(computed, exchanged, strict=True)]
@@ -238,11 +239,11 @@ def candidate(layer: LayerOnCluster, count: int, strategy: str, way: str = ROWS)
     return replace(predicted, activation_bytes=held)
 
 
-class _HopCosts:
+class HopSeconds:
     """What ops cost where tokens hop: all-to-alls by their level, copies and sums of rows as copies."""
 
-    def __init__(self, layer: LayerOnCluster) -> None:
-        self._costs, self._domains = layer.expert_costs, stationary(layer.workload.workers)
+    def __init__(self, layer: LayerOnCluster, costs: Costs) -> None:
+        self._costs, self._domains = costs, stationary(layer.workload.workers)
         self._curves = measured_curves(layer.costs, layer.workload.workers)
 
     def __call__(self, op: Op) -> float:
@@ -257,7 +258,7 @@ def _candidates(layer: LayerOnCluster, options: MpmoeOptions) -> Iterator[Predic
     """A single partition has nothing to share: all strategies are the same."""
     strategies = options.memory_strategies
     for way in options.ways:
-        refusal = _no_hops(layer) if way == HOPS else None
+        refusal = no_hops(layer) if way == HOPS else None
         if refusal is not None:
             yield Refusal(f"{NAME}:{HOPS}", refusal)
             continue
@@ -267,7 +268,7 @@ def _candidates(layer: LayerOnCluster, options: MpmoeOptions) -> Iterator[Predic
                     yield candidate(layer, count, strategy, way)
 
 
-def _no_hops(layer: LayerOnCluster) -> str | None:
+def no_hops(layer: LayerOnCluster) -> str | None:
     """Why tokens of a layer cannot hop, or nobody knows what that takes."""
     one = layer.workload
     if one.etp > 1:

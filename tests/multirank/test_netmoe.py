@@ -190,6 +190,8 @@ CASES = {
     "hops-uneven": {"layout": EP4, "settings": SHARED | SEQ_AUX, "sizes": (UNEVEN, EVEN)} | LEVELS,
     "hops-top1-one-level": {"layout": EP4, "settings": TOP1, "bias": None, "micro_batch": 4, "solver": True} | HOPS,
     "hops-pp2-recomputed": {"layout": {"ep": 2, "pp": 2}, "settings": RECOMPUTE_ALL, "microbatches": 4} | HOPS,
+    "cp2-ep4-seq-aux": {"layout": {"cp": 2, "ep": 4}, "settings": SEQ_AUX, "bias": SKEWED},
+    "hops-cp2": {"layout": {"cp": 2, "ep": 4}, "settings": SHARED, "options": Options(way="hops", chunks=2)},
     "ep4-solver": {"layout": EP4, "settings": {}, "micro_batch": 4, "bias": None, "solver": True, "steps": 2},
 }
 

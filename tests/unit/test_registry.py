@@ -24,6 +24,7 @@ from megatron_moe_opt.integration.checks import check_config
 from megatron_moe_opt.integration.layer.replicated_tokens import drawn_by_each_rank
 from megatron_moe_opt.options import Options, options_help, split_options
 from megatron_moe_opt.systems import system_of
+from megatron_moe_opt.variants import whole_variant
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -90,6 +91,22 @@ def test_the_dense_model_that_a_mixture_is_upcycled_from_is_let_through(monkeypa
     assert config(num_moe_experts=None).moe_token_dispatcher_type == "monta"
     monkeypatch.setattr(checks, "training_arguments", lambda: types.SimpleNamespace(moe_use_upcycling=False))
     refusal("--moe-token-dispatcher-type monta needs a mixture of experts", num_moe_experts=None)
+
+
+def test_cuda_graphs_of_what_has_no_experts():
+    """Attention and dense MLPs are let through; what holds a dispatcher, and samples that move, are not."""
+    graphs = {"cuda_graph_impl": "transformer_engine"}
+    assert config(**graphs, cuda_graph_scope=["attn"]).cuda_graph_impl == "transformer_engine"
+    config(**graphs, cuda_graph_scope=["attn", "mlp"], num_layers=2, moe_layer_freq=[0, 1])
+    for scope in (["attn", "moe_router"], []):
+        refusal("does not work with --moe-token-dispatcher-type monta, whose", **graphs, cuda_graph_scope=scope)
+    refusal(
+        "--cuda-graph-impl transformer_engine --cuda-graph-scope attn does not work with --moe-token-dispatcher-type",
+        name="netmoe",
+        **MOVES,
+        **graphs,
+        cuda_graph_scope=["attn"],
+    )
 
 
 def test_registering_twice_wraps_once():
@@ -183,7 +200,6 @@ MOVES = {"expert_model_parallel_size": 2, "hidden_dropout": 0.0}
 @pytest.mark.parametrize(
     ("wrong", "overrides"),
     [
-        ("--context-parallel-size 2", {"context_parallel_size": 2, "expert_model_parallel_size": 4}),
         (
             "--tensor-model-parallel-size without --sequence-parallel",
             {"tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 2},
@@ -234,6 +250,38 @@ def test_netmoe_refuses_a_megatron_without_its_seams(monkeypatch):
     monkeypatch.delattr(TransformerLayer, "_forward_mlp")
     with pytest.raises(ConfigurationError, match="cannot plug into this megatron-core: TransformerLayer._forward_mlp"):
         system_of("netmoe").attach(None, Options())
+
+
+@pytest.mark.parametrize(
+    ("options", "settings", "sentence"),
+    [
+        (
+            {"way": "hops"},
+            {"expert_tensor_parallel_size": 2},
+            "size 2 cuts experts, whose parts --moe-opt-way hops does",
+        ),
+        (
+            {"way": "hops", "monta_level": "O3"},
+            {},
+            "--moe-opt-monta-level is about the lanes of rows, and --moe-opt-way",
+        ),
+        (
+            {"network_levels": (2, 1)},
+            {},
+            "--moe-opt-levels 2,1 says over which links tokens hop, and rows do not: give",
+        ),
+    ],
+    ids=str,
+)
+def test_what_samples_whose_tokens_hop_do_not_go_with_is_refused(options, settings, sentence):
+    check_config(config("netmoe", **MOVES), "netmoe", Options(way="hops", chunks=4, network_levels=(2, 1)))
+    with pytest.raises(ConfigurationError, match=re.escape(sentence)):
+        check_config(config("netmoe", **MOVES | settings), "netmoe", Options(**options))
+
+
+@pytest.mark.parametrize("variant", ["netmoe", "netmoe:O2x3", "netmoe:hops", "netmoe:hopsx4"])
+def test_variants_of_netmoe_say_what_they_are(variant):
+    assert whole_variant(variant, 1) == variant
 
 
 @pytest.mark.parametrize(
@@ -300,8 +348,6 @@ def test_what_experts_cannot_travel_with_is_refused(sizes, settings, sentence):
         ("--moe-opt-compression-ratio 25", "--moe-opt-compression-ratio 25 has nothing to compress where no expert"),
         ("--moe-opt-resident-layers 2", "--moe-opt-resident-layers 2 bounds what is held of experts that travel, and"),
         ("--moe-opt-domain-sizes 2 --moe-opt-resident-layers 1", "no room for --moe-opt-prefetch-layers 1 and the"),
-        ("--moe-opt-domain-sizes 2 --moe-opt-resident-layers 2 --moe-opt-compression-ratio 9",
-         "--moe-opt-resident-layers 2 drops experts to gather them again, and --moe-opt-compression-ratio sends"),
         ("--moe-opt-gradient-compression-ratio 9", "gradient-compression-ratio 9 has nothing to compress where no"),
         ("--moe-opt-domain-sizes 2 --moe-opt-gradient-compression-ratio inf", "'inf' is not a ratio above 1"),
     ],
@@ -458,4 +504,4 @@ def test_gathered_experts_stay_in_as_many_layers_as_are_needed_ahead():
             {}, {"prefetch_layers": 3}, {"resident_layers": 5}, {"resident_layers": "all"}, {"compression_ratio": 9},
         )
     ]  # fmt: skip
-    assert limits == [2, 4, 5, None, None]
+    assert limits == [2, 4, 5, None, 2]
