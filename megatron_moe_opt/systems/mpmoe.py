@@ -68,8 +68,8 @@ class MpmoeOptions(SharedOptions):
     way: str | None = option(
         "way",
         one_of(ROWS, HOPS, AUTO),
-        "how mpmoe's partitions go to their experts: rows, one for each expert of a token; or hops, a token once over "
-        f"every link, with all of its experts, over the network levels of {PREFIX}levels (default: {ROWS})",
+        "how mpmoe's partitions, or netmoe's samples, go to their experts: rows, one for each expert of a token; or "
+        f"hops, a token once over every link, over the network levels of {PREFIX}levels (default: {ROWS})",
         auto=CHOOSES,
     )
     activation_budget: int | None = option(
