@@ -210,15 +210,21 @@ def candidate(layer: LayerOnCluster, count: int, strategy: str, way: str = ROWS)
     if way == HOPS:
         parts: Sequence[Partition] = hop_partitions(one, layer.skew, layer.computed, count)
         row, stages, own = hop_row_bytes(one), HopStages(len(one.workers), True, one.etp), parts[0].own * count
-        costs: Callable[[Op], float] = _HopCosts(layer)
     else:
         computed, exchanged = (partitions(one, rows, count) for rows in (layer.computed, layer.exchanged))
         parts = [replace(part, own=other.own) for part, other in zip(computed, exchanged, strict=True)]
-        row, stages, own, costs = row_bytes(one), by_rows(one.ep, one.etp), None, layer.expert_costs
+        row, stages, own = row_bytes(one), by_rows(one.ep, one.etp), None
     schedules = [build(strategy, parts, row, stages) for build in (forward, backward)]
     held = activation_bytes(one, one.rows, count, strategy, own)
-    predicted = layer.prediction(variant, schedules, layer.edge, costs=costs, parts=count, local_rows=own)
+    predicted = layer.prediction(
+        variant, schedules, layer.edge, costs=costs_of(layer, way), parts=count, local_rows=own
+    )
     return replace(predicted, activation_bytes=held)
+
+
+def costs_of(layer: LayerOnCluster, way: str) -> Callable[[Op], float]:
+    """Returns what the ops of the pipeline take on a way. Raises ConfigurationError where no expert was measured."""
+    return _HopCosts(layer) if way == HOPS else layer.expert_costs
 
 
 class _HopCosts:

@@ -274,8 +274,6 @@ def test_a_layer_without_the_experts_seam_is_refused():
     [
         ((2, 1), {"expert_tensor_parallel_size": 2, "expert_model_parallel_size": 2}, "--expert-tensor-parallel-size 2 "
          "cuts experts, which do not travel in parts under --moe-token-dispatcher-type expert-migration: set it to 1"),
-        (None, {"moe_router_padding_for_quantization": True},
-         "--moe-router-padding-for-quantization would have --moe-token-dispatcher-type expert-migration send what"),
         ((2, 1), {"gradient_accumulation_fusion": True}, "--moe-opt-domain-sizes 2,1 has experts travel, and gradients "
          "of travelling experts have no main_grad to be added to: give --no-gradient-accumulation-fusion"),
     ],
