@@ -1,4 +1,4 @@
-"""Compare two runs of pretrain_moe_gpt.py by their step logs: losses, step times, and what was sent.
+"""Compare two runs of pretrain_moe_gpt.py by their step logs: losses, and what was sent.
 
     python recipes/compare_runs.py --run monta runs/monta.jsonl --baseline alltoall runs/alltoall.jsonl --output runs
 
@@ -8,7 +8,6 @@ Prints the closing table, writes it as Markdown beside a plot of the losses, and
 from __future__ import annotations
 
 import argparse
-import statistics
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,7 +27,6 @@ from megatron_moe_opt.output_file import check_output_folder, write_text_whole, 
 
 MAX_LOSS_DIFFERENCE = 1e-6
 MIN_LOSS_FALL = 0.25
-WARM_UP_STEPS = 5
 
 Row = tuple[str, ...]
 
@@ -60,11 +58,6 @@ class Run:
         return {iteration: record["loss"] for iteration, record in self.steps.items()}
 
     @property
-    def seconds(self) -> list[float]:
-        """Step times without the first ones, which warm up, and the counted one."""
-        return [self.steps[i]["seconds"] for i in sorted(self.steps) if "seconds" in self.steps[i]][WARM_UP_STEPS:]
-
-    @property
     def traffic(self) -> dict[tuple[str, str], dict[str, Any]]:
         """What the counted step sent, by collective and link."""
         rows = next((record["traffic"] for record in self.steps.values() if "traffic" in record), [])
@@ -93,17 +86,6 @@ def loss_rows(run: Run, baseline: Run) -> list[Row]:
         )
         for iteration in (first, last)
     ]
-
-
-def time_rows(run: Run, baseline: Run) -> list[Row]:
-    """Median step times with the spread of the middle half."""
-    cells = []
-    for seconds in (run.seconds, baseline.seconds):
-        if len(seconds) < 2:
-            return []
-        low, median, high = statistics.quantiles(seconds, n=4)
-        cells.append(f"{1e3 * median:.0f} ms ({1e3 * low:.0f} to {1e3 * high:.0f})")
-    return [("step time, median (quartiles)", *cells)]
 
 
 def traffic_rows(run: Run, baseline: Run) -> list[Row]:
@@ -190,7 +172,7 @@ def main(argv: list[str] | None = None) -> int:
         resumed = Run("resumed", Path(args.resumed)) if args.resumed else None
         verdicts = bars(run, baseline, resumed)
         header = ("", run.name, baseline.name)
-        rows = loss_rows(run, baseline) + time_rows(run, baseline) + traffic_rows(run, baseline)
+        rows = loss_rows(run, baseline) + traffic_rows(run, baseline)
         print_table(Console(width=None if sys.stdout.isatty() else 110), header, rows, verdicts)
         check_output_folder("--output", args.output)
         write_text_whole(args.output / "closing_table.md", markdown(header, rows, verdicts))

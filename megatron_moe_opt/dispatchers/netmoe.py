@@ -26,14 +26,17 @@ from megatron_moe_opt.dispatchers.pipelining import Pipelining
 from megatron_moe_opt.dispatchers.sample_placement import Decided, LayerPlacement, background
 from megatron_moe_opt.dispatchers.sample_traffic import SampleRowBytes, SampleTraffic
 from megatron_moe_opt.errors import ConfigurationError
-from megatron_moe_opt.kernels import LANE_BYTES
 from megatron_moe_opt.kernels.streams import has_streams, to_device
+from megatron_moe_opt.planning.predicting.sample_costs import HopCosts, RowCosts, SampleCosts
 from megatron_moe_opt.runtime.engine.collectives import global_rank
 from megatron_moe_opt.runtime.engine.recomputation import is_recomputing
 from megatron_moe_opt.runtime.job.forks import Pending
 from megatron_moe_opt.runtime.rows.sample_counts import SampleCounts, SampleCountsGather
+from megatron_moe_opt.runtime.rows.sample_hops import HoppingSamples
 from megatron_moe_opt.runtime.rows.sample_rows import MovingRows, RowsByExpert
+from megatron_moe_opt.runtime.rows.token_hops import TokenHops
 from megatron_moe_opt.topology.expert_groups import ExpertGroups
+from megatron_moe_opt.topology.sample_holders import SampleHolders
 
 
 @dataclass
@@ -42,9 +45,8 @@ class MovingSamples:
 
     rows: MovingRows
     decided: Decided
-    learn: bool
-    """Whether the pass counts: it is in training, and not a repetition."""
-    row_bytes: SampleRowBytes
+    row_bytes: SampleRowBytes | None
+    """None: the pass does not count, as it is not in training, or repeats another."""
     beside: torch.Tensor | None
     """[S, B, H] what shared experts made of this rank's tokens."""
 
@@ -57,6 +59,8 @@ class NetmoeDispatcher(Dispatcher):
 
     def __init__(self, groups: ExpertGroups, pipelining: Pipelining) -> None:
         self.groups, self.pipelining = groups, pipelining
+        self.hops: TokenHops | None = None
+        """Where tokens that move with their samples hop; None: a row goes to every expert."""
         self.placement: LayerPlacement | None = None
         """None: samples do not move."""
         self._at_home = MontaDispatcher(groups, pipelining)
@@ -70,6 +74,8 @@ class NetmoeDispatcher(Dispatcher):
     def describe(self) -> str:
         """Returns what runs, in words, for the line that is logged at start."""
         how = f"{self.pipelining.describe()}; "
+        if self.hops is not None:
+            how = f"a token once over every link, in {self.pipelining.current[1]} chunk(s); "
         if self.placement is None:
             return f"{how}moves no samples: it is the only MoE layer of its transformer block, or outside of one"
         return f"{how}moves samples with the combine, and home after the last layer of a pipeline stage"
@@ -82,6 +88,12 @@ class NetmoeDispatcher(Dispatcher):
             norm: of the layer, row by row: [N, H] -> [N, H].
         """
         self.placement, self._norm = placement, norm
+
+    def costs(self, holders: SampleHolders, num_experts: int) -> SampleCosts:
+        """Returns what placements of samples are decided by."""
+        if self.hops is None:
+            return RowCosts(holders, num_experts)
+        return HopCosts(holders, self.hops.groups.domains, num_experts, self.pipelining.current[1])
 
     def hand_over(self, residual: torch.Tensor, learn: bool) -> None:
         """Takes what the layer's norm gets in the pass that begins.
@@ -116,22 +128,28 @@ class NetmoeDispatcher(Dispatcher):
             return self._at_home.permute(tokens_TH, probs_TE, routing_map_TE, capacity=capacity, num_rows=num_rows)
         sequence, batch, hidden = residual.shape
         order, beside, self._beside = self.placement.order, self._beside, None
-        rows = RowsByExpert(routing_map_TE.bool(), (sequence, batch), num_rows, self.groups, self.pipelining.current)
-        hidden_bytes = hidden * residual.element_size()
-        row_bytes = SampleRowBytes(hidden_bytes + probs_TE.element_size(), hidden_bytes, hidden_bytes + LANE_BYTES)
+        level, num_chunks = self.pipelining.current
+        rows: MovingRows
+        if self.hops is not None:
+            rows = HoppingSamples(self.hops, routing_map_TE.bool(), (sequence, batch), num_chunks)
+        else:
+            rows = RowsByExpert(routing_map_TE.bool(), (sequence, batch), num_rows, self.groups, (level, num_chunks))
+        stock_bytes = hidden * residual.element_size()
         decided = order.decided(self.placement)
         if decided is not None:
             _check_routes_as_before(rows.counts, decided.counts, self.groups)
-            return rows.pack(residual, probs_TE), MovingSamples(rows, decided, False, row_bytes, beside)
+            return rows.pack(residual, probs_TE), MovingSamples(rows, decided, None, beside)
         _check_is_first(self.placement)
         gather = SampleCountsGather(rows.counts, sequence, order.running.unlike, self.groups, order.room)
         packed_RP = rows.pack(residual, probs_TE)
         counts = gather.wait()  # host synchronisation: for the counts, the only one of a pass; packing is queued
         _check_masked_alike(counts, self.groups)
-        self.pipelining.observe(counts.rows.sum(2))
+        if self.hops is None:
+            self.pipelining.observe(counts.rows.sum(2))
         learn = self._learn and counts.equal
         decided = self.placement.decide(counts, sequence if beside is not None else 0, learn)
-        return packed_RP, MovingSamples(rows, decided, learn, row_bytes, beside)
+        row_bytes = SampleRowBytes(stock_bytes + probs_TE.element_size(), stock_bytes, *rows.row_bytes())
+        return packed_RP, MovingSamples(rows, decided, row_bytes if learn else None, beside)
 
     def dispatch(
         self, packed_RP: torch.Tensor, dispatched: Dispatched | MovingSamples, prob_dtype: torch.dtype
@@ -157,11 +175,13 @@ class NetmoeDispatcher(Dispatcher):
         start = time.perf_counter()
         decision = moving.decided.decision.result()
         exposed = time.perf_counter() - start
-        if moving.learn:
+        if moving.row_bytes is not None:
             rows_beside = 0 if beside is None else beside.size(0)
             if self._counted is not None:
                 self._counted.result()  # raises what the last count raised
-            self._counted = background(self._traffic.add, decision, holders, rows_beside, moving.row_bytes, exposed)
+            self._counted = background(
+                self._traffic.add, decision, holders, self.placement.costs, rows_beside, moving.row_bytes, exposed
+            )
         items, moving.beside = torch.from_numpy(holders.items(decision.move)), None
         return moving.rows.to_new_homes(rows_NH, moving.decided.counts, items, beside)
 

@@ -27,7 +27,8 @@ import numpy as np
 import torch
 
 from megatron_moe_opt.kernels import place_samples
-from megatron_moe_opt.planning.predicting.netmoe import NextLayerPrediction, known_of_samples, settle, tokens_by_device
+from megatron_moe_opt.planning.predicting.netmoe import NextLayerPrediction, known_of_samples, settle
+from megatron_moe_opt.planning.predicting.sample_costs import SampleCosts
 from megatron_moe_opt.runtime.job.forks import Pending, cached_until_fork
 from megatron_moe_opt.runtime.rows.sample_counts import Room, SampleCounts
 from megatron_moe_opt.topology.sample_holders import SampleHolders
@@ -40,7 +41,7 @@ class Decision:
     """What a layer does with the samples."""
 
     counts: np.ndarray
-    """int64 [joint size, B, E] rows of each part of a sample for each expert; see SampleCounts."""
+    """int64 [joint size, B, columns] of each part of a sample; see SampleCounts."""
     before: np.ndarray
     """int64 [positions] sample at each position, on the way in. A sample is named by its home position."""
     move: np.ndarray
@@ -133,11 +134,11 @@ def in_this_pass(function: Callable[..., Result]) -> Callable[..., Result]:
 class LayerPlacement:
     """Decides for one MoE layer."""
 
-    def __init__(self, order: SampleOrder, holders: SampleHolders, num_experts: int, last: bool) -> None:
+    def __init__(self, order: SampleOrder, holders: SampleHolders, costs: SampleCosts, last: bool) -> None:
         self.order = order
         self.holders = holders
+        self.costs = costs
         self.last = last
-        self.expert_device = np.repeat(holders.ep_device, num_experts // len(holders.ep_device))
         self.prediction: NextLayerPrediction | None = None
         """Of what the next layer asks of devices; from the first pass on."""
         self._learnt: Pending[None] | None = None
@@ -160,12 +161,11 @@ class LayerPlacement:
             self._learnt.result()  # begun in the pass before; raises what it raised
         parts = counts.rows.flatten(0, 1).numpy()
         start = time.perf_counter()
-        ranks = self.holders.ranks
         if not counts.equal:
-            home = np.arange(len(ranks) * parts.shape[1])
+            home = np.arange(len(self.holders.ranks) * parts.shape[1])
             return Decision(parts, home, home, time.perf_counter() - start)
-        num = parts[ranks].sum(axis=1).reshape(-1, parts.shape[-1])  # [positions, E]
-        on_device = tokens_by_device(num, self.expert_device, self.holders.num_devices)
+        num = self.holders.by_position(self.costs.by_expert(parts))  # [positions, E]
+        on_device = self.costs.on_device(parts)
         at = np.arange(len(num)) if samples.at is None else samples.at
         if learn and samples.seen is not None:
             layer, previous = samples.seen
@@ -177,19 +177,21 @@ class LayerPlacement:
         by_sample = np.empty_like(known)
         by_sample[at] = known
         samples.seen = self, by_sample
-        move = at if self.last else self._solve(on_device + self.prediction.predict(known), rows_beside)
+        move = at
+        if not self.last:
+            now = self.costs.on_device(parts, rows_beside) if rows_beside else on_device
+            move = self._solve(now + self.prediction.predict(known))
         decision = Decision(parts, at, move, time.perf_counter() - start)
         samples.at = decision.after
         return decision
 
-    def _solve(self, on_device: np.ndarray, rows_beside: int) -> np.ndarray:
-        """on_device: int64 [positions, J] tokens of both all-to-alls -> new position of the sample at each position."""
+    def _solve(self, on_device: np.ndarray) -> np.ndarray:
+        """on_device: int64 [positions, J], of combine and dispatch -> new position of the sample at each position."""
         holders = self.holders
         position_device = np.repeat(holders.holder_device, len(on_device) // len(holders.ranks))
-        on_device[np.arange(len(on_device)), position_device] += rows_beside * holders.ranks.shape[1]
         capacity = np.bincount(position_device, minlength=holders.num_devices)
         devices = np.arange(holders.num_devices)
-        return settle(place_samples(on_device, devices, holders.device_node, capacity), position_device)
+        return settle(place_samples(on_device, devices, self.costs.device_node, capacity), position_device)
 
 
 def background(function: Callable[..., Result], *arguments: Any) -> Pending[Result]:

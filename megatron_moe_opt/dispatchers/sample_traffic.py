@@ -7,12 +7,15 @@ our lane, `sent` what was sent. Links are those of the all-to-all over EP: what 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 
-from megatron_moe_opt.dispatchers.sample_placement import Decision
-from megatron_moe_opt.planning.predicting.netmoe import Volume, moved_shares, placement_volume
+from megatron_moe_opt.dispatchers.sample_placement import Decision, LayerPlacement, SampleOrder
+from megatron_moe_opt.planning.predicting.netmoe import moved_shares
+from megatron_moe_opt.planning.predicting.sample_costs import RowCosts, SampleCosts
+from megatron_moe_opt.runtime.rows.sample_counts import SampleCounts
 from megatron_moe_opt.topology.sample_holders import SampleHolders
 
 
@@ -22,7 +25,8 @@ class SampleRowBytes:
 
     stock_dispatch: int
     stock_combine: int
-    sent: int
+    dispatch: int
+    combine: int
 
 
 @dataclass
@@ -43,7 +47,13 @@ class SampleTraffic:
     exposed_seconds: float = 0.0
 
     def add(
-        self, decision: Decision, holders: SampleHolders, rows_beside: int, row: SampleRowBytes, exposed: float
+        self,
+        decision: Decision,
+        holders: SampleHolders,
+        costs: SampleCosts,
+        rows_beside: int,
+        row: SampleRowBytes,
+        exposed: float,
     ) -> None:
         """Counts a pass.
 
@@ -51,33 +61,26 @@ class SampleTraffic:
             rows_beside: rows that each part of a sample that moves takes by itself.
             exposed: seconds.
         """
-        ranks, batch, experts = decision.counts.shape
-        ep_size = len(holders.ep_device)
-        on_ep = decision.counts.reshape(ranks * batch, ep_size, experts // ep_size).sum(2)
+        ranks, batch, _ = decision.counts.shape
+        counts = decision.counts.reshape(ranks * batch, -1)
         here = np.repeat(np.arange(ranks), batch)
         there, home = (holders.items(move) // batch for move in (decision.move, decision.before))
-        stock, dispatched, combined = (self._volume(on_ep, rank, holders) for rank in (home, here, there))
-        across_nodes = holders.rank_node[here] != holders.rank_node[there]
-        beside_inter = rows_beside * int(across_nodes.sum())
-        beside_intra = rows_beside * int((here != there).sum()) - beside_inter
+        by_expert = costs.by_expert(counts)
+        stock = RowCosts(holders, by_expert.shape[1]).of_ranks(by_expert, home)
+        dispatched, combined = costs.volumes(counts, here, there, rows_beside)
 
         self.passes += 1
         stock_bytes = row.stock_dispatch + row.stock_combine
         self.stock_inter += stock.inter * stock_bytes
         self.stock_intra += stock.intra * stock_bytes
-        self.sent_inter += (dispatched.inter + combined.inter + beside_inter) * row.sent
-        self.sent_intra += (dispatched.intra + combined.intra + beside_intra) * row.sent
+        self.sent_inter += dispatched.inter * row.dispatch + combined.inter * row.combine
+        self.sent_intra += dispatched.intra * row.dispatch + combined.intra * row.combine
         position_device = np.repeat(holders.holder_device, batch)
         nodes, devices = moved_shares(position_device, position_device[decision.move], holders.device_node)
         self.moved_nodes += nodes
         self.moved_devices += devices
         self.solve_seconds += decision.seconds
         self.exposed_seconds += exposed
-
-    @staticmethod
-    def _volume(on_ep: np.ndarray, rank: np.ndarray, holders: SampleHolders) -> Volume:
-        """Of one all-to-all over EP, with part i of the samples on joint rank rank[i]."""
-        return placement_volume(on_ep, rank // holders.etp_size, holders.rank_node[:: holders.etp_size])
 
     def take(self) -> dict[str, float]:
         """Means of a pass by name, in MB, % and ms; none without passes. Begins anew."""
@@ -98,3 +101,35 @@ class SampleTraffic:
             "solve ms": 1e3 * self.solve_seconds * each,
             "exposed ms": 1e3 * self.exposed_seconds * each,
         }
+
+
+def replay_counts(
+    passes: Iterable[Sequence[SampleCounts]],
+    holders: SampleHolders,
+    costs: SampleCosts,
+    row: SampleRowBytes,
+    rows_beside: int = 0,
+) -> SampleTraffic:
+    """What netmoe's layers of a pipeline stage would have sent of passes that were counted under another dispatcher.
+
+    Args:
+        passes: the counts of each layer, with all samples at home. Predictions learn from each pass after it was sent.
+        costs: of the way whose columns were counted.
+        rows_beside: see SampleTraffic.add.
+    """
+    order, traffic, layers = SampleOrder(), SampleTraffic(), []
+    for of_layers in passes:
+        if not layers:
+            last = len(of_layers) - 1
+            layers = [LayerPlacement(order, holders, costs, last=number == last) for number in range(last + 1)]
+        order.begin()
+        for layer, at_home in zip(layers, of_layers, strict=True):
+            counts = at_home
+            if order.running.at is not None:
+                parts = at_home.rows.flatten(0, 2)
+                now = parts.new_empty(parts.shape)
+                now[holders.items(np.argsort(order.running.at))] = parts
+                counts = replace(at_home, rows=now.view_as(at_home.rows))
+            decision = layer.decide(counts, rows_beside, learn=counts.equal).decision.result()
+            traffic.add(decision, holders, costs, rows_beside, row, exposed=0.0)
+    return traffic

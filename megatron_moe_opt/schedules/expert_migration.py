@@ -3,7 +3,9 @@
 Experts travel beside these, in a lane of their own, and so do their gradients and the mean of all experts; [ ] where
 they travel compressed:
 
-    gathered    [ encode -> ] all-gather for each level, outermost first [ -> decode ]
+    gathered    [ encode -> ] all-gather for each level, outermost first
+    decoded     decode, when a layer's turn comes
+    restored    a copy from the host to the device, of decoded experts that were kept there
     returned    ([ encode -> ] reduce-scatter -> sum) for each level, innermost first
     renewed     reduce-scatter -> sum -> all-gather
 """
@@ -28,7 +30,7 @@ def hop_back(size: HopBytes, way: HopStages) -> Schedule:
 
 
 def gathered(sizes: Mapping[int, int], is_coded: bool = False) -> Schedule:
-    """Experts to all ranks of a domain. Buffers: experts [-> message] -> held.LEVEL -> held.NEXT ... [-> decoded]
+    """Experts to all ranks of a domain. Buffers: experts [-> message] -> held.LEVEL -> held.NEXT ...
 
     Args:
         sizes: bytes that a rank holds after each level's gather, its own included, in their order.
@@ -39,8 +41,37 @@ def gathered(sizes: Mapping[int, int], is_coded: bool = False) -> Schedule:
     ]
     if is_coded and stages:
         stages.insert(0, Stage(Kind.ENCODE, Lane.EXPERTS, stages[0].size, "message"))
-        stages.append(Stage(Kind.DECODE, Lane.EXPERTS, stages[-1].size, "decoded"))
     return one_by_one("expert-migration, experts gathered", "experts", stages)
+
+
+def decoded(size: int) -> Schedule:
+    """Messages of all ranks of a domain to experts. Buffers: messages -> decoded
+
+    Args:
+        size: bytes of the experts.
+    """
+    stages = [Stage(Kind.DECODE, Lane.EXPERTS, size, "decoded")]
+    return one_by_one("expert-migration, experts decoded", "messages", stages)
+
+
+def restored(size: int) -> Schedule:
+    """Decoded experts that were kept on the host to the device. Buffers: host_decoded -> decoded
+
+    Args:
+        size: bytes of the experts.
+    """
+    stages = [Stage(Kind.PREFETCH, Lane.H2D, size, "decoded")]
+    return one_by_one("expert-migration, experts restored", "host_decoded", stages)
+
+
+def deferred(size: int) -> Schedule:
+    """Gradients to those that wait for the last pass of a step. Buffers: gradients -> deferred
+
+    Args:
+        size: bytes of the gradients.
+    """
+    stages = [Stage(Kind.SUM, Lane.EXPERTS, size, "deferred", also_reads=("deferred",))]
+    return one_by_one("expert-migration, gradients deferred", "gradients", stages)
 
 
 def returned(sizes: Mapping[int, int], is_coded: bool = False) -> Schedule:

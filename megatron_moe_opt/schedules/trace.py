@@ -18,17 +18,18 @@ _PARTS = "part"
 
 
 def write_trace(path: str | Path, timelines: Mapping[str, Timeline]) -> None:
-    """Writes timelines under their names, such as {"predicted": ..., "measured": ...}, as JSON.
+    """Writes what `trace_of` returns. Raises ConfigurationError where the file cannot be written."""
+    write_text_whole(path, trace_of(timelines))
 
-    Raises:
-        ConfigurationError: the file cannot be written.
-    """
+
+def trace_of(timelines: Mapping[str, Timeline]) -> str:
+    """Returns timelines under their names, such as {"predicted": ..., "measured": ...}, as JSON."""
     events = [
         event
         for process, (name, timeline) in enumerate(timelines.items(), start=1)
         for event in _events(process, name, timeline)
     ]
-    write_text_whole(path, json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}, indent=1) + "\n")
+    return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}, indent=1) + "\n"
 
 
 def _events(process: int, name: str, timeline: Timeline) -> list[dict[str, Any]]:

@@ -67,8 +67,8 @@ class MigrationOptions(SharedOptions):
         "resident-layers",
         FROM_0_OR_ALL,
         "layers whose gathered experts stay in memory, those used last, or all; other layers' are gathered again in "
-        f"each pass, forward and backward (default: one more than {PREFIX}prefetch-layers; with "
-        f"{PREFIX}compression-ratio all)",
+        f"each pass, forward and backward, or with {PREFIX}compression-ratio fetched from host memory (default: one "
+        f"more than {PREFIX}prefetch-layers)",
         auto=READS,
     )
     compression_ratio: float | None = option(
@@ -118,7 +118,7 @@ class MigrationOptions(SharedOptions):
     def resident_limit(self) -> int | None:
         """The layers whose gathered experts stay in memory; None: all."""
         if self.resident_layers is None:
-            return None if self.compression_ratio is not None else self.prefetch_layers + 1
+            return self.prefetch_layers + 1
         return None if self.resident_layers == ALL else self.resident_layers
 
     def check(self) -> None:
@@ -145,11 +145,6 @@ class MigrationOptions(SharedOptions):
             raise ConfigurationError(
                 f"{flag} has no room for {PREFIX}prefetch-layers {self.prefetch_layers} and the layer that runs: give "
                 f"{self.prefetch_layers + 1} or more"
-            )
-        if self.compression_ratio is not None:
-            raise ConfigurationError(
-                f"{flag} drops experts to gather them again, and {PREFIX}compression-ratio sends them as differences "
-                "from what is held: drop one of the two"
             )
 
 

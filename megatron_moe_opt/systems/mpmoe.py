@@ -12,6 +12,7 @@ from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.option_values import AUTO, BYTES, one_of
 from megatron_moe_opt.option_values import PARTITIONS as SEVERAL_PARTITIONS
 from megatron_moe_opt.planning.choosing.partition_search import PARTITIONS
+from megatron_moe_opt.planning.costs.curves import Costs
 from megatron_moe_opt.planning.predicting.expert_migration import curve_of, measured_curves
 from megatron_moe_opt.planning.predicting.layer_on_cluster import LayerOnCluster
 from megatron_moe_opt.planning.predicting.partitioned_rows import (
@@ -224,14 +225,14 @@ def candidate(layer: LayerOnCluster, count: int, strategy: str, way: str = ROWS)
 
 def costs_of(layer: LayerOnCluster, way: str) -> Callable[[Op], float]:
     """Returns what the ops of the pipeline take on a way. Raises ConfigurationError where no expert was measured."""
-    return _HopCosts(layer) if way == HOPS else layer.expert_costs
+    return HopSeconds(layer, layer.expert_costs) if way == HOPS else layer.expert_costs
 
 
-class _HopCosts:
+class HopSeconds:
     """What ops cost where tokens hop: all-to-alls by their level, copies and sums of rows as copies."""
 
-    def __init__(self, layer: LayerOnCluster) -> None:
-        self._costs, self._domains = layer.expert_costs, stationary(layer.workload.workers)
+    def __init__(self, layer: LayerOnCluster, costs: Costs) -> None:
+        self._costs, self._domains = costs, stationary(layer.workload.workers)
         self._curves = measured_curves(layer.costs, layer.workload.workers)
 
     def __call__(self, op: Op) -> float:
@@ -246,7 +247,7 @@ def _candidates(layer: LayerOnCluster, options: MpmoeOptions) -> Iterator[Predic
     """A single partition has nothing to share: all strategies are the same."""
     strategies = options.memory_strategies
     for way in options.ways:
-        refusal = _no_hops(layer) if way == HOPS else None
+        refusal = no_hops(layer) if way == HOPS else None
         if refusal is not None:
             yield Refusal(f"{NAME}:{HOPS}", refusal)
             continue
@@ -256,7 +257,7 @@ def _candidates(layer: LayerOnCluster, options: MpmoeOptions) -> Iterator[Predic
                     yield candidate(layer, count, strategy, way)
 
 
-def _no_hops(layer: LayerOnCluster) -> str | None:
+def no_hops(layer: LayerOnCluster) -> str | None:
     """Why tokens of a layer cannot hop, or nobody knows what that takes."""
     one = layer.workload
     if not one.workers:

@@ -2,25 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from megatron_moe_opt.errors import ConfigurationError
+from megatron_moe_opt.option_values import AUTO
 from megatron_moe_opt.planning.predicting.layer_on_cluster import LayerOnCluster
+from megatron_moe_opt.planning.predicting.monta import CHUNKS as CHUNK_COUNTS
+from megatron_moe_opt.planning.predicting.partitioned_rows import hop_partitions, hop_row_bytes
 from megatron_moe_opt.planning.predicting.prediction import Prediction, Refusal
+from megatron_moe_opt.schedules import netmoe as hops
 from megatron_moe_opt.schedules.monta import even_chunks
 from megatron_moe_opt.schedules.schedule import COLLECTIVES, Kind, Op
-from megatron_moe_opt.systems.monta import MONTA, MontaOptions, parse_pipeline, pipelines, pipelining
-from megatron_moe_opt.systems.system import FLAG, Grammar, Run, System, recomputed_modules
+from megatron_moe_opt.systems.monta import DEFAULT_CHUNKS, MontaOptions, parse_pipeline, pipelines, pipelining
+from megatron_moe_opt.systems.mpmoe import HOPS, ROWS, HopSeconds, no_hops
+from megatron_moe_opt.systems.system import FLAG, PREFIX, Grammar, Run, System, recomputed_modules, shown
+from megatron_moe_opt.topology.domains import stationary
 
 NAME = "netmoe"
 
 
-def _build(groups: Any, options: MontaOptions, config: Any) -> Any:
+def _build(groups: Any, options: Any, config: Any) -> Any:
     from megatron_moe_opt.dispatchers.netmoe import NetmoeDispatcher
+    from megatron_moe_opt.runtime.rows.token_hops import TokenHops
+    from megatron_moe_opt.topology.domain_groups import domain_groups, levels_of
 
-    return NetmoeDispatcher(groups, pipelining(config, groups, options))
+    dispatcher = NetmoeDispatcher(groups, pipelining(config, groups, options))
+    if options.way == HOPS:
+        hops_in = domain_groups(groups.ep, stationary(levels_of(groups.ep, options.network_levels)), dispatcher)
+        dispatcher.hops = TokenHops(hops_in, groups, config.num_moe_experts, config.moe_router_topk)
+    return dispatcher
 
 
 def _attach(layer: Any, options: Any) -> None:
@@ -31,19 +45,18 @@ def _attach(layer: Any, options: Any) -> None:
 
 def _check(config: Any, options: Any, arguments: Any) -> None:
     """Refuses what cannot move with samples, or would not be what it is without moves."""
-    ranks, tp = (
-        config.expert_model_parallel_size * config.expert_tensor_parallel_size,
-        config.tensor_model_parallel_size,
-    )
-    if ranks == tp or ranks % tp:
+    ranks = config.expert_model_parallel_size * config.expert_tensor_parallel_size
+    tp, cp = config.tensor_model_parallel_size, config.context_parallel_size
+    if ranks == tp * cp or ranks % (tp * cp):
+        of_sample = f"--tensor-model-parallel-size {tp}" + (f" x --context-parallel-size {cp}" if cp > 1 else "")
         raise ConfigurationError(
-            f"{FLAG} netmoe moves samples between the TP groups that share experts, but --expert-model-parallel-size x "
-            f"--expert-tensor-parallel-size = {ranks} is no multiple, from 2 on, of --tensor-model-parallel-size {tp}: "
-            "choose one, or use monta"
+            f"{FLAG} netmoe moves samples between the groups that hold one each and share experts, but "
+            f"--expert-model-parallel-size x --expert-tensor-parallel-size = {ranks} is no multiple, from 2 on, of "
+            f"{of_sample}: choose one, or use monta"
         )
+    _check_way(config, options)
     recompute = recomputed_modules(config)
     for wrong, flags in (
-        (config.context_parallel_size > 1, f"--context-parallel-size {config.context_parallel_size}"),
         (
             config.tensor_model_parallel_size > 1 and not config.sequence_parallel,
             "--tensor-model-parallel-size without --sequence-parallel",
@@ -66,9 +79,44 @@ def _check(config: Any, options: Any, arguments: Any) -> None:
         (getattr(arguments, "reset_attention_mask", False), "--reset-attention-mask"),
     ):
         if wrong:
+            why = _WHY.get(flags.partition(" ")[0], "which moves samples between ranks")
+            raise ConfigurationError(f"{flags} does not work with {FLAG} netmoe, {why}: change it, or use monta")
+
+
+_WHY = {
+    "--hidden-dropout": "whose sums come back with the residual in them, which must not be dropped",
+    "--tensor-model-parallel-size": "which moves samples in parts, one on each TP rank, where here each has all",
+    "--moe-expert-capacity-factor": "under which other samples share a rank, so that other tokens would be dropped",
+    "--recompute-modules": "which takes a layer's norm on the ranks of the experts",
+}
+"""By flag, where it is not plain that what it names would have to move with samples."""
+
+
+def _check_way(config: Any, options: Any) -> None:
+    """Refuses what tokens that hop do not go with, and levels where none does."""
+    if options.way == AUTO:
+        raise ConfigurationError(
+            f"{PREFIX}way {AUTO} has nothing to choose by under {FLAG} netmoe: give {PREFIX}way {ROWS} or {HOPS}"
+        )
+    if options.way != HOPS:
+        if options.network_levels is not None:
             raise ConfigurationError(
-                f"{flags} does not work with {FLAG} netmoe, which moves samples between ranks: change it, or use monta"
+                f"{PREFIX}levels {shown(options.network_levels)} says over which links tokens hop, and rows do not: "
+                f"give {PREFIX}way {HOPS}, or drop it"
             )
+        return
+    flag = f"{PREFIX}way {HOPS}"
+    if (config.expert_tensor_parallel_size or 1) > 1:
+        raise ConfigurationError(
+            f"--expert-tensor-parallel-size {config.expert_tensor_parallel_size} cuts experts, whose parts {flag} does "
+            f"not put together: set it to 1, or use {PREFIX}way {ROWS}"
+        )
+    if options.monta_level is not None or options.profile is not None:
+        other = "monta-level" if options.monta_level is not None else "profile"
+        raise ConfigurationError(
+            f"{PREFIX}{other} is about the lanes of rows, and {flag} has lanes of its own: drop it, and give "
+            f"{PREFIX}chunks"
+        )
 
 
 def _candidates(layer: LayerOnCluster, options: MontaOptions) -> Iterator[Prediction | Refusal]:
@@ -94,14 +142,59 @@ def _candidates(layer: LayerOnCluster, options: MontaOptions) -> Iterator[Predic
         ]
         schedules = [replace(schedule, ops=tuple(map(placed, schedule.ops))) for schedule in at_home]
         inside = sum(layer.links.sent(op)[1] for schedule in at_home for op in schedule.ops if op.kind in COLLECTIVES)
-        variant = NETMOE.variant(MontaOptions(monta_level=level, chunks=count))
+        variant = f"{NAME}:{setting}" if (setting := _setting(level, count)) else NAME
         yield replace(layer.prediction(variant, schedules, parts=count), intra_bytes=inside)
+    refusal = no_hops(layer)
+    if one.etp > 1:
+        refusal = f"expert tensor parallelism {one.etp} cuts experts, whose parts netmoe's hops do not put together"
+    if refusal is not None:
+        yield Refusal(f"{NAME}:{HOPS}", refusal)
+        return
+    costs, levels, row = HopSeconds(layer, layer.costs), len(one.workers), hop_row_bytes(one)
+    noted, keyed = hop_row_bytes(one, notes=True).packed, one.packed_row_bytes
+    for count in (1, *CHUNK_COUNTS):
+        parts = hop_partitions(one, layer.skew, layer.computed, count)
+        at_home = [
+            build([part.bytes(row_bytes) for part in parts], levels)
+            for build, row_bytes in (
+                (hops.dispatch, noted),
+                (hops.combine, keyed),
+                (hops.dispatch, row.token),
+                (hops.combine, row.returned),
+            )
+        ]
+        schedules = [replace(schedule, ops=tuple(map(placed, schedule.ops))) for schedule in at_home]
+        inside = sum(layer.links.sent(op)[1] for schedule in at_home for op in schedule.ops if op.kind in COLLECTIVES)
+        variant, own = f"{NAME}:{_hops(count)}", parts[0].own * count
+        predicted = layer.prediction(variant, schedules, costs=costs, parts=count, local_rows=own)
+        yield replace(predicted, intra_bytes=inside)
 
 
-def _write(options: MontaOptions, levels: int) -> str:
+def _parse(variant: str, setting: str, profile: Path | None) -> Mapping[str, Any]:
+    parts = re.fullmatch(rf"{HOPS}(?:x([1-9][0-9]*))?", setting)
+    if parts is not None:
+        return {"way": HOPS, "chunks": int(parts[1] or 1)}
+    return parse_pipeline(variant, setting, profile)
+
+
+def _kind(setting: str) -> str:
+    """A token once over a link, or a row for each of its experts."""
+    return HOPS if setting.startswith(HOPS) else ""
+
+
+def _write(options: Any, levels: int) -> str:
     """Nothing at O1."""
-    pipeline = MONTA.grammar.write(options, levels)
-    return "" if pipeline == "O1" else pipeline
+    if options.way == HOPS:
+        return _hops(options.chunks or 1)
+    return _setting(options.monta_level or "O1", options.chunks or DEFAULT_CHUNKS)
+
+
+def _hops(chunks: int) -> str:
+    return HOPS if chunks == 1 else f"{HOPS}x{chunks}"
+
+
+def _setting(level: str, chunks: int) -> str:
+    return "" if level == "O1" else f"{level}x{chunks}"
 
 
 def _stays(options: Any, run: Run) -> str:
@@ -111,9 +204,9 @@ def _stays(options: Any, run: Run) -> str:
 NETMOE = System(
     name=NAME,
     options=MontaOptions,
-    reads=("profile",),
+    reads=("profile", "way", "network_levels"),
     build=_build,
-    grammar=Grammar(parse_pipeline, _write),
+    grammar=Grammar(_parse, _write, _kind),
     attach=_attach,
     check=_check,
     candidates=_candidates,

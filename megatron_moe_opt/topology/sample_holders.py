@@ -1,7 +1,8 @@
 """Which ranks hold a sample together, and which places are alike to it.
 
-A sample lies on a TP group: each of its ranks has a part of the sequence. It can move to any TP group among the ranks
-that share experts (the joint group), part by part, to the rank with the same TP rank.
+A sample lies on a TP group, or with context parallelism on a TP x CP group: each of its ranks has a part of the
+sequence. It can move to any such group among the ranks that share experts (the joint group), part by part, to the rank
+with the same rank in the group. Below, TP stands for both.
 """
 
 from __future__ import annotations
@@ -54,9 +55,9 @@ class SampleHolders:
         holders = list(dict.fromkeys(tuple(group) for group in tp_groups))
         if any(rank not in place for group in holders for rank in group):
             raise ConfigurationError(
-                f"--tensor-model-parallel-size {len(holders[0])} cuts each sample over ranks of which only some share "
-                "experts, so that netmoe cannot move samples: let TP divide EP x expert-TP, or use "
-                "--moe-token-dispatcher-type monta"
+                f"--tensor-model-parallel-size x --context-parallel-size = {len(holders[0])} cuts each sample over "
+                "ranks of which only some share experts, so that netmoe cannot move samples: let it divide EP x "
+                "expert-TP, or use --moe-token-dispatcher-type monta"
             )
         ranks = np.array([[place[rank] for rank in group] for group in holders])
         device = np.arange(len(joint))
@@ -84,6 +85,11 @@ class SampleHolders:
     def ep_device(self) -> np.ndarray:
         """[ep_size] device of each EP rank's experts."""
         return self.rank_device[:: self.etp_size]
+
+    def by_position(self, parts: np.ndarray) -> np.ndarray:
+        """[joint ranks, B, ...] of parts -> [positions, ...], their sums over the parts of each sample."""
+        sums = parts[self.ranks].sum(axis=1)
+        return sums.reshape(-1, *sums.shape[2:])
 
     def items(self, move: np.ndarray) -> np.ndarray:
         """Where the parts of samples go, which lie on single ranks.

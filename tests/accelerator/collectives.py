@@ -100,6 +100,8 @@ class Communicators:
 
     def _patched(self, stock: Callable[..., Any], function: Callable[..., Any]) -> Callable[..., Any]:
         def run(*arguments: Any, group: Any = None, async_op: bool = False, **settings: Any) -> Work | None:
+            if isinstance(arguments[-1], dist.ProcessGroup):
+                *arguments, group = arguments
             if all(map(self.watch.is_host, tensors_in([arguments, settings]))):
                 self.on_host = True
                 try:

@@ -319,6 +319,9 @@ extern "C" void emulator_seed(uint64_t seed) { emulator::set_seed(seed); }
 extern "C" void emulator_allow_races(bool allow) { emulator::allow_races(allow); }
 extern "C" int64_t emulator_current_stream() { return c10::cuda::getCurrentCUDAStream().id(); }
 extern "C" int64_t emulator_launches() { return emulator::launches(); }
+extern "C" int64_t emulator_allocated() { return static_cast<int64_t>(emulator::allocated()); }
+extern "C" int64_t emulator_most_allocated() { return static_cast<int64_t>(emulator::most_allocated()); }
+extern "C" void emulator_reset_most_allocated() { emulator::reset_most_allocated(); }
 extern "C" void emulator_begin_counting() { emulator::counting::begin(); }
 extern "C" const char* emulator_end_counting() {
   static std::string lines;

@@ -62,6 +62,7 @@ struct Memory {
   size_t next = kSharedBytes, next_sparse = kDenseBytes, next_shared = kGuard;
   std::map<uintptr_t, size_t> sizes, sparse;                 // offset and bytes of what is allocated
   std::unordered_map<size_t, std::deque<size_t>> free_list;  // by rounded size
+  size_t allocated = 0, most = 0;                            // bytes, as PyTorch's allocator rounds them
   std::mutex mutex;
 
   Memory() {
@@ -498,6 +499,8 @@ void* allocate(size_t bytes) {
   if (bytes == 0) return nullptr;
   Memory& all = memory();
   std::lock_guard<std::mutex> lock(all.mutex);
+  all.allocated += round_up(bytes, kGuard);
+  all.most = std::max(all.most, all.allocated);
   size_t offset;
   if (bytes >= kSparseBytes) {
     offset = all.next_sparse;
@@ -531,6 +534,7 @@ void release(void* data) {
   if (found == sizes.end()) std::abort();
   const size_t bytes = found->second;
   sizes.erase(found);
+  all.allocated -= round_up(bytes, kGuard);
   forget(kWriters + offset, kWriters + offset + bytes);
   if (offset < kDenseBytes) {
     forget(kReaders + offset, kReaders + offset + bytes);
@@ -539,6 +543,10 @@ void release(void* data) {
     forget(data, static_cast<char*>(data) + bytes);
   }
 }
+
+size_t allocated() { return memory().allocated; }
+size_t most_allocated() { return memory().most; }
+void reset_most_allocated() { memory().most = memory().allocated; }
 
 bool is_device(const void* data) { return reinterpret_cast<uintptr_t>(data) - kBase < kRegionBytes; }
 

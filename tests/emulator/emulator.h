@@ -23,6 +23,9 @@ namespace emulator {
 constexpr size_t kSparseBytes = size_t{256} << 20;
 void* allocate(size_t bytes);
 void release(void* data);
+size_t allocated();       // bytes now
+size_t most_allocated();  // since the start, or since it was reset
+void reset_most_allocated();
 bool is_device(const void* data);
 
 // What is not a kernel (a memset, PyTorch's own operations) reads or writes device memory. host_reads throws where

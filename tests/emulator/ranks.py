@@ -7,11 +7,11 @@ collectives of a group take the device's tensors alone.
 from __future__ import annotations
 
 import ctypes
-from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
 import torch
+from megatron.core.pipeline_parallel import schedules
 from torch._C import _distributed_c10d
 from torch.distributed import distributed_c10d as c10d
 
@@ -40,20 +40,49 @@ class _Nccl(metaclass=_StandIn):
         return stand_in(gloo, options)
 
 
+class _Device:
+    """torch.cuda.device: there is one."""
+
+    def __init__(self, device: Any) -> None:
+        del device
+
+    def __enter__(self) -> None:
+        """Nothing to change."""
+
+    def __exit__(self, *_: object) -> None:
+        """Nothing to change back."""
+
+
+def _zeros_stay(deallocate: Any) -> Any:
+    """Megatron frees what a stage has sent, the last stage's loss too, and multiplies that with the scale of losses."""
+
+    def run(out: torch.Tensor | None, *arguments: Any) -> None:
+        deallocate(out, *arguments)
+        if out is not None and out.numel() == 1:
+            out.data.zero_()
+
+    return run
+
+
 def use_emulated_gpu() -> None:
     """What torch.cuda and torch.distributed lack in a PyTorch without CUDA."""
     rng.use_host_generator()
-    only_stream = devices.HostStream()
+    only_stream, emulator = devices.HostStream(), ctypes.CDLL(load_extension().__file__)
+    allocated, most_allocated = emulator.emulator_allocated, emulator.emulator_most_allocated
+    allocated.restype = most_allocated.restype = ctypes.c_int64
+    memory = (allocated, most_allocated, most_allocated, most_allocated)
     answers: dict[str, Any] = {
         "Stream": devices.HostStream, "ExternalStream": devices.HostStream, "Event": devices.HostEvent,
         "stream": devices.host_stream_context, "set_stream": lambda stream: None,
         "current_stream": lambda device=None: only_stream, "default_stream": lambda device=None: only_stream,
-        "set_device": lambda device: None, "device": lambda device: nullcontext(),
+        "set_device": lambda device: None, "device": _Device,
         "get_device_name": lambda device=None: "emulator", "get_device_capability": lambda device=None: (9, 0),
         "get_device_properties": lambda device=None: SimpleNamespace(name="emulator", major=9, minor=0),
         "is_current_stream_capturing": lambda: False,
-    } | {name: lambda device=None: 0 for name in devices.MEMORY_COUNTERS} | {
-        name: lambda *_: None for name in ("empty_cache", "ipc_collect", "reset_peak_memory_stats")
+        "empty_cache": lambda: None, "ipc_collect": lambda: None,
+        "reset_peak_memory_stats": lambda device=None: emulator.emulator_reset_most_allocated(),
+    } | {
+        name: lambda device=None, of=of: of() for name, of in zip(devices.MEMORY_COUNTERS, memory, strict=True)
     }  # fmt: skip
     for name, answer in answers.items():
         setattr(torch.cuda, name, answer)
@@ -61,5 +90,6 @@ def use_emulated_gpu() -> None:
     torch.cuda.nccl.version = lambda: (0, 0, 0)
     torch.Tensor.record_stream = lambda tensor, stream: None
     torch.compiler.set_stance("force_eager")
+    schedules.deallocate_output_tensor = _zeros_stay(schedules.deallocate_output_tensor)
     c10d._NCCL_AVAILABLE = True
     c10d.ProcessGroupNCCL = torch.distributed.ProcessGroupNCCL = _Nccl

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from megatron_moe_opt.options import Options
 from megatron_moe_opt.planning.costs.cluster import Cluster, ExpertGemm, World
 from megatron_moe_opt.planning.plan_file import Plan
 from megatron_moe_opt.planning.predicting import expert_migration
+from megatron_moe_opt.planning.predicting.layer_workload import LayerWorkload
 from megatron_moe_opt.planning.predicting.prediction import Prediction
 from megatron_moe_opt.schedules.parm import JOINT
 from megatron_moe_opt.schedules.schedule import Kind
@@ -89,6 +91,7 @@ def train(
         "steps": controller.trials.steps if controller.trials else 0,
         "runs": controller.current,
         "layers": len(controller.layers),
+        "netmoe": next((one.reason for one in controller.refused if one.variant == "netmoe"), None),
         "built": [list(layer._built) for layer in controller.layers],
         "groups": sorted(group.group_desc for group in set(distributed_c10d._world.pg_map) - before),
     }
@@ -112,6 +115,7 @@ def test_trains_like_stock_while_it_tries_and_after(ranks, profile, config):
     assert 12 <= first["steps"] <= config.get("most_steps", 26)
     assert {"alltoall", "mpmoe", "monta", "expert-migration"} <= {name.partition(":")[0] for name in first["tried"]}
     assert first["built"] == [[first["runs"]]] * 2  # what is not used is not kept
+    assert "would send 0.0% less between nodes" in first["netmoe"]  # its samples were counted; there is one node
     assert bool(first["groups"]) == first["runs"].startswith("expert-migration")
     for ours, stocks in zip(auto, stock, strict=True):
         assert {**ours, "losses": None} == {**first, "losses": None}  # all ranks alike
@@ -166,6 +170,76 @@ def test_layers_change_to_rows_split_after_the_gate_and_back(ranks, tmp_path):
     for ours, theirs in zip(auto, monta, strict=True):
         assert ours["runs"] == "parm:S2" and ours["tried"] == sorted(S2_CANDIDATES)
         assert ours["losses"] == pytest.approx(theirs["losses"], rel=1e-5)
+
+
+def train_unlike_layers(file: Path) -> dict[str, Any]:
+    """The second layer passes for one of other sizes; each layer has its own fastest variant."""
+    from megatron_moe_opt.integration.auto.auto_layer import Controller
+    from megatron_moe_opt.integration.auto.planned_layer import PlannedLayer
+
+    workload, runs = PlannedLayer.workload, []
+
+    def of_number(layer: PlannedLayer) -> LayerWorkload:
+        return dataclasses.replace(workload(layer), ffn=96 * layer.layer.layer_number)
+
+    def seconds(controller: Controller, _: float) -> float:
+        runs[:] = [layer.current for layer in controller.layers]
+        return sum(1.0 if runs[number].startswith(wanted) else 2.0 for number, wanted in enumerate(("monta", "mpmoe")))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(PlannedLayer, "workload", of_number)
+        patch.setattr(Controller, "_slowest", seconds)
+        found = train(STEPS, Options(profile=file), {"ep": 4}, moe_token_dispatcher_type="auto")
+    return found | {"runs": [built for (built,) in found["built"]]}
+
+
+def test_layers_of_unlike_sizes_run_each_its_own(ranks, profile):
+    stock = ranks.run(train, steps=STEPS, options=None, sizes={"ep": 4})
+    for ours, stocks in zip(ranks.run(train_unlike_layers, file=profile), stock, strict=True):
+        assert ours["settled"]
+        assert [one.partition(":")[0] for one in ours["runs"]] == ["monta", "mpmoe"]
+        assert ours["losses"] == pytest.approx(stocks["losses"], rel=1e-5)
+
+
+class Turning(dict[str, float]):
+    """What steps take, until what was chosen takes three times as long."""
+
+    def __init__(self, choice: str, **seconds: float) -> None:
+        super().__init__(seconds)
+        self.choice, self.asked = choice, 0
+
+    def __getitem__(self, variant: str) -> float:
+        self.asked += 1
+        return super().__getitem__(variant) * (3.0 if variant == self.choice and self.asked > TRIED + 1 else 1.0)
+
+
+TURNED = ("alltoall", "mpmoe:2", "monta:O1")
+TRIED = 2 * len(TURNED)  # steps of trials, one turn each; then a window in which all is as it was, and one in which not
+
+
+def train_while_times_turn(file: Path) -> dict[str, Any]:
+    from megatron_moe_opt.planning.choosing import drift
+
+    seconds = {"alltoall": 20.0, "mpmoe:2": 5.0, "monta:O1": 8.0}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(drift, "WINDOW", 3)
+        patch.setattr(drift, "MOST_COST", 1e3)
+        steps = 1 + TRIED + 2 * 3 + TRIED + 2
+        return train(
+            steps, Options(plan=file), {"ep": 4}, Turning("mpmoe:2", **seconds), moe_token_dispatcher_type="auto"
+        )
+
+
+def test_trials_begin_again_when_steps_take_longer_than_when_it_was_chosen(ranks, tmp_path):
+    """Stock is tried too, of which nothing was kept."""
+    found = tuple(Prediction(name, 1e-3, 1e-3, 0.0, 1.0, 1) for name in TURNED)
+    Plan(dict.fromkeys((1, 2), "mpmoe:2"), found, "a cluster", ep=4, etp=1, experts=8).save(tmp_path / "plan.json")
+    answers = ranks.run(train_while_times_turn, file=tmp_path / "plan.json")
+    stock = ranks.run(train, steps=len(answers[0]["losses"]), options=None, sizes={"ep": 4})
+    for ours, stocks in zip(answers, stock, strict=True):
+        assert ours["settled"] and ours["planned"] == "mpmoe:2" and ours["runs"] == "monta:O1"
+        assert ours["tried"] == sorted(TURNED) and ours["built"] == [["monta:O1"]] * 2
+        assert ours["losses"] == pytest.approx(stocks["losses"], rel=1e-5)
 
 
 CANDIDATES = ("alltoall", "monta:O1", *(f"mpmoe:{count}" for count in range(2, 8)))

@@ -18,7 +18,7 @@ from tools.bench_samples import SampleSettings, check
 
 
 def settings(**changes: Any) -> SampleSettings:
-    dispatchers = "monta", "netmoe", "netmoe:O3x4"
+    dispatchers = "monta", "netmoe", "netmoe:O3x4", "netmoe:hopsx2"
     fields = {"trace": Path("trace.npz"), "dispatchers": dispatchers, "hidden": 32, "tokens": None}
     return SampleSettings(**fields | {"dtype": "fp32", "steps": 2, "warmup": 2} | changes)
 
@@ -52,10 +52,15 @@ def bench(tokens: int | None, dtype: str) -> Any:
 
 @pytest.mark.parametrize(("tokens", "dtype"), [(None, "fp32"), (5, "bf16")])
 def test_samples_that_each_use_one_node_cross_nodes_twice_only(ranks, tokens, dtype):
-    for (stock, monta, netmoe, chunks), decided in ranks.run(bench, tokens=tokens, dtype=dtype):
+    for (stock, monta, netmoe, chunks, hops), decided in ranks.run(bench, tokens=tokens, dtype=dtype):
         assert decided == pytest.approx(2 / 3)  # of 3 dispatches and 3 combines that are alike
-        assert [result.dispatcher for result in (stock, monta, netmoe, chunks)] == ["alltoall", *settings().dispatchers]
-        assert all(len(result.seconds) == 2 and min(result.seconds) > 0 for result in (stock, monta, netmoe, chunks))
+        assert [result.dispatcher for result in (stock, monta, netmoe, chunks, hops)] == [
+            "alltoall",
+            *settings().dispatchers,
+        ]
+        assert all(
+            len(result.seconds) == 2 and min(result.seconds) > 0 for result in (stock, monta, netmoe, chunks, hops)
+        )
         assert monta.moves == {} and set(netmoe.moves) == {1, 2, 3}
         # The first dispatch and the last combine cross nodes; the two combines and dispatches between do not.
         rows = 4 * 2 * (tokens or 16)  # of the 4 samples whose experts are on the other node
@@ -63,6 +68,8 @@ def test_samples_that_each_use_one_node_cross_nodes_twice_only(ranks, tokens, dt
         # Forward and backward, with lanes of 16 bytes but for the gradients on the combine's way.
         assert netmoe.megabytes("inter-node") * 1e6 == pytest.approx(rows * (4 * hidden_bytes + 3 * 16))
         assert chunks.megabytes("inter-node") == netmoe.megabytes("inter-node")
+        # Both experts of a token are on one node. A token's facts take 32 bytes, the gradients of its probabilities 16.
+        assert hops.megabytes("inter-node") * 1e6 == pytest.approx(rows / 2 * (4 * hidden_bytes + 32 + 16 + 16))
         assert netmoe.megabytes("inter-node") < 0.4 * monta.megabytes("inter-node")
         assert [netmoe.moves[layer]["moved across nodes %"] for layer in (1, 2, 3)] == [50, 0, 50]
 

@@ -40,7 +40,7 @@ def not_sent(layer: Any) -> torch.Tensor:
     # By place among the peers of each level, the innermost first.
     owners = torch.tensor(migrated.owners).view([group.size() for group in reversed(groups)])
     for group in reversed(groups):
-        kept, mine = migrated.gradients._kept[group], owners[group.rank()]
+        kept, mine = migrated.gradients._kept[group].get(), owners[group.rank()]
         others = [place for place in range(group.size()) if place != group.rank()]
         pending.index_add_(0, owners[others].reshape(-1), kept.reshape(-1, kept.size(-1)))
         owners = mine
@@ -139,7 +139,7 @@ def overflow() -> None:
         output = ours(hidden_states(0))[0]
         output.backward(torch.full_like(output, float("nan") if dist.get_rank() == 2 else 1.0))
         assert not gradient(ours).isfinite().all()
-        assert all(kept.isfinite().all() for kept in gradients._kept.values())
+        assert all(kept.get().isfinite().all() for kept in gradients._kept.values())
         ours.zero_grad()
         step(ours, 0)
         assert gradient(ours).isfinite().all()

@@ -152,7 +152,7 @@ def _saved(shape, layout, sequence, micro_batch, **changes):
         spec = get_gpt_layer_local_spec(
             num_experts=shape.experts, moe_grouped_gemm=False, normalization=config.normalization
         )
-        layer = build_module(spec, config=config, layer_number=1).to(torch.bfloat16)
+        layer = build_module(spec, config=config, layer_number=1).to(torch.bfloat16).cuda()
         rope = RotaryEmbedding(config.kv_channels, 1.0)(sequence)
         mask = torch.ones(1, 1, sequence, sequence).triu(1).bool()
         tokens = torch.randn(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from types import SimpleNamespace
 from typing import Any
@@ -64,6 +65,11 @@ def gradients_that_arrive(strategy: str) -> tuple[set[int], list[float]]:
     stock = getattr(layers, "fused_weight_gradient_mlp_cuda", None), layers._grad_accum_fusion_available
     layers.fused_weight_gradient_mlp_cuda, layers._grad_accum_fusion_available = fused, True
     arrived: Counter[str] = Counter()
+
+    def taken(name: str, counts: bool, weight: torch.Tensor) -> None:
+        weight.grad = None  # as Megatron's DDP does: where GEMMs add to main_grad, nobody has written it
+        arrived.update([name] * counts)
+
     found: list[dict[str, torch.Tensor]] = []
     try:
         with parallel(ep=4):
@@ -76,8 +82,7 @@ def gradients_that_arrive(strategy: str) -> tuple[set[int], list[float]]:
                 weights = dict(layer.experts.named_parameters())
                 for name, weight in weights.items():
                     weight.main_grad, weight.grad_added_to_main_grad = torch.zeros_like(weight), False
-                    if found:
-                        weight.register_post_accumulate_grad_hook(lambda _, name=name: arrived.update([name]))
+                    weight.register_post_accumulate_grad_hook(functools.partial(taken, name, bool(found)))
                 torch.manual_seed(7 + dist.get_rank())
                 for _ in range(2):  # micro-batches
                     layer(torch.randn(12, 2, 64))[0].square().sum().backward()

@@ -30,6 +30,7 @@ RECOMPUTE, RECOMPUTE_MOE = (
 )
 RECOMPUTE_ALL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 2}
 O2, O3 = ({"options": Options(monta_level=level, chunks=chunks)} for level, chunks in (("O2", 3), ("O3", 2)))
+HOPS, LEVELS = {"options": Options(way="hops")}, {"options": Options(way="hops", network_levels=(2, 2), chunks=3)}
 
 
 def by_content(model: Any, bias: list[float] | None) -> None:
@@ -183,6 +184,14 @@ CASES = {
     "ep4-expert-bias": {"layout": EP4, "settings": BIAS, "steps": 3},
     "ep4-shared-uneven": {"layout": EP4, "settings": SHARED | SEQ_AUX, "sizes": (UNEVEN, EVEN, UNEVEN)} | O2,
     "ep2-etp2-shared-uneven": {"layout": ETP2, "settings": SHARED, "sizes": (EVEN, UNEVEN)} | O2,
+    "hops-topk4-micro3": {"layout": EP4, "settings": {"moe_router_topk": 4}, "micro_batch": 3} | LEVELS,
+    "hops-shared-moe-recomputed": {"layout": EP4, "settings": SHARED | SEQ_AUX | RECOMPUTE_MOE, "bias": HOT} | LEVELS,
+    "hops-tp2-shared": {"layout": TP2_EP4, "settings": SHARED, "bias": SKEWED} | LEVELS,
+    "hops-uneven": {"layout": EP4, "settings": SHARED | SEQ_AUX, "sizes": (UNEVEN, EVEN)} | LEVELS,
+    "hops-top1-one-level": {"layout": EP4, "settings": TOP1, "bias": None, "micro_batch": 4, "solver": True} | HOPS,
+    "hops-pp2-recomputed": {"layout": {"ep": 2, "pp": 2}, "settings": RECOMPUTE_ALL, "microbatches": 4} | HOPS,
+    "cp2-ep4-seq-aux": {"layout": {"cp": 2, "ep": 4}, "settings": SEQ_AUX, "bias": SKEWED},
+    "hops-cp2": {"layout": {"cp": 2, "ep": 4}, "settings": SHARED, "options": Options(way="hops", chunks=2)},
     "ep4-solver": {"layout": EP4, "settings": {}, "micro_batch": 4, "bias": None, "solver": True, "steps": 2},
 }
 

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.kernels import LANE_BYTES
+from megatron_moe_opt.options import Options
 from megatron_moe_opt.planning.costs.cluster import Cluster, World
 from megatron_moe_opt.planning.planner import candidates
 from megatron_moe_opt.planning.predicting.layer_workload import LayerWorkload
@@ -53,12 +54,16 @@ def sent(trained: Any) -> dict[str, int]:
     return {row.link: row.bytes for row in counter.reduce() if row.collective == "all_to_all"}
 
 
-def measure(settings: dict) -> dict[str, Any]:
+def measure(settings: dict, options: Options | None) -> dict[str, Any]:
+    import megatron_moe_opt
     from megatron_moe_opt.integration.observe import reports
     from tests.ranks.megatron import parallel
 
     with parallel(ep=4):
-        stock, ours = build("alltoall", **settings), build("netmoe", **settings)
+        stock = build("alltoall", **settings)
+        megatron_moe_opt.register(options)
+        ours = build("netmoe", **settings)
+        megatron_moe_opt.register()
         ours.model.load_state_dict(stock.model.state_dict())
         for trained in (stock, ours):
             by_content(trained.model, None)
@@ -71,9 +76,16 @@ def measure(settings: dict) -> dict[str, Any]:
     return {"stock": stock_bytes, "ours": our_bytes, "report": report, "again": again}
 
 
-@pytest.mark.parametrize("settings", [{}, SHARED], ids=["plain", "shared"])
-def test_reported_bytes_are_those_sent(ranks, settings):
-    results = ranks.run(measure, settings=settings)
+HOPS = Options(way="hops", network_levels=(2, 2), chunks=2)
+
+
+@pytest.mark.parametrize(
+    ("settings", "options"),
+    [({}, None), (SHARED, None), ({"moe_router_topk": 4}, HOPS), (SHARED, HOPS)],
+    ids=["plain", "shared", "hops", "hops-shared"],
+)
+def test_reported_bytes_are_those_sent(ranks, settings, options):
+    results = ranks.run(measure, settings=settings, options=options)
     for result in results:
         report = result["report"]
         assert list(report) == [1, 2, 3, 4] and result["again"] == {}
@@ -88,7 +100,8 @@ def test_reported_bytes_are_those_sent(ranks, settings):
         assert all(0 <= share <= 100 for share in moved) and max(moved) > 0
         assert all(values["moved across nodes %"] <= values["moved across devices %"] for values in report.values())
         assert all(values["solve ms"] > 0 for values in report.values())
-        if not settings:  # with experts that draw samples, moving them must pay; the last layer only brings them home
+        if "moe_shared_expert_intermediate_size" not in settings:
+            # With experts that draw samples, moving them must pay; the last layer only brings them home.
             names = "stock inter-node MB", "inter-node MB"
             stock, ours = (sum(values[name] for values in report.values()) for name in names)
             assert ours < 0.95 * stock

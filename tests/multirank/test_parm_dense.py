@@ -40,7 +40,7 @@ def whole(weight: str, shards: list[torch.Tensor]) -> torch.Tensor:
 def assemble(mine: dict[tuple[int, str], torch.Tensor], etp_rank: int, etp: int, add: bool) -> dict:
     """The whole matrices of all experts. Of ranks that hold the same shard, the sum or the first."""
     gathered: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, (etp_rank, mine))
+    dist.all_gather_object(gathered, (etp_rank, {key: tensor.cpu() for key, tensor in mine.items()}))
     shards: dict[tuple[int, str], list[Any]] = {}
     for shard, tensors in gathered:
         for key, tensor in tensors.items():
@@ -103,6 +103,7 @@ def compare_with_dense(
 
 
 def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
+    found = found.to(expected.device)
     return ((found - expected).norm() / expected.norm().clamp(min=1e-30)).item()
 
 

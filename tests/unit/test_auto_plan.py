@@ -13,11 +13,10 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 import megatron_moe_opt
 from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.integration.auto import auto_layer
-from megatron_moe_opt.integration.auto.auto_layer import Controller, Seen, current_controller
+from megatron_moe_opt.integration.auto.auto_layer import Alike, Controller, Seen, current_controller
 from megatron_moe_opt.integration.auto.planned_layer import PlannedLayer
 from megatron_moe_opt.integration.optimizer_step import step_ended
 from megatron_moe_opt.options import Options
-from megatron_moe_opt.planning.choosing.trials import Trials
 from megatron_moe_opt.planning.plan_file import Plan
 from megatron_moe_opt.planning.predicting.layer_workload import LayerWorkload
 from megatron_moe_opt.planning.predicting.prediction import Prediction
@@ -65,9 +64,9 @@ def test_what_cannot_run_is_refused_before_training(planned, variant, overrides,
 
 def tried(controller: Controller, workers: tuple[int, ...]) -> tuple[list[str], str | None]:
     workload = LayerWorkload(16, 16, 16, False, 8, 2, 4, 16, 8, workers=workers)
-    allowed, refused, planned = controller._make_plan([[Seen(workload, 32.0)], []])
-    assert {one.variant for one in (*allowed, *refused)} == set(CANDIDATES)
-    return [one.variant for one in allowed], planned
+    (found,) = controller._make_plan([[Seen(workload, 32.0)], []])
+    assert {one.variant for one in (*found.predicted, *found.refused)} == set(CANDIDATES)
+    return [one.variant for one in found.predicted], found.planned
 
 
 def test_runners_up_that_cannot_run_are_not_tried(planned):
@@ -81,8 +80,8 @@ def test_runners_up_that_cannot_run_are_not_tried(planned):
 
 def test_what_tp_ranks_would_route_differently_is_not_tried(planned):
     seen = Seen(LayerWorkload(16, 16, 16, False, 8, 2, 4, 16, 8), 32.0)
-    _, refused, _ = planned("monta:O2x2", **DRAWN)._make_plan([[seen], []])
-    (reason,) = (one.reason for one in refused if one.variant == "parm:S2")
+    (found,) = planned("monta:O2x2", **DRAWN)._make_plan([[seen], []])
+    (reason,) = (one.reason for one in found.refused if one.variant == "parm:S2")
     assert reason.startswith("--moe-router-force-load-balancing has each rank of a TP group route the tokens that all")
 
 
@@ -96,24 +95,24 @@ def test_what_layers_cannot_leave_stays(planned):
     assert chosen == "parm:S2" and "parm:S2" in variants
 
 
-def test_a_prediction_is_the_mean_of_all_layers(planned, monkeypatch):
-    """Three layers of one shape and one of another, on a stage each: the table says ms of a layer, not of a shape."""
+def test_layers_of_each_shape_are_planned_by_themselves(planned, monkeypatch):
+    """Three layers of one shape and one of another, on a stage each: what takes longest comes first."""
 
     def predicted(workload, cluster, budget):
-        times = {"alltoall": 2.0 * workload.topk, "monta:O1": 1.0 + workload.topk}
+        times = {"alltoall": 2.0 * workload.topk, "monta:O1": 3.0 + workload.topk}
         found = [Prediction(name, time, time, time, 0.0, workload.topk, {"all": time}) for name, time in times.items()]
-        return tuple(found), ()
+        return tuple(sorted(found, key=lambda one: one.seconds)), ()
 
     monkeypatch.setattr(auto_layer, "candidates", predicted)
     monkeypatch.setattr(auto_layer.Cluster, "load", lambda file: SimpleNamespace(gpu_settings=None))
     controller = planned("monta:O2x2")
     controller.plan = None
     few, many = (Seen(LayerWorkload(16, 16, 16, False, 8, topk, 4, 16, 8), 32.0, passes=2) for topk in (1, 5))
-    (ours, stock), _, chosen = controller._make_plan([[few] * 3, [many]])
-    assert (ours.variant, stock.variant, chosen) == ("monta:O1", "alltoall", "monta:O1")
-    assert (stock.seconds, ours.seconds) == ((3 * 2 + 10) / 4, (3 * 2 + 6) / 4)
-    assert (stock.exposed, stock.inter_bytes, stock.terms) == (4.0, 4.0, {"all": 4.0})
-    assert stock.activation_bytes == 5  # room is needed for the largest
+    of_many, of_few = controller._make_plan([[few] * 3, [many]])
+    assert (of_few.planned, of_few.shape.topk, of_few.passes) == ("alltoall", 1, 6)
+    assert (of_many.planned, of_many.shape.topk, of_many.passes) == ("monta:O1", 5, 2)
+    assert [(one.variant, one.seconds) for one in of_many.predicted] == [("monta:O1", 8.0), ("alltoall", 10.0)]
+    assert of_many.shape == dataclasses.replace(many.workload, tokens=0)
 
 
 def test_what_a_gpu_may_have_no_room_for_is_not_tried(planned, monkeypatch):
@@ -126,11 +125,9 @@ def test_what_a_gpu_may_have_no_room_for_is_not_tried(planned, monkeypatch):
     monkeypatch.setattr(auto_layer, "_free_memory", lambda: 1000)
     assert (room := controller._room()) == 400  # of 0.8 x 1000 bytes, one pass of each layer is in flight
     for free, tried in ((room, list(held)), (399, ["alltoall", "monta:O2x2"]), (100, ["alltoall"]), (None, list(held))):
-        allowed, refused, _ = controller._make_plan(
-            [[Seen(LayerWorkload(16, 16, 16, False, 8, 2, 4, 16, 8), 32.0)]], free
-        )
-        assert [one.variant for one in allowed] == tried
-        assert all("could run out of memory" in one.reason for one in refused)
+        (found,) = controller._make_plan([[Seen(LayerWorkload(16, 16, 16, False, 8, 2, 4, 16, 8), 32.0)]], free)
+        assert [one.variant for one in found.predicted] == tried
+        assert all("could run out of memory" in one.reason for one in found.refused)
 
 
 @pytest.fixture
@@ -145,7 +142,8 @@ def timed(planned, monkeypatch):
     monkeypatch.setattr(Controller, "_agree_on_plan", lambda self, group: None)
     groups = SimpleNamespace(ep_size=8, etp_size=1, joint=None)
     controller.add(PlannedLayer(layer, groups, controller.options, lambda *_: None))
-    controller.trials = Trials([Prediction("monta:O2x2", 1.0, 0, 0, 0, 0)], "monta:O2x2")
+    controller.shapes = (Alike(None, (Prediction("monta:O2x2", 1.0, 0, 0, 0, 0),), (), "monta:O2x2", 1),)
+    controller._begin_trials(0)
     return controller, layer, now
 
 

@@ -51,7 +51,7 @@ def test_experts_travel_level_by_level_beside_the_hops(build, kind):
     ("schedule", "kinds"),
     [
         (gathered({0: 8, 1: 16}), "all_gather all_gather"),
-        (gathered({0: 8, 1: 16}, is_coded=True), "encode all_gather all_gather decode"),
+        (gathered({0: 8, 1: 16}, is_coded=True), "encode all_gather all_gather"),
         (returned({1: 16, 0: 8}), "reduce_scatter sum reduce_scatter sum"),
         (returned({1: 16, 0: 8}, is_coded=True), "encode reduce_scatter sum encode reduce_scatter sum"),
         (renewed(8), "reduce_scatter sum all_gather"),

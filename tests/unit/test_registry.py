@@ -183,7 +183,6 @@ MOVES = {"expert_model_parallel_size": 2, "hidden_dropout": 0.0}
 @pytest.mark.parametrize(
     ("wrong", "overrides"),
     [
-        ("--context-parallel-size 2", {"context_parallel_size": 2, "expert_model_parallel_size": 4}),
         (
             "--tensor-model-parallel-size without --sequence-parallel",
             {"tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 2},
@@ -298,8 +297,6 @@ def test_what_experts_cannot_travel_with_is_refused(sizes, settings, sentence):
         ("--moe-opt-compression-ratio 25", "--moe-opt-compression-ratio 25 has nothing to compress where no expert"),
         ("--moe-opt-resident-layers 2", "--moe-opt-resident-layers 2 bounds what is held of experts that travel, and"),
         ("--moe-opt-domain-sizes 2 --moe-opt-resident-layers 1", "no room for --moe-opt-prefetch-layers 1 and the"),
-        ("--moe-opt-domain-sizes 2 --moe-opt-resident-layers 2 --moe-opt-compression-ratio 9",
-         "--moe-opt-resident-layers 2 drops experts to gather them again, and --moe-opt-compression-ratio sends"),
         ("--moe-opt-gradient-compression-ratio 9", "gradient-compression-ratio 9 has nothing to compress where no"),
         ("--moe-opt-domain-sizes 2 --moe-opt-gradient-compression-ratio inf", "'inf' is not a ratio above 1"),
     ],
@@ -353,11 +350,7 @@ def test_gradients_are_compressed_only_where_they_travel_and_keep_their_scale():
         ),
         ({"way": "hops"}, "monta", "way hops is for --moe-token-dispatcher-type mpmoe, not monta"),
         ({"domain_sizes": (2,)}, "mpmoe", "domain-sizes 2 is for --moe-token-dispatcher-type expert-migration, not"),
-        (
-            {"network_levels": (2, 4)},
-            "deepspeed",
-            "levels 2,4 is for --moe-token-dispatcher-type mpmoe, expert-migration",
-        ),
+        ({"network_levels": (2, 4)}, "deepspeed", "levels 2,4 is for --moe-token-dispatcher-type netmoe, mpmoe"),
         ({"prefetch_layers": 0}, "allgather", "prefetch-layers 0 is for --moe-token-dispatcher-type expert-migration"),
         (
             {"profile": "c.json"},
@@ -461,4 +454,4 @@ def test_gathered_experts_stay_in_as_many_layers_as_are_needed_ahead():
             {}, {"prefetch_layers": 3}, {"resident_layers": 5}, {"resident_layers": "all"}, {"compression_ratio": 9},
         )
     ]  # fmt: skip
-    assert limits == [2, 4, 5, None, None]
+    assert limits == [2, 4, 5, None, 2]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
+from base64 import b64decode
 from dataclasses import replace
 from pathlib import Path
 
@@ -55,9 +57,10 @@ def test_it_holds_what_was_predicted_and_what_was_not(page):
 
 def test_experts_that_travel_have_a_lane_beside_the_schedules():
     page = Page(render_page(made_report(recorded={"expert-migration": migration_step()})))
-    (summary,) = {text for text in page.texts if text.startswith("Rank 2: ")}
+    (summary,) = {text for text in page.texts if text.startswith("expert-migration. Rank 2: ")}
     assert summary == (
-        "Rank 2: 8.0 ms in 1. expert-migration hop out, level 0; 2. expert-migration hop back, level 0. Busy ms: "
+        "expert-migration. Rank 2: 8.0 ms in 1. expert-migration hop out, level 0; "
+        "2. expert-migration hop back, level 0. Busy ms: "
         "inter 4.0, compute 4.0, experts 3.0. Overlap 0%."
     )
     titles = [text for text in page.texts if text.startswith("all_gather of chunk 0: ")]
@@ -69,9 +72,11 @@ def test_timelines_have_a_bar_for_every_op(page):
     ops = [len(one.schedule.ops) for step in report.recorded.values() for one in step.timelines]
     assert sum(" of chunk " in text and " ms" in text for text in page.texts) == sum(ops) > 100
     assert "No schedules of this package: alltoall." in page.texts
-    captions = [text for text in page.texts if text.startswith("Rank 3: ")]
+    captions = [text for text in page.texts if text.startswith("monta:O3x4. Rank 3: ")]
     seconds = sum(one.seconds for one in report.recorded["monta:O3x4"].timelines)
-    assert captions[-1].startswith(f"Rank 3: {seconds * 1e3:.1f} ms in 1. monta O3 dispatch, 4 chunk(s); 2. ")
+    assert captions[-1].startswith(
+        f"monta:O3x4. Rank 3: {seconds * 1e3:.1f} ms in 1. monta O3 dispatch, 4 chunk(s); 2. "
+    )
     without = Page(render_page(made_report(recorded={})))
     assert "None of the dispatchers runs schedules of this package." in "".join(without.texts)
 
@@ -98,7 +103,10 @@ def test_it_needs_nothing_else(page):
         assert tag not in ("script", "link", "img", "iframe", "object", "embed", "base", "image")
         assert "src" not in attributes and not any(name.startswith("on") for name in attributes)
         for name in ("href", "xlink:href", "aria-labelledby"):
-            if name in attributes:
+            if attributes.get(name, "").startswith("data:application/json;base64,"):
+                trace = json.loads(b64decode(attributes[name].partition(",")[2]))
+                assert {"all_to_all", "copy"} <= {event.get("cat") for event in trace["traceEvents"]}
+            elif name in attributes:
                 assert attributes[name].removeprefix("#") in ids
         if "clip-path" in attributes:
             assert attributes["clip-path"].removeprefix("url(#").removesuffix(")") in ids
@@ -139,7 +147,11 @@ def test_hostile_names_are_escaped():
 @pytest.mark.parametrize(
     ("ratios", "sentence"),
     [
-        ((1.2, 1.1), "None was faster than alltoall"),
+        ((1.2, 1.1), "None was faster than alltoall: mpmoe took 1.10 of alltoall's time (1.05-1.15)"),
+        (
+            (1.2, 0.98),
+            "None can be told from alltoall: mpmoe took 0.98 of alltoall's time (0.93-1.03); more --steps may tell",
+        ),
         ((1.2, 0.75), "mpmoe took 0.75 of alltoall's time (0.70-0.80), 2.00 times its wire limit"),
     ],
 )

@@ -48,5 +48,5 @@ def test_items_without_tp_are_the_samples():
 
 
 def test_a_tp_group_beyond_the_joint_group_is_refused():
-    with pytest.raises(ConfigurationError, match="--tensor-model-parallel-size 4 .*dispatcher-type monta"):
+    with pytest.raises(ConfigurationError, match="--context-parallel-size = 4 cuts .*dispatcher-type monta"):
         SampleHolders.from_ranks([0, 1], ([0, 1, 2, 3], [0, 1, 2, 3]), ("a", "a"), 1)

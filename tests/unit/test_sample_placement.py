@@ -11,11 +11,13 @@ import torch
 from megatron_moe_opt.dispatchers.sample_placement import LayerPlacement, SampleOrder
 from megatron_moe_opt.dispatchers.sample_traffic import SampleRowBytes, SampleTraffic
 from megatron_moe_opt.planning.predicting.netmoe import NextLayerPrediction
+from megatron_moe_opt.planning.predicting.sample_costs import RowCosts
 from megatron_moe_opt.runtime.rows.sample_counts import SampleCounts
 from megatron_moe_opt.topology.sample_holders import SampleHolders
 
 RANKS, BATCH, EXPERTS = 4, 2, 4
 HOLDERS = SampleHolders.from_ranks(list(range(RANKS)), tuple([rank] for rank in range(RANKS)), ("a", "a", "b", "b"), 1)
+COSTS = RowCosts(HOLDERS, EXPERTS)
 
 
 def decide(
@@ -35,7 +37,7 @@ def decide(
 
 def two_layers() -> tuple[LayerPlacement, LayerPlacement]:
     order = SampleOrder()
-    return LayerPlacement(order, HOLDERS, EXPERTS, last=False), LayerPlacement(order, HOLDERS, EXPERTS, last=True)
+    return LayerPlacement(order, HOLDERS, COSTS, last=False), LayerPlacement(order, HOLDERS, COSTS, last=True)
 
 
 def taste(experts: list[int]) -> np.ndarray:
@@ -113,7 +115,7 @@ def test_a_layer_is_not_asked_before_it_has_learnt(monkeypatch):
 def test_the_layer_before_is_asked_too():
     """The middle layer treats all samples alike: only the first one's routing tells what the last one needs."""
     order = SampleOrder()
-    first, middle, last = (LayerPlacement(order, HOLDERS, EXPERTS, last=index == 2) for index in range(3))
+    first, middle, last = (LayerPlacement(order, HOLDERS, COSTS, last=index == 2) for index in range(3))
     kinds = np.array([0, 2, 0, 2, 0, 2, 0, 2])
     then = np.array([3, 1])[kinds // 2]
     for learn in (True, True, True, False):
@@ -130,7 +132,8 @@ def test_traffic_of_a_decision():
     first, _ = two_layers()
     decision = decide(first, taste([2, 0, 1, 1, 2, 0, 3, 3]))  # samples 0 and 5 are on the wrong nodes
     traffic = SampleTraffic()
-    traffic.add(decision, HOLDERS, 5, SampleRowBytes(stock_dispatch=100, stock_combine=50, sent=200), exposed=0.5)
+    row = SampleRowBytes(stock_dispatch=100, stock_combine=50, dispatch=200, combine=200)
+    traffic.add(decision, HOLDERS, COSTS, 5, row, exposed=0.5)
     means = traffic.take()
     assert means["stock inter-node MB"] * 1e6 == pytest.approx(20 * 150)
     # The dispatch as stock's, a combine without, and 5 rows of each of the two samples.

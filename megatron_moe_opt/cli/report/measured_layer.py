@@ -16,8 +16,11 @@ from megatron_moe_opt.cli.layer.predicted import Predicted
 from megatron_moe_opt.cli.layer.recorded_step import RecordedStep
 from megatron_moe_opt.cli.routing.balance import RoutingBalance
 from megatron_moe_opt.integration.measuring.layer_settings import LayerSettings
+from megatron_moe_opt.planning.choosing.contenders import median_within
 from megatron_moe_opt.runtime.observed.traffic import INTER_NODE, INTRA_NODE, TrafficRow
 from megatron_moe_opt.topology.nodes import NodeMap
+
+FASTER, SLOWER, CANNOT_TELL = "faster", "slower", "cannot tell"
 
 
 @dataclass(frozen=True)
@@ -48,6 +51,12 @@ class DispatcherResult:
     def ratio(self) -> float:
         """The median of the rounds' ratios to the baseline."""
         return statistics.median(self.ratios)
+
+    @property
+    def verdict(self) -> str:
+        """FASTER or SLOWER than the baseline; CANNOT_TELL where the true median may lie on either side of 1."""
+        least, most = median_within(self.ratios)
+        return FASTER if most < 1 else SLOWER if least > 1 else CANNOT_TELL
 
 
 @dataclass(frozen=True)
@@ -81,7 +90,7 @@ def as_json(report: LayerReport) -> dict[str, Any]:
     content = asdict(replace(report, recorded={}))
     del content["recorded"]
     for entry, result in zip(content["results"], report.results, strict=True):
-        entry |= {"median_seconds": result.median, "median_ratio": result.ratio}
+        entry |= {"median_seconds": result.median, "median_ratio": result.ratio, "verdict": result.verdict}
     return content
 
 
@@ -144,17 +153,22 @@ def times_table(report: LayerReport) -> ReportTable:
     """Returns a row for each dispatcher: times, the limit, memory and differences from the baseline."""
     headers = (
         "dispatcher", "median ms", "min-max ms", f"ratio to {report.settings.baseline}", "ratio min-max",
-        "wire limit ms", "set by", "median / limit", "peak memory MB", "output diff", "worst grad diff",
+        "verdict", "wire limit ms", "set by", "median / limit", "peak memory MB", "output diff", "worst grad diff",
     )  # fmt: skip
-    return ReportTable("Time of one step", headers, tuple(_cells(result) for result in report.results))
+    return ReportTable(
+        "Time of one step",
+        headers,
+        tuple(_cells(result, result.dispatcher == report.settings.baseline) for result in report.results),
+    )
 
 
-def _cells(result: DispatcherResult) -> tuple[str, ...]:
+def _cells(result: DispatcherResult, is_baseline: bool) -> tuple[str, ...]:
     limit = result.wire_limit
     return (
         result.dispatcher, f"{result.median * 1e3:.1f}",
         f"{min(result.seconds) * 1e3:.1f}-{max(result.seconds) * 1e3:.1f}", f"{result.ratio:.3f}",
-        f"{min(result.ratios):.3f}-{max(result.ratios):.3f}", f"{limit.seconds * 1e3:.1f}" if limit else "-",
+        f"{min(result.ratios):.3f}-{max(result.ratios):.3f}", "-" if is_baseline else result.verdict,
+        f"{limit.seconds * 1e3:.1f}" if limit else "-",
         limit.link if limit else "-", f"{result.median / limit.seconds:.2f}" if limit else "-",
         "-" if result.peak_memory_bytes is None else f"{result.peak_memory_bytes / 1e6:.0f}",
         f"{result.output_difference:.1e}", f"{result.gradient_difference:.1e}",

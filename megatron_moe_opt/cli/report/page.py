@@ -5,6 +5,7 @@ templates/report.html.j2 is the page; what stands in it is put together here.
 
 from __future__ import annotations
 
+from base64 import b64encode
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -16,6 +17,8 @@ from megatron_moe_opt.cli.layer.recorded_step import RecordedStep
 from megatron_moe_opt.cli.report import charts
 from megatron_moe_opt.cli.report.charts import Bar
 from megatron_moe_opt.cli.report.measured_layer import (
+    CANNOT_TELL,
+    SLOWER,
     LayerReport,
     ReportTable,
     conditions,
@@ -26,6 +29,7 @@ from megatron_moe_opt.cli.routing.balance import max_over_mean
 from megatron_moe_opt.output_file import check_output_file, check_output_folder, write_text_whole
 from megatron_moe_opt.runtime.observed.traffic import INTER_NODE, INTRA_NODE
 from megatron_moe_opt.schedules.timeline import overlap
+from megatron_moe_opt.schedules.trace import trace_of
 
 PAGE = "report.html"
 
@@ -69,6 +73,7 @@ def render_page(report: LayerReport) -> str:
         profile=report.settings.profile,
         not_predicted=report.predicted.missing,
         timelines=_timelines(report),
+        trace=_trace(report),
         without_schedules=[name for name, step in report.recorded.items() if not step.timelines],
         traffic=traffic_table(report) if sent else None,
         stacks=_stacks(report),
@@ -80,16 +85,19 @@ def render_page(report: LayerReport) -> str:
 
 
 def headline(report: LayerReport) -> str:
-    """Returns which dispatcher was fastest, by how much, and how far from its limit."""
+    """Returns which dispatcher was faster, by how much and how far from its limit; or that none can be said to be."""
     baseline = report.settings.baseline
-    best = min(report.results, key=lambda result: result.ratio)
-    if best.dispatcher == baseline:
-        return f"None was faster than {baseline}"
+    of_ours = [result for result in report.results if result.dispatcher != baseline]
+    if not of_ours:
+        return f"Nothing was compared with {baseline}"
+    best = min(of_ours, key=lambda result: result.ratio)
     spread = f"{min(best.ratios):.2f}-{max(best.ratios):.2f}"
-    text = f"{best.dispatcher} took {best.ratio:.2f} of {baseline}'s time ({spread})"
-    if best.wire_limit is not None:
-        text += f", {best.median / best.wire_limit.seconds:.2f} times its wire limit"
-    return text
+    took = f"{best.dispatcher} took {best.ratio:.2f} of {baseline}'s time ({spread})"
+    if best.verdict == SLOWER:
+        return f"None was faster than {baseline}: {took}"
+    if best.verdict == CANNOT_TELL:
+        return f"None can be told from {baseline}: {took}; more --steps may tell"
+    return took + (f", {best.median / best.wire_limit.seconds:.2f} times its wire limit" if best.wire_limit else "")
 
 
 def _times_chart(report: LayerReport) -> str:
@@ -122,7 +130,7 @@ def _prediction(report: LayerReport) -> dict[str, Any]:
         baseline = result.dispatcher == report.settings.baseline
         data.append(Bar(result.dispatcher, measured * 1e3, error, samples, predicted * 1e3, baseline))
     fastest = min(results, key=lambda result: predictions[result.dispatcher]).dispatcher
-    measured = min(results, key=lambda result: result.median).dispatcher
+    measured = min(results, key=lambda result: result.ratio).dispatcher  # as the headline ranks them
     title = "Measured and predicted time of one step under each dispatcher"
     return {
         "agreement": f"Predicted to be fastest: {fastest}. Measured to be fastest of those predicted: {measured}.",
@@ -144,6 +152,14 @@ def _timelines(report: LayerReport) -> list[dict[str, str]]:
         chart = charts.timeline(f"timeline-{number}", title, timeline, longest)
         drawn.append({"name": name, "summary": summary, "chart": chart})
     return drawn
+
+
+def _trace(report: LayerReport) -> str | None:
+    """Returns the timelines as a file of ui.perfetto.dev to be downloaded, as an address that contains it."""
+    joined = {name: step.joined(name) for name, step in report.recorded.items() if step.timelines}
+    if not joined:
+        return None
+    return f"data:application/json;base64,{b64encode(trace_of(joined).encode()).decode()}"
 
 
 def _summary(step: RecordedStep) -> str:

@@ -5,7 +5,8 @@
                      measured (own_profile.py)
                      rank 0 ranks all candidates by the profile (planning/planner.py) and tells the others
     steps 2 to n     the plan, stock and the runners-up take turns, ever fewer of them (planning/choosing/trials.py)
-    from then on     the fastest runs, by the slowest rank's times, on all ranks
+    from then on     the fastest runs, by the slowest rank's times, on all ranks; when steps have come to take another
+                     time (planning/choosing/drift.py), trials begin again
 
 All candidates compute the same function, so that training does not notice. Dispatchers are exchanged between optimizer
 steps only: no pass of theirs is under way then, and recomputed passes find what their first run used. None that loses
@@ -16,8 +17,9 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -27,13 +29,15 @@ import torch.distributed as dist
 from megatron_moe_opt.dispatchers.pipelining import agreed_cluster
 from megatron_moe_opt.dispatchers.say import say, say_other_settings
 from megatron_moe_opt.errors import ConfigurationError
-from megatron_moe_opt.integration.auto.auto_report import plan_lines, settled_lines
+from megatron_moe_opt.integration.auto.auto_report import drift_line, plan_lines, settled_lines
 from megatron_moe_opt.integration.auto.planned_layer import PlannedLayer, Plug
+from megatron_moe_opt.integration.auto.sample_saving import SampleRouting, saving_of
 from megatron_moe_opt.integration.checks import check_config
 from megatron_moe_opt.integration.layer.replicated_tokens import holds_replicated_tokens
 from megatron_moe_opt.integration.optimizer_step import after_optimizer_step
 from megatron_moe_opt.option_values import AUTO
 from megatron_moe_opt.options import Options
+from megatron_moe_opt.planning.choosing.drift import Drift
 from megatron_moe_opt.planning.choosing.trials import Trials
 from megatron_moe_opt.planning.costs.cluster import Cluster
 from megatron_moe_opt.planning.plan_file import Plan
@@ -44,7 +48,8 @@ from megatron_moe_opt.planning.predicting.skew import most_uneven_layer
 from megatron_moe_opt.runtime.engine.collectives import device_of
 from megatron_moe_opt.runtime.job.agreement import found_by_first
 from megatron_moe_opt.systems import system_of
-from megatron_moe_opt.systems.system import PREFIX, PROFILE_SECONDS, Run
+from megatron_moe_opt.systems.netmoe import NETMOE
+from megatron_moe_opt.systems.system import FLAG, PREFIX, PROFILE_SECONDS, Run
 from megatron_moe_opt.topology.domain_groups import release_domain_groups
 from megatron_moe_opt.topology.expert_groups import ExpertGroups
 from megatron_moe_opt.variants import split_variant
@@ -68,6 +73,21 @@ class Seen:
     """Forward passes."""
 
 
+@dataclasses.dataclass(frozen=True)
+class Alike:
+    """What was planned for the layers of one shape."""
+
+    shape: LayerWorkload | None
+    """Of no tokens; None: all layers, whatever their shape."""
+    predicted: tuple[Prediction, ...]
+    """Of a pass of one of them, the fastest first."""
+    refused: tuple[Refusal, ...]
+    planned: str | None
+    """None: not the same for all of them, or what cannot be left."""
+    passes: int
+    """Forward passes of all of them on a rank in the first step, on the rank that had most."""
+
+
 class Controller:
     """All planned layers of a process. Every rank of the world has one, and calls it alike."""
 
@@ -76,21 +96,31 @@ class Controller:
         self.layers: list[PlannedLayer] = []
         self.plan: Plan | None = None
         """Of --moe-opt-plan; None: there is none, or not yet."""
+        self.placement_saving: float | None = None
+        """The part of the bytes between nodes that `netmoe` would have saved in the first step; None: not known."""
+        self._routing: list[SampleRouting] = []
+        """Of each layer, in the first step, where `netmoe` could run."""
         self.own_profile: OwnProfile | None = None
         """What this run has measured itself; None: not yet, or it is given a profile or a plan."""
-        self.predicted: tuple[Prediction, ...] = ()
-        self.refused: tuple[Refusal, ...] = ()
+        self.shapes: tuple[Alike, ...] = ()
+        """That the layers have, with what takes longest first; they are tried one after the other."""
+        self.trying: Alike | None = None
+        """That of `shapes` whose trials are under way, or were the last. None: not yet."""
+        self._number = 0
+        """Of `trying` among them."""
         self.planned: str | None = None
-        """The variant that was planned for all layers; None: not yet, or not the same one for all."""
+        """The variant that was planned for them; None: not yet, or not the same one for all layers."""
         self.measured: dict[str, float] = {}
-        """Seconds of a training step under each variant that was tried."""
+        """Seconds of a training step under each variant that was tried in them."""
         self.overhead = 0.0
-        """Seconds that the trials took longer than as many steps of what stays."""
-        self.passes_of_step = 0
-        """Forward passes of all layers of a rank in the first step, on the rank that had most."""
+        """Seconds that trials took longer than as many steps of what stays."""
         self.settled = False
         self.trials: Trials | None = None
         """None: not yet, or none."""
+        self.chosen: dict[int, str] = {}
+        """What the last trials have chosen, by the number of the shape. Ranks without layers know it too."""
+        self._drift: Drift | None = None
+        """Watches the steps after the last trials; None: there were none."""
         self._plan_is_agreed = False
         self._step_began: float | None = None
         """When the first pass of the step that is under way did; None: no layer has run in it yet."""
@@ -112,6 +142,8 @@ class Controller:
         if self.options.plan is None:
             if self.options.profile is not None:
                 agreed_cluster(layer.groups, self.options.profile)  # refuses now what could not be planned with later
+            if self._refusal(NETMOE.name) is None:
+                self._routing.append(SampleRouting(layer.layer.router))
             if holds_replicated_tokens(layer.layer.config):
                 layer.use(REPLICATED_START)
             return
@@ -137,53 +169,76 @@ class Controller:
             handle = layer.layer.register_forward_pre_hook(use_planned)
 
     def after_step(self) -> None:
-        """To be called when an optimizer step has ended. A collective call over the world until the choice is made."""
+        """To be called when an optimizer step has ended. A collective call over the world until the choice is made, and
+        then every so many steps.
+        """
         if self.settled:
+            self._watch()
             return
         if self.trials is None:
             self._begin()
         else:
             self._synchronize()
-            began, self._step_began = self._step_began, None
-            self.trials.record(self._slowest(0.0 if began is None else time.perf_counter() - began))
+            self.trials.record(self._slowest(self._step_seconds()))
         if self.trials is not None:
             if self.trials.current is None:
                 self._settle()
             else:
-                self._use(self.trials.current)
-                self._keep((ALLTOALL, *self.trials.variants))  # stock's: the others are built from it
+                self._try()
 
     def after_skipped_step(self) -> None:
         """To be called when an optimizer has skipped a step, whose passes and time are no other step's."""
-        if self.settled:
-            return
-        for layer in self.layers:
-            layer.passes = layer.rows = layer.tokens = 0
         self._step_began = None
+        if not self.settled:
+            for layer in self.layers:
+                layer.passes = layer.rows = layer.tokens = 0
 
     def _begin_step(self, layer: Any, _: Any) -> None:
-        """Has a step of trials timed from here on: an evaluation or a checkpoint between two of them is not theirs."""
-        if self.trials is not None and not self.settled and self._step_began is None and layer.training:
-            self._synchronize()
+        """Has a step timed from here on: an evaluation or a checkpoint between two of them is not theirs."""
+        if self.trials is not None and self._step_began is None and layer.training:
+            if not self.settled:
+                self._synchronize()
             self._step_began = time.perf_counter()
+
+    def _step_seconds(self) -> float:
+        """Of the step that ends, on this rank; 0 where no layer has run."""
+        began, self._step_began = self._step_began, None
+        return 0.0 if began is None else time.perf_counter() - began
 
     def _begin(self) -> None:
         """Plans, and says what is tried."""
         of_ranks: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(of_ranks, ([self._seen(layer) for layer in self.layers if layer.passes], self._room()))
-        seen, rooms = zip(*of_ranks, strict=True)
-        self.passes_of_step = max(sum(one.passes for one in of_rank) for of_rank in seen)
+        seen_here = [self._seen(layer) for layer in self.layers if layer.passes]
+        dist.all_gather_object(of_ranks, (seen_here, self._room(), self._saving()))
+        seen, rooms, savings = zip(*of_ranks, strict=True)
+        known = [saving for saving in savings if saving is not None]
+        self.placement_saving = statistics.mean(known) if known else None
         room = min((room for room in rooms if room is not None), default=None)
         if self.options.profile is None and self.options.plan is None:
             self._measure([one.workload for of_rank in seen for one in of_rank])
-        found = found_by_first(lambda: self._make_plan(seen, room), dist.group.WORLD)
-        self.predicted, self.refused, self.planned = found
-        if self.planned is None:
+        self.shapes = found_by_first(lambda: self._make_plan(seen, room), dist.group.WORLD)
+        if self.shapes[0].planned is None:
             self.settled = True  # a plan that differs from layer to layer, or cannot be left: it runs as it is
             return
-        self.trials = Trials(self.predicted, self.planned)
+        self._begin_trials(0)
         for line in plan_lines(self):
             say(AUTO, line)
+
+    @property
+    def predicted(self) -> tuple[Prediction, ...]:
+        """Of what is tried, or was last."""
+        return () if self.trying is None else self.trying.predicted
+
+    @property
+    def refused(self) -> tuple[Refusal, ...]:
+        """Of what could have been tried besides."""
+        return () if self.trying is None else self.trying.refused
+
+    def _begin_trials(self, number: int) -> None:
+        """Tries what is planned for the layers of a shape, or was chosen before; the others run what they do."""
+        self._number, self.trying = number, self.shapes[number]
+        self.planned = self.chosen.get(number, self.trying.planned)
+        self.trials = Trials(self.trying.predicted, self.planned, share=len(self.shapes))
 
     def _measure(self, workloads: Sequence[LayerWorkload]) -> None:
         from megatron_moe_opt.integration.auto.own_profile import own_profile  # which imports Megatron
@@ -194,6 +249,14 @@ class Controller:
     def _seen(self, layer: PlannedLayer) -> Seen:
         return Seen(layer.workload(), layer.rows / layer.passes, layer.passes)
 
+    def _saving(self) -> float | None:
+        """See saving_of; of this rank's layers."""
+        if not self._routing:
+            return None
+        routing, self._routing = [one.take() for one in self._routing], []
+        groups, tp = self.layers[0].groups, self.layers[0].layer.tp_group
+        return saving_of(routing, tp, groups, self.config.virtual_pipeline_model_parallel_size or 1)
+
     def _room(self) -> int | None:
         """Bytes that each pass of a layer of this rank may hold besides what stock's held in the first step."""
         free = _free_memory()
@@ -201,10 +264,8 @@ class Controller:
         held = sum(min(layer.passes, in_flight) for layer in self.layers)
         return None if free is None or held == 0 else int(free * MOST_OF_FREE / held)
 
-    def _make_plan(
-        self, seen: Sequence[Sequence[Seen]], room: int | None = None
-    ) -> tuple[tuple[Prediction, ...], tuple[Refusal, ...], str | None]:
-        """Predictions of a layer, in the mean over all of them; what was refused, and what is planned. On rank 0.
+    def _make_plan(self, seen: Sequence[Sequence[Seen]], room: int | None = None) -> tuple[Alike, ...]:
+        """What is planned for the layers of each shape, those first that take most time. On rank 0.
 
         Args:
             seen: of each rank's layers, in their order.
@@ -215,7 +276,8 @@ class Controller:
             workers = {one.workload.workers for of_rank in seen for one in of_rank}
             allowed, refused = self._allowed(self.plan.candidates, workers, room)
             switchable = len(variants) == 1 and variants <= {one.variant for one in allowed}
-            return allowed, refused, variants.pop() if switchable else None
+            passes = max(sum(one.passes for one in of_rank) for of_rank in seen)
+            return (Alike(None, allowed, refused, variants.pop() if switchable else None, passes),)
         if not any(seen):
             raise ConfigurationError("--moe-token-dispatcher-type auto: no MoE layer has run in the first step")
         if self.own_profile is not None:
@@ -228,9 +290,8 @@ class Controller:
             for one in of_rank:
                 shape = dataclasses.replace(one.workload, tokens=0)
                 by_shape.setdefault(shape, [[] for _ in seen])[rank].append(one)
-        of_shapes: dict[str, list[tuple[int, Prediction]]] = {}
-        refused: dict[str, Refusal] = {}
-        for of_ranks in by_shape.values():
+        planned: list[tuple[float, Alike]] = []
+        for shape, of_ranks in by_shape.items():
             alike = [one for of_rank in of_ranks for one in of_rank]
             rows = [one.rows for one in alike]
             imbalance = max(1.0, max(rows) * len(rows) / sum(rows)) if sum(rows) else 1.0
@@ -239,15 +300,34 @@ class Controller:
                 tokens=max(one.workload.tokens for one in alike),
                 imbalance=imbalance,
                 rank_rows=most_uneven_layer([[one.rows for one in of_rank] for of_rank in of_ranks]),
+                placement_saving=self.placement_saving,
             )
             found, not_here = candidates(workload, cluster, self.options.activation_budget)
-            for one in found:
-                of_shapes.setdefault(one.variant, []).append((sum(layer.passes for layer in alike), one))
-            refused |= {one.variant: one for one in not_here}
-        everywhere = [_mean(ones) for ones in of_shapes.values() if len(ones) == len(by_shape)]
-        in_order = sorted(everywhere, key=lambda one: one.seconds)
-        allowed, not_allowed = self._allowed(in_order, {workload.workers for workload in by_shape}, room)
-        return allowed, (*refused.values(), *not_allowed), best(allowed).variant
+            refused = {one.variant: one for one in not_here}
+            moving = [one for one in found if (system := system_of(one.variant)) and system.moves_samples]
+            if moving:
+                found = tuple(one for one in found if one not in moving)
+                refused[NETMOE.name] = self._not_moved(moving[0], found)
+            allowed, not_allowed = self._allowed(found, {shape.workers}, room)
+            choice = best(allowed)
+            passes = max(sum(one.passes for one in of_rank) for of_rank in of_ranks)
+            without_timelines = tuple(dataclasses.replace(one, timelines=()) for one in allowed)
+            all_refused = (*refused.values(), *not_allowed)
+            planned.append(
+                (passes * choice.seconds, Alike(shape, without_timelines, all_refused, choice.variant, passes))
+            )
+        return tuple(one for _, one in sorted(planned, key=lambda one: -one[0]))
+
+    def _not_moved(self, best_moving: Prediction, others: Sequence[Prediction]) -> Refusal:
+        """What samples that move would be worth, and why they do not: it takes attaching to all layers at once."""
+        stock = next((one for one in others if one.variant == ALLTOALL), others[0])
+        ratios = [one.seconds / stock.seconds for one in (best_moving, others[0])]
+        return Refusal(
+            NETMOE.name,
+            f"{AUTO} does not move samples; by those of the first step, {best_moving.variant} would send "
+            f"{self.placement_saving:.1%} less between nodes and take {ratios[0]:.2f} of {stock.variant}'s time "
+            f"({others[0].variant} {ratios[1]:.2f}): where that is less, choose {FLAG} {NETMOE.name}",
+        )
 
     def _agree_on_plan(self, group: dist.ProcessGroup) -> None:
         """Has all ranks of the group run what the first one reads: other nodes may not have the file."""
@@ -297,31 +377,60 @@ class Controller:
             return str(error)
         return None
 
+    @property
+    def _tried_layers(self) -> list[PlannedLayer]:
+        shape = self.trying.shape
+        return [layer for layer in self.layers if shape is None or layer.shape == shape]
+
     def _use(self, variant: str) -> None:
-        for layer in self.layers:
+        for layer in self._tried_layers:
             layer.use(variant)
 
     def _keep(self, variants: Iterable[str]) -> None:
         """Forgets the dispatchers of other variants, and has their process groups destroyed: a collective call."""
-        forgotten = [layer.groups.ep for layer in self.layers if layer.keep(variants)]
+        forgotten = [layer.groups.ep for layer in self._tried_layers if layer.keep(variants)]
         for group in dict.fromkeys(forgotten):
             release_domain_groups(group)
+
+    def _try(self) -> None:
+        self._use(self.trials.current)
+        self._keep((ALLTOALL, *self.trials.variants))  # stock's: the others are built from it
+
+    def _watch(self) -> None:
+        """Begins trials again where steps have come to take another time. Nothing waits for the device, but once a
+        window: the optimizer's step does, for the norm of the gradients.
+        """
+        median = None if self._drift is None else self._drift.record(self._step_seconds())
+        if median is None:
+            return
+        median = self._slowest(median)
+        if self._drift.is_over(median):
+            say(AUTO, drift_line(self, median, self._drift.usual))
+            self.settled, self.overhead = False, 0.0
+            self._begin_trials(0)
+            self._try()
 
     def _settle(self) -> None:
         trials, chosen = self.trials, self.trials.choice
         self.measured = trials.medians()
-        self.overhead = trials.longer_than(self.measured[chosen])
+        self.overhead += trials.longer_than(self.measured[chosen])
+        self.chosen[self._number] = chosen
         self._use(chosen)
         self._keep((chosen,))
-        self.settled = True
         for line in settled_lines(self, chosen):
             say(AUTO, line)
+        if self._number + 1 < len(self.shapes):
+            self._begin_trials(self._number + 1)
+            self._try()
+        else:
+            self.settled = True
+            self._drift, self._step_began = Drift(self.overhead), None
 
     def _slowest(self, seconds: float) -> float:
         """The largest of all ranks'."""
         time_of_step = torch.tensor(seconds, dtype=torch.float64, device=device_of(dist.group.WORLD))
         dist.all_reduce(time_of_step, dist.ReduceOp.MAX)
-        return time_of_step.item()  # host synchronisation: in trials alone
+        return time_of_step.item()  # host synchronisation: in trials, and once a window of Drift
 
     def _synchronize(self) -> None:
         if torch.cuda.is_available():
@@ -348,31 +457,6 @@ def _stays(variant: str, run: Run) -> str | None:
     """Why layers cannot change to a variant, or from it."""
     system, (_, options) = system_of(variant), split_variant(variant, None)
     return None if system is None else system.stays(options, run)
-
-
-def _mean(ones: Sequence[tuple[int, Prediction]]) -> Prediction:
-    """Of one variant: the mean pass.
-
-    Args:
-        ones: how many passes there are of layers of a shape, and the prediction for one.
-    """
-    (_, first), *others = ones
-    if not others:  # not to the rounding of a mean, but what every report says
-        return dataclasses.replace(first, timelines=())
-    passes = sum(number for number, _ in ones)
-
-    def mean(of: Callable[[Prediction], float]) -> float:
-        return sum(number * of(one) for number, one in ones) / passes
-
-    return Prediction(
-        first.variant,
-        mean(lambda one: one.seconds),
-        mean(lambda one: one.exposed),
-        mean(lambda one: one.inter_bytes),
-        mean(lambda one: one.intra_bytes),
-        max(one.activation_bytes for _, one in ones),
-        {term: mean(lambda one, term=term: one.terms.get(term, 0.0)) for _, of in ones for term in of.terms},
-    )
 
 
 _controller: Controller | None = None

@@ -4,21 +4,34 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from megatron_moe_opt.planning.choosing.trials import shortlist
 from megatron_moe_opt.planning.predicting.prediction import ALLTOALL
 
 if TYPE_CHECKING:
-    from megatron_moe_opt.integration.auto.auto_layer import Controller
+    from megatron_moe_opt.integration.auto.auto_layer import Alike, Controller
 
 
 def plan_lines(controller: Controller) -> list[str]:
     """What was planned and why, as a table."""
     own = controller.own_profile
     source = own.source if own is not None else controller.options.plan or controller.options.profile
-    predicted = {one.variant: one for one in controller.predicted}
+    lines = [f"plan from {source}:"] if len(controller.shapes) > 1 else []
+    for of_shape in controller.shapes:
+        lines += _lines_of(of_shape, f"{_named(of_shape)}:" if len(controller.shapes) > 1 else f"plan from {source}:")
+    return lines
+
+
+def _named(of_shape: Alike) -> str:
+    one = of_shape.shape
+    return f"layers with rows of {one.hidden}, {one.experts} experts of {one.ffn * one.etp}, top-{one.topk}"
+
+
+def _lines_of(of_shape: Alike, begin: str) -> list[str]:
+    predicted = {one.variant: one for one in of_shape.predicted}
     stock = predicted.get(ALLTOALL)
-    tried = controller.trials.variants
+    tried = shortlist(of_shape.predicted, of_shape.planned)
     lines = [
-        f"plan from {source}: {controller.planned}; {len(tried)} variants are tried now"
+        f"{begin} {of_shape.planned}; {len(tried)} variants are tried now"
         + (", stock among them" if ALLTOALL in tried else "")
         + ", and what is near the fastest of them joins",
         f"{'':24}{'ms a layer':>12}{'of stock':>10}{'exposed':>9}{'MB between nodes':>18}{'in a node':>11}{'held':>9}",
@@ -30,7 +43,7 @@ def plan_lines(controller: Controller) -> list[str]:
             f"{variant:24}{one.seconds * 1e3:12.3f}{ratio:>10}{one.exposed * 1e3:9.3f}{one.inter_bytes / 1e6:18.2f}"
             f"{one.intra_bytes / 1e6:11.2f}{one.activation_bytes / 1e6:9.1f}"
         )
-    for refusal in controller.refused:
+    for refusal in of_shape.refused:
         lines.append(f"not {refusal.variant}: {refusal.reason}")
     return lines
 
@@ -39,12 +52,13 @@ def settled_lines(controller: Controller, chosen: str) -> list[str]:
     """What was measured, beside what was predicted, and what stays."""
     measured, predicted = controller.measured, {one.variant: one.seconds for one in controller.predicted}
     listed = ", ".join(f"{variant} {seconds * 1e3:.1f}" for variant, seconds in measured.items())
-    lines = [f"measured ms a step, in {controller.trials.steps} steps of trials: {listed}"]
+    where = f" of {_named(controller.trying)}" if len(controller.shapes) > 1 else ""
+    lines = [f"measured ms a step, in {controller.trials.steps} steps of trials{where}: {listed}"]
     if ALLTOALL not in measured:
         return [*lines, f"{chosen} stays"]
     if chosen == ALLTOALL:
         return [*lines, f"{chosen} stays: nothing is faster"]
-    saved = (predicted[ALLTOALL] - predicted[chosen]) * controller.passes_of_step
+    saved = (predicted[ALLTOALL] - predicted[chosen]) * controller.trying.passes
     lines.append(
         f"{chosen} stays"
         + (", as planned" if chosen == controller.planned else f"; {controller.planned} was planned")
@@ -52,3 +66,11 @@ def settled_lines(controller: Controller, chosen: str) -> list[str]:
         f"{(measured[ALLTOALL] - measured[chosen]) * 1e3:.1f} ms of it, {saved * 1e3:.1f} ms were predicted"
     )
     return lines
+
+
+def drift_line(controller: Controller, seconds: float, usual: float) -> str:
+    """Why trials begin again."""
+    return (
+        f"a step takes {seconds * 1e3:.1f} ms, {seconds / usual:.2f} of what it took when "
+        f"{' and '.join(controller.chosen.values())} had been chosen: trials begin again"
+    )

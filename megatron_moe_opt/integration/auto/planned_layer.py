@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -30,6 +31,8 @@ class PlannedLayer:
         """Forward passes in training; rows that they computed here, together; the most tokens that one had."""
         self.current = ALLTOALL
         self._plug = plug
+        self._stock = copy.copy(layer.token_dispatcher)
+        """As it was built: it holds nothing of a pass."""
         self._built: dict[str, tuple[Any, Any]] = {ALLTOALL: (layer.token_dispatcher, None)}
         layer.register_forward_pre_hook(self._see_tokens)
         layer.experts.register_forward_pre_hook(self._see_rows)
@@ -38,7 +41,10 @@ class PlannedLayer:
         """Has the next passes run under this variant. A collective call over the layer's groups at its first use."""
         layer = self.layer
         if variant not in self._built:
+            self._built.setdefault(ALLTOALL, (copy.copy(self._stock), None))
             self._restore(ALLTOALL)
+            if variant == ALLTOALL:
+                return
             name, options = split_variant(variant, None)
             ours = self.options
             common = {"network_levels": ours.network_levels, "prefetch_layers": ours.prefetch_layers}
@@ -63,6 +69,11 @@ class PlannedLayer:
     def workload(self) -> LayerWorkload:
         """Of one micro-batch, routed evenly."""
         return layer_workload(self.layer.config, self.groups, self._workers(), self.options.resident_limit, self.tokens)
+
+    @property
+    def shape(self) -> LayerWorkload:
+        """What its passes have in common, whatever their tokens."""
+        return dataclasses.replace(self.workload(), tokens=0)
 
     def _workers(self) -> tuple[int, ...]:
         """Of each network level; none where nodes make no levels, so that no expert migrates."""

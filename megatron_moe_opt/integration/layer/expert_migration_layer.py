@@ -83,9 +83,9 @@ def migrate_experts(layer: Any, options: Options) -> None:
     forget_passes()
     dispatcher: ExpertMigrationDispatcher = layer.token_dispatcher.dispatcher
     ready = functools.partial(_finish_parameter_sync, layer.experts)
-    weights = ExpertWeights(layer.experts, _expert_of, ready)
+    weights = ExpertWeights(layer.experts, _expert_of, ready, functools.partial(_is_synchronized_late, layer.experts))
     ratio, num_local = options.compression_ratio, layer.num_local_experts
-    gradient_ratio = options.gradient_compression_ratio
+    gradient_ratio, on_host = options.gradient_compression_ratio, options.resident_limit is not None
     for flag, value in options.compression.items():
         if not weights.is_by_expert:
             raise ConfigurationError(
@@ -105,15 +105,16 @@ def migrate_experts(layer: Any, options: Options) -> None:
         codec: WholeExperts | TrackedExperts | LargestWeights = WholeExperts()
         if ratio is not None:
             if options.residuals == "last":
-                codec = TrackedExperts(num_local, ratio)
+                codec = TrackedExperts(num_local, ratio, on_host=on_host)
             elif interval := options.shared_expert_interval:
-                codec = TrackedExperts(num_local, ratio, MeanExpert(num_local, groups.all_experts, interval))
+                shared = MeanExpert(num_local, groups.all_experts, interval)
+                codec = TrackedExperts(num_local, ratio, shared, on_host)
             else:
                 codec = LargestWeights(num_local, ratio)
             at_loading(codec)
         gradients: WholeGradients | CompressedGradients = WholeGradients()
         if gradient_ratio is not None:
-            gradients = CompressedGradients(num_local, gradient_ratio)
+            gradients = CompressedGradients(num_local, gradient_ratio, on_host)
             at_loading(gradients)
         follow_micro_batches()
         before_optimizer_step(communicator.before_step)
@@ -146,6 +147,12 @@ def _finish_parameter_sync(experts: Any) -> None:
     for module in experts.modules():
         for hook in module._forward_pre_hooks.values():
             hook(module, None)
+
+
+def _is_synchronized_late(experts: Any) -> bool:
+    """Whether `_finish_parameter_sync` may have something to wait for."""
+    hooks = (hook for module in experts.modules() for hook in module._forward_pre_hooks.values())
+    return any(not isinstance(getattr(hook, "__self__", None), _WatchedExperts) for hook in hooks)
 
 
 def _remove(hooks: list[RemovableHandle]) -> None:

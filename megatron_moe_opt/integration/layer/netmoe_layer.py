@@ -101,8 +101,9 @@ def _link(block: Any) -> None:
     order = SampleOrder()
     for layer in layers:
         moe = layer.mlp
-        holders = _holders(_dispatcher_of(layer).groups, moe.tp_group)
-        placement = LayerPlacement(order, holders, moe.config.num_moe_experts, last=layer is layers[-1])
+        holders = _holders(_dispatcher_of(layer).groups, moe.router.tp_cp_group)
+        costs = _dispatcher_of(layer).costs(holders, moe.config.num_moe_experts)
+        placement = LayerPlacement(order, holders, costs, last=layer is layers[-1])
         _join(layer, placement)
         watch(_dispatcher_of(layer), moe.layer_number)
     block.register_forward_pre_hook(_Begin(order), with_kwargs=True)
@@ -115,8 +116,8 @@ _AUX_LOSS = (
 
 
 @cached_by_group
-def _holders(groups: Any, tp_group: Any) -> SampleHolders:
-    return SampleHolders.of(tp_group, groups)
+def _holders(groups: Any, tp_cp_group: Any) -> SampleHolders:
+    return SampleHolders.of(tp_cp_group, groups)
 
 
 def _join(layer: Any, placement: LayerPlacement) -> None:
@@ -202,13 +203,25 @@ class _Masks:
         nobody waits here. None: there is no mask, and all is causal.
 
         Args:
-            mask: bool [B or 1, 1, S, S], True hides.
+            mask: bool [B or 1, 1, S, S], True hides; with context parallelism only rows of this rank's tokens.
         """
         if mask is None:
             return None
         seen, is_inference = self._seen, mask.is_inference()  # inference tensors do not count their changes
         if seen is None or is_inference or seen[0]() is not mask or seen[1] != mask._version:
-            causal = mask.new_ones(mask.size(-1), mask.size(-1)).triu(1)
+            causal = _own_rows(mask.new_ones(mask.size(-1), mask.size(-1)).triu(1), mask.size(-2))
             self._unlike = torch.stack([(of_sample != causal).any() for of_sample in mask]).any()
             self._seen = None if is_inference else (weakref.ref(mask), mask._version)
         return self._unlike
+
+
+def _own_rows(mask: torch.Tensor, number: int) -> torch.Tensor:
+    """The rows of [S, S] of the `number` tokens that this rank has of a sample, as Megatron cuts it for context
+    parallelism: of 2 cp parts the one of its rank, and as many from the end.
+    """
+    if number == mask.size(0):
+        return mask
+    from megatron.core import parallel_state
+
+    parts, rank = mask.chunk(2 * mask.size(0) // number), parallel_state.get_context_parallel_rank()
+    return torch.cat([parts[rank], parts[-1 - rank]])

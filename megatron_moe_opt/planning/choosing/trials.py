@@ -92,12 +92,14 @@ def _form(variant: str) -> tuple[str, tuple[int, ...]]:
 class Trials:
     """Says what runs in the next step, and in the end what stays. The same on every rank that is told the same."""
 
-    def __init__(self, predictions: Sequence[Prediction], planned: str) -> None:
+    def __init__(self, predictions: Sequence[Prediction], planned: str, share: int = 1) -> None:
         """Begins with the shortlist.
 
         Args:
             predictions: of all that may be tried, the fastest first, the planned variant among them.
+            share: how many trials share the MOST_STEPS.
         """
+        self._most_steps = MOST_STEPS // share
         self.variants = shortlist(predictions, planned)
         """Those that run: at first the shortlist, then contenders and what has joined them."""
         self.times: dict[str, list[float]] = {}
@@ -154,7 +156,7 @@ class Trials:
         """Goes on with the contenders and what joins them, if there is something to tell apart and steps are left."""
         leader, *others = contenders({variant: self.times[variant] for variant in self.variants})
         self.variants = tuple(one for one in self.variants if one in (leader, *others) or self._is_new(one, leader))
-        turns = (MOST_STEPS - self.steps) // TURN
+        turns = (self._most_steps - self.steps) // TURN
         joining = self._joining(leader)[: max(0, turns - len(self.variants))]
         if 1 < len(self.variants) + len(joining) <= turns:
             self.variants += joining

@@ -224,10 +224,11 @@ def timelines(
             build({level: sizes[kind] for level, sizes in travels.items() if kind in sizes}, kind in layer.coded)
             for build, kind in ((schedules.gathered, Kind.ALL_GATHER), (schedules.returned, Kind.REDUCE_SCATTER))
         )
+        decoded = [schedules.decoded(gathered.ops[-1].size)] if gathered.ops and Kind.ALL_GATHER in layer.coded else []
         hopping = HopBytes({level: int(layer.exchanged(domains, level)) for level in levels})
         out, back = (build(hopping, HopStages(domains.levels)) for build in (schedules.hop_out, schedules.hop_back))
         experts = Schedule("experts", (Op(Kind.COMPUTE if forward else Kind.GRADIENT, Lane.COMPUTE),))
-        in_order = [gathered, out, experts, back, returned]
+        in_order = [gathered, *decoded, out, experts, back, returned]
         parts = {
             f"{number}. {schedule.name}": simulate(schedule, _seconds_of_ops(layer, domains, curves, one, seconds))
             for number, schedule in enumerate(in_order, start=1)

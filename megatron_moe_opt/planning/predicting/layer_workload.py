@@ -60,7 +60,7 @@ class LayerWorkload:
     gradient_compression: float = 1.0
     """The same of their gradients."""
     resident_part: float = 1.0
-    """Of a rank's MoE layers, those whose experts of other ranks stay in memory; 1: none is gathered again."""
+    """Of a rank's MoE layers, those whose experts of other ranks stay in memory; 1: none is brought there again."""
 
     @property
     def row_bytes(self) -> int:
@@ -111,6 +111,6 @@ class LayerWorkload:
         ratios = {Kind.ALL_GATHER: self.compression, Kind.REDUCE_SCATTER: self.gradient_compression}
         return MigrationLayer.alone(
             self.rows_of(1.0) // self.topk, row, self.topk, self.local_experts, int(whole / self.compression),
-            int(whole / self.gradient_compression), skew.of_regions, self.resident_part < 1,
+            int(whole / self.gradient_compression), skew.of_regions, self.resident_part < 1 and self.compression == 1,
             frozenset(kind for kind, ratio in ratios.items() if ratio != 1),
         )  # fmt: skip

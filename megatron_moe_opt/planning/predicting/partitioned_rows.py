@@ -28,10 +28,15 @@ def partitions(layer: LayerWorkload, rows: int, count: int) -> list[PartitionRow
     return [PartitionRows(own, own * layer.etp)] * count
 
 
-def hop_row_bytes(layer: LayerWorkload) -> RowBytes:
-    """As `row_bytes`, of tokens with the facts of all of their experts behind them (runtime/rows/row_facts.py)."""
+def hop_row_bytes(layer: LayerWorkload, notes: bool = False) -> RowBytes:
+    """As `row_bytes`, of tokens with the facts of all of their experts behind them (runtime/rows/row_facts.py).
+
+    Args:
+        notes: whether facts have one of 8 bytes.
+    """
     row, lane = row_bytes(layer), layer.lane_bytes
-    facts, gradients = (-(-layer.topk * size // lane) * lane for size in (2 * FACT_BYTES, FACT_BYTES))
+    sizes = layer.topk * 2 * FACT_BYTES + 8 * notes, layer.topk * FACT_BYTES
+    facts, gradients = (-(-size // lane) * lane for size in sizes)
     return replace(row, packed=layer.row_bytes + facts, returned=layer.row_bytes + gradients)
 
 

@@ -1,4 +1,4 @@
-"""Tensors of the device that wait in host memory until backward wants them, and how much of it they take."""
+"""Tensors of the device that wait in host memory until they are wanted again, and how much of it they take."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from megatron_moe_opt.kernels import empty
-from megatron_moe_opt.kernels.streams import has_streams
+from megatron_moe_opt.kernels.streams import has_streams, used_here
 
 
 @dataclass
@@ -49,6 +49,10 @@ class HostCopyOf:
         if has_streams(tensor.device):
             tensor.record_stream(torch.cuda.current_stream(tensor.device))
 
+    def on_device(self) -> torch.Tensor:
+        """Returns a new tensor with the bytes; the host keeps them."""
+        return empty(self._host.shape, self._host.dtype, self._device).copy_(self._host, non_blocking=True)
+
     def to_device(self, target: torch.Tensor | None = None, owner: torch.cuda.Stream | None = None) -> torch.Tensor:
         """Copies the bytes back, into `target` or a new tensor, and frees the host memory.
 
@@ -62,3 +66,22 @@ class HostCopyOf:
         target.copy_(self._host, non_blocking=True)
         self._host = None  # PyTorch keeps pinned memory until the copies that were queued have read it
         return target
+
+
+class Kept:
+    """A tensor that is kept from one use to the next, on its device or, to spare memory there, on the host."""
+
+    def __init__(self, on_host: bool) -> None:
+        self.on_host = on_host
+        self._kept: torch.Tensor | HostCopyOf | None = None
+
+    def __bool__(self) -> bool:
+        return self._kept is not None
+
+    def put(self, tensor: torch.Tensor) -> None:
+        """Keeps a contiguous tensor, in the place of what was kept before; from the host it can be got as it is now."""
+        self._kept = HostCopyOf(tensor) if self.on_host else tensor
+
+    def get(self) -> torch.Tensor:
+        """The tensor; from the host a new one, so that who changes it must put it again."""
+        return self._kept.on_device() if self.on_host else used_here(self._kept)

@@ -117,6 +117,12 @@ class DomainTables:
             place[first : first + self.num_local] = torch.arange(held, held + self.num_local)
         return place
 
+    @cached_property
+    def arrival_order(self) -> torch.Tensor:
+        """int64 [G]: the place of each rank's rows among those that arrive, where no expert travels."""
+        order = sorted(range(self.domains.world), key=lambda rank: self._place[rank].flip(0).tolist())
+        return torch.tensor(order).argsort()
+
     def _of_experts(self, of_rank: torch.Tensor, none: int) -> torch.Tensor:
         return torch.cat([of_rank.repeat_interleave(self.num_local), torch.tensor([none])])
 

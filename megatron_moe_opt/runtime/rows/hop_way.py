@@ -51,6 +51,20 @@ class DeviceTables:
         of_parts = zip(*(one.split(parts) for one in (*copies, routing_map, every)), strict=True)
         return torch.cat([counted.sum(0) for of_part in of_parts for counted in of_part])
 
+    def count_samples(
+        self, experts: torch.Tensor, routing_map: torch.Tensor, stretches: Sequence[int], num_samples: int
+    ) -> torch.Tensor:
+        """As `count`, of each sample, where parts are stretches of the sequence: int64 [B, parts * num_counts].
+
+        Args:
+            experts, routing_map: as `count` takes them; token s of sample b is row s * B + b.
+            stretches: tokens of a sample in each part.
+        """
+        copies = [present(region[experts], number) for region, number in self.regions]
+        by_sample = (one.view(-1, num_samples, one.size(1)).split(stretches) for one in (*copies, routing_map))
+        of_parts = zip(*by_sample, strict=True)
+        return torch.cat([counted.sum(0) for of_part in of_parts for counted in of_part], dim=1)
+
 
 def present(numbers: torch.Tensor, none: int) -> torch.Tensor:
     """bool [T, none]: whether a row of `numbers`, int64 [T, K], has each number below `none`."""
@@ -76,12 +90,12 @@ class Hops:
     """
 
     groups: DomainGroups
-    etp: ProcessGroup | None
-    """Expert-TP; None where experts are whole."""
     tables: DeviceTables
     facts: RowFacts
     num_tokens: int
     """Of this rank."""
+    etp: ProcessGroup | None = None
+    """Expert-TP; None where experts are whole."""
     copies: dict[int, RowMap] = field(default_factory=dict)
     """Of the hop at each level, the copies of each row: by destination."""
     held: RowMap | None = None

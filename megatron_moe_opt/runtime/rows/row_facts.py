@@ -24,6 +24,8 @@ class RowFacts:
     dtype: torch.dtype
     topk: int
     prob_dtype: torch.dtype
+    has_notes: bool = False
+    """Whether on the way to the experts an int64 is behind those, whatever it says of the token."""
 
     @property
     def hidden_bytes(self) -> int:
@@ -38,7 +40,11 @@ class RowFacts:
     @property
     def width(self) -> int:
         """Elements of a row with probabilities and experts."""
-        return self._width(self.prob_bytes + self.topk * torch.int32.itemsize)
+        return self._width(self._first_note + 8 * self.has_notes)
+
+    @property
+    def _first_note(self) -> int:
+        return self.prob_bytes + self.topk * torch.int32.itemsize
 
     @property
     def grad_width(self) -> int:
@@ -55,8 +61,12 @@ class RowFacts:
         probs: torch.Tensor,
         experts: torch.Tensor | None = None,
         packed: torch.Tensor | None = None,
+        notes: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """tokens [T, H], probs [T, K], experts int32 [T, K] -> `packed` [T, width]; without experts [T, grad_width]."""
+        """tokens [T, H], probs [T, K], experts int32 [T, K] -> `packed` [T, width]; without experts [T, grad_width].
+
+        `notes` int64 [T] where there are any.
+        """
         width = self.grad_width if experts is None else self.width
         if packed is None:
             packed = empty((tokens.size(0), width), self.dtype, tokens.device)
@@ -65,8 +75,9 @@ class RowFacts:
         lane[:, : self.prob_bytes] = probs.contiguous().view(torch.uint8)
         lane[:, self.prob_bytes :] = 0
         if experts is not None:
-            end = self.prob_bytes + self.topk * torch.int32.itemsize
-            lane[:, self.prob_bytes : end] = experts.contiguous().view(torch.uint8)
+            lane[:, self.prob_bytes : self._first_note] = experts.contiguous().view(torch.uint8)
+        if notes is not None:
+            lane[:, self._first_note : self._first_note + 8] = notes.view(torch.uint8).view(-1, 8)
         return packed
 
     def tokens(self, packed: torch.Tensor) -> torch.Tensor:
@@ -80,6 +91,11 @@ class RowFacts:
     def experts(self, packed: torch.Tensor) -> torch.Tensor:
         """[R, width] -> int64 [R, K]."""
         return self._part(packed, self.prob_bytes, torch.int32).long()
+
+    def notes(self, packed: torch.Tensor) -> torch.Tensor:
+        """[R, width] -> int64 [R]."""
+        lane = packed[:, self.hidden :].view(torch.uint8)
+        return lane[:, self._first_note : self._first_note + 8].contiguous().view(torch.int64).view(-1)
 
     def _part(self, packed: torch.Tensor, first: int, dtype: torch.dtype) -> torch.Tensor:
         lane = packed[:, self.hidden :].view(torch.uint8)

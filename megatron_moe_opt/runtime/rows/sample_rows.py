@@ -35,6 +35,9 @@ class MovingRows(Protocol):
     def pack(self, residual: torch.Tensor, probs: torch.Tensor) -> torch.Tensor:
         """Makes of this rank's tokens, before normalisation, [S, B, H], and probabilities [T, E] what is sent."""
 
+    def row_bytes(self) -> tuple[int, int]:
+        """Returns what a row is on its way in dispatch, and in combine, once it is packed."""
+
     def to_experts(
         self, packed: torch.Tensor, counts: SampleCounts, prob_dtype: torch.dtype
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -70,17 +73,23 @@ class RowsByExpert(MovingRows):
         self._row_map = build_row_map_by_sample(routing_map, shape[1], num_rows)
         self.counts = count_routing_map(routing_map, shape[1])
         self._residual = self._notes = None
+        self._row_bytes = 0
 
     def pack(self, residual: torch.Tensor, probs: torch.Tensor) -> torch.Tensor:
         """See MovingRows. A note is twice the token's number in its sample, and 1 more on the residual's way back."""
         by_expert, rows = self._row_map, self._row_map.cut(self._num_chunks)
-        _check_tokens_have_rows(rows.offsets)
+        check_tokens_have_rows(rows.offsets.diff() > 0)
         packed = permute_packed(residual.reshape(-1, residual.size(2)).contiguous(), probs, rows)
         notes = torch.empty_like(by_expert.sources, dtype=torch.int32)
         notes[rows.rows] = (by_expert.sources[by_expert.rows] // self._shape[1] * 2).int()
         notes[rows.rows[rows.offsets[:-1]]] += 1
         write_notes(packed, notes)
+        self._row_bytes = packed.size(1) * packed.element_size()
         return packed
+
+    def row_bytes(self) -> tuple[int, int]:
+        """See MovingRows."""
+        return self._row_bytes, self._row_bytes
 
     def to_experts(
         self, packed: torch.Tensor, counts: SampleCounts, prob_dtype: torch.dtype
@@ -112,10 +121,14 @@ class RowsByExpert(MovingRows):
         return to_new_homes(rows, tokens, back)
 
 
-def _check_tokens_have_rows(offsets: torch.Tensor) -> None:
-    """A token without an expert would lose its residual. Raises ValueError; on CUDA an assertion on the device."""
-    all_have = (offsets.diff() > 0).all()
-    if has_streams(offsets.device):
+def check_tokens_have_rows(has: torch.Tensor) -> None:
+    """A token without an expert would lose its residual. Raises ValueError; on CUDA an assertion on the device.
+
+    Args:
+        has: bool [T].
+    """
+    all_have = has.all()
+    if has_streams(has.device):
         torch._assert_async(all_have, "netmoe: a token without an expert")
     elif not all_have:
         raise ValueError("the router gives a token no expert, and its residual no way: use monta")

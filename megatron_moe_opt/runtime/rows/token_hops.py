@@ -69,13 +69,29 @@ class TokenHops:
             routing_map_TE = routing_map_TE & (probs_TE != 0)
         facts = RowFacts(tokens_TH.size(1), tokens_TH.dtype, self.topk, probs_TE.dtype)
         experts = experts_of_tokens(routing_map_TE, self.topk)
-        routed = experts < self.num_experts
-        probs = probs_TE.gather(1, experts.clamp(max=self.num_experts - 1)).masked_fill(~routed, 0)
         number = tokens_TH.size(0)
         bounds = [number * part // num_parts for part in range(num_parts + 1)]
         parts = tuple(end - begin for begin, end in zip(bounds, bounds[1:], strict=False))
-        counts = self._tables(tokens_TH.device).count(experts, routing_map_TE, parts)
-        return _Pack.apply(tokens_TH, probs, experts, facts), HoppingRows(facts, parts, counts)
+        counts = self.on_device(tokens_TH.device).count(experts, routing_map_TE, parts)
+        return self.pack(tokens_TH, probs_TE, experts, facts), HoppingRows(facts, parts, counts)
+
+    def pack(
+        self,
+        tokens_TH: torch.Tensor,
+        probs_TE: torch.Tensor,
+        experts: torch.Tensor,
+        facts: RowFacts,
+        notes: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Returns each token with its facts [T, facts.width], differentiable in tokens and probabilities.
+
+        Args:
+            experts: int64 [T, K], see experts_of_tokens.
+            notes: int64 [T], see RowFacts.
+        """
+        routed = experts < self.num_experts
+        probs = probs_TE.gather(1, experts.clamp(max=self.num_experts - 1)).masked_fill(~routed, 0)
+        return _Pack.apply(tokens_TH, probs, experts, facts, notes)
 
     def exchanges(self, counts: torch.Tensor, rows: HoppingRows) -> tuple[Exchange[HopPlan], ...]:
         """Who sends which rows to whom, for each part of them.
@@ -83,10 +99,10 @@ class TokenHops:
         Args:
             counts: int64 [joint size, parts * (num_counts + 1)] on the CPU, of all ranks of the joint group.
         """
-        tables, experts = self._tables(rows.counts.device), self.experts
+        tables, experts = self.on_device(rows.counts.device), self.experts
         of_parts = counts.reshape(experts.ep_size, experts.etp_size, len(rows.parts), -1).unbind(2)
         return tuple(
-            Exchange(Hops(self.groups, experts.etp, tables, rows.facts, number), self._plan(of_part))
+            Exchange(Hops(self.groups, tables, rows.facts, number, experts.etp), self._plan(of_part))
             for number, of_part in zip(rows.parts, of_parts, strict=True)
         )
 
@@ -100,7 +116,8 @@ class TokenHops:
         arrived = tuple(plan.arrived(number) for plan, number in zip(of_shards, num_tokens, strict=True))
         return HopPlan(own.hops, torch.stack([plan.tokens_per_expert for plan in of_shards]).sum(0), arrived)
 
-    def _tables(self, device: torch.device) -> DeviceTables:
+    def on_device(self, device: torch.device) -> DeviceTables:
+        """The tables, where rows are."""
         if device not in self._on_device:
             self._on_device[device] = DeviceTables(self.tables, device)
         return self._on_device[device]
@@ -111,12 +128,17 @@ class _Pack(Function):
 
     @staticmethod
     def forward(
-        ctx: Any, tokens: torch.Tensor, probs: torch.Tensor, experts: torch.Tensor, facts: RowFacts
+        ctx: Any,
+        tokens: torch.Tensor,
+        probs: torch.Tensor,
+        experts: torch.Tensor,
+        facts: RowFacts,
+        notes: torch.Tensor | None,
     ) -> torch.Tensor:
         ctx.facts = facts
-        return facts.pack(tokens, probs, experts.int())
+        return facts.pack(tokens, probs, experts.int(), notes=notes)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return ctx.facts.tokens(grad), ctx.facts.probs(grad), None, None
+        return ctx.facts.tokens(grad), ctx.facts.probs(grad), None, None, None

@@ -10,16 +10,16 @@ import torch
 
 
 class ArrivedExperts:
-    """Experts that were gathered once."""
+    """Experts that were sent once."""
 
-    def __init__(self, gather: Callable[[], Callable[[], torch.Tensor]]) -> None:
+    def __init__(self, bring: Callable[[], Callable[[], torch.Tensor]]) -> None:
         """
         Args:
-            gather: starts to gather the experts; see ExpertCommunicator.gather.
+            bring: starts to bring the experts here, and again where they were dropped; see ExpertCommunicator.gather.
         """
-        self._gather = gather
-        self.arrive: Callable[[], torch.Tensor] | None = gather()
-        """Waits for them, [owners, numel], on the current stream or in the lane; None: they were dropped."""
+        self._bring = bring
+        self.arrive: Callable[[], torch.Tensor] | None = None
+        """Waits for them, [owners, numel]; None: they are neither here nor on their way."""
         self._experts: weakref.ref[torch.Tensor] | None = None
 
     def experts(self) -> torch.Tensor:
@@ -29,13 +29,13 @@ class ArrivedExperts:
         return experts
 
     def drop(self) -> None:
-        """Lets go of the experts, so that their memory is free until `gather_again`."""
+        """Lets go of the experts, so that their memory is free until `begin`."""
         self.arrive = None
 
-    def gather_again(self) -> None:
-        """Starts to gather them if they were dropped: as they were. A collective call, then."""
+    def begin(self) -> None:
+        """Starts to bring them if they are not here: as they were sent. May be a collective call, then."""
         if self.arrive is None:
-            self.arrive = self._gather()
+            self.arrive = self._bring()
 
     def forget_part(self, tensor: torch.Tensor) -> torch.Tensor | _Part:
         """Where among the experts a tensor lies; the tensor itself, if it is none of them."""
@@ -64,25 +64,30 @@ def restore_part(part: torch.Tensor | _Part) -> torch.Tensor:
 
 
 class Residents:
-    """The gathers whose experts are here, at most so many: those that were used last.
+    """The experts of other ranks that are here, at most those of so many layers: those that were used last.
 
     All ranks use the same ones in the same order, and so drop the same. One that nobody holds any more counts until
     its turn comes: on some ranks it may still be there.
     """
 
-    def __init__(self, limit: int) -> None:
+    def __init__(self, limit: int | None) -> None:
+        """
+        Args:
+            limit: None: no limit.
+        """
         self.limit = limit
         self._recent: list[weakref.ref[ArrivedExperts]] = []
 
     def use(self, arrived: ArrivedExperts) -> None:
-        """Sees to it that these are here or on their way. A collective call, where they were dropped."""
+        """Sees to it that these are here or on their way. A collective call, where they are not."""
         self.leave(arrived)
-        self._recent.append(weakref.ref(arrived))
-        while len(self._recent) > self.limit:
+        if self.limit is not None:
+            self._recent.append(weakref.ref(arrived))
+        while len(self._recent) > (self.limit or 0):
             oldest = self._recent.pop(0)()
             if oldest is not None:
                 oldest.drop()
-        arrived.gather_again()
+        arrived.begin()
 
     def leave(self, arrived: ArrivedExperts | None) -> None:
         """These are counted no more."""

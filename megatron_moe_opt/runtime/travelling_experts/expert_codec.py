@@ -5,8 +5,9 @@ residuals from what the receivers hold of them already. The paper takes them fro
 experts, and forgets at every message what the one before said: what experts learn apart, and is not among the largest,
 never arrives. Here what has arrived stays, and the shared expert is where it begins, or whole experts are.
 
-What a message is told from is settled where it is prepared, beside the layer's own work; it is encoded and decoded in
-the lane in which it travels, where messages of a layer come one after another.
+What a message is told from is settled where it is prepared, beside the layer's own work. It is encoded in the lane in
+which it travels, and decoded in another one, when its layer's turn comes; in both a layer's messages come one after
+another.
 """
 
 from __future__ import annotations
@@ -19,14 +20,14 @@ import torch
 from megatron_moe_opt.kernels import LANE_BYTES, empty, sr_decode, sr_encode, sr_wire_bytes
 from megatron_moe_opt.kernels.residual_codec import BLOCK_ELEMENTS
 from megatron_moe_opt.kernels.streams import used_here
+from megatron_moe_opt.runtime.engine.offload import Kept
 from megatron_moe_opt.runtime.travelling_experts.mean_expert import MeanExpert
 
 Decode = Callable[[torch.Tensor, int], torch.Tensor]
 """(messages [owners, M], place of the own one, which is not needed) -> experts [owners, numel]."""
 
-
 Previous = Callable[[], torch.Tensor]
-"""Gives the experts [owners, numel] of the message before, in the lane."""
+"""Gives the experts [owners, numel] of the message before, in the lane of decoding."""
 
 
 def as_they_are(messages: torch.Tensor, own: int) -> torch.Tensor:
@@ -36,7 +37,7 @@ def as_they_are(messages: torch.Tensor, own: int) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Message:
-    """A rank's experts on their way: to be encoded, and the messages of all owners decoded, in the lane."""
+    """A rank's experts on their way: to be encoded, and the messages of all owners decoded."""
 
     sent: torch.Tensor
     """What travels; of compressed experts, once it is encoded."""
@@ -51,8 +52,37 @@ class Message:
         return self.sent
 
 
+class ReceivedMessages:
+    """The messages of all owners until they are decoded; then the experts that they say, from which the next messages
+    are told.
+    """
+
+    def __init__(self, decode: Decode, own: int, on_host: bool) -> None:
+        """
+        Args:
+            on_host: experts are kept there; see Kept.
+        """
+        self._decode, self._own = decode, own
+        self.arrive: Callable[[], torch.Tensor] | None = None
+        """Waits for the messages, [owners, M]; None: they were decoded."""
+        self.is_begun = False
+        """Whether decoding them was started."""
+        self._experts = Kept(on_host)
+
+    def experts(self) -> torch.Tensor:
+        """[owners, numel], decoded or as they are kept. To be called in the lane of decoding."""
+        if self.arrive is None:
+            return self._experts.get()
+        experts = self._decode(self.arrive(), self._own)
+        self.arrive = self._decode = None
+        self._experts.put(experts)
+        return experts
+
+
 class WholeExperts:
     """Messages of experts that travel uncompressed, bit for bit."""
+
+    is_lossy = False
 
     def prepare(self, flat: torch.Tensor, previous: Previous | None) -> Message:
         """A message of `flat` [numel]."""
@@ -116,12 +146,20 @@ class ResidualMessages:
             yield place[: self._values_end].view(self.dtype), place[self._values_end : self._end].view(torch.uint16)
 
 
-@dataclass(eq=False)
 class _Held:
     """What receivers hold of a rank's experts since the last restart; from the first message on it is the lane's."""
 
-    begun: bool = False
-    experts: torch.Tensor | None = None
+    def __init__(self, on_host: bool) -> None:
+        self.begun, self._experts = False, Kept(on_host)
+
+    @property
+    def experts(self) -> torch.Tensor | None:
+        """[numel]; None before the first message was encoded."""
+        return self._experts.get() if self._experts else None
+
+    @experts.setter
+    def experts(self, experts: torch.Tensor) -> None:
+        self._experts.put(experts)
 
 
 class TrackedExperts:
@@ -132,15 +170,18 @@ class TrackedExperts:
     whole is ever sent: they hold that one of every expert, and what they hold moves with it.
     """
 
-    def __init__(self, num_local: int, ratio: float, shared: MeanExpert | None = None) -> None:
+    is_lossy = True
+
+    def __init__(self, num_local: int, ratio: float, shared: MeanExpert | None = None, on_host: bool = False) -> None:
         """
         Args:
             num_local: experts of a rank, consecutive and alike in its flat tensor.
             ratio: bytes of an expert over bytes that travel.
             shared: of this layer alone; all ranks of its group encode equally often.
+            on_host: what receivers hold is kept there; see Kept.
         """
-        self.num_local, self.ratio, self._shared = num_local, ratio, shared
-        self._held = _Held()
+        self.num_local, self.ratio, self._shared, self._on_host = num_local, ratio, shared, on_host
+        self._held = _Held(on_host)
 
     def describe(self) -> str:
         """Returns how experts travel, in words, for the line that is logged at start."""
@@ -151,7 +192,7 @@ class TrackedExperts:
 
     def restart(self) -> None:
         """Has the next message be as the first. Every rank must restart."""
-        self._held = _Held()  # messages that are still to be encoded know the one before
+        self._held = _Held(self._on_host)  # messages that are still to be encoded know the one before
         if self._shared is not None:
             self._shared.restart()
 
@@ -178,8 +219,9 @@ class TrackedExperts:
         def encode() -> None:
             own_bases = bases(held.experts)
             residuals.encode(used_here(flat), own_bases, message)
-            held.experts = torch.empty_like(flat)
-            residuals.decode(message, own_bases, held.experts)
+            decoded = torch.empty_like(flat)
+            residuals.decode(message, own_bases, decoded)
+            held.experts = decoded
 
         def decode(messages: torch.Tensor, own: int) -> torch.Tensor:
             # Once: who kept what went before would keep all that ever went.
@@ -194,6 +236,8 @@ class LargestWeights:
 
     The paper's compression without a shared expert, with which it compares (Fig. 14).
     """
+
+    is_lossy = True
 
     def __init__(self, num_local: int, ratio: float) -> None:
         """

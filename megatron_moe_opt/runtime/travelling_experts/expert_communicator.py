@@ -16,8 +16,9 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import torch
@@ -28,16 +29,18 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from megatron_moe_opt.kernels import empty
 from megatron_moe_opt.kernels.streams import used_here
+from megatron_moe_opt.planning.costs.gpu_settings import has_one_queue
 from megatron_moe_opt.runtime.engine import steps
 from megatron_moe_opt.runtime.engine.collectives import device_of
 from megatron_moe_opt.runtime.engine.executor import executor
 from megatron_moe_opt.runtime.engine.recomputation import is_recomputing
-from megatron_moe_opt.runtime.engine.started import finish_started
+from megatron_moe_opt.runtime.engine.started import Running, finish_started
 from megatron_moe_opt.runtime.observed.layer_place import Place, belonging_to, place
 from megatron_moe_opt.runtime.travelling_experts.arrived_experts import ArrivedExperts, Residents, restore_part
 from megatron_moe_opt.runtime.travelling_experts.expert_codec import (
     LargestWeights,
     Message,
+    ReceivedMessages,
     TrackedExperts,
     WholeExperts,
 )
@@ -46,6 +49,9 @@ from megatron_moe_opt.runtime.travelling_experts.expert_weights import ExpertWei
 from megatron_moe_opt.runtime.travelling_experts.step_passes import current_step
 from megatron_moe_opt.schedules import expert_migration as schedules
 from megatron_moe_opt.topology.domain_groups import DomainGroups
+
+DECODING = "decoded experts"
+"""The queue in which experts are decoded and restored: whose turn comes waits for no other layer's message."""
 
 
 class ExpertCommunicator:
@@ -63,8 +69,7 @@ class ExpertCommunicator:
             ahead: layers whose experts are gathered before their turn.
             resident: the most gathers whose experts stay, above `ahead`; None: no limit.
         """
-        self.groups, self.ahead = groups, ahead
-        self.residents = None if resident is None else Residents(resident)
+        self.groups, self.ahead, self.residents = groups, ahead, Residents(resident)
         self._groups = {level: group for level, group in enumerate(groups.experts) if group is not None}
         self.innermost = [*self._groups.values()][-1]
         """In which gradients begin to return."""
@@ -87,15 +92,23 @@ class ExpertCommunicator:
         self._last = weakref.ref(layer)
         self._first = self._first or self._last
 
-    def following(self, layer: MigratedExperts) -> list[MigratedExperts]:
-        """The layers that came after `layer` in the last pass, as many as may be ahead."""
-        found: list[MigratedExperts] = []
-        while len(found) < self.ahead:
-            layer = layer.next and layer.next()
-            if layer is None or layer in found:
-                break
-            found.append(layer)
-        return found
+    def following(self, first: MigratedExperts) -> Iterator[MigratedExperts]:
+        """The layers that came after one in the last pass, in turn."""
+        found, layer = {first}, first
+        while (layer := layer.next and layer.next()) is not None and layer not in found:
+            found.add(layer)
+            yield layer
+
+    def sent_at_begin(self, first: MigratedExperts) -> Iterator[MigratedExperts]:
+        """The layers that are sent when a step begins: what may be ahead; of messages that are decoded later all, but
+        for layers whose weights come late themselves, and where what is sent shares one queue with everything else.
+        """
+        yield first
+        for number, layer in enumerate(self.following(first)):
+            is_ahead = number < self.ahead
+            if not is_ahead and (not layer.codec.is_lossy or layer.weights.come_late() or has_one_queue()):
+                return
+            yield layer
 
     def forget_passes(self) -> None:
         """Has the next pass be as the first: no layer was before it, and none is due."""
@@ -114,12 +127,12 @@ class ExpertCommunicator:
         if due is None:
             return
         first = due()
-        layers = [] if first is None else [first, *self.following(first)]
+        layers = [] if first is None else [*self.sent_at_begin(first)]
         number = torch.full((), len(layers), device=device_of(self.groups.ep))
         dist.all_reduce(number, dist.ReduceOp.MIN, group=self.groups.ep)
         self.begin_round()
-        for layer in layers[: int(number)]:
-            layer.send()
+        for later, layer in enumerate(layers[: int(number)]):
+            layer.send(is_due=later <= self.ahead)
 
     def begin_round(self) -> None:
         """Experts that were sent before now are not those of the passes to come."""
@@ -131,14 +144,11 @@ class ExpertCommunicator:
         for gradients in self.gradients:
             gradients.restart()
 
-    def gather(self, message: Message, own: int, device: torch.device) -> Callable[[], torch.Tensor]:
+    def gather(self, message: Message, device: torch.device) -> Callable[[], torch.Tensor]:
         """Starts to gather messages of all ranks of the domain, from the outermost level inwards.
 
-        Args:
-            own: this rank's place among the owners.
-
         Returns:
-            What waits for the experts [ranks, numel], in the order of DomainTables.owners.
+            What waits for them, [ranks, M], in the order of DomainTables.owners.
         """
         run, bound, sizes = executor(device), [], {}
         if message.write is not None:
@@ -149,20 +159,41 @@ class ExpertCommunicator:
                 rows, held = held, empty((group.size() * held.size(0), held.size(1)), held.dtype, device)
                 bound.append(steps.all_gather(rows, held, [rows.size(0)] * group.size(), group))
                 sizes[level] = held.nbytes
-        experts = [held]
-
-        def decode() -> None:
-            experts.append(message.decode(experts.pop(), own))
-
-        if message.write is not None:
-            bound.append(steps.call(decode))
         running = run.start(schedules.gathered(sizes, is_coded=message.write is not None), bound)
+
+        def arrived() -> torch.Tensor:
+            running.wait()
+            return used_here(held)
+
+        return arrived
+
+    def decode(self, received: ReceivedMessages, num_bytes: int, device: torch.device) -> Callable[[], torch.Tensor]:
+        """Starts to decode the messages of all ranks of the domain, or to restore what they were decoded to.
+
+        Args:
+            num_bytes: of the experts.
+
+        Returns:
+            What waits for the experts, [ranks, numel].
+        """
+        run, experts = executor(device), []
+        build, received.is_begun = schedules.restored if received.is_begun else schedules.decoded, True
+        bound = [steps.call(lambda: experts.append(received.experts()))]
+        running = run.start(build(num_bytes), bound, DECODING)
 
         def arrived() -> torch.Tensor:
             running.wait()
             return used_here(experts[0])
 
         return arrived
+
+    def defer(self, gradients: torch.Tensor, own: int, codec: WholeGradients | CompressedGradients) -> Running:
+        """Starts to add gradients [ranks, N], of which the row `own` is zero, to what the next `reduce` returns."""
+
+        def add() -> None:
+            codec.defer(used_here(gradients), own, self.innermost)
+
+        return executor(gradients.device).start(schedules.deferred(gradients.nbytes), [steps.call(add)])
 
     def reduce(
         self, gradients: torch.Tensor, codec: WholeGradients | CompressedGradients
@@ -177,7 +208,7 @@ class ExpertCommunicator:
         """
         run, bound, sizes, dtype = executor(gradients.device), [], {}, gradients.dtype
         of_owner = codec.sent_bytes(gradients.size(1), dtype)
-        sums = gradients = codec.complete(gradients)
+        sums = gradients = codec.complete(gradients, self.innermost)
         with run.memory():
             for level, group in reversed(self._groups.items()):
                 sizes[level] = sums.size(0) * of_owner
@@ -242,7 +273,10 @@ class MigratedExperts:
         self.next: weakref.ref[MigratedExperts] | None = None
         """The layer whose pass came after this one's."""
         self._following: list[MigratedExperts] = []
+        self._deferring: list[Running] = []
         self._sent: torch.Tensor | None = None
+        self._received: ReceivedMessages | None = None
+        """Of the last message; None: experts travel whole."""
         self._place: Place | None = None
         """The last pass of the layer, to which belongs what is gathered for it while other layers run."""
         self._arrived: ArrivedExperts | None = None
@@ -251,15 +285,15 @@ class MigratedExperts:
         """Returns what runs, in words, for the line that is logged at start."""
         how, ahead = self.codec.describe(), self.communicator.ahead
         what = f"experts of {len(self.owners)} ranks on each, {how}, gathered {ahead} layer(s) ahead"
-        residents = self.communicator.residents
-        kept = "" if residents is None else f"and kept of {residents.limit} layer(s)"
+        limit = self.communicator.residents.limit
+        kept = "" if limit is None else f"and kept of {limit} layer(s)"
         return "; ".join(filter(None, (" ".join(filter(None, (what, kept))), self.gradients.describe())))
 
     def news(self) -> torch.Tensor:
         """int64 [1 + ahead] for the other ranks: whether this rank's experts are not those that it sent last; and for
         each layer that may be sent ahead, whether it is gone.
         """
-        self._following = self.communicator.following(self)
+        self._following = [*islice(self.communicator.following(self), self.communicator.ahead)]
         news = torch.ones(1 + self.communicator.ahead, dtype=torch.int64, device=self.weights.parameters[0].device)
         news[1 : 1 + len(self._following)] = 0
         if self._sent is not None:
@@ -280,40 +314,47 @@ class MigratedExperts:
             communicator.begin_round()
             self.send()
         else:
-            self._use()
+            communicator.residents.use(self._arrived)
         for layer, missing in zip(self._following, gone, strict=False):
             if missing:
                 continue
             if layer.round < communicator.round:
                 layer.send()
             elif not is_recomputing():  # which goes the other way
-                layer._use()
+                communicator.residents.use(layer._arrived)
         self._following = []
-
-    def _use(self) -> None:
-        """Gathers the experts again if they were dropped."""
-        if self.communicator.residents is not None:
-            self.communicator.residents.use(self._arrived)
 
     def forget(self) -> None:
         """Has the next pass gather again, as after an optimizer step. Every rank must forget."""
         self._sent = None
 
-    def send(self) -> None:
-        """Starts to gather the experts as they are now."""
-        self.round = self.communicator.round
-        self._sent = self.weights.current()
-        before = self._arrived
-        message = self.codec.prepare(self._sent, before and before.arrive)
-        # Passes that still need the old ones keep them.
-        self._arrived = ArrivedExperts(functools.partial(self._gather, message, self._sent.device))
-        if self.communicator.residents is not None:
-            self.communicator.residents.leave(before)
-            self.communicator.residents.use(self._arrived)
+    def send(self, is_due: bool = True) -> None:
+        """Starts to gather the experts as they are now.
 
-    def _gather(self, message: Message, device: torch.device) -> Callable[[], torch.Tensor]:
+        Args:
+            is_due: False: compressed ones need not be decoded before they are used.
+        """
+        communicator, before = self.communicator, self._received
+        self.round = communicator.round
+        self._sent = sent = self.weights.current()
+        message = self.codec.prepare(sent, before and before.experts)
+        gather = functools.partial(self._at_my_place, communicator.gather, message, sent.device)
+        if self.codec.is_lossy:
+            on_host, num_bytes = communicator.residents.limit is not None, len(self.owners) * sent.nbytes
+            self._received = received = ReceivedMessages(message.decode, self.own, on_host)
+            received.arrive = gather()
+            bring = functools.partial(self._at_my_place, communicator.decode, received, num_bytes, sent.device)
+        else:
+            bring = gather
+        # Passes that still need the old ones keep them.
+        communicator.residents.leave(self._arrived)
+        self._arrived = ArrivedExperts(bring)
+        if is_due:
+            communicator.residents.use(self._arrived)
+
+    def _at_my_place(self, start: Callable[..., Callable[[], torch.Tensor]], *arguments: Any) -> Any:
         with belonging_to(self._place):
-            return self.communicator.gather(message, self.own, device)
+            return start(*arguments)
 
     def gathered(self) -> torch.Tensor:
         """[owners, numel]: the experts of the ranks of the domains, waited for; not all codecs give the own ones."""
@@ -323,7 +364,7 @@ class MigratedExperts:
         """What a forward pass in this context saves of `of_owners` for its backward pass, it does not save where it
         may be dropped.
         """
-        if self.communicator.residents is None:
+        if self.communicator.residents.limit is None:
             return nullcontext()
         return saved_tensors_hooks(self._arrived.forget_part, restore_part)
 
@@ -332,7 +373,7 @@ class MigratedExperts:
         they were dropped: here, on all ranks alike, whatever their own rows need.
         """
         residents = self.communicator.residents
-        return outputs if residents is None else _ComeBack.apply(outputs, residents, self._arrived)
+        return outputs if residents.limit is None else _ComeBack.apply(outputs, residents, self._arrived)
 
     def return_gradients(self, parts: torch.Tensor) -> Callable[[], torch.Tensor] | None:
         """Starts to return the gradients of a backward pass, and of those before it whose gradients have waited, to
@@ -341,15 +382,22 @@ class MigratedExperts:
         Returns:
             What waits for the sum of this rank's, [numel]; None: they wait.
         """
-        residents, step = self.communicator.residents, current_step()
-        limit = None if residents is None or self.gradients.is_lossy else residents.limit
+        step = current_step()
+        limit = None if self.gradients.is_lossy else self.communicator.residents.limit
         if step is not None and step.defers(self, limit):
-            self.gradients.defer(parts, self.own, self.communicator.innermost)
+            self._deferring.append(self.communicator.defer(parts, self.own, self.gradients))
             return None
+        for running in self._deferring:
+            running.wait()
+        self._deferring = []
         return self.communicator.reduce(parts, self.gradients)
 
     def forget_deferred(self) -> None:
         """Forgets gradients that have not been returned."""
+        for running in self._deferring:
+            with suppress(Exception):  # it is told that they are not returned
+                running.wait()
+        self._deferring = []
         self.gradients.restart()
 
     def lent(self) -> Lent:

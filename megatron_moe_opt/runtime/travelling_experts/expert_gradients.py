@@ -23,6 +23,7 @@ import torch.distributed as dist
 from megatron_moe_opt.kernels import empty, sr_decode
 from megatron_moe_opt.kernels.streams import used_here
 from megatron_moe_opt.runtime.engine import steps
+from megatron_moe_opt.runtime.engine.offload import Kept
 from megatron_moe_opt.runtime.engine.steps import Steps
 from megatron_moe_opt.runtime.travelling_experts.expert_codec import ResidualMessages
 
@@ -51,10 +52,11 @@ class WholeGradients:
         for deferred, added in _of_others(*self._deferred, parts):
             deferred.add_(added)
 
-    def complete(self, parts: torch.Tensor) -> torch.Tensor:
+    def complete(self, parts: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
         """Returns `parts` with what was deferred, rounded to their dtype once."""
         if self._deferred is not None:
-            for deferred, added in _of_others(*self._deferred, parts):
+            sums, own = self._deferred
+            for deferred, added in _of_others(used_here(sums), own, parts):
                 added.copy_(deferred.add_(added))
             self._deferred = None
         return parts
@@ -94,49 +96,50 @@ class CompressedGradients:
 
     is_lossy = True
 
-    def __init__(self, num_local: int, ratio: float) -> None:
+    def __init__(self, num_local: int, ratio: float, on_host: bool = False) -> None:
         """
         Args:
             num_local: experts of a rank, consecutive and alike in its flat gradient.
             ratio: bytes of a gradient over bytes that travel.
+            on_host: what is kept, is kept there.
         """
-        self.num_local, self.ratio = num_local, ratio
-        self._kept: dict[dist.ProcessGroup, torch.Tensor] = {}
+        self.num_local, self.ratio, self._on_host = num_local, ratio, on_host
+        self.restart()
+
+    def restart(self) -> None:
+        """Forgets what has not been sent. Ranks need not do so together."""
+        self._kept: dict[dist.ProcessGroup, Kept] = {}
         """float32 [peers, owners, numel] of each level: what has not been sent."""
-        self._deferred: tuple[torch.Tensor, int] | None = None
-        """float32 [owners, numel] for this rank at the innermost level, and its place there: nothing of it is sent."""
+        self._deferred = Kept(self._on_host)
+        """float32 [owners, numel]: for this rank at the innermost level, of which nothing is sent."""
 
     def defer(self, parts: torch.Tensor, own: int, group: dist.ProcessGroup) -> None:
         """As WholeGradients.defer. What is for peers waits with what was not sent to them, in the same memory."""
         parts = parts.view(group.size(), -1, parts.size(1))
-        for kept, peer in zip(self._kept_of(group, parts), _peers(group), strict=True):
-            kept.add_(parts[peer])
+        kept = self._kept_of(group)
+        of_group = kept.get() if kept else _nothing_kept(group, parts)
+        for of_peer, peer in zip(of_group, _peers(group), strict=True):
+            of_peer.add_(parts[peer])
+        kept.put(of_group)
         if parts.size(1) > 1:  # more owners than this rank
-            mine = parts[group.rank()]
-            self._deferred = (self._deferred[0].add_(mine) if self._deferred else mine.float()), group.rank()
+            mine = parts[group.rank()].float()
+            self._deferred.put(mine.add_(self._deferred.get()) if self._deferred else mine)
 
-    def complete(self, parts: torch.Tensor) -> torch.Tensor:
-        """Returns `parts` with what was deferred and nobody has kept; then in float32."""
-        if self._deferred is not None:
-            (deferred, rank), self._deferred = self._deferred, None
-            parts = parts.float()
-            parts.view(-1, *deferred.shape)[rank] += deferred
+    def complete(self, parts: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        """Returns `parts` with what was deferred for this rank at the innermost level, whose `group` it is; then in
+        float32.
+        """
+        if self._deferred:
+            deferred, self._deferred, parts = self._deferred.get(), Kept(self._on_host), parts.float()
+            parts.view(-1, *deferred.shape)[group.rank()] += deferred
         return parts
 
-    def _kept_of(self, group: dist.ProcessGroup, parts: torch.Tensor) -> torch.Tensor:
-        """What is kept of parts [ranks, owners, numel] for the peers of a level."""
-        if group not in self._kept:
-            shape = group.size() - 1, *parts.shape[1:]
-            self._kept[group] = torch.zeros(shape, dtype=torch.float32, device=parts.device)
-        return used_here(self._kept[group])
+    def _kept_of(self, group: dist.ProcessGroup) -> Kept:
+        return self._kept.setdefault(group, Kept(self._on_host))
 
     def describe(self) -> str:
         """Returns how gradients travel, in words, for the line that is logged at start."""
         return f"their gradients LOSSY, compressed {self.ratio:g}-fold, the rest sent later"
-
-    def restart(self) -> None:
-        """Forgets what has not been sent. Ranks need not do so together."""
-        self._kept, self._deferred = {}, None
 
     def messages(self, numel: int, dtype: torch.dtype) -> ResidualMessages:
         """The messages of gradients of `numel` elements."""
@@ -158,10 +161,12 @@ class CompressedGradients:
         sums = empty((owners, numel), torch.float32, parts.device)
 
         def encode_parts() -> None:
-            of_peers = zip(_peers(group), self._kept_of(group, parts), sent.view(size - 1, owners, -1), strict=True)
-            for peer, kept, message in of_peers:
+            of_level = self._kept_of(group)
+            of_group = of_level.get() if of_level else _nothing_kept(group, parts)
+            for peer, kept, message in zip(_peers(group), of_group, sent.view(size - 1, owners, -1), strict=True):
                 for of_owner in zip(parts[peer], kept, message, strict=True):
                     encode(messages, *of_owner)
+            of_level.put(of_group)
 
         def sum_parts() -> None:
             for owner, total in enumerate(sums):
@@ -172,6 +177,11 @@ class CompressedGradients:
         blocks = steps.blocks_of([int(peer != rank) for peer in range(size)])
         exchange = steps.exchange(sent, blocks, received, blocks, group, "reduce_scatter")
         return (steps.call(encode_parts), exchange, steps.call(sum_parts)), sums
+
+
+def _nothing_kept(group: dist.ProcessGroup, parts: torch.Tensor) -> torch.Tensor:
+    """For each peer and owner, of parts [ranks, owners, numel]."""
+    return torch.zeros(group.size() - 1, *parts.shape[1:], dtype=torch.float32, device=parts.device)
 
 
 def _peers(group: dist.ProcessGroup) -> list[int]:

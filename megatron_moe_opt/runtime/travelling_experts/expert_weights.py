@@ -30,15 +30,20 @@ class ExpertWeights:
     """
 
     def __init__(
-        self, experts: nn.Module, expert_of: Callable[[str], int | None], ready: Callable[[], None] = lambda: None
+        self,
+        experts: nn.Module,
+        expert_of: Callable[[str], int | None],
+        ready: Callable[[], None] = lambda: None,
+        come_late: Callable[[], bool] = lambda: False,
     ) -> None:
         """
         Args:
             experts: a module whose parameters are a rank's experts.
             expert_of: the local expert that a parameter of this name belongs to; None: to all.
             ready: waits until the parameters may be read.
+            come_late: whether that may be long after a step has begun.
         """
-        self.experts, self._ready = experts, ready
+        self.experts, self._ready, self.come_late = experts, ready, come_late
         parameters = dict(experts.named_parameters())
         owner = {name: expert_of(name) for name in parameters}
         self.is_by_expert = None not in owner.values()

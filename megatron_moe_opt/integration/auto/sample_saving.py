@@ -1,0 +1,86 @@
+"""What `netmoe` would keep inside nodes on the routing of a run's first step, replayed sample by sample."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+from megatron_moe_opt.kernels import place_samples
+from megatron_moe_opt.planning.traces.routing_replay import decided_share, replay
+from megatron_moe_opt.runtime.engine.recomputation import is_recomputing
+from megatron_moe_opt.topology.expert_groups import ExpertGroups
+from megatron_moe_opt.topology.sample_holders import SampleHolders
+
+MOST_PASSES, MOST_LAYERS = 8, 8
+"""That are replayed, which takes about a second: passes of a step, and layers of those that run in one go."""
+
+
+class SampleRouting:
+    """How many tokens of each sample a MoE layer's router sends to each expert, in the first passes."""
+
+    def __init__(self, router: torch.nn.Module) -> None:
+        self._passes: list[torch.Tensor] = []
+        self._handle = router.register_forward_hook(self._hear, prepend=True)
+
+    def take(self) -> np.ndarray:
+        """integers [P, B, E] of this rank's tokens, after which it listens no more; empty where passes are unlike."""
+        self._handle.remove()
+        passes, self._passes = self._passes, []
+        if len({one.shape for one in passes}) != 1:
+            return np.zeros((0, 0, 0), np.int64)
+        return torch.stack(passes).cpu().numpy()  # host synchronisation: once, after the first step
+
+    def _hear(self, router: Any, inputs: tuple[Any, ...], outputs: tuple[Any, torch.Tensor]) -> None:
+        if router.training and len(self._passes) < MOST_PASSES and not is_recomputing():
+            tokens, samples = inputs[0].shape[:2]
+            self._passes.append(outputs[1].view(tokens, samples, -1).sum(0))
+
+
+def saving_of(routing: Sequence[np.ndarray], tp: ProcessGroup, groups: ExpertGroups, blocks: int) -> float | None:
+    """The part of the bytes between nodes that placing samples would have saved.
+
+    A collective call over the joint group.
+
+    Args:
+        routing: [P, B, E] of each of this rank's MoE layers, in their order.
+        tp: the ranks that a sample is cut over.
+        blocks: parts of the layers that run in one go, between which samples are at home: virtual pipeline stages.
+
+    Returns:
+        On the group's first rank; None on the others, and where it cannot be told.
+    """
+    holders = SampleHolders.of(tp, groups)
+    of_ranks: list[Any] = [None] * groups.joint_size
+    dist.all_gather_object(of_ranks, list(routing), group=groups.joint)
+    return replayed(of_ranks, holders, blocks) if groups.joint.rank() == 0 else None
+
+
+def replayed(of_ranks: Sequence[Sequence[np.ndarray]], holders: SampleHolders, blocks: int) -> float | None:
+    """What `saving_of` returns, of what all ranks of the joint group have seen; None where they are unlike."""
+    shapes = {of_layer.shape for of_rank in of_ranks for of_layer in of_rank}
+    numbers = {len(of_rank) for of_rank in of_ranks}
+    if len(shapes) != 1 or 0 in min(shapes) or len(numbers) != 1 or min(numbers) % blocks:
+        return None
+    counts = np.array(of_ranks)  # [joint, L, P, B, E]
+    counts = counts[holders.ranks].sum(axis=1).transpose(2, 1, 0, 3, 4)  # [P, L, holders, B, E]
+    passes, layers, _, samples, experts = counts.shape
+    position_device = np.repeat(holders.holder_device, samples)
+    if len(set(np.bincount(position_device))) != 1:
+        return None  # a replay has as many samples on each device
+    counts = counts.reshape(passes, layers, -1, experts)[:, :, np.argsort(position_device, kind="stable")]
+    device_node, per_block = holders.device_node, layers // blocks
+    if per_block == 1 or len(set(device_node)) == 1:
+        return 0.0
+    expert_device = np.repeat(holders.ep_device, experts // len(holders.ep_device))
+    savings = []
+    for first in range(0, layers, per_block):
+        of_block = counts[:, first : first + per_block]
+        devices = np.tile(expert_device, (per_block, 1))
+        done = replay(of_block[:, :MOST_LAYERS], devices[:MOST_LAYERS], device_node, place_samples)
+        savings.append(done.reduction("predicted") * decided_share(of_block, devices, device_node))
+    return max(0.0, float(np.mean(savings)))

@@ -1,0 +1,471 @@
+"""Tokens of samples that move, once over every link: hops to their experts, and back to the samples' new ranks.
+
+    to_experts     copies -> all-to-all for each level, from where the samples are (hop_way.py)
+    to_new_homes   all-to-all -> sums for each level, as if tokens had come from where the samples go
+
+A chunk is a stretch of the sequence of all samples: wherever a sample goes, its tokens stay in their chunks. What the
+ranks on the way back cannot know is whose a row is, nor which rows are to be summed: each has a key behind it, its
+token's place among those of all ranks in the order in which rows of a dispatch from there would arrive.
+
+A sample's counts are those of DomainTables.plan, chunk by chunk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from megatron_moe_opt.kernels import LANE_BYTES, RowMap, row_map_from_sources, sum_packed_rows
+from megatron_moe_opt.kernels.streams import to_device, used_here
+from megatron_moe_opt.runtime.engine import steps
+from megatron_moe_opt.runtime.engine.steps import Steps
+from megatron_moe_opt.runtime.rows.expert_exchange import Exchange, run_to_experts, run_to_sources, to_experts
+from megatron_moe_opt.runtime.rows.hop_plan import DomainTables, HopPlan
+from megatron_moe_opt.runtime.rows.hop_way import Hops
+from megatron_moe_opt.runtime.rows.linear import linear
+from megatron_moe_opt.runtime.rows.row_facts import RowFacts, experts_of_tokens
+from megatron_moe_opt.runtime.rows.row_layout import Layout
+from megatron_moe_opt.runtime.rows.sample_counts import SampleCounts
+from megatron_moe_opt.runtime.rows.sample_rows import MovingRows, check_tokens_have_rows
+from megatron_moe_opt.runtime.rows.token_hops import TokenHops
+from megatron_moe_opt.schedules import netmoe
+from megatron_moe_opt.schedules.hops import HopStages, level_of
+from megatron_moe_opt.schedules.pipeline import base_name
+from megatron_moe_opt.schedules.schedule import Op, Schedule
+from megatron_moe_opt.topology.domain_groups import DomainGroups
+
+_RANK_BITS = 32  # of a note: the rank that a token comes from, above its number there
+
+
+class HoppingSamples(MovingRows):
+    """One row a token, over the levels of the network."""
+
+    def __init__(self, hops: TokenHops, routing_map: torch.Tensor, shape: tuple[int, int], num_chunks: int) -> None:
+        """
+        Args:
+            routing_map: bool [S * B, E].
+            shape: tokens of a sample on this rank, and its samples.
+        """
+        self._hops, self._shape, self._num_chunks = hops, shape, num_chunks
+        self._experts = experts_of_tokens(routing_map, hops.topk)
+        self._stretches = stretches(shape[0], num_chunks)
+        self.counts = hops.on_device(routing_map.device).count_samples(
+            self._experts, routing_map, self._stretches, shape[1]
+        )
+        check_tokens_have_rows(self._experts[:, 0] < hops.num_experts)
+        self._facts: RowFacts | None = None
+        self._chunks: list[ChunkOut] = []
+        self._residual: torch.Tensor | None = None
+
+    def pack(self, residual: torch.Tensor, probs: torch.Tensor) -> torch.Tensor:
+        """See MovingRows."""
+        tokens = residual.reshape(-1, residual.size(2)).contiguous()
+        self._facts = RowFacts(tokens.size(1), tokens.dtype, self._hops.topk, probs.dtype, has_notes=True)
+        numbers = torch.arange(len(tokens), device=tokens.device)
+        return self._hops.pack(
+            tokens, probs, self._experts, self._facts, numbers + (self._hops.groups.rank << _RANK_BITS)
+        )
+
+    def row_bytes(self) -> tuple[int, int]:
+        """See MovingRows."""
+        return self._facts.width * self._facts.dtype.itemsize, self._facts.hidden_bytes + LANE_BYTES
+
+    def to_experts(
+        self, packed: torch.Tensor, counts: SampleCounts, prob_dtype: torch.dtype
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """See MovingRows."""
+        tables, hops, device = self._hops.tables, self._hops, packed.device
+        of_chunks = counts.rows[:, 0].sum(1).view(tables.domains.world, self._num_chunks, -1).unbind(1)
+        plans = [tables.plan(of_chunk) for of_chunk in of_chunks]
+        of_experts = torch.stack([plan.tokens_per_expert for plan in plans])  # [chunks, experts held here]
+        behind = (of_experts.sum(0).cumsum(0) - of_experts.sum(0)) + (of_experts.cumsum(0) - of_experts)
+        behind = to_device(behind, device)  # where each chunk's rows of each expert begin
+        self._chunks = [
+            ChunkOut(hops.groups, hops.on_device(device), self._facts, stretch * self._shape[1], first=first)
+            for stretch, first in zip(self._stretches, behind, strict=True)
+        ]
+        exchange = Exchange(HopsInChunks(self._chunks), HopPlans(tuple(plans), int(of_experts.sum())))
+        self._residual, probs = to_experts(packed, exchange, prob_dtype)
+        return self._residual, of_experts.sum(0), probs
+
+    def to_new_homes(
+        self, rows: torch.Tensor, counts: SampleCounts, items: torch.Tensor, beside: torch.Tensor | None
+    ) -> torch.Tensor:
+        """See MovingRows."""
+        number = len(rows)
+        first = torch.zeros(number, dtype=rows.dtype, device=rows.device)
+        for chunk in self._chunks:
+            first[chunk.places] = (chunk.pairs % self._hops.topk == 0).to(first.dtype)
+        rows = torch.addcmul(rows, self._residual, first.unsqueeze(1))
+        self._residual = None
+        if beside is not None:
+            rows = torch.cat([rows, beside.reshape(-1, rows.size(1))])
+        homes = NewHomes(self._hops.tables, counts, items, rows.device)
+        plans = homes.plans(self._num_chunks, beside is not None)
+        chunks, begin = [], 0
+        for out, plan in zip(self._chunks, plans, strict=True):
+            own = None if beside is None else torch.arange(begin, begin + out.num_tokens, device=rows.device)
+            chunks.append(ChunkBack.of(out, plan, homes, begin, own, number))
+            begin += out.num_tokens
+        exchange = Exchange(HopsInChunks(chunks), HopPlans(tuple(plans), len(rows)))
+        return linear(
+            rows,
+            lambda rows: run_to_sources(rows.contiguous(), None, exchange),
+            lambda grad: run_to_experts(grad.contiguous(), exchange, None)[0],
+        )
+
+
+def stretches(sequence: int, num_chunks: int) -> list[int]:
+    """Tokens of a sample in each chunk."""
+    bounds = [sequence * chunk // num_chunks for chunk in range(num_chunks + 1)]
+    return [end - begin for begin, end in zip(bounds, bounds[1:], strict=False)]
+
+
+@dataclass(frozen=True)
+class HopPlans:
+    """Of chunks."""
+
+    chunks: tuple[HopPlan, ...]
+    num_gathered: int
+    """Rows of the experts held here, of all chunks."""
+
+    arrives_sorted: ClassVar[bool] = False
+
+
+@dataclass
+class HopsInChunks:
+    """Chunks of tokens that hop, each by a way of its own. A buffer holds the rows of all, one after another."""
+
+    chunks: Sequence[Hops]
+
+    lies_in: ClassVar[Mapping[str, str]] = HopStages.lies_in
+
+    @property
+    def groups(self) -> DomainGroups:
+        """See Way."""
+        return self.chunks[0].groups
+
+    @property
+    def stages(self) -> HopStages:
+        """See Way."""
+        return self.chunks[0].stages
+
+    def dispatch(self, plan: HopPlans, row_bytes: int) -> Schedule:
+        """See Way."""
+        return netmoe.dispatch(self._bytes(plan, row_bytes), self.groups.domains.levels)
+
+    def combine(self, plan: HopPlans, row_bytes: int) -> Schedule:
+        """See Way."""
+        return netmoe.combine(self._bytes(plan, row_bytes), self.groups.domains.levels)
+
+    def _bytes(self, plan: HopPlans, row_bytes: int) -> list[netmoe.HopBytes]:
+        return [way.rows_of(own).bytes(row_bytes) for way, own in zip(self.chunks, plan.chunks, strict=True)]
+
+    def num_rows(self, buffer: str, plan: HopPlans, chunk: int) -> int:
+        """See Way."""
+        return plan.num_gathered if buffer == "sorted" else sum(self._numbers(buffer, plan))
+
+    def _numbers(self, buffer: str, plan: HopPlans) -> list[int]:
+        return [way.num_rows(buffer, own, 0) for way, own in zip(self.chunks, plan.chunks, strict=True)]
+
+    def _part(self, rows: torch.Tensor, buffer: str, plan: HopPlans, chunk: int) -> torch.Tensor:
+        numbers = self._numbers(base_name(buffer), plan)
+        return rows.narrow(0, sum(numbers[:chunk]), numbers[chunk])
+
+    def outbound(self, rows: torch.Tensor, prob_dtype: torch.dtype | None) -> Layout:
+        """See Way."""
+        return self.chunks[0].outbound(rows, prob_dtype)
+
+    def homebound(self, tokens: torch.Tensor, prob_dtype: torch.dtype | None) -> Layout:
+        """See Way."""
+        return self.chunks[0].homebound(tokens, prob_dtype)
+
+    def step_out(self, op: Op, rows: torch.Tensor, arrived: torch.Tensor, plan: HopPlans) -> Steps:
+        """See Way."""
+        rows = self._part(rows, op.reads[0], plan, op.chunk)
+        arrived = self._part(arrived, op.writes[0], plan, op.chunk)
+        return self.chunks[op.chunk].step_out(op, rows, arrived, plan.chunks[op.chunk])
+
+    def sort(
+        self,
+        rows: torch.Tensor,
+        tokens: torch.Tensor,
+        probs: torch.Tensor | None,
+        notes: torch.Tensor | None,
+        plan: HopPlans,
+        chunk: int,
+        layout: Layout,
+    ) -> Steps:
+        """See Way."""
+        rows = self._part(rows, self._arrived(plan), plan, chunk)
+        return self.chunks[chunk].sort(rows, tokens, probs, notes, plan.chunks[chunk], 0, layout)
+
+    def unsort(
+        self,
+        tokens: torch.Tensor,
+        probs: torch.Tensor | None,
+        written: torch.Tensor,
+        plan: HopPlans,
+        chunk: int,
+        layout: Layout,
+    ) -> Steps:
+        """See Way."""
+        written = self._part(written, self._arrived(plan), plan, chunk)
+        return self.chunks[chunk].unsort(tokens, probs, written, plan.chunks[chunk], 0, layout)
+
+    def step_back(
+        self, op: Op, reads: Sequence[torch.Tensor], written: torch.Tensor, plan: HopPlans, layout: Layout
+    ) -> Steps:
+        """See Way."""
+        reads = [self._part(rows, name, plan, op.chunk) for rows, name in zip(reads, op.reads, strict=True)]
+        written = self._part(written, op.writes[0], plan, op.chunk)
+        return self.chunks[op.chunk].step_back(op, reads, written, plan.chunks[op.chunk], layout)
+
+    @staticmethod
+    def _arrived(plan: HopPlans) -> str:
+        return f"arrived_{max(plan.chunks[0].hops)}"
+
+
+@dataclass
+class ChunkOut(Hops):
+    """A chunk of this rank's tokens on the way to the experts, whose rows lie among those of other chunks."""
+
+    first: torch.Tensor | None = None
+    """int64 [experts held here] where its rows of each expert begin."""
+    places: torch.Tensor | None = None
+    """int64 [its rows of the experts held here] where each is; found with the first rows that arrive."""
+    notes: torch.Tensor | None = None
+    """int64 [rows that arrived], of each token."""
+
+    def sort(
+        self,
+        rows: torch.Tensor,
+        tokens: torch.Tensor,
+        probs: torch.Tensor | None,
+        notes: torch.Tensor | None,
+        plan: HopPlan,
+        chunk: int,
+        layout: Layout,
+    ) -> Steps:
+        """See Way."""
+
+        def select() -> None:
+            if self.held is None:
+                self._find_held(self.facts.experts(rows), plan)
+                counts = self.held.expert_counts
+                shift = (self.first - (counts.cumsum(0) - counts)).repeat_interleave(
+                    counts, output_size=self.held.num_rows
+                )
+                self.places = torch.arange(self.held.num_rows, device=rows.device) + shift
+                self.notes = self.facts.notes(rows)
+            _scatter(self.facts.tokens(rows), used_here(self.held.sources), used_here(self.places), tokens)
+            if probs is not None:
+                probs[self.places] = self.facts.probs(rows).view(-1)[used_here(self.pairs)]
+
+        return steps.call(select)
+
+    def unsort(
+        self,
+        tokens: torch.Tensor,
+        probs: torch.Tensor | None,
+        written: torch.Tensor,
+        plan: HopPlan,
+        chunk: int,
+        layout: Layout,
+    ) -> Steps:
+        """See Way: gradients of tokens, and of probabilities behind them."""
+        tokens, probs = (None if one is None else _taken(one, self.places) for one in (tokens, probs))
+        return super().unsort(tokens, probs, written, plan, chunk, layout)
+
+
+@dataclass
+class ChunkBack(Hops):
+    """A chunk on the way to the new homes of samples. Its way out, that of gradients, begins there."""
+
+    keys: torch.Tensor | None = None
+    """int64 [rows that go back from here], ascending."""
+    sources: torch.Tensor | None = None
+    """int64 [rows of experts, and beside them], which of those each is summed in."""
+    places: torch.Tensor | None = None
+    """int64 [the same], where each is among those of all chunks."""
+    homes: NewHomes | None = None
+    begin: int = 0
+    """The first of its tokens at the new home."""
+
+    @classmethod
+    def of(
+        cls, out: ChunkOut, plan: HopPlan, homes: NewHomes, begin: int, own: torch.Tensor | None, number: int
+    ) -> ChunkBack:
+        """The chunk that has come out here.
+
+        Args:
+            own: int64 [its tokens], their numbers on this rank, where a row of each is to go along; these are behind
+                the `number` rows of experts.
+        """
+        arrived = homes.keys(out.notes >> _RANK_BITS, out.notes & ((1 << _RANK_BITS) - 1))
+        keys, places = arrived[out.held.sources], out.places
+        if own is not None:
+            keys = torch.cat([keys, homes.keys(torch.full_like(own, out.groups.rank), own)])
+            places = torch.cat([places, number + own])
+        hops = plan.hops
+        sources, distinct = homes.in_order(keys, sum(hops[max(hops)].received))
+        held = row_map_from_sources(sources, len(distinct))
+        return cls(
+            out.groups, out.tables, out.facts, out.num_tokens, held=held, keys=distinct, sources=sources,
+            places=places, homes=homes, begin=begin,
+        )  # fmt: skip
+
+    def homebound(self, tokens: torch.Tensor, prob_dtype: torch.dtype | None) -> Layout:
+        """See Way."""
+        return KeyLayout(tokens.size(1), tokens.dtype)
+
+    def sort(
+        self,
+        rows: torch.Tensor,
+        tokens: torch.Tensor,
+        probs: torch.Tensor | None,
+        notes: torch.Tensor | None,
+        plan: HopPlan,
+        chunk: int,
+        layout: Layout,
+    ) -> Steps:
+        """See Way: the gradient of each sum, to all that was summed."""
+        return steps.call(lambda: _scatter(rows, used_here(self.sources), used_here(self.places), tokens))
+
+    def unsort(
+        self,
+        tokens: torch.Tensor,
+        probs: torch.Tensor | None,
+        written: torch.Tensor,
+        plan: HopPlan,
+        chunk: int,
+        layout: KeyLayout,
+    ) -> Steps:
+        """See Way."""
+        return steps.call(
+            lambda: layout.write(_sums(_taken(tokens, self.places), layout.hidden, self.held), self.keys, written)
+        )
+
+    def step_back(
+        self, op: Op, reads: Sequence[torch.Tensor], written: torch.Tensor, plan: HopPlan, layout: KeyLayout
+    ) -> Steps:
+        """See Way. The first way back finds by the keys which rows are to be summed."""
+        if op.group is not None:
+            return super().step_back(op, reads, written, plan, layout)
+        (copies,), level = reads, level_of(base_name(op.reads[0]).replace("_", "."))
+        is_last = level == min(plan.hops)
+
+        def add() -> None:
+            keys = layout.keys(copies)
+            if is_last:
+                sources, distinct = self.homes.tokens(keys) - self.begin, None
+            else:
+                sources, distinct = self.homes.in_order(keys, written.size(0))
+            self.copies[level] = row_map_from_sources(sources, written.size(0))
+            layout.write(_sums(copies, layout.hidden, self.copies[level]), distinct, written)
+
+        return steps.call(add)
+
+
+class KeyLayout(Layout):
+    """A row with a key behind it, but for where rows come home."""
+
+    def __init__(self, hidden: int, dtype: torch.dtype) -> None:
+        super().__init__(hidden, hidden + LANE_BYTES // dtype.itemsize, dtype)
+
+    @property
+    def at_source(self) -> Layout:
+        """See Layout."""
+        return Layout(self.hidden, self.hidden, self.dtype)
+
+    def keys(self, rows: torch.Tensor) -> torch.Tensor:
+        """[R, width] -> int64 [R]."""
+        return rows[:, self.hidden :].contiguous().view(torch.int64)[:, 0]
+
+    def write(self, sums: torch.Tensor, keys: torch.Tensor | None, rows: torch.Tensor) -> None:
+        """sums [R, H], keys int64 [R] -> rows [R, width]; without keys [R, H]."""
+        rows[:, : self.hidden] = sums
+        if keys is not None:
+            first = self.hidden * self.dtype.itemsize
+            rows.view(torch.uint8)[:, first : first + 8] = used_here(keys).view(torch.uint8).view(-1, 8)
+
+
+class NewHomes:
+    """Where each token of each rank goes, and in which order tokens arrive from there."""
+
+    def __init__(self, tables: DomainTables, counts: SampleCounts, items: torch.Tensor, device: torch.device) -> None:
+        """
+        Args:
+            items: see SampleHolders.items.
+        """
+        self._tables, self._counts, self._items = tables, counts, items
+        world, batch = tables.domains.world, counts.parts.size(2)
+        self._room = max(int(counts.parts.sum(2).max()), 1)
+        self._space = world * self._room
+        place = tables.arrival_order
+        move = torch.stack([place[items // batch], items % batch]).view(2, world, batch)
+        self._place, self._move = to_device(place, device), to_device(move, device)
+
+    def plans(self, num_chunks: int, with_beside: bool) -> list[HopPlan]:
+        """Of a dispatch from there, chunk by chunk.
+
+        Args:
+            with_beside: each token has a row on its rank, too.
+        """
+        tables, parts = self._tables, self._counts.parts[:, 0]
+        world, batch = parts.shape
+        of_chunks = self._counts.rows[:, 0].reshape(world, batch, num_chunks, -1).unbind(2)
+        plans = []
+        for chunk, columns in enumerate(of_chunks):
+            if with_beside:
+                columns = columns.clone()
+                stretch = parts * (chunk + 1) // num_chunks - parts * chunk // num_chunks
+                for level, first in zip(tables.levels, tables.columns, strict=False):
+                    columns[torch.arange(world), :, first + tables.region(level)] = stretch
+            moved = torch.empty_like(columns.flatten(0, 1))
+            moved[self._items] = columns.flatten(0, 1)
+            plans.append(tables.plan(moved.view(world, batch, -1).sum(1)))
+        return plans
+
+    def keys(self, ranks: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
+        """int64 [R] of tokens, by the rank on which they were, and their number there."""
+        if not self._counts.equal:  # all stay
+            return self._place[ranks] * self._room + numbers
+        batch = self._move.size(2)
+        place, slot = self._move[:, ranks, numbers % batch]
+        return place * self._room + numbers // batch * batch + slot
+
+    def tokens(self, keys: torch.Tensor) -> torch.Tensor:
+        """Their numbers at home."""
+        return keys % self._room
+
+    def in_order(self, keys: torch.Tensor, number: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns the place of each of `keys` among the `number` different ones, and these, ascending."""
+        seen = torch.zeros(self._space, dtype=torch.bool, device=keys.device)
+        seen[keys] = True
+        places = (seen.cumsum(0) - 1)[keys]
+        distinct = keys.new_empty(number)
+        distinct[places] = keys
+        return places, distinct
+
+
+def _sums(rows: torch.Tensor, hidden: int, row_map: RowMap) -> torch.Tensor:
+    for tensor in (row_map.offsets, row_map.rows):
+        used_here(tensor)
+    return sum_packed_rows(rows, hidden, row_map)
+
+
+def _scatter(rows: torch.Tensor, sources: torch.Tensor, places: torch.Tensor, written: torch.Tensor) -> None:
+    """written[places] = rows[sources]; `places` ascend where they are all there are."""
+    if len(places) == len(written):
+        torch.index_select(rows, 0, sources, out=written)
+    else:
+        written.index_copy_(0, places, rows.index_select(0, sources))
+
+
+def _taken(rows: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+    """rows[places], as `_scatter`."""
+    return rows if len(places) == len(rows) else rows.index_select(0, used_here(places))

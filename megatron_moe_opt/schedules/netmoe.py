@@ -1,0 +1,32 @@
+"""Tokens of samples that hop (hops.py), chunk by chunk: to their experts, and from there to their samples' new ranks.
+
+    dispatch   [ [ copies -> all-to-all ] for each level -> a row for each expert held here ] for each chunk
+    combine    [ the sum over the experts held here -> [ all-to-all -> sum ] for each level ] for each chunk
+
+A chunk is on the links between nodes while the one before is on those inside them. The backward pass of one runs the
+other on gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from megatron_moe_opt.schedules.hops import HopBytes, HopStages
+from megatron_moe_opt.schedules.pipeline import chunk_by_chunk
+from megatron_moe_opt.schedules.schedule import Schedule
+
+
+def dispatch(chunks: Sequence[HopBytes], levels: int) -> Schedule:
+    """Tokens to the experts: rows.j -> sorted.j; `levels` of the network."""
+    stages = HopStages(levels, is_piped=len(chunks) > 1)
+    return chunk_by_chunk(_name("dispatch", chunks), "rows", [stages.out(size) for size in chunks])
+
+
+def combine(chunks: Sequence[HopBytes], levels: int) -> Schedule:
+    """Sums to the tokens: sorted.j -> rows.j; `levels` of the network."""
+    stages = HopStages(levels, is_piped=len(chunks) > 1)
+    return chunk_by_chunk(_name("combine", chunks), "sorted", [stages.back(size) for size in chunks])
+
+
+def _name(direction: str, chunks: Sequence[HopBytes]) -> str:
+    return f"netmoe hops {direction}, {len(chunks)} chunk(s)"

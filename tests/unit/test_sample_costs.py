@@ -1,0 +1,99 @@
+"""What samples cost by hops, against tokens that are sent one by one; a replay against a dispatcher's own numbers."""
+
+from __future__ import annotations
+
+from itertools import permutations
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_moe_opt.dispatchers.sample_traffic import SampleRowBytes, replay_counts
+from megatron_moe_opt.kernels import place_samples
+from megatron_moe_opt.planning.predicting.sample_costs import HopCosts, RowCosts
+from megatron_moe_opt.runtime.rows.hop_plan import DomainTables
+from megatron_moe_opt.runtime.rows.hop_way import DeviceTables
+from megatron_moe_opt.runtime.rows.row_facts import experts_of_tokens
+from megatron_moe_opt.runtime.rows.sample_counts import SampleCounts
+from megatron_moe_opt.topology.domains import stationary
+from megatron_moe_opt.topology.sample_holders import SampleHolders
+
+RANKS, EXPERTS, TOKENS, TOPK = 4, 8, 6, 3
+
+
+def holders(nodes: tuple[str, ...]) -> SampleHolders:
+    return SampleHolders.from_ranks(list(range(RANKS)), tuple([rank] for rank in range(RANKS)), nodes, 1)
+
+
+def routed(seed: int) -> torch.Tensor:
+    """bool [RANKS, TOKENS, EXPERTS], of one sample a rank."""
+    chosen = torch.rand(RANKS, TOKENS, EXPERTS, generator=torch.Generator().manual_seed(seed)).topk(TOPK).indices
+    return torch.zeros(RANKS, TOKENS, EXPERTS, dtype=torch.bool).scatter_(2, chosen, True)
+
+
+def counted(routing: torch.Tensor, workers: tuple[int, ...], chunks: int) -> torch.Tensor:
+    tables = DeviceTables(DomainTables(stationary(workers), 0, EXPERTS), torch.device("cpu"))
+    stretches = [TOKENS // chunks] * chunks
+    return torch.stack([tables.count_samples(experts_of_tokens(of, TOPK), of, stretches, 1) for of in routing])
+
+
+def crossings(routing: torch.Tensor, rank: list[int], workers: tuple[int, ...], beside: bool) -> tuple[int, int]:
+    """Links that tokens cross between nodes, and inside them, token by token, where sample i is on rank[i]."""
+    inner = workers[-1]
+    inter = intra = 0
+    for sample, place in enumerate(rank):
+        for token in routing[sample]:
+            wanted = {int(expert) // (EXPERTS // RANKS) for expert in token.nonzero()} | ({sample} if beside else set())
+            inter += len({one // inner for one in wanted} - {place // inner})
+            intra += sum(one % inner != place % inner for one in wanted)
+    return inter, intra
+
+
+@pytest.mark.parametrize("chunks", [1, 2])
+@pytest.mark.parametrize("beside", [False, True])
+def test_hops_are_counted_and_placed_as_tokens_cross_links(chunks, beside):
+    workers, of = (2, 2), holders(("a", "a", "b", "b"))
+    costs = HopCosts(of, stationary(workers), EXPERTS, chunks)
+    for seed in range(4):
+        routing = routed(seed)
+        counts = counted(routing, workers, chunks).numpy()  # [R, 1, C]
+        home, rows_beside = np.arange(RANKS), TOKENS if beside else 0
+        on_device = costs.on_device(counts, rows_beside)
+        placed = place_samples(on_device, np.arange(RANKS), costs.device_node).tolist()
+        sent = {}
+        for there in permutations(range(RANKS)):
+            volume = costs.volumes(counts[:, 0], home, np.array(there), rows_beside)[1]
+            sent[there] = crossings(routing, list(there), workers, beside)
+            assert (volume.inter, volume.intra) == sent[there]
+        least = min(inter for inter, _ in sent.values())
+        assert sent[tuple(placed)][0] == least  # and then as few inside as the nodes' samples allow
+        node = [rank // 2 for rank in placed]
+        alike = [of_there for there, of_there in sent.items() if [rank // 2 for rank in there] == node]
+        assert sent[tuple(placed)] == min(alike)
+
+
+def test_on_one_level_ranks_are_what_a_token_touches():
+    costs = HopCosts(holders(("a",) * 4), stationary((RANKS,)), EXPERTS, 1)
+    routing = routed(0)
+    wanted = routing.view(RANKS, TOKENS, RANKS, -1).any(3).sum(1)
+    assert costs.on_device(counted(routing, (RANKS,), 1).numpy()).tolist() == wanted.tolist()
+    volume, _ = costs.volumes(counted(routing, (RANKS,), 1).numpy()[:, 0], np.arange(4), np.arange(4), 0)
+    assert volume.inter == 0 and volume.intra == int(wanted.sum() - wanted.diagonal().sum())
+
+
+@pytest.mark.parametrize("hops", [False, True])
+def test_a_replay_brings_samples_to_the_experts_of_the_next_layer(hops):
+    """All tokens of a sample go to the experts of one rank, two ranks on, in every layer: one combine and the last
+    differ from stock, which sends everything twice between nodes."""
+    of, workers = holders(("a", "a", "b", "b")), (2, 2)
+    routing = torch.zeros(RANKS, TOKENS, EXPERTS, dtype=torch.bool)
+    for rank in range(RANKS):
+        first = (rank + 2) % RANKS * 2
+        routing[rank, :, first : first + 2] = True
+    rows = counted(routing, workers, 1) if hops else routing.sum(1).view(RANKS, 1, -1)
+    costs = HopCosts(of, stationary(workers), EXPERTS, 1) if hops else RowCosts(of, EXPERTS)
+    counts = SampleCounts(rows.unsqueeze(1), torch.full((RANKS, 1, 1), TOKENS), torch.zeros(RANKS, 1, dtype=torch.bool))
+    traffic = replay_counts([[counts] * 3] * 3, of, costs, SampleRowBytes(1, 1, 1, 1))
+    each = TOKENS * RANKS * (1 if hops else 2)
+    assert traffic.stock_inter == 3 * 3 * 2 * 2 * TOKENS * RANKS
+    assert traffic.sent_inter == 3 * 2 * each  # the first dispatch, and the last combine
