@@ -397,7 +397,7 @@ def test_gradients_are_compressed_only_where_they_travel_and_keep_their_scale():
             "monta",
             "partitions 2,4 is for --moe-token-dispatcher-type mpmoe, not monta",
         ),
-        ({"way": "hops"}, "monta", "way hops is for --moe-token-dispatcher-type mpmoe, not monta"),
+        ({"way": "hops"}, "monta", "way hops is for --moe-token-dispatcher-type netmoe, mpmoe, not monta"),
         ({"domain_sizes": (2,)}, "mpmoe", "domain-sizes 2 is for --moe-token-dispatcher-type expert-migration, not"),
         ({"network_levels": (2, 4)}, "deepspeed", "levels 2,4 is for --moe-token-dispatcher-type netmoe, mpmoe"),
         ({"prefetch_layers": 0}, "allgather", "prefetch-layers 0 is for --moe-token-dispatcher-type expert-migration"),
