@@ -15,6 +15,8 @@ from megatron_moe_opt.options import Options
 from megatron_moe_opt.systems import SYSTEMS, system_of
 from megatron_moe_opt.systems.system import CHOOSES, FLAG, PREFIX, READS, System, flag_of, shown
 
+GRAPHED = ("attn", "mlp")
+"""Of --cuda-graph-scope, what may be captured: parts of a layer without experts."""
 _NEVER_UNREAD = ("compression_ratio", "gradient_compression_ratio", "plan")
 
 
@@ -94,11 +96,7 @@ def check_config(config: Any, name: str, options: Options) -> None:
     system, arguments = system_of(name), training_arguments()
     if system is not None:
         _check_system(system, config, options, arguments)
-    if config.cuda_graph_impl != "none":
-        raise ConfigurationError(
-            f"--cuda-graph-impl {config.cuda_graph_impl} does not work with {FLAG} {name}, whose message sizes change "
-            "every step: leave CUDA graphs off or use alltoall"
-        )
+    _check_cuda_graphs(config, name, moves_samples=system is not None and system.moves_samples)
     for field, flag in (
         ("overlap_moe_expert_parallel_comm", "--overlap-moe-expert-parallel-comm"),
         ("overlap_dispatch_backward_with_experts_wgrad", "--overlap-dispatch-backward-with-experts-wgrad"),
@@ -112,6 +110,23 @@ def check_config(config: Any, name: str, options: Options) -> None:
         raise ConfigurationError(
             f"--transformer-impl inference_optimized brings its own dispatchers and does not work with {FLAG} {name}: "
             "use alltoall for inference"
+        )
+
+
+def _check_cuda_graphs(config: Any, name: str, moves_samples: bool) -> None:
+    """Lets graphs of attention and dense MLPs through, which end before a dispatcher begins. (None has run on a GPU.)
+
+    Samples that move are not those that a graph was captured with, and what surrounds attention is not Megatron's then.
+    """
+    scopes = {getattr(scope, "name", str(scope)) for scope in getattr(config, "cuda_graph_scope", ())}
+    if config.cuda_graph_impl == "none":
+        return
+    if config.cuda_graph_impl != "transformer_engine" or moves_samples or not scopes or not scopes <= set(GRAPHED):
+        of_scopes = f" --cuda-graph-scope {' '.join(sorted(scopes))}" if scopes else ""
+        apart = "alltoall" if moves_samples else f"transformer_engine with --cuda-graph-scope {' '.join(GRAPHED)}"
+        raise ConfigurationError(
+            f"--cuda-graph-impl {config.cuda_graph_impl}{of_scopes} does not work with {FLAG} {name}, whose message "
+            f"sizes change every step: use {apart}, or leave CUDA graphs off"
         )
 
 

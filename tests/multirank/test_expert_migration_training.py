@@ -152,6 +152,49 @@ def test_experts_are_sent_when_an_optimizer_step_begins(ranks, bf16):
     ranks.run(sent_at_the_begin_of_a_step, bf16=bf16)
 
 
+def messages_at_the_begin_of_a_step() -> None:
+    """Those of all layers, of which as many are decoded as may be ahead; only so many where they would hold up others,
+    or be held up.
+    """
+    from tests.ranks.gpt import gpt
+    from tests.ranks.megatron import parallel
+
+    with parallel(ep=4), pytest.MonkeyPatch.context() as patch:
+        _, ours = layers(4, compression_ratio=4.0)
+        migrated = [layer.token_dispatcher.dispatcher.migrated for layer in ours]
+        communicator = migrated[0].communicator
+
+        def sent() -> tuple[list[bool], list[bool]]:
+            hidden = hidden_states(0)
+            for layer in ours:
+                hidden = layer(hidden)[0]
+                change(layer, 0.1)
+            communicator.after_step()
+            communicator.before_step()
+            is_sent = [one.round == communicator.round for one in migrated]
+            return is_sent, [one._arrived.arrive is not None for one in migrated]
+
+        sent()
+        for queues, expected in (("1", [True, True, False, False]), ("32", [True] * 4)):
+            patch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", queues)
+            assert sent() == (expected, [True, True, False, False])
+        patch.setattr(migrated[2].weights, "come_late", lambda: True)
+        assert sent()[0] == [True, True, False, False]
+    for overlap in (False, True):  # gathers of the distributed optimizer's parameters
+        with parallel(ep=2):
+            import megatron_moe_opt
+
+            megatron_moe_opt.register(Options(network_levels=(2,), domain_sizes=(2,)))
+            model = gpt(moe_token_dispatcher_type="expert-migration", overlap=overlap).model
+            megatron_moe_opt.register()
+            (first, *_) = [one for one in model.modules() if hasattr(one, "token_dispatcher")]
+            assert first.token_dispatcher.dispatcher.migrated.weights.come_late() == overlap
+
+
+def test_messages_of_all_layers_are_sent_when_a_step_begins(ranks):
+    ranks.run(messages_at_the_begin_of_a_step)
+
+
 def largest_weights() -> float:
     """What comes out with migrated experts as the codec gives them back; and by hand."""
     from megatron_moe_opt.runtime.travelling_experts.expert_codec import kept_entries

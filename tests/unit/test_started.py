@@ -13,7 +13,7 @@ from megatron_moe_opt.kernels import streams
 from megatron_moe_opt.runtime.engine import started
 from megatron_moe_opt.runtime.engine.executor import Executor, LaneError
 from megatron_moe_opt.runtime.engine.steps import Steps
-from megatron_moe_opt.schedules.expert_migration import gathered
+from megatron_moe_opt.schedules.expert_migration import decoded, gathered
 from megatron_moe_opt.schedules.schedule import Kind, Lane, Op, Schedule
 from tests.accelerator.software import CALLER, Adversary, Device, Queues, play
 
@@ -104,6 +104,57 @@ def test_experts_travel_beside_the_layers_whatever_the_queues(monkeypatch):
     many = passes(monkeypatch, Queues.MANY)
     assert many == 1.5 + 4 * 3.0  # the first gather, then layers alone
     assert passes(monkeypatch, Queues.ONE) <= 1.15 * many
+
+
+def compressed(monkeypatch, queues, at_begin=6, decodes_apart=True, waits_at_once=False, layers=6):
+    """Seconds of a step whose experts travel compressed, one layer ahead: what precedes the first layer takes 2, and
+    from a layer to the next it is 0.5 and 2.5 in turn; to encode and to decode 0.2, to gather 0.9.
+    """
+    cuda = Cuda(Device(queues))
+    executor = on_streams(monkeypatch, cuda)
+    code = lambda: Steps((SimpleNamespace(run=lambda: cuda.compute(0.2), join=lambda: None),))  # noqa: E731
+    sends, decodes = [], []
+
+    def send():
+        steps = [code(), Steps((cuda.collective("experts", 0.9),))]
+        sends.append(executor.start(gathered({0: 2}, is_coded=True), steps))
+
+    def decode():
+        message = sends[len(decodes)]
+        queue = ("decoded", None if waits_at_once else message) if decodes_apart else ()
+        if waits_at_once:
+            message.wait()
+        decodes.append(executor.start(decoded(2), [code()], *queue))
+
+    for number in range(at_begin):
+        send()
+        if number < 2 and decodes_apart:
+            decode()
+    cuda.compute(2.0)
+    for number in range(layers):
+        started.advance_started()
+        if len(decodes) == number:
+            decode()
+        decodes[number].wait()
+        if len(sends) == number + 1 < layers:
+            send()
+        if len(decodes) == number + 1 < layers:
+            decode()
+        cuda.compute(0.25 if number % 2 else 1.25)  # dispatch and experts
+        started.advance_started()
+        cuda.compute(0.25 if number % 2 else 1.25)  # combine
+    return max(end for _, end in play(cuda.device).values())
+
+
+def test_messages_of_all_layers_at_the_begin_of_a_step_are_not_waited_for(monkeypatch):
+    alone = 2.0 + 3 * (2.5 + 0.5)
+    assert compressed(monkeypatch, Queues.MANY) == pytest.approx(alone)
+    assert compressed(monkeypatch, Queues.MANY, at_begin=2) == pytest.approx(12.6)
+    assert compressed(monkeypatch, Queues.MANY, decodes_apart=False) > alone + 1  # behind all messages
+    # One queue for all: as few are sent ahead as there, and a message is not waited for before it is needed.
+    assert compressed(monkeypatch, Queues.ONE, at_begin=2) == pytest.approx(14.6)
+    assert compressed(monkeypatch, Queues.ONE) > 16
+    assert compressed(monkeypatch, Queues.ONE, at_begin=2, waits_at_once=True) > 16
 
 
 def test_with_one_queue_what_was_started_is_issued_as_far_as_a_collective(monkeypatch):

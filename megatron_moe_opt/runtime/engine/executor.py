@@ -72,12 +72,20 @@ class Executor:
             note(schedule, times, began)
         return Timeline.of_times(schedule, times) if record else None
 
-    def start(self, schedule: Schedule, steps: Sequence[Steps], queue: str = Lane.EXPERTS.value) -> Running:
+    def start(
+        self,
+        schedule: Schedule,
+        steps: Sequence[Steps],
+        queue: str = Lane.EXPERTS.value,
+        behind: Running | None = None,
+    ) -> Running:
         """Begins to run a schedule of one lane beside everything else, behind those that were started in this queue.
 
         Args:
             steps: as in `run`. On CUDA they use memory that was made in `memory` of this queue, or that it was said to
                 be used there (kernels.streams.used_here).
+            behind: what was started in another queue and is waited for first. Where all streams share one hardware
+                queue it is not waited for at once, but when this is told to go on.
 
         Raises:
             ValueError: ops in several lanes. What it returns raises LaneError where an op fails.
@@ -87,8 +95,8 @@ class Executor:
         started = started_queue(queue, self._device)
         ops = _ops(schedule, steps, dict.fromkeys(Lane, 0))
         if isinstance(started, HostQueue):
-            return started.start(_run_on_thread(started, schedule, steps, ops, Beside()))
-        return started.start(_issue_on_stream(schedule, steps, ops, Beside()))
+            return started.start(_run_on_thread(started, schedule, steps, ops, Beside(), behind))
+        return started.start(_issue_on_stream(schedule, steps, ops, Beside(), behind))
 
     def memory(self, queue: str = Lane.EXPERTS.value) -> AbstractContextManager[None]:
         """A context in which tensors are made for what is started in a queue."""
@@ -127,9 +135,11 @@ def _ops(schedule: Schedule, steps: Sequence[Steps], numbers: Mapping[Lane, int]
 
 
 def _run_on_thread(
-    queue: HostQueue, schedule: Schedule, steps: Sequence[Steps], ops: _Ops, beside: Beside
+    queue: HostQueue, schedule: Schedule, steps: Sequence[Steps], ops: _Ops, beside: Beside, behind: Running | None
 ) -> Iterator[None]:
     """Runs what was started, in the queue's thread."""
+    if behind is not None:
+        behind.wait()
     began = clock().now() if beside else None
     failure, times = queue.runner.run(ops, 0, bool(beside))
     if failure is not None:
@@ -140,8 +150,13 @@ def _run_on_thread(
     yield
 
 
-def _issue_on_stream(schedule: Schedule, steps: Sequence[Steps], ops: _Ops, beside: Beside) -> Iterator[None]:
+def _issue_on_stream(
+    schedule: Schedule, steps: Sequence[Steps], ops: _Ops, beside: Beside, behind: Running | None
+) -> Iterator[None]:
     """Issues what was started on the current stream, in parts that end with a collective under way."""
+    if behind is not None:
+        yield
+        behind.wait()
     instants: list[Instant] = []
     left_running: tuple[int, Any] | None = None
 

@@ -8,6 +8,22 @@ from dataclasses import dataclass
 
 import torch
 
+from megatron_moe_opt.kernels.streams import used_here
+from megatron_moe_opt.runtime.engine.started import Running
+
+
+@dataclass(frozen=True)
+class Arriving:
+    """Waits for what was started, on the current stream or in the queue that asks, and returns what it brings."""
+
+    running: Running
+    brings: list[torch.Tensor]
+    """One, at the latest when it has run."""
+
+    def __call__(self) -> torch.Tensor:
+        self.running.wait()
+        return used_here(self.brings[0])
+
 
 class ArrivedExperts:
     """Experts that were sent once."""

@@ -21,6 +21,7 @@ from megatron_moe_opt.kernels import LANE_BYTES, empty, sr_decode, sr_encode, sr
 from megatron_moe_opt.kernels.residual_codec import BLOCK_ELEMENTS
 from megatron_moe_opt.kernels.streams import used_here
 from megatron_moe_opt.runtime.engine.offload import Kept
+from megatron_moe_opt.runtime.travelling_experts.arrived_experts import Arriving
 from megatron_moe_opt.runtime.travelling_experts.mean_expert import MeanExpert
 
 Decode = Callable[[torch.Tensor, int], torch.Tensor]
@@ -57,13 +58,13 @@ class ReceivedMessages:
     are told.
     """
 
-    def __init__(self, decode: Decode, own: int, on_host: bool) -> None:
+    def __init__(self, arrive: Arriving, decode: Decode, own: int, on_host: bool) -> None:
         """
         Args:
             on_host: experts are kept there; see Kept.
         """
         self._decode, self._own = decode, own
-        self.arrive: Callable[[], torch.Tensor] | None = None
+        self.arrive: Arriving | None = arrive
         """Waits for the messages, [owners, M]; None: they were decoded."""
         self.is_begun = False
         """Whether decoding them was started."""

@@ -36,7 +36,12 @@ from megatron_moe_opt.runtime.engine.executor import executor
 from megatron_moe_opt.runtime.engine.recomputation import is_recomputing
 from megatron_moe_opt.runtime.engine.started import Running, finish_started
 from megatron_moe_opt.runtime.observed.layer_place import Place, belonging_to, place
-from megatron_moe_opt.runtime.travelling_experts.arrived_experts import ArrivedExperts, Residents, restore_part
+from megatron_moe_opt.runtime.travelling_experts.arrived_experts import (
+    ArrivedExperts,
+    Arriving,
+    Residents,
+    restore_part,
+)
 from megatron_moe_opt.runtime.travelling_experts.expert_codec import (
     LargestWeights,
     Message,
@@ -144,7 +149,7 @@ class ExpertCommunicator:
         for gradients in self.gradients:
             gradients.restart()
 
-    def gather(self, message: Message, device: torch.device) -> Callable[[], torch.Tensor]:
+    def gather(self, message: Message, device: torch.device) -> Arriving:
         """Starts to gather messages of all ranks of the domain, from the outermost level inwards.
 
         Returns:
@@ -159,15 +164,9 @@ class ExpertCommunicator:
                 rows, held = held, empty((group.size() * held.size(0), held.size(1)), held.dtype, device)
                 bound.append(steps.all_gather(rows, held, [rows.size(0)] * group.size(), group))
                 sizes[level] = held.nbytes
-        running = run.start(schedules.gathered(sizes, is_coded=message.write is not None), bound)
+        return Arriving(run.start(schedules.gathered(sizes, is_coded=message.write is not None), bound), [held])
 
-        def arrived() -> torch.Tensor:
-            running.wait()
-            return used_here(held)
-
-        return arrived
-
-    def decode(self, received: ReceivedMessages, num_bytes: int, device: torch.device) -> Callable[[], torch.Tensor]:
+    def decode(self, received: ReceivedMessages, num_bytes: int, device: torch.device) -> Arriving:
         """Starts to decode the messages of all ranks of the domain, or to restore what they were decoded to.
 
         Args:
@@ -176,16 +175,12 @@ class ExpertCommunicator:
         Returns:
             What waits for the experts, [ranks, numel].
         """
-        run, experts = executor(device), []
-        build, received.is_begun = schedules.restored if received.is_begun else schedules.decoded, True
+        build, behind = schedules.restored, None
+        if not received.is_begun:
+            received.is_begun, build, behind = True, schedules.decoded, received.arrive.running
+        experts: list[torch.Tensor] = []
         bound = [steps.call(lambda: experts.append(received.experts()))]
-        running = run.start(build(num_bytes), bound, DECODING)
-
-        def arrived() -> torch.Tensor:
-            running.wait()
-            return used_here(experts[0])
-
-        return arrived
+        return Arriving(executor(device).start(build(num_bytes), bound, DECODING, behind), experts)
 
     def defer(self, gradients: torch.Tensor, own: int, codec: WholeGradients | CompressedGradients) -> Running:
         """Starts to add gradients [ranks, N], of which the row `own` is zero, to what the next `reduce` returns."""
@@ -338,21 +333,18 @@ class MigratedExperts:
         self.round = communicator.round
         self._sent = sent = self.weights.current()
         message = self.codec.prepare(sent, before and before.experts)
-        gather = functools.partial(self._at_my_place, communicator.gather, message, sent.device)
+        bring = functools.partial(self._at_my_place, communicator.gather, message, sent.device)
         if self.codec.is_lossy:
             on_host, num_bytes = communicator.residents.limit is not None, len(self.owners) * sent.nbytes
-            self._received = received = ReceivedMessages(message.decode, self.own, on_host)
-            received.arrive = gather()
-            bring = functools.partial(self._at_my_place, communicator.decode, received, num_bytes, sent.device)
-        else:
-            bring = gather
+            self._received = ReceivedMessages(bring(), message.decode, self.own, on_host)
+            bring = functools.partial(self._at_my_place, communicator.decode, self._received, num_bytes, sent.device)
         # Passes that still need the old ones keep them.
         communicator.residents.leave(self._arrived)
         self._arrived = ArrivedExperts(bring)
         if is_due:
             communicator.residents.use(self._arrived)
 
-    def _at_my_place(self, start: Callable[..., Callable[[], torch.Tensor]], *arguments: Any) -> Any:
+    def _at_my_place(self, start: Callable[..., Arriving], *arguments: Any) -> Arriving:
         with belonging_to(self._place):
             return start(*arguments)
 
