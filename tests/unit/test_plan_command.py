@@ -117,7 +117,7 @@ def test_the_plan_and_the_flags_that_run_it(run, tmp_path):
     variant = next(name for name, cells in tables(output)[CANDIDATES].items() if cells[-1] == "chosen")
     flags = output.splitlines()[-1].split()
     options, stock = split_options(flags)
-    assert f"mpmoe:{options.partitions}" == variant
+    assert f"mpmoe:{options.partitions}:{options.way}" == variant
     assert " ".join(stock).endswith("--micro-batch-size 1 --global-batch-size 64 --moe-token-dispatcher-type mpmoe")
     assert stock[:6:2] == [
         "--tensor-model-parallel-size",

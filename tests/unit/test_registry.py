@@ -320,10 +320,8 @@ def test_a_layer_without_the_experts_seam_is_refused():
 @pytest.mark.parametrize(
     ("sizes", "settings", "sentence"),
     [
-        (None, {"expert_tensor_parallel_size": 2, "expert_model_parallel_size": 2}, "--expert-tensor-parallel-size 2 "
-         "cuts experts, which --moe-token-dispatcher-type expert-migration does not put together again"),
-        (None, {"moe_expert_capacity_factor": 1.0, "moe_pad_expert_input_to_capacity": True},
-         "--moe-pad-expert-input-to-capacity would have --moe-token-dispatcher-type expert-migration send what nobody"),
+        ((2, 1), {"expert_tensor_parallel_size": 2, "expert_model_parallel_size": 2}, "--expert-tensor-parallel-size 2 "
+         "cuts experts, which do not travel in parts under --moe-token-dispatcher-type expert-migration: set it to 1"),
         ((2, 1), {"gradient_accumulation_fusion": True}, "--moe-opt-domain-sizes 2,1 has experts travel, and gradients "
          "of travelling experts have no main_grad to be added to: give --no-gradient-accumulation-fusion"),
     ],
@@ -399,6 +397,7 @@ def test_gradients_are_compressed_only_where_they_travel_and_keep_their_scale():
             "monta",
             "partitions 2,4 is for --moe-token-dispatcher-type mpmoe, not monta",
         ),
+        ({"way": "hops"}, "monta", "way hops is for --moe-token-dispatcher-type netmoe, mpmoe, not monta"),
         ({"domain_sizes": (2,)}, "mpmoe", "domain-sizes 2 is for --moe-token-dispatcher-type expert-migration, not"),
         ({"network_levels": (2, 4)}, "deepspeed", "levels 2,4 is for --moe-token-dispatcher-type netmoe, mpmoe"),
         ({"prefetch_layers": 0}, "allgather", "prefetch-layers 0 is for --moe-token-dispatcher-type expert-migration"),
