@@ -8,6 +8,7 @@ cd "$(dirname "$0")/.."
 
 # Two cores: what has nothing to wait for goes beside what waits much of the time. The CUDA check needs nvcc alone and
 # begins beside the installation; whole runs and what runs in one process go beside the tests of several ranks.
+unset PYTHONDONTWRITEBYTECODE # or each of the processes that tests start compiles all modules of ours anew
 outputs="$(mktemp -d)"
 trap 'kill $(jobs -p) 2>/dev/null || true; rm -rf "$outputs"' EXIT
 bash tools/check_cuda_compiles.sh >"$outputs/cuda" 2>&1 &

@@ -80,7 +80,7 @@ class ExpertMigrationDispatcher(Dispatcher):
 
     def _settle(self, domains: ExpertDomains) -> None:
         groups = domain_groups(self.groups.ep, domains, self)
-        self.hops = TokenHops(groups, self.num_experts, self.topk)
+        self.hops = TokenHops(groups, self.groups, self.num_experts, self.topk)
         if groups.migrates:
             self.migrated = self._migrate(groups, self.hops.tables.owners)
 
@@ -90,20 +90,23 @@ class ExpertMigrationDispatcher(Dispatcher):
         return what if self.migrated is None else f"{what}; {self.migrated.describe()}"
 
     def permute(
-        self, tokens_TH: torch.Tensor, probs: torch.Tensor, routing_map_TE: torch.Tensor, **_: int | None
+        self,
+        tokens_TH: torch.Tensor,
+        probs: torch.Tensor,
+        routing_map_TE: torch.Tensor,
+        *,
+        capacity: int | None = None,
+        **_: int | None,
     ) -> tuple[torch.Tensor, HoppingTokens]:
-        """Puts each token's facts behind it, and lets all ranks know how many copies there will be.
-
-        No size is needed: padding to capacity is refused (systems/expert_migration.py).
-        """
+        """Puts each token's facts behind it, and lets all ranks know how many copies there will be."""
         if self.hops is None:
             self._settle(self.choosing.choose(tokens_TH.size(0), tokens_TH.device))
-        packed_TP, rows = self.hops.rows(tokens_TH, probs, routing_map_TE)
+        packed_TP, rows = self.hops.rows(tokens_TH, probs, routing_map_TE, is_padded=capacity is not None)
         counts, lent = rows.counts, None
         if self.migrated is not None:
             counts = torch.cat([counts, self.migrated.news()])
             lent = self.migrated.lent()
-        counts = HostCopy(all_gather_rows(counts.view(1, -1), None, self.groups.ep))
+        counts = HostCopy(all_gather_rows(counts.view(1, -1), None, self.groups.joint))
         return packed_TP, HoppingTokens(self, rows, counts, lent)
 
     def dispatch(

@@ -80,7 +80,7 @@ class PartitionedTokens:
     prob_dtype: torch.dtype
     rows: HoppingRows
     counts: HostCopy
-    """[ep_size, partitions * counts of a partition] of every rank, on its way to the host."""
+    """[joint size, partitions * counts of a partition] of every rank, on its way to the host."""
     hops: TokenHops
 
     @cached_property
@@ -129,8 +129,9 @@ class MpmoeDispatcher(Dispatcher):
 
         partitions = self.partitioning.choose(mean_rows)
         if partitions.by_hops:
-            packed_TP, rows = self.hops.rows(tokens_TH, probs_TE, routing_map_TE, partitions.count)
-            counts = HostCopy(all_gather_rows(rows.counts.view(1, -1), None, groups.ep))
+            is_padded = capacity is not None
+            packed_TP, rows = self.hops.rows(tokens_TH, probs_TE, routing_map_TE, partitions.count, is_padded)
+            counts = HostCopy(all_gather_rows(rows.counts.view(1, -1), None, groups.joint))
             return packed_TP, PartitionedTokens(partitions, probs_TE.dtype, rows, counts, self.hops)
         row_map, counts = map_rows(routing_map_TE, groups, capacity=capacity, num_rows=num_rows)
         row_map = row_map.cut(partitions.count)

@@ -19,18 +19,14 @@ from megatron_moe_opt.schedules.pipeline import Stage, one_by_one
 from megatron_moe_opt.schedules.schedule import Kind, Lane, Schedule
 
 
-def hop_out(size: HopBytes, levels: int) -> Schedule:
-    """Rows to the domains of each level, and a row for each expert held there: rows -> sorted.
-
-    Args:
-        levels: number of levels of the network.
-    """
-    return one_by_one(_name("hop out", size.sent), "rows", HopStages(levels).out(size))
+def hop_out(size: HopBytes, way: HopStages) -> Schedule:
+    """Rows to the domains of each level, and a row for each expert held there: rows -> sorted."""
+    return one_by_one(_name("hop out", size.sent), "rows", way.out(size))
 
 
-def hop_back(size: HopBytes, levels: int) -> Schedule:
+def hop_back(size: HopBytes, way: HopStages) -> Schedule:
     """Sums of the rows of experts back from the domains of each level, and their sums: sorted -> rows."""
-    return one_by_one(_name("hop back", reversed(size.sent)), "sorted", HopStages(levels).back(size))
+    return one_by_one(_name("hop back", reversed(size.sent)), "sorted", way.back(size))
 
 
 def gathered(sizes: Mapping[int, int], is_coded: bool = False) -> Schedule:

@@ -1,19 +1,21 @@
 """The stages of tokens that hop to the domains of their experts and back, level by level (HybridEP, section IV-A).
 
-    out     [ copies -> all-to-all ] for each level, then a row for each expert held here
-    back    the sum over the experts held here, then [ all-to-all -> sum of the copies ] for each level
+    out     [ copies -> all-to-all ] for each level, an all-gather over expert-TP, then a row for each expert held here
+    back    the sum over these, a reduce-scatter over expert-TP, then [ all-to-all -> sum of the copies ] for each level
 
 The outermost level, whose links are the slowest, is first on the way out and last on the way back. A copy of a row goes
-to every domain with one of its experts: a token crosses a link once, whatever its number of experts.
+to every domain with one of its experts: a token crosses a link once, whatever its number of experts. Where experts are
+whole there is nothing to be done over expert-TP.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import ClassVar
 
+from megatron_moe_opt.schedules.monta import EXPERT_TP
 from megatron_moe_opt.schedules.pipeline import Stage
 from megatron_moe_opt.schedules.schedule import Kind, Lane
 
@@ -34,8 +36,10 @@ class HopBytes:
 
     sent: Mapping[int, int]
     """For each level at which tokens hop, outermost first: of the copies that it makes, its own domain's included."""
-    gathered: int = 0
+    computed: int = 0
     """Of the rows of the experts held here."""
+    gathered: int = 0
+    """Of what has arrived at all ranks of expert-TP: each token once."""
 
 
 @dataclass(frozen=True)
@@ -45,21 +49,24 @@ class HopRows:
     own: int
     """Its tokens."""
     sent: Mapping[int, int]
-    gathered: int
     """As in HopBytes."""
+    gathered: int
+    """That the experts held here compute."""
+    arrived: int = 0
+    """At all ranks of expert-TP."""
 
     def bytes(self, row_bytes: int) -> HopBytes:
         """What moves of rows of so many bytes."""
         sent = {level: rows * row_bytes for level, rows in self.sent.items()}
-        return HopBytes(sent, self.gathered * row_bytes)
+        return HopBytes(sent, self.gathered * row_bytes, self.arrived * row_bytes)
 
 
 @dataclass(frozen=True)
 class HopStages:
     """Over the groups of each level in turn. Buffers, L a level:
 
-    out     rows -> copies_L -> arrived_L -> copies_NEXT -> ... -> sorted
-    back    sorted -> unsorted -> returned_L -> summed_L -> ... -> rows
+    out     rows -> copies_L -> arrived_L -> copies_NEXT -> ... [ -> gathered ] -> sorted
+    back    sorted -> unsorted [ -> parts -> summed ] -> returned_L -> summed_L -> ... -> rows
     """
 
     levels: int
@@ -67,6 +74,7 @@ class HopStages:
     is_piped: bool = False
     """Copies and sums are made beside experts of other rows: at both ends in the lane of copies, between two levels in
     the lane of the inner one, which they keep in order. Else in the lane of the experts."""
+    etp_size: int = 1
 
     lies_in: ClassVar[Mapping[str, str]] = MappingProxyType({})
     ahead: ClassVar[int] = 2
@@ -78,17 +86,21 @@ class HopStages:
         for level, copied in size.sent.items():
             stages.append(Stage(Kind.PERMUTE, self._lane_of_copies(level, size), copied, f"copies_{level}"))
             stages.append(Stage(Kind.ALL_TO_ALL, self._lane(level), copied, f"arrived_{level}", role(level)))
-        return [*stages, Stage(Kind.PERMUTE, self._end, size.gathered, "sorted")]
+        if self.etp_size > 1:
+            stages.append(Stage(Kind.ALL_GATHER, Lane.INTRA, size.gathered, "gathered", EXPERT_TP))
+        return [*stages, Stage(Kind.PERMUTE, self._end, size.computed, "sorted")]
 
     def back(self, size: HopBytes) -> list[Stage]:
         """To the sources; the first stage sums over the experts held here."""
         lane = Lane.INTRA if self.is_piped else Lane.COMPUTE
-        stages = [Stage(Kind.PERMUTE, lane, size.gathered, "unsorted" if size.sent else "rows")]
+        stages = [Stage(Kind.PERMUTE, lane, size.computed, "unsorted")]
+        if self.etp_size > 1:
+            stages.append(Stage(Kind.REDUCE_SCATTER, Lane.INTRA, size.gathered, "parts", EXPERT_TP))
+            stages.append(Stage(Kind.SUM, Lane.INTRA, size.gathered, "summed", also_reads=("unsorted",)))
         for level, copied in reversed(size.sent.items()):
-            summed = "rows" if level == min(size.sent) else f"summed_{level}"
             stages.append(Stage(Kind.ALL_TO_ALL, self._lane(level), copied, f"returned_{level}", role(level)))
-            stages.append(Stage(Kind.PERMUTE, self._lane_of_copies(level, size), copied, summed))
-        return stages
+            stages.append(Stage(Kind.PERMUTE, self._lane_of_copies(level, size), copied, f"summed_{level}"))
+        return [*stages[:-1], replace(stages[-1], writes="rows")]
 
     @property
     def _end(self) -> Lane:

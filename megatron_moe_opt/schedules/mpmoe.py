@@ -298,7 +298,7 @@ class _Partitions(Pipeline):
         """To their sources: move.source -> target. What is done there comes after what other partitions need first."""
         stages = self._way.back(self._bytes(j, move))
         names = {**move.names(stages, self._way.lies_in), stages[-1].writes: target}
-        if stages[-1].group is None and len(stages) > 1:
+        if stages[-1].kind is Kind.PERMUTE and len(stages) > 1:
             *stages, at_source = stages
             back = self.through(j, move.source, stages, names)
             self._at_source[j] = lambda: self.through(j, back, [at_source], names)

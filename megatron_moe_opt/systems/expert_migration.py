@@ -163,17 +163,15 @@ def _attach(layer: Any, options: MigrationOptions) -> None:
 def _check(config: Any, options: MigrationOptions, arguments: Any) -> None:
     """Refuses what experts that travel, or tokens that take several hops, do not go with."""
     name = f"{FLAG} {NAME}"
-    if (config.expert_tensor_parallel_size or 1) > 1:
+    if (config.expert_tensor_parallel_size or 1) > 1 and options.experts_may_travel:
         raise ConfigurationError(
-            f"--expert-tensor-parallel-size {config.expert_tensor_parallel_size} cuts experts, which {name} does not "
-            "put together again: set it to 1, or use monta"
+            f"--expert-tensor-parallel-size {config.expert_tensor_parallel_size} cuts experts, which do not travel in "
+            f"parts under {name}: set it to 1, or take {PREFIX}domain-sizes 1 at every level"
         )
-    for field, flag in (
-        ("moe_pad_expert_input_to_capacity", "--moe-pad-expert-input-to-capacity"),
-        ("moe_router_padding_for_quantization", "--moe-router-padding-for-quantization"),
-    ):
-        if getattr(config, field, False):
-            raise ConfigurationError(f"{flag} would have {name} send what nobody routed: drop it, or use monta")
+    if config.moe_router_padding_for_quantization:
+        raise ConfigurationError(
+            f"--moe-router-padding-for-quantization would have {name} send what nobody routed: drop it, or use monta"
+        )
     if not options.experts_may_travel:
         return
     ratio = options.gradient_compression_ratio

@@ -68,8 +68,8 @@ class MpmoeOptions(SharedOptions):
     way: str | None = option(
         "way",
         one_of(ROWS, HOPS, AUTO),
-        "how mpmoe's partitions go to their experts: rows, one for each expert of a token; or hops, a token once over "
-        f"every link, with all of its experts, over the network levels of {PREFIX}levels (default: {ROWS})",
+        "how mpmoe's partitions, or netmoe's samples, go to their experts: rows, one for each expert of a token; or "
+        f"hops, a token once over every link, over the network levels of {PREFIX}levels (default: {ROWS})",
         auto=CHOOSES,
     )
     activation_budget: int | None = option(
@@ -123,7 +123,7 @@ def _build(groups: Any, options: MpmoeOptions, config: Any) -> Any:
     workers = levels_of(groups.ep, options.network_levels)
     dispatcher = MpmoeDispatcher(groups, partitioning_of(options, groups, layer_workload(config, groups, workers)))
     hops_in = domain_groups(groups.ep, stationary(workers), dispatcher)
-    dispatcher.hops = TokenHops(hops_in, config.num_moe_experts, config.moe_router_topk)
+    dispatcher.hops = TokenHops(hops_in, groups, config.num_moe_experts, config.moe_router_topk)
     return dispatcher
 
 
@@ -140,9 +140,7 @@ def _check(config: Any, options: MpmoeOptions, arguments: Any) -> None:
             f"--moe-router-padding-for-quantization pads an expert's rows before {FLAG} mpmoe cuts them: drop it, and "
             "the experts pad each partition themselves"
         )
-    if HOPS in options.ways:
-        _check_hops(config, options)
-    elif options.network_levels is not None:
+    if options.network_levels is not None and HOPS not in options.ways:
         raise ConfigurationError(
             f"{PREFIX}levels {shown(options.network_levels)} says over which links tokens hop, and rows do not: give "
             f"{PREFIX}way {HOPS}, or drop it"
@@ -168,21 +166,6 @@ def _check(config: Any, options: MpmoeOptions, arguments: Any) -> None:
     if getattr(config, "fine_grained_activation_offloading", False):
         raise ConfigurationError(
             f"--fine-grained-activation-offloading offloads what {flag} restores in another way: drop one of the two"
-        )
-
-
-def _check_hops(config: Any, options: MpmoeOptions) -> None:
-    """Refuses what tokens that take several hops do not go with."""
-    flag = f"{PREFIX}way {options.way}"
-    if (config.expert_tensor_parallel_size or 1) > 1:
-        raise ConfigurationError(
-            f"--expert-tensor-parallel-size {config.expert_tensor_parallel_size} cuts experts, whose parts {flag} does "
-            f"not put together: set it to 1, or use {PREFIX}way {ROWS}"
-        )
-    if config.moe_pad_expert_input_to_capacity:
-        raise ConfigurationError(
-            f"--moe-pad-expert-input-to-capacity would have {flag} send what nobody routed: drop it, or use "
-            f"{PREFIX}way {ROWS}"
         )
 
 
@@ -227,16 +210,22 @@ def candidate(layer: LayerOnCluster, count: int, strategy: str, way: str = ROWS)
     one, variant = layer.workload, f"{NAME}:{_setting(count, strategy, way)}"
     if way == HOPS:
         parts: Sequence[Partition] = hop_partitions(one, layer.skew, layer.computed, count)
-        row, stages, own = hop_row_bytes(one), HopStages(len(one.workers), is_piped=True), parts[0].own * count
-        costs: Callable[[Op], float] = HopSeconds(layer, layer.expert_costs)
+        row, stages, own = hop_row_bytes(one), HopStages(len(one.workers), True, one.etp), parts[0].own * count
     else:
         computed, exchanged = (partitions(one, rows, count) for rows in (layer.computed, layer.exchanged))
         parts = [replace(part, own=other.own) for part, other in zip(computed, exchanged, strict=True)]
-        row, stages, own, costs = row_bytes(one), by_rows(one.ep, one.etp), None, layer.expert_costs
+        row, stages, own = row_bytes(one), by_rows(one.ep, one.etp), None
     schedules = [build(strategy, parts, row, stages) for build in (forward, backward)]
     held = activation_bytes(one, one.rows, count, strategy, own)
-    predicted = layer.prediction(variant, schedules, layer.edge, costs=costs, parts=count, local_rows=own)
+    predicted = layer.prediction(
+        variant, schedules, layer.edge, costs=costs_of(layer, way), parts=count, local_rows=own
+    )
     return replace(predicted, activation_bytes=held)
+
+
+def costs_of(layer: LayerOnCluster, way: str) -> Callable[[Op], float]:
+    """Returns what the ops of the pipeline take on a way. Raises ConfigurationError where no expert was measured."""
+    return HopSeconds(layer, layer.expert_costs) if way == HOPS else layer.expert_costs
 
 
 class HopSeconds:
@@ -271,8 +260,6 @@ def _candidates(layer: LayerOnCluster, options: MpmoeOptions) -> Iterator[Predic
 def no_hops(layer: LayerOnCluster) -> str | None:
     """Why tokens of a layer cannot hop, or nobody knows what that takes."""
     one = layer.workload
-    if one.etp > 1:
-        return f"expert tensor parallelism {one.etp} cuts experts, whose parts hops do not put together"
     if not one.workers:
         return "the network levels of the expert-parallel group are not known"
     domains, curves = stationary(one.workers), measured_curves(layer.costs, one.workers)

@@ -33,7 +33,7 @@ def _build(groups: Any, options: Any, config: Any) -> Any:
     dispatcher = NetmoeDispatcher(groups, pipelining(config, groups, options))
     if options.way == HOPS:
         hops_in = domain_groups(groups.ep, stationary(levels_of(groups.ep, options.network_levels)), dispatcher)
-        dispatcher.hops = TokenHops(hops_in, config.num_moe_experts, config.moe_router_topk)
+        dispatcher.hops = TokenHops(hops_in, groups, config.num_moe_experts, config.moe_router_topk)
     return dispatcher
 
 
@@ -145,6 +145,8 @@ def _candidates(layer: LayerOnCluster, options: MontaOptions) -> Iterator[Predic
         variant = f"{NAME}:{setting}" if (setting := _setting(level, count)) else NAME
         yield replace(layer.prediction(variant, schedules, parts=count), intra_bytes=inside)
     refusal = no_hops(layer)
+    if one.etp > 1:
+        refusal = f"expert tensor parallelism {one.etp} cuts experts, whose parts netmoe's hops do not put together"
     if refusal is not None:
         yield Refusal(f"{NAME}:{HOPS}", refusal)
         return

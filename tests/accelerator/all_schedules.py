@@ -28,9 +28,9 @@ def all_schedules() -> Iterator[tuple[str, Schedule]]:
                     yield f"monta {level} dispatch, {count} chunk(s), {of}", monta.dispatch(level, chunks, *sizes)
                     yield f"monta {level} combine, {count} chunk(s), {of}", monta.combine(level, chunks, *sizes)
             ways[of] = mpmoe.by_rows(*sizes), partitions
-        for levels in (1, 2):
-            tokens = [HopRows(1, dict.fromkeys(range(levels), 1), 2)] * count
-            ways[f"hops over {levels} level(s)"] = HopStages(levels, is_piped=True), tokens
+        for levels, etp_size in ((1, 1), (2, 1), (1, 2), (2, 2)):
+            tokens, of = [HopRows(1, dict.fromkeys(range(levels), 1), 2, 2)] * count, f"expert-TP {etp_size}"
+            ways[f"hops over {levels} level(s), {of}"] = HopStages(levels, True, etp_size), tokens
         for of, (way, parts) in ways.items():
             for strategy in mpmoe.STRATEGIES:
                 for build in (mpmoe.forward, mpmoe.backward):
@@ -45,5 +45,5 @@ def all_schedules() -> Iterator[tuple[str, Schedule]]:
     for levels in (1, 2):
         for level in range(levels):
             size = HopBytes({level: 1}, 1)
-            yield f"expert-migration hop out {level} of {levels}", expert_migration.hop_out(size, levels)
-            yield f"expert-migration hop back {level} of {levels}", expert_migration.hop_back(size, levels)
+            yield f"expert-migration hop out {level} of {levels}", expert_migration.hop_out(size, HopStages(levels))
+            yield f"expert-migration hop back {level} of {levels}", expert_migration.hop_back(size, HopStages(levels))

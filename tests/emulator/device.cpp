@@ -160,6 +160,8 @@ void on_the_cpu(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   const bool synchronising = schema.name() == "aten::nonzero";
   if (synchronising) synchronises();
   const bool adds_nothing = schema.name() == "aten::baddbmm" && originals[3].toScalar().toDouble() == 0;  // beta
+  const bool copies_into_itself = schema.name() == "aten::index_copy" && originals.back().isTensor() &&
+                                  originals.back().toTensor().is_same(originals[0].toTensor());
   for (size_t i = 0; i < num_arguments; ++i) {
     c10::IValue& value = (*stack)[begin + i];
     const auto* alias = schema.arguments()[i].alias_info();
@@ -173,7 +175,8 @@ void on_the_cpu(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
           return grown.back().second;
         }
         written.push_back(tensor);
-      } else if (alias == nullptr && !(i == 0 && adds_nothing)) {  // what makes a view reads nothing
+      } else if (alias == nullptr &&
+                 !(i == 0 && (adds_nothing || copies_into_itself))) {  // what makes a view reads nothing
         check_readable(tensor, schema.name());
       }
       return on_host(tensor);

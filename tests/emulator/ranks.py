@@ -7,6 +7,7 @@ collectives of a group take the device's tensors alone.
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -64,6 +65,20 @@ def _zeros_stay(deallocate: Any) -> Any:
     return run
 
 
+def _layer_norm(
+    rows: torch.Tensor, shape: Sequence[int], weight: torch.Tensor | None = None, bias: torch.Tensor | None = None,
+    eps: float = 1e-5, *_: Any,
+) -> torch.Tensor:  # fmt: skip
+    """torch.layer_norm, whose backward pass on a CPU has no kernel for all that CUDA's takes: rows and weights of two
+    dtypes.
+    """
+    over = [-1 - dim for dim in range(len(shape))]
+    centred = rows.float() - rows.float().mean(over, keepdim=True)
+    normed = centred * torch.rsqrt(centred.square().mean(over, keepdim=True) + eps)
+    normed = normed if weight is None else normed * weight
+    return (normed if bias is None else normed + bias).type_as(rows)
+
+
 def use_emulated_gpu() -> None:
     """What torch.cuda and torch.distributed lack in a PyTorch without CUDA."""
     rng.use_host_generator()
@@ -89,6 +104,7 @@ def use_emulated_gpu() -> None:
     torch.cuda.nvtx.range_push = torch.cuda.nvtx.range_pop = lambda *_: 0
     torch.cuda.nccl.version = lambda: (0, 0, 0)
     torch.Tensor.record_stream = lambda tensor, stream: None
+    torch.layer_norm = _layer_norm
     torch.compiler.set_stance("force_eager")
     schedules.deallocate_output_tensor = _zeros_stay(schedules.deallocate_output_tensor)
     c10d._NCCL_AVAILABLE = True

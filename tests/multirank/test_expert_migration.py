@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from megatron_moe_opt.options import Options
 from megatron_moe_opt.runtime.travelling_experts.expert_communicator import DECODING
-from tests.multirank.test_dispatchers import DROP, RECOMPUTE, SHARED, compare
+from tests.multirank.test_dispatchers import DROP, PAD, RECOMPUTE, SHARED, compare
 from tests.ranks.pool import RankPool
 
 ONE_LEVEL, TWO_LEVELS = (4,), (2, 2)
@@ -52,7 +52,9 @@ def test_every_domain_size_equals_stock(ranks, levels):
     check(ranks, cases)
 
 
-@pytest.mark.parametrize("settings", [DROP, SHARED, RECOMPUTE, SHARED | {"moe_shared_expert_overlap": True}], ids=str)
+@pytest.mark.parametrize(
+    "settings", [DROP, PAD, SHARED, RECOMPUTE, SHARED | {"moe_shared_expert_overlap": True}], ids=str
+)
 def test_features_equal_stock(ranks, settings):
     check(ranks, every_size(TWO_LEVELS, settings=settings))
 
@@ -65,6 +67,7 @@ def test_layouts_equal_stock(ranks):
             *every_size((2,), layout={"ep": 2}),  # two expert-parallel groups
             *every_size((2,), layout={"cp": 2, "ep": 2}),
             *every_size((1,), layout={}),
+            {"levels": (2,), "sizes": (1,), "layout": {"tp": 2, "ep": 2, "etp": 2}},  # experts are cut
         ],
     )
 

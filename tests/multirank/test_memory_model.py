@@ -177,6 +177,10 @@ def _saved(shape, layout, sequence, micro_batch, **changes):
         return sum(storage.nbytes() for storage in kept.values()), rows[0]
 
 
+FUSED = pytest.mark.host_only(reason="a GPU's fused norm saves other bytes than the operations that it stands for")
+
+
+@FUSED
 @pytest.mark.parametrize(
     ("layout", "changes"),
     [
@@ -201,6 +205,7 @@ def test_saved_bytes_are_those_that_autograd_keeps(ranks, layout, changes):
         assert kept == sum(expected.values()), expected
 
 
+@FUSED
 def test_selective_recompute_drops_the_attention_s_middle(ranks):
     layout, sequence = {"tp": 2, "ep": 2}, 64
     found = ranks.run(

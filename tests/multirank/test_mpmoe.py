@@ -259,14 +259,17 @@ def test_hops_under_every_strategy(ranks, levels):
     [
         ("tp2-ep4", {}, None),
         ("one-rank-groups", TOP_3, None),
-        *(("ep4", TOP_3 | extra, None) for extra in (DROP, SHARED, RECOMPUTE, {"moe_router_dtype": "fp64"})),
+        *(("tp2-ep2-etp2", TOP_3 | extra, None) for extra in ({}, DROP, PAD)),
+        ("tp4-etp4", TOP_3, None),
+        *(("tp2-ep2-etp2", TOP_3, routing) for routing in RAGGED),
+        *(("ep4", TOP_3 | extra, None) for extra in (DROP, PAD, SHARED, RECOMPUTE, {"moe_router_dtype": "fp64"})),
         ("ep4", TOP_3 | {"num_moe_experts": 4}, None),  # one local expert
         *(("ep4", TOP_3, routing) for routing in ("hot", "skewed", *RAGGED)),
     ],
     ids=str,
 )
 def test_hops_in_layouts_and_workloads(ranks, layout, settings, routing):
-    levels = (1,) if layout == "one-rank-groups" else (2, 2)
+    levels = {"one-rank-groups": (1,), "tp4-etp4": (1,), "tp2-ep2-etp2": (2,)}.get(layout, (2, 2))
     arguments = {"layout": LAYOUTS[layout], "settings": settings, "routing": routing, "levels": levels}
     check(ranks.run(worst_errors, variants=[(3, "none"), (2, "S2"), (3, "S3")], **arguments))
 

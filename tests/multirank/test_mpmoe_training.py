@@ -29,18 +29,21 @@ def train(dispatcher: str, options: Options, layout: dict[str, int], steps: int,
 
 
 @pytest.mark.parametrize(
-    ("layout", "settings", "strategy"),
+    ("layout", "settings", "strategy", "way"),
     [
-        ({"ep": 2}, {"overlap": True}, "none"),
-        ({"tp": 2, "ep": 2, "etp": 2}, {"overlap": True, "distributed_optimizer": False}, "S2"),
-        ({"pp": 2, "ep": 2}, {"microbatches": 4}, "S3"),
+        ({"ep": 2}, {"overlap": True}, "none", "rows"),
+        ({"tp": 2, "ep": 2, "etp": 2}, {"overlap": True, "distributed_optimizer": False}, "S2", "hops"),
+        ({"pp": 2, "ep": 2}, {"microbatches": 4}, "S3", "rows"),
+        ({"pp": 2, "ep": 2}, {"microbatches": 4}, "none", "hops"),
     ],
     ids=str,
 )
-def test_losses_are_stock(ranks, layout, settings, strategy):
+def test_losses_are_stock(ranks, layout, settings, strategy, way):
     settings = {"layout": layout, "steps": 2} | settings
     stock = ranks.run(train, dispatcher="alltoall", options=Options(), **settings)
-    ours = ranks.run(train, dispatcher="mpmoe", options=Options(partitions=3, memory_reuse=strategy), **settings)
+    ours = ranks.run(
+        train, dispatcher="mpmoe", options=Options(partitions=3, memory_reuse=strategy, way=way), **settings
+    )
     torch.testing.assert_close(torch.tensor(ours), torch.tensor(stock), rtol=1e-5, atol=0)
 
 

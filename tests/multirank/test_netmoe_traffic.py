@@ -194,13 +194,16 @@ def test_a_placement_that_sends_more_between_nodes_is_warned_of():
     assert "warning: placement adds traffic between nodes" in netmoe_report.lines({1: less, 2: more})[1]
 
 
-def recorded_step() -> list[Schedule]:
+def recorded_step(layout: dict[str, int], options: Options | None) -> list[Schedule]:
     """The schedules of a forward and a backward pass."""
+    import megatron_moe_opt
     from megatron_moe_opt.runtime.engine.recording import recording
     from tests.ranks.megatron import parallel
 
-    with parallel(ep=2, etp=2):
+    with parallel(**layout):
+        megatron_moe_opt.register(options)
         trained = build("netmoe", moe_ffn_hidden_size=64)
+        megatron_moe_opt.register()
         by_content(trained.model, None)
         with recording() as timelines:
             forward(trained).sum().backward()
@@ -213,7 +216,7 @@ def test_the_ops_that_run_are_those_that_the_planner_plays(ranks, tmp_path):
     layer = LayerWorkload(128, 64, 32, False, 8, 2, 4, LANE_BYTES, 2, 2, placement_saving=0.25)
     (one,) = (one for one in candidates(layer, Cluster.load(file))[0] if one.variant == "netmoe")
     out, back, *backward = (part.schedule for part in one.timelines[:4])
-    for schedules in ranks.run(recorded_step):
+    for schedules in ranks.run(recorded_step, layout={"ep": 2, "etp": 2}, options=None):
         layers = len(schedules) // 4
         played = [out, back] * layers + backward * layers
         assert layers == LAYERS["num_layers"] and len(schedules) == len(played)
@@ -225,3 +228,20 @@ def test_the_ops_that_run_are_those_that_the_planner_plays(ranks, tmp_path):
     assert [part.ops[0].size for part in (out, backward[0])] == [
         round(0.75 * whole * width) for width in (layer.packed_row_bytes, layer.row_bytes)
     ]
+
+
+def test_the_hops_that_run_are_those_that_the_planner_plays(ranks, tmp_path):
+    file = write_profile(tmp_path / "cluster.json", World((0, 0, 1, 1), ep=4), (2, 2))
+    layer = LayerWorkload(128, 64, 64, False, 8, 2, 4, LANE_BYTES, 4, workers=(2, 2), placement_saving=0.25)
+    (one,) = (one for one in candidates(layer, Cluster.load(file))[0] if one.variant == "netmoe:hopsx2")
+    out, back, *backward = (part.schedule for part in one.timelines[:4])
+    for schedules in ranks.run(recorded_step, layout={"ep": 4}, options=HOPS):
+        layers, token = LAYERS["num_layers"], 64 * 4
+        played = [(out, token + 32), (back, token + 16)] * layers  # facts and a note; a key
+        played += [(backward[0], token), (backward[1], token + 16)] * layers  # gradients of probabilities
+        assert len(schedules) == len(played)
+        for ran, (predicted, width) in zip(schedules, played, strict=True):
+            assert [replace(op, size=0) for op in ran.ops] == [replace(op, size=0) for op in predicted.ops]
+            assert all(op.size % width == 0 for op in ran.ops)
+            inside = [op.size for op in predicted.ops if op.group == "tokens.1"]
+            assert inside and all(size % width == 0 for size in inside)

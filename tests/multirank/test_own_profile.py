@@ -62,8 +62,15 @@ RECOMPUTED = {"recompute_granularity": "full", "recompute_method": "uniform", "r
         ({"tp": 2, "ep": 2, "etp": 2}, {"bf16": True}),
         ({"ep": 2, "pp": 2}, {"moe_layer_freq": [0, 0, 0, 1], "num_layers": 4, **DROPS}),
         ({"ep": 2, "pp": 2, "vpp": 2}, {"num_layers": 4}),
+        ({"tp": 2, "ep": 4}, {"sequence_parallel": False}),
     ],
-    ids=["ep 4, recomputed", "tp 2, ep 2, expert-tp 2", "a stage without experts", "virtual stages"],
+    ids=[
+        "ep 4, recomputed",
+        "tp 2, ep 2, expert-tp 2",
+        "a stage without experts",
+        "virtual stages",
+        "tokens that a TP group shares",
+    ],
 )
 def test_a_run_that_measures_trains_as_one_that_does_not(ranks, tmp_path, sizes, config):
     arguments = SimpleNamespace(save=str(tmp_path / "new" / "checkpoints"), load=None)

@@ -73,9 +73,9 @@ def of_all_ranks(results: list[tuple[list[float], dict[str, torch.Tensor]]]) -> 
     [
         ("alltoall", FLUSH),
         ("monta", INTERLEAVED | {"options": Options(monta_level="O2", chunks=2)}),
-        ("mpmoe", INTERLEAVED | {"options": Options(partitions=2, memory_reuse="S4")}),
+        ("mpmoe", INTERLEAVED | {"options": Options(partitions=2, memory_reuse="S4", way="hops")}),
         ("expert-migration", INTERLEAVED | {"options": Options(network_levels=(2,), domain_sizes=(2,))}),
-        ("netmoe", INTERLEAVED | RECOMPUTE_ALL | {"options": Options(monta_level="O3", chunks=2)}),
+        ("netmoe", INTERLEAVED | RECOMPUTE_ALL | {"options": Options(way="hops", chunks=2)}),
     ],
 )
 def test_training_is_that_of_a_plain_pipeline(ranks, dispatcher, settings):

@@ -17,7 +17,7 @@ from megatron_moe_opt.planning.predicting.simulator import simulate
 from megatron_moe_opt.runtime.observed.traffic import INTER_NODE, INTRA_NODE, TrafficRow
 from megatron_moe_opt.schedules import mpmoe
 from megatron_moe_opt.schedules.expert_migration import gathered, hop_back, hop_out
-from megatron_moe_opt.schedules.hops import HopBytes
+from megatron_moe_opt.schedules.hops import HopBytes, HopStages
 from megatron_moe_opt.schedules.monta import even_chunks
 from megatron_moe_opt.schedules.mpmoe import PartitionRows, RowBytes
 from megatron_moe_opt.schedules.schedule import Kind
@@ -56,7 +56,10 @@ def mpmoe_step(partitions: int, strategy: str) -> RecordedStep:
 def migration_step() -> RecordedStep:
     """A hop out and back, and experts that travel beside them."""
     seconds = {Kind.ALL_TO_ALL: 2e-3, Kind.ALL_GATHER: 3e-3, Kind.PERMUTE: 1e-3}
-    hops = [simulate(build(HopBytes({0: ROW_BYTES}), 1), lambda op: seconds[op.kind]) for build in (hop_out, hop_back)]
+    hops = [
+        simulate(build(HopBytes({0: ROW_BYTES}), HopStages(1)), lambda op: seconds[op.kind])
+        for build in (hop_out, hop_back)
+    ]
     travel = simulate(gathered({0: 8 * ROW_BYTES}), lambda op: seconds[op.kind])
     begins = (0.5, 0.51, 0.501)
     return RecordedStep(2, tuple(replace(one, began=at) for one, at in zip((*hops, travel), begins, strict=True)))

@@ -47,7 +47,10 @@ def layer_passes(rank: int, count: int) -> list[list[Schedule]]:
         [parm.dispatch(chunks, 2), parm.combine_and_gather(9, chunks, 2)] * 2,
         *(
             [build(strategy, parts, row, way) for build in (mpmoe.forward, mpmoe.backward)]
-            for parts, way in ((partitions, mpmoe.by_rows(2, 2)), (tokens, HopStages(2, is_piped=True)))
+            for parts, way in (
+                (partitions, mpmoe.by_rows(2, 2)),
+                *((tokens, HopStages(2, True, size)) for size in (1, 2)),
+            )
             for strategy in mpmoe.STRATEGIES
         ),
     ]

@@ -10,6 +10,8 @@ import pytest
 from megatron_moe_opt.dispatchers.partitioning import Partitions, partitioning_of
 from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.options import Options, split_options
+from megatron_moe_opt.systems import system_of
+from megatron_moe_opt.variants import kind_of, split_variant
 
 GROUPS = SimpleNamespace(joint_size=1)
 
@@ -35,6 +37,14 @@ def test_fixed_ones_are_the_same_for_every_pass():
     )
 
 
+@pytest.mark.parametrize("variant", ["mpmoe:4", "mpmoe:4:S1", "mpmoe:4:hops", "mpmoe:4:S1:hops"])
+def test_variants_are_read_as_they_are_written(variant):
+    name, options = split_variant(variant, None)
+    assert system_of(name).variant(options) == variant
+    assert kind_of(variant) == ("mpmoe:hops" if "hops" in variant else "mpmoe")
+    assert ("once over every link" in str(Partitions.of(options))) == ("hops" in variant)
+
+
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
@@ -43,6 +53,7 @@ def test_fixed_ones_are_the_same_for_every_pass():
             "'0' is neither a number of partitions from 1 on, nor several such as 2,4,8",
         ),
         ("--moe-opt-activation-budget 3GB", "'3GB' is not a number of bytes above 0, such as 512MiB or 1.5GiB"),
+        ("--moe-opt-way auto", "--moe-opt-way auto chooses from measurements: run `moe-opt profile`"),
         ("--moe-opt-partitions auto", "--moe-opt-partitions auto chooses from measurements: run `moe-opt profile`"),
     ],
 )

@@ -32,7 +32,7 @@ rows_on_a_way = st.one_of(
     st.tuples(st.builds(by_rows, sizes, sizes), st.just(st.builds(PartitionRows, number, number))),
     *(
         st.tuples(
-            st.just(HopStages(levels, is_piped=True)),
+            st.builds(HopStages, st.just(levels), st.just(True), sizes),
             st.just(
                 st.builds(HopRows, number, st.builds(lambda one, hops=hops: dict.fromkeys(hops, one), number), number)
             ),

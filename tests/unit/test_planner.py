@@ -147,6 +147,22 @@ def test_small_experts_travel_and_large_ones_stay():
     assert one.terms["tokens and experts on their way"] == pytest.approx(own.seconds)
 
 
+def test_partitions_of_tokens_that_hop_send_what_hops_do():
+    layer, measured = migrating(256)
+    layer = dataclasses.replace(layer, topk=4, experts=16)
+    found = by_variant(candidates(layer, measured)[0])
+    hops, alone, rows = (found[name] for name in ("mpmoe:4:hops", "expert-migration:1x1", "mpmoe:4"))
+    assert hops.inter_bytes == pytest.approx(alone.inter_bytes, rel=0.01) and hops.inter_bytes < 0.6 * rows.inter_bytes
+    assert hops.intra_bytes == pytest.approx(alone.intra_bytes, rel=0.01)
+    assert hops.seconds < min(alone.seconds, rows.seconds)  # a token once over a link, beside the experts
+    assert hops.activation_bytes < rows.activation_bytes
+    _, refused = candidates(dataclasses.replace(layer, workers=(4, 2)), measured)
+    (reason,) = (one.reason for one in refused if one.variant == "mpmoe:hops")
+    assert (
+        "no all-to-all of 2 ranks at network level 1 was measured" in reason or "4 ranks at network level 0" in reason
+    )
+
+
 @settings(max_examples=30)
 @given(st.integers(1, 4096), st.sampled_from((8, 64, 512, 4096)), st.sampled_from((1.0, 25.0)))
 def test_expert_migration_alone_chooses_domains_by_the_same_predictions(tokens, expert_hidden, ratio):

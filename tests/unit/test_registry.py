@@ -24,6 +24,7 @@ from megatron_moe_opt.integration.checks import check_config
 from megatron_moe_opt.integration.layer.replicated_tokens import drawn_by_each_rank
 from megatron_moe_opt.options import Options, options_help, split_options
 from megatron_moe_opt.systems import system_of
+from megatron_moe_opt.variants import whole_variant
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -252,6 +253,38 @@ def test_netmoe_refuses_a_megatron_without_its_seams(monkeypatch):
 
 
 @pytest.mark.parametrize(
+    ("options", "settings", "sentence"),
+    [
+        (
+            {"way": "hops"},
+            {"expert_tensor_parallel_size": 2},
+            "size 2 cuts experts, whose parts --moe-opt-way hops does",
+        ),
+        (
+            {"way": "hops", "monta_level": "O3"},
+            {},
+            "--moe-opt-monta-level is about the lanes of rows, and --moe-opt-way",
+        ),
+        (
+            {"network_levels": (2, 1)},
+            {},
+            "--moe-opt-levels 2,1 says over which links tokens hop, and rows do not: give",
+        ),
+    ],
+    ids=str,
+)
+def test_what_samples_whose_tokens_hop_do_not_go_with_is_refused(options, settings, sentence):
+    check_config(config("netmoe", **MOVES), "netmoe", Options(way="hops", chunks=4, network_levels=(2, 1)))
+    with pytest.raises(ConfigurationError, match=re.escape(sentence)):
+        check_config(config("netmoe", **MOVES | settings), "netmoe", Options(**options))
+
+
+@pytest.mark.parametrize("variant", ["netmoe", "netmoe:O2x3", "netmoe:hops", "netmoe:hopsx4"])
+def test_variants_of_netmoe_say_what_they_are(variant):
+    assert whole_variant(variant, 1) == variant
+
+
+@pytest.mark.parametrize(
     ("reuse", "settings", "sentence"),
     [
         ("S3", {"fp8": "hybrid"}, "--moe-opt-memory-reuse S3 does not know what experts in --fp8-format save: use"),
@@ -287,10 +320,8 @@ def test_a_layer_without_the_experts_seam_is_refused():
 @pytest.mark.parametrize(
     ("sizes", "settings", "sentence"),
     [
-        (None, {"expert_tensor_parallel_size": 2, "expert_model_parallel_size": 2}, "--expert-tensor-parallel-size 2 "
-         "cuts experts, which --moe-token-dispatcher-type expert-migration does not put together again"),
-        (None, {"moe_expert_capacity_factor": 1.0, "moe_pad_expert_input_to_capacity": True},
-         "--moe-pad-expert-input-to-capacity would have --moe-token-dispatcher-type expert-migration send what nobody"),
+        ((2, 1), {"expert_tensor_parallel_size": 2, "expert_model_parallel_size": 2}, "--expert-tensor-parallel-size 2 "
+         "cuts experts, which do not travel in parts under --moe-token-dispatcher-type expert-migration: set it to 1"),
         ((2, 1), {"gradient_accumulation_fusion": True}, "--moe-opt-domain-sizes 2,1 has experts travel, and gradients "
          "of travelling experts have no main_grad to be added to: give --no-gradient-accumulation-fusion"),
     ],
@@ -366,6 +397,7 @@ def test_gradients_are_compressed_only_where_they_travel_and_keep_their_scale():
             "monta",
             "partitions 2,4 is for --moe-token-dispatcher-type mpmoe, not monta",
         ),
+        ({"way": "hops"}, "monta", "way hops is for --moe-token-dispatcher-type netmoe, mpmoe, not monta"),
         ({"domain_sizes": (2,)}, "mpmoe", "domain-sizes 2 is for --moe-token-dispatcher-type expert-migration, not"),
         ({"network_levels": (2, 4)}, "deepspeed", "levels 2,4 is for --moe-token-dispatcher-type netmoe, mpmoe"),
         ({"prefetch_layers": 0}, "allgather", "prefetch-layers 0 is for --moe-token-dispatcher-type expert-migration"),

@@ -12,6 +12,7 @@ from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.schedules.monta import LEVELS
 from megatron_moe_opt.schedules.mpmoe import NONE, STRATEGIES
 from megatron_moe_opt.systems.monta import DEFAULT_CHUNKS
+from megatron_moe_opt.systems.mpmoe import HOPS, ROWS
 
 
 def timeline(
@@ -32,6 +33,7 @@ def timeline(
         int | None, typer.Option(min=1, help="Of mpmoe: draws its pipeline through the experts instead.")
     ] = None,
     memory_reuse: Annotated[str, typer.Option(help=f"Of mpmoe: {', '.join(STRATEGIES)}.")] = NONE,
+    way: Annotated[str, typer.Option(help=f"Of mpmoe: {ROWS}, or {HOPS}.")] = ROWS,
     ffn_hidden: Annotated[int, typer.Option(min=1, help="Of mpmoe: hidden size inside an expert.")] = 1024,
     profile: Annotated[
         Path | None, typer.Option(help="cluster.json of moe-opt profile, of the same groups: draws the prediction too.")
@@ -54,6 +56,10 @@ def timeline(
         raise ConfigurationError(f"--chunks {chunks} has no meaning at --level O1, which does not cut: use O2 or O3")
     if memory_reuse not in STRATEGIES:
         raise ConfigurationError(f"--memory-reuse {memory_reuse} is unknown: choose one of {', '.join(STRATEGIES)}")
+    if way not in (ROWS, HOPS):
+        raise ConfigurationError(f"--way {way} is unknown: choose {ROWS} or {HOPS}")
+    if partitions is None and way != ROWS:
+        raise ConfigurationError(f"--way {way} is about mpmoe's partitions: give --partitions")
     if partitions is None and memory_reuse != NONE:
         raise ConfigurationError(f"--memory-reuse {memory_reuse} is about mpmoe's partitions: give --partitions")
     from megatron_moe_opt.cli.report.step_timelines import layer_timeline
@@ -61,7 +67,7 @@ def timeline(
 
     variant = f"monta:{level}x{chunks or (1 if level == 'O1' else DEFAULT_CHUNKS)}"
     if partitions is not None:
-        variant = f"mpmoe:{partitions}:{memory_reuse}"
+        variant = ":".join(["mpmoe", str(partitions), memory_reuse, *([way] if way == HOPS else [])])
     settings = LayerSettings(
         dispatchers=(variant,), tokens=tokens, hidden=hidden,
         ffn_hidden=expert_tp if partitions is None else ffn_hidden, experts=experts, topk=topk, tp=tp, ep=ep,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -19,12 +19,13 @@ from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.integration.measuring.layer_settings import BASELINE, LayerSettings
 from megatron_moe_opt.planning.choosing.choice import choose
 from megatron_moe_opt.planning.costs.cluster import Cluster
-from megatron_moe_opt.planning.costs.curves import Costs
-from megatron_moe_opt.planning.costs.expert_costs import costs_with_experts
+from megatron_moe_opt.planning.predicting.layer_on_cluster import LayerOnCluster
 from megatron_moe_opt.planning.predicting.monta import PASSES
 from megatron_moe_opt.planning.predicting.simulator import simulate
+from megatron_moe_opt.schedules.schedule import Op
 from megatron_moe_opt.schedules.timeline import Timeline, one_after_another
-from megatron_moe_opt.systems.mpmoe import MPMOE
+from megatron_moe_opt.systems.mpmoe import HOPS, MPMOE, costs_of
+from megatron_moe_opt.topology.domains import find_levels
 from megatron_moe_opt.variants import split_variant
 
 
@@ -76,7 +77,7 @@ def layer_timeline(settings: LayerSettings, rank: int | None, trace: Path | None
     return step
 
 
-def _costs(settings: LayerSettings, ep: int, cluster: Cluster) -> Costs:
+def _costs(settings: LayerSettings, ep: int, cluster: Cluster) -> Callable[[Op], float]:
     """What the ops of the settings' schedules cost.
 
     Raises:
@@ -84,9 +85,12 @@ def _costs(settings: LayerSettings, ep: int, cluster: Cluster) -> Costs:
     """
     if settings.dispatch_only:
         return cluster.costs()
-    layer, (_, options) = settings.workload(ep), split_variant(_variant(settings), None)
+    _, options = split_variant(_variant(settings), None)
+    world = cluster.world
+    workers = find_levels([world.nodes[rank] for rank in world.layout.groups("ep")[0]]) if HOPS in options.ways else ()
+    layer = replace(settings.workload(ep), workers=workers)
     choose([(MPMOE, options)], layer, cluster)
-    return costs_with_experts(layer, cluster)
+    return costs_of(LayerOnCluster(layer, cluster), options.ways[0])
 
 
 def _record(settings: LayerSettings, ep: int, device: torch.device, rank: int | None) -> StepTimelines:

@@ -30,7 +30,7 @@ from megatron_moe_opt.planning.choosing.equal_times import TIE
 from megatron_moe_opt.planning.costs.curves import CostCurve, Costs
 from megatron_moe_opt.planning.predicting.simulator import simulate
 from megatron_moe_opt.schedules import expert_migration as schedules
-from megatron_moe_opt.schedules.hops import HopBytes, level_of
+from megatron_moe_opt.schedules.hops import HopBytes, HopStages, level_of
 from megatron_moe_opt.schedules.schedule import Kind, Lane, Op, Schedule
 from megatron_moe_opt.schedules.timeline import Timeline, one_after_another
 from megatron_moe_opt.topology.domains import ExpertDomains, realisable
@@ -226,7 +226,7 @@ def timelines(
         )
         decoded = [schedules.decoded(gathered.ops[-1].size)] if gathered.ops and Kind.ALL_GATHER in layer.coded else []
         hopping = HopBytes({level: int(layer.exchanged(domains, level)) for level in levels})
-        out, back = (build(hopping, domains.levels) for build in (schedules.hop_out, schedules.hop_back))
+        out, back = (build(hopping, HopStages(domains.levels)) for build in (schedules.hop_out, schedules.hop_back))
         experts = Schedule("experts", (Op(Kind.COMPUTE if forward else Kind.GRADIENT, Lane.COMPUTE),))
         in_order = [gathered, *decoded, out, experts, back, returned]
         parts = {

@@ -45,7 +45,9 @@ def hop_partitions(layer: LayerWorkload, skew: Skew, rows: int, count: int) -> l
     domains, migration = stationary(layer.workers), layer.migration(skew)
     levels = (level for level in range(domains.levels) if domains.domains(level) > 1)
     sent = {level: ceil(migration.copies(domains, level) / count) for level in levels}
-    return [HopRows(-(-migration.tokens // count), sent, -(-rows // count) * layer.etp)] * count
+    own = -(-migration.tokens // count)
+    arrived = layer.etp * (sent[max(sent)] if sent else own) if layer.etp > 1 else 0
+    return [HopRows(own, sent, -(-rows // count) * layer.etp, arrived)] * count
 
 
 def activation_bytes(layer: LayerWorkload, rows: int, count: int, strategy: str, own_rows: int | None = None) -> int:

@@ -34,11 +34,17 @@ class HopPlan:
     """Of each level in `DomainTables.levels`, outermost first."""
     tokens_per_expert: torch.Tensor
     """int64 [experts of the domain] on the CPU, by owner (`DomainTables.owners`) and expert of the owner."""
+    gather_counts: tuple[int, ...] = ()
+    """Rows that have arrived at each rank of expert-TP in the end, where experts are cut."""
 
     @property
     def arrives_sorted(self) -> bool:
         """Whether each row that arrives is the one of an expert held here: what has hopped wants the only one."""
         return bool(self.hops) and self.tokens_per_expert.numel() == 1
+
+    def arrived(self, num_tokens: int) -> int:
+        """Rows that have arrived in the end at this rank, which has so many tokens."""
+        return sum(self.hops[max(self.hops)].received) if self.hops else num_tokens
 
     @cached_property
     def num_gathered(self) -> int:

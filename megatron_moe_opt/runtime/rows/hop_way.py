@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 import torch
+from torch.distributed import ProcessGroup
 
 from megatron_moe_opt.kernels import RowMap, build_row_map, sum_packed_rows
 from megatron_moe_opt.kernels.streams import used_here
@@ -21,8 +22,9 @@ from megatron_moe_opt.runtime.rows.hop_plan import DomainTables, HopPlan
 from megatron_moe_opt.runtime.rows.row_facts import FactLayout, RowFacts
 from megatron_moe_opt.schedules.expert_migration import hop_back, hop_out
 from megatron_moe_opt.schedules.hops import HopRows, HopStages, level_of
+from megatron_moe_opt.schedules.monta import EXPERT_TP
 from megatron_moe_opt.schedules.pipeline import base_name
-from megatron_moe_opt.schedules.schedule import Op, Schedule
+from megatron_moe_opt.schedules.schedule import Kind, Op, Schedule
 from megatron_moe_opt.topology.domain_groups import DomainGroups
 
 
@@ -36,8 +38,8 @@ class DeviceTables:
         self.place_in_domain = tables.place_in_domain.to(device)
 
     def count(self, experts: torch.Tensor, routing_map: torch.Tensor, parts: Sequence[int]) -> torch.Tensor:
-        """This rank's row of the counts that `DomainTables.plan` takes, for each part of its tokens: int64
-        [parts * num_counts].
+        """This rank's row of the counts that `DomainTables.plan` takes, for each part of its tokens, and how many
+        tokens that has: int64 [parts * (num_counts + 1)].
 
         Args:
             experts: int64 [T, K] of this rank's tokens.
@@ -45,7 +47,8 @@ class DeviceTables:
             parts: tokens of each part, one after another.
         """
         copies = [present(region[experts], number) for region, number in self.regions]
-        of_parts = zip(*(one.split(parts) for one in (*copies, routing_map)), strict=True)
+        every = torch.ones_like(routing_map[:, :1])
+        of_parts = zip(*(one.split(parts) for one in (*copies, routing_map, every)), strict=True)
         return torch.cat([counted.sum(0) for of_part in of_parts for counted in of_part])
 
     def count_samples(
@@ -79,8 +82,10 @@ class Hops:
         rows                 this rank's tokens
         copies_L, returned_L a row for each domain of the level that it goes to, there and back
         arrived_L            what has come to this rank at the level
+        gathered             what has come to all ranks of expert-TP
         sorted               a row for each expert held here that a token wants
-        unsorted             sums over the experts held here, in the place of what arrived at the innermost level
+        unsorted             sums over the experts held here, in the place of what was gathered, or arrived last
+        parts, summed        what other shards have for a sum here, and the sums in the place of what arrived last
         summed_L             sums of what has come back, in the place of what was copied at the level
     """
 
@@ -89,6 +94,8 @@ class Hops:
     facts: RowFacts
     num_tokens: int
     """Of this rank."""
+    etp: ProcessGroup | None = None
+    """Expert-TP; None where experts are whole."""
     copies: dict[int, RowMap] = field(default_factory=dict)
     """Of the hop at each level, the copies of each row: by destination."""
     held: RowMap | None = None
@@ -101,20 +108,23 @@ class Hops:
     @property
     def stages(self) -> HopStages:
         """See Way."""
-        return HopStages(self.groups.domains.levels, is_piped=True)
+        return self._stages(is_piped=True)
+
+    def _stages(self, is_piped: bool = False) -> HopStages:
+        return HopStages(self.groups.domains.levels, is_piped, 1 if self.etp is None else self.etp.size())
 
     def dispatch(self, plan: HopPlan, row_bytes: int) -> Schedule:
         """See Way."""
-        return hop_out(self.rows_of(plan).bytes(row_bytes), self.groups.domains.levels)
+        return hop_out(self.rows_of(plan).bytes(row_bytes), self._stages())
 
     def combine(self, plan: HopPlan, row_bytes: int) -> Schedule:
         """See Way."""
-        return hop_back(self.rows_of(plan).bytes(row_bytes), self.groups.domains.levels)
+        return hop_back(self.rows_of(plan).bytes(row_bytes), self._stages())
 
     def rows_of(self, plan: HopPlan) -> HopRows:
         """See Way."""
         sent = {level: sum(hop.sent) for level, hop in plan.hops.items()}
-        return HopRows(self.num_tokens, sent, plan.num_gathered)
+        return HopRows(self.num_tokens, sent, plan.num_gathered, sum(plan.gather_counts))
 
     def num_rows(self, buffer: str, plan: HopPlan, chunk: int) -> int:
         """See Way."""
@@ -123,12 +133,17 @@ class Hops:
             return plan.num_gathered
         if name in ("copies", "returned"):
             return sum(plan.hops[int(level)].sent)
-        hops = {one: sum(hop.received) for one, hop in plan.hops.items()}
-        if name == "summed":
-            hops = {one: arrived for one, arrived in hops.items() if one < int(level)}
         if name == "arrived":
-            return hops[int(level)]
-        return self.num_tokens if name == "rows" or not hops else hops[max(hops)]
+            return sum(plan.hops[int(level)].received)
+        arrived = plan.arrived(self.num_tokens)
+        if name == "parts":
+            return (len(plan.gather_counts) - 1) * arrived
+        if name in ("gathered", "unsorted") and plan.gather_counts:
+            return sum(plan.gather_counts)
+        if name == "summed" and level:
+            before = [sum(hop.received) for one, hop in plan.hops.items() if one < int(level)]
+            return before[-1] if before else self.num_tokens
+        return self.num_tokens if name == "rows" else arrived
 
     def outbound(self, rows: torch.Tensor, prob_dtype: torch.dtype | None) -> FactLayout:
         """See Way. Probabilities go with the numbers of their experts."""
@@ -140,6 +155,8 @@ class Hops:
 
     def step_out(self, op: Op, rows: torch.Tensor, arrived: torch.Tensor, plan: HopPlan) -> Steps:
         """See Way. The first way out finds the copies of each row by the facts behind it."""
+        if op.group == EXPERT_TP:
+            return steps.all_gather(rows, arrived, plan.gather_counts, self.etp)
         if op.group is not None:
             level = level_of(op.group)
             counts = plan.hops[level]
@@ -200,7 +217,15 @@ class Hops:
         self, op: Op, reads: Sequence[torch.Tensor], written: torch.Tensor, plan: HopPlan, layout: FactLayout
     ) -> Steps:
         """See Way."""
-        (source,) = reads
+        source = reads[0]
+        if op.group == EXPERT_TP:
+            return steps.scatter(source, written, plan.gather_counts, self.etp)
+        if op.kind is Kind.SUM:
+            parts, of_peers = reads
+            is_wider = written.size(1) > layout.width  # rows at their source, where no hop lies between
+            summed = layout.empty_rows(written.size(0), written) if is_wider else written
+            step = steps.sum_scattered(of_peers, parts, summed, plan.gather_counts, self.etp, layout.columns)
+            return step + steps.call(lambda: written[:, : layout.width].copy_(summed)) if is_wider else step
         if op.group is not None:
             level = level_of(op.group)
             counts = plan.hops[level]

@@ -108,6 +108,10 @@ class FactLayout(Layout):
     def __init__(self, facts: RowFacts, width: int, dtype: torch.dtype) -> None:
         super().__init__(facts.hidden, width, dtype)
         self.facts, self.has_probs = facts, width > facts.hidden
+        self.columns = [(0, facts.hidden, dtype)]
+        """As RowLayout's."""
+        if self.has_probs:
+            self.columns.append((facts.hidden * dtype.itemsize, facts.topk, facts.prob_dtype))
 
     @property
     def at_source(self) -> Layout:

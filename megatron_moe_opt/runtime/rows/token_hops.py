@@ -18,6 +18,7 @@ from megatron_moe_opt.runtime.rows.hop_plan import DomainTables, HopPlan
 from megatron_moe_opt.runtime.rows.hop_way import DeviceTables, Hops
 from megatron_moe_opt.runtime.rows.row_facts import RowFacts, experts_of_tokens
 from megatron_moe_opt.topology.domain_groups import DomainGroups
+from megatron_moe_opt.topology.expert_groups import ExpertGroups
 
 
 @dataclass(frozen=True)
@@ -28,25 +29,35 @@ class HoppingRows:
     parts: tuple[int, ...]
     """Rows that hop together, one part after another."""
     counts: torch.Tensor
-    """int64 [parts * num_counts]: of each part, what DomainTables.plan takes of this rank."""
+    """int64 [parts * (num_counts + 1)], see DeviceTables.count."""
 
 
 class TokenHops:
     """Where the tokens of a layer hop."""
 
-    def __init__(self, groups: DomainGroups, num_experts: int, topk: int) -> None:
+    def __init__(self, groups: DomainGroups, experts: ExpertGroups, num_experts: int, topk: int) -> None:
         """
         Args:
+            groups: made within the expert-parallel one of `experts`.
             topk: experts of a token, at most.
         """
-        self.groups, self.topk, self.num_experts = groups, topk, num_experts
+        self.groups, self.experts, self.topk, self.num_experts = groups, experts, topk, num_experts
         self.tables = DomainTables(groups.domains, groups.rank, num_experts)
         self._on_device: dict[torch.device, DeviceTables] = {}
 
     def rows(
-        self, tokens_TH: torch.Tensor, probs_TE: torch.Tensor, routing_map_TE: torch.Tensor, num_parts: int = 1
+        self,
+        tokens_TH: torch.Tensor,
+        probs_TE: torch.Tensor,
+        routing_map_TE: torch.Tensor,
+        num_parts: int = 1,
+        is_padded: bool = False,
     ) -> tuple[torch.Tensor, HoppingRows]:
         """Packs each token with its facts, and counts the copies that there will be of them.
+
+        Args:
+            is_padded: experts' rows are filled up to their capacity with tokens of probability 0. They do not travel:
+                outputs and gradients of such rows are 0.
 
         Returns:
             [T, facts.width], differentiable in tokens and probabilities; and what is known of them.
@@ -54,6 +65,8 @@ class TokenHops:
         Raises:
             ValueError: a token has more than `topk` experts (on CUDA an assertion on the device).
         """
+        if is_padded:
+            routing_map_TE = routing_map_TE & (probs_TE != 0)
         facts = RowFacts(tokens_TH.size(1), tokens_TH.dtype, self.topk, probs_TE.dtype)
         experts = experts_of_tokens(routing_map_TE, self.topk)
         number = tokens_TH.size(0)
@@ -84,14 +97,24 @@ class TokenHops:
         """Who sends which rows to whom, for each part of them.
 
         Args:
-            counts: int64 [G, parts * num_counts] on the CPU, of all ranks.
+            counts: int64 [joint size, parts * (num_counts + 1)] on the CPU, of all ranks of the joint group.
         """
-        tables = self.on_device(rows.counts.device)
-        of_parts = counts.view(len(counts), len(rows.parts), -1).unbind(1)
+        tables, experts = self.on_device(rows.counts.device), self.experts
+        of_parts = counts.reshape(experts.ep_size, experts.etp_size, len(rows.parts), -1).unbind(2)
         return tuple(
-            Exchange(Hops(self.groups, tables, rows.facts, number), self.tables.plan(of_part))
+            Exchange(Hops(self.groups, tables, rows.facts, number, experts.etp), self._plan(of_part))
             for number, of_part in zip(rows.parts, of_parts, strict=True)
         )
+
+    def _plan(self, counts: torch.Tensor) -> HopPlan:
+        """The plan of one part. `counts`: int64 [ep_size, etp_size, num_counts + 1]."""
+        of_shards = [self.tables.plan(of_shard) for of_shard in counts.unbind(1)]
+        own = of_shards[self.experts.etp_rank]
+        if self.experts.etp is None:
+            return own
+        num_tokens = counts[self.experts.ep_rank, :, -1].tolist()
+        arrived = tuple(plan.arrived(number) for plan, number in zip(of_shards, num_tokens, strict=True))
+        return HopPlan(own.hops, torch.stack([plan.tokens_per_expert for plan in of_shards]).sum(0), arrived)
 
     def on_device(self, device: torch.device) -> DeviceTables:
         """The tables, where rows are."""

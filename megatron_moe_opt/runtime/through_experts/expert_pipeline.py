@@ -57,7 +57,7 @@ def through_experts(
         [R, H]: sums over the ranks that had a part of a row's outputs, where `packed` came from.
     """
     if not torch.is_grad_enabled():  # nothing to restore: partitions share buffers, and T_M is never saved
-        return _Pass(packed, experts, exchanges, "S4", prob_dtype).forward(packed)
+        return _Pass(packed, experts, exchanges, "S4", prob_dtype).forward(packed.detach())
     pass_ = _Pass(packed, experts, exchanges, strategy, prob_dtype)
     return _ThroughExperts.apply(packed, pass_, *experts.parameters)
 
@@ -78,7 +78,8 @@ class _ThroughExperts(Function):
         pass_, ctx.pass_ = ctx.pass_, None
         pass_.take_back(iter(ctx.saved_tensors))  # runs the layer again, if at all, before an op of this pass does
         ctx.maybe_clear_saved_tensors()
-        return pass_.backward(grad.contiguous())
+        # A gradient that another pipeline stage has sent requires one: lanes, which are threads, would record a graph.
+        return pass_.backward(grad.detach().contiguous())
 
 
 class _Pass:
