@@ -11,6 +11,8 @@ from megatron_moe_opt.planning.predicting.netmoe import NextLayerPrediction, pla
 
 DEVICES, NODE = 8, np.arange(8) // 4
 LEARNT, MEASURED = 10, 20  # passes
+SETTINGS = ((8, 0.1, 1.0), (8, 0.5, 1.0), (16, 0.2, 0.5), (4, 0.3, 0.5))
+"""Topics, how a sample mixes them, and their taste for experts."""
 
 
 class Frequencies:
@@ -69,8 +71,8 @@ def shares_of_the_oracle(*setting) -> dict[str, float]:
 def test_predictions_come_near_the_oracle():
     results = [
         shares_of_the_oracle(samples, experts, topics, mixture, taste)
-        for samples, experts in ((16, 16), (64, 32), (128, 64))
-        for topics, mixture, taste in ((8, 0.1, 1.0), (8, 0.5, 1.0), (16, 0.2, 0.5), (4, 0.3, 0.5))
+        for samples, experts, settings in ((16, 16, SETTINGS), (64, 32, SETTINGS[:2]), (128, 64, SETTINGS[2:3]))
+        for topics, mixture, taste in settings
     ]
     for name in results[0]:
         shares = [result[name] for result in results]
