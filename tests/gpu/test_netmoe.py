@@ -14,18 +14,21 @@ MOVE = [2, 0, 3, 1]
 def permuted():
     """A placement that sends sample b of the rank to place MOVE[b]."""
     from megatron_moe_opt.dispatchers.sample_placement import LayerPlacement, SampleOrder
+    from megatron_moe_opt.planning.predicting.sample_costs import RowCosts
     from megatron_moe_opt.topology.sample_holders import SampleHolders
 
     holders = SampleHolders.from_ranks([0], ([0],), ("node",), 1)
-    placement = LayerPlacement(SampleOrder(), holders, EXPERTS, last=False)
-    placement._solve = lambda on_device, rows_beside: np.array(MOVE)
+    placement = LayerPlacement(SampleOrder(), holders, RowCosts(holders, EXPERTS), last=False)
+    placement._solve = lambda on_device: np.array(MOVE)
     return placement
 
 
+@pytest.mark.parametrize(("level", "chunks"), [("O1", 1), ("O3", 3)])
 @pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_samples_change_places(one_rank, dtype, shared):
+def test_samples_change_places(one_rank, dtype, shared, level, chunks):
     from megatron_moe_opt.dispatchers.netmoe import NetmoeDispatcher
+    from megatron_moe_opt.dispatchers.pipelining import FixedPipelining
     from megatron_moe_opt.topology.expert_groups import ExpertGroups
 
     device, group = one_rank, dist.group.WORLD
@@ -45,7 +48,7 @@ def test_samples_change_places(one_rank, dtype, shared):
             output[:, MOVE] = summed
             output = output.view(-1, HIDDEN)
         else:
-            dispatcher = NetmoeDispatcher(ExpertGroups(group, None, group))
+            dispatcher = NetmoeDispatcher(ExpertGroups(group, None, group), FixedPipelining(level, chunks))
             dispatcher.join(permuted(), lambda rows: 2 * rows)
             dispatcher.hand_over(residual, learn=True)
             if shared:

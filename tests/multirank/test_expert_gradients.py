@@ -35,7 +35,7 @@ def gradient(layer: Any) -> torch.Tensor:
 def not_sent(layer: Any) -> torch.Tensor:
     """[numel]: what all ranks keep that this rank has not got. A collective call."""
     migrated = layer.token_dispatcher.dispatcher.migrated
-    pending = torch.zeros(4, migrated.weights.numel)
+    pending = torch.zeros(4, migrated.weights.numel, device=migrated.weights.parameters[0].device)
     groups = migrated.communicator._groups.values()
     # By place among the peers of each level, the innermost first.
     owners = torch.tensor(migrated.owners).view([group.size() for group in reversed(groups)])

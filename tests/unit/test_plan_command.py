@@ -149,7 +149,8 @@ def test_the_plan_and_the_flags_that_run_it(run, tmp_path):
         ),
         (
             "--cluster pcie --world 16 --tp 4 --ep 4 --expert-tp 4 --no-sequence-parallel",
-            r"(monta --moe-opt-monta-level O[23] --moe-opt-chunks [0-9]+|mpmoe --moe-opt-partitions [0-9]+)",
+            r"(monta --moe-opt-monta-level O[23] --moe-opt-chunks [0-9]+|mpmoe --moe-opt-partitions [0-9]+"
+            r"( --moe-opt-way hops)?)",
         ),
         ("--cluster h100-ib400 --world 8 --ep 1", "alltoall"),
         ("--cluster h100-ib400 --world 16 --ep 8 --activation-budget 100000000", "alltoall"),
