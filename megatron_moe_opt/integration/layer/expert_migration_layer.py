@@ -41,8 +41,6 @@ from megatron_moe_opt.topology.domain_groups import DomainGroups, levels_of
 from megatron_moe_opt.topology.domains import ExpertDomains
 from megatron_moe_opt.topology.expert_groups import ExpertGroups
 
-"""The method of MoELayer that runs the experts: (dispatched tokens, probabilities) -> (output, bias)."""
-
 
 def make_dispatcher(groups: ExpertGroups, options: Options, config: Any) -> ExpertMigrationDispatcher:
     """The dispatcher of a layer. A collective call over its expert-parallel group.
