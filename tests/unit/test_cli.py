@@ -104,8 +104,9 @@ def _run(monkeypatch, *arguments, world=1, commands=app):
         (
             "--dispatchers mpmoe:4:S5",
             1,
-            "--dispatchers mpmoe:4:S5: write a number of partitions and, where they share memory, how (none, S1, S2, "
-            "S3, S4), such as mpmoe:4 or mpmoe:4:S3, or mpmoe:auto",
+            "--dispatchers mpmoe:4:S5: write a number of partitions, where they share memory how (none, S1, S2, S3, "
+            "S4), and hops where a token crosses links once, such as mpmoe:4, mpmoe:4:S3, mpmoe:4:hops or "
+            "mpmoe:4:S3:hops; or mpmoe:auto",
         ),
         (
             "--dispatchers mpmoe:4 --dispatch-only",
