@@ -144,7 +144,7 @@ def test_starts_a_rank_a_task(cluster):
     assert not any("container" in argument for argument in cluster.note("srun"))
     for flag, expected in (
         ("--hidden-size", "4096"),
-        ("--moe-token-dispatcher-type", "monta"),
+        ("--moe-token-dispatcher-type", "auto"),
         ("--data-path", cluster.environment["DATA"]),
         ("--tokenizer-model", "/data/tokenizer"),
         ("--data-cache-path", f"{cluster.checkpoints}/sample-indices"),
