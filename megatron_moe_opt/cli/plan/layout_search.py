@@ -132,6 +132,8 @@ def _bounded(
     sites: dict[Layout, Site | None] = {}
     found = []
     for one in ones:
+        if one.micro_batch * settings.sequences[0] % (one.layout.tp * one.layout.cp):
+            continue
         of_layout = settings.arranged(one)
         if one.layout not in sites:
             try:
@@ -139,7 +141,7 @@ def _bounded(
             except ConfigurationError:
                 sites[one.layout] = None
         site = sites[one.layout]
-        if site is not None and one.micro_batch * settings.sequences[0] % (one.layout.tp * one.layout.cp) == 0:
+        if site is not None:
             bound = Case.of(of_layout, model, site, settings.sequences[0], stock_without_waiting)
             found.append((bound.step(bound.candidates[0]).tokens_per_second, of_layout, site))
     return sorted(found, key=lambda one: -one[0])
