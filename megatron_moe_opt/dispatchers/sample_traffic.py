@@ -7,15 +7,13 @@ our lane, `sent` what was sent. Links are those of the all-to-all over EP: what 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 
 import numpy as np
 
-from megatron_moe_opt.dispatchers.sample_placement import Decision, LayerPlacement, SampleOrder
+from megatron_moe_opt.dispatchers.sample_placement import Decision
 from megatron_moe_opt.planning.predicting.netmoe import moved_shares
 from megatron_moe_opt.planning.predicting.sample_costs import RowCosts, SampleCosts
-from megatron_moe_opt.runtime.rows.sample_counts import SampleCounts
 from megatron_moe_opt.topology.sample_holders import SampleHolders
 
 
@@ -101,35 +99,3 @@ class SampleTraffic:
             "solve ms": 1e3 * self.solve_seconds * each,
             "exposed ms": 1e3 * self.exposed_seconds * each,
         }
-
-
-def replay_counts(
-    passes: Iterable[Sequence[SampleCounts]],
-    holders: SampleHolders,
-    costs: SampleCosts,
-    row: SampleRowBytes,
-    rows_beside: int = 0,
-) -> SampleTraffic:
-    """What netmoe's layers of a pipeline stage would have sent of passes that were counted under another dispatcher.
-
-    Args:
-        passes: the counts of each layer, with all samples at home. Predictions learn from each pass after it was sent.
-        costs: of the way whose columns were counted.
-        rows_beside: see SampleTraffic.add.
-    """
-    order, traffic, layers = SampleOrder(), SampleTraffic(), []
-    for of_layers in passes:
-        if not layers:
-            last = len(of_layers) - 1
-            layers = [LayerPlacement(order, holders, costs, last=number == last) for number in range(last + 1)]
-        order.begin()
-        for layer, at_home in zip(layers, of_layers, strict=True):
-            counts = at_home
-            if order.running.at is not None:
-                parts = at_home.rows.flatten(0, 2)
-                now = parts.new_empty(parts.shape)
-                now[holders.items(np.argsort(order.running.at))] = parts
-                counts = replace(at_home, rows=now.view_as(at_home.rows))
-            decision = layer.decide(counts, rows_beside, learn=counts.equal).decision.result()
-            traffic.add(decision, holders, costs, rows_beside, row, exposed=0.0)
-    return traffic

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from itertools import permutations
 
 import numpy as np
 import pytest
 import torch
 
-from megatron_moe_opt.dispatchers.sample_traffic import SampleRowBytes, replay_counts
+from megatron_moe_opt.dispatchers.sample_placement import LayerPlacement, SampleOrder
+from megatron_moe_opt.dispatchers.sample_traffic import SampleRowBytes, SampleTraffic
 from megatron_moe_opt.kernels import place_samples
-from megatron_moe_opt.planning.predicting.sample_costs import HopCosts, RowCosts
+from megatron_moe_opt.planning.predicting.sample_costs import HopCosts, RowCosts, SampleCosts
 from megatron_moe_opt.runtime.rows.hop_plan import DomainTables
 from megatron_moe_opt.runtime.rows.hop_way import DeviceTables
 from megatron_moe_opt.runtime.rows.row_facts import experts_of_tokens
@@ -19,6 +22,38 @@ from megatron_moe_opt.topology.domains import stationary
 from megatron_moe_opt.topology.sample_holders import SampleHolders
 
 RANKS, EXPERTS, TOKENS, TOPK = 4, 8, 6, 3
+
+
+def replay_counts(
+    passes: Iterable[Sequence[SampleCounts]],
+    holders: SampleHolders,
+    costs: SampleCosts,
+    row: SampleRowBytes,
+    rows_beside: int = 0,
+) -> SampleTraffic:
+    """What netmoe's layers of a pipeline stage would have sent of passes that were counted under another dispatcher.
+
+    Args:
+        passes: the counts of each layer, with all samples at home. Predictions learn from each pass after it was sent.
+        costs: of the way whose columns were counted.
+        rows_beside: see SampleTraffic.add.
+    """
+    order, traffic, layers = SampleOrder(), SampleTraffic(), []
+    for of_layers in passes:
+        if not layers:
+            last = len(of_layers) - 1
+            layers = [LayerPlacement(order, holders, costs, last=number == last) for number in range(last + 1)]
+        order.begin()
+        for layer, at_home in zip(layers, of_layers, strict=True):
+            counts = at_home
+            if order.running.at is not None:
+                parts = at_home.rows.flatten(0, 2)
+                now = parts.new_empty(parts.shape)
+                now[holders.items(np.argsort(order.running.at))] = parts
+                counts = replace(at_home, rows=now.view_as(at_home.rows))
+            decision = layer.decide(counts, rows_beside, learn=counts.equal).decision.result()
+            traffic.add(decision, holders, costs, rows_beside, row, exposed=0.0)
+    return traffic
 
 
 def holders(nodes: tuple[str, ...]) -> SampleHolders:
