@@ -167,7 +167,9 @@ class AutoChooser(Chooser):
     whole_layer = True
     candidates = (AUTO,)
     of_each_system = 2
-    """Variants that are measured, those with the least predictions, besides what auto tries."""
+    """Variants that are measured, those with the least predictions, besides what auto tries: of each system, and of
+    each whose tokens hop besides.
+    """
     hopeless = 3.0
     """What is predicted to take so many times as long as the fastest is not measured, unless auto tried it."""
 
@@ -183,10 +185,11 @@ class AutoChooser(Chooser):
         layer_under_test(settings, AUTO, ep, device)
         self._controller = current_controller()
         predicted = self._controller.predicted
-        of_families: dict[str, list[str]] = {}
+        of_families: dict[tuple[str, bool], list[str]] = {}
         for one in predicted:
             if one.seconds <= self.hopeless * predicted[0].seconds:
-                of_families.setdefault(one.family, []).append(one.variant)
+                is_hopping = "hops" in one.variant
+                of_families.setdefault((one.family, is_hopping), []).append(one.variant)
         fastest = [variant for variants in of_families.values() for variant in variants[: self.of_each_system]]
         self._measured = tuple(dict.fromkeys([*self._controller.measured, *fastest]))
         return self._measured
