@@ -16,6 +16,9 @@ from torch.distributed import ProcessGroup
 
 from megatron_moe_opt.kernels import ChunkList, empty
 from megatron_moe_opt.kernels.extension import load_extension
+from megatron_moe_opt.kernels.wire_format import convert_chunks
+from megatron_moe_opt.kernels.wire_format import sum_parts as sum_wire_parts
+from megatron_moe_opt.row_format import WireFormat
 from megatron_moe_opt.runtime.observed.traffic import count_sent
 
 _C = load_extension()
@@ -86,39 +89,43 @@ def scatter(rows: torch.Tensor, parts: torch.Tensor, counts: Sequence[int], grou
     return exchange(rows, sent, parts, received, group, "reduce_scatter")
 
 
-def sum_scattered(
-    rows: torch.Tensor,
-    parts: torch.Tensor,
-    summed: torch.Tensor,
-    counts: Sequence[int],
-    group: ProcessGroup,
-    columns: Sequence[tuple[int, int, torch.dtype]] | None = None,
-) -> Steps:
-    """The sum behind `scatter`, in rank order: summed [counts[rank], W]. An op of its own, so that the exchange is
-    waited for when the sum has its turn.
-
-    Args:
-        columns: (first byte of a row, elements, dtype) of each part of a row that is summed; None: all of it, in the
-            rows' dtype. Half-precision rows are added in float32 and rounded once.
+def scattered_blocks(
+    rows: torch.Tensor, parts: torch.Tensor, counts: Sequence[int], group: ProcessGroup
+) -> list[torch.Tensor]:
+    """What is to be summed behind `scatter`, in rank order, each [counts[rank], W]; nothing where that has no rows. The
+    sum is an op of its own, so that the exchange is waited for when the sum has its turn.
     """
     rank, mine = group.rank(), counts[group.rank()]
     blocks = list(parts.narrow(0, 0, (group.size() - 1) * mine).view(-1, mine, rows.size(1)).unbind()) if mine else []
     blocks.insert(rank, rows.narrow(0, sum(counts[:rank]), mine))
-    return sum_parts(blocks, summed, columns or [(0, rows.size(1), rows.dtype)])
+    return blocks
 
 
 def reduce_scatter(rows: torch.Tensor, summed: torch.Tensor, group: ProcessGroup) -> tuple[Steps, Steps]:
     """The exchange and the sum of a reduce-scatter in equal blocks: rows [ranks * N, W] -> summed [N, W]."""
     counts = [summed.size(0)] * group.size()
     parts = empty((rows.size(0) - summed.size(0), rows.size(1)), rows.dtype, rows.device)
-    return scatter(rows, parts, counts, group), sum_scattered(rows, parts, summed, counts, group)
+    blocks = scattered_blocks(rows, parts, counts, group)
+    return scatter(rows, parts, counts, group), sum_parts(blocks, summed, [(0, rows.size(1), rows.dtype)])
 
 
 def sum_parts(
     parts: Sequence[torch.Tensor], summed: torch.Tensor, columns: Sequence[tuple[int, int, torch.dtype]]
 ) -> Steps:
-    """summed = parts[0] + parts[1] + ..., one after the other, all [R, W]; `columns` as in `sum_scattered`."""
+    """summed = parts[0] + parts[1] + ..., one after the other, all [R, W].
+
+    Args:
+        columns: (first byte of a row, elements, dtype) of each part of a row that is summed. Half-precision rows are
+            added in float32 and rounded once.
+    """
     return Steps(tuple(_C.sum_parts(list(parts), summed, *column) for column in columns))
+
+
+def sum_payloads(parts: Sequence[torch.Tensor], summed: torch.Tensor, hidden: int, wire: WireFormat) -> Steps:
+    """As `sum_parts`, of the payloads at the beginning of rows on the wire: in float32, and rounded once."""
+    if wire.block is None:
+        return sum_parts(parts, summed, [(0, hidden, summed.dtype)])
+    return call(lambda: sum_wire_parts(parts, summed, hidden, wire))
 
 
 def copy_rows(source: torch.Tensor, target: torch.Tensor, chunks: ChunkList) -> Steps:
@@ -131,6 +138,22 @@ def copy_columns(
 ) -> Steps:
     """Moves row_bytes bytes of the rows of `chunks`, from and to these bytes of a row."""
     return Steps((_C.copy_rows(source, source_byte, target, target_byte, row_bytes, chunks.tensors),))
+
+
+def copy_payloads(
+    source: torch.Tensor,
+    source_wire: WireFormat,
+    target: torch.Tensor,
+    target_wire: WireFormat,
+    hidden: int,
+    chunks: ChunkList,
+) -> Steps:
+    """Moves the hidden elements of the rows of `chunks`, at the beginning of rows in these formats, one of which at
+    most is not SAME.
+    """
+    if source_wire is target_wire:
+        return copy_columns(source, 0, target, 0, hidden * source.element_size(), chunks)
+    return call(lambda: convert_chunks(source, source_wire, target, target_wire, hidden, chunks))
 
 
 def call(function: Callable[[], object]) -> Steps:
