@@ -1,9 +1,9 @@
 """Rows that carry their probability with them, so that tokens and probabilities travel in one message.
 
 A packed row is [hidden elements | a lane of LANE_BYTES]; the first bytes of the lane are the bits of the row's
-probability (or of its gradient). On the wire the hidden elements may be narrower: the row then begins with the payload
-of a wire format, and has its dtype. From NOTE_BYTE of the lane on there is room for a note, an int32; the other bytes
-mean nothing.
+probability (or of its gradient). From NOTE_BYTE of the lane on there is room for a note, an int32; the other bytes mean
+nothing. On the wire the hidden elements may be narrower: the row then begins with the payload of a wire format, and has
+its dtype.
 
 Shapes: T tokens, E experts, H hidden size, R permuted rows, W = H + LANE_BYTES / element size.
 """
@@ -139,7 +139,7 @@ def sum_packed_rows(
         dtype = dtype or packed.dtype
         kind = out_wire.dtype_of(dtype)
         width = out_wire.payload_bytes(hidden, dtype) // kind.itemsize
-        out = empty((row_map.offsets.numel() - 1, width), kind, packed.device)
+        out = empty((row_map.num_tokens, width), kind, packed.device)
     total = _C.unpermute_rows(row_map.tensors, float_rows(packed, wire, hidden), hidden, None)
     if out_wire is WireFormat.SAME:
         out[:, :hidden] = total

@@ -95,9 +95,10 @@ def _narrow(rows: torch.Tensor, wire: WireFormat) -> torch.Tensor:
     scaled = (values * inverse.unsqueeze(2)).clamp(-448, 448)
     codes = torch.where(finite, scaled.to(torch.float8_e4m3fn).view(torch.uint8), 0x7F)
     payload = torch.zeros(rows.size(0), wire.payload_bytes(hidden, rows.dtype), dtype=torch.uint8, device=rows.device)
-    payload[:, :hidden] = codes.view(rows.size(0), -1)[:, :hidden]
+    payload[:, :hidden] = codes.view(rows.size(0), blocks * wire.block)[:, :hidden]
     first = wire.first_scale(hidden)
-    payload[:, first : first + blocks * wire.scale_bytes] = scales.view(torch.uint8).view(rows.size(0), -1)
+    size = blocks * wire.scale_bytes
+    payload[:, first : first + size] = scales.flatten().view(torch.uint8).view(rows.size(0), size)
     return payload
 
 

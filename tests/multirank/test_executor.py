@@ -75,8 +75,7 @@ def bind(schedule: Schedule, buffers: dict[str, torch.Tensor], groups: dict[str,
                 parts = torch.empty((size - 1) * counts[rank], WIDTH)
                 rows = source[: sum(counts)]
                 step = steps.scatter(rows, parts, counts, group)
-                blocks = steps.scattered_blocks(rows, parts, counts, group)
-                step += steps.sum_parts(blocks, target[: counts[rank]], [(0, WIDTH, torch.float32)])
+                step += steps.sum_scattered(rows, parts, target[: counts[rank]], counts, group)
         bound.append(step)
     return bound
 

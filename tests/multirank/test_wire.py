@@ -6,6 +6,7 @@ bit. Where sums are rounded on their way, over expert-TP and at each hop, they a
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from typing import Any
 
@@ -17,7 +18,7 @@ from megatron_moe_opt.options import Options
 from megatron_moe_opt.row_format import Wire, WireFormat
 from tests import kernel_reference
 from tests.multirank.test_dispatchers import DROP, PAD, RECOMPUTE, SHARED, run_layer
-from tests.ranks.devices import difference, same
+from tests.ranks.devices import CONTRACT, difference, same
 
 NEAR = {"bf16": 2.0**-7, "fp8": 0.05, "mxfp8": 0.06}
 """Of results whose rows were rounded several times, norm over norm: 2^-4 an element of 8 bits at most, half of it in
@@ -137,7 +138,8 @@ def arguments(case: tuple) -> dict[str, Any]:
 def test_rows_are_rounded_once_a_way(ranks, case):
     for result in ranks.run(compare, **arguments(case)):
         assert result["again"]
-        assert result["equal"] or max(result["errors"].values()) < 1e-6, result["errors"]
+        by_parts = case[0] == "mpmoe"  # gradients of weights are summed over partitions
+        assert max(result["errors"].values()) < CONTRACT if by_parts else result["equal"], result["errors"]
 
 
 NEARLY = [
@@ -201,7 +203,7 @@ def same_bits(dispatcher: str, options: dict, layout: dict) -> bool:
         for wire in ("same", "bf16"):
             megatron_moe_opt.register(Options(**options, wire=wire))
             layer = build_layer(config).to(torch.bfloat16)
-            state = state or {name: value.clone() for name, value in layer.state_dict().items()}
+            state = state or copy.deepcopy(layer.state_dict())
             layer.load_state_dict(state)
             results.append(run_layer(layer, rows, 1))
         megatron_moe_opt.register()

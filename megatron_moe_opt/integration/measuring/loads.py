@@ -127,9 +127,7 @@ def reduce_scatter(rows: Rows, group: ProcessGroup, role: str, lane: Lane) -> Lo
         counts = [mine] * group.size()
 
         def exchange_and_sum() -> steps.Steps:
-            blocks = steps.scattered_blocks(added, parts, counts, group)
-            columns = [(0, rows.hidden, rows.dtype)]
-            return steps.scatter(added, parts, counts, group) + steps.sum_parts(blocks, summed, columns)
+            return steps.scatter(added, parts, counts, group) + steps.sum_scattered(added, parts, summed, counts, group)
 
         return Sized(number * rows.bytes, exchange_and_sum)
 

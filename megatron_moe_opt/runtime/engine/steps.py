@@ -14,11 +14,8 @@ from typing import Any
 import torch
 from torch.distributed import ProcessGroup
 
-from megatron_moe_opt.kernels import ChunkList, empty
+from megatron_moe_opt.kernels import ChunkList, WireFormat, empty, wire_format
 from megatron_moe_opt.kernels.extension import load_extension
-from megatron_moe_opt.kernels.wire_format import convert_chunks
-from megatron_moe_opt.kernels.wire_format import sum_parts as sum_wire_parts
-from megatron_moe_opt.row_format import WireFormat
 from megatron_moe_opt.runtime.observed.traffic import count_sent
 
 _C = load_extension()
@@ -39,6 +36,9 @@ class Steps:
 
 Blocks = Sequence[tuple[int, int]]
 """(first row, rows) for each rank of a group."""
+
+Columns = Sequence[tuple[int, int, torch.dtype | WireFormat]]
+"""Parts of a row: (first byte, elements, their dtype), or (0, hidden elements, the format of rows on the wire)."""
 
 
 def blocks_of(counts: Sequence[int], first: int = 0) -> list[tuple[int, int]]:
@@ -89,43 +89,43 @@ def scatter(rows: torch.Tensor, parts: torch.Tensor, counts: Sequence[int], grou
     return exchange(rows, sent, parts, received, group, "reduce_scatter")
 
 
-def scattered_blocks(
-    rows: torch.Tensor, parts: torch.Tensor, counts: Sequence[int], group: ProcessGroup
-) -> list[torch.Tensor]:
-    """What is to be summed behind `scatter`, in rank order, each [counts[rank], W]; nothing where that has no rows. The
-    sum is an op of its own, so that the exchange is waited for when the sum has its turn.
+def sum_scattered(
+    rows: torch.Tensor,
+    parts: torch.Tensor,
+    summed: torch.Tensor,
+    counts: Sequence[int],
+    group: ProcessGroup,
+    columns: Columns | None = None,
+) -> Steps:
+    """The sum behind `scatter`, in rank order: summed [counts[rank], W]. An op of its own, so that the exchange is
+    waited for when the sum has its turn.
+
+    Args:
+        columns: each part of a row that is summed; None: all of it, in the rows' dtype. Elements narrower than float32
+            are added in it and rounded once.
     """
     rank, mine = group.rank(), counts[group.rank()]
     blocks = list(parts.narrow(0, 0, (group.size() - 1) * mine).view(-1, mine, rows.size(1)).unbind()) if mine else []
     blocks.insert(rank, rows.narrow(0, sum(counts[:rank]), mine))
-    return blocks
+    return sum_parts(blocks, summed, columns or [(0, rows.size(1), rows.dtype)])
 
 
 def reduce_scatter(rows: torch.Tensor, summed: torch.Tensor, group: ProcessGroup) -> tuple[Steps, Steps]:
     """The exchange and the sum of a reduce-scatter in equal blocks: rows [ranks * N, W] -> summed [N, W]."""
     counts = [summed.size(0)] * group.size()
     parts = empty((rows.size(0) - summed.size(0), rows.size(1)), rows.dtype, rows.device)
-    blocks = scattered_blocks(rows, parts, counts, group)
-    return scatter(rows, parts, counts, group), sum_parts(blocks, summed, [(0, rows.size(1), rows.dtype)])
+    return scatter(rows, parts, counts, group), sum_scattered(rows, parts, summed, counts, group)
 
 
-def sum_parts(
-    parts: Sequence[torch.Tensor], summed: torch.Tensor, columns: Sequence[tuple[int, int, torch.dtype]]
-) -> Steps:
-    """summed = parts[0] + parts[1] + ..., one after the other, all [R, W].
-
-    Args:
-        columns: (first byte of a row, elements, dtype) of each part of a row that is summed. Half-precision rows are
-            added in float32 and rounded once.
-    """
-    return Steps(tuple(_C.sum_parts(list(parts), summed, *column) for column in columns))
-
-
-def sum_payloads(parts: Sequence[torch.Tensor], summed: torch.Tensor, hidden: int, wire: WireFormat) -> Steps:
-    """As `sum_parts`, of the payloads at the beginning of rows on the wire: in float32, and rounded once."""
-    if wire.block is None:
-        return sum_parts(parts, summed, [(0, hidden, summed.dtype)])
-    return call(lambda: sum_wire_parts(parts, summed, hidden, wire))
+def sum_parts(parts: Sequence[torch.Tensor], summed: torch.Tensor, columns: Columns) -> Steps:
+    """summed = parts[0] + parts[1] + ..., one after the other, all [R, W]; `columns` as in `sum_scattered`."""
+    step = Steps()
+    for first_byte, width, kind in columns:
+        if isinstance(kind, WireFormat):
+            step += call(lambda width=width, kind=kind: wire_format.sum_parts(parts, summed, width, kind))
+        else:
+            step += Steps((_C.sum_parts(list(parts), summed, first_byte, width, kind),))
+    return step
 
 
 def copy_rows(source: torch.Tensor, target: torch.Tensor, chunks: ChunkList) -> Steps:
@@ -140,7 +140,7 @@ def copy_columns(
     return Steps((_C.copy_rows(source, source_byte, target, target_byte, row_bytes, chunks.tensors),))
 
 
-def copy_payloads(
+def convert_rows(
     source: torch.Tensor,
     source_wire: WireFormat,
     target: torch.Tensor,
@@ -148,12 +148,8 @@ def copy_payloads(
     hidden: int,
     chunks: ChunkList,
 ) -> Steps:
-    """Moves the hidden elements of the rows of `chunks`, at the beginning of rows in these formats, one of which at
-    most is not SAME.
-    """
-    if source_wire is target_wire:
-        return copy_columns(source, 0, target, 0, hidden * source.element_size(), chunks)
-    return call(lambda: convert_chunks(source, source_wire, target, target_wire, hidden, chunks))
+    """As `copy_rows`, to the format of the target's rows: see `kernels.convert_chunks`."""
+    return call(lambda: wire_format.convert_chunks(source, source_wire, target, target_wire, hidden, chunks))
 
 
 def call(function: Callable[[], object]) -> Steps:

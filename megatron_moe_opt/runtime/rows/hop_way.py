@@ -209,12 +209,11 @@ class Hops:
             return steps.scatter(source, written, plan.gather_counts, self.etp)
         if op.kind is Kind.SUM:
             parts, of_peers = reads
-            blocks = steps.scattered_blocks(of_peers, parts, plan.gather_counts, self.etp)
             target = layout if plan.hops else layout.at_source
-            if target.wire is layout.wire:
-                return layout.sum_parts(blocks, written)
-            summed = layout.empty_rows(written.size(0), written)
-            return layout.sum_parts(blocks, summed) + steps.call(lambda: target.take(layout, summed, written))
+            is_same = target.wire is layout.wire
+            summed = written if is_same else layout.empty_rows(written.size(0), written)
+            step = steps.sum_scattered(of_peers, parts, summed, plan.gather_counts, self.etp, layout.columns)
+            return step if is_same else step + steps.call(lambda: target.take(layout, summed, written))
         if op.group is not None:
             level = level_of(op.group)
             counts = plan.hops[level]

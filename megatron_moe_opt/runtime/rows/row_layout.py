@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 import torch
 
-from megatron_moe_opt.kernels import LANE_BYTES, NOTE_BYTE, RowMap, empty, sum_packed_rows
+from megatron_moe_opt.kernels import LANE_BYTES, NOTE_BYTE, ChunkList, RowMap, empty, sum_packed_rows
 from megatron_moe_opt.kernels.streams import used_here
 from megatron_moe_opt.kernels.wire_format import gather_rows, narrow_rows, widen_rows
 from megatron_moe_opt.row_format import SAME, Wire, WireFormat
@@ -53,7 +52,12 @@ class Layout:
         self.row_bytes = self.lane + lane_bytes
         self.wire_dtype = wire.dtype_of(payload.dtype)
         self.width = self.row_bytes // self.wire_dtype.itemsize
-        self._summed = [] if summed is None else [(self.lane, *summed)]
+        self.columns: list[tuple[int, int, torch.dtype | WireFormat]] = [
+            (0, self.hidden, self.wire_dtype if wire.block is None else wire)
+        ]
+        """What is summed in a row, as steps.sum_parts takes it: in float32, and rounded once."""
+        if summed is not None:
+            self.columns.append((self.lane, *summed))
 
     @property
     def at_source(self) -> Layout:
@@ -108,10 +112,6 @@ class Layout:
         """As `sum_rows`: returns [T, H] in the rows' dtype."""
         return sum_packed_rows(rows, self.hidden, row_map, self.wire, dtype=self.dtype)
 
-    def sum_parts(self, parts: Sequence[torch.Tensor], summed: torch.Tensor) -> Steps:
-        """summed = parts[0] + parts[1] + ..., one after the other, all [R, width]: in float32, and rounded once."""
-        return steps.sum_payloads(parts, summed, self.hidden, self.wire) + steps.sum_parts(parts, summed, self._summed)
-
     def of_lane(self, rows: torch.Tensor, first: int, num_bytes: int) -> torch.Tensor:
         """[R, width] -> uint8 [R, num_bytes] of the lane, the same memory."""
         lane = rows[:, self.lane // self.wire_dtype.itemsize :].view(torch.uint8)
@@ -152,7 +152,7 @@ class RowLayout(Layout):
 
     def split(self, here: AtExperts, chunk: ChunkPlan) -> Steps:
         """Rows in arrival order -> tokens (and probabilities, and notes) in expert order."""
-        step = steps.copy_payloads(here.rows, self.wire, here.tokens, WireFormat.SAME, self.hidden, chunk.by_expert)
+        step = self._move(here.rows, self.wire, here.tokens, WireFormat.SAME, chunk.by_expert)
         for first_byte, column in ((self.lane, here.probs), (self.lane + NOTE_BYTE, here.notes)):
             if column is not None:
                 step += steps.copy_columns(here.rows, first_byte, column, 0, column.element_size(), chunk.by_expert)
@@ -161,7 +161,15 @@ class RowLayout(Layout):
     def join(self, here: AtExperts, chunk: ChunkPlan) -> Steps:
         """The inverse of `split`; what the probability leaves of its lane means nothing."""
         by_source, probs = chunk.by_expert.inverse(), here.probs
-        step = steps.copy_payloads(here.tokens, WireFormat.SAME, here.rows, self.wire, self.hidden, by_source)
+        step = self._move(here.tokens, WireFormat.SAME, here.rows, self.wire, by_source)
         if probs is not None:
             step += steps.copy_columns(probs, 0, here.rows, self.lane, probs.element_size(), by_source)
         return step
+
+    def _move(
+        self, source: torch.Tensor, there: WireFormat, target: torch.Tensor, here: WireFormat, chunks: ChunkList
+    ) -> Steps:
+        """Hidden elements, from rows in one format to rows in another."""
+        if self.wire is WireFormat.SAME:
+            return steps.copy_columns(source, 0, target, 0, self.lane, chunks)
+        return steps.convert_rows(source, there, target, here, self.hidden, chunks)

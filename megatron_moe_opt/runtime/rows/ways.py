@@ -156,8 +156,8 @@ class EpThenExpertTp(_RowForEveryExpert):
         if op.kind is Kind.REDUCE_SCATTER:
             return steps.scatter(_gathered(reads[0], chunk), written, chunk.gather_counts, groups.etp)
         if op.kind is Kind.SUM:
-            blocks = steps.scattered_blocks(_gathered(reads[1], chunk), reads[0], chunk.gather_counts, groups.etp)
-            return layout.sum_parts(blocks, _received(written, chunk))
+            parts, of_peers, summed = reads[0], _gathered(reads[1], chunk), _received(written, chunk)
+            return steps.sum_scattered(of_peers, parts, summed, chunk.gather_counts, groups.etp, layout.columns)
         summed = _received(reads[0], chunk)
         return steps.all_to_all(summed, chunk.receive_counts, _sent(written, chunk), chunk.send_counts, groups.ep)
 
@@ -224,7 +224,7 @@ class EpWithExpertTp(_RowForEveryExpert):
                 added = [reads[0].narrow(0, *arrivals[groups.ep_rank * groups.etp_size])]
             else:
                 added = reads[0].split(num_rows) if num_rows else [target]
-            return layout.sum_parts(added, target)
+            return steps.sum_parts(added, target, layout.columns)
         by_shard = [blocks_of(counts, shard * num_rows) for shard in range(groups.etp_size)]
         from_ = [by_shard[shard][ep_rank] for ep_rank in range(groups.ep_size) for shard in range(groups.etp_size)]
         if op.group == parm.JOINT:
