@@ -1,4 +1,14 @@
-"""The format of a packed row, in bytes: [hidden elements | lane]. Planning counts these bytes without PyTorch."""
+"""The format of a row on the wire, in bytes: [hidden elements in a wire format | lane]. Planning counts these bytes
+without PyTorch.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
 
 LANE_BYTES = 16
 """The lane behind a row's hidden elements. It keeps rows 16-byte aligned where the hidden size does;
@@ -6,3 +16,56 @@ csrc/bindings/permute.cpp holds the same number."""
 
 NOTE_BYTE = 8
 """Where in the lane there is room for a note, an int32, behind the bits of the row's probability."""
+
+PAYLOAD_ALIGNMENT = 16
+"""Of the payload of rows in 8 bits, in bytes; csrc/kernels/wire_format.h holds the same number."""
+
+
+class WireFormat(Enum):
+    """How the hidden elements of a row travel; the values are the words of --moe-opt-wire.
+
+    In 8 bits a row's payload is [an e4m3 code for each element | zeros up to the alignment of a scale | a scale for
+    each block of elements, the last of which may be short | zeros up to PAYLOAD_ALIGNMENT]; the numbers are explained
+    in csrc/kernels/wire_format.h.
+    """
+
+    SAME = "same"
+    """In the rows' own dtype."""
+    BF16 = "bf16"
+    FP8 = "fp8"
+    """e4m3, one float32 scale for 128 elements."""
+    MXFP8 = "mxfp8"
+    """e4m3, one power of two (e8m0) for 32 elements: OCP's microscaling format."""
+
+    @property
+    def block(self) -> int | None:
+        """Elements that share a scale; None where there are no scales."""
+        return {WireFormat.FP8: 128, WireFormat.MXFP8: 32}.get(self)
+
+    @property
+    def scale_bytes(self) -> int:
+        """Of one scale; 0 where there are none."""
+        return {WireFormat.FP8: 4, WireFormat.MXFP8: 1}.get(self, 0)
+
+    def dtype_of(self, rows: torch.dtype) -> torch.dtype:
+        """The dtype of the tensor that holds rows on the wire, which are of dtype `rows` elsewhere."""
+        import torch
+
+        if self is WireFormat.SAME:
+            return rows
+        return torch.bfloat16 if self is WireFormat.BF16 else torch.uint8
+
+    def payload_bytes(self, hidden: int, rows: torch.dtype) -> int:
+        """Bytes of `hidden` elements and their scales, of rows whose dtype is `rows` elsewhere."""
+        if self.block is None:
+            return hidden * (rows.itemsize if self is WireFormat.SAME else 2)
+        scales = -(-hidden // self.block) * self.scale_bytes
+        return _padded(self.first_scale(hidden) + scales, PAYLOAD_ALIGNMENT)
+
+    def first_scale(self, hidden: int) -> int:
+        """The byte of a row in 8 bits at which its scales begin."""
+        return _padded(hidden, self.scale_bytes)
+
+
+def _padded(num_bytes: int, alignment: int) -> int:
+    return -(-num_bytes // alignment) * alignment

@@ -9,6 +9,7 @@ import torch
 
 from megatron_moe_opt.kernels.chunk_copy import ChunkList
 from megatron_moe_opt.kernels.residual_codec import BLOCK_ELEMENTS
+from megatron_moe_opt.row_format import WireFormat
 
 
 def routed_pairs(routing_map: torch.Tensor, capacity: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
@@ -66,6 +67,50 @@ def copy_chunks(rows: torch.Tensor, chunks: ChunkList) -> torch.Tensor:
     for source, target, count in zip(*lists, strict=True):
         out[target : target + count] = rows[source : source + count]
     return out
+
+
+def narrow(rows: torch.Tensor, wire: WireFormat) -> torch.Tensor:
+    """Returns rows [R, H] in a wire format, without lanes, as `kernels.narrow_rows` writes them."""
+    if wire.block is None:
+        return rows.to(wire.dtype_of(rows.dtype))
+    hidden, blocks = rows.size(1), -(-rows.size(1) // wire.block)
+    values = torch.nn.functional.pad(rows.float(), (0, blocks * wire.block - hidden)).view(-1, blocks, wire.block)
+    finite = values.isfinite()
+    largest = torch.where(finite, values.abs(), 0).amax(2)
+    if wire is WireFormat.FP8:
+        scales = torch.maximum(largest / torch.full_like(largest, 448), torch.tensor(2.0**-126))
+        inverse = 1 / scales
+    else:
+        exponents = (((largest.view(torch.int32) + 0x1FFFFF) >> 23) - 8).clamp(0, 246)
+        inverse = ((254 - exponents) << 23).view(torch.float32)
+        scales = exponents.to(torch.uint8)
+    scaled = (values * inverse.unsqueeze(2)).clamp(-448, 448)
+    codes = torch.where(finite, scaled.to(torch.float8_e4m3fn).view(torch.uint8), 0x7F)
+    payload = torch.zeros(rows.size(0), wire.payload_bytes(hidden, rows.dtype), dtype=torch.uint8)
+    payload[:, :hidden] = codes.view(rows.size(0), blocks * wire.block)[:, :hidden]
+    first = wire.first_scale(hidden)
+    size = blocks * wire.scale_bytes
+    payload[:, first : first + size] = scales.flatten().view(torch.uint8).view(rows.size(0), size)
+    return payload
+
+
+def widen(payload: torch.Tensor, wire: WireFormat, hidden: int) -> torch.Tensor:
+    """Returns float32 [R, H]: what rows in a wire format, whatever is behind them, stand for."""
+    if wire.block is None:
+        return payload[:, :hidden].float()
+    blocks, first = -(-hidden // wire.block), wire.first_scale(hidden)
+    scales = payload[:, first : first + blocks * wire.scale_bytes].contiguous()
+    if wire is WireFormat.FP8:
+        scales = scales.view(torch.float32)
+    else:  # 2^-127, of the byte 0, is below the normal numbers
+        scales = torch.where(scales == 0, 0x400000, scales.int() << 23).view(torch.float32)
+    codes = payload[:, :hidden].view(torch.float8_e4m3fn).float()
+    return codes * scales.repeat_interleave(wire.block, 1)[:, :hidden]
+
+
+def sum_rows(rows: torch.Tensor, sources: torch.Tensor, num_tokens: int) -> torch.Tensor:
+    """Returns float32 [T, H]: the sums of float32 rows [R, H] of each token, in row order."""
+    return torch.zeros(num_tokens, rows.size(1)).index_add(0, sources, rows)
 
 
 def sr_encode(expert: torch.Tensor, shared: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:

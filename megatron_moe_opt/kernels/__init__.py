@@ -12,6 +12,7 @@ from megatron_moe_opt.kernels.packed_rows import (
     permute_packed,
     spread_rows,
     sum_packed_rows,
+    unpermute_probs,
     unpermute_rows,
     write_notes,
 )
@@ -19,19 +20,25 @@ from megatron_moe_opt.kernels.permute import permute, unpermute
 from megatron_moe_opt.kernels.placement import place_samples, solve_placement, transfer_costs
 from megatron_moe_opt.kernels.residual_codec import sr_decode, sr_encode, sr_index_words, sr_wire_bytes
 from megatron_moe_opt.kernels.row_map import RowMap, build_row_map, build_row_map_by_sample, row_map_from_sources
+from megatron_moe_opt.kernels.wire_format import convert_chunks, gather_rows, narrow_rows, widen_rows
+from megatron_moe_opt.row_format import WireFormat
 
 __all__ = [
     "LANE_BYTES",
     "NOTE_BYTE",
     "ChunkList",
     "RowMap",
+    "WireFormat",
     "build_info",
     "build_row_map",
     "build_row_map_by_sample",
+    "convert_chunks",
     "copy_chunks",
     "count_routing_map",
     "count_topk",
     "empty",
+    "gather_rows",
+    "narrow_rows",
     "permute",
     "permute_packed",
     "place_samples",
@@ -45,6 +52,8 @@ __all__ = [
     "sum_packed_rows",
     "transfer_costs",
     "unpermute",
+    "unpermute_probs",
     "unpermute_rows",
+    "widen_rows",
     "write_notes",
 ]

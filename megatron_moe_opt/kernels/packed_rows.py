@@ -2,7 +2,8 @@
 
 A packed row is [hidden elements | a lane of LANE_BYTES]; the first bytes of the lane are the bits of the row's
 probability (or of its gradient). From NOTE_BYTE of the lane on there is room for a note, an int32; the other bytes mean
-nothing.
+nothing. On the wire the hidden elements may be narrower: the row then begins with the payload of a wire format, and has
+its dtype.
 
 Shapes: T tokens, E experts, H hidden size, R permuted rows, W = H + LANE_BYTES / element size.
 """
@@ -15,8 +16,10 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from megatron_moe_opt.kernels.extension import load_extension
+from megatron_moe_opt.kernels.host_pool import empty
 from megatron_moe_opt.kernels.permute import UnpermuteRows
 from megatron_moe_opt.kernels.row_map import RowMap
+from megatron_moe_opt.kernels.wire_format import WireFormat, float_rows, narrow_rows
 from megatron_moe_opt.row_format import LANE_BYTES, NOTE_BYTE
 
 _C = load_extension()
@@ -38,12 +41,15 @@ class _PermutePacked(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             grad_tokens = _C.unpermute_rows(ctx.row_map.tensors, grad_packed, ctx.hidden, None)
         if ctx.needs_input_grad[1]:
-            grad_probs = _C.unpermute_probs(ctx.row_map.tensors, grad_packed, ctx.hidden, ctx.prob_dtype)
+            grad_probs = unpermute_probs(grad_packed, ctx.row_map, ctx.prob_dtype)
         return grad_tokens, grad_probs, None
 
 
-def permute_packed(tokens: torch.Tensor, probs: torch.Tensor, row_map: RowMap) -> torch.Tensor:
-    """Permutes tokens and probabilities into packed rows. Differentiable.
+def permute_packed(
+    tokens: torch.Tensor, probs: torch.Tensor, row_map: RowMap, wire: WireFormat = WireFormat.SAME
+) -> torch.Tensor:
+    """Permutes tokens and probabilities into packed rows. Differentiable where `wire` leaves the rows' dtype as it is;
+    else the gradient has another format than the rows, and `sum_packed_rows` and `unpermute_probs` take it back.
 
     The gradient of the result has the same layout: the tokens' gradients, and in the lane the bits of the
     probability's gradient in the dtype of `probs`. It must therefore come from an operation that moves rows as they
@@ -53,14 +59,22 @@ def permute_packed(tokens: torch.Tensor, probs: torch.Tensor, row_map: RowMap) -
         tokens: [T, H], contiguous; float32, bfloat16 or float16.
         probs: [T, E]; float32, bfloat16, float16 or float64.
         row_map: of the same T and E.
+        wire: of the rows. A token is read once, and converted once, however many rows it has.
 
     Returns:
-        [R, W] in the dtype of `tokens`.
+        [R, W] in the dtype of `tokens`, or [R, payload + lane] in that of the wire.
 
     Raises:
-        ValueError: non-contiguous tokens; shapes, dtypes or devices that do not fit.
+        ValueError: non-contiguous tokens; shapes, dtypes or devices that do not fit; a gradient that would be lost.
     """
-    return _PermutePacked.apply(tokens, probs, row_map)
+    if wire.dtype_of(tokens.dtype) == tokens.dtype:
+        return _PermutePacked.apply(tokens, probs, row_map)
+    if torch.is_grad_enabled() and (tokens.requires_grad or probs.requires_grad):
+        raise ValueError(f"permute_packed: rows in {wire.value} have no gradient of their own; call it under no_grad")
+    payload = tokens.new_empty(tokens.size(0), wire.payload_bytes(tokens.size(1), tokens.dtype), dtype=torch.uint8)
+    narrow_rows(tokens, wire, payload.view(wire.dtype_of(tokens.dtype)))
+    packed = _C.permute_packed(row_map.tensors, payload.view(torch.float16), probs.contiguous())
+    return packed.view(wire.dtype_of(tokens.dtype))
 
 
 def unpermute_rows(permuted: torch.Tensor, row_map: RowMap) -> torch.Tensor:
@@ -91,9 +105,47 @@ def write_notes(packed: torch.Tensor, notes: torch.Tensor) -> None:
     row_bytes[:, first : first + 4] = notes.view(torch.uint8).view(-1, 4)
 
 
-def sum_packed_rows(packed: torch.Tensor, hidden: int, row_map: RowMap) -> torch.Tensor:
-    """As `unpermute_rows`, of the hidden elements of packed rows: [R, W] -> [T, H]. Not differentiable."""
-    return _C.unpermute_rows(row_map.tensors, packed, hidden, None)
+def unpermute_probs(packed: torch.Tensor, row_map: RowMap, dtype: torch.dtype) -> torch.Tensor:
+    """The bits in the lanes of packed rows [R, W] of any format, as probabilities [T, E] of `dtype`; zero where nothing
+    was routed. Not differentiable.
+    """
+    return _C.unpermute_probs(row_map.tensors, packed, packed.size(1) - LANE_BYTES // packed.element_size(), dtype)
+
+
+def sum_packed_rows(
+    packed: torch.Tensor,
+    hidden: int,
+    row_map: RowMap,
+    wire: WireFormat = WireFormat.SAME,
+    out: torch.Tensor | None = None,
+    out_wire: WireFormat = WireFormat.SAME,
+    dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """As `unpermute_rows`, of the hidden elements of packed rows. Not differentiable.
+
+    Args:
+        packed: [R, W], contiguous, in the format `wire`.
+        hidden: elements of a row.
+        row_map: of the same R.
+        wire: format of `packed`.
+        out: where to write, [T, V], contiguous; what lies behind the sums is left alone. Default: a new tensor.
+        out_wire: format of the sums, which are rounded to it once.
+        dtype: of a new tensor of sums that are in no narrower format; default: that of `packed`.
+
+    Returns:
+        `out`, or the new tensor: [T, H], or [T, payload].
+    """
+    if out is None:
+        dtype = dtype or packed.dtype
+        kind = out_wire.dtype_of(dtype)
+        width = out_wire.payload_bytes(hidden, dtype) // kind.itemsize
+        out = empty((row_map.num_tokens, width), kind, packed.device)
+    total = _C.unpermute_rows(row_map.tensors, float_rows(packed, wire, hidden), hidden, None)
+    if out_wire is WireFormat.SAME:
+        out[:, :hidden] = total
+    else:
+        narrow_rows(total, out_wire, out)
+    return out
 
 
 def spread_rows(tokens: torch.Tensor, row_map: RowMap) -> torch.Tensor:

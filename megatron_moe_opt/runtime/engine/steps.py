@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.distributed import ProcessGroup
 
-from megatron_moe_opt.kernels import ChunkList, empty
+from megatron_moe_opt.kernels import ChunkList, WireFormat, empty, wire_format
 from megatron_moe_opt.kernels.extension import load_extension
 from megatron_moe_opt.runtime.observed.traffic import count_sent
 
@@ -36,6 +36,9 @@ class Steps:
 
 Blocks = Sequence[tuple[int, int]]
 """(first row, rows) for each rank of a group."""
+
+Columns = Sequence[tuple[int, int, torch.dtype | WireFormat]]
+"""Parts of a row: (first byte, elements, their dtype), or (0, hidden elements, the format of rows on the wire)."""
 
 
 def blocks_of(counts: Sequence[int], first: int = 0) -> list[tuple[int, int]]:
@@ -92,14 +95,14 @@ def sum_scattered(
     summed: torch.Tensor,
     counts: Sequence[int],
     group: ProcessGroup,
-    columns: Sequence[tuple[int, int, torch.dtype]] | None = None,
+    columns: Columns | None = None,
 ) -> Steps:
     """The sum behind `scatter`, in rank order: summed [counts[rank], W]. An op of its own, so that the exchange is
     waited for when the sum has its turn.
 
     Args:
-        columns: (first byte of a row, elements, dtype) of each part of a row that is summed; None: all of it, in the
-            rows' dtype. Half-precision rows are added in float32 and rounded once.
+        columns: each part of a row that is summed; None: all of it, in the rows' dtype. Elements narrower than float32
+            are added in it and rounded once.
     """
     rank, mine = group.rank(), counts[group.rank()]
     blocks = list(parts.narrow(0, 0, (group.size() - 1) * mine).view(-1, mine, rows.size(1)).unbind()) if mine else []
@@ -114,11 +117,15 @@ def reduce_scatter(rows: torch.Tensor, summed: torch.Tensor, group: ProcessGroup
     return scatter(rows, parts, counts, group), sum_scattered(rows, parts, summed, counts, group)
 
 
-def sum_parts(
-    parts: Sequence[torch.Tensor], summed: torch.Tensor, columns: Sequence[tuple[int, int, torch.dtype]]
-) -> Steps:
+def sum_parts(parts: Sequence[torch.Tensor], summed: torch.Tensor, columns: Columns) -> Steps:
     """summed = parts[0] + parts[1] + ..., one after the other, all [R, W]; `columns` as in `sum_scattered`."""
-    return Steps(tuple(_C.sum_parts(list(parts), summed, *column) for column in columns))
+    step = Steps()
+    for first_byte, width, kind in columns:
+        if isinstance(kind, WireFormat):
+            step += call(lambda width=width, kind=kind: wire_format.sum_parts(parts, summed, width, kind))
+        else:
+            step += Steps((_C.sum_parts(list(parts), summed, first_byte, width, kind),))
+    return step
 
 
 def copy_rows(source: torch.Tensor, target: torch.Tensor, chunks: ChunkList) -> Steps:
@@ -131,6 +138,18 @@ def copy_columns(
 ) -> Steps:
     """Moves row_bytes bytes of the rows of `chunks`, from and to these bytes of a row."""
     return Steps((_C.copy_rows(source, source_byte, target, target_byte, row_bytes, chunks.tensors),))
+
+
+def convert_rows(
+    source: torch.Tensor,
+    source_wire: WireFormat,
+    target: torch.Tensor,
+    target_wire: WireFormat,
+    hidden: int,
+    chunks: ChunkList,
+) -> Steps:
+    """As `copy_rows`, to the format of the target's rows: see `kernels.convert_chunks`."""
+    return call(lambda: wire_format.convert_chunks(source, source_wire, target, target_wire, hidden, chunks))
 
 
 def call(function: Callable[[], object]) -> Steps:
