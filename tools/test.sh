@@ -20,7 +20,7 @@ ruff check .
 ruff format --check .
 git ls-files 'csrc/*' 'tests/*' | grep -E '\.(h|cpp|cu|cuh)$' | xargs clang-format --dry-run -Werror
 
-(python -m pytest tests/unit --durations=5 && python -m pytest -p tests.emulator.plugin tests/gpu tests/emulator --durations=5 &&
+(python -m pytest tests/unit tests/papers --durations=5 && python -m pytest -p tests.emulator.plugin tests/gpu tests/emulator --durations=5 &&
     python -m pytest tests/system --durations=10) \
     >"$outputs/beside" 2>&1 &
 beside=$!
@@ -30,6 +30,8 @@ python -m pytest tests/multirank --durations=10 || failed=1
 wait $beside || failed=1
 echo "== tests in one process, and of whole runs"
 cat "$outputs/beside"
+echo "== the job script under a real Slurm"
+python -m pytest tests/slurm -rs || failed=1
 wait $cuda_check || failed=1
 echo "== CUDA sources compile"
 cat "$outputs/cuda"

@@ -5,7 +5,9 @@ it, measure the cluster with `moe-opt profile` and plan from that file. Abbrevia
 
     MoNTA          its Tables 5 and 8, and the Discussion (efficiencies of an A800 cluster)
     HybridEP       its Testbed section (data centres of 8 A800 each)
-    Parm           its Table II
+    Parm           its Table II and section VI-B
+    MPMoE          its section V-A
+    NetMoE         its Table 2
     NCCL           github.com/NVIDIA/nccl, src/graph/tuning.cc: microseconds of the Simple protocol; 8.4 for a
                    collective, and for a step 3.4 over NVLink, 5.7 over PCIe, 9.6 over a network
     nccl-tests N   github.com/NVIDIA/nccl-tests, answers of its maintainers in issue N
@@ -18,7 +20,7 @@ Data sheets are NVIDIA's: A100 80GB (of which the A800 differs in NVLink), H100,
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.planning.predicting.simulator import Slowdown
@@ -221,6 +223,105 @@ TWO_DATA_CENTRES = KnownCluster(
     slowdown=DISTURBED,
 )
 
+# The clusters that the papers measured on, as far as they describe them. MoNTA's is A800_IB200, HybridEP's Cluster-M
+# TWO_DATA_CENTRES at 16 GPUs. Data sheets: NVIDIA's of RTX 4090 (Ada whitepaper), RTX 2080 Ti (Turing whitepaper),
+# V100, A100 40GB. What is reached of a link is assumed where no source is named.
+_COLLECTIVE, _NVLINK_STEP, _NETWORK_STEP = 8.4 * US, 3.4 * US, 9.6 * US
+_REACHED = 0.86  # of a network: as for H100_IB400, from DeepEP; assumed here
+_NVLINK_REACHED = 0.8  # as MoNTA measured on an A800 (Table 8 and Discussion); assumed here
+
+
+def _gathering(beta: float, bandwidth: float) -> float:
+    """The part of a link's bandwidth that Parm's AllGather reached.
+
+    Section VI-B has beta seconds for an element of what N_MP ranks have together. Taken for N_MP = 4 and elements of 4
+    bytes, of which 3/4 cross the link; the paper says neither.
+    """
+    return 3 / 4 * 4 / beta / bandwidth
+
+
+_ETHERNET = Fabric(100 * GBIT, ((1, 0.9),), first=_COLLECTIVE + _NETWORK_STEP, further=FURTHER_PEER, shared=True)
+"""Parm, Table II: a ConnectX-5 of 100 Gb/s a node. 90 % of it is assumed to be reached."""
+
+PARM_A = KnownCluster(
+    title="Parm's testbed A: 8x RTX 4090 in one node, PCIe 4.0 x16",
+    device=GpuSpeed(165.2 * TFLOPS, 0.6),  # data sheet: 16-bit products, sums in fp32
+    memory=24 * GB,
+    memory_bandwidth=1.008 * TB,
+    copy_bandwidth=0.8 * 1.008 * TB / 2,
+    host_bandwidth=25.1 * GB,  # PCIe 4.0 x16, as nvbandwidth 42 has it
+    node=8,
+    # Table II: PCIe 4.0 x16, 32 GB/s. Section VI-B: alpha 6.64e-4 s, beta 5.38e-10 s an element.
+    inside=Fabric(32 * GB, ((1, _gathering(5.38e-10, 32 * GB)),), first=664 * US),
+    between=_ETHERNET,  # the testbed has one node: more are taken to be joined as testbed B's
+    slowdown=DISTURBED,
+)
+
+PARM_B = KnownCluster(
+    title="Parm's testbed B: 4x RTX 2080 Ti a node, PCIe 3.0 x16, one 100 Gb/s NIC a node",
+    device=GpuSpeed(53.8 * TFLOPS, 0.6),  # data sheet: fp16 products, sums in fp32
+    memory=11 * GB,
+    memory_bandwidth=616 * GB,
+    copy_bandwidth=0.8 * 616 * GB / 2,
+    host_bandwidth=12.5 * GB,  # PCIe 3.0 x16, at the part of PCIe 4.0 that nvbandwidth 42 has
+    node=4,
+    # Table II: PCIe 3.0 x16, 16 GB/s. Section VI-B: alpha 1.09e-4 s, beta 7.14e-10 s an element.
+    inside=Fabric(16 * GB, ((1, _gathering(7.14e-10, 16 * GB)),), first=109 * US),
+    between=_ETHERNET,
+    slowdown=DISTURBED,
+)
+
+ADIRA = KnownCluster(
+    title="MPMoE's Adira: 8x A100 of 40 GB a node (DGX A100), NVLink, 200 Gb/s InfiniBand a GPU",
+    device=A800,  # 312 TFLOPS, as the A100
+    memory=40 * GB,
+    memory_bandwidth=1.555 * TB,
+    copy_bandwidth=0.8 * 1.555 * TB / 2,
+    host_bandwidth=25.1 * GB,  # nvbandwidth 42
+    node=8,
+    # Section V-A: third NVLink; data sheet 600 GB/s both ways.
+    inside=Fabric(300 * GB, ((1, _NVLINK_REACHED),), first=_COLLECTIVE + _NVLINK_STEP, further=FURTHER_PEER / 2),
+    # Section V-A: "200 Gbps HDR InfiniBand". A DGX A100 has such a card for each GPU; the paper may mean one a node.
+    between=Fabric(25 * GB, ((1, _REACHED),), first=_COLLECTIVE + _NETWORK_STEP, further=FURTHER_PEER),
+    slowdown=DISTURBED,
+)
+
+VALOR = KnownCluster(
+    title="MPMoE's Valor: 4x V100 of 16 GB a node, NVLink, 56 Gb/s InfiniBand a node",
+    device=GpuSpeed(125 * TFLOPS, 0.6),  # data sheet: fp16
+    memory=16 * GB,
+    memory_bandwidth=900 * GB,
+    copy_bandwidth=0.8 * 900 * GB / 2,
+    host_bandwidth=12.5 * GB,  # PCIe 3.0 x16
+    node=4,
+    # Section V-A: second NVLink; data sheet 300 GB/s both ways.
+    inside=Fabric(150 * GB, ((1, _NVLINK_REACHED),), first=_COLLECTIVE + _NVLINK_STEP, further=FURTHER_PEER / 2),
+    # Section V-A: 56 Gb/s (FDR's rate, printed HDR) for a node's four GPUs.
+    between=Fabric(56 * GBIT, ((1, _REACHED),), first=_COLLECTIVE + _NETWORK_STEP, further=FURTHER_PEER, shared=True),
+    slowdown=DISTURBED,
+)
+
+NETMOE_A800 = KnownCluster(
+    title="NetMoE's: 8x A800 of 40 GB a node, NVLink, InfiniBand of 100 GB/s a node",
+    device=A800,
+    memory=40 * GB,
+    memory_bandwidth=1.555 * TB,
+    copy_bandwidth=0.8 * 1.555 * TB / 2,
+    host_bandwidth=25.1 * GB,
+    node=8,
+    # Table 2: 400 GB/s; data sheet of the A800: both ways together.
+    inside=Fabric(200 * GB, ((1, _NVLINK_REACHED),), first=_COLLECTIVE + _NVLINK_STEP, further=FURTHER_PEER / 2),
+    # Table 2: 100 GB/s, taken for one way of a node.
+    between=Fabric(100 * GB, ((1, _REACHED),), first=_COLLECTIVE + _NETWORK_STEP, further=FURTHER_PEER, shared=True),
+    slowdown=DISTURBED,
+)
+
+# HybridEP, Testbed: a node is a data centre; PCIe 3.0 inside, 10 Gb/s between.
+HYBRIDEP_S = replace(TWO_DATA_CENTRES, title="HybridEP's Cluster-S: 8x A800 on PCIe 3.0", data_centres=1, far=None)
+HYBRIDEP_L = replace(
+    TWO_DATA_CENTRES, title="HybridEP's Cluster-L: four data centres of 8x A800, 10 Gb/s each", data_centres=4
+)
+
 KNOWN_CLUSTERS: Mapping[str, KnownCluster] = {
     "a800-ib200": A800_IB200,
     "h100-ib400": H100_IB400,
@@ -228,4 +329,11 @@ KNOWN_CLUSTERS: Mapping[str, KnownCluster] = {
     "b200-nvl72": B200_NVL72,
     "pcie": PCIE,
     "two-data-centres": TWO_DATA_CENTRES,
+    "parm-a": PARM_A,
+    "parm-b": PARM_B,
+    "mpmoe-adira": ADIRA,
+    "mpmoe-valor": VALOR,
+    "netmoe": NETMOE_A800,
+    "hybridep-s": HYBRIDEP_S,
+    "hybridep-l": HYBRIDEP_L,
 }

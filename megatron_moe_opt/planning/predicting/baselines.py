@@ -1,0 +1,115 @@
+"""What the systems that the five papers measure themselves against would take for a layer, as the simulator plays it.
+
+For comparison alone: none is a dispatcher here but DeepSpeed-MoE's (`--moe-token-dispatcher-type deepspeed`), and none
+is ever chosen. Schedules are those of their publications and sources, on the same costs as all candidates; what their
+kernels and message layers take more or less than ours is not in them.
+
+    deepspeed   AllGather(expert-TP), A2A, experts N_MP-fold, AllReduce(expert-TP), A2A (Parm, Fig. 3a)
+    fastmoe     A2A, experts, A2A, one after another
+    fastermoe   the ranks in groups of four: all messages with one group after another on their way, experts of those
+                that have arrived meanwhile, all messages back last (FasterMoE, section 4.2; its default)
+    tutel       d equal parts of the rows, d of 1, 2, 4 and 8 as is fastest, sent and returned in the same order
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from megatron_moe_opt.planning.costs.cluster import STOCK
+from megatron_moe_opt.planning.predicting.expert_migration import curve_of, measured_curves
+from megatron_moe_opt.planning.predicting.layer_on_cluster import LayerOnCluster
+from megatron_moe_opt.planning.predicting.prediction import Prediction
+from megatron_moe_opt.schedules.monta import EP, EXPERT_TP, AllToAllAndGather, even_chunks
+from megatron_moe_opt.schedules.pipeline import ChunkBytes, Pipeline, own_buffer
+from megatron_moe_opt.schedules.schedule import Kind, Lane, Op, Schedule
+from megatron_moe_opt.topology.domains import stationary
+
+GROUP = 4
+"""Ranks of a group of FasterMoE's: the default of its FMOE_FASTER_GROUP_SIZE (github.com/laekov/fastmoe)."""
+TUTEL_DEGREES = (1, 2, 4, 8)
+
+
+def deepspeed(layer: LayerOnCluster) -> Prediction:
+    """Every expert-TP peer moves and computes the tokens of all of them; of TP ranks with the same tokens each does."""
+    one = layer.workload
+    rows = one.routed_rows(one.tokens) * one.etp
+    moved, tokens = rows * one.row_bytes, one.tokens * one.etp * one.row_bytes
+    exchange = [Op(Kind.ALL_TO_ALL, Lane.INTER, size=moved, group=EP)] * (one.ep > 1)
+    copy = [Op(Kind.COPY, Lane.COPY, size=moved)]
+    gather, scatter = (
+        [Op(kind, Lane.INTRA, size=tokens, group=EXPERT_TP)] * (one.etp > 1)
+        for kind in (Kind.ALL_GATHER, Kind.REDUCE_SCATTER)
+    )
+    reduce = [replace(op, size=moved) for op in (*scatter, *gather)]
+    forward = [*gather, *exchange, *copy, Op(Kind.COMPUTE, Lane.COMPUTE, size=moved), *reduce, *copy, *exchange]
+    backward = [*gather, *exchange, *copy, Op(Kind.GRADIENT, Lane.COMPUTE, size=moved), *copy, *exchange, *scatter]
+    return layer.prediction("deepspeed", (), [*forward, *backward], STOCK, local_rows=rows)
+
+
+def fastmoe(layer: LayerOnCluster) -> Prediction:
+    """Rows of all ranks at once, and nothing beside anything else."""
+    return _sent_first(layer, "fastmoe", 1)
+
+
+def tutel(layer: LayerOnCluster) -> Prediction:
+    """The fastest of its degrees of pipelining."""
+    return min((_sent_first(layer, f"tutel:{degree}", degree) for degree in TUTEL_DEGREES), key=lambda one: one.seconds)
+
+
+def fastermoe(layer: LayerOnCluster) -> Prediction:
+    """Group by group of ranks, nearest first. Fewer than two groups are `fastmoe`.
+
+    Raises:
+        ConfigurationError: the all-to-alls of the network levels were not measured.
+    """
+    one = layer.workload
+    groups = one.ep // GROUP
+    if groups < 2 or one.etp > 1:
+        return replace(fastmoe(layer), variant="fastermoe")
+    domains, curves = stationary(one.workers), measured_curves(layer.costs, one.workers)
+    home = domains.location(0)
+    levels = []
+    for group in range(groups):
+        there = domains.location(group * GROUP + (group == 0))
+        levels.append(next(level for level, (a, b) in enumerate(zip(home, there, strict=True)) if a != b))
+
+    def cost(op: Op) -> float:
+        if op.kind is not Kind.ALL_TO_ALL:
+            return layer.costs(op)
+        # The fewest ranks of a level are the nearest to a message or two: a group's ranks are behind one link.
+        workers = domains.workers[levels[op.chunk]]
+        ranks = next(ranks for ranks in range(2, workers + 1) if workers % ranks == 0)
+        crosses = op.size * (1 - 1 / GROUP) if op.chunk == 0 else op.size
+        curve = curve_of(curves, op.kind, levels[op.chunk], ranks)
+        return layer.costs.overhead + curve.seconds(crosses * ranks / (ranks - 1))
+
+    return _sent_first(layer, "fastermoe", groups, cost)
+
+
+def baselines(layer: LayerOnCluster) -> tuple[Prediction, ...]:
+    """All of them, as far as the layer has them: `deepspeed` alone where TP ranks hold the same tokens."""
+    if layer.workload.tp > 1:
+        return (deepspeed(layer),)
+    return deepspeed(layer), fastmoe(layer), fastermoe(layer), tutel(layer)
+
+
+def _sent_first(
+    layer: LayerOnCluster, variant: str, parts: int, costs: Callable[[Op], float] | None = None
+) -> Prediction:
+    one = layer.workload
+    sizes = even_chunks(layer.exchanged * one.row_bytes, one.etp, parts)
+    way = AllToAllAndGather(one.ep, one.etp, Lane.COPY, Lane.COPY)
+    schedules = [_all_sent_first(variant, sizes, way, kind) for kind in (Kind.COMPUTE, Kind.GRADIENT)]
+    return layer.prediction(variant, schedules, layer.edge, STOCK, costs, parts)
+
+
+def _all_sent_first(name: str, sizes: Sequence[ChunkBytes], way: AllToAllAndGather, compute: Kind) -> Schedule:
+    """All parts to the experts, then all back, each as soon as it has been computed."""
+    pipeline = Pipeline(own_buffer("rows", part) for part in range(len(sizes)))
+    for part, size in enumerate(sizes):
+        pipeline.through(part, "rows", way.out(size))
+    for part, size in enumerate(sizes):
+        pipeline.add(compute, Lane.COMPUTE, part, size.gathered, ["sorted"], ["outputs"])
+        pipeline.through(part, "outputs", way.back(size))
+    return pipeline.schedule(f"{name}, {len(sizes)} part(s)")

@@ -1,0 +1,203 @@
+"""NetMoE's numbers (ICLR 2025, as submitted): GPT models with 2 experts and 4 samples a GPU on 16 and 32 A800."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import cache
+
+import numpy as np
+
+from megatron_moe_opt.planning.costs.described_cluster import describe, levels_of_ep
+from megatron_moe_opt.planning.costs.known_clusters import GBIT, NETMOE_A800, TFLOPS, KnownCluster
+from megatron_moe_opt.planning.predicting.baselines import fastermoe, fastmoe
+from megatron_moe_opt.planning.predicting.layer_on_cluster import LayerOnCluster
+from megatron_moe_opt.planning.predicting.layer_workload import LayerWorkload
+from megatron_moe_opt.planning.predicting.netmoe import placement_volume
+from megatron_moe_opt.planning.traces.routing_generator import TABLE5
+from megatron_moe_opt.planning.training.throughput import GpuSpeed
+from megatron_moe_opt.schedules.schedule import Kind
+from megatron_moe_opt.systems.netmoe import NETMOE
+from megatron_moe_opt.topology.layouts import Layout
+from tools.papers.published import Published, counted, follows, predicted
+
+TOKENS, TOPK, SAMPLES = 1024, 2, 4
+"""Of a sample; experts of a token; samples of a GPU (Table 3)."""
+KNOWN = replace(NETMOE_A800, device=GpuSpeed(156 * TFLOPS, 0.6))
+"""Volumes of Table 5 are those of fp32; products are taken in TF32 (data sheet of the A100)."""
+MOVED = {2: (43.663, 44.455, 42.801, 43.619, 45.688), 4: (72.427, 72.340, 72.693, 72.217, 72.305)}
+"""Percent of samples across nodes (Table 5), by nodes, of the models in order."""
+MOVED_AT_ALL = {2: (91.394, 91.929, 91.799, 91.681, 92.469), 4: (96.427, 96.122, 96.292, 96.159, 96.391)}
+SCATTER = {2: 2.63, 4: 5.34, 8: 10.31, 16: 21.49, 24: 33.82}
+EXPERTS = {2: 1.06, 4: 1.79, 8: 3.19, 16: 5.82, 24: 7.83}
+"""Table 4: ms by samples a GPU, MoE-GPT-S on 16 GPUs."""
+
+
+def stock_volume(hidden: int, nodes: int) -> tuple[float, float]:
+    """MB between nodes and inside them of one all-to-all of float32 rows where routing is uniform, samples at home."""
+    devices = 8 * nodes
+    home = np.repeat(np.arange(devices), SAMPLES)
+    tokens = np.full((len(home), devices), TOKENS * TOPK // devices)
+    volume = placement_volume(tokens, home, np.arange(devices) // 8)
+    return volume.inter * hidden * 4 / 2**20, volume.intra * hidden * 4 / 2**20
+
+
+NUM = np.array([[1, 0, 2, 1], [1, 1, 1, 1], [0, 1, 1, 2], [3, 1, 0, 0]])
+"""Fig. 2: tokens of four samples for four experts, an expert a device, two devices a node."""
+
+
+def figure_2(*device: int) -> tuple[int, int]:
+    """Tokens between nodes, of each of the two, and inside both, with samples on these devices."""
+    volume = placement_volume(NUM, np.array(device), np.array([0, 0, 1, 1]))
+    return volume.inter // 2, volume.intra
+
+
+def _layer(
+    hidden: int, nodes: int, samples: int = SAMPLES, known: KnownCluster = KNOWN, element: int = 4
+) -> LayerOnCluster:
+    layout = Layout(8 * nodes, ep=8 * nodes)
+    cluster = describe(known, layout, hidden, 4 * hidden, "fp32" if element == 4 else "bf16")
+    work = LayerWorkload(
+        samples * TOKENS, hidden, 4 * hidden, False, 2 * layout.ep, TOPK, element, 16, ep=layout.ep,
+        workers=levels_of_ep(known, layout),
+    )  # fmt: skip
+    return LayerOnCluster(work, cluster)
+
+
+def _attention(hidden: int) -> float:
+    """Seconds of a layer's attention, forward and backward."""
+    return (
+        3 * 2 * SAMPLES * TOKENS * hidden * (4 * hidden + TOKENS) / (KNOWN.device.peak_flops * KNOWN.device.efficiency)
+    )
+
+
+@cache
+def speedup(model: str, nodes: int, over: str) -> float:
+    """Of a transformer layer, with Table 5's saving of bytes between nodes."""
+    row = TABLE5[model][nodes]
+    at_home = _layer(row.hidden, nodes)
+    placed = LayerOnCluster(replace(at_home.workload, placement_saving=row.reduction), at_home.cluster)
+    ours = next(one for one in NETMOE.candidates(placed, NETMOE.open_options) if one.variant == "netmoe")
+    theirs = {"FastMoE": fastmoe, "FasterMoE": fastermoe}[over](at_home)
+    rest = _attention(row.hidden)
+    return (theirs.seconds + rest) / (ours.seconds + rest)
+
+
+def most(over: str) -> float:
+    """Of all models and both numbers of nodes, as the abstract has it."""
+    return max(speedup(model, nodes, over) for model, rows in TABLE5.items() for nodes in rows)
+
+
+def scatter(samples: int, known: KnownCluster = KNOWN, element: int = 4) -> float:
+    """ms of one all-to-all of MoE-GPT-S on 16 GPUs."""
+    on = _layer(768, 2, samples, known, element)
+    return 1e3 * on.costs.curves[Kind.ALL_TO_ALL, "ep"].seconds(samples * TOKENS * TOPK * 768 * element)
+
+
+def in_gigabits() -> KnownCluster:
+    """Table 2's 100 GB/s a node read as 100 Gb/s."""
+    return replace(KNOWN, between=replace(KNOWN.between, bandwidth=100 * GBIT))
+
+
+_BYTES = (
+    "4.3 to 4.8 times as long as 100 GB/s a node make it; read as 100 Gb/s, with 16-bit rows, it is 4.7 of 5.34 ms: "
+    "the unit of Table 2 would change it"
+)
+NUMBERS: tuple[Published, ...] = (
+    counted("tokens a node sends, samples at home", 5, "Fig. 2(b), page 2", lambda: figure_2(0, 1, 2, 3)[0]),
+    counted("tokens a node sends, samples 0 and 3 exchanged", 2, "Fig. 2(c), page 2", lambda: figure_2(3, 1, 2, 0)[0]),
+    counted(
+        "tokens saved inside a node, a device, samples 0 and 2 exchanged",
+        1,
+        "Fig. 4, page 7",
+        lambda: (figure_2(3, 1, 2, 0)[1] - figure_2(2, 1, 3, 0)[1]) / 2,
+    ),
+    *(
+        predicted(
+            f"{model} on {nodes} nodes, MB {'between' if side == 0 else 'inside'} nodes, samples at home",
+            theirs,
+            "Table 5, page 19",
+            lambda hidden=row.hidden, nodes=nodes, side=side: stock_volume(hidden, nodes)[side],
+            0.05,
+        )
+        for model, rows in TABLE5.items()
+        for nodes, row in rows.items()
+        for side, theirs in enumerate((row.stock_inter, row.stock_intra))
+    ),
+    *(
+        predicted(
+            f"{model} on {nodes} nodes, samples on another {what}, %",
+            theirs,
+            "Table 5, page 19",
+            lambda nodes=nodes, units=units: 100 * (1 - 1 / (nodes * units)),
+            0.05,
+            unmet=""
+            if units > 1 or nodes > 2
+            else "chance moves half of the samples; another origin than their own "
+            "rank, such as where they were in the layer before, would change what is counted",
+        )
+        for what, units, shares in (("node", 1, MOVED), ("device", 8, MOVED_AT_ALL))
+        for nodes, of_models in shares.items()
+        for model, theirs in zip(TABLE5, of_models, strict=True)
+    ),
+    *(
+        predicted(
+            f"scatter with {samples} samples a GPU over that with 4",
+            round(SCATTER[samples] / SCATTER[4], 3),
+            "Table 4, page 9",
+            lambda samples=samples: scatter(samples) / scatter(4),
+            0.1,
+        )
+        for samples in SCATTER
+        if samples != 4
+    ),
+    *(
+        predicted(
+            f"scatter with {samples} samples a GPU, ms",
+            theirs,
+            "Tables 2 and 4, pages 5 and 9",
+            lambda samples=samples: scatter(samples),
+            unmet=_BYTES,
+        )
+        for samples, theirs in SCATTER.items()
+    ),
+    predicted(
+        "scatter with 4 samples a GPU, ms, 100 Gb/s a node, 16-bit rows",
+        SCATTER[4],
+        "Table 4, page 9",
+        lambda: scatter(4, in_gigabits(), 2),
+    ),
+    predicted("over FastMoE, at most", 1.67, "abstract, Fig. 6, page 10", lambda: most("FastMoE")),
+    predicted("over FasterMoE, at most", 1.37, "Fig. 6, page 10", lambda: most("FasterMoE")),
+    follows(
+        "over FastMoE at most, by Tables 4 and 5, MoE-GPT-S without attention",
+        1.67,
+        "abstract",
+        lambda: (2 * SCATTER[4] + EXPERTS[4]) / (2 * SCATTER[4] * (1 - TABLE5["MoE-GPT-S"][2].reduction) + EXPERTS[4]),
+        0.01,
+        unmet="two all-to-alls of 5.34 ms of which 39.1 % are saved, and 1.79 ms of experts, give 1.50 at most; "
+        "another share of communication in the models of Fig. 6 would change it",
+    ),
+)
+
+
+def scale() -> Iterator[str]:
+    """Two experts and four samples a GPU, EP over all nodes up to 128; 39 % less between nodes, Table 5's mean."""
+    yield "| GPUs | EP | rows between nodes | all-to-all, ms | with 39 % less | FastMoE's layer over `netmoe`'s |"
+    yield "|---:|---:|---:|---:|---:|---:|"
+    for nodes in (4, 128, 1024, 12288):
+        ep = 8 * min(nodes, 128)
+        layout = Layout(8 * nodes, ep=ep)
+        work = LayerWorkload(
+            SAMPLES * TOKENS, 1024, 4096, False, 2 * ep, TOPK, 4, 16, ep=ep, workers=levels_of_ep(KNOWN, layout),
+            placement_saving=0.39,
+        )  # fmt: skip
+        on = LayerOnCluster(work, describe(KNOWN, layout, 1024, 4096, "fp32"))
+        size = SAMPLES * TOKENS * TOPK * 1024 * 4
+        curve = on.costs.curves[Kind.ALL_TO_ALL, "ep"]
+        ours = next(one for one in NETMOE.candidates(on, NETMOE.open_options) if one.variant == "netmoe")
+        cells = (
+            8 * nodes, ep, f"{1 - 8 / ep:.1%}", f"{curve.seconds(size) * 1e3:.2f}",
+            f"{curve.seconds(0.61 * size) * 1e3:.2f}", f"{fastmoe(on).seconds / ours.seconds:.2f}",
+        )  # fmt: skip
+        yield "| " + " | ".join(map(str, cells)) + " |"

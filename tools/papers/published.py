@@ -1,0 +1,76 @@
+"""A number that a paper prints, and ours for the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+
+EXACT, ARITHMETIC, PREDICTED = "exact", "their arithmetic", "predicted"
+PREDICTED_WITHIN = 0.25
+"""Of the published number: what this project asks of its own predictions against measurements of it (docs/papers)."""
+
+
+@dataclass(frozen=True)
+class Published:
+    """One assertion."""
+
+    what: str
+    theirs: float | str
+    source: str
+    """Table, figure, equation or section; the page where the text at hand has pages."""
+    ours: Callable[[], float | str]
+    kind: str
+    """EXACT: counted by the code that runs, or by the closed forms of its model. ARITHMETIC: other numbers that the
+    paper prints, put into its own formulas. PREDICTED: by the simulator, for the paper's cluster as it is described."""
+    within: float = 0.0
+    """How far ours may be, in the number's own unit."""
+    unmet: str = ""
+    """Why ours is further off, and what would change that; empty: it is not."""
+
+    @property
+    def met(self) -> bool:
+        """Whether ours is as near as `within` says."""
+        ours = self.ours()
+        if isinstance(self.theirs, str) or isinstance(ours, str):
+            return ours == self.theirs
+        return abs(ours - self.theirs) <= self.within * (1 + 1e-9)
+
+
+def counted(
+    what: str, theirs: float, source: str, ours: Callable[[], float], digit: float = 0.0, **more: str
+) -> Published:
+    """An exact count. `digit`: a unit of the last printed digit: papers round some numbers and cut off others."""
+    return Published(what, theirs, source, ours, EXACT, digit, **more)
+
+
+def follows(what: str, theirs: float, source: str, ours: Callable[[], float], digit: float, **more: str) -> Published:
+    """Theirs by their own formula, up to one unit of the last printed digit."""
+    return Published(what, theirs, source, ours, ARITHMETIC, digit, **more)
+
+
+def predicted(
+    what: str, theirs: float, source: str, ours: Callable[[], float], part: float = PREDICTED_WITHIN, **more: str
+) -> Published:
+    """Within a part of the published number."""
+    return Published(what, theirs, source, ours, PREDICTED, part * abs(theirs), **more)
+
+
+def chosen(what: str, theirs: str, source: str, ours: Callable[[], str], **more: str) -> Published:
+    """A choice that is the same, or not."""
+    return Published(what, theirs, source, ours, PREDICTED, **more)
+
+
+def shown(number: float | str) -> str:
+    """As tables have it: four digits."""
+    return number if isinstance(number, str) else f"{number:.4g}"
+
+
+def table(numbers: Iterable[Published]) -> Iterator[str]:
+    """The rows of a page of docs/papers."""
+    yield "| published | source | theirs | ours | kind | asserted within | |"
+    yield "|---|---|---:|---:|---|---:|---|"
+    for one in numbers:
+        within = shown(one.within) if one.within else "equal"
+        state = "" if not one.unmet else f"**not met**: {one.unmet}"
+        cells = (one.what, one.source, shown(one.theirs), shown(one.ours()), one.kind, within, state)
+        yield "| " + " | ".join(cells) + " |"
