@@ -153,7 +153,7 @@ def test_a_preempted_job_saves_and_goes_on_where_it_was(user, measured):
 @trains
 def test_a_preempted_job_that_has_saved_nothing_queues_again(user):
     number = user.job(TINY)
-    user.slurm.wait_for(number, lambda: "tiny: start 1" in user.slurm.log(number))
+    user.slurm.wait_for(number, lambda: "moe-opt: no CUDA device" in user.slurm.log(number))  # ranks import Megatron
     urgent = user.slurm.run("sbatch", "--partition=urgent", "--nodes=2", "--exclusive", "--wrap=true")
     assert user.slurm.end_of(int(urgent.stdout.split()[-1]))["JobState"] == "COMPLETED"
     assert user.slurm.job(number)["JobState"] == "PENDING"
