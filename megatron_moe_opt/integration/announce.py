@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megatron_moe_opt.integration.layer.overlapped_batches import before_pass
 from megatron_moe_opt.planning.costs.gpu_settings import needless_queue
 
 _layers: list[tuple[weakref.ref[Any], str, Any, str]] = []
@@ -29,7 +30,7 @@ def announce(layer: Any, name: str, dispatcher: Any, expert_order: Path | None =
         handle.remove()
         _print_lines()
 
-    handle = layer.register_forward_pre_hook(speak)
+    handle = before_pass(layer, speak)
 
 
 def _print_lines() -> None:
