@@ -298,9 +298,9 @@ def read(file: Path) -> dict[tuple[str, str], Cell]:
     return {(cell.feature, cell.dispatcher): cell for cell in cells}
 
 
-def chosen(names: str | None, known: Sequence[str], flag: str) -> list[str]:
-    """Returns what a comma-separated option names of what there is; everything where it is not given."""
-    wanted = list(known) if names is None else [name.strip() for name in names.split(";" if ";" in names else ",")]
+def chosen(names: str | None, separator: str, known: Sequence[str], flag: str) -> list[str]:
+    """Returns what an option names of what there is; everything where it is not given."""
+    wanted = list(known) if names is None else [name.strip() for name in names.split(separator)]
     for name in wanted:
         if name not in known:
             sys.exit(f"feature_matrix: {flag} {name} is unknown: choose from {'; '.join(known)}")
@@ -322,8 +322,8 @@ def main() -> int:
         sys.exit(f"feature_matrix: {checkout} has no pretrain_gpt.py: give a checkout of Megatron-LM")
     folder.mkdir(parents=True, exist_ok=True)
     named = {one.name: one for one in FEATURES}
-    features = [named[name] for name in chosen(asked.features, list(named), "--features")]
-    dispatchers = chosen(asked.dispatchers, DISPATCHERS, "--dispatchers")
+    features = [named[name] for name in chosen(asked.features, ";", list(named), "--features")]
+    dispatchers = chosen(asked.dispatchers, ",", DISPATCHERS, "--dispatchers")
     file = folder / "cells.jsonl"
     cells = read(file)
     todo = [(feature, name) for feature in features for name in (STOCK, *dispatchers)]

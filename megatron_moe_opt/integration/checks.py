@@ -185,10 +185,11 @@ def check_telemetry(config: Any) -> None:
 
 def _check_system(system: System, config: Any, options: Options, arguments: Any) -> None:
     for flag in ("use_megatron_fsdp", "use_torch_fsdp2"):
-        if system.calls_experts and getattr(arguments, flag, False):
+        if (system.calls_experts or system.moves_samples) and getattr(arguments, flag, False):
+            what = "experts" if system.calls_experts else "norms"
             raise ConfigurationError(
                 f"--{flag.replace('_', '-')} takes weights out of their modules between uses, and {FLAG} {system.name} "
-                "calls experts in its own order: drop it, or use monta"
+                f"calls {what} in its own order: drop it, or use monta"
             )
     system.check(config, options, arguments)
     schedule = system.takes_copies(options)
