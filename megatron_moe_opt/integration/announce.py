@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megatron_moe_opt.integration.layer.overlapped_batches import before_pass
 from megatron_moe_opt.options import Options
 from megatron_moe_opt.planning.costs.gpu_settings import needless_queue
 from megatron_moe_opt.row_format import SAME
@@ -32,7 +33,7 @@ def announce(layer: Any, name: str, dispatcher: Any, options: Options) -> None:
         handle.remove()
         _print_lines()
 
-    handle = layer.register_forward_pre_hook(speak)
+    handle = before_pass(layer, speak)
 
 
 def _print_lines() -> None:

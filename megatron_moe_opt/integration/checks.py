@@ -8,7 +8,8 @@ from typing import Any
 
 from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.integration.layer.ordered_experts import check_expert_order
-from megatron_moe_opt.integration.layer.replicated_tokens import drawn_by_each_rank
+from megatron_moe_opt.integration.layer.overlapped_batches import overlaps_batches
+from megatron_moe_opt.integration.layer.replicated_tokens import drawn_by_each_rank, holds_replicated_tokens
 from megatron_moe_opt.integration.training_arguments import training_arguments
 from megatron_moe_opt.option_values import AUTO
 from megatron_moe_opt.options import Options
@@ -22,15 +23,31 @@ _NEVER_UNREAD = ("compression_ratio", "gradient_compression_ratio", "plan", "wir
 
 
 def check_name(name: str, stock: Iterable[str], ours: Iterable[str]) -> None:
-    """Refuses a dispatcher that neither Megatron nor we have."""
+    """Refuses a dispatcher that neither Megatron nor we have, and names those that are worth a choice."""
     if name not in {*stock, *ours}:
-        known = ", ".join([*stock, *ours])
+        known = ", ".join([*stock, *(one for one in ours if one == AUTO or system_of(one).candidates is not None)])
         raise ConfigurationError(f"{FLAG} {name} is not a dispatcher: choose one of {known}")
 
 
-def check_division(config: Any) -> None:
+def check_arguments(arguments: Any, options: Options, refuses_unread: bool) -> None:
+    """Refuses what Megatron-LM's own checks of its arguments would end with a traceback, and options of ours for a
+    model without experts, which nothing would read.
+
+    Args:
+        arguments: as Megatron-LM has parsed them.
+    """
+    check_division(arguments.num_experts, arguments.expert_model_parallel_size)
+    if arguments.num_experts is None and refuses_unread:
+        for one in fields(Options):
+            if (value := getattr(options, one.name)) != one.default:
+                raise ConfigurationError(
+                    f"{flag_of(Options, one.name)} {shown(value)} is for MoE layers, and a model without --num-experts "
+                    "has none: drop it, or give --num-experts"
+                )
+
+
+def check_division(experts: int | None, ep: int) -> None:
     """Refuses experts that cannot be shared out, before Megatron's own checks do it with a traceback."""
-    experts, ep = config.num_moe_experts, config.expert_model_parallel_size
     if experts and experts % ep:
         raise ConfigurationError(
             f"--expert-model-parallel-size {ep} does not divide --num-experts {experts}: choose a divisor of {experts}"
@@ -98,19 +115,33 @@ def check_config(config: Any, name: str, options: Options) -> None:
         _check_system(system, config, options, arguments)
     check_never_unread(name, options)
     _check_cuda_graphs(config, name, moves_samples=system is not None and system.moves_samples)
-    for field, flag in (
-        ("overlap_moe_expert_parallel_comm", "--overlap-moe-expert-parallel-comm"),
-        ("overlap_dispatch_backward_with_experts_wgrad", "--overlap-dispatch-backward-with-experts-wgrad"),
-    ):
-        if getattr(config, field, False):
-            raise ConfigurationError(
-                f"{flag} schedules the stages of stock dispatchers itself and does not work with {FLAG} {name}: "
-                "drop it or use alltoall"
-            )
+    if overlaps_batches(config):
+        _check_overlap(config, name, system)
+    if getattr(config, "overlap_dispatch_backward_with_experts_wgrad", False):
+        raise ConfigurationError(
+            "--overlap-dispatch-backward-with-experts-wgrad schedules the stages of stock dispatchers itself and does "
+            f"not work with {FLAG} {name}: drop it or use alltoall"
+        )
+    if options.telemetry:
+        check_telemetry(config)
     if config.transformer_impl == "inference_optimized":
         raise ConfigurationError(
             f"--transformer-impl inference_optimized brings its own dispatchers and does not work with {FLAG} {name}: "
             "use alltoall for inference"
+        )
+
+
+def _check_overlap(config: Any, name: str, system: System | None) -> None:
+    """Lets Megatron call the stages of a layer for two micro-batches in turn where only its dispatcher is ours."""
+    if system is not None and (system.moves_samples or system.is_pipeline_of_experts):
+        raise ConfigurationError(
+            f"--overlap-moe-expert-parallel-comm runs one micro-batch's experts beside another's dispatch, and {FLAG} "
+            f"{name} has a pipeline of its own through them: drop one of the two, or use monta"
+        )
+    if holds_replicated_tokens(config):
+        raise ConfigurationError(
+            f"--overlap-moe-expert-parallel-comm calls the stages of a MoE layer by themselves, around which {FLAG} "
+            f"{name} splits the tokens that all TP ranks hold: add --sequence-parallel, or drop it"
         )
 
 
@@ -155,10 +186,11 @@ def check_telemetry(config: Any) -> None:
 
 def _check_system(system: System, config: Any, options: Options, arguments: Any) -> None:
     for flag in ("use_megatron_fsdp", "use_torch_fsdp2"):
-        if system.calls_experts and getattr(arguments, flag, False):
+        if (system.calls_experts or system.moves_samples) and getattr(arguments, flag, False):
+            what = "experts" if system.calls_experts else "norms"
             raise ConfigurationError(
                 f"--{flag.replace('_', '-')} takes weights out of their modules between uses, and {FLAG} {system.name} "
-                "calls experts in its own order: drop it, or use monta"
+                f"calls {what} in its own order: drop it, or use monta"
             )
     system.check(config, options, arguments)
     if options.wire != SAME:

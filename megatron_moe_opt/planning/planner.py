@@ -100,5 +100,5 @@ def _stock(layer: LayerOnCluster) -> Iterator[Prediction | Refusal]:
     # As its collectives were measured, with both directions of a link in turn; and not faster than both at once.
     both_ways = layer.workload.rows_of(layer.skew.both_ways)
     exchanges = (both_ways, layer.stock_costs), (layer.exchanged, layer.costs)
-    predictions = [layer.prediction(ALLTOALL, (), layer.stock_ops(rows), STOCK, costs) for rows, costs in exchanges]
+    predictions = [layer.played(ALLTOALL, layer.stock_timelines(rows, costs), STOCK) for rows, costs in exchanges]
     yield max(predictions, key=lambda one: one.seconds)

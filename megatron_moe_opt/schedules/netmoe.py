@@ -3,8 +3,9 @@
     dispatch   [ [ copies -> all-to-all ] for each level -> a row for each expert held here ] for each chunk
     combine    [ the sum over the experts held here -> [ all-to-all -> sum ] for each level ] for each chunk
 
-A chunk is on the links between nodes while the one before is on those inside them. The backward pass of one runs the
-other on gradients.
+A chunk is on the links between nodes while the one before is on those inside them: so the copies that chunks begin with
+are made for all of them before the first one's rows are sorted, which takes place in the same lane. The backward pass
+of one runs the other on gradients.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from megatron_moe_opt.schedules.schedule import Schedule
 def dispatch(chunks: Sequence[HopBytes], levels: int) -> Schedule:
     """Tokens to the experts: rows.j -> sorted.j; `levels` of the network."""
     stages = HopStages(levels, is_piped=len(chunks) > 1)
-    return chunk_by_chunk(_name("dispatch", chunks), "rows", [stages.out(size) for size in chunks])
+    return chunk_by_chunk(_name("dispatch", chunks), "rows", [stages.out(size) for size in chunks], ahead=1)
 
 
 def combine(chunks: Sequence[HopBytes], levels: int) -> Schedule:

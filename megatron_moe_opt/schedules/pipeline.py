@@ -131,11 +131,16 @@ class Pipeline:
         return Schedule(name, in_issue_order(self._ops), self._inputs)
 
 
-def chunk_by_chunk(name: str, source: str, chunks: Sequence[Sequence[Stage]]) -> Schedule:
-    """Every chunk through its stages, with buffers of its own, from `source` on."""
+def chunk_by_chunk(name: str, source: str, chunks: Sequence[Sequence[Stage]], ahead: int = 0) -> Schedule:
+    """Every chunk through its stages, with buffers of its own, from `source` on.
+
+    Args:
+        ahead: the stages that all chunks go through before any goes on.
+    """
     pipeline = Pipeline(own_buffer(source, chunk) for chunk in range(len(chunks)))
+    sources = [pipeline.through(chunk, source, stages[:ahead]) for chunk, stages in enumerate(chunks)]
     for chunk, stages in enumerate(chunks):
-        pipeline.through(chunk, source, stages)
+        pipeline.through(chunk, sources[chunk], stages[ahead:])
     return pipeline.schedule(name)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from megatron_moe_opt.schedules import expert_migration, monta, mpmoe, parm
+from megatron_moe_opt.schedules import expert_migration, monta, mpmoe, netmoe, parm
 from megatron_moe_opt.schedules.hops import HopBytes, HopRows, HopStages
 from megatron_moe_opt.schedules.monta import ChunkBytes
 from megatron_moe_opt.schedules.mpmoe import Partition, PartitionRows, RowBytes
@@ -36,6 +36,10 @@ def all_schedules() -> Iterator[tuple[str, Schedule]]:
                 for build in (mpmoe.forward, mpmoe.backward):
                     schedule = build(strategy, parts, RowBytes(2, 1, 3), way)
                     yield f"mpmoe {strategy} {build.__name__}, {count} partition(s), {of}", schedule
+        for levels in (1, 2):
+            samples, of = [HopBytes(dict.fromkeys(range(levels), 1), 1)] * count, f"hops over {levels} level(s)"
+            yield f"netmoe dispatch, {count} chunk(s), {of}", netmoe.dispatch(samples, levels)
+            yield f"netmoe combine, {count} chunk(s), {of}", netmoe.combine(samples, levels)
         for etp_size in (1, 2):
             of = f"expert-TP {etp_size}"
             yield f"parm dispatch, {count} chunk(s), {of}", parm.dispatch(chunks, etp_size)

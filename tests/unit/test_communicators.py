@@ -6,8 +6,8 @@ import random
 
 import pytest
 
-from megatron_moe_opt.schedules import monta, mpmoe, parm
-from megatron_moe_opt.schedules.hops import HopRows, HopStages, role
+from megatron_moe_opt.schedules import monta, mpmoe, netmoe, parm
+from megatron_moe_opt.schedules.hops import HopBytes, HopRows, HopStages, role
 from megatron_moe_opt.schedules.monta import ChunkBytes
 from megatron_moe_opt.schedules.mpmoe import PartitionRows, RowBytes
 from megatron_moe_opt.schedules.schedule import Schedule
@@ -40,8 +40,10 @@ def layer_passes(rank: int, count: int) -> list[list[Schedule]]:
     chunks = [ChunkBytes(chooser.randrange(9), chooser.randrange(9)) for _ in range(count)]
     partitions = [PartitionRows(chooser.randrange(9), chooser.randrange(9)) for _ in range(count)]
     tokens = [HopRows(9, {0: chooser.randrange(9), 1: chooser.randrange(9)}, 9) for _ in range(count)]
+    samples = [HopBytes({0: chooser.randrange(9), 1: chooser.randrange(9)}, 9) for _ in range(count)]
     row = RowBytes(2, 1, 3)
     return [
+        [netmoe.dispatch(samples, 2), netmoe.combine(samples, 2)] * 2,
         *([monta.dispatch(level, chunks, 2, 2), monta.combine(level, chunks, 2, 2)] * 2 for level in ("O2", "O3")),
         [parm.dispatch(chunks, 2), parm.combine(chunks, 2)] * 2,
         [parm.dispatch(chunks, 2), parm.combine_and_gather(9, chunks, 2)] * 2,

@@ -47,7 +47,13 @@ def other_costs() -> list:
     """Collectives inside a node and copies from nothing to most of the time, experts from little to most of it."""
     costs = []
     for intra, copy, experts, host in itertools.product((0.25, 1.0), (0.02, 0.3), (0.25, 5.0), (0.25, 2.0)):
-        of_kind = {Kind.COPY: copy, Kind.SUM: copy, Kind.COMPUTE: experts, Kind.GRADIENT: 2 * experts}
+        of_kind = {
+            Kind.PERMUTE: copy,
+            Kind.COPY: copy,
+            Kind.SUM: copy,
+            Kind.COMPUTE: experts,
+            Kind.GRADIENT: 2 * experts,
+        }
         of_kind |= {Kind.OFFLOAD: host, Kind.PREFETCH: host}
 
         def cost(op: Op, of_kind=of_kind, intra=intra) -> float:

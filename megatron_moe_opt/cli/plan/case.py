@@ -6,10 +6,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from megatron_moe_opt import __version__
 from megatron_moe_opt.cli.plan.settings import PlanSettings, Site, workload_of
 from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.planning.costs.cluster import Cluster
-from megatron_moe_opt.planning.plan_file import Plan
+from megatron_moe_opt.planning.plan_file import Plan, facts_of_plan
 from megatron_moe_opt.planning.planner import best, candidates
 from megatron_moe_opt.planning.predicting.layer_workload import LayerWorkload
 from megatron_moe_opt.planning.predicting.partitioned_rows import activation_bytes
@@ -144,9 +145,13 @@ class Case:
 
     def plan(self) -> Plan:
         """Returns the plan that runs the chosen candidate in all MoE layers, the others as runners-up."""
-        layout = self.site.layout
-        layers = range(self.model.dense_layers + 1, self.model.layers + 1)  # Megatron counts from 1
+        layout, model = self.site.layout, self.model
+        layers = range(model.dense_layers + 1, model.layers + 1)  # Megatron counts from 1
+        made_for = facts_of_plan(
+            hidden=model.hidden, ffn=model.ffn, topk=model.topk, dtype=self.settings.dtype, ranks=layout.world,
+            version=__version__,
+        )  # fmt: skip
         return Plan.uniform(
             layers, self.chosen.variant, self.candidates, self.settings.cluster, ep=layout.ep, etp=layout.expert_tp,
-            experts=self.model.experts, gpu_settings=self.site.cluster.gpu_settings,
+            experts=model.experts, gpu_settings=self.site.cluster.gpu_settings, made_for=made_for,
         )  # fmt: skip

@@ -44,11 +44,13 @@ def layer_workload(
         workers=workers,
         fused=config.bias_activation_fusion,
         wire=wire,
-        resident_part=resident_part(_moe_layers(config) / config.pipeline_model_parallel_size, resident),
+        resident_part=resident_part(len(moe_layers(config)) / config.pipeline_model_parallel_size, resident),
     )
 
 
-def _moe_layers(config: Any) -> int:
-    """Of the whole model."""
+def moe_layers(config: Any) -> list[int]:
+    """The numbers of the MoE layers of the whole model, without those of multi-token prediction."""
     pattern = config.moe_layer_freq  # every so many layers one; or 0 and 1 for each layer
-    return -(-config.num_layers // pattern) if isinstance(pattern, int) else sum(pattern)
+    if isinstance(pattern, int):
+        pattern = [number % pattern == 0 for number in range(config.num_layers)]
+    return [number for number, has_experts in enumerate(pattern, start=1) if has_experts]

@@ -60,12 +60,13 @@ class LayerOnCluster:
         forward, backward = (costs.curve(op).seconds(op.size) for op in ops)
         return forward, backward
 
-    def expert_ops(self) -> list[tuple[Op, float]]:
-        """Returns the experts' ops on this rank's rows, forward and backward, with the seconds of each."""
+    def expert_timelines(self) -> list[Timeline]:
+        """Returns the experts on this rank's rows, forward and backward; nothing where they were not measured."""
         if self.cluster.expert_gemm is None:
             return []
         ops = (Op(kind, Lane.COMPUTE) for kind in (Kind.COMPUTE, Kind.GRADIENT))
-        return list(zip(ops, self.seconds_of_experts(self.computed), strict=True))
+        with_seconds = zip(ops, self.seconds_of_experts(self.computed), strict=True)
+        return [Timeline.in_turn("experts", [one]) for one in with_seconds]
 
     def local_timeline(self, whose: str, rows: int | None = None) -> Timeline:
         """Returns what a rank does with its rows by itself, as one op; empty where that was not measured.
@@ -132,37 +133,43 @@ class LayerOnCluster:
         parts: int = 1,
         local_rows: int | None = None,
     ) -> Prediction:
-        """Returns a candidate that takes these timelines, rows on the rank, and experts where they lack them."""
+        """Returns a candidate that takes these timelines, rows on the rank, and experts where they lack them: then the
+        first four are those of PASSES.
+        """
         ops = [op for timeline in timelines for op in timeline.schedule.ops]
         with_experts = any(op.kind is Kind.COMPUTE for op in ops)
-        experts = Timeline.in_turn("experts", [] if with_experts else self.expert_ops())
+        experts = [] if with_experts else self.expert_timelines()
         local = self.local_timeline(whose, local_rows)
+        in_order = list(timelines)
+        for place, of_pass in zip((1, 4), experts, strict=False):  # behind each dispatch, forward and backward
+            in_order.insert(place, of_pass)
         terms = {
             PIPELINE if with_experts else DISPATCH: sum(one.seconds for one in timelines),
-            "experts": experts.seconds,
+            "experts": sum(one.seconds for one in experts),
             "rows on the rank": local.seconds,
         }
         sent = [self.links.sent(op) for op in ops if op.kind in COLLECTIVES]
+        in_order = [one for one in (*in_order, local) if one.seconds]
         return Prediction(
             variant,
-            sum(terms.values()),
+            sum(one.seconds for one in in_order),
             exposed=sum(timeline.exposed for timeline in timelines),
             inter_bytes=sum(inter for inter, _ in sent),
             intra_bytes=sum(intra for _, intra in sent),
             activation_bytes=self.activation_bytes,
             terms={name: value for name, value in terms.items() if value},
             parts=parts,
-            timelines=tuple(one for one in (*timelines, experts, local) if one.seconds),
+            timelines=tuple(in_order),
         )
 
-    def stock_ops(self, rows: int) -> list[Op]:
-        """Stock's, one after another: O1's, and the probabilities in messages of their own."""
-        one = self.workload
-        ops = []
+    def stock_timelines(self, rows: int, costs: Callable[[Op], float]) -> list[Timeline]:
+        """Returns stock's passes, op by op: O1's, and the probabilities in messages of their own."""
+        one, timelines = self.workload, []
         for number, exchanged in enumerate(training_passes(rows, one.row_bytes, one.row_bytes)):
             schedule = exchanged.schedule("O1", even_chunks(exchanged.exchanged, one.etp, 1), one.ep, one.etp)
-            ops += schedule.ops
+            ops = list(schedule.ops)
             if number in _WITH_PROBS:
                 collectives = [op for op in schedule.ops if op.kind in COLLECTIVES]
                 ops += [replace(op, size=op.size * PROB_BYTES // one.row_bytes) for op in collectives]
-        return ops
+            timelines.append(Timeline.in_turn(f"stock {exchanged.direction}", ((op, costs(op)) for op in ops)))
+        return timelines

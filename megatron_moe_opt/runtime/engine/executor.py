@@ -84,8 +84,7 @@ class Executor:
         Args:
             steps: as in `run`. On CUDA they use memory that was made in `memory` of this queue, or that it was said to
                 be used there (kernels.streams.used_here).
-            behind: what was started in another queue and is waited for first. Where all streams share one hardware
-                queue it is not waited for at once, but when this is told to go on.
+            behind: what was started in another queue and is waited for first.
 
         Raises:
             ValueError: ops in several lanes. What it returns raises LaneError where an op fails.
@@ -96,7 +95,7 @@ class Executor:
         ops = _ops(schedule, steps, dict.fromkeys(Lane, 0))
         if isinstance(started, HostQueue):
             return started.start(_run_on_thread(started, schedule, steps, ops, Beside(), behind))
-        return started.start(_issue_on_stream(schedule, steps, ops, Beside(), behind))
+        return started.start(_issue_on_stream(schedule, steps, ops, Beside()), behind)
 
     def memory(self, queue: str = Lane.EXPERTS.value) -> AbstractContextManager[None]:
         """A context in which tensors are made for what is started in a queue."""
@@ -150,13 +149,8 @@ def _run_on_thread(
     yield
 
 
-def _issue_on_stream(
-    schedule: Schedule, steps: Sequence[Steps], ops: _Ops, beside: Beside, behind: Running | None
-) -> Iterator[None]:
+def _issue_on_stream(schedule: Schedule, steps: Sequence[Steps], ops: _Ops, beside: Beside) -> Iterator[None]:
     """Issues what was started on the current stream, in parts that end with a collective under way."""
-    if behind is not None:
-        yield
-        behind.wait()
     instants: list[Instant] = []
     left_running: tuple[int, Any] | None = None
 

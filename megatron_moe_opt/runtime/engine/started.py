@@ -12,6 +12,7 @@ import os
 import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
@@ -45,9 +46,6 @@ class Running(Protocol):
 
     def wait(self) -> None:
         """Waits until it has run, on CUDA the current stream does; any number of times. Raises what it raised."""
-
-    def advance(self) -> None:
-        """Issues what comes next, where all streams share one hardware queue; else it goes on by itself."""
 
 
 class HostQueue:
@@ -118,47 +116,57 @@ class _OnHost:
         """Blocks until the thread has run it, and raises what it raised."""
         self._pending.result()
 
-    def advance(self) -> None:
-        """Does nothing, as the thread goes on by itself."""
-
 
 class StreamQueue:
     """A CUDA stream. Schedules are issued by the caller at once: all ranks issue to all their groups in the same order.
 
-    Where all streams share one hardware queue a schedule is issued as far as its first collective: what waits for that
-    would hold up all that is issued after it. It goes on when it is told to, when the next one is started, or when it
-    is waited for; all ranks do these alike.
+    Where all streams share one hardware queue, what waits for a collective would hold up all that is issued after it.
+    So there one collective is issued at a time, the next one when this is told to go on, or when it is waited for; all
+    ranks do these alike.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.stream = own_stream(device)
-        self._in_parts = has_one_queue()
-        self._last: _OnStream | None = None
+        self._in_turn = has_one_queue()
+        self._left: deque[_OnStream] = deque()
+        """Of what was started in turn, all that is not issued to its end."""
 
     def memory(self) -> AbstractContextManager[None]:
         """A context in which memory is the queue's."""
         return torch.cuda.stream(self.stream)
 
-    def start(self, parts: Parts) -> Running:
-        """Issues a schedule behind what is queued on the current stream, and behind those that were started before."""
-        if self._last is not None:
-            self._last.issue_all()
-        self.stream.wait_stream(torch.cuda.current_stream())
-        self._last = _OnStream(self.stream, parts)
-        self._last.advance()
-        if not self._in_parts:
-            self._last.issue_all()
-        return self._last
+    def start(self, parts: Parts, behind: _OnStream | None = None) -> Running:
+        """Puts a schedule behind what is queued on the current stream, and behind those that were started before.
+
+        Args:
+            behind: what was started in another queue and is waited for too; its turn comes first.
+        """
+        running = _OnStream(self, parts, torch.cuda.current_stream().record_event(), behind)
+        self._left.append(running)
+        if not self._in_turn:
+            self.issue(running)
+        elif len(self._left) == 1:
+            self.advance()
+        return running
 
     def advance(self) -> None:
-        """See Running: of the one that was started last."""
-        if self._last is not None:
-            self._last.advance()
+        """Issues what comes next, as far as a collective: once what was issued before has had time to end."""
+        while self._left and self._left[0].is_due():
+            running = self._left.popleft()
+            if running.issue_part():
+                self._left.appendleft(running)
+                return
+
+    def issue(self, running: _OnStream) -> None:
+        """Issues all of what was started, and of what was started before it."""
+        while running in self._left:
+            self._left[0].issue_before()
+            self.advance()
 
     def finish(self) -> None:
         """Waits until all that was started has ended."""
-        if self._last is not None:
-            self._last.issue_all()
+        if self._left:
+            self.issue(self._left[-1])
         self.stream.synchronize()
 
     def end(self) -> None:
@@ -166,33 +174,45 @@ class StreamQueue:
 
 
 class _OnStream:
-    def __init__(self, stream: torch.cuda.Stream, parts: Parts) -> None:
-        self._stream, self._done = stream, None
+    def __init__(self, queue: StreamQueue, parts: Parts, after: torch.cuda.Event, behind: _OnStream | None) -> None:
+        self._queue, self._behind, self._done, self._failure = queue, behind, None, None
         self._parts: Parts | None = parts
         """None: all is issued, and `_done` is behind it; or it has failed."""
-        self._failure: BaseException | None = None
+        self._after: torch.cuda.Event | None = after
+        """What its caller had queued; None: its first part is behind that."""
 
-    def advance(self) -> None:
-        """Issues the next part on the queue's stream; behind the last one, an event to wait for."""
-        if self._parts is None:
-            return
+    def is_due(self) -> bool:
+        """Whether nothing remains to be issued of what this is behind."""
+        return self._behind is None or self._behind._parts is None
+
+    def issue_before(self) -> None:
+        """Issues all of what this is behind."""
+        if self._behind is not None:
+            self._behind._queue.issue(self._behind)
+
+    def issue_part(self) -> bool:
+        """Issues what comes next on the queue's stream, as far as a collective; False: as far as the end, or an event
+        to wait for behind it.
+        """
+        stream = self._queue.stream
         try:
-            with torch.cuda.stream(self._stream), torch.no_grad():
+            with torch.cuda.stream(stream), torch.no_grad():
+                if self._after is not None:
+                    stream.wait_event(self._after)
+                    if self._behind is not None:
+                        self._behind.wait()
+                    self._after = None
                 for _ in self._parts:
-                    return
+                    return True
         except BaseException as error:
             self._parts, self._failure = None, error
             raise
-        self._done, self._parts = self._stream.record_event(), None
-
-    def issue_all(self) -> None:
-        """Goes on to the end."""
-        while self._parts is not None:
-            self.advance()
+        self._done, self._parts = stream.record_event(), None
+        return False
 
     def wait(self) -> None:
         """Issues all that remains, and lets the current stream wait for it."""
-        self.issue_all()
+        self._queue.issue(self)
         if self._failure is not None:
             raise self._failure
         torch.cuda.current_stream().wait_event(self._done)

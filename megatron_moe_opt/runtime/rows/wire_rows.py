@@ -7,29 +7,32 @@ autograd does not allow, and gradients of bytes it has none. What it sees is an 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
+from megatron_moe_opt.kernels.streams import used_here
 
+
+@dataclass
 class WireRows:
-    """Rows of one pass on the wire, and later their gradients. Who takes either has it alone."""
+    """Rows of one pass on the wire, and later their gradients. Who takes either has it alone, on whatever stream."""
 
-    def __init__(self) -> None:
-        self.rows: torch.Tensor | None = None
-        self.gradients: torch.Tensor | None = None
+    rows: torch.Tensor | None = None
+    gradients: torch.Tensor | None = None
 
     def take_rows(self) -> torch.Tensor:
         """The rows, once."""
         rows, self.rows = self.rows, None
-        return rows
+        return used_here(rows)
 
     def take_gradients(self) -> torch.Tensor:
         """Their gradients, once."""
         gradients, self.gradients = self.gradients, None
-        return gradients
+        return used_here(gradients)
 
 
 def onto_wire(

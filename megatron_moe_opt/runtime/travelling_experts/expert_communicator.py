@@ -29,12 +29,11 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from megatron_moe_opt.kernels import empty
 from megatron_moe_opt.kernels.streams import used_here
-from megatron_moe_opt.planning.costs.gpu_settings import has_one_queue
 from megatron_moe_opt.runtime.engine import steps
 from megatron_moe_opt.runtime.engine.collectives import device_of
 from megatron_moe_opt.runtime.engine.executor import executor
 from megatron_moe_opt.runtime.engine.recomputation import is_recomputing
-from megatron_moe_opt.runtime.engine.started import Running, finish_started
+from megatron_moe_opt.runtime.engine.started import Running, advance_started, finish_started
 from megatron_moe_opt.runtime.observed.layer_place import Place, belonging_to, place
 from megatron_moe_opt.runtime.travelling_experts.arrived_experts import (
     ArrivedExperts,
@@ -106,12 +105,12 @@ class ExpertCommunicator:
 
     def sent_at_begin(self, first: MigratedExperts) -> Iterator[MigratedExperts]:
         """The layers that are sent when a step begins: what may be ahead; of messages that are decoded later all, but
-        for layers whose weights come late themselves, and where what is sent shares one queue with everything else.
+        for layers whose weights come late themselves.
         """
         yield first
         for number, layer in enumerate(self.following(first)):
             is_ahead = number < self.ahead
-            if not is_ahead and (not layer.codec.is_lossy or layer.weights.come_late() or has_one_queue()):
+            if not is_ahead and (not layer.codec.is_lossy or layer.weights.come_late()):
                 return
             yield layer
 
@@ -302,6 +301,7 @@ class MigratedExperts:
         Args:
             news: the greatest of all ranks' `news`: they all do the same.
         """
+        advance_started()  # what runs beside has had the time of all that lies between two layers' experts
         communicator, self._place = self.communicator, place()
         communicator.note_pass(self)
         changed, *gone = news
