@@ -23,6 +23,8 @@ from megatron_moe_opt.output_file import check_output_file
 from megatron_moe_opt.planning.costs.cluster import OURS, STOCK
 from megatron_moe_opt.planning.costs.curves import CostCurve
 from megatron_moe_opt.planning.costs.expert_costs import costs_with_experts
+from megatron_moe_opt.planning.predicting.baselines import baselines
+from megatron_moe_opt.planning.predicting.layer_on_cluster import LayerOnCluster
 from megatron_moe_opt.planning.predicting.layer_workload import LayerWorkload
 from megatron_moe_opt.planning.predicting.prediction import Prediction, Refusal
 from megatron_moe_opt.planning.training.known_models import MONTA_CHOICES
@@ -108,6 +110,8 @@ def report_plan(
     console.print(_candidates_table(case, everything))
     if case.refused:
         console.print(_refused_table(case.refused))
+    if everything:
+        console.print(_baselines_table(case))
     if explain:
         _explain(case, console)
     if drawing.flag is not None:
@@ -228,6 +232,13 @@ def _refused_table(refused: Sequence[Refusal]) -> Table:
         for first, *others in alike.values()
     ]
     return table_of("Not candidates", ("dispatcher", "why"), rows, names=2)
+
+
+def _baselines_table(case: Case) -> Table:
+    """Returns what the papers measured themselves against, on the same costs."""
+    found = baselines(LayerOnCluster(case.workload, case.site.cluster))
+    rows = ((one.variant, f"{one.seconds * 1e3:.3f}", f"{one.seconds / case.chosen.seconds:.2f}") for one in found)
+    return table_of("For comparison, not to choose from", ("schedule", "ms", "of the chosen"), rows)
 
 
 def _explain(case: Case, console: Console) -> None:
