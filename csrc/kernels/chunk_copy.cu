@@ -78,7 +78,7 @@ __global__ void __launch_bounds__(kBlockThreads)
 
 // The same for rows of two formats, by pieces.
 template <typename From, typename To>
-__global__ void __launch_bounds__(kBlockThreads)
+__global__ void __launch_bounds__(kBlockThreads, 2)
     convert_chunks_kernel(ChunkList chunks, int64_t num_rows, int64_t rows_per_block, int lanes, Side source,
                           Side target) {
   const int slots = static_cast<int>(blockDim.x) / lanes;

@@ -59,7 +59,7 @@ __global__ void __launch_bounds__(kBlockThreads)
 
 // out[t] = 0 + the rows of t, ascending, in float32. grid: T.
 template <typename From, typename To>
-__global__ void __launch_bounds__(kBlockThreads)
+__global__ void __launch_bounds__(kBlockThreads, 2)
     sum_wire_rows_kernel(const int64_t* __restrict__ offsets, const int64_t* __restrict__ rows, Side permuted,
                          Side tokens) {
   const int64_t token = blockIdx.x;
