@@ -20,8 +20,8 @@ from pathlib import Path
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "scancel", "unshare")
 ENDED = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED", "BOOT_FAIL", "OUT_OF_MEMORY"}
 
-# Two partitions: what is in `urgent` preempts what is in `gpu`. Times are short, but for the 300 s after which Slurm
-# misses a node: a job whose ranks notice it in seconds has ended by then, as on a cluster.
+# Two partitions: what is in `urgent` preempts what is in `gpu`. Times are short: elsewhere a node is missed
+# after 300 s.
 CONFIGURATION = """
 ClusterName=test
 SlurmctldHost=localhost(127.0.0.1)
@@ -43,7 +43,7 @@ SelectType=select/cons_tres
 SelectTypeParameters=CR_Core
 SlurmdParameters=config_overrides
 SchedulerParameters=sched_interval=2,bf_interval=2
-SlurmdTimeout=300
+SlurmdTimeout=45
 KillWait=5
 ReturnToService=2
 PreemptType=preempt/partition_prio
@@ -95,7 +95,9 @@ class SlurmCluster:
         self.switch_on("n2")
 
     def switch_on(self, node: str) -> None:
-        """Starts a node, and waits until Slurm would give it to a job."""
+        """Starts a node that is off, and waits until Slurm would give it to a job."""
+        if node in self._started:
+            return
         namespaces = ("--uts", "--mount", "--pid", "--mount-proc", "--fork", "--kill-child")
         self._start(node, "unshare", *namespaces, "bash", "-c", NODE, "node", node, str(self.folder))
         until(lambda: re.search(r"State=(IDLE|MIXED|ALLOCATED)[ +]", self.scontrol("show", "node", node)), 60)
