@@ -68,6 +68,9 @@ def _start(path: Path, arguments: list[str]) -> tuple[Options, list[str]]:
     if use_host_backend() and first_rank:
         print("moe-opt: no CUDA device, so Megatron-Core runs on CPU over Gloo", flush=True)
     register(options, refuse_unread=True)
+    from megatron_moe_opt.integration.registry import check_named  # loads the extension, whose refusal is said above
+
+    check_named(remaining)
     return options, remaining
 
 

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
+import platform
 import runpy
 from pathlib import Path
+
+from megatron_moe_opt import __version__
 
 OLDEST_MEGATRON, NEWEST_MEGATRON = (0, 16), (0, 19)
 SUPPORTED_MEGATRON = f"0.{OLDEST_MEGATRON[1]} to 0.{NEWEST_MEGATRON[1]}"
@@ -28,3 +32,16 @@ def megatron_version() -> str | None:
 def supports_megatron(version: str) -> bool:
     """Whether a version string such as "0.16.1" is in the supported range."""
     return OLDEST_MEGATRON <= tuple(int(part) for part in version.split(".")[:2]) <= NEWEST_MEGATRON
+
+
+@functools.cache
+def software() -> dict[str, str]:
+    """Returns the versions that a report or a profile says it was made with."""
+    import torch
+
+    return {
+        "megatron-moe-opt": __version__,
+        "megatron-core": megatron_version() or "none",
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+    }

@@ -30,6 +30,8 @@ python -m pytest tests/multirank --durations=10 || failed=1
 wait $beside || failed=1
 echo "== tests in one process, and of whole runs"
 cat "$outputs/beside"
+echo "== the job script under a real Slurm"
+python -m pytest tests/slurm -rs || failed=1
 wait $cuda_check || failed=1
 echo "== CUDA sources compile"
 cat "$outputs/cuda"

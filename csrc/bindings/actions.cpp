@@ -6,10 +6,12 @@
 #include <memory>
 #include <stdexcept>
 #include <string>
+#include <variant>
 #include <vector>
 
 #include "bindings/chunk_copy.h"
 #include "bindings/module.h"
+#include "bindings/wire_format.h"
 #include "kernels/sum_parts.h"
 #include "pipeline/exchange.h"
 #include "pipeline/executor.h"
@@ -137,10 +139,41 @@ ActionPtr copy_rows(const Buffer<"source">& source, Size<"source_byte"> source_b
   });
 }
 
-// out[r] = sum of parts[p][r], over `width` elements of type `dtype` that start at first_byte of a row.
+// Moves the payloads of every chunk's rows, which begin at byte 0, and converts them to the target's format.
+ActionPtr convert_chunks(const Buffer<"source">& source, const std::string& source_wire, const Buffer<"target">& target,
+                         const std::string& target_wire, Size<"hidden"> hidden, const ChunkTensors& chunk_tensors) {
+  const at::Device device = source.device();
+  const DType from = check_wire_rows(source, source_wire, hidden, std::nullopt, device);
+  const DType to = check_wire_rows(target, target_wire, hidden, std::nullopt, device);
+  check(from == to || converts(from, to), "convert_chunks: no conversion of rows in ", source_wire, " (",
+        source.scalar_type(), ") to rows in ", target_wire, " (", target.scalar_type(), ")");
+  check(!overlap(source, target), "convert_chunks: source and target share memory");
+  return make_action([from_rows = Memory(source), to_rows = Memory(target), from, to, hidden = hidden.value,
+                      chunks = KeptChunks(chunk_tensors, source.size(0), target.size(0), device)] {
+    const Tensor& on = from_rows.tensor();
+    const ConstRows in = const_rows(on);
+    const MutableRows out = mutable_rows(to_rows.tensor());
+    const int64_t num_rows = chunks.num_rows(), bytes = payload_bytes(from, hidden);
+    if (from == to) return run_copy_chunks(chunks.list(), on, num_rows, bytes, in, out);
+    MOE_OPT_IF_CUDA(on, cuda::convert_chunks(chunks.list(), from, to, hidden, in, out, num_rows, call.stream)) {
+      const int64_t grain = std::max<int64_t>(1, kBytesPerTask / std::max<int64_t>(1, bytes));
+      at::parallel_for(0, num_rows, grain, [&](int64_t begin, int64_t end) {
+        cpu::convert_chunks(chunks.list(), from, to, hidden, in, out, num_rows, begin, end);
+      });
+    }
+  });
+}
+
+// out[r] = sum of parts[p][r], over `width` elements that start at first_byte of a row: of a dtype, or the payload of
+// rows in a wire format.
 ActionPtr sum_parts(const std::vector<Buffer<"a part">>& parts, const Buffer<"the sum">& out,
-                    Size<"first_byte"> first_byte, Size<"width"> width, ScalarType dtype) {
-  const DType type = dtype == ScalarType::Double ? DType::kFloat64 : kernel_dtype(dtype, "the parts");
+                    Size<"first_byte"> first_byte, Size<"width"> width,
+                    const std::variant<ScalarType, std::string>& elements) {
+  const DType type = [&] {
+    if (const auto* wire = std::get_if<std::string>(&elements)) return wire_format(out.scalar_type(), *wire, "the sum");
+    const ScalarType dtype = std::get<ScalarType>(elements);
+    return dtype == ScalarType::Double ? DType::kFloat64 : kernel_dtype(dtype, "the parts");
+  }();
   check(!parts.empty(), "sum_parts needs at least one part");
   check_row_matrix(out);
   std::vector<Memory> sources;
@@ -151,8 +184,9 @@ ActionPtr sum_parts(const std::vector<Buffer<"a part">>& parts, const Buffer<"th
     sources.emplace_back(part);
   }
   const int64_t row_bytes = const_rows(out).stride_bytes, first = first_byte, count = width;
-  check(first + bounded_product(count, element_size(type)) <= row_bytes, "sum_parts: ", count, " elements at byte ",
-        first, " do not fit rows of ", row_bytes, " bytes");
+  check(
+      first + (has_scales(type) ? payload_bytes(type, count) : bounded_product(count, element_size(type))) <= row_bytes,
+      "sum_parts: ", count, " elements at byte ", first, " do not fit rows of ", row_bytes, " bytes");
   return make_action([sources = std::move(sources), to = Memory(out), type, first, count] {
     const Tensor& out = to.tensor();
     if (out.numel() == 0 || count == 0) return;
@@ -232,6 +266,7 @@ void bind_actions(py::module_& m) {
   define(m, "exchange", exchange);
   define(m, "give_up_waits", pipeline::give_up_waits, NoGil());
   define(m, "copy_rows", copy_rows);
+  define(m, "convert_chunks", convert_chunks);
   define(m, "sum_parts", sum_parts);
   define(m, "call_python", call_python);
   define(m, "named", named);

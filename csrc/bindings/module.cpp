@@ -51,6 +51,7 @@ PYBIND11_MODULE(_C, m) {
   bind_row_map(m);
   bind_permute(m);
   bind_chunk_copy(m);
+  bind_wire_format(m);
   bind_residual_codec(m);
   bind_placement(m);
   bind_exchange_plan(m);

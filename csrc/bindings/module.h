@@ -24,6 +24,7 @@ using NoGil = py::call_guard<py::gil_scoped_release>;
 void bind_row_map(py::module_& m);
 void bind_permute(py::module_& m);
 void bind_chunk_copy(py::module_& m);
+void bind_wire_format(py::module_& m);
 void bind_residual_codec(py::module_& m);
 void bind_placement(py::module_& m);
 void bind_exchange_plan(py::module_& m);

@@ -2,6 +2,7 @@
 
 #include "bindings/module.h"
 #include "bindings/row_map.h"
+#include "bindings/wire_format.h"
 
 namespace moe_opt {
 namespace {
@@ -21,16 +22,16 @@ void check_rows(const Argument& rows, int64_t num_rows, const at::Device& device
   check(rows.size(0) == num_rows, rows.name, " has ", rows.size(0), " rows, but the row map has ", num_rows);
 }
 
-void run_permute(const RowMap& map, const Argument& tokens, const Tensor& permuted, const Argument* probs,
+void run_permute(const RowMap& map, const Argument& tokens, DType wire, const Tensor& permuted, const Argument* probs,
                  MutableRows permuted_probs, int64_t lane_bytes) {
   const DType dtype = kernel_dtype(tokens);
   const int64_t hidden = tokens.size(1);
   const void* probs_data = probs ? probs->const_data_ptr() : nullptr;
   const int64_t size = probs ? probs->element_size() : 0;
-  MOE_OPT_IF_CUDA(tokens, cuda::permute_rows(map, dtype, hidden, const_rows(tokens), mutable_rows(permuted), probs_data,
-                                             size, permuted_probs, lane_bytes, call.stream)) {
+  MOE_OPT_IF_CUDA(tokens, cuda::permute_rows(map, dtype, wire, hidden, const_rows(tokens), mutable_rows(permuted),
+                                             probs_data, size, permuted_probs, lane_bytes, call.stream)) {
     for_token_ranges(map, hidden * tokens.element_size(), [&](int64_t begin, int64_t end) {
-      cpu::permute_rows(map, dtype, hidden, const_rows(tokens), mutable_rows(permuted), probs_data, size,
+      cpu::permute_rows(map, dtype, wire, hidden, const_rows(tokens), mutable_rows(permuted), probs_data, size,
                         permuted_probs, lane_bytes, begin, end);
     });
   }
@@ -50,19 +51,24 @@ std::tuple<Tensor, OptionalTensor> permute_rows(const RowMapTensors& row_map, co
     permuted_probs = empty_like({map.num_rows}, probs->scalar_type(), tokens);
     lanes = mutable_rows(*permuted_probs);
   }
-  run_permute(map, tokens, permuted, probs ? &*probs : nullptr, lanes, probs ? probs->element_size() : 0);
+  run_permute(map, tokens, kernel_dtype(tokens), permuted, probs ? &*probs : nullptr, lanes,
+              probs ? probs->element_size() : 0);
   return {permuted, permuted_probs};
 }
 
-// packed [R, H + lane].
-Tensor permute_packed(const RowMapTensors& row_map, const Input<"tokens">& tokens, const Input<"probs">& probs) {
+// packed [R, payload + lane], of the dtype of rows on the wire.
+Tensor permute_packed(const RowMapTensors& row_map, const Input<"tokens">& tokens, const Input<"probs">& probs,
+                      const std::string& wire) {
   const RowMap map = view(row_map, tokens.device());
   check_rows(tokens, map.num_tokens, tokens.device());
   check_probs(probs, map, tokens.device());
   prob_size(probs.scalar_type());
-  const int64_t hidden = tokens.size(1);
-  Tensor packed = empty_like({map.num_rows, hidden + kLaneBytes / tokens.element_size()}, tokens.scalar_type(), tokens);
-  run_permute(map, tokens, packed, &probs, mutable_rows(packed, hidden * tokens.element_size()), kLaneBytes);
+  const ScalarType dtype = wire_dtype(tokens.scalar_type(), wire);
+  const DType format = wire_format(dtype, wire, "tokens");
+  const int64_t first_lane = payload_bytes(format, tokens.size(1));
+  const int64_t element = static_cast<int64_t>(c10::elementSize(dtype));
+  Tensor packed = empty_like({map.num_rows, (first_lane + kLaneBytes) / element}, dtype, tokens);
+  run_permute(map, tokens, format, packed, &probs, mutable_rows(packed, first_lane), kLaneBytes);
   return packed;
 }
 
@@ -88,6 +94,23 @@ Tensor unpermute_rows(const RowMapTensors& row_map, const Input<"permuted_tokens
     });
   }
   return tokens;
+}
+
+// out [T, >= payload]: the sums of rows [R, >= payload], each of a format.
+void sum_rows(const RowMapTensors& row_map, const Input<"rows">& rows, Size<"hidden"> hidden, const std::string& wire,
+              const std::string& out_wire, const Buffer<"out">& out) {
+  const at::Device device = rows.device();
+  const RowMap map = view(row_map, device);
+  const DType from = check_wire_rows(rows, wire, hidden, map.num_rows, device);
+  const DType to = check_wire_rows(out, out_wire, hidden, map.num_tokens, device);
+  check(sums(from, to) || (from == to && !has_scales(from)), "sum_rows: no sums of rows in ", wire, " (",
+        rows.scalar_type(), ") as rows in ", out_wire, " (", out.scalar_type(), ")");
+  check(!overlap(rows, out), "sum_rows: rows and out share memory");
+  MOE_OPT_IF_CUDA(rows, cuda::sum_rows(map, from, to, hidden, const_rows(rows), mutable_rows(out), call.stream)) {
+    for_token_ranges(map, payload_bytes(from, hidden), [&](int64_t begin, int64_t end) {
+      cpu::sum_rows(map, from, to, hidden, const_rows(rows), mutable_rows(out), begin, end);
+    });
+  }
 }
 
 // grad_permuted [R, H] and grad_probs float32 [T, E].
@@ -146,6 +169,7 @@ void bind_permute(py::module_& m) {
   define(m, "permute_rows", permute_rows, NoGil());
   define(m, "permute_packed", permute_packed, NoGil());
   define(m, "unpermute_rows", unpermute_rows, NoGil());
+  define(m, "sum_rows", sum_rows, NoGil());
   define(m, "unpermute_rows_backward", unpermute_rows_backward, NoGil());
   define(m, "unpermute_probs", unpermute_probs, NoGil());
 }

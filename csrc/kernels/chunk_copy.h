@@ -3,6 +3,8 @@
 
 #include <cstdint>
 
+#include "types.h"
+
 namespace moe_opt {
 
 // Chunk c moves rows [source_rows[c], source_rows[c] + row_counts[c]) to [target_rows[c], ...). Empty chunks are
@@ -18,11 +20,16 @@ namespace cpu {
 // Works on the flat row range [begin, end) of all chunks laid end to end; the caller splits it over threads.
 void copy_chunks(const ChunkList& chunks, int64_t row_bytes, const void* source, int64_t source_stride_bytes,
                  void* target, int64_t target_stride_bytes, int64_t begin, int64_t end);
+// The same between rows of two formats: see wire_format.h.
+void convert_chunks(const ChunkList& chunks, DType from, DType to, int64_t hidden, ConstRows source, MutableRows target,
+                    int64_t num_rows, int64_t begin, int64_t end);
 }  // namespace cpu
 
 namespace cuda {
 // num_rows: sum of row_counts (known on the host). The lists of `chunks` are device pointers.
 void copy_chunks(const ChunkList& chunks, int64_t num_rows, int64_t row_bytes, const void* source,
                  int64_t source_stride_bytes, void* target, int64_t target_stride_bytes, void* stream);
+void convert_chunks(const ChunkList& chunks, DType from, DType to, int64_t hidden, ConstRows source, MutableRows target,
+                    int64_t num_rows, void* stream);
 }  // namespace cuda
 }  // namespace moe_opt

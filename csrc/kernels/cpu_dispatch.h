@@ -5,6 +5,7 @@
 
 #include "chunk_copy.h"
 #include "cpu_residuals.h"
+#include "cpu_wire.h"
 #include "permute.h"
 #include "sum_parts.h"
 
@@ -27,6 +28,7 @@ struct CpuKernels {
   void (*sum_parts)(DType dtype, int64_t width, const ConstRows* parts, int num_parts, MutableRows out, int64_t begin,
                     int64_t end);
   const ResidualKernels& residuals;
+  const WireKernels& wire;
 };
 
 namespace generic {

@@ -215,6 +215,7 @@ void sum_parts(DType dtype, int64_t width, const ConstRows* parts, int num_parts
 }  // namespace
 
 extern const ResidualKernels residual_kernels;  // in cpu_residuals.cpp
+extern const WireKernels wire_kernels;          // in cpu_wire.cpp
 
 extern const CpuKernels kernels;
 const CpuKernels kernels = {MOE_OPT_STRING(MOE_OPT_ISA),
@@ -223,7 +224,8 @@ const CpuKernels kernels = {MOE_OPT_STRING(MOE_OPT_ISA),
                             unpermute_rows_backward,
                             copy_chunks,
                             sum_parts,
-                            residual_kernels};
+                            residual_kernels,
+                            wire_kernels};
 
 }  // namespace MOE_OPT_ISA
 }  // namespace moe_opt

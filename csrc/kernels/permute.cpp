@@ -2,22 +2,41 @@
 
 #include <algorithm>
 #include <cstring>
+#include <vector>
 
 #include "cpu_dispatch.h"
 
 namespace moe_opt {
 namespace cpu {
-void permute_rows(const RowMap& map, DType dtype, int64_t hidden, ConstRows tokens, MutableRows permuted,
+void permute_rows(const RowMap& map, DType dtype, DType wire, int64_t hidden, ConstRows tokens, MutableRows permuted,
                   const void* probs, int64_t prob_size, MutableRows permuted_probs, int64_t prob_lane_bytes,
                   int64_t begin, int64_t end) {
-  const int64_t row_bytes = hidden * element_size(dtype);
+  const int64_t row_bytes = payload_bytes(wire, hidden);
   const bool streaming = should_stream(map.num_rows * row_bytes);
-  if (probs == nullptr) return kernels().permute_rows(map, row_bytes, tokens, permuted, begin, end, streaming);
-  // A few tokens at a time: the ends of their rows, beside which packed probabilities lie, are still in the caches.
-  constexpr int64_t kTokens = 16;
-  for (int64_t first = begin; first < end; first += kTokens) {
-    const int64_t last = std::min(first + kTokens, end);
-    kernels().permute_rows(map, row_bytes, tokens, permuted, first, last, streaming);
+  if (probs == nullptr && wire == dtype) {
+    return kernels().permute_rows(map, row_bytes, tokens, permuted, begin, end, streaming);
+  }
+  // A few tokens at a time: the ends of their rows, beside which packed probabilities lie, are still in the caches, and
+  // so are tokens that were converted.
+  constexpr int64_t kTokens = 16, kConvertedBytes = 32 * 1024;
+  const bool is_narrowed = wire != dtype;
+  const int64_t fit = kConvertedBytes / std::max<int64_t>(1, row_bytes);
+  const int64_t together = is_narrowed ? std::clamp<int64_t>(fit, 1, kTokens) : kTokens;
+  std::vector<uint8_t> converted(is_narrowed ? std::min(together, end - begin) * row_bytes : 0);
+  for (int64_t first = begin; first < end; first += together) {
+    const int64_t last = std::min(first + together, end);
+    if (is_narrowed) {
+      const MutableRows target{converted.data(), row_bytes};
+      const ConstRows source{static_cast<const uint8_t*>(tokens.data) + first * tokens.stride_bytes,
+                             tokens.stride_bytes};
+      kernels().wire.convert(dtype, wire, hidden, source, nullptr, target, 0, last - first, false);
+      RowMap part = map;
+      part.offsets += first;
+      kernels().permute_rows(part, row_bytes, {target.data, row_bytes}, permuted, 0, last - first, streaming);
+    } else {
+      kernels().permute_rows(map, row_bytes, tokens, permuted, first, last, streaming);
+    }
+    if (probs == nullptr) continue;
     for (int64_t i = map.offsets[first], t = first; i < map.offsets[last]; ++i) {
       while (i == map.offsets[t + 1]) ++t;
       uint8_t* lane = static_cast<uint8_t*>(permuted_probs.data) + map.rows[i] * permuted_probs.stride_bytes;
@@ -32,6 +51,20 @@ void unpermute_rows(const RowMap& map, DType dtype, int64_t hidden, ConstRows pe
                     MutableRows tokens, int64_t begin, int64_t end) {
   const bool streaming = should_stream(map.num_tokens * hidden * element_size(dtype));
   kernels().unpermute_rows(map, dtype, hidden, permuted, probs, tokens, begin, end, streaming);
+}
+
+void sum_rows(const RowMap& map, DType from, DType to, int64_t hidden, ConstRows rows, MutableRows out, int64_t begin,
+              int64_t end) {
+  if (from == to && !has_scales(from)) return unpermute_rows(map, from, hidden, rows, nullptr, out, begin, end);
+  std::vector<const uint8_t*> of_token;
+  for (int64_t t = begin; t < end; ++t) {
+    of_token.clear();
+    for (int64_t i = map.offsets[t]; i < map.offsets[t + 1]; ++i) {
+      of_token.push_back(static_cast<const uint8_t*>(rows.data) + map.rows[i] * rows.stride_bytes);
+    }
+    kernels().wire.sum(from, to, hidden, of_token.data(), static_cast<int64_t>(of_token.size()), true,
+                       static_cast<uint8_t*>(out.data) + t * out.stride_bytes);
+  }
 }
 
 void unpermute_rows_backward(const RowMap& map, DType dtype, int64_t hidden, ConstRows grad_tokens, ConstRows permuted,

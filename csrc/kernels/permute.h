@@ -12,6 +12,7 @@
 
 #include "row_map.h"
 #include "types.h"
+#include "wire_format.h"
 
 namespace moe_opt {
 
@@ -19,10 +20,11 @@ namespace cpu {
 
 // Every CPU kernel below works on the tokens [begin, end): the caller splits [0, T) over threads.
 
-// out[row] = tokens[t] for every row of t: permute forward, and unpermute backward without probabilities.
-// Where probs is not null ([T, E] of prob_size bytes each), permuted_probs gets the probability of each row: a lane of
-// prob_lane_bytes >= prob_size (of any alignment) whose first prob_size bytes are the probability, the others zero.
-void permute_rows(const RowMap& map, DType dtype, int64_t hidden, ConstRows tokens, MutableRows permuted,
+// out[row] = tokens[t] for every row of t, in the format `wire`, which may be the dtype itself: permute forward, and
+// unpermute backward without probabilities. A token is converted once. Where probs is not null ([T, E] of prob_size
+// bytes each), permuted_probs gets the probability of each row: a lane of prob_lane_bytes >= prob_size (of any
+// alignment) whose first prob_size bytes are the probability, the others zero.
+void permute_rows(const RowMap& map, DType dtype, DType wire, int64_t hidden, ConstRows tokens, MutableRows permuted,
                   const void* probs, int64_t prob_size, MutableRows permuted_probs, int64_t prob_lane_bytes,
                   int64_t begin, int64_t end);
 
@@ -30,6 +32,10 @@ void permute_rows(const RowMap& map, DType dtype, int64_t hidden, ConstRows toke
 // permute backward. probs: float32 [T, E], or null.
 void unpermute_rows(const RowMap& map, DType dtype, int64_t hidden, ConstRows permuted, const float* probs,
                     MutableRows tokens, int64_t begin, int64_t end);
+
+// The same without probabilities, of rows in one format to tokens in another; sums(from, to), or a dtype to itself.
+void sum_rows(const RowMap& map, DType from, DType to, int64_t hidden, ConstRows rows, MutableRows out, int64_t begin,
+              int64_t end);
 
 // Backward of unpermute_rows with probabilities: grad_permuted[row] = prob * grad_tokens[t] and
 // grad_probs[t, e] = <grad_tokens[t], permuted[row]>; grad_probs is zero where nothing was routed.
@@ -47,11 +53,16 @@ namespace cuda {
 
 // As in cpu, over all tokens at once, on `stream` (a cudaStream_t). All pointers are device pointers.
 
-void permute_rows(const RowMap& map, DType dtype, int64_t hidden, ConstRows tokens, MutableRows permuted,
+void permute_rows(const RowMap& map, DType dtype, DType wire, int64_t hidden, ConstRows tokens, MutableRows permuted,
+                  const void* probs, int64_t prob_size, MutableRows permuted_probs, int64_t prob_lane_bytes,
+                  void* stream);
+// What permute_rows calls where wire is not the dtype.
+void permute_wire(const RowMap& map, DType from, DType to, int64_t hidden, ConstRows tokens, MutableRows permuted,
                   const void* probs, int64_t prob_size, MutableRows permuted_probs, int64_t prob_lane_bytes,
                   void* stream);
 void unpermute_rows(const RowMap& map, DType dtype, int64_t hidden, ConstRows permuted, const float* probs,
                     MutableRows tokens, void* stream);
+void sum_rows(const RowMap& map, DType from, DType to, int64_t hidden, ConstRows rows, MutableRows out, void* stream);
 void unpermute_rows_backward(const RowMap& map, DType dtype, int64_t hidden, ConstRows grad_tokens, ConstRows permuted,
                              const float* probs, MutableRows grad_permuted, float* grad_probs, void* stream);
 void unpermute_probs(const RowMap& map, ConstRows grad_permuted_probs, int64_t prob_size, void* grad_probs,

@@ -1,14 +1,27 @@
 #include "sum_parts.h"
 
 #include <cstring>
+#include <vector>
 
 #include "cpu_dispatch.h"
+#include "wire_format.h"
 
 namespace moe_opt {
 namespace cpu {
 
 void sum_parts(DType dtype, int64_t width, const ConstRows* parts, int num_parts, MutableRows out, int64_t begin,
                int64_t end) {
+  if (has_scales(dtype)) {
+    std::vector<const uint8_t*> of_row(num_parts);
+    for (int64_t row = begin; row < end; ++row) {
+      for (int p = 0; p < num_parts; ++p) {
+        of_row[p] = static_cast<const uint8_t*>(parts[p].data) + row * parts[p].stride_bytes;
+      }
+      kernels().wire.sum(dtype, dtype, width, of_row.data(), num_parts, false,
+                         static_cast<uint8_t*>(out.data) + row * out.stride_bytes);
+    }
+    return;
+  }
   if (dtype != DType::kFloat64) return kernels().sum_parts(dtype, width, parts, num_parts, out, begin, end);
   const auto load = [](ConstRows rows, int64_t row, int64_t h) {
     double value;

@@ -7,8 +7,8 @@
 
 namespace moe_opt {
 
-// out[r] = parts[0][r] + parts[1][r] + ..., one after the other; half-precision rows in float32, rounded once. `out`
-// may be one of the parts. Rows are `width` elements wide. num_parts >= 1.
+// out[r] = parts[0][r] + parts[1][r] + ..., one after the other; in float32 where elements are narrower, rounded once.
+// `out` may be one of the parts. Rows are `width` elements wide, and of any format: wire_format.h. num_parts >= 1.
 namespace cpu {
 // Works on the rows [begin, end); the caller splits them over threads.
 void sum_parts(DType dtype, int64_t width, const ConstRows* parts, int num_parts, MutableRows out, int64_t begin,

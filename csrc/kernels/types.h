@@ -5,10 +5,23 @@
 
 namespace moe_opt {
 
-// kFloat64 is for sums of probabilities alone.
-enum class DType : int { kFloat32 = 0, kBFloat16 = 1, kFloat16 = 2, kFloat64 = 3 };
+// What the elements of a row are. kFloat64 is for sums of probabilities alone; kFp8 and kMxfp8 are the codes of rows on
+// the wire, with scales behind them: see wire_format.h.
+enum class DType : int { kFloat32 = 0, kBFloat16 = 1, kFloat16 = 2, kFloat64 = 3, kFp8 = 4, kMxfp8 = 5 };
 
-constexpr int64_t element_size(DType dtype) { return dtype == DType::kFloat64 ? 8 : dtype == DType::kFloat32 ? 4 : 2; }
+constexpr int64_t element_size(DType dtype) {
+  switch (dtype) {
+    case DType::kFloat64:
+      return 8;
+    case DType::kFloat32:
+      return 4;
+    case DType::kFp8:
+    case DType::kMxfp8:
+      return 1;
+    default:
+      return 2;
+  }
+}
 
 // Rows of a matrix in memory: element (r, h) is at data + r * stride_bytes + h * element size.
 struct ConstRows {

@@ -70,7 +70,7 @@ class MeasuredDomains:
             ConfigurationError: a profile of groups of other sizes, or without the curves of these levels.
         """
         self.profile, self.groups, self.workload = profile, groups, workload
-        self._cluster = agreed_cluster(groups, profile)
+        self._cluster = agreed_cluster(groups, profile, workload)
         try:
             fastest_domains(replace(workload, tokens=1), self._cluster)
         except ConfigurationError as error:

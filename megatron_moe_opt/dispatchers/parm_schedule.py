@@ -96,7 +96,7 @@ class MeasuredSchedule:
         """
         self.options, self.groups, self.workload, self.drawn_by = options, groups, workload, drawn_by
         self.profile = options.profile
-        agreed_cluster(groups, self.profile)
+        agreed_cluster(groups, self.profile, workload)
 
     def choose(self, tokens: torch.Tensor, tp: ProcessGroup | None) -> ParmSchedule:
         """A collective call over the layer's groups.
@@ -104,7 +104,7 @@ class MeasuredSchedule:
         Raises:
             ConfigurationError: a profile of groups of other sizes, or one that lacks what TP groups need.
         """
-        groups, cluster = self.groups, agreed_cluster(self.groups, self.profile)
+        groups, cluster = self.groups, agreed_cluster(self.groups, self.profile, self.workload)
         tp_size = 1 if tp is None else tp.size()
         if tp is not None:
             cluster.check_groups(self.profile, MEGATRON_FLAGS, ep=groups.ep_size, expert_tp=groups.etp_size, tp=tp_size)

@@ -88,7 +88,7 @@ class MeasuredPartitioning:
     def __init__(self, groups: ExpertGroups, options: Options, layer: LayerWorkload) -> None:
         """A collective call over the joint group. Raises ConfigurationError as agreed_cluster does."""
         self.groups, self.options, self.layer = groups, options, layer
-        agreed_cluster(groups, options.profile)
+        agreed_cluster(groups, options.profile, layer)
 
     def choose(self, rows: Callable[[], int]) -> Partitions:
         """As Partitioning.choose. Raises ConfigurationError where nothing fits into the budget."""

@@ -8,7 +8,7 @@ from typing import Protocol
 
 import torch
 
-from megatron_moe_opt.dispatchers.say import say_once, say_other_settings
+from megatron_moe_opt.dispatchers.say import say_once, say_other_run
 from megatron_moe_opt.options import Options
 from megatron_moe_opt.planning.choosing.choice import Choice, ChoiceByRows, choices, schedule_seconds
 from megatron_moe_opt.planning.costs.cluster import MEGATRON_FLAGS, Cluster
@@ -76,7 +76,7 @@ class MeasuredPipelining:
         self.options, self.groups, self.layer, self.profile = options, groups, layer, options.profile
         first = options.levels[0]
         self.current = first, 1 if first == "O1" else (options.chunk_counts or (1,))[0]
-        agreed_cluster(groups, self.profile)
+        agreed_cluster(groups, self.profile, layer)
 
     def observe(self, counts: torch.Tensor) -> None:
         """Chooses for the mean number of rows of a rank."""
@@ -100,17 +100,23 @@ class MeasuredPipelining:
         return f"level and chunks chosen from {self.profile}"
 
 
-@cached_by_group
-def agreed_cluster(groups: ExpertGroups, profile: Path) -> Cluster:
+def agreed_cluster(groups: ExpertGroups, profile: Path, layer: LayerWorkload) -> Cluster:
     """The profile as the first rank of the joint group reads it. A collective call over that group, once.
+
+    Says where it was measured for another layer than this one, of which all but the tokens is known.
 
     Raises ConfigurationError, on all of them, if it cannot be read or was measured with groups of other sizes.
     """
+    cluster = _read_by_first(groups, profile)
+    say_other_run("profile", profile, cluster, layer)
+    return cluster
 
+
+@cached_by_group
+def _read_by_first(groups: ExpertGroups, profile: Path) -> Cluster:
     def read() -> Cluster:
         cluster = Cluster.load(profile)
         cluster.check_groups(profile, MEGATRON_FLAGS, ep=groups.ep_size, expert_tp=groups.etp_size)
-        say_other_settings("profile", profile, cluster.gpu_settings)
         return cluster
 
     return found_by_first(read, groups.joint)
@@ -119,5 +125,5 @@ def agreed_cluster(groups: ExpertGroups, profile: Path) -> Cluster:
 @cached_by_group
 def agreed_choices(groups: ExpertGroups, system: str, options: Options, layer: LayerWorkload) -> ChoiceByRows[Choice]:
     """One table for all layers of a process that are alike."""
-    cluster = agreed_cluster(groups, options.profile)
+    cluster = agreed_cluster(groups, options.profile, layer)
     return choices([(system_of(system), options)], layer, cluster, options.activation_budget)

@@ -7,14 +7,18 @@ from collections.abc import Callable, Hashable, Mapping
 import torch
 import torch.distributed as dist
 
-from megatron_moe_opt.planning.costs.gpu_settings import differences
+from megatron_moe_opt.planning.costs.cluster import EXPERT, RANKS, ROW, TYPE, Cluster
+from megatron_moe_opt.planning.costs.differences import differences
+from megatron_moe_opt.planning.costs.gpu_settings import other_settings
+from megatron_moe_opt.planning.predicting.layer_workload import LayerWorkload
+from megatron_moe_opt.versions import software
 
 _said: set[tuple[str, Hashable]] = set()
 
 
 def say(dispatcher: str, line: str) -> None:
-    """A line on rank 0."""
-    if dist.get_rank() == 0:
+    """A line on rank 0; before there are process groups, on every rank that says it."""
+    if not dist.is_initialized() or dist.get_rank() == 0:
         print(f"moe-opt: {dispatcher}: {line}", flush=True)
 
 
@@ -27,6 +31,31 @@ def say_once(dispatcher: str, choice: Hashable, line: Callable[[], str]) -> None
 
 def say_other_settings(dispatcher: str, file: object, measured: Mapping[str, object] | None) -> None:
     """On a GPU, a line on rank 0 where a profile or plan was measured with other settings than this run has."""
-    line = differences(file, measured) if torch.cuda.is_available() else None
+    line = other_settings(file, measured) if torch.cuda.is_available() else None
     if line is not None:
         say_once(dispatcher, line, lambda: line)
+
+
+def say_other_run(dispatcher: str, file: object, cluster: Cluster, layer: LayerWorkload) -> None:
+    """A line on rank 0 where a profile was measured for another layer than this one, on other ranks or versions: then
+    its times may not hold. And as say_other_settings.
+    """
+    say_other_settings(dispatcher, file, cluster.gpu_settings)
+    there = cluster.measured_with()
+    here = {
+        RANKS: dist.get_world_size(),
+        ROW: layer.hidden,
+        EXPERT: layer.ffn * layer.etp,
+        TYPE: {2: "bf16", 4: "fp32"}.get(layer.element_bytes, "another"),  # fp16 is as long, and computed as fast
+        **software(),
+    }
+    listed = differences({name: here[name] for name in there}, there)
+    if listed is not None:
+        say_once(
+            dispatcher,
+            (str(file), listed),
+            lambda: (
+                f"{file} was measured for another run, and its times may not hold: {listed}; measure again with "
+                "moe-opt profile"
+            ),
+        )

@@ -8,28 +8,46 @@ from typing import Any
 
 from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.integration.layer.ordered_experts import check_expert_order
-from megatron_moe_opt.integration.layer.replicated_tokens import drawn_by_each_rank
+from megatron_moe_opt.integration.layer.overlapped_batches import overlaps_batches
+from megatron_moe_opt.integration.layer.replicated_tokens import drawn_by_each_rank, holds_replicated_tokens
 from megatron_moe_opt.integration.training_arguments import training_arguments
 from megatron_moe_opt.option_values import AUTO
 from megatron_moe_opt.options import Options
+from megatron_moe_opt.row_format import SAME, Wire, WireFormat
 from megatron_moe_opt.systems import SYSTEMS, system_of
 from megatron_moe_opt.systems.system import CHOOSES, FLAG, PREFIX, READS, System, flag_of, shown
 
 GRAPHED = ("attn", "mlp")
 """Of --cuda-graph-scope, what may be captured: parts of a layer without experts."""
-_NEVER_UNREAD = ("compression_ratio", "gradient_compression_ratio", "plan")
+_NEVER_UNREAD = ("compression_ratio", "gradient_compression_ratio", "plan", "wire")
 
 
 def check_name(name: str, stock: Iterable[str], ours: Iterable[str]) -> None:
-    """Refuses a dispatcher that neither Megatron nor we have."""
+    """Refuses a dispatcher that neither Megatron nor we have, and names those that are worth a choice."""
     if name not in {*stock, *ours}:
-        known = ", ".join([*stock, *ours])
+        known = ", ".join([*stock, *(one for one in ours if one == AUTO or system_of(one).candidates is not None)])
         raise ConfigurationError(f"{FLAG} {name} is not a dispatcher: choose one of {known}")
 
 
-def check_division(config: Any) -> None:
+def check_arguments(arguments: Any, options: Options, refuses_unread: bool) -> None:
+    """Refuses what Megatron-LM's own checks of its arguments would end with a traceback, and options of ours for a
+    model without experts, which nothing would read.
+
+    Args:
+        arguments: as Megatron-LM has parsed them.
+    """
+    check_division(arguments.num_experts, arguments.expert_model_parallel_size)
+    if arguments.num_experts is None and refuses_unread:
+        for one in fields(Options):
+            if (value := getattr(options, one.name)) != one.default:
+                raise ConfigurationError(
+                    f"{flag_of(Options, one.name)} {shown(value)} is for MoE layers, and a model without --num-experts "
+                    "has none: drop it, or give --num-experts"
+                )
+
+
+def check_division(experts: int | None, ep: int) -> None:
     """Refuses experts that cannot be shared out, before Megatron's own checks do it with a traceback."""
-    experts, ep = config.num_moe_experts, config.expert_model_parallel_size
     if experts and experts % ep:
         raise ConfigurationError(
             f"--expert-model-parallel-size {ep} does not divide --num-experts {experts}: choose a divisor of {experts}"
@@ -42,7 +60,7 @@ def is_upcycled(config: Any) -> bool:
 
 
 def check_never_unread(name: str, options: Options) -> None:
-    """Refuses compression, and a plan, under a dispatcher that has none, wherever options come from."""
+    """Refuses compression, formats of the wire, and a plan, under a dispatcher without them, whoever gives them."""
     _check_fields(name, options, _NEVER_UNREAD)
 
 
@@ -92,24 +110,38 @@ def check_config(config: Any, name: str, options: Options) -> None:
         check_expert_order(config, options.expert_order)
     if name == AUTO:
         _check_auto(options)
-    check_never_unread(name, options)
     system, arguments = system_of(name), training_arguments()
     if system is not None:
         _check_system(system, config, options, arguments)
+    check_never_unread(name, options)
     _check_cuda_graphs(config, name, moves_samples=system is not None and system.moves_samples)
-    for field, flag in (
-        ("overlap_moe_expert_parallel_comm", "--overlap-moe-expert-parallel-comm"),
-        ("overlap_dispatch_backward_with_experts_wgrad", "--overlap-dispatch-backward-with-experts-wgrad"),
-    ):
-        if getattr(config, field, False):
-            raise ConfigurationError(
-                f"{flag} schedules the stages of stock dispatchers itself and does not work with {FLAG} {name}: "
-                "drop it or use alltoall"
-            )
+    if overlaps_batches(config):
+        _check_overlap(config, name, system)
+    if getattr(config, "overlap_dispatch_backward_with_experts_wgrad", False):
+        raise ConfigurationError(
+            "--overlap-dispatch-backward-with-experts-wgrad schedules the stages of stock dispatchers itself and does "
+            f"not work with {FLAG} {name}: drop it or use alltoall"
+        )
+    if options.telemetry:
+        check_telemetry(config)
     if config.transformer_impl == "inference_optimized":
         raise ConfigurationError(
             f"--transformer-impl inference_optimized brings its own dispatchers and does not work with {FLAG} {name}: "
             "use alltoall for inference"
+        )
+
+
+def _check_overlap(config: Any, name: str, system: System | None) -> None:
+    """Lets Megatron call the stages of a layer for two micro-batches in turn where only its dispatcher is ours."""
+    if system is not None and (system.moves_samples or system.is_pipeline_of_experts):
+        raise ConfigurationError(
+            f"--overlap-moe-expert-parallel-comm runs one micro-batch's experts beside another's dispatch, and {FLAG} "
+            f"{name} has a pipeline of its own through them: drop one of the two, or use monta"
+        )
+    if holds_replicated_tokens(config):
+        raise ConfigurationError(
+            f"--overlap-moe-expert-parallel-comm calls the stages of a MoE layer by themselves, around which {FLAG} "
+            f"{name} splits the tokens that all TP ranks hold: add --sequence-parallel, or drop it"
         )
 
 
@@ -154,18 +186,37 @@ def check_telemetry(config: Any) -> None:
 
 def _check_system(system: System, config: Any, options: Options, arguments: Any) -> None:
     for flag in ("use_megatron_fsdp", "use_torch_fsdp2"):
-        if system.calls_experts and getattr(arguments, flag, False):
+        if (system.calls_experts or system.moves_samples) and getattr(arguments, flag, False):
+            what = "experts" if system.calls_experts else "norms"
             raise ConfigurationError(
                 f"--{flag.replace('_', '-')} takes weights out of their modules between uses, and {FLAG} {system.name} "
-                "calls experts in its own order: drop it, or use monta"
+                f"calls {what} in its own order: drop it, or use monta"
             )
     system.check(config, options, arguments)
+    if options.wire != SAME:
+        _check_wire(config, options.wire)
     schedule = system.takes_copies(options)
     if schedule is not None and (drawn := drawn_by_each_rank(config)) is not None:
         raise ConfigurationError(
             f"{drawn} has each rank of a TP group route the tokens that all of them hold in its own way, which "
             f"{schedule} cannot bring together: drop it, use {FLAG} parm with {PREFIX}parm-schedule S1, or add "
             "--sequence-parallel"
+        )
+
+
+def _check_wire(config: Any, wire: Wire) -> None:
+    """Refuses formats of rows on the wire that save nothing, or are rounded once more by others' scales."""
+    flag, formats = f"{PREFIX}wire {wire}", (wire.dispatch, wire.combine)
+    if config.fp16 and WireFormat.BF16 in formats:
+        raise ConfigurationError(
+            f"{flag} sends rows of --fp16 in as many bytes with fewer digits: use --bf16, or give {PREFIX}wire "
+            "dispatch=fp8,combine=same"
+        )
+    recipe = "--fp8-format" if config.fp8 else "--fp4-format" if getattr(config, "fp4", None) else None
+    if recipe is not None and any(one.block is not None for one in formats):
+        raise ConfigurationError(
+            f"{flag} rounds what experts in {recipe} round again, by scales of their own: drop one of the two, or give "
+            f"{PREFIX}wire bf16"
         )
 
 
@@ -186,6 +237,11 @@ def _check_auto(options: Options) -> None:
         raise ConfigurationError(
             f"{PREFIX}expert-order {options.expert_order} is for a dispatcher that stays, and {FLAG} {AUTO} tries "
             "several: choose one of them"
+        )
+    if options.wire != SAME:
+        raise ConfigurationError(
+            f"{PREFIX}wire {options.wire} is lossy, which {FLAG} {AUTO} is with {PREFIX}allow-lossy alone: give that "
+            "in its place, and it may choose a format, or name a dispatcher"
         )
     for flag, ratio in options.compression.items():
         raise ConfigurationError(

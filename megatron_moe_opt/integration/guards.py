@@ -16,6 +16,7 @@ class Answer(Enum):
 
     READS_ALLTOALL = "evaluated while the configuration reads `alltoall` (registry.reading_as_alltoall)"
     NOT_STOCK = "comes out as for any dispatcher that is not `flex`, which is right for ours"
+    KEPT = "its outcome for experts is replaced (overlapped_batches.keep_expert_inputs)"
     REFUSED = "reached only with a feature that checks.check_config refuses"
 
 
@@ -55,8 +56,8 @@ GUARDS = (
     Guard(
         "core/models/gpt/fine_grained_callables.py", f"{_NAME} == 'flex'", Answer.NOT_STOCK, "DeepEP with 1F1B overlap"
     ),
-    Guard(_CALLABLES, f"{_NAME} != 'alltoall'", Answer.REFUSED, "1F1B overlap"),
+    Guard(_CALLABLES, f"{_NAME} != 'alltoall'", Answer.KEPT, "1F1B overlap"),
     Guard("core/models/common/utils.py", f"{_NAME} == 'flex'", Answer.NOT_STOCK, "DeepEP, HybridEP in 1F1B overlap"),
-    Guard("core/models/common/utils.py", f"{_NAME} != 'alltoall'", Answer.REFUSED, "1F1B overlap"),
+    Guard("core/models/common/utils.py", f"{_NAME} != 'alltoall'", Answer.KEPT, "1F1B overlap"),
     Guard("training/arguments.py", f"{_NAME} != 'flex'", Answer.NOT_STOCK, "fake process groups refuse flex"),
 )

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import types
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any, Literal, get_args, get_origin
 
@@ -22,6 +22,7 @@ from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.integration.announce import announce
 from megatron_moe_opt.integration.auto.auto_layer import controller_aside, controller_of, new_controller, plan_layer
 from megatron_moe_opt.integration.checks import (
+    check_arguments,
     check_config,
     check_division,
     check_name,
@@ -35,6 +36,7 @@ from megatron_moe_opt.integration.layer.layer_seam import LayerSlot
 from megatron_moe_opt.integration.layer.netmoe_layer import wrap_transformer_block
 from megatron_moe_opt.integration.layer.ordered_experts import FLAG as EXPERT_ORDER
 from megatron_moe_opt.integration.layer.ordered_experts import keep_expert_order
+from megatron_moe_opt.integration.layer.overlapped_batches import keep_expert_inputs, name_batches, overlaps_batches
 from megatron_moe_opt.integration.layer.replicated_tokens import (
     holds_replicated_tokens,
     reading_as_sequence_parallel,
@@ -44,8 +46,9 @@ from megatron_moe_opt.integration.observe.reports import report_with_training_lo
 from megatron_moe_opt.integration.observe.telemetry import watch
 from megatron_moe_opt.integration.priorities import prioritize_expert_groups
 from megatron_moe_opt.integration.seams import seam_moved
-from megatron_moe_opt.integration.start_facts import facts_of_layer
+from megatron_moe_opt.integration.start_facts import facts_of_layer, named_dispatcher
 from megatron_moe_opt.integration.timeouts import follow_megatrons_timeouts
+from megatron_moe_opt.integration.training_arguments import before_validation
 from megatron_moe_opt.option_values import AUTO
 from megatron_moe_opt.options import Options
 from megatron_moe_opt.runtime.job import failure_board
@@ -95,6 +98,22 @@ def register(options: Options | None = None, refuse_unread: bool = False) -> Non
     prioritize_expert_groups()
     follow_megatrons_timeouts()
     report_with_training_log()
+    before_validation(lambda arguments: check_arguments(arguments, _options, _refuses_unread))
+
+
+def check_named(arguments: Sequence[str]) -> None:
+    """Refuses a command line whose dispatcher nobody has, before the script's own parser does it at more length.
+
+    Raises:
+        ConfigurationError: names those that there are.
+    """
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    name = named_dispatcher(arguments)
+    if name is not None:
+        ours = dispatcher_names()
+        stock = [one for one in _stock_names(TransformerConfig) if one not in ours]
+        check_name(name, stock, ours)
 
 
 def launcher_options() -> Options | None:
@@ -160,7 +179,7 @@ def _wrap_post_init(config_class: type, stock: tuple[str, ...]) -> None:
     @functools.wraps(stock_post_init)
     def post_init(self: Any) -> None:
         check_name(getattr(self, FIELD), stock, dispatcher_names())
-        check_division(self)
+        check_division(self.num_moe_experts, self.expert_model_parallel_size)
         with reading_as_alltoall(self) as name:
             stock_post_init(self)
         if is_upcycled(self):
@@ -203,6 +222,9 @@ def _wrap_moe_layer(layer_class: type, plugged_class: type) -> None:
         if name in dispatcher_names():
             failure_board.start()
             _compare(_groups_of(self.token_dispatcher).joint, name, config)
+            if overlaps_batches(config):
+                keep_expert_inputs(dispatcher_names())
+                name_batches(self, name)
         plug = functools.partial(_plug, plugged_class=plugged_class)
         if name == AUTO:
             plan_layer(self, _groups_of(self.token_dispatcher), _options, functools.partial(plug, says=False))
@@ -248,4 +270,4 @@ def _plug(layer: Any, name: str, options: Options, plugged_class: type, says: bo
     if system.attach is not None:
         system.attach(layer, options)
     if says:
-        announce(layer, name, dispatcher, options.expert_order)
+        announce(layer, name, dispatcher, options)

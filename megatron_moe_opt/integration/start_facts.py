@@ -36,11 +36,18 @@ def facts_of(options: Options, arguments: Sequence[str] = ()) -> dict[str, str |
     }
     for one in fields(options):
         facts[one.metadata["flag"]] = _shown(getattr(options, one.name))
+    name = named_dispatcher(arguments)
+    return facts if name is None else facts | {FLAG: name}
+
+
+def named_dispatcher(arguments: Sequence[str]) -> str | None:
+    """The dispatcher that a command line names, the last one of several; None: it names none."""
+    name = None
     for number, argument in enumerate(arguments):
         flag, is_joined, value = argument.partition("=")
         if flag == FLAG:
-            facts[FLAG] = value if is_joined else "".join(arguments[number + 1 : number + 2])
-    return facts
+            name = value if is_joined else "".join(arguments[number + 1 : number + 2])
+    return name
 
 
 def facts_of_layer(options: Options, name: str, config: Any) -> dict[str, str | None]:

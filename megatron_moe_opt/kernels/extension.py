@@ -14,7 +14,7 @@ from megatron_moe_opt.errors import ExtensionError
 
 # Number of the interface between this package and csrc/bindings. Raise it with every change of a bound function;
 # CMakeLists.txt compiles it into the extension.
-ABI = 10
+ABI = 11
 
 HOW_TO_BUILD = "build it with `pip install --no-build-isolation -e .` in the megatron-moe-opt checkout"
 
@@ -53,13 +53,13 @@ def load_extension() -> ModuleType:
 def _shadowed() -> str:
     """Returns how to come by an extension: that of an installed package, which this checkout hides, or a new one."""
     here = Path(__file__).resolve().parents[1]
-    try:
-        installed = Path(str(importlib.metadata.distribution("megatron-moe-opt").locate_file(here.name))).resolve()
-    except importlib.metadata.PackageNotFoundError:
-        return f": {HOW_TO_BUILD}"
-    if installed == here or not any(installed.glob("_C.*")):
-        return f": {HOW_TO_BUILD}"
-    return f" from {here}, which hides the package installed in {installed}: leave {here.parent}, or {HOW_TO_BUILD}"
+    # More than one: what an installation leaves in the checkout (*.egg-info) says that it is installed there.
+    for found in importlib.metadata.distributions(name="megatron-moe-opt"):
+        installed = Path(str(found.locate_file(here.name))).resolve()
+        if installed != here and any(installed.glob("_C.*")):
+            cure = f"leave {here.parent}, or {HOW_TO_BUILD}"
+            return f" from {here}, which hides the package installed in {installed}: {cure}"
+    return f": {HOW_TO_BUILD}"
 
 
 def build_info() -> dict[str, str | int]:

@@ -19,8 +19,7 @@ from megatron_moe_opt.kernels.extension import load_extension
 from megatron_moe_opt.kernels.host_pool import empty
 from megatron_moe_opt.kernels.permute import UnpermuteRows
 from megatron_moe_opt.kernels.row_map import RowMap
-from megatron_moe_opt.kernels.wire_format import WireFormat, float_rows, narrow_rows
-from megatron_moe_opt.row_format import LANE_BYTES, NOTE_BYTE
+from megatron_moe_opt.row_format import LANE_BYTES, NOTE_BYTE, WireFormat
 
 _C = load_extension()
 
@@ -31,7 +30,7 @@ class _PermutePacked(torch.autograd.Function):
         ctx.row_map = row_map
         ctx.hidden = tokens.size(1)
         ctx.prob_dtype = probs.dtype
-        return _C.permute_packed(row_map.tensors, tokens, probs.contiguous())
+        return _C.permute_packed(row_map.tensors, tokens, probs.contiguous(), WireFormat.SAME.value)
 
     @staticmethod
     @once_differentiable
@@ -71,10 +70,7 @@ def permute_packed(
         return _PermutePacked.apply(tokens, probs, row_map)
     if torch.is_grad_enabled() and (tokens.requires_grad or probs.requires_grad):
         raise ValueError(f"permute_packed: rows in {wire.value} have no gradient of their own; call it under no_grad")
-    payload = tokens.new_empty(tokens.size(0), wire.payload_bytes(tokens.size(1), tokens.dtype), dtype=torch.uint8)
-    narrow_rows(tokens, wire, payload.view(wire.dtype_of(tokens.dtype)))
-    packed = _C.permute_packed(row_map.tensors, payload.view(torch.float16), probs.contiguous())
-    return packed.view(wire.dtype_of(tokens.dtype))
+    return _C.permute_packed(row_map.tensors, tokens, probs.contiguous(), wire.value)
 
 
 def unpermute_rows(permuted: torch.Tensor, row_map: RowMap) -> torch.Tensor:
@@ -140,11 +136,7 @@ def sum_packed_rows(
         kind = out_wire.dtype_of(dtype)
         width = out_wire.payload_bytes(hidden, dtype) // kind.itemsize
         out = empty((row_map.num_tokens, width), kind, packed.device)
-    total = _C.unpermute_rows(row_map.tensors, float_rows(packed, wire, hidden), hidden, None)
-    if out_wire is WireFormat.SAME:
-        out[:, :hidden] = total
-    else:
-        narrow_rows(total, out_wire, out)
+    _C.sum_rows(row_map.tensors, packed, hidden, wire.value, out_wire.value, out)
     return out
 
 

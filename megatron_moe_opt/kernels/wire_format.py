@@ -1,17 +1,19 @@
 """Rows narrower on the wire than in compute: conversions between rows of a dtype and rows in a wire format.
 
 Rows on the wire are tensors of `WireFormat.dtype_of` the rows' dtype, contiguous; what lies behind the payload of a row
-is left alone. None of these functions is differentiable.
+is left alone. What the formats hold, and how they are rounded, is in csrc/kernels/wire_format.h. None of these
+functions is differentiable.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 
 from megatron_moe_opt.kernels.chunk_copy import ChunkList
+from megatron_moe_opt.kernels.extension import load_extension
 from megatron_moe_opt.row_format import WireFormat
+
+_C = load_extension()
 
 
 def narrow_rows(rows: torch.Tensor, wire: WireFormat, out: torch.Tensor) -> None:
@@ -21,9 +23,14 @@ def narrow_rows(rows: torch.Tensor, wire: WireFormat, out: torch.Tensor) -> None
         rows: [R, H], contiguous; float32, bfloat16 or float16.
         wire: the format of `out`.
         out: [R, W] of `wire.dtype_of(rows.dtype)`, contiguous, W at least the payload.
+
+    Raises:
+        ValueError: shapes, dtypes or devices that do not fit, non-contiguous tensors.
     """
-    payload = _narrow(rows, wire)
-    out[:, : payload.size(1)] = payload
+    if wire.dtype_of(rows.dtype) == rows.dtype:
+        out[:, : rows.size(1)].copy_(rows)
+    else:
+        _C.convert_rows(rows, WireFormat.SAME.value, rows.size(1), None, wire.value, out)
 
 
 def widen_rows(wire_rows: torch.Tensor, wire: WireFormat, out: torch.Tensor) -> None:
@@ -34,12 +41,18 @@ def widen_rows(wire_rows: torch.Tensor, wire: WireFormat, out: torch.Tensor) -> 
         wire: their format.
         out: [R, H], contiguous; float32, bfloat16 or float16.
     """
-    out.copy_(float_rows(wire_rows, wire, out.size(1)))
+    if wire.dtype_of(out.dtype) == out.dtype:
+        out.copy_(wire_rows[:, : out.size(1)])
+    else:
+        _C.convert_rows(wire_rows, wire.value, out.size(1), None, WireFormat.SAME.value, out)
 
 
 def gather_rows(wire_rows: torch.Tensor, wire: WireFormat, sources: torch.Tensor, out: torch.Tensor) -> None:
     """As `widen_rows`, out[r] from wire_rows[sources[r]]; sources: int64 [R], inside the rows."""
-    widen_rows(wire_rows.index_select(0, sources), wire, out)
+    if wire.dtype_of(out.dtype) == out.dtype:
+        torch.index_select(wire_rows[:, : out.size(1)], 0, sources, out=out)
+    else:
+        _C.convert_rows(wire_rows, wire.value, out.size(1), sources, WireFormat.SAME.value, out)
 
 
 def convert_chunks(
@@ -60,57 +73,4 @@ def convert_chunks(
         hidden: elements of a row; they begin at byte 0 on both sides.
         chunks: on the device of the rows.
     """
-    lists = (chunks.source_rows.tolist(), chunks.target_rows.tolist(), chunks.row_counts.tolist())
-    for first, there, count in zip(*lists, strict=True):
-        moved = float_rows(source[first : first + count], source_wire, hidden)
-        if target_wire.block is None:
-            target[there : there + count, :hidden] = moved
-        else:
-            narrow_rows(moved, target_wire, target[there : there + count])
-
-
-def sum_parts(parts: Sequence[torch.Tensor], out: torch.Tensor, hidden: int, wire: WireFormat) -> None:
-    """out = parts[0] + parts[1] + ..., payloads in the same format: in float32, rounded once. `out` may be a part."""
-    total = float_rows(parts[0], wire, hidden)
-    for part in parts[1:]:
-        total = total + float_rows(part, wire, hidden)
-    narrow_rows(total if wire.block or wire is WireFormat.BF16 else total.to(out.dtype), wire, out)
-
-
-def _narrow(rows: torch.Tensor, wire: WireFormat) -> torch.Tensor:
-    """The payload of rows [R, H]."""
-    if wire.block is None:
-        return rows.to(wire.dtype_of(rows.dtype))
-    hidden, blocks = rows.size(1), -(-rows.size(1) // wire.block)
-    values = torch.nn.functional.pad(rows.float(), (0, blocks * wire.block - hidden)).view(-1, blocks, wire.block)
-    finite = values.isfinite()
-    largest = torch.where(finite, values.abs(), 0).amax(2)
-    if wire is WireFormat.FP8:
-        scales = torch.maximum(largest / torch.full_like(largest, 448), torch.full_like(largest, 2.0**-126))
-        inverse = 1 / scales
-    else:
-        exponents = (((largest.view(torch.int32) + 0x1FFFFF) >> 23) - 8).clamp(0, 246)
-        inverse = ((254 - exponents) << 23).view(torch.float32)
-        scales = exponents.to(torch.uint8)
-    scaled = (values * inverse.unsqueeze(2)).clamp(-448, 448)
-    codes = torch.where(finite, scaled.to(torch.float8_e4m3fn).view(torch.uint8), 0x7F)
-    payload = torch.zeros(rows.size(0), wire.payload_bytes(hidden, rows.dtype), dtype=torch.uint8, device=rows.device)
-    payload[:, :hidden] = codes.view(rows.size(0), blocks * wire.block)[:, :hidden]
-    first = wire.first_scale(hidden)
-    size = blocks * wire.scale_bytes
-    payload[:, first : first + size] = scales.flatten().view(torch.uint8).view(rows.size(0), size)
-    return payload
-
-
-def float_rows(rows: torch.Tensor, wire: WireFormat, hidden: int) -> torch.Tensor:
-    """What rows in a wire format stand for: float32 [R, H]."""
-    if wire.block is None:
-        return rows[:, :hidden].float().contiguous()
-    blocks, first = -(-hidden // wire.block), wire.first_scale(hidden)
-    scales = rows[:, first : first + blocks * wire.scale_bytes].contiguous()
-    if wire is WireFormat.FP8:
-        scales = scales.view(torch.float32)
-    else:  # 2^-127, of the byte 0, is below the normal numbers
-        scales = torch.where(scales == 0, 0x400000, scales.int() << 23).view(torch.float32)
-    codes = rows[:, :hidden].view(torch.float8_e4m3fn).float()
-    return codes * scales.repeat_interleave(wire.block, 1)[:, :hidden]
+    _C.convert_chunks(source, source_wire.value, target, target_wire.value, hidden, chunks.tensors).run()

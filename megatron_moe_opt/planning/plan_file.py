@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.output_file import write_text_whole
-from megatron_moe_opt.planning.costs.cluster import facts
+from megatron_moe_opt.planning.costs.cluster import RANKS, TYPE, Facts, facts
+from megatron_moe_opt.planning.costs.differences import differences
 from megatron_moe_opt.planning.json_places import JsonPlace
 from megatron_moe_opt.planning.predicting.prediction import Prediction
 
 FORMAT = "megatron-moe-opt plan"
 VERSION = 1
+
+OF_MODEL = ("--hidden-size", "--moe-ffn-hidden-size", "--moe-router-topk")
+"""Facts of another model, whose plan this is, where they differ; of all others predictions may not hold."""
 
 
 @dataclass(frozen=True)
@@ -32,16 +36,18 @@ class Plan:
     etp: int
     experts: int
     """Of a layer. The plan is for such layers only."""
-    gpu_settings: Mapping[str, str | int] | None = None
+    gpu_settings: Facts | None = None
     """With which the cluster was measured, see Cluster."""
+    made_for: Facts = field(default_factory=dict)
+    """What the model and the run were to be like besides, see facts_of_plan. Empty: not known."""
 
     @classmethod
     def uniform(
         cls, layers: Sequence[int], variant: str, candidates: tuple[Prediction, ...], cluster: str,
-        *, ep: int, etp: int, experts: int, gpu_settings: Mapping[str, str | int] | None = None,
+        *, ep: int, etp: int, experts: int, gpu_settings: Facts | None = None, made_for: Facts | None = None,
     ) -> Plan:  # fmt: skip
         """The same variant in all layers."""
-        return cls(dict.fromkeys(layers, variant), candidates, cluster, ep, etp, experts, gpu_settings)
+        return cls(dict.fromkeys(layers, variant), candidates, cluster, ep, etp, experts, gpu_settings, made_for or {})
 
     @classmethod
     def load(cls, file: str | Path) -> Plan:
@@ -53,7 +59,7 @@ class Plan:
         root = JsonPlace.root(Path(file))
         root.check_format(FORMAT, VERSION, "moe-opt plan", "make the plan")
         top = root.fields("format", "version", "cluster", "ep", "etp", "experts", "layers", "candidates",
-                          optional=["gpu_settings"])  # fmt: skip
+                          optional=["gpu_settings", "made_for"])  # fmt: skip
         layers = {number: variant.word() for number, variant in top["layers"].by_number().items()}
         if not layers:
             top["layers"].refuse("no layers: a plan needs at least one")
@@ -65,6 +71,7 @@ class Plan:
             top["etp"].count(least=1),
             top["experts"].count(least=1),
             None if top["gpu_settings"].value is None else facts(top["gpu_settings"]),
+            {} if top["made_for"].value is None else facts(top["made_for"]),
         )
 
     def save(self, file: str | Path) -> None:
@@ -77,6 +84,7 @@ class Plan:
             "etp": self.etp,
             "experts": self.experts,
             "gpu_settings": None if self.gpu_settings is None else dict(self.gpu_settings),
+            "made_for": dict(self.made_for),
             "layers": {str(number): variant for number, variant in sorted(self.layers.items())},
             "candidates": [_numbers(one) for one in self.candidates],
         }
@@ -96,22 +104,58 @@ class Plan:
             )
         return self.layers[layer]
 
-    def check(self, file: str | Path, *, ep: int, etp: int, experts: int) -> None:
-        """Refuses layers of other sizes than the plan was made for.
+    def check(
+        self, file: str | Path, *, ep: int, etp: int, experts: int, layers: Sequence[int], made_for: Facts
+    ) -> str | None:
+        """Refuses another model than the plan was made for, and another layout of its experts.
+
+        Args:
+            layers: the numbers of its MoE layers.
+            made_for: see facts_of_plan.
+
+        Returns:
+            In words what else the plan was not made for, so that its predictions may not hold; None: nothing.
 
         Raises:
             ConfigurationError: the flag, its value and the planned one.
         """
-        for flag, planned, asked in (
+        sizes = [
             ("--expert-model-parallel-size", self.ep, ep),
             ("--expert-tensor-parallel-size", self.etp, etp),
             ("--num-experts", self.experts, experts),
-        ):
+        ]
+        sizes += [(flag, self.made_for[flag], made_for[flag]) for flag in OF_MODEL if flag in self.made_for]
+        for flag, planned, asked in sizes:
             if planned != asked:
                 raise ConfigurationError(
                     f"{flag} {asked} is not what --moe-opt-plan {file} was made for ({planned}): make a plan for this "
                     "run with moe-opt plan"
                 )
+        if set(self.layers) != set(layers):
+            raise ConfigurationError(
+                f"--moe-opt-plan {file} is of a model whose MoE layers are {_ranges(self.layers)}, and this one's are "
+                f"{_ranges(layers)}: make a plan for this model with moe-opt plan"
+            )
+        return differences({name: made_for[name] for name in self.made_for}, self.made_for)
+
+
+def facts_of_plan(*, hidden: int, ffn: int, topk: int, dtype: str, ranks: int, version: str) -> Facts:
+    """What Plan.made_for says of a model and a run, for the one who makes a plan and the one who runs it.
+
+    Args:
+        ffn: the hidden size of a whole expert.
+        version: of this package, whose predictions a plan has.
+    """
+    return dict(zip(OF_MODEL, (hidden, ffn, topk), strict=True)) | {
+        TYPE: dtype, RANKS: ranks, "megatron-moe-opt": version,
+    }  # fmt: skip
+
+
+def _ranges(numbers: Iterable[int]) -> str:
+    """`1 to 4` of 1, 2, 3, 4; `2, 4` of 2, 4."""
+    ordered = sorted(numbers)
+    dense = len(ordered) > 2 and ordered[-1] - ordered[0] + 1 == len(ordered)
+    return f"{ordered[0]} to {ordered[-1]}" if dense else ", ".join(map(str, ordered)) or "none"
 
 
 def _numbers(one: Prediction) -> dict[str, Any]:

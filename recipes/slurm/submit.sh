@@ -50,8 +50,10 @@ if [[ -z "${CONTAINER:-}" ]]; then
         mkdir -p "$CHECKPOINTS" || refuse "CHECKPOINTS: $CHECKPOINTS cannot be made"
     fi
     if [[ -n "${PROLOGUE:-}" ]]; then # it may be what finds Python
+        set +eu
         # shellcheck disable=SC1090
         source "$PROLOGUE"
+        set -eu
     fi
     command -v "${PYTHON:-python3}" >/dev/null || refuse "PYTHON: there is no ${PYTHON:-python3}"
     # shellcheck disable=SC2154 # the recipe sets it

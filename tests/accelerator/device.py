@@ -25,6 +25,7 @@ from torch.distributed import distributed_c10d
 from megatron_moe_opt.integration.host.devices import FACTORIES
 from megatron_moe_opt.kernels import streams as package_streams
 from megatron_moe_opt.kernels.extension import load_extension
+from megatron_moe_opt.row_format import WireFormat
 from megatron_moe_opt.runtime.engine import collectives as package_collectives
 from megatron_moe_opt.runtime.engine import executor, host_copy, started
 from tests.accelerator.clocks import Actor, Clock, Event, Stream, Streams, merge
@@ -38,7 +39,7 @@ _MEGATRONS_STREAMS = [(MoEAlltoAllTokenDispatcher, "cuda_dtoh_stream"), (SharedE
 """Made once a process."""
 _tolist = torch.Tensor.tolist  # of the host, whatever is patched later
 HOST_ONLY = {"plan_exchange", "place_samples", "solve_placement", "build_info", "select_cpu_kernels"}
-WRITES_LAST = {"sr_decode"}  # the argument that may be given as the place of the result
+WRITES_LAST = {"sr_decode", "convert_rows", "sum_rows"}  # the argument that is, or may be, where the result goes
 
 
 class Accelerator:
@@ -149,6 +150,7 @@ def _patch_package(patch: pytest.MonkeyPatch, found: Accelerator, library: Path)
     patch.setattr(extension, "new_cuda_stream", lambda _: 0, raising=False)
     software = executor.Executor(torch.device("cpu"))
     actions = {"exchange": _exchange, "copy_rows": _copy_rows, "sum_parts": _sum_parts, "call_python": _call_python}
+    actions["convert_chunks"] = _convert_chunks
     for name in dir(extension):
         function = getattr(extension, name)
         if name.startswith("_") or isinstance(function, type) or not callable(function):
@@ -234,23 +236,38 @@ def _exchange(found: Accelerator, function: Callable[..., Any]) -> Callable[...,
 def _copy_rows(found: Accelerator, function: Callable[..., Any]) -> Callable[..., _Action]:
     def make(source: Any, source_byte: int, target: Any, target_byte: int, row_bytes: int, chunks: Any) -> _Action:
         real = function(source, source_byte, target, target_byte, row_bytes, chunks)
-        froms, tos, counts = map(_tolist, chunks[:3])  # the host knows what it has sent there
-
-        def run() -> None:
-            real.run()
-            watch, memory = found.watch, found.memory
-            time, where = found.streams.launch(found.streams.current), f"copy_rows ({place()})"
-            for part in chunks[:3]:
-                memory.use(part, found.streams.current, time, False, where)
-            sides = ((source, source_byte, froms, False), (target, target_byte, tos, True))
-            for tensor, first_byte, rows, writes in sides:
-                for first, count in _joined(rows, counts):
-                    region = _columns(tensor, first, count, first_byte, row_bytes)
-                    memory.use_region(memory.block(tensor), region, watch.streams.current, time, writes, where)
-
-        return _Action(run)
+        sides = (source, source_byte, row_bytes), (target, target_byte, row_bytes)
+        return _moved(found, "copy_rows", real, sides, chunks)
 
     return make
+
+
+def _convert_chunks(found: Accelerator, function: Callable[..., Any]) -> Callable[..., _Action]:
+    def make(source: Any, source_wire: str, target: Any, target_wire: str, hidden: int, chunks: Any) -> _Action:
+        real = function(source, source_wire, target, target_wire, hidden, chunks)
+        sides = ((source, source_wire), (target, target_wire))
+        return _moved(found, "convert_chunks", real, [
+            (rows, 0, WireFormat(wire).payload_bytes(hidden, rows.dtype)) for rows, wire in sides
+        ], chunks)  # fmt: skip
+
+    return make
+
+
+def _moved(found: Accelerator, name: str, real: Any, sides: Sequence[Any], chunks: Any) -> _Action:
+    froms, tos, counts = map(_tolist, chunks[:3])  # the host knows what it has sent there
+
+    def run() -> None:
+        real.run()
+        watch, memory = found.watch, found.memory
+        time, where = found.streams.launch(found.streams.current), f"{name} ({place()})"
+        for part in chunks[:3]:
+            memory.use(part, found.streams.current, time, False, where)
+        for (tensor, first_byte, row_bytes), rows, writes in zip(sides, (froms, tos), (False, True), strict=True):
+            for first, count in _joined(rows, counts):
+                region = _columns(tensor, first, count, first_byte, row_bytes)
+                memory.use_region(memory.block(tensor), region, watch.streams.current, time, writes, where)
+
+    return _Action(run)
 
 
 def _joined(firsts: Sequence[int], counts: Sequence[int]) -> list[tuple[int, int]]:
@@ -275,15 +292,17 @@ def _columns(tensor: torch.Tensor, row: int, rows: int, first_byte: int, num_byt
 
 
 def _sum_parts(found: Accelerator, function: Callable[..., Any]) -> Callable[..., _Action]:
-    def make(parts: Any, out: Any, first_byte: int, width: int, dtype: torch.dtype) -> _Action:
+    def make(parts: Any, out: Any, first_byte: int, width: int, dtype: torch.dtype | str) -> _Action:
         real = function(parts, out, first_byte, width, dtype)
+        is_dtype = isinstance(dtype, torch.dtype)
+        num_bytes = width * dtype.itemsize if is_dtype else WireFormat(dtype).payload_bytes(width, out.dtype)
 
         def run() -> None:
             real.run()
             memory, current = found.memory, found.streams.current
             time, where = found.streams.launch(current), f"sum_parts ({place()})"
             for tensor, writes in [*((part, False) for part in parts), (out, True)]:
-                region = _columns(tensor, 0, tensor.size(0), first_byte, width * dtype.itemsize)
+                region = _columns(tensor, 0, tensor.size(0), first_byte, num_bytes)
                 if tensor.size(0):
                     memory.use_region(memory.block(tensor), region, current, time, writes, where)
 

@@ -136,8 +136,8 @@ void test_row_kernels(const char* isa, int64_t num_tokens, int64_t num_experts, 
 
   const MutableRows lanes{packed.row(0) + row_bytes, row_bytes + lane};
   in_parallel(num_tokens, [&](int64_t begin, int64_t end) {
-    cpu::permute_rows(map, DType::kFloat32, hidden, tokens.in(), packed.out(), probs.data(), 4, lanes, lane, begin,
-                      end);
+    cpu::permute_rows(map, DType::kFloat32, DType::kFloat32, hidden, tokens.in(), packed.out(), probs.data(), 4, lanes,
+                      lane, begin, end);
   });
   in_parallel(num_tokens, [&](int64_t begin, int64_t end) {
     cpu::unpermute_rows(map, DType::kFloat32, hidden, packed.in(), probs.data(), sums.out(), begin, end);
@@ -227,8 +227,8 @@ void test_offsets_past_32_bits(const char* isa) {
   std::vector<float> tokens(2 * hidden), sums(2 * hidden);
   for (int64_t i = 0; i < 2 * hidden; ++i) tokens[i] = static_cast<float>(i + 1);
   uint8_t* far = static_cast<uint8_t*>(base);
-  cpu::permute_rows(map, DType::kFloat32, hidden, {tokens.data(), row_bytes}, {far, stride}, nullptr, 0, {nullptr, 0},
-                    0, 0, 2);
+  cpu::permute_rows(map, DType::kFloat32, DType::kFloat32, hidden, {tokens.data(), row_bytes}, {far, stride}, nullptr,
+                    0, {nullptr, 0}, 0, 0, 2);
   expect(std::memcmp(far + 2 * stride, tokens.data(), row_bytes) == 0, "row past 2^33 bytes", isa);
   expect(std::memcmp(far + stride, tokens.data() + hidden, row_bytes) == 0, "row past 2^31 elements", isa);
   cpu::unpermute_rows(map, DType::kFloat32, hidden, {far, stride}, nullptr, {sums.data(), row_bytes}, 0, 2);

@@ -97,8 +97,9 @@ def train(
     }
 
 
-STEPS = 28  # one to look, 26 of trials at most, and some as chosen
-ONE_SWEEP = {"steps": 16, "most_steps": 14}  # little more than a turn of each variant
+STEPS = 32  # one to look, 26 of trials at most or one turn of seven for each of two shapes, and some as chosen
+ONE_SWEEP = {"steps": 18, "most_steps": 16}  # little more than a turn of each variant
+TWO_BESIDE = {"steps": 20, "most_steps": 18}
 RECOMPUTED = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 
 
@@ -113,13 +114,72 @@ def test_trains_like_stock_while_it_tries_and_after(ranks, profile, config):
     first = auto[0]
     assert first["settled"] and first["runs"] in first["tried"] and first["planned"] in first["tried"]
     assert 12 <= first["steps"] <= config.get("most_steps", 26)
-    assert {"alltoall", "mpmoe", "monta", "expert-migration"} <= {name.partition(":")[0] for name in first["tried"]}
+    families = {name.partition(":")[0] for name in first["tried"]}
+    assert {"alltoall", "allgather", "mpmoe", "monta", "expert-migration"} <= families
     assert first["built"] == [[first["runs"]]] * 2  # what is not used is not kept
     assert "would send 0.0% less between nodes" in first["netmoe"]  # its samples were counted; there is one node
     assert bool(first["groups"]) == first["runs"].startswith("expert-migration")
     for ours, stocks in zip(auto, stock, strict=True):
         assert {**ours, "losses": None} == {**first, "losses": None}  # all ranks alike
         assert ours["losses"] == pytest.approx(stocks["losses"], rel=1e-5)
+
+
+def train_with_a_flex_of_its_own(file: Path, fastest: str) -> dict[str, Any]:
+    """`flex` runs over a stand-in, which is stock's `alltoall` with a buffer that Megatron keeps for the process."""
+    from megatron.core import parallel_state
+    from megatron.core.transformer.moe import fused_a2a, token_dispatcher
+
+    from megatron_moe_opt.integration import flex_backends
+    from megatron_moe_opt.integration.auto import auto_layer
+
+    class Flex(token_dispatcher.MoEAlltoAllTokenDispatcher):
+        def token_dispatch(self, *args: Any) -> Any:
+            assert self.config.moe_token_dispatcher_type == "flex"
+            fused_a2a._buffer = "held"
+            return super().token_dispatch(*args)
+
+    released = []
+    missing, release = flex_backends.missing_for_flex, auto_layer.release_buffers
+
+    def watch(variant: str) -> None:
+        gathered = parallel_state.get_global_memory_buffer().buffer
+        assert fused_a2a._buffer is not None if variant.startswith("flex") else gathered
+        release(variant)
+        assert fused_a2a._buffer is None if variant.startswith("flex") else not gathered
+        released.append(variant)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(token_dispatcher, "MoEFlexTokenDispatcher", Flex)
+        patch.setattr(flex_backends, "missing_for_flex", lambda one: None if one == "deepep" else missing(one))
+        patch.setattr(fused_a2a, "_buffer", None)
+        patch.setattr(auto_layer, "release_buffers", watch)
+        found = train(
+            options=Options(profile=file), sizes={"ep": 4}, seconds=AllAlike({fastest: 0.5}),
+            moe_token_dispatcher_type="auto", **TWO_BESIDE,
+        )  # fmt: skip
+    return found | {"released": sorted(released)}
+
+
+@pytest.mark.parametrize("fastest", ["allgather", "alltoall"])
+def test_megatrons_own_dispatchers_are_tried_and_what_loses_holds_nothing(ranks, profile, fastest):
+    stock = ranks.run(train, options=None, sizes={"ep": 4}, **TWO_BESIDE)
+    answers = ranks.run(train_with_a_flex_of_its_own, file=profile, fastest=fastest)
+    for ours, stocks in zip(answers, stock, strict=True):
+        assert ours["settled"] and ours["runs"] == fastest and {"allgather", "flex:deepep"} <= set(ours["tried"])
+        assert ours["released"] == [one for one in ("allgather", "flex:deepep") if one != fastest]
+        assert ours["losses"] == pytest.approx(stocks["losses"], rel=1e-5)
+
+
+def test_it_sees_and_tries_passes_whose_stages_megatron_calls(ranks, profile):
+    """1F1B overlap: nobody calls the layers' forward method; what pipelines through experts is left out."""
+    config = {"sizes": {"ep": 4}, "bf16": True, "overlap_moe_expert_parallel_comm": True, **ONE_SWEEP}
+    stock = ranks.run(train, options=None, **config)
+    options = Options(profile=profile)
+    auto = ranks.run(train, options=options, seconds=AllAlike(), moe_token_dispatcher_type="auto", **config)
+    for ours, stocks in zip(auto, stock, strict=True):
+        assert ours["settled"] and {"alltoall", "monta"} <= {name.partition(":")[0] for name in ours["tried"]}
+        assert not any(name.startswith("mpmoe") for name in ours["tried"])
+        assert ours["losses"] == pytest.approx(stocks["losses"], rel=5e-3)
 
 
 def test_a_pipeline_stage_without_moe_layers_waits_with_the_others(ranks, tmp_path):
@@ -214,13 +274,13 @@ class Turning(dict[str, float]):
 
 
 TURNED = ("alltoall", "mpmoe:2", "monta:O1")
-TRIED = 2 * len(TURNED)  # steps of trials, one turn each; then a window in which all is as it was, and one in which not
+TRIED = 2 * (len(TURNED) + 1)  # steps, one turn each; then a window in which all is as it was, and one in which not
 
 
 def train_while_times_turn(file: Path) -> dict[str, Any]:
     from megatron_moe_opt.planning.choosing import drift
 
-    seconds = {"alltoall": 20.0, "mpmoe:2": 5.0, "monta:O1": 8.0}
+    seconds = {"alltoall": 20.0, "allgather": 30.0, "mpmoe:2": 5.0, "monta:O1": 8.0}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(drift, "WINDOW", 3)
         patch.setattr(drift, "MOST_COST", 1e3)
@@ -238,7 +298,7 @@ def test_trials_begin_again_when_steps_take_longer_than_when_it_was_chosen(ranks
     stock = ranks.run(train, steps=len(answers[0]["losses"]), options=None, sizes={"ep": 4})
     for ours, stocks in zip(answers, stock, strict=True):
         assert ours["settled"] and ours["planned"] == "mpmoe:2" and ours["runs"] == "monta:O1"
-        assert ours["tried"] == sorted(TURNED) and ours["built"] == [["monta:O1"]] * 2
+        assert ours["tried"] == sorted((*TURNED, "allgather")) and ours["built"] == [["monta:O1"]] * 2
         assert ours["losses"] == pytest.approx(stocks["losses"], rel=1e-5)
 
 
@@ -256,13 +316,14 @@ def test_a_plan_runs_from_the_first_step_and_is_tried(ranks, tmp_path):
     answers = ranks.run(train, steps=1, options=options, sizes={"ep": 4}, moe_token_dispatcher_type="auto")
     assert all(answer["planned"] == "mpmoe:2" and answer["runs"] == "mpmoe:2" for answer in answers)
     seconds = {name: 1.0 if name in ("alltoall", "monta:O1") else 1.0 - 0.1 * int(name[-1]) for name in CANDIDATES}
+    seconds["allgather"] = 1.0
     answers = ranks.run(
         train, steps=STEPS, options=options, sizes={"ep": 4}, seconds=seconds, moe_token_dispatcher_type="auto"
     )
     for answer in answers:
-        assert answer["tried"] == sorted(CANDIDATES)  # 6 of them at first; then 6 and 7 partitions, next to the fastest
+        assert answer["tried"] == sorted(seconds)  # 6 of them at first; then 6 and 7 partitions, next to the fastest
         assert answer["runs"] == "mpmoe:7" and answer["built"] == [["mpmoe:7"]] * 2
-        assert answer["steps"] == 12 + 6 + 4  # of 2 a turn; 4, 5 and 6 partitions run a second time, then 6 and 7
+        assert answer["steps"] == 14 + 6 + 4  # of 2 a turn; 4, 5 and 6 partitions run a second time, then 6 and 7
 
 
 def test_a_plan_that_differs_by_layer_runs_as_it_is(ranks, tmp_path):
@@ -321,7 +382,7 @@ def test_a_plan_that_the_first_rank_cannot_read_is_refused_on_all(ranks, tmp_pat
     ("layers", "ep", "message"),
     [
         ({1: "mpmoe:2", 2: "mpmoe:2"}, 2, "--expert-model-parallel-size 4 is not what --moe-opt-plan"),
-        ({1: "mpmoe:2", 3: "monta:O1"}, 4, "has no MoE layer 2"),
+        ({1: "mpmoe:2", 3: "monta:O1"}, 4, "whose MoE layers are 1, 3, and this one's are 1, 2"),
     ],
     ids=["other sizes", "a layer is missing"],
 )

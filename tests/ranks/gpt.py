@@ -201,10 +201,10 @@ def _chunk(
     return model
 
 
-def _forward_step(batches: Any, model: torch.nn.Module) -> tuple[torch.Tensor, Any]:
+def _forward_step(batches: Any, model: Any, return_schedule_plan: bool = False) -> tuple[Any, Any]:
     batch = next(batches)
-    mask = batch.get("attention_mask")
-    output = model(batch["tokens"], batch["position_ids"], mask, labels=batch["labels"])
+    run = model.build_schedule_plan if return_schedule_plan else model
+    output = run(batch["tokens"], batch["position_ids"], batch.get("attention_mask"), labels=batch["labels"])
     return output, _loss
 
 

@@ -28,7 +28,11 @@ echo $! >"$STUBS/task"
 wait $!
 """
 SCONTROL = """#!/bin/bash
-if [[ "$1" == show ]]; then seq -f node%g 0 9999; else echo "$@" >>"$STUBS/scontrol"; fi
+case "$*" in
+    "show hostnames"*) seq -f node%g 0 9999 ;;
+    "show job 4207") echo "   PreemptEligibleTime=2026-11-23T08:00:00 PreemptTime=${PREEMPTED:-None}" ;;
+    *) echo "$@" >>"$STUBS/scontrol" ;;
+esac
 """
 SBATCH = """#!/bin/bash
 printf '%s\\n' "$@" >"$STUBS/sbatch"
@@ -254,6 +258,12 @@ def test_does_not_queue_again_without_progress(cluster, before, status, expected
     assert f"no checkpoint since iteration {before or 0}" in result.stderr
 
 
+def test_a_preempted_job_queues_again_whatever_it_has_saved(cluster):
+    result = cluster.job(STATUS="143", PREEMPTED="2026-11-23T08:02:14")
+    assert (result.returncode, cluster.note("scontrol")) == (0, ["requeue 4207"])
+    assert "status 143 and no checkpoint since iteration 0, but was preempted: the job queues again" in result.stdout
+
+
 def test_ends_where_training_is_done(cluster):
     result = cluster.job("--train-iters", "2000", SAVES="2000")
     assert (result.returncode, cluster.note("scontrol")) == (0, [])
@@ -345,9 +355,15 @@ def test_a_measurement_asks_for_minutes_and_no_data(cluster, tmp_path):
 
 
 def test_a_job_begins_with_its_prologue(cluster, tmp_path):
-    (tmp_path / "modules").write_text("export CUDA_DEVICE_MAX_CONNECTIONS=7\n")
-    assert cluster.job(PROLOGUE=str(tmp_path / "modules")).returncode is not None
+    # As files of sites are: not written for `set -eu`, and with a last command that fails.
+    modules = 'export CUDA_DEVICE_MAX_CONNECTIONS=7\n[ -n "$NOT_SET" ] || export PYTHON="$FOUND"\nfalse\n'
+    (tmp_path / "modules").write_text(modules)
+    given = {"PROLOGUE": str(tmp_path / "modules"), "PYTHON": None, "FOUND": cluster.environment["PYTHON"]}
+    assert cluster.job(SAVES="500000", **given).returncode == 0
     assert cluster.note("environment")[0].split()[-1] == "7"
+    assert cluster.run("submit.sh", "mixtral_8x7b", **given).returncode == 0
+    result = cluster.job(PROLOGUE="/nowhere/modules")
+    assert result.returncode == 2 and "PROLOGUE: there is no /nowhere/modules here" in result.stderr
 
 
 @pytest.mark.skipif("MEGATRON_LM" not in os.environ, reason="MEGATRON_LM names no checkout of Megatron-LM")

@@ -31,6 +31,7 @@ SECONDS_OF_50 = 300  # calls; more is a hang, on however busy a machine
 CUDA_ALONE = {"StreamExecutor", "StreamExecutor.run", "new_cuda_stream"}
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+WIRES = ("same", "bf16", "fp8", "mxfp8")
 DTYPES = tuple(dict.fromkeys(dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)))
 # Small, or more than any machine has: what lies between is granted, and takes the machine's memory.
 INTEGERS = (-(1 << 70), -(1 << 63), -(1 << 31), -5, -1, 0, 1, 2, 3, 7, 16, 255, 4097, 1 << 48, 1 << 55, 1 << 56,
@@ -109,7 +110,7 @@ class Draw(random.Random):
 
     def action(self) -> Any:
         """One of any kind."""
-        name = self.choice(("exchange", "copy_rows", "sum_parts", "call_python"))
+        name = self.choice(("exchange", "copy_rows", "convert_chunks", "sum_parts", "call_python"))
         return getattr(self.extension, name)(*CALLS[name](self))
 
 
@@ -139,6 +140,45 @@ def _unpermute_probs(draw: Draw) -> list[Any]:
     if draw.chance(0.5):
         return [row_map, draw.numbers(rows, dtype=dtype), 0, dtype]
     return [row_map, draw.numbers(rows, hidden + 8, dtype=draw.choice(FLOATS)), hidden, dtype]
+
+
+def _wire_rows(draw: Draw, rows: int, hidden: int, wire: str) -> torch.Tensor:
+    """Rows of a format, mostly wider than their payload."""
+    if wire in ("same", "bf16"):
+        return draw.numbers(
+            rows, hidden + draw.choice((0, 8)), dtype=torch.bfloat16 if wire == "bf16" else torch.float32
+        )
+    block, scale = (128, 4) if wire == "fp8" else (32, 1)
+    payload = -(-(-(-hidden // scale) * scale + -(-hidden // block) * scale) // 16) * 16
+    return draw.below(256, rows, payload + draw.choice((0, 16))).to(torch.uint8)
+
+
+def _two_formats(draw: Draw) -> tuple[str, str]:
+    wires = ["same", draw.choice(WIRES[1:])]
+    draw.shuffle(wires)
+    return wires[0], wires[1]
+
+
+def _convert_rows(draw: Draw) -> list[Any]:
+    (source, target), rows, hidden = _two_formats(draw), draw.size(), draw.size(0, 300)
+    sources = draw.choice((None, draw.below(rows, draw.size())))
+    given = _wire_rows(draw, rows, hidden, source)
+    made = _wire_rows(draw, rows if sources is None else sources.numel(), hidden, target)
+    return [given, source, hidden, sources, target, made]
+
+
+def _convert_chunks(draw: Draw) -> list[Any]:
+    (source, target), rows, hidden = _two_formats(draw), draw.size(), draw.size(0, 300)
+    sides = [_wire_rows(draw, rows, hidden, source), source, _wire_rows(draw, rows, hidden, target), target]
+    return [*sides, hidden, draw.chunks(rows)]
+
+
+def _sum_rows(draw: Draw) -> list[Any]:
+    row_map, tokens, _, rows = draw.row_map()
+    hidden, wire = draw.size(0, 300), draw.choice(WIRES)
+    out_wire = draw.choice(("same", "bf16", wire))
+    out = _wire_rows(draw, tokens, hidden, out_wire)
+    return [row_map, _wire_rows(draw, rows, hidden, wire), hidden, wire, out_wire, out]
 
 
 def _copy_chunks(draw: Draw) -> list[Any]:
@@ -220,6 +260,10 @@ def _copy_rows(draw: Draw) -> list[Any]:
 
 
 def _sum_parts(draw: Draw) -> list[Any]:
+    if draw.chance(0.3):
+        wire, hidden = draw.choice(WIRES[2:]), draw.size(0, 300)
+        part = _wire_rows(draw, draw.size(), hidden, wire)
+        return [[part, part.clone()], draw.choice((part, part.clone())), 0, hidden, wire]
     rows, width, dtype = draw.size(), draw.size(1), draw.choice(FLOATS)
     parts = [draw.numbers(rows, width, dtype=dtype) for _ in range(draw.randint(1, 4))]
     size = parts[0].element_size()
@@ -263,11 +307,13 @@ CALLS: dict[str, Callable[[Draw], list[Any]]] = {
         draw.below(tokens := draw.size(), draw.size()), tokens, draw.choice((0, draw.size(1))),
     ],
     "permute_rows": lambda draw: _permute(draw) if draw.chance(0.7) else [*_permute(draw)[:2], None],
-    "permute_packed": _permute,
+    "permute_packed": lambda draw: [*_permute(draw), draw.choice(WIRES)],
     "unpermute_rows": _unpermute,
+    "sum_rows": _sum_rows,
     "unpermute_rows_backward": _unpermute_backward,
     "unpermute_probs": _unpermute_probs,
     "copy_chunks": _copy_chunks,
+    "convert_rows": _convert_rows,
     "sr_encode": _encode,
     "sr_decode": _decode,
     "count_topk": _count_topk,
@@ -280,6 +326,7 @@ CALLS: dict[str, Callable[[Draw], list[Any]]] = {
     "Action.join": _run,
     "exchange": _exchange,
     "copy_rows": _copy_rows,
+    "convert_chunks": _convert_chunks,
     "sum_parts": _sum_parts,
     "Exchange": lambda draw: [],
     "Exchange.begin": _begun,

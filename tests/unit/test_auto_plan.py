@@ -23,6 +23,7 @@ from megatron_moe_opt.planning.predicting.prediction import Prediction
 
 CANDIDATES = ("netmoe", "parm:S2", "expert-migration:2x4", "expert-migration:8", "mpmoe:2:S1", "monta:O2x2", "alltoall")
 
+PADDED = {"moe_expert_capacity_factor": 1.0, "moe_pad_expert_input_to_capacity": True}
 DRAWN = {"tensor_model_parallel_size": 2, "moe_router_force_load_balancing": True}
 
 
@@ -36,9 +37,10 @@ def planned(tmp_path: Path):
         Plan({1: variant}, predictions, "a cluster", ep=8, etp=1, experts=8).save(tmp_path / "plan.json")
         megatron_moe_opt.register(Options(plan=tmp_path / "plan.json"))
         TransformerConfig(
-            num_layers=1, hidden_size=16, num_attention_heads=2, num_moe_experts=8, moe_router_topk=2,
-            expert_model_parallel_size=8, add_bias_linear=False, hidden_dropout=0.0, attention_dropout=0.0,
-            moe_token_dispatcher_type="auto", **overrides,
+            num_layers=overrides.pop("num_layers", 1), hidden_size=16, num_attention_heads=2, num_moe_experts=8,
+            moe_router_topk=2, expert_model_parallel_size=8,
+            expert_tensor_parallel_size=overrides.pop("expert_tensor_parallel_size", 1), add_bias_linear=False,
+            hidden_dropout=0.0, attention_dropout=0.0, moe_token_dispatcher_type="auto", **overrides,
         )  # fmt: skip
         return current_controller()
 
@@ -62,10 +64,24 @@ def test_what_cannot_run_is_refused_before_training(planned, variant, overrides,
     assert "--moe-opt-plan" in str(refused.value)
 
 
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ({"num_layers": 2}, "whose MoE layers are 1, and this one's are 1, 2: make a plan for this model"),
+        ({"num_layers": 2, "moe_layer_freq": [0, 1]}, "whose MoE layers are 1, and this one's are 2"),
+        ({"expert_tensor_parallel_size": 2}, "--expert-tensor-parallel-size 2 is not what --moe-opt-plan"),
+    ],
+)
+def test_a_plan_of_another_model_is_refused_before_training(planned, overrides, message):
+    with pytest.raises(ConfigurationError, match=message):
+        planned("monta:O2x2", **overrides)
+    planned("monta:O2x2", num_layers=2, moe_layer_freq=2)  # the first of two
+
+
 def tried(controller: Controller, workers: tuple[int, ...]) -> tuple[list[str], str | None]:
     workload = LayerWorkload(16, 16, 16, False, 8, 2, 4, 16, 8, workers=workers)
     (found,) = controller._make_plan([[Seen(workload, 32.0)], []])
-    assert {one.variant for one in (*found.predicted, *found.refused)} == set(CANDIDATES)
+    assert {one.variant for one in (*found.predicted, *found.refused)} - {"allgather"} == set(CANDIDATES)
     return [one.variant for one in found.predicted], found.planned
 
 
@@ -115,19 +131,39 @@ def test_layers_of_each_shape_are_planned_by_themselves(planned, monkeypatch):
     assert of_many.shape == dataclasses.replace(many.workload, tokens=0)
 
 
-def test_what_a_gpu_may_have_no_room_for_is_not_tried(planned, monkeypatch):
+def test_what_a_gpu_may_have_no_room_for_is_not_tried(planned):
     controller = planned("alltoall")
     held = {"mpmoe:2:S1": 900, "alltoall": 500, "monta:O2x2": 601}
     controller.plan = dataclasses.replace(
         controller.plan, candidates=tuple(Prediction(name, 1e-3, 1e-3, 0.0, 0.0, size) for name, size in held.items())
     )
     controller.layers = [SimpleNamespace(passes=4), SimpleNamespace(passes=4)]
-    monkeypatch.setattr(auto_layer, "_free_memory", lambda: 1000)
-    assert (room := controller._room()) == 400  # of 0.8 x 1000 bytes, one pass of each layer is in flight
+    assert (room := controller._room(800)) == 400  # one pass of each layer is in flight
     for free, tried in ((room, list(held)), (399, ["alltoall", "monta:O2x2"]), (100, ["alltoall"]), (None, list(held))):
         (found,) = controller._make_plan([[Seen(LayerWorkload(16, 16, 16, False, 8, 2, 4, 16, 8), 32.0)]], free)
         assert [one.variant for one in found.predicted] == tried
         assert all("could run out of memory" in one.reason for one in found.refused)
+
+
+def test_megatrons_own_are_tried_without_a_prediction(planned, monkeypatch):
+    """Where this configuration can run them, and all ranks' tokens have room."""
+    seen = [[Seen(LayerWorkload(16, 16, 16, False, 8, 2, 4, 16, 8), 32.0)]]
+    gathered = 2 * 16 * 8 * 16 * 4
+    for overrides, spare, reason in (
+        ({}, None, None),
+        ({}, gathered, None),
+        ({}, gathered - 1, f"gathers {gathered} bytes of tokens on each rank, and {gathered - 1} are free"),
+        ({"tensor_model_parallel_size": 2}, None, "stock Megatron does not train MoE layers under TP without"),
+        ({"variable_seq_lengths": True}, None, "Megatron refuses it here: Token dispatcher type: allgather does not"),
+        (PADDED, None, "not tried under --moe-pad-expert-input-to-capacity, where Megatron treats"),
+    ):
+        (found,) = planned("monta:O2x2", **overrides)._make_plan(seen, None, spare)
+        assert found.beside == (() if reason else ("allgather",))
+        refused = {one.variant: one.reason for one in found.refused}
+        assert refused["allgather"].startswith(reason) if reason else "allgather" not in refused
+    monkeypatch.setattr("megatron_moe_opt.integration.flex_backends.missing_for_flex", lambda backend: None)
+    (found,) = planned("monta:O2x2")._make_plan(seen)
+    assert found.beside[:2] == ("allgather", "flex:deepep")
 
 
 @pytest.fixture
@@ -181,6 +217,7 @@ def test_what_lies_between_two_steps_is_not_timed(timed):
 
 def test_variants_keep_to_the_bounds_of_the_run(tmp_path):
     layer, plugged = torch.nn.Module(), {}
+    layer.config = SimpleNamespace()
     layer.experts, layer.token_dispatcher = torch.nn.Module(), None
     run = Options(profile=tmp_path / "c.json", network_levels=(2, 4), prefetch_layers=2, resident_layers=3)
     planned_layer = PlannedLayer(layer, None, run, lambda _, name, options: plugged.update({name: options}))

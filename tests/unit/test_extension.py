@@ -58,14 +58,22 @@ def test_missing(monkeypatch):
 
 
 def test_a_checkout_that_hides_the_installed_package_is_named(monkeypatch, tmp_path):
-    (tmp_path / "megatron_moe_opt").mkdir()
-    (tmp_path / "megatron_moe_opt/_C.abi3.so").touch()
-    installed = types.SimpleNamespace(locate_file=lambda name: tmp_path / name)
-    monkeypatch.setattr(extension.importlib.metadata, "distribution", lambda name: installed)
+    # As `pip install .` leaves both: the checkout has metadata too, and `python -m` looks there first.
+    for folder, metadata in (("site", "dist-info/METADATA"), ("checkout", "egg-info/PKG-INFO")):
+        name = "megatron_moe_opt-0.1.0." if folder == "site" else "megatron_moe_opt."
+        file = tmp_path / folder / f"{name}{metadata}"
+        file.parent.mkdir(parents=True)
+        file.write_text("Metadata-Version: 2.1\nName: megatron-moe-opt\nVersion: 0.1.0\n")
+        monkeypatch.syspath_prepend(tmp_path / folder)
+    (tmp_path / "site/megatron_moe_opt").mkdir()
+    (tmp_path / "site/megatron_moe_opt/_C.abi3.so").touch()
+    monkeypatch.setattr(extension, "__file__", str(tmp_path / "checkout/megatron_moe_opt/kernels/extension.py"))
     with_module(monkeypatch, ModuleNotFoundError("No module named 'megatron_moe_opt._C'"))
     with pytest.raises(ImportError) as excinfo:
         extension.load_extension()
-    assert f"hides the package installed in {tmp_path}/megatron_moe_opt: leave" in sentence(excinfo)
+    said = sentence(excinfo)
+    assert f"from {tmp_path}/checkout/megatron_moe_opt, which hides the package" in said
+    assert f"installed in {tmp_path}/site/megatron_moe_opt: leave {tmp_path}/checkout, or" in said
 
 
 def test_unloadable(monkeypatch):

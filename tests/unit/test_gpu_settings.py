@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from megatron_moe_opt.dispatchers import say
-from megatron_moe_opt.planning.costs.gpu_settings import differences, gpu_settings, needless_queue
+from megatron_moe_opt.options import Options
+from megatron_moe_opt.planning.costs.gpu_settings import gpu_settings, needless_queue, other_settings
 
 ENVIRONMENT = {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "NCCL_ALGO": "Ring", "NCCL_DEBUG_FILE": "x", "PATH": "/bin"}
 
@@ -17,10 +18,10 @@ def test_what_is_recorded():
 
 
 def test_differences_are_named():
-    assert differences("f.json", None, ENVIRONMENT) is None
-    assert differences("f.json", gpu_settings(ENVIRONMENT), ENVIRONMENT) is None
+    assert other_settings("f.json", None, ENVIRONMENT) is None
+    assert other_settings("f.json", gpu_settings(ENVIRONMENT), ENVIRONMENT) is None
     measured = {"CUDA_DEVICE_MAX_CONNECTIONS": "32", "NCCL_NVLS_ENABLE": "0"}
-    assert differences("f.json", measured, ENVIRONMENT) == (
+    assert other_settings("f.json", measured, ENVIRONMENT) == (
         "f.json was measured with other settings, and its times may not hold: CUDA_DEVICE_MAX_CONNECTIONS 1 (there "
         "32), NCCL_ALGO Ring (there not set), NCCL_NVLS_ENABLE not set (there 0); set these, or measure again"
     )
@@ -45,7 +46,6 @@ def test_a_queue_that_nobody_needs_is_named(queues, tp, cp, capability, says):
 
 def test_runs_say_once_what_differs_and_only_on_a_gpu(monkeypatch, capsys):
     monkeypatch.setattr(say, "_said", set())
-    monkeypatch.setattr(say.dist, "get_rank", lambda: 0)
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     say.say_other_settings("auto", "f.json", {})
     assert not capsys.readouterr().out
@@ -62,13 +62,40 @@ def test_the_first_pass_says_what_one_queue_costs(monkeypatch, capsys):
 
     layer = torch.nn.Identity()
     layer.layer_number = 1
-    layer.config = SimpleNamespace(tensor_model_parallel_size=1, context_parallel_size=1)
+    layer.config = SimpleNamespace(tensor_model_parallel_size=1, context_parallel_size=1, params_dtype=torch.float32)
     dispatcher = SimpleNamespace(groups=SimpleNamespace(ep_size=2, etp_size=1), describe=lambda: "it")
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     for available, number in ((False, 0), (True, 1)):
         monkeypatch.setattr(torch.cuda, "is_available", lambda available=available: available)
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
-        announce.announce(layer, "monta", dispatcher)
+        announce.announce(layer, "monta", dispatcher, Options())
         layer(torch.zeros(1)), layer(torch.zeros(1))
         said = capsys.readouterr().out
         assert said.count("dispatcher monta") == 1 and said.count("CUDA_DEVICE_MAX_CONNECTIONS is 1") == number
+
+
+def test_a_profile_of_another_layer_is_named(monkeypatch, capsys):
+    """Its times are those of other rows and experts, ranks or versions; what it does not say is not compared."""
+    from dataclasses import replace
+
+    from megatron_moe_opt.planning.predicting.layer_workload import LayerWorkload
+    from tests.unit.test_cluster_file import CLUSTER
+
+    monkeypatch.setattr(say, "_said", set())
+    measured = CLUSTER.measured_with()
+    monkeypatch.setattr(say.dist, "get_world_size", lambda: measured["ranks"])
+    monkeypatch.setattr(say, "software", lambda: dict(CLUSTER.software))
+    gemm, etp = CLUSTER.expert_gemm, CLUSTER.world.expert_tp
+    size = {"fp32": 4, "bf16": 2}[gemm.dtype]
+    layer = LayerWorkload(0, gemm.hidden, gemm.ffn_hidden, False, 8, 2, size, 16, CLUSTER.world.ep, etp)
+    say.say_other_run("profile", "f.json", CLUSTER, layer)
+    assert not capsys.readouterr().out
+    for _ in range(2):
+        say.say_other_run("profile", "f.json", CLUSTER, replace(layer, hidden=2 * gemm.hidden))
+    assert capsys.readouterr().out == (
+        f"moe-opt: profile: f.json was measured for another run, and its times may not hold: hidden size of a row "
+        f"{2 * gemm.hidden} (there {gemm.hidden}); measure again with moe-opt profile\n"
+    )
+    monkeypatch.setattr(say, "software", lambda: {"torch": "99"})
+    say.say_other_run("profile", "f.json", replace(CLUSTER, expert_gemm=None), layer)
+    assert f"may not hold: torch 99 (there {CLUSTER.software['torch']});" in capsys.readouterr().out

@@ -67,6 +67,12 @@ def test_a_bad_setting_ends_in_one_sentence(script, tmp_path):
     assert "Traceback" not in result.stderr
 
 
+def test_a_misspelt_dispatcher_is_refused_before_the_script_parses_it(script):
+    result = launch(str(script), "--moe-token-dispatcher-type=mota")
+    assert result.returncode == 2 and "Traceback" not in result.stderr and "running as" not in result.stdout
+    assert "moe-opt: error: --moe-token-dispatcher-type mota is not a dispatcher: choose one of" in result.stderr
+
+
 def test_the_recipe_behind_the_launcher_has_our_options():
     """The launcher takes them out of the command line, which the recipe reads too: it must not begin without them."""
     recipe = Path(__file__).resolve().parents[2] / "recipes" / "pretrain_moe_gpt.py"

@@ -8,13 +8,14 @@ from dataclasses import replace
 import pytest
 
 from megatron_moe_opt.errors import ConfigurationError
-from megatron_moe_opt.planning.plan_file import Plan
+from megatron_moe_opt.planning.plan_file import Plan, facts_of_plan
 from megatron_moe_opt.planning.predicting.prediction import Prediction
 
 CANDIDATES = (
     Prediction("mpmoe:2", 1e-3, 5e-4, 1e6, 2e6, 4096, {"pipeline with experts": 1e-3}),
     Prediction("alltoall", 2e-3, 1e-3, 1e6, 2e6, 4096),
 )
+RUN = {"hidden": 32, "ffn": 64, "topk": 2, "dtype": "bf16", "ranks": 8, "version": "0.1.0"}
 PLAN = Plan({4: "mpmoe:2", 5: "monta:O2x4"}, CANDIDATES, "a cluster", ep=8, etp=1, experts=64)
 
 
@@ -22,7 +23,7 @@ def test_comes_back(tmp_path):
     PLAN.save(tmp_path / "plan.json")
     assert Plan.load(tmp_path / "plan.json") == PLAN
     assert [path.name for path in tmp_path.iterdir()] == ["plan.json"]
-    with_settings = replace(PLAN, gpu_settings={"NCCL_ALGO": "Ring"})
+    with_settings = replace(PLAN, gpu_settings={"NCCL_ALGO": "Ring"}, made_for=facts_of_plan(**RUN))
     with_settings.save(tmp_path / "plan.json")
     assert Plan.load(tmp_path / "plan.json") == with_settings
 
@@ -54,14 +55,38 @@ def test_what_is_wrong_is_named(tmp_path, change, message):
     assert message in str(refused.value) and str(tmp_path / "plan.json") in str(refused.value)
 
 
+ASKED = {"ep": 8, "etp": 1, "experts": 64, "layers": [4, 5]}
+
+
 def test_a_layer_or_sizes_that_were_not_planned_are_refused():
     with pytest.raises(ConfigurationError, match="has no MoE layer 7 .it has 4 to 5."):
         PLAN.variant_of(7, "plan.json")
-    PLAN.check("plan.json", ep=8, etp=1, experts=64)
+    made = replace(PLAN, made_for=facts_of_plan(**RUN))
+    assert made.check("plan.json", **ASKED, made_for=facts_of_plan(**RUN)) is None
     for changed, flag in (
         ({"ep": 4}, "--expert-model-parallel-size 4"),
         ({"etp": 2}, "--expert-tensor-parallel-size 2"),
         ({"experts": 8}, "--num-experts 8"),
+        ({"hidden": 64}, "--hidden-size 64"),
+        ({"ffn": 128}, "--moe-ffn-hidden-size 128"),
+        ({"topk": 4}, "--moe-router-topk 4"),
     ):
-        with pytest.raises(ConfigurationError, match=f"{flag} is not what --moe-opt-plan"):
-            PLAN.check("plan.json", **{"ep": 8, "etp": 1, "experts": 64} | changed)
+        asked = {name: changed.get(name, value) for name, value in ASKED.items()}
+        run = {name: changed.get(name, value) for name, value in RUN.items()}
+        with pytest.raises(ConfigurationError, match=f"{flag} is not what --moe-opt-plan plan.json was made for"):
+            made.check("plan.json", **asked, made_for=facts_of_plan(**run))
+
+
+@pytest.mark.parametrize(("layers", "said"), [([4, 5, 6, 7], "4 to 7"), ([1, 2], "1, 2"), ([4], "4")])
+def test_a_plan_of_other_layers_is_refused(layers, said):
+    with pytest.raises(ConfigurationError, match=f"whose MoE layers are 4, 5, and this one's are {said}: make"):
+        PLAN.check("plan.json", **ASKED | {"layers": layers}, made_for=facts_of_plan(**RUN))
+
+
+def test_what_predictions_may_not_hold_for_is_said():
+    run = RUN | {"dtype": "fp32", "ranks": 16, "version": "0.2.0"}
+    made = replace(PLAN, made_for=facts_of_plan(**RUN))
+    assert made.check("plan.json", **ASKED, made_for=facts_of_plan(**run)) == (
+        "type of the rows fp32 (there bf16), ranks 16 (there 8), megatron-moe-opt 0.2.0 (there 0.1.0)"
+    )
+    assert PLAN.check("plan.json", **ASKED, made_for=facts_of_plan(**run)) is None  # nothing is known of it

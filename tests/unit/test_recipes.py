@@ -40,9 +40,9 @@ def sizes(recipe: Recipe) -> tuple[int, ...]:
 
 
 def test_all_models_of_the_papers_are_there():
-    assert len(NAMES) == 16
+    assert len(NAMES) == 18
     families = {name.split("_")[0] for name in NAMES}
-    assert families == {"mixtral", "monta", "deepseek", "qwen3", "netmoe", "mpmoe", "hybridep"}
+    assert families == {"mixtral", "monta", "deepseek", "qwen3", "netmoe", "mpmoe", "hybridep", "parm"}
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -116,7 +116,9 @@ def test_registering_twice_wraps_once():
 
 
 def test_bad_settings_are_refused_in_one_sentence():
-    refusal("--moe-token-dispatcher-type mota is not a dispatcher: choose one of allgather, alltoall", name="mota")
+    known = "allgather, alltoall, flex, monta, parm, netmoe, mpmoe, expert-migration, auto"  # without the reference
+    with pytest.raises(ConfigurationError, match=f"mota is not a dispatcher: choose one of {known}$"):
+        config("mota")
     refusal("--moe-token-dispatcher-type monta needs a mixture of experts", num_moe_experts=None)
     refusal("--expert-model-parallel-size 3 does not divide --num-experts 4", expert_model_parallel_size=3)
     # before Megatron, which would end in a traceback
@@ -127,17 +129,32 @@ def test_bad_settings_are_refused_in_one_sentence():
     )
     refusal("--cuda-graph-impl local does not work with", cuda_graph_impl="local")
     refusal(
-        "--overlap-moe-expert-parallel-comm schedules the stages of stock dispatchers itself",
-        overlap_moe_expert_parallel_comm=True,
-        expert_model_parallel_size=2,
-        bf16=True,
-    )
-    refusal(
         "--transformer-impl inference_optimized brings its own",
         transformer_impl="inference_optimized",
         normalization="RMSNorm",
         moe_router_dtype="fp32",
     )
+
+
+MOVES = {"expert_model_parallel_size": 2, "hidden_dropout": 0.0}
+OVERLAP = MOVES | {"overlap_moe_expert_parallel_comm": True, "bf16": True}
+
+
+def test_batches_overlap_where_only_the_dispatcher_is_ours():
+    for name in ("monta", "parm", "expert-migration", "auto"):
+        assert config(name, **OVERLAP, delay_wgrad_compute=True).overlap_moe_expert_parallel_comm
+    for name in ("netmoe", "mpmoe"):
+        refusal(f"{name} has a pipeline of its own through them: drop one of the two", name=name, **OVERLAP)
+    replicated = {"tensor_model_parallel_size": 2} | OVERLAP
+    refusal("splits the tokens that all TP ranks hold: add --sequence-parallel", **replicated)
+    megatron_moe_opt.register(Options(domain_sizes=(2,)))
+    try:
+        config("expert-migration", **OVERLAP)
+        refusal("--delay-wgrad-compute keeps state of", name="expert-migration", delay_wgrad_compute=True, **OVERLAP)
+        megatron_moe_opt.register(Options(telemetry=True))
+        refusal("--overlap-moe-expert-parallel-comm does not run the stages of a MoE layer one after", **OVERLAP)
+    finally:
+        megatron_moe_opt.register()
 
 
 def test_a_schedule_for_replicated_tokens_is_refused_under_sequence_parallelism():
@@ -194,9 +211,6 @@ def test_telemetry_needs_stages_one_after_another_under_stock_too(flag, override
         megatron_moe_opt.register()
 
 
-MOVES = {"expert_model_parallel_size": 2, "hidden_dropout": 0.0}
-
-
 @pytest.mark.parametrize(
     ("wrong", "overrides"),
     [
@@ -231,12 +245,13 @@ def test_netmoe_refuses_masks_of_documents_at_launch(monkeypatch):
     config("netmoe", **MOVES)
 
 
-@pytest.mark.parametrize("name", ["expert-migration", "mpmoe"])
-def test_fully_sharded_weights_are_refused_where_experts_are_called_in_our_order(monkeypatch, name):
+@pytest.mark.parametrize(("name", "what"), [("expert-migration", "experts"), ("mpmoe", "experts"), ("netmoe", "norms")])
+def test_fully_sharded_weights_are_refused_where_modules_are_called_in_our_order(monkeypatch, name, what):
     loop = SimpleNamespace(_GLOBAL_ARGS=SimpleNamespace(use_megatron_fsdp=True))
     monkeypatch.setitem(sys.modules, "megatron.training.global_vars", loop)
-    refusal(f"between uses, and --moe-token-dispatcher-type {name} calls experts in its own order: drop it", name=name)
-    config("monta")
+    refusal(f"--moe-token-dispatcher-type {name} calls {what} in its own order: drop it", name=name, **MOVES)
+    for name in ("monta", "parm"):
+        config(name)
 
 
 def test_netmoe_refuses_groups_without_another_place_for_samples():
@@ -504,3 +519,26 @@ def test_gathered_experts_stay_in_as_many_layers_as_are_needed_ahead():
         )
     ]  # fmt: skip
     assert limits == [2, 4, 5, None, 2]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "sentence"),
+    [
+        ({"num_experts": 7, "expert_model_parallel_size": 2}, {}, "--expert-model-parallel-size 2 does not divide"),
+        ({"num_experts": None}, {"telemetry": True}, "--moe-opt-telemetry True is for MoE layers, and a model without"),
+        ({"num_experts": None}, {"domain_sizes": (2, 1)}, "--moe-opt-domain-sizes 2,1 is for MoE layers"),
+    ],
+)
+def test_arguments_are_refused_before_megatron_looks_at_them(monkeypatch, arguments, options, sentence):
+    """Its own checks end with a traceback, or in a dense model that reads no option of ours."""
+    loop, validated = types.ModuleType("megatron.training.arguments"), []
+    loop.validate_args = lambda arguments, defaults: validated.append(arguments)
+    monkeypatch.setitem(sys.modules, "megatron.training.arguments", loop)
+    registry.before_validation(lambda one: checks.check_arguments(one, Options(**options), True))
+    with pytest.raises(ConfigurationError, match=re.escape(sentence)):
+        loop.validate_args(SimpleNamespace(**{"expert_model_parallel_size": 1} | arguments), {})
+    assert not validated
+    divisible = SimpleNamespace(num_experts=8, expert_model_parallel_size=2)
+    loop.validate_args(divisible, {})
+    assert validated == [divisible]
+    checks.check_arguments(SimpleNamespace(num_experts=None, expert_model_parallel_size=1), Options(), True)

@@ -214,3 +214,12 @@ def test_partitions_are_found_that_were_not_predicted_to_be_best(strategies: tup
         lost.append(trials.longer_than(true[trials.choice]) / true[trials.choice])
     assert sum(regret <= 0.05 for regret in regrets) >= 0.95 * len(regrets)
     assert statistics.mean(lost) < 10 and max(lost) < 0.03 * 1000  # of a thousand steps
+
+
+@pytest.mark.parametrize(("seconds", "stays"), [(0.5, "allgather"), (1.5, "monta:O1")])
+def test_what_nobody_predicts_is_tried_beside_and_may_stay(seconds, stays):
+    true = {"monta:O1": 1.0, ALLTOALL: 2.0, "allgather": seconds}
+    trials = Trials(predictions(monta_O1=1.0, alltoall=2.0), "monta:O1", beside=("allgather",))
+    while trials.current is not None:
+        trials.record(true[trials.current])
+    assert trials.choice == stays and trials.medians() == true

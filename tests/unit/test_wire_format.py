@@ -212,3 +212,19 @@ def test_payloads_of_formats():
     assert WireFormat.MXFP8.payload_bytes(7168, torch.bfloat16) == 7168 + 224
     assert WireFormat.FP8.payload_bytes(130, torch.bfloat16) == 144  # 130 + 2 + 2 * 4, up to 16
     assert WireFormat.MXFP8.payload_bytes(33, torch.bfloat16) == 48
+
+
+def test_refusals():
+    rows, uint8 = torch.zeros(4, 64), torch.zeros(4, 80, dtype=torch.uint8)
+    with pytest.raises(ValueError, match="64 elements in fp8 do not fit target of shape"):
+        kernels.narrow_rows(rows, WireFormat.FP8, uint8[:, :70].contiguous())
+    with pytest.raises(ValueError, match="target is Float, but rows in fp8 are Byte"):
+        kernels.narrow_rows(rows, WireFormat.FP8, torch.zeros(4, 80))
+    with pytest.raises(ValueError, match="target has 3 rows, not 4"):
+        kernels.narrow_rows(rows, WireFormat.FP8, uint8[:3])
+    with pytest.raises(ValueError, match="target of shape .* is not contiguous"):
+        kernels.narrow_rows(rows, WireFormat.FP8, torch.zeros(80, 4, dtype=torch.uint8).T)
+    with pytest.raises(ValueError, match=r"a source is outside \[0, 4\)"):
+        kernels.gather_rows(uint8, WireFormat.FP8, torch.tensor([4]), torch.zeros(1, 64))
+    with pytest.raises(ValueError, match="source is Double"):
+        kernels.narrow_rows(rows.double(), WireFormat.FP8, uint8)

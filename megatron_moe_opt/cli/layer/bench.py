@@ -25,7 +25,7 @@ from megatron_moe_opt.cli.report.page import make_report_folder, write_page
 from megatron_moe_opt.cli.routing.balance import routing_balance
 from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.integration.measuring.layer_settings import STOCK, LayerSettings
-from megatron_moe_opt.integration.measuring.provenance import machine, software
+from megatron_moe_opt.integration.measuring.provenance import machine
 from megatron_moe_opt.integration.measuring.timing import slowest, timed
 from megatron_moe_opt.integration.measuring.workloads import check_routing
 from megatron_moe_opt.option_values import AUTO
@@ -35,6 +35,7 @@ from megatron_moe_opt.runtime.observed.traffic import TrafficCounter, TrafficRow
 from megatron_moe_opt.systems import dispatcher_names
 from megatron_moe_opt.topology.nodes import NodeMap, discover_nodes
 from megatron_moe_opt.variants import FLEX
+from megatron_moe_opt.versions import software
 
 if TYPE_CHECKING:
     from megatron_moe_opt.integration.measuring.under_test import LayerUnderTest

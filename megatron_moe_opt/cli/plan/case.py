@@ -6,10 +6,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from megatron_moe_opt import __version__
 from megatron_moe_opt.cli.plan.settings import PlanSettings, Site, workload_of
 from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.planning.costs.cluster import Cluster
-from megatron_moe_opt.planning.plan_file import Plan
+from megatron_moe_opt.planning.plan_file import Plan, facts_of_plan
 from megatron_moe_opt.planning.planner import best, candidates
 from megatron_moe_opt.planning.predicting.layer_workload import LayerWorkload
 from megatron_moe_opt.planning.predicting.partitioned_rows import activation_bytes
@@ -18,6 +19,8 @@ from megatron_moe_opt.planning.training.memory import RECOMPUTE, layer_activatio
 from megatron_moe_opt.planning.training.model import ModelShape
 from megatron_moe_opt.planning.training.step_costs import StepCosts, communication
 from megatron_moe_opt.planning.training.throughput import Throughput, throughput
+from megatron_moe_opt.row_format import Wire, narrower
+from megatron_moe_opt.variants import split_wire
 
 GIB = 2**30
 FITS = 0.9
@@ -62,6 +65,14 @@ class Case:
     def stock(self) -> Prediction | None:
         """The candidate that stock Megatron is; None where it does not train."""
         return next((one for one in self.candidates if one.variant == ALLTOALL), None)
+
+    @cached_property
+    def narrowed(self) -> dict[Wire, Prediction]:
+        """The fastest candidate with each format in which rows would be narrower on the wire."""
+        wires = narrower(self.workload.element_bytes)
+        found, _ = candidates(self.workload, self.site.cluster, self.settings.activation_budget, wires)
+        fastest = {wire: [one for one in found if split_wire(one.variant)[1] == wire] for wire in wires}
+        return {wire: ones[0] for wire, ones in fastest.items() if ones}
 
     @property
     def families(self) -> list[str]:
@@ -134,9 +145,13 @@ class Case:
 
     def plan(self) -> Plan:
         """Returns the plan that runs the chosen candidate in all MoE layers, the others as runners-up."""
-        layout = self.site.layout
-        layers = range(self.model.dense_layers + 1, self.model.layers + 1)  # Megatron counts from 1
+        layout, model = self.site.layout, self.model
+        layers = range(model.dense_layers + 1, model.layers + 1)  # Megatron counts from 1
+        made_for = facts_of_plan(
+            hidden=model.hidden, ffn=model.ffn, topk=model.topk, dtype=self.settings.dtype, ranks=layout.world,
+            version=__version__,
+        )  # fmt: skip
         return Plan.uniform(
             layers, self.chosen.variant, self.candidates, self.settings.cluster, ep=layout.ep, etp=layout.expert_tp,
-            experts=self.model.experts, gpu_settings=self.site.cluster.gpu_settings,
+            experts=model.experts, gpu_settings=self.site.cluster.gpu_settings, made_for=made_for,
         )  # fmt: skip

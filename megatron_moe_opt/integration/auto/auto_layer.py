@@ -8,9 +8,11 @@
     from then on     the fastest runs, by the slowest rank's times, on all ranks; when steps have come to take another
                      time (planning/choosing/drift.py), trials begin again
 
+Beside them Megatron's own allgather and, where installed, flex are tried, which nobody predicts (stock_variants.py).
+
 All candidates compute the same function, so that training does not notice. Dispatchers are exchanged between optimizer
 steps only: no pass of theirs is under way then, and recomputed passes find what their first run used. None that loses
-information is a candidate.
+information is a candidate, but with --moe-opt-allow-lossy those whose rows are rounded on the wire.
 """
 
 from __future__ import annotations
@@ -27,12 +29,16 @@ import torch
 import torch.distributed as dist
 
 from megatron_moe_opt.dispatchers.pipelining import agreed_cluster
-from megatron_moe_opt.dispatchers.say import say, say_other_settings
+from megatron_moe_opt.dispatchers.say import say
 from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.integration.auto.auto_report import drift_line, plan_lines, settled_lines
+from megatron_moe_opt.integration.auto.given_plan import read_plan
 from megatron_moe_opt.integration.auto.planned_layer import PlannedLayer, Plug
 from megatron_moe_opt.integration.auto.sample_saving import SampleRouting, saving_of
+from megatron_moe_opt.integration.auto.stock_variants import is_stock_variant, release_buffers, stock_variants
 from megatron_moe_opt.integration.checks import check_config
+from megatron_moe_opt.integration.layer.configured_workload import layer_workload
+from megatron_moe_opt.integration.layer.overlapped_batches import before_pass
 from megatron_moe_opt.integration.layer.replicated_tokens import holds_replicated_tokens
 from megatron_moe_opt.integration.optimizer_step import after_optimizer_step
 from megatron_moe_opt.option_values import AUTO
@@ -45,6 +51,7 @@ from megatron_moe_opt.planning.planner import best, candidates
 from megatron_moe_opt.planning.predicting.layer_workload import LayerWorkload
 from megatron_moe_opt.planning.predicting.prediction import ALLTOALL, Prediction, Refusal
 from megatron_moe_opt.planning.predicting.skew import most_uneven_layer
+from megatron_moe_opt.row_format import narrower
 from megatron_moe_opt.runtime.engine.collectives import device_of
 from megatron_moe_opt.runtime.job.agreement import found_by_first
 from megatron_moe_opt.systems import system_of
@@ -86,6 +93,8 @@ class Alike:
     """None: not the same for all of them, or what cannot be left."""
     passes: int
     """Forward passes of all of them on a rank in the first step, on the rank that had most."""
+    beside: tuple[str, ...] = ()
+    """What of Megatron's own is tried without a prediction."""
 
 
 class Controller:
@@ -138,10 +147,11 @@ class Controller:
     def add(self, layer: PlannedLayer) -> None:
         """Takes a layer that has just been built; by a plan.json, it runs as planned from the start."""
         self.layers.append(layer)
-        layer.layer.register_forward_pre_hook(self._begin_step)
+        before_pass(layer.layer, self._begin_step)
         if self.options.plan is None:
             if self.options.profile is not None:
-                agreed_cluster(layer.groups, self.options.profile)  # refuses now what could not be planned with later
+                # refuses now what could not be planned with later
+                agreed_cluster(layer.groups, self.options.profile, layer_workload(layer.layer.config, layer.groups))
             if self._refusal(NETMOE.name) is None:
                 self._routing.append(SampleRouting(layer.layer.router))
             if holds_replicated_tokens(layer.layer.config):
@@ -149,9 +159,6 @@ class Controller:
             return
         if not self._plan_is_agreed:
             self._agree_on_plan(layer.groups.joint)
-        config = layer.layer.config
-        sizes = {"ep": layer.groups.ep_size, "etp": layer.groups.etp_size, "experts": config.num_moe_experts}
-        self.plan.check(self.options.plan, **sizes)
         variants = set(self.plan.layers.values())
         if len(variants) == 1:
             layer.use(*variants)
@@ -166,7 +173,7 @@ class Controller:
                 handle.remove()
                 layer.use(self.plan.variant_of(layer.layer.layer_number, self.options.plan))
 
-            handle = layer.layer.register_forward_pre_hook(use_planned)
+            handle = before_pass(layer.layer, use_planned)
 
     def after_step(self) -> None:
         """To be called when an optimizer step has ended. A collective call over the world until the choice is made, and
@@ -209,14 +216,15 @@ class Controller:
         """Plans, and says what is tried."""
         of_ranks: list[Any] = [None] * dist.get_world_size()
         seen_here = [self._seen(layer) for layer in self.layers if layer.passes]
-        dist.all_gather_object(of_ranks, (seen_here, self._room(), self._saving()))
-        seen, rooms, savings = zip(*of_ranks, strict=True)
+        spare = _free_memory()
+        dist.all_gather_object(of_ranks, (seen_here, self._room(spare), self._saving(), spare))
+        seen, rooms, savings, spares = zip(*of_ranks, strict=True)
         known = [saving for saving in savings if saving is not None]
         self.placement_saving = statistics.mean(known) if known else None
-        room = min((room for room in rooms if room is not None), default=None)
+        room, spare = (min((one for one in ones if one is not None), default=None) for ones in (rooms, spares))
         if self.options.profile is None and self.options.plan is None:
             self._measure([one.workload for of_rank in seen for one in of_rank])
-        self.shapes = found_by_first(lambda: self._make_plan(seen, room), dist.group.WORLD)
+        self.shapes = found_by_first(lambda: self._make_plan(seen, room, spare), dist.group.WORLD)
         if self.shapes[0].planned is None:
             self.settled = True  # a plan that differs from layer to layer, or cannot be left: it runs as it is
             return
@@ -238,7 +246,7 @@ class Controller:
         """Tries what is planned for the layers of a shape, or was chosen before; the others run what they do."""
         self._number, self.trying = number, self.shapes[number]
         self.planned = self.chosen.get(number, self.trying.planned)
-        self.trials = Trials(self.trying.predicted, self.planned, share=len(self.shapes))
+        self.trials = Trials(self.trying.predicted, self.planned, len(self.shapes), self.trying.beside)
 
     def _measure(self, workloads: Sequence[LayerWorkload]) -> None:
         from megatron_moe_opt.integration.auto.own_profile import own_profile  # which imports Megatron
@@ -257,40 +265,44 @@ class Controller:
         groups, tp = self.layers[0].groups, self.layers[0].layer.tp_group
         return saving_of(routing, tp, groups, self.config.virtual_pipeline_model_parallel_size or 1)
 
-    def _room(self) -> int | None:
+    def _room(self, free: int | None) -> int | None:
         """Bytes that each pass of a layer of this rank may hold besides what stock's held in the first step."""
-        free = _free_memory()
         in_flight = self.config.pipeline_model_parallel_size * (self.config.virtual_pipeline_model_parallel_size or 1)
         held = sum(min(layer.passes, in_flight) for layer in self.layers)
-        return None if free is None or held == 0 else int(free * MOST_OF_FREE / held)
+        return None if free is None or held == 0 else free // held
 
-    def _make_plan(self, seen: Sequence[Sequence[Seen]], room: int | None = None) -> tuple[Alike, ...]:
+    def _make_plan(
+        self, seen: Sequence[Sequence[Seen]], room: int | None = None, spare: int | None = None
+    ) -> tuple[Alike, ...]:
         """What is planned for the layers of each shape, those first that take most time. On rank 0.
 
         Args:
             seen: of each rank's layers, in their order.
             room: the least of all ranks' `_room`. A trial that runs out of memory on one rank would end the job.
+            spare: the least of all ranks' _free_memory.
         """
+        workloads = [one.workload for of_rank in seen for one in of_rank]
+        beside, not_beside = stock_variants(self.config, workloads, spare)
         if self.plan is not None:
             variants = set(self.plan.layers.values())
             workers = {one.workload.workers for of_rank in seen for one in of_rank}
             allowed, refused = self._allowed(self.plan.candidates, workers, room)
             switchable = len(variants) == 1 and variants <= {one.variant for one in allowed}
             passes = max(sum(one.passes for one in of_rank) for of_rank in seen)
-            return (Alike(None, allowed, refused, variants.pop() if switchable else None, passes),)
+            planned = variants.pop() if switchable else None
+            return (Alike(None, allowed, (*refused, *not_beside), planned, passes, beside),)
         if not any(seen):
             raise ConfigurationError("--moe-token-dispatcher-type auto: no MoE layer has run in the first step")
         if self.own_profile is not None:
             cluster = self.own_profile.cluster
         else:
             cluster = Cluster.load(self.options.profile)
-            say_other_settings(AUTO, self.options.profile, cluster.gpu_settings)
         by_shape: dict[LayerWorkload, list[list[Seen]]] = {}
         for rank, of_rank in enumerate(seen):
             for one in of_rank:
                 shape = dataclasses.replace(one.workload, tokens=0)
                 by_shape.setdefault(shape, [[] for _ in seen])[rank].append(one)
-        planned: list[tuple[float, Alike]] = []
+        by_time: list[tuple[float, Alike]] = []
         for shape, of_ranks in by_shape.items():
             alike = [one for of_rank in of_ranks for one in of_rank]
             rows = [one.rows for one in alike]
@@ -302,7 +314,8 @@ class Controller:
                 rank_rows=most_uneven_layer([[one.rows for one in of_rank] for of_rank in of_ranks]),
                 placement_saving=self.placement_saving,
             )
-            found, not_here = candidates(workload, cluster, self.options.activation_budget)
+            wires = narrower(workload.element_bytes) if self.options.allow_lossy else ()
+            found, not_here = candidates(workload, cluster, self.options.activation_budget, wires)
             refused = {one.variant: one for one in not_here}
             moving = [one for one in found if (system := system_of(one.variant)) and system.moves_samples]
             if moving:
@@ -312,21 +325,22 @@ class Controller:
             choice = best(allowed)
             passes = max(sum(one.passes for one in of_rank) for of_rank in of_ranks)
             without_timelines = tuple(dataclasses.replace(one, timelines=()) for one in allowed)
-            all_refused = (*refused.values(), *not_allowed)
-            planned.append(
-                (passes * choice.seconds, Alike(shape, without_timelines, all_refused, choice.variant, passes))
-            )
-        return tuple(one for _, one in sorted(planned, key=lambda one: -one[0]))
+            all_refused = (*refused.values(), *not_allowed, *not_beside)
+            of_shape = Alike(shape, without_timelines, all_refused, choice.variant, passes, beside)
+            by_time.append((passes * choice.seconds, of_shape))
+        return tuple(one for _, one in sorted(by_time, key=lambda one: -one[0]))
 
     def _not_moved(self, best_moving: Prediction, others: Sequence[Prediction]) -> Refusal:
         """What samples that move would be worth, and why they do not: it takes attaching to all layers at once."""
         stock = next((one for one in others if one.variant == ALLTOALL), others[0])
         ratios = [one.seconds / stock.seconds for one in (best_moving, others[0])]
+        more_or_less = "more" if self.placement_saving < 0 else "less"
         return Refusal(
             NETMOE.name,
             f"{AUTO} does not move samples; by those of the first step, {best_moving.variant} would send "
-            f"{self.placement_saving:.1%} less between nodes and take {ratios[0]:.2f} of {stock.variant}'s time "
-            f"({others[0].variant} {ratios[1]:.2f}): where that is less, choose {FLAG} {NETMOE.name}",
+            f"{abs(self.placement_saving):.1%} {more_or_less} between nodes and take {ratios[0]:.2f} of "
+            f"{stock.variant}'s time ({others[0].variant} {ratios[1]:.2f}): where that is less, choose {FLAG} "
+            f"{NETMOE.name}",
         )
 
     def _agree_on_plan(self, group: dist.ProcessGroup) -> None:
@@ -335,8 +349,7 @@ class Controller:
 
     def _read_plan(self) -> Plan:
         """Refuses now, as for a dispatcher that the user names, what this configuration cannot run."""
-        plan = Plan.load(self.options.plan)
-        say_other_settings(AUTO, self.options.plan, plan.gpu_settings)
+        plan = read_plan(self.options.plan, self.config)
         for variant in dict.fromkeys(plan.layers.values()):
             reason = self._refusal(variant)
             if reason is not None:
@@ -388,9 +401,12 @@ class Controller:
 
     def _keep(self, variants: Iterable[str]) -> None:
         """Forgets the dispatchers of other variants, and has their process groups destroyed: a collective call."""
-        forgotten = [layer.groups.ep for layer in self._tried_layers if layer.keep(variants)]
-        for group in dict.fromkeys(forgotten):
+        forgotten = {layer: gone for layer in self._tried_layers if (gone := layer.keep(variants))}
+        for group in dict.fromkeys(layer.groups.ep for layer in forgotten):
             release_domain_groups(group)
+        for variant in set().union(*forgotten.values()):
+            if is_stock_variant(variant) and not any(layer.current == variant for layer in self.layers):
+                release_buffers(variant)
 
     def _try(self) -> None:
         self._use(self.trials.current)
@@ -438,12 +454,13 @@ class Controller:
 
 
 def _free_memory() -> int | None:
-    """Bytes of this rank's GPU that were free when most was in use; None without a GPU, where the host's may be
-    swapped.
+    """Bytes of this rank's GPU that may be planned with, of those that were free when most was in use; None without a
+    GPU, where the host's may be swapped.
     """
     if not torch.cuda.is_available():
         return None
-    return torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved() - torch.cuda.max_memory_allocated()
+    free = torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved() - torch.cuda.max_memory_allocated()
+    return int(free * MOST_OF_FREE)
 
 
 def _needs(above: int, room: int | None) -> str | None:

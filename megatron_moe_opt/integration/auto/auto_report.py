@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from megatron_moe_opt.planning.choosing.trials import shortlist
 from megatron_moe_opt.planning.predicting.prediction import ALLTOALL
+from megatron_moe_opt.systems.system import FLAG
+from megatron_moe_opt.variants import FLEX, split_variant
 
 if TYPE_CHECKING:
     from megatron_moe_opt.integration.auto.auto_layer import Alike, Controller
@@ -31,8 +34,9 @@ def _lines_of(of_shape: Alike, begin: str) -> list[str]:
     stock = predicted.get(ALLTOALL)
     tried = shortlist(of_shape.predicted, of_shape.planned)
     lines = [
-        f"{begin} {of_shape.planned}; {len(tried)} variants are tried now"
+        f"{begin} {of_shape.planned}; {len(tried) + len(of_shape.beside)} variants are tried now"
         + (", stock among them" if ALLTOALL in tried else "")
+        + (f", {' and '.join(of_shape.beside)} without a prediction" if of_shape.beside else "")
         + ", and what is near the fastest of them joins",
         f"{'':24}{'ms a layer':>12}{'of stock':>10}{'exposed':>9}{'MB between nodes':>18}{'in a node':>11}{'held':>9}",
     ]
@@ -58,14 +62,30 @@ def settled_lines(controller: Controller, chosen: str) -> list[str]:
         return [*lines, f"{chosen} stays"]
     if chosen == ALLTOALL:
         return [*lines, f"{chosen} stays: nothing is faster"]
-    saved = (predicted[ALLTOALL] - predicted[chosen]) * controller.trying.passes
     lines.append(
         f"{chosen} stays"
         + (", as planned" if chosen == controller.planned else f"; {controller.planned} was planned")
         + f": {measured[chosen] / measured[ALLTOALL]:.3f} of stock's step; it saves "
-        f"{(measured[ALLTOALL] - measured[chosen]) * 1e3:.1f} ms of it, {saved * 1e3:.1f} ms were predicted"
+        f"{(measured[ALLTOALL] - measured[chosen]) * 1e3:.1f} ms of it"
+        + _predicted_saving(predicted, chosen, controller.trying.passes)
     )
-    return lines
+    return [*lines, f"to run it without trials: {' '.join(_flags(chosen))}"]
+
+
+def _predicted_saving(predicted: Mapping[str, float], chosen: str, passes: int) -> str:
+    if chosen not in predicted:
+        return ", which nobody predicts"
+    saved = (predicted[ALLTOALL] - predicted[chosen]) * passes * 1e3
+    if saved < 0:
+        return f", where it was predicted to take {-saved:.1f} ms more"
+    return f", {saved:.1f} ms were predicted"
+
+
+def _flags(variant: str) -> list[str]:
+    """What names a variant on the command line."""
+    name, _, setting = variant.partition(":")
+    backend = ["--moe-flex-dispatcher-backend", setting] if name == FLEX else []
+    return [FLAG, name, *backend, *split_variant(variant, None)[1].words()]
 
 
 def drift_line(controller: Controller, seconds: float, usual: float) -> str:

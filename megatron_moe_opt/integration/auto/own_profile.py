@@ -22,16 +22,18 @@ from megatron.core import parallel_state
 from megatron_moe_opt.dispatchers.say import say
 from megatron_moe_opt.errors import ConfigurationError, reason
 from megatron_moe_opt.integration.measuring.measure import Sizes, measure
-from megatron_moe_opt.integration.measuring.provenance import machine, software
+from megatron_moe_opt.integration.measuring.provenance import machine
 from megatron_moe_opt.integration.training_arguments import training_arguments
 from megatron_moe_opt.option_values import AUTO
-from megatron_moe_opt.planning.costs.cluster import Cluster
+from megatron_moe_opt.planning.costs.cluster import EXPERT, ROW, TYPE, Cluster
+from megatron_moe_opt.planning.costs.differences import differences
 from megatron_moe_opt.planning.costs.gpu_settings import gpu_settings
 from megatron_moe_opt.planning.predicting.layer_workload import LayerWorkload
 from megatron_moe_opt.runtime.engine.collectives import device_of
 from megatron_moe_opt.runtime.job import failure_board
 from megatron_moe_opt.runtime.job.agreement import found_by_first
 from megatron_moe_opt.topology.nodes import node_name, number_nodes
+from megatron_moe_opt.versions import software
 
 FILE_NAME = "moe-opt-cluster.json"
 MOST_NAMED = 4
@@ -115,9 +117,9 @@ def facts_of_run(sizes: Sizes, layer: LayerWorkload, device: torch.device) -> di
         "--pipeline-model-parallel-size": parallel_state.get_pipeline_model_parallel_world_size(),
         "--expert-model-parallel-size": layer.ep,
         "--expert-tensor-parallel-size": layer.etp,
-        "hidden size of a row": sizes.hidden,
-        "hidden size of an expert": sizes.ffn_hidden,
-        "type of the rows": sizes.dtype,
+        ROW: sizes.hidden,
+        EXPERT: sizes.ffn_hidden,
+        TYPE: sizes.dtype,
         "--moe-router-topk": layer.topk,
         "--num-experts": layer.experts,
         "levels of the network": ",".join(map(str, sizes.workers)) or "none",
@@ -142,12 +144,8 @@ def _read(file: Path | None, facts: Facts) -> Cluster | str | None:
         cluster = Cluster.load(file)
     except ConfigurationError as error:
         return f"{file} cannot be used ({error}), and is written anew"
-    there = cluster.measured_for
-    names = [name for name in {**facts, **there} if facts.get(name) != there.get(name)]
-    if not names:
-        return cluster
-    listed = ", ".join(f"{name} {facts.get(name, 'not set')} (there {there.get(name, 'not set')})" for name in names)
-    return f"{file} was measured for another run: {listed}"
+    listed = differences(facts, cluster.measured_for)
+    return cluster if listed is None else f"{file} was measured for another run: {listed}"
 
 
 def _write(file: Path | None, cluster: Cluster) -> None:

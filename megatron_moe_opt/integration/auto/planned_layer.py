@@ -8,8 +8,10 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from megatron_moe_opt.errors import ConfigurationError
+from megatron_moe_opt.integration.auto.stock_variants import is_stock_variant, stock_dispatcher
 from megatron_moe_opt.integration.layer.configured_workload import layer_workload
 from megatron_moe_opt.integration.layer.layer_seam import LayerSeam, LayerSlot
+from megatron_moe_opt.integration.layer.overlapped_batches import before_pass
 from megatron_moe_opt.options import Options
 from megatron_moe_opt.planning.predicting.layer_workload import LayerWorkload
 from megatron_moe_opt.planning.predicting.prediction import ALLTOALL
@@ -34,7 +36,7 @@ class PlannedLayer:
         self._stock = copy.copy(layer.token_dispatcher)
         """As it was built: it holds nothing of a pass."""
         self._built: dict[str, tuple[Any, Any]] = {ALLTOALL: (layer.token_dispatcher, None)}
-        layer.register_forward_pre_hook(self._see_tokens)
+        before_pass(layer, self._see_tokens)
         layer.experts.register_forward_pre_hook(self._see_rows)
 
     def use(self, variant: str) -> None:
@@ -45,6 +47,11 @@ class PlannedLayer:
             self._restore(ALLTOALL)
             if variant == ALLTOALL:
                 return
+            if is_stock_variant(variant):
+                self.layer.token_dispatcher = stock_dispatcher(layer, variant)
+                self._built[variant] = layer.token_dispatcher, None
+                self._restore(variant)
+                return
             name, options = split_variant(variant, None)
             ours = self.options
             common = {"network_levels": ours.network_levels, "prefetch_layers": ours.prefetch_layers}
@@ -54,17 +61,17 @@ class PlannedLayer:
             self._built[variant] = layer.token_dispatcher, LayerSeam(layer).get(LayerSlot.EXPERTS)
         self._restore(variant)
 
-    def keep(self, variants: Iterable[str]) -> bool:
+    def keep(self, variants: Iterable[str]) -> set[str]:
         """Forgets the dispatchers of other variants, and what they hold; the one in use stays.
 
         Returns:
-            Whether there were any.
+            What is forgotten.
         """
-        kept = {self.current, *variants}
-        gone = [self._built.pop(variant) for variant in set(self._built) - kept]
-        for dispatcher, _ in gone:
+        gone = set(self._built) - {self.current, *variants}
+        for variant in gone:
+            dispatcher, _ = self._built.pop(variant)
             leave_domain_groups(getattr(dispatcher, "dispatcher", dispatcher))  # stock's has none of ours
-        return bool(gone)
+        return gone
 
     def workload(self) -> LayerWorkload:
         """Of one micro-batch, routed evenly."""

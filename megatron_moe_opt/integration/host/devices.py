@@ -157,6 +157,18 @@ def _unchanged(original: Any) -> Callable[..., Any]:
     return lambda self, *args, **kwargs: self
 
 
+def _what_can_be_freed(resize: Callable[..., Any]) -> Callable[..., Any]:
+    """Megatron frees a tensor that others still hold by a storage of no bytes (`resize_(0)`, in its 1F1B overlap).
+
+    Memory of our pool on the host is not PyTorch's: it returns to the pool when the last tensor that holds it dies.
+    """
+
+    def resize_(self: torch.UntypedStorage, size: int) -> Any:
+        return resize(self, size) if size or self.resizable() else self
+
+    return resize_
+
+
 def use_host_devices() -> None:
     """Make torch.cuda's names answer for the host."""
     cuda = torch.cuda
@@ -190,3 +202,4 @@ def use_host_devices() -> None:
     replace(torch.Tensor, "pin_memory", _unchanged)
     replace(torch.Tensor, "record_stream", _same(None))
     replace(torch.Tensor, "type", _cuda_type_names)
+    replace(torch.UntypedStorage, "resize_", _what_can_be_freed)

@@ -37,3 +37,8 @@ def use_absent_libraries() -> None:
     if not hasattr(moe_utils, "te_general_gemm"):
         # 0.16 asks `te_general_gemm is not None` in the router but defines it only where the import succeeds.
         moe_utils.te_general_gemm = None
+    # --delay-wgrad-compute calls `backward_dw` of all linear layers. Those without Transformer Engine have their weight
+    # gradients by then; Megatron says so for the one that is cut by columns, and forgets the one that is cut by rows.
+    row_parallel = importlib.import_module("megatron.core.tensor_parallel.layers").RowParallelLinear
+    if not hasattr(row_parallel, "backward_dw"):
+        row_parallel.backward_dw = lambda self: None

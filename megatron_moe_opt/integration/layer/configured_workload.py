@@ -7,11 +7,17 @@ from typing import Any
 from megatron_moe_opt.integration.layer.replicated_tokens import holds_replicated_tokens
 from megatron_moe_opt.kernels import LANE_BYTES
 from megatron_moe_opt.planning.predicting.layer_workload import LayerWorkload, resident_part
+from megatron_moe_opt.row_format import SAME, Wire
 from megatron_moe_opt.topology.expert_groups import ExpertGroups
 
 
 def layer_workload(
-    config: Any, groups: ExpertGroups, workers: tuple[int, ...] = (), resident: int | None = None, tokens: int = 0
+    config: Any,
+    groups: ExpertGroups,
+    workers: tuple[int, ...] = (),
+    resident: int | None = None,
+    tokens: int = 0,
+    wire: Wire = SAME,
 ) -> LayerWorkload:
     """Of one micro-batch, routed evenly.
 
@@ -20,6 +26,7 @@ def layer_workload(
         workers: of each network level of the expert-parallel group; empty: not known.
         resident: layers whose gathered experts stay in memory; None: all.
         tokens: that a rank enters the layer with.
+        wire: how rows travel.
     """
     return LayerWorkload(
         tokens=tokens,
@@ -36,11 +43,14 @@ def layer_workload(
         capacity_factor=config.moe_expert_capacity_factor,
         workers=workers,
         fused=config.bias_activation_fusion,
-        resident_part=resident_part(_moe_layers(config) / config.pipeline_model_parallel_size, resident),
+        wire=wire,
+        resident_part=resident_part(len(moe_layers(config)) / config.pipeline_model_parallel_size, resident),
     )
 
 
-def _moe_layers(config: Any) -> int:
-    """Of the whole model."""
+def moe_layers(config: Any) -> list[int]:
+    """The numbers of the MoE layers of the whole model, without those of multi-token prediction."""
     pattern = config.moe_layer_freq  # every so many layers one; or 0 and 1 for each layer
-    return -(-config.num_layers // pattern) if isinstance(pattern, int) else sum(pattern)
+    if isinstance(pattern, int):
+        pattern = [number % pattern == 0 for number in range(config.num_layers)]
+    return [number for number, has_experts in enumerate(pattern, start=1) if has_experts]

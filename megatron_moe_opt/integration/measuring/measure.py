@@ -19,7 +19,7 @@ from megatron_moe_opt.integration.measuring.loads import Rows
 from megatron_moe_opt.integration.measuring.local import compute_sharing, local_work, one_expert
 from megatron_moe_opt.integration.measuring.meter import LEAST_OPS, Busy, Load, Meter
 from megatron_moe_opt.integration.measuring.partitions import partition_overhead
-from megatron_moe_opt.integration.measuring.provenance import machine, software
+from megatron_moe_opt.integration.measuring.provenance import machine
 from megatron_moe_opt.integration.measuring.undisturbed import undisturbed
 from megatron_moe_opt.planning.costs.cluster import Cluster, ExpertGemm, Points, World
 from megatron_moe_opt.planning.costs.curves import CostCurve, Costs
@@ -33,6 +33,7 @@ from megatron_moe_opt.schedules.schedule import Kind, Lane
 from megatron_moe_opt.topology.expert_groups import ExpertGroups
 from megatron_moe_opt.topology.nodes import NodeMap, discover_nodes
 from megatron_moe_opt.topology.process_groups import refine, temporary_groups
+from megatron_moe_opt.versions import software
 
 KIB, MIB = 2**10, 2**20
 SIZES = (16 * KIB, *(64 * KIB * 2**power for power in range(11)))  # up to 64 MiB

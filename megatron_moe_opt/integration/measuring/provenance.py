@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import os
-import platform
 import socket
 from typing import Any
 
 import torch
 import torch.distributed as dist
-
-import megatron_moe_opt
-from megatron_moe_opt.versions import megatron_version
 
 
 def machine(device: torch.device) -> dict[str, Any]:
@@ -27,13 +23,3 @@ def machine(device: torch.device) -> dict[str, Any]:
         "backend": dist.get_backend(),
     }
     return facts | {name: os.environ[name] for name in sorted(os.environ) if name.startswith("NETBOX_")}
-
-
-def software() -> dict[str, Any]:
-    """Returns the versions that a report says it was made with."""
-    return {
-        "megatron-moe-opt": megatron_moe_opt.__version__,
-        "megatron-core": megatron_version() or "none",
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-    }

@@ -92,15 +92,18 @@ def _form(variant: str) -> tuple[str, tuple[int, ...]]:
 class Trials:
     """Says what runs in the next step, and in the end what stays. The same on every rank that is told the same."""
 
-    def __init__(self, predictions: Sequence[Prediction], planned: str, share: int = 1) -> None:
+    def __init__(
+        self, predictions: Sequence[Prediction], planned: str, share: int = 1, beside: Sequence[str] = ()
+    ) -> None:
         """Begins with the shortlist.
 
         Args:
             predictions: of all that may be tried, the fastest first, the planned variant among them.
             share: how many trials share the MOST_STEPS.
+            beside: what nobody predicts, and is tried nevertheless.
         """
         self._most_steps = MOST_STEPS // share
-        self.variants = shortlist(predictions, planned)
+        self.variants = (*shortlist(predictions, planned), *beside)
         """Those that run: at first the shortlist, then contenders and what has joined them."""
         self.times: dict[str, list[float]] = {}
         """Seconds of the steps that count, of each variant that was tried."""
@@ -169,7 +172,7 @@ class Trials:
 
     def _joining(self, leader: str) -> tuple[str, ...]:
         """What Algorithm 1 tries next along each of the leader's numbers, those that are predicted fastest first."""
-        near = self._predicted[leader] * NEAR
+        near = self._predicted.get(leader, 0) * NEAR  # nothing is along numbers of what nobody predicts
         worth = [one for one, seconds in self._predicted.items() if one in self.times or seconds <= near]
         new = (next_along(line, leader, self.times) for line in lines(leader, worth))
         return tuple(sorted((one for one in new if one is not None), key=self._predicted.__getitem__))

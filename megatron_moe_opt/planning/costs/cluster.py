@@ -26,6 +26,9 @@ Points = tuple[tuple[int, float], ...]
 """(bytes or rows, seconds), by ascending size."""
 Facts = Mapping[str, str | int]
 
+RANKS, ROW, EXPERT, TYPE = "ranks", "hidden size of a row", "hidden size of an expert", "type of the rows"
+VERSIONS = ("megatron-moe-opt", "megatron-core", "torch")
+"""What times hold for, in words."""
 STOCK, OURS = "stock", "ours"
 """Whose permutation and sorting `Cluster.local_work` is: Megatron's, or this package's."""
 
@@ -152,6 +155,15 @@ class Cluster:
             "stock_curves": _as_list(self.stock_curves),
         }
         write_text_whole(file, _one_line_a_point(json.dumps(content, indent=2)) + "\n")
+
+    def measured_with(self) -> Facts:
+        """What its times hold for, as far as it is known: the ranks, the rows, the experts and the versions."""
+        known: dict[str, str | int] = {RANKS: len(self.world.nodes)}
+        if self.expert_gemm is not None:
+            gemm = self.expert_gemm
+            of_expert = gemm.ffn_hidden * self.world.expert_tp
+            known |= {ROW: gemm.hidden, EXPERT: of_expert, TYPE: gemm.dtype}
+        return known | {name: version for name, version in self.software.items() if name in VERSIONS}
 
     def costs(self) -> Costs:
         """What ops cost, for the simulator and the choice of level and chunks."""

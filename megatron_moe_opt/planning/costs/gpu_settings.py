@@ -9,6 +9,8 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 
+from megatron_moe_opt.planning.costs.differences import differences
+
 CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
 _OF_NO_EFFECT = ("NCCL_DEBUG",)
 """What these begin with says what NCCL writes, not what it does."""
@@ -25,7 +27,7 @@ def gpu_settings(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
     }
 
 
-def differences(
+def other_settings(
     file: object, measured: Mapping[str, object] | None, environment: Mapping[str, str] = os.environ
 ) -> str | None:
     """One sentence where this process has other settings than `file` was measured with; None where it has the same.
@@ -35,16 +37,10 @@ def differences(
     """
     if measured is None:
         return None
-    here = gpu_settings(environment)
-    names = sorted(name for name in {*measured, *here} if measured.get(name) != here.get(name))
-    if not names:
+    listed = differences(gpu_settings(environment), measured)
+    if listed is None:
         return None
-    listed = ", ".join(f"{name} {_value(here, name)} (there {_value(measured, name)})" for name in names)
     return f"{file} was measured with other settings, and its times may not hold: {listed}; set these, or measure again"
-
-
-def _value(settings: Mapping[str, object], name: str) -> str:
-    return str(settings[name]) if name in settings else "not set"
 
 
 def demands_one_queue(tp: int, cp: int, capability: int) -> bool:

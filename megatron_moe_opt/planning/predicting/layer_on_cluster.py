@@ -27,6 +27,7 @@ PIPELINE = "pipeline with experts"
 DISPATCH = "dispatch and combine"
 """The term of all other schedules."""
 PROB_BYTES = 4
+_CONVERT = (Kind.COPY, Kind.PERMUTE, Kind.SUM)
 _WITH_PROBS = (0, 3)  # of `training_passes`: dispatch, and the gradients on the way back through it
 
 
@@ -59,12 +60,13 @@ class LayerOnCluster:
         forward, backward = (costs.curve(op).seconds(op.size) for op in ops)
         return forward, backward
 
-    def expert_ops(self) -> list[tuple[Op, float]]:
-        """Returns the experts' ops on this rank's rows, forward and backward, with the seconds of each."""
+    def expert_timelines(self) -> list[Timeline]:
+        """Returns the experts on this rank's rows, forward and backward; nothing where they were not measured."""
         if self.cluster.expert_gemm is None:
             return []
         ops = (Op(kind, Lane.COMPUTE) for kind in (Kind.COMPUTE, Kind.GRADIENT))
-        return list(zip(ops, self.seconds_of_experts(self.computed), strict=True))
+        with_seconds = zip(ops, self.seconds_of_experts(self.computed), strict=True)
+        return [Timeline.in_turn("experts", [one]) for one in with_seconds]
 
     def local_timeline(self, whose: str, rows: int | None = None) -> Timeline:
         """Returns what a rank does with its rows by itself, as one op; empty where that was not measured.
@@ -85,7 +87,7 @@ class LayerOnCluster:
     def passes(self) -> tuple[Pass, ...]:
         """Of our dispatchers, whose rows carry their probabilities."""
         one = self.workload
-        return training_passes(self.exchanged, one.row_bytes, one.packed_row_bytes)
+        return training_passes(self.exchanged, one.outbound_bytes, one.packed_row_bytes, one.homebound_bytes)
 
     @cached_property
     def edge(self) -> list[Op]:
@@ -107,11 +109,21 @@ class LayerOnCluster:
 
         Schedules without experts have them added. `local_rows` as in `local_timeline`.
         """
-        costs = costs or self.costs
+        costs = self._converting(costs or self.costs)
         timelines = [simulate(schedule, costs, self.cluster.slowdown) for schedule in schedules]
         if alone:
             timelines.append(Timeline.in_turn("one after another", ((op, costs(op)) for op in alone)))
         return self.played(variant, timelines, whose, parts, local_rows)
+
+    def _converting(self, costs: Callable[[Op], float]) -> Callable[[Op], float]:
+        """Rows that travel narrower are converted where they are copied and summed: taken to cost what it costs to copy
+        them as experts have them.
+        """
+        one = self.workload
+        wider = 2 * one.row_bytes / (one.outbound_bytes + one.homebound_bytes)
+        if wider == 1:
+            return costs
+        return lambda op: costs(replace(op, size=round(op.size * wider)) if op.kind in _CONVERT else op)
 
     def played(
         self,
@@ -121,37 +133,43 @@ class LayerOnCluster:
         parts: int = 1,
         local_rows: int | None = None,
     ) -> Prediction:
-        """Returns a candidate that takes these timelines, rows on the rank, and experts where they lack them."""
+        """Returns a candidate that takes these timelines, rows on the rank, and experts where they lack them: then the
+        first four are those of PASSES.
+        """
         ops = [op for timeline in timelines for op in timeline.schedule.ops]
         with_experts = any(op.kind is Kind.COMPUTE for op in ops)
-        experts = Timeline.in_turn("experts", [] if with_experts else self.expert_ops())
+        experts = [] if with_experts else self.expert_timelines()
         local = self.local_timeline(whose, local_rows)
+        in_order = list(timelines)
+        for place, of_pass in zip((1, 4), experts, strict=False):  # behind each dispatch, forward and backward
+            in_order.insert(place, of_pass)
         terms = {
             PIPELINE if with_experts else DISPATCH: sum(one.seconds for one in timelines),
-            "experts": experts.seconds,
+            "experts": sum(one.seconds for one in experts),
             "rows on the rank": local.seconds,
         }
         sent = [self.links.sent(op) for op in ops if op.kind in COLLECTIVES]
+        in_order = [one for one in (*in_order, local) if one.seconds]
         return Prediction(
             variant,
-            sum(terms.values()),
+            sum(one.seconds for one in in_order),
             exposed=sum(timeline.exposed for timeline in timelines),
             inter_bytes=sum(inter for inter, _ in sent),
             intra_bytes=sum(intra for _, intra in sent),
             activation_bytes=self.activation_bytes,
             terms={name: value for name, value in terms.items() if value},
             parts=parts,
-            timelines=tuple(one for one in (*timelines, experts, local) if one.seconds),
+            timelines=tuple(in_order),
         )
 
-    def stock_ops(self, rows: int) -> list[Op]:
-        """Stock's, one after another: O1's, and the probabilities in messages of their own."""
-        one = self.workload
-        ops = []
+    def stock_timelines(self, rows: int, costs: Callable[[Op], float]) -> list[Timeline]:
+        """Returns stock's passes, op by op: O1's, and the probabilities in messages of their own."""
+        one, timelines = self.workload, []
         for number, exchanged in enumerate(training_passes(rows, one.row_bytes, one.row_bytes)):
             schedule = exchanged.schedule("O1", even_chunks(exchanged.exchanged, one.etp, 1), one.ep, one.etp)
-            ops += schedule.ops
+            ops = list(schedule.ops)
             if number in _WITH_PROBS:
                 collectives = [op for op in schedule.ops if op.kind in COLLECTIVES]
                 ops += [replace(op, size=op.size * PROB_BYTES // one.row_bytes) for op in collectives]
-        return ops
+            timelines.append(Timeline.in_turn(f"stock {exchanged.direction}", ((op, costs(op)) for op in ops)))
+        return timelines

@@ -30,6 +30,16 @@ KNOWN_MODELS: Mapping[str, ModelShape] = {
         layers=48, hidden=2048, heads=32, head_size=128, kv_heads=4, vocabulary=151936, experts=128, topk=8, ffn=768,
         qk_norm=True,
     ),
+    # Parm, section VI-D: BERT-Base (Devlin et al. 2019, arXiv 1810.04805) and GPT-2 small (Radford et al. 2019) with 8
+    # experts, as on its testbed B; a token goes to one of them, which the paper does not say. Words padded for TP 4.
+    "parm-bert-base": ModelShape(
+        layers=12, hidden=768, heads=12, vocabulary=30720, experts=8, topk=1, ffn=3072, gated=False, norm_parameters=2,
+        tied=True,
+    ),
+    "parm-gpt2": ModelShape(
+        layers=12, hidden=768, heads=12, vocabulary=50688, experts=8, topk=1, ffn=3072, gated=False, norm_parameters=2,
+        tied=True,
+    ),
 }  # fmt: skip
 
 MONTA_CHOICES: Mapping[int, str] = {

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.distributed import ProcessGroup
 
-from megatron_moe_opt.kernels import ChunkList, WireFormat, empty, wire_format
+from megatron_moe_opt.kernels import ChunkList, WireFormat, empty
 from megatron_moe_opt.kernels.extension import load_extension
 from megatron_moe_opt.runtime.observed.traffic import count_sent
 
@@ -119,13 +119,8 @@ def reduce_scatter(rows: torch.Tensor, summed: torch.Tensor, group: ProcessGroup
 
 def sum_parts(parts: Sequence[torch.Tensor], summed: torch.Tensor, columns: Columns) -> Steps:
     """summed = parts[0] + parts[1] + ..., one after the other, all [R, W]; `columns` as in `sum_scattered`."""
-    step = Steps()
-    for first_byte, width, kind in columns:
-        if isinstance(kind, WireFormat):
-            step += call(lambda width=width, kind=kind: wire_format.sum_parts(parts, summed, width, kind))
-        else:
-            step += Steps((_C.sum_parts(list(parts), summed, first_byte, width, kind),))
-    return step
+    words = ((first, width, kind.value if isinstance(kind, WireFormat) else kind) for first, width, kind in columns)
+    return Steps(tuple(_C.sum_parts(list(parts), summed, *column) for column in words))
 
 
 def copy_rows(source: torch.Tensor, target: torch.Tensor, chunks: ChunkList) -> Steps:
@@ -149,7 +144,7 @@ def convert_rows(
     chunks: ChunkList,
 ) -> Steps:
     """As `copy_rows`, to the format of the target's rows: see `kernels.convert_chunks`."""
-    return call(lambda: wire_format.convert_chunks(source, source_wire, target, target_wire, hidden, chunks))
+    return Steps((_C.convert_chunks(source, source_wire.value, target, target_wire.value, hidden, chunks.tensors),))
 
 
 def call(function: Callable[[], object]) -> Steps:

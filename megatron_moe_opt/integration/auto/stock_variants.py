@@ -1,0 +1,120 @@
+"""Megatron's other dispatchers, `allgather` and `flex`, which `auto` tries beside `alltoall` without a model."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import types
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+from megatron_moe_opt.integration.layer.overlapped_batches import overlaps_batches
+from megatron_moe_opt.integration.layer.replicated_tokens import holds_replicated_tokens
+from megatron_moe_opt.planning.predicting.layer_workload import LayerWorkload
+from megatron_moe_opt.planning.predicting.prediction import Refusal
+from megatron_moe_opt.variants import FLEX
+
+ALLGATHER = "allgather"
+_GATHERED = 2
+"""Of what all ranks' tokens take, how often a pass of `allgather` holds it: as they arrive, and as they are summed."""
+
+
+def is_stock_variant(variant: str) -> bool:
+    """Whether it is one of those that are tried without a prediction."""
+    return variant.partition(":")[0] in (ALLGATHER, FLEX)
+
+
+def stock_variants(
+    config: Any, layers: Sequence[LayerWorkload], spare: int | None
+) -> tuple[tuple[str, ...], tuple[Refusal, ...]]:
+    """What this configuration can run of them on this machine; what it cannot, of what is installed.
+
+    Args:
+        layers: that they would run in.
+        spare: bytes of the fullest GPU that a pass may take besides what stock's did; None: not known.
+    """
+    from megatron_moe_opt.integration.flex_backends import flex_backends, missing_for_flex
+
+    variants = [ALLGATHER, *(f"{FLEX}:{one}" for one in flex_backends() if missing_for_flex(one) is None)]
+    reasons = [(variant, _refusal(config, variant) or _too_large(variant, layers, spare)) for variant in variants]
+    refused = tuple(Refusal(variant, reason) for variant, reason in reasons if reason is not None)
+    return tuple(variant for variant, reason in reasons if reason is None), refused
+
+
+def stock_dispatcher(layer: Any, variant: str) -> Any:
+    """The dispatcher that MoELayer would have built under this name.
+
+    Args:
+        layer: a MoELayer, with stock's `alltoall` dispatcher or any of ours.
+    """
+    from megatron.core.transformer.moe import token_dispatcher as stock
+
+    built = layer.token_dispatcher
+    named = {ALLGATHER: stock.MoEAllGatherTokenDispatcher, FLEX: stock.MoEFlexTokenDispatcher}
+    groups = types.SimpleNamespace(ep=built.ep_group, expt_tp=built.tp_group, tp_ep=built.tp_ep_group)
+    dispatcher = named[variant.partition(":")[0]](
+        layer.num_local_experts,
+        layer.local_expert_indices,
+        config=_named(layer.config, variant),
+        pg_collection=groups,
+    )
+    if layer.shared_experts is not None and layer.shared_expert_overlap:
+        dispatcher.set_shared_experts(layer.shared_experts)
+    return dispatcher
+
+
+def release_buffers(variant: str) -> None:
+    """Frees what Megatron keeps of a variant for the process, however many layers have it: no layer runs it now."""
+    if variant == ALLGATHER:
+        from megatron.core import parallel_state
+
+        parallel_state.get_global_memory_buffer().buffer.clear()  # whoever else uses one gets it anew
+        return
+    fused = importlib.import_module("megatron.core.transformer.moe.fused_a2a")
+    for name in vars(fused):
+        if name.startswith("_") and name.endswith("buffer"):
+            setattr(fused, name, None)
+
+
+def _named(config: Any, variant: str) -> Any:
+    """A copy of the configuration, as if the user had named the variant."""
+    name, _, backend = variant.partition(":")
+    named = copy.copy(config)
+    named.moe_token_dispatcher_type = name
+    if backend:
+        named.moe_flex_dispatcher_backend = backend
+    return named
+
+
+def _refusal(config: Any, variant: str) -> str | None:
+    """Why this configuration cannot run a variant, or not as the same function; None: it can."""
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    if (config.expert_model_parallel_size or 1) * (config.expert_tensor_parallel_size or 1) == 1:
+        return "no rows travel"
+    if holds_replicated_tokens(config):
+        return "stock Megatron does not train MoE layers under TP without --sequence-parallel: add it"
+    for wrong, flag in (
+        (config.moe_pad_expert_input_to_capacity, "--moe-pad-expert-input-to-capacity"),
+        (overlaps_batches(config), "--overlap-moe-expert-parallel-comm"),
+        (config.cuda_graph_impl != "none", f"--cuda-graph-impl {config.cuda_graph_impl}"),
+        (config.fp8 or config.fp4, "--fp8-format" if config.fp8 else "--fp4-format"),
+    ):
+        if wrong:
+            return f"not tried under {flag}, where Megatron treats dispatchers differently"
+    checks = TransformerConfig.__post_init__.__wrapped__  # Megatron's own
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            checks(_named(config, variant))
+    except Exception as error:  # whatever it is that Megatron refuses a configuration with
+        return f"Megatron refuses it here: {' '.join(str(error).split())}"
+    return None
+
+
+def _too_large(variant: str, layers: Sequence[LayerWorkload], spare: int | None) -> str | None:
+    if variant != ALLGATHER or spare is None:
+        return None
+    most = max(_GATHERED * one.tokens * one.ep * one.etp * one.row_bytes for one in layers)
+    return None if most <= spare else f"gathers {most} bytes of tokens on each rank, and {spare} are free"

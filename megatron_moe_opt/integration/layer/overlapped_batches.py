@@ -1,0 +1,109 @@
+"""Layers whose stages Megatron calls itself (--overlap-moe-expert-parallel-comm).
+
+Its schedule plan runs the dispatch and combine of one micro-batch beside the computation of another: each stage is a
+node with an autograd graph of its own, those that communicate on a stream of their own. MoELayer.forward is not called.
+So what belongs to a pass of a layer begins with its router; every tensor that goes from one stage to the next must get
+a gradient; a node frees its input where it believes that backward does not need it; and what a stage has noted for the
+next ones is used on another stream than the one it was made on.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Callable, Container, Iterator
+from dataclasses import is_dataclass
+from typing import Any
+
+import torch
+
+from megatron_moe_opt.integration.layer.layer_passes import number_of
+from megatron_moe_opt.integration.seams import seam_moved
+from megatron_moe_opt.kernels.streams import has_streams, used_here
+from megatron_moe_opt.runtime.observed.layer_place import Place, enter
+
+_PLANS = ("megatron.core.models.common.utils", "megatron.core.models.gpt.fine_grained_callables")
+"""Where Megatron says what a node frees: the first from 0.19 on."""
+
+
+def overlaps_batches(config: Any) -> bool:
+    """Whether Megatron calls the stages of this configuration's layers in training."""
+    return bool(getattr(config, "overlap_moe_expert_parallel_comm", False))
+
+
+def before_pass(layer: Any, hook: Callable[..., None]) -> Any:
+    """Has `hook(module, inputs)` called before each forward pass of a layer. The first of the inputs are its tokens.
+
+    Returns:
+        A handle that removes it.
+    """
+    return (layer.router if overlaps_batches(layer.config) else layer).register_forward_pre_hook(hook)
+
+
+def name_batches(layer: Any, dispatcher: str) -> None:
+    """Has messages of failures say which layer's pass came last."""
+
+    def note(*_: Any) -> None:
+        enter(Place(number_of(layer), dispatcher, "forward", is_inside=False))
+
+    layer.router.register_forward_pre_hook(note)
+
+
+def keep_expert_inputs(names: Container[str]) -> None:
+    """Has schedule plans keep the inputs of experts, which backward needs, under the dispatchers of these names.
+
+    Stock's `alltoall` copies what arrives to sort it, and Megatron frees what had arrived; ours has sorted it already.
+
+    Raises:
+        ConfigurationError: a Megatron that decides elsewhere what is freed.
+    """
+    for module_name in _PLANS:
+        try:
+            module = importlib.import_module(module_name)
+        except ImportError:
+            continue
+        stock = vars(module).get("should_free_input")
+        if stock is not None:
+            break
+    else:
+        raise seam_moved(f"none of {', '.join(_PLANS)} has should_free_input")
+    if hasattr(stock, "_moe_opt"):
+        return
+
+    @functools.wraps(stock)
+    def should_free_input(name: str, is_moe: bool, config: Any, *args: Any, **kwargs: Any) -> bool:
+        if name == "mlp" and config.moe_token_dispatcher_type in names:
+            return False
+        return stock(name, is_moe, config, *args, **kwargs)
+
+    should_free_input._moe_opt = True
+    module.should_free_input = should_free_input
+
+
+def edge_of(probs: torch.Tensor) -> torch.Tensor:
+    """No elements, in the graph of the probabilities: what a stage hands on beside the packed rows, which hold them."""
+    return probs.reshape(-1)[:0].clone()  # memory of its own: Megatron frees it
+
+
+def with_edge(probs: torch.Tensor, edge: torch.Tensor) -> torch.Tensor:
+    """The probabilities, whose gradient gives the edge one too."""
+    return probs + edge.sum()
+
+
+def used_by_stage(*noted: Any) -> None:
+    """Keeps the memory of tensors, and of all in dataclasses and sequences, as it is until what the current stream does
+    with it is through: a stage may have made them on another stream.
+    """
+    for tensor in _tensors(noted):
+        if has_streams(tensor.device):
+            used_here(tensor)
+
+
+def _tensors(noted: Any) -> Iterator[torch.Tensor]:
+    if isinstance(noted, torch.Tensor):
+        yield noted
+    elif isinstance(noted, (tuple, list)):
+        for one in noted:
+            yield from _tensors(one)
+    elif is_dataclass(noted):
+        yield from _tensors(list(vars(noted).values()))

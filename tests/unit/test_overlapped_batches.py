@@ -1,0 +1,63 @@
+"""What the stages of a layer hand on, and what is freed between them, where Megatron calls them itself."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass
+from types import SimpleNamespace
+
+import torch
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+import megatron_moe_opt
+from megatron_moe_opt.integration.layer import overlapped_batches
+from megatron_moe_opt.integration.layer.overlapped_batches import edge_of, keep_expert_inputs, used_by_stage, with_edge
+
+
+def test_probabilities_have_a_gradient_through_the_edge_and_nothing_else_of_it():
+    probs, arrived = torch.rand(3, 4, requires_grad=True), torch.rand(5, requires_grad=True)
+    edge = edge_of(probs)
+    assert edge.numel() == 0 and edge.untyped_storage().data_ptr() != probs.untyped_storage().data_ptr()
+    detached = edge.detach().requires_grad_()
+    handed_on = with_edge(arrived, detached)
+    assert torch.equal(handed_on, arrived)
+    handed_on.sum().backward()
+    assert detached.grad is not None and detached.grad.shape == (0,)
+    edge.backward(detached.grad)
+    assert torch.equal(probs.grad, torch.zeros(3, 4)) and torch.equal(arrived.grad, torch.ones(5))
+
+
+def test_inputs_of_experts_are_kept_for_ours_alone():
+    megatron_moe_opt.use_host_backend()
+    megatron_moe_opt.register()
+    keep_expert_inputs(("monta",))
+    from megatron.core.models.gpt import fine_grained_callables as callables
+
+    try:
+        from megatron.core.models.common.utils import should_free_input
+    except ImportError:
+        should_free_input = callables.should_free_input
+    nodes, freed = ("mlp", "moe_dispatch", "moe_combine"), {}
+    for name in ("alltoall", "monta"):
+        config = TransformerConfig(
+            num_layers=1, hidden_size=16, num_attention_heads=2, num_moe_experts=4, add_bias_linear=False,
+            moe_token_dispatcher_type=name,
+        )  # fmt: skip
+        rest = [2] * (len(inspect.signature(should_free_input).parameters) - 3)  # local experts, from 0.17 on
+        freed[name] = {node: should_free_input(node, True, config, *rest) for node in nodes}
+    assert freed["alltoall"] == dict.fromkeys(nodes, True)
+    assert freed["monta"] == freed["alltoall"] | {"mlp": False}
+
+
+def test_what_a_stage_has_noted_is_used_on_its_stream(monkeypatch):
+    @dataclass(frozen=True)
+    class Noted:
+        rows: torch.Tensor
+        more: tuple[object, ...]
+
+    used = []
+    monkeypatch.setattr(overlapped_batches, "has_streams", lambda device: True)
+    monkeypatch.setattr(overlapped_batches, "used_here", used.append)
+    tensors = [torch.empty(number) for number in range(4)]
+    used_by_stage((tensors[0],), Noted(tensors[1], (Noted(tensors[2], ()), [tensors[3]], SimpleNamespace(), None)))
+    assert [len(tensor) for tensor in used] == [0, 1, 2, 3]

@@ -1,0 +1,353 @@
+"""Trains unmodified pretrain_gpt.py with every feature of FEATURES under every dispatcher, and says what came out.
+
+    python tools/feature_matrix.py MEGATRON_LM_CHECKOUT [--features "EP 2;bf16"] [--dispatchers monta] [--table FILE]
+
+Each cell is a run of a few steps on the CPU over Gloo, held against stock `alltoall` with the same feature: equal,
+refused with a sentence of ours, or refused by Megatron under stock too. A traceback of ours, other losses, or a run
+that does not end is a failure, and the exit status 1. What has run is kept in --folder with the output of each cell,
+and is not run again: the command goes on where it was stopped. Give a checkout of the installed megatron-core's
+version, and install what it needs: `pip install .[megatron-lm]`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+STOCK = "alltoall"
+DISPATCHERS = ("monta", "parm", "mpmoe", "netmoe", "expert-migration", "auto", "deepspeed")
+OPTIONS = {"auto": "--moe-opt-profile-seconds 1"}
+"""A measurement that is as short as the runs are."""
+FAILURES = ("different", "traceback", "did not end")
+
+FP32, HALF = 1e-5, 5e-3
+"""The most that a loss may be off, relatively: another order of sums. More in half precision, and where tokens drop."""
+
+BASE = (
+    "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32"
+    " --position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear --hidden-dropout 0"
+    " --attention-dropout 0 --num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 32 --micro-batch-size 1"
+    " --global-batch-size 4 --train-iters 3 --lr 1e-3 --lr-decay-iters 3 --split 9,1,0 --eval-iters 0"
+    " --eval-interval 1000 --log-interval 1 --mock-data --tokenizer-type NullTokenizer --vocab-size 256 --num-workers 0"
+    " --transformer-impl local --no-rope-fusion --no-persist-layer-norm --no-gradient-accumulation-fusion"
+    " --no-masked-softmax-fusion --no-bias-swiglu-fusion --distributed-timeout-minutes 2 --seed 1"
+)
+
+
+@dataclass(frozen=True)
+class Feature:
+    """What is added to BASE, of whose arguments those that are given again are replaced."""
+
+    name: str
+    arguments: str = ""
+    ranks: int = 2
+    tolerance: float = FP32
+    environment: str = ""
+    """`NAME=VALUE ...` of the runs."""
+
+
+BALANCE = "--moe-aux-loss-coeff 1e-2 --moe-router-load-balancing-type"
+CAPACITY = "--moe-expert-capacity-factor 1.0"
+TOP1 = "--moe-router-topk 1 --moe-router-pre-softmax"
+EP2, EP4 = "--expert-model-parallel-size 2", "--expert-model-parallel-size 4"
+TP2 = "--tensor-model-parallel-size 2 --expert-tensor-parallel-size 1"
+PP2 = f"{EP2} --pipeline-model-parallel-size 2"
+ALL_LAYERS = "--recompute-granularity full --recompute-num-layers 1 --recompute-method"
+MODULES = f"{EP2} --recompute-granularity selective --recompute-modules"
+SHARED = f"{EP2} --moe-shared-expert-intermediate-size 32"
+OVERLAP = f"{EP2} --bf16 --overlap-moe-expert-parallel-comm"
+QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS=32"
+GRAPHS = f"{EP2} --te-rng-tracker --cuda-graph-impl"
+
+FEATURES = (
+    Feature("EP 2", EP2),
+    Feature("EP 4", EP4, 4),
+    Feature("EP 2, two replicas", EP2, 4),
+    Feature("EP 1", ""),
+    Feature("experts that EP does not divide", f"{EP2} --num-experts 7"),
+    Feature("expert-TP 2", f"{EP2} --tensor-model-parallel-size 2 --sequence-parallel", 4),
+    Feature("TP 2, sequence parallel", f"{EP4} {TP2} --sequence-parallel", 4),
+    Feature("TP 2, replicated tokens", f"{EP4} {TP2}", 4),
+    Feature("CP 2", f"{EP4} --context-parallel-size 2", 4),
+    Feature("PP 2", PP2, 4),
+    Feature("PP 2, virtual stages", f"{PP2} --num-layers 4 --num-layers-per-virtual-pipeline-stage 1", 4),
+    Feature("PP 2, a stage without experts", f"{PP2} --moe-layer-freq [0,1]", 4),
+    Feature("distributed optimizer", f"{EP2} --use-distributed-optimizer", 4),
+    Feature(
+        "overlapped gradient reduction and parameter gather",
+        f"{EP2} --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather", 4,
+    ),
+    Feature("SGD", f"{EP2} --optimizer sgd"),
+    Feature("per-token loss", f"{EP2} --calculate-per-token-loss"),
+    Feature("rampup of the batch", f"{EP2} --rampup-batch-size 2 2 4"),
+    Feature("bf16", f"{EP2} --bf16", tolerance=HALF),
+    Feature("fp16", f"{EP2} --fp16 --initial-loss-scale 1024", tolerance=HALF),
+    Feature("fp32 residual", f"{EP2} --bf16 --fp32-residual-connection", tolerance=HALF),
+    Feature("top-1", f"{EP2} {TOP1}"),
+    Feature("top-4", f"{EP2} --moe-router-topk 4"),
+    Feature("auxiliary loss", f"{EP2} {BALANCE} aux_loss"),
+    Feature("auxiliary loss by sequence", f"{EP2} {BALANCE} seq_aux_loss"),
+    Feature("global auxiliary loss", f"{EP2} {BALANCE} global_aux_loss"),
+    Feature("sinkhorn", f"{EP2} --moe-router-load-balancing-type sinkhorn --moe-router-topk 1"),
+    Feature("no load balancing", f"{EP2} --moe-router-load-balancing-type none"),
+    Feature("z-loss", f"{EP2} --moe-z-loss-coeff 1e-3"),
+    Feature(
+        "sigmoid scores, expert bias",
+        f"{EP2} --moe-router-score-function sigmoid --moe-router-enable-expert-bias"
+        " --moe-router-load-balancing-type none",
+    ),
+    Feature("groups of experts", f"{EP2} --num-experts 8 --moe-router-num-groups 2 --moe-router-group-topk 1"),
+    Feature("softmax before top-k, scaled", f"{EP2} --moe-router-pre-softmax --moe-router-topk-scaling-factor 2.5"),
+    Feature("router in fp32", f"{EP2} --bf16 --moe-router-dtype fp32", tolerance=HALF),
+    Feature("router in fp64", f"{EP2} --moe-router-dtype fp64"),
+    Feature("jitter of the router's input", f"{EP2} --moe-input-jitter-eps 0.01"),
+    Feature("forced balance", f"{EP2} --moe-router-force-load-balancing"),
+    Feature("capacity", f"{EP2} {CAPACITY}", tolerance=HALF),
+    Feature("capacity, padded", f"{EP2} {CAPACITY} --moe-pad-expert-input-to-capacity", tolerance=HALF),
+    Feature("capacity by position", f"{EP2} {CAPACITY} --moe-token-drop-policy position"),
+    Feature("probabilities on the input", f"{EP2} {TOP1} --moe-apply-probs-on-input"),
+    Feature("shared experts", SHARED),
+    Feature("shared experts, overlapped", f"{SHARED} --moe-shared-expert-overlap"),
+    Feature("latent experts", f"{EP2} --moe-latent-size 16"),
+    Feature("dense layers between", f"{EP2} --moe-layer-freq 2"),
+    Feature("grouped GEMM", f"{EP2} --moe-grouped-gemm"),
+    Feature("fused permutation", f"{EP2} --moe-permute-fusion"),
+    Feature("all layers recomputed", f"{EP2} {ALL_LAYERS} uniform"),
+    Feature("one layer recomputed", f"{EP2} {ALL_LAYERS} block"),
+    Feature("attention recomputed", f"{MODULES} core_attn"),
+    Feature("MoE layers recomputed", f"{MODULES} moe"),
+    Feature("activations of experts recomputed", f"{MODULES} moe_act"),
+    Feature("norms recomputed", f"{MODULES} layernorm"),
+    Feature("shared experts recomputed", f"{MODULES} shared_experts --moe-shared-expert-intermediate-size 32"),
+    Feature("grouped queries", f"{EP2} --group-query-attention --num-query-groups 2"),
+    Feature("norms of queries and keys", f"{EP2} --qk-layernorm"),
+    Feature("multi-latent attention", f"{EP2} --multi-latent-attention"),
+    Feature("learned positions, tied embeddings", f"{EP2} --position-embedding-type learned_absolute"),
+    Feature("untied embeddings", f"{EP2} --untie-embeddings-and-output-weights"),
+    Feature("hidden dropout", f"{EP2} --hidden-dropout 0.1"),
+    Feature("documents that do not see each other", f"{EP2} --reset-attention-mask --reset-position-ids"),
+    Feature("multi-token prediction", f"{EP2} --mtp-num-layers 1"),
+    Feature("evaluation", f"{EP2} --eval-iters 1 --eval-interval 1"),
+    Feature("checkpoints", f"{EP2} --save {{folder}}/saved --save-interval 2 --ckpt-format torch_dist"),
+    Feature("1F1B overlap", OVERLAP, tolerance=HALF, environment=QUEUES),
+    Feature(
+        "1F1B overlap, delayed weight gradients", f"{OVERLAP} --delay-wgrad-compute", tolerance=HALF,
+        environment=QUEUES,
+    ),
+    Feature(
+        "1F1B overlap, virtual stages",
+        f"{OVERLAP} --pipeline-model-parallel-size 2 --num-layers 4 --num-layers-per-virtual-pipeline-stage 1", 4,
+        tolerance=HALF, environment=QUEUES,
+    ),
+    Feature("CUDA graphs, whole", f"{GRAPHS} local"),
+    Feature("CUDA graphs of attention", f"{GRAPHS} transformer_engine --cuda-graph-scope attn"),
+    Feature("CUDA graphs of the router", f"{GRAPHS} transformer_engine --cuda-graph-scope moe_router"),
+    Feature(
+        "Megatron-FSDP",
+        f"{EP2} --use-megatron-fsdp --ckpt-format fsdp_dtensor --data-parallel-sharding-strategy optim_grads_params", 4,
+        environment=QUEUES,
+    ),
+    Feature("torch FSDP2", f"{EP2} --use-torch-fsdp2 --ckpt-format torch_dist", 4, environment=QUEUES),
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Cell:
+    """What came out of a run."""
+
+    feature: str
+    dispatcher: str
+    status: str
+    """equal; refused (by ours); as stock (Megatron refuses both); runs (where stock does not); or one of FAILURES."""
+    detail: str = ""
+    """The refusal, the last line of a traceback, or the largest difference."""
+    losses: tuple[str, ...] = ()
+    seconds: float = 0.0
+    key: str = ""
+    """Of the command, the checkout and this package, by which a cell is known again."""
+
+
+def command_of(feature: Feature, dispatcher: str, checkout: Path, folder: Path) -> list[str]:
+    """Returns what torchrun is told."""
+    arguments = f"{BASE} {feature.arguments}".replace("{folder}", str(folder))
+    ours = f"--moe-token-dispatcher-type {dispatcher} {OPTIONS.get(dispatcher, '')}"
+    script = ["-m", "megatron_moe_opt.launch", str(checkout / "pretrain_gpt.py")]
+    return [f"--nproc-per-node={feature.ranks}", *script, *shlex.split(arguments), *shlex.split(ours)]
+
+
+def key_of(feature: Feature, dispatcher: str, checkout: Path) -> str:
+    """Returns what a cell is known again by: what it runs, and the sources that run."""
+    digest = hashlib.sha256(repr(command_of(feature, dispatcher, Path(checkout.name), Path())).encode())
+    for source in sorted((ROOT / "megatron_moe_opt").rglob("*.py")):
+        digest.update(source.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def run(feature: Feature, dispatcher: str, checkout: Path, folder: Path, timeout: float) -> tuple[int | None, str]:
+    """Trains, and returns the exit status, None where it did not end, and what the ranks wrote."""
+    output = folder / f"{re.sub('[^a-z0-9]+', '-', feature.name.lower())}.{dispatcher}.txt"
+    with tempfile.TemporaryDirectory() as logs, tempfile.TemporaryDirectory() as own:
+        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--redirects=3", f"--log-dir={logs}"]
+        path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+        alone = {"CUDA_VISIBLE_DEVICES": "", "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
+        alone |= dict(word.split("=", 1) for word in feature.environment.split())
+        process = subprocess.Popen(
+            [*launcher, *command_of(feature, dispatcher, checkout, Path(own))], cwd=own, env=os.environ | alone,
+            stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+        )  # fmt: skip
+        try:
+            status: int | None = process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            process.terminate()  # torchrun ends its ranks
+            process.wait()
+            status = None
+        written = sorted(Path(logs).rglob("std*.log"))
+        text = "\n".join(file.read_text(errors="replace") for file in written)
+    output.write_text(text)
+    return status, text
+
+
+def losses_of(text: str) -> tuple[str, ...]:
+    """Returns the loss of each step as Megatron has printed it."""
+    return tuple(re.findall(r"iteration +\d+/.*?lm loss: ([-+.\deEnainf]+) ", text))
+
+
+def refusal_in(text: str) -> str | None:
+    """Returns our sentence, where a run ended with one and without a traceback."""
+    said = re.findall(r"moe-opt: error: (.*)", text)
+    return said[-1] if said and "Traceback (most recent call last)" not in text else None
+
+
+def last_error(text: str) -> str:
+    """Returns the last line of the first traceback: what was raised. Empty where there is none."""
+    _, _, after = text.partition("Traceback (most recent call last)")
+    raised = re.search(r"^[\w.]*(?:Error|Exception|Exit|Interrupt)\b.*$", after, re.M)
+    return raised[0].strip() if raised else after.strip().splitlines()[-1] if after.strip() else ""
+
+
+def difference(losses: Sequence[str], stock: Sequence[str]) -> float:
+    """Returns the largest relative difference of two runs' losses; infinite where one has more steps than the other."""
+    pairs = [(float(one), float(other)) for one, other in zip(losses, stock, strict=False)]
+    if not pairs or len(losses) != len(stock):
+        return float("inf")
+    return max(abs(one - other) / abs(other) for one, other in pairs)
+
+
+def judged(feature: Feature, dispatcher: str, status: int | None, text: str, stock: Cell | None) -> tuple[str, str]:
+    """Returns the status of a cell, and its detail.
+
+    Args:
+        stock: the cell of stock with the same feature; None: this is it.
+    """
+    if status is None:
+        return "did not end", ""
+    losses = losses_of(text)
+    if status == 0 and losses:
+        if stock is None:
+            return "equal", ""
+        if stock.status != "equal":
+            return "runs", ""
+        off = difference(losses, stock.losses)
+        return ("equal" if off <= feature.tolerance else "different"), f"{off:.1e}"
+    refused = refusal_in(text)
+    if refused is not None:
+        return "refused", refused
+    raised = last_error(text)
+    if stock is None or (stock.status == "as stock" and raised == stock.detail):
+        return "as stock", raised
+    return "traceback", raised
+
+
+def table(cells: dict[tuple[str, str], Cell], features: Sequence[Feature], dispatchers: Sequence[str]) -> str:
+    """Returns the cells as a page: a table, and the sentences that it refers to by number."""
+    numbers: dict[str, int] = {}
+
+    def shown(cell: Cell | None) -> str:
+        if cell is None:
+            return ""
+        if cell.status == "equal":
+            return "=" if not cell.detail or float(cell.detail) == 0 else f"= {cell.detail}"
+        if not cell.detail:
+            return cell.status
+        flag = "--moe-token-dispatcher-type"
+        generic = cell.detail.replace(f"{flag} {cell.dispatcher}", f"{flag} ...")
+        return f"{cell.status} ({numbers.setdefault(generic, len(numbers) + 1)})"
+
+    columns = (STOCK, *dispatchers)
+    rows = [[one.name, *(shown(cells.get((one.name, name))) for name in columns)] for one in features]
+    ran = [row for row in rows if any(row[1:])]
+    lines = [f"| | {' | '.join(f'`{name}`' for name in columns)} |", "|---" * (1 + len(columns)) + "|"]
+    lines += [f"| {' | '.join(row)} |" for row in ran]
+    return "\n".join([*lines, "", *(f"{number}. `{sentence}`" for sentence, number in numbers.items())])
+
+
+def read(file: Path) -> dict[tuple[str, str], Cell]:
+    """Returns the cells that have run, the last of each."""
+    lines = file.read_text().splitlines() if file.exists() else []
+    cells = [Cell(**content | {"losses": tuple(content["losses"])}) for content in map(json.loads, lines)]
+    return {(cell.feature, cell.dispatcher): cell for cell in cells}
+
+
+def chosen(names: str | None, separator: str, known: Sequence[str], flag: str) -> list[str]:
+    """Returns what an option names of what there is; everything where it is not given."""
+    wanted = list(known) if names is None else [name.strip() for name in names.split(separator)]
+    for name in wanted:
+        if name not in known:
+            sys.exit(f"feature_matrix: {flag} {name} is unknown: choose from {'; '.join(known)}")
+    return wanted
+
+
+def main() -> int:
+    """Returns 1 where a cell failed."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("checkout", type=Path)
+    parser.add_argument("--features", help="those to run, separated by semicolons (default: all)")
+    parser.add_argument("--dispatchers", help="those to run, separated by commas (default: all)")
+    parser.add_argument("--folder", type=Path, default=Path("runs/feature-matrix"))
+    parser.add_argument("--table", type=Path, help="where to write the table, besides the standard output")
+    parser.add_argument("--timeout", type=float, default=600, help="seconds of a cell (default: 600)")
+    asked = parser.parse_args()
+    checkout, folder = asked.checkout.resolve(), asked.folder.resolve()
+    if not (checkout / "pretrain_gpt.py").is_file():
+        sys.exit(f"feature_matrix: {checkout} has no pretrain_gpt.py: give a checkout of Megatron-LM")
+    folder.mkdir(parents=True, exist_ok=True)
+    named = {one.name: one for one in FEATURES}
+    features = [named[name] for name in chosen(asked.features, ";", list(named), "--features")]
+    dispatchers = chosen(asked.dispatchers, ",", DISPATCHERS, "--dispatchers")
+    file = folder / "cells.jsonl"
+    cells = read(file)
+    todo = [(feature, name) for feature in features for name in (STOCK, *dispatchers)]
+    for number, (feature, name) in enumerate(todo, start=1):
+        key, known = key_of(feature, name, checkout), cells.get((feature.name, name))
+        if known is None or known.key != key:
+            began = time.monotonic()
+            status, text = run(feature, name, checkout, folder, asked.timeout)
+            stock = None if name == STOCK else cells[feature.name, STOCK]
+            outcome = judged(feature, name, status, text, stock)
+            known = Cell(feature.name, name, *outcome, losses_of(text), round(time.monotonic() - began, 1), key)
+            cells[feature.name, name] = known
+            with open(file, "a") as log:
+                log.write(json.dumps(asdict(known)) + "\n")
+        print(f"[{number}/{len(todo)}] {feature.name}, {name}: {known.status} {known.detail}"[:160], flush=True)
+    page = table(cells, FEATURES, DISPATCHERS)
+    print(f"\n{page}")
+    if asked.table is not None:
+        asked.table.write_text(page + "\n")
+    failed = [cell for cell in cells.values() if cell.status in FAILURES]
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
