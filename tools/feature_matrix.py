@@ -68,6 +68,7 @@ ALL_LAYERS = "--recompute-granularity full --recompute-num-layers 1 --recompute-
 MODULES = f"{EP2} --recompute-granularity selective --recompute-modules"
 SHARED = f"{EP2} --moe-shared-expert-intermediate-size 32"
 OVERLAP = f"{EP2} --bf16 --overlap-moe-expert-parallel-comm"
+QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS=32"
 GRAPHS = f"{EP2} --te-rng-tracker --cuda-graph-impl"
 
 FEATURES = (
@@ -140,15 +141,15 @@ FEATURES = (
     Feature("multi-token prediction", f"{EP2} --mtp-num-layers 1"),
     Feature("evaluation", f"{EP2} --eval-iters 1 --eval-interval 1"),
     Feature("checkpoints", f"{EP2} --save {{folder}}/saved --save-interval 2 --ckpt-format torch_dist"),
-    Feature("1F1B overlap", OVERLAP, tolerance=HALF, environment="CUDA_DEVICE_MAX_CONNECTIONS=32"),
+    Feature("1F1B overlap", OVERLAP, tolerance=HALF, environment=QUEUES),
     Feature(
         "1F1B overlap, delayed weight gradients", f"{OVERLAP} --delay-wgrad-compute", tolerance=HALF,
-        environment="CUDA_DEVICE_MAX_CONNECTIONS=32",
+        environment=QUEUES,
     ),
     Feature(
         "1F1B overlap, virtual stages",
         f"{OVERLAP} --pipeline-model-parallel-size 2 --num-layers 4 --num-layers-per-virtual-pipeline-stage 1", 4,
-        tolerance=HALF, environment="CUDA_DEVICE_MAX_CONNECTIONS=32",
+        tolerance=HALF, environment=QUEUES,
     ),
     Feature("CUDA graphs, whole", f"{GRAPHS} local"),
     Feature("CUDA graphs of attention", f"{GRAPHS} transformer_engine --cuda-graph-scope attn"),
@@ -156,8 +157,9 @@ FEATURES = (
     Feature(
         "Megatron-FSDP",
         f"{EP2} --use-megatron-fsdp --ckpt-format fsdp_dtensor --data-parallel-sharding-strategy optim_grads_params", 4,
+        environment=QUEUES,
     ),
-    Feature("torch FSDP2", f"{EP2} --use-torch-fsdp2 --ckpt-format torch_dist", 4),
+    Feature("torch FSDP2", f"{EP2} --use-torch-fsdp2 --ckpt-format torch_dist", 4, environment=QUEUES),
 )  # fmt: skip
 
 
@@ -298,9 +300,9 @@ def read(file: Path) -> dict[tuple[str, str], Cell]:
     return {(cell.feature, cell.dispatcher): cell for cell in cells}
 
 
-def chosen(names: str | None, known: Sequence[str], flag: str) -> list[str]:
-    """Returns what a comma-separated option names of what there is; everything where it is not given."""
-    wanted = list(known) if names is None else [name.strip() for name in names.split(";" if ";" in names else ",")]
+def chosen(names: str | None, separator: str, known: Sequence[str], flag: str) -> list[str]:
+    """Returns what an option names of what there is; everything where it is not given."""
+    wanted = list(known) if names is None else [name.strip() for name in names.split(separator)]
     for name in wanted:
         if name not in known:
             sys.exit(f"feature_matrix: {flag} {name} is unknown: choose from {'; '.join(known)}")
@@ -322,8 +324,8 @@ def main() -> int:
         sys.exit(f"feature_matrix: {checkout} has no pretrain_gpt.py: give a checkout of Megatron-LM")
     folder.mkdir(parents=True, exist_ok=True)
     named = {one.name: one for one in FEATURES}
-    features = [named[name] for name in chosen(asked.features, list(named), "--features")]
-    dispatchers = chosen(asked.dispatchers, DISPATCHERS, "--dispatchers")
+    features = [named[name] for name in chosen(asked.features, ";", list(named), "--features")]
+    dispatchers = chosen(asked.dispatchers, ",", DISPATCHERS, "--dispatchers")
     file = folder / "cells.jsonl"
     cells = read(file)
     todo = [(feature, name) for feature in features for name in (STOCK, *dispatchers)]

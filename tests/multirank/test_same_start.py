@@ -76,7 +76,7 @@ def test_plans_that_differ_are_told(ranks, tmp_path: Path):
     files = []
     for name, variant in (("ours", "mpmoe:2"), ("theirs", "monta:O1")):
         (tmp_path / name).mkdir()
-        files.append(plan(tmp_path / name / "plan.json", {1: variant}))
+        files.append(plan(tmp_path / name / "plan.json", {1: variant, 2: variant}))
     with pytest.raises(RankFailure) as caught:
         ranks.run(build, dispatcher="auto", ours={"plan": files[0]}, theirs={"plan": files[1]})
     assert len(caught.value.errors) == 4

@@ -245,12 +245,13 @@ def test_netmoe_refuses_masks_of_documents_at_launch(monkeypatch):
     config("netmoe", **MOVES)
 
 
-@pytest.mark.parametrize("name", ["expert-migration", "mpmoe"])
-def test_fully_sharded_weights_are_refused_where_experts_are_called_in_our_order(monkeypatch, name):
+@pytest.mark.parametrize(("name", "what"), [("expert-migration", "experts"), ("mpmoe", "experts"), ("netmoe", "norms")])
+def test_fully_sharded_weights_are_refused_where_modules_are_called_in_our_order(monkeypatch, name, what):
     loop = SimpleNamespace(_GLOBAL_ARGS=SimpleNamespace(use_megatron_fsdp=True))
     monkeypatch.setitem(sys.modules, "megatron.training.global_vars", loop)
-    refusal(f"between uses, and --moe-token-dispatcher-type {name} calls experts in its own order: drop it", name=name)
-    config("monta")
+    refusal(f"--moe-token-dispatcher-type {name} calls {what} in its own order: drop it", name=name, **MOVES)
+    for name in ("monta", "parm"):
+        config(name)
 
 
 def test_netmoe_refuses_groups_without_another_place_for_samples():

@@ -23,13 +23,15 @@ from megatron_moe_opt.output_file import check_output_file
 from megatron_moe_opt.planning.costs.cluster import OURS, STOCK
 from megatron_moe_opt.planning.costs.curves import CostCurve
 from megatron_moe_opt.planning.costs.expert_costs import costs_with_experts
+from megatron_moe_opt.planning.predicting.baselines import baselines
+from megatron_moe_opt.planning.predicting.layer_on_cluster import LayerOnCluster
 from megatron_moe_opt.planning.predicting.layer_workload import LayerWorkload
 from megatron_moe_opt.planning.predicting.prediction import Prediction, Refusal
 from megatron_moe_opt.planning.training.known_models import MONTA_CHOICES
 from megatron_moe_opt.schedules.schedule import Kind
 from megatron_moe_opt.schedules.timeline import one_after_another
 from megatron_moe_opt.systems.mpmoe import HOPS
-from megatron_moe_opt.systems.system import FLAG
+from megatron_moe_opt.systems.system import FLAG, PREFIX
 from megatron_moe_opt.variants import split_variant
 
 WIDTH = 100
@@ -106,8 +108,11 @@ def report_plan(
     drawn = [case.candidate(variant) for variant in drawing.variants] or [case.chosen]
     say(console, _heading(case))
     console.print(_candidates_table(case, everything))
+    console.print(_wires_table(case))
     if case.refused:
         console.print(_refused_table(case.refused))
+    if everything:
+        console.print(_baselines_table(case))
     if explain:
         _explain(case, console)
     if drawing.flag is not None:
@@ -204,6 +209,25 @@ def _candidates_table(case: Case, everything: bool) -> Table:
     return table
 
 
+def _wires_table(case: Case) -> Table:
+    """Returns the fastest candidate for each format in which rows would take fewer bytes; none of them is chosen."""
+    table = table_of(
+        f"With rows narrower on the wire ({PREFIX}wire): lossy, and never chosen here",
+        ("format", "fastest dispatcher", "ms", "of the chosen", "between nodes MB", "inside MB"),
+        names=2,
+    )
+    for wire, one in case.narrowed.items():
+        table.add_row(
+            str(wire),
+            one.variant,
+            f"{one.seconds * 1e3:.3f}",
+            f"{one.seconds / case.chosen.seconds:.0%}",
+            f"{one.inter_bytes / 1e6:.1f}",
+            f"{one.intra_bytes / 1e6:.1f}",
+        )
+    return table
+
+
 def _cells(case: Case, one: Prediction) -> Iterator[str]:
     yield f"{one.seconds * 1e3:.3f}"
     yield "-" if case.stock is None else f"{one.seconds / case.stock.seconds:.0%}"
@@ -228,6 +252,13 @@ def _refused_table(refused: Sequence[Refusal]) -> Table:
         for first, *others in alike.values()
     ]
     return table_of("Not candidates", ("dispatcher", "why"), rows, names=2)
+
+
+def _baselines_table(case: Case) -> Table:
+    """Returns what the papers measured themselves against, on the same costs."""
+    found = baselines(LayerOnCluster(case.workload, case.site.cluster))
+    rows = ((one.variant, f"{one.seconds * 1e3:.3f}", f"{one.seconds / case.chosen.seconds:.2f}") for one in found)
+    return table_of("For comparison, not to choose from", ("schedule", "ms", "of the chosen"), rows)
 
 
 def _explain(case: Case, console: Console) -> None:

@@ -14,8 +14,10 @@ kernels and message layers take more or less than ours is not in them.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 
+from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.planning.costs.cluster import STOCK
 from megatron_moe_opt.planning.predicting.expert_migration import curve_of, measured_curves
 from megatron_moe_opt.planning.predicting.layer_on_cluster import LayerOnCluster
@@ -88,10 +90,12 @@ def fastermoe(layer: LayerOnCluster) -> Prediction:
 
 
 def baselines(layer: LayerOnCluster) -> tuple[Prediction, ...]:
-    """All of them, as far as the layer has them: `deepspeed` alone where TP ranks hold the same tokens."""
-    if layer.workload.tp > 1:
-        return (deepspeed(layer),)
-    return deepspeed(layer), fastmoe(layer), fastermoe(layer), tutel(layer)
+    """All that the cluster's measurements cover; `deepspeed` alone where TP ranks hold the same tokens."""
+    found = []
+    for build in (deepspeed,) if layer.workload.tp > 1 else (deepspeed, fastmoe, fastermoe, tutel):
+        with suppress(ConfigurationError):
+            found.append(build(layer))
+    return tuple(found)
 
 
 def _sent_first(
