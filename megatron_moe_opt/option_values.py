@@ -11,6 +11,8 @@ from math import inf
 from pathlib import Path
 from typing import Any
 
+from megatron_moe_opt.row_format import Wire, WireFormat
+
 ALL, AUTO = "all", "auto"
 MOST = 2**31 - 1
 """Of anything that is counted, bytes aside."""
@@ -79,6 +81,12 @@ def _take_file(value: Any) -> Path:
     return Path(value)
 
 
+def _take_wire(value: Any) -> Wire:
+    if not isinstance(value, (str, Wire)):
+        raise TypeError
+    return Wire.of(value) if isinstance(value, str) else value
+
+
 def _take_switch(value: Any) -> bool:
     if not isinstance(value, bool):
         raise ValueError
@@ -142,3 +150,10 @@ PARTITIONS = or_auto(
 RATIO = Values(_take_ratio, float, "not a ratio above 1", "R")
 SECONDS = Values(_whole(1), _read_whole, "not a number of seconds from 1 on", "S")
 SWITCH = Values(_take_switch, str, "neither True nor False")
+WIRE = Values(
+    _take_wire,
+    str,
+    f"no format of rows on the wire: write {', '.join(one.value for one in WireFormat)}, or one for each direction, "
+    "such as dispatch=fp8,combine=bf16",
+    "FORMAT",
+)

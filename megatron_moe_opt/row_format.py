@@ -4,6 +4,7 @@ without PyTorch.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING
 
@@ -69,3 +70,59 @@ class WireFormat(Enum):
 
 def _padded(num_bytes: int, alignment: int) -> int:
     return -(-num_bytes // alignment) * alignment
+
+
+@dataclass(frozen=True)
+class Wire:
+    """The formats of rows by their direction, in forward and in backward passes."""
+
+    dispatch: WireFormat = WireFormat.SAME
+    """To the experts: tokens, and gradients of outputs."""
+    combine: WireFormat = WireFormat.SAME
+    """Back: sums of outputs, and of gradients of tokens."""
+
+    @classmethod
+    def of(cls, words: str) -> Wire:
+        """Of one word, or `dispatch=WORD,combine=WORD`. Raises ValueError for anything else.
+
+        One word with 8 bits means sums in bf16: what is added up is rounded once more on its way.
+        """
+        if "=" not in words:
+            out = WireFormat(words)
+            return cls(out, out if out.block is None else WireFormat.BF16)
+        directions = [part.partition("=")[::2] for part in words.split(",")]
+        given = {direction: WireFormat(word) for direction, word in directions}
+        if len(given) < len(directions) or not given.keys() <= {"dispatch", "combine"}:
+            raise ValueError(words)
+        return cls(**given)
+
+    def __str__(self) -> str:
+        word = self.dispatch.value
+        return word if Wire.of(word) == self else f"dispatch={word},combine={self.combine.value}"
+
+    @property
+    def word(self) -> str:
+        """The same without commas, as in the name of a variant: `fp8`, or `fp8-same` by direction."""
+        word = self.dispatch.value
+        return word if Wire.of(word) == self else f"{word}-{self.combine.value}"
+
+    def describe(self) -> str:
+        """Returns how rows travel, in words."""
+        return f"rows travel in {self.dispatch.value} to the experts and in {self.combine.value} back: lossy"
+
+    def of_rows(self, is_bf16: bool) -> Wire:
+        """The same of rows that are bf16 already: bf16 changes nothing then."""
+        if not is_bf16:
+            return self
+        return Wire(*(WireFormat.SAME if one is WireFormat.BF16 else one for one in (self.dispatch, self.combine)))
+
+
+SAME = Wire()
+
+
+def narrower(element_bytes: int) -> tuple[Wire, ...]:
+    """The wires on which rows of such elements take fewer bytes; of two formats in 8 bits, which take nearly as many,
+    the one that rounds no scale.
+    """
+    words = ("bf16", "fp8") if element_bytes > 2 else ("fp8",)
+    return tuple(map(Wire.of, words))

@@ -7,6 +7,7 @@ from pathlib import Path
 from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.option_values import AUTO
 from megatron_moe_opt.options import Options
+from megatron_moe_opt.row_format import Wire, WireFormat
 from megatron_moe_opt.systems import SYSTEMS, system_of
 
 FLEX = "flex"
@@ -16,6 +17,7 @@ FLEX = "flex"
 def split_variant(variant: str, profile: Path | None) -> tuple[str, Options]:
     """The dispatcher's name and options of a variant: a name, or a name, a colon and a setting of its system.
 
+    A format of rows on the wire may follow, as in `monta:fp8` or `monta:O2x8:fp8-same` (to the experts, and back).
     `NAME:auto` chooses by the profile, `auto` among all systems. Megatron's `flex:BACKEND` has no options of ours.
 
     Raises ConfigurationError for anything else.
@@ -26,10 +28,25 @@ def split_variant(variant: str, profile: Path | None) -> tuple[str, Options]:
     if name == FLEX:
         return name, Options()
     system = system_of(name)
+    setting, wire = split_wire(setting)
+    if wire is not None and system is not None and system.reads_option("wire"):
+        given = system.grammar.parse(variant, setting, profile) if setting else {}
+        return name, Options(**given, wire=wire)
     if system is None or system.grammar is None:
         with_settings = ", ".join(one.name for one in SYSTEMS if one.grammar is not None)
         raise ConfigurationError(f"--dispatchers {variant}: only {with_settings} have variants; write {name}")
     return name, Options(**system.grammar.parse(variant, setting, profile))
+
+
+def split_wire(setting: str) -> tuple[str, Wire | None]:
+    """Returns a setting without the format of rows at its end, and that; None: it names none."""
+    rest, _, word = setting.rpartition(":")
+    formats = word.split("-")
+    try:
+        wire = Wire.of(word) if len(formats) == 1 else Wire(*map(WireFormat, formats))
+    except (ValueError, TypeError):
+        return setting, None
+    return rest, wire
 
 
 def whole_variant(variant: str, levels: int) -> str | None:
@@ -38,7 +55,7 @@ def whole_variant(variant: str, levels: int) -> str | None:
     Args:
         levels: of the network, for defaults that are one number for each.
     """
-    if variant.rpartition(":")[2] == AUTO:
+    if split_wire(variant)[0].rpartition(":")[2] == AUTO:
         return None
     system, (_, options) = system_of(variant), split_variant(variant, None)
     return variant if system is None else system.variant(options, levels)
@@ -47,6 +64,6 @@ def whole_variant(variant: str, levels: int) -> str | None:
 def kind_of(variant: str) -> str:
     """What travels: the system, and what of its setting decides that. Variants of a kind cut the same traffic."""
     name, _, setting = variant.partition(":")
-    system = system_of(name)
+    system, (setting, wire) = system_of(name), split_wire(setting)
     kind = "" if system is None or system.grammar is None else system.grammar.kind(setting)
-    return f"{name}:{kind}" if kind else name
+    return ":".join(part for part in (name, kind, "" if wire is None else wire.word) if part)

@@ -44,8 +44,8 @@ def in_turn(schedule: Schedule) -> Schedule:
 
 def build(groups: Any, options: InTurnOptions, config: Any) -> Any:
     from megatron_moe_opt.dispatchers.dispatcher import Dispatched, Dispatcher, map_rows
-    from megatron_moe_opt.kernels import permute_packed
     from megatron_moe_opt.runtime.rows.expert_exchange import Exchange
+    from megatron_moe_opt.runtime.rows.own_rows import permuted
     from megatron_moe_opt.runtime.rows.ways import EpThenExpertTp
 
     class InTurn(EpThenExpertTp):
@@ -58,7 +58,7 @@ def build(groups: Any, options: InTurnOptions, config: Any) -> Any:
     class Rows(Dispatched):
         @cached_property
         def exchange(self) -> Exchange:
-            return Exchange(InTurn(groups, "O2"), super().exchange.plan)
+            return Exchange(InTurn(groups, "O2", self.own.source.payload), super().exchange.plan)
 
     class InTurnDispatcher(Dispatcher):
         def __init__(self) -> None:
@@ -69,8 +69,8 @@ def build(groups: Any, options: InTurnOptions, config: Any) -> Any:
 
         def permute(self, tokens: Any, probs: Any, routing_map: Any, **sizes: Any) -> Any:
             row_map, counts = map_rows(routing_map, groups, **sizes)
-            row_map = row_map.cut(options.turns or 2)
-            return permute_packed(tokens, probs, row_map), Rows(row_map, counts, groups)
+            packed, own = permuted(tokens, probs, row_map.cut(options.turns or 2))
+            return packed, Rows(own, counts, groups)
 
     return InTurnDispatcher()
 

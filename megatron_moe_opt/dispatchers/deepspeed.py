@@ -15,10 +15,11 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from megatron_moe_opt.dispatchers.dispatcher import Dispatched, Dispatcher
-from megatron_moe_opt.kernels import build_row_map, permute_packed
+from megatron_moe_opt.kernels import build_row_map
 from megatron_moe_opt.runtime.engine.collectives import all_gather_rows, reduce_scatter_rows
 from megatron_moe_opt.runtime.engine.host_copy import HostCopy
 from megatron_moe_opt.runtime.rows.linear import linear
+from megatron_moe_opt.runtime.rows.own_rows import permuted
 from megatron_moe_opt.topology.expert_groups import ExpertGroups
 
 
@@ -91,14 +92,14 @@ class DeepSpeedDispatcher(Dispatcher):
             num_rows = None if num_rows is None else num_rows * etp.size()
         row_map = build_row_map(routing_map_TE, capacity=capacity, num_out_tokens=num_rows)
         counts = HostCopy(all_gather_rows(row_map.expert_counts, None, ep).view(ep.size(), 1, -1))
-        packed_RP = permute_packed(tokens_TH, probs_TE, row_map)
-        return packed_RP, Dispatched(row_map, counts, ExpertGroups(ep=ep, etp=None, joint=ep))
+        packed, own = permuted(tokens_TH, probs_TE, row_map)
+        return packed, Dispatched(own, counts, ExpertGroups(ep=ep, etp=None, joint=ep))
 
     def dispatch(
-        self, packed_RP: torch.Tensor, dispatched: Dispatched, prob_dtype: torch.dtype
+        self, packed: torch.Tensor, dispatched: Dispatched, prob_dtype: torch.dtype
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """See Dispatcher; each copy of a token gets its whole gradient back."""
-        tokens_NH, tokens_per_expert, probs_N = super().dispatch(packed_RP, dispatched, prob_dtype)
+        tokens_NH, tokens_per_expert, probs_N = super().dispatch(packed, dispatched, prob_dtype)
         tokens_NH, probs_N = (_scale_gradient(rows, self.num_copies) for rows in (tokens_NH, probs_N))
         return tokens_NH, tokens_per_expert, probs_N
 
@@ -109,7 +110,7 @@ class DeepSpeedDispatcher(Dispatcher):
             rows_NH = _all_reduce(rows_NH, self.groups.etp)
         return super().combine(rows_NH, dispatched)
 
-    def unpermute(self, rows_RH: torch.Tensor, dispatched: Dispatched) -> torch.Tensor:
+    def unpermute(self, returned: torch.Tensor, dispatched: Dispatched) -> torch.Tensor:
         """Sums each token's rows, then keeps this rank's tokens."""
-        tokens_TH = super().unpermute(rows_RH, dispatched)
+        tokens_TH = super().unpermute(returned, dispatched)
         return _split(tokens_TH, self.groups.etp) if self.groups.etp_size > 1 else tokens_TH

@@ -9,11 +9,12 @@ from typing import Any, Protocol
 import torch
 from torch.distributed import ProcessGroup
 
-from megatron_moe_opt.kernels import RowMap, build_row_map, unpermute_rows
+from megatron_moe_opt.kernels import RowMap, build_row_map
 from megatron_moe_opt.runtime.engine.collectives import all_gather_rows
 from megatron_moe_opt.runtime.engine.host_copy import HostCopy
 from megatron_moe_opt.runtime.rows.exchange_plan import Sharing, plan_exchange, share_out
 from megatron_moe_opt.runtime.rows.expert_exchange import Exchange, to_experts, to_sources
+from megatron_moe_opt.runtime.rows.own_rows import OwnRows
 from megatron_moe_opt.runtime.rows.ways import EpWithExpertTp, way_of
 from megatron_moe_opt.topology.expert_groups import ExpertGroups
 
@@ -59,33 +60,38 @@ class Dispatcher(Protocol):
             num_rows: number of routed pairs where it is known without asking the device.
 
         Returns:
-            Rows, such as packed ones [R, H + lane]; and the state for the other three steps.
+            What stands for the rows, which autograd does not see (runtime/rows/wire_rows.py); and the state for the
+            other three steps.
         """
 
     def dispatch(
-        self, packed_RP: torch.Tensor, dispatched: Any, prob_dtype: torch.dtype
+        self, packed: torch.Tensor, dispatched: Any, prob_dtype: torch.dtype
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
         """Rows to the ranks that hold their experts, sorted by local expert.
 
         Returns:
             Expert inputs [N, H] in stock Megatron's order, rows per local expert (int64, CPU), probabilities [N].
         """
-        return dispatched.dispatch(packed_RP, prob_dtype)
+        return dispatched.dispatch(packed, prob_dtype)
 
     def combine(self, rows_NH: torch.Tensor, dispatched: Any) -> torch.Tensor:
-        """The sum of the expert shards' partial outputs, back on the ranks of their tokens: [N, H] -> [R, H]."""
+        """The sums of the expert shards' partial outputs [N, H], back on the ranks of their tokens: what stands for
+        those rows.
+        """
         return dispatched.combine(rows_NH)
 
-    def unpermute(self, rows_RH: torch.Tensor, dispatched: Any) -> torch.Tensor:
-        """Sums each token's rows: [R, H] -> [T, H]."""
-        return dispatched.unpermute(rows_RH)
+    def unpermute(self, returned: torch.Tensor, dispatched: Any) -> torch.Tensor:
+        """Sums each token's rows: what stands for them -> [T, H]."""
+        return dispatched.unpermute(returned)
 
 
 @dataclass(frozen=True)
 class Dispatched:
-    """The rows of one forward pass that come back to where they came from: what `permute` has noted of them."""
+    """The rows of one forward pass that come back to where they came from: what `permute` has noted of them. Its own
+    rows are PermutedRows.
+    """
 
-    row_map: RowMap
+    own: OwnRows
     counts: HostCopy
     """[ep_size, etp_size, experts] rows of every rank, on its way to the host."""
     groups: ExpertGroups
@@ -98,28 +104,28 @@ class Dispatched:
     def exchange(self) -> Exchange:
         """Who sends what to whom; the first use waits for the counts to reach the host."""
         # host synchronisation: for the counts, the only one of a forward pass (docs/design.md)
-        groups, rows, counts = self.groups, self.row_map, self.counts.wait()
-        ranks, device = (groups.ep_rank, groups.etp_rank), rows.rows.device
+        groups, source, counts = self.groups, self.own.source, self.counts.wait()
+        ranks, device = (groups.ep_rank, groups.etp_rank), source.row_map.rows.device
         if self.sharing is None:
-            plan = plan_exchange(counts, *ranks, rows.num_chunks, device)
-            return Exchange(way_of(groups, self.level), plan)
+            plan = plan_exchange(counts, *ranks, source.row_map.num_chunks, device)
+            return Exchange(way_of(groups, self.level, source.payload), plan)
         sent, parts = share_out(counts, *ranks, self.sharing)
-        return Exchange(EpWithExpertTp(groups, parts), plan_exchange(sent, *ranks, 1, device))
+        return Exchange(EpWithExpertTp(groups, source.payload, parts), plan_exchange(sent, *ranks, 1, device))
 
     def dispatch(
-        self, packed_RP: torch.Tensor, prob_dtype: torch.dtype
+        self, packed: torch.Tensor, prob_dtype: torch.dtype
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Returns the experts' inputs, rows per expert and probabilities, as Dispatcher.dispatch says."""
-        tokens_NH, probs_N = to_experts(packed_RP, self.exchange, prob_dtype)
+        tokens_NH, probs_N = to_experts(packed, self.own.wire, self.exchange, prob_dtype)
         return tokens_NH, self.exchange.plan.tokens_per_expert, probs_N
 
     def combine(self, rows_NH: torch.Tensor) -> torch.Tensor:
-        """Returns the rows [R, H] that came back from their experts, as Dispatcher.combine says."""
-        return to_sources(rows_NH, self.exchange)
+        """Returns what stands for the rows that came back from their experts, as Dispatcher.combine says."""
+        return to_sources(rows_NH, self.own.wire, self.exchange)
 
-    def unpermute(self, rows_RH: torch.Tensor) -> torch.Tensor:
+    def unpermute(self, returned: torch.Tensor) -> torch.Tensor:
         """Returns each token's sum of its rows, [T, H], as Dispatcher.unpermute says."""
-        return unpermute_rows(rows_RH, self.row_map)
+        return self.own.unpermute(returned)
 
 
 def map_rows(

@@ -19,6 +19,7 @@ import torch
 
 from megatron_moe_opt.dispatchers.dispatcher import Dispatcher
 from megatron_moe_opt.dispatchers.expert_domains import Choosing
+from megatron_moe_opt.row_format import SAME, Wire
 from megatron_moe_opt.runtime.engine.collectives import all_gather_rows
 from megatron_moe_opt.runtime.engine.host_copy import HostCopy
 from megatron_moe_opt.runtime.rows.expert_exchange import Exchange, to_experts, to_sources
@@ -62,8 +63,14 @@ Migrate = Callable[[DomainGroups, tuple[int, ...]], MigratedExperts]
 class ExpertMigrationDispatcher(Dispatcher):
     """Moves the tokens of one MoE layer to the ranks that hold their experts, and back."""
 
-    def __init__(self, groups: ExpertGroups, choosing: Choosing, num_experts: int, topk: int) -> None:
-        self.groups, self.choosing = groups, choosing
+    def __init__(
+        self, groups: ExpertGroups, choosing: Choosing, num_experts: int, topk: int, wire: Wire = SAME
+    ) -> None:
+        """
+        Args:
+            wire: how tokens travel.
+        """
+        self.groups, self.choosing, self.wire = groups, choosing, wire
         self.num_experts, self.topk = num_experts, topk
         self.hops: TokenHops | None = None
         """None until the domains are chosen: at the first pass, where they are not fixed."""
@@ -80,7 +87,7 @@ class ExpertMigrationDispatcher(Dispatcher):
 
     def _settle(self, domains: ExpertDomains) -> None:
         groups = domain_groups(self.groups.ep, domains, self)
-        self.hops = TokenHops(groups, self.groups, self.num_experts, self.topk)
+        self.hops = TokenHops(groups, self.groups, self.num_experts, self.topk, self.wire)
         if groups.migrates:
             self.migrated = self._migrate(groups, self.hops.tables.owners)
 
@@ -101,16 +108,16 @@ class ExpertMigrationDispatcher(Dispatcher):
         """Puts each token's facts behind it, and lets all ranks know how many copies there will be."""
         if self.hops is None:
             self._settle(self.choosing.choose(tokens_TH.size(0), tokens_TH.device))
-        packed_TP, rows = self.hops.rows(tokens_TH, probs, routing_map_TE, is_padded=capacity is not None)
+        packed, rows = self.hops.rows(tokens_TH, probs, routing_map_TE, is_padded=capacity is not None)
         counts, lent = rows.counts, None
         if self.migrated is not None:
             counts = torch.cat([counts, self.migrated.news()])
             lent = self.migrated.lent()
         counts = HostCopy(all_gather_rows(counts.view(1, -1), None, self.groups.joint))
-        return packed_TP, HoppingTokens(self, rows, counts, lent)
+        return packed, HoppingTokens(self, rows, counts, lent)
 
     def dispatch(
-        self, packed_TP: torch.Tensor, dispatched: HoppingTokens, prob_dtype: torch.dtype
+        self, packed: torch.Tensor, dispatched: HoppingTokens, prob_dtype: torch.dtype
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Tokens to the ranks that hold their experts, sorted by owner and expert.
 
@@ -120,13 +127,13 @@ class ExpertMigrationDispatcher(Dispatcher):
         if self.migrated is not None:
             self.migrated.fetch(dispatched.news)  # on their way while tokens are
         exchange = dispatched.exchange
-        rows_NH, probs_N = to_experts(packed_TP, exchange, prob_dtype)
+        rows_NH, probs_N = to_experts(packed, dispatched.rows.own.wire, exchange, prob_dtype)
         return rows_NH, exchange.plan.tokens_per_expert, probs_N
 
     def combine(self, rows_NH: torch.Tensor, dispatched: HoppingTokens) -> torch.Tensor:
-        """Sums of the expert outputs back on the ranks of their tokens: [R, H] -> [T, H]."""
-        return to_sources(rows_NH, dispatched.exchange)
+        """Sums of the expert outputs [R, H] back on the ranks of their tokens."""
+        return to_sources(rows_NH, dispatched.rows.own.wire, dispatched.exchange)
 
-    def unpermute(self, tokens_TH: torch.Tensor, dispatched: HoppingTokens) -> torch.Tensor:
-        """Nothing remains to be summed."""
-        return tokens_TH
+    def unpermute(self, returned: torch.Tensor, dispatched: HoppingTokens) -> torch.Tensor:
+        """Nothing remains to be summed: [T, H]."""
+        return dispatched.rows.own.unpermute(returned)

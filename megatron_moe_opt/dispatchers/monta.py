@@ -14,16 +14,20 @@ import torch
 
 from megatron_moe_opt.dispatchers.dispatcher import Dispatched, Dispatcher, map_rows
 from megatron_moe_opt.dispatchers.pipelining import Pipelining
-from megatron_moe_opt.kernels import permute_packed
+from megatron_moe_opt.row_format import SAME, Wire
+from megatron_moe_opt.runtime.rows.own_rows import permuted
 from megatron_moe_opt.topology.expert_groups import ExpertGroups
 
 
 class MontaDispatcher(Dispatcher):
     """Moves tokens at a level, and in chunks, that a Pipelining says."""
 
-    def __init__(self, groups: ExpertGroups, pipelining: Pipelining) -> None:
-        self.groups = groups
-        self.pipelining = pipelining
+    def __init__(self, groups: ExpertGroups, pipelining: Pipelining, wire: Wire = SAME) -> None:
+        """
+        Args:
+            wire: how rows travel.
+        """
+        self.groups, self.pipelining, self.wire = groups, pipelining, wire
 
     def describe(self) -> str:
         """Returns what runs, in words, for the line that is logged at start."""
@@ -35,13 +39,13 @@ class MontaDispatcher(Dispatcher):
         """Groups this rank's tokens by chunk and expert, each row with its probability behind it."""
         row_map, counts = map_rows(routing_map_TE, self.groups, **sizes)
         level, num_chunks = self.pipelining.current
-        row_map = row_map.cut(num_chunks)
-        return permute_packed(tokens_TH, probs_TE, row_map), Dispatched(row_map, counts, self.groups, level)
+        packed, own = permuted(tokens_TH, probs_TE, row_map.cut(num_chunks), self.wire)
+        return packed, Dispatched(own, counts, self.groups, level)
 
     def dispatch(
-        self, packed_RP: torch.Tensor, dispatched: Dispatched, prob_dtype: torch.dtype
+        self, packed: torch.Tensor, dispatched: Dispatched, prob_dtype: torch.dtype
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """See Dispatcher; the next pass is pipelined as this one's rows ask for."""
         # host synchronisation: for the counts, which `exchange` then has
         self.pipelining.observe(dispatched.counts.wait())
-        return super().dispatch(packed_RP, dispatched, prob_dtype)
+        return super().dispatch(packed, dispatched, prob_dtype)

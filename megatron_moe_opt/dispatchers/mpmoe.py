@@ -21,11 +21,12 @@ import torch.distributed as dist
 
 from megatron_moe_opt.dispatchers.dispatcher import Dispatcher, map_rows
 from megatron_moe_opt.dispatchers.partitioning import Partitioning, Partitions
-from megatron_moe_opt.kernels import RowMap, permute_packed, unpermute_rows
+from megatron_moe_opt.row_format import SAME, Wire
 from megatron_moe_opt.runtime.engine.collectives import all_gather_rows
 from megatron_moe_opt.runtime.engine.host_copy import HostCopy
 from megatron_moe_opt.runtime.rows.exchange_plan import plan_partitions
 from megatron_moe_opt.runtime.rows.expert_exchange import Exchange
+from megatron_moe_opt.runtime.rows.own_rows import OwnRows, permuted
 from megatron_moe_opt.runtime.rows.token_hops import HoppingRows, TokenHops
 from megatron_moe_opt.runtime.rows.ways import way_of
 from megatron_moe_opt.runtime.through_experts.expert_call import Experts
@@ -38,13 +39,11 @@ class Partitioned(Protocol):
 
     partitions: Partitions
     prob_dtype: torch.dtype
+    own: OwnRows
 
     @property
     def exchanges(self) -> tuple[Exchange, ...]:
         """Who sends what to whom, for each partition; the first use waits for the counts to reach the host."""
-
-    def unpermute(self, rows: torch.Tensor) -> torch.Tensor:
-        """Outputs [R, H] to those of tokens [T, H]."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +52,7 @@ class PartitionedRows:
 
     partitions: Partitions
     prob_dtype: torch.dtype
-    row_map: RowMap
+    own: OwnRows
     counts: HostCopy
     """[ep_size, etp_size, experts] rows of every rank, on its way to the host."""
     groups: ExpertGroups
@@ -61,15 +60,12 @@ class PartitionedRows:
     @cached_property
     def exchanges(self) -> tuple[Exchange, ...]:
         """See Partitioned."""
-        groups, device = self.groups, self.row_map.rows.device
+        groups, source = self.groups, self.own.source
+        device = source.row_map.rows.device
         # host synchronisation: for the counts, the only one of a forward pass
         plans = plan_partitions(self.counts.wait(), groups.ep_rank, groups.etp_rank, self.partitions.count, device)
-        way = way_of(groups, "O1")
+        way = way_of(groups, "O1", source.payload)
         return tuple(Exchange(way, plan) for plan in plans)
-
-    def unpermute(self, rows: torch.Tensor) -> torch.Tensor:
-        """Sums each token's rows."""
-        return unpermute_rows(rows, self.row_map)
 
 
 @dataclass(frozen=True)
@@ -83,26 +79,36 @@ class PartitionedTokens:
     """[joint size, partitions * counts of a partition] of every rank, on its way to the host."""
     hops: TokenHops
 
+    @property
+    def own(self) -> OwnRows:
+        """See Partitioned."""
+        return self.rows.own
+
     @cached_property
     def exchanges(self) -> tuple[Exchange, ...]:
         """See Partitioned."""
         # host synchronisation: for the counts, the only one of a forward pass
         return self.hops.exchanges(self.counts.wait(), self.rows)
 
-    def unpermute(self, rows: torch.Tensor) -> torch.Tensor:
-        """Nothing remains to be summed."""
-        return rows
-
 
 class MpmoeDispatcher(Dispatcher):
     """Moves tokens through their experts, too."""
 
-    def __init__(self, groups: ExpertGroups, partitioning: Partitioning, hops: TokenHops | None = None) -> None:
+    def __init__(
+        self,
+        groups: ExpertGroups,
+        partitioning: Partitioning,
+        hops: TokenHops | None = None,
+        wire: Wire = SAME,
+    ) -> None:
         """
         Args:
             hops: of the layer's tokens; None: partitions go by rows alone.
+            wire: how rows travel.
         """
-        self.groups, self.partitioning, self.hops = groups, partitioning, hops
+        self.groups, self.partitioning, self.hops, self.wire = groups, partitioning, hops, wire
+        self._rows: HostCopy | None = None
+        """Of all ranks in the last pass, on their way to the host."""
 
     def describe(self) -> str:
         """Returns what runs, in words, for the line that is logged at start."""
@@ -125,30 +131,41 @@ class MpmoeDispatcher(Dispatcher):
                 return routing_map_TE.size(1) * capacity
             rows = routing_map_TE.sum()
             dist.all_reduce(rows, group=groups.joint)
-            return int(rows) // groups.joint_size  # host synchronisation: where partitions depend on the pass' rows
+            before, self._rows = self._rows, HostCopy(rows)
+            # host synchronisation: where partitions depend on rows, in the first pass; later ones go by the last one's
+            return int((before or self._rows).wait()) // groups.joint_size
 
         partitions = self.partitioning.choose(mean_rows)
         if partitions.by_hops:
             is_padded = capacity is not None
-            packed_TP, rows = self.hops.rows(tokens_TH, probs_TE, routing_map_TE, partitions.count, is_padded)
+            packed, rows = self.hops.rows(tokens_TH, probs_TE, routing_map_TE, partitions.count, is_padded)
             counts = HostCopy(all_gather_rows(rows.counts.view(1, -1), None, groups.joint))
-            return packed_TP, PartitionedTokens(partitions, probs_TE.dtype, rows, counts, self.hops)
+            return packed, PartitionedTokens(partitions, probs_TE.dtype, rows, counts, self.hops)
         row_map, counts = map_rows(routing_map_TE, groups, capacity=capacity, num_rows=num_rows)
-        row_map = row_map.cut(partitions.count)
-        packed_RP = permute_packed(tokens_TH, probs_TE, row_map)
-        return packed_RP, PartitionedRows(partitions, probs_TE.dtype, row_map, counts, groups)
+        packed, own = permuted(tokens_TH, probs_TE, row_map.cut(partitions.count), self.wire)
+        return packed, PartitionedRows(partitions, probs_TE.dtype, own, counts, groups)
 
     def dispatch(
-        self, packed_RP: torch.Tensor, partitioned: Partitioned, prob_dtype: torch.dtype
+        self, packed: torch.Tensor, partitioned: Partitioned, prob_dtype: torch.dtype
     ) -> tuple[torch.Tensor, None, torch.Tensor]:
         """Rows as they are, with their probabilities behind them: `through_experts` sends them."""
-        return packed_RP, None, packed_RP.new_empty(0)
+        return packed, None, packed.new_empty(0)
 
-    def through_experts(self, packed_RP: torch.Tensor, partitioned: Partitioned, experts: Experts) -> torch.Tensor:
-        """Dispatch, experts and combine: packed rows [R, W] -> their outputs [R, H]."""
-        strategy = partitioned.partitions.strategy
-        return through_experts(packed_RP, experts, partitioned.exchanges, strategy, partitioned.prob_dtype)
+    def through_experts(self, packed: torch.Tensor, partitioned: Partitioned, experts: Experts) -> torch.Tensor:
+        """Dispatch, experts and combine: what stands for packed rows -> for their outputs, back at the source."""
+        return through_experts(
+            packed,
+            partitioned.own.wire,
+            experts,
+            partitioned.exchanges,
+            partitioned.partitions.strategy,
+            partitioned.prob_dtype,
+        )
 
-    def combine(self, rows_RH: torch.Tensor, partitioned: Partitioned) -> torch.Tensor:
+    def combine(self, returned: torch.Tensor, partitioned: Partitioned) -> torch.Tensor:
         """Rows as they are: they are back already."""
-        return rows_RH
+        return returned
+
+    def unpermute(self, returned: torch.Tensor, partitioned: Partitioned) -> torch.Tensor:
+        """By rows, sums each token's; by hops nothing remains to be summed: [T, H]."""
+        return partitioned.own.unpermute(returned)

@@ -185,9 +185,9 @@ class NetmoeDispatcher(Dispatcher):
         items, moving.beside = torch.from_numpy(holders.items(decision.move)), None
         return moving.rows.to_new_homes(rows_NH, moving.decided.counts, items, beside)
 
-    def unpermute(self, rows_RH: torch.Tensor, dispatched: Dispatched | MovingSamples) -> torch.Tensor:
+    def unpermute(self, returned: torch.Tensor, dispatched: Dispatched | MovingSamples) -> torch.Tensor:
         """[S * B, H], of samples that were moved as it is."""
-        return super().unpermute(rows_RH, dispatched) if isinstance(dispatched, Dispatched) else rows_RH
+        return super().unpermute(returned, dispatched) if isinstance(dispatched, Dispatched) else returned
 
 
 def _check_is_first(placement: LayerPlacement | None) -> None:

@@ -23,10 +23,11 @@ from torch.distributed import ProcessGroup
 
 from megatron_moe_opt.dispatchers.dispatcher import Dispatched, Dispatcher, map_rows
 from megatron_moe_opt.dispatchers.parm_schedule import ParmSchedule, ScheduleChoice
-from megatron_moe_opt.kernels import permute_packed
+from megatron_moe_opt.row_format import SAME, Wire
 from megatron_moe_opt.runtime.engine.collectives import all_gather_rows
 from megatron_moe_opt.runtime.engine.host_copy import HostCopy
 from megatron_moe_opt.runtime.rows.exchange_plan import Sharing
+from megatron_moe_opt.runtime.rows.own_rows import permuted
 from megatron_moe_opt.schedules.parm import AAS
 from megatron_moe_opt.topology.expert_groups import ExpertGroups, TokenCopies
 
@@ -34,8 +35,12 @@ from megatron_moe_opt.topology.expert_groups import ExpertGroups, TokenCopies
 class ParmDispatcher(Dispatcher):
     """Moves tokens under the schedule that is chosen at the first pass."""
 
-    def __init__(self, groups: ExpertGroups, choice: ScheduleChoice) -> None:
-        self.groups, self.choice = groups, choice
+    def __init__(self, groups: ExpertGroups, choice: ScheduleChoice, wire: Wire = SAME) -> None:
+        """
+        Args:
+            wire: how rows travel.
+        """
+        self.groups, self.choice, self.wire = groups, choice, wire
         self.schedule: ParmSchedule | None = None
         """Chosen at the first pass."""
         self.copies: TokenCopies | None = None
@@ -60,13 +65,13 @@ class ParmDispatcher(Dispatcher):
             self.schedule = self.choice.choose(tokens_TH, None)
         row_map, counts = map_rows(routing_map_TE, self.groups, **sizes)
         if self.copies is None:
-            row_map = row_map.cut(self.schedule.chunks)
-            return permute_packed(tokens_TH, probs_TE, row_map), Dispatched(
-                row_map, counts, self.groups, self.schedule.level
-            )
+            packed, own = permuted(tokens_TH, probs_TE, row_map.cut(self.schedule.chunks), self.wire)
+            return packed, Dispatched(own, counts, self.groups, self.schedule.level)
         copies, beyond = self.copies, None
         if not copies.inside:
             beyond = HostCopy(all_gather_rows(row_map.expert_counts, None, copies.group).view(copies.group.size(), -1))
-        row_map = row_map.cut(copies.group.size())
-        sharing = Sharing(copies, tokens_TH.size(1) * tokens_TH.element_size(), self.schedule.name != AAS, beyond)
-        return permute_packed(tokens_TH, probs_TE, row_map), Dispatched(row_map, counts, self.groups, None, sharing)
+        packed, own = permuted(tokens_TH, probs_TE, row_map.cut(copies.group.size()), self.wire)
+        payload = own.source.payload
+        row_bytes = payload.wire.combine.payload_bytes(payload.hidden, payload.dtype)
+        sharing = Sharing(copies, row_bytes, self.schedule.name != AAS, beyond)
+        return packed, Dispatched(own, counts, self.groups, None, sharing)

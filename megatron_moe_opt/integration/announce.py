@@ -3,28 +3,31 @@
 from __future__ import annotations
 
 import weakref
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from megatron_moe_opt.integration.layer.overlapped_batches import before_pass
+from megatron_moe_opt.options import Options
 from megatron_moe_opt.planning.costs.gpu_settings import needless_queue
+from megatron_moe_opt.row_format import SAME
 
 _layers: list[tuple[weakref.ref[Any], str, Any, str]] = []
-"""(layer, dispatcher name, dispatcher, its order of experts) of the layers built since the last line."""
+"""(layer, dispatcher name, dispatcher, what else there is to say) of the layers built since the last line."""
 
 
-def announce(layer: Any, name: str, dispatcher: Any, expert_order: Path | None = None) -> None:
+def announce(layer: Any, name: str, dispatcher: Any, options: Options) -> None:
     """Prints one line on rank 0 when the first of the layers built so far runs for the first time.
 
     Waiting for the first forward pass lets one line speak for all layers of the model.
     """
     if dist.is_initialized() and dist.get_rank() != 0:
         return
-    order = "" if expert_order is None else f"; experts in the order of {expert_order}"
-    _layers.append((weakref.ref(layer), name, dispatcher, order))
+    more = "" if options.expert_order is None else f"; experts in the order of {options.expert_order}"
+    if options.wire.of_rows(layer.config.params_dtype is torch.bfloat16) != SAME:
+        more += f"; {options.wire.describe()}"
+    _layers.append((weakref.ref(layer), name, dispatcher, more))
 
     def speak(*_: Any) -> None:
         handle.remove()
@@ -37,9 +40,9 @@ def _print_lines() -> None:
     """One line for each different dispatcher: nearly always one."""
     numbers: dict[tuple[str, str], list[int]] = {}
     waits: str | None = None
-    for reference, name, dispatcher, order in _layers:
+    for reference, name, dispatcher, more in _layers:
         layer, groups = reference(), dispatcher.groups
-        what = f"{name} ({dispatcher.describe()}; EP {groups.ep_size}, expert-TP {groups.etp_size}{order})"
+        what = f"{name} ({dispatcher.describe()}; EP {groups.ep_size}, expert-TP {groups.etp_size}{more})"
         if layer is not None and torch.cuda.is_available():
             sizes = layer.config.tensor_model_parallel_size, layer.config.context_parallel_size
             waits = needless_queue(*sizes, torch.cuda.get_device_capability()[0])

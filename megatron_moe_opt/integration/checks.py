@@ -13,12 +13,13 @@ from megatron_moe_opt.integration.layer.replicated_tokens import drawn_by_each_r
 from megatron_moe_opt.integration.training_arguments import training_arguments
 from megatron_moe_opt.option_values import AUTO
 from megatron_moe_opt.options import Options
+from megatron_moe_opt.row_format import SAME, Wire, WireFormat
 from megatron_moe_opt.systems import SYSTEMS, system_of
 from megatron_moe_opt.systems.system import CHOOSES, FLAG, PREFIX, READS, System, flag_of, shown
 
 GRAPHED = ("attn", "mlp")
 """Of --cuda-graph-scope, what may be captured: parts of a layer without experts."""
-_NEVER_UNREAD = ("compression_ratio", "gradient_compression_ratio", "plan")
+_NEVER_UNREAD = ("compression_ratio", "gradient_compression_ratio", "plan", "wire")
 
 
 def check_name(name: str, stock: Iterable[str], ours: Iterable[str]) -> None:
@@ -59,7 +60,7 @@ def is_upcycled(config: Any) -> bool:
 
 
 def check_never_unread(name: str, options: Options) -> None:
-    """Refuses compression, and a plan, under a dispatcher that has none, wherever options come from."""
+    """Refuses compression, formats of the wire, and a plan, under a dispatcher without them, whoever gives them."""
     _check_fields(name, options, _NEVER_UNREAD)
 
 
@@ -109,10 +110,10 @@ def check_config(config: Any, name: str, options: Options) -> None:
         check_expert_order(config, options.expert_order)
     if name == AUTO:
         _check_auto(options)
-    check_never_unread(name, options)
     system, arguments = system_of(name), training_arguments()
     if system is not None:
         _check_system(system, config, options, arguments)
+    check_never_unread(name, options)
     _check_cuda_graphs(config, name, moves_samples=system is not None and system.moves_samples)
     if overlaps_batches(config):
         _check_overlap(config, name, system)
@@ -192,12 +193,30 @@ def _check_system(system: System, config: Any, options: Options, arguments: Any)
                 f"calls {what} in its own order: drop it, or use monta"
             )
     system.check(config, options, arguments)
+    if options.wire != SAME:
+        _check_wire(config, options.wire)
     schedule = system.takes_copies(options)
     if schedule is not None and (drawn := drawn_by_each_rank(config)) is not None:
         raise ConfigurationError(
             f"{drawn} has each rank of a TP group route the tokens that all of them hold in its own way, which "
             f"{schedule} cannot bring together: drop it, use {FLAG} parm with {PREFIX}parm-schedule S1, or add "
             "--sequence-parallel"
+        )
+
+
+def _check_wire(config: Any, wire: Wire) -> None:
+    """Refuses formats of rows on the wire that save nothing, or are rounded once more by others' scales."""
+    flag, formats = f"{PREFIX}wire {wire}", (wire.dispatch, wire.combine)
+    if config.fp16 and WireFormat.BF16 in formats:
+        raise ConfigurationError(
+            f"{flag} sends rows of --fp16 in as many bytes with fewer digits: use --bf16, or give {PREFIX}wire "
+            "dispatch=fp8,combine=same"
+        )
+    recipe = "--fp8-format" if config.fp8 else "--fp4-format" if getattr(config, "fp4", None) else None
+    if recipe is not None and any(one.block is not None for one in formats):
+        raise ConfigurationError(
+            f"{flag} rounds what experts in {recipe} round again, by scales of their own: drop one of the two, or give "
+            f"{PREFIX}wire bf16"
         )
 
 
@@ -218,6 +237,11 @@ def _check_auto(options: Options) -> None:
         raise ConfigurationError(
             f"{PREFIX}expert-order {options.expert_order} is for a dispatcher that stays, and {FLAG} {AUTO} tries "
             "several: choose one of them"
+        )
+    if options.wire != SAME:
+        raise ConfigurationError(
+            f"{PREFIX}wire {options.wire} is lossy, which {FLAG} {AUTO} is with {PREFIX}allow-lossy alone: give that "
+            "in its place, and it may choose a format, or name a dispatcher"
         )
     for flag, ratio in options.compression.items():
         raise ConfigurationError(

@@ -270,4 +270,4 @@ def _plug(layer: Any, name: str, options: Options, plugged_class: type, says: bo
     if system.attach is not None:
         system.attach(layer, options)
     if says:
-        announce(layer, name, dispatcher, options.expert_order)
+        announce(layer, name, dispatcher, options)

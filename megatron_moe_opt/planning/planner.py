@@ -16,14 +16,16 @@ from megatron_moe_opt.planning.costs.cluster import STOCK, Cluster
 from megatron_moe_opt.planning.predicting.layer_on_cluster import LayerOnCluster
 from megatron_moe_opt.planning.predicting.layer_workload import LayerWorkload
 from megatron_moe_opt.planning.predicting.prediction import ALLTOALL, Prediction, Refusal
+from megatron_moe_opt.row_format import Wire
 from megatron_moe_opt.systems import SYSTEMS
+from megatron_moe_opt.systems.system import System
 
 WINS_BY = 0.03
 """What takes less than stock by a smaller part of stock's time cannot be told from it: stock is taken."""
 
 
 def candidates(
-    workload: LayerWorkload, cluster: Cluster, budget: int | None = None
+    workload: LayerWorkload, cluster: Cluster, budget: int | None = None, wires: Sequence[Wire] = ()
 ) -> tuple[tuple[Prediction, ...], tuple[Refusal, ...]]:
     """Every candidate that the cluster's measurements cover, the fastest first, and what is left out.
 
@@ -31,6 +33,7 @@ def candidates(
 
     Args:
         budget: bytes of activations. What holds more is refused; stock is not.
+        wires: formats of rows, besides those that they have, with which systems that can are candidates too.
 
     Raises:
         ConfigurationError: the cluster has no expert measured, or lacks what all candidates need.
@@ -39,10 +42,14 @@ def candidates(
     layer.expert_costs  # noqa: B018  whole layers are compared: refuses a cluster without an expert
     found: list[Prediction] = []
     refused: list[Refusal] = []
-    of_systems = [(system.name, system.candidates, system.open_options) for system in SYSTEMS if system.candidates]
-    for name, of_system, options in ((ALLTOALL, _stock, None), *of_systems):
+    systems = [system for system in SYSTEMS if system.candidates]
+    asked = [(system.name, system.candidates(layer, system.open_options)) for system in systems]
+    for wire in wires:
+        narrowed = LayerOnCluster(replace(workload, wire=wire), cluster)
+        asked += [(f"{one.name}:{wire.word}", _narrowed(one, narrowed)) for one in systems if one.reads_option("wire")]
+    for name, of_system in ((ALLTOALL, _stock(layer)), *asked):
         try:
-            for one in of_system(layer, options):
+            for one in of_system:
                 if isinstance(one, Refusal):
                     refused.append(one)
                 elif budget is not None and one.activation_bytes > budget and one.variant != ALLTOALL:
@@ -57,6 +64,13 @@ def candidates(
     return tuple(sorted(found, key=lambda one: one.seconds)), tuple(refused)
 
 
+def _narrowed(system: System, layer: LayerOnCluster) -> Iterator[Prediction | Refusal]:
+    """The candidates of a system whose rows are narrower on the wire, under names that say so."""
+    for one in system.candidates(layer, system.open_options):
+        if not isinstance(one, Refusal):  # what is refused is so whatever the wire
+            yield replace(one, variant=f"{one.variant}:{layer.workload.wire.word}")
+
+
 def stock_without_waiting(
     workload: LayerWorkload, cluster: Cluster, budget: int | None = None
 ) -> tuple[tuple[Prediction, ...], tuple[Refusal, ...]]:
@@ -64,7 +78,7 @@ def stock_without_waiting(
 
     Raises ConfigurationError where stock does not train.
     """
-    (stock,) = _stock(LayerOnCluster(workload, cluster), None)
+    (stock,) = _stock(LayerOnCluster(workload, cluster))
     if isinstance(stock, Refusal):
         raise ConfigurationError(f"{stock.variant}: {stock.reason}")
     return (replace(stock, seconds=stock.seconds - stock.exposed, exposed=0.0),), ()
@@ -79,7 +93,7 @@ def best(predictions: Sequence[Prediction]) -> Prediction:
     return fastest
 
 
-def _stock(layer: LayerOnCluster, options: None) -> Iterator[Prediction | Refusal]:
+def _stock(layer: LayerOnCluster) -> Iterator[Prediction | Refusal]:
     if layer.workload.tp > 1:
         yield Refusal(ALLTOALL, "stock Megatron does not train MoE layers under TP without sequence parallelism")
         return

@@ -117,11 +117,25 @@ class RowBytes:
     packed: int
     """With its probability, on the way to the experts."""
     token: int
-    """Without."""
+    """As the experts have it."""
     middle: int = 0
     """Of what experts save for backward (T_M)."""
     returned: int | None = None
     """With the gradient of its probability, on the way back; None: as much as `packed`."""
+    outputs: int | None = None
+    """Of an output on the way back; None: as much as `token`."""
+    output_gradients: int | None = None
+    """Of the gradient of an output, on the way to the experts; None: as much as `token`."""
+
+    def of(self, move: Move) -> int:
+        """On the way."""
+        own, other = {
+            INPUTS: (self.packed, 0),
+            INPUT_GRADIENTS: (self.returned, self.packed),
+            OUTPUTS: (self.outputs, self.token),
+            OUTPUT_GRADIENTS: (self.output_gradients, self.token),
+        }[move]
+        return other if own is None else own
 
 
 def forward(strategy: str, partitions: Sequence[Partition], row: RowBytes, way: Stages) -> Schedule:
@@ -154,9 +168,9 @@ def forward(strategy: str, partitions: Sequence[Partition], row: RowBytes, way: 
 def backward(strategy: str, partitions: Sequence[Partition], row: RowBytes, way: Stages) -> Schedule:
     """Gradients of the rows' outputs to the experts, and of their inputs back: grad_combined.j -> grad_rows.j.
 
-    Rows that were kept to be communicated again make room for their gradients: these go to rows.j then. A gradient op,
-    like the compute op that it mirrors, has the size of T_DI. Partitions are in the same order as in the forward pass,
-    which is the order in which weight gradients are added.
+    Rows that were kept to be communicated again have been read by then: grad_rows.j may be in their memory. A gradient
+    op, like the compute op that it mirrors, has the size of T_DI. Partitions are in the same order as in the forward
+    pass, which is the order in which weight gradients are added.
     """
     how, count = STRATEGIES[strategy], len(partitions)
     inputs = [f"grad_combined.{j}" for j in range(count)]
@@ -188,8 +202,7 @@ def backward(strategy: str, partitions: Sequence[Partition], row: RowBytes, way:
             pipeline.add(Kind.COMPUTE, Lane.COMPUTE, j, size, ["tokens"], ["middle"])
         pipeline.add(Kind.GRADIENT, Lane.COMPUTE, j, size, ["tokens", "middle", "grad_output"], ["grad_tokens"])
 
-    target = "rows" if how.inputs is Restore.COMMUNICATE else "grad_rows"
-    pipeline.alternate(send, sort, compute, lambda j: pipeline.back(j, INPUT_GRADIENTS, f"{target}.{j}"))
+    pipeline.alternate(send, sort, compute, lambda j: pipeline.back(j, INPUT_GRADIENTS, f"grad_rows.{j}"))
     return pipeline.schedule(_name("backward", strategy, count))
 
 
@@ -229,7 +242,7 @@ def place_of(buffer: str) -> tuple[Move, str]:
         (INPUTS, {"tokens": "sorted"}),
         (OUTPUT_GRADIENTS, {"grad_output": "sorted"}),
         (OUTPUTS, {"combined": "rows"}),
-        (INPUT_GRADIENTS, {"grad_rows": "rows", "rows": "rows"}),
+        (INPUT_GRADIENTS, {"grad_rows": "rows"}),
     ):
         if name in sorted_or_back:
             return move, sorted_or_back[name]
@@ -309,10 +322,7 @@ class _Partitions(Pipeline):
         self._at_source.pop(j, lambda: None)()
 
     def _bytes(self, j: int, move: Move) -> Any:
-        row = self._row
-        returned = row.packed if row.returned is None else row.returned
-        row_bytes = {INPUTS: row.packed, INPUT_GRADIENTS: returned}.get(move, row.token)
-        return self._partitions[j].bytes(row_bytes)
+        return self._partitions[j].bytes(self._row.of(move))
 
     def _name(self, name: str, j: int) -> str:
         if "." in name:

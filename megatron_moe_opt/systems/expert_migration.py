@@ -299,7 +299,7 @@ def _stays(options: MigrationOptions, run: Run) -> str | None:
 EXPERT_MIGRATION = System(
     name=NAME,
     options=MigrationOptions,
-    reads=("profile",),
+    reads=("profile", "wire"),
     unread_profile=_unread_profile,
     build=_build,
     attach=_attach,

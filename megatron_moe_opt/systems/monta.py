@@ -81,13 +81,13 @@ def pipelining(config: Any, groups: Any, options: MontaOptions) -> Any:
     from megatron_moe_opt.dispatchers.pipelining import pipelining_of
     from megatron_moe_opt.integration.layer.configured_workload import layer_workload
 
-    return pipelining_of(options, groups, layer_workload(config, groups))
+    return pipelining_of(options, groups, layer_workload(config, groups, wire=options.wire))
 
 
 def _build(groups: Any, options: MontaOptions, config: Any) -> Any:
     from megatron_moe_opt.dispatchers.monta import MontaDispatcher
 
-    return MontaDispatcher(groups, pipelining(config, groups, options))
+    return MontaDispatcher(groups, pipelining(config, groups, options), options.wire)
 
 
 def parse_pipeline(variant: str, setting: str, profile: Path | None) -> Mapping[str, Any]:
@@ -132,7 +132,7 @@ def _candidates(layer: LayerOnCluster, options: MontaOptions) -> Iterator[Predic
 MONTA = System(
     name=NAME,
     options=MontaOptions,
-    reads=("profile",),
+    reads=("profile", "wire"),
     build=_build,
     grammar=Grammar(parse_pipeline, _write),
     candidates=_candidates,

@@ -119,11 +119,13 @@ def _build(groups: Any, options: MpmoeOptions, config: Any) -> Any:
     from megatron_moe_opt.topology.domains import stationary
 
     if HOPS not in options.ways:
-        return MpmoeDispatcher(groups, partitioning_of(options, groups, layer_workload(config, groups)))
+        workload = layer_workload(config, groups, wire=options.wire)
+        return MpmoeDispatcher(groups, partitioning_of(options, groups, workload), wire=options.wire)
     workers = levels_of(groups.ep, options.network_levels)
-    dispatcher = MpmoeDispatcher(groups, partitioning_of(options, groups, layer_workload(config, groups, workers)))
+    workload = layer_workload(config, groups, workers, wire=options.wire)
+    dispatcher = MpmoeDispatcher(groups, partitioning_of(options, groups, workload), wire=options.wire)
     hops_in = domain_groups(groups.ep, stationary(workers), dispatcher)
-    dispatcher.hops = TokenHops(hops_in, groups, config.num_moe_experts, config.moe_router_topk)
+    dispatcher.hops = TokenHops(hops_in, groups, config.num_moe_experts, config.moe_router_topk, options.wire)
     return dispatcher
 
 
@@ -273,7 +275,7 @@ def no_hops(layer: LayerOnCluster) -> str | None:
 MPMOE = System(
     name=NAME,
     options=MpmoeOptions,
-    reads=("profile", "network_levels"),
+    reads=("profile", "network_levels", "wire"),
     unread_profile=_unread_profile,
     build=_build,
     attach=_attach,

@@ -14,6 +14,7 @@ from megatron_moe_opt.planning.predicting.layer_on_cluster import LayerOnCluster
 from megatron_moe_opt.planning.predicting.monta import CHUNKS as CHUNK_COUNTS
 from megatron_moe_opt.planning.predicting.partitioned_rows import hop_partitions, hop_row_bytes
 from megatron_moe_opt.planning.predicting.prediction import Prediction, Refusal
+from megatron_moe_opt.row_format import SAME
 from megatron_moe_opt.schedules import netmoe as hops
 from megatron_moe_opt.schedules.monta import even_chunks
 from megatron_moe_opt.schedules.schedule import COLLECTIVES, Kind, Op
@@ -45,6 +46,11 @@ def _attach(layer: Any, options: Any) -> None:
 
 def _check(config: Any, options: Any, arguments: Any) -> None:
     """Refuses what cannot move with samples, or would not be what it is without moves."""
+    if options.wire != SAME:
+        raise ConfigurationError(
+            f"{PREFIX}wire {options.wire} would round the residual, which {FLAG} netmoe sends with its rows and which "
+            "keeps its dtype: drop it, or use expert-migration, whose tokens hop alike"
+        )
     ranks = config.expert_model_parallel_size * config.expert_tensor_parallel_size
     tp, cp = config.tensor_model_parallel_size, config.context_parallel_size
     if ranks == tp * cp or ranks % (tp * cp):

@@ -59,8 +59,8 @@ def _build(groups: Any, options: ParmOptions, config: Any) -> Any:
     from megatron_moe_opt.integration.layer.configured_workload import layer_workload
     from megatron_moe_opt.integration.layer.replicated_tokens import drawn_by_each_rank
 
-    workload = layer_workload(config, groups)
-    return ParmDispatcher(groups, schedule_of(options, groups, workload, drawn_by_each_rank(config)))
+    workload = layer_workload(config, groups, wire=options.wire)
+    return ParmDispatcher(groups, schedule_of(options, groups, workload, drawn_by_each_rank(config)), options.wire)
 
 
 def _check(config: Any, options: ParmOptions, arguments: Any) -> None:
@@ -120,7 +120,7 @@ def _stays(options: ParmOptions, run: Run) -> str | None:
 PARM = System(
     name=NAME,
     options=ParmOptions,
-    reads=("profile",),
+    reads=("profile", "wire"),
     unread_profile=_unread_profile,
     build=_build,
     check=_check,

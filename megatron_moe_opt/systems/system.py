@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_moe_opt.errors import ConfigurationError
-from megatron_moe_opt.option_values import AUTO, FILE, SECONDS, SWITCH, Values
+from megatron_moe_opt.option_values import AUTO, FILE, SECONDS, SWITCH, WIRE, Values
+from megatron_moe_opt.row_format import SAME, Wire
 
 if TYPE_CHECKING:
     from megatron_moe_opt.options import Options
@@ -54,6 +55,21 @@ class SharedOptions:
         "expert-order",
         FILE,
         "which rank holds which experts, written by `moe-opt trace place` (default: stock's order)",
+    )
+    wire: Wire = option(
+        "wire",
+        WIRE,
+        "format of rows between ranks: same; bf16; fp8 (e4m3, a float32 scale for 128 elements) or mxfp8 (e4m3, an "
+        "e8m0 scale for 32), which mean tokens in 8 bits to the experts and sums back in bf16, forward and backward; "
+        "or by direction, such as dispatch=fp8,combine=same; all but same are lossy (default: %(default)s)",
+        SAME,
+    )
+    allow_lossy: bool = option(
+        "allow-lossy",
+        SWITCH,
+        f"auto may choose formats of rows on the wire that are lossy, see {PREFIX}wire",
+        False,
+        auto=READS,
     )
     telemetry: bool = option(
         "telemetry",
@@ -170,7 +186,8 @@ class System:
     def variant(self, options: Options, levels: int = 1) -> str:
         """The system with these options in one word, defaults filled in."""
         setting = "" if self.grammar is None else self.grammar.write(options, levels)
-        return f"{self.name}:{setting}" if setting else self.name
+        wire = "" if options.wire == SAME else options.wire.word
+        return ":".join(part for part in (self.name, setting, wire) if part)
 
 
 def recomputed_modules(config: Any) -> list[str]:

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from megatron_moe_opt.dispatchers import say
+from megatron_moe_opt.options import Options
 from megatron_moe_opt.planning.costs.gpu_settings import gpu_settings, needless_queue, other_settings
 
 ENVIRONMENT = {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "NCCL_ALGO": "Ring", "NCCL_DEBUG_FILE": "x", "PATH": "/bin"}
@@ -61,13 +62,13 @@ def test_the_first_pass_says_what_one_queue_costs(monkeypatch, capsys):
 
     layer = torch.nn.Identity()
     layer.layer_number = 1
-    layer.config = SimpleNamespace(tensor_model_parallel_size=1, context_parallel_size=1)
+    layer.config = SimpleNamespace(tensor_model_parallel_size=1, context_parallel_size=1, params_dtype=torch.float32)
     dispatcher = SimpleNamespace(groups=SimpleNamespace(ep_size=2, etp_size=1), describe=lambda: "it")
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     for available, number in ((False, 0), (True, 1)):
         monkeypatch.setattr(torch.cuda, "is_available", lambda available=available: available)
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
-        announce.announce(layer, "monta", dispatcher)
+        announce.announce(layer, "monta", dispatcher, Options())
         layer(torch.zeros(1)), layer(torch.zeros(1))
         said = capsys.readouterr().out
         assert said.count("dispatcher monta") == 1 and said.count("CUDA_DEVICE_MAX_CONNECTIONS is 1") == number

@@ -19,6 +19,8 @@ from megatron_moe_opt.planning.training.memory import RECOMPUTE, layer_activatio
 from megatron_moe_opt.planning.training.model import ModelShape
 from megatron_moe_opt.planning.training.step_costs import StepCosts, communication
 from megatron_moe_opt.planning.training.throughput import Throughput, throughput
+from megatron_moe_opt.row_format import Wire, narrower
+from megatron_moe_opt.variants import split_wire
 
 GIB = 2**30
 FITS = 0.9
@@ -63,6 +65,14 @@ class Case:
     def stock(self) -> Prediction | None:
         """The candidate that stock Megatron is; None where it does not train."""
         return next((one for one in self.candidates if one.variant == ALLTOALL), None)
+
+    @cached_property
+    def narrowed(self) -> dict[Wire, Prediction]:
+        """The fastest candidate with each format in which rows would be narrower on the wire."""
+        wires = narrower(self.workload.element_bytes)
+        found, _ = candidates(self.workload, self.site.cluster, self.settings.activation_budget, wires)
+        fastest = {wire: [one for one in found if split_wire(one.variant)[1] == wire] for wire in wires}
+        return {wire: ones[0] for wire, ones in fastest.items() if ones}
 
     @property
     def families(self) -> list[str]:

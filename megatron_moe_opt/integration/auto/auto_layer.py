@@ -12,7 +12,7 @@ Beside them Megatron's own allgather and, where installed, flex are tried, which
 
 All candidates compute the same function, so that training does not notice. Dispatchers are exchanged between optimizer
 steps only: no pass of theirs is under way then, and recomputed passes find what their first run used. None that loses
-information is a candidate.
+information is a candidate, but with --moe-opt-allow-lossy those whose rows are rounded on the wire.
 """
 
 from __future__ import annotations
@@ -51,6 +51,7 @@ from megatron_moe_opt.planning.planner import best, candidates
 from megatron_moe_opt.planning.predicting.layer_workload import LayerWorkload
 from megatron_moe_opt.planning.predicting.prediction import ALLTOALL, Prediction, Refusal
 from megatron_moe_opt.planning.predicting.skew import most_uneven_layer
+from megatron_moe_opt.row_format import narrower
 from megatron_moe_opt.runtime.engine.collectives import device_of
 from megatron_moe_opt.runtime.job.agreement import found_by_first
 from megatron_moe_opt.systems import system_of
@@ -313,7 +314,8 @@ class Controller:
                 rank_rows=most_uneven_layer([[one.rows for one in of_rank] for of_rank in of_ranks]),
                 placement_saving=self.placement_saving,
             )
-            found, not_here = candidates(workload, cluster, self.options.activation_budget)
+            wires = narrower(workload.element_bytes) if self.options.allow_lossy else ()
+            found, not_here = candidates(workload, cluster, self.options.activation_budget, wires)
             refused = {one.variant: one for one in not_here}
             moving = [one for one in found if (system := system_of(one.variant)) and system.moves_samples]
             if moving:

@@ -7,11 +7,17 @@ from typing import Any
 from megatron_moe_opt.integration.layer.replicated_tokens import holds_replicated_tokens
 from megatron_moe_opt.kernels import LANE_BYTES
 from megatron_moe_opt.planning.predicting.layer_workload import LayerWorkload, resident_part
+from megatron_moe_opt.row_format import SAME, Wire
 from megatron_moe_opt.topology.expert_groups import ExpertGroups
 
 
 def layer_workload(
-    config: Any, groups: ExpertGroups, workers: tuple[int, ...] = (), resident: int | None = None, tokens: int = 0
+    config: Any,
+    groups: ExpertGroups,
+    workers: tuple[int, ...] = (),
+    resident: int | None = None,
+    tokens: int = 0,
+    wire: Wire = SAME,
 ) -> LayerWorkload:
     """Of one micro-batch, routed evenly.
 
@@ -20,6 +26,7 @@ def layer_workload(
         workers: of each network level of the expert-parallel group; empty: not known.
         resident: layers whose gathered experts stay in memory; None: all.
         tokens: that a rank enters the layer with.
+        wire: how rows travel.
     """
     return LayerWorkload(
         tokens=tokens,
@@ -36,6 +43,7 @@ def layer_workload(
         capacity_factor=config.moe_expert_capacity_factor,
         workers=workers,
         fused=config.bias_activation_fusion,
+        wire=wire,
         resident_part=resident_part(len(moe_layers(config)) / config.pipeline_model_parallel_size, resident),
     )
 

@@ -51,7 +51,7 @@ def make_dispatcher(groups: ExpertGroups, options: Options, config: Any) -> Expe
     workers = levels_of(groups.ep, options.network_levels)
     if options.chooses_domains:
         workload = dataclasses.replace(
-            layer_workload(config, groups, workers, options.resident_limit),
+            layer_workload(config, groups, workers, options.resident_limit, wire=options.wire),
             tp=1,  # the dispatcher gets tokens that are split
             compression=options.compression_ratio or 1.0,
             gradient_compression=options.gradient_compression_ratio or 1.0,
@@ -59,7 +59,7 @@ def make_dispatcher(groups: ExpertGroups, options: Options, config: Any) -> Expe
         choosing: Choosing = MeasuredDomains(options.profile, groups, workload)
     else:
         choosing = FixedDomains(ExpertDomains(workers, _sizes(options, workers)))
-    return ExpertMigrationDispatcher(groups, choosing, config.num_moe_experts, config.moe_router_topk)
+    return ExpertMigrationDispatcher(groups, choosing, config.num_moe_experts, config.moe_router_topk, options.wire)
 
 
 def _sizes(options: Options, workers: tuple[int, ...]) -> tuple[int, ...]:

@@ -18,6 +18,7 @@ from megatron_moe_opt.runtime.engine import steps
 from megatron_moe_opt.runtime.engine.collectives import all_gather_rows, reduce_scatter_rows
 from megatron_moe_opt.runtime.rows.exchange_plan import Sharing, plan_exchange, share_out
 from megatron_moe_opt.runtime.rows.expert_exchange import Exchange, bind_to_sources
+from megatron_moe_opt.runtime.rows.row_layout import Payload
 from megatron_moe_opt.runtime.rows.ways import EpWithExpertTp
 from megatron_moe_opt.runtime.through_experts.expert_call import ExpertCall, Experts
 from megatron_moe_opt.schedules.mpmoe import Restore
@@ -84,7 +85,7 @@ def combine_and_gather(
     overlap, AAS. The size is that of the rows that come back to a rank for itself, times expert-TP. A collective call
     over all groups.
     """
-    sharing = Sharing(TokenCopies.of(tp, groups), rows.bytes, overlap)
+    sharing, payload = Sharing(TokenCopies.of(tp, groups), rows.bytes, overlap), Payload(rows.hidden, rows.dtype)
 
     def sized(size: int) -> SizedPipeline:
         number = rows.number(size, groups.joint_size)  # of an expert; for one expert there is nothing to reorder
@@ -92,7 +93,7 @@ def combine_and_gather(
         counts = torch.full((groups.ep_size, groups.etp_size, groups.ep_size), of_tp_group)
         ranks = groups.ep_rank, groups.etp_rank
         sent, parts = share_out(counts, *ranks, sharing)
-        exchange = Exchange(EpWithExpertTp(groups, parts), plan_exchange(sent, *ranks, 1, rows.device))
+        exchange = Exchange(EpWithExpertTp(groups, payload, parts), plan_exchange(sent, *ranks, 1, rows.device))
         outputs = rows.filled(number)
         return SizedPipeline(number * rows.bytes, lambda: bind_to_sources(outputs, None, exchange)[:2])
 

@@ -19,8 +19,10 @@ from megatron_moe_opt.integration.layer.layer_passes import number_of, on_gradie
 from megatron_moe_opt.integration.layer.layer_seam import LayerSeam, LayerSlot
 from megatron_moe_opt.integration.observe.stock_traffic import StockTraffic
 from megatron_moe_opt.kernels.count_tokens import count_routing_map
+from megatron_moe_opt.row_format import SAME
 from megatron_moe_opt.runtime.engine.recomputation import is_recomputing
 from megatron_moe_opt.runtime.observed.layer_pass import DeviceClock, Direction, HostClock, LayerPass, Samples
+from megatron_moe_opt.runtime.rows.row_layout import rounding
 
 STAGES = (LayerSlot.PREPROCESS, LayerSlot.DISPATCH, LayerSlot.COMBINE, LayerSlot.POSTPROCESS)
 """The slots around the experts, in the order in which a forward pass goes through them."""
@@ -71,6 +73,8 @@ class _Stages:
         """The forward pass under way, if it is observed."""
         self._has_backward = False
         self._traffic: StockTraffic | None = None
+        self._outputs: torch.Tensor | None = None
+        """Of the experts, in the pass under way, until it has been timed."""
         self._hooks: list[Any] = []
         self._running: tuple[LayerPass, Direction] | None = None
         """What the hooks of the experts write to."""
@@ -86,6 +90,7 @@ class _Stages:
             last.register_hook(functools.partial(self._end_backward, observed))
         self._has_backward = last is not None
         dispatcher = self._layer.token_dispatcher
+        self._note_rounding(observed, hidden_states, "dispatch")
         self._traffic = StockTraffic.of(dispatcher, probs.dtype)
         if self._traffic is None and not _tells_what_it_sends(dispatcher):
             observed.forward.is_counted = observed.backward.is_counted = False
@@ -111,6 +116,7 @@ class _Stages:
             return self._stock[LayerSlot.COMBINE](self._layer, output)
         self._leave_experts()
         result = self._stock[LayerSlot.COMBINE](self._layer, output)
+        self._outputs = output.detach()
         observed.forward.exchange_end = self._now()
         on_gradient(result, functools.partial(self._mark, observed.backward, "exchange_begin"))
         if self._traffic is not None:
@@ -126,6 +132,8 @@ class _Stages:
         if observed is not None:
             observed.forward.end = self._now()
             observed.forward.sent.stop()
+            self._note_rounding(observed, self._outputs, "combine")
+            self._outputs = None
             if self._has_backward:  # what begins must end
                 on_gradient(result, functools.partial(self._begin_backward, observed))
             record = self._record
@@ -133,6 +141,19 @@ class _Stages:
             (record.again if observed.recomputed else record.first).add(observed)
             _observed[id(record)] = record
         return result
+
+    def _note_rounding(self, observed: LayerPass, rows: torch.Tensor, direction: str) -> None:
+        """Notes what a dispatcher of ours loses of rows that travel narrower; where none does, nothing."""
+        dispatcher = getattr(self._layer.token_dispatcher, "dispatcher", None)
+        wire = getattr(dispatcher, "wire", SAME).of_rows(rows.dtype is torch.bfloat16)
+        if wire == SAME:
+            return
+        with torch.no_grad():
+            if rows.numel():
+                squares = rounding(rows.reshape(-1, rows.size(-1)), getattr(wire, direction))
+            else:  # mpmoe's outputs are back already
+                squares = rows.new_zeros(2, dtype=torch.float64)
+        observed.rounding.append(squares)
 
     def _next_pass(self, routing_map: torch.Tensor) -> LayerPass | None:
         if not self._layer.training:
@@ -150,7 +171,7 @@ class _Stages:
         if self._observed is not None:
             self._observed.forward.sent.stop()
             self._leave_experts()
-            self._observed = None
+            self._observed = self._outputs = None
 
     def _mark(self, direction: Direction, instant: str, _: torch.Tensor) -> None:
         setattr(direction, instant, self._now())

@@ -25,6 +25,7 @@ PREFIX = "moe-opt"
 """Of the names in TensorBoard and W&B."""
 STAGES = tuple(entry.name for entry in fields(Times))
 LINKS = ("inter-node", "intra-node")
+ERRORS = ("dispatch error", "combine error")
 WORST = 3
 """Layers that the log shows, besides the mean of all; of up to one more, it shows all."""
 
@@ -52,8 +53,8 @@ class _Observed:
     """The passes of one layer, as numbers of this rank that are to be added to those of the others.
 
     In this order: forward and backward, each the passes, those whose bytes are known, the sums of their times, and
-    bytes by link; the rows of every rank in every pass, zeros but for this rank's own; the tokens of every expert in
-    every pass.
+    bytes by link; the squares of what rounding on the wire has lost, and of the rows, to the experts and back; the rows
+    of every rank in every pass, zeros but for this rank's own; the tokens of every expert in every pass.
     """
 
     def __init__(self, record: LayerRecord, group: ProcessGroup) -> None:
@@ -63,7 +64,7 @@ class _Observed:
     @property
     def size(self) -> int:
         """How many numbers `own` returns: the same on every rank of the group."""
-        return 2 * _DIRECTION + len(self.first) * (self.group.size() + self.record.num_experts)
+        return 2 * _DIRECTION + _ROUNDING + len(self.first) * (self.group.size() + self.record.num_experts)
 
     def own(self) -> torch.Tensor:
         """float64 [size], on the device of the group's collectives."""
@@ -72,7 +73,8 @@ class _Observed:
         rows = torch.zeros(len(self.first), self.group.size(), dtype=torch.float64)
         rows[:, self.group.rank()] = torch.tensor([one.rows for one in self.first], dtype=torch.float64)
         tokens = [one.tokens_of_experts.double() for one in self.first]
-        parts = [self._sums(forward), self._sums(backward), rows.view(-1), *tokens]
+        rounding = sum((torch.cat(one.rounding) for one in self.first if one.rounding), torch.zeros(_ROUNDING))
+        parts = [self._sums(forward), self._sums(backward), rounding.double(), rows.view(-1), *tokens]
         return torch.cat([part.to(device_of(self.group)) for part in parts])
 
     def _sums(self, passes: list[tuple[Direction, ...]]) -> torch.Tensor:
@@ -99,18 +101,20 @@ class _Observed:
             sums: [size] of `own` over the ranks of the group.
         """
         ranks, passes = self.group.size(), len(self.first)
-        forward, backward, rows, tokens = sums.split(
-            [_DIRECTION, _DIRECTION, passes * ranks, passes * self.record.num_experts]
+        forward, backward, rounding, rows, tokens = sums.split(
+            [_DIRECTION, _DIRECTION, _ROUNDING, passes * ranks, passes * self.record.num_experts]
         )
         return (
             {"passes": float(passes)}
             | _means("", forward.tolist(), ranks)
             | _means("backward ", backward.tolist(), ranks)
+            | _errors(rounding.tolist())
             | {"expert imbalance": _imbalance(tokens, passes), "rank imbalance": _imbalance(rows, passes)}
         )
 
 
 _DIRECTION = 2 + len(STAGES) + len(LINKS)
+_ROUNDING = 4
 
 
 @cached_by_group
@@ -129,6 +133,13 @@ def _means(prefix: str, sums: list[float], ranks: int) -> dict[str, float]:
         scale = ranks / counted / 1e6
         means |= {f"{prefix}{link} MB": value * scale for link, value in zip(LINKS, sent, strict=True)}
     return means
+
+
+def _errors(squares: list[float]) -> dict[str, float]:
+    """Relative norms of what rounding rows on the wire loses; nothing where no rows were narrowed."""
+    lost_out, tokens, lost_back, outputs = squares
+    pairs = zip(ERRORS, ((lost_out, tokens), (lost_back, outputs)), strict=True)
+    return {name: (lost / whole) ** 0.5 for name, (lost, whole) in pairs if whole}
 
 
 def _imbalance(loads: torch.Tensor, passes: int) -> float:
@@ -152,6 +163,9 @@ def lines(values: Values) -> list[str]:
     if len(shown) < len(values):
         title += f"; the {WORST} with most exposed communication"
     rows = [_HEAD] + [_row(f"layer {number}", values[number]) for number in shown] + [_row("all", mean)]
+    if any(name in mean for name in ERRORS):
+        errors = [_errors_of(values[number]) for number in shown] + [_errors_of(mean)]
+        rows = [[*row, cell] for row, cell in zip(rows, ["rounded off", *errors], strict=True)]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [title] + ["telemetry: " + _align(row, widths) for row in rows]
 
@@ -171,6 +185,10 @@ def _row(name: str, values: dict[str, float]) -> list[str]:
         f"{values['expert imbalance']:.2f}",
         f"{values['rank imbalance']:.2f}",
     ]
+
+
+def _errors_of(values: dict[str, float]) -> str:
+    return " + ".join(f"{values[name]:.1e}" if name in values else "-" for name in ERRORS)
 
 
 def _align(row: list[str], widths: list[int]) -> str:

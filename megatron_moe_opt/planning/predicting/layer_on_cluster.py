@@ -27,6 +27,7 @@ PIPELINE = "pipeline with experts"
 DISPATCH = "dispatch and combine"
 """The term of all other schedules."""
 PROB_BYTES = 4
+_CONVERT = (Kind.COPY, Kind.PERMUTE, Kind.SUM)
 _WITH_PROBS = (0, 3)  # of `training_passes`: dispatch, and the gradients on the way back through it
 
 
@@ -86,7 +87,7 @@ class LayerOnCluster:
     def passes(self) -> tuple[Pass, ...]:
         """Of our dispatchers, whose rows carry their probabilities."""
         one = self.workload
-        return training_passes(self.exchanged, one.row_bytes, one.packed_row_bytes)
+        return training_passes(self.exchanged, one.outbound_bytes, one.packed_row_bytes, one.homebound_bytes)
 
     @cached_property
     def edge(self) -> list[Op]:
@@ -108,11 +109,21 @@ class LayerOnCluster:
 
         Schedules without experts have them added. `local_rows` as in `local_timeline`.
         """
-        costs = costs or self.costs
+        costs = self._converting(costs or self.costs)
         timelines = [simulate(schedule, costs, self.cluster.slowdown) for schedule in schedules]
         if alone:
             timelines.append(Timeline.in_turn("one after another", ((op, costs(op)) for op in alone)))
         return self.played(variant, timelines, whose, parts, local_rows)
+
+    def _converting(self, costs: Callable[[Op], float]) -> Callable[[Op], float]:
+        """Rows that travel narrower are converted where they are copied and summed: taken to cost what it costs to copy
+        them as experts have them.
+        """
+        one = self.workload
+        wider = 2 * one.row_bytes / (one.outbound_bytes + one.homebound_bytes)
+        if wider == 1:
+            return costs
+        return lambda op: costs(replace(op, size=round(op.size * wider)) if op.kind in _CONVERT else op)
 
     def played(
         self,

@@ -8,6 +8,7 @@ from math import ceil
 
 from megatron_moe_opt.planning.predicting.expert_migration import MigrationLayer
 from megatron_moe_opt.planning.predicting.skew import Skew
+from megatron_moe_opt.row_format import SAME, Wire, WireFormat
 from megatron_moe_opt.schedules.schedule import Kind
 
 
@@ -59,18 +60,33 @@ class LayerWorkload:
     """Bytes of experts that travel, over bytes sent."""
     gradient_compression: float = 1.0
     """The same of their gradients."""
+    wire: Wire = SAME
+    """How its rows travel."""
     resident_part: float = 1.0
     """Of a rank's MoE layers, those whose experts of other ranks stay in memory; 1: none is brought there again."""
 
     @property
     def row_bytes(self) -> int:
-        """Of a row of combine."""
+        """Of a row as its experts have it."""
         return self.hidden * self.element_bytes
+
+    @property
+    def outbound_bytes(self) -> int:
+        """Of a row on its way to the experts, without what is behind it."""
+        return self._on_the_wire(self.wire.dispatch)
+
+    @property
+    def homebound_bytes(self) -> int:
+        """Of a row on its way back."""
+        return self._on_the_wire(self.wire.combine)
+
+    def _on_the_wire(self, wire: WireFormat) -> int:
+        return self.row_bytes if wire is WireFormat.SAME else wire.payload_bytes(self.hidden, None)
 
     @property
     def packed_row_bytes(self) -> int:
         """Of a row of dispatch, which carries its probability."""
-        return self.row_bytes + self.lane_bytes
+        return self.outbound_bytes + self.lane_bytes
 
     @property
     def local_experts(self) -> int:
@@ -107,7 +123,8 @@ class LayerWorkload:
 
     def migration(self, skew: Skew) -> MigrationLayer:
         """As the stream model takes it. A row has its probabilities and the numbers of its experts behind it."""
-        row, whole = self.row_bytes + self.topk * self.lane_bytes // 2, self.expert_bytes
+        on_the_wire = (self.outbound_bytes + self.homebound_bytes) // 2  # as many rows go each way
+        row, whole = on_the_wire + self.topk * self.lane_bytes // 2, self.expert_bytes
         ratios = {Kind.ALL_GATHER: self.compression, Kind.REDUCE_SCATTER: self.gradient_compression}
         return MigrationLayer.alone(
             self.rows_of(1.0) // self.topk, row, self.topk, self.local_experts, int(whole / self.compression),

@@ -30,17 +30,21 @@ class Pass:
 _BUILDERS = {"dispatch": monta.dispatch, "combine": monta.combine}
 
 
-def training_passes(rows: int, row_bytes: int, packed_row_bytes: int) -> tuple[Pass, ...]:
+def training_passes(
+    rows: int, row_bytes: int, packed_row_bytes: int, homebound_bytes: int | None = None
+) -> tuple[Pass, ...]:
     """Dispatch and combine, forward and backward, of one layer and micro-batch, in the order of PASSES.
 
     Args:
         rows: (token, expert) pairs that this rank exchanges.
-        row_bytes: of a row of combine: hidden size times bytes of an element.
+        row_bytes: of a row on its way to the experts, without its probability.
         packed_row_bytes: of a row of dispatch, which carries its probability. Its gradient does too.
+        homebound_bytes: of a row on its way back, without; None: as much as `row_bytes`.
     """
+    back = row_bytes if homebound_bytes is None else homebound_bytes
     return (
         Pass("dispatch", rows * packed_row_bytes),
-        Pass("combine", rows * row_bytes),
+        Pass("combine", rows * back),
         Pass("dispatch", rows * row_bytes),  # backward of combine
-        Pass("combine", rows * packed_row_bytes),  # backward of dispatch
+        Pass("combine", rows * (back + packed_row_bytes - row_bytes)),  # backward of dispatch
     )

@@ -77,7 +77,8 @@ def s2_timelines(layer: LayerWorkload, tokens: int, cluster: Cluster) -> list[Ti
         ConfigurationError: a curve is missing.
     """
     saa, costs, timelines = _saa(cluster), cluster.costs(), []
-    for one in training_passes(-(-layer.routed_rows(tokens) // layer.tp), layer.row_bytes, layer.packed_row_bytes):
+    rows = -(-layer.routed_rows(tokens) // layer.tp)
+    for one in training_passes(rows, layer.outbound_bytes, layer.packed_row_bytes, layer.homebound_bytes):
         if one.direction == "dispatch":
             schedule = parm.dispatch(even_chunks(one.exchanged, layer.etp, 1), layer.etp)
             timelines.append(simulate(schedule, costs, cluster.slowdown))

@@ -19,7 +19,8 @@ FACT_BYTES = 4
 def row_bytes(layer: LayerWorkload) -> RowBytes:
     """What a row of the layer takes on its way and in its experts, Megatron's own PyTorch ones."""
     middle = layer.element_bytes * layer.ffn * expert_middle_width(layer.gated, layer.fused)
-    return RowBytes(layer.packed_row_bytes, layer.row_bytes, middle)
+    out, back = layer.outbound_bytes, layer.homebound_bytes
+    return RowBytes(layer.packed_row_bytes, layer.row_bytes, middle, back + layer.lane_bytes, back, out)
 
 
 def partitions(layer: LayerWorkload, rows: int, count: int) -> list[PartitionRows]:
@@ -37,7 +38,7 @@ def hop_row_bytes(layer: LayerWorkload, notes: bool = False) -> RowBytes:
     row, lane = row_bytes(layer), layer.lane_bytes
     sizes = layer.topk * 2 * FACT_BYTES + 8 * notes, layer.topk * FACT_BYTES
     facts, gradients = (-(-size // lane) * lane for size in sizes)
-    return replace(row, packed=layer.row_bytes + facts, returned=layer.row_bytes + gradients)
+    return replace(row, packed=layer.outbound_bytes + facts, returned=layer.homebound_bytes + gradients)
 
 
 def hop_partitions(layer: LayerWorkload, skew: Skew, rows: int, count: int) -> list[HopRows]:

@@ -125,6 +125,8 @@ class LayerPass:
     """Whether it repeats a forward pass, in the backward pass."""
     rows: int = 0
     """That this rank's calls of the experts got."""
+    rounding: list[torch.Tensor] = field(default_factory=list)
+    """float64 [2] of tokens, and of the experts' outputs, see rows.row_layout.rounding; empty: neither is narrowed."""
     forward: Direction = field(default_factory=Direction)
     backward: Direction = field(default_factory=lambda: Direction(is_backward=True))
 

@@ -8,18 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 import torch
-from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 
 from megatron_moe_opt.kernels import empty
+from megatron_moe_opt.row_format import WireFormat
 from megatron_moe_opt.runtime.engine.executor import executor
 from megatron_moe_opt.runtime.engine.started import advance_started
 from megatron_moe_opt.runtime.engine.steps import Steps
-from megatron_moe_opt.runtime.rows.linear import linear
+from megatron_moe_opt.runtime.rows.row_layout import AtExperts
 from megatron_moe_opt.runtime.rows.ways import Way
+from megatron_moe_opt.runtime.rows.wire_rows import WireRows, off_wire, onto_wire
 from megatron_moe_opt.schedules.pipeline import base_name
 from megatron_moe_opt.schedules.schedule import Op, Schedule
 
@@ -55,50 +55,48 @@ class Exchange(Generic[Plan]):
 
 
 def to_experts(
-    packed_RP: torch.Tensor, exchange: Exchange, prob_dtype: torch.dtype, notes: torch.Tensor | None = None
+    packed: torch.Tensor,
+    wire: WireRows,
+    exchange: Exchange,
+    prob_dtype: torch.dtype,
+    notes: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sends packed rows to the ranks of their experts and sorts them by local expert. Differentiable.
+    """Sends packed rows to the ranks of their experts and sorts them by local expert. Differentiable once.
 
     Args:
-        packed_RP: [R, H + lane], in the order of a row map cut into the plan's chunks; R is plan.num_sent or, where a
-            TP group shares rows out, those of the group, in the order of a map cut into its parts.
+        packed: stands for the rows on the wire, in the order of a row map cut into the plan's chunks: plan.num_sent of
+            them or, where a TP group shares rows out, those of the group, in the order of a map cut into its parts.
         prob_dtype: dtype of the probabilities in the lane.
         notes: int32 [plan.num_gathered], to be filled with the notes in the lanes (kernels.write_notes).
 
     Returns:
         Tokens [plan.num_gathered, H] and probabilities [plan.num_gathered], in stock Megatron's order.
     """
-    return _RowsToExperts.apply(packed_RP, exchange, prob_dtype, notes)
+    return off_wire(
+        packed,
+        wire,
+        lambda rows: run_to_experts(rows, exchange, prob_dtype, notes),
+        lambda grad_tokens, grad_probs: run_to_sources(grad_tokens, grad_probs, exchange),
+    )
 
 
-def to_sources(rows_NH: torch.Tensor, exchange: Exchange) -> torch.Tensor:
-    """Sums expert outputs over the expert-tensor-parallel ranks and sends them back to their tokens. Differentiable.
+def to_sources(rows_NH: torch.Tensor, wire: WireRows, exchange: Exchange) -> torch.Tensor:
+    """Sums expert outputs over the expert-tensor-parallel ranks and sends them back to their tokens. Differentiable
+    once.
 
     Args:
         rows_NH: [plan.num_gathered, H], sorted by local expert.
 
     Returns:
-        [R, H], as `to_experts` takes them; sums are taken in rank order, half-precision rows in float32.
+        What stands for the rows on the wire, as many and in the order that `to_experts` takes; sums are taken in rank
+        order, half-precision rows in float32.
     """
-    return linear(
-        rows_NH,
+    return onto_wire(
+        wire,
         lambda rows_NH: run_to_sources(rows_NH.contiguous(), None, exchange),
-        lambda grad: run_to_experts(grad.contiguous(), exchange, None)[0],
+        lambda grad: run_to_experts(grad, exchange, None)[:1],
+        rows_NH,
     )
-
-
-class _RowsToExperts(Function):
-    @staticmethod
-    def forward(
-        ctx: Any, packed: torch.Tensor, exchange: Exchange, prob_dtype: torch.dtype, notes: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        ctx.exchange = exchange
-        return run_to_experts(packed, exchange, prob_dtype, notes)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_tokens: torch.Tensor, grad_probs: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return run_to_sources(grad_tokens.contiguous(), grad_probs.contiguous(), ctx.exchange), None, None, None
 
 
 def run_to_experts(
@@ -109,12 +107,12 @@ def run_to_experts(
     `notes` as in `to_experts`.
     """
     way, plan = exchange.way, exchange.plan
-    layout = way.outbound(rows, prob_dtype)
+    layout = way.outbound(prob_dtype)
     tensor = exchange.tensors({"rows": rows}, lambda _, number: layout.empty_rows(number, rows))
-    in_place = prob_dtype is None and plan.arrives_sorted
+    in_place = prob_dtype is None and plan.arrives_sorted and layout.wire is WireFormat.SAME
     tokens = probs = None
     if not in_place:
-        tokens = empty((plan.num_gathered, layout.hidden), rows.dtype, rows.device)
+        tokens = empty((plan.num_gathered, layout.hidden), layout.dtype, rows.device)
     if prob_dtype is not None:
         probs = empty((plan.num_gathered,), prob_dtype, rows.device)
 
@@ -122,7 +120,7 @@ def run_to_experts(
         source = tensor(op.reads[0], op.chunk)
         if base_name(op.writes[0]) != "sorted":
             return way.step_out(op, source, tensor(op.writes[0], op.chunk), plan)
-        return Steps() if in_place else way.sort(source, tokens, probs, notes, plan, op.chunk, layout)
+        return Steps() if in_place else way.sort(AtExperts(source, tokens, probs, notes, plan, op.chunk, layout))
 
     schedule = way.dispatch(plan, layout.row_bytes)
     executor(rows.device).run(schedule, [bind(op) for op in schedule.ops])
@@ -146,22 +144,24 @@ def bind_to_sources(
 
     Args:
         tokens: [plan.num_gathered, H].
-        probs: [plan.num_gathered], to travel behind the tokens (W = H + lane); None: W = H.
+        probs: [plan.num_gathered], to travel behind the tokens; None: rows have no lane.
     """
     way, plan = exchange.way, exchange.plan
-    layout = way.homebound(tokens, None if probs is None else probs.dtype)
-    in_place = probs is None and plan.arrives_sorted
+    layout = way.homebound(None if probs is None else probs.dtype)
+    tokens = tokens.to(layout.dtype)
+    in_place = probs is None and plan.arrives_sorted and layout.wire is WireFormat.SAME
     given = {"sorted": tokens} | ({"unsorted": tokens} if in_place else {})
 
     def make(buffer: str, number: int) -> torch.Tensor:
-        return (layout.at_source if buffer == "rows" else layout).blank_rows(number, tokens)
+        return (layout.at_source if buffer == "rows" else layout).empty_rows(number, tokens)
 
     tensor = exchange.tensors(given, make)
 
     def bind(op: Op) -> Steps:
         written = tensor(op.writes[0], op.chunk)
         if base_name(op.reads[0]) == "sorted":
-            return Steps() if in_place else way.unsort(tokens, probs, written, plan, op.chunk, layout)
+            here = AtExperts(written, tokens, probs, None, plan, op.chunk, layout)
+            return Steps() if in_place else way.unsort(here)
         return way.step_back(op, [tensor(name, op.chunk) for name in op.reads], written, plan, layout)
 
     schedule = way.combine(plan, layout.row_bytes)

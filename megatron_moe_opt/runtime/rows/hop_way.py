@@ -14,12 +14,13 @@ from typing import ClassVar
 import torch
 from torch.distributed import ProcessGroup
 
-from megatron_moe_opt.kernels import RowMap, build_row_map, sum_packed_rows
+from megatron_moe_opt.kernels import RowMap, build_row_map
 from megatron_moe_opt.kernels.streams import used_here
 from megatron_moe_opt.runtime.engine import steps
 from megatron_moe_opt.runtime.engine.steps import Steps
 from megatron_moe_opt.runtime.rows.hop_plan import DomainTables, HopPlan
 from megatron_moe_opt.runtime.rows.row_facts import FactLayout, RowFacts
+from megatron_moe_opt.runtime.rows.row_layout import AtExperts
 from megatron_moe_opt.schedules.expert_migration import hop_back, hop_out
 from megatron_moe_opt.schedules.hops import HopRows, HopStages, level_of
 from megatron_moe_opt.schedules.monta import EXPERT_TP
@@ -145,13 +146,13 @@ class Hops:
             return before[-1] if before else self.num_tokens
         return self.num_tokens if name == "rows" else arrived
 
-    def outbound(self, rows: torch.Tensor, prob_dtype: torch.dtype | None) -> FactLayout:
+    def outbound(self, prob_dtype: torch.dtype | None) -> FactLayout:
         """See Way. Probabilities go with the numbers of their experts."""
-        return FactLayout(self.facts, self.facts.hidden if prob_dtype is None else self.facts.width, rows.dtype)
+        return self.facts.outbound(prob_dtype is not None)
 
-    def homebound(self, tokens: torch.Tensor, prob_dtype: torch.dtype | None) -> FactLayout:
+    def homebound(self, prob_dtype: torch.dtype | None) -> FactLayout:
         """See Way."""
-        return FactLayout(self.facts, self.facts.hidden if prob_dtype is None else self.facts.grad_width, tokens.dtype)
+        return self.facts.homebound(prob_dtype is not None)
 
     def step_out(self, op: Op, rows: torch.Tensor, arrived: torch.Tensor, plan: HopPlan) -> Steps:
         """See Way. The first way out finds the copies of each row by the facts behind it."""
@@ -165,51 +166,37 @@ class Hops:
 
         def copy() -> None:
             if level not in self.copies:
-                domains = self.tables.next_domain[level][self.facts.experts(rows)]
+                domains = self.tables.next_domain[level][self.facts.outbound().experts(rows)]
                 number = len(plan.hops[level].sent)
                 self.copies[level] = build_row_map(present(domains, number), num_out_tokens=arrived.size(0))
             torch.index_select(rows, 0, used_here(self.copies[level].sources), out=arrived)
 
         return steps.call(copy)
 
-    def sort(
-        self,
-        rows: torch.Tensor,
-        tokens: torch.Tensor,
-        probs: torch.Tensor | None,
-        notes: torch.Tensor | None,
-        plan: HopPlan,
-        chunk: int,
-        layout: FactLayout,
-    ) -> Steps:
+    def sort(self, here: AtExperts[HopPlan]) -> Steps:
         """See Way. The first way out finds which rows that arrived go to which of the experts held here."""
+        rows, layout = here.rows, here.layout
 
         def select() -> None:
             if self.held is None:
-                self._find_held(self.facts.experts(rows), plan)
-            torch.index_select(self.facts.tokens(rows), 0, used_here(self.held.sources), out=tokens)
-            if probs is not None:
-                torch.index_select(self.facts.probs(rows).view(-1), 0, used_here(self.pairs), out=probs)
+                self._find_held(layout.experts(rows), here.plan)
+            layout.select(rows, used_here(self.held.sources), here.tokens)
+            if here.probs is not None:
+                torch.index_select(layout.probs(rows).view(-1), 0, used_here(self.pairs), out=here.probs)
 
         return steps.call(select)
 
-    def unsort(
-        self,
-        tokens: torch.Tensor,
-        probs: torch.Tensor | None,
-        written: torch.Tensor,
-        plan: HopPlan,
-        chunk: int,
-        layout: FactLayout,
-    ) -> Steps:
+    def unsort(self, here: AtExperts[HopPlan]) -> Steps:
         """See Way."""
+        tokens, probs, layout = here.tokens, here.probs, here.layout
+        target = layout if here.plan.hops or self.etp is not None else layout.at_source
 
         def add() -> None:
-            of_facts = None
+            layout.at_experts.sum_rows(tokens, self.held, here.rows, target)
             if probs is not None:
-                of_facts = probs.new_zeros(written.size(0) * self.facts.topk)
-                of_facts[used_here(self.pairs)] = probs
-            _add(tokens, self.held, of_facts, self.facts, written)
+                of_facts = probs.new_zeros(here.rows.size(0), self.facts.topk)
+                of_facts.view(-1)[used_here(self.pairs)] = probs
+                target.write_facts(here.rows, of_facts)
 
         return steps.call(add)
 
@@ -222,24 +209,27 @@ class Hops:
             return steps.scatter(source, written, plan.gather_counts, self.etp)
         if op.kind is Kind.SUM:
             parts, of_peers = reads
-            is_wider = written.size(1) > layout.width  # rows at their source, where no hop lies between
-            summed = layout.empty_rows(written.size(0), written) if is_wider else written
+            target = layout if plan.hops else layout.at_source
+            is_same = target.wire is layout.wire
+            summed = written if is_same else layout.empty_rows(written.size(0), written)
             step = steps.sum_scattered(of_peers, parts, summed, plan.gather_counts, self.etp, layout.columns)
-            return step + steps.call(lambda: written[:, : layout.width].copy_(summed)) if is_wider else step
+            return step if is_same else step + steps.call(lambda: target.take(layout, summed, written))
         if op.group is not None:
             level = level_of(op.group)
             counts = plan.hops[level]
             return steps.all_to_all(source, counts.received, written, counts.sent, self.groups.tokens[level])
         level = _level(op.reads[0])
+        target = layout.at_source if level == min(plan.hops) else layout
 
         def add() -> None:
-            of_facts, row_map = None, self.copies[level]
+            row_map = self.copies[level]
+            layout.sum_rows(source, row_map, written, target)
             if layout.has_probs:
                 # A probability has gone on with one copy only; the others' gradients of it are zero.
-                probs = self.facts.probs(source)
+                probs = layout.probs(source)
                 of_facts = probs.new_zeros(written.size(0), probs.size(1))
                 of_facts.index_add_(0, used_here(row_map.sources), probs)
-            _add(source, row_map, of_facts, self.facts, written)
+                target.write_facts(written, of_facts)
 
         return steps.call(add)
 
@@ -254,19 +244,6 @@ class Hops:
         expert = numbers.repeat_interleave(self.held.expert_counts, output_size=num_rows)
         sources = self.held.sources
         self.pairs = sources * topk + fact[sources, expert]
-
-
-def _add(
-    rows: torch.Tensor, row_map: RowMap, of_facts: torch.Tensor | None, facts: RowFacts, written: torch.Tensor
-) -> None:
-    """The sums of rows [N, W], and what goes behind them, to `written` [R, W]."""
-    for tensor in (row_map.offsets, row_map.rows):
-        used_here(tensor)
-    sums = sum_packed_rows(rows, facts.hidden, row_map)
-    if of_facts is None:
-        written.copy_(sums)
-    else:
-        facts.pack(sums, of_facts.view(-1, facts.topk), packed=written)
 
 
 def _level(buffer: str) -> int:

@@ -1,7 +1,7 @@
 """What travels behind a token that several experts share: the probability of each, and which experts they are.
 
-A row on the wire is [hidden elements | K probabilities | K expert numbers (int32)], K experts of a token at most, the
-lane behind the hidden elements a multiple of LANE_BYTES. A token with fewer experts has the number E, "no expert", in
+A row on the wire is [payload | K probabilities | K expert numbers (int32)], K experts of a token at most, the
+lane behind the payload a multiple of LANE_BYTES. A token with fewer experts has the number E, "no expert", in
 the other places. On the way back through the hops, the gradients of the K probabilities travel alone.
 """
 
@@ -11,26 +11,21 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron_moe_opt.kernels import LANE_BYTES, empty
+from megatron_moe_opt.kernels import LANE_BYTES
 from megatron_moe_opt.kernels.streams import has_streams
-from megatron_moe_opt.runtime.rows.row_layout import Layout
+from megatron_moe_opt.row_format import WireFormat
+from megatron_moe_opt.runtime.rows.row_layout import Layout, Payload
 
 
 @dataclass(frozen=True)
 class RowFacts:
-    """The layout of a row with its facts."""
+    """What is behind the tokens of a layer."""
 
-    hidden: int
-    dtype: torch.dtype
+    payload: Payload
     topk: int
     prob_dtype: torch.dtype
     has_notes: bool = False
     """Whether on the way to the experts an int64 is behind those, whatever it says of the token."""
-
-    @property
-    def hidden_bytes(self) -> int:
-        """Bytes of the token itself."""
-        return self.hidden * self.dtype.itemsize
 
     @property
     def prob_bytes(self) -> int:
@@ -38,85 +33,86 @@ class RowFacts:
         return self.topk * self.prob_dtype.itemsize
 
     @property
-    def width(self) -> int:
-        """Elements of a row with probabilities and experts."""
-        return self._width(self._first_note + 8 * self.has_notes)
-
-    @property
-    def _first_note(self) -> int:
+    def first_note(self) -> int:
+        """Bytes of a lane before the note."""
         return self.prob_bytes + self.topk * torch.int32.itemsize
 
-    @property
-    def grad_width(self) -> int:
-        """Elements of a row with probabilities alone."""
-        return self._width(self.prob_bytes)
+    def outbound(self, has_facts: bool = True) -> FactLayout:
+        """The layout of rows to the experts: tokens with their facts, or gradients of outputs without any."""
+        lane = self.first_note + 8 * self.has_notes
+        return FactLayout(self, self.payload.wire.dispatch, lane * has_facts)
 
-    def _width(self, num_bytes: int) -> int:
-        lane = -(-num_bytes // LANE_BYTES) * LANE_BYTES
-        return self.hidden + lane // self.dtype.itemsize
-
-    def pack(
-        self,
-        tokens: torch.Tensor,
-        probs: torch.Tensor,
-        experts: torch.Tensor | None = None,
-        packed: torch.Tensor | None = None,
-        notes: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """tokens [T, H], probs [T, K], experts int32 [T, K] -> `packed` [T, width]; without experts [T, grad_width].
-
-        `notes` int64 [T] where there are any.
-        """
-        width = self.grad_width if experts is None else self.width
-        if packed is None:
-            packed = empty((tokens.size(0), width), self.dtype, tokens.device)
-        packed[:, : self.hidden] = tokens
-        lane = packed[:, self.hidden :].view(torch.uint8)
-        lane[:, : self.prob_bytes] = probs.contiguous().view(torch.uint8)
-        lane[:, self.prob_bytes :] = 0
-        if experts is not None:
-            lane[:, self.prob_bytes : self._first_note] = experts.contiguous().view(torch.uint8)
-        if notes is not None:
-            lane[:, self._first_note : self._first_note + 8] = notes.view(torch.uint8).view(-1, 8)
-        return packed
-
-    def tokens(self, packed: torch.Tensor) -> torch.Tensor:
-        """[R, width or grad_width] -> [R, H], the same memory."""
-        return packed[:, : self.hidden]
-
-    def probs(self, packed: torch.Tensor) -> torch.Tensor:
-        """[R, width or grad_width] -> [R, K]."""
-        return self._part(packed, 0, self.prob_dtype)
-
-    def experts(self, packed: torch.Tensor) -> torch.Tensor:
-        """[R, width] -> int64 [R, K]."""
-        return self._part(packed, self.prob_bytes, torch.int32).long()
-
-    def notes(self, packed: torch.Tensor) -> torch.Tensor:
-        """[R, width] -> int64 [R]."""
-        lane = packed[:, self.hidden :].view(torch.uint8)
-        return lane[:, self._first_note : self._first_note + 8].contiguous().view(torch.int64).view(-1)
-
-    def _part(self, packed: torch.Tensor, first: int, dtype: torch.dtype) -> torch.Tensor:
-        lane = packed[:, self.hidden :].view(torch.uint8)
-        return lane[:, first : first + self.topk * dtype.itemsize].contiguous().view(dtype)
+    def homebound(self, has_probs: bool) -> FactLayout:
+        """Of rows back: sums of outputs, or of gradients with those of probabilities."""
+        return FactLayout(self, self.payload.wire.combine, self.prob_bytes * has_probs)
 
 
 class FactLayout(Layout):
     """A row with its facts, with a part of them or with none."""
 
-    def __init__(self, facts: RowFacts, width: int, dtype: torch.dtype) -> None:
-        super().__init__(facts.hidden, width, dtype)
-        self.facts, self.has_probs = facts, width > facts.hidden
-        self.columns = [(0, facts.hidden, dtype)]
-        """As RowLayout's."""
-        if self.has_probs:
-            self.columns.append((facts.hidden * dtype.itemsize, facts.topk, facts.prob_dtype))
+    def __init__(self, facts: RowFacts, wire: WireFormat, num_bytes: int) -> None:
+        """
+        Args:
+            num_bytes: of the facts that it has.
+        """
+        lane = -(-num_bytes // LANE_BYTES) * LANE_BYTES
+        super().__init__(facts.payload, wire, lane, (facts.topk, facts.prob_dtype) if num_bytes else None)
+        self.facts, self.num_bytes = facts, num_bytes
 
     @property
-    def at_source(self) -> Layout:
-        """See Layout: gradients of probabilities return to where the numbers of experts were, too."""
-        return FactLayout(self.facts, self.facts.width, self.dtype) if self.has_probs else self
+    def has_probs(self) -> bool:
+        """Whether the rows have any facts."""
+        return self.num_bytes > 0
+
+    @property
+    def at_source(self) -> FactLayout:
+        """See Layout: the last sum of a token has its dtype."""
+        return FactLayout(self.facts, WireFormat.SAME, self.num_bytes)
+
+    def pack(
+        self, tokens: torch.Tensor, probs: torch.Tensor, experts: torch.Tensor, notes: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """tokens [T, H], probs [T, K], experts int32 [T, K], notes int64 [T] where there are any -> [T, width]."""
+        rows = self.empty_rows(tokens.size(0), tokens)
+        self.write(tokens, rows)
+        self.write_facts(rows, probs, experts, notes)
+        return rows
+
+    def write_facts(
+        self,
+        rows: torch.Tensor,
+        probs: torch.Tensor,
+        experts: torch.Tensor | None = None,
+        notes: torch.Tensor | None = None,
+    ) -> None:
+        """probs [R, K] and, where they have any, experts int32 [R, K] and notes int64 [R] -> the lanes of rows."""
+        facts = self.facts
+        first = facts.prob_bytes
+        self.of_lane(rows, 0, first).copy_(probs.contiguous().view(torch.uint8))
+        self.of_lane(rows, first, self.row_bytes).zero_()
+        if experts is not None:
+            self.of_lane(rows, first, facts.first_note - first).copy_(experts.contiguous().view(torch.uint8))
+        if notes is not None:
+            self.of_lane(rows, facts.first_note, 8).copy_(notes.view(torch.uint8).view(-1, 8))
+
+    def take(self, layout: FactLayout, rows: torch.Tensor, written: torch.Tensor) -> None:
+        """Rows of another layout -> `written` of this one, which has the same facts."""
+        self.write(layout.tokens(rows), written)
+        if self.has_probs:
+            self.write_facts(written, layout.probs(rows))
+
+    def probs(self, rows: torch.Tensor) -> torch.Tensor:
+        """[R, width] -> [R, K]."""
+        return self.of_lane(rows, 0, self.facts.prob_bytes).contiguous().view(self.facts.prob_dtype)
+
+    def experts(self, rows: torch.Tensor) -> torch.Tensor:
+        """[R, width] -> int64 [R, K], on the way to the experts."""
+        first = self.facts.prob_bytes
+        return self.of_lane(rows, first, self.facts.first_note - first).contiguous().view(torch.int32).long()
+
+    def notes(self, rows: torch.Tensor) -> torch.Tensor:
+        """[R, width] -> int64 [R], on the way to the experts."""
+        return self.of_lane(rows, self.facts.first_note, 8).contiguous().view(torch.int64).view(-1)
 
 
 def experts_of_tokens(routing_map: torch.Tensor, topk: int) -> torch.Tensor:

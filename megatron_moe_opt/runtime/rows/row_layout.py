@@ -1,74 +1,175 @@
-"""What a row on the wire holds, and the moves between rows on the wire and the tensors of experts."""
+"""What a row on the wire holds, and the moves between rows on the wire and the tensors of experts and of tokens."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
 import torch
 
-from megatron_moe_opt.kernels import LANE_BYTES, NOTE_BYTE, empty
+from megatron_moe_opt.kernels import LANE_BYTES, NOTE_BYTE, ChunkList, RowMap, empty, sum_packed_rows
+from megatron_moe_opt.kernels.streams import used_here
+from megatron_moe_opt.kernels.wire_format import gather_rows, narrow_rows, widen_rows
+from megatron_moe_opt.row_format import SAME, Wire, WireFormat
 from megatron_moe_opt.runtime.engine import steps
 from megatron_moe_opt.runtime.engine.steps import Steps
 from megatron_moe_opt.runtime.rows.exchange_plan import ChunkPlan
 
+Plan = TypeVar("Plan")
+
+
+@dataclass(frozen=True)
+class Payload:
+    """The hidden elements of rows: what they are at their source and at the experts, and how they travel."""
+
+    hidden: int
+    dtype: torch.dtype
+    wire: Wire = SAME
+
+    @classmethod
+    def of(cls, tokens: torch.Tensor, wire: Wire = SAME) -> Payload:
+        """Of tokens [T, H]; bf16 on the wire changes nothing of rows in bfloat16."""
+        return cls(tokens.size(1), tokens.dtype, wire.of_rows(tokens.dtype is torch.bfloat16))
+
 
 class Layout:
-    """A row's hidden elements, and what is behind them."""
+    """A row on the wire: a payload in one of the wire's formats, and a lane behind it."""
 
-    def __init__(self, hidden: int, width: int, dtype: torch.dtype) -> None:
-        self.hidden, self.width, self.dtype = hidden, width, dtype
-        self.row_bytes = width * dtype.itemsize
+    def __init__(
+        self,
+        payload: Payload,
+        wire: WireFormat,
+        lane_bytes: int = 0,
+        summed: tuple[int, torch.dtype] | None = None,
+    ) -> None:
+        """
+        Args:
+            summed: (elements, dtype) of what is summed at the beginning of the lane; None: nothing is.
+        """
+        self.payload, self.hidden, self.dtype, self.wire = payload, payload.hidden, payload.dtype, wire
+        self.lane = wire.payload_bytes(payload.hidden, payload.dtype)
+        """The first byte of the lane."""
+        self.row_bytes = self.lane + lane_bytes
+        self.wire_dtype = wire.dtype_of(payload.dtype)
+        self.width = self.row_bytes // self.wire_dtype.itemsize
+        self.columns: list[tuple[int, int, torch.dtype | WireFormat]] = [
+            (0, self.hidden, self.wire_dtype if wire.block is None else wire)
+        ]
+        """What is summed in a row, as steps.sum_parts takes it: in float32, and rounded once."""
+        if summed is not None:
+            self.columns.append((self.lane, *summed))
 
     @property
     def at_source(self) -> Layout:
-        """Of the same rows where they come from, and to where gradients of all of them return."""
+        """Of the same rows where they return to."""
         return self
+
+    @property
+    def at_experts(self) -> Layout:
+        """Of the same rows as the experts have them."""
+        return Layout(self.payload, WireFormat.SAME)
 
     def empty_rows(self, num_rows: int, like: torch.Tensor) -> torch.Tensor:
         """[num_rows, width], on the device of `like`."""
-        return empty((num_rows, self.width), self.dtype, like.device)
+        return empty((num_rows, self.width), self.wire_dtype, like.device)
 
-    def blank_rows(self, num_rows: int, like: torch.Tensor) -> torch.Tensor:
-        """As `empty_rows`, with zero in the lanes, whose bytes are not all written: what looks for NaNs in gradients
-        (anomaly mode) finds none where nothing is.
-        """
-        rows = self.empty_rows(num_rows, like)
-        if self.width > self.hidden:
-            rows[:, self.hidden :] = 0
+    def narrow(self, tokens: torch.Tensor) -> torch.Tensor:
+        """[R, H] in the rows' dtype -> [R, width], without what the lane holds; the same memory where it can be."""
+        if self.wire is WireFormat.SAME and self.row_bytes == self.lane:
+            return tokens
+        rows = self.empty_rows(tokens.size(0), tokens)
+        self.write(tokens, rows)
         return rows
+
+    def write(self, tokens: torch.Tensor, rows: torch.Tensor) -> None:
+        """tokens [R, H] -> the payload of rows [R, width]."""
+        if self.wire is WireFormat.SAME:
+            rows[:, : self.hidden] = tokens
+        else:
+            narrow_rows(tokens, self.wire, rows)
+
+    def tokens(self, rows: torch.Tensor) -> torch.Tensor:
+        """[R, width] -> [R, H] in the rows' dtype; the same memory where it can be."""
+        if self.wire is WireFormat.SAME:
+            return rows[:, : self.hidden]
+        tokens = empty((rows.size(0), self.hidden), self.dtype, rows.device)
+        widen_rows(rows, self.wire, tokens)
+        return tokens
+
+    def select(self, rows: torch.Tensor, sources: torch.Tensor, tokens: torch.Tensor) -> None:
+        """rows[sources] -> tokens [N, H], in the rows' dtype."""
+        gather_rows(rows, self.wire, sources, tokens)
+
+    def sum_rows(self, rows: torch.Tensor, row_map: RowMap, written: torch.Tensor, target: Layout) -> None:
+        """The sums of these rows by a map, to the payload of `written`, which are of the layout `target`: taken in
+        float32 and rounded once.
+        """
+        for tensor in (row_map.offsets, row_map.rows):
+            used_here(tensor)
+        sum_packed_rows(rows, self.hidden, row_map, self.wire, written, target.wire)
+
+    def sum_tokens(self, rows: torch.Tensor, row_map: RowMap) -> torch.Tensor:
+        """As `sum_rows`: returns [T, H] in the rows' dtype."""
+        return sum_packed_rows(rows, self.hidden, row_map, self.wire, dtype=self.dtype)
+
+    def of_lane(self, rows: torch.Tensor, first: int, num_bytes: int) -> torch.Tensor:
+        """[R, width] -> uint8 [R, num_bytes] of the lane, the same memory."""
+        lane = rows[:, self.lane // self.wire_dtype.itemsize :].view(torch.uint8)
+        return lane[:, first : first + num_bytes]
+
+
+def rounding(tokens: torch.Tensor, wire: WireFormat) -> torch.Tensor:
+    """float64 [2], where tokens [R, H] are: the squares of what a format of the wire loses of them, and of them."""
+    layout = Layout(Payload(tokens.size(1), tokens.dtype), wire)
+    lost = layout.tokens(layout.narrow(tokens)).double() - tokens.double()
+    return torch.stack([lost.square().sum(), tokens.double().square().sum()])
+
+
+@dataclass(frozen=True)
+class AtExperts(Generic[Plan]):
+    """Rows of one chunk where their experts are: on the wire, and as the experts have them."""
+
+    rows: torch.Tensor
+    """As they arrived, or are to leave."""
+    tokens: torch.Tensor
+    """[N, H]: inputs or outputs of experts, or gradients."""
+    probs: torch.Tensor | None
+    """[N], or their gradients; None: the rows carry none."""
+    notes: torch.Tensor | None
+    """int32 [N], to be filled from the lanes; None: nobody wants them."""
+    plan: Plan
+    chunk: int
+    layout: Layout
+    """Of `rows`."""
 
 
 class RowLayout(Layout):
-    """With prob_dtype, the bits of a probability are in a lane behind the hidden elements."""
+    """With prob_dtype, the bits of a probability are in the lane."""
 
-    def __init__(self, width: int, dtype: torch.dtype, prob_dtype: torch.dtype | None) -> None:
-        lane = 0 if prob_dtype is None else LANE_BYTES // dtype.itemsize
-        super().__init__(width - lane, width, dtype)
-        self.hidden_bytes = self.hidden * dtype.itemsize
-        self.columns = [(0, self.hidden, dtype)]
-        """(first byte, elements, dtype) of what is summed in a row."""
-        if prob_dtype is not None:
-            self.columns.append((self.hidden_bytes, 1, prob_dtype))
+    def __init__(self, payload: Payload, wire: WireFormat, prob_dtype: torch.dtype | None) -> None:
+        has_probs = prob_dtype is not None
+        super().__init__(payload, wire, LANE_BYTES * has_probs, (1, prob_dtype) if has_probs else None)
 
-    def split(
-        self,
-        rows: torch.Tensor,
-        tokens: torch.Tensor,
-        probs: torch.Tensor | None,
-        notes: torch.Tensor | None,
-        chunk: ChunkPlan,
-    ) -> Steps:
+    def split(self, here: AtExperts, chunk: ChunkPlan) -> Steps:
         """Rows in arrival order -> tokens (and probabilities, and notes) in expert order."""
-        step = steps.copy_columns(rows, 0, tokens, 0, self.hidden_bytes, chunk.by_expert)
-        if probs is not None:
-            step += steps.copy_columns(rows, self.hidden_bytes, probs, 0, probs.element_size(), chunk.by_expert)
-        if notes is not None:
-            first_byte = self.hidden_bytes + NOTE_BYTE
-            step += steps.copy_columns(rows, first_byte, notes, 0, notes.element_size(), chunk.by_expert)
+        step = self._move(here.rows, self.wire, here.tokens, WireFormat.SAME, chunk.by_expert)
+        for first_byte, column in ((self.lane, here.probs), (self.lane + NOTE_BYTE, here.notes)):
+            if column is not None:
+                step += steps.copy_columns(here.rows, first_byte, column, 0, column.element_size(), chunk.by_expert)
         return step
 
-    def join(self, tokens: torch.Tensor, probs: torch.Tensor | None, rows: torch.Tensor, chunk: ChunkPlan) -> Steps:
-        """The inverse of `split`; what the probability leaves of its lane stays as it is, see `blank_rows`."""
-        by_source = chunk.by_expert.inverse()
-        step = steps.copy_columns(tokens, 0, rows, 0, self.hidden_bytes, by_source)
+    def join(self, here: AtExperts, chunk: ChunkPlan) -> Steps:
+        """The inverse of `split`; what the probability leaves of its lane means nothing."""
+        by_source, probs = chunk.by_expert.inverse(), here.probs
+        step = self._move(here.tokens, WireFormat.SAME, here.rows, self.wire, by_source)
         if probs is not None:
-            step += steps.copy_columns(probs, 0, rows, self.hidden_bytes, probs.element_size(), by_source)
+            step += steps.copy_columns(probs, 0, here.rows, self.lane, probs.element_size(), by_source)
         return step
+
+    def _move(
+        self, source: torch.Tensor, there: WireFormat, target: torch.Tensor, here: WireFormat, chunks: ChunkList
+    ) -> Steps:
+        """Hidden elements, from rows in one format to rows in another."""
+        if self.wire is WireFormat.SAME:
+            return steps.copy_columns(source, 0, target, 0, self.lane, chunks)
+        return steps.convert_rows(source, there, target, here, self.hidden, chunks)

@@ -13,21 +13,23 @@ A sample's counts are those of DomainTables.plan, chunk by chunk.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
 
-from megatron_moe_opt.kernels import LANE_BYTES, RowMap, row_map_from_sources, sum_packed_rows
+from megatron_moe_opt.kernels import LANE_BYTES, row_map_from_sources
 from megatron_moe_opt.kernels.streams import to_device, used_here
+from megatron_moe_opt.row_format import WireFormat
 from megatron_moe_opt.runtime.engine import steps
 from megatron_moe_opt.runtime.engine.steps import Steps
 from megatron_moe_opt.runtime.rows.expert_exchange import Exchange, run_to_experts, run_to_sources, to_experts
 from megatron_moe_opt.runtime.rows.hop_plan import DomainTables, HopPlan
 from megatron_moe_opt.runtime.rows.hop_way import Hops
 from megatron_moe_opt.runtime.rows.linear import linear
+from megatron_moe_opt.runtime.rows.own_rows import OwnRows, TokensWithFacts
 from megatron_moe_opt.runtime.rows.row_facts import RowFacts, experts_of_tokens
-from megatron_moe_opt.runtime.rows.row_layout import Layout
+from megatron_moe_opt.runtime.rows.row_layout import AtExperts, Layout, Payload
 from megatron_moe_opt.runtime.rows.sample_counts import SampleCounts
 from megatron_moe_opt.runtime.rows.sample_rows import MovingRows, check_tokens_have_rows
 from megatron_moe_opt.runtime.rows.token_hops import TokenHops
@@ -57,21 +59,22 @@ class HoppingSamples(MovingRows):
         )
         check_tokens_have_rows(self._experts[:, 0] < hops.num_experts)
         self._facts: RowFacts | None = None
+        self._own: OwnRows | None = None
         self._chunks: list[ChunkOut] = []
         self._residual: torch.Tensor | None = None
 
     def pack(self, residual: torch.Tensor, probs: torch.Tensor) -> torch.Tensor:
         """See MovingRows."""
         tokens = residual.reshape(-1, residual.size(2)).contiguous()
-        self._facts = RowFacts(tokens.size(1), tokens.dtype, self._hops.topk, probs.dtype, has_notes=True)
+        self._facts = RowFacts(Payload.of(tokens), self._hops.topk, probs.dtype, has_notes=True)
         numbers = torch.arange(len(tokens), device=tokens.device)
-        return self._hops.pack(
-            tokens, probs, self._experts, self._facts, numbers + (self._hops.groups.rank << _RANK_BITS)
-        )
+        notes = numbers + (self._hops.groups.rank << _RANK_BITS)
+        self._own = OwnRows(TokensWithFacts(self._facts, self._experts, notes))
+        return self._own.pack(tokens, self._hops.probs_of(probs, self._experts))
 
     def row_bytes(self) -> tuple[int, int]:
         """See MovingRows."""
-        return self._facts.width * self._facts.dtype.itemsize, self._facts.hidden_bytes + LANE_BYTES
+        return self._facts.outbound().row_bytes, KeyLayout(self._facts.payload).row_bytes
 
     def to_experts(
         self, packed: torch.Tensor, counts: SampleCounts, prob_dtype: torch.dtype
@@ -88,7 +91,7 @@ class HoppingSamples(MovingRows):
             for stretch, first in zip(self._stretches, behind, strict=True)
         ]
         exchange = Exchange(HopsInChunks(self._chunks), HopPlans(tuple(plans), int(of_experts.sum())))
-        self._residual, probs = to_experts(packed, exchange, prob_dtype)
+        self._residual, probs = to_experts(packed, self._own.wire, exchange, prob_dtype)
         return self._residual, of_experts.sum(0), probs
 
     def to_new_homes(
@@ -175,13 +178,13 @@ class HopsInChunks:
         numbers = self._numbers(base_name(buffer), plan)
         return rows.narrow(0, sum(numbers[:chunk]), numbers[chunk])
 
-    def outbound(self, rows: torch.Tensor, prob_dtype: torch.dtype | None) -> Layout:
+    def outbound(self, prob_dtype: torch.dtype | None) -> Layout:
         """See Way."""
-        return self.chunks[0].outbound(rows, prob_dtype)
+        return self.chunks[0].outbound(prob_dtype)
 
-    def homebound(self, tokens: torch.Tensor, prob_dtype: torch.dtype | None) -> Layout:
+    def homebound(self, prob_dtype: torch.dtype | None) -> Layout:
         """See Way."""
-        return self.chunks[0].homebound(tokens, prob_dtype)
+        return self.chunks[0].homebound(prob_dtype)
 
     def step_out(self, op: Op, rows: torch.Tensor, arrived: torch.Tensor, plan: HopPlans) -> Steps:
         """See Way."""
@@ -189,32 +192,18 @@ class HopsInChunks:
         arrived = self._part(arrived, op.writes[0], plan, op.chunk)
         return self.chunks[op.chunk].step_out(op, rows, arrived, plan.chunks[op.chunk])
 
-    def sort(
-        self,
-        rows: torch.Tensor,
-        tokens: torch.Tensor,
-        probs: torch.Tensor | None,
-        notes: torch.Tensor | None,
-        plan: HopPlans,
-        chunk: int,
-        layout: Layout,
-    ) -> Steps:
+    def sort(self, here: AtExperts[HopPlans]) -> Steps:
         """See Way."""
-        rows = self._part(rows, self._arrived(plan), plan, chunk)
-        return self.chunks[chunk].sort(rows, tokens, probs, notes, plan.chunks[chunk], 0, layout)
+        return self.chunks[here.chunk].sort(self._of_chunk(here))
 
-    def unsort(
-        self,
-        tokens: torch.Tensor,
-        probs: torch.Tensor | None,
-        written: torch.Tensor,
-        plan: HopPlans,
-        chunk: int,
-        layout: Layout,
-    ) -> Steps:
+    def unsort(self, here: AtExperts[HopPlans]) -> Steps:
         """See Way."""
-        written = self._part(written, self._arrived(plan), plan, chunk)
-        return self.chunks[chunk].unsort(tokens, probs, written, plan.chunks[chunk], 0, layout)
+        return self.chunks[here.chunk].unsort(self._of_chunk(here))
+
+    def _of_chunk(self, here: AtExperts[HopPlans]) -> AtExperts[HopPlan]:
+        plan, chunk = here.plan, here.chunk
+        rows = self._part(here.rows, f"arrived_{max(plan.chunks[0].hops)}", plan, chunk)
+        return replace(here, rows=rows, plan=plan.chunks[chunk], chunk=0)
 
     def step_back(
         self, op: Op, reads: Sequence[torch.Tensor], written: torch.Tensor, plan: HopPlans, layout: Layout
@@ -223,10 +212,6 @@ class HopsInChunks:
         reads = [self._part(rows, name, plan, op.chunk) for rows, name in zip(reads, op.reads, strict=True)]
         written = self._part(written, op.writes[0], plan, op.chunk)
         return self.chunks[op.chunk].step_back(op, reads, written, plan.chunks[op.chunk], layout)
-
-    @staticmethod
-    def _arrived(plan: HopPlans) -> str:
-        return f"arrived_{max(plan.chunks[0].hops)}"
 
 
 @dataclass
@@ -240,45 +225,29 @@ class ChunkOut(Hops):
     notes: torch.Tensor | None = None
     """int64 [rows that arrived], of each token."""
 
-    def sort(
-        self,
-        rows: torch.Tensor,
-        tokens: torch.Tensor,
-        probs: torch.Tensor | None,
-        notes: torch.Tensor | None,
-        plan: HopPlan,
-        chunk: int,
-        layout: Layout,
-    ) -> Steps:
+    def sort(self, here: AtExperts[HopPlan]) -> Steps:
         """See Way."""
+        rows, layout = here.rows, here.layout
 
         def select() -> None:
             if self.held is None:
-                self._find_held(self.facts.experts(rows), plan)
+                self._find_held(layout.experts(rows), here.plan)
                 counts = self.held.expert_counts
                 shift = (self.first - (counts.cumsum(0) - counts)).repeat_interleave(
                     counts, output_size=self.held.num_rows
                 )
                 self.places = torch.arange(self.held.num_rows, device=rows.device) + shift
-                self.notes = self.facts.notes(rows)
-            _scatter(self.facts.tokens(rows), used_here(self.held.sources), used_here(self.places), tokens)
-            if probs is not None:
-                probs[self.places] = self.facts.probs(rows).view(-1)[used_here(self.pairs)]
+                self.notes = layout.notes(rows)
+            _scatter(layout.tokens(rows), used_here(self.held.sources), used_here(self.places), here.tokens)
+            if here.probs is not None:
+                here.probs[self.places] = layout.probs(rows).view(-1)[used_here(self.pairs)]
 
         return steps.call(select)
 
-    def unsort(
-        self,
-        tokens: torch.Tensor,
-        probs: torch.Tensor | None,
-        written: torch.Tensor,
-        plan: HopPlan,
-        chunk: int,
-        layout: Layout,
-    ) -> Steps:
+    def unsort(self, here: AtExperts[HopPlan]) -> Steps:
         """See Way: gradients of tokens, and of probabilities behind them."""
-        tokens, probs = (None if one is None else _taken(one, self.places) for one in (tokens, probs))
-        return super().unsort(tokens, probs, written, plan, chunk, layout)
+        probs = None if here.probs is None else _taken(here.probs, self.places)
+        return super().unsort(replace(here, tokens=_taken(here.tokens, self.places), probs=probs))
 
 
 @dataclass
@@ -318,36 +287,23 @@ class ChunkBack(Hops):
             places=places, homes=homes, begin=begin,
         )  # fmt: skip
 
-    def homebound(self, tokens: torch.Tensor, prob_dtype: torch.dtype | None) -> Layout:
+    def homebound(self, prob_dtype: torch.dtype | None) -> Layout:
         """See Way."""
-        return KeyLayout(tokens.size(1), tokens.dtype)
+        return KeyLayout(self.facts.payload)
 
-    def sort(
-        self,
-        rows: torch.Tensor,
-        tokens: torch.Tensor,
-        probs: torch.Tensor | None,
-        notes: torch.Tensor | None,
-        plan: HopPlan,
-        chunk: int,
-        layout: Layout,
-    ) -> Steps:
+    def sort(self, here: AtExperts[HopPlan]) -> Steps:
         """See Way: the gradient of each sum, to all that was summed."""
-        return steps.call(lambda: _scatter(rows, used_here(self.sources), used_here(self.places), tokens))
+        return steps.call(lambda: _scatter(here.rows, used_here(self.sources), used_here(self.places), here.tokens))
 
-    def unsort(
-        self,
-        tokens: torch.Tensor,
-        probs: torch.Tensor | None,
-        written: torch.Tensor,
-        plan: HopPlan,
-        chunk: int,
-        layout: KeyLayout,
-    ) -> Steps:
+    def unsort(self, here: AtExperts[HopPlan]) -> Steps:
         """See Way."""
-        return steps.call(
-            lambda: layout.write(_sums(_taken(tokens, self.places), layout.hidden, self.held), self.keys, written)
-        )
+        layout = here.layout
+
+        def add() -> None:
+            layout.at_experts.sum_rows(_taken(here.tokens, self.places), self.held, here.rows, layout)
+            layout.write_keys(self.keys, here.rows)
+
+        return steps.call(add)
 
     def step_back(
         self, op: Op, reads: Sequence[torch.Tensor], written: torch.Tensor, plan: HopPlan, layout: KeyLayout
@@ -365,7 +321,9 @@ class ChunkBack(Hops):
             else:
                 sources, distinct = self.homes.in_order(keys, written.size(0))
             self.copies[level] = row_map_from_sources(sources, written.size(0))
-            layout.write(_sums(copies, layout.hidden, self.copies[level]), distinct, written)
+            layout.sum_rows(copies, self.copies[level], written, layout.at_source if is_last else layout)
+            if not is_last:
+                layout.write_keys(distinct, written)
 
         return steps.call(add)
 
@@ -373,24 +331,21 @@ class ChunkBack(Hops):
 class KeyLayout(Layout):
     """A row with a key behind it, but for where rows come home."""
 
-    def __init__(self, hidden: int, dtype: torch.dtype) -> None:
-        super().__init__(hidden, hidden + LANE_BYTES // dtype.itemsize, dtype)
+    def __init__(self, payload: Payload) -> None:
+        super().__init__(payload, WireFormat.SAME, LANE_BYTES)
 
     @property
     def at_source(self) -> Layout:
         """See Layout."""
-        return Layout(self.hidden, self.hidden, self.dtype)
+        return self.at_experts
 
     def keys(self, rows: torch.Tensor) -> torch.Tensor:
         """[R, width] -> int64 [R]."""
-        return rows[:, self.hidden :].contiguous().view(torch.int64)[:, 0]
+        return self.of_lane(rows, 0, 8).contiguous().view(torch.int64).view(-1)
 
-    def write(self, sums: torch.Tensor, keys: torch.Tensor | None, rows: torch.Tensor) -> None:
-        """sums [R, H], keys int64 [R] -> rows [R, width]; without keys [R, H]."""
-        rows[:, : self.hidden] = sums
-        if keys is not None:
-            first = self.hidden * self.dtype.itemsize
-            rows.view(torch.uint8)[:, first : first + 8] = used_here(keys).view(torch.uint8).view(-1, 8)
+    def write_keys(self, keys: torch.Tensor, rows: torch.Tensor) -> None:
+        """keys int64 [R] -> the lanes of rows [R, width]."""
+        self.of_lane(rows, 0, 8).copy_(used_here(keys).view(torch.uint8).view(-1, 8))
 
 
 class NewHomes:
@@ -450,12 +405,6 @@ class NewHomes:
         distinct = keys.new_empty(number)
         distinct[places] = keys
         return places, distinct
-
-
-def _sums(rows: torch.Tensor, hidden: int, row_map: RowMap) -> torch.Tensor:
-    for tensor in (row_map.offsets, row_map.rows):
-        used_here(tensor)
-    return sum_packed_rows(rows, hidden, row_map)
 
 
 def _scatter(rows: torch.Tensor, sources: torch.Tensor, places: torch.Tensor, written: torch.Tensor) -> None:

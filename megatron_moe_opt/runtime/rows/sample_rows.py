@@ -14,12 +14,14 @@ from megatron_moe_opt.kernels import (
     build_row_map_by_sample,
     count_routing_map,
     empty,
-    permute_packed,
     write_notes,
 )
 from megatron_moe_opt.kernels.streams import has_streams
+from megatron_moe_opt.row_format import WireFormat
 from megatron_moe_opt.runtime.rows.exchange_plan import plan_exchange
 from megatron_moe_opt.runtime.rows.expert_exchange import Exchange, to_experts
+from megatron_moe_opt.runtime.rows.own_rows import OwnRows, permuted
+from megatron_moe_opt.runtime.rows.row_layout import RowLayout
 from megatron_moe_opt.runtime.rows.sample_counts import SampleCounts
 from megatron_moe_opt.runtime.rows.sample_exchange import SampleReturn, to_new_homes
 from megatron_moe_opt.runtime.rows.ways import way_of
@@ -73,23 +75,25 @@ class RowsByExpert(MovingRows):
         self._row_map = build_row_map_by_sample(routing_map, shape[1], num_rows)
         self.counts = count_routing_map(routing_map, shape[1])
         self._residual = self._notes = None
-        self._row_bytes = 0
+        self._own: OwnRows | None = None
 
     def pack(self, residual: torch.Tensor, probs: torch.Tensor) -> torch.Tensor:
         """See MovingRows. A note is twice the token's number in its sample, and 1 more on the residual's way back."""
         by_expert, rows = self._row_map, self._row_map.cut(self._num_chunks)
         check_tokens_have_rows(rows.offsets.diff() > 0)
-        packed = permute_packed(residual.reshape(-1, residual.size(2)).contiguous(), probs, rows)
+        tokens = residual.reshape(-1, residual.size(2)).contiguous()
+        packed, self._own = permuted(tokens, probs, rows)
         notes = torch.empty_like(by_expert.sources, dtype=torch.int32)
         notes[rows.rows] = (by_expert.sources[by_expert.rows] // self._shape[1] * 2).int()
         notes[rows.rows[rows.offsets[:-1]]] += 1
-        write_notes(packed, notes)
-        self._row_bytes = packed.size(1) * packed.element_size()
+        write_notes(self._own.wire.rows, notes)
         return packed
 
     def row_bytes(self) -> tuple[int, int]:
         """See MovingRows."""
-        return self._row_bytes, self._row_bytes
+        source = self._own.source
+        row_bytes = RowLayout(source.payload, WireFormat.SAME, source.prob_dtype).row_bytes
+        return row_bytes, row_bytes
 
     def to_experts(
         self, packed: torch.Tensor, counts: SampleCounts, prob_dtype: torch.dtype
@@ -99,8 +103,8 @@ class RowsByExpert(MovingRows):
         of_ranks = counts.rows.sum(2)
         plan = plan_exchange(of_ranks, groups.ep_rank, groups.etp_rank, self._num_chunks, packed.device)
         self._notes = empty((plan.num_gathered,), torch.int32, packed.device)
-        exchange = Exchange(way_of(groups, self._level), plan)
-        self._residual, probs = to_experts(packed, exchange, prob_dtype, self._notes)
+        exchange = Exchange(way_of(groups, self._level, self._own.source.payload), plan)
+        self._residual, probs = to_experts(packed, self._own.wire, exchange, prob_dtype, self._notes)
         return self._residual, plan.tokens_per_expert, probs
 
     def to_new_homes(
@@ -116,7 +120,7 @@ class RowsByExpert(MovingRows):
         if carried is not None:
             lengths = carried[groups.ep_rank].sum(1).tolist()
             rows, tokens = _append(rows, tokens, beside, lengths, groups.etp_rank)
-        way = way_of(groups, self._level)
+        way = way_of(groups, self._level, self._own.source.payload)
         back = SampleReturn(counts.rows, items, way, self._num_chunks, self._shape, carried, rows.device)
         return to_new_homes(rows, tokens, back)
 

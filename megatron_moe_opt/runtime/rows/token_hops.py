@@ -7,16 +7,16 @@ of hop_way.py's Hops, as any rows do by theirs (expert_exchange.py).
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 
+from megatron_moe_opt.row_format import SAME, Wire
 from megatron_moe_opt.runtime.rows.expert_exchange import Exchange
 from megatron_moe_opt.runtime.rows.hop_plan import DomainTables, HopPlan
 from megatron_moe_opt.runtime.rows.hop_way import DeviceTables, Hops
+from megatron_moe_opt.runtime.rows.own_rows import OwnRows, TokensWithFacts
 from megatron_moe_opt.runtime.rows.row_facts import RowFacts, experts_of_tokens
+from megatron_moe_opt.runtime.rows.row_layout import Payload
 from megatron_moe_opt.topology.domain_groups import DomainGroups
 from megatron_moe_opt.topology.expert_groups import ExpertGroups
 
@@ -25,6 +25,7 @@ from megatron_moe_opt.topology.expert_groups import ExpertGroups
 class HoppingRows:
     """What is known of the tokens of one forward pass of a rank, as rows."""
 
+    own: OwnRows
     facts: RowFacts
     parts: tuple[int, ...]
     """Rows that hop together, one part after another."""
@@ -35,13 +36,17 @@ class HoppingRows:
 class TokenHops:
     """Where the tokens of a layer hop."""
 
-    def __init__(self, groups: DomainGroups, experts: ExpertGroups, num_experts: int, topk: int) -> None:
+    def __init__(
+        self, groups: DomainGroups, experts: ExpertGroups, num_experts: int, topk: int, wire: Wire = SAME
+    ) -> None:
         """
         Args:
             groups: made within the expert-parallel one of `experts`.
             topk: experts of a token, at most.
+            wire: how rows travel.
         """
         self.groups, self.experts, self.topk, self.num_experts = groups, experts, topk, num_experts
+        self.wire = wire
         self.tables = DomainTables(groups.domains, groups.rank, num_experts)
         self._on_device: dict[torch.device, DeviceTables] = {}
 
@@ -60,38 +65,26 @@ class TokenHops:
                 outputs and gradients of such rows are 0.
 
         Returns:
-            [T, facts.width], differentiable in tokens and probabilities; and what is known of them.
+            What stands for the rows, differentiable in tokens and probabilities; and what is known of them.
 
         Raises:
             ValueError: a token has more than `topk` experts (on CUDA an assertion on the device).
         """
         if is_padded:
             routing_map_TE = routing_map_TE & (probs_TE != 0)
-        facts = RowFacts(tokens_TH.size(1), tokens_TH.dtype, self.topk, probs_TE.dtype)
+        facts = RowFacts(Payload.of(tokens_TH, self.wire), self.topk, probs_TE.dtype)
         experts = experts_of_tokens(routing_map_TE, self.topk)
         number = tokens_TH.size(0)
         bounds = [number * part // num_parts for part in range(num_parts + 1)]
         parts = tuple(end - begin for begin, end in zip(bounds, bounds[1:], strict=False))
         counts = self.on_device(tokens_TH.device).count(experts, routing_map_TE, parts)
-        return self.pack(tokens_TH, probs_TE, experts, facts), HoppingRows(facts, parts, counts)
+        own = OwnRows(TokensWithFacts(facts, experts))
+        return own.pack(tokens_TH, self.probs_of(probs_TE, experts)), HoppingRows(own, facts, parts, counts)
 
-    def pack(
-        self,
-        tokens_TH: torch.Tensor,
-        probs_TE: torch.Tensor,
-        experts: torch.Tensor,
-        facts: RowFacts,
-        notes: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """Returns each token with its facts [T, facts.width], differentiable in tokens and probabilities.
-
-        Args:
-            experts: int64 [T, K], see experts_of_tokens.
-            notes: int64 [T], see RowFacts.
-        """
+    def probs_of(self, probs_TE: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
+        """[T, K], differentiable: the probabilities of each token's experts, int64 [T, K], see experts_of_tokens."""
         routed = experts < self.num_experts
-        probs = probs_TE.gather(1, experts.clamp(max=self.num_experts - 1)).masked_fill(~routed, 0)
-        return _Pack.apply(tokens_TH, probs, experts, facts, notes)
+        return probs_TE.gather(1, experts.clamp(max=self.num_experts - 1)).masked_fill(~routed, 0)
 
     def exchanges(self, counts: torch.Tensor, rows: HoppingRows) -> tuple[Exchange[HopPlan], ...]:
         """Who sends which rows to whom, for each part of them.
@@ -121,24 +114,3 @@ class TokenHops:
         if device not in self._on_device:
             self._on_device[device] = DeviceTables(self.tables, device)
         return self._on_device[device]
-
-
-class _Pack(Function):
-    """The gradient has the same layout: in the lane are the gradients of probabilities, in the place of these."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        tokens: torch.Tensor,
-        probs: torch.Tensor,
-        experts: torch.Tensor,
-        facts: RowFacts,
-        notes: torch.Tensor | None,
-    ) -> torch.Tensor:
-        ctx.facts = facts
-        return facts.pack(tokens, probs, experts.int(), notes=notes)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return ctx.facts.tokens(grad), ctx.facts.probs(grad), None, None, None

@@ -17,11 +17,10 @@ from typing import Any, ClassVar, Protocol, TypeVar
 
 import torch
 
-from megatron_moe_opt.kernels import LANE_BYTES
 from megatron_moe_opt.runtime.engine import steps
 from megatron_moe_opt.runtime.engine.steps import Blocks, Steps, blocks_of
 from megatron_moe_opt.runtime.rows.exchange_plan import ChunkPlan, ExchangePlan, Parts
-from megatron_moe_opt.runtime.rows.row_layout import RowLayout
+from megatron_moe_opt.runtime.rows.row_layout import AtExperts, Layout, Payload, RowLayout
 from megatron_moe_opt.schedules import monta, mpmoe, parm
 from megatron_moe_opt.schedules.mpmoe import Partition, PartitionRows
 from megatron_moe_opt.schedules.pipeline import Stages
@@ -60,36 +59,19 @@ class Way(Protocol[Plan]):
     def num_rows(self, buffer: str, plan: Plan, chunk: int) -> int:
         """Rows that a buffer has to hold; of `parts`, for one chunk."""
 
-    def outbound(self, rows: torch.Tensor, prob_dtype: torch.dtype | None) -> Any:
-        """The Layout of rows [R, W] to the experts: packed ones or, without prob_dtype, gradients of outputs."""
+    def outbound(self, prob_dtype: torch.dtype | None) -> Layout:
+        """Of rows [R, W] to the experts: packed ones or, without prob_dtype, gradients of outputs."""
 
-    def homebound(self, tokens: torch.Tensor, prob_dtype: torch.dtype | None) -> Any:
-        """The Layout of rows back: of outputs [N, H] or, with prob_dtype, of gradients of packed rows."""
+    def homebound(self, prob_dtype: torch.dtype | None) -> Layout:
+        """Of rows back: sums of outputs or, with prob_dtype, of gradients of packed rows."""
 
     def step_out(self, op: Op, rows: torch.Tensor, arrived: torch.Tensor, plan: Plan) -> Steps:
         """What an op does on the way to the experts, but the one that sorts by expert."""
 
-    def sort(
-        self,
-        rows: torch.Tensor,
-        tokens: torch.Tensor,
-        probs: torch.Tensor | None,
-        notes: torch.Tensor | None,
-        plan: Plan,
-        chunk: int,
-        layout: Any,
-    ) -> Steps:
+    def sort(self, here: AtExperts[Plan]) -> Steps:
         """What the op does that sorts by expert: rows as they arrived to tokens, probabilities and notes."""
 
-    def unsort(
-        self,
-        tokens: torch.Tensor,
-        probs: torch.Tensor | None,
-        written: torch.Tensor,
-        plan: Plan,
-        chunk: int,
-        layout: Any,
-    ) -> Steps:
+    def unsort(self, here: AtExperts[Plan]) -> Steps:
         """What the op does that sorts by source: outputs or gradients to rows in the order in which theirs arrived."""
 
     def step_back(self, op: Op, reads: Sequence[torch.Tensor], written: torch.Tensor, plan: Plan, layout: Any) -> Steps:
@@ -104,39 +86,23 @@ class Way(Protocol[Plan]):
 class _RowForEveryExpert:
     """What ways have in common on which a token makes a row for each of its experts."""
 
-    def outbound(self, rows: torch.Tensor, prob_dtype: torch.dtype | None) -> RowLayout:
-        """See Way."""
-        return RowLayout(rows.size(1), rows.dtype, prob_dtype)
+    payload: Payload
 
-    def homebound(self, tokens: torch.Tensor, prob_dtype: torch.dtype | None) -> RowLayout:
+    def outbound(self, prob_dtype: torch.dtype | None) -> RowLayout:
         """See Way."""
-        lane = 0 if prob_dtype is None else LANE_BYTES // tokens.element_size()
-        return RowLayout(tokens.size(1) + lane, tokens.dtype, prob_dtype)
+        return RowLayout(self.payload, self.payload.wire.dispatch, prob_dtype)
 
-    def sort(
-        self,
-        rows: torch.Tensor,
-        tokens: torch.Tensor,
-        probs: torch.Tensor | None,
-        notes: torch.Tensor | None,
-        plan: ExchangePlan,
-        chunk: int,
-        layout: RowLayout,
-    ) -> Steps:
+    def homebound(self, prob_dtype: torch.dtype | None) -> RowLayout:
         """See Way."""
-        return layout.split(rows, tokens, probs, notes, plan.chunk(chunk))
+        return RowLayout(self.payload, self.payload.wire.combine, prob_dtype)
 
-    def unsort(
-        self,
-        tokens: torch.Tensor,
-        probs: torch.Tensor | None,
-        written: torch.Tensor,
-        plan: ExchangePlan,
-        chunk: int,
-        layout: RowLayout,
-    ) -> Steps:
+    def sort(self, here: AtExperts[ExchangePlan]) -> Steps:
         """See Way."""
-        return layout.join(tokens, probs, written, plan.chunk(chunk))
+        return here.layout.split(here, here.plan.chunk(here.chunk))
+
+    def unsort(self, here: AtExperts[ExchangePlan]) -> Steps:
+        """See Way."""
+        return here.layout.join(here, here.plan.chunk(here.chunk))
 
 
 @dataclass(frozen=True)
@@ -146,6 +112,7 @@ class EpThenExpertTp(_RowForEveryExpert):
     groups: ExpertGroups
     level: str
     """MoNTA's, of the lanes of a pipeline of chunks."""
+    payload: Payload
 
     lies_in: ClassVar[Mapping[str, str]] = monta.AllToAllAndGather.lies_in
 
@@ -205,6 +172,7 @@ class EpWithExpertTp(_RowForEveryExpert):
     """
 
     groups: ExpertGroups
+    payload: Payload
     parts: Parts | None = None
     """How a TP group shares out its rows; None: every rank has rows of its own."""
 
@@ -289,9 +257,9 @@ class EpWithExpertTp(_RowForEveryExpert):
         return [by_shard[shard][ep_rank] for ep_rank in range(groups.ep_size) for shard in range(groups.etp_size)]
 
 
-def way_of(groups: ExpertGroups, level: str | None) -> Way:
+def way_of(groups: ExpertGroups, level: str | None, payload: Payload) -> Way:
     """The way of MoNTA at a level of its pipelining; without one, Parm's."""
-    return EpWithExpertTp(groups) if level is None else EpThenExpertTp(groups, level)
+    return EpWithExpertTp(groups, payload) if level is None else EpThenExpertTp(groups, level, payload)
 
 
 def _sent(rows: torch.Tensor, chunk: ChunkPlan) -> torch.Tensor:

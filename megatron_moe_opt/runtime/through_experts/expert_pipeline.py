@@ -22,6 +22,8 @@ from megatron_moe_opt.runtime.engine.offload import HostCopyOf
 from megatron_moe_opt.runtime.engine.recomputation import saved_tensors_are_hooked
 from megatron_moe_opt.runtime.engine.steps import Steps
 from megatron_moe_opt.runtime.rows.expert_exchange import Exchange
+from megatron_moe_opt.runtime.rows.row_layout import AtExperts
+from megatron_moe_opt.runtime.rows.wire_rows import WireRows
 from megatron_moe_opt.runtime.through_experts.expert_call import ExpertCall, Experts
 from megatron_moe_opt.runtime.through_experts.partition_buffers import PartitionBuffers
 from megatron_moe_opt.schedules import mpmoe
@@ -43,43 +45,49 @@ _Computed = tuple[torch.Tensor, torch.Tensor | None]
 
 
 def through_experts(
-    packed: torch.Tensor, experts: Experts, exchanges: Sequence[Exchange], strategy: str, prob_dtype: torch.dtype
+    packed: torch.Tensor,
+    wire: WireRows,
+    experts: Experts,
+    exchanges: Sequence[Exchange],
+    strategy: str,
+    prob_dtype: torch.dtype,
 ) -> torch.Tensor:
     """Rows to their experts, through them and back, partition by partition. Differentiable once.
 
     Args:
-        packed: [R, W], the rows of one partition after those of another, with their probabilities.
+        packed: stands for the rows on the wire: of one partition after those of another, with their probabilities.
         exchanges: one a partition, in one chunk each, all on ways of the same kind.
         strategy: of memory reuse, a key of schedules.mpmoe.STRATEGIES.
         prob_dtype: dtype of the probabilities.
 
     Returns:
-        [R, H]: sums over the ranks that had a part of a row's outputs, where `packed` came from.
+        What stands for the rows that have returned to where they came from, on the wire again: sums over the ranks
+        that had a part of a row's outputs.
     """
     if not torch.is_grad_enabled():  # nothing to restore: partitions share buffers, and T_M is never saved
-        return _Pass(packed, experts, exchanges, "S4", prob_dtype).forward(packed.detach())
-    pass_ = _Pass(packed, experts, exchanges, strategy, prob_dtype)
-    return _ThroughExperts.apply(packed, pass_, *experts.parameters)
+        wire.rows = _Pass(experts, exchanges, "S4", prob_dtype).forward(wire.take_rows())
+        return packed
+    return _ThroughExperts.apply(packed, wire, _Pass(experts, exchanges, strategy, prob_dtype), *experts.parameters)
 
 
 class _ThroughExperts(Function):
     @staticmethod
-    def forward(ctx: Any, packed: torch.Tensor, pass_: _Pass, *_: torch.Tensor) -> torch.Tensor:
-        ctx.pass_ = pass_
-        combined = pass_.forward(packed.detach())
+    def forward(ctx: Any, packed: torch.Tensor, wire: WireRows, pass_: _Pass, *_: torch.Tensor) -> torch.Tensor:
+        ctx.wire, ctx.pass_ = wire, pass_
+        wire.rows = pass_.forward(wire.take_rows())
         ctx.save_for_backward(*pass_.hand_over())
-        return combined
+        return packed.new_empty(0)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, stand_in: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         if ctx.pass_ is None:
             raise RuntimeError("a layer of mpmoe frees what it saved in its backward pass, which cannot run twice")
         pass_, ctx.pass_ = ctx.pass_, None
         pass_.take_back(iter(ctx.saved_tensors))  # runs the layer again, if at all, before an op of this pass does
         ctx.maybe_clear_saved_tensors()
-        # A gradient that another pipeline stage has sent requires one: lanes, which are threads, would record a graph.
-        return pass_.backward(grad.detach().contiguous())
+        ctx.wire.gradients, of_parameters = pass_.backward(ctx.wire.take_gradients())
+        return stand_in, None, None, *of_parameters
 
 
 class _Pass:
@@ -87,7 +95,6 @@ class _Pass:
 
     def __init__(
         self,
-        packed: torch.Tensor,
         experts: Experts,
         exchanges: Sequence[Exchange],
         strategy: str,
@@ -96,13 +103,11 @@ class _Pass:
         self.experts, self.strategy, self.prob_dtype = experts, strategy, prob_dtype
         self.hands_over = saved_tensors_are_hooked()
         self.exchanges, way = exchanges, exchanges[0].way
-        self.packed = way.outbound(packed, prob_dtype)
-        self.token = way.homebound(packed[:, : self.packed.hidden], None)
         self.layouts = {
-            INPUTS: self.packed,
-            OUTPUTS: self.token,
-            OUTPUT_GRADIENTS: self.token,
-            INPUT_GRADIENTS: way.homebound(packed[:, : self.packed.hidden], prob_dtype),
+            INPUTS: way.outbound(prob_dtype),
+            OUTPUTS: way.homebound(None),
+            OUTPUT_GRADIENTS: way.outbound(None),
+            INPUT_GRADIENTS: way.homebound(prob_dtype),
         }
         self.partitions = [one.way.rows_of(one.plan) for one in exchanges]
         self.calls: list[ExpertCall] = []
@@ -113,7 +118,7 @@ class _Pass:
         self.host_tokens: dict[int, HostCopyOf] = {}
 
     def forward(self, packed: torch.Tensor) -> torch.Tensor:
-        """[R, H + lane] -> [R, H]."""
+        """Rows to the experts -> rows back, where they came from."""
         how = STRATEGIES[self.strategy]
         held = (*self.experts.parameters, *self.experts.constants)
         addresses = {tensor.untyped_storage().data_ptr() for tensor in held}
@@ -122,7 +127,7 @@ class _Pass:
             ExpertCall(self.experts, one.plan.tokens_per_expert, of_partition, how.middle, addresses, self.hands_over)
             for one, of_partition in zip(self.exchanges, probs, strict=True)
         ]
-        combined = self.token.empty_rows(packed.size(0), packed)
+        combined = self.layouts[OUTPUTS].at_source.empty_rows(packed.size(0), packed)
         rows = self._named("rows", packed)
         buffers = self._buffers(rows | self._named("combined", combined))
         outputs: dict[int, _Computed] = {}
@@ -147,15 +152,17 @@ class _Pass:
             self.rows = packed
         return combined
 
-    def backward(self, grad_combined: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        """Gradient of the outputs [R, H] -> gradients of the packed rows, the pass, and each parameter."""
+    def backward(self, grad_combined: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor | None]]:
+        """Gradients of the rows back, where they came from -> of the rows to the experts, and of each parameter."""
         given = self._named("grad_combined", grad_combined) | self.kept
-        if self.rows is not None:  # nobody else wants them: their gradients take their place
-            grad_packed = self.rows
+        home = self.layouts[INPUT_GRADIENTS].at_source
+        grad_packed, self.rows = self.rows, None
+        if grad_packed is not None:
             given |= self._named("rows", grad_packed)
-        else:
-            grad_packed = self.packed.blank_rows(grad_combined.size(0), grad_combined)
-            given |= self._named("grad_rows", grad_packed)
+        if grad_packed is None or (grad_packed.dtype, grad_packed.size(1)) != (home.wire_dtype, home.width):
+            grad_packed = home.empty_rows(grad_combined.size(0), grad_combined)
+        # Else nobody wants the rows any more that have been communicated again: their gradients take their place.
+        given |= self._named("grad_rows", grad_packed)
         buffers = self._buffers(given)
         compute = torch.cuda.current_stream(grad_combined.device) if has_streams(grad_combined.device) else None
         grads: dict[int, _Computed] = {}
@@ -186,7 +193,7 @@ class _Pass:
 
         schedule = mpmoe.backward(self.strategy, self.partitions, *self._way())
         executor(grad_combined.device).run(schedule, [bind(op) for op in schedule.ops])
-        return grad_packed, None, *(total.value for total in of_parameters)
+        return grad_packed, [total.value for total in of_parameters]
 
     def hand_over(self) -> list[torch.Tensor]:
         """What backward needs and is in the device's memory, for autograd to save: the pass holds it no longer.
@@ -228,12 +235,17 @@ class _Pass:
         move, buffer = place_of(op.writes[0])
         way, plan, layout = exchange.way, exchange.plan, self.layouts[move]
         if base_name(op.reads[0]) == move.source and not move.is_out:
-            return steps.call(lambda: steps.run_now(way.unsort(*computed(), written, plan, 0, layout)))
+
+            def unsort() -> None:
+                tokens, of_probs = computed()
+                steps.run_now(way.unsort(AtExperts(written, tokens, of_probs, None, plan, 0, layout)))
+
+            return steps.call(unsort)
         reads = [buffers.rows(name, j) for name in op.reads]
         if not move.is_out:
             return way.step_back(op, reads, written, plan, layout)
         if buffer == "sorted":
-            return way.sort(reads[0], written, probs, None, plan, 0, layout)
+            return way.sort(AtExperts(reads[0], written, probs, None, plan, 0, layout))
         return way.step_out(op, reads[0], written, plan)
 
     def _take(self, computed: dict[int, _Computed], j: int) -> _Computed:
@@ -246,7 +258,7 @@ class _Pass:
         return computed.pop(j)
 
     def _buffers(self, given: dict[str, torch.Tensor]) -> PartitionBuffers:
-        return PartitionBuffers(self.exchanges, self.layouts, self.token, given)
+        return PartitionBuffers(self.exchanges, self.layouts, given)
 
     def _named(self, name: str, rows: torch.Tensor) -> dict[str, torch.Tensor]:
         """This rank's own rows, by the buffers' names."""
@@ -255,9 +267,9 @@ class _Pass:
 
     def _way(self) -> tuple[RowBytes, Stages]:
         """What rows take on their way, and its stages."""
-        returned = self.layouts[INPUT_GRADIENTS].row_bytes
-        row = RowBytes(self.packed.row_bytes, self.token.row_bytes, self.experts.middle_row_bytes, returned)
-        return row, self.exchanges[0].way.stages
+        token, middle = self.layouts[INPUTS].at_experts.row_bytes, self.experts.middle_row_bytes
+        packed, outputs, gradients, returned = (layout.row_bytes for layout in self.layouts.values())
+        return RowBytes(packed, token, middle, returned, outputs, gradients), self.exchanges[0].way.stages
 
 
 class _Sum:

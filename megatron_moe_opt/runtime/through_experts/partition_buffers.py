@@ -19,17 +19,15 @@ class PartitionBuffers:
         self,
         exchanges: Sequence[Exchange],
         layouts: Mapping[Move, Layout],
-        tokens: Layout,
         given: Mapping[str, torch.Tensor],
     ) -> None:
         """
         Args:
             exchanges: of each partition.
             layouts: of rows on their way.
-            tokens: of rows that are sorted by expert.
             given: buffers that exist already, each of one partition.
         """
-        self._exchanges, self._layouts, self._tokens, self._given = exchanges, layouts, tokens, given
+        self._exchanges, self._layouts, self._given = exchanges, layouts, given
         self._like = next(iter(given.values()))
         self._counts: dict[str, list[int]] = {}
         """Rows of each partition in a buffer."""
@@ -45,6 +43,7 @@ class PartitionBuffers:
             self._counts[base] = [one.way.num_rows(of_way, one.plan, 0) for one in self._exchanges]
         counts = self._counts[base]
         if name not in self._made:
-            layout = self._tokens if of_way == "sorted" else self._layouts[move]
-            self._made[name] = layout.blank_rows(max(counts), self._like)
+            layout = self._layouts[move]
+            layout = layout.at_experts if of_way == "sorted" else layout
+            self._made[name] = layout.empty_rows(max(counts), self._like)
         return self._made[name].narrow(0, 0, counts[j])

@@ -1,0 +1,116 @@
+"""This rank's own rows, where they come from and return to: tokens to rows on the wire, and back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+
+from megatron_moe_opt.kernels import RowMap, permute_packed, spread_rows
+from megatron_moe_opt.kernels.packed_rows import unpermute_probs
+from megatron_moe_opt.row_format import SAME, Wire
+from megatron_moe_opt.runtime.rows.row_facts import RowFacts
+from megatron_moe_opt.runtime.rows.row_layout import Payload, RowLayout
+from megatron_moe_opt.runtime.rows.wire_rows import WireRows, off_wire, onto_wire
+
+
+class Source(Protocol):
+    """What becomes of a rank's tokens on the wire, and of rows that return. Not differentiable."""
+
+    def pack(self, tokens_TH: torch.Tensor, probs: torch.Tensor) -> torch.Tensor:
+        """Tokens and probabilities to rows on their way to the experts."""
+
+    def unpack(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Gradients of those rows, as they return, to those of tokens and probabilities."""
+
+    def sums(self, rows: torch.Tensor) -> torch.Tensor:
+        """Outputs, as they return, to those of tokens [T, H]."""
+
+    def spread(self, grad_TH: torch.Tensor) -> torch.Tensor:
+        """Gradients of these to rows on their way to the experts."""
+
+
+@dataclass(frozen=True)
+class PermutedRows(Source):
+    """A row for each expert of a token."""
+
+    row_map: RowMap
+    payload: Payload
+    prob_dtype: torch.dtype
+
+    def pack(self, tokens_TH: torch.Tensor, probs_TE: torch.Tensor) -> torch.Tensor:
+        """See Source."""
+        return permute_packed(tokens_TH, probs_TE, self.row_map, self.payload.wire.dispatch)
+
+    def unpack(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """See Source."""
+        layout = self._homebound(self.prob_dtype)
+        return layout.sum_tokens(rows, self.row_map), unpermute_probs(rows, self.row_map, self.prob_dtype)
+
+    def sums(self, rows: torch.Tensor) -> torch.Tensor:
+        """See Source: a token's rows are added in the order of its experts, in float32."""
+        return self._homebound(None).sum_tokens(rows, self.row_map)
+
+    def spread(self, grad_TH: torch.Tensor) -> torch.Tensor:
+        """See Source. A gradient is narrowed once, whatever its rows."""
+        layout = RowLayout(self.payload, self.payload.wire.dispatch, None)
+        narrow = layout.narrow(grad_TH)
+        if layout.wire.block is None:
+            return spread_rows(narrow, self.row_map)
+        return spread_rows(narrow.view(torch.float32), self.row_map).view(narrow.dtype)
+
+    def _homebound(self, prob_dtype: torch.dtype | None) -> RowLayout:
+        return RowLayout(self.payload, self.payload.wire.combine, prob_dtype)
+
+
+@dataclass(frozen=True)
+class TokensWithFacts(Source):
+    """A row for each token, whose experts are behind it. What returns is summed already, in the tokens' dtype."""
+
+    facts: RowFacts
+    experts: torch.Tensor
+    """int64 [T, K]."""
+    notes: torch.Tensor | None = None
+    """int64 [T], see RowFacts."""
+
+    def pack(self, tokens_TH: torch.Tensor, probs_TK: torch.Tensor) -> torch.Tensor:
+        """See Source."""
+        return self.facts.outbound().pack(tokens_TH, probs_TK, self.experts.int(), self.notes)
+
+    def unpack(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """See Source."""
+        layout = self.facts.homebound(has_probs=True).at_source
+        return layout.tokens(rows), layout.probs(rows)
+
+    def sums(self, rows: torch.Tensor) -> torch.Tensor:
+        """See Source."""
+        return rows
+
+    def spread(self, grad_TH: torch.Tensor) -> torch.Tensor:
+        """See Source."""
+        return self.facts.outbound(has_facts=False).narrow(grad_TH)
+
+
+@dataclass(frozen=True)
+class OwnRows:
+    """The rows of one forward pass and, in its backward pass, their gradients."""
+
+    source: Source
+    wire: WireRows = field(default_factory=WireRows)
+
+    def pack(self, tokens_TH: torch.Tensor, probs: torch.Tensor) -> torch.Tensor:
+        """Puts tokens on the wire and returns what stands for their rows. Differentiable once."""
+        return onto_wire(self.wire, self.source.pack, self.source.unpack, tokens_TH, probs)
+
+    def unpermute(self, returned: torch.Tensor) -> torch.Tensor:
+        """Takes what has returned off the wire, given what stands for it: [T, H]. Differentiable once."""
+        return off_wire(returned, self.wire, self.source.sums, self.source.spread)
+
+
+def permuted(
+    tokens_TH: torch.Tensor, probs_TE: torch.Tensor, row_map: RowMap, wire: Wire = SAME
+) -> tuple[torch.Tensor, OwnRows]:
+    """Makes of tokens the rows of a map: what stands for them, differentiable once, and the rows."""
+    own = OwnRows(PermutedRows(row_map, Payload.of(tokens_TH, wire), probs_TE.dtype))
+    return own.pack(tokens_TH, probs_TE), own

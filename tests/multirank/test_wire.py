@@ -1,0 +1,211 @@
+"""Rows that are narrower on the wire, against a stock layer whose rows are rounded at the same places.
+
+Where experts are whole and tokens make a row for each expert, that is all there is to it: results are equal bit for
+bit. Where sums are rounded on their way, over expert-TP and at each hop, they are as near as the format.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_moe_opt.options import Options
+from megatron_moe_opt.row_format import Wire, WireFormat
+from tests import kernel_reference
+from tests.multirank.test_dispatchers import DROP, PAD, RECOMPUTE, SHARED, run_layer
+from tests.ranks.devices import CONTRACT, difference, same
+
+NEAR = {"bf16": 2.0**-7, "fp8": 0.05, "mxfp8": 0.06}
+"""Of results whose rows were rounded several times, norm over norm: 2^-4 an element of 8 bits at most, half of it in
+the mean, and less in norms of sums."""
+
+
+def rounded(rows: torch.Tensor, wire: WireFormat) -> torch.Tensor:
+    """What is left of rows [..., H] that have travelled in a format."""
+    flat = rows.reshape(-1, rows.size(-1))
+    if wire is WireFormat.SAME or not flat.numel():
+        return rows
+    return kernel_reference.widen(kernel_reference.narrow(flat, wire), wire, flat.size(1)).to(rows.dtype).view_as(rows)
+
+
+class _Round(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, there: WireFormat, back: WireFormat) -> torch.Tensor:
+        ctx.back = back
+        return rounded(rows, there)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return rounded(grad, ctx.back), None, None
+
+
+def round_rows_of(stock: Any, wire: Wire) -> None:
+    """Has a stock dispatcher's rows rounded where ours narrows them: tokens and sums of gradients' rows, outputs' rows
+    and gradients of outputs.
+    """
+    same_format, out, back = WireFormat.SAME, wire.dispatch, wire.combine
+    before, arrived = stock.dispatch_preprocess, stock.dispatch_postprocess
+    outputs, after = stock.combine_preprocess, stock.combine_postprocess
+
+    def dispatch_preprocess(tokens: torch.Tensor, *rest: Any) -> Any:
+        return before(_Round.apply(tokens, out, same_format), *rest)
+
+    def dispatch_postprocess(*arguments: Any) -> Any:
+        tokens, *rest = arrived(*arguments)
+        return _Round.apply(tokens, same_format, back), *rest
+
+    def combine_preprocess(rows: torch.Tensor) -> Any:
+        return outputs(_Round.apply(rows, back, same_format))
+
+    def combine_postprocess(rows: torch.Tensor, *rest: Any) -> Any:
+        return _Round.apply(after(rows, *rest), same_format, out)
+
+    for method in (dispatch_preprocess, dispatch_postprocess, combine_preprocess, combine_postprocess):
+        setattr(stock, method.__name__, method)
+
+
+def compare(
+    dispatcher: str, options: dict, layout: dict, settings: dict, dtype: str = "float32", hidden: int = 160
+) -> dict[str, Any]:
+    """On every rank: relative errors against the rounded stock layer, whether all are equal, and whether a second run
+    has the same bits.
+    """
+    import megatron_moe_opt
+    from megatron_moe_opt.integration.layer.moe_layer import build_layer
+    from tests.ranks.megatron import moe_config, parallel
+
+    with parallel(**layout):
+        torch.manual_seed(11 + dist.get_rank())
+        settings = {"moe_router_pre_softmax": True, "bf16": dtype == "bfloat16", "hidden_size": hidden} | settings
+        if dtype == "bfloat16":
+            settings["params_dtype"] = torch.bfloat16
+        stock_config = moe_config(**settings)
+        our_config = dataclasses.replace(stock_config, moe_token_dispatcher_type=dispatcher)
+        given = Options(**options)
+        megatron_moe_opt.register(given)
+        layers = [build_layer(config).to(getattr(torch, dtype)) for config in (stock_config, our_config)]
+        megatron_moe_opt.register()
+        layers[1].load_state_dict(layers[0].state_dict())
+        round_rows_of(layers[0].token_dispatcher, given.wire)
+        tokens = 24 // layout.get("tp", 1)
+        rows = torch.randn(tokens, 3, stock_config.hidden_size).to(getattr(torch, dtype))
+        stock, ours = (run_layer(layer, rows, 1) for layer in layers)
+        for layer in layers:
+            layer.zero_grad()
+        again = run_layer(layers[1], rows, 1)
+    assert set(stock) == set(ours) and any("router" in name for name in stock)
+    return {
+        "errors": {name: difference(ours[name], stock[name]) for name in stock},
+        "equal": all(same(ours[name], stock[name]) for name in stock),
+        "again": all(torch.equal(ours[name], again[name]) for name in ours),
+    }
+
+
+O2 = {"monta_level": "O2", "chunks": 2}
+EXACT = [
+    ("monta", {"wire": "fp8"}, {"ep": 4}, {}),
+    ("monta", {"wire": "mxfp8", **O2}, {"ep": 4}, {}),
+    ("monta", {"wire": "bf16", **O2}, {"ep": 2}, SHARED | RECOMPUTE),
+    ("monta", {"wire": "dispatch=fp8,combine=fp8"}, {"ep": 4}, DROP),
+    ("monta", {"wire": "dispatch=same,combine=mxfp8", **O2}, {"ep": 4}, PAD),
+    ("monta", {"wire": "fp8"}, {"ep": 4}, {"num_moe_experts": 4}),  # arrival order is expert order
+    ("monta", {"wire": "fp8"}, {"tp": 2, "ep": 4, "etp": 1}, SHARED),
+    ("parm", {"wire": "fp8"}, {"ep": 4}, {}),
+    ("mpmoe", {"wire": "fp8", "partitions": 2}, {"ep": 4}, {}),
+    ("mpmoe", {"wire": "bf16", "partitions": 3, "memory_reuse": "S1"}, {"ep": 4}, {}),
+    ("mpmoe", {"wire": "fp8", "partitions": 2, "memory_reuse": "S2"}, {"ep": 4}, {}),
+    ("mpmoe", {"wire": "mxfp8", "partitions": 2, "memory_reuse": "S3"}, {"ep": 4}, RECOMPUTE),
+    ("mpmoe", {"wire": "fp8", "partitions": 2, "memory_reuse": "S4"}, {"ep": 4}, {}),
+]
+
+
+def case_id(case: tuple) -> str:
+    dispatcher, options, layout, settings = case[:4]
+    named = (f"{key}={value}" for part in (options, layout, settings) for key, value in part.items())
+    return "-".join([dispatcher, *(name.removeprefix("moe_") for name in named)])
+
+
+def arguments(case: tuple) -> dict[str, Any]:
+    return dict(zip(("dispatcher", "options", "layout", "settings"), case, strict=True))
+
+
+@pytest.mark.parametrize("case", EXACT, ids=case_id)
+def test_rows_are_rounded_once_a_way(ranks, case):
+    for result in ranks.run(compare, **arguments(case)):
+        assert result["again"]
+        by_parts = case[0] == "mpmoe"  # gradients of weights are summed over partitions
+        assert max(result["errors"].values()) < CONTRACT if by_parts else result["equal"], result["errors"]
+
+
+NEARLY = [
+    ("monta", {"wire": "fp8"}, {"tp": 2, "ep": 2, "etp": 2}, {}),
+    ("monta", {"wire": "bf16", **O2}, {"ep": 2, "etp": 2}, {}),
+    ("monta", {"wire": "dispatch=mxfp8,combine=mxfp8"}, {"ep": 2, "etp": 2}, {}),
+    ("parm", {"wire": "fp8"}, {"ep": 2, "etp": 2}, {}),
+    ("mpmoe", {"wire": "fp8", "partitions": 2, "memory_reuse": "S2"}, {"ep": 2, "etp": 2}, {}),
+    ("expert-migration", {"wire": "fp8", "network_levels": (2, 2)}, {"ep": 4}, {}),
+    ("expert-migration", {"wire": "mxfp8"}, {"ep": 4}, PAD),
+    ("expert-migration", {"wire": "bf16", "network_levels": (2, 2), "domain_sizes": (2, 1)}, {"ep": 4}, RECOMPUTE),
+    ("expert-migration", {"wire": "fp8", "network_levels": (2,)}, {"ep": 2, "etp": 2}, {}),
+    ("mpmoe", {"wire": "fp8", "partitions": 2, "way": "hops", "network_levels": (2, 2)}, {"ep": 4}, {}),
+    *(
+        (
+            "mpmoe",
+            {"wire": "fp8", "partitions": 2, "memory_reuse": reuse, "way": "hops", "network_levels": (2, 2)},
+            {"ep": 4},
+            {},
+        )
+        for reuse in ("S2", "S3")
+    ),
+]
+
+
+@pytest.mark.parametrize("case", NEARLY, ids=case_id)
+def test_sums_are_rounded_once_a_hop(ranks, case):
+    wire = Wire.of(case[1]["wire"])
+    for result in ranks.run(compare, **arguments(case)):
+        assert result["again"]
+        assert max(result["errors"].values()) < NEAR[wire.dispatch.value], result["errors"]
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        ("monta", O2, {"ep": 2, "etp": 2}, {}),
+        ("expert-migration", {"network_levels": (2, 2)}, {"ep": 4}, {}),
+    ],
+    ids=case_id,
+)
+def test_bf16_changes_nothing_of_rows_in_bf16(ranks, case):
+    dispatcher, options, layout, settings = case
+    for result in ranks.run(same_bits, dispatcher=dispatcher, options=options, layout=layout):
+        assert result
+
+
+def same_bits(dispatcher: str, options: dict, layout: dict) -> bool:
+    """Whether bf16 on the wire gives a layer in bf16 the bits that it has without."""
+    import megatron_moe_opt
+    from megatron_moe_opt.integration.layer.moe_layer import build_layer
+    from tests.ranks.megatron import moe_config, parallel
+
+    with parallel(**layout):
+        torch.manual_seed(11 + dist.get_rank())
+        config = moe_config(
+            bf16=True, params_dtype=torch.bfloat16, moe_router_pre_softmax=True, moe_token_dispatcher_type=dispatcher
+        )
+        results, state = [], None
+        rows = torch.randn(24, 3, config.hidden_size).bfloat16()
+        for wire in ("same", "bf16"):
+            megatron_moe_opt.register(Options(**options, wire=wire))
+            layer = build_layer(config).to(torch.bfloat16)
+            state = state or copy.deepcopy(layer.state_dict())
+            layer.load_state_dict(state)
+            results.append(run_layer(layer, rows, 1))
+        megatron_moe_opt.register()
+    before, after = results
+    return all(torch.equal(before[name], after[name]) for name in before)
