@@ -1,5 +1,6 @@
-"""Kernels against what is in use today: permute and unpermute against Megatron-Core's unfused ones, the residual codec
-against PyTorch's operations, both against plain copies; and placing samples, see bench_placement.
+"""Kernels against what is in use today: permute and unpermute against Megatron-Core's unfused ones, rows in wire
+formats against the same in the rows' dtype, the residual codec against PyTorch's operations, all against plain copies;
+and placing samples, see bench_placement.
 
 All sides alternate in one process and find their memory warm: on CPU malloc is told to keep what is freed, because page
 faults would otherwise cost Megatron-Core several times its own work. Permute and unpermute run through autograd. The
@@ -62,17 +63,21 @@ def bench_kernels(
         keep_freed_memory()
     where = torch.device(device.value)
     permute_rows: list[Row] = []
+    wire_rows: list[Row] = []
     codec_rows: list[Row] = []
     for name in names:
-        permute_rows += Workload(where, tokens, hidden, experts, topk, name, seed).measure(repeats)
+        workload = Workload(where, tokens, hidden, experts, topk, name, seed)
+        permute_rows += workload.measure(repeats)
+        wire_rows += workload.measure_wire(repeats)
         codec_rows += CodecWorkload(where, elements, elements // keep_one_in, name, seed).measure(repeats)
     common = {"device": device_name(device), "repeats": repeats, "seed": seed}
     common |= {"torch": torch.__version__, "threads": torch.get_num_threads()}
     permute_settings = {"tokens": tokens, "hidden": hidden, "experts": experts, "topk": topk}
     codec_settings = {"elements": elements, "kept": elements // keep_one_in}
     print_table("permute / unpermute", "Megatron-Core", permute_rows, permute_settings | common)
+    print_table("rows in wire formats", "without", wire_rows, permute_settings | common)
     print_table("residual codec", "PyTorch", codec_rows, codec_settings | common)
-    rows = permute_rows + codec_rows
+    rows = permute_rows + wire_rows + codec_rows
     placement = measure_placement(where, repeats, seed)
     print_placement(placement)
     if json_file is not None:
@@ -219,6 +224,44 @@ class Workload:
         library = megatron_moe_utils()
         stock = {} if library is None else {op: run for op, (run, _) in self.operations(library).items()}
         return rows_of(ours, stock, self.dtype, repeats, self.device)
+
+    def measure_wire(self, repeats: int) -> list[Row]:
+        """Returns the measured rows of functions on rows in wire formats; what they are compared with does the same to
+        rows in the dtype.
+        """
+        from megatron_moe_opt import kernels
+        from megatron_moe_opt.kernels import ChunkList, WireFormat
+
+        row_map = kernels.build_row_map(self.routing_map)
+        tokens, probs, hidden = self.tokens.detach(), self.probs.detach(), self.shape[1]
+        cuts = [self.num_rows // 3, self.num_rows // 3, self.num_rows - 2 * (self.num_rows // 3)]
+        chunks = ChunkList.from_counts(cuts, [2, 1, 0], self.device)
+        out = torch.empty(self.num_rows, hidden, dtype=tokens.dtype, device=self.device)
+
+        def of(wire: WireFormat) -> dict[str, tuple[Callable[[], Any], int]]:
+            packed = kernels.permute_packed(tokens, probs, row_map, wire)
+            payload = self.num_rows * wire.payload_bytes(hidden, tokens.dtype)
+            return {
+                "permute": (lambda: kernels.permute_packed(tokens, probs, row_map, wire), self.token_bytes + payload),
+                "reorder": (
+                    lambda: kernels.convert_chunks(packed, wire, out, WireFormat.SAME, hidden, chunks),
+                    payload + out.nbytes,
+                ),
+                "sum": (
+                    lambda: kernels.sum_packed_rows(packed, hidden, row_map, wire, dtype=tokens.dtype),
+                    payload + self.token_bytes,
+                ),
+            }
+
+        same = {name: run for name, (run, _) in of(WireFormat.SAME).items()}
+        rows = []
+        for wire in (WireFormat.BF16, WireFormat.FP8, WireFormat.MXFP8):
+            if wire.dtype_of(tokens.dtype) == tokens.dtype:
+                continue
+            ours = {f"{name} in {wire.value}": timed for name, timed in of(wire).items()}
+            stock = {f"{name} in {wire.value}": run for name, run in same.items()}
+            rows += rows_of(ours, stock, self.dtype, repeats, self.device)
+        return rows
 
 
 def keep_freed_memory() -> None:

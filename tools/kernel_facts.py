@@ -24,7 +24,8 @@ def short_names(mangled: list[str]) -> list[str]:
     found = subprocess.run(["c++filt"], input="\n".join(mangled), check=True, capture_output=True, text=True).stdout
     names = []
     for name in found.splitlines():
-        name = name.removeprefix("void ").replace("moe_opt::cuda::(anonymous namespace)::", "").replace("moe_opt::", "")
+        name = name.removeprefix("void ").replace("(anonymous namespace)::", "")
+        name = name.replace("moe_opt::", "").replace("cuda::", "")
         names.append(name[: name.index("(", name.rindex(">") if ">" in name else 0)].replace(" ", ""))
     return names
 

@@ -3,6 +3,7 @@
 // row counts before it and then walks from chunk to chunk.
 #include "chunk_copy.h"
 #include "cuda_common.cuh"
+#include "wire_format.cuh"
 
 namespace moe_opt {
 namespace cuda {
@@ -13,16 +14,13 @@ constexpr int64_t kBytesPerBlock = 64 * 1024;     // least work worth a block
 constexpr int64_t kMaxBlocks = 2048;              // several for every multiprocessor; each reads the row counts
 constexpr int64_t kMaxLanes = kBlockThreads / 2;  // threads that share a row, at most
 
-// A thread of a row's `lanes` threads (a power of two) moves units lane, lane + lanes, ...; a block moves
-// blockDim.x / lanes rows side by side. Unit: what one access moves; a row is `units` of them.
-template <typename Unit>
-__global__ void __launch_bounds__(kBlockThreads)
-    copy_chunks_kernel(ChunkList chunks, int64_t num_rows, int64_t rows_per_block, int64_t units, int lanes,
-                       const char* __restrict__ source, int64_t source_stride, char* __restrict__ target,
-                       int64_t target_stride) {
+// Calls move(source row, target row) for the rows of this block's share that are its slot's: one in `slots`.
+template <typename Move>
+__device__ __forceinline__ void for_rows(const ChunkList& chunks, int64_t num_rows, int64_t rows_per_block, int slot,
+                                         int slots, Move move) {
   __shared__ int64_t found_chunk;
   __shared__ int64_t found_first;
-  int64_t flat = blockIdx.x * rows_per_block;  // the row to copy next, counted over all chunks
+  int64_t flat = blockIdx.x * rows_per_block;  // the row to move next, counted over all chunks
   const int64_t end = min(num_rows, flat + rows_per_block);
 
   // The chunk that holds row `flat`, and that chunk's first row. Exactly one thread's chunk matches.
@@ -41,33 +39,70 @@ __global__ void __launch_bounds__(kBlockThreads)
   }
   __syncthreads();
 
-  const int lane = threadIdx.x % lanes;
-  const int slot = threadIdx.x / lanes;
-  const int slots = static_cast<int>(blockDim.x) / lanes;
   int64_t within = found_chunk < chunks.num_chunks ? flat - found_first : 0;  // row of the chunk
   for (int64_t chunk = found_chunk; chunk < chunks.num_chunks && flat < end; ++chunk, within = 0) {
     const int64_t rows = min(chunks.row_counts[chunk] - within, end - flat);
-    const char* from = source + (chunks.source_rows[chunk] + within) * source_stride;
-    char* to = target + (chunks.target_rows[chunk] + within) * target_stride;
-    for (int64_t row = slot; row < rows; row += slots) {
-      const Unit* from_row = reinterpret_cast<const Unit*>(from + row * source_stride);
-      Unit* to_row = reinterpret_cast<Unit*>(to + row * target_stride);
-      for (int64_t base = lane; base < units; base += int64_t{lanes} * kCopyUnits) {
-        Unit values[kCopyUnits];
-#pragma unroll
-        for (int u = 0; u < kCopyUnits; ++u) {
-          const int64_t index = base + int64_t{u} * lanes;
-          if (index < units) values[u] = __ldcs(from_row + index);
-        }
-#pragma unroll
-        for (int u = 0; u < kCopyUnits; ++u) {
-          const int64_t index = base + int64_t{u} * lanes;
-          if (index < units) __stcs(to_row + index, values[u]);
-        }
-      }
-    }
+    const int64_t from = chunks.source_rows[chunk] + within, to = chunks.target_rows[chunk] + within;
+    for (int64_t row = slot; row < rows; row += slots) move(from + row, to + row);
     flat += rows;
   }
+}
+
+// A thread of a row's `lanes` threads (a power of two) moves units lane, lane + lanes, ...; a block moves
+// blockDim.x / lanes rows side by side. Unit: what one access moves; a row is `units` of them.
+template <typename Unit>
+__global__ void __launch_bounds__(kBlockThreads)
+    copy_chunks_kernel(ChunkList chunks, int64_t num_rows, int64_t rows_per_block, int64_t units, int lanes,
+                       const char* __restrict__ source, int64_t source_stride, char* __restrict__ target,
+                       int64_t target_stride) {
+  const int lane = threadIdx.x % lanes;
+  const int slots = static_cast<int>(blockDim.x) / lanes;
+  for_rows(chunks, num_rows, rows_per_block, threadIdx.x / lanes, slots, [&](int64_t from, int64_t to) {
+    const Unit* from_row = reinterpret_cast<const Unit*>(source + from * source_stride);
+    Unit* to_row = reinterpret_cast<Unit*>(target + to * target_stride);
+    for (int64_t base = lane; base < units; base += int64_t{lanes} * kCopyUnits) {
+      Unit values[kCopyUnits];
+#pragma unroll
+      for (int u = 0; u < kCopyUnits; ++u) {
+        const int64_t index = base + int64_t{u} * lanes;
+        if (index < units) values[u] = __ldcs(from_row + index);
+      }
+#pragma unroll
+      for (int u = 0; u < kCopyUnits; ++u) {
+        const int64_t index = base + int64_t{u} * lanes;
+        if (index < units) __stcs(to_row + index, values[u]);
+      }
+    }
+  });
+}
+
+// The same for rows of two formats, by pieces.
+template <typename From, typename To>
+__global__ void __launch_bounds__(kBlockThreads)
+    convert_chunks_kernel(ChunkList chunks, int64_t num_rows, int64_t rows_per_block, int lanes, Side source,
+                          Side target) {
+  const int slots = static_cast<int>(blockDim.x) / lanes;
+  for_rows(chunks, num_rows, rows_per_block, threadIdx.x / lanes, slots, [&](int64_t from, int64_t to) {
+    for (int64_t piece = hidden_from_compiler(threadIdx.x % lanes); is_called<To>(target, piece); piece += lanes) {
+      float values[kPiece];
+      read_piece<From>(source, from, piece, values);
+      const auto packed = To::narrow(values);
+      To::store(packed, target, target.row(to), piece);
+    }
+  });
+}
+
+// How many threads share a row of `items`, a power of two, and how many rows a block moves, whose rows are row_bytes.
+struct Shares {
+  int lanes;
+  int64_t rows_per_block;
+};
+Shares shares_of(int64_t num_rows, int64_t items, int64_t items_a_thread, int64_t row_bytes, int least_lanes) {
+  int lanes = least_lanes;
+  while (lanes < kMaxLanes && lanes * items_a_thread < items) lanes *= 2;
+  const int64_t slots = kBlockThreads / lanes;
+  const int64_t least_rows = divide_up(std::max(slots, kBytesPerBlock / row_bytes), slots) * slots;
+  return {lanes, std::max(least_rows, divide_up(divide_up(num_rows, kMaxBlocks), slots) * slots)};
 }
 
 }  // namespace
@@ -82,11 +117,7 @@ void copy_chunks(const ChunkList& chunks, int64_t num_rows, int64_t row_bytes, c
   const auto launch = [&](auto unit) {
     using Unit = decltype(unit);
     const int64_t units = row_bytes / static_cast<int64_t>(sizeof(Unit));
-    int lanes = 1;
-    while (lanes < kMaxLanes && lanes * kCopyUnits < units) lanes *= 2;
-    const int64_t slots = kBlockThreads / lanes;
-    const int64_t least_rows = divide_up(std::max(slots, kBytesPerBlock / row_bytes), slots) * slots;
-    const int64_t rows_per_block = std::max(least_rows, divide_up(divide_up(num_rows, kMaxBlocks), slots) * slots);
+    const auto [lanes, rows_per_block] = shares_of(num_rows, units, kCopyUnits, row_bytes, 1);
     const unsigned blocks = grid_blocks(divide_up(num_rows, rows_per_block), "copy_chunks");
     copy_chunks_kernel<Unit><<<blocks, kBlockThreads, 0, static_cast<cudaStream_t>(stream)>>>(
         chunks, num_rows, rows_per_block, units, lanes, static_cast<const char*>(source), source_stride_bytes,
@@ -102,6 +133,21 @@ void copy_chunks(const ChunkList& chunks, int64_t num_rows, int64_t row_bytes, c
   } else {
     launch(UnitOf<1>::type{});
   }
+}
+
+void convert_chunks(const ChunkList& chunks, DType from, DType to, int64_t hidden, ConstRows source, MutableRows target,
+                    int64_t num_rows, void* stream) {
+  if (num_rows == 0 || hidden == 0) return;
+  with_formats<false>(from, to, [&](auto of_source, auto of_target) {
+    using To = decltype(of_target);
+    const auto [lanes, rows_per_block] =
+        shares_of(num_rows, divide_up(hidden, kPiece), 1, payload_bytes(from, hidden), To::kTogether);
+    const unsigned blocks = grid_blocks(divide_up(num_rows, rows_per_block), "convert_chunks");
+    convert_chunks_kernel<decltype(of_source), To><<<blocks, kBlockThreads, 0, static_cast<cudaStream_t>(stream)>>>(
+        chunks, num_rows, rows_per_block, lanes, side_of(from, hidden, source.data, source.stride_bytes),
+        side_of(to, hidden, target.data, target.stride_bytes));
+    check(cudaGetLastError(), "convert_chunks_kernel");
+  });
 }
 
 }  // namespace cuda

@@ -292,9 +292,13 @@ void with_prob_unit(const void* lanes, int64_t lane_stride, int64_t lane_bytes, 
 
 }  // namespace
 
-void permute_rows(const RowMap& map, DType dtype, int64_t hidden, ConstRows tokens, MutableRows permuted,
+void permute_rows(const RowMap& map, DType dtype, DType wire, int64_t hidden, ConstRows tokens, MutableRows permuted,
                   const void* probs, int64_t prob_size, MutableRows permuted_probs, int64_t prob_lane_bytes,
                   void* stream) {
+  if (wire != dtype) {
+    return permute_wire(map, dtype, wire, hidden, tokens, permuted, probs, prob_size, permuted_probs, prob_lane_bytes,
+                        stream);
+  }
   if (map.num_tokens == 0 || map.num_rows == 0) return;
   const unsigned blocks = grid_blocks(map.num_tokens, "permute_rows");
   const int64_t row_bytes = hidden * element_size(dtype);

@@ -56,6 +56,10 @@ namespace cuda {
 void permute_rows(const RowMap& map, DType dtype, DType wire, int64_t hidden, ConstRows tokens, MutableRows permuted,
                   const void* probs, int64_t prob_size, MutableRows permuted_probs, int64_t prob_lane_bytes,
                   void* stream);
+// What permute_rows calls where wire is not the dtype.
+void permute_wire(const RowMap& map, DType from, DType to, int64_t hidden, ConstRows tokens, MutableRows permuted,
+                  const void* probs, int64_t prob_size, MutableRows permuted_probs, int64_t prob_lane_bytes,
+                  void* stream);
 void unpermute_rows(const RowMap& map, DType dtype, int64_t hidden, ConstRows permuted, const float* probs,
                     MutableRows tokens, void* stream);
 void sum_rows(const RowMap& map, DType from, DType to, int64_t hidden, ConstRows rows, MutableRows out, void* stream);

@@ -2,6 +2,7 @@
 // A row is shared by 2^lane_bits threads, so that no thread divides to find its place.
 #include "cuda_common.cuh"
 #include "sum_parts.h"
+#include "wire_format.cuh"
 
 namespace moe_opt {
 namespace cuda {
@@ -79,6 +80,32 @@ __global__ void __launch_bounds__(kBlockThreads)
   }
 }
 
+// Rows of 8 bits, by pieces. grid: rows.
+template <typename Rows>
+__global__ void __launch_bounds__(kBlockThreads)
+    sum_wire_parts_kernel(const __grid_constant__ Parts parts, int num_parts, Side out) {
+  const auto side = [&](int p) {
+    Side part = out;
+    part.data = const_cast<char*>(parts.data[p]);
+    part.stride = parts.stride_bytes[p];
+    return part;
+  };
+  for (int64_t base = 0; base * kPiece < out.hidden; base += blockDim.x) {
+    const int64_t piece = base + threadIdx.x;
+    float total[kPiece];
+    read_piece<Rows>(side(0), blockIdx.x, piece, total);
+    for (int p = 1; p < num_parts; ++p) {
+      float values[kPiece];
+      read_piece<Rows>(side(p), blockIdx.x, piece, values);
+#pragma unroll
+      for (int i = 0; i < kPiece; ++i) total[i] = __fadd_rn(total[i], values[i]);
+    }
+    __syncthreads();  // where `out` is one of the parts, others have read the scale that one of them writes
+    const auto packed = Rows::narrow(total);
+    Rows::store(packed, out, out.row(blockIdx.x), piece);
+  }
+}
+
 // As few threads for a row of `items` as take one item each, up to a block: their number's logarithm.
 int lane_bits_of(int64_t items) {
   int bits = 0;
@@ -114,6 +141,17 @@ void sum_parts(DType dtype, int64_t width, const ConstRows* parts, int num_parts
         all, num_parts, num_rows, width, target, out.stride_bytes, lane_bits);
     check(cudaGetLastError(), "sum_elements_kernel");
   };
+  if (has_scales(dtype)) {
+    const unsigned blocks = grid_blocks(num_rows, "sum_parts");
+    Side side = side_of(dtype, width, target, out.stride_bytes);
+    side.wide = side.wide && aligned(kVectorBytes);
+    const auto launch = [&](auto rows) {
+      sum_wire_parts_kernel<decltype(rows)>
+          <<<blocks, row_threads(divide_up(width, kPiece), 1), 0, cuda_stream>>>(all, num_parts, side);
+      check(cudaGetLastError(), "sum_wire_parts_kernel");
+    };
+    return dtype == DType::kFp8 ? launch(Fp8Rows{}) : launch(Mxfp8Rows{});
+  }
   const bool whole = aligned(element_size(dtype));
   using HalfOfWord = UnitOf<2>::type;
   if (dtype == DType::kFloat64) return whole ? sum_elements(double{}, double{}) : sum_elements(double{}, HalfOfWord{});

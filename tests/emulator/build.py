@@ -100,17 +100,18 @@ def build(replaced: Mapping[str, str] | None = None, target: Path = OUT / "plain
         if not made.exists() or made.read_text() != text:
             made.write_text(text)
         jobs.append((made, SEEN))
-    common = translate(
-        replaced.get("cuda_common.cuh", (folder / "cuda_common.cuh").read_text()), "csrc/kernels/cuda_common.cuh"
-    )
-    (translated / "cuda_common.cuh").write_text(common)
+    shared = ""
+    for header in sorted(folder.glob("*.cuh")):
+        text = translate(replaced.get(header.name, header.read_text()), f"csrc/kernels/{header.name}")
+        (translated / header.name).write_text(text)
+        shared += text
     torch_flags = _torch_flags()
     plain = [source for folder in WITHOUT_TORCH for source in (ROOT / "csrc" / folder).glob("*.cpp")]
     with_torch = sorted({HERE / "device.cpp", HERE / "process_group.cpp", *(ROOT / "csrc").glob("**/*.cpp")} - {*plain})
     jobs += [(source, torch_flags) for source in with_torch]
     jobs += [(HERE / name, ["-O3", "-march=native"]) for name in ("emulator.cpp", "counting.cpp")]
     jobs += [(source, ["-O1", "-DMOE_OPT_ISA=generic"]) for source in plain]
-    headers, given = _headers(), hashlib.sha256(common.encode()).hexdigest()
+    headers, given = _headers(), hashlib.sha256(shared.encode()).hexdigest()
     heavy_first = sorted(jobs, key=lambda job: job[1] is not torch_flags)
     with ThreadPoolExecutor(int(os.environ.get("MAX_JOBS") or os.cpu_count() or 1)) as pool:
         objects = list(pool.map(lambda job: _compile(*job, headers + given * (job[1] is SEEN)), heavy_first))

@@ -23,6 +23,7 @@ from megatron_moe_opt.runtime.engine.executor import executor  # isort: skip
 from megatron_moe_opt.schedules.schedule import Kind, Lane, Op, Schedule  # isort: skip
 from tests.unit.codec_cases import FILLS, check_decode, check_encode, pair  # isort: skip
 from tests.unit.permute_cases import DTYPES, PROB_DTYPES, random_map, relative_error  # isort: skip
+from tests.unit.wire_cases import NARROW, assert_same_rows, filled, results_on  # isort: skip
 
 DEVICE = torch.device("cuda")
 PLACES = (torch.device("cpu"), DEVICE)
@@ -129,6 +130,15 @@ def packed(draw: Draw) -> None:
         same(actual, expected)
 
 
+def wire(draw: Draw) -> None:
+    hidden, dtype, of_wire = draw.of((1, 15, 16, 33, 128, 130, 272, 640)), draw.of(DTYPES), draw.of(NARROW)
+    routing = draw.routing(8)
+    rows = filled((len(routing), hidden), dtype, draw.generator)
+    expected, made = (results_on(place, rows, routing, of_wire) for place in PLACES)
+    for name, actual in made.items():
+        assert_same_rows(actual, expected[name])
+
+
 def chunks(draw: Draw) -> None:
     number = draw.of((1, 2, 5, 17, 300))
     counts = [draw.size(40 if number < 300 else 2) for _ in range(number)]
@@ -183,7 +193,7 @@ def second_round(draw: Draw) -> None:
 
 
 # Often enough each; the codec's cases are larger.
-CASES = [row_map, sources, packed, chunks, sums, counts] * 6 + [permute] * 3 + [codec]
+CASES = [row_map, sources, packed, chunks, sums, counts] * 6 + [permute, wire] * 3 + [codec]
 
 
 def run(seed: int, only: list[str] | None = None) -> str:

@@ -68,18 +68,24 @@ def ops() -> dict[str, Callable[[], object]]:
     chosen = torch.zeros(num_tokens, topk, dtype=torch.int64).to(DEVICE)
     chunk_tensors = (chunks.source_rows, chunks.target_rows, chunks.row_counts, chunks.num_rows)
     out = torch.zeros_like(rows)
+    coded = torch.zeros(rows.size(0), hidden + 16, dtype=torch.uint8).to(DEVICE)
     return {
         "build_row_map": lambda: extension.build_row_map(routed, num_tokens * topk),
         "build_padded_row_map": lambda: extension.build_padded_row_map(routed, 9),
         "build_row_map_from_sources": lambda: extension.build_row_map_from_sources(row_map.sources, num_tokens, 1),
         "permute_rows": lambda: extension.permute_rows(row_map.tensors, tokens, probs),
-        "permute_packed": lambda: extension.permute_packed(row_map.tensors, tokens, probs),
+        "permute_packed": lambda: extension.permute_packed(row_map.tensors, tokens, probs, "same"),
+        "permute_packed in fp8": lambda: extension.permute_packed(row_map.tensors, tokens, probs, "fp8"),
         "unpermute_rows": lambda: extension.unpermute_rows(row_map.tensors, rows, hidden, probs),
         "unpermute_rows_backward": lambda: extension.unpermute_rows_backward(row_map.tensors, tokens, rows, probs),
+        "sum_rows": lambda: extension.sum_rows(row_map.tensors, coded, hidden, "fp8", "same", tokens),
         "unpermute_probs": lambda: extension.unpermute_probs(row_map.tensors, row_probs, 0, torch.float32),
         "copy_chunks": lambda: extension.copy_chunks(rows, chunk_tensors),
+        "convert_rows": lambda: extension.convert_rows(rows, "same", hidden, None, "fp8", coded),
+        "convert_chunks": extension.convert_chunks(rows, "same", coded, "fp8", hidden, chunk_tensors).run,
         "copy_rows": extension.copy_rows(rows, 0, out, 0, hidden * 4, chunk_tensors).run,
         "sum_parts": extension.sum_parts([rows, rows], out, 0, hidden, torch.float32).run,
+        "sum_parts in fp8": extension.sum_parts([coded, coded], coded, 0, hidden, "fp8").run,
         "sum_parts of float64": extension.sum_parts([rows, rows], out, 0, hidden // 2, torch.float64).run,
         "sr_encode": lambda: extension.sr_encode(expert, shared, kept),
         "sr_decode": lambda: extension.sr_decode(values, indices, shared, None),
@@ -124,7 +130,7 @@ def row_sectors(hidden: int, lane_bytes: int) -> RowSectors:
     packed = torch.zeros(row_map.num_rows, hidden + lane_bytes // 2, dtype=torch.bfloat16).to(DEVICE)
     (back,), _ = counted(lambda: extension.unpermute_rows(row_map.tensors, packed, hidden, None))
     if lane_bytes == 16:
-        (there,), _ = counted(lambda: extension.permute_packed(row_map.tensors, tokens, probs))
+        (there,), _ = counted(lambda: extension.permute_packed(row_map.tensors, tokens, probs, "same"))
     else:
         (there,), _ = counted(lambda: extension.permute_rows(row_map.tensors, tokens, None))
     rows, lane = row_map.num_rows, int(lane_bytes == 32)

@@ -66,6 +66,14 @@ MUTANTS: tuple[tuple[str, str, str, tuple[str, ...]], ...] = (
     # sum_parts.cu
     ("sum_parts.cu", "vector += 1 << lane_bits", "vector += 2 << lane_bits", ("sums",)),
     ("sum_parts.cu", "if (row >= num_rows) return;\n  for (int64_t vector", "for (int64_t vector", ("sums",)),
+    # wire_format.cuh, wire_format.cu
+    ("wire_format.cuh", "magnitude < 0x7f800000u ? magnitude : 0u", "magnitude", ("wire",)),
+    ("wire_format.cuh", "(largest + 0x1fffffu) >> 23", "largest >> 23", ("wire",)),
+    ("wire_format.cuh", "distance = kLanes / 2; distance > 0", "distance = kLanes / 2; distance > 1", ("wire",)),
+    ("wire_format.cuh", "    if (piece % kLanes != 0) return;\n", "", ("wire",)),
+    ("wire_format.cuh", "if (piece * kPiece >= side.hidden) return;", "", ("wire",)),
+    ("wire_format.cu", "if (entry + r >= last) continue;", "", ("wire",)),
+    ("sum_parts.cu", "    __syncthreads();  // where", "    // where", ("wire",)),
     # count_tokens.cu
     ("count_tokens.cu", "atomicAdd(&counts[expert], 1u);", "counts[expert] += 1u;", ("counts",)),
     ("count_tokens.cu", "counts[e] = 0;\n    __syncthreads();", "counts[e] = 0;", ("counts",)),

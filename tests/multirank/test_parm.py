@@ -30,12 +30,13 @@ SEQUENCE, BATCH = 24, 3
 
 CASES = [
     *((layout, {"moe_router_topk": 2 - number % 2}, None) for number, layout in enumerate(LAYOUTS)),
-    *((layout, extra, None) for layout in ("ep4", "tp2-ep2-etp2") for extra in (DROP, PAD, SHARED, RECOMPUTE)),
+    *(("tp2-ep2-etp2", extra, None) for extra in (DROP, SHARED | RECOMPUTE)),
     ("tp4-etp4", PAD, None),
     ("tp2-ep2-etp2", SHARED | {"moe_shared_expert_overlap": True}, None),
     ("tp2-ep2-etp2", {"moe_router_dtype": "fp64"}, None),
     ("ep4", {"num_moe_experts": 4}, None),
-    *((layout, {}, routing) for layout in ("tp2-ep2-etp2", "tp4-etp4") for routing in ("hot", "skewed", *RAGGED)),
+    ("tp4-etp4", {}, "skewed"),
+    *(("tp2-ep2-etp2", {}, routing) for routing in ("hot", *RAGGED)),
 ]
 
 
@@ -47,9 +48,8 @@ def test_parm_equals_stock_bit_for_bit_in_fp32(ranks, case):
         assert result["equal"], result["errors"]
 
 
-@pytest.mark.parametrize("layout", ["ep4", "tp2-ep2-etp2", "tp4-etp4"])
-def test_bf16_is_within_the_contract(ranks, layout):
-    arguments = {"layout": LAYOUTS[layout], "settings": {}, "routing": None, "dtype": "bfloat16", "steps": 1}
+def test_bf16_is_within_the_contract(ranks):
+    arguments = {"layout": LAYOUTS["tp2-ep2-etp2"], "settings": {}, "routing": None, "dtype": "bfloat16", "steps": 1}
     for result in ranks.run(compare, dispatcher="parm", **arguments):
         assert max(result["errors"].values()) < 1e-2, result["errors"]
 

@@ -172,7 +172,7 @@ def test_a_job_that_loses_a_node_names_it_and_queues_again(user, node, interval)
     if node == "n2":  # n1 has taken the log's writer with it
         assert re.search(r"rank [23] \(n2\) failed first, ", log), log
     assert saved % interval == 0 and (saved > 0) == (interval == 20)
-    user.go_on(number)
+    # Two minutes later, not at once: what ends the first start's processes would end the second's.
     job = user.slurm.end_of(number)
     assert (job["JobState"], job["Restarts"], user.saved()) == ("COMPLETED", "1", 100), user.slurm.log(number)
     assert f"start 2, from iteration {saved} to 100" in user.slurm.log(number)

@@ -11,9 +11,9 @@ PAPERS = ("monta", "parm", "netmoe", "mpmoe", "hybridep")
 
 
 def lines(paper: str) -> list[str]:
-    """Of the numbers, then of what the model says at scale."""
+    """Of the numbers, of figures, then of what the model says at scale."""
     module = import_module(f"tools.papers.{paper}")
-    return [*table(module.NUMBERS), "", *module.scale()]
+    return [*table(module.NUMBERS), "", *module.figures(), "", *module.scale()]
 
 
 if __name__ == "__main__":

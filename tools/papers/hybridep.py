@@ -16,7 +16,7 @@ from megatron_moe_opt.schedules.schedule import Kind
 from megatron_moe_opt.topology.domains import ExpertDomains
 from tools.data_centres import MigrationSettings
 from tools.data_centres import scale as of_data_centres
-from tools.papers.published import Published, chosen, counted, follows, predicted
+from tools.papers.published import Published, chosen, counted, follows, head, predicted, row
 from tools.stream_levels import Link, link_curves, predict, stock_seconds
 from tools.stream_model import Stream
 
@@ -194,6 +194,27 @@ NUMBERS: tuple[Published, ...] = (
 )
 
 
+def figures() -> Iterator[str]:
+    """Fig. 12, of the cases of Table IV with B in GB/s; Fig. 16, for sizes of ours."""
+    sizes = (1, 2, 4, 8)
+    yield from head("Fig. 12: us of a pass, domains of", *map(str, sizes), "least, as printed")
+    for name, (pre_expert, data, expert, printed) in TABLE_IV.items():
+        stream = Stream(8, data * MB, expert * MB, 128 * GB, pre_expert * 1e-3)
+        times = (f"{stream.seconds((8 - size) / 7) * 1e6:.1f}" for size in sizes)
+        yield row(name, *times, round(8 * (1 - printed)))
+    yield ""
+    numbers = (1024, 4096, 16384, 65536)
+    yield from head(
+        "Fig. 16: MB that a GPU sends in a forward pass, H 1024, M 4096, top-2", *(f"{n} tokens" for n in numbers)
+    )
+    for ranks in (8, 32):
+        rows = [2 * (ranks - 1) / ranks * tokens * 2 * 1024 * 2 / MB for tokens in numbers]
+        experts = [(ranks - 1) * 2 * 1024 * 4096 * 2 / MB / ratio for ratio in (1, 25)]
+        yield row(f"EP {ranks}, tokens", *(f"{one:.0f}" for one in rows))
+        yield row(f"EP {ranks}, experts", *[f"{experts[0]:.0f}"] * len(numbers))
+        yield row(f"EP {ranks}, experts, one entry in 50", *[f"{experts[1]:.0f}"] * len(numbers))
+
+
 def scale() -> Iterator[str]:
     """Of tools/data_centres.py: 8,192 tokens of 1,024, top-4, experts of 8.4 MB, compressed 25-fold, forward alone."""
     outer = tuple(Link(rate * GB, 200e-6) for rate in (0.125, 1.25))
@@ -211,4 +232,4 @@ def scale() -> Iterator[str]:
                 number, f"{link.bandwidth / GB:g}", f"{one.speedup(one.fixed_domain):.2f}",
                 f"{one.speedup(one.fixed_p):.2f}", f"{one.speedup(one.least):.2f} ({least_domain})",
             )  # fmt: skip
-            yield "| " + " | ".join(map(str, cells)) + " |"
+            yield row(*cells)

@@ -17,7 +17,7 @@ from megatron_moe_opt.schedules.schedule import Kind, Lane
 from megatron_moe_opt.topology.expansion import Expansion, Machines, MoeModel, expand
 from megatron_moe_opt.topology.layouts import Layout
 from tools.monta_formulas import pipeline_seconds, stage_seconds
-from tools.papers.published import Published, chosen, counted, follows, predicted
+from tools.papers.published import Published, chosen, counted, follows, head, predicted, row
 
 TP, EP, MIB, K = 8, 2, 2**20, 1024
 MODEL = KNOWN_MODELS["monta-2x70b"]
@@ -252,6 +252,15 @@ NUMBERS: tuple[Published, ...] = (
 )
 
 
+def figures() -> Iterator[str]:
+    """Fig. 14: of a dispatch, over DeepSpeed's all-to-all."""
+    yield from head("Fig. 14: sequence", "baseline, ms", "O1", "O2, 4 chunks", "O3, 4 chunks", "printed")
+    printed = {8 * K: "0.30 (O1)", 256 * K: "0.253 (O3)"}
+    for sequence in MONTA_CHOICES:
+        ratios = (f"{to_baseline(sequence, level):.3f}" for level in LEVELS)
+        yield row(f"{sequence // K}K", f"{baseline(sequence) * 1e3:.2f}", *ratios, printed.get(sequence, ""))
+
+
 def scale() -> Iterator[str]:
     """One expert a node, top-2, 8K tokens a node: the layer where EP grows with the nodes."""
     yield "| GPUs | nodes = EP = experts | DeepSpeed's AllToAll, ms | O1, ms | O3 in 4 chunks, ms | baseline / best |"
@@ -271,4 +280,4 @@ def scale() -> Iterator[str]:
             *(f"{seconds * 1e3:.2f}" for seconds in (whole, o1, o3)),
             f"{whole / min(o1, o3):.2f}",
         )
-        yield "| " + " | ".join(map(str, cells)) + " |"
+        yield row(*cells)

@@ -20,7 +20,7 @@ from megatron_moe_opt.schedules.mpmoe import NONE, STRATEGIES, RowBytes, backwar
 from megatron_moe_opt.systems.mpmoe import candidate
 from megatron_moe_opt.topology.layouts import Layout
 from tools.mpmoe_formulas import LayerElements
-from tools.papers.published import Published, chosen, follows, predicted
+from tools.papers.published import Published, chosen, follows, head, predicted, row
 
 MODELS = {"MoE-GPT-S": (768, 3072), "MoE-GPT-XL": (2048, 8192), "MoE-BERT-L": (1024, 4096)}
 CLUSTERS: dict[str, tuple[KnownCluster, int]] = {"Adira": (ADIRA, 64), "Valor": (VALOR, 16)}
@@ -213,6 +213,33 @@ NUMBERS: tuple[Published, ...] = (
 )
 
 
+def figures() -> Iterator[str]:
+    """Figs. 11, 14, 15 and 17."""
+    yield from head("Fig. 11: saved by eq. 6, mean of three models", *(f"{count} partitions" for count in COUNTS))
+    printed = {"printed, B not said": ("23%", "34%", "38%")}
+    for tokens in (K, 4 * K, 16 * K, 64 * K):
+        means = (fmean(saving(count, model, tokens) for model in MODELS) for count in COUNTS)
+        printed[f"B = {tokens // K}K"] = tuple(f"{mean:.0%}" for mean in means)
+    yield from (row(name, *cells) for name, cells in printed.items())
+    yield ""
+    yield from head(
+        "Fig. 14: GPT-XL on Adira, ms without reuse", *(f"{count} partitions" for count in COUNTS), "printed"
+    )
+    for tokens, fastest in ((4 * K, 2), (8 * K, "2 or 4"), (16 * K, 4), (32 * K, 8)):
+        times = (seconds("Adira", 64, "MoE-GPT-XL", tokens, count, NONE) for count in COUNTS)
+        yield row(f"B = {tokens // K}K", *(f"{one * 1e3:.2f}" for one in times), fastest)
+    yield ""
+    yield from head("Fig. 15: GPT-XL on Adira, B 8K, over no reuse", *REUSE)
+    for gpus in (8, 32, 64):
+        whole = best("Adira", gpus, "MoE-GPT-XL", 8 * K, (NONE,))[0]
+        times = (best("Adira", gpus, "MoE-GPT-XL", 8 * K, (how,))[0] / whole for how in REUSE)
+        yield row(f"{gpus} GPUs", *(f"{one:.2f}" for one in times))
+    yield ""
+    yield from head("Fig. 17: throughput over one node", "2 nodes", "4", "8", "printed at 8")
+    for system, at_8 in (("MPMoE", 5.76), ("FasterMoE", 5.4)):
+        yield row(system, *(f"{scaling(system, nodes):.2f}" for nodes in (2, 4, 8)), at_8)
+
+
 def scale() -> Iterator[str]:
     """GPT-XL's layer, 8K tokens a GPU, an expert for each EP rank up to 1,024, 200 Gb/s a GPU."""
     yield "| GPUs | EP = experts | FastMoE, ms | FasterMoE, ms | Tutel, ms | mpmoe, ms (partitions) | FastMoE / mpmoe |"
@@ -226,4 +253,4 @@ def scale() -> Iterator[str]:
         ours = min((candidate(on, count, NONE) for count in range(1, 9)), key=lambda one: one.seconds)
         cells = (gpus, ep, *(f"{one * 1e3:.2f}" for one in others), f"{ours.seconds * 1e3:.2f} ({ours.parts})",
                  f"{others[0] / ours.seconds:.2f}")  # fmt: skip
-        yield "| " + " | ".join(map(str, cells)) + " |"
+        yield row(*cells)

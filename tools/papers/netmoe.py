@@ -19,7 +19,7 @@ from megatron_moe_opt.planning.training.throughput import GpuSpeed
 from megatron_moe_opt.schedules.schedule import Kind
 from megatron_moe_opt.systems.netmoe import NETMOE
 from megatron_moe_opt.topology.layouts import Layout
-from tools.papers.published import Published, counted, follows, predicted
+from tools.papers.published import Published, counted, follows, head, predicted, row
 
 TOKENS, TOPK, SAMPLES = 1024, 2, 4
 """Of a sample; experts of a token; samples of a GPU (Table 3)."""
@@ -181,6 +181,15 @@ NUMBERS: tuple[Published, ...] = (
 )
 
 
+def figures() -> Iterator[str]:
+    """Figs. 6 and 7, of a transformer layer and of its all-to-alls."""
+    yield from head("Figs. 6 and 7", "nodes", "all-to-alls, by the bytes of Table 5", "over FastMoE", "over FasterMoE")
+    for model, rows in TABLE5.items():
+        for nodes, of_nodes in rows.items():
+            found = (f"{speedup(model, nodes, over):.2f}" for over in ("FastMoE", "FasterMoE"))
+            yield row(model, nodes, f"{1 / (1 - of_nodes.reduction):.2f}", *found)
+
+
 def scale() -> Iterator[str]:
     """Two experts and four samples a GPU, EP over all nodes up to 128; 39 % less between nodes, Table 5's mean."""
     yield "| GPUs | EP | rows between nodes | all-to-all, ms | with 39 % less | FastMoE's layer over `netmoe`'s |"
@@ -200,4 +209,4 @@ def scale() -> Iterator[str]:
             8 * nodes, ep, f"{1 - 8 / ep:.1%}", f"{curve.seconds(size) * 1e3:.2f}",
             f"{curve.seconds(0.61 * size) * 1e3:.2f}", f"{fastmoe(on).seconds / ours.seconds:.2f}",
         )  # fmt: skip
-        yield "| " + " | ".join(map(str, cells)) + " |"
+        yield row(*cells)

@@ -27,7 +27,7 @@ from megatron_moe_opt.schedules.parm import JOINT, TP
 from megatron_moe_opt.systems.monta import MONTA
 from megatron_moe_opt.systems.parm import PARM
 from megatron_moe_opt.topology.layouts import Layout
-from tools.papers.published import Published, counted, follows, predicted
+from tools.papers.published import Published, counted, follows, head, predicted, row
 
 SIZES = (1024, 2048, 4096)
 SAMPLES, LENGTHS, FACTORS = (2, 4, 8), (512, 1024, 2048), (1.2, 2.4)
@@ -231,6 +231,19 @@ NUMBERS: tuple[Published, ...] = (
 )
 
 
+def figures() -> Iterator[str]:
+    """Figs. 1 and 7, in parts of the layers."""
+    cells = _cell("B, 32", 4, 4)
+    speedups, waits = [one["baseline"] / one["Parm"] for one in cells], _waits()
+    yield from head("Fig. 7: Parm over the baseline, 32 GPUs, N_MP = N_ESP = 4", "part of the layers")
+    for low in (4.0, 4.5, 5.0, 5.5, 6.0):
+        yield row(f"{low} to {low + 0.5}", f"{fmean(low <= one < low + 0.5 for one in speedups):.0%}")
+    yield ""
+    yield from head("Fig. 1: part of the baseline in which it waits for communication", "part of the layers")
+    for low in (0.5, 0.6, 0.7, 0.8):
+        yield row(f"{low:.0%} to {low + 0.1:.0%}", f"{fmean(low <= one < low + 0.1 for one in waits):.0%}")
+
+
 def scale() -> Iterator[str]:
     """Nodes as testbed B's, an expert for each EP rank up to 1,024."""
     yield "| GPUs | N_EP = experts | baseline, ms | S1, ms | S2, ms | baseline / best | `monta`'s levels, ms |"
@@ -245,4 +258,4 @@ def scale() -> Iterator[str]:
         best = min(times["S1"], times["S2"])
         ms = (f"{seconds * 1e3:.0f}" for seconds in (times["baseline"], times["S1"], times["S2"]))
         cells = (gpus, n_ep, *ms, f"{times['baseline'] / best:.2f}", f"{levels * 1e3:.0f}")
-        yield "| " + " | ".join(map(str, cells)) + " |"
+        yield row(*cells)

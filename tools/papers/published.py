@@ -74,3 +74,14 @@ def table(numbers: Iterable[Published]) -> Iterator[str]:
         state = "" if not one.unmet else f"**not met**: {one.unmet}"
         cells = (one.what, one.source, shown(one.theirs), shown(one.ours()), one.kind, within, state)
         yield "| " + " | ".join(cells) + " |"
+
+
+def row(*cells: object) -> str:
+    """A row of any other table."""
+    return "| " + " | ".join(map(str, cells)) + " |"
+
+
+def head(*names: str) -> Iterator[str]:
+    """The head of a table whose first column is text."""
+    yield row(*names)
+    yield row("---", *["---:"] * (len(names) - 1)).replace(" ", "")

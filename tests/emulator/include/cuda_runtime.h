@@ -131,4 +131,5 @@ inline float __uint_as_float(unsigned int bits) { return ::emulator::bits_as<flo
 inline float __fadd_rn(float a, float b) { return a + b; }
 inline float __fsub_rn(float a, float b) { return a - b; }
 inline float __fmul_rn(float a, float b) { return a * b; }
+inline float __fdiv_rn(float a, float b) { return a / b; }
 using std::fmaf;
