@@ -107,6 +107,8 @@ class MpmoeDispatcher(Dispatcher):
             wire: how rows travel.
         """
         self.groups, self.partitioning, self.hops, self.wire = groups, partitioning, hops, wire
+        self._rows: HostCopy | None = None
+        """Of all ranks in the last pass, on their way to the host."""
 
     def describe(self) -> str:
         """Returns what runs, in words, for the line that is logged at start."""
@@ -129,7 +131,9 @@ class MpmoeDispatcher(Dispatcher):
                 return routing_map_TE.size(1) * capacity
             rows = routing_map_TE.sum()
             dist.all_reduce(rows, group=groups.joint)
-            return int(rows) // groups.joint_size  # host synchronisation: where partitions depend on the pass' rows
+            before, self._rows = self._rows, HostCopy(rows)
+            # host synchronisation: where partitions depend on rows, in the first pass; later ones go by the last one's
+            return int((before or self._rows).wait()) // groups.joint_size
 
         partitions = self.partitioning.choose(mean_rows)
         if partitions.by_hops:

@@ -45,8 +45,8 @@ class Partitioning(Protocol):
         """Called by every rank of the joint group at the start of every forward pass.
 
         Args:
-            rows: returns the mean number of rows that a rank has, a row for each expert of a token, the same on all
-                ranks of the layer's joint group: a collective call, and on CUDA one that the host waits for.
+            rows: returns the mean number of rows that a rank had in the last pass (in the first, that it has), a row
+                for each expert of a token, the same on all ranks of the layer's joint group: a collective call.
         """
 
     def describe(self) -> str:
@@ -80,7 +80,7 @@ class FixedPartitioning:
 
 
 class MeasuredPartitioning:
-    """The fastest according to a profile, for the number of rows that a pass has.
+    """The fastest according to a profile, for the number of rows that the last pass had.
 
     The ranks of a layer's groups have one of them read the profile, and are told the same number of rows.
     """

@@ -27,7 +27,7 @@ from megatron_moe_opt.kernels import streams as package_streams
 from megatron_moe_opt.kernels.extension import load_extension
 from megatron_moe_opt.row_format import WireFormat
 from megatron_moe_opt.runtime.engine import collectives as package_collectives
-from megatron_moe_opt.runtime.engine import executor, started
+from megatron_moe_opt.runtime.engine import executor, host_copy, started
 from tests.accelerator.clocks import Actor, Clock, Event, Stream, Streams, merge
 from tests.accelerator.collectives import MESSAGES, Communicators, Findings
 from tests.accelerator.executor_library import run_on_streams
@@ -37,6 +37,7 @@ from tests.accelerator.watch import Operations, Watch, place, watched_factory, w
 _MEGATRONS = {"all_gather_into_tensor": "dist_all_gather_func", "reduce_scatter_tensor": "dist_reduce_scatter_func"}
 _MEGATRONS_STREAMS = [(MoEAlltoAllTokenDispatcher, "cuda_dtoh_stream"), (SharedExpertMLP, "stream")]
 """Made once a process."""
+_tolist = torch.Tensor.tolist  # of the host, whatever is patched later
 HOST_ONLY = {"plan_exchange", "place_samples", "solve_placement", "build_info", "select_cpu_kernels"}
 WRITES_LAST = {"sr_decode", "convert_rows", "sum_rows"}  # the argument that is, or may be, where the result goes
 
@@ -143,6 +144,7 @@ def _patch_package(patch: pytest.MonkeyPatch, found: Accelerator, library: Path)
     patch.setattr(package_streams, "STREAMED", {"cuda", "cpu"})
     patch.setattr(package_collectives, "_on_gloo", lambda _: found.communicators.on_host)
     patch.setattr(started, "_queues", {})
+    patch.setattr(host_copy.HostCopy, "__init__", _host_copy(found, host_copy.HostCopy.__init__))
     patch.setattr(executor, "_executor", lambda *_: software)
     patch.setattr(extension, "StreamExecutor", lambda _: _Runner(found, library), raising=False)
     patch.setattr(extension, "new_cuda_stream", lambda _: 0, raising=False)
@@ -157,6 +159,18 @@ def _patch_package(patch: pytest.MonkeyPatch, found: Accelerator, library: Path)
             patch.setattr(extension, name, actions[name](found, function))
         elif not name.startswith("host_pool") and name not in ("StreamExecutor", "new_cuda_stream"):
             patch.setattr(extension, name, _watched(found, name, function))
+
+
+def _host_copy(found: Accelerator, make: Callable[..., None]) -> Callable[..., None]:
+    """HostCopy's, which on a GPU sees from its device that a tensor is the host's already."""
+
+    def init(copy: host_copy.HostCopy, tensor: torch.Tensor) -> None:
+        if found.watch.is_host(tensor):
+            copy._host, copy._arrived = tensor, None
+        else:
+            make(copy, tensor)
+
+    return init
 
 
 def _watched(found: Accelerator, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -240,7 +254,7 @@ def _convert_chunks(found: Accelerator, function: Callable[..., Any]) -> Callabl
 
 
 def _moved(found: Accelerator, name: str, real: Any, sides: Sequence[Any], chunks: Any) -> _Action:
-    froms, tos, counts = (part.tolist() for part in chunks[:3])  # the host knows what it has sent there
+    froms, tos, counts = map(_tolist, chunks[:3])  # the host knows what it has sent there
 
     def run() -> None:
         real.run()
