@@ -6,13 +6,22 @@ Importing this package touches neither CUDA, Transformer Engine, Apex nor Megatr
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from megatron_moe_opt.options import Options
 
 __version__ = "0.1.0"
-__all__ = ["__version__", "register", "use_host_backend"]
+__all__ = ["Options", "__version__", "register", "use_host_backend"]
+
+
+def __getattr__(name: str) -> Any:
+    """`Options`, the settings that `register` takes: imported when they are asked for."""
+    if name != "Options":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from megatron_moe_opt.options import Options
+
+    return Options
 
 
 def register(options: Options | None = None, refuse_unread: bool = False) -> None:

@@ -190,6 +190,7 @@ def command_of(feature: Feature, dispatcher: str, checkout: Path, folder: Path) 
 def key_of(feature: Feature, dispatcher: str, checkout: Path) -> str:
     """Returns what a cell is known again by: what it runs, and the sources that run."""
     digest = hashlib.sha256(repr(command_of(feature, dispatcher, Path(checkout.name), Path())).encode())
+    digest.update(feature.environment.encode())
     for source in sorted((ROOT / "megatron_moe_opt").rglob("*.py")):
         digest.update(source.read_bytes())
     return digest.hexdigest()[:16]
@@ -231,10 +232,10 @@ def refusal_in(text: str) -> str | None:
 
 
 def last_error(text: str) -> str:
-    """Returns the last line of the first traceback: what was raised. Empty where there is none."""
+    """Returns what the first traceback says was raised. Empty where there is no traceback."""
     _, _, after = text.partition("Traceback (most recent call last)")
-    raised = re.search(r"^[\w.]*(?:Error|Exception|Exit|Interrupt)\b.*$", after, re.M)
-    return raised[0].strip() if raised else after.strip().splitlines()[-1] if after.strip() else ""
+    raised = re.search(r"^(?:\[rank\d+\]: )?([\w.]*(?:Error|Exception|Exit|Interrupt)\b.*)$", after, re.M)
+    return re.sub("0x[0-9a-f]+", "0x...", raised[1].strip()) if raised else "unknown" if after else ""
 
 
 def difference(losses: Sequence[str], stock: Sequence[str]) -> float:

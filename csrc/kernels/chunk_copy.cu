@@ -78,12 +78,12 @@ __global__ void __launch_bounds__(kBlockThreads)
 
 // The same for rows of two formats, by pieces.
 template <typename From, typename To>
-__global__ void __launch_bounds__(kBlockThreads, 2)
+__global__ void __launch_bounds__(kBlockThreads)
     convert_chunks_kernel(ChunkList chunks, int64_t num_rows, int64_t rows_per_block, int lanes, Side source,
                           Side target) {
   const int slots = static_cast<int>(blockDim.x) / lanes;
   for_rows(chunks, num_rows, rows_per_block, threadIdx.x / lanes, slots, [&](int64_t from, int64_t to) {
-    for (int64_t piece = threadIdx.x % lanes; is_called<To>(target, piece); piece += lanes) {
+    for (int64_t piece = hidden_from_compiler(threadIdx.x % lanes); is_called<To>(target, piece); piece += lanes) {
       float values[kPiece];
       read_piece<From>(source, from, piece, values);
       const auto packed = To::narrow(values);

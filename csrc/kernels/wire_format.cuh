@@ -265,6 +265,15 @@ __device__ __forceinline__ bool is_called(const Side& target, int64_t piece) {
   return piece / To::kTogether * To::kTogether * kPiece < target.hidden;
 }
 
+// The same number, of which the compiler knows nothing: what depends on it is not computed ahead of a loop over rows,
+// where it would take registers for every element of a piece.
+__device__ __forceinline__ int64_t hidden_from_compiler(int64_t number) {
+#ifdef __CUDA_ARCH__
+  asm volatile("" : "+l"(number));
+#endif
+  return number;
+}
+
 // A piece of a row, which may lie past its end, in registers: nothing is read there.
 template <typename From>
 __device__ __forceinline__ void read_piece(const Side& side, int64_t row, int64_t piece, float (&out)[kPiece]) {

@@ -232,6 +232,10 @@ def outstanding_at_once():
     pending = [start_reduce_scatter_rows(torch.full((8,), float(i)), None, group) for i in range(4)]
     average = torch.full((3,), float(dist.get_rank()))
     work = dist.all_reduce(average, dist.ReduceOp.AVG, group, async_op=True)
+    scaled, part = torch.full((3,), float(dist.get_rank())), torch.empty(2)
+    dist.all_reduce(scaled, dist._make_nccl_premul_sum(0.5), group)
+    dist.reduce_scatter_tensor(part, torch.ones(8), dist._make_nccl_premul_sum(0.25), group)
+    assert scaled.tolist() == [3.0] * 3 and part.tolist() == [1.0] * 2
     with dist.distributed_c10d._coalescing_manager(group, async_ops=True) as manager:
         parts = [torch.empty(2), torch.empty(2)]
         for part in parts:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tools.papers.__main__ import PAPERS
-from tools.papers.published import ARITHMETIC, EXACT, PREDICTED, table
+from tools.papers.published import ARITHMETIC, table
 
 PAGES = Path(__file__).parents[2] / "docs" / "papers"
 
@@ -35,23 +35,24 @@ def test_eighty_of_our_own_and_more():
     assert len({param.id for param in NUMBERS}) == len(NUMBERS)
 
 
-def _ours(rows):
-    """By what is published and where, what a table has in the column of ours."""
-    cells = ([cell.strip() for cell in row.strip("|").split("|")] for row in rows if row.startswith("| "))
-    numbers = (row for row in cells if len(row) == 7 and row[4] in (EXACT, ARITHMETIC, PREDICTED))
-    return {(what, source): ours for what, source, _, ours, *_ in numbers}
+def _rows(lines):
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("|")]
+
+
+def _alike(one, other):
+    """The same words, and numbers that less than 2 % of a prediction changes."""
+    try:
+        return float(one.strip("%")) == pytest.approx(float(other.strip("%")), rel=0.02, abs=0.011)
+    except ValueError:
+        return one == other
 
 
 @pytest.mark.parametrize("paper", PAPERS)
-def test_pages_show_what_is_asserted(paper):
-    """As `python -m tools.papers` prints it, but for what less than 2 % of a prediction changes."""
-    page, printed = _ours((PAGES / f"{paper}.md").read_text().splitlines()), _ours(table(NUMBERS_OF[paper]))
-    assert page.keys() == printed.keys()
-    for key, ours in printed.items():
-        try:
-            assert float(page[key]) == pytest.approx(float(ours), rel=0.02), key
-        except ValueError:
-            assert page[key] == ours, key
+def test_pages_show_what_is_asserted_and_predicted(paper):
+    page = _rows((PAGES / f"{paper}.md").read_text().splitlines())
+    for row in _rows([*table(NUMBERS_OF[paper]), *import_module(f"tools.papers.{paper}").figures()]):
+        of_page = [one for one in page if one[0] == row[0] and len(one) == len(row)]
+        assert any(all(map(_alike, one, row)) for one in of_page), f"print {row} with python -m tools.papers {paper}"
 
 
 def test_the_index_counts_them():

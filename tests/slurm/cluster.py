@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
 import re
 import shutil
 import socket
@@ -45,6 +46,7 @@ SlurmdParameters=config_overrides
 SchedulerParameters=sched_interval=2,bf_interval=2
 SlurmdTimeout=45
 KillWait=5
+FirstJobId={first_job}
 ReturnToService=2
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
@@ -79,7 +81,10 @@ class SlurmCluster:
         (folder / "munge.key").write_bytes(os.urandom(1024))
         (folder / "munge.key").chmod(0o400)
         (folder / "hosts").write_text("127.0.0.1 localhost n1 n2\n::ffff:127.0.0.1 n1 n2\n")
-        (folder / "slurm.conf").write_text(CONFIGURATION.format(folder=folder, ports=_free_ports(3)))
+        (folder / "slurm.conf").write_text(
+            # The job's port follows from its number: another cluster on this machine has others.
+            CONFIGURATION.format(folder=folder, ports=_free_ports(3), first_job=random.randrange(1, 20000))
+        )
         (folder / "gres.conf").write_text(f"NodeName=n[1-2] Name=gpu File={folder}/gpu[0-1]\n")
         for number in range(2):
             (folder / f"gpu{number}").touch()

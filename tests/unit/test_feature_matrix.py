@@ -41,6 +41,13 @@ BROKEN = Cell("one", STOCK, "as stock", "AssertionError: Transformer Engine is r
         (1, "moe-opt: error: --flag 3\n" + TRACE.format("ValueError: no"), EQUAL, ("traceback", "ValueError: no")),
         (1, TRACE.format(BROKEN.detail), None, ("as stock", BROKEN.detail)),
         (1, TRACE.format(BROKEN.detail), BROKEN, ("as stock", BROKEN.detail)),
+        (1, TRACE.format(f"[rank1]: {BROKEN.detail}"), BROKEN, ("as stock", BROKEN.detail)),
+        (
+            1,
+            TRACE.format("ValueError: an object at 0x7fcb4ed1 is"),
+            None,
+            ("as stock", "ValueError: an object at 0x... is"),
+        ),
         (1, TRACE.format("KeyError: 'x'"), BROKEN, ("traceback", "KeyError: 'x'")),
         (None, trained(*LOSSES), EQUAL, ("did not end", "")),
     ],

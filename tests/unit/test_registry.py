@@ -542,3 +542,28 @@ def test_arguments_are_refused_before_megatron_looks_at_them(monkeypatch, argume
     loop.validate_args(divisible, {})
     assert validated == [divisible]
     checks.check_arguments(SimpleNamespace(num_experts=None, expert_model_parallel_size=1), Options(), True)
+
+
+def test_a_configuration_whose_checks_come_later_is_held_to_the_same():
+    """As Megatron-Bridge's: fields are set one by one, and finalize() may be called more than once."""
+
+    @dataclasses.dataclass
+    class Deferred(TransformerConfig):
+        def __post_init__(self) -> None:
+            pass
+
+        def finalize(self) -> None:
+            TransformerConfig.__post_init__(self)
+
+    deferred = Deferred(num_layers=1, hidden_size=16, num_attention_heads=2, add_bias_linear=False)
+    deferred.num_moe_experts, deferred.moe_token_dispatcher_type = 4, "monta"
+    megatron_moe_opt.register(megatron_moe_opt.Options(monta_level="O3", chunks=2), refuse_unread=True)
+    try:
+        for _ in range(2):
+            deferred.finalize()
+        assert deferred.moe_token_dispatcher_type == "monta" and deferred.moe_ffn_hidden_size == 64
+        deferred.moe_token_dispatcher_type = "parm"
+        with pytest.raises(ConfigurationError, match="--moe-opt-monta-level O3 is for"):
+            deferred.finalize()
+    finally:
+        megatron_moe_opt.register()

@@ -13,6 +13,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -184,18 +185,32 @@ def _isend(original: Callable[..., Any]) -> Callable[..., Any]:
     return isend
 
 
+@dataclass(frozen=True)
+class ScaledSum:
+    """NCCL's sum of what each rank has multiplied (Megatron-FSDP's mean), for which Gloo sums and then multiplies."""
+
+    factor: float
+
+
+def _scale_of(op: Any, group: Any) -> float | None:
+    """What a sum is multiplied by to be this reduction, which Gloo does not have; None: the reduction is Gloo's own."""
+    if isinstance(op, ScaledSum):
+        return op.factor
+    return 1 / dist.get_world_size(group) if op == dist.ReduceOp.AVG else None
+
+
 def _all_reduce(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Gloo has no average: sum, then divide."""
+    """Gloo has no average: sum, then scale."""
 
     def all_reduce(
         tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False
     ) -> HostWork | None:
-        average = op == dist.ReduceOp.AVG
+        scale = _scale_of(op, group)
         with named_errors("all_reduce", group):
-            work = original(tensor, dist.ReduceOp.SUM if average else op, group, async_op=True)
+            work = original(tensor, op if scale is None else dist.ReduceOp.SUM, group, async_op=True)
         if work is None:  # this rank is not in the group
             return None
-        finish = functools.partial(tensor.div_, dist.get_world_size(group)) if average else None
+        finish = None if scale is None else functools.partial(tensor.mul_, scale)
         return _hand_over(HostWork("all_reduce", group, work, finish), async_op)
 
     return all_reduce
@@ -227,14 +242,15 @@ def _start_reduce_scatter(
     output: torch.Tensor, rows: torch.Tensor, counts: list[int], op: Any, group: Any, async_op: bool, name: str
 ) -> HostWork | None:
     """Sum `rows`, flat and in rank order, and put this rank's part into `output`."""
-    if op not in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
+    scale = _scale_of(op, group)
+    if scale is None and op != dist.ReduceOp.SUM:
         raise ValueError(f"{name}: reduction {op} is not supported on the host, use SUM or AVG")
     pending = start_reduce_scatter_rows(rows, counts, group)
 
     def fill() -> None:
         total = pending.wait()
-        if op == dist.ReduceOp.AVG:
-            total.div_(dist.get_world_size(group))
+        if scale is not None:
+            total.mul_(scale)
         output.copy_(total.view(output.shape))
 
     return _hand_over(HostWork(name, group, pending, fill), async_op)
@@ -383,6 +399,7 @@ def use_host_collectives() -> None:
         "new_group": _new_group,
         "_coalescing_manager": lambda original: coalescing_manager,
         "isend": _isend,
+        "_make_nccl_premul_sum": lambda original: ScaledSum,
         **{name: _named(name) for name in NAMED},
         **{name: _named_point_to_point(name) for name in NAMED_POINT_TO_POINT},
     }
