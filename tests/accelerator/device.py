@@ -187,7 +187,10 @@ def _watched(found: Accelerator, name: str, function: Callable[..., Any]) -> Cal
         if name in HOST_ONLY:
             watch.ran(name, arguments, (), actor=found.streams.host)
             with watch.making(on_device=False):
-                return function(*arguments)
+                result = function(*arguments)
+            for one in tensors_in(result):
+                watch.mark(one, on_host=True)
+            return result
         out = arguments[-1] if name in WRITES_LAST else None
         result = function(*arguments)
         given = {tensor.untyped_storage()._cdata for tensor in tensors_in(arguments)}

@@ -172,6 +172,20 @@ def layer_pass(dispatcher: str, layout: dict, settings: dict, then: str | None =
 LAYOUT = {"tp": 2, "ep": 2, "etp": 2}
 
 
+@pytest.mark.parametrize(("dispatcher", "back"), [("monta", True), ("mpmoe", False), ("expert-migration", True)])
+def test_what_rounding_on_the_wire_takes(ranks, dispatcher, back):
+    """And the bytes of narrower rows. Under mpmoe outputs are back before anybody could look at them."""
+    from megatron_moe_opt.integration.observe.telemetry_report import lines
+
+    for result in ranks.run(model_step, dispatcher=dispatcher, settings={}, options={"wire": "fp8"}):
+        report = result["report"]
+        for values in report.values():
+            assert 2**-7 < values["dispatch error"] < 2**-4
+            assert ("combine error" in values) == back and values.get("combine error", 2**-10) < 2**-8
+        assert totals(report) == result["sent"]
+        assert "rounded off" in lines(report)[1] and "e-02" in lines(report)[2]
+
+
 @pytest.mark.parametrize(
     ("dispatcher", "settings"),
     [

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
 import re
 import shutil
 import socket
@@ -45,6 +46,7 @@ SlurmdParameters=config_overrides
 SchedulerParameters=sched_interval=2,bf_interval=2
 SlurmdTimeout=45
 KillWait=5
+FirstJobId={first_job}
 ReturnToService=2
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
@@ -62,7 +64,7 @@ NODE = 'hostname "$1"; mount --bind "$2/hosts" /etc/hosts; slurmd -D -N "$1" -f 
 def why_not() -> str | None:
     """Says why no Slurm can be started here; None where one can."""
     if missing := [program for program in PROGRAMS if shutil.which(program) is None]:
-        return f"Slurm is not installed ({', '.join(missing)} missing): apt-get install slurm-wlm munge"
+        return f"no {missing[0]} here: apt-get install slurm-wlm munge"
     if os.geteuid() != 0:
         return "a node of the test's Slurm has namespaces of its own, which only root can make"
     return None
@@ -79,7 +81,10 @@ class SlurmCluster:
         (folder / "munge.key").write_bytes(os.urandom(1024))
         (folder / "munge.key").chmod(0o400)
         (folder / "hosts").write_text("127.0.0.1 localhost n1 n2\n::ffff:127.0.0.1 n1 n2\n")
-        (folder / "slurm.conf").write_text(CONFIGURATION.format(folder=folder, ports=_free_ports(3)))
+        (folder / "slurm.conf").write_text(
+            # The job's port follows from its number: another cluster on this machine has others.
+            CONFIGURATION.format(folder=folder, ports=_free_ports(3), first_job=random.randrange(1, 20000))
+        )
         (folder / "gres.conf").write_text(f"NodeName=n[1-2] Name=gpu File={folder}/gpu[0-1]\n")
         for number in range(2):
             (folder / f"gpu{number}").touch()

@@ -78,7 +78,8 @@ class SampleCountsGather:
     def _gather(self) -> HostCopy:
         samples, experts = self._own.shape
         message = self._own.new_zeros(_HEADER + self._room.samples * experts)
-        message[0], message[1] = samples, self._sequence
+        message[0].fill_(samples)
+        message[1].fill_(self._sequence)
         if self._unlike is not None:
             message[2] = self._unlike
         if samples <= self._room.samples:
