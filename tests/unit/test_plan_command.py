@@ -420,7 +420,7 @@ def test_layers_that_are_alike_are_simulated_once(run, monkeypatch):
     monkeypatch.setattr(plan_case, "candidates", counted)
     code, _, _ = run("--cluster h100-ib400 --model deepseek-v3-like --dense-layers 0 --world 2048 --ep 64")
     assert code == 0
-    assert len(calls) == 1
+    assert len(calls) == 2  # in their own dtype, and in formats that are narrower on the wire
 
 
 KNOWN = ", ".join(KNOWN_CLUSTERS)
