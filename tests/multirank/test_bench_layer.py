@@ -149,8 +149,10 @@ def _differ():
     parallel_state.initialize_model_parallel(expert_model_parallel_size=4)
     try:
         model_parallel_cuda_manual_seed(1)
-        layers = layers_under_test(_settings(dispatchers=("monta",)), ep=4, device=rank_device(), permute_fusion=False)
-        assert _differences(layers, "alltoall", tolerance=1e-6).keys() == {"alltoall", "monta"}
+        settings = _settings(dispatchers=("monta", "monta:fp8"))
+        layers = layers_under_test(settings, ep=4, device=rank_device(), permute_fusion=False)
+        found = _differences(layers, "alltoall", tolerance=1e-6)
+        assert found.keys() == {"alltoall", "monta", "monta:fp8"} and 1e-3 < max(found["monta:fp8"]) < 0.1
         if dist.get_rank() == 3:
             next(iter(layers["monta"].layer.experts.parameters())).data.mul_(1.001)
         _differences(layers, "alltoall", tolerance=1e-6)

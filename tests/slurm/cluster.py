@@ -64,7 +64,7 @@ NODE = 'hostname "$1"; mount --bind "$2/hosts" /etc/hosts; slurmd -D -N "$1" -f 
 def why_not() -> str | None:
     """Says why no Slurm can be started here; None where one can."""
     if missing := [program for program in PROGRAMS if shutil.which(program) is None]:
-        return f"Slurm is not installed ({', '.join(missing)} missing): apt-get install slurm-wlm munge"
+        return f"no {missing[0]} here: apt-get install slurm-wlm munge"
     if os.geteuid() != 0:
         return "a node of the test's Slurm has namespaces of its own, which only root can make"
     return None
