@@ -153,9 +153,7 @@ def test_experts_are_sent_when_an_optimizer_step_begins(ranks, bf16):
 
 
 def messages_at_the_begin_of_a_step() -> None:
-    """Those of all layers, of which as many are decoded as may be ahead; only so many where they would hold up others,
-    or be held up.
-    """
+    """Those of all layers, of which as many are decoded as may be ahead; only so many where weights come late."""
     from tests.ranks.gpt import gpt
     from tests.ranks.megatron import parallel
 
@@ -175,9 +173,7 @@ def messages_at_the_begin_of_a_step() -> None:
             return is_sent, [one._arrived.arrive is not None for one in migrated]
 
         sent()
-        for queues, expected in (("1", [True, True, False, False]), ("32", [True] * 4)):
-            patch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", queues)
-            assert sent() == (expected, [True, True, False, False])
+        assert sent() == ([True] * 4, [True, True, False, False])
         patch.setattr(migrated[2].weights, "come_late", lambda: True)
         assert sent()[0] == [True, True, False, False]
     for overlap in (False, True):  # gathers of the distributed optimizer's parameters

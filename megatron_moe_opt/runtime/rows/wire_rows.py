@@ -78,5 +78,6 @@ class _Off(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        ctx.wire.gradients = ctx.back(*(one.contiguous() for one in gradients))
+        # A gradient that another pipeline stage has sent requires one: lanes, which are threads, would record a graph.
+        ctx.wire.gradients = ctx.back(*(one.detach().contiguous() for one in gradients))
         return gradients[0].new_empty(0), None, None, None
