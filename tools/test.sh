@@ -20,9 +20,13 @@ ruff check .
 ruff format --check .
 git ls-files 'csrc/*' 'tests/*' | grep -E '\.(h|cpp|cu|cuh)$' | xargs clang-format --dry-run -Werror
 
-(python -m pytest tests/unit tests/papers --durations=5 && python -m pytest -p tests.emulator.plugin tests/gpu tests/emulator --durations=5 &&
-    python -m pytest tests/system --durations=10) \
-    >"$outputs/beside" 2>&1 &
+(
+    failed=0
+    python -m pytest tests/unit tests/papers --durations=5 || failed=1
+    python -m pytest -p tests.emulator.plugin tests/gpu tests/emulator --durations=5 || failed=1
+    python -m pytest tests/system --durations=10 || failed=1
+    exit $failed
+) >"$outputs/beside" 2>&1 &
 beside=$!
 failed=0
 echo "== tests of several ranks"

@@ -153,7 +153,7 @@ def bind_to_sources(
     given = {"sorted": tokens} | ({"unsorted": tokens} if in_place else {})
 
     def make(buffer: str, number: int) -> torch.Tensor:
-        return (layout.at_source if buffer == "rows" else layout).empty_rows(number, tokens)
+        return (layout.at_source if buffer == "rows" else layout).blank_rows(number, tokens)
 
     tensor = exchange.tensors(given, make)
 

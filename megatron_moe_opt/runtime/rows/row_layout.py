@@ -73,6 +73,15 @@ class Layout:
         """[num_rows, width], on the device of `like`."""
         return empty((num_rows, self.width), self.wire_dtype, like.device)
 
+    def blank_rows(self, num_rows: int, like: torch.Tensor) -> torch.Tensor:
+        """As `empty_rows`, with zeros in the lanes, whose bytes are not all written: what looks for NaNs in what is
+        sent, or for bytes that nobody has written, finds none.
+        """
+        rows = self.empty_rows(num_rows, like)
+        if self.row_bytes > self.lane:
+            self.of_lane(rows, 0, self.row_bytes - self.lane).zero_()
+        return rows
+
     def narrow(self, tokens: torch.Tensor) -> torch.Tensor:
         """[R, H] in the rows' dtype -> [R, width], without what the lane holds; the same memory where it can be."""
         if self.wire is WireFormat.SAME and self.row_bytes == self.lane:
@@ -159,7 +168,7 @@ class RowLayout(Layout):
         return step
 
     def join(self, here: AtExperts, chunk: ChunkPlan) -> Steps:
-        """The inverse of `split`; what the probability leaves of its lane means nothing."""
+        """The inverse of `split`; what the probability leaves of its lane stays as it is, see `blank_rows`."""
         by_source, probs = chunk.by_expert.inverse(), here.probs
         step = self._move(here.tokens, WireFormat.SAME, here.rows, self.wire, by_source)
         if probs is not None:

@@ -160,7 +160,7 @@ class _Pass:
         if grad_packed is not None:
             given |= self._named("rows", grad_packed)
         if grad_packed is None or (grad_packed.dtype, grad_packed.size(1)) != (home.wire_dtype, home.width):
-            grad_packed = home.empty_rows(grad_combined.size(0), grad_combined)
+            grad_packed = home.blank_rows(grad_combined.size(0), grad_combined)
         # Else nobody wants the rows any more that have been communicated again: their gradients take their place.
         given |= self._named("grad_rows", grad_packed)
         buffers = self._buffers(given)

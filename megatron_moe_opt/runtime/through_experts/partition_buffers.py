@@ -45,5 +45,5 @@ class PartitionBuffers:
         if name not in self._made:
             layout = self._layouts[move]
             layout = layout.at_experts if of_way == "sorted" else layout
-            self._made[name] = layout.empty_rows(max(counts), self._like)
+            self._made[name] = layout.blank_rows(max(counts), self._like)
         return self._made[name].narrow(0, 0, counts[j])
