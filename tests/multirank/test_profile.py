@@ -37,6 +37,7 @@ def _profile(seconds, sizes, **options):
         patch.setattr(meter, "LEAST_OPS", 2)
         patch.setattr(meter, "MOST_OPS", 8)
         patch.setattr(meter, "CALLS", 2)
+        patch.setattr(meter, "SECOND_SIZE_SECONDS", 0)
         patch.setattr(meter, "DIP", 1)  # such short measurements are seldom undisturbed: all sizes are kept
         patch.setattr(measure, "SIZES", sizes)
         patch.setattr(measure, "LONGEST_SECONDS", math.inf)  # else a busy machine measures fewer sizes
