@@ -31,6 +31,7 @@ from megatron_moe_opt.schedules.mpmoe import NONE, STRATEGIES, Partition, backwa
 from megatron_moe_opt.schedules.schedule import Kind, Lane, Op
 from megatron_moe_opt.systems.expert_migration import (
     EXPERT_MIGRATION,
+    MigrationOptions,
     check_travelling,
     domain_kind,
     domain_word,
@@ -45,6 +46,7 @@ from megatron_moe_opt.systems.system import (
     SharedOptions,
     System,
     chosen_by_profile,
+    flag_of,
     option,
     recomputed_modules,
     shown,
@@ -186,12 +188,12 @@ def _check(config: Any, options: MpmoeOptions, arguments: Any) -> None:
 def _check_domains(config: Any, options: Any) -> None:
     """Refuses experts that travel where tokens do not hop, and with what does not go with them."""
     if options.domain_sizes is None:
-        unused = *options.compression, *([f"{PREFIX}resident-layers"] if options.resident_layers is not None else [])
-        if unused:
-            raise ConfigurationError(
-                f"{unused[0]} is about experts that travel, and none does: give {PREFIX}domain-sizes above 1, or drop "
-                "it"
-            )
+        for name in sorted(EXPERT_MIGRATION.own_options - {"network_levels"}):
+            if (value := getattr(options, name)) != getattr(MigrationOptions(), name):
+                raise ConfigurationError(
+                    f"{flag_of(MigrationOptions, name)} {shown(value)} is about experts that travel, and under {FLAG} "
+                    f"{NAME} none does: give {PREFIX}way {HOPS} and {PREFIX}domain-sizes above 1, or drop it"
+                )
         return
     flag = f"{PREFIX}domain-sizes {shown(options.domain_sizes)}"
     if options.domain_sizes == AUTO:

@@ -27,6 +27,8 @@ def pipeline_experts(layer: Any, options: Options) -> None:
     Raises:
         ConfigurationError: a Megatron whose layer has no such method.
     """
+    seam = LayerSeam(layer)
+    seam.stock(LayerSlot.EXPERTS)  # refused before any rank waits for another
     dispatcher = layer.token_dispatcher.dispatcher
     if dispatcher.hops is not None and dispatcher.hops.groups.migrates:
         migrate, hooks = experts_to_migrate(layer, options)
@@ -51,7 +53,7 @@ def pipeline_experts(layer: Any, options: Options) -> None:
         returned = plugged.dispatcher.through_experts(hidden_states, dispatched, of_pass)
         return migrated.back_in_backward(returned), None
 
-    LayerSeam(layer).put(LayerSlot.EXPERTS, routed_experts_compute)
+    seam.put(LayerSlot.EXPERTS, routed_experts_compute)
 
 
 def _run(
