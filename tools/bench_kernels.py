@@ -213,7 +213,7 @@ class Workload:
                 lambda: kernels.permute_packed(self.tokens, self.probs, row_map),
                 once + self.num_rows * kernels.LANE_BYTES,
             ),
-            "unpermute, map given": (lambda: kernels.unpermute_rows(self.permuted, row_map), once),
+            "unpermute, map given": (lambda: kernels.sum_packed_rows(self.permuted, self.shape[1], row_map), once),
         }
 
     def measure(self, repeats: int) -> list[Row]:
@@ -231,6 +231,7 @@ class Workload:
         """
         from megatron_moe_opt import kernels
         from megatron_moe_opt.kernels import ChunkList, WireFormat
+        from megatron_moe_opt.runtime.engine import steps
 
         row_map = kernels.build_row_map(self.routing_map)
         tokens, probs, hidden = self.tokens.detach(), self.probs.detach(), self.shape[1]
@@ -244,7 +245,7 @@ class Workload:
             return {
                 "permute": (lambda: kernels.permute_packed(tokens, probs, row_map, wire), self.token_bytes + payload),
                 "reorder": (
-                    lambda: kernels.convert_chunks(packed, wire, out, WireFormat.SAME, hidden, chunks),
+                    lambda: steps.run_now(steps.convert_rows(packed, wire, out, WireFormat.SAME, hidden, chunks)),
                     payload + out.nbytes,
                 ),
                 "sum": (

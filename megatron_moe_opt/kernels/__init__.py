@@ -13,14 +13,13 @@ from megatron_moe_opt.kernels.packed_rows import (
     spread_rows,
     sum_packed_rows,
     unpermute_probs,
-    unpermute_rows,
     write_notes,
 )
 from megatron_moe_opt.kernels.permute import permute, unpermute
 from megatron_moe_opt.kernels.placement import place_samples, solve_placement, transfer_costs
 from megatron_moe_opt.kernels.residual_codec import sr_decode, sr_encode, sr_index_words, sr_wire_bytes
 from megatron_moe_opt.kernels.row_map import RowMap, build_row_map, build_row_map_by_sample, row_map_from_sources
-from megatron_moe_opt.kernels.wire_format import convert_chunks, gather_rows, narrow_rows, widen_rows
+from megatron_moe_opt.kernels.wire_format import gather_rows, narrow_rows, widen_rows
 from megatron_moe_opt.row_format import WireFormat
 
 __all__ = [
@@ -32,7 +31,6 @@ __all__ = [
     "build_info",
     "build_row_map",
     "build_row_map_by_sample",
-    "convert_chunks",
     "copy_chunks",
     "count_routing_map",
     "count_topk",
@@ -53,7 +51,6 @@ __all__ = [
     "transfer_costs",
     "unpermute",
     "unpermute_probs",
-    "unpermute_rows",
     "widen_rows",
     "write_notes",
 ]

@@ -10,49 +10,21 @@ Shapes: T tokens, E experts, H hidden size, R permuted rows, W = H + LANE_BYTES 
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
-from torch.autograd.function import once_differentiable
 
 from megatron_moe_opt.kernels.extension import load_extension
 from megatron_moe_opt.kernels.host_pool import empty
-from megatron_moe_opt.kernels.permute import UnpermuteRows
 from megatron_moe_opt.kernels.row_map import RowMap
 from megatron_moe_opt.row_format import LANE_BYTES, NOTE_BYTE, WireFormat
 
 _C = load_extension()
 
 
-class _PermutePacked(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tokens: torch.Tensor, probs: torch.Tensor, row_map: RowMap) -> torch.Tensor:
-        ctx.row_map = row_map
-        ctx.hidden = tokens.size(1)
-        ctx.prob_dtype = probs.dtype
-        return _C.permute_packed(row_map.tensors, tokens, probs.contiguous(), WireFormat.SAME.value)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_packed: torch.Tensor) -> Any:
-        grad_packed = grad_packed.contiguous()
-        grad_tokens = grad_probs = None
-        if ctx.needs_input_grad[0]:
-            grad_tokens = _C.unpermute_rows(ctx.row_map.tensors, grad_packed, ctx.hidden, None)
-        if ctx.needs_input_grad[1]:
-            grad_probs = unpermute_probs(grad_packed, ctx.row_map, ctx.prob_dtype)
-        return grad_tokens, grad_probs, None
-
-
 def permute_packed(
     tokens: torch.Tensor, probs: torch.Tensor, row_map: RowMap, wire: WireFormat = WireFormat.SAME
 ) -> torch.Tensor:
-    """Permutes tokens and probabilities into packed rows. Differentiable where `wire` leaves the rows' dtype as it is;
-    else the gradient has another format than the rows, and `sum_packed_rows` and `unpermute_probs` take it back.
-
-    The gradient of the result has the same layout: the tokens' gradients, and in the lane the bits of the
-    probability's gradient in the dtype of `probs`. It must therefore come from an operation that moves rows as they
-    are (a collective, a copy), never from arithmetic on packed rows.
+    """Permutes tokens and probabilities into packed rows. Not differentiable: their gradients come back in rows,
+    which `sum_packed_rows` and `unpermute_probs` take apart.
 
     Args:
         tokens: [T, H], contiguous; float32, bfloat16 or float16.
@@ -66,27 +38,9 @@ def permute_packed(
     Raises:
         ValueError: non-contiguous tokens; shapes, dtypes or devices that do not fit; a gradient that would be lost.
     """
-    if wire.dtype_of(tokens.dtype) == tokens.dtype:
-        return _PermutePacked.apply(tokens, probs, row_map)
     if torch.is_grad_enabled() and (tokens.requires_grad or probs.requires_grad):
-        raise ValueError(f"permute_packed: rows in {wire.value} have no gradient of their own; call it under no_grad")
+        raise ValueError("permute_packed: packed rows have no gradient of their own; call it under no_grad")
     return _C.permute_packed(row_map.tensors, tokens, probs.contiguous(), wire.value)
-
-
-def unpermute_rows(permuted: torch.Tensor, row_map: RowMap) -> torch.Tensor:
-    """Adds the rows of each token up, in float32 and the order of their experts. Differentiable once.
-
-    Args:
-        permuted: [R, H], contiguous; float32, bfloat16 or float16.
-        row_map: of the same R.
-
-    Returns:
-        [T, H] in the same dtype; zero for a token without rows.
-
-    Raises:
-        ValueError: non-contiguous rows; shapes, dtypes or devices that do not fit.
-    """
-    return UnpermuteRows.apply(permuted, row_map)
 
 
 def write_notes(packed: torch.Tensor, notes: torch.Tensor) -> None:
@@ -117,7 +71,8 @@ def sum_packed_rows(
     out_wire: WireFormat = WireFormat.SAME,
     dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """As `unpermute_rows`, of the hidden elements of packed rows. Not differentiable.
+    """Adds the rows of each token up, in float32 and the order of their experts; zero for a token without rows. Not
+    differentiable.
 
     Args:
         packed: [R, W], contiguous, in the format `wire`.

@@ -40,7 +40,7 @@ class _Permute(torch.autograd.Function):
         return grad_tokens, grad_probs, None
 
 
-class UnpermuteRows(torch.autograd.Function):
+class _UnpermuteRows(torch.autograd.Function):
     """Sums each token's permuted rows; backward copies the sum's gradient to each of them."""
 
     @staticmethod
@@ -152,7 +152,7 @@ def unpermute(
             f"permuted_tokens of shape {tuple(permuted_tokens.shape)} do not fit restore_shape {tuple(restore_shape)}"
         )
     if probs is None:
-        return UnpermuteRows.apply(permuted_tokens, row_map_from_sources(sorted_indices.contiguous(), num_tokens))
+        return _UnpermuteRows.apply(permuted_tokens, row_map_from_sources(sorted_indices.contiguous(), num_tokens))
     if routing_map is None:
         raise ValueError("unpermute with probs needs the routing_map that was given to permute")
     if drop_and_pad:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import torch
 
-from megatron_moe_opt.kernels.chunk_copy import ChunkList
 from megatron_moe_opt.kernels.extension import load_extension
 from megatron_moe_opt.row_format import WireFormat
 
@@ -53,24 +52,3 @@ def gather_rows(wire_rows: torch.Tensor, wire: WireFormat, sources: torch.Tensor
         torch.index_select(wire_rows[:, : out.size(1)], 0, sources, out=out)
     else:
         _C.convert_rows(wire_rows, wire.value, out.size(1), sources, WireFormat.SAME.value, out)
-
-
-def convert_chunks(
-    source: torch.Tensor,
-    source_wire: WireFormat,
-    target: torch.Tensor,
-    target_wire: WireFormat,
-    hidden: int,
-    chunks: ChunkList,
-) -> None:
-    """Moves the rows of `chunks` from source to target, and to the format of these: the reorder between "by source
-    rank" and "by local expert" that widens, or narrows.
-
-    Args:
-        source: [R, W], contiguous.
-        target: [N, V], contiguous, apart from the source's memory.
-        source_wire, target_wire: their formats; one of them is SAME.
-        hidden: elements of a row; they begin at byte 0 on both sides.
-        chunks: on the device of the rows.
-    """
-    _C.convert_chunks(source, source_wire.value, target, target_wire.value, hidden, chunks.tensors).run()

@@ -30,6 +30,7 @@ from tests.multirank import test_auto, test_mpmoe, test_netmoe
 from tests.multirank.test_dispatchers import RECOMPUTE, compare
 from tests.multirank.test_parm import compare_replicated
 from tests.ranks.pool import RankFailure, RankPool
+from tests.ranks.training import losses
 
 BOTH, EP4 = {"tp": 2, "ep": 2, "etp": 2}, {"ep": 4}
 TRAVELLING = Options(network_levels=(2, 2), domain_sizes=(2, 1))
@@ -72,20 +73,6 @@ LAYERS: dict[str, Callable[[], Iterable[float]]] = {
 }
 
 
-def losses(dispatcher: str, layout: dict[str, int], options: Options | None, settings: dict[str, Any]) -> list[float]:
-    """Of two optimizer steps of two micro-batches of a small GPT."""
-    import megatron_moe_opt
-    from tests.ranks.gpt import gpt
-    from tests.ranks.megatron import parallel
-
-    megatron_moe_opt.register(options)
-    try:
-        with parallel(**layout):
-            return gpt(moe_token_dispatcher_type=dispatcher, **settings).train(2)
-    finally:
-        megatron_moe_opt.register()
-
-
 TRAININGS: dict[str, tuple[str, dict[str, int], Options | None, dict[str, Any]]] = {
     "monta O3 trains": ("monta", BOTH, Options(monta_level="O3", chunks=2), {}),
     "parm trains, recomputed": ("parm", BOTH, None, RECOMPUTE),
@@ -113,13 +100,18 @@ def trials() -> list[float]:
     return auto["losses"]
 
 
+def trained(dispatcher: str, layout: dict[str, int], options: Options | None, settings: dict[str, Any]) -> list[float]:
+    """Losses of two optimizer steps."""
+    return losses(dispatcher, layout, options, 2, **settings)
+
+
 @functools.cache
 def stock_losses(case: str) -> list[float]:
     """Of the same training under stock, without an accelerator."""
     if case == AUTO:
         return test_auto.train(1 + TRIAL_STEPS + 2, None, EP4)["losses"]
     _, layout, _, settings = TRAININGS[case]
-    return losses("alltoall", layout, None, settings)
+    return trained("alltoall", layout, None, settings)
 
 
 CASES = (*LAYERS, *TRAININGS, AUTO)
@@ -132,7 +124,7 @@ def run_case(case: str, library: Path, seed: int, queues: Queues) -> float:
         if case in LAYERS:
             worst = max(LAYERS[case]()) / 1e-6
         else:
-            found = trials() if case == AUTO else losses(*TRAININGS[case])
+            found = trials() if case == AUTO else trained(*TRAININGS[case])
             errors = [abs(one - other) / abs(other) for one, other in zip(found, expected, strict=True)]
             worst = max(errors) / 1e-5
     assert runner.runs > 1, f"{case} ran no schedule"

@@ -151,11 +151,10 @@ def test_packed_rows_equal_the_cpu(device, shape, dtype, prob_dtype):
     data, weights, routing_map = workload(shape, dtype, prob_dtype)
     results = []
     for place in (torch.device("cpu"), device):
-        tokens, probs = leaves(data.to(place), weights.to(place))
         row_map = kernels.build_row_map(routing_map.to(place))
-        packed = kernels.permute_packed(tokens, probs, row_map)
-        grads = torch.autograd.grad(packed, [tokens, probs], packed.detach())
-        results.append([packed.detach().view(torch.uint8), *grads])
+        packed = kernels.permute_packed(data.to(place), weights.to(place), row_map)
+        sums = kernels.sum_packed_rows(packed, data.size(1), row_map)
+        results.append([packed.view(torch.uint8), sums, kernels.unpermute_probs(packed, row_map, prob_dtype)])
     for expected, actual in zip(*results, strict=True):
         assert_same_bits(actual, expected)
 

@@ -10,23 +10,10 @@ import torch.distributed as dist
 
 from megatron_moe_opt.options import Options
 from tests.multirank.test_expert_migration import ALL_ENTRIES, gathers_of, hidden_states, layers, options_of, relative
+from tests.ranks.training import losses
 
 FULL_RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 SHARED_EXPERT = {"residuals": "shared", "shared_expert_interval": 1}
-
-
-def train(options: Options, dispatcher: str, layout: dict[str, int], **settings: Any) -> list[float]:
-    """Losses of three steps of two micro-batches."""
-    import megatron_moe_opt
-    from tests.ranks.gpt import gpt
-    from tests.ranks.megatron import parallel
-
-    megatron_moe_opt.register(options)
-    try:
-        with parallel(**layout):
-            return gpt(moe_token_dispatcher_type=dispatcher, **settings).train(3)
-    finally:
-        megatron_moe_opt.register()
 
 
 @pytest.mark.parametrize(
@@ -42,8 +29,8 @@ def train(options: Options, dispatcher: str, layout: dict[str, int], **settings:
 )
 def test_losses_are_those_of_stock(ranks, layout, settings):
     options = Options(network_levels=(layout["ep"],), domain_sizes=(layout["ep"],))
-    ours = ranks.run(train, options=options, dispatcher="expert-migration", layout=layout, **settings)
-    stock = ranks.run(train, options=Options(), dispatcher="alltoall", layout=layout, **settings)
+    ours = ranks.run(losses, options=options, dispatcher="expert-migration", layout=layout, **settings)
+    stock = ranks.run(losses, dispatcher="alltoall", layout=layout, **settings)
     assert ours[0] == pytest.approx(stock[0], rel=1e-5)
     assert stock[0][-1] < stock[0][0]
 
@@ -51,15 +38,15 @@ def test_losses_are_those_of_stock(ranks, layout, settings):
 def test_losses_with_a_bound_on_resident_layers_are_those_of_stock(ranks):
     options = Options(network_levels=(2,), domain_sizes=(2,), prefetch_layers=0, resident_layers=1)
     layout = {"ep": 2}
-    ours = ranks.run(train, options=options, dispatcher="expert-migration", layout=layout, **FULL_RECOMPUTE)
-    stock = ranks.run(train, options=Options(), dispatcher="alltoall", layout=layout, **FULL_RECOMPUTE)
+    ours = ranks.run(losses, options=options, dispatcher="expert-migration", layout=layout, **FULL_RECOMPUTE)
+    stock = ranks.run(losses, dispatcher="alltoall", layout=layout, **FULL_RECOMPUTE)
     assert ours[0] == pytest.approx(stock[0], rel=1e-5)
 
 
 def test_bf16_losses_are_those_of_stock(ranks):
     options = Options(network_levels=(2, 2), domain_sizes=(2, 1))
-    ours = ranks.run(train, options=options, dispatcher="expert-migration", layout={"ep": 4}, bf16=True)
-    stock = ranks.run(train, options=Options(), dispatcher="alltoall", layout={"ep": 4}, bf16=True)
+    ours = ranks.run(losses, options=options, dispatcher="expert-migration", layout={"ep": 4}, bf16=True)
+    stock = ranks.run(losses, dispatcher="alltoall", layout={"ep": 4}, bf16=True)
     assert ours[0] == pytest.approx(stock[0], rel=1e-2)
 
 
@@ -292,8 +279,8 @@ def test_losses_with_all_residuals_and_a_bound_are_those_of_stock(ranks, residua
         network_levels=(layout["ep"],), domain_sizes=(layout["ep"],), prefetch_layers=0, resident_layers=1,
         compression_ratio=ALL_ENTRIES, gradient_compression_ratio=ALL_ENTRIES, **residuals,
     )  # fmt: skip
-    ours = ranks.run(train, options=options, dispatcher="expert-migration", layout=layout, **settings)
-    stock = ranks.run(train, options=Options(), dispatcher="alltoall", layout=layout, **settings)
+    ours = ranks.run(losses, options=options, dispatcher="expert-migration", layout=layout, **settings)
+    stock = ranks.run(losses, dispatcher="alltoall", layout=layout, **settings)
     assert ours[0] == pytest.approx(stock[0], rel=bound)
 
 

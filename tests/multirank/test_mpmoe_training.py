@@ -13,19 +13,7 @@ import torch.distributed as dist
 
 from megatron_moe_opt.options import Options
 from megatron_moe_opt.schedules.mpmoe import STRATEGIES
-
-
-def train(dispatcher: str, options: Options, layout: dict[str, int], steps: int, **settings: Any) -> list[float]:
-    """Losses of a small GPT."""
-    import megatron_moe_opt
-    from tests.ranks.gpt import gpt
-    from tests.ranks.megatron import parallel
-
-    with parallel(**layout):
-        megatron_moe_opt.register(options)
-        model = gpt(moe_token_dispatcher_type=dispatcher, **settings)
-        megatron_moe_opt.register()
-        return model.train(steps)
+from tests.ranks.training import losses
 
 
 @pytest.mark.parametrize(
@@ -40,9 +28,9 @@ def train(dispatcher: str, options: Options, layout: dict[str, int], steps: int,
 )
 def test_losses_are_stock(ranks, layout, settings, strategy, way):
     settings = {"layout": layout, "steps": 2} | settings
-    stock = ranks.run(train, dispatcher="alltoall", options=Options(), **settings)
+    stock = ranks.run(losses, dispatcher="alltoall", **settings)
     ours = ranks.run(
-        train, dispatcher="mpmoe", options=Options(partitions=3, memory_reuse=strategy, way=way), **settings
+        losses, dispatcher="mpmoe", options=Options(partitions=3, memory_reuse=strategy, way=way), **settings
     )
     torch.testing.assert_close(torch.tensor(ours), torch.tensor(stock), rtol=1e-5, atol=0)
 

@@ -133,6 +133,14 @@ CASES: dict[str, tuple[Any, ...]] = {
     "expert-migration, compressed, one queue": (
         "expert-migration", {"ep": 4}, {}, Options(**ONE, **COMPRESSED), True
     ),
+    "monta O3, fp8": ("monta", TP, {}, Options(monta_level="O3", chunks=2, wire="fp8")),
+    "parm S2, mxfp8": ("parm", TP, REPLICATED, Options(parm_schedule="S2", wire="mxfp8")),
+    "mpmoe S2, fp8": ("mpmoe", TP, {}, Options(partitions=3, memory_reuse="S2", wire="fp8")),
+    "mpmoe hops S1, fp8": ("mpmoe", {"ep": 4}, {}, Options(partitions=3, memory_reuse="S1", wire="fp8", **IN_HOPS)),
+    "mpmoe hops S4, mxfp8": ("mpmoe", {"ep": 4}, {}, Options(partitions=3, memory_reuse="S4", wire="mxfp8", **IN_HOPS)),
+    "expert-migration, two formats": (
+        "expert-migration", {"ep": 4}, {}, Options(**ONE, wire="dispatch=bf16,combine=fp8")
+    ),
 }  # fmt: skip
 
 

@@ -21,20 +21,19 @@ from tests.ranks.commands import CURVES, group_of_the_pool
 from tests.ranks.devices import rank_device
 
 
-def _run(variant, rank=None, slow_rank=None, **options):
-    """The command on this pool's ranks. `options` are LayerSettings', `trace` and `png`."""
+def _run(variant, rank=None, slow_rank=None, files=(), **options):
+    """The command on this pool's ranks. `options` are LayerSettings', and `files`."""
     from megatron_moe_opt.cli.report import step_timelines as layer_timeline
 
     sizes = {"tokens": 48, "hidden": 32, "ffn_hidden": 2, "experts": 8, "topk": 2, "tp": 2, "ep": 2, "expert_tp": 2}
     fixed = {"dtype": "fp32", "routing": "uniform", "capacity_factor": None, "pad_to_capacity": False, "seed": 1}
-    trace, png = options.pop("trace", None), options.pop("png", None)
     counts = {"warmup": 1, "steps": 3, "dispatch_only": True}
     settings = LayerSettings(dispatchers=(variant,), **{**sizes, **fixed, **counts, **options})
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(layer_timeline, "megatron_process_group", group_of_the_pool)
         if dist.get_rank() == slow_rank:
             _slow_down(patch)
-        return layer_timeline.layer_timeline(settings, rank, trace, png)
+        return layer_timeline.layer_timeline(settings, rank, files)
 
 
 def _slow_down(patch):
@@ -56,7 +55,7 @@ def _slow_down(patch):
 def test_files_and_timelines(ranks, tmp_path, variant, lanes):
     profile, trace, png = tmp_path / "cluster.json", tmp_path / "step.json", tmp_path / "step.png"
     Cluster(World((0, 0, 1, 1), 2, 1, 2, 2), CURVES, {(Lane.INTER, Lane.INTRA): 0.5}).save(profile)
-    answers = ranks.run(_run, variant=variant, profile=profile, trace=trace, png=png)
+    answers = ranks.run(_run, variant=variant, profile=profile, files=(trace, png))
     assert all(answer == answers[0] for answer in answers)
     step = answers[0]
     cluster = Cluster.load(profile)
@@ -98,7 +97,7 @@ def test_mpmoe_s_pipeline(ranks, tmp_path):
     gemm = ExpertGemm(32, 8, "fp32", ((1, 1e-3), (100, 1e-1)), ((1, 3e-3), (100, 3e-1)))
     cluster = Cluster(World((0, 0, 1, 1), 2, 1, 2, 2), CURVES | host, {(Lane.INTER, Lane.D2H): 0.5}, expert_gemm=gemm)
     cluster.save(profile)
-    options = {"dispatch_only": False, "ffn_hidden": 16, "profile": profile, "trace": trace}
+    options = {"dispatch_only": False, "ffn_hidden": 16, "profile": profile, "files": [trace]}
     steps = ranks.run(_run, variant="mpmoe:2:S2", **options)
     assert all(step == steps[0] for step in steps)
     step = steps[0]
@@ -120,13 +119,13 @@ def test_mpmoe_s_pipeline(ranks, tmp_path):
 def test_the_rank_that_took_longest_or_the_one_asked_for(ranks, tmp_path):
     """Without a profile there is no prediction."""
     trace = tmp_path / "step.json"
-    slow = ranks.run(_run, variant="monta:O3x2", slow_rank=2, trace=trace)
+    slow = ranks.run(_run, variant="monta:O3x2", slow_rank=2, files=[trace])
     assert {step.rank for step in slow} == {2}
     assert all(timeline.seconds > 1000 for step in slow for timeline in step.measured.values())
     assert slow[0].predicted is None
     pids = {event["pid"] for event in json.loads(trace.read_text())["traceEvents"]}
     assert pids == {1}
-    asked = ranks.run(_run, variant="monta:O3x2", slow_rank=2, rank=1, trace=trace)
+    asked = ranks.run(_run, variant="monta:O3x2", slow_rank=2, rank=1, files=[trace])
     assert {step.rank for step in asked} == {1}
     assert all(timeline.seconds < 1000 for step in asked for timeline in step.measured.values())
 

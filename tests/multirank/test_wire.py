@@ -160,7 +160,7 @@ NEARLY = [
             {"ep": 4},
             {},
         )
-        for reuse in ("S2", "S3")
+        for reuse in ("S1", "S2", "S3", "S4")
     ),
 ]
 

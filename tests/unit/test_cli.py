@@ -253,7 +253,7 @@ PLANNED = (
 
 def test_without_the_extension():
     """Commands that need it say so in one sentence; the others work."""
-    needing = ["bench", "profile", "timeline --trace f"]
+    needing = ["bench", "profile", "timeline -o f.json"]
     code = f"""
 import sys
 sys.modules["megatron_moe_opt._C"] = None

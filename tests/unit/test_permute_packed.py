@@ -17,14 +17,17 @@ from tests.unit.permute_cases import equal_bits, leaves, workloads
 def test_forward_and_backward_match_the_reference(case):
     tokens, probs, routing_map, capacity = case
     row_map = kernels.build_row_map(routing_map, capacity)
-    x, p = leaves(tokens, probs)
-    packed = kernels.permute_packed(x, p, row_map)
+    packed = kernels.permute_packed(tokens, probs, row_map)
     permuted, permuted_probs, _ = reference.permute(tokens, routing_map, probs, capacity)
     assert equal_bits(packed, reference.pack(permuted, permuted_probs, LANE_BYTES))
     # The gradient travels in the same layout.
     grad_rows = torch.randn(permuted.shape).to(tokens.dtype)
     grad_probs = torch.randn(permuted_probs.shape).to(probs.dtype)
-    got = torch.autograd.grad(packed, [x, p], reference.pack(grad_rows, grad_probs, LANE_BYTES))
+    returned = reference.pack(grad_rows, grad_probs, LANE_BYTES)
+    got = (
+        kernels.sum_packed_rows(returned, tokens.size(1), row_map),
+        kernels.unpermute_probs(returned, row_map, probs.dtype),
+    )
     y, q = leaves(tokens, probs)
     outputs = kernels.permute(
         y,
@@ -39,16 +42,14 @@ def test_forward_and_backward_match_the_reference(case):
 
 @settings(max_examples=40)
 @given(workloads(dtypes=(torch.float32,)))
-def test_unpermute_rows_matches_the_reference(case):
+def test_sums_and_copies_of_rows_match_the_reference(case):
     tokens, _, routing_map, capacity = case
     row_map = kernels.build_row_map(routing_map, capacity)
-    rows = torch.randn(row_map.num_rows, tokens.size(1))
-    mine, theirs = leaves(rows)[0], leaves(rows)[0]
-    got = kernels.unpermute_rows(mine, row_map)
-    expected = reference.unpermute(theirs, routing_map, capacity=capacity)
-    assert torch.equal(got, expected)
+    rows = torch.randn(row_map.num_rows, tokens.size(1)).requires_grad_()
+    expected = reference.unpermute(rows, routing_map, capacity=capacity)
+    assert torch.equal(kernels.sum_packed_rows(rows.detach(), tokens.size(1), row_map), expected)
     grad = torch.randn(tokens.shape)
-    assert torch.equal(torch.autograd.grad(got, mine, grad)[0], torch.autograd.grad(expected, theirs, grad)[0])
+    assert torch.equal(kernels.spread_rows(grad, row_map), torch.autograd.grad(expected, rows, grad)[0])
 
 
 @pytest.mark.parametrize(
@@ -62,7 +63,7 @@ def test_unpermute_rows_matches_the_reference(case):
             lambda m: kernels.permute_packed(torch.randn(5, 3), torch.ones(5, 2), m),
             "tokens has 5 rows, but the row map has 4",
         ),
-        (lambda m: kernels.unpermute_rows(torch.randn(3, 8).T, m), "permuted_tokens .* is not contiguous"),
+        (lambda m: kernels.sum_packed_rows(torch.randn(3, 8).T, 3, m), "rows .* is not contiguous"),
     ],
 )
 def test_refusals(call, message):

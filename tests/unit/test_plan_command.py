@@ -333,7 +333,7 @@ DRAWN = {
 @pytest.mark.parametrize("variant", DRAWN)
 def test_the_lanes_of_every_system_are_drawn(run, tmp_path, variant):
     trace, picture = tmp_path / "trace.json", tmp_path / "picture.png"
-    code, output, error = run(MIXTRAL, DRAWN[variant], f"--all --draw {variant} --trace {trace} --png {picture}")
+    code, output, error = run(MIXTRAL, DRAWN[variant], f"--all --draw {variant} --lanes {trace} --lanes {picture}")
     assert code == 0, error
     assert f"written to {trace}" in output and f"written to {picture}" in output
     assert picture.read_bytes().startswith(b"\x89PNG")
@@ -351,7 +351,7 @@ def test_the_lanes_of_every_system_are_drawn(run, tmp_path, variant):
 def test_several_are_drawn_one_under_the_other(run, tmp_path):
     trace, picture = tmp_path / "trace.json", tmp_path / "lanes.svg"
     of_layer = "--cluster h100-ib400 --world 16 --ep 16 --experts 16"
-    _, output, _ = run(MIXTRAL, of_layer, f"--draw alltoall,mpmoe:4 --trace {trace} --png {picture} --all")
+    _, output, _ = run(MIXTRAL, of_layer, f"--draw alltoall,mpmoe:4 --lanes {trace} --lanes {picture} --all")
     shown, drawn = tables(output), picture.read_text()
     assert {"alltoall", "mpmoe:4"} < shown.keys()
     for variant in ("alltoall", "mpmoe:4"):
@@ -360,7 +360,7 @@ def test_several_are_drawn_one_under_the_other(run, tmp_path):
 
 
 def test_the_chosen_is_drawn_where_none_is_named(run, tmp_path):
-    _, output, _ = run(MIXTRAL, "--cluster h100-ib400 --world 16 --ep 8", f"--trace {tmp_path}/trace.json")
+    _, output, _ = run(MIXTRAL, "--cluster h100-ib400 --world 16 --ep 8", f"--lanes {tmp_path}/trace.json")
     shown = tables(output)
     assert next(name for name, cells in shown[CANDIDATES].items() if cells[-1] == "chosen") in shown
 
@@ -496,20 +496,20 @@ MODELS = ", ".join(KNOWN_MODELS)
             "--tp 8 does not divide --heads 4: choose a divisor",
         ),
         (
-            f"{MIXTRAL} --cluster pcie --world 8 --trace nowhere/trace.json",
-            "--trace nowhere/trace.json: its folder does not exist; create it or choose another",
+            f"{MIXTRAL} --cluster pcie --world 8 --lanes nowhere/trace.json",
+            "--lanes nowhere/trace.json: its folder does not exist; create it or choose another",
         ),
         (
-            f"{MIXTRAL} --cluster pcie --world 8 --png picture.gif",
+            f"{MIXTRAL} --cluster pcie --world 8 --lanes picture.gif",
             "the picture picture.gif has no known format: end its name in .png, .svg, .pdf",
         ),
         (
             f"{MIXTRAL} --cluster pcie --world 8 --draw monta:O3x4",
-            "--draw monta:O3x4 has no file to draw in: give --trace FILE or --png FILE",
+            "--draw monta:O3x4 has no file to draw in: give --lanes FILE",
         ),
         (
-            f"{MIXTRAL} --cluster pcie --world 8 --sequence 128,256 --trace trace.json",
-            "--trace trace.json is of one length of sequences: give --sequence a single number",
+            f"{MIXTRAL} --cluster pcie --world 8 --sequence 128,256 --lanes trace.json",
+            "--lanes trace.json is of one length of sequences: give --sequence a single number",
         ),
     ],
 )
@@ -520,10 +520,10 @@ def test_refuses(run, arguments, sentence):
 
 
 def test_refuses_to_draw_what_is_no_candidate(run, tmp_path):
-    code, output, error = run(MIXTRAL, f"--cluster pcie --world 8 --ep 8 --draw netmoe --trace {tmp_path}/a.json")
+    code, output, error = run(MIXTRAL, f"--cluster pcie --world 8 --ep 8 --draw netmoe --lanes {tmp_path}/a.json")
     assert (code, output) == (2, "")
     assert "--draw netmoe is not a candidate here: what it saves depends on which samples use which experts" in error
-    _, _, error = run(MIXTRAL, f"--cluster pcie --world 8 --ep 8 --draw monta:O9 --trace {tmp_path}/a.json")
+    _, _, error = run(MIXTRAL, f"--cluster pcie --world 8 --ep 8 --draw monta:O9 --lanes {tmp_path}/a.json")
     assert "--draw monta:O9 is not a candidate here: write it as the table of --all does" in error
 
 

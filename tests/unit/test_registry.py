@@ -93,13 +93,19 @@ def test_the_dense_model_that_a_mixture_is_upcycled_from_is_let_through(monkeypa
     refusal("--moe-token-dispatcher-type monta needs a mixture of experts", num_moe_experts=None)
 
 
-def test_cuda_graphs_of_what_has_no_experts():
-    """Attention and dense MLPs are let through; what holds a dispatcher, and samples that move, are not."""
+def test_cuda_graphs_end_before_a_dispatcher_begins():
+    """Attention, dense MLPs and the router are let through; what holds a dispatcher, and samples that move, are not."""
     graphs = {"cuda_graph_impl": "transformer_engine"}
-    assert config(**graphs, cuda_graph_scope=["attn"]).cuda_graph_impl == "transformer_engine"
+    padded = {"moe_expert_capacity_factor": 1.0, "moe_pad_expert_input_to_capacity": True}
+    assert config(**graphs, cuda_graph_scope=["attn", "moe_router"]).cuda_graph_impl == "transformer_engine"
     config(**graphs, cuda_graph_scope=["attn", "mlp"], num_layers=2, moe_layer_freq=[0, 1])
-    for scope in (["attn", "moe_router"], []):
-        refusal("does not work with --moe-token-dispatcher-type monta, whose", **graphs, cuda_graph_scope=scope)
+    for scope, why in (
+        ([], "the whole layer is captured, with messages, which monta sends"),
+        (["attn", "moe"], "moe captures messages, which monta sends on streams of its own"),
+        (["moe_router", "moe_preprocess"], "moe_preprocess captures the packing of rows, whose result monta keeps"),
+    ):
+        refusal(f"monta: {why}", **graphs, **padded, cuda_graph_scope=scope)
+    refusal("splits tokens", **graphs, cuda_graph_scope=["moe_router"], tensor_model_parallel_size=2)
     refusal(
         "--cuda-graph-impl transformer_engine --cuda-graph-scope attn does not work with --moe-token-dispatcher-type",
         name="netmoe",

@@ -87,7 +87,7 @@ def test_the_command(run, tmp_path):
     trace, _ = planted_trace()
     write_routing_trace(tmp_path / "routing.npz", trace)
     replayed = "trace", "replay", tmp_path / "routing.npz", "--nodes", 2, "--ranks-per-node", 2
-    code, before, _ = run(*replayed, "--png", tmp_path / "replay.png")
+    code, before, _ = run(*replayed, "-o", tmp_path / "replay.png")
     assert code == 0 and (tmp_path / "replay.png").stat().st_size > 10_000
     assert (
         "8 passes of iterations 1 to 8; 16 samples of prose, code, 16 tokens each; 3 MoE layers, 16 experts" in before

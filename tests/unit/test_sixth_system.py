@@ -29,7 +29,7 @@ def run(*arguments: str | Path) -> str:
 def test_it_is_planned_and_drawn(tmp_path: Path):
     trace, plan = tmp_path / "trace.json", tmp_path / "plan.json"
     layout = words("--cluster pcie --world 16 --tp 4 --ep 4 --expert-tp 4 --model mixtral-8x7b")
-    said = run("plan", *layout, "--all", "--draw", "in-turn:4", "--trace", trace, "--output", plan)
+    said = run("plan", *layout, "--all", "--draw", "in-turn:4", "--lanes", trace, "--output", plan)
     assert "in-turn:2" in said and "in-turn:4" in said
     seconds = {one["variant"]: one["seconds"] for one in json.loads(plan.read_text())["candidates"]}
     assert seconds["in-turn:4"] >= seconds["monta:O2x4"] > 0

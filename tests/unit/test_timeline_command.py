@@ -34,38 +34,36 @@ def _refusal(monkeypatch, capsys, arguments, world):
 @pytest.mark.parametrize(
     ("arguments", "world", "sentence"),
     [
-        ("", 1, "there is nothing to write: give --trace FILE.json, --png FILE.png or both"),
         (
-            "--trace nowhere/a.json",
+            "-o nowhere/a.json",
             1,
-            "--trace nowhere/a.json: its folder does not exist; create it or choose another",
+            "--output nowhere/a.json: its folder does not exist; create it or choose another",
         ),
         (
-            "--trace a.json --png nowhere/a.png",
+            "-o a.json -o nowhere/a.png",
             1,
-            "--png nowhere/a.png: its folder does not exist; create it or choose another",
+            "--output nowhere/a.png: its folder does not exist; create it or choose another",
         ),
-        ("--trace .", 1, "--trace . is a folder: name a file in it"),
-        ("--png a.jpeg2000", 1, "the picture a.jpeg2000 has no known format: end its name in .png, .svg, .pdf"),
-        ("--trace a.json --level O4", 1, "--level O4 is unknown: choose one of O1, O2, O3"),
+        ("-o .", 1, "--output . is a folder: name a file in it"),
+        ("-o a.jpeg2000", 1, "the picture a.jpeg2000 has no known format: end its name in .png, .svg, .pdf"),
         (
-            "--trace a.json --level O1 --chunks 4",
+            "-o a.json --dispatchers monta:O1x4",
             1,
-            "--chunks 4 has no meaning at --level O1, which does not cut: use O2 or O3",
-        ),
-        (
-            "--trace a.json --memory-reuse S1",
-            1,
-            "--memory-reuse S1 is about mpmoe's partitions: give --partitions",
+            "--dispatchers monta:O1x4: O1 does not cut; write monta:O1, or take O2 or O3",
         ),
         (
-            "--trace a.json --partitions 2 --memory-reuse S5",
+            "-o a.json --dispatchers monta,mpmoe",
             1,
-            "--memory-reuse S5 is unknown: choose one of none, S1, S2, S3, S4",
+            "--dispatchers monta,mpmoe: write one of monta or mpmoe, such as monta:O3x4 or mpmoe:4:S3",
         ),
-        ("--trace a.json --rank 4", 4, "--rank 4 is not one of the 4 ranks of this run: choose 0 to 3"),
-        ("--trace a.json --tp 3", 4, "--tp 3 does not divide the 4 ranks of this run: choose a divisor"),
-        ("--trace a.json --topk 9", 1, "--topk 9 is more than --experts 8: choose at most that"),
+        (
+            "-o a.json --dispatchers parm:S2",
+            1,
+            "--dispatchers parm:S2: write one of monta or mpmoe, such as monta:O3x4 or mpmoe:4:S3",
+        ),
+        ("-o a.json --rank 4", 4, "--rank 4 is not one of the 4 ranks of this run: choose 0 to 3"),
+        ("-o a.json --tp 3", 4, "--tp 3 does not divide the 4 ranks of this run: choose a divisor"),
+        ("-o a.json --topk 9", 1, "--topk 9 is more than --experts 8: choose at most that"),
     ],
 )
 def test_refusals(monkeypatch, capsys, tmp_path, arguments, world, sentence):
@@ -76,7 +74,7 @@ def test_refusals(monkeypatch, capsys, tmp_path, arguments, world, sentence):
 def test_profile_of_other_groups(monkeypatch, capsys, tmp_path):
     monkeypatch.chdir(tmp_path)
     Cluster(World((0, 0, 1, 1), ep=2, expert_tp=2), {(Kind.COPY, None): ((1024, 1e-6),)}).save("cluster.json")
-    error = _refusal(monkeypatch, capsys, "--trace a.json --profile cluster.json", 4)
+    error = _refusal(monkeypatch, capsys, "-o a.json --profile cluster.json", 4)
     assert error == (
         "moe-opt: --ep 4 is not what cluster.json was measured with (2): measure this layout "
         "with moe-opt profile --ep 4 --expert-tp 1\n"
@@ -87,7 +85,7 @@ def test_a_profile_that_cannot_predict_the_pipeline(monkeypatch, capsys, tmp_pat
     """Said before anything runs."""
     monkeypatch.chdir(tmp_path)
     cluster = Cluster(World((0, 0, 1, 1), ep=4), {(Kind.COPY, None): ((1024, 1e-6),)})
-    arguments = "--trace a.json --profile cluster.json --partitions 2 --memory-reuse S1"
+    arguments = "-o a.json --profile cluster.json --dispatchers mpmoe:2:S1"
     for measured, sentence in (
         (cluster, "the profile has no expert: measure this cluster again with moe-opt profile"),
         (replace(cluster, expert_gemm=ExpertGemm(8, 8, "fp32", ((16, 1e-5),))), "no cost curve for all_to_all"),
@@ -99,19 +97,21 @@ def test_a_profile_that_cannot_predict_the_pipeline(monkeypatch, capsys, tmp_pat
 def test_a_picture_of_no_known_format(monkeypatch, capsys, tmp_path):
     """Said before anything runs."""
     monkeypatch.chdir(tmp_path)
-    assert "the picture a.bmp has no known format" in _refusal(monkeypatch, capsys, "--png a.bmp", 1)
+    assert "the picture a.bmp has no known format" in _refusal(monkeypatch, capsys, "-o a.bmp", 1)
 
 
 def test_one_process(tmp_path):
     """The whole command without torchrun; at O1 it has one chunk."""
     file, picture = tmp_path / "step.json", tmp_path / "step.png"
-    command = f"-m megatron_moe_opt.cli.main timeline --tokens 64 --hidden 32 --level O1 --trace {file} --png {picture}"
+    command = (
+        f"-m megatron_moe_opt.cli.main timeline --tokens 64 --hidden 32 --dispatchers monta:O1 -o {file} -o {picture}"
+    )
     environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
     run = subprocess.run(
         [sys.executable, *command.split()], capture_output=True, text=True, timeout=600, env=environment
     )
     assert run.returncode == 0, run.stderr
-    for text in ("64 tokens a rank", "rank 0", "monta:O1x1", *PASSES, f"written to {file}", f"written to {picture}"):
+    for text in ("64 tokens a rank", "rank 0", "monta:O1", *PASSES, f"written to {file}", f"written to {picture}"):
         assert text in run.stdout, run.stdout
     events = json.loads(file.read_text())["traceEvents"]
     assert [event["name"] for event in events if event["ph"] == "X"] == [*PASSES, *["copy of chunk 0"] * 4]

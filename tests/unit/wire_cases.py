@@ -78,8 +78,8 @@ def results_on(
     third = len(rows) // 3
     chunks = ChunkList.from_counts([third, 0, third, len(rows) - 2 * third], [3, 0, 2, 1], place)
     made["reordered"], made["returned"] = torch.zeros_like(tokens), wire_rows(tokens, wire, fill=3)
-    kernels.convert_chunks(made["narrow"], wire, made["reordered"], WireFormat.SAME, hidden, chunks)
-    kernels.convert_chunks(tokens, WireFormat.SAME, made["returned"], wire, hidden, chunks)
+    steps.run_now(steps.convert_rows(made["narrow"], wire, made["reordered"], WireFormat.SAME, hidden, chunks))
+    steps.run_now(steps.convert_rows(tokens, WireFormat.SAME, made["returned"], wire, hidden, chunks))
     made["sums"] = kernels.sum_packed_rows(packed, hidden, row_map, wire, dtype=rows.dtype)
     made["narrow sums"] = kernels.sum_packed_rows(packed, hidden, row_map, wire, out_wire=wire, dtype=rows.dtype)
     spread = kernels.spread_rows(tokens, row_map)

@@ -123,20 +123,20 @@ def plan(
     explain: Annotated[bool, typer.Option("--explain", help="Also what the times are made of.")] = False,
     all_candidates: Annotated[bool, typer.Option("--all", help="Every candidate, not the fastest alone.")] = False,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Write the plan, for --moe-opt-plan.")] = None,
-    trace: Annotated[Path | None, typer.Option(help="Write the planned lanes for ui.perfetto.dev.")] = None,
-    png: Annotated[Path | None, typer.Option(help="Draw the planned lanes (.png, .svg or .pdf).")] = None,
+    lanes: Annotated[
+        list[Path] | None,
+        typer.Option(help="Draw the planned lanes: .png, .svg or .pdf; .json opens in ui.perfetto.dev. Repeatable."),
+    ] = None,
     draw: Annotated[
         str | None,
-        typer.Option(
-            help="The candidates that --trace and --png show, such as alltoall,monta:O3x4.", show_default="the chosen"
-        ),
+        typer.Option(help="The candidates that --lanes shows, such as alltoall,monta:O3x4.", show_default="the chosen"),
     ] = None,
 ) -> None:  # fmt: skip
     """Predict what every dispatcher would take for a model on a cluster that need not be at hand, and advise.
 
     Of a known cluster without --tp, --pp, --ep and --expert-tp the fastest layout that fits is searched.
 
-    moe-opt plan --cluster h100-ib400 --model mixtral-8x7b --world 64 --output plan.json
+    moe-opt plan --cluster h100-ib400 --model mixtral-8x7b --world 64 -o plan.json
     """
     from megatron_moe_opt.cli.plan.layout_search import wanted_of
     from megatron_moe_opt.cli.plan.report import Drawing, PlanSettings, report_plan
@@ -167,5 +167,10 @@ def plan(
         },
     )  # fmt: skip
     report_plan(
-        settings, wanted, explain, all_candidates, output, Drawing(tuple(draw.split(",")) if draw else (), trace, png)
+        settings,
+        wanted,
+        explain,
+        all_candidates,
+        output,
+        Drawing(tuple(draw.split(",")) if draw else (), tuple(lanes or ())),
     )

@@ -54,21 +54,18 @@ class Drawing:
 
     variants: tuple[str, ...]
     """One under the other; empty: the chosen one's."""
-    trace: Path | None
-    png: Path | None
+    files: tuple[Path, ...]
 
     @property
     def flag(self) -> str | None:
         """The first option that asks for a file, with its value; None where none does."""
-        return next((f"--{name} {file}" for name, file in (("trace", self.trace), ("png", self.png)) if file), None)
+        return next((f"--lanes {file}" for file in self.files), None)
 
     def check(self) -> None:
         """Refuses, with ConfigurationError, files that cannot be written, and a candidate without a file."""
-        check_timeline_files(self.trace, self.png)
+        check_timeline_files("--lanes", self.files)
         if self.variants and self.flag is None:
-            raise ConfigurationError(
-                f"--draw {','.join(self.variants)} has no file to draw in: give --trace FILE or --png FILE"
-            )
+            raise ConfigurationError(f"--draw {','.join(self.variants)} has no file to draw in: give --lanes FILE")
 
 
 def report_plan(
@@ -137,7 +134,7 @@ def _draw(drawn: Sequence[Prediction], drawing: Drawing, console: Console) -> No
         parts = {f"{number}. {part.schedule.name}": part for number, part in enumerate(one.timelines, start=1)}
         console.print(timelines_table(one.variant, parts))
         timelines["planned" if len(drawn) == 1 else one.variant] = one_after_another(one.variant, parts)
-    write_timelines(timelines, drawing.trace, drawing.png, console)
+    write_timelines(timelines, drawing.files, console)
 
 
 def megatron_flags(case: Case, plan: Path | None) -> list[str]:

@@ -138,15 +138,22 @@ def shape_of(settings: LayerSettings, ep: int) -> str:
 
 def _links(rates: LinkRates) -> str:
     """Returns the measured rates of a node, beside those that netbox shaped."""
+
+    def mbits(rate: float) -> str:
+        return f"{rate * 8 / 1e6:.0f}"
+
+    def shaped(variable: str) -> str:
+        return f" (shaped to {float(os.environ[variable]) / 1e6:.0f})" if variable in os.environ else ""
+
     described = []
-    for link, rate, variable in (
-        (INTER_NODE, rates.inter_node, "NETBOX_INTER_BITS"),
-        (INTRA_NODE, rates.intra_node, "NETBOX_INTRA_BITS"),
-    ):
-        if rate is not None:
-            shaped = f" (shaped to {float(os.environ[variable]) / 1e6:.0f})" if variable in os.environ else ""
-            described.append(f"{link} {rate * 8 / 1e6:.0f} Mbit/s a node{shaped}")
-    return ", ".join(described) or "none between ranks"
+    if rates.inter_node is not None:
+        one_way = "" if rates.inter_node_one_way is None else f", {mbits(rates.inter_node_one_way)} one way alone"
+        shape = shaped("NETBOX_INTER_BITS")
+        described.append(f"{INTER_NODE} {mbits(rates.inter_node)} Mbit/s a node each way, both at once{one_way}{shape}")
+    if rates.intra_node is not None:
+        shape = shaped("NETBOX_INTRA_BITS")
+        described.append(f"{INTRA_NODE} {mbits(rates.intra_node)} Mbit/s a node{shape}")
+    return "; ".join(described) or "none between ranks"
 
 
 def times_table(report: LayerReport) -> ReportTable:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -44,7 +44,7 @@ class StepTimelines:
         return {kind: one_after_another(name, passes) for kind, passes in kinds.items() if passes is not None}
 
 
-def layer_timeline(settings: LayerSettings, rank: int | None, trace: Path | None, png: Path | None) -> StepTimelines:
+def layer_timeline(settings: LayerSettings, rank: int | None, files: Sequence[Path]) -> StepTimelines:
     """Records on the current ranks; rank 0 prints the table and writes the files. All ranks get the answer.
 
     Args:
@@ -56,9 +56,7 @@ def layer_timeline(settings: LayerSettings, rank: int | None, trace: Path | None
         ConfigurationError: settings that cannot work, before anything runs.
     """
     world = begin()
-    if trace is None and png is None:
-        raise ConfigurationError("there is nothing to write: give --trace FILE.json, --png FILE.png or both")
-    check_timeline_files(trace, png)
+    check_timeline_files("--output", files)
     if rank is not None and rank >= world:
         raise ConfigurationError(f"--rank {rank} is not one of the {world} ranks of this run: choose 0 to {world - 1}")
     cluster = check(settings)
@@ -73,7 +71,7 @@ def layer_timeline(settings: LayerSettings, rank: int | None, trace: Path | None
             }
             step = replace(step, predicted=predicted)
         if dist.get_rank() == 0:
-            _report(step, settings, ep, trace, png)
+            _report(step, settings, ep, files)
     return step
 
 
@@ -110,8 +108,8 @@ def _variant(settings: LayerSettings) -> str:
     return variant
 
 
-def _report(step: StepTimelines, settings: LayerSettings, ep: int, trace: Path | None, png: Path | None) -> None:
+def _report(step: StepTimelines, settings: LayerSettings, ep: int, files: Sequence[Path]) -> None:
     console = report_console(160)
     say(console, f"{shape_of(settings, ep)}; rank {step.rank}")
     console.print(timelines_table(_variant(settings), step.predicted, step.measured))
-    write_timelines(step.joined(f"{_variant(settings)}, rank {step.rank}"), trace, png, console)
+    write_timelines(step.joined(f"{_variant(settings)}, rank {step.rank}"), files, console)

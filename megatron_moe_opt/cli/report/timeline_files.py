@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from rich.console import Console
@@ -15,21 +15,22 @@ from megatron_moe_opt.schedules.schedule import Lane
 from megatron_moe_opt.schedules.timeline import Timeline, overlap
 from megatron_moe_opt.schedules.trace import write_trace
 
-
-def check_timeline_files(trace: Path | None, png: Path | None) -> None:
-    """`check_output_file` of --trace and --png; a picture that cannot be drawn is refused too."""
-    check_output_file("--trace", trace)
-    check_output_file("--png", png)
-    if png is not None:
-        check_picture(png)
+TRACE = ".json"
 
 
-def write_timelines(timelines: Mapping[str, Timeline], trace: Path | None, png: Path | None, console: Console) -> None:
-    """Writes those of the two files that were asked for, and says so."""
-    for file, write in ((trace, write_trace), (png, write_picture)):
-        if file is not None:
-            write(file, timelines)
-            say_written(file, console)
+def check_timeline_files(option: str, files: Sequence[Path]) -> None:
+    """`check_output_file` of each; a picture that cannot be drawn is refused too."""
+    for file in files:
+        check_output_file(option, file)
+        if file.suffix != TRACE:
+            check_picture(file)
+
+
+def write_timelines(timelines: Mapping[str, Timeline], files: Sequence[Path], console: Console) -> None:
+    """Writes the files, and says so: a trace where the name ends in .json, else a picture."""
+    for file in files:
+        (write_trace if file.suffix == TRACE else write_picture)(file, timelines)
+        say_written(file, console)
 
 
 def timelines_table(

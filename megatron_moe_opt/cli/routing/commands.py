@@ -25,8 +25,9 @@ def replay(
     expert_order: Annotated[
         Path | None, typer.Option(help="A file of moe-opt trace place.", show_default="stock's order")
     ] = None,
-    png: Annotated[
-        Path | None, typer.Option(help="Draw reductions and moved samples, pass by pass (.png, .svg or .pdf).")
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", help="Draw reductions and moved samples, pass by pass (.png, .svg or .pdf)."),
     ] = None,
 ) -> None:
     """What NetMoE's placement of samples would have sent between nodes in a recorded training run, and stock's.
@@ -35,7 +36,7 @@ def replay(
     """
     from megatron_moe_opt.cli.routing.replay import report_replay
 
-    report_replay(trace, nodes, ranks_per_node, expert_order, png)
+    report_replay(trace, nodes, ranks_per_node, expert_order, output)
 
 
 @app.command(short_help="Put experts that the same samples use together.")
@@ -45,7 +46,6 @@ def place(
     nodes: Nodes,
     ranks_per_node: RanksPerNode,
     output: Annotated[Path, typer.Option("--output", "-o", help="The file for --moe-opt-expert-order.")],
-    seed: Annotated[int, typer.Option(help="Of the starts of the search.")] = 0,
 ) -> None:
     """Put experts that the same samples use on the same node and rank: fitted to the first half of a trace, judged on
     the second.
@@ -54,7 +54,7 @@ def place(
     """
     from megatron_moe_opt.cli.routing.replay import report_plan
 
-    report_plan(trace, nodes, ranks_per_node, output, seed)
+    report_plan(trace, nodes, ranks_per_node, output)
 
 
 @app.command(short_help="Draw a trace with the locality of NetMoE's Table 5.")

@@ -8,7 +8,6 @@ import numpy as np
 from rich.table import Table
 
 from megatron_moe_opt.cli.console import report_console, say, say_written, table_of
-from megatron_moe_opt.cli.report.timeline_files import check_timeline_files
 from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.output_file import check_output_file, written_whole
 from megatron_moe_opt.planning.offline.expert_grouping import group_experts
@@ -21,17 +20,20 @@ from megatron_moe_opt.planning.offline.expert_order import (
 from megatron_moe_opt.planning.offline.placement import solvers
 from megatron_moe_opt.planning.traces.routing_replay import PLANS, Replay, replay
 from megatron_moe_opt.planning.traces.routing_trace import RoutingTrace, read_routing_trace
+from megatron_moe_opt.schedules.picture import check_picture
 
 WIDTH = 150
 
 
-def report_replay(path: Path, nodes: int, ranks_per_node: int, expert_order: Path | None, png: Path | None) -> None:
+def report_replay(path: Path, nodes: int, ranks_per_node: int, expert_order: Path | None, output: Path | None) -> None:
     """Prints a table with three placements for each pair of layers and for all, and draws the picture.
 
     Raises:
         ConfigurationError: files that cannot be used or written, sizes that do not fit.
     """
-    check_timeline_files(None, png)
+    check_output_file("--output", output)
+    if output is not None:
+        check_picture(output)
     trace = read_routing_trace(path)
     _check_sizes(path, trace, nodes, ranks_per_node)
     devices = _expert_devices(trace, nodes, ranks_per_node, expert_order)
@@ -48,12 +50,12 @@ def report_replay(path: Path, nodes: int, ranks_per_node: int, expert_order: Pat
         "nodes",
     )
     say(console, f"The fullest rank gets {done.heaviest.mean():.2f} times the mean of the tokens")
-    if png is not None:
-        draw_replay(png, trace, done)
-        say_written(png, console)
+    if output is not None:
+        draw_replay(output, trace, done)
+        say_written(output, console)
 
 
-def report_plan(path: Path, nodes: int, ranks_per_node: int, output: Path, seed: int) -> None:
+def report_plan(path: Path, nodes: int, ranks_per_node: int, output: Path) -> None:
     """Writes an order of experts, and prints what it does in the half it was fitted to and in the other.
 
     Raises:
@@ -65,7 +67,7 @@ def report_plan(path: Path, nodes: int, ranks_per_node: int, output: Path, seed:
     if trace.num_passes < 2:
         raise ConfigurationError(f"{path} has one pass, which cannot be halved: record more")
     counts, half = trace.counts(), trace.num_passes // 2
-    planned = group_experts(counts[:half], nodes, ranks_per_node, solvers()[0], seed)
+    planned = group_experts(counts[:half], nodes, ranks_per_node, solvers()[0], seed=0)
     order = ExpertOrder.of_devices(planned, trace.layers, nodes, nodes * ranks_per_node)
     write_expert_order(output, order)
     stock = stock_devices(len(trace.layers), trace.num_experts, nodes * ranks_per_node)

@@ -143,7 +143,9 @@ def convert_rows(
     hidden: int,
     chunks: ChunkList,
 ) -> Steps:
-    """As `copy_rows`, to the format of the target's rows: see `kernels.convert_chunks`."""
+    """As `copy_rows`, of the first `hidden` elements of a row and to the format of the target's rows: the reorder
+    between "by source rank" and "by local expert" that widens, or narrows. One of the two formats is SAME.
+    """
     return Steps((_C.convert_chunks(source, source_wire.value, target, target_wire.value, hidden, chunks.tensors),))
 
 
