@@ -37,10 +37,13 @@ def say_other_settings(dispatcher: str, file: object, measured: Mapping[str, obj
 
 
 def say_other_run(dispatcher: str, file: object, cluster: Cluster, layer: LayerWorkload) -> None:
-    """A line on rank 0 where a profile was measured for another layer than this one, on other ranks or versions: then
-    its times may not hold. And as say_other_settings.
+    """A line on rank 0 where a profile was measured for another layer than this one, on other ranks or versions, or
+    has warnings: then its times may not hold. And as say_other_settings.
     """
     say_other_settings(dispatcher, file, cluster.gpu_settings)
+    if cluster.warnings:
+        listed = "; ".join(cluster.warnings)
+        say_once(dispatcher, (str(file), listed), lambda: f"{file} has curves to be doubted: {listed}")
     there = cluster.measured_with()
     here = {
         RANKS: dist.get_world_size(),
@@ -49,13 +52,13 @@ def say_other_run(dispatcher: str, file: object, cluster: Cluster, layer: LayerW
         TYPE: {2: "bf16", 4: "fp32"}.get(layer.element_bytes, "another"),  # fp16 is as long, and computed as fast
         **software(),
     }
-    listed = differences({name: here[name] for name in there}, there)
-    if listed is not None:
+    others = differences({name: here[name] for name in there}, there)
+    if others is not None:
         say_once(
             dispatcher,
-            (str(file), listed),
+            (str(file), others),
             lambda: (
-                f"{file} was measured for another run, and its times may not hold: {listed}; measure again with "
+                f"{file} was measured for another run, and its times may not hold: {others}; measure again with "
                 "moe-opt profile"
             ),
         )

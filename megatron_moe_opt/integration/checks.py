@@ -17,8 +17,12 @@ from megatron_moe_opt.row_format import SAME, Wire, WireFormat
 from megatron_moe_opt.systems import SYSTEMS, system_of
 from megatron_moe_opt.systems.system import CHOOSES, FLAG, PREFIX, READS, System, flag_of, shown
 
-GRAPHED = ("attn", "mlp")
-"""Of --cuda-graph-scope, what may be captured: parts of a layer without experts."""
+GRAPHED = ("attn", "mlp", "moe_router")
+"""Of --cuda-graph-scope, what may be captured: what ends before a dispatcher begins. (None has run on a GPU.)"""
+_NOT_GRAPHED = {
+    "moe": "moe captures messages, which {name} sends on streams of its own",
+    "moe_preprocess": "moe_preprocess captures the packing of rows, whose result {name} keeps outside of the graph",
+}
 _NEVER_UNREAD = ("compression_ratio", "gradient_compression_ratio", "plan", "wire")
 
 
@@ -146,20 +150,30 @@ def _check_overlap(config: Any, name: str, system: System | None) -> None:
 
 
 def _check_cuda_graphs(config: Any, name: str, moves_samples: bool) -> None:
-    """Lets graphs of attention and dense MLPs through, which end before a dispatcher begins. (None has run on a GPU.)
-
-    Samples that move are not those that a graph was captured with, and what surrounds attention is not Megatron's then.
-    """
-    scopes = {getattr(scope, "name", str(scope)) for scope in getattr(config, "cuda_graph_scope", ())}
+    """Lets graphs of attention, dense MLPs and the router through, and says of others why not."""
     if config.cuda_graph_impl == "none":
         return
-    if config.cuda_graph_impl != "transformer_engine" or moves_samples or not scopes or not scopes <= set(GRAPHED):
-        of_scopes = f" --cuda-graph-scope {' '.join(sorted(scopes))}" if scopes else ""
-        apart = "alltoall" if moves_samples else f"transformer_engine with --cuda-graph-scope {' '.join(GRAPHED)}"
-        raise ConfigurationError(
-            f"--cuda-graph-impl {config.cuda_graph_impl}{of_scopes} does not work with {FLAG} {name}, whose message "
-            f"sizes change every step: use {apart}, or leave CUDA graphs off"
-        )
+    scopes = [getattr(scope, "name", str(scope)) for scope in getattr(config, "cuda_graph_scope", ())]
+    captured = [scope for scope in scopes if scope not in GRAPHED]
+    of_scopes = f" --cuda-graph-scope {' '.join(scopes)}" if scopes else ""
+    apart = f"choose from --cuda-graph-scope {' '.join(GRAPHED)}"
+    if moves_samples:
+        why, apart = f"{name} moves whole sequences to other ranks than those of the graph", "use alltoall"
+    elif config.cuda_graph_impl != "transformer_engine":
+        why = "it captures the steps of a MoE layer with its dispatcher's"
+        apart = f"use transformer_engine with --cuda-graph-scope {' '.join(GRAPHED)}"
+    elif not scopes:
+        why = f"the whole layer is captured, with messages, which {name} sends on streams of its own"
+    elif captured:
+        why = _NOT_GRAPHED.get(captured[0], f"{captured[0]} captures the dispatcher").format(name=name)
+    elif "moe_router" in scopes and holds_replicated_tokens(config):
+        why, apart = f"{name} splits tokens that all TP ranks hold around the router", "add --sequence-parallel"
+    else:
+        return
+    raise ConfigurationError(
+        f"--cuda-graph-impl {config.cuda_graph_impl}{of_scopes} does not work with {FLAG} {name}: {why}; {apart}, or "
+        "leave CUDA graphs off"
+    )
 
 
 def check_telemetry(config: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import sys
 from typing import get_args, get_type_hints
 
 import torch
@@ -28,11 +29,26 @@ def missing_for_flex(backend: str) -> str | None:
     module, name, package = _NEEDS.get(backend, _NCCL_EP)
     if not torch.cuda.is_available():
         return f"{package} runs on GPUs alone, and PyTorch finds none"
+    broken = broken_for_flex(backend)
+    if broken is not None:
+        return broken
+    return None if hasattr(sys.modules.get(module), name) else f"{package} is not installed"
+
+
+def broken_for_flex(backend: str) -> str | None:
+    """How a back end that is installed fails to import, as the end of a sentence; None: it does not, or is not there.
+
+    A library that it was built with is gone, or there in another version: what is raised then is anything.
+    """
+    module, _, package = _NEEDS.get(backend, _NCCL_EP)
     try:
-        installed = hasattr(importlib.import_module(module), name)
-    except ImportError:
-        installed = False
-    return None if installed else f"{package} is not installed"
+        importlib.import_module(module)
+    except Exception as error:
+        if isinstance(error, ModuleNotFoundError) and error.name == module:
+            return None
+        said = " ".join(f"{type(error).__name__}: {error}".split())
+        return f"{package} is installed, but importing {module} fails with {said}"
+    return None
 
 
 def check_flex(variant: str, backend: str) -> None:

@@ -9,11 +9,11 @@ from itertools import count
 import pytest
 import torch.distributed as dist
 
+from megatron_moe_opt.planning.costs.bus_bandwidth import EVERY_RANK, ONE_RANK
 from megatron_moe_opt.planning.costs.cluster import Cluster, World
 from megatron_moe_opt.planning.predicting.layer_on_cluster import LayerOnCluster
 from megatron_moe_opt.planning.predicting.layer_workload import LayerWorkload
 from megatron_moe_opt.planning.predicting.simulator import simulate
-from megatron_moe_opt.planning.predicting.skew import EVERY_RANK, ONE_RANK
 from megatron_moe_opt.schedules.parm import JOINT
 from megatron_moe_opt.schedules.schedule import Kind, Lane, Op, Schedule
 from megatron_moe_opt.systems.parm import PARM
@@ -37,6 +37,7 @@ def _profile(seconds, sizes, **options):
         patch.setattr(meter, "LEAST_OPS", 2)
         patch.setattr(meter, "MOST_OPS", 8)
         patch.setattr(meter, "CALLS", 2)
+        patch.setattr(meter, "SECOND_SIZE_SECONDS", 0)
         patch.setattr(meter, "DIP", 1)  # such short measurements are seldom undisturbed: all sizes are kept
         patch.setattr(measure, "SIZES", sizes)
         patch.setattr(measure, "LONGEST_SECONDS", math.inf)  # else a busy machine measures fewer sizes
@@ -174,6 +175,7 @@ def _made_up():
             ),
             _disturbed_curve(meter, played, loads[Lane.COPY]),
             _bulge(meter, played, loads[Lane.COPY]),
+            measured.curve(loads[Lane.COPY], (1, 2, 4), seconds=0.0, longest=90.0),
             *_disturbed_ends(meter, played, loads[Lane.COPY]),
         )
 
@@ -196,7 +198,7 @@ def _disturbed_ends(meter, played, load):
 
 
 def _disturbed_curve(meter, played, load):
-    """Where the first measurement of an op of 40 bytes, and all of 10 bytes, are disturbed."""
+    """Where the first measurement of an op of 40 bytes, and all of 10 bytes, are disturbed; and what noise is left."""
     undisturbed, measurements = played.cost, count()
 
     def cost(op):
@@ -204,9 +206,10 @@ def _disturbed_curve(meter, played, load):
         return undisturbed(op) * (5 if slow else 1)
 
     played.cost = cost
-    curve = meter.Meter(rank_device()).curve(load, (10, 20, 40), seconds=60.0, longest=90.0)
+    measured = meter.Meter(rank_device())
+    curve = measured.curve(load, (10, 20, 40), seconds=60.0, longest=90.0)
     played.cost = undisturbed
-    return curve
+    return curve, measured.noise
 
 
 def _bulge(meter, played, load):
@@ -222,7 +225,8 @@ def _bulge(meter, played, load):
 def test_measured_times_are_those_of_the_slowest_rank(ranks):
     answers = ranks.run(_made_up)
     assert all(answer == answers[0] for answer in answers)
-    pipeline, curve, long_ops, undisturbed, disturbed, disturbed_curve, bulge, late, lasting, whole = answers[0]
+    pipeline, curve, long_ops, undisturbed, disturbed, (disturbed_curve, noise), bulge, hurried, *ends = answers[0]
+    late, lasting, whole = ends
     # 20 and 40 ms beside each other, and not until the 40 ms of the time before are over
     assert pipeline == ((30, pytest.approx(0.04)),)
     assert [size for size, _ in curve] == [10, 20, 40]  # 9000 would take 18 s an op, more than there is time for
@@ -232,6 +236,8 @@ def test_measured_times_are_those_of_the_slowest_rank(ranks):
     assert disturbed == pytest.approx([0.4, 0.2])  # beside one lane, and beside two that are busy as long
     # 10, which never takes less, is known to take no longer than 20; 40 is measured again
     assert [seconds for _, seconds in disturbed_curve] == pytest.approx([0.04, 0.04, 0.08])
+    assert noise == pytest.approx(1.5)  # 10 took 0.1 s however often it was measured
+    assert [size for size, _ in hurried] == [1, 2]  # one point would say nothing of larger sizes, whatever the time
     # What takes longer than the line between its neighbours is measured again
     assert [seconds for _, seconds in bulge] == pytest.approx([0.06, 0.08, 0.12])
     # The last size is measured again even when the time is up, and left out if that does not help: larger sizes follow

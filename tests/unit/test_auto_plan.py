@@ -167,6 +167,22 @@ def test_megatrons_own_are_tried_without_a_prediction(planned, monkeypatch):
     assert found.beside[:2] == ("allgather", "flex:deepep")
 
 
+def test_a_back_end_of_flex_that_does_not_import_is_left_out_with_the_reason(planned, monkeypatch, tmp_path):
+    """Whatever it raises, for instance because a library that it was built with is gone."""
+    from megatron_moe_opt.integration import flex_backends
+
+    (tmp_path / "deep_ep.py").write_text("raise OSError('libnvshmem_host.so.3: cannot open shared object file')")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    reason = "DeepEP is installed, but importing deep_ep fails with OSError: libnvshmem_host.so.3: cannot open"
+    assert flex_backends.missing_for_flex("deepep").startswith(reason)
+    (found,) = planned("monta:O2x2")._make_plan([[Seen(LayerWorkload(16, 16, 16, False, 8, 2, 4, 16, 8), 32.0)]])
+    refused = {one.variant: one.reason for one in found.refused}
+    assert found.beside == ("allgather",) and refused["flex:deepep"].startswith(reason)
+    (tmp_path / "deep_ep.py").unlink()
+    assert flex_backends.missing_for_flex("deepep") == "DeepEP is not installed"
+
+
 @pytest.fixture
 def timed(planned, monkeypatch):
     """A controller in trials of one variant, one layer of it, and a clock that stands until it is moved on."""

@@ -36,6 +36,7 @@ CLUSTER = Cluster(
     gpu_settings={"CUDA_DEVICE_MAX_CONNECTIONS": "1"},
     host={"cpus": 2, "device": "an [odd]  name"},
     software={"torch": "2.13.0"},
+    warnings=("SAA: one point alone",),
 )
 
 
@@ -44,6 +45,8 @@ def test_round_trip(tmp_path):
     CLUSTER.save(file)
     assert Cluster.load(file) == CLUSTER
     assert "    [65536, 0.003]," in file.read_text()  # a point a line
+    bus = {"ranks": 2, "link": "inter-node", "best": 1048576 / 0.04 / 2, "link_peak": None}  # for the reader
+    assert json.loads(file.read_text())["curves"][0]["bus"] == bus
     CLUSTER.save(file)
     assert os.listdir(tmp_path) == ["cluster.json"]
 
@@ -106,11 +109,12 @@ def test_a_file_from_before_what_was_added_later(tmp_path):
     CLUSTER.save(file)
     content = json.loads(file.read_text())
     del content["saa"], content["expert_gemm"]["training"], content["partition_overhead"], content["stock_curves"]
-    del content["compute_sharing"]
+    del content["compute_sharing"], content["warnings"], content["curves"][0]["bus"]
     content["slowdown"][0]["beside"] = "intra"  # as it was written when there was always one
     file.write_text(json.dumps(content))
     gemm = replace(CLUSTER.expert_gemm, training=None)
     older = replace(CLUSTER, saa=None, expert_gemm=gemm, partition_overhead=0.0, compute_sharing=1.0, stock_curves={})
+    older = replace(older, warnings=())
     assert Cluster.load(file) == older
 
 
@@ -161,6 +165,7 @@ WRONG = [
     (("compute_sharing",), 0, "compute_sharing: 0 is not above 0 and finite", "0"),
     (("partition_overhead",), -1e-3, "partition_overhead: -0.001 is not finite and at least 0", "-0.001"),
     (("saa",), 3, "saa: 3 is not a list", "3"),
+    (("warnings",), [3], "warnings[0]: 3 is not a string", None),
     (("version",), 2, 'version 2 cannot be read (this megatron-moe-opt reads 1): measure the cluster again', None),
     (("format",), "results", "not a file of moe-opt profile: measure the cluster with moe-opt profile", None),
 ]  # fmt: skip

@@ -12,10 +12,12 @@ import pytest
 from rich.console import Console
 
 from megatron_moe_opt.cli.main import main
-from megatron_moe_opt.cli.profile.curves_table import curves_table
+from megatron_moe_opt.cli.profile.curves_table import curves_table, interference_table
 from megatron_moe_opt.cli.ranks import adopt_slurm_ranks
 from megatron_moe_opt.errors import ConfigurationError
+from megatron_moe_opt.planning.costs.bus_bandwidth import bus_of
 from megatron_moe_opt.planning.costs.cluster import Cluster, ExpertGemm, World
+from megatron_moe_opt.schedules.parm import JOINT
 from megatron_moe_opt.schedules.schedule import Kind, Lane
 
 
@@ -87,29 +89,70 @@ def test_table():
     gathers = ((1024, 1e-6), (2**20, 5e-4))
     cluster = Cluster(
         World((0, 0), tp=2, expert_tp=2),
-        {(Kind.ALL_GATHER, "expert-tp"): gathers, (Kind.ALL_GATHER, "tp"): gathers, (Kind.COPY, None): ((2048, 1e-6),)},
-        {(Lane.INTER, Lane.COPY): 0.5, (Lane.INTER, Lane.COMPUTE, Lane.D2H): 0.25},
+        {
+            (Kind.ALL_GATHER, "expert-tp"): gathers,
+            (Kind.ALL_GATHER, "tp"): gathers,
+            (Kind.COPY, None): ((2048, 1e-6),),
+            (Kind.SEND_RECEIVE, "intra-node"): ((4096, 1e-6),),
+        },
+        {(Lane.INTER, Lane.COPY): 0.5, (Lane.COPY, Lane.INTER): 1.0, (Lane.INTER, Lane.COMPUTE, Lane.D2H): 0.25},
         expert_gemm=ExpertGemm(1000, 2500, "bf16", ((100, 1e-3),), ((100, 2e-3),)),
         overhead=2e-4,
         partition_overhead=3e-3,
         saa=((4096, 1e-5),),
     )
-    console = Console(width=120, record=True, file=io.StringIO())
-    console.print(curves_table(cluster))
+    text, rows = _printed(curves_table(cluster))
+    assert rows == [
+        ["all_gather expert-tp, tp", "1 KiB", "0.001", "1.024 GB/s", "0.512 GB/s", "12%", "49%"],
+        ["", "1 MiB", "0.500", "2.097 GB/s", "1.049 GB/s", "26%", "100%"],
+        ["copy", "2 KiB", "0.001", "2.048 GB/s", "", "", "100%"],
+        ["send_receive intra-node", "4 KiB", "0.001", "4.096 GB/s", "", "", "100%"],
+        ["SAA", "4 KiB", "0.010", "0.410 GB/s", "", "", "100%"],
+        ["expert 1000 x 2500 bf16", "100 rows", "1.000", "1.000 TFLOP/s", "", "", "100%"],
+        ["expert 1000 x 2500 bf16, forward and backward", "100 rows", "2.000", "1.500 TFLOP/s", "", "", "100%"],
+    ]
+    assert "An op of a pipeline takes 0.200 ms besides, a partition of mpmoe 3.000 ms." in text
+    text, rows = _printed(interference_table(cluster))
+    assert [row for row in rows if row[0] in ("inter", "copy")] == [
+        ["inter", "-", "50%", "-", "-"],
+        ["copy", "100%", "-", "-", "-"],
+    ]
+    assert "Beside several at once: inter beside compute and d2h 25%." in text
+
+
+def _printed(table):
+    console = Console(width=140, record=True, file=io.StringIO())
+    console.print(table)
     text = console.export_text()
     rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in text.splitlines()]
-    assert [row for row in rows if row] == [
-        ["all_gather expert-tp, tp", "1 KiB", "0.001", "1.024 GB/s", "49%"],
-        ["", "1 MiB", "0.500", "2.097 GB/s", "100%"],
-        ["copy", "2 KiB", "0.001", "2.048 GB/s", "100%"],
-        ["SAA", "4 KiB", "0.010", "0.410 GB/s", "100%"],
-        ["expert 1000 x 2500 bf16", "100 rows", "1.000", "1.000 TFLOP/s", "100%"],
-        ["expert 1000 x 2500 bf16, forward and backward", "100 rows", "2.000", "1.500 TFLOP/s", "100%"],
-    ]
-    assert (
-        "Pace of a lane while others are busy: inter beside copy 50%, inter beside compute and d2h 25%. An op of a "
-        "pipeline takes 0.200 ms besides, a partition of mpmoe 3.000 ms." in " ".join(text.split())
-    )
+    return " ".join(text.split()), [row for row in rows if row]
+
+
+@pytest.mark.parametrize(
+    ("kind", "group", "ranks", "link", "bandwidth"),
+    [
+        (Kind.ALL_TO_ALL, "ep", 4, "inter-node", 3.0),
+        (Kind.ALL_GATHER, "tp", 2, "intra-node", 2.0),
+        (Kind.REDUCE_SCATTER, "dp", 4, "inter-node", 3.0),
+        (Kind.ALL_TO_ALL, JOINT, 8, "inter-node", 3.5),
+        (Kind.ALL_TO_ALL, "tokens of 2 ranks at level 0 of 2x2", 2, "inter-node", 2.0),
+        (Kind.ALL_GATHER, "experts of 2 ranks at level 1 of 2x2", 2, "intra-node", 2.0),
+    ],
+)
+def test_bus_bandwidth_is_that_of_nccl_tests(kind, group, ranks, link, bandwidth):
+    """4 bytes in a second, by doc/PERFORMANCE.md: busbw = algbw * (n - 1) / n; two nodes of four ranks."""
+    points = ((4, 1.0),)
+    sends = {(Kind.SEND_RECEIVE, "inter-node"): ((10, 1.0), (40, 2.0)), (Kind.SEND_RECEIVE, "intra-node"): points}
+    world = World((0, 0, 0, 0, 1, 1, 1, 1), tp=2, ep=4, expert_tp=2)
+    bus = bus_of(Cluster(world, sends | {(kind, group): points}), kind, group)
+    assert (bus.ranks, bus.link, bus.bandwidth(4, 1.0)) == (ranks, link, bandwidth)
+    assert bus.peak == {"inter-node": 20.0, "intra-node": 4.0}[link]
+
+
+def test_what_is_no_collective_has_no_bus_bandwidth():
+    cluster = Cluster(World((0, 1), tp=2), {})
+    assert bus_of(cluster, Kind.COPY, None) is bus_of(cluster, Kind.ALL_TO_ALL, "unknown") is None
+    assert bus_of(cluster, Kind.ALL_TO_ALL, "ep") is None  # one rank
 
 
 SLURM = {"SLURM_STEP_NUM_TASKS": "16", "SLURM_PROCID": "9", "SLURM_LOCALID": "1", "SLURM_NODEID": "1"}

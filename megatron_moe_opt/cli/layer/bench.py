@@ -11,10 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from rich.progress import Progress
 
 import megatron_moe_opt
-from megatron_moe_opt.cli.console import progress_console, report_console, say_written
+from megatron_moe_opt.cli.console import progress, report_console, say_written
 from megatron_moe_opt.cli.layer.links import LinkRates, WireLimit, measure_links, wire_limit
 from megatron_moe_opt.cli.layer.live_memory import peak_memory_growth
 from megatron_moe_opt.cli.layer.predicted import Predicted, predict_layer
@@ -202,15 +201,14 @@ def time_rounds(
     gc.collect()
     gc.disable()
     try:
-        with Progress(console=progress_console(), transient=True, disable=dist.get_rank() != 0) as progress:
-            task = progress.add_task("rounds", total=rounds)
+        with progress("rounds", dist.get_rank() == 0) as tell:
             for index in range(rounds):
+                tell(index, rounds, "")
                 for row, layer in enumerate(layers.values()):
                     for _ in range(2):
                         layer.clear_grads()
                         dist.barrier()
                         seconds[row, index] = timed(layer.step, device)
-                progress.advance(task)
     finally:
         gc.enable()
     return dict(zip(layers, slowest(seconds[:, settings.warmup :], device), strict=True))

@@ -7,10 +7,9 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from rich.progress import Progress
 
-from megatron_moe_opt.cli.console import progress_console, report_console, say_written
-from megatron_moe_opt.cli.profile.curves_table import curves_table
+from megatron_moe_opt.cli.console import progress, report_console, say, say_written
+from megatron_moe_opt.cli.profile.curves_table import curves_table, interference_table
 from megatron_moe_opt.cli.ranks import begin, megatron_process_group, parallel_layer
 from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.output_file import check_output_file
@@ -68,6 +67,9 @@ def profile_cluster(settings: ProfileSettings, output: Path) -> Cluster:
             cluster.save(output)
             console = report_console(200)
             console.print(curves_table(cluster))
+            console.print(interference_table(cluster))
+            for warning in cluster.warnings:
+                say(console, f"warning: {warning}")
             say_written(output, console)
     return cluster
 
@@ -82,12 +84,6 @@ def measured(settings: ProfileSettings, device: torch.device) -> Cluster:
     sizes = Sizes(settings.hidden, settings.ffn_hidden, settings.dtype, workers)
     with (
         parallel_layer(layout.tp, layout.ep, layout.expert_tp, seed=1, cp=layout.cp),
-        Progress(console=progress_console(), transient=True, disable=dist.get_rank() != 0) as progress,
+        progress("measuring", dist.get_rank() == 0) as tell,
     ):
-        task = progress.add_task("", total=None)
-        return measure(
-            sizes,
-            settings.seconds,
-            device,
-            lambda done, of, what: progress.update(task, total=of, completed=done, description=what),
-        )
+        return measure(sizes, settings.seconds, device, tell)

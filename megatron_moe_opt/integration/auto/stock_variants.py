@@ -34,10 +34,12 @@ def stock_variants(
         layers: that they would run in.
         spare: bytes of the fullest GPU that a pass may take besides what stock's did; None: not known.
     """
-    from megatron_moe_opt.integration.flex_backends import flex_backends, missing_for_flex
+    from megatron_moe_opt.integration.flex_backends import broken_for_flex, flex_backends, missing_for_flex
 
-    variants = [ALLGATHER, *(f"{FLEX}:{one}" for one in flex_backends() if missing_for_flex(one) is None)]
+    backends = flex_backends()
+    variants = [ALLGATHER, *(f"{FLEX}:{one}" for one in backends if missing_for_flex(one) is None)]
     reasons = [(variant, _refusal(config, variant) or _too_large(variant, layers, spare)) for variant in variants]
+    reasons += [(f"{FLEX}:{one}", broken) for one in backends if (broken := broken_for_flex(one)) is not None]
     refused = tuple(Refusal(variant, reason) for variant, reason in reasons if reason is not None)
     return tuple(variant for variant, reason in reasons if reason is None), refused
 

@@ -21,11 +21,11 @@ from megatron_moe_opt.integration.measuring.meter import LEAST_OPS, Busy, Load, 
 from megatron_moe_opt.integration.measuring.partitions import partition_overhead
 from megatron_moe_opt.integration.measuring.provenance import machine
 from megatron_moe_opt.integration.measuring.undisturbed import undisturbed
+from megatron_moe_opt.planning.costs.bus_bandwidth import EVERY_RANK, INSIDE, ONE_RANK
 from megatron_moe_opt.planning.costs.cluster import Cluster, ExpertGemm, Points, World
 from megatron_moe_opt.planning.costs.curves import CostCurve, Costs
 from megatron_moe_opt.planning.costs.gpu_settings import gpu_settings
 from megatron_moe_opt.planning.predicting.simulator import Slowdown, simulate
-from megatron_moe_opt.planning.predicting.skew import EVERY_RANK, ONE_RANK
 from megatron_moe_opt.schedules import monta
 from megatron_moe_opt.schedules.monta import even_chunks
 from megatron_moe_opt.schedules.parm import JOINT, TP
@@ -47,6 +47,8 @@ STOCK_SHARES, SLOWDOWN_SHARES = 2, 3
 """Of the time, for a curve of stock's, and for lanes side by side."""
 PART_OF_ROOM = 1 / 8
 """Of the memory that is free on a GPU, for one op: lanes side by side have one each."""
+NOISE = 0.25
+"""A curve is doubted where a point that was measured several times still lay so much above what is kept of it."""
 _SIDES = 2  # of a move: what is sent, and what is received
 # Lanes are run side by side with ops of about this time, or of the nearest that was measured; shorter ones where all of
 # them would take longer than there is.
@@ -116,13 +118,14 @@ def measure(sizes: Sizes, seconds: float, device: torch.device, progress: Progre
         stock_curves = {}
         for load in of_stock:
             begin()
-            stock_curves[load.kind, load.group] = measured.collective(load, STOCK_SHARES)
+            stock_curves[load.kind, load.group] = measured.collective(load, STOCK_SHARES, f"{load} of stock")
         begin()
         expert = one_expert(rows, ffn_hidden, alone)
         experts = [loads.expert_gemm(rows, expert, training) for training in (False, True)]
         # Of a row in and out, what is between, and their gradients.
         gemm_rows = _fitting(GEMM_ROWS, 4 * (sizes.hidden + ffn_hidden) * rows.dtype.itemsize, room)
-        gemm, training = (measured.curve(expert, gemm_rows) for expert in experts)
+        passes = "expert", "expert, forward and backward"
+        gemm, training = (measured.curve(one, gemm_rows, name) for one, name in zip(experts, passes, strict=True))
         begin()
         saa = measured.saa(rows)
         begin()
@@ -145,6 +148,7 @@ def measure(sizes: Sizes, seconds: float, device: torch.device, progress: Progre
             gpu_settings=gpu_settings() if device.type == "cuda" else None,
             host=machine(device),
             software=software(),
+            warnings=tuple(measured.warnings),
         )
         begin()
         if world.ep * world.expert_tp == 1:
@@ -201,6 +205,7 @@ class _Measured:
             room: bytes that are free on every rank; None: enough.
         """
         self.curves: dict[tuple[Kind, str | None], Points] = {}
+        self.warnings: list[str] = []
         self._meter, self._seconds, self._moves, self._groups = meter, seconds, moves, groups
         self._ranks = {role: tuple(dist.get_process_group_ranks(group)) for role, group in groups.items()}
         self._sizes = _fitting(SIZES, _SIDES, room)
@@ -215,16 +220,16 @@ class _Measured:
             self._known[key] = self.collective(load)
         self.curves[load.kind, load.group] = self._known[key]
 
-    def collective(self, load: Load, shares: int = 1) -> Points:
+    def collective(self, load: Load, shares: int = 1, name: str | None = None) -> Points:
         """The curve of a move; that of whole messages gets further with fewer sizes."""
         of_experts = [self._ranks[role] for role in EXPERT_GROUPS if role in self._ranks]
         further = self._ranks.get(load.group) in of_experts
         longest = LONGEST_SECONDS_OF_EXPERTS if further else LONGEST_SECONDS
         sizes = self._sizes[::3] if load.is_whole else self._sizes
-        return self._meter.curve(load, sizes, self.share(shares), longest)
+        return self._doubted(name or str(load), self._meter.curve(load, sizes, self.share(shares), longest))
 
-    def curve(self, load: Load, sizes: Sequence[int]) -> Points:
-        return self._meter.curve(load, sizes, self.share(), LONGEST_SECONDS)
+    def curve(self, load: Load, sizes: Sequence[int], name: str) -> Points:
+        return self._doubted(name, self._meter.curve(load, sizes, self.share(), LONGEST_SECONDS))
 
     def saa(self, rows: Rows) -> Points | None:
         """Returns the curve of Parm's combine_and_gather as a whole; None where it has no all-to-all or nothing to
@@ -235,7 +240,8 @@ class _Measured:
             return None
         of_experts = expert_groups(groups)
         pipeline = loads.combine_and_gather(rows, of_experts, groups[TP], overlap=True)
-        return self._meter.pipeline_curve(pipeline, self._sizes, share, LONGEST_SECONDS_OF_EXPERTS)
+        points = self._meter.pipeline_curve(pipeline, self._sizes, share, LONGEST_SECONDS_OF_EXPERTS)
+        return self._doubted("SAA", points)
 
     def seconds_left(self) -> float:
         """Returns the seconds that are left to measure for; below 0 where it has taken longer."""
@@ -302,6 +308,20 @@ class _Measured:
             least, most = (middle, most) if longer(middle) < in_chunks - in_one else (least, middle)
         return least
 
+    def _doubted(self, name: str, points: Points) -> Points:
+        """Returns the curve that was measured last, with a warning where it should not be trusted."""
+        if len(points) == 1:
+            size = points[0][0]
+            self.warnings.append(
+                f"{name}: one point alone, {size}, from which all sizes follow: measure longer (--seconds)"
+            )
+        elif self._meter.noise > NOISE:
+            self.warnings.append(
+                f"{name}: noisy, a point lay {self._meter.noise:.0%} above the curve that is kept: measure again on "
+                "idle machines"
+            )
+        return points
+
     def _key(self, load: Load) -> Hashable:
         """The same for two roles whose groups have the same ranks: what is measured once."""
         return load.kind, load.is_whole, self._ranks.get(load.group, load.group)
@@ -348,7 +368,7 @@ def _moves(rows: Rows, groups: Mapping[str, ProcessGroup], nodes: NodeMap) -> li
     """Returns every move that these groups, nodes and devices have."""
     moves = [loads.copy(rows), *(loads.host_transfer(rows, kind) for kind in (Kind.OFFLOAD, Kind.PREFETCH))]
     for lane, roles, link, rings in (
-        (Lane.INTRA, _INTRA, "intra-node", loads.rings_inside(nodes)),
+        (Lane.INTRA, _INTRA, INSIDE, loads.rings_inside(nodes)),
         (Lane.INTER, _INTER, EVERY_RANK, loads.rings_between(nodes)),
     ):
         if rings:

@@ -30,6 +30,9 @@ CALLS = 9
 # So is, in the end, what takes DIP longer than the straight line between its neighbours.
 MORE_OF_OUTLIERS = 2
 DIP = 0.1
+# A curve of one point says nothing of larger sizes: the second size is measured even when the time is up, unless its
+# ops would take longer than this together.
+SECOND_SIZE_SECONDS = 1.0
 MOST_PIPELINES = 16  # of a run: each has buffers of its own
 MOST_BESIDE = 1000  # ops that keep another lane busy
 # What these ops take alone, over what the lane beside them needs alone: the least of these with which they outlast it.
@@ -91,6 +94,8 @@ class Meter:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
+        self.noise = 0.0
+        """Of the curve measured last: how far a point lay above what was kept of it, after it was measured again."""
         self._executor = executor(device.type)
         self._start = time.perf_counter()
 
@@ -140,7 +145,8 @@ class Meter:
             if points and sized.size <= points[-1][0]:
                 continue  # rounded up to the size before
             expected = points[-1][1] * sized.size / points[-1][0] if points else time_of(sized, None)
-            if points and self.elapsed() + expected * LEAST_OPS > end:
+            may_be_late = len(points) == 1 and expected * LEAST_OPS <= SECOND_SIZE_SECONDS
+            if points and not may_be_late and self.elapsed() + expected * LEAST_OPS > end:
                 break
             took = time_of(sized, expected)
             for _ in range(MORE_OF_OUTLIERS):
@@ -156,7 +162,9 @@ class Meter:
                 sized = sized_for(size)
                 again = (time_of(sized, took) for _ in range(MORE_OF_OUTLIERS))
                 points[index] = size, min(took, *again)
-        return _without_dips(points, one_pace)
+        kept = _without_dips(points, one_pace)
+        self.noise = max(took / least - 1 for (_, took), (_, least) in zip(points, kept, strict=False))
+        return kept
 
     def rates_beside(self, busy: Busy, *neighbours: Sequence[Busy], hurried: bool = False) -> list[float]:
         """Returns how much of its own pace an op keeps while other lanes are busy, in (0, 1].

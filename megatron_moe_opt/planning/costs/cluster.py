@@ -10,6 +10,7 @@ from pathlib import Path
 
 from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.output_file import write_text_whole
+from megatron_moe_opt.planning.costs.bus_bandwidth import bus_of
 from megatron_moe_opt.planning.costs.curves import CostCurve, Costs
 from megatron_moe_opt.planning.json_places import JsonPlace
 from megatron_moe_opt.planning.predicting.simulator import Slowdown
@@ -99,6 +100,8 @@ class Cluster:
     """What the training run was like that measured it for itself, as far as times depend on that. Empty: no run did."""
     host: Facts = field(default_factory=dict)
     software: Facts = field(default_factory=dict)
+    warnings: tuple[str, ...] = ()
+    """What is to be doubted of it, a sentence each: curves of one point, and noisy ones."""
 
     @classmethod
     def load(cls, file: str | Path) -> Cluster:
@@ -112,7 +115,7 @@ class Cluster:
         top = root.fields(
             "format", "version", "host", "software", "world", "curves", "slowdown", "overhead", "expert_gemm",
             optional=["partition_overhead", "saa", "compute_sharing", "local_work", "stock_curves", "gpu_settings",
-                      "measured_for"],
+                      "measured_for", "warnings"],
         )  # fmt: skip
         return cls(
             world=_world(top["world"]),
@@ -129,6 +132,7 @@ class Cluster:
             measured_for={} if top["measured_for"].value is None else facts(top["measured_for"]),
             host=facts(top["host"]),
             software=facts(top["software"]),
+            warnings=() if top["warnings"].value is None else tuple(one.word() for one in top["warnings"].items()),
         )
 
     def save(self, file: str | Path) -> None:
@@ -140,8 +144,9 @@ class Cluster:
             "measured_for": dict(self.measured_for),
             "host": dict(self.host),
             "software": dict(self.software),
+            "warnings": list(self.warnings),
             "world": asdict(self.world),
-            "curves": _as_list(self.curves),
+            "curves": self._as_list(self.curves),
             "slowdown": [
                 {"lane": lane.value, "beside": [other.value for other in beside], "rate": rate}
                 for (lane, *beside), rate in self.slowdown.items()
@@ -152,9 +157,20 @@ class Cluster:
             "expert_gemm": asdict(self.expert_gemm) if self.expert_gemm else None,
             "compute_sharing": self.compute_sharing,
             "local_work": dict(self.local_work),
-            "stock_curves": _as_list(self.stock_curves),
+            "stock_curves": self._as_list(self.stock_curves),
         }
         write_text_whole(file, _one_line_a_point(json.dumps(content, indent=2)) + "\n")
+
+    def _as_list(self, curves: Mapping[tuple[Kind, str | None], Points]) -> list[dict[str, object]]:
+        """What `_curves` reads, and for the reader the best bus bandwidth and the link's peak in bytes a second."""
+        entries: list[dict[str, object]] = []
+        for (kind, group), points in curves.items():
+            entries.append({"kind": kind.value, "group": group, "points": points})
+            bus = bus_of(self, kind, group)
+            if bus is not None:
+                best = max(bus.bandwidth(*point) for point in points)
+                entries[-1]["bus"] = {"ranks": bus.ranks, "link": bus.link, "best": best, "link_peak": bus.peak}
+        return entries
 
     def measured_with(self) -> Facts:
         """What its times hold for, as far as it is known: the ranks, the rows, the experts and the versions."""
@@ -204,7 +220,7 @@ def _world(place: JsonPlace) -> World:
 def _curves(place: JsonPlace) -> dict[tuple[Kind, str | None], Points]:
     curves: dict[tuple[Kind, str | None], Points] = {}
     for entry in place.items():
-        fields = entry.fields("kind", "group", "points")
+        fields = entry.fields("kind", "group", "points", optional=["bus"])
         kind = Kind(fields["kind"].word(*(kind.value for kind in Kind)))
         group = None if fields["group"].value is None else fields["group"].word()
         if (kind in COLLECTIVES) != (group is not None):
@@ -213,11 +229,6 @@ def _curves(place: JsonPlace) -> dict[tuple[Kind, str | None], Points]:
             entry.refuse(f"a second curve for {kind.value} in group {group}")
         curves[kind, group] = _points(fields["points"])
     return curves
-
-
-def _as_list(curves: Mapping[tuple[Kind, str | None], Points]) -> list[dict[str, object]]:
-    """What `_curves` reads."""
-    return [{"kind": kind.value, "group": group, "points": points} for (kind, group), points in curves.items()]
 
 
 def _points(place: JsonPlace) -> Points:

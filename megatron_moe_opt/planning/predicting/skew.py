@@ -11,13 +11,11 @@ from collections.abc import Sequence
 from functools import cached_property
 from operator import floordiv
 
+from megatron_moe_opt.planning.costs.bus_bandwidth import EVERY_RANK, ONE_RANK
 from megatron_moe_opt.planning.costs.cluster import Cluster
 from megatron_moe_opt.planning.costs.curves import CostCurve
 from megatron_moe_opt.schedules.schedule import Kind
 from megatron_moe_opt.topology.domains import ExpertDomains
-
-EVERY_RANK, ONE_RANK = "inter-node", "inter-node, one rank a node"
-"""What a profile calls sending to the next node: of all ranks at once, and of one rank a node alone."""
 
 
 def link_sharing(cluster: Cluster) -> float:
