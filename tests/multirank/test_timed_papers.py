@@ -1,0 +1,74 @@
+"""`tools.papers.timed`: its list, its table, and points of it, made small, on 4 ranks of two nodes."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict, replace
+from math import gcd
+
+import pytest
+import torch.distributed as dist
+
+from tests.ranks.commands import group_of_the_pool
+from tools.papers import timed
+
+
+def test_the_list_has_48_layers_of_table_iv_and_the_first_eight_have_all_groups():
+    points = timed.points()
+    names = [one.name for one in points]
+    of_parm = [one for one in points if one.name.startswith("parm")]
+    assert len(set(names)) == len(names) and len({asdict(one)["name"].split(": ")[1] for one in of_parm}) == 48
+    assert gcd(timed._SPREAD, 48) == 1
+    assert {(one.layer.tp, one.layer.expert_tp) for one in of_parm[:8]} == set(timed.parm.GROUPS)
+    assert len({timed._file(timed.ROOT, one) for one in points}) == len(points)
+    for one in points:
+        one.layer.check(
+            ("alltoall", "monta", "parm", "mpmoe", "expert-migration", "netmoe", "deepspeed"), 2 * one.ranks
+        )
+
+
+def test_a_row_says_what_was_measured_predicted_and_published(tmp_path):
+    point = next(one for one in timed.points() if one.name.startswith("parm 00"))
+    found = timed.Timed(
+        {"deepspeed": [4.0, 6.0, 5.0], "parm:S1": [2.0, 2.0, 2.0], "parm:S2": [1.0, 1.0, 1.0]},
+        {"deepspeed": 3.0, "parm:S1": 1.0, "parm:S2": 0.5},
+        {"by Algorithm 1": "parm:S1", "by our model": "parm:S2"},
+    )
+    timed._file(tmp_path, point).write_text(json.dumps(asdict(found)))
+    lines = list(timed.table(tmp_path))[2:]
+    assert [line.split(" | ")[1:5] for line in lines] == [
+        ["deepspeed / parm:S1", "2.50", "3.00", "+20%"],
+        ["deepspeed / parm:S2", "5.00", "6.00", "+20%"],
+        ["deepspeed / by Algorithm 1: parm:S1", "2.50", "3.00", "+20%"],
+        ["deepspeed / by our model: parm:S2", "5.00", "6.00", "+20%"],
+    ]
+    assert lines[0].endswith("| 2.62 (Table IV, mean) |")
+
+
+def _time(name):
+    from megatron_moe_opt.cli import ranks as command_ranks
+    from megatron_moe_opt.integration.measuring import loads
+
+    point = next(one for one in timed.points() if one.name.startswith(name))
+    sizes = {"tokens": 16, "hidden": 32, "ffn_hidden": 16, "steps": 1, "warmup": 0}
+    if point.layer.expert_tp > 1:
+        sizes |= {"tp": 2, "ep": 2, "expert_tp": 2, "experts": 2}
+    point = replace(point, ranks=2, layer=replace(point.layer, **sizes))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(command_ranks, "megatron_process_group", group_of_the_pool)
+        patch.setattr(timed, "PROFILE_SECONDS", 1e-3)
+        patch.setattr(loads, "_COPIED_BYTES", 2**18)
+        patch.setitem(os.environ, "GROUP_RANK", str(dist.get_rank() // 2))
+        return point, timed.time_point(point)
+
+
+@pytest.mark.parametrize("name", ["monta", "parm 00", "netmoe", "hybridep"])
+def test_a_point_is_timed_and_predicted(ranks, name):
+    point, found = ranks.run(_time, name=name)[0]
+    for ratio in point.ratios:
+        for variant in (ratio.slow, ratio.fast):
+            variant = found.chosen.get(variant, variant)
+            assert all(seconds > 0 for seconds in found.seconds[variant])
+            assert variant in found.predicted or variant.endswith(" compressed")
+    assert len(list(timed.rows(point, asdict(found)))) == len(point.ratios)

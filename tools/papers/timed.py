@@ -1,0 +1,329 @@
+"""The papers' ratios, timed on two imitated nodes beside what the model predicts for them.
+
+    python -m tools.papers.timed --out timed            all points that are not there yet, the short list first
+    python -m tools.papers.timed --out timed --only 'parm 0[0-7],monta'
+    python -m tools.papers.timed --out timed --table    the table of what is there
+
+A point is one run of netbox (root): its links are profiled, then the layer is timed in interleaved rounds. Each leaves
+a file, so that a run that was ended goes on where it stopped. Sizes are the papers', scaled down until a step takes a
+few seconds at most; what is compared with a paper is the ratio of two schedules. FasterMoE's schedule is no dispatcher
+here: what MPMoE is timed against is FastMoE's, all rows to the experts and back, which is stock's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import statistics
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from megatron_moe_opt.integration.measuring.layer_settings import LayerSettings
+from megatron_moe_opt.output_file import write_text_whole
+from tools.papers import parm
+from tools.papers.published import head, row
+
+ROOT = Path(__file__).parents[2]
+PROFILE_SECONDS = 15.0
+STEPS, WARMUP = 5, 1
+COMPRESSION = 25.0
+"""The paper's setting for SR-based compression: 50 times fewer entries, each with its place."""
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """How much longer a step takes under one variant than under another."""
+
+    slow: str
+    fast: str
+    paper: str
+    """What the paper has for it, and where."""
+
+
+@dataclass(frozen=True)
+class Point:
+    """One run on two nodes."""
+
+    name: str
+    ranks: int
+    """Of a node."""
+    layer: LayerSettings
+    ratios: tuple[Ratio, ...]
+    inter: str = "200mbit"
+    intra: str = "1600mbit"
+    compressed: tuple[str, ...] = ()
+    """Variants of expert migration that are also timed with COMPRESSION, as NAME compressed."""
+    model: str | None = None
+    """NetMoE's, whose routing is replayed through layers without experts."""
+
+
+@dataclass
+class Timed:
+    """What a point has found."""
+
+    seconds: dict[str, list[float]]
+    """Of each round, by variant."""
+    predicted: dict[str, float]
+    """Seconds by variant, where there is a prediction."""
+    chosen: dict[str, str] = field(default_factory=dict)
+    """Variants that were chosen by the profile, by who chooses."""
+    rates: dict[str, float | None] = field(default_factory=dict)
+
+
+def _layer(dispatchers: str, tokens: int, hidden: int, ffn: int, experts: int, topk: int, **more: Any) -> LayerSettings:
+    names = tuple(dispatchers.split(","))
+    return LayerSettings(names, tokens, hidden, ffn, experts, topk, steps=STEPS, warmup=WARMUP, **more)
+
+
+PARM_COLUMN = "B, 8"
+"""Testbed B has nodes of four GPUs, as these points."""
+PARM_GRID = tuple(product(parm.GROUPS, (64, 128, 256), parm.FACTORS, (64, 128)))
+"""(N_MP, N_ESP), tokens of a rank (B L), k f, and M = H of a shard: Table III's over 16."""
+_SPREAD = 43
+"""Shares no factor with 48: neighbours in the list are far from each other in the grid."""
+
+
+def _parm() -> Iterator[Point]:
+    column = list(parm.TESTBEDS).index(PARM_COLUMN)
+    for number in range(len(PARM_GRID)):
+        groups, tokens, factor, size = PARM_GRID[number * _SPREAD % len(PARM_GRID)]
+        n_mp, n_esp = groups
+        paper = {name: f"{rows[groups][column]:.2f} (Table IV, mean)" for name, rows in parm.TABLE_IV.items()}
+        layer = _layer(
+            "parm:S1,parm:S2", tokens, size * n_esp, size * n_esp, 8 // n_esp, 1, tp=n_mp, ep=8 // n_esp,
+            expert_tp=n_esp, capacity_factor=factor, pad_to_capacity=True, replicated=True,
+        )  # fmt: skip
+        yield Point(
+            f"parm {number:02}: N_MP {n_mp}, N_ESP {n_esp}, B L {tokens}, k f {factor}, M {size * n_esp}",
+            4,
+            layer,
+            (
+                Ratio("deepspeed", "parm:S1", paper["S1"]),
+                Ratio("deepspeed", "parm:S2", paper["S2"]),
+                Ratio("deepspeed", "by Algorithm 1", paper["Parm"]),
+                Ratio("deepspeed", "by our model", paper["Parm"]),
+            ),
+        )
+
+
+def points() -> list[Point]:
+    """All points: the eight first of Parm's and the other papers', then the rest of Parm's."""
+    monta = [
+        Point(
+            f"monta: TP 8, EP 2, {tokens} tokens a rank",
+            8,
+            _layer("monta:O1,monta:O2x4,monta:O3x4,deepspeed", tokens, 512, 8, 2, 2, tp=8, ep=2, expert_tp=8),
+            tuple(Ratio("deepspeed", one, paper) for one, paper in MONTA.items()),
+        )
+        for tokens in (32, 64)
+    ]
+    mpmoe = [
+        Point(
+            f"mpmoe: {tokens} tokens a rank, H 256, M 1024",
+            4,
+            _layer("mpmoe:2,mpmoe:4,mpmoe:8", tokens, 256, 1024, 8, 1),
+            tuple(Ratio("alltoall", f"mpmoe:{count}", "2.34 over FastMoE, best n (Fig. 10)") for count in (2, 4, 8)),
+        )
+        for tokens in (512, 1024)
+    ]
+    domains = "expert-migration:2x2"
+    hybridep = [
+        Point(
+            f"hybridep: {tokens} tokens a rank, H 256, experts of 1 MiB",
+            2,
+            _layer(domains, tokens, 256, 512, 4, 2),
+            (
+                Ratio("alltoall", domains, "1.25 to 2.82, + Migration (section V-D, Table VI)"),
+                Ratio("alltoall", f"{domains} compressed", "2.12 over Tutel, 24 MB (Table V, Cluster-M)"),
+            ),
+            inter="100mbit",
+            intra="1280mbit",
+            compressed=(domains,),
+        )
+        for tokens in (512, 2048)
+    ]
+    netmoe = [
+        Point(
+            f"netmoe: routing as {model} on two nodes",
+            8,
+            _layer("netmoe", 4 * 96, 192, 1, 32, 2),
+            (Ratio("alltoall", "netmoe", "up to 1.67 over FastMoE (Fig. 6)"),),
+            model=model,
+        )
+        for model in ("MoE-GPT-S", "MoE-GPT-L")
+    ]
+    of_parm = list(_parm())
+    return [*monta, *of_parm[:8], *netmoe, *mpmoe, *hybridep, *of_parm[8:]]
+
+
+MONTA = {
+    "monta:O1": "3.3 at 8K, measured (Fig. 14)",
+    "monta:O2x4": "5.7 at 8K (eq. 15)",
+    "monta:O3x4": "4.0 at 256K, measured (Fig. 14)",
+}
+"""One over what the paper has of its baseline."""
+
+
+# ------------------------------------------------------------------------------------------------------ on the ranks
+
+
+def time_point(point: Point) -> Timed:
+    """Profiles, predicts and times a point on the ranks of this run. A collective call over the world."""
+    import torch.distributed as dist
+
+    from megatron_moe_opt import register
+    from megatron_moe_opt.cli.profile.run import ProfileSettings, measured
+    from megatron_moe_opt.cli.ranks import begin, megatron_process_group
+
+    begin()
+    register()
+    layer = point.layer
+    ep = layer.ep_size(2 * point.ranks)
+    with megatron_process_group() as device:
+        sizes = ProfileSettings(
+            layer.tp, 1, ep, layer.expert_tp, layer.hidden, layer.ffn_hidden, layer.dtype, PROFILE_SECONDS,
+            domains=bool(point.compressed) or point.model is not None,
+        )  # fmt: skip
+        cluster = measured(sizes, device)
+        timed = _time_samples(point, cluster, device) if point.model else _time_layer(point, cluster, device)
+        dist.barrier()
+        return timed
+
+
+def _time_layer(point: Point, cluster: Any, device: Any) -> Timed:
+    import torch.distributed as dist
+
+    from megatron_moe_opt.cli.layer.bench import time_rounds
+    from megatron_moe_opt.cli.layer.predicted import predict_layer, workload_of
+    from megatron_moe_opt.cli.ranks import parallel_layer
+    from megatron_moe_opt.cli.routing.balance import routing_balance
+    from megatron_moe_opt.integration.measuring.under_test import layer_under_test, layers_under_test
+    from megatron_moe_opt.planning.predicting.baselines import deepspeed
+    from megatron_moe_opt.planning.predicting.layer_on_cluster import LayerOnCluster
+    from megatron_moe_opt.planning.predicting.parm import ParmFits, algorithm_1
+    from megatron_moe_opt.topology.domains import find_levels
+    from megatron_moe_opt.variants import split_variant
+
+    settings, nodes = point.layer, cluster.world.nodes
+    ep = settings.ep_size(len(nodes))
+    with parallel_layer(settings.tp, ep, settings.expert_tp, settings.seed):
+        layers = layers_under_test(settings, ep, device, permute_fusion=False)
+        for variant in point.compressed:
+            options = replace(split_variant(variant, None)[1], compression_ratio=COMPRESSION)
+            layers[f"{variant} compressed"] = layer_under_test(settings, variant, ep, device, options=options)
+        seconds = time_rounds(layers, settings, device)
+        balance = routing_balance(settings, ep, device)
+    predicted = dict(predict_layer(settings, ep, balance, nodes, cluster).seconds)
+    workers = find_levels([nodes[rank] for rank in cluster.world.layout.groups("ep")[0]])
+    work = workload_of(settings, ep, balance, workers)
+    chosen = {}
+    if "deepspeed" in settings.dispatchers:
+        predicted["deepspeed"] = deepspeed(LayerOnCluster(work, cluster)).seconds
+    if "parm:S1" in settings.dispatchers:
+        chosen["by Algorithm 1"] = f"parm:{algorithm_1(work, work.tokens, ParmFits.of(cluster))}"
+        chosen["by our model"] = min(("parm:S1", "parm:S2"), key=lambda one: predicted[one])
+    dist.barrier()
+    return Timed({name: list(map(float, one)) for name, one in seconds.items()}, predicted, chosen)
+
+
+def _time_samples(point: Point, cluster: Any, device: Any) -> Timed:
+    import tempfile
+
+    from megatron_moe_opt.planning.planner import candidates
+    from megatron_moe_opt.planning.predicting.layer_workload import LayerWorkload
+    from megatron_moe_opt.planning.traces.routing_generator import TABLE5, like_table5
+    from tools.bench_samples import SampleSettings, run
+
+    layer, table = point.layer, TABLE5[point.model][2]
+    trace = like_table5(table, passes=6, layers=3, seed=0, tokens=layer.tokens // 4)
+    samples = SampleSettings(Path(tempfile.gettempdir()), ("netmoe",), layer.hidden, None, layer.dtype, STEPS, 4)
+    found = run(samples, trace, device)
+    ep, workers = 2 * point.ranks, (2, point.ranks)
+    work = LayerWorkload(
+        layer.tokens, layer.hidden, 1, False, layer.experts, layer.topk, 4, 16, ep=ep, workers=workers,
+        placement_saving=table.reduction,
+    )  # fmt: skip
+    predicted, _ = candidates(work, cluster)
+    return Timed({one.dispatcher: list(one.seconds) for one in found}, {one.variant: one.seconds for one in predicted})
+
+
+# ------------------------------------------------------------------------------------------------------- the driver
+
+
+def rows(point: Point, timed: Mapping[str, Any]) -> Iterator[str]:
+    """The rows of a point: what was measured, predicted and published of each ratio."""
+    seconds, predicted, chosen = timed["seconds"], timed["predicted"], timed["chosen"]
+    for ratio in point.ratios:
+        fast = chosen.get(ratio.fast, ratio.fast)
+        pairs = zip(seconds[ratio.slow], seconds[fast], strict=True)
+        measured = statistics.median(slow / quick for slow, quick in pairs)
+        model, off = "-", "-"
+        if ratio.slow in predicted and fast in predicted:
+            expected = predicted[ratio.slow] / predicted[fast]
+            model, off = f"{expected:.2f}", f"{expected / measured - 1:+.0%}"
+        name = ratio.fast if fast == ratio.fast else f"{ratio.fast}: {fast}"
+        yield row(point.name, f"{ratio.slow} / {name}", f"{measured:.2f}", model, off, ratio.paper)
+
+
+def table(out: Path) -> Iterator[str]:
+    """The table of the points that are there."""
+    yield from head("point", "ratio", "measured", "predicted for netbox", "off by", "the paper's")
+    for point in points():
+        file = _file(out, point)
+        if file.exists():
+            yield from rows(point, json.loads(file.read_text()))
+
+
+def _file(out: Path, point: Point) -> Path:
+    return out / (re.sub(r"[^a-z0-9.]+", "-", point.name.lower()) + ".json")
+
+
+def _run(out: Path, point: Point, unmet: str) -> bool:
+    """Runs a point on netbox; whether it ended well."""
+    shape = ["--nodes", "2", "--ranks-per-node", str(point.ranks), "--inter", point.inter, "--intra", point.intra]
+    ranks = ["-m", "tools.papers.timed", "--out", str(out.resolve()), "--point", point.name]
+    command = [sys.executable, "tools/netbox.py", "run", *shape, "--unmet", unmet, "--timeout", "400", "--", *ranks]
+    return subprocess.run(command, cwd=ROOT, check=False).returncode == 0
+
+
+def main() -> int:
+    """Runs the points that are missing and prints the table; on netbox's ranks, one point."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, required=True, help="folder of a file a point")
+    parser.add_argument("--only", default="", help="points whose names match one of these, separated by commas")
+    parser.add_argument("--table", action="store_true", help="print the table of what is there, and run nothing")
+    parser.add_argument("--unmet", choices=("refuse", "warn"), default="refuse", help="see netbox; warn: no times")
+    parser.add_argument("--point", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.point:
+        point = next(one for one in points() if one.name == arguments.point)
+        timed = time_point(point)
+        if os.environ["RANK"] == "0":
+            content = asdict(timed) | {"point": point.name}
+            write_text_whole(_file(arguments.out, point), json.dumps(content, indent=1) + "\n")
+        return 0
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    wanted = [one for one in arguments.only.split(",") if one]
+    failed = []
+    for point in [] if arguments.table else points():
+        if _file(arguments.out, point).exists() or (wanted and not any(re.search(one, point.name) for one in wanted)):
+            continue
+        if not _run(arguments.out, point, arguments.unmet):
+            failed.append(point.name)
+            continue
+        print(*rows(point, json.loads(_file(arguments.out, point).read_text())), sep="\n", flush=True)
+    print(*table(arguments.out), sep="\n")
+    if failed:
+        print(f"did not end well: {'; '.join(failed)}", file=sys.stderr)
+    return bool(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
