@@ -31,6 +31,7 @@ from megatron_moe_opt.runtime.rows.token_hops import HoppingRows, TokenHops
 from megatron_moe_opt.runtime.rows.ways import way_of
 from megatron_moe_opt.runtime.through_experts.expert_call import Experts
 from megatron_moe_opt.runtime.through_experts.expert_pipeline import through_experts
+from megatron_moe_opt.runtime.travelling_experts.expert_communicator import Lent, MigratedExperts
 from megatron_moe_opt.topology.expert_groups import ExpertGroups
 
 
@@ -76,8 +77,12 @@ class PartitionedTokens:
     prob_dtype: torch.dtype
     rows: HoppingRows
     counts: HostCopy
-    """[joint size, partitions * counts of a partition] of every rank, on its way to the host."""
+    """[joint size, partitions * counts of a partition, and the news of migrated experts] of every rank, on its way to
+    the host.
+    """
     hops: TokenHops
+    lent: Lent | None = None
+    """This rank's experts for the others' use; None where none travels."""
 
     @property
     def own(self) -> OwnRows:
@@ -88,7 +93,12 @@ class PartitionedTokens:
     def exchanges(self) -> tuple[Exchange, ...]:
         """See Partitioned."""
         # host synchronisation: for the counts, the only one of a forward pass
-        return self.hops.exchanges(self.counts.wait(), self.rows)
+        return self.hops.exchanges(self.counts.wait()[:, : self.rows.counts.numel()], self.rows)
+
+    @property
+    def news(self) -> list[int]:
+        """What `MigratedExperts.fetch` takes, of all ranks."""
+        return self.counts.wait()[:, self.rows.counts.numel() :].amax(0).tolist()
 
 
 class MpmoeDispatcher(Dispatcher):
@@ -107,12 +117,15 @@ class MpmoeDispatcher(Dispatcher):
             wire: how rows travel.
         """
         self.groups, self.partitioning, self.hops, self.wire = groups, partitioning, hops, wire
+        self.migrated: MigratedExperts | None = None
+        """The experts of this layer that travel, where tokens hop between their domains; None where none does."""
         self._rows: HostCopy | None = None
         """Of all ranks in the last pass, on their way to the host."""
 
     def describe(self) -> str:
         """Returns what runs, in words, for the line that is logged at start."""
-        return self.partitioning.describe()
+        what = self.partitioning.describe()
+        return what if self.migrated is None else f"{what}; {self.migrated.describe()}"
 
     def permute(
         self,
@@ -139,8 +152,11 @@ class MpmoeDispatcher(Dispatcher):
         if partitions.by_hops:
             is_padded = capacity is not None
             packed, rows = self.hops.rows(tokens_TH, probs_TE, routing_map_TE, partitions.count, is_padded)
-            counts = HostCopy(all_gather_rows(rows.counts.view(1, -1), None, groups.joint))
-            return packed, PartitionedTokens(partitions, probs_TE.dtype, rows, counts, self.hops)
+            counts, lent = rows.counts, None
+            if self.migrated is not None:
+                counts, lent = torch.cat([counts, self.migrated.news()]), self.migrated.lent()
+            counts = HostCopy(all_gather_rows(counts.view(1, -1), None, groups.joint))
+            return packed, PartitionedTokens(partitions, probs_TE.dtype, rows, counts, self.hops, lent)
         row_map, counts = map_rows(routing_map_TE, groups, capacity=capacity, num_rows=num_rows)
         packed, own = permuted(tokens_TH, probs_TE, row_map.cut(partitions.count), self.wire)
         return packed, PartitionedRows(partitions, probs_TE.dtype, own, counts, groups)

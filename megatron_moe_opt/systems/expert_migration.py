@@ -30,7 +30,9 @@ from megatron_moe_opt.systems.system import (
     System,
     chosen_by_profile,
     option,
+    shown,
 )
+from megatron_moe_opt.topology.domains import ExpertDomains
 
 NAME = "expert-migration"
 RESIDUALS = ("last", "shared")
@@ -172,15 +174,18 @@ def _check(config: Any, options: MigrationOptions, arguments: Any) -> None:
         raise ConfigurationError(
             f"--moe-router-padding-for-quantization would have {name} send what nobody routed: drop it, or use monta"
         )
-    if not options.experts_may_travel:
-        return
+    if options.experts_may_travel:
+        check_travelling(config, options, AUTO if options.chooses_domains else shown(options.domain_sizes))
+
+
+def check_travelling(config: Any, options: MigrationOptions, sizes: str) -> None:
+    """Refuses what experts that travel in domains of these sizes do not go with."""
     ratio = options.gradient_compression_ratio
     if ratio is not None and config.fp16:
         raise ConfigurationError(
             f"{PREFIX}gradient-compression-ratio {ratio:g} keeps parts of gradients from step to step, and --fp16 "
             "changes the loss scale between them: use --bf16, or drop it"
         )
-    sizes = AUTO if options.chooses_domains else ",".join(map(str, options.domain_sizes))
     travels = f"{PREFIX}domain-sizes {sizes} has experts travel, and"
     if config.gradient_accumulation_fusion:
         raise ConfigurationError(
@@ -199,6 +204,16 @@ def _check(config: Any, options: MigrationOptions, arguments: Any) -> None:
             )
 
 
+def named_domains(sizes: tuple[int, ...], workers: tuple[int, ...]) -> ExpertDomains:
+    """The domains of these sizes. Raises ConfigurationError where the network levels cannot be cut so."""
+    if len(sizes) != len(workers) or any(number % size for number, size in zip(workers, sizes, strict=True)):
+        raise ConfigurationError(
+            f"{PREFIX}domain-sizes {shown(sizes)} does not fit levels of {shown(workers)} workers: give a divisor of "
+            f"each level's workers, the slowest level first, or other levels with {PREFIX}levels"
+        )
+    return ExpertDomains(workers, sizes)
+
+
 def _unread_profile(options: MigrationOptions) -> str | None:
     return None if options.chooses_domains else f"leave {PREFIX}domain-sizes at {AUTO}"
 
@@ -215,11 +230,16 @@ def _parse(variant: str, setting: str, profile: Path | None) -> Mapping[str, Any
 
 
 def _write(options: MigrationOptions, levels: int) -> str:
-    return "x".join(map(str, options.domain_sizes or (1,) * levels))
+    return domain_word(options.domain_sizes or (1,) * levels)
 
 
-def _kind(setting: str) -> str:
-    """At which levels experts travel."""
+def domain_word(sizes: tuple[int, ...]) -> str:
+    """Returns domain sizes in one word, as variants have them."""
+    return "x".join(map(str, sizes))
+
+
+def domain_kind(setting: str) -> str:
+    """Returns, of domain sizes in one word, at which levels experts travel."""
     return "x".join("1" if size == "1" else "S" for size in setting.split("x"))
 
 
@@ -304,7 +324,7 @@ EXPERT_MIGRATION = System(
     build=_build,
     attach=_attach,
     check=_check,
-    grammar=Grammar(_parse, _write, _kind),
+    grammar=Grammar(_parse, _write, domain_kind),
     candidates=_candidates,
     stays=_stays,
     calls_experts=True,

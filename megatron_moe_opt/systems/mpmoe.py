@@ -5,15 +5,18 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.option_values import AUTO, BYTES, one_of
 from megatron_moe_opt.option_values import PARTITIONS as SEVERAL_PARTITIONS
 from megatron_moe_opt.planning.choosing.partition_search import PARTITIONS
 from megatron_moe_opt.planning.costs.curves import Costs
-from megatron_moe_opt.planning.predicting.expert_migration import curve_of, measured_curves
+from megatron_moe_opt.planning.costs.expert_costs import costs_with_experts
+from megatron_moe_opt.planning.costs.link_bytes import LinkBytes
+from megatron_moe_opt.planning.predicting.expert_migration import curve_of, has_curves, measured_curves, travelling
 from megatron_moe_opt.planning.predicting.layer_on_cluster import LayerOnCluster
 from megatron_moe_opt.planning.predicting.partitioned_rows import (
     activation_bytes,
@@ -25,7 +28,15 @@ from megatron_moe_opt.planning.predicting.partitioned_rows import (
 from megatron_moe_opt.planning.predicting.prediction import Prediction, Refusal
 from megatron_moe_opt.schedules.hops import HopStages, level_of
 from megatron_moe_opt.schedules.mpmoe import NONE, STRATEGIES, Partition, backward, by_rows, forward
-from megatron_moe_opt.schedules.schedule import Kind, Op
+from megatron_moe_opt.schedules.schedule import Kind, Lane, Op
+from megatron_moe_opt.systems.expert_migration import (
+    EXPERT_MIGRATION,
+    MigrationOptions,
+    check_travelling,
+    domain_kind,
+    domain_word,
+    named_domains,
+)
 from megatron_moe_opt.systems.system import (
     CHOOSES,
     FLAG,
@@ -35,11 +46,12 @@ from megatron_moe_opt.systems.system import (
     SharedOptions,
     System,
     chosen_by_profile,
+    flag_of,
     option,
     recomputed_modules,
     shown,
 )
-from megatron_moe_opt.topology.domains import stationary
+from megatron_moe_opt.topology.domains import ExpertDomains, realisable, stationary
 
 NAME = "mpmoe"
 DEFAULT_PARTITIONS = 4
@@ -72,6 +84,8 @@ class MpmoeOptions(SharedOptions):
         f"hops, a token once over every link, over the network levels of {PREFIX}levels (default: {ROWS})",
         auto=CHOOSES,
     )
+    domain_sizes: ClassVar[tuple[int, ...] | str | None] = AUTO
+    """Those of expert-migration's options, where they are given with these; these alone leave them to be chosen."""
     activation_budget: int | None = option(
         "activation-budget",
         BYTES,
@@ -116,7 +130,6 @@ def _build(groups: Any, options: MpmoeOptions, config: Any) -> Any:
     from megatron_moe_opt.integration.layer.configured_workload import layer_workload
     from megatron_moe_opt.runtime.rows.token_hops import TokenHops
     from megatron_moe_opt.topology.domain_groups import domain_groups, levels_of
-    from megatron_moe_opt.topology.domains import stationary
 
     if HOPS not in options.ways:
         workload = layer_workload(config, groups, wire=options.wire)
@@ -124,7 +137,7 @@ def _build(groups: Any, options: MpmoeOptions, config: Any) -> Any:
     workers = levels_of(groups.ep, options.network_levels)
     workload = layer_workload(config, groups, workers, wire=options.wire)
     dispatcher = MpmoeDispatcher(groups, partitioning_of(options, groups, workload), wire=options.wire)
-    hops_in = domain_groups(groups.ep, stationary(workers), dispatcher)
+    hops_in = domain_groups(groups.ep, domains_of(options, workers), dispatcher)
     dispatcher.hops = TokenHops(hops_in, groups, config.num_moe_experts, config.moe_router_topk, options.wire)
     return dispatcher
 
@@ -147,6 +160,7 @@ def _check(config: Any, options: MpmoeOptions, arguments: Any) -> None:
             f"{PREFIX}levels {shown(options.network_levels)} says over which links tokens hop, and rows do not: give "
             f"{PREFIX}way {HOPS}, or drop it"
         )
+    _check_domains(config, options)
     if options.activation_budget is not None and not options.tunes_partitions:
         raise ConfigurationError(
             f"{PREFIX}activation-budget {options.activation_budget} has nothing to choose: add {PREFIX}partitions auto "
@@ -171,6 +185,34 @@ def _check(config: Any, options: MpmoeOptions, arguments: Any) -> None:
         )
 
 
+def _check_domains(config: Any, options: Any) -> None:
+    """Refuses experts that travel where tokens do not hop, and with what does not go with them."""
+    if options.domain_sizes is None:
+        for name in sorted(EXPERT_MIGRATION.own_options - {"network_levels"}):
+            if (value := getattr(options, name)) != getattr(MigrationOptions(), name):
+                raise ConfigurationError(
+                    f"{flag_of(MigrationOptions, name)} {shown(value)} is about experts that travel, and under {FLAG} "
+                    f"{NAME} none does: give {PREFIX}way {HOPS} and {PREFIX}domain-sizes above 1, or drop it"
+                )
+        return
+    flag = f"{PREFIX}domain-sizes {shown(options.domain_sizes)}"
+    if options.domain_sizes == AUTO:
+        raise ConfigurationError(f"{flag} is not for {FLAG} {NAME} to choose: name the sizes, or use {FLAG} {AUTO}")
+    if options.ways != (HOPS,):
+        raise ConfigurationError(
+            f"{flag} has experts travel between ranks to which tokens then do not hop, and rows do not hop at all: "
+            f"give {PREFIX}way {HOPS}, or drop it"
+        )
+    if max(options.domain_sizes) == 1:
+        return
+    if (config.expert_tensor_parallel_size or 1) > 1:
+        raise ConfigurationError(
+            f"--expert-tensor-parallel-size {config.expert_tensor_parallel_size} cuts experts, which do not travel in "
+            f"parts: set it to 1, or drop {flag}"
+        )
+    check_travelling(config, options, shown(options.domain_sizes))
+
+
 def _unread_profile(options: MpmoeOptions) -> str | None:
     return None if options.tunes_partitions else f"give {PREFIX}partitions {AUTO}"
 
@@ -178,40 +220,63 @@ def _unread_profile(options: MpmoeOptions) -> str | None:
 def _parse(variant: str, setting: str, profile: Path | None) -> Mapping[str, Any]:
     if setting == AUTO:
         return {"partitions": AUTO, **chosen_by_profile(variant, profile)}
-    parts = re.fullmatch(rf"([1-9][0-9]*)(?::({'|'.join(STRATEGIES)}))?(?::({HOPS}))?", setting)
+    sizes = r"(?::([1-9][0-9]*(?:x[1-9][0-9]*)*))?"
+    parts = re.fullmatch(rf"([1-9][0-9]*)(?::({'|'.join(STRATEGIES)}))?(?::({HOPS}){sizes})?", setting)
     if parts is None:
         raise ConfigurationError(
             f"--dispatchers {variant}: write a number of partitions, where they share memory how ("
-            f"{', '.join(STRATEGIES)}), and {HOPS} where a token crosses links once, such as mpmoe:4, mpmoe:4:S3, "
-            f"mpmoe:4:{HOPS} or mpmoe:4:S3:{HOPS}; or mpmoe:auto"
+            f"{', '.join(STRATEGIES)}), and {HOPS} where a token crosses links once, with the sizes of domains in "
+            f"which experts travel, such as mpmoe:4, mpmoe:4:S3, mpmoe:4:{HOPS}, mpmoe:4:S3:{HOPS} or "
+            f"mpmoe:4:{HOPS}:2x1; or mpmoe:auto"
         )
-    return {"partitions": int(parts[1]), "memory_reuse": parts[2], "way": parts[3]}
+    sizes = {} if parts[4] is None else {"domain_sizes": tuple(map(int, parts[4].split("x")))}
+    return {"partitions": int(parts[1]), "memory_reuse": parts[2], "way": parts[3], **sizes}
 
 
 def _write(options: MpmoeOptions, levels: int) -> str:
-    return _setting(options.partitions or DEFAULT_PARTITIONS, options.memory_reuse or NONE, options.way or ROWS)
+    sizes = options.domain_sizes if options.way == HOPS else None
+    return _setting(options.partitions or DEFAULT_PARTITIONS, options.memory_reuse or NONE, options.way or ROWS, sizes)
 
 
-def _setting(count: int, strategy: str, way: str) -> str:
-    return ":".join([str(count), *([strategy] if strategy != NONE else []), *([way] if way != ROWS else [])])
+def _setting(count: int, strategy: str, way: str, sizes: tuple[int, ...] | None = None) -> str:
+    words = [str(count), *([strategy] if strategy != NONE else []), *([way] if way != ROWS else [])]
+    return ":".join([*words, *([domain_word(sizes)] if max(sizes or (1,)) > 1 else [])])
 
 
 def _kind(setting: str) -> str:
-    """A token once over a link, or a row for each of its experts."""
-    return HOPS if setting.endswith(HOPS) else ""
+    """A row for each expert of a token; or a token once over a link, and at which levels experts travel."""
+    _, hops, sizes = setting.partition(HOPS)
+    return hops + (f":{domain_kind(sizes[1:])}" if sizes else "")
 
 
-def candidate(layer: LayerOnCluster, count: int, strategy: str, way: str = ROWS) -> Prediction:
+def domains_of(options: Any, workers: tuple[int, ...]) -> ExpertDomains:
+    """The domains in which experts travel while tokens hop: single ranks, where none was named.
+
+    Raises ConfigurationError for sizes that do not fit the network levels.
+    """
+    return stationary(workers) if options.domain_sizes is None else named_domains(options.domain_sizes, workers)
+
+
+def candidate(
+    layer: LayerOnCluster, count: int, strategy: str, way: str = ROWS, domains: ExpertDomains | None = None
+) -> Prediction:
     """Returns what the layer takes in so many partitions.
 
-    What goes on inside nodes runs in a lane of its own beside the all-to-alls between them, as MoNTA's does.
+    What goes on inside nodes runs in a lane of its own beside the all-to-alls between them, as MoNTA's does. Experts
+    that travel do so before and after, as in a layer by itself.
+
+    Args:
+        domains: in which experts travel, where tokens hop; None: none does.
 
     Raises:
         ConfigurationError: a curve is missing.
     """
-    one, variant = layer.workload, f"{NAME}:{_setting(count, strategy, way)}"
+    one, holds = layer.workload, 1 if domains is None else prod(domains.sizes)
+    variant = f"{NAME}:{_setting(count, strategy, way, domains and domains.sizes)}"
     if way == HOPS:
-        parts: Sequence[Partition] = hop_partitions(one, layer.skew, layer.computed, count)
+        domains = domains or stationary(one.workers)
+        computed = one.rows_of(layer.skew.computed(domains)) if holds > 1 else layer.computed
+        parts: Sequence[Partition] = hop_partitions(one, layer.skew, computed, count, domains)
         row, stages, own = hop_row_bytes(one), HopStages(len(one.workers), True, one.etp), parts[0].own * count
     else:
         computed, exchanged = (partitions(one, rows, count) for rows in (layer.computed, layer.exchanged))
@@ -219,44 +284,75 @@ def candidate(layer: LayerOnCluster, count: int, strategy: str, way: str = ROWS)
         row, stages, own = row_bytes(one), by_rows(one.ep, one.etp), None
     schedules = [build(strategy, parts, row, stages) for build in (forward, backward)]
     held = activation_bytes(one, one.rows, count, strategy, own)
-    predicted = layer.prediction(
-        variant, schedules, layer.edge, costs=costs_of(layer, way), parts=count, local_rows=own
-    )
+    alone = list(layer.edge)
+    if holds > 1:
+        schedules = travelling(one.migration(layer.skew), domains, *schedules)
+        alone.append(Op(Kind.COPY, Lane.COMPUTE, size=layer.bytes_of_copies(holds)))
+        held += int((holds - 1) * one.held_bytes_of_others)
+    costs = costs_of(layer, way, domains)
+    links = None if holds == 1 else LinkBytes(layer.cluster, domains)
+    predicted = layer.prediction(variant, schedules, alone, costs=costs, parts=count, local_rows=own, links=links)
     return replace(predicted, activation_bytes=held)
 
 
-def costs_of(layer: LayerOnCluster, way: str) -> Callable[[Op], float]:
-    """Returns what the ops of the pipeline take on a way. Raises ConfigurationError where no expert was measured."""
-    return HopSeconds(layer, layer.expert_costs) if way == HOPS else layer.expert_costs
+def costs_of(layer: LayerOnCluster, way: str, domains: ExpertDomains | None = None) -> Callable[[Op], float]:
+    """Returns what the ops of the pipeline take on a way. Raises ConfigurationError where no expert was measured.
+
+    Args:
+        domains: of experts that travel, where tokens hop; None: none does.
+    """
+    if way == ROWS:
+        return layer.expert_costs
+    holds = 1 if domains is None else prod(domains.sizes)
+    costs = costs_with_experts(layer.workload, layer.cluster, holds) if holds > 1 else layer.expert_costs
+    return HopSeconds(layer, costs, domains)
 
 
 class HopSeconds:
-    """What ops cost where tokens hop: all-to-alls by their level, copies and sums of rows as copies."""
+    """What ops cost where tokens hop: all-to-alls, and experts that travel, by their level; copies and sums of rows as
+    copies. What is done with travelling experts on a rank is counted elsewhere.
+    """
 
-    def __init__(self, layer: LayerOnCluster, costs: Costs) -> None:
-        self._costs, self._domains = costs, stationary(layer.workload.workers)
+    def __init__(self, layer: LayerOnCluster, costs: Costs, domains: ExpertDomains | None = None) -> None:
+        self._costs, self._domains = costs, domains or stationary(layer.workload.workers)
         self._curves = measured_curves(layer.costs, layer.workload.workers)
 
     def __call__(self, op: Op) -> float:
-        if op.kind is not Kind.ALL_TO_ALL:
+        travels = op.lane is Lane.EXPERTS
+        if op.kind is not Kind.ALL_TO_ALL and not travels:
             return self._costs(replace(op, kind=Kind.COPY) if op.kind is Kind.PERMUTE else op)
+        if op.group is None:
+            return 0.0
         level = level_of(op.group)
-        curve = curve_of(self._curves, op.kind, level, self._domains.domains(level))
-        return self._costs.overhead + curve.seconds(op.size)
+        ranks = self._domains.sizes[level] if travels else self._domains.domains(level)
+        return self._costs.overhead + curve_of(self._curves, op.kind, level, ranks).seconds(op.size)
 
 
 def _candidates(layer: LayerOnCluster, options: MpmoeOptions) -> Iterator[Prediction | Refusal]:
-    """A single partition has nothing to share: all strategies are the same."""
+    """A single partition has nothing to share: all strategies are the same. Experts that travel take more memory than
+    partitions save: there the first strategy alone is tried.
+    """
     strategies = options.memory_strategies
     for way in options.ways:
         refusal = no_hops(layer) if way == HOPS else None
         if refusal is not None:
             yield Refusal(f"{NAME}:{HOPS}", refusal)
             continue
-        for strategy in strategies:
-            for count in options.partition_counts:
-                if count > 1 or strategy == strategies[0]:
-                    yield candidate(layer, count, strategy, way)
+        for domains in _domains_to_try(layer, options) if way == HOPS else (None,):
+            for strategy in strategies if domains is None else strategies[:1]:
+                for count in options.partition_counts:
+                    if count > 1 or strategy == strategies[0]:
+                        yield candidate(layer, count, strategy, way, domains)
+
+
+def _domains_to_try(layer: LayerOnCluster, options: MpmoeOptions) -> Sequence[ExpertDomains | None]:
+    """Those that were named; or all there are, where experts are whole and how they travel was measured."""
+    one, sizes = layer.workload, options.domain_sizes
+    if sizes != AUTO:
+        return [None if sizes is None or max(sizes) == 1 else named_domains(sizes, one.workers)]
+    curves = measured_curves(layer.costs, one.workers)
+    found = [domains for domains in realisable(one.workers) if one.etp == 1 and prod(domains.sizes) > 1]
+    return [None, *(domains for domains in found if has_curves(curves, domains))]
 
 
 def no_hops(layer: LayerOnCluster) -> str | None:
@@ -275,7 +371,7 @@ def no_hops(layer: LayerOnCluster) -> str | None:
 MPMOE = System(
     name=NAME,
     options=MpmoeOptions,
-    reads=("profile", "network_levels", "wire"),
+    reads=("profile", "wire", *sorted(EXPERT_MIGRATION.own_options)),
     unread_profile=_unread_profile,
     build=_build,
     attach=_attach,

@@ -116,7 +116,11 @@ def options_of(**settings: Any) -> Options:
 
 
 def layers(
-    number: int, sizes: tuple[int, ...] = (2, 2), levels: tuple[int, ...] = TWO_LEVELS, **options: Any
+    number: int,
+    sizes: tuple[int, ...] = (2, 2),
+    levels: tuple[int, ...] = TWO_LEVELS,
+    dispatcher: str = "expert-migration",
+    **options: Any,
 ) -> tuple[list[Any], list[Any]]:
     """As many layers of stock `alltoall` as of ours, with equal weights; call it inside `parallel`."""
     import megatron_moe_opt
@@ -126,7 +130,7 @@ def layers(
     torch.manual_seed(11 + dist.get_rank())
     stock = [build_layer(moe_config()) for _ in range(number)]
     megatron_moe_opt.register(options_of(network_levels=levels, domain_sizes=sizes, **options))
-    ours = [build_layer(moe_config(moe_token_dispatcher_type="expert-migration")) for _ in range(number)]
+    ours = [build_layer(moe_config(moe_token_dispatcher_type=dispatcher)) for _ in range(number)]
     megatron_moe_opt.register()
     for layer, other in zip(ours, stock, strict=True):
         layer.load_state_dict(other.state_dict())
@@ -250,12 +254,12 @@ def test_experts_are_sent_ahead_and_compared_when_used(ranks):
     ranks.run(prefetched)
 
 
-def bounded(ahead: int, **bound: int) -> None:
+def bounded(ahead: int, **options: Any) -> None:
     """Four layers, experts of `ahead` + 1 of them in memory: equal to stock, whatever passes are under way."""
     from tests.ranks.megatron import parallel
 
     with parallel(ep=4):
-        stock, ours = layers(4, prefetch_layers=ahead, **bound)
+        stock, ours = layers(4, prefetch_layers=ahead, **options)
         migrated = [layer.token_dispatcher.dispatcher.migrated for layer in ours]
 
         def resident() -> int:
@@ -295,7 +299,18 @@ def bounded(ahead: int, **bound: int) -> None:
                 assert relative(same.grad, weight.grad) < 3e-6  # of four layers in a row
 
 
-@pytest.mark.parametrize("settings", [{"ahead": 0, "resident_layers": 1}, {"ahead": 1}], ids=["named", "by default"])
+BY_HOPS = {"dispatcher": "mpmoe", "way": "hops", "partitions": 2}
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"ahead": 0, "resident_layers": 1},
+        {"ahead": 1},
+        *({"ahead": 0, "resident_layers": 1, **BY_HOPS, "memory_reuse": reuse} for reuse in ("none", "S1", "S4")),
+    ],
+    ids=["named", "by default", "in partitions", "offloaded", "recomputed"],
+)
 def test_experts_beyond_the_bound_are_gathered_again(ranks, settings):
     ranks.run(bounded, **settings)
 

@@ -49,10 +49,11 @@ def worst_errors(
     delay: bool = False,
     silent: tuple[int, ...] = (),
     levels: tuple[int, ...] | None = None,
+    sizes: tuple[int, ...] | None = None,
 ) -> dict[tuple[int, str], tuple[float, str]]:
     """For each variant the largest relative error of a result (norm of the difference over the norm), and its name.
 
-    With `levels` tokens hop over them.
+    With `levels` tokens hop over them, and experts travel in domains of these `sizes`.
     """
     import megatron_moe_opt
     from megatron_moe_opt.integration.layer.moe_layer import build_layer
@@ -72,7 +73,7 @@ def worst_errors(
         expected = passes(stock, hidden, steps)
         worst = {}
         for count, strategy in variants:
-            way = {} if levels is None else {"way": "hops", "network_levels": levels}
+            way = {} if levels is None else {"way": "hops", "network_levels": levels, "domain_sizes": sizes}
             megatron_moe_opt.register(Options(partitions=count, memory_reuse=strategy, **way))
             layer = build_layer(dataclasses.replace(config, moe_token_dispatcher_type="mpmoe"))
             layer = layer.to(getattr(torch, dtype))
@@ -284,3 +285,31 @@ def test_hops_in_bf16_and_late(ranks):
     arguments = {"layout": {"ep": 4}, "settings": TOP_3, "routing": None, "levels": (2, 2)}
     check(ranks.run(worst_errors, variants=SOME, dtype="bfloat16", **arguments), 1e-2)
     check(ranks.run(worst_errors, variants=[(4, "none"), (4, "S2")], delay=True, **arguments))
+
+
+@pytest.mark.parametrize(("levels", "sizes"), [((4,), (2,)), ((4,), (4,)), ((2, 2), (2, 1)), ((2, 2), (1, 2))])
+def test_experts_that_travel_through_every_strategy(ranks, levels, sizes):
+    arguments = {"layout": {"ep": 4}, "settings": TOP_3, "routing": None, "levels": levels, "sizes": sizes}
+    variants = [(1, "none"), (8, "S4"), *((3, strategy) for strategy in STRATEGIES)]
+    check(ranks.run(worst_errors, variants=variants, **arguments))
+
+
+@pytest.mark.parametrize(
+    ("settings", "routing"),
+    [
+        *((extra, None) for extra in (DROP, PAD, SHARED, RECOMPUTE, {"add_bias_linear": True}, {"num_moe_experts": 4})),
+        *(({}, routing) for routing in ("hot", "skewed", *RAGGED)),
+    ],
+    ids=str,
+)
+def test_experts_that_travel_in_workloads(ranks, settings, routing):
+    arguments = {"layout": {"ep": 4}, "settings": TOP_3 | settings, "routing": routing, "levels": (2, 2)}
+    variants = [(3, "none"), (2, "S2"), (3, "S3")]
+    check(ranks.run(worst_errors, variants=variants, sizes=(2, 1), steps=1 if settings else 2, **arguments))
+
+
+def test_experts_that_travel_to_ranks_without_rows_in_bf16_and_late(ranks):
+    arguments = {"layout": {"ep": 4}, "settings": TOP_3, "routing": None, "levels": (2, 2), "sizes": (1, 2)}
+    check(ranks.run(worst_errors, silent=(0, 2), variants=SOME, **arguments))
+    check(ranks.run(worst_errors, variants=SOME, dtype="bfloat16", **arguments), 1e-2)
+    check(ranks.run(worst_errors, variants=[(4, "none"), (4, "S1")], delay=True, **arguments))

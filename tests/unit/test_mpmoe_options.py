@@ -37,11 +37,21 @@ def test_fixed_ones_are_the_same_for_every_pass():
     )
 
 
-@pytest.mark.parametrize("variant", ["mpmoe:4", "mpmoe:4:S1", "mpmoe:4:hops", "mpmoe:4:S1:hops"])
-def test_variants_are_read_as_they_are_written(variant):
+@pytest.mark.parametrize(
+    ("variant", "kind"),
+    [
+        ("mpmoe:4", "mpmoe"),
+        ("mpmoe:4:S1", "mpmoe"),
+        ("mpmoe:4:hops", "mpmoe:hops"),
+        ("mpmoe:4:S1:hops", "mpmoe:hops"),
+        ("mpmoe:4:hops:2x1", "mpmoe:hops:Sx1"),
+        ("mpmoe:4:S3:hops:2", "mpmoe:hops:S"),
+    ],
+)
+def test_variants_are_read_as_they_are_written(variant, kind):
     name, options = split_variant(variant, None)
     assert system_of(name).variant(options) == variant
-    assert kind_of(variant) == ("mpmoe:hops" if "hops" in variant else "mpmoe")
+    assert kind_of(variant) == kind
     assert ("once over every link" in str(Partitions.of(options))) == ("hops" in variant)
 
 

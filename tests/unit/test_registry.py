@@ -330,6 +330,31 @@ def test_what_partitions_do_not_go_with_is_refused(reuse, settings, sentence):
         check_config(ours, "mpmoe", Options())
 
 
+@pytest.mark.parametrize(
+    ("options", "settings", "sentence"),
+    [
+        ({"domain_sizes": (2,), "way": "hops"}, {"expert_tensor_parallel_size": 2, "expert_model_parallel_size": 2},
+         "--expert-tensor-parallel-size 2 cuts experts, which do not travel in parts: set it to 1, or drop "
+         "--moe-opt-domain-sizes 2"),
+        ({"domain_sizes": (2,), "way": "hops"}, {"gradient_accumulation_fusion": True}, "--moe-opt-domain-sizes 2 has "
+         "experts travel, and gradients of travelling experts have no main_grad to be added to"),
+        ({"domain_sizes": (2, 1)}, {}, "--moe-opt-domain-sizes 2,1 has experts travel between ranks to which tokens "
+         "then do not hop, and rows do not hop at all: give --moe-opt-way hops, or drop it"),
+        ({"domain_sizes": "auto", "profile": "p"}, {}, "--moe-opt-domain-sizes auto is not for "
+         "--moe-token-dispatcher-type mpmoe to choose: name the sizes"),
+        ({"prefetch_layers": 0}, {}, "--moe-opt-prefetch-layers 0 is about experts that travel, and under"),
+        ({"profile": "p", "compression_ratio": 4.0}, {}, "--moe-opt-compression-ratio 4 is about experts that "
+         "travel, and under --moe-token-dispatcher-type mpmoe none does"),
+    ],
+)  # fmt: skip
+def test_what_experts_cannot_travel_through_partitions_with_is_refused(options, settings, sentence):
+    megatron_moe_opt.register(Options(**options))
+    try:
+        refusal(sentence, name="mpmoe", **settings)
+    finally:
+        megatron_moe_opt.register()
+
+
 def test_a_layer_without_the_experts_seam_is_refused():
     layer = SimpleNamespace(routed_experts_compute=lambda tokens: tokens)
     with pytest.raises(
@@ -392,8 +417,8 @@ def test_gradients_are_compressed_only_where_they_travel_and_keep_their_scale():
         refusal("--moe-opt-gradient-compression-ratio 9 keeps parts of gradients from step to step, and --fp16 changes "
                 "the loss scale between them: use --bf16", name="expert-migration", fp16=True)  # fmt: skip
         for name in ("monta", "alltoall"):
-            refusal("--moe-opt-gradient-compression-ratio 9 is for --moe-token-dispatcher-type expert-migration, not "
-                    f"{name}", name=name)  # fmt: skip
+            refusal("--moe-opt-gradient-compression-ratio 9 is for --moe-token-dispatcher-type mpmoe, expert-"
+                    f"migration, not {name}", name=name)  # fmt: skip
         megatron_moe_opt.register(dataclasses.replace(options, profile=Path("c.json")))
         refusal("--moe-opt-gradient-compression-ratio 9 is lossy, which", name="auto")
     finally:
@@ -419,9 +444,17 @@ def test_gradients_are_compressed_only_where_they_travel_and_keep_their_scale():
             "partitions 2,4 is for --moe-token-dispatcher-type mpmoe, not monta",
         ),
         ({"way": "hops"}, "monta", "way hops is for --moe-token-dispatcher-type netmoe, mpmoe, not monta"),
-        ({"domain_sizes": (2,)}, "mpmoe", "domain-sizes 2 is for --moe-token-dispatcher-type expert-migration, not"),
+        (
+            {"domain_sizes": (2,)},
+            "monta",
+            "domain-sizes 2 is for --moe-token-dispatcher-type mpmoe, expert-migration, not",
+        ),
         ({"network_levels": (2, 4)}, "deepspeed", "levels 2,4 is for --moe-token-dispatcher-type netmoe, mpmoe"),
-        ({"prefetch_layers": 0}, "allgather", "prefetch-layers 0 is for --moe-token-dispatcher-type expert-migration"),
+        (
+            {"prefetch_layers": 0},
+            "allgather",
+            "prefetch-layers 0 is for --moe-token-dispatcher-type mpmoe, expert-migration",
+        ),
         (
             {"profile": "c.json"},
             "deepspeed",

@@ -18,7 +18,7 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from megatron_moe_opt.dispatchers.expert_domains import Choosing, FixedDomains, MeasuredDomains
-from megatron_moe_opt.dispatchers.expert_migration import ExpertMigrationDispatcher
+from megatron_moe_opt.dispatchers.expert_migration import ExpertMigrationDispatcher, Migrate
 from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.integration.layer.configured_workload import layer_workload
 from megatron_moe_opt.integration.layer.experts_of_owners import call_experts
@@ -36,9 +36,8 @@ from megatron_moe_opt.runtime.travelling_experts.expert_communicator import (
 from megatron_moe_opt.runtime.travelling_experts.expert_gradients import CompressedGradients, WholeGradients
 from megatron_moe_opt.runtime.travelling_experts.expert_weights import ExpertWeights
 from megatron_moe_opt.runtime.travelling_experts.mean_expert import MeanExpert
-from megatron_moe_opt.systems.system import PREFIX
+from megatron_moe_opt.systems.expert_migration import named_domains
 from megatron_moe_opt.topology.domain_groups import DomainGroups, levels_of
-from megatron_moe_opt.topology.domains import ExpertDomains
 from megatron_moe_opt.topology.expert_groups import ExpertGroups
 
 
@@ -58,28 +57,27 @@ def make_dispatcher(groups: ExpertGroups, options: Options, config: Any) -> Expe
         )
         choosing: Choosing = MeasuredDomains(options.profile, groups, workload)
     else:
-        choosing = FixedDomains(ExpertDomains(workers, _sizes(options, workers)))
+        choosing = FixedDomains(named_domains(options.domain_sizes or (1,) * len(workers), workers))
     return ExpertMigrationDispatcher(groups, choosing, config.num_moe_experts, config.moe_router_topk, options.wire)
-
-
-def _sizes(options: Options, workers: tuple[int, ...]) -> tuple[int, ...]:
-    sizes = options.domain_sizes or (1,) * len(workers)
-    if len(sizes) != len(workers) or any(number % size for number, size in zip(workers, sizes, strict=True)):
-        raise ConfigurationError(
-            f"{PREFIX}domain-sizes {_list(sizes)} does not fit levels of {_list(workers)} workers: give a divisor of "
-            f"each level's workers, the slowest level first, or other levels with {PREFIX}levels"
-        )
-    return sizes
-
-
-def _list(numbers: tuple[int, ...]) -> str:
-    return ",".join(map(str, numbers))
 
 
 def migrate_experts(layer: Any, options: Options) -> None:
     """Lets the experts of a layer travel, unless every domain is a single rank. A collective call over its groups."""
+    migrate, hooks = experts_to_migrate(layer, options)
+    layer.token_dispatcher.dispatcher.take_experts(migrate)
+    if options.experts_may_travel:
+        seam, watched = LayerSeam(layer), WatchedExperts(layer, hooks)
+        seam.put(
+            LayerSlot.EXPERTS, functools.partial(_compute, weakref.proxy(layer), seam.stock(LayerSlot.EXPERTS), watched)
+        )
+
+
+def experts_to_migrate(layer: Any, options: Options) -> tuple[Migrate, list[RemovableHandle]]:
+    """Returns what has the experts of a layer travel, and where to note the hooks on them: they go with the layer's
+    dispatcher.
+    """
     forget_passes()
-    dispatcher: ExpertMigrationDispatcher = layer.token_dispatcher.dispatcher
+    dispatcher = layer.token_dispatcher.dispatcher
     ready = functools.partial(_finish_parameter_sync, layer.experts)
     weights = ExpertWeights(layer.experts, _expert_of, ready, functools.partial(_is_synchronized_late, layer.experts))
     ratio, num_local = options.compression_ratio, layer.num_local_experts
@@ -122,12 +120,7 @@ def migrate_experts(layer: Any, options: Options) -> None:
             groups.at_end.callback(forget, callback)
         return MigratedExperts(weights, owners, communicator, codec, gradients)
 
-    dispatcher.take_experts(migrate)
-    if options.experts_may_travel:
-        seam, watched = LayerSeam(layer), _WatchedExperts(layer, hooks)
-        seam.put(
-            LayerSlot.EXPERTS, functools.partial(_compute, weakref.proxy(layer), seam.stock(LayerSlot.EXPERTS), watched)
-        )
+    return migrate, hooks
 
 
 def _expert_of(name: str) -> int | None:
@@ -150,7 +143,7 @@ def _finish_parameter_sync(experts: Any) -> None:
 def _is_synchronized_late(experts: Any) -> bool:
     """Whether `_finish_parameter_sync` may have something to wait for."""
     hooks = (hook for module in experts.modules() for hook in module._forward_pre_hooks.values())
-    return any(not isinstance(getattr(hook, "__self__", None), _WatchedExperts) for hook in hooks)
+    return any(not isinstance(getattr(hook, "__self__", None), WatchedExperts) for hook in hooks)
 
 
 def _remove(hooks: list[RemovableHandle]) -> None:
@@ -158,7 +151,7 @@ def _remove(hooks: list[RemovableHandle]) -> None:
         hook.remove()
 
 
-class _WatchedExperts:
+class WatchedExperts:
     """Sees to it that nobody recomputes a call of the experts alone: it would be with weights that the module has of
     its own, whoever's the call was with.
     """
@@ -192,7 +185,7 @@ class _WatchedExperts:
 def _compute(
     layer: Any,
     stock: Callable[..., Any],
-    watched: _WatchedExperts,
+    watched: WatchedExperts,
     hidden_states: torch.Tensor,
     probs: torch.Tensor,
 ) -> tuple[torch.Tensor, None]:

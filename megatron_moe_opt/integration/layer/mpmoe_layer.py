@@ -2,41 +2,84 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
+from megatron_moe_opt.integration.layer.expert_migration_layer import WatchedExperts, experts_to_migrate
+from megatron_moe_opt.integration.layer.experts_of_owners import call_experts
 from megatron_moe_opt.integration.layer.layer_seam import LayerSeam, LayerSlot
 from megatron_moe_opt.options import Options
 from megatron_moe_opt.runtime.through_experts.expert_call import Experts
+from megatron_moe_opt.runtime.travelling_experts.expert_communicator import MigratedExperts
 
 
 def pipeline_experts(layer: Any, options: Options) -> None:
     """Replaces MoELayer.routed_experts_compute of this layer, which Megatron calls between dispatch and combine.
 
     Around it the dispatcher's token_dispatch and token_combine leave rows where they are; shared experts that overlap
-    with dispatch and combine have their two halves before and after it.
+    with dispatch and combine have their two halves before and after it. Experts travel where the dispatcher's tokens
+    hop between domains of several ranks. A collective call over the layer's groups, then.
 
     Raises:
         ConfigurationError: a Megatron whose layer has no such method.
     """
-    experts = Experts(_runner(layer), ())
+    seam = LayerSeam(layer)
+    seam.stock(LayerSlot.EXPERTS)  # refused before any rank waits for another
+    dispatcher = layer.token_dispatcher.dispatcher
+    if dispatcher.hops is not None and dispatcher.hops.groups.migrates:
+        migrate, hooks = experts_to_migrate(layer, options)
+        dispatcher.migrated = migrate(dispatcher.hops.groups, dispatcher.hops.tables.owners)
+        run = functools.partial(_run_all, layer, dispatcher.migrated, WatchedExperts(layer, hooks))
+    else:
+        run = functools.partial(_run, layer)
+    experts = Experts(run, ())
 
     def routed_experts_compute(hidden_states: torch.Tensor, probs: torch.Tensor) -> tuple[torch.Tensor, None]:
         plugged = layer.token_dispatcher
         tensors = *layer.experts.parameters(), *layer.experts.buffers()
         experts.parameters = tuple(tensor for tensor in tensors if tensor.requires_grad)
         experts.constants = tuple(tensor for tensor in tensors if not tensor.requires_grad)
-        return plugged.dispatcher.through_experts(hidden_states, plugged.dispatched, experts), None
+        dispatched, migrated = plugged.dispatched, plugged.dispatcher.migrated
+        if migrated is None:
+            return plugged.dispatcher.through_experts(hidden_states, dispatched, experts), None
+        migrated.fetch(dispatched.news)  # on their way while the first partitions are
+        of_pass = dataclasses.replace(
+            experts, borrowed=migrated.borrowed(), stand_ins=migrated.stand_ins(dispatched.lent)
+        )
+        returned = plugged.dispatcher.through_experts(hidden_states, dispatched, of_pass)
+        return migrated.back_in_backward(returned), None
 
-    LayerSeam(layer).put(LayerSlot.EXPERTS, routed_experts_compute)
+    seam.put(LayerSlot.EXPERTS, routed_experts_compute)
 
 
-def _runner(layer: Any) -> Any:
-    def run(tokens: torch.Tensor, tokens_per_expert: torch.Tensor, probs: torch.Tensor) -> torch.Tensor:
-        output, bias = layer.experts(tokens, tokens_per_expert, probs)
-        if bias is not None:
-            raise RuntimeError(f"{type(layer.experts).__name__} returns a bias, which stock dispatchers do not add")
-        return output
+def _run(
+    layer: Any, tokens: torch.Tensor, tokens_per_expert: torch.Tensor, probs: torch.Tensor, _: Sequence[torch.Tensor]
+) -> torch.Tensor:
+    """This rank's experts."""
+    return _without_bias(layer, *layer.experts(tokens, tokens_per_expert, probs))
 
-    return run
+
+def _run_all(
+    layer: Any,
+    migrated: MigratedExperts,
+    watched: WatchedExperts,
+    tokens: torch.Tensor,
+    tokens_per_expert: torch.Tensor,
+    probs: torch.Tensor,
+    of_others: Sequence[torch.Tensor],
+) -> torch.Tensor:
+    """The experts of all owners."""
+    own = dict(layer.experts.named_parameters())
+    of_owners = [own if parameters is None else parameters for parameters in migrated.by_owner(of_others)]
+    with watched:
+        return _without_bias(layer, *call_experts(layer.experts, of_owners, tokens, tokens_per_expert, probs))
+
+
+def _without_bias(layer: Any, output: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    if bias is not None:
+        raise RuntimeError(f"{type(layer.experts).__name__} returns a bias, which stock dispatchers do not add")
+    return output

@@ -6,24 +6,25 @@ from megatron_moe_opt.planning.costs.cluster import Cluster
 from megatron_moe_opt.schedules.hops import role
 from megatron_moe_opt.schedules.parm import JOINT, TP
 from megatron_moe_opt.schedules.schedule import Op
-from megatron_moe_opt.topology.domains import stationary
+from megatron_moe_opt.topology.domains import ExpertDomains
 
 
 class LinkBytes:
     """Which peers of the first rank's groups are on other nodes."""
 
-    def __init__(self, cluster: Cluster, workers: tuple[int, ...] = ()) -> None:
+    def __init__(self, cluster: Cluster, domains: ExpertDomains | None = None) -> None:
         """
         Args:
-            workers: of each network level of the expert-parallel group, over which tokens hop; empty: none does.
+            domains: of the expert-parallel group, between which tokens hop; None: none does.
         """
         world = cluster.world
         layout = world.layout
         self._ranks = {role: layout.groups(role)[0] for role in ("ep", "expert-tp", TP)}
         self._ranks[JOINT] = layout.joint_groups[0]
-        for level in range(len(workers)):
-            group = stationary(workers).all_to_all_groups(level)[0]
-            self._ranks[role(level)] = tuple(self._ranks["ep"][one] for one in group)
+        for level in range(0 if domains is None else domains.levels):
+            of_level = domains.all_to_all_groups(level)[0], domains.gather_groups(level)[0]
+            for name, group in zip((role(level), f"experts.{level}"), of_level, strict=True):
+                self._ranks[name] = tuple(self._ranks["ep"][one] for one in group)
         self._nodes = world.nodes
 
     @property

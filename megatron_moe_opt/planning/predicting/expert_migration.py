@@ -217,18 +217,11 @@ def timelines(
     for one, seconds in zip(layer.passes, expert_seconds, strict=True):
         forward = one.collective is Kind.ALL_GATHER
         levels = [level for level in range(domains.levels) if domains.domains(level) > 1]
-        travels = {
-            level: layer.travels(domains, level, one) for level in range(domains.levels) if domains.sizes[level] > 1
-        }
-        gathered, returned = (
-            build({level: sizes[kind] for level, sizes in travels.items() if kind in sizes}, kind in layer.coded)
-            for build, kind in ((schedules.gathered, Kind.ALL_GATHER), (schedules.returned, Kind.REDUCE_SCATTER))
-        )
-        decoded = [schedules.decoded(gathered.ops[-1].size)] if gathered.ops and Kind.ALL_GATHER in layer.coded else []
+        before, after = _of_experts(layer, domains, one)
         hopping = HopBytes({level: int(layer.exchanged(domains, level)) for level in levels})
         out, back = (build(hopping, HopStages(domains.levels)) for build in (schedules.hop_out, schedules.hop_back))
         experts = Schedule("experts", (Op(Kind.COMPUTE if forward else Kind.GRADIENT, Lane.COMPUTE),))
-        in_order = [gathered, *decoded, out, experts, back, returned]
+        in_order = [*before, out, experts, back, *after]
         parts = {
             f"{number}. {schedule.name}": simulate(schedule, _seconds_of_ops(layer, domains, curves, one, seconds))
             for number, schedule in enumerate(in_order, start=1)
@@ -236,6 +229,28 @@ def timelines(
         }
         found.append(one_after_another("forward" if forward else "backward", parts))
     return found
+
+
+def travelling(layer: MigrationLayer, domains: ExpertDomains, forward: Schedule, backward: Schedule) -> list[Schedule]:
+    """Returns the schedules of a layer's two passes with those of its experts' way before and after each."""
+    found = []
+    for one, of_tokens in zip(layer.passes, (forward, backward), strict=True):
+        before, after = _of_experts(layer, domains, one)
+        found += [schedule for schedule in (*before, of_tokens, *after) if schedule.ops]
+    return found
+
+
+def _of_experts(
+    layer: MigrationLayer, domains: ExpertDomains, one: StreamPass
+) -> tuple[list[Schedule], list[Schedule]]:
+    """Returns what brings the experts of a pass here, and what returns their gradients."""
+    travels = {level: layer.travels(domains, level, one) for level in range(domains.levels) if domains.sizes[level] > 1}
+    gathered, returned = (
+        build({level: sizes[kind] for level, sizes in travels.items() if kind in sizes}, kind in layer.coded)
+        for build, kind in ((schedules.gathered, Kind.ALL_GATHER), (schedules.returned, Kind.REDUCE_SCATTER))
+    )
+    decoded = [schedules.decoded(gathered.ops[-1].size)] if gathered.ops and Kind.ALL_GATHER in layer.coded else []
+    return [gathered, *decoded], [returned]
 
 
 def _seconds_of_ops(
@@ -252,6 +267,14 @@ def _seconds_of_ops(
         return curve_of(curves, op.kind, level, domains.sizes[level]).seconds(op.size)
 
     return cost
+
+
+def has_curves(curves: Curves, domains: ExpertDomains) -> bool:
+    """Whether all collectives of such domains were measured."""
+    needed = [(Kind.ALL_TO_ALL, level, domains.domains(level)) for level in range(domains.levels)]
+    for level, size in enumerate(domains.sizes):
+        needed += [(kind, level, size) for kind in (Kind.ALL_GATHER, Kind.REDUCE_SCATTER)]
+    return all(key in curves for key in needed if key[2] > 1)
 
 
 def curve_of(curves: Curves, kind: Kind, level: int, ranks: int) -> CostCurve:

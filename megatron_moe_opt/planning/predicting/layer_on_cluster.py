@@ -21,6 +21,7 @@ from megatron_moe_opt.schedules.mpmoe import NONE
 from megatron_moe_opt.schedules.parm import TP
 from megatron_moe_opt.schedules.schedule import COLLECTIVES, Kind, Lane, Op, Schedule
 from megatron_moe_opt.schedules.timeline import Timeline
+from megatron_moe_opt.topology.domains import stationary
 
 PIPELINE = "pipeline with experts"
 """The term of schedules that experts are part of."""
@@ -39,7 +40,7 @@ class LayerOnCluster:
         self.costs = cluster.costs() if cluster.expert_gemm is None else self.expert_costs
         of_stock = {key: CostCurve(points) for key, points in cluster.stock_curves.items()}
         self.stock_costs = Costs({**self.costs.curves, **of_stock}, self.costs.overhead)
-        self.links = LinkBytes(cluster, workload.workers)
+        self.links = LinkBytes(cluster, stationary(workload.workers) if workload.workers else None)
         self.skew = Skew(workload.imbalance, workload.rank_rows, cluster)
         self.exchanged = workload.rows_of(self.skew.exchanged)
         """Rows of an even all-to-all that takes as long as this one."""
@@ -80,8 +81,12 @@ class LayerOnCluster:
 
     def seconds_of_copies(self, holds: int) -> float:
         """Of experts that travel, in memory: into the message, their gradients into one, the sum to the parameters'."""
-        copied = (holds + 2) * self.workload.expert_bytes if holds > 1 else 0
+        copied = self.bytes_of_copies(holds)
         return self.costs.curve(Op(Kind.COPY, Lane.COMPUTE)).seconds(copied) if copied else 0.0
+
+    def bytes_of_copies(self, holds: int) -> int:
+        """Of `seconds_of_copies`."""
+        return (holds + 2) * self.workload.expert_bytes if holds > 1 else 0
 
     @cached_property
     def passes(self) -> tuple[Pass, ...]:
@@ -104,16 +109,17 @@ class LayerOnCluster:
         costs: Callable[[Op], float] | None = None,
         parts: int = 1,
         local_rows: int | None = None,
+        links: LinkBytes | None = None,
     ) -> Prediction:
         """Returns a candidate whose schedules run one after another, and so do some more ops.
 
-        Schedules without experts have them added. `local_rows` as in `local_timeline`.
+        Schedules without experts have them added. `local_rows` as in `local_timeline`; `links` as in `played`.
         """
         costs = self._converting(costs or self.costs)
         timelines = [simulate(schedule, costs, self.cluster.slowdown) for schedule in schedules]
         if alone:
             timelines.append(Timeline.in_turn("one after another", ((op, costs(op)) for op in alone)))
-        return self.played(variant, timelines, whose, parts, local_rows)
+        return self.played(variant, timelines, whose, parts, local_rows, links)
 
     def _converting(self, costs: Callable[[Op], float]) -> Callable[[Op], float]:
         """Rows that travel narrower are converted where they are copied and summed: taken to cost what it costs to copy
@@ -132,9 +138,13 @@ class LayerOnCluster:
         whose: str = OURS,
         parts: int = 1,
         local_rows: int | None = None,
+        links: LinkBytes | None = None,
     ) -> Prediction:
         """Returns a candidate that takes these timelines, rows on the rank, and experts where they lack them: then the
         first four are those of PASSES.
+
+        Args:
+            links: over which it sends, where experts travel.
         """
         ops = [op for timeline in timelines for op in timeline.schedule.ops]
         with_experts = any(op.kind is Kind.COMPUTE for op in ops)
@@ -148,7 +158,7 @@ class LayerOnCluster:
             "experts": sum(one.seconds for one in experts),
             "rows on the rank": local.seconds,
         }
-        sent = [self.links.sent(op) for op in ops if op.kind in COLLECTIVES]
+        sent = [(links or self.links).sent(op) for op in ops if op.kind in COLLECTIVES]
         in_order = [one for one in (*in_order, local) if one.seconds]
         return Prediction(
             variant,

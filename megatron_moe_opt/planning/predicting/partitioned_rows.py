@@ -10,7 +10,7 @@ from megatron_moe_opt.planning.predicting.skew import Skew
 from megatron_moe_opt.planning.training.memory import expert_middle_width
 from megatron_moe_opt.schedules.hops import HopRows
 from megatron_moe_opt.schedules.mpmoe import STRATEGIES, PartitionRows, RowBytes
-from megatron_moe_opt.topology.domains import stationary
+from megatron_moe_opt.topology.domains import ExpertDomains, stationary
 
 FACT_BYTES = 4
 """Of a token's probability for an expert, or of the expert's number."""
@@ -41,9 +41,15 @@ def hop_row_bytes(layer: LayerWorkload, notes: bool = False) -> RowBytes:
     return replace(row, packed=layer.outbound_bytes + facts, returned=layer.homebound_bytes + gradients)
 
 
-def hop_partitions(layer: LayerWorkload, skew: Skew, rows: int, count: int) -> list[HopRows]:
-    """Equal parts of a rank's tokens, no expert of which travels, and of the rows that its experts compute."""
-    domains, migration = stationary(layer.workers), layer.migration(skew)
+def hop_partitions(
+    layer: LayerWorkload, skew: Skew, rows: int, count: int, domains: ExpertDomains | None = None
+) -> list[HopRows]:
+    """Equal parts of a rank's tokens, and of the `rows` that the experts held here compute.
+
+    Args:
+        domains: in which experts travel; None: none does.
+    """
+    domains, migration = domains or stationary(layer.workers), layer.migration(skew)
     levels = (level for level in range(domains.levels) if domains.domains(level) > 1)
     sent = {level: ceil(migration.copies(domains, level) / count) for level in levels}
     own = -(-migration.tokens // count)

@@ -20,6 +20,7 @@ from torch.autograd import Function
 from torch.autograd.graph import saved_tensors_hooks
 
 from megatron_moe_opt.runtime.engine.offload import HostCopyOf
+from megatron_moe_opt.runtime.travelling_experts.arrived_experts import BorrowedExperts
 from megatron_moe_opt.schedules.mpmoe import Restore
 
 TakeGradient = Callable[[int, torch.Tensor | None], None]
@@ -31,14 +32,29 @@ autograd, because it adds to the parameter's main_grad itself."""
 class Experts:
     """The experts of one rank and layer."""
 
-    run: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-    """tokens [R, H], rows of each local expert (int64, CPU), probabilities [R] -> outputs [R, H]."""
+    run: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Sequence[torch.Tensor]], torch.Tensor]
+    """tokens [R, H], rows of each expert held here (int64, CPU), probabilities [R], parameters of other ranks' experts
+    -> outputs [R, H].
+    """
     parameters: tuple[torch.Tensor, ...]
     """That get a gradient."""
     constants: tuple[torch.Tensor, ...] = ()
     """What they have besides, and no call of theirs makes: frozen parameters and buffers."""
+    borrowed: BorrowedExperts | None = None
+    """Those of other ranks that are held here in this pass; None: no expert travels."""
+    stand_ins: tuple[torch.Tensor, ...] = ()
+    """Of the borrowed experts' parameters, for autograd, which gives them their gradients: no call uses them."""
     middle_row_bytes: int = 0
     """T_M bytes of a row, as far as an offload has shown them."""
+
+    @property
+    def trained(self) -> tuple[torch.Tensor, ...]:
+        """All that get a gradient, in the order of the numbers that TakeGradient gets."""
+        return *self.parameters, *self.stand_ins
+
+    def borrow(self) -> list[torch.Tensor]:
+        """Waits for the borrowed experts' parameters."""
+        return [] if self.borrowed is None else self.borrowed.parameters()
 
 
 class ExpertCall:
@@ -62,7 +78,7 @@ class ExpertCall:
         """
         self._hands_over = hands_over
         self._experts, self._tokens_per_expert, self._probs, self._middle = experts, tokens_per_expert, probs, middle
-        self._saved = _SavedMiddle(kept | {probs.untyped_storage().data_ptr()})
+        self._saved = _SavedMiddle(kept | {probs.untyped_storage().data_ptr()}, experts.borrowed)
         self._gradients: _Gradients | None = _Gradients()
         self._anchor: torch.Tensor | None = None
         self._exit: torch.Tensor | None = None
@@ -71,15 +87,15 @@ class ExpertCall:
         """tokens [R, H] -> outputs [R, H], without a graph to the outside."""
         if self._middle is Restore.RECOMPUTE:
             with torch.no_grad():
-                return self._experts.run(tokens, self._tokens_per_expert, self._probs)
+                return self._experts.run(tokens, self._tokens_per_expert, self._probs, self._experts.borrow())
         if self._middle is Restore.KEEP and not self._hands_over:
-            return self._record(tokens, nullcontext())
+            return self._record(tokens, self._without_borrowed())
         with self._saved.reading(tokens):
             return self._record(tokens, self._saved.hooks())
 
     def recompute(self, tokens: torch.Tensor) -> None:
         """Runs the experts again, on the same tokens, and keeps T_M this time."""
-        self._record(tokens, nullcontext())
+        self._record(tokens, self._without_borrowed())
 
     def backward(
         self, tokens: torch.Tensor, grad_output: torch.Tensor, take: TakeGradient
@@ -96,6 +112,9 @@ class ExpertCall:
         with self._saved.reading(tokens), _taking(self._experts.parameters, take):
             torch.autograd.grad(self._exit, inputs, torch.zeros_like(self._exit), allow_unused=True)
         self._exit = self._anchor = None
+        for number, gradient in enumerate(gradients.borrowed, start=len(self._experts.parameters)):
+            if gradient is not None:
+                take(number, gradient)
         return gradients.tokens, gradients.probs
 
     def hand_over_middle(self) -> list[torch.Tensor]:
@@ -119,10 +138,17 @@ class ExpertCall:
         # The graph begins at an empty tensor and ends in another, so that it holds on to neither inputs nor outputs.
         self._anchor = torch.empty(0, device=tokens.device, requires_grad=True)
         with torch.enable_grad(), hooks:
-            tokens, probs = _Enter.apply(self._anchor, tokens, self._probs, self._gradients)
-            output = self._experts.run(tokens, self._tokens_per_expert, probs)
+            tokens, probs, *borrowed = _Enter.apply(
+                self._anchor, self._gradients, tokens, self._probs, *self._experts.borrow()
+            )
+            output = self._experts.run(tokens, self._tokens_per_expert, probs, borrowed)
             self._exit = _Leave.apply(output, self._gradients)
         return output.detach()
+
+    def _without_borrowed(self) -> AbstractContextManager[Any]:
+        """In this context operations save what they save anyhow, but no borrowed expert: it may be dropped."""
+        borrowed = self._experts.borrowed
+        return nullcontext() if borrowed is None else saved_tensors_hooks(borrowed.forget, borrowed.restore)
 
 
 @contextmanager
@@ -158,21 +184,29 @@ class _Gradients:
     output: torch.Tensor | None = None
     tokens: torch.Tensor | None = None
     probs: torch.Tensor | None = None
+    borrowed: Sequence[torch.Tensor | None] = ()
+    """None: of an expert without rows."""
 
 
 class _Enter(Function):
     @staticmethod
     def forward(
-        ctx: Any, anchor: torch.Tensor, tokens: torch.Tensor, probs: torch.Tensor, gradients: _Gradients
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        ctx: Any, anchor: torch.Tensor, gradients: _Gradients, tokens: torch.Tensor, *others: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
         ctx.gradients = gradients
         ctx.device = anchor.device
-        return tokens.detach(), probs.detach()
+        ctx.set_materialize_grads(False)
+        ctx.shapes = [(one.shape, one.dtype) for one in (tokens, others[0])]
+        return tokens.detach(), *(one.detach() for one in others)
 
     @staticmethod
-    def backward(ctx: Any, grad_tokens: torch.Tensor, grad_probs: torch.Tensor) -> Any:
-        ctx.gradients.tokens, ctx.gradients.probs = grad_tokens, grad_probs
-        return torch.empty(0, device=ctx.device), None, None, None
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
+        of_rows = [
+            torch.zeros(shape, dtype=dtype, device=ctx.device) if grad is None else grad
+            for grad, (shape, dtype) in zip(grads, ctx.shapes, strict=False)
+        ]
+        (ctx.gradients.tokens, ctx.gradients.probs), ctx.gradients.borrowed = of_rows, grads[2:]
+        return torch.empty(0, device=ctx.device), None, *(None for _ in grads)
 
 
 class _Leave(Function):
@@ -215,8 +249,8 @@ class _SavedMiddle:
     It must not know the call: that would be a cycle through autograd's graph, which nothing collects.
     """
 
-    def __init__(self, kept: set[int]) -> None:
-        self._kept = kept
+    def __init__(self, kept: set[int], borrowed: BorrowedExperts | None) -> None:
+        self._kept, self._borrowed = kept, borrowed
         self._tokens: torch.Tensor | None = None
         self._blocks: WeakValueDictionary[int, _Block] = WeakValueDictionary()  # by address
 
@@ -260,6 +294,10 @@ class _SavedMiddle:
             block.device, block.host = block.host.to_device(owner=owner), None
 
     def _pack(self, tensor: torch.Tensor) -> _View | torch.Tensor:
+        if self._borrowed is not None:
+            part = self._borrowed.forget(tensor)
+            if part is not tensor:
+                return part
         storage, tokens = tensor.untyped_storage(), self._tokens
         address, place = storage.data_ptr(), (tensor.dtype, tuple(tensor.shape), tensor.stride())
         plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout is torch.strided
@@ -275,7 +313,7 @@ class _SavedMiddle:
 
     def _unpack(self, saved: _View | torch.Tensor) -> torch.Tensor:
         if not isinstance(saved, _View):
-            return saved
+            return saved if self._borrowed is None else self._borrowed.restore(saved)
         if saved.block is None:
             memory, first = self._tokens, self._tokens.storage_offset()
         else:

@@ -67,7 +67,7 @@ def through_experts(
     if not torch.is_grad_enabled():  # nothing to restore: partitions share buffers, and T_M is never saved
         wire.rows = _Pass(experts, exchanges, "S4", prob_dtype).forward(wire.take_rows())
         return packed
-    return _ThroughExperts.apply(packed, wire, _Pass(experts, exchanges, strategy, prob_dtype), *experts.parameters)
+    return _ThroughExperts.apply(packed, wire, _Pass(experts, exchanges, strategy, prob_dtype), *experts.trained)
 
 
 class _ThroughExperts(Function):
@@ -166,7 +166,7 @@ class _Pass:
         buffers = self._buffers(given)
         compute = torch.cuda.current_stream(grad_combined.device) if has_streams(grad_combined.device) else None
         grads: dict[int, _Computed] = {}
-        of_parameters = [_Sum(parameter, len(self.exchanges)) for parameter in self.experts.parameters]
+        of_parameters = [_Sum(parameter, len(self.exchanges)) for parameter in self.experts.trained]
 
         def take(number: int, grad: torch.Tensor | None) -> None:
             of_parameters[number].add(grad)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -77,6 +78,27 @@ def restore_part(part: torch.Tensor | _Part) -> torch.Tensor:
         return part
     experts = part.arrived.experts()
     return experts.as_strided(part.size, part.stride, experts.storage_offset() + part.first)
+
+
+@dataclass(frozen=True)
+class BorrowedExperts:
+    """Other ranks' experts, as one pass has them. Their gradients go elsewhere: see MigratedExperts.stand_ins."""
+
+    arrived: ArrivedExperts
+    views: Callable[[torch.Tensor], Iterator[torch.Tensor]]
+    """The other owners' parameters in the experts [owners, numel]: the same memory."""
+
+    def parameters(self) -> list[torch.Tensor]:
+        """Waits for the parameters, and returns them without a graph."""
+        return [*self.views(self.arrived.experts())]
+
+    def forget(self, tensor: torch.Tensor) -> Any:
+        """What to save for backward in the place of a tensor that may be a part of these, see `restore`."""
+        return self.arrived.forget_part(tensor)
+
+    def restore(self, saved: Any) -> torch.Tensor:
+        """The tensor that `forget` was given."""
+        return restore_part(saved)
 
 
 class Residents:

@@ -38,6 +38,7 @@ from megatron_moe_opt.runtime.observed.layer_place import Place, belonging_to, p
 from megatron_moe_opt.runtime.travelling_experts.arrived_experts import (
     ArrivedExperts,
     Arriving,
+    BorrowedExperts,
     Residents,
     restore_part,
 )
@@ -408,11 +409,32 @@ class MigratedExperts:
         Args:
             lent: of this pass.
         """
-        names = [slot.name for slot in self.weights.slots]
-        tensors = iter(_Migrate.apply(self, lent.returned, *lent.parameters))
+        return self.by_owner(_Migrate.apply(self, lent.returned, [*self._of_others(self.gathered())], *lent.parameters))
+
+    def by_owner(self, of_others: Sequence[torch.Tensor]) -> list[dict[str, torch.Tensor] | None]:
+        """The other owners' parameters, as `BorrowedExperts` has them, as `of_owners` returns them."""
+        names, tensors = [slot.name for slot in self.weights.slots], iter(of_others)
         return [
             None if place == self.own else {name: next(tensors) for name in names} for place in range(len(self.owners))
         ]
+
+    def borrowed(self) -> BorrowedExperts:
+        """The other owners' experts for a pipeline that takes them when they are needed: those of the pass that
+        `fetch` has begun. Who takes them gives their gradients to `stand_ins`.
+        """
+        return BorrowedExperts(self._arrived, self._of_others)
+
+    def stand_ins(self, lent: Lent) -> tuple[torch.Tensor, ...]:
+        """Tensors without memory in the shapes of `borrowed`'s parameters: the gradients that autograd gets of them
+        return to the owners, as those of `of_owners` do.
+        """
+        zero, others = self.weights.parameters[0].new_zeros(()), len(self.owners) - 1
+        shapes = [slot.shape for slot in self.weights.slots] * others
+        return _Migrate.apply(self, lent.returned, [zero.expand(shape) for shape in shapes], *lent.parameters)
+
+    def _of_others(self, gathered: torch.Tensor) -> Iterator[torch.Tensor]:
+        others = (place for place in range(len(self.owners)) if place != self.own)
+        return (view for place in others for view in self.weights.views(gathered[place]))
 
 
 @dataclass
@@ -471,14 +493,12 @@ class _Migrate(Function):
 
     @staticmethod
     def forward(
-        ctx: Any, migrated: MigratedExperts, returned: _Returned, *own: torch.Tensor
+        ctx: Any, migrated: MigratedExperts, returned: _Returned, of_others: list[torch.Tensor], *own: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
         ctx.migrated, ctx.returned = migrated, returned
         ctx.dtype, ctx.device, ctx.shapes = own[0].dtype, own[0].device, [parameter.shape for parameter in own]
         ctx.set_materialize_grads(False)
-        gathered = migrated.gathered()
-        others = [place for place in range(len(migrated.owners)) if place != migrated.own]
-        return tuple(view for place in others for view in migrated.weights.views(gathered[place]))
+        return tuple(of_others)
 
     @staticmethod
     @once_differentiable
@@ -493,4 +513,4 @@ class _Migrate(Function):
         if arrived is not None:
             ctx.returned.wait = lambda: weights.views(arrived())
         stand_in = flat.new_zeros(())  # what autograd needs to go on to _Lend
-        return None, None, *(stand_in.expand(shape) for shape in ctx.shapes)
+        return None, None, None, *(stand_in.expand(shape) for shape in ctx.shapes)
