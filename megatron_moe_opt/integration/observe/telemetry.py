@@ -21,7 +21,7 @@ from megatron_moe_opt.integration.observe.stock_traffic import StockTraffic
 from megatron_moe_opt.kernels.count_tokens import count_routing_map
 from megatron_moe_opt.row_format import SAME
 from megatron_moe_opt.runtime.engine.recomputation import is_recomputing
-from megatron_moe_opt.runtime.observed.layer_pass import DeviceClock, Direction, HostClock, LayerPass, Samples
+from megatron_moe_opt.runtime.observed.layer_pass import STRIDE, DeviceClock, Direction, HostClock, LayerPass, Samples
 from megatron_moe_opt.runtime.rows.row_layout import rounding
 
 STAGES = (LayerSlot.PREPROCESS, LayerSlot.DISPATCH, LayerSlot.COMBINE, LayerSlot.POSTPROCESS)
@@ -31,12 +31,12 @@ STAGES = (LayerSlot.PREPROCESS, LayerSlot.DISPATCH, LayerSlot.COMBINE, LayerSlot
 class LayerRecord:
     """What has been observed of one layer."""
 
-    def __init__(self, num_experts: int, group: Any) -> None:
+    def __init__(self, num_experts: int, group: Any, stride: int = STRIDE) -> None:
         self.number = 0
         """Of the layer in the model."""
         self.num_experts, self.group = num_experts, group
         self.clock = DeviceClock() if torch.cuda.is_available() else HostClock()
-        self.first, self.again = Samples(), Samples()
+        self.first, self.again = Samples(stride), Samples(stride)
         """Forward passes; and those that recomputation repeats, from which backward passes come."""
 
 
@@ -52,13 +52,13 @@ def take_records() -> list[LayerRecord]:
     return records
 
 
-def watch(layer: Any) -> None:
-    """Observes passes of a MoELayer that was just built.
+def watch(layer: Any, stride: int = STRIDE) -> None:
+    """Observes every `stride`-th pass of a MoELayer that was just built.
 
     Raises:
         ConfigurationError: a Megatron whose layer has no such stages.
     """
-    stages = _Stages(layer, LayerRecord(layer.config.num_moe_experts, layer.token_dispatcher.tp_ep_group))
+    stages = _Stages(layer, LayerRecord(layer.config.num_moe_experts, layer.token_dispatcher.tp_ep_group, stride))
     for slot in STAGES:
         LayerSeam(layer).put(slot, getattr(stages, slot.value))
 
