@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NoReturn
 
+from step_log import read_steps
+
 from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.options import Options, options_help, split_options
 from megatron_moe_opt.output_file import check_output_file, check_output_folder
@@ -101,6 +103,7 @@ def _build_parser() -> argparse.ArgumentParser:
     output.add_argument("--exit-on-missing-checkpoint", action="store_true")
     output.add_argument("--log-interval", type=int, default=1)
     output.add_argument("--log-json", help="file that gets one JSON line for every logged iteration")
+    output.add_argument("--compare-with", help="--log-json of another run, whose losses are shown beside this one's")
     output.add_argument("--tensorboard-dir")
     output.add_argument("--record-routing", help="file that gets the experts of every token, for moe-opt trace replay")
     output.add_argument("--record-steps", help="the iterations to record, such as 301-400; default: all of this run")
@@ -120,6 +123,7 @@ def parse_arguments(command_line: Sequence[str]) -> tuple[argparse.Namespace, Op
     args.lr_decay_iters = args.lr_decay_iters or args.train_iters
     args.blend = _blend(args.data_path)
     args.recorded = _recorded(args)
+    args.others = read_steps(args.compare_with) if args.compare_with else {}
     return args, options
 
 

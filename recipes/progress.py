@@ -49,12 +49,16 @@ class TrainingProgress:
         """Take one iteration's time into the rate."""
         self._seconds.append(seconds)
 
-    def show(self, iteration: int, loss: float, grad_norm: float) -> None:
-        """Show the figures of an iteration; at least one must have been counted."""
+    def show(self, iteration: int, loss: float, grad_norm: float, other_loss: float | None = None) -> None:
+        """Show the figures of an iteration; at least one must have been counted.
+
+        Args:
+            other_loss: of another run in the same iteration, to be seen beside this one's.
+        """
         mean = sum(self._seconds) / len(self._seconds)
-        figures = (
-            f"loss {loss:.4f}  {self._tokens / mean:,.0f} tokens/s  left {_clock(mean * (self._total - iteration))}"
-        )
+        beside = "" if other_loss is None else f" (there {other_loss:.4f})"
+        left = _clock(mean * (self._total - iteration))
+        figures = f"loss {loss:.4f}{beside}  {self._tokens / mean:,.0f} tokens/s  left {left}"
         self._bar.update(self._task, completed=iteration, figures=figures)
         if not self._console.is_terminal:
             width = len(str(self._total))

@@ -55,7 +55,8 @@ python recipes/prepare_text.py --output "$data" "${text[@]}"
 
 train monta monta --save "$output/checkpoints" --save-interval "$half"
 train resumed monta --load "$output/checkpoints" --ckpt-step "$half" --exit-interval $((half + resumed_steps))
-train alltoall alltoall
+echo "== the same steps with stock, each loss beside monta's"
+train alltoall alltoall --compare-with "$output/monta.jsonl"
 
 echo "== comparison"
 python recipes/compare_runs.py --output "$output" --run monta "$output/monta.jsonl" \

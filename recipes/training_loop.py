@@ -266,7 +266,7 @@ def train(
             if iteration % args.log_interval == 0 or iteration == last:
                 ours = reports.collect()
                 write(record, ours)
-                progress.show(iteration, loss, grad_norm)
+                progress.show(iteration, loss, grad_norm, args.others.get(iteration, {}).get("loss"))
                 for line in reports.lines(ours):
                     progress.say(line)
             if args.save and (iteration == last or (args.save_interval and iteration % args.save_interval == 0)):

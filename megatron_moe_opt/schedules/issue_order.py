@@ -1,18 +1,22 @@
 """The order in which ops are issued, for GPUs on which streams share one hardware queue.
 
 Megatron sets CUDA_DEVICE_MAX_CONNECTIONS=1 where its tensor or context parallelism relies on launch order. Then an op
-that waits holds up all that is issued after it, in whichever lane. So ops are issued in the order in which they would
-start: nothing stands behind an op that starts later than itself.
-
-When ops start depends on how long they take. All ranks must issue alike, or two of them could wait for each other in
-two process groups: so what an op takes is that of its kind, whatever this rank's bytes.
+that waits holds up all that is issued after it, in whichever lane: nothing should stand behind an op that starts later
+than itself. When ops start depends on how long they take. All ranks must issue alike, or two of them could wait for
+each other in two process groups: so what an op takes is a guess by its kind and lane, whatever this rank's bytes. There
+are several guesses, and the order is one that is good with each of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache
+from itertools import product
+
+import numpy as np
+import numpy.typing as npt
 
 from megatron_moe_opt.schedules.schedule import Kind, Lane, Op
 
@@ -23,27 +27,99 @@ SECONDS = {
     Kind.COMPUTE: 2.0,
     Kind.GRADIENT: 4.0,
 }
-"""What ops of a kind take, against a collective's 1."""
+"""What ops of a kind take, against a collective's 1: the first guess."""
+_INSIDE_NODES, _COPIES, _EXPERTS, _HOST_COPIES = (0.25, 1.0), (0.02, 0.3), (0.25, 5.0), (0.25, 2.0)
+"""Of the other guesses: what may be little or much of the time of a collective between nodes."""
+_FIRST_COUNTS = 1.2
+"""How much worse the other guesses may come out than the first."""
+_SQUARINGS = 5
+"""By its 32nd power the worst guess outweighs the others."""
+
+_Shape = tuple[Lane, Kind, tuple[int, ...]]
+"""What decides the order of an op: its lane, its kind and what it waits for."""
+_Times = npt.NDArray[np.float64]
+"""[ops, guesses]."""
 
 
 def in_issue_order(ops: Sequence[Op]) -> tuple[Op, ...]:
-    """The same ops by the time at which they would start; those of a lane keep their order.
+    """The same ops in an order that holds up few of them on one queue; those of a lane keep theirs.
 
     Args:
         ops: each after those it waits for.
     """
-    order = _order(tuple((op.lane, op.waits_for, SECONDS.get(op.kind, 1.0)) for op in ops))
+    order = _order(tuple((op.lane, op.kind, op.waits_for) for op in ops))
     place = {old: new for new, old in enumerate(order)}
     return tuple(replace(ops[old], waits_for=tuple(place[other] for other in ops[old].waits_for)) for old in order)
 
 
 @lru_cache(maxsize=1024)
-def _order(ops: tuple[tuple[Lane, tuple[int, ...], float], ...]) -> list[int]:
-    """Indexes of ops, given the lane of each, what it waits for and what it takes, by their starts."""
-    starts, ends = [], []
-    free: dict[Lane, float] = {}
-    for lane, waits_for, seconds in ops:
-        starts.append(max((free.get(lane, 0.0), *(ends[other] for other in waits_for))))
-        free[lane] = starts[-1] + seconds
-        ends.append(free[lane])
-    return sorted(range(len(ops)), key=starts.__getitem__)
+def _order(ops: tuple[_Shape, ...]) -> list[int]:
+    """Indexes of ops: one after another the one after which the whole would end soonest, by the guess that it suits
+    least above all.
+
+    Nothing begins before what was issued before it. So once an op is issued, the next ops of all lanes begin no sooner
+    than it does, and the whole ends no sooner than what comes after each of them takes. What is computed is rounded
+    alike on every machine (products, quotients, exact sums), so that all ranks come to the same order.
+    """
+    if not ops:
+        return []
+    seconds = np.array([list(_guesses(lane, kind)) for lane, kind, _ in ops])
+    starts, left = _on_many_queues(ops, seconds)
+    whole = (starts + left).max(axis=0)
+    weights = np.ones(len(whole))
+    weights[0] = _FIRST_COUNTS
+    of_lanes: dict[Lane, list[int]] = {}
+    for index in reversed(range(len(ops))):
+        of_lanes.setdefault(ops[index][0], []).append(index)  # the next op of a lane is the last of its list
+    order: list[int] = []
+    issued: set[int] = set()
+    for _ in ops:
+        following = [indexes[-1] for indexes in of_lanes.values() if indexes]
+        for index in following:
+            for other in ops[index][2]:
+                starts[index] = np.maximum(starts[index], starts[other] + seconds[other])
+        begun = starts[order[-1]] if order else np.zeros_like(whole)
+
+        def regret(index: int, begun: _Times = begun, following: Sequence[int] = following) -> tuple[float, float]:
+            ends = np.maximum(np.maximum(begun, starts[index]), starts[following]) + left[following]
+            longer = weights * (ends.max(axis=0) / whole)
+            for _ in range(_SQUARINGS):
+                longer = longer * longer
+            return math.fsum(longer), starts[index][0]
+
+        best = min((index for index in following if issued.issuperset(ops[index][2])), key=regret)
+        starts[best] = np.maximum(starts[best], begun)
+        order.append(best)
+        issued.add(best)
+        lane = of_lanes[ops[best][0]]
+        lane.pop()
+        if lane:
+            starts[lane[-1]] = np.maximum(starts[lane[-1]], starts[best] + seconds[best])
+    return order
+
+
+def _guesses(lane: Lane, kind: Kind) -> Iterator[float]:
+    """What an op takes by each guess, in units of a collective between nodes."""
+    yield SECONDS.get(kind, 1.0)
+    for inside, copy, experts, host in product(_INSIDE_NODES, _COPIES, _EXPERTS, _HOST_COPIES):
+        of_kind = dict.fromkeys((Kind.PERMUTE, Kind.COPY, Kind.SUM), copy)
+        of_kind |= {Kind.COMPUTE: experts, Kind.GRADIENT: 2 * experts, Kind.OFFLOAD: host, Kind.PREFETCH: host}
+        yield of_kind.get(kind, inside if lane is Lane.INTRA else 1.0)
+
+
+def _on_many_queues(ops: Sequence[_Shape], seconds: _Times) -> tuple[_Times, _Times]:
+    """When each op starts where nothing holds it up but its lane and what it waits for; and from then on the time to
+    the end of the last op that comes after it.
+    """
+    starts, left = np.zeros_like(seconds), seconds.copy()
+    last: dict[Lane, int] = {}
+    behind: list[set[int]] = []
+    for index, (lane, _, waits_for) in enumerate(ops):
+        behind.append({*waits_for, *([last[lane]] if lane in last else [])})
+        last[lane] = index
+        for other in behind[-1]:
+            starts[index] = np.maximum(starts[index], starts[other] + seconds[other])
+    for index in reversed(range(len(ops))):
+        for other in behind[index]:
+            left[other] = np.maximum(left[other], seconds[other] + left[index])
+    return starts, left

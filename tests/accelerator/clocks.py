@@ -6,6 +6,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from time import perf_counter
 from typing import Any
 
 PACKAGE = f"{Path(__file__).parents[2] / 'megatron_moe_opt'}/"
@@ -137,11 +138,13 @@ class Event:
 
     def __init__(self, *_: Any, **__: Any) -> None:
         self.clock: Clock = {}
+        self._recorded = 0.0
 
     def record(self, stream: Stream | None = None) -> None:
         actor = self.streams.current if stream is None else stream.actor
         merge(actor.clock, self.streams.host.clock)
         self.clock = dict(actor.clock)
+        self._recorded = perf_counter()
 
     def wait(self, stream: Stream | None = None) -> None:
         self.streams.order(self.streams.current if stream is None else stream.actor, self.clock, self.place())
@@ -152,5 +155,5 @@ class Event:
     def query(self) -> bool:
         return True
 
-    def elapsed_time(self, _: Event) -> float:
-        return 1.0
+    def elapsed_time(self, later: Event) -> float:
+        return 1e3 * (later._recorded - self._recorded)

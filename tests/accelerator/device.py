@@ -2,7 +2,8 @@
 
 Inside the block tensors on the CPU count as the device's. The package's code for CUDA runs, the executor's issuing
 logic included (compiled from csrc/pipeline/stream_executor.cpp); work is done at once, in the order of issue, so that
-results are right, and vector clocks tell what would not have been ordered on streams.
+results are right and events have the times of this machine, and vector clocks tell what would not have been ordered on
+streams.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import ctypes
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from time import perf_counter
 from typing import Any
 
 import pytest
@@ -331,6 +333,7 @@ class _Runner:
         while len(self._lanes) < len(executor._LANES):
             self._lanes.append(streams.new(f"lane {executor._LANES[len(self._lanes)].value}"))
         events: list[Clock] = []
+        recorded: list[float] = []
         raised: list[BaseException] = []
 
         def actor(number: int) -> Actor:
@@ -339,6 +342,7 @@ class _Runner:
         def record_event(stream: int, _: int) -> int:
             merge(actor(stream).clock, streams.host.clock)
             events.append(dict(actor(stream).clock))
+            recorded.append(perf_counter())
             return len(events) - 1
 
         def wait(stream: int, event: int) -> None:
@@ -363,7 +367,7 @@ class _Runner:
         functions = {
             "current": lambda: -1, "record": record_event, "wait": wait, "enqueue": enqueue, "join": join,
             "synchronize": lambda stream: streams.order(streams.host, actor(stream).clock, None),
-            "seconds": lambda _, __: 0.0,
+            "seconds": lambda first, second: recorded[second] - recorded[first],
         }  # fmt: skip
         failure, times = run_on_streams(self._run, functions, len(self._lanes), ops, caller_lane, record)
         if raised:

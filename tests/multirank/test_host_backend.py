@@ -72,14 +72,11 @@ def test_loss_falls(ranks, layout, settings):
     assert losses[0][-1] < 0.9 * losses[0][0]
 
 
-# fmt: off
-@pytest.mark.parametrize("settings", [
-    {"overlap": True}, RECOMPUTE_MOE, RECOMPUTE_ALL, {"distributed_optimizer": False}, {},
-], ids=str)
-# fmt: on
-def test_variants_that_change_no_sum_give_the_same_bits(ranks, settings):
+def test_variants_that_change_no_sum_give_the_same_bits(ranks):
     layout = {"ep": 2, "etp": 2}
-    assert ranks.run(train, layout=layout, steps=3, **settings) == ranks.run(train, layout=layout, steps=3)
+    losses = ranks.run(train, layout=layout, steps=3)
+    for settings in ({"overlap": True}, RECOMPUTE_MOE, RECOMPUTE_ALL, {"distributed_optimizer": False}, {}):
+        assert ranks.run(train, layout=layout, steps=3, **settings) == losses, settings
 
 
 def gradients(layout, **settings):
@@ -118,9 +115,7 @@ def load(layout, folder, **settings):
 
 
 # fmt: off
-@pytest.mark.parametrize("settings", [
-    {}, {"bf16": True}, {"distributed_optimizer": False}, {"bf16": True, "distributed_optimizer": False},
-], ids=str)
+@pytest.mark.parametrize("settings", [{"bf16": True}, {"distributed_optimizer": False}], ids=str)
 # fmt: on
 def test_checkpoint_resumes_to_the_same_losses(ranks, tmp_path, settings):
     layout = {"tp": 2, "ep": 2}
@@ -130,20 +125,17 @@ def test_checkpoint_resumes_to_the_same_losses(ranks, tmp_path, settings):
 
 # Not between layouts with and without expert parallelism: Megatron gives one of them two optimizers, the other one.
 # fmt: off
-@pytest.mark.parametrize(("saved", "layout"), [
-    ({"tp": 2, "ep": 2}, {"ep": 4}),
-    ({"tp": 2, "ep": 2}, {"etp": 2, "ep": 2}),
-    ({"tp": 2, "ep": 2}, {"pp": 2, "cp": 2, "ep": 2}),
-    ({},                 {"tp": 2, "etp": 2}),
-    ({},                 {"cp": 2}),
-    ({},                 {"pp": 2, "tp": 2, "etp": 2}),
+@pytest.mark.parametrize(("saved", "layouts"), [
+    ({"tp": 2, "ep": 2}, [{"ep": 4}, {"pp": 2, "cp": 2, "ep": 2}, {"etp": 2, "ep": 2}]),
+    ({},                 [{"pp": 2, "tp": 2, "etp": 2}, {"cp": 2}]),
 ], ids=str)
 # fmt: on
-def test_every_layout_continues_a_checkpoint_alike(ranks, tmp_path, saved, layout):
+def test_every_layout_continues_a_checkpoint_alike(ranks, tmp_path, saved, layouts):
     settings = {"optimizer_format": "fully_reshardable", "moe_aux_loss_coeff": 0.0}
     losses = ranks.run(save, layout=saved, folder=str(tmp_path), **settings)
-    continued = ranks.run(load, layout=layout, folder=str(tmp_path), **settings)
-    assert torch.allclose(torch.tensor(continued), torch.tensor(losses), rtol=1e-5, atol=0)
+    for layout in layouts:
+        continued = ranks.run(load, layout=layout, folder=str(tmp_path), **settings)
+        assert torch.allclose(torch.tensor(continued), torch.tensor(losses), rtol=1e-5, atol=0), layout
 
 
 COUNTS = [3, 0, 5, 1]

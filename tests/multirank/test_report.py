@@ -72,7 +72,12 @@ def test_the_page_of_a_run(ranks, tmp_path):
         for row in table.rows:
             assert any(page.cells[place : place + len(row)] == list(row) for place in range(len(page.cells))), row
     assert set(conditions(report)) <= set(page.texts)
-    ops = sum(len(one.schedule.ops) for step in report.recorded.values() for one in step.timelines)
+    # The whole layer of every dispatcher: the stages hold all that its schedules do.
+    for step in report.recorded.values():
+        assert [one.direction for one in step.stages] == ["forward", "backward"]
+        assert step.seconds > sum(one.seconds for one in step.schedules)
+        assert all(one.begin <= one.exchange_begin <= one.exchange_end <= one.end for one in step.stages)
+    ops = sum(len(step.whole(name).spans) for name, step in report.recorded.items())
     assert sum(" of chunk " in text and " ms" in text for text in page.texts) == ops > 0
     content = json.loads(json_file.read_text())
     assert content["predicted"]["seconds"] == report.predicted.seconds

@@ -40,15 +40,16 @@ def _slow_down(patch):
     """What this rank records took a thousand seconds more."""
     from megatron_moe_opt.integration.measuring.under_test import LayerUnderTest
 
-    recorded_step = LayerUnderTest.recorded_step
+    observed_step = LayerUnderTest.observed_step
 
     def slow(layer):
+        timelines, stages = observed_step(layer)
         return [
             replace(timeline, spans=tuple(replace(span, end=span.end + 1000) for span in timeline.spans))
-            for timeline in recorded_step(layer)
-        ]
+            for timeline in timelines
+        ], stages
 
-    patch.setattr(LayerUnderTest, "recorded_step", slow)
+    patch.setattr(LayerUnderTest, "observed_step", slow)
 
 
 @pytest.mark.parametrize(("variant", "lanes"), [("monta:O1x1", 2), ("monta:O2x3", 2), ("monta:O3x2", 3)])

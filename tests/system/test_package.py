@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import tarfile
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -60,3 +62,19 @@ def test_a_bare_environment_plans(sdist: Path, tmp_path: Path) -> None:
     )
     assert "no PyTorch" in run(moe_opt, "bench", cwd=tmp_path, expect=2)
     assert "Training cannot run yet: mend PyTorch" in run(moe_opt, "doctor", cwd=tmp_path, expect=1)
+
+
+def test_a_wheel_with_the_extension(tmp_path: Path) -> None:
+    """It says which Linux and which licence it has, and its kernels load beside the PyTorch it was built with."""
+    run("bash", "tools/wheels.sh", tmp_path)
+    (wheel,) = tmp_path.glob("*.whl")
+    assert re.search(r"-cp3\d+-cp3\d+-manylinux_2_\d+_x86_64\.whl$", wheel.name)
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(tmp_path / "unpacked")
+        (metadata,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
+        said = archive.read(metadata).decode()
+        assert not [name for name in archive.namelist() if "libtorch" in name or "libc10" in name]
+    assert "License-Expression: Apache-2.0" in said and "License-File: LICENSE" in said
+    loads = "import torch, megatron_moe_opt.kernels as kernels; print(kernels.__file__, kernels.build_info())"
+    printed = run(sys.executable, "-c", loads, cwd=tmp_path / "unpacked")
+    assert str(tmp_path) in printed and "'backend': 'cpu'" in printed

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 import shutil
 import subprocess
@@ -42,6 +43,8 @@ def test_train_and_compare(text: Path, tmp_path: Path):
         assert f"| {row}" in table
     assert (tmp_path / "out/loss.png").stat().st_size > 10_000
     assert "dispatcher monta" in result.stdout and "tokens/s" in result.stdout
+    beside = re.findall(r"loss ([0-9.]+) \(there ([0-9.]+)\)", result.stdout)
+    assert len(beside) == 24 and all(abs(float(ours) - float(there)) < 2e-4 for ours, there in beside)
 
 
 def test_one_flag_measures_once_and_trains_like_stock(data: Path, tmp_path: Path):

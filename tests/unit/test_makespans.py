@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
+import math
 import random
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -36,40 +37,32 @@ def test_waiting_at_once_would_serialise(software_executor, executor_folder):
     mutate = lambda text: text.replace("    issued_[i] =", "    join(stream, i);\n    issued_[i] =")  # noqa: E731
     waiting = SoftwareExecutor(build(executor_folder, mutate), len(LANES))
     monta, mpmoe = "monta O3 dispatch, 4 chunk(s), EP 2, expert-TP 2", "mpmoe none forward, 4 partition(s), EP 2"
-    for name, seconds, waited in ((monta, 5.1, 8.1), (f"{mpmoe}, expert-TP 1", 10.4, 12.3)):
+    for name, seconds, waited in ((monta, 5.1, 8.1), (f"{mpmoe}, expert-TP 1", 10.4, 12.4)):
         schedule = SCHEDULES[name]
         assert makespan(software_executor, schedule, nominal, Queues.ONE) == pytest.approx(seconds), name
         assert makespan(waiting, schedule, nominal, Queues.ONE) == pytest.approx(waited), name
         assert makespan(waiting, schedule, nominal, Queues.MANY) == pytest.approx(seconds), name
 
 
-def other_costs() -> list:
-    """Collectives inside a node and copies from nothing to most of the time, experts from little to most of it."""
-    costs = []
-    for intra, copy, experts, host in itertools.product((0.25, 1.0), (0.02, 0.3), (0.25, 5.0), (0.25, 2.0)):
-        of_kind = {
-            Kind.PERMUTE: copy,
-            Kind.COPY: copy,
-            Kind.SUM: copy,
-            Kind.COMPUTE: experts,
-            Kind.GRADIENT: 2 * experts,
-        }
-        of_kind |= {Kind.OFFLOAD: host, Kind.PREFETCH: host}
-
-        def cost(op: Op, of_kind=of_kind, intra=intra) -> float:
-            return of_kind.get(op.kind, intra if op.lane is Lane.INTRA else 1.0)
-
-        costs.append(cost)
-    return costs
+def other_cost(chooser: random.Random) -> Callable[[Op], float]:
+    """Collectives inside a node and copies from little to most of the time, experts and the host's copies too."""
+    intra, copy, experts, host = (
+        math.exp(chooser.uniform(math.log(least), math.log(most)))
+        for least, most in ((0.25, 1.0), (0.02, 0.3), (0.25, 5.0), (0.25, 2.0))
+    )
+    of_kind = dict.fromkeys((Kind.PERMUTE, Kind.COPY, Kind.SUM), copy)
+    of_kind |= {Kind.COMPUTE: experts, Kind.GRADIENT: 2 * experts, Kind.OFFLOAD: host, Kind.PREFETCH: host}
+    return lambda op: of_kind.get(op.kind, intra if op.lane is Lane.INTRA else 1.0)
 
 
 def test_what_ops_really_take_may_be_something_else(software_executor):
-    """The order is that of nominal times: others cost up to a third, and up to 45 % where tokens hop."""
-    chooser = random.Random(3)
+    chooser, took = random.Random(3), dict[str, float]()
     for name, schedule in SCHEDULES.items():
-        cost = chooser.choice(other_costs())
+        cost = other_cost(chooser)
         one, many = (makespan(software_executor, schedule, cost, queues) for queues in (Queues.ONE, Queues.MANY))
-        assert one <= (1.45 if "hops over" in name else 1.34) * many, name
+        took[name] = one / many
+    assert max(took.values()) < 1.2, max(took, key=took.get)
+    assert sum(ratio > 1.15 for ratio in took.values()) <= 2
 
 
 @pytest.mark.parametrize("seed", range(20))

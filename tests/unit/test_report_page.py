@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from base64 import b64decode
@@ -12,10 +13,11 @@ from pathlib import Path
 import pytest
 
 from megatron_moe_opt.cli.layer.predicted import Predicted
+from megatron_moe_opt.cli.layer.recorded_step import RecordedStep
 from megatron_moe_opt.cli.report.measured_layer import as_json, conditions, times_table, traffic_table
 from megatron_moe_opt.cli.report.page import PAGE, headline, make_report_folder, render_page, write_page
 from megatron_moe_opt.errors import ConfigurationError
-from tests.unit.report_cases import Page, made_report, migration_step
+from tests.unit.report_cases import STAGES, Page, made_report, migration_step, mpmoe_step
 
 ROOT = Path(__file__).parents[2]
 
@@ -69,16 +71,37 @@ def test_experts_that_travel_have_a_lane_beside_the_schedules():
 
 def test_timelines_have_a_bar_for_every_op(page):
     report = made_report()
-    ops = [len(one.schedule.ops) for step in report.recorded.values() for one in step.timelines]
+    ops = [len(step.whole(name).spans) for name, step in report.recorded.items()]
     assert sum(" of chunk " in text and " ms" in text for text in page.texts) == sum(ops) > 100
-    assert "No schedules of this package: alltoall." in page.texts
+    assert "alltoall. Rank 0: 950.0 ms in the layer, by its stages." in page.texts
+    nothing = Page(render_page(made_report(recorded=report.recorded | {"alltoall": RecordedStep(0, ())})))
+    assert "Nothing was recorded of: alltoall." in nothing.texts
     captions = [text for text in page.texts if text.startswith("monta:O3x4. Rank 3: ")]
     seconds = sum(one.seconds for one in report.recorded["monta:O3x4"].timelines)
     assert captions[-1].startswith(
         f"monta:O3x4. Rank 3: {seconds * 1e3:.1f} ms in 1. monta O3 dispatch, 4 chunk(s); 2. "
     )
     without = Page(render_page(made_report(recorded={})))
-    assert "None of the dispatchers runs schedules of this package." in "".join(without.texts)
+    assert "Nothing was recorded." in "".join(without.texts)
+
+
+def test_a_whole_step_has_its_stages_and_the_schedules_where_they_ran():
+    """Stock's step is as long as its layer; ours too, however short its schedules are."""
+    stock = RecordedStep(0, (), STAGES).whole("alltoall")
+    assert stock.seconds == pytest.approx(0.95)
+    assert [(one.name, round(one.start, 6), round(one.end, 6)) for one in stock.parts] == [
+        ("forward", 0.0, 0.42), ("backward", 0.45, 0.95),
+    ]  # fmt: skip
+    kinds = [(one.op.kind.value, round(one.start, 6), round(one.end, 6)) for one in stock.spans]
+    assert kinds == [
+        ("permute", 0.0, 0.01), ("all_to_all", 0.01, 0.2), ("compute", 0.2, 0.25), ("all_to_all", 0.25, 0.4),
+        ("permute", 0.4, 0.42), ("permute", 0.45, 0.46), ("all_to_all", 0.46, 0.6), ("gradient", 0.6, 0.7),
+        ("all_to_all", 0.7, 0.9), ("permute", 0.9, 0.95),
+    ]  # fmt: skip
+    of_ours = tuple(replace(one, began=1.0) for one in mpmoe_step(2, "none").timelines[:1])
+    ours = RecordedStep(0, of_ours, STAGES).whole("mpmoe:2")
+    assert len(ours.spans) == len(of_ours[0].spans) + 4  # rows on the rank; experts are in the schedule
+    assert ours.seconds == pytest.approx(0.95) and ours.parts == stock.parts
 
 
 def test_memory_and_balance(page):
@@ -114,9 +137,31 @@ def test_it_needs_nothing_else(page):
     assert "@import" not in styles and "url(" not in styles and "http" not in styles
 
 
+def test_it_is_read_at_400_pixels(page):
+    """By its rules: what is wider than a narrow window scrolls in its own frame, and long words are broken."""
+    (css,) = (text for text in page.texts if "max-width: 1080px" in text)
+    screen = css[: css.index("@media print")]
+    for rule in (
+        ".wide { overflow-x: auto; }",
+        "figure { overflow-x: auto; }",
+        "h1, h3, p, li, figcaption { overflow-wrap: anywhere; }",
+        ".pair { display: flex; flex-wrap: wrap;",
+    ):
+        assert rule in screen
+    assert ("meta", {"name": "viewport", "content": "width=device-width, initial-scale=1"}) in page.elements
+    inside, frames = [], {"svg": "figure", "table": "div"}
+    for tag, attributes in page.elements:
+        if tag == "figure" or (tag == "div" and attributes.get("class") == "wide"):
+            inside.append(tag)
+        elif tag in frames:
+            assert inside[-1] == frames[tag]
+    fixed = [int(px) for px in re.findall(r"(?<!max-)width: (\d+)px", screen) if int(px) > 400]
+    assert fixed == [760]  # of the window from which facts stand in two columns
+
+
 def test_pictures_have_titles_and_tables_headers(page):
     images = [attributes for tag, attributes in page.elements if tag == "svg" and attributes.get("role") == "img"]
-    assert len(images) == 1 + 1 + 2 + 2 + 1 + 2  # times, predictions, timelines, links, memory, balance
+    assert len(images) == 1 + 1 + 3 + 2 + 1 + 2  # times, predictions, timelines, links, memory, balance
     assert all("aria-labelledby" in attributes for attributes in images)
     assert all(attributes.get("scope") in ("row", "col") for tag, attributes in page.elements if tag == "th")
     assert ("html", {"lang": "en"}) in page.elements

@@ -126,7 +126,9 @@ def run(
         costs = {name: _count_step(layer, nodes, rates, device) for name, layer in layers.items()}
         seconds = time_rounds(layers, settings, device)
         recorded = (
-            {name: record_step(layer, RECORDED_STEPS, device) for name, layer in layers.items()} if record else {}
+            {name: record_step(layer, RECORDED_STEPS, device, whole=True) for name, layer in layers.items()}
+            if record
+            else {}
         )
         balance = routing_balance(settings, ep, device)
     results = tuple(

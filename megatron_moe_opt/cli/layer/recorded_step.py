@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
+from megatron_moe_opt.schedules.stages import Stages, whole_step
 from megatron_moe_opt.schedules.timeline import Timeline, as_they_ran, one_after_another
 
 if TYPE_CHECKING:
@@ -21,11 +22,26 @@ class RecordedStep:
     rank: int
     timelines: tuple[Timeline, ...]
     """Those that ran beside the others last."""
+    stages: tuple[Stages, ...] = ()
+    """Of the layer, forward and backward; none where they were not observed."""
 
     @property
     def schedules(self) -> tuple[Timeline, ...]:
         """The timelines of schedules, without what ran beside them."""
         return tuple(one for one in self.timelines if not one.is_beside)
+
+    def whole(self, name: str) -> Timeline | None:
+        """Returns the whole layer's step; without its stages `joined`; None where there is nothing to show."""
+        if self.stages:
+            return whole_step(name, self.stages, self.timelines)
+        return self.joined(name) if self.timelines else None
+
+    @property
+    def seconds(self) -> float:
+        """From the layer's first stage to its last; of the schedules where stages were not observed."""
+        if self.stages:
+            return max(one.end for one in self.stages) - min(one.begin for one in self.stages)
+        return sum(one.seconds for one in self.schedules)
 
     def joined(self, name: str) -> Timeline:
         """Returns them one after another; what ran between them is left out, unless something ran beside them: then
@@ -35,19 +51,23 @@ class RecordedStep:
         return (one_after_another if len(self.schedules) == len(parts) else as_they_ran)(name, parts)
 
 
-def record_step(layer: LayerUnderTest, steps: int, device: torch.device, rank: int | None = None) -> RecordedStep:
+def record_step(
+    layer: LayerUnderTest, steps: int, device: torch.device, rank: int | None = None, whole: bool = False
+) -> RecordedStep:
     """Returns the median of `steps` recorded steps. A collective call over the world; the same answer on every rank.
 
-    A step counts with the rank whose schedules took longest in it.
+    A step counts with the rank that took longest in it: for the layer, or where that is not known for its schedules.
 
     Args:
-        rank: whose timelines; None: that of the rank whose schedules took longest in the median step.
+        rank: whose timelines; None: that of the rank that took longest in the median step.
+        whole: whether the layer's stages are observed too.
     """
-    recorded = [layer.recorded_step() for _ in range(steps)]
+    if whole:
+        layer.watch()
+    own = dist.get_rank()
+    recorded = [RecordedStep(own, *map(tuple, layer.observed_step())) for _ in range(steps)]
     seconds = torch.zeros(dist.get_world_size(), steps, dtype=torch.float64)
-    seconds[dist.get_rank()] = torch.tensor(
-        [sum(timeline.seconds for timeline in step if not timeline.is_beside) for step in recorded]
-    )
+    seconds[own] = torch.tensor([step.seconds for step in recorded])
     seconds = seconds.to(device)
     dist.all_reduce(seconds)
     median = int(seconds.amax(0).argsort()[(steps - 1) // 2])
@@ -55,4 +75,4 @@ def record_step(layer: LayerUnderTest, steps: int, device: torch.device, rank: i
         rank = int(seconds[:, median].argmax())
     shown = [recorded[median]]
     dist.broadcast_object_list(shown, src=rank, device=device)
-    return RecordedStep(rank, tuple(shown[0]))
+    return shown[0]

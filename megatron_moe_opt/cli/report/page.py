@@ -28,7 +28,7 @@ from megatron_moe_opt.cli.report.measured_layer import (
 from megatron_moe_opt.cli.routing.balance import max_over_mean
 from megatron_moe_opt.output_file import check_output_file, check_output_folder, write_text_whole
 from megatron_moe_opt.runtime.observed.traffic import INTER_NODE, INTRA_NODE
-from megatron_moe_opt.schedules.timeline import overlap
+from megatron_moe_opt.schedules.timeline import Timeline, overlap
 from megatron_moe_opt.schedules.trace import trace_of
 
 PAGE = "report.html"
@@ -74,7 +74,7 @@ def render_page(report: LayerReport) -> str:
         not_predicted=report.predicted.missing,
         timelines=_timelines(report),
         trace=_trace(report),
-        without_schedules=[name for name, step in report.recorded.items() if not step.timelines],
+        without_schedules=[name for name, step in report.recorded.items() if not step.timelines and not step.stages],
         traffic=traffic_table(report) if sent else None,
         stacks=_stacks(report),
         memory=_memory_chart(report),
@@ -142,8 +142,8 @@ def _prediction(report: LayerReport) -> dict[str, Any]:
 
 
 def _timelines(report: LayerReport) -> list[dict[str, str]]:
-    """Returns the timelines of the dispatchers that run schedules, all on one scale."""
-    joined = {name: step.joined(name) for name, step in report.recorded.items() if step.timelines}
+    """Returns the recorded steps of all dispatchers, on one scale."""
+    joined = _recorded(report)
     longest = max((timeline.seconds for timeline in joined.values()), default=0.0)
     drawn = []
     for number, (name, timeline) in enumerate(joined.items()):
@@ -154,9 +154,15 @@ def _timelines(report: LayerReport) -> list[dict[str, str]]:
     return drawn
 
 
+def _recorded(report: LayerReport) -> dict[str, Timeline]:
+    """Returns the recorded steps by dispatcher: whole layers, or what there is of their schedules."""
+    steps = {name: step.whole(name) for name, step in report.recorded.items()}
+    return {name: step for name, step in steps.items() if step is not None}
+
+
 def _trace(report: LayerReport) -> str | None:
     """Returns the timelines as a file of ui.perfetto.dev to be downloaded, as an address that contains it."""
-    joined = {name: step.joined(name) for name, step in report.recorded.items() if step.timelines}
+    joined = _recorded(report)
     if not joined:
         return None
     return f"data:application/json;base64,{b64encode(trace_of(joined).encode()).decode()}"
@@ -166,11 +172,14 @@ def _summary(step: RecordedStep) -> str:
     timelines = step.timelines
     lanes = dict.fromkeys(lane for timeline in timelines for lane in timeline.schedule.lanes)
     busy = ", ".join(f"{lane.value} {sum(one.busy(lane) for one in timelines) * 1e3:.1f}" for lane in lanes)
+    if step.stages and not timelines:
+        return f"Rank {step.rank}: {step.seconds * 1e3:.1f} ms in the layer, by its stages."
     seconds = sum(timeline.seconds for timeline in step.schedules)
+    of_layer = f"{step.seconds * 1e3:.1f} ms in the layer, " if step.stages else ""
     names = "; ".join(
         f"{number}. {one.schedule.name}" for number, one in enumerate(timelines, start=1) if not one.is_beside
     )
-    text = f"Rank {step.rank}: {seconds * 1e3:.1f} ms in {names or 'no schedule'}. Busy ms: {busy or 'none'}."
+    text = f"Rank {step.rank}: {of_layer}{seconds * 1e3:.1f} ms in {names or 'no schedule'}. Busy ms: {busy or 'none'}."
     hidden = overlap(timelines)
     return text if hidden is None else f"{text} Overlap {hidden:.0%}."
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,14 +14,18 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_moe_opt import register
+from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.integration.auto.auto_layer import current_controller
 from megatron_moe_opt.integration.flex_backends import DEFAULT
 from megatron_moe_opt.integration.layer.moe_layer import build_layer, forget_migrated_experts, impose_routing
 from megatron_moe_opt.integration.measuring.layer_settings import LayerSettings, torch_dtype
 from megatron_moe_opt.integration.measuring.workloads import choose_experts
+from megatron_moe_opt.integration.observe.telemetry import take_records, watch
 from megatron_moe_opt.option_values import AUTO
 from megatron_moe_opt.options import Options
-from megatron_moe_opt.runtime.engine.recording import recording
+from megatron_moe_opt.runtime.engine.recording import clock, recording
+from megatron_moe_opt.runtime.observed.layer_pass import Direction, Instant
+from megatron_moe_opt.schedules.stages import BACKWARD, FORWARD, Stages
 from megatron_moe_opt.schedules.timeline import Timeline
 from megatron_moe_opt.variants import FLEX, split_variant
 
@@ -103,11 +109,27 @@ class LayerUnderTest:
 
     def recorded_step(self) -> list[Timeline]:
         """Returns the timelines of the schedules of one step, which all ranks begin together."""
+        return self.observed_step()[0]
+
+    def observed_step(self) -> tuple[list[Timeline], list[Stages]]:
+        """Returns `recorded_step`, and when the layer's passes came to their stages; none unless it is watched."""
         self.clear_grads()
         dist.barrier()
+        take_records()
+        now = clock()
+        begin = now.now()
         with recording() as timelines:
             self.step()
-        return timelines
+        now.settle()
+        passes = [one for record in take_records() for one in record.first.take()]
+        directions = [(FORWARD, one.forward) for one in passes] + [(BACKWARD, one.backward) for one in passes]
+        return timelines, [_stages(name, one, lambda instant: now.seconds(begin, instant))
+                           for name, one in directions if one.is_whole]  # fmt: skip
+
+    def watch(self) -> None:
+        """From now on the stages of every step are observed, where this Megatron's layer has them."""
+        with suppress(ConfigurationError):
+            watch(self.layer, stride=1)
 
     def results(self) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """Returns output and gradients of one step; an expert's are summed over the ranks that hold the same weight."""
@@ -119,6 +141,20 @@ class LayerUnderTest:
             if tensor in of_experts:
                 dist.all_reduce(grad, group=parallel_state.get_expert_data_parallel_group())
         return output, grads
+
+
+def _stages(name: str, direction: Direction, seconds: Callable[[Instant], float]) -> Stages:
+    """Calls of the experts that overlap are one."""
+    calls: list[tuple[float, float]] = []
+    depth, since = 0, 0.0
+    for step, instant in direction.calls:
+        since = seconds(instant) if depth == 0 else since
+        depth += step
+        if depth == 0:
+            calls.append((since, seconds(instant)))
+    edges = direction.begin, direction.exchange_begin, direction.exchange_end, direction.end
+    begin, exchange_begin, exchange_end, end = map(seconds, edges)
+    return Stages(name, begin, exchange_begin, tuple(calls), exchange_end, end)
 
 
 @dataclass

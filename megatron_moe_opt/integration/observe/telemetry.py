@@ -31,12 +31,12 @@ STAGES = (LayerSlot.PREPROCESS, LayerSlot.DISPATCH, LayerSlot.COMBINE, LayerSlot
 class LayerRecord:
     """What has been observed of one layer."""
 
-    def __init__(self, num_experts: int, group: Any) -> None:
+    def __init__(self, num_experts: int, group: Any, stride: int | None = None) -> None:
         self.number = 0
         """Of the layer in the model."""
         self.num_experts, self.group = num_experts, group
         self.clock = DeviceClock() if torch.cuda.is_available() else HostClock()
-        self.first, self.again = Samples(), Samples()
+        self.first, self.again = Samples(stride), Samples(stride)
         """Forward passes; and those that recomputation repeats, from which backward passes come."""
 
 
@@ -52,13 +52,13 @@ def take_records() -> list[LayerRecord]:
     return records
 
 
-def watch(layer: Any) -> None:
-    """Observes passes of a MoELayer that was just built.
+def watch(layer: Any, stride: int | None = None) -> None:
+    """Observes passes of a MoELayer that was just built: every `stride`-th, by default as `Samples` takes them.
 
     Raises:
         ConfigurationError: a Megatron whose layer has no such stages.
     """
-    stages = _Stages(layer, LayerRecord(layer.config.num_moe_experts, layer.token_dispatcher.tp_ep_group))
+    stages = _Stages(layer, LayerRecord(layer.config.num_moe_experts, layer.token_dispatcher.tp_ep_group, stride))
     for slot in STAGES:
         LayerSeam(layer).put(slot, getattr(stages, slot.value))
 

@@ -95,9 +95,14 @@ class Direction:
     is_counted: bool = True
     """Whether `sent` is all that was sent."""
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether the pass came to its end."""
+        return all(one is not None for one in (self.begin, self.exchange_begin, self.exchange_end, self.end))
+
     def times(self, clock: HostClock | DeviceClock) -> Times | None:
         """None for a pass that did not come to its end."""
-        if any(instant is None for instant in (self.begin, self.exchange_begin, self.exchange_end, self.end)):
+        if not self.is_whole:
             return None
 
         def at(instant: Instant) -> float:
@@ -139,14 +144,16 @@ MOST = 24
 
 
 class Samples:
-    """Every STRIDE-th pass of a layer; where there are too many between two reports, every third of them, and so on.
+    """Every `stride`-th pass of a layer, by default every STRIDE-th; where there are too many between two reports,
+    every third of them, and so on.
 
     Ranks that run the same passes observe the same ones.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, stride: int | None = None) -> None:
         self.passes: list[LayerPass] = []
-        self._stride, self._wait = STRIDE, STRIDE // 2  # not the first one, in which much happens for the first time
+        self._usual = self._stride = stride or STRIDE
+        self._wait = self._usual // 2  # not the first one, in which much happens for the first time
 
     def is_next(self) -> bool:
         """Whether the pass that begins is observed."""
@@ -164,5 +171,5 @@ class Samples:
     def take(self) -> list[LayerPass]:
         """The passes kept since the last time."""
         taken, self.passes = self.passes, []
-        self._stride, self._wait = STRIDE, min(self._wait, STRIDE - 1)
+        self._stride, self._wait = self._usual, min(self._wait, self._usual - 1)
         return taken
