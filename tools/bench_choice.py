@@ -89,9 +89,9 @@ class ChoicePoint:
 
 
 def bench_choice(
-    settings: LayerSettings, tokens: Sequence[int], chooser: Chooser, json_file: Path | None
+    settings: LayerSettings, tokens: Sequence[int], chooser: Chooser, output: Path | None
 ) -> list[ChoicePoint]:
-    """Runs on the current ranks; rank 0 prints the table and writes `json_file`.
+    """Runs on the current ranks; rank 0 prints the table and writes `output`.
 
     Args:
         settings: of everything but the tokens; with a profile.
@@ -104,7 +104,7 @@ def bench_choice(
     if settings.capacity_factor is not None and chooser.dispatch_only:
         raise ConfigurationError("--capacity-factor is for whole layers: add --replicated, or leave it out")
     settings = dataclasses.replace(settings, dispatchers=chooser.candidates, dispatch_only=chooser.dispatch_only)
-    check_output_file("--json", json_file)
+    check_output_file("--output", output)
     cluster = check(settings)
     ep = settings.ep_size(world)
     with megatron_process_group() as device:
@@ -112,9 +112,9 @@ def bench_choice(
             points = measure(settings, ep, cluster, tokens, chooser, device)
         if dist.get_rank() == 0:
             _print(points, settings, ep, report_console(160))
-            if json_file is not None:
+            if output is not None:
                 content = {"settings": asdict(settings), "points": [_as_json(point) for point in points]}
-                write_text_whole(json_file, json.dumps(content, indent=2, default=str) + "\n")
+                write_text_whole(output, json.dumps(content, indent=2, default=str) + "\n")
     return points
 
 
@@ -283,7 +283,7 @@ def choice(
     steps: Annotated[int, typer.Option(min=1, help="Timed rounds.")] = 5,
     warmup: Annotated[int, typer.Option(min=0, help="Untimed rounds before them.")] = 1,
     seed: Annotated[int, typer.Option(help="Seed of inputs and routing.")] = 1,
-    json: Annotated[Path | None, typer.Option(help="Write everything.")] = None,
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="Write everything.")] = None,
 ) -> None:
     """How much slower a choice is than the fastest of all: monta's of level and chunks, parm's of its schedule, mpmoe's
     of partitions and memory reuse, by the profile; auto's of all of these, planned and after its trials.
@@ -300,7 +300,7 @@ def choice(
         pad_to_capacity=capacity_factor is not None, steps=steps, warmup=warmup, seed=seed, profile=profile,
         replicated=replicated,
     )  # fmt: skip
-    bench_choice(settings, sizes, chooser, json)
+    bench_choice(settings, sizes, chooser, output)
 
 
 if __name__ == "__main__":

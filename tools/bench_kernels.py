@@ -46,7 +46,7 @@ def bench_kernels(
     dtypes: Annotated[str, typer.Option(help="Of fp32, bf16 and fp16, separated by commas.")] = "fp32,bf16",
     repeats: Annotated[int, typer.Option(min=2, help="Timed repetitions of each operation.")] = 9,
     seed: Annotated[int, typer.Option(help="Seed of rows and routing.")] = 1234,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write the rows to this file too.")] = None,
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="Write the rows to this file too.")] = None,
 ) -> None:
     """Permute and unpermute against Megatron-Core's unfused ones, the residual codec against PyTorch's operations, both
     against plain copies; placing samples against scipy and PyTorch, at fixed sizes. In one process.
@@ -58,7 +58,7 @@ def bench_kernels(
     if topk > experts:
         raise ConfigurationError(f"--topk {topk} is above --experts {experts}")
     check_device(device)
-    check_output_file("--json", json_file)
+    check_output_file("--output", output)
     if device is Device.cpu:
         keep_freed_memory()
     where = torch.device(device.value)
@@ -80,11 +80,11 @@ def bench_kernels(
     rows = permute_rows + wire_rows + codec_rows
     placement = measure_placement(where, repeats, seed)
     print_placement(placement)
-    if json_file is not None:
+    if output is not None:
         settings = permute_settings | codec_settings | common
         report = {"settings": settings, "rows": [row.report() for row in rows]}
         report["placement"] = [asdict(row) | {"speedup": row.speedup} for row in placement]
-        write_text_whole(json_file, json.dumps(report, indent=2) + "\n")
+        write_text_whole(output, json.dumps(report, indent=2) + "\n")
 
 
 class CodecWorkload:

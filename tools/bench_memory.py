@@ -98,11 +98,11 @@ def memory(
     partitions: Annotated[str, typer.Option(help="Numbers of partitions, separated by commas.")] = "2,4,8",
     strategies: Annotated[str, typer.Option(help="Of memory reuse, separated by commas.")] = "S1,S2,S3,S4",
     dtype: Annotated[DType, typer.Option(help="Tokens and weights.")] = DType.fp32,
-    json: Annotated[Path | None, typer.Option(help="Write the rows to this file too.")] = None,
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="Write the rows to this file too.")] = None,
 ) -> None:
     """Peak memory of mpmoe's layer with each strategy of memory reuse, against the same partitions without."""
     names, chosen = ([name.strip() for name in text.split(",")] for text in (shapes, strategies))
-    bench_memory(names, tokens, whole_numbers("--partitions", partitions), chosen, dtype.value, json)
+    bench_memory(names, tokens, whole_numbers("--partitions", partitions), chosen, dtype.value, output)
 
 
 def bench_memory(
@@ -111,15 +111,15 @@ def bench_memory(
     partitions: Sequence[int],
     strategies: Sequence[str],
     dtype: str,
-    json_file: Path | None,
+    output: Path | None,
 ) -> list[MemoryRow]:
-    """Measures on the current ranks, an expert each; rank 0 prints the table and writes `json_file`.
+    """Measures on the current ranks, an expert each; rank 0 prints the table and writes `output`.
 
     Raises:
         ConfigurationError: a shape or strategy that is not known.
     """
     begin()
-    check_output_file("--json", json_file)
+    check_output_file("--output", output)
     for option, names, known in (("--shapes", shapes, SHAPES), ("--strategies", strategies, STRATEGIES)):
         for name in names:
             if name not in known or name == NONE:
@@ -131,9 +131,9 @@ def bench_memory(
         if dist.get_rank() == 0:
             console = report_console(160)
             console.print(_table(rows, dtype, device))
-            if json_file is not None:
+            if output is not None:
                 content = [asdict(row) | {"saved": row.saved} for row in rows]
-                write_text_whole(json_file, json.dumps(content, indent=2) + "\n")
+                write_text_whole(output, json.dumps(content, indent=2) + "\n")
     return rows
 
 

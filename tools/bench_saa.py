@@ -72,21 +72,21 @@ def saa(
     expert_tp: Annotated[int, typer.Option(min=1, help="Tensor parallelism inside an expert.")] = 1,
     dtype: Annotated[DType, typer.Option(help="Elements of the rows.")] = DType.fp32,
     rounds: Annotated[int, typer.Option(min=1, help="Timed rounds.")] = 9,
-    json: Annotated[Path | None, typer.Option(help="Write every round's times.")] = None,
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="Write every round's times.")] = None,
 ) -> None:
     """Parm's all-to-all that shares rows over TP as they come, against the same one after the other."""
     settings = ProfileSettings(tp, 1, ep, expert_tp, hidden, expert_tp, dtype.value, 0.0)
-    bench_saa(settings, [size * 1024 for size in whole_numbers("--sizes", sizes)], rounds, json)
+    bench_saa(settings, [size * 1024 for size in whole_numbers("--sizes", sizes)], rounds, output)
 
 
-def bench_saa(settings: ProfileSettings, sizes: Sequence[int], rounds: int, json_file: Path | None) -> list[SaaPoint]:
-    """Runs on the current ranks; rank 0 prints the table and writes `json_file`.
+def bench_saa(settings: ProfileSettings, sizes: Sequence[int], rounds: int, output: Path | None) -> list[SaaPoint]:
+    """Runs on the current ranks; rank 0 prints the table and writes `output`.
 
     Raises:
         ConfigurationError: settings that cannot work, or under which there is nothing to overlap.
     """
     world = begin()
-    check_output_file("--json", json_file)
+    check_output_file("--output", output)
     layout = settings.layout(world)
     if layout.tp == 1 or layout.ep == 1:
         raise ConfigurationError(
@@ -97,9 +97,9 @@ def bench_saa(settings: ProfileSettings, sizes: Sequence[int], rounds: int, json
         points = measure(settings, sizes, rounds, device)
         if dist.get_rank() == 0:
             _print(points, report_console(160))
-            if json_file is not None:
+            if output is not None:
                 content = [asdict(point) | {"ratios": point.ratios} for point in points]
-                write_text_whole(json_file, json.dumps(content, indent=2) + "\n")
+                write_text_whole(output, json.dumps(content, indent=2) + "\n")
     return points
 
 

@@ -71,14 +71,14 @@ class SampleResult:
         return sum(row.bytes for row in self.traffic if row.link == link and row.collective == "all_to_all") / 1e6
 
 
-def bench_samples(settings: SampleSettings, json_file: Path | None) -> list[SampleResult]:
-    """Runs on the current ranks; rank 0 prints the table and writes `json_file`.
+def bench_samples(settings: SampleSettings, output: Path | None) -> list[SampleResult]:
+    """Runs on the current ranks; rank 0 prints the table and writes `output`.
 
     Raises:
         ConfigurationError: a trace that cannot be read or does not fit the ranks, an unknown dispatcher.
     """
     world = begin()
-    check_output_file("--json", json_file)
+    check_output_file("--output", output)
     register()
     trace = read_routing_trace(settings.trace)
     check(settings, trace, world)
@@ -87,8 +87,8 @@ def bench_samples(settings: SampleSettings, json_file: Path | None) -> list[Samp
         decided = _decided_share(settings, trace, discover_nodes())
         if dist.get_rank() == 0:
             _print(results, decided, report_console(160))
-            if json_file is not None:
-                write_text_whole(json_file, json.dumps([asdict(result) for result in results], indent=2) + "\n")
+            if output is not None:
+                write_text_whole(output, json.dumps([asdict(result) for result in results], indent=2) + "\n")
     return results
 
 
@@ -265,14 +265,16 @@ def samples(
     dtype: Annotated[DType, typer.Option(help="Tokens.")] = DType.fp32,
     steps: Annotated[int, typer.Option(min=1, help="Timed rounds.")] = 10,
     warmup: Annotated[int, typer.Option(min=0, help="Untimed rounds before them; netmoe learns in them.")] = 10,
-    json: Annotated[Path | None, typer.Option(help="Write everything, every round's time too.")] = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Write everything, every round's time too.")
+    ] = None,
 ) -> None:
     """Dispatch and combine of all MoE layers of a routing trace, one after another, forward and backward.
 
     The trace's samples are dealt out to the ranks in their order. Experts return what they get, there is no attention.
     """
     names = tuple(name.strip() for name in dispatchers.split(","))
-    bench_samples(SampleSettings(trace, names, hidden, tokens, dtype.value, steps, warmup), json)
+    bench_samples(SampleSettings(trace, names, hidden, tokens, dtype.value, steps, warmup), output)
 
 
 if __name__ == "__main__":

@@ -22,10 +22,10 @@ from rich.table import Table
 from megatron_moe_opt.cli.console import report_console, say, say_written
 from megatron_moe_opt.cli.main import main
 from megatron_moe_opt.cli.option_types import DType, finite, whole_numbers
-from megatron_moe_opt.cli.report.timeline_files import check_timeline_files
 from megatron_moe_opt.errors import ConfigurationError
-from megatron_moe_opt.output_file import written_whole
+from megatron_moe_opt.output_file import check_output_file, written_whole
 from megatron_moe_opt.planning.predicting.expert_migration import DomainChoice, MigrationLayer, StreamPass, least
+from megatron_moe_opt.schedules.picture import check_picture
 from megatron_moe_opt.schedules.schedule import Kind
 from tools.stream_levels import Link, link_curves, predict, stock_seconds, stock_sent
 from tools.stream_model import attention_seconds, ffn_seconds, pre_expert_seconds
@@ -83,9 +83,13 @@ def data_centres(
     p: Annotated[
         float, typer.Option(min=0.0, max=1.0, callback=finite, help="The fixed proportion that travels as tokens.")
     ] = 0.9,
-    png: Annotated[
+    output: Annotated[
         Path | None,
-        typer.Option(help="Draw speed-ups, and traffic at the first number of data centres (.png, .svg or .pdf)."),
+        typer.Option(
+            "--output",
+            "-o",
+            help="Draw speed-ups, and traffic at the first number of data centres (.png, .svg or .pdf).",
+        ),
     ] = None,
 ) -> None:
     """Predict a MoE layer under expert parallelism and under expert migration, for up to thousands of data centres."""
@@ -109,7 +113,7 @@ def data_centres(
         domain=domain,
         p=p,
     )
-    report_migration(settings, png)
+    report_migration(settings, output)
 
 
 def _bandwidths(text: str) -> list[float]:
@@ -234,13 +238,15 @@ def scale(settings: MigrationSettings, layer: MigrationLayer, outer: Link, data_
     )
 
 
-def report_migration(settings: MigrationSettings, png: Path | None) -> None:
+def report_migration(settings: MigrationSettings, output: Path | None) -> None:
     """Prints a table for every bandwidth between data centres, and draws the picture.
 
     Raises:
         ConfigurationError: settings that contradict each other, or a file that cannot be written.
     """
-    check_timeline_files(None, png)
+    check_output_file("--output", output)
+    if output is not None:
+        check_picture(output)
     _check(settings)
     layer = settings.layer()
     scales = {
@@ -251,9 +257,9 @@ def report_migration(settings: MigrationSettings, png: Path | None) -> None:
         say(console, line)
     for link, rows in scales.items():
         console.print(_table(settings, layer, link, rows))
-    if png is not None:
-        draw_migration(png, settings, scales, traffic(settings))
-        say_written(png, console)
+    if output is not None:
+        draw_migration(output, settings, scales, traffic(settings))
+        say_written(output, console)
 
 
 @dataclass(frozen=True)

@@ -105,8 +105,8 @@ def _run(monkeypatch, *arguments, world=1, commands=app):
             "--dispatchers mpmoe:4:S5",
             1,
             "--dispatchers mpmoe:4:S5: write a number of partitions, where they share memory how (none, S1, S2, S3, "
-            "S4), and hops where a token crosses links once, such as mpmoe:4, mpmoe:4:S3, mpmoe:4:hops or "
-            "mpmoe:4:S3:hops; or mpmoe:auto",
+            "S4), and hops where a token crosses links once, with the sizes of domains in which experts travel, such "
+            "as mpmoe:4, mpmoe:4:S3, mpmoe:4:hops, mpmoe:4:S3:hops or mpmoe:4:hops:2x1; or mpmoe:auto",
         ),
         (
             "--dispatchers mpmoe:4 --dispatch-only",
@@ -339,7 +339,7 @@ def test_bench_choice_in_one_process(tmp_path):
     profile, file = tmp_path / "cluster.json", tmp_path / "choice.json"
     Cluster(World((0,)), {(Kind.COPY, None): ((1, 1e-3), (1 << 20, 2e-3))}).save(profile)
     shape = "--tokens 16,48 --chunks 2,4 --hidden 32 --experts 4 --steps 2 --warmup 0"
-    printed = _processes_output(f"--profile {profile} {shape} --json {file}", "tools.bench_choice")
+    printed = _processes_output(f"--profile {profile} {shape} -o {file}", "tools.bench_choice")
     assert "16 tokens a rank, hidden 32, 4 experts, top-2, fp32, TP 1, EP 1, expert-TP 1, routing uniform" in printed
     assert "model: regret at most 5 % in" in printed and "of 2 points" in printed
     assert "judged by the other, the fastest itself: regret at most 5 % in" in printed
@@ -397,9 +397,9 @@ def test_benchmarks_without_cuda(monkeypatch, capsys, command, sees_a_gpu, sente
 
 
 def test_bench_kernels_refuses_a_file_before_it_measures(monkeypatch, capsys):
-    assert _run(monkeypatch, "--json", "nowhere/out.json", commands=bench_kernels.app) == 2
+    assert _run(monkeypatch, "-o", "nowhere/out.json", commands=bench_kernels.app) == 2
     error = capsys.readouterr().err
-    assert error == "moe-opt: --json nowhere/out.json: its folder does not exist; create it or choose another\n"
+    assert error == "moe-opt: --output nowhere/out.json: its folder does not exist; create it or choose another\n"
 
 
 def test_names_that_look_like_markup_are_printed_as_they_are(capsys):

@@ -133,7 +133,7 @@ def test_a_fixed_proportion_gains_while_experts_are_cheap(run):
 
 def test_a_table_for_every_bandwidth_and_a_picture(run, tmp_path):
     picture = tmp_path / "picture.png"
-    code, output, _ = run(MODEL, GPU, f"--bandwidth 0.1,1 --data-centres 2,4 --latency 100 --png {picture}")
+    code, output, _ = run(MODEL, GPU, f"--bandwidth 0.1,1 --data-centres 2,4 --latency 100 -o {picture}")
     assert code == 0
     assert "0.1 GB/s of a GPU between data centres, 100 us a message" in output
     assert "1 GB/s of a GPU between data centres, 100 us a message" in output
@@ -180,10 +180,10 @@ def test_a_table_for_every_bandwidth_and_a_picture(run, tmp_path):
         ),
         ("--bandwidth 1 --latency inf", "--latency inf is not a finite number: give one"),
         (
-            "--bandwidth 1 --png nowhere/a.png",
-            "--png nowhere/a.png: its folder does not exist; create it or choose another",
+            "--bandwidth 1 -o nowhere/a.png",
+            "--output nowhere/a.png: its folder does not exist; create it or choose another",
         ),
-        ("--bandwidth 1 --png a.gif", "the picture a.gif has no known format: end its name in .png, .svg, .pdf"),
+        ("--bandwidth 1 -o a.gif", "the picture a.gif has no known format: end its name in .png, .svg, .pdf"),
     ],
 )
 def test_refusals(run, arguments, sentence):
