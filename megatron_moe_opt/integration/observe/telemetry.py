@@ -21,7 +21,7 @@ from megatron_moe_opt.integration.observe.stock_traffic import StockTraffic
 from megatron_moe_opt.kernels.count_tokens import count_routing_map
 from megatron_moe_opt.row_format import SAME
 from megatron_moe_opt.runtime.engine.recomputation import is_recomputing
-from megatron_moe_opt.runtime.observed.layer_pass import STRIDE, DeviceClock, Direction, HostClock, LayerPass, Samples
+from megatron_moe_opt.runtime.observed.layer_pass import DeviceClock, Direction, HostClock, LayerPass, Samples
 from megatron_moe_opt.runtime.rows.row_layout import rounding
 
 STAGES = (LayerSlot.PREPROCESS, LayerSlot.DISPATCH, LayerSlot.COMBINE, LayerSlot.POSTPROCESS)
@@ -31,7 +31,7 @@ STAGES = (LayerSlot.PREPROCESS, LayerSlot.DISPATCH, LayerSlot.COMBINE, LayerSlot
 class LayerRecord:
     """What has been observed of one layer."""
 
-    def __init__(self, num_experts: int, group: Any, stride: int = STRIDE) -> None:
+    def __init__(self, num_experts: int, group: Any, stride: int | None = None) -> None:
         self.number = 0
         """Of the layer in the model."""
         self.num_experts, self.group = num_experts, group
@@ -52,8 +52,8 @@ def take_records() -> list[LayerRecord]:
     return records
 
 
-def watch(layer: Any, stride: int = STRIDE) -> None:
-    """Observes every `stride`-th pass of a MoELayer that was just built.
+def watch(layer: Any, stride: int | None = None) -> None:
+    """Observes passes of a MoELayer that was just built: every `stride`-th, by default as `Samples` takes them.
 
     Raises:
         ConfigurationError: a Megatron whose layer has no such stages.

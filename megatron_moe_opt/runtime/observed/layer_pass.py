@@ -144,15 +144,16 @@ MOST = 24
 
 
 class Samples:
-    """Every `stride`-th pass of a layer; where there are too many between two reports, every third of them, and so on.
+    """Every `stride`-th pass of a layer, by default every STRIDE-th; where there are too many between two reports,
+    every third of them, and so on.
 
     Ranks that run the same passes observe the same ones.
     """
 
-    def __init__(self, stride: int = STRIDE) -> None:
+    def __init__(self, stride: int | None = None) -> None:
         self.passes: list[LayerPass] = []
-        self._usual = self._stride = stride
-        self._wait = stride // 2  # not the first one, in which much happens for the first time
+        self._usual = self._stride = stride or STRIDE
+        self._wait = self._usual // 2  # not the first one, in which much happens for the first time
 
     def is_next(self) -> bool:
         """Whether the pass that begins is observed."""
