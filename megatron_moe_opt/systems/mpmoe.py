@@ -378,6 +378,7 @@ MPMOE = System(
     check=_check,
     grammar=Grammar(_parse, _write, _kind),
     candidates=_candidates,
+    stays=EXPERT_MIGRATION.stays,
     calls_experts=True,
     is_pipeline_of_experts=True,
 )

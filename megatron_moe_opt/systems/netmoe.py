@@ -91,7 +91,8 @@ def _check(config: Any, options: Any, arguments: Any) -> None:
 
 _WHY = {
     "--hidden-dropout": "whose sums come back with the residual in them, which must not be dropped",
-    "--tensor-model-parallel-size": "which moves samples in parts, one on each TP rank, where here each has all",
+    "--tensor-model-parallel-size": "which has norms run on parts of samples at the experts, and Megatron sums their "
+    "gradients over TP under --sequence-parallel alone",
     "--moe-expert-capacity-factor": "under which other samples share a rank, so that other tokens would be dropped",
     "--recompute-modules": "which takes a layer's norm on the ranks of the experts",
 }

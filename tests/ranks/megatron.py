@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import types
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -65,8 +66,10 @@ def parallel(
         yield
     finally:
         moe_utils.clear_aux_losses_tracker()
-        # Up to 0.17 it keeps a number for each layer of the first model, and the next may have more.
+        # It keeps a number for each layer of the first model, and the next may have more.
         vars(moe_utils).get("_MOE_LAYER_WISE_LOGGING_TRACKER", {}).clear()
+        if hasattr(moe_utils, "get_moe_metrics_tracker"):  # from 0.18 on
+            importlib.import_module("megatron.core.transformer.moe.moe_logging").destroy_moe_metrics_tracker()
         vars(parallel_state).update(outside)
 
 

@@ -137,11 +137,12 @@ def test_the_plan_and_the_flags_that_run_it(run, tmp_path):
     [
         (
             "--cluster two-data-centres --world 32 --ep 32 --experts 32 --ffn-hidden 512 --micro-batch 8",
-            r"expert-migration --moe-opt-levels 2,2,8 --moe-opt-domain-sizes [0-9]+,[0-9]+,[0-9]+",
+            r"mpmoe --moe-opt-partitions [0-9]+ --moe-opt-way hops --moe-opt-domain-sizes [0-9]+,[0-9]+,[0-9]+ "
+            r"--moe-opt-levels 2,2,8",
         ),
         (  # the levels are those that nodes make
             "--cluster two-data-centres --world 16 --ep 16 --experts 32 --ffn-hidden 512 --micro-batch 8",
-            r"expert-migration --moe-opt-domain-sizes [0-9]+,[0-9]+",
+            r"mpmoe --moe-opt-partitions [0-9]+ --moe-opt-way hops --moe-opt-domain-sizes [0-9]+,[0-9]+",
         ),
         (
             "--cluster two-data-centres --world 32 --ep 32 --experts 32 --ffn-hidden 512 --micro-batch 8 --output PLAN",
