@@ -50,7 +50,8 @@ def one_expert(rows: Rows, ffn_hidden: int, alone: Any) -> Experts:
     """Returns Megatron's own module with a single expert, in Megatron's groups of one rank, `alone`."""
     settings = replace(_settings(rows, 1, ffn_hidden), experts=1, topk=1)
     experts = layer_under_test(settings, DISPATCHERS[STOCK], 1, rows.device, groups=alone).layer.experts
-    return Experts(lambda *inputs: experts(*inputs)[0], tuple(experts.parameters()))
+    # No expert is borrowed here: the parameters of other ranks' are none.
+    return Experts(lambda tokens, counts, probs, _: experts(tokens, counts, probs)[0], tuple(experts.parameters()))
 
 
 def compute_sharing(rows: Rows, meter: Meter, expert: Experts, number: int, nodes: NodeMap, seconds: float) -> float:
