@@ -49,7 +49,11 @@ def in_issue_order(ops: Sequence[Op]) -> tuple[Op, ...]:
     """
     order = _order(tuple((op.lane, op.kind, op.waits_for) for op in ops))
     place = {old: new for new, old in enumerate(order)}
-    return tuple(replace(ops[old], waits_for=tuple(place[other] for other in ops[old].waits_for)) for old in order)
+    return tuple(_moved(ops[old], tuple(place[other] for other in ops[old].waits_for)) for old in order)
+
+
+def _moved(op: Op, waits_for: tuple[int, ...]) -> Op:
+    return op if waits_for == op.waits_for else replace(op, waits_for=waits_for)
 
 
 @lru_cache(maxsize=1024)

@@ -6,7 +6,13 @@ from dataclasses import dataclass
 from enum import Enum
 
 
-class Lane(Enum):
+class _OneOfEach(Enum):
+    """Members are hashed as the objects that they are: a planner looks them up by the million."""
+
+    __hash__ = object.__hash__
+
+
+class Lane(_OneOfEach):
     """What an op occupies. Ops of one lane run one after another, ops of different lanes side by side.
 
     On a CPU a lane is a thread, on CUDA a stream.
@@ -21,7 +27,7 @@ class Lane(Enum):
     EXPERTS = "experts"  # links too, in groups of their own: experts that travel beside all schedules
 
 
-class Kind(Enum):
+class Kind(_OneOfEach):
     """What an op does, by which its cost is looked up and it is drawn."""
 
     PERMUTE = "permute"
