@@ -155,6 +155,11 @@ def _check(config: Any, options: MpmoeOptions, arguments: Any) -> None:
             f"--moe-router-padding-for-quantization pads an expert's rows before {FLAG} mpmoe cuts them: drop it, and "
             "the experts pad each partition themselves"
         )
+    if "moe_act" in recomputed_modules(config):
+        raise ConfigurationError(
+            "--recompute-modules moe_act is recomputed by backward passes of the whole graph only, and under "
+            f"{FLAG} {NAME} the experts' passes run one by one: drop it, or give {PREFIX}memory-reuse S3 in its place"
+        )
     if options.network_levels is not None and HOPS not in options.ways:
         raise ConfigurationError(
             f"{PREFIX}levels {shown(options.network_levels)} says over which links tokens hop, and rows do not: give "
@@ -174,10 +179,6 @@ def _check(config: Any, options: MpmoeOptions, arguments: Any) -> None:
         raise ConfigurationError(
             f"{flag} does not know what experts in {'--fp8-format' if config.fp8 else '--fp4-format'} save: use "
             f"{PREFIX}memory-reuse {NONE}"
-        )
-    if "moe_act" in recomputed_modules(config):
-        raise ConfigurationError(
-            f"{flag} restores all that experts save, and --recompute-modules moe_act a part of it: drop one of the two"
         )
     if getattr(config, "fine_grained_activation_offloading", False):
         raise ConfigurationError(
