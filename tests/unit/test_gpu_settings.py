@@ -82,20 +82,21 @@ def test_a_profile_of_another_layer_is_named(monkeypatch, capsys):
     from tests.unit.test_cluster_file import CLUSTER
 
     monkeypatch.setattr(say, "_said", set())
-    measured = CLUSTER.measured_with()
+    cluster = replace(CLUSTER, warnings=())
+    measured = cluster.measured_with()
     monkeypatch.setattr(say.dist, "get_world_size", lambda: measured["ranks"])
-    monkeypatch.setattr(say, "software", lambda: dict(CLUSTER.software))
-    gemm, etp = CLUSTER.expert_gemm, CLUSTER.world.expert_tp
+    monkeypatch.setattr(say, "software", lambda: dict(cluster.software))
+    gemm, etp = cluster.expert_gemm, cluster.world.expert_tp
     size = {"fp32": 4, "bf16": 2}[gemm.dtype]
-    layer = LayerWorkload(0, gemm.hidden, gemm.ffn_hidden, False, 8, 2, size, 16, CLUSTER.world.ep, etp)
-    say.say_other_run("profile", "f.json", CLUSTER, layer)
+    layer = LayerWorkload(0, gemm.hidden, gemm.ffn_hidden, False, 8, 2, size, 16, cluster.world.ep, etp)
+    say.say_other_run("profile", "f.json", cluster, layer)
     assert not capsys.readouterr().out
     for _ in range(2):
-        say.say_other_run("profile", "f.json", CLUSTER, replace(layer, hidden=2 * gemm.hidden))
+        say.say_other_run("profile", "f.json", cluster, replace(layer, hidden=2 * gemm.hidden))
     assert capsys.readouterr().out == (
         f"moe-opt: profile: f.json was measured for another run, and its times may not hold: hidden size of a row "
         f"{2 * gemm.hidden} (there {gemm.hidden}); measure again with moe-opt profile\n"
     )
     monkeypatch.setattr(say, "software", lambda: {"torch": "99"})
-    say.say_other_run("profile", "f.json", replace(CLUSTER, expert_gemm=None), layer)
-    assert f"may not hold: torch 99 (there {CLUSTER.software['torch']});" in capsys.readouterr().out
+    say.say_other_run("profile", "f.json", replace(cluster, expert_gemm=None), layer)
+    assert f"may not hold: torch 99 (there {cluster.software['torch']});" in capsys.readouterr().out
