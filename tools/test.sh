@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # The test command: installs what it needs into .venv, then style, CUDA compile check and all tests.
 #
-#   bash tools/test.sh                 everything (about 19 minutes on 2 cores, installation included)
+#   bash tools/test.sh                 everything (about 20 minutes on 2 cores, installation included)
 #   bash tools/test.sh --sanitizers    also the C++ tests under ASan, UBSan and TSan
 set -euo pipefail
 cd "$(dirname "$0")/.."

@@ -127,6 +127,6 @@ def test_less_time_means_fewer_points_and_no_more_than_the_time(ranks):
     (number, least, at_least), *_ = ranks.run(measured_in, seconds=1e-6)
     (_, fewer, took), *_ = ranks.run(measured_in, seconds=at_least + 1.0)
     (_, most, _), *_ = ranks.run(measured_in, seconds=1000.0)
-    assert least == number  # one of each
+    assert least == 2 * number  # of each, for a curve of one point says nothing of other sizes
     assert least < fewer < most and most > 4 * number
     assert took < 2 * at_least + 1.0
