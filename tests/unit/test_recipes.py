@@ -147,10 +147,10 @@ def test_a_stated_dispatcher_replaces_the_recipes():
             "mpmoe_gpt_s",
             {},
             (
-                *("--moe-opt-memory-reuse", "S3"),
+                *("--moe-opt-partitions", "4"),
                 *("--recompute-granularity", "selective", "--recompute-modules", "moe_act"),
             ),
-            "restores all that experts save",
+            "give --moe-opt-memory-reuse S3 in its place",
         ),
         (
             "hybridep_gpt_large",
