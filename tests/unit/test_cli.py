@@ -41,6 +41,10 @@ def test_help_reads_at_80_columns():
     for words, lines in pages.items():
         assert max(map(len, lines)) <= 80, words
         assert not any(line.endswith("...") for line in lines[1:]), words  # the first one says how it is called
+    of_plan = command.commands["plan"].params
+    assert len(of_plan) <= 24
+    headings = [line for line in pages["plan",] if line.endswith(":") and not line.startswith(" ")]
+    assert headings == ["Options:", "Layout:", "Step:", "MoE layers:", "What is shown:"]
 
 
 def test_version(monkeypatch, capsys):
@@ -245,8 +249,7 @@ def test_stale_extension_is_one_sentence(monkeypatch, capsys):
 
 
 PLANNED = (
-    "plan --cluster pcie --world 8 --sequence 8 --hidden 8 --ffn-hidden 8 --experts 1 --topk 1 --layers 1 --heads 1 "
-    "--vocabulary 8"
+    "plan --cluster pcie --world 8 --sequence 8 --model hidden=8,ffn=8,experts=1,topk=1,layers=1,heads=1,vocabulary=8"
 )
 
 
@@ -285,7 +288,7 @@ def test_malformed_options(monkeypatch, capsys, arguments):
     [
         "profile --seconds",
         "bench --capacity-factor",
-        *(f"plan --{name}" for name in ("peak-tflops", "gemm-efficiency", "inter-bandwidth", "op-microseconds")),
+        *(f"plan --{name}" for name in ("imbalance", "placement-saving")),
     ],
 )
 @pytest.mark.parametrize("number", ["nan", "inf"])

@@ -337,4 +337,4 @@ def _is_montas(case: Case) -> bool:
     """Whether this is what MoNTA's paper publishes its choices for."""
     layout = case.site.layout
     sizes = layout.world, layout.tp, layout.ep, layout.expert_tp
-    return (case.settings.cluster, case.settings.model, sizes) == ("a800-ib200", "monta-2x70b", (16, 8, 2, 8))
+    return (case.settings.cluster, case.settings.model.name, sizes) == ("a800-ib200", "monta-2x70b", (16, 8, 2, 8))
