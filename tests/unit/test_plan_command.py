@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import sys
 from dataclasses import replace
@@ -11,6 +12,7 @@ import pytest
 
 from megatron_moe_opt.cli.main import main
 from megatron_moe_opt.cli.plan import case as plan_case
+from megatron_moe_opt.cli.plan import layout_search
 from megatron_moe_opt.cli.plan import report as plan_report
 from megatron_moe_opt.options import split_options
 from megatron_moe_opt.planning.costs.described_cluster import describe
@@ -196,6 +198,14 @@ def test_the_fastest_layout_that_fits_is_searched(run):
     for other in ("--ep 8", "--ep 16", "--pp 2 --ep 8 --micro-batches 4"):
         _, others, _ = run(search.replace("--global-batch 32", other), "" if "micro" in other else "--micro-batches 2")
         assert max(float(cells[7]) for cells in tables(others)[CANDIDATES].values()) <= float(rate)
+
+
+def test_a_search_leaves_nothing_out_that_would_be_shown(run, monkeypatch):
+    """With candidates left out that cannot reach the slowest layout shown, and with all of them: the same answer."""
+    search = "--cluster h100-ib400 --model qwen3-30b-a3b-like,layers=2,experts=16 --world 16 --global-batch 32"
+    _, output, _ = run(search, "--recompute none")
+    monkeypatch.setattr(layout_search, "_seconds_for", lambda bound, least: math.inf)
+    assert run(search, "--recompute none")[1] == output
 
 
 def test_what_does_not_fit_is_not_advised(run, tmp_path):

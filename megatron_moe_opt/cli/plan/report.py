@@ -94,7 +94,7 @@ def report_plan(
     if wanted is not None:
         searched = search(settings, model, wanted)
         console.print(layouts_table(searched))
-        cases = [searched.cases[0]]
+        cases = [searched.cases[0].predicted()]
     else:
         site = site_of(settings, model)
         cases = [Case.of(settings, model, site, sequence) for sequence in settings.sequences]
