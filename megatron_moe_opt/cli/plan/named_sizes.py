@@ -40,7 +40,8 @@ def read_named(flag: str, text: str, kinds: Mapping[str, type]) -> Named:
         if key not in kinds or not equals:
             names = ", ".join(kinds)
             raise ConfigurationError(
-                f"{flag} {text}: {word or 'an empty part'} has no meaning there: write {names}, as in {next(iter(kinds))}=8"
+                f"{flag} {text}: {word or 'an empty part'} has no meaning there: write {names}, as in "
+                f"{next(iter(kinds))}=8"
             )
         given[key] = _read(f"{flag} {text}: {key}", value, kinds[key])
     return Named(name, given)

@@ -25,8 +25,8 @@ MODEL_SIZES = {field.name: bool if field.type == "bool" else int for field in fi
 """What --model may say besides a name."""
 MAY_BE_NONE = ("shared_ffn", "dense_layers", "dense_ffn")
 CLUSTER_NUMBERS = dict.fromkeys(("tflops", "efficiency", "op_us", "inter", "intra", "copy"), float)
-"""What --cluster may say besides a name: of a GPU and of an op, and GB/s in the place of a known cluster's links and memory,
-which are reached at every size."""
+"""What --cluster may say besides a name: of a GPU, of every op, and GB/s in the place of a known cluster's links and
+memory, which are reached at every size."""
 BANDWIDTHS = ("inter", "intra", "copy")
 NEEDED = ("layers", "hidden", "ffn", "experts", "topk", "heads", "vocabulary")
 
@@ -196,7 +196,8 @@ def _measured(settings: PlanSettings) -> Site:
     for name in BANDWIDTHS:
         if name in given:
             raise ConfigurationError(
-                f"--cluster {file},{name}={given[name]:g}: {name} has no meaning beside a file, which holds costs: drop it"
+                f"--cluster {file},{name}={given[name]:g}: {name} has no meaning beside a file, which holds costs: "
+                "drop it"
             )
     cluster = Cluster.load(file)
     world = cluster.world
@@ -257,4 +258,6 @@ def check_model(model: ModelShape, layout: Layout) -> None:
             f"--model: dense_layers {model.dense_layers} leaves no MoE layer of layers {model.layers}: choose fewer"
         )
     if model.topk > model.experts:
-        raise ConfigurationError(f"--model: topk {model.topk} is more than experts {model.experts}: choose at most that")
+        raise ConfigurationError(
+            f"--model: topk {model.topk} is more than experts {model.experts}: choose at most that"
+        )

@@ -169,7 +169,7 @@ _running: RoutingRecorder | None = None
 
 
 def note_kinds(kinds: torch.Tensor, names: Sequence[str]) -> None:
-    """Says what the samples of the next pass are, integers [B], as indexes of names; for a trace, if one is recorded."""
+    """Tells the recorder, if one runs, what the samples of the next pass are: integers [B], indexes of names."""
     if _running is not None:
         _running.note_kinds(kinds, names)
 
@@ -196,6 +196,8 @@ def check_recordable(config: Any) -> None:
 def _trace_of(parts: list[_OfRank], kind_names: tuple[str, ...]) -> RoutingTrace:
     """Puts together what the ranks have recorded."""
     parts = sorted((part for part in parts if part.layers), key=lambda one: (one.data_rank, one.stage, one.tensor_rank))
+    if not parts:
+        raise ConfigurationError("moe-opt trace record: the model has no MoE layer: give it --num-experts")
     ranks = sorted({part.data_rank for part in parts})
     by_rank = [[part for part in parts if part.data_rank == rank] for rank in ranks]
     experts = np.concatenate([_layers(of_rank) for of_rank in by_rank], axis=2)
