@@ -467,7 +467,10 @@ MODELS = ", ".join(KNOWN_MODELS)
             f"{MIXTRAL} --cluster pcie --world 16 --ep 3",
             "--ep 3 x --expert-tp 1 x --pp 1 = 3 does not divide --world 16: choose sizes whose product does",
         ),
-        (f"{MIXTRAL} --cluster pcie --world 16 --ep 16", "--ep 16 does not divide the model's experts 8: choose a divisor"),
+        (
+            f"{MIXTRAL} --cluster pcie --world 16 --ep 16",
+            "--ep 16 does not divide the model's experts 8: choose a divisor",
+        ),
         (f"{MIXTRAL} --cluster pcie --world 8 --pp 8", "--pp 8 does not divide the model's layers 4: choose a divisor"),
         (
             "--model mixtral-8x7b,layers=4,dense_layers=4 --cluster pcie --world 8",
@@ -500,8 +503,8 @@ MODELS = ", ".join(KNOWN_MODELS)
         ),
         (
             f"{MIXTRAL} --cluster pcie,nics=8 --world 8",
-            "--cluster pcie,nics=8: nics=8 has no meaning there: write tflops, efficiency, op_us, inter, intra, copy, as "
-            "in tflops=8",
+            "--cluster pcie,nics=8: nics=8 has no meaning there: write tflops, efficiency, op_us, inter, intra, copy, "
+            "as in tflops=8",
         ),
         (
             "--model mixtral-8x7b,layers=4,layers=5 --cluster pcie --world 8",

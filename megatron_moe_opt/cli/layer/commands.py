@@ -52,7 +52,9 @@ def bench(
     ] = False,
     profile: Annotated[
         Path | None,
-        typer.Option(help="cluster.json of moe-opt profile, for monta:auto and the like, and predictions in the file of -o."),
+        typer.Option(
+            help="cluster.json of moe-opt profile, for monta:auto and the like, and for predictions in the file of -o."
+        ),
     ] = None,
     output: Annotated[
         Path | None, typer.Option(
