@@ -18,17 +18,17 @@ def plan(
     cluster: Annotated[
         str,
         typer.Option(
-            help="A known one (docs/planning.md lists them), or cluster.json of moe-opt profile. Numbers behind it replace "
-            "its own, as in pcie,op_us=5: tflops and efficiency of a GPU, op_us of every op, and of a known one GB/s "
-            "inter, intra and copy."
+            help="A known one (docs/planning.md lists them), or cluster.json of moe-opt profile. Numbers behind it "
+            "replace its own, as in pcie,op_us=5: tflops and efficiency of a GPU, op_us of every op, and of a known one "
+            "GB/s inter, intra and copy."
         ),
     ],
     model: Annotated[
         str,
         typer.Option(
-            help="A known one, sizes, or both, as in mixtral-8x7b,layers=16: layers, hidden, heads, vocabulary, experts, "
-            "topk, ffn (of an expert), kv_heads, head_size, shared_ffn, dense_layers, dense_ffn; gated=no and the "
-            "like."
+            help="A known one, sizes, or both, as in mixtral-8x7b,layers=16: layers, hidden, heads, vocabulary, "
+            "experts, topk, ffn (of an expert), kv_heads, head_size, shared_ffn, dense_layers, dense_ffn; gated=no and "
+            "the like."
         ),
     ],
     world: Annotated[int | None, typer.Option(min=1, help="GPUs.", show_default="the file's")] = None,
