@@ -134,6 +134,8 @@ def _bounded(
     Layouts whose EP groups lie on the network unevenly are left out: their costs cannot be described.
     """
     sites: dict[Layout, Site | None] = {}
+    alike: dict[tuple[Layout, int], Case] = {}
+    """By what decides a MoE layer: recomputation does not."""
     found = []
     for one in ones:
         if one.micro_batch * settings.sequences[0] % (one.layout.tp * one.layout.cp):
@@ -146,7 +148,10 @@ def _bounded(
                 sites[one.layout] = None
         site = sites[one.layout]
         if site is not None:
-            found.append(Case.of(of_layout, model, site, settings.sequences[0], stock_without_waiting))
+            workload = one.layout, one.micro_batch
+            if workload not in alike:
+                alike[workload] = Case.of(of_layout, model, site, settings.sequences[0], stock_without_waiting)
+            found.append(replace(alike[workload], settings=of_layout))
     return sorted(found, key=lambda one: -_most_tokens(one))
 
 
