@@ -371,11 +371,14 @@ class HopSeconds:
     def __init__(self, layer: LayerOnCluster, costs: Costs, domains: ExpertDomains | None = None) -> None:
         self._costs, self._domains = costs, domains or stationary(layer.workload.workers)
         self._curves = measured_curves(layer.costs, layer.workload.workers)
+        self._copies = costs.curve(Op(Kind.COPY, Lane.COPY))
 
     def __call__(self, op: Op) -> float:
         travels = op.lane is Lane.EXPERTS
+        if op.kind is Kind.PERMUTE and not travels:
+            return self._costs.overhead + self._copies.seconds(op.size)
         if op.kind is not Kind.ALL_TO_ALL and not travels:
-            return self._costs(replace(op, kind=Kind.COPY) if op.kind is Kind.PERMUTE else op)
+            return self._costs(op)
         if op.group is None:
             return 0.0
         level = level_of(op.group)
