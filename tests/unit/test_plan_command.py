@@ -326,9 +326,7 @@ def test_times_worked_out_by_hand(run):
 def test_bandwidths_in_the_place_of_a_clusters_own(run):
     """Half the pace takes twice as long; every op that takes a constant longer counts once."""
     given = without_chunks(run(SMALL, TWO_NODES, BANDWIDTHS, "--all")[1])
-    halved = without_chunks(
-        run(SMALL, TWO_NODES, "--cluster a800-ib200,op_us=0,inter=0.5,intra=2,copy=4 --all")[1]
-    )
+    halved = without_chunks(run(SMALL, TWO_NODES, "--cluster a800-ib200,op_us=0,inter=0.5,intra=2,copy=4 --all")[1])
     assert halved[1] == pytest.approx(2 * given[1], abs=2e-3)
     paid = without_chunks(run(SMALL, TWO_NODES, BANDWIDTHS.replace("op_us=0", "op_us=1000"), "--all")[1])
     assert paid[1] == pytest.approx(given[1] + 4 * 2, abs=2e-3)  # an exchange and a gather, four times

@@ -57,9 +57,10 @@ def bench(
         ),
     ] = None,
     output: Annotated[
-        Path | None, typer.Option(
+        Path | None,
+        typer.Option(
             "--output", "-o", help="Write everything as JSON, with the ops of one more step: moe-opt report draws it."
-        )
+        ),
     ] = None,
 ) -> None:
     """Forward + backward of one Megatron-Core MoE layer under each dispatcher.

@@ -126,9 +126,7 @@ def search(settings: PlanSettings, model: ModelShape, wanted: Wanted) -> Searche
     return Searched(tuple(found), len(small), len(of_step) - len(small))
 
 
-def _bounded(
-    settings: PlanSettings, model: ModelShape, ones: Iterable[Arrangement]
-) -> list[Case]:
+def _bounded(settings: PlanSettings, model: ModelShape, ones: Iterable[Arrangement]) -> list[Case]:
     """Returns each arrangement with what no dispatcher takes less than, from the most tokens a second on.
 
     Layouts whose EP groups lie on the network unevenly are left out: their costs cannot be described.

@@ -13,8 +13,8 @@ from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from megatron_moe_opt.cli.layer.recorded_step import RecordedStep
 from megatron_moe_opt.cli.console import report_console, say_written
+from megatron_moe_opt.cli.layer.recorded_step import RecordedStep
 from megatron_moe_opt.cli.report import charts
 from megatron_moe_opt.cli.report.charts import Bar
 from megatron_moe_opt.cli.report.measured_layer import (
@@ -32,6 +32,7 @@ from megatron_moe_opt.output_file import check_output_file, write_text_whole
 from megatron_moe_opt.runtime.observed.traffic_rows import INTER_NODE, INTRA_NODE
 from megatron_moe_opt.schedules.timeline import Timeline, overlap
 from megatron_moe_opt.schedules.trace import trace_of
+
 
 def write_page(measured: Path, page: Path) -> None:
     """Writes the page of a file of `moe-opt bench -o`, and says so.
