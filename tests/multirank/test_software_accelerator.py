@@ -129,7 +129,6 @@ CASES: dict[str, tuple[Any, ...]] = {
         "mpmoe", {"ep": 4}, {}, Options(partitions=2, memory_reuse="S1", **{**IN_HOPS, "domain_sizes": (2, 1)})
     ),
     "mpmoe S2, recomputed": ("mpmoe", {"ep": 4}, RECOMPUTE, Options(partitions=2, memory_reuse="S2")),
-    "hops, dropping": ("expert-migration", {"ep": 4}, DROP, Options(**HOPS)),
     "hops, padded": ("expert-migration", {"ep": 4}, PAD, Options(**HOPS)),
     "expert-migration": ("expert-migration", {"ep": 4}, {}, Options(**ONE)),
     "expert-migration, one queue": ("expert-migration", {"ep": 4}, {}, Options(**ALL), True),
