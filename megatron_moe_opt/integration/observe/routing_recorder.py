@@ -13,8 +13,10 @@ import torch
 import torch.distributed as dist
 
 from megatron_moe_opt.errors import ConfigurationError
+from megatron_moe_opt.integration.auto.auto_layer import current_controller
+from megatron_moe_opt.option_values import AUTO
 from megatron_moe_opt.planning.traces.routing_trace import RoutingTrace
-from megatron_moe_opt.systems import system_of
+from megatron_moe_opt.systems import moves_samples
 
 
 @dataclass
@@ -58,12 +60,14 @@ class RoutingRecorder:
         ):
             if given:
                 raise ConfigurationError(f"--record-routing does not work with {flag}: drop one of the two")
-        system = system_of(config.moe_token_dispatcher_type)
-        if system is not None and system.moves_samples:
+        name = config.moe_token_dispatcher_type
+        if moves_samples(name):
             raise ConfigurationError(
-                f"--record-routing needs all samples at home, which --moe-token-dispatcher-type {system.name} moves: "
+                f"--record-routing needs all samples at home, which --moe-token-dispatcher-type {name} moves: "
                 "record under another dispatcher, whose routing is the same"
             )
+        if name == AUTO and (controller := current_controller()) is not None:
+            controller.at_home = "--record-routing needs all samples at home"
         routers = [module for module in model.modules() if isinstance(module, Router)]
         self._config = config
         self._sequence_length = sequence_length
