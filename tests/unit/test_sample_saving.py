@@ -70,7 +70,8 @@ def test_it_counts_the_tokens_of_each_sample():
 
 CONFIG = {
     "attention_dropout": 0.0, "moe_router_force_load_balancing": False, "moe_input_jitter_eps": None,
-    "recompute_granularity": None, "recompute_modules": None,
+    "recompute_granularity": None, "recompute_modules": None, "tensor_model_parallel_size": 1,
+    "sequence_parallel": False,
 }  # fmt: skip
 
 
@@ -78,6 +79,7 @@ CONFIG = {
     ("overrides", "samples", "aux_loss", "is_repeated", "reason"),
     [
         ({}, 4, 0.0, False, None),
+        ({"tensor_model_parallel_size": 2}, 4, 0.0, False, "TP without --sequence-parallel"),
         ({"attention_dropout": 0.1}, 1, 0.0, False, "--attention-dropout 0.1"),
         ({"moe_input_jitter_eps": 0.01}, 1, 0.0, False, "--moe-input-jitter-eps 0.01"),
         ({}, 2, 0.01, False, "aux_loss balances the samples that share a rank"),

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from megatron_moe_opt.integration.layer.netmoe_layer import balances_ranks
-from megatron_moe_opt.integration.layer.replicated_tokens import drawn_by_routers
+from megatron_moe_opt.integration.layer.replicated_tokens import drawn_by_routers, holds_replicated_tokens
 from megatron_moe_opt.kernels import place_samples
 from megatron_moe_opt.planning.traces.routing_replay import decided_share, replay
 from megatron_moe_opt.runtime.engine.recomputation import is_recomputing
@@ -60,6 +60,8 @@ def keeps_home(config: Any, routing: Sequence[SampleRouting]) -> str | None:
     Args:
         routing: of each layer of this rank, in a step under another dispatcher.
     """
+    if holds_replicated_tokens(config):
+        return "TP without --sequence-parallel has not been tried with dispatchers that take turns"
     if config.attention_dropout > 0:
         return f"--attention-dropout {config.attention_dropout:g} draws masks on the rank that has a sample"
     if (drawn := drawn_by_routers(config)) is not None:

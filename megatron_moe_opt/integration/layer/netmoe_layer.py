@@ -1,8 +1,8 @@
 """The seams of `netmoe` in Megatron: the transformer block, whose layers move samples, and the layers themselves.
 
 Megatron's transformer layer normalises the hidden states, hands them to its MoE layer, and adds them to what comes
-back. Here it hands them to the dispatcher as they are before that. What comes back is the sum already, of other
-samples, and is added to zero.
+back. Here it hands them to the dispatcher as they are before that; where all TP ranks hold all tokens, each its part of
+them. What comes back is the sum already, of other samples, and is added to zero.
 
 The MoE layers of one block share the order of samples: a block is what a pipeline stage, or a virtual chunk of it, runs
 in one go. MoE layers outside a block (multi-token prediction) do not move samples.
@@ -23,6 +23,7 @@ from megatron_moe_opt.dispatchers.netmoe import NetmoeDispatcher
 from megatron_moe_opt.dispatchers.sample_placement import LayerPlacement, SampleOrder, in_this_pass
 from megatron_moe_opt.dispatchers.say import say_once
 from megatron_moe_opt.errors import ConfigurationError
+from megatron_moe_opt.integration.layer.replicated_tokens import holds_replicated_tokens, split_over_tp
 from megatron_moe_opt.integration.observe.netmoe_report import watch
 from megatron_moe_opt.integration.seams import seam_moved
 from megatron_moe_opt.options import Options
@@ -164,11 +165,13 @@ def _let_samples_move(layer: Any) -> None:
     moe = layer.mlp
     forward_mlp, post_mlp, shared_experts = layer._forward_mlp, layer._forward_post_mlp, moe.shared_experts_compute
     balances, recomputes = balances_ranks(moe.router), moe.moe_layer_recompute
+    replicated = holds_replicated_tokens(moe.config)
 
     def handing_over(hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         if balances and hidden_states.size(1) > 1:
             say_once("netmoe", "aux_loss", lambda: _AUX_LOSS)
-        _dispatcher_of(layer).hand_over(hidden_states, learn=layer.training)
+        residual = split_over_tp(hidden_states, moe.tp_group) if replicated else hidden_states
+        _dispatcher_of(layer).hand_over(residual, learn=layer.training)
         moe.moe_layer_recompute = False  # with the norm, below: its input goes along
         try:
             return forward_mlp(hidden_states, *args, **kwargs)
