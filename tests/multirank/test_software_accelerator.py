@@ -182,7 +182,7 @@ def layer_case(library: Path, case: str) -> dict[str, Any]:
 WHOLE = {"distributed_optimizer": False}
 MODELS: dict[str, tuple[str, dict[str, Any], Options | None]] = {
     "netmoe": ("netmoe", WHOLE | {"overlap": True}, None),
-    "netmoe, chunks": ("netmoe", WHOLE, Options(monta_level="O3", chunks=2)),
+    "netmoe, chunks, fp8": ("netmoe", WHOLE, Options(monta_level="O3", chunks=2, wire="fp8")),
     "netmoe, hops": ("netmoe", WHOLE, Options(chunks=2, **IN_HOPS)),
     "expert-migration": ("expert-migration", {}, Options(**ONE, prefetch_layers=1)),
 }

@@ -220,10 +220,6 @@ def test_telemetry_needs_stages_one_after_another_under_stock_too(flag, override
 @pytest.mark.parametrize(
     ("wrong", "overrides"),
     [
-        (
-            "--tensor-model-parallel-size without --sequence-parallel",
-            {"tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 2},
-        ),
         ("--hidden-dropout 0.1", {"hidden_dropout": 0.1}),
         ("--fp32-residual-connection", {"fp32_residual_connection": True}),
         ("--recompute-modules layernorm", {"recompute_granularity": "selective", "recompute_modules": ["layernorm"]}),
