@@ -161,18 +161,6 @@ def test_samples_move_in_trials_only_where_that_may_be_the_fastest_and_trains_al
     assert refused(seen).endswith("too little to be tried")
 
 
-def test_samples_whose_routing_is_recorded_stay_at_home(planned, monkeypatch):
-    from megatron.core import parallel_state
-
-    from megatron_moe_opt.integration.observe.routing_recorder import RoutingRecorder
-
-    for kind in ("data", "pipeline_model", "tensor_model"):
-        monkeypatch.setattr(parallel_state, f"get_{kind}_parallel_rank", lambda: 0)
-    controller = planned("monta:O2x2")
-    RoutingRecorder(torch.nn.Module(), controller.config, 32)
-    assert controller.at_home == "--record-routing needs all samples at home"
-
-
 def test_what_a_gpu_may_have_no_room_for_is_not_tried(planned):
     controller = planned("alltoall")
     held = {"mpmoe:2:S1": 900, "alltoall": 500, "monta:O2x2": 601}

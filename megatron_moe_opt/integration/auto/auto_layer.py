@@ -267,7 +267,7 @@ class Controller:
             return None, None
         heard, self._routing = self._routing, []
         routing, layer, groups = [one.take() for one in heard], self.layers[0].layer, self.layers[0].groups
-        at_home = self.at_home or keeps_home(self.config, heard)
+        at_home = keeps_home(self.config, heard)
         try:
             check_seams(layer, self.options)
             blocks = self.config.virtual_pipeline_model_parallel_size or 1
