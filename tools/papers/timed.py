@@ -95,10 +95,12 @@ def _parm() -> Iterator[Point]:
     for number in range(len(PARM_GRID)):
         groups, tokens, factor, size = PARM_GRID[number * _SPREAD % len(PARM_GRID)]
         n_mp, n_esp = groups
+        experts = 8 // n_esp
         paper = {name: f"{rows[groups][column]:.2f} (Table IV, mean)" for name, rows in parm.TABLE_IV.items()}
         layer = _layer(
-            "parm:S1,parm:S2", tokens, size * n_esp, size * n_esp, 8 // n_esp, 1, tp=n_mp, ep=8 // n_esp,
-            expert_tp=n_esp, capacity_factor=factor, pad_to_capacity=True, replicated=True,
+            "parm:S1,parm:S2", tokens, size * n_esp, size * n_esp, experts, 1, tp=n_mp, ep=experts, expert_tp=n_esp,
+            capacity_factor=min(factor, experts),  # an expert has no more rows than there are tokens
+            pad_to_capacity=True, replicated=True,
         )  # fmt: skip
         yield Point(
             f"parm {number:02}: N_MP {n_mp}, N_ESP {n_esp}, B L {tokens}, k f {factor}, M {size * n_esp}",
