@@ -31,7 +31,8 @@ from tools.papers import parm
 from tools.papers.published import head, row
 
 ROOT = Path(__file__).parents[2]
-PROFILE_SECONDS = 15.0
+PROFILE_SECONDS = {2: 15.0, 4: 15.0, 8: 60.0}
+"""By ranks of a node: sixteen on two cores take turns, and their curves need more rounds."""
 STEPS, WARMUP = 5, 1
 COMPRESSION = 25.0
 """The paper's setting for SR-based compression: 50 times fewer entries, each with its place."""
@@ -84,8 +85,8 @@ def _layer(dispatchers: str, tokens: int, hidden: int, ffn: int, experts: int, t
 
 PARM_COLUMN = "B, 8"
 """Testbed B has nodes of four GPUs, as these points."""
-PARM_GRID = tuple(product(parm.GROUPS, (64, 128, 256), parm.FACTORS, (64, 128)))
-"""(N_MP, N_ESP), tokens of a rank (B L), k f, and M = H of a shard: Table III's over 16."""
+PARM_GRID = tuple(product(parm.GROUPS, (128, 256, 512), parm.FACTORS, (128, 256)))
+"""(N_MP, N_ESP), tokens of a rank (B L), k f, and M = H of a shard: Table III's over 8."""
 _SPREAD = 43
 """Shares no factor with 48: neighbours in the list are far from each other in the grid."""
 
@@ -190,7 +191,7 @@ def time_point(point: Point) -> Timed:
     ep = layer.ep_size(2 * point.ranks)
     with megatron_process_group() as device:
         sizes = ProfileSettings(
-            layer.tp, 1, ep, layer.expert_tp, layer.hidden, layer.ffn_hidden, layer.dtype, PROFILE_SECONDS,
+            layer.tp, 1, ep, layer.expert_tp, layer.hidden, layer.ffn_hidden, layer.dtype, PROFILE_SECONDS[point.ranks],
             domains=bool(point.compressed) or point.model is not None,
         )  # fmt: skip
         cluster = measured(sizes, device)
