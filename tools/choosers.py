@@ -10,14 +10,16 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from megatron_moe_opt.cli.routing.balance import routing_balance
 from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.integration.measuring.layer_settings import LayerSettings
 from megatron_moe_opt.integration.measuring.timing import slowest
 from megatron_moe_opt.option_values import AUTO
-from megatron_moe_opt.planning.choosing.choice import Choice, choose, schedule_seconds
+from megatron_moe_opt.planning.choosing.choice import Choice, choose, schedule_seconds, with_rows
 from megatron_moe_opt.planning.choosing.partition_search import PARTITIONS
 from megatron_moe_opt.planning.costs.cluster import Cluster
 from megatron_moe_opt.planning.predicting.partitioned_rows import activation_bytes
+from megatron_moe_opt.planning.predicting.skew import rows_as_even
 from megatron_moe_opt.schedules.mpmoe import NONE, STRATEGIES
 from megatron_moe_opt.schedules.parm import SCHEDULES
 from megatron_moe_opt.systems.monta import MONTA, MontaOptions
@@ -95,11 +97,11 @@ class ProfileChooser(Chooser):
     ) -> list[Chosen]:
         """Returns the choice that the profile's predictions lead to."""
         start = time.perf_counter()
-        chosen = self._choice(settings, ep, cluster).chosen
+        chosen = self._choice(settings, ep, cluster, device).chosen
         (took,) = slowest([time.perf_counter() - start], device)
         return [Chosen("model", self._as_measured(chosen.variant), schedule_seconds(chosen), took)]
 
-    def _choice(self, settings: LayerSettings, ep: int, cluster: Cluster) -> Choice:
+    def _choice(self, settings: LayerSettings, ep: int, cluster: Cluster, device: torch.device) -> Choice:
         return choose(self.asked, settings.workload(ep), cluster)
 
     def _as_measured(self, variant: str) -> str:
@@ -154,8 +156,13 @@ class MpmoeChooser(ProfileChooser):
             if self.budget is None or activation_bytes(layer, layer.rows, count, strategy) <= self.budget
         )
 
-    def _choice(self, settings: LayerSettings, ep: int, cluster: Cluster) -> Choice:
-        return choose(self.asked, settings.workload(ep), cluster, self.budget)
+    def _choice(self, settings: LayerSettings, ep: int, cluster: Cluster, device: torch.device) -> Choice:
+        layer = settings.workload(ep)
+        if settings.capacity_factor is None:  # as the dispatcher goes by the rows of a pass
+            of_world = routing_balance(settings, ep, device).of_rank
+            rows = [of_world[rank] // settings.expert_tp for rank in cluster.world.layout.groups("ep")[0]]
+            layer = with_rows(layer, rows_as_even(rows, cluster))
+        return choose(self.asked, layer, cluster, self.budget)
 
     def _as_measured(self, variant: str) -> str:
         return variant if variant.count(":") == 2 else f"{variant}:{NONE}"

@@ -139,16 +139,16 @@ class MpmoeDispatcher(Dispatcher):
         """Groups this rank's tokens by partition, and by rows by expert, each row with its probabilities behind it."""
         groups = self.groups
 
-        def mean_rows() -> int:
+        def rows_of_ranks() -> list[int]:
             if capacity is not None:
-                return routing_map_TE.size(1) * capacity
-            rows = routing_map_TE.sum()
+                return [routing_map_TE.size(1) * capacity] * groups.ep_size
+            rows = routing_map_TE.sum(0).view(groups.ep_size, -1).sum(1)
             dist.all_reduce(rows, group=groups.joint)
             before, self._rows = self._rows, HostCopy(rows)
             # host synchronisation: where partitions depend on rows, in the first pass; later ones go by the last one's
-            return int((before or self._rows).wait()) // groups.joint_size
+            return [of_rank // groups.etp_size for of_rank in (before or self._rows).wait().tolist()]
 
-        partitions = self.partitioning.choose(mean_rows)
+        partitions = self.partitioning.choose(rows_of_ranks)
         if partitions.by_hops:
             is_padded = capacity is not None
             packed, rows = self.hops.rows(tokens_TH, probs_TE, routing_map_TE, partitions.count, is_padded)

@@ -10,6 +10,10 @@ return to what was there before. Here rows are dispatched before normalisation, 
 one of a token's rows, that of its first expert, returns with the residual added. So it moves without a byte of its own
 (the paper's inlining, appendix A). What shared experts make of a token cannot move that way: it is a row of its own in
 the same all-to-all, for the samples that move.
+
+Residual apart. On a wire that rounds rows, and where all TP ranks hold all tokens, whose norms must not see parts of
+them, rows are normalised tokens, as under other dispatchers, and the residual moves in an all-to-all of its own, in its
+dtype, with what shared experts made: a row for each token of a sample that moves.
 """
 
 from __future__ import annotations
@@ -28,10 +32,12 @@ from megatron_moe_opt.dispatchers.sample_traffic import SampleRowBytes, SampleTr
 from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.kernels.streams import has_streams, to_device
 from megatron_moe_opt.planning.predicting.sample_costs import HopCosts, RowCosts, SampleCosts
+from megatron_moe_opt.row_format import SAME, Wire
 from megatron_moe_opt.runtime.engine.collectives import global_rank
 from megatron_moe_opt.runtime.engine.recomputation import is_recomputing
 from megatron_moe_opt.runtime.job.forks import Pending
 from megatron_moe_opt.runtime.rows.sample_counts import SampleCounts, SampleCountsGather
+from megatron_moe_opt.runtime.rows.sample_exchange import move_samples
 from megatron_moe_opt.runtime.rows.sample_hops import HoppingSamples
 from megatron_moe_opt.runtime.rows.sample_rows import MovingRows, RowsByExpert
 from megatron_moe_opt.runtime.rows.token_hops import TokenHops
@@ -48,7 +54,8 @@ class MovingSamples:
     row_bytes: SampleRowBytes | None
     """None: the pass does not count, as it is not in training, or repeats another."""
     beside: torch.Tensor | None
-    """[S, B, H] what shared experts made of this rank's tokens."""
+    """[S, B, H] what moves with samples besides: what shared experts made of this rank's tokens and, where it is
+    apart, the residual."""
 
 
 class NetmoeDispatcher(Dispatcher):
@@ -57,13 +64,18 @@ class NetmoeDispatcher(Dispatcher):
     Until `join` is called, and in passes that no residual was handed over for, rows come back to where they came from.
     """
 
-    def __init__(self, groups: ExpertGroups, pipelining: Pipelining) -> None:
-        self.groups, self.pipelining = groups, pipelining
+    def __init__(self, groups: ExpertGroups, pipelining: Pipelining, wire: Wire = SAME, apart: bool = False) -> None:
+        """
+        Args:
+            wire: how rows travel; of rows in their dtype, see Wire.of_rows.
+            apart: the residual moves by itself, though rows are not rounded.
+        """
+        self.groups, self.pipelining, self.wire, self.apart = groups, pipelining, wire, apart or wire != SAME
         self.hops: TokenHops | None = None
         """Where tokens that move with their samples hop; None: a row goes to every expert."""
         self.placement: LayerPlacement | None = None
         """None: samples do not move."""
-        self._at_home = MontaDispatcher(groups, pipelining)
+        self._at_home = MontaDispatcher(groups, pipelining, wire)
         self._norm: Callable[[torch.Tensor], torch.Tensor] | None = None
         self._residual: torch.Tensor | None = None
         self._beside: torch.Tensor | None = None
@@ -78,7 +90,8 @@ class NetmoeDispatcher(Dispatcher):
             how = f"a token once over every link, in {self.pipelining.current[1]} chunk(s); "
         if self.placement is None:
             return f"{how}moves no samples: it is the only MoE layer of its transformer block, or outside of one"
-        return f"{how}moves samples with the combine, and home after the last layer of a pipeline stage"
+        apart = "" if not self.apart else "; the residual moves by itself, in its own dtype"
+        return f"{how}moves samples with the combine, and home after the last layer of a pipeline stage{apart}"
 
     def join(self, placement: LayerPlacement, norm: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Lets samples move from now on.
@@ -93,7 +106,7 @@ class NetmoeDispatcher(Dispatcher):
         """Returns what placements of samples are decided by."""
         if self.hops is None:
             return RowCosts(holders, num_experts)
-        return HopCosts(holders, self.hops.groups.domains, num_experts, self.pipelining.current[1])
+        return HopCosts(holders, self.hops.groups.domains, num_experts, self.pipelining.current[1], self.apart)
 
     def hand_over(self, residual: torch.Tensor, learn: bool) -> None:
         """Takes what the layer's norm gets in the pass that begins.
@@ -128,37 +141,49 @@ class NetmoeDispatcher(Dispatcher):
             return self._at_home.permute(tokens_TH, probs_TE, routing_map_TE, capacity=capacity, num_rows=num_rows)
         sequence, batch, hidden = residual.shape
         order, beside, self._beside = self.placement.order, self._beside, None
-        level, num_chunks = self.pipelining.current
+        shape, pipeline = (sequence, batch), self.pipelining.current
         rows: MovingRows
         if self.hops is not None:
-            rows = HoppingSamples(self.hops, routing_map_TE.bool(), (sequence, batch), num_chunks)
+            rows = HoppingSamples(self.hops, routing_map_TE.bool(), shape, pipeline[1], self.apart)
         else:
-            rows = RowsByExpert(routing_map_TE.bool(), (sequence, batch), num_rows, self.groups, (level, num_chunks))
+            routing_map = routing_map_TE.bool()
+            rows = RowsByExpert(routing_map, shape, num_rows, self.groups, pipeline, self.wire, self.apart)
+        if self.apart:
+            beside = residual if beside is None else residual + beside
+        else:
+            tokens_TH = residual.reshape(-1, hidden).contiguous()
         stock_bytes = hidden * residual.element_size()
         decided = order.decided(self.placement)
         if decided is not None:
             _check_routes_as_before(rows.counts, decided.counts, self.groups)
-            return rows.pack(residual, probs_TE), MovingSamples(rows, decided, None, beside)
+            return rows.pack(tokens_TH, probs_TE), MovingSamples(rows, decided, None, beside)
         _check_is_first(self.placement)
         gather = SampleCountsGather(rows.counts, sequence, order.running.unlike, self.groups, order.room)
-        packed_RP = rows.pack(residual, probs_TE)
+        packed_RP = rows.pack(tokens_TH, probs_TE)
         counts = gather.wait()  # host synchronisation: for the counts, the only one of a pass; packing is queued
         _check_masked_alike(counts, self.groups)
         if self.hops is None:
             self.pipelining.observe(counts.rows.sum(2))
         learn = self._learn and counts.equal
-        decided = self.placement.decide(counts, sequence if beside is not None else 0, learn)
-        row_bytes = SampleRowBytes(stock_bytes + probs_TE.element_size(), stock_bytes, *rows.row_bytes())
+        sizes, alone = rows.row_bytes(), 0
+        rows_beside = 0 if beside is None else sequence
+        if self.apart:  # in rows as long as those of dispatch and combine are in the mean
+            alone = sequence * stock_bytes
+            rows_beside = round(2 * alone / sum(sizes))
+        decided = self.placement.decide(counts, rows_beside, learn)
+        row_bytes = SampleRowBytes(stock_bytes + probs_TE.element_size(), stock_bytes, *sizes, alone)
         return packed_RP, MovingSamples(rows, decided, row_bytes if learn else None, beside)
 
     def dispatch(
         self, packed_RP: torch.Tensor, dispatched: Dispatched | MovingSamples, prob_dtype: torch.dtype
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """See Dispatcher; rows are normalised here, and by source, sample and token inside an expert."""
+        """See Dispatcher; what has the residual in it is normalised here. Inside an expert rows are by source, sample
+        and token.
+        """
         if isinstance(dispatched, Dispatched):
             return self._at_home.dispatch(packed_RP, dispatched, prob_dtype)
         rows_NH, per_expert, probs_N = dispatched.rows.to_experts(packed_RP, dispatched.decided.counts, prob_dtype)
-        return self._norm(rows_NH), per_expert, probs_N
+        return rows_NH if self.apart else self._norm(rows_NH), per_expert, probs_N
 
     def combine(self, rows_NH: torch.Tensor, dispatched: Dispatched | MovingSamples) -> torch.Tensor:
         """The sums of the outputs of each token's experts and its residual, on the rank where its sample goes.
@@ -176,14 +201,17 @@ class NetmoeDispatcher(Dispatcher):
         decision = moving.decided.decision.result()
         exposed = time.perf_counter() - start
         if moving.row_bytes is not None:
-            rows_beside = 0 if beside is None else beside.size(0)
+            rows_beside = 0 if beside is None or self.apart else beside.size(0)
             if self._counted is not None:
                 self._counted.result()  # raises what the last count raised
             self._counted = background(
                 self._traffic.add, decision, holders, self.placement.costs, rows_beside, moving.row_bytes, exposed
             )
         items, moving.beside = torch.from_numpy(holders.items(decision.move)), None
-        return moving.rows.to_new_homes(rows_NH, moving.decided.counts, items, beside)
+        if not self.apart:
+            return moving.rows.to_new_homes(rows_NH, moving.decided.counts, items, beside)
+        beside = move_samples(beside, items, self.groups).flatten(0, 1)
+        return moving.rows.to_new_homes(rows_NH, moving.decided.counts, items, None) + beside
 
     def unpermute(self, returned: torch.Tensor, dispatched: Dispatched | MovingSamples) -> torch.Tensor:
         """[S * B, H], of samples that were moved as it is."""

@@ -11,6 +11,7 @@ from megatron_moe_opt.dispatchers.say import say_once
 from megatron_moe_opt.options import Options
 from megatron_moe_opt.planning.choosing.partition_search import PARTITIONS
 from megatron_moe_opt.planning.predicting.layer_workload import LayerWorkload
+from megatron_moe_opt.planning.predicting.skew import rows_as_even
 from megatron_moe_opt.schedules.mpmoe import NONE
 from megatron_moe_opt.systems.mpmoe import HOPS
 from megatron_moe_opt.topology.expert_groups import ExpertGroups
@@ -41,12 +42,13 @@ class Partitions:
 class Partitioning(Protocol):
     """Says how the next pass of a layer is cut. All ranks of the layer's joint group must be told alike."""
 
-    def choose(self, rows: Callable[[], int]) -> Partitions:
+    def choose(self, rows: Callable[[], Sequence[int]]) -> Partitions:
         """Called by every rank of the joint group at the start of every forward pass.
 
         Args:
-            rows: returns the mean number of rows that a rank had in the last pass (in the first, that it has), a row
-                for each expert of a token, the same on all ranks of the layer's joint group: a collective call.
+            rows: returns how many rows the experts of each rank of the expert-parallel group got in the last pass (in
+                the first, that they get), a row for each expert of a token, before expert-TP peers have gathered them:
+                the same on all ranks of the layer's joint group. A collective call.
         """
 
     def describe(self) -> str:
@@ -70,7 +72,7 @@ class FixedPartitioning:
     def __init__(self, partitions: Partitions) -> None:
         self._partitions = partitions
 
-    def choose(self, rows: Callable[[], int]) -> Partitions:
+    def choose(self, rows: Callable[[], Sequence[int]]) -> Partitions:
         """The same for every pass."""
         return self._partitions
 
@@ -88,11 +90,11 @@ class MeasuredPartitioning:
     def __init__(self, groups: ExpertGroups, options: Options, layer: LayerWorkload) -> None:
         """A collective call over the joint group. Raises ConfigurationError as agreed_cluster does."""
         self.groups, self.options, self.layer = groups, options, layer
-        agreed_cluster(groups, options.profile, layer)
+        self._cluster = agreed_cluster(groups, options.profile, layer)
 
-    def choose(self, rows: Callable[[], int]) -> Partitions:
+    def choose(self, rows: Callable[[], Sequence[int]]) -> Partitions:
         """As Partitioning.choose. Raises ConfigurationError where nothing fits into the budget."""
-        number = rows()
+        number = rows_as_even(rows(), self._cluster)
         choice = agreed_choices(self.groups, "mpmoe", self.options, self.layer)[number]
         _, options = split_variant(choice.chosen.variant, None)
         chosen = Partitions.of(options)

@@ -25,6 +25,8 @@ class SampleRowBytes:
     stock_combine: int
     dispatch: int
     combine: int
+    alone: int = 0
+    """Bytes that each part of a sample that moves takes in an all-to-all of its own."""
 
 
 @dataclass
@@ -56,7 +58,7 @@ class SampleTraffic:
         """Counts a pass.
 
         Args:
-            rows_beside: rows that each part of a sample that moves takes by itself.
+            rows_beside: rows that each part of a sample that moves takes in combine by itself.
             exposed: seconds.
         """
         ranks, batch, _ = decision.counts.shape
@@ -73,6 +75,10 @@ class SampleTraffic:
         self.stock_intra += stock.intra * stock_bytes
         self.sent_inter += dispatched.inter * row.dispatch + combined.inter * row.combine
         self.sent_intra += dispatched.intra * row.dispatch + combined.intra * row.combine
+        if row.alone:
+            across = int((holders.rank_node[here] != holders.rank_node[there]).sum())
+            self.sent_inter += across * row.alone
+            self.sent_intra += (int((here != there).sum()) - across) * row.alone
         position_device = np.repeat(holders.holder_device, batch)
         nodes, devices = moved_shares(position_device, position_device[decision.move], holders.device_node)
         self.moved_nodes += nodes

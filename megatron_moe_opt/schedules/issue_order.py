@@ -24,6 +24,7 @@ SECONDS = {
     Kind.PERMUTE: 0.1,
     Kind.COPY: 0.1,
     Kind.SUM: 0.1,
+    Kind.ACTIVATE: 0.1,
     Kind.COMPUTE: 2.0,
     Kind.GRADIENT: 4.0,
 }
@@ -106,7 +107,7 @@ def _guesses(lane: Lane, kind: Kind) -> Iterator[float]:
     """What an op takes by each guess, in units of a collective between nodes."""
     yield SECONDS.get(kind, 1.0)
     for inside, copy, experts, host in product(_INSIDE_NODES, _COPIES, _EXPERTS, _HOST_COPIES):
-        of_kind = dict.fromkeys((Kind.PERMUTE, Kind.COPY, Kind.SUM), copy)
+        of_kind = dict.fromkeys((Kind.PERMUTE, Kind.COPY, Kind.SUM, Kind.ACTIVATE), copy)
         of_kind |= {Kind.COMPUTE: experts, Kind.GRADIENT: 2 * experts, Kind.OFFLOAD: host, Kind.PREFETCH: host}
         yield of_kind.get(kind, inside if lane is Lane.INTRA else 1.0)
 

@@ -16,7 +16,9 @@ what was overwritten, T_DI and T_M each in one of two ways (Table II):
     S1   offload, offload             S3   offload, recompute
     S2   communicate again, offload   S4   communicate again, recompute
 
-Offloading has lanes of its own, d2h in the forward and h2d in the backward pass (Fig. 7).
+Offloading has lanes of its own, d2h in the forward and h2d in the backward pass (Fig. 7). The paper activates in place,
+and its T_M is the output of an expert's first matrix product: that is what is offloaded, and what Megatron's experts
+save besides is computed again from it.
 
 What lies between a rank's rows and its experts are the stages of a way (`by_rows`, or hops.py's: then a partition is a
 part of the tokens, each of which crosses a link once). Where that is more than one all-to-all, two partitions are on
@@ -119,13 +121,15 @@ class RowBytes:
     token: int
     """As the experts have it."""
     middle: int = 0
-    """Of what experts save for backward (T_M)."""
+    """Of what experts save for backward (T_M), the part that is offloaded."""
     returned: int | None = None
     """With the gradient of its probability, on the way back; None: as much as `packed`."""
     outputs: int | None = None
     """Of an output on the way back; None: as much as `token`."""
     output_gradients: int | None = None
     """Of the gradient of an output, on the way to the experts; None: as much as `token`."""
+    activations: int = 0
+    """Of what experts save besides `middle` and is computed again from it, where that was offloaded."""
 
     def of(self, move: Move) -> int:
         """On the way."""
@@ -197,10 +201,14 @@ def backward(strategy: str, partitions: Sequence[Partition], row: RowBytes, way:
         pipeline.sort(j, OUTPUT_GRADIENTS)
 
     def compute(j: int) -> None:
-        size = partitions[j].gathered * row.token
+        rows, saved = partitions[j].gathered, ["tokens", "middle"]
+        size = rows * row.token
         if how.middle is Restore.RECOMPUTE:
             pipeline.add(Kind.COMPUTE, Lane.COMPUTE, j, size, ["tokens"], ["middle"])
-        pipeline.add(Kind.GRADIENT, Lane.COMPUTE, j, size, ["tokens", "middle", "grad_output"], ["grad_tokens"])
+        elif how.middle is Restore.OFFLOAD:
+            pipeline.add(Kind.ACTIVATE, Lane.COMPUTE, j, rows * row.activations, saved, ["activations"])
+            saved = [*saved, "activations"]
+        pipeline.add(Kind.GRADIENT, Lane.COMPUTE, j, size, [*saved, "grad_output"], ["grad_tokens"])
 
     pipeline.alternate(send, sort, compute, lambda j: pipeline.back(j, INPUT_GRADIENTS, f"grad_rows.{j}"))
     return pipeline.schedule(_name("backward", strategy, count))

@@ -43,6 +43,7 @@ class Kind(_OneOfEach):
     PREFETCH = "prefetch"
     ENCODE = "encode"
     DECODE = "decode"
+    ACTIVATE = "activate"  # what lies between an expert's two matrix products, again
 
 
 COLLECTIVES = frozenset({Kind.ALL_TO_ALL, Kind.ALL_GATHER, Kind.REDUCE_SCATTER, Kind.SEND_RECEIVE})

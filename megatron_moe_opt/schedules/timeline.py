@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from megatron_moe_opt.schedules.schedule import COLLECTIVES, Kind, Lane, Op, Schedule
 
-_COMPUTING = frozenset({Kind.COMPUTE, Kind.GRADIENT})
+_COMPUTING = frozenset({Kind.COMPUTE, Kind.GRADIENT, Kind.ACTIVATE})
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,13 @@ from megatron_moe_opt.planning.choosing.partition_search import PARTITIONS
 from megatron_moe_opt.planning.costs.curves import Costs
 from megatron_moe_opt.planning.costs.expert_costs import costs_with_experts
 from megatron_moe_opt.planning.costs.link_bytes import LinkBytes
-from megatron_moe_opt.planning.predicting.expert_migration import curve_of, has_curves, measured_curves, travelling
+from megatron_moe_opt.planning.predicting.expert_migration import (
+    codec_seconds,
+    curve_of,
+    has_curves,
+    measured_curves,
+    travelling,
+)
 from megatron_moe_opt.planning.predicting.layer_on_cluster import LayerOnCluster
 from megatron_moe_opt.planning.predicting.partitioned_rows import (
     activation_bytes,
@@ -317,13 +323,14 @@ class HopSeconds:
     def __init__(self, layer: LayerOnCluster, costs: Costs, domains: ExpertDomains | None = None) -> None:
         self._costs, self._domains = costs, domains or stationary(layer.workload.workers)
         self._curves = measured_curves(layer.costs, layer.workload.workers)
+        self._migration, self._copy = layer.workload.migration(layer.skew), layer.seconds_to_copy
 
     def __call__(self, op: Op) -> float:
         travels = op.lane is Lane.EXPERTS
         if op.kind is not Kind.ALL_TO_ALL and not travels:
             return self._costs(replace(op, kind=Kind.COPY) if op.kind is Kind.PERMUTE else op)
         if op.group is None:
-            return 0.0
+            return codec_seconds(self._migration, self._domains, op, self._copy)
         level = level_of(op.group)
         ranks = self._domains.sizes[level] if travels else self._domains.domains(level)
         return self._costs.overhead + curve_of(self._curves, op.kind, level, ranks).seconds(op.size)

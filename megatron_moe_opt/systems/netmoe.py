@@ -14,10 +14,9 @@ from megatron_moe_opt.planning.predicting.layer_on_cluster import LayerOnCluster
 from megatron_moe_opt.planning.predicting.monta import CHUNKS as CHUNK_COUNTS
 from megatron_moe_opt.planning.predicting.partitioned_rows import hop_partitions, hop_row_bytes
 from megatron_moe_opt.planning.predicting.prediction import Prediction, Refusal
-from megatron_moe_opt.row_format import SAME
 from megatron_moe_opt.schedules import netmoe as hops
-from megatron_moe_opt.schedules.monta import even_chunks
-from megatron_moe_opt.schedules.schedule import COLLECTIVES, Kind, Op
+from megatron_moe_opt.schedules.monta import EP, even_chunks
+from megatron_moe_opt.schedules.schedule import COLLECTIVES, Kind, Lane, Op, Schedule
 from megatron_moe_opt.systems.monta import DEFAULT_CHUNKS, MontaOptions, parse_pipeline, pipelines, pipelining
 from megatron_moe_opt.systems.mpmoe import HOPS, ROWS, HopSeconds, no_hops
 from megatron_moe_opt.systems.system import FLAG, PREFIX, Grammar, Run, System, recomputed_modules, shown
@@ -27,14 +26,19 @@ NAME = "netmoe"
 
 
 def _build(groups: Any, options: Any, config: Any) -> Any:
+    import torch
+
     from megatron_moe_opt.dispatchers.netmoe import NetmoeDispatcher
+    from megatron_moe_opt.integration.layer.replicated_tokens import holds_replicated_tokens
     from megatron_moe_opt.runtime.rows.token_hops import TokenHops
     from megatron_moe_opt.topology.domain_groups import domain_groups, levels_of
 
-    dispatcher = NetmoeDispatcher(groups, pipelining(config, groups, options))
+    wire = options.wire.of_rows(config.params_dtype is torch.bfloat16)
+    apart = holds_replicated_tokens(config)
+    dispatcher = NetmoeDispatcher(groups, pipelining(config, groups, options), wire, apart)
     if options.way == HOPS:
         hops_in = domain_groups(groups.ep, stationary(levels_of(groups.ep, options.network_levels)), dispatcher)
-        dispatcher.hops = TokenHops(hops_in, groups, config.num_moe_experts, config.moe_router_topk)
+        dispatcher.hops = TokenHops(hops_in, groups, config.num_moe_experts, config.moe_router_topk, wire)
     return dispatcher
 
 
@@ -46,11 +50,6 @@ def _attach(layer: Any, options: Any) -> None:
 
 def _check(config: Any, options: Any, arguments: Any) -> None:
     """Refuses what cannot move with samples, or would not be what it is without moves."""
-    if options.wire != SAME:
-        raise ConfigurationError(
-            f"{PREFIX}wire {options.wire} would round the residual, which {FLAG} netmoe sends with its rows and which "
-            "keeps its dtype: drop it, or use expert-migration, whose tokens hop alike"
-        )
     ranks = config.expert_model_parallel_size * config.expert_tensor_parallel_size
     tp, cp = config.tensor_model_parallel_size, config.context_parallel_size
     if ranks == tp * cp or ranks % (tp * cp):
@@ -63,10 +62,6 @@ def _check(config: Any, options: Any, arguments: Any) -> None:
     _check_way(config, options)
     recompute = recomputed_modules(config)
     for wrong, flags in (
-        (
-            config.tensor_model_parallel_size > 1 and not config.sequence_parallel,
-            "--tensor-model-parallel-size without --sequence-parallel",
-        ),
         (config.hidden_dropout > 0, f"--hidden-dropout {config.hidden_dropout}"),
         (config.fp32_residual_connection, "--fp32-residual-connection"),
         (getattr(config, "fused_residual_rmsnorm", False), "--fused-residual-rmsnorm"),
@@ -91,8 +86,6 @@ def _check(config: Any, options: Any, arguments: Any) -> None:
 
 _WHY = {
     "--hidden-dropout": "whose sums come back with the residual in them, which must not be dropped",
-    "--tensor-model-parallel-size": "which has norms run on parts of samples at the experts, and Megatron sums their "
-    "gradients over TP under --sequence-parallel alone",
     "--moe-expert-capacity-factor": "under which other samples share a rank, so that other tokens would be dropped",
     "--recompute-modules": "which takes a layer's norm on the ranks of the experts",
 }
@@ -132,33 +125,39 @@ def _candidates(layer: LayerOnCluster, options: MontaOptions) -> Iterator[Predic
     if saving is None:
         yield Refusal(NAME, "what it saves depends on which samples use which experts: give a routing trace")
         return
-    if one.tp > 1:
-        yield Refusal(NAME, "samples do not move where all TP ranks hold the same tokens")
-        return
 
     def placed(op: Op) -> Op:
         crosses = op.kind is Kind.ALL_TO_ALL and layer.links.sent(op)[0] > 0
         return replace(op, size=round(op.size * (1 - saving))) if crosses else op
 
+    def inside(schedules: list[Schedule]) -> float:
+        ops = (*alone, *(op for schedule in schedules for op in schedule.ops))
+        return sum(layer.links.sent(op)[1] for op in ops if op.kind in COLLECTIVES)
+
+    alone = _residuals(layer)
     out, back, *backward = layer.passes
-    back = replace(back, exchanged=out.exchanged)  # behind each row, which token of its sample it is
+    lanes = out.exchanged - backward[0].exchanged
+    back = replace(back, exchanged=back.exchanged + lanes)  # behind each row, which token of its sample it is
     for level, count in pipelines(options):
         at_home = [
             exchanged.schedule(level, even_chunks(exchanged.exchanged, one.etp, count), one.ep, one.etp)
             for exchanged in (out, back, *backward)
         ]
         schedules = [replace(schedule, ops=tuple(map(placed, schedule.ops))) for schedule in at_home]
-        inside = sum(layer.links.sent(op)[1] for schedule in at_home for op in schedule.ops if op.kind in COLLECTIVES)
         variant = f"{NAME}:{setting}" if (setting := _setting(level, count)) else NAME
-        yield replace(layer.prediction(variant, schedules, parts=count), intra_bytes=inside)
+        yield replace(layer.prediction(variant, schedules, alone, parts=count), intra_bytes=inside(at_home))
     refusal = no_hops(layer)
     if one.etp > 1:
         refusal = f"expert tensor parallelism {one.etp} cuts experts, whose parts netmoe's hops do not put together"
     if refusal is not None:
         yield Refusal(f"{NAME}:{HOPS}", refusal)
         return
-    costs, levels, row = HopSeconds(layer, layer.costs), len(one.workers), hop_row_bytes(one)
-    noted, keyed = hop_row_bytes(one, notes=True).packed, one.packed_row_bytes
+    hop_seconds, levels, row = HopSeconds(layer, layer.costs), len(one.workers), hop_row_bytes(one)
+    noted, keyed = hop_row_bytes(one, notes=True).packed, one.homebound_bytes + one.lane_bytes
+
+    def costs(op: Op) -> float:
+        return layer.costs(op) if op.group == EP else hop_seconds(op)
+
     for count in (1, *CHUNK_COUNTS):
         parts = hop_partitions(one, layer.skew, layer.computed, count)
         at_home = [
@@ -171,10 +170,20 @@ def _candidates(layer: LayerOnCluster, options: MontaOptions) -> Iterator[Predic
             )
         ]
         schedules = [replace(schedule, ops=tuple(map(placed, schedule.ops))) for schedule in at_home]
-        inside = sum(layer.links.sent(op)[1] for schedule in at_home for op in schedule.ops if op.kind in COLLECTIVES)
         variant, own = f"{NAME}:{_hops(count)}", parts[0].own * count
-        predicted = layer.prediction(variant, schedules, costs=costs, parts=count, local_rows=own)
-        yield replace(predicted, intra_bytes=inside)
+        predicted = layer.prediction(variant, schedules, alone, costs=costs, parts=count, local_rows=own)
+        yield replace(predicted, intra_bytes=inside(at_home))
+
+
+def _residuals(layer: LayerOnCluster) -> list[Op]:
+    """The residuals of samples that move, forward and backward, where they do so by themselves. How many do is not
+    known; all are taken to, which is the most. Where all TP ranks hold all tokens: and what is gathered over TP.
+    """
+    one = layer.workload
+    rounded = one.outbound_bytes != one.row_bytes or one.homebound_bytes != one.row_bytes
+    moved = Op(Kind.ALL_TO_ALL, Lane.INTER, size=-(-one.tokens // one.tp) * one.row_bytes, group=EP)
+    apart = [moved] * (2 * ((rounded or one.tp > 1) and one.ep > 1))
+    return [*layer.edge, *layer.edge[:1], *apart]  # the residual's gradient is gathered, too
 
 
 def _parse(variant: str, setting: str, profile: Path | None) -> Mapping[str, Any]:
@@ -211,7 +220,7 @@ def _stays(options: Any, run: Run) -> str:
 NETMOE = System(
     name=NAME,
     options=MontaOptions,
-    reads=("profile", "way", "network_levels"),
+    reads=("profile", "way", "network_levels", "wire"),
     build=_build,
     grammar=Grammar(_parse, _write, _kind),
     attach=_attach,

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from megatron_moe_opt.integration.host.gloo import _hand_over
 from megatron_moe_opt.kernels.extension import load_extension
 from megatron_moe_opt.runtime.engine.steps import blocks_of
+from megatron_moe_opt.runtime.observed import traffic
 from tests.accelerator.clocks import Actor
 from tests.accelerator.communicators import Mismatch, meet
 from tests.accelerator.memory import tensors_in
@@ -118,6 +119,7 @@ class Communicators:
     ) -> Work:
         root = dist.get_group_rank(group, src) if group_src is None else group_src
         sends, tensor = group.rank() == root, tensor.detach()
+        _count("broadcast_", group, tensors=[tensor], root_rank=root)
 
         def move() -> None:
             nothing = tensor.new_empty(0)
@@ -145,6 +147,8 @@ class Communicators:
                 return start()
             among = group or dist.group.WORLD
             ours, theirs = dist.get_rank(), dist.get_global_rank(among, group_peer) if peer is None else peer
+            if sends:
+                _count("send", among, tensors=[tensor], dst=dist.get_group_rank(among, theirs))
             message = Message(tensor, *((ours, theirs) if sends else (theirs, ours)), start)
             if self._batch is not None:
                 self._batch.append(message)
@@ -186,6 +190,8 @@ class Communicators:
         return work
 
     def _all_reduce(self, group: Any, tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM) -> Work:
+        _count("allreduce_", group, tensors=[tensor])
+
         def move() -> None:
             parts = [torch.empty_like(tensor) for _ in range(group.size())]
             exchange(group, parts, [tensor.contiguous()] * group.size())
@@ -195,6 +201,7 @@ class Communicators:
 
     def _all_gather(self, group: Any, gathered: Sequence[torch.Tensor], own: torch.Tensor) -> Work:
         own = own.detach()
+        _count("allgather_", group, input_tensors=[own])
         return self.issue(group, "all_gather", [own], gathered, lambda: exchange(group, gathered, [own] * group.size()))
 
     def _all_gather_tensor(self, group: Any, output_tensor: torch.Tensor, input_tensor: torch.Tensor) -> Work:
@@ -203,6 +210,8 @@ class Communicators:
     def _reduce_scatter(
         self, group: Any, output: torch.Tensor, parts: Sequence[torch.Tensor], op: Any = dist.ReduceOp.SUM
     ) -> Work:
+        _count("reduce_scatter_", group, input_tensors=[parts])
+
         def move() -> None:
             found = [torch.empty_like(output) for _ in range(group.size())]
             exchange(group, found, [part.detach() for part in parts])
@@ -219,7 +228,9 @@ class Communicators:
         self, group: Any, output: torch.Tensor, input: torch.Tensor,
         output_split_sizes: Any = None, input_split_sizes: Any = None,
     ) -> Work:  # fmt: skip
-        sides = (output, output_split_sizes), (input.detach(), input_split_sizes)
+        splits = None if input_split_sizes is None else [int(size) for size in input_split_sizes]
+        _count("alltoall_base_", group, input=input, input_split_sizes=splits)
+        sides = (output, output_split_sizes), (input.detach(), splits)
         received, sent = (
             rows.split(len(rows) // group.size() if sizes is None else [int(size) for size in sizes])
             for rows, sizes in sides
@@ -249,6 +260,13 @@ class Communicators:
         with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction():
             move()
         return Work(self, actor, (reads, writes), moving)
+
+
+def _count(operator: str, group: Any, **arguments: Any) -> None:
+    """Tells those who count traffic of an operator of torch.ops.c10d that runs here in another way."""
+    for counter in traffic._active:
+        if isinstance(counter, traffic.TrafficCounter):
+            counter._count(operator, arguments | {"group_name": group})
 
 
 def exchange(group: Any, received: Sequence[torch.Tensor], sent: Sequence[torch.Tensor]) -> None:

@@ -42,11 +42,14 @@ def errors_of(dispatcher: str, layout: dict[str, int], options: Options, setting
     return compare(dispatcher, **arguments)["errors"].values()
 
 
-def several_passes(count: int, strategy: str, levels: tuple[int, ...] | None = None) -> list[float]:
-    """The same of mpmoe, with two passes under way; with `levels` tokens hop over them."""
+def several_passes(
+    count: int, strategy: str, levels: tuple[int, ...] | None = None, sizes: tuple[int, ...] | None = None
+) -> list[float]:
+    """The same of mpmoe, with two passes under way; `levels` and `sizes` as worst_errors takes them."""
     variants = [(count, strategy)]
     layout = BOTH if levels is None else EP4
-    worst = test_mpmoe.worst_errors(layout, settings={}, routing=None, variants=variants, steps=2, levels=levels)
+    arguments = {"routing": None, "variants": variants, "steps": 2, "levels": levels, "sizes": sizes}
+    worst = test_mpmoe.worst_errors(layout, settings={}, **arguments)
     return [error for error, _ in worst.values()]
 
 
@@ -67,6 +70,7 @@ LAYERS: dict[str, Callable[[], Iterable[float]]] = {
         for count, strategy in test_mpmoe.SOME
     },
     "mpmoe S2 x 4, hops": lambda: several_passes(4, "S2", (2, 2)),
+    "mpmoe S1 x 3, hops, experts travel": lambda: several_passes(3, "S1", (2, 2), (2, 1)),
     "expert-migration": lambda: errors_of("expert-migration", EP4, TRAVELLING),
     "netmoe": lambda: netmoe("tp2-ep2-etp2-shared"),
     "netmoe, hops": lambda: netmoe("hops-uneven"),

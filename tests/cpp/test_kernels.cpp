@@ -3,6 +3,7 @@
 // one line for each failed expectation. tools/sanitize.sh runs it under ASan + UBSan and under TSan.
 #include <sys/mman.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cmath>
 #include <cstdio>
@@ -18,6 +19,8 @@
 #include "kernels/cpu_dispatch.h"
 #include "kernels/host_pool.h"
 #include "kernels/permute.h"
+#include "kernels/sum_parts.h"
+#include "kernels/wire_format.h"
 
 namespace {
 
@@ -85,6 +88,7 @@ class Matrix {
     std::memcpy(&value, row(r) + h * 4, 4);
     return value;
   }
+  const std::vector<uint8_t>& bytes() const { return bytes_; }
   bool guards_intact() const {
     bool intact = true;
     const auto check = [&](int64_t begin, int64_t end) {
@@ -263,6 +267,129 @@ void test_chunks(const char* isa) {
   }
 }
 
+// Rows in a dtype to a format of the wire and back: one by one, gathered, in chunks, in permute, and in sums. Whatever
+// it has written is added to `written`, which is to be the same under every instruction set.
+void test_wire(const char* isa, DType dtype, DType format, int64_t hidden, int64_t padding,
+               std::vector<uint8_t>& written) {
+  constexpr int64_t kRows = 23, kExperts = 5, kLane = 16;
+  std::mt19937 rng(static_cast<unsigned>(hidden * 31 + padding));
+  std::normal_distribution<float> normal;
+  const int64_t element = moe_opt::element_size(dtype), payload = moe_opt::payload_bytes(format, hidden);
+  Matrix tokens(kRows, hidden * element, hidden * element + padding, padding);
+  for (int64_t r = 0; r < kRows; ++r) {
+    const int scale = static_cast<int>(rng() % 200) - 100;
+    for (int64_t h = 0; h < hidden; ++h) {
+      float value = r == 0 ? 0.0f : std::ldexp(normal(rng), r == 2 ? -140 : scale);
+      if (r == 1 && h % 9 == 4) value = h % 2 == 0 ? NAN : -INFINITY;
+      uint32_t bits;
+      std::memcpy(&bits, &value, 4);
+      if (dtype == DType::kBFloat16) bits >>= 16;
+      if (dtype == DType::kFloat16) bits = rng() & 0xbfffu;  // finite
+      std::memcpy(tokens.row(r) + h * element, &bits, element);
+    }
+  }
+
+  Matrix narrow(kRows, payload, payload + padding, padding);
+  Matrix values(kRows, hidden * 4, hidden * 4 + padding, padding);
+  Matrix gathered(kRows, hidden * element, hidden * element, 0);
+  std::vector<int64_t> sources(kRows);
+  for (int64_t& source : sources) source = static_cast<int64_t>(rng() % kRows);
+  in_parallel(kRows, [&](int64_t begin, int64_t end) {
+    cpu::convert_rows(dtype, format, hidden, tokens.in(), nullptr, narrow.out(), kRows, begin, end);
+  });
+  in_parallel(kRows, [&](int64_t begin, int64_t end) {
+    cpu::convert_rows(format, DType::kFloat32, hidden, narrow.in(), nullptr, values.out(), kRows, begin, end);
+    cpu::convert_rows(format, dtype, hidden, narrow.in(), sources.data(), gathered.out(), kRows, begin, end);
+  });
+  if (dtype == DType::kFloat32) {
+    const int64_t block = moe_opt::has_scales(format) ? moe_opt::block_elements(format) : 1;
+    for (int64_t r = 0; r < kRows; ++r) {
+      for (int64_t h = 0; h < hidden; ++h) {
+        float most = 0.0f;
+        for (int64_t i = h / block * block; i < std::min(h / block * block + block, hidden); ++i) {
+          if (std::isfinite(tokens.get(r, i))) most = std::max(most, std::fabs(tokens.get(r, i)));
+        }
+        const float x = tokens.get(r, h), value = values.get(r, h);
+        const float bound = std::max({0x1p-4f * std::fabs(x), 0x1p-17f * most, r == 2 ? 0x1p-133f : 0.0f});
+        expect(std::isfinite(x) ? std::fabs(value - x) <= bound : !std::isfinite(value), "bound of a format", isa);
+        float of_source;
+        std::memcpy(&of_source, gathered.row(r) + h * 4, 4);
+        const float wanted = values.get(sources[r], h);
+        expect(std::memcmp(&of_source, &wanted, 4) == 0, "gathered row", isa);
+      }
+    }
+  }
+
+  const int64_t from_rows[] = {0, 7, 7, 20}, to_rows[] = {13, 0, 0, 10}, counts[] = {7, 0, 10, 3};
+  const moe_opt::ChunkList chunks{4, from_rows, to_rows, counts};
+  Matrix moved(20, payload, payload + padding, padding), back(20, hidden * element, hidden * element + padding, 0);
+  in_parallel(20, [&](int64_t begin, int64_t end) {
+    cpu::convert_chunks(chunks, dtype, format, hidden, tokens.in(), moved.out(), 20, begin, end);
+    cpu::convert_chunks(chunks, format, dtype, hidden, narrow.in(), back.out(), 20, begin, end);
+  });
+  for (int64_t c = 0; c < 4; ++c) {
+    for (int64_t i = 0; i < counts[c]; ++i) {
+      expect(std::memcmp(moved.row(to_rows[c] + i), narrow.row(from_rows[c] + i), payload) == 0, "chunk row", isa);
+    }
+  }
+
+  const Map storage = build_map(random_routing(kRows, kExperts, 0.4, rng), kRows, kExperts);
+  const RowMap map = storage.view(kExperts);
+  std::vector<float> probs(kRows * kExperts, 0.5f);
+  Matrix packed(map.num_rows, payload + kLane, payload + kLane, padding);
+  const MutableRows lanes{packed.row(0) + payload, payload + kLane};
+  in_parallel(kRows, [&](int64_t begin, int64_t end) {
+    cpu::permute_rows(map, dtype, format, hidden, tokens.in(), packed.out(), probs.data(), 4, lanes, kLane, begin, end);
+  });
+  for (int64_t r = 0; r < map.num_rows; ++r) {
+    expect(std::memcmp(packed.row(r), narrow.row(storage.sources[r]), payload) == 0, "permuted row", isa);
+  }
+  Matrix rows(map.num_rows, hidden * element, hidden * element, 0), sums(kRows, hidden * element, hidden * element, 0);
+  Matrix first(kRows, payload, payload + padding, padding), onward(kRows, payload, payload, padding);
+  in_parallel(kRows, [&](int64_t begin, int64_t end) {
+    cpu::permute_rows(map, dtype, dtype, hidden, tokens.in(), rows.out(), nullptr, 0, {nullptr, 0}, 0, begin, end);
+  });
+  in_parallel(kRows, [&](int64_t begin, int64_t end) {
+    cpu::sum_rows(map, dtype, format, hidden, rows.in(), first.out(), begin, end);      // at the experts
+    cpu::sum_rows(map, format, format, hidden, packed.in(), onward.out(), begin, end);  // on the way
+    cpu::sum_rows(map, format, dtype, hidden, packed.in(), sums.out(), begin, end);     // at home
+  });
+
+  Matrix doubled(kRows, hidden * 4, hidden * 4, 0);
+  Matrix total(narrow);
+  const ConstRows parts[] = {total.in(), narrow.in()};  // summed where the first is
+  in_parallel(kRows, [&](int64_t begin, int64_t end) {
+    cpu::sum_parts(format, hidden, parts, 2, total.out(), begin, end);
+    cpu::convert_rows(format, DType::kFloat32, hidden, total.in(), nullptr, doubled.out(), kRows, begin, end);
+  });
+  for (int64_t r = 3; r < kRows; ++r) {
+    for (int64_t h = 0; h < hidden; ++h) {
+      const float wanted = 2 * values.get(r, h);
+      expect(std::fabs(doubled.get(r, h) - wanted) <= 1e-6f * std::fabs(wanted), "sum of parts", isa);
+    }
+  }
+
+  for (const Matrix* matrix :
+       {&narrow, &values, &gathered, &moved, &back, &packed, &rows, &first, &onward, &sums, &total}) {
+    expect(matrix->guards_intact(), "bytes around the rows", isa);
+    written.insert(written.end(), matrix->bytes().begin(), matrix->bytes().end());
+  }
+}
+
+// All formats of rows on the wire, short blocks and rows at any address.
+std::vector<uint8_t> test_wires(const char* isa) {
+  std::vector<uint8_t> written;
+  for (const DType format : {DType::kBFloat16, DType::kFp8, DType::kMxfp8}) {
+    for (const DType dtype : {DType::kFloat32, DType::kBFloat16, DType::kFloat16}) {
+      if (!moe_opt::converts(dtype, format)) continue;
+      for (const int64_t hidden : {1, 31, 128, 131, 300}) {
+        for (const int64_t padding : {0, 16, 5}) test_wire(isa, dtype, format, hidden, padding, written);
+      }
+    }
+  }
+  return written;
+}
+
 // Samples on threads, both layouts, wide and narrow maps, and indices that must not be followed.
 void test_counts() {
   std::mt19937 rng(8);
@@ -333,6 +460,7 @@ void test_pool() {
 }  // namespace
 
 int main() {
+  std::vector<uint8_t> on_wires;
   for (const char* isa : {"generic", "avx2", "avx512"}) {
     if (!cpu::select_kernels(isa)) {
       std::printf("skipped [%s]: not on this processor\n", isa);
@@ -346,9 +474,12 @@ int main() {
     cpu::set_stream_threshold(0);
     for (const int64_t hidden : {15, 512, 513}) test_row_kernels(isa, 61, 11, hidden, 0, 0);
     test_chunks(isa);
+    const std::vector<uint8_t> past_caches = test_wires(isa);
     cpu::set_stream_threshold(-1);
     test_offsets_past_32_bits(isa);
     test_chunks(isa);
+    if (on_wires.empty()) on_wires = test_wires(isa);
+    expect(past_caches == on_wires && test_wires(isa) == on_wires, "the same bytes on the wire", isa);
   }
   test_padded_map();
   test_counts();

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from megatron_moe_opt.options import Options
+from megatron_moe_opt.row_format import SAME
 
 LAYERS = {"num_layers": 4, "moe_aux_loss_coeff": 0.0, "moe_router_load_balancing_type": "none"}
 SHARED = {"moe_shared_expert_intermediate_size": 32}
@@ -67,6 +68,14 @@ def at_random(on_device: np.ndarray, devices: np.ndarray, device_node: np.ndarra
     return places
 
 
+def forget(model: Any) -> None:
+    """What predictions have learnt: with it samples are placed otherwise, and gradients summed in another order."""
+    for module in model.modules():
+        placement = getattr(getattr(getattr(module, "token_dispatcher", None), "dispatcher", None), "placement", None)
+        if placement is not None:
+            placement.prediction = None
+
+
 def gradients(trained: Any) -> dict[str, torch.Tensor]:
     return {name: parameter.main_grad.clone() for name, parameter in trained.model.module.named_parameters()}
 
@@ -110,16 +119,20 @@ def compare_case(
     steps: int = 1,
     sizes: tuple[tuple[tuple[int, int], ...], ...] = (),
     options: Options | None = None,
+    replicated: bool = False,
     **arguments: Any,
 ) -> tuple[float, str, int]:
     """
     Args:
+        replicated: ours is without sequence parallelism, which stock does not train.
+        options: where rows are narrower on the wire, those of stock are rounded at the same places.
         sizes: of each step, by data-parallel rank: samples of a micro-batch, and tokens of each.
     """
     from megatron.core import parallel_state
 
     import megatron_moe_opt
     from megatron_moe_opt.dispatchers import sample_placement
+    from tests.multirank.test_wire import round_rows_of
     from tests.ranks.gpt import gpt
     from tests.ranks.megatron import parallel
 
@@ -139,12 +152,18 @@ def compare_case(
             common = {"distributed_optimizer": False, **arguments, **LAYERS, **settings}
             stock = gpt(moe_token_dispatcher_type="alltoall", **common)
             megatron_moe_opt.register(options)
+            if replicated:
+                common["sequence_parallel"] = False
             ours = gpt(moe_token_dispatcher_type="netmoe", **common)
             megatron_moe_opt.register()
             ours.model.load_state_dict(stock.model.state_dict())
             for trained in (stock, ours):
                 if bias != "router":
                     by_content(trained.model, bias)
+            wire = SAME if options is None else options.wire
+            for module in stock.model.modules():
+                if wire != SAME and hasattr(module, "token_dispatcher"):
+                    round_rows_of(module.token_dispatcher, wire)
             worst = 0.0, "nothing"
             for step in range(len(sizes) or steps):
                 stock.step = ours.step = step
@@ -153,6 +172,10 @@ def compare_case(
                         resize(trained, *sizes[step][parallel_state.get_data_parallel_rank()])
                 expected, got = run(stock), run(ours)
                 assert set(expected) == set(got)
+                if wire != SAME:
+                    forget(ours.model)
+                    again = run(ours)
+                    assert all(torch.equal(again[name], tensor) for name, tensor in got.items())
                 for name, tensor in expected.items():
                     error = ((got[name] - tensor).norm() / tensor.norm().clamp_min(1e-20)).item()
                     worst = max(worst, (error, name))
@@ -175,6 +198,11 @@ CASES = {
     "ep4-shared-seq-aux-z": {"layout": EP4, "settings": SHARED | SEQ_AUX | RECOMPUTE_MOE} | O3,
     "ep2-dp2-global-aux": {"layout": EP2, "settings": GLOBAL_AUX, "micro_batch": 3},
     "tp2-ep4-shared-seq-aux-z": {"layout": TP2_EP4, "settings": SHARED | SEQ_AUX | RECOMPUTE_ALL},
+    "tp2-ep4-replicated": {
+        "layout": TP2_EP4,
+        "settings": SHARED | SEQ_AUX | RECOMPUTE_MOE | {"num_layers": 2},
+        "replicated": True,
+    },
     "tp2-ep2-etp2-shared": {"layout": TP2_EP2_ETP2, "settings": SHARED, "bias": SKEWED} | O3,
     "ep2-pp2": {
         "layout": {"ep": 2, "pp": 2},
@@ -186,7 +214,7 @@ CASES = {
     "ep2-etp2-shared-uneven": {"layout": ETP2, "settings": SHARED, "sizes": (EVEN, UNEVEN)} | O2,
     "hops-topk4-micro3": {"layout": EP4, "settings": {"moe_router_topk": 4}, "micro_batch": 3} | LEVELS,
     "hops-shared-moe-recomputed": {"layout": EP4, "settings": SHARED | SEQ_AUX | RECOMPUTE_MOE, "bias": HOT} | LEVELS,
-    "hops-tp2-shared": {"layout": TP2_EP4, "settings": SHARED, "bias": SKEWED} | LEVELS,
+    "hops-tp2-replicated-shared": {"layout": TP2_EP4, "settings": SHARED, "bias": SKEWED, "replicated": True} | LEVELS,
     "hops-uneven": {"layout": EP4, "settings": SHARED | SEQ_AUX, "sizes": (UNEVEN, EVEN)} | LEVELS,
     "hops-top1-one-level": {"layout": EP4, "settings": TOP1, "bias": None, "micro_batch": 4, "solver": True} | HOPS,
     "hops-pp2-recomputed": {"layout": {"ep": 2, "pp": 2}, "settings": RECOMPUTE_ALL, "microbatches": 4} | HOPS,

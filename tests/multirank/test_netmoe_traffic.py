@@ -81,8 +81,15 @@ HOPS = Options(way="hops", network_levels=(2, 2), chunks=2)
 
 @pytest.mark.parametrize(
     ("settings", "options"),
-    [({}, None), (SHARED, None), ({"moe_router_topk": 4}, HOPS), (SHARED, HOPS)],
-    ids=["plain", "shared", "hops", "hops-shared"],
+    [
+        ({}, None),
+        (SHARED, None),
+        (SHARED, Options(wire="fp8")),
+        ({"moe_router_topk": 4}, HOPS),
+        (SHARED, HOPS),
+        ({"moe_router_topk": 4}, replace(HOPS, wire="fp8")),
+    ],
+    ids=["plain", "shared", "shared-fp8", "hops", "hops-shared", "hops-fp8"],
 )
 def test_reported_bytes_are_those_sent(ranks, settings, options):
     results = ranks.run(measure, settings=settings, options=options)

@@ -14,6 +14,8 @@ import torch.distributed as dist
 
 from megatron_moe_opt.options import Options
 from megatron_moe_opt.planning.costs.cluster import World
+from megatron_moe_opt.runtime.observed.traffic import TrafficCounter, TrafficRow
+from megatron_moe_opt.topology.nodes import NodeMap
 from tests.accelerator.collectives import check
 from tests.accelerator.executor_library import build
 from tests.multirank.test_auto import write_profile
@@ -123,8 +125,10 @@ CASES: dict[str, tuple[Any, ...]] = {
     "mpmoe S4, padded": ("mpmoe", {"ep": 4}, PAD, Options(partitions=2, memory_reuse="S4")),
     "mpmoe hops S1, dropping": ("mpmoe", {"ep": 4}, DROP, Options(partitions=3, memory_reuse="S1", **IN_HOPS)),
     "mpmoe hops, padded": ("mpmoe", {"ep": 4}, PAD, Options(partitions=2, **IN_HOPS)),
+    "mpmoe hops S1, experts travel": (
+        "mpmoe", {"ep": 4}, {}, Options(partitions=2, memory_reuse="S1", **{**IN_HOPS, "domain_sizes": (2, 1)})
+    ),
     "mpmoe S2, recomputed": ("mpmoe", {"ep": 4}, RECOMPUTE, Options(partitions=2, memory_reuse="S2")),
-    "hops, dropping": ("expert-migration", {"ep": 4}, DROP, Options(**HOPS)),
     "hops, padded": ("expert-migration", {"ep": 4}, PAD, Options(**HOPS)),
     "expert-migration": ("expert-migration", {"ep": 4}, {}, Options(**ONE)),
     "expert-migration, one queue": ("expert-migration", {"ep": 4}, {}, Options(**ALL), True),
@@ -178,7 +182,7 @@ def layer_case(library: Path, case: str) -> dict[str, Any]:
 WHOLE = {"distributed_optimizer": False}
 MODELS: dict[str, tuple[str, dict[str, Any], Options | None]] = {
     "netmoe": ("netmoe", WHOLE | {"overlap": True}, None),
-    "netmoe, chunks": ("netmoe", WHOLE, Options(monta_level="O3", chunks=2)),
+    "netmoe, chunks, fp8": ("netmoe", WHOLE, Options(monta_level="O3", chunks=2, wire="fp8")),
     "netmoe, hops": ("netmoe", WHOLE, Options(chunks=2, **IN_HOPS)),
     "expert-migration": ("expert-migration", {}, Options(**ONE, prefetch_layers=1)),
 }
@@ -284,3 +288,34 @@ def test_messages_and_broadcasts_are_waited_for(ranks, library, how):
     _, found = ranks.run(received, library=library, how=how, waits=False)[1]
     (mistake,) = found.mistakes
     assert f"reads what {'broadcast' if how == 'broadcast' else 'message of rank 0'}" in mistake
+
+
+def counted(library: Path) -> list[tuple[TrafficRow, ...]]:
+    """What this rank is counted to send in a collective of each kind: off the accelerator, and on it."""
+    from tests.accelerator.device import accelerator
+
+    rank, device, counts = dist.get_rank(), torch.device("cpu"), [1, 4, 0, 3]
+    of_contexts = []
+    for context in (nullcontext(), accelerator(library)):
+        with context, TrafficCounter(NodeMap((0, 0, 1, 1))) as counter:
+            eight, two = torch.ones(8, device=device), torch.ones(2, device=device)
+            received = torch.ones(4 * counts[rank], device=device)
+            dist.all_reduce(eight)
+            dist.all_gather_into_tensor(torch.empty_like(eight), two)
+            dist.all_gather(list(eight.split(2)), two)
+            dist.reduce_scatter_tensor(two, eight)
+            dist.reduce_scatter(two, list(eight.split(2)))
+            dist.all_to_all_single(received, eight, [counts[rank]] * 4, counts)
+            dist.all_to_all_single(torch.empty_like(eight), eight)
+            dist.broadcast(eight, 2)
+            messages = [(dist.isend, eight), (dist.irecv, received.new_ones(8))]
+            for work in dist.batch_isend_irecv([dist.P2POp(how, one, rank ^ 1) for how, one in messages]):
+                work.wait()
+        of_contexts.append(counter.rows())
+    return of_contexts
+
+
+def test_bytes_of_its_collectives_are_counted(ranks, library):
+    for off, on in ranks.run(counted, library=library):
+        assert {row.collective for row in off} >= {"all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send"}
+        assert on == off

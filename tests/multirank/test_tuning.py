@@ -32,7 +32,7 @@ def by_profile(profile, others_profile):
     partitioning = MeasuredPartitioning(ExpertGroups(world, None, world), options, LAYER)
     said = io.StringIO()
     with contextlib.redirect_stdout(said):
-        told = [partitioning.choose(lambda rows=rows: rows) for rows in (1, 50_000, 50_000, 1)]
+        told = [partitioning.choose(lambda rows=rows: [rows] * 4) for rows in (1, 50_000, 50_000, 1)]
     return [(one.count, one.strategy) for one in told], said.getvalue()
 
 

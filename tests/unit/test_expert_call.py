@@ -6,10 +6,12 @@ import weakref
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from megatron_moe_opt.runtime.engine.offload import HOST_MEMORY
 from megatron_moe_opt.runtime.through_experts.expert_call import ExpertCall, Experts
 from megatron_moe_opt.runtime.through_experts.expert_pipeline import _Sum
+from megatron_moe_opt.runtime.through_experts.saved_middle import Products
 from megatron_moe_opt.schedules.mpmoe import Restore
 
 ROWS, HIDDEN, MIDDLE = 12, 8, 20
@@ -92,3 +94,85 @@ def test_gradients_of_partitions_are_summed_in_float32_and_rounded_once():
     for part in parts[1:]:
         one_by_one += part
     assert not torch.equal(total.value, one_by_one)
+
+
+class Product(torch.nn.Module):
+    """As Megatron's parallel linear layers: leaves its bias to others."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.weight, self.bias = (torch.nn.Parameter(torch.randn(*shape)) for shape in ((inputs, outputs), (outputs,)))
+
+    def forward(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return rows @ self.weight, self.bias
+
+
+class Expert(torch.nn.Module):
+    """What it saves besides its products': the sum with the bias, silu's output, its product, and that with the
+    probabilities: with the first product's output, of twice the size, seven times MIDDLE."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.way, self.first, self.second, self.calls = way, Product(HIDDEN, 2 * MIDDLE), Product(MIDDLE, HIDDEN), 0
+
+    def activated(self, rows: torch.Tensor, bias: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        rows = rows.add_(bias) if self.way == "in place" else rows + bias
+        if self.way == "another" and self.calls > 1:
+            return rows[:, :MIDDLE]
+        gate, value = rows.chunk(2, dim=-1)
+        return torch.nn.functional.silu(gate) * value * factors[:, None]
+
+    def run(self, tokens: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
+        rows, _ = self.second(self.activated(*self.first(tokens), factors))
+        return rows
+
+    def forward(self, tokens: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
+        if self.way == "checkpointed":
+            return checkpoint(self.run, tokens, factors, use_reentrant=False)
+        return self.run(tokens, factors)
+
+
+def offloaded(way: str, counts: tuple[int, ...]) -> tuple[Experts, ExpertCall, list[torch.Tensor], list[torch.Tensor]]:
+    """A call whose T_M was offloaded, its input, and the gradients that autograd has for it."""
+    torch.manual_seed(3)
+    modules = torch.nn.ModuleList(Expert(way) for _ in counts)
+
+    def run(tokens: torch.Tensor, counts: torch.Tensor, probs: torch.Tensor, _: object = ()) -> torch.Tensor:
+        parts = zip(modules, tokens.split(counts.tolist()), probs.split(counts.tolist()), strict=True)
+        return torch.cat([expert(*part) for expert, *part in parts])
+
+    weights = tuple(weight for one in modules for weight in (one.first.weight, one.first.bias, one.second.weight))
+    module = Experts(run, weights, products=tuple(Products(one, "first", "second") for one in modules))
+    given = [torch.randn(ROWS, HIDDEN), torch.rand(ROWS)]
+    leaves = [one.clone().requires_grad_() for one in given]
+    expected = torch.autograd.grad(run(leaves[0], torch.tensor(counts), leaves[1]).sum(), (*leaves, *weights))
+    for one in modules:
+        one.calls = 0
+    addresses = {one.untyped_storage().data_ptr() for one in modules.parameters()}
+    call = ExpertCall(module, torch.tensor(counts), given[1], Restore.OFFLOAD, addresses)
+    call.forward(given[0])
+    call.offload_middle()
+    return module, call, given, list(expected)
+
+
+@pytest.mark.parametrize(("way", "kept", "again"), [("apart", 2, 5), ("in place", 2 + 3, 0), ("checkpointed", 0, 0)])
+@pytest.mark.parametrize("counts", [(5, 7), (0, 12)])
+def test_what_activations_save_is_not_offloaded_and_gradients_are_the_same(way, kept, again, counts):
+    """Unless it does not follow from what the first product has left, or is saved elsewhere."""
+    module, call, (tokens, _), expected = offloaded(way, counts)
+    assert module.middle_row_bytes == 4 * kept * MIDDLE and module.activation_row_bytes == 4 * again * MIDDLE
+    assert HOST_MEMORY.used == ROWS * module.middle_row_bytes
+    call.fetch_middle(None)
+    call.activate(tokens)
+    taken: dict[int, torch.Tensor] = {}
+    found = call.backward(tokens, torch.ones(ROWS, HIDDEN), taken.__setitem__)
+    assert all(map(torch.equal, (*found, *(taken[number] for number in range(len(taken)))), expected))
+    assert HOST_MEMORY.used == 0 and len(found) + len(taken) == len(expected)
+
+
+def test_activations_that_save_other_tensors_than_before_are_refused():
+    _, call, (tokens, _), _ = offloaded("another", (5, 7))
+    call.fetch_middle(None)
+    with pytest.raises(RuntimeError, match="experts saved other tensors when their activations were computed again"):
+        call.activate(tokens)

@@ -50,7 +50,7 @@ def other_cost(chooser: random.Random) -> Callable[[Op], float]:
         math.exp(chooser.uniform(math.log(least), math.log(most)))
         for least, most in ((0.25, 1.0), (0.02, 0.3), (0.25, 5.0), (0.25, 2.0))
     )
-    of_kind = dict.fromkeys((Kind.PERMUTE, Kind.COPY, Kind.SUM), copy)
+    of_kind = dict.fromkeys((Kind.PERMUTE, Kind.COPY, Kind.SUM, Kind.ACTIVATE), copy)
     of_kind |= {Kind.COMPUTE: experts, Kind.GRADIENT: 2 * experts, Kind.OFFLOAD: host, Kind.PREFETCH: host}
     return lambda op: of_kind.get(op.kind, intra if op.lane is Lane.INTRA else 1.0)
 

@@ -20,7 +20,7 @@ from megatron_moe_opt.schedules.pipeline import base_name
 from megatron_moe_opt.schedules.schedule import Kind, Lane, ScheduleError
 from tests.schedule_checks import validate, validate_ranks
 
-ROW = RowBytes(packed=80, token=64, middle=300)
+ROW = RowBytes(packed=80, token=64, middle=300, activations=500)
 DIRECTIONS = {"forward": forward, "backward": backward}
 REUSING = [strategy for strategy in STRATEGIES if strategy != "none"]
 
@@ -92,6 +92,8 @@ def test_restores_as_in_table_ii(strategy, offloaded, sent_again, recomputed):
     assert len(sends) == (9 if sent_again else 6)
     assert sum(op.kind is Kind.COMPUTE for op in back.ops) == (3 if recomputed else 0)
     assert sum(op.kind is Kind.GRADIENT for op in back.ops) == 3
+    activated = [op.size for op in back.ops if op.kind is Kind.ACTIVATE]
+    assert activated == ([16 * ROW.activations] * 3 if "host_middle" in offloaded else [])
 
 
 @pytest.mark.parametrize("strategy", REUSING)

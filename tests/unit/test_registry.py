@@ -227,10 +227,6 @@ def test_no_expert_is_padded_to_more_rows_than_there_are_tokens():
 @pytest.mark.parametrize(
     ("wrong", "overrides"),
     [
-        (
-            "--tensor-model-parallel-size without --sequence-parallel",
-            {"tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 2},
-        ),
         ("--hidden-dropout 0.1", {"hidden_dropout": 0.1}),
         ("--fp32-residual-connection", {"fp32_residual_connection": True}),
         ("--recompute-modules layernorm", {"recompute_granularity": "selective", "recompute_modules": ["layernorm"]}),

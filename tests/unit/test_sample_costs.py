@@ -72,27 +72,35 @@ def counted(routing: torch.Tensor, workers: tuple[int, ...], chunks: int) -> tor
     return torch.stack([tables.count_samples(experts_of_tokens(of, TOPK), of, stretches, 1) for of in routing])
 
 
-def crossings(routing: torch.Tensor, rank: list[int], workers: tuple[int, ...], beside: bool) -> tuple[int, int]:
-    """Links that tokens cross between nodes, and inside them, token by token, where sample i is on rank[i]."""
+def crossings(routing: torch.Tensor, rank: list[int], workers: tuple[int, ...], beside: str) -> tuple[int, int]:
+    """Links that tokens cross between nodes, and inside them, token by token, where sample i is on rank[i].
+
+    Args:
+        beside: what goes along from the sample's own rank: nothing, a row that is summed, or one that is not.
+    """
     inner = workers[-1]
     inter = intra = 0
     for sample, place in enumerate(rank):
         for token in routing[sample]:
-            wanted = {int(expert) // (EXPERTS // RANKS) for expert in token.nonzero()} | ({sample} if beside else set())
+            wanted = {int(expert) // (EXPERTS // RANKS) for expert in token.nonzero()}
+            wanted |= {sample} if beside == "summed" else set()
             inter += len({one // inner for one in wanted} - {place // inner})
             intra += sum(one % inner != place % inner for one in wanted)
+            if beside == "apart":
+                inter += sample // inner != place // inner
+                intra += sample % inner != place % inner
     return inter, intra
 
 
 @pytest.mark.parametrize("chunks", [1, 2])
-@pytest.mark.parametrize("beside", [False, True])
+@pytest.mark.parametrize("beside", ["nothing", "summed", "apart"])
 def test_hops_are_counted_and_placed_as_tokens_cross_links(chunks, beside):
     workers, of = (2, 2), holders(("a", "a", "b", "b"))
-    costs = HopCosts(of, stationary(workers), EXPERTS, chunks)
+    costs = HopCosts(of, stationary(workers), EXPERTS, chunks, beside == "apart")
     for seed in range(4):
         routing = routed(seed)
         counts = counted(routing, workers, chunks).numpy()  # [R, 1, C]
-        home, rows_beside = np.arange(RANKS), TOKENS if beside else 0
+        home, rows_beside = np.arange(RANKS), 0 if beside == "nothing" else TOKENS
         on_device = costs.on_device(counts, rows_beside)
         placed = place_samples(on_device, np.arange(RANKS), costs.device_node).tolist()
         sent = {}

@@ -9,7 +9,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_moe_opt.planning.costs.cluster import Cluster, World
-from megatron_moe_opt.planning.predicting.skew import EVERY_RANK, ONE_RANK, Skew, link_sharing, most_uneven_layer
+from megatron_moe_opt.planning.predicting.skew import (
+    EVERY_RANK,
+    ONE_RANK,
+    Skew,
+    link_sharing,
+    most_uneven_layer,
+    rows_as_even,
+)
 from megatron_moe_opt.schedules.schedule import Kind
 from megatron_moe_opt.topology.domains import ExpertDomains
 
@@ -51,6 +58,14 @@ def test_rows_of_ranks_are_those_of_one_layer():
     # A stage of two layers and one of none have as many layers as there are ranks, but not the rows of each rank.
     assert most_uneven_layer([[3.0, 1.0], [1.0, 3.0], [], []]) == ()
     assert most_uneven_layer([[0.0], [0.0]]) == (0.0, 0.0)
+
+
+def test_a_number_of_rows_for_who_chooses_by_one():
+    rows = [100, 100, 200, 400]
+    assert rows_as_even(rows, cluster(2.0)) == 400  # shared links, but a device for each rank
+    assert rows_as_even(rows, replace(cluster(2.0), compute_sharing=2.0)) == 300
+    assert rows_as_even([300, 100], cluster(ep=2)) == 300  # as are those of the other group
+    assert rows_as_even([50] * 4, cluster(2.0)) == 50 and rows_as_even([0] * 4, cluster()) == 0
 
 
 def test_regions_share_their_rows():

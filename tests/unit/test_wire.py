@@ -59,6 +59,8 @@ def test_bf16_is_nothing_to_rows_in_bf16():
         ("monta:O2x4:fp8", "fp8"),
         ("parm:S1:bf16", "bf16"),
         ("mpmoe:4:S3:hops:mxfp8", "mxfp8"),
+        ("netmoe:fp8", "fp8"),
+        ("netmoe:hopsx2:fp8", "fp8"),
         ("expert-migration:1x2:fp8-same", "dispatch=fp8,combine=same"),
     ],
 )
@@ -71,15 +73,14 @@ def test_variants_name_a_format(variant, wire):
 
 def test_a_format_alone_is_a_variant():
     assert split_variant("monta:fp8", None) == ("monta", Options(wire="fp8"))
-    with pytest.raises(ConfigurationError, match="netmoe:fp8"):
-        split_variant("netmoe:fp8", None)
+    with pytest.raises(ConfigurationError, match="deepspeed:fp8"):
+        split_variant("deepspeed:fp8", None)
 
 
 @pytest.mark.parametrize(
     ("dispatcher", "given", "fields", "sentence"),
     [
-        ("netmoe", {"wire": "fp8"}, {}, "--moe-opt-wire fp8 would round the residual"),
-        ("alltoall", {"wire": "fp8"}, {}, "--moe-opt-wire fp8 is for .* monta, parm, mpmoe, expert-migration, not"),
+        ("alltoall", {"wire": "fp8"}, {}, "--moe-opt-wire fp8 is for .* monta, parm, netmoe, mpmoe, expert-migration"),
         ("deepspeed", {"wire": "bf16"}, {}, "--moe-opt-wire bf16 is for .*, not deepspeed"),
         (AUTO, {"wire": "fp8"}, {}, "is lossy, which .* auto is with --moe-opt-allow-lossy alone"),
         ("monta", {"allow_lossy": True}, {}, "--moe-opt-allow-lossy True is for .* auto, not monta"),
@@ -168,3 +169,12 @@ def test_bytes_that_the_planner_counts_are_the_rows(element_bytes, words):
         facts = RowFacts(Payload(layer.hidden, dtype, wire), 2, torch.float32)
         assert layer.outbound_bytes == facts.outbound(has_facts=False).row_bytes
         assert layer.homebound_bytes == facts.homebound(has_probs=False).row_bytes
+
+
+def test_the_planner_has_netmoes_residuals_in_their_dtype():
+    moving = dataclasses.replace(LAYER, placement_saving=0.4)
+    found, _ = candidates(moving, cluster(), wires=[Wire.of("fp8")])
+    (one,) = (one for one in found if one.variant == "netmoe:fp8")
+    rows = 2048 * (2 * 1056 + 2 * 2048 + 3 * 16)  # there and back, forward and backward; all but one pass have lanes
+    residuals = 2 * 1024 * 1024 * 4  # of all tokens, in float32
+    assert one.inter_bytes == pytest.approx((0.6 * rows + residuals) / 2, rel=1e-6)

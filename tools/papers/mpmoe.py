@@ -1,7 +1,8 @@
 """MPMoE's numbers (TPDS 2024): a layer of Table III, top-1, on Adira (64 A100) and Valor (16 V100).
 
-Not printed, and assumed: the tokens B of a GPU of Figs. 10, 15 and 17 (4,096, 8,192 and 16,384 here), 16-bit elements.
-T_M is the paper's [B, H].
+Not printed, and assumed: the tokens B of a GPU of Figs. 10, 15 and 17 (4,096, 8,192 and 16,384 here) and of Fig. 16
+(8,192), 16-bit elements. What is offloaded of T_M is the paper's [B, H]; the paper activates in place, Megatron's
+experts activate again.
 """
 
 from __future__ import annotations
@@ -13,10 +14,11 @@ from statistics import fmean
 from megatron_moe_opt.planning.costs.described_cluster import describe, levels_of_ep
 from megatron_moe_opt.planning.costs.known_clusters import ADIRA, VALOR, KnownCluster
 from megatron_moe_opt.planning.predicting.baselines import fastermoe, fastmoe, tutel
-from megatron_moe_opt.planning.predicting.layer_on_cluster import LayerOnCluster
+from megatron_moe_opt.planning.predicting.layer_on_cluster import PIPELINE, LayerOnCluster
 from megatron_moe_opt.planning.predicting.layer_workload import LayerWorkload
-from megatron_moe_opt.planning.predicting.partitioned_rows import partitions
-from megatron_moe_opt.schedules.mpmoe import NONE, STRATEGIES, RowBytes, backward, by_rows, forward
+from megatron_moe_opt.planning.predicting.prediction import Prediction
+from megatron_moe_opt.schedules.mpmoe import NONE, STRATEGIES
+from megatron_moe_opt.schedules.schedule import COLLECTIVES, Kind
 from megatron_moe_opt.systems.mpmoe import candidate
 from megatron_moe_opt.topology.layouts import Layout
 from tools.mpmoe_formulas import LayerElements
@@ -41,20 +43,17 @@ def _on(cluster: str, gpus: int, model: str, tokens: int) -> LayerOnCluster:
 
 
 @cache
-def seconds(cluster: str, gpus: int, model: str, tokens: int, count: int, strategy: str) -> float:
+def pipeline(cluster: str, gpus: int, model: str, tokens: int, count: int, strategy: str) -> Prediction:
     """Of a layer in so many partitions."""
-    on = _on(cluster, gpus, model, tokens)
-    one = on.workload
-    row = RowBytes(one.row_bytes, one.row_bytes, one.ffn * one.element_bytes)
-    parts = partitions(one, on.computed, count)
-    schedules = [build(strategy, parts, row, by_rows(one.ep, one.etp)) for build in (forward, backward)]
-    return on.prediction("mpmoe", schedules, parts=count).seconds
+    return candidate(_on(cluster, gpus, model, tokens), count, strategy)
 
 
 def best(cluster: str, gpus: int, model: str, tokens: int, strategies: tuple[str, ...]) -> tuple[float, int, str]:
     """Seconds, partitions and strategy of the fastest."""
     return min(
-        (seconds(cluster, gpus, model, tokens, count, how), count, how) for count in COUNTS for how in strategies
+        (pipeline(cluster, gpus, model, tokens, count, how).seconds, count, how)
+        for count in COUNTS
+        for how in strategies
     )
 
 
@@ -112,6 +111,26 @@ def _communicates(compute_less: float, total_less: float) -> float:
     return (1 - compute) / (1 - total_less)
 
 
+PARTS = 6
+"""Of Fig. 16."""
+
+
+def in_sequence(model: str, count: int = PARTS) -> tuple[float, float]:
+    """Seconds of communication and of computation on Valor, of so many partitions one after another (Fig. 16)."""
+    costs = _on("Valor", 16, model, 8 * K).expert_costs
+    timelines = pipeline("Valor", 16, model, 8 * K, count, NONE).timelines
+    ops = [op for timeline in timelines for op in timeline.schedule.ops]
+    return tuple(sum(costs(op) for op in ops if op.kind in kinds) for kinds in (COLLECTIVES, _COMPUTATION))
+
+
+def of_sequence(model: str) -> float:
+    """What the fastest of S1 to S4 takes of that (Fig. 16)."""
+    return min(pipeline("Valor", 16, model, 8 * K, PARTS, how).terms[PIPELINE] for how in REUSE) / sum(
+        in_sequence(model)
+    )
+
+
+_COMPUTATION = (Kind.COMPUTE, Kind.GRADIENT)
 _TWO = (
     "two lanes that hide behind each other give 2 at most, and here they are not equally long; FastMoE without tensor "
     "cores (Fig. 16: 1.3 to 1.35) would bring a part of the rest"
@@ -226,7 +245,7 @@ def figures() -> Iterator[str]:
         "Fig. 14: GPT-XL on Adira, ms without reuse", *(f"{count} partitions" for count in COUNTS), "printed"
     )
     for tokens, fastest in ((4 * K, 2), (8 * K, "2 or 4"), (16 * K, 4), (32 * K, 8)):
-        times = (seconds("Adira", 64, "MoE-GPT-XL", tokens, count, NONE) for count in COUNTS)
+        times = (pipeline("Adira", 64, "MoE-GPT-XL", tokens, count, NONE).seconds for count in COUNTS)
         yield row(f"B = {tokens // K}K", *(f"{one * 1e3:.2f}" for one in times), fastest)
     yield ""
     yield from head("Fig. 15: GPT-XL on Adira, B 8K, over no reuse", *REUSE)

@@ -208,6 +208,7 @@ def _time_layer(point: Point, cluster: Any, device: Any) -> Timed:
     from megatron_moe_opt.cli.ranks import parallel_layer
     from megatron_moe_opt.cli.routing.balance import routing_balance
     from megatron_moe_opt.integration.measuring.under_test import layer_under_test, layers_under_test
+    from megatron_moe_opt.planning.planner import candidates
     from megatron_moe_opt.planning.predicting.baselines import deepspeed
     from megatron_moe_opt.planning.predicting.layer_on_cluster import LayerOnCluster
     from megatron_moe_opt.planning.predicting.parm import ParmFits, algorithm_1
@@ -229,6 +230,9 @@ def _time_layer(point: Point, cluster: Any, device: Any) -> Timed:
     chosen = {}
     if "deepspeed" in settings.dispatchers:
         predicted["deepspeed"] = deepspeed(LayerOnCluster(work, cluster)).seconds
+    if point.compressed:
+        found, _ = candidates(replace(work, compression=COMPRESSION), cluster)
+        predicted |= {f"{one.variant} compressed": one.seconds for one in found if one.variant in point.compressed}
     if "parm:S1" in settings.dispatchers:
         chosen["by Algorithm 1"] = f"parm:{algorithm_1(work, work.tokens, ParmFits.of(cluster))}"
         chosen["by our model"] = min(("parm:S1", "parm:S2"), key=lambda one: predicted[one])

@@ -14,7 +14,10 @@ from megatron_moe_opt.integration.layer.experts_of_owners import call_experts
 from megatron_moe_opt.integration.layer.layer_seam import LayerSeam, LayerSlot
 from megatron_moe_opt.options import Options
 from megatron_moe_opt.runtime.through_experts.expert_call import Experts
+from megatron_moe_opt.runtime.through_experts.saved_middle import Products
 from megatron_moe_opt.runtime.travelling_experts.expert_communicator import MigratedExperts
+
+_PRODUCTS = ("linear_fc1", "linear_fc2")
 
 
 def pipeline_experts(layer: Any, options: Options) -> None:
@@ -43,6 +46,7 @@ def pipeline_experts(layer: Any, options: Options) -> None:
         tensors = *layer.experts.parameters(), *layer.experts.buffers()
         experts.parameters = tuple(tensor for tensor in tensors if tensor.requires_grad)
         experts.constants = tuple(tensor for tensor in tensors if not tensor.requires_grad)
+        experts.products = tuple(Products(one, *_PRODUCTS) for one in layer.experts.modules() if _multiplies(one))
         dispatched, migrated = plugged.dispatched, plugged.dispatcher.migrated
         if migrated is None:
             return plugged.dispatcher.through_experts(hidden_states, dispatched, experts), None
@@ -77,6 +81,11 @@ def _run_all(
     of_owners = [own if parameters is None else parameters for parameters in migrated.by_owner(of_others)]
     with watched:
         return _without_bias(layer, *call_experts(layer.experts, of_owners, tokens, tokens_per_expert, probs))
+
+
+def _multiplies(module: torch.nn.Module) -> bool:
+    """Whether a module is an expert as Megatron builds them, one (MLP) or all of a rank (TEGroupedMLP)."""
+    return all(module._modules.get(name) is not None for name in _PRODUCTS)
 
 
 def _without_bias(layer: Any, output: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:

@@ -1,8 +1,8 @@
 """The seams of `netmoe` in Megatron: the transformer block, whose layers move samples, and the layers themselves.
 
 Megatron's transformer layer normalises the hidden states, hands them to its MoE layer, and adds them to what comes
-back. Here it hands them to the dispatcher as they are before that. What comes back is the sum already, of other
-samples, and is added to zero.
+back. Here it hands them to the dispatcher as they are before that; where all TP ranks hold all tokens, each its part of
+them. What comes back is the sum already, of other samples, and is added to zero.
 
 The MoE layers of one block share the order of samples: a block is what a pipeline stage, or a virtual chunk of it, runs
 in one go. MoE layers outside a block (multi-token prediction) do not move samples.
@@ -23,6 +23,7 @@ from megatron_moe_opt.dispatchers.netmoe import NetmoeDispatcher
 from megatron_moe_opt.dispatchers.sample_placement import LayerPlacement, SampleOrder, in_this_pass
 from megatron_moe_opt.dispatchers.say import say_once
 from megatron_moe_opt.errors import ConfigurationError
+from megatron_moe_opt.integration.layer.replicated_tokens import holds_replicated_tokens, split_over_tp
 from megatron_moe_opt.integration.observe.netmoe_report import watch
 from megatron_moe_opt.integration.seams import seam_moved
 from megatron_moe_opt.options import Options
@@ -126,12 +127,14 @@ def _join(layer: Any, placement: LayerPlacement) -> None:
     dispatcher.join(placement, layer.pre_mlp_layernorm)
     forward_mlp, post_mlp, shared_experts = layer._forward_mlp, layer._forward_post_mlp, moe.shared_experts_compute
     balances_ranks = moe.router.get_aux_loss_coeff("aux_loss") > 0
+    replicated = holds_replicated_tokens(moe.config)
 
     @functools.wraps(forward_mlp)
     def forward(hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         if balances_ranks and hidden_states.size(1) > 1:
             say_once("netmoe", "aux_loss", lambda: _AUX_LOSS)
-        dispatcher.hand_over(hidden_states, learn=layer.training)
+        residual = split_over_tp(hidden_states, moe.tp_group) if replicated else hidden_states
+        dispatcher.hand_over(residual, learn=layer.training)
         return forward_mlp(hidden_states, *args, **kwargs)
 
     def recomputed(hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:

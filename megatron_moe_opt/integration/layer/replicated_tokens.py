@@ -77,7 +77,7 @@ def take_replicated_tokens(layer: Any) -> None:
         with reading_as_sequence_parallel(layer.config):
             if edge.splits_rows:
                 return stock_forward(hidden_states)
-            output, bias = stock_forward(_split(hidden_states, group))
+            output, bias = stock_forward(split_over_tp(hidden_states, group))
         return _gather(output, group), bias
 
     seam.put(LayerSlot.FORWARD, forward)
@@ -130,7 +130,7 @@ class _Edge:
         forward, first, last = shared_experts.forward, shared_experts.pre_forward_comm, shared_experts.get_output
 
         def split(tokens: torch.Tensor) -> torch.Tensor:
-            return _split(tokens, self._group) if self._splits_rows else tokens
+            return split_over_tp(tokens, self._group) if self._splits_rows else tokens
 
         def gather(part: torch.Tensor) -> torch.Tensor:
             return _gather(part, self._group) if self._splits_rows else part
@@ -140,10 +140,15 @@ class _Edge:
         shared_experts.get_output = lambda: gather(last())
 
 
-def _split(tokens: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
-    """This rank's part; the gradient is gathered."""
+def split_over_tp(tokens: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
+    """Returns this rank's part of tokens [S, B, H] that all TP ranks hold; the gradient is gathered.
+
+    Raises:
+        ConfigurationError: there are no equal parts.
+    """
     from megatron.core.tensor_parallel.mappings import scatter_to_sequence_parallel_region
 
+    _check_length(tokens, group)
     return scatter_to_sequence_parallel_region(tokens, group=group)
 
 
@@ -154,12 +159,16 @@ def _gather(part: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
     return gather_from_sequence_parallel_region(part, tensor_parallel_output_grad=False, group=group)
 
 
-def _check(hidden_states: torch.Tensor, group: ProcessGroup, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _check_length(hidden_states: torch.Tensor, group: ProcessGroup) -> None:
     if hidden_states.size(0) % group.size():
         raise ConfigurationError(
             f"--seq-length: the {hidden_states.size(0)} tokens of a sequence on a rank cannot be split over "
             f"--tensor-model-parallel-size {group.size()}: choose a length that it divides"
         )
+
+
+def _check(hidden_states: torch.Tensor, group: ProcessGroup, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    _check_length(hidden_states, group)
     if any(argument is not None for argument in (*args, *kwargs.values())):
         raise ConfigurationError(
             "a MoE layer without --sequence-parallel takes neither padding masks nor intermediate tensors: add "

@@ -159,7 +159,8 @@ class Costs:
     def __call__(self, op: Op) -> float:
         """Seconds of one op. Raises ConfigurationError as `curve` does.
 
-        A sum is in the curve of the exchange whose parts it adds.
+        A sum is in the curve of the exchange whose parts it adds. To activate is taken to cost what a copy does of as
+        many bytes as it writes.
         """
         if op.kind is Kind.SUM:
             return 0.0
@@ -171,10 +172,11 @@ class Costs:
         Raises:
             ConfigurationError: there is no curve for them.
         """
-        curve = self.curves.get((op.kind, op.group))
+        kind = Kind.COPY if op.kind is Kind.ACTIVATE else op.kind
+        curve = self.curves.get((kind, op.group))
         if curve is None:
             raise ConfigurationError(
-                f"no cost curve for {_name(op.kind, op.group)} (there are: "
+                f"no cost curve for {_name(kind, op.group)} (there are: "
                 f"{', '.join(_name(*key) for key in self.curves) or 'none'}); measure one with moe-opt profile"
             )
         return curve

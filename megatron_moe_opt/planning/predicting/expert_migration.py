@@ -22,8 +22,9 @@ experts to their owners by a reduce-scatter, the mirror of the all-gather; the p
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
+from types import MappingProxyType
 
 from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.planning.choosing.equal_times import TIE
@@ -39,6 +40,18 @@ Curves = Mapping[tuple[Kind, int, int], CostCurve]
 """By kind of collective, level, and ranks of the group: seconds over bytes as Op.size counts them."""
 
 KINDS = (Kind.ALL_TO_ALL, Kind.ALL_GATHER, Kind.REDUCE_SCATTER)
+
+SecondsToCopy = Callable[[float], float]
+"""Of so many bytes in a device's memory."""
+
+CODEC_COPIES = {
+    (Kind.ENCODE, Kind.ALL_GATHER): 2.0,  # reads experts and what others hold of them, and makes what they will hold
+    (Kind.DECODE, Kind.ALL_GATHER): 1.0,
+    (Kind.ENCODE, Kind.REDUCE_SCATTER): 4.0,  # adds what was kept, reads that, takes away what is sent, and checks it
+    (Kind.SUM, Kind.REDUCE_SCATTER): 2.5,  # decodes a part, and adds it to the sum of others
+}
+"""What the codec does with each byte, by op and collective, in copies of it: in a copy a byte is read and one written.
+Of a part of a message both are little."""
 
 
 def role(kind: Kind, workers: Sequence[int], level: int, ranks: int) -> str:
@@ -96,8 +109,9 @@ class MigrationLayer:
     passes: tuple[StreamPass, ...]
     imbalance: Callable[[ExpertDomains, int], float] = _even
     """By how much the (token, expert) pairs of the busiest region of the levels down to one exceed the mean."""
-    coded: frozenset[Kind] = frozenset()
-    """In which collectives experts, or their gradients, travel compressed."""
+    coded: Mapping[Kind, float] = field(default_factory=dict)
+    """Collectives in which experts, or their gradients, travel compressed, and for each byte that does how many the
+    codec has to do with."""
 
     @classmethod
     def alone(
@@ -110,7 +124,7 @@ class MigrationLayer:
         gradient_bytes: int,
         imbalance: Callable[[ExpertDomains, int], float] = _even,
         gathers_again: bool = False,
-        coded: frozenset[Kind] = frozenset(),
+        coded: Mapping[Kind, float] = MappingProxyType({}),
     ) -> MigrationLayer:
         """A forward and a backward pass of the layer alone.
 
@@ -202,13 +216,38 @@ def exchange_seconds(layer: MigrationLayer, domains: ExpertDomains, curves: Curv
     )
 
 
+def codec_seconds(layer: MigrationLayer, domains: ExpertDomains, op: Op, copy: SecondsToCopy) -> float:
+    """Of an op that encodes, decodes or sums what travels compressed; 0 of any other.
+
+    No profile measures the codec. It is bound by memory (docs/residual-codec.md): what is read and written is taken to
+    cost what copies of as many bytes do. A sum of what travels whole is in the curve of its reduce-scatter.
+    """
+    written, _, level = op.writes[0].rpartition(".") if op.writes else ("", "", "")
+    collective = Kind.REDUCE_SCATTER if written in ("messages", "sums") else Kind.ALL_GATHER
+    copies, widened = CODEC_COPIES.get((op.kind, collective)), layer.coded.get(collective)
+    if op.lane is not Lane.EXPERTS or copies is None or widened is None:
+        return 0.0
+    if collective is Kind.REDUCE_SCATTER:
+        part = 1 - 1 / domains.sizes[int(level)]  # what is for other ranks, or from them
+    elif op.kind is Kind.ENCODE:
+        part = 1 / next(size for size in domains.sizes if size > 1)  # its own, of what the first collective brings
+    else:
+        part = 1 - 1 / prod(domains.sizes)
+    return copy(copies * widened * part * op.size)
+
+
 def timelines(
-    layer: MigrationLayer, domains: ExpertDomains, curves: Curves, expert_seconds: Sequence[float]
+    layer: MigrationLayer,
+    domains: ExpertDomains,
+    curves: Curves,
+    expert_seconds: Sequence[float],
+    copy: SecondsToCopy,
 ) -> list[Timeline]:
     """Returns each pass of the layer alone as the schedules that run it, one after another.
 
     Args:
         expert_seconds: of the experts in each pass, as much as does not hide.
+        copy: to tell what encoding and decoding takes.
 
     Raises:
         ConfigurationError: a curve is missing.
@@ -223,7 +262,7 @@ def timelines(
         experts = Schedule("experts", (Op(Kind.COMPUTE if forward else Kind.GRADIENT, Lane.COMPUTE),))
         in_order = [*before, out, experts, back, *after]
         parts = {
-            f"{number}. {schedule.name}": simulate(schedule, _seconds_of_ops(layer, domains, curves, one, seconds))
+            f"{number}. {schedule.name}": simulate(schedule, _seconds_of_ops(layer, domains, curves, seconds, copy))
             for number, schedule in enumerate(in_order, start=1)
             if schedule.ops
         }
@@ -254,13 +293,14 @@ def _of_experts(
 
 
 def _seconds_of_ops(
-    layer: MigrationLayer, domains: ExpertDomains, curves: Curves, one: StreamPass, experts: float
+    layer: MigrationLayer, domains: ExpertDomains, curves: Curves, experts: float, copy: SecondsToCopy
 ) -> Callable[[Op], float]:
     """Returns what the ops of a pass cost; rows that are permuted are counted with the rank's own work."""
 
     def cost(op: Op) -> float:
         if op.group is None:
-            return experts if op.kind in (Kind.COMPUTE, Kind.GRADIENT) else 0.0
+            is_expert = op.kind in (Kind.COMPUTE, Kind.GRADIENT)
+            return experts if is_expert else codec_seconds(layer, domains, op, copy)
         level = level_of(op.group)
         if op.kind is Kind.ALL_TO_ALL:
             return curve_of(curves, op.kind, level, domains.domains(level)).seconds(layer.exchanged(domains, level))

@@ -81,8 +81,11 @@ class LayerOnCluster:
 
     def seconds_of_copies(self, holds: int) -> float:
         """Of experts that travel, in memory: into the message, their gradients into one, the sum to the parameters'."""
-        copied = self.bytes_of_copies(holds)
-        return self.costs.curve(Op(Kind.COPY, Lane.COMPUTE)).seconds(copied) if copied else 0.0
+        return self.seconds_to_copy(self.bytes_of_copies(holds))
+
+    def seconds_to_copy(self, num_bytes: float) -> float:
+        """Of bytes in a rank's memory."""
+        return self.costs.curve(Op(Kind.COPY, Lane.COMPUTE)).seconds(num_bytes) if num_bytes else 0.0
 
     def bytes_of_copies(self, holds: int) -> int:
         """Of `seconds_of_copies`."""

@@ -125,9 +125,13 @@ class LayerWorkload:
         """As the stream model takes it. A row has its probabilities and the numbers of its experts behind it."""
         on_the_wire = (self.outbound_bytes + self.homebound_bytes) // 2  # as many rows go each way
         row, whole = on_the_wire + self.topk * self.lane_bytes // 2, self.expert_bytes
-        ratios = {Kind.ALL_GATHER: self.compression, Kind.REDUCE_SCATTER: self.gradient_compression}
+        in_float32 = 4 / self.element_bytes  # what is kept of gradients, and their sums
+        ratios = (
+            (Kind.ALL_GATHER, self.compression, 1.0),
+            (Kind.REDUCE_SCATTER, self.gradient_compression, in_float32),
+        )
         return MigrationLayer.alone(
             self.rows_of(1.0) // self.topk, row, self.topk, self.local_experts, int(whole / self.compression),
             int(whole / self.gradient_compression), skew.of_regions, self.resident_part < 1 and self.compression == 1,
-            frozenset(kind for kind, ratio in ratios.items() if ratio != 1),
+            {kind: ratio * widened for kind, ratio, widened in ratios if ratio != 1},
         )  # fmt: skip

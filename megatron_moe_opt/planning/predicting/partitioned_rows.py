@@ -7,7 +7,7 @@ from math import ceil
 
 from megatron_moe_opt.planning.predicting.layer_workload import LayerWorkload
 from megatron_moe_opt.planning.predicting.skew import Skew
-from megatron_moe_opt.planning.training.memory import expert_middle_width
+from megatron_moe_opt.planning.training.memory import expert_middle_width, first_product_width
 from megatron_moe_opt.schedules.hops import HopRows
 from megatron_moe_opt.schedules.mpmoe import STRATEGIES, PartitionRows, RowBytes
 from megatron_moe_opt.topology.domains import ExpertDomains, stationary
@@ -18,9 +18,11 @@ FACT_BYTES = 4
 
 def row_bytes(layer: LayerWorkload) -> RowBytes:
     """What a row of the layer takes on its way and in its experts, Megatron's own PyTorch ones."""
-    middle = layer.element_bytes * layer.ffn * expert_middle_width(layer.gated, layer.fused)
+    each, first = layer.element_bytes * layer.ffn, first_product_width(layer.gated)
+    activations = each * (expert_middle_width(layer.gated, layer.fused) - first)
     out, back = layer.outbound_bytes, layer.homebound_bytes
-    return RowBytes(layer.packed_row_bytes, layer.row_bytes, middle, back + layer.lane_bytes, back, out)
+    packed, returned = layer.packed_row_bytes, back + layer.lane_bytes
+    return RowBytes(packed, layer.row_bytes, each * first, returned, back, out, activations)
 
 
 def partitions(layer: LayerWorkload, rows: int, count: int) -> list[PartitionRows]:
@@ -67,4 +69,4 @@ def activation_bytes(layer: LayerWorkload, rows: int, count: int, strategy: str,
     part = part if own_rows is None else replace(part, own=-(-own_rows // count))
     own, gathered = part.own * count * row.token, part.gathered * row.token
     two, one = (min(2, count), 1) if STRATEGIES[strategy].reuses else (count, count)
-    return 2 * own + 2 * two * gathered + one * part.gathered * row.middle
+    return 2 * own + 2 * two * gathered + one * part.gathered * (row.middle + row.activations)

@@ -88,8 +88,14 @@ class HopCosts:
     expert, as DomainTables counts them, chunk by chunk. No expert travels.
     """
 
-    def __init__(self, holders: SampleHolders, domains: ExpertDomains, num_experts: int, num_chunks: int) -> None:
-        self._holders, self._experts, self._num_chunks = holders, num_experts, num_chunks
+    def __init__(
+        self, holders: SampleHolders, domains: ExpertDomains, num_experts: int, num_chunks: int, apart: bool = False
+    ) -> None:
+        """
+        Args:
+            apart: what goes beside is not summed with a token's other rows on links that these cross, too.
+        """
+        self._holders, self._experts, self._num_chunks, self._apart = holders, num_experts, num_chunks, apart
         world, workers = domains.world, domains.workers
         places = np.array([domains.location(rank) for rank in range(world)])  # [R, levels]
         strides = [prod(workers[level + 1 :]) for level in range(len(workers))]
@@ -155,5 +161,7 @@ class HopCosts:
         """Each token has a copy on its own rank, too."""
         copies = copies.copy()
         for own in self._own:
-            np.put_along_axis(copies, np.broadcast_to(own[rank][..., None], (*copies.shape[:-1], 1)), beside, -1)
+            places = np.broadcast_to(own[rank][..., None], (*copies.shape[:-1], 1))
+            others = np.take_along_axis(copies, places, -1) if self._apart else 0
+            np.put_along_axis(copies, places, others + beside, -1)
         return copies

@@ -42,6 +42,24 @@ def most_uneven_layer(rows: Sequence[Sequence[float]]) -> tuple[float, ...]:
     return max(zip(*rows, strict=True), key=lambda of_layer: max(of_layer) / (sum(of_layer) or 1.0))
 
 
+def rows_as_even(rows: Sequence[int], cluster: Cluster) -> int:
+    """Returns how many rows every rank of an expert-parallel group would have in a layer that takes as long as one with
+    these rows, for who chooses by one number of them.
+
+    Args:
+        rows: that the experts of each rank of the group get. The world's other groups are taken to have the same.
+    """
+    mean = sum(rows) / len(rows)
+    if not mean:
+        return 0
+    of_world = [0] * len(cluster.world.nodes)
+    for group in cluster.world.layout.groups("ep"):
+        for rank, of_rank in zip(group, rows, strict=True):
+            of_world[rank] = of_rank
+    skew = Skew(max(rows) / mean, of_world, cluster)
+    return round(mean * max(skew.exchanged, skew.computed()))
+
+
 class Skew:
     """The rows of one layer on the ranks of a cluster."""
 

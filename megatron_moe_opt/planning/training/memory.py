@@ -135,6 +135,11 @@ def expert_middle_width(gated: bool, fused: bool) -> int:
     return _middle_width(gated, fused) + (not fused)  # the product with the probabilities has an input of its own
 
 
+def first_product_width(gated: bool) -> int:
+    """The part of `expert_middle_width` that the first matrix makes; the activation makes the rest from it."""
+    return 2 if gated else 1
+
+
 def _middle_width(gated: bool, fused: bool) -> int:
     """The first matrix' output and the second's input; not fused and gated also the activation and the other half."""
     return (3 if fused else 5) if gated else 2

@@ -7,23 +7,27 @@ row has its token's number behind it. In several chunks each receiving rank's ro
 as those of a dispatch are (`cut_counts`), and blocks where a cut goes through them.
 
 An identity expert on each rank, which its own samples alone have rows for, carries what is to go along without having
-been dispatched.
+been dispatched. Where it is not to go with the rows, `move_samples` takes it in an exchange of its own.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import torch
 
-from megatron_moe_opt.kernels import RowMap, row_map_from_sources, spread_rows, sum_packed_rows
+from megatron_moe_opt.kernels import RowMap, row_map_from_sources
 from megatron_moe_opt.kernels.chunk_copy import ChunkList
 from megatron_moe_opt.kernels.row_map import cut_counts
 from megatron_moe_opt.kernels.streams import to_device
+from megatron_moe_opt.runtime.engine.collectives import all_to_all_rows
 from megatron_moe_opt.runtime.rows.exchange_plan import ChunkPlan, ExchangePlan
 from megatron_moe_opt.runtime.rows.expert_exchange import Exchange, run_to_experts, run_to_sources
 from megatron_moe_opt.runtime.rows.linear import linear
+from megatron_moe_opt.runtime.rows.own_rows import PermutedRows
 from megatron_moe_opt.runtime.rows.ways import Way
+from megatron_moe_opt.topology.expert_groups import ExpertGroups
 
 
 class SampleReturn:
@@ -128,17 +132,49 @@ def to_new_homes(rows: torch.Tensor, tokens: torch.Tensor, way: SampleReturn) ->
     Returns:
         [S * B, H], token s of sample b in row s * B + b; rows are added in the order of experts, in float32.
     """
-    hidden = rows.size(1)
-    row_map: RowMap | None = None
+    by = way.exchange.way
+    homes: PermutedRows | None = None
 
     def there(rows: torch.Tensor) -> torch.Tensor:
-        nonlocal row_map
+        nonlocal homes
         packed = run_to_sources(rows.contiguous(), tokens, way.exchange)
-        lane = packed[:, hidden:].contiguous().view(torch.float32)[:, 0]
-        row_map = way.row_map(lane.to(torch.int64))
-        return sum_packed_rows(packed, hidden, row_map)
+        lane = by.homebound(torch.float32).of_lane(packed, 0, 4).contiguous().view(torch.float32)[:, 0]
+        homes = PermutedRows(way.row_map(lane.to(torch.int64)), by.payload, torch.float32)
+        return homes.sums(packed)
 
     def back(grad: torch.Tensor) -> torch.Tensor:
-        return run_to_experts(spread_rows(grad.contiguous(), row_map), way.exchange, None)[0]
+        return run_to_experts(homes.spread(grad.contiguous()), way.exchange, None)[0]
 
     return linear(rows, there, back)
+
+
+def move_samples(samples: torch.Tensor, items: torch.Tensor, groups: ExpertGroups) -> torch.Tensor:
+    """Samples as they are, in their dtype, from the ranks that have them to those where they will be. Differentiable;
+    a collective call over the joint group, unless all stay.
+
+    Args:
+        samples: [S, B, H], of this rank's parts.
+        items: int64 [joint size * B], see SampleReturn.
+
+    Returns:
+        [S, B, H] of the parts that come here.
+    """
+    if torch.equal(items, torch.arange(len(items))):
+        return samples
+    world, batch = groups.joint_size, samples.size(1)
+    rank = groups.ep_rank * groups.etp_size + groups.etp_rank
+    mine = slice(rank * batch, (rank + 1) * batch)
+    to, from_ = items[mine], items.argsort()[mine] // batch  # places of own parts; ranks of those that come, by slot
+    leave, arrive = to.argsort(), from_.argsort(stable=True)  # each rank's parts by where they go to: in order there
+    counts = [torch.bincount(ranks, minlength=world).tolist() for ranks in (to // batch, from_)]
+
+    def moved(parts: torch.Tensor, leave: torch.Tensor, arrive: torch.Tensor, sent: Any, come: Any) -> torch.Tensor:
+        sent_parts = parts.transpose(0, 1)[to_device(leave, parts.device)]
+        came = all_to_all_rows(sent_parts, come, sent, groups.joint)
+        return came[to_device(arrive.argsort(), parts.device)].transpose(0, 1)
+
+    return linear(
+        samples,
+        lambda parts: moved(parts, leave, arrive, *counts),
+        lambda grad: moved(grad, arrive, leave, *reversed(counts)),
+    )

@@ -20,7 +20,6 @@ import torch
 
 from megatron_moe_opt.kernels import LANE_BYTES, row_map_from_sources
 from megatron_moe_opt.kernels.streams import to_device, used_here
-from megatron_moe_opt.row_format import WireFormat
 from megatron_moe_opt.runtime.engine import steps
 from megatron_moe_opt.runtime.engine.steps import Steps
 from megatron_moe_opt.runtime.rows.expert_exchange import Exchange, run_to_experts, run_to_sources, to_experts
@@ -45,13 +44,16 @@ _RANK_BITS = 32  # of a note: the rank that a token comes from, above its number
 class HoppingSamples(MovingRows):
     """One row a token, over the levels of the network."""
 
-    def __init__(self, hops: TokenHops, routing_map: torch.Tensor, shape: tuple[int, int], num_chunks: int) -> None:
+    def __init__(
+        self, hops: TokenHops, routing_map: torch.Tensor, shape: tuple[int, int], num_chunks: int, apart: bool = False
+    ) -> None:
         """
         Args:
             routing_map: bool [S * B, E].
             shape: tokens of a sample on this rank, and its samples.
+            apart: the residual is not in the rows.
         """
-        self._hops, self._shape, self._num_chunks = hops, shape, num_chunks
+        self._hops, self._shape, self._num_chunks, self._apart = hops, shape, num_chunks, apart
         self._experts = experts_of_tokens(routing_map, hops.topk)
         self._stretches = stretches(shape[0], num_chunks)
         self.counts = hops.on_device(routing_map.device).count_samples(
@@ -63,10 +65,9 @@ class HoppingSamples(MovingRows):
         self._chunks: list[ChunkOut] = []
         self._residual: torch.Tensor | None = None
 
-    def pack(self, residual: torch.Tensor, probs: torch.Tensor) -> torch.Tensor:
+    def pack(self, tokens: torch.Tensor, probs: torch.Tensor) -> torch.Tensor:
         """See MovingRows."""
-        tokens = residual.reshape(-1, residual.size(2)).contiguous()
-        self._facts = RowFacts(Payload.of(tokens), self._hops.topk, probs.dtype, has_notes=True)
+        self._facts = RowFacts(Payload.of(tokens, self._hops.wire), self._hops.topk, probs.dtype, has_notes=True)
         numbers = torch.arange(len(tokens), device=tokens.device)
         notes = numbers + (self._hops.groups.rank << _RANK_BITS)
         self._own = OwnRows(TokensWithFacts(self._facts, self._experts, notes))
@@ -91,18 +92,20 @@ class HoppingSamples(MovingRows):
             for stretch, first in zip(self._stretches, behind, strict=True)
         ]
         exchange = Exchange(HopsInChunks(self._chunks), HopPlans(tuple(plans), int(of_experts.sum())))
-        self._residual, probs = to_experts(packed, self._own.wire, exchange, prob_dtype)
-        return self._residual, of_experts.sum(0), probs
+        tokens, probs = to_experts(packed, self._own.wire, exchange, prob_dtype)
+        self._residual = None if self._apart else tokens
+        return tokens, of_experts.sum(0), probs
 
     def to_new_homes(
         self, rows: torch.Tensor, counts: SampleCounts, items: torch.Tensor, beside: torch.Tensor | None
     ) -> torch.Tensor:
         """See MovingRows."""
         number = len(rows)
-        first = torch.zeros(number, dtype=rows.dtype, device=rows.device)
-        for chunk in self._chunks:
-            first[chunk.places] = (chunk.pairs % self._hops.topk == 0).to(first.dtype)
-        rows = torch.addcmul(rows, self._residual, first.unsqueeze(1))
+        if self._residual is not None:
+            first = torch.zeros(number, dtype=rows.dtype, device=rows.device)
+            for chunk in self._chunks:
+                first[chunk.places] = (chunk.pairs % self._hops.topk == 0).to(first.dtype)
+            rows = torch.addcmul(rows, self._residual, first.unsqueeze(1))
         self._residual = None
         if beside is not None:
             rows = torch.cat([rows, beside.reshape(-1, rows.size(1))])
@@ -113,11 +116,11 @@ class HoppingSamples(MovingRows):
             own = None if beside is None else torch.arange(begin, begin + out.num_tokens, device=rows.device)
             chunks.append(ChunkBack.of(out, plan, homes, begin, own, number))
             begin += out.num_tokens
-        exchange = Exchange(HopsInChunks(chunks), HopPlans(tuple(plans), len(rows)))
+        exchange, source = Exchange(HopsInChunks(chunks), HopPlans(tuple(plans), len(rows))), self._own.source
         return linear(
             rows,
             lambda rows: run_to_sources(rows.contiguous(), None, exchange),
-            lambda grad: run_to_experts(grad.contiguous(), exchange, None)[0],
+            lambda grad: run_to_experts(source.spread(grad.contiguous()), exchange, None)[0],
         )
 
 
@@ -293,7 +296,10 @@ class ChunkBack(Hops):
 
     def sort(self, here: AtExperts[HopPlan]) -> Steps:
         """See Way: the gradient of each sum, to all that was summed."""
-        return steps.call(lambda: _scatter(here.rows, used_here(self.sources), used_here(self.places), here.tokens))
+        rows, layout = here.rows, here.layout
+        return steps.call(
+            lambda: _scatter(layout.tokens(rows), used_here(self.sources), used_here(self.places), here.tokens)
+        )
 
     def unsort(self, here: AtExperts[HopPlan]) -> Steps:
         """See Way."""
@@ -332,7 +338,7 @@ class KeyLayout(Layout):
     """A row with a key behind it, but for where rows come home."""
 
     def __init__(self, payload: Payload) -> None:
-        super().__init__(payload, WireFormat.SAME, LANE_BYTES)
+        super().__init__(payload, payload.wire.combine, LANE_BYTES)
 
     @property
     def at_source(self) -> Layout:

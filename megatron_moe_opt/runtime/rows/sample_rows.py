@@ -1,7 +1,8 @@
 """Rows of samples that move, one for each of a token's experts: to the experts, and to the samples' new ranks.
 
-The residual goes along as it came: rows are tokens before normalisation, and that of a token's first expert returns
-with it.
+The residual is in the rows: these are tokens before normalisation, and that of a token's first expert returns with it.
+Where it is apart, as on a wire that rounds rows, these are normalised tokens, as under all dispatchers; the residual
+moves by itself, in its dtype (sample_exchange.py).
 """
 
 from __future__ import annotations
@@ -17,14 +18,13 @@ from megatron_moe_opt.kernels import (
     write_notes,
 )
 from megatron_moe_opt.kernels.streams import has_streams
-from megatron_moe_opt.row_format import WireFormat
-from megatron_moe_opt.runtime.rows.exchange_plan import plan_exchange
+from megatron_moe_opt.row_format import SAME, Wire
+from megatron_moe_opt.runtime.rows.exchange_plan import ExchangePlan, plan_exchange
 from megatron_moe_opt.runtime.rows.expert_exchange import Exchange, to_experts
 from megatron_moe_opt.runtime.rows.own_rows import OwnRows, permuted
-from megatron_moe_opt.runtime.rows.row_layout import RowLayout
 from megatron_moe_opt.runtime.rows.sample_counts import SampleCounts
 from megatron_moe_opt.runtime.rows.sample_exchange import SampleReturn, to_new_homes
-from megatron_moe_opt.runtime.rows.ways import way_of
+from megatron_moe_opt.runtime.rows.ways import Way, way_of
 from megatron_moe_opt.topology.expert_groups import ExpertGroups
 
 
@@ -34,8 +34,10 @@ class MovingRows(Protocol):
     counts: torch.Tensor
     """int64 [B, columns], what all ranks have to know of each sample."""
 
-    def pack(self, residual: torch.Tensor, probs: torch.Tensor) -> torch.Tensor:
-        """Makes of this rank's tokens, before normalisation, [S, B, H], and probabilities [T, E] what is sent."""
+    def pack(self, tokens: torch.Tensor, probs: torch.Tensor) -> torch.Tensor:
+        """Makes of this rank's tokens [T, H], before normalisation where rows have the residual in them, and
+        probabilities [T, E] what is sent.
+        """
 
     def row_bytes(self) -> tuple[int, int]:
         """Returns what a row is on its way in dispatch, and in combine, once it is packed."""
@@ -43,12 +45,13 @@ class MovingRows(Protocol):
     def to_experts(
         self, packed: torch.Tensor, counts: SampleCounts, prob_dtype: torch.dtype
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Returns expert inputs before normalisation [N, H], rows per local expert (CPU) and probabilities [N]."""
+        """Returns tokens at their experts [N, H], rows per local expert (CPU) and probabilities [N]."""
 
     def to_new_homes(
         self, rows: torch.Tensor, counts: SampleCounts, items: torch.Tensor, beside: torch.Tensor | None
     ) -> torch.Tensor:
-        """Returns the sums of the outputs of each token's experts, its residual, and `beside`, [S * B, H].
+        """Returns the sums of the outputs of each token's experts, of its residual where rows have it in them, and of
+        `beside`, [S * B, H].
 
         Args:
             rows: [N, H] expert outputs, partial where experts are cut over expert-TP.
@@ -62,7 +65,7 @@ class RowsByExpert(MovingRows):
 
     def __init__(
         self, routing_map: torch.Tensor, shape: tuple[int, int], num_rows: int | None, groups: ExpertGroups,
-        pipeline: tuple[str | None, int],
+        pipeline: tuple[str | None, int], wire: Wire = SAME, apart: bool = False,
     ) -> None:  # fmt: skip
         """
         Args:
@@ -70,19 +73,21 @@ class RowsByExpert(MovingRows):
             shape: tokens of a sample on this rank, and its samples.
             num_rows: number of routed pairs where it is known without asking the device.
             pipeline: level and number of chunks.
+            wire: how rows travel.
+            apart: the residual is not in them.
         """
         self._groups, self._shape, (self._level, self._num_chunks) = groups, shape, pipeline
+        self._wire, self._apart = wire, apart
         self._row_map = build_row_map_by_sample(routing_map, shape[1], num_rows)
         self.counts = count_routing_map(routing_map, shape[1])
         self._residual = self._notes = None
         self._own: OwnRows | None = None
 
-    def pack(self, residual: torch.Tensor, probs: torch.Tensor) -> torch.Tensor:
+    def pack(self, tokens: torch.Tensor, probs: torch.Tensor) -> torch.Tensor:
         """See MovingRows. A note is twice the token's number in its sample, and 1 more on the residual's way back."""
         by_expert, rows = self._row_map, self._row_map.cut(self._num_chunks)
         check_tokens_have_rows(rows.offsets.diff() > 0)
-        tokens = residual.reshape(-1, residual.size(2)).contiguous()
-        packed, self._own = permuted(tokens, probs, rows)
+        packed, self._own = permuted(tokens, probs, rows, self._wire)
         notes = torch.empty_like(by_expert.sources, dtype=torch.int32)
         notes[rows.rows] = (by_expert.sources[by_expert.rows] // self._shape[1] * 2).int()
         notes[rows.rows[rows.offsets[:-1]]] += 1
@@ -91,9 +96,8 @@ class RowsByExpert(MovingRows):
 
     def row_bytes(self) -> tuple[int, int]:
         """See MovingRows."""
-        source = self._own.source
-        row_bytes = RowLayout(source.payload, WireFormat.SAME, source.prob_dtype).row_bytes
-        return row_bytes, row_bytes
+        way, prob_dtype = self._way(), self._own.source.prob_dtype
+        return way.outbound(prob_dtype).row_bytes, way.homebound(torch.float32).row_bytes
 
     def to_experts(
         self, packed: torch.Tensor, counts: SampleCounts, prob_dtype: torch.dtype
@@ -103,9 +107,9 @@ class RowsByExpert(MovingRows):
         of_ranks = counts.rows.sum(2)
         plan = plan_exchange(of_ranks, groups.ep_rank, groups.etp_rank, self._num_chunks, packed.device)
         self._notes = empty((plan.num_gathered,), torch.int32, packed.device)
-        exchange = Exchange(way_of(groups, self._level, self._own.source.payload), plan)
-        self._residual, probs = to_experts(packed, self._own.wire, exchange, prob_dtype, self._notes)
-        return self._residual, plan.tokens_per_expert, probs
+        tokens, probs = to_experts(packed, self._own.wire, Exchange(self._way(), plan), prob_dtype, self._notes)
+        self._residual = None if self._apart else tokens
+        return tokens, plan.tokens_per_expert, probs
 
     def to_new_homes(
         self, rows: torch.Tensor, counts: SampleCounts, items: torch.Tensor, beside: torch.Tensor | None
@@ -113,16 +117,19 @@ class RowsByExpert(MovingRows):
         """See MovingRows."""
         notes, tokens, groups = self._notes, self._notes.new_zeros(self._notes.shape, dtype=torch.float32), self._groups
         if groups.etp_rank == 0:  # what all shards have must be in the sum over them once
-            rows = torch.addcmul(rows, self._residual, (notes & 1).to(rows.dtype).unsqueeze(1))
+            if self._residual is not None:
+                rows = torch.addcmul(rows, self._residual, (notes & 1).to(rows.dtype).unsqueeze(1))
             tokens = (notes >> 1).float()
         self._residual = None
         carried = None if beside is None else counts.parts
         if carried is not None:
             lengths = carried[groups.ep_rank].sum(1).tolist()
             rows, tokens = _append(rows, tokens, beside, lengths, groups.etp_rank)
-        way = way_of(groups, self._level, self._own.source.payload)
-        back = SampleReturn(counts.rows, items, way, self._num_chunks, self._shape, carried, rows.device)
+        back = SampleReturn(counts.rows, items, self._way(), self._num_chunks, self._shape, carried, rows.device)
         return to_new_homes(rows, tokens, back)
+
+    def _way(self) -> Way[ExchangePlan]:
+        return way_of(self._groups, self._level, self._own.source.payload)
 
 
 def check_tokens_have_rows(has: torch.Tensor) -> None:

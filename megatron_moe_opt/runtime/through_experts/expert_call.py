@@ -2,8 +2,8 @@
 
 The experts are a module that is not ours. What its operations save for backward is caught as autograd's saved tensors:
 those that lie in the partition's input are T_DI and stay with whoever owns that; parameters, frozen ones too, and
-buffers stay where they are; the rest is T_M (MPMoE, Fig. 1), which is kept, offloaded, or not saved at all and
-recomputed.
+buffers stay where they are; the rest is T_M (MPMoE, Fig. 1), which is kept, offloaded but for what activations make of
+it (saved_middle.py), or not saved at all and recomputed.
 """
 
 from __future__ import annotations
@@ -13,13 +13,12 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
-from weakref import WeakValueDictionary
 
 import torch
 from torch.autograd import Function
 from torch.autograd.graph import saved_tensors_hooks
 
-from megatron_moe_opt.runtime.engine.offload import HostCopyOf
+from megatron_moe_opt.runtime.through_experts.saved_middle import Products, SavedMiddle
 from megatron_moe_opt.runtime.travelling_experts.arrived_experts import BorrowedExperts
 from megatron_moe_opt.schedules.mpmoe import Restore
 
@@ -44,8 +43,12 @@ class Experts:
     """Those of other ranks that are held here in this pass; None: no expert travels."""
     stand_ins: tuple[torch.Tensor, ...] = ()
     """Of the borrowed experts' parameters, for autograd, which gives them their gradients: no call uses them."""
+    products: tuple[Products, ...] = ()
+    """Those of their matrix products between which nothing but an activation is saved, in any order."""
     middle_row_bytes: int = 0
-    """T_M bytes of a row, as far as an offload has shown them."""
+    """T_M bytes of a row that are offloaded, as far as an offload has shown them."""
+    activation_row_bytes: int = 0
+    """The same of those that are computed again."""
 
     @property
     def trained(self) -> tuple[torch.Tensor, ...]:
@@ -78,7 +81,7 @@ class ExpertCall:
         """
         self._hands_over = hands_over
         self._experts, self._tokens_per_expert, self._probs, self._middle = experts, tokens_per_expert, probs, middle
-        self._saved = _SavedMiddle(kept | {probs.untyped_storage().data_ptr()}, experts.borrowed)
+        self._saved = SavedMiddle(kept | {probs.untyped_storage().data_ptr()}, experts.borrowed)
         self._gradients: _Gradients | None = _Gradients()
         self._anchor: torch.Tensor | None = None
         self._exit: torch.Tensor | None = None
@@ -90,12 +93,21 @@ class ExpertCall:
                 return self._experts.run(tokens, self._tokens_per_expert, self._probs, self._experts.borrow())
         if self._middle is Restore.KEEP and not self._hands_over:
             return self._record(tokens, self._without_borrowed())
-        with self._saved.reading(tokens):
+        offloaded = self._experts.products if self._middle is Restore.OFFLOAD else ()
+        with self._saved.reading(tokens), self._saved.noting_activations(offloaded):
             return self._record(tokens, self._saved.hooks())
 
     def recompute(self, tokens: torch.Tensor) -> None:
         """Runs the experts again, on the same tokens, and keeps T_M this time."""
         self._record(tokens, self._without_borrowed())
+
+    def activate(self, tokens: torch.Tensor) -> None:
+        """Computes again, on the same tokens, what was not offloaded of T_M, the rest of which is here."""
+        experts, probs = self._experts, self._probs.detach().requires_grad_()
+        with self._saved.reading(tokens):
+            self._saved.activate(
+                lambda: experts.run(tokens, self._tokens_per_expert, probs, experts.borrow()), experts.products
+            )
 
     def backward(
         self, tokens: torch.Tensor, grad_output: torch.Tensor, take: TakeGradient
@@ -126,12 +138,12 @@ class ExpertCall:
         self._saved.take_back(middle)
 
     def offload_middle(self) -> None:
-        """Begins to copy T_M to the host, and notes how many bytes of it a row has."""
-        num_bytes = self._saved.offload()
-        self._experts.middle_row_bytes = num_bytes // max(1, self._probs.numel())
+        """Begins to copy T_M to the host but for its activations, and notes how many bytes of both a row has."""
+        of_row = (num_bytes // max(1, self._probs.numel()) for num_bytes in self._saved.offload())
+        self._experts.middle_row_bytes, self._experts.activation_row_bytes = of_row
 
     def fetch_middle(self, compute: torch.cuda.Stream | None) -> None:
-        """T_M back to the device. `compute`: the stream on which backward will run; None on a CPU."""
+        """What was offloaded of T_M, back to the device. `compute`: the stream of the backward pass; None on a CPU."""
         self._saved.fetch(compute)
 
     def _record(self, tokens: torch.Tensor, hooks: AbstractContextManager[Any]) -> torch.Tensor:
@@ -219,104 +231,3 @@ class _Leave(Function):
     def backward(ctx: Any, _: torch.Tensor) -> Any:
         grad_output, ctx.gradients.output = ctx.gradients.output, None
         return grad_output, None
-
-
-@dataclass(eq=False)
-class _Block:
-    """The memory of saved tensors that share it: bytes on the device or on the host, one or the other.
-
-    The views hold it, and autograd's graph the views: backward frees it as it goes.
-    """
-
-    device: torch.Tensor | None
-    host: HostCopyOf | None = None
-
-
-@dataclass(frozen=True)
-class _View:
-    """A saved tensor, as a place in a block or, without one, in the partition's input."""
-
-    block: _Block | None
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    offset: int
-
-
-class _SavedMiddle:
-    """T_M of one call: what its operations have saved, block by block.
-
-    It must not know the call: that would be a cycle through autograd's graph, which nothing collects.
-    """
-
-    def __init__(self, kept: set[int], borrowed: BorrowedExperts | None) -> None:
-        self._kept, self._borrowed = kept, borrowed
-        self._tokens: torch.Tensor | None = None
-        self._blocks: WeakValueDictionary[int, _Block] = WeakValueDictionary()  # by address
-
-    @contextmanager
-    def reading(self, tokens: torch.Tensor) -> Iterator[None]:
-        """Inside this context the partition's input is here."""
-        self._tokens = tokens
-        try:
-            yield
-        finally:
-            self._tokens = None
-
-    def hooks(self) -> saved_tensors_hooks:
-        """Inside this context operations save here."""
-        return saved_tensors_hooks(self._pack, self._unpack)
-
-    def hand_over(self) -> list[torch.Tensor]:
-        """Returns all tensors that were saved here, which are forgotten: whoever takes them holds them alone."""
-        handed_over = []
-        for block in self._blocks.values():
-            handed_over.append(block.device)
-            block.device = None
-        return handed_over
-
-    def take_back(self, tensors: Iterator[torch.Tensor]) -> None:
-        """What was handed over, in the same order."""
-        for block in self._blocks.values():
-            block.device = next(tensors)
-
-    def offload(self) -> int:
-        """Copies all to the host and forgets it on the device. Returns its bytes."""
-        num_bytes = 0
-        for block in self._blocks.values():
-            num_bytes += block.device.numel()
-            block.host, block.device = HostCopyOf(block.device), None
-        return num_bytes
-
-    def fetch(self, owner: torch.cuda.Stream | None) -> None:
-        """Copies all back, into memory of the stream `owner`."""
-        for block in self._blocks.values():
-            block.device, block.host = block.host.to_device(owner=owner), None
-
-    def _pack(self, tensor: torch.Tensor) -> _View | torch.Tensor:
-        if self._borrowed is not None:
-            part = self._borrowed.forget(tensor)
-            if part is not tensor:
-                return part
-        storage, tokens = tensor.untyped_storage(), self._tokens
-        address, place = storage.data_ptr(), (tensor.dtype, tuple(tensor.shape), tensor.stride())
-        plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout is torch.strided
-        if not plain or not tensor.numel() or tensor.device != tokens.device or address in self._kept:
-            return tensor.detach()  # an output itself would keep the graph that saves it alive
-        if address == tokens.untyped_storage().data_ptr() and tensor.dtype is tokens.dtype:
-            return _View(None, *place, tensor.storage_offset() - tokens.storage_offset())
-        block = self._blocks.get(address)
-        if block is None:
-            block = _Block(torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage))
-            self._blocks[address] = block
-        return _View(block, *place, tensor.storage_offset())
-
-    def _unpack(self, saved: _View | torch.Tensor) -> torch.Tensor:
-        if not isinstance(saved, _View):
-            return saved if self._borrowed is None else self._borrowed.restore(saved)
-        if saved.block is None:
-            memory, first = self._tokens, self._tokens.storage_offset()
-        else:
-            num_bytes = saved.block.device.numel() // saved.dtype.itemsize * saved.dtype.itemsize
-            memory, first = saved.block.device[:num_bytes].view(saved.dtype), 0
-        return torch.as_strided(memory, saved.shape, saved.stride, first + saved.offset)

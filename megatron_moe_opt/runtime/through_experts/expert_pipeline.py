@@ -178,12 +178,15 @@ class _Pass:
         def bind(op: Op) -> Steps:
             j, target = op.chunk, base_name(op.writes[0])
             if op.kind is Kind.GRADIENT:
-                tokens, _, grad_output = op.reads
+                tokens, *_, grad_output = op.reads
                 arguments = buffers.rows(tokens, j), buffers.rows(grad_output, j)
                 return steps.call(lambda: gradient(j, *arguments))
             if op.kind is Kind.COMPUTE:
                 tokens = buffers.rows(op.reads[0], j)
                 return steps.call(lambda: self.calls[j].recompute(tokens))
+            if op.kind is Kind.ACTIVATE:
+                tokens = buffers.rows(op.reads[0], j)
+                return steps.call(lambda: self.calls[j].activate(tokens))
             if op.kind is Kind.PREFETCH and target == "tokens":
                 tokens = buffers.rows(op.writes[0], j)
                 return steps.call(lambda: self.host_tokens.pop(j).to_device(tokens))
@@ -267,9 +270,11 @@ class _Pass:
 
     def _way(self) -> tuple[RowBytes, Stages]:
         """What rows take on their way, and its stages."""
-        token, middle = self.layouts[INPUTS].at_experts.row_bytes, self.experts.middle_row_bytes
+        token, experts = self.layouts[INPUTS].at_experts.row_bytes, self.experts
         packed, outputs, gradients, returned = (layout.row_bytes for layout in self.layouts.values())
-        return RowBytes(packed, token, middle, returned, outputs, gradients), self.exchanges[0].way.stages
+        middle, activations = experts.middle_row_bytes, experts.activation_row_bytes
+        row = RowBytes(packed, token, middle, returned, outputs, gradients, activations)
+        return row, self.exchanges[0].way.stages
 
 
 class _Sum:

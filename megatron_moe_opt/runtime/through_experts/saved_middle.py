@@ -1,0 +1,323 @@
+"""What one call of the experts saves for its backward pass, besides its inputs and weights: T_M (MPMoE, Fig. 1).
+
+Where it is offloaded, only what comes out of an expert's first matrix product travels, the paper's T_M. What lies
+between that and the second product is the activation, and the probabilities that it is multiplied by: two thirds of the
+bytes that Megatron's experts save, and little of their time. In backward the experts run once more without their
+products, the first of which gives what was kept, and what their operations then save is put in the place of what was
+dropped. It is the same computation on the same tensors, so that gradients are the same to the bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+from weakref import WeakValueDictionary
+
+import torch
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from megatron_moe_opt.runtime.engine.offload import HostCopyOf
+from megatron_moe_opt.runtime.travelling_experts.arrived_experts import BorrowedExperts
+
+
+@dataclass(frozen=True)
+class Products:
+    """A module that calls two others, of a matrix product each, one after the other with an activation between them.
+
+    Both return their output and a bias that they have not added, or None.
+    """
+
+    module: nn.Module
+    first: str
+    """What it calls the first of them."""
+    second: str
+
+
+@dataclass(eq=False)
+class _Block:
+    """The memory of saved tensors that share it: bytes on the device or on the host, one or the other.
+
+    The views hold it, and autograd's graph the views: backward frees it as it goes.
+    """
+
+    device: torch.Tensor | None
+    host: HostCopyOf | None = None
+    is_activation: bool = False
+    """Computed again, and never offloaded."""
+
+
+@dataclass(frozen=True)
+class _View:
+    """A saved tensor, as a place in a block or, without one, in the partition's input."""
+
+    block: _Block | None
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+
+@dataclass
+class _Activation:
+    """What was saved between two products."""
+
+    output: Any
+    """Of the first one: a tensor until the experts have run, then as it was saved."""
+    bias: Any
+    version: int
+    """Of the output; an operation in place changes it."""
+    blocks: list[_Block] = field(default_factory=list)
+    """In the order in which they were first saved."""
+    second_input: int | None = None
+    """Its address, from the second product on."""
+
+    def owns(self, address: int) -> bool:
+        """Whether memory that is saved for the first time is its own: not the first product's, nor the second's."""
+        is_new = address != _address_of(self.output)
+        return is_new and self.second_input in (None, address)
+
+
+class SavedMiddle:
+    """T_M of one call: what its operations have saved, block by block.
+
+    It must not know the call: that would be a cycle through autograd's graph, which nothing collects.
+    """
+
+    def __init__(self, kept: set[int], borrowed: BorrowedExperts | None) -> None:
+        """
+        Args:
+            kept: addresses of storages that do not count as T_M.
+        """
+        self._kept, self._borrowed = kept, borrowed
+        self._tokens: torch.Tensor | None = None
+        self._blocks: WeakValueDictionary[int, _Block] = WeakValueDictionary()  # by address
+        self._activations: list[_Activation] = []
+        self._running: _Activation | None = None
+
+    @contextmanager
+    def reading(self, tokens: torch.Tensor) -> Iterator[None]:
+        """Inside this context the partition's input is here."""
+        self._tokens = tokens
+        try:
+            yield
+        finally:
+            self._tokens = None
+
+    def hooks(self) -> saved_tensors_hooks:
+        """Inside this context operations save here."""
+        return saved_tensors_hooks(self._pack, self.unpack)
+
+    @contextmanager
+    def noting_activations(self, products: Sequence[Products]) -> Iterator[None]:
+        """Inside this context, around `hooks`, what activations save is told from the rest."""
+        with ExitStack() as hooks:
+            for one in products:
+                first, second = one.module._modules[one.first], one.module._modules[one.second]
+                hooks.enter_context(first.register_forward_hook(self._begin_activation))
+                hooks.enter_context(second.register_forward_pre_hook(self._end_activation))
+                hooks.enter_context(second.register_forward_hook(self._leave_activation))
+            yield
+        if any(one.blocks for one in self._activations):
+            for one in self._activations:
+                one.output = self._pack(one.output)
+        else:  # who checkpoints the experts saves elsewhere
+            self._activations.clear()
+
+    def hand_over(self) -> list[torch.Tensor]:
+        """Returns all tensors that were saved here, which are forgotten: whoever takes them holds them alone."""
+        handed_over = []
+        for block in self._blocks.values():
+            handed_over.append(block.device)
+            block.device = None
+        return handed_over
+
+    def take_back(self, tensors: Iterator[torch.Tensor]) -> None:
+        """What was handed over, in the same order."""
+        for block in self._blocks.values():
+            block.device = next(tensors)
+
+    def offload(self) -> tuple[int, int]:
+        """Copies all but the activations to the host, and forgets all on the device. Returns the bytes of both."""
+        num_bytes = [0, 0]
+        for block in self._blocks.values():
+            num_bytes[block.is_activation] += block.device.numel()
+            if not block.is_activation:
+                block.host = HostCopyOf(block.device)
+            block.device = None
+        return num_bytes[0], num_bytes[1]
+
+    def fetch(self, owner: torch.cuda.Stream | None) -> None:
+        """Copies back what was offloaded, into memory of the stream `owner`."""
+        for block in self._blocks.values():
+            if not block.is_activation:
+                block.device, block.host = block.host.to_device(owner=owner), None
+
+    def activate(self, run: Callable[[], object], products: Sequence[Products]) -> None:
+        """Brings the activations back.
+
+        Args:
+            run: runs the experts on the same input; what it returns is nothing.
+
+        Raises:
+            RuntimeError: they save other tensors than before.
+        """
+        activations, self._activations = self._activations, []
+        if activations:
+            again = _Again(activations, self)
+            with again.in_place_of(products), torch.enable_grad(), saved_tensors_hooks(again.pack, _never_read):
+                run()
+            again.check_end()
+
+    def is_middle(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor that is saved is T_M: neither input nor parameter."""
+        is_borrowed = self._borrowed is not None and self._borrowed.forget(tensor) is not tensor
+        return not is_borrowed and self._address(tensor) is not None and not self._is_input(tensor)
+
+    def unpack(self, saved: Any) -> torch.Tensor:
+        """Returns a tensor that was saved."""
+        if not isinstance(saved, _View):
+            return saved if self._borrowed is None else self._borrowed.restore(saved)
+        if saved.block is None:
+            memory, first = self._tokens, self._tokens.storage_offset()
+        else:
+            num_bytes = saved.block.device.numel() // saved.dtype.itemsize * saved.dtype.itemsize
+            memory, first = saved.block.device[:num_bytes].view(saved.dtype), 0
+        return torch.as_strided(memory, saved.shape, saved.stride, first + saved.offset)
+
+    def _pack(self, tensor: torch.Tensor) -> Any:
+        if self._borrowed is not None:
+            part = self._borrowed.forget(tensor)
+            if part is not tensor:
+                return part
+        address, place = self._address(tensor), (tensor.dtype, tuple(tensor.shape), tensor.stride())
+        if address is None:
+            return tensor.detach()  # an output itself would keep the graph that saves it alive
+        if self._is_input(tensor):
+            return _View(None, *place, tensor.storage_offset() - self._tokens.storage_offset())
+        block = self._blocks.get(address)
+        if block is None:
+            block = _Block(_memory_of(tensor))
+            self._blocks[address] = block
+            if self._running is not None and self._running.owns(address):
+                self._running.blocks.append(block)
+        return _View(block, *place, tensor.storage_offset())
+
+    def _address(self, tensor: torch.Tensor) -> int | None:
+        """Where the memory of a saved tensor begins, which is T_M's or the input's; None: it is saved as it is."""
+        plain = type(tensor) in (torch.Tensor, nn.Parameter) and tensor.layout is torch.strided
+        if not plain or not tensor.numel() or tensor.device != self._tokens.device:
+            return None
+        address = _address_of(tensor)
+        return None if address in self._kept else address
+
+    def _is_input(self, tensor: torch.Tensor) -> bool:
+        return _address_of(tensor) == _address_of(self._tokens) and tensor.dtype is self._tokens.dtype
+
+    def _begin_activation(self, _: nn.Module, __: Any, returned: tuple[torch.Tensor, Any]) -> None:
+        output, bias = returned
+        self._running = _Activation(output, bias, output._version)
+        self._activations.append(self._running)
+
+    def _end_activation(self, _: nn.Module, inputs: tuple[Any, ...]) -> None:
+        self._running.second_input = _address_of(inputs[0])
+
+    def _leave_activation(self, *_: Any) -> None:
+        running, self._running = self._running, None
+        if running.output._version != running.version:  # it is no longer what the activation began with
+            running.blocks.clear()
+        for block in running.blocks:
+            block.is_activation = True
+
+
+class _Again:
+    """Experts that run a second time, without their products, for what their activations save."""
+
+    def __init__(self, activations: Sequence[_Activation], saved: SavedMiddle) -> None:
+        self._activations, self._saved = iter(activations), saved
+        self.hidden = 0
+        """Of the experts' input, and so of their output."""
+        self._left: list[_Block] = []
+        """The blocks of the activation that runs which it has not saved yet."""
+        self._seen: dict[int, torch.Tensor] = {}
+        """Its memory that was seen, by address: alive, so that no address is used twice."""
+
+    @contextmanager
+    def in_place_of(self, products: Sequence[Products]) -> Iterator[None]:
+        """Inside this context the products ask and tell this instead of multiplying."""
+        with ExitStack() as stack:
+            for one in products:
+                modules = one.module._modules
+                for name, stand_in in ((one.first, _First(self)), (one.second, _Second(self))):
+                    stack.callback(modules.__setitem__, name, modules[name])
+                    modules[name] = stand_in
+            yield
+
+    def begin(self) -> tuple[torch.Tensor, Any]:
+        """Returns what the first product returned."""
+        one = next(self._activations, None)
+        if one is None:
+            raise _other_tensors()
+        output = self._saved.unpack(one.output).detach().requires_grad_()
+        self._left, self._seen = one.blocks, {_address_of(output): output}
+        return output, one.bias
+
+    def pack(self, tensor: torch.Tensor) -> None:
+        """Puts what an operation saves in its place, if it is an activation's."""
+        address = _address_of(tensor)
+        if self._left and address not in self._seen and self._saved.is_middle(tensor):
+            self._seen[address] = self._left.pop(0).device = _memory_of(tensor)
+
+    def end(self, second_input: torch.Tensor) -> None:
+        """Takes what the second product saved."""
+        self.pack(second_input)
+        if self._left:
+            raise _other_tensors()
+        self._seen = {}
+
+    def check_end(self) -> None:
+        """Raises RuntimeError where fewer activations ran."""
+        if next(self._activations, None) is not None:
+            raise _other_tensors()
+
+
+class _First(nn.Module):
+    def __init__(self, again: _Again) -> None:
+        super().__init__()
+        self.again = again
+
+    def forward(self, tokens: torch.Tensor, *_: Any) -> tuple[torch.Tensor, Any]:
+        self.again.hidden = tokens.size(-1)
+        return self.again.begin()
+
+
+class _Second(nn.Module):
+    def __init__(self, again: _Again) -> None:
+        super().__init__()
+        self.again = again
+
+    def forward(self, activated: torch.Tensor, *_: Any) -> tuple[torch.Tensor, None]:
+        self.again.end(activated)
+        return activated.new_empty(*activated.shape[:-1], self.again.hidden), None
+
+
+def _address_of(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _memory_of(tensor: torch.Tensor) -> torch.Tensor:
+    """All bytes of a tensor's storage, uint8."""
+    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
+
+
+def _never_read(_: Any) -> torch.Tensor:
+    raise AssertionError("experts that run again for what they save have no backward pass")
+
+
+def _other_tensors() -> RuntimeError:
+    return RuntimeError(
+        "experts saved other tensors when their activations were computed again: give --moe-opt-memory-reuse S3 or S4, "
+        "which compute all of it again"
+    )
