@@ -93,7 +93,7 @@ def report_plan(
     if wanted is not None:
         searched = search(settings, model, wanted)
         console.print(layouts_table(searched))
-        cases = [searched.cases[0]]
+        cases = [searched.cases[0].predicted()]
     else:
         site = site_of(settings, model)
         cases = [Case.of(settings, model, site, sequence) for sequence in settings.sequences]
@@ -328,4 +328,4 @@ def _is_montas(case: Case) -> bool:
     """Whether this is what MoNTA's paper publishes its choices for."""
     layout = case.site.layout
     sizes = layout.world, layout.tp, layout.ep, layout.expert_tp
-    return (case.settings.cluster, case.settings.model, sizes) == ("a800-ib200", "monta-2x70b", (16, 8, 2, 8))
+    return (case.settings.cluster, case.settings.model.name, sizes) == ("a800-ib200", "monta-2x70b", (16, 8, 2, 8))
