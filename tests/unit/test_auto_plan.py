@@ -19,7 +19,7 @@ from megatron_moe_opt.integration.optimizer_step import step_ended
 from megatron_moe_opt.options import Options
 from megatron_moe_opt.planning.plan_file import Plan
 from megatron_moe_opt.planning.predicting.layer_workload import LayerWorkload
-from megatron_moe_opt.planning.predicting.prediction import Prediction
+from megatron_moe_opt.planning.predicting.prediction import Prediction, Refusal, told_together
 
 CANDIDATES = ("netmoe", "parm:S2", "expert-migration:2x4", "expert-migration:8", "mpmoe:2:S1", "monta:O2x2", "alltoall")
 
@@ -272,3 +272,13 @@ def test_variants_keep_to_the_bounds_of_the_run(tmp_path):
     assert plugged["monta"].resident_layers is None  # no expert travels
     assert plugged["expert-migration"].resident_layers == 3
     assert all((one.network_levels, one.prefetch_layers) == ((2, 4), 2) for one in plugged.values())
+
+
+def test_refusals_of_a_system_for_one_reason_are_told_in_one_line():
+    refused = [Refusal(f"mpmoe:{count}", f"{count} partitions of 2 rows") for count in (4, 8)]
+    told = told_together([*refused, Refusal("mpmoe:2", "something else"), Refusal("parm", "4 partitions of 2 rows")])
+    assert told == [
+        ("mpmoe:4 and 1 more", "4 partitions of 2 rows"),
+        ("mpmoe:2", "something else"),
+        ("parm", "4 partitions of 2 rows"),
+    ]

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from megatron_moe_opt.planning.choosing.trials import shortlist
-from megatron_moe_opt.planning.predicting.prediction import ALLTOALL
+from megatron_moe_opt.planning.predicting.prediction import ALLTOALL, told_together
 from megatron_moe_opt.systems import moves_samples
 from megatron_moe_opt.systems.system import FLAG
 from megatron_moe_opt.variants import FLEX, split_variant
@@ -51,9 +51,7 @@ def _lines_of(of_shape: Alike, begin: str) -> list[str]:
             f"{variant:24}{one.seconds * 1e3:12.3f}{ratio:>10}{one.exposed * 1e3:9.3f}{one.inter_bytes / 1e6:18.2f}"
             f"{one.intra_bytes / 1e6:11.2f}{one.activation_bytes / 1e6:9.1f}"
         )
-    for refusal in of_shape.refused:
-        lines.append(f"not {refusal.variant}: {refusal.reason}")
-    return lines
+    return lines + [f"not {variants}: {why}" for variants, why in told_together(of_shape.refused)]
 
 
 def settled_lines(controller: Controller, chosen: str) -> list[str]:
