@@ -10,6 +10,7 @@ import os
 import sys
 import types
 import warnings
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 import torch
@@ -38,15 +39,20 @@ def run_script(path: Path, arguments: list[str]) -> None:
     exec(compile(path.read_bytes(), str(path), "exec"), module.__dict__)
 
 
-def main(arguments: list[str]) -> None:
-    """Registers the dispatchers, switches the host backend on where there is no GPU, and runs the script."""
+def main(arguments: list[str], inside: AbstractContextManager[object] | None = None) -> None:
+    """Registers the dispatchers, switches the host backend on where there is no GPU, and runs the script.
+
+    Args:
+        inside: entered before the script, which then runs inside it.
+    """
     if not arguments or arguments[0].startswith("-"):
         print(f"{USAGE}\n\n{options_help()}")
         sys.exit(0 if arguments[:1] in (["-h"], ["--help"]) else 2)
     path = Path(arguments[0])
     try:
         _, remaining = start_alike(lambda: _start(path, arguments[1:]), lambda started: facts_of(*started))
-        run_script(path, remaining)
+        with inside or nullcontext():
+            run_script(path, remaining)
     except (ConfigurationError, ExtensionError) as error:
         say_together(error, "moe-opt")
         sys.exit(2)

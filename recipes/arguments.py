@@ -105,8 +105,6 @@ def _build_parser() -> argparse.ArgumentParser:
     output.add_argument("--log-json", help="file that gets one JSON line for every logged iteration")
     output.add_argument("--compare-with", help="--log-json of another run, whose losses are shown beside this one's")
     output.add_argument("--tensorboard-dir")
-    output.add_argument("--record-routing", help="file that gets the experts of every token, for moe-opt trace replay")
-    output.add_argument("--record-steps", help="the iterations to record, such as 301-400; default: all of this run")
     return parser
 
 
@@ -122,7 +120,6 @@ def parse_arguments(command_line: Sequence[str]) -> tuple[argparse.Namespace, Op
     args.expert_tensor_parallel_size = args.expert_tensor_parallel_size or args.tensor_model_parallel_size
     args.lr_decay_iters = args.lr_decay_iters or args.train_iters
     args.blend = _blend(args.data_path)
-    args.recorded = _recorded(args)
     args.others = read_steps(args.compare_with) if args.compare_with else {}
     return args, options
 
@@ -141,23 +138,6 @@ def _blend(data_path: list[str]) -> list[tuple[float, str]]:
             " 1 data/prose 1 data/code"
         )
     return blend
-
-
-def _recorded(args: argparse.Namespace) -> range:
-    """The iterations whose routing is recorded."""
-    if args.record_routing is None:
-        if args.record_steps is not None:
-            raise ConfigurationError(f"--record-steps {args.record_steps} needs a file; add --record-routing FILE")
-        return range(0)
-    if args.record_steps is None:
-        return range(1, args.train_iters + 1)
-    first, dash, last = args.record_steps.partition("-")
-    if not (dash and first.isdecimal() and last.isdecimal() and 1 <= int(first) <= int(last) <= args.train_iters):
-        raise ConfigurationError(
-            f"--record-steps {args.record_steps} must be the first and the last iteration to record, from 1 to"
-            f" --train-iters {args.train_iters}, such as 1-{args.train_iters}"
-        )
-    return range(int(first), int(last) + 1)
 
 
 @dataclass(frozen=True)
@@ -294,12 +274,6 @@ def _check_output(args: argparse.Namespace) -> None:
     ):
         if given and not args.load:
             raise ConfigurationError(f"{flag} needs a folder to load from; add --load DIR")
-    check_output_file("--record-routing", args.record_routing)
-    if args.record_routing and args.context_parallel_size > 1:
-        raise ConfigurationError(
-            f"--record-routing {args.record_routing} records whole sequences, but --context-parallel-size is"
-            f" {args.context_parallel_size}; use 1"
-        )
     if args.lr_warmup_iters >= args.lr_decay_iters:
         raise ConfigurationError(
             f"--lr-warmup-iters {args.lr_warmup_iters} must be less than the {args.lr_decay_iters} iterations"

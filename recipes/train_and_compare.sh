@@ -11,7 +11,7 @@ refuse() {
     exit 2
 }
 
-text=() steps=150 output=runs/quickstart data=runs/data/stdlib
+text=() steps=60 output=runs/quickstart data=runs/data/stdlib
 while (($#)); do
     case "$1" in
         --text) text=(--text "$2") data="runs/data/$(basename "$(realpath -m "$2")")" && shift 2 ;;

@@ -8,7 +8,7 @@ import os
 import random
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import asdict
 from datetime import timedelta
@@ -19,7 +19,7 @@ from typing import Any
 import numpy
 import torch
 import torch.distributed as dist
-from agreement import RankError, TrainingError, check_on_all_ranks, fails_on_first_rank
+from agreement import RankError, TrainingError, check_on_all_ranks
 from arguments import PROGRAM, Layout, check_arguments, check_folders, parse_arguments
 from checkpoint import Checkpointer, check_may_replace, find_checkpoint, say_last_complete
 from index_cache import make_index_cache
@@ -42,11 +42,10 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from megatron_moe_opt import register, use_host_backend
 from megatron_moe_opt.errors import ConfigurationError, LayerError
 from megatron_moe_opt.integration.observe import reports
-from megatron_moe_opt.integration.observe.routing_recorder import RoutingRecorder
+from megatron_moe_opt.integration.observe.routing_recorder import note_kinds
 from megatron_moe_opt.integration.registry import launcher_options
 from megatron_moe_opt.integration.start_facts import facts_of
 from megatron_moe_opt.options import Options
-from megatron_moe_opt.planning.traces.routing_trace import write_routing_trace
 from megatron_moe_opt.runtime.job import failure_board
 from megatron_moe_opt.runtime.job.same_start import say_together, start_alike
 from megatron_moe_opt.runtime.observed.traffic import TrafficCounter
@@ -220,10 +219,9 @@ def train(
     last, saved = last_iteration(args, iteration), iteration
     if args.save:
         check_on_all_ranks(partial(check_may_replace, args.save, saved_iterations(args, iteration, last)))
-    batch_iterator = batches(train_data, args.micro_batch_size, consumed_samples, device)
-    recorder = RoutingRecorder(model, config, args.seq_length) if args.record_routing else None
-    if recorder is not None:
-        batch_iterator = noting_kinds(batch_iterator, recorder)
+    batch_iterator = noting_kinds(
+        batches(train_data, args.micro_batch_size, consumed_samples, device), kind_names(args)
+    )
     tokens = args.global_batch_size * args.seq_length
     nodes = discover_nodes()
     announce(args, layout, model, device, nodes.num_nodes, console)
@@ -239,9 +237,8 @@ def train(
             # The step that is counted is the last one, and is not to be timed.
             counter = TrafficCounter(nodes) if iteration + 1 == last else None
             start = time.perf_counter()
-            recording = recorder.iteration(iteration + 1) if iteration + 1 in args.recorded else nullcontext()
             try:
-                with counter or nullcontext(), recording:
+                with counter or nullcontext():
                     loss, grad_norm = train_step(args, model, optimizer, scheduler, batch_iterator)
             except LossNotFiniteError as error:
                 state = say_last_complete(args.save) if args.save else "nothing is saved without --save"
@@ -272,29 +269,16 @@ def train(
             if args.save and (iteration == last or (args.save_interval and iteration % args.save_interval == 0)):
                 progress.say(f"saved {save()}")
                 saved = iteration
-    if recorder is not None:
-        record_routing(args, recorder, console)
     if valid_data is not None:
         loss = evaluate(args, model, batches(valid_data, args.micro_batch_size, 0, device))
         console.print(f"validation loss {loss:.4f} over {args.eval_iters} batches", highlight=False)
 
 
-def noting_kinds(batch_iterator: Batches, recorder: RoutingRecorder) -> Batches:
-    """The same batches; the recorder is told of each what its samples are."""
+def noting_kinds(batch_iterator: Batches, names: Sequence[str]) -> Batches:
+    """The same batches; a recorder of routing, if there is one, is told of each what its samples are."""
     for batch in batch_iterator:
-        recorder.note_kinds(batch["kinds"])
+        note_kinds(batch["kinds"], names)
         yield batch
-
-
-def record_routing(args: argparse.Namespace, recorder: RoutingRecorder, console: Console) -> None:
-    """Write what was recorded, on rank 0; called by all ranks. Raises TrainingError where it cannot be written."""
-    trace = recorder.gather(kind_names(args))
-    if reason := fails_on_first_rank(partial(write_routing_trace, Path(args.record_routing), trace)):
-        raise TrainingError(f"--record-routing: {reason}")
-    if trace is not None:
-        console.print(
-            f"wrote the routing of {trace.num_passes} passes to {args.record_routing}", highlight=False, soft_wrap=True
-        )
 
 
 def resume(args: argparse.Namespace, checkpointer: Checkpointer, console: Console) -> tuple[int, int]:

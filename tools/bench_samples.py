@@ -29,7 +29,8 @@ from megatron_moe_opt.output_file import check_output_file, write_text_whole
 from megatron_moe_opt.planning.offline.expert_order import stock_devices
 from megatron_moe_opt.planning.traces.routing_replay import decided_share
 from megatron_moe_opt.planning.traces.routing_trace import RoutingTrace, read_routing_trace
-from megatron_moe_opt.runtime.observed.traffic import TrafficCounter, TrafficRow
+from megatron_moe_opt.runtime.observed.traffic import TrafficCounter
+from megatron_moe_opt.runtime.observed.traffic_rows import TrafficRow
 from megatron_moe_opt.systems import system_names
 from megatron_moe_opt.topology.nodes import NodeMap, discover_nodes
 from megatron_moe_opt.variants import split_variant

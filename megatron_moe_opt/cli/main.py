@@ -11,9 +11,10 @@ import typer
 import megatron_moe_opt
 from megatron_moe_opt.cli.doctor import doctor
 from megatron_moe_opt.cli.layer.commands import bench
+from megatron_moe_opt.cli.option_types import SectionedCommand
 from megatron_moe_opt.cli.plan.commands import plan
 from megatron_moe_opt.cli.profile.commands import profile
-from megatron_moe_opt.cli.report.commands import timeline
+from megatron_moe_opt.cli.report.commands import report, timeline
 from megatron_moe_opt.cli.routing.commands import app as trace_app
 from megatron_moe_opt.errors import ConfigurationError, ExtensionError, sentence
 
@@ -27,10 +28,11 @@ app = typer.Typer(
 # The lists of commands have room for a line each.
 app.command(short_help="One MoE layer under each dispatcher: time, bytes, memory.")(bench)
 app.command(short_help="Versions, devices, the extension, and what is missing.")(doctor)
-app.command(short_help="What each dispatcher would take on a cluster; chooses.")(plan)
+app.command(cls=SectionedCommand, short_help="What each dispatcher would take on a cluster; chooses.")(plan)
 app.command(short_help="Measure what moving rows and experts costs here.")(profile)
+app.command(short_help="What bench has measured, as a page with charts.")(report)
 app.command(short_help="When each op of a step ran, and was predicted to run.")(timeline)
-app.add_typer(trace_app, name="trace", short_help="Recorded routing: replay it, place experts by it.")
+app.add_typer(trace_app, name="trace", short_help="Routing: record it, replay it, place experts by it.")
 
 
 def _show_version(asked: bool) -> None:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 from argparse import ArgumentTypeError
 from enum import Enum
+from typing import Any
 
 import typer
+from typer.core import TyperCommand
 
 from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.option_values import byte_count
@@ -50,3 +52,18 @@ def byte_budget(text: str) -> int:
         return byte_count(text)
     except ArgumentTypeError as error:
         raise typer.BadParameter(str(error)) from error
+
+
+class SectionedCommand(TyperCommand):
+    """A command whose --help lists options under headings: each option's `rich_help_panel`, the others first."""
+
+    def format_options(self, ctx: typer.Context, formatter: Any) -> None:
+        """Writes the options below each other, one list a heading."""
+        sections: dict[str, list[tuple[str, str]]] = {"Options": []}
+        for option in self.get_params(ctx):
+            record = option.get_help_record(ctx)
+            if record is not None:
+                sections.setdefault(getattr(option, "rich_help_panel", None) or "Options", []).append(record)
+        for heading, records in sections.items():
+            with formatter.section(heading):
+                formatter.write_dl(records)

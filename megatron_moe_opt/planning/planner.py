@@ -8,6 +8,7 @@ ranked. Stock is the ops of MoNTA's O1 one after another, and stock's own handli
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
@@ -25,7 +26,11 @@ WINS_BY = 0.03
 
 
 def candidates(
-    workload: LayerWorkload, cluster: Cluster, budget: int | None = None, wires: Sequence[Wire] = ()
+    workload: LayerWorkload,
+    cluster: Cluster,
+    budget: int | None = None,
+    wires: Sequence[Wire] = (),
+    below: float = math.inf,
 ) -> tuple[tuple[Prediction, ...], tuple[Refusal, ...]]:
     """Every candidate that the cluster's measurements cover, the fastest first, and what is left out.
 
@@ -38,14 +43,14 @@ def candidates(
     Raises:
         ConfigurationError: the cluster has no expert measured, or lacks what all candidates need.
     """
-    layer = LayerOnCluster(workload, cluster)
+    layer = LayerOnCluster(workload, cluster, below)
     layer.expert_costs  # noqa: B018  whole layers are compared: refuses a cluster without an expert
     found: list[Prediction] = []
     refused: list[Refusal] = []
     systems = [system for system in SYSTEMS if system.candidates]
     asked = [(system.name, system.candidates(layer, system.open_options)) for system in systems]
     for wire in wires:
-        narrowed = LayerOnCluster(replace(workload, wire=wire), cluster)
+        narrowed = LayerOnCluster(replace(workload, wire=wire), cluster, below)
         asked += [(f"{one.name}:{wire.word}", _narrowed(one, narrowed)) for one in systems if one.reads_option("wire")]
     for name, of_system in ((ALLTOALL, _stock(layer)), *asked):
         try:

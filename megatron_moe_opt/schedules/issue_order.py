@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from functools import lru_cache
 from itertools import product
 
@@ -54,7 +53,10 @@ def in_issue_order(ops: Sequence[Op]) -> tuple[Op, ...]:
 
 
 def _moved(op: Op, waits_for: tuple[int, ...]) -> Op:
-    return op if waits_for == op.waits_for else replace(op, waits_for=waits_for)
+    if waits_for == op.waits_for:
+        return op
+    # Not replace(), which looks up fields each time: a planner does this by the hundred thousand.
+    return Op(op.kind, op.lane, op.chunk, op.size, waits_for, op.reads, op.writes, op.group)
 
 
 @lru_cache(maxsize=1024)

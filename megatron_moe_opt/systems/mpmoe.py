@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -13,6 +14,7 @@ from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.option_values import AUTO, BYTES, one_of
 from megatron_moe_opt.option_values import PARTITIONS as SEVERAL_PARTITIONS
 from megatron_moe_opt.planning.choosing.partition_search import PARTITIONS
+from megatron_moe_opt.planning.costs.cluster import OURS
 from megatron_moe_opt.planning.costs.curves import Costs
 from megatron_moe_opt.planning.costs.expert_costs import costs_with_experts
 from megatron_moe_opt.planning.costs.link_bytes import LinkBytes
@@ -33,7 +35,20 @@ from megatron_moe_opt.planning.predicting.partitioned_rows import (
 )
 from megatron_moe_opt.planning.predicting.prediction import Prediction, Refusal
 from megatron_moe_opt.schedules.hops import HopStages, level_of
-from megatron_moe_opt.schedules.mpmoe import NONE, STRATEGIES, Partition, backward, by_rows, forward
+from megatron_moe_opt.schedules.mpmoe import (
+    INPUT_GRADIENTS,
+    INPUTS,
+    NONE,
+    OUTPUT_GRADIENTS,
+    OUTPUTS,
+    STRATEGIES,
+    Partition,
+    RowBytes,
+    backward,
+    by_rows,
+    forward,
+)
+from megatron_moe_opt.schedules.pipeline import Stages
 from megatron_moe_opt.schedules.schedule import Kind, Lane, Op
 from megatron_moe_opt.systems.expert_migration import (
     EXPERT_MIGRATION,
@@ -264,6 +279,54 @@ def domains_of(options: Any, workers: tuple[int, ...]) -> ExpertDomains:
     return stationary(workers) if options.domain_sizes is None else named_domains(options.domain_sizes, workers)
 
 
+@dataclass(frozen=True)
+class _Partitioned:
+    """A layer's rows in partitions, which are alike, and the way that they go."""
+
+    parts: Sequence[Partition]
+    row: RowBytes
+    stages: Stages
+    own: int | None
+    """Rows of this rank, where they are not what it computes."""
+    holds: int = 1
+    """Ranks whose experts it computes."""
+
+    @classmethod
+    def of(cls, layer: LayerOnCluster, count: int, way: str, domains: ExpertDomains | None) -> _Partitioned:
+        one, holds = layer.workload, 1 if domains is None else prod(domains.sizes)
+        if way == HOPS:
+            domains = domains or stationary(one.workers)
+            computed = one.rows_of(layer.skew.computed(domains)) if holds > 1 else layer.computed
+            parts: Sequence[Partition] = hop_partitions(one, layer.skew, computed, count, domains)
+            stages = HopStages(len(one.workers), True, one.etp)
+            return cls(parts, hop_row_bytes(one), stages, parts[0].own * count, holds)
+        computed, exchanged = (partitions(one, rows, count) for rows in (layer.computed, layer.exchanged))
+        parts = [replace(part, own=other.own) for part, other in zip(computed, exchanged, strict=True)]
+        return cls(parts, row_bytes(one), by_rows(one.ep, one.etp), None)
+
+    def least_seconds(self, layer: LayerOnCluster, costs: Callable[[Op], float]) -> float:
+        """Returns what no layer takes less than, however its partitions share memory.
+
+        No op is faster beside others than alone, and ops of a lane run one after another. Before the first partition is
+        computed it has arrived, and behind the last one it goes back.
+
+        Args:
+            costs: of `costs_of`.
+        """
+        costs, part, count = layer.converting(costs), self.parts[0], len(self.parts)
+        least = layer.local_timeline(OURS, self.own).seconds
+        for kind, out, back in ((Kind.COMPUTE, INPUTS, OUTPUTS), (Kind.GRADIENT, OUTPUT_GRADIENTS, INPUT_GRADIENTS)):
+            rows_out, rows_back = part.bytes(self.row.of(out)), part.bytes(self.row.of(back))
+            computed = costs(Op(kind, Lane.COMPUTE, size=part.gathered * self.row.token))
+            busy, alone = {Lane.COMPUTE: computed}, count * computed
+            for one in (*self.stages.out(rows_out), *self.stages.back(rows_back)):
+                seconds = costs(Op(one.kind, one.lane, size=one.size, group=one.group))
+                busy[one.lane] = busy.get(one.lane, 0.0) + seconds
+                alone += seconds
+            least += max(alone, count * max(busy.values()))
+        return least * (1 - 1e-9)  # other sums are rounded otherwise
+
+
 def candidate(
     layer: LayerOnCluster, count: int, strategy: str, way: str = ROWS, domains: ExpertDomains | None = None
 ) -> Prediction:
@@ -278,27 +341,18 @@ def candidate(
     Raises:
         ConfigurationError: a curve is missing.
     """
-    one, holds = layer.workload, 1 if domains is None else prod(domains.sizes)
+    one, cut = layer.workload, _Partitioned.of(layer, count, way, domains)
     variant = f"{NAME}:{_setting(count, strategy, way, domains and domains.sizes)}"
-    if way == HOPS:
-        domains = domains or stationary(one.workers)
-        computed = one.rows_of(layer.skew.computed(domains)) if holds > 1 else layer.computed
-        parts: Sequence[Partition] = hop_partitions(one, layer.skew, computed, count, domains)
-        row, stages, own = hop_row_bytes(one), HopStages(len(one.workers), True, one.etp), parts[0].own * count
-    else:
-        computed, exchanged = (partitions(one, rows, count) for rows in (layer.computed, layer.exchanged))
-        parts = [replace(part, own=other.own) for part, other in zip(computed, exchanged, strict=True)]
-        row, stages, own = row_bytes(one), by_rows(one.ep, one.etp), None
-    schedules = [build(strategy, parts, row, stages) for build in (forward, backward)]
-    held = activation_bytes(one, one.rows, count, strategy, own)
+    schedules = [build(strategy, cut.parts, cut.row, cut.stages) for build in (forward, backward)]
+    held = activation_bytes(one, one.rows, count, strategy, cut.own)
     alone = list(layer.edge)
-    if holds > 1:
+    if cut.holds > 1:
         schedules = travelling(one.migration(layer.skew), domains, *schedules)
-        alone.append(Op(Kind.COPY, Lane.COMPUTE, size=layer.bytes_of_copies(holds)))
-        held += int((holds - 1) * one.held_bytes_of_others)
+        alone.append(Op(Kind.COPY, Lane.COMPUTE, size=layer.bytes_of_copies(cut.holds)))
+        held += int((cut.holds - 1) * one.held_bytes_of_others)
+    links = None if cut.holds == 1 else LinkBytes(layer.cluster, domains)
     costs = costs_of(layer, way, domains)
-    links = None if holds == 1 else LinkBytes(layer.cluster, domains)
-    predicted = layer.prediction(variant, schedules, alone, costs=costs, parts=count, local_rows=own, links=links)
+    predicted = layer.prediction(variant, schedules, alone, costs=costs, parts=count, local_rows=cut.own, links=links)
     return replace(predicted, activation_bytes=held)
 
 
@@ -323,12 +377,15 @@ class HopSeconds:
     def __init__(self, layer: LayerOnCluster, costs: Costs, domains: ExpertDomains | None = None) -> None:
         self._costs, self._domains = costs, domains or stationary(layer.workload.workers)
         self._curves = measured_curves(layer.costs, layer.workload.workers)
+        self._copies = costs.curve(Op(Kind.COPY, Lane.COPY))
         self._migration, self._copy = layer.workload.migration(layer.skew), layer.seconds_to_copy
 
     def __call__(self, op: Op) -> float:
         travels = op.lane is Lane.EXPERTS
+        if op.kind is Kind.PERMUTE and not travels:
+            return self._costs.overhead + self._copies.seconds(op.size)
         if op.kind is not Kind.ALL_TO_ALL and not travels:
-            return self._costs(replace(op, kind=Kind.COPY) if op.kind is Kind.PERMUTE else op)
+            return self._costs(op)
         if op.group is None:
             return codec_seconds(self._migration, self._domains, op, self._copy)
         level = level_of(op.group)
@@ -347,10 +404,19 @@ def _candidates(layer: LayerOnCluster, options: MpmoeOptions) -> Iterator[Predic
             yield Refusal(f"{NAME}:{HOPS}", refusal)
             continue
         for domains in _domains_to_try(layer, options) if way == HOPS else (None,):
+            counts = [count for count in options.partition_counts if _may_win(layer, count, way, domains)]
             for strategy in strategies if domains is None else strategies[:1]:
-                for count in options.partition_counts:
+                for count in counts:
                     if count > 1 or strategy == strategies[0]:
                         yield candidate(layer, count, strategy, way, domains)
+
+
+def _may_win(layer: LayerOnCluster, count: int, way: str, domains: ExpertDomains | None) -> bool:
+    """Whether the layer may take less than `layer.below` in so many partitions."""
+    if layer.below == math.inf:
+        return True
+    cut = _Partitioned.of(layer, count, way, domains)
+    return cut.least_seconds(layer, costs_of(layer, way, domains)) < layer.below
 
 
 def _domains_to_try(layer: LayerOnCluster, options: MpmoeOptions) -> Sequence[ExpertDomains | None]:

@@ -6,8 +6,10 @@ import os
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-import torch.distributed as dist
+if TYPE_CHECKING:
+    import torch.distributed as dist
 
 
 @dataclass(frozen=True)
@@ -38,6 +40,8 @@ def discover_nodes(group: dist.ProcessGroup | None = None) -> NodeMap:
     agents on one machine count as two nodes, which is how a cluster is imitated on one machine. Costs one
     all_gather_object over them; without torch.distributed the answer is one rank on one node.
     """
+    import torch.distributed as dist
+
     if not dist.is_initialized():
         return NodeMap()
     names: list[str] = [""] * dist.get_world_size(group)

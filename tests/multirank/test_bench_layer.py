@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.integration.measuring.layer_settings import LayerSettings
-from megatron_moe_opt.runtime.observed.traffic import TrafficRow
+from megatron_moe_opt.runtime.observed.traffic_rows import TrafficRow
 from tests.ranks.devices import rank_device
 from tests.ranks.pool import RankFailure
 

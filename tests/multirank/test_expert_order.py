@@ -134,35 +134,33 @@ def test_settings_are_refused_when_the_model_is_built(ranks, tmp_path, dispatche
         assert kind == "ConfigurationError" and problem in text and "\n" not in text
 
 
-def record(layout: dict, dispatcher: str, order: Path | None):
-    """The trace of iterations 2 and 3 of three, on rank 0."""
-    from megatron_moe_opt.integration.observe.routing_recorder import RoutingRecorder
-    from tests.ranks.gpt import TOKENS
+def record(file: Path, layout: dict, dispatcher: str, order: Path | None):
+    """The trace of steps 2 and 3 of three, on rank 0."""
+    from megatron_moe_opt.integration.observe.routing_recorder import RoutingRecorder, note_kinds
+    from megatron_moe_opt.planning.traces.routing_trace import read_routing_trace
     from tests.ranks.megatron import parallel
 
-    with parallel(**layout):
+    with parallel(**layout), RoutingRecorder(file, range(2, 4)):
         job = build(dispatcher, order)
-        recorder = RoutingRecorder(job.model, job.config, TOKENS)
-        job.train_step()
-        for iteration in (2, 3):
-            with recorder.iteration(iteration):
-                for microbatch in range(job.microbatches):
-                    recorder.note_kinds(job.batch(microbatch)["tokens"][:, 0] % 2)
-                job.train_step()
-        return recorder.gather(("even", "odd"))
+        for _ in range(3):
+            for microbatch in range(job.microbatches):
+                note_kinds(job.batch(microbatch)["tokens"][:, 0] % 2, ("even", "odd"))
+            job.train_step()
+    return read_routing_trace(file) if dist.get_rank() == 0 else None
 
 
 def test_recorded_routing_does_not_depend_on_layout_or_order(ranks, tmp_path):
     order = write_order(tmp_path / "order.json", 2, 1)
-    alone, *others = ranks.run(record, layout={"ep": 2}, dispatcher="alltoall", order=None)
+    file = tmp_path / "routing.npz"
+    alone, *others = ranks.run(record, file=file, layout={"ep": 2}, dispatcher="alltoall", order=None)
     assert others == [None] * 3
     assert alone.experts.shape == (4, LAYERS, 8, 32, 2)  # 2 iterations of 2 passes; 4 ranks of 2 samples
     assert alone.iterations.tolist() == [2, 2, 3, 3] and alone.layers.tolist() == [1, 2]
     assert alone.kinds.shape == (4, 8) and set(alone.kinds.flatten().tolist()) == {0, 1}
-    ordered = ranks.run(record, layout={"ep": 2}, dispatcher="monta", order=order)[0]
+    ordered = ranks.run(record, file=file, layout={"ep": 2}, dispatcher="monta", order=order)[0]
     assert np.array_equal(ordered.experts, alone.experts) and np.array_equal(ordered.kinds, alone.kinds)
     # 2 data-parallel ranks, each with half of the samples that 4 ranks have.
     for layout in ({"tp": 2, "ep": 2, "etp": 1}, {"pp": 2, "ep": 2}):
-        trace = ranks.run(record, layout=layout, dispatcher="alltoall", order=None)[0]
+        trace = ranks.run(record, file=file, layout=layout, dispatcher="alltoall", order=None)[0]
         assert trace.experts.shape == (4, LAYERS, 4, 32, 2)
         assert trace.layers.tolist() == [1, 2]

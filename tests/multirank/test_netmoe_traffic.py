@@ -7,6 +7,7 @@ import types
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -157,6 +158,38 @@ def refusals() -> list[str]:
         with pytest.raises(ConfigurationError) as caught:
             trained.model(batch["tokens"], batch["position_ids"], causal, labels=batch["labels"])
     return [*texts, str(caught.value)]
+
+
+def kept_at_home() -> tuple[list[bool], float]:
+    """Whether samples move in passes with causal masks and with one rank's unlike, under `auto`, and its error."""
+    from megatron_moe_opt.integration.layer import netmoe_layer
+    from tests.ranks.megatron import parallel
+
+    with parallel(ep=4):
+        stock, ours = build("alltoall"), build("netmoe")
+        ours.model.load_state_dict(stock.model.state_dict())
+        for trained in (stock, ours):
+            by_content(trained.model, None)
+        block, batch = ours.model.module.decoder, ours.batch(0)
+        placement = netmoe_layer._placement_of(block.layers[0])
+        placement.order.stays_home, moved = True, []
+        mask = torch.ones(4, 1, 32, 32).triu(1).bool()
+        for unlike in (False, True):
+            if unlike and dist.get_rank() == 2:
+                mask[:, :, 5:, :5] = True
+            expected, got = (
+                trained.model(batch["tokens"], batch["position_ids"], mask, labels=batch["labels"])
+                for trained in (stock, ours)
+            )
+            move = placement.order.running.decided[placement].decision.result().move
+            moved.append(bool((move != np.arange(len(move))).any()))
+        netmoe_layer._Begin()(block, (), {"packed_seq_params": types.SimpleNamespace()})
+        return [*moved, bool(placement.order.running.unlike)], ((got - expected).norm() / expected.norm()).item()
+
+
+def test_passes_whose_samples_cannot_move_do_not_end_auto(ranks):
+    for (causal, unlike, packed), error in ranks.run(kept_at_home):
+        assert causal and not unlike and packed and error < 1e-6
 
 
 def test_what_would_have_to_move_is_refused(ranks):

@@ -1,14 +1,15 @@
-"""`moe-opt bench --report` on 4 ranks, ranks 0 and 1 on node 0, ranks 2 and 3 on node 1."""
+"""`moe-opt bench -o` and its page on 4 ranks, ranks 0 and 1 on node 0, ranks 2 and 3 on node 1."""
 
 from __future__ import annotations
 
-import json
 import os
 
 import pytest
 import torch.distributed as dist
 
 from megatron_moe_opt.cli.report.measured_layer import conditions, times_table, traffic_table
+from megatron_moe_opt.cli.report.page import render_page
+from megatron_moe_opt.cli.report.saved_report import read_report
 from megatron_moe_opt.integration.measuring.layer_settings import LayerSettings
 from megatron_moe_opt.planning.costs.cluster import Cluster, ExpertGemm, World
 from megatron_moe_opt.schedules.parm import JOINT
@@ -17,7 +18,7 @@ from tests.ranks.commands import CURVES, group_of_the_pool
 from tests.unit.report_cases import Page
 
 
-def _run(settings, json_file, folder):
+def _run(settings, json_file):
     """The command on this pool's ranks."""
     from megatron_moe_opt.cli.layer import bench as bench_layer
 
@@ -25,11 +26,11 @@ def _run(settings, json_file, folder):
         patch.setattr(bench_layer, "megatron_process_group", group_of_the_pool)
         patch.setattr("megatron_moe_opt.cli.layer.links.PROBE_MAX_BYTES", 2**16)  # rates are not looked at here
         patch.setitem(os.environ, "GROUP_RANK", str(dist.get_rank() // 2))
-        return bench_layer.bench_layer(settings, json_file, folder)
+        return bench_layer.bench_layer(settings, json_file)
 
 
 def test_the_page_of_a_run(ranks, tmp_path):
-    profile, json_file, folder = tmp_path / "cluster.json", tmp_path / "layer.json", tmp_path / "new" / "folder"
+    profile, json_file = tmp_path / "cluster.json", tmp_path / "layer.json"
     curves = CURVES | {(Kind.ALL_TO_ALL, JOINT): CURVES[Kind.ALL_TO_ALL, "ep"]}
     gemm = ExpertGemm(32, 32, "fp32", ((16, 1e-4), (64, 3e-4)))
     Cluster(World((0, 0, 1, 1), tp=2, ep=2, expert_tp=2), curves, expert_gemm=gemm).save(profile)
@@ -52,7 +53,7 @@ def test_the_page_of_a_run(ranks, tmp_path):
         seed=1,
         profile=profile,
     )
-    report, *others = ranks.run(_run, settings=settings, json_file=json_file, folder=folder)
+    report, *others = ranks.run(_run, settings=settings, json_file=json_file)
 
     # What is not of one rank is the same on all: the page could be any rank's.
     for other in others:
@@ -67,7 +68,9 @@ def test_the_page_of_a_run(ranks, tmp_path):
     monta = report.recorded["monta:O3x2"].timelines
     assert all(len(timeline.schedule.lanes) == 3 and timeline.seconds > 0 for timeline in monta)
 
-    page = Page((folder / "report.html").read_text(encoding="utf-8"))
+    read = read_report(json_file)
+    assert (read.settings, read.results, read.recorded) == (report.settings, report.results, report.recorded)
+    page = Page(render_page(read))
     for table in (times_table(report), traffic_table(report)):
         for row in table.rows:
             assert any(page.cells[place : place + len(row)] == list(row) for place in range(len(page.cells))), row
@@ -79,6 +82,4 @@ def test_the_page_of_a_run(ranks, tmp_path):
         assert all(one.begin <= one.exchange_begin <= one.exchange_end <= one.end for one in step.stages)
     ops = sum(len(step.whole(name).spans) for name, step in report.recorded.items())
     assert sum(" of chunk " in text and " ms" in text for text in page.texts) == ops > 0
-    content = json.loads(json_file.read_text())
-    assert content["predicted"]["seconds"] == report.predicted.seconds
-    assert content["balance"]["of_rank"] == list(shards)
+    assert (read.predicted, read.balance) == (report.predicted, report.balance)

@@ -12,7 +12,8 @@ import torch.distributed._functional_collectives as funcol
 from torch.utils.checkpoint import checkpoint
 
 from megatron_moe_opt.runtime.engine.collectives import all_gather_rows, reduce_scatter_rows
-from megatron_moe_opt.runtime.observed.traffic import TrafficCounter, TrafficRow
+from megatron_moe_opt.runtime.observed.traffic import TrafficCounter
+from megatron_moe_opt.runtime.observed.traffic_rows import TrafficRow
 from megatron_moe_opt.topology.nodes import NodeMap, discover_nodes
 
 NODES = NodeMap((0, 0, 1, 1))

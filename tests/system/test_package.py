@@ -12,6 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from megatron_moe_opt.cli.report.saved_report import write_report
+from tests.unit.report_cases import made_report
+
 ROOT = Path(__file__).resolve().parents[2]
 PLAN = ("plan", "--cluster", "h100-ib400", "--model", "mixtral-8x7b", "--world", "64", "--ep", "8")
 
@@ -60,6 +63,9 @@ def test_a_bare_environment_plans(sdist: Path, tmp_path: Path) -> None:
     assert "less between nodes" in run(
         moe_opt, "trace", "replay", "routing.npz", "--nodes", 2, "--ranks-per-node", 8, cwd=tmp_path
     )
+    write_report(tmp_path / "layer.json", made_report())
+    run(moe_opt, "report", "layer.json", "-o", "report.html", cwd=tmp_path)
+    assert "<svg" in (tmp_path / "report.html").read_text()
     assert "no PyTorch" in run(moe_opt, "bench", cwd=tmp_path, expect=2)
     assert "Training cannot run yet: mend PyTorch" in run(moe_opt, "doctor", cwd=tmp_path, expect=1)
 

@@ -15,12 +15,14 @@ import pytest
 import typer
 
 from megatron_moe_opt.cli.main import app, main
+from megatron_moe_opt.cli.report.saved_report import write_report
 from megatron_moe_opt.options import split_options
 from megatron_moe_opt.planning.costs.described_cluster import describe
 from megatron_moe_opt.planning.costs.known_clusters import KNOWN_CLUSTERS
 from megatron_moe_opt.planning.traces.routing_generator import TABLE5, like_table5
 from megatron_moe_opt.planning.traces.routing_trace import write_routing_trace
 from megatron_moe_opt.topology.layouts import Layout
+from tests.unit.report_cases import made_report
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted({*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("recipes/*.md")})
@@ -74,6 +76,8 @@ ELSEWHERE = (
     Elsewhere(f"torchrun -m {MOE_OPT} bench", "runs on several ranks", "tests/multirank/test_bench_layer.py"),
     Elsewhere(f"torchrun -m {MOE_OPT} profile", "measures several ranks", "tests/multirank/test_profile.py"),
     Elsewhere(f"torchrun -m {MOE_OPT} timeline", "runs on several ranks", "tests/multirank/test_timeline.py"),
+    Elsewhere(f"torchrun -m {MOE_OPT} trace record", "trains", "tests/system/test_quickstart.py"),
+    Elsewhere(f"python -m {MOE_OPT} trace record", "trains for minutes", "tests/system/test_quickstart.py"),
     Elsewhere(f"torchrun -m {LAUNCH}", "trains a checkout of Megatron-LM", "tests/system/test_megatron_lm.py"),
     Elsewhere(f"python -m {LAUNCH}", "trains a checkout of Megatron-LM", "tests/system/test_megatron_lm.py"),
     Elsewhere("--moe-token-dispatcher-type", "ends the command of a training", "tests/system/test_megatron_lm.py"),
@@ -135,12 +139,13 @@ def test_blocks_say_what_they_are(page: Path) -> None:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where commands run: with a routing trace, as a training has recorded it."""
+    """Where commands run: with a routing trace, as a training has recorded it, and a layer that was measured."""
     made = tmp_path_factory.mktemp("pages")
     (made / "docs/images").mkdir(parents=True)
     write_routing_trace(
         made / "routing.npz", like_table5(TABLE5["MoE-GPT-S"][2], passes=4, layers=3, seed=0, tokens=64)
     )
+    write_report(made / "layer.json", made_report())
     return made
 
 

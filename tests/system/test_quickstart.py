@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
 import shutil
@@ -15,7 +16,19 @@ import pytest
 import torch
 
 from megatron_moe_opt.errors import ConfigurationError
-from tests.system.training import LAYOUT, MODEL, ROOT, environment, refused, scalar_names, start, train
+from tests.ranks.job import Job
+from tests.system.training import (
+    LAYOUT,
+    MODEL,
+    ROOT,
+    VARIABLES,
+    environment,
+    refused,
+    scalar_names,
+    start,
+    train,
+    words,
+)
 
 
 def losses(log: Path) -> dict[int, float]:
@@ -169,9 +182,6 @@ def test_the_layout_of_these_tests_is_accepted():
         ("--min-lr 1", 4, "--min-lr 1.0 is more than --lr 0.001"),
         ("--data-path 1 a 2", 4, "--data-path 1 a 2 must be one prefix, or a weight above 0 before each of several"),
         ("--data-path 0 a 2 b", 4, "--data-path 0 a 2 b must be one prefix, or a weight above 0"),
-        ("--record-steps 1-2", 4, "--record-steps 1-2 needs a file; add --record-routing FILE"),
-        ("--record-routing r --record-steps 2-6", 4, "--record-steps 2-6 must be the first and the last iteration"),
-        ("--record-routing nowhere/r", 4, "--record-routing nowhere/r: its folder does not exist"),
         ("--hidden-sise 32", 4, "unrecognized arguments: --hidden-sise 32; see --help"),
         ("--moe-opt-nonsense 1", 4, "--moe-opt-nonsense is not an option of megatron-moe-opt"),
     ],
@@ -218,12 +228,12 @@ def test_routing_of_several_kinds_of_text_is_recorded(data: Path, text: Path, tm
 
     for suffix in (".bin", ".idx"):
         shutil.copy(f"{data}{suffix}", tmp_path / f"other{suffix}")
-    trace = tmp_path / "routing.npz"
-    output = train(
-        data, tmp_path, "--data-path", 1, data, 3, tmp_path / "other", "--train-iters", 3, "--record-routing", trace,
-        "--record-steps", "2-3", ranks=1, layout=(),
-    )  # fmt: skip
-    assert f"wrote the routing of 8 passes to {trace}" in output
+    trace, output = tmp_path / "routing.npz", tmp_path / "output.txt"
+    script = words(data, "--data-path", 1, data, 3, tmp_path / "other", "--train-iters", 3, layout=())
+    command = (ROOT / "megatron_moe_opt/cli/main.py", "trace", "record", "-o", trace, "--steps", "2-3", *script)
+    job = Job(command, output, 1, VARIABLES | {"XDG_CACHE_HOME": os.environ["XDG_CACHE_HOME"]})
+    assert job.wait() == 0, output.read_text()
+    assert f"the routing of 8 passes is written to {trace}" in output.read_text()
     read = read_routing_trace(trace)
     assert read.experts.shape == (8, 2, 2, 32, 2) and read.num_experts == 4
     assert read.iterations.tolist() == [2] * 4 + [3] * 4

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 from html.parser import HTMLParser
+from pathlib import Path
 
-from megatron_moe_opt.cli.layer.links import LinkRates, WireLimit
+from megatron_moe_opt.cli.layer.link_rates import LinkRates, WireLimit
 from megatron_moe_opt.cli.layer.predicted import Predicted
 from megatron_moe_opt.cli.layer.recorded_step import RecordedStep
 from megatron_moe_opt.cli.report.measured_layer import DispatcherResult, LayerReport
@@ -14,7 +15,7 @@ from megatron_moe_opt.integration.measuring.layer_settings import LayerSettings
 from megatron_moe_opt.planning.costs.curves import CostCurve, Costs
 from megatron_moe_opt.planning.predicting.monta import training_passes
 from megatron_moe_opt.planning.predicting.simulator import simulate
-from megatron_moe_opt.runtime.observed.traffic import INTER_NODE, INTRA_NODE, TrafficRow
+from megatron_moe_opt.runtime.observed.traffic_rows import INTER_NODE, INTRA_NODE, TrafficRow
 from megatron_moe_opt.schedules import mpmoe
 from megatron_moe_opt.schedules.expert_migration import gathered, hop_back, hop_out
 from megatron_moe_opt.schedules.hops import HopBytes, HopStages
@@ -117,7 +118,7 @@ def made_report(**changes: object) -> LayerReport:
         steps=5,
         warmup=2,
         seed=1,
-        profile="cluster.json",
+        profile=Path("cluster.json"),
     )
     environment = {
         "megatron-moe-opt": "0.1.0",

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from megatron_moe_opt.cli.layer import links
-from megatron_moe_opt.cli.layer.links import LinkRates, measure_links, wire_limit
+from megatron_moe_opt.cli.layer.link_rates import LinkRates, wire_limit
+from megatron_moe_opt.cli.layer.links import measure_links
 from megatron_moe_opt.topology.nodes import NodeMap
 
 NODES = NodeMap((0, 0, 1, 1, 2, 2))

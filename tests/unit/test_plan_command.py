@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import sys
 from dataclasses import replace
@@ -11,6 +12,7 @@ import pytest
 
 from megatron_moe_opt.cli.main import main
 from megatron_moe_opt.cli.plan import case as plan_case
+from megatron_moe_opt.cli.plan import layout_search
 from megatron_moe_opt.cli.plan import report as plan_report
 from megatron_moe_opt.options import split_options
 from megatron_moe_opt.planning.costs.described_cluster import describe
@@ -28,7 +30,9 @@ from megatron_moe_opt.schedules.parm import JOINT
 from megatron_moe_opt.schedules.schedule import Kind
 from megatron_moe_opt.topology.layouts import Layout
 
-MIXTRAL = "--model mixtral-8x7b --layers 4 --sequence 2048"
+MIXTRAL = "--model mixtral-8x7b,layers=4 --sequence 2048"
+OF_16 = "--model mixtral-8x7b,layers=4,experts=16"
+OF_32 = "--model mixtral-8x7b,layers=4,experts=32,ffn=512"
 MONTA = "--cluster a800-ib200 --model monta-2x70b --world 16 --tp 8 --ep 2 --expert-tp 8"
 
 
@@ -112,7 +116,7 @@ def test_explain(run):
 
 def test_the_plan_and_the_flags_that_run_it(run, tmp_path):
     file = tmp_path / "plan.json"
-    command = "--cluster h100-ib400 --model deepseek-v3-like --layers 10 --world 64 --ep 64"
+    command = "--cluster h100-ib400 --model deepseek-v3-like,layers=10 --world 64 --ep 64"
     _, output, _ = run(command)
     variant = next(name for name, cells in tables(output)[CANDIDATES].items() if cells[-1] == "chosen")
     flags = output.splitlines()[-1].split()
@@ -136,16 +140,16 @@ def test_the_plan_and_the_flags_that_run_it(run, tmp_path):
     ("arguments", "flags"),
     [
         (
-            "--cluster two-data-centres --world 32 --ep 32 --experts 32 --ffn-hidden 512 --micro-batch 8",
+            f"--cluster two-data-centres --world 32 --ep 32 {OF_32} --micro-batch 8",
             r"mpmoe --moe-opt-partitions [0-9]+ --moe-opt-way hops --moe-opt-domain-sizes [0-9]+,[0-9]+,[0-9]+ "
             r"--moe-opt-levels 2,2,8",
         ),
         (  # the levels are those that nodes make
-            "--cluster two-data-centres --world 16 --ep 16 --experts 32 --ffn-hidden 512 --micro-batch 8",
+            f"--cluster two-data-centres --world 16 --ep 16 {OF_32} --micro-batch 8",
             r"mpmoe --moe-opt-partitions [0-9]+ --moe-opt-way hops --moe-opt-domain-sizes [0-9]+,[0-9]+",
         ),
         (
-            "--cluster two-data-centres --world 32 --ep 32 --experts 32 --ffn-hidden 512 --micro-batch 8 --output PLAN",
+            f"--cluster two-data-centres --world 32 --ep 32 {OF_32} --micro-batch 8 --output PLAN",
             r"auto --moe-opt-plan \S+ --moe-opt-levels 2,2,8",
         ),
         (
@@ -172,7 +176,7 @@ LAYOUTS = "Layouts that fit, a training step of each"
 
 def test_the_fastest_layout_that_fits_is_searched(run):
     """None of those that were not predicted in full would have been faster, and its own flags plan the same step."""
-    search = "--cluster h100-ib400 --model qwen3-30b-a3b-like --layers 2 --experts 16 --world 16 --global-batch 32"
+    search = "--cluster h100-ib400 --model qwen3-30b-a3b-like,layers=2,experts=16 --world 16 --global-batch 32"
     code, output, _ = run(search)
     assert code == 0
     lines = [
@@ -196,6 +200,14 @@ def test_the_fastest_layout_that_fits_is_searched(run):
         assert max(float(cells[7]) for cells in tables(others)[CANDIDATES].values()) <= float(rate)
 
 
+def test_a_search_leaves_nothing_out_that_would_be_shown(run, monkeypatch):
+    """With candidates left out that cannot reach the slowest layout shown, and with all of them: the same answer."""
+    search = "--cluster h100-ib400 --model qwen3-30b-a3b-like,layers=2,experts=16 --world 16 --global-batch 32"
+    _, output, _ = run(search, "--recompute none")
+    monkeypatch.setattr(layout_search, "_seconds_for", lambda bound, least: math.inf)
+    assert run(search, "--recompute none")[1] == output
+
+
 def test_what_does_not_fit_is_not_advised(run, tmp_path):
     """Neither flags nor a plan; the search finds what does, or says how much memory is lacking."""
     mixtral = "--cluster h100-ib400 --model mixtral-8x7b"
@@ -216,14 +228,17 @@ def test_what_does_not_fit_is_not_advised(run, tmp_path):
     ("arguments", "sentence"),
     [
         (
-            "--world 64 --ep 8 --layers 8",
+            "--world 64 --ep 8 --model mixtral-8x7b,layers=8",
             r"Use \S+: MoE layers 1\.[0-9]+ times as fast as with stock alltoall, [0-9]+% more",
         ),
         (
             "--world 64 --ep 8 --cluster h100-ib400",
             r"Use mpmoe:\S+: the fastest of what fits; stock alltoall needs [0-9.]+ GiB. A MoE layer is",
         ),
-        ("--world 8 --ep 1 --layers 4", "Stay with stock alltoall: nothing is predicted to take less than 97% of its"),
+        (
+            "--world 8 --ep 1 --model mixtral-8x7b,layers=4",
+            "Stay with stock alltoall: nothing is predicted to take less than 97% of its",
+        ),
     ],
 )
 def test_it_ends_in_advice_that_says_why(run, arguments, sentence):
@@ -232,7 +247,7 @@ def test_it_ends_in_advice_that_says_why(run, arguments, sentence):
 
 
 def test_all_has_the_papers_baselines_beside_what_can_be_chosen(run):
-    _, output, _ = run("--cluster mpmoe-adira --world 16 --ep 16 --model mixtral-8x7b --layers 4 --experts 16", "--all")
+    _, output, _ = run("--cluster mpmoe-adira --world 16 --ep 16 --model mixtral-8x7b,layers=4,experts=16", "--all")
     shown = tables(output)
     others, candidates = shown["For comparison, not to choose from"], shown[CANDIDATES]
     assert [name.partition(":")[0] for name in others] == ["deepspeed", "fastmoe", "fastermoe", "tutel"]
@@ -253,12 +268,12 @@ def test_montas_table(run):
         assert chosen == ALLTOALL or float(stock) > 0
     times = [float(cells[2]) for cells in rows.values()]
     assert times == sorted(times)
-    _, output, _ = run(MONTA, "--sequence 4096,8192 --ffn-hidden 1024 --world 32")
+    _, output, _ = run(MONTA, "--sequence 4096,8192 --model monta-2x70b,ffn=1024 --world 32")
     assert "paper" not in output
 
 
 def test_every_op_that_takes_long_makes_chunks_a_loss(run):
-    _, output, _ = run(MONTA, "--sequence 4096 --op-microseconds 2000 --all")
+    _, output, _ = run(MONTA, "--sequence 4096 --cluster a800-ib200,op_us=2000 --all")
     rows = tables(output)[CANDIDATES]
     assert float(rows["monta:O1"][0]) < min(float(rows[name][0]) for name in rows if "x" in name)
 
@@ -271,7 +286,7 @@ def test_a_measured_cluster(run, tmp_path):
     assert "16 GPUs, TP 2 (tokens split), CP 1, PP 1, EP 4" in output
     assert "MFU" not in output
     of_file = tables(output)[CANDIDATES]
-    code, output, _ = run(MIXTRAL, f"--cluster {file} --peak-tflops 312 --gemm-efficiency 0.6")
+    code, output, _ = run(MIXTRAL, f"--cluster {file},tflops=312,efficiency=0.6")
     assert code == 0
     assert "MFU" in output
     _, output, _ = run(MIXTRAL, "--cluster pcie --world 16 --tp 2 --ep 4 --expert-tp 2")
@@ -281,9 +296,9 @@ def test_a_measured_cluster(run, tmp_path):
 
 
 # 1000 rows of 1024 bytes of each GPU; 1040 with their probability. EP 2 over two nodes, expert-TP 8 in a node.
-SMALL = "--topk 2 --hidden 512 --ffn-hidden 1024 --experts 8 --layers 4 --heads 8 --vocabulary 1000 --sequence 4000"
-TWO_NODES = "--cluster a800-ib200 --world 16 --tp 8 --ep 2 --expert-tp 8 --op-microseconds 0"
-BANDWIDTHS = "--inter-bandwidth 1 --intra-bandwidth 4 --copy-bandwidth 8"
+SMALL = "--model topk=2,hidden=512,ffn=1024,experts=8,layers=4,heads=8,vocabulary=1000 --sequence 4000"
+TWO_NODES = "--world 16 --tp 8 --ep 2 --expert-tp 8"
+BANDWIDTHS = "--cluster a800-ib200,op_us=0,inter=1,intra=4,copy=8"
 
 
 def without_chunks(output):
@@ -311,11 +326,9 @@ def test_times_worked_out_by_hand(run):
 def test_bandwidths_in_the_place_of_a_clusters_own(run):
     """Half the pace takes twice as long; every op that takes a constant longer counts once."""
     given = without_chunks(run(SMALL, TWO_NODES, BANDWIDTHS, "--all")[1])
-    halved = without_chunks(
-        run(SMALL, TWO_NODES, "--inter-bandwidth 0.5 --intra-bandwidth 2 --copy-bandwidth 4 --all")[1]
-    )
+    halved = without_chunks(run(SMALL, TWO_NODES, "--cluster a800-ib200,op_us=0,inter=0.5,intra=2,copy=4 --all")[1])
     assert halved[1] == pytest.approx(2 * given[1], abs=2e-3)
-    paid = without_chunks(run(SMALL, TWO_NODES, BANDWIDTHS, "--op-microseconds 1000 --all")[1])
+    paid = without_chunks(run(SMALL, TWO_NODES, BANDWIDTHS.replace("op_us=0", "op_us=1000"), "--all")[1])
     assert paid[1] == pytest.approx(given[1] + 4 * 2, abs=2e-3)  # an exchange and a gather, four times
     assert paid[0] > given[0] + 4 * 3 - 1e-2  # and a copy
 
@@ -326,8 +339,8 @@ DRAWN = {
     "monta:O3x4": "--cluster pcie --world 16 --tp 4 --ep 4 --expert-tp 4",
     "parm:S2": "--cluster pcie --world 16 --tp 4 --ep 4 --expert-tp 4 --no-sequence-parallel",
     "mpmoe:4:S3": "--cluster h100-ib400 --world 16 --ep 8",
-    "expert-migration:2x1": "--cluster h100-ib400 --world 16 --ep 16 --experts 16",
-    "netmoe": "--cluster h100-ib400 --world 16 --ep 16 --experts 16 --placement-saving 0.4",
+    "expert-migration:2x1": f"--cluster h100-ib400 --world 16 --ep 16 {OF_16}",
+    "netmoe": f"--cluster h100-ib400 --world 16 --ep 16 {OF_16} --placement-saving 0.4",
 }
 
 
@@ -351,7 +364,7 @@ def test_the_lanes_of_every_system_are_drawn(run, tmp_path, variant):
 
 def test_several_are_drawn_one_under_the_other(run, tmp_path):
     trace, picture = tmp_path / "trace.json", tmp_path / "lanes.svg"
-    of_layer = "--cluster h100-ib400 --world 16 --ep 16 --experts 16"
+    of_layer = f"--cluster h100-ib400 --world 16 --ep 16 {OF_16}"
     _, output, _ = run(MIXTRAL, of_layer, f"--draw alltoall,mpmoe:4 --lanes {trace} --lanes {picture} --all")
     shown, drawn = tables(output), picture.read_text()
     assert {"alltoall", "mpmoe:4"} < shown.keys()
@@ -419,7 +432,7 @@ def test_layers_that_are_alike_are_simulated_once(run, monkeypatch):
         return candidates(*arguments)
 
     monkeypatch.setattr(plan_case, "candidates", counted)
-    code, _, _ = run("--cluster h100-ib400 --model deepseek-v3-like --dense-layers 0 --world 2048 --ep 64")
+    code, _, _ = run("--cluster h100-ib400 --model deepseek-v3-like,dense_layers=0 --world 2048 --ep 64")
     assert code == 0
     assert len(calls) == 2  # in their own dtype, and in formats that are narrower on the wire
 
@@ -438,12 +451,11 @@ MODELS = ", ".join(KNOWN_MODELS)
         (f"{MIXTRAL} --cluster pcie", "--cluster pcie comes in any size: give its GPUs with --world"),
         (
             "--model llama --cluster pcie --world 8",
-            f"--model llama is not known: choose one of {MODELS}, or give sizes",
+            f"--model llama is not known: choose one of {MODELS}, or give sizes, as in layers=24,hidden=2048",
         ),
         (
-            "--cluster pcie --world 8 --hidden 512 --layers 2",
-            "there is no model to plan for: give --ffn-hidden, --experts, --topk, --heads, --vocabulary, or --model "
-            f"with one of {MODELS}",
+            "--cluster pcie --world 8 --model hidden=512,layers=2",
+            f"--model lacks ffn, experts, topk, heads, vocabulary: give them, or begin with one of {MODELS}",
         ),
         (
             f"{MIXTRAL} --cluster pcie --world 12",
@@ -453,11 +465,14 @@ MODELS = ", ".join(KNOWN_MODELS)
             f"{MIXTRAL} --cluster pcie --world 16 --ep 3",
             "--ep 3 x --expert-tp 1 x --pp 1 = 3 does not divide --world 16: choose sizes whose product does",
         ),
-        (f"{MIXTRAL} --cluster pcie --world 16 --ep 16", "--ep 16 does not divide --experts 8: choose a divisor"),
-        (f"{MIXTRAL} --cluster pcie --world 8 --pp 8", "--pp 8 does not divide --layers 4: choose a divisor"),
         (
-            f"{MIXTRAL} --cluster pcie --world 8 --dense-layers 4",
-            "--dense-layers 4 leaves no MoE layer of --layers 4: choose fewer",
+            f"{MIXTRAL} --cluster pcie --world 16 --ep 16",
+            "--ep 16 does not divide the model's experts 8: choose a divisor",
+        ),
+        (f"{MIXTRAL} --cluster pcie --world 8 --pp 8", "--pp 8 does not divide the model's layers 4: choose a divisor"),
+        (
+            "--model mixtral-8x7b,layers=4,dense_layers=4 --cluster pcie --world 8",
+            "--model: dense_layers 4 leaves no MoE layer of layers 4: choose fewer",
         ),
         (
             f"{MIXTRAL} --cluster pcie --world 8 --tp 8 --sequence 100",
@@ -476,25 +491,47 @@ MODELS = ", ".join(KNOWN_MODELS)
             "--global-batch 64 is for layouts that are searched, beside --ep 8: give --micro-batches",
         ),
         (
-            f"{MIXTRAL} --cluster pcie --world 8 --topk 9",
-            "--topk 9 is more than --experts 8: choose at most that",
+            "--model mixtral-8x7b,topk=9 --cluster pcie --world 8",
+            "--model: topk 9 is more than experts 8: choose at most that",
+        ),
+        ("--model mixtral-8x7b,layers=0 --cluster pcie --world 8", "--model: layers is 0: give 1 or more"),
+        (
+            f"{MIXTRAL} --cluster pcie,efficiency=2 --world 8",
+            "--cluster: efficiency 2 is not above 0, and at most 1",
+        ),
+        (
+            f"{MIXTRAL} --cluster pcie,nics=8 --world 8",
+            "--cluster pcie,nics=8: nics=8 has no meaning there: write tflops, efficiency, op_us, inter, intra, copy, "
+            "as in tflops=8",
+        ),
+        (
+            "--model mixtral-8x7b,layers=4,layers=5 --cluster pcie --world 8",
+            "--model mixtral-8x7b,layers=4,layers=5: layers is given twice: give it once",
+        ),
+        (
+            "--model mixtral-8x7b,layers=4.5 --cluster pcie --world 8",
+            "--model mixtral-8x7b,layers=4.5: layers 4.5 is not a whole number from 0 on",
+        ),
+        (
+            "--model mixtral-8x7b,gated=1 --cluster pcie --world 8",
+            "--model mixtral-8x7b,gated=1: gated is yes or no",
         ),
         (f"{MIXTRAL} --cluster pcie --world 8 --imbalance inf", "--imbalance inf is not a finite number: give one"),
         (
-            f"{MIXTRAL} --cluster pcie --world 8 --op-microseconds inf",
-            "--op-microseconds inf is not a finite number: give one",
+            f"{MIXTRAL} --cluster pcie,op_us=inf --world 8",
+            "--cluster pcie,op_us=inf: op_us inf is not a finite number from 0 on",
         ),
         (
-            f"{MIXTRAL} --cluster pcie --world 8 --kv-heads 3",
-            "--kv-heads 3 does not divide --heads 32: choose a divisor",
+            "--model mixtral-8x7b,kv_heads=3 --cluster pcie --world 8",
+            "kv_heads 3 does not divide the model's heads 32: choose a divisor",
         ),
         (
-            f"{MIXTRAL} --cluster pcie --world 8 --ffn-hidden 1023 --expert-tp 2",
-            "--expert-tp 2 does not divide --ffn-hidden 1023: choose a divisor",
+            "--model mixtral-8x7b,ffn=1023 --cluster pcie --world 8 --expert-tp 2",
+            "--expert-tp 2 does not divide the model's ffn 1023: choose a divisor",
         ),
         (
-            f"{MIXTRAL} --cluster pcie --world 8 --heads 4 --kv-heads 4 --tp 8",
-            "--tp 8 does not divide --heads 4: choose a divisor",
+            "--model mixtral-8x7b,heads=4,kv_heads=4 --cluster pcie --world 8 --tp 8",
+            "--tp 8 does not divide the model's heads 4: choose a divisor",
         ),
         (
             f"{MIXTRAL} --cluster pcie --world 8 --lanes nowhere/trace.json",
@@ -539,11 +576,11 @@ def test_refuses_files(run, tmp_path):
     for arguments, sentence in (
         ("--ep 4", f"--ep 4 is not what {measured} was measured with (8)"),
         (
-            "--peak-tflops 100",
-            "--peak-tflops says nothing about a step without --gemm-efficiency: give both, or neither",
+            f"--cluster {measured},tflops=100",
+            ",tflops=100: tflops says nothing about a step without efficiency: give both, or neither",
         ),
         (f"--output {tmp_path}/no/plan.json", "its folder does not exist"),
-        ("--copy-bandwidth 3", f"--copy-bandwidth 3 has no meaning beside {measured}, which holds costs: drop one"),
+        (f"--cluster {measured},copy=3", ",copy=3: copy has no meaning beside a file, which holds costs: drop it"),
     ):
         code, _, error = run(MIXTRAL, f"--cluster {measured}", arguments)
         assert code == 2

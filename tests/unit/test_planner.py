@@ -10,14 +10,18 @@ from hypothesis import strategies as st
 
 from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.planning.costs.cluster import OURS, STOCK, Cluster, ExpertGemm, World
+from megatron_moe_opt.planning.costs.described_cluster import describe, levels_of_ep
+from megatron_moe_opt.planning.costs.known_clusters import A800_IB200, H100_IB400, PCIE
 from megatron_moe_opt.planning.planner import best, candidates
 from megatron_moe_opt.planning.predicting import expert_migration
 from megatron_moe_opt.planning.predicting.layer_workload import LayerWorkload, resident_part
 from megatron_moe_opt.planning.predicting.prediction import ALLTOALL, Prediction
+from megatron_moe_opt.row_format import Wire
 from megatron_moe_opt.schedules.parm import JOINT
 from megatron_moe_opt.schedules.schedule import COLLECTIVES, Kind, Lane, Op
 from megatron_moe_opt.systems.expert_migration import NAME as MIGRATION
 from megatron_moe_opt.systems.expert_migration import fastest_domains
+from megatron_moe_opt.topology.layouts import Layout
 from tools import stream_levels
 
 MB = 10**6
@@ -328,3 +332,28 @@ def test_experts_that_travel_are_drawn_on_their_way():
         ops = [op for timeline in predicted[f"expert-migration:{sizes}"].timelines for op in timeline.schedule.ops]
         assert ({Kind.ALL_GATHER, Kind.REDUCE_SCATTER} <= {op.kind for op in ops}) == travels
         assert (Kind.ALL_TO_ALL in {op.kind for op in ops}) != travels  # all experts are here: no token leaves
+
+
+@pytest.mark.parametrize(
+    ("known", "layout"),
+    [(H100_IB400, Layout(32, ep=32)), (A800_IB200, Layout(32, ep=8, expert_tp=2)), (PCIE, Layout(16, ep=16))],
+    ids=["hops", "expert-tp", "pcie"],
+)
+def test_what_is_left_out_takes_as_long_as_was_said(known, layout):
+    """Experts that travel among them, and rows narrower on the wire: no candidate below the limit is missing."""
+    one = LayerWorkload(
+        4096, 2048, 768 // layout.expert_tp, True, 64, 8, 2, 16, layout.ep, layout.expert_tp, fused=True,
+        workers=levels_of_ep(known, layout),
+    )  # fmt: skip
+    described, wires = describe(known, layout, 2048, 768 // layout.expert_tp), [Wire.of("fp8")]
+    everything, refused = candidates(one, described, wires=wires)
+    stock = by_variant(everything)[ALLTOALL].seconds
+    left_out = 0
+    for limit in (0.5 * stock, 0.8 * stock, stock):
+        found, also_refused = candidates(one, described, wires=wires, below=limit)
+        assert also_refused == refused
+        left_out += len(everything) - len(found)
+        kept = by_variant(found)
+        assert ALLTOALL in kept and kept.items() <= by_variant(everything).items()
+        assert kept.keys() >= {other.variant for other in everything if other.seconds < limit}
+    assert left_out > 0

@@ -1,4 +1,4 @@
-"""The page of `moe-opt bench --report`: what it holds, that it needs nothing else, and where it is refused."""
+"""The page of `moe-opt report`: what it holds, that it needs nothing else, and what is refused."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ import pytest
 
 from megatron_moe_opt.cli.layer.predicted import Predicted
 from megatron_moe_opt.cli.layer.recorded_step import RecordedStep
-from megatron_moe_opt.cli.report.measured_layer import as_json, conditions, times_table, traffic_table
-from megatron_moe_opt.cli.report.page import PAGE, headline, make_report_folder, render_page, write_page
+from megatron_moe_opt.cli.report.measured_layer import conditions, times_table, traffic_table
+from megatron_moe_opt.cli.report.page import headline, render_page, write_page
+from megatron_moe_opt.cli.report.saved_report import read_report, write_report
 from megatron_moe_opt.errors import ConfigurationError
 from tests.unit.report_cases import STAGES, Page, made_report, migration_step, mpmoe_step
 
@@ -209,31 +210,40 @@ def test_headline(ratios, sentence):
     assert headline(replace(report, results=(report.results[0], *ours))) == sentence
 
 
-def test_it_is_written_into_a_new_folder(tmp_path):
-    folder = tmp_path / "a" / "b"
-    make_report_folder(folder)
-    for _ in range(2):  # again over the old page
-        make_report_folder(folder)
-        assert write_page(folder, made_report()) == folder / PAGE
-    assert Page((folder / PAGE).read_text(encoding="utf-8")).cells
-
-
-def test_where_it_cannot_be_written(tmp_path):
-    (tmp_path / "file").write_text("")
-    for folder in (tmp_path / "file", tmp_path / "file" / "a"):
-        with pytest.raises(ConfigurationError) as refusal:
-            make_report_folder(folder)
-        assert str(refusal.value) == f"--report {folder} cannot be written (Not a directory): choose another folder"
-    (tmp_path / PAGE).mkdir()
-    with pytest.raises(ConfigurationError, match=f"^--report {tmp_path / PAGE} is a folder: name a file in it$"):
-        make_report_folder(tmp_path)
-    make_report_folder(None)
-
-
-def test_json_leaves_the_ops_out():
-    content = as_json(made_report())
-    assert "recorded" not in content
+def test_what_is_written_is_read_again(tmp_path):
+    """Every field, recorded ops among them; and the medians and verdicts that the table shows stand beside."""
+    file, page = tmp_path / "layer.json", tmp_path / "report.html"
+    recorded = {"expert-migration": migration_step()}
+    report = made_report(recorded=made_report().recorded | recorded)
+    write_report(file, report)
+    assert read_report(file) == report
+    content = json.loads(file.read_text())
     assert content["balance"]["of_expert"][0] == 3100 and content["predicted"]["seconds"]["monta:O3x4"] == 0.377
+    assert [entry["verdict"] for entry in content["results"][1:3]] == ["faster", "faster"]
+    for _ in range(2):  # again over the old page
+        write_page(file, page)
+    assert page.read_text() == render_page(report)
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        (lambda content: content.update(format="x"), "line 1: not a file of moe-opt bench -o: measure with"),
+        (lambda content: content.update(version=0), "version 0 cannot be read"),
+        (lambda content: content["nodes"].pop("node_of"), "nodes: node_of is missing"),
+        (lambda content: content["settings"].update(tokens="x"), 'settings.tokens: "x" is not of type int'),
+        (lambda content: content["recorded"].update(monta=1), "recorded.monta: 1 is not an object"),
+    ],
+)
+def test_other_files_are_refused(tmp_path, change, sentence):
+    file = tmp_path / "layer.json"
+    write_report(file, made_report(recorded={}))
+    content = json.loads(file.read_text())
+    change(content)
+    file.write_text(json.dumps(content))
+    with pytest.raises(ConfigurationError, match=sentence):
+        write_page(file, tmp_path / "report.html")
+    assert not (tmp_path / "report.html").exists()
 
 
 def test_the_templates_are_installed(tmp_path):

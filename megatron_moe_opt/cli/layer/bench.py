@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import json
 from datetime import datetime, timezone
 from importlib.util import find_spec
 from pathlib import Path
@@ -14,13 +13,14 @@ import torch.distributed as dist
 
 import megatron_moe_opt
 from megatron_moe_opt.cli.console import progress, report_console, say_written
-from megatron_moe_opt.cli.layer.links import LinkRates, WireLimit, measure_links, wire_limit
+from megatron_moe_opt.cli.layer.link_rates import LinkRates, WireLimit, wire_limit
+from megatron_moe_opt.cli.layer.links import measure_links
 from megatron_moe_opt.cli.layer.live_memory import peak_memory_growth
 from megatron_moe_opt.cli.layer.predicted import Predicted, predict_layer
 from megatron_moe_opt.cli.layer.recorded_step import record_step
 from megatron_moe_opt.cli.ranks import begin, megatron_process_group, parallel_layer, world_size
-from megatron_moe_opt.cli.report.measured_layer import DispatcherResult, LayerReport, as_json, print_report
-from megatron_moe_opt.cli.report.page import make_report_folder, write_page
+from megatron_moe_opt.cli.report.measured_layer import DispatcherResult, LayerReport, print_report
+from megatron_moe_opt.cli.report.saved_report import write_report
 from megatron_moe_opt.cli.routing.balance import routing_balance
 from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.integration.measuring.layer_settings import STOCK, LayerSettings
@@ -28,10 +28,11 @@ from megatron_moe_opt.integration.measuring.provenance import machine
 from megatron_moe_opt.integration.measuring.timing import slowest, timed
 from megatron_moe_opt.integration.measuring.workloads import check_routing
 from megatron_moe_opt.option_values import AUTO
-from megatron_moe_opt.output_file import check_output_file, write_text_whole
+from megatron_moe_opt.output_file import check_output_file
 from megatron_moe_opt.planning.costs.cluster import OUR_FLAGS, Cluster
 from megatron_moe_opt.row_format import WireFormat
-from megatron_moe_opt.runtime.observed.traffic import TrafficCounter, TrafficRow
+from megatron_moe_opt.runtime.observed.traffic import TrafficCounter
+from megatron_moe_opt.runtime.observed.traffic_rows import TrafficRow
 from megatron_moe_opt.systems import dispatcher_names
 from megatron_moe_opt.topology.nodes import NodeMap, discover_nodes
 from megatron_moe_opt.variants import FLEX, split_wire
@@ -45,14 +46,14 @@ if TYPE_CHECKING:
 TOLERANCE = {"fp32": 5e-6, "bf16": 1e-2}
 LOSSY = {WireFormat.SAME: 0.0, WireFormat.BF16: 2e-2, WireFormat.FP8: 0.1, WireFormat.MXFP8: 0.1}
 """The same where rows are rounded on the wire, several times on the way to a gradient."""
-RECORDED_STEPS = 3  # for the page, which shows one: that with the median time
+RECORDED_STEPS = 3  # of which one is kept: that with the median time
 
 
-def bench_layer(settings: LayerSettings, json_file: Path | None, report_folder: Path | None = None) -> LayerReport:
-    """Runs the benchmark on the current ranks; rank 0 prints the table and writes `json_file` and the page.
+def bench_layer(settings: LayerSettings, json_file: Path | None) -> LayerReport:
+    """Runs the benchmark on the current ranks; rank 0 prints the table and writes `json_file`.
 
     Args:
-        report_folder: of the page (report/page.py); with it, steps are recorded too.
+        json_file: for `moe-opt report`; with it, steps are recorded too.
 
     Raises:
         ConfigurationError: settings that cannot work, before anything runs.
@@ -61,22 +62,20 @@ def bench_layer(settings: LayerSettings, json_file: Path | None, report_folder: 
     begin()
     check_output_file("--output", json_file)
     chosen_by_it = any(name.rpartition(":")[2] == AUTO for name in settings.dispatchers)
-    if settings.profile is not None and not chosen_by_it and report_folder is None:
+    if settings.profile is not None and not chosen_by_it and json_file is None:
         raise ConfigurationError(
             f"--profile {settings.profile}: nothing reads it; add {AUTO}, or monta:{AUTO} or the like, to "
-            "--dispatchers, or --report for a page with predictions, or drop it"
+            "--dispatchers, or -o for a file with predictions, or drop it"
         )
     cluster = check(settings)
-    make_report_folder(report_folder)
     with megatron_process_group() as device:
-        report = run(settings, device, cluster, record=report_folder is not None)
+        report = run(settings, device, cluster, record=json_file is not None)
         if dist.get_rank() == 0:
             console = report_console(200)
             print_report(report, console)
             if json_file is not None:
-                write_text_whole(json_file, json.dumps(as_json(report), indent=2, default=str) + "\n")
-            if report_folder is not None:
-                say_written(write_page(report_folder, report), console)
+                write_report(json_file, report)
+                say_written(json_file, console)
     return report
 
 

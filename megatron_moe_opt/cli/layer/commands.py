@@ -52,14 +52,15 @@ def bench(
     ] = False,
     profile: Annotated[
         Path | None,
-        typer.Option(help="cluster.json of moe-opt profile, for monta:auto and the like, and --report's predictions."),
+        typer.Option(
+            help="cluster.json of moe-opt profile, for monta:auto and the like, and for predictions in the file of -o."
+        ),
     ] = None,
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="Write everything as JSON, every round's time too.")
-    ] = None,
-    report: Annotated[
         Path | None,
-        typer.Option(help="Folder for report.html: all of it with charts, and the ops of one more step, as a page."),
+        typer.Option(
+            "--output", "-o", help="Write everything as JSON, with the ops of one more step: moe-opt report draws it."
+        ),
     ] = None,
 ) -> None:
     """Forward + backward of one Megatron-Core MoE layer under each dispatcher.
@@ -75,4 +76,4 @@ def bench(
         routing=routing, capacity_factor=capacity_factor, pad_to_capacity=pad_to_capacity, steps=steps, warmup=warmup,
         seed=seed, profile=profile, dispatch_only=dispatch_only, replicated=replicated,
     )  # fmt: skip
-    bench_layer(settings, output, report)
+    bench_layer(settings, output)

@@ -5,13 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import torch
-import torch.distributed as dist
-
 from megatron_moe_opt.schedules.stages import Stages, whole_step
 from megatron_moe_opt.schedules.timeline import Timeline, as_they_ran, one_after_another
 
 if TYPE_CHECKING:
+    import torch
+
     from megatron_moe_opt.integration.measuring.under_test import LayerUnderTest
 
 
@@ -62,6 +61,9 @@ def record_step(
         rank: whose timelines; None: that of the rank that took longest in the median step.
         whole: whether the layer's stages are observed too.
     """
+    import torch
+    import torch.distributed as dist
+
     if whole:
         layer.watch()
     own = dist.get_rank()

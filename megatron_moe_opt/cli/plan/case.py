@@ -56,6 +56,10 @@ class Case:
         found = (predict or candidates)(workload, site.cluster, settings.activation_budget)
         return cls(settings, model, site, sequence, workload, *found)
 
+    def predicted(self, predict: Predict | None = None) -> Case:
+        """Returns the same layer with other candidates, as `of` has them."""
+        return Case.of(self.settings, self.model, self.site, self.sequence, predict)
+
     @cached_property
     def chosen(self) -> Prediction:
         """The candidate to run in all MoE layers: of those that fit, if any does."""

@@ -9,77 +9,100 @@ import typer
 
 from megatron_moe_opt.cli.option_types import DType, Recompute, byte_budget, finite, whole_numbers
 
+_LAYOUT, _STEP, _LAYER, _OUTPUT = "Layout", "Step", "MoE layers", "What is shown"
+"""Headings of --help."""
+
 
 def plan(
     *,
     cluster: Annotated[
         str,
-        typer.Option(help="Name of a known cluster (docs/planning.md lists them), or cluster.json of moe-opt profile."),
+        typer.Option(
+            help="A known one (docs/planning.md lists them), or cluster.json of moe-opt profile. Numbers behind it "
+            "replace its own, as in pcie,op_us=5: tflops and efficiency of a GPU, op_us of an op, and of a known one "
+            "GB/s inter, intra and copy."
+        ),
     ],
     model: Annotated[
-        str | None, typer.Option(help="Name of a known model; sizes that are given besides replace its own.")
-    ] = None,
-    layers: Annotated[int | None, typer.Option(min=1, help="Layers.")] = None,
-    hidden: Annotated[int | None, typer.Option(min=1, help="Hidden size.")] = None,
-    ffn_hidden: Annotated[int | None, typer.Option(min=1, help="Hidden size inside an expert.")] = None,
-    experts: Annotated[int | None, typer.Option(min=1, help="Experts of a layer.")] = None,
-    topk: Annotated[int | None, typer.Option(min=1, help="Experts of a token.")] = None,
-    heads: Annotated[int | None, typer.Option(min=1, help="Attention heads.")] = None,
-    vocabulary: Annotated[int | None, typer.Option(min=1, help="Padded size of the vocabulary.")] = None,
-    kv_heads: Annotated[int | None, typer.Option(min=1, help="Key and value heads.", show_default="--heads")] = None,
-    head_size: Annotated[int | None, typer.Option(min=1, help="Of a head.", show_default="--hidden / --heads")] = None,
-    shared_ffn: Annotated[
-        int | None, typer.Option(min=0, help="Hidden size inside the shared experts together.", show_default="0")
-    ] = None,
-    dense_layers: Annotated[
-        int | None, typer.Option(min=0, help="Leading layers without experts.", show_default="0")
-    ] = None,
-    dense_ffn: Annotated[int | None, typer.Option(min=0, help="Hidden size inside their MLP.", show_default="0")
-    ] = None,
-    gated: Annotated[
-        bool | None, typer.Option("--gated/--no-gated", help="Experts with SwiGLU or the like.", show_default="gated")
-    ] = None,
+        str,
+        typer.Option(
+            help="A known one, sizes, or both, as in mixtral-8x7b,layers=16: layers, hidden, heads, vocabulary, "
+            "experts, topk, ffn (of an expert), kv_heads, head_size, shared_ffn, dense_layers, dense_ffn; gated=no and "
+            "the like."
+        ),
+    ],
     world: Annotated[int | None, typer.Option(min=1, help="GPUs.", show_default="the file's")] = None,
-    tp: Annotated[int | None, typer.Option(min=1, help="Tensor parallelism.", show_default="the file's, or 1")] = None,
-    cp: Annotated[int | None, typer.Option(min=1, help="Context parallelism.", show_default="the file's, or 1")] = None,
-    pp: Annotated[int | None, typer.Option(min=1, help="Pipeline parallelism.", show_default="1")] = None,
-    ep: Annotated[int | None, typer.Option(min=1, help="Expert parallelism.", show_default="the file's, or 1")] = None,
+    tp: Annotated[
+        int | None,
+        typer.Option(min=1, help="Tensor parallelism.", show_default="the file's, or 1", rich_help_panel=_LAYOUT),
+    ] = None,
+    cp: Annotated[
+        int | None,
+        typer.Option(min=1, help="Context parallelism.", show_default="the file's, or 1", rich_help_panel=_LAYOUT),
+    ] = None,
+    pp: Annotated[
+        int | None, typer.Option(min=1, help="Pipeline parallelism.", show_default="1", rich_help_panel=_LAYOUT)
+    ] = None,
+    ep: Annotated[
+        int | None,
+        typer.Option(min=1, help="Expert parallelism.", show_default="the file's, or 1", rich_help_panel=_LAYOUT),
+    ] = None,
     expert_tp: Annotated[
-        int | None, typer.Option(min=1, help="Tensor parallelism inside an expert.", show_default="the file's, or 1")
+        int | None,
+        typer.Option(
+            min=1, help="Tensor parallelism inside an expert.", show_default="the file's, or 1",
+            rich_help_panel=_LAYOUT,
+        ),
     ] = None,
     sequence_parallel: Annotated[
-        bool, typer.Option(help="Tokens are split over TP; else all TP ranks hold the same ones.")
+        bool,
+        typer.Option(help="Tokens are split over TP; else all TP ranks hold the same ones.", rich_help_panel=_LAYOUT),
     ] = True,
     sequence: Annotated[
-        str, typer.Option(help="Tokens of a sequence; several, separated by commas, for a table of choices.")
+        str,
+        typer.Option(
+            help="Tokens of a sequence; several, separated by commas, for a table of choices.", rich_help_panel=_STEP
+        ),
     ] = "4096",
     micro_batch: Annotated[
-        int | None, typer.Option(min=1, help="Sequences of a micro-batch.", show_default="searched, or 1")
+        int | None,
+        typer.Option(
+            min=1, help="Sequences of a micro-batch.", show_default="searched, or 1", rich_help_panel=_STEP
+        ),
     ] = None,
     micro_batches: Annotated[
-        int | None, typer.Option(min=1, help="Of a step and data-parallel rank.", show_default="1")
+        int | None,
+        typer.Option(min=1, help="Of a step and data-parallel rank.", show_default="1", rich_help_panel=_STEP),
     ] = None,
     global_batch: Annotated[
         int | None,
         typer.Option(
-            min=1, help="Sequences of a step, where the layout is searched.", show_default="4 Mi tokens of them"
+            min=1, help="Sequences of a step, where the layout is searched.", show_default="4 Mi tokens of them",
+            rich_help_panel=_STEP,
         ),
     ] = None,
     recompute: Annotated[
-        Recompute | None, typer.Option(help="Activations that backward makes again.", show_default="searched, or none")
+        Recompute | None,
+        typer.Option(
+            help="Activations that backward makes again.", show_default="searched, or none", rich_help_panel=_STEP
+        ),
     ] = None,
-    dtype: Annotated[DType, typer.Option(help="Elements of tokens and weights.")] = DType.bf16,
+    dtype: Annotated[DType, typer.Option(help="Elements of tokens and weights.", rich_help_panel=_STEP)] = DType.bf16,
     capacity_factor: Annotated[
         float | None,
-        typer.Option(min=0.001, callback=finite, help="Every expert gets its capacity.", show_default="dropless"),
+        typer.Option(
+            min=0.001, callback=finite, help="Every expert gets its capacity.", show_default="dropless",
+            rich_help_panel=_LAYER,
+        ),
     ] = None,
     imbalance: Annotated[
-        float, typer.Option(min=1.0, callback=finite, help="Rows of the busiest rank over the mean.")
+        float,
+        typer.Option(min=1.0, callback=finite, help="Rows of the busiest rank over the mean.", rich_help_panel=_LAYER),
     ] = 1.0,
     placement_saving: Annotated[
         float | None,
         typer.Option(
-            min=0.0, max=1.0, callback=finite,
+            min=0.0, max=1.0, callback=finite, rich_help_panel=_LAYER,
             help="Part of the bytes between nodes that netmoe saves, as moe-opt trace replay says.",
         ),
     ] = None,
@@ -87,49 +110,32 @@ def plan(
         int | None,
         typer.Option(
             parser=byte_budget, metavar="BYTES", help="What activations of a MoE layer may take, such as 512MiB.",
-            show_default="no limit",
+            show_default="no limit", rich_help_panel=_LAYER,
         ),
     ] = None,
-    peak_tflops: Annotated[
-        float | None,
-        typer.Option(
-            min=0.001, callback=finite, help="Of a GPU, dense, in the training dtype.",
-            show_default="the known cluster's",
-        ),
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", help="Write the plan, for --moe-opt-plan.", rich_help_panel=_OUTPUT),
     ] = None,
-    gemm_efficiency: Annotated[
-        float | None,
-        typer.Option(
-            min=0.001, max=1.0, callback=finite,
-            help="Part of the peak that the model's compute reaches.", show_default="the known cluster's",
-        ),
-    ] = None,
-    op_microseconds: Annotated[
-        float | None,
-        typer.Option(min=0.0, callback=finite, help="What every op takes besides.", show_default="the cluster's"),
-    ] = None,
-    inter_bandwidth: Annotated[
-        float | None,
-        typer.Option(min=0.001, callback=finite, help="GB/s that a GPU reaches between nodes, else the cluster's."),
-    ] = None,
-    intra_bandwidth: Annotated[
-        float | None,
-        typer.Option(min=0.001, callback=finite, help="GB/s that it reaches inside its node, such as over NVLink."),
-    ] = None,
-    copy_bandwidth: Annotated[
-        float | None,
-        typer.Option(min=0.001, callback=finite, help="GB/s of rows that it copies in its memory."),
-    ] = None,
-    explain: Annotated[bool, typer.Option("--explain", help="Also what the times are made of.")] = False,
-    all_candidates: Annotated[bool, typer.Option("--all", help="Every candidate, not the fastest alone.")] = False,
-    output: Annotated[Path | None, typer.Option("--output", "-o", help="Write the plan, for --moe-opt-plan.")] = None,
+    explain: Annotated[
+        bool, typer.Option("--explain", help="Also what the times are made of.", rich_help_panel=_OUTPUT)
+    ] = False,
+    all_candidates: Annotated[
+        bool, typer.Option("--all", help="Every candidate, not the fastest alone.", rich_help_panel=_OUTPUT)
+    ] = False,
     lanes: Annotated[
         list[Path] | None,
-        typer.Option(help="Draw the planned lanes: .png, .svg or .pdf; .json opens in ui.perfetto.dev. Repeatable."),
+        typer.Option(
+            help="Draw the planned lanes: .png, .svg or .pdf; .json opens in ui.perfetto.dev. Repeatable.",
+            rich_help_panel=_OUTPUT,
+        ),
     ] = None,
     draw: Annotated[
         str | None,
-        typer.Option(help="The candidates that --lanes shows, such as alltoall,monta:O3x4.", show_default="the chosen"),
+        typer.Option(
+            help="The candidates that --lanes shows, such as alltoall,monta:O3x4.", show_default="the chosen",
+            rich_help_panel=_OUTPUT,
+        ),
     ] = None,
 ) -> None:  # fmt: skip
     """Predict what every dispatcher would take for a model on a cluster that need not be at hand, and advise.
@@ -139,32 +145,24 @@ def plan(
     moe-opt plan --cluster h100-ib400 --model mixtral-8x7b --world 64 -o plan.json
     """
     from megatron_moe_opt.cli.plan.layout_search import wanted_of
+    from megatron_moe_opt.cli.plan.named_sizes import read_named
     from megatron_moe_opt.cli.plan.report import Drawing, PlanSettings, report_plan
+    from megatron_moe_opt.cli.plan.settings import CLUSTER_NUMBERS, MODEL_SIZES
 
+    site = read_named("--cluster", cluster, CLUSTER_NUMBERS)
     wanted = wanted_of(
-        cluster,
+        site.name or cluster,
         {"--tp": tp, "--pp": pp, "--ep": ep, "--expert-tp": expert_tp, "--micro-batches": micro_batches,
          "--no-sequence-parallel": None if sequence_parallel else ""},
         global_batch, micro_batch, recompute and recompute.value,
     )  # fmt: skip
     settings = PlanSettings(
-        cluster=cluster,
-        model=model,
-        shape={
-            "layers": layers, "hidden": hidden, "heads": heads, "vocabulary": vocabulary, "experts": experts,
-            "topk": topk, "ffn": ffn_hidden, "kv_heads": kv_heads, "head_size": head_size, "shared_ffn": shared_ffn,
-            "dense_layers": dense_layers, "dense_ffn": dense_ffn, "gated": gated,
-        },
+        cluster=site.name or cluster, cluster_numbers=site.given, model=read_named("--model", model, MODEL_SIZES),
         sizes={"--world": world, "--tp": tp, "--cp": cp, "--pp": pp, "--ep": ep, "--expert-tp": expert_tp},
         sequence_parallel=sequence_parallel, sequences=tuple(whole_numbers("--sequence", sequence)),
         micro_batch=micro_batch or 1, micro_batches=micro_batches or 1,
         recompute=(recompute or Recompute.none).value, dtype=dtype.value, capacity_factor=capacity_factor,
         imbalance=imbalance, placement_saving=placement_saving, activation_budget=activation_budget,
-        peak_tflops=peak_tflops, gemm_efficiency=gemm_efficiency, op_microseconds=op_microseconds,
-        bandwidths={
-            "--inter-bandwidth": inter_bandwidth, "--intra-bandwidth": intra_bandwidth,
-            "--copy-bandwidth": copy_bandwidth,
-        },
     )  # fmt: skip
     report_plan(
         settings,

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 
 from rich.progress import Progress
 from rich.table import Table
@@ -13,7 +15,7 @@ from megatron_moe_opt.cli.plan.case import FITS, GIB, Case
 from megatron_moe_opt.cli.plan.settings import PlanSettings, Site, check_model, site_of
 from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.planning.costs.known_clusters import KNOWN_CLUSTERS
-from megatron_moe_opt.planning.planner import stock_without_waiting
+from megatron_moe_opt.planning.planner import candidates, stock_without_waiting
 from megatron_moe_opt.planning.training.arrangements import Arrangement, arrangements
 from megatron_moe_opt.planning.training.memory import RECOMPUTE, layer_activations, training_memory
 from megatron_moe_opt.planning.training.model import ModelShape
@@ -67,7 +69,7 @@ class Searched:
     """The fastest layouts, and how many there were."""
 
     cases: tuple[Case, ...]
-    """The SHOWN fastest, each with what runs its MoE layers fastest."""
+    """The SHOWN fastest, each with what runs its MoE layers fastest, and not with all candidates."""
     compared: int
     """Arrangements of layout, micro-batch and recomputation that may fit."""
     too_large: int
@@ -78,7 +80,8 @@ def search(settings: PlanSettings, model: ModelShape, wanted: Wanted) -> Searche
     """Predicts a training step under the arrangements that fit, as far as they could be among the fastest.
 
     No dispatcher takes less than stock would without waiting for its communication: in the order of the tokens a second
-    that this would give, arrangements are predicted in full until it is less than the slowest of those to be shown.
+    that this would give, arrangements are predicted until it is less than the slowest of those to be shown. Of each,
+    candidates that are known not to reach that one are left out.
 
     Raises:
         ConfigurationError: nothing fits, and what is needed at least; or several lengths of sequences.
@@ -111,10 +114,11 @@ def search(settings: PlanSettings, model: ModelShape, wanted: Wanted) -> Searche
     console = progress_console()
     with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
         bounded = _bounded(settings, model, progress.track(small, description="layouts"))
-        for bound, of_layout, site in progress.track(bounded, description="dispatchers"):
-            if len(found) == SHOWN and bound <= found[-1].step(found[-1].chosen).tokens_per_second:
+        for bound in progress.track(bounded, description="dispatchers"):
+            least = found[-1].step(found[-1].chosen).tokens_per_second if len(found) == SHOWN else 0.0
+            if _most_tokens(bound) <= least:
                 break
-            case = Case.of(of_layout, model, site, sequence)
+            case = bound.predicted(partial(candidates, below=_seconds_for(bound, least)))
             if case.fits(case.chosen):
                 found = sorted([*found, case], key=lambda one: -one.step(one.chosen).tokens_per_second)[:SHOWN]
     if not found:
@@ -122,14 +126,14 @@ def search(settings: PlanSettings, model: ModelShape, wanted: Wanted) -> Searche
     return Searched(tuple(found), len(small), len(of_step) - len(small))
 
 
-def _bounded(
-    settings: PlanSettings, model: ModelShape, ones: Iterable[Arrangement]
-) -> list[tuple[float, PlanSettings, Site]]:
-    """Returns the most tokens a second that each arrangement can reach, falling, with its settings and its site.
+def _bounded(settings: PlanSettings, model: ModelShape, ones: Iterable[Arrangement]) -> list[Case]:
+    """Returns each arrangement with what no dispatcher takes less than, from the most tokens a second on.
 
     Layouts whose EP groups lie on the network unevenly are left out: their costs cannot be described.
     """
     sites: dict[Layout, Site | None] = {}
+    alike: dict[tuple[Layout, int], Case] = {}
+    """By what decides a MoE layer: recomputation does not."""
     found = []
     for one in ones:
         if one.micro_batch * settings.sequences[0] % (one.layout.tp * one.layout.cp):
@@ -142,9 +146,35 @@ def _bounded(
                 sites[one.layout] = None
         site = sites[one.layout]
         if site is not None:
-            bound = Case.of(of_layout, model, site, settings.sequences[0], stock_without_waiting)
-            found.append((bound.step(bound.candidates[0]).tokens_per_second, of_layout, site))
-    return sorted(found, key=lambda one: -one[0])
+            workload = one.layout, one.micro_batch
+            if workload not in alike:
+                alike[workload] = Case.of(of_layout, model, site, settings.sequences[0], stock_without_waiting)
+            found.append(replace(alike[workload], settings=of_layout))
+    return sorted(found, key=lambda one: -_most_tokens(one))
+
+
+def _most_tokens(bound: Case) -> float:
+    return bound.step(bound.candidates[0]).tokens_per_second
+
+
+def _seconds_for(bound: Case, least: float) -> float:
+    """Returns what a MoE layer may take, so that a step has more than so many tokens a second if it hides all that it
+    communicates: with as many seconds, and with more, no step has.
+    """
+    if not least:
+        return math.inf
+
+    def suffices(seconds: float) -> bool:
+        return bound.step(replace(bound.candidates[0], seconds=seconds)).tokens_per_second > least
+
+    enough = bound.candidates[0].seconds
+    too_many = 2 * enough
+    while suffices(too_many):
+        enough, too_many = too_many, 2 * too_many
+    while too_many > enough * (1 + 1e-6):
+        middle = (enough + too_many) / 2
+        enough, too_many = (middle, too_many) if suffices(middle) else (enough, middle)
+    return too_many
 
 
 def _least_memory(model: ModelShape, one: Arrangement, sequence: int) -> float:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
+from megatron_moe_opt.cli.plan.named_sizes import Named
 from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.options import Options
 from megatron_moe_opt.planning.costs.cluster import OUR_FLAGS, Cluster
@@ -19,7 +21,13 @@ from megatron_moe_opt.planning.training.throughput import GpuSpeed
 from megatron_moe_opt.row_format import LANE_BYTES
 from megatron_moe_opt.topology.layouts import Layout, layout_of_options
 
-FLAGS = {"ffn": "--ffn-hidden"}
+MODEL_SIZES = {field.name: bool if field.type == "bool" else int for field in fields(ModelShape)}
+"""What --model may say besides a name."""
+MAY_BE_NONE = ("shared_ffn", "dense_layers", "dense_ffn")
+CLUSTER_NUMBERS = dict.fromkeys(("tflops", "efficiency", "op_us", "inter", "intra", "copy"), float)
+"""What --cluster may say besides a name: of a GPU, of every op, and GB/s in the place of a known cluster's links and
+memory, which are reached at every size."""
+BANDWIDTHS = ("inter", "intra", "copy")
 NEEDED = ("layers", "hidden", "ffn", "experts", "topk", "heads", "vocabulary")
 
 
@@ -29,9 +37,10 @@ class PlanSettings:
 
     cluster: str
     """The name of a known cluster, or the file of a measured one."""
-    model: str | None
-    shape: Mapping[str, int | bool | None]
-    """By field of ModelShape; None: the model's, or the default."""
+    cluster_numbers: Mapping[str, float]
+    """Those of CLUSTER_NUMBERS that were given."""
+    model: Named
+    """With fields of ModelShape."""
     sizes: Mapping[str, int | None]
     """Of the world and of parallelism, by flag. None: the file's, or 1."""
     sequence_parallel: bool
@@ -45,11 +54,6 @@ class PlanSettings:
     imbalance: float
     placement_saving: float | None
     activation_budget: int | None
-    peak_tflops: float | None
-    gemm_efficiency: float | None
-    op_microseconds: float | None
-    bandwidths: Mapping[str, float | None] = field(default_factory=dict)
-    """GB/s that are reached, by flag, in the place of a known cluster's links and memory. None: its own."""
 
     @property
     def element_bytes(self) -> int:
@@ -78,20 +82,23 @@ class PlanSettings:
         """Returns the named model with the sizes that were given in the place of its own.
 
         Raises:
-            ConfigurationError: an unknown name, or sizes that are missing.
+            ConfigurationError: an unknown name, or sizes that are missing, or 0 of what there must be.
         """
-        given = {name: value for name, value in self.shape.items() if value is not None}
-        if self.model is not None:
-            if self.model not in KNOWN_MODELS:
+        name, given = self.model.name, self.model.given
+        none = [size for size, value in given.items() if not value and size not in MAY_BE_NONE and value is not False]
+        if none:
+            raise ConfigurationError(f"--model: {none[0]} is 0: give 1 or more")
+        if name is not None:
+            if name not in KNOWN_MODELS:
                 raise ConfigurationError(
-                    f"--model {self.model} is not known: choose one of {', '.join(KNOWN_MODELS)}, or give sizes"
+                    f"--model {name} is not known: choose one of {', '.join(KNOWN_MODELS)}, or give sizes, as in "
+                    "layers=24,hidden=2048"
                 )
-            return replace(KNOWN_MODELS[self.model], **given)
-        missing = [FLAGS.get(name, f"--{name}") for name in NEEDED if name not in given]
+            return replace(KNOWN_MODELS[name], **given)
+        missing = [size for size in NEEDED if size not in given]
         if missing:
             raise ConfigurationError(
-                f"there is no model to plan for: give {', '.join(missing)}, or --model with one of "
-                f"{', '.join(KNOWN_MODELS)}"
+                f"--model lacks {', '.join(missing)}: give them, or begin with one of {', '.join(KNOWN_MODELS)}"
             )
         return ModelShape(**given)
 
@@ -119,9 +126,13 @@ def site_of(settings: PlanSettings, model: ModelShape) -> Site:
     Raises:
         ConfigurationError: neither a name nor a file, or sizes that do not fit.
     """
+    for name, value in settings.cluster_numbers.items():
+        most = 1.0 if name == "efficiency" else math.inf
+        if name != "op_us" and not 0 < value <= most:
+            raise ConfigurationError(f"--cluster: {name} {value:g} is not above 0" + ", and at most 1" * (most == 1.0))
     site = _known(settings, model) if settings.cluster in KNOWN_CLUSTERS else _measured(settings)
-    if settings.op_microseconds is not None:
-        site = replace(site, cluster=replace(site.cluster, overhead=settings.op_microseconds * 1e-6))
+    if "op_us" in settings.cluster_numbers:
+        site = replace(site, cluster=replace(site.cluster, overhead=settings.cluster_numbers["op_us"] * 1e-6))
     _check(settings, model, site.layout)
     return site
 
@@ -155,8 +166,9 @@ def _known(settings: PlanSettings, model: ModelShape) -> Site:
     known = KNOWN_CLUSTERS[settings.cluster]
     settings.needs_world()
     layout = _layout({flag: size or 1 for flag, size in settings.sizes.items()})
-    peak = known.device.peak_flops if settings.peak_tflops is None else settings.peak_tflops * 1e12
-    device = GpuSpeed(peak, settings.gemm_efficiency or known.device.efficiency)
+    given = settings.cluster_numbers
+    peak = given["tflops"] * 1e12 if "tflops" in given else known.device.peak_flops
+    device = GpuSpeed(peak, given.get("efficiency", known.device.efficiency))
     known = _with_bandwidths(replace(known, device=device), settings)
     cluster = describe(known, layout, model.hidden, max(model.ffn // layout.expert_tp, 1), settings.dtype)
     workers = levels_of_ep(known, layout)
@@ -166,26 +178,27 @@ def _known(settings: PlanSettings, model: ModelShape) -> Site:
 
 def _with_bandwidths(known: KnownCluster, settings: PlanSettings) -> KnownCluster:
     """Returns the cluster with links and memory of the given bandwidths, which are reached at every size."""
-    given = {flag: rate * 1e9 for flag, rate in settings.bandwidths.items() if rate is not None}
-    if "--inter-bandwidth" in given:
-        known = replace(known, between=Fabric(given["--inter-bandwidth"], ((1, 1.0),)))
-    if "--intra-bandwidth" in given:
-        known = replace(known, inside=Fabric(given["--intra-bandwidth"], ((1, 1.0),)))
-    return replace(known, copy_bandwidth=given.get("--copy-bandwidth", known.copy_bandwidth))
+    given = {name: settings.cluster_numbers[name] * 1e9 for name in BANDWIDTHS if name in settings.cluster_numbers}
+    if "inter" in given:
+        known = replace(known, between=Fabric(given["inter"], ((1, 1.0),)))
+    if "intra" in given:
+        known = replace(known, inside=Fabric(given["intra"], ((1, 1.0),)))
+    return replace(known, copy_bandwidth=given.get("copy", known.copy_bandwidth))
 
 
 def _measured(settings: PlanSettings) -> Site:
-    file = Path(settings.cluster)
-    for flag, value in settings.bandwidths.items():
-        if value is not None:
-            raise ConfigurationError(
-                f"{flag} {value:g} has no meaning beside {file}, which holds costs: drop one of them"
-            )
+    file, given = Path(settings.cluster), settings.cluster_numbers
     if not file.exists():
         raise ConfigurationError(
             f"--cluster {settings.cluster} is neither a file of moe-opt profile nor a known cluster: choose one of "
             f"{', '.join(KNOWN_CLUSTERS)}"
         )
+    for name in BANDWIDTHS:
+        if name in given:
+            raise ConfigurationError(
+                f"--cluster {file},{name}={given[name]:g}: {name} has no meaning beside a file, which holds costs: "
+                "drop it"
+            )
     cluster = Cluster.load(file)
     world = cluster.world
     measured = {
@@ -196,12 +209,13 @@ def _measured(settings: PlanSettings) -> Site:
     tp = None if settings.sequence_parallel else layout.tp
     cluster.check_groups(file, OUR_FLAGS, ep=layout.ep, expert_tp=layout.expert_tp, tp=tp)
     workers = _levels_of_nodes(cluster, world.layout)
-    peak, efficiency = settings.peak_tflops, settings.gemm_efficiency
+    peak, efficiency = given.get("tflops"), given.get("efficiency")
     if (peak is None) is not (efficiency is None):
-        given, missing = (
-            ("--peak-tflops", "--gemm-efficiency") if efficiency is None else ("--gemm-efficiency", "--peak-tflops")
+        there, missing = ("tflops", "efficiency") if efficiency is None else ("efficiency", "tflops")
+        raise ConfigurationError(
+            f"--cluster {file},{there}={given[there]:g}: {there} says nothing about a step without {missing}: give "
+            "both, or neither"
         )
-        raise ConfigurationError(f"{given} says nothing about a step without {missing}: give both, or neither")
     device = None if peak is None or efficiency is None else GpuSpeed(peak * 1e12, efficiency)
     return Site(settings.cluster, cluster, layout, workers, False, device, None)
 
@@ -230,18 +244,20 @@ def _check(settings: PlanSettings, model: ModelShape, layout: Layout) -> None:
 def check_model(model: ModelShape, layout: Layout) -> None:
     """Refuses, with ConfigurationError, sizes of a model that do not divide each other or those of the layout."""
     for name, size, by, divisor in (
-        ("--hidden", model.hidden, "--heads", 1 if model.head_size else model.heads),
-        ("--heads", model.heads, "--tp", layout.tp),
-        ("--heads", model.heads, "--kv-heads", model.kv_heads or model.heads),
-        ("--experts", model.experts, "--ep", layout.ep),
-        ("--ffn-hidden", model.ffn, "--expert-tp", layout.expert_tp),
-        ("--layers", model.layers, "--pp", layout.pp),
+        ("hidden", model.hidden, "heads", 1 if model.head_size else model.heads),
+        ("heads", model.heads, "--tp", layout.tp),
+        ("heads", model.heads, "kv_heads", model.kv_heads or model.heads),
+        ("experts", model.experts, "--ep", layout.ep),
+        ("ffn", model.ffn, "--expert-tp", layout.expert_tp),
+        ("layers", model.layers, "--pp", layout.pp),
     ):
         if size % divisor:
-            raise ConfigurationError(f"{by} {divisor} does not divide {name} {size}: choose a divisor")
+            raise ConfigurationError(f"{by} {divisor} does not divide the model's {name} {size}: choose a divisor")
     if model.dense_layers >= model.layers:
         raise ConfigurationError(
-            f"--dense-layers {model.dense_layers} leaves no MoE layer of --layers {model.layers}: choose fewer"
+            f"--model: dense_layers {model.dense_layers} leaves no MoE layer of layers {model.layers}: choose fewer"
         )
     if model.topk > model.experts:
-        raise ConfigurationError(f"--topk {model.topk} is more than --experts {model.experts}: choose at most that")
+        raise ConfigurationError(
+            f"--model: topk {model.topk} is more than experts {model.experts}: choose at most that"
+        )

@@ -1,4 +1,4 @@
-"""`moe-opt timeline`: the options, and the settings that they make."""
+"""`moe-opt timeline` and `moe-opt report`: the options, and the settings that they make."""
 
 from __future__ import annotations
 
@@ -65,3 +65,17 @@ def timeline(
         expert_tp=expert_tp, dtype=dtype.value, steps=5, warmup=3, profile=profile, dispatch_only=name == MONTA,
     )  # fmt: skip
     layer_timeline(settings, rank, output)
+
+
+def report(
+    measured: Annotated[Path, typer.Argument(help="A file of moe-opt bench -o.")],
+    *,
+    output: Annotated[Path, typer.Option("--output", "-o", help="The page to write, such as report.html.")],
+) -> None:
+    """One page with a verdict on each dispatcher, tables, charts and the ops of a step; it needs no other file.
+
+    moe-opt report layer.json -o report.html
+    """
+    from megatron_moe_opt.cli.report.page import write_page
+
+    write_page(measured, output)

@@ -5,19 +5,19 @@ from __future__ import annotations
 import os
 import statistics
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from rich.console import Console
 
 from megatron_moe_opt.cli.console import say, table_of
-from megatron_moe_opt.cli.layer.links import LinkRates, WireLimit
+from megatron_moe_opt.cli.layer.link_rates import LinkRates, WireLimit
 from megatron_moe_opt.cli.layer.predicted import Predicted
 from megatron_moe_opt.cli.layer.recorded_step import RecordedStep
 from megatron_moe_opt.cli.routing.balance import RoutingBalance
 from megatron_moe_opt.integration.measuring.layer_settings import LayerSettings
 from megatron_moe_opt.planning.choosing.contenders import median_within
-from megatron_moe_opt.runtime.observed.traffic import INTER_NODE, INTRA_NODE, TrafficRow
+from megatron_moe_opt.runtime.observed.traffic_rows import INTER_NODE, INTRA_NODE, TrafficRow
 from megatron_moe_opt.topology.nodes import NodeMap
 
 FASTER, SLOWER, CANNOT_TELL = "faster", "slower", "cannot tell"
@@ -83,15 +83,6 @@ class LayerReport:
     predicted: Predicted
     recorded: Mapping[str, RecordedStep]
     """A step by dispatcher; empty where none was asked for."""
-
-
-def as_json(report: LayerReport) -> dict[str, Any]:
-    """Returns all numbers, and the medians that the table shows; without the recorded ops, which are for the eye."""
-    content = asdict(replace(report, recorded={}))
-    del content["recorded"]
-    for entry, result in zip(content["results"], report.results, strict=True):
-        entry |= {"median_seconds": result.median, "median_ratio": result.ratio, "verdict": result.verdict}
-    return content
 
 
 def print_report(report: LayerReport, console: Console) -> None:

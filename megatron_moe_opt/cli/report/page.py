@@ -1,4 +1,4 @@
-"""`moe-opt bench --report DIR`: everything that was measured, as one page that needs nothing else.
+"""`moe-opt report`: everything that was measured, as one page that needs nothing else.
 
 templates/report.html.j2 is the page; what stands in it is put together here.
 """
@@ -13,6 +13,7 @@ from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
+from megatron_moe_opt.cli.console import report_console, say_written
 from megatron_moe_opt.cli.layer.recorded_step import RecordedStep
 from megatron_moe_opt.cli.report import charts
 from megatron_moe_opt.cli.report.charts import Bar
@@ -25,31 +26,23 @@ from megatron_moe_opt.cli.report.measured_layer import (
     times_table,
     traffic_table,
 )  # fmt: skip
+from megatron_moe_opt.cli.report.saved_report import read_report
 from megatron_moe_opt.cli.routing.balance import max_over_mean
-from megatron_moe_opt.output_file import check_output_file, check_output_folder, write_text_whole
-from megatron_moe_opt.runtime.observed.traffic import INTER_NODE, INTRA_NODE
+from megatron_moe_opt.output_file import check_output_file, write_text_whole
+from megatron_moe_opt.runtime.observed.traffic_rows import INTER_NODE, INTRA_NODE
 from megatron_moe_opt.schedules.timeline import Timeline, overlap
 from megatron_moe_opt.schedules.trace import trace_of
 
-PAGE = "report.html"
 
-
-def make_report_folder(folder: Path | None) -> None:
-    """Creates the folder of --report, so that it is refused before anything runs if it cannot be.
+def write_page(measured: Path, page: Path) -> None:
+    """Writes the page of a file of `moe-opt bench -o`, and says so.
 
     Raises:
-        ConfigurationError: it cannot be, or the page in it cannot be written.
+        ConfigurationError: the file is none, or the page cannot be written.
     """
-    check_output_folder("--report", folder)
-    if folder is not None:
-        check_output_file("--report", folder / PAGE)
-
-
-def write_page(folder: Path, report: LayerReport) -> Path:
-    """Writes the page into an existing folder; returns its path. Raises ConfigurationError where it cannot."""
-    page = folder / PAGE
-    write_text_whole(page, render_page(report))
-    return page
+    check_output_file("--output", page)
+    write_text_whole(page, render_page(read_report(measured)))
+    say_written(page, report_console())
 
 
 def render_page(report: LayerReport) -> str:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-
-import torch
-import torch.distributed as dist
+from typing import TYPE_CHECKING
 
 from megatron_moe_opt.integration.measuring.layer_settings import LayerSettings
-from megatron_moe_opt.integration.measuring.workloads import choose_experts
 from megatron_moe_opt.topology.layouts import Layout
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True)
@@ -42,6 +42,11 @@ def balance(chosen: Sequence[Sequence[int]], layout: Layout) -> RoutingBalance:
 
 def routing_balance(settings: LayerSettings, ep: int, device: torch.device) -> RoutingBalance:
     """Returns the balance of the settings' routing on the ranks of this run. A collective call over the world."""
+    import torch
+    import torch.distributed as dist
+
+    from megatron_moe_opt.integration.measuring.workloads import choose_experts
+
     world, rank = dist.get_world_size(), dist.get_rank()
     experts = choose_experts(
         settings.routing,

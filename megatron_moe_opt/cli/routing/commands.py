@@ -8,12 +8,33 @@ from typing import Annotated
 import typer
 
 app = typer.Typer(
-    help="Routing traces: which experts every token of a training run chose (recorded with --record-routing).",
+    help="Routing traces: which experts every token of a training run chose (trace record).",
     no_args_is_help=True,
     rich_markup_mode=None,
 )
 Nodes = Annotated[int, typer.Option(min=2, help="Nodes that the ranks of an expert-parallel group are on.")]
 RanksPerNode = Annotated[int, typer.Option(min=1, help="Ranks of the group on each node.")]
+
+
+@app.command(
+    short_help="Run a training script, and write its routing.",
+    context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False},
+)
+def record(
+    script: Annotated[list[str], typer.Argument(metavar="SCRIPT ARGS...", help="As behind megatron_moe_opt.launch.")],
+    *,
+    output: Annotated[Path, typer.Option("--output", "-o", help="The trace to write.")],
+    steps: Annotated[
+        str, typer.Option(help="Of the optimizer, the first and the last to record, counted from this run's first.")
+    ] = "1-10",
+) -> None:
+    """Run a Megatron script, unmodified, and write which experts every token went to in some of its steps.
+
+    torchrun ... -m megatron_moe_opt.cli.main trace record -o a.npz pretrain_gpt.py ARGS
+    """
+    from megatron_moe_opt.cli.routing.record import record_routing
+
+    record_routing(script, output, steps)
 
 
 @app.command(short_help="What placing samples would have saved between nodes.")

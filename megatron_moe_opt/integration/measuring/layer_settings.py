@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_moe_opt.errors import ConfigurationError
-from megatron_moe_opt.kernels import LANE_BYTES
 from megatron_moe_opt.option_values import AUTO
 from megatron_moe_opt.planning.predicting.layer_workload import LayerWorkload
+from megatron_moe_opt.row_format import LANE_BYTES
 from megatron_moe_opt.systems import system_of
 from megatron_moe_opt.topology.layouts import Layout, layout_of_options
 from megatron_moe_opt.variants import FLEX, split_variant

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.utils._python_dispatch import _disable_current_modes
 
 from megatron_moe_opt.errors import ConfigurationError
-from megatron_moe_opt.planning.traces.routing_trace import RoutingTrace
+from megatron_moe_opt.integration.optimizer_step import after_optimizer_step, forget
+from megatron_moe_opt.option_values import AUTO
+from megatron_moe_opt.planning.traces.routing_trace import UNKNOWN, RoutingTrace, write_routing_trace
 from megatron_moe_opt.systems import system_of
 
 
@@ -24,119 +28,199 @@ class _OfRank:
     data_rank: int
     stage: int
     tensor_rank: int
-    layers: tuple[int, ...]
+    layers: tuple[int, ...] = ()
+    num_experts: int = 0
+    is_split: bool = True
+    """Whether each tensor-parallel rank's router sees its part of a sequence, and not all of it."""
     experts: list[np.ndarray] = field(default_factory=list)
     """Of each pass, uint16 [layers of this stage, B, S, K]: B samples, S tokens of each that this rank routes."""
-    iterations: list[int] = field(default_factory=list)
+    steps: list[int] = field(default_factory=list)
     kinds: list[np.ndarray] = field(default_factory=list)
-    """Of each pass, int16 [B]."""
+    """Of each pass, int16 [B]; none where nobody says."""
 
 
 class RoutingRecorder:
-    """Listens to the routers of this rank's part of a model.
+    """Inside its block, listens to the routers of a training run; behind the last step it writes the trace.
 
-    All ranks of the training run have one, record the same iterations, and gather together at the end. Experts are
-    recorded by their own numbers, whatever rank holds them.
+    All ranks of the run enter it before the model is configured, with the same arguments. Experts are recorded by their
+    own numbers, whatever rank holds them.
 
     Args:
-        model: as the training loop runs it.
-        config: its TransformerConfig.
-        sequence_length: tokens of a sample.
+        output: the file, which rank 0 writes.
+        steps: of the optimizer in this run, counted from 1.
 
     Raises:
-        ConfigurationError: routing that cannot be recorded.
+        ConfigurationError: when the model is configured: routing that cannot be recorded; when the block ends: a
+            run of fewer steps.
     """
 
-    def __init__(self, model: torch.nn.Module, config: Any, sequence_length: int) -> None:
-        from megatron.core import parallel_state
-        from megatron.core.transformer.moe.router import Router
-
-        for flag, given in (
-            ("--context-parallel-size", config.context_parallel_size > 1),
-            ("--moe-expert-capacity-factor", config.moe_expert_capacity_factor is not None),
-            ("--recompute-granularity", config.recompute_granularity is not None),
-        ):
-            if given:
-                raise ConfigurationError(f"--record-routing does not work with {flag}: drop one of the two")
-        system = system_of(config.moe_token_dispatcher_type)
-        if system is not None and system.moves_samples:
-            raise ConfigurationError(
-                f"--record-routing needs all samples at home, which --moe-token-dispatcher-type {system.name} moves: "
-                "record under another dispatcher, whose routing is the same"
-            )
-        routers = [module for module in model.modules() if isinstance(module, Router)]
-        self._config = config
-        self._sequence_length = sequence_length
-        self._part = _OfRank(
-            parallel_state.get_data_parallel_rank(),
-            parallel_state.get_pipeline_model_parallel_rank(),
-            parallel_state.get_tensor_model_parallel_rank(),
-            tuple(sorted(router.layer_number for router in routers)),
-        )
-        self._heard: dict[int, list[np.ndarray]] | None = None
+    def __init__(self, output: Path, steps: range) -> None:
+        self._output, self._steps = output, steps
+        self._step = 1
+        """That is under way."""
+        self._part: _OfRank | None = None
+        self._heard: dict[int, list[np.ndarray]] = {}
         self._kinds: list[np.ndarray] = []
-        for router in routers:
-            # First of all hooks: one of ours puts experts in the order of their places.
-            router.register_forward_hook(functools.partial(self._hear, router.layer_number), prepend=True)
+        self._kind_names: tuple[str, ...] = ()
 
-    @contextmanager
-    def iteration(self, number: int) -> Iterator[None]:
-        """Records the passes of a training iteration that runs inside the block."""
-        part, self._kinds = self._part, []
-        self._heard = {layer: [] for layer in part.layers}
-        yield
-        heard, self._heard = self._heard, None
-        passes = [np.stack(layers) for layers in zip(*(heard[layer] for layer in part.layers), strict=True)]
-        part.experts += passes
-        part.iterations += [number] * len(self._kinds)
-        part.kinds += self._kinds
+    def __enter__(self) -> RoutingRecorder:
+        """Begins to listen."""
+        global _running
+        from megatron.core.transformer.moe.moe_layer import MoELayer
+        from megatron.core.transformer.moe.router import Router
+        from megatron.core.transformer.transformer_config import TransformerConfig
 
-    def note_kinds(self, kinds: torch.Tensor) -> None:
-        """The kinds of the samples of the next pass, integers [B]; must be called for every pass."""
+        self._router, self._layer, self._config = Router, MoELayer, TransformerConfig
+        self._post_init = TransformerConfig.__post_init__
+        TransformerConfig.__post_init__ = self._checked(self._post_init)
+        # Before the hooks of a router's own: one of ours puts experts in the order of their places.
+        self._hook = torch.nn.modules.module.register_module_forward_hook(self._hear)
+        for updated in (True, False):
+            after_optimizer_step(self._end_step, updated)
+        _running = self
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Ends listening, and says where there was nothing to write; not where the run has failed anyhow."""
+        self._stop()
+        self._config.__post_init__ = self._post_init
+        ended_well = error is None or (isinstance(error, SystemExit) and not error.code)
+        if ended_well and self._step <= self._steps[-1]:
+            raise ConfigurationError(
+                f"--steps {self._steps[0]}-{self._steps[-1]}: the run ended after step {self._step - 1}, and nothing "
+                "is written: choose steps within it"
+            )
+
+    def note_kinds(self, kinds: torch.Tensor, names: Sequence[str]) -> None:
+        """What the samples of the next pass are, integers [B], as indexes of names."""
         self._kinds.append(kinds.cpu().numpy().astype(np.int16))
+        self._kind_names = tuple(names)
 
-    def gather(self, kind_names: Sequence[str]) -> RoutingTrace | None:
-        """The trace on rank 0, None on the others. A collective call over the world.
+    def _stop(self) -> None:
+        global _running
+        self._hook.remove()
+        forget(self._end_step)
+        _running = None
 
-        Raises:
-            ConfigurationError: nothing was recorded.
-        """
-        if not self._part.iterations:
-            raise ConfigurationError("--record-steps names no iteration of this run: choose some of them")
-        parts: list[_OfRank] | None = [self._part] * dist.get_world_size() if dist.get_rank() == 0 else None
-        dist.gather_object(self._part, parts)
-        if parts is None:
-            return None
-        parts.sort(key=lambda part: (part.data_rank, part.stage, part.tensor_rank))
-        ranks = range(1 + max(part.data_rank for part in parts))
-        by_rank = [[part for part in parts if part.data_rank == rank] for rank in ranks]
-        samples = [self._layers(of_rank) for of_rank in by_rank]
-        layers = {part.stage: part.layers for part in parts}
-        return RoutingTrace(
-            experts=np.concatenate(samples, axis=2),
-            num_experts=self._config.num_moe_experts,
-            layers=np.array([number for stage in sorted(layers) for number in layers[stage]], dtype=np.int64),
-            iterations=np.array(self._part.iterations, dtype=np.int64),
-            kinds=np.concatenate([np.stack(of_rank[0].kinds) for of_rank in by_rank], axis=1),
-            kind_names=tuple(kind_names),
+    def _checked(self, post_init: Any) -> Any:
+        @functools.wraps(post_init)
+        def checked(config: Any) -> None:
+            post_init(config)
+            if config.num_moe_experts is not None:
+                check_recordable(config)
+
+        return checked
+
+    def _hear(self, module: torch.nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
+        if not module.training or self._step not in self._steps:
+            return
+        if isinstance(module, self._router):
+            tokens, samples = inputs[0].shape[:2]
+            # host synchronisation: twice a pass and layer, only where routing is recorded
+            experts = output[1].nonzero()[:, 1].view(tokens, samples, module.config.moe_router_topk)
+            heard = self._heard.setdefault(module.layer_number, [])
+            heard.append(experts.transpose(0, 1).cpu().numpy().astype(np.uint16))
+            self._of_rank().num_experts = module.config.num_moe_experts
+        elif isinstance(module, self._layer) and inputs:
+            passes = self._heard.get(module.layer_number)
+            if passes:
+                all_of_layer = passes[-1].shape[1] == inputs[0].shape[0]
+                self._of_rank().is_split = module.config.sequence_parallel or not all_of_layer
+
+    def _of_rank(self) -> _OfRank:
+        from megatron.core import parallel_state
+
+        if self._part is None:
+            self._part = _OfRank(
+                parallel_state.get_data_parallel_rank(),
+                parallel_state.get_pipeline_model_parallel_rank(),
+                parallel_state.get_tensor_model_parallel_rank(),
+            )
+        return self._part
+
+    def _end_step(self) -> None:
+        part, heard, kinds = self._of_rank(), self._heard, self._kinds
+        if self._step in self._steps:
+            part.layers = tuple(sorted(heard))
+            passes = [np.stack(layers) for layers in zip(*(heard[layer] for layer in part.layers), strict=True)]
+            part.experts += passes
+            part.steps += [self._step] * len(passes)
+            part.kinds += kinds
+        self._heard, self._kinds = {}, []
+        self._step += 1
+        if self._step > self._steps[-1]:
+            self._stop()
+            self._write()
+
+    def _write(self) -> None:
+        """Writes the trace on rank 0. A collective call over the world."""
+        parts: list[_OfRank] | None = [self._of_rank()] * dist.get_world_size() if dist.get_rank() == 0 else None
+        with _disable_current_modes():  # a step whose traffic is counted did not send this
+            dist.gather_object(self._of_rank(), parts)
+        if parts is not None:
+            trace = _trace_of(parts, self._kind_names)
+            write_routing_trace(self._output, trace)
+            print(f"moe-opt: the routing of {trace.num_passes} passes is written to {self._output}", flush=True)
+
+
+_running: RoutingRecorder | None = None
+
+
+def note_kinds(kinds: torch.Tensor, names: Sequence[str]) -> None:
+    """Tells the recorder, if one runs, what the samples of the next pass are: integers [B], indexes of names."""
+    if _running is not None:
+        _running.note_kinds(kinds, names)
+
+
+def check_recordable(config: Any) -> None:
+    """Refuses, with ConfigurationError, a TransformerConfig whose routing cannot be recorded."""
+    for flag, given in (
+        ("--context-parallel-size", config.context_parallel_size > 1),
+        ("--moe-expert-capacity-factor", config.moe_expert_capacity_factor is not None),
+        ("--recompute-granularity", config.recompute_granularity is not None),
+    ):
+        if given:
+            raise ConfigurationError(f"moe-opt trace record does not work with {flag}: leave it out while recording")
+    name = config.moe_token_dispatcher_type
+    system = system_of(name)
+    if name == AUTO or (system is not None and system.moves_samples):
+        why = "which measures with layers of its own" if name == AUTO else "which moves samples"
+        raise ConfigurationError(
+            f"moe-opt trace record does not work with --moe-token-dispatcher-type {name}, {why}: record under another "
+            "dispatcher, whose routing is the same"
         )
 
-    def _layers(self, parts: list[_OfRank]) -> np.ndarray:
-        """[P, L, B, T, K] of one data-parallel rank, from all pipeline stages and tensor-parallel ranks."""
-        stages = []
-        for stage in sorted({part.stage for part in parts}):
-            experts = [np.stack(part.experts) for part in parts if part.stage == stage and part.layers]
-            if not experts:
-                continue
-            # Under sequence parallelism each tensor-parallel rank's router sees its part of a sequence, else all of it.
-            whole = experts[0].shape[3] == self._sequence_length
-            stages.append(experts[0] if whole else np.concatenate(experts, axis=3))
-        return np.concatenate(stages, axis=1)
 
-    def _hear(self, layer: int, router: Any, inputs: tuple[Any, ...], outputs: tuple[Any, torch.Tensor]) -> None:
-        if self._heard is None:
-            return
-        tokens, samples = inputs[0].shape[:2]
-        # host synchronisation: twice a pass and layer, only where routing is recorded
-        experts = outputs[1].nonzero()[:, 1].view(tokens, samples, self._config.moe_router_topk)
-        self._heard[layer].append(experts.transpose(0, 1).cpu().numpy().astype(np.uint16))
+def _trace_of(parts: list[_OfRank], kind_names: tuple[str, ...]) -> RoutingTrace:
+    """Puts together what the ranks have recorded."""
+    parts = sorted((part for part in parts if part.layers), key=lambda one: (one.data_rank, one.stage, one.tensor_rank))
+    if not parts:
+        raise ConfigurationError("moe-opt trace record: the model has no MoE layer: give it --num-experts")
+    ranks = sorted({part.data_rank for part in parts})
+    by_rank = [[part for part in parts if part.data_rank == rank] for rank in ranks]
+    experts = np.concatenate([_layers(of_rank) for of_rank in by_rank], axis=2)
+    layers = {part.stage: part.layers for part in parts}
+    if kind_names:
+        kinds = np.concatenate([np.stack(of_rank[0].kinds) for of_rank in by_rank], axis=1)
+    else:
+        kinds = np.full((experts.shape[0], experts.shape[2]), UNKNOWN, dtype=np.int16)
+    return RoutingTrace(
+        experts=experts,
+        num_experts=parts[0].num_experts,
+        layers=np.array([number for stage in sorted(layers) for number in layers[stage]], dtype=np.int64),
+        iterations=np.array(parts[0].steps, dtype=np.int64),
+        kinds=kinds,
+        kind_names=kind_names,
+    )
+
+
+def _layers(parts: Sequence[_OfRank]) -> np.ndarray:
+    """[P, L, B, T, K] of one data-parallel rank, from all pipeline stages and tensor-parallel ranks."""
+    stages = []
+    for stage in sorted({part.stage for part in parts}):
+        of_stage = [part for part in parts if part.stage == stage]
+        experts = [np.stack(part.experts) for part in of_stage]
+        stages.append(np.concatenate(experts, axis=3) if of_stage[0].is_split else experts[0])
+    return np.concatenate(stages, axis=1)

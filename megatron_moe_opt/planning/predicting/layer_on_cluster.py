@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -35,8 +36,12 @@ _WITH_PROBS = (0, 3)  # of `training_passes`: dispatch, and the gradients on the
 class LayerOnCluster:
     """A layer on a cluster, and what all candidates have in common. Experts that were not measured are left out."""
 
-    def __init__(self, workload: LayerWorkload, cluster: Cluster) -> None:
-        self.workload, self.cluster = workload, cluster
+    def __init__(self, workload: LayerWorkload, cluster: Cluster, below: float = math.inf) -> None:
+        """
+        Args:
+            below: seconds. Candidates that take as long, whatever they hide, are not asked for.
+        """
+        self.workload, self.cluster, self.below = workload, cluster, below
         self.costs = cluster.costs() if cluster.expert_gemm is None else self.expert_costs
         of_stock = {key: CostCurve(points) for key, points in cluster.stock_curves.items()}
         self.stock_costs = Costs({**self.costs.curves, **of_stock}, self.costs.overhead)
@@ -118,13 +123,13 @@ class LayerOnCluster:
 
         Schedules without experts have them added. `local_rows` as in `local_timeline`; `links` as in `played`.
         """
-        costs = self._converting(costs or self.costs)
+        costs = self.converting(costs or self.costs)
         timelines = [simulate(schedule, costs, self.cluster.slowdown) for schedule in schedules]
         if alone:
             timelines.append(Timeline.in_turn("one after another", ((op, costs(op)) for op in alone)))
         return self.played(variant, timelines, whose, parts, local_rows, links)
 
-    def _converting(self, costs: Callable[[Op], float]) -> Callable[[Op], float]:
+    def converting(self, costs: Callable[[Op], float]) -> Callable[[Op], float]:
         """Rows that travel narrower are converted where they are copied and summed: taken to cost what it costs to copy
         them as experts have them.
         """

@@ -117,8 +117,7 @@ def read_routing_trace(path: Path) -> RoutingTrace:
 
     def refuse(problem: str) -> ConfigurationError:
         return ConfigurationError(
-            f"{path} {problem}: give a file of recipes/pretrain_moe_gpt.py --record-routing or of moe-opt "
-            "trace generate"
+            f"{path} {problem}: give a file of moe-opt trace record, or of moe-opt trace generate"
         )
 
     try:

@@ -24,28 +24,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from megatron_moe_opt.runtime.observed.traffic_rows import INTER_NODE, INTRA_NODE, TrafficRow
 from megatron_moe_opt.topology.nodes import NodeMap
-
-INTRA_NODE = "intra-node"
-INTER_NODE = "inter-node"
-
-
-@dataclass(frozen=True)
-class TrafficRow:
-    """What one collective sent over one kind of link."""
-
-    collective: str
-    link: str
-    """INTRA_NODE or INTER_NODE."""
-    messages: int
-    bytes: int
 
 
 class TrafficCounter(TorchDispatchMode):

@@ -1,0 +1,80 @@
+"""All that a run of `moe-opt bench` has measured, as a JSON file, and read from it again.
+
+The file has the fields of LayerReport, and of what it is made of, by their names; beside them the medians and the
+verdicts that the table shows, which are not read.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Mapping
+from dataclasses import fields, is_dataclass
+from enum import Enum
+from pathlib import Path
+from types import NoneType
+from typing import Any, get_args, get_origin, get_type_hints
+
+from megatron_moe_opt.cli.report.measured_layer import LayerReport
+from megatron_moe_opt.output_file import write_text_whole
+from megatron_moe_opt.planning.json_places import JsonPlace
+
+FORMAT, VERSION = "moe-opt bench", 1
+COMMAND = "moe-opt bench -o"
+_PLAIN = {int: (int,), float: (int, float), str: (str,), bool: (bool,)}
+_hints = functools.cache(get_type_hints)
+
+
+def write_report(path: Path, report: LayerReport) -> None:
+    """Writes the file. Raises ConfigurationError where it cannot be written."""
+    content = {"format": FORMAT, "version": VERSION} | _plain(report)
+    for entry, result in zip(content["results"], report.results, strict=True):
+        entry |= {"median_seconds": result.median, "median_ratio": result.ratio, "verdict": result.verdict}
+    write_text_whole(path, json.dumps(content, indent=2, default=str) + "\n")
+
+
+def read_report(path: Path) -> LayerReport:
+    """Reads the file. Raises ConfigurationError, with file, line and field, where it is none of `moe-opt bench`'s."""
+    place = JsonPlace.root(path)
+    place.check_format(FORMAT, VERSION, COMMAND, "measure")
+    return _value(LayerReport, place)
+
+
+def _plain(value: Any) -> Any:
+    """Returns what JSON has for a value: objects for dataclasses, the values of enums."""
+    if is_dataclass(value):
+        return {field.name: _plain(getattr(value, field.name)) for field in fields(value)}
+    if isinstance(value, Mapping):
+        return {name: _plain(one) for name, one in value.items()}
+    if isinstance(value, (tuple, list)):
+        return [_plain(one) for one in value]
+    return value.value if isinstance(value, Enum) else value
+
+
+def _value(kind: Any, place: JsonPlace) -> Any:
+    """Returns the value of a type that the fields of a LayerReport have; refuses what is none."""
+    origin, arguments = get_origin(kind), get_args(kind)
+    if kind is Any:
+        return place.value
+    if NoneType in arguments:
+        (given,) = (one for one in arguments if one is not NoneType)
+        return None if place.value is None else _value(given, place)
+    if is_dataclass(kind):
+        hints, found = _hints(kind), place.object()
+        for name in hints:
+            if name not in found:
+                place.refuse(f"{name} is missing")
+        return kind(**{name: _value(hint, found[name]) for name, hint in hints.items()})
+    if origin is tuple:
+        if arguments[-1] is Ellipsis:
+            return tuple(_value(arguments[0], one) for one in place.items())
+        return tuple(_value(one, item) for one, item in zip(arguments, place.items(len(arguments)), strict=True))
+    if origin is not None:  # a mapping
+        return {name: _value(arguments[1], one) for name, one in place.object().items()}
+    if issubclass(kind, Enum):
+        return kind(place.word(*(one.value for one in kind)))
+    if kind is Path:
+        return Path(place.word())
+    if type(place.value) not in _PLAIN[kind]:
+        place.refuse(f"{json.dumps(place.value)[:40]} is not of type {kind.__name__}")
+    return kind(place.value)
