@@ -204,6 +204,7 @@ def test_a_search_leaves_nothing_out_that_would_be_shown(run, monkeypatch):
     """With candidates left out that cannot reach the slowest layout shown, and with all of them: the same answer."""
     search = "--cluster h100-ib400 --model qwen3-30b-a3b-like,layers=2,experts=16 --world 16 --global-batch 32"
     search += " --recompute none --micro-batch 1"
+    monkeypatch.setattr(layout_search, "SHOWN", 2)
     _, output, _ = run(search)
     monkeypatch.setattr(layout_search, "_seconds_for", lambda bound, least: math.inf)
     monkeypatch.setattr(layout_search, "_tokens_of_stock", lambda bounded: 0.0)
