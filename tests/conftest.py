@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterator
 
@@ -26,6 +27,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for item in items:
             for mark in item.iter_markers("host_only"):
                 item.add_marker(pytest.mark.skip(reason=mark.kwargs["reason"]))
+
+
+def pytest_collection_finish() -> None:
+    """What is imported by now stays: no collection looks at it again."""
+    gc.collect()
+    gc.freeze()
 
 
 def _gpus() -> int:

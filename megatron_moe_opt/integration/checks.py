@@ -118,6 +118,7 @@ def check_config(config: Any, name: str, options: Options) -> None:
     if system is not None:
         _check_system(system, config, options, arguments)
     check_never_unread(name, options)
+    _check_capacity(config)
     _check_cuda_graphs(config, name, moves_samples=system is not None and system.moves_samples)
     if overlaps_batches(config):
         _check_overlap(config, name, system)
@@ -132,6 +133,17 @@ def check_config(config: Any, name: str, options: Options) -> None:
         raise ConfigurationError(
             f"--transformer-impl inference_optimized brings its own dispatchers and does not work with {FLAG} {name}: "
             "use alltoall for inference"
+        )
+
+
+def _check_capacity(config: Any) -> None:
+    """Refuses padding to more rows than there are tokens, with which Megatron's layers end in their first pass."""
+    factor, topk, experts = config.moe_expert_capacity_factor, config.moe_router_topk, config.num_moe_experts
+    if config.moe_pad_expert_input_to_capacity and factor * topk > experts:
+        raise ConfigurationError(
+            f"--moe-expert-capacity-factor {factor:g} gives each of {experts} experts more rows than there are tokens "
+            f"at --moe-router-topk {topk}, and --moe-pad-expert-input-to-capacity cannot pad to that: set it to at "
+            f"most {experts / topk:g}, or drop the padding"
         )
 
 

@@ -10,6 +10,8 @@ from math import gcd
 import pytest
 import torch.distributed as dist
 
+from megatron_moe_opt.planning.costs.described_cluster import describe
+from megatron_moe_opt.planning.costs.known_clusters import PARM_B
 from tests.ranks.commands import group_of_the_pool
 from tools.papers import timed
 
@@ -46,9 +48,14 @@ def test_a_row_says_what_was_measured_predicted_and_published(tmp_path):
     assert lines[0].endswith("| 2.62 (Table IV, mean) |")
 
 
+def _described(sizes, device):
+    """In a profile's place: two nodes of two GPUs."""
+    return describe(replace(PARM_B, node=2), sizes.layout(4), sizes.hidden, sizes.ffn_hidden, sizes.dtype)
+
+
 def _time(name):
     from megatron_moe_opt.cli import ranks as command_ranks
-    from megatron_moe_opt.integration.measuring import loads
+    from megatron_moe_opt.cli.profile import run as profile
 
     point = next(one for one in timed.points() if one.name.startswith(name))
     sizes = {"tokens": 16, "hidden": 32, "ffn_hidden": 16, "steps": 1, "warmup": 0}
@@ -57,8 +64,7 @@ def _time(name):
     point = replace(point, ranks=2, layer=replace(point.layer, **sizes))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(command_ranks, "megatron_process_group", group_of_the_pool)
-        patch.setattr(timed, "PROFILE_SECONDS", 1e-3)
-        patch.setattr(loads, "_COPIED_BYTES", 2**18)
+        patch.setattr(profile, "measured", _described)
         patch.setitem(os.environ, "GROUP_RANK", str(dist.get_rank() // 2))
         return point, timed.time_point(point)
 

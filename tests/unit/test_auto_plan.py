@@ -19,7 +19,7 @@ from megatron_moe_opt.integration.optimizer_step import step_ended
 from megatron_moe_opt.options import Options
 from megatron_moe_opt.planning.plan_file import Plan
 from megatron_moe_opt.planning.predicting.layer_workload import LayerWorkload
-from megatron_moe_opt.planning.predicting.prediction import Prediction
+from megatron_moe_opt.planning.predicting.prediction import Prediction, Refusal, told_together
 
 CANDIDATES = ("netmoe", "parm:S2", "expert-migration:2x4", "expert-migration:8", "mpmoe:2:S1", "monta:O2x2", "alltoall")
 
@@ -130,6 +130,35 @@ def test_layers_of_each_shape_are_planned_by_themselves(planned, monkeypatch):
     assert (of_many.planned, of_many.shape.topk, of_many.passes) == ("monta:O1", 5, 2)
     assert [(one.variant, one.seconds) for one in of_many.predicted] == [("monta:O1", 8.0), ("alltoall", 10.0)]
     assert of_many.shape == dataclasses.replace(many.workload, tokens=0)
+
+
+def test_samples_move_in_trials_only_where_that_may_be_the_fastest_and_trains_alike(planned, monkeypatch):
+    times = {"monta:O1": 1.0, "netmoe:hops": 1.2, "alltoall": 2.0}
+
+    def predicted(workload, *_):
+        return tuple(Prediction(name, time * workload.topk, time, 0.0, 0.0, 1) for name, time in times.items()), ()
+
+    monkeypatch.setattr(auto_layer, "candidates", predicted)
+    monkeypatch.setattr(auto_layer.Cluster, "load", lambda file: SimpleNamespace(gpu_settings=None))
+    controller = planned("monta:O2x2")
+    controller.plan, controller.placement_saving = None, 0.3
+    workload = LayerWorkload(16, 16, 16, False, 8, 2, 4, 16, 8)
+    seen = [[Seen(workload, 32.0)]]
+
+    def refused(seen: list[list[Seen]]) -> str | None:
+        found = controller._make_plan(seen)[0]
+        reason = next((one.reason for one in found.refused if one.variant == "netmoe"), None)
+        assert (reason is None) == ("netmoe:hops" in [one.variant for one in found.predicted])
+        return reason
+
+    assert refused(seen) is None
+    assert "layers of each size" in refused([[Seen(workload, 32.0), Seen(dataclasses.replace(workload, topk=1), 32.0)]])
+    controller.at_home = "they stay"
+    assert refused(seen).startswith("they stay; by the samples of the first step, netmoe:hops would send 30.0% less")
+    controller.at_home, controller.placement_saving = None, 0.0
+    assert "send 0.0% less between nodes and take 0.60 of alltoall's time (monta:O1 0.50): too little" in refused(seen)
+    controller.placement_saving, times["netmoe:hops"] = 0.3, 1.6
+    assert refused(seen).endswith("too little to be tried")
 
 
 def test_what_a_gpu_may_have_no_room_for_is_not_tried(planned):
@@ -243,3 +272,13 @@ def test_variants_keep_to_the_bounds_of_the_run(tmp_path):
     assert plugged["monta"].resident_layers is None  # no expert travels
     assert plugged["expert-migration"].resident_layers == 3
     assert all((one.network_levels, one.prefetch_layers) == ((2, 4), 2) for one in plugged.values())
+
+
+def test_refusals_of_a_system_for_one_reason_are_told_in_one_line():
+    refused = [Refusal(f"mpmoe:{count}", f"{count} partitions of 2 rows") for count in (4, 8)]
+    told = told_together([*refused, Refusal("mpmoe:2", "something else"), Refusal("parm", "4 partitions of 2 rows")])
+    assert told == [
+        ("mpmoe:4 and 1 more", "4 partitions of 2 rows"),
+        ("mpmoe:2", "something else"),
+        ("parm", "4 partitions of 2 rows"),
+    ]

@@ -217,6 +217,13 @@ def test_telemetry_needs_stages_one_after_another_under_stock_too(flag, override
         megatron_moe_opt.register()
 
 
+def test_no_expert_is_padded_to_more_rows_than_there_are_tokens():
+    padded = {"moe_pad_expert_input_to_capacity": True, "moe_token_drop_policy": "probs"}
+    config(moe_expert_capacity_factor=2.0, **padded)
+    config(moe_expert_capacity_factor=2.1)  # nothing is padded
+    refusal("set it to at most 2, or drop the padding", moe_expert_capacity_factor=2.1, **padded)
+
+
 @pytest.mark.parametrize(
     ("wrong", "overrides"),
     [

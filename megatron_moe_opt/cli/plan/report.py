@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -26,7 +25,7 @@ from megatron_moe_opt.planning.costs.expert_costs import costs_with_experts
 from megatron_moe_opt.planning.predicting.baselines import baselines
 from megatron_moe_opt.planning.predicting.layer_on_cluster import LayerOnCluster
 from megatron_moe_opt.planning.predicting.layer_workload import LayerWorkload
-from megatron_moe_opt.planning.predicting.prediction import Prediction, Refusal
+from megatron_moe_opt.planning.predicting.prediction import Prediction, Refusal, told_together
 from megatron_moe_opt.planning.training.known_models import MONTA_CHOICES
 from megatron_moe_opt.schedules.schedule import Kind
 from megatron_moe_opt.schedules.timeline import one_after_another
@@ -240,15 +239,7 @@ def _cells(case: Case, one: Prediction) -> Iterator[str]:
 
 
 def _refused_table(refused: Sequence[Refusal]) -> Table:
-    """Returns one row for all refusals of a system that differ in their numbers alone."""
-    alike: dict[tuple[str, str], list[Refusal]] = {}
-    for one in refused:
-        alike.setdefault((one.variant.partition(":")[0], re.sub(r"[0-9]+", "", one.reason)), []).append(one)
-    rows = [
-        (first.variant + (f" and {len(others)} more" if others else ""), first.reason)
-        for first, *others in alike.values()
-    ]
-    return table_of("Not candidates", ("dispatcher", "why"), rows, names=2)
+    return table_of("Not candidates", ("dispatcher", "why"), told_together(refused), names=2)
 
 
 def _baselines_table(case: Case) -> Table:

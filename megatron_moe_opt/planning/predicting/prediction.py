@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from megatron_moe_opt.schedules.timeline import Timeline
@@ -46,3 +48,14 @@ class Refusal:
 
     variant: str
     reason: str
+
+
+def told_together(refused: Iterable[Refusal]) -> list[tuple[str, str]]:
+    """Returns (candidates, why), one for all refusals of a system that differ in their numbers alone."""
+    alike: dict[tuple[str, str], list[Refusal]] = {}
+    for one in refused:
+        alike.setdefault((one.variant.partition(":")[0], re.sub(r"[0-9]+", "", one.reason)), []).append(one)
+    return [
+        (first.variant + (f" and {len(others)} more" if others else ""), first.reason)
+        for first, *others in alike.values()
+    ]
