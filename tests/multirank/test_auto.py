@@ -126,7 +126,9 @@ def stocks(ranks: RankPool, steps: int, **config: Any) -> list[list[float]]:
     """Each rank's losses of these steps under stock with EP 4, trained once for all tests of the same configuration."""
     key = str(config)
     if len(_stocks.get(key, [[]])[0]) < steps:
-        answers = ranks.run(train, steps=max(steps, STEPS), options=None, sizes={"ep": 4}, **config)
+        answers = ranks.run(
+            train, steps=steps if config else max(steps, STEPS), options=None, sizes={"ep": 4}, **config
+        )
         _stocks[key] = [answer["losses"] for answer in answers]
     return [losses[:steps] for losses in _stocks[key]]
 
@@ -163,10 +165,10 @@ MOE_RECOMPUTED = {"recompute_granularity": "selective", "recompute_modules": ["m
 @pytest.mark.parametrize("recomputed", [MOE_RECOMPUTED, RECOMPUTED], ids=["moe", "full"])
 def test_trains_like_stock_while_samples_move_and_after(ranks, profile, recomputed):
     """They begin to in the middle of the trials, end to, and begin again with what stays."""
-    config = recomputed | {"moe_router_load_balancing_type": "seq_aux_loss", "moe_shared_expert_intermediate_size": 32}
+    config = {"moe_router_load_balancing_type": "seq_aux_loss", "moe_shared_expert_intermediate_size": 32}
     auto = ranks.run(
         train, options=Options(profile=profile), sizes={"ep": 4}, seconds=FasterWithMoves(), saving=0.3,
-        moe_token_dispatcher_type="auto", **ONE_SWEEP, **config,
+        moe_token_dispatcher_type="auto", **ONE_SWEEP, **config, **recomputed,
     )  # fmt: skip
     for ours, stock in zip(auto, stocks(ranks, ONE_SWEEP["steps"], **config), strict=True):
         assert ours["settled"] and ours["runs"].startswith("netmoe") and len(ours["tried"]) > 4
