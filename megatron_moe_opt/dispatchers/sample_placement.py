@@ -82,9 +82,15 @@ class SamplePass:
 class SampleOrder:
     """The samples of the forward pass that is under way in the layers of a pipeline stage."""
 
-    def __init__(self) -> None:
+    def __init__(self, stays_home: bool = False) -> None:
+        """No pass is under way.
+
+        Args:
+            stays_home: samples stay at home in a pass where some are masked unlike others; False: it ends the run.
+        """
         self.running = SamplePass()
         self.room = Room()
+        self.stays_home = stays_home
         self._is_known = False
         """Whether `running` is said to be the pass, by who keeps it to repeat it."""
         _orders.add(self)

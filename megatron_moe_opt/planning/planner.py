@@ -79,14 +79,15 @@ def _narrowed(system: System, layer: LayerOnCluster) -> Iterator[Prediction | Re
 def stock_without_waiting(
     workload: LayerWorkload, cluster: Cluster, budget: int | None = None
 ) -> tuple[tuple[Prediction, ...], tuple[Refusal, ...]]:
-    """As `candidates`, of stock alone as if all that it communicates were hidden: no candidate takes less.
+    """As `candidates`, of stock alone: as if all that it communicates were hidden, and no candidate takes less; and as
+    it is.
 
     Raises ConfigurationError where stock does not train.
     """
     (stock,) = _stock(LayerOnCluster(workload, cluster))
     if isinstance(stock, Refusal):
         raise ConfigurationError(f"{stock.variant}: {stock.reason}")
-    return (replace(stock, seconds=stock.seconds - stock.exposed, exposed=0.0),), ()
+    return (replace(stock, seconds=stock.seconds - stock.exposed, exposed=0.0), stock), ()
 
 
 def best(predictions: Sequence[Prediction]) -> Prediction:

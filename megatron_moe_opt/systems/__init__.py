@@ -29,3 +29,9 @@ def system_of(variant: str) -> System | None:
     """The system that a variant is of, or that has this name; None: it is none of ours."""
     name = variant.partition(":")[0]
     return next((system for system in SYSTEMS if system.name == name), None)
+
+
+def moves_samples(variant: str) -> bool:
+    """Whether samples leave their ranks under a variant, or a dispatcher of this name."""
+    system = system_of(variant)
+    return system is not None and system.moves_samples

@@ -43,6 +43,7 @@ from megatron_moe_opt.schedules.mpmoe import (
     OUTPUTS,
     STRATEGIES,
     Partition,
+    Restore,
     RowBytes,
     backward,
     by_rows,
@@ -304,8 +305,8 @@ class _Partitioned:
         parts = [replace(part, own=other.own) for part, other in zip(computed, exchanged, strict=True)]
         return cls(parts, row_bytes(one), by_rows(one.ep, one.etp), None)
 
-    def least_seconds(self, layer: LayerOnCluster, costs: Callable[[Op], float]) -> float:
-        """Returns what no layer takes less than, however its partitions share memory.
+    def least_seconds(self, layer: LayerOnCluster, strategy: str, costs: Callable[[Op], float]) -> float:
+        """Returns what no layer takes less than whose partitions share memory by this strategy.
 
         No op is faster beside others than alone, and ops of a lane run one after another. Before the first partition is
         computed it has arrived, and behind the last one it goes back.
@@ -315,10 +316,16 @@ class _Partitioned:
         """
         costs, part, count = layer.converting(costs), self.parts[0], len(self.parts)
         least = layer.local_timeline(OURS, self.own).seconds
+        again = {
+            Restore.RECOMPUTE: Op(Kind.COMPUTE, Lane.COMPUTE, size=part.gathered * self.row.token),
+            Restore.OFFLOAD: Op(Kind.ACTIVATE, Lane.COMPUTE, size=part.gathered * self.row.activations),
+        }.get(STRATEGIES[strategy].middle)
         for kind, out, back in ((Kind.COMPUTE, INPUTS, OUTPUTS), (Kind.GRADIENT, OUTPUT_GRADIENTS, INPUT_GRADIENTS)):
             rows_out, rows_back = part.bytes(self.row.of(out)), part.bytes(self.row.of(back))
             computed = costs(Op(kind, Lane.COMPUTE, size=part.gathered * self.row.token))
-            busy, alone = {Lane.COMPUTE: computed}, count * computed
+            restored = costs(again) if kind is Kind.GRADIENT and again is not None else 0.0
+            busy = {Lane.COMPUTE: computed + restored}
+            alone = count * computed + (count - 1) * restored  # the first one before gradients have arrived
             for one in (*self.stages.out(rows_out), *self.stages.back(rows_back)):
                 seconds = costs(Op(one.kind, one.lane, size=one.size, group=one.group))
                 busy[one.lane] = busy.get(one.lane, 0.0) + seconds
@@ -404,19 +411,19 @@ def _candidates(layer: LayerOnCluster, options: MpmoeOptions) -> Iterator[Predic
             yield Refusal(f"{NAME}:{HOPS}", refusal)
             continue
         for domains in _domains_to_try(layer, options) if way == HOPS else (None,):
-            counts = [count for count in options.partition_counts if _may_win(layer, count, way, domains)]
             for strategy in strategies if domains is None else strategies[:1]:
-                for count in counts:
-                    if count > 1 or strategy == strategies[0]:
+                for count in options.partition_counts:
+                    is_another = count > 1 or strategy == strategies[0]
+                    if is_another and _may_win(layer, count, strategy, way, domains):
                         yield candidate(layer, count, strategy, way, domains)
 
 
-def _may_win(layer: LayerOnCluster, count: int, way: str, domains: ExpertDomains | None) -> bool:
+def _may_win(layer: LayerOnCluster, count: int, strategy: str, way: str, domains: ExpertDomains | None) -> bool:
     """Whether the layer may take less than `layer.below` in so many partitions."""
     if layer.below == math.inf:
         return True
     cut = _Partitioned.of(layer, count, way, domains)
-    return cut.least_seconds(layer, costs_of(layer, way, domains)) < layer.below
+    return cut.least_seconds(layer, strategy, costs_of(layer, way, domains)) < layer.below
 
 
 def _domains_to_try(layer: LayerOnCluster, options: MpmoeOptions) -> Sequence[ExpertDomains | None]:

@@ -213,8 +213,10 @@ def _setting(level: str, chunks: int) -> str:
     return "" if level == "O1" else f"{level}x{chunks}"
 
 
-def _stays(options: Any, run: Run) -> str:
-    return f"moves samples between layers, which layers cannot change to: choose {FLAG} {NAME}"
+def _stays(options: Any, run: Run) -> str | None:
+    if run.samples_may_move:
+        return None
+    return f"moves samples, which auto counts without a plan alone: drop {PREFIX}plan, or choose {FLAG} {NAME}"
 
 
 NETMOE = System(

@@ -118,6 +118,8 @@ class Run:
     """Of each network level of its expert-parallel groups."""
     routes_together: bool
     """Which rows a token makes depends on the other tokens that its router sees: it drops or balances them."""
+    samples_may_move: bool
+    """Samples, which all are at home, may begin to move, and end to."""
 
 
 @dataclass(frozen=True)

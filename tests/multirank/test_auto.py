@@ -6,6 +6,7 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from torch.distributed import distributed_c10d
 
@@ -48,31 +49,54 @@ class AllAlike(dict[str, float]):
         return 1.0
 
 
+class FasterWithMoves(AllAlike):
+    """But those whose samples move are fastest."""
+
+    def __missing__(self, variant: str) -> float:
+        return 0.5 if variant.startswith("netmoe") else super().__missing__(variant)
+
+
 def train(
     steps: int,
     options: Options | None,
     sizes: dict[str, int],
     seconds: dict[str, float] | None = None,
     most_steps: int = 26,
+    saving: float | None = None,
     **config: Any,
 ) -> dict[str, Any]:
     """Losses, and what `auto` did.
 
     Args:
+        saving: of bytes between nodes, that moves of samples are taken to be worth; they go to random places.
         most_steps: of trials.
         seconds: that steps of each variant are taken to take; what they take, without.
     """
     import megatron_moe_opt
+    from megatron_moe_opt.dispatchers import sample_placement
     from megatron_moe_opt.integration.auto import auto_layer
     from megatron_moe_opt.planning.choosing import trials
+    from tests.multirank.test_netmoe import at_random
     from tests.ranks.gpt import gpt
     from tests.ranks.megatron import parallel
+
+    settle, moved = sample_placement.settle, []
+
+    def count(*given: Any) -> Any:
+        move = settle(*given)
+        moved.append(bool((move != np.arange(len(move))).any()))
+        return move
 
     with pytest.MonkeyPatch.context() as patch, parallel(**sizes):
         patch.setattr(trials, "TURN", 2)
         patch.setattr(trials, "MOST_STEPS", most_steps)
         if seconds is not None:
             patch.setattr(auto_layer.Controller, "_slowest", lambda controller, _: seconds[controller.current])
+        if saving is not None:
+            patch.setattr(auto_layer, "saving_of", lambda *_: saving)
+            patch.setattr(auto_layer, "NEAR", 1e3)
+            patch.setattr(sample_placement, "place_samples", at_random)
+            patch.setattr(sample_placement, "settle", count)
         megatron_moe_opt.register(options)
         before = set(distributed_c10d._world.pg_map)
         try:
@@ -92,6 +116,7 @@ def train(
         "runs": controller.current,
         "layers": len(controller.layers),
         "netmoe": next((one.reason for one in controller.refused if one.variant == "netmoe"), None),
+        "moved": sum(moved),
         "built": [list(layer._built) for layer in controller.layers],
         "groups": sorted(group.group_desc for group in set(distributed_c10d._world.pg_map) - before),
     }
@@ -101,7 +126,9 @@ def stocks(ranks: RankPool, steps: int, **config: Any) -> list[list[float]]:
     """Each rank's losses of these steps under stock with EP 4, trained once for all tests of the same configuration."""
     key = str(config)
     if len(_stocks.get(key, [[]])[0]) < steps:
-        answers = ranks.run(train, steps=max(steps, STEPS), options=None, sizes={"ep": 4}, **config)
+        answers = ranks.run(
+            train, steps=steps if config else max(steps, STEPS), options=None, sizes={"ep": 4}, **config
+        )
         _stocks[key] = [answer["losses"] for answer in answers]
     return [losses[:steps] for losses in _stocks[key]]
 
@@ -114,11 +141,10 @@ TWO_BESIDE = {"steps": 20, "most_steps": 18}
 RECOMPUTED = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 
 
-@pytest.mark.parametrize("config", [{}, RECOMPUTED], ids=["ep 4", "recomputed"])
-def test_trains_like_stock_while_it_tries_and_after(ranks, profile, config):
+def test_trains_like_stock_while_it_tries_and_after(ranks, profile):
     auto = ranks.run(
         train, options=Options(profile=profile), sizes={"ep": 4}, seconds=AllAlike(),
-        moe_token_dispatcher_type="auto", **ONE_SWEEP, **config,
+        moe_token_dispatcher_type="auto", **ONE_SWEEP,
     )  # fmt: skip
     first = auto[0]
     assert first["settled"] and first["runs"] in first["tried"] and first["planned"] in first["tried"]
@@ -128,8 +154,25 @@ def test_trains_like_stock_while_it_tries_and_after(ranks, profile, config):
     assert first["built"] == [[first["runs"]]] * 2  # what is not used is not kept
     assert "would send 0.0% less between nodes" in first["netmoe"]  # its samples were counted; there is one node
     assert bool(first["groups"]) == first["runs"].startswith("expert-migration")
-    for ours, stock in zip(auto, stocks(ranks, ONE_SWEEP["steps"], **config), strict=True):
+    for ours, stock in zip(auto, stocks(ranks, ONE_SWEEP["steps"]), strict=True):
         assert {**ours, "losses": None} == {**first, "losses": None}  # all ranks alike
+        assert ours["losses"] == pytest.approx(stock, rel=1e-5)
+
+
+MOE_RECOMPUTED = {"recompute_granularity": "selective", "recompute_modules": ["moe"]}
+
+
+@pytest.mark.parametrize("recomputed", [MOE_RECOMPUTED, RECOMPUTED], ids=["moe", "full"])
+def test_trains_like_stock_while_samples_move_and_after(ranks, profile, recomputed):
+    """They begin to in the middle of the trials, end to, and begin again with what stays."""
+    config = {"moe_router_load_balancing_type": "seq_aux_loss", "moe_shared_expert_intermediate_size": 32}
+    auto = ranks.run(
+        train, options=Options(profile=profile), sizes={"ep": 4}, seconds=FasterWithMoves(), saving=0.3,
+        moe_token_dispatcher_type="auto", **ONE_SWEEP, **config, **recomputed,
+    )  # fmt: skip
+    for ours, stock in zip(auto, stocks(ranks, ONE_SWEEP["steps"], **config), strict=True):
+        assert ours["settled"] and ours["runs"].startswith("netmoe") and len(ours["tried"]) > 4
+        assert ours["built"] == [[ours["runs"]]] * 2 and ours["moved"] > 4
         assert ours["losses"] == pytest.approx(stock, rel=1e-5)
 
 

@@ -132,6 +132,35 @@ def test_layers_of_each_shape_are_planned_by_themselves(planned, monkeypatch):
     assert of_many.shape == dataclasses.replace(many.workload, tokens=0)
 
 
+def test_samples_move_in_trials_only_where_that_may_be_the_fastest_and_trains_alike(planned, monkeypatch):
+    times = {"monta:O1": 1.0, "netmoe:hops": 1.2, "alltoall": 2.0}
+
+    def predicted(workload, *_):
+        return tuple(Prediction(name, time * workload.topk, time, 0.0, 0.0, 1) for name, time in times.items()), ()
+
+    monkeypatch.setattr(auto_layer, "candidates", predicted)
+    monkeypatch.setattr(auto_layer.Cluster, "load", lambda file: SimpleNamespace(gpu_settings=None))
+    controller = planned("monta:O2x2")
+    controller.plan, controller.placement_saving = None, 0.3
+    workload = LayerWorkload(16, 16, 16, False, 8, 2, 4, 16, 8)
+    seen = [[Seen(workload, 32.0)]]
+
+    def refused(seen: list[list[Seen]]) -> str | None:
+        found = controller._make_plan(seen)[0]
+        reason = next((one.reason for one in found.refused if one.variant == "netmoe"), None)
+        assert (reason is None) == ("netmoe:hops" in [one.variant for one in found.predicted])
+        return reason
+
+    assert refused(seen) is None
+    assert "layers of each size" in refused([[Seen(workload, 32.0), Seen(dataclasses.replace(workload, topk=1), 32.0)]])
+    controller.at_home = "they stay"
+    assert refused(seen).startswith("they stay; by the samples of the first step, netmoe:hops would send 30.0% less")
+    controller.at_home, controller.placement_saving = None, 0.0
+    assert "send 0.0% less between nodes and take 0.60 of alltoall's time (monta:O1 0.50): too little" in refused(seen)
+    controller.placement_saving, times["netmoe:hops"] = 0.3, 1.6
+    assert refused(seen).endswith("too little to be tried")
+
+
 def test_what_a_gpu_may_have_no_room_for_is_not_tried(planned):
     controller = planned("alltoall")
     held = {"mpmoe:2:S1": 900, "alltoall": 500, "monta:O2x2": 601}

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
+import torch.utils.checkpoint
 
-from megatron_moe_opt.integration.auto.sample_saving import MOST_PASSES, SampleRouting, replayed
+from megatron_moe_opt.integration.auto.sample_saving import MOST_PASSES, SampleRouting, keeps_home, replayed
 from megatron_moe_opt.topology.sample_holders import SampleHolders
 
 TWO_NODES = SampleHolders.from_ranks([0, 1], ([0], [1]), ("a", "b"), 1)
@@ -61,5 +64,45 @@ def test_it_counts_the_tokens_of_each_sample():
     for _ in range(MOST_PASSES + 1):
         router(torch.zeros(3, 2, 4))
     counts = routing.take()
-    assert counts.shape == (MOST_PASSES, 2, 3)
+    assert counts.shape == (MOST_PASSES, 2, 3) and routing.samples == 2 and not routing.is_repeated
     assert (counts == [[1, 1, 1], [1, 1, 1]]).all() and not router._forward_hooks
+
+
+CONFIG = {
+    "attention_dropout": 0.0, "moe_router_force_load_balancing": False, "moe_input_jitter_eps": None,
+    "recompute_granularity": None, "recompute_modules": None, "tensor_model_parallel_size": 1,
+    "sequence_parallel": False,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("overrides", "samples", "aux_loss", "is_repeated", "reason"),
+    [
+        ({}, 4, 0.0, False, None),
+        ({"tensor_model_parallel_size": 2}, 4, 0.0, False, "TP without --sequence-parallel"),
+        ({"attention_dropout": 0.1}, 1, 0.0, False, "--attention-dropout 0.1"),
+        ({"moe_input_jitter_eps": 0.01}, 1, 0.0, False, "--moe-input-jitter-eps 0.01"),
+        ({}, 2, 0.01, False, "aux_loss balances the samples that share a rank"),
+        ({}, 1, 0.01, False, None),
+        ({}, 4, 0.0, True, "recomputed by torch.utils.checkpoint"),
+        ({"recompute_granularity": "full"}, 4, 0.0, True, None),
+        ({"recompute_granularity": "selective", "recompute_modules": ["moe"]}, 4, 0.0, True, None),
+    ],
+)
+def test_samples_that_would_train_otherwise_elsewhere_stay_at_home(overrides, samples, aux_loss, is_repeated, reason):
+    router = SimpleNamespace(get_aux_loss_coeff=lambda kind: aux_loss if kind == "aux_loss" else 0.0)
+    heard = SimpleNamespace(router=router, samples=samples, is_repeated=is_repeated)
+    found = keeps_home(SimpleNamespace(**CONFIG | overrides), [heard])
+    assert found is None if reason is None else reason in found
+
+
+def test_a_pass_that_is_run_again_is_noticed_and_not_counted():
+    class Router(torch.nn.Module):
+        def forward(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            return hidden, torch.ones(6, 3, dtype=torch.bool)
+
+    router = Router()
+    routing = SampleRouting(router)
+    hidden = torch.zeros(3, 2, 4, requires_grad=True)
+    torch.utils.checkpoint.checkpoint(lambda one: router(one)[0].exp(), hidden, use_reentrant=False).sum().backward()
+    assert routing.is_repeated and len(routing.take()) == 1

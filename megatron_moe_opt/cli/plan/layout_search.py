@@ -80,8 +80,8 @@ def search(settings: PlanSettings, model: ModelShape, wanted: Wanted) -> Searche
     """Predicts a training step under the arrangements that fit, as far as they could be among the fastest.
 
     No dispatcher takes less than stock would without waiting for its communication: in the order of the tokens a second
-    that this would give, arrangements are predicted until it is less than the slowest of those to be shown. Of each,
-    candidates that are known not to reach that one are left out.
+    that this would give, arrangements are predicted until it is less than the slowest of those to be shown, or than
+    stock has in as many. Of each, candidates that are known not to reach that are left out.
 
     Raises:
         ConfigurationError: nothing fits, and what is needed at least; or several lengths of sequences.
@@ -114,8 +114,11 @@ def search(settings: PlanSettings, model: ModelShape, wanted: Wanted) -> Searche
     console = progress_console()
     with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
         bounded = _bounded(settings, model, progress.track(small, description="layouts"))
+        of_stock = _tokens_of_stock(bounded)
         for bound in progress.track(bounded, description="dispatchers"):
-            least = found[-1].step(found[-1].chosen).tokens_per_second if len(found) == SHOWN else 0.0
+            least = of_stock
+            if len(found) == SHOWN:
+                least = max(least, found[-1].step(found[-1].chosen).tokens_per_second)
             if _most_tokens(bound) <= least:
                 break
             case = bound.predicted(partial(candidates, below=_seconds_for(bound, least)))
@@ -155,6 +158,20 @@ def _bounded(settings: PlanSettings, model: ModelShape, ones: Iterable[Arrangeme
 
 def _most_tokens(bound: Case) -> float:
     return bound.step(bound.candidates[0]).tokens_per_second
+
+
+def _tokens_of_stock(bounded: Iterable[Case]) -> float:
+    """Returns tokens a second that stock has in SHOWN of the arrangements, where it fits: what is shown has no fewer.
+
+    Where all layers are run again, what takes less time may have fewer tokens a second: it may wait for more of it.
+    """
+    found = [
+        one.step(stock).tokens_per_second
+        for one in bounded
+        for stock in one.candidates[1:]
+        if one.settings.recompute != RECOMPUTE[-1] and one.fits(stock)
+    ]
+    return sorted(found)[-SHOWN] * (1 - 1e-6) if len(found) >= SHOWN else 0.0  # stock itself is to be shown, too
 
 
 def _seconds_for(bound: Case, least: float) -> float:

@@ -55,6 +55,14 @@ class PlanSettings:
     placement_saving: float | None
     activation_budget: int | None
 
+    def __post_init__(self) -> None:
+        """Raises ConfigurationError for numbers of a cluster that are none."""
+        for name, value in self.cluster_numbers.items():
+            most = 1.0 if name == "efficiency" else math.inf
+            if name != "op_us" and not 0 < value <= most:
+                limit = ", and at most 1" if name == "efficiency" else ""
+                raise ConfigurationError(f"--cluster: {name} {value:g} is not above 0{limit}")
+
     @property
     def element_bytes(self) -> int:
         """Bytes of an element of tokens and weights."""
@@ -126,10 +134,6 @@ def site_of(settings: PlanSettings, model: ModelShape) -> Site:
     Raises:
         ConfigurationError: neither a name nor a file, or sizes that do not fit.
     """
-    for name, value in settings.cluster_numbers.items():
-        most = 1.0 if name == "efficiency" else math.inf
-        if name != "op_us" and not 0 < value <= most:
-            raise ConfigurationError(f"--cluster: {name} {value:g} is not above 0" + ", and at most 1" * (most == 1.0))
     site = _known(settings, model) if settings.cluster in KNOWN_CLUSTERS else _measured(settings)
     if "op_us" in settings.cluster_numbers:
         site = replace(site, cluster=replace(site.cluster, overhead=settings.cluster_numbers["op_us"] * 1e-6))

@@ -34,17 +34,18 @@ from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.integration.auto.auto_report import drift_line, plan_lines, settled_lines
 from megatron_moe_opt.integration.auto.given_plan import read_plan
 from megatron_moe_opt.integration.auto.planned_layer import PlannedLayer, Plug
-from megatron_moe_opt.integration.auto.sample_saving import SampleRouting, saving_of
+from megatron_moe_opt.integration.auto.sample_saving import SampleRouting, keeps_home, saving_of
 from megatron_moe_opt.integration.auto.stock_variants import is_stock_variant, release_buffers, stock_variants
 from megatron_moe_opt.integration.checks import check_config
 from megatron_moe_opt.integration.layer.configured_workload import layer_workload
+from megatron_moe_opt.integration.layer.netmoe_layer import check_seams, link
 from megatron_moe_opt.integration.layer.overlapped_batches import before_pass
 from megatron_moe_opt.integration.layer.replicated_tokens import holds_replicated_tokens
 from megatron_moe_opt.integration.optimizer_step import after_optimizer_step
 from megatron_moe_opt.option_values import AUTO
 from megatron_moe_opt.options import Options
 from megatron_moe_opt.planning.choosing.drift import Drift
-from megatron_moe_opt.planning.choosing.trials import Trials
+from megatron_moe_opt.planning.choosing.trials import NEAR, Trials
 from megatron_moe_opt.planning.costs.cluster import Cluster
 from megatron_moe_opt.planning.plan_file import Plan
 from megatron_moe_opt.planning.planner import best, candidates
@@ -54,7 +55,7 @@ from megatron_moe_opt.planning.predicting.skew import most_uneven_layer
 from megatron_moe_opt.row_format import narrower
 from megatron_moe_opt.runtime.engine.collectives import device_of
 from megatron_moe_opt.runtime.job.agreement import found_by_first
-from megatron_moe_opt.systems import system_of
+from megatron_moe_opt.systems import moves_samples, system_of
 from megatron_moe_opt.systems.netmoe import NETMOE
 from megatron_moe_opt.systems.system import FLAG, PREFIX, PROFILE_SECONDS, Run
 from megatron_moe_opt.topology.domain_groups import release_domain_groups
@@ -109,6 +110,8 @@ class Controller:
         """The part of the bytes between nodes that `netmoe` would have saved in the first step; None: not known."""
         self._routing: list[SampleRouting] = []
         """Of each layer, in the first step, where `netmoe` could run."""
+        self.at_home: str | None = None
+        """Why samples do not move, though `netmoe` could run; None: they may. Known after the first step."""
         self.own_profile: OwnProfile | None = None
         """What this run has measured itself; None: not yet, or it is given a profile or a plan."""
         self.shapes: tuple[Alike, ...] = ()
@@ -162,7 +165,7 @@ class Controller:
         variants = set(self.plan.layers.values())
         if len(variants) == 1:
             layer.use(*variants)
-        elif moving := [one for one in variants if (system := system_of(one)) and system.moves_samples]:
+        elif moving := [one for one in variants if moves_samples(one)]:
             raise ConfigurationError(
                 f"--moe-opt-plan {self.options.plan} has {moving[0]} in some layers only, but samples move through all "
                 "of a stage: plan it for all, or for none"
@@ -217,10 +220,11 @@ class Controller:
         of_ranks: list[Any] = [None] * dist.get_world_size()
         seen_here = [self._seen(layer) for layer in self.layers if layer.passes]
         spare = _free_memory()
-        dist.all_gather_object(of_ranks, (seen_here, self._room(spare), self._saving(), spare))
-        seen, rooms, savings, spares = zip(*of_ranks, strict=True)
+        dist.all_gather_object(of_ranks, (seen_here, self._room(spare), spare, *self._samples()))
+        seen, rooms, spares, savings, at_home = zip(*of_ranks, strict=True)
         known = [saving for saving in savings if saving is not None]
         self.placement_saving = statistics.mean(known) if known else None
+        self.at_home = next((why for why in at_home if why is not None), None)
         room, spare = (min((one for one in ones if one is not None), default=None) for ones in (rooms, spares))
         if self.options.profile is None and self.options.plan is None:
             self._measure([one.workload for of_rank in seen for one in of_rank])
@@ -257,13 +261,19 @@ class Controller:
     def _seen(self, layer: PlannedLayer) -> Seen:
         return Seen(layer.workload(), layer.rows / layer.passes, layer.passes)
 
-    def _saving(self) -> float | None:
-        """See saving_of; of this rank's layers."""
+    def _samples(self) -> tuple[float | None, str | None]:
+        """See saving_of and keeps_home; of this rank's layers, whose routers are listened to no more."""
         if not self._routing:
-            return None
-        routing, self._routing = [one.take() for one in self._routing], []
-        groups, tp = self.layers[0].groups, self.layers[0].layer.tp_group
-        return saving_of(routing, tp, groups, self.config.virtual_pipeline_model_parallel_size or 1)
+            return None, None
+        heard, self._routing = self._routing, []
+        routing, layer, groups = [one.take() for one in heard], self.layers[0].layer, self.layers[0].groups
+        at_home = keeps_home(self.config, heard)
+        try:
+            check_seams(layer, self.options)
+            blocks = self.config.virtual_pipeline_model_parallel_size or 1
+            return saving_of(routing, layer.router.tp_cp_group, groups, blocks), at_home
+        except ConfigurationError as error:  # on all ranks of the group
+            return None, str(error)
 
     def _room(self, free: int | None) -> int | None:
         """Bytes that each pass of a layer of this rank may hold besides what stock's held in the first step."""
@@ -317,10 +327,8 @@ class Controller:
             wires = narrower(workload.element_bytes) if self.options.allow_lossy else ()
             found, not_here = candidates(workload, cluster, self.options.activation_budget, wires)
             refused = {one.variant: one for one in not_here}
-            moving = [one for one in found if (system := system_of(one.variant)) and system.moves_samples]
-            if moving:
-                found = tuple(one for one in found if one not in moving)
-                refused[NETMOE.name] = self._not_moved(moving[0], found)
+            found, at_home = self._worth_moving(found, len(by_shape) > 1)
+            refused |= {one.variant: one for one in at_home}
             allowed, not_allowed = self._allowed(found, {shape.workers}, room)
             choice = best(allowed)
             passes = max(sum(one.passes for one in of_rank) for of_rank in of_ranks)
@@ -330,18 +338,35 @@ class Controller:
             by_time.append((passes * choice.seconds, of_shape))
         return tuple(one for _, one in sorted(by_time, key=lambda one: -one[0]))
 
-    def _not_moved(self, best_moving: Prediction, others: Sequence[Prediction]) -> Refusal:
-        """What samples that move would be worth, and why they do not: it takes attaching to all layers at once."""
+    def _worth_moving(
+        self, found: Sequence[Prediction], unlike: bool
+    ) -> tuple[tuple[Prediction, ...], tuple[Refusal, ...]]:
+        """The predictions without those whose samples move, where these stay at home; and why they do.
+
+        Args:
+            unlike: layers are of several shapes.
+        """
+        moving = [one for one in found if moves_samples(one.variant)]
+        others = tuple(one for one in found if one not in moving)
+        if not moving:
+            return others, ()
+        best_one, saving = moving[0], self.placement_saving
         stock = next((one for one in others if one.variant == ALLTOALL), others[0])
-        ratios = [one.seconds / stock.seconds for one in (best_moving, others[0])]
-        more_or_less = "more" if self.placement_saving < 0 else "less"
-        return Refusal(
-            NETMOE.name,
-            f"{AUTO} does not move samples; by those of the first step, {best_moving.variant} would send "
-            f"{abs(self.placement_saving):.1%} {more_or_less} between nodes and take {ratios[0]:.2f} of "
-            f"{stock.variant}'s time ({others[0].variant} {ratios[1]:.2f}): where that is less, choose {FLAG} "
-            f"{NETMOE.name}",
+        ratios = [one.seconds / stock.seconds for one in (best_one, others[0])]
+        would = (
+            f"by the samples of the first step, {best_one.variant} would send {saving:.1%} less between nodes and take "
+            f"{ratios[0]:.2f} of {stock.variant}'s time ({others[0].variant} {ratios[1]:.2f})"
         )
+        why = self.at_home
+        if why is None and unlike:
+            why = "samples move through all layers of a stage, and layers of each size are tried by themselves"
+        if why is not None:
+            reason = f"{why}; {would}: where that is less, {FLAG} {NETMOE.name} may pay"
+        elif saving <= 0 or best_one.seconds > NEAR * others[0].seconds:
+            reason = f"{would}: too little to be tried"
+        else:
+            return tuple(found), ()
+        return others, (Refusal(NETMOE.name, reason),)
 
     def _agree_on_plan(self, group: dist.ProcessGroup) -> None:
         """Has all ranks of the group run what the first one reads: other nodes may not have the file."""
@@ -367,7 +392,8 @@ class Controller:
         """
         config = self.config
         drops = config.moe_expert_capacity_factor is not None
-        run = Run(frozenset(workers), drops or config.moe_router_load_balancing_type == "sinkhorn")
+        balances = config.moe_router_load_balancing_type == "sinkhorn"
+        run = Run(frozenset(workers), drops or balances, samples_may_move=self.plan is None)
         of_stock = next((one.activation_bytes for one in predictions if one.variant == ALLTOALL), 0)
         reasons = [
             self._refusal(one.variant) or _stays(one.variant, run) or _needs(one.activation_bytes - of_stock, room)
@@ -398,6 +424,8 @@ class Controller:
     def _use(self, variant: str) -> None:
         for layer in self._tried_layers:
             layer.use(variant)
+        if moves_samples(variant):
+            link(layer.layer for layer in self._tried_layers)
 
     def _keep(self, variants: Iterable[str]) -> None:
         """Forgets the dispatchers of other variants, and has their process groups destroyed: a collective call."""

@@ -10,9 +10,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
+from megatron_moe_opt.integration.layer.netmoe_layer import balances_ranks
+from megatron_moe_opt.integration.layer.replicated_tokens import drawn_by_routers, holds_replicated_tokens
 from megatron_moe_opt.kernels import place_samples
 from megatron_moe_opt.planning.traces.routing_replay import decided_share, replay
 from megatron_moe_opt.runtime.engine.recomputation import is_recomputing
+from megatron_moe_opt.systems.system import recomputed_modules
 from megatron_moe_opt.topology.expert_groups import ExpertGroups
 from megatron_moe_opt.topology.sample_holders import SampleHolders
 
@@ -24,6 +27,11 @@ class SampleRouting:
     """How many tokens of each sample a MoE layer's router sends to each expert, in the first passes."""
 
     def __init__(self, router: torch.nn.Module) -> None:
+        self.router = router
+        self.samples = 0
+        """The most of a pass."""
+        self.is_repeated = False
+        """Passes were run again for their backward pass."""
         self._passes: list[torch.Tensor] = []
         self._handle = router.register_forward_hook(self._hear, prepend=True)
 
@@ -36,9 +44,34 @@ class SampleRouting:
         return torch.stack(passes).cpu().numpy()  # host synchronisation: once, after the first step
 
     def _hear(self, router: Any, inputs: tuple[Any, ...], outputs: tuple[Any, torch.Tensor]) -> None:
-        if router.training and len(self._passes) < MOST_PASSES and not is_recomputing():
-            tokens, samples = inputs[0].shape[:2]
+        if not router.training:
+            return
+        tokens, samples = inputs[0].shape[:2]
+        self.samples = max(self.samples, samples)
+        if is_recomputing():
+            self.is_repeated = True
+        elif len(self._passes) < MOST_PASSES:
             self._passes.append(outputs[1].view(tokens, samples, -1).sum(0))
+
+
+def keeps_home(config: Any, routing: Sequence[SampleRouting]) -> str | None:
+    """Why samples would not train elsewhere as they do at home, though `netmoe` runs here; None: they would.
+
+    Args:
+        routing: of each layer of this rank, in a step under another dispatcher.
+    """
+    if holds_replicated_tokens(config):
+        return "TP without --sequence-parallel has not been tried with dispatchers that take turns"
+    if config.attention_dropout > 0:
+        return f"--attention-dropout {config.attention_dropout:g} draws masks on the rank that has a sample"
+    if (drawn := drawn_by_routers(config)) is not None:
+        return f"{drawn} draws numbers on the rank that has a sample"
+    if any(one.samples > 1 and balances_ranks(one.router) for one in routing):
+        return "--moe-router-load-balancing-type aux_loss balances the samples that share a rank"
+    recomputes = config.recompute_granularity == "full" or "moe" in recomputed_modules(config)
+    if not recomputes and any(one.is_repeated for one in routing):
+        return "MoE layers are recomputed by torch.utils.checkpoint, which would not find their samples"
+    return None
 
 
 def saving_of(routing: Sequence[np.ndarray], tp: ProcessGroup, groups: ExpertGroups, blocks: int) -> float | None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import types
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -32,7 +32,7 @@ from megatron_moe_opt.topology.sample_holders import SampleHolders
 
 
 def wrap_transformer_block() -> None:
-    """Lets every TransformerBlock that is built from now on link its netmoe layers."""
+    """Lets every TransformerBlock that is built from now on link its netmoe layers, now or when they change to it."""
     from megatron.core import tensor_parallel
     from megatron.core.transformer.transformer_block import TransformerBlock
 
@@ -43,6 +43,9 @@ def wrap_transformer_block() -> None:
     @functools.wraps(stock_init)
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
         stock_init(self, *args, **kwargs)
+        for layer in self.layers:
+            if (moe := getattr(layer, "mlp", None)) is not None:
+                _blocks[moe] = weakref.ref(self)
         _link(self)
 
     init._moe_opt = True
@@ -82,32 +85,63 @@ def _dispatcher_of(layer: Any) -> NetmoeDispatcher | None:
     return dispatcher if isinstance(dispatcher, NetmoeDispatcher) else None
 
 
+def _placement_of(layer: Any) -> LayerPlacement | None:
+    """None: the samples of a transformer layer do not move, under the dispatcher that it has now."""
+    dispatcher = _dispatcher_of(layer)
+    return None if dispatcher is None else dispatcher.placement
+
+
 def samples_of(layer: Any) -> np.ndarray | None:
     """The sample, named by its home position, at each position of a transformer layer that a pass has come to.
 
     None where all are at home: under other dispatchers too.
     """
-    dispatcher = _dispatcher_of(layer)
-    placement = None if dispatcher is None else dispatcher.placement
+    placement = _placement_of(layer)
     if placement is None:
         return None
     decided = placement.order.decided(placement)
     return placement.order.running.at if decided is None else decided.decision.result().before
 
 
-def _link(block: Any) -> None:
+_blocks: weakref.WeakKeyDictionary[Any, weakref.ref[Any]] = weakref.WeakKeyDictionary()
+"""The transformer block that each MoE layer is in."""
+_open: weakref.WeakSet[Any] = weakref.WeakSet()
+"""Transformer layers whose samples can move, and blocks that begin passes for them."""
+
+
+def link(layers: Iterable[Any]) -> None:
+    """Lets samples move through MoE layers that have changed to netmoe's dispatcher, all of a block; in passes that
+    could not have them moved they stay at home. A collective call over the layers' groups.
+    """
+    blocks = [of_layer() for layer in layers if (of_layer := _blocks.get(layer)) is not None]
+    for block in dict.fromkeys(blocks):
+        _link(block, stays_home=True)
+
+
+def _link(block: Any, stays_home: bool = False) -> None:
+    """Links the layers of a block that have netmoe's dispatcher, if they are not.
+
+    Args:
+        stays_home: see SampleOrder.
+    """
     layers = [layer for layer in block.layers if _dispatcher_of(layer) is not None]
     if len(layers) < 2:
         return  # the only layer would have to bring home what it moves
-    order = SampleOrder()
+    if _placement_of(layers[0]) is not None:
+        return  # a turn of the same dispatchers again
+    order = SampleOrder(stays_home)
     for layer in layers:
         moe = layer.mlp
         holders = _holders(_dispatcher_of(layer).groups, moe.router.tp_cp_group)
         costs = _dispatcher_of(layer).costs(holders, moe.config.num_moe_experts)
         placement = LayerPlacement(order, holders, costs, last=layer is layers[-1])
-        _join(layer, placement)
+        _dispatcher_of(layer).join(placement, layer.pre_mlp_layernorm)
         watch(_dispatcher_of(layer), moe.layer_number)
-    block.register_forward_pre_hook(_Begin(order), with_kwargs=True)
+        if layer not in _open:
+            _let_samples_move(layer)
+    if block not in _open:
+        block.register_forward_pre_hook(_Begin(), with_kwargs=True)
+    _open.update([block, *layers])
 
 
 _AUX_LOSS = (
@@ -121,56 +155,80 @@ def _holders(groups: Any, tp_cp_group: Any) -> SampleHolders:
     return SampleHolders.of(tp_cp_group, groups)
 
 
-def _join(layer: Any, placement: LayerPlacement) -> None:
-    """Lets a transformer layer's samples move."""
-    dispatcher, moe = _dispatcher_of(layer), layer.mlp
-    dispatcher.join(placement, layer.pre_mlp_layernorm)
+def balances_ranks(router: Any) -> bool:
+    """Whether an auxiliary loss is of the samples that share a rank."""
+    return router.get_aux_loss_coeff("aux_loss") > 0
+
+
+def _let_samples_move(layer: Any) -> None:
+    """Lets a transformer layer's samples move, while its dispatcher is a linked one of netmoe's."""
+    moe = layer.mlp
     forward_mlp, post_mlp, shared_experts = layer._forward_mlp, layer._forward_post_mlp, moe.shared_experts_compute
-    balances_ranks = moe.router.get_aux_loss_coeff("aux_loss") > 0
+    balances, recomputes = balances_ranks(moe.router), moe.moe_layer_recompute
     replicated = holds_replicated_tokens(moe.config)
+
+    def handing_over(hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if balances and hidden_states.size(1) > 1:
+            say_once("netmoe", "aux_loss", lambda: _AUX_LOSS)
+        residual = split_over_tp(hidden_states, moe.tp_group) if replicated else hidden_states
+        _dispatcher_of(layer).hand_over(residual, learn=layer.training)
+        moe.moe_layer_recompute = False  # with the norm, below: its input goes along
+        try:
+            return forward_mlp(hidden_states, *args, **kwargs)
+        finally:
+            moe.moe_layer_recompute = recomputes
 
     @functools.wraps(forward_mlp)
     def forward(hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        if balances_ranks and hidden_states.size(1) > 1:
-            say_once("netmoe", "aux_loss", lambda: _AUX_LOSS)
-        residual = split_over_tp(hidden_states, moe.tp_group) if replicated else hidden_states
-        dispatcher.hand_over(residual, learn=layer.training)
-        return forward_mlp(hidden_states, *args, **kwargs)
-
-    def recomputed(hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         from megatron.core import tensor_parallel
 
-        return tensor_parallel.checkpoint(lambda hidden: forward(hidden, *args, **kwargs), False, hidden_states)
-
-    recomputes, moe.moe_layer_recompute = moe.moe_layer_recompute, False  # with the norm: its input goes along
+        if _placement_of(layer) is None:
+            return forward_mlp(hidden_states, *args, **kwargs)
+        if not recomputes:
+            return handing_over(hidden_states, *args, **kwargs)
+        return tensor_parallel.checkpoint(lambda hidden: handing_over(hidden, *args, **kwargs), False, hidden_states)
 
     @functools.wraps(post_mlp)
     def post(mlp_output_with_bias: tuple[torch.Tensor, Any], residual: torch.Tensor) -> torch.Tensor:
+        if _placement_of(layer) is None:
+            return post_mlp(mlp_output_with_bias, residual)
         output = mlp_output_with_bias[0]
         return post_mlp(mlp_output_with_bias, output.new_zeros(()).expand_as(output))
 
     @functools.wraps(shared_experts)
-    def beside(hidden_states: torch.Tensor) -> None:
+    def beside(hidden_states: torch.Tensor) -> torch.Tensor | None:
         output = shared_experts(hidden_states)
-        if output is not None:
-            dispatcher.hand_over_beside(output)
+        if output is None or _placement_of(layer) is None:
+            return output
+        _dispatcher_of(layer).hand_over_beside(output)
+        return None
 
-    layer._forward_mlp = recomputed if recomputes else forward
-    layer._forward_post_mlp, moe.shared_experts_compute = post, beside
+    layer._forward_mlp, layer._forward_post_mlp, moe.shared_experts_compute = forward, post, beside
 
 
 class _Begin:
     """Before each forward pass of a block."""
 
-    def __init__(self, order: SampleOrder) -> None:
-        self.order = order
+    def __init__(self) -> None:
         self.masks = _Masks()
 
     def __call__(self, block: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Checks what is passed, and begins with all samples at home."""
+        placement = next((one for layer in block.layers if (one := _placement_of(layer)) is not None), None)
+        if placement is None:
+            return  # another dispatcher's turn
+        order = placement.order
         given = dict(zip(("hidden_states", "attention_mask"), args, strict=False)) | kwargs
-        _check_arguments(given)
-        self.order.begin(self.masks.unlike(given.get("attention_mask")))
+        what = next((what for name, what in _OF_SAMPLES.items() if given.get(name) is not None), None)
+        if what is None:
+            order.begin(self.masks.unlike(given.get("attention_mask")))
+        elif order.stays_home:
+            order.begin(torch.tensor(True))
+        else:
+            raise ConfigurationError(
+                f"--moe-token-dispatcher-type netmoe moves samples between ranks, and {what} would not follow: use "
+                "monta"
+            )
 
 
 _OF_SAMPLES = {
@@ -182,15 +240,6 @@ _OF_SAMPLES = {
     "inference_params": "inference contexts",
 }
 """Arguments of TransformerBlock.forward that belong to samples, and would have to move with them."""
-
-
-def _check_arguments(given: dict[str, Any]) -> None:
-    for name, what in _OF_SAMPLES.items():
-        if given.get(name) is not None:
-            raise ConfigurationError(
-                f"--moe-token-dispatcher-type netmoe moves samples between ranks, and {what} would not follow: use "
-                "monta"
-            )
 
 
 class _Masks:

@@ -38,8 +38,11 @@ def drawn_by_each_rank(config: Any) -> str | None:
     which is the same only as long as all TP ranks draw as much from it: over Gloo, where it is the CPU's, the one that
     loads the data does not. Nothing else in the router draws, Sinkhorn's load balancing neither.
     """
-    if not holds_replicated_tokens(config):
-        return None
+    return drawn_by_routers(config) if holds_replicated_tokens(config) else None
+
+
+def drawn_by_routers(config: Any) -> str | None:
+    """The flag by which routers draw numbers for each token, from the generator of their rank; None: none does."""
     if config.moe_router_force_load_balancing:
         return "--moe-router-force-load-balancing"
     if getattr(config, "moe_router_force_biased", None) is not None:  # from megatron-core 0.17 on

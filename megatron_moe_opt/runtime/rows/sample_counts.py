@@ -33,8 +33,8 @@ class SampleCounts:
 
     @property
     def equal(self) -> bool:
-        """Whether all ranks have equally many samples of equally many tokens, so that these can change places."""
-        return bool((self.parts == self.parts[0, 0, 0]).all())
+        """Whether all ranks have equally many samples, equally long and masked alike, which can change places."""
+        return bool((self.parts == self.parts[0, 0, 0]).all()) and not bool(self.unlike.any())
 
 
 @dataclass
