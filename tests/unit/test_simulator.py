@@ -73,6 +73,16 @@ def test_lanes_measured_together_count_as_that():
     assert ends == pytest.approx([8.2, 7.6, 4])
 
 
+def test_two_lanes_side_by_side_take_no_longer_than_one_after_the_other():
+    """Rates of different ranks, such as 25 and 5 %, are no rates of two lanes that share a rank's processor."""
+    slowdown = {(Lane.COMPUTE, Lane.COPY): 0.25, (Lane.COPY, Lane.COMPUTE): 0.05}
+    schedule = Schedule("together", (_compute(Lane.COMPUTE, 3), _compute(Lane.COPY, 2)))
+    # Five sixths of the processor for 3 s of work, in which copy does 0.6 s of its own.
+    assert _times(simulate(schedule, _seconds, slowdown)) == [(0, pytest.approx(3.6)), (0, pytest.approx(5))]
+    slowdown[Lane.COPY, Lane.COMPUTE] = 0.75
+    assert lane_rate(Lane.COMPUTE, [Lane.COPY], slowdown) == 0.25
+
+
 def test_a_slower_op_delays_those_behind_it():
     schedule = Schedule(
         "a chain",
@@ -122,7 +132,9 @@ def test_the_work_done_is_the_op_s_own(schedule, slowdown):
             rate = 1.0
             for other in timeline.spans:
                 if other.op.lane is not span.op.lane and other.start <= begin and end <= other.end:
-                    rate *= slowdown.get((span.op.lane, other.op.lane), 1.0)
+                    pair = span.op.lane, other.op.lane
+                    both = slowdown.get(pair, 1.0) + slowdown.get(pair[::-1], 1.0)
+                    rate *= slowdown.get(pair, 1.0) / min(both, 1.0)
             done += (end - begin) * rate
         assert done == pytest.approx(span.op.size, rel=1e-6, abs=1e-6)
 

@@ -120,12 +120,19 @@ def lane_rate(lane: Lane, beside: Sequence[Lane], slowdown: Slowdown) -> float:
     """The rate of an op in `lane` while all lanes of `beside` are busy.
 
     What was measured beside the most of these lanes at once counts, times the factors of the others one by one; of
-    what was not measured the factor is 1.
+    what was not measured the factor is 1. Two lanes that would take longer side by side than one after the other are
+    taken to share what they compete for, in the proportion of their rates: a profile has the slowest rank's of each,
+    and where ranks share processors that is another rank's.
     """
     busy = set(beside)
     most: tuple[Lane, ...] = ()
     for key in slowdown:
         if key[0] is lane and len(key) > 2 and len(key) > len(most) and busy.issuperset(key[1:]):
             most = key
-    single = [slowdown.get((lane, other), 1.0) for other in beside if other not in most[1:]]
+    single = [_rate_beside(lane, other, slowdown) for other in beside if other not in most[1:]]
     return slowdown.get(most, 1.0) * math.prod(single)
+
+
+def _rate_beside(lane: Lane, other: Lane, slowdown: Slowdown) -> float:
+    rate = slowdown.get((lane, other), 1.0)
+    return rate / min(1.0, rate + slowdown.get((other, lane), 1.0))
