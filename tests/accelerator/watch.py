@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -44,17 +45,23 @@ class Watch:
 
     def __init__(self, streams: Streams, memory: Memory) -> None:
         self.streams, self.memory = streams, memory
-        self.names_device: bool | None = None
-        """Whether a factory that runs is given a device. None: none runs, what makes a tensor is PyTorch itself."""
+        self._running = threading.local()
+
+    @property
+    def names_device(self) -> bool | None:
+        """Whether a factory that this thread runs is given a device. None: it runs none, what makes a tensor is PyTorch
+        itself.
+        """
+        return getattr(self._running, "names_device", None)
 
     @contextmanager
     def making(self, on_device: bool) -> Iterator[None]:
         """What the block makes of nothing, lies there."""
-        outer, self.names_device = self.names_device, on_device
+        outer, self._running.names_device = self.names_device, on_device
         try:
             yield
         finally:
-            self.names_device = outer
+            self._running.names_device = outer
 
     def is_host(self, tensor: torch.Tensor) -> bool:
         return self.memory.block(tensor).on_host

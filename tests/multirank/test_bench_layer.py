@@ -61,8 +61,7 @@ def _run(settings):
         {"ep": 2, "routing": "zipf", "dtype": "bf16"},
         {"capacity_factor": 0.5, "pad_to_capacity": True, "routing": "zipf"},
         {"capacity_factor": 1.0, "tp": 2, "tokens": 7},
-        {"dispatch_only": True, "tp": 2, "expert_tp": 2},
-        {"dispatch_only": True, "dtype": "bf16"},
+        {"dispatch_only": True, "tp": 2, "expert_tp": 2, "dtype": "bf16"},
     ],
     ids=str,
 )

@@ -51,18 +51,14 @@ def train(layout, steps, **settings):
     ({},                                   {}),
     ({"ep": 4},                            {"distributed_optimizer": False}),
     ({"ep": 2},                            {"overlap": True, "bf16": True}),
-    ({"ep": 2, "etp": 2},                  {"bf16": True}),
     ({"tp": 2, "ep": 2},                   {**SHARED_EXPERT}),
     ({"tp": 2, "ep": 2, "etp": 2},         {**SHARED_EXPERT, "moe_shared_expert_overlap": True}),
     ({"tp": 2, "ep": 2, "etp": 2},         {"bf16": True, "distributed_optimizer": False}),
-    ({"tp": 2, "ep": 2, "etp": 2},         {"moe_expert_capacity_factor": 1.0}),
-    ({"tp": 2, "etp": 2, "cp": 2},         {}),
+    ({"tp": 2, "etp": 2, "cp": 2},         {"moe_expert_capacity_factor": 1.0}),
     ({"cp": 2, "ep": 2, "pp": 2},          {}),
-    ({"pp": 2, "tp": 2, "etp": 2},         {"microbatches": 4}),
     ({"pp": 2, "ep": 2},                   {"microbatches": 4, "overlap": True}),
     ({"ep": 2},                            PAD),
-    ({"ep": 2},                            EXPERT_BIAS),
-    ({"ep": 2},                            {"hidden_dropout": 0.1, "attention_dropout": 0.1}),
+    ({"ep": 2},                            {"hidden_dropout": 0.1, "attention_dropout": 0.1, **EXPERT_BIAS}),
 ], ids=str)
 # fmt: on
 def test_loss_falls(ranks, layout, settings):

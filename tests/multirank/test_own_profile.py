@@ -58,17 +58,13 @@ RECOMPUTED = {"recompute_granularity": "full", "recompute_method": "uniform", "r
 @pytest.mark.parametrize(
     ("sizes", "config"),
     [
-        ({"ep": 4}, DROPS | RECOMPUTED),
-        ({"tp": 2, "ep": 2, "etp": 2}, {"bf16": True}),
-        ({"ep": 2, "pp": 2}, {"moe_layer_freq": [0, 0, 0, 1], "num_layers": 4, **DROPS}),
-        ({"ep": 2, "pp": 2, "vpp": 2}, {"num_layers": 4}),
+        ({"tp": 2, "ep": 2, "etp": 2}, {"bf16": True, **DROPS, **RECOMPUTED}),
+        ({"ep": 2, "pp": 2, "vpp": 2}, {"moe_layer_freq": [0, 0, 0, 1], "num_layers": 4, **DROPS}),
         ({"tp": 2, "ep": 4}, {"sequence_parallel": False}),
     ],
     ids=[
-        "ep 4, recomputed",
-        "tp 2, ep 2, expert-tp 2",
-        "a stage without experts",
-        "virtual stages",
+        "tp 2, ep 2, expert-tp 2, recomputed",
+        "virtual stages, a rank without experts",
         "tokens that a TP group shares",
     ],
 )

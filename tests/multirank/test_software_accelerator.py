@@ -4,6 +4,7 @@ wait for each other, no more waits of the host than stock's, and stock's results
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -16,8 +17,11 @@ from megatron_moe_opt.options import Options
 from megatron_moe_opt.planning.costs.cluster import World
 from megatron_moe_opt.runtime.observed.traffic import TrafficCounter, TrafficRow
 from megatron_moe_opt.topology.nodes import NodeMap
+from tests.accelerator.clocks import Streams
 from tests.accelerator.collectives import check
 from tests.accelerator.executor_library import build
+from tests.accelerator.memory import Memory
+from tests.accelerator.watch import Watch
 from tests.multirank.test_auto import write_profile
 from tests.multirank.test_dispatchers import DROP, PAD, SHARED
 
@@ -319,3 +323,15 @@ def test_bytes_of_its_collectives_are_counted(ranks, library):
     for off, on in ranks.run(counted, library=library):
         assert {row.collective for row in off} >= {"all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send"}
         assert on == off
+
+
+def test_what_another_thread_makes_on_the_host_puts_nothing_of_ours_there():
+    """As `netmoe` places samples in a thread of its own."""
+    watch = Watch(streams := Streams(), Memory(streams))
+
+    def is_host() -> bool:
+        watch.ran("zeros", (), (), made := torch.zeros(1))
+        return watch.is_host(made)
+
+    with ThreadPoolExecutor(1) as worker, watch.making(on_device=False):
+        assert is_host() and not worker.submit(is_host).result()

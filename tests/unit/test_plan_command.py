@@ -202,7 +202,7 @@ def test_the_fastest_layout_that_fits_is_searched(run):
 
 def test_a_search_leaves_nothing_out_that_would_be_shown(run, monkeypatch):
     """With candidates left out that cannot reach the slowest layout shown, and with all of them: the same answer."""
-    search = "--cluster h100-ib400 --model qwen3-30b-a3b-like,layers=2,experts=16 --world 16 --global-batch 32"
+    search = "--cluster h100-ib400 --model qwen3-30b-a3b-like,layers=2,experts=8 --world 8 --global-batch 16"
     search += " --recompute none --micro-batch 1"
     monkeypatch.setattr(layout_search, "SHOWN", 2)
     _, output, _ = run(search)
