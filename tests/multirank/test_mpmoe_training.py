@@ -102,7 +102,7 @@ def differing_counts() -> list[tuple[int, float]]:
         counts: list[int] = []
 
         def choose(self, rows: Any) -> Partitions:
-            self.counts.append(2 + rows() % 5)
+            self.counts.append(2 + sum(rows()) % 5)
             return Partitions(self.counts[-1], "S2")
 
         def describe(self) -> str:
