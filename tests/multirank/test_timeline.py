@@ -106,13 +106,14 @@ def test_mpmoe_s_pipeline(ranks, tmp_path):
     for name, measured in step.measured.items():
         assert step.predicted[name].schedule == measured.schedule
     # Rows of 32 floats take an expert 1 ms each; a backward pass takes twice as long as a forward pass.
-    spans = {name: [span for span in step.predicted[name].spans if span.op.lane is Lane.COMPUTE]
+    multiply = {Kind.COMPUTE, Kind.GRADIENT}
+    spans = {name: [span for span in step.predicted[name].spans if span.op.kind in multiply]
              for name in step.predicted}  # fmt: skip
     for name, milliseconds in ("forward", 1), ("backward", 2):
         rows = sum(span.op.size for span in spans[name]) / 128
         assert sum(span.end - span.start for span in spans[name]) == pytest.approx(milliseconds * 1e-3 * rows)
     kinds = {op.kind for timeline in step.measured.values() for op in timeline.schedule.ops}
-    assert {Kind.GRADIENT, Kind.OFFLOAD, Kind.PREFETCH} <= kinds
+    assert {Kind.GRADIENT, Kind.OFFLOAD, Kind.PREFETCH, Kind.ACTIVATE} <= kinds
     events = json.loads(trace.read_text())["traceEvents"]
     assert {event["pid"] for event in events} == {1, 2}
 
