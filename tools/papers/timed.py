@@ -34,6 +34,8 @@ ROOT = Path(__file__).parents[2]
 PROFILE_SECONDS = {2: 45.0, 4: 45.0, 8: 60.0}
 """By ranks of a node. With 15, two processor cores give curves that are off by half at the sizes below."""
 STEPS, WARMUP = 5, 1
+SAMPLE_LAYERS = 12
+"""Of NetMoE's routing: the samples of a step come home once, however many there are."""
 COMPRESSION = 25.0
 """The paper's setting for SR-based compression: 50 times fewer entries, each with its place."""
 
@@ -249,7 +251,7 @@ def _time_samples(point: Point, cluster: Any, device: Any) -> Timed:
     from tools.bench_samples import SampleSettings, run
 
     layer, table = point.layer, TABLE5[point.model][2]
-    trace = like_table5(table, passes=6, layers=12, seed=0, tokens=layer.tokens // 4)
+    trace = like_table5(table, passes=6, layers=SAMPLE_LAYERS, seed=0, tokens=layer.tokens // 4)
     samples = SampleSettings(Path(tempfile.gettempdir()), ("netmoe",), layer.hidden, None, layer.dtype, 3, 4)
     found = run(samples, trace, device)
     ep, workers = 2 * point.ranks, (2, point.ranks)
