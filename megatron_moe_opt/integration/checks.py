@@ -14,7 +14,7 @@ from megatron_moe_opt.integration.training_arguments import training_arguments
 from megatron_moe_opt.option_values import AUTO
 from megatron_moe_opt.options import Options
 from megatron_moe_opt.row_format import SAME, Wire, WireFormat
-from megatron_moe_opt.systems import SYSTEMS, system_of
+from megatron_moe_opt.systems import SYSTEMS, moves_samples, system_of
 from megatron_moe_opt.systems.system import CHOOSES, FLAG, PREFIX, READS, System, flag_of, shown
 
 GRAPHED = ("attn", "mlp", "moe_router")
@@ -119,7 +119,7 @@ def check_config(config: Any, name: str, options: Options) -> None:
         _check_system(system, config, options, arguments)
     check_never_unread(name, options)
     _check_capacity(config)
-    _check_cuda_graphs(config, name, moves_samples=system is not None and system.moves_samples)
+    _check_cuda_graphs(config, name)
     if overlaps_batches(config):
         _check_overlap(config, name, system)
     if getattr(config, "overlap_dispatch_backward_with_experts_wgrad", False):
@@ -161,7 +161,7 @@ def _check_overlap(config: Any, name: str, system: System | None) -> None:
         )
 
 
-def _check_cuda_graphs(config: Any, name: str, moves_samples: bool) -> None:
+def _check_cuda_graphs(config: Any, name: str) -> None:
     """Lets graphs of attention, dense MLPs and the router through, and says of others why not."""
     if config.cuda_graph_impl == "none":
         return
@@ -169,7 +169,7 @@ def _check_cuda_graphs(config: Any, name: str, moves_samples: bool) -> None:
     captured = [scope for scope in scopes if scope not in GRAPHED]
     of_scopes = f" --cuda-graph-scope {' '.join(scopes)}" if scopes else ""
     apart = f"choose from --cuda-graph-scope {' '.join(GRAPHED)}"
-    if moves_samples:
+    if moves_samples(name):
         why, apart = f"{name} moves whole sequences to other ranks than those of the graph", "use alltoall"
     elif config.cuda_graph_impl != "transformer_engine":
         why = "it captures the steps of a MoE layer with its dispatcher's"

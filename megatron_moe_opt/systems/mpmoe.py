@@ -284,6 +284,11 @@ def domains_of(options: Any, workers: tuple[int, ...]) -> ExpertDomains:
 class _Partitioned:
     """A layer's rows in partitions, which are alike, and the way that they go."""
 
+    way: str
+    domains: ExpertDomains | None
+    """In which experts travel; None: none does."""
+    costs: Callable[[Op], float]
+    """Of the ops of the pipeline."""
     parts: Sequence[Partition]
     row: RowBytes
     stages: Stages
@@ -294,27 +299,26 @@ class _Partitioned:
 
     @classmethod
     def of(cls, layer: LayerOnCluster, count: int, way: str, domains: ExpertDomains | None) -> _Partitioned:
+        """Raises ConfigurationError as `costs_of` does."""
         one, holds = layer.workload, 1 if domains is None else prod(domains.sizes)
+        costs = costs_of(layer, way, domains)
         if way == HOPS:
-            domains = domains or stationary(one.workers)
-            computed = one.rows_of(layer.skew.computed(domains)) if holds > 1 else layer.computed
-            parts: Sequence[Partition] = hop_partitions(one, layer.skew, computed, count, domains)
+            hops_in = domains or stationary(one.workers)
+            computed = one.rows_of(layer.skew.computed(hops_in)) if holds > 1 else layer.computed
+            parts: Sequence[Partition] = hop_partitions(one, layer.skew, computed, count, hops_in)
             stages = HopStages(len(one.workers), True, one.etp)
-            return cls(parts, hop_row_bytes(one), stages, parts[0].own * count, holds)
+            return cls(way, domains, costs, parts, hop_row_bytes(one), stages, parts[0].own * count, holds)
         computed, exchanged = (partitions(one, rows, count) for rows in (layer.computed, layer.exchanged))
         parts = [replace(part, own=other.own) for part, other in zip(computed, exchanged, strict=True)]
-        return cls(parts, row_bytes(one), by_rows(one.ep, one.etp), None)
+        return cls(way, domains, costs, parts, row_bytes(one), by_rows(one.ep, one.etp), None)
 
-    def least_seconds(self, layer: LayerOnCluster, strategy: str, costs: Callable[[Op], float]) -> float:
+    def least_seconds(self, layer: LayerOnCluster, strategy: str) -> float:
         """Returns what no layer takes less than whose partitions share memory by this strategy.
 
         No op is faster beside others than alone, and ops of a lane run one after another. Before the first partition is
         computed it has arrived, and behind the last one it goes back.
-
-        Args:
-            costs: of `costs_of`.
         """
-        costs, part, count = layer.converting(costs), self.parts[0], len(self.parts)
+        costs, part, count = layer.converting(self.costs), self.parts[0], len(self.parts)
         least = layer.local_timeline(OURS, self.own).seconds
         again = {
             Restore.RECOMPUTE: Op(Kind.COMPUTE, Lane.COMPUTE, size=part.gathered * self.row.token),
@@ -348,8 +352,12 @@ def candidate(
     Raises:
         ConfigurationError: a curve is missing.
     """
-    one, cut = layer.workload, _Partitioned.of(layer, count, way, domains)
-    variant = f"{NAME}:{_setting(count, strategy, way, domains and domains.sizes)}"
+    return _predicted(layer, _Partitioned.of(layer, count, way, domains), strategy)
+
+
+def _predicted(layer: LayerOnCluster, cut: _Partitioned, strategy: str) -> Prediction:
+    one, count, domains = layer.workload, len(cut.parts), cut.domains
+    variant = f"{NAME}:{_setting(count, strategy, cut.way, domains and domains.sizes)}"
     schedules = [build(strategy, cut.parts, cut.row, cut.stages) for build in (forward, backward)]
     held = activation_bytes(one, one.rows, count, strategy, cut.own)
     alone = list(layer.edge)
@@ -358,8 +366,9 @@ def candidate(
         alone.append(Op(Kind.COPY, Lane.COMPUTE, size=layer.bytes_of_copies(cut.holds)))
         held += int((cut.holds - 1) * one.held_bytes_of_others)
     links = None if cut.holds == 1 else LinkBytes(layer.cluster, domains)
-    costs = costs_of(layer, way, domains)
-    predicted = layer.prediction(variant, schedules, alone, costs=costs, parts=count, local_rows=cut.own, links=links)
+    predicted = layer.prediction(
+        variant, schedules, alone, costs=cut.costs, parts=count, local_rows=cut.own, links=links
+    )
     return replace(predicted, activation_bytes=held)
 
 
@@ -413,17 +422,11 @@ def _candidates(layer: LayerOnCluster, options: MpmoeOptions) -> Iterator[Predic
         for domains in _domains_to_try(layer, options) if way == HOPS else (None,):
             for strategy in strategies if domains is None else strategies[:1]:
                 for count in options.partition_counts:
-                    is_another = count > 1 or strategy == strategies[0]
-                    if is_another and _may_win(layer, count, strategy, way, domains):
-                        yield candidate(layer, count, strategy, way, domains)
-
-
-def _may_win(layer: LayerOnCluster, count: int, strategy: str, way: str, domains: ExpertDomains | None) -> bool:
-    """Whether the layer may take less than `layer.below` in so many partitions."""
-    if layer.below == math.inf:
-        return True
-    cut = _Partitioned.of(layer, count, way, domains)
-    return cut.least_seconds(layer, strategy, costs_of(layer, way, domains)) < layer.below
+                    if count == 1 and strategy != strategies[0]:
+                        continue
+                    cut = _Partitioned.of(layer, count, way, domains)
+                    if layer.below == math.inf or cut.least_seconds(layer, strategy) < layer.below:
+                        yield _predicted(layer, cut, strategy)
 
 
 def _domains_to_try(layer: LayerOnCluster, options: MpmoeOptions) -> Sequence[ExpertDomains | None]:

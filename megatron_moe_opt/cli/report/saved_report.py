@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Mapping
-from dataclasses import fields, is_dataclass
+from dataclasses import asdict, is_dataclass
 from enum import Enum
 from pathlib import Path
 from types import NoneType
@@ -27,10 +26,10 @@ _hints = functools.cache(get_type_hints)
 
 def write_report(path: Path, report: LayerReport) -> None:
     """Writes the file. Raises ConfigurationError where it cannot be written."""
-    content = {"format": FORMAT, "version": VERSION} | _plain(report)
+    content = {"format": FORMAT, "version": VERSION} | asdict(report)
     for entry, result in zip(content["results"], report.results, strict=True):
         entry |= {"median_seconds": result.median, "median_ratio": result.ratio, "verdict": result.verdict}
-    write_text_whole(path, json.dumps(content, indent=2, default=str) + "\n")
+    write_text_whole(path, json.dumps(content, indent=2, default=_word) + "\n")
 
 
 def read_report(path: Path) -> LayerReport:
@@ -40,15 +39,9 @@ def read_report(path: Path) -> LayerReport:
     return _value(LayerReport, place)
 
 
-def _plain(value: Any) -> Any:
-    """Returns what JSON has for a value: objects for dataclasses, the values of enums."""
-    if is_dataclass(value):
-        return {field.name: _plain(getattr(value, field.name)) for field in fields(value)}
-    if isinstance(value, Mapping):
-        return {name: _plain(one) for name, one in value.items()}
-    if isinstance(value, (tuple, list)):
-        return [_plain(one) for one in value]
-    return value.value if isinstance(value, Enum) else value
+def _word(value: Any) -> str:
+    """Returns what JSON has for what it has no form for."""
+    return value.value if isinstance(value, Enum) else str(value)
 
 
 def _value(kind: Any, place: JsonPlace) -> Any:

@@ -18,7 +18,7 @@ from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.integration.optimizer_step import after_optimizer_step, forget
 from megatron_moe_opt.option_values import AUTO
 from megatron_moe_opt.planning.traces.routing_trace import UNKNOWN, RoutingTrace, write_routing_trace
-from megatron_moe_opt.systems import system_of
+from megatron_moe_opt.systems import moves_samples
 
 
 @dataclass
@@ -184,8 +184,7 @@ def check_recordable(config: Any) -> None:
         if given:
             raise ConfigurationError(f"moe-opt trace record does not work with {flag}: leave it out while recording")
     name = config.moe_token_dispatcher_type
-    system = system_of(name)
-    if name == AUTO or (system is not None and system.moves_samples):
+    if name == AUTO or moves_samples(name):
         why = "which measures with layers of its own" if name == AUTO else "which moves samples"
         raise ConfigurationError(
             f"moe-opt trace record does not work with --moe-token-dispatcher-type {name}, {why}: record under another "
