@@ -74,7 +74,7 @@ def train(
     """
     import megatron_moe_opt
     from megatron_moe_opt.dispatchers import sample_placement
-    from megatron_moe_opt.integration.auto import auto_layer
+    from megatron_moe_opt.integration.auto import auto_layer, sample_saving
     from megatron_moe_opt.planning.choosing import trials
     from tests.multirank.test_netmoe import at_random
     from tests.ranks.gpt import gpt
@@ -94,7 +94,7 @@ def train(
             patch.setattr(auto_layer.Controller, "_slowest", lambda controller, _: seconds[controller.current])
         if saving is not None:
             patch.setattr(auto_layer, "saving_of", lambda *_: saving)
-            patch.setattr(auto_layer, "NEAR", 1e3)
+            patch.setattr(sample_saving, "NEAR", 1e3)
             patch.setattr(sample_placement, "place_samples", at_random)
             patch.setattr(sample_placement, "settle", count)
         megatron_moe_opt.register(options)

@@ -34,7 +34,7 @@ from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.integration.auto.auto_report import drift_line, plan_lines, settled_lines
 from megatron_moe_opt.integration.auto.given_plan import read_plan
 from megatron_moe_opt.integration.auto.planned_layer import PlannedLayer, Plug
-from megatron_moe_opt.integration.auto.sample_saving import SampleRouting, keeps_home, saving_of
+from megatron_moe_opt.integration.auto.sample_saving import SampleRouting, keeps_home, saving_of, worth_moving
 from megatron_moe_opt.integration.auto.stock_variants import is_stock_variant, release_buffers, stock_variants
 from megatron_moe_opt.integration.checks import check_config
 from megatron_moe_opt.integration.layer.configured_workload import layer_workload
@@ -45,7 +45,7 @@ from megatron_moe_opt.integration.optimizer_step import after_optimizer_step
 from megatron_moe_opt.option_values import AUTO
 from megatron_moe_opt.options import Options
 from megatron_moe_opt.planning.choosing.drift import Drift
-from megatron_moe_opt.planning.choosing.trials import NEAR, Trials
+from megatron_moe_opt.planning.choosing.trials import Trials
 from megatron_moe_opt.planning.costs.cluster import Cluster
 from megatron_moe_opt.planning.plan_file import Plan
 from megatron_moe_opt.planning.planner import best, candidates
@@ -57,7 +57,7 @@ from megatron_moe_opt.runtime.engine.collectives import device_of
 from megatron_moe_opt.runtime.job.agreement import found_by_first
 from megatron_moe_opt.systems import moves_samples, system_of
 from megatron_moe_opt.systems.netmoe import NETMOE
-from megatron_moe_opt.systems.system import FLAG, PREFIX, PROFILE_SECONDS, Run
+from megatron_moe_opt.systems.system import PREFIX, PROFILE_SECONDS, Run
 from megatron_moe_opt.topology.domain_groups import release_domain_groups
 from megatron_moe_opt.topology.expert_groups import ExpertGroups
 from megatron_moe_opt.variants import split_variant
@@ -327,7 +327,7 @@ class Controller:
             wires = narrower(workload.element_bytes) if self.options.allow_lossy else ()
             found, not_here = candidates(workload, cluster, self.options.activation_budget, wires)
             refused = {one.variant: one for one in not_here}
-            found, at_home = self._worth_moving(found, len(by_shape) > 1)
+            found, at_home = worth_moving(found, self.placement_saving, self.at_home, unlike=len(by_shape) > 1)
             refused |= {one.variant: one for one in at_home}
             allowed, not_allowed = self._allowed(found, {shape.workers}, room)
             choice = best(allowed)
@@ -337,36 +337,6 @@ class Controller:
             of_shape = Alike(shape, without_timelines, all_refused, choice.variant, passes, beside)
             by_time.append((passes * choice.seconds, of_shape))
         return tuple(one for _, one in sorted(by_time, key=lambda one: -one[0]))
-
-    def _worth_moving(
-        self, found: Sequence[Prediction], unlike: bool
-    ) -> tuple[tuple[Prediction, ...], tuple[Refusal, ...]]:
-        """The predictions without those whose samples move, where these stay at home; and why they do.
-
-        Args:
-            unlike: layers are of several shapes.
-        """
-        moving = [one for one in found if moves_samples(one.variant)]
-        others = tuple(one for one in found if one not in moving)
-        if not moving:
-            return others, ()
-        best_one, saving = moving[0], self.placement_saving
-        stock = next((one for one in others if one.variant == ALLTOALL), others[0])
-        ratios = [one.seconds / stock.seconds for one in (best_one, others[0])]
-        would = (
-            f"by the samples of the first step, {best_one.variant} would send {saving:.1%} less between nodes and take "
-            f"{ratios[0]:.2f} of {stock.variant}'s time ({others[0].variant} {ratios[1]:.2f})"
-        )
-        why = self.at_home
-        if why is None and unlike:
-            why = "samples move through all layers of a stage, and layers of each size are tried by themselves"
-        if why is not None:
-            reason = f"{why}; {would}: where that is less, {FLAG} {NETMOE.name} may pay"
-        elif saving <= 0 or best_one.seconds > NEAR * others[0].seconds:
-            reason = f"{would}: too little to be tried"
-        else:
-            return tuple(found), ()
-        return others, (Refusal(NETMOE.name, reason),)
 
     def _agree_on_plan(self, group: dist.ProcessGroup) -> None:
         """Has all ranks of the group run what the first one reads: other nodes may not have the file."""

@@ -1,4 +1,6 @@
-"""What `netmoe` would keep inside nodes on the routing of a run's first step, replayed sample by sample."""
+"""What `netmoe` would keep inside nodes on the routing of a run's first step, replayed sample by sample, and whether
+`auto` tries it for that.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +15,13 @@ from torch.distributed import ProcessGroup
 from megatron_moe_opt.integration.layer.netmoe_layer import balances_ranks
 from megatron_moe_opt.integration.layer.replicated_tokens import drawn_by_routers, holds_replicated_tokens
 from megatron_moe_opt.kernels import place_samples
+from megatron_moe_opt.planning.choosing.trials import NEAR
+from megatron_moe_opt.planning.predicting.prediction import ALLTOALL, Prediction, Refusal
 from megatron_moe_opt.planning.traces.routing_replay import decided_share, replay
 from megatron_moe_opt.runtime.engine.recomputation import is_recomputing
-from megatron_moe_opt.systems.system import recomputed_modules
+from megatron_moe_opt.systems import moves_samples
+from megatron_moe_opt.systems.netmoe import NETMOE
+from megatron_moe_opt.systems.system import FLAG, recomputed_modules
 from megatron_moe_opt.topology.expert_groups import ExpertGroups
 from megatron_moe_opt.topology.sample_holders import SampleHolders
 
@@ -117,3 +123,37 @@ def replayed(of_ranks: Sequence[Sequence[np.ndarray]], holders: SampleHolders, b
         done = replay(of_block[:, :MOST_LAYERS], devices[:MOST_LAYERS], device_node, place_samples)
         savings.append(done.reduction("predicted") * decided_share(of_block, devices, device_node))
     return max(0.0, float(np.mean(savings)))
+
+
+def worth_moving(
+    found: Sequence[Prediction], saving: float | None, at_home: str | None, unlike: bool
+) -> tuple[tuple[Prediction, ...], tuple[Refusal, ...]]:
+    """The predictions without those whose samples move, where these stay at home; and why they do.
+
+    Args:
+        found: the fastest first.
+        saving: see saving_of.
+        at_home: see keeps_home.
+        unlike: layers are of several shapes.
+    """
+    moving = [one for one in found if moves_samples(one.variant)]
+    others = tuple(one for one in found if one not in moving)
+    if not moving:
+        return others, ()
+    best_one = moving[0]
+    stock = next((one for one in others if one.variant == ALLTOALL), others[0])
+    ratios = [one.seconds / stock.seconds for one in (best_one, others[0])]
+    would = (
+        f"by the samples of the first step, {best_one.variant} would send {saving:.1%} less between nodes and take "
+        f"{ratios[0]:.2f} of {stock.variant}'s time ({others[0].variant} {ratios[1]:.2f})"
+    )
+    why = at_home
+    if why is None and unlike:
+        why = "samples move through all layers of a stage, and layers of each size are tried by themselves"
+    if why is not None:
+        reason = f"{why}; {would}: where that is less, {FLAG} {NETMOE.name} may pay"
+    elif saving <= 0 or best_one.seconds > NEAR * others[0].seconds:
+        reason = f"{would}: too little to be tried"
+    else:
+        return tuple(found), ()
+    return others, (Refusal(NETMOE.name, reason),)
