@@ -219,7 +219,7 @@ def prepare(checkout: Path) -> None:
     import megatron_moe_opt
 
     megatron_moe_opt.use_host_backend()
-    importlib.import_module("megatron_moe_opt.integration.registry")
+    megatron_moe_opt.register(refuse_unread=True)  # what each run's own call finds done, but for its options
     importlib.import_module("pretrain_gpt")
     gc.freeze()  # nothing of it goes: ranks need not look through it, which would copy the pages that they share
 
