@@ -4,27 +4,28 @@
     python -m tools.papers.timed --out timed --only 'parm 0[0-7],monta'
     python -m tools.papers.timed --out timed --table    the table of what is there
 
-A point is one run of netbox (root): its links are profiled, then the layer is timed in interleaved rounds. Each leaves
-a file, so that a run that was ended goes on where it stopped. Sizes are the papers', scaled down until a step takes a
-few seconds at most, but for the largest of Table V; what is compared with a paper is the ratio of two schedules.
-FastMoE's, all rows to the experts and back, is stock's; FasterMoE's is in tools/papers/fastermoe.py.
+Points of the same links and shapes of experts are one run of netbox (root): their links are profiled, then each layer
+is timed in interleaved rounds. Each leaves a file, so that a run that was ended goes on where it stopped. Sizes are the
+papers', scaled down until a step takes a few seconds at most, but for the largest of Table V; what is compared with a
+paper is the ratio of two schedules. FastMoE's, all rows to the experts and back, is stock's; FasterMoE's is in
+tools/papers/fastermoe.py.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
 import re
 import statistics
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import product
 from pathlib import Path
 from typing import Any
 
+from megatron_moe_opt.cli.profile.run import ProfileSettings
 from megatron_moe_opt.integration.measuring.layer_settings import LayerSettings
 from megatron_moe_opt.output_file import write_text_whole
 from tools.papers import hybridep as hybridep_numbers
@@ -40,8 +41,8 @@ SAMPLE_LAYERS = 12
 COMPRESSION = 25.0
 """The paper's setting for SR-based compression: 50 times fewer entries, each with its place."""
 FASTERMOE = "fastermoe"
-LIMIT = 400
-"""Seconds of a run, unless its point says more."""
+LIMIT = 100
+"""Seconds of a point besides its profile, unless it says more."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +73,7 @@ class Point:
     end_to_end: bool = False
     """Of a model: its layers have experts and attention, too."""
     limit: int = LIMIT
-    """Seconds of the run."""
+    """Seconds that it may take besides its profile."""
 
     @property
     def variants(self) -> set[str]:
@@ -83,6 +84,14 @@ class Point:
     def needs_levels(self) -> bool:
         """Whether a prediction asks for groups of the network's levels."""
         return bool(self.compressed) or self.model is not None or FASTERMOE in self.variants
+
+    def profile_settings(self) -> ProfileSettings:
+        """What is profiled for it, which serves all points of the same."""
+        layer = self.layer
+        return ProfileSettings(
+            layer.tp, 1, layer.ep_size(2 * self.ranks), layer.expert_tp, layer.hidden, layer.ffn_hidden, layer.dtype,
+            PROFILE_SECONDS[self.ranks], domains=self.needs_levels,
+        )  # fmt: skip
 
 
 @dataclass
@@ -215,7 +224,7 @@ def points() -> list[Point]:
             name=f"{one.name}, end to end",
             layer=replace(one.layer, ffn_hidden=2 * one.layer.hidden),
             end_to_end=True,
-            limit=2 * LIMIT,
+            limit=5 * LIMIT,
         )
         for one in netmoe
     ]
@@ -235,32 +244,29 @@ MONTA = {
 # ------------------------------------------------------------------------------------------------------ on the ranks
 
 
-def time_point(point: Point) -> Timed:
-    """Profiles, predicts and times a point on the ranks of this run. A collective call over the world."""
+def time_points(points: Sequence[Point], out: Path) -> None:
+    """Profiles, and predicts and times points of one profile on the ranks of this run. A collective call over the
+    world.
+    """
     import torch.distributed as dist
 
     from megatron_moe_opt import register
-    from megatron_moe_opt.cli.profile.run import ProfileSettings, measured
+    from megatron_moe_opt.cli.profile.run import measured
     from megatron_moe_opt.cli.ranks import begin, megatron_process_group
 
     begin()
     register()
-    layer = point.layer
-    ep = layer.ep_size(2 * point.ranks)
     with megatron_process_group() as device:
-        sizes = ProfileSettings(
-            layer.tp, 1, ep, layer.expert_tp, layer.hidden, layer.ffn_hidden, layer.dtype, PROFILE_SECONDS[point.ranks],
-            domains=point.needs_levels,
-        )  # fmt: skip
-        cluster = measured(sizes, device)
-        timed = _time_samples(point, cluster, device) if point.model else _time_layer(point, cluster, device)
-        dist.barrier()
-        return timed
+        cluster = measured(points[0].profile_settings(), device)
+        for point in points:
+            timed = _time_samples(point, cluster, device) if point.model else _time_layer(point, cluster, device)
+            if dist.get_rank() == 0:
+                content = asdict(timed) | {"point": point.name}
+                write_text_whole(_file(out, point), json.dumps(content, indent=1) + "\n")
+            dist.barrier()
 
 
 def _time_layer(point: Point, cluster: Any, device: Any) -> Timed:
-    import torch.distributed as dist
-
     from megatron_moe_opt.cli.layer.bench import time_rounds
     from megatron_moe_opt.cli.layer.predicted import predict_layer, workload_of
     from megatron_moe_opt.cli.ranks import parallel_layer
@@ -298,7 +304,6 @@ def _time_layer(point: Point, cluster: Any, device: Any) -> Timed:
     if "parm:S1" in settings.dispatchers:
         chosen["by Algorithm 1"] = f"parm:{algorithm_1(work, work.tokens, ParmFits.of(cluster))}"
         chosen["by our model"] = min(("parm:S1", "parm:S2"), key=lambda one: predicted[one])
-    dist.barrier()
     return Timed({name: list(map(float, one)) for name, one in seconds.items()}, predicted, chosen)
 
 
@@ -384,42 +389,43 @@ def _file(out: Path, point: Point) -> Path:
     return out / (re.sub(r"[^a-z0-9.]+", "-", point.name.lower()) + ".json")
 
 
-def _run(out: Path, point: Point, unmet: str) -> bool:
-    """Runs a point on netbox; whether it ended well."""
-    shape = ["--nodes", "2", "--ranks-per-node", str(point.ranks), "--inter", point.inter, "--intra", point.intra]
-    ranks = ["-m", "tools.papers.timed", "--out", str(out.resolve()), "--point", point.name]
-    box = ["tools/netbox.py", "run", *shape, "--unmet", unmet, "--timeout", str(point.limit)]
-    command = [sys.executable, *box, "--", *ranks]
-    return subprocess.run(command, cwd=ROOT, check=False).returncode == 0
+def _run(out: Path, points: Sequence[Point], unmet: str) -> None:
+    """Runs points of one profile on netbox. Those that ended well have left their files."""
+    first, limit = points[0], 300 + sum(point.limit for point in points)
+    shape = ["--nodes", "2", "--ranks-per-node", str(first.ranks), "--inter", first.inter, "--intra", first.intra]
+    netbox = [sys.executable, "tools/netbox.py", "run", *shape, "--unmet", unmet, "--timeout", str(limit), "--"]
+    named = [word for point in points for word in ("--point", point.name)]
+    command = [*netbox, "-m", "tools.papers.timed", "--out", str(out.resolve()), *named]
+    subprocess.run(command, cwd=ROOT, check=False)
 
 
 def main() -> int:
-    """Runs the points that are missing and prints the table; on netbox's ranks, one point."""
+    """Runs the points that are missing and prints the table; on netbox's ranks, those that are named."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, required=True, help="folder of a file a point")
     parser.add_argument("--only", default="", help="points whose names match one of these, separated by commas")
     parser.add_argument("--table", action="store_true", help="print the table of what is there, and run nothing")
     parser.add_argument("--unmet", choices=("refuse", "warn"), default="refuse", help="see netbox; warn: no times")
-    parser.add_argument("--point", help=argparse.SUPPRESS)
+    parser.add_argument("--point", action="append", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
+    out = arguments.out
     if arguments.point:
-        point = next(one for one in points() if one.name == arguments.point)
-        timed = time_point(point)
-        if os.environ["RANK"] == "0":
-            content = asdict(timed) | {"point": point.name}
-            write_text_whole(_file(arguments.out, point), json.dumps(content, indent=1) + "\n")
+        time_points([one for one in points() if one.name in arguments.point], out)
         return 0
-    arguments.out.mkdir(parents=True, exist_ok=True)
+    out.mkdir(parents=True, exist_ok=True)
     wanted = [one for one in arguments.only.split(",") if one]
-    failed = []
+    by_links: dict[Any, list[Point]] = {}
     for point in [] if arguments.table else points():
-        if _file(arguments.out, point).exists() or (wanted and not any(re.search(one, point.name) for one in wanted)):
-            continue
-        if not _run(arguments.out, point, arguments.unmet):
-            failed.append(point.name)
-            continue
-        print(*rows(point, json.loads(_file(arguments.out, point).read_text())), sep="\n", flush=True)
-    print(*table(arguments.out), sep="\n")
+        if not _file(out, point).exists() and (not wanted or any(re.search(one, point.name) for one in wanted)):
+            links = point.ranks, point.inter, point.intra, point.profile_settings()
+            by_links.setdefault(links, []).append(point)
+    for alike in by_links.values():
+        _run(out, alike, arguments.unmet)
+        for point in alike:
+            if _file(out, point).exists():
+                print(*rows(point, json.loads(_file(out, point).read_text())), sep="\n", flush=True)
+    print(*table(out), sep="\n")
+    failed = [point.name for alike in by_links.values() for point in alike if not _file(out, point).exists()]
     if failed:
         print(f"did not end well: {'; '.join(failed)}", file=sys.stderr)
     return bool(failed)
