@@ -281,8 +281,8 @@ def test_netmoe_refuses_a_megatron_without_its_seams(monkeypatch):
     [
         (
             {"way": "hops"},
-            {"expert_tensor_parallel_size": 2},
-            "size 2 cuts experts, whose parts --moe-opt-way hops does",
+            {"expert_tensor_parallel_size": 2, "expert_model_parallel_size": 1},
+            "--expert-model-parallel-size 1 has all experts on every rank, and --moe-opt-way hops",
         ),
         (
             {"way": "hops", "monta_level": "O3"},
