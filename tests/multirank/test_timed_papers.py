@@ -8,11 +8,14 @@ from dataclasses import asdict, replace
 from math import gcd
 
 import pytest
+import torch
 import torch.distributed as dist
 
+from megatron_moe_opt.integration.measuring.layer_settings import LayerSettings
 from megatron_moe_opt.planning.costs.described_cluster import describe
 from megatron_moe_opt.planning.costs.known_clusters import PARM_B
 from tests.ranks.commands import group_of_the_pool
+from tests.ranks.devices import rank_device
 from tools.papers import timed
 
 
@@ -89,7 +92,35 @@ def _time(name, out):
     return point
 
 
-@pytest.mark.parametrize("name", ["monta", "parm 00", "netmoe", "hybridep"])
+def _fastermoe_and_stock():
+    from megatron_moe_opt import register
+    from megatron_moe_opt.cli.ranks import parallel_layer
+    from megatron_moe_opt.integration.measuring.under_test import layer_under_test
+
+    register()
+    settings = LayerSettings(("alltoall",), 24, 32, 16, 8, 3, routing="zipf")
+    with parallel_layer(1, 4, 1, seed=1):
+        stock = layer_under_test(settings, "alltoall", 4, rank_device())
+        layer = timed.fastermoe_layer(settings, 4, rank_device(), ranks=2)
+        layer.layer.load_state_dict(stock.layer.state_dict())
+        (output, gradients), (expected, of_stock) = layer.results(), stock.results()
+        return [
+            (one.cpu(), other.cpu()) for one, other in zip([output, *gradients], [expected, *of_stock], strict=True)
+        ]
+
+
+def test_fastermoe_s_schedule_trains_what_stock_does(ranks):
+    for results in ranks.run(_fastermoe_and_stock):
+        for found, expected in results:
+            torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+
+
+END_TO_END = "netmoe: routing as MoE-GPT-S on two nodes, end to end"
+
+
+@pytest.mark.parametrize(
+    "name", ["monta", "parm 00", "netmoe", END_TO_END, "mpmoe over fastermoe", "hybridep", "hybridep table 5: 192"]
+)
 def test_a_point_is_timed_and_predicted(ranks, name, tmp_path):
     point = ranks.run(_time, name=name, out=tmp_path)[0]
     content = json.loads(timed._file(tmp_path, point).read_text())

@@ -6,9 +6,9 @@
 
 Points of the same links and shapes of experts are one run of netbox (root): their links are profiled, then each layer
 is timed in interleaved rounds. Each leaves a file, so that a run that was ended goes on where it stopped. Sizes are the
-papers', scaled down until a step takes a few seconds at most; what is compared with a paper is the ratio of two
-schedules. FasterMoE's schedule is no dispatcher here: what MPMoE is timed against is FastMoE's, all rows to the experts
-and back, which is stock's.
+papers', scaled down until a step takes a few seconds at most, but for the largest of Table V; what is compared with a
+paper is the ratio of two schedules. FastMoE's, all rows to the experts and back, is stock's; FasterMoE's is in
+tools/papers/fastermoe.py.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from typing import Any
 from megatron_moe_opt.cli.profile.run import ProfileSettings
 from megatron_moe_opt.integration.measuring.layer_settings import LayerSettings
 from megatron_moe_opt.output_file import write_text_whole
+from tools.papers import hybridep as hybridep_numbers
 from tools.papers import parm
 from tools.papers.published import head, row
 
@@ -39,6 +40,9 @@ SAMPLE_LAYERS = 12
 """Of NetMoE's routing: the samples of a step come home once, however many there are."""
 COMPRESSION = 25.0
 """The paper's setting for SR-based compression: 50 times fewer entries, each with its place."""
+FASTERMOE = "fastermoe"
+LIMIT = 100
+"""Seconds of a point besides its profile, unless it says more."""
 
 
 @dataclass(frozen=True)
@@ -66,13 +70,27 @@ class Point:
     """Variants of expert migration that are also timed with COMPRESSION, as NAME compressed."""
     model: str | None = None
     """NetMoE's, whose routing is replayed through layers without experts."""
+    end_to_end: bool = False
+    """Of a model: its layers have experts and attention, too."""
+    limit: int = LIMIT
+    """Seconds that it may take besides its profile."""
+
+    @property
+    def variants(self) -> set[str]:
+        """All that its ratios name."""
+        return {variant for ratio in self.ratios for variant in (ratio.slow, ratio.fast)}
+
+    @property
+    def needs_levels(self) -> bool:
+        """Whether a prediction asks for groups of the network's levels."""
+        return bool(self.compressed) or self.model is not None or FASTERMOE in self.variants
 
     def profile_settings(self) -> ProfileSettings:
         """What is profiled for it, which serves all points of the same."""
         layer = self.layer
         return ProfileSettings(
             layer.tp, 1, layer.ep_size(2 * self.ranks), layer.expert_tp, layer.hidden, layer.ffn_hidden, layer.dtype,
-            PROFILE_SECONDS[self.ranks], domains=bool(self.compressed) or self.model is not None,
+            PROFILE_SECONDS[self.ranks], domains=self.needs_levels,
         )  # fmt: skip
 
 
@@ -128,7 +146,7 @@ def _parm() -> Iterator[Point]:
 
 
 def points() -> list[Point]:
-    """All points: the eight first of Parm's and the other papers', then the rest of Parm's."""
+    """All points: the eight first of Parm's and the other papers', their longest last, then the rest of Parm's."""
     monta = [
         Point(
             f"monta: TP 8, EP 2, {tokens} tokens a rank",
@@ -144,6 +162,19 @@ def points() -> list[Point]:
             4,
             _layer("mpmoe:2,mpmoe:4,mpmoe:8", tokens, 256, 1024, 8, 1),
             tuple(Ratio("alltoall", f"mpmoe:{count}", "2.34 over FastMoE, best n (Fig. 10)") for count in (2, 4, 8)),
+        )
+        for tokens in (512, 1024)
+    ]
+    over_fastermoe = [
+        Point(
+            f"mpmoe over fastermoe: {tokens} tokens a rank, H 256, M 1024",
+            4,
+            _layer("mpmoe:2,mpmoe:4", tokens, 256, 1024, 8, 1),
+            (
+                Ratio("alltoall", FASTERMOE, "1.41 (Fig. 10, MPMoE over both)"),
+                Ratio(FASTERMOE, "mpmoe:2", "1.66, best n (Fig. 10, mean)"),
+                Ratio(FASTERMOE, "mpmoe:4", "1.66, best n (Fig. 10, mean)"),
+            ),
         )
         for tokens in (512, 1024)
     ]
@@ -163,6 +194,20 @@ def points() -> list[Point]:
         )
         for tokens in (512, 2048)
     ]
+    table_5 = [
+        Point(
+            f"hybridep table 5: {megabytes} MB of rows a rank, experts of 0.36 MB",
+            2,
+            replace(_layer(domains, megabytes * 512, 256, 176, 4, 2), steps=2),  # 2 rows of 1,024 bytes a token
+            (Ratio("alltoall", domains, f"{tutel / hybrid:.2f} over Tutel (Table V, Cluster-M)"),),
+            inter="100mbit",
+            intra="1280mbit",
+            compressed=(domains,),
+            limit=LIMIT + 8 * megabytes,
+        )
+        for megabytes, (tutel, hybrid) in hybridep_numbers.TABLE_V["Cluster-M"].items()
+        if megabytes >= 48
+    ]
     netmoe = [
         Point(
             f"netmoe: routing as {model} on two nodes",
@@ -173,8 +218,19 @@ def points() -> list[Point]:
         )
         for model in ("MoE-GPT-S", "MoE-GPT-L")
     ]
+    end_to_end = [
+        replace(
+            one,
+            name=f"{one.name}, end to end",
+            layer=replace(one.layer, ffn_hidden=2 * one.layer.hidden),
+            end_to_end=True,
+            limit=5 * LIMIT,
+        )
+        for one in netmoe
+    ]
     of_parm = list(_parm())
-    return [*monta, *of_parm[:8], *netmoe, *mpmoe, *hybridep, *of_parm[8:]]
+    others = (*over_fastermoe, *end_to_end, *table_5)
+    return [*monta, *of_parm[:8], *netmoe, *mpmoe, *hybridep, *others, *of_parm[8:]]
 
 
 MONTA = {
@@ -217,7 +273,7 @@ def _time_layer(point: Point, cluster: Any, device: Any) -> Timed:
     from megatron_moe_opt.cli.routing.balance import routing_balance
     from megatron_moe_opt.integration.measuring.under_test import layer_under_test, layers_under_test
     from megatron_moe_opt.planning.planner import candidates
-    from megatron_moe_opt.planning.predicting.baselines import deepspeed
+    from megatron_moe_opt.planning.predicting.baselines import deepspeed, fastermoe
     from megatron_moe_opt.planning.predicting.layer_on_cluster import LayerOnCluster
     from megatron_moe_opt.planning.predicting.parm import ParmFits, algorithm_1
     from megatron_moe_opt.topology.domains import find_levels
@@ -230,6 +286,8 @@ def _time_layer(point: Point, cluster: Any, device: Any) -> Timed:
         for variant in point.compressed:
             options = replace(split_variant(variant, None)[1], compression_ratio=COMPRESSION)
             layers[f"{variant} compressed"] = layer_under_test(settings, variant, ep, device, options=options)
+        if FASTERMOE in point.variants:
+            layers[FASTERMOE] = fastermoe_layer(settings, ep, device, point.ranks)
         seconds = time_rounds(layers, settings, device)
         balance = routing_balance(settings, ep, device)
     predicted = dict(predict_layer(settings, ep, balance, nodes, cluster).seconds)
@@ -238,6 +296,8 @@ def _time_layer(point: Point, cluster: Any, device: Any) -> Timed:
     chosen = {}
     if "deepspeed" in settings.dispatchers:
         predicted["deepspeed"] = deepspeed(LayerOnCluster(work, cluster)).seconds
+    if FASTERMOE in point.variants:
+        predicted[FASTERMOE] = fastermoe(LayerOnCluster(work, cluster), point.ranks).seconds
     if point.compressed:
         found, _ = candidates(replace(work, compression=COMPRESSION), cluster)
         predicted |= {f"{one.variant} compressed": one.seconds for one in found if one.variant in point.compressed}
@@ -245,6 +305,17 @@ def _time_layer(point: Point, cluster: Any, device: Any) -> Timed:
         chosen["by Algorithm 1"] = f"parm:{algorithm_1(work, work.tokens, ParmFits.of(cluster))}"
         chosen["by our model"] = min(("parm:S1", "parm:S2"), key=lambda one: predicted[one])
     return Timed({name: list(map(float, one)) for name, one in seconds.items()}, predicted, chosen)
+
+
+def fastermoe_layer(settings: LayerSettings, ep: int, device: Any, ranks: int) -> Any:
+    """Returns the layer under FasterMoE's schedule with groups of so many ranks, ready for a step."""
+    from megatron_moe_opt.integration.measuring.under_test import layer_under_test
+    from tools.papers.fastermoe import GROUPS, FasterMoeDispatcher
+
+    under_test = layer_under_test(settings, f"mpmoe:{GROUPS}", ep, device)
+    plugged = under_test.layer.token_dispatcher
+    plugged.dispatcher = FasterMoeDispatcher(plugged.dispatcher.groups, ranks)
+    return under_test
 
 
 def _time_samples(point: Point, cluster: Any, device: Any) -> Timed:
@@ -257,15 +328,34 @@ def _time_samples(point: Point, cluster: Any, device: Any) -> Timed:
 
     layer, table = point.layer, TABLE5[point.model][2]
     trace = like_table5(table, passes=6, layers=SAMPLE_LAYERS, seed=0, tokens=layer.tokens // 4)
-    samples = SampleSettings(Path(tempfile.gettempdir()), ("netmoe",), layer.hidden, None, layer.dtype, 3, 4)
+    samples = SampleSettings(
+        Path(tempfile.gettempdir()), ("netmoe",), layer.hidden, None, layer.dtype, 3, 4,
+        layer.ffn_hidden if point.end_to_end else None,
+    )  # fmt: skip
     found = run(samples, trace, device)
     ep, workers = 2 * point.ranks, (2, point.ranks)
     work = LayerWorkload(
-        layer.tokens, layer.hidden, 1, False, layer.experts, layer.topk, 4, 16, ep=ep, workers=workers,
+        layer.tokens, layer.hidden, layer.ffn_hidden, False, layer.experts, layer.topk, 4, 16, ep=ep, workers=workers,
         placement_saving=table.reduction,
     )  # fmt: skip
     predicted, _ = candidates(work, cluster)
-    return Timed({one.dispatcher: list(one.seconds) for one in found}, {one.variant: one.seconds for one in predicted})
+    rest = attention_seconds(work, layer.tokens // 4, cluster) if point.end_to_end else 0.0
+    return Timed(
+        {one.dispatcher: list(one.seconds) for one in found},
+        {one.variant: one.seconds + rest for one in predicted if one.variant in point.variants},
+    )
+
+
+def attention_seconds(work: Any, length: int, cluster: Any) -> float:
+    """Returns what a layer's attention takes, forward and backward, at the rate of the profile's largest expert.
+
+    Args:
+        length: tokens of a sample.
+    """
+    gemm = cluster.expert_gemm
+    rows, seconds = (gemm.training or tuple((rows, 3 * one) for rows, one in gemm.points))[-1]
+    operations = 3 * 2 * work.tokens * work.hidden * (4 * work.hidden + length)  # half of the scores are masked
+    return operations / (3 * gemm.flops(rows) / seconds)
 
 
 # ------------------------------------------------------------------------------------------------------- the driver
@@ -301,7 +391,7 @@ def _file(out: Path, point: Point) -> Path:
 
 def _run(out: Path, points: Sequence[Point], unmet: str) -> None:
     """Runs points of one profile on netbox. Those that ended well have left their files."""
-    first, limit = points[0], 300 + 100 * len(points)
+    first, limit = points[0], 300 + sum(point.limit for point in points)
     shape = ["--nodes", "2", "--ranks-per-node", str(first.ranks), "--inter", first.inter, "--intra", first.intra]
     netbox = [sys.executable, "tools/netbox.py", "run", *shape, "--unmet", unmet, "--timeout", str(limit), "--"]
     named = [word for point in points for word in ("--point", point.name)]
