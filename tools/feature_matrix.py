@@ -19,6 +19,7 @@ import functools
 import gc
 import hashlib
 import importlib
+import inspect
 import json
 import os
 import re
@@ -50,7 +51,7 @@ BASE = (
     "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32"
     " --position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear --hidden-dropout 0"
     " --attention-dropout 0 --num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 32 --micro-batch-size 1"
-    " --global-batch-size 4 --train-iters 3 --lr 1e-3 --lr-decay-iters 3 --split 9,1,0 --eval-iters 0"
+    " --global-batch-size 4 {length} --split 9,1,0 --eval-iters 0"
     " --eval-interval 1000 --log-interval 1 --mock-data --tokenizer-type NullTokenizer --vocab-size 256 --num-workers 0"
     " --transformer-impl local --no-rope-fusion --no-persist-layer-norm --no-gradient-accumulation-fusion"
     " --no-masked-softmax-fusion --no-bias-swiglu-fusion --distributed-timeout-minutes 2 --seed 1"
@@ -67,6 +68,8 @@ class Feature:
     tolerance: float = FP32
     environment: str = ""
     """`NAME=VALUE ...` of the runs."""
+    length: str = "--train-iters 3 --lr 1e-3 --lr-decay-iters 3"
+    """How long to train: BASE leaves it open."""
 
 
 BALANCE = "--moe-aux-loss-coeff 1e-2 --moe-router-load-balancing-type"
@@ -102,7 +105,10 @@ FEATURES = (
     ),
     Feature("SGD", f"{EP2} --optimizer sgd"),
     Feature("per-token loss", f"{EP2} --calculate-per-token-loss"),
-    Feature("rampup of the batch", f"{EP2} --rampup-batch-size 2 2 4"),
+    Feature(
+        "rampup of the batch", f"{EP2} --rampup-batch-size 2 2 4",
+        length="--train-samples 12 --lr 1e-3 --lr-decay-samples 12",
+    ),
     Feature("bf16", f"{EP2} --bf16", tolerance=HALF),
     Feature("fp16", f"{EP2} --fp16 --initial-loss-scale 1024", tolerance=HALF),
     Feature("fp32 residual", f"{EP2} --bf16 --fp32-residual-connection", tolerance=HALF),
@@ -192,7 +198,7 @@ class Cell:
 
 def command_of(feature: Feature, dispatcher: str, checkout: Path, folder: Path) -> list[str]:
     """Returns what the launcher is told."""
-    arguments = f"{BASE} {feature.arguments}".replace("{folder}", str(folder))
+    arguments = f"{BASE} {feature.arguments}".replace("{length}", feature.length).replace("{folder}", str(folder))
     ours = f"--moe-token-dispatcher-type {dispatcher} {OPTIONS.get(dispatcher, '')}"
     return [str(checkout / "pretrain_gpt.py"), *shlex.split(arguments), *shlex.split(ours)]
 
@@ -221,6 +227,7 @@ def prepare(checkout: Path) -> None:
     megatron_moe_opt.use_host_backend()
     megatron_moe_opt.register(refuse_unread=True)  # what each run's own call finds done, but for its options
     importlib.import_module("pretrain_gpt")
+    inspect.getmodule(prepare.__code__)  # Python then looks through all modules once, not in each rank
     gc.freeze()  # nothing of it goes: ranks need not look through it, which would copy the pages that they share
 
 

@@ -67,7 +67,7 @@ def train(
     stops: bool = False,
     **config: Any,
 ) -> dict[str, Any]:
-    """Losses, and what `auto` did.
+    """Losses of steps of one micro-batch, where `config` has no other number, and what `auto` did.
 
     Args:
         stops: the run ends behind the first step whose samples move; another one goes on from its state.
@@ -103,7 +103,7 @@ def train(
         megatron_moe_opt.register(options)
         before = set(distributed_c10d._world.pg_map)
         try:
-            model = gpt(learning_rate=1e-3, **config)
+            model = gpt(**{"learning_rate": 1e-3, "microbatches": 1} | config)
             controller = auto_layer._controller
             if stops:
                 ran = ""
@@ -255,7 +255,8 @@ def test_megatrons_own_dispatchers_are_tried_and_what_loses_holds_nothing(ranks,
 
 def test_it_sees_and_tries_passes_whose_stages_megatron_calls(ranks, profile):
     """1F1B overlap: nobody calls the layers' forward method; what pipelines through experts is left out."""
-    config = {"sizes": {"ep": 4}, "bf16": True, "overlap_moe_expert_parallel_comm": True, **ONE_SWEEP}
+    config = {"sizes": {"ep": 4}, "bf16": True, "overlap_moe_expert_parallel_comm": True, "microbatches": 2}
+    config |= ONE_SWEEP
     stock = ranks.run(train, options=None, **config)
     auto = ranks.run(
         train, options=Options(profile=profile), seconds=AllAlike(), moe_token_dispatcher_type="auto", **config
@@ -270,7 +271,7 @@ def test_a_pipeline_stage_without_moe_layers_waits_with_the_others(ranks, tmp_pa
     file = write_profile(tmp_path / "cluster.json", World((0, 0), ep=2), (2,))
     answers = ranks.run(
         train, options=Options(profile=file), sizes={"ep": 2, "pp": 2},
-        moe_token_dispatcher_type="auto", moe_layer_freq=[0, 1], **ONE_SWEEP,
+        moe_token_dispatcher_type="auto", moe_layer_freq=[0, 1], microbatches=2, **ONE_SWEEP,
     )  # fmt: skip
     assert [answer["layers"] for answer in answers] == [0, 0, 1, 1]
     assert all(answer["settled"] for answer in answers)
