@@ -19,6 +19,7 @@ import functools
 import gc
 import hashlib
 import importlib
+import inspect
 import json
 import os
 import re
@@ -226,6 +227,7 @@ def prepare(checkout: Path) -> None:
     megatron_moe_opt.use_host_backend()
     megatron_moe_opt.register(refuse_unread=True)  # what each run's own call finds done, but for its options
     importlib.import_module("pretrain_gpt")
+    inspect.getmodule(prepare.__code__)  # Python then looks through all modules once, not in each rank
     gc.freeze()  # nothing of it goes: ranks need not look through it, which would copy the pages that they share
 
 

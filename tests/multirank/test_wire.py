@@ -266,12 +266,11 @@ NETMOE = {
         "options": Options(wire="fp8", way="hops", network_levels=(2, 2), chunks=3),
         "sizes": (netmoe.UNEVEN, netmoe.EVEN),
     },
-    "hops-pp2": {
-        "layout": {"ep": 2, "pp": 2},
-        "settings": {"moe_router_topk": 4},
+    "hops-etp2": {
+        "layout": {"ep": 2, "etp": 2},
+        "settings": {"moe_router_topk": 4, "num_layers": 2},
         "bias": SPREAD,
         "options": Options(wire="dispatch=mxfp8,combine=fp8", way="hops"),
-        "microbatches": 4,
     },
 }
 
