@@ -357,3 +357,8 @@ def test_what_is_left_out_takes_as_long_as_was_said(known, layout):
         assert ALLTOALL in kept and kept.items() <= by_variant(everything).items()
         assert kept.keys() >= {other.variant for other in everything if other.seconds < limit}
     assert left_out > 0
+    for room in sorted({other.activation_bytes for other in everything}):
+        found, _ = candidates(one, described, wires=wires, has_room=lambda held, room=room: held <= room)
+        assert len(found) < len(everything)
+        expected, kept = ([other for other in of if other.activation_bytes <= room] for of in (everything, found))
+        assert (best(kept) if kept else None) == (best(expected) if expected else None)

@@ -121,7 +121,7 @@ def search(settings: PlanSettings, model: ModelShape, wanted: Wanted) -> Searche
                 least = max(least, found[-1].step(found[-1].chosen).tokens_per_second)
             if _most_tokens(bound) <= least:
                 break
-            case = bound.predicted(partial(candidates, below=_seconds_for(bound, least)))
+            case = bound.predicted(partial(candidates, below=_seconds_for(bound, least), has_room=bound.has_room))
             if case.fits(case.chosen):
                 found = sorted([*found, case], key=lambda one: -one.step(one.chosen).tokens_per_second)[:SHOWN]
     if not found:

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cached_property
+from itertools import combinations
 
 from megatron_moe_opt.planning.costs.cluster import OURS, Cluster
 from megatron_moe_opt.planning.costs.curves import CostCurve, Costs
@@ -15,7 +16,7 @@ from megatron_moe_opt.planning.predicting.layer_workload import LayerWorkload
 from megatron_moe_opt.planning.predicting.monta import Pass, training_passes
 from megatron_moe_opt.planning.predicting.partitioned_rows import activation_bytes
 from megatron_moe_opt.planning.predicting.prediction import Prediction
-from megatron_moe_opt.planning.predicting.simulator import simulate
+from megatron_moe_opt.planning.predicting.simulator import lane_rate, simulate
 from megatron_moe_opt.planning.predicting.skew import Skew
 from megatron_moe_opt.schedules.monta import even_chunks
 from megatron_moe_opt.schedules.mpmoe import NONE
@@ -36,12 +37,19 @@ _WITH_PROBS = (0, 3)  # of `training_passes`: dispatch, and the gradients on the
 class LayerOnCluster:
     """A layer on a cluster, and what all candidates have in common. Experts that were not measured are left out."""
 
-    def __init__(self, workload: LayerWorkload, cluster: Cluster, below: float = math.inf) -> None:
+    def __init__(
+        self,
+        workload: LayerWorkload,
+        cluster: Cluster,
+        below: float = math.inf,
+        has_room: Callable[[int], bool] = lambda activation_bytes: True,
+    ) -> None:
         """
         Args:
             below: seconds. Candidates that take as long, whatever they hide, are not asked for.
+            has_room: whether candidates that hold so many bytes of activations are asked for.
         """
-        self.workload, self.cluster, self.below = workload, cluster, below
+        self.workload, self.cluster, self.below, self.has_room = workload, cluster, below, has_room
         self.costs = cluster.costs() if cluster.expert_gemm is None else self.expert_costs
         of_stock = {key: CostCurve(points) for key, points in cluster.stock_curves.items()}
         self.stock_costs = Costs({**self.costs.curves, **of_stock}, self.costs.overhead)
@@ -51,6 +59,7 @@ class LayerOnCluster:
         """Rows of an even all-to-all that takes as long as this one."""
         self.computed = workload.rows_of(self.skew.computed())
         """Rows of every rank whose experts would take as long."""
+        self._best_rates: dict[Lane, tuple[float, float]] = {}
         self.activation_bytes = activation_bytes(workload, workload.rows, 1, NONE)
 
     @cached_property
@@ -87,6 +96,21 @@ class LayerOnCluster:
     def seconds_of_copies(self, holds: int) -> float:
         """Of experts that travel, in memory: into the message, their gradients into one, the sum to the parameters'."""
         return self.seconds_to_copy(self.bytes_of_copies(holds))
+
+    def best_rates(self, lane: Lane) -> tuple[float, float]:
+        """Returns the highest rate of an op in this lane while another op computes, and that of the other op.
+
+        Whatever other lanes are busy, neither is faster: bounds of what a layer takes at least are made of these.
+        """
+        if lane not in self._best_rates:
+            others = [other for other in Lane if other not in (lane, Lane.COMPUTE)]
+            besides = [beside for n in range(len(others) + 1) for beside in combinations(others, n)]
+            slowdown = self.cluster.slowdown or {}
+            self._best_rates[lane] = (
+                max(lane_rate(lane, (Lane.COMPUTE, *beside), slowdown) for beside in besides),
+                max(lane_rate(Lane.COMPUTE, (lane, *beside), slowdown) for beside in besides),
+            )
+        return self._best_rates[lane]
 
     def seconds_to_copy(self, num_bytes: float) -> float:
         """Of bytes in a rank's memory."""
