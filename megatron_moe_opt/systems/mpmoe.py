@@ -287,16 +287,16 @@ class _Partitioned:
 
     way: str
     domains: ExpertDomains | None
-    """In which experts travel; None: none does."""
+    """The domains in which experts travel; None: none does."""
     costs: Callable[[Op], float]
-    """Of the ops of the pipeline."""
+    """Returns the seconds of an op of the pipeline."""
     parts: Sequence[Partition]
     row: RowBytes
     stages: Stages
     own: int | None
     """Rows of this rank, where they are not what it computes."""
     holds: int = 1
-    """Ranks whose experts it computes."""
+    """Number of ranks whose experts it computes."""
 
     def activation_bytes(self, layer: LayerOnCluster, strategy: str) -> int:
         """Returns what the layer holds for its backward pass, with the experts of others that have travelled here."""
@@ -306,7 +306,7 @@ class _Partitioned:
 
     @classmethod
     def of(cls, layer: LayerOnCluster, count: int, way: str, domains: ExpertDomains | None) -> _Partitioned:
-        """Raises ConfigurationError as `costs_of` does."""
+        """Cuts a layer's rows into partitions. Raises ConfigurationError as `costs_of` does."""
         one, holds = layer.workload, 1 if domains is None else prod(domains.sizes)
         costs = costs_of(layer, way, domains)
         if way == HOPS:

@@ -27,7 +27,7 @@ FITS = 0.9
 """The part of a GPU's memory that may be planned with: logits, workspaces and buffers of NCCL are not counted."""
 
 Predict = Callable[[LayerWorkload, Cluster, int | None], tuple[tuple[Prediction, ...], tuple[Refusal, ...]]]
-"""Has the signature of planner.candidates."""
+"""A function that predicts candidates, with the signature of planner.candidates."""
 
 
 @dataclass(frozen=True)

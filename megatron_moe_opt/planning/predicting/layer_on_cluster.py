@@ -26,9 +26,9 @@ from megatron_moe_opt.schedules.timeline import Timeline
 from megatron_moe_opt.topology.domains import stationary
 
 PIPELINE = "pipeline with experts"
-"""The term of schedules that experts are part of."""
+"""The name of the term of schedules that experts are part of."""
 DISPATCH = "dispatch and combine"
-"""The term of all other schedules."""
+"""The name of the term of all other schedules."""
 PROB_BYTES = 4
 _CONVERT = (Kind.COPY, Kind.PERMUTE, Kind.SUM)
 _WITH_PROBS = (0, 3)  # of `training_passes`: dispatch, and the gradients on the way back through it
@@ -113,16 +113,16 @@ class LayerOnCluster:
         return self._best_rates[lane]
 
     def seconds_to_copy(self, num_bytes: float) -> float:
-        """Of bytes in a rank's memory."""
+        """Returns the seconds to copy so many bytes in a rank's memory."""
         return self.costs.curve(Op(Kind.COPY, Lane.COMPUTE)).seconds(num_bytes) if num_bytes else 0.0
 
     def bytes_of_copies(self, holds: int) -> int:
-        """Of `seconds_of_copies`."""
+        """Returns the bytes that `seconds_of_copies` copies."""
         return (holds + 2) * self.workload.expert_bytes if holds > 1 else 0
 
     @cached_property
     def passes(self) -> tuple[Pass, ...]:
-        """Of our dispatchers, whose rows carry their probabilities."""
+        """Returns the passes of our dispatchers, whose rows carry their probabilities."""
         one = self.workload
         return training_passes(self.exchanged, one.outbound_bytes, one.packed_row_bytes, one.homebound_bytes)
 

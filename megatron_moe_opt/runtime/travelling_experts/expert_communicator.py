@@ -77,11 +77,11 @@ class ExpertCommunicator:
         self.groups, self.ahead, self.residents = groups, ahead, Residents(resident)
         self._groups = {level: group for level, group in enumerate(groups.experts) if group is not None}
         self.innermost = [*self._groups.values()][-1]
-        """In which gradients begin to return."""
+        """The group in which gradients begin to return."""
         self.round = 0
         """Counts the changes of weights that were noticed."""
         self.gradients: weakref.WeakSet[WholeGradients | CompressedGradients] = weakref.WeakSet()
-        """How those of each layer return."""
+        """How the gradients of each layer return."""
         self._first: weakref.ref[MigratedExperts] | None = None
         self._due: weakref.ref[MigratedExperts] | None = None
         """The first layer of a step whose weights nobody has gathered since they were updated."""
@@ -264,14 +264,14 @@ class MigratedExperts:
         self.own = owners.index(communicator.groups.rank)
         """This rank's place among the owners."""
         self.round = 0
-        """In which the experts were last sent."""
+        """The round in which the experts were last sent."""
         self.next: weakref.ref[MigratedExperts] | None = None
         """The layer whose pass came after this one's."""
         self._following: list[MigratedExperts] = []
         self._deferring: list[Running] = []
         self._sent: torch.Tensor | None = None
         self._received: ReceivedMessages | None = None
-        """Of the last message; None: experts travel whole."""
+        """What was received of the last message; None: experts travel whole."""
         self._place: Place | None = None
         """The last pass of the layer, to which belongs what is gathered for it while other layers run."""
         self._arrived: ArrivedExperts | None = None
