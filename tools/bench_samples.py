@@ -48,6 +48,8 @@ class SampleSettings:
     """Of the tokens: fp32 or bf16."""
     steps: int
     warmup: int
+    ffn_hidden: int | None = None
+    """Of experts, where layers are whole, with attention too; None: dispatch and combine alone."""
 
     @property
     def all_dispatchers(self) -> tuple[str, ...]:
@@ -143,10 +145,11 @@ class _Block:
         self.tokens = settings.tokens or trace.experts.shape[3]
         self.device = device
         register(split_variant(dispatcher, None)[1])
-        self.block = build_block(_config(dispatcher, settings, trace))
+        self.block = build_block(_config(dispatcher, settings, trace), is_whole=settings.ffn_hidden is not None)
         register()
         for index, layer in enumerate(self.block.layers):
-            layer.mlp.experts = _Experts()
+            if settings.ffn_hidden is None:
+                layer.mlp.experts = _Experts()
             layer.mlp.router.forward = _Router(self, index, layer)
         dtype = torch_dtype(settings.dtype)
         shape = (self.tokens, self.batch, settings.hidden)
@@ -206,12 +209,14 @@ class _Experts(torch.nn.Module):
 
 
 def _config(dispatcher: str, settings: SampleSettings, trace: RoutingTrace) -> Any:
-    """Returns Megatron's configuration of all layers, which have neither attention nor experts of a size."""
+    """Returns Megatron's configuration of all layers; those that are not whole have no experts of a size."""
     from megatron_moe_opt.integration.measuring.under_test import layer_config
 
     _, layers, _, length, topk = trace.experts.shape
-    layer = LayerSettings((dispatcher,), length, settings.hidden, 1, trace.num_experts, topk, dtype=settings.dtype)
-    changes = {"num_layers": layers, "hidden_dropout": 0.0, "moe_enable_routing_replay": False}
+    ffn, heads = settings.ffn_hidden or 1, max(1, settings.hidden // 64)
+    layer = LayerSettings((dispatcher,), length, settings.hidden, ffn, trace.num_experts, topk, dtype=settings.dtype)
+    changes = {"num_layers": layers, "hidden_dropout": 0.0, "attention_dropout": 0.0, "num_attention_heads": heads}
+    changes |= {"moe_enable_routing_replay": False}
     return layer_config(layer, dispatcher, dist.get_world_size(), permute_fusion=False, **changes)
 
 

@@ -1,29 +1,39 @@
 """Trains unmodified pretrain_gpt.py with every feature of FEATURES under every dispatcher, and says what came out.
 
-    python tools/feature_matrix.py MEGATRON_LM_CHECKOUT [--features "EP 2;bf16"] [--dispatchers monta] [--table FILE]
+    python -m tools.feature_matrix MEGATRON_LM_CHECKOUT [--features "EP 2;bf16"] [--dispatchers monta] [--table FILE]
 
 Each cell is a run of a few steps on the CPU over Gloo, held against stock `alltoall` with the same feature: equal,
 refused with a sentence of ours, or refused by Megatron under stock too. A traceback of ours, other losses, or a run
 that does not end is a failure, and the exit status 1. What has run is kept in --folder with the output of each cell,
 and is not run again: the command goes on where it was stopped. Give a checkout of the installed megatron-core's
 version, and install what it needs: `pip install .[megatron-lm]`.
+
+The ranks are forked from this process, which has imported all that they need: each then runs what `torchrun ... -m
+megatron_moe_opt.launch pretrain_gpt.py ...` runs.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
+import gc
 import hashlib
+import importlib
+import inspect
 import json
 import os
 import re
+import runpy
 import shlex
-import subprocess
+import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+
+from tools.forked_ranks import DID_NOT_END, start_job
 
 ROOT = Path(__file__).resolve().parents[1]
 STOCK = "alltoall"
@@ -31,6 +41,8 @@ DISPATCHERS = ("monta", "parm", "mpmoe", "netmoe", "expert-migration", "auto", "
 OPTIONS = {"auto": "--moe-opt-profile-seconds 1"}
 """A measurement that is as short as the runs are."""
 FAILURES = ("different", "traceback", "did not end")
+ROOM = max(4, os.cpu_count() or 1)
+"""How many ranks run at a time."""
 
 FP32, HALF = 1e-5, 5e-3
 """The most that a loss may be off, relatively: another order of sums. More in half precision, and where tokens drop."""
@@ -39,7 +51,7 @@ BASE = (
     "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32"
     " --position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear --hidden-dropout 0"
     " --attention-dropout 0 --num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 32 --micro-batch-size 1"
-    " --global-batch-size 4 --train-iters 3 --lr 1e-3 --lr-decay-iters 3 --split 9,1,0 --eval-iters 0"
+    " --global-batch-size 4 {length} --split 9,1,0 --eval-iters 0"
     " --eval-interval 1000 --log-interval 1 --mock-data --tokenizer-type NullTokenizer --vocab-size 256 --num-workers 0"
     " --transformer-impl local --no-rope-fusion --no-persist-layer-norm --no-gradient-accumulation-fusion"
     " --no-masked-softmax-fusion --no-bias-swiglu-fusion --distributed-timeout-minutes 2 --seed 1"
@@ -56,6 +68,8 @@ class Feature:
     tolerance: float = FP32
     environment: str = ""
     """`NAME=VALUE ...` of the runs."""
+    length: str = "--train-iters 3 --lr 1e-3 --lr-decay-iters 3"
+    """How long to train: BASE leaves it open."""
 
 
 BALANCE = "--moe-aux-loss-coeff 1e-2 --moe-router-load-balancing-type"
@@ -91,7 +105,10 @@ FEATURES = (
     ),
     Feature("SGD", f"{EP2} --optimizer sgd"),
     Feature("per-token loss", f"{EP2} --calculate-per-token-loss"),
-    Feature("rampup of the batch", f"{EP2} --rampup-batch-size 2 2 4"),
+    Feature(
+        "rampup of the batch", f"{EP2} --rampup-batch-size 2 2 4",
+        length="--train-samples 12 --lr 1e-3 --lr-decay-samples 12",
+    ),
     Feature("bf16", f"{EP2} --bf16", tolerance=HALF),
     Feature("fp16", f"{EP2} --fp16 --initial-loss-scale 1024", tolerance=HALF),
     Feature("fp32 residual", f"{EP2} --bf16 --fp32-residual-connection", tolerance=HALF),
@@ -180,44 +197,72 @@ class Cell:
 
 
 def command_of(feature: Feature, dispatcher: str, checkout: Path, folder: Path) -> list[str]:
-    """Returns what torchrun is told."""
-    arguments = f"{BASE} {feature.arguments}".replace("{folder}", str(folder))
+    """Returns what the launcher is told."""
+    arguments = f"{BASE} {feature.arguments}".replace("{length}", feature.length).replace("{folder}", str(folder))
     ours = f"--moe-token-dispatcher-type {dispatcher} {OPTIONS.get(dispatcher, '')}"
-    script = ["-m", "megatron_moe_opt.launch", str(checkout / "pretrain_gpt.py")]
-    return [f"--nproc-per-node={feature.ranks}", *script, *shlex.split(arguments), *shlex.split(ours)]
+    return [str(checkout / "pretrain_gpt.py"), *shlex.split(arguments), *shlex.split(ours)]
 
 
 def key_of(feature: Feature, dispatcher: str, checkout: Path) -> str:
     """Returns what a cell is known again by: what it runs, and the sources that run."""
-    digest = hashlib.sha256(repr(command_of(feature, dispatcher, Path(checkout.name), Path())).encode())
-    digest.update(feature.environment.encode())
+    what = [feature.ranks, feature.environment, *command_of(feature, dispatcher, Path(checkout.name), Path())]
+    return hashlib.sha256(repr(what).encode() + _sources()).hexdigest()[:16]
+
+
+@functools.cache
+def _sources() -> bytes:
+    digest = hashlib.sha256()
     for source in sorted((ROOT / "megatron_moe_opt").rglob("*.py")):
         digest.update(source.read_bytes())
-    return digest.hexdigest()[:16]
+    return digest.digest()
 
 
-def run(feature: Feature, dispatcher: str, checkout: Path, folder: Path, timeout: float) -> tuple[int | None, str]:
-    """Trains, and returns the exit status, None where it did not end, and what the ranks wrote."""
-    output = folder / f"{re.sub('[^a-z0-9]+', '-', feature.name.lower())}.{dispatcher}.txt"
-    with tempfile.TemporaryDirectory() as logs, tempfile.TemporaryDirectory() as own:
-        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--redirects=3", f"--log-dir={logs}"]
-        path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
-        alone = {"CUDA_VISIBLE_DEVICES": "", "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
-        alone |= dict(word.split("=", 1) for word in feature.environment.split())
-        process = subprocess.Popen(
-            [*launcher, *command_of(feature, dispatcher, checkout, Path(own))], cwd=own, env=os.environ | alone,
-            stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-        )  # fmt: skip
-        try:
-            status: int | None = process.wait(timeout)
-        except subprocess.TimeoutExpired:
-            process.terminate()  # torchrun ends its ranks
-            process.wait()
-            status = None
-        written = sorted(Path(logs).rglob("std*.log"))
-        text = "\n".join(file.read_text(errors="replace") for file in written)
-    output.write_text(text)
-    return status, text
+def prepare(checkout: Path) -> None:
+    """Imports what a run imports, in the order of a run, and into what each run starts with."""
+    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    os.environ |= {"CUDA_VISIBLE_DEVICES": "", "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
+    sys.path[:0] = [str(checkout), str(ROOT)]
+    import megatron_moe_opt
+
+    megatron_moe_opt.use_host_backend()
+    megatron_moe_opt.register(refuse_unread=True)  # what each run's own call finds done, but for its options
+    importlib.import_module("pretrain_gpt")
+    inspect.getmodule(prepare.__code__)  # Python then looks through all modules once, not in each rank
+    gc.freeze()  # nothing of it goes: ranks need not look through it, which would copy the pages that they share
+
+
+def _launch(command: list[str]) -> None:
+    """Does what `python -m megatron_moe_opt.launch` does."""
+    sys.argv[1:] = command
+    runpy.run_module("megatron_moe_opt.launch", run_name="__main__", alter_sys=True)
+
+
+def run(
+    todo: Sequence[tuple[Feature, str]], checkout: Path, folder: Path, timeout: float
+) -> Iterator[tuple[Feature, str, int | None, str, float]]:
+    """Trains, as many side by side as there is room for.
+
+    Yields:
+        as each ends: the feature, the dispatcher, the exit status, None where it did not end, what the ranks wrote, and
+        the seconds that it took.
+    """
+    waiting = list(reversed(todo))
+    running: dict[int, tuple[Feature, str, Path, float]] = {}
+    while waiting or running:
+        while waiting and sum(one.ranks for one, *_ in running.values()) + waiting[-1][0].ranks <= ROOM:
+            feature, name = waiting.pop()
+            own = Path(tempfile.mkdtemp())
+            launch = functools.partial(_launch, command_of(feature, name, checkout, own))
+            variables = dict(word.split("=", 1) for word in feature.environment.split())
+            job = start_job(launch, feature.ranks, variables, own, timeout)
+            running[job] = feature, name, own, time.monotonic()
+        job, ended = os.wait()
+        feature, name, own, began = running.pop(job)
+        text = "\n".join((own / f"{rank}.txt").read_text(errors="replace") for rank in range(feature.ranks))
+        shutil.rmtree(own)
+        (folder / f"{re.sub('[^a-z0-9]+', '-', feature.name.lower())}.{name}.txt").write_text(text)
+        status = os.waitstatus_to_exitcode(ended)
+        yield feature, name, None if status == DID_NOT_END else status, text, round(time.monotonic() - began, 1)
 
 
 def losses_of(text: str) -> tuple[str, ...]:
@@ -329,19 +374,24 @@ def main() -> int:
     dispatchers = chosen(asked.dispatchers, ",", DISPATCHERS, "--dispatchers")
     file = folder / "cells.jsonl"
     cells = read(file)
-    todo = [(feature, name) for feature in features for name in (STOCK, *dispatchers)]
-    for number, (feature, name) in enumerate(todo, start=1):
-        key, known = key_of(feature, name, checkout), cells.get((feature.name, name))
-        if known is None or known.key != key:
-            began = time.monotonic()
-            status, text = run(feature, name, checkout, folder, asked.timeout)
+    wanted = [(feature, name) for feature in features for name in (STOCK, *dispatchers)]
+    keys = {(feature.name, name): key_of(feature, name, checkout) for feature, name in wanted}
+    known = {place for place, key in keys.items() if place in cells and cells[place].key == key}
+    todo = [(feature, name) for feature, name in wanted if (feature.name, name) not in known]
+    if todo:
+        prepare(checkout)
+    done = len(known)
+    for with_stock in (True, False):  # which the others are held against
+        now = [(feature, name) for feature, name in todo if (name == STOCK) == with_stock]
+        for feature, name, status, text, seconds in run(now, checkout, folder, asked.timeout):
             stock = None if name == STOCK else cells[feature.name, STOCK]
             outcome = judged(feature, name, status, text, stock)
-            known = Cell(feature.name, name, *outcome, losses_of(text), round(time.monotonic() - began, 1), key)
-            cells[feature.name, name] = known
+            cell = Cell(feature.name, name, *outcome, losses_of(text), seconds, keys[feature.name, name])
+            cells[feature.name, name] = cell
             with open(file, "a") as log:
-                log.write(json.dumps(asdict(known)) + "\n")
-        print(f"[{number}/{len(todo)}] {feature.name}, {name}: {known.status} {known.detail}"[:160], flush=True)
+                log.write(json.dumps(asdict(cell)) + "\n")
+            done += 1
+            print(f"[{done}/{len(wanted)}] {feature.name}, {name}: {cell.status} {cell.detail}"[:160], flush=True)
     page = table(cells, FEATURES, DISPATCHERS)
     print(f"\n{page}")
     if asked.table is not None:

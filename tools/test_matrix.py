@@ -195,7 +195,7 @@ def counted(report: str) -> str:
 def run_pretrain(tree: Path, checkout: Path, environment: Mapping[str, str], log: Path) -> tuple[bool, str]:
     """Trains the tag's pretrain_gpt.py under every dispatcher. Returns whether all are stock's, and what came out."""
     cells = log.parent / log.stem
-    command = [".venv/bin/python", "tools/feature_matrix.py", str(checkout), "--features", "EP 2"]
+    command = [".venv/bin/python", "-m", "tools.feature_matrix", str(checkout), "--features", "EP 2"]
     with open(log, "w") as output:
         status = subprocess.run(
             [*command, "--folder", str(cells)], cwd=tree, env=environment, stdout=output, stderr=subprocess.STDOUT

@@ -13,9 +13,14 @@ from megatron_moe_opt.dispatchers.pipelining import agreed_cluster
 from megatron_moe_opt.dispatchers.say import say_once
 from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.planning.predicting.layer_workload import LayerWorkload
+from megatron_moe_opt.schedules.schedule import CODEC
 from megatron_moe_opt.systems.expert_migration import fastest_domains
 from megatron_moe_opt.topology.domains import ExpertDomains, realisable
 from megatron_moe_opt.topology.expert_groups import ExpertGroups
+
+_GUESS = (
+    "; the profile has not measured the codec, which is counted as copies: measure again with moe-opt profile --domains"
+)
 
 
 class Choosing(Protocol):
@@ -71,6 +76,8 @@ class MeasuredDomains:
         """
         self.profile, self.groups, self.workload = profile, groups, workload
         self._cluster = agreed_cluster(groups, profile, workload)
+        is_coded = max(workload.compression, workload.gradient_compression) > 1
+        self._guess = _GUESS if is_coded and CODEC - {kind for kind, _ in self._cluster.curves} else ""
         try:
             fastest_domains(replace(workload, tokens=1), self._cluster)
         except ConfigurationError as error:
@@ -91,7 +98,7 @@ class MeasuredDomains:
             (number, choice),
             lambda: (
                 f"{number} tokens a rank: {describe_domains(choice.domains)}; predicted {choice.seconds * 1e3:.2f} ms "
-                "a layer, forward and backward"
+                f"a layer, forward and backward{self._guess}"
             ),
         )
         return choice.domains

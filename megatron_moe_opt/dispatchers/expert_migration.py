@@ -25,7 +25,7 @@ from megatron_moe_opt.runtime.engine.host_copy import HostCopy
 from megatron_moe_opt.runtime.rows.expert_exchange import Exchange, to_experts, to_sources
 from megatron_moe_opt.runtime.rows.hop_plan import HopPlan
 from megatron_moe_opt.runtime.rows.token_hops import HoppingRows, TokenHops
-from megatron_moe_opt.runtime.travelling_experts.expert_communicator import Lent, MigratedExperts
+from megatron_moe_opt.runtime.travelling_experts.migrated_experts import Lent, MigratedExperts
 from megatron_moe_opt.topology.domain_groups import DomainGroups, domain_groups
 from megatron_moe_opt.topology.domains import ExpertDomains
 from megatron_moe_opt.topology.expert_groups import ExpertGroups

@@ -31,7 +31,7 @@ from megatron_moe_opt.runtime.rows.token_hops import HoppingRows, TokenHops
 from megatron_moe_opt.runtime.rows.ways import way_of
 from megatron_moe_opt.runtime.through_experts.expert_call import Experts
 from megatron_moe_opt.runtime.through_experts.expert_pipeline import through_experts
-from megatron_moe_opt.runtime.travelling_experts.expert_communicator import Lent, MigratedExperts
+from megatron_moe_opt.runtime.travelling_experts.migrated_experts import Lent, MigratedExperts
 from megatron_moe_opt.topology.expert_groups import ExpertGroups
 
 

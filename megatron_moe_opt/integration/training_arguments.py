@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 import sys
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-from megatron_moe_opt.integration.host.patching import when_imported
+from megatron_moe_opt.integration.host.patching import replace, when_imported
 from megatron_moe_opt.integration.seams import seam_moved
 
 
@@ -20,16 +19,16 @@ def training_arguments() -> Any:
 def before_validation(check: Callable[[Any], None]) -> None:
     """Has `check` see the parsed arguments before Megatron-LM's own checks, where a script uses its training loop."""
 
-    def follow(module: ModuleType) -> None:
-        stock = getattr(module, "validate_args", None)
-        if stock is None:
-            raise seam_moved("megatron.training.arguments has no validate_args")
-
-        @functools.wraps(stock)
+    def checked(stock: Callable[..., Any]) -> Callable[..., Any]:
         def validate_args(arguments: Any, *defaults: Any, **named: Any) -> Any:
             check(arguments)
             return stock(arguments, *defaults, **named)
 
-        module.validate_args = validate_args
+        return validate_args
+
+    def follow(module: ModuleType) -> None:
+        if not hasattr(module, "validate_args"):
+            raise seam_moved("megatron.training.arguments has no validate_args")
+        replace(module, "validate_args", checked)  # megatron.training.initialize may hold it already
 
     when_imported("megatron.training.arguments", follow)

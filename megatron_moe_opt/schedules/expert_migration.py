@@ -6,7 +6,7 @@ they travel compressed:
     gathered    [ encode -> ] all-gather for each level, outermost first
     decoded     decode, when a layer's turn comes
     restored    a copy from the host to the device, of decoded experts that were kept there
-    returned    ([ encode -> ] reduce-scatter -> sum) for each level, innermost first
+    returned    ([ encode -> ] reduce-scatter -> [ decode and ] sum) for each level, innermost first
     renewed     reduce-scatter -> sum -> all-gather
 """
 
@@ -84,9 +84,10 @@ def returned(sizes: Mapping[int, int], is_coded: bool = False) -> Schedule:
     stages, summed = [], "gradients"
     for level, size in sizes.items():
         if is_coded:
-            stages.append(Stage(Kind.ENCODE, Lane.EXPERTS, size, f"messages.{level}"))
+            stages.append(Stage(Kind.ENCODE_GRADIENT, Lane.EXPERTS, size, f"messages.{level}"))
         stages.append(Stage(Kind.REDUCE_SCATTER, Lane.EXPERTS, size, f"parts.{level}", f"experts.{level}"))
-        stages.append(Stage(Kind.SUM, Lane.EXPERTS, size, f"sums.{level}", also_reads=(summed,)))
+        summing = Kind.DECODE_GRADIENT if is_coded else Kind.SUM
+        stages.append(Stage(summing, Lane.EXPERTS, size, f"sums.{level}", also_reads=(summed,)))
         summed = f"sums.{level}"
     return one_by_one("expert-migration, gradients returned", "gradients", stages)
 

@@ -41,12 +41,16 @@ class Kind(_OneOfEach):
     GRADIENT = "gradient"  # the backward pass of a compute op
     OFFLOAD = "offload"
     PREFETCH = "prefetch"
-    ENCODE = "encode"
+    ENCODE = "encode"  # of experts that travel
     DECODE = "decode"
+    ENCODE_GRADIENT = "encode_gradient"  # of gradients that return to the experts' owners
+    DECODE_GRADIENT = "decode_gradient"  # and their sum
     ACTIVATE = "activate"  # what lies between an expert's two matrix products, again
 
 
 COLLECTIVES = frozenset({Kind.ALL_TO_ALL, Kind.ALL_GATHER, Kind.REDUCE_SCATTER, Kind.SEND_RECEIVE})
+CODEC = frozenset({Kind.ENCODE, Kind.DECODE, Kind.ENCODE_GRADIENT, Kind.DECODE_GRADIENT})
+"""Of experts, and of their gradients, that travel compressed."""
 
 
 @dataclass(frozen=True)

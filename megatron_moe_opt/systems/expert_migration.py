@@ -293,7 +293,7 @@ def _domain_choices(layer: LayerOnCluster) -> Iterator[tuple[DomainChoice, dict[
         of_passes = [
             seconds - layer.skew.hidden(domains, exchange, seconds) for seconds in layer.seconds_of_experts(rows, holds)
         ]
-        passes = expert_migration.timelines(migration, domains, curves, of_passes, layer.seconds_to_copy)
+        passes = expert_migration.timelines(migration, domains, curves, of_passes, layer.seconds_of_codec)
         copies = Timeline.in_turn("experts copied", [(Op(Kind.COPY, Lane.COMPUTE), layer.seconds_of_copies(holds))])
         experts = sum(of_passes)
         terms = {

@@ -410,7 +410,7 @@ class HopSeconds:
         self._costs, self._domains = costs, domains or stationary(layer.workload.workers)
         self._curves = measured_curves(layer.costs, layer.workload.workers)
         self._copies = costs.curve(Op(Kind.COPY, Lane.COPY))
-        self._migration, self._copy = layer.workload.migration(layer.skew), layer.seconds_to_copy
+        self._migration, self._codec = layer.workload.migration(layer.skew), layer.seconds_of_codec
 
     def __call__(self, op: Op) -> float:
         travels = op.lane is Lane.EXPERTS
@@ -419,7 +419,7 @@ class HopSeconds:
         if op.kind is not Kind.ALL_TO_ALL and not travels:
             return self._costs(op)
         if op.group is None:
-            return codec_seconds(self._migration, self._domains, op, self._copy)
+            return codec_seconds(self._migration, self._domains, op, self._codec)
         level = level_of(op.group)
         ranks = self._domains.sizes[level] if travels else self._domains.domains(level)
         return self._costs.overhead + curve_of(self._curves, op.kind, level, ranks).seconds(op.size)

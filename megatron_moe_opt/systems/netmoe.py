@@ -106,10 +106,10 @@ def _check_way(config: Any, options: Any) -> None:
             )
         return
     flag = f"{PREFIX}way {HOPS}"
-    if (config.expert_tensor_parallel_size or 1) > 1:
+    if config.expert_model_parallel_size == 1:
         raise ConfigurationError(
-            f"--expert-tensor-parallel-size {config.expert_tensor_parallel_size} cuts experts, whose parts {flag} does "
-            f"not put together: set it to 1, or use {PREFIX}way {ROWS}"
+            f"--expert-model-parallel-size 1 has all experts on every rank, and {flag} is about the links to others: "
+            f"give {PREFIX}way {ROWS}"
         )
     if options.monta_level is not None or options.profile is not None:
         other = "monta-level" if options.monta_level is not None else "profile"
@@ -147,8 +147,8 @@ def _candidates(layer: LayerOnCluster, options: MontaOptions) -> Iterator[Predic
         variant = f"{NAME}:{setting}" if (setting := _setting(level, count)) else NAME
         yield replace(layer.prediction(variant, schedules, alone, parts=count), intra_bytes=inside(at_home))
     refusal = no_hops(layer)
-    if one.etp > 1:
-        refusal = f"expert tensor parallelism {one.etp} cuts experts, whose parts netmoe's hops do not put together"
+    if one.ep == 1:
+        refusal = "all experts are on every rank: no token hops"
     if refusal is not None:
         yield Refusal(f"{NAME}:{HOPS}", refusal)
         return
@@ -161,7 +161,7 @@ def _candidates(layer: LayerOnCluster, options: MontaOptions) -> Iterator[Predic
     for count in (1, *CHUNK_COUNTS):
         parts = hop_partitions(one, layer.skew, layer.computed, count)
         at_home = [
-            build([part.bytes(row_bytes) for part in parts], levels)
+            build([part.bytes(row_bytes) for part in parts], levels, one.etp)
             for build, row_bytes in (
                 (hops.dispatch, noted),
                 (hops.combine, keyed),

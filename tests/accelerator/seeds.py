@@ -73,7 +73,7 @@ LAYERS: dict[str, Callable[[], Iterable[float]]] = {
     "mpmoe S1 x 3, hops, experts travel": lambda: several_passes(3, "S1", (2, 2), (2, 1)),
     "expert-migration": lambda: errors_of("expert-migration", EP4, TRAVELLING),
     "netmoe": lambda: netmoe("tp2-ep2-etp2-shared"),
-    "netmoe, hops": lambda: netmoe("hops-uneven"),
+    "netmoe, hops": lambda: netmoe("hops-etp2-uneven"),
 }
 
 

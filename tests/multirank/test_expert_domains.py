@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 from pathlib import Path
 
 import pytest
@@ -53,6 +55,11 @@ def chosen(profile: Path, numbers: tuple[int, ...] = (4, 2000), ratio: float | N
     return sizes
 
 
+def chosen_and_said(**options) -> tuple[list[tuple[int, ...]], str]:
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        return chosen(**options), said.getvalue()
+
+
 def test_domains_are_chosen_by_tokens_and_experts(ranks, tmp_path):
     """2 experts of 74 KB a rank against 272 bytes a token: between the slow level's two workers experts travel."""
     for few, many in ranks.run(chosen, profile=save(tmp_path / "cluster.json")):
@@ -63,8 +70,9 @@ def test_domains_are_chosen_by_tokens_and_experts(ranks, tmp_path):
 def test_compressed_gradients_make_experts_travel(ranks, tmp_path):
     profile = save(tmp_path / "cluster.json")
     for ratio, sizes in ((None, (1, 1)), (8.0, (2, 1))):
-        for found in ranks.run(chosen, profile=profile, numbers=(200,), ratio=ratio):
-            assert found == [sizes]
+        answers = ranks.run(chosen_and_said, profile=profile, numbers=(200,), ratio=ratio)
+        assert all(found == [sizes] for found, _ in answers)
+        assert ("has not measured the codec, which is counted as copies" in answers[0][1]) == (ratio is not None)
 
 
 def test_a_profile_without_the_groups_of_domains_is_refused(ranks, tmp_path):

@@ -62,10 +62,10 @@ def train(layout, steps, **settings):
 ], ids=str)
 # fmt: on
 def test_loss_falls(ranks, layout, settings):
-    losses = ranks.run(train, layout=layout, steps=6, **settings)
+    losses = ranks.run(train, layout=layout, steps=4, **settings)
     assert losses == [losses[0]] * 4
     assert 4.7 < losses[0][0] < 5.0  # ln(128) = 4.85
-    assert losses[0][-1] < 0.9 * losses[0][0]
+    assert losses[0][-1] < 0.95 * losses[0][0]
 
 
 def test_variants_that_change_no_sum_give_the_same_bits(ranks):

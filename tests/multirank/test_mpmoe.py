@@ -204,6 +204,7 @@ def test_every_count_and_strategy(ranks, layout):
         ("tp2-ep2-etp2", {"moe_router_dtype": "fp64"} | GATED_GELU, None),
         ("ep4", {"add_bias_linear": True}, None),
         ("ep4", {"num_moe_experts": 4}, None),  # one local expert
+        ("ep4", {"moe_router_topk": 1, "moe_apply_probs_on_input": True}, None),
         *((layout, {}, routing) for layout in ("ep4", "tp2-ep2-etp2") for routing in ("hot", "skewed")),
         *(pytest.param(layout, {}, one, marks=ASKS) for layout in ("ep4", "tp2-ep2-etp2") for one in RAGGED),
     ],

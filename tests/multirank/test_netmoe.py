@@ -31,6 +31,7 @@ RECOMPUTE, RECOMPUTE_MOE = (
 )
 RECOMPUTE_ALL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 2}
 O2, O3 = ({"options": Options(monta_level=level, chunks=chunks)} for level, chunks in (("O2", 3), ("O3", 2)))
+CHUNKS = {"options": Options(way="hops", chunks=3)}
 HOPS, LEVELS = {"options": Options(way="hops")}, {"options": Options(way="hops", network_levels=(2, 2), chunks=3)}
 
 
@@ -215,11 +216,17 @@ CASES = {
     "hops-topk4-micro3": {"layout": EP4, "settings": {"moe_router_topk": 4}, "micro_batch": 3} | LEVELS,
     "hops-shared-moe-recomputed": {"layout": EP4, "settings": SHARED | SEQ_AUX | RECOMPUTE_MOE, "bias": HOT} | LEVELS,
     "hops-tp2-replicated-shared": {"layout": TP2_EP4, "settings": SHARED, "bias": SKEWED, "replicated": True} | LEVELS,
-    "hops-uneven": {"layout": EP4, "settings": SHARED | SEQ_AUX, "sizes": (UNEVEN, EVEN)} | LEVELS,
+    "hops-etp2-uneven": {"layout": ETP2, "settings": SHARED | SEQ_AUX, "sizes": (UNEVEN, EVEN)} | CHUNKS,
     "hops-top1-one-level": {"layout": EP4, "settings": TOP1, "bias": None, "micro_batch": 4, "solver": True} | HOPS,
     "hops-pp2-recomputed": {"layout": {"ep": 2, "pp": 2}, "settings": RECOMPUTE_ALL, "microbatches": 4} | HOPS,
     "cp2-ep4-seq-aux": {"layout": {"cp": 2, "ep": 4}, "settings": SEQ_AUX, "bias": SKEWED},
-    "hops-cp2": {"layout": {"cp": 2, "ep": 4}, "settings": SHARED, "options": Options(way="hops", chunks=2)},
+    "hops-cp2-etp2-recomputed": {
+        "layout": {"cp": 2, "ep": 2, "etp": 2},
+        "settings": SHARED | RECOMPUTE_ALL,
+        "bias": SKEWED,
+    }
+    | CHUNKS,
+    "hops-tp2-etp2-topk4": {"layout": TP2_EP2_ETP2, "settings": {"moe_router_topk": 4}, "bias": HOT} | HOPS,
     "ep4-solver": {"layout": EP4, "settings": {}, "micro_batch": 4, "bias": None, "solver": True, "steps": 2},
 }
 

@@ -261,7 +261,7 @@ def recorded_step(layout: dict[str, int], options: Options | None) -> list[Sched
 
     with parallel(**layout):
         megatron_moe_opt.register(options)
-        trained = build("netmoe", moe_ffn_hidden_size=64)
+        trained = build("netmoe", moe_ffn_hidden_size=64, num_layers=2)
         megatron_moe_opt.register()
         by_content(trained.model, None)
         with recording() as timelines:
@@ -278,7 +278,7 @@ def test_the_ops_that_run_are_those_that_the_planner_plays(ranks, tmp_path):
     for schedules in ranks.run(recorded_step, layout={"ep": 2, "etp": 2}, options=None):
         layers = len(schedules) // 4
         played = [out, back] * layers + backward * layers
-        assert layers == LAYERS["num_layers"] and len(schedules) == len(played)
+        assert layers == 2 and len(schedules) == len(played)
         for ran, predicted in zip(schedules, played, strict=True):
             assert [replace(op, size=0) for op in ran.ops] == [replace(op, size=0) for op in predicted.ops]
             width = layer.row_bytes if predicted is backward[0] else layer.packed_row_bytes
@@ -289,18 +289,22 @@ def test_the_ops_that_run_are_those_that_the_planner_plays(ranks, tmp_path):
     ]
 
 
-def test_the_hops_that_run_are_those_that_the_planner_plays(ranks, tmp_path):
-    file = write_profile(tmp_path / "cluster.json", World((0, 0, 1, 1), ep=4), (2, 2))
-    layer = LayerWorkload(128, 64, 64, False, 8, 2, 4, LANE_BYTES, 4, workers=(2, 2), placement_saving=0.25)
+@pytest.mark.parametrize(("etp", "workers", "inside"), [(1, (2, 2), "tokens.1"), (2, (2,), "expert-tp")])
+def test_the_hops_that_run_are_those_that_the_planner_plays(ranks, tmp_path, etp, workers, inside):
+    sizes, world = {"ep": 4 // etp, "etp": etp}, World((0, 0, 1, 1), ep=4 // etp, expert_tp=etp)
+    file = write_profile(tmp_path / "cluster.json", world, workers)
+    layer = LayerWorkload(
+        128, 64, 64 // etp, False, 8, 2, 4, LANE_BYTES, 4 // etp, etp, workers=workers, placement_saving=0.25
+    )
     (one,) = (one for one in candidates(layer, Cluster.load(file))[0] if one.variant == "netmoe:hopsx2")
     out, back, *backward = (part.schedule for part in one.timelines if any(op.group for op in part.schedule.ops))
-    for schedules in ranks.run(recorded_step, layout={"ep": 4}, options=HOPS):
-        layers, token = LAYERS["num_layers"], 64 * 4
+    for schedules in ranks.run(recorded_step, layout=sizes, options=replace(HOPS, network_levels=workers)):
+        layers, token = 2, 64 * 4
         played = [(out, token + 32), (back, token + 16)] * layers  # facts and a note; a key
         played += [(backward[0], token), (backward[1], token + 16)] * layers  # gradients of probabilities
         assert len(schedules) == len(played)
         for ran, (predicted, width) in zip(schedules, played, strict=True):
             assert [replace(op, size=0) for op in ran.ops] == [replace(op, size=0) for op in predicted.ops]
             assert all(op.size % width == 0 for op in ran.ops)
-            inside = [op.size for op in predicted.ops if op.group == "tokens.1"]
-            assert inside and all(size % width == 0 for size in inside)
+            sizes_inside = [op.size for op in predicted.ops if op.group == inside]
+            assert sizes_inside and all(size % width == 0 for size in sizes_inside)

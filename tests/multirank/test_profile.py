@@ -11,11 +11,13 @@ import torch.distributed as dist
 
 from megatron_moe_opt.planning.costs.bus_bandwidth import EVERY_RANK, ONE_RANK
 from megatron_moe_opt.planning.costs.cluster import Cluster, World
+from megatron_moe_opt.planning.predicting import expert_migration
+from megatron_moe_opt.planning.predicting.expert_migration import KINDS
 from megatron_moe_opt.planning.predicting.layer_on_cluster import LayerOnCluster
 from megatron_moe_opt.planning.predicting.layer_workload import LayerWorkload
 from megatron_moe_opt.planning.predicting.simulator import simulate
 from megatron_moe_opt.schedules.parm import JOINT
-from megatron_moe_opt.schedules.schedule import Kind, Lane, Op, Schedule
+from megatron_moe_opt.schedules.schedule import CODEC, Kind, Lane, Op, Schedule
 from megatron_moe_opt.systems.parm import PARM
 from tests.ranks.devices import rank_device
 
@@ -40,6 +42,7 @@ def _profile(seconds, sizes, **options):
         patch.setattr(meter, "SECOND_SIZE_SECONDS", 0)
         patch.setattr(meter, "DIP", 1)  # such short measurements are seldom undisturbed: all sizes are kept
         patch.setattr(measure, "SIZES", sizes)
+        patch.setattr(measure, "LOCAL_SIZES", sizes)
         patch.setattr(measure, "LONGEST_SECONDS", math.inf)  # else a busy machine measures fewer sizes
         patch.setattr(measure, "LONGEST_SECONDS_OF_EXPERTS", math.inf)
         patch.setattr(measure, "GEMM_ROWS", (16, 32))
@@ -56,9 +59,12 @@ def _profile(seconds, sizes, **options):
             | {(Kind.ALL_TO_ALL, role) for role in ("ep", JOINT)},
         ),
         (
-            {"cp": 2, "dtype": "bf16"},
+            {"cp": 2, "dtype": "bf16", "domains": True},
             World((0, 0, 1, 1), tp=1, cp=2, ep=4, expert_tp=1),
-            {(kind, role) for kind in GATHERS for role in ("cp", "dp")} | {(Kind.ALL_TO_ALL, "ep")},
+            {(kind, role) for kind in GATHERS for role in ("cp", "dp")}
+            | {(Kind.ALL_TO_ALL, "ep")}
+            | {(kind, expert_migration.role(kind, (2, 2), level, 2)) for kind in KINDS for level in range(2)}
+            | {(kind, None) for kind in CODEC},
         ),
         (
             {"tp": 4, "ep": 1, "expert_tp": 4},
@@ -66,7 +72,7 @@ def _profile(seconds, sizes, **options):
             {(kind, role) for kind in GATHERS for role in ("tp", "expert-tp")} | {(Kind.ALL_TO_ALL, JOINT)},
         ),
     ],
-    ids=["tp = expert-tp", "cp and ep", "no ep"],
+    ids=["tp = expert-tp", "cp, ep and domains", "no ep"],
 )
 def test_every_group_gets_its_curves(ranks, tmp_path, options, world, groups):
     sizes = (4096, 16384)
@@ -76,8 +82,9 @@ def test_every_group_gets_its_curves(ranks, tmp_path, options, world, groups):
     assert all(replace(other, host={}) == replace(cluster, host={}) for other in clusters)
     assert cluster.world == world
     assert set(cluster.curves) == groups | RINGS | {(kind, None) for kind in (Kind.COPY, Kind.OFFLOAD, Kind.PREFETCH)}
-    for points in cluster.curves.values():
-        assert tuple(size for size, _ in points) == sizes
+    for (_, group), points in cluster.curves.items():
+        is_whole = group is not None and group.startswith("experts of")
+        assert tuple(size for size, _ in points) == (sizes[::3] if is_whole else sizes)
         assert all(seconds > 0 for _, seconds in points)
     assert set(cluster.stock_curves) == ({(Kind.ALL_TO_ALL, "ep")} if world.ep > 1 else set())
     for points in cluster.stock_curves.values():

@@ -8,11 +8,14 @@ from dataclasses import asdict, replace
 from math import gcd
 
 import pytest
+import torch
 import torch.distributed as dist
 
+from megatron_moe_opt.integration.measuring.layer_settings import LayerSettings
 from megatron_moe_opt.planning.costs.described_cluster import describe
 from megatron_moe_opt.planning.costs.known_clusters import PARM_B
 from tests.ranks.commands import group_of_the_pool
+from tests.ranks.devices import rank_device
 from tools.papers import timed
 
 
@@ -28,6 +31,24 @@ def test_the_list_has_48_layers_of_table_iv_and_the_first_eight_have_all_groups(
         one.layer.check(
             ("alltoall", "monta", "parm", "mpmoe", "expert-migration", "netmoe", "deepspeed"), 2 * one.ranks
         )
+
+
+def test_points_of_one_profile_run_together(tmp_path, monkeypatch):
+    """Six of Parm's; what has run before is left out, and what leaves no file has failed."""
+    runs: list[list[str]] = []
+
+    def run(out, points, unmet):
+        runs.append([one.name.split(":")[0] for one in points])
+
+    monkeypatch.setattr(timed, "_run", run)
+    monkeypatch.setattr("sys.argv", ["timed", "--out", str(tmp_path), "--only", "parm"])
+    first = next(one for one in timed.points() if one.name.startswith("parm 00"))
+    found = timed.Timed({name: [1.0] for name in ("deepspeed", "parm:S1", "parm:S2")}, {})
+    found.chosen = {"by Algorithm 1": "parm:S1", "by our model": "parm:S1"}
+    timed._file(tmp_path, first).write_text(json.dumps(asdict(found)))
+    assert timed.main() == 1
+    assert sorted(map(len, runs)) == [5, *[6] * 7] and not any("parm 00" in run for run in runs)
+    assert len({name for run in runs for name in run}) == 47
 
 
 def test_a_row_says_what_was_measured_predicted_and_published(tmp_path):
@@ -53,7 +74,7 @@ def _described(sizes, device):
     return describe(replace(PARM_B, node=2), sizes.layout(4), sizes.hidden, sizes.ffn_hidden, sizes.dtype)
 
 
-def _time(name):
+def _time(name, out):
     from megatron_moe_opt.cli import ranks as command_ranks
     from megatron_moe_opt.cli.profile import run as profile
 
@@ -67,15 +88,47 @@ def _time(name):
         patch.setattr(profile, "measured", _described)
         patch.setattr(timed, "SAMPLE_LAYERS", 2)
         patch.setitem(os.environ, "GROUP_RANK", str(dist.get_rank() // 2))
-        return point, timed.time_point(point)
+        timed.time_points([point], out)
+    return point
 
 
-@pytest.mark.parametrize("name", ["monta", "parm 00", "netmoe", "hybridep"])
-def test_a_point_is_timed_and_predicted(ranks, name):
-    point, found = ranks.run(_time, name=name)[0]
+def _fastermoe_and_stock():
+    from megatron_moe_opt import register
+    from megatron_moe_opt.cli.ranks import parallel_layer
+    from megatron_moe_opt.integration.measuring.under_test import layer_under_test
+
+    register()
+    settings = LayerSettings(("alltoall",), 24, 32, 16, 8, 3, routing="zipf")
+    with parallel_layer(1, 4, 1, seed=1):
+        stock = layer_under_test(settings, "alltoall", 4, rank_device())
+        layer = timed.fastermoe_layer(settings, 4, rank_device(), ranks=2)
+        layer.layer.load_state_dict(stock.layer.state_dict())
+        (output, gradients), (expected, of_stock) = layer.results(), stock.results()
+        return [
+            (one.cpu(), other.cpu()) for one, other in zip([output, *gradients], [expected, *of_stock], strict=True)
+        ]
+
+
+def test_fastermoe_s_schedule_trains_what_stock_does(ranks):
+    for results in ranks.run(_fastermoe_and_stock):
+        for found, expected in results:
+            torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+
+
+END_TO_END = "netmoe: routing as MoE-GPT-S on two nodes, end to end"
+
+
+@pytest.mark.parametrize(
+    "name", ["monta", "parm 00", "netmoe", END_TO_END, "mpmoe over fastermoe", "hybridep", "hybridep table 5: 192"]
+)
+def test_a_point_is_timed_and_predicted(ranks, name, tmp_path):
+    point = ranks.run(_time, name=name, out=tmp_path)[0]
+    content = json.loads(timed._file(tmp_path, point).read_text())
+    assert content.pop("point") == point.name
+    found = timed.Timed(**content)
     for ratio in point.ratios:
         for variant in (ratio.slow, ratio.fast):
             variant = found.chosen.get(variant, variant)
             assert all(seconds > 0 for seconds in found.seconds[variant])
             assert variant in found.predicted or variant.endswith(" compressed")
-    assert len(list(timed.rows(point, asdict(found)))) == len(point.ratios)
+    assert len(list(timed.rows(point, content))) == len(point.ratios)

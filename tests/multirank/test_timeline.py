@@ -186,7 +186,7 @@ def test_the_ops_that_ran_are_those_that_are_simulated(ranks, monkeypatch, ratio
     layer = expert_migration.MigrationLayer.alone(48, 32, 2, 2, 8192, 8192, coded=coded)
     groups = [(kind, level, 2) for kind in expert_migration.KINDS for level in range(2)]
     curves = {group: CostCurve(((1000, 1.0),)) for group in groups}
-    expert_migration.timelines(layer, ExpertDomains((2, 2), (2, 1)), curves, (0.0, 0.0), lambda _: 0.0)
+    expert_migration.timelines(layer, ExpertDomains((2, 2), (2, 1)), curves, (0.0, 0.0), lambda *_: 0.0)
     compression = {"compression_ratio": ratio, "gradient_compression_ratio": ratio} if ratio else {}
 
     def comparable(schedule):

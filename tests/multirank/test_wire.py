@@ -6,7 +6,6 @@ bit. Where sums are rounded on their way, over expert-TP and at each hop, they a
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 from typing import Any
 
@@ -204,7 +203,7 @@ def same_bits(dispatcher: str, options: dict, layout: dict) -> bool:
         for wire in ("same", "bf16"):
             megatron_moe_opt.register(Options(**options, wire=wire))
             layer = build_layer(config).to(torch.bfloat16)
-            state = state or copy.deepcopy(layer.state_dict())
+            state = state or {name: one if one is None else one.clone() for name, one in layer.state_dict().items()}
             layer.load_state_dict(state)
             results.append(run_layer(layer, rows, 1))
         megatron_moe_opt.register()
@@ -267,12 +266,11 @@ NETMOE = {
         "options": Options(wire="fp8", way="hops", network_levels=(2, 2), chunks=3),
         "sizes": (netmoe.UNEVEN, netmoe.EVEN),
     },
-    "hops-pp2": {
-        "layout": {"ep": 2, "pp": 2},
-        "settings": {"moe_router_topk": 4},
+    "hops-etp2": {
+        "layout": {"ep": 2, "etp": 2},
+        "settings": {"moe_router_topk": 4, "num_layers": 2},
         "bias": SPREAD,
         "options": Options(wire="dispatch=mxfp8,combine=fp8", way="hops"),
-        "microbatches": 4,
     },
 }
 

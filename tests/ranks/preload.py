@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import warnings
 
 warnings.filterwarnings("ignore")  # Megatron's about Transformer Engine and Apex, on every rank
@@ -20,3 +21,8 @@ links.PROBE_MAX_BYTES = 2**16  # no test asks how fast links are
 # All that is imported stays: without this each collection in each rank looks at half a million objects, and so copies
 # the pages that they share.
 gc.freeze()
+
+# Whoever is woken does not take the core from who woke it. One that has sent rows would lose it holding the lock of its
+# connection, for which its Gloo thread spins: a tenth to a quarter of the processor, with more ranks than cores.
+if hasattr(os, "SCHED_BATCH"):
+    os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))

@@ -8,7 +8,6 @@ import re
 import shlex
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import numpy
@@ -17,6 +16,7 @@ import torch
 
 from megatron_moe_opt.errors import ConfigurationError
 from tests.ranks.job import Job
+from tests.ranks.torchrun import STAND_IN
 from tests.system.training import (
     LAYOUT,
     MODEL,
@@ -39,7 +39,9 @@ def losses(log: Path) -> dict[int, float]:
 def test_train_and_compare(text: Path, tmp_path: Path):
     """The script behind the quickstart, with fewer steps of a smaller model: all bars met, table and plot written."""
     script = ["bash", str(ROOT / "recipes/train_and_compare.sh")]
-    path = f"{Path(sys.executable).parent}:{environment()['PATH']}"
+    (tmp_path / "python").write_text(STAND_IN)
+    (tmp_path / "python").chmod(0o755)
+    path = f"{tmp_path}:{environment()['PATH']}"
     smaller = shlex.split("-- --num-layers 2 --hidden-size 64 --moe-ffn-hidden-size 64 --seq-length 64")
     result = subprocess.run(
         [*script, "--text", str(text), "--steps", "16", "--output", str(tmp_path / "out"), *smaller],

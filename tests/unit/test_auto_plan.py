@@ -12,8 +12,9 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 import megatron_moe_opt
 from megatron_moe_opt.errors import ConfigurationError
-from megatron_moe_opt.integration.auto import auto_layer
-from megatron_moe_opt.integration.auto.auto_layer import Alike, Controller, Seen, current_controller
+from megatron_moe_opt.integration.auto import auto_layer, first_step
+from megatron_moe_opt.integration.auto.auto_layer import Controller, current_controller
+from megatron_moe_opt.integration.auto.first_step import Alike, FirstStep, Seen
 from megatron_moe_opt.integration.auto.planned_layer import PlannedLayer
 from megatron_moe_opt.integration.optimizer_step import step_ended
 from megatron_moe_opt.options import Options
@@ -24,6 +25,7 @@ from megatron_moe_opt.planning.predicting.prediction import Prediction, Refusal,
 CANDIDATES = ("netmoe", "parm:S2", "expert-migration:2x4", "expert-migration:8", "mpmoe:2:S1", "monta:O2x2", "alltoall")
 
 PADDED = {"moe_expert_capacity_factor": 1.0, "moe_pad_expert_input_to_capacity": True}
+SEEN = Seen(LayerWorkload(16, 16, 16, False, 8, 2, 4, 16, 8), 32.0)
 DRAWN = {"tensor_model_parallel_size": 2, "moe_router_force_load_balancing": True}
 
 
@@ -80,7 +82,7 @@ def test_a_plan_of_another_model_is_refused_before_training(planned, overrides, 
 
 def tried(controller: Controller, workers: tuple[int, ...]) -> tuple[list[str], str | None]:
     workload = LayerWorkload(16, 16, 16, False, 8, 2, 4, 16, 8, workers=workers)
-    (found,) = controller._make_plan([[Seen(workload, 32.0)], []])
+    (found,) = controller._make_plan(FirstStep(((Seen(workload, 32.0),), ())))
     assert {one.variant for one in (*found.predicted, *found.refused)} - {"allgather"} == set(CANDIDATES)
     return [one.variant for one in found.predicted], found.planned
 
@@ -95,8 +97,7 @@ def test_runners_up_that_cannot_run_are_not_tried(planned):
 
 
 def test_what_tp_ranks_would_route_differently_is_not_tried(planned):
-    seen = Seen(LayerWorkload(16, 16, 16, False, 8, 2, 4, 16, 8), 32.0)
-    (found,) = planned("monta:O2x2", **DRAWN)._make_plan([[seen], []])
+    (found,) = planned("monta:O2x2", **DRAWN)._make_plan(FirstStep(((SEEN,), ())))
     (reason,) = (one.reason for one in found.refused if one.variant == "parm:S2")
     assert reason.startswith("--moe-router-force-load-balancing has each rank of a TP group route the tokens that all")
 
@@ -120,12 +121,12 @@ def test_layers_of_each_shape_are_planned_by_themselves(planned, monkeypatch):
         found = [Prediction(name, time, time, time, 0.0, workload.topk, {"all": time}) for name, time in times.items()]
         return tuple(sorted(found, key=lambda one: one.seconds)), ()
 
-    monkeypatch.setattr(auto_layer, "candidates", predicted)
+    monkeypatch.setattr(first_step, "candidates", predicted)
     monkeypatch.setattr(auto_layer.Cluster, "load", lambda file: SimpleNamespace(gpu_settings=None))
     controller = planned("monta:O2x2")
     controller.plan = None
     few, many = (Seen(LayerWorkload(16, 16, 16, False, 8, topk, 4, 16, 8), 32.0, passes=2) for topk in (1, 5))
-    of_many, of_few = controller._make_plan([[few] * 3, [many]])
+    of_many, of_few = controller._make_plan(FirstStep(((few,) * 3, (many,))))
     assert (of_few.planned, of_few.shape.topk, of_few.passes) == ("alltoall", 1, 6)
     assert (of_many.planned, of_many.shape.topk, of_many.passes) == ("monta:O1", 5, 2)
     assert [(one.variant, one.seconds) for one in of_many.predicted] == [("monta:O1", 8.0), ("alltoall", 10.0)]
@@ -138,26 +139,26 @@ def test_samples_move_in_trials_only_where_that_may_be_the_fastest_and_trains_al
     def predicted(workload, *_):
         return tuple(Prediction(name, time * workload.topk, time, 0.0, 0.0, 1) for name, time in times.items()), ()
 
-    monkeypatch.setattr(auto_layer, "candidates", predicted)
+    monkeypatch.setattr(first_step, "candidates", predicted)
     monkeypatch.setattr(auto_layer.Cluster, "load", lambda file: SimpleNamespace(gpu_settings=None))
     controller = planned("monta:O2x2")
-    controller.plan, controller.placement_saving = None, 0.3
-    workload = LayerWorkload(16, 16, 16, False, 8, 2, 4, 16, 8)
-    seen = [[Seen(workload, 32.0)]]
+    controller.plan = None
+    seen = FirstStep(((SEEN,),), placement_saving=0.3)
 
-    def refused(seen: list[list[Seen]]) -> str | None:
+    def refused(seen: FirstStep) -> str | None:
         found = controller._make_plan(seen)[0]
         reason = next((one.reason for one in found.refused if one.variant == "netmoe"), None)
         assert (reason is None) == ("netmoe:hops" in [one.variant for one in found.predicted])
         return reason
 
     assert refused(seen) is None
-    assert "layers of each size" in refused([[Seen(workload, 32.0), Seen(dataclasses.replace(workload, topk=1), 32.0)]])
-    controller.at_home = "they stay"
-    assert refused(seen).startswith("they stay; by the samples of the first step, netmoe:hops would send 30.0% less")
-    controller.at_home, controller.placement_saving = None, 0.0
-    assert "send 0.0% less between nodes and take 0.60 of alltoall's time (monta:O1 0.50): too little" in refused(seen)
-    controller.placement_saving, times["netmoe:hops"] = 0.3, 1.6
+    another = dataclasses.replace(SEEN, workload=dataclasses.replace(SEEN.workload, topk=1))
+    assert "layers of each size" in refused(dataclasses.replace(seen, seen=((SEEN, another),)))
+    at_home = refused(dataclasses.replace(seen, at_home="they stay"))
+    assert at_home.startswith("they stay; by the samples of the first step, netmoe:hops would send 30.0% less")
+    without = refused(dataclasses.replace(seen, placement_saving=0.0))
+    assert "send 0.0% less between nodes and take 0.60 of alltoall's time (monta:O1 0.50): too little" in without
+    times["netmoe:hops"] = 1.6
     assert refused(seen).endswith("too little to be tried")
 
 
@@ -170,14 +171,13 @@ def test_what_a_gpu_may_have_no_room_for_is_not_tried(planned):
     controller.layers = [SimpleNamespace(passes=4), SimpleNamespace(passes=4)]
     assert (room := controller._room(800)) == 400  # one pass of each layer is in flight
     for free, tried in ((room, list(held)), (399, ["alltoall", "monta:O2x2"]), (100, ["alltoall"]), (None, list(held))):
-        (found,) = controller._make_plan([[Seen(LayerWorkload(16, 16, 16, False, 8, 2, 4, 16, 8), 32.0)]], free)
+        (found,) = controller._make_plan(FirstStep(((SEEN,),), free))
         assert [one.variant for one in found.predicted] == tried
         assert all("could run out of memory" in one.reason for one in found.refused)
 
 
 def test_megatrons_own_are_tried_without_a_prediction(planned, monkeypatch):
     """Where this configuration can run them, and all ranks' tokens have room."""
-    seen = [[Seen(LayerWorkload(16, 16, 16, False, 8, 2, 4, 16, 8), 32.0)]]
     gathered = 2 * 16 * 8 * 16 * 4
     for overrides, spare, reason in (
         ({}, None, None),
@@ -187,12 +187,12 @@ def test_megatrons_own_are_tried_without_a_prediction(planned, monkeypatch):
         ({"variable_seq_lengths": True}, None, "Megatron refuses it here: Token dispatcher type: allgather does not"),
         (PADDED, None, "not tried under --moe-pad-expert-input-to-capacity, where Megatron treats"),
     ):
-        (found,) = planned("monta:O2x2", **overrides)._make_plan(seen, None, spare)
+        (found,) = planned("monta:O2x2", **overrides)._make_plan(FirstStep(((SEEN,),), spare=spare))
         assert found.beside == (() if reason else ("allgather",))
         refused = {one.variant: one.reason for one in found.refused}
         assert refused["allgather"].startswith(reason) if reason else "allgather" not in refused
     monkeypatch.setattr("megatron_moe_opt.integration.flex_backends.missing_for_flex", lambda backend: None)
-    (found,) = planned("monta:O2x2")._make_plan(seen)
+    (found,) = planned("monta:O2x2")._make_plan(FirstStep(((SEEN,),)))
     assert found.beside[:2] == ("allgather", "flex:deepep")
 
 
@@ -205,7 +205,7 @@ def test_a_back_end_of_flex_that_does_not_import_is_left_out_with_the_reason(pla
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     reason = "DeepEP is installed, but importing deep_ep fails with OSError: libnvshmem_host.so.3: cannot open"
     assert flex_backends.missing_for_flex("deepep").startswith(reason)
-    (found,) = planned("monta:O2x2")._make_plan([[Seen(LayerWorkload(16, 16, 16, False, 8, 2, 4, 16, 8), 32.0)]])
+    (found,) = planned("monta:O2x2")._make_plan(FirstStep(((SEEN,),)))
     refused = {one.variant: one.reason for one in found.refused}
     assert found.beside == ("allgather",) and refused["flex:deepep"].startswith(reason)
     (tmp_path / "deep_ep.py").unlink()

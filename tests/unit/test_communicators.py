@@ -43,7 +43,7 @@ def layer_passes(rank: int, count: int) -> list[list[Schedule]]:
     samples = [HopBytes({0: chooser.randrange(9), 1: chooser.randrange(9)}, 9) for _ in range(count)]
     row = RowBytes(2, 1, 3)
     return [
-        [netmoe.dispatch(samples, 2), netmoe.combine(samples, 2)] * 2,
+        *([netmoe.dispatch(samples, 2, size), netmoe.combine(samples, 2, size)] * 2 for size in (1, 2)),
         *([monta.dispatch(level, chunks, 2, 2), monta.combine(level, chunks, 2, 2)] * 2 for level in ("O2", "O3")),
         [parm.dispatch(chunks, 2), parm.combine(chunks, 2)] * 2,
         [parm.dispatch(chunks, 2), parm.combine_and_gather(9, chunks, 2)] * 2,

@@ -118,8 +118,12 @@ class Expert(torch.nn.Module):
     def activated(self, rows: torch.Tensor, bias: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
         self.calls += 1
         rows = rows.add_(bias) if self.way == "in place" else rows + bias
-        if self.way == "another" and self.calls > 1:
+        if self.calls > 1 and self.way == "fewer":
             return rows[:, :MIDDLE]
+        if self.calls > 1 and self.way == "more":
+            factors = factors.exp()
+        if self.calls > 1 and self.way == "larger":
+            rows = torch.cat([rows, rows])[: len(rows)]
         gate, value = rows.chunk(2, dim=-1)
         return torch.nn.functional.silu(gate) * value * factors[:, None]
 
@@ -139,6 +143,8 @@ def offloaded(way: str, counts: tuple[int, ...]) -> tuple[Experts, ExpertCall, l
     modules = torch.nn.ModuleList(Expert(way) for _ in counts)
 
     def run(tokens: torch.Tensor, counts: torch.Tensor, probs: torch.Tensor, _: object = ()) -> torch.Tensor:
+        if way == "shared":
+            probs = probs + 1
         parts = zip(modules, tokens.split(counts.tolist()), probs.split(counts.tolist()), strict=True)
         return torch.cat([expert(*part) for expert, *part in parts])
 
@@ -156,12 +162,16 @@ def offloaded(way: str, counts: tuple[int, ...]) -> tuple[Experts, ExpertCall, l
     return module, call, given, list(expected)
 
 
-@pytest.mark.parametrize(("way", "kept", "again"), [("apart", 2, 5), ("in place", 2 + 3, 0), ("checkpointed", 0, 0)])
+@pytest.mark.parametrize(
+    ("way", "kept", "again"), [("apart", 2, 5), ("shared", 2, 5), ("in place", 2 + 3, 0), ("checkpointed", 0, 0)]
+)
 @pytest.mark.parametrize("counts", [(5, 7), (0, 12)])
 def test_what_activations_save_is_not_offloaded_and_gradients_are_the_same(way, kept, again, counts):
-    """Unless it does not follow from what the first product has left, or is saved elsewhere."""
+    """Unless it does not follow from what the first product has left, or is saved elsewhere. Factors that all experts
+    are given a part of are one memory."""
     module, call, (tokens, _), expected = offloaded(way, counts)
-    assert module.middle_row_bytes == 4 * kept * MIDDLE and module.activation_row_bytes == 4 * again * MIDDLE
+    assert module.middle_row_bytes == 4 * kept * MIDDLE
+    assert module.activation_row_bytes == 4 * (again * MIDDLE + (way == "shared"))
     assert HOST_MEMORY.used == ROWS * module.middle_row_bytes
     call.fetch_middle(None)
     call.activate(tokens)
@@ -171,8 +181,9 @@ def test_what_activations_save_is_not_offloaded_and_gradients_are_the_same(way, 
     assert HOST_MEMORY.used == 0 and len(found) + len(taken) == len(expected)
 
 
-def test_activations_that_save_other_tensors_than_before_are_refused():
-    _, call, (tokens, _), _ = offloaded("another", (5, 7))
+@pytest.mark.parametrize("way", ["fewer", "more", "larger"])
+def test_activations_that_save_other_tensors_than_before_are_refused(way):
+    _, call, (tokens, _), _ = offloaded(way, (5, 7))
     call.fetch_middle(None)
     with pytest.raises(RuntimeError, match="experts saved other tensors when their activations were computed again"):
         call.activate(tokens)

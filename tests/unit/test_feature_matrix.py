@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from dataclasses import asdict
 
 import pytest
@@ -69,14 +70,14 @@ def test_what_has_run_is_read_and_not_run_again(tmp_path, monkeypatch, capsys):
     (tmp_path / "pretrain_gpt.py").touch()
     ran = []
 
-    def run(feature: Feature, dispatcher: str, *_: object) -> tuple[int, str]:
-        ran.append(dispatcher)
-        return (
-            (2, "moe-opt: error: --moe-token-dispatcher-type parm: no")
-            if dispatcher == "parm"
-            else (0, trained(*LOSSES))
-        )
+    def run(todo: list[tuple[Feature, str]], *_: object) -> Iterator[tuple[Feature, str, int, str, float]]:
+        for feature, name in todo:
+            ran.append(name)
+            refused = name == "parm"
+            text = "moe-opt: error: --moe-token-dispatcher-type parm: no" if refused else trained(*LOSSES)
+            yield feature, name, 2 if refused else 0, text, 1.0
 
+    monkeypatch.setattr(feature_matrix, "prepare", lambda checkout: None)
     monkeypatch.setattr(feature_matrix, "run", run)
     page = tmp_path / "page.md"
     words = [

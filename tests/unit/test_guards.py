@@ -9,40 +9,54 @@ import megatron.core
 import pytest
 
 from megatron_moe_opt.integration.guards import GUARDS, Answer
+from tools.megatron_names import DISPATCHER, comparisons, has, names_used
 
 ROOT = Path(megatron.core.__file__).parent.parent
-NAME = "moe_token_dispatcher_type"
 SEEN_THROUGH = ("", "self.", "config.", "self.config.", "layer.config.", "args.")
 
 
-def comparisons() -> set[tuple[str, str]]:
-    """(file, comparison) of every comparison with the dispatcher's name outside inference code."""
-    found = set()
-    for path in ROOT.rglob("*.py"):
-        source = path.read_text(errors="ignore")
-        if NAME not in source or "inference" in path.parts:
-            continue
-        for node in ast.walk(ast.parse(source)):
-            if isinstance(node, ast.Compare) and isinstance(node.left, ast.Attribute) and node.left.attr == NAME:
-                holder = ast.unparse(node.left)[: -len(NAME)]
-                assert holder in SEEN_THROUGH, f"{path}: {ast.unparse(node)}"
-                found.add((str(path.relative_to(ROOT)), ast.unparse(node)[len(holder) :]))
-    return found
-
-
 def test_every_comparison_in_the_installed_megatron_is_listed():
-    found = comparisons()
+    found = set(comparisons(ROOT))
     assert len(found) > 8  # the scan sees Megatron at all
-    assert found <= {(guard.file, guard.comparison) for guard in GUARDS}
+    assert {holder for *_, holder in found} <= set(SEEN_THROUGH)
+    assert {(file, comparison) for file, comparison, _ in found} <= {(one.file, one.comparison) for one in GUARDS}
+
+
+PLANTED = {
+    "megatron/core/here.py": "from megatron.core.base import Base\nvalue = 1\n"
+    "class Class(Base):\n    def own(self): ...\n",
+    "megatron/core/base.py": "try:\n    import absent\nexcept ImportError:\n    absent = None\n"
+    "class Base:\n    def inherited(self): ...\n",
+}
+
+
+def test_names_that_a_checkout_lacks_are_seen(tmp_path):
+    for name, text in PLANTED.items():
+        file = tmp_path / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+    source = """
+from megatron.core import base, here
+from megatron.core.here import Class as Other, gone
+Other.own, Other.inherited, Other.lost, Other.__init__, base.absent, here.value, here.moved, here.value.is_unknown
+replace(importlib.import_module("megatron.core.base"), "renamed", adapt)
+when_imported("megatron.core.removed", adapt)
+"""
+    names = names_used(ast.parse(source))
+    here = "megatron.core.here"
+    assert {".".join(name) for name in names if not has(tmp_path, name)} == {
+        f"{here}.gone", f"{here}.Class.lost", f"{here}.moved", "megatron.core.base.renamed",
+        "megatron.core.removed",
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("guard", GUARDS, ids=lambda guard: f"{guard.file}:{guard.comparison}")
 def test_the_answer_holds_for_a_name_of_ours(guard):
     """Evaluates the comparison itself, with the name that Megatron reads at that place."""
     read = "alltoall" if guard.answer is Answer.READS_ALLTOALL else "monta"
-    outcome = eval(guard.comparison, {NAME: read})
+    outcome = eval(guard.comparison, {DISPATCHER: read})
     if guard.answer is Answer.REFUSED:
         # Comes out wrong for ours, so the only way there must be closed: tests/unit/test_registry.py refuses both.
         assert "CUDA graph" in guard.reason
     elif guard.answer is not Answer.KEPT:  # tests/unit/test_overlapped_batches.py
-        assert outcome == eval(guard.comparison, {NAME: "alltoall"})
+        assert outcome == eval(guard.comparison, {DISPATCHER: "alltoall"})

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 
 from megatron_moe_opt.planning.costs.curves import CostCurve, Costs
 from megatron_moe_opt.planning.predicting.simulator import simulate
+from megatron_moe_opt.schedules import netmoe
 from megatron_moe_opt.schedules.expert_migration import gathered, hop_back, hop_out, renewed, returned
 from megatron_moe_opt.schedules.hops import HopBytes, HopStages, role
+from megatron_moe_opt.schedules.monta import EXPERT_TP
 from megatron_moe_opt.schedules.schedule import Kind, Lane
 from tests.schedule_checks import validate, validate_ranks
 
@@ -37,6 +41,22 @@ def test_a_hop_begins_when_the_one_before_has_ended(build, order):
     assert simulate(schedule, lambda op: 1.0).seconds == 5.0
 
 
+@pytest.mark.parametrize("levels", [1, 2])
+@pytest.mark.parametrize(
+    ("build", "kinds"),
+    [(netmoe.dispatch, {Kind.ALL_GATHER}), (netmoe.combine, {Kind.REDUCE_SCATTER, Kind.SUM})],
+)
+def test_chunks_of_samples_meet_over_expert_tp_inside_nodes(build, kinds, levels):
+    chunks = [HopBytes(dict.fromkeys(range(levels), rows), 2 * rows, rows) for rows in (1000, 0, 10)]
+    schedule = build(chunks, levels, 2)
+    validate(schedule)
+    groups = {role(level): [(0, 1)] for level in range(levels)} | {EXPERT_TP: [(0, 1)]}
+    validate_ranks({0: schedule, 1: build(chunks[::-1], levels, 2)}, groups)
+    added = Counter(op.kind for op in schedule.ops) - Counter(op.kind for op in build(chunks, levels).ops)
+    assert added == dict.fromkeys(kinds, len(chunks))
+    assert all(op.lane is Lane.INTRA for op in schedule.ops if op.kind in kinds)
+
+
 @pytest.mark.parametrize(("build", "kind"), [(gathered, Kind.ALL_GATHER), (returned, Kind.REDUCE_SCATTER)])
 def test_experts_travel_level_by_level_beside_the_hops(build, kind):
     schedule = build({0: 1000, 2: 4000})
@@ -53,12 +73,12 @@ def test_experts_travel_level_by_level_beside_the_hops(build, kind):
         (gathered({0: 8, 1: 16}), "all_gather all_gather"),
         (gathered({0: 8, 1: 16}, is_coded=True), "encode all_gather all_gather"),
         (returned({1: 16, 0: 8}), "reduce_scatter sum reduce_scatter sum"),
-        (returned({1: 16, 0: 8}, is_coded=True), "encode reduce_scatter sum encode reduce_scatter sum"),
+        (returned({1: 16, 0: 8}, is_coded=True), "encode_gradient reduce_scatter decode_gradient " * 2),
         (renewed(8), "reduce_scatter sum all_gather"),
     ],
 )
 def test_what_travels_beside_goes_one_op_after_another(schedule, kinds):
     validate(schedule)
-    assert " ".join(op.kind.value for op in schedule.ops) == kinds
+    assert [op.kind.value for op in schedule.ops] == kinds.split()
     assert [op.waits_for for op in schedule.ops] == [(), *((number,) for number in range(len(schedule.ops) - 1))]
     assert schedule.lanes == (Lane.EXPERTS,)

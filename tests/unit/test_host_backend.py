@@ -9,8 +9,10 @@ import types
 import pytest
 import torch
 
+from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.integration.host import devices, gloo, patching
 from megatron_moe_opt.integration.host.attention import zigzag_positions
+from megatron_moe_opt.integration.host.limits import check_host_arguments
 
 
 def run_python(code):
@@ -144,3 +146,30 @@ def test_what_a_newer_torch_asks_of_gloo_is_passed_on():
     shared("store", 0, 1, timeout=5, enable_reconfigure=True)
     assert [options[0]._timeout for options, _ in made[:2]] == [5, 5] and made[1][1] == {}
     assert made[2] == ((), {"timeout": 5, "enable_reconfigure": True})
+
+
+HOST_RUNS = {
+    "moe_grouped_gemm": False, "moe_permute_fusion": False, "moe_latent_size": None, "recompute_modules": ["core_attn"],
+    "multi_latent_attention": False, "cuda_graph_impl": "none",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("given", "sentence"),
+    [
+        (
+            {"moe_grouped_gemm": True},
+            "--moe-grouped-gemm needs kernels of grouped GEMM, and there is no CUDA device here",
+        ),
+        ({"moe_permute_fusion": True}, "--moe-permute-fusion needs Transformer Engine"),
+        ({"moe_latent_size": 16}, "--moe-latent-size needs Transformer Engine"),
+        ({"recompute_modules": ["core_attn", "layernorm"]}, "--recompute-modules layernorm needs Transformer Engine"),
+        ({"multi_latent_attention": True}, "--multi-latent-attention needs a GPU"),
+        ({"cuda_graph_impl": "local"}, "--cuda-graph-impl needs CUDA"),
+    ],
+)
+def test_what_needs_a_gpu_is_refused_by_its_flag(given, sentence):
+    for runs in (HOST_RUNS, HOST_RUNS | {"recompute_modules": None}, {}):  # the last: a version without any of them
+        check_host_arguments(types.SimpleNamespace(**runs))
+    with pytest.raises(ConfigurationError, match=sentence):
+        check_host_arguments(types.SimpleNamespace(**HOST_RUNS | given))

@@ -12,7 +12,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 import megatron_moe_opt
 from megatron_moe_opt.cli.layer.predicted import predict_layer
 from megatron_moe_opt.cli.routing.balance import RoutingBalance
-from megatron_moe_opt.integration.auto.auto_layer import Seen, current_controller
+from megatron_moe_opt.integration.auto.auto_layer import current_controller
+from megatron_moe_opt.integration.auto.first_step import FirstStep, Seen
 from megatron_moe_opt.integration.measuring.layer_settings import LayerSettings
 from megatron_moe_opt.options import Options
 from megatron_moe_opt.planning.choosing.choice import choose, with_rows
@@ -84,8 +85,8 @@ def test_auto_goes_by_them(case, tmp_path):
             hidden_dropout=0.0, attention_dropout=0.0, gradient_accumulation_fusion=False,
             moe_token_dispatcher_type="auto",
         )  # fmt: skip
-        seen = [[Seen(dataclasses.replace(layer, imbalance=1.0, rank_rows=()), ROWS, passes=3)]] * 8
-        (alike,) = current_controller()._make_plan(seen)
+        seen = (Seen(dataclasses.replace(layer, imbalance=1.0, rank_rows=()), ROWS, passes=3),)
+        (alike,) = current_controller()._make_plan(FirstStep((seen,) * 8))
     finally:
         megatron_moe_opt.register()
     tried = {one.variant: one.seconds for one in alike.predicted}

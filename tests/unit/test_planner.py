@@ -208,25 +208,29 @@ def test_copies_of_experts_that_travel_and_their_compression_count():
 
 
 @pytest.mark.parametrize("variant", ["expert-migration:2x4", "mpmoe:4:hops:2x4"])
-def test_encoding_and_decoding_costs_what_copies_of_as_many_bytes_do(variant):
+def test_encoding_and_decoding_costs_what_was_measured_or_copies_of_as_many_bytes(variant):
     """Of its own experts 2 copies, of those of 7 others one; of gradients for and from them 4 and 2.5, in float32."""
     layer, measured = migrating(64)
     layer = dataclasses.replace(layer, element_bytes=2)
 
-    def seconds_by_copying(ratio: float) -> float:
-        """By how much longer it takes where every byte's copy takes 1 ns more."""
+    def seconds_by(kind: Kind, ratio: float) -> float:
+        """By how much longer it takes where every byte of this kind takes 1 ns more."""
         times = []
         for nanoseconds in (1, 2):
-            slower = {**measured.curves, (Kind.COPY, None): ((1, 1e-9 * nanoseconds),)}
+            slower = {**measured.curves, (kind, None): ((1, 1e-9 * nanoseconds),)}
             compressed = dataclasses.replace(layer, compression=ratio, gradient_compression=ratio)
             found = candidates(compressed, dataclasses.replace(measured, curves=slower))[0]
             times.append(by_variant(found)[variant].seconds)
         return times[1] - times[0]
 
-    codec = layer.expert_bytes * (2 + 7 + 2 * 7 * (4 + 2.5))
-    longer = seconds_by_copying(25.0) - seconds_by_copying(1.0)
+    copies = 2 + 7 + 2 * 7 * (4 + 2.5)
+    longer = seconds_by(Kind.COPY, 25.0) - seconds_by(Kind.COPY, 1.0)
     # A message has no part of a byte; what is copied beside the experts' way is the same.
-    assert longer == pytest.approx(1e-9 * codec, rel=1e-3)
+    assert longer == pytest.approx(1e-9 * layer.expert_bytes * copies, rel=1e-3)
+    experts = {Kind.ENCODE: 1, Kind.DECODE: 7, Kind.ENCODE_GRADIENT: 2 * 7, Kind.DECODE_GRADIENT: 2 * 7}
+    for kind, times in experts.items():
+        assert seconds_by(kind, 25.0) == pytest.approx(1e-9 * layer.expert_bytes * times, rel=1e-3)
+        assert seconds_by(kind, 1.0) == 0
 
 
 def test_stock_takes_what_its_own_collectives_take():

@@ -281,8 +281,8 @@ def test_netmoe_refuses_a_megatron_without_its_seams(monkeypatch):
     [
         (
             {"way": "hops"},
-            {"expert_tensor_parallel_size": 2},
-            "size 2 cuts experts, whose parts --moe-opt-way hops does",
+            {"expert_tensor_parallel_size": 2, "expert_model_parallel_size": 1},
+            "--expert-model-parallel-size 1 has all experts on every rank, and --moe-opt-way hops",
         ),
         (
             {"way": "hops", "monta_level": "O3"},
@@ -572,10 +572,15 @@ def test_gathered_experts_stay_in_as_many_layers_as_are_needed_ahead():
     ],
 )
 def test_arguments_are_refused_before_megatron_looks_at_them(monkeypatch, arguments, options, sentence):
-    """Its own checks end with a traceback, or in a dense model that reads no option of ours."""
-    loop, validated = types.ModuleType("megatron.training.arguments"), []
-    loop.validate_args = lambda arguments, defaults: validated.append(arguments)
-    monkeypatch.setitem(sys.modules, "megatron.training.arguments", loop)
+    """Its own checks end with a traceback, or in a dense model that reads no option of ours.
+
+    Whoever has imported megatron.training by then is held to it too.
+    """
+    arguments_of_loop, loop = (types.ModuleType(f"megatron.training.{name}") for name in ("arguments", "initialize"))
+    validated = []
+    arguments_of_loop.validate_args = loop.validate_args = lambda arguments, defaults: validated.append(arguments)
+    for module in (arguments_of_loop, loop):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
     registry.before_validation(lambda one: checks.check_arguments(one, Options(**options), True))
     with pytest.raises(ConfigurationError, match=re.escape(sentence)):
         loop.validate_args(SimpleNamespace(**{"expert_model_parallel_size": 1} | arguments), {})

@@ -115,6 +115,23 @@ def test_hops_are_counted_and_placed_as_tokens_cross_links(chunks, beside):
         assert sent[tuple(placed)] == min(alike)
 
 
+def test_where_experts_are_cut_links_are_those_between_shards_of_one_rank():
+    """Two ranks that hold experts, one a node, of two shards each: EP 2, expert-TP 2."""
+    nodes, tp_groups = ("a", "a", "b", "b"), tuple([rank] for rank in range(RANKS))
+    of = SampleHolders.from_ranks(list(range(RANKS)), tp_groups, nodes, 2)
+    tables = DeviceTables(DomainTables(stationary((2,)), 0, EXPERTS), torch.device("cpu"))
+    chosen = torch.rand(RANKS, TOKENS, EXPERTS, generator=torch.Generator().manual_seed(0)).topk(2).indices
+    routing = torch.zeros(RANKS, TOKENS, EXPERTS, dtype=torch.bool).scatter_(2, chosen, True)
+    counts = torch.stack([tables.count_samples(experts_of_tokens(one, TOPK), one, [TOKENS], 1) for one in routing])
+    costs, wanted = HopCosts(of, stationary((2,)), EXPERTS, 1), routing.view(RANKS, TOKENS, 2, -1).any(3)
+    assert of.num_devices == 2 and costs.on_device(counts.numpy()).tolist() == wanted.sum(1).tolist()
+    for there in permutations(range(RANKS)):
+        asks = [wanted[sample] | (sample // 2 == torch.arange(2)) for sample in range(RANKS)]
+        other = sum(int(asked[:, 1 - rank // 2].sum()) for asked, rank in zip(asks, there, strict=True))
+        _, volume = costs.volumes(counts[:, 0].numpy(), np.arange(RANKS), np.array(there), TOKENS)
+        assert (volume.inter, volume.intra) == (other, 0)
+
+
 def test_on_one_level_ranks_are_what_a_token_touches():
     costs = HopCosts(holders(("a",) * 4), stationary((RANKS,)), EXPERTS, 1)
     routing = routed(0)

@@ -40,6 +40,18 @@ TABLE_V = {
                   192: (28.46, 5.20)},
 }  # fmt: skip
 """Seconds of an iteration of Tutel and HybridEP, by MB of a GPU's rows."""
+TABLE_VI = {
+    ("Cluster-M", 24, 8): ((2, 2), 3.41, 2.54),
+    ("Cluster-L", 24, 8): ((4, 1), 6.12, 3.48),
+    ("Cluster-M", 48, 2): ((2, 8), 6.21, 2.81),
+    ("Cluster-L", 48, 2): ((4, 8), 10.89, 3.86),
+}
+"""Domain sizes (section V-D), and seconds of Partition and + Migration, by cluster, MB of rows and MB of an expert.
+What else an iteration takes on Cluster-S is not printed."""
+COMPRESSION = 33.3
+"""Of one entry in 50 with its place, float32."""
+EXPERT_SIZES = (32, 16, 8, 4, 2)
+"""MB, of Fig. 13, at 16 MB of rows."""
 CENTRES = {"Cluster-S": 1, "Cluster-M": 2, "Cluster-L": 4}
 MOE_LAYERS = 6
 ETHERNET, PCIE = Link(10 * GBIT * 0.9 / 8, 500e-6), Link(12.5 * GB, 14e-6)
@@ -67,8 +79,12 @@ def expert_millions(hidden: int) -> float:
 
 
 @cache
-def _communication(cluster: str, data: float, expert: float) -> tuple[float, float, tuple[int, ...]]:
-    """Seconds of a layer, forward and backward: stock's, those of the fastest domains, and these; MB."""
+def _communication(
+    cluster: str, data: float, expert: float, sizes: tuple[int, ...] | None = None
+) -> tuple[float, float, tuple[int, ...]]:
+    """Seconds of a layer, forward and backward: stock's, those of domains of these sizes, or of the fastest, and their
+    sizes; MB.
+    """
     centres = CENTRES[cluster]
     workers = (centres, 8) if centres > 1 else (8,)
     links = [ETHERNET, PCIE] if centres > 1 else [PCIE]
@@ -77,7 +93,8 @@ def _communication(cluster: str, data: float, expert: float) -> tuple[float, flo
         StreamPass(0.0, 0.0, int(expert * MB), Kind.REDUCE_SCATTER),
     )
     layer = MigrationLayer(1024, int(data * MB / 1024), 1, 1, passes)
-    choice = least(predict(layer, workers, link_curves(workers, links)))
+    choices = predict(layer, workers, link_curves(workers, links))
+    choice = least(choices if sizes is None else [one for one in choices if one.domains.sizes == sizes])
     return stock_seconds(layer, workers, links), choice.seconds, choice.domains.sizes
 
 
@@ -85,6 +102,18 @@ def iteration(cluster: str, data: int, system: int) -> float:
     """Seconds as Table V has them, of Tutel (0) or HybridEP (1)."""
     rest = TABLE_V[cluster][6][1]
     return rest + MOE_LAYERS * _communication(cluster, data, 0.36)[system]
+
+
+def ablated(cluster: str, data: float, expert: float, ratio: float) -> float:
+    """Seconds of an iteration of Table VI, experts compressed by `ratio`."""
+    sizes, *_ = TABLE_VI[cluster, data, expert]
+    return TABLE_V[cluster][6][1] + MOE_LAYERS * _communication(cluster, data, expert / ratio, sizes)[1]
+
+
+def by_expert_size(cluster: str, expert: float) -> float:
+    """HybridEP over Tutel with experts of so many MB that travel whole, 16 MB of rows (Fig. 13)."""
+    rest, (stock, ours, _) = TABLE_V[cluster][6][1], _communication(cluster, 16, expert)
+    return (rest + MOE_LAYERS * stock) / (rest + MOE_LAYERS * ours)
 
 
 def domains(cluster: str, data: float, expert: float) -> str:
@@ -185,6 +214,39 @@ NUMBERS: tuple[Published, ...] = (
         "Table V",
         lambda: _communication("Cluster-L", 192, 0.36)[0] / _communication("Cluster-M", 192, 0.36)[0],
     ),
+    *(
+        predicted(
+            f"{system}, {cluster}, {data} MB and {expert} MB, s",
+            theirs,
+            "Table VI",
+            lambda key=(cluster, data, expert), ratio=ratio: ablated(*key, ratio),
+            unmet="2 MB of 16 or 32 GPUs take 0.03 and 0.1 s a layer at 10 Gb/s, and it would have to be 0.6 and 1.2; "
+            "tokens that travel make 6.7 and 9.9 s of the iteration: whether experts travel under Partition would tell"
+            if ratio == 1 and expert == 2
+            else "",
+        )
+        for (cluster, data, expert), (_, *times) in TABLE_VI.items()
+        for system, ratio, theirs in zip(("Partition", "+ Migration"), (1, COMPRESSION), times, strict=True)
+    ),
+    *(
+        predicted(
+            f"over Tutel, experts of 2 to 32 MB, {which}",
+            theirs,
+            "section V-C, Fig. 13",
+            lambda of=of: of(by_expert_size(cluster, size) for cluster in TABLE_V for size in EXPERT_SIZES),
+            unmet=unmet,
+        )
+        for which, theirs, of, unmet in (
+            ("least", 1.18, min, ""),
+            (
+                "most",
+                2.57,
+                max,
+                "at 16 MB of rows Tutel is predicted at 0.7 and 0.8 of what Table V has between 12 and 24 MB: "
+                + _TWO_REGIMES,
+            ),
+        )
+    ),
     follows("speed-up at most, over the slowest of three", 5.68, "introduction, Table V", lambda: 29.53 / 5.20, 0.01),
     follows(
         "speed-up at most, mean of three", 5.60, "abstract, Table V", lambda: (28.46 + 29.43 + 29.53) / 3 / 5.20, 0.01
@@ -195,13 +257,18 @@ NUMBERS: tuple[Published, ...] = (
 
 
 def figures() -> Iterator[str]:
-    """Fig. 12, of the cases of Table IV with B in GB/s; Fig. 16, for sizes of ours."""
+    """Fig. 12, of the cases of Table IV with B in GB/s; Fig. 13; Fig. 16, for sizes of ours."""
     sizes = (1, 2, 4, 8)
     yield from head("Fig. 12: us of a pass, domains of", *map(str, sizes), "least, as printed")
     for name, (pre_expert, data, expert, printed) in TABLE_IV.items():
         stream = Stream(8, data * MB, expert * MB, 128 * GB, pre_expert * 1e-3)
         times = (f"{stream.seconds((8 - size) / 7) * 1e6:.1f}" for size in sizes)
         yield row(name, *times, round(8 * (1 - printed)))
+    yield ""
+    yield from head("Fig. 13: over Tutel, 16 MB of rows, experts of", *(f"{size} MB" for size in EXPERT_SIZES))
+    for cluster in TABLE_V:
+        cells = (f"{by_expert_size(cluster, size):.2f} ({domains(cluster, 16, size)})" for size in EXPERT_SIZES)
+        yield row(cluster, *cells)
     yield ""
     numbers = (1024, 4096, 16384, 65536)
     yield from head(

@@ -71,6 +71,14 @@ def speedups(over: str) -> list[float]:
     ]
 
 
+def communication(cluster: str, tokens: int, count: int | None = None) -> float:
+    """ms of dispatch and combine of GPT-XL in so many partitions, or as FasterMoE sends them (Fig. 13)."""
+    where = cluster, CLUSTERS[cluster][1], "MoE-GPT-XL", tokens
+    one = fastermoe(_on(*where)) if count is None else pipeline(*where, count, NONE)
+    spans = [span for timeline in one.timelines for span in timeline.spans if span.op.kind in COLLECTIVES]
+    return 1e3 * sum(span.end - span.start for span in spans)
+
+
 def fastest_count(tokens: int) -> int:
     """Partitions of GPT-XL without reuse on Adira (Fig. 14)."""
     return best("Adira", 64, "MoE-GPT-XL", tokens, (NONE,))[1]
@@ -197,6 +205,29 @@ NUMBERS: tuple[Published, ...] = (
         for tokens, count in ((4 * K, 2), (16 * K, 4), (32 * K, 8))
     ),
     chosen(
+        "partitions as B grows from 1K to 32K, GPT-XL",
+        "never fewer",
+        "Fig. 14",
+        lambda: (
+            "never fewer" if (found := [fastest_count(K << power) for power in range(6)]) == sorted(found) else "fewer"
+        ),
+    ),
+    *(
+        chosen(
+            f"communication on {cluster}, shorter: FasterMoE's or of {count} partitions, B = 16K",
+            f"of {count} partitions",
+            "Fig. 13",
+            lambda cluster=cluster, count=count: (
+                f"of {count} partitions"
+                if communication(cluster, 16 * K, count) < communication(cluster, 16 * K)
+                else "FasterMoE's"
+            ),
+            unmet="" if count < 8 else "eight times the latency of an all-to-all; " + _FASTER,
+        )
+        for cluster in CLUSTERS
+        for count in COUNTS
+    ),
+    chosen(
         "better on 8 GPUs",
         "S1 and S2",
         "Fig. 15",
@@ -276,13 +307,23 @@ NUMBERS: tuple[Published, ...] = (
 
 
 def figures() -> Iterator[str]:
-    """Figs. 11, 14, 15 and 17."""
+    """Figs. 11 and 13 to 17."""
     yield from head("Fig. 11: saved by eq. 6, mean of three models", *(f"{count} partitions" for count in COUNTS))
     printed = {"printed, B not said": ("23%", "34%", "38%")}
     for tokens in (K, 4 * K, 16 * K, 64 * K):
         means = (fmean(saving(count, model, tokens) for model in MODELS) for count in COUNTS)
         printed[f"B = {tokens // K}K"] = tuple(f"{mean:.0%}" for mean in means)
     yield from (row(name, *cells) for name, cells in printed.items())
+    yield ""
+    yield from head(
+        "Fig. 13: ms of dispatch and combine, GPT-XL, forward and backward",
+        "FasterMoE",
+        *(f"{n} partitions" for n in COUNTS),
+    )
+    for cluster in CLUSTERS:
+        for tokens in TOKENS:
+            times = [f"{communication(cluster, tokens, count):.2f}" for count in (None, *COUNTS)]
+            yield row(f"{cluster}, B = {tokens // K}K", *times)
     yield ""
     yield from head(
         "Fig. 14: GPT-XL on Adira, ms without reuse", *(f"{count} partitions" for count in COUNTS), "printed"
@@ -296,6 +337,17 @@ def figures() -> Iterator[str]:
         whole = best("Adira", gpus, "MoE-GPT-XL", 8 * K, (NONE,))[0]
         times = (best("Adira", gpus, "MoE-GPT-XL", 8 * K, (how,))[0] / whole for how in REUSE)
         yield row(f"{gpus} GPUs", *(f"{one:.2f}" for one in times))
+    yield ""
+    yield from head(
+        "Fig. 16: ms on Valor, B 8K",
+        "communication, n = 1",
+        "computation, n = 1",
+        "one after another, n = 6",
+        "MPMoE, n = 6",
+    )
+    for model in ("MoE-BERT-L", "MoE-GPT-XL"):
+        whole, parts = in_sequence(model, 1), sum(in_sequence(model))
+        yield row(model, *(f"{1e3 * one:.1f}" for one in (*whole, parts, parts * of_sequence(model))))
     yield ""
     yield from head("Fig. 17: throughput over one node", "2 nodes", "4", "8", "printed at 8")
     for system, at_8 in (("MPMoE", 5.76), ("FasterMoE", 5.4)):

@@ -14,9 +14,10 @@ from megatron_moe_opt.planning.predicting.baselines import fastermoe, fastmoe
 from megatron_moe_opt.planning.predicting.layer_on_cluster import LayerOnCluster
 from megatron_moe_opt.planning.predicting.layer_workload import LayerWorkload
 from megatron_moe_opt.planning.predicting.netmoe import placement_volume
+from megatron_moe_opt.planning.predicting.prediction import Prediction
 from megatron_moe_opt.planning.traces.routing_generator import TABLE5
 from megatron_moe_opt.planning.training.throughput import GpuSpeed
-from megatron_moe_opt.schedules.schedule import Kind
+from megatron_moe_opt.schedules.schedule import COLLECTIVES, Kind
 from megatron_moe_opt.systems.netmoe import NETMOE
 from megatron_moe_opt.topology.layouts import Layout
 from tools.papers.published import Published, counted, follows, head, predicted, row
@@ -29,6 +30,7 @@ MOVED = {2: (43.663, 44.455, 42.801, 43.619, 45.688), 4: (72.427, 72.340, 72.693
 """Percent of samples across nodes (Table 5), by nodes, of the models in order."""
 MOVED_AT_ALL = {2: (91.394, 91.929, 91.799, 91.681, 92.469), 4: (96.427, 96.122, 96.292, 96.159, 96.391)}
 SCATTER = {2: 2.63, 4: 5.34, 8: 10.31, 16: 21.49, 24: 33.82}
+KM, PULP = {2: 0.08, 4: 0.48, 8: 1.48, 16: 10.82, 24: 31.09}, {2: 42.8, 4: 50.1, 8: 72.9, 16: 143.7, 24: 266.5}
 EXPERTS = {2: 1.06, 4: 1.79, 8: 3.19, 16: 5.82, 24: 7.83}
 """Table 4: ms by samples a GPU, MoE-GPT-S on 16 GPUs."""
 
@@ -72,12 +74,43 @@ def _attention(hidden: int) -> float:
 
 
 @cache
-def speedup(model: str, nodes: int, over: str) -> float:
-    """Of a transformer layer, with Table 5's saving of bytes between nodes."""
+def _placed(model: str, nodes: int) -> tuple[LayerOnCluster, Prediction]:
+    """A layer with samples at home, and what `netmoe` takes with Table 5's saving of bytes between nodes."""
     row = TABLE5[model][nodes]
     at_home = _layer(row.hidden, nodes)
     placed = LayerOnCluster(replace(at_home.workload, placement_saving=row.reduction), at_home.cluster)
-    ours = next(one for one in NETMOE.candidates(placed, NETMOE.open_options) if one.variant == "netmoe")
+    return at_home, next(one for one in NETMOE.candidates(placed, NETMOE.open_options) if one.variant == "netmoe")
+
+
+def all_to_all_speedup(model: str, nodes: int) -> float:
+    """Of the all-to-alls alone, as the simulator plays them (Fig. 7)."""
+    at_home, ours = _placed(model, nodes)
+    before, after = (
+        sum(
+            span.end - span.start
+            for timeline in one.timelines
+            for span in timeline.spans
+            if span.op.kind in COLLECTIVES
+        )
+        for one in (fastmoe(at_home), ours)
+    )
+    return before / after
+
+
+def link_times(model: str, nodes: int) -> tuple[float, float]:
+    """ms of an all-to-all between nodes and inside them by eq. 1, without latencies: Table 5's volumes with NetMoE,
+    Table 2's links, of which a GPU has one way of its own inside the node, and a node one between.
+    """
+    row = TABLE5[model][nodes]
+    seconds = row.inter / nodes / KNOWN.between.bandwidth, row.intra / (8 * nodes) / KNOWN.inside.bandwidth
+    return tuple(1e3 * 2**20 * one for one in seconds)
+
+
+@cache
+def speedup(model: str, nodes: int, over: str) -> float:
+    """Of a transformer layer, with Table 5's saving of bytes between nodes."""
+    row = TABLE5[model][nodes]
+    at_home, ours = _placed(model, nodes)
     theirs = {"FastMoE": fastmoe, "FasterMoE": fastermoe}[over](at_home)
     rest = _attention(row.hidden)
     return (theirs.seconds + rest) / (ours.seconds + rest)
@@ -103,7 +136,33 @@ _BYTES = (
     "4.3 to 4.8 times as long as 100 GB/s a node make it; read as 100 Gb/s, with 16-bit rows, it is 4.7 of 5.34 ms: "
     "the unit of Table 2 would change it"
 )
+SETTINGS = tuple((model, nodes) for model, rows in TABLE5.items() for nodes in rows)
 NUMBERS: tuple[Published, ...] = (
+    counted(
+        "models and clusters whose links between nodes take longer than those inside, with NetMoE",
+        10,
+        "Appendix C, eq. 1",
+        lambda: sum(inter > intra for inter, intra in (link_times(*one) for one in SETTINGS)),
+    ),
+    predicted(
+        "models and clusters whose all-to-alls gain less than the bytes",
+        10,
+        "Fig. 7",
+        lambda: sum(
+            all_to_all_speedup(model, nodes) < 1 / (1 - TABLE5[model][nodes].reduction) for model, nodes in SETTINGS
+        ),
+        0.0,
+    ),
+    *(
+        follows(
+            f"sizes at which {name} takes less than scatter and experts",
+            theirs,
+            "Table 4",
+            lambda times=times: sum(times[samples] < SCATTER[samples] + EXPERTS[samples] for samples in SCATTER),
+            0.0,
+        )
+        for name, times, theirs in (("KM", KM, 5), ("PuLP", PULP, 0))
+    ),
     counted("tokens a node sends, samples at home", 5, "Fig. 2(b), page 2", lambda: figure_2(0, 1, 2, 3)[0]),
     counted("tokens a node sends, samples 0 and 3 exchanged", 2, "Fig. 2(c), page 2", lambda: figure_2(3, 1, 2, 0)[0]),
     counted(
@@ -183,11 +242,16 @@ NUMBERS: tuple[Published, ...] = (
 
 def figures() -> Iterator[str]:
     """Figs. 6 and 7, of a transformer layer and of its all-to-alls."""
-    yield from head("Figs. 6 and 7", "nodes", "all-to-alls, by the bytes of Table 5", "over FastMoE", "over FasterMoE")
+    yield from head(
+        "Figs. 6 and 7", "nodes", "all-to-alls, by the bytes of Table 5", "as played",
+        "time between nodes over inside, eq. 1", "over FastMoE", "over FasterMoE",
+    )  # fmt: skip
     for model, rows in TABLE5.items():
         for nodes, of_nodes in rows.items():
             found = (f"{speedup(model, nodes, over):.2f}" for over in ("FastMoE", "FasterMoE"))
-            yield row(model, nodes, f"{1 / (1 - of_nodes.reduction):.2f}", *found)
+            inter, intra = link_times(model, nodes)
+            actual = f"{all_to_all_speedup(model, nodes):.2f}", f"{inter / intra:.1f}"
+            yield row(model, nodes, f"{1 / (1 - of_nodes.reduction):.2f}", *actual, *found)
 
 
 def scale() -> Iterator[str]:

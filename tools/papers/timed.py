@@ -4,29 +4,31 @@
     python -m tools.papers.timed --out timed --only 'parm 0[0-7],monta'
     python -m tools.papers.timed --out timed --table    the table of what is there
 
-A point is one run of netbox (root): its links are profiled, then the layer is timed in interleaved rounds. Each leaves
-a file, so that a run that was ended goes on where it stopped. Sizes are the papers', scaled down until a step takes a
-few seconds at most; what is compared with a paper is the ratio of two schedules. FasterMoE's schedule is no dispatcher
-here: what MPMoE is timed against is FastMoE's, all rows to the experts and back, which is stock's.
+Points of the same links and shapes of experts are one run of netbox (root): their links are profiled, then each layer
+is timed in interleaved rounds. Each leaves a file, so that a run that was ended goes on where it stopped. Sizes are the
+papers', scaled down until a step takes a few seconds at most, but for the largest of Table V; what is compared with a
+paper is the ratio of two schedules. FastMoE's, all rows to the experts and back, is stock's; FasterMoE's is in
+tools/papers/fastermoe.py.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
 import re
 import statistics
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import product
 from pathlib import Path
 from typing import Any
 
+from megatron_moe_opt.cli.profile.run import ProfileSettings
 from megatron_moe_opt.integration.measuring.layer_settings import LayerSettings
 from megatron_moe_opt.output_file import write_text_whole
+from tools.papers import hybridep as hybridep_numbers
 from tools.papers import parm
 from tools.papers.published import head, row
 
@@ -38,6 +40,9 @@ SAMPLE_LAYERS = 12
 """Of NetMoE's routing: the samples of a step come home once, however many there are."""
 COMPRESSION = 25.0
 """The paper's setting for SR-based compression: 50 times fewer entries, each with its place."""
+FASTERMOE = "fastermoe"
+LIMIT = 100
+"""Seconds of a point besides its profile, unless it says more."""
 
 
 @dataclass(frozen=True)
@@ -65,6 +70,28 @@ class Point:
     """Variants of expert migration that are also timed with COMPRESSION, as NAME compressed."""
     model: str | None = None
     """NetMoE's, whose routing is replayed through layers without experts."""
+    end_to_end: bool = False
+    """Of a model: its layers have experts and attention, too."""
+    limit: int = LIMIT
+    """Seconds that it may take besides its profile."""
+
+    @property
+    def variants(self) -> set[str]:
+        """All that its ratios name."""
+        return {variant for ratio in self.ratios for variant in (ratio.slow, ratio.fast)}
+
+    @property
+    def needs_levels(self) -> bool:
+        """Whether a prediction asks for groups of the network's levels."""
+        return bool(self.compressed) or self.model is not None or FASTERMOE in self.variants
+
+    def profile_settings(self) -> ProfileSettings:
+        """What is profiled for it, which serves all points of the same."""
+        layer = self.layer
+        return ProfileSettings(
+            layer.tp, 1, layer.ep_size(2 * self.ranks), layer.expert_tp, layer.hidden, layer.ffn_hidden, layer.dtype,
+            PROFILE_SECONDS[self.ranks], domains=self.needs_levels,
+        )  # fmt: skip
 
 
 @dataclass
@@ -119,7 +146,7 @@ def _parm() -> Iterator[Point]:
 
 
 def points() -> list[Point]:
-    """All points: the eight first of Parm's and the other papers', then the rest of Parm's."""
+    """All points: the eight first of Parm's and the other papers', their longest last, then the rest of Parm's."""
     monta = [
         Point(
             f"monta: TP 8, EP 2, {tokens} tokens a rank",
@@ -135,6 +162,19 @@ def points() -> list[Point]:
             4,
             _layer("mpmoe:2,mpmoe:4,mpmoe:8", tokens, 256, 1024, 8, 1),
             tuple(Ratio("alltoall", f"mpmoe:{count}", "2.34 over FastMoE, best n (Fig. 10)") for count in (2, 4, 8)),
+        )
+        for tokens in (512, 1024)
+    ]
+    over_fastermoe = [
+        Point(
+            f"mpmoe over fastermoe: {tokens} tokens a rank, H 256, M 1024",
+            4,
+            _layer("mpmoe:2,mpmoe:4", tokens, 256, 1024, 8, 1),
+            (
+                Ratio("alltoall", FASTERMOE, "1.41 (Fig. 10, MPMoE over both)"),
+                Ratio(FASTERMOE, "mpmoe:2", "1.66, best n (Fig. 10, mean)"),
+                Ratio(FASTERMOE, "mpmoe:4", "1.66, best n (Fig. 10, mean)"),
+            ),
         )
         for tokens in (512, 1024)
     ]
@@ -154,6 +194,20 @@ def points() -> list[Point]:
         )
         for tokens in (512, 2048)
     ]
+    table_5 = [
+        Point(
+            f"hybridep table 5: {megabytes} MB of rows a rank, experts of 0.36 MB",
+            2,
+            replace(_layer(domains, megabytes * 512, 256, 176, 4, 2), steps=2),  # 2 rows of 1,024 bytes a token
+            (Ratio("alltoall", domains, f"{tutel / hybrid:.2f} over Tutel (Table V, Cluster-M)"),),
+            inter="100mbit",
+            intra="1280mbit",
+            compressed=(domains,),
+            limit=LIMIT + 8 * megabytes,
+        )
+        for megabytes, (tutel, hybrid) in hybridep_numbers.TABLE_V["Cluster-M"].items()
+        if megabytes >= 48
+    ]
     netmoe = [
         Point(
             f"netmoe: routing as {model} on two nodes",
@@ -164,8 +218,19 @@ def points() -> list[Point]:
         )
         for model in ("MoE-GPT-S", "MoE-GPT-L")
     ]
+    end_to_end = [
+        replace(
+            one,
+            name=f"{one.name}, end to end",
+            layer=replace(one.layer, ffn_hidden=2 * one.layer.hidden),
+            end_to_end=True,
+            limit=5 * LIMIT,
+        )
+        for one in netmoe
+    ]
     of_parm = list(_parm())
-    return [*monta, *of_parm[:8], *netmoe, *mpmoe, *hybridep, *of_parm[8:]]
+    others = (*over_fastermoe, *end_to_end, *table_5)
+    return [*monta, *of_parm[:8], *netmoe, *mpmoe, *hybridep, *others, *of_parm[8:]]
 
 
 MONTA = {
@@ -179,39 +244,36 @@ MONTA = {
 # ------------------------------------------------------------------------------------------------------ on the ranks
 
 
-def time_point(point: Point) -> Timed:
-    """Profiles, predicts and times a point on the ranks of this run. A collective call over the world."""
+def time_points(points: Sequence[Point], out: Path) -> None:
+    """Profiles, and predicts and times points of one profile on the ranks of this run. A collective call over the
+    world.
+    """
     import torch.distributed as dist
 
     from megatron_moe_opt import register
-    from megatron_moe_opt.cli.profile.run import ProfileSettings, measured
+    from megatron_moe_opt.cli.profile.run import measured
     from megatron_moe_opt.cli.ranks import begin, megatron_process_group
 
     begin()
     register()
-    layer = point.layer
-    ep = layer.ep_size(2 * point.ranks)
     with megatron_process_group() as device:
-        sizes = ProfileSettings(
-            layer.tp, 1, ep, layer.expert_tp, layer.hidden, layer.ffn_hidden, layer.dtype, PROFILE_SECONDS[point.ranks],
-            domains=bool(point.compressed) or point.model is not None,
-        )  # fmt: skip
-        cluster = measured(sizes, device)
-        timed = _time_samples(point, cluster, device) if point.model else _time_layer(point, cluster, device)
-        dist.barrier()
-        return timed
+        cluster = measured(points[0].profile_settings(), device)
+        for point in points:
+            timed = _time_samples(point, cluster, device) if point.model else _time_layer(point, cluster, device)
+            if dist.get_rank() == 0:
+                content = asdict(timed) | {"point": point.name}
+                write_text_whole(_file(out, point), json.dumps(content, indent=1) + "\n")
+            dist.barrier()
 
 
 def _time_layer(point: Point, cluster: Any, device: Any) -> Timed:
-    import torch.distributed as dist
-
     from megatron_moe_opt.cli.layer.bench import time_rounds
     from megatron_moe_opt.cli.layer.predicted import predict_layer, workload_of
     from megatron_moe_opt.cli.ranks import parallel_layer
     from megatron_moe_opt.cli.routing.balance import routing_balance
     from megatron_moe_opt.integration.measuring.under_test import layer_under_test, layers_under_test
     from megatron_moe_opt.planning.planner import candidates
-    from megatron_moe_opt.planning.predicting.baselines import deepspeed
+    from megatron_moe_opt.planning.predicting.baselines import deepspeed, fastermoe
     from megatron_moe_opt.planning.predicting.layer_on_cluster import LayerOnCluster
     from megatron_moe_opt.planning.predicting.parm import ParmFits, algorithm_1
     from megatron_moe_opt.topology.domains import find_levels
@@ -224,6 +286,8 @@ def _time_layer(point: Point, cluster: Any, device: Any) -> Timed:
         for variant in point.compressed:
             options = replace(split_variant(variant, None)[1], compression_ratio=COMPRESSION)
             layers[f"{variant} compressed"] = layer_under_test(settings, variant, ep, device, options=options)
+        if FASTERMOE in point.variants:
+            layers[FASTERMOE] = fastermoe_layer(settings, ep, device, point.ranks)
         seconds = time_rounds(layers, settings, device)
         balance = routing_balance(settings, ep, device)
     predicted = dict(predict_layer(settings, ep, balance, nodes, cluster).seconds)
@@ -232,14 +296,26 @@ def _time_layer(point: Point, cluster: Any, device: Any) -> Timed:
     chosen = {}
     if "deepspeed" in settings.dispatchers:
         predicted["deepspeed"] = deepspeed(LayerOnCluster(work, cluster)).seconds
+    if FASTERMOE in point.variants:
+        predicted[FASTERMOE] = fastermoe(LayerOnCluster(work, cluster), point.ranks).seconds
     if point.compressed:
         found, _ = candidates(replace(work, compression=COMPRESSION), cluster)
         predicted |= {f"{one.variant} compressed": one.seconds for one in found if one.variant in point.compressed}
     if "parm:S1" in settings.dispatchers:
         chosen["by Algorithm 1"] = f"parm:{algorithm_1(work, work.tokens, ParmFits.of(cluster))}"
         chosen["by our model"] = min(("parm:S1", "parm:S2"), key=lambda one: predicted[one])
-    dist.barrier()
     return Timed({name: list(map(float, one)) for name, one in seconds.items()}, predicted, chosen)
+
+
+def fastermoe_layer(settings: LayerSettings, ep: int, device: Any, ranks: int) -> Any:
+    """Returns the layer under FasterMoE's schedule with groups of so many ranks, ready for a step."""
+    from megatron_moe_opt.integration.measuring.under_test import layer_under_test
+    from tools.papers.fastermoe import GROUPS, FasterMoeDispatcher
+
+    under_test = layer_under_test(settings, f"mpmoe:{GROUPS}", ep, device)
+    plugged = under_test.layer.token_dispatcher
+    plugged.dispatcher = FasterMoeDispatcher(plugged.dispatcher.groups, ranks)
+    return under_test
 
 
 def _time_samples(point: Point, cluster: Any, device: Any) -> Timed:
@@ -252,15 +328,34 @@ def _time_samples(point: Point, cluster: Any, device: Any) -> Timed:
 
     layer, table = point.layer, TABLE5[point.model][2]
     trace = like_table5(table, passes=6, layers=SAMPLE_LAYERS, seed=0, tokens=layer.tokens // 4)
-    samples = SampleSettings(Path(tempfile.gettempdir()), ("netmoe",), layer.hidden, None, layer.dtype, 3, 4)
+    samples = SampleSettings(
+        Path(tempfile.gettempdir()), ("netmoe",), layer.hidden, None, layer.dtype, 3, 4,
+        layer.ffn_hidden if point.end_to_end else None,
+    )  # fmt: skip
     found = run(samples, trace, device)
     ep, workers = 2 * point.ranks, (2, point.ranks)
     work = LayerWorkload(
-        layer.tokens, layer.hidden, 1, False, layer.experts, layer.topk, 4, 16, ep=ep, workers=workers,
+        layer.tokens, layer.hidden, layer.ffn_hidden, False, layer.experts, layer.topk, 4, 16, ep=ep, workers=workers,
         placement_saving=table.reduction,
     )  # fmt: skip
     predicted, _ = candidates(work, cluster)
-    return Timed({one.dispatcher: list(one.seconds) for one in found}, {one.variant: one.seconds for one in predicted})
+    rest = attention_seconds(work, layer.tokens // 4, cluster) if point.end_to_end else 0.0
+    return Timed(
+        {one.dispatcher: list(one.seconds) for one in found},
+        {one.variant: one.seconds + rest for one in predicted if one.variant in point.variants},
+    )
+
+
+def attention_seconds(work: Any, length: int, cluster: Any) -> float:
+    """Returns what a layer's attention takes, forward and backward, at the rate of the profile's largest expert.
+
+    Args:
+        length: tokens of a sample.
+    """
+    gemm = cluster.expert_gemm
+    rows, seconds = (gemm.training or tuple((rows, 3 * one) for rows, one in gemm.points))[-1]
+    operations = 3 * 2 * work.tokens * work.hidden * (4 * work.hidden + length)  # half of the scores are masked
+    return operations / (3 * gemm.flops(rows) / seconds)
 
 
 # ------------------------------------------------------------------------------------------------------- the driver
@@ -294,41 +389,43 @@ def _file(out: Path, point: Point) -> Path:
     return out / (re.sub(r"[^a-z0-9.]+", "-", point.name.lower()) + ".json")
 
 
-def _run(out: Path, point: Point, unmet: str) -> bool:
-    """Runs a point on netbox; whether it ended well."""
-    shape = ["--nodes", "2", "--ranks-per-node", str(point.ranks), "--inter", point.inter, "--intra", point.intra]
-    ranks = ["-m", "tools.papers.timed", "--out", str(out.resolve()), "--point", point.name]
-    command = [sys.executable, "tools/netbox.py", "run", *shape, "--unmet", unmet, "--timeout", "400", "--", *ranks]
-    return subprocess.run(command, cwd=ROOT, check=False).returncode == 0
+def _run(out: Path, points: Sequence[Point], unmet: str) -> None:
+    """Runs points of one profile on netbox. Those that ended well have left their files."""
+    first, limit = points[0], 300 + sum(point.limit for point in points)
+    shape = ["--nodes", "2", "--ranks-per-node", str(first.ranks), "--inter", first.inter, "--intra", first.intra]
+    netbox = [sys.executable, "tools/netbox.py", "run", *shape, "--unmet", unmet, "--timeout", str(limit), "--"]
+    named = [word for point in points for word in ("--point", point.name)]
+    command = [*netbox, "-m", "tools.papers.timed", "--out", str(out.resolve()), *named]
+    subprocess.run(command, cwd=ROOT, check=False)
 
 
 def main() -> int:
-    """Runs the points that are missing and prints the table; on netbox's ranks, one point."""
+    """Runs the points that are missing and prints the table; on netbox's ranks, those that are named."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, required=True, help="folder of a file a point")
     parser.add_argument("--only", default="", help="points whose names match one of these, separated by commas")
     parser.add_argument("--table", action="store_true", help="print the table of what is there, and run nothing")
     parser.add_argument("--unmet", choices=("refuse", "warn"), default="refuse", help="see netbox; warn: no times")
-    parser.add_argument("--point", help=argparse.SUPPRESS)
+    parser.add_argument("--point", action="append", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
+    out = arguments.out
     if arguments.point:
-        point = next(one for one in points() if one.name == arguments.point)
-        timed = time_point(point)
-        if os.environ["RANK"] == "0":
-            content = asdict(timed) | {"point": point.name}
-            write_text_whole(_file(arguments.out, point), json.dumps(content, indent=1) + "\n")
+        time_points([one for one in points() if one.name in arguments.point], out)
         return 0
-    arguments.out.mkdir(parents=True, exist_ok=True)
+    out.mkdir(parents=True, exist_ok=True)
     wanted = [one for one in arguments.only.split(",") if one]
-    failed = []
+    by_links: dict[Any, list[Point]] = {}
     for point in [] if arguments.table else points():
-        if _file(arguments.out, point).exists() or (wanted and not any(re.search(one, point.name) for one in wanted)):
-            continue
-        if not _run(arguments.out, point, arguments.unmet):
-            failed.append(point.name)
-            continue
-        print(*rows(point, json.loads(_file(arguments.out, point).read_text())), sep="\n", flush=True)
-    print(*table(arguments.out), sep="\n")
+        if not _file(out, point).exists() and (not wanted or any(re.search(one, point.name) for one in wanted)):
+            links = point.ranks, point.inter, point.intra, point.profile_settings()
+            by_links.setdefault(links, []).append(point)
+    for alike in by_links.values():
+        _run(out, alike, arguments.unmet)
+        for point in alike:
+            if _file(out, point).exists():
+                print(*rows(point, json.loads(_file(out, point).read_text())), sep="\n", flush=True)
+    print(*table(out), sep="\n")
+    failed = [point.name for alike in by_links.values() for point in alike if not _file(out, point).exists()]
     if failed:
         print(f"did not end well: {'; '.join(failed)}", file=sys.stderr)
     return bool(failed)

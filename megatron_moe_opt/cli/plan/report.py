@@ -27,7 +27,7 @@ from megatron_moe_opt.planning.predicting.layer_on_cluster import LayerOnCluster
 from megatron_moe_opt.planning.predicting.layer_workload import LayerWorkload
 from megatron_moe_opt.planning.predicting.prediction import Prediction, Refusal, told_together
 from megatron_moe_opt.planning.training.known_models import MONTA_CHOICES
-from megatron_moe_opt.schedules.schedule import Kind
+from megatron_moe_opt.schedules.schedule import CODEC, Kind
 from megatron_moe_opt.schedules.timeline import one_after_another
 from megatron_moe_opt.systems.mpmoe import HOPS
 from megatron_moe_opt.systems.system import FLAG, PREFIX
@@ -289,6 +289,9 @@ def _costs_table(site: Site, workload: LayerWorkload) -> Table:
             size = workload.tokens * workload.row_bytes
         if group is not None and " level " in group:  # expert-migration: tokens once, or a rank's experts
             size = workload.tokens * workload.row_bytes if kind is Kind.ALL_TO_ALL else workload.expert_bytes
+        if kind in CODEC:  # a rank's experts, or in float32 their gradients
+            in_float32 = 4 / workload.element_bytes if kind in (Kind.ENCODE_GRADIENT, Kind.DECODE_GRADIENT) else 1
+            size = int(workload.expert_bytes * in_float32)
         seconds = curve.seconds(size)
         rate = "" if kind in _EXPERTS else f"{size / seconds / 1e9:.1f}"
         table.add_row(_EXPERTS.get(kind, kind.value), group or "", f"{size / 1e6:.1f}", f"{seconds * 1e3:.3f}", rate)

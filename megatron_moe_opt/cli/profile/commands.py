@@ -23,7 +23,10 @@ def profile(
     ] = 90.0,
     domains: Annotated[
         bool,
-        typer.Option("--domains", help="Also the groups of expert-migration's domains, of every size at every level."),
+        typer.Option(
+            "--domains",
+            help="Also expert-migration's codec, and groups of domains of every size at every level.",
+        ),
     ] = False,
     output: Annotated[Path, typer.Option("--output", "-o", help="The file to write.")] = Path("cluster.json"),
 ) -> None:

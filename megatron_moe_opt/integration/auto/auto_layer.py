@@ -1,7 +1,8 @@
 """`auto`: MoE layers whose dispatcher is planned, tried and then kept.
 
     step 1           stock runs, and the layers see how many rows they have and how unevenly (with a plan.json the plan)
-    after step 1     without a profile all ranks measure what moves cost, or rank 0 reads what a run like this one has
+    after step 1     all ranks tell each other what they saw (first_step.py)
+                     without a profile all ranks measure what moves cost, or rank 0 reads what a run like this one has
                      measured (own_profile.py)
                      rank 0 ranks all candidates by the profile (planning/planner.py) and tells the others
     steps 2 to n     the plan, stock and the runners-up take turns, ever fewer of them (planning/choosing/trials.py)
@@ -17,9 +18,7 @@ information is a candidate, but with --moe-opt-allow-lossy those whose rows are 
 
 from __future__ import annotations
 
-import dataclasses
 import os
-import statistics
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -32,11 +31,19 @@ from megatron_moe_opt.dispatchers.pipelining import agreed_cluster
 from megatron_moe_opt.dispatchers.say import say
 from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.integration.auto.auto_report import drift_line, plan_lines, settled_lines
+from megatron_moe_opt.integration.auto.first_step import (
+    Alike,
+    FirstStep,
+    Seen,
+    of_all,
+    refusal,
+    tried_by_plan,
+    tried_by_profile,
+)
 from megatron_moe_opt.integration.auto.given_plan import read_plan
 from megatron_moe_opt.integration.auto.planned_layer import PlannedLayer, Plug
-from megatron_moe_opt.integration.auto.sample_saving import SampleRouting, keeps_home, saving_of, worth_moving
-from megatron_moe_opt.integration.auto.stock_variants import is_stock_variant, release_buffers, stock_variants
-from megatron_moe_opt.integration.checks import check_config
+from megatron_moe_opt.integration.auto.sample_saving import SampleRouting, keeps_home, saving_of
+from megatron_moe_opt.integration.auto.stock_variants import is_stock_variant, release_buffers
 from megatron_moe_opt.integration.layer.configured_workload import layer_workload
 from megatron_moe_opt.integration.layer.netmoe_layer import check_seams, link
 from megatron_moe_opt.integration.layer.overlapped_batches import before_pass
@@ -48,19 +55,15 @@ from megatron_moe_opt.planning.choosing.drift import Drift
 from megatron_moe_opt.planning.choosing.trials import Trials
 from megatron_moe_opt.planning.costs.cluster import Cluster
 from megatron_moe_opt.planning.plan_file import Plan
-from megatron_moe_opt.planning.planner import best, candidates
 from megatron_moe_opt.planning.predicting.layer_workload import LayerWorkload
 from megatron_moe_opt.planning.predicting.prediction import ALLTOALL, Prediction, Refusal
-from megatron_moe_opt.planning.predicting.skew import most_uneven_layer
-from megatron_moe_opt.row_format import narrower
 from megatron_moe_opt.runtime.engine.collectives import device_of
 from megatron_moe_opt.runtime.job.agreement import found_by_first
-from megatron_moe_opt.systems import moves_samples, system_of
+from megatron_moe_opt.systems import moves_samples
 from megatron_moe_opt.systems.netmoe import NETMOE
-from megatron_moe_opt.systems.system import PREFIX, PROFILE_SECONDS, Run
+from megatron_moe_opt.systems.system import PREFIX, PROFILE_SECONDS
 from megatron_moe_opt.topology.domain_groups import release_domain_groups
 from megatron_moe_opt.topology.expert_groups import ExpertGroups
-from megatron_moe_opt.variants import split_variant
 
 if TYPE_CHECKING:
     from megatron_moe_opt.integration.auto.own_profile import OwnProfile
@@ -68,34 +71,6 @@ if TYPE_CHECKING:
 MOST_OF_FREE = 0.8
 """Of the memory that was free at the peak of the first step: other steps, and fragments, may take more."""
 REPLICATED_START = "monta:O1"  # what runs first where stock refuses to train
-
-
-@dataclasses.dataclass(frozen=True)
-class Seen:
-    """What one layer of one rank was seen to do in a step."""
-
-    workload: LayerWorkload
-    rows: float
-    """Rows of this rank in a pass."""
-    passes: int = 1
-    """Number of forward passes."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Alike:
-    """What was planned for the layers of one shape."""
-
-    shape: LayerWorkload | None
-    """The workload that these layers share, of no tokens; None: all layers, whatever their shape."""
-    predicted: tuple[Prediction, ...]
-    """Of a pass of one of them, the fastest first."""
-    refused: tuple[Refusal, ...]
-    planned: str | None
-    """None: not the same for all of them, or what cannot be left."""
-    passes: int
-    """Forward passes of all of them on a rank in the first step, on the rank that had most."""
-    beside: tuple[str, ...] = ()
-    """What of Megatron's own is tried without a prediction."""
 
 
 class Controller:
@@ -106,12 +81,10 @@ class Controller:
         self.layers: list[PlannedLayer] = []
         self.plan: Plan | None = None
         """The plan of --moe-opt-plan; None: there is none, or it was not read yet."""
-        self.placement_saving: float | None = None
-        """The part of the bytes between nodes that `netmoe` would have saved in the first step; None: not known."""
         self._routing: list[SampleRouting] = []
         """Of each layer, in the first step, where `netmoe` could run."""
-        self.at_home: str | None = None
-        """Why samples do not move, though `netmoe` could run; None: they may. Known after the first step."""
+        self.first_step: FirstStep | None = None
+        """What all ranks saw in it; None: not yet."""
         self.own_profile: OwnProfile | None = None
         """What this run has measured itself; None: not yet, or it is given a profile or a plan."""
         self.shapes: tuple[Alike, ...] = ()
@@ -155,7 +128,7 @@ class Controller:
             if self.options.profile is not None:
                 # refuses now what could not be planned with later
                 agreed_cluster(layer.groups, self.options.profile, layer_workload(layer.layer.config, layer.groups))
-            if self._refusal(NETMOE.name) is None:
+            if refusal(self.config, NETMOE.name) is None:
                 self._routing.append(SampleRouting(layer.layer.router))
             if holds_replicated_tokens(layer.layer.config):
                 layer.use(REPLICATED_START)
@@ -218,17 +191,11 @@ class Controller:
     def _begin(self) -> None:
         """Plans the trials, and says what is tried."""
         of_ranks: list[Any] = [None] * dist.get_world_size()
-        seen_here = [self._seen(layer) for layer in self.layers if layer.passes]
-        spare = _free_memory()
-        dist.all_gather_object(of_ranks, (seen_here, self._room(spare), spare, *self._samples()))
-        seen, rooms, spares, savings, at_home = zip(*of_ranks, strict=True)
-        known = [saving for saving in savings if saving is not None]
-        self.placement_saving = statistics.mean(known) if known else None
-        self.at_home = next((why for why in at_home if why is not None), None)
-        room, spare = (min((one for one in ones if one is not None), default=None) for ones in (rooms, spares))
+        dist.all_gather_object(of_ranks, self._first_step_here())
+        self.first_step = of_all(of_ranks)
         if self.options.profile is None and self.options.plan is None:
-            self._measure([one.workload for of_rank in seen for one in of_rank])
-        self.shapes = found_by_first(lambda: self._make_plan(seen, room, spare), dist.group.WORLD)
+            self._measure([one.workload for of_rank in self.first_step.seen for one in of_rank])
+        self.shapes = found_by_first(lambda: self._make_plan(self.first_step), dist.group.WORLD)
         if self.shapes[0].planned is None:
             self.settled = True  # a plan that differs from layer to layer, or cannot be left: it runs as it is
             return
@@ -258,8 +225,11 @@ class Controller:
         seconds = self.options.profile_seconds or PROFILE_SECONDS
         self.own_profile = own_profile(self.config, workloads, seconds)
 
-    def _seen(self, layer: PlannedLayer) -> Seen:
-        return Seen(layer.workload(), layer.rows / layer.passes, layer.passes)
+    def _first_step_here(self) -> FirstStep:
+        """What this rank saw."""
+        seen = tuple(Seen(one.workload(), one.rows / one.passes, one.passes) for one in self.layers if one.passes)
+        spare = _free_memory()
+        return FirstStep((seen,), self._room(spare), spare, *self._samples())
 
     def _samples(self) -> tuple[float | None, str | None]:
         """See saving_of and keeps_home; of this rank's layers, whose routers are listened to no more."""
@@ -281,62 +251,13 @@ class Controller:
         held = sum(min(layer.passes, in_flight) for layer in self.layers)
         return None if free is None or held == 0 else free // held
 
-    def _make_plan(
-        self, seen: Sequence[Sequence[Seen]], room: int | None = None, spare: int | None = None
-    ) -> tuple[Alike, ...]:
-        """What is planned for the layers of each shape, those first that take most time. On rank 0.
-
-        Args:
-            seen: of each rank's layers, in their order.
-            room: the least of all ranks' `_room`. A trial that runs out of memory on one rank would end the job.
-            spare: the least of all ranks' _free_memory.
-        """
-        workloads = [one.workload for of_rank in seen for one in of_rank]
-        beside, not_beside = stock_variants(self.config, workloads, spare)
+    def _make_plan(self, first: FirstStep) -> tuple[Alike, ...]:
+        """What is tried in the layers of each shape, those first that take most time. On rank 0."""
         if self.plan is not None:
-            variants = set(self.plan.layers.values())
-            workers = {one.workload.workers for of_rank in seen for one in of_rank}
-            allowed, refused = self._allowed(self.plan.candidates, workers, room)
-            switchable = len(variants) == 1 and variants <= {one.variant for one in allowed}
-            passes = max(sum(one.passes for one in of_rank) for of_rank in seen)
-            planned = variants.pop() if switchable else None
-            return (Alike(None, allowed, (*refused, *not_beside), planned, passes, beside),)
-        if not any(seen):
-            raise ConfigurationError("--moe-token-dispatcher-type auto: no MoE layer has run in the first step")
-        if self.own_profile is not None:
-            cluster = self.own_profile.cluster
-        else:
-            cluster = Cluster.load(self.options.profile)
-        by_shape: dict[LayerWorkload, list[list[Seen]]] = {}
-        for rank, of_rank in enumerate(seen):
-            for one in of_rank:
-                shape = dataclasses.replace(one.workload, tokens=0)
-                by_shape.setdefault(shape, [[] for _ in seen])[rank].append(one)
-        by_time: list[tuple[float, Alike]] = []
-        for shape, of_ranks in by_shape.items():
-            alike = [one for of_rank in of_ranks for one in of_rank]
-            rows = [one.rows for one in alike]
-            imbalance = max(1.0, max(rows) * len(rows) / sum(rows)) if sum(rows) else 1.0
-            workload = dataclasses.replace(
-                alike[0].workload,
-                tokens=max(one.workload.tokens for one in alike),
-                imbalance=imbalance,
-                rank_rows=most_uneven_layer([[one.rows for one in of_rank] for of_rank in of_ranks]),
-                placement_saving=self.placement_saving,
-            )
-            wires = narrower(workload.element_bytes) if self.options.allow_lossy else ()
-            found, not_here = candidates(workload, cluster, self.options.activation_budget, wires)
-            refused = {one.variant: one for one in not_here}
-            found, at_home = worth_moving(found, self.placement_saving, self.at_home, unlike=len(by_shape) > 1)
-            refused |= {one.variant: one for one in at_home}
-            allowed, not_allowed = self._allowed(found, {shape.workers}, room)
-            choice = best(allowed)
-            passes = max(sum(one.passes for one in of_rank) for of_rank in of_ranks)
-            without_timelines = tuple(dataclasses.replace(one, timelines=()) for one in allowed)
-            all_refused = (*refused.values(), *not_allowed, *not_beside)
-            of_shape = Alike(shape, without_timelines, all_refused, choice.variant, passes, beside)
-            by_time.append((passes * choice.seconds, of_shape))
-        return tuple(one for _, one in sorted(by_time, key=lambda one: -one[0]))
+            return (tried_by_plan(self.plan, self.config, first),)
+        own = self.own_profile
+        cluster = Cluster.load(self.options.profile) if own is None else own.cluster
+        return tried_by_profile(cluster, self.config, self.options, first)
 
     def _agree_on_plan(self, group: dist.ProcessGroup) -> None:
         """Has all ranks of the group run what the first one reads: other nodes may not have the file."""
@@ -346,45 +267,10 @@ class Controller:
         """Refuses now, as for a dispatcher that the user names, what this configuration cannot run."""
         plan = read_plan(self.options.plan, self.config)
         for variant in dict.fromkeys(plan.layers.values()):
-            reason = self._refusal(variant)
+            reason = refusal(self.config, variant)
             if reason is not None:
                 raise ConfigurationError(f"{PREFIX}plan {self.options.plan} runs {variant}: {reason}")
         return plan
-
-    def _allowed(
-        self, predictions: Sequence[Prediction], workers: set[tuple[int, ...]], room: int | None
-    ) -> tuple[tuple[Prediction, ...], tuple[Refusal, ...]]:
-        """What layers can change to and from in this configuration, and what they cannot.
-
-        Args:
-            workers: of each network level of the expert-parallel groups, as this run finds them.
-            room: see `_make_plan`.
-        """
-        config = self.config
-        drops = config.moe_expert_capacity_factor is not None
-        balances = config.moe_router_load_balancing_type == "sinkhorn"
-        run = Run(frozenset(workers), drops or balances, samples_may_move=self.plan is None)
-        of_stock = next((one.activation_bytes for one in predictions if one.variant == ALLTOALL), 0)
-        reasons = [
-            self._refusal(one.variant) or _stays(one.variant, run) or _needs(one.activation_bytes - of_stock, room)
-            for one in predictions
-        ]
-        found = list(zip(predictions, reasons, strict=True))
-        allowed = tuple(one for one, reason in found if reason is None)
-        return allowed, tuple(Refusal(one.variant, reason) for one, reason in found if reason is not None)
-
-    def _refusal(self, variant: str) -> str | None:
-        """Why this configuration cannot run a variant."""
-        if variant == ALLTOALL:
-            if holds_replicated_tokens(self.config):
-                return "stock Megatron does not train MoE layers under TP without --sequence-parallel: add it"
-            return None
-        name, options = split_variant(variant, None)
-        try:
-            check_config(self.config, name, options)
-        except ConfigurationError as error:
-            return str(error)
-        return None
 
     @property
     def _tried_layers(self) -> list[PlannedLayer]:
@@ -459,19 +345,6 @@ def _free_memory() -> int | None:
         return None
     free = torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved() - torch.cuda.max_memory_allocated()
     return int(free * MOST_OF_FREE)
-
-
-def _needs(above: int, room: int | None) -> str | None:
-    """Why a variant that holds so many bytes more than stock for each pass of a layer does not fit."""
-    if room is None or above <= room:
-        return None
-    return f"holds {above} bytes more than stock for each layer, and {room} are free: a trial could run out of memory"
-
-
-def _stays(variant: str, run: Run) -> str | None:
-    """Why layers cannot change to a variant, or from it."""
-    system, (_, options) = system_of(variant), split_variant(variant, None)
-    return None if system is None else system.stays(options, run)
 
 
 _controller: Controller | None = None

@@ -12,7 +12,8 @@ from megatron_moe_opt.systems.system import FLAG
 from megatron_moe_opt.variants import FLEX, split_variant
 
 if TYPE_CHECKING:
-    from megatron_moe_opt.integration.auto.auto_layer import Alike, Controller
+    from megatron_moe_opt.integration.auto.auto_layer import Controller
+    from megatron_moe_opt.integration.auto.first_step import Alike
 
 
 def plan_lines(controller: Controller) -> list[str]:
@@ -23,7 +24,7 @@ def plan_lines(controller: Controller) -> list[str]:
     for of_shape in controller.shapes:
         lines += _lines_of(of_shape, f"{_named(of_shape)}:" if len(controller.shapes) > 1 else f"plan from {source}:")
     if any(moves_samples(one.variant) for of_shape in controller.shapes for one in of_shape.predicted):
-        saving = f"{controller.placement_saving:.1%}"
+        saving = f"{controller.first_step.placement_saving:.1%}"
         lines.append(f"placing the samples of the first step would have sent {saving} less between nodes")
     return lines
 

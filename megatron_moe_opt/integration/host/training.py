@@ -15,7 +15,9 @@ from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 
+from megatron_moe_opt.integration.host.limits import check_host_arguments
 from megatron_moe_opt.integration.host.patching import around_import, replace, when_imported
+from megatron_moe_opt.integration.training_arguments import before_validation
 
 
 def _allow_no_cuda(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -86,6 +88,7 @@ def use_host_training() -> None:
     # Required by the argument check for overlap on GPUs before Blackwell; no CUDA device reads it here.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     replace(importlib.import_module("megatron.core.datasets.utils"), "compile_helpers", _compile_for_this_python)
+    before_validation(check_host_arguments)
     when_imported("megatron.training.initialize", lambda module: replace(module, "initialize_megatron", _allow_no_cuda))
     when_imported("megatron.legacy.fused_kernels", lambda module: replace(module, "load", _no_fused_kernels))
     if importlib.util.find_spec("triton") is None:

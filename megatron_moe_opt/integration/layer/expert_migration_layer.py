@@ -28,14 +28,11 @@ from megatron_moe_opt.integration.optimizer_step import after_optimizer_step, be
 from megatron_moe_opt.options import Options
 from megatron_moe_opt.runtime.engine.recomputation import is_recomputing
 from megatron_moe_opt.runtime.travelling_experts.expert_codec import LargestWeights, TrackedExperts, WholeExperts
-from megatron_moe_opt.runtime.travelling_experts.expert_communicator import (
-    MigratedExperts,
-    expert_communicator,
-    forget_passes,
-)
+from megatron_moe_opt.runtime.travelling_experts.expert_communicator import expert_communicator, forget_passes
 from megatron_moe_opt.runtime.travelling_experts.expert_gradients import CompressedGradients, WholeGradients
 from megatron_moe_opt.runtime.travelling_experts.expert_weights import ExpertWeights
 from megatron_moe_opt.runtime.travelling_experts.mean_expert import MeanExpert
+from megatron_moe_opt.runtime.travelling_experts.migrated_experts import MigratedExperts
 from megatron_moe_opt.systems.expert_migration import named_domains
 from megatron_moe_opt.topology.domain_groups import DomainGroups, levels_of
 from megatron_moe_opt.topology.expert_groups import ExpertGroups

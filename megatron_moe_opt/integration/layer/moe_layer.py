@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 from typing import Any
 
 import torch
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.router_replay import RouterReplayAction
@@ -32,11 +34,23 @@ def build_layer(config: TransformerConfig, groups: Any = None) -> MoELayer:
     return layer.cuda()  # Megatron makes the router, and the gate of shared experts, on the host
 
 
-def build_block(config: TransformerConfig) -> TransformerBlock:
-    """Transformer layers without attention: norm, MoE layer and residual, as often as the configuration has layers."""
+def build_block(config: TransformerConfig, is_whole: bool = False) -> TransformerBlock:
+    """Transformer layers, norm, MoE layer and residual, as often as the configuration has layers.
+
+    Args:
+        is_whole: with attention before it.
+    """
     submodules = TransformerLayerSubmodules(
         pre_mlp_layernorm=WrappedTorchNorm, mlp=_moe_spec(config), mlp_bda=get_bias_dropout_add
     )
+    if is_whole:
+        of_gpt = get_gpt_layer_local_spec(config.num_moe_experts, config.moe_grouped_gemm).submodules
+        submodules = replace(
+            submodules,
+            input_layernorm=WrappedTorchNorm,
+            self_attention=of_gpt.self_attention,
+            self_attn_bda=get_bias_dropout_add,
+        )
     layers = [ModuleSpec(module=TransformerLayer, submodules=submodules)] * config.num_layers
     return TransformerBlock(config, TransformerBlockSubmodules(layer_specs=layers), post_layer_norm=False).cuda()
 

@@ -21,12 +21,19 @@ from megatron_moe_opt.runtime.rows.expert_exchange import Exchange, bind_to_sour
 from megatron_moe_opt.runtime.rows.row_layout import Payload
 from megatron_moe_opt.runtime.rows.ways import EpWithExpertTp
 from megatron_moe_opt.runtime.through_experts.expert_call import ExpertCall, Experts
+from megatron_moe_opt.runtime.travelling_experts import expert_gradients
+from megatron_moe_opt.runtime.travelling_experts.expert_codec import (
+    ResidualMessages,
+    decode_others,
+    encode_and_decode,
+)
 from megatron_moe_opt.schedules.mpmoe import Restore
 from megatron_moe_opt.schedules.schedule import Kind, Lane
 from megatron_moe_opt.topology.expert_groups import ExpertGroups, TokenCopies
 from megatron_moe_opt.topology.nodes import NodeMap
 
 _CHUNKS = 32  # of a reorder: source ranks times experts of a rank
+CODEC_RATIO = 50.0  # HybridEP's; what does not travel is read, too, and takes the most time
 _COPIED_BYTES = 32 * 2**20  # that small copies go around in, so that they do not find their rows in a cache
 
 
@@ -255,6 +262,30 @@ def host_transfer(rows: Rows, kind: Kind) -> Load:
         return Sized(number * rows.bytes, lambda: steps.call(copy_next))
 
     return Load(kind, Lane.D2H if kind is Kind.OFFLOAD else Lane.H2D, None, sized)
+
+
+def codec(rows: Rows, kind: Kind) -> Load:
+    """Returns an op of the codec on an expert that travels compressed, or on its gradient: sized in bytes of what is
+    encoded, or of what decoding makes, of a gradient in float32.
+    """
+    of_gradient = kind in (Kind.ENCODE_GRADIENT, Kind.DECODE_GRADIENT)
+    dtype = torch.float32 if of_gradient else rows.dtype
+
+    def sized(size: int) -> Sized:
+        numel = max(1, size // dtype.itemsize)
+        messages = ResidualMessages(1, numel, rows.dtype, CODEC_RATIO)
+        expert, base = (torch.randn(numel, device=rows.device).to(dtype) for _ in range(2))
+        sent = messages.empty(rows.device)
+        messages.encode(expert, [base], sent)
+        ops: dict[Kind, Callable[[], object]] = {
+            Kind.ENCODE: lambda: encode_and_decode(messages, expert, [base], sent),
+            Kind.DECODE: lambda: decode_others(messages, sent.expand(2, -1), 1, expert, lambda _: [base]),
+            Kind.ENCODE_GRADIENT: lambda: expert_gradients.encode(messages, expert, base, sent),
+            Kind.DECODE_GRADIENT: lambda: expert_gradients.sum_messages(messages, [sent, expert], 1),
+        }
+        return Sized(numel * dtype.itemsize, lambda: steps.call(ops[kind]))
+
+    return Load(kind, Lane.COPY, None, sized)
 
 
 def expert_pass(rows: Rows, expert: Experts, number: int, training: bool = False) -> Callable[[], None]:

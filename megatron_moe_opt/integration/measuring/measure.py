@@ -29,7 +29,7 @@ from megatron_moe_opt.planning.predicting.simulator import Slowdown, simulate
 from megatron_moe_opt.schedules import monta
 from megatron_moe_opt.schedules.monta import even_chunks
 from megatron_moe_opt.schedules.parm import JOINT, TP
-from megatron_moe_opt.schedules.schedule import Kind, Lane
+from megatron_moe_opt.schedules.schedule import CODEC, Kind, Lane
 from megatron_moe_opt.topology.expert_groups import ExpertGroups
 from megatron_moe_opt.topology.nodes import NodeMap, discover_nodes
 from megatron_moe_opt.topology.process_groups import refine, temporary_groups
@@ -50,6 +50,7 @@ PART_OF_ROOM = 1 / 8
 NOISE = 0.25
 """A curve is doubted where a point that was measured several times still lay so much above what is kept of it."""
 _SIDES = 2  # of a move: what is sent, and what is received
+_BUFFERS = 4  # of the codec: what is encoded, what it is told from, their sum, and what is decoded
 # Lanes are run side by side with ops of about this time, or of the nearest that was measured; shorter ones where all of
 # them would take longer than there is.
 BESIDE_SECONDS = 0.03
@@ -69,6 +70,8 @@ class Sizes:
     """Type of the rows: fp32 or bf16."""
     workers: tuple[int, ...] = ()
     """Of each network level of the expert-parallel groups, to measure the groups of expert domains; empty: none."""
+    codec: bool = False
+    """Whether to measure how experts that travel are encoded and decoded, and their gradients."""
 
 
 Progress = Callable[[int, int, str], None]
@@ -104,8 +107,9 @@ def measure(sizes: Sizes, seconds: float, device: torch.device, progress: Progre
         moves = domain_moves(rows, domains, sizes.workers) + _moves(rows, groups, nodes)
         groups |= domains
         of_stock = _stock_moves(rows, groups)
-        measured = _Measured(meter, seconds, moves, groups, STOCK_SHARES * len(of_stock), room)
-        parts = [*(str(load) for load in moves), *(f"{load} of stock" for load in of_stock), *_LAST_PARTS]
+        codec = [loads.codec(rows, kind) for kind in Kind if kind in CODEC and sizes.codec]
+        measured = _Measured(meter, seconds, moves, groups, STOCK_SHARES * len(of_stock) + len(codec), room)
+        parts = [*(str(load) for load in (*moves, *codec)), *(f"{load} of stock" for load in of_stock), *_LAST_PARTS]
         next_part = iter(range(len(parts)))
 
         def begin() -> None:
@@ -115,6 +119,10 @@ def measure(sizes: Sizes, seconds: float, device: torch.device, progress: Progre
         for load in moves:
             begin()
             measured.add(load)
+        of_codec = {}
+        for load in codec:
+            begin()
+            of_codec[load.kind, load.group] = measured.curve(load, _fitting(LOCAL_SIZES, _BUFFERS, room), str(load))
         stock_curves = {}
         for load in of_stock:
             begin()
@@ -137,7 +145,7 @@ def measure(sizes: Sizes, seconds: float, device: torch.device, progress: Progre
         sharing = compute_sharing(rows, meter, expert, number, nodes, measured.share())
         cluster = Cluster(
             world=world,
-            curves=measured.curves,
+            curves=measured.curves | of_codec,
             slowdown=slowdown,
             overhead=overhead,
             saa=saa,

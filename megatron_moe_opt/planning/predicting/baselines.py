@@ -59,21 +59,24 @@ def tutel(layer: LayerOnCluster) -> Prediction:
     return min((_sent_first(layer, f"tutel:{degree}", degree) for degree in TUTEL_DEGREES), key=lambda one: one.seconds)
 
 
-def fastermoe(layer: LayerOnCluster) -> Prediction:
+def fastermoe(layer: LayerOnCluster, ranks: int = GROUP) -> Prediction:
     """Group by group of ranks, nearest first. Fewer than two groups are `fastmoe`.
+
+    Args:
+        ranks: of a group.
 
     Raises:
         ConfigurationError: the all-to-alls of the network levels were not measured.
     """
     one = layer.workload
-    groups = one.ep // GROUP
+    groups = one.ep // ranks
     if groups < 2 or one.etp > 1:
         return replace(fastmoe(layer), variant="fastermoe")
     domains, curves = stationary(one.workers), measured_curves(layer.costs, one.workers)
     home = domains.location(0)
     levels = []
     for group in range(groups):
-        there = domains.location(group * GROUP + (group == 0))
+        there = domains.location(group * ranks + (group == 0))
         levels.append(next(level for level, (a, b) in enumerate(zip(home, there, strict=True)) if a != b))
 
     def cost(op: Op) -> float:
@@ -81,10 +84,10 @@ def fastermoe(layer: LayerOnCluster) -> Prediction:
             return layer.costs(op)
         # The fewest ranks of a level are the nearest to a message or two: a group's ranks are behind one link.
         workers = domains.workers[levels[op.chunk]]
-        ranks = next(ranks for ranks in range(2, workers + 1) if workers % ranks == 0)
-        crosses = op.size * (1 - 1 / GROUP) if op.chunk == 0 else op.size
-        curve = curve_of(curves, op.kind, levels[op.chunk], ranks)
-        return layer.costs.overhead + curve.seconds(crosses * ranks / (ranks - 1))
+        fewest = next(number for number in range(2, workers + 1) if workers % number == 0)
+        crosses = op.size * (1 - 1 / ranks) if op.chunk == 0 else op.size
+        curve = curve_of(curves, op.kind, levels[op.chunk], fewest)
+        return layer.costs.overhead + curve.seconds(crosses * fewest / (fewest - 1))
 
     return _sent_first(layer, "fastermoe", groups, cost)
 

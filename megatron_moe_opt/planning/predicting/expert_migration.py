@@ -32,7 +32,7 @@ from megatron_moe_opt.planning.costs.curves import CostCurve, Costs
 from megatron_moe_opt.planning.predicting.simulator import simulate
 from megatron_moe_opt.schedules import expert_migration as schedules
 from megatron_moe_opt.schedules.hops import HopBytes, HopStages, level_of
-from megatron_moe_opt.schedules.schedule import Kind, Lane, Op, Schedule
+from megatron_moe_opt.schedules.schedule import CODEC, Kind, Lane, Op, Schedule
 from megatron_moe_opt.schedules.timeline import Timeline, one_after_another
 from megatron_moe_opt.topology.domains import ExpertDomains, realisable
 
@@ -41,17 +41,8 @@ Curves = Mapping[tuple[Kind, int, int], CostCurve]
 
 KINDS = (Kind.ALL_TO_ALL, Kind.ALL_GATHER, Kind.REDUCE_SCATTER)
 
-SecondsToCopy = Callable[[float], float]
-"""A function that returns the seconds to copy so many bytes in a device's memory."""
-
-CODEC_COPIES = {
-    (Kind.ENCODE, Kind.ALL_GATHER): 2.0,  # reads experts and what others hold of them, and makes what they will hold
-    (Kind.DECODE, Kind.ALL_GATHER): 1.0,
-    (Kind.ENCODE, Kind.REDUCE_SCATTER): 4.0,  # adds what was kept, reads that, takes away what is sent, and checks it
-    (Kind.SUM, Kind.REDUCE_SCATTER): 2.5,  # decodes a part, and adds it to the sum of others
-}
-"""What the codec does with each byte, by op and collective, in copies of it: in a copy a byte is read and one written.
-Of a part of a message both are little."""
+SecondsOfCodec = Callable[[Kind, float], float]
+"""Of an op of the codec, over bytes of what is encoded, or what decoding makes: of gradients in float32."""
 
 
 def role(kind: Kind, workers: Sequence[int], level: int, ranks: int) -> str:
@@ -216,24 +207,22 @@ def exchange_seconds(layer: MigrationLayer, domains: ExpertDomains, curves: Curv
     )
 
 
-def codec_seconds(layer: MigrationLayer, domains: ExpertDomains, op: Op, copy: SecondsToCopy) -> float:
-    """Of an op that encodes, decodes or sums what travels compressed; 0 of any other.
+def codec_seconds(layer: MigrationLayer, domains: ExpertDomains, op: Op, codec: SecondsOfCodec) -> float:
+    """Of an op that encodes or decodes what travels compressed; 0 of any other.
 
-    No profile measures the codec. It is bound by memory (docs/residual-codec.md): what is read and written is taken to
-    cost what copies of as many bytes do. A sum of what travels whole is in the curve of its reduce-scatter.
+    A sum of what travels whole is in the curve of its reduce-scatter.
     """
-    written, _, level = op.writes[0].rpartition(".") if op.writes else ("", "", "")
-    collective = Kind.REDUCE_SCATTER if written in ("messages", "sums") else Kind.ALL_GATHER
-    copies, widened = CODEC_COPIES.get((op.kind, collective)), layer.coded.get(collective)
-    if op.lane is not Lane.EXPERTS or copies is None or widened is None:
+    if op.kind not in CODEC:
         return 0.0
-    if collective is Kind.REDUCE_SCATTER:
-        part = 1 - 1 / domains.sizes[int(level)]  # what is for other ranks, or from them
-    elif op.kind is Kind.ENCODE:
+    if op.kind is Kind.ENCODE:
         part = 1 / next(size for size in domains.sizes if size > 1)  # its own, of what the first collective brings
-    else:
+    elif op.kind is Kind.DECODE:
         part = 1 - 1 / prod(domains.sizes)
-    return copy(copies * widened * part * op.size)
+    else:
+        level = int(op.writes[0].rpartition(".")[2])
+        part = 1 - 1 / domains.sizes[level]  # what is for other ranks, or from them
+    collective = Kind.ALL_GATHER if op.kind in (Kind.ENCODE, Kind.DECODE) else Kind.REDUCE_SCATTER
+    return codec(op.kind, layer.coded[collective] * part * op.size)
 
 
 def timelines(
@@ -241,13 +230,13 @@ def timelines(
     domains: ExpertDomains,
     curves: Curves,
     expert_seconds: Sequence[float],
-    copy: SecondsToCopy,
+    codec: SecondsOfCodec,
 ) -> list[Timeline]:
     """Returns each pass of the layer alone as the schedules that run it, one after another.
 
     Args:
         expert_seconds: of the experts in each pass, as much as does not hide.
-        copy: to tell what encoding and decoding takes.
+        codec: what encoding and decoding takes.
 
     Raises:
         ConfigurationError: a curve is missing.
@@ -262,7 +251,7 @@ def timelines(
         experts = Schedule("experts", (Op(Kind.COMPUTE if forward else Kind.GRADIENT, Lane.COMPUTE),))
         in_order = [*before, out, experts, back, *after]
         parts = {
-            f"{number}. {schedule.name}": simulate(schedule, _seconds_of_ops(layer, domains, curves, seconds, copy))
+            f"{number}. {schedule.name}": simulate(schedule, _seconds_of_ops(layer, domains, curves, seconds, codec))
             for number, schedule in enumerate(in_order, start=1)
             if schedule.ops
         }
@@ -293,14 +282,14 @@ def _of_experts(
 
 
 def _seconds_of_ops(
-    layer: MigrationLayer, domains: ExpertDomains, curves: Curves, experts: float, copy: SecondsToCopy
+    layer: MigrationLayer, domains: ExpertDomains, curves: Curves, experts: float, codec: SecondsOfCodec
 ) -> Callable[[Op], float]:
     """Returns what the ops of a pass cost; rows that are permuted are counted with the rank's own work."""
 
     def cost(op: Op) -> float:
         if op.group is None:
             is_expert = op.kind in (Kind.COMPUTE, Kind.GRADIENT)
-            return experts if is_expert else codec_seconds(layer, domains, op, copy)
+            return experts if is_expert else codec_seconds(layer, domains, op, codec)
         level = level_of(op.group)
         if op.kind is Kind.ALL_TO_ALL:
             return curve_of(curves, op.kind, level, domains.domains(level)).seconds(layer.exchanged(domains, level))

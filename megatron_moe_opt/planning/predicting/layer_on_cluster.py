@@ -31,6 +31,14 @@ DISPATCH = "dispatch and combine"
 """The name of the term of all other schedules."""
 PROB_BYTES = 4
 _CONVERT = (Kind.COPY, Kind.PERMUTE, Kind.SUM)
+CODEC_COPIES = {
+    Kind.ENCODE: 2.0,  # reads experts and what others hold of them, and makes what they will hold
+    Kind.DECODE: 1.0,
+    Kind.ENCODE_GRADIENT: 4.0,  # adds what was kept, reads that, takes away what is sent, and checks it
+    Kind.DECODE_GRADIENT: 2.5,  # decodes a part, and adds it to the sum of others
+}
+"""What the codec is taken to do with each byte where no profile measured it, in copies: in a copy a byte is read and
+one written. It is bound by memory (docs/residual-codec.md); of what travels both are little."""
 _WITH_PROBS = (0, 3)  # of `training_passes`: dispatch, and the gradients on the way back through it
 
 
@@ -115,6 +123,11 @@ class LayerOnCluster:
     def seconds_to_copy(self, num_bytes: float) -> float:
         """Returns the seconds to copy so many bytes in a rank's memory."""
         return self.costs.curve(Op(Kind.COPY, Lane.COMPUTE)).seconds(num_bytes) if num_bytes else 0.0
+
+    def seconds_of_codec(self, kind: Kind, num_bytes: float) -> float:
+        """Of an op that encodes or decodes so many bytes of experts, or in float32 of their gradients."""
+        curve = self.costs.curves.get((kind, None))
+        return self.seconds_to_copy(CODEC_COPIES[kind] * num_bytes) if curve is None else curve.seconds(num_bytes)
 
     def bytes_of_copies(self, holds: int) -> int:
         """Returns the bytes that `seconds_of_copies` copies."""

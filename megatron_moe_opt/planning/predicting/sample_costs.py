@@ -85,7 +85,10 @@ class RowCosts:
 
 class HopCosts:
     """A token once over every link: columns are a token's copies in the regions of each level, and its rows for each
-    expert, as DomainTables counts them, chunk by chunk. No expert travels.
+    expert, as DomainTables counts them, chunk by chunk. No expert travels. What expert-TP adds inside nodes is left
+    out.
+
+    Inside, W ranks of an expert-parallel group are what regions consist of.
     """
 
     def __init__(
@@ -97,7 +100,7 @@ class HopCosts:
         """
         self._holders, self._experts, self._num_chunks, self._apart = holders, num_experts, num_chunks, apart
         world, workers = domains.world, domains.workers
-        places = np.array([domains.location(rank) for rank in range(world)])  # [R, levels]
+        places = np.array([domains.location(rank) for rank in range(world)])  # [W, levels]
         strides = [prod(workers[level + 1 :]) for level in range(len(workers))]
         levels = [level for level, number in enumerate(workers) if number > 1]
         stays, sender, receiver, self._own = [], [], [], []
@@ -105,7 +108,7 @@ class HopCosts:
         for level in levels:
             regions = np.arange(prod(workers[: level + 1])) * strides[level]  # a rank of each, with place 0 inside it
             of_region = places[regions, level]
-            on_the_way = places[:, level:] @ np.array(strides[level:])  # [R]
+            on_the_way = places[:, level:] @ np.array(strides[level:])  # [W]
             behind = places[:, level + 1 :] @ np.array(strides[level + 1 :], dtype=np.int64)
             outer = regions - of_region * strides[level]
             sender.append(outer + on_the_way[:, None])
@@ -113,9 +116,9 @@ class HopCosts:
             stays.append(places[:, level][:, None] == of_region)
             self._own.append(first + np.arange(world) // strides[level])
             first += len(regions)
-        nodes = holders.rank_node
+        nodes = holders.rank_node[:: holders.etp_size]
         crosses = [nodes[one] != nodes[other] for one, other in zip(sender, receiver, strict=True)]
-        self._inter = np.hstack(crosses).astype(np.int64)  # [R, copies]
+        self._inter = np.hstack(crosses).astype(np.int64)  # [W, copies]
         self._local = np.hstack(stays).astype(np.int64)
         # The tokens that stay inside a node are the same on all of its devices, up to the first level: a node counts as
         # often as it has devices, and so do they.
@@ -123,7 +126,7 @@ class HopCosts:
         self._kept = np.hstack([of.astype(np.int64) * (1 if n == 0 else weight) for n, of in enumerate(stays)])
         self.device_node = holders.device_node
         if len(levels) > 1:
-            ranks = np.unique(holders.rank_device, return_index=True)[1]
+            ranks = np.unique(holders.rank_device, return_index=True)[1] // holders.etp_size
             self.device_node = np.unique(places[ranks, levels[0]], return_inverse=True)[1]
 
     def by_expert(self, counts: np.ndarray) -> np.ndarray:
@@ -135,8 +138,10 @@ class HopCosts:
         holders, copies = self._holders, self._copies(counts)
         if beside:
             copies = self._with_beside(copies, np.arange(len(copies))[:, None], beside)
-        kept = copies @ self._kept.T  # [R, B, R] of each part on each rank
-        of_holders = sum(kept[ranks][:, :, ranks] for ranks in holders.ranks.T)  # [holders, B, holders]
+        kept = copies @ self._kept.T  # [R, B, W] of each part on each rank
+        of_holders = sum(
+            kept[ranks][:, :, ranks // holders.etp_size] for ranks in holders.ranks.T
+        )  # [holders, B, holders]
         on_device = np.zeros((of_holders.shape[0] * of_holders.shape[1], holders.num_devices), np.int64)
         on_device[:, holders.holder_device] = of_holders.reshape(len(on_device), -1)
         return on_device
@@ -148,6 +153,7 @@ class HopCosts:
         return dispatched, self._volume(self._with_beside(copies, here, beside) if beside else copies, there)
 
     def _volume(self, copies: np.ndarray, rank: np.ndarray) -> Volume:
+        rank = rank // self._holders.etp_size
         inter, local = int((copies * self._inter[rank]).sum()), int((copies * self._local[rank]).sum())
         return Volume(inter, int(copies.sum()) - inter - local, local)
 
@@ -161,7 +167,7 @@ class HopCosts:
         """Each token has a copy on its own rank, too."""
         copies = copies.copy()
         for own in self._own:
-            places = np.broadcast_to(own[rank][..., None], (*copies.shape[:-1], 1))
+            places = np.broadcast_to(own[rank // self._holders.etp_size][..., None], (*copies.shape[:-1], 1))
             others = np.take_along_axis(copies, places, -1) if self._apart else 0
             np.put_along_axis(copies, places, others + beside, -1)
         return copies

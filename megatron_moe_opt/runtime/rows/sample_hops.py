@@ -3,6 +3,9 @@
     to_experts     copies -> all-to-all for each level, from where the samples are (hop_way.py)
     to_new_homes   all-to-all -> sums for each level, as if tokens had come from where the samples go
 
+Where experts are cut, what has arrived is gathered over expert-TP; all shards then have the rows of the same tokens,
+and each gets the sums of those whose samples go to ranks of its own all-to-alls.
+
 A chunk is a stretch of the sequence of all samples: wherever a sample goes, its tokens stay in their chunks. What the
 ranks on the way back cannot know is whose a row is, nor which rows are to be summed: each has a key behind it, its
 token's place among those of all ranks in the order in which rows of a dispatch from there would arrive.
@@ -23,7 +26,7 @@ from megatron_moe_opt.kernels.streams import to_device, used_here
 from megatron_moe_opt.runtime.engine import steps
 from megatron_moe_opt.runtime.engine.steps import Steps
 from megatron_moe_opt.runtime.rows.expert_exchange import Exchange, run_to_experts, run_to_sources, to_experts
-from megatron_moe_opt.runtime.rows.hop_plan import DomainTables, HopPlan
+from megatron_moe_opt.runtime.rows.hop_plan import HopPlan
 from megatron_moe_opt.runtime.rows.hop_way import Hops
 from megatron_moe_opt.runtime.rows.linear import linear
 from megatron_moe_opt.runtime.rows.own_rows import OwnRows, TokensWithFacts
@@ -35,7 +38,7 @@ from megatron_moe_opt.runtime.rows.token_hops import TokenHops
 from megatron_moe_opt.schedules import netmoe
 from megatron_moe_opt.schedules.hops import HopStages, level_of
 from megatron_moe_opt.schedules.pipeline import base_name
-from megatron_moe_opt.schedules.schedule import Op, Schedule
+from megatron_moe_opt.schedules.schedule import Kind, Op, Schedule
 from megatron_moe_opt.topology.domain_groups import DomainGroups
 
 _RANK_BITS = 32  # of a note: the rank that a token comes from, above its number there
@@ -69,7 +72,7 @@ class HoppingSamples(MovingRows):
         """Packs this rank's tokens [T, H] and their probabilities into rows."""
         self._facts = RowFacts(Payload.of(tokens, self._hops.wire), self._hops.topk, probs.dtype, has_notes=True)
         numbers = torch.arange(len(tokens), device=tokens.device)
-        notes = numbers + (self._hops.groups.rank << _RANK_BITS)
+        notes = numbers + (self._hops.experts.joint.rank() << _RANK_BITS)
         self._own = OwnRows(TokensWithFacts(self._facts, self._experts, notes))
         return self._own.pack(tokens, self._hops.probs_of(probs, self._experts))
 
@@ -81,14 +84,20 @@ class HoppingSamples(MovingRows):
         self, packed: torch.Tensor, counts: SampleCounts, prob_dtype: torch.dtype
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Returns tokens at their experts [N, H], rows per local expert (CPU) and probabilities [N]."""
-        tables, hops, device = self._hops.tables, self._hops, packed.device
-        of_chunks = counts.rows[:, 0].sum(1).view(tables.domains.world, self._num_chunks, -1).unbind(1)
-        plans = [tables.plan(of_chunk) for of_chunk in of_chunks]
+        hops, device = self._hops, packed.device
+        plans = [hops.plan(of_chunk) for of_chunk in counts.rows.sum(2).unflatten(2, (self._num_chunks, -1)).unbind(2)]
         of_experts = torch.stack([plan.tokens_per_expert for plan in plans])  # [chunks, experts held here]
         behind = (of_experts.sum(0).cumsum(0) - of_experts.sum(0)) + (of_experts.cumsum(0) - of_experts)
         behind = to_device(behind, device)  # where each chunk's rows of each expert begin
         self._chunks = [
-            ChunkOut(hops.groups, hops.on_device(device), self._facts, stretch * self._shape[1], first=first)
+            ChunkOut(
+                hops.groups,
+                hops.on_device(device),
+                self._facts,
+                stretch * self._shape[1],
+                hops.experts.etp,
+                first=first,
+            )
             for stretch, first in zip(self._stretches, behind, strict=True)
         ]
         exchange = Exchange(HopsInChunks(self._chunks), HopPlans(tuple(plans), int(of_experts.sum())))
@@ -101,7 +110,7 @@ class HoppingSamples(MovingRows):
     ) -> torch.Tensor:
         """Returns the sums of each token's outputs, at the new home of its sample."""
         number = len(rows)
-        if self._residual is not None:
+        if self._residual is not None and self._hops.experts.etp_rank == 0:  # in the sum over all shards once
             first = torch.zeros(number, dtype=rows.dtype, device=rows.device)
             for chunk in self._chunks:
                 first[chunk.places] = (chunk.pairs % self._hops.topk == 0).to(first.dtype)
@@ -109,12 +118,12 @@ class HoppingSamples(MovingRows):
         self._residual = None
         if beside is not None:
             rows = torch.cat([rows, beside.reshape(-1, rows.size(1))])
-        homes = NewHomes(self._hops.tables, counts, items, rows.device)
+        homes = NewHomes(self._hops, counts, items, rows.device)
         plans = homes.plans(self._num_chunks, beside is not None)
         chunks, begin = [], 0
-        for out, plan in zip(self._chunks, plans, strict=True):
-            own = None if beside is None else torch.arange(begin, begin + out.num_tokens, device=rows.device)
-            chunks.append(ChunkBack.of(out, plan, homes, begin, own, number))
+        for chunk, (out, plan) in enumerate(zip(self._chunks, plans, strict=True)):
+            along = None if beside is None else homes.along(chunk, self._num_chunks)
+            chunks.append(ChunkBack.of(out, plan, homes, begin, along, number))
             begin += out.num_tokens
         exchange, source = Exchange(HopsInChunks(chunks), HopPlans(tuple(plans), len(rows))), self._own.source
         return linear(
@@ -161,23 +170,28 @@ class HopsInChunks:
 
     def dispatch(self, plan: HopPlans, row_bytes: int) -> Schedule:
         """Returns the schedule of rows to their experts, chunk by chunk."""
-        return netmoe.dispatch(self._bytes(plan, row_bytes), self.groups.domains.levels)
+        return netmoe.dispatch(self._bytes(plan, row_bytes), self.stages.levels, self.stages.etp_size)
 
     def combine(self, plan: HopPlans, row_bytes: int) -> Schedule:
         """Returns the schedule of rows back to their sources."""
-        return netmoe.combine(self._bytes(plan, row_bytes), self.groups.domains.levels)
+        return netmoe.combine(self._bytes(plan, row_bytes), self.stages.levels, self.stages.etp_size)
 
     def _bytes(self, plan: HopPlans, row_bytes: int) -> list[netmoe.HopBytes]:
         return [way.rows_of(own).bytes(row_bytes) for way, own in zip(self.chunks, plan.chunks, strict=True)]
 
     def num_rows(self, buffer: str, plan: HopPlans, chunk: int) -> int:
         """Returns the rows that a buffer has to hold; of `parts`, for one chunk."""
-        return plan.num_gathered if buffer == "sorted" else sum(self._numbers(buffer, plan))
+        if buffer == "sorted":
+            return plan.num_gathered
+        numbers = self._numbers(buffer, plan)
+        return numbers[chunk] if buffer == "parts" else sum(numbers)
 
     def _numbers(self, buffer: str, plan: HopPlans) -> list[int]:
         return [way.num_rows(buffer, own, 0) for way, own in zip(self.chunks, plan.chunks, strict=True)]
 
     def _part(self, rows: torch.Tensor, buffer: str, plan: HopPlans, chunk: int) -> torch.Tensor:
+        if base_name(buffer) == "parts":
+            return rows
         numbers = self._numbers(base_name(buffer), plan)
         return rows.narrow(0, sum(numbers[:chunk]), numbers[chunk])
 
@@ -204,9 +218,8 @@ class HopsInChunks:
         return self.chunks[here.chunk].unsort(self._of_chunk(here))
 
     def _of_chunk(self, here: AtExperts[HopPlans]) -> AtExperts[HopPlan]:
-        plan, chunk = here.plan, here.chunk
-        rows = self._part(here.rows, f"arrived_{max(plan.chunks[0].hops)}", plan, chunk)
-        return replace(here, rows=rows, plan=plan.chunks[chunk], chunk=0)
+        rows = self._part(here.rows, "unsorted", here.plan, here.chunk)
+        return replace(here, rows=rows, plan=here.plan.chunks[here.chunk], chunk=0)
 
     def step_back(
         self, op: Op, reads: Sequence[torch.Tensor], written: torch.Tensor, plan: HopPlans, layout: Layout
@@ -269,26 +282,22 @@ class ChunkBack(Hops):
 
     @classmethod
     def of(
-        cls, out: ChunkOut, plan: HopPlan, homes: NewHomes, begin: int, own: torch.Tensor | None, number: int
+        cls, out: ChunkOut, plan: HopPlan, homes: NewHomes, begin: int, along: Along | None, number: int
     ) -> ChunkBack:
         """The chunk that has come out here.
 
         Args:
-            own: int64 [its tokens], their numbers on this rank, where a row of each is to go along; these are behind
-                the `number` rows of experts.
+            along: what goes along; the rows that this rank has of it are behind the `number` rows of experts.
         """
         arrived = homes.keys(out.notes >> _RANK_BITS, out.notes & ((1 << _RANK_BITS) - 1))
-        keys, places = arrived[out.held.sources], out.places
-        if own is not None:
-            keys = torch.cat([keys, homes.keys(torch.full_like(own, out.groups.rank), own)])
-            places = torch.cat([places, number + own])
-        hops = plan.hops
-        sources, distinct = homes.in_order(keys, sum(hops[max(hops)].received))
-        held = row_map_from_sources(sources, len(distinct))
-        return cls(
-            out.groups, out.tables, out.facts, out.num_tokens, held=held, keys=distinct, sources=sources,
-            places=places, homes=homes, begin=begin,
-        )  # fmt: skip
+        keys, places, others = arrived[out.held.sources], out.places, arrived[:0]
+        if along is not None:
+            keys, places, others = torch.cat([keys, along.keys]), torch.cat([places, number + along.own]), along.others
+        back = cls(out.groups, out.tables, out.facts, out.num_tokens, out.etp, places=places, homes=homes, begin=begin)
+        in_order, back.keys = homes.in_order(torch.cat([keys, others]), back.num_rows("unsorted", plan, 0))
+        back.sources = in_order[: len(keys)]
+        back.held = row_map_from_sources(back.sources, len(back.keys))
+        return back
 
     def homebound(self, prob_dtype: torch.dtype | None) -> Layout:
         """Returns the layout of rows on their way back."""
@@ -315,6 +324,10 @@ class ChunkBack(Hops):
         self, op: Op, reads: Sequence[torch.Tensor], written: torch.Tensor, plan: HopPlan, layout: KeyLayout
     ) -> Steps:
         """See Way. The first way back finds by the keys which rows are to be summed."""
+        if op.kind is Kind.SUM:
+            before, mine = sum(plan.gather_counts[: self.etp.rank()]), len(written)
+            own_keys = steps.call(lambda: layout.write_keys(self.keys.narrow(0, before, mine), written))
+            return super().step_back(op, reads, written, plan, layout) + own_keys
         if op.group is not None:
             return super().step_back(op, reads, written, plan, layout)
         (copies,), level = reads, level_of(base_name(op.reads[0]).replace("_", "."))
@@ -354,20 +367,35 @@ class KeyLayout(Layout):
         self.of_lane(rows, 0, 8).copy_(used_here(keys).view(torch.uint8).view(-1, 8))
 
 
-class NewHomes:
-    """Where each token of each rank goes, and in which order tokens arrive from there."""
+@dataclass(frozen=True)
+class Along:
+    """Rows that go along with a chunk from where its tokens are now."""
 
-    def __init__(self, tables: DomainTables, counts: SampleCounts, items: torch.Tensor, device: torch.device) -> None:
+    own: torch.Tensor
+    """int64 [tokens of this rank], their numbers."""
+    keys: torch.Tensor
+    """int64 [the same], their keys."""
+    others: torch.Tensor
+    """int64 [tokens of the other ranks of expert-TP], theirs: in the sums over it, all have the same rows."""
+
+
+class NewHomes:
+    """Where each token of each rank goes, and in which order tokens arrive from there: by the rank of expert-TP first.
+
+    Ranks are those of the joint group.
+    """
+
+    def __init__(self, hops: TokenHops, counts: SampleCounts, items: torch.Tensor, device: torch.device) -> None:
         """
         Args:
             items: see SampleHolders.items.
         """
-        self._tables, self._counts, self._items = tables, counts, items
-        world, batch = tables.domains.world, counts.parts.size(2)
+        self._hops, self._counts, self._items, self._device = hops, counts, items, device
+        ep_size, etp_size, batch = counts.parts.shape
         self._room = max(int(counts.parts.sum(2).max()), 1)
-        self._space = world * self._room
-        place = tables.arrival_order
-        move = torch.stack([place[items // batch], items % batch]).view(2, world, batch)
+        self._space = ep_size * etp_size * self._room
+        place = (hops.tables.arrival_order.unsqueeze(1) + torch.arange(etp_size) * ep_size).flatten()
+        move = torch.stack([place[items // batch], items % batch]).view(2, -1, batch)
         self._place, self._move = to_device(place, device), to_device(move, device)
 
     def plans(self, num_chunks: int, with_beside: bool) -> list[HopPlan]:
@@ -376,20 +404,31 @@ class NewHomes:
         Args:
             with_beside: each token has a row on its rank, too.
         """
-        tables, parts = self._tables, self._counts.parts[:, 0]
-        world, batch = parts.shape
-        of_chunks = self._counts.rows[:, 0].reshape(world, batch, num_chunks, -1).unbind(2)
+        tables, parts = self._hops.tables, self._counts.parts
         plans = []
-        for chunk, columns in enumerate(of_chunks):
+        for chunk, columns in enumerate(self._counts.rows.unflatten(3, (num_chunks, -1)).unbind(3)):
             if with_beside:
                 columns = columns.clone()
                 stretch = parts * (chunk + 1) // num_chunks - parts * chunk // num_chunks
                 for level, first in zip(tables.levels, tables.columns, strict=False):
-                    columns[torch.arange(world), :, first + tables.region(level)] = stretch
-            moved = torch.empty_like(columns.flatten(0, 1))
-            moved[self._items] = columns.flatten(0, 1)
-            plans.append(tables.plan(moved.view(world, batch, -1).sum(1)))
+                    columns[torch.arange(len(columns)), :, :, first + tables.region(level)] = stretch
+            moved = torch.empty_like(columns.flatten(0, 2))
+            moved[self._items] = columns.flatten(0, 2)
+            plans.append(self._hops.plan(moved.view_as(columns).sum(2)))
         return plans
+
+    def along(self, chunk: int, num_chunks: int) -> Along:
+        """Returns the tokens of a chunk of this rank, and of the others of expert-TP."""
+        experts, keys = self._hops.experts, []
+        for shard, parts in enumerate(self._counts.parts[experts.ep_rank]):
+            samples, sequence = int((parts > 0).sum()), int(parts.max())
+            bounds = (sequence * end // num_chunks * samples for end in (chunk, chunk + 1))
+            numbers = torch.arange(*bounds, device=self._device)
+            if shard == experts.etp_rank:
+                own = numbers
+            keys.append(self.keys(torch.full_like(numbers, experts.ep_rank * experts.etp_size + shard), numbers))
+        of_own = keys.pop(experts.etp_rank)
+        return Along(own, of_own, torch.cat([of_own[:0], *keys]))
 
     def keys(self, ranks: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
         """int64 [R] of tokens, by the rank on which they were, and their number there."""

@@ -44,6 +44,7 @@ class _Block:
     """
 
     device: torch.Tensor | None
+    num_bytes: int
     host: HostCopyOf | None = None
     is_activation: bool = False
     """Whether it is computed again, and never offloaded."""
@@ -143,7 +144,7 @@ class SavedMiddle:
         """Copies all but the activations to the host, and forgets all on the device. Returns the bytes of both."""
         num_bytes = [0, 0]
         for block in self._blocks.values():
-            num_bytes[block.is_activation] += block.device.numel()
+            num_bytes[block.is_activation] += block.num_bytes
             if not block.is_activation:
                 block.host = HostCopyOf(block.device)
             block.device = None
@@ -183,7 +184,7 @@ class SavedMiddle:
         if saved.block is None:
             memory, first = self._tokens, self._tokens.storage_offset()
         else:
-            num_bytes = saved.block.device.numel() // saved.dtype.itemsize * saved.dtype.itemsize
+            num_bytes = saved.block.num_bytes // saved.dtype.itemsize * saved.dtype.itemsize
             memory, first = saved.block.device[:num_bytes].view(saved.dtype), 0
         return torch.as_strided(memory, saved.shape, saved.stride, first + saved.offset)
 
@@ -199,7 +200,8 @@ class SavedMiddle:
             return _View(None, *place, tensor.storage_offset() - self._tokens.storage_offset())
         block = self._blocks.get(address)
         if block is None:
-            block = _Block(_memory_of(tensor))
+            memory = _memory_of(tensor)
+            block = _Block(memory, memory.numel())
             self._blocks[address] = block
             if self._running is not None and self._running.owns(address):
                 self._running.blocks.append(block)
@@ -239,10 +241,10 @@ class _Again:
         self._activations, self._saved = iter(activations), saved
         self.hidden = 0
         """The hidden size of the experts' input, and so of their output."""
-        self._left: list[_Block] = []
-        """The blocks of the activation that runs which it has not saved yet."""
+        self._left: list[_Block] | None = None
+        """The blocks of the activation that runs which it has not saved yet; None: none runs, or it left none."""
         self._seen: dict[int, torch.Tensor] = {}
-        """Its memory that was seen, by address: alive, so that no address is used twice."""
+        """Memory that was seen, by address: alive, so that no address is used twice. Activations may share some."""
 
     @contextmanager
     def in_place_of(self, products: Sequence[Products]) -> Iterator[None]:
@@ -261,21 +263,25 @@ class _Again:
         if one is None:
             raise _other_tensors()
         output = self._saved.unpack(one.output).detach().requires_grad_()
-        self._left, self._seen = one.blocks, {_address_of(output): output}
+        self._left, self._seen[_address_of(output)] = one.blocks or None, output
         return output, one.bias
 
     def pack(self, tensor: torch.Tensor) -> None:
         """Puts what an operation saves in its place, if it is an activation's."""
         address = _address_of(tensor)
-        if self._left and address not in self._seen and self._saved.is_middle(tensor):
-            self._seen[address] = self._left.pop(0).device = _memory_of(tensor)
+        if self._left is None or address in self._seen or not self._saved.is_middle(tensor):
+            return
+        memory = _memory_of(tensor)
+        if not self._left or self._left[0].num_bytes != memory.numel():
+            raise _other_tensors()
+        self._seen[address] = self._left.pop(0).device = memory
 
     def end(self, second_input: torch.Tensor) -> None:
         """Takes what the second product saved."""
         self.pack(second_input)
         if self._left:
             raise _other_tensors()
-        self._seen = {}
+        self._left = None
 
     def check_end(self) -> None:
         """Raises RuntimeError where fewer activations ran."""
@@ -300,7 +306,8 @@ class _Second(nn.Module):
 
     def forward(self, activated: torch.Tensor, *_: Any) -> tuple[torch.Tensor, None]:
         self.again.end(activated)
-        return activated.new_empty(*activated.shape[:-1], self.again.hidden), None
+        # One zero in the output's shape: nobody reads it, but the experts may put theirs together.
+        return activated.new_zeros(()).expand(*activated.shape[:-1], self.again.hidden), None
 
 
 def _address_of(tensor: torch.Tensor) -> int:

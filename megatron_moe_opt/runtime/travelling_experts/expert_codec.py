@@ -218,16 +218,12 @@ class TrackedExperts:
         message, before = residuals.empty(flat.device), [previous]
 
         def encode() -> None:
-            own_bases = bases(held.experts)
-            residuals.encode(used_here(flat), own_bases, message)
-            decoded = torch.empty_like(flat)
-            residuals.decode(message, own_bases, decoded)
-            held.experts = decoded
+            held.experts = encode_and_decode(residuals, used_here(flat), bases(held.experts), message)
 
         def decode(messages: torch.Tensor, own: int) -> torch.Tensor:
             # Once: who kept what went before would keep all that ever went.
             others = [None] * messages.size(0) if is_first else before.pop()()
-            return _decode_others(residuals, messages, own, flat, lambda owner: bases(others[owner]))
+            return decode_others(residuals, messages, own, flat, lambda owner: bases(others[owner]))
 
         return Message(message, encode, decode)
 
@@ -264,19 +260,30 @@ class LargestWeights:
 
         def decode(messages: torch.Tensor, own: int) -> torch.Tensor:
             nothing = zeros()
-            return _decode_others(residuals, messages, own, flat, lambda owner: nothing)
+            return decode_others(residuals, messages, own, flat, lambda owner: nothing)
 
         return Message(message, lambda: residuals.encode(used_here(flat), zeros(), message), decode)
 
 
-def _decode_others(
+def encode_and_decode(
+    residuals: ResidualMessages, experts: torch.Tensor, bases: Iterable[torch.Tensor], message: torch.Tensor
+) -> torch.Tensor:
+    """Writes experts [numel] into `message`, and returns what receivers will hold of them."""
+    bases = list(bases)
+    residuals.encode(experts, bases, message)
+    decoded = torch.empty_like(experts)
+    residuals.decode(message, bases, decoded)
+    return decoded
+
+
+def decode_others(
     residuals: ResidualMessages,
     messages: torch.Tensor,
     own: int,
     like: torch.Tensor,
     bases: Callable[[int], Iterable[torch.Tensor]],
 ) -> torch.Tensor:
-    """See Decode. Args: like: a rank's experts [numel]; bases: of an owner."""
+    """Returns what `Decode` does. Args: like: a rank's experts [numel]; bases: of an owner."""
     decoded = empty((messages.size(0), like.numel()), like.dtype, like.device)
     for owner, (received, out) in enumerate(zip(messages, decoded, strict=True)):
         if owner != own:

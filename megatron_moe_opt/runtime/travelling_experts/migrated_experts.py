@@ -1,0 +1,319 @@
+"""One layer's experts that travel: what its passes see of them, forward and backward.
+
+The experts of a layer are sent, arrive and are dropped by a communicator that it shares with other layers
+(expert_communicator.py); here are the layer's own part of that, and the functions by which autograd returns the
+gradients of other ranks' experts to their owners.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+import torch
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+from torch.autograd.graph import saved_tensors_hooks
+
+from megatron_moe_opt.kernels import empty
+from megatron_moe_opt.runtime.engine.recomputation import is_recomputing
+from megatron_moe_opt.runtime.engine.started import Running, advance_started
+from megatron_moe_opt.runtime.observed.layer_place import Place, belonging_to, place
+from megatron_moe_opt.runtime.travelling_experts.arrived_experts import (
+    ArrivedExperts,
+    Arriving,
+    BorrowedExperts,
+    Residents,
+    restore_part,
+)
+from megatron_moe_opt.runtime.travelling_experts.expert_codec import (
+    LargestWeights,
+    ReceivedMessages,
+    TrackedExperts,
+    WholeExperts,
+)
+from megatron_moe_opt.runtime.travelling_experts.expert_communicator import ExpertCommunicator
+from megatron_moe_opt.runtime.travelling_experts.expert_gradients import CompressedGradients, WholeGradients
+from megatron_moe_opt.runtime.travelling_experts.expert_weights import ExpertWeights
+from megatron_moe_opt.runtime.travelling_experts.step_passes import current_step
+
+
+class MigratedExperts:
+    """The experts of one layer: this rank's own, and those of the other ranks of its domains."""
+
+    def __init__(
+        self,
+        weights: ExpertWeights,
+        owners: tuple[int, ...],
+        communicator: ExpertCommunicator,
+        codec: WholeExperts | TrackedExperts | LargestWeights,
+        gradients: WholeGradients | CompressedGradients,
+    ) -> None:
+        """
+        Args:
+            weights: of this rank's experts.
+            owners: DomainTables.owners.
+            codec: how they travel; this layer's alone.
+            gradients: how their gradients return; this layer's alone.
+        """
+        self.weights, self.owners, self.communicator, self.codec = weights, owners, communicator, codec
+        self.gradients = gradients
+        communicator.gradients.add(gradients)
+        self.own = owners.index(communicator.groups.rank)
+        """This rank's place among the owners."""
+        self.round = 0
+        """In which the experts were last sent."""
+        self.next: weakref.ref[MigratedExperts] | None = None
+        """The layer whose pass came after this one's."""
+        self._following: list[MigratedExperts] = []
+        self._deferring: list[Running] = []
+        self._sent: torch.Tensor | None = None
+        self._received: ReceivedMessages | None = None
+        """Of the last message; None: experts travel whole."""
+        self._place: Place | None = None
+        """The last pass of the layer, to which belongs what is gathered for it while other layers run."""
+        self._arrived: ArrivedExperts | None = None
+
+    def describe(self) -> str:
+        """Returns what runs, in words, for the line that is logged at start."""
+        how, ahead = self.codec.describe(), self.communicator.ahead
+        what = f"experts of {len(self.owners)} ranks on each, {how}, gathered {ahead} layer(s) ahead"
+        limit = self.communicator.residents.limit
+        kept = "" if limit is None else f"and kept of {limit} layer(s)"
+        return "; ".join(filter(None, (" ".join(filter(None, (what, kept))), self.gradients.describe())))
+
+    def news(self) -> torch.Tensor:
+        """int64 [1 + ahead] for the other ranks: whether this rank's experts are not those that it sent last; and for
+        each layer that may be sent ahead, whether it is gone.
+        """
+        self._following = [*islice(self.communicator.following(self), self.communicator.ahead)]
+        news = torch.ones(1 + self.communicator.ahead, dtype=torch.int64, device=self.weights.parameters[0].device)
+        news[1 : 1 + len(self._following)] = 0
+        if self._sent is not None:
+            # A pass that is repeated for its backward pass has the weights that it had.
+            news[:1].zero_() if is_recomputing() else news[:1].copy_(~self.weights.equal(self._sent))
+        return news
+
+    def fetch(self, news: Sequence[int]) -> None:
+        """Sees to it that the experts of this pass are here or on their way, and sends later layers'.
+
+        Args:
+            news: the greatest of all ranks' `news`: they all do the same.
+        """
+        advance_started()  # what runs beside has had the time of all that lies between two layers' experts
+        communicator, self._place = self.communicator, place()
+        communicator.note_pass(self)
+        changed, *gone = news
+        if changed:
+            communicator.begin_round()
+            self.send()
+        else:
+            communicator.residents.use(self._arrived)
+        for layer, missing in zip(self._following, gone, strict=False):
+            if missing:
+                continue
+            if layer.round < communicator.round:
+                layer.send()
+            elif not is_recomputing():  # which goes the other way
+                communicator.residents.use(layer._arrived)
+        self._following = []
+
+    def forget(self) -> None:
+        """Has the next pass gather again, as after an optimizer step. Every rank must forget."""
+        self._sent = None
+
+    def send(self, is_due: bool = True) -> None:
+        """Starts to gather the experts as they are now.
+
+        Args:
+            is_due: False: compressed ones need not be decoded before they are used.
+        """
+        communicator, before = self.communicator, self._received
+        self.round = communicator.round
+        self._sent = sent = self.weights.current()
+        message = self.codec.prepare(sent, before and before.experts)
+        bring = functools.partial(self._at_my_place, communicator.gather, message, sent.device)
+        if self.codec.is_lossy:
+            on_host, num_bytes = communicator.residents.limit is not None, len(self.owners) * sent.nbytes
+            self._received = ReceivedMessages(bring(), message.decode, self.own, on_host)
+            bring = functools.partial(self._at_my_place, communicator.decode, self._received, num_bytes, sent.device)
+        # Passes that still need the old ones keep them.
+        communicator.residents.leave(self._arrived)
+        self._arrived = ArrivedExperts(bring)
+        if is_due:
+            communicator.residents.use(self._arrived)
+
+    def _at_my_place(self, start: Callable[..., Arriving], *arguments: Any) -> Arriving:
+        with belonging_to(self._place):
+            return start(*arguments)
+
+    def gathered(self) -> torch.Tensor:
+        """[owners, numel]: the experts of the ranks of the domains, waited for; not all codecs give the own ones."""
+        return self._arrived.experts()
+
+    def kept_as_they_came(self) -> AbstractContextManager[Any]:
+        """What a forward pass in this context saves of `of_owners` for its backward pass, it does not save where it
+        may be dropped.
+        """
+        if self.communicator.residents.limit is None:
+            return nullcontext()
+        return saved_tensors_hooks(self._arrived.forget_part, restore_part)
+
+    def back_in_backward(self, outputs: torch.Tensor) -> torch.Tensor:
+        """The experts' outputs as they are. When their gradient comes, the experts of this pass are gathered again if
+        they were dropped: here, on all ranks alike, whatever their own rows need.
+        """
+        residents = self.communicator.residents
+        return outputs if residents.limit is None else _ComeBack.apply(outputs, residents, self._arrived)
+
+    def return_gradients(self, parts: torch.Tensor) -> Callable[[], torch.Tensor] | None:
+        """Starts to return the gradients of a backward pass, and of those before it whose gradients have waited, to
+        the owners [owners, numel]; in a step's passes but the last they wait for that, as many layers' as experts stay.
+
+        Returns:
+            What waits for the sum of this rank's, [numel]; None: they wait.
+        """
+        step = current_step()
+        limit = None if self.gradients.is_lossy else self.communicator.residents.limit
+        if step is not None and step.defers(self, limit):
+            self._deferring.append(self.communicator.defer(parts, self.own, self.gradients))
+            return None
+        for running in self._deferring:
+            running.wait()
+        self._deferring = []
+        return self.communicator.reduce(parts, self.gradients)
+
+    def forget_deferred(self) -> None:
+        """Forgets gradients that have not been returned."""
+        for running in self._deferring:
+            with suppress(Exception):  # it is told that they are not returned
+                running.wait()
+        self._deferring = []
+        self.gradients.restart()
+
+    def lent(self) -> Lent:
+        """This rank's parameters for the other ranks' use in a pass: to be called before tokens are sent.
+
+        What is sent after this in the forward pass, is sent back in the backward pass while gradients return.
+        """
+        returned = _Returned()
+        return Lent(returned, _Lend.apply(returned, *self.weights.parameters))
+
+    def of_owners(self, lent: Lent) -> list[dict[str, torch.Tensor] | None]:
+        """The parameters of each owner's experts by name; None for this rank's own, which the module holds.
+
+        Differentiable: gradients return to the owner's parameters (a collective call in the backward pass).
+
+        Args:
+            lent: of this pass.
+        """
+        return self.by_owner(_Migrate.apply(self, lent.returned, [*self._of_others(self.gathered())], *lent.parameters))
+
+    def by_owner(self, of_others: Sequence[torch.Tensor]) -> list[dict[str, torch.Tensor] | None]:
+        """The other owners' parameters, as `BorrowedExperts` has them, as `of_owners` returns them."""
+        names, tensors = [slot.name for slot in self.weights.slots], iter(of_others)
+        return [
+            None if place == self.own else {name: next(tensors) for name in names} for place in range(len(self.owners))
+        ]
+
+    def borrowed(self) -> BorrowedExperts:
+        """The other owners' experts for a pipeline that takes them when they are needed: those of the pass that
+        `fetch` has begun. Who takes them gives their gradients to `stand_ins`.
+        """
+        return BorrowedExperts(self._arrived, self._of_others)
+
+    def stand_ins(self, lent: Lent) -> tuple[torch.Tensor, ...]:
+        """Tensors without memory in the shapes of `borrowed`'s parameters: the gradients that autograd gets of them
+        return to the owners, as those of `of_owners` do.
+        """
+        zero, others = self.weights.parameters[0].new_zeros(()), len(self.owners) - 1
+        shapes = [slot.shape for slot in self.weights.slots] * others
+        return _Migrate.apply(self, lent.returned, [zero.expand(shape) for shape in shapes], *lent.parameters)
+
+    def _of_others(self, gathered: torch.Tensor) -> Iterator[torch.Tensor]:
+        others = (place for place in range(len(self.owners)) if place != self.own)
+        return (view for place in others for view in self.weights.views(gathered[place]))
+
+
+@dataclass
+class _Returned:
+    """Gradients that other ranks return in a pass."""
+
+    wait: Callable[[], Iterator[torch.Tensor]] | None = None
+    """For this rank's sums, in the order of the parameters; None: a later pass has them."""
+
+
+@dataclass(frozen=True)
+class Lent:
+    """A rank's own parameters in one pass, as the other ranks use them."""
+
+    returned: _Returned
+    parameters: tuple[torch.Tensor, ...]
+
+
+class _Lend(Function):
+    """Parameters as they are; their gradients are waited for here, which in the backward pass comes late.
+
+    Autograd runs, of all that is ready, what the forward pass made last: between `_Migrate`, which starts the sums, and
+    this, the backward pass of all that lies between them in the forward pass.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, returned: _Returned, *own: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.returned = returned
+        ctx.set_materialize_grads(False)
+        return tuple(parameter.view_as(parameter) for parameter in own)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *none: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        wait, ctx.returned.wait = ctx.returned.wait, None
+        return None, *([None] * len(none) if wait is None else wait())
+
+
+class _ComeBack(Function):
+    @staticmethod
+    def forward(ctx: Any, outputs: torch.Tensor, residents: Residents, arrived: ArrivedExperts) -> torch.Tensor:
+        ctx.residents, ctx.arrived = residents, arrived
+        return outputs.view_as(outputs)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        ctx.residents.use(ctx.arrived)
+        return grad, None, None
+
+
+class _Migrate(Function):
+    """The parameters of the other ranks' experts; their gradients are summed at their owners, over the domain.
+
+    Where experts travelled compressed, gradients are taken as those of the owner's weights (straight through).
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, migrated: MigratedExperts, returned: _Returned, of_others: list[torch.Tensor], *own: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.migrated, ctx.returned = migrated, returned
+        ctx.dtype, ctx.device, ctx.shapes = own[0].dtype, own[0].device, [parameter.shape for parameter in own]
+        ctx.set_materialize_grads(False)
+        return tuple(of_others)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        migrated, weights = ctx.migrated, ctx.migrated.weights
+        flat = empty((len(migrated.owners), weights.numel), ctx.dtype, ctx.device)
+        number = len(weights.slots)
+        parts = iter([grads[first : first + number] for first in range(0, len(grads), number)])
+        for owner in range(len(migrated.owners)):
+            weights.flatten([None] * number if owner == migrated.own else next(parts), flat[owner])
+        arrived = migrated.return_gradients(flat)
+        if arrived is not None:
+            ctx.returned.wait = lambda: weights.views(arrived())
+        stand_in = flat.new_zeros(())  # what autograd needs to go on to _Lend
+        return None, None, None, *(stand_in.expand(shape) for shape in ctx.shapes)
