@@ -211,7 +211,10 @@ def test_every_count_and_strategy(ranks, layout):
     ids=str,
 )
 def test_layouts_and_workloads(ranks, layout, settings, routing):
-    check(ranks.run(worst_errors, layout=LAYOUTS[layout], settings=settings, routing=routing, variants=SOME))
+    # A workload of both these layouts meets each strategy in one of them.
+    of_both = routing or settings in (DROP, PAD, SHARED, RECOMPUTE)
+    variants = {"ep4": SOME[::2], "tp2-ep2-etp2": SOME[1::2]}.get(layout, SOME) if of_both else SOME
+    check(ranks.run(worst_errors, layout=LAYOUTS[layout], settings=settings, routing=routing, variants=variants))
 
 
 @ASKS

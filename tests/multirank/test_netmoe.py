@@ -30,6 +30,7 @@ RECOMPUTE, RECOMPUTE_MOE = (
     {"recompute_granularity": "selective", "recompute_modules": [module]} for module in ("core_attn", "moe")
 )
 RECOMPUTE_ALL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 2}
+RECOMPUTE_ALL |= {"num_layers": 4}  # a multiple
 O2, O3 = ({"options": Options(monta_level=level, chunks=chunks)} for level, chunks in (("O2", 3), ("O3", 2)))
 CHUNKS = {"options": Options(way="hops", chunks=3)}
 HOPS, LEVELS = {"options": Options(way="hops")}, {"options": Options(way="hops", network_levels=(2, 2), chunks=3)}
@@ -150,7 +151,7 @@ def compare_case(
         sample_placement.place_samples = at_random
     try:
         with parallel(**layout):
-            common = {"distributed_optimizer": False, **arguments, **LAYERS, **settings}
+            common = {"distributed_optimizer": False, **arguments, **LAYERS, "num_layers": 3, **settings}
             stock = gpt(moe_token_dispatcher_type="alltoall", **common)
             megatron_moe_opt.register(options)
             if replicated:
@@ -194,7 +195,7 @@ SKEWED = [-float(expert) / 2 for expert in range(8)]
 CASES = {
     "ep4-topk1-micro1-aux": {"layout": EP4, "settings": TOP1 | AUX, "micro_batch": 1},
     "ep4-topk4-micro3-hot": {"layout": EP4, "settings": {"moe_router_topk": 4}, "micro_batch": 3, "bias": HOT} | O2,
-    "ep4-dense-layer-between": {"layout": EP4, "settings": {"moe_layer_freq": [1, 0, 1, 1]}, "bias": SKEWED},
+    "ep4-dense-layer-between": {"layout": EP4, "settings": {"moe_layer_freq": [1, 0, 1]}, "bias": SKEWED},
     "ep4-one-local-expert": {"layout": EP4, "settings": RECOMPUTE | {"num_moe_experts": 4}},
     "ep4-shared-seq-aux-z": {"layout": EP4, "settings": SHARED | SEQ_AUX | RECOMPUTE_MOE} | O3,
     "ep2-dp2-global-aux": {"layout": EP2, "settings": GLOBAL_AUX, "micro_batch": 3},
@@ -210,7 +211,7 @@ CASES = {
         "settings": RECOMPUTE_ALL | {"recompute_num_layers": 1},
         "microbatches": 4,
     },
-    "ep4-expert-bias": {"layout": EP4, "settings": BIAS, "steps": 3},
+    "ep4-expert-bias": {"layout": EP4, "settings": BIAS, "steps": 2},
     "ep4-shared-uneven": {"layout": EP4, "settings": SHARED | SEQ_AUX, "sizes": (UNEVEN, EVEN, UNEVEN)} | O2,
     "ep2-etp2-shared-uneven": {"layout": ETP2, "settings": SHARED, "sizes": (EVEN, UNEVEN)} | O2,
     "hops-topk4-micro3": {"layout": EP4, "settings": {"moe_router_topk": 4}, "micro_batch": 3} | LEVELS,
