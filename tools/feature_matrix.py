@@ -277,9 +277,10 @@ def losses_of(text: str) -> tuple[str, ...]:
 
 
 def refusal_in(text: str) -> str | None:
-    """Returns our sentence, where a run ended with one and without a traceback."""
+    """Returns our sentence, where a run ended with one before it trained, and without a traceback."""
     said = re.findall(r"moe-opt: error: (.*)", text)
-    return said[-1] if said and "Traceback (most recent call last)" not in text else None
+    failed = "Traceback (most recent call last)" in text or any(" failed first, " in one for one in said)
+    return said[-1] if said and not failed else None
 
 
 def last_error(text: str) -> str:

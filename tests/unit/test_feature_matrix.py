@@ -39,6 +39,7 @@ BROKEN = Cell("one", STOCK, "as stock", "AssertionError: Transformer Engine is r
         (0, "", EQUAL, ("traceback", "")),  # nothing was trained
         (0, trained(*LOSSES), BROKEN, ("runs", "")),
         (2, "moe-opt: error: --flag 3 is wrong: drop it", EQUAL, ("refused", "--flag 3 is wrong: drop it")),
+        (1, "moe-opt: error: rank 1 (a) failed first, after MoE layer 1: --flag 3 is wrong", EQUAL, ("traceback", "")),
         (1, "moe-opt: error: --flag 3\n" + TRACE.format("ValueError: no"), EQUAL, ("traceback", "ValueError: no")),
         (1, TRACE.format(BROKEN.detail), None, ("as stock", BROKEN.detail)),
         (1, TRACE.format(BROKEN.detail), BROKEN, ("as stock", BROKEN.detail)),
