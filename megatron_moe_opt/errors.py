@@ -1,4 +1,4 @@
-"""Errors a user can act on."""
+"""Errors that a user can act on."""
 
 from __future__ import annotations
 

@@ -15,19 +15,19 @@ from megatron_moe_opt.row_format import Wire, WireFormat
 
 ALL, AUTO = "all", "auto"
 MOST = 2**31 - 1
-"""Of anything that is counted, bytes aside."""
+"""The largest number of anything that is counted, bytes aside."""
 
 
 @dataclass(frozen=True)
 class Values:
-    """The values of an option."""
+    """The values that an option takes, and how they are read."""
 
     take: Callable[[Any], Any]
     """The value as it is kept. Raises ValueError or TypeError for what is none."""
     read: Callable[[str], Any]
     """What a text on the command line stands for, to be taken. Raises ValueError."""
     refusal: str
-    """What a wrong value `is`."""
+    """The end of the sentence that refuses a wrong value: what the value `is`."""
     metavar: str | None = None
     choices: tuple[str, ...] | None = None
 
@@ -94,7 +94,7 @@ def _take_switch(value: Any) -> bool:
 
 
 def or_auto(values: Values, word: str = AUTO) -> Values:
-    """These, or auto; or another word."""
+    """Returns these values with one more: the word, `auto` unless another is given."""
 
     def take(value: Any) -> Any:
         return word if isinstance(value, str) and value == word else values.take(value)

@@ -31,7 +31,7 @@ class WireFormat(Enum):
     """
 
     SAME = "same"
-    """In the rows' own dtype."""
+    """The wire on which rows travel in their own dtype."""
     BF16 = "bf16"
     FP8 = "fp8"
     """e4m3, one float32 scale for 128 elements."""
@@ -45,7 +45,7 @@ class WireFormat(Enum):
 
     @property
     def scale_bytes(self) -> int:
-        """Of one scale; 0 where there are none."""
+        """Returns the bytes of one scale; 0 where there are none."""
         return {WireFormat.FP8: 4, WireFormat.MXFP8: 1}.get(self, 0)
 
     def dtype_of(self, rows: torch.dtype) -> torch.dtype:
@@ -77,7 +77,7 @@ class Wire:
     """The formats of rows by their direction, in forward and in backward passes."""
 
     dispatch: WireFormat = WireFormat.SAME
-    """To the experts: tokens, and gradients of outputs."""
+    """The format of rows to the experts: tokens, and gradients of outputs."""
     combine: WireFormat = WireFormat.SAME
     """Back: sums of outputs, and of gradients of tokens."""
 

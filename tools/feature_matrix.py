@@ -44,6 +44,9 @@ FAILURES = ("different", "traceback", "did not end")
 ROOM = max(4, os.cpu_count() or 1)
 """How many ranks run at a time."""
 
+OTHER_DRAWS = ("netmoe",)
+"""Dispatchers under which other numbers are drawn, of the same distribution (docs/netmoe.md)."""
+
 FP32, HALF = 1e-5, 5e-3
 """The most that a loss may be off, relatively: another order of sums. More in half precision, and where tokens drop."""
 
@@ -68,6 +71,8 @@ class Feature:
     tolerance: float = FP32
     environment: str = ""
     """`NAME=VALUE ...` of the runs."""
+    is_drawn: bool = False
+    """Routers draw numbers on the rank where a sample is, which OTHER_DRAWS moves."""
     length: str = "--train-iters 3 --lr 1e-3 --lr-decay-iters 3"
     """How long to train: BASE leaves it open."""
 
@@ -129,8 +134,8 @@ FEATURES = (
     Feature("softmax before top-k, scaled", f"{EP2} --moe-router-pre-softmax --moe-router-topk-scaling-factor 2.5"),
     Feature("router in fp32", f"{EP2} --bf16 --moe-router-dtype fp32", tolerance=HALF),
     Feature("router in fp64", f"{EP2} --moe-router-dtype fp64"),
-    Feature("jitter of the router's input", f"{EP2} --moe-input-jitter-eps 0.01"),
-    Feature("forced balance", f"{EP2} --moe-router-force-load-balancing"),
+    Feature("jitter of the router's input", f"{EP2} --moe-input-jitter-eps 0.01", is_drawn=True),
+    Feature("forced balance", f"{EP2} --moe-router-force-load-balancing", is_drawn=True),
     Feature("capacity", f"{EP2} {CAPACITY}", tolerance=HALF),
     Feature("capacity, padded", f"{EP2} {CAPACITY} --moe-pad-expert-input-to-capacity", tolerance=HALF),
     Feature("capacity by position", f"{EP2} {CAPACITY} --moe-token-drop-policy position"),
@@ -187,7 +192,8 @@ class Cell:
     feature: str
     dispatcher: str
     status: str
-    """equal; refused (by ours); as stock (Megatron refuses both); runs (where stock does not); or one of FAILURES."""
+    """equal; other draws; refused (by ours); as stock (Megatron refuses both); runs (where stock does not); or one of
+    FAILURES."""
     detail: str = ""
     """The refusal, the last line of a traceback, or the largest difference."""
     losses: tuple[str, ...] = ()
@@ -306,6 +312,8 @@ def judged(feature: Feature, dispatcher: str, status: int | None, text: str, sto
         if stock.status != "equal":
             return "runs", ""
         off = difference(losses, stock.losses)
+        if off > feature.tolerance and feature.is_drawn and dispatcher in OTHER_DRAWS:
+            return ("other draws" if off <= HALF else "different"), f"{off:.1e}"
         return ("equal" if off <= feature.tolerance else "different"), f"{off:.1e}"
     refused = refusal_in(text)
     if refused is not None:
@@ -325,8 +333,8 @@ def table(cells: dict[tuple[str, str], Cell], features: Sequence[Feature], dispa
             return ""
         if cell.status == "equal":
             return "=" if not cell.detail or float(cell.detail) == 0 else f"= {cell.detail}"
-        if not cell.detail:
-            return cell.status
+        if not cell.detail or cell.status == "other draws":
+            return f"{cell.status} {cell.detail}".strip()
         flag = "--moe-token-dispatcher-type"
         generic = cell.detail.replace(f"{flag} {cell.dispatcher}", f"{flag} ...")
         return f"{cell.status} ({numbers.setdefault(generic, len(numbers) + 1)})"

@@ -66,7 +66,7 @@ class DeepSpeedDispatcher(Dispatcher):
         """Ranks that hold the same tokens; experts learn from all copies, and so a share from each."""
 
     def take_copies(self, tp: ProcessGroup, tokens_TH: torch.Tensor) -> bool:
-        """Every rank moves all of them."""
+        """Takes tokens that all TP ranks hold, and moves every rank's copy of them."""
         self.num_copies = tp.size()
         return True
 

@@ -26,7 +26,7 @@ class Dispatcher(Protocol):
     """
 
     groups: ExpertGroups
-    """Between whose ranks."""
+    """The groups between whose ranks rows move."""
 
     def describe(self) -> str:
         """Returns what runs, in words, for the line that is logged at start."""
@@ -96,7 +96,7 @@ class Dispatched:
     """[ep_size, etp_size, experts] rows of every rank, on its way to the host."""
     groups: ExpertGroups
     level: str | None = "O1"
-    """See ways.way_of."""
+    """The level of MoNTA's pipeline, which decides the way that rows take (ways.way_of)."""
     sharing: Sharing | None = None
     """How the ranks of a TP group, which all have these rows, share them out; None: no other rank has them."""
 

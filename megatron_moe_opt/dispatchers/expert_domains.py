@@ -37,13 +37,13 @@ class Choosing(Protocol):
 
 
 class FixedDomains:
-    """What the user asked for."""
+    """Chooses the domain sizes that the user asked for."""
 
     def __init__(self, domains: ExpertDomains) -> None:
         self.fixed = domains
 
     def choose(self, tokens: int, device: torch.device) -> ExpertDomains:
-        """The same for all layers."""
+        """Returns the fixed domains, whatever the number of tokens."""
         return self.fixed
 
     def describe(self) -> str:

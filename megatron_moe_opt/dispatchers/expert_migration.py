@@ -52,7 +52,7 @@ class HoppingTokens:
 
     @property
     def news(self) -> list[int]:
-        """What `MigratedExperts.fetch` takes, of all ranks."""
+        """Returns what all ranks tell about changed experts, as `MigratedExperts.fetch` takes it."""
         return self.counts.wait()[:, self.rows.counts.numel() :].amax(0).tolist()
 
 

@@ -60,7 +60,7 @@ class PartitionedRows:
 
     @cached_property
     def exchanges(self) -> tuple[Exchange, ...]:
-        """See Partitioned."""
+        """Returns who sends what to whom in each partition; the first use waits for the counts."""
         groups, source = self.groups, self.own.source
         device = source.row_map.rows.device
         # host synchronisation: for the counts, the only one of a forward pass
@@ -86,23 +86,23 @@ class PartitionedTokens:
 
     @property
     def own(self) -> OwnRows:
-        """See Partitioned."""
+        """Returns this rank's own rows, before they are sent."""
         return self.rows.own
 
     @cached_property
     def exchanges(self) -> tuple[Exchange, ...]:
-        """See Partitioned."""
+        """Returns who sends what to whom in each partition; the first use waits for the counts."""
         # host synchronisation: for the counts, the only one of a forward pass
         return self.hops.exchanges(self.counts.wait()[:, : self.rows.counts.numel()], self.rows)
 
     @property
     def news(self) -> list[int]:
-        """What `MigratedExperts.fetch` takes, of all ranks."""
+        """Returns what all ranks tell about changed experts, as `MigratedExperts.fetch` takes it."""
         return self.counts.wait()[:, self.rows.counts.numel() :].amax(0).tolist()
 
 
 class MpmoeDispatcher(Dispatcher):
-    """Moves tokens through their experts, too."""
+    """Moves tokens to their experts, runs the experts, and moves the results back."""
 
     def __init__(
         self,

@@ -74,7 +74,7 @@ class NetmoeDispatcher(Dispatcher):
         self.hops: TokenHops | None = None
         """Where tokens that move with their samples hop; None: a row goes to every expert."""
         self.placement: LayerPlacement | None = None
-        """None: samples do not move."""
+        """Decides where samples go; None: samples do not move."""
         self._at_home = MontaDispatcher(groups, pipelining, wire)
         self._norm: Callable[[torch.Tensor], torch.Tensor] | None = None
         self._residual: torch.Tensor | None = None

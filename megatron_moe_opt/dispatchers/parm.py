@@ -42,7 +42,7 @@ class ParmDispatcher(Dispatcher):
         """
         self.groups, self.choice, self.wire = groups, choice, wire
         self.schedule: ParmSchedule | None = None
-        """Chosen at the first pass."""
+        """The schedule, which is chosen at the first pass."""
         self.copies: TokenCopies | None = None
         """Under S2, the ranks that hold the same tokens. None: every rank has tokens of its own."""
 

@@ -24,12 +24,12 @@ from megatron_moe_opt.variants import split_variant
 
 @dataclass(frozen=True)
 class ParmSchedule:
-    """How a layer's rows travel."""
+    """The schedule by which a layer's rows travel."""
 
     name: str
     """S1, S2 or AAS. With sequence parallelism S1, without its split and AllGather."""
     level: str | None = None
-    """None: the fused all-to-all; else MoNTA's level."""
+    """The level of MoNTA's pipeline; None: the fused all-to-all."""
     chunks: int = 1
 
     def __str__(self) -> str:
@@ -69,7 +69,7 @@ class FixedSchedule:
         self.schedule, self.groups = schedule, groups
 
     def choose(self, tokens: torch.Tensor, tp: ProcessGroup | None) -> ParmSchedule:
-        """The same for all tokens."""
+        """Returns the schedule that the user named, whatever the tokens."""
         splits_tokens = self.schedule == "S1" or tp is None
         return ParmSchedule(self.schedule, "O1" if splits_tokens and self.groups.joint_size == 1 else None)
 

@@ -23,9 +23,9 @@ class Partitions:
     """How one pass of a layer is cut, forward and backward."""
 
     count: int
-    """From 1 on."""
+    """Number of partitions, 1 or more."""
     strategy: str = NONE
-    """A key of schedules.mpmoe.STRATEGIES."""
+    """The strategy by which partitions share memory: a key of schedules.mpmoe.STRATEGIES."""
     by_hops: bool = False
     """Of tokens that cross each link once; else of a row for every expert of a token."""
 
@@ -67,13 +67,13 @@ def partitioning_of(options: Options, groups: ExpertGroups, layer: LayerWorkload
 
 
 class FixedPartitioning:
-    """What the user asked for."""
+    """Chooses the partitioning that the user asked for."""
 
     def __init__(self, partitions: Partitions) -> None:
         self._partitions = partitions
 
     def choose(self, rows: Callable[[], Sequence[int]]) -> Partitions:
-        """The same for every pass."""
+        """Returns the fixed partitioning, whatever the pass."""
         return self._partitions
 
     def describe(self) -> str:

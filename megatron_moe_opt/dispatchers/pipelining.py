@@ -51,7 +51,7 @@ def pipelining_of(options: Options, groups: ExpertGroups, layer: LayerWorkload) 
 
 
 class FixedPipelining:
-    """What the user asked for."""
+    """Chooses the level and the chunks that the user asked for."""
 
     def __init__(self, level: str | None, num_chunks: int) -> None:
         self.current = level, num_chunks

@@ -47,11 +47,11 @@ class Decision:
     move: np.ndarray
     """int64 [positions] new position of the sample at each position."""
     seconds: float
-    """That it took to decide."""
+    """Seconds that it took to decide."""
 
     @property
     def after(self) -> np.ndarray:
-        """As `before`, on the way out."""
+        """Returns the sample at each position after the move, int64 [positions]."""
         after = np.empty_like(self.before)
         after[self.move] = self.before
         return after
@@ -75,7 +75,7 @@ class SamplePass:
         self.seen: tuple[LayerPlacement, np.ndarray] | None = None
         """The last layer that was passed, and what was known of the samples there, see known_of_samples."""
         self.unlike = unlike
-        """See SampleCounts; None: they are masked like all others."""
+        """Whether this rank's samples are masked in another way than all others (SampleCounts); None: no."""
         self.decided: dict[LayerPlacement, Decided] = {}
 
 
@@ -138,7 +138,7 @@ def in_this_pass(function: Callable[..., Result]) -> Callable[..., Result]:
 
 
 class LayerPlacement:
-    """Decides for one MoE layer."""
+    """Decides where the samples go behind one MoE layer."""
 
     def __init__(self, order: SampleOrder, holders: SampleHolders, costs: SampleCosts, last: bool) -> None:
         self.order = order

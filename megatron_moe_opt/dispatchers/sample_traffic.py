@@ -55,7 +55,7 @@ class SampleTraffic:
         row: SampleRowBytes,
         exposed: float,
     ) -> None:
-        """Counts a pass.
+        """Adds the traffic of one pass.
 
         Args:
             rows_beside: rows that each part of a sample that moves takes in combine by itself.

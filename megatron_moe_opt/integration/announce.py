@@ -37,7 +37,7 @@ def announce(layer: Any, name: str, dispatcher: Any, options: Options) -> None:
 
 
 def _print_lines() -> None:
-    """One line for each different dispatcher: nearly always one."""
+    """Prints a line for each different dispatcher: nearly always one."""
     numbers: dict[tuple[str, str], list[int]] = {}
     waits: str | None = None
     for reference, name, dispatcher, more in _layers:

@@ -99,11 +99,12 @@ def _check_fields(name: str, options: Options, names: Iterable[str]) -> None:
             )
 
 
-def check_config(config: Any, name: str, options: Options) -> None:
+def check_config(config: Any, name: str, options: Options, is_of_run: bool = True) -> None:
     """Refuses a TransformerConfig that the dispatcher `name` with these options cannot run under.
 
     Args:
         config: a TransformerConfig after its own __post_init__.
+        is_of_run: it is of the model that Megatron-LM's arguments speak of, not of layers that are built beside it.
 
     Raises:
         ConfigurationError: names the flag, its value and the way out.
@@ -114,7 +115,7 @@ def check_config(config: Any, name: str, options: Options) -> None:
         check_expert_order(config, options.expert_order)
     if name == AUTO:
         _check_auto(options)
-    system, arguments = system_of(name), training_arguments()
+    system, arguments = system_of(name), training_arguments() if is_of_run else None
     if system is not None:
         _check_system(system, config, options, arguments)
     check_never_unread(name, options)

@@ -22,10 +22,10 @@ class Answer(Enum):
 
 @dataclass(frozen=True)
 class Guard:
-    """A comparison in Megatron's source."""
+    """A place where Megatron's source compares the dispatcher type with a name."""
 
     file: str
-    """Path below `megatron/`."""
+    """Path of the source file below `megatron/`."""
     comparison: str
     """Source text of the comparison, as ast.unparse writes it, without the object that holds the attribute."""
     answer: Answer

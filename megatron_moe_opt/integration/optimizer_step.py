@@ -8,7 +8,7 @@ from typing import Any
 
 _at_begin: list[Callable[[], None]] = []
 _at_end: dict[bool, list[Callable[[], None]]] = {True: [], False: []}
-"""By whether weights were updated."""
+"""Functions to call at the end of a step, by whether weights were updated."""
 
 
 def before_optimizer_step(callback: Callable[[], None]) -> None:

@@ -61,7 +61,8 @@ FIELD = "moe_token_dispatcher_type"
 
 _options = Options()
 _refuses_unread = False
-_announces = True
+_is_aside = False
+"""The layers that are built are none of the run's."""
 _compared: dict[tuple[int, ...], Facts] = {}
 """What ranks of a group were found to agree in."""
 
@@ -123,15 +124,17 @@ def launcher_options() -> Options | None:
 
 @contextmanager
 def aside() -> Iterator[None]:
-    """Layers that are built inside the block, with options of their own, are none of the run's: nothing is said."""
-    global _options, _refuses_unread, _announces
-    outside, compared = (_options, _refuses_unread, _announces), dict(_compared)
-    _announces = False
+    """Layers that are built inside the block, with options of their own, are none of the run's: nothing is said of
+    them, and Megatron-LM's arguments are not about them.
+    """
+    global _options, _refuses_unread, _is_aside
+    outside, compared = (_options, _refuses_unread, _is_aside), dict(_compared)
+    _is_aside = True
     try:
         with controller_aside():
             yield
     finally:
-        _options, _refuses_unread, _announces = outside
+        _options, _refuses_unread, _is_aside = outside
         _compared.clear()
         _compared.update(compared)
 
@@ -186,7 +189,7 @@ def _wrap_post_init(config_class: type, stock: tuple[str, ...]) -> None:
             return
         if name in dispatcher_names():
             failure_board.start()  # on ranks without a MoE layer too
-            check_config(self, name, _options)
+            check_config(self, name, _options, is_of_run=not _is_aside)
             if name == AUTO:
                 controller_of(self, _options)  # on ranks without a MoE layer too
         elif self.num_moe_experts is not None:
@@ -229,7 +232,7 @@ def _wrap_moe_layer(layer_class: type, plugged_class: type) -> None:
         if name == AUTO:
             plan_layer(self, _groups_of(self.token_dispatcher), _options, functools.partial(plug, says=False))
         elif name in system_names():
-            plug(self, name, _options, says=_announces)
+            plug(self, name, _options, says=not _is_aside)
         if replicated:
             take_replicated_tokens(self)
         if _options.telemetry:

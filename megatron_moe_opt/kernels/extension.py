@@ -20,7 +20,7 @@ HOW_TO_BUILD = "build it with `pip install --no-build-isolation -e .` in the meg
 
 
 def load_extension() -> ModuleType:
-    """Imports `megatron_moe_opt._C`.
+    """Imports `megatron_moe_opt._C`, and says in one sentence what to do where that fails.
 
     Raises:
         ExtensionError: one sentence with the cure: the extension is missing, does not load, was built from another
@@ -63,7 +63,7 @@ def _shadowed() -> str:
 
 
 def build_info() -> dict[str, str | int]:
-    """What the extension was built with.
+    """Returns what the extension was built with.
 
     Returns:
         `version` and `abi` of the package it was built from, `torch` version, `compiler`, `backend` ("cpu" or "cuda"),

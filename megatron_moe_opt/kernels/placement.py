@@ -99,7 +99,7 @@ def _tensor(values: Array) -> torch.Tensor:
 
 
 def _numbers(values: Array, name: str) -> torch.Tensor:
-    """Contiguous, int64 or float64."""
+    """Returns the values as a contiguous tensor of int64 or float64."""
     tensor = _tensor(values)
     if tensor.dtype in _INTEGERS:
         return _contiguous(tensor, torch.int64)
@@ -109,7 +109,7 @@ def _numbers(values: Array, name: str) -> torch.Tensor:
 
 
 def _indices(values: Array, name: str) -> torch.Tensor:
-    """Contiguous, int64."""
+    """Returns the values as a contiguous tensor of int64."""
     tensor = _tensor(values)
     if tensor.dtype in _INTEGERS:
         return _contiguous(tensor, torch.int64)

@@ -31,7 +31,7 @@ def sr_index_words(numel: int, k: int) -> int:
 
 
 def sr_wire_bytes(numel: int, k: int, dtype: torch.dtype) -> int:
-    """Bytes of values and indices together."""
+    """Returns the bytes of values and indices together."""
     return k * dtype.itemsize + 2 * sr_index_words(numel, k)
 
 

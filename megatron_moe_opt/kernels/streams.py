@@ -1,4 +1,4 @@
-"""Where the host runs ahead of the device."""
+"""Tensors of devices whose work is queued on streams, where the host runs ahead of the device."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ class JsonPlace:
 
     @classmethod
     def root(cls, file: Path) -> JsonPlace:
-        """The whole content of a file.
+        """Returns the whole content of a file as one place.
 
         Raises:
             ConfigurationError: the file cannot be read, or is not JSON.
@@ -89,7 +89,7 @@ class JsonPlace:
         return {name: self._inside(name, None) for name in optional} | found
 
     def object(self) -> dict[str, JsonPlace]:
-        """The fields of an object."""
+        """Returns the fields of an object, each as a place."""
         if not isinstance(self.value, dict):
             self.refuse(f"{_shown(self.value)} is not an object")
         return {key: self._inside(key, value) for key, value in self.value.items()}
@@ -124,7 +124,7 @@ class JsonPlace:
         return self.value
 
     def positive(self, most: float = math.inf) -> float:
-        """A finite number above 0."""
+        """Returns a finite number above 0."""
         number = self._number()
         if not 0 < number < math.inf or number > most:
             limit = "finite" if most == math.inf else f"at most {most:g}"
@@ -132,7 +132,7 @@ class JsonPlace:
         return number
 
     def not_negative(self) -> float:
-        """A finite number, 0 or more."""
+        """Returns a finite number, 0 or more."""
         number = self._number()
         if not 0 <= number < math.inf:
             self.refuse(f"{_shown(self.value)} is not finite and at least 0")

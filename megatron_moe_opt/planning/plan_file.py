@@ -24,12 +24,12 @@ OF_MODEL = ("--hidden-size", "--moe-ffn-hidden-size", "--moe-router-topk")
 
 @dataclass(frozen=True)
 class Plan:
-    """What to run, and why."""
+    """A plan: the variant that each layer runs, and why."""
 
     layers: Mapping[int, str]
     """The variant of each MoE layer, by Megatron's number of the layer (from 1 on)."""
     candidates: tuple[Prediction, ...]
-    """Of one layer, the fastest first."""
+    """Predictions for one layer, the fastest first."""
     cluster: str
     """What the predictions are for: the name of a cluster, or the file that was measured."""
     ep: int
@@ -37,7 +37,7 @@ class Plan:
     experts: int
     """Of a layer. The plan is for such layers only."""
     gpu_settings: Facts | None = None
-    """With which the cluster was measured, see Cluster."""
+    """The settings of the GPU with which the cluster was measured (Cluster)."""
     made_for: Facts = field(default_factory=dict)
     """What the model and the run were to be like besides, see facts_of_plan. Empty: not known."""
 
@@ -46,12 +46,12 @@ class Plan:
         cls, layers: Sequence[int], variant: str, candidates: tuple[Prediction, ...], cluster: str,
         *, ep: int, etp: int, experts: int, gpu_settings: Facts | None = None, made_for: Facts | None = None,
     ) -> Plan:  # fmt: skip
-        """The same variant in all layers."""
+        """Returns a plan with the same variant in all layers."""
         return cls(dict.fromkeys(layers, variant), candidates, cluster, ep, etp, experts, gpu_settings, made_for or {})
 
     @classmethod
     def load(cls, file: str | Path) -> Plan:
-        """Reads a file that `save` wrote.
+        """Reads a plan that `save` wrote.
 
         Raises:
             ConfigurationError: the file, the line, the value there and what is wrong with it.
@@ -91,7 +91,7 @@ class Plan:
         write_text_whole(file, json.dumps(content, indent=2) + "\n")
 
     def variant_of(self, layer: int, file: str | Path) -> str:
-        """What to run in a layer.
+        """Returns the variant to run in a layer.
 
         Raises:
             ConfigurationError: the plan does not have it.

@@ -9,7 +9,7 @@ ranked. Stock is the ops of MoNTA's O1 one after another, and stock's own handli
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 from megatron_moe_opt.errors import ConfigurationError
@@ -31,6 +31,7 @@ def candidates(
     budget: int | None = None,
     wires: Sequence[Wire] = (),
     below: float = math.inf,
+    has_room: Callable[[int], bool] | None = None,
 ) -> tuple[tuple[Prediction, ...], tuple[Refusal, ...]]:
     """Every candidate that the cluster's measurements cover, the fastest first, and what is left out.
 
@@ -39,11 +40,14 @@ def candidates(
     Args:
         budget: bytes of activations. What holds more is refused; stock is not.
         wires: formats of rows, besides those that they have, with which systems that can are candidates too.
+        below: seconds. What is known to take as long is left out.
+        has_room: whether a GPU can hold so many bytes of a layer's activations. With it only the `best` of those that
+            fit is asked for: what is known not to be that one is left out.
 
     Raises:
         ConfigurationError: the cluster has no expert measured, or lacks what all candidates need.
     """
-    layer = LayerOnCluster(workload, cluster, below)
+    layer = LayerOnCluster(workload, cluster, below, has_room or (lambda activation_bytes: True))
     layer.expert_costs  # noqa: B018  whole layers are compared: refuses a cluster without an expert
     found: list[Prediction] = []
     refused: list[Refusal] = []
@@ -62,6 +66,8 @@ def candidates(
                     refused.append(Refusal(one.variant, reason))
                 else:
                     found.append(one)
+                    if has_room is not None and has_room(one.activation_bytes):
+                        layer.below = min(layer.below, one.seconds * (1 - WINS_BY * (one.variant == ALLTOALL)))
         except ConfigurationError as error:
             refused.append(Refusal(name, str(error)))
     if not found:

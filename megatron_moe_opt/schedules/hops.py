@@ -37,7 +37,7 @@ class HopBytes:
     sent: Mapping[int, int]
     """For each level at which tokens hop, outermost first: of the copies that it makes, its own domain's included."""
     computed: int = 0
-    """Of the rows of the experts held here."""
+    """Bytes of the rows of the experts held here."""
     gathered: int = 0
     """Of what has arrived at all ranks of expert-TP: each token once."""
 
@@ -47,13 +47,13 @@ class HopRows:
     """Rows of what hops together, on this rank."""
 
     own: int
-    """Its tokens."""
+    """Number of this rank's own tokens."""
     sent: Mapping[int, int]
-    """As in HopBytes."""
+    """Rows that this rank sends at each level, as HopBytes has their bytes."""
     gathered: int
-    """That the experts held here compute."""
+    """Rows that the experts held here compute."""
     arrived: int = 0
-    """At all ranks of expert-TP."""
+    """Rows that have arrived at all ranks of expert-TP together."""
 
     def bytes(self, row_bytes: int) -> HopBytes:
         """What moves of rows of so many bytes."""
@@ -70,7 +70,7 @@ class HopStages:
     """
 
     levels: int
-    """Of the network."""
+    """Number of levels of the network."""
     is_piped: bool = False
     """Copies and sums are made beside experts of other rows: at both ends in the lane of copies, between two levels in
     the lane of the inner one, which they keep in order. Else in the lane of the experts."""
@@ -78,10 +78,10 @@ class HopStages:
 
     lies_in: ClassVar[Mapping[str, str]] = MappingProxyType({})
     ahead: ClassVar[int] = 2
-    """See schedules/mpmoe.py."""
+    """The parts of rows that are on their way before the experts have had one (pipeline.Stages)."""
 
     def out(self, size: HopBytes) -> list[Stage]:
-        """To the experts; the last stage sorts by expert."""
+        """Returns the stages to the experts, the last of which sorts by expert."""
         stages = []
         for level, copied in size.sent.items():
             stages.append(Stage(Kind.PERMUTE, self._lane_of_copies(level, size), copied, f"copies_{level}"))

@@ -38,7 +38,7 @@ _SQUARINGS = 5
 _Shape = tuple[Lane, Kind, tuple[int, ...]]
 """What decides the order of an op: its lane, its kind and what it waits for."""
 _Times = npt.NDArray[np.float64]
-"""[ops, guesses]."""
+"""What each op takes by each guess, [ops, guesses]."""
 
 
 def in_issue_order(ops: Sequence[Op]) -> tuple[Op, ...]:

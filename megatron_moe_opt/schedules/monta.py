@@ -31,9 +31,9 @@ class AllToAllAndGather:
     ep_size: int
     etp_size: int
     sort: Lane
-    """Where rows are sorted by expert."""
+    """The lane in which rows are sorted by expert."""
     unsort: Lane
-    """Where they are sorted by source again."""
+    """The lane in which rows are sorted by source again."""
 
     lies_in: ClassVar[Mapping[str, str]] = MappingProxyType({"arrived": "gathered"})
     """An all-to-all may arrive in its own part of what the all-gather writes."""
@@ -44,7 +44,7 @@ class AllToAllAndGather:
         return 2 if self.ep_size > 1 and self.etp_size > 1 else 1
 
     def out(self, size: ChunkBytes) -> list[Stage]:
-        """To the experts; the last stage sorts by expert."""
+        """Returns the stages to the experts, the last of which sorts by expert."""
         stages = [Stage(Kind.COPY, self.sort, size.gathered, "sorted")]
         if self.etp_size > 1:
             stages.insert(0, Stage(Kind.ALL_GATHER, Lane.INTRA, size.gathered, "gathered", EXPERT_TP))
@@ -53,7 +53,7 @@ class AllToAllAndGather:
         return stages
 
     def back(self, size: ChunkBytes) -> list[Stage]:
-        """To the sources; the first stage sorts by source."""
+        """Returns the stages to the sources, the first of which sorts by source."""
         stages = [Stage(Kind.COPY, self.unsort, size.gathered, "unsorted")]
         if self.etp_size > 1:
             stages.append(Stage(Kind.REDUCE_SCATTER, Lane.INTRA, size.gathered, "parts", EXPERT_TP))

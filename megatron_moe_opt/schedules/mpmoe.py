@@ -41,7 +41,7 @@ from megatron_moe_opt.schedules.pipeline import ChunkBytes, Pipeline, Stage, Sta
 from megatron_moe_opt.schedules.schedule import Kind, Lane, Schedule
 
 Part = Callable[[int], None]
-"""Adds the ops of a partition."""
+"""A function that adds the ops of the partition with this number."""
 
 
 class Restore(Enum):
@@ -55,12 +55,12 @@ class Restore(Enum):
 
 @dataclass(frozen=True)
 class Strategy:
-    """A row of Table II."""
+    """A strategy of sharing memory between partitions (MPMoE, Table II)."""
 
     inputs: Restore
-    """Of T_DI, the rows that experts take."""
+    """What becomes of T_DI, the rows that experts take."""
     middle: Restore
-    """Of T_M, what experts save for their backward pass."""
+    """What becomes of T_M, what experts save for their backward pass."""
 
     @property
     def reuses(self) -> bool:
@@ -83,11 +83,11 @@ class Partition(Protocol):
 
     @property
     def own(self) -> int:
-        """That it has at their source."""
+        """Number of its rows at their source."""
 
     @property
     def gathered(self) -> int:
-        """That the experts here get."""
+        """Number of its rows that the experts here get."""
 
     def bytes(self, row_bytes: int) -> Any:
         """What moves of rows of so many bytes."""
@@ -98,9 +98,9 @@ class PartitionRows:
     """Rows of one partition on this rank, by_rows."""
 
     own: int
-    """That its all-to-all carries."""
+    """Number of rows that its all-to-all carries."""
     gathered: int
-    """Of all expert-TP peers, after the all-gather."""
+    """Number of rows of all expert-TP peers, after the all-gather."""
 
     def bytes(self, row_bytes: int) -> ChunkBytes:
         """What moves of rows of so many bytes."""
@@ -117,9 +117,9 @@ class RowBytes:
     """The bytes of one row at each place that MPMoE's pipeline moves it through."""
 
     packed: int
-    """With its probability, on the way to the experts."""
+    """Bytes of a token with its probability, on the way to the experts."""
     token: int
-    """As the experts have it."""
+    """Bytes of a token as the experts have it."""
     middle: int = 0
     """Of what experts save for backward (T_M), the part that is offloaded."""
     returned: int | None = None
@@ -132,7 +132,7 @@ class RowBytes:
     """Of what experts save besides `middle` and is computed again from it, where that was offloaded."""
 
     def of(self, move: Move) -> int:
-        """On the way."""
+        """Returns the bytes of a row on the way of this move."""
         own, other = {
             INPUTS: (self.packed, 0),
             INPUT_GRADIENTS: (self.returned, self.packed),
@@ -223,7 +223,7 @@ class Move:
     sorted: str = ""
     """What rows are called that are sorted by expert."""
     prefix: str = ""
-    """Of all other buffers."""
+    """What the names of all other buffers begin with."""
 
     def names(self, stages: Sequence[Stage], lies_in: Mapping[str, str]) -> dict[str, str]:
         """Returns what the buffers of a way's stages are called here.
@@ -310,7 +310,7 @@ class _Partitions(Pipeline):
                 self._on_the_way[j, move] = self.through(j, arrived, moves, names), ()
 
     def sort(self, j: int, move: Move) -> None:
-        """By expert, once they have arrived."""
+        """Adds the op that sorts a partition's rows by expert, once they have arrived."""
         *_, sort = stages = self._way.out(self._bytes(j, move))
         arrived, _ = self._on_the_way.pop((j, move))
         self.through(j, arrived, [sort], move.names(stages, self._way.lies_in))

@@ -30,7 +30,7 @@ TP = "tp"
 
 @dataclass(frozen=True)
 class JointAllToAll:
-    """Over both groups at once."""
+    """One all-to-all over expert and expert-tensor parallelism together."""
 
     etp_size: int
 

@@ -20,9 +20,9 @@ class ChunkBytes:
     """Bytes of one chunk on this rank."""
 
     exchanged: int = 0
-    """Of this rank's own rows: what its all-to-all carries."""
+    """Bytes of this rank's own rows, which its all-to-all carries."""
     gathered: int = 0
-    """Of the rows of all expert-TP peers, after the all-gather."""
+    """Bytes of the rows of all expert-TP peers, after the all-gather."""
 
 
 @dataclass(frozen=True)
@@ -52,10 +52,10 @@ class Stages(Protocol[Size]):
         """In a pipeline with the experts, the parts of rows that are on their way before the experts have had one."""
 
     def out(self, size: Size) -> list[Stage]:
-        """To the experts; the last stage sorts by expert and writes `sorted`."""
+        """Returns the stages to the experts, the last of which sorts by expert and writes `sorted`."""
 
     def back(self, size: Size) -> list[Stage]:
-        """To the sources; the first stage sorts by source."""
+        """Returns the stages to the sources, the first of which sorts by source."""
 
 
 def own_buffer(name: str, chunk: int) -> str:
@@ -80,7 +80,7 @@ class Pipeline:
         self._inputs, self._buffer = tuple(inputs), buffer
         self._ops: list[Op] = []
         self._chunk = {name: int(slot) for name in self._inputs for _, dot, slot in [name.rpartition(".")] if dot}
-        """Whose rows are in a buffer."""
+        """The chunk whose rows are in a buffer, by the name of the buffer."""
         self._writer: dict[str, int] = {}
         self._readers: dict[str, list[int]] = {}
 
@@ -94,7 +94,7 @@ class Pipeline:
         writes: Sequence[str],
         group: str | None = None,
     ) -> None:
-        """Appends an op.
+        """Appends an op, which waits for whatever its buffers ask for.
 
         Raises:
             ScheduleError: it would read the rows of another chunk.

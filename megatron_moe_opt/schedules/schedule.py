@@ -55,7 +55,7 @@ CODEC = frozenset({Kind.ENCODE, Kind.DECODE, Kind.ENCODE_GRADIENT, Kind.DECODE_G
 
 @dataclass(frozen=True)
 class Op:
-    """One step of a schedule.
+    """One step of a schedule: what it does, in which lane, with which buffers.
 
     An op starts when its lane has finished the lane's earlier ops and every op it waits for has finished.
     """
@@ -67,9 +67,9 @@ class Op:
     """Bytes, on this rank: of the rows sent (all_to_all), of the gathered rows (all_gather, and reduce_scatter, which
     is its mirror), of the rows moved (copies). Own rows count; what crosses a link is the cost curve's affair."""
     waits_for: tuple[int, ...] = ()
-    """Indexes in Schedule.ops."""
+    """The ops that it waits for, as indexes in Schedule.ops."""
     reads: tuple[str, ...] = ()
-    """Names of buffers."""
+    """Names of the buffers that it reads."""
     writes: tuple[str, ...] = ()
     group: str | None = None
     """Of a collective: the process group's role, such as "ep" or "expert-tp"."""

@@ -17,11 +17,11 @@ class Stages:
     """When one pass of a layer came to its stages, in seconds since the recording began."""
 
     direction: str
-    """FORWARD or BACKWARD."""
+    """The direction of the pass: FORWARD or BACKWARD."""
     begin: float
     exchange_begin: float
     calls: tuple[tuple[float, float], ...]
-    """Of the experts: begin and end."""
+    """Begin and end of each call of the experts, in seconds."""
     exchange_end: float
     end: float
 

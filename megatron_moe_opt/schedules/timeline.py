@@ -35,7 +35,7 @@ class Timeline:
     schedule: Schedule
     spans: tuple[Span, ...]
     parts: tuple[Part, ...] = ()
-    """Of a timeline that was made of several."""
+    """The parts of a timeline that was made of several."""
     began: float = 0.0
     """When the schedule began, in seconds since the recording did; 0 where that is not known."""
 

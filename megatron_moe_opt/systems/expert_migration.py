@@ -244,7 +244,7 @@ def domain_kind(setting: str) -> str:
 
 
 def _candidates(layer: LayerOnCluster, options: MigrationOptions) -> Iterator[Prediction | Refusal]:
-    """One for every realisable choice of domain sizes."""
+    """Yields a prediction for every realisable choice of domain sizes."""
     one = layer.workload
     if one.etp > 1:
         yield Refusal(NAME, f"expert tensor parallelism {one.etp} cuts experts, which do not travel in parts")

@@ -120,7 +120,7 @@ def pipelines(options: MontaOptions) -> list[tuple[str, int]]:
 
 def _candidates(layer: LayerOnCluster, options: MontaOptions) -> Iterator[Prediction]:
     one = layer.workload
-    for level, count in pipelines(options):
+    for level, count in pipelines(options) if layer.has_room(layer.activation_bytes) else ():
         schedules = [
             exchanged.schedule(level, even_chunks(exchanged.exchanged, one.etp, count), one.ep, one.etp)
             for exchanged in layer.passes

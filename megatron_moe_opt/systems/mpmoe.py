@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -286,20 +287,26 @@ class _Partitioned:
 
     way: str
     domains: ExpertDomains | None
-    """In which experts travel; None: none does."""
+    """The domains in which experts travel; None: none does."""
     costs: Callable[[Op], float]
-    """Of the ops of the pipeline."""
+    """Returns the seconds of an op of the pipeline."""
     parts: Sequence[Partition]
     row: RowBytes
     stages: Stages
     own: int | None
     """Rows of this rank, where they are not what it computes."""
     holds: int = 1
-    """Ranks whose experts it computes."""
+    """Number of ranks whose experts it computes."""
+
+    def activation_bytes(self, layer: LayerOnCluster, strategy: str) -> int:
+        """Returns what the layer holds for its backward pass, with the experts of others that have travelled here."""
+        one = layer.workload
+        own = activation_bytes(one, one.rows, len(self.parts), strategy, self.own)
+        return own + int((self.holds - 1) * one.held_bytes_of_others)
 
     @classmethod
     def of(cls, layer: LayerOnCluster, count: int, way: str, domains: ExpertDomains | None) -> _Partitioned:
-        """Raises ConfigurationError as `costs_of` does."""
+        """Cuts a layer's rows into partitions. Raises ConfigurationError as `costs_of` does."""
         one, holds = layer.workload, 1 if domains is None else prod(domains.sizes)
         costs = costs_of(layer, way, domains)
         if way == HOPS:
@@ -315,26 +322,37 @@ class _Partitioned:
     def least_seconds(self, layer: LayerOnCluster, strategy: str) -> float:
         """Returns what no layer takes less than whose partitions share memory by this strategy.
 
-        No op is faster beside others than alone, and ops of a lane run one after another. Before the first partition is
-        computed it has arrived, and behind the last one it goes back.
+        Ops of a lane run one after another. Before the first partition is computed it has arrived, and behind the last
+        one it goes back. And no op is faster beside others than alone: where two lanes slow each other down, the longer
+        one also loses what the other takes from it while both are busy.
         """
-        costs, part, count = layer.converting(self.costs), self.parts[0], len(self.parts)
-        least = layer.local_timeline(OURS, self.own).seconds
+        costs, part, count, how = layer.converting(self.costs), self.parts[0], len(self.parts), STRATEGIES[strategy]
         again = {
             Restore.RECOMPUTE: Op(Kind.COMPUTE, Lane.COMPUTE, size=part.gathered * self.row.token),
             Restore.OFFLOAD: Op(Kind.ACTIVATE, Lane.COMPUTE, size=part.gathered * self.row.activations),
-        }.get(STRATEGIES[strategy].middle)
-        for kind, out, back in ((Kind.COMPUTE, INPUTS, OUTPUTS), (Kind.GRADIENT, OUTPUT_GRADIENTS, INPUT_GRADIENTS)):
+        }.get(how.middle)
+        saved = ((how.inputs, self.row.token), (how.middle, self.row.middle))
+        offloaded = [part.gathered * size for restore, size in saved if restore is Restore.OFFLOAD]
+        least = layer.local_timeline(OURS, self.own).seconds
+        for kind, out, back, host in (
+            (Kind.COMPUTE, INPUTS, OUTPUTS, (Kind.OFFLOAD, Lane.D2H)),
+            (Kind.GRADIENT, OUTPUT_GRADIENTS, INPUT_GRADIENTS, (Kind.PREFETCH, Lane.H2D)),
+        ):
             rows_out, rows_back = part.bytes(self.row.of(out)), part.bytes(self.row.of(back))
-            computed = costs(Op(kind, Lane.COMPUTE, size=part.gathered * self.row.token))
             restored = costs(again) if kind is Kind.GRADIENT and again is not None else 0.0
-            busy = {Lane.COMPUTE: computed + restored}
-            alone = count * computed + (count - 1) * restored  # the first one before gradients have arrived
+            computed = count * costs(Op(kind, Lane.COMPUTE, size=part.gathered * self.row.token))
+            computed += (count - 1) * restored  # the first one before gradients have arrived
+            busy: dict[Lane, float] = {}
             for one in (*self.stages.out(rows_out), *self.stages.back(rows_back)):
                 seconds = costs(Op(one.kind, one.lane, size=one.size, group=one.group))
                 busy[one.lane] = busy.get(one.lane, 0.0) + seconds
-                alone += seconds
-            least += max(alone, count * max(busy.values()))
+            edges = sum(busy.values())
+            bounds = [computed + edges, count * sum(costs(Op(*host, size=size)) for size in offloaded)]
+            for lane, of_part in busy.items():
+                lost, lost_to_it = (1 - rate for rate in layer.best_rates(lane))
+                bounds.append(count * of_part + lost * computed)
+                bounds.append(computed + edges + lost_to_it * max(count * of_part - edges, 0.0))
+            least += max(bounds)
         return least * (1 - 1e-9)  # other sums are rounded otherwise
 
 
@@ -359,17 +377,15 @@ def _predicted(layer: LayerOnCluster, cut: _Partitioned, strategy: str) -> Predi
     one, count, domains = layer.workload, len(cut.parts), cut.domains
     variant = f"{NAME}:{_setting(count, strategy, cut.way, domains and domains.sizes)}"
     schedules = [build(strategy, cut.parts, cut.row, cut.stages) for build in (forward, backward)]
-    held = activation_bytes(one, one.rows, count, strategy, cut.own)
     alone = list(layer.edge)
     if cut.holds > 1:
         schedules = travelling(one.migration(layer.skew), domains, *schedules)
         alone.append(Op(Kind.COPY, Lane.COMPUTE, size=layer.bytes_of_copies(cut.holds)))
-        held += int((cut.holds - 1) * one.held_bytes_of_others)
     links = None if cut.holds == 1 else LinkBytes(layer.cluster, domains)
     predicted = layer.prediction(
         variant, schedules, alone, costs=cut.costs, parts=count, local_rows=cut.own, links=links
     )
-    return replace(predicted, activation_bytes=held)
+    return replace(predicted, activation_bytes=cut.activation_bytes(layer, strategy))
 
 
 def costs_of(layer: LayerOnCluster, way: str, domains: ExpertDomains | None = None) -> Callable[[Op], float]:
@@ -419,14 +435,18 @@ def _candidates(layer: LayerOnCluster, options: MpmoeOptions) -> Iterator[Predic
         if refusal is not None:
             yield Refusal(f"{NAME}:{HOPS}", refusal)
             continue
-        for domains in _domains_to_try(layer, options) if way == HOPS else (None,):
-            for strategy in strategies if domains is None else strategies[:1]:
-                for count in options.partition_counts:
-                    if count == 1 and strategy != strategies[0]:
-                        continue
-                    cut = _Partitioned.of(layer, count, way, domains)
-                    if layer.below == math.inf or cut.least_seconds(layer, strategy) < layer.below:
-                        yield _predicted(layer, cut, strategy)
+        cuts = [
+            (_Partitioned.of(layer, count, way, domains), strategy)
+            for domains in (_domains_to_try(layer, options) if way == HOPS else (None,))
+            for strategy in (strategies if domains is None else strategies[:1])
+            for count in options.partition_counts
+            if count > 1 or strategy == strategies[0]
+        ]
+        limited = layer.below < math.inf
+        tried = [(cut.least_seconds(layer, strategy) if limited else 0.0, cut, strategy) for cut, strategy in cuts]
+        for least, cut, strategy in sorted(tried, key=itemgetter(0)):  # the fastest first: others need no prediction
+            if least < layer.below and layer.has_room(cut.activation_bytes(layer, strategy)):
+                yield _predicted(layer, cut, strategy)
 
 
 def _domains_to_try(layer: LayerOnCluster, options: MpmoeOptions) -> Sequence[ExpertDomains | None]:

@@ -199,7 +199,7 @@ def _kind(setting: str) -> str:
 
 
 def _write(options: Any, levels: int) -> str:
-    """Nothing at O1."""
+    """Returns the settings of a variant as its name has them; nothing at O1."""
     if options.way == HOPS:
         return _hops(options.chunks or 1)
     return _setting(options.monta_level or "O1", options.chunks or DEFAULT_CHUNKS)

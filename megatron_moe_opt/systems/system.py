@@ -115,7 +115,7 @@ class Run:
     """What a run is like, as far as it decides which systems its layers may change to between optimizer steps."""
 
     workers: frozenset[tuple[int, ...]]
-    """Of each network level of its expert-parallel groups."""
+    """The workers of each network level of its expert-parallel groups."""
     routes_together: bool
     """Which rows a token makes depends on the other tokens that its router sees: it drops or balances them."""
     samples_may_move: bool
@@ -139,13 +139,13 @@ class System:
     """One of our dispatcher types. What it needs of PyTorch and Megatron is imported when it is called."""
 
     name: str
-    """As --moe-token-dispatcher-type takes it."""
+    """The name that --moe-token-dispatcher-type takes."""
     build: Callable[[ExpertGroups, Any, Any], Any]
     """(groups, options, TransformerConfig) -> the dispatcher of a layer. A collective call over the groups."""
     attach: Callable[[Any, Any], None] | None = None
     """(MoELayer, options): what is done to a layer that has its dispatcher, where more of it is the system's own."""
     options: type[SharedOptions] = SharedOptions
-    """Its options."""
+    """The class of its options."""
     reads: tuple[str, ...] = ()
     """Shared options that it reads, besides those that every system does."""
     unread_profile: Callable[[Any], str | None] = lambda options: None
@@ -155,7 +155,7 @@ class System:
     takes_copies: Callable[[Any], str | None] = lambda options: None
     """The flags by which its dispatcher itself takes tokens that all ranks of a TP group hold; None: it does not."""
     grammar: Grammar | None = None
-    """None: it has no settings."""
+    """How its settings are read and written in the name of a variant; None: it has none."""
     candidates: Callable[[LayerOnCluster, Any], Iterator[Prediction | Refusal]] | None = None
     """What it would take for a layer, for each of its variants that the options leave to choose from: a variant's only
     prediction. None: it is for comparison, and never planned.
@@ -171,7 +171,7 @@ class System:
 
     @property
     def own_options(self) -> frozenset[str]:
-        """The names of its options' fields."""
+        """Returns the names of the options that are its own, and not shared."""
         shared = SharedOptions.__dataclass_fields__
         return frozenset(name for name in self.options.__dataclass_fields__ if name not in shared)
 

@@ -29,11 +29,11 @@ class DomainGroups:
     """The expert-parallel group that is cut into domains."""
     domains: ExpertDomains
     rank: int
-    """This rank in the expert-parallel group."""
+    """This rank's number in the expert-parallel group."""
     tokens: tuple[ProcessGroup | None, ...]
     """All-to-all: its rank i is in domain i of the level."""
     experts: tuple[ProcessGroup | None, ...]
-    """All-gather, and reduce-scatter of gradients."""
+    """The groups in which experts are gathered and their gradients reduced, by level."""
     all_experts: ProcessGroup | None
     """All ranks of the expert-parallel group, for what concerns all experts. None where no expert travels."""
     at_end: ExitStack = field(compare=False)

@@ -38,7 +38,7 @@ class ExpertDomains:
     workers: tuple[int, ...]
     """Of each level, the workers in one worker of the level outside it: the paper's scaling factors SF."""
     sizes: tuple[int, ...]
-    """Of each level, the workers in a domain: S_ED."""
+    """The workers in a domain of each level (S_ED)."""
 
     def __post_init__(self) -> None:
         if not self.workers or len(self.workers) != len(self.sizes):
@@ -64,7 +64,7 @@ class ExpertDomains:
         return prod(self.workers)
 
     def stride(self, level: int) -> int:
-        """Ranks between neighbours at a level."""
+        """Returns the distance in ranks between neighbours at a level."""
         return prod(self.workers[level + 1 :])
 
     def location(self, rank: int) -> tuple[int, ...]:

@@ -20,7 +20,7 @@ class ExpertGroups:
 
     ep: ProcessGroup
     etp: ProcessGroup | None
-    """None where experts are whole."""
+    """The expert-TP group; None where experts are whole."""
     joint: ProcessGroup
 
     @property
@@ -62,7 +62,7 @@ class TokenCopies:
 
     @classmethod
     def of(cls, tp: ProcessGroup, groups: ExpertGroups) -> TokenCopies:
-        """A collective call over both groups."""
+        """Returns the groups of a layer. A collective call over both of them."""
         holders = dist.get_process_group_ranks(tp)
         known: list[tuple[int, int]] = [(0, 0)] * groups.joint_size
         dist.all_gather_object(known, (tp.rank(), holders[0]), group=groups.joint)

@@ -134,7 +134,7 @@ class Layout:
         return all(shared in (0, smaller) for shared, smaller in self._meetings())
 
     def flags(self) -> tuple[str, ...]:
-        """The arguments of Megatron-LM's training scripts.
+        """Returns the arguments of Megatron-LM's training scripts that ask for this layout.
 
         Raises:
             ConfigurationError: no script can make these groups.

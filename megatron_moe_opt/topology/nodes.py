@@ -1,4 +1,4 @@
-"""Which rank sits on which node."""
+"""The node that each rank sits on."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class NodeMap:
         return self.node_of[a] == self.node_of[b]
 
     def ranks_of(self, node: int) -> tuple[int, ...]:
-        """The global ranks on `node`, ascending."""
+        """Returns the global ranks on `node`, ascending."""
         return tuple(rank for rank, its_node in enumerate(self.node_of) if its_node == node)
 
 

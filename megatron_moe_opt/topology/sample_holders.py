@@ -27,11 +27,11 @@ class SampleHolders:
     """
 
     ranks: np.ndarray
-    """[holders, tp] joint ranks of each TP group."""
+    """Joint ranks of each TP group, [holders, tp]."""
     rank_device: np.ndarray
-    """[joint size] device of each joint rank."""
+    """Device of each joint rank, [joint size]."""
     rank_node: np.ndarray
-    """[joint size] node of each joint rank."""
+    """Node of each joint rank, [joint size]."""
     etp_size: int
 
     @classmethod
@@ -73,7 +73,7 @@ class SampleHolders:
 
     @property
     def holder_device(self) -> np.ndarray:
-        """[holders] device of each TP group."""
+        """Returns the device of each TP group, [holders]."""
         return self.rank_device[self.ranks[:, 0]]
 
     @property
@@ -83,7 +83,7 @@ class SampleHolders:
 
     @property
     def ep_device(self) -> np.ndarray:
-        """[ep_size] device of each EP rank's experts."""
+        """Returns the device of each EP rank's experts, [ep_size]."""
         return self.rank_device[:: self.etp_size]
 
     def by_position(self, parts: np.ndarray) -> np.ndarray:

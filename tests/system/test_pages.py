@@ -67,6 +67,7 @@ ELSEWHERE = (
     Elsewhere("python tools/netbox.py", "needs root and shaped links", "tests/system/test_netbox.py"),
     Elsewhere("sudo python tools/netbox.py", "needs root and shaped links", "tests/system/test_netbox.py"),
     Elsewhere("python -m tools.feature_matrix", "needs a checkout, and hours", "tests/unit/test_feature_matrix.py"),
+    Elsewhere("python -m tools.megatron_names", "needs a checkout", "tests/unit/test_guards.py"),
     Elsewhere("python -m tools.data_centres", "takes minutes at the page's sizes", "tests/unit/test_data_centres.py"),
     Elsewhere("python -m tools.papers", "is asserted line by line there", "tests/papers/test_published_numbers.py"),
     Elsewhere("python -m tools.bench_kernels", "times kernels", "tests/unit/test_cli.py"),

@@ -57,6 +57,19 @@ def test_what_a_run_says_of_a_cell(status, text, stock, outcome):
     assert judged(ONE, "monta", status, text, stock) == outcome
 
 
+def test_what_routers_draw_may_differ_where_samples_move_and_only_there():
+    outcomes = [
+        judged(Feature("one", is_drawn=drawn), name, 0, trained(loss, LOSSES[1]), EQUAL)[0]
+        for drawn, name, loss in (
+            (True, "netmoe", "5.958920E+00"), (True, "netmoe", LOSSES[0]), (True, "netmoe", "6.958920E+00"),
+            (True, "monta", "5.958920E+00"), (False, "netmoe", "5.958920E+00"),
+        )
+    ]  # fmt: skip
+    assert outcomes == ["other draws", "equal", "different", "different", "different"]
+    drawn = Cell("EP 2", "netmoe", "other draws", "2.9e-05", LOSSES)
+    assert "| other draws 2.9e-05 |" in table({("EP 2", "netmoe"): drawn}, FEATURES, ("netmoe",))
+
+
 def test_losses_are_read_as_megatron_prints_them():
     assert losses_of(trained("5.957920E+00", "nan")) == ("5.957920E+00", "nan")
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import re
 import sys
 from dataclasses import replace
@@ -206,7 +205,7 @@ def test_a_search_leaves_nothing_out_that_would_be_shown(run, monkeypatch):
     search += " --recompute none --micro-batch 1"
     monkeypatch.setattr(layout_search, "SHOWN", 2)
     _, output, _ = run(search)
-    monkeypatch.setattr(layout_search, "_seconds_for", lambda bound, least: math.inf)
+    monkeypatch.setattr(layout_search, "candidates", lambda *layer, below, has_room: candidates(*layer))
     monkeypatch.setattr(layout_search, "_tokens_of_stock", lambda bounded: 0.0)
     assert run(search)[1] == output
 

@@ -351,7 +351,8 @@ def test_what_is_left_out_takes_as_long_as_was_said(known, layout):
     )  # fmt: skip
     described, wires = describe(known, layout, 2048, 768 // layout.expert_tp), [Wire.of("fp8")]
     everything, refused = candidates(one, described, wires=wires)
-    stock = by_variant(everything)[ALLTOALL].seconds
+    one_of_stock = by_variant(everything)[ALLTOALL]
+    stock = one_of_stock.seconds
     left_out = 0
     for limit in (0.5 * stock, 0.8 * stock, stock):
         found, also_refused = candidates(one, described, wires=wires, below=limit)
@@ -361,3 +362,8 @@ def test_what_is_left_out_takes_as_long_as_was_said(known, layout):
         assert ALLTOALL in kept and kept.items() <= by_variant(everything).items()
         assert kept.keys() >= {other.variant for other in everything if other.seconds < limit}
     assert left_out > 0
+    for room in (min(other.activation_bytes for other in everything), one_of_stock.activation_bytes):
+        found, _ = candidates(one, described, wires=wires, has_room=lambda held, room=room: held <= room)
+        assert len(found) < len(everything)
+        expected, kept = ([other for other in of if other.activation_bytes <= room] for of in (everything, found))
+        assert (best(kept) if kept else None) == (best(expected) if expected else None)

@@ -18,7 +18,7 @@ PROBE_MAX_BYTES = 32 * 2**20
 PROBE_REPEATS = 3
 
 _Pairs = Callable[[int, int], bool]
-"""Whether a rank sends to another."""
+"""Says whether the first rank sends to the second one."""
 
 
 def measure_links(nodes: NodeMap, device: torch.device) -> LinkRates:

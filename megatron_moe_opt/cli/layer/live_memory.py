@@ -25,7 +25,7 @@ class DeviceMemory(Protocol):
 
     @property
     def held(self) -> int:
-        """Bytes that are held now."""
+        """Returns the bytes that are held now."""
 
     @property
     def peak(self) -> int:

@@ -21,9 +21,9 @@ class Predicted:
     """Predictions of one run; empty where nothing was to be predicted."""
 
     seconds: Mapping[str, float] = field(default_factory=dict)
-    """Seconds of one step by dispatcher."""
+    """Predicted seconds of one step, by dispatcher."""
     missing: Mapping[str, str] = field(default_factory=dict)
-    """Why there is none, by dispatcher."""
+    """Why a dispatcher has no prediction, by dispatcher."""
 
 
 def predict_layer(

@@ -20,7 +20,7 @@ class RecordedStep:
 
     rank: int
     timelines: tuple[Timeline, ...]
-    """Those that ran beside the others last."""
+    """The recorded timelines; those that ran beside the others come last."""
     stages: tuple[Stages, ...] = ()
     """Of the layer, forward and backward; none where they were not observed."""
 

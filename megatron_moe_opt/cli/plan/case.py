@@ -27,7 +27,7 @@ FITS = 0.9
 """The part of a GPU's memory that may be planned with: logits, workspaces and buffers of NCCL are not counted."""
 
 Predict = Callable[[LayerWorkload, Cluster, int | None], tuple[tuple[Prediction, ...], tuple[Refusal, ...]]]
-"""Has the signature of planner.candidates."""
+"""A function that predicts candidates, with the signature of planner.candidates."""
 
 
 @dataclass(frozen=True)
@@ -101,11 +101,14 @@ class Case:
 
         Where all layers are run again, one MoE layer at a time holds what it holds otherwise.
         """
+        return self._memory(one.activation_bytes)
+
+    def _memory(self, held: int) -> float:
         settings, model, layout = self.settings, self.model, self.site.layout
         of_stock = training_memory(
             model, layout, settings.micro_batch, self.sequence, settings.micro_batches, recompute=settings.recompute
         )
-        more = one.activation_bytes - activation_bytes(self.workload, self.workload.rows, 1, "none")
+        more = held - activation_bytes(self.workload, self.workload.rows, 1, "none")
         if settings.recompute == RECOMPUTE[-1]:
             of_layer = layer_activations(model, layout, settings.micro_batch, self.sequence)
             return of_stock.total + sum(of_layer.values()) + more
@@ -114,7 +117,11 @@ class Case:
 
     def fits(self, one: Prediction) -> bool:
         """Whether a GPU can hold it, with FITS of its memory; True where the memory of a GPU is not known."""
-        return self.site.memory is None or self.memory(one) <= FITS * self.site.memory
+        return self.has_room(one.activation_bytes)
+
+    def has_room(self, held: int) -> bool:
+        """Whether a GPU can hold so many bytes of a MoE layer's activations, as `fits` has it."""
+        return self.site.memory is None or self._memory(held) <= FITS * self.site.memory
 
     def step(self, one: Prediction) -> Throughput | None:
         """Returns what a training step takes under a candidate; None where the speed of a GPU is not known."""

@@ -10,7 +10,7 @@ import typer
 from megatron_moe_opt.cli.option_types import DType, Recompute, byte_budget, finite, whole_numbers
 
 _LAYOUT, _STEP, _LAYER, _OUTPUT = "Layout", "Step", "MoE layers", "What is shown"
-"""Headings of --help."""
+"""Headings under which --help lists the options."""
 
 
 def plan(

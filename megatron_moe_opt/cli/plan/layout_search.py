@@ -31,9 +31,9 @@ class Wanted:
     """The training that a layout is searched for."""
 
     global_batch: int | None
-    """Sequences of a step; None: TOKENS_OF_STEP."""
+    """Sequences of a training step; None: as many as have TOKENS_OF_STEP."""
     micro_batch: int | None
-    """Sequences; None: searched too."""
+    """Sequences of a micro-batch; None: it is searched too."""
     recompute: str | None
     """A value of memory.RECOMPUTE; None: none or full, whichever is faster."""
 
@@ -73,7 +73,7 @@ class Searched:
     compared: int
     """Arrangements of layout, micro-batch and recomputation that may fit."""
     too_large: int
-    """Those that do not, whatever the dispatcher."""
+    """Number of arrangements that do not fit, whatever the dispatcher."""
 
 
 def search(settings: PlanSettings, model: ModelShape, wanted: Wanted) -> Searched:
@@ -121,7 +121,7 @@ def search(settings: PlanSettings, model: ModelShape, wanted: Wanted) -> Searche
                 least = max(least, found[-1].step(found[-1].chosen).tokens_per_second)
             if _most_tokens(bound) <= least:
                 break
-            case = bound.predicted(partial(candidates, below=_seconds_for(bound, least)))
+            case = bound.predicted(partial(candidates, below=_seconds_for(bound, least), has_room=bound.has_room))
             if case.fits(case.chosen):
                 found = sorted([*found, case], key=lambda one: -one.step(one.chosen).tokens_per_second)[:SHOWN]
     if not found:
@@ -136,7 +136,7 @@ def _bounded(settings: PlanSettings, model: ModelShape, ones: Iterable[Arrangeme
     """
     sites: dict[Layout, Site | None] = {}
     alike: dict[tuple[Layout, int], Case] = {}
-    """By what decides a MoE layer: recomputation does not."""
+    """Cases by what decides a MoE layer, which recomputation does not."""
     found = []
     for one in ones:
         if one.micro_batch * settings.sequences[0] % (one.layout.tp * one.layout.cp):

@@ -13,15 +13,15 @@ NO_YES = {"no": False, "yes": True}
 
 @dataclass(frozen=True)
 class Named:
-    """What such a word says."""
+    """The name and the sizes that a value of such an option gives."""
 
     name: str | None
-    """None: it begins with a number."""
+    """The name that the value begins with; None: it begins with a number."""
     given: Mapping[str, int | float | bool]
 
 
 def read_named(flag: str, text: str, kinds: Mapping[str, type]) -> Named:
-    """Reads the value of an option.
+    """Reads a name and sizes from the value of an option.
 
     Args:
         kinds: what may be given by name: an int or a float, which are 0 or more and finite, or a bool.

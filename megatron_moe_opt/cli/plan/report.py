@@ -52,7 +52,7 @@ class Drawing:
     """Which candidates' lanes to write, and where to."""
 
     variants: tuple[str, ...]
-    """One under the other; empty: the chosen one's."""
+    """The candidates to draw, one under the other; empty: the chosen one."""
     files: tuple[Path, ...]
 
     @property

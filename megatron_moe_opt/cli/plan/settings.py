@@ -33,14 +33,14 @@ NEEDED = ("layers", "hidden", "ffn", "experts", "topk", "heads", "vocabulary")
 
 @dataclass(frozen=True)
 class PlanSettings:
-    """What `moe-opt plan` was asked for."""
+    """The options that `moe-opt plan` was called with."""
 
     cluster: str
     """The name of a known cluster, or the file of a measured one."""
     cluster_numbers: Mapping[str, float]
-    """Those of CLUSTER_NUMBERS that were given."""
+    """The values of the options in CLUSTER_NUMBERS that were given."""
     model: Named
-    """With fields of ModelShape."""
+    """The model's name, and sizes that are fields of ModelShape."""
     sizes: Mapping[str, int | None]
     """Of the world and of parallelism, by flag. None: the file's, or 1."""
     sequence_parallel: bool
@@ -48,7 +48,7 @@ class PlanSettings:
     micro_batch: int
     micro_batches: int
     recompute: str
-    """A value of memory.RECOMPUTE."""
+    """What is recomputed: a value of memory.RECOMPUTE."""
     dtype: str
     capacity_factor: float | None
     imbalance: float
@@ -123,7 +123,7 @@ class Site:
     levels_named: bool
     """Whether a run must be told these levels: which ranks share a node does not tell."""
     device: GpuSpeed | None
-    """None: not known, and nothing is said about steps."""
+    """The GPU's speed; None: it is not known, and nothing is said about steps."""
     memory: float | None
     """Bytes of memory of a GPU; None: not known."""
 

@@ -21,17 +21,17 @@ from megatron_moe_opt.topology.nodes import discover_nodes
 
 @dataclass(frozen=True)
 class ProfileSettings:
-    """What `moe-opt profile` was asked for."""
+    """The options that `moe-opt profile` was called with."""
 
     tp: int
     cp: int
     ep: int | None
-    """None: as many ranks as expert_tp leaves."""
+    """Expert parallelism; None: as many ranks as expert_tp leaves."""
     expert_tp: int
     hidden: int
     ffn_hidden: int
     dtype: str
-    """Of the rows: fp32 or bf16."""
+    """Type of the rows: fp32 or bf16."""
     seconds: float
     domains: bool = False
     """Whether to measure the groups of expert domains too."""

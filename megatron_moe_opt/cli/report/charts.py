@@ -49,7 +49,7 @@ class Bar:
     label: str
     value: float
     text: str
-    """What is written beside the bar."""
+    """The text beside the bar."""
     samples: tuple[float, ...] = ()
     mark: float | None = None
     is_baseline: bool = False

@@ -44,7 +44,7 @@ class DispatcherResult:
 
     @property
     def median(self) -> float:
-        """The median of the rounds' seconds."""
+        """Median seconds of the rounds."""
         return statistics.median(self.seconds)
 
     @property

@@ -36,7 +36,7 @@ class StepTimelines:
     rank: int
     measured: Mapping[str, Timeline]
     predicted: Mapping[str, Timeline] | None
-    """Of the same schedules; None without a profile."""
+    """Predicted timelines of the same schedules; None without a profile."""
 
     def joined(self, name: str) -> dict[str, Timeline]:
         """Returns what there is, predicted first, the passes one after another under `name`."""

@@ -80,7 +80,7 @@ class Controller:
         self.config, self.options = config, options
         self.layers: list[PlannedLayer] = []
         self.plan: Plan | None = None
-        """Of --moe-opt-plan; None: there is none, or not yet."""
+        """The plan of --moe-opt-plan; None: there is none, or it was not read yet."""
         self._routing: list[SampleRouting] = []
         """Of each layer, in the first step, where `netmoe` could run."""
         self.first_step: FirstStep | None = None
@@ -92,7 +92,7 @@ class Controller:
         self.trying: Alike | None = None
         """That of `shapes` whose trials are under way, or were the last. None: not yet."""
         self._number = 0
-        """Of `trying` among them."""
+        """Index of `trying` in `shapes`."""
         self.planned: str | None = None
         """The variant that was planned for them; None: not yet, or not the same one for all layers."""
         self.measured: dict[str, float] = {}
@@ -101,7 +101,7 @@ class Controller:
         """Seconds that trials took longer than as many steps of what stays."""
         self.settled = False
         self.trials: Trials | None = None
-        """None: not yet, or none."""
+        """The trials under way; None: they have not begun, or there are none."""
         self.chosen: dict[int, str] = {}
         """What the last trials have chosen, by the number of the shape. Ranks without layers know it too."""
         self._drift: Drift | None = None
@@ -189,7 +189,7 @@ class Controller:
         return 0.0 if began is None else time.perf_counter() - began
 
     def _begin(self) -> None:
-        """Plans, and says what is tried."""
+        """Plans the trials, and says what is tried."""
         of_ranks: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(of_ranks, self._first_step_here())
         self.first_step = of_all(of_ranks)
@@ -205,12 +205,12 @@ class Controller:
 
     @property
     def predicted(self) -> tuple[Prediction, ...]:
-        """Of what is tried, or was last."""
+        """Returns the predictions of what is tried, or was tried last."""
         return () if self.trying is None else self.trying.predicted
 
     @property
     def refused(self) -> tuple[Refusal, ...]:
-        """Of what could have been tried besides."""
+        """Returns the refusals of what could have been tried besides."""
         return () if self.trying is None else self.trying.refused
 
     def _begin_trials(self, number: int) -> None:
@@ -327,7 +327,7 @@ class Controller:
             self._drift, self._step_began = Drift(self.overhead), None
 
     def _slowest(self, seconds: float) -> float:
-        """The largest of all ranks'."""
+        """Returns the largest value of all ranks."""
         time_of_step = torch.tensor(seconds, dtype=torch.float64, device=device_of(dist.group.WORLD))
         dist.all_reduce(time_of_step, dist.ReduceOp.MAX)
         return time_of_step.item()  # host synchronisation: in trials, and once a window of Drift

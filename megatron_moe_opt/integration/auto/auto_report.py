@@ -92,7 +92,7 @@ def _flags(variant: str) -> list[str]:
 
 
 def drift_line(controller: Controller, seconds: float, usual: float) -> str:
-    """Why trials begin again."""
+    """Returns the line that says why trials begin again."""
     return (
         f"a step takes {seconds * 1e3:.1f} ms, {seconds / usual:.2f} of what it took when "
         f"{' and '.join(controller.chosen.values())} had been chosen: trials begin again"

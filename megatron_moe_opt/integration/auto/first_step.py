@@ -32,9 +32,9 @@ class Seen:
 
     workload: LayerWorkload
     rows: float
-    """Of a pass."""
+    """Rows of this rank in a pass."""
     passes: int = 1
-    """Forward passes."""
+    """Number of forward passes."""
 
 
 @dataclass(frozen=True)
@@ -71,9 +71,9 @@ class Alike:
     """What is tried in the layers of one shape."""
 
     shape: LayerWorkload | None
-    """Of no tokens; None: all layers, whatever their shape."""
+    """The workload that these layers share, of no tokens; None: all layers, whatever their shape."""
     predicted: tuple[Prediction, ...]
-    """Of a pass of one of them, the fastest first."""
+    """Predictions for a pass of one of them, the fastest first."""
     refused: tuple[Refusal, ...]
     planned: str | None
     """None: not the same for all of them, or what cannot be left."""

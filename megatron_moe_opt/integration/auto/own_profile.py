@@ -39,18 +39,18 @@ FILE_NAME = "moe-opt-cluster.json"
 MOST_NAMED = 4
 """Hosts that are named in the file; more are told by a hash."""
 LINES = 4
-"""That are said while it measures."""
+"""Lines of progress that are printed while it measures."""
 
 Facts = Mapping[str, str | int]
 
 
 @dataclass(frozen=True)
 class OwnProfile:
-    """What was measured, or read."""
+    """The costs of this cluster, measured or read from a file."""
 
     cluster: Cluster
     source: str
-    """Where it is from, in words."""
+    """Where the costs are from, in words."""
 
 
 def own_profile(config: Any, workloads: Sequence[LayerWorkload], seconds: float) -> OwnProfile:

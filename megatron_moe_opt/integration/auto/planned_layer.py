@@ -74,7 +74,7 @@ class PlannedLayer:
         return gone
 
     def workload(self) -> LayerWorkload:
-        """Of one micro-batch, routed evenly."""
+        """Returns the workload of one micro-batch, routed evenly."""
         return layer_workload(self.layer.config, self.groups, self._workers(), self.options.resident_limit, self.tokens)
 
     @property

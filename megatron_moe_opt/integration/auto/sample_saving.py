@@ -35,7 +35,7 @@ class SampleRouting:
     def __init__(self, router: torch.nn.Module) -> None:
         self.router = router
         self.samples = 0
-        """The most of a pass."""
+        """The largest number of samples that a pass had."""
         self.is_repeated = False
         """Passes were run again for their backward pass."""
         self._passes: list[torch.Tensor] = []

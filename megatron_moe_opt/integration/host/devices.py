@@ -52,7 +52,7 @@ class HostStream:
         """Returns at once, as an event of the host has happened when it is recorded."""
 
     def query(self) -> bool:
-        """Whether all work is complete: always."""
+        """Returns True: work on the host is always complete."""
         return True
 
     def record_event(self, event: HostEvent | None = None) -> HostEvent:
@@ -75,7 +75,7 @@ class HostEvent:
         self._seconds = time.perf_counter()
 
     def elapsed_time(self, end: HostEvent) -> float:
-        """Milliseconds from this event to `end`."""
+        """Returns the milliseconds from this event to `end`."""
         return 1e3 * (end._seconds - self._seconds)
 
     def wait(self, stream: HostStream | None = None) -> None:
@@ -85,7 +85,7 @@ class HostEvent:
         """Returns at once, as work on the host is never outstanding."""
 
     def query(self) -> bool:
-        """Whether the event has happened: always."""
+        """Returns True: an event on the host has always happened."""
         return True
 
 

@@ -88,7 +88,7 @@ class _CoalescedWorks:
         self.works.append(work)
 
     def wait(self) -> None:
-        """Block until all are complete."""
+        """Waits until all operations are complete."""
         for work in self.works:
             work.wait()
         self.works = []
@@ -342,7 +342,7 @@ def _init_process_group(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _new_group(original: Callable[..., Any]) -> Callable[..., Any]:
-    """As for the default group."""
+    """Returns a new group, made as the default group was."""
 
     def new_group(
         ranks: Any = None, timeout: Any = None, backend: str | None = None, pg_options: Any = None, **kwargs: Any

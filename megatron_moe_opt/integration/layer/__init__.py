@@ -1,1 +1,1 @@
-"""Where systems cut into Megatron's layers."""
+"""The places where systems cut into Megatron's layers."""

@@ -19,7 +19,7 @@ def layer_workload(
     tokens: int = 0,
     wire: Wire = SAME,
 ) -> LayerWorkload:
-    """Of one micro-batch, routed evenly.
+    """Returns the workload of one micro-batch, routed evenly.
 
     Args:
         config: Megatron's TransformerConfig.

@@ -186,7 +186,7 @@ def _compute(
     hidden_states: torch.Tensor,
     probs: torch.Tensor,
 ) -> tuple[torch.Tensor, None]:
-    """In the place of MoELayer.routed_experts_compute."""
+    """Runs the experts in the place of MoELayer.routed_experts_compute."""
     migrated: MigratedExperts | None = layer.token_dispatcher.dispatcher.migrated
     if migrated is None:  # the domains that were chosen are single ranks
         return stock(layer, hidden_states, probs)

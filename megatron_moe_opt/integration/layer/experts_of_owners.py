@@ -76,7 +76,7 @@ def _with_all(experts: nn.Module, of_owners: Sequence[Parameters]) -> nn.Module:
 
 
 def _with(module: nn.Module, own: Parameters, prefix: str) -> nn.Module:
-    """The module with other parameters."""
+    """Returns a copy of the module that has other parameters."""
     copy = _copy(module)
     for name, parameter in module._parameters.items():
         if parameter is not None:

@@ -13,7 +13,7 @@ from megatron_moe_opt.integration.seams import seam_moved
 
 
 class LayerSlot(Enum):
-    """A method of MoELayer."""
+    """The methods of MoELayer that a system may replace."""
 
     FORWARD = "forward"
     PREPROCESS = "preprocess"
@@ -24,7 +24,7 @@ class LayerSlot(Enum):
 
 
 _PARAMETERS = {LayerSlot.EXPERTS: ["self", "hidden_states", "probs"]}
-"""Of methods that are replaced, and not only wrapped."""
+"""The parameters of methods that are replaced, and not only wrapped."""
 
 
 @dataclass(frozen=True)

@@ -63,7 +63,7 @@ def pipeline_experts(layer: Any, options: Options) -> None:
 def _run(
     layer: Any, tokens: torch.Tensor, tokens_per_expert: torch.Tensor, probs: torch.Tensor, _: Sequence[torch.Tensor]
 ) -> torch.Tensor:
-    """This rank's experts."""
+    """Returns the outputs of this rank's experts."""
     return _without_bias(layer, *layer.experts(tokens, tokens_per_expert, probs))
 
 
@@ -76,7 +76,7 @@ def _run_all(
     probs: torch.Tensor,
     of_others: Sequence[torch.Tensor],
 ) -> torch.Tensor:
-    """The experts of all owners."""
+    """Returns the outputs of the experts of all owners, with the parameters that have travelled here."""
     own = dict(layer.experts.named_parameters())
     of_owners = [own if parameters is None else parameters for parameters in migrated.by_owner(of_others)]
     with watched:

@@ -42,10 +42,10 @@ class LayerSettings:
     topk: int
     tp: int = 1
     ep: int | None = None
-    """None: as many ranks as expert_tp leaves."""
+    """Expert parallelism; None: as many ranks as expert_tp leaves."""
     expert_tp: int = 1
     dtype: str = "fp32"
-    """Of tokens and weights: fp32 or bf16."""
+    """Type of tokens and weights: fp32 or bf16."""
     routing: str = "uniform"
     capacity_factor: float | None = None
     pad_to_capacity: bool = False
@@ -53,7 +53,7 @@ class LayerSettings:
     warmup: int = 0
     seed: int = 1
     profile: Path | None = None
-    """For variants that choose by measurements."""
+    """The profile, for variants that choose by measurements."""
     dispatch_only: bool = False
     """Whether to leave router and experts out."""
     replicated: bool = False

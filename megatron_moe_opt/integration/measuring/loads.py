@@ -47,7 +47,7 @@ class Rows:
 
     @property
     def bytes(self) -> int:
-        """The bytes of one row."""
+        """Returns the bytes of one row."""
         return self.hidden * self.dtype.itemsize
 
     def number(self, size: int, multiple: int) -> int:

@@ -63,11 +63,11 @@ class Sizes:
     """What is measured besides the groups: rows and experts as the layers have them."""
 
     hidden: int
-    """Elements of a row."""
+    """Elements of a row: the hidden size."""
     ffn_hidden: int
-    """Of a whole expert."""
+    """Middle size of a whole expert, before expert-TP cuts it."""
     dtype: str
-    """Of the rows: fp32 or bf16."""
+    """Type of the rows: fp32 or bf16."""
     workers: tuple[int, ...] = ()
     """Of each network level of the expert-parallel groups, to measure the groups of expert domains; empty: none."""
     codec: bool = False

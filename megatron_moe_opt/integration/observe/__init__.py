@@ -1,1 +1,1 @@
-"""What layers do, reported."""
+"""Reports of what MoE layers do: telemetry, traffic, routing."""

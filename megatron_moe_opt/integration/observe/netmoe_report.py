@@ -13,7 +13,7 @@ _layers: weakref.WeakKeyDictionary[NetmoeDispatcher, int] = weakref.WeakKeyDicti
 
 
 def watch(dispatcher: NetmoeDispatcher, layer_number: int) -> None:
-    """Reports this layer from now on."""
+    """Begins to report this layer."""
     _layers[dispatcher] = layer_number
 
 

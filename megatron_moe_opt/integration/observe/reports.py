@@ -18,7 +18,7 @@ from megatron_moe_opt.integration.host.patching import when_imported
 from megatron_moe_opt.integration.observe import netmoe_report, telemetry_report
 
 Values = dict[int, dict[str, float]]
-"""By layer number."""
+"""Reported values by layer number, and then by name."""
 Reports = dict[str, Values]
 """By the name of their source; none that has nothing to say."""
 

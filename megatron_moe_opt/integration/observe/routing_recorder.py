@@ -36,7 +36,7 @@ class _OfRank:
     """Of each pass, uint16 [layers of this stage, B, S, K]: B samples, S tokens of each that this rank routes."""
     steps: list[int] = field(default_factory=list)
     kinds: list[np.ndarray] = field(default_factory=list)
-    """Of each pass, int16 [B]; none where nobody says."""
+    """The kind of each sample of each pass, int16 [B]; empty where nobody says."""
 
 
 class RoutingRecorder:
@@ -57,14 +57,14 @@ class RoutingRecorder:
     def __init__(self, output: Path, steps: range) -> None:
         self._output, self._steps = output, steps
         self._step = 1
-        """That is under way."""
+        """The optimizer step that is under way, counted from 1."""
         self._part: _OfRank | None = None
         self._heard: dict[int, list[np.ndarray]] = {}
         self._kinds: list[np.ndarray] = []
         self._kind_names: tuple[str, ...] = ()
 
     def __enter__(self) -> RoutingRecorder:
-        """Begins to listen."""
+        """Begins to listen to the routers."""
         global _running
         from megatron.core.transformer.moe.moe_layer import MoELayer
         from megatron.core.transformer.moe.router import Router

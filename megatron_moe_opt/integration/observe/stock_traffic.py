@@ -65,7 +65,7 @@ class StockTraffic:
 
 
 def _counts(splits: Any, rows: int, size: int) -> list[int]:
-    """Without splits, all are equal."""
+    """Returns the rows for each peer: the splits or, without any, equal parts."""
     return [rows // size] * size if splits is None else [int(split) for split in splits]
 
 

@@ -33,7 +33,7 @@ class LayerRecord:
 
     def __init__(self, num_experts: int, group: Any, stride: int | None = None) -> None:
         self.number = 0
-        """Of the layer in the model."""
+        """The number of the layer in the model."""
         self.num_experts, self.group = num_experts, group
         self.clock = DeviceClock() if torch.cuda.is_available() else HostClock()
         self.first, self.again = Samples(stride), Samples(stride)

@@ -22,7 +22,7 @@ from megatron_moe_opt.topology.group_cache import cached_by_group
 from megatron_moe_opt.topology.nodes import NodeMap, discover_nodes
 
 PREFIX = "moe-opt"
-"""Of the names in TensorBoard and W&B."""
+"""What names in TensorBoard and W&B begin with."""
 STAGES = tuple(entry.name for entry in fields(Times))
 LINKS = ("inter-node", "intra-node")
 ERRORS = ("dispatch error", "combine error")

@@ -33,7 +33,7 @@ _MOST_ROWS = 2**40
 
 @dataclass(frozen=True)
 class Choice:
-    """What was chosen, and from what."""
+    """The variant that was chosen, and the candidates that it was chosen from."""
 
     chosen: Prediction
     among: tuple[Prediction, ...]

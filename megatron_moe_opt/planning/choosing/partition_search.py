@@ -47,7 +47,7 @@ class PartitionSearch:
     chosen: dict[tuple[int, int], int] = field(default_factory=dict, init=False)
     """C: n by tokens and the least n that was allowed."""
     _times: dict[int, dict[int, list[float]]] = field(default_factory=dict, init=False)
-    """Seconds by tokens and n."""
+    """Measured seconds, by tokens and by n."""
 
     def __post_init__(self) -> None:
         if not self.counts or any(one >= other for one, other in pairwise(self.counts)):

@@ -26,7 +26,7 @@ TURN = 4
 """Steps of a variant in a sweep. The first after another variant's does not count: buffers are new, and what was sent
 ahead may be on its way."""
 MOST_STEPS = 150
-"""Of all trials."""
+"""The most training steps that all trials take together."""
 ONE_TURN_WITHIN = 1.25
 """Times the leader's median: a variant that has had one turn stays within that, for a disturbance may last as long."""
 STOCK_WITHIN = 0.01
@@ -95,7 +95,7 @@ class Trials:
     def __init__(
         self, predictions: Sequence[Prediction], planned: str, share: int = 1, beside: Sequence[str] = ()
     ) -> None:
-        """Begins with the shortlist.
+        """Begins the trials with the shortlist.
 
         Args:
             predictions: of all that may be tried, the fastest first, the planned variant among them.
@@ -110,7 +110,7 @@ class Trials:
         self._predicted = {one.variant: one.seconds for one in predictions}
         self._order: list[str] = []
         self._seconds: list[float] = []
-        """Of the steps of `_order` that have run."""
+        """Seconds of the steps of `_order` that have run."""
         self._sweeps = 0
         self._begin_sweep()
 

@@ -31,17 +31,17 @@ _SCATTERING = frozenset({Kind.ALL_TO_ALL, Kind.ALL_GATHER, Kind.REDUCE_SCATTER})
 
 @dataclass(frozen=True)
 class Bus:
-    """Where a collective's bytes go."""
+    """The group and the links that a collective's bytes go over."""
 
     ranks: int
-    """Of the group."""
+    """Number of ranks in the group."""
     link: str
     """The slowest kind that the group has: INSIDE, or EVERY_RANK where it has ranks on several nodes."""
     peak: float | None
     """Bytes a second that a rank can send over such links while all do; None: not measured."""
 
     def bandwidth(self, size: int, seconds: float) -> float:
-        """busbw in bytes a second."""
+        """Returns the bus bandwidth in bytes a second, as nccl-tests defines busbw."""
         return size / seconds * (self.ranks - 1) / self.ranks
 
 
@@ -56,7 +56,7 @@ def bus_of(cluster: Cluster, kind: Kind, group: str | None) -> Bus | None:
 
 
 def best_rate(points: Points) -> float:
-    """Bytes a second."""
+    """Returns the highest rate of the points, in bytes a second."""
     return max(size / seconds for size, seconds in points)
 
 

@@ -29,7 +29,7 @@ Facts = Mapping[str, str | int]
 
 RANKS, ROW, EXPERT, TYPE = "ranks", "hidden size of a row", "hidden size of an expert", "type of the rows"
 VERSIONS = ("megatron-moe-opt", "megatron-core", "torch")
-"""What times hold for, in words."""
+"""The software whose versions measured times hold for."""
 STOCK, OURS = "stock", "ours"
 """Whose permutation and sorting `Cluster.local_work` is: Megatron's, or this package's."""
 
@@ -47,7 +47,7 @@ class World:
 
     @property
     def layout(self) -> Layout:
-        """Who is in which group."""
+        """Returns the layout: which rank is in which group."""
         return Layout(len(self.nodes), self.tp, self.cp, self.ep, self.expert_tp)
 
 
@@ -57,7 +57,7 @@ class ExpertGemm:
 
     hidden: int
     ffn_hidden: int
-    """Of this rank's shard: the expert's divided by expert-TP."""
+    """Middle size of this rank's shard: the expert's divided by expert-TP."""
     dtype: str
     points: Points
     """(rows, seconds) of the forward pass."""
@@ -105,7 +105,7 @@ class Cluster:
 
     @classmethod
     def load(cls, file: str | Path) -> Cluster:
-        """Reads a file that `save` wrote.
+        """Reads a profile that `save` wrote.
 
         Raises:
             ConfigurationError: the file, the line, the value there and what is wrong with it.

@@ -63,7 +63,7 @@ class CostCurve:
 
     @property
     def latency(self) -> float:
-        """Seconds of an op without bytes."""
+        """Seconds of an op without bytes: the latency."""
         if len(self.points) == 1:
             return 0.0
         (size, seconds), (next_size, next_seconds) = self.points[:2]
@@ -98,9 +98,9 @@ class AlphaBeta:
     """Seconds of an op as a line, alpha + beta * bytes (Parm, section V-A), and how well measured points lie on it."""
 
     alpha: float
-    """Seconds of an op without bytes."""
+    """Seconds of an op without bytes: the latency."""
     beta: float
-    """Seconds a byte."""
+    """Seconds that every byte adds."""
     r_squared: float = 1.0
     """The part of the points' variance that the line explains: 1 where they lie on it, less than 0 where their mean
     would be nearer to them."""
@@ -154,7 +154,7 @@ class Costs:
     curves: Mapping[tuple[Kind, str | None], CostCurve] = field(default_factory=dict)
     """By kind of op and role of its group (None for ops that are not collectives)."""
     overhead: float = 0.0
-    """Seconds that every op takes besides."""
+    """Seconds that every op takes besides what its curve says."""
 
     def __call__(self, op: Op) -> float:
         """Seconds of one op. Raises ConfigurationError as `curve` does.

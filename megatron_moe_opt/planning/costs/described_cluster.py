@@ -47,7 +47,7 @@ class _Place:
     peers: tuple[int, ...]
     """Of each level, the innermost first: those that it reaches over the level's links."""
     ranks: int
-    """Of the group."""
+    """Number of ranks in the group."""
 
 
 def describe(known: KnownCluster, layout: Layout, hidden: int, ffn: int, dtype: str = "bf16") -> Cluster:
@@ -132,7 +132,7 @@ def _short(group: Sequence[int]) -> str:
 
 
 def _places(levels: Sequence[tuple[int, Fabric]], groups: Iterable[Sequence[int]]) -> set[_Place]:
-    """Of all ranks of all groups."""
+    """Returns the places of all ranks of all groups."""
     found = set()
     for group in groups:
         inside = [Counter(rank // ranks for rank in group) for ranks, _ in levels]

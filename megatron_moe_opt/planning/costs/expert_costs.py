@@ -37,7 +37,7 @@ def costs_with_experts(layer: LayerWorkload, cluster: Cluster, holds: int = 1) -
     ]
 
     def all_experts(points: Sequence[tuple[float, float]]) -> CostCurve:
-        """Over bytes of T_DI, spread evenly."""
+        """Returns the cost of all experts here over the bytes of their inputs (T_DI), spread evenly."""
         rows = layer.local_experts * holds
         return CostCurve(tuple((size * rows * layer.row_bytes, s * rows * work) for size, s in points))
 

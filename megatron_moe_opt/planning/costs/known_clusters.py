@@ -50,7 +50,7 @@ class Fabric:
     first: float = 0.0
     """Seconds of a collective with one peer, whatever it carries, besides what the efficiencies contain."""
     further: float = 0.0
-    """Seconds that every further peer adds."""
+    """Seconds that every peer after the first adds."""
     shared: bool = False
     """Whether the GPUs of a group (a node, a data centre) have one link among them."""
 
@@ -62,7 +62,7 @@ class KnownCluster:
     title: str
     device: GpuSpeed
     memory: float
-    """Bytes of a GPU."""
+    """Bytes of a GPU's memory."""
     memory_bandwidth: float
     """Bytes a second that a GPU's memory reads and writes together."""
     copy_bandwidth: float
@@ -70,13 +70,13 @@ class KnownCluster:
     host_bandwidth: float
     """Bytes a second between a GPU and its host, reached."""
     node: int
-    """GPUs that `inside` joins."""
+    """GPUs of a node, which `inside` joins."""
     inside: Fabric
     between: Fabric
-    """Of nodes."""
+    """The network between nodes."""
     data_centres: int = 1
     far: Fabric | None = None
-    """Of data centres."""
+    """The network between data centres; None: there is one data centre."""
     overhead: float = 10 * US
     """Of an op: its launch, and the event that another stream waits for. Assumed."""
     slowdown: Slowdown = field(default_factory=dict)

@@ -29,7 +29,7 @@ class LinkBytes:
 
     @property
     def spans_nodes(self) -> bool:
-        """Whether the expert-parallel group does."""
+        """Says whether the expert-parallel group has ranks on several nodes."""
         return len({self._nodes[rank] for rank in self._ranks["ep"]}) > 1
 
     def sent(self, op: Op) -> tuple[float, float]:

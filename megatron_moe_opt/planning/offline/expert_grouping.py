@@ -75,11 +75,11 @@ class _Counted:
 @dataclass(frozen=True)
 class _Groups:
     kept: int
-    """Tokens inside the groups."""
+    """Number of tokens whose sample and expert are in the same group."""
     experts: np.ndarray
-    """int64 [L, F]."""
+    """The group of each expert in each layer, int64 [L, F]."""
     samples: np.ndarray
-    """int64 [P, Q, S]."""
+    """The group of each sample in each pass and pair of layers, int64 [P, Q, S]."""
 
 
 def _group(part: _Counted, groups: int, solve: Solve, rng: np.random.Generator) -> _Groups:

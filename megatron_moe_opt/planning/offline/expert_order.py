@@ -55,7 +55,7 @@ def stock_devices(num_layers: int, num_experts: int, ranks: int) -> np.ndarray:
 
 
 def write_expert_order(path: Path, order: ExpertOrder) -> None:
-    """Writes the file.
+    """Writes the order to a file for --moe-opt-expert-order.
 
     Raises:
         ConfigurationError: it cannot be written.

@@ -70,13 +70,13 @@ class StreamPass:
     """One way through a layer, forward or backward."""
 
     pre_expert_seconds: float
-    """Of what precedes the experts; backward, of its gradients."""
+    """Seconds of what precedes the experts; in a backward pass, of its gradients."""
     expert_seconds: float
-    """Of all experts of a GPU."""
+    """Seconds of all experts of a GPU."""
     expert_bytes: int
     """Of all experts of a GPU, as they travel: weights, compressed or not; backward, their gradients."""
     collective: Kind = Kind.ALL_GATHER
-    """In which experts travel: REDUCE_SCATTER in a backward pass."""
+    """The collective in which experts travel: REDUCE_SCATTER in a backward pass."""
     gathered_again: int = 0
     """Bytes of experts, as `expert_bytes`, that a backward pass gathers because they did not stay."""
 
@@ -90,13 +90,13 @@ class MigrationLayer:
     """A MoE layer; its experts are drawn evenly, but for `imbalance`."""
 
     tokens: int
-    """Of a GPU."""
+    """Tokens of a GPU."""
     row_bytes: int
-    """Of a token as it travels."""
+    """Bytes of a token as it travels."""
     topk: int
-    """Experts of a token: K."""
+    """Experts that a token is sent to (K)."""
     local_experts: int
-    """Experts of a GPU."""
+    """Number of experts that a GPU owns."""
     passes: tuple[StreamPass, ...]
     imbalance: Callable[[ExpertDomains, int], float] = _even
     """By how much the (token, expert) pairs of the busiest region of the levels down to one exceed the mean."""

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cached_property
+from itertools import combinations
 
 from megatron_moe_opt.planning.costs.cluster import OURS, Cluster
 from megatron_moe_opt.planning.costs.curves import CostCurve, Costs
@@ -15,7 +16,7 @@ from megatron_moe_opt.planning.predicting.layer_workload import LayerWorkload
 from megatron_moe_opt.planning.predicting.monta import Pass, training_passes
 from megatron_moe_opt.planning.predicting.partitioned_rows import activation_bytes
 from megatron_moe_opt.planning.predicting.prediction import Prediction
-from megatron_moe_opt.planning.predicting.simulator import simulate
+from megatron_moe_opt.planning.predicting.simulator import lane_rate, simulate
 from megatron_moe_opt.planning.predicting.skew import Skew
 from megatron_moe_opt.schedules.monta import even_chunks
 from megatron_moe_opt.schedules.mpmoe import NONE
@@ -25,9 +26,9 @@ from megatron_moe_opt.schedules.timeline import Timeline
 from megatron_moe_opt.topology.domains import stationary
 
 PIPELINE = "pipeline with experts"
-"""The term of schedules that experts are part of."""
+"""The name of the term of schedules that experts are part of."""
 DISPATCH = "dispatch and combine"
-"""The term of all other schedules."""
+"""The name of the term of all other schedules."""
 PROB_BYTES = 4
 _CONVERT = (Kind.COPY, Kind.PERMUTE, Kind.SUM)
 CODEC_COPIES = {
@@ -44,12 +45,19 @@ _WITH_PROBS = (0, 3)  # of `training_passes`: dispatch, and the gradients on the
 class LayerOnCluster:
     """A layer on a cluster, and what all candidates have in common. Experts that were not measured are left out."""
 
-    def __init__(self, workload: LayerWorkload, cluster: Cluster, below: float = math.inf) -> None:
+    def __init__(
+        self,
+        workload: LayerWorkload,
+        cluster: Cluster,
+        below: float = math.inf,
+        has_room: Callable[[int], bool] = lambda activation_bytes: True,
+    ) -> None:
         """
         Args:
             below: seconds. Candidates that take as long, whatever they hide, are not asked for.
+            has_room: whether candidates that hold so many bytes of activations are asked for.
         """
-        self.workload, self.cluster, self.below = workload, cluster, below
+        self.workload, self.cluster, self.below, self.has_room = workload, cluster, below, has_room
         self.costs = cluster.costs() if cluster.expert_gemm is None else self.expert_costs
         of_stock = {key: CostCurve(points) for key, points in cluster.stock_curves.items()}
         self.stock_costs = Costs({**self.costs.curves, **of_stock}, self.costs.overhead)
@@ -59,6 +67,7 @@ class LayerOnCluster:
         """Rows of an even all-to-all that takes as long as this one."""
         self.computed = workload.rows_of(self.skew.computed())
         """Rows of every rank whose experts would take as long."""
+        self._best_rates: dict[Lane, tuple[float, float]] = {}
         self.activation_bytes = activation_bytes(workload, workload.rows, 1, NONE)
 
     @cached_property
@@ -96,8 +105,23 @@ class LayerOnCluster:
         """Of experts that travel, in memory: into the message, their gradients into one, the sum to the parameters'."""
         return self.seconds_to_copy(self.bytes_of_copies(holds))
 
+    def best_rates(self, lane: Lane) -> tuple[float, float]:
+        """Returns the highest rate of an op in this lane while another op computes, and that of the other op.
+
+        Whatever other lanes are busy, neither is faster: bounds of what a layer takes at least are made of these.
+        """
+        if lane not in self._best_rates:
+            others = [other for other in Lane if other not in (lane, Lane.COMPUTE)]
+            besides = [beside for n in range(len(others) + 1) for beside in combinations(others, n)]
+            slowdown = self.cluster.slowdown or {}
+            self._best_rates[lane] = (
+                max(lane_rate(lane, (Lane.COMPUTE, *beside), slowdown) for beside in besides),
+                max(lane_rate(Lane.COMPUTE, (lane, *beside), slowdown) for beside in besides),
+            )
+        return self._best_rates[lane]
+
     def seconds_to_copy(self, num_bytes: float) -> float:
-        """Of bytes in a rank's memory."""
+        """Returns the seconds to copy so many bytes in a rank's memory."""
         return self.costs.curve(Op(Kind.COPY, Lane.COMPUTE)).seconds(num_bytes) if num_bytes else 0.0
 
     def seconds_of_codec(self, kind: Kind, num_bytes: float) -> float:
@@ -106,12 +130,12 @@ class LayerOnCluster:
         return self.seconds_to_copy(CODEC_COPIES[kind] * num_bytes) if curve is None else curve.seconds(num_bytes)
 
     def bytes_of_copies(self, holds: int) -> int:
-        """Of `seconds_of_copies`."""
+        """Returns the bytes that `seconds_of_copies` copies."""
         return (holds + 2) * self.workload.expert_bytes if holds > 1 else 0
 
     @cached_property
     def passes(self) -> tuple[Pass, ...]:
-        """Of our dispatchers, whose rows carry their probabilities."""
+        """Returns the passes of our dispatchers, whose rows carry their probabilities."""
         one = self.workload
         return training_passes(self.exchanged, one.outbound_bytes, one.packed_row_bytes, one.homebound_bytes)
 

@@ -28,16 +28,16 @@ class LayerWorkload:
     tokens: int
     """That a rank enters the layer with: with sequence parallelism its part of them. 0 where they are not known yet."""
     hidden: int
-    """Of a token as it travels."""
+    """Hidden size of a token as it travels."""
     ffn: int
     """Middle size of this rank's shard of an expert."""
     gated: bool
     """The first matrix of an expert is twice as wide."""
     experts: int
-    """Of the layer, on all ranks."""
+    """Number of the layer's experts, on all ranks."""
     topk: int
     element_bytes: int
-    """Of tokens and weights."""
+    """Bytes of an element of tokens and weights."""
     lane_bytes: int
     """Behind a row of dispatch, for its probability."""
     ep: int
@@ -59,15 +59,15 @@ class LayerWorkload:
     compression: float = 1.0
     """Bytes of experts that travel, over bytes sent."""
     gradient_compression: float = 1.0
-    """The same of their gradients."""
+    """Bytes of gradients of experts that travel, over bytes sent."""
     wire: Wire = SAME
-    """How its rows travel."""
+    """The formats in which rows travel (--moe-opt-wire)."""
     resident_part: float = 1.0
     """Of a rank's MoE layers, those whose experts of other ranks stay in memory; 1: none is brought there again."""
 
     @property
     def row_bytes(self) -> int:
-        """Of a row as its experts have it."""
+        """Returns the bytes of a row as its experts have it."""
         return self.hidden * self.element_bytes
 
     @property
@@ -77,7 +77,7 @@ class LayerWorkload:
 
     @property
     def homebound_bytes(self) -> int:
-        """Of a row on its way back."""
+        """Returns the bytes of a row on its way back."""
         return self._on_the_wire(self.wire.combine)
 
     def _on_the_wire(self, wire: WireFormat) -> int:
@@ -85,7 +85,7 @@ class LayerWorkload:
 
     @property
     def packed_row_bytes(self) -> int:
-        """Of a row of dispatch, which carries its probability."""
+        """Returns the bytes of a row of dispatch, which carries its probability."""
         return self.outbound_bytes + self.lane_bytes
 
     @property
@@ -110,7 +110,7 @@ class LayerWorkload:
 
     @property
     def expert_bytes(self) -> int:
-        """Of the weights of all experts of a rank."""
+        """Returns the bytes of the weights of all experts of a rank."""
         return self.local_experts * self.hidden * self.ffn * (3 if self.gated else 2) * self.element_bytes
 
     @property

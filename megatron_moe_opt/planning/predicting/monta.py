@@ -11,7 +11,7 @@ from megatron_moe_opt.schedules.schedule import Schedule
 
 CHUNKS = (1, 2, 4, 8, 16)
 PASSES = ("forward dispatch", "forward combine", "backward of combine", "backward of dispatch")
-"""The names of `training_passes`."""
+"""The names of what `training_passes` returns, in its order."""
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class Pass:
     """Bytes of this rank's own rows: I / t in the paper's terms."""
 
     def schedule(self, level: str, chunks: Sequence[ChunkBytes], ep_size: int, etp_size: int) -> Schedule:
-        """The schedule that runs it."""
+        """Returns the schedule that runs this pass."""
         return _BUILDERS[self.direction](level, chunks, ep_size, etp_size)
 
 

@@ -29,11 +29,11 @@ class Volume:
     """Tokens of one all-to-all, by the slowest link that they cross (eqs. 3 and 4)."""
 
     inter: int
-    """Between nodes."""
+    """Tokens that cross nodes."""
     intra: int
-    """Between devices of one node."""
+    """Tokens that cross devices of one node."""
     local: int
-    """Inside a device."""
+    """Tokens that stay on their device."""
 
 
 def tokens_by_device(num: np.ndarray, expert_device: np.ndarray, num_devices: int) -> np.ndarray:
@@ -179,7 +179,7 @@ class NextLayerPrediction:
 
 @dataclass(frozen=True)
 class _Fit:
-    """Of W samples, and what predictions take from it."""
+    """A fit of W samples, and what predictions take from it."""
 
     center: np.ndarray
     """[inputs], x0 to whole numbers."""

@@ -44,7 +44,7 @@ class ParmFits:
 
     @classmethod
     def of(cls, cluster: Cluster) -> ParmFits:
-        """Fits what was measured.
+        """Fits the model's terms to the measured curves of a cluster.
 
         Raises:
             ConfigurationError: it was not.

@@ -17,18 +17,18 @@ class Prediction:
     """What one candidate would take for a layer, forward and backward of one micro-batch."""
 
     variant: str
-    """As `moe-opt bench --dispatchers` takes it."""
+    """The name of the variant, as `moe-opt bench --dispatchers` takes it."""
     seconds: float
     exposed: float
     """Seconds in which a collective runs and no expert computes."""
     inter_bytes: float
-    """That a rank sends over links between nodes."""
+    """Bytes that a rank sends over links between nodes."""
     intra_bytes: float
-    """That it sends inside its node."""
+    """Bytes that a rank sends inside its node."""
     activation_bytes: int
     """What forward and backward hold of rows and of what experts save (MPMoE, eq. 2); and of others' experts."""
     terms: dict[str, float] = field(default_factory=dict)
-    """What `seconds` is the sum of."""
+    """The seconds of each term, of which `seconds` is the sum."""
     parts: int = field(default=1, compare=False)
     """Chunks or partitions that its rows are cut into."""
     timelines: tuple[Timeline, ...] = field(default=(), compare=False, repr=False)

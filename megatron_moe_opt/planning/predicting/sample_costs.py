@@ -19,7 +19,7 @@ from megatron_moe_opt.topology.sample_holders import SampleHolders
 
 
 class SampleCosts(Protocol):
-    """Of one way that rows travel."""
+    """The costs of placing samples, for one way that rows travel."""
 
     device_node: np.ndarray
     """[J] the node of each device, to the solver."""
@@ -55,11 +55,11 @@ class RowCosts:
         self._expert_device = np.repeat(holders.ep_device, num_experts // len(holders.ep_device))
 
     def by_expert(self, counts: np.ndarray) -> np.ndarray:
-        """See SampleCosts."""
+        """Returns the rows for each expert, int64 [..., E]."""
         return counts
 
     def on_device(self, counts: np.ndarray, beside: int = 0) -> np.ndarray:
-        """See SampleCosts."""
+        """Returns what stays off the links for each sample on each device, by position."""
         holders = self._holders
         num = holders.by_position(counts)
         on_device = tokens_by_device(num, self._expert_device, holders.num_devices)
@@ -130,11 +130,11 @@ class HopCosts:
             self.device_node = np.unique(places[ranks, levels[0]], return_inverse=True)[1]
 
     def by_expert(self, counts: np.ndarray) -> np.ndarray:
-        """See SampleCosts."""
+        """Returns the rows for each expert, int64 [..., E]."""
         return self._chunks(counts).sum(-2)[..., -self._experts :]
 
     def on_device(self, counts: np.ndarray, beside: int = 0) -> np.ndarray:
-        """See SampleCosts."""
+        """Returns what stays off the links for each sample on each device, by position."""
         holders, copies = self._holders, self._copies(counts)
         if beside:
             copies = self._with_beside(copies, np.arange(len(copies))[:, None], beside)
@@ -147,7 +147,7 @@ class HopCosts:
         return on_device
 
     def volumes(self, counts: np.ndarray, here: np.ndarray, there: np.ndarray, beside: int) -> tuple[Volume, Volume]:
-        """See SampleCosts."""
+        """Returns the rows of a pass that are sent in dispatch, and in combine."""
         copies = self._copies(counts)
         dispatched = self._volume(copies, here)
         return dispatched, self._volume(self._with_beside(copies, here, beside) if beside else copies, there)

@@ -36,9 +36,9 @@ class Order:
     """What of a schedule decides when ops run: the lane of each and the ops it waits for."""
 
     lanes: tuple[Lane, ...]
-    """The lanes in use."""
+    """The lanes that the schedule uses."""
     lane_of: tuple[int, ...]
-    """Of each op, an index into `lanes`."""
+    """The lane of each op, as an index into `lanes`."""
     waits_for: tuple[tuple[int, ...], ...]
 
     @classmethod

@@ -45,7 +45,7 @@ class Table5Row:
     """MB (2^20 bytes) of one all-to-all between nodes in float32, all ranks together."""
     stock_intra: float
     inter: float
-    """With NetMoE."""
+    """MB of the same all-to-all between nodes with NetMoE's placement."""
     intra: float
     node_taste: float
     """How much a topic prefers nodes to others; fitted, not the paper's."""
@@ -90,7 +90,7 @@ TABLE5: dict[str, dict[int, Table5Row]] = {
         4: Table5Row(4, 4096, 3080.00, 884.80, 1884.00, 1201.60, 2.06, 3.00),
     },
 }
-"""By model and number of nodes."""
+"""The rows of NetMoE's Table 5, by model and number of nodes."""
 
 
 def generate_routing(
@@ -166,7 +166,7 @@ def _preferences(
 
 
 def _shares(logarithms: np.ndarray) -> np.ndarray:
-    """Of each in its row."""
+    """Returns the share of each number in the sum of its row."""
     weights = np.exp(logarithms - logarithms.max(axis=-1, keepdims=True))
     return weights / weights.sum(axis=-1, keepdims=True)
 

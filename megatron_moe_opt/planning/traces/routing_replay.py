@@ -36,7 +36,7 @@ Place = Callable[[np.ndarray, np.ndarray, np.ndarray], np.ndarray]
 
 @dataclass(frozen=True)
 class Replay:
-    """What was sent, by plan."""
+    """The tokens that were sent under each plan of placement."""
 
     volumes: dict[str, np.ndarray]
     """int64 [P, L - 1, 3], tokens between nodes, between devices of a node, inside a device; both all-to-alls of a

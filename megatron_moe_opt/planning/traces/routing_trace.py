@@ -30,7 +30,7 @@ UNKNOWN = -1  # the kind of a sample of which nothing is known
 
 @dataclass(frozen=True)
 class RoutingTrace:
-    """Recorded or generated routing.
+    """The experts that every token went to, recorded in training or generated.
 
     Raises:
         ValueError: arrays that are no routing, or do not fit each other; the text says which.

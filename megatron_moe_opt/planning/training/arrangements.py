@@ -21,11 +21,11 @@ class Arrangement:
 
     layout: Layout
     micro_batch: int
-    """Sequences."""
+    """Sequences of a micro-batch."""
     micro_batches: int
-    """Of a step and data-parallel rank."""
+    """Micro-batches of a training step on one data-parallel rank."""
     recompute: str = RECOMPUTE[0]
-    """A value of memory.RECOMPUTE."""
+    """What is recomputed: a value of memory.RECOMPUTE."""
 
 
 def arrangements(

@@ -29,7 +29,7 @@ class ModelShape:
     hidden: int
     heads: int
     vocabulary: int
-    """Padded, as Megatron pads it."""
+    """Size of the vocabulary, padded as Megatron pads it."""
     experts: int
     topk: int
     ffn: int
@@ -37,7 +37,7 @@ class ModelShape:
     kv_heads: int | None = None
     """Key and value heads (grouped-query attention); None: as many as heads."""
     head_size: int | None = None
-    """None: hidden / heads."""
+    """Size of an attention head; None: hidden / heads."""
     shared_ffn: int = 0
     """Middle size of the shared experts together."""
     dense_layers: int = 0
@@ -46,7 +46,7 @@ class ModelShape:
     gated: bool = True
     """SwiGLU and the like: the first matrix of an MLP is twice as wide."""
     bias: bool = False
-    """Of every linear layer."""
+    """Whether every linear layer has a bias."""
     norm_parameters: int = 1
     """Vectors of a norm: 1 for RMSNorm, 2 for LayerNorm."""
     qk_norm: bool = False
@@ -55,7 +55,7 @@ class ModelShape:
 
     @property
     def query_size(self) -> int:
-        """Elements of a token's queries."""
+        """Returns the elements of a token's queries."""
         return self.heads * (self.head_size or self.hidden // self.heads)
 
     @property

@@ -19,7 +19,7 @@ class StepCosts:
     """Seconds of a step that throughput() adds to those of computing and of MoE layers."""
 
     micro_batch: float = 0.0
-    """Of each micro-batch on a pipeline stage."""
+    """Seconds of each micro-batch on a pipeline stage."""
     gradients: float = 0.0
     """Of reducing gradients and gathering parameters, once a step, beside the last micro-batch."""
 

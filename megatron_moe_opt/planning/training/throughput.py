@@ -27,7 +27,7 @@ class Throughput:
     """Forward and backward of one MoE layer and micro-batch: compute and exchange."""
     step_seconds: float
     tokens_per_second: float
-    """Of one GPU."""
+    """Tokens a second of one GPU."""
     mfu: float
     """Model FLOPs utilization: the model's FLOPs over what the GPUs could do in the time."""
 

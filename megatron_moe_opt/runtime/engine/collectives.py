@@ -42,7 +42,7 @@ class Waitable(Protocol):
     """What a collective leaves behind when it is issued asynchronously."""
 
     def wait(self) -> object:
-        """Block until the operation is complete."""
+        """Waits until the operation is complete."""
 
 
 @contextmanager
@@ -196,7 +196,7 @@ def start_all_to_all_rows(
 def all_to_all_rows(
     rows: torch.Tensor, receive_counts: list[int], send_counts: list[int], group: dist.ProcessGroup | None
 ) -> torch.Tensor:
-    """As `start_all_to_all_rows`, waiting: returns [sum(receive_counts), ...]."""
+    """Sends rows as `start_all_to_all_rows`, waits, and returns [sum(receive_counts), ...]."""
     return start_all_to_all_rows(rows, receive_counts, send_counts, group).wait()
 
 
@@ -230,7 +230,7 @@ def start_all_gather_rows(rows: torch.Tensor, counts: list[int] | None, group: d
 
 
 def all_gather_rows(rows: torch.Tensor, counts: list[int] | None, group: dist.ProcessGroup | None) -> torch.Tensor:
-    """As `start_all_gather_rows`, waiting: returns [sum(counts), ...]."""
+    """Gathers rows as `start_all_gather_rows`, waits, and returns [sum(counts), ...]."""
     return start_all_gather_rows(rows, counts, group).wait()
 
 
@@ -268,7 +268,7 @@ def start_reduce_scatter_rows(
 
 
 def reduce_scatter_rows(rows: torch.Tensor, counts: list[int] | None, group: dist.ProcessGroup | None) -> torch.Tensor:
-    """As `start_reduce_scatter_rows`, waiting: returns [counts[rank], ...]."""
+    """Sums rows as `start_reduce_scatter_rows`, waits, and returns [counts[rank], ...]."""
     return start_reduce_scatter_rows(rows, counts, group).wait()
 
 

@@ -59,7 +59,7 @@ def recording() -> Iterator[list[Timeline]]:
 
 
 def is_recording() -> bool:
-    """Whether anybody wants to know."""
+    """Says whether a recording is under way."""
     return bool(_recordings)
 
 

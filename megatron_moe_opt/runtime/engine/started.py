@@ -53,7 +53,7 @@ class HostQueue:
 
     def __init__(self, name: str) -> None:
         self.runner = _C.Executor(1)
-        """In which the thread runs schedules."""
+        """The executor with which the thread runs schedules."""
         failure_board.interrupted_by(self.runner.give_up)
         self.is_ending = False
         """Whether what fails from now on was given up."""
@@ -170,7 +170,7 @@ class StreamQueue:
         self.stream.synchronize()
 
     def end(self) -> None:
-        """Nothing runs on the host."""
+        """Does nothing: no thread runs on the host."""
 
 
 class _OnStream:

@@ -30,12 +30,12 @@ class HostClock:
 
     @staticmethod
     def seconds(start: float, end: float) -> float:
-        """From one instant to another."""
+        """Returns the seconds from one instant to another."""
         return end - start
 
     @staticmethod
     def settle() -> None:
-        """Instants are known at once."""
+        """Does nothing: instants on the host are known at once."""
 
 
 class DeviceClock:
@@ -66,7 +66,7 @@ class Times:
     dispatch: float
     """Up to the first call of the experts (forward), or from the end of the last one on (backward)."""
     experts: float
-    """In calls of the experts."""
+    """Seconds in calls of the experts."""
     combine: float
     exposed: float
     """Between permutation and sum of rows, but not in a call of the experts: communication that experts do not hide,
@@ -129,7 +129,7 @@ class LayerPass:
     recomputed: bool
     """Whether it repeats a forward pass, in the backward pass."""
     rows: int = 0
-    """That this rank's calls of the experts got."""
+    """Number of rows that this rank's calls of the experts got."""
     rounding: list[torch.Tensor] = field(default_factory=list)
     """float64 [2] of tokens, and of the experts' outputs, see rows.row_layout.rounding; empty: neither is narrowed."""
     forward: Direction = field(default_factory=Direction)

@@ -47,13 +47,13 @@ def describe_place() -> str:
 
 
 def enter(new: Place | None) -> None:
-    """A pass begins, or goes on."""
+    """Notes that a pass of this layer begins, or goes on."""
     global _now
     _now = new
 
 
 def leave() -> None:
-    """The pass under way ends."""
+    """Notes that the pass under way ends."""
     global _now
     if _now is not None:
         _now = replace(_now, is_inside=False)

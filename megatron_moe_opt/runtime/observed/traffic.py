@@ -132,7 +132,7 @@ class SentBytes:
 
     def __init__(self) -> None:
         self.by_peer: Counter[int] = Counter()
-        """Bytes by global rank."""
+        """Bytes sent, by the global rank that they are sent to."""
 
     def start(self) -> None:
         """Adds what is reported from now on to `by_peer`."""

@@ -14,6 +14,6 @@ class TrafficRow:
 
     collective: str
     link: str
-    """INTRA_NODE or INTER_NODE."""
+    """The kind of link: INTRA_NODE or INTER_NODE."""
     messages: int
     bytes: int

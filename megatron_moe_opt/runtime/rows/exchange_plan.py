@@ -26,7 +26,7 @@ class ChunkPlan:
     """One rank's part in moving one chunk of the rows of a MoE layer."""
 
     send_counts: list[int]
-    """[ep_size] rows for each expert-parallel peer."""
+    """Number of rows for each expert-parallel peer, [ep_size]."""
     arriving_counts: list[list[int]]
     """[etp_size][ep_size] rows of each rank for this rank's experts."""
     etp_rank: int
@@ -42,7 +42,7 @@ class ChunkPlan:
 
     @property
     def receive_counts(self) -> list[int]:
-        """[ep_size] rows from each expert-parallel peer."""
+        """Returns the number of rows from each expert-parallel peer, [ep_size]."""
         return self.arriving_counts[self.etp_rank]
 
     @cached_property
@@ -62,7 +62,7 @@ class ExchangePlan:
 
     chunks: tuple[ChunkPlan, ...]
     tokens_per_expert: torch.Tensor
-    """[local experts] int64, on the CPU."""
+    """Number of rows of each local expert, int64 [local experts], on the CPU."""
     arrives_sorted: bool
     """Whether arrival order is expert order."""
 
@@ -73,7 +73,7 @@ class ExchangePlan:
 
     @property
     def num_received(self) -> int:
-        """Rows that its all-to-alls bring."""
+        """Returns the rows that its all-to-alls bring."""
         return sum(sum(chunk.receive_counts) for chunk in self.chunks)
 
     def chunk(self, number: int) -> ChunkPlan:
@@ -81,7 +81,7 @@ class ExchangePlan:
         return self.chunks[number if len(self.chunks) > 1 else 0]
 
     def chunk_bytes(self, row_bytes: int) -> list[ChunkBytes]:
-        """What moves of each chunk."""
+        """Returns the bytes that move of each chunk."""
         return [
             ChunkBytes(sum(chunk.send_counts) * row_bytes, sum(chunk.gather_counts) * row_bytes)
             for chunk in self.chunks
@@ -89,7 +89,7 @@ class ExchangePlan:
 
     @property
     def num_gathered(self) -> int:
-        """Rows this rank's experts get."""
+        """Returns the rows that this rank's experts get."""
         return sum(sum(chunk.gather_counts) for chunk in self.chunks)
 
 
@@ -138,7 +138,7 @@ class Parts:
     """
 
     group: ProcessGroup
-    """The TP group."""
+    """The tensor-parallel group whose ranks hold the same tokens."""
     ep_ranks: tuple[int, ...]
     """[tp_size] EP rank of each TP rank."""
     rows: list[list[int]]

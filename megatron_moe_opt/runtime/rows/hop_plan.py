@@ -31,7 +31,7 @@ class HopPlan:
     """One rank's part in the hops of one forward pass."""
 
     hops: Mapping[int, HopCounts]
-    """Of each level in `DomainTables.levels`, outermost first."""
+    """The hop at each level in `DomainTables.levels`, outermost first."""
     tokens_per_expert: torch.Tensor
     """int64 [experts of the domain] on the CPU, by owner (`DomainTables.owners`) and expert of the owner."""
     gather_counts: tuple[int, ...] = ()
@@ -48,7 +48,7 @@ class HopPlan:
 
     @cached_property
     def num_gathered(self) -> int:
-        """Rows of the experts held here."""
+        """Returns the rows of the experts held here."""
         return int(self.tokens_per_expert.sum())
 
 
@@ -64,7 +64,7 @@ class DomainTables:
         self.domains, self.rank, self.num_experts = domains, rank, num_experts
         self.num_local = num_experts // domains.world
         self.levels = tuple(level for level in range(domains.levels) if domains.domains(level) > 1)
-        """Those at which tokens hop."""
+        """The levels of the network at which tokens hop."""
         places = torch.tensor([domains.location(one) for one in range(domains.world)])  # [G, levels]
         sizes = torch.tensor(domains.sizes)
         self._domain, self._offset = places // sizes, places % sizes
@@ -154,7 +154,7 @@ class DomainTables:
         return tuple(senders)
 
     def plan(self, counts: torch.Tensor) -> HopPlan:
-        """The plan of this rank.
+        """Returns the plan of this rank.
 
         Args:
             counts: int64 [G, num_counts] on the CPU, the same on all ranks.

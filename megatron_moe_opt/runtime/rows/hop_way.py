@@ -94,9 +94,9 @@ class Hops:
     tables: DeviceTables
     facts: RowFacts
     num_tokens: int
-    """Of this rank."""
+    """Number of this rank's tokens."""
     etp: ProcessGroup | None = None
-    """Expert-TP; None where experts are whole."""
+    """The expert-TP group; None where experts are whole."""
     copies: dict[int, RowMap] = field(default_factory=dict)
     """Of the hop at each level, the copies of each row: by destination."""
     held: RowMap | None = None
@@ -108,27 +108,27 @@ class Hops:
 
     @property
     def stages(self) -> HopStages:
-        """See Way."""
+        """Returns the stages of one partition in a pipeline with the experts."""
         return self._stages(is_piped=True)
 
     def _stages(self, is_piped: bool = False) -> HopStages:
         return HopStages(self.groups.domains.levels, is_piped, 1 if self.etp is None else self.etp.size())
 
     def dispatch(self, plan: HopPlan, row_bytes: int) -> Schedule:
-        """See Way."""
+        """Returns the schedule of rows to their experts, chunk by chunk."""
         return hop_out(self.rows_of(plan).bytes(row_bytes), self._stages())
 
     def combine(self, plan: HopPlan, row_bytes: int) -> Schedule:
-        """See Way."""
+        """Returns the schedule of rows back to their sources."""
         return hop_back(self.rows_of(plan).bytes(row_bytes), self._stages())
 
     def rows_of(self, plan: HopPlan) -> HopRows:
-        """See Way."""
+        """Returns the rows of a plan, as the stages take them."""
         sent = {level: sum(hop.sent) for level, hop in plan.hops.items()}
         return HopRows(self.num_tokens, sent, plan.num_gathered, sum(plan.gather_counts))
 
     def num_rows(self, buffer: str, plan: HopPlan, chunk: int) -> int:
-        """See Way."""
+        """Returns the rows that a buffer has to hold; of `parts`, for one chunk."""
         name, _, level = buffer.partition("_")
         if name == "sorted":
             return plan.num_gathered
@@ -151,7 +151,7 @@ class Hops:
         return self.facts.outbound(prob_dtype is not None)
 
     def homebound(self, prob_dtype: torch.dtype | None) -> FactLayout:
-        """See Way."""
+        """Returns the layout of rows on their way back."""
         return self.facts.homebound(prob_dtype is not None)
 
     def step_out(self, op: Op, rows: torch.Tensor, arrived: torch.Tensor, plan: HopPlan) -> Steps:
@@ -187,7 +187,7 @@ class Hops:
         return steps.call(select)
 
     def unsort(self, here: AtExperts[HopPlan]) -> Steps:
-        """See Way."""
+        """Returns the steps that put outputs or gradients in the order in which their rows arrived."""
         tokens, probs, layout = here.tokens, here.probs, here.layout
         target = layout if here.plan.hops or self.etp is not None else layout.at_source
 
@@ -203,7 +203,7 @@ class Hops:
     def step_back(
         self, op: Op, reads: Sequence[torch.Tensor], written: torch.Tensor, plan: HopPlan, layout: FactLayout
     ) -> Steps:
-        """See Way."""
+        """Returns the steps of an op on the way back, but of the one that sorts by source."""
         source = reads[0]
         if op.group == EXPERT_TP:
             return steps.scatter(source, written, plan.gather_counts, self.etp)

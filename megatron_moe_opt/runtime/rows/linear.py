@@ -1,4 +1,4 @@
-"""Linear maps of rows, for autograd."""
+"""Linear maps of rows, which autograd can differentiate."""
 
 from __future__ import annotations
 

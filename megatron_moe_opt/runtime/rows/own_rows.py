@@ -40,11 +40,11 @@ class PermutedRows(Source):
     prob_dtype: torch.dtype
 
     def pack(self, tokens_TH: torch.Tensor, probs_TE: torch.Tensor) -> torch.Tensor:
-        """See Source."""
+        """Returns tokens and probabilities as rows on their way to the experts."""
         return permute_packed(tokens_TH, probs_TE, self.row_map, self.payload.wire.dispatch)
 
     def unpack(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """See Source."""
+        """Returns the gradients of tokens and probabilities, made of those of their rows."""
         layout = self._homebound(self.prob_dtype)
         return layout.sum_tokens(rows, self.row_map), unpermute_probs(rows, self.row_map, self.prob_dtype)
 
@@ -70,25 +70,25 @@ class TokensWithFacts(Source):
 
     facts: RowFacts
     experts: torch.Tensor
-    """int64 [T, K]."""
+    """The experts of each token, int64 [T, K]."""
     notes: torch.Tensor | None = None
-    """int64 [T], see RowFacts."""
+    """A note that travels with each token, int64 [T] (RowFacts); None: there is none."""
 
     def pack(self, tokens_TH: torch.Tensor, probs_TK: torch.Tensor) -> torch.Tensor:
-        """See Source."""
+        """Returns tokens and probabilities as rows on their way to the experts."""
         return self.facts.outbound().pack(tokens_TH, probs_TK, self.experts.int(), self.notes)
 
     def unpack(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """See Source."""
+        """Returns the gradients of tokens and probabilities, made of those of their rows."""
         layout = self.facts.homebound(has_probs=True).at_source
         return layout.tokens(rows), layout.probs(rows)
 
     def sums(self, rows: torch.Tensor) -> torch.Tensor:
-        """See Source."""
+        """Returns the output of each token [T, H], the sum of its rows."""
         return rows
 
     def spread(self, grad_TH: torch.Tensor) -> torch.Tensor:
-        """See Source."""
+        """Returns gradients of tokens as rows on their way to the experts."""
         return self.facts.outbound(has_facts=False).narrow(grad_TH)
 
 

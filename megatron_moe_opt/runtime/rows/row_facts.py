@@ -61,7 +61,7 @@ class FactLayout(Layout):
 
     @property
     def has_probs(self) -> bool:
-        """Whether the rows have any facts."""
+        """Says whether the rows have any facts."""
         return self.num_bytes > 0
 
     @property
@@ -102,7 +102,7 @@ class FactLayout(Layout):
             self.write_facts(written, layout.probs(rows))
 
     def probs(self, rows: torch.Tensor) -> torch.Tensor:
-        """[R, width] -> [R, K]."""
+        """Returns the probabilities of rows: [R, width] -> [R, K]."""
         return self.of_lane(rows, 0, self.facts.prob_bytes).contiguous().view(self.facts.prob_dtype)
 
     def experts(self, rows: torch.Tensor) -> torch.Tensor:

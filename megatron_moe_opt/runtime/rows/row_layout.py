@@ -61,16 +61,16 @@ class Layout:
 
     @property
     def at_source(self) -> Layout:
-        """Of the same rows where they return to."""
+        """Returns the layout of the same rows where they return to."""
         return self
 
     @property
     def at_experts(self) -> Layout:
-        """Of the same rows as the experts have them."""
+        """Returns the layout of the same rows as the experts have them."""
         return Layout(self.payload, WireFormat.SAME)
 
     def empty_rows(self, num_rows: int, like: torch.Tensor) -> torch.Tensor:
-        """[num_rows, width], on the device of `like`."""
+        """Returns empty rows [num_rows, width] on the device of `like`."""
         return empty((num_rows, self.width), self.wire_dtype, like.device)
 
     def blank_rows(self, num_rows: int, like: torch.Tensor) -> torch.Tensor:
@@ -139,17 +139,17 @@ class AtExperts(Generic[Plan]):
     """Rows of one chunk where their experts are: on the wire, and as the experts have them."""
 
     rows: torch.Tensor
-    """As they arrived, or are to leave."""
+    """The rows as they arrived, or are to leave."""
     tokens: torch.Tensor
-    """[N, H]: inputs or outputs of experts, or gradients."""
+    """Inputs or outputs of experts, or their gradients, [N, H]."""
     probs: torch.Tensor | None
-    """[N], or their gradients; None: the rows carry none."""
+    """Probabilities or their gradients, [N]; None: the rows carry none."""
     notes: torch.Tensor | None
     """int32 [N], to be filled from the lanes; None: nobody wants them."""
     plan: Plan
     chunk: int
     layout: Layout
-    """Of `rows`."""
+    """The layout of `rows`."""
 
 
 class RowLayout(Layout):

@@ -21,7 +21,7 @@ _HEADER = 3
 
 @dataclass(frozen=True)
 class SampleCounts:
-    """On the CPU, the same on all ranks."""
+    """The counts of all samples, on the CPU and the same on all ranks."""
 
     rows: torch.Tensor
     """int64 [ep_size, etp_size, B, experts] rows of each part of a sample for each expert. B is the most samples that a
@@ -50,7 +50,7 @@ class SampleCountsGather:
     def __init__(
         self, own: torch.Tensor, sequence: int, unlike: torch.Tensor | None, groups: ExpertGroups, room: Room
     ) -> None:
-        """Starts the collective.
+        """Starts the collective that tells all ranks the counts.
 
         Args:
             own: int64 [samples, experts] rows of this rank.

@@ -69,7 +69,7 @@ class HoppingSamples(MovingRows):
         self._residual: torch.Tensor | None = None
 
     def pack(self, tokens: torch.Tensor, probs: torch.Tensor) -> torch.Tensor:
-        """See MovingRows."""
+        """Packs this rank's tokens [T, H] and their probabilities into rows."""
         self._facts = RowFacts(Payload.of(tokens, self._hops.wire), self._hops.topk, probs.dtype, has_notes=True)
         numbers = torch.arange(len(tokens), device=tokens.device)
         notes = numbers + (self._hops.experts.joint.rank() << _RANK_BITS)
@@ -77,13 +77,13 @@ class HoppingSamples(MovingRows):
         return self._own.pack(tokens, self._hops.probs_of(probs, self._experts))
 
     def row_bytes(self) -> tuple[int, int]:
-        """See MovingRows."""
+        """Returns the bytes of a packed row in dispatch, and in combine."""
         return self._facts.outbound().row_bytes, KeyLayout(self._facts.payload).row_bytes
 
     def to_experts(
         self, packed: torch.Tensor, counts: SampleCounts, prob_dtype: torch.dtype
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """See MovingRows."""
+        """Returns tokens at their experts [N, H], rows per local expert (CPU) and probabilities [N]."""
         hops, device = self._hops, packed.device
         plans = [hops.plan(of_chunk) for of_chunk in counts.rows.sum(2).unflatten(2, (self._num_chunks, -1)).unbind(2)]
         of_experts = torch.stack([plan.tokens_per_expert for plan in plans])  # [chunks, experts held here]
@@ -108,7 +108,7 @@ class HoppingSamples(MovingRows):
     def to_new_homes(
         self, rows: torch.Tensor, counts: SampleCounts, items: torch.Tensor, beside: torch.Tensor | None
     ) -> torch.Tensor:
-        """See MovingRows."""
+        """Returns the sums of each token's outputs, at the new home of its sample."""
         number = len(rows)
         if self._residual is not None and self._hops.experts.etp_rank == 0:  # in the sum over all shards once
             first = torch.zeros(number, dtype=rows.dtype, device=rows.device)
@@ -134,14 +134,14 @@ class HoppingSamples(MovingRows):
 
 
 def stretches(sequence: int, num_chunks: int) -> list[int]:
-    """Tokens of a sample in each chunk."""
+    """Returns the number of a sample's tokens in each chunk."""
     bounds = [sequence * chunk // num_chunks for chunk in range(num_chunks + 1)]
     return [end - begin for begin, end in zip(bounds, bounds[1:], strict=False)]
 
 
 @dataclass(frozen=True)
 class HopPlans:
-    """Of chunks."""
+    """The plans of hops of all chunks."""
 
     chunks: tuple[HopPlan, ...]
     num_gathered: int
@@ -160,27 +160,27 @@ class HopsInChunks:
 
     @property
     def groups(self) -> DomainGroups:
-        """See Way."""
+        """Returns the groups between whose ranks rows move."""
         return self.chunks[0].groups
 
     @property
     def stages(self) -> HopStages:
-        """See Way."""
+        """Returns the stages of one partition in a pipeline with the experts."""
         return self.chunks[0].stages
 
     def dispatch(self, plan: HopPlans, row_bytes: int) -> Schedule:
-        """See Way."""
+        """Returns the schedule of rows to their experts, chunk by chunk."""
         return netmoe.dispatch(self._bytes(plan, row_bytes), self.stages.levels, self.stages.etp_size)
 
     def combine(self, plan: HopPlans, row_bytes: int) -> Schedule:
-        """See Way."""
+        """Returns the schedule of rows back to their sources."""
         return netmoe.combine(self._bytes(plan, row_bytes), self.stages.levels, self.stages.etp_size)
 
     def _bytes(self, plan: HopPlans, row_bytes: int) -> list[netmoe.HopBytes]:
         return [way.rows_of(own).bytes(row_bytes) for way, own in zip(self.chunks, plan.chunks, strict=True)]
 
     def num_rows(self, buffer: str, plan: HopPlans, chunk: int) -> int:
-        """See Way."""
+        """Returns the rows that a buffer has to hold; of `parts`, for one chunk."""
         if buffer == "sorted":
             return plan.num_gathered
         numbers = self._numbers(buffer, plan)
@@ -196,25 +196,25 @@ class HopsInChunks:
         return rows.narrow(0, sum(numbers[:chunk]), numbers[chunk])
 
     def outbound(self, prob_dtype: torch.dtype | None) -> Layout:
-        """See Way."""
+        """Returns the layout of rows [R, W] on their way to the experts."""
         return self.chunks[0].outbound(prob_dtype)
 
     def homebound(self, prob_dtype: torch.dtype | None) -> Layout:
-        """See Way."""
+        """Returns the layout of rows on their way back."""
         return self.chunks[0].homebound(prob_dtype)
 
     def step_out(self, op: Op, rows: torch.Tensor, arrived: torch.Tensor, plan: HopPlans) -> Steps:
-        """See Way."""
+        """Returns the steps of an op on the way to the experts, but of the one that sorts by expert."""
         rows = self._part(rows, op.reads[0], plan, op.chunk)
         arrived = self._part(arrived, op.writes[0], plan, op.chunk)
         return self.chunks[op.chunk].step_out(op, rows, arrived, plan.chunks[op.chunk])
 
     def sort(self, here: AtExperts[HopPlans]) -> Steps:
-        """See Way."""
+        """Returns the steps that make tokens, probabilities and notes of rows as they arrived."""
         return self.chunks[here.chunk].sort(self._of_chunk(here))
 
     def unsort(self, here: AtExperts[HopPlans]) -> Steps:
-        """See Way."""
+        """Returns the steps that put outputs or gradients in the order in which their rows arrived."""
         return self.chunks[here.chunk].unsort(self._of_chunk(here))
 
     def _of_chunk(self, here: AtExperts[HopPlans]) -> AtExperts[HopPlan]:
@@ -224,7 +224,7 @@ class HopsInChunks:
     def step_back(
         self, op: Op, reads: Sequence[torch.Tensor], written: torch.Tensor, plan: HopPlans, layout: Layout
     ) -> Steps:
-        """See Way."""
+        """Returns the steps of an op on the way back, but of the one that sorts by source."""
         reads = [self._part(rows, name, plan, op.chunk) for rows, name in zip(reads, op.reads, strict=True)]
         written = self._part(written, op.writes[0], plan, op.chunk)
         return self.chunks[op.chunk].step_back(op, reads, written, plan.chunks[op.chunk], layout)
@@ -239,10 +239,10 @@ class ChunkOut(Hops):
     places: torch.Tensor | None = None
     """int64 [its rows of the experts held here] where each is; found with the first rows that arrive."""
     notes: torch.Tensor | None = None
-    """int64 [rows that arrived], of each token."""
+    """The note of each token, int64 [rows that arrived]."""
 
     def sort(self, here: AtExperts[HopPlan]) -> Steps:
-        """See Way."""
+        """Returns the steps that make tokens, probabilities and notes of rows as they arrived."""
         rows, layout = here.rows, here.layout
 
         def select() -> None:
@@ -271,7 +271,7 @@ class ChunkBack(Hops):
     """A chunk on the way to the new homes of samples. Its way out, that of gradients, begins there."""
 
     keys: torch.Tensor | None = None
-    """int64 [rows that go back from here], ascending."""
+    """The keys of the rows that go back from here, int64, ascending."""
     sources: torch.Tensor | None = None
     """int64 [rows of experts, and beside them], which of those each is summed in."""
     places: torch.Tensor | None = None
@@ -300,7 +300,7 @@ class ChunkBack(Hops):
         return back
 
     def homebound(self, prob_dtype: torch.dtype | None) -> Layout:
-        """See Way."""
+        """Returns the layout of rows on their way back."""
         return KeyLayout(self.facts.payload)
 
     def sort(self, here: AtExperts[HopPlan]) -> Steps:
@@ -311,7 +311,7 @@ class ChunkBack(Hops):
         )
 
     def unsort(self, here: AtExperts[HopPlan]) -> Steps:
-        """See Way."""
+        """Returns the steps that put outputs or gradients in the order in which their rows arrived."""
         layout = here.layout
 
         def add() -> None:
@@ -355,11 +355,11 @@ class KeyLayout(Layout):
 
     @property
     def at_source(self) -> Layout:
-        """See Layout."""
+        """Returns the layout that rows have at their source."""
         return self.at_experts
 
     def keys(self, rows: torch.Tensor) -> torch.Tensor:
-        """[R, width] -> int64 [R]."""
+        """Returns the keys of rows [R, width], int64 [R]."""
         return self.of_lane(rows, 0, 8).contiguous().view(torch.int64).view(-1)
 
     def write_keys(self, keys: torch.Tensor, rows: torch.Tensor) -> None:
@@ -399,7 +399,7 @@ class NewHomes:
         self._place, self._move = to_device(place, device), to_device(move, device)
 
     def plans(self, num_chunks: int, with_beside: bool) -> list[HopPlan]:
-        """Of a dispatch from there, chunk by chunk.
+        """Returns the plans of a dispatch from there, chunk by chunk.
 
         Args:
             with_beside: each token has a row on its rank, too.
@@ -439,7 +439,7 @@ class NewHomes:
         return place * self._room + numbers // batch * batch + slot
 
     def tokens(self, keys: torch.Tensor) -> torch.Tensor:
-        """Their numbers at home."""
+        """Returns the number that each key's token has at home."""
         return keys % self._room
 
     def in_order(self, keys: torch.Tensor, number: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -461,5 +461,5 @@ def _scatter(rows: torch.Tensor, sources: torch.Tensor, places: torch.Tensor, wr
 
 
 def _taken(rows: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-    """rows[places], as `_scatter`."""
+    """Returns rows[places]; `places` ascend where they are all there are, as in `_scatter`."""
     return rows if len(places) == len(rows) else rows.index_select(0, used_here(places))

@@ -61,7 +61,7 @@ class MovingRows(Protocol):
 
 
 class RowsByExpert(MovingRows):
-    """MoNTA's rows and ways."""
+    """Moves a row for each expert of a token, in the ways of MoNTA's levels."""
 
     def __init__(
         self, routing_map: torch.Tensor, shape: tuple[int, int], num_rows: int | None, groups: ExpertGroups,
@@ -95,14 +95,14 @@ class RowsByExpert(MovingRows):
         return packed
 
     def row_bytes(self) -> tuple[int, int]:
-        """See MovingRows."""
+        """Returns the bytes of a packed row in dispatch, and in combine."""
         way, prob_dtype = self._way(), self._own.source.prob_dtype
         return way.outbound(prob_dtype).row_bytes, way.homebound(torch.float32).row_bytes
 
     def to_experts(
         self, packed: torch.Tensor, counts: SampleCounts, prob_dtype: torch.dtype
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """See MovingRows."""
+        """Returns tokens at their experts [N, H], rows per local expert (CPU) and probabilities [N]."""
         groups = self._groups
         of_ranks = counts.rows.sum(2)
         plan = plan_exchange(of_ranks, groups.ep_rank, groups.etp_rank, self._num_chunks, packed.device)
@@ -114,7 +114,7 @@ class RowsByExpert(MovingRows):
     def to_new_homes(
         self, rows: torch.Tensor, counts: SampleCounts, items: torch.Tensor, beside: torch.Tensor | None
     ) -> torch.Tensor:
-        """See MovingRows."""
+        """Returns the sums of each token's outputs, at the new home of its sample."""
         notes, tokens, groups = self._notes, self._notes.new_zeros(self._notes.shape, dtype=torch.float32), self._groups
         if groups.etp_rank == 0:  # what all shards have must be in the sum over them once
             if self._residual is not None:

@@ -119,7 +119,7 @@ class TokenHops:
         return HopPlan(own.hops, torch.stack([plan.tokens_per_expert for plan in of_shards]).sum(0), arrived)
 
     def on_device(self, device: torch.device) -> DeviceTables:
-        """The tables, where rows are."""
+        """Returns the tables on the device where rows are."""
         if device not in self._on_device:
             self._on_device[device] = DeviceTables(self.tables, device)
         return self._on_device[device]

@@ -89,19 +89,19 @@ class _RowForEveryExpert:
     payload: Payload
 
     def outbound(self, prob_dtype: torch.dtype | None) -> RowLayout:
-        """See Way."""
+        """Returns the layout of rows [R, W] on their way to the experts."""
         return RowLayout(self.payload, self.payload.wire.dispatch, prob_dtype)
 
     def homebound(self, prob_dtype: torch.dtype | None) -> RowLayout:
-        """See Way."""
+        """Returns the layout of rows on their way back."""
         return RowLayout(self.payload, self.payload.wire.combine, prob_dtype)
 
     def sort(self, here: AtExperts[ExchangePlan]) -> Steps:
-        """See Way."""
+        """Returns the steps that make tokens, probabilities and notes of rows as they arrived."""
         return here.layout.split(here, here.plan.chunk(here.chunk))
 
     def unsort(self, here: AtExperts[ExchangePlan]) -> Steps:
-        """See Way."""
+        """Returns the steps that put outputs or gradients in the order in which their rows arrived."""
         return here.layout.join(here, here.plan.chunk(here.chunk))
 
 
@@ -126,11 +126,11 @@ class EpThenExpertTp(_RowForEveryExpert):
 
     @property
     def stages(self) -> monta.AllToAllAndGather:
-        """See Way."""
+        """Returns the stages of one partition in a pipeline with the experts."""
         return mpmoe.by_rows(self.groups.ep_size, self.groups.etp_size)
 
     def rows_of(self, plan: ExchangePlan) -> PartitionRows:
-        """See Way."""
+        """Returns the rows of a plan, as the stages take them."""
         return PartitionRows(plan.num_sent, plan.num_gathered)
 
     def num_rows(self, buffer: str, plan: ExchangePlan, chunk: int) -> int:

@@ -25,12 +25,12 @@ class WireRows:
     gradients: torch.Tensor | None = None
 
     def take_rows(self) -> torch.Tensor:
-        """The rows, once."""
+        """Returns the rows, and keeps no reference to them."""
         rows, self.rows = self.rows, None
         return used_here(rows)
 
     def take_gradients(self) -> torch.Tensor:
-        """Their gradients, once."""
+        """Returns the gradients of the rows, and keeps no reference to them."""
         gradients, self.gradients = self.gradients, None
         return used_here(gradients)
 

@@ -36,7 +36,7 @@ class Experts:
     -> outputs [R, H].
     """
     parameters: tuple[torch.Tensor, ...]
-    """That get a gradient."""
+    """The parameters that get a gradient."""
     constants: tuple[torch.Tensor, ...] = ()
     """What they have besides, and no call of theirs makes: frozen parameters and buffers."""
     borrowed: BorrowedExperts | None = None
@@ -48,7 +48,7 @@ class Experts:
     middle_row_bytes: int = 0
     """T_M bytes of a row that are offloaded, as far as an offload has shown them."""
     activation_row_bytes: int = 0
-    """The same of those that are computed again."""
+    """Bytes of a row that are computed again, as far as an offload has shown them."""
 
     @property
     def trained(self) -> tuple[torch.Tensor, ...]:
@@ -56,7 +56,7 @@ class Experts:
         return *self.parameters, *self.stand_ins
 
     def borrow(self) -> list[torch.Tensor]:
-        """Waits for the borrowed experts' parameters."""
+        """Returns the borrowed experts' parameters, once they have arrived."""
         return [] if self.borrowed is None else self.borrowed.parameters()
 
 
@@ -197,7 +197,7 @@ class _Gradients:
     tokens: torch.Tensor | None = None
     probs: torch.Tensor | None = None
     borrowed: Sequence[torch.Tensor | None] = ()
-    """None: of an expert without rows."""
+    """The gradients of borrowed experts' parameters; None: those of an expert without rows."""
 
 
 class _Enter(Function):

@@ -294,7 +294,7 @@ class _Sum:
         return None if self._sum is None else self._sum.to(self._parameter.dtype)
 
     def add(self, grad: torch.Tensor | None) -> None:
-        """Adds what one partition has given."""
+        """Adds the gradients that one partition has given."""
         if grad is None:
             if hasattr(self._parameter, "grad_added_to_main_grad"):
                 self._parameter.grad_added_to_main_grad = True

@@ -34,7 +34,7 @@ class PartitionBuffers:
         self._made: dict[str, torch.Tensor] = {}
 
     def rows(self, name: str, j: int) -> torch.Tensor:
-        """Partition j's rows in a buffer."""
+        """Returns partition j's rows in a buffer."""
         if name in self._given:
             return self._given[name]
         base = base_name(name)

@@ -47,7 +47,7 @@ class _Block:
     num_bytes: int
     host: HostCopyOf | None = None
     is_activation: bool = False
-    """Computed again, and never offloaded."""
+    """Whether it is computed again, and never offloaded."""
 
 
 @dataclass(frozen=True)
@@ -63,13 +63,13 @@ class _View:
 
 @dataclass
 class _Activation:
-    """What was saved between two products."""
+    """The tensors that were saved between two matrix products."""
 
     output: Any
     """Of the first one: a tensor until the experts have run, then as it was saved."""
     bias: Any
     version: int
-    """Of the output; an operation in place changes it."""
+    """The version of the output, which an operation in place changes."""
     blocks: list[_Block] = field(default_factory=list)
     """In the order in which they were first saved."""
     second_input: int | None = None
@@ -157,7 +157,7 @@ class SavedMiddle:
                 block.device, block.host = block.host.to_device(owner=owner), None
 
     def activate(self, run: Callable[[], object], products: Sequence[Products]) -> None:
-        """Brings the activations back.
+        """Computes again the activations that were not kept.
 
         Args:
             run: runs the experts on the same input; what it returns is nothing.
@@ -240,7 +240,7 @@ class _Again:
     def __init__(self, activations: Sequence[_Activation], saved: SavedMiddle) -> None:
         self._activations, self._saved = iter(activations), saved
         self.hidden = 0
-        """Of the experts' input, and so of their output."""
+        """The hidden size of the experts' input, and so of their output."""
         self._left: list[_Block] | None = None
         """The blocks of the activation that runs which it has not saved yet; None: none runs, or it left none."""
         self._seen: dict[int, torch.Tensor] = {}

@@ -19,7 +19,7 @@ class Arriving:
 
     running: Running
     brings: list[torch.Tensor]
-    """One, at the latest when it has run."""
+    """The tensor that is brought, alone in this list at the latest when it has run."""
 
     def __call__(self) -> torch.Tensor:
         self.running.wait()
@@ -27,7 +27,7 @@ class Arriving:
 
 
 class ArrivedExperts:
-    """Experts that were sent once."""
+    """Experts of other ranks that were sent here; those that were dropped are brought again."""
 
     def __init__(self, bring: Callable[[], Callable[[], torch.Tensor]]) -> None:
         """
@@ -97,7 +97,7 @@ class BorrowedExperts:
         return self.arrived.forget_part(tensor)
 
     def restore(self, saved: Any) -> torch.Tensor:
-        """The tensor that `forget` was given."""
+        """Returns the tensor that `forget` was given."""
         return restore_part(saved)
 
 

@@ -155,7 +155,7 @@ class _Held:
 
     @property
     def experts(self) -> torch.Tensor | None:
-        """[numel]; None before the first message was encoded."""
+        """Returns the flat experts [numel]; None before the first message was encoded."""
         return self._experts.get() if self._experts else None
 
     @experts.setter
@@ -198,7 +198,7 @@ class TrackedExperts:
             self._shared.restart()
 
     def prepare(self, flat: torch.Tensor, previous: Previous | None) -> Message:
-        """As WholeExperts.prepare. A collective call with a shared expert."""
+        """Prepares a message as WholeExperts.prepare does. A collective call with a shared expert."""
         held, move = self._held, None
         is_first, held.begun = not held.begun, True
         if self._shared is not None:

@@ -58,11 +58,11 @@ class ExpertCommunicator:
         self.groups, self.ahead, self.residents = groups, ahead, Residents(resident)
         self._groups = {level: group for level, group in enumerate(groups.experts) if group is not None}
         self.innermost = [*self._groups.values()][-1]
-        """In which gradients begin to return."""
+        """The group in which gradients begin to return."""
         self.round = 0
         """Counts the changes of weights that were noticed."""
         self.gradients: weakref.WeakSet[WholeGradients | CompressedGradients] = weakref.WeakSet()
-        """How those of each layer return."""
+        """How the gradients of each layer return."""
         self._first: weakref.ref[MigratedExperts] | None = None
         self._due: weakref.ref[MigratedExperts] | None = None
         """The first layer of a step whose weights nobody has gathered since they were updated."""

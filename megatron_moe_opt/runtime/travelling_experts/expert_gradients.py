@@ -82,7 +82,7 @@ class WholeGradients:
         return ""
 
     def restart(self) -> None:
-        """Forgets what was deferred."""
+        """Drops the gradients that were deferred."""
         self._deferred = None
 
 

@@ -76,7 +76,7 @@ class ExpertWeights:
         flat[end:].zero_()
 
     def current(self) -> torch.Tensor:
-        """A flat copy of the parameters.
+        """Returns a flat copy of the parameters.
 
         Raises:
             ConfigurationError: parameters of several dtypes.
@@ -107,6 +107,6 @@ class ExpertWeights:
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory as integers: NaN equals itself."""
+    """Returns the same memory as integers, of which NaN equals itself."""
     integer = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
     return tensor.detach().view(integer)

@@ -15,7 +15,7 @@ class Deferring(Protocol):
     """A layer that may have its gradients wait for a later pass."""
 
     def forget_deferred(self) -> None:
-        """Forgets what waits."""
+        """Drops the gradients that wait for a later pass."""
 
 
 class StepPasses:
