@@ -59,7 +59,7 @@ RECOMPUTED = {"recompute_granularity": "full", "recompute_method": "uniform", "r
     ("sizes", "config"),
     [
         ({"tp": 2, "ep": 2, "etp": 2}, {"bf16": True, **DROPS, **RECOMPUTED}),
-        ({"ep": 2, "pp": 2, "vpp": 2}, {"moe_layer_freq": [0, 0, 0, 1], "num_layers": 4, **DROPS}),
+        ({"ep": 2, "pp": 2, "vpp": 2}, {"moe_layer_freq": [0, 0, 0, 1], "num_layers": 4, "microbatches": 2, **DROPS}),
         ({"tp": 2, "ep": 4}, {"sequence_parallel": False}),
     ],
     ids=[
