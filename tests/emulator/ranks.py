@@ -65,6 +65,11 @@ def _zeros_stay(deallocate: Any) -> Any:
     return run
 
 
+def _kept(resize: Any) -> Any:
+    """What Megatron frees by hand stays: a PyTorch without CUDA has no way to give back a storage of its memory."""
+    return lambda storage, size: storage if storage.device.type == "cuda" and size == 0 else resize(storage, size)
+
+
 def _layer_norm(
     rows: torch.Tensor, shape: Sequence[int], weight: torch.Tensor | None = None, bias: torch.Tensor | None = None,
     eps: float = 1e-5, *_: Any,
@@ -104,6 +109,7 @@ def use_emulated_gpu() -> None:
     torch.cuda.nvtx.range_push = torch.cuda.nvtx.range_pop = lambda *_: 0
     torch.cuda.nccl.version = lambda: (0, 0, 0)
     torch.Tensor.record_stream = lambda tensor, stream: None
+    torch.UntypedStorage.resize_ = _kept(torch.UntypedStorage.resize_)
     torch.layer_norm = _layer_norm
     torch.compiler.set_stance("force_eager")
     schedules.deallocate_output_tensor = _zeros_stay(schedules.deallocate_output_tensor)

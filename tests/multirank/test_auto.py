@@ -103,7 +103,8 @@ def train(
         megatron_moe_opt.register(options)
         before = set(distributed_c10d._world.pg_map)
         try:
-            model = gpt(**{"learning_rate": 1e-3, "microbatches": 1} | config)
+            config = {"learning_rate": 1e-3, "microbatches": 1} | config
+            model = gpt(**config)
             controller = auto_layer._controller
             if stops:
                 ran = ""
@@ -112,7 +113,7 @@ def train(
                     model.train(1)
                 stopped = model
                 megatron_moe_opt.register(options)
-                model = gpt(learning_rate=1e-3, **config)
+                model = gpt(**config)
                 controller = auto_layer._controller
                 model.model.module.load_state_dict(stopped.model.module.state_dict())
                 model.optimizer.load_state_dict(copy.deepcopy(stopped.optimizer.state_dict()))
@@ -178,7 +179,8 @@ MOE_RECOMPUTED = {"recompute_granularity": "selective", "recompute_modules": ["m
 
 WHOLE_STATE = {"distributed_optimizer": False}
 INTERLEAVED = {
-    "num_layers": 8, "overlap_p2p_comm": True, "batch_p2p_comm": False, "deallocate_pipeline_outputs": True,
+    "num_layers": 8, "microbatches": 2, "overlap_p2p_comm": True, "batch_p2p_comm": False,
+    "deallocate_pipeline_outputs": True,
 }  # fmt: skip
 
 
