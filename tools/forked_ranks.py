@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
+from typing import NoReturn, TextIO
 
 DID_NOT_END = 124
 """Exit status of a job that was ended because it took too long, like timeout(1)'s."""
@@ -43,7 +44,7 @@ def start_job(
     if job == 0:
         status = 1
         try:
-            _die_with_parent()
+            die_with_parent()
             status = _run(main, ranks, environment, folder, timeout)
         finally:
             os._exit(status)
@@ -95,13 +96,23 @@ def _end(running: set[int]) -> float:
 
 def _become_rank(main: Callable[[], object], variables: Mapping[str, str], folder: Path, rank: int) -> None:
     """Calls main and ends, both as an interpreter that was started for it."""
-    _die_with_parent()
+    die_with_parent()
     os.environ.update(variables)
     os.chdir(folder)
     with open(f"{rank}.txt", "w") as output:
-        os.dup2(output.fileno(), 1)
-        os.dup2(output.fileno(), 2)
+        print_into(output)
+    run_as_interpreter(main)
+
+
+def print_into(file: TextIO) -> None:
+    """Has this process, and what it starts, print into a file from here on."""
+    for descriptor in (1, 2):
+        os.dup2(file.fileno(), descriptor)
     sys.stdout, sys.stderr = (open(descriptor, "w", buffering=1, closefd=False) for descriptor in (1, 2))  # noqa: SIM115
+
+
+def run_as_interpreter(main: Callable[[], object]) -> NoReturn:
+    """Calls main and ends this forked process as an interpreter ends that was started for it, with its exit status."""
     status = 0
     try:
         main()
@@ -112,11 +123,11 @@ def _become_rank(main: Callable[[], object], variables: Mapping[str, str], folde
     except BaseException:
         sys.excepthook(*sys.exc_info())
         status = 1
-    gc.freeze()  # else all that was imported is looked through once more
+    gc.freeze()  # without looking through all that was imported once more, which is much in pages to be copied
     ctypes.pythonapi.Py_Exit(status)
 
 
-def _die_with_parent() -> None:
+def die_with_parent() -> None:
     """Has the kernel end this process when its parent does, however that happens."""
     PR_SET_PDEATHSIG = 1
     with suppress(AttributeError):  # of Linux alone

@@ -6,8 +6,6 @@ assert job.wait() == 0
 
 from __future__ import annotations
 
-import ctypes
-import gc
 import os
 import runpy
 import signal
@@ -19,7 +17,8 @@ from contextlib import suppress
 from multiprocessing.connection import wait
 from pathlib import Path
 
-from tests.ranks.pool import CASE_TIMEOUT_S, GRACE_S, die_with_parent, preloaded_processes
+from tests.ranks.pool import CASE_TIMEOUT_S, GRACE_S, preloaded_processes
+from tools.forked_ranks import die_with_parent, print_into, run_as_interpreter
 
 
 class Job:
@@ -103,23 +102,9 @@ def _execute(words: list[str], output: Path, variables: dict[str, str], before: 
     die_with_parent()
     os.environ.update(variables)
     with open(output, "a") as file:
-        os.dup2(file.fileno(), 1)
-        os.dup2(file.fileno(), 2)
-    sys.stdout, sys.stderr = (open(descriptor, "w", buffering=1, closefd=False) for descriptor in (1, 2))  # noqa: SIM115
+        print_into(file)
     sys.argv = words
     sys.path.insert(0, str(Path(words[0]).parent))
     if before is not None:
         before()
-    status = 0
-    try:
-        runpy.run_path(words[0], run_name="__main__")
-    except SystemExit as end:
-        if not isinstance(end.code, int | None):
-            print(end.code, file=sys.stderr)
-        status = end.code if isinstance(end.code, int) else int(end.code is not None)
-    except BaseException:
-        sys.excepthook(*sys.exc_info())
-        status = 1
-    # Ends as an interpreter ends that was started with the script; multiprocessing's processes skip much of it.
-    gc.freeze()  # without looking through all that was imported once more, which is much in pages to be copied
-    ctypes.pythonapi.Py_Exit(status)
+    run_as_interpreter(lambda: runpy.run_path(words[0], run_name="__main__"))

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import ctypes
 import faulthandler
 import io
 import multiprocessing
@@ -28,6 +27,8 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.context import BaseContext
 from pathlib import Path
 from typing import Any
+
+from tools.forked_ranks import die_with_parent
 
 # These end what hangs; a busy machine takes many times longer than an idle one, so they are far above both.
 START_TIMEOUT_S = CASE_TIMEOUT_S = 300
@@ -207,12 +208,6 @@ def _execute(case: bytes) -> Any:
     function, kwargs = pickle.loads(case)
     layer_place._now = None  # errors of a case do not name the layers of the one before it
     return function(**kwargs)
-
-
-def die_with_parent() -> None:
-    """Have the kernel kill this process when its parent ends, however that happens."""
-    PR_SET_PDEATHSIG = 1
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _initialize(rank: int, world: int, store: Path) -> None:
