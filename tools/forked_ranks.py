@@ -67,7 +67,9 @@ def _run(main: Callable[[], object], ranks: int, environment: Mapping[str, str],
             _become_rank(main, {**environment, **{name: str(value) for name, value in places.items()}}, folder, rank)
         running.add(child)
     # After the ranks: the store has a thread, which a forked process would lack.
-    store = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+    # The store of libuv, PyTorch's default, takes no socket in PyTorch 2.6.
+    own = {"is_master": True, "wait_for_workers": False, "use_libuv": False}
+    store = TCPStore("127.0.0.1", port, master_listen_fd=listener.detach(), **own)
     deadline, status = time.monotonic() + timeout, 0
     while running:
         child, ended = os.waitpid(-1, os.WNOHANG)
