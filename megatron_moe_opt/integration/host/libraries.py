@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -21,13 +22,24 @@ def _version_zero(get_te_version: Callable[[], Any]) -> Callable[[], Any]:
     return get
 
 
+def _as_written(_: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns what stands for `torch.compile`: it gives back what it is given, or a decorator that does."""
+
+    def compile_nothing(model: Any = None, **options: Any) -> Any:
+        return model if model is not None else lambda function: function
+
+    return compile_nothing
+
+
 def use_eager() -> None:
     """Run `torch.compile`d functions as they are written, those decorated before this call included.
 
     Megatron compiles small fusions (bias + activation, rotary embedding) that on the CPU cost far more to compile than
-    they save.
+    they save. The compiler itself takes longer to import than Megatron, and so is imported for none of them.
     """
-    torch.compiler.set_stance("force_eager")
+    if "torch._dynamo" in sys.modules:
+        torch.compiler.set_stance("force_eager")
+    replace(torch, "compile", _as_written)
 
 
 def use_absent_libraries() -> None:
