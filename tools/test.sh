@@ -29,12 +29,17 @@ git ls-files 'csrc/*' 'tests/*' | grep -E '\.(h|cpp|cu|cuh)$' | xargs clang-form
     exit $failed
 ) >"$outputs/beside" 2>&1 &
 beside=$!
+python tools/test_matrix.py --pairs newest >"$outputs/newest" 2>&1 &
+newest=$!
 failed=0
 echo "== tests of several ranks"
 python -m pytest tests/multirank --durations=10 || failed=1
 wait $beside || failed=1
 echo "== tests in one process, and of whole runs"
 cat "$outputs/beside"
+wait $newest || { failed=1; cat runs/test-matrix/*.log; }
+echo "== a cross-section on the newest Megatron, where a Python 3.12 or newer is here"
+cat "$outputs/newest"
 echo "== the job script under a real Slurm"
 why_not="$(python -c 'from tests.slurm.cluster import why_not; print(why_not() or "")')"
 if [[ -n "$why_not" ]]; then

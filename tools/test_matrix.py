@@ -1,6 +1,7 @@
 """Runs the tests under every supported Python, PyTorch and megatron-core, and prints the table of what ran.
 
     python tools/test_matrix.py [--parts quick,pretrain,full] [--pairs "3.13 2.15.0 0.19.2"] [--megatron-lm REPOSITORY]
+    python tools/test_matrix.py --pairs newest      the newest whose Python is here; nothing where there is none
 
 Three parts of a pair: `quick`, equality with stock under each dispatcher and a training run; `pretrain`, unmodified
 pretrain_gpt.py of the newest tag of that Megatron under every dispatcher (tools/feature_matrix.py; needs a clone or a
@@ -249,9 +250,13 @@ def table(outcomes: Mapping[tuple[Pair, str], Outcome]) -> str:
 
 
 def pairs_of(words: str | None) -> list[Pair]:
-    """Returns the pairs that --pairs names; the supported ones where it is not given."""
+    """Returns the pairs that --pairs names; the supported ones where it is not given; for `newest` the first of these
+    whose Python is here, if there is one.
+    """
     if words is None:
         return list(PAIRS)
+    if words == "newest":
+        return [pair for pair in PAIRS if pair.python >= "3.12" and interpreter(pair.python) is not None][:1]
     named = [tuple(shlex.split(one)) for one in words.split(";")]
     for one in named:
         if len(one) != 3:
@@ -262,7 +267,7 @@ def pairs_of(words: str | None) -> list[Pair]:
 def main() -> int:
     """Returns 1 where a part that was asked for did not pass."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--pairs", help="Python, torch and megatron-core of each, separated by semicolons")
+    parser.add_argument("--pairs", help="Python, torch and megatron-core of each, separated by semicolons; or newest")
     parser.add_argument("--parts", default="quick", help=f"of {', '.join(PARTS)} (default: quick)")
     parser.add_argument("--megatron-lm", type=Path, help="a git repository with Megatron-LM's tags")
     parser.add_argument("--folder", type=Path, default=Path("runs/test-matrix"))

@@ -67,6 +67,14 @@ def test_a_python_that_is_not_here_is_said(tmp_path):
         test_matrix.prepare(Pair("3.99", "2.15.0", "0.19.2"), tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("here", "pairs"), [({"3.12", "3.11"}, [PAIRS[1]]), ({"3.13", "3.12"}, [PAIRS[0]]), ({"3.10"}, [])]
+)
+def test_the_newest_pair_is_one_whose_python_is_here(monkeypatch, here, pairs):
+    monkeypatch.setattr(test_matrix, "interpreter", lambda version: version if version in here else None)
+    assert test_matrix.pairs_of("newest") == pairs
+
+
 @pytest.mark.parametrize("words", [["--pairs", "3.13 2.15.0"], ["--parts", "slow"]])
 def test_words_that_name_nothing_are_refused(tmp_path, monkeypatch, words):
     monkeypatch.setattr("sys.argv", ["x", "--folder", str(tmp_path), *words])
