@@ -43,8 +43,9 @@ QUICK = (
     "tests/multirank/test_netmoe.py::test_equals_stock_in_fp32",
     "tests/multirank/test_expert_migration.py::test_layouts_equal_stock",
     "tests/system/test_quickstart.py::test_one_flag_measures_once_and_trains_like_stock",
+    "tests/unit/test_registry.py",
 )
-"""A test of each dispatcher against stock, on four ranks, and training under `auto` against stock."""
+"""A test of each dispatcher against stock, on four ranks, training under `auto` against stock, and what is refused."""
 FULL = ("tests/multirank", "tests/system")
 
 

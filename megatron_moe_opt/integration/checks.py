@@ -166,15 +166,18 @@ def _check_cuda_graphs(config: Any, name: str) -> None:
     """Lets graphs of attention, dense MLPs and the router through, and says of others why not."""
     if config.cuda_graph_impl == "none":
         return
-    scopes = [getattr(scope, "name", str(scope)) for scope in getattr(config, "cuda_graph_scope", ())]
+    # Megatron 0.19 has another name for the flag.
+    field = "cuda_graph_modules" if hasattr(config, "cuda_graph_modules") else "cuda_graph_scope"
+    flag = "--" + field.replace("_", "-")
+    scopes = [getattr(scope, "name", str(scope)) for scope in getattr(config, field, ())]
     captured = [scope for scope in scopes if scope not in GRAPHED]
-    of_scopes = f" --cuda-graph-scope {' '.join(scopes)}" if scopes else ""
-    apart = f"choose from --cuda-graph-scope {' '.join(GRAPHED)}"
+    of_scopes = f" {flag} {' '.join(scopes)}" if scopes else ""
+    apart = f"choose from {flag} {' '.join(GRAPHED)}"
     if moves_samples(name):
         why, apart = f"{name} moves whole sequences to other ranks than those of the graph", "use alltoall"
     elif config.cuda_graph_impl != "transformer_engine":
         why = "it captures the steps of a MoE layer with its dispatcher's"
-        apart = f"use transformer_engine with --cuda-graph-scope {' '.join(GRAPHED)}"
+        apart = f"use transformer_engine with {flag} {' '.join(GRAPHED)}"
     elif not scopes:
         why = f"the whole layer is captured, with messages, which {name} sends on streams of its own"
     elif captured:

@@ -87,6 +87,7 @@ def generate(
     passes: Annotated[int, typer.Option(min=1, help="Passes.")] = 10,
     layers: Annotated[int, typer.Option(min=2, help="MoE layers.")] = 4,
     tokens: Annotated[int, typer.Option(min=1, help="Tokens of a sample; the table's have 1024.")] = 1024,
+    topk: Annotated[int, typer.Option(min=1, max=32, help="Experts of a token; the table's have 2.")] = 2,
     seed: Annotated[int, typer.Option(help="Decides everything that is random.")] = 0,
 ) -> None:
     """Draw a routing trace with the locality of a row of NetMoE's Table 5.
@@ -105,6 +106,6 @@ def generate(
     if nodes not in TABLE5[like]:
         raise ConfigurationError(f"--nodes {nodes} is not in the table: choose 2 or 4")
     write_routing_trace(
-        output, like_table5(TABLE5[like][nodes], passes=passes, layers=layers, seed=seed, tokens=tokens)
+        output, like_table5(TABLE5[like][nodes], passes=passes, layers=layers, seed=seed, tokens=tokens, topk=topk)
     )
     say_written(output, report_console())

@@ -133,8 +133,12 @@ def generate_routing(
     )
 
 
-def like_table5(row: Table5Row, *, passes: int, layers: int, seed: int, tokens: int = 1024) -> RoutingTrace:
-    """A trace of the row's model on its GPUs; with fewer tokens a sample, locality is a little higher by chance."""
+def like_table5(
+    row: Table5Row, *, passes: int, layers: int, seed: int, tokens: int = 1024, topk: int = 2
+) -> RoutingTrace:
+    """Returns a trace of the row's model on its GPUs. With fewer tokens a sample locality is a little higher, by
+    chance; with more experts a token than the paper's 2, topics prefer what they prefer in the row.
+    """
     return generate_routing(
         passes=passes,
         layers=layers,
@@ -144,6 +148,7 @@ def like_table5(row: Table5Row, *, passes: int, layers: int, seed: int, tokens: 
         nodes=row.nodes,
         node_taste=row.node_taste,
         taste=row.taste,
+        topk=topk,
         seed=seed,
     )
 
