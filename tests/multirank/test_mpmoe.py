@@ -63,7 +63,9 @@ def worst_errors(
     with parallel(**layout):
         torch.manual_seed(11 + rank)
         config = moe_config(**{"moe_router_pre_softmax": True, "bf16": dtype == "bfloat16"} | settings)
-        stock = build_layer(config).to(getattr(torch, dtype))
+        # Since Megatron 0.17 stock counts the rows that it sends only where some may be dropped. None is.
+        counts = {"moe_expert_capacity_factor": float(config.num_moe_experts)} if silent else {}
+        stock = build_layer(dataclasses.replace(config, **counts)).to(getattr(torch, dtype))
         tokens = 1 if silent else SEQUENCE // layout.get("tp", 1)
         hidden = torch.randn(tokens, BATCH, config.hidden_size).to(getattr(torch, dtype))
         if routing:
