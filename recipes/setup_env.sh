@@ -25,7 +25,7 @@ _setup_env() {
     if ! cmp -s "$requirements" "$stamp"; then
         echo "== installing $requirements"
         # Most modules are never imported: those that are get compiled then.
-        python -m pip install --quiet --no-compile --requirement "$requirements"
+        python -m pip install --quiet --no-compile --requirement "$requirements" || _fail "pip could not install $requirements"
         cp "$requirements" "$stamp"
     fi
 
@@ -35,7 +35,7 @@ _setup_env() {
         xargs -0 sha256sum | sha256sum)"
     if [[ ! -f "$stamp" || "$(cat "$stamp")" != "$wanted" ]] || ! python -c 'import torch, megatron_moe_opt._C' 2>/dev/null; then
         echo "== building megatron-moe-opt"
-        python -m pip install --quiet --no-build-isolation --no-deps --editable .
+        python -m pip install --quiet --no-build-isolation --no-deps --editable . || _fail "the package was not built"
         echo "$wanted" >"$stamp"
     fi
 }
