@@ -40,14 +40,18 @@ class Plan:
     """The settings of the GPU with which the cluster was measured (Cluster)."""
     made_for: Facts = field(default_factory=dict)
     """What the model and the run were to be like besides, see facts_of_plan. Empty: not known."""
+    expansion: Facts = field(default_factory=dict)
+    """How CP is best laid to EP, for whoever starts the run; training does not read it. Empty: there is no choice."""
 
     @classmethod
     def uniform(
         cls, layers: Sequence[int], variant: str, candidates: tuple[Prediction, ...], cluster: str,
         *, ep: int, etp: int, experts: int, gpu_settings: Facts | None = None, made_for: Facts | None = None,
+        expansion: Facts | None = None,
     ) -> Plan:  # fmt: skip
         """Returns a plan with the same variant in all layers."""
-        return cls(dict.fromkeys(layers, variant), candidates, cluster, ep, etp, experts, gpu_settings, made_for or {})
+        of_layers = dict.fromkeys(layers, variant)
+        return cls(of_layers, candidates, cluster, ep, etp, experts, gpu_settings, made_for or {}, expansion or {})
 
     @classmethod
     def load(cls, file: str | Path) -> Plan:
@@ -59,7 +63,7 @@ class Plan:
         root = JsonPlace.root(Path(file))
         root.check_format(FORMAT, VERSION, "moe-opt plan", "make the plan")
         top = root.fields("format", "version", "cluster", "ep", "etp", "experts", "layers", "candidates",
-                          optional=["gpu_settings", "made_for"])  # fmt: skip
+                          optional=["gpu_settings", "made_for", "expansion"])  # fmt: skip
         layers = {number: variant.word() for number, variant in top["layers"].by_number().items()}
         if not layers:
             top["layers"].refuse("no layers: a plan needs at least one")
@@ -72,6 +76,7 @@ class Plan:
             top["experts"].count(least=1),
             None if top["gpu_settings"].value is None else facts(top["gpu_settings"]),
             {} if top["made_for"].value is None else facts(top["made_for"]),
+            {} if top["expansion"].value is None else facts(top["expansion"]),
         )
 
     def save(self, file: str | Path) -> None:
@@ -85,6 +90,7 @@ class Plan:
             "experts": self.experts,
             "gpu_settings": None if self.gpu_settings is None else dict(self.gpu_settings),
             "made_for": dict(self.made_for),
+            "expansion": dict(self.expansion),
             "layers": {str(number): variant for number, variant in sorted(self.layers.items())},
             "candidates": [_numbers(one) for one in self.candidates],
         }

@@ -43,6 +43,18 @@ class Expansion:
     chosen: Layout
     reason: str
 
+    @property
+    def direction(self) -> str:
+        """How CP lies to EP in the chosen layout, in the paper's word."""
+        return "horizontal" if self.chosen.order == HORIZONTAL else "vertical"
+
+    @property
+    def network(self) -> int:
+        """Ranks of one TP position that a switch network has to connect for the chosen layout."""
+        return (
+            self.chosen.cp * self.chosen.ep if self.direction == "horizontal" else max(self.chosen.cp, self.chosen.ep)
+        )
+
 
 def expand(
     machines: Machines,
@@ -89,7 +101,7 @@ def expand(
     needed = -(-context // held_context)
     for cp in range(needed, positions + 1):
         if positions % cp == 0 and (cp == 1 or context % (2 * cp) == 0):
-            expansion = _choose(machines, Layout(machines.world, tp, cp, ep, tp, pp))
+            expansion = choose(Layout(machines.world, tp, cp, ep, tp, pp), machines.switch_ranks)
             if expansion is not None:
                 return expansion
     raise ConfigurationError(
@@ -100,11 +112,17 @@ def expand(
     )
 
 
-def _choose(machines: Machines, sizes: Layout) -> Expansion | None:
+def choose(sizes: Layout, switch_ranks: int | None = None) -> Expansion | None:
+    """Returns the paper's choice for a layout of these sizes, with expert-TP as large as TP; None: neither fits.
+
+    Args:
+        sizes: whose order does not matter.
+        switch_ranks: as Machines has it.
+    """
     cp, ep = sizes.cp, sizes.ep
     horizontal = _with_order(sizes, HORIZONTAL) if sizes.dp % ep == 0 else None
     vertical = _with_order(sizes, VERTICAL) if cp % ep == 0 or ep % cp == 0 else None
-    connected = machines.switch_ranks is None or cp * ep <= machines.switch_ranks
+    connected = switch_ranks is None or cp * ep <= switch_ranks
     if cp < ep and horizontal and connected:
         return Expansion(horizontal, vertical, horizontal, f"cp {cp} < ep {ep}, and the switch network allows cp x ep")
     if vertical is None:
@@ -114,7 +132,7 @@ def _choose(machines: Machines, sizes: Layout) -> Expansion | None:
     elif horizontal is None:
         reason = f"cp {cp} < ep {ep}, but there are no cp x ep = {cp * ep} TP groups for a horizontal layout"
     else:
-        reason = f"cp {cp} < ep {ep}, but the switch network connects {machines.switch_ranks} ranks, not cp x ep"
+        reason = f"cp {cp} < ep {ep}, but the switch network connects {switch_ranks} ranks, not cp x ep"
     return Expansion(horizontal, vertical, vertical, reason)
 
 

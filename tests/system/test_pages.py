@@ -54,6 +54,7 @@ ELSEWHERE = (
     Elsewhere("bash recipes/quickstart.sh", "installs and trains for minutes", "tests/system/test_quickstart.py"),
     Elsewhere("bash recipes/train_and_compare.sh", "trains for minutes", "tests/system/test_quickstart.py"),
     Elsewhere("python recipes/pretrain_moe_gpt.py", "trains on several ranks", "tests/system/test_recipe_jobs.py"),
+    Elsewhere("python recipes/loss_budget.py", "trains several times", "tests/unit/test_loss_budget.py"),
     Elsewhere("bash tools/test.sh", "runs this test", "tools/test.sh"),
     Elsewhere("python -m pytest", "is a part of the test command", "tools/test.sh"),
     Elsewhere("bash tools/check_cuda_compiles.sh", "is a part of the test command", "tools/test.sh"),

@@ -248,6 +248,40 @@ def test_it_ends_in_advice_that_says_why(run, arguments, sentence):
     assert re.match(sentence, output.splitlines()[-3])
 
 
+@pytest.mark.parametrize(
+    ("arguments", "sentence", "kept"),
+    [
+        (
+            "--world 128 --tp 8 --expert-tp 8 --ep 8 --cp 2",
+            r"Lay CP 2 across EP 8 \(horizontal\) if a switch network connects 16 ranks of a TP position: cp 2 < ep 8.*"
+            r"order='tp-ep-dp-cp-pp'\) can; the flags, .* are of CP along EP \(vertical\), for which 8 suffice.",
+            ("horizontal", "tp-ep-dp-cp-pp", 16),
+        ),
+        (
+            "--world 128 --tp 8 --expert-tp 8 --ep 2 --cp 8",
+            r"Lay CP 8 along EP 2 \(vertical\), as the flags do: cp 8 >= ep 2 \(MoNTA\). A switch network has to "
+            "connect 8 ranks of a TP position.",
+            ("vertical", "tp-cp-ep-dp-pp", 8),
+        ),
+        ("--world 16 --tp 8 --expert-tp 8 --cp 2", None, None),  # without EP
+        ("--world 16 --tp 4 --expert-tp 4 --ep 2 --cp 2", None, None),  # vertical groups lie inside a node
+        ("--world 16 --tp 8 --ep 8 --cp 2", None, None),  # as EP groups do with another expert-TP
+    ],
+)
+def test_how_cp_lies_to_ep(run, tmp_path, arguments, sentence, kept):
+    """MoNTA's rule where TP fills nodes: a line before the flags, and in the plan."""
+    file = tmp_path / "plan.json"
+    _, output, _ = run(f"--cluster a800-ib200 {MIXTRAL}", arguments, f"--output {file}")
+    lines, expansion = output.splitlines(), json.loads(file.read_text())["expansion"]
+    if sentence is None:
+        assert not expansion and not [line for line in lines if line.startswith("Lay CP")]
+    else:
+        assert re.fullmatch(sentence, lines[-3])
+        assert (expansion["direction"], expansion["order"], expansion["switch_ranks"]) == kept
+        assert expansion["reason"] in lines[-3]
+        assert Plan.load(file).expansion == expansion
+
+
 def test_all_has_the_papers_baselines_beside_what_can_be_chosen(run):
     _, output, _ = run("--cluster mpmoe-adira --world 16 --ep 16 --model mixtral-8x7b,layers=4,experts=16", "--all")
     shown = tables(output)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from megatron_moe_opt.cli.plan.case import FITS, GIB, Case
 from megatron_moe_opt.planning.planner import WINS_BY
 from megatron_moe_opt.planning.predicting.prediction import ALLTOALL, Prediction
+from megatron_moe_opt.topology.expansion import Expansion
+from megatron_moe_opt.topology.layouts import HORIZONTAL, VERTICAL
 
 SENDS_LESS = 0.9
 """What a rank sends, over what it sends under stock, from which on that is told as a reason."""
@@ -29,6 +31,25 @@ def advice(case: Case) -> str:
             f"A MoE layer is predicted to take {_ms(chosen.seconds)} ms, stock's {_ms(stock.seconds)}."
         )
     return f"Use {chosen.variant}: {_gain(case)}, because {_reason(chosen, stock)}. Predicted, not measured."
+
+
+def expansion_advice(expansion: Expansion) -> str:
+    """Returns whether CP is to lie along EP or across it, why, which network that needs and how to ask Megatron for it.
+
+    What is predicted, and what the flags ask for, is the vertical layout: the one that Megatron-LM's scripts can make.
+    """
+    cp, ep, why = expansion.chosen.cp, expansion.chosen.ep, f"{expansion.reason} (MoNTA)"
+    if expansion.chosen.order == VERTICAL:
+        return (
+            f"Lay CP {cp} along EP {ep} (vertical), as the flags do: {why}. A switch network has to connect "
+            f"{expansion.network} ranks of a TP position."
+        )
+    return (
+        f"Lay CP {cp} across EP {ep} (horizontal) if a switch network connects {expansion.network} ranks of a TP "
+        f"position: {why}. Megatron-LM's scripts cannot ask for it, parallel_state.initialize_model_parallel("
+        f"order={HORIZONTAL!r}) can; the flags, and what is predicted, are of CP along EP (vertical), for which "
+        f"{max(cp, ep)} suffice."
+    )
 
 
 def does_not_fit(case: Case) -> str:

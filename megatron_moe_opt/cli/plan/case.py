@@ -20,6 +20,7 @@ from megatron_moe_opt.planning.training.model import ModelShape
 from megatron_moe_opt.planning.training.step_costs import StepCosts, communication
 from megatron_moe_opt.planning.training.throughput import Throughput, throughput
 from megatron_moe_opt.row_format import Wire, narrower
+from megatron_moe_opt.topology.expansion import Expansion, choose
 from megatron_moe_opt.variants import split_wire
 
 GIB = 2**30
@@ -77,6 +78,16 @@ class Case:
         found, _ = candidates(self.workload, self.site.cluster, self.settings.activation_budget, wires)
         fastest = {wire: [one for one in found if split_wire(one.variant)[1] == wire] for wire in wires}
         return {wire: ones[0] for wire, ones in fastest.items() if ones}
+
+    @property
+    def expansion(self) -> Expansion | None:
+        """How MoNTA would lay CP to EP; None where they leave no choice, or its rule has no layout.
+
+        The rule is for TP, and expert-TP as much, over whole nodes: elsewhere vertical groups may lie inside one.
+        """
+        layout, nodes = self.site.layout, self.site.cluster.world.nodes
+        over_nodes = layout.tp == layout.expert_tp and layout.tp % nodes.count(nodes[0]) == 0
+        return choose(layout) if over_nodes and min(layout.cp, layout.ep) > 1 else None
 
     @property
     def families(self) -> list[str]:
@@ -162,7 +173,11 @@ class Case:
             hidden=model.hidden, ffn=model.ffn, topk=model.topk, dtype=self.settings.dtype, ranks=layout.world,
             version=__version__,
         )  # fmt: skip
+        lies = self.expansion
+        expansion = lies and {"direction": lies.direction, "reason": lies.reason, "order": lies.chosen.order,
+                              "switch_ranks": lies.network}  # fmt: skip
         return Plan.uniform(
             layers, self.chosen.variant, self.candidates, self.settings.cluster, ep=layout.ep, etp=layout.expert_tp,
             experts=model.experts, gpu_settings=self.site.cluster.gpu_settings, made_for=made_for,
+            expansion=expansion,
         )  # fmt: skip

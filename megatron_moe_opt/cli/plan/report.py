@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from megatron_moe_opt.cli.console import report_console, say, say_written, table_of
-from megatron_moe_opt.cli.plan.advice import advice, does_not_fit
+from megatron_moe_opt.cli.plan.advice import advice, does_not_fit, expansion_advice
 from megatron_moe_opt.cli.plan.case import GIB, Case
 from megatron_moe_opt.cli.plan.layout_search import Wanted, layouts_table, search
 from megatron_moe_opt.cli.plan.settings import PlanSettings, Site, site_of
@@ -122,6 +122,8 @@ def report_plan(
         case.plan().save(output)
         say_written(output, console)
     say(console, advice(case))
+    if case.expansion is not None:
+        say(console, expansion_advice(case.expansion))
     say(console, "Flags for Megatron-LM, behind `python -m megatron_moe_opt.launch pretrain_gpt.py`:")
     say(console, " ".join(megatron_flags(case, output)))
 
