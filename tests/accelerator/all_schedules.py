@@ -14,6 +14,8 @@ from megatron_moe_opt.schedules.schedule import Schedule
 COUNTS = (1, 2, 4, 8)
 GROUPS = ((2, 2), (2, 1), (1, 2))
 """Sizes of the EP and expert-TP group."""
+HOPS = ((1, 1), (2, 1), (1, 2), (2, 2))
+"""Levels over which tokens hop, and the size of the expert-TP group."""
 
 
 def all_schedules() -> Iterator[tuple[str, Schedule]]:
@@ -28,18 +30,18 @@ def all_schedules() -> Iterator[tuple[str, Schedule]]:
                     yield f"monta {level} dispatch, {count} chunk(s), {of}", monta.dispatch(level, chunks, *sizes)
                     yield f"monta {level} combine, {count} chunk(s), {of}", monta.combine(level, chunks, *sizes)
             ways[of] = mpmoe.by_rows(*sizes), partitions
-        for levels, etp_size in ((1, 1), (2, 1), (1, 2), (2, 2)):
-            tokens, of = [HopRows(1, dict.fromkeys(range(levels), 1), 2, 2)] * count, f"expert-TP {etp_size}"
-            ways[f"hops over {levels} level(s), {of}"] = HopStages(levels, True, etp_size), tokens
+        for levels, etp_size in HOPS:
+            of = f"hops over {levels} level(s), expert-TP {etp_size}"
+            tokens = [HopRows(1, dict.fromkeys(range(levels), 1), 2, 2)] * count
+            ways[of] = HopStages(levels, True, etp_size), tokens
+            samples = [size.bytes(1) for size in tokens]
+            yield f"netmoe dispatch, {count} chunk(s), {of}", netmoe.dispatch(samples, levels, etp_size)
+            yield f"netmoe combine, {count} chunk(s), {of}", netmoe.combine(samples, levels, etp_size)
         for of, (way, parts) in ways.items():
             for strategy in mpmoe.STRATEGIES:
                 for build in (mpmoe.forward, mpmoe.backward):
                     schedule = build(strategy, parts, RowBytes(2, 1, 3), way)
                     yield f"mpmoe {strategy} {build.__name__}, {count} partition(s), {of}", schedule
-        for levels in (1, 2):
-            samples, of = [HopBytes(dict.fromkeys(range(levels), 1), 1)] * count, f"hops over {levels} level(s)"
-            yield f"netmoe dispatch, {count} chunk(s), {of}", netmoe.dispatch(samples, levels)
-            yield f"netmoe combine, {count} chunk(s), {of}", netmoe.combine(samples, levels)
         for etp_size in (1, 2):
             of = f"expert-TP {etp_size}"
             yield f"parm dispatch, {count} chunk(s), {of}", parm.dispatch(chunks, etp_size)

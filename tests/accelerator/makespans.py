@@ -1,16 +1,18 @@
 """How long each schedule takes in virtual time, with a hardware queue a stream and with one for all.
 
-python -m tests.accelerator.makespans      # the table of docs/streams.md
+python -m tests.accelerator.makespans      # the table of docs/streams.md, and how much longer one queue takes
 """
 
 from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from statistics import fmean
 
-from megatron_moe_opt.schedules.issue_order import SECONDS
-from megatron_moe_opt.schedules.schedule import Lane, Op, Schedule
+from megatron_moe_opt.schedules.issue_order import SECONDS, _guesses
+from megatron_moe_opt.schedules.schedule import Kind, Lane, Op, Schedule
 from tests.accelerator.all_schedules import COUNTS, all_schedules
 from tests.accelerator.executor_library import SoftwareExecutor, Work, build
 from tests.accelerator.software import Device, Queues, play
@@ -54,6 +56,28 @@ def table(executor: SoftwareExecutor) -> str:
     return "\n".join(lines)
 
 
+def guess(number: int, op: Op) -> float:
+    """One of those that `in_issue_order` makes of what an op takes."""
+    return list(_guesses(op.lane, op.kind))[number]
+
+
+def longer(executor: SoftwareExecutor) -> str:
+    """How many times as long one queue takes as many, by the guesses that the order of issue is made for."""
+    schedules = [schedule for _, schedule in all_schedules()]
+    of_guesses = []
+    for cost in (partial(guess, number) for number, _ in enumerate(_guesses(Lane.COPY, Kind.COPY))):
+        seconds = [[makespan(executor, one, cost, queues) for one in schedules] for queues in (Queues.ONE, Queues.MANY)]
+        of_guesses.append([one / many for one, many in zip(*seconds, strict=True)])
+    first, *others = of_guesses
+    lines = []
+    for name, ratios in (("the first guess", first), ("the others", sum(others, []))):
+        slower, above = sum(ratio > 1 + 1e-9 for ratio in ratios), sum(ratio > 1.15 for ratio in ratios)
+        spread = f"{fmean(ratios):.4f} times as long in the mean, {max(ratios):.3f} at most, over 1.15 in {above}"
+        lines.append(f"by {name}: of {len(ratios)} cases {slower} take longer; {spread}")
+    return "\n".join(lines)
+
+
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as folder:
-        print(table(SoftwareExecutor(build(Path(folder)), len(LANES))))
+        of_tests = SoftwareExecutor(build(Path(folder)), len(LANES))
+        print(f"{table(of_tests)}\n\n{longer(of_tests)}")

@@ -102,22 +102,26 @@ def way(request: pytest.FixtureRequest, executor_library: Path) -> Iterator[None
 def under_an_adversary(library: Path, way: Way, work: Callable[[], Any]) -> Any:
     from tests.accelerator.ranks import software_streams
 
-    with software_streams(library, way.seed, way.queues) as runner, _queues(way.queues):
+    with software_streams(library, way.seed, way.queues) as runner, _fresh(way.queues):
         return work(), runner.runs
 
 
 def under_clocks(library: Path, way: Way, work: Callable[[], Any]) -> Any:
     from tests.accelerator.device import accelerator
 
-    with _queues(way.queues), accelerator(library) as found:
+    with _fresh(way.queues), accelerator(library) as found:
         result = work()
     return result, found.findings()
 
 
 @contextmanager
-def _queues(queues: Queues) -> Iterator[None]:
+def _fresh(queues: Queues) -> Iterator[None]:
+    """A rank with these queues, which has not yet said what a process says once."""
+    from megatron_moe_opt.dispatchers import say
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1" if queues is Queues.ONE else "32")
+        patch.setattr(say, "_said", set())
         yield
 
 

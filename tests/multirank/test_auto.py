@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 from pathlib import Path
 from typing import Any
@@ -116,7 +115,7 @@ def train(
                 model = gpt(**config)
                 controller = auto_layer._controller
                 model.model.module.load_state_dict(stopped.model.module.state_dict())
-                model.optimizer.load_state_dict(copy.deepcopy(stopped.optimizer.state_dict()))
+                model.optimizer.load_state_dict(stopped.optimizer.state_dict())  # not copied: that run has ended
                 model.step, model.losses = stopped.step, stopped.losses
                 moved.clear()
             model.train(steps - model.step)
