@@ -176,7 +176,18 @@ def checkout_of(version: str, repository: Path, folder: Path) -> Path | None:
 
 
 def run_tests(tree: Path, tests: Sequence[str], environment: Mapping[str, str], log: Path) -> tuple[bool, str]:
-    """Runs pytest. Returns whether it passed to its end, and how many of what."""
+    """Runs pytest, and what failed once more: on a busy machine ranks may miss each other. Returns whether all passed
+    in the end, and how many of what.
+    """
+    passed, said = run_pytest(tree, tests, environment, log)
+    if passed:
+        return passed, said
+    passed, again = run_pytest(tree, [*tests, "--last-failed"], environment, log.with_suffix(".again.log"))
+    return passed, f"{said}; run again: {again}"
+
+
+def run_pytest(tree: Path, tests: Sequence[str], environment: Mapping[str, str], log: Path) -> tuple[bool, str]:
+    """Returns whether it passed to its end, and how many of what."""
     report = log.with_suffix(".xml")
     report.unlink(missing_ok=True)
     command = [".venv/bin/python", "-m", "pytest", "-rs", f"--junitxml={report}", *tests]
