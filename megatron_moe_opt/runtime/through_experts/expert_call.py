@@ -121,9 +121,13 @@ class ExpertCall:
         gradients, self._gradients = self._gradients, None  # the call outlives them: its partition's are sent by then
         gradients.output = grad_output
         inputs = (self._anchor, *self._experts.parameters)
-        with self._saved.reading(tokens), _taking(self._experts.parameters, take):
-            torch.autograd.grad(self._exit, inputs, torch.zeros_like(self._exit), allow_unused=True)
+        with self._saved.reading(tokens), _taking(self._experts.parameters, take) as taken:
+            found = torch.autograd.grad(self._exit, inputs, torch.zeros_like(self._exit), allow_unused=True)[1:]
         self._exit = self._anchor = None
+        # PyTorch 2.6 passes over hooks of parameters that a function has saved through hooks.
+        for number, gradient in enumerate(found):
+            if gradient is not None and number not in taken:
+                take(number, gradient)
         for number, gradient in enumerate(gradients.borrowed, start=len(self._experts.parameters)):
             if gradient is not None:
                 take(number, gradient)
@@ -164,14 +168,16 @@ class ExpertCall:
 
 
 @contextmanager
-def _taking(parameters: Sequence[torch.Tensor], take: TakeGradient) -> Iterator[None]:
-    """Inside this context gradients of parameters are taken as they arise.
+def _taking(parameters: Sequence[torch.Tensor], take: TakeGradient) -> Iterator[set[int]]:
+    """Inside this context gradients of parameters are taken as they arise. Yields the numbers of those that were.
 
     torch.autograd.grad would hold on to all of them until it returns; it gets stand-ins without memory. Hooks that
     others have put on a parameter are for its whole gradient, and are set aside: they run when autograd gets that.
     """
+    taken: set[int] = set()
 
     def hook(number: int, grad: torch.Tensor | None) -> torch.Tensor | None:
+        taken.add(number)
         take(number, grad)
         return None if grad is None else grad.new_zeros(()).expand_as(grad)
 
@@ -182,7 +188,7 @@ def _taking(parameters: Sequence[torch.Tensor], take: TakeGradient) -> Iterator[
             parameter._backward_hooks.clear()
         handles.append(parameter.register_hook(functools.partial(hook, number)))
     try:
-        yield
+        yield taken
     finally:
         for handle in handles:
             handle.remove()
