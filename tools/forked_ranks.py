@@ -6,12 +6,13 @@ that starts a thread may have been called in this process before.
 
 from __future__ import annotations
 
+import atexit
 import ctypes
-import gc
 import os
 import signal
 import socket
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -125,8 +126,12 @@ def run_as_interpreter(main: Callable[[], object]) -> NoReturn:
     except BaseException:
         sys.excepthook(*sys.exc_info())
         status = 1
-    gc.freeze()  # without looking through all that was imported once more, which is much in pages to be copied
-    ctypes.pythonapi.Py_Exit(status)
+    threading._shutdown()
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Without taking down all that was imported, which is much in pages to be copied, and of which libraries complain.
+    os._exit(status)
 
 
 def die_with_parent() -> None:
