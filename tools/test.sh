@@ -18,6 +18,7 @@ source recipes/setup_env.sh
 echo "== style"
 ruff check .
 ruff format --check .
+vermin -q -t=3.10- --violations --no-tips --eval-annotations megatron_moe_opt recipes tools tests
 git ls-files 'csrc/*' 'tests/*' | grep -E '\.(h|cpp|cu|cuh)$' | xargs clang-format --dry-run -Werror
 
 (
