@@ -151,6 +151,8 @@ def _parse(recipe: Recipe, arguments: list[str]) -> Any:
     import torch
     from megatron.training.arguments import core_transformer_config_from_args, parse_args, validate_args
 
+    from megatron_moe_opt.integration.host import limits
+
     paths = ["--mock-data", "--tokenizer-type", "NullTokenizer", "--vocab-size", str(recipe.vocabulary - 1)]
     paths += ["--save", "checkpoints", "--load", "checkpoints", "--ckpt-format", "torch_dist"]
     paths += ["--tensorboard-dir", "checkpoints/tensorboard"]
@@ -162,7 +164,8 @@ def _parse(recipe: Recipe, arguments: list[str]) -> Any:
         args = parse_args()
     except SystemExit as error:
         raise ConfigurationError("Megatron-LM's parser does not know an argument; its own message is above") from error
-    with mock.patch.object(torch.cuda, "get_device_capability", lambda device=None: _GPU):
+    of_the_job = mock.patch.object(torch.cuda, "get_device_capability", lambda device=None: _GPU)
+    with of_the_job, mock.patch.object(limits, "LIMITS", ()):  # what this machine cannot run, the job's GPUs can
         validate_args(args)
         return core_transformer_config_from_args(args)
 
