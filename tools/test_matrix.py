@@ -127,6 +127,7 @@ def copy_tree(tree: Path) -> None:
         for file in (tree / folder).rglob("*"):
             if file.is_file() and file not in kept and file.suffix not in (".so", ".pyc"):
                 file.unlink()
+    subprocess.run(["git", "init", "--quiet"], cwd=tree, check=True)  # tests ask git for the files
 
 
 def prepare(pair: Pair, folder: Path) -> Path:
