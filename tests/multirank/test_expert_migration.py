@@ -6,6 +6,8 @@ Outputs and gradients are sums in another order: fp32 within 1e-6 relative, bf16
 from __future__ import annotations
 
 import dataclasses
+import gc
+import time
 from typing import Any
 
 import pytest
@@ -323,6 +325,7 @@ def bounded_and_compressed() -> None:
     from megatron_moe_opt.runtime.travelling_experts.step_passes import step_of
     from tests.ranks.megatron import parallel
 
+    gc.collect()  # of cases before this one
     with parallel(ep=4):
         models, ratios, used = [], {"compression_ratio": 8.0, "gradient_compression_ratio": 8.0}, HOST_MEMORY.used
         for kept in (2, "all"):
@@ -366,7 +369,11 @@ def bounded_and_compressed() -> None:
         of_rank = 4 * migrated[0].weights.numel  # bytes
         others, own = 4 * of_rank, of_rank  # experts of all ranks, and what the others hold of this rank's
         gradients = 2 * of_rank + of_rank  # for two owners inside the node, and one outside
-        assert HOST_MEMORY.used - used == 4 * (others + own + gradients)
+        expected = 4 * (others + own + gradients)
+        until = time.monotonic() + 60
+        while HOST_MEMORY.used - used != expected and time.monotonic() < until:
+            time.sleep(0.01)  # a lane may be late on a busy machine
+        assert HOST_MEMORY.used - used == expected
 
 
 def test_a_bound_on_compressed_experts_has_them_wait_on_the_host(ranks):

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -19,14 +20,16 @@ class HostMemory:
     used: int = 0
     peak: int = 0
     """The most that `used` was since `reset_peak`."""
+    _lock: threading.RLock = field(default_factory=threading.RLock, repr=False)
 
     def reset_peak(self) -> None:
         """Lets `peak` begin again from what is in use now."""
         self.peak = self.used
 
     def _count(self, num_bytes: int) -> None:
-        self.used += num_bytes
-        self.peak = max(self.peak, self.used)
+        with self._lock:  # lanes are threads, and what is freed may be freed in any of them, and in the midst of this
+            self.used += num_bytes
+            self.peak = max(self.peak, self.used)
 
 
 HOST_MEMORY = HostMemory()
