@@ -102,15 +102,19 @@ def _made_by_members_alone(what: str) -> Iterator[None]:
     Where init_process_group was given a device, it splits the new group's communicator off that of the whole world: a
     collective of NCCL over all ranks, for which the members would wait for ever. Without, the communicator is made at
     its first use, by its own ranks.
+    Since 2.14 PyTorch counts these groups among those that all ranks make, by whose number it names the next: where
+    ranks have made more of them than others, the next would have several names, and never be made.
     """
     number = _made[what]
     _made[what] += 1
     name = hashlib.sha1(f"{what} {number}".encode(), usedforsecurity=False).hexdigest()
     world, original = dist.group.WORLD, distributed_c10d._hash_ranks_to_str
     device, world.bound_device_id = world.bound_device_id, None
+    count = distributed_c10d._world.group_count
     distributed_c10d._hash_ranks_to_str = lambda _: name
     try:
         yield
     finally:
         distributed_c10d._hash_ranks_to_str = original
+        distributed_c10d._world.group_count = count
         world.bound_device_id = device

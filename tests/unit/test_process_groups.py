@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 import megatron_moe_opt
 from megatron_moe_opt.topology import process_groups
@@ -37,6 +38,7 @@ def test_nccl_groups_take_over_priority_configuration_and_timeout(monkeypatch: p
 
     def new_group(ranks: list[int], **arguments: object) -> object:
         assert world.bound_device_id is None
+        distributed_c10d._world.group_count += 1  # as PyTorch does since 2.14
         asked.update(arguments, ranks=ranks)
         return PlayedNccl()
 
@@ -50,7 +52,9 @@ def test_nccl_groups_take_over_priority_configuration_and_timeout(monkeypatch: p
     }
     for name, value in played.items():
         monkeypatch.setattr(dist, name, value, raising=False)
+    count = distributed_c10d._world.group_count
     process_groups.refine(group, [3, 1], "a pair")
+    assert distributed_c10d._world.group_count == count  # or ranks that have made fewer name the next group otherwise
     options = asked.pop("pg_options")
     assert asked == {
         "ranks": [2, 6],
