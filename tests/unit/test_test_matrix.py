@@ -41,7 +41,8 @@ def test_what_pytest_reports_is_said_in_words():
 def test_the_cross_section_names_tests_that_there_are():
     for test in QUICK:
         file, _, name = test.partition("::")
-        assert re.search(rf"^def {name.partition('[')[0]}", (ROOT / file).read_text(), re.M), test
+        code = (ROOT / file).read_text()
+        assert not name or re.search(rf"^def {name.partition('[')[0]}\(", code, re.M), test
 
 
 def test_what_has_passed_is_not_run_again_and_what_failed_is(tmp_path, monkeypatch, capsys):
