@@ -233,6 +233,7 @@ def prepare(checkout: Path) -> None:
     megatron_moe_opt.use_host_backend()
     megatron_moe_opt.register(refuse_unread=True)  # what each run's own call finds done, but for its options
     importlib.import_module("pretrain_gpt")
+    importlib.import_module("torch._dynamo")  # by the first optimizer, and so in each rank, for seconds
     inspect.getmodule(prepare.__code__)  # Python then looks through all modules once, not in each rank
     gc.freeze()  # nothing of it goes: ranks need not look through it, which would copy the pages that they share
 

@@ -140,7 +140,7 @@ class RankPool:
                 try:
                     succeeded, value = pickle.loads(pending.pop(rank).recv_bytes())
                 except EOFError:
-                    succeeded, value = False, ("process", "died", "the process ended without an answer")
+                    succeeded, value = False, ("process", self._end_of(rank), "")
                 if succeeded:
                     results[rank] = value
                 else:
@@ -155,6 +155,12 @@ class RankPool:
         if not errors:
             raise TimeoutError(f"{case}: rank(s) {sorted(pending)} did not finish in {timeout_s} s{stacks}")
         raise RankFailure(_describe(case, errors) + stacks, [(rank, *errors[rank][:2]) for rank in sorted(errors)])
+
+    def _end_of(self, rank: int) -> str:
+        """How a rank ended that gave no answer: its exit code (a signal's is negative), and where a signal met it."""
+        process = self._processes[rank]
+        process.join(GRACE_S)
+        return f"the process ended with exit code {process.exitcode}\n{_stack_file(self._folder, rank).read_text()}"
 
     def _stacks(self, hanging: list[int]) -> str:
         """Where each hanging rank is: its Python stack, which the signal makes it write."""
@@ -192,6 +198,7 @@ def _serve(pipe: Connection, rank: int, world: int, folder: Path) -> None:
     )
     stacks = open(_stack_file(folder, rank), "w")  # noqa: SIM115 (open for the process's life)
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=False)
+    faulthandler.enable(file=stacks)  # for `_end_of`
     _answer(pipe, lambda: _initialize(rank, world, folder / "store"))
     while True:
         try:

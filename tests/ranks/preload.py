@@ -13,6 +13,8 @@ import megatron_moe_opt  # noqa: E402
 megatron_moe_opt.use_host_backend()
 megatron_moe_opt.register()
 
+import torch._dynamo  # noqa: E402, F401 (which the first optimizer imports: else in each rank, for seconds)
+
 import tests.ranks.megatron  # noqa: E402, F401
 from megatron_moe_opt.cli.layer import links  # noqa: E402
 
