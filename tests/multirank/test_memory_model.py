@@ -187,6 +187,15 @@ def _order_of_choices(shape, layout, tokens):
     return sorts * (8 - 1 - 2) * shape.experts * (tokens // layout.get("tp", 1))
 
 
+def _unfused(shape, layout, micro_batch, sequence, rows):
+    """Returns what Megatron's own layers keep, by what it is: PyTorch 2.6 keeps
+    normalized inputs in their own type."""
+    terms = layer_activations(shape, layout, micro_batch, sequence, rows, fused=False)
+    if Version(torch.__version__) < Version("2.7"):
+        terms["norms"] -= 2 * (4 - 2) * shape.hidden * micro_batch * (sequence // layout.tp)
+    return terms
+
+
 FUSED = pytest.mark.host_only(reason="a GPU's fused norm saves other bytes than the operations that it stands for")
 
 
@@ -211,7 +220,7 @@ def test_saved_bytes_are_those_that_autograd_keeps(ranks, layout, changes):
     sequence, micro_batch = 64, 2
     found = ranks.run(_saved, shape=shape, layout=layout, sequence=sequence, micro_batch=micro_batch)
     for kept, rows in found:
-        expected = layer_activations(shape, layout_of(layout), micro_batch, sequence, rows, fused=False)
+        expected = _unfused(shape, layout_of(layout), micro_batch, sequence, rows)
         assert kept == sum(expected.values()) + _order_of_choices(shape, layout, sequence * micro_batch), expected
 
 
@@ -228,7 +237,7 @@ def test_selective_recompute_drops_the_attention_s_middle(ranks):
         recompute_modules=["core_attn"],
     )
     for kept, rows in found:
-        expected = layer_activations(SHAPE, layout_of(layout), 2, sequence, rows, fused=False)
+        expected = _unfused(SHAPE, layout_of(layout), 2, sequence, rows)
         del expected["attention"]
         kind_of_mask = 4  # int32, an argument of the checkpointed function
         order = _order_of_choices(SHAPE, layout, sequence * 2)

@@ -125,8 +125,9 @@ class ExpertCall:
             found = torch.autograd.grad(self._exit, inputs, torch.zeros_like(self._exit), allow_unused=True)[1:]
         self._exit = self._anchor = None
         # PyTorch 2.6 passes over hooks of parameters that a function has saved through hooks.
-        for number, gradient in enumerate(found):
-            if gradient is not None and number not in taken:
+        for number, (parameter, gradient) in enumerate(zip(self._experts.parameters, found, strict=True)):
+            is_used = gradient is not None or parameter.data_ptr() in self._saved.used
+            if is_used and number not in taken:
                 take(number, gradient)
         for number, gradient in enumerate(gradients.borrowed, start=len(self._experts.parameters)):
             if gradient is not None:

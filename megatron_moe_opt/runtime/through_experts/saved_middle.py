@@ -93,6 +93,8 @@ class SavedMiddle:
             kept: addresses of storages that do not count as T_M.
         """
         self._kept, self._borrowed = kept, borrowed
+        self.used: set[int] = set()
+        """Of `kept`, what operations have saved: where each tensor begins, as buffers hold many parameters."""
         self._tokens: torch.Tensor | None = None
         self._blocks: WeakValueDictionary[int, _Block] = WeakValueDictionary()  # by address
         self._activations: list[_Activation] = []
@@ -213,7 +215,10 @@ class SavedMiddle:
         if not plain or not tensor.numel() or tensor.device != self._tokens.device:
             return None
         address = _address_of(tensor)
-        return None if address in self._kept else address
+        if address in self._kept:
+            self.used.add(tensor.data_ptr())
+            return None
+        return address
 
     def _is_input(self, tensor: torch.Tensor) -> bool:
         return _address_of(tensor) == _address_of(self._tokens) and tensor.dtype is self._tokens.dtype
