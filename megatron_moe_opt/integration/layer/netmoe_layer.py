@@ -74,9 +74,19 @@ def check_seams(layer: Any, options: Options) -> None:
 
     if not hasattr(TransformerBlock.__init__, "_moe_opt"):
         raise seam_moved("TransformerBlock.__init__ is not a plain method")
-    for method in ("_forward_mlp", "_forward_post_mlp"):
+    for method in ("_forward_mlp", _after_mlp()):
         if not isinstance(TransformerLayer.__dict__.get(method), types.FunctionType):
             raise seam_moved(f"TransformerLayer.{method} is not a plain method")
+
+
+def _after_mlp() -> str:
+    """Returns the name of the method that adds what a layer's MLP returned to the residual: Megatron 0.20's, or that
+    of the versions before.
+    """
+    from megatron.core.transformer.transformer_layer import TransformerLayer
+
+    renamed = "_apply_mlp_bda_step"
+    return renamed if hasattr(TransformerLayer, renamed) else "_forward_post_mlp"
 
 
 def _dispatcher_of(layer: Any) -> NetmoeDispatcher | None:
@@ -163,7 +173,8 @@ def balances_ranks(router: Any) -> bool:
 def _let_samples_move(layer: Any) -> None:
     """Lets a transformer layer's samples move, while its dispatcher is a linked one of netmoe's."""
     moe = layer.mlp
-    forward_mlp, post_mlp, shared_experts = layer._forward_mlp, layer._forward_post_mlp, moe.shared_experts_compute
+    after_mlp = _after_mlp()
+    forward_mlp, post_mlp, shared_experts = layer._forward_mlp, getattr(layer, after_mlp), moe.shared_experts_compute
     balances, recomputes = balances_ranks(moe.router), moe.moe_layer_recompute
     replicated = holds_replicated_tokens(moe.config)
 
@@ -189,11 +200,11 @@ def _let_samples_move(layer: Any) -> None:
         return tensor_parallel.checkpoint(lambda hidden: handing_over(hidden, *args, **kwargs), False, hidden_states)
 
     @functools.wraps(post_mlp)
-    def post(mlp_output_with_bias: tuple[torch.Tensor, Any], residual: torch.Tensor) -> torch.Tensor:
-        if _placement_of(layer) is None:
-            return post_mlp(mlp_output_with_bias, residual)
-        output = mlp_output_with_bias[0]
-        return post_mlp(mlp_output_with_bias, output.new_zeros(()).expand_as(output))
+    def post(mlp_output_with_bias: tuple[torch.Tensor, Any], residual: torch.Tensor, *state: Any) -> torch.Tensor:
+        if _placement_of(layer) is not None:
+            output = mlp_output_with_bias[0]
+            residual = output.new_zeros(()).expand_as(output)
+        return post_mlp(mlp_output_with_bias, residual, *state)
 
     @functools.wraps(shared_experts)
     def beside(hidden_states: torch.Tensor) -> torch.Tensor | None:
@@ -203,7 +214,8 @@ def _let_samples_move(layer: Any) -> None:
         _dispatcher_of(layer).hand_over_beside(output)
         return None
 
-    layer._forward_mlp, layer._forward_post_mlp, moe.shared_experts_compute = forward, post, beside
+    layer._forward_mlp, moe.shared_experts_compute = forward, beside
+    setattr(layer, after_mlp, post)
 
 
 class _Begin:
