@@ -7,6 +7,7 @@ import os
 import resource
 import shutil
 import stat
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -90,6 +91,10 @@ def failures_of_saving(folder: str) -> list[str]:
         return found
 
 
+@pytest.mark.skipif(
+    sys.version_info[:3] == (3, 12, 1),
+    reason="Python 3.12.1 crashes in bytesiobuf_releasebuffer where it collects what a failed write of PyTorch's left",
+)
 def test_a_checkpoint_that_cannot_be_written_leaves_the_one_before_and_is_told_on_all_ranks(ranks, tmp_path):
     first, *others = ranks.run(failures_of_saving, folder=str(tmp_path))
     lost = f"--save {tmp_path}: the checkpoint of iteration 2 could not be written "
