@@ -6,11 +6,13 @@ assert job.wait() == 0
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import runpy
 import signal
 import socket
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -88,6 +90,16 @@ class Job:
         for process in self.processes:
             process.kill()
             process.join()
+
+
+def output_of(module: str, *words: str | Path | int) -> str:
+    """Returns what `python -m MODULE WORDS` prints in a process of its own, which is no rank; it must end with 0."""
+    with tempfile.TemporaryDirectory() as folder:
+        job = Job([importlib.util.find_spec(module).origin, *words], Path(folder, "output.txt"))
+        status = job.wait()
+        output = job.output.read_text()
+    assert status == 0, output
+    return output
 
 
 def free_port() -> int:

@@ -19,6 +19,7 @@ from megatron_moe_opt.cli.main import app, main
 from megatron_moe_opt.errors import ConfigurationError, ExtensionError
 from megatron_moe_opt.planning.costs.cluster import Cluster, World
 from megatron_moe_opt.schedules.schedule import Kind
+from tests.ranks.job import output_of
 from tools import bench_choice, bench_executor, bench_kernels, bench_saa
 
 
@@ -302,9 +303,8 @@ def test_bench_layer_in_one_process(tmp_path):
     """The whole command without torchrun: table on standard output, everything in the JSON file."""
     file = tmp_path / "bench.json"
     shape = "--tokens 48 --hidden 32 --ffn-hidden 64 --experts 4 --capacity-factor 1.0 --steps 2 --warmup 1"
-    command = f"-m megatron_moe_opt.cli.main bench --dispatchers monta --seed 7 {shape} --dtype fp32 -o {file}"
-    run = subprocess.run([sys.executable, *command.split()], capture_output=True, text=True, timeout=600)
-    assert run.returncode == 0, run.stderr
+    command = f"bench --dispatchers monta --seed 7 {shape} --dtype fp32 -o {file}"
+    printed = output_of("megatron_moe_opt.cli.main", *command.split())
     for text in (
         "48 tokens a rank, hidden 32, expert hidden 64, 4 experts, top-2, fp32, TP 1, EP 1, expert-TP 1, ",
         "routing uniform, capacity factor 1",
@@ -313,7 +313,7 @@ def test_bench_layer_in_one_process(tmp_path):
         "links: none between ranks",
         "ratio to alltoall",
     ):
-        assert text in run.stdout, run.stdout
+        assert text in printed, printed
     report = json.loads(file.read_text())
     assert report["settings"]["dispatchers"] == ["alltoall", "monta"]  # the baseline is added, and goes first
     assert report["environment"]["torch"] and report["environment"]["megatron-core"]
@@ -328,20 +328,12 @@ def test_bench_layer_in_one_process(tmp_path):
     assert monta["wire_limit"] is None and monta["traffic"] == []
 
 
-def _processes_output(arguments, module="megatron_moe_opt.cli.main"):
-    """What `moe-opt ARGUMENTS`, or another module that has arguments, prints in a process of its own."""
-    command = [sys.executable, "-m", module, *arguments.split()]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=600)
-    assert run.returncode == 0, run.stderr
-    return run.stdout
-
-
 def test_bench_choice_in_one_process(tmp_path):
     """One rank has no collectives: cutting only costs, and the profile says so."""
     profile, file = tmp_path / "cluster.json", tmp_path / "choice.json"
     Cluster(World((0,)), {(Kind.COPY, None): ((1, 1e-3), (1 << 20, 2e-3))}).save(profile)
     shape = "--tokens 16,48 --chunks 2,4 --hidden 32 --experts 4 --steps 2 --warmup 0"
-    printed = _processes_output(f"--profile {profile} {shape} -o {file}", "tools.bench_choice")
+    printed = output_of("tools.bench_choice", *f"--profile {profile} {shape} -o {file}".split())
     assert "16 tokens a rank, hidden 32, 4 experts, top-2, fp32, TP 1, EP 1, expert-TP 1, routing uniform" in printed
     assert "model: regret at most 5 % in" in printed and "of 2 points" in printed
     assert "judged by the other, the fastest itself: regret at most 5 % in" in printed
@@ -371,7 +363,7 @@ def test_bench_choice_refuses(monkeypatch, capsys, options, sentence):
 
 
 def test_bench_executor():
-    rows = [line.split("│")[1:-1] for line in _processes_output("--repeats 2", "tools.bench_executor").splitlines()]
+    rows = [line.split("│")[1:-1] for line in output_of("tools.bench_executor", "--repeats", 2).splitlines()]
     table = [[cell.strip() for cell in row] for row in rows if row]
     assert [lanes for lanes, _, _ in table] == ["1", "2", "3"]
     for _, median, spread in table:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import os
-import subprocess
 import sys
 from itertools import combinations
 
@@ -19,6 +18,7 @@ from megatron_moe_opt.planning.costs.bus_bandwidth import bus_of
 from megatron_moe_opt.planning.costs.cluster import Cluster, ExpertGemm, World
 from megatron_moe_opt.schedules.parm import JOINT
 from megatron_moe_opt.schedules.schedule import Kind, Lane
+from tests.ranks.job import output_of
 
 
 @pytest.mark.parametrize(
@@ -67,14 +67,10 @@ def test_refusals(monkeypatch, capsys, arguments, world, sentence):
 def test_one_process(tmp_path):
     """The whole command without torchrun: curves of what one rank has, a table, the file."""
     file = tmp_path / "cluster.json"
-    command = f"-m megatron_moe_opt.cli.main profile --hidden 64 --ffn-hidden 32 --dtype fp32 --seconds 2 -o {file}"
-    environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
-    run = subprocess.run(
-        [sys.executable, *command.split()], capture_output=True, text=True, timeout=600, env=environment
-    )
-    assert run.returncode == 0, run.stderr
+    command = f"profile --hidden 64 --ffn-hidden 32 --dtype fp32 --seconds 2 -o {file}"
+    printed = output_of("megatron_moe_opt.cli.main", *command.split())
     for text in ("Cost curves", "copy", "GB/s", "expert 64 x 32 fp32", "TFLOP/s", f"written to {file}"):
-        assert text in run.stdout, run.stdout
+        assert text in printed, printed
     cluster = Cluster.load(file)
     assert cluster.world == World((0,))
     assert set(cluster.curves) == {(Kind.COPY, None), (Kind.OFFLOAD, None), (Kind.PREFETCH, None)}

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import os
-import subprocess
 import sys
 from dataclasses import replace
 
@@ -19,6 +17,7 @@ from megatron_moe_opt.planning.costs.cluster import Cluster, ExpertGemm, World
 from megatron_moe_opt.planning.predicting.monta import PASSES
 from megatron_moe_opt.schedules.schedule import Kind, Lane, Op, Schedule
 from megatron_moe_opt.schedules.timeline import Span, Timeline
+from tests.ranks.job import output_of
 
 
 def _refusal(monkeypatch, capsys, arguments, world):
@@ -103,16 +102,10 @@ def test_a_picture_of_no_known_format(monkeypatch, capsys, tmp_path):
 def test_one_process(tmp_path):
     """The whole command without torchrun; at O1 it has one chunk."""
     file, picture = tmp_path / "step.json", tmp_path / "step.png"
-    command = (
-        f"-m megatron_moe_opt.cli.main timeline --tokens 64 --hidden 32 --dispatchers monta:O1 -o {file} -o {picture}"
-    )
-    environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
-    run = subprocess.run(
-        [sys.executable, *command.split()], capture_output=True, text=True, timeout=600, env=environment
-    )
-    assert run.returncode == 0, run.stderr
+    command = f"timeline --tokens 64 --hidden 32 --dispatchers monta:O1 -o {file} -o {picture}"
+    printed = output_of("megatron_moe_opt.cli.main", *command.split())
     for text in ("64 tokens a rank", "rank 0", "monta:O1", *PASSES, f"written to {file}", f"written to {picture}"):
-        assert text in run.stdout, run.stdout
+        assert text in printed, printed
     events = json.loads(file.read_text())["traceEvents"]
     assert [event["name"] for event in events if event["ph"] == "X"] == [*PASSES, *["copy of chunk 0"] * 4]
     assert picture.read_bytes().startswith(b"\x89PNG")
