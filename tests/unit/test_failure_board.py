@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.ranks.job import free_port
+from tests.ranks.job import Job, free_port
 
 # Layers of their own numbers: what a rank says about itself must not be taken for what the others say about it.
 RANK = """
@@ -52,26 +49,16 @@ with passing(Place(rank + 1, "monta", "forward")), failure_board.told():
 """
 
 
-def end(fault: str) -> tuple[list[int], list[str]]:
-    """Status and stderr of three ranks."""
-    job = {
-        "WORLD_SIZE": "3",
-        "MASTER_ADDR": "localhost",
-        "MASTER_PORT": str(free_port()),
-        "GLOO_SOCKET_IFNAME": "lo",
-    }
-    environment = os.environ | job | {"PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"}
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", RANK, fault],
-            env=environment | {"RANK": str(rank)},
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(3)
+def end(fault: str, folder: Path) -> tuple[list[int], list[str]]:
+    """Status of three ranks, and what they have said."""
+    script = folder / "rank.py"
+    script.write_text(RANK)
+    shared = {"WORLD_SIZE": "3", "MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port())}
+    shared |= {"GLOO_SOCKET_IFNAME": "lo"}
+    ranks = [
+        Job([script, fault], folder / f"{rank}.txt", environment=shared | {"RANK": str(rank)}) for rank in range(3)
     ]
-    said = [process.communicate()[1] for process in processes]
-    return [process.returncode for process in processes], said
+    return [rank.wait() for rank in ranks], [rank.output.read_text() for rank in ranks]
 
 
 @pytest.mark.parametrize(
@@ -82,8 +69,8 @@ def end(fault: str) -> tuple[list[int], list[str]]:
         ("kill", r"failed first, in MoE layer 3 (monta, forward): it does not answer any more, as rank 2 found: "),
     ],
 )
-def test_every_rank_says_who_failed_first_and_ends(fault: str, sentence: str):
-    status, said = end(fault)
+def test_every_rank_says_who_failed_first_and_ends(tmp_path: Path, fault: str, sentence: str):
+    status, said = end(fault, tmp_path)
     assert status == [1, -9 if fault == "kill" else 1, 1]
     for rank, text in enumerate(said):
         line = next((line for line in text.splitlines() if line.startswith("moe-opt: error: rank 1 (")), "")
@@ -95,6 +82,6 @@ def test_every_rank_says_who_failed_first_and_ends(fault: str, sentence: str):
         )
 
 
-def test_ranks_that_end_say_nothing():
-    status, said = end("end")
+def test_ranks_that_end_say_nothing(tmp_path: Path):
+    status, said = end("end", tmp_path)
     assert status == [0, 0, 0] and said == ["", "", ""]
