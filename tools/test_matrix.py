@@ -9,8 +9,8 @@ mirror of Megatron-LM); `full`, tests/multirank and tests/system to their end.
 
 --folder keeps an environment for each Python and PyTorch, a copy of this tree in which the package is built for both,
 and what came out. A part that has passed is not run again there (--again: it is): the command goes on where it was
-stopped. Interpreters are those named python3.10 and so on: on PATH, or pyenv's. The exit status is 1 where a part that
-was asked for did not pass.
+stopped. Of a part that did not pass, --failed runs the tests that failed last. Interpreters are those named python3.10
+and so on: on PATH, or pyenv's. The exit status is 1 where a part that was asked for did not pass.
 """
 
 from __future__ import annotations
@@ -176,14 +176,22 @@ def checkout_of(version: str, repository: Path, folder: Path) -> Path | None:
     return checkout
 
 
-def run_tests(tree: Path, tests: Sequence[str], environment: Mapping[str, str], log: Path) -> tuple[bool, str]:
+def run_tests(
+    tree: Path, tests: Sequence[str], environment: Mapping[str, str], log: Path, before: str | None
+) -> tuple[bool, str]:
     """Runs pytest, and what failed once more: on a busy machine ranks may miss each other. Returns whether all passed
     in the end, and how many of what.
+
+    Args:
+        before: what came out before, where only that which failed then is wanted.
     """
-    passed, said = run_pytest(tree, tests, environment, log)
-    if passed:
-        return passed, said
-    passed, again = run_pytest(tree, [*tests, "--last-failed"], environment, log.with_suffix(".again.log"))
+    said, tests = before, [*tests, "-o", f"cache_dir={log.with_suffix('.cache')}"]
+    if said is None:
+        passed, said = run_pytest(tree, tests, environment, log)
+        if passed:
+            return passed, said
+    tests += ["--last-failed", "--last-failed-no-failures=none"]
+    passed, again = run_pytest(tree, tests, environment, log.with_suffix(".again.log"))
     return passed, f"{said}; run again: {again}"
 
 
@@ -222,17 +230,19 @@ def run_pretrain(tree: Path, checkout: Path, environment: Mapping[str, str], log
     return status == 0 and bool(outcomes) and not others, ", ".join([equal, *others])
 
 
-def run_part(pair: Pair, part: str, tree: Path, folder: Path, repository: Path | None) -> tuple[bool, str]:
-    """Returns whether it passed, and what came out in words."""
+def run_part(
+    pair: Pair, part: str, tree: Path, folder: Path, repository: Path | None, before: str | None
+) -> tuple[bool, str]:
+    """Returns whether it passed, and what came out in words. `before`: see run_tests."""
     log = folder / f"{pair.environment}-megatron-{pair.megatron}.{part}.log"
     environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "MEGATRON_LM")}
     environment["PATH"] = os.pathsep.join((str(tree / ".venv" / "bin"), environment.get("PATH", os.defpath)))
     environment |= {"CUDA_VISIBLE_DEVICES": ""}
     checkout = checkout_of(pair.megatron, repository, folder) if repository is not None else None
     if part == "quick":
-        return run_tests(tree, QUICK, environment, log)
+        return run_tests(tree, QUICK, environment, log, before)
     if part == "full":
-        return run_tests(tree, FULL, environment | ({"MEGATRON_LM": str(checkout)} if checkout else {}), log)
+        return run_tests(tree, FULL, environment | ({"MEGATRON_LM": str(checkout)} if checkout else {}), log, before)
     if checkout is None:
         return False, "no tag of Megatron-LM at hand"
     return run_pretrain(tree, checkout, environment, log)
@@ -286,6 +296,7 @@ def main() -> int:
     parser.add_argument("--folder", type=Path, default=Path("runs/test-matrix"))
     parser.add_argument("--table", type=Path, help="where to write the table, besides the standard output")
     parser.add_argument("--again", action="store_true", help="run what has passed too")
+    parser.add_argument("--failed", action="store_true", help="of a part that failed, only the tests that did")
     asked = parser.parse_args()
     parts = asked.parts.split(",")
     for part in parts:
@@ -303,8 +314,9 @@ def main() -> int:
         known = outcomes.get((pair, part))
         if known is None or not known.passed or asked.again:
             began = time.monotonic()
+            before = known.said if known is not None and asked.failed else None
             try:
-                passed, said = run_part(pair, part, prepare(pair, folder), folder, asked.megatron_lm)
+                passed, said = run_part(pair, part, prepare(pair, folder), folder, asked.megatron_lm, before)
             except FileNotFoundError as error:
                 passed, said = False, str(error)
             except subprocess.CalledProcessError as error:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import re
+import sys
+from functools import partial
 
 import pytest
 
 from tools import test_matrix
-from tools.test_matrix import PAIRS, QUICK, ROOT, Pair, counted, newest_tag, pinned, table
+from tools.test_matrix import PAIRS, QUICK, ROOT, Pair, counted, newest_tag, pinned, run_tests, table
 
 REPORT = '<testsuites><testsuite errors="1" failures="2" skipped="3" tests="10" time="4.2"/></testsuites>'
 PAIR = Pair("3.13", "2.15.0", "0.19.2")
@@ -61,6 +64,20 @@ def test_what_has_passed_is_not_run_again_and_what_failed_is(tmp_path, monkeypat
     assert "| 3.13 | 2.15.0 | 0.19.2 | 7 passed | **failed**: 1 of 8 | not run |" in capsys.readouterr().out
     monkeypatch.setattr("sys.argv", [*words[:-1], "quick"])
     assert test_matrix.main() == 0
+
+
+def test_failed_tests_alone_are_run_again(tmp_path):
+    """At once, and where they are asked for after a mend."""
+    (tmp_path / ".venv" / "bin").mkdir(parents=True)
+    (tmp_path / ".venv" / "bin" / "python").symlink_to(sys.executable)
+    tests = tmp_path / "test_two.py"
+    tests.write_text("def test_good(): pass\ndef test_bad(): assert False\n")
+    run = partial(run_tests, tmp_path, ["test_two.py"], os.environ, tmp_path / "one.full.log")
+    passed, said = run(before=None)
+    assert (passed, said) == (False, "1 passed, 1 failed; run again: 0 passed, 1 failed")
+    tests.write_text(tests.read_text().replace("False", "True"))
+    assert run(before="1 passed, 1 failed") == (True, "1 passed, 1 failed; run again: 1 passed")
+    assert run(before="1 passed, 1 failed")[0] is False  # nothing is known to have failed
 
 
 def test_a_python_that_is_not_here_is_said(tmp_path):
