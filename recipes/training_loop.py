@@ -378,6 +378,8 @@ def run_recorded(console: Console) -> int | LayerError:
         if first is None or first.rank == dist.get_rank():
             raise
         return error
+    # PyTorch 2.6 destroys a group holding the lock that its threads need to let go of the tensors of its last call.
+    dist.barrier()
     dist.destroy_process_group()
     return 0
 

@@ -1,19 +1,22 @@
 #!/usr/bin/env bash
-# The test command: installs what it needs into .venv, then style, CUDA compile check and all tests.
+# The test command: installs what it needs into .venv, then style, CUDA compile check, all tests, and a cross-section of
+# them on the newest supported Megatron whose Python is here.
 #
 #   bash tools/test.sh                 everything (about 15 minutes on 2 cores, installation included)
-#   bash tools/test.sh --newest        also a cross-section on the newest supported versions whose Python is here
 #   bash tools/test.sh --sanitizers    also the C++ tests under ASan, UBSan and TSan
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
 # Two cores: what has nothing to wait for goes beside what waits much of the time. The CUDA check needs nvcc alone and
-# begins beside the installation; whole runs and what runs in one process go beside the tests of several ranks.
+# begins beside the installation, as does the cross-section, which has one of its own; whole runs and what runs in one
+# process go beside the tests of several ranks.
 unset PYTHONDONTWRITEBYTECODE # or each of the processes that tests start compiles all modules of ours anew
 outputs="$(mktemp -d)"
 trap 'kill $(jobs -p) 2>/dev/null || true; rm -rf "$outputs"' EXIT
 bash tools/check_cuda_compiles.sh >"$outputs/cuda" 2>&1 &
 cuda_check=$!
+"${PYTHON:-python3}" tools/test_matrix.py --pairs newest >"$outputs/newest" 2>&1 &
+newest=$!
 source recipes/setup_env.sh
 
 echo "== style"
@@ -31,22 +34,15 @@ git ls-files 'csrc/*' 'tests/*' | grep -E '\.(h|cpp|cu|cuh)$' | xargs clang-form
     exit $failed
 ) >"$outputs/beside" 2>&1 &
 beside=$!
-newest=""
-if [[ "${1:-}" == "--newest" ]]; then
-    python tools/test_matrix.py --pairs newest >"$outputs/newest" 2>&1 &
-    newest=$!
-fi
 failed=0
 echo "== tests of several ranks"
 python -m pytest tests/multirank --durations=10 || failed=1
 wait $beside || failed=1
 echo "== tests in one process, and of whole runs"
 cat "$outputs/beside"
-if [[ -n "$newest" ]]; then
-    wait "$newest" || { failed=1; cat runs/test-matrix/*.log; }
-    echo "== a cross-section on the newest Megatron"
-    cat "$outputs/newest"
-fi
+wait "$newest" || { failed=1; cat runs/test-matrix/*.log; }
+echo "== a cross-section on the newest Megatron"
+cat "$outputs/newest"
 echo "== the job script under a real Slurm"
 why_not="$(python -c 'from tests.slurm.cluster import why_not; print(why_not() or "")')"
 if [[ -n "$why_not" ]]; then

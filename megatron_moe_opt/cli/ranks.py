@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 import megatron_moe_opt
 from megatron_moe_opt.errors import ConfigurationError
+from megatron_moe_opt.topology.process_groups import temporary_groups
 
 
 def begin() -> int:
@@ -63,10 +64,8 @@ def process_group() -> Iterator[torch.device]:
         torch.cuda.set_device(device)
     alone = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo", **alone)
-    try:
+    with temporary_groups([dist.group.WORLD]):
         yield device
-    finally:
-        dist.destroy_process_group()
 
 
 @contextmanager

@@ -52,6 +52,8 @@ def temporary_groups(groups: Iterable[ProcessGroup]) -> Iterator[None]:
     """Destroys this rank's groups after the block, when all ranks of the world have done with theirs.
 
     A rank that destroys a group while others make their next one can cut the connections of that one (seen with Gloo).
+    PyTorch 2.6 destroys a group holding the lock that its threads need to let go of the tensors of its last call, which
+    a barrier has none of.
     """
     try:
         yield

@@ -70,6 +70,7 @@ if dist.get_rank() == 0:
     print(json.dumps({"seconds": times, "rates": rates, "bytes": counted[::2], "shares": shares}), flush=True)
 if dist.get_rank() == 3:
     print("rank 3 was here", flush=True)
+dist.barrier()  # or PyTorch 2.6 may never end: see temporary_groups
 dist.destroy_process_group()
 """
 
