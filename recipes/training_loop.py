@@ -50,6 +50,7 @@ from megatron_moe_opt.runtime.job import failure_board
 from megatron_moe_opt.runtime.job.same_start import say_together, start_alike
 from megatron_moe_opt.runtime.observed.traffic import TrafficCounter
 from megatron_moe_opt.topology.nodes import discover_nodes
+from megatron_moe_opt.topology.process_groups import all_let_go
 
 Batches = Iterator[dict[str, torch.Tensor]]
 NOT_FINITE = "lower --lr or check the data"
@@ -378,8 +379,7 @@ def run_recorded(console: Console) -> int | LayerError:
         if first is None or first.rank == dist.get_rank():
             raise
         return error
-    # PyTorch 2.6 destroys a group holding the lock that its threads need to let go of the tensors of its last call.
-    dist.barrier()
+    all_let_go()
     dist.destroy_process_group()
     return 0
 

@@ -8,6 +8,7 @@ Megatron-LM).
 from __future__ import annotations
 
 import hashlib
+import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -20,6 +21,8 @@ from torch.distributed import ProcessGroup, distributed_c10d
 
 _NCCL_SETTINGS = ("is_high_priority_stream", "config")
 """What a user can set of ProcessGroupNCCL.Options, besides the timeout."""
+LET_GO_S = 0.1
+"""How long a thread may take to get Python's lock where nobody holds it."""
 
 
 def refine(group: ProcessGroup, members: Sequence[int], what: str) -> ProcessGroup:
@@ -47,17 +50,25 @@ def refine(group: ProcessGroup, members: Sequence[int], what: str) -> ProcessGro
     return refined
 
 
+def all_let_go() -> None:
+    """Waits until all ranks of the world have done with their groups, and threads of this one's hold no tensor.
+
+    PyTorch 2.6 destroys a group while it holds Python's lock, which threads of the group need to let go of the tensors
+    of its last call, if they have not: then neither goes on (seen with Gloo).
+    """
+    dist.barrier()
+    time.sleep(LET_GO_S)
+
+
 @contextmanager
 def temporary_groups(groups: Iterable[ProcessGroup]) -> Iterator[None]:
     """Destroys this rank's groups after the block, when all ranks of the world have done with theirs.
 
     A rank that destroys a group while others make their next one can cut the connections of that one (seen with Gloo).
-    PyTorch 2.6 destroys a group holding the lock that its threads need to let go of the tensors of its last call, which
-    a barrier has none of.
     """
     try:
         yield
-        dist.barrier()
+        all_let_go()
     finally:
         for group in groups:
             dist.destroy_process_group(group)

@@ -225,6 +225,7 @@ def leave(rank_that_dies: int) -> None:
     import os
 
     group = dist.new_group(timeout=timedelta(hours=1))  # longer than the others may take
+    dist.barrier()  # all are connected
     if dist.get_rank() == rank_that_dies:
         os._exit(3)
     rows, gathered = torch.zeros(1, 3), torch.zeros(4, 3)

@@ -70,7 +70,8 @@ if dist.get_rank() == 0:
     print(json.dumps({"seconds": times, "rates": rates, "bytes": counted[::2], "shares": shares}), flush=True)
 if dist.get_rank() == 3:
     print("rank 3 was here", flush=True)
-dist.barrier()  # or PyTorch 2.6 may never end: see temporary_groups
+dist.barrier()
+time.sleep(0.1)  # or PyTorch 2.6 may never end: see all_let_go
 dist.destroy_process_group()
 """
 
