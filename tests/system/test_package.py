@@ -52,9 +52,10 @@ def test_a_bare_environment_plans(sdist: Path, tmp_path: Path) -> None:
     run(sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", tmp_path, sdist, cwd=tmp_path)
     (wheel,) = tmp_path.glob("*.whl")
     assert wheel.name.endswith("-py3-none-any.whl")
-    run(sys.executable, "-m", "venv", tmp_path / "bare")
+    run(sys.executable, "-m", "venv", "--without-pip", tmp_path / "bare")
     python, moe_opt = tmp_path / "bare/bin/python", tmp_path / "bare/bin/moe-opt"
-    run(python, "-m", "pip", "install", "--quiet", wheel, cwd=tmp_path)
+    pip = (sys.executable, "-m", "pip", "--python", python)
+    run(*pip, "install", "--quiet", "--no-compile", wheel, cwd=tmp_path)
     assert "No module named 'torch'" in run(python, "-c", "import torch", cwd=tmp_path, expect=1)
 
     run(moe_opt, *PLAN, "--output", "plan.json", cwd=tmp_path)

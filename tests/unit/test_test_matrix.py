@@ -68,8 +68,10 @@ def test_what_has_passed_is_not_run_again_and_what_failed_is(tmp_path, monkeypat
 
 def test_failed_tests_alone_are_run_again(tmp_path):
     """At once, and where they are asked for after a mend."""
-    (tmp_path / ".venv" / "bin").mkdir(parents=True)
-    (tmp_path / ".venv" / "bin" / "python").symlink_to(sys.executable)
+    python = tmp_path / ".venv" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
+    python.chmod(0o755)
     tests = tmp_path / "test_two.py"
     tests.write_text("def test_good(): pass\ndef test_bad(): assert False\n")
     run = partial(run_tests, tmp_path, ["test_two.py"], os.environ, tmp_path / "one.full.log")
