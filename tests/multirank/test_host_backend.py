@@ -13,6 +13,7 @@ from megatron.core.tensor_parallel.mappings import (
     gather_from_sequence_parallel_region,
     reduce_scatter_to_sequence_parallel_region,
 )
+from packaging.version import Version
 
 from megatron_moe_opt.kernels.extension import load_extension
 from megatron_moe_opt.runtime.engine.collectives import (
@@ -73,9 +74,10 @@ def test_variants_that_change_no_sum_give_the_same_bits(ranks):
     losses = ranks.run(train, layout=layout, steps=3)
     for settings in ({"overlap": True}, RECOMPUTE_MOE, RECOMPUTE_ALL, {}):
         assert ranks.run(train, layout=layout, steps=3, **settings) == losses, settings
-    # The norm of all gradients is summed by parameter, and not by shard.
     whole = ranks.run(train, layout=layout, steps=3, distributed_optimizer=False)
-    assert whole == [pytest.approx(of_rank, rel=1e-6) for of_rank in losses]
+    if Version(torch.__version__) < Version("2.7"):  # sums the norm of gradients by parameter otherwise than by shard
+        losses = [pytest.approx(of_rank, rel=1e-6) for of_rank in losses]
+    assert whole == losses
 
 
 def gradients(layout, **settings):
