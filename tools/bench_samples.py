@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import statistics
 from dataclasses import asdict, dataclass, replace
+from itertools import count
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -25,6 +26,7 @@ from megatron_moe_opt.cli.ranks import begin, megatron_process_group, parallel_l
 from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.integration.measuring.layer_settings import BASELINE, LayerSettings, torch_dtype
 from megatron_moe_opt.integration.measuring.timing import slowest, timed
+from megatron_moe_opt.option_values import AUTO
 from megatron_moe_opt.output_file import check_output_file, write_text_whole
 from megatron_moe_opt.planning.offline.expert_order import stock_devices
 from megatron_moe_opt.planning.traces.routing_replay import decided_share
@@ -50,6 +52,8 @@ class SampleSettings:
     warmup: int
     ffn_hidden: int | None = None
     """Of experts, where layers are whole, with attention too; None: dispatch and combine alone."""
+    profile: str | None = None
+    """The cluster.json that `auto` plans by."""
 
     @property
     def all_dispatchers(self) -> tuple[str, ...]:
@@ -89,7 +93,7 @@ def bench_samples(settings: SampleSettings, output: Path | None) -> list[SampleR
         results = run(settings, trace, device)
         decided = _decided_share(settings, trace, discover_nodes())
         if dist.get_rank() == 0:
-            _print(results, decided, report_console(160))
+            _print(settings, results, decided, report_console(160))
             if output is not None:
                 write_text_whole(output, json.dumps([asdict(result) for result in results], indent=2) + "\n")
     return results
@@ -97,12 +101,12 @@ def bench_samples(settings: SampleSettings, output: Path | None) -> list[SampleR
 
 def check(settings: SampleSettings, trace: RoutingTrace, world: int) -> None:
     """Refuses, with ConfigurationError, what cannot run on `world` ranks."""
+    known = BASELINE, *system_names(), AUTO
     for variant in settings.dispatchers:
-        name, _ = split_variant(variant, None)
-        if name not in (BASELINE, *system_names()):
-            raise ConfigurationError(
-                f"--dispatchers {variant} is unknown: choose from {', '.join((BASELINE, *system_names()))}"
-            )
+        if split_variant(variant, None)[0] not in known:
+            raise ConfigurationError(f"--dispatchers {variant} is unknown: choose from {', '.join(known)}")
+    if AUTO in settings.dispatchers and None in (settings.profile, settings.ffn_hidden):
+        raise ConfigurationError(f"--dispatchers {AUTO} plans whole layers: give --profile and --ffn-hidden")
     for what, number in (("samples", trace.num_samples), ("experts", trace.num_experts)):
         if number % world:
             raise ConfigurationError(
@@ -116,10 +120,15 @@ def check(settings: SampleSettings, trace: RoutingTrace, world: int) -> None:
 
 def run(settings: SampleSettings, trace: RoutingTrace, device: torch.device) -> list[SampleResult]:
     """Builds the blocks, times them round by round, then counts. A collective call over the world."""
+    from megatron_moe_opt.integration.measuring.under_test import settle
     from megatron_moe_opt.integration.observe import reports
 
     with parallel_layer(tp=1, ep=dist.get_world_size(), expert_tp=1, seed=1):
         blocks = {name: _Block(name, settings, trace, device) for name in settings.all_dispatchers}
+        if AUTO in blocks:
+            passes, auto = count(), blocks[AUTO].controller
+            settle(auto, lambda: blocks[AUTO].round(next(passes)))
+            blocks = {f"{AUTO}, {auto.current}" if name == AUTO else name: block for name, block in blocks.items()}
         seconds: dict[str, list[float]] = {name: [] for name in blocks}
         for index in range(settings.warmup + settings.steps):
             for name, block in blocks.items():
@@ -138,14 +147,17 @@ class _Block:
     """The MoE layers of the trace under one dispatcher, ready to be run."""
 
     def __init__(self, dispatcher: str, settings: SampleSettings, trace: RoutingTrace, device: torch.device) -> None:
+        from megatron_moe_opt.integration.auto.auto_layer import current_controller
         from megatron_moe_opt.integration.layer.moe_layer import build_block
 
         self.trace = trace
         self.batch = trace.num_samples // dist.get_world_size()
         self.tokens = settings.tokens or trace.experts.shape[3]
         self.device = device
-        register(split_variant(dispatcher, None)[1])
+        register(split_variant(dispatcher, settings.profile)[1])
         self.block = build_block(_config(dispatcher, settings, trace), is_whole=settings.ffn_hidden is not None)
+        self.controller = current_controller()
+        """What chooses under `auto`."""
         register()
         for index, layer in enumerate(self.block.layers):
             if settings.ffn_hidden is None:
@@ -158,9 +170,13 @@ class _Block:
         """Which pass of the trace runs."""
 
     def round(self, index: int) -> None:
-        """Runs a pass of the trace forward and backward."""
+        """Runs a pass of the trace forward and backward. Experts that travel do so in every pass."""
+        from megatron_moe_opt.integration.layer.moe_layer import forget_migrated_experts
+
         self.index = index % self.trace.num_passes
         self.block.zero_grad()
+        for layer in self.block.layers:
+            forget_migrated_experts(layer.mlp)
         self.block(self.inputs.clone().requires_grad_(), None).backward(self.grad)
 
     def timed_round(self, index: int) -> float:
@@ -229,9 +245,10 @@ def _decided_share(settings: SampleSettings, trace: RoutingTrace, nodes: NodeMap
     return decided_share(counts[passes], devices, np.array(nodes.node_of))
 
 
-def _print(results: list[SampleResult], decided: float, console: Console) -> None:
+def _print(settings: SampleSettings, results: list[SampleResult], decided: float, console: Console) -> None:
+    what = "Dispatch and combine of all MoE layers" if settings.ffn_hidden is None else "All layers"
     table = table_of(
-        "Dispatch and combine of all MoE layers, forward and backward",
+        f"{what}, forward and backward",
         ("dispatcher", "ms", "quartiles", "times faster", "inter-node MB", "change", "decided", "intra-node MB"),
         caption="decided: change of what placements decide, "
         f"{decided:.1%} of stock's bytes between nodes: all but the first layer's dispatch and the last one's combine",
@@ -271,16 +288,23 @@ def samples(
     dtype: Annotated[DType, typer.Option(help="Tokens.")] = DType.fp32,
     steps: Annotated[int, typer.Option(min=1, help="Timed rounds.")] = 10,
     warmup: Annotated[int, typer.Option(min=0, help="Untimed rounds before them; netmoe learns in them.")] = 10,
+    ffn_hidden: Annotated[
+        int | None,
+        typer.Option(min=1, help="Of experts: layers are whole, with attention too.", show_default="rows come back"),
+    ] = None,
+    profile: Annotated[Path | None, typer.Option(help="cluster.json that auto plans by.")] = None,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="Write everything, every round's time too.")
     ] = None,
 ) -> None:
     """Dispatch and combine of all MoE layers of a routing trace, one after another, forward and backward.
 
-    The trace's samples are dealt out to the ranks in their order. Experts return what they get, there is no attention.
+    The trace's samples are dealt out to the ranks in their order. Without --ffn-hidden experts return what they get,
+    and there is no attention.
     """
     names = tuple(name.strip() for name in dispatchers.split(","))
-    bench_samples(SampleSettings(trace, names, hidden, tokens, dtype.value, steps, warmup), output)
+    given = None if profile is None else str(profile)
+    bench_samples(SampleSettings(trace, names, hidden, tokens, dtype.value, steps, warmup, ffn_hidden, given), output)
 
 
 if __name__ == "__main__":

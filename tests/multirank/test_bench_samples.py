@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,9 @@ import pytest
 import torch.distributed as dist
 
 from megatron_moe_opt.errors import ConfigurationError
+from megatron_moe_opt.planning.costs.cluster import World
 from megatron_moe_opt.topology.nodes import discover_nodes
+from tests.multirank.test_auto import FasterWithMoves, write_profile
 from tests.ranks.devices import rank_device
 from tests.unit.trace_cases import random_trace, trace_of
 from tools.bench_samples import SampleSettings, check
@@ -33,21 +37,28 @@ def tasteful_trace():
     return trace_of(chosen, 8)
 
 
-def bench(tokens: int | None, dtype: str) -> Any:
-    import megatron_moe_opt
+@contextmanager
+def two_nodes() -> Iterator[None]:
     from megatron_moe_opt.integration.layer import netmoe_layer
-    from tools import bench_samples
 
-    megatron_moe_opt.register()
     os.environ["GROUP_RANK"] = str(dist.get_rank() // 2)
     netmoe_layer._holders.cache_clear()
     try:
-        given = settings(tokens=tokens, dtype=dtype)
-        decided = bench_samples._decided_share(given, tasteful_trace(), discover_nodes())
-        return bench_samples.run(given, tasteful_trace(), rank_device()), decided
+        yield
     finally:
         del os.environ["GROUP_RANK"]
         netmoe_layer._holders.cache_clear()
+
+
+def bench(tokens: int | None, dtype: str) -> Any:
+    import megatron_moe_opt
+    from tools import bench_samples
+
+    megatron_moe_opt.register()
+    given = settings(tokens=tokens, dtype=dtype)
+    with two_nodes():
+        decided = bench_samples._decided_share(given, tasteful_trace(), discover_nodes())
+        return bench_samples.run(given, tasteful_trace(), rank_device()), decided
 
 
 @pytest.mark.parametrize(("tokens", "dtype"), [(None, "fp32"), (5, "bf16")])
@@ -74,11 +85,32 @@ def test_samples_that_each_use_one_node_cross_nodes_twice_only(ranks, tokens, dt
         assert [netmoe.moves[layer]["moved across nodes %"] for layer in (1, 2, 3)] == [50, 0, 50]
 
 
+def bench_auto(profile: Path) -> Any:
+    from megatron_moe_opt.integration.auto.auto_layer import Controller
+    from megatron_moe_opt.planning.choosing import trials
+    from tools import bench_samples
+
+    given = settings(dispatchers=("auto",), ffn_hidden=32, profile=str(profile))
+    with two_nodes(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(trials, "TURN", 2)
+        patch.setattr(Controller, "_slowest", lambda controller, _: FasterWithMoves()[controller.current])
+        return bench_samples.run(given, tasteful_trace(), rank_device())
+
+
+def test_auto_sees_that_samples_prefer_nodes_and_tries_to_move_them(ranks, tmp_path):
+    profile = write_profile(tmp_path / "cluster.json", World((0, 0, 1, 1), ep=4), (2, 2))
+    for stock, auto in ranks.run(bench_auto, profile=profile):
+        assert auto.dispatcher.startswith("auto, netmoe")
+        assert auto.megabytes("inter-node") < 0.5 * stock.megabytes("inter-node")
+
+
 def test_what_does_not_fit_is_refused():
     trace = random_trace()
     check(settings(), trace, 4)
     with pytest.raises(ConfigurationError, match="--dispatchers mota is unknown: choose from alltoall, monta"):
         check(settings(dispatchers=("mota",)), trace, 4)
+    with pytest.raises(ConfigurationError, match="--dispatchers auto plans whole layers: give --profile and --ffn"):
+        check(settings(dispatchers=("auto",), ffn_hidden=32), trace, 4)
     with pytest.raises(ConfigurationError, match="has 8 samples, which 3 ranks cannot share equally"):
         check(settings(), trace, 3)
     with pytest.raises(ConfigurationError, match="--tokens 17: the samples of trace.npz have 16"):

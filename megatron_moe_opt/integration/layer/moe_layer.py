@@ -80,8 +80,12 @@ def impose_routing(layer: MoELayer, experts: torch.Tensor) -> None:
 
 
 def forget_migrated_experts(layer: MoELayer) -> None:
-    """Has experts that travel travel again in the next pass, as after an optimizer step."""
+    """Has experts that travel travel again in the next pass, as after an optimizer step.
+
+    The passes so far are taken for another model's: no layer of theirs is sent ahead.
+    """
     dispatcher = getattr(layer.token_dispatcher, "dispatcher", None)
     migrated = getattr(dispatcher, "migrated", None)
     if migrated is not None:
         migrated.forget()
+        migrated.communicator.forget_passes()

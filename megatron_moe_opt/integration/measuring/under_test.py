@@ -15,7 +15,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_moe_opt import register
 from megatron_moe_opt.errors import ConfigurationError
-from megatron_moe_opt.integration.auto.auto_layer import current_controller
+from megatron_moe_opt.integration.auto.auto_layer import Controller, current_controller
 from megatron_moe_opt.integration.flex_backends import DEFAULT
 from megatron_moe_opt.integration.layer.moe_layer import build_layer, forget_migrated_experts, impose_routing
 from megatron_moe_opt.integration.measuring.layer_settings import LayerSettings, torch_dtype
@@ -246,14 +246,17 @@ def layer_under_test(
     impose_routing(layer, indices.to(device))
     under_test = LayerUnderTest(*common)
     if dispatcher == AUTO:
-        settle(under_test)
+
+        def step() -> None:
+            under_test.clear_grads()
+            under_test.step()
+
+        settle(current_controller(), step)
     return under_test
 
 
-def settle(planned: LayerUnderTest) -> None:
-    """Runs steps of a layer under `auto`, the last that was built, until it has chosen. A collective call."""
-    controller = current_controller()
+def settle(controller: Controller, step: Callable[[], None]) -> None:
+    """Runs steps of layers under `auto` until it has chosen. A collective call over the world."""
     while not controller.settled:
-        planned.clear_grads()
-        planned.step()
+        step()
         controller.after_step()
