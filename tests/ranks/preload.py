@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import os
 import warnings
@@ -14,11 +15,13 @@ megatron_moe_opt.use_host_backend()
 megatron_moe_opt.register()
 
 import torch._dynamo  # noqa: E402, F401 (which the first optimizer imports: else in each rank, for seconds)
+from megatron.core.transformer.moe import experts  # noqa: E402
 
 import tests.ranks.megatron  # noqa: E402, F401
 from megatron_moe_opt.cli.layer import links  # noqa: E402
 
 links.PROBE_MAX_BYTES = 2**16  # no test asks how fast links are
+experts.deepcopy = copy.copy  # of a configuration, for each layer: it took a third of what building one does
 
 # All that is imported stays: without this each collection in each rank looks at half a million objects, and so copies
 # the pages that they share.
