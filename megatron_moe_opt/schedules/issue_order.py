@@ -10,7 +10,7 @@ are several guesses, and the order is one that is good with each of them.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from itertools import product
 
@@ -70,7 +70,7 @@ def _order(ops: tuple[_Shape, ...]) -> list[int]:
     """
     if not ops:
         return []
-    seconds = np.array([list(_guesses(lane, kind)) for lane, kind, _ in ops])
+    seconds = np.array([_guesses(lane, kind) for lane, kind, _ in ops])
     starts, left = _on_many_queues(ops, seconds)
     whole = (starts + left).max(axis=0)
     weights = np.ones(len(whole))
@@ -105,13 +105,15 @@ def _order(ops: tuple[_Shape, ...]) -> list[int]:
     return order
 
 
-def _guesses(lane: Lane, kind: Kind) -> Iterator[float]:
+@lru_cache
+def _guesses(lane: Lane, kind: Kind) -> tuple[float, ...]:
     """What an op takes by each guess, in units of a collective between nodes."""
-    yield SECONDS.get(kind, 1.0)
+    guesses = [SECONDS.get(kind, 1.0)]
     for inside, copy, experts, host in product(_INSIDE_NODES, _COPIES, _EXPERTS, _HOST_COPIES):
         of_kind = dict.fromkeys((Kind.PERMUTE, Kind.COPY, Kind.SUM, Kind.ACTIVATE), copy)
         of_kind |= {Kind.COMPUTE: experts, Kind.GRADIENT: 2 * experts, Kind.OFFLOAD: host, Kind.PREFETCH: host}
-        yield of_kind.get(kind, inside if lane is Lane.INTRA else 1.0)
+        guesses.append(of_kind.get(kind, inside if lane is Lane.INTRA else 1.0))
+    return tuple(guesses)
 
 
 def _on_many_queues(ops: Sequence[_Shape], seconds: _Times) -> tuple[_Times, _Times]:

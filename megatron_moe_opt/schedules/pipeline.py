@@ -99,17 +99,25 @@ class Pipeline:
         Raises:
             ScheduleError: it would read the rows of another chunk.
         """
-        reads, writes = (tuple(self._buffer(name, chunk) for name in names) for names in (reads, writes))
+        # Plain loops: a planner adds ops by the hundred thousand.
+        index, buffer, writer = len(self._ops), self._buffer, self._writer
+        reads = tuple([buffer(name, chunk) for name in reads])
+        writes = tuple([buffer(name, chunk) for name in writes])
+        before: set[int] = set()
         for name in reads:
             if "." in name and self._chunk.get(name) != chunk:
                 raise ScheduleError(f"{kind.value} of chunk {chunk} reads {name} of chunk {self._chunk.get(name)}")
-        before = {self._writer[name] for name in (*reads, *writes) if name in self._writer}
-        before |= {reader for name in writes for reader in self._readers.get(name, ())}
-        last = {self._ops[index].lane: index for index in sorted(before)}  # a lane's earlier ops have ended by then
-        for name in reads:
-            self._readers.setdefault(name, []).append(len(self._ops))
+            if name in writer:
+                before.add(writer[name])
         for name in writes:
-            self._writer[name], self._readers[name], self._chunk[name] = len(self._ops), [], chunk
+            if name in writer:
+                before.add(writer[name])
+            before.update(self._readers.get(name, ()))
+        last = {self._ops[other].lane: other for other in sorted(before)}  # a lane's earlier ops have ended by then
+        for name in reads:
+            self._readers.setdefault(name, []).append(index)
+        for name in writes:
+            writer[name], self._readers[name], self._chunk[name] = index, [], chunk
         self._ops.append(Op(kind, lane, chunk, size, tuple(sorted(last.values())), reads, writes, group))
 
     def through(

@@ -57,7 +57,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if POOLS & set(metafunc.fixturenames):
         metafunc.parametrize(
-            "accelerator_way", ways_of(metafunc.config.getoption("--accelerator")), indirect=True, ids=str
+            "queues_and_seed", ways_of(metafunc.config.getoption("--accelerator")), indirect=True, ids=str
         )
 
 
@@ -66,7 +66,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         item
         for item in items
         if item.get_closest_marker("host_only")
-        or "accelerator_way" not in getattr(getattr(item, "callspec", None), "params", ())
+        or "queues_and_seed" not in getattr(getattr(item, "callspec", None), "params", ())
     ]
     config.hook.pytest_deselected(items=left_out)
     items[:] = [item for item in items if item not in left_out]
@@ -80,7 +80,7 @@ def executor_library(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def accelerator_way(request: pytest.FixtureRequest, executor_library: Path) -> Iterator[None]:
+def queues_and_seed(request: pytest.FixtureRequest, executor_library: Path) -> Iterator[None]:
     way: Way = request.param
     request.node.user_properties.append(("way", way))
 
