@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,6 +13,8 @@ import torch.distributed as dist
 
 from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.integration.measuring.layer_settings import LayerSettings
+from megatron_moe_opt.options import Options
+from megatron_moe_opt.runtime.observed.traffic import TrafficCounter
 from megatron_moe_opt.runtime.observed.traffic_rows import TrafficRow
 from tests.ranks.devices import rank_device
 from tests.ranks.pool import RankFailure
@@ -198,6 +201,34 @@ def _rates():
 
     device = rank_device()
     return [measure_links(NodeMap(nodes), device) for nodes in ((0, 0, 0, 0), (0, 1, 2, 3), (0, 0, 1, 1))]
+
+
+def _experts_in_turns():
+    """Bytes of the experts that a compressed variant's step sends: alone, and after a step of a whole one."""
+    from megatron_moe_opt.cli.ranks import parallel_layer
+    from megatron_moe_opt.integration.measuring.under_test import layer_under_test
+    from megatron_moe_opt.topology.nodes import NodeMap
+
+    settings = _settings(dispatchers=("expert-migration:2x2",))
+    travelling = Options(network_levels=(2, 2), domain_sizes=(2, 2))
+    sent = []
+    with parallel_layer(1, 4, 1, seed=1):
+        for_each = travelling, replace(travelling, compression_ratio=4.0)
+        whole, compressed = (
+            layer_under_test(settings, "expert-migration:2x2", 4, rank_device(), options=one) for one in for_each
+        )
+        for other in (None, None, whole, compressed, whole):  # the first message is whole
+            if other is not None:
+                other.step()
+            with TrafficCounter(NodeMap((0, 0, 1, 1))) as counter:
+                compressed.step()
+            sent.append(sum(row.bytes for row in counter.rows() if row.collective == "all_gather"))
+    return sent[1:]
+
+
+def test_a_step_sends_no_experts_of_a_variant_that_ran_before(ranks):
+    for alone, *in_turns in ranks.run(_experts_in_turns):
+        assert alone > 0 and in_turns == [alone] * 3
 
 
 def test_links_that_are_there_are_measured(ranks):
