@@ -89,11 +89,12 @@ def measured() -> dict[str, list[int]]:
     from megatron_moe_opt.integration.measuring.loads import Rows
 
     with domain_groups_of(dist.group.WORLD, LEVELS) as groups:
-        moves = domain_moves(Rows(64, torch.float32, rank_device()), groups, LEVELS)
-        names = [(move.kind, move.group) for move in moves]
-        assert sorted(map(str, names)) == sorted(
-            str((kind, role(kind, LEVELS, *group))) for kind in KINDS for group in realisable_groups(LEVELS)
-        )
+        rows = Rows(64, torch.float32, rank_device())
+        for experts_travel, kinds in ((True, KINDS), (False, [Kind.ALL_TO_ALL])):
+            names = [(move.kind, move.group) for move in domain_moves(rows, groups, LEVELS, experts_travel)]
+            assert sorted(map(str, names)) == sorted(
+                str((kind, role(kind, LEVELS, *group))) for kind in kinds for group in realisable_groups(LEVELS)
+            )
         return {name: dist.get_process_group_ranks(group) for name, group in groups.items()}
 
 

@@ -70,10 +70,9 @@ def own_profile(config: Any, workloads: Sequence[LayerWorkload], seconds: float)
     layer = max(workloads, key=lambda one: (one.hidden * one.ffn, one.experts))
     # Rows of half precision are as long, and computed as fast, in either type.
     dtype = "fp32" if config.params_dtype is torch.float32 else "bf16"
-    workers = layer.workers if layer.etp == 1 else ()  # experts that are cut do not travel
-    sizes = Sizes(layer.hidden, layer.ffn * layer.etp, dtype, workers)
+    sizes = Sizes(layer.hidden, layer.ffn * layer.etp, dtype, layer.workers)
     device = device_of(dist.group.WORLD)
-    facts = facts_of_run(sizes, layer, device)
+    facts = facts_of_run(sizes, layer, device) | {"--moe-opt-profile-seconds": f"{seconds:g}"}
     file = kept_in()
     kept = found_by_first(lambda: _read(file, facts), dist.group.WORLD)
     if isinstance(kept, Cluster):
@@ -85,6 +84,8 @@ def own_profile(config: Any, workloads: Sequence[LayerWorkload], seconds: float)
         cluster = measure(sizes, seconds, device, _progress(seconds))
     cluster = replace(cluster, measured_for=facts)
     if dist.get_rank() == 0:
+        for warning in cluster.warnings:
+            say(AUTO, warning)
         _write(file, cluster)
     return OwnProfile(cluster, "what was just measured")
 

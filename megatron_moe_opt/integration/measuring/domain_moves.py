@@ -23,14 +23,18 @@ _COLLECTIVES = {
 }
 
 
-def domain_moves(rows: Rows, groups: Mapping[str, ProcessGroup], workers: Sequence[int]) -> list[Load]:
+def domain_moves(
+    rows: Rows, groups: Mapping[str, ProcessGroup], workers: Sequence[int], experts_travel: bool
+) -> list[Load]:
     """Returns what tokens and experts do in the groups of `domain_groups_of`; the innermost of several levels is in a
-    node.
+    node. Where experts do not travel, tokens alone.
     """
     moves = []
     for level, ranks in realisable_groups(workers):
         lane = Lane.INTRA if len(workers) > 1 and level == len(workers) - 1 else Lane.INTER
         for kind, collective in _COLLECTIVES.items():
+            if kind is not Kind.ALL_TO_ALL and not experts_travel:
+                continue
             name = role(kind, workers, level, ranks)
             moves.append(collective(rows, groups[name], name, lane))
     return moves

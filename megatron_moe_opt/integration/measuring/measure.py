@@ -104,10 +104,11 @@ def measure(sizes: Sizes, seconds: float, device: torch.device, progress: Progre
         domain_groups_of(parallel_state.get_expert_model_parallel_group(), sizes.workers) as domains,
         groups_of_one_rank() as alone,
     ):
-        moves = domain_moves(rows, domains, sizes.workers) + _moves(rows, groups, nodes)
+        experts_travel = world.expert_tp == 1  # those that are cut do not
+        moves = domain_moves(rows, domains, sizes.workers, experts_travel) + _moves(rows, groups, nodes)
         groups |= domains
         of_stock = _stock_moves(rows, groups)
-        codec = [loads.codec(rows, kind) for kind in Kind if kind in CODEC and sizes.codec]
+        codec = [loads.codec(rows, kind) for kind in Kind if kind in CODEC and sizes.codec and experts_travel]
         measured = _Measured(meter, seconds, moves, groups, STOCK_SHARES * len(of_stock) + len(codec), room)
         parts = [*(str(load) for load in (*moves, *codec)), *(f"{load} of stock" for load in of_stock), *_LAST_PARTS]
         next_part = iter(range(len(parts)))
