@@ -16,7 +16,8 @@ def _megatron(layout):
     """Megatron's parallel state for `layout`, in its order, inside the block."""
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
-    from megatron.core.transformer.moe.moe_utils import clear_aux_losses_tracker
+
+    from tests.ranks.megatron import forget_losses
 
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=layout.tp,
@@ -31,7 +32,7 @@ def _megatron(layout):
         model_parallel_cuda_manual_seed(1234)
         yield
     finally:
-        clear_aux_losses_tracker()
+        forget_losses()
         parallel_state.destroy_model_parallel()
 
 

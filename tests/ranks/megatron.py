@@ -65,12 +65,16 @@ def parallel(
         MoEAuxLossAutoScaler.set_loss_scale(torch.ones(1))
         yield
     finally:
-        moe_utils.clear_aux_losses_tracker()
-        # It keeps a number for each layer of the first model, and the next may have more.
-        vars(moe_utils).get("_MOE_LAYER_WISE_LOGGING_TRACKER", {}).clear()
-        if hasattr(moe_utils, "get_moe_metrics_tracker"):  # from 0.18 on
-            importlib.import_module("megatron.core.transformer.moe.moe_logging").destroy_moe_metrics_tracker()
+        forget_losses()
         vars(parallel_state).update(outside)
+
+
+def forget_losses() -> None:
+    """Empties what Megatron keeps of a model's auxiliary losses: a number for each layer, and the next may have more."""
+    moe_utils.clear_aux_losses_tracker()
+    vars(moe_utils).get("_MOE_LAYER_WISE_LOGGING_TRACKER", {}).clear()
+    if hasattr(moe_utils, "get_moe_metrics_tracker"):  # from 0.18 on
+        importlib.import_module("megatron.core.transformer.moe.moe_logging").destroy_moe_metrics_tracker()
 
 
 def moe_config(**overrides: Any) -> TransformerConfig:

@@ -214,7 +214,12 @@ def _execute(case: bytes) -> Any:
 
     function, kwargs = pickle.loads(case)
     layer_place._now = None  # errors of a case do not name the layers of the one before it
-    return function(**kwargs)
+    environment = dict(os.environ)
+    try:
+        return function(**kwargs)
+    finally:  # the next case finds the nodes, and all else, that this one found
+        os.environ.clear()
+        os.environ.update(environment)
 
 
 def _initialize(rank: int, world: int, store: Path) -> None:
