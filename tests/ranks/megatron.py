@@ -70,7 +70,7 @@ def parallel(
 
 
 def forget_losses() -> None:
-    """Empties what Megatron keeps of a model's auxiliary losses: a number for each layer, and the next may have more."""
+    """Empties what Megatron keeps of auxiliary losses, a number for each layer: the next model may have more."""
     moe_utils.clear_aux_losses_tracker()
     vars(moe_utils).get("_MOE_LAYER_WISE_LOGGING_TRACKER", {}).clear()
     if hasattr(moe_utils, "get_moe_metrics_tracker"):  # from 0.18 on
