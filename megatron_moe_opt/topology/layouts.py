@@ -90,9 +90,14 @@ class Layout:
 
     def groups(self, role: Role) -> Groups:
         """The groups of `role`, each with its ranks in group order; groups in the order of their first ranks."""
-        stride, size = self._strides(_ATTENTION if role in _ATTENTION.values() else _EXPERTS)[role], self.size(role)
+        stride, size = self._stride(role), self.size(role)
         firsts = (rank for rank in range(self.world) if rank // stride % size == 0)
-        return tuple(tuple(first + index * stride for index in range(size)) for first in firsts)
+        return tuple(tuple(range(first, first + stride * size, stride)) for first in firsts)
+
+    def first_group(self, role: Role) -> tuple[int, ...]:
+        """The first of `groups`, which rank 0 is in: the others of a large world take long to list."""
+        stride = self._stride(role)
+        return tuple(range(0, stride * self.size(role), stride))
 
     @property
     def joint_groups(self) -> Groups:
@@ -103,6 +108,11 @@ class Layout:
             for ranks in self.groups("ep")
             if ranks[0] in shards_of
         )
+
+    @property
+    def first_joint_group(self) -> tuple[int, ...]:
+        """The first of `joint_groups`."""
+        return tuple(rank + shard for rank in self.first_group("ep") for shard in self.first_group("expert-tp"))
 
     @cached_property
     def blocks(self) -> Groups:
@@ -165,6 +175,9 @@ class Layout:
         except ConfigurationError:
             return False
         return all(self.groups(role) == other.groups(role) for role in ROLES)
+
+    def _stride(self, role: Role) -> int:
+        return self._strides(_ATTENTION if role in _ATTENTION.values() else _EXPERTS)[role]
 
     def _strides(self, side: Mapping[str, Role]) -> dict[Role, int]:
         """Of each dimension of one numbering: the distance between neighbours."""

@@ -74,6 +74,8 @@ def _agrees_with_megatron(*sizes):
     joint = {tuple(sorted(ranks)) for ranks in expected.pop(JOINT)}
     assert {role: layout.groups(role) for role in ROLES} == expected
     assert {tuple(sorted(ranks)) for ranks in layout.joint_groups} == joint
+    assert {role: layout.first_group(role) for role in ROLES} == {role: groups[0] for role, groups in expected.items()}
+    assert layout.first_joint_group == layout.joint_groups[0]
     for ranks in layout.joint_groups:  # the expert-TP rank is the fastest
         shards = [ranks[first : first + layout.expert_tp] for first in range(0, len(ranks), layout.expert_tp)]
         assert set(shards) <= set(layout.groups("expert-tp")) and next(zip(*shards, strict=True)) in layout.groups("ep")

@@ -303,6 +303,16 @@ def test_what_a_candidate_takes_is_what_its_timelines_take():
             assert one.seconds == sum(timeline.seconds for timeline in one.timelines)
 
 
+def test_the_world_s_groups_are_not_listed_for_each_candidate(monkeypatch):
+    """Of 98,304 ranks that took 60 seconds in the place of 4."""
+    listed, groups = [], Layout.groups
+    monkeypatch.setattr(Layout, "groups", lambda *arguments: listed.append(arguments[1]) or groups(*arguments))
+    known = describe(H100_IB400, Layout(1024, ep=64), 7168, 2048)
+    of_cluster = len(listed)
+    layer = dataclasses.replace(LAYER, hidden=7168, ffn=2048, experts=256, topk=8, ep=64, etp=1, workers=(8, 8))
+    assert len(candidates(layer, known)[0]) > 50 and len(listed) <= of_cluster + 1
+
+
 def test_a_cluster_without_an_expert_is_refused():
     with pytest.raises(ConfigurationError, match="no expert"):
         candidates(LAYER, cluster(expert_gemm=None))

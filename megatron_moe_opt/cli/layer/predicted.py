@@ -76,7 +76,7 @@ def workload_of(settings: LayerSettings, ep: int, balance: RoutingBalance, worke
 
 def _levels(settings: LayerSettings, ep: int, nodes: tuple[int, ...]) -> tuple[int, ...]:
     """Returns the network levels of the first expert-parallel group; none where its nodes are uneven."""
-    group, *_ = Layout(len(nodes), tp=settings.tp, ep=ep, expert_tp=settings.expert_tp).groups("ep")
+    group = Layout(len(nodes), tp=settings.tp, ep=ep, expert_tp=settings.expert_tp).first_group("ep")
     try:
         return find_levels([nodes[rank] for rank in group])
     except ConfigurationError:

@@ -228,7 +228,7 @@ def _levels_of_nodes(cluster: Cluster, layout: Layout) -> tuple[int, ...]:
     """Returns the network levels of an EP group as a run finds them, from which ranks share a node."""
     from megatron_moe_opt.topology.domains import find_levels
 
-    return find_levels([cluster.world.nodes[rank] for rank in layout.groups("ep")[0]])
+    return find_levels([cluster.world.nodes[rank] for rank in layout.first_group("ep")])
 
 
 def _layout(sizes: Mapping[str, int]) -> Layout:

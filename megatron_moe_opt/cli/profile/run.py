@@ -80,7 +80,7 @@ def measured(settings: ProfileSettings, device: torch.device) -> Cluster:
 
     layout = settings.layout(dist.get_world_size())
     node_of = discover_nodes().node_of
-    workers = find_levels([node_of[rank] for rank in layout.groups("ep")[0]]) if settings.domains else ()
+    workers = find_levels([node_of[rank] for rank in layout.first_group("ep")]) if settings.domains else ()
     sizes = Sizes(settings.hidden, settings.ffn_hidden, settings.dtype, workers, codec=settings.domains)
     with (
         parallel_layer(layout.tp, layout.ep, layout.expert_tp, seed=1, cp=layout.cp),

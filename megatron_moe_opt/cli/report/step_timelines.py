@@ -85,7 +85,8 @@ def _costs(settings: LayerSettings, ep: int, cluster: Cluster) -> Callable[[Op],
         return cluster.costs()
     _, options = split_variant(_variant(settings), None)
     world = cluster.world
-    workers = find_levels([world.nodes[rank] for rank in world.layout.groups("ep")[0]]) if HOPS in options.ways else ()
+    group = world.layout.first_group("ep")
+    workers = find_levels([world.nodes[rank] for rank in group]) if HOPS in options.ways else ()
     layer = replace(settings.workload(ep), workers=workers)
     choose([(MPMOE, options)], layer, cluster)
     return costs_of(LayerOnCluster(layer, cluster), options.ways[0])

@@ -63,13 +63,13 @@ def best_rate(points: Points) -> float:
 def _ranks(world: World, group: str) -> tuple[int, ...] | None:
     """Returns the first group of a role."""
     if group in ROLES:
-        return world.layout.groups(group)[0]
+        return world.layout.first_group(group)
     if group == JOINT:
-        return world.layout.joint_groups[0]
+        return world.layout.first_joint_group
     domains = _DOMAINS.fullmatch(group)
     if domains is None:
         return None
     what, number, level = domains[1], int(domains[2]), int(domains[3])
     workers = [int(one) for one in domains[4].split("x")]
     between = prod(workers[level + 1 :]) * (workers[level] // number if what == "tokens" else 1)
-    return world.layout.groups("ep")[0][: number * between : between]
+    return world.layout.first_group("ep")[: number * between : between]

@@ -150,7 +150,7 @@ def _place_of_domains(
     stride = 1
     for inner in workers[level + 1 :]:
         stride *= inner
-    ep = layout.groups("ep")[0]
+    ep = layout.first_group("ep")
     return max(_places(levels, [ep[: stride * ranks : stride]]), key=lambda place: place.peers[::-1])
 
 

@@ -19,8 +19,8 @@ class LinkBytes:
         """
         world = cluster.world
         layout = world.layout
-        self._ranks = {role: layout.groups(role)[0] for role in ("ep", "expert-tp", TP)}
-        self._ranks[JOINT] = layout.joint_groups[0]
+        self._ranks = {role: layout.first_group(role) for role in ("ep", "expert-tp", TP)}
+        self._ranks[JOINT] = layout.first_joint_group
         for level in range(0 if domains is None else domains.levels):
             of_level = domains.all_to_all_groups(level)[0], domains.gather_groups(level)[0]
             for name, group in zip((role(level), f"experts.{level}"), of_level, strict=True):
