@@ -218,19 +218,33 @@ def _unread_profile(options: MigrationOptions) -> str | None:
     return None if options.chooses_domains else f"leave {PREFIX}domain-sizes at {AUTO}"
 
 
+_SETTING = re.compile(r"([1-9][0-9]*(?:x[1-9][0-9]*)*)(?::r([1-9][0-9]*(?:\.[0-9]+)?))?")
+
+
 def _parse(variant: str, setting: str, profile: Path | None) -> Mapping[str, Any]:
-    """`expert-migration:SIZExSIZE`: domain sizes, the slowest level first."""
+    """`expert-migration:SIZExSIZE`: domain sizes, the slowest level first; and `:rRATIO` where experts travel
+    compressed.
+    """
     if setting == AUTO:
         return chosen_by_profile(variant, profile)
-    if not re.fullmatch(r"[1-9][0-9]*(x[1-9][0-9]*)*", setting):
+    found = _SETTING.fullmatch(setting)
+    if found is None:
         raise ConfigurationError(
-            f"--dispatchers {variant}: write the domain size of each level, the slowest first, such as {NAME}:2x1"
+            f"--dispatchers {variant}: write the domain size of each level, the slowest first, such as {NAME}:2x1, and "
+            f"a compression ratio, if any, such as {NAME}:2x1:r50"
         )
-    return {"domain_sizes": tuple(map(int, setting.split("x")))}
+    sizes, ratio = found.groups()
+    return {"domain_sizes": tuple(map(int, sizes.split("x"))), "compression_ratio": ratio and float(ratio)}
 
 
 def _write(options: MigrationOptions, levels: int) -> str:
-    return domain_word(options.domain_sizes or (1,) * levels)
+    sizes, ratio = domain_word(options.domain_sizes or (1,) * levels), options.compression_ratio
+    return sizes if ratio is None else f"{sizes}:r{ratio:g}"
+
+
+def without_ratio(variant: str) -> str:
+    """Returns a variant without the compression ratio that it names, if it names one."""
+    return re.sub(r":r[0-9.]+(?=:|$)", "", variant)
 
 
 def domain_word(sizes: tuple[int, ...]) -> str:
@@ -239,8 +253,9 @@ def domain_word(sizes: tuple[int, ...]) -> str:
 
 
 def domain_kind(setting: str) -> str:
-    """Returns, of domain sizes in one word, at which levels experts travel."""
-    return "x".join("1" if size == "1" else "S" for size in setting.split("x"))
+    """Returns, of domain sizes in one word, at which levels experts travel; with the ratio, if one is named."""
+    sizes, *ratio = setting.split(":")
+    return ":".join(["x".join("1" if size == "1" else "S" for size in sizes.split("x")), *ratio])
 
 
 def _candidates(layer: LayerOnCluster, options: MigrationOptions) -> Iterator[Prediction | Refusal]:

@@ -9,10 +9,14 @@ import pytest
 
 from megatron_moe_opt.cli.layer.predicted import predict_layer, workload_of
 from megatron_moe_opt.cli.routing.balance import RoutingBalance
+from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.integration.measuring.layer_settings import LayerSettings
 from megatron_moe_opt.planning.costs.cluster import Cluster, ExpertGemm, World
+from megatron_moe_opt.planning.costs.described_cluster import describe
+from megatron_moe_opt.planning.costs.known_clusters import H100_IB400
 from megatron_moe_opt.planning.planner import candidates
 from megatron_moe_opt.schedules.schedule import Kind
+from megatron_moe_opt.topology.layouts import Layout
 from megatron_moe_opt.variants import whole_variant
 
 NODES = (0, 0, 0, 0, 1, 1, 1, 1)
@@ -67,6 +71,7 @@ SETTINGS = LayerSettings(
         ("mpmoe:auto", None),
         ("expert-migration", "expert-migration:1x1"),
         ("expert-migration:2x1", "expert-migration:2x1"),
+        ("expert-migration:2x1:r50", "expert-migration:2x1:r50"),
         ("deepspeed", "deepspeed"),
     ],
 )
@@ -89,6 +94,18 @@ def test_times_and_reasons():
         "deepspeed": "the planner has no such candidate",
         "expert-migration": "expert tensor parallelism 4 cuts experts, which do not travel in parts",
     }
+
+
+def test_a_variant_that_names_a_ratio_is_predicted_for_it():
+    known = describe(H100_IB400, Layout(16, ep=16), 2048, 4096)
+    names = ("expert-migration:2x1", "expert-migration:2x1:r50", "expert-migration:2x1:r50:fp8")
+    settings = replace(SETTINGS, dispatchers=names, hidden=2048, ffn_hidden=4096, experts=16, tp=1, ep=16, expert_tp=1)
+    made = predict_layer(settings, 16, RoutingBalance((96,) * 16, (96,) * 16), (0,) * 8 + (1,) * 8, known)
+    whole, compressed = (made.seconds[name] for name in names[:2])
+    assert compressed < whole and names[2] in made.missing  # formats are predicted where they are asked for
+    for setting in ("2x1:50", "2x1:r0.5", "r50"):
+        with pytest.raises(ConfigurationError, match="a compression ratio, if any, such as expert-migration:2x1:r50"):
+            whole_variant(f"expert-migration:{setting}", levels=2)
 
 
 def test_what_cannot_be_predicted_says_why():

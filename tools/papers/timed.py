@@ -66,8 +66,6 @@ class Point:
     ratios: tuple[Ratio, ...]
     inter: str = "200mbit"
     intra: str = "1600mbit"
-    compressed: tuple[str, ...] = ()
-    """Variants of expert migration that are also timed with COMPRESSION, as NAME compressed."""
     model: str | None = None
     """NetMoE's, whose routing is replayed through layers without experts."""
     end_to_end: bool = False
@@ -83,7 +81,8 @@ class Point:
     @property
     def needs_levels(self) -> bool:
         """Whether a prediction asks for groups of the network's levels."""
-        return bool(self.compressed) or self.model is not None or FASTERMOE in self.variants
+        travel = any(variant.startswith("expert-migration") for variant in self.variants)
+        return travel or self.model is not None or FASTERMOE in self.variants
 
     def profile_settings(self) -> ProfileSettings:
         """What is profiled for it, which serves all points of the same."""
@@ -179,18 +178,18 @@ def points() -> list[Point]:
         for tokens in (512, 1024)
     ]
     domains = "expert-migration:2x2"
+    compressed = f"{domains}:r{COMPRESSION:g}"
     hybridep = [
         Point(
             f"hybridep: {tokens} tokens a rank, H 256, experts of 1 MiB",
             2,
-            _layer(domains, tokens, 256, 512, 4, 2),
+            _layer(f"{domains},{compressed}", tokens, 256, 512, 4, 2),
             (
                 Ratio("alltoall", domains, "1.25 to 2.82, + Migration (section V-D, Table VI)"),
-                Ratio("alltoall", f"{domains} compressed", "2.12 over Tutel, 24 MB (Table V, Cluster-M)"),
+                Ratio("alltoall", compressed, "2.12 over Tutel, 24 MB (Table V, Cluster-M)"),
             ),
             inter="100mbit",
             intra="1280mbit",
-            compressed=(domains,),
         )
         for tokens in (512, 2048)
     ]
@@ -202,7 +201,6 @@ def points() -> list[Point]:
             (Ratio("alltoall", domains, f"{tutel / hybrid:.2f} over Tutel (Table V, Cluster-M)"),),
             inter="100mbit",
             intra="1280mbit",
-            compressed=(domains,),
             limit=LIMIT + 8 * megabytes,
         )
         for megabytes, (tutel, hybrid) in hybridep_numbers.TABLE_V["Cluster-M"].items()
@@ -271,21 +269,16 @@ def _time_layer(point: Point, cluster: Any, device: Any) -> Timed:
     from megatron_moe_opt.cli.layer.predicted import predict_layer, workload_of
     from megatron_moe_opt.cli.ranks import parallel_layer
     from megatron_moe_opt.cli.routing.balance import routing_balance
-    from megatron_moe_opt.integration.measuring.under_test import layer_under_test, layers_under_test
-    from megatron_moe_opt.planning.planner import candidates
+    from megatron_moe_opt.integration.measuring.under_test import layers_under_test
     from megatron_moe_opt.planning.predicting.baselines import deepspeed, fastermoe
     from megatron_moe_opt.planning.predicting.layer_on_cluster import LayerOnCluster
     from megatron_moe_opt.planning.predicting.parm import ParmFits, algorithm_1
     from megatron_moe_opt.topology.domains import find_levels
-    from megatron_moe_opt.variants import split_variant
 
     settings, nodes = point.layer, cluster.world.nodes
     ep = settings.ep_size(len(nodes))
     with parallel_layer(settings.tp, ep, settings.expert_tp, settings.seed):
         layers = layers_under_test(settings, ep, device, permute_fusion=False)
-        for variant in point.compressed:
-            options = replace(split_variant(variant, None)[1], compression_ratio=COMPRESSION)
-            layers[f"{variant} compressed"] = layer_under_test(settings, variant, ep, device, options=options)
         if FASTERMOE in point.variants:
             layers[FASTERMOE] = fastermoe_layer(settings, ep, device, point.ranks)
         seconds = time_rounds(layers, settings, device)
@@ -298,9 +291,6 @@ def _time_layer(point: Point, cluster: Any, device: Any) -> Timed:
         predicted["deepspeed"] = deepspeed(LayerOnCluster(work, cluster)).seconds
     if FASTERMOE in point.variants:
         predicted[FASTERMOE] = fastermoe(LayerOnCluster(work, cluster), point.ranks).seconds
-    if point.compressed:
-        found, _ = candidates(replace(work, compression=COMPRESSION), cluster)
-        predicted |= {f"{one.variant} compressed": one.seconds for one in found if one.variant in point.compressed}
     if "parm:S1" in settings.dispatchers:
         chosen["by Algorithm 1"] = f"parm:{algorithm_1(work, work.tokens, ParmFits.of(cluster))}"
         chosen["by our model"] = min(("parm:S1", "parm:S2"), key=lambda one: predicted[one])

@@ -11,9 +11,10 @@ from megatron_moe_opt.integration.measuring.layer_settings import LayerSettings
 from megatron_moe_opt.planning.costs.cluster import Cluster
 from megatron_moe_opt.planning.planner import candidates
 from megatron_moe_opt.planning.predicting.layer_workload import LayerWorkload
+from megatron_moe_opt.systems.expert_migration import without_ratio
 from megatron_moe_opt.topology.domains import find_levels
 from megatron_moe_opt.topology.layouts import Layout
-from megatron_moe_opt.variants import whole_variant
+from megatron_moe_opt.variants import split_variant, whole_variant
 
 
 @dataclass(frozen=True)
@@ -37,24 +38,38 @@ def predict_layer(
     if settings.dispatch_only:
         reason = "whole layers are predicted, not dispatch and combine alone"
         return Predicted(missing=dict.fromkeys(settings.dispatchers, reason))
-    try:
-        workers = _levels(settings, ep, nodes)
-        found, refused = candidates(workload_of(settings, ep, balance, workers), cluster)
-    except ConfigurationError as error:
-        return Predicted(missing=dict.fromkeys(settings.dispatchers, str(error)))
-    by_name = {one.variant: one.seconds for one in found}
-    reasons = {one.variant: one.reason for one in refused}
-    seconds, missing = {}, {}
-    for dispatcher in settings.dispatchers:
-        name = whole_variant(dispatcher, len(workers))
-        if name in by_name:
-            seconds[dispatcher] = by_name[name]
-        elif name is None:
-            missing[dispatcher] = "it chooses by itself: name what it chose, to have that predicted"
-        else:
-            family = name.partition(":")[0]
-            missing[dispatcher] = reasons.get(name) or reasons.get(family) or "the planner has no such candidate"
+    workers = _levels(settings, ep, nodes)
+    workload = workload_of(settings, ep, balance, workers)
+    seconds: dict[str, float] = {}
+    missing: dict[str, str] = {}
+    for ratio, names in _by_ratio(settings).items():
+        try:
+            found, refused = candidates(replace(workload, compression=ratio), cluster)
+        except ConfigurationError as error:
+            return Predicted(missing=dict.fromkeys(settings.dispatchers, str(error)))
+        by_name = {one.variant: one.seconds for one in found}
+        reasons = {one.variant: one.reason for one in refused}
+        for dispatcher, whole in names.items():
+            name = whole_variant(whole, len(workers))
+            if name in by_name:
+                seconds[dispatcher] = by_name[name]
+            elif name is None:
+                missing[dispatcher] = "it chooses by itself: name what it chose, to have that predicted"
+            else:
+                family = name.partition(":")[0]
+                missing[dispatcher] = reasons.get(name) or reasons.get(family) or "the planner has no such candidate"
     return Predicted(seconds, missing)
+
+
+def _by_ratio(settings: LayerSettings) -> dict[float, dict[str, str]]:
+    """Returns, of each compression ratio of experts (1: whole), the dispatchers that name it, and each without it: so
+    the planner knows them, which has the ratio of the layer.
+    """
+    found: dict[float, dict[str, str]] = {}
+    for dispatcher in settings.dispatchers:
+        ratio = split_variant(dispatcher, settings.profile)[1].compression_ratio
+        found.setdefault(ratio or 1.0, {})[dispatcher] = dispatcher if ratio is None else without_ratio(dispatcher)
+    return found
 
 
 def workload_of(settings: LayerSettings, ep: int, balance: RoutingBalance, workers: tuple[int, ...]) -> LayerWorkload:
