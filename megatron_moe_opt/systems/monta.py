@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from megatron_moe_opt.errors import ConfigurationError
-from megatron_moe_opt.option_values import AUTO, CHUNKS, one_of
+from megatron_moe_opt.option_values import AUTO, BYTES, CHUNKS, one_of
 from megatron_moe_opt.planning.predicting.layer_on_cluster import LayerOnCluster
 from megatron_moe_opt.planning.predicting.monta import CHUNKS as CHUNK_COUNTS
+from megatron_moe_opt.planning.predicting.monta import Pass
 from megatron_moe_opt.planning.predicting.prediction import Prediction
 from megatron_moe_opt.schedules.monta import LEVELS, even_chunks
 from megatron_moe_opt.systems.system import (
@@ -44,6 +45,12 @@ class MontaOptions(SharedOptions):
         f"chunks of the pipeline at O2 and O3 (default: auto with a profile, else {DEFAULT_CHUNKS})",
         auto=CHOOSES,
     )
+    minimal_chunk: int | None = option(
+        "minimal-chunk",
+        BYTES,
+        "bytes of a rank's rows that a chunk has at least, where chunks are chosen (MoNTA's I_minimal; default: as few "
+        "as the profile finds fastest)",
+    )
 
     @property
     def levels(self) -> tuple[str, ...]:
@@ -68,6 +75,11 @@ class MontaOptions(SharedOptions):
             raise ConfigurationError(
                 f"{PREFIX}profile {self.profile} has nothing to choose: drop it, or leave {PREFIX}monta-level or "
                 f"{PREFIX}chunks at auto"
+            )
+        if self.minimal_chunk is not None and self.chunk_counts is not None:
+            raise ConfigurationError(
+                f"{PREFIX}minimal-chunk {self.minimal_chunk} bounds a choice of chunks, and none is left: give "
+                f"{PREFIX}profile, and leave {PREFIX}chunks at auto"
             )
         if self.monta_level == "O1" and self.chunks not in (None, 1):
             raise ConfigurationError(
@@ -111,16 +123,21 @@ def _write(options: MontaOptions, levels: int) -> str:
     return level if level == "O1" else f"{level}x{options.chunks or DEFAULT_CHUNKS}"
 
 
-def pipelines(options: MontaOptions) -> list[tuple[str, int]]:
-    """Returns the levels and chunk counts that options leave to choose from. In one chunk all levels are O1."""
-    levels, counts = options.levels, options.chunk_counts or CHUNK_COUNTS
+def pipelines(options: MontaOptions, passes: Sequence[Pass]) -> list[tuple[str, int]]:
+    """Returns the levels and chunk counts that options leave to choose from. In one chunk all levels are O1.
+
+    Args:
+        passes: of the layer; a minimal chunk bounds how finely the one of fewest bytes is cut.
+    """
+    levels, least = options.levels, min(one.exchanged for one in passes)
+    counts = [n for n in options.chunk_counts or CHUNK_COUNTS if n == 1 or least >= n * (options.minimal_chunk or 0)]
     several = [(level, n) for level in levels if level != "O1" for n in counts if n > 1 or "O1" not in levels]
     return [("O1", 1)] * ("O1" in levels) + several
 
 
 def _candidates(layer: LayerOnCluster, options: MontaOptions) -> Iterator[Prediction]:
     one = layer.workload
-    for level, count in pipelines(options) if layer.has_room(layer.activation_bytes) else ():
+    for level, count in pipelines(options, layer.passes) if layer.has_room(layer.activation_bytes) else ():
         schedules = [
             exchanged.schedule(level, even_chunks(exchanged.exchanged, one.etp, count), one.ep, one.etp)
             for exchanged in layer.passes

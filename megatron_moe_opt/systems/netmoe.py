@@ -138,7 +138,7 @@ def _candidates(layer: LayerOnCluster, options: MontaOptions) -> Iterator[Predic
     out, back, *backward = layer.passes
     lanes = out.exchanged - backward[0].exchanged
     back = replace(back, exchanged=back.exchanged + lanes)  # behind each row, which token of its sample it is
-    for level, count in pipelines(options):
+    for level, count in pipelines(options, layer.passes):
         at_home = [
             exchanged.schedule(level, even_chunks(exchanged.exchanged, one.etp, count), one.ep, one.etp)
             for exchanged in (out, back, *backward)

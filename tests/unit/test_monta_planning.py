@@ -4,18 +4,26 @@ from __future__ import annotations
 
 import math
 from decimal import ROUND_DOWN, ROUND_HALF_UP, Context
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_moe_opt.planning.choosing.choice import ChoiceByRows
+from megatron_moe_opt.errors import ConfigurationError
+from megatron_moe_opt.options import Options
+from megatron_moe_opt.planning.choosing.choice import ChoiceByRows, choose
 from megatron_moe_opt.planning.costs.curves import CostCurve, Costs
+from megatron_moe_opt.planning.costs.described_cluster import describe
+from megatron_moe_opt.planning.costs.known_clusters import A800_IB200
+from megatron_moe_opt.planning.predicting.layer_workload import LayerWorkload
 from megatron_moe_opt.planning.predicting.monta import Pass, training_passes
 from megatron_moe_opt.planning.predicting.simulator import simulate
 from megatron_moe_opt.schedules import monta
 from megatron_moe_opt.schedules.monta import LEVELS
 from megatron_moe_opt.schedules.schedule import Kind, Lane
+from megatron_moe_opt.systems.monta import MONTA, MontaOptions
+from megatron_moe_opt.topology.layouts import Layout
 from tools.monta_formulas import pipeline_seconds, stage_seconds
 
 MB = 10**6
@@ -224,3 +232,25 @@ def test_refuses_counts_outside_all_ranges(rows):
 def test_refuses_ranges_that_do_not_grow():
     with pytest.raises(ValueError, match="ratio 1 "):
         ChoiceByRows(lambda rows: 0.0, ratio=1)
+
+
+def test_a_minimal_chunk_bounds_the_chunks_that_are_chosen():
+    """I_minimal of Algorithms 1 and 2: none changes nothing, and one of all rows leaves a single chunk."""
+    layer = LayerWorkload(
+        tokens=4096, hidden=4096, ffn=1792, gated=False, experts=8, topk=2, element_bytes=2, lane_bytes=16, ep=2, etp=8
+    )
+    known = describe(A800_IB200, Layout(16, tp=8, ep=2, expert_tp=8), 4096, 1792)
+    exchanged = layer.rows * layer.row_bytes  # of a pass without probabilities
+
+    def counts(**bounds):
+        found = choose([(MONTA, MontaOptions(profile=Path("cluster.json"), **bounds))], layer, known)
+        return found.chosen.parts, {one.parts for one in found.among}
+
+    assert counts() == counts(minimal_chunk=1) and counts()[0] > 1
+    assert counts()[1] == {1, 2, 4, 8, 16}
+    assert counts(minimal_chunk=exchanged // 4)[1] == {1, 2, 4}
+    assert counts(minimal_chunk=exchanged) == (1, {1})
+    with pytest.raises(
+        ConfigurationError, match="^--moe-opt-minimal-chunk 5 bounds a choice of chunks, and none is left"
+    ):
+        Options(minimal_chunk=5).check()
