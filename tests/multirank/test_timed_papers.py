@@ -6,6 +6,7 @@ import json
 import os
 from dataclasses import asdict, replace
 from math import gcd
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,20 +17,22 @@ from megatron_moe_opt.planning.costs.described_cluster import describe
 from megatron_moe_opt.planning.costs.known_clusters import PARM_B
 from tests.ranks.commands import group_of_the_pool
 from tests.ranks.devices import rank_device
+from tools import points
 from tools.papers import timed
+from tools.points import file_of, time_points
 
 
 def test_the_list_has_48_layers_of_table_iv_and_the_first_eight_have_all_groups():
-    points = timed.points()
-    names = [one.name for one in points]
-    of_parm = [one for one in points if one.name.startswith("parm")]
+    listed = timed.points()
+    names = [one.name for one in listed]
+    of_parm = [one for one in listed if one.name.startswith("parm")]
     assert len(set(names)) == len(names) and len({asdict(one)["name"].split(": ")[1] for one in of_parm}) == 48
     assert gcd(timed._SPREAD, 48) == 1
     assert {(one.layer.tp, one.layer.expert_tp) for one in of_parm[:8]} == set(timed.parm.GROUPS)
-    assert len({timed._file(timed.ROOT, one) for one in points}) == len(points)
-    for one in points:
+    assert len({file_of(Path(), one) for one in listed}) == len(listed)
+    for one in listed:
         one.layer.check(
-            ("alltoall", "monta", "parm", "mpmoe", "expert-migration", "netmoe", "deepspeed"), 2 * one.ranks
+            ("alltoall", "monta", "parm", "mpmoe", "expert-migration", "netmoe", "deepspeed"), 2 * one.links.ranks
         )
 
 
@@ -37,15 +40,15 @@ def test_points_of_one_profile_run_together(tmp_path, monkeypatch):
     """Six of Parm's; what has run before is left out, and what leaves no file has failed."""
     runs: list[list[str]] = []
 
-    def run(out, points, unmet):
+    def run(module, out, points, unmet):
         runs.append([one.name.split(":")[0] for one in points])
 
-    monkeypatch.setattr(timed, "_run", run)
+    monkeypatch.setattr(points, "_run", run)
     monkeypatch.setattr("sys.argv", ["timed", "--out", str(tmp_path), "--only", "parm"])
     first = next(one for one in timed.points() if one.name.startswith("parm 00"))
     found = timed.Timed({name: [1.0] for name in ("deepspeed", "parm:S1", "parm:S2")}, {})
     found.chosen = {"by Algorithm 1": "parm:S1", "by our model": "parm:S1"}
-    timed._file(tmp_path, first).write_text(json.dumps(asdict(found)))
+    file_of(tmp_path, first).write_text(json.dumps(asdict(found)))
     assert timed.main() == 1
     assert sorted(map(len, runs)) == [5, *[6] * 7] and not any("parm 00" in run for run in runs)
     assert len({name for run in runs for name in run}) == 47
@@ -58,7 +61,7 @@ def test_a_row_says_what_was_measured_predicted_and_published(tmp_path):
         {"deepspeed": 3.0, "parm:S1": 1.0, "parm:S2": 0.5},
         {"by Algorithm 1": "parm:S1", "by our model": "parm:S2"},
     )
-    timed._file(tmp_path, point).write_text(json.dumps(asdict(found)))
+    file_of(tmp_path, point).write_text(json.dumps(asdict(found)))
     lines = list(timed.table(tmp_path))[2:]
     assert [line.split(" | ")[1:5] for line in lines] == [
         ["deepspeed / parm:S1", "2.50", "3.00", "+20%"],
@@ -82,13 +85,13 @@ def _time(name, out):
     sizes = {"tokens": 16, "hidden": 32, "ffn_hidden": 16, "steps": 1, "warmup": 0}
     if point.layer.expert_tp > 1:
         sizes |= {"tp": 2, "ep": 2, "expert_tp": 2, "experts": 2}
-    point = replace(point, ranks=2, layer=replace(point.layer, **sizes))
+    point = replace(point, links=timed.DATA_CENTRES, layer=replace(point.layer, **sizes))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(command_ranks, "megatron_process_group", group_of_the_pool)
         patch.setattr(profile, "measured", _described)
         patch.setattr(timed, "SAMPLE_LAYERS", 2)
         patch.setitem(os.environ, "GROUP_RANK", str(dist.get_rank() // 2))
-        timed.time_points([point], out)
+        time_points([point], out, timed.time_one)
     return point
 
 
@@ -123,7 +126,7 @@ END_TO_END = "netmoe: routing as MoE-GPT-S on two nodes, end to end"
 )
 def test_a_point_is_timed_and_predicted(ranks, name, tmp_path):
     point = ranks.run(_time, name=name, out=tmp_path)[0]
-    content = json.loads(timed._file(tmp_path, point).read_text())
+    content = json.loads(file_of(tmp_path, point).read_text())
     assert content.pop("point") == point.name
     found = timed.Timed(**content)
     for ratio in point.ratios:

@@ -4,35 +4,28 @@
     python -m tools.papers.timed --out timed --only 'parm 0[0-7],monta'
     python -m tools.papers.timed --out timed --table    the table of what is there
 
-Points of the same links and shapes of experts are one run of netbox (root): their links are profiled, then each layer
-is timed in interleaved rounds. Each leaves a file, so that a run that was ended goes on where it stopped. Sizes are the
-papers', scaled down until a step takes a few seconds at most, but for the largest of Table V; what is compared with a
-paper is the ratio of two schedules. FastMoE's, all rows to the experts and back, is stock's; FasterMoE's is in
-tools/papers/fastermoe.py.
+Layers are timed in interleaved rounds on netbox (root), see tools/points.py. Sizes are the papers', scaled down until a
+step takes a few seconds at most, but for the largest of Table V; what is compared with a paper is the ratio of two
+schedules. FastMoE's, all rows to the experts and back, is stock's; FasterMoE's is in tools/papers/fastermoe.py.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
-import re
 import statistics
-import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 from megatron_moe_opt.cli.profile.run import ProfileSettings
 from megatron_moe_opt.integration.measuring.layer_settings import LayerSettings
-from megatron_moe_opt.output_file import write_text_whole
 from tools.papers import hybridep as hybridep_numbers
 from tools.papers import parm
 from tools.papers.published import head, row
+from tools.points import Links, found_at, run
 
-ROOT = Path(__file__).parents[2]
 PROFILE_SECONDS = {2: 45.0, 4: 45.0, 8: 60.0}
 """By ranks of a node. With 15, two processor cores give curves that are off by half at the sizes below."""
 STEPS, WARMUP = 5, 1
@@ -43,6 +36,10 @@ COMPRESSION = 25.0
 FASTERMOE = "fastermoe"
 LIMIT = 100
 """Seconds of a point besides its profile, unless it says more."""
+
+
+FOUR, EIGHT = (Links("200mbit", "1600mbit", ranks) for ranks in (4, 8))
+DATA_CENTRES = Links("100mbit", "1280mbit", 2)
 
 
 @dataclass(frozen=True)
@@ -60,12 +57,9 @@ class Point:
     """One run on two nodes."""
 
     name: str
-    ranks: int
-    """Of a node."""
+    links: Links
     layer: LayerSettings
     ratios: tuple[Ratio, ...]
-    inter: str = "200mbit"
-    intra: str = "1600mbit"
     model: str | None = None
     """NetMoE's, whose routing is replayed through layers without experts."""
     end_to_end: bool = False
@@ -86,10 +80,10 @@ class Point:
 
     def profile_settings(self) -> ProfileSettings:
         """What is profiled for it, which serves all points of the same."""
-        layer = self.layer
+        layer, ranks = self.layer, self.links.ranks
         return ProfileSettings(
-            layer.tp, 1, layer.ep_size(2 * self.ranks), layer.expert_tp, layer.hidden, layer.ffn_hidden, layer.dtype,
-            PROFILE_SECONDS[self.ranks], domains=self.needs_levels,
+            layer.tp, 1, layer.ep_size(2 * ranks), layer.expert_tp, layer.hidden, layer.ffn_hidden, layer.dtype,
+            PROFILE_SECONDS[ranks], domains=self.needs_levels,
         )  # fmt: skip
 
 
@@ -133,7 +127,7 @@ def _parm() -> Iterator[Point]:
         )  # fmt: skip
         yield Point(
             f"parm {number:02}: N_MP {n_mp}, N_ESP {n_esp}, B L {tokens}, k f {factor}, M {size * n_esp}",
-            4,
+            FOUR,
             layer,
             (
                 Ratio("deepspeed", "parm:S1", paper["S1"]),
@@ -149,7 +143,7 @@ def points() -> list[Point]:
     monta = [
         Point(
             f"monta: TP 8, EP 2, {tokens} tokens a rank",
-            8,
+            EIGHT,
             _layer("monta:O1,monta:O2x4,monta:O3x4,deepspeed", tokens, 512, 8, 2, 2, tp=8, ep=2, expert_tp=8),
             tuple(Ratio("deepspeed", one, paper) for one, paper in MONTA.items()),
         )
@@ -158,7 +152,7 @@ def points() -> list[Point]:
     mpmoe = [
         Point(
             f"mpmoe: {tokens} tokens a rank, H 256, M 1024",
-            4,
+            FOUR,
             _layer("mpmoe:2,mpmoe:4,mpmoe:8", tokens, 256, 1024, 8, 1),
             tuple(Ratio("alltoall", f"mpmoe:{count}", "2.34 over FastMoE, best n (Fig. 10)") for count in (2, 4, 8)),
         )
@@ -167,7 +161,7 @@ def points() -> list[Point]:
     over_fastermoe = [
         Point(
             f"mpmoe over fastermoe: {tokens} tokens a rank, H 256, M 1024",
-            4,
+            FOUR,
             _layer("mpmoe:2,mpmoe:4", tokens, 256, 1024, 8, 1),
             (
                 Ratio("alltoall", FASTERMOE, "1.41 (Fig. 10, MPMoE over both)"),
@@ -182,25 +176,21 @@ def points() -> list[Point]:
     hybridep = [
         Point(
             f"hybridep: {tokens} tokens a rank, H 256, experts of 1 MiB",
-            2,
+            DATA_CENTRES,
             _layer(f"{domains},{compressed}", tokens, 256, 512, 4, 2),
             (
                 Ratio("alltoall", domains, "1.25 to 2.82, + Migration (section V-D, Table VI)"),
                 Ratio("alltoall", compressed, "2.12 over Tutel, 24 MB (Table V, Cluster-M)"),
             ),
-            inter="100mbit",
-            intra="1280mbit",
         )
         for tokens in (512, 2048)
     ]
     table_5 = [
         Point(
             f"hybridep table 5: {megabytes} MB of rows a rank, experts of 0.36 MB",
-            2,
+            DATA_CENTRES,
             replace(_layer(domains, megabytes * 512, 256, 176, 4, 2), steps=2),  # 2 rows of 1,024 bytes a token
             (Ratio("alltoall", domains, f"{tutel / hybrid:.2f} over Tutel (Table V, Cluster-M)"),),
-            inter="100mbit",
-            intra="1280mbit",
             limit=LIMIT + 8 * megabytes,
         )
         for megabytes, (tutel, hybrid) in hybridep_numbers.TABLE_V["Cluster-M"].items()
@@ -209,7 +199,7 @@ def points() -> list[Point]:
     netmoe = [
         Point(
             f"netmoe: routing as {model} on two nodes",
-            4,
+            FOUR,
             _layer("netmoe", 4 * 96, 512, 1, 32, 2),
             (Ratio("alltoall", "netmoe", "up to 1.67 over FastMoE (Fig. 6)"),),
             model=model,
@@ -242,26 +232,9 @@ MONTA = {
 # ------------------------------------------------------------------------------------------------------ on the ranks
 
 
-def time_points(points: Sequence[Point], out: Path) -> None:
-    """Profiles, and predicts and times points of one profile on the ranks of this run. A collective call over the
-    world.
-    """
-    import torch.distributed as dist
-
-    from megatron_moe_opt import register
-    from megatron_moe_opt.cli.profile.run import measured
-    from megatron_moe_opt.cli.ranks import begin, megatron_process_group
-
-    begin()
-    register()
-    with megatron_process_group() as device:
-        cluster = measured(points[0].profile_settings(), device)
-        for point in points:
-            timed = _time_samples(point, cluster, device) if point.model else _time_layer(point, cluster, device)
-            if dist.get_rank() == 0:
-                content = asdict(timed) | {"point": point.name}
-                write_text_whole(_file(out, point), json.dumps(content, indent=1) + "\n")
-            dist.barrier()
+def time_one(point: Point, cluster: Any, device: Any) -> Timed:
+    """Returns what a point takes, and what is predicted for it. A collective call over the world."""
+    return (_time_samples if point.model else _time_layer)(point, cluster, device)
 
 
 def _time_layer(point: Point, cluster: Any, device: Any) -> Timed:
@@ -280,7 +253,7 @@ def _time_layer(point: Point, cluster: Any, device: Any) -> Timed:
     with parallel_layer(settings.tp, ep, settings.expert_tp, settings.seed):
         layers = layers_under_test(settings, ep, device, permute_fusion=False)
         if FASTERMOE in point.variants:
-            layers[FASTERMOE] = fastermoe_layer(settings, ep, device, point.ranks)
+            layers[FASTERMOE] = fastermoe_layer(settings, ep, device, point.links.ranks)
         seconds = time_rounds(layers, settings, device)
         balance = routing_balance(settings, ep, device)
     predicted = dict(predict_layer(settings, ep, balance, nodes, cluster).seconds)
@@ -290,7 +263,7 @@ def _time_layer(point: Point, cluster: Any, device: Any) -> Timed:
     if "deepspeed" in settings.dispatchers:
         predicted["deepspeed"] = deepspeed(LayerOnCluster(work, cluster)).seconds
     if FASTERMOE in point.variants:
-        predicted[FASTERMOE] = fastermoe(LayerOnCluster(work, cluster), point.ranks).seconds
+        predicted[FASTERMOE] = fastermoe(LayerOnCluster(work, cluster), point.links.ranks).seconds
     if "parm:S1" in settings.dispatchers:
         chosen["by Algorithm 1"] = f"parm:{algorithm_1(work, work.tokens, ParmFits.of(cluster))}"
         chosen["by our model"] = min(("parm:S1", "parm:S2"), key=lambda one: predicted[one])
@@ -323,7 +296,7 @@ def _time_samples(point: Point, cluster: Any, device: Any) -> Timed:
         layer.ffn_hidden if point.end_to_end else None,
     )  # fmt: skip
     found = run(samples, trace, device)
-    ep, workers = 2 * point.ranks, (2, point.ranks)
+    ep, workers = 2 * point.links.ranks, (2, point.links.ranks)
     work = LayerWorkload(
         layer.tokens, layer.hidden, layer.ffn_hidden, False, layer.experts, layer.topk, 4, 16, ep=ep, workers=workers,
         placement_saving=table.reduction,
@@ -370,55 +343,13 @@ def table(out: Path) -> Iterator[str]:
     """The table of the points that are there."""
     yield from head("point", "ratio", "measured", "predicted for netbox", "off by", "the paper's")
     for point in points():
-        file = _file(out, point)
-        if file.exists():
-            yield from rows(point, json.loads(file.read_text()))
-
-
-def _file(out: Path, point: Point) -> Path:
-    return out / (re.sub(r"[^a-z0-9.]+", "-", point.name.lower()) + ".json")
-
-
-def _run(out: Path, points: Sequence[Point], unmet: str) -> None:
-    """Runs points of one profile on netbox. Those that ended well have left their files."""
-    first, limit = points[0], 300 + sum(point.limit for point in points)
-    shape = ["--nodes", "2", "--ranks-per-node", str(first.ranks), "--inter", first.inter, "--intra", first.intra]
-    netbox = [sys.executable, "tools/netbox.py", "run", *shape, "--unmet", unmet, "--timeout", str(limit), "--"]
-    named = [word for point in points for word in ("--point", point.name)]
-    command = [*netbox, "-m", "tools.papers.timed", "--out", str(out.resolve()), *named]
-    subprocess.run(command, cwd=ROOT, check=False)
+        if (found := found_at(out, point)) is not None:
+            yield from rows(point, found)
 
 
 def main() -> int:
-    """Runs the points that are missing and prints the table; on netbox's ranks, those that are named."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, required=True, help="folder of a file a point")
-    parser.add_argument("--only", default="", help="points whose names match one of these, separated by commas")
-    parser.add_argument("--table", action="store_true", help="print the table of what is there, and run nothing")
-    parser.add_argument("--unmet", choices=("refuse", "warn"), default="refuse", help="see netbox; warn: no times")
-    parser.add_argument("--point", action="append", help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
-    out = arguments.out
-    if arguments.point:
-        time_points([one for one in points() if one.name in arguments.point], out)
-        return 0
-    out.mkdir(parents=True, exist_ok=True)
-    wanted = [one for one in arguments.only.split(",") if one]
-    by_links: dict[Any, list[Point]] = {}
-    for point in [] if arguments.table else points():
-        if not _file(out, point).exists() and (not wanted or any(re.search(one, point.name) for one in wanted)):
-            links = point.ranks, point.inter, point.intra, point.profile_settings()
-            by_links.setdefault(links, []).append(point)
-    for alike in by_links.values():
-        _run(out, alike, arguments.unmet)
-        for point in alike:
-            if _file(out, point).exists():
-                print(*rows(point, json.loads(_file(out, point).read_text())), sep="\n", flush=True)
-    print(*table(out), sep="\n")
-    failed = [point.name for alike in by_links.values() for point in alike if not _file(out, point).exists()]
-    if failed:
-        print(f"did not end well: {'; '.join(failed)}", file=sys.stderr)
-    return bool(failed)
+    """Runs the points that are missing and prints the table."""
+    return run("tools.papers.timed", __doc__.splitlines()[0], points(), time_one, rows, table)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,290 @@
+"""Forty points that nothing was tuned on: what `auto` keeps, against stock, every system alone, and what links allow.
+
+    python -m tools.bench_points --out points            all that are not there yet (root: netbox)
+    python -m tools.bench_points --out points --table    the tables of what is there
+
+Five layouts and shapes, four sizes, even and Zipf-distributed routing; at each, `auto` plans, tries and settles by
+itself, and all that it tried and the two best predicted variants of every system, and of each whose tokens hop, are
+timed in interleaved rounds (tools/bench_choice.py). Sizes are such that an expert gets some hundred rows or more, as in
+training: fewer take as long on a CPU, as weights are read from memory all the same.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from tempfile import mkdtemp
+from typing import Any
+
+from megatron_moe_opt.cli.profile.run import ProfileSettings
+from megatron_moe_opt.integration.measuring.layer_settings import LayerSettings
+from megatron_moe_opt.planning.costs.bus_bandwidth import EVERY_RANK, INSIDE, best_rate
+from megatron_moe_opt.planning.costs.cluster import Cluster
+from megatron_moe_opt.planning.planner import candidates
+from megatron_moe_opt.planning.predicting.layer_workload import LayerWorkload
+from megatron_moe_opt.planning.predicting.prediction import ALLTOALL
+from megatron_moe_opt.schedules.schedule import Kind
+from tools.papers.published import head, row
+from tools.points import Links, found_at, run
+
+PROFILE_SECONDS = 45.0
+ROUTINGS = ("uniform", "zipf")
+STEPS, WARMUP = 4, 1
+LONG = 0.1
+"""Seconds of a step from which on the overlap limit is asked for."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A layout and a layer, at four sizes."""
+
+    links: Links
+    layer: LayerSettings
+    tokens: tuple[int, ...]
+
+    def __str__(self) -> str:
+        one, links = self.layer, self.links
+        groups = f"EP {one.ep}" + (f", TP and expert-TP {one.expert_tp}" if one.expert_tp > 1 else "")
+        return (
+            f"{links.nodes} x {links.ranks} ranks, {links.inter} / {links.intra}, {groups}, hidden {one.hidden}, "
+            f"{one.experts} experts of {one.ffn_hidden}, top-{one.topk}"
+        )
+
+
+def _layer(hidden: int, ffn: int, experts: int, topk: int, ep: int, expert_tp: int = 1) -> LayerSettings:
+    return LayerSettings(
+        (), 1, hidden, ffn, experts, topk, tp=expert_tp, ep=ep, expert_tp=expert_tp, steps=STEPS, warmup=WARMUP
+    )
+
+
+SHAPES = (
+    Shape(Links("200mbit", "1600mbit", 1), _layer(512, 512, 8, 4, ep=2), (256, 512, 1024, 1536)),
+    Shape(Links("300mbit", "2400mbit", 2), _layer(384, 512, 8, 4, ep=2, expert_tp=2), (128, 256, 512, 1024)),
+    Shape(Links("200mbit", "1600mbit", 2), _layer(320, 320, 16, 6, ep=4), (128, 256, 512, 768)),
+    Shape(Links("250mbit", "2000mbit", 2), _layer(448, 448, 8, 2, ep=2, expert_tp=2), (128, 256, 512, 1024)),
+    Shape(Links("250mbit", "2000mbit", 1, nodes=4), _layer(416, 416, 8, 2, ep=4), (128, 256, 512, 1024)),
+)
+
+
+@dataclass(frozen=True)
+class Point:
+    """A size and routing of a shape."""
+
+    shape: Shape
+    tokens: int
+    routing: str
+    limit: int = 420
+
+    @property
+    def name(self) -> str:
+        return f"{self.shape}: {self.routing}, {self.tokens} tokens a rank"
+
+    @property
+    def links(self) -> Links:
+        return self.shape.links
+
+    def profile_settings(self) -> ProfileSettings:
+        """Returns what is profiled for it, which serves all points of the shape."""
+        one = self.shape.layer
+        return ProfileSettings(
+            one.tp, 1, one.ep, one.expert_tp, one.hidden, one.ffn_hidden, one.dtype, PROFILE_SECONDS, domains=True
+        )
+
+
+POINTS = [Point(shape, tokens, routing) for shape in SHAPES for routing in ROUTINGS for tokens in shape.tokens]
+
+
+@dataclass
+class Found:
+    """What a point has found. Seconds are of a step, on the slowest rank."""
+
+    rounds: dict[str, list[float]]
+    """Seconds of every round, by variant."""
+    kept: str
+    """By `auto`, after its trials."""
+    planned: str
+    predicted: float
+    """Seconds, of what was planned."""
+    wire: float
+    """Seconds that the bytes between nodes of the variant that sends least there take at the nodes' bandwidth."""
+    inside: float
+    """The same of its bytes inside nodes."""
+    experts: float
+    """Seconds that the planner takes experts, and work on rows on the rank, for."""
+    point: str = ""
+    """Its name, in a file."""
+
+
+def time_one(point: Point, cluster: Cluster, device: Any) -> Found:
+    """Returns what `auto` keeps at a point, and what all variants take. A collective call over the world."""
+    import torch.distributed as dist
+
+    from megatron_moe_opt.cli.layer.predicted import workload_of
+    from megatron_moe_opt.cli.ranks import parallel_layer
+    from megatron_moe_opt.cli.routing.balance import routing_balance
+    from megatron_moe_opt.runtime.job.agreement import found_by_first
+    from megatron_moe_opt.topology.domains import find_levels
+    from tools.bench_choice import measure
+    from tools.choosers import AutoChooser
+
+    one, nodes = point.shape.layer, cluster.world.nodes
+
+    def save() -> Path:
+        file = Path(mkdtemp()) / "cluster.json"
+        cluster.save(file)
+        return file
+
+    profile = found_by_first(save, dist.group.WORLD)
+    with parallel_layer(one.tp, one.ep, one.expert_tp, one.seed):
+        settings = replace(one, tokens=point.tokens, routing=point.routing, profile=profile)
+        by_plan, by_trials = measure(settings, one.ep, cluster, [point.tokens], AutoChooser(), device)
+        balance = routing_balance(settings, one.ep, device)
+    workers = find_levels([nodes[rank] for rank in cluster.world.layout.first_group("ep")])
+    wire, inside, experts = limits(workload_of(settings, one.ep, balance, workers), cluster)
+    return Found(by_trials.rounds, by_trials.chosen, by_plan.chosen, by_plan.predicted, wire, inside, experts)
+
+
+def limits(work: LayerWorkload, cluster: Cluster) -> tuple[float, float, float]:
+    """Returns the seconds of the bytes between nodes and inside them, of the candidate without experts that travel that
+    sends least between nodes, at the bandwidth that all ranks reach at once; and those of experts.
+    """
+    found, _ = candidates(work, cluster)
+    staying = [
+        one for one in found if set(one.variant.rpartition(":")[2].split("x")) == {"1"} or "x" not in one.variant
+    ]
+    least = min(staying, key=lambda one: one.inter_bytes)
+    terms = next(one for one in found if one.variant == ALLTOALL).terms
+
+    def seconds(sent: float, link: str) -> float:
+        points = cluster.curves.get((Kind.SEND_RECEIVE, link))
+        return 0.0 if points is None else sent / best_rate(points)
+
+    experts = terms["experts"] + terms["rows on the rank"]
+    return seconds(least.inter_bytes, EVERY_RANK), seconds(least.intra_bytes, INSIDE), experts
+
+
+# -------------------------------------------------------------------------------------------------------- the tables
+
+
+@dataclass(frozen=True)
+class Judged:
+    """What a point's rounds say."""
+
+    found: Found
+
+    @property
+    def seconds(self) -> dict[str, float]:
+        """The median of each variant's rounds."""
+        return {name: statistics.median(rounds) for name, rounds in self.found.rounds.items()}
+
+    @property
+    def single(self) -> str:
+        """The fastest of the five systems as papers have them: no tokens that hop, but under expert-migration."""
+        alone = [name for name in self.seconds if "hops" not in name and name.partition(":")[0] not in _STOCK]
+        return min(alone, key=self.seconds.__getitem__)
+
+    @property
+    def fastest(self) -> str:
+        return min(self.seconds, key=self.seconds.__getitem__)
+
+    @property
+    def limit(self) -> float:
+        """What nothing is faster than where all that overlaps does: the largest of links and experts."""
+        return max(self.found.wire, self.found.inside, self.found.experts)
+
+    def over(self, other: str) -> tuple[float, float, float]:
+        """By how much what `auto` kept is faster than another variant: the ratio of the medians, and the least and the
+        largest ratio of a round.
+        """
+        pairs = zip(self.found.rounds[other], self.found.rounds[self.found.kept], strict=True)
+        ratios = [theirs / ours for theirs, ours in pairs]
+        return self.seconds[other] / self.seconds[self.found.kept], min(ratios), max(ratios)
+
+    @property
+    def regret(self) -> float:
+        return self.seconds[self.found.kept] / self.seconds[self.fastest] - 1
+
+    @property
+    def error(self) -> float:
+        return self.found.predicted / self.seconds[self.found.planned] - 1
+
+    @property
+    def is_balanced(self) -> bool:
+        """Whether experts take half to twice of what the wire does."""
+        return 0.5 <= self.found.experts / max(self.found.wire, 1e-12) <= 2
+
+
+_STOCK = (ALLTOALL, "allgather", "flex")
+
+
+def rows(point: Point, content: Mapping[str, Any]) -> Iterator[str]:
+    """The row of a point."""
+    one = Judged(Found(**content))
+    found, ms = one.found, {name: f"{seconds * 1e3:.0f}" for name, seconds in one.seconds.items()}
+    over_stock, over_single = one.over(ALLTOALL), one.over(one.single)
+    yield row(
+        f"{point.routing}, {point.tokens}", ms[ALLTOALL], f"`{one.single}`: {ms[one.single]}",
+        f"`{found.kept}`: {ms[found.kept]}", "{:.2f} ({:.2f}-{:.2f})".format(*over_stock),
+        "{:.2f} ({:.2f}-{:.2f})".format(*over_single), f"{one.regret:.1%}", f"`{one.fastest}`",
+        f"`{found.planned}`: {found.predicted * 1e3:.0f}, {ms[found.planned]}",
+        *(f"{seconds * 1e3:.0f}" for seconds in (found.wire, found.inside, found.experts)),
+        f"{one.seconds[one.fastest] / one.limit:.2f}",
+    )  # fmt: skip
+
+
+def summary(judged: Sequence[tuple[Point, Judged]]) -> Iterator[str]:
+    """What is asked of all points, as a table."""
+
+    def mean(ratios: Sequence[float]) -> str:
+        if not ratios:
+            return "-"
+        return f"{statistics.geometric_mean(ratios):.3f} ({min(ratios):.2f} to {max(ratios):.2f})"
+
+    def part(numbers: Sequence[float], most: float) -> str:
+        return f"{sum(number <= most for number in numbers)} of {len(numbers)}"
+
+    over_single = [one.over(one.single)[0] for _, one in judged]
+    several = [one.over(one.single)[0] for point, one in judged if point.shape.layer.topk >= 4 and one.is_balanced]
+    regrets, errors = [one.regret for _, one in judged], sorted(abs(one.error) for _, one in judged)
+    over_limit = [one.seconds[one.fastest] / one.limit for _, one in judged if one.seconds[one.fastest] >= LONG]
+    yield from head("", "found", "asked for")
+    yield row("`auto` over stock", mean([one.over(ALLTOALL)[0] for _, one in judged]), "never below 1")
+    yield row("`auto` over the best single system", mean(over_single), "1.12")
+    yield row("the same at top-k of 4 and more, experts 0.5 to 2 of the wire", mean(several), "1.3")
+    yield row("regret at most 5 %", part(regrets, 0.05), "90 %")
+    yield row("regret at most 10 %", part(regrets, 0.1), "all")
+    off = f"{statistics.median(errors):.1%}, {errors[int(0.9 * (len(errors) - 1))]:.1%}"
+    yield row("predictions off by, at the median and the 90th percentile", off, "15 %, 30 %")
+    yield row("fastest at most 1.3 times the limit, where a step takes 100 ms", part(over_limit, 1.3), "all")
+
+
+def table(out: Path) -> Iterator[str]:
+    """The tables of the points that are there."""
+    judged: list[tuple[Point, Judged]] = []
+    for shape in SHAPES:
+        there = [(one, found) for one in POINTS if one.shape == shape and (found := found_at(out, one)) is not None]
+        if there:
+            yield f"\n**{shape}**\n"
+            yield from head(
+                "routing, tokens a rank", "`alltoall`, ms", "best single system", "kept by `auto`", "times stock",
+                "times the best single", "regret", "fastest", "planned: predicted, measured", "wire", "inside",
+                "experts", "fastest over the largest",
+            )  # fmt: skip
+        for point, content in there:
+            yield from rows(point, content)
+            judged.append((point, Judged(Found(**content))))
+    if judged:
+        yield ""
+        yield from summary(judged)
+
+
+def main() -> int:
+    """Runs the points that are missing and prints the tables."""
+    return run("tools.bench_points", __doc__.splitlines()[0], POINTS, time_one, rows, table)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
