@@ -38,7 +38,7 @@ LIMIT = 100
 """Seconds of a point besides its profile, unless it says more."""
 
 
-FOUR, EIGHT = (Links("200mbit", "1600mbit", ranks) for ranks in (4, 8))
+TWO, FOUR, EIGHT = (Links("200mbit", "1600mbit", ranks) for ranks in (2, 4, 8))
 DATA_CENTRES = Links("100mbit", "1280mbit", 2)
 
 
@@ -196,6 +196,17 @@ def points() -> list[Point]:
         for megabytes, (tutel, hybrid) in hybridep_numbers.TABLE_V["Cluster-M"].items()
         if megabytes >= 48
     ]
+    figure_13 = [
+        Point(
+            f"hybridep fig. 13: 4 MB of rows a rank, experts of {ffn / 512:g} MiB",
+            DATA_CENTRES,
+            _layer(",".join(FIGURE_13), 2048, 256, ffn, 4, 2),
+            tuple(
+                Ratio("alltoall", one, "1.18 to 2.57 over Tutel, 16 MB and 2 to 32 MB (Fig. 13)") for one in FIGURE_13
+            ),
+        )
+        for ffn in (256, 1024, 2048)
+    ]
     netmoe = [
         Point(
             f"netmoe: routing as {model} on two nodes",
@@ -216,8 +227,12 @@ def points() -> list[Point]:
         )
         for one in netmoe
     ]
+    of_two = [
+        replace(one, name=f"{one.name}, 2 ranks a node", links=TWO, ratios=(replace(one.ratios[0], paper=FIGURE_9),))
+        for one in (*netmoe, *end_to_end)
+    ]
     of_parm = list(_parm())
-    others = (*over_fastermoe, *end_to_end, *table_5)
+    others = (*over_fastermoe, *end_to_end, *table_5, *figure_13, *of_two)
     return [*monta, *of_parm[:8], *netmoe, *mpmoe, *hybridep, *others, *of_parm[8:]]
 
 
@@ -227,6 +242,9 @@ MONTA = {
     "monta:O3x4": "4.0 at 256K, measured (Fig. 14)",
 }
 """One over what the paper has of its baseline."""
+FIGURE_9 = "the fastest of all with 2 and with 4 GPUs a node (Fig. 9)"
+FIGURE_13 = ("expert-migration:1x1", "expert-migration:2x1", "expert-migration:2x2")
+"""Domains of which the paper's model, too, chooses."""
 
 
 # ------------------------------------------------------------------------------------------------------ on the ranks
