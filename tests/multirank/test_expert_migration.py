@@ -527,27 +527,44 @@ def test_gradients_return_while_tokens_do(ranks):
         assert seen == ["gradients leave", "tokens hop", "gradients are waited for"]
 
 
-def weights_read(recompute: bool) -> int:
-    """How often a step of one micro-batch compares weights, after one in which experts were sent."""
+def weights_read(recompute: bool) -> list[tuple[int, int]]:
+    """How often weights are compared, and experts gathered: in a step of four micro-batches, in the next one, before
+    which they were written, and in two passes outside of steps, before which they were.
+    """
     from megatron.core import tensor_parallel
 
     from megatron_moe_opt.runtime.travelling_experts.expert_weights import ExpertWeights
+    from megatron_moe_opt.runtime.travelling_experts.step_passes import step_of
     from tests.ranks.megatron import parallel
 
-    read, equal = [], ExpertWeights.equal
+    read, found, equal = [], [], ExpertWeights.equal
     with parallel(ep=4), pytest.MonkeyPatch.context() as patch:
-        _, (ours,) = layers(1)
+        _, (ours,) = layers(1, levels=(4,), sizes=(4,))
         ours(hidden_states(0))
         patch.setattr(ExpertWeights, "equal", lambda *arguments: (read.append(1), equal(*arguments))[1])
         run = ours
         if recompute:
             run = lambda tokens: tensor_parallel.checkpoint(ours, False, tokens)  # noqa: E731
-        run(hidden_states(0).requires_grad_())[0].square().sum().backward()
-    return len(read)
+
+        def passes(number: int) -> None:
+            for seed in range(number):
+                output = run(hidden_states(seed).requires_grad_())
+                output[0].square().sum().backward()
+
+        def step() -> None:
+            with step_of(4):
+                passes(4)
+
+        for what in (step, step, lambda: passes(2)):
+            found.append((gathers_of(what), len(read)))
+            read.clear()
+            write_weights(ours, 1.1)
+    return found
 
 
-def test_weights_are_compared_once_however_often_a_pass_is_repeated(ranks):
-    assert ranks.run(weights_read, recompute=False) == ranks.run(weights_read, recompute=True) == [1] * 4
+def test_weights_are_compared_once_a_step_and_once_a_pass_outside_of_steps(ranks):
+    for recompute in (False, True):
+        assert ranks.run(weights_read, recompute=recompute) == [[(0, 1), (1, 1), (1, 2)]] * 4
 
 
 def grouped(recompute: bool) -> None:

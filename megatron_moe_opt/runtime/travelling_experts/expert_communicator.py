@@ -6,9 +6,10 @@ evaluation. Gathers run in a lane of their own, in groups of their own: the firs
 before its first pass, the others' while layers before them are computed. After the last step none is begun.
 
 Whether weights have changed is not inferred from who may have written them (an optimizer, an all-gather into a
-distributed optimizer's buffer, a checkpoint): each rank compares its experts, bit for bit, with what it sent last. The
-answer travels with the counts of a pass, which all ranks exchange anyway, and so all ranks do the same. What is sent
-ahead of need is compared as well when its turn comes.
+distributed optimizer's buffer, a checkpoint): each rank compares its experts, bit for bit, with what it sent last, in
+every pass, but of the micro-batches of a step in the first (step_passes.py). The answer travels with the counts of a
+pass, which all ranks exchange anyway, and so all ranks do the same. What is sent ahead of need is compared as well when
+its turn comes.
 """
 
 from __future__ import annotations

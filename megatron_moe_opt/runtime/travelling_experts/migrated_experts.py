@@ -94,10 +94,17 @@ class MigratedExperts:
         self._following = [*islice(self.communicator.following(self), self.communicator.ahead)]
         news = torch.ones(1 + self.communicator.ahead, dtype=torch.int64, device=self.weights.parameters[0].device)
         news[1 : 1 + len(self._following)] = 0
+        may_have_changed = self._may_have_changed()
         if self._sent is not None:
-            # A pass that is repeated for its backward pass has the weights that it had.
-            news[:1].zero_() if is_recomputing() else news[:1].copy_(~self.weights.equal(self._sent))
+            news[:1].copy_(~self.weights.equal(self._sent)) if may_have_changed else news[:1].zero_()
         return news
+
+    def _may_have_changed(self) -> bool:
+        """Whether the experts may have changed since the layer's last pass. To be asked once a pass."""
+        if is_recomputing():  # a pass that is repeated for its backward pass has the weights that it had
+            return False
+        step = current_step()
+        return step is None or step.begins(self)
 
     def fetch(self, news: Sequence[int]) -> None:
         """Sees to it that the experts of this pass are here or on their way, and sends later layers'.

@@ -1,4 +1,5 @@
-"""The backward passes that a layer has in a step, after the last of which its gradients must be where they are needed.
+"""The passes that a layer has in a step: weights are the same in all, and gradients must be where they are needed after
+the last one.
 
 Who runs the micro-batches of a step says how many there are. Where nobody does, every pass is a step of its own.
 """
@@ -23,8 +24,15 @@ class StepPasses:
 
     def __init__(self, micro_batches: int) -> None:
         self.micro_batches = micro_batches
+        self._begun: WeakSet[Deferring] = WeakSet()
         self._passes: WeakKeyDictionary[Deferring, int] = WeakKeyDictionary()
         self._deferring: WeakSet[Deferring] = WeakSet()
+
+    def begins(self, layer: Deferring) -> bool:
+        """Whether a layer's present forward pass is its first one. To be asked once a pass."""
+        is_first = layer not in self._begun
+        self._begun.add(layer)
+        return is_first
 
     def defers(self, layer: Deferring, limit: int | None) -> bool:
         """Whether the gradients of a layer's present backward pass wait for a later one. To be asked once a pass.
