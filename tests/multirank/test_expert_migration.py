@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from megatron_moe_opt.options import Options
 from megatron_moe_opt.runtime.travelling_experts.expert_communicator import DECODING
-from tests.multirank.test_dispatchers import DROP, PAD, RECOMPUTE, SHARED, compare
+from tests.multirank.test_dispatchers import DROP, PAD, RECOMPUTE, SHARED, compare, route_to
 from tests.ranks.pool import RankPool
 
 ONE_LEVEL, TWO_LEVELS = (4,), (2, 2)
@@ -256,13 +256,23 @@ def test_experts_are_sent_ahead_and_compared_when_used(ranks):
     ranks.run(prefetched)
 
 
-def bounded(ahead: int, **options: Any) -> None:
-    """Four layers, experts of `ahead` + 1 of them in memory: equal to stock, whatever passes are under way."""
+def bounded(ahead: int, sizes: tuple[int, ...] = (2, 2), **options: Any) -> None:
+    """Four layers, experts of `ahead` + 1 of them in memory: equal to stock, whatever passes are under way, and where
+    ranks have no rows.
+    """
     from tests.ranks.megatron import parallel
 
-    with parallel(ep=4):
-        stock, ours = layers(4, prefetch_layers=ahead, **options)
+    with parallel(ep=4), pytest.MonkeyPatch.context() as patch:
+        stock, ours = layers(4, sizes, prefetch_layers=ahead, **options)
         migrated = [layer.token_dispatcher.dispatcher.migrated for layer in ours]
+        residents, levels = migrated[0].communicator.residents, len(sizes) - sizes.count(1)
+        use = residents.use
+
+        def use_within_bound(arrived: Any) -> None:
+            use(arrived)
+            assert sum(one._arrived is not None and one._arrived.arrive is not None for one in migrated) <= ahead + 1
+
+        patch.setattr(residents, "use", use_within_bound)
 
         def resident() -> int:
             """Gathers that are here or on their way; what was dropped is in nobody's hands."""
@@ -275,6 +285,8 @@ def bounded(ahead: int, **options: Any) -> None:
             results = []
             for model in (stock, ours):
                 inputs = [hidden_states(2 * round_ + number) for number in range(2)]
+                for number, layer in enumerate(model):
+                    route_to(layer, ("uniform", "hot")[round_], seed=number)
 
                 def step(model: Any = model, inputs: list[torch.Tensor] = inputs) -> None:
                     outputs = []
@@ -289,8 +301,8 @@ def bounded(ahead: int, **options: Any) -> None:
                         model[0](inputs[0])
 
                 gathers = gathers_of(step)
-                if model is ours:  # both levels, of four layers; again in each of four passes where they were dropped
-                    assert resident() == ahead + 1 and 2 * 4 < gathers <= 2 * 4 * 5, gathers
+                if model is ours:  # all levels, of four layers; again in each of four passes where they were dropped
+                    assert resident() == ahead + 1 and levels * 4 < gathers <= levels * 4 * 5, gathers
                 results.append([one.grad for one in inputs])
             for one, other in zip(*results, strict=True):
                 assert relative(other, one) < 1e-6
@@ -308,7 +320,7 @@ BY_HOPS = {"dispatcher": "mpmoe", "way": "hops", "partitions": 2}
     "settings",
     [
         {"ahead": 0, "resident_layers": 1},
-        {"ahead": 1},
+        {"ahead": 1, "sizes": (2, 1)},
         *({"ahead": 0, "resident_layers": 1, **BY_HOPS, "memory_reuse": reuse} for reuse in ("none", "S1", "S4")),
     ],
     ids=["named", "by default", "in partitions", "offloaded", "recomputed"],
@@ -386,7 +398,7 @@ def traffic(sizes: tuple[int, ...], levels: tuple[int, ...], nodes: tuple[int, .
     from megatron_moe_opt.integration.layer.moe_layer import build_layer
     from megatron_moe_opt.runtime.observed.traffic import TrafficCounter
     from megatron_moe_opt.topology.nodes import NodeMap
-    from tests.multirank.test_dispatchers import imposed_map, route_to
+    from tests.multirank.test_dispatchers import imposed_map
     from tests.ranks.megatron import moe_config, parallel
 
     settings = {"num_moe_experts": 16, "moe_router_topk": 4}
@@ -496,13 +508,17 @@ def test_a_model_that_is_gone_is_not_sent_with_the_next_one(ranks):
 
 
 def order_of_returns() -> list[str]:
-    """What is begun in the backward pass of a layer, in turn."""
+    """What is begun in the backward passes of three layers, in turn, where experts of two stay."""
     from megatron_moe_opt.runtime.rows import expert_exchange
     from megatron_moe_opt.runtime.travelling_experts.expert_communicator import ExpertCommunicator
     from tests.ranks.megatron import parallel
 
     seen: list[str] = []
-    reduce, hop_back = ExpertCommunicator.reduce, expert_exchange.run_to_sources
+    gather, reduce, hop_back = ExpertCommunicator.gather, ExpertCommunicator.reduce, expert_exchange.run_to_sources
+
+    def logged_gather(*arguments: Any) -> Any:
+        seen.append("experts come back")
+        return gather(*arguments)
 
     def logged_reduce(*arguments: Any) -> Any:
         seen.append("gradients leave")
@@ -514,17 +530,22 @@ def order_of_returns() -> list[str]:
         return hop_back(*arguments)
 
     with parallel(ep=4), pytest.MonkeyPatch.context() as patch:
-        _, (ours,) = layers(1, sizes=(2, 1))
-        loss = ours(hidden_states(0))[0].square().sum()
+        _, ours = layers(3, sizes=(2, 1))
+        hidden = hidden_states(0)
+        patch.setattr(ExpertCommunicator, "gather", logged_gather)
+        for layer in ours:
+            hidden = layer(hidden)[0]
+        seen.clear()
         patch.setattr(ExpertCommunicator, "reduce", logged_reduce)
         patch.setattr(expert_exchange, "run_to_sources", logged_hop)
-        loss.backward()
+        hidden.square().sum().backward()
     return seen
 
 
-def test_gradients_return_while_tokens_do(ranks):
-    for seen in ranks.run(order_of_returns):
-        assert seen == ["gradients leave", "tokens hop", "gradients are waited for"]
+def test_gradients_return_while_tokens_do_and_experts_come_back_a_layer_ahead(ranks):
+    of_layer = ["gradients leave", "tokens hop", "gradients are waited for"]
+    for seen in ranks.run(order_of_returns):  # of the first layer, when the second one's backward pass begins
+        assert seen == [*of_layer, "experts come back", *of_layer, *of_layer]
 
 
 def weights_read(recompute: bool) -> list[tuple[int, int]]:

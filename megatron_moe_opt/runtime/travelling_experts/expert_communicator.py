@@ -3,7 +3,8 @@
 A model is a row of layers with experts (HybridEP, section IV-B, "Asynchronous Communicator"). Each layer's weights are
 gathered once and serve all passes until they change: all micro-batches of an optimizer step, recomputation and
 evaluation. Gathers run in a lane of their own, in groups of their own: the first layers' when an optimizer step begins,
-before its first pass, the others' while layers before them are computed. After the last step none is begun.
+before its first pass, the others' while layers before them are computed. After the last step none is begun. Where not
+all layers' stay, those for a backward pass come back as early: while the backward passes before it run.
 
 Whether weights have changed is not inferred from who may have written them (an optimizer, an all-gather into a
 distributed optimizer's buffer, a checkpoint): each rank compares its experts, bit for bit, with what it sent last, in
@@ -15,7 +16,7 @@ its turn comes.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -28,7 +29,7 @@ from megatron_moe_opt.runtime.engine.collectives import device_of
 from megatron_moe_opt.runtime.engine.executor import executor
 from megatron_moe_opt.runtime.engine.recomputation import is_recomputing
 from megatron_moe_opt.runtime.engine.started import Running, finish_started
-from megatron_moe_opt.runtime.travelling_experts.arrived_experts import Arriving, Residents
+from megatron_moe_opt.runtime.travelling_experts.arrived_experts import ArrivedExperts, Arriving, Residents
 from megatron_moe_opt.runtime.travelling_experts.expert_codec import Message, ReceivedMessages
 from megatron_moe_opt.runtime.travelling_experts.expert_gradients import CompressedGradients, WholeGradients
 from megatron_moe_opt.schedules import expert_migration as schedules
@@ -68,6 +69,8 @@ class ExpertCommunicator:
         self._due: weakref.ref[MigratedExperts] | None = None
         """The first layer of a step whose weights nobody has gathered since they were updated."""
         self._last: weakref.ref[MigratedExperts] | None = None
+        self._on_the_way: weakref.WeakSet[MigratedExperts] = weakref.WeakSet()
+        """The layers that the present micro-batch has passed: until one comes again, or a backward pass."""
 
     def note_pass(self, layer: MigratedExperts) -> None:
         """Learns the order of layers from their forward passes."""
@@ -76,15 +79,29 @@ class ExpertCommunicator:
         last = self._last and self._last()
         if last is not None and last is not layer:
             last.next = weakref.ref(layer)
+        if layer in self._on_the_way:
+            self._on_the_way.clear()
+        layer.before = self._last if self._on_the_way else None
+        self._on_the_way.add(layer)
         self._last = weakref.ref(layer)
         self._first = self._first or self._last
 
     def following(self, first: MigratedExperts) -> Iterator[MigratedExperts]:
         """The layers that came after one in the last pass, in turn."""
-        found, layer = {first}, first
-        while (layer := layer.next and layer.next()) is not None and layer not in found:
-            found.add(layer)
-            yield layer
+        return _in_turn(first, lambda layer: layer.next)
+
+    def preceding(self, first: MigratedExperts) -> Iterator[MigratedExperts]:
+        """The layers whose backward passes come after one's in those of its last micro-batch, in turn."""
+        return _in_turn(first, lambda layer: layer.before)
+
+    def come_back(self, arrived: Sequence[ArrivedExperts]) -> None:
+        """Sees to it that experts are here for a backward pass, and those for the ones after it on their way.
+
+        A collective call, where they are not. Whatever their own rows need, all ranks bring the same.
+        """
+        self._on_the_way.clear()
+        for one in arrived:
+            self.residents.use(one)
 
     def sent_at_begin(self, first: MigratedExperts) -> Iterator[MigratedExperts]:
         """The layers that are sent when a step begins: what may be ahead; of messages that are decoded later all, but
@@ -100,6 +117,7 @@ class ExpertCommunicator:
     def forget_passes(self) -> None:
         """Has the next pass be as the first: no layer was before it, and none is due."""
         self._first = self._due = self._last = None
+        self._on_the_way.clear()
 
     def after_step(self) -> None:
         """Weights are new: the first layers of the passes since the last step are due when the next one begins."""
@@ -199,6 +217,16 @@ class ExpertCommunicator:
             return used_here(sums).view(-1).to(dtype)
 
         return arrived
+
+
+def _in_turn(
+    first: MigratedExperts, link: Callable[[MigratedExperts], weakref.ref[MigratedExperts] | None]
+) -> Iterator[MigratedExperts]:
+    """The layers to which links lead from one, until one is gone or comes again."""
+    found, layer = {first}, first
+    while (linked := link(layer)) is not None and (layer := linked()) is not None and layer not in found:
+        found.add(layer)
+        yield layer
 
 
 _communicators: dict[tuple[DomainGroups, int, int | None], ExpertCommunicator] = {}

@@ -28,7 +28,6 @@ from megatron_moe_opt.runtime.travelling_experts.arrived_experts import (
     ArrivedExperts,
     Arriving,
     BorrowedExperts,
-    Residents,
     restore_part,
 )
 from megatron_moe_opt.runtime.travelling_experts.expert_codec import (
@@ -70,7 +69,12 @@ class MigratedExperts:
         """In which the experts were last sent."""
         self.next: weakref.ref[MigratedExperts] | None = None
         """The layer whose pass came after this one's."""
+        self.before: weakref.ref[MigratedExperts] | None = None
+        """The layer whose pass of the same micro-batch came before this one's; None: it is the first."""
         self._following: list[MigratedExperts] = []
+        self._preceding: list[MigratedExperts] = []
+        self._back: list[ArrivedExperts] = []
+        """Of the pass that `fetch` has begun: what its backward pass needs, and then what those after it do."""
         self._deferring: list[Running] = []
         self._sent: torch.Tensor | None = None
         self._received: ReceivedMessages | None = None
@@ -88,12 +92,16 @@ class MigratedExperts:
         return "; ".join(filter(None, (" ".join(filter(None, (what, kept))), self.gradients.describe())))
 
     def news(self) -> torch.Tensor:
-        """int64 [1 + ahead] for the other ranks: whether this rank's experts are not those that it sent last; and for
-        each layer that may be sent ahead, whether it is gone.
+        """int64 [1 + 2 * ahead] for the other ranks: whether this rank's experts are not those that it sent last; and
+        for each layer that may be sent ahead, then for each that may be brought back ahead, whether it is gone.
         """
-        self._following = [*islice(self.communicator.following(self), self.communicator.ahead)]
-        news = torch.ones(1 + self.communicator.ahead, dtype=torch.int64, device=self.weights.parameters[0].device)
+        communicator, ahead = self.communicator, self.communicator.ahead
+        communicator.note_pass(self)
+        self._following = [*islice(communicator.following(self), ahead)]
+        self._preceding = [*islice(communicator.preceding(self), ahead)]
+        news = torch.ones(1 + 2 * ahead, dtype=torch.int64, device=self.weights.parameters[0].device)
         news[1 : 1 + len(self._following)] = 0
+        news[1 + ahead : 1 + ahead + len(self._preceding)] = 0
         may_have_changed = self._may_have_changed()
         if self._sent is not None:
             news[:1].copy_(~self.weights.equal(self._sent)) if may_have_changed else news[:1].zero_()
@@ -114,7 +122,6 @@ class MigratedExperts:
         """
         advance_started()  # what runs beside has had the time of all that lies between two layers' experts
         communicator, self._place = self.communicator, place()
-        communicator.note_pass(self)
         changed, *gone = news
         if changed:
             communicator.begin_round()
@@ -128,7 +135,9 @@ class MigratedExperts:
                 layer.send()
             elif not is_recomputing():  # which goes the other way
                 communicator.residents.use(layer._arrived)
-        self._following = []
+        before = zip(self._preceding, gone[communicator.ahead :], strict=False)
+        self._back = [self._arrived, *(layer._arrived for layer, missing in before if not missing)]
+        self._following = self._preceding = []
 
     def forget(self) -> None:
         """Has the next pass gather again, as after an optimizer step. Every rank must forget."""
@@ -173,10 +182,11 @@ class MigratedExperts:
 
     def back_in_backward(self, outputs: torch.Tensor) -> torch.Tensor:
         """The experts' outputs as they are. When their gradient comes, the experts of this pass are gathered again if
-        they were dropped: here, on all ranks alike, whatever their own rows need.
+        they were dropped, and so are, behind this backward pass, those of as many layers as are gathered ahead: here,
+        on all ranks alike, whatever their own rows need.
         """
-        residents = self.communicator.residents
-        return outputs if residents.limit is None else _ComeBack.apply(outputs, residents, self._arrived)
+        communicator, (back, self._back) = self.communicator, (self._back, [])
+        return outputs if communicator.residents.limit is None else _ComeBack.apply(outputs, communicator, back)
 
     def return_gradients(self, parts: torch.Tensor) -> Callable[[], torch.Tensor] | None:
         """Starts to return the gradients of a backward pass, and of those before it whose gradients have waited, to
@@ -285,13 +295,15 @@ class _Lend(Function):
 
 class _ComeBack(Function):
     @staticmethod
-    def forward(ctx: Any, outputs: torch.Tensor, residents: Residents, arrived: ArrivedExperts) -> torch.Tensor:
-        ctx.residents, ctx.arrived = residents, arrived
+    def forward(
+        ctx: Any, outputs: torch.Tensor, communicator: ExpertCommunicator, back: list[ArrivedExperts]
+    ) -> torch.Tensor:
+        ctx.communicator, ctx.back = communicator, back
         return outputs.view_as(outputs)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        ctx.residents.use(ctx.arrived)
+        ctx.communicator.come_back(ctx.back)
         return grad, None, None
 
 
