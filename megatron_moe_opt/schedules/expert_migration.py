@@ -6,7 +6,8 @@ they travel compressed:
     gathered    [ encode -> ] all-gather for each level, outermost first
     decoded     decode, when a layer's turn comes
     restored    a copy from the host to the device, of decoded experts that were kept there
-    returned    ([ encode -> ] reduce-scatter -> [ decode and ] sum) for each level, innermost first
+    returned    [ sum with those that waited -> ] ([ encode -> ] reduce-scatter -> [ decode and ] sum) for each level,
+                innermost first
     renewed     reduce-scatter -> sum -> all-gather
 """
 
@@ -74,14 +75,19 @@ def deferred(size: int) -> Schedule:
     return one_by_one("expert-migration, gradients deferred", "gradients", stages)
 
 
-def returned(sizes: Mapping[int, int], is_coded: bool = False) -> Schedule:
-    """Gradients to the owners of experts. Buffers: gradients [-> messages.LEVEL] -> parts.LEVEL -> sums.LEVEL ...
+def returned(sizes: Mapping[int, int], is_coded: bool = False, deferred: int = 0) -> Schedule:
+    """Gradients to the owners of experts. Buffers: gradients [-> whole] [-> messages.LEVEL] -> parts.LEVEL ->
+    sums.LEVEL ...
 
     Args:
         sizes: bytes of what a rank has for the ranks of each level, itself included, in the levels' order.
         is_coded: whether they travel compressed.
+        deferred: bytes of gradients that have waited for these; 0: none has.
     """
     stages, summed = [], "gradients"
+    if deferred:
+        stages.append(Stage(Kind.SUM, Lane.EXPERTS, deferred, "whole"))
+        summed = "whole"
     for level, size in sizes.items():
         if is_coded:
             stages.append(Stage(Kind.ENCODE_GRADIENT, Lane.EXPERTS, size, f"messages.{level}"))

@@ -279,7 +279,7 @@ def _candidates(layer: LayerOnCluster, options: MigrationOptions) -> Iterator[Pr
             exposed=sum(timeline.exposed for timeline in timelines),
             inter_bytes=between,
             intra_bytes=sum(sent) - between,
-            activation_bytes=layer.activation_bytes + int((choice.holds - 1) * one.held_bytes_of_others),
+            activation_bytes=layer.activation_bytes + layer.held_bytes_of_others(domains),
             terms={term: value for term, value in terms.items() if value},
             timelines=tuple(timelines),
         )

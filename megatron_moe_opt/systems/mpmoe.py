@@ -302,7 +302,7 @@ class _Partitioned:
         """Returns what the layer holds for its backward pass, with the experts of others that have travelled here."""
         one = layer.workload
         own = activation_bytes(one, one.rows, len(self.parts), strategy, self.own)
-        return own + int((self.holds - 1) * one.held_bytes_of_others)
+        return own + (0 if self.domains is None else layer.held_bytes_of_others(self.domains))
 
     @classmethod
     def of(cls, layer: LayerOnCluster, count: int, way: str, domains: ExpertDomains | None) -> _Partitioned:

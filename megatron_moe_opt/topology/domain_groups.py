@@ -67,6 +67,11 @@ def _nodes(ep: ProcessGroup) -> NodeMap:
     return discover_nodes(ep)
 
 
+def experts_cross_nodes(groups: DomainGroups) -> bool:
+    """Whether some experts travel between nodes: the same on all ranks. A collective call over `groups.ep`, once."""
+    return groups.domains.experts_cross_nodes(_nodes(groups.ep).node_of)
+
+
 class _Made:
     """Groups that this rank has made, and who uses them."""
 

@@ -102,6 +102,15 @@ class ExpertDomains:
         firsts = (rank for rank in range(self.world) if rank // stride % size == 0)
         return tuple(tuple(first + index * stride for index in range(size)) for first in firsts)
 
+    def experts_cross_nodes(self, node_of: Sequence[int]) -> bool:
+        """Whether some experts travel between nodes.
+
+        Args:
+            node_of: the node of each rank of the expert-parallel group.
+        """
+        groups = (group for level in range(self.levels) for group in self.gather_groups(level))
+        return any(len({node_of[rank] for rank in group}) > 1 for group in groups)
+
     def all_to_all_groups(self, level: int) -> Groups:
         """The groups in which tokens travel: index i of a group is in domain i. Order as of `gather_groups`."""
         stride, size, workers = self.stride(level), self.sizes[level], self.workers[level]

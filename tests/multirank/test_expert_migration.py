@@ -329,7 +329,7 @@ def test_experts_beyond_the_bound_are_gathered_again(ranks, settings):
     ranks.run(bounded, **settings)
 
 
-def bounded_and_compressed() -> None:
+def bounded_and_compressed(**options: Any) -> None:
     """Four layers, experts of two in memory: the same bits as where all stay, and no message more. What is kept of
     experts and of gradients is on the host, to the byte.
     """
@@ -342,7 +342,7 @@ def bounded_and_compressed() -> None:
         models, ratios, used = [], {"compression_ratio": 8.0, "gradient_compression_ratio": 8.0}, HOST_MEMORY.used
         for kept in (2, "all"):
             torch.manual_seed(dist.get_rank())
-            models.append(layers(4, resident_layers=kept, **ratios)[1])
+            models.append(layers(4, resident_layers=kept, **ratios, **options)[1])
         for one, other in zip(*models, strict=True):
             one.load_state_dict(other.state_dict())
         for round_ in range(4):
@@ -388,8 +388,9 @@ def bounded_and_compressed() -> None:
         assert HOST_MEMORY.used - used == expected
 
 
-def test_a_bound_on_compressed_experts_has_them_wait_on_the_host(ranks):
-    ranks.run(bounded_and_compressed)
+@pytest.mark.parametrize("settings", [{}, BY_HOPS], ids=["whole", "in partitions"])
+def test_a_bound_on_compressed_experts_has_them_wait_on_the_host(ranks, settings):
+    ranks.run(bounded_and_compressed, **settings)
 
 
 def traffic(sizes: tuple[int, ...], levels: tuple[int, ...], nodes: tuple[int, ...]) -> dict[str, Any]:

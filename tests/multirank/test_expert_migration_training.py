@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from megatron_moe_opt.options import Options
 from tests.multirank.test_expert_migration import ALL_ENTRIES, gathers_of, hidden_states, layers, options_of, relative
 from tests.ranks.training import losses
 
+BY_HOPS = {"way": "hops", "partitions": 2}
 FULL_RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 SHARED_EXPERT = {"residuals": "shared", "shared_expert_interval": 1}
 
@@ -50,31 +52,56 @@ def test_bf16_losses_are_those_of_stock(ranks):
     assert ours[0] == pytest.approx(stock[0], rel=1e-2)
 
 
+def travelling(settings: dict[str, Any], **options: Any) -> tuple[Options, str]:
+    """Options with which all experts travel, and the dispatcher: with BY_HOPS, which is taken out of `settings`, in
+    partitions.
+    """
+    by_hops = {name: settings.pop(name) for name in BY_HOPS if name in settings}
+    ranks = (settings["layout"]["ep"],)
+    options = options_of(network_levels=ranks, domain_sizes=ranks, **by_hops, **options)
+    return options, "mpmoe" if by_hops else "expert-migration"
+
+
 def accumulated(
-    options: Options, dispatcher: str, layout: dict[str, int], microbatches: int, aligned: bool = False, **settings: Any
+    options: Options,
+    dispatcher: str,
+    layout: dict[str, int],
+    microbatches: int,
+    aligned: bool = False,
+    between_nodes: bool = False,
+    **settings: Any,
 ) -> tuple[int, list[torch.Tensor]]:
     """How often gradients of experts were returned in a step, after one in which nothing is to be returned; and what
     DDP has of all gradients afterwards.
 
     Args:
         aligned: DDP is told to begin with its reductions, after the last pass (--align-grad-reduce).
+        between_nodes: experts are taken to travel between nodes.
     """
     import megatron_moe_opt
+    from megatron_moe_opt.integration.layer import expert_migration_layer
+    from megatron_moe_opt.runtime.engine.offload import HOST_MEMORY
     from tests.ranks.gpt import gpt
     from tests.ranks.megatron import parallel
 
     megatron_moe_opt.register(options)
     try:
-        with parallel(**layout):
+        with parallel(**layout), pytest.MonkeyPatch.context() as patch:
+            patch.setattr(expert_migration_layer, "experts_cross_nodes", lambda groups: between_nodes)
             trained = gpt(
                 moe_token_dispatcher_type=dispatcher, microbatches=microbatches, distributed_optimizer=False, **settings
             )
             if aligned:
                 trained.config.grad_sync_func = trained.model.start_grad_sync
-            trained.model.zero_grad_buffer()
+            for chunk in trained.chunks:
+                chunk.zero_grad_buffer()
             assert gathers_of(lambda: trained.forward_backward(forward_only=True), "reduce_scatter") == 0
+            gc.collect()  # of cases before this one
+            HOST_MEMORY.reset_peak()
+            used = HOST_MEMORY.used
             returned = gathers_of(trained.forward_backward, "reduce_scatter")
-            return returned, [parameter.main_grad.clone() for parameter in trained.model.parameters()]
+            assert (HOST_MEMORY.peak > used) == (between_nodes and dispatcher != "alltoall")
+            return returned, [one.main_grad.clone() for chunk in trained.chunks for one in chunk.parameters()]
     finally:
         megatron_moe_opt.register()
 
@@ -83,27 +110,35 @@ def accumulated(
     ("layout", "settings", "bound"),
     [
         ({"ep": 4}, FULL_RECOMPUTE, 1e-5),
-        ({"ep": 4}, {"bf16": True}, 1e-2),
+        ({"ep": 4}, {"bf16": True, "between_nodes": True}, 1e-2),
         ({"ep": 2}, {"overlap": True}, 1e-5),
         ({"ep": 2, "pp": 2}, {"overlap": True, "aligned": True, "num_layers": 4}, 1e-5),
+        ({"ep": 2, "pp": 2}, {"num_layers": 4, **BY_HOPS}, 1e-5),
+        ({"ep": 4}, FULL_RECOMPUTE | {"between_nodes": True, "num_layers": 3, **BY_HOPS}, 1e-5),
+        ({"ep": 2, "pp": 2, "vpp": 2}, {"between_nodes": True, "num_layers": 8, "microbatches": 4}, 1e-5),
     ],
     ids=str,
 )
 def test_gradients_return_once_a_step_and_are_those_of_stock(ranks, layout, settings, bound):
-    options = Options(network_levels=(layout["ep"],), domain_sizes=(layout["ep"],))
     arguments = {"layout": layout, "microbatches": 3, **settings}
-    found = ranks.run(accumulated, options=options, dispatcher="expert-migration", **arguments)
+    options, dispatcher = travelling(arguments)
+    found = ranks.run(accumulated, options=options, dispatcher=dispatcher, **arguments)
     stock = ranks.run(accumulated, options=Options(), dispatcher="alltoall", **arguments)
     for (returned, gradients), (_, expected) in zip(found, stock, strict=True):
-        assert returned == 2  # of as many layers
+        assert returned == arguments.get("num_layers", 2) // layout.get("pp", 1)
         for one, other in zip(gradients, expected, strict=True):
             assert relative(one, other) < bound
 
 
-@pytest.mark.parametrize(("kept", "returns"), [({"resident_layers": 1}, 1 + 3), ({"resident_layers": "all"}, 2)])
-def test_gradients_wait_for_the_last_pass_in_as_many_layers_as_experts_stay(ranks, kept, returns):
-    options = Options(network_levels=(4,), domain_sizes=(4,), prefetch_layers=0, **kept)
-    arguments = {"dispatcher": "expert-migration", "layout": {"ep": 4}, "microbatches": 3}
+@pytest.mark.parametrize(
+    ("kept", "between_nodes", "returns"), [(1, False, 1 + 3), (1, True, 2), ("all", False, 2)], ids=str
+)
+def test_gradients_wait_for_the_last_pass_on_the_host_or_in_as_many_layers_as_experts_stay(
+    ranks, kept, between_nodes, returns
+):
+    options = Options(network_levels=(4,), domain_sizes=(4,), prefetch_layers=0, resident_layers=kept)
+    arguments = {"layout": {"ep": 4}, "microbatches": 3, "between_nodes": between_nodes}
+    arguments["dispatcher"] = "expert-migration"
     assert {returned for returned, _ in ranks.run(accumulated, options=options, **arguments)} == {returns}
 
 
@@ -270,17 +305,18 @@ def test_tracked_experts_near_the_owners(ranks, settings):
     [
         ({"residuals": "shared", "shared_expert_interval": 1}, {"ep": 2}, FULL_RECOMPUTE, 1e-5),
         ({"residuals": "shared", "shared_expert_interval": 2}, {"ep": 2, "pp": 2}, {"num_layers": 4}, 1e-5),
+        ({"resident_layers": "all"}, {"ep": 2, "pp": 2}, BY_HOPS, 1e-5),
+        ({}, {"ep": 2, "pp": 2}, {"num_layers": 4, **BY_HOPS}, 1e-5),
         ({}, {"ep": 4}, {"bf16": True, "microbatches": 3}, 1e-2),
     ],
     ids=str,
 )
 def test_losses_with_all_residuals_and_a_bound_are_those_of_stock(ranks, residuals, layout, settings, bound):
-    options = options_of(
-        network_levels=(layout["ep"],), domain_sizes=(layout["ep"],), prefetch_layers=0, resident_layers=1,
-        compression_ratio=ALL_ENTRIES, gradient_compression_ratio=ALL_ENTRIES, **residuals,
-    )  # fmt: skip
-    ours = ranks.run(losses, options=options, dispatcher="expert-migration", layout=layout, **settings)
-    stock = ranks.run(losses, dispatcher="alltoall", layout=layout, **settings)
+    arguments = {"layout": layout, **settings}
+    ratios = {"compression_ratio": ALL_ENTRIES, "gradient_compression_ratio": ALL_ENTRIES}
+    options, dispatcher = travelling(arguments, **{"prefetch_layers": 0, "resident_layers": 1} | ratios | residuals)
+    ours = ranks.run(losses, options=options, dispatcher=dispatcher, **arguments)
+    stock = ranks.run(losses, dispatcher="alltoall", **arguments)
     assert ours[0] == pytest.approx(stock[0], rel=bound)
 
 

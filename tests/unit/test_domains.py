@@ -49,6 +49,12 @@ def test_the_paper_s_example():
     assert domains.communication(5, 2, 1) is None
 
 
+def test_experts_cross_nodes_where_a_domain_does():
+    nodes = [rank // 4 for rank in range(16)]
+    crosses = {sizes: ExpertDomains((4, 4), sizes).experts_cross_nodes(nodes) for sizes in ((1, 1), (1, 4), (2, 1))}
+    assert crosses == {(1, 1): False, (1, 4): False, (2, 1): True}
+
+
 def test_a_place_at_every_level_counts_in_mixed_radix():
     """Eq. 13: rank = (place 0 * 3 + place 1) * 4 + place 2."""
     domains = ExpertDomains((2, 3, 4), (1, 1, 1))

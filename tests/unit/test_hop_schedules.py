@@ -74,6 +74,7 @@ def test_experts_travel_level_by_level_beside_the_hops(build, kind):
         (gathered({0: 8, 1: 16}, is_coded=True), "encode all_gather all_gather"),
         (returned({1: 16, 0: 8}), "reduce_scatter sum reduce_scatter sum"),
         (returned({1: 16, 0: 8}, is_coded=True), "encode_gradient reduce_scatter decode_gradient " * 2),
+        (returned({1: 16, 0: 8}, deferred=16), "sum reduce_scatter sum reduce_scatter sum"),
         (renewed(8), "reduce_scatter sum all_gather"),
     ],
 )

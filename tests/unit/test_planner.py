@@ -190,9 +190,13 @@ def test_experts_that_do_not_stay_take_less_memory_and_one_more_gather():
     gather = measured.costs().curves[kind, way].seconds(2 * layer.expert_bytes)
     assert goes.seconds - stays.seconds == pytest.approx(gather, rel=1e-6)
     assert goes.inter_bytes - stays.inter_bytes == layer.expert_bytes  # half of what both ranks have
-    assert stays.activation_bytes - goes.activation_bytes == 2 * layer.expert_bytes * 3 // 4
+    # Between nodes what waits of gradients is on the host, where not all layers' experts stay.
+    assert stays.activation_bytes - goes.activation_bytes == layer.expert_bytes * 2 - layer.expert_bytes // 4
     half = dataclasses.replace(layer, element_bytes=2, resident_part=0.25)
-    assert half.held_bytes_of_others == 0.25 * 3 * half.expert_bytes  # weights, and gradients summed in float32
+    weights, sums = (half.resident_part * part * half.expert_bytes for part in (1, 2))  # gradients in float32
+    assert (half.held_bytes_of_others(False), half.held_bytes_of_others(True)) == (weights + sums, weights)
+    all_stay = dataclasses.replace(half, resident_part=1.0)
+    assert all_stay.held_bytes_of_others(True) == 3 * half.expert_bytes
 
 
 def test_copies_of_experts_that_travel_and_their_compression_count():

@@ -34,7 +34,7 @@ from megatron_moe_opt.runtime.travelling_experts.expert_weights import ExpertWei
 from megatron_moe_opt.runtime.travelling_experts.mean_expert import MeanExpert
 from megatron_moe_opt.runtime.travelling_experts.migrated_experts import MigratedExperts
 from megatron_moe_opt.systems.expert_migration import named_domains
-from megatron_moe_opt.topology.domain_groups import DomainGroups, levels_of
+from megatron_moe_opt.topology.domain_groups import DomainGroups, experts_cross_nodes, levels_of
 from megatron_moe_opt.topology.expert_groups import ExpertGroups
 
 
@@ -105,10 +105,12 @@ def experts_to_migrate(layer: Any, options: Options) -> tuple[Migrate, list[Remo
             else:
                 codec = LargestWeights(num_local, ratio)
             at_loading(codec)
-        gradients: WholeGradients | CompressedGradients = WholeGradients()
+        gradients: WholeGradients | CompressedGradients
         if gradient_ratio is not None:
             gradients = CompressedGradients(num_local, gradient_ratio, on_host)
             at_loading(gradients)
+        else:  # inside a node it takes less to return them in each pass than to copy their sums to the host and back
+            gradients = WholeGradients(on_host and experts_cross_nodes(groups))
         follow_micro_batches()
         before_optimizer_step(communicator.before_step)
         after_optimizer_step(communicator.after_step)

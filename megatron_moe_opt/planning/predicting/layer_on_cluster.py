@@ -23,7 +23,7 @@ from megatron_moe_opt.schedules.mpmoe import NONE
 from megatron_moe_opt.schedules.parm import TP
 from megatron_moe_opt.schedules.schedule import COLLECTIVES, Kind, Lane, Op, Schedule
 from megatron_moe_opt.schedules.timeline import Timeline
-from megatron_moe_opt.topology.domains import stationary
+from megatron_moe_opt.topology.domains import ExpertDomains, stationary
 
 PIPELINE = "pipeline with experts"
 """The name of the term of schedules that experts are part of."""
@@ -128,6 +128,12 @@ class LayerOnCluster:
         """Of an op that encodes or decodes so many bytes of experts, or in float32 of their gradients."""
         curve = self.costs.curves.get((kind, None))
         return self.seconds_to_copy(CODEC_COPIES[kind] * num_bytes) if curve is None else curve.seconds(num_bytes)
+
+    def held_bytes_of_others(self, domains: ExpertDomains) -> int:
+        """Returns the bytes of other ranks' experts, and of their gradients, that a rank holds on its device."""
+        world = self.cluster.world
+        crosses = domains.experts_cross_nodes([world.nodes[rank] for rank in world.layout.first_group("ep")])
+        return int((math.prod(domains.sizes) - 1) * self.workload.held_bytes_of_others(crosses))
 
     def bytes_of_copies(self, holds: int) -> int:
         """Returns the bytes that `seconds_of_copies` copies."""

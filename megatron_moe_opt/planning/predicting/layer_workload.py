@@ -113,12 +113,15 @@ class LayerWorkload:
         """Returns the bytes of the weights of all experts of a rank."""
         return self.local_experts * self.hidden * self.ffn * (3 if self.gated else 2) * self.element_bytes
 
-    @property
-    def held_bytes_of_others(self) -> float:
-        """Of the experts of another rank and the float32 sums of their gradients over a step's micro-batches, in each
-        layer in the mean.
+    def held_bytes_of_others(self, crosses_nodes: bool) -> float:
+        """On the device, of the experts of another rank and the float32 sums of their gradients over a step's
+        micro-batches, in each layer in the mean.
+
+        Args:
+            crosses_nodes: experts travel between nodes; where not all layers' stay, sums then wait on the host.
         """
-        sums = self.expert_bytes / self.element_bytes * 4
+        on_host = crosses_nodes and self.resident_part < 1
+        sums = 0.0 if on_host else self.expert_bytes / self.element_bytes * 4
         return self.resident_part * (self.expert_bytes + sums)
 
     def migration(self, skew: Skew) -> MigrationLayer:

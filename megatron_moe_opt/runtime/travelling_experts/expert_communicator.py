@@ -28,7 +28,7 @@ from megatron_moe_opt.runtime.engine import steps
 from megatron_moe_opt.runtime.engine.collectives import device_of
 from megatron_moe_opt.runtime.engine.executor import executor
 from megatron_moe_opt.runtime.engine.recomputation import is_recomputing
-from megatron_moe_opt.runtime.engine.started import Running, finish_started
+from megatron_moe_opt.runtime.engine.started import Running, advance_started, finish_started
 from megatron_moe_opt.runtime.travelling_experts.arrived_experts import ArrivedExperts, Arriving, Residents
 from megatron_moe_opt.runtime.travelling_experts.expert_codec import Message, ReceivedMessages
 from megatron_moe_opt.runtime.travelling_experts.expert_gradients import CompressedGradients, WholeGradients
@@ -99,6 +99,7 @@ class ExpertCommunicator:
 
         A collective call, where they are not. Whatever their own rows need, all ranks bring the same.
         """
+        advance_started()  # as when a forward pass fetches them
         self._on_the_way.clear()
         for one in arrived:
             self.residents.use(one)
@@ -191,25 +192,26 @@ class ExpertCommunicator:
         return executor(gradients.device).start(schedules.deferred(gradients.nbytes), [steps.call(add)])
 
     def reduce(
-        self, gradients: torch.Tensor, codec: WholeGradients | CompressedGradients
+        self, gradients: torch.Tensor, own: int, codec: WholeGradients | CompressedGradients
     ) -> Callable[[], torch.Tensor]:
         """Starts to sum over the domain what its ranks have for this rank: [ranks, N]. The mirror of `gather`.
 
         Args:
-            codec: how they travel; with them goes what it has deferred.
+            own, codec: as in `defer`; with the gradients goes what it has deferred.
 
         Returns:
             What waits for the sum, [N].
         """
-        run, bound, sizes, dtype = executor(gradients.device), [], {}, gradients.dtype
+        run, sizes, dtype = executor(gradients.device), {}, gradients.dtype
         of_owner = codec.sent_bytes(gradients.size(1), dtype)
-        sums = gradients = codec.complete(gradients, self.innermost)
         with run.memory():
+            bound, sums = codec.complete(gradients, own, self.innermost)
+            deferred = gradients.nbytes if bound else 0
             for level, group in reversed(self._groups.items()):
                 sizes[level] = sums.size(0) * of_owner
                 of_level, sums = codec.reduce(sums, dtype, group)
                 bound += of_level
-        running, held = run.start(schedules.returned(sizes, codec.is_lossy), bound), [gradients]
+        running, held = run.start(schedules.returned(sizes, codec.is_lossy, deferred), bound), [gradients]
 
         def arrived() -> torch.Tensor:
             running.wait()

@@ -1,9 +1,9 @@
 """How gradients of migrated experts return to their owners: whole, or their largest entries (lossy).
 
 They return once a step, with the last backward pass of a layer in it (step_passes.py); those of the passes before are
-summed where they are. The domain's sum is taken level by level, innermost first, the mirror of the gather
-(expert_communicator.py), so that a slow outermost link carries one sum for each of its own peers, and not one part for
-each rank behind it.
+summed where they are, and wait there or on the host. The domain's sum is taken level by level, innermost first, the
+mirror of the gather (expert_communicator.py), so that a slow outermost link carries one sum for each of its own peers,
+and not one part for each rank behind it.
 
 Compressed, a rank sends to each peer the largest entries of what it has for it, in the residual codec's format with
 zero in the place of the shared expert. What does not travel is kept, and added to what it has for that peer next time
@@ -21,7 +21,6 @@ import torch
 import torch.distributed as dist
 
 from megatron_moe_opt.kernels import empty, sr_decode
-from megatron_moe_opt.kernels.streams import used_here
 from megatron_moe_opt.runtime.engine import steps
 from megatron_moe_opt.runtime.engine.offload import Kept
 from megatron_moe_opt.runtime.engine.steps import Steps
@@ -33,9 +32,23 @@ class WholeGradients:
 
     is_lossy = False
 
-    def __init__(self) -> None:
-        self._deferred: tuple[torch.Tensor, int] | None = None
-        """Sums [ranks - 1, numel], and the place of the own rank, which is not among them."""
+    def __init__(self, on_host: bool = False) -> None:
+        """
+        Args:
+            on_host: what is deferred, waits there.
+        """
+        self.on_host = on_host
+        self.restart()
+
+    @property
+    def takes_memory(self) -> bool:
+        """Whether what is deferred takes memory of the device while it waits."""
+        return not self.on_host
+
+    def restart(self) -> None:
+        """Drops the gradients that were deferred."""
+        self._deferred = Kept(self.on_host)
+        """[ranks - 1, numel]: sums for the other ranks."""
 
     def defer(self, parts: torch.Tensor, own: int, group: dist.ProcessGroup) -> None:
         """Adds `parts` [ranks, numel] to what goes with the next ones: in float32, which takes the memory of
@@ -45,21 +58,28 @@ class WholeGradients:
             own: the row of this rank, which is zero.
             group: of the innermost level.
         """
-        if self._deferred is None:
+        if self._deferred:
+            sums = self._deferred.get()
+        else:
             dtype = torch.promote_types(parts.dtype, torch.float32)
-            sums = empty((parts.size(0) - 1, parts.size(1)), dtype, parts.device)
-            self._deferred = sums.zero_(), own
-        for deferred, added in _of_others(*self._deferred, parts):
+            sums = empty((parts.size(0) - 1, parts.size(1)), dtype, parts.device).zero_()
+        for deferred, added in _of_others(sums, own, parts):
             deferred.add_(added)
+        self._deferred.put(sums)
 
-    def complete(self, parts: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-        """Returns `parts` with what was deferred, rounded to their dtype once."""
-        if self._deferred is not None:
-            sums, own = self._deferred
-            for deferred, added in _of_others(used_here(sums), own, parts):
+    def complete(self, parts: torch.Tensor, own: int, group: dist.ProcessGroup) -> tuple[list[Steps], torch.Tensor]:
+        """Takes what was deferred to `parts`, rounded to their dtype once: the op that adds it, none where nothing was
+        deferred, and where it leaves the sums. Memory for these is made in that of the lane.
+        """
+        if not self._deferred:
+            return [], parts
+        waited, self._deferred = self._deferred, Kept(self.on_host)
+
+        def add() -> None:
+            for deferred, added in _of_others(waited.get(), own, parts):
                 added.copy_(deferred.add_(added))
-            self._deferred = None
-        return parts
+
+        return [steps.call(add)], parts
 
     def sent_bytes(self, numel: int, dtype: torch.dtype) -> int:
         """Returns the bytes of the gradients of a rank's experts, which have `numel` elements."""
@@ -78,12 +98,8 @@ class WholeGradients:
         return steps.reduce_scatter(parts, summed, group), summed
 
     def describe(self) -> str:
-        """Returns no words for the line that is logged at start: nothing is lost."""
-        return ""
-
-    def restart(self) -> None:
-        """Drops the gradients that were deferred."""
-        self._deferred = None
+        """Returns where gradients wait, in words, for the line that is logged at start."""
+        return "their gradients wait for a step's last pass on the host" if self.on_host else ""
 
 
 def _of_others(sums: torch.Tensor, own: int, parts: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -95,6 +111,8 @@ class CompressedGradients:
     """The largest entries of gradients, with error feedback. One object a layer."""
 
     is_lossy = True
+    takes_memory = False
+    """What is deferred is in that of what was not sent."""
 
     def __init__(self, num_local: int, ratio: float, on_host: bool = False) -> None:
         """
@@ -125,14 +143,19 @@ class CompressedGradients:
             mine = parts[group.rank()].float()
             self._deferred.put(mine.add_(self._deferred.get()) if self._deferred else mine)
 
-    def complete(self, parts: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-        """Returns `parts` with what was deferred for this rank at the innermost level, whose `group` it is; then in
-        float32.
-        """
-        if self._deferred:
-            deferred, self._deferred, parts = self._deferred.get(), Kept(self._on_host), parts.float()
-            parts.view(-1, *deferred.shape)[group.rank()] += deferred
-        return parts
+    def complete(self, parts: torch.Tensor, own: int, group: dist.ProcessGroup) -> tuple[list[Steps], torch.Tensor]:
+        """As WholeGradients.complete, of what was deferred for this rank at the innermost level; sums in float32."""
+        if not self._deferred:
+            return [], parts
+        waited, self._deferred = self._deferred, Kept(self._on_host)
+        sums = empty(parts.shape, torch.float32, parts.device)
+
+        def add() -> None:
+            sums.copy_(parts)
+            deferred = waited.get()
+            sums.view(-1, *deferred.shape)[group.rank()] += deferred
+
+        return [steps.call(add)], sums
 
     def _kept_of(self, group: dist.ProcessGroup) -> Kept:
         return self._kept.setdefault(group, Kept(self._on_host))

@@ -190,20 +190,21 @@ class MigratedExperts:
 
     def return_gradients(self, parts: torch.Tensor) -> Callable[[], torch.Tensor] | None:
         """Starts to return the gradients of a backward pass, and of those before it whose gradients have waited, to
-        the owners [owners, numel]; in a step's passes but the last they wait for that, as many layers' as experts stay.
+        the owners [owners, numel]; in a step's passes but the last they wait for that, where that takes memory of the
+        device as many layers' as experts stay.
 
         Returns:
             What waits for the sum of this rank's, [numel]; None: they wait.
         """
         step = current_step()
-        limit = None if self.gradients.is_lossy else self.communicator.residents.limit
+        limit = self.communicator.residents.limit if self.gradients.takes_memory else None
         if step is not None and step.defers(self, limit):
             self._deferring.append(self.communicator.defer(parts, self.own, self.gradients))
             return None
         for running in self._deferring:
             running.wait()
         self._deferring = []
-        return self.communicator.reduce(parts, self.gradients)
+        return self.communicator.reduce(parts, self.own, self.gradients)
 
     def forget_deferred(self) -> None:
         """Forgets gradients that have not been returned."""
@@ -334,5 +335,5 @@ class _Migrate(Function):
         arrived = migrated.return_gradients(flat)
         if arrived is not None:
             ctx.returned.wait = lambda: weights.views(arrived())
-        stand_in = flat.new_zeros(())  # what autograd needs to go on to _Lend
+        stand_in = torch.zeros((), dtype=ctx.dtype, device=ctx.device)  # what autograd needs to go on to _Lend
         return None, None, None, *(stand_in.expand(shape) for shape in ctx.shapes)
