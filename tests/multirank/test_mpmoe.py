@@ -281,6 +281,13 @@ def test_hops_in_layouts_and_workloads(ranks, layout, settings, routing):
     check(ranks.run(worst_errors, variants=[(3, "none"), (2, "S2"), (3, "S3")], **arguments))
 
 
+@pytest.mark.parametrize(("settings", "routing"), [({}, "skewed"), (PAD, None)], ids=str)
+def test_hops_over_two_levels_where_experts_are_cut(eight_ranks, settings, routing):
+    arguments = {"layout": {"tp": 2, "ep": 4, "etp": 2}, "settings": TOP_3 | settings, "levels": (2, 2)}
+    variants = [(1, "none"), (3, "S2"), (3, "S3")]
+    check(eight_ranks.run(worst_errors, routing=routing, variants=variants, **arguments))
+
+
 def test_hops_of_ranks_without_rows_and_several_passes_under_way(ranks):
     arguments = {"layout": {"ep": 4}, "settings": TOP_3, "routing": None, "levels": (2, 2), "variants": SOME}
     check(ranks.run(worst_errors, silent=(0, 2), **arguments))

@@ -15,6 +15,8 @@ from megatron_moe_opt.options import Options
 from megatron_moe_opt.schedules.mpmoe import STRATEGIES
 from tests.ranks.training import losses
 
+RECOMPUTED = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+
 
 @pytest.mark.parametrize(
     ("layout", "settings", "strategy", "way"),
@@ -22,7 +24,7 @@ from tests.ranks.training import losses
         ({"ep": 2}, {"overlap": True}, "none", "rows"),
         ({"tp": 2, "ep": 2, "etp": 2}, {"overlap": True, "distributed_optimizer": False}, "S2", "hops"),
         ({"pp": 2, "ep": 2}, {"microbatches": 4}, "S3", "rows"),
-        ({"pp": 2, "ep": 2}, {"microbatches": 4}, "none", "hops"),
+        ({"pp": 2, "ep": 2}, {"microbatches": 4} | RECOMPUTED, "S2", "hops"),
     ],
     ids=str,
 )

@@ -240,6 +240,13 @@ def test_equals_stock_in_fp32(ranks):
             assert moved > 0, name
 
 
+def test_hops_over_two_levels_where_experts_are_cut_equal_stock(eight_ranks):
+    case = {"layout": {"tp": 2, "ep": 4, "etp": 2}, "settings": SHARED | SEQ_AUX | RECOMPUTE_ALL, "bias": SKEWED}
+    for ((error, what, moved),) in eight_ranks.run(compare, cases=[case | LEVELS]):
+        assert error < 1e-6, (what, error)
+        assert moved > 0
+
+
 def evaluated() -> tuple[bool, bool, float]:
     """Whether evaluating teaches the prediction nothing, whether a step is the same bit for bit when it is repeated,
     and when it is in chunks, and the error in bf16."""
