@@ -341,6 +341,7 @@ EXPERT_MIGRATION = System(
     check=_check,
     grammar=Grammar(_parse, _write, domain_kind),
     candidates=_candidates,
+    domains=lambda options, workers: named_domains(options.domain_sizes or (1,) * len(workers), workers),
     stays=_stays,
     calls_experts=True,
 )

@@ -482,6 +482,7 @@ MPMOE = System(
     check=_check,
     grammar=Grammar(_parse, _write, _kind),
     candidates=_candidates,
+    domains=lambda options, workers: domains_of(options, workers) if HOPS in options.ways else None,
     stays=EXPERT_MIGRATION.stays,
     calls_experts=True,
     is_pipeline_of_experts=True,

@@ -228,6 +228,7 @@ NETMOE = System(
     attach=_attach,
     check=_check,
     candidates=_candidates,
+    domains=lambda options, workers: stationary(workers) if options.way == HOPS else None,
     stays=_stays,
     moves_samples=True,
 )

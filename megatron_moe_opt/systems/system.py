@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from megatron_moe_opt.options import Options
     from megatron_moe_opt.planning.predicting.layer_on_cluster import LayerOnCluster
     from megatron_moe_opt.planning.predicting.prediction import Prediction, Refusal
+    from megatron_moe_opt.topology.domains import ExpertDomains
     from megatron_moe_opt.topology.expert_groups import ExpertGroups
 
 PREFIX = "--moe-opt-"
@@ -160,6 +161,8 @@ class System:
     """What it would take for a layer, for each of its variants that the options leave to choose from: a variant's only
     prediction. None: it is for comparison, and never planned.
     """
+    domains: Callable[[Any, tuple[int, ...]], ExpertDomains | None] = lambda options, workers: None
+    """(options, workers of each network level) -> the domains for which it makes process groups; None: for none."""
     stays: Callable[[Any, Run], str | None] = lambda options, run: None
     """Why layers cannot change to it, or from it, between optimizer steps; None: they can."""
     calls_experts: bool = False

@@ -96,6 +96,14 @@ class ExpertDomains:
             return Kind.ALL_TO_ALL
         return None
 
+    @property
+    def groups(self) -> int:
+        """How many groups of several ranks a rank is in: of tokens and of experts by level, and one of all ranks where
+        experts travel.
+        """
+        travelling = sum(size > 1 for size in self.sizes)
+        return sum(self.domains(level) > 1 for level in range(self.levels)) + travelling + (travelling > 0)
+
     def gather_groups(self, level: int) -> Groups:
         """The groups in which experts travel, each with its ranks ascending; groups in the order of first ranks."""
         stride, size = self.stride(level), self.sizes[level]

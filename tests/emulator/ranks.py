@@ -16,6 +16,7 @@ from megatron.core.pipeline_parallel import schedules
 from torch._C import _distributed_c10d
 from torch.distributed import distributed_c10d as c10d
 
+from megatron_moe_opt.integration.auto import memory_room
 from megatron_moe_opt.integration.host import devices, rng
 from megatron_moe_opt.kernels.extension import load_extension
 
@@ -113,5 +114,6 @@ def use_emulated_gpu() -> None:
     torch.layer_norm = _layer_norm
     torch.compiler.set_stance("force_eager")
     schedules.deallocate_output_tensor = _zeros_stay(schedules.deallocate_output_tensor)
+    memory_room.COMMUNICATOR_BYTES = 0  # of a GPU: Gloo has the host's
     c10d._NCCL_AVAILABLE = True
     c10d.ProcessGroupNCCL = torch.distributed.ProcessGroupNCCL = _Nccl

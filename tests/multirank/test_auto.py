@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -62,27 +63,34 @@ def train(
     sizes: dict[str, int],
     seconds: dict[str, float] | None = None,
     most_steps: int = 26,
-    saving: float | None = None,
+    savings: Sequence[float] | None = None,
     stops: bool = False,
+    learnt: int | None = None,
     **config: Any,
 ) -> dict[str, Any]:
     """Losses of steps of one micro-batch, where `config` has no other number, and what `auto` did.
 
     Args:
         stops: the run ends behind the first step whose samples move; another one goes on from its state.
-        saving: of bytes between nodes, that moves of samples are taken to be worth; they go to random places.
+        learnt: steps after the first choice in which routers have learnt, so that it is made anew.
+        savings: of bytes between nodes, that moves of samples are taken to be worth at each look at them; they go to
+            random places.
         most_steps: of trials.
         seconds: that steps of each variant are taken to take; what they take, without.
     """
     import megatron_moe_opt
     from megatron_moe_opt.dispatchers import sample_placement
-    from megatron_moe_opt.integration.auto import auto_layer, sample_saving
-    from megatron_moe_opt.planning.choosing import trials
+    from megatron_moe_opt.integration.auto import auto_layer, look, sample_saving
+    from megatron_moe_opt.planning.choosing import drift, trials
     from tests.multirank.test_netmoe import at_random
     from tests.ranks.gpt import gpt
     from tests.ranks.megatron import parallel
 
-    settle, moved = sample_placement.settle, []
+    slowest, settle, moved, said = auto_layer.Controller._slowest, sample_placement.settle, [], []
+
+    def taken(controller: Any, measured: float) -> float:
+        slowest(controller, measured)  # ranks ask each other all the same
+        return seconds[controller.current]
 
     def count(*given: Any) -> Any:
         move = settle(*given)
@@ -92,10 +100,16 @@ def train(
     with pytest.MonkeyPatch.context() as patch, parallel(**sizes):
         patch.setattr(trials, "TURN", 2)
         patch.setattr(trials, "MOST_STEPS", most_steps)
+        patch.setattr(auto_layer, "say", lambda _, line: said.append(line))
+        if learnt is not None:
+            patch.setattr(drift, "WINDOW", learnt // 2)
+            patch.setattr(drift, "LEARNT", learnt)
+            patch.setattr(drift, "MOST_COST", 1e3)
         if seconds is not None:
-            patch.setattr(auto_layer.Controller, "_slowest", lambda controller, _: seconds[controller.current])
-        if saving is not None:
-            patch.setattr(auto_layer, "saving_of", lambda *_: saving)
+            patch.setattr(auto_layer.Controller, "_slowest", taken)
+        if savings is not None:
+            found = iter(savings)
+            patch.setattr(look, "saving_of", lambda *_: next(found))
             patch.setattr(sample_saving, "NEAR", 1e3)
             patch.setattr(sample_placement, "place_samples", at_random)
             patch.setattr(sample_placement, "settle", count)
@@ -134,6 +148,7 @@ def train(
         "layers": len(controller.layers),
         "netmoe": next((one.reason for one in controller.refused if one.variant == "netmoe"), None),
         "moved": sum(moved),
+        "said": said,
         "built": [list(layer._built) for layer in controller.layers],
         "groups": sorted(group.group_desc for group in set(distributed_c10d._world.pg_map) - before),
     }
@@ -151,6 +166,7 @@ _stocks: list[list[float]] = [[]]
 
 STEPS = 32  # one to look, 26 of trials at most or one turn of seven for each of two shapes, and some as chosen
 ONE_SWEEP = {"steps": 18, "most_steps": 16}  # little more than a turn of each variant
+TWICE = {"steps": 2 * (1 + 16 + 2), "most_steps": 16}  # and planned anew after two
 TWO_BESIDE = {"steps": 20, "most_steps": 18}
 RECOMPUTED = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 
@@ -200,7 +216,7 @@ def test_trains_like_stock_while_samples_move_and_after(ranks, tmp_path, world, 
     config["moe_shared_expert_intermediate_size"] = 32
     stock = ranks.run(train, options=None, steps=steps, **config)
     auto = ranks.run(
-        train, options=Options(profile=file), seconds=FasterWithMoves(), saving=0.3, most_steps=14, steps=steps,
+        train, options=Options(profile=file), seconds=FasterWithMoves(), savings=(0.3, 0.3), most_steps=14, steps=steps,
         stops=stops, moe_token_dispatcher_type="auto", **config,
     )  # fmt: skip
     for ours, theirs in zip(auto, stock, strict=True):
@@ -271,23 +287,26 @@ def test_it_sees_and_tries_passes_whose_stages_megatron_calls(ranks, profile):
 def test_a_pipeline_stage_without_moe_layers_waits_with_the_others(ranks, tmp_path):
     file = write_profile(tmp_path / "cluster.json", World((0, 0), ep=2), (2,))
     answers = ranks.run(
-        train, options=Options(profile=file), sizes={"ep": 2, "pp": 2},
-        moe_token_dispatcher_type="auto", moe_layer_freq=[0, 1], microbatches=2, **ONE_SWEEP,
+        train, options=Options(profile=file), sizes={"ep": 2, "pp": 2}, seconds=AllAlike(),
+        moe_token_dispatcher_type="auto", moe_layer_freq=[0, 1], microbatches=2, learnt=2, **TWICE,
     )  # fmt: skip
     assert [answer["layers"] for answer in answers] == [0, 0, 1, 1]
     assert all(answer["settled"] for answer in answers)
     assert len({tuple(answer["tried"]) for answer in answers}) == 1
     assert answers[2]["runs"] == answers[3]["runs"] in answers[2]["tried"]
+    assert sum("runs once, to plan anew" in line for line in answers[0]["said"]) == 1
+    assert all(answer["said"] == answers[0]["said"] for answer in answers)
 
 
 def test_tp_without_sequence_parallelism_begins_with_what_trains_there(ranks, tmp_path):
-    """Stock refuses, and is not tried."""
+    """Stock refuses, and is not tried. So it does when it is planned anew."""
     file = write_profile(tmp_path / "cluster.json", World((0, 0, 0, 0), tp=2, ep=2, expert_tp=2), (2,))
-    sizes, config = {"tp": 2, "ep": 2, "etp": 2}, {"sequence_parallel": False} | ONE_SWEEP
+    sizes, config = {"tp": 2, "ep": 2, "etp": 2}, {"sequence_parallel": False} | TWICE
     auto = ranks.run(
-        train, options=Options(profile=file), sizes=sizes, seconds=AllAlike(),
+        train, options=Options(profile=file), sizes=sizes, seconds=AllAlike(), learnt=2,
         moe_token_dispatcher_type="auto", **config,
     )  # fmt: skip
+    assert any("monta:O1 runs once, to plan anew" in line for line in auto[0]["said"])
     monta = ranks.run(train, options=Options(), sizes=sizes, moe_token_dispatcher_type="monta", **config)
     assert auto[0]["settled"] and "alltoall" not in auto[0]["tried"] and len(auto[0]["tried"]) > 1
     assert auto[0]["losses"] == pytest.approx(monta[0]["losses"], rel=1e-5)
@@ -370,20 +389,87 @@ def train_while_times_turn(file: Path) -> dict[str, Any]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(drift, "WINDOW", 3)
         patch.setattr(drift, "MOST_COST", 1e3)
-        steps = 1 + TRIED + 2 * 3 + TRIED + 2
+        steps = 2 * (1 + TRIED) + 2 * 3 + 1
         return train(
             steps, Options(plan=file), {"ep": 4}, Turning("mpmoe:2", **seconds), moe_token_dispatcher_type="auto"
         )
 
 
-def test_trials_begin_again_when_steps_take_longer_than_when_it_was_chosen(ranks, tmp_path):
-    """Stock is tried too, of which nothing was kept."""
+def test_it_plans_anew_when_steps_take_longer_than_when_it_was_chosen(ranks, tmp_path):
+    """By the plan.json again: what it plans runs first. Stock is tried too, of which nothing was kept."""
     found = tuple(Prediction(name, 1e-3, 1e-3, 0.0, 1.0, 1) for name in TURNED)
     Plan(dict.fromkeys((1, 2), "mpmoe:2"), found, "a cluster", ep=4, etp=1, experts=8).save(tmp_path / "plan.json")
     answers = ranks.run(train_while_times_turn, file=tmp_path / "plan.json")
     for ours, stock in zip(answers, stocks(ranks, len(answers[0]["losses"])), strict=True):
         assert ours["settled"] and ours["planned"] == "mpmoe:2" and ours["runs"] == "monta:O1"
         assert ours["tried"] == sorted((*TURNED, "allgather")) and ours["built"] == [["monta:O1"]] * 2
+        assert any("mpmoe:2 had been chosen; a step takes 15000.0 ms, 3.00 of what" in line for line in ours["said"])
+        assert ours["losses"] == pytest.approx(stock, rel=1e-5)
+
+
+def train_while_routers_learn(file: Path) -> dict[str, Any]:
+    """At the second look samples have come to differ. The cluster is taken to be as the file says."""
+    from megatron_moe_opt.integration.auto.auto_layer import Controller
+    from megatron_moe_opt.integration.auto.own_profile import OwnProfile
+
+    measured = []
+
+    def measure(controller: Controller, _: Any) -> None:
+        measured.append(controller)
+        controller.own_profile = OwnProfile(Cluster.load(file), str(file))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Controller, "_measure", measure)
+        found = train(
+            ANEW, Options(), {"ep": 4}, FasterWithMoves(), most_steps=14, savings=(0.0, 0.3), learnt=6,
+            moe_token_dispatcher_type="auto", **SEQ_AUX,
+        )  # fmt: skip
+    assert len(measured) == 1
+    return found
+
+
+ANEW, SEQ_AUX = 2 * (1 + 14 + 2 * 3), {"moe_router_load_balancing_type": "seq_aux_loss"}
+
+
+def test_it_looks_and_plans_anew_once_when_routers_have_learnt_without_measuring_again(ranks, profile):
+    """So that what was not worth a trial comes in."""
+    stock = ranks.run(train, options=None, sizes={"ep": 4}, steps=ANEW, **SEQ_AUX)
+    answers = ranks.run(train_while_routers_learn, file=profile)
+    for ours, theirs in zip(answers, stock, strict=True):
+        assert ours["settled"] and ours["runs"].startswith("netmoe") and ours["moved"] > 4
+        assert "alltoall" in ours["tried"] and ours["built"] == [[ours["runs"]]] * 2
+        assert ours["losses"] == pytest.approx(theirs["losses"], rel=1e-5)
+    said = answers[0]["said"]
+    assert [line for line in said if line.startswith("alltoall had been chosen")] == [
+        "alltoall had been chosen; routers have learnt for 6 steps since: alltoall runs once, to plan anew"
+    ]
+    (changed,) = (line for line in said if line.startswith("since the last plan: "))
+    assert "bytes between nodes that placing samples saves 30.0% (0.0% then)" in changed
+    assert all(ours["said"] == said for ours in answers)
+
+
+def train_on_fewer_bytes(file: Path) -> dict[str, Any]:
+    """A GPU of one rank has no gigabyte to give, though it looked as if it had."""
+    import torch.distributed as dist
+
+    from megatron_moe_opt.integration.auto import memory_room
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(memory_room, "COMMUNICATOR_BYTES", 2**30)
+        patch.setattr(memory_room, "room", lambda passes: memory_room.Room(2**40, 2**20, passes))
+        patch.setattr(memory_room, "could_take", lambda size: size < 2**30 or dist.get_rank() != 2)
+        return train(
+            options=Options(profile=file), sizes={"ep": 4}, seconds=AllAlike(),
+            moe_token_dispatcher_type="auto", **ONE_SWEEP,
+        )  # fmt: skip
+
+
+def test_what_one_rank_has_no_memory_for_is_tried_on_none(ranks, profile):
+    answers = ranks.run(train_on_fewer_bytes, file=profile)
+    for ours, stock in zip(answers, stocks(ranks, ONE_SWEEP["steps"]), strict=True):
+        families = {name.partition(":")[0] for name in ours["tried"]}
+        assert ours["settled"] and {"alltoall", "allgather", "monta"} <= families and "expert-migration" not in families
+        assert any("1 of 4 ranks could not allocate the 1.3 GB" in line for line in ours["said"])
         assert ours["losses"] == pytest.approx(stock, rel=1e-5)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,6 +16,8 @@ from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.integration.auto import auto_layer, first_step
 from megatron_moe_opt.integration.auto.auto_layer import Controller, current_controller
 from megatron_moe_opt.integration.auto.first_step import Alike, FirstStep, Seen
+from megatron_moe_opt.integration.auto.look import passes_held
+from megatron_moe_opt.integration.auto.memory_room import COMMUNICATOR_BYTES, MOST_OF_FREE, Room
 from megatron_moe_opt.integration.auto.planned_layer import PlannedLayer
 from megatron_moe_opt.integration.optimizer_step import step_ended
 from megatron_moe_opt.options import Options
@@ -155,7 +158,7 @@ def test_samples_move_in_trials_only_where_that_may_be_the_fastest_and_trains_al
     another = dataclasses.replace(SEEN, workload=dataclasses.replace(SEEN.workload, topk=1))
     assert "layers of each size" in refused(dataclasses.replace(seen, seen=((SEEN, another),)))
     at_home = refused(dataclasses.replace(seen, at_home="they stay"))
-    assert at_home.startswith("they stay; by the samples of the first step, netmoe:hops would send 30.0% less")
+    assert at_home.startswith("they stay; by the samples of one step, netmoe:hops would send 30.0% less")
     without = refused(dataclasses.replace(seen, placement_saving=0.0))
     assert "send 0.0% less between nodes and take 0.60 of alltoall's time (monta:O1 0.50): too little" in without
     times["netmoe:hops"] = 1.6
@@ -168,12 +171,43 @@ def test_what_a_gpu_may_have_no_room_for_is_not_tried(planned):
     controller.plan = dataclasses.replace(
         controller.plan, candidates=tuple(Prediction(name, 1e-3, 1e-3, 0.0, 0.0, size) for name, size in held.items())
     )
-    controller.layers = [SimpleNamespace(passes=4), SimpleNamespace(passes=4)]
-    assert (room := controller._room(800)) == 400  # one pass of each layer is in flight
-    for free, tried in ((room, list(held)), (399, ["alltoall", "monta:O2x2"]), (100, ["alltoall"]), (None, list(held))):
-        (found,) = controller._make_plan(FirstStep(((SEEN,),), free))
+    assert passes_held(SimpleNamespace(passes=4), controller.config) == 1  # there is one pipeline stage
+    for spare, tried in ((800, list(held)), (799, ["alltoall", "monta:O2x2"]), (201, ["alltoall"]), (None, list(held))):
+        rooms = () if spare is None else (room_of(10**6, 2), room_of(spare, 2), room_of(0, 0))  # one has no MoE layer
+        (found,) = controller._make_plan(FirstStep(((SEEN,),), rooms))
         assert [one.variant for one in found.predicted] == tried
-        assert all("could run out of memory" in one.reason for one in found.refused)
+        assert all("could run out of memory" in one.reason for one in found.refused if one.variant != "allgather")
+
+
+def test_a_plan_is_held_against_what_it_took_itself(planned):
+    """It ran in the step that was looked at, beside which what holds less is no more than nothing."""
+    controller = planned("monta:O2x2")
+    (found,) = controller._make_plan(FirstStep(((SEEN,),), (room_of(0, 1),)))
+    assert found.planned == found.ran == "monta:O2x2"
+    assert found.above("alltoall") == found.communicators("monta:O2x2") == 0
+
+
+def test_communicators_of_a_variants_own_take_room_too(planned):
+    """Tokens hop over two levels in two; where experts travel there is one of all GPUs besides theirs."""
+    controller = planned("monta:O2x2")
+    needed = {"alltoall": 0, "expert-migration:1x1": 2, "expert-migration:2x4": 3, "expert-migration:2x2": 4}
+    controller.plan = dataclasses.replace(
+        controller.plan, candidates=tuple(Prediction(name, 1e-3, 1e-3, 0.0, 0.0, 0) for name in ("monta:O2x2", *needed))
+    )
+    seen = Seen(dataclasses.replace(SEEN.workload, workers=(2, 4)), 32.0)
+    for spare in (0, 2, 3, 4):
+        (found,) = controller._make_plan(FirstStep(((seen,),), (room_of(spare * COMMUNICATOR_BYTES, 4),)))
+        tried = [name for name, number in needed.items() if number <= spare]
+        assert [one.variant for one in found.predicted] == ["monta:O2x2", *tried]
+    needed |= {"netmoe:hops": 3, "mpmoe:2:hops": 2, "mpmoe:2:hops:1x2": 4, "netmoe": 1, "parm:S1": 0, "allgather": 0}
+    assert {name: found.communicators(name) for name in needed} == needed
+    cut = dataclasses.replace(found, workload=dataclasses.replace(found.workload, etp=2))
+    assert [cut.communicators(name) for name in ("alltoall", "monta:O2x2", "mpmoe:2:hops", "parm:S1")] == [0, 0, 3, 1]
+
+
+def room_of(spare: int, passes: int) -> Room:
+    """Of a GPU with so many bytes to plan with."""
+    return Room(free=math.ceil(spare / MOST_OF_FREE), at_work=10**6, passes=passes)
 
 
 def test_megatrons_own_are_tried_without_a_prediction(planned, monkeypatch):
@@ -187,7 +221,8 @@ def test_megatrons_own_are_tried_without_a_prediction(planned, monkeypatch):
         ({"variable_seq_lengths": True}, None, "Megatron refuses it here: Token dispatcher type: allgather does not"),
         (PADDED, None, "not tried under --moe-pad-expert-input-to-capacity, where Megatron treats"),
     ):
-        (found,) = planned("monta:O2x2", **overrides)._make_plan(FirstStep(((SEEN,),), spare=spare))
+        rooms = () if spare is None else (room_of(spare, 1),)
+        (found,) = planned("monta:O2x2", **overrides)._make_plan(FirstStep(((SEEN,),), rooms))
         assert found.beside == (() if reason else ("allgather",))
         refused = {one.variant: one.reason for one in found.refused}
         assert refused["allgather"].startswith(reason) if reason else "allgather" not in refused
@@ -224,7 +259,9 @@ def timed(planned, monkeypatch):
     monkeypatch.setattr(Controller, "_agree_on_plan", lambda self, group: None)
     groups = SimpleNamespace(ep_size=8, etp_size=1, joint=None)
     controller.add(PlannedLayer(layer, groups, controller.options, lambda *_: None))
-    controller.shapes = (Alike(None, (Prediction("monta:O2x2", 1.0, 0, 0, 0, 0),), (), "monta:O2x2", 1),)
+    found = (Prediction("monta:O2x2", 1.0, 0, 0, 0, 0),)
+    controller.shapes = (Alike(None, found, (), "monta:O2x2", 1, SEEN.workload),)
+    controller.first_step = FirstStep(((SEEN,),))
     controller._begin_trials(0)
     return controller, layer, now
 
@@ -233,9 +270,11 @@ def test_a_step_that_the_optimizer_skips_counts_for_nothing(timed):
     """As the first ones under fp16 are: neither its passes for those of a step, nor its time for the next one's."""
     controller, layer, now = timed
     (planned_layer,) = controller.layers
+    trials, controller.trials = controller.trials, None
     planned_layer.passes, planned_layer.rows, planned_layer.tokens = 2, 64, 16
     step_ended(updated=False)
     assert (planned_layer.passes, planned_layer.rows, planned_layer.tokens) == (0, 0, 0)
+    controller.trials = trials
     for number in range(3):
         if number == 2:
             layer(torch.tensor([5.0]))

@@ -63,6 +63,15 @@ def test_a_place_at_every_level_counts_in_mixed_radix():
 
 
 @pytest.mark.parametrize("domains", every_choice(), ids=str)
+def test_it_counts_the_groups_that_a_rank_is_in(domains):
+    of_levels = [
+        kind(level) for level in range(domains.levels) for kind in (domains.gather_groups, domains.all_to_all_groups)
+    ]
+    of_rank = [len(group) > 1 for groups in of_levels for group in groups if 0 in group]
+    assert domains.groups == sum(of_rank) + (max(domains.sizes) > 1)
+
+
+@pytest.mark.parametrize("domains", every_choice(), ids=str)
 def test_groups_are_those_of_algorithm_1(domains):
     ranks = range(domains.world)
     for level in range(domains.levels):

@@ -1,4 +1,6 @@
-"""When trials begin again: where steps take another time for long, and seldom however often that is so."""
+"""When a choice is made anew: where steps take another time for long, seldom however often that is so, and once when
+routers have learnt.
+"""
 
 from __future__ import annotations
 
@@ -7,15 +9,17 @@ from collections.abc import Callable
 
 import pytest
 
-from megatron_moe_opt.planning.choosing.drift import DRIFT, MOST_COST, WINDOW, Drift
+from megatron_moe_opt.planning.choosing.drift import DRIFT, LEARNT, MOST_COST, WINDOW, Drift
 
 
-def windows_until_over(seconds: Callable[[int], float], cost: float = 0.0, most: int = 60) -> int | None:
+def windows_until_over(
+    seconds: Callable[[int], float], cost: float = 0.0, most: int = 60, is_first: bool = False
+) -> int | None:
     """How many windows pass before the choice is made anew; None: it is not."""
-    drift = Drift(cost)
+    drift = Drift(cost, is_first)
     for step in range(most * WINDOW):
         median = drift.record(seconds(step))
-        if median is not None and drift.is_over(median):
+        if median is not None and drift.why_over(median) is not None:
             return (step + 1) // WINDOW
     return None
 
@@ -41,3 +45,10 @@ def test_however_often_times_change_trials_cost_little():
         trained += sum(WINDOW * (1.0 + number % 2) for number in range(windows))
         spent += cost
     assert 0 < spent <= MOST_COST * trained
+
+
+def test_the_first_choice_of_a_run_is_made_anew_when_routers_have_learnt_and_it_has_become_cheap():
+    learnt = LEARNT // WINDOW
+    assert windows_until_over(lambda step: 1.0, is_first=True) == learnt
+    assert windows_until_over(lambda step: 1.0, is_first=False) is None
+    assert windows_until_over(lambda step: 1.0, cost=2 * MOST_COST * LEARNT, is_first=True) == 2 * learnt

@@ -216,6 +216,28 @@ def test_partitions_are_found_that_were_not_predicted_to_be_best(strategies: tup
     assert statistics.mean(lost) < 10 and max(lost) < 0.03 * 1000  # of a thousand steps
 
 
+def test_what_cannot_run_is_dropped_before_its_first_step():
+    """Whether it is the first of a sweep or the last, or would have joined; nothing is left where nothing can run."""
+    found = predictions(mpmoe_2=1.0, mpmoe_3=1.05, mpmoe_4=1.06, alltoall=1.1, parm_S1=1.2, monta_O1=1.3)
+    true = {one.variant: one.seconds for one in found}
+    for refused in ({"mpmoe:2"}, {"mpmoe:3"}, {"monta:O1", "parm:S1"}, set(true) - {ALLTOALL}, set(true)):
+        trials, ran = Trials(found, "mpmoe:2"), set()
+        while trials.current is not None:
+            if trials.current in refused:
+                trials.drop()
+            else:
+                ran.add(trials.current)
+                trials.record(true[trials.current])
+        assert ran and not ran & refused or refused == set(true)
+        assert trials.choice == min(ran, key=true.__getitem__, default=None) and set(trials.medians()) == ran
+
+
+def test_what_earlier_trials_have_kept_is_tried_again():
+    found = predictions(mpmoe_2=1.0, alltoall=1.1, **{f"monta_O2x{n}": 1.2 + n for n in range(8)})
+    assert "monta:O2x7" not in shortlist(found, "mpmoe:2")
+    assert Trials(found, "mpmoe:2", kept="monta:O2x7").variants[:3] == ("mpmoe:2", "monta:O2x7", ALLTOALL)
+
+
 @pytest.mark.parametrize(("seconds", "stays"), [(0.5, "allgather"), (1.5, "monta:O1")])
 def test_what_nobody_predicts_is_tried_beside_and_may_stay(seconds, stays):
     true = {"monta:O1": 1.0, ALLTOALL: 2.0, "allgather": seconds}

@@ -1,15 +1,17 @@
 """`auto`: MoE layers whose dispatcher is planned, tried and then kept.
 
     step 1           stock runs, and the layers see how many rows they have and how unevenly (with a plan.json the plan)
-    after step 1     all ranks tell each other what they saw (first_step.py)
+    after step 1     all ranks tell each other what they saw (look.py, first_step.py)
                      without a profile all ranks measure what moves cost, or rank 0 reads what a run like this one has
                      measured (own_profile.py)
                      rank 0 ranks all candidates by the profile (planning/planner.py) and tells the others
     steps 2 to n     the plan, stock and the runners-up take turns, ever fewer of them (planning/choosing/trials.py)
     from then on     the fastest runs, by the slowest rank's times, on all ranks; when steps have come to take another
-                     time (planning/choosing/drift.py), trials begin again
+                     time, and once when routers have learnt (planning/choosing/drift.py), a step runs as the first one
+                     did, and what it shows is planned by and tried
 
 Beside them Megatron's own allgather and, where installed, flex are tried, which nobody predicts (stock_variants.py).
+What a GPU has no room for is not tried (memory_room.py).
 
 All candidates compute the same function, so that training does not notice. Dispatchers are exchanged between optimizer
 steps only: no pass of theirs is under way then, and recomputed passes find what their first run used. None that loses
@@ -30,24 +32,24 @@ import torch.distributed as dist
 from megatron_moe_opt.dispatchers.pipelining import agreed_cluster
 from megatron_moe_opt.dispatchers.say import say
 from megatron_moe_opt.errors import ConfigurationError
-from megatron_moe_opt.integration.auto.auto_report import drift_line, plan_lines, settled_lines
+from megatron_moe_opt.integration.auto import memory_room
+from megatron_moe_opt.integration.auto.auto_report import changed_line, no_room_line, plan_lines, settled_lines
 from megatron_moe_opt.integration.auto.first_step import (
     Alike,
     FirstStep,
-    Seen,
     of_all,
     refusal,
+    runs_first,
     tried_by_plan,
     tried_by_profile,
 )
 from megatron_moe_opt.integration.auto.given_plan import read_plan
+from megatron_moe_opt.integration.auto.look import Look, passes_held
 from megatron_moe_opt.integration.auto.planned_layer import PlannedLayer, Plug
-from megatron_moe_opt.integration.auto.sample_saving import SampleRouting, keeps_home, saving_of
 from megatron_moe_opt.integration.auto.stock_variants import is_stock_variant, release_buffers
 from megatron_moe_opt.integration.layer.configured_workload import layer_workload
-from megatron_moe_opt.integration.layer.netmoe_layer import check_seams, link
+from megatron_moe_opt.integration.layer.netmoe_layer import link
 from megatron_moe_opt.integration.layer.overlapped_batches import before_pass
-from megatron_moe_opt.integration.layer.replicated_tokens import holds_replicated_tokens
 from megatron_moe_opt.integration.optimizer_step import after_optimizer_step
 from megatron_moe_opt.option_values import AUTO
 from megatron_moe_opt.options import Options
@@ -60,17 +62,12 @@ from megatron_moe_opt.planning.predicting.prediction import ALLTOALL, Prediction
 from megatron_moe_opt.runtime.engine.collectives import device_of
 from megatron_moe_opt.runtime.job.agreement import found_by_first
 from megatron_moe_opt.systems import moves_samples
-from megatron_moe_opt.systems.netmoe import NETMOE
 from megatron_moe_opt.systems.system import PREFIX, PROFILE_SECONDS
 from megatron_moe_opt.topology.domain_groups import release_domain_groups
 from megatron_moe_opt.topology.expert_groups import ExpertGroups
 
 if TYPE_CHECKING:
     from megatron_moe_opt.integration.auto.own_profile import OwnProfile
-
-MOST_OF_FREE = 0.8
-"""Of the memory that was free at the peak of the first step: other steps, and fragments, may take more."""
-REPLICATED_START = "monta:O1"  # what runs first where stock refuses to train
 
 
 class Controller:
@@ -81,10 +78,10 @@ class Controller:
         self.layers: list[PlannedLayer] = []
         self.plan: Plan | None = None
         """The plan of --moe-opt-plan; None: there is none, or it was not read yet."""
-        self._routing: list[SampleRouting] = []
-        """Of each layer, in the first step, where `netmoe` could run."""
+        self._look = Look(config, options)
+        """At the step that is planned by."""
         self.first_step: FirstStep | None = None
-        """What all ranks saw in it; None: not yet."""
+        """What all ranks saw in it, or in a later one that ran like it; None: not yet."""
         self.own_profile: OwnProfile | None = None
         """What this run has measured itself; None: not yet, or it is given a profile or a plan."""
         self.shapes: tuple[Alike, ...] = ()
@@ -102,8 +99,10 @@ class Controller:
         self.settled = False
         self.trials: Trials | None = None
         """The trials under way; None: they have not begun, or there are none."""
-        self.chosen: dict[int, str] = {}
-        """What the last trials have chosen, by the number of the shape. Ranks without layers know it too."""
+        self.chosen: dict[LayerWorkload | None, str] = {}
+        """What the last trials have chosen, by the shape of the layers. Ranks without layers know it too."""
+        self._fitting: set[str] = set()
+        """What all GPUs are known to have room for."""
         self._drift: Drift | None = None
         """Watches the steps after the last trials; None: there were none."""
         self._plan_is_agreed = False
@@ -123,15 +122,14 @@ class Controller:
     def add(self, layer: PlannedLayer) -> None:
         """Takes a layer that has just been built; by a plan.json, it runs as planned from the start."""
         self.layers.append(layer)
+        self._look.at([layer])
         before_pass(layer.layer, self._begin_step)
         if self.options.plan is None:
             if self.options.profile is not None:
                 # refuses now what could not be planned with later
                 agreed_cluster(layer.groups, self.options.profile, layer_workload(layer.layer.config, layer.groups))
-            if refusal(self.config, NETMOE.name) is None:
-                self._routing.append(SampleRouting(layer.layer.router))
-            if holds_replicated_tokens(layer.layer.config):
-                layer.use(REPLICATED_START)
+            if (first := runs_first(layer.layer.config)) != layer.current:
+                layer.use(first)
             return
         if not self._plan_is_agreed:
             self._agree_on_plan(layer.groups.joint)
@@ -158,27 +156,23 @@ class Controller:
         if self.settled:
             self._watch()
             return
+        self._synchronize()
         if self.trials is None:
             self._begin()
         else:
-            self._synchronize()
             self.trials.record(self._slowest(self._step_seconds()))
         if self.trials is not None:
-            if self.trials.current is None:
-                self._settle()
-            else:
-                self._try()
+            self._go_on()
 
     def after_skipped_step(self) -> None:
         """To be called when an optimizer has skipped a step, whose passes and time are no other step's."""
         self._step_began = None
-        if not self.settled:
-            for layer in self.layers:
-                layer.passes = layer.rows = layer.tokens = 0
+        if not self.settled and self.trials is None:
+            self._look.again()
 
     def _begin_step(self, layer: Any, _: Any) -> None:
         """Has a step timed from here on: an evaluation or a checkpoint between two of them is not theirs."""
-        if self.trials is not None and self._step_began is None and layer.training:
+        if self._step_began is None and layer.training:
             if not self.settled:
                 self._synchronize()
             self._step_began = time.perf_counter()
@@ -189,16 +183,21 @@ class Controller:
         return 0.0 if began is None else time.perf_counter() - began
 
     def _begin(self) -> None:
-        """Plans the trials, and says what is tried."""
+        """Plans the trials by the step that has just run, and says what is tried."""
+        began, before, planned = time.perf_counter() - self._step_seconds(), self.first_step, self.shapes
         of_ranks: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(of_ranks, self._first_step_here())
+        dist.all_gather_object(of_ranks, self._look.taken())
         self.first_step = of_all(of_ranks)
-        if self.options.profile is None and self.options.plan is None:
+        if self.options.profile is None and self.options.plan is None and self.own_profile is None:
             self._measure([one.workload for of_rank in self.first_step.seen for one in of_rank])
         self.shapes = found_by_first(lambda: self._make_plan(self.first_step), dist.group.WORLD)
         if self.shapes[0].planned is None:
             self.settled = True  # a plan that differs from layer to layer, or cannot be left: it runs as it is
             return
+        self.overhead = 0.0
+        if before is not None:  # the first time there is nothing yet that it would hold up
+            self.overhead = self._slowest(time.perf_counter() - began)
+            say(AUTO, changed_line(planned, self.shapes, before, self.first_step))
         self._begin_trials(0)
         for line in plan_lines(self):
             say(AUTO, line)
@@ -214,10 +213,11 @@ class Controller:
         return () if self.trying is None else self.trying.refused
 
     def _begin_trials(self, number: int) -> None:
-        """Tries what is planned for the layers of a shape, or was chosen before; the others run what they do."""
+        """Tries what is planned for the layers of a shape, and was chosen before; the others run what they do."""
         self._number, self.trying = number, self.shapes[number]
-        self.planned = self.chosen.get(number, self.trying.planned)
-        self.trials = Trials(self.trying.predicted, self.planned, len(self.shapes), self.trying.beside)
+        one, self._fitting = self.trying, {self.trying.ran}
+        self.planned = one.planned
+        self.trials = Trials(one.predicted, one.planned, len(self.shapes), one.beside, one.kept)
 
     def _measure(self, workloads: Sequence[LayerWorkload]) -> None:
         from megatron_moe_opt.integration.auto.own_profile import own_profile  # which imports Megatron
@@ -225,39 +225,15 @@ class Controller:
         seconds = self.options.profile_seconds or PROFILE_SECONDS
         self.own_profile = own_profile(self.config, workloads, seconds)
 
-    def _first_step_here(self) -> FirstStep:
-        """What this rank saw."""
-        seen = tuple(Seen(one.workload(), one.rows / one.passes, one.passes) for one in self.layers if one.passes)
-        spare = _free_memory()
-        return FirstStep((seen,), self._room(spare), spare, *self._samples())
-
-    def _samples(self) -> tuple[float | None, str | None]:
-        """See saving_of and keeps_home; of this rank's layers, whose routers are listened to no more."""
-        if not self._routing:
-            return None, None
-        heard, self._routing = self._routing, []
-        routing, layer, groups = [one.take() for one in heard], self.layers[0].layer, self.layers[0].groups
-        at_home = keeps_home(self.config, heard)
-        try:
-            check_seams(layer, self.options)
-            blocks = self.config.virtual_pipeline_model_parallel_size or 1
-            return saving_of(routing, layer.router.tp_cp_group, groups, blocks), at_home
-        except ConfigurationError as error:  # on all ranks of the group
-            return None, str(error)
-
-    def _room(self, free: int | None) -> int | None:
-        """Bytes that each pass of a layer of this rank may hold besides what stock's held in the first step."""
-        in_flight = self.config.pipeline_model_parallel_size * (self.config.virtual_pipeline_model_parallel_size or 1)
-        held = sum(min(layer.passes, in_flight) for layer in self.layers)
-        return None if free is None or held == 0 else free // held
-
     def _make_plan(self, first: FirstStep) -> tuple[Alike, ...]:
         """What is tried in the layers of each shape, those first that take most time. On rank 0."""
-        if self.plan is not None:
-            return (tried_by_plan(self.plan, self.config, first),)
         own = self.own_profile
-        cluster = Cluster.load(self.options.profile) if own is None else own.cluster
-        return tried_by_profile(cluster, self.config, self.options, first)
+        if self.plan is not None:
+            found = (tried_by_plan(self.plan, self.config, first),)
+        else:
+            cluster = Cluster.load(self.options.profile) if own is None else own.cluster
+            found = tried_by_profile(cluster, self.config, self.options, first)
+        return tuple(one.keeping(self.chosen.get(one.shape)) for one in found)
 
     def _agree_on_plan(self, group: dist.ProcessGroup) -> None:
         """Has all ranks of the group run what the first one reads: other nodes may not have the file."""
@@ -272,59 +248,94 @@ class Controller:
                 raise ConfigurationError(f"{PREFIX}plan {self.options.plan} runs {variant}: {reason}")
         return plan
 
-    @property
-    def _tried_layers(self) -> list[PlannedLayer]:
-        shape = self.trying.shape
-        return [layer for layer in self.layers if shape is None or layer.shape == shape]
+    def _layers_of(self, of_shape: Alike) -> list[PlannedLayer]:
+        return [layer for layer in self.layers if of_shape.shape is None or layer.shape == of_shape.shape]
 
-    def _use(self, variant: str) -> None:
-        for layer in self._tried_layers:
+    def _use(self, variant: str, layers: Sequence[PlannedLayer]) -> None:
+        for layer in layers:
             layer.use(variant)
         if moves_samples(variant):
-            link(layer.layer for layer in self._tried_layers)
+            link(layer.layer for layer in layers)
 
-    def _keep(self, variants: Iterable[str]) -> None:
+    def _keep(self, variants: Iterable[str], layers: Sequence[PlannedLayer]) -> None:
         """Forgets the dispatchers of other variants, and has their process groups destroyed: a collective call."""
-        forgotten = {layer: gone for layer in self._tried_layers if (gone := layer.keep(variants))}
+        forgotten = {layer: gone for layer in layers if (gone := layer.keep(variants))}
         for group in dict.fromkeys(layer.groups.ep for layer in forgotten):
             release_domain_groups(group)
         for variant in set().union(*forgotten.values()):
             if is_stock_variant(variant) and not any(layer.current == variant for layer in self.layers):
                 release_buffers(variant)
 
-    def _try(self) -> None:
-        self._use(self.trials.current)
-        self._keep((ALLTOALL, *self.trials.variants))  # stock's: the others are built from it
+    def _go_on(self) -> None:
+        """Has the next step run what the trials say, if GPUs have room for it; or, where they are over, what stays."""
+        layers = self._layers_of(self.trying)
+        while (variant := self.trials.current) is not None and not self._fits(variant, layers):
+            self.trials.drop()
+        if variant is None:
+            self._settle()
+            return
+        self._use(variant, layers)
+        self._keep((ALLTOALL, *self.trials.variants), layers)  # stock's: the others are built from it
+
+    def _fits(self, variant: str, layers: Sequence[PlannedLayer]) -> bool:
+        """Whether the GPU of each rank has room for what a variant takes in these layers, beside what the others run.
+
+        A collective call over the world, before a variant's first turn. A rank that ran out of memory in that would
+        leave the others in a collective.
+        """
+        if variant in self._fitting or not self.first_step.rooms:
+            return True
+        self._use(self.trying.ran, layers)  # as in the step that room is known of
+        self._keep((ALLTOALL, *self.trials.variants), layers)
+        above = sum(
+            passes_held(layer, self.config) * one.above(variant if one is self.trying else layer.current)
+            for one in self.shapes
+            for layer in self._layers_of(one)
+        )
+        size = self.first_step.rooms[dist.get_rank()].needed(above, self.trying.communicators(variant))
+        of_ranks: list[int | None] = [None] * dist.get_world_size()
+        dist.all_gather_object(of_ranks, None if memory_room.could_take(size) else size)
+        lacking = [one for one in of_ranks if one is not None]
+        if lacking:
+            say(AUTO, no_room_line(variant, lacking, len(of_ranks)))
+        else:
+            self._fitting.add(variant)
+        return not lacking
 
     def _watch(self) -> None:
-        """Begins trials again where steps have come to take another time. Nothing waits for the device, but once a
-        window: the optimizer's step does, for the norm of the gradients.
+        """Looks and plans anew where a choice does not rest on what it was made by any more. Nothing waits for the
+        device, but once a window: the optimizer's step does, for the norm of the gradients.
         """
         median = None if self._drift is None else self._drift.record(self._step_seconds())
         if median is None:
             return
-        median = self._slowest(median)
-        if self._drift.is_over(median):
-            say(AUTO, drift_line(self, median, self._drift.usual))
-            self.settled, self.overhead = False, 0.0
-            self._begin_trials(0)
-            self._try()
+        reason = self._drift.why_over(self._slowest(median))
+        if reason is None:
+            return
+        ran, self.settled, self.trials = self.trying.ran, False, None
+        say(AUTO, f"{' and '.join(self.chosen.values())} had been chosen; {reason}: {ran} runs once, to plan anew")
+        self._use(ran, self.layers)
+        self._keep((ran,), self.layers)
+        memory_room.count_peak_anew()
+        self._look = Look(self.config, self.options)
+        self._look.at(self.layers)
 
     def _settle(self) -> None:
-        trials, chosen = self.trials, self.trials.choice
+        trials, chosen = self.trials, self.trials.choice or self.trying.ran
         self.measured = trials.medians()
-        self.overhead += trials.longer_than(self.measured[chosen])
-        self.chosen[self._number] = chosen
-        self._use(chosen)
-        self._keep((chosen,))
+        self.overhead += trials.longer_than(self.measured.get(chosen, 0.0))
+        self.chosen[self.trying.shape] = chosen
+        layers = self._layers_of(self.trying)
+        self._use(chosen, layers)
+        self._keep((chosen,), layers)
         for line in settled_lines(self, chosen):
             say(AUTO, line)
         if self._number + 1 < len(self.shapes):
             self._begin_trials(self._number + 1)
-            self._try()
+            self._go_on()
         else:
-            self.settled = True
-            self._drift, self._step_began = Drift(self.overhead), None
+            self.settled, self._step_began = True, None
+            self._drift = Drift(self.overhead, is_first=self._drift is None)
 
     def _slowest(self, seconds: float) -> float:
         """Returns the largest value of all ranks."""
@@ -335,16 +346,6 @@ class Controller:
     def _synchronize(self) -> None:
         if torch.cuda.is_available():
             torch.cuda.synchronize()  # host synchronisation: in trials alone, around a step that is timed
-
-
-def _free_memory() -> int | None:
-    """Bytes of this rank's GPU that may be planned with, of those that were free when most was in use; None without a
-    GPU, where the host's may be swapped.
-    """
-    if not torch.cuda.is_available():
-        return None
-    free = torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved() - torch.cuda.max_memory_allocated()
-    return int(free * MOST_OF_FREE)
 
 
 _controller: Controller | None = None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from megatron_moe_opt.planning.choosing.trials import shortlist
@@ -13,7 +13,7 @@ from megatron_moe_opt.variants import FLEX, split_variant
 
 if TYPE_CHECKING:
     from megatron_moe_opt.integration.auto.auto_layer import Controller
-    from megatron_moe_opt.integration.auto.first_step import Alike
+    from megatron_moe_opt.integration.auto.first_step import Alike, FirstStep
 
 
 def plan_lines(controller: Controller) -> list[str]:
@@ -25,7 +25,7 @@ def plan_lines(controller: Controller) -> list[str]:
         lines += _lines_of(of_shape, f"{_named(of_shape)}:" if len(controller.shapes) > 1 else f"plan from {source}:")
     if any(moves_samples(one.variant) for of_shape in controller.shapes for one in of_shape.predicted):
         saving = f"{controller.first_step.placement_saving:.1%}"
-        lines.append(f"placing the samples of the first step would have sent {saving} less between nodes")
+        lines.append(f"placing the samples of one step would have sent {saving} less between nodes")
     return lines
 
 
@@ -37,7 +37,7 @@ def _named(of_shape: Alike) -> str:
 def _lines_of(of_shape: Alike, begin: str) -> list[str]:
     predicted = {one.variant: one for one in of_shape.predicted}
     stock = predicted.get(ALLTOALL)
-    tried = shortlist(of_shape.predicted, of_shape.planned)
+    tried = shortlist(of_shape.predicted, of_shape.planned, of_shape.kept)
     lines = [
         f"{begin} {of_shape.planned}; {len(tried) + len(of_shape.beside)} variants are tried now"
         + (", stock among them" if ALLTOALL in tried else "")
@@ -57,6 +57,8 @@ def _lines_of(of_shape: Alike, begin: str) -> list[str]:
 
 def settled_lines(controller: Controller, chosen: str) -> list[str]:
     """What was measured, beside what was predicted, and what stays."""
+    if not controller.measured:
+        return [f"{chosen} stays: nothing else has room"]
     measured, predicted = controller.measured, {one.variant: one.seconds for one in controller.predicted}
     listed = ", ".join(f"{variant} {seconds * 1e3:.1f}" for variant, seconds in measured.items())
     where = f" of {_named(controller.trying)}" if len(controller.shapes) > 1 else ""
@@ -91,9 +93,36 @@ def _flags(variant: str) -> list[str]:
     return [FLAG, name, *backend, *split_variant(variant, None)[1].words()]
 
 
-def drift_line(controller: Controller, seconds: float, usual: float) -> str:
-    """Returns the line that says why trials begin again."""
+def changed_line(planned: Sequence[Alike], now: Sequence[Alike], before: FirstStep, after: FirstStep) -> str:
+    """Returns the line that says what has changed from one plan to the next, of what takes longest now."""
+    first = now[0]
+    then = next((one for one in planned if one.shape == first.shape), planned[0])
+    changes = [
+        f"{what} {new} ({old} then)"
+        for (what, new), (_, old) in zip(_planned_by(first, after), _planned_by(then, before), strict=True)
+        if new != old
+    ]
+    return f"since the last plan: {', '.join(changes) or 'nothing has changed'}"
+
+
+def _planned_by(of_shape: Alike, seen: FirstStep) -> list[tuple[str, str]]:
+    saving, spare = seen.placement_saving, seen.spare
+    return [
+        ("tokens of a pass", str(of_shape.workload.tokens)),
+        ("rows of the busiest rank over the mean", f"{of_shape.workload.imbalance:.2f}"),
+        ("bytes between nodes that placing samples saves", "unknown" if saving is None else f"{saving:.1%}"),
+        ("GB of a GPU to be had", "uncounted" if spare is None else f"{spare / 1e9:.1f}"),
+        ("planned", of_shape.planned),
+    ]
+
+
+def no_room_line(variant: str, lacking: Sequence[int], ranks: int) -> str:
+    """Returns the line that says why a variant is not tried.
+
+    Args:
+        lacking: bytes that each rank could not allocate which had too few.
+    """
     return (
-        f"a step takes {seconds * 1e3:.1f} ms, {seconds / usual:.2f} of what it took when "
-        f"{' and '.join(controller.chosen.values())} had been chosen: trials begin again"
+        f"not {variant}: {len(lacking)} of {ranks} ranks could not allocate the {max(lacking) / 1e9:.1f} GB that a "
+        "step is predicted to take: no rank tries it"
     )

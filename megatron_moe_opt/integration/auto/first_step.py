@@ -1,18 +1,22 @@
-"""What `auto` tries in the layers of each shape, from what all ranks saw them do in the first step."""
+"""What `auto` tries in the layers of each shape, from what all ranks saw them do in the first step, or in a later one
+that ran like it.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import statistics
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from megatron_moe_opt.errors import ConfigurationError
+from megatron_moe_opt.integration.auto.memory_room import Room
 from megatron_moe_opt.integration.auto.sample_saving import worth_moving
 from megatron_moe_opt.integration.auto.stock_variants import stock_variants
 from megatron_moe_opt.integration.checks import check_config
 from megatron_moe_opt.integration.layer.replicated_tokens import holds_replicated_tokens
+from megatron_moe_opt.option_values import AUTO
 from megatron_moe_opt.options import Options
 from megatron_moe_opt.planning.costs.cluster import Cluster
 from megatron_moe_opt.planning.plan_file import Plan
@@ -24,6 +28,8 @@ from megatron_moe_opt.row_format import narrower
 from megatron_moe_opt.systems import system_of
 from megatron_moe_opt.systems.system import Run
 from megatron_moe_opt.variants import split_variant
+
+REPLICATED_START = "monta:O1"  # what runs first where stock refuses to train
 
 
 @dataclass(frozen=True)
@@ -39,28 +45,39 @@ class Seen:
 
 @dataclass(frozen=True)
 class FirstStep:
-    """What was found in the first step, on one rank or on all."""
+    """What was found in the first step, or in a later one that ran like it, on one rank or on all."""
 
     seen: tuple[tuple[Seen, ...], ...]
     """Each rank's layers, in their order."""
-    room: int | None = None
-    """The bytes that each pass of a layer may hold besides what stock's held. A trial that runs out of memory on one
-    rank would end the job. None: they are not counted."""
-    spare: int | None = None
-    """The bytes that nothing held when most was in use; None: they are not counted."""
+    rooms: tuple[Room, ...] = ()
+    """What the GPU of each rank had; none: there are no GPUs."""
     placement_saving: float | None = None
     """The part of the bytes between nodes that `netmoe` would have saved; None: not known."""
     at_home: str | None = None
     """Why samples do not move, though `netmoe` could run; None: they may."""
 
+    @property
+    def spare(self) -> int | None:
+        """Bytes that the fullest GPU with MoE layers may be planned with; None: they are not counted."""
+        return min((one.spare for one in self.rooms if one.passes), default=None)
+
+    @property
+    def by_shape(self) -> dict[LayerWorkload, list[list[Seen]]]:
+        """Of each workload that layers share but for tokens, each rank's layers."""
+        found: dict[LayerWorkload, list[list[Seen]]] = {}
+        for rank, of_rank in enumerate(self.seen):
+            for one in of_rank:
+                shape = dataclasses.replace(one.workload, tokens=0)
+                found.setdefault(shape, [[] for _ in self.seen])[rank].append(one)
+        return found
+
 
 def of_all(ranks: Sequence[FirstStep]) -> FirstStep:
-    """Returns what holds for all ranks together: the least room, and the mean saving of those that know one."""
+    """Returns what holds for all ranks together: the mean saving of those that know one."""
     savings = [one.placement_saving for one in ranks if one.placement_saving is not None]
     return FirstStep(
         tuple(of_rank for one in ranks for of_rank in one.seen),
-        min((one.room for one in ranks if one.room is not None), default=None),
-        min((one.spare for one in ranks if one.spare is not None), default=None),
+        tuple(room for one in ranks for room in one.rooms),
         statistics.mean(savings) if savings else None,
         next((one.at_home for one in ranks if one.at_home is not None), None),
     )
@@ -78,22 +95,40 @@ class Alike:
     planned: str | None
     """None: not the same for all of them, or what cannot be left."""
     passes: int
-    """Forward passes of all of them on a rank in the first step, on the rank that had most."""
+    """Forward passes of all of them on a rank in the step, on the rank that had most."""
+    workload: LayerWorkload
+    """That was planned for: of the layer with most tokens, its rows as uneven as in the most uneven layer."""
     beside: tuple[str, ...] = ()
     """What of Megatron's own is tried without a prediction."""
+    ran: str = ALLTOALL
+    """The variant of the step that this was planned by."""
+    kept: str | None = None
+    """What earlier trials have kept in them, where it is among the predicted; None: it is not, or there were none."""
+
+    def keeping(self, variant: str | None) -> Alike:
+        """Returns the same after trials that have kept a variant."""
+        return dataclasses.replace(self, kept=variant if variant in [one.variant for one in self.predicted] else None)
+
+    def above(self, variant: str) -> int:
+        """Bytes that a pass is predicted to hold under a variant besides what it held; 0 where nobody predicts it."""
+        return _above(self.predicted, self.ran).get(variant, 0)
+
+    def communicators(self, variant: str) -> int:
+        """At most how many communicators get buffers for a variant on a rank, besides those of the step."""
+        return 0 if variant == self.ran else _communicators(variant, {self.workload.workers}, self.workload.etp)
 
 
 def tried_by_plan(plan: Plan, config: Any, first: FirstStep) -> Alike:
     """Returns what a plan.json has all layers try, whatever their shape."""
-    layers = [one for of_rank in first.seen for one in of_rank]
-    beside, not_beside = stock_variants(config, [one.workload for one in layers], first.spare)
-    workers = {one.workload.workers for one in layers}
-    run = _run(config, workers, samples_may_move=False)
-    allowed, refused = _allowed(config, plan.candidates, run, first.room)
+    workloads = _workloads(first)
+    beside, not_beside = stock_variants(config, workloads, first.spare)
+    run = _run(config, {one.workers for one in workloads}, samples_may_move=False)
+    ran = runs_first(config, plan)
+    allowed, refused = _allowed(config, plan.candidates, run, first.rooms, ran)
     variants = set(plan.layers.values())
-    switchable = len(variants) == 1 and variants <= {one.variant for one in allowed}
-    planned = variants.pop() if switchable else None
-    return Alike(None, allowed, (*refused, *not_beside), planned, _most_passes(first.seen), beside)
+    planned = ran if len(variants) == 1 and variants <= {one.variant for one in allowed} else None
+    refused, passes = (*refused, *not_beside), _most_passes(first.seen)
+    return Alike(None, allowed, refused, planned, passes, _workload(first.seen), beside, ran)
 
 
 def tried_by_profile(cluster: Cluster, config: Any, options: Options, first: FirstStep) -> tuple[Alike, ...]:
@@ -102,15 +137,8 @@ def tried_by_profile(cluster: Cluster, config: Any, options: Options, first: Fir
     Raises:
         ConfigurationError: no layer has run on any rank.
     """
-    if not any(first.seen):
-        raise ConfigurationError("--moe-token-dispatcher-type auto: no MoE layer has run in the first step")
-    workloads = [one.workload for of_rank in first.seen for one in of_rank]
-    beside, not_beside = stock_variants(config, workloads, first.spare)
-    by_shape: dict[LayerWorkload, list[list[Seen]]] = {}
-    for rank, of_rank in enumerate(first.seen):
-        for one in of_rank:
-            shape = dataclasses.replace(one.workload, tokens=0)
-            by_shape.setdefault(shape, [[] for _ in first.seen])[rank].append(one)
+    beside, not_beside = stock_variants(config, _workloads(first), first.spare)
+    by_shape, ran = first.by_shape, runs_first(config)
     by_time: list[tuple[float, Alike]] = []
     for shape, of_ranks in by_shape.items():
         workload = dataclasses.replace(_workload(of_ranks), placement_saving=first.placement_saving)
@@ -120,13 +148,20 @@ def tried_by_profile(cluster: Cluster, config: Any, options: Options, first: Fir
         found, at_home = worth_moving(found, first.placement_saving, first.at_home, unlike=len(by_shape) > 1)
         refused |= {one.variant: one for one in at_home}
         run = _run(config, {shape.workers}, samples_may_move=True)
-        allowed, not_allowed = _allowed(config, found, run, first.room)
+        allowed, not_allowed = _allowed(config, found, run, first.rooms, ran)
         choice, passes = best(allowed), _most_passes(of_ranks)
         without_timelines = tuple(dataclasses.replace(one, timelines=()) for one in allowed)
         all_refused = (*refused.values(), *not_allowed, *not_beside)
-        of_shape = Alike(shape, without_timelines, all_refused, choice.variant, passes, beside)
+        of_shape = Alike(shape, without_timelines, all_refused, choice.variant, passes, workload, beside, ran)
         by_time.append((passes * choice.seconds, of_shape))
     return tuple(one for _, one in sorted(by_time, key=lambda one: -one[0]))
+
+
+def runs_first(config: Any, plan: Plan | None = None) -> str:
+    """Returns what runs in the step by which is planned: what a plan has all layers run, else stock where it trains."""
+    if plan is not None:
+        return next(iter(plan.layers.values()))
+    return REPLICATED_START if holds_replicated_tokens(config) else ALLTOALL
 
 
 def refusal(config: Any, variant: str) -> str | None:
@@ -141,6 +176,13 @@ def refusal(config: Any, variant: str) -> str | None:
     except ConfigurationError as error:
         return str(error)
     return None
+
+
+def _workloads(first: FirstStep) -> list[LayerWorkload]:
+    found = [one.workload for of_rank in first.seen for one in of_rank]
+    if not found:
+        raise ConfigurationError(f"--moe-token-dispatcher-type {AUTO}: no MoE layer has run in the first step")
+    return found
 
 
 def _workload(of_ranks: Sequence[Sequence[Seen]]) -> LayerWorkload:
@@ -171,24 +213,54 @@ def _run(config: Any, workers: set[tuple[int, ...]], samples_may_move: bool) -> 
 
 
 def _allowed(
-    config: Any, predictions: Sequence[Prediction], run: Run, room: int | None
+    config: Any, predictions: Sequence[Prediction], run: Run, rooms: Sequence[Room], ran: str
 ) -> tuple[tuple[Prediction, ...], tuple[Refusal, ...]]:
     """Returns what layers can change to and from in this configuration, and what they cannot."""
-    of_stock = next((one.activation_bytes for one in predictions if one.variant == ALLTOALL), 0)
-    reasons = [
-        refusal(config, one.variant) or _stays(one.variant, run) or _needs(one.activation_bytes - of_stock, room)
-        for one in predictions
-    ]
-    found = list(zip(predictions, reasons, strict=True))
-    allowed = tuple(one for one, reason in found if reason is None)
-    return allowed, tuple(Refusal(one.variant, reason) for one, reason in found if reason is not None)
+    above = _above(predictions, ran)
+    reasons: dict[str, str | None] = {}
+    for variant in above:
+        reason = refusal(config, variant) or _stays(variant, run)
+        if reason is None and variant != ran:
+            communicators = _communicators(variant, run.workers, config.expert_tensor_parallel_size or 1)
+            reason = _too_large(above[variant], communicators, rooms)
+        reasons[variant] = reason
+    allowed = tuple(one for one in predictions if reasons[one.variant] is None)
+    return allowed, tuple(Refusal(variant, reason) for variant, reason in reasons.items() if reason is not None)
 
 
-def _needs(above: int, room: int | None) -> str | None:
-    """Returns why a variant that holds so many bytes more than stock for each pass of a layer does not fit."""
-    if room is None or above <= room:
+def _above(predictions: Sequence[Prediction], ran: str) -> dict[str, int]:
+    """Returns the bytes that each holds besides what a step under `ran` did, or the least of them where nobody predicts
+    that.
+    """
+    held = {one.variant: one.activation_bytes for one in predictions}
+    of_ran = held.get(ran, min(held.values(), default=0))
+    return {variant: max(0, size - of_ran) for variant, size in held.items()}
+
+
+def _communicators(variant: str, workers: Collection[tuple[int, ...]], etp: int) -> int:
+    """Returns how many communicators get buffers for a variant at most: those that it makes, and those over which stock
+    gathers and sums only, and a rank now sends to each other one.
+
+    Args:
+        workers: of each network level, of each kind of expert-parallel group.
+    """
+    system, (_, options) = system_of(variant), split_variant(variant, None)
+    if system is None:
+        return 0
+    of_domains = [system.domains(options, one) for one in workers if one]
+    own = max((domains.groups for domains in of_domains if domains is not None), default=0)
+    return own + (etp > 1) + system.moves_samples  # rows over expert-TP, or both at once; samples over both
+
+
+def _too_large(above: int, communicators: int, rooms: Sequence[Room]) -> str | None:
+    """Returns why a variant that holds so many bytes more for each pass of a layer does not fit."""
+    spare = min((one.spare for one in rooms if not one.has(above, communicators)), default=None)
+    if spare is None:
         return None
-    return f"holds {above} bytes more than stock for each layer, and {room} are free: a trial could run out of memory"
+    return (
+        f"holds {above} bytes more than what ran for each pass of a layer, and takes {communicators} communicators, "
+        f"where {spare} bytes are free: a trial could run out of memory"
+    )
 
 
 def _stays(variant: str, run: Run) -> str | None:

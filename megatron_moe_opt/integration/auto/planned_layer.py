@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from megatron_moe_opt.errors import ConfigurationError
+from megatron_moe_opt.integration.auto.first_step import Seen
 from megatron_moe_opt.integration.auto.stock_variants import is_stock_variant, stock_dispatcher
 from megatron_moe_opt.integration.layer.configured_workload import layer_workload
 from megatron_moe_opt.integration.layer.layer_seam import LayerSeam, LayerSlot
@@ -30,7 +31,10 @@ class PlannedLayer:
     def __init__(self, layer: Any, groups: ExpertGroups, options: Options, plug: Plug) -> None:
         self.layer, self.groups, self.options = layer, groups, options
         self.passes = self.rows = self.tokens = 0
-        """Forward passes in training; rows that they computed here, together; the most tokens that one had."""
+        """Of the last step that was looked at: forward passes in training; rows that they computed here, together; the
+        most tokens that one had.
+        """
+        self._is_looking = False
         self.current = ALLTOALL
         self._plug = plug
         self._stock = copy.copy(layer.token_dispatcher)
@@ -73,6 +77,15 @@ class PlannedLayer:
             leave_domain_groups(getattr(dispatcher, "dispatcher", dispatcher))  # stock's has none of ours
         return gone
 
+    def look(self) -> None:
+        """Counts from here on, until it says what was seen."""
+        self._is_looking, self.passes, self.rows, self.tokens = True, 0, 0, 0
+
+    def seen(self) -> Seen | None:
+        """What it did since it has looked; None: no pass. It counts no more."""
+        self._is_looking = False
+        return Seen(self.workload(), self.rows / self.passes, self.passes) if self.passes else None
+
     def workload(self) -> LayerWorkload:
         """Returns the workload of one micro-batch, routed evenly."""
         return layer_workload(self.layer.config, self.groups, self._workers(), self.options.resident_limit, self.tokens)
@@ -97,11 +110,11 @@ class PlannedLayer:
         self.current = variant
 
     def _see_tokens(self, layer: Any, inputs: tuple[Any, ...]) -> None:
-        if layer.training and inputs and not is_recomputing():
+        if self._is_looking and layer.training and inputs and not is_recomputing():
             self.passes += 1
             self.tokens = max(self.tokens, inputs[0].shape[:-1].numel())
 
     def _see_rows(self, experts: Any, inputs: tuple[Any, ...] | None) -> None:
         # Called without inputs by expert_migration_layer._finish_parameter_sync.
-        if inputs and experts.training and not is_recomputing():
+        if self._is_looking and inputs and experts.training and not is_recomputing():
             self.rows += inputs[0].size(0)

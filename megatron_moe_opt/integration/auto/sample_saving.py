@@ -1,4 +1,4 @@
-"""What `netmoe` would keep inside nodes on the routing of a run's first step, replayed sample by sample, and whether
+"""What `netmoe` would keep inside nodes on the routing of one step, replayed sample by sample, and whether
 `auto` tries it for that.
 """
 
@@ -47,7 +47,7 @@ class SampleRouting:
         passes, self._passes = self._passes, []
         if len({one.shape for one in passes}) != 1:
             return np.zeros((0, 0, 0), np.int64)
-        return torch.stack(passes).cpu().numpy()  # host synchronisation: once, after the first step
+        return torch.stack(passes).cpu().numpy()  # host synchronisation: after a step that is planned by
 
     def _hear(self, router: Any, inputs: tuple[Any, ...], outputs: tuple[Any, torch.Tensor]) -> None:
         if not router.training:
@@ -144,7 +144,7 @@ def worth_moving(
     stock = next((one for one in others if one.variant == ALLTOALL), others[0])
     ratios = [one.seconds / stock.seconds for one in (best_one, others[0])]
     would = (
-        f"by the samples of the first step, {best_one.variant} would send {saving:.1%} less between nodes and take "
+        f"by the samples of one step, {best_one.variant} would send {saving:.1%} less between nodes and take "
         f"{ratios[0]:.2f} of {stock.variant}'s time ({others[0].variant} {ratios[1]:.2f})"
     )
     why = at_home

@@ -1,10 +1,12 @@
-"""Whether a choice still rests on what it was made by: steps that take another time than after the trials.
+"""Whether a choice still rests on what it was made by: steps that take another time than after the trials, and a router
+that had learnt nothing.
 
 A step's time alone says little: any may be disturbed. So medians of WINDOW steps are compared, with that of the first
 WINDOW steps after the choice, which were timed in the same way. Where they differ, up or down, something has changed
-(routing, lengths, a neighbour on the network), and another variant may be the fastest now. Trials cost time, and on a
-machine that keeps changing they would begin again and again: they do when they have become cheap beside the training
-since the last ones.
+(routing, lengths, a neighbour on the network), and another variant may be the fastest now. The first choice of a run is
+made anew besides when routers have learnt: in the step that it was planned by, and in its trials, they sent tokens
+where chance had put their weights. Plans and trials cost time, and on a machine that keeps changing they would be made
+again and again: they are when they have become cheap beside the training since the last ones.
 """
 
 from __future__ import annotations
@@ -16,22 +18,25 @@ WINDOW = 100
 DRIFT = 0.25
 """The part of a step's time by which medians differ where something has changed."""
 MOST_COST = 0.01
-"""The part of the time since a choice that the trials before it may have cost, when the next ones begin."""
+"""The part of the time since a choice that it may have cost, when the next one is made."""
+LEARNT = 1000
+"""Steps after the first choice, from which on it is made anew."""
 
 
 class Drift:
     """Watches the steps after a choice. The same on every rank that is told the same medians."""
 
-    def __init__(self, cost: float) -> None:
+    def __init__(self, cost: float, is_first: bool = False) -> None:
         """Begins with the step after the choice.
 
         Args:
-            cost: seconds that the trials have taken longer than as many steps of what was chosen.
+            cost: seconds that planning has taken, and trials longer than as many steps of what was chosen.
+            is_first: the choice is the first one of the run.
         """
         self.usual: float | None = None
         """Seconds of a step after the choice; None: not yet known."""
-        self._cost = cost
-        self._since = 0.0
+        self._cost, self._is_first = cost, is_first
+        self._since, self._steps = 0.0, 0
         self._seconds: list[float] = []
 
     def record(self, seconds: float) -> float | None:
@@ -42,15 +47,20 @@ class Drift:
         median, self._seconds = statistics.median(self._seconds), []
         return median
 
-    def is_over(self, median: float) -> bool:
-        """Whether the choice is to be made anew.
+    def why_over(self, median: float) -> str | None:
+        """Returns why the choice is to be made anew, in words; None: it stays.
 
         Args:
             median: of the window that has just ended, the same on all ranks.
         """
-        self._since += WINDOW * median
+        self._since, self._steps = self._since + WINDOW * median, self._steps + WINDOW
         if self.usual is None:
             self.usual = median
-            return False
+        if self._cost > MOST_COST * self._since:
+            return None
         ratio = median / self.usual if self.usual > 0 else 1.0
-        return not 1 / (1 + DRIFT) <= ratio <= 1 + DRIFT and self._cost <= MOST_COST * self._since
+        if not 1 / (1 + DRIFT) <= ratio <= 1 + DRIFT:
+            return f"a step takes {median * 1e3:.1f} ms, {ratio:.2f} of what it took then"
+        if self._is_first and self._steps >= LEARNT:
+            return f"routers have learnt for {self._steps} steps since"
+        return None

@@ -37,13 +37,15 @@ NEAR = 1.5
 _NUMBER = re.compile(r"\d+")
 
 
-def shortlist(predictions: Sequence[Prediction], planned: str) -> tuple[str, ...]:
-    """What to try first: the planned variant, stock, the best of every other system and kind, then the next fastest.
+def shortlist(predictions: Sequence[Prediction], planned: str, kept: str | None = None) -> tuple[str, ...]:
+    """What to try first: the planned variant, what earlier trials have kept, stock, the best of every other system and
+    kind, then the next fastest.
 
     What differs from the leader in a number joins by itself, where it is worth it. Whether experts travel is no number.
 
     Args:
         predictions: the fastest first.
+        kept: one of them; None: there were no trials, or what they have kept is tried beside, or not any more.
     """
     near = [one for one in predictions if one.seconds <= NEAR * predictions[0].seconds]
     of_systems = {one.family: one.variant for one in reversed(predictions)}.values()
@@ -51,7 +53,8 @@ def shortlist(predictions: Sequence[Prediction], planned: str) -> tuple[str, ...
     by_time = [one.variant for one in predictions]
     stock = [variant for variant in by_time if variant == ALLTOALL]
     best_ones = (sorted(ones, key=by_time.index) for ones in (of_systems, of_kinds))
-    tried = dict.fromkeys([planned, *stock, *chain.from_iterable(best_ones), *by_time])
+    first = [planned] if kept is None else [planned, kept]
+    tried = dict.fromkeys([*first, *stock, *chain.from_iterable(best_ones), *by_time])
     return tuple(tried)[:MOST_AT_FIRST]
 
 
@@ -93,7 +96,12 @@ class Trials:
     """Says what runs in the next step, and in the end what stays. The same on every rank that is told the same."""
 
     def __init__(
-        self, predictions: Sequence[Prediction], planned: str, share: int = 1, beside: Sequence[str] = ()
+        self,
+        predictions: Sequence[Prediction],
+        planned: str,
+        share: int = 1,
+        beside: Sequence[str] = (),
+        kept: str | None = None,
     ) -> None:
         """Begins the trials with the shortlist.
 
@@ -101,9 +109,10 @@ class Trials:
             predictions: of all that may be tried, the fastest first, the planned variant among them.
             share: how many trials share the MOST_STEPS.
             beside: what nobody predicts, and is tried nevertheless.
+            kept: see shortlist.
         """
         self._most_steps = MOST_STEPS // share
-        self.variants = (*shortlist(predictions, planned), *beside)
+        self.variants = (*shortlist(predictions, planned, kept), *beside)
         """Those that run: at first the shortlist, then contenders and what has joined them."""
         self.times: dict[str, list[float]] = {}
         """Seconds of the steps that count, of each variant that was tried."""
@@ -132,6 +141,16 @@ class Trials:
         if self.current is None:
             self._end_sweep()
 
+    def drop(self) -> None:
+        """The variant of the next step is tried no more: it cannot run. It has not run yet."""
+        variant = self.current
+        self.variants = tuple(one for one in self.variants if one != variant)
+        self._order[self.steps :] = [one for one in self._order[self.steps :] if one != variant]
+        del self.times[variant]
+        self._predicted.pop(variant, None)
+        if self.current is None and self.variants:
+            self._end_sweep()
+
     def longer_than(self, seconds: float) -> float:
         """Seconds that all steps took more than as many of `seconds` each."""
         return sum(self._seconds) - self.steps * seconds
@@ -141,8 +160,12 @@ class Trials:
         return {variant: statistics.median(times) for variant, times in self.times.items()}
 
     @property
-    def choice(self) -> str:
-        """The fastest of the contenders; stock, where that is not faster by more than STOCK_WITHIN of its time."""
+    def choice(self) -> str | None:
+        """The fastest of the contenders; stock, where that is not faster by more than STOCK_WITHIN of its time. None:
+        all have been dropped.
+        """
+        if not self.variants:
+            return None
         medians = self.medians()
         fastest = min(self.variants, key=lambda variant: medians[variant])
         stock = medians.get(ALLTOALL)

@@ -1,0 +1,62 @@
+"""A step in which a rank's layers are looked at, under what runs first, for a plan to be made by."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from megatron_moe_opt.errors import ConfigurationError
+from megatron_moe_opt.integration.auto import memory_room
+from megatron_moe_opt.integration.auto.first_step import FirstStep, refusal
+from megatron_moe_opt.integration.auto.planned_layer import PlannedLayer
+from megatron_moe_opt.integration.auto.sample_saving import SampleRouting, keeps_home, saving_of
+from megatron_moe_opt.integration.layer.netmoe_layer import check_seams
+from megatron_moe_opt.options import Options
+from megatron_moe_opt.systems.netmoe import NETMOE
+
+
+class Look:
+    """What the layers of this rank do in a step, and what it leaves free."""
+
+    def __init__(self, config: Any, options: Options) -> None:
+        self.config, self.options = config, options
+        self.layers: list[PlannedLayer] = []
+        self._routing: list[SampleRouting] = []
+        """Of each layer, where `netmoe` could run; of none under a plan.json, which says whether it does."""
+
+    def at(self, layers: Iterable[PlannedLayer]) -> None:
+        """Looks at these layers too."""
+        for layer in layers:
+            self.layers.append(layer)
+            layer.look()
+            if self.options.plan is None and refusal(self.config, NETMOE.name) is None:
+                self._routing.append(SampleRouting(layer.layer.router))
+
+    def again(self) -> None:
+        """The step that was under way counts for nothing; the next one does."""
+        for layer in self.layers:
+            layer.look()
+
+    def taken(self) -> FirstStep:
+        """What was seen; it looks no more. A collective call over the groups of the layers."""
+        seen = tuple(one for layer in self.layers if (one := layer.seen()) is not None)
+        room = memory_room.room(sum(passes_held(layer, self.config) for layer in self.layers))
+        return FirstStep((seen,), () if room is None else (room,), *self._samples())
+
+    def _samples(self) -> tuple[float | None, str | None]:
+        """See saving_of and keeps_home."""
+        if not self._routing:
+            return None, None
+        heard, layer, groups = self._routing, self.layers[0].layer, self.layers[0].groups
+        routing, at_home = [one.take() for one in heard], keeps_home(self.config, heard)
+        try:
+            check_seams(layer, self.options)
+            blocks = self.config.virtual_pipeline_model_parallel_size or 1
+            return saving_of(routing, layer.router.tp_cp_group, groups, blocks), at_home
+        except ConfigurationError as error:  # on all ranks of the group
+            return None, str(error)
+
+
+def passes_held(layer: PlannedLayer, config: Any) -> int:
+    """Passes of a layer whose activations a rank holds at once, by those that it had in the step looked at."""
+    return min(layer.passes, config.pipeline_model_parallel_size * (config.virtual_pipeline_model_parallel_size or 1))

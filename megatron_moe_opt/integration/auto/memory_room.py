@@ -1,0 +1,81 @@
+"""Whether a rank's GPU has room for what a variant takes besides what ran in the step that was looked at.
+
+A rank that runs out of memory in a pass leaves the others in a collective, and the job ends. So what a variant is
+predicted to take is held against what was free in that step, and before its first turn it is allocated on every rank
+and given back: where one cannot, all ranks drop the variant, between two steps.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+MOST_OF_FREE = 0.8
+"""Of the memory that was free at a step's peak: other steps, and fragments, may take more."""
+COMMUNICATOR_BYTES = 2**30
+"""Of a GPU, which NCCL takes for a communicator outside PyTorch's allocator: 0.5 to 2 GB were reported of its default
+buffers (NVIDIA/nccl, issues 864 and 964). They grow with channels, peers and NCCL_BUFFSIZE.
+"""
+
+
+@dataclass(frozen=True)
+class Room:
+    """The memory of a rank's GPU, in bytes, as a step under a known variant showed it."""
+
+    free: int
+    """That nothing held when most was in use."""
+    at_work: int
+    """That were then in use besides what stays between steps."""
+    passes: int
+    """Passes of MoE layers whose activations were then held."""
+
+    @property
+    def spare(self) -> int:
+        """Of `free`, those that may be planned with."""
+        return int(self.free * MOST_OF_FREE)
+
+    def has(self, above: int, communicators: int) -> bool:
+        """Whether each pass may hold so many bytes more, beside so many new communicators."""
+        return not self.passes or _taken(self.passes * above, communicators) <= self.spare
+
+    def needed(self, above: int, communicators: int) -> int:
+        """Bytes that have to be there between two steps for one that holds so many more in all."""
+        return self.at_work + int(_taken(above, communicators) / MOST_OF_FREE)
+
+
+def _taken(above: int, communicators: int) -> int:
+    return above + communicators * COMMUNICATOR_BYTES
+
+
+def count_peak_anew() -> None:
+    """Has `room` tell of the steps from here on."""
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
+
+
+def room(passes: int) -> Room | None:
+    """What is to be known of this rank's GPU between two steps; None without one: a host's memory may be swapped.
+
+    Args:
+        passes: see Room.
+    """
+    if not torch.cuda.is_available():
+        return None
+    peak = torch.cuda.max_memory_allocated()
+    free = torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved() - peak
+    return Room(free, peak - torch.cuda.memory_allocated(), passes)
+
+
+def could_take(size: int) -> bool:
+    """Whether this rank's GPU gives so many bytes now.
+
+    They go back to the GPU, with all that PyTorch keeps: NCCL takes its buffers from what PyTorch does not.
+    """
+    try:
+        torch.empty(size, dtype=torch.uint8, device="cuda")
+    except torch.cuda.OutOfMemoryError:
+        return False
+    finally:
+        torch.cuda.empty_cache()
+    return True
