@@ -8,9 +8,30 @@ namespace moe_opt {
 namespace cuda {
 namespace {
 
+// Parts that lie at equal distances, as those do that a reduce-scatter received: three runs hold these of any number of
+// ranks, before this rank's own part, it, and after it.
+struct Run {
+  const char* data;
+  int64_t step_bytes;  // from part to part
+  int count;
+};
 struct Parts {
-  const char* data[kMaxParts];
-  int64_t stride_bytes[kMaxParts];
+  Run runs[kMaxRuns];
+  int num_runs;
+
+  // What lies at an offset, in bytes, of the first part.
+  __device__ __forceinline__ const char* first(int64_t offset) const { return runs[0].data + offset; }
+  // Calls add() with what lies there of every other part, one after another; kAtOnce loads may be under way together.
+  template <int kAtOnce, typename Add>
+  __device__ __forceinline__ void for_each_other(int64_t offset, Add add) const {
+#pragma unroll 1
+    for (int r = 0; r < num_runs; ++r) {
+      const int64_t step = runs[r].step_bytes;
+      const char* part = runs[r].data + offset + (r == 0 ? step : 0);
+#pragma unroll kAtOnce
+      for (int left = runs[r].count - (r == 0 ? 1 : 0); left > 0; --left, part += step) add(part);
+    }
+  }
 };
 
 __device__ __forceinline__ int64_t row_of_thread(int lane_bits) {
@@ -22,22 +43,22 @@ __device__ __forceinline__ int lane_of_thread(int lane_bits) {
 
 template <typename T, int kCount>
 __global__ void __launch_bounds__(kBlockThreads)
-    sum_parts_kernel(const __grid_constant__ Parts parts, int num_parts, int64_t num_rows, int64_t vectors, char* out,
-                     int64_t out_stride, int lane_bits) {
+    sum_parts_kernel(const __grid_constant__ Parts parts, int64_t num_rows, int64_t vectors, char* out, int64_t stride,
+                     int lane_bits) {
   using Packed = Elements<T, kCount>;
   const int64_t row = row_of_thread(lane_bits);
   if (row >= num_rows) return;
   for (int64_t vector = lane_of_thread(lane_bits); vector < vectors; vector += 1 << lane_bits) {
+    const int64_t offset = row * stride + vector * int64_t{sizeof(Packed)};  // one number, as registers are few
     float total[kCount];
-    Packed::load(parts.data[0] + row * parts.stride_bytes[0], vector).to_float(total);
-#pragma unroll 4
-    for (int p = 1; p < num_parts; ++p) {
+    Packed::load(parts.first(offset), 0).to_float(total);
+    parts.for_each_other<4>(offset, [&](const char* part) {
       float term[kCount];
-      Packed::load(parts.data[p] + row * parts.stride_bytes[p], vector).to_float(term);
+      Packed::load(part, 0).to_float(term);
 #pragma unroll
       for (int i = 0; i < kCount; ++i) total[i] += term[i];
-    }
-    Packed::from_float(total).store(out + row * out_stride, vector);
+    });
+    Packed::from_float(total).store(out + offset, 0);
   }
 }
 
@@ -68,38 +89,38 @@ union InUnits {
 // What the vectors above do not cover: doubles, and elements that lie across the ends of their packed rows.
 template <typename T, typename Unit>
 __global__ void __launch_bounds__(kBlockThreads)
-    sum_elements_kernel(const __grid_constant__ Parts parts, int num_parts, int64_t num_rows, int64_t width, char* out,
-                        int64_t out_stride, int lane_bits) {
+    sum_elements_kernel(const __grid_constant__ Parts parts, int64_t num_rows, int64_t width, char* out, int64_t stride,
+                        int lane_bits) {
   using Element = InUnits<T, Unit>;
   const int64_t row = row_of_thread(lane_bits);
   if (row >= num_rows) return;
+  const int64_t offset = row * stride;
   for (int64_t h = lane_of_thread(lane_bits); h < width; h += 1 << lane_bits) {
-    T total = Element::load(parts.data[0] + row * parts.stride_bytes[0], h);
-    for (int p = 1; p < num_parts; ++p) total += Element::load(parts.data[p] + row * parts.stride_bytes[p], h);
-    Element::store(total, out + row * out_stride, h);
+    T total = Element::load(parts.first(offset), h);
+    parts.for_each_other<1>(offset, [&](const char* part) { total += Element::load(part, h); });
+    Element::store(total, out + offset, h);
   }
 }
 
 // Rows of 8 bits, by pieces. grid: rows.
 template <typename Rows>
-__global__ void __launch_bounds__(kBlockThreads)
-    sum_wire_parts_kernel(const __grid_constant__ Parts parts, int num_parts, Side out) {
-  const auto side = [&](int p) {
+__global__ void __launch_bounds__(kBlockThreads) sum_wire_parts_kernel(const __grid_constant__ Parts parts, Side out) {
+  const auto read = [&](const char* row, int64_t piece, float (&values)[kPiece]) {
     Side part = out;
-    part.data = const_cast<char*>(parts.data[p]);
-    part.stride = parts.stride_bytes[p];
-    return part;
+    part.data = const_cast<char*>(row);
+    read_piece<Rows>(part, 0, piece, values);
   };
+  const int64_t offset = blockIdx.x * out.stride;
   for (int64_t base = 0; base * kPiece < out.hidden; base += blockDim.x) {
     const int64_t piece = base + threadIdx.x;
     float total[kPiece];
-    read_piece<Rows>(side(0), blockIdx.x, piece, total);
-    for (int p = 1; p < num_parts; ++p) {
+    read(parts.first(offset), piece, total);
+    parts.for_each_other<1>(offset, [&](const char* row) {
       float values[kPiece];
-      read_piece<Rows>(side(p), blockIdx.x, piece, values);
+      read(row, piece, values);
 #pragma unroll
       for (int i = 0; i < kPiece; ++i) total[i] = __fadd_rn(total[i], values[i]);
-    }
+    });
     __syncthreads();  // where `out` is one of the parts, others have read the scale that one of them writes
     const auto packed = Rows::narrow(total);
     Rows::store(packed, out, out.row(blockIdx.x), piece);
@@ -113,32 +134,49 @@ int lane_bits_of(int64_t items) {
   return bits;
 }
 
+Parts runs_of(const ConstRows* parts, int num_parts) {
+  const auto step = [&](int p) {
+    return static_cast<int64_t>(reinterpret_cast<uintptr_t>(parts[p].data) -
+                                reinterpret_cast<uintptr_t>(parts[p - 1].data));
+  };
+  Parts all;
+  all.num_runs = 0;
+  for (int p = 0; p < num_parts; ++p) {
+    if (all.num_runs > 0) {
+      Run& last = all.runs[all.num_runs - 1];
+      if (last.count == 1) last.step_bytes = step(p);
+      if (step(p) == last.step_bytes) {
+        ++last.count;
+        continue;
+      }
+    }
+    if (all.num_runs == kMaxRuns) {
+      throw std::runtime_error("megatron_moe_opt: sum_parts adds parts in at most " + std::to_string(kMaxRuns) +
+                               " runs at equal distances; these " + std::to_string(num_parts) + " have more");
+    }
+    all.runs[all.num_runs++] = {static_cast<const char*>(parts[p].data), 0, 1};
+  }
+  return all;
+}
+
 }  // namespace
 
 void sum_parts(DType dtype, int64_t width, const ConstRows* parts, int num_parts, MutableRows out, int64_t num_rows,
                void* stream) {
-  if (num_parts < 1 || num_parts > kMaxParts) {
-    throw std::runtime_error("megatron_moe_opt: sum_parts adds 1 to " + std::to_string(kMaxParts) + " parts, not " +
-                             std::to_string(num_parts));
-  }
   if (num_rows == 0 || width == 0) return;
-  Parts all;
+  const Parts all = runs_of(parts, num_parts);
   const auto aligned = [&](int64_t bytes) {
     bool every = rows_aligned(out.data, out.stride_bytes, bytes);
-    for (int p = 0; p < num_parts; ++p) every = every && rows_aligned(parts[p].data, parts[p].stride_bytes, bytes);
+    for (int p = 0; p < num_parts; ++p) every = every && rows_aligned(parts[p].data, out.stride_bytes, bytes);
     return every;
   };
-  for (int p = 0; p < num_parts; ++p) {
-    all.data[p] = static_cast<const char*>(parts[p].data);
-    all.stride_bytes[p] = parts[p].stride_bytes;
-  }
   const cudaStream_t cuda_stream = static_cast<cudaStream_t>(stream);
   char* target = static_cast<char*>(out.data);
   const auto sum_elements = [&](auto element, auto unit) {
     const int lane_bits = lane_bits_of(width);
     const unsigned blocks = grid_blocks(divide_up(num_rows, kBlockThreads >> lane_bits), "sum_parts");
-    sum_elements_kernel<decltype(element), decltype(unit)><<<blocks, kBlockThreads, 0, cuda_stream>>>(
-        all, num_parts, num_rows, width, target, out.stride_bytes, lane_bits);
+    sum_elements_kernel<decltype(element), decltype(unit)>
+        <<<blocks, kBlockThreads, 0, cuda_stream>>>(all, num_rows, width, target, out.stride_bytes, lane_bits);
     check(cudaGetLastError(), "sum_elements_kernel");
   };
   if (has_scales(dtype)) {
@@ -147,7 +185,7 @@ void sum_parts(DType dtype, int64_t width, const ConstRows* parts, int num_parts
     side.wide = side.wide && aligned(kVectorBytes);
     const auto launch = [&](auto rows) {
       sum_wire_parts_kernel<decltype(rows)>
-          <<<blocks, row_threads(divide_up(width, kPiece), 1), 0, cuda_stream>>>(all, num_parts, side);
+          <<<blocks, row_threads(divide_up(width, kPiece), 1), 0, cuda_stream>>>(all, side);
       check(cudaGetLastError(), "sum_wire_parts_kernel");
     };
     return dtype == DType::kFp8 ? launch(Fp8Rows{}) : launch(Mxfp8Rows{});
@@ -161,8 +199,8 @@ void sum_parts(DType dtype, int64_t width, const ConstRows* parts, int num_parts
     const int64_t vectors = width / count;
     const int lane_bits = lane_bits_of(vectors);
     const unsigned blocks = grid_blocks(divide_up(num_rows, kBlockThreads >> lane_bits), "sum_parts");
-    sum_parts_kernel<decltype(element), count><<<blocks, kBlockThreads, 0, cuda_stream>>>(
-        all, num_parts, num_rows, vectors, target, out.stride_bytes, lane_bits);
+    sum_parts_kernel<decltype(element), count>
+        <<<blocks, kBlockThreads, 0, cuda_stream>>>(all, num_rows, vectors, target, out.stride_bytes, lane_bits);
     check(cudaGetLastError(), "sum_parts_kernel");
   });
 }

@@ -16,8 +16,9 @@ void sum_parts(DType dtype, int64_t width, const ConstRows* parts, int num_parts
 }  // namespace cpu
 
 namespace cuda {
-constexpr int kMaxParts = 64;
-// num_parts <= kMaxParts. `parts` is a host array of device pointers. Rows lie at even addresses.
+constexpr int kMaxRuns = 64;
+// `parts` is a host array of device pointers: any number of parts, in at most kMaxRuns runs of some that lie at equal
+// distances in memory, one behind another. Rows of all parts and of `out` have one stride, and lie at even addresses.
 void sum_parts(DType dtype, int64_t width, const ConstRows* parts, int num_parts, MutableRows out, int64_t num_rows,
                void* stream);
 }  // namespace cuda

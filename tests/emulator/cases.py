@@ -152,12 +152,17 @@ def chunks(draw: Draw) -> None:
 
 def sums(draw: Draw) -> None:
     dtype, width = draw.of((*DTYPES, torch.float64)), draw.of((1, 3, 8, 64, 130, 1001))
-    parts = [draw.normal(draw.of((1, 2, 7)), width).to(dtype)]
-    parts += [draw.normal(*parts[0].shape).to(dtype) for _ in range(draw.of((0, 1, 4, 63)))]
+    rows, ranks = draw.of((1, 2, 7)), draw.of((1, 2, 5, 64, 65, 300))
+    own = draw.normal(rows, width).to(dtype)
+    others = draw.normal((ranks - 1) * rows, width).to(dtype)  # as a reduce-scatter receives them, but for its own
+    apart = ranks <= 64 and draw.number(0, 1) == 1  # or each in memory of its own
+    rank = draw.number(0, ranks - 1)
     results = []
     for place in PLACES:
-        given = [part.to(place) for part in parts]
-        out = torch.full_like(given[0], 7)
+        given = list(others.to(place).view(-1, rows, width))
+        given = [part.clone() for part in given] if apart else given
+        given.insert(rank, own.to(place))
+        out = torch.full_like(given[rank], 7)
         step = steps.sum_parts(given, out, [(0, width, dtype)])
         executor(place.type).run(Schedule("sum", (Op(Kind.COMPUTE, Lane.COPY),)), [step])
         results.append(out)

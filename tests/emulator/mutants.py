@@ -64,6 +64,8 @@ MUTANTS: tuple[tuple[str, str, str, tuple[str, ...]], ...] = (
         ("chunks",),
     ),
     # sum_parts.cu
+    ("sum_parts.cu", "if (step(p) == last.step_bytes) {", "if (last.count > 0) {", ("sums",)),
+    ("sum_parts.cu", "left = runs[r].count - (r == 0 ? 1 : 0)", "left = runs[r].count - 1", ("sums",)),
     ("sum_parts.cu", "vector += 1 << lane_bits", "vector += 2 << lane_bits", ("sums",)),
     ("sum_parts.cu", "if (row >= num_rows) return;\n  for (int64_t vector", "for (int64_t vector", ("sums",)),
     # wire_format.cuh, wire_format.cu

@@ -10,6 +10,7 @@ from torch.cuda._sanitizer import EventHandler
 from megatron_moe_opt import kernels
 from megatron_moe_opt.kernels import LANE_BYTES, ChunkList, build_row_map, permute_packed
 from megatron_moe_opt.kernels.streams import own_stream
+from megatron_moe_opt.kernels.wire_format import narrow_rows
 from megatron_moe_opt.runtime.engine import steps
 from megatron_moe_opt.runtime.engine.executor import LaneError, executor
 from megatron_moe_opt.schedules.schedule import Kind, Lane, Op, Schedule
@@ -228,9 +229,32 @@ def test_sums_of_packed_rows_equal_the_cpu(device, dtype, prob_dtype, hidden):
     assert equal_bits(found, wanted)
 
 
-def test_too_many_parts_are_refused(device):
-    with pytest.raises(LaneError, match="sum_parts adds 1 to 64 parts, not 65"):
-        sum_on(device, list(torch.zeros(65, 2, 8)), [(0, 8, torch.float32)])
+@pytest.mark.parametrize("rank", [0, 70, 299])
+@pytest.mark.parametrize("kind", [torch.bfloat16, torch.float64, kernels.WireFormat.FP8])
+def test_parts_of_any_number_of_ranks_are_summed(device, kind, rank):
+    """As a reduce-scatter has them: in one buffer, but for this rank's own."""
+    generator = torch.Generator().manual_seed(rank)
+    rows = torch.randn(300 * 2, 64, generator=generator)
+    if isinstance(kind, torch.dtype):
+        rows = rows.to(kind)
+    else:
+        plain, rows = rows, torch.zeros(len(rows), kind.payload_bytes(64, rows.dtype), dtype=torch.uint8)
+        narrow_rows(plain, kind, rows)
+    sums = []
+    for place in ("cpu", device):
+        parts = list(rows[2:].to(place).view(299, 2, -1))
+        parts.insert(rank, rows[:2].to(place))
+        sums.append(sum_on(place, parts, [(0, 64, kind)]))
+    assert equal_bits(*sums)
+
+
+def test_parts_in_too_many_runs_are_refused(device):
+    """No caller has them so: each two of these lie at a distance of their own."""
+    rows = torch.zeros(130 * 131 // 2, 8, device=device)
+    parts = [rows[number * (number + 1) // 2][None] for number in range(130)]
+    with pytest.raises(LaneError, match="parts in at most 64 runs at equal distances; these 130 have more"):
+        sum_on(device, parts, [(0, 8, torch.float32)])
+    sum_on(device, parts[:128], [(0, 8, torch.float32)])
 
 
 @pytest.mark.parametrize("num_chunks", [2, 4, 50])
