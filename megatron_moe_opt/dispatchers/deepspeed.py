@@ -14,10 +14,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from megatron_moe_opt.dispatchers.dispatcher import Dispatched, Dispatcher
-from megatron_moe_opt.kernels import build_row_map
+from megatron_moe_opt.dispatchers.dispatcher import Dispatched, Dispatcher, map_rows
 from megatron_moe_opt.runtime.engine.collectives import all_gather_rows, reduce_scatter_rows
-from megatron_moe_opt.runtime.engine.host_copy import HostCopy
 from megatron_moe_opt.runtime.rows.linear import linear
 from megatron_moe_opt.runtime.rows.own_rows import permuted
 from megatron_moe_opt.topology.expert_groups import ExpertGroups
@@ -90,10 +88,10 @@ class DeepSpeedDispatcher(Dispatcher):
             routing_map_TE = all_gather_rows(routing_map_TE.contiguous().view(torch.uint8), None, etp).bool()
             capacity = None if capacity is None else capacity * etp.size()
             num_rows = None if num_rows is None else num_rows * etp.size()
-        row_map = build_row_map(routing_map_TE, capacity=capacity, num_out_tokens=num_rows)
-        counts = HostCopy(all_gather_rows(row_map.expert_counts, None, ep).view(ep.size(), 1, -1))
+        groups = ExpertGroups(ep=ep, etp=None, joint=ep)
+        row_map, counts = map_rows(routing_map_TE, groups, capacity=capacity, num_rows=num_rows)
         packed, own = permuted(tokens_TH, probs_TE, row_map)
-        return packed, Dispatched(own, counts, ExpertGroups(ep=ep, etp=None, joint=ep))
+        return packed, Dispatched(own, counts, groups)
 
     def dispatch(
         self, packed: torch.Tensor, dispatched: Dispatched, prob_dtype: torch.dtype

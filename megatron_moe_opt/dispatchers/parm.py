@@ -63,13 +63,14 @@ class ParmDispatcher(Dispatcher):
         """Groups this rank's tokens by chunk and expert or, under S2, those of the TP group by part and expert."""
         if self.schedule is None:
             self.schedule = self.choice.choose(tokens_TH, None)
+        copies, beyond = self.copies, None
+        if copies is not None and not copies.inside and sizes.get("capacity") is None:
+            # Before the joint group's counts: when the host has waited for those, these are there.
+            beyond = HostCopy(all_gather_rows(routing_map_TE.sum(0), None, copies.group).view(copies.group.size(), -1))
         row_map, counts = map_rows(routing_map_TE, self.groups, **sizes)
-        if self.copies is None:
+        if copies is None:
             packed, own = permuted(tokens_TH, probs_TE, row_map.cut(self.schedule.chunks), self.wire)
             return packed, Dispatched(own, counts, self.groups, self.schedule.level)
-        copies, beyond = self.copies, None
-        if not copies.inside:
-            beyond = HostCopy(all_gather_rows(row_map.expert_counts, None, copies.group).view(copies.group.size(), -1))
         packed, own = permuted(tokens_TH, probs_TE, row_map.cut(copies.group.size()), self.wire)
         payload = own.source.payload
         row_bytes = payload.wire.combine.payload_bytes(payload.hidden, payload.dtype)

@@ -110,11 +110,16 @@ def train(layer: Any, hidden: list[torch.Tensor], passed: Any = lambda: None) ->
 
 
 TP, TP_EP4 = {"tp": 2, "ep": 2, "etp": 2}, {"tp": 2, "ep": 4, "etp": 1}
+TP_BEYOND = {"tp": 4, "ep": 2, "etp": 1}
+"""Of a TP group two ranks are in another group of experts."""
 REPLICATED = {"sequence_parallel": False}
 HOPS, ONE, ALL = ({"network_levels": (2, 2), "domain_sizes": sizes} for sizes in ((1, 1), (2, 1), (2, 2)))
 IN_HOPS = {"way": "hops", "network_levels": (2, 2)}
 COMPRESSED = {"compression_ratio": 4.0, "gradient_compression_ratio": 4.0}
 CASES: dict[str, tuple[Any, ...]] = {
+    "deepspeed": ("deepspeed", TP, {}),
+    "deepspeed, dropping": ("deepspeed", TP, DROP),
+    "deepspeed, padded": ("deepspeed", TP, PAD),
     "monta O1": ("monta", TP, {}),
     "monta O2, padded": ("monta", {"ep": 4}, PAD, Options(monta_level="O2", chunks=3)),
     "monta O3": ("monta", TP, SHARED, Options(monta_level="O3", chunks=2)),
@@ -123,6 +128,10 @@ CASES: dict[str, tuple[Any, ...]] = {
     "parm S1": ("parm", TP, REPLICATED, Options(parm_schedule="S1")),
     "parm S2": ("parm", TP, REPLICATED, Options(parm_schedule="S2")),
     "parm S2, dropping": ("parm", TP_EP4, REPLICATED | DROP, Options(parm_schedule="S2")),
+    "parm S2, TP beyond": ("parm", TP_BEYOND, REPLICATED, Options(parm_schedule="S2")),
+    "parm S2, TP beyond, dropping": ("parm", TP_BEYOND, REPLICATED | DROP, Options(parm_schedule="S2")),
+    "parm S2, TP beyond, padded": ("parm", TP_BEYOND, REPLICATED | PAD, Options(parm_schedule="S2")),
+    "parm S1, dropping": ("parm", TP, REPLICATED | DROP, Options(parm_schedule="S1")),
     "parm S1, padded": ("parm", TP_EP4, REPLICATED | PAD, Options(parm_schedule="S1")),
     "mpmoe, dropping": ("mpmoe", {"ep": 4}, DROP, Options(partitions=2)),
     **{f"mpmoe {one}": ("mpmoe", TP, {}, Options(partitions=3, memory_reuse=one)) for one in ("S1", "S2", "S3", "S4")},
@@ -138,16 +147,16 @@ CASES: dict[str, tuple[Any, ...]] = {
     "expert-migration, one queue": ("expert-migration", {"ep": 4}, {}, Options(**ALL), True),
     "expert-migration, recomputed": ("expert-migration", {"ep": 4}, RECOMPUTE, Options(**ALL)),
     "expert-migration, compressed": ("expert-migration", {"ep": 4}, {}, Options(**ALL, **COMPRESSED)),
-    "expert-migration, compressed, one queue": (
-        "expert-migration", {"ep": 4}, {}, Options(**ONE, **COMPRESSED), True
+    "expert-migration, compressed, one queue, padded": (
+        "expert-migration", {"ep": 4}, PAD, Options(**ONE, **COMPRESSED), True
     ),
     "monta O3, fp8": ("monta", TP, {}, Options(monta_level="O3", chunks=2, wire="fp8")),
-    "parm S2, mxfp8": ("parm", TP, REPLICATED, Options(parm_schedule="S2", wire="mxfp8")),
+    "parm S2, mxfp8, padded": ("parm", TP, REPLICATED | PAD, Options(parm_schedule="S2", wire="mxfp8")),
     "mpmoe S2, fp8": ("mpmoe", TP, {}, Options(partitions=3, memory_reuse="S2", wire="fp8")),
     "mpmoe hops S1, fp8": ("mpmoe", {"ep": 4}, {}, Options(partitions=3, memory_reuse="S1", wire="fp8", **IN_HOPS)),
     "mpmoe hops S4, mxfp8": ("mpmoe", {"ep": 4}, {}, Options(partitions=3, memory_reuse="S4", wire="mxfp8", **IN_HOPS)),
-    "expert-migration, two formats": (
-        "expert-migration", {"ep": 4}, {}, Options(**ONE, wire="dispatch=bf16,combine=fp8")
+    "expert-migration, two formats, dropping": (
+        "expert-migration", {"ep": 4}, DROP, Options(**ONE, wire="dispatch=bf16,combine=fp8")
     ),
 }  # fmt: skip
 
@@ -156,7 +165,8 @@ def budget(case: str) -> list[int]:
     """How often the host may wait in each pass: as for stock, which waits for the counts of a forward pass; where they
     are known from the padding it waits for nothing. How many of its tokens a domain needs, where tokens hop, is not.
     """
-    forward = 0 if "padded" in case and "hops" not in case else 1
+    hops = "hops" in case or case.startswith("expert-migration")
+    forward = 0 if "padded" in case and not hops else 1
     return [forward] * MICRO_BATCHES + [forward if "recomputed" in case else 0] * MICRO_BATCHES
 
 

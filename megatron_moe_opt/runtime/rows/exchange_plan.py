@@ -190,7 +190,8 @@ class Sharing:
     overlap: bool
     """In phases, where the mean phase is worth it; False: in one."""
     beyond: HostCopy | None = None
-    """int64 [tp_size, experts] rows of the ranks of the TP group, where the joint group has not all of them."""
+    """int64 [tp_size, experts] rows of the ranks of the TP group, where the joint group has not all of them and padding
+    does not tell; on their way to the host before the joint group's counts."""
 
 
 def share_out(counts: torch.Tensor, ep_rank: int, etp_rank: int, sharing: Sharing) -> tuple[torch.Tensor, Parts]:
@@ -206,7 +207,6 @@ def share_out(counts: torch.Tensor, ep_rank: int, etp_rank: int, sharing: Sharin
         RoutingError: they do not have the same rows.
     """
     copies, (ep_size, etp_size, _) = sharing.copies, counts.shape
-    # host synchronisation: for the TP group's counts, which were sent with the others
     copies.check_alike(counts, None if sharing.beyond is None else sharing.beyond.wait())
     cut = cut_counts(counts, copies.group.size())  # [tp, ep, etp, expert]
     sent = cut[copies.tp_ranks, torch.arange(ep_size).view(-1, 1), torch.arange(etp_size)]
