@@ -260,8 +260,8 @@ def test_wrong_programs_are_refused_before_they_run(ranks):
     ranks.run(bad_programs)
 
 
-def ranges() -> set[str]:
-    """What torch.profiler shows of a pass of a layer, forward and backward."""
+def ranges() -> list[tuple[str, float, float]]:
+    """What torch.profiler shows of a pass of a layer, forward and backward: names, and when they begin and end."""
     import torch
     from torch.profiler import ProfilerActivity, profile
 
@@ -278,10 +278,16 @@ def ranges() -> set[str]:
         with profile(activities=[ProfilerActivity.CPU]) as profiled:
             layer(hidden)[0].sum().backward()
     megatron_moe_opt.register()
-    return {event.name for event in profiled.events()}
+    return [(event.name, event.time_range.start, event.time_range.end) for event in profiled.events()]
 
 
 def test_a_profiler_sees_layers_ops_and_chunks(ranks):
-    for names in ranks.run(ranges):
-        assert "MoE layer 3 (monta, forward)" in names
-        assert {f"monta O3 dispatch, 2 chunk(s): all_to_all of chunk {chunk}" for chunk in range(2)} <= names
+    ops = {
+        f"monta O3 {way}, 2 chunk(s): all_to_all of chunk {chunk}"
+        for way in ("dispatch", "combine")
+        for chunk in range(2)
+    }
+    for events in ranks.run(ranges):
+        for direction in ("forward", "backward"):
+            ((begin, end),) = [times for name, *times in events if name == f"MoE layer 3 (monta, {direction})"]
+            assert ops <= {name for name, first, last in events if begin <= first and last <= end}, direction

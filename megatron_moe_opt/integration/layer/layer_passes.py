@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Container
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
@@ -28,14 +29,30 @@ def name_passes(layer_class: type, names: Container[str]) -> None:
         if dispatcher not in names:
             return stock_forward(self, hidden_states, *args, **kwargs)
         here = Place(number_of(self), dispatcher, "recompute" if is_recomputing() else "forward")
-        with passing(here), told(), shown_as(lambda: f"MoE layer {here.layer} ({dispatcher}, {here.direction})"):
+        with passing(here), told(), shown_as(lambda: _range_of(here)):
             output = stock_forward(self, hidden_states, *args, **kwargs)
-        backward = replace(here, direction="backward")
-        on_gradient(output[0], lambda _: enter(backward))
-        on_gradient(hidden_states, lambda _: leave())
+        backward, shown = replace(here, direction="backward"), ExitStack()
+        ends = hidden_states.requires_grad
+
+        def begin(_: torch.Tensor) -> None:
+            enter(backward)
+            if ends:  # else nobody would say when
+                shown.enter_context(shown_as(lambda: _range_of(backward)))
+
+        def end(_: torch.Tensor) -> None:
+            shown.close()
+            leave()
+
+        on_gradient(output[0], begin)
+        on_gradient(hidden_states, end)
         return output
 
     layer_class.forward = forward
+
+
+def _range_of(pass_: Place) -> str:
+    """The name under which profilers show a pass."""
+    return f"MoE layer {pass_.layer} ({pass_.dispatcher}, {pass_.direction})"
 
 
 def number_of(layer: Any) -> int:
