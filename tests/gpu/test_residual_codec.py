@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megatron_moe_opt import kernels
-from tests.gpu import sized
+from tests.gpu import EMULATED, sized
 from tests.gpu.test_streams import SPIN
 from tests.unit.codec_cases import BLOCK, DTYPES, FILLS, check_decode, check_encode, pair, same_values
 
@@ -57,6 +57,19 @@ def test_a_large_expert_equals_the_cpu_again_and_again(device, dtype):
         assert torch.equal(indices.cpu().view(torch.int16), expected[1].view(torch.int16))
         same_values(values, expected[0])
         same_values(kernels.sr_decode(values, indices, shared), decoded)
+
+
+@pytest.mark.skipif(EMULATED, reason="tests/emulator/cases.py has it with fewer blocks: second_round")
+def test_blocks_of_the_encoder_go_round_a_second_time(device):
+    """512 of them, of which each takes 256 segments of 1024 elements a round."""
+    numel = 512 * 256 * 1024 + 5 * 1024 + 3
+    generator = torch.Generator(device).manual_seed(1)
+    expert = torch.randn(numel, generator=generator, dtype=torch.bfloat16, device=device)
+    shared = torch.zeros_like(expert)
+    values, indices = kernels.sr_encode(expert, shared, numel // 50)
+    expected = kernels.sr_encode(expert.cpu(), shared.cpu(), numel // 50)
+    assert torch.equal(indices.cpu().view(torch.int16), expected[1].view(torch.int16))
+    same_values(values, expected[0])
 
 
 def test_large_residuals_that_the_sample_misses(device):
