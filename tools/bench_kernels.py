@@ -15,7 +15,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from types import ModuleType
@@ -47,6 +47,13 @@ def bench_kernels(
     repeats: Annotated[int, typer.Option(min=2, help="Timed repetitions of each operation.")] = 9,
     seed: Annotated[int, typer.Option(help="Seed of rows and routing.")] = 1234,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Write the rows to this file too.")] = None,
+    at_least: Annotated[
+        float | None,
+        typer.Option(
+            min=0,
+            help="Share of a plain copy's bandwidth for permute, unpermute and their backward passes: fail below.",
+        ),
+    ] = None,
 ) -> None:
     """Permute and unpermute against Megatron-Core's unfused ones, the residual codec against PyTorch's operations, both
     against plain copies; placing samples against scipy and PyTorch, at fixed sizes. In one process.
@@ -85,6 +92,19 @@ def bench_kernels(
         report = {"settings": settings, "rows": [row.report() for row in rows]}
         report["placement"] = [asdict(row) | {"speedup": row.speedup} for row in placement]
         write_text_whole(output, json.dumps(report, indent=2) + "\n")
+    if at_least is not None and not reaches(permute_rows, at_least):
+        raise typer.Exit(1)
+
+
+def reaches(rows: Sequence[Row], at_least: float) -> bool:
+    """Prints whether each of permute's and unpermute's rows reaches this share of a plain copy's bandwidth, and by how
+    much those that do not miss it. Round trips are made of the others.
+    """
+    of_copy = {f"{row.op}, {row.dtype}": 1 / row.over_floor for row in rows if not row.op.startswith("round trip")}
+    below = [f"{name} at {share:.1%}" for name, share in of_copy.items() if share < at_least]
+    said = f"missed: {'; '.join(below)}" if below else f"met, at worst {min(of_copy.values()):.1%}"
+    print(f"permute and unpermute, forward and backward, at {at_least:.0%} of a plain copy's bandwidth or more: {said}")
+    return not below
 
 
 class CodecWorkload:

@@ -24,11 +24,27 @@ from datetime import datetime, timezone
 from pathlib import Path
 
 from tools.gpu_page import Result, page
+from tools.test_matrix import QUICK
 
 ROOT = Path(__file__).resolve().parents[1]
 QUEUES = (32, 1)
 OURS = ("monta", "monta:O3x4", "mpmoe:2", "expert-migration")
 COMMAND = ("-m", "megatron_moe_opt.cli.main")
+CROSS_SECTION = (
+    *(test for test in QUICK if test.startswith("tests/multirank/")),
+    "tests/multirank/test_monta_levels.py::test_buffers_are_used_again_in_the_next_step",
+    "tests/multirank/test_wire.py::test_samples_move_with_narrow_rows_and_whole_residuals",
+    "tests/multirank/test_checkpoint.py::test_results_are_stocks",
+    "tests/multirank/test_mpmoe_training.py::test_ranks_agree_on_partitions_under_skewed_counts",
+    "tests/multirank/test_expert_migration_training.py::test_bf16_losses_are_those_of_stock",
+    "tests/multirank/test_expert_migration_training.py::test_gradients_go_straight_through",
+    "tests/multirank/test_overlapped_batches.py::test_experts_travel_as_they_do_without_overlap",
+)
+"""A test of each dispatcher against stock; then chunks, narrow rows and samples that move, recomputation, partitions,
+training, compressed experts, and Megatron's overlap of micro-batches.
+"""
+ALL_TESTS = "python -m pytest tests/multirank --gpus -q -rs"
+"""Those too that take longer than a page."""
 SMALL = ("--tokens", "256", "--hidden", "256", "--ffn-hidden", "256", "--steps", "1", "--warmup", "0")
 
 
@@ -71,12 +87,15 @@ def steps(ranks: Ranks, flex: Sequence[str], folder: Path) -> list[Step]:
     shape = ("--hidden", "4096", "--ffn-hidden", "1536", "--dtype", "bf16")
     sizes = ("--tokens", "4096", "--topk", "8", *shape)
     experts = ("--experts", str(8 * ranks.gpus * ranks.nodes))
-    small = (*COMMAND, "bench", "--dispatchers", "monta:O3x2,mpmoe:2", *SMALL, *experts)
-    tests = (sys.executable, "-m", "pytest", str(ROOT / "tests/multirank"), "--gpus", "-q", "-rs", "--tb=short")
-    found = [Step("tests of several ranks, NCCL", ranks.alone(*tests), 280)]
+    domain = f"{'1x' * (ranks.nodes > 1)}{ranks.gpus}"  # a node, whose experts then travel to all of its ranks
+    watched = f"monta:O3x2,parm,mpmoe:2,expert-migration:{domain}"
+    small = (*COMMAND, "bench", "--dispatchers", watched, *SMALL, *experts)
+    tests = (sys.executable, "-m", "pytest", *CROSS_SECTION, "--gpus", "-q", "-rs", "--tb=short")
+    found = [Step("cross-section of the tests of several ranks, NCCL", ranks.alone(*tests), 240)]
     for number in QUEUES:
         queues = {"CUDA_DEVICE_MAX_CONNECTIONS": str(number)}
-        layer = (*COMMAND, "bench", "--dispatchers", dispatchers, *sizes, *experts)
+        memory = ("-m", "tools.with_memory", f"{folder}/memory-{number}.txt")
+        layer = (*memory, "bench", "--dispatchers", dispatchers, *sizes, *experts)
         json = ("--output", f"{folder}/layer-{number}.json")
         found.append(Step(f"layer, {number} queue(s)", ranks(*layer, *json), 80, queues))
         profile = (
@@ -96,7 +115,7 @@ def steps(ranks: Ranks, flex: Sequence[str], folder: Path) -> list[Step]:
     found.append(Step("CUDA sanitizer of PyTorch", ranks(*small), 60, {"TORCH_CUDA_SANITIZER": "1"}))
     memcheck = ("compute-sanitizer", "--tool", "memcheck", "--target-processes", "all", "--error-exitcode", "1")
     uncached = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
-    found.append(Step("memcheck", ranks(*small, before=memcheck), 100, uncached, memcheck[0]))
+    found.append(Step("memcheck", ranks(*small, before=memcheck), 140, uncached, memcheck[0]))
     trace = ("nsys", "profile", "--trace=cuda,nvtx", "--force-overwrite=true", f"--output={folder}/trace-%h-%p")
     with_ranges = ("-m", "tools.with_nvtx", *small[len(COMMAND) :])
     found.append(Step("trace of nsys", ranks(*with_ranges, before=trace), 60, needs=trace[0]))
@@ -183,7 +202,7 @@ def main() -> int:
         print(f"   {results[-1].said}", flush=True)
     day = f"{datetime.now(timezone.utc):%Y-%m-%d}"
     title = f"{ranks.nodes} node(s) of {gpus} x {torch.cuda.get_device_name()}, {day}"
-    written = page(title, _facts(), results, folder, QUEUES, not_installed)
+    written = page(title, _facts(), results, folder, QUEUES, not_installed, ALL_TESTS)
     targets = [folder / "page.md"] + [ROOT / "docs" / "benchmarks" / f"gpu-node-{day}.md"] * args.record
     for target in targets:
         target.write_text(written)

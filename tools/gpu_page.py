@@ -30,19 +30,23 @@ def page(
     folder: Path,
     queues: Sequence[int],
     not_installed: Mapping[str, str],
+    all_tests: str,
 ) -> str:
     """The whole page.
 
     Args:
         facts: heading and text, such as the versions and the topology.
-        folder: with `layer-QUEUES.json` of moe-opt bench, `cluster-QUEUES.json` of profile, as far as there are any.
+        folder: with `layer-QUEUES.json` of moe-opt bench, `memory-QUEUES.txt` beside it, `cluster-QUEUES.json` of
+            profile, as far as there are any.
         queues: values of CUDA_DEVICE_MAX_CONNECTIONS.
         not_installed: dispatchers that could not run, and why.
+        all_tests: the command of the tests of which the page has a cross-section.
     """
     failed = [result.name for result in results if result.failed]
     verdict = f"**FAILED: {', '.join(failed)}.**" if failed else "**All steps that ran passed.**"
     rows = [(one.name, one.said, "-" if one.seconds is None else f"{one.seconds:.0f}") for one in results]
     parts = [f"# {title}", verdict, _table(("step", "result", "s"), rows)]
+    parts.append(f"The tests above are a cross-section. All of them, which take longer: `{all_tests}`")
     layers = {number: _read(folder / f"layer-{number}.json") for number in queues}
     clusters = {number: _read(folder / f"cluster-{number}.json") for number in queues}
     for heading, text in (
@@ -51,7 +55,9 @@ def page(
     ):
         if text:
             parts += [f"## {heading}", text]
-    for heading, text in facts.items():
+    memory = {f"Memory of rank 0, {number} queue(s)": folder / f"memory-{number}.txt" for number in queues}
+    summaries = {heading: file.read_text() for heading, file in memory.items() if file.exists()}
+    for heading, text in (summaries | dict(facts)).items():
         parts += [f"## {heading}", f"```\n{text.strip()}\n```"]
     return "\n\n".join(parts) + "\n"
 

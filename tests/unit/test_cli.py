@@ -21,6 +21,7 @@ from megatron_moe_opt.planning.costs.cluster import Cluster, World
 from megatron_moe_opt.schedules.schedule import Kind
 from tests.ranks.job import output_of
 from tools import bench_choice, bench_executor, bench_kernels, bench_saa
+from tools.kernel_timing import Row, Timing
 
 
 def _pages(command, *words):
@@ -394,6 +395,19 @@ def test_bench_kernels_refuses_a_file_before_it_measures(monkeypatch, capsys):
     assert _run(monkeypatch, "-o", "nowhere/out.json", commands=bench_kernels.app) == 2
     error = capsys.readouterr().err
     assert error == "moe-opt: --output nowhere/out.json: its folder does not exist; create it or choose another\n"
+
+
+def test_bench_kernels_says_whether_a_share_of_the_copy_was_reached(capsys):
+    def row(op: str, ours: float) -> Row:
+        return Row(op, "bf16", 2, Timing(ours, ours, ours), None, Timing(0.9, 0.9, 0.9))
+
+    rows = [row("permute", 1.0), row("unpermute", 1.2), row("round trip", 9.0)]
+    assert bench_kernels.reaches(rows, 0.75) and not bench_kernels.reaches(rows, 0.85)
+    bar = "permute and unpermute, forward and backward, at"
+    assert capsys.readouterr().out.splitlines() == [
+        f"{bar} 75% of a plain copy's bandwidth or more: met, at worst 75.0%",
+        f"{bar} 85% of a plain copy's bandwidth or more: missed: unpermute, bf16 at 75.0%",
+    ]
 
 
 def test_names_that_look_like_markup_are_printed_as_they_are(capsys):

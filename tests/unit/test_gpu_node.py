@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import runpy
 import sys
 import time
 from pathlib import Path
 
-from tools.gpu_node import QUEUES, Ranks, Step, main, plan, run, steps
+import pytest
+import torch
+
+from megatron_moe_opt.cli import main as cli
+from tools.gpu_node import ALL_TESTS, CROSS_SECTION, QUEUES, ROOT, Ranks, Step, main, plan, run, steps
 from tools.gpu_page import Result, page
 
 RECORDED = Path(__file__).parent / "gpu_node"
@@ -16,17 +21,39 @@ def test_a_plan_is_shown_without_a_gpu_and_ends_in_time(capsys, monkeypatch, tmp
     monkeypatch.setattr(sys, "argv", ["gpu_node", "--plan", "--gpus", "8"])
     assert main() == 0
     shown = capsys.readouterr().out
-    assert "tests/multirank --gpus" in shown and "flex:deepep" in shown and "TORCH_CUDA_SANITIZER=1" in shown
+    assert "tests/multirank/test_netmoe.py" in shown and "flex:deepep" in shown and "TORCH_CUDA_SANITIZER=1" in shown
     of_node = steps(Ranks(8), ("deepep",), tmp_path)
     assert plan(of_node).endswith(f"together at most {sum(step.limit_s for step in of_node)} s")
     assert sum(step.limit_s for step in of_node) <= 780
     layers = [step for step in of_node if step.name.startswith("layer")]
     assert [step.environment["CUDA_DEVICE_MAX_CONNECTIONS"] for step in layers] == ["32", "1"]
+    watched = [step for step in of_node if step.name in ("CUDA sanitizer of PyTorch", "memcheck", "trace of nsys")]
+    assert len(watched) == 3
+    assert all("monta:O3x2,parm,mpmoe:2,expert-migration:8" in step.command for step in watched)
+
+
+def test_the_cross_section_names_tests_that_there_are():
+    for test in CROSS_SECTION:
+        file, name = test.split("::")
+        assert f"\ndef {name.partition('[')[0]}(" in (ROOT / file).read_text(), test
+
+
+def test_the_summary_of_memory_is_rank_0s(tmp_path, monkeypatch):
+    """Also where the command fails."""
+    monkeypatch.setattr(torch.cuda, "memory_summary", lambda abbreviated: "PyTorch CUDA memory summary")
+    monkeypatch.setattr(cli, "main", lambda: sys.exit(sys.argv[1] != "bench"))
+    for rank in "10":
+        monkeypatch.setenv("RANK", rank)
+        monkeypatch.setattr(sys, "argv", ["with_memory", str(tmp_path / f"{rank}.txt"), "bench"])
+        with pytest.raises(SystemExit, match="False"):
+            runpy.run_module("tools.with_memory", run_name="__main__")
+    assert [file.name for file in tmp_path.iterdir()] == ["0.txt"]
 
 
 def test_ranks_of_a_job_of_nodes_are_started_by_srun(tmp_path):
     tests, layer, *_ = steps(Ranks(8, nodes=2), (), tmp_path)
     assert tests.command[:2] == ("srun", "--nodes=1") and "--ntasks=16" in layer.command
+    assert "expert-migration:1x8" in plan(steps(Ranks(8, nodes=2), (), tmp_path))
     assert "torch.distributed.run" not in layer.command
 
 
@@ -58,7 +85,9 @@ def test_the_page_tells_what_passed_and_what_was_measured():
         Result("memcheck", "FAILED (x)", 1),
     ]
     missing = {"flex:deepep": "DeepEP is not installed"}
-    made = page("a title", {"Topology": "GPU0 X"}, results, RECORDED, QUEUES, missing)
+    made = page("a title", {"Topology": "GPU0 X"}, results, RECORDED, QUEUES, missing, ALL_TESTS)
+    assert f"All of them, which take longer: `{ALL_TESTS}`" in made
+    assert "## Memory of rank 0, 32 queue(s)\n\n```\n|=====" in made
     assert made.startswith("# a title\n\n**FAILED: memcheck.**")
     assert "| tests | ok | 12 |" in made and "| trace | not run: no nsys here | - |" in made
     assert "| dispatcher | ms, 32 queue(s) |" in made and "1 queue(s)" not in made  # nothing was recorded with one
@@ -67,4 +96,4 @@ def test_the_page_tells_what_passed_and_what_was_measured():
     assert "2 ranks, cpu, gloo: 64 tokens a rank" in made
     assert "| all_to_all | ep | 0.0164 | 0.188 |" in made
     assert "## Topology\n\n```\nGPU0 X\n```" in made
-    assert "**All steps that ran passed.**" in page("t", {}, results[:2], RECORDED / "none", QUEUES, {})
+    assert "**All steps that ran passed.**" in page("t", {}, results[:2], RECORDED / "none", QUEUES, {}, ALL_TESTS)
