@@ -8,10 +8,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megatron_moe_opt.dispatchers.say import say_once
 from megatron_moe_opt.integration.layer.overlapped_batches import before_pass
 from megatron_moe_opt.options import Options
-from megatron_moe_opt.planning.costs.gpu_settings import needless_queue
+from megatron_moe_opt.planning.costs.gpu_settings import needless_queue, too_few_queues
 from megatron_moe_opt.row_format import SAME
+from megatron_moe_opt.runtime.engine.executor import streams_in_use
 
 _layers: list[tuple[weakref.ref[Any], str, Any, str]] = []
 """(layer, dispatcher name, dispatcher, what else there is to say) of the layers built since the last line."""
@@ -20,7 +22,8 @@ _layers: list[tuple[weakref.ref[Any], str, Any, str]] = []
 def announce(layer: Any, name: str, dispatcher: Any, options: Options) -> None:
     """Prints one line on rank 0 when the first of the layers built so far runs for the first time.
 
-    Waiting for the first forward pass lets one line speak for all layers of the model.
+    Waiting for the first forward pass lets one line speak for all layers of the model; the layer's second pass, the
+    first to know what streams a pass uses, says where these are more than hardware queues.
     """
     if dist.is_initialized() and dist.get_rank() != 0:
         return
@@ -29,11 +32,20 @@ def announce(layer: Any, name: str, dispatcher: Any, options: Options) -> None:
         more += f"; {options.wire.describe()}"
     _layers.append((weakref.ref(layer), name, dispatcher, more))
 
-    def speak(*_: Any) -> None:
-        handle.remove()
-        _print_lines()
+    handle = before_pass(layer, lambda *_: speak())
 
-    handle = before_pass(layer, speak)
+    def speak() -> None:
+        nonlocal handle
+        handle.remove()
+        if _layers:  # else another layer has spoken for this one
+            _print_lines()
+            handle = before_pass(layer, lambda *_: speak_of_streams())
+
+    def speak_of_streams() -> None:
+        handle.remove()
+        waits = too_few_queues(streams_in_use())
+        if waits is not None:
+            say_once(name, waits, lambda: waits)
 
 
 def _print_lines() -> None:
@@ -48,7 +60,7 @@ def _print_lines() -> None:
             waits = needless_queue(*sizes, torch.cuda.get_device_capability()[0])
         if layer is not None:
             numbers.setdefault((name, what), []).append(layer.layer_number or 0)
-    _layers.clear()  # the hooks of the other layers find nothing left to say
+    _layers.clear()
     if waits is not None:
         print(f"moe-opt: {waits}", flush=True)
     for (name, what), layers in numbers.items():

@@ -50,6 +50,7 @@ def on_accelerator(
     """
     import megatron_moe_opt
     from megatron_moe_opt.integration.layer.moe_layer import build_layer
+    from megatron_moe_opt.runtime.engine import executor
     from tests.accelerator.device import accelerator
     from tests.multirank.test_parm import phases_of_any_size
     from tests.ranks.megatron import moe_config, parallel
@@ -71,6 +72,7 @@ def on_accelerator(
                 before = len(found.syncs)
                 syncs: list[list[str]] = []
                 second = train(ours, hidden, lambda: syncs.append(found.syncs[before + sum(map(len, syncs)) :]))
+                streams = sorted(executor._in_use)
                 del ours
         finally:
             megatron_moe_opt.register()
@@ -81,7 +83,7 @@ def on_accelerator(
             for results, wanted in zip((first, second), expected, strict=True)
             for name in wanted
         ]
-        return {"error": max(errors), "syncs": syncs, "used": found.used, "found": found.findings()}
+        return {"error": max(errors), "syncs": syncs, "used": found.used, "found": found.findings(), "streams": streams}
 
 
 def change(layer: Any) -> Any:
@@ -178,6 +180,8 @@ def test_a_layer(ranks, library, case):
         waits = list(map(len, result["syncs"]))
         assert all(map(int.__le__, waits, budget(case))), result["syncs"]
         assert result["error"] < 1e-6
+        if case == "monta O3":  # what a run with fewer hardware queues is told of
+            assert result["streams"] == ["compute", "copy", "group ep", "group expert-tp", "inter", "intra"]
 
 
 def test_partitions_that_are_chosen_by_rows_cost_no_wait(ranks, library, tmp_path):

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from megatron_moe_opt.dispatchers import say
+from megatron_moe_opt.integration import announce
 from megatron_moe_opt.options import Options
-from megatron_moe_opt.planning.costs.gpu_settings import gpu_settings, needless_queue, other_settings
+from megatron_moe_opt.planning.costs.gpu_settings import gpu_settings, needless_queue, other_settings, too_few_queues
 
 ENVIRONMENT = {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "NCCL_ALGO": "Ring", "NCCL_DEBUG_FILE": "x", "PATH": "/bin"}
 
@@ -44,6 +47,39 @@ def test_a_queue_that_nobody_needs_is_named(queues, tp, cp, capability, says):
     assert line is None if says is None else says in line and line.endswith("set it to 32")
 
 
+@pytest.mark.parametrize(
+    ("queues", "streams", "says"),
+    [
+        ("4", 6, "is 4, and MoE layers use 6 streams"),
+        ("8", 8, None),
+        (None, 8, None),
+        (None, 9, "is not set, which means 8, and MoE layers use 9 streams"),
+        ("1", 9, None),  # Megatron's wish, or named above
+        ("4", 0, None),
+    ],
+)
+def test_queues_that_streams_share_are_named(queues, streams, says):
+    line = too_few_queues(streams, {} if queues is None else {"CUDA_DEVICE_MAX_CONNECTIONS": queues})
+    assert line is None if says is None else says in line and line.endswith("set it to 32")
+
+
+def test_the_second_pass_says_once_what_too_few_queues_cost(monkeypatch, capsys):
+    layers = [torch.nn.Identity() for _ in range(2)]
+    monkeypatch.setattr(say, "_said", set())
+    monkeypatch.setattr(announce, "streams_in_use", lambda: 6)
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "4")
+    for number, layer in enumerate(layers, start=1):
+        announced(layer, number)
+    printed = []
+    for _ in range(3):
+        for layer in layers:
+            layer(torch.zeros(1))
+        printed.append(capsys.readouterr().out)
+    assert "MoE layers 1, 2: dispatcher monta" in printed[0] and "MAX_CONNECTIONS" not in printed[0]
+    assert printed[1].startswith("moe-opt: monta: CUDA_DEVICE_MAX_CONNECTIONS is 4") and printed[1].count("\n") == 1
+    assert not printed[2]
+
+
 def test_runs_say_once_what_differs_and_only_on_a_gpu(monkeypatch, capsys):
     monkeypatch.setattr(say, "_said", set())
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
@@ -55,20 +91,22 @@ def test_runs_say_once_what_differs_and_only_on_a_gpu(monkeypatch, capsys):
     assert capsys.readouterr().out.count("f.json was measured with other settings") == 1
 
 
-def test_the_first_pass_says_what_one_queue_costs(monkeypatch, capsys):
-    from types import SimpleNamespace
-
-    from megatron_moe_opt.integration import announce
-
-    layer = torch.nn.Identity()
-    layer.layer_number = 1
+def announced(layer: torch.nn.Module, number: int) -> None:
+    """Has a stand-in for a MoE layer say what it runs."""
+    layer.layer_number = number
     layer.config = SimpleNamespace(tensor_model_parallel_size=1, context_parallel_size=1, params_dtype=torch.float32)
     dispatcher = SimpleNamespace(groups=SimpleNamespace(ep_size=2, etp_size=1), describe=lambda: "it")
+    layer.dispatcher = dispatcher
+    announce.announce(layer, "monta", dispatcher, Options())
+
+
+def test_the_first_pass_says_what_one_queue_costs(monkeypatch, capsys):
+    layer = torch.nn.Identity()
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     for available, number in ((False, 0), (True, 1)):
         monkeypatch.setattr(torch.cuda, "is_available", lambda available=available: available)
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
-        announce.announce(layer, "monta", dispatcher, Options())
+        announced(layer, 1)
         layer(torch.zeros(1)), layer(torch.zeros(1))
         said = capsys.readouterr().out
         assert said.count("dispatcher monta") == 1 and said.count("CUDA_DEVICE_MAX_CONNECTIONS is 1") == number

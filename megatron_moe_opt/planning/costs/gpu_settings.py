@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from megatron_moe_opt.planning.costs.differences import differences
 
 CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
+_BY_DEFAULT = 8
 _OF_NO_EFFECT = ("NCCL_DEBUG",)
 """What these begin with says what NCCL writes, not what it does."""
 _FIRST_THAT_NEEDS_NO_ORDER = 10
@@ -65,4 +66,19 @@ def needless_queue(tp: int, cp: int, capability: int, environment: Mapping[str, 
     return (
         f"{CONNECTIONS} is 1, which Megatron does not need with {why}: work of one stream then waits for others', and "
         "less overlaps; set it to 32"
+    )
+
+
+def too_few_queues(streams: int, environment: Mapping[str, str] = os.environ) -> str | None:
+    """One sentence where several hardware queues are fewer than the streams in use, else None; of one, see
+    `needless_queue`.
+    """
+    value = environment.get(CONNECTIONS)
+    queues = _BY_DEFAULT if value is None else int(value) if value.isdecimal() else 1
+    if queues == 1 or queues >= streams:
+        return None
+    is_set = f"is {value}" if value is not None else f"is not set, which means {queues}"
+    return (
+        f"{CONNECTIONS} {is_set}, and MoE layers use {streams} streams: some share a hardware queue, where one waits "
+        "for another, and less overlaps; set it to 32"
     )

@@ -36,6 +36,17 @@ class LaneError(CollectiveError):
     """An op of a schedule failed: names the lane, the op, its chunk, and the group and rank of a collective."""
 
 
+_in_use: set[str] = set()
+"""Lanes, queues and groups of what has run on streams: each has a stream, a group that of its communicator."""
+
+
+def streams_in_use() -> int:
+    """How many streams the schedules of this process have used so far, their caller's among them; 0: none has run on
+    streams.
+    """
+    return len(_in_use)
+
+
 class Executor:
     """Runs one schedule at a time, and beside it those that were started. After a failure it can be used again; the
     group of a failed collective cannot.
@@ -62,6 +73,8 @@ class Executor:
         Raises:
             LaneError: an op failed. No op runs any more, those that other ranks waited for included.
         """
+        if self._on_streams:
+            _note_streams(schedule, (Lane.COMPUTE.value, *(lane.value for lane in schedule.lanes)))
         ops = _ops(schedule, steps, _NUMBER)
         recorded = is_recording()
         began = clock().now() if recorded else None
@@ -95,6 +108,7 @@ class Executor:
         ops = _ops(schedule, steps, dict.fromkeys(Lane, 0))
         if isinstance(started, HostQueue):
             return started.start(_run_on_thread(started, schedule, steps, ops, Beside(), behind))
+        _note_streams(schedule, (queue,))
         return started.start(_issue_on_stream(schedule, steps, ops, Beside()), behind)
 
     def memory(self, queue: str = Lane.EXPERTS.value) -> AbstractContextManager[None]:
@@ -120,6 +134,10 @@ def executor(device: torch.device | str = "cpu") -> Executor:
 def _executor(device_type: str, index: int | None) -> Executor:
     with torch.cuda.device(index) if device_type == "cuda" else nullcontext():
         return Executor(torch.device(device_type, index))
+
+
+def _note_streams(schedule: Schedule, of_work: tuple[str, ...]) -> None:
+    _in_use.update(of_work, (f"group {op.group}" for op in schedule.ops if op.group is not None))
 
 
 _Ops = list[tuple[int, tuple[int, ...], Sequence[Any]]]
