@@ -228,12 +228,13 @@ class Workload:
 
         once = self.token_bytes + self.permuted_bytes
         row_map = kernels.build_row_map(self.routing_map, num_out_tokens=self.num_rows)
+        tokens, probs, permuted = self.tokens.detach(), self.probs.detach(), self.permuted.detach()
         return {
             "permute packed, map given": (
-                lambda: kernels.permute_packed(self.tokens, self.probs, row_map),
+                lambda: kernels.permute_packed(tokens, probs, row_map),
                 once + self.num_rows * kernels.LANE_BYTES,
             ),
-            "unpermute, map given": (lambda: kernels.sum_packed_rows(self.permuted, self.shape[1], row_map), once),
+            "unpermute, map given": (lambda: kernels.sum_packed_rows(permuted, self.shape[1], row_map), once),
         }
 
     def measure(self, repeats: int) -> list[Row]:

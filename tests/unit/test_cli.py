@@ -397,6 +397,13 @@ def test_bench_kernels_refuses_a_file_before_it_measures(monkeypatch, capsys):
     assert error == "moe-opt: --output nowhere/out.json: its folder does not exist; create it or choose another\n"
 
 
+def test_bench_kernels_times_permute_and_rows_in_formats():
+    workload = bench_kernels.Workload(torch.device("cpu"), 16, 32, 4, 2, "bf16", 1)
+    rows = workload.measure(2) + workload.measure_wire(2)
+    assert {"permute", "permute packed, map given", "unpermute, map given", "sum in fp8"} <= {row.op for row in rows}
+    assert all(row.ours.median > 0 and row.floor.median > 0 for row in rows)
+
+
 def test_bench_kernels_says_whether_a_share_of_the_copy_was_reached(capsys):
     def row(op: str, ours: float) -> Row:
         return Row(op, "bf16", 2, Timing(ours, ours, ours), None, Timing(0.9, 0.9, 0.9))
