@@ -1,4 +1,5 @@
-"""How long each schedule takes in virtual time, with a hardware queue a stream and with one for all.
+"""How long each schedule takes in virtual time, with a hardware queue a stream and with one for all, and how much of it
+overlaps.
 
 python -m tests.accelerator.makespans      # the table of docs/streams.md, and how much longer one queue takes
 """
@@ -8,6 +9,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Callable
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
 
@@ -15,7 +17,7 @@ from megatron_moe_opt.schedules.issue_order import SECONDS, _guesses
 from megatron_moe_opt.schedules.schedule import Kind, Lane, Op, Schedule
 from tests.accelerator.all_schedules import COUNTS, all_schedules
 from tests.accelerator.executor_library import SoftwareExecutor, Work, build
-from tests.accelerator.software import Device, Queues, play
+from tests.accelerator.software import Device, Entry, Queues, play
 
 LANES = tuple(lane for lane in Lane if lane is not Lane.EXPERTS)
 
@@ -32,24 +34,49 @@ def caller_lane(schedule: Schedule) -> int:
 
 def makespan(executor: SoftwareExecutor, schedule: Schedule, cost: Callable[[Op], float], queues: Queues) -> float:
     """From the first op's begin to the moment at which the caller's stream goes on."""
+    return max(end for _, end in _played(executor, schedule, cost, queues).values())
+
+
+def overlap(executor: SoftwareExecutor, schedule: Schedule, cost: Callable[[Op], float], queues: Queues) -> float:
+    """How much of the time in which lanes are busy, added over all lanes, lies beside an op of another lane: of 1."""
+    times = _played(executor, schedule, cost, queues)
+    busy = [(entry.label, begin, end) for entry, (begin, end) in times.items() if begin < end]
+    moments = sorted({moment for _, *span in busy for moment in span})
+    total = beside = 0.0
+    for begin, end in pairwise(moments):
+        lanes = len({lane for lane, first, last in busy if first <= begin and end <= last})
+        total += lanes * (end - begin)
+        beside += (end - begin) * (lanes if lanes > 1 else 0)
+    return beside / total
+
+
+def _played(
+    executor: SoftwareExecutor, schedule: Schedule, cost: Callable[[Op], float], queues: Queues
+) -> dict[Entry, tuple[float, float]]:
+    """Begin and end of all that is launched. The label of what an op does is its lane."""
     device = Device(queues)
     ops = [
-        (LANES.index(op.lane), op.waits_for, [lambda op=op: Work(seconds=cost(op), group=op.group)])
+        (
+            LANES.index(op.lane),
+            op.waits_for,
+            [lambda op=op: Work(seconds=cost(op), group=op.group, label=op.lane.value)],
+        )
         for op in schedule.ops
     ]
     executor.issue(device, ops, caller_lane(schedule))
-    return max(end for _, end in play(device).values())
+    return play(device)
 
 
 def table(executor: SoftwareExecutor) -> str:
-    """One queue / many queues, of every schedule in each number of chunks."""
+    """One queue / many queues of every schedule in each number of chunks, and its overlap with many."""
     families: dict[str, dict[int, str]] = {}
     for name, schedule in all_schedules():
         family, _, rest = name.partition(", ")
         count, _, groups = rest.partition(", ")
         times = [makespan(executor, schedule, nominal, queues) for queues in (Queues.ONE, Queues.MANY)]
         of = families.setdefault(", ".join(filter(None, (family, groups))), {})
-        of[int(count.split()[0]) if count else 1] = " / ".join(f"{seconds:.1f}" for seconds in times)
+        beside = overlap(executor, schedule, nominal, Queues.MANY)
+        of[int(count.split()[0]) if count else 1] = f"{times[0]:.1f} / {times[1]:.1f}, {beside:.0%}"
     lines = [f"| schedule | {' | '.join(map(str, COUNTS))} |", "|---" * (1 + len(COUNTS)) + "|"]
     for family in sorted(families):
         lines.append(f"| {family} | {' | '.join(families[family].get(count, '') for count in COUNTS)} |")

@@ -13,7 +13,7 @@ from megatron_moe_opt.schedules.issue_order import in_issue_order
 from megatron_moe_opt.schedules.schedule import Kind, Lane, Op
 from tests.accelerator.all_schedules import all_schedules
 from tests.accelerator.executor_library import SoftwareExecutor, build
-from tests.accelerator.makespans import LANES, makespan, nominal, table
+from tests.accelerator.makespans import LANES, makespan, nominal, overlap, table
 from tests.accelerator.software import Queues
 from tests.schedule_checks import validate
 
@@ -30,6 +30,16 @@ def test_one_queue_takes_at_most_1_15_times_as_long(software_executor):
 
 def test_the_table_of_the_docs_is_what_comes_out(software_executor):
     assert table(software_executor) in DOCS.read_text()
+
+
+def test_overlap_is_busy_time_beside_another_lane(software_executor):
+    """Of two chunks: two all-to-alls in one lane; two gathers and a copy of 0.1 behind each in the other. The second
+    all-to-all runs beside the first gather.
+    """
+    two_chunks, alone = "monta O2 dispatch, 2 chunk(s), EP 2, expert-TP 2", "parm dispatch, 1 chunk(s), expert-TP 2"
+    for queues in Queues:
+        assert overlap(software_executor, SCHEDULES[two_chunks], nominal, queues) == pytest.approx(2 / 4.2)
+        assert overlap(software_executor, SCHEDULES[alone], nominal, queues) == 0
 
 
 def test_waiting_at_once_would_serialise(software_executor, executor_folder):
