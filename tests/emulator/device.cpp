@@ -62,6 +62,14 @@ void for_stretches(const Tensor& tensor, const Visit& visit) {
 void mark_written(const Tensor& tensor) {
   if (tensor.defined() && tensor.is_cuda()) for_stretches(tensor, host_writes);
 }
+void mark_unwritten(const Tensor& tensor) {
+  if (tensor.defined() && tensor.is_cuda()) for_stretches(tensor, host_forgets);
+}
+bool is_unwritten(const Tensor& tensor) {
+  bool all = true;
+  for_stretches(tensor, [&](const void* data, size_t bytes) { all = all && nobody_wrote(data, bytes); });
+  return all;
+}
 void check_readable(const Tensor& tensor, const std::string& what) {
   if (!tensor.defined() || !tensor.is_cuda()) return;
   for_stretches(tensor, [&](const void* data, size_t bytes) { host_reads(data, bytes, what.c_str()); });

@@ -11,6 +11,9 @@ namespace emulator {
 at::Tensor on_host(const at::Tensor& tensor);
 
 void mark_written(const at::Tensor& tensor);
+void mark_unwritten(const at::Tensor& tensor);
+// Whether nobody has written any of its bytes since.
+bool is_unwritten(const at::Tensor& tensor);
 // Throws where it holds bytes that nobody has written; `what` reads it.
 void check_readable(const at::Tensor& tensor, const std::string& what);
 

@@ -566,6 +566,17 @@ void host_reads(const void* data, size_t bytes, const char* what) {
   }
 }
 
+void host_forgets(const void* data, size_t bytes) {
+  const size_t offset = reinterpret_cast<uintptr_t>(data) - kBase;
+  if (offset < kDenseBytes) std::fill_n(kWriters + offset, bytes, kUnwritten);
+}
+
+bool nobody_wrote(const void* data, size_t bytes) {
+  const size_t offset = reinterpret_cast<uintptr_t>(data) - kBase;
+  const uint32_t* first = kWriters + offset;
+  return offset >= kDenseBytes || std::all_of(first, first + bytes, [](uint32_t tag) { return tag == kUnwritten; });
+}
+
 void set_seed(uint64_t seed) {
   std::lock_guard<std::mutex> lock(machine().mutex);
   machine().random = (seed + 1) * 0x9e3779b97f4a7c15;

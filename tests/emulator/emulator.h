@@ -29,9 +29,11 @@ void reset_most_allocated();
 bool is_device(const void* data);
 
 // What is not a kernel (a memset, PyTorch's own operations) reads or writes device memory. host_reads throws where
-// a byte has never been written.
+// a byte has never been written. What host_forgets was given counts as never written.
 void host_writes(const void* data, size_t bytes);
 void host_reads(const void* data, size_t bytes, const char* what);
+void host_forgets(const void* data, size_t bytes);
+bool nobody_wrote(const void* data, size_t bytes);
 
 // ---- Launches ----
 

@@ -7,12 +7,14 @@ is the long form. A tensor left on the host meets the device's here, and one giv
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import ctypes
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from megatron_moe_opt.kernels.extension import load_extension
 from tests.multirank import test_bench_layer
 from tests.multirank.test_dispatchers import compare
 from tests.multirank.test_mpmoe import worst_errors
@@ -55,6 +57,64 @@ def test_numbers_are_those_of_the_host_and_results_come_back_to_it(gpu_ranks):
         assert of_rank.device.type == "cpu" and torch.equal(of_rank, drawn())
 
 
+def what_calls_do() -> dict[str, str]:
+    """What is said of calls that are used wrongly, each in a group of its own."""
+
+    def said(use: Callable[[dist.ProcessGroup, torch.Tensor, torch.Tensor], object]) -> str:
+        group, own = dist.new_group(), torch.full((3,), float(dist.get_rank()))
+        gathered = torch.zeros(3 * dist.get_world_size())
+        try:
+            return str(use(group, own, gathered))
+        except RuntimeError as error:
+            return str(error).partition("\nException raised")[0]
+
+    def gather(group: dist.ProcessGroup, own: torch.Tensor, gathered: torch.Tensor) -> dist.Work:
+        return dist.all_gather_into_tensor(gathered, own, group=group, async_op=True)
+
+    def waited(group: dist.ProcessGroup, own: torch.Tensor, gathered: torch.Tensor) -> list[float]:
+        works = [gather(group, own, gathered), dist.all_reduce(own, group=group, async_op=True)]
+        works[1].wait()  # and, before that, for the first
+        return [*gathered[::3].tolist(), own[0].item()]
+
+    def used_in_turn(group: dist.ProcessGroup, own: torch.Tensor, gathered: torch.Tensor) -> float:
+        gather(group, own, gathered)
+        dist.all_reduce(gathered, group=group)
+        return gathered[-1].item()
+
+    def then(use: Callable[[torch.Tensor, torch.Tensor], object]) -> Callable[..., object]:
+        def run(group: dist.ProcessGroup, own: torch.Tensor, gathered: torch.Tensor) -> object:
+            work = gather(group, own, gathered)
+            used = use(own, gathered)
+            work.wait()
+            return used
+
+        return run
+
+    def other(group: dist.ProcessGroup, own: torch.Tensor, gathered: torch.Tensor) -> object:
+        return gather(group, own, gathered).wait() if dist.get_rank() else dist.all_reduce(own, group=group)
+
+    return {
+        "waited": said(waited),
+        "used in turn": said(used_in_turn),
+        "read early": said(then(lambda own, gathered: gathered.sum().item())),
+        "written early": said(then(lambda own, gathered: gathered.zero_())),
+        "changed": said(then(lambda own, gathered: own.add_(1))),
+        "other": said(other),
+    }
+
+
+def test_calls_are_late_and_strict(gpu_ranks):
+    for rank, said in enumerate(gpu_ranks.run(what_calls_do)):
+        assert said["waited"] == "[0.0, 1.0, 2.0, 3.0, 6.0]" and said["used in turn"] == "12.0"
+        assert "which nobody has written" in said["read early"]
+        assert said["written early"] == "allgather_base: its output was written before it was over"
+        assert said["changed"] == "allgather_base: what it sends was changed before it was over"
+        first = 0 if rank else 1  # of those that do not agree with this rank
+        for issuer in (first, rank):
+            what = "allgather_base" if issuer else "allreduce"
+            assert f"rank {issuer} issued {what} as call 0" in said["other"].replace("; that", f"; rank {rank}")
+
+
 def errors_of(dispatcher: str, folder: object) -> list[float]:
     """Of a layer against stock, forward and backward."""
     if dispatcher == "parm":
@@ -70,6 +130,30 @@ def errors_of(dispatcher: str, folder: object) -> list[float]:
 def test_a_layer_equals_stock(gpu_ranks, tmp_path, dispatcher):
     for errors in gpu_ranks.run(errors_of, dispatcher=dispatcher, folder=tmp_path):
         assert max(errors) < 1e-6
+
+
+def never_wait_for(name: str) -> None:
+    """Has nobody wait for calls of this name."""
+    ctypes.CDLL(load_extension().__file__).emulator_never_wait_for(name.encode())
+
+
+def layer_without_joins(folder: object) -> str:
+    """What is said of a layer where `Exchange::join` (csrc/pipeline/exchange.cpp), the only one to issue an `alltoall`,
+    does not wait for it.
+    """
+    never_wait_for("alltoall")
+    try:
+        errors_of("monta", folder)
+    except RuntimeError as error:
+        return str(error)
+    finally:
+        never_wait_for("")
+    return "nothing"
+
+
+def test_a_join_that_is_missing_is_found(gpu_ranks, tmp_path):
+    for said in gpu_ranks.run(layer_without_joins, folder=tmp_path):
+        assert "which nobody has written" in said
 
 
 def test_a_benchmark_of_layers_runs(gpu_ranks):
