@@ -86,7 +86,7 @@ def narrow(rows: torch.Tensor, wire: WireFormat) -> torch.Tensor:
         scales = exponents.to(torch.uint8)
     scaled = (values * inverse.unsqueeze(2)).clamp(-448, 448)
     codes = torch.where(finite, scaled.to(torch.float8_e4m3fn).view(torch.uint8), 0x7F)
-    payload = torch.zeros(rows.size(0), wire.payload_bytes(hidden, rows.dtype), dtype=torch.uint8)
+    payload = torch.zeros(rows.size(0), wire.payload_bytes(hidden, rows.dtype), dtype=torch.uint8, device=rows.device)
     payload[:, :hidden] = codes.view(rows.size(0), blocks * wire.block)[:, :hidden]
     first = wire.first_scale(hidden)
     size = blocks * wire.scale_bytes

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from time import perf_counter
@@ -41,7 +41,7 @@ class Streams:
 
     Attributes:
         without: a place in the package, `file:line`, whose waits are left out.
-        used: places in the package that wait.
+        used: places in the package that order streams.
         syncs: where the host waited for the device.
     """
 
@@ -76,19 +76,21 @@ class Streams:
         merge(actor.clock, self.host.clock)
         return actor.tick()
 
-    def order(self, behind: Actor, clock: Clock, place: str | None) -> None:
-        """What `behind` does afterwards, it does behind `clock`."""
-        if place is not None:
-            self.used.add(place)
-            if place == self.without:
-                return
-        merge(behind.clock, clock)
+    def order(self, behind: Actor, clock: Clock, places: Sequence[str] = ()) -> None:
+        """What `behind` does afterwards, it does behind `clock`: on behalf of these places in the package."""
+        if not self.leaves_out(places):
+            merge(behind.clock, clock)
 
-    def host_waits(self, clock: Clock, why: str, place: str | None) -> None:
+    def leaves_out(self, places: Sequence[str]) -> bool:
+        """Whether one of these places that order streams is without effect."""
+        self.used.update(places)
+        return self.without in places
+
+    def host_waits(self, clock: Clock, why: str, places: Sequence[str]) -> None:
         """The host waits for what it has not waited for yet."""
         if any(self.host.clock.get(actor, 0) < time for actor, time in clock.items()):
             self.syncs.append(why)
-            self.order(self.host, clock, place)
+            self.order(self.host, clock, places)
 
     def happened(self, actor: Actor, other: int, time: int) -> bool:
         """Whether other's work of that time lies behind what the actor does next."""
@@ -101,13 +103,14 @@ class Stream:
     streams: Streams
     """Set while an accelerator is there."""
     place: Any
+    places: Any
 
     def __init__(self, *_: Any, actor: Actor | None = None, **__: Any) -> None:
         foreign = not sys._getframe(1).f_code.co_filename.startswith(PACKAGE)
         self.actor = actor or self.streams.new(f"a stream made at {self.place()}", foreign)
 
     def wait_stream(self, other: Stream) -> None:
-        self.streams.order(self.actor, other.actor.clock, self.place())
+        self.streams.order(self.actor, other.actor.clock, self.places())
 
     def wait_event(self, event: Event) -> None:
         event.wait(self)
@@ -118,7 +121,7 @@ class Stream:
         return event
 
     def synchronize(self) -> None:
-        self.streams.host_waits(self.actor.clock, f"a stream at {self.place()}", self.place())
+        self.streams.host_waits(self.actor.clock, f"a stream at {self.place()}", self.places())
 
     def query(self) -> bool:
         return True
@@ -135,6 +138,7 @@ class Event:
 
     streams: Streams
     place: Any
+    places: Any
 
     def __init__(self, *_: Any, **__: Any) -> None:
         self.clock: Clock = {}
@@ -147,10 +151,10 @@ class Event:
         self._recorded = perf_counter()
 
     def wait(self, stream: Stream | None = None) -> None:
-        self.streams.order(self.streams.current if stream is None else stream.actor, self.clock, self.place())
+        self.streams.order(self.streams.current if stream is None else stream.actor, self.clock, self.places())
 
     def synchronize(self) -> None:
-        self.streams.host_waits(self.clock, f"an event at {self.place()}", self.place())
+        self.streams.host_waits(self.clock, f"an event at {self.place()}", self.places())
 
     def query(self) -> bool:
         return True

@@ -25,7 +25,7 @@ from tests.accelerator.clocks import Actor
 from tests.accelerator.communicators import Mismatch, meet
 from tests.accelerator.memory import tensors_in
 from tests.accelerator.software import Device, Queues, Stuck
-from tests.accelerator.watch import Watch, place
+from tests.accelerator.watch import Watch, ordering_places
 
 _exchange = load_extension().exchange  # of the host, whatever is patched later
 
@@ -66,7 +66,7 @@ class Work:
         streams = self._communicators.watch.streams
         for work in self._moving:
             work.wait()
-        streams.order(streams.current, self._clock, place())
+        streams.order(streams.current, self._clock, ordering_places())
         self._held, self._moving = None, ()
         return True
 
@@ -254,7 +254,7 @@ class Communicators:
         if actor is None:
             actor = streams.of_groups[communicator] = streams.new(f"the stream of {called}")
         streams.launch(streams.current)
-        streams.order(actor, streams.current.clock, None)
+        streams.order(actor, streams.current.clock)
         self.issued.append(issued)
         self.watch.ran(what, reads, writes, actor=actor)
         with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction():

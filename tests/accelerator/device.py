@@ -19,6 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from megatron.core.distributed import param_and_grad_buffer
+from megatron.core.pipeline_parallel import utils as pipeline_utils
 from megatron.core.tensor_parallel import layers, mappings
 from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
@@ -34,10 +35,13 @@ from tests.accelerator.clocks import Actor, Clock, Event, Stream, Streams, merge
 from tests.accelerator.collectives import MESSAGES, Communicators, Findings
 from tests.accelerator.executor_library import run_on_streams
 from tests.accelerator.memory import Memory, Region, tensors_in
-from tests.accelerator.watch import Operations, Watch, place, watched_factory, watched_methods
+from tests.accelerator.watch import Operations, Watch, ordering_places, place, watched_factory, watched_methods
 
 _MEGATRONS = {"all_gather_into_tensor": "dist_all_gather_func", "reduce_scatter_tensor": "dist_reduce_scatter_func"}
-_MEGATRONS_STREAMS = [(MoEAlltoAllTokenDispatcher, "cuda_dtoh_stream"), (SharedExpertMLP, "stream")]
+_MEGATRONS_STREAMS = [
+    (MoEAlltoAllTokenDispatcher, "cuda_dtoh_stream"), (SharedExpertMLP, "stream"),
+    (pipeline_utils, "_COMP_STREAM"), (pipeline_utils, "_COMM_STREAM"),
+]  # fmt: skip
 """Made once a process."""
 _tolist = torch.Tensor.tolist  # of the host, whatever is patched later
 HOST_ONLY = {"plan_exchange", "place_samples", "solve_placement", "build_info", "select_cpu_kernels"}
@@ -73,7 +77,7 @@ class Accelerator:
 
     @property
     def used(self) -> set[str]:
-        return self.streams.used - {None}
+        return self.streams.used
 
 
 @contextmanager
@@ -111,21 +115,28 @@ def _patch_torch(patch: pytest.MonkeyPatch, found: Accelerator) -> None:
     def synchronize(*_: Any) -> None:
         streams.syncs.append(f"torch.cuda.synchronize at {place()}")
         for actor in (streams.current, *streams.of_groups.values()):
-            streams.order(streams.host, actor.clock, None)
+            streams.order(streams.host, actor.clock)
 
     for kind in (Stream, Event):
         patch.setattr(kind, "streams", streams, raising=False)
         patch.setattr(kind, "place", staticmethod(place), raising=False)
+        patch.setattr(kind, "places", staticmethod(ordering_places), raising=False)
 
     def record_stream(tensor: torch.Tensor, stream: Stream) -> None:
-        here = place()
-        streams.used.add(here)
-        if here != streams.without:
+        if not streams.leaves_out(ordering_places()):
             found.memory.record(tensor, stream.actor)
 
     patch.setattr(torch.Tensor, "record_stream", record_stream)
     for name, method in watched_methods(found.watch).items():
         patch.setattr(torch.Tensor, name, method)
+    resize = torch.UntypedStorage.resize_
+
+    def resize_(storage: torch.UntypedStorage, size: int) -> Any:
+        if size == 0:
+            found.memory.give_back(storage)
+        return resize(storage, size)
+
+    patch.setattr(torch.UntypedStorage, "resize_", resize_)
     patch.setattr(torch.nn.Module, "cuda", lambda module, *_: found.watch.move(module))
     for name in (*FACTORIES, "from_numpy"):
         patch.setattr(torch, name, watched_factory(found.watch, name, getattr(torch, name)))
@@ -347,7 +358,7 @@ class _Runner:
             return len(events) - 1
 
         def wait(stream: int, event: int) -> None:
-            streams.order(actor(stream), events[event], None)
+            streams.order(actor(stream), events[event])
 
         def enqueue(stream: int, op: int, action: int) -> int:
             try:
@@ -367,7 +378,7 @@ class _Runner:
         caller = streams.current
         functions = {
             "current": lambda: -1, "record": record_event, "wait": wait, "enqueue": enqueue, "join": join,
-            "synchronize": lambda stream: streams.order(streams.host, actor(stream).clock, None),
+            "synchronize": lambda stream: streams.order(streams.host, actor(stream).clock),
             "seconds": lambda first, second: recorded[second] - recorded[first],
         }  # fmt: skip
         failure, times = run_on_streams(self._run, functions, len(self._lanes), ops, caller_lane, record)

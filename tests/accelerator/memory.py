@@ -124,6 +124,11 @@ class Memory:
         """tensor.record_stream: its memory goes back only when what the stream has queued by then is done."""
         self.block(tensor).recorded.add(actor)
 
+    def give_back(self, storage: torch.UntypedStorage) -> None:
+        """Memory that is freed by hand while tensors still hold the storage."""
+        if storage._cdata in self._blocks:
+            self._free(storage._cdata)
+
     def _free(self, key: int) -> None:
         block = self._blocks.pop(key)
         del self._watched[key]

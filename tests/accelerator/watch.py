@@ -24,6 +24,10 @@ READ_BY_HOST = {"_local_scalar_dense", "nonzero", "equal", "is_nonzero", "masked
 """Operations whose result, or the shape of it, the host must know."""
 
 
+ORDERS_FOR_ITS_CALLER = {"wait", "used_here", "used_by_stage", "_used_by_stage"}
+"""Functions of the package that order streams, or wait, where their caller wants it."""
+
+
 def place() -> str | None:
     """The innermost place in the package that is running, as file:line."""
     frame = sys._getframe(1)
@@ -33,6 +37,20 @@ def place() -> str | None:
             return f"{file}:{frame.f_lineno}"
         frame = frame.f_back
     return None
+
+
+def ordering_places() -> list[str]:
+    """The innermost place in the package that is running, and those that it orders streams for."""
+    found = []
+    frame = sys._getframe(1)
+    while frame is not None:
+        file = _of_package(frame.f_code.co_filename)
+        if file is not None:
+            found.append(f"{file}:{frame.f_lineno}")
+            if frame.f_code.co_name not in ORDERS_FOR_ITS_CALLER:
+                break
+        frame = frame.f_back
+    return found
 
 
 @functools.cache
@@ -100,7 +118,7 @@ class Watch:
     def host_waits(self, why: str) -> None:
         """The host waits for all that is queued on the current stream."""
         self.streams.syncs.append(f"{why} at {place()}")
-        self.streams.order(self.streams.host, self.streams.current.clock, None)
+        self.streams.order(self.streams.host, self.streams.current.clock)
 
     def ran(self, what: str, reads: Any, writes: Any, new: Any = (), actor: Actor | None = None) -> None:
         """An operation ran: on the current stream, or on the host where all of it is the host's."""

@@ -28,7 +28,14 @@ def train(
     resize = torch.UntypedStorage.resize_
 
     def spoil(storage: torch.UntypedStorage, size: int) -> Any:
-        return storage.fill_(255) if size == 0 and storage.nbytes() else resize(storage, size)
+        held = storage.nbytes()
+        resize(storage, size)
+        if size == 0 and held:
+            if not storage.nbytes():
+                resize(storage, held)
+            with torch._C._DisableTorchDispatch():  # no work of a stream
+                storage.fill_(255)
+        return storage
 
     with parallel(**sizes), pytest.MonkeyPatch.context() as patch:
         if dispatcher != "alltoall":
