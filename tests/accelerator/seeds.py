@@ -87,21 +87,29 @@ TRAININGS: dict[str, tuple[str, dict[str, int], Options | None, dict[str, Any]]]
 
 TRIED = ("monta:O3x2", "alltoall", "mpmoe:3:S2", "mpmoe:2:hops", "expert-migration:2")
 """Of `auto`'s plan, which runs the first; steps are taken to take the times of these places."""
-TRIAL_STEPS = 2 * (len(TRIED) + 1)  # what stock has beside alltoall may join
 AUTO = "auto's trials"
 
 
-def trials() -> list[float]:
+def trials(candidates: Sequence[str] = TRIED) -> list[float]:
     """Losses of a training in which `auto` tries its candidates, two steps each, and keeps the first."""
-    found = tuple(Prediction(name, 1e-3, 1e-3, 0.0, 1.0, 1) for name in TRIED)
+    found = tuple(Prediction(name, 1e-3, 1e-3, 0.0, 1.0, 1) for name in candidates)
     with tempfile.TemporaryDirectory() as folder:
         plan = Path(folder) / "plan.json"
-        Plan(dict.fromkeys((1, 2), TRIED[0]), found, "a cluster", ep=4, etp=1, experts=8).save(plan)
-        seconds = defaultdict(lambda: 10.0, {name: 1.0 + place for place, name in enumerate(TRIED)})
-        steps, options = 1 + TRIAL_STEPS + 2, Options(plan=plan)
-        auto = test_auto.train(steps, options, EP4, seconds, TRIAL_STEPS, moe_token_dispatcher_type="auto")
-    assert auto["settled"] and set(TRIED) <= set(auto["tried"]) and auto["runs"] == TRIED[0], auto
+        Plan(dict.fromkeys((1, 2), candidates[0]), found, "a cluster", ep=4, etp=1, experts=8).save(plan)
+        seconds = defaultdict(lambda: 10.0, {name: 1.0 + place for place, name in enumerate(candidates)})
+        most, options = _most_steps(candidates), Options(plan=plan)
+        auto = test_auto.train(1 + most + 2, options, EP4, seconds, most, moe_token_dispatcher_type="auto")
+    assert auto["settled"] and set(candidates) <= set(auto["tried"]) and auto["runs"] == candidates[0], auto
     return auto["losses"]
+
+
+def without_trials(candidates: Sequence[str] = TRIED) -> list[float]:
+    """Losses of the same training under stock."""
+    return test_auto.train(1 + _most_steps(candidates) + 2, None, EP4)["losses"]
+
+
+def _most_steps(candidates: Sequence[str]) -> int:
+    return 2 * (len(candidates) + 1)  # what stock has beside alltoall may join
 
 
 def trained(dispatcher: str, layout: dict[str, int], options: Options | None, settings: dict[str, Any]) -> list[float]:
@@ -113,7 +121,7 @@ def trained(dispatcher: str, layout: dict[str, int], options: Options | None, se
 def stock_losses(case: str) -> list[float]:
     """Of the same training under stock, without an accelerator."""
     if case == AUTO:
-        return test_auto.train(1 + TRIAL_STEPS + 2, None, EP4)["losses"]
+        return without_trials()
     _, layout, _, settings = TRAININGS[case]
     return trained("alltoall", layout, None, settings)
 
