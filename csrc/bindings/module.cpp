@@ -55,6 +55,7 @@ PYBIND11_MODULE(_C, m) {
   bind_residual_codec(m);
   bind_placement(m);
   bind_exchange_plan(m);
+  bind_hop_plan(m);
   bind_actions(m);
   bind_executor(m);
   define(m, "build_info", build_info);

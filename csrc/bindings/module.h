@@ -28,6 +28,7 @@ void bind_wire_format(py::module_& m);
 void bind_residual_codec(py::module_& m);
 void bind_placement(py::module_& m);
 void bind_exchange_plan(py::module_& m);
+void bind_hop_plan(py::module_& m);
 void bind_actions(py::module_& m);
 void bind_executor(py::module_& m);
 

@@ -3,8 +3,12 @@
 #include <algorithm>
 #include <numeric>
 
+#include "planning/counts.h"
+
 namespace moe_opt::planning {
 namespace {
+
+constexpr int64_t kMostRows = int64_t{1} << 40;  // of a rank for an expert: sums over ranks and chunks stay in range
 
 // Where the chunks of n rows end, without a division of 64-bit numbers for each.
 struct Cut {
@@ -30,7 +34,7 @@ std::vector<ChunkPlan> plan_exchange(const Counts& counts, int64_t num_chunks, b
 
   const int64_t* own = counts.rows + (counts.ep_rank * etp + counts.etp_rank) * experts;
   for (int64_t expert = 0; expert < experts; ++expert) {
-    const Cut cut(own[expert], num_chunks);
+    const Cut cut(checked(own[expert], kMostRows), num_chunks);
     for (int64_t c = 0; c < num_chunks; ++c) plan[c].sent[expert / local] += cut.rows(c);
   }
 
@@ -39,7 +43,7 @@ std::vector<ChunkPlan> plan_exchange(const Counts& counts, int64_t num_chunks, b
     for (int64_t e = 0; e < ep; ++e) {
       const int64_t* rows = counts.rows + (e * etp + t) * experts + counts.ep_rank * local;
       for (int64_t l = 0; l < local; ++l) {
-        const Cut cut(rows[l], num_chunks);
+        const Cut cut(checked(rows[l], kMostRows), num_chunks);
         for (int64_t c = 0; c < num_chunks; ++c) {
           const int64_t number = cut.rows(c);
           row_counts[c * of_chunk + (t * ep + e) * local + l] = number;

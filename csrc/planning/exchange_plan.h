@@ -35,6 +35,8 @@ int64_t num_blocks(const Counts& counts, int64_t num_chunks);
 //
 // together: all chunks are one target, and tokens_per_expert is [local]; else every chunk is a target of its own, in
 // which rows count from 0, and tokens_per_expert is [chunks, local].
+//
+// Throws std::invalid_argument where it meets what is no number of rows.
 std::vector<ChunkPlan> plan_exchange(const Counts& counts, int64_t num_chunks, bool together, int64_t* source_rows,
                                      int64_t* target_rows, int64_t* row_counts, int64_t* tokens_per_expert);
 

@@ -59,6 +59,11 @@ class ExpertDomains:
         return len(self.workers)
 
     @property
+    def hops(self) -> tuple[int, ...]:
+        """The levels at which tokens hop, outermost first."""
+        return tuple(level for level in range(self.levels) if self.domains(level) > 1)
+
+    @property
     def world(self) -> int:
         """How many ranks there are at all levels together: G."""
         return prod(self.workers)

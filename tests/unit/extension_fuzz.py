@@ -12,6 +12,7 @@ import argparse
 import faulthandler
 import importlib.machinery
 import importlib.util
+import math
 import os
 import random
 import sys
@@ -240,6 +241,18 @@ def _plan(draw: Draw) -> list[Any]:
     return [counts, draw.randrange(ep), draw.randrange(etp), draw.randint(1, 5), draw.chance(0.5), torch.device("cpu")]
 
 
+def _hops(draw: Draw) -> list[Any]:
+    workers = [draw.randint(1, 4) for _ in range(draw.randint(1, 3))]
+    sizes = [draw.choice([size for size in range(1, number + 1) if number % size == 0]) for number in workers]
+    world, etp = math.prod(workers), draw.randint(1, 2)
+    experts, regions, columns = world * draw.randint(1, 2), 1, 0
+    for number, size in zip(workers, sizes, strict=True):
+        regions *= number // size
+        columns += regions if number > size else 0
+    counts = draw.below(50, world, etp, draw.randint(1, 2), draw.randint(1, 3), columns + experts + draw.randint(0, 1))
+    return [counts, workers, sizes, experts, draw.randrange(world), draw.randrange(etp)]
+
+
 def _exchange(draw: Draw) -> list[Any]:
     rows, width, dtype = draw.size(), draw.size(), draw.choice(FLOATS)
     blocks = []
@@ -321,6 +334,7 @@ CALLS: dict[str, Callable[[Draw], list[Any]]] = {
     "solve_placement": _placement,
     "place_samples": _place,
     "plan_exchange": _plan,
+    "plan_hops": _hops,
     "Action": lambda draw: [],
     "Action.run": _run,
     "Action.join": _run,

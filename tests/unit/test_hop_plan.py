@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from math import prod
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from megatron_moe_opt.kernels.extension import load_extension
 from megatron_moe_opt.runtime.rows.hop_plan import DomainTables
 from megatron_moe_opt.topology.domains import ExpertDomains
 
@@ -59,7 +62,7 @@ def test_plan_is_what_tokens_sent_one_by_one_add_up_to(routing):
     tables = [DomainTables(domains, rank, experts) for rank in range(domains.world)]
     counts = torch.stack([count(table, tokens[rank]) for rank, table in enumerate(tables)])
     for rank, table in enumerate(tables):
-        plan = table.plan(counts)
+        (plan,) = table.plan(counts.view(domains.world, 1, 1, 1, -1))
         for hop, level in enumerate(plan.hops):
             group = next(group for group in domains.all_to_all_groups(level) if rank in group)
             assert plan.hops[level].sent == sent[hop][rank]
@@ -85,6 +88,100 @@ def count(table, tokens):
         for expert in token:
             counts[table.columns[-1] + expert] += 1
     return torch.tensor(counts)
+
+
+def plan_by_hand(table, counts):
+    """(sent and received at each level, rows of each expert held) from int64 [G, num_counts], with PyTorch's ops."""
+    domains, rank = table.domains, table.rank
+    places = torch.tensor([domains.location(one) for one in range(domains.world)])
+    offsets = places % torch.tensor(domains.sizes)
+
+    def sources(rank, level):
+        """The ranks whose tokens reach `rank` in the hops before `level`."""
+        same = places == places[rank]
+        same[:, :level] = offsets[:, :level] == offsets[rank, :level]
+        return counts[same.all(1)].sum(0)
+
+    hops = {}
+    for level, first in zip(table.levels, table.columns, strict=False):
+        group = next(group for group in domains.all_to_all_groups(level) if rank in group)
+        regions = first + table.region(level)
+        hops[level] = (
+            [int(sources(rank, level)[regions[peer]]) for peer in group],
+            [int(sources(peer, level)[regions[rank]]) for peer in group],
+        )
+    rows = sources(rank, domains.levels)[table.columns[-1] :].view(domains.world, -1)
+    return hops, rows[list(table.owners)].flatten().tolist()
+
+
+@given(routings(), st.integers(1, 3), st.integers(1, 3), st.integers(1, 3), st.booleans(), st.integers(0, 2**31))
+@settings(max_examples=60)
+def test_parts_and_shards_are_planned_as_each_by_itself(routing, etp_size, samples, parts, has_tokens, seed):
+    """Whatever is counted: plans are sums of counts, and samples are added."""
+    domains, experts, _ = routing
+    generator = torch.Generator().manual_seed(seed)
+    rank = int(torch.randint(domains.world, (), generator=generator))
+    etp_rank = int(torch.randint(etp_size, (), generator=generator))
+    table = DomainTables(domains, rank, experts)
+    shape = domains.world, etp_size, samples, parts, table.num_counts + has_tokens
+    counts = torch.randint(9, shape, generator=generator)
+    plans = table.plan(counts, etp_rank)
+    assert len(plans) == parts
+    for part, plan in enumerate(plans):
+        of_shards = [
+            plan_by_hand(table, counts[:, shard, :, part, : table.num_counts].sum(1)) for shard in range(etp_size)
+        ]
+        assert {level: (hop.sent, hop.received) for level, hop in plan.hops.items()} == of_shards[etp_rank][0]
+        held = torch.tensor([rows for _, rows in of_shards]).sum(0)
+        assert plan.tokens_per_expert.equal(held) and plan.num_gathered == held.sum()
+        stay = counts[rank, :, :, part, -1].sum(1).tolist() if has_tokens else [0] * etp_size
+        arrived = [sum(hops[max(hops)][1]) if hops else stay[shard] for shard, (hops, _) in enumerate(of_shards)]
+        assert plan.gather_counts == (tuple(arrived) if etp_size > 1 else ())
+
+
+class Operations(TorchDispatchMode):
+    """Counts what PyTorch is asked for."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.names.append(str(function))
+        return function(*args, **(kwargs or {}))
+
+
+def test_planning_64_ranks_asks_pytorch_for_no_arithmetic():
+    """Behind the counts' arrival the host waits for nothing: one list of all parts' experts is made, and cut."""
+    table = DomainTables(ExpertDomains((8, 8), (1, 1)), rank=13, num_experts=256)
+    counts = torch.ones(64, 2, 1, 4, table.num_counts + 1, dtype=torch.int64)
+    with Operations() as operations:
+        plans = table.plan(counts, 1)
+    assert operations.names == ["aten.empty.memory_format", *["aten.as_strided.default"] * len(plans)]
+
+
+@pytest.mark.parametrize(
+    ("counts", "arguments"),
+    [
+        (torch.zeros(4, 1, 1, 1, 10), ((2, 2), (1, 1), 4, 0, 0)),
+        (torch.zeros(4, 1, 1, 10, dtype=torch.int64), ((2, 2), (1, 1), 4, 0, 0)),
+        (torch.zeros(4, 1, 1, 1, 9, dtype=torch.int64), ((2, 2), (1, 1), 4, 0, 0)),
+        (torch.zeros(4, 1, 0, 1, 10, dtype=torch.int64), ((2, 2), (1, 1), 4, 0, 0)),
+        (torch.zeros(4, 1, 1, 1, 10, dtype=torch.int64), ((2, 2), (1,), 4, 0, 0)),
+        (torch.zeros(4, 1, 1, 1, 10, dtype=torch.int64), ((2, 2), (1, 0), 4, 0, 0)),
+        (torch.zeros(4, 1, 1, 1, 10, dtype=torch.int64), ((2, 3), (1, 1), 4, 0, 0)),
+        (torch.zeros(4, 1, 1, 1, 10, dtype=torch.int64), ((2, 2), (1, 1), 3, 0, 0)),
+        (torch.zeros(4, 1, 1, 1, 10, dtype=torch.int64), ((2, 2), (1, 1), 4, 4, 0)),
+        (torch.zeros(4, 1, 1, 1, 10, dtype=torch.int64), ((2, 2), (1, 1), 4, 0, 1)),
+        (torch.full((4, 1, 1, 1, 10), -1), ((2, 2), (1, 1), 4, 0, 0)),
+        (torch.full((4, 1, 1, 1, 10), 2**62), ((2, 2), (1, 1), 4, 0, 0)),
+    ],
+    ids=["dtype", "shape", "columns", "none", "levels", "size", "workers", "experts", "rank", "shard", "negative",
+         "too many"],
+)  # fmt: skip
+def test_counts_that_make_no_plan_are_refused(counts, arguments):
+    with pytest.raises(ValueError):
+        load_extension().plan_hops(counts, *arguments)
 
 
 def test_hand_computed_tables():

@@ -15,7 +15,10 @@ from itertools import accumulate
 
 import torch
 
+from megatron_moe_opt.kernels.extension import load_extension
 from megatron_moe_opt.topology.domains import ExpertDomains
+
+_C = load_extension()
 
 
 @dataclass(frozen=True)
@@ -34,6 +37,8 @@ class HopPlan:
     """The hop at each level in `DomainTables.levels`, outermost first."""
     tokens_per_expert: torch.Tensor
     """int64 [experts of the domain] on the CPU, by owner (`DomainTables.owners`) and expert of the owner."""
+    num_gathered: int
+    """Rows of the experts held here."""
     gather_counts: tuple[int, ...] = ()
     """Rows that have arrived at each rank of expert-TP in the end, where experts are cut."""
 
@@ -45,11 +50,6 @@ class HopPlan:
     def arrived(self, num_tokens: int) -> int:
         """Rows that have arrived in the end at this rank, which has so many tokens."""
         return sum(self.hops[max(self.hops)].received) if self.hops else num_tokens
-
-    @cached_property
-    def num_gathered(self) -> int:
-        """Returns the rows of the experts held here."""
-        return int(self.tokens_per_expert.sum())
 
 
 class DomainTables:
@@ -63,8 +63,7 @@ class DomainTables:
         """
         self.domains, self.rank, self.num_experts = domains, rank, num_experts
         self.num_local = num_experts // domains.world
-        self.levels = tuple(level for level in range(domains.levels) if domains.domains(level) > 1)
-        """The levels of the network at which tokens hop."""
+        self.levels = domains.hops
         places = torch.tensor([domains.location(one) for one in range(domains.world)])  # [G, levels]
         sizes = torch.tensor(domains.sizes)
         self._domain, self._offset = places // sizes, places % sizes
@@ -136,36 +135,24 @@ class DomainTables:
         """Counts of a rank: its tokens' copies in the regions of each level, and its rows for each expert."""
         return self.columns[-1] + self.num_experts
 
-    def _sources(self, rank: int, level: int) -> torch.Tensor:
-        """The ranks whose tokens reach `rank` in the hops before `level`."""
-        same = self._place == self._place[rank]
-        same[:, :level] = self._offset[:, :level] == self._offset[rank, :level]
-        return same.all(1).nonzero().view(-1)
-
-    @cached_property
-    def _senders(self) -> tuple[tuple[torch.Tensor, torch.Tensor, int, int], ...]:
-        """For each hop: sources of this rank; [peers, sources] of its peers; first column sent; column received."""
-        senders = []
-        for level, first in zip(self.levels, self.columns, strict=False):
-            group = next(group for group in self.domains.all_to_all_groups(level) if self.rank in group)
-            to, own = int(self.region(level)[group[0]]), int(self.region(level)[self.rank])
-            of_peers = torch.stack([self._sources(peer, level) for peer in group])
-            senders.append((self._sources(self.rank, level), of_peers, first + to, first + own))
-        return tuple(senders)
-
-    def plan(self, counts: torch.Tensor) -> HopPlan:
-        """Returns the plan of this rank.
+    def plan(self, counts: torch.Tensor, etp_rank: int = 0) -> tuple[HopPlan, ...]:
+        """Returns this rank's plan of each part of the tokens, made in one call (csrc/planning/hop_plan.cpp).
 
         Args:
-            counts: int64 [G, num_counts] on the CPU, the same on all ranks.
+            counts: int64 [G, etp_size, samples, parts, num_counts] on the CPU, the same on all ranks: of each part of
+                each sample, or of all tokens as one. Behind them there may be the tokens of the part: all that arrive
+                where none hops.
+            etp_rank: of this rank, where the ranks of expert-TP each have tokens of their own.
         """
-        hops = {}
-        for level, (sources, of_peers, to, own) in zip(self.levels, self._senders, strict=True):
-            sent = counts[sources, to : to + self.domains.domains(level)].sum(0)
-            hops[level] = HopCounts(sent.tolist(), counts[of_peers, own].sum(1).tolist())
-        rows = counts[self._arriving, self.columns[-1] : self.columns[-1] + self.num_experts].sum(0)
-        return HopPlan(hops, rows.view(self.domains.world, -1)[list(self.owners)].view(-1))
-
-    @cached_property
-    def _arriving(self) -> torch.Tensor:
-        return self._sources(self.rank, self.domains.levels)
+        domains = self.domains
+        parts = _C.plan_hops(counts, domains.workers, domains.sizes, self.num_experts, self.rank, etp_rank)
+        is_cut = counts.size(1) > 1
+        return tuple(
+            HopPlan(
+                {level: HopCounts(sent, received) for level, sent, received in hops},
+                tokens_per_expert,
+                num_gathered,
+                tuple(arrived) if is_cut else (),
+            )
+            for hops, tokens_per_expert, num_gathered, arrived in parts
+        )

@@ -85,7 +85,7 @@ class HoppingSamples(MovingRows):
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Returns tokens at their experts [N, H], rows per local expert (CPU) and probabilities [N]."""
         hops, device = self._hops, packed.device
-        plans = [hops.plan(of_chunk) for of_chunk in counts.rows.sum(2).unflatten(2, (self._num_chunks, -1)).unbind(2)]
+        plans = hops.plan(counts.rows.unflatten(3, (self._num_chunks, -1)))
         of_experts = torch.stack([plan.tokens_per_expert for plan in plans])  # [chunks, experts held here]
         behind = (of_experts.sum(0).cumsum(0) - of_experts.sum(0)) + (of_experts.cumsum(0) - of_experts)
         behind = to_device(behind, device)  # where each chunk's rows of each expert begin
@@ -100,7 +100,7 @@ class HoppingSamples(MovingRows):
             )
             for stretch, first in zip(self._stretches, behind, strict=True)
         ]
-        exchange = Exchange(HopsInChunks(self._chunks), HopPlans(tuple(plans), int(of_experts.sum())))
+        exchange = Exchange(HopsInChunks(self._chunks), HopPlans(plans, sum(plan.num_gathered for plan in plans)))
         tokens, probs = to_experts(packed, self._own.wire, exchange, prob_dtype)
         self._residual = None if self._apart else tokens
         return tokens, of_experts.sum(0), probs
@@ -125,7 +125,7 @@ class HoppingSamples(MovingRows):
             along = None if beside is None else homes.along(chunk, self._num_chunks)
             chunks.append(ChunkBack.of(out, plan, homes, begin, along, number))
             begin += out.num_tokens
-        exchange, source = Exchange(HopsInChunks(chunks), HopPlans(tuple(plans), len(rows))), self._own.source
+        exchange, source = Exchange(HopsInChunks(chunks), HopPlans(plans, len(rows))), self._own.source
         return linear(
             rows,
             lambda rows: run_to_sources(rows.contiguous(), None, exchange),
@@ -398,24 +398,22 @@ class NewHomes:
         move = torch.stack([place[items // batch], items % batch]).view(2, -1, batch)
         self._place, self._move = to_device(place, device), to_device(move, device)
 
-    def plans(self, num_chunks: int, with_beside: bool) -> list[HopPlan]:
+    def plans(self, num_chunks: int, with_beside: bool) -> tuple[HopPlan, ...]:
         """Returns the plans of a dispatch from there, chunk by chunk.
 
         Args:
             with_beside: each token has a row on its rank, too.
         """
         tables, parts = self._hops.tables, self._counts.parts
-        plans = []
-        for chunk, columns in enumerate(self._counts.rows.unflatten(3, (num_chunks, -1)).unbind(3)):
-            if with_beside:
-                columns = columns.clone()
-                stretch = parts * (chunk + 1) // num_chunks - parts * chunk // num_chunks
-                for level, first in zip(tables.levels, tables.columns, strict=False):
-                    columns[torch.arange(len(columns)), :, :, first + tables.region(level)] = stretch
-            moved = torch.empty_like(columns.flatten(0, 2))
-            moved[self._items] = columns.flatten(0, 2)
-            plans.append(self._hops.plan(moved.view_as(columns).sum(2)))
-        return plans
+        counts = self._counts.rows.unflatten(3, (num_chunks, -1))  # [ep, etp, B, chunk, count]
+        if with_beside:
+            counts = counts.clone()
+            ends = parts.unsqueeze(3) * torch.arange(num_chunks + 1) // num_chunks
+            for level, first in zip(tables.levels, tables.columns, strict=False):
+                counts[torch.arange(len(counts)), ..., first + tables.region(level)] = ends.diff(dim=3)
+        moved = torch.empty_like(counts.flatten(0, 2))
+        moved[self._items] = counts.flatten(0, 2)
+        return self._hops.plan(moved.view_as(counts))
 
     def along(self, chunk: int, num_chunks: int) -> Along:
         """Returns the tokens of a chunk of this rank, and of the others of expert-TP."""

@@ -6,7 +6,6 @@ of hop_way.py's Hops, as any rows do by theirs (expert_exchange.py).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -93,30 +92,16 @@ class TokenHops:
         Args:
             counts: int64 [joint size, parts * (num_counts + 1)] on the CPU, of all ranks of the joint group.
         """
-        tables, experts = self.on_device(rows.counts.device), self.experts
-        of_parts = counts.reshape(experts.ep_size, experts.etp_size, len(rows.parts), -1).unbind(2)
+        tables, number = self.on_device(rows.counts.device), len(rows.parts)
+        plans = self.plan(counts.view(self.experts.ep_size, self.experts.etp_size, 1, number, -1))
         return tuple(
-            Exchange(
-                Hops(self.groups, tables, rows.facts, number, experts.etp),
-                self.plan(of_part, of_part[experts.ep_rank, :, -1].tolist()),
-            )
-            for number, of_part in zip(rows.parts, of_parts, strict=True)
+            Exchange(Hops(self.groups, tables, rows.facts, of_part, self.experts.etp), plan)
+            for of_part, plan in zip(rows.parts, plans, strict=True)
         )
 
-    def plan(self, counts: torch.Tensor, num_tokens: Sequence[int] | None = None) -> HopPlan:
-        """The plan of one part.
-
-        Args:
-            counts: int64 [ep_size, etp_size, num_counts, or more] on the CPU.
-            num_tokens: of this EP rank, of each rank of expert-TP; None: tokens hop, whatever stays here.
-        """
-        of_shards = [self.tables.plan(of_shard) for of_shard in counts.unbind(1)]
-        own = of_shards[self.experts.etp_rank]
-        if self.experts.etp is None:
-            return own
-        num_tokens = [0] * len(of_shards) if num_tokens is None else num_tokens
-        arrived = tuple(plan.arrived(number) for plan, number in zip(of_shards, num_tokens, strict=True))
-        return HopPlan(own.hops, torch.stack([plan.tokens_per_expert for plan in of_shards]).sum(0), arrived)
+    def plan(self, counts: torch.Tensor) -> tuple[HopPlan, ...]:
+        """The plans of all parts; counts of the ranks of the joint group, as `DomainTables.plan` takes them."""
+        return self.tables.plan(counts, self.experts.etp_rank)
 
     def on_device(self, device: torch.device) -> DeviceTables:
         """Returns the tables on the device where rows are."""
