@@ -41,7 +41,9 @@ class WireFormat(Enum):
     @property
     def block(self) -> int | None:
         """Elements that share a scale; None where there are no scales."""
-        return {WireFormat.FP8: 128, WireFormat.MXFP8: 32}.get(self)
+        if self is WireFormat.FP8:
+            return 128
+        return 32 if self is WireFormat.MXFP8 else None
 
     @property
     def scale_bytes(self) -> int:

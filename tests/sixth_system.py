@@ -20,7 +20,7 @@ from megatron_moe_opt.option_values import AUTO, CHUNKS
 from megatron_moe_opt.planning.predicting.layer_on_cluster import LayerOnCluster
 from megatron_moe_opt.planning.predicting.prediction import Prediction
 from megatron_moe_opt.schedules.monta import even_chunks
-from megatron_moe_opt.schedules.schedule import Schedule
+from megatron_moe_opt.schedules.schedule import MovingSchedule, Schedule
 from megatron_moe_opt.systems import SYSTEMS
 from megatron_moe_opt.systems.system import CHOOSES, PREFIX, Grammar, SharedOptions, System, option
 
@@ -42,6 +42,11 @@ def in_turn(schedule: Schedule) -> Schedule:
     return replace(schedule, name=f"{schedule.name}, in turn", ops=tuple(ops))
 
 
+def taking_turns(moving: MovingSchedule) -> MovingSchedule:
+    """What runs, in turn, and how it is shown."""
+    return MovingSchedule(in_turn(moving.schedule), lambda: in_turn(moving.sized()))
+
+
 def build(groups: Any, options: InTurnOptions, config: Any) -> Any:
     from megatron_moe_opt.dispatchers.dispatcher import Dispatched, Dispatcher, map_rows
     from megatron_moe_opt.runtime.rows.expert_exchange import Exchange
@@ -49,11 +54,11 @@ def build(groups: Any, options: InTurnOptions, config: Any) -> Any:
     from megatron_moe_opt.runtime.rows.ways import EpThenExpertTp
 
     class InTurn(EpThenExpertTp):
-        def dispatch(self, plan: Any, row_bytes: int) -> Schedule:
-            return in_turn(super().dispatch(plan, row_bytes))
+        def dispatch(self, plan: Any, row_bytes: int) -> MovingSchedule:
+            return taking_turns(super().dispatch(plan, row_bytes))
 
-        def combine(self, plan: Any, row_bytes: int) -> Schedule:
-            return in_turn(super().combine(plan, row_bytes))
+        def combine(self, plan: Any, row_bytes: int) -> MovingSchedule:
+            return taking_turns(super().combine(plan, row_bytes))
 
     class Rows(Dispatched):
         @cached_property

@@ -4,6 +4,7 @@
 
 For each dispatcher the processor time of the calling thread in a forward and backward pass of a MoE layer (median of
 steps; waiting is not in it), over the ops that ran; and, of twice as many parts against as many, over the parts added.
+Besides, how often functions of this package are called meanwhile: a number that other jobs on the machine do not touch.
 The rows are so few that what is computed takes microseconds. With --functions the functions of this package with the
 most time of their own, by cProfile, which makes short functions look longer than they are.
 """
@@ -16,6 +17,8 @@ import pstats
 import statistics
 import time
 import warnings
+from collections import Counter
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -24,6 +27,7 @@ import megatron_moe_opt
 from megatron_moe_opt.integration.measuring.layer_settings import LayerSettings
 from megatron_moe_opt.integration.measuring.under_test import LayerUnderTest, layer_under_test
 
+PACKAGE = Path(megatron_moe_opt.__file__).parent
 PAIRS = {"monta:O3x{}": (4, 8), "mpmoe:{}": (4, 8)}
 
 
@@ -51,13 +55,33 @@ def main() -> None:
         microseconds[variant] = _of_a_step(layer, args.steps)
         ops = sum(len(timeline.schedule.ops) for timeline in layer.recorded_step())
         each = microseconds[variant] / ops
-        _say(f"{variant:12} {microseconds[variant]:7.0f} us a step, {ops:3} ops, {each:5.1f} us an op")
+        calls = calls_of_a_step(layer).total()
+        _say(
+            f"{variant:12} {microseconds[variant]:7.0f} us a step, {ops:3} ops, {each:5.1f} us an op, "
+            f"{calls} calls of the package's functions"
+        )
         if args.functions and variant.endswith("4"):
             _profile(layer, args)
     for name, (few, many) in PAIRS.items():
         more = microseconds[name.format(many)] - microseconds[name.format(few)]
         _say(f"{name.format('N'):12} {more / (many - few):7.0f} us a part more")
     dist.destroy_process_group()
+
+
+def calls_of_a_step(layer: LayerUnderTest) -> Counter[tuple[str, str]]:
+    """How often the calling thread calls each function of this package in a step, by file in the package and name; what
+    stands in for a GPU is left out.
+    """
+    layer.clear_grads()
+    dist.barrier()
+    profile = cProfile.Profile()
+    profile.runcall(layer.step)
+    calls: Counter[tuple[str, str]] = Counter()
+    for (file, _, name), (_, number, *_) in pstats.Stats(profile).stats.items():
+        path = Path(file)
+        if path.is_relative_to(PACKAGE) and not path.is_relative_to(PACKAGE / "integration" / "host"):
+            calls[path.relative_to(PACKAGE).as_posix(), name] += number
+    return calls
 
 
 def _of_a_step(layer: LayerUnderTest, steps: int) -> float:

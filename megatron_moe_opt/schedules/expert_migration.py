@@ -13,21 +13,32 @@ they travel compressed:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
+from functools import cache
+from operator import itemgetter
 
 from megatron_moe_opt.schedules.hops import HopBytes, HopStages
 from megatron_moe_opt.schedules.pipeline import Stage, one_by_one
-from megatron_moe_opt.schedules.schedule import Kind, Lane, Schedule
+from megatron_moe_opt.schedules.schedule import Kind, Lane, Outline, Schedule
 
 
 def hop_out(size: HopBytes, way: HopStages) -> Schedule:
     """Rows to the domains of each level, and a row for each expert held there: rows -> sorted."""
-    return one_by_one(_name("hop out", size.sent), "rows", way.out(size))
+    return outline("hop out", way).sized([size])
 
 
 def hop_back(size: HopBytes, way: HopStages) -> Schedule:
     """Sums of the rows of experts back from the domains of each level, and their sums: sorted -> rows."""
-    return one_by_one(_name("hop back", reversed(size.sent)), "sorted", way.back(size))
+    return outline("hop back", way).sized([size])
+
+
+@cache
+def outline(direction: str, way: HopStages) -> Outline:
+    """What `hop_out` or `hop_back` does, whatever moves."""
+    is_out = direction == "hop out"
+    levels = ", ".join(map(str, way.hops if is_out else reversed(way.hops)))
+    source, stages = ("rows", way.out()) if is_out else ("sorted", way.back())
+    return one_by_one(f"expert-migration {direction}, level {levels}", source, stages)
 
 
 def gathered(sizes: Mapping[int, int], is_coded: bool = False) -> Schedule:
@@ -37,12 +48,43 @@ def gathered(sizes: Mapping[int, int], is_coded: bool = False) -> Schedule:
         sizes: bytes that a rank holds after each level's gather, its own included, in their order.
         is_coded: whether they travel compressed.
     """
+    return _gathered(tuple(sizes), is_coded).sized([sizes])
+
+
+@cache
+def _gathered(levels: tuple[int, ...], is_coded: bool) -> Outline:
     stages = [
-        Stage(Kind.ALL_GATHER, Lane.EXPERTS, size, f"held.{level}", f"experts.{level}") for level, size in sizes.items()
+        Stage(Kind.ALL_GATHER, Lane.EXPERTS, itemgetter(level), f"held.{level}", f"experts.{level}") for level in levels
     ]
     if is_coded and stages:
         stages.insert(0, Stage(Kind.ENCODE, Lane.EXPERTS, stages[0].size, "message"))
     return one_by_one("expert-migration, experts gathered", "experts", stages)
+
+
+def _all(size: int) -> int:
+    return size
+
+
+_DECODED = one_by_one(
+    "expert-migration, experts decoded", "messages", [Stage(Kind.DECODE, Lane.EXPERTS, _all, "decoded")]
+)
+_RESTORED = one_by_one(
+    "expert-migration, experts restored", "host_decoded", [Stage(Kind.PREFETCH, Lane.H2D, _all, "decoded")]
+)
+_DEFERRED = one_by_one(
+    "expert-migration, gradients deferred",
+    "gradients",
+    [Stage(Kind.SUM, Lane.EXPERTS, _all, "deferred", also_reads=("deferred",))],
+)
+_RENEWED = one_by_one(
+    "expert-migration, shared expert renewed",
+    "shares",
+    [
+        Stage(Kind.REDUCE_SCATTER, Lane.EXPERTS, _all, "parts", "experts"),
+        Stage(Kind.SUM, Lane.EXPERTS, _all, "mean", also_reads=("shares",)),
+        Stage(Kind.ALL_GATHER, Lane.EXPERTS, _all, "shares", "experts"),
+    ],
+)
 
 
 def decoded(size: int) -> Schedule:
@@ -51,8 +93,7 @@ def decoded(size: int) -> Schedule:
     Args:
         size: bytes of the experts.
     """
-    stages = [Stage(Kind.DECODE, Lane.EXPERTS, size, "decoded")]
-    return one_by_one("expert-migration, experts decoded", "messages", stages)
+    return _DECODED.sized([size])
 
 
 def restored(size: int) -> Schedule:
@@ -61,8 +102,7 @@ def restored(size: int) -> Schedule:
     Args:
         size: bytes of the experts.
     """
-    stages = [Stage(Kind.PREFETCH, Lane.H2D, size, "decoded")]
-    return one_by_one("expert-migration, experts restored", "host_decoded", stages)
+    return _RESTORED.sized([size])
 
 
 def deferred(size: int) -> Schedule:
@@ -71,8 +111,7 @@ def deferred(size: int) -> Schedule:
     Args:
         size: bytes of the gradients.
     """
-    stages = [Stage(Kind.SUM, Lane.EXPERTS, size, "deferred", also_reads=("deferred",))]
-    return one_by_one("expert-migration, gradients deferred", "gradients", stages)
+    return _DEFERRED.sized([size])
 
 
 def returned(sizes: Mapping[int, int], is_coded: bool = False, deferred: int = 0) -> Schedule:
@@ -84,11 +123,17 @@ def returned(sizes: Mapping[int, int], is_coded: bool = False, deferred: int = 0
         is_coded: whether they travel compressed.
         deferred: bytes of gradients that have waited for these; 0: none has.
     """
+    return _returned(tuple(sizes), is_coded, deferred > 0).sized([{**sizes, "whole": deferred}])
+
+
+@cache
+def _returned(levels: tuple[int, ...], is_coded: bool, adds_deferred: bool) -> Outline:
     stages, summed = [], "gradients"
-    if deferred:
-        stages.append(Stage(Kind.SUM, Lane.EXPERTS, deferred, "whole"))
+    if adds_deferred:
+        stages.append(Stage(Kind.SUM, Lane.EXPERTS, itemgetter("whole"), "whole"))
         summed = "whole"
-    for level, size in sizes.items():
+    for level in levels:
+        size = itemgetter(level)
         if is_coded:
             stages.append(Stage(Kind.ENCODE_GRADIENT, Lane.EXPERTS, size, f"messages.{level}"))
         stages.append(Stage(Kind.REDUCE_SCATTER, Lane.EXPERTS, size, f"parts.{level}", f"experts.{level}"))
@@ -104,13 +149,4 @@ def renewed(size: int) -> Schedule:
     Args:
         size: its bytes.
     """
-    stages = [
-        Stage(Kind.REDUCE_SCATTER, Lane.EXPERTS, size, "parts", "experts"),
-        Stage(Kind.SUM, Lane.EXPERTS, size, "mean", also_reads=("shares",)),
-        Stage(Kind.ALL_GATHER, Lane.EXPERTS, size, "shares", "experts"),
-    ]
-    return one_by_one("expert-migration, shared expert renewed", "shares", stages)
-
-
-def _name(what: str, levels: Iterable[int]) -> str:
-    return f"expert-migration {what}, level {', '.join(map(str, levels))}"
+    return _RENEWED.sized([size])

@@ -12,12 +12,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from types import MappingProxyType
 from typing import ClassVar
 
-from megatron_moe_opt.schedules.monta import EXPERT_TP
+from megatron_moe_opt.schedules.monta import EXPERT_TP, GATHERED
 from megatron_moe_opt.schedules.pipeline import Stage
-from megatron_moe_opt.schedules.schedule import Kind, Lane
+from megatron_moe_opt.schedules.schedule import Kind, Lane, Measure
 
 
 def role(level: int) -> str:
@@ -71,6 +72,8 @@ class HopStages:
 
     levels: int
     """Number of levels of the network."""
+    hops: tuple[int, ...]
+    """The levels at which tokens hop, outermost first."""
     is_piped: bool = False
     """Copies and sums are made beside experts of other rows: at both ends in the lane of copies, between two levels in
     the lane of the inner one, which they keep in order. Else in the lane of the experts."""
@@ -80,35 +83,44 @@ class HopStages:
     ahead: ClassVar[int] = 2
     """The parts of rows that are on their way before the experts have had one (pipeline.Stages)."""
 
-    def out(self, size: HopBytes) -> list[Stage]:
+    def out(self) -> list[Stage]:
         """Returns the stages to the experts, the last of which sorts by expert."""
         stages = []
-        for level, copied in size.sent.items():
-            stages.append(Stage(Kind.PERMUTE, self._lane_of_copies(level, size), copied, f"copies_{level}"))
+        for level in self.hops:
+            copied = _sent(level)
+            stages.append(Stage(Kind.PERMUTE, self._lane_of_copies(level), copied, f"copies_{level}"))
             stages.append(Stage(Kind.ALL_TO_ALL, self._lane(level), copied, f"arrived_{level}", role(level)))
         if self.etp_size > 1:
-            stages.append(Stage(Kind.ALL_GATHER, Lane.INTRA, size.gathered, "gathered", EXPERT_TP))
-        return [*stages, Stage(Kind.PERMUTE, self._end, size.computed, "sorted")]
+            stages.append(Stage(Kind.ALL_GATHER, Lane.INTRA, GATHERED, "gathered", EXPERT_TP))
+        return [*stages, Stage(Kind.PERMUTE, self._end, _COMPUTED, "sorted")]
 
-    def back(self, size: HopBytes) -> list[Stage]:
+    def back(self) -> list[Stage]:
         """To the sources; the first stage sums over the experts held here."""
         lane = Lane.INTRA if self.is_piped else Lane.COMPUTE
-        stages = [Stage(Kind.PERMUTE, lane, size.computed, "unsorted")]
+        stages = [Stage(Kind.PERMUTE, lane, _COMPUTED, "unsorted")]
         if self.etp_size > 1:
-            stages.append(Stage(Kind.REDUCE_SCATTER, Lane.INTRA, size.gathered, "parts", EXPERT_TP))
-            stages.append(Stage(Kind.SUM, Lane.INTRA, size.gathered, "summed", also_reads=("unsorted",)))
-        for level, copied in reversed(size.sent.items()):
+            stages.append(Stage(Kind.REDUCE_SCATTER, Lane.INTRA, GATHERED, "parts", EXPERT_TP))
+            stages.append(Stage(Kind.SUM, Lane.INTRA, GATHERED, "summed", also_reads=("unsorted",)))
+        for level in reversed(self.hops):
+            copied = _sent(level)
             stages.append(Stage(Kind.ALL_TO_ALL, self._lane(level), copied, f"returned_{level}", role(level)))
-            stages.append(Stage(Kind.PERMUTE, self._lane_of_copies(level, size), copied, f"summed_{level}"))
+            stages.append(Stage(Kind.PERMUTE, self._lane_of_copies(level), copied, f"summed_{level}"))
         return [*stages[:-1], replace(stages[-1], writes="rows")]
 
     @property
     def _end(self) -> Lane:
         return Lane.COPY if self.is_piped else Lane.COMPUTE
 
-    def _lane_of_copies(self, level: int, size: HopBytes) -> Lane:
-        return self._lane(level) if self.is_piped and level != min(size.sent) else self._end
+    def _lane_of_copies(self, level: int) -> Lane:
+        return self._lane(level) if self.is_piped and level != self.hops[0] else self._end
 
     def _lane(self, level: int) -> Lane:
         """The innermost of several levels is inside a node."""
         return Lane.INTRA if self.levels > 1 and level == self.levels - 1 else Lane.INTER
+
+
+_COMPUTED = attrgetter("computed")
+
+
+def _sent(level: int) -> Measure:
+    return lambda size: size.sent[level]

@@ -41,27 +41,18 @@ _Times = npt.NDArray[np.float64]
 """What each op takes by each guess, [ops, guesses]."""
 
 
-def in_issue_order(ops: Sequence[Op]) -> tuple[Op, ...]:
-    """The same ops in an order that holds up few of them on one queue; those of a lane keep theirs.
+def issue_order(ops: Sequence[Op]) -> tuple[int, ...]:
+    """Indexes of ops in an order that holds up few of them on one queue; those of a lane keep theirs.
 
     Args:
         ops: each after those it waits for.
     """
-    order = _order(tuple((op.lane, op.kind, op.waits_for) for op in ops))
-    place = {old: new for new, old in enumerate(order)}
-    return tuple(_moved(ops[old], tuple(place[other] for other in ops[old].waits_for)) for old in order)
-
-
-def _moved(op: Op, waits_for: tuple[int, ...]) -> Op:
-    if waits_for == op.waits_for:
-        return op
-    # Not replace(), which looks up fields each time: a planner does this by the hundred thousand.
-    return Op(op.kind, op.lane, op.chunk, op.size, waits_for, op.reads, op.writes, op.group)
+    return _order(tuple((op.lane, op.kind, op.waits_for) for op in ops))
 
 
 @lru_cache(maxsize=1024)
-def _order(ops: tuple[_Shape, ...]) -> list[int]:
-    """Indexes of ops: one after another the one after which the whole would end soonest, by the guess that it suits
+def _order(ops: tuple[_Shape, ...]) -> tuple[int, ...]:
+    """One after another the one after which the whole would end soonest, by the guess that it suits
     least above all.
 
     Nothing begins before what was issued before it. So once an op is issued, the next ops of all lanes begin no sooner
@@ -69,7 +60,7 @@ def _order(ops: tuple[_Shape, ...]) -> list[int]:
     alike on every machine (products, quotients, exact sums), so that all ranks come to the same order.
     """
     if not ops:
-        return []
+        return ()
     seconds = np.array([_guesses(lane, kind) for lane, kind, _ in ops])
     starts, left = _on_many_queues(ops, seconds)
     whole = (starts + left).max(axis=0)
@@ -102,7 +93,7 @@ def _order(ops: tuple[_Shape, ...]) -> list[int]:
         lane.pop()
         if lane:
             starts[lane[-1]] = np.maximum(starts[lane[-1]], starts[best] + seconds[best])
-    return order
+    return tuple(order)
 
 
 @lru_cache

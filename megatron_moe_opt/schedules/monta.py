@@ -13,15 +13,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
+from operator import attrgetter
 from types import MappingProxyType
 from typing import ClassVar
 
 from megatron_moe_opt.schedules.pipeline import ChunkBytes, Stage, chunk_by_chunk
-from megatron_moe_opt.schedules.schedule import Kind, Lane, Schedule
+from megatron_moe_opt.schedules.schedule import Kind, Lane, Outline, Schedule
 
 LEVELS = ("O1", "O2", "O3")
 EP = "ep"
 EXPERT_TP = "expert-tp"
+EXCHANGED, GATHERED = attrgetter("exchanged"), attrgetter("gathered")
+"""Measures of ChunkBytes."""
 
 
 @dataclass(frozen=True)
@@ -43,48 +47,46 @@ class AllToAllAndGather:
         """Two where rows go over both groups: see schedules/mpmoe.py."""
         return 2 if self.ep_size > 1 and self.etp_size > 1 else 1
 
-    def out(self, size: ChunkBytes) -> list[Stage]:
+    def out(self) -> list[Stage]:
         """Returns the stages to the experts, the last of which sorts by expert."""
-        stages = [Stage(Kind.COPY, self.sort, size.gathered, "sorted")]
+        stages = [Stage(Kind.COPY, self.sort, GATHERED, "sorted")]
         if self.etp_size > 1:
-            stages.insert(0, Stage(Kind.ALL_GATHER, Lane.INTRA, size.gathered, "gathered", EXPERT_TP))
+            stages.insert(0, Stage(Kind.ALL_GATHER, Lane.INTRA, GATHERED, "gathered", EXPERT_TP))
         if self.ep_size > 1:
-            stages.insert(0, Stage(Kind.ALL_TO_ALL, Lane.INTER, size.exchanged, "arrived", EP))
+            stages.insert(0, Stage(Kind.ALL_TO_ALL, Lane.INTER, EXCHANGED, "arrived", EP))
         return stages
 
-    def back(self, size: ChunkBytes) -> list[Stage]:
+    def back(self) -> list[Stage]:
         """Returns the stages to the sources, the first of which sorts by source."""
-        stages = [Stage(Kind.COPY, self.unsort, size.gathered, "unsorted")]
+        stages = [Stage(Kind.COPY, self.unsort, GATHERED, "unsorted")]
         if self.etp_size > 1:
-            stages.append(Stage(Kind.REDUCE_SCATTER, Lane.INTRA, size.gathered, "parts", EXPERT_TP))
-            stages.append(Stage(Kind.SUM, Lane.INTRA, size.gathered, "summed", also_reads=("unsorted",)))
+            stages.append(Stage(Kind.REDUCE_SCATTER, Lane.INTRA, GATHERED, "parts", EXPERT_TP))
+            stages.append(Stage(Kind.SUM, Lane.INTRA, GATHERED, "summed", also_reads=("unsorted",)))
         if self.ep_size > 1:
-            stages.append(Stage(Kind.ALL_TO_ALL, Lane.INTER, size.exchanged, "rows", EP))
+            stages.append(Stage(Kind.ALL_TO_ALL, Lane.INTER, EXCHANGED, "rows", EP))
         return stages
 
 
 def dispatch(level: str, chunks: Sequence[ChunkBytes], ep_size: int, etp_size: int) -> Schedule:
     """Rows to their experts. Buffers of chunk j: rows.j -> arrived.j -> gathered.j -> sorted.j."""
-    way = _way(level, ep_size, etp_size)
-    return chunk_by_chunk(_name("dispatch", level, chunks), "rows", [way.out(size) for size in chunks])
+    return outline("dispatch", level, len(chunks), ep_size, etp_size).sized(chunks)
 
 
 def combine(level: str, chunks: Sequence[ChunkBytes], ep_size: int, etp_size: int) -> Schedule:
     """Rows back to their source. Buffers of chunk j: sorted.j -> unsorted.j -> parts.j -> summed.j -> rows.j."""
-    way = _way(level, ep_size, etp_size)
-    return chunk_by_chunk(_name("combine", level, chunks), "sorted", [way.back(size) for size in chunks])
+    return outline("combine", level, len(chunks), ep_size, etp_size).sized(chunks)
+
+
+@cache
+def outline(direction: str, level: str, num_chunks: int, ep_size: int, etp_size: int) -> Outline:
+    """What `dispatch` or `combine` does, whatever moves."""
+    copies = Lane.COPY if level == "O3" else Lane.INTRA
+    way = AllToAllAndGather(ep_size, etp_size, copies, copies)
+    source, stages = ("rows", way.out()) if direction == "dispatch" else ("sorted", way.back())
+    return chunk_by_chunk(f"monta {level} {direction}, {num_chunks} chunk(s)", source, stages, num_chunks)
 
 
 def even_chunks(exchanged: int, etp_size: int, num_chunks: int) -> list[ChunkBytes]:
     """Chunks of equal size (up to a whole byte) where every expert-TP peer holds as much as this rank."""
     size = -(-exchanged // num_chunks)
     return [ChunkBytes(size, size * etp_size)] * num_chunks
-
-
-def _way(level: str, ep_size: int, etp_size: int) -> AllToAllAndGather:
-    copies = Lane.COPY if level == "O3" else Lane.INTRA
-    return AllToAllAndGather(ep_size, etp_size, copies, copies)
-
-
-def _name(direction: str, level: str, chunks: Sequence[ChunkBytes]) -> str:
-    return f"monta {level} {direction}, {len(chunks)} chunk(s)"

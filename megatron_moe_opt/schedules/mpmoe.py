@@ -32,13 +32,14 @@ Buffers of partition j are NAME.j, or NAME.SLOT where partitions share them. Of 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
+from functools import cache
 from typing import Any, Protocol
 
 from megatron_moe_opt.schedules.monta import AllToAllAndGather
 from megatron_moe_opt.schedules.pipeline import ChunkBytes, Pipeline, Stage, Stages, base_name, own_buffer
-from megatron_moe_opt.schedules.schedule import Kind, Lane, Schedule
+from megatron_moe_opt.schedules.schedule import Kind, Lane, Measure, Outline, Schedule
 
 Part = Callable[[int], None]
 """A function that adds the ops of the partition with this number."""
@@ -142,31 +143,21 @@ class RowBytes:
         return other if own is None else own
 
 
+@dataclass(frozen=True)
+class Moved:
+    """What moves of one partition: its rows, and what they take."""
+
+    rows: Partition
+    row: RowBytes
+
+
 def forward(strategy: str, partitions: Sequence[Partition], row: RowBytes, way: Stages) -> Schedule:
     """Rows through the experts and back: rows.j -> combined.j.
 
     Besides, `tokens.j` and `middle.j` stay behind without reuse, and what is offloaded ends in `host_tokens.j` and
     `host_middle.j`. The size of a compute op is that of its inputs, T_DI.
     """
-    how = STRATEGIES[strategy]
-    pipeline = _Partitions(how, partitions, row, way, [f"rows.{j}" for j in range(len(partitions))])
-
-    def compute(j: int) -> None:
-        rows = partitions[j].gathered
-        if how.inputs is Restore.OFFLOAD:
-            pipeline.add(Kind.OFFLOAD, Lane.D2H, j, rows * row.token, ["tokens"], [f"host_tokens.{j}"])
-        written = ["output"] if how.middle is Restore.RECOMPUTE else ["output", "middle"]
-        pipeline.add(Kind.COMPUTE, Lane.COMPUTE, j, rows * row.token, ["tokens"], written)
-        if how.middle is Restore.OFFLOAD:
-            pipeline.add(Kind.OFFLOAD, Lane.D2H, j, rows * row.middle, ["middle"], [f"host_middle.{j}"])
-
-    pipeline.alternate(
-        lambda j: pipeline.send(j, INPUTS),
-        lambda j: pipeline.sort(j, INPUTS),
-        compute,
-        lambda j: pipeline.back(j, OUTPUTS, f"combined.{j}"),
-    )
-    return pipeline.schedule(_name("forward", strategy, len(partitions)))
+    return forward_outline(strategy, len(partitions), way).sized([Moved(rows, row) for rows in partitions])
 
 
 def backward(strategy: str, partitions: Sequence[Partition], row: RowBytes, way: Stages) -> Schedule:
@@ -176,45 +167,84 @@ def backward(strategy: str, partitions: Sequence[Partition], row: RowBytes, way:
     op, like the compute op that it mirrors, has the size of T_DI. Partitions are in the same order as in the forward
     pass, which is the order in which weight gradients are added.
     """
-    how, count = STRATEGIES[strategy], len(partitions)
+    return backward_outline(strategy, len(partitions), way).sized([Moved(rows, row) for rows in partitions])
+
+
+def _inputs(moved: Moved) -> int:
+    return moved.rows.gathered * moved.row.token
+
+
+def _middle(moved: Moved) -> int:
+    return moved.rows.gathered * moved.row.middle
+
+
+def _activations(moved: Moved) -> int:
+    return moved.rows.gathered * moved.row.activations
+
+
+@cache
+def forward_outline(strategy: str, count: int, way: Stages) -> Outline:
+    """What `forward` does with so many partitions, whatever moves."""
+    how = STRATEGIES[strategy]
+    pipeline = _Partitions(how, count, way, [f"rows.{j}" for j in range(count)])
+
+    def compute(j: int) -> None:
+        if how.inputs is Restore.OFFLOAD:
+            pipeline.add(Kind.OFFLOAD, Lane.D2H, j, _inputs, ["tokens"], [f"host_tokens.{j}"])
+        written = ["output"] if how.middle is Restore.RECOMPUTE else ["output", "middle"]
+        pipeline.add(Kind.COMPUTE, Lane.COMPUTE, j, _inputs, ["tokens"], written)
+        if how.middle is Restore.OFFLOAD:
+            pipeline.add(Kind.OFFLOAD, Lane.D2H, j, _middle, ["middle"], [f"host_middle.{j}"])
+
+    pipeline.alternate(
+        lambda j: pipeline.send(j, INPUTS),
+        lambda j: pipeline.sort(j, INPUTS),
+        compute,
+        lambda j: pipeline.back(j, OUTPUTS, f"combined.{j}"),
+    )
+    return pipeline.outline(_name("forward", strategy, count))
+
+
+@cache
+def backward_outline(strategy: str, count: int, way: Stages) -> Outline:
+    """What `backward` does with so many partitions, whatever moves."""
+    how = STRATEGIES[strategy]
     inputs = [f"grad_combined.{j}" for j in range(count)]
     for name, restore in (("tokens", how.inputs), ("middle", how.middle)):
         stays = {Restore.KEEP: name, Restore.OFFLOAD: f"host_{name}", Restore.COMMUNICATE: "rows"}.get(restore)
         inputs += [f"{stays}.{j}" for j in range(count) if stays is not None]
-    pipeline = _Partitions(how, partitions, row, way, inputs)
+    pipeline = _Partitions(how, count, way, inputs)
 
-    def prefetch(j: int, name: str, restore: Restore, row_bytes: int) -> None:
+    def prefetch(j: int, name: str, restore: Restore, size: Measure) -> None:
         if restore is Restore.OFFLOAD:
-            size = partitions[j].gathered * row_bytes
             pipeline.add(Kind.PREFETCH, Lane.H2D, j, size, [f"host_{name}.{j}"], [name])
 
     def send(j: int) -> None:
-        prefetch(j, "tokens", how.inputs, row.token)
+        prefetch(j, "tokens", how.inputs, _inputs)
         if how.inputs is Restore.COMMUNICATE:
             pipeline.send(j, INPUTS)
         pipeline.send(j, OUTPUT_GRADIENTS)
 
     def sort(j: int) -> None:
-        prefetch(j, "middle", how.middle, row.middle)
+        prefetch(j, "middle", how.middle, _middle)
         if how.inputs is Restore.COMMUNICATE:
             pipeline.sort(j, INPUTS)
         pipeline.sort(j, OUTPUT_GRADIENTS)
 
     def compute(j: int) -> None:
-        rows, saved = partitions[j].gathered, ["tokens", "middle"]
-        size = rows * row.token
+        saved = ["tokens", "middle"]
         if how.middle is Restore.RECOMPUTE:
-            pipeline.add(Kind.COMPUTE, Lane.COMPUTE, j, size, ["tokens"], ["middle"])
+            pipeline.add(Kind.COMPUTE, Lane.COMPUTE, j, _inputs, ["tokens"], ["middle"])
         elif how.middle is Restore.OFFLOAD:
-            pipeline.add(Kind.ACTIVATE, Lane.COMPUTE, j, rows * row.activations, saved, ["activations"])
+            pipeline.add(Kind.ACTIVATE, Lane.COMPUTE, j, _activations, saved, ["activations"])
             saved = [*saved, "activations"]
-        pipeline.add(Kind.GRADIENT, Lane.COMPUTE, j, size, [*saved, "grad_output"], ["grad_tokens"])
+        pipeline.add(Kind.GRADIENT, Lane.COMPUTE, j, _inputs, [*saved, "grad_output"], ["grad_tokens"])
 
     pipeline.alternate(send, sort, compute, lambda j: pipeline.back(j, INPUT_GRADIENTS, f"grad_rows.{j}"))
-    return pipeline.schedule(_name("backward", strategy, count))
+    return pipeline.outline(_name("backward", strategy, count))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Move:
     """What travels, on one way or the other."""
 
@@ -243,6 +273,7 @@ INPUT_GRADIENTS = Move("grad_tokens", False, prefix="grad_")
 _ON_THE_WAY_OUT = ("copies", "arrived", "gathered")
 
 
+@cache
 def place_of(buffer: str) -> tuple[Move, str]:
     """Returns whose rows are in a buffer that a way writes, and what the way calls it."""
     name = base_name(buffer)
@@ -262,11 +293,9 @@ def place_of(buffer: str) -> tuple[Move, str]:
 class _Partitions(Pipeline):
     """A pipeline of partitions, which may share buffers."""
 
-    def __init__(
-        self, strategy: Strategy, partitions: Sequence[Partition], row: RowBytes, way: Stages, inputs: Sequence[str]
-    ) -> None:
+    def __init__(self, strategy: Strategy, count: int, way: Stages, inputs: Sequence[str]) -> None:
         super().__init__(inputs, self._name)
-        self._reuses, self._partitions, self._row, self._given = strategy.reuses, partitions, row, frozenset(inputs)
+        self._reuses, self._count, self._given = strategy.reuses, count, frozenset(inputs)
         self._way, self._ahead = way, 1 if strategy.reuses else way.ahead
         self._on_the_way: dict[tuple[int, Move], tuple[str, Sequence[Stage]]] = {}
         """Where the rows of a partition are that have been sent, but not sorted, and what remains until they are."""
@@ -275,7 +304,7 @@ class _Partitions(Pipeline):
 
     def alternate(self, send: Part, sort: Part, compute: Part, back: Part) -> None:
         """Has all partitions through the experts; each function adds its ops for one."""
-        last = len(self._partitions) - 1
+        last = self._count - 1
         for j in range(min(self._ahead, last + 1)):
             send(j)
             self._pass_on(j)
@@ -296,7 +325,7 @@ class _Partitions(Pipeline):
 
     def send(self, j: int, move: Move) -> None:
         """A partition's rows to their experts, over the first links. Without a group of several ranks they stay."""
-        *moves, _ = stages = self._way.out(self._bytes(j, move))
+        *moves, _ = stages = self._stages(move)
         names = move.names(stages, self._way.lies_in)
         first = next((number + 1 for number, stage in enumerate(moves) if stage.group is not None), 0)
         arrived = self.through(j, own_buffer(move.source, j), moves[:first], names)
@@ -311,13 +340,13 @@ class _Partitions(Pipeline):
 
     def sort(self, j: int, move: Move) -> None:
         """Adds the op that sorts a partition's rows by expert, once they have arrived."""
-        *_, sort = stages = self._way.out(self._bytes(j, move))
+        *_, sort = stages = self._stages(move)
         arrived, _ = self._on_the_way.pop((j, move))
         self.through(j, arrived, [sort], move.names(stages, self._way.lies_in))
 
     def back(self, j: int, move: Move, target: str) -> None:
         """To their sources: move.source -> target. What is done there comes after what other partitions need first."""
-        stages = self._way.back(self._bytes(j, move))
+        stages = self._stages(move)
         names = {**move.names(stages, self._way.lies_in), stages[-1].writes: target}
         if stages[-1].kind is Kind.PERMUTE and len(stages) > 1:
             *stages, at_source = stages
@@ -329,8 +358,14 @@ class _Partitions(Pipeline):
     def _finish(self, j: int) -> None:
         self._at_source.pop(j, lambda: None)()
 
-    def _bytes(self, j: int, move: Move) -> Any:
-        return self._partitions[j].bytes(self._row.of(move))
+    def _stages(self, move: Move) -> list[Stage]:
+        """Those of the way in the direction of a move, which measure rows of a partition as it has them."""
+
+        def measured(stage: Stage) -> Measure:
+            return lambda moved: stage.size(moved.rows.bytes(moved.row.of(move)))
+
+        stages = self._way.out() if move.is_out else self._way.back()
+        return [replace(stage, size=measured(stage)) for stage in stages]
 
     def _name(self, name: str, j: int) -> str:
         if "." in name:

@@ -13,23 +13,28 @@ of one runs the other on gradients.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 
 from megatron_moe_opt.schedules.hops import HopBytes, HopStages
 from megatron_moe_opt.schedules.pipeline import chunk_by_chunk
-from megatron_moe_opt.schedules.schedule import Schedule
+from megatron_moe_opt.schedules.schedule import Outline, Schedule
 
 
 def dispatch(chunks: Sequence[HopBytes], levels: int, etp_size: int = 1) -> Schedule:
     """Tokens to the experts: rows.j -> sorted.j; `levels` of the network."""
-    stages = HopStages(levels, len(chunks) > 1, etp_size)
-    return chunk_by_chunk(_name("dispatch", chunks), "rows", [stages.out(size) for size in chunks], ahead=1)
+    return outline("dispatch", len(chunks), levels, tuple(chunks[0].sent), etp_size).sized(chunks)
 
 
 def combine(chunks: Sequence[HopBytes], levels: int, etp_size: int = 1) -> Schedule:
     """Sums to the tokens: sorted.j -> rows.j; `levels` of the network."""
-    stages = HopStages(levels, len(chunks) > 1, etp_size)
-    return chunk_by_chunk(_name("combine", chunks), "sorted", [stages.back(size) for size in chunks])
+    return outline("combine", len(chunks), levels, tuple(chunks[0].sent), etp_size).sized(chunks)
 
 
-def _name(direction: str, chunks: Sequence[HopBytes]) -> str:
-    return f"netmoe hops {direction}, {len(chunks)} chunk(s)"
+@cache
+def outline(direction: str, num_chunks: int, levels: int, hops: tuple[int, ...], etp_size: int) -> Outline:
+    """What `dispatch` or `combine` does, whatever moves; `hops` are the levels at which tokens hop."""
+    stages = HopStages(levels, hops, num_chunks > 1, etp_size)
+    name = f"netmoe hops {direction}, {num_chunks} chunk(s)"
+    if direction == "dispatch":
+        return chunk_by_chunk(name, "rows", stages.out(), num_chunks, ahead=1)
+    return chunk_by_chunk(name, "sorted", stages.back(), num_chunks)

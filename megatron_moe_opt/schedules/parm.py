@@ -17,10 +17,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
+from operator import attrgetter
 
-from megatron_moe_opt.schedules.monta import EXPERT_TP
+from megatron_moe_opt.schedules.monta import EXPERT_TP, GATHERED
 from megatron_moe_opt.schedules.pipeline import ChunkBytes, Pipeline, Stage, chunk_by_chunk, own_buffer
-from megatron_moe_opt.schedules.schedule import Kind, Lane, Schedule
+from megatron_moe_opt.schedules.schedule import Kind, Lane, Outline, Schedule
 
 SCHEDULES = ("S1", "S2")
 AAS = "AAS"  # S2, its AllGather after the whole all-to-all: what SAA is measured against
@@ -34,33 +36,41 @@ class JointAllToAll:
 
     etp_size: int
 
-    def out(self, size: ChunkBytes) -> list[Stage]:
+    def out(self) -> list[Stage]:
         """To all shards of the experts; the last stage sorts by expert."""
         return [
-            Stage(Kind.ALL_TO_ALL, Lane.INTER, size.exchanged * self.etp_size, "gathered", JOINT),
-            Stage(Kind.COPY, Lane.COPY, size.gathered, "sorted"),
+            Stage(Kind.ALL_TO_ALL, Lane.INTER, self._of_all_shards, "gathered", JOINT),
+            Stage(Kind.COPY, Lane.COPY, GATHERED, "sorted"),
         ]
 
-    def back(self, size: ChunkBytes) -> list[Stage]:
+    def back(self) -> list[Stage]:
         """To the sources, and the sum of what the shards made; the first stage sorts by source."""
-        received = size.exchanged * self.etp_size
         return [
-            Stage(Kind.COPY, Lane.COPY, size.gathered, "unsorted"),
-            Stage(Kind.ALL_TO_ALL, Lane.INTER, received, "parts", JOINT),
-            Stage(Kind.SUM, Lane.INTER, received, "rows"),
+            Stage(Kind.COPY, Lane.COPY, GATHERED, "unsorted"),
+            Stage(Kind.ALL_TO_ALL, Lane.INTER, self._of_all_shards, "parts", JOINT),
+            Stage(Kind.SUM, Lane.INTER, self._of_all_shards, "rows"),
         ]
+
+    def _of_all_shards(self, size: ChunkBytes) -> int:
+        return size.exchanged * self.etp_size
 
 
 def dispatch(chunks: Sequence[ChunkBytes], etp_size: int) -> Schedule:
     """Rows to their experts. Buffers of chunk j: rows.j -> gathered.j -> sorted.j."""
-    way = JointAllToAll(etp_size)
-    return chunk_by_chunk(_name("dispatch", chunks), "rows", [way.out(size) for size in chunks])
+    return outline("dispatch", len(chunks), etp_size).sized(chunks)
 
 
 def combine(chunks: Sequence[ChunkBytes], etp_size: int) -> Schedule:
     """Rows back to their source. Buffers of chunk j: sorted.j -> unsorted.j -> parts.j -> rows.j."""
+    return outline("combine", len(chunks), etp_size).sized(chunks)
+
+
+@cache
+def outline(direction: str, num_chunks: int, etp_size: int) -> Outline:
+    """What `dispatch` or `combine` does, whatever moves."""
     way = JointAllToAll(etp_size)
-    return chunk_by_chunk(_name("combine", chunks), "sorted", [way.back(size) for size in chunks])
+    source, stages = ("rows", way.out()) if direction == "dispatch" else ("sorted", way.back())
+    return chunk_by_chunk(f"parm {direction}, {num_chunks} chunk(s)", source, stages, num_chunks)
 
 
 def combine_and_gather(gathered: int, phases: Sequence[ChunkBytes], etp_size: int) -> Schedule:
@@ -69,31 +79,59 @@ def combine_and_gather(gathered: int, phases: Sequence[ChunkBytes], etp_size: in
     Buffers: sorted -> unsorted -> parts.p -> summed.p -> rows.p.
 
     Args:
-        gathered: bytes of the rows of this rank's experts.
+        gathered, phases: see `sizes_of_phases`. A single phase has all peers: one all-to-all, then the AllGather (the
+            paper's AAS).
+    """
+    return outline_and_gather(len(phases), etp_size).sized(sizes_of_phases(gathered, phases, etp_size))
+
+
+@dataclass(frozen=True)
+class PhaseBytes:
+    """Bytes that move in one phase on this rank."""
+
+    experts: int
+    """Of the rows of this rank's experts, of all phases."""
+    on_link: int
+    """What an all-to-all of this size, own rows included, takes on its link."""
+    own: int
+    """Of this rank's own rows, from all shards."""
+    gathered: int
+    """Of the rows of all TP ranks."""
+
+
+def sizes_of_phases(experts: int, phases: Sequence[ChunkBytes], etp_size: int) -> list[PhaseBytes]:
+    """What moves in `combine_and_gather`.
+
+    Args:
+        experts: bytes of the rows of this rank's experts.
         phases: for each EP peer, this rank first, `exchanged` bytes of this rank's own rows and `gathered` bytes of
-            those of all TP ranks. A single phase has all peers: one all-to-all, then the AllGather (the paper's AAS).
+            those of all TP ranks.
     """
     total = sum(phase.exchanged for phase in phases)
     crossing = sum(phase.exchanged for phase in phases[1:])
+    sizes = []
+    for phase in phases:
+        own = phase.exchanged * etp_size
+        sizes.append(PhaseBytes(experts, own * total // crossing if crossing else own, own, phase.gathered))
+    return sizes
+
+
+@cache
+def outline_and_gather(num_phases: int, etp_size: int) -> Outline:
+    """What `combine_and_gather` does, whatever moves."""
+    experts, on_link, own = attrgetter("experts"), attrgetter("on_link"), attrgetter("own")
     whole = ("sorted", "unsorted")  # of all phases
     pipeline = Pipeline(("sorted",), lambda name, phase: name if name in whole else own_buffer(name, phase))
-    pipeline.through(0, "sorted", [Stage(Kind.COPY, Lane.COPY, gathered, "unsorted")])
-    for p, phase in enumerate(phases):
-        own = phase.exchanged * etp_size
-        if p > 0 or len(phases) == 1:
-            # What an all-to-all of this size, own rows included, takes on its link.
-            size = own * total // crossing if crossing else own
-            stages = [Stage(Kind.ALL_TO_ALL, Lane.INTER, size, "parts", JOINT)]
+    pipeline.through(0, "sorted", [Stage(Kind.COPY, Lane.COPY, experts, "unsorted")])
+    for p in range(num_phases):
+        if p > 0 or num_phases == 1:
+            stages = [Stage(Kind.ALL_TO_ALL, Lane.INTER, on_link, "parts", JOINT)]
             stages.append(Stage(Kind.SUM, Lane.INTER, own, "summed"))
         elif etp_size > 1:
             stages = [Stage(Kind.REDUCE_SCATTER, Lane.INTRA, own, "parts", EXPERT_TP)]
             stages.append(Stage(Kind.SUM, Lane.INTRA, own, "summed"))
         else:
             stages = [Stage(Kind.COPY, Lane.COPY, own, "summed")]
-        stages.append(Stage(Kind.ALL_GATHER, Lane.INTRA, phase.gathered, "rows", TP))
+        stages.append(Stage(Kind.ALL_GATHER, Lane.INTRA, GATHERED, "rows", TP))
         pipeline.through(p, "unsorted", stages)
-    return pipeline.schedule(f"parm combine and gather, {len(phases)} phase(s)")
-
-
-def _name(direction: str, chunks: Sequence[ChunkBytes]) -> str:
-    return f"parm {direction}, {len(chunks)} chunk(s)"
+    return pipeline.outline(f"parm combine and gather, {num_phases} phase(s)")

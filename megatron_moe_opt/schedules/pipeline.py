@@ -1,4 +1,4 @@
-"""The builder of schedules: ops in the order in which they are added, each waiting for what its buffers ask for.
+"""The builder of outlines: ops in the order in which they are added, each waiting for what its buffers ask for.
 
 An op waits for whoever wrote what it reads, and for whoever reads or wrote what it overwrites. Buffers are names:
 NAME.SLOT holds rows of one chunk at a time, NAME those of all chunks.
@@ -7,12 +7,13 @@ NAME.SLOT holds rows of one chunk at a time, NAME those of all chunks.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cache
 from types import MappingProxyType
-from typing import Protocol, TypeVar
+from typing import Protocol
 
-from megatron_moe_opt.schedules.issue_order import in_issue_order
-from megatron_moe_opt.schedules.schedule import Kind, Lane, Op, Schedule, ScheduleError
+from megatron_moe_opt.schedules.issue_order import issue_order
+from megatron_moe_opt.schedules.schedule import Kind, Lane, Measure, Op, Outline, Schedule, ScheduleError
 
 
 @dataclass(frozen=True)
@@ -31,17 +32,14 @@ class Stage:
 
     kind: Kind
     lane: Lane
-    size: int
+    size: Measure
     writes: str
     group: str | None = None
     also_reads: tuple[str, ...] = ()
 
 
-Size = TypeVar("Size", contravariant=True)
-
-
-class Stages(Protocol[Size]):
-    """What rows go through between their source and their experts, given the bytes that move."""
+class Stages(Protocol):
+    """What rows go through between their source and their experts."""
 
     @property
     def lies_in(self) -> Mapping[str, str]:
@@ -51,10 +49,10 @@ class Stages(Protocol[Size]):
     def ahead(self) -> int:
         """In a pipeline with the experts, the parts of rows that are on their way before the experts have had one."""
 
-    def out(self, size: Size) -> list[Stage]:
+    def out(self) -> list[Stage]:
         """Returns the stages to the experts, the last of which sorts by expert and writes `sorted`."""
 
-    def back(self, size: Size) -> list[Stage]:
+    def back(self) -> list[Stage]:
         """Returns the stages to the sources, the first of which sorts by source."""
 
 
@@ -63,13 +61,14 @@ def own_buffer(name: str, chunk: int) -> str:
     return f"{name}.{chunk}"
 
 
+@cache
 def base_name(buffer: str) -> str:
     """The NAME of a buffer NAME.SLOT, or NAME."""
     return buffer.partition(".")[0]
 
 
 class Pipeline:
-    """Builds one schedule op by op, and derives from the buffers that ops touch what each has to wait for."""
+    """Builds one outline op by op, and derives from the buffers that ops touch what each has to wait for."""
 
     def __init__(self, inputs: Iterable[str], buffer: Callable[[str, int], str] = own_buffer) -> None:
         """
@@ -79,6 +78,7 @@ class Pipeline:
         """
         self._inputs, self._buffer = tuple(inputs), buffer
         self._ops: list[Op] = []
+        self._measures: list[Measure] = []
         self._chunk = {name: int(slot) for name in self._inputs for _, dot, slot in [name.rpartition(".")] if dot}
         """The chunk whose rows are in a buffer, by the name of the buffer."""
         self._writer: dict[str, int] = {}
@@ -89,7 +89,7 @@ class Pipeline:
         kind: Kind,
         lane: Lane,
         chunk: int,
-        size: int,
+        size: Measure,
         reads: Sequence[str],
         writes: Sequence[str],
         group: str | None = None,
@@ -99,7 +99,6 @@ class Pipeline:
         Raises:
             ScheduleError: it would read the rows of another chunk.
         """
-        # Plain loops: a planner adds ops by the hundred thousand.
         index, buffer, writer = len(self._ops), self._buffer, self._writer
         reads = tuple([buffer(name, chunk) for name in reads])
         writes = tuple([buffer(name, chunk) for name in writes])
@@ -118,7 +117,8 @@ class Pipeline:
             self._readers.setdefault(name, []).append(index)
         for name in writes:
             writer[name], self._readers[name], self._chunk[name] = index, [], chunk
-        self._ops.append(Op(kind, lane, chunk, size, tuple(sorted(last.values())), reads, writes, group))
+        self._ops.append(Op(kind, lane, chunk, 0, tuple(sorted(last.values())), reads, writes, group))
+        self._measures.append(size)
 
     def through(
         self, chunk: int, source: str, stages: Sequence[Stage], names: Mapping[str, str] = MappingProxyType({})
@@ -134,26 +134,30 @@ class Pipeline:
             self.add(stage.kind, stage.lane, chunk, stage.size, reads, (source,), stage.group)
         return source
 
-    def schedule(self, name: str) -> Schedule:
+    def outline(self, name: str) -> Outline:
         """What was added, in the order in which to issue it."""
-        return Schedule(name, in_issue_order(self._ops), self._inputs)
+        order = issue_order(self._ops)
+        place = {old: new for new, old in enumerate(order)}
+        ops = [replace(op, waits_for=tuple(place[other] for other in op.waits_for)) for op in self._ops]
+        schedule = Schedule(name, tuple(ops[old] for old in order), self._inputs)
+        return Outline(schedule, tuple(self._measures[old] for old in order))
 
 
-def chunk_by_chunk(name: str, source: str, chunks: Sequence[Sequence[Stage]], ahead: int = 0) -> Schedule:
-    """Every chunk through its stages, with buffers of its own, from `source` on.
+def chunk_by_chunk(name: str, source: str, stages: Sequence[Stage], num_chunks: int, ahead: int = 0) -> Outline:
+    """Every chunk through these stages, with buffers of its own, from `source` on.
 
     Args:
         ahead: the stages that all chunks go through before any goes on.
     """
-    pipeline = Pipeline(own_buffer(source, chunk) for chunk in range(len(chunks)))
-    sources = [pipeline.through(chunk, source, stages[:ahead]) for chunk, stages in enumerate(chunks)]
-    for chunk, stages in enumerate(chunks):
+    pipeline = Pipeline(own_buffer(source, chunk) for chunk in range(num_chunks))
+    sources = [pipeline.through(chunk, source, stages[:ahead]) for chunk in range(num_chunks)]
+    for chunk in range(num_chunks):
         pipeline.through(chunk, sources[chunk], stages[ahead:])
-    return pipeline.schedule(name)
+    return pipeline.outline(name)
 
 
-def one_by_one(name: str, source: str, stages: Sequence[Stage]) -> Schedule:
+def one_by_one(name: str, source: str, stages: Sequence[Stage]) -> Outline:
     """All rows through these stages, from `source` on."""
     pipeline = Pipeline((source,), lambda buffer, _: buffer)
     pipeline.through(0, source, stages)
-    return pipeline.schedule(name)
+    return pipeline.outline(name)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from functools import cached_property
+from typing import Any, NamedTuple
 
 
 class _OneOfEach(Enum):
@@ -87,11 +90,50 @@ class Schedule:
     inputs: tuple[str, ...] = ()
     """Buffers that are written before the schedule starts."""
 
-    @property
+    @cached_property
     def lanes(self) -> tuple[Lane, ...]:
         """The lanes in use, in the order of Lane."""
         used = {op.lane for op in self.ops}
         return tuple(lane for lane in Lane if lane in used)
+
+
+Measure = Callable[[Any], int]
+"""The size of an op, given what moves of its chunk."""
+
+
+@dataclass(frozen=True)
+class Outline:
+    """A schedule before it is known how much moves: ops, their order and what they wait for, the same in every pass.
+
+    Whoever runs a schedule needs no more than that. Sizes are for those who predict, record and draw.
+    """
+
+    schedule: Schedule
+    """Its ops are of size 0."""
+    measures: tuple[Measure, ...]
+    """Of each op."""
+
+    def moving(self, chunks: Callable[[], Sequence[Any]]) -> MovingSchedule:
+        """Returns it with what moves in one pass: what `sized` takes, which nobody works out before it is asked for."""
+        return MovingSchedule(self.schedule, lambda: self.sized(chunks()))
+
+    def sized(self, chunks: Sequence[Any]) -> Schedule:
+        """Returns the schedule of what moves of each chunk: ChunkBytes, HopBytes, whatever the measures take."""
+        # Not replace(), which looks up fields each time: a planner does this by the hundred thousand.
+        ops = [
+            Op(op.kind, op.lane, op.chunk, size(chunks[op.chunk]), op.waits_for, op.reads, op.writes, op.group)
+            for op, size in zip(self.schedule.ops, self.measures, strict=True)
+        ]
+        return Schedule(self.schedule.name, tuple(ops), self.schedule.inputs)
+
+
+class MovingSchedule(NamedTuple):
+    """A schedule to run once."""
+
+    schedule: Schedule
+    """The same in every pass, without sizes."""
+    sized: Callable[[], Schedule]
+    """Returns it with the sizes of this pass."""
 
 
 class ScheduleError(ValueError):

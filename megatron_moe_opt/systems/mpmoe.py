@@ -313,7 +313,7 @@ class _Partitioned:
             hops_in = domains or stationary(one.workers)
             computed = one.rows_of(layer.skew.computed(hops_in)) if holds > 1 else layer.computed
             parts: Sequence[Partition] = hop_partitions(one, layer.skew, computed, count, hops_in)
-            stages = HopStages(len(one.workers), True, one.etp)
+            stages = HopStages(len(one.workers), hops_in.hops, True, one.etp)
             return cls(way, domains, costs, parts, hop_row_bytes(one), stages, parts[0].own * count, holds)
         computed, exchanged = (partitions(one, rows, count) for rows in (layer.computed, layer.exchanged))
         parts = [replace(part, own=other.own) for part, other in zip(computed, exchanged, strict=True)]
@@ -343,9 +343,10 @@ class _Partitioned:
             computed = count * costs(Op(kind, Lane.COMPUTE, size=part.gathered * self.row.token))
             computed += (count - 1) * restored  # the first one before gradients have arrived
             busy: dict[Lane, float] = {}
-            for one in (*self.stages.out(rows_out), *self.stages.back(rows_back)):
-                seconds = costs(Op(one.kind, one.lane, size=one.size, group=one.group))
-                busy[one.lane] = busy.get(one.lane, 0.0) + seconds
+            for stages, rows in ((self.stages.out(), rows_out), (self.stages.back(), rows_back)):
+                for one in stages:
+                    seconds = costs(Op(one.kind, one.lane, size=one.size(rows), group=one.group))
+                    busy[one.lane] = busy.get(one.lane, 0.0) + seconds
             edges = sum(busy.values())
             bounds = [computed + edges, count * sum(costs(Op(*host, size=size)) for size in offloaded)]
             for lane, of_part in busy.items():

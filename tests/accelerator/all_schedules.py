@@ -33,7 +33,7 @@ def all_schedules() -> Iterator[tuple[str, Schedule]]:
         for levels, etp_size in HOPS:
             of = f"hops over {levels} level(s), expert-TP {etp_size}"
             tokens = [HopRows(1, dict.fromkeys(range(levels), 1), 2, 2)] * count
-            ways[of] = HopStages(levels, True, etp_size), tokens
+            ways[of] = HopStages(levels, tuple(range(levels)), True, etp_size), tokens
             samples = [size.bytes(1) for size in tokens]
             yield f"netmoe dispatch, {count} chunk(s), {of}", netmoe.dispatch(samples, levels, etp_size)
             yield f"netmoe combine, {count} chunk(s), {of}", netmoe.combine(samples, levels, etp_size)
@@ -50,6 +50,6 @@ def all_schedules() -> Iterator[tuple[str, Schedule]]:
             yield f"parm combine and gather, {count} phase(s), {of}", phases
     for levels in (1, 2):
         for level in range(levels):
-            size = HopBytes({level: 1}, 1)
-            yield f"expert-migration hop out {level} of {levels}", expert_migration.hop_out(size, HopStages(levels))
-            yield f"expert-migration hop back {level} of {levels}", expert_migration.hop_back(size, HopStages(levels))
+            size, way = HopBytes({level: 1}, 1), HopStages(levels, (level,))
+            yield f"expert-migration hop out {level} of {levels}", expert_migration.hop_out(size, way)
+            yield f"expert-migration hop back {level} of {levels}", expert_migration.hop_back(size, way)

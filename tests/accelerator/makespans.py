@@ -23,7 +23,7 @@ LANES = tuple(lane for lane in Lane if lane is not Lane.EXPERTS)
 
 
 def nominal(op: Op) -> float:
-    """What `in_issue_order` takes an op for: a collective 1, a copy 0.1, experts 2."""
+    """What `issue_order` takes an op for: a collective 1, a copy 0.1, experts 2."""
     return SECONDS.get(op.kind, 1.0)
 
 
@@ -84,7 +84,7 @@ def table(executor: SoftwareExecutor) -> str:
 
 
 def guess(number: int, op: Op) -> float:
-    """One of those that `in_issue_order` makes of what an op takes."""
+    """One of those that `issue_order` makes of what an op takes."""
     return list(_guesses(op.lane, op.kind))[number]
 
 

@@ -64,7 +64,7 @@ def migration_step() -> RecordedStep:
     """A hop out and back, and experts that travel beside them."""
     seconds = {Kind.ALL_TO_ALL: 2e-3, Kind.ALL_GATHER: 3e-3, Kind.PERMUTE: 1e-3}
     hops = [
-        simulate(build(HopBytes({0: ROW_BYTES}), HopStages(1)), lambda op: seconds[op.kind])
+        simulate(build(HopBytes({0: ROW_BYTES}), HopStages(1, (0,))), lambda op: seconds[op.kind])
         for build in (hop_out, hop_back)
     ]
     travel = simulate(gathered({0: 8 * ROW_BYTES}), lambda op: seconds[op.kind])

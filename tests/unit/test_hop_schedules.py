@@ -21,11 +21,11 @@ from tests.schedule_checks import validate, validate_ranks
     ("level", "levels", "lane"), [(0, 1, Lane.INTER), (0, 2, Lane.INTER), (1, 2, Lane.INTRA), (1, 3, Lane.INTER)]
 )
 def test_hops(build, level, levels, lane):
-    schedule = build(HopBytes({level: 1000}, 3000), HopStages(levels))
+    schedule = build(HopBytes({level: 1000}, 3000), HopStages(levels, (level,)))
     validate(schedule)
     assert [op.lane for op in schedule.ops if op.kind is Kind.ALL_TO_ALL] == [lane]
     # Ranks whose rows differ in number issue the same collectives.
-    validate_ranks({0: schedule, 1: build(HopBytes({level: 0}), HopStages(levels))}, {role(level): [(0, 1)]})
+    validate_ranks({0: schedule, 1: build(HopBytes({level: 0}), HopStages(levels, (level,)))}, {role(level): [(0, 1)]})
     curves = {
         (Kind.ALL_TO_ALL, role(level)): CostCurve(((1000, 3.0),)),
         (Kind.PERMUTE, None): CostCurve(((1000, 1.0),)),
@@ -35,7 +35,7 @@ def test_hops(build, level, levels, lane):
 
 @pytest.mark.parametrize(("build", "order"), [(hop_out, (0, 1)), (hop_back, (1, 0))])
 def test_a_hop_begins_when_the_one_before_has_ended(build, order):
-    schedule = build(HopBytes({0: 1000, 1: 1000}), HopStages(2))
+    schedule = build(HopBytes({0: 1000, 1: 1000}), HopStages(2, (0, 1)))
     validate(schedule)
     assert [op.group for op in schedule.ops if op.group] == [role(level) for level in order]
     assert simulate(schedule, lambda op: 1.0).seconds == 5.0

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_moe_opt.schedules.issue_order import in_issue_order
+from megatron_moe_opt.schedules.issue_order import issue_order
 from megatron_moe_opt.schedules.schedule import Kind, Lane, Op
 from tests.accelerator.all_schedules import all_schedules
 from tests.accelerator.executor_library import SoftwareExecutor, build
@@ -80,10 +80,10 @@ def test_the_order_keeps_that_of_lanes_and_waits(seed):
     from tests.multirank.test_executor import random_schedule
 
     schedule = random_schedule(seed)
-    ordered = in_issue_order(schedule.ops)
+    order = issue_order(schedule.ops)
+    assert sorted(order) == list(range(len(schedule.ops)))
     for lane in Lane:
-        of_lane = [[op.chunk for op in ops if op.lane is lane] for ops in (schedule.ops, ordered)]
-        assert of_lane[0] == of_lane[1]
-    waits = [{op.chunk: {ops[other].chunk for other in op.waits_for} for op in ops} for ops in (schedule.ops, ordered)]
-    assert waits[0] == waits[1]
-    assert all(other < index for index, op in enumerate(ordered) for other in op.waits_for)
+        of_lane = [index for index in order if schedule.ops[index].lane is lane]
+        assert of_lane == sorted(of_lane)
+    place = {index: number for number, index in enumerate(order)}
+    assert all(place[other] < place[index] for index in order for other in schedule.ops[index].waits_for)

@@ -32,7 +32,7 @@ rows_on_a_way = st.one_of(
     st.tuples(st.builds(by_rows, sizes, sizes), st.just(st.builds(PartitionRows, number, number))),
     *(
         st.tuples(
-            st.builds(HopStages, st.just(levels), st.just(True), sizes),
+            st.builds(HopStages, st.just(levels), st.just(hops), st.just(True), sizes),
             st.just(
                 st.builds(HopRows, number, st.builds(lambda one, hops=hops: dict.fromkeys(hops, one), number), number)
             ),
@@ -126,7 +126,7 @@ def test_the_first_links_do_not_wait_for_those_inside_nodes(way, inner):
     seconds = {Lane.INTER: 1.0, Lane.INTRA: inner, Lane.COMPUTE: 1.0}
     stages, rows = by_rows(2, 2), PartitionRows(8, 16)
     if way == "hops":
-        stages, rows = HopStages(2, is_piped=True), HopRows(8, {0: 8, 1: 8}, 16)
+        stages, rows = HopStages(2, (0, 1), is_piped=True), HopRows(8, {0: 8, 1: 8}, 16)
     schedule = forward("none", [rows] * 8, ROW, stages)
     found = simulate(schedule, lambda op: seconds[op.lane] if op.group or op.kind is Kind.COMPUTE else 0.0)
     assert found.seconds == pytest.approx(found.busy(Lane.INTER)) == 16

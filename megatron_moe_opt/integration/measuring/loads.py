@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import cycle
 
@@ -16,6 +16,7 @@ from megatron_moe_opt.integration.measuring.meter import Load, Sized, SizedPipel
 from megatron_moe_opt.kernels import ChunkList, empty
 from megatron_moe_opt.runtime.engine import steps
 from megatron_moe_opt.runtime.engine.collectives import all_gather_rows, reduce_scatter_rows
+from megatron_moe_opt.runtime.engine.steps import Steps
 from megatron_moe_opt.runtime.rows.exchange_plan import Sharing, plan_exchange, share_out
 from megatron_moe_opt.runtime.rows.expert_exchange import Exchange, bind_to_sources
 from megatron_moe_opt.runtime.rows.row_layout import Payload
@@ -28,7 +29,7 @@ from megatron_moe_opt.runtime.travelling_experts.expert_codec import (
     encode_and_decode,
 )
 from megatron_moe_opt.schedules.mpmoe import Restore
-from megatron_moe_opt.schedules.schedule import Kind, Lane
+from megatron_moe_opt.schedules.schedule import Kind, Lane, Schedule
 from megatron_moe_opt.topology.expert_groups import ExpertGroups, TokenCopies
 from megatron_moe_opt.topology.nodes import NodeMap
 
@@ -102,7 +103,12 @@ def combine_and_gather(
         sent, parts = share_out(counts, *ranks, sharing)
         exchange = Exchange(EpWithExpertTp(groups, payload, parts), plan_exchange(sent, *ranks, 1, rows.device))
         outputs = rows.filled(number)
-        return SizedPipeline(number * rows.bytes, lambda: bind_to_sources(outputs, None, exchange)[:2])
+
+        def bind() -> tuple[Schedule, Sequence[Steps]]:
+            moving, bound, _ = bind_to_sources(outputs, None, exchange)
+            return moving.schedule, bound
+
+        return SizedPipeline(number * rows.bytes, bind)
 
     return sized
 

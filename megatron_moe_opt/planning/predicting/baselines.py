@@ -13,18 +13,19 @@ kernels and message layers take more or less than ours is not in them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
+from functools import cache
 
 from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.planning.costs.cluster import STOCK
 from megatron_moe_opt.planning.predicting.expert_migration import curve_of, measured_curves
 from megatron_moe_opt.planning.predicting.layer_on_cluster import LayerOnCluster
 from megatron_moe_opt.planning.predicting.prediction import Prediction
-from megatron_moe_opt.schedules.monta import EP, EXPERT_TP, AllToAllAndGather, even_chunks
-from megatron_moe_opt.schedules.pipeline import ChunkBytes, Pipeline, own_buffer
-from megatron_moe_opt.schedules.schedule import Kind, Lane, Op, Schedule
+from megatron_moe_opt.schedules.monta import EP, EXPERT_TP, GATHERED, AllToAllAndGather, even_chunks
+from megatron_moe_opt.schedules.pipeline import Pipeline, own_buffer
+from megatron_moe_opt.schedules.schedule import Kind, Lane, Op, Outline
 from megatron_moe_opt.topology.domains import stationary
 
 GROUP = 4
@@ -107,16 +108,18 @@ def _sent_first(
     one = layer.workload
     sizes = even_chunks(layer.exchanged * one.row_bytes, one.etp, parts)
     way = AllToAllAndGather(one.ep, one.etp, Lane.COPY, Lane.COPY)
-    schedules = [_all_sent_first(variant, sizes, way, kind) for kind in (Kind.COMPUTE, Kind.GRADIENT)]
+    outlines = [_all_sent_first(variant, parts, way, kind) for kind in (Kind.COMPUTE, Kind.GRADIENT)]
+    schedules = [outline.sized(sizes) for outline in outlines]
     return layer.prediction(variant, schedules, layer.edge, STOCK, costs, parts)
 
 
-def _all_sent_first(name: str, sizes: Sequence[ChunkBytes], way: AllToAllAndGather, compute: Kind) -> Schedule:
+@cache
+def _all_sent_first(name: str, parts: int, way: AllToAllAndGather, compute: Kind) -> Outline:
     """All parts to the experts, then all back, each as soon as it has been computed."""
-    pipeline = Pipeline(own_buffer("rows", part) for part in range(len(sizes)))
-    for part, size in enumerate(sizes):
-        pipeline.through(part, "rows", way.out(size))
-    for part, size in enumerate(sizes):
-        pipeline.add(compute, Lane.COMPUTE, part, size.gathered, ["sorted"], ["outputs"])
-        pipeline.through(part, "outputs", way.back(size))
-    return pipeline.schedule(f"{name}, {len(sizes)} part(s)")
+    pipeline = Pipeline(own_buffer("rows", part) for part in range(parts))
+    for part in range(parts):
+        pipeline.through(part, "rows", way.out())
+    for part in range(parts):
+        pipeline.add(compute, Lane.COMPUTE, part, GATHERED, ["sorted"], ["outputs"])
+        pipeline.through(part, "outputs", way.back())
+    return pipeline.outline(f"{name}, {parts} part(s)")

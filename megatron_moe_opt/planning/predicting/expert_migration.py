@@ -202,8 +202,7 @@ def exchange_seconds(layer: MigrationLayer, domains: ExpertDomains, curves: Curv
     """Of one way of the tokens, to their experts or back, over all levels."""
     return sum(
         curve_of(curves, Kind.ALL_TO_ALL, level, domains.domains(level)).seconds(layer.exchanged(domains, level))
-        for level in range(domains.levels)
-        if domains.domains(level) > 1
+        for level in domains.hops
     )
 
 
@@ -244,10 +243,10 @@ def timelines(
     found = []
     for one, seconds in zip(layer.passes, expert_seconds, strict=True):
         forward = one.collective is Kind.ALL_GATHER
-        levels = [level for level in range(domains.levels) if domains.domains(level) > 1]
         before, after = _of_experts(layer, domains, one)
-        hopping = HopBytes({level: int(layer.exchanged(domains, level)) for level in levels})
-        out, back = (build(hopping, HopStages(domains.levels)) for build in (schedules.hop_out, schedules.hop_back))
+        hopping = HopBytes({level: int(layer.exchanged(domains, level)) for level in domains.hops})
+        way = HopStages(domains.levels, domains.hops)
+        out, back = (build(hopping, way) for build in (schedules.hop_out, schedules.hop_back))
         experts = Schedule("experts", (Op(Kind.COMPUTE if forward else Kind.GRADIENT, Lane.COMPUTE),))
         in_order = [*before, out, experts, back, *after]
         parts = {

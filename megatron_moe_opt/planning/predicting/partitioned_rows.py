@@ -52,8 +52,7 @@ def hop_partitions(
         domains: in which experts travel; None: none does.
     """
     domains, migration = domains or stationary(layer.workers), layer.migration(skew)
-    levels = (level for level in range(domains.levels) if domains.domains(level) > 1)
-    sent = {level: ceil(migration.copies(domains, level) / count) for level in levels}
+    sent = {level: ceil(migration.copies(domains, level) / count) for level in domains.hops}
     own = -(-migration.tokens // count)
     arrived = layer.etp * (sent[max(sent)] if sent else own) if layer.etp > 1 else 0
     return [HopRows(own, sent, -(-rows // count) * layer.etp, arrived)] * count

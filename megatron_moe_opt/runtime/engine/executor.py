@@ -60,7 +60,13 @@ class Executor:
             self._runner = _C.Executor(len(_LANES))
             failure_board.interrupted_by(self._runner.give_up)
 
-    def run(self, schedule: Schedule, steps: Sequence[Steps], record: bool = False) -> Timeline | None:
+    def run(
+        self,
+        schedule: Schedule,
+        steps: Sequence[Steps],
+        record: bool = False,
+        sized: Callable[[], Schedule] | None = None,
+    ) -> Timeline | None:
         """Runs every op; steps[i] is what schedule.ops[i] does.
 
         On a CPU it returns when all ops have finished; the calling thread works too, in the compute lane or, where
@@ -69,6 +75,7 @@ class Executor:
 
         Args:
             record: measure start and end of every op, and return them; on CUDA this waits for the device.
+            sized: returns the schedule with the sizes of its ops, where it has none: for those who record.
 
         Raises:
             LaneError: an op failed. No op runs any more, those that other ranks waited for included.
@@ -81,9 +88,12 @@ class Executor:
         failure, times = self._runner.run(ops, self._caller_lane(schedule), record or recorded)
         if failure is not None:
             _fail(schedule, steps, *failure)
+        if not (record or recorded):
+            return None
+        shown = schedule if sized is None else sized()
         if recorded:
-            note(schedule, times, began)
-        return Timeline.of_times(schedule, times) if record else None
+            note(shown, times, began)
+        return Timeline.of_times(shown, times) if record else None
 
     def start(
         self,

@@ -46,11 +46,26 @@ class ChunkPlan:
         return self.arriving_counts[self.etp_rank]
 
     @cached_property
+    def num_sent(self) -> int:
+        """Returns the rows of this rank, those for itself included."""
+        return sum(self.send_counts)
+
+    @property
+    def num_received(self) -> int:
+        """Returns the rows that its all-to-all brings."""
+        return self.gather_counts[self.etp_rank]
+
+    @cached_property
     def gather_counts(self) -> list[int]:
         """[etp_size] rows each expert-tensor-parallel peer holds after its all-to-all."""
         return [sum(counts) for counts in self.arriving_counts]
 
-    @property
+    @cached_property
+    def num_gathered(self) -> int:
+        """Returns the rows for this rank's experts."""
+        return sum(self.gather_counts)
+
+    @cached_property
     def first_own(self) -> int:
         """Where this rank's block of the chunk begins among the rows of all expert-tensor-parallel peers."""
         return self.first_gathered + sum(self.gather_counts[: self.etp_rank])
@@ -66,15 +81,15 @@ class ExchangePlan:
     arrives_sorted: bool
     """Whether arrival order is expert order."""
 
-    @property
+    @cached_property
     def num_sent(self) -> int:
         """Rows of this rank that all chunks together send, to itself too."""
-        return sum(sum(chunk.send_counts) for chunk in self.chunks)
+        return sum(chunk.num_sent for chunk in self.chunks)
 
-    @property
+    @cached_property
     def num_received(self) -> int:
         """Returns the rows that its all-to-alls bring."""
-        return sum(sum(chunk.receive_counts) for chunk in self.chunks)
+        return sum(chunk.num_received for chunk in self.chunks)
 
     def chunk(self, number: int) -> ChunkPlan:
         """The chunk that an op of this number moves; where there is one alone, it is that, whatever the number."""
@@ -82,15 +97,12 @@ class ExchangePlan:
 
     def chunk_bytes(self, row_bytes: int) -> list[ChunkBytes]:
         """Returns the bytes that move of each chunk."""
-        return [
-            ChunkBytes(sum(chunk.send_counts) * row_bytes, sum(chunk.gather_counts) * row_bytes)
-            for chunk in self.chunks
-        ]
+        return [ChunkBytes(chunk.num_sent * row_bytes, chunk.num_gathered * row_bytes) for chunk in self.chunks]
 
-    @property
+    @cached_property
     def num_gathered(self) -> int:
         """Returns the rows that this rank's experts get."""
-        return sum(sum(chunk.gather_counts) for chunk in self.chunks)
+        return sum(chunk.num_gathered for chunk in self.chunks)
 
 
 def plan_exchange(

@@ -21,7 +21,7 @@ from megatron_moe_opt.runtime.rows.row_layout import AtExperts
 from megatron_moe_opt.runtime.rows.ways import Way
 from megatron_moe_opt.runtime.rows.wire_rows import WireRows, off_wire, onto_wire
 from megatron_moe_opt.schedules.pipeline import base_name
-from megatron_moe_opt.schedules.schedule import Op, Schedule
+from megatron_moe_opt.schedules.schedule import MovingSchedule, Op
 
 Plan = TypeVar("Plan")
 
@@ -122,8 +122,8 @@ def run_to_experts(
             return way.step_out(op, source, tensor(op.writes[0], op.chunk), plan)
         return Steps() if in_place else way.sort(AtExperts(source, tokens, probs, notes, plan, op.chunk, layout))
 
-    schedule = way.dispatch(plan, layout.row_bytes)
-    executor(rows.device).run(schedule, [bind(op) for op in schedule.ops])
+    schedule, sized = way.dispatch(plan, layout.row_bytes)
+    executor(rows.device).run(schedule, [bind(op) for op in schedule.ops], sized=sized)
     if in_place:
         tokens = tensor(schedule.ops[-1].reads[0], 0)  # the last op sorts
     return tokens, probs
@@ -132,14 +132,14 @@ def run_to_experts(
 def run_to_sources(tokens: torch.Tensor, probs: torch.Tensor | None, exchange: Exchange) -> torch.Tensor:
     """Tokens [num_gathered, H], with or without probabilities behind them -> rows [R, W]; not differentiable."""
     advance_started()  # what runs beside has had the experts' time
-    schedule, bound, rows = bind_to_sources(tokens, probs, exchange)
-    executor(tokens.device).run(schedule, bound)
+    (schedule, sized), bound, rows = bind_to_sources(tokens, probs, exchange)
+    executor(tokens.device).run(schedule, bound, sized=sized)
     return rows
 
 
 def bind_to_sources(
     tokens: torch.Tensor, probs: torch.Tensor | None, exchange: Exchange
-) -> tuple[Schedule, list[Steps], torch.Tensor]:
+) -> tuple[MovingSchedule, list[Steps], torch.Tensor]:
     """The schedule that sums and sends back, what its ops do (once), and the rows [R, W] that they will have written.
 
     Args:
@@ -164,6 +164,6 @@ def bind_to_sources(
             return Steps() if in_place else way.unsort(here)
         return way.step_back(op, [tensor(name, op.chunk) for name in op.reads], written, plan, layout)
 
-    schedule = way.combine(plan, layout.row_bytes)
-    bound = [bind(op) for op in schedule.ops]
-    return schedule, bound, tensor(schedule.ops[-1].writes[0], 0)
+    moving = way.combine(plan, layout.row_bytes)
+    ops = moving.schedule.ops
+    return moving, [bind(op) for op in ops], tensor(ops[-1].writes[0], 0)

@@ -21,11 +21,11 @@ from megatron_moe_opt.runtime.engine.steps import Steps
 from megatron_moe_opt.runtime.rows.hop_plan import DomainTables, HopPlan
 from megatron_moe_opt.runtime.rows.row_facts import FactLayout, RowFacts
 from megatron_moe_opt.runtime.rows.row_layout import AtExperts
-from megatron_moe_opt.schedules.expert_migration import hop_back, hop_out
+from megatron_moe_opt.schedules.expert_migration import outline
 from megatron_moe_opt.schedules.hops import HopRows, HopStages, level_of
 from megatron_moe_opt.schedules.monta import EXPERT_TP
 from megatron_moe_opt.schedules.pipeline import base_name
-from megatron_moe_opt.schedules.schedule import Kind, Op, Schedule
+from megatron_moe_opt.schedules.schedule import Kind, MovingSchedule, Op
 from megatron_moe_opt.topology.domain_groups import DomainGroups
 
 
@@ -112,15 +112,16 @@ class Hops:
         return self._stages(is_piped=True)
 
     def _stages(self, is_piped: bool = False) -> HopStages:
-        return HopStages(self.groups.domains.levels, is_piped, 1 if self.etp is None else self.etp.size())
+        domains = self.groups.domains
+        return HopStages(domains.levels, domains.hops, is_piped, 1 if self.etp is None else self.etp.size())
 
-    def dispatch(self, plan: HopPlan, row_bytes: int) -> Schedule:
+    def dispatch(self, plan: HopPlan, row_bytes: int) -> MovingSchedule:
         """Returns the schedule of rows to their experts, chunk by chunk."""
-        return hop_out(self.rows_of(plan).bytes(row_bytes), self._stages())
+        return outline("hop out", self._stages()).moving(lambda: [self.rows_of(plan).bytes(row_bytes)])
 
-    def combine(self, plan: HopPlan, row_bytes: int) -> Schedule:
+    def combine(self, plan: HopPlan, row_bytes: int) -> MovingSchedule:
         """Returns the schedule of rows back to their sources."""
-        return hop_back(self.rows_of(plan).bytes(row_bytes), self._stages())
+        return outline("hop back", self._stages()).moving(lambda: [self.rows_of(plan).bytes(row_bytes)])
 
     def rows_of(self, plan: HopPlan) -> HopRows:
         """Returns the rows of a plan, as the stages take them."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Generic, TypeVar
 
 import torch
@@ -64,7 +65,7 @@ class Layout:
         """Returns the layout of the same rows where they return to."""
         return self
 
-    @property
+    @cached_property
     def at_experts(self) -> Layout:
         """Returns the layout of the same rows as the experts have them."""
         return Layout(self.payload, WireFormat.SAME)

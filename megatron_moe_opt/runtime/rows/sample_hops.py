@@ -38,7 +38,7 @@ from megatron_moe_opt.runtime.rows.token_hops import TokenHops
 from megatron_moe_opt.schedules import netmoe
 from megatron_moe_opt.schedules.hops import HopStages, level_of
 from megatron_moe_opt.schedules.pipeline import base_name
-from megatron_moe_opt.schedules.schedule import Kind, Op, Schedule
+from megatron_moe_opt.schedules.schedule import Kind, MovingSchedule, Op
 from megatron_moe_opt.topology.domain_groups import DomainGroups
 
 _RANK_BITS = 32  # of a note: the rank that a token comes from, above its number there
@@ -168,16 +168,19 @@ class HopsInChunks:
         """Returns the stages of one partition in a pipeline with the experts."""
         return self.chunks[0].stages
 
-    def dispatch(self, plan: HopPlans, row_bytes: int) -> Schedule:
+    def dispatch(self, plan: HopPlans, row_bytes: int) -> MovingSchedule:
         """Returns the schedule of rows to their experts, chunk by chunk."""
-        return netmoe.dispatch(self._bytes(plan, row_bytes), self.stages.levels, self.stages.etp_size)
+        return self._moving("dispatch", plan, row_bytes)
 
-    def combine(self, plan: HopPlans, row_bytes: int) -> Schedule:
+    def combine(self, plan: HopPlans, row_bytes: int) -> MovingSchedule:
         """Returns the schedule of rows back to their sources."""
-        return netmoe.combine(self._bytes(plan, row_bytes), self.stages.levels, self.stages.etp_size)
+        return self._moving("combine", plan, row_bytes)
 
-    def _bytes(self, plan: HopPlans, row_bytes: int) -> list[netmoe.HopBytes]:
-        return [way.rows_of(own).bytes(row_bytes) for way, own in zip(self.chunks, plan.chunks, strict=True)]
+    def _moving(self, direction: str, plan: HopPlans, row_bytes: int) -> MovingSchedule:
+        one = self.stages
+        return netmoe.outline(direction, len(self.chunks), one.levels, one.hops, one.etp_size).moving(
+            lambda: [way.rows_of(own).bytes(row_bytes) for way, own in zip(self.chunks, plan.chunks, strict=True)]
+        )
 
     def num_rows(self, buffer: str, plan: HopPlans, chunk: int) -> int:
         """Returns the rows that a buffer has to hold; of `parts`, for one chunk."""

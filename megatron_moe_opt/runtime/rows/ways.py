@@ -24,7 +24,7 @@ from megatron_moe_opt.runtime.rows.row_layout import AtExperts, Layout, Payload,
 from megatron_moe_opt.schedules import monta, mpmoe, parm
 from megatron_moe_opt.schedules.mpmoe import Partition, PartitionRows
 from megatron_moe_opt.schedules.pipeline import Stages
-from megatron_moe_opt.schedules.schedule import Kind, Op, Schedule
+from megatron_moe_opt.schedules.schedule import Kind, MovingSchedule, Op, Outline
 from megatron_moe_opt.topology.expert_groups import ExpertGroups
 
 Plan = TypeVar("Plan", contravariant=True)
@@ -43,10 +43,10 @@ class Way(Protocol[Plan]):
     def lies_in(self) -> Mapping[str, str]:
         """The buffers that are in the memory of another one."""
 
-    def dispatch(self, plan: Plan, row_bytes: int) -> Schedule:
+    def dispatch(self, plan: Plan, row_bytes: int) -> MovingSchedule:
         """The schedule of rows to their experts, chunk by chunk."""
 
-    def combine(self, plan: Plan, row_bytes: int) -> Schedule:
+    def combine(self, plan: Plan, row_bytes: int) -> MovingSchedule:
         """The schedule of rows back to their sources."""
 
     @property
@@ -116,13 +116,16 @@ class EpThenExpertTp(_RowForEveryExpert):
 
     lies_in: ClassVar[Mapping[str, str]] = monta.AllToAllAndGather.lies_in
 
-    def dispatch(self, plan: ExchangePlan, row_bytes: int) -> Schedule:
+    def dispatch(self, plan: ExchangePlan, row_bytes: int) -> MovingSchedule:
         """Returns MoNTA's schedule of rows to their experts, chunk by chunk, at this level."""
-        return monta.dispatch(self.level, plan.chunk_bytes(row_bytes), self.groups.ep_size, self.groups.etp_size)
+        return self._outline("dispatch", plan).moving(lambda: plan.chunk_bytes(row_bytes))
 
-    def combine(self, plan: ExchangePlan, row_bytes: int) -> Schedule:
+    def combine(self, plan: ExchangePlan, row_bytes: int) -> MovingSchedule:
         """Returns MoNTA's schedule of rows back to their sources, chunk by chunk, at this level."""
-        return monta.combine(self.level, plan.chunk_bytes(row_bytes), self.groups.ep_size, self.groups.etp_size)
+        return self._outline("combine", plan).moving(lambda: plan.chunk_bytes(row_bytes))
+
+    def _outline(self, direction: str, plan: ExchangePlan) -> Outline:
+        return monta.outline(direction, self.level, len(plan.chunks), self.groups.ep_size, self.groups.etp_size)
 
     @property
     def stages(self) -> monta.AllToAllAndGather:
@@ -136,13 +139,15 @@ class EpThenExpertTp(_RowForEveryExpert):
     def num_rows(self, buffer: str, plan: ExchangePlan, chunk: int) -> int:
         """Returns the rows that a buffer of this way has to hold; of `parts`, for one chunk."""
         if buffer == "parts":
-            return (self.groups.etp_size - 1) * sum(plan.chunk(chunk).receive_counts)
-        return {"summed": plan.num_received, "rows": plan.num_sent}.get(buffer, plan.num_gathered)
+            return (self.groups.etp_size - 1) * plan.chunk(chunk).num_received
+        if buffer == "rows":
+            return plan.num_sent
+        return plan.num_received if buffer == "summed" else plan.num_gathered
 
     def step_out(self, op: Op, rows: torch.Tensor, arrived: torch.Tensor, plan: ExchangePlan) -> Steps:
         """Returns the all-to-all over EP, or the all-gather over expert-TP, of one chunk on the way to the experts."""
         chunk, groups = plan.chunk(op.chunk), self.groups
-        own = arrived.narrow(0, chunk.first_own, sum(chunk.receive_counts))
+        own = arrived.narrow(0, chunk.first_own, chunk.num_received)
         if op.kind is Kind.ALL_TO_ALL:
             return steps.all_to_all(_sent(rows, chunk), chunk.send_counts, own, chunk.receive_counts, groups.ep)
         own = own if groups.ep_size > 1 else _sent(rows, chunk)
@@ -181,16 +186,19 @@ class EpWithExpertTp(_RowForEveryExpert):
         """A sum is this rank's own part of what all ranks get."""
         return {"summed": "rows"}
 
-    def dispatch(self, plan: ExchangePlan, row_bytes: int) -> Schedule:
+    def dispatch(self, plan: ExchangePlan, row_bytes: int) -> MovingSchedule:
         """Returns Parm's schedule of rows to all shards of their experts at once."""
-        return parm.dispatch(plan.chunk_bytes(row_bytes), self.groups.etp_size)
+        outline = parm.outline("dispatch", len(plan.chunks), self.groups.etp_size)
+        return outline.moving(lambda: plan.chunk_bytes(row_bytes))
 
-    def combine(self, plan: ExchangePlan, row_bytes: int) -> Schedule:
+    def combine(self, plan: ExchangePlan, row_bytes: int) -> MovingSchedule:
         """Returns Parm's schedule of rows back to their sources; of shared rows, to all ranks of the TP group."""
-        if self.parts is None:
-            return parm.combine(plan.chunk_bytes(row_bytes), self.groups.etp_size)
-        phases = self.parts.phase_bytes(row_bytes)
-        return parm.combine_and_gather(plan.num_gathered * row_bytes, phases, self.groups.etp_size)
+        parts, etp_size = self.parts, self.groups.etp_size
+        if parts is None:
+            return parm.outline("combine", len(plan.chunks), etp_size).moving(lambda: plan.chunk_bytes(row_bytes))
+        return parm.outline_and_gather(parts.num_phases, etp_size).moving(
+            lambda: parm.sizes_of_phases(plan.num_gathered * row_bytes, parts.phase_bytes(row_bytes), etp_size)
+        )
 
     def num_rows(self, buffer: str, plan: ExchangePlan, chunk: int) -> int:
         """Returns the rows that a buffer of this way has to hold; of `parts`, for one chunk."""
@@ -263,12 +271,12 @@ def way_of(groups: ExpertGroups, level: str | None, payload: Payload) -> Way:
 
 
 def _sent(rows: torch.Tensor, chunk: ChunkPlan) -> torch.Tensor:
-    return rows.narrow(0, chunk.first_sent, sum(chunk.send_counts))
+    return rows.narrow(0, chunk.first_sent, chunk.num_sent)
 
 
 def _gathered(rows: torch.Tensor, chunk: ChunkPlan) -> torch.Tensor:
-    return rows.narrow(0, chunk.first_gathered, sum(chunk.gather_counts))
+    return rows.narrow(0, chunk.first_gathered, chunk.num_gathered)
 
 
 def _received(rows: torch.Tensor, chunk: ChunkPlan) -> torch.Tensor:
-    return rows.narrow(0, chunk.first_received, sum(chunk.receive_counts))
+    return rows.narrow(0, chunk.first_received, chunk.num_received)

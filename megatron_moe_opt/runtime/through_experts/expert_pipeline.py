@@ -33,12 +33,13 @@ from megatron_moe_opt.schedules.mpmoe import (
     OUTPUT_GRADIENTS,
     OUTPUTS,
     STRATEGIES,
+    Moved,
     Restore,
     RowBytes,
     place_of,
 )
 from megatron_moe_opt.schedules.pipeline import Stages, base_name
-from megatron_moe_opt.schedules.schedule import Kind, Op
+from megatron_moe_opt.schedules.schedule import Kind, Op, Outline
 
 _Computed = tuple[torch.Tensor, torch.Tensor | None]
 """Rows of a partition, and what their probabilities' lanes get."""
@@ -144,8 +145,7 @@ class _Pass:
                 return steps.call(self.calls[j].offload_middle)
             return self._move(op, buffers, probs[j], lambda: self._take(outputs, j))
 
-        schedule = mpmoe.forward(self.strategy, self.partitions, *self._way())
-        executor(packed.device).run(schedule, [bind(op) for op in schedule.ops])
+        self._run(mpmoe.forward_outline, bind, packed.device)
         if how.inputs is Restore.KEEP:
             self.kept = {f"tokens.{j}": buffers.rows(f"tokens.{j}", j) for j in range(len(self.exchanges))}
         elif how.inputs is Restore.COMMUNICATE:
@@ -194,8 +194,7 @@ class _Pass:
                 return steps.call(lambda: self.calls[j].fetch_middle(compute))
             return self._move(op, buffers, None, lambda: self._take(grads, j))
 
-        schedule = mpmoe.backward(self.strategy, self.partitions, *self._way())
-        executor(grad_combined.device).run(schedule, [bind(op) for op in schedule.ops])
+        self._run(mpmoe.backward_outline, bind, grad_combined.device)
         return grad_packed, [total.value for total in of_parameters]
 
     def hand_over(self) -> list[torch.Tensor]:
@@ -268,13 +267,20 @@ class _Pass:
         parts = rows.split([partition.own for partition in self.partitions])
         return {f"{name}.{j}": part for j, part in enumerate(parts)}
 
-    def _way(self) -> tuple[RowBytes, Stages]:
-        """What rows take on their way, and its stages."""
+    def _run(
+        self, outline: Callable[[str, int, Stages], Outline], bind: Callable[[Op], Steps], device: torch.device
+    ) -> None:
+        """Runs all ops of one direction."""
+        schedule, sized = outline(self.strategy, len(self.partitions), self.exchanges[0].way.stages).moving(self._moved)
+        executor(device).run(schedule, [bind(op) for op in schedule.ops], sized=sized)
+
+    def _moved(self) -> list[Moved]:
+        """What moves of each partition."""
         token, experts = self.layouts[INPUTS].at_experts.row_bytes, self.experts
         packed, outputs, gradients, returned = (layout.row_bytes for layout in self.layouts.values())
         middle, activations = experts.middle_row_bytes, experts.activation_row_bytes
         row = RowBytes(packed, token, middle, returned, outputs, gradients, activations)
-        return row, self.exchanges[0].way.stages
+        return [Moved(rows, row) for rows in self.partitions]
 
 
 class _Sum:

@@ -32,11 +32,17 @@ class PartitionBuffers:
         self._counts: dict[str, list[int]] = {}
         """Rows of each partition in a buffer."""
         self._made: dict[str, torch.Tensor] = {}
+        self._rows: dict[tuple[str, int], torch.Tensor] = {}
 
     def rows(self, name: str, j: int) -> torch.Tensor:
         """Returns partition j's rows in a buffer."""
         if name in self._given:
             return self._given[name]
+        if (name, j) not in self._rows:
+            self._rows[name, j] = self._part(name, j)
+        return self._rows[name, j]
+
+    def _part(self, name: str, j: int) -> torch.Tensor:
         base = base_name(name)
         move, of_way = place_of(base)
         if base not in self._counts:
