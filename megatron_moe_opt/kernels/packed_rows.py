@@ -91,10 +91,8 @@ def sum_packed_rows(
         kind = out_wire.dtype_of(dtype)
         width = out_wire.payload_bytes(hidden, dtype) // kind.itemsize
         out = empty((row_map.num_tokens, width), kind, packed.device)
-    # Whose rows they are does not matter: who frees the map's experts need not wait for a sum.
-    _C.sum_rows(
-        (row_map.offsets, row_map.rows, None, row_map.num_experts), packed, hidden, wire.value, out_wire.value, out
-    )
+    of_tokens = row_map.offsets, row_map.rows, None, row_map.num_experts  # whose expert a row is of makes no difference
+    _C.sum_rows(of_tokens, packed, hidden, wire.value, out_wire.value, out)
     return out
 
 

@@ -147,6 +147,7 @@ CASES: dict[str, tuple[Any, ...]] = {
     "mpmoe hops S1, experts travel": (
         "mpmoe", {"ep": 4}, {}, Options(partitions=2, memory_reuse="S1", **{**IN_HOPS, "domain_sizes": (2, 1)})
     ),
+    "mpmoe hops, all experts travel": ("mpmoe", {"ep": 4}, {}, Options(partitions=2, way="hops", **ALL)),
     "mpmoe S2, recomputed": ("mpmoe", {"ep": 4}, RECOMPUTE, Options(partitions=2, memory_reuse="S2")),
     "hops, padded": ("expert-migration", {"ep": 4}, PAD, Options(**HOPS)),
     "expert-migration": ("expert-migration", {"ep": 4}, {}, Options(**ONE)),
