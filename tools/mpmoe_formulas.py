@@ -3,7 +3,7 @@
     B   tokens of a rank          M   hidden size            n   partitions
     H   middle size of an expert  E   experts of the gate
 
-The schedules that run are simulated for a choice (systems/mpmoe.py); the closed forms here are what
+The schedules that run are simulated for a choice (planning/predicting/mpmoe.py); the closed forms here are what
 the paper states, and special cases of the simulator. Tests hold the simulator against them, bench_memory.py a measured
 layer.
 """

@@ -11,9 +11,9 @@ from megatron_moe_opt.dispatchers.say import say_once
 from megatron_moe_opt.options import Options
 from megatron_moe_opt.planning.choosing.partition_search import PARTITIONS
 from megatron_moe_opt.planning.predicting.layer_workload import LayerWorkload
+from megatron_moe_opt.planning.predicting.mpmoe import HOPS
 from megatron_moe_opt.planning.predicting.skew import rows_as_even
 from megatron_moe_opt.schedules.mpmoe import NONE
-from megatron_moe_opt.systems.mpmoe import HOPS
 from megatron_moe_opt.topology.expert_groups import ExpertGroups
 from megatron_moe_opt.variants import split_variant
 

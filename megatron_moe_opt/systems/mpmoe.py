@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from math import prod
 from operator import itemgetter
 from pathlib import Path
@@ -15,43 +15,11 @@ from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.option_values import AUTO, BYTES, one_of
 from megatron_moe_opt.option_values import PARTITIONS as SEVERAL_PARTITIONS
 from megatron_moe_opt.planning.choosing.partition_search import PARTITIONS
-from megatron_moe_opt.planning.costs.cluster import OURS
-from megatron_moe_opt.planning.costs.curves import Costs
-from megatron_moe_opt.planning.costs.expert_costs import costs_with_experts
-from megatron_moe_opt.planning.costs.link_bytes import LinkBytes
-from megatron_moe_opt.planning.predicting.expert_migration import (
-    codec_seconds,
-    curve_of,
-    has_curves,
-    measured_curves,
-    travelling,
-)
+from megatron_moe_opt.planning.predicting.expert_migration import has_curves, measured_curves
 from megatron_moe_opt.planning.predicting.layer_on_cluster import LayerOnCluster
-from megatron_moe_opt.planning.predicting.partitioned_rows import (
-    activation_bytes,
-    hop_partitions,
-    hop_row_bytes,
-    partitions,
-    row_bytes,
-)
+from megatron_moe_opt.planning.predicting.mpmoe import HOPS, ROWS, PartitionedLayer, no_hops
 from megatron_moe_opt.planning.predicting.prediction import Prediction, Refusal
-from megatron_moe_opt.schedules.hops import HopStages, level_of
-from megatron_moe_opt.schedules.mpmoe import (
-    INPUT_GRADIENTS,
-    INPUTS,
-    NONE,
-    OUTPUT_GRADIENTS,
-    OUTPUTS,
-    STRATEGIES,
-    Partition,
-    Restore,
-    RowBytes,
-    backward,
-    by_rows,
-    forward,
-)
-from megatron_moe_opt.schedules.pipeline import Stages
-from megatron_moe_opt.schedules.schedule import Kind, Lane, Op
+from megatron_moe_opt.schedules.mpmoe import NONE, STRATEGIES
 from megatron_moe_opt.systems.expert_migration import (
     EXPERT_MIGRATION,
     MigrationOptions,
@@ -78,7 +46,6 @@ from megatron_moe_opt.topology.domains import ExpertDomains, realisable, station
 
 NAME = "mpmoe"
 DEFAULT_PARTITIONS = 4
-ROWS, HOPS = "rows", "hops"
 
 
 @dataclass(frozen=True)
@@ -281,89 +248,10 @@ def domains_of(options: Any, workers: tuple[int, ...]) -> ExpertDomains:
     return stationary(workers) if options.domain_sizes is None else named_domains(options.domain_sizes, workers)
 
 
-@dataclass(frozen=True)
-class _Partitioned:
-    """A layer's rows in partitions, which are alike, and the way that they go."""
-
-    way: str
-    domains: ExpertDomains | None
-    """The domains in which experts travel; None: none does."""
-    costs: Callable[[Op], float]
-    """Returns the seconds of an op of the pipeline."""
-    parts: Sequence[Partition]
-    row: RowBytes
-    stages: Stages
-    own: int | None
-    """Rows of this rank, where they are not what it computes."""
-    holds: int = 1
-    """Number of ranks whose experts it computes."""
-
-    def activation_bytes(self, layer: LayerOnCluster, strategy: str) -> int:
-        """Returns what the layer holds for its backward pass, with the experts of others that have travelled here."""
-        one = layer.workload
-        own = activation_bytes(one, one.rows, len(self.parts), strategy, self.own)
-        return own + (0 if self.domains is None else layer.held_bytes_of_others(self.domains))
-
-    @classmethod
-    def of(cls, layer: LayerOnCluster, count: int, way: str, domains: ExpertDomains | None) -> _Partitioned:
-        """Cuts a layer's rows into partitions. Raises ConfigurationError as `costs_of` does."""
-        one, holds = layer.workload, 1 if domains is None else prod(domains.sizes)
-        costs = costs_of(layer, way, domains)
-        if way == HOPS:
-            hops_in = domains or stationary(one.workers)
-            computed = one.rows_of(layer.skew.computed(hops_in)) if holds > 1 else layer.computed
-            parts: Sequence[Partition] = hop_partitions(one, layer.skew, computed, count, hops_in)
-            stages = HopStages(len(one.workers), hops_in.hops, True, one.etp)
-            return cls(way, domains, costs, parts, hop_row_bytes(one), stages, parts[0].own * count, holds)
-        computed, exchanged = (partitions(one, rows, count) for rows in (layer.computed, layer.exchanged))
-        parts = [replace(part, own=other.own) for part, other in zip(computed, exchanged, strict=True)]
-        return cls(way, domains, costs, parts, row_bytes(one), by_rows(one.ep, one.etp), None)
-
-    def least_seconds(self, layer: LayerOnCluster, strategy: str) -> float:
-        """Returns what no layer takes less than whose partitions share memory by this strategy.
-
-        Ops of a lane run one after another. Before the first partition is computed it has arrived, and behind the last
-        one it goes back. And no op is faster beside others than alone: where two lanes slow each other down, the longer
-        one also loses what the other takes from it while both are busy.
-        """
-        costs, part, count, how = layer.converting(self.costs), self.parts[0], len(self.parts), STRATEGIES[strategy]
-        again = {
-            Restore.RECOMPUTE: Op(Kind.COMPUTE, Lane.COMPUTE, size=part.gathered * self.row.token),
-            Restore.OFFLOAD: Op(Kind.ACTIVATE, Lane.COMPUTE, size=part.gathered * self.row.activations),
-        }.get(how.middle)
-        saved = ((how.inputs, self.row.token), (how.middle, self.row.middle))
-        offloaded = [part.gathered * size for restore, size in saved if restore is Restore.OFFLOAD]
-        least = layer.local_timeline(OURS, self.own).seconds
-        for kind, out, back, host in (
-            (Kind.COMPUTE, INPUTS, OUTPUTS, (Kind.OFFLOAD, Lane.D2H)),
-            (Kind.GRADIENT, OUTPUT_GRADIENTS, INPUT_GRADIENTS, (Kind.PREFETCH, Lane.H2D)),
-        ):
-            rows_out, rows_back = part.bytes(self.row.of(out)), part.bytes(self.row.of(back))
-            restored = costs(again) if kind is Kind.GRADIENT and again is not None else 0.0
-            computed = count * costs(Op(kind, Lane.COMPUTE, size=part.gathered * self.row.token))
-            computed += (count - 1) * restored  # the first one before gradients have arrived
-            busy: dict[Lane, float] = {}
-            for stages, rows in ((self.stages.out(), rows_out), (self.stages.back(), rows_back)):
-                for one in stages:
-                    seconds = costs(Op(one.kind, one.lane, size=one.size(rows), group=one.group))
-                    busy[one.lane] = busy.get(one.lane, 0.0) + seconds
-            edges = sum(busy.values())
-            bounds = [computed + edges, count * sum(costs(Op(*host, size=size)) for size in offloaded)]
-            for lane, of_part in busy.items():
-                lost, lost_to_it = (1 - rate for rate in layer.best_rates(lane))
-                bounds.append(count * of_part + lost * computed)
-                bounds.append(computed + edges + lost_to_it * max(count * of_part - edges, 0.0))
-            least += max(bounds)
-        return least * (1 - 1e-9)  # other sums are rounded otherwise
-
-
 def candidate(
     layer: LayerOnCluster, count: int, strategy: str, way: str = ROWS, domains: ExpertDomains | None = None
 ) -> Prediction:
     """Returns what the layer takes in so many partitions.
-
-    What goes on inside nodes runs in a lane of its own beside the all-to-alls between them, as MoNTA's does. Experts
-    that travel do so before and after, as in a layer by itself.
 
     Args:
         domains: in which experts travel, where tokens hop; None: none does.
@@ -371,59 +259,12 @@ def candidate(
     Raises:
         ConfigurationError: a curve is missing.
     """
-    return _predicted(layer, _Partitioned.of(layer, count, way, domains), strategy)
+    return _predicted(layer, PartitionedLayer.of(layer, count, way, domains), strategy)
 
 
-def _predicted(layer: LayerOnCluster, cut: _Partitioned, strategy: str) -> Prediction:
-    one, count, domains = layer.workload, len(cut.parts), cut.domains
-    variant = f"{NAME}:{_setting(count, strategy, cut.way, domains and domains.sizes)}"
-    schedules = [build(strategy, cut.parts, cut.row, cut.stages) for build in (forward, backward)]
-    alone = list(layer.edge)
-    if cut.holds > 1:
-        schedules = travelling(one.migration(layer.skew), domains, *schedules)
-        alone.append(Op(Kind.COPY, Lane.COMPUTE, size=layer.bytes_of_copies(cut.holds)))
-    links = None if cut.holds == 1 else LinkBytes(layer.cluster, domains)
-    predicted = layer.prediction(
-        variant, schedules, alone, costs=cut.costs, parts=count, local_rows=cut.own, links=links
-    )
-    return replace(predicted, activation_bytes=cut.activation_bytes(layer, strategy))
-
-
-def costs_of(layer: LayerOnCluster, way: str, domains: ExpertDomains | None = None) -> Callable[[Op], float]:
-    """Returns what the ops of the pipeline take on a way. Raises ConfigurationError where no expert was measured.
-
-    Args:
-        domains: of experts that travel, where tokens hop; None: none does.
-    """
-    if way == ROWS:
-        return layer.expert_costs
-    holds = 1 if domains is None else prod(domains.sizes)
-    costs = costs_with_experts(layer.workload, layer.cluster, holds) if holds > 1 else layer.expert_costs
-    return HopSeconds(layer, costs, domains)
-
-
-class HopSeconds:
-    """What ops cost where tokens hop: all-to-alls, and experts that travel, by their level; copies and sums of rows as
-    copies. What is done with travelling experts on a rank is counted elsewhere.
-    """
-
-    def __init__(self, layer: LayerOnCluster, costs: Costs, domains: ExpertDomains | None = None) -> None:
-        self._costs, self._domains = costs, domains or stationary(layer.workload.workers)
-        self._curves = measured_curves(layer.costs, layer.workload.workers)
-        self._copies = costs.curve(Op(Kind.COPY, Lane.COPY))
-        self._migration, self._codec = layer.workload.migration(layer.skew), layer.seconds_of_codec
-
-    def __call__(self, op: Op) -> float:
-        travels = op.lane is Lane.EXPERTS
-        if op.kind is Kind.PERMUTE and not travels:
-            return self._costs.overhead + self._copies.seconds(op.size)
-        if op.kind is not Kind.ALL_TO_ALL and not travels:
-            return self._costs(op)
-        if op.group is None:
-            return codec_seconds(self._migration, self._domains, op, self._codec)
-        level = level_of(op.group)
-        ranks = self._domains.sizes[level] if travels else self._domains.domains(level)
-        return self._costs.overhead + curve_of(self._curves, op.kind, level, ranks).seconds(op.size)
+def _predicted(layer: LayerOnCluster, cut: PartitionedLayer, strategy: str) -> Prediction:
+    setting = _setting(len(cut.parts), strategy, cut.way, cut.domains and cut.domains.sizes)
+    return cut.prediction(layer, f"{NAME}:{setting}", strategy)
 
 
 def _candidates(layer: LayerOnCluster, options: MpmoeOptions) -> Iterator[Prediction | Refusal]:
@@ -437,7 +278,7 @@ def _candidates(layer: LayerOnCluster, options: MpmoeOptions) -> Iterator[Predic
             yield Refusal(f"{NAME}:{HOPS}", refusal)
             continue
         cuts = [
-            (_Partitioned.of(layer, count, way, domains), strategy)
+            (PartitionedLayer.of(layer, count, way, domains), strategy)
             for domains in (_domains_to_try(layer, options) if way == HOPS else (None,))
             for strategy in (strategies if domains is None else strategies[:1])
             for count in options.partition_counts
@@ -458,19 +299,6 @@ def _domains_to_try(layer: LayerOnCluster, options: MpmoeOptions) -> Sequence[Ex
     curves = measured_curves(layer.costs, one.workers)
     found = [domains for domains in realisable(one.workers) if one.etp == 1 and prod(domains.sizes) > 1]
     return [None, *(domains for domains in found if has_curves(curves, domains))]
-
-
-def no_hops(layer: LayerOnCluster) -> str | None:
-    """Why tokens of a layer cannot hop, or nobody knows what that takes."""
-    one = layer.workload
-    if not one.workers:
-        return "the network levels of the expert-parallel group are not known"
-    domains, curves = stationary(one.workers), measured_curves(layer.costs, one.workers)
-    for level in range(domains.levels):
-        ranks = domains.domains(level)
-        if ranks > 1 and (Kind.ALL_TO_ALL, level, ranks) not in curves:
-            return f"no all-to-all of {ranks} ranks at network level {level} was measured: moe-opt profile --domains"
-    return None
 
 
 MPMOE = System(

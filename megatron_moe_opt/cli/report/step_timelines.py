@@ -21,10 +21,11 @@ from megatron_moe_opt.planning.choosing.choice import choose
 from megatron_moe_opt.planning.costs.cluster import Cluster
 from megatron_moe_opt.planning.predicting.layer_on_cluster import LayerOnCluster
 from megatron_moe_opt.planning.predicting.monta import PASSES
+from megatron_moe_opt.planning.predicting.mpmoe import HOPS, costs_of
 from megatron_moe_opt.planning.predicting.simulator import simulate
 from megatron_moe_opt.schedules.schedule import Op
 from megatron_moe_opt.schedules.timeline import Timeline, one_after_another
-from megatron_moe_opt.systems.mpmoe import HOPS, MPMOE, costs_of
+from megatron_moe_opt.systems.mpmoe import MPMOE
 from megatron_moe_opt.topology.domains import find_levels
 from megatron_moe_opt.variants import split_variant
 

@@ -1,0 +1,191 @@
+"""What a layer takes whose rows go through their experts in partitions, by rows or by hops (MPMoE, section IV-B)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+
+from megatron_moe_opt.planning.costs.cluster import OURS
+from megatron_moe_opt.planning.costs.curves import Costs
+from megatron_moe_opt.planning.costs.expert_costs import costs_with_experts
+from megatron_moe_opt.planning.costs.link_bytes import LinkBytes
+from megatron_moe_opt.planning.predicting.expert_migration import (
+    codec_seconds,
+    curve_of,
+    measured_curves,
+    travelling,
+)
+from megatron_moe_opt.planning.predicting.layer_on_cluster import LayerOnCluster
+from megatron_moe_opt.planning.predicting.partitioned_rows import (
+    activation_bytes,
+    hop_partitions,
+    hop_row_bytes,
+    partitions,
+    row_bytes,
+)
+from megatron_moe_opt.planning.predicting.prediction import Prediction
+from megatron_moe_opt.schedules.hops import HopStages, level_of
+from megatron_moe_opt.schedules.mpmoe import (
+    INPUT_GRADIENTS,
+    INPUTS,
+    OUTPUT_GRADIENTS,
+    OUTPUTS,
+    STRATEGIES,
+    Partition,
+    Restore,
+    RowBytes,
+    backward,
+    by_rows,
+    forward,
+)
+from megatron_moe_opt.schedules.pipeline import Stages
+from megatron_moe_opt.schedules.schedule import Kind, Lane, Op
+from megatron_moe_opt.topology.domains import ExpertDomains, stationary
+
+ROWS, HOPS = "rows", "hops"
+"""The ways: a row for each expert of a token; or a token once over every link."""
+
+
+@dataclass(frozen=True)
+class PartitionedLayer:
+    """A layer's rows in partitions, which are alike, and the way that they go."""
+
+    way: str
+    domains: ExpertDomains | None
+    """The domains in which experts travel; None: none does."""
+    costs: Callable[[Op], float]
+    """Returns the seconds of an op of the pipeline."""
+    parts: Sequence[Partition]
+    row: RowBytes
+    stages: Stages
+    own: int | None
+    """Rows of this rank, where they are not what it computes."""
+    holds: int = 1
+    """Number of ranks whose experts it computes."""
+
+    def activation_bytes(self, layer: LayerOnCluster, strategy: str) -> int:
+        """Returns what the layer holds for its backward pass, with the experts of others that have travelled here."""
+        one = layer.workload
+        own = activation_bytes(one, one.rows, len(self.parts), strategy, self.own)
+        return own + (0 if self.domains is None else layer.held_bytes_of_others(self.domains))
+
+    @classmethod
+    def of(cls, layer: LayerOnCluster, count: int, way: str, domains: ExpertDomains | None) -> PartitionedLayer:
+        """Cuts a layer's rows into partitions. Raises ConfigurationError as `costs_of` does."""
+        one, holds = layer.workload, 1 if domains is None else prod(domains.sizes)
+        costs = costs_of(layer, way, domains)
+        if way == HOPS:
+            hops_in = domains or stationary(one.workers)
+            computed = one.rows_of(layer.skew.computed(hops_in)) if holds > 1 else layer.computed
+            parts: Sequence[Partition] = hop_partitions(one, layer.skew, computed, count, hops_in)
+            stages = HopStages(len(one.workers), hops_in.hops, True, one.etp)
+            return cls(way, domains, costs, parts, hop_row_bytes(one), stages, parts[0].own * count, holds)
+        computed, exchanged = (partitions(one, rows, count) for rows in (layer.computed, layer.exchanged))
+        parts = [replace(part, own=other.own) for part, other in zip(computed, exchanged, strict=True)]
+        return cls(way, domains, costs, parts, row_bytes(one), by_rows(one.ep, one.etp), None)
+
+    def least_seconds(self, layer: LayerOnCluster, strategy: str) -> float:
+        """Returns what no layer takes less than whose partitions share memory by this strategy.
+
+        Ops of a lane run one after another. Before the first partition is computed it has arrived, and behind the last
+        one it goes back. And no op is faster beside others than alone: where two lanes slow each other down, the longer
+        one also loses what the other takes from it while both are busy.
+        """
+        costs, part, count, how = layer.converting(self.costs), self.parts[0], len(self.parts), STRATEGIES[strategy]
+        again = {
+            Restore.RECOMPUTE: Op(Kind.COMPUTE, Lane.COMPUTE, size=part.gathered * self.row.token),
+            Restore.OFFLOAD: Op(Kind.ACTIVATE, Lane.COMPUTE, size=part.gathered * self.row.activations),
+        }.get(how.middle)
+        saved = ((how.inputs, self.row.token), (how.middle, self.row.middle))
+        offloaded = [part.gathered * size for restore, size in saved if restore is Restore.OFFLOAD]
+        least = layer.local_timeline(OURS, self.own).seconds
+        for kind, out, back, host in (
+            (Kind.COMPUTE, INPUTS, OUTPUTS, (Kind.OFFLOAD, Lane.D2H)),
+            (Kind.GRADIENT, OUTPUT_GRADIENTS, INPUT_GRADIENTS, (Kind.PREFETCH, Lane.H2D)),
+        ):
+            rows_out, rows_back = part.bytes(self.row.of(out)), part.bytes(self.row.of(back))
+            restored = costs(again) if kind is Kind.GRADIENT and again is not None else 0.0
+            computed = count * costs(Op(kind, Lane.COMPUTE, size=part.gathered * self.row.token))
+            computed += (count - 1) * restored  # the first one before gradients have arrived
+            busy: dict[Lane, float] = {}
+            for stages, rows in ((self.stages.out(), rows_out), (self.stages.back(), rows_back)):
+                for one in stages:
+                    seconds = costs(Op(one.kind, one.lane, size=one.size(rows), group=one.group))
+                    busy[one.lane] = busy.get(one.lane, 0.0) + seconds
+            edges = sum(busy.values())
+            bounds = [computed + edges, count * sum(costs(Op(*host, size=size)) for size in offloaded)]
+            for lane, of_part in busy.items():
+                lost, lost_to_it = (1 - rate for rate in layer.best_rates(lane))
+                bounds.append(count * of_part + lost * computed)
+                bounds.append(computed + edges + lost_to_it * max(count * of_part - edges, 0.0))
+            least += max(bounds)
+        return least * (1 - 1e-9)  # other sums are rounded otherwise
+
+    def prediction(self, layer: LayerOnCluster, variant: str, strategy: str) -> Prediction:
+        """Returns what the layer takes.
+
+        What goes on inside nodes runs in a lane of its own beside the all-to-alls between them, as MoNTA's does.
+        Experts that travel do so before and after, as in a layer by itself.
+        """
+        one, links = layer.workload, None
+        schedules = [build(strategy, self.parts, self.row, self.stages) for build in (forward, backward)]
+        alone = list(layer.edge)
+        if self.holds > 1:
+            schedules = travelling(one.migration(layer.skew), self.domains, *schedules)
+            alone.append(Op(Kind.COPY, Lane.COMPUTE, size=layer.bytes_of_copies(self.holds)))
+            links = LinkBytes(layer.cluster, self.domains)
+        predicted = layer.prediction(
+            variant, schedules, alone, costs=self.costs, parts=len(self.parts), local_rows=self.own, links=links
+        )
+        return replace(predicted, activation_bytes=self.activation_bytes(layer, strategy))
+
+
+def costs_of(layer: LayerOnCluster, way: str, domains: ExpertDomains | None = None) -> Callable[[Op], float]:
+    """Returns what the ops of the pipeline take on a way. Raises ConfigurationError where no expert was measured.
+
+    Args:
+        domains: of experts that travel, where tokens hop; None: none does.
+    """
+    if way == ROWS:
+        return layer.expert_costs
+    holds = 1 if domains is None else prod(domains.sizes)
+    costs = costs_with_experts(layer.workload, layer.cluster, holds) if holds > 1 else layer.expert_costs
+    return HopSeconds(layer, costs, domains)
+
+
+class HopSeconds:
+    """What ops cost where tokens hop: all-to-alls, and experts that travel, by their level; copies and sums of rows as
+    copies. What is done with travelling experts on a rank is counted elsewhere.
+    """
+
+    def __init__(self, layer: LayerOnCluster, costs: Costs, domains: ExpertDomains | None = None) -> None:
+        self._costs, self._domains = costs, domains or stationary(layer.workload.workers)
+        self._curves = measured_curves(layer.costs, layer.workload.workers)
+        self._copies = costs.curve(Op(Kind.COPY, Lane.COPY))
+        self._migration, self._codec = layer.workload.migration(layer.skew), layer.seconds_of_codec
+
+    def __call__(self, op: Op) -> float:
+        travels = op.lane is Lane.EXPERTS
+        if op.kind is Kind.PERMUTE and not travels:
+            return self._costs.overhead + self._copies.seconds(op.size)
+        if op.kind is not Kind.ALL_TO_ALL and not travels:
+            return self._costs(op)
+        if op.group is None:
+            return codec_seconds(self._migration, self._domains, op, self._codec)
+        level = level_of(op.group)
+        ranks = self._domains.sizes[level] if travels else self._domains.domains(level)
+        return self._costs.overhead + curve_of(self._curves, op.kind, level, ranks).seconds(op.size)
+
+
+def no_hops(layer: LayerOnCluster) -> str | None:
+    """Why tokens of a layer cannot hop, or nobody knows what that takes."""
+    one = layer.workload
+    if not one.workers:
+        return "the network levels of the expert-parallel group are not known"
+    domains, curves = stationary(one.workers), measured_curves(layer.costs, one.workers)
+    for level in range(domains.levels):
+        ranks = domains.domains(level)
+        if ranks > 1 and (Kind.ALL_TO_ALL, level, ranks) not in curves:
+            return f"no all-to-all of {ranks} ranks at network level {level} was measured: moe-opt profile --domains"
+    return None
