@@ -10,8 +10,9 @@ outputs, C' computes, S' returns the gradients of inputs.
 
 Without memory reuse every partition has buffers of its own. With it all partitions share them (Fig. 6): expert inputs
 T_DI and outputs T_DO have two each, one to communicate and one to compute with; what the experts save for backward,
-T_M, has one. So rows that arrive are sorted when the partition before them has been computed. Backward then gets back
-what was overwritten, T_DI and T_M each in one of two ways (Table II):
+T_M, has one or, where it is offloaded, two, one to compute with and one to copy (Strategy.middle_buffers). So rows that
+arrive are sorted when the partition before them has been computed. Backward then gets back what was overwritten, T_DI
+and T_M each in one of two ways (Table II):
 
     S1   offload, offload             S3   offload, recompute
     S2   communicate again, offload   S4   communicate again, recompute
@@ -67,6 +68,15 @@ class Strategy:
     def reuses(self) -> bool:
         """Whether partitions share buffers, so that what backward needs of them has to be restored."""
         return self.inputs is not Restore.KEEP
+
+    @property
+    def middle_buffers(self) -> int:
+        """The partitions whose T_M is on the device at once, where they share memory.
+
+        Two where it is offloaded: the paper allocates one (section III-C, eq. 5), but has its copy beside the next
+        partition's experts (Fig. 8b and c), which fill another one.
+        """
+        return 2 if self.middle is Restore.OFFLOAD else 1
 
 
 NONE = "none"
@@ -295,7 +305,7 @@ class _Partitions(Pipeline):
 
     def __init__(self, strategy: Strategy, count: int, way: Stages, inputs: Sequence[str]) -> None:
         super().__init__(inputs, self._name)
-        self._reuses, self._count, self._given = strategy.reuses, count, frozenset(inputs)
+        self._strategy, self._count, self._given = strategy, count, frozenset(inputs)
         self._way, self._ahead = way, 1 if strategy.reuses else way.ahead
         self._on_the_way: dict[tuple[int, Move], tuple[str, Sequence[Stage]]] = {}
         """Where the rows of a partition are that have been sent, but not sorted, and what remains until they are."""
@@ -370,8 +380,10 @@ class _Partitions(Pipeline):
     def _name(self, name: str, j: int) -> str:
         if "." in name:
             return name
-        if not self._reuses:
+        if not self._strategy.reuses:
             return own_buffer(name, j)
+        if name == "middle":
+            return f"{name}.{j % self._strategy.middle_buffers}"
         # What comes from the host has no buffer to arrive in: it has a second one to be fetched into, beside gradients.
         fetched = name == "tokens" and f"host_tokens.{j}" in self._given
         return f"{name}.{j % 2 if fetched else 0}"

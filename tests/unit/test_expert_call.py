@@ -33,6 +33,13 @@ def experts() -> tuple[Experts, torch.nn.ParameterList]:
     return Experts(run, tuple(weights)), weights
 
 
+def come_back(call: ExpertCall) -> None:
+    """T_M, which was offloaded."""
+    call.free_middle()
+    call.make_room_for_middle()
+    call.fetch_middle()
+
+
 @pytest.mark.parametrize(
     ("middle", "hands_over"),
     [(Restore.KEEP, False), (Restore.KEEP, True), (Restore.OFFLOAD, False), (Restore.RECOMPUTE, False)],
@@ -55,7 +62,7 @@ def test_gradients_are_autograds(middle, hands_over, counts):
         call.offload_middle()
         # fc1's output, silu's, its product with the values, and that with the probabilities: 5 times MIDDLE.
         assert module.middle_row_bytes == 4 * 5 * MIDDLE and HOST_MEMORY.used == ROWS * module.middle_row_bytes
-        call.fetch_middle(None)
+        come_back(call)
     if hands_over:
         handed_over = call.hand_over_middle()
         assert sum(tensor.nbytes for tensor in handed_over) == ROWS * 4 * 5 * MIDDLE
@@ -173,7 +180,7 @@ def test_what_activations_save_is_not_offloaded_and_gradients_are_the_same(way, 
     assert module.middle_row_bytes == 4 * kept * MIDDLE
     assert module.activation_row_bytes == 4 * (again * MIDDLE + (way == "shared"))
     assert HOST_MEMORY.used == ROWS * module.middle_row_bytes
-    call.fetch_middle(None)
+    come_back(call)
     call.activate(tokens)
     taken: dict[int, torch.Tensor] = {}
     found = call.backward(tokens, torch.ones(ROWS, HIDDEN), taken.__setitem__)
@@ -184,6 +191,6 @@ def test_what_activations_save_is_not_offloaded_and_gradients_are_the_same(way, 
 @pytest.mark.parametrize("way", ["fewer", "more", "larger"])
 def test_activations_that_save_other_tensors_than_before_are_refused(way):
     _, call, (tokens, _), _ = offloaded(way, (5, 7))
-    call.fetch_middle(None)
+    come_back(call)
     with pytest.raises(RuntimeError, match="experts saved other tensors when their activations were computed again"):
         call.activate(tokens)

@@ -98,12 +98,16 @@ def test_restores_as_in_table_ii(strategy, offloaded, sent_again, recomputed):
 
 @pytest.mark.parametrize("strategy", REUSING)
 def test_partitions_share_buffers_as_in_figure_6(strategy):
-    """Expert inputs and outputs have two buffers (arrived and sorted; computed and sent), T_M has one."""
+    """Expert inputs and outputs have two buffers (arrived and sorted; computed and sent), T_M has one; where it is
+    offloaded, two."""
+    middle = {"middle.0", "middle.1"} if strategy in ("S1", "S2") else {"middle.0"}
     for count in (4, 8):
-        schedule = forward(strategy, [PartitionRows(8, 8)] * count, ROW, by_rows(2, 1))
-        written = {name for op in schedule.ops for name in op.writes}
-        on_device = {name for name in written if base_name(name) not in ("combined", "host_tokens", "host_middle")}
-        assert on_device <= {"arrived.0", "tokens.0", "middle.0", "output.0", "unsorted.0"}
+        arguments = strategy, [PartitionRows(8, 8)] * count, ROW, by_rows(2, 1)
+        schedules = forward(*arguments), backward(*arguments)
+        there, back = ({name for op in schedule.ops for name in op.writes} for schedule in schedules)
+        on_device = {name for name in there if base_name(name) not in ("combined", "host_tokens", "host_middle")}
+        assert on_device <= {"arrived.0", "tokens.0", *middle, "output.0", "unsorted.0"}
+        assert {name for name in back if base_name(name) in ("middle", "activations")} - {"activations.0"} == middle
 
 
 @given(strategies, st.integers(1, 9), st.floats(0.2, 5), st.floats(0.2, 5))

@@ -61,11 +61,15 @@ def hop_partitions(
 def activation_bytes(layer: LayerWorkload, rows: int, count: int, strategy: str, own_rows: int | None = None) -> int:
     """What forward and backward hold of T_I, T_DI, T_M, T_DO and T_O (eq. 2; less eq. 5 where memory is reused).
 
+    An offloaded T_M has a second buffer, for what is offloaded of it: what is computed again is there once.
+
     Args:
         own_rows: a rank's own, where it is not each of `rows` that it sends.
     """
     part, row = partitions(layer, rows, count)[0], row_bytes(layer)
     part = part if own_rows is None else replace(part, own=-(-own_rows // count))
     own, gathered = part.own * count * row.token, part.gathered * row.token
-    two, one = (min(2, count), 1) if STRATEGIES[strategy].reuses else (count, count)
-    return 2 * own + 2 * two * gathered + one * part.gathered * (row.middle + row.activations)
+    how, two, middle, one = STRATEGIES[strategy], count, count, count
+    if how.reuses:
+        two, middle, one = min(2, count), min(how.middle_buffers, count), 1
+    return 2 * own + 2 * two * gathered + part.gathered * (middle * row.middle + one * row.activations)

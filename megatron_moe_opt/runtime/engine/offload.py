@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import weakref
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -38,8 +37,8 @@ HOST_MEMORY = HostMemory()
 class HostCopyOf:
     """The bytes of a contiguous tensor, in pinned memory where the tensor is on a GPU.
 
-    Copies are queued on the current stream. The device tensor may be freed at once: its memory is not given to others
-    before that stream has read it.
+    Copies are queued on the current stream. The device tensor stays the caller's, who frees it when its own stream has
+    waited for this one, or tells the allocator (kernels.streams.used_here).
     """
 
     def __init__(self, tensor: torch.Tensor) -> None:
@@ -49,26 +48,19 @@ class HostCopyOf:
         HOST_MEMORY._count(num_bytes)
         weakref.finalize(host, HOST_MEMORY._count, -num_bytes)
         self._host = host.copy_(tensor, non_blocking=True)
-        if has_streams(tensor.device):
-            tensor.record_stream(torch.cuda.current_stream(tensor.device))
+
+    def room(self) -> torch.Tensor:
+        """Returns a tensor on the device, of the current stream's memory, that the bytes fit into."""
+        return empty(self._host.shape, self._host.dtype, self._device)
 
     def on_device(self) -> torch.Tensor:
         """Returns a new tensor with the bytes; the host keeps them."""
-        return empty(self._host.shape, self._host.dtype, self._device).copy_(self._host, non_blocking=True)
+        return self.room().copy_(self._host, non_blocking=True)
 
-    def to_device(self, target: torch.Tensor | None = None, owner: torch.cuda.Stream | None = None) -> torch.Tensor:
-        """Copies the bytes back, into `target` or a new tensor, and frees the host memory.
-
-        Args:
-            owner: on CUDA, the stream that will use a new tensor, and from whose memory it is taken; the current stream
-                must wait for what that stream has queued.
-        """
-        if target is None:
-            with nullcontext() if owner is None else torch.cuda.stream(owner):
-                target = empty(self._host.shape, self._host.dtype, self._device)
+    def to_device(self, target: torch.Tensor) -> None:
+        """Copies the bytes back, and frees the host memory."""
         target.copy_(self._host, non_blocking=True)
         self._host = None  # PyTorch keeps pinned memory until the copies that were queued have read it
-        return target
 
 
 class Kept:
@@ -83,7 +75,7 @@ class Kept:
 
     def put(self, tensor: torch.Tensor) -> None:
         """Keeps a contiguous tensor, in the place of what was kept before; from the host it can be got as it is now."""
-        self._kept = HostCopyOf(tensor) if self.on_host else tensor
+        self._kept = HostCopyOf(used_here(tensor)) if self.on_host else tensor
 
     def get(self) -> torch.Tensor:
         """The tensor; from the host a new one, so that who changes it must put it again."""

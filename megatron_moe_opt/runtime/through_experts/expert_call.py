@@ -95,7 +95,9 @@ class ExpertCall:
             return self._record(tokens, self._without_borrowed())
         offloaded = self._experts.products if self._middle is Restore.OFFLOAD else ()
         with self._saved.reading(tokens), self._saved.noting_activations(offloaded):
-            return self._record(tokens, self._saved.hooks())
+            output = self._record(tokens, self._saved.hooks())
+        self._saved.forget_activations()
+        return output
 
     def recompute(self, tokens: torch.Tensor) -> None:
         """Runs the experts again, on the same tokens, and keeps T_M this time."""
@@ -147,9 +149,17 @@ class ExpertCall:
         of_row = (num_bytes // max(1, self._probs.numel()) for num_bytes in self._saved.offload())
         self._experts.middle_row_bytes, self._experts.activation_row_bytes = of_row
 
-    def fetch_middle(self, compute: torch.cuda.Stream | None) -> None:
-        """What was offloaded of T_M, back to the device. `compute`: the stream of the backward pass; None on a CPU."""
-        self._saved.fetch(compute)
+    def free_middle(self) -> None:
+        """Frees T_M on the device, for who computes and has waited for its copy."""
+        self._saved.free()
+
+    def make_room_for_middle(self) -> None:
+        """Takes memory for T_M, for who computes: others fill it while that goes on."""
+        self._saved.make_room()
+
+    def fetch_middle(self) -> None:
+        """What was offloaded of T_M, back to the device, where there is room for it."""
+        self._saved.fetch()
 
     def _record(self, tokens: torch.Tensor, hooks: AbstractContextManager[Any]) -> torch.Tensor:
         # The graph begins at an empty tensor and ends in another, so that it holds on to neither inputs nor outputs.

@@ -15,7 +15,6 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from megatron_moe_opt.kernels import empty
-from megatron_moe_opt.kernels.streams import has_streams
 from megatron_moe_opt.runtime.engine import steps
 from megatron_moe_opt.runtime.engine.executor import executor
 from megatron_moe_opt.runtime.engine.offload import HostCopyOf
@@ -133,19 +132,27 @@ class _Pass:
         buffers = self._buffers(rows | self._named("combined", combined))
         outputs: dict[int, _Computed] = {}
 
+        def compute(j: int, tokens: torch.Tensor) -> None:
+            self._free_sent(outputs, j)
+            if j >= how.middle_buffers:
+                self.calls[j - how.middle_buffers].free_middle()
+            outputs[j] = self.calls[j].forward(tokens).contiguous(), None
+
         def bind(op: Op) -> Steps:
             j, target = op.chunk, base_name(op.writes[0])
             if op.kind is Kind.COMPUTE:
                 tokens = buffers.rows(op.reads[0], j)
-                return steps.call(lambda: outputs.update({j: (self.calls[j].forward(tokens).contiguous(), None)}))
+                return steps.call(lambda: compute(j, tokens))
             if op.kind is Kind.OFFLOAD and target == "host_tokens":
                 tokens = buffers.rows(op.reads[0], j)
                 return steps.call(lambda: self.host_tokens.update({j: HostCopyOf(tokens)}))
             if op.kind is Kind.OFFLOAD:
                 return steps.call(self.calls[j].offload_middle)
-            return self._move(op, buffers, probs[j], lambda: self._take(outputs, j))
+            return self._move(op, buffers, probs[j], lambda: outputs[j])
 
         self._run(mpmoe.forward_outline, bind, packed.device)
+        for call in self.calls[-how.middle_buffers :]:
+            call.free_middle()
         if how.inputs is Restore.KEEP:
             self.kept = {f"tokens.{j}": buffers.rows(f"tokens.{j}", j) for j in range(len(self.exchanges))}
         elif how.inputs is Restore.COMMUNICATE:
@@ -163,8 +170,9 @@ class _Pass:
             grad_packed = home.blank_rows(grad_combined.size(0), grad_combined)
         # Else nobody wants the rows any more that have been communicated again: their gradients take their place.
         given |= self._named("grad_rows", grad_packed)
-        buffers = self._buffers(given)
-        compute = torch.cuda.current_stream(grad_combined.device) if has_streams(grad_combined.device) else None
+        buffers, beside = self._buffers(given), STRATEGIES[self.strategy].middle_buffers
+        for call in self.calls[:beside]:
+            call.make_room_for_middle()
         grads: dict[int, _Computed] = {}
         of_parameters = [_Sum(parameter, len(self.exchanges)) for parameter in self.experts.trained]
 
@@ -172,8 +180,11 @@ class _Pass:
             of_parameters[number].add(grad)
 
         def gradient(j: int, tokens: torch.Tensor, grad_output: torch.Tensor) -> None:
+            self._free_sent(grads, j)
             grad_tokens, grad_probs = self.calls[j].backward(tokens, grad_output, take)
             grads[j] = grad_tokens.contiguous(), grad_probs.contiguous()
+            for call in self.calls[j + beside : j + beside + 1]:  # before another partition takes what this one had
+                call.make_room_for_middle()
 
         def bind(op: Op) -> Steps:
             j, target = op.chunk, base_name(op.writes[0])
@@ -191,8 +202,8 @@ class _Pass:
                 tokens = buffers.rows(op.writes[0], j)
                 return steps.call(lambda: self.host_tokens.pop(j).to_device(tokens))
             if op.kind is Kind.PREFETCH:
-                return steps.call(lambda: self.calls[j].fetch_middle(compute))
-            return self._move(op, buffers, None, lambda: self._take(grads, j))
+                return steps.call(self.calls[j].fetch_middle)
+            return self._move(op, buffers, None, lambda: grads[j])
 
         self._run(mpmoe.backward_outline, bind, grad_combined.device)
         return grad_packed, [total.value for total in of_parameters]
@@ -250,14 +261,14 @@ class _Pass:
             return way.sort(AtExperts(reads[0], written, probs, None, plan, 0, layout))
         return way.step_out(op, reads[0], written, plan)
 
-    def _take(self, computed: dict[int, _Computed], j: int) -> _Computed:
-        """What a compute op has left for the op that sends it; no longer held where partitions share memory."""
-        if not STRATEGIES[self.strategy].reuses:
-            return computed[j]
-        for tensor in computed[j]:
-            if tensor is not None and has_streams(tensor.device):  # recomputing does not wait until it is sent
-                tensor.record_stream(torch.cuda.current_stream(tensor.device))
-        return computed.pop(j)
+    def _free_sent(self, computed: dict[int, _Computed], j: int) -> None:
+        """Frees what was computed of the partition before this one, where partition j is to be in its place.
+
+        Who computes frees it, and has waited until it was sorted to be sent: its memory is partition j's at once. Told
+        that another stream still reads it, CUDA's allocator would give more as long as the device is behind the host.
+        """
+        if STRATEGIES[self.strategy].reuses:
+            computed.pop(j - 1, None)
 
     def _buffers(self, given: dict[str, torch.Tensor]) -> PartitionBuffers:
         return PartitionBuffers(self.exchanges, self.layouts, given)

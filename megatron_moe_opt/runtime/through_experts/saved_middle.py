@@ -38,7 +38,7 @@ class Products:
 
 @dataclass(eq=False)
 class _Block:
-    """The memory of saved tensors that share it: bytes on the device or on the host, one or the other.
+    """The memory of saved tensors that share it: bytes on the device, on the host or, while they are copied, on both.
 
     The views hold it, and autograd's graph the views: backward frees it as it goes.
     """
@@ -142,21 +142,39 @@ class SavedMiddle:
         for block in self._blocks.values():
             block.device = next(tensors)
 
+    def forget_activations(self) -> None:
+        """Frees what is computed again."""
+        for block in self._blocks.values():
+            if block.is_activation:
+                block.device = None
+
     def offload(self) -> tuple[int, int]:
-        """Copies all but the activations to the host, and forgets all on the device. Returns the bytes of both."""
+        """Copies all but the activations to the host. Returns the bytes of both."""
         num_bytes = [0, 0]
         for block in self._blocks.values():
             num_bytes[block.is_activation] += block.num_bytes
             if not block.is_activation:
                 block.host = HostCopyOf(block.device)
-            block.device = None
         return num_bytes[0], num_bytes[1]
 
-    def fetch(self, owner: torch.cuda.Stream | None) -> None:
-        """Copies back what was offloaded, into memory of the stream `owner`."""
+    def free(self) -> None:
+        """Frees on the device what is on the host."""
         for block in self._blocks.values():
-            if not block.is_activation:
-                block.device, block.host = block.host.to_device(owner=owner), None
+            if block.host is not None:
+                block.device = None
+
+    def make_room(self) -> None:
+        """Takes memory on the device for what is on the host."""
+        for block in self._blocks.values():
+            if block.host is not None:
+                block.device = block.host.room()
+
+    def fetch(self) -> None:
+        """Copies back what was offloaded, into the room that was made."""
+        for block in self._blocks.values():
+            if block.host is not None:
+                block.host.to_device(block.device)
+                block.host = None
 
     def activate(self, run: Callable[[], object], products: Sequence[Products]) -> None:
         """Computes again the activations that were not kept.
