@@ -183,7 +183,8 @@ class _Pass:
             self._free_sent(grads, j)
             grad_tokens, grad_probs = self.calls[j].backward(tokens, grad_output, take)
             grads[j] = grad_tokens.contiguous(), grad_probs.contiguous()
-            for call in self.calls[j + beside : j + beside + 1]:  # before another partition takes what this one had
+            # Now, in memory that is free by now: what the next partition frees is in use while the copy runs.
+            for call in self.calls[j + beside : j + beside + 1]:
                 call.make_room_for_middle()
 
         def bind(op: Op) -> Steps:
