@@ -4,10 +4,10 @@
                     [ C0 | C1 | C2 ... ]                             C: experts
 
 (MPMoE, Fig. 4b.) By rows, each expert's rows are cut into n parts, and partition j is part j of all experts: the
-partitions are equal to a row whatever the routing. By hops, a row is a token with all of its experts, which crosses a
-link once (hop_way.py): partition j is part j of this rank's tokens, one after another. They are equal in tokens; what
-each of them has for a rank differs as the tokens' experts do. Partitions may share buffers; backward restores what is
-overwritten (Table II).
+partitions are equal to a row whatever the routing. They go over EP and then over expert-TP or, jointly, over both in
+one all-to-all (Parm's). By hops, a row is a token with all of its experts, which crosses a link once (hop_way.py):
+partition j is part j of this rank's tokens, one after another. They are equal in tokens; what each of them has for a
+rank differs as the tokens' experts do. Partitions may share buffers; backward restores what is overwritten (Table II).
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from megatron_moe_opt.dispatchers.dispatcher import Dispatcher, map_rows
 from megatron_moe_opt.dispatchers.partitioning import Partitioning, Partitions
+from megatron_moe_opt.planning.predicting.mpmoe import HOPS, JOINT
 from megatron_moe_opt.row_format import SAME, Wire
 from megatron_moe_opt.runtime.engine.collectives import all_gather_rows
 from megatron_moe_opt.runtime.engine.host_copy import HostCopy
@@ -65,7 +66,7 @@ class PartitionedRows:
         device = source.row_map.rows.device
         # host synchronisation: for the counts, the only one of a forward pass
         plans = plan_partitions(self.counts.wait(), groups.ep_rank, groups.etp_rank, self.partitions.count, device)
-        way = way_of(groups, "O1", source.payload)
+        way = way_of(groups, None if self.partitions.way == JOINT else "O1", source.payload)
         return tuple(Exchange(way, plan) for plan in plans)
 
 
@@ -149,7 +150,7 @@ class MpmoeDispatcher(Dispatcher):
             return [of_rank // groups.etp_size for of_rank in (before or self._rows).wait().tolist()]
 
         partitions = self.partitioning.choose(rows_of_ranks)
-        if partitions.by_hops:
+        if partitions.way == HOPS:
             is_padded = capacity is not None
             packed, rows = self.hops.rows(tokens_TH, probs_TE, routing_map_TE, partitions.count, is_padded)
             counts, lent = rows.counts, None

@@ -11,7 +11,7 @@ from megatron_moe_opt.dispatchers.say import say_once
 from megatron_moe_opt.options import Options
 from megatron_moe_opt.planning.choosing.partition_search import PARTITIONS
 from megatron_moe_opt.planning.predicting.layer_workload import LayerWorkload
-from megatron_moe_opt.planning.predicting.mpmoe import HOPS
+from megatron_moe_opt.planning.predicting.mpmoe import HOPS, JOINT, ROWS
 from megatron_moe_opt.planning.predicting.skew import rows_as_even
 from megatron_moe_opt.schedules.mpmoe import NONE
 from megatron_moe_opt.topology.expert_groups import ExpertGroups
@@ -26,17 +26,19 @@ class Partitions:
     """Number of partitions, 1 or more."""
     strategy: str = NONE
     """The strategy by which partitions share memory: a key of schedules.mpmoe.STRATEGIES."""
-    by_hops: bool = False
-    """Of tokens that cross each link once; else of a row for every expert of a token."""
+    way: str = ROWS
+    """How they go to their experts: of the options' ways."""
 
     def __str__(self) -> str:
-        once = ", a token once over every link" if self.by_hops else ""
-        return f"{self.count} partition{'s' * (self.count > 1)}, memory reuse {self.strategy}{once}"
+        return f"{self.count} partition{'s' * (self.count > 1)}, memory reuse {self.strategy}{_IN_WORDS[self.way]}"
 
     @classmethod
     def of(cls, options: Options) -> Partitions:
         """The first that options leave to choose from."""
-        return cls(options.partition_counts[0], options.memory_strategies[0], options.ways[0] == HOPS)
+        return cls(options.partition_counts[0], options.memory_strategies[0], options.ways[0])
+
+
+_IN_WORDS = {ROWS: "", HOPS: ", a token once over every link", JOINT: ", in one all-to-all to all shards of an expert"}
 
 
 class Partitioning(Protocol):

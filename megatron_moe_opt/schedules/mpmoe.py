@@ -21,11 +21,12 @@ Offloading has lanes of its own, d2h in the forward and h2d in the backward pass
 and its T_M is the output of an expert's first matrix product: that is what is offloaded, and what Megatron's experts
 save besides is computed again from it.
 
-What lies between a rank's rows and its experts are the stages of a way (`by_rows`, or hops.py's: then a partition is a
-part of the tokens, each of which crosses a link once). Where that is more than one all-to-all, two partitions are on
-their way before the experts have had one, if memory is not shared. On the way back a partition then passes what lies
-behind the first links while the next but one is on these, and the next but one does while that returns on these: the
-first links need not wait for the others, nor the experts for either.
+What lies between a rank's rows and its experts are the stages of a way (`by_rows`; `jointly`, in one all-to-all to all
+shards of an expert; or hops.py's: then a partition is a part of the tokens, each of which crosses a link once). Where
+that is more than one all-to-all, two partitions are on their way before the experts have had one, if memory is not
+shared. On the way back a partition then passes what lies behind the first links while the next but one is on these,
+and the next but one does while that returns on these: the first links need not wait for the others, nor the experts
+for either.
 
 Buffers of partition j are NAME.j, or NAME.SLOT where partitions share them. Of gradients they are called grad_NAME.
 """
@@ -36,9 +37,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cache
+from itertools import pairwise
 from typing import Any, Protocol
 
 from megatron_moe_opt.schedules.monta import AllToAllAndGather
+from megatron_moe_opt.schedules.parm import JointAllToAll
 from megatron_moe_opt.schedules.pipeline import ChunkBytes, Pipeline, Stage, Stages, base_name, own_buffer
 from megatron_moe_opt.schedules.schedule import Kind, Lane, Measure, Outline, Schedule
 
@@ -121,6 +124,13 @@ class PartitionRows:
 def by_rows(ep_size: int, etp_size: int) -> AllToAllAndGather:
     """Returns the stages of a row for every expert of a token: MPMoE's own."""
     return AllToAllAndGather(ep_size, etp_size, sort=Lane.COPY, unsort=Lane.INTRA)
+
+
+def jointly(etp_size: int) -> JointAllToAll:
+    """Returns the stages of one all-to-all to all shards of the experts: Parm's. What is sorted and summed on the way
+    back does not hold up the next partition's.
+    """
+    return JointAllToAll(etp_size, unsort=Lane.INTRA, sums=Lane.COPY)
 
 
 @dataclass(frozen=True)
@@ -268,11 +278,14 @@ class Move:
     def names(self, stages: Sequence[Stage], lies_in: Mapping[str, str]) -> dict[str, str]:
         """Returns what the buffers of a way's stages are called here.
 
-        What may lie in another buffer does, under its own name. What a reduce-scatter brings has one buffer for all
-        partitions: in one lane each follows the other.
+        What may lie in another buffer does, under its own name. What is summed in the lane that brings it has one
+        buffer for all partitions: each follows the other.
         """
-        inner = {outer: name for name, outer in lies_in.items()} | {"parts": "parts.0"}
+        inner = {outer: name for name, outer in lies_in.items()}
         names = {stage.writes: self.prefix + inner.get(stage.writes, stage.writes) for stage in stages}
+        for brought, following in pairwise(stages):
+            if following.kind is Kind.SUM and following.lane is brought.lane:
+                names[brought.writes] += ".0"
         return names | {"sorted": self.sorted}
 
 

@@ -15,10 +15,12 @@ the others' are on it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from operator import attrgetter
+from types import MappingProxyType
+from typing import ClassVar
 
 from megatron_moe_opt.schedules.monta import EXPERT_TP, GATHERED
 from megatron_moe_opt.schedules.pipeline import ChunkBytes, Pipeline, Stage, chunk_by_chunk, own_buffer
@@ -35,6 +37,14 @@ class JointAllToAll:
     """One all-to-all over expert and expert-tensor parallelism together."""
 
     etp_size: int
+    unsort: Lane = Lane.COPY
+    """The lane in which rows are sorted by source again."""
+    sums: Lane = Lane.INTER
+    """The lane in which what the shards have made is summed."""
+
+    lies_in: ClassVar[Mapping[str, str]] = MappingProxyType({})
+    ahead: ClassVar[int] = 1
+    """The parts of rows that are on their way before the experts have had one (pipeline.Stages)."""
 
     def out(self) -> list[Stage]:
         """To all shards of the experts; the last stage sorts by expert."""
@@ -46,9 +56,9 @@ class JointAllToAll:
     def back(self) -> list[Stage]:
         """To the sources, and the sum of what the shards made; the first stage sorts by source."""
         return [
-            Stage(Kind.COPY, Lane.COPY, GATHERED, "unsorted"),
+            Stage(Kind.COPY, self.unsort, GATHERED, "unsorted"),
             Stage(Kind.ALL_TO_ALL, Lane.INTER, self._of_all_shards, "parts", JOINT),
-            Stage(Kind.SUM, Lane.INTER, self._of_all_shards, "rows"),
+            Stage(Kind.SUM, self.sums, self._of_all_shards, "rows"),
         ]
 
     def _of_all_shards(self, size: ChunkBytes) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from operator import itemgetter
@@ -17,7 +17,7 @@ from megatron_moe_opt.option_values import PARTITIONS as SEVERAL_PARTITIONS
 from megatron_moe_opt.planning.choosing.partition_search import PARTITIONS
 from megatron_moe_opt.planning.predicting.expert_migration import has_curves, measured_curves
 from megatron_moe_opt.planning.predicting.layer_on_cluster import LayerOnCluster
-from megatron_moe_opt.planning.predicting.mpmoe import HOPS, ROWS, PartitionedLayer, no_hops
+from megatron_moe_opt.planning.predicting.mpmoe import HOPS, JOINT, ROWS, PartitionedLayer, no_hops, no_joint
 from megatron_moe_opt.planning.predicting.prediction import Prediction, Refusal
 from megatron_moe_opt.schedules.mpmoe import NONE, STRATEGIES
 from megatron_moe_opt.systems.expert_migration import (
@@ -69,9 +69,10 @@ class MpmoeOptions(SharedOptions):
     )
     way: str | None = option(
         "way",
-        one_of(ROWS, HOPS, AUTO),
-        "how mpmoe's partitions, or netmoe's samples, go to their experts: rows, one for each expert of a token; or "
-        f"hops, a token once over every link, over the network levels of {PREFIX}levels (default: {ROWS})",
+        one_of(ROWS, HOPS, JOINT, AUTO),
+        "how mpmoe's partitions, or netmoe's samples, go to their experts: rows, one for each expert of a token; "
+        f"hops, a token once over every link, over the network levels of {PREFIX}levels; or, of mpmoe, joint: a row to "
+        f"all shards of its expert in one all-to-all over EP and expert-TP (default: {ROWS})",
         auto=CHOOSES,
     )
     domain_sizes: ClassVar[tuple[int, ...] | str | None] = AUTO
@@ -105,7 +106,7 @@ class MpmoeOptions(SharedOptions):
     @property
     def ways(self) -> tuple[str, ...]:
         """Of `mpmoe`'s partitions, to choose from; one where the user chose."""
-        return (ROWS, HOPS) if self.way == AUTO else (self.way or ROWS,)
+        return (ROWS, HOPS, JOINT) if self.way == AUTO else (self.way or ROWS,)
 
     def check(self) -> None:
         """Refuses, with ConfigurationError, several numbers of partitions, or auto, without a profile."""
@@ -149,6 +150,11 @@ def _check(config: Any, options: MpmoeOptions, arguments: Any) -> None:
         raise ConfigurationError(
             "--recompute-modules moe_act is recomputed by backward passes of the whole graph only, and under "
             f"{FLAG} {NAME} the experts' passes run one by one: drop it, or give {PREFIX}memory-reuse S3 in its place"
+        )
+    if options.way == JOINT and (config.expert_tensor_parallel_size or 1) == 1:
+        raise ConfigurationError(
+            f"{PREFIX}way {JOINT} sends rows to all shards of an expert at once, and with "
+            f"--expert-tensor-parallel-size 1 experts are whole: give {PREFIX}way {ROWS}, whose all-to-all is the same"
         )
     if options.network_levels is not None and HOPS not in options.ways:
         raise ConfigurationError(
@@ -212,16 +218,17 @@ def _parse(variant: str, setting: str, profile: Path | None) -> Mapping[str, Any
     if setting == AUTO:
         return {"partitions": AUTO, **chosen_by_profile(variant, profile)}
     sizes = r"(?::([1-9][0-9]*(?:x[1-9][0-9]*)*))?"
-    parts = re.fullmatch(rf"([1-9][0-9]*)(?::({'|'.join(STRATEGIES)}))?(?::({HOPS}){sizes})?", setting)
+    way = rf"(?::({JOINT})|:({HOPS}){sizes})?"
+    parts = re.fullmatch(rf"([1-9][0-9]*)(?::({'|'.join(STRATEGIES)}))?{way}", setting)
     if parts is None:
         raise ConfigurationError(
             f"--dispatchers {variant}: write a number of partitions, where they share memory how ("
-            f"{', '.join(STRATEGIES)}), and {HOPS} where a token crosses links once, with the sizes of domains in "
-            f"which experts travel, such as mpmoe:4, mpmoe:4:S3, mpmoe:4:{HOPS}, mpmoe:4:S3:{HOPS} or "
-            f"mpmoe:4:{HOPS}:2x1; or mpmoe:auto"
+            f"{', '.join(STRATEGIES)}), and {JOINT} where rows go to all shards of an expert at once, or {HOPS} where "
+            "a token crosses links once, with the sizes of domains in which experts travel, such as mpmoe:4, "
+            f"mpmoe:4:S3, mpmoe:4:{JOINT}, mpmoe:4:S3:{HOPS} or mpmoe:4:{HOPS}:2x1; or mpmoe:auto"
         )
-    sizes = {} if parts[4] is None else {"domain_sizes": tuple(map(int, parts[4].split("x")))}
-    return {"partitions": int(parts[1]), "memory_reuse": parts[2], "way": parts[3], **sizes}
+    sizes = {} if parts[5] is None else {"domain_sizes": tuple(map(int, parts[5].split("x")))}
+    return {"partitions": int(parts[1]), "memory_reuse": parts[2], "way": parts[3] or parts[4], **sizes}
 
 
 def _write(options: MpmoeOptions, levels: int) -> str:
@@ -235,7 +242,11 @@ def _setting(count: int, strategy: str, way: str, sizes: tuple[int, ...] | None 
 
 
 def _kind(setting: str) -> str:
-    """A row for each expert of a token; or a token once over a link, and at which levels experts travel."""
+    """A row for each expert of a token, by all-to-alls of its own where that goes to all shards; or a token once over a
+    link, and at which levels experts travel.
+    """
+    if setting.endswith(JOINT):
+        return JOINT
     _, hops, sizes = setting.partition(HOPS)
     return hops + (f":{domain_kind(sizes[1:])}" if sizes else "")
 
@@ -273,9 +284,9 @@ def _candidates(layer: LayerOnCluster, options: MpmoeOptions) -> Iterator[Predic
     """
     strategies = options.memory_strategies
     for way in options.ways:
-        refusal = no_hops(layer) if way == HOPS else None
+        refusal = _CANNOT[way](layer)
         if refusal is not None:
-            yield Refusal(f"{NAME}:{HOPS}", refusal)
+            yield Refusal(f"{NAME}:{way}", refusal)
             continue
         cuts = [
             (PartitionedLayer.of(layer, count, way, domains), strategy)
@@ -299,6 +310,9 @@ def _domains_to_try(layer: LayerOnCluster, options: MpmoeOptions) -> Sequence[Ex
     curves = measured_curves(layer.costs, one.workers)
     found = [domains for domains in realisable(one.workers) if one.etp == 1 and prod(domains.sizes) > 1]
     return [None, *(domains for domains in found if has_curves(curves, domains))]
+
+
+_CANNOT: Mapping[str, Callable[[LayerOnCluster], str | None]] = {ROWS: lambda _: None, HOPS: no_hops, JOINT: no_joint}
 
 
 MPMOE = System(

@@ -12,7 +12,7 @@ from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.option_values import AUTO
 from megatron_moe_opt.planning.predicting.layer_on_cluster import LayerOnCluster
 from megatron_moe_opt.planning.predicting.monta import CHUNKS as CHUNK_COUNTS
-from megatron_moe_opt.planning.predicting.mpmoe import HOPS, ROWS, HopSeconds, no_hops
+from megatron_moe_opt.planning.predicting.mpmoe import HOPS, JOINT, ROWS, HopSeconds, no_hops
 from megatron_moe_opt.planning.predicting.partitioned_rows import hop_partitions, hop_row_bytes
 from megatron_moe_opt.planning.predicting.prediction import Prediction, Refusal
 from megatron_moe_opt.schedules import netmoe as hops
@@ -97,6 +97,11 @@ def _check_way(config: Any, options: Any) -> None:
     if options.way == AUTO:
         raise ConfigurationError(
             f"{PREFIX}way {AUTO} has nothing to choose by under {FLAG} netmoe: give {PREFIX}way {ROWS} or {HOPS}"
+        )
+    if options.way == JOINT:
+        raise ConfigurationError(
+            f"{PREFIX}way {JOINT} is for partitions, and samples of {FLAG} netmoe go over expert-TP by itself: give "
+            f"{PREFIX}way {ROWS} or {HOPS}"
         )
     if options.way != HOPS:
         if options.network_levels is not None:

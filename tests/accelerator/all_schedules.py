@@ -30,6 +30,7 @@ def all_schedules() -> Iterator[tuple[str, Schedule]]:
                     yield f"monta {level} dispatch, {count} chunk(s), {of}", monta.dispatch(level, chunks, *sizes)
                     yield f"monta {level} combine, {count} chunk(s), {of}", monta.combine(level, chunks, *sizes)
             ways[of] = mpmoe.by_rows(*sizes), partitions
+        ways["joint, expert-TP 2"] = mpmoe.jointly(2), partitions
         for levels, etp_size in HOPS:
             of = f"hops over {levels} level(s), expert-TP {etp_size}"
             tokens = [HopRows(1, dict.fromkeys(range(levels), 1), 2, 2)] * count

@@ -43,12 +43,16 @@ def errors_of(dispatcher: str, layout: dict[str, int], options: Options, setting
 
 
 def several_passes(
-    count: int, strategy: str, levels: tuple[int, ...] | None = None, sizes: tuple[int, ...] | None = None
+    count: int,
+    strategy: str,
+    levels: tuple[int, ...] | None = None,
+    sizes: tuple[int, ...] | None = None,
+    way: str | None = None,
 ) -> list[float]:
-    """The same of mpmoe, with two passes under way; `levels` and `sizes` as worst_errors takes them."""
+    """The same of mpmoe, with two passes under way; `levels`, `sizes` and `way` as worst_errors takes them."""
     variants = [(count, strategy)]
     layout = BOTH if levels is None else EP4
-    arguments = {"routing": None, "variants": variants, "steps": 2, "levels": levels, "sizes": sizes}
+    arguments = {"routing": None, "variants": variants, "steps": 2, "levels": levels, "sizes": sizes, "way": way}
     worst = test_mpmoe.worst_errors(layout, settings={}, **arguments)
     return [error for error, _ in worst.values()]
 
@@ -69,6 +73,7 @@ LAYERS: dict[str, Callable[[], Iterable[float]]] = {
         f"mpmoe {strategy} x {count}": lambda count=count, strategy=strategy: several_passes(count, strategy)
         for count, strategy in test_mpmoe.SOME
     },
+    "mpmoe none x 3, joint": lambda: several_passes(3, "none", way="joint"),
     "mpmoe S2 x 4, hops": lambda: several_passes(4, "S2", (2, 2)),
     "mpmoe S1 x 3, hops, experts travel": lambda: several_passes(3, "S1", (2, 2), (2, 1)),
     "expert-migration": lambda: errors_of("expert-migration", EP4, TRAVELLING),

@@ -50,10 +50,11 @@ def worst_errors(
     silent: tuple[int, ...] = (),
     levels: tuple[int, ...] | None = None,
     sizes: tuple[int, ...] | None = None,
+    way: str | None = None,
 ) -> dict[tuple[int, str], tuple[float, str]]:
     """For each variant the largest relative error of a result (norm of the difference over the norm), and its name.
 
-    With `levels` tokens hop over them, and experts travel in domains of these `sizes`.
+    With `levels` tokens hop over them, and experts travel in domains of these `sizes`; without, rows go the `way`.
     """
     import megatron_moe_opt
     from megatron_moe_opt.integration.layer.moe_layer import build_layer
@@ -75,8 +76,8 @@ def worst_errors(
         expected = passes(stock, hidden, steps)
         worst = {}
         for count, strategy in variants:
-            way = {} if levels is None else {"way": "hops", "network_levels": levels, "domain_sizes": sizes}
-            megatron_moe_opt.register(Options(partitions=count, memory_reuse=strategy, **way))
+            by = {"way": way} if levels is None else {"way": "hops", "network_levels": levels, "domain_sizes": sizes}
+            megatron_moe_opt.register(Options(partitions=count, memory_reuse=strategy, **by))
             layer = build_layer(dataclasses.replace(config, moe_token_dispatcher_type="mpmoe"))
             layer = layer.to(getattr(torch, dtype))
             megatron_moe_opt.register()
@@ -251,7 +252,59 @@ def test_tokens_that_all_tp_ranks_hold(ranks, settings):
         assert max(errors.values()) < 1e-6, errors
 
 
+def test_tokens_that_all_tp_ranks_hold_go_to_all_shards_at_once(ranks):
+    arguments = {"layout": LAYOUTS["tp2-ep2-etp2"], "settings": GATED, "routing": None, "way": "joint"}
+    for errors in ranks.run(compare_replicated, dispatcher="mpmoe", **arguments):
+        assert max(errors.values()) < 1e-6, errors
+
+
 TOP_3 = {"moe_router_topk": 3}
+
+
+@pytest.mark.parametrize(
+    ("layout", "settings", "routing"),
+    [
+        ("tp4-etp4", TOP_3, None),
+        ("etp2-ep2", TOP_3 | {"moe_router_dtype": "fp64"}, None),
+        ("cp2-tp2-ep2-etp2", TOP_3, None),
+        *(("tp2-ep2-etp2", TOP_3 | extra, None) for extra in (DROP, PAD, SHARED, RECOMPUTE)),
+        *(pytest.param("tp2-ep2-etp2", TOP_3, one, marks=ASKS if one in RAGGED else ()) for one in ("hot", *RAGGED)),
+    ],
+    ids=str,
+)
+def test_rows_to_all_shards_at_once_in_layouts_and_workloads(ranks, layout, settings, routing):
+    arguments = {"layout": LAYOUTS[layout], "settings": settings, "routing": routing, "way": "joint"}
+    check(ranks.run(worst_errors, variants=[(3, "none"), (2, "S2"), (3, "S3")], **arguments))
+
+
+def collectives_of(way: str) -> set[str]:
+    """Of a layer's forward and backward pass, whose experts are cut."""
+    import megatron_moe_opt
+    from megatron_moe_opt.integration.layer.moe_layer import build_layer
+    from megatron_moe_opt.runtime.observed.traffic import TrafficCounter
+    from megatron_moe_opt.topology.nodes import NodeMap
+    from tests.ranks.megatron import moe_config, parallel
+
+    with parallel(ep=2, etp=2):
+        megatron_moe_opt.register(Options(partitions=2, way=way))
+        layer = build_layer(moe_config(moe_token_dispatcher_type="mpmoe"))
+        megatron_moe_opt.register()
+        with TrafficCounter(NodeMap((0, 0, 1, 1))) as counter:
+            passes(layer, torch.randn(SEQUENCE, BATCH, layer.config.hidden_size), 1)
+    return {row.collective for row in counter.rows()}
+
+
+def test_rows_to_all_shards_at_once_need_no_collective_over_expert_tp(ranks):
+    counts = {"all_gather"}  # of rows, which every way gathers
+    assert all(found == counts | {"all_to_all"} for found in ranks.run(collectives_of, way="joint"))
+    assert all("reduce_scatter" in found for found in ranks.run(collectives_of, way="rows"))
+
+
+def test_rows_to_all_shards_at_once_under_every_strategy_in_bf16_and_late(ranks):
+    arguments = {"layout": LAYOUTS["tp2-ep2-etp2"], "settings": {}, "routing": None, "way": "joint"}
+    check(ranks.run(worst_errors, variants=[(8, "S4"), (3, "none")], steps=2, **arguments))
+    check(ranks.run(worst_errors, variants=SOME, dtype="bfloat16", **arguments), 1e-2)
+    check(ranks.run(worst_errors, variants=[(4, strategy) for strategy in STRATEGIES], delay=True, **arguments))
 
 
 @pytest.mark.parametrize("levels", [(4,), (2, 2)])

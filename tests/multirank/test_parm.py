@@ -86,7 +86,12 @@ def sum_over_tp(grad: torch.Tensor) -> torch.Tensor:
 
 
 def compare_replicated(
-    dispatcher: str, layout: dict[str, int], settings: dict[str, Any], routing: str | None, schedule: str = "S1"
+    dispatcher: str,
+    layout: dict[str, int],
+    settings: dict[str, Any],
+    routing: str | None,
+    schedule: str = "S1",
+    way: str | None = None,
 ) -> dict[str, float]:
     """How far our layer on all tokens, without sequence parallelism, is from stock's on each rank's part.
 
@@ -99,7 +104,7 @@ def compare_replicated(
     from tests.ranks.megatron import moe_config, parallel
 
     tp = layout["tp"]
-    megatron_moe_opt.register(Options(parm_schedule=schedule))
+    megatron_moe_opt.register(Options(parm_schedule=schedule, way=way))
     with parallel(**layout), phases_of_any_size():
         torch.manual_seed(11 + dist.get_rank() // tp)  # routers are alike on the ranks of a TP group
         stock_config = moe_config(moe_router_pre_softmax=True, **settings)

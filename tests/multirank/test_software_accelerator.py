@@ -141,6 +141,7 @@ CASES: dict[str, tuple[Any, ...]] = {
     "parm S1, padded": ("parm", TP_EP4, REPLICATED | PAD, Options(parm_schedule="S1")),
     "mpmoe, dropping": ("mpmoe", {"ep": 4}, DROP, Options(partitions=2)),
     **{f"mpmoe {one}": ("mpmoe", TP, {}, Options(partitions=3, memory_reuse=one)) for one in ("S1", "S2", "S3", "S4")},
+    "mpmoe joint S2": ("mpmoe", TP, {}, Options(partitions=3, memory_reuse="S2", way="joint")),
     "mpmoe S4, padded": ("mpmoe", {"ep": 4}, PAD, Options(partitions=2, memory_reuse="S4")),
     "mpmoe hops S1, dropping": ("mpmoe", {"ep": 4}, DROP, Options(partitions=3, memory_reuse="S1", **IN_HOPS)),
     "mpmoe hops, padded": ("mpmoe", {"ep": 4}, PAD, Options(partitions=2, **IN_HOPS)),

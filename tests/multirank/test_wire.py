@@ -148,6 +148,7 @@ NEARLY = [
     ("monta", {"wire": "dispatch=mxfp8,combine=mxfp8"}, {"ep": 2, "etp": 2}, {}),
     ("parm", {"wire": "fp8"}, {"ep": 2, "etp": 2}, {}),
     ("mpmoe", {"wire": "fp8", "partitions": 2, "memory_reuse": "S2"}, {"ep": 2, "etp": 2}, {}),
+    ("mpmoe", {"wire": "fp8", "partitions": 2, "memory_reuse": "S4", "way": "joint"}, {"ep": 2, "etp": 2}, {}),
     ("expert-migration", {"wire": "fp8", "network_levels": (2, 2)}, {"ep": 4}, {}),
     ("expert-migration", {"wire": "mxfp8"}, {"ep": 4}, PAD),
     ("expert-migration", {"wire": "bf16", "network_levels": (2, 2), "domain_sizes": (2, 1)}, {"ep": 4}, RECOMPUTE),

@@ -15,6 +15,7 @@ from megatron_moe_opt.schedules.mpmoe import (
     backward,
     by_rows,
     forward,
+    jointly,
 )
 from megatron_moe_opt.schedules.pipeline import base_name
 from megatron_moe_opt.schedules.schedule import Kind, Lane, ScheduleError
@@ -29,7 +30,10 @@ number = st.integers(0, 10**6)
 directions = st.sampled_from(sorted(DIRECTIONS))
 sizes = st.sampled_from((1, 2, 4))
 rows_on_a_way = st.one_of(
-    st.tuples(st.builds(by_rows, sizes, sizes), st.just(st.builds(PartitionRows, number, number))),
+    st.tuples(
+        st.one_of(st.builds(by_rows, sizes, sizes), st.builds(jointly, sizes)),
+        st.just(st.builds(PartitionRows, number, number)),
+    ),
     *(
         st.tuples(
             st.builds(HopStages, st.just(levels), st.just(hops), st.just(True), sizes),
@@ -62,11 +66,11 @@ def lane_of(schedule, lane):
     return [(op.kind, op.chunk) for op in schedule.ops if op.lane is lane]
 
 
+@pytest.mark.parametrize(("way", "s", "r"), [(by_rows(2, 1), "arrived", "combined"), (jointly(2), "gathered", "parts")])
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_sends_alternate_as_in_figure_4b(strategy):
-    schedule = forward(strategy, [PartitionRows(8, 8)] * 4, ROW, by_rows(2, 1))
+def test_sends_alternate_as_in_figure_4b(strategy, way, s, r):
+    schedule = forward(strategy, [PartitionRows(8, 8)] * 4, ROW, way)
     sends = [(base_name(op.writes[0]), op.chunk) for op in schedule.ops if op.lane is Lane.INTER]
-    s, r = "arrived", "combined"
     assert sends == [(s, 0), (s, 1), (r, 0), (s, 2), (r, 1), (s, 3), (r, 2), (r, 3)]
     assert lane_of(schedule, Lane.COMPUTE) == [(Kind.COMPUTE, j) for j in range(4)]
 
@@ -110,11 +114,13 @@ def test_partitions_share_buffers_as_in_figure_6(strategy):
         assert {name for name in back if base_name(name) in ("middle", "activations")} - {"activations.0"} == middle
 
 
-@given(strategies, st.integers(1, 9), st.floats(0.2, 5), st.floats(0.2, 5))
-def test_overlaps(strategy, count, send_seconds, compute_seconds):
+@given(
+    strategies, st.integers(1, 9), st.floats(0.2, 5), st.floats(0.2, 5), st.sampled_from((by_rows(2, 1), jointly(2)))
+)
+def test_overlaps(strategy, count, send_seconds, compute_seconds, way):
     """Where all but sends and experts is free, the lanes are busy as the paper's Fig. 8a has them."""
     seconds = {Kind.ALL_TO_ALL: send_seconds, Kind.COMPUTE: compute_seconds}
-    schedule = forward(strategy, [PartitionRows(8, 8)] * count, ROW, by_rows(2, 1))
+    schedule = forward(strategy, [PartitionRows(8, 8)] * count, ROW, way)
     found = simulate(schedule, lambda op: seconds.get(op.kind, 0.0)).seconds
     busiest = max(2 * count * send_seconds, count * compute_seconds)
     assert found >= busiest - 1e-9
@@ -134,3 +140,11 @@ def test_the_first_links_do_not_wait_for_those_inside_nodes(way, inner):
     schedule = forward("none", [rows] * 8, ROW, stages)
     found = simulate(schedule, lambda op: seconds[op.lane] if op.group or op.kind is Kind.COMPUTE else 0.0)
     assert found.seconds == pytest.approx(found.busy(Lane.INTER)) == 16
+
+
+def test_sums_of_shards_do_not_hold_up_the_next_partition():
+    """Joint all-to-alls follow each other at once: sums are beside them, of parts in a buffer for each partition."""
+    seconds = {Kind.ALL_TO_ALL: 1.0, Kind.SUM: 0.5}
+    schedule = forward("none", [PartitionRows(8, 16)] * 4, ROW, jointly(2))
+    found = simulate(schedule, lambda op: seconds.get(op.kind, 0.0))
+    assert found.seconds == found.busy(Lane.INTER) + 0.5 == 8.5

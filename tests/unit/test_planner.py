@@ -85,6 +85,22 @@ def test_bytes_by_link():
     assert predicted["mpmoe:4:S2"].inter_bytes > predicted["mpmoe:4"].inter_bytes  # communicates inputs again
 
 
+def test_rows_to_all_shards_at_once_in_partitions():
+    predicted = by_variant(candidates(LAYER, cluster())[0])
+    whole, one, four = predicted["parm:S1"], predicted["mpmoe:1:joint"], predicted["mpmoe:4:joint"]
+    assert one.seconds == pytest.approx(whole.seconds) and one.inter_bytes == whole.inter_bytes
+    assert four.seconds < one.seconds and four.inter_bytes == pytest.approx(one.inter_bytes, rel=1e-3)
+    assert predicted["mpmoe:4:S4:joint"].inter_bytes > four.inter_bytes  # communicates inputs again
+    experts_whole = dataclasses.replace(LAYER, ep=8, etp=1)
+    unmeasured = cluster(curves={key: one for key, one in cluster().curves.items() if JOINT not in key})
+    for layer, measured, reason in (
+        (experts_whole, cluster(), "experts are whole: its all-to-all is that of mpmoe by rows"),
+        (LAYER, unmeasured, "no all-to-all over expert parallelism and expert-TP together was measured"),
+    ):
+        refused = {one.variant: one.reason for one in candidates(layer, measured)[1]}
+        assert reason in refused["mpmoe:joint"]
+
+
 @settings(max_examples=10)
 @given(
     st.floats(5 * MB, 500 * MB), st.floats(1.0, 4.0), st.integers(1, 4096), st.sampled_from([1, 2, 4]),

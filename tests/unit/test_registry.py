@@ -297,6 +297,11 @@ def test_netmoe_refuses_a_megatron_without_its_seams(monkeypatch):
             {},
             "--moe-opt-levels 2,1 says over which links tokens hop, and rows do not: give",
         ),
+        (
+            {"way": "joint"},
+            {},
+            "--moe-opt-way joint is for partitions, and samples of --moe-token-dispatcher-type netmoe",
+        ),
     ],
     ids=str,
 )
@@ -334,6 +339,15 @@ def test_what_partitions_do_not_go_with_is_refused(reuse, settings, sentence):
         check_config(ours, "mpmoe", Options(memory_reuse=reuse))
     if reuse is not None:
         check_config(ours, "mpmoe", Options())
+
+
+def test_rows_to_all_shards_at_once_need_experts_that_are_cut():
+    joint, cut = Options(way="joint"), {"expert_tensor_parallel_size": 2, "expert_model_parallel_size": 2}
+    check_config(config("mpmoe", **cut), "mpmoe", joint)
+    with pytest.raises(
+        ConfigurationError, match="--expert-tensor-parallel-size 1 experts are whole: give --moe-opt-way"
+    ):
+        check_config(config("mpmoe"), "mpmoe", joint)
 
 
 @pytest.mark.parametrize(

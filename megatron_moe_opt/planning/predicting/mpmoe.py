@@ -1,4 +1,4 @@
-"""What a layer takes whose rows go through their experts in partitions, by rows or by hops (MPMoE, section IV-B)."""
+"""What a layer takes whose rows go through their experts in partitions, on any way (MPMoE, section IV-B)."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ from megatron_moe_opt.planning.predicting.partitioned_rows import (
     row_bytes,
 )
 from megatron_moe_opt.planning.predicting.prediction import Prediction
+from megatron_moe_opt.schedules import parm
 from megatron_moe_opt.schedules.hops import HopStages, level_of
 from megatron_moe_opt.schedules.mpmoe import (
     INPUT_GRADIENTS,
@@ -38,13 +39,16 @@ from megatron_moe_opt.schedules.mpmoe import (
     backward,
     by_rows,
     forward,
+    jointly,
 )
 from megatron_moe_opt.schedules.pipeline import Stages
 from megatron_moe_opt.schedules.schedule import Kind, Lane, Op
 from megatron_moe_opt.topology.domains import ExpertDomains, stationary
 
-ROWS, HOPS = "rows", "hops"
-"""The ways: a row for each expert of a token; or a token once over every link."""
+ROWS, HOPS, JOINT = "rows", "hops", "joint"
+"""The ways: a row for each expert of a token; a token once over every link; or a row at once for each shard of each of
+its experts.
+"""
 
 
 @dataclass(frozen=True)
@@ -83,7 +87,8 @@ class PartitionedLayer:
             return cls(way, domains, costs, parts, hop_row_bytes(one), stages, parts[0].own * count, holds)
         computed, exchanged = (partitions(one, rows, count) for rows in (layer.computed, layer.exchanged))
         parts = [replace(part, own=other.own) for part, other in zip(computed, exchanged, strict=True)]
-        return cls(way, domains, costs, parts, row_bytes(one), by_rows(one.ep, one.etp), None)
+        stages = jointly(one.etp) if way == JOINT else by_rows(one.ep, one.etp)
+        return cls(way, domains, costs, parts, row_bytes(one), stages, None)
 
     def least_seconds(self, layer: LayerOnCluster, strategy: str) -> float:
         """Returns what no layer takes less than whose partitions share memory by this strategy.
@@ -147,7 +152,7 @@ def costs_of(layer: LayerOnCluster, way: str, domains: ExpertDomains | None = No
     Args:
         domains: of experts that travel, where tokens hop; None: none does.
     """
-    if way == ROWS:
+    if way != HOPS:
         return layer.expert_costs
     holds = 1 if domains is None else prod(domains.sizes)
     costs = costs_with_experts(layer.workload, layer.cluster, holds) if holds > 1 else layer.expert_costs
@@ -188,4 +193,13 @@ def no_hops(layer: LayerOnCluster) -> str | None:
         ranks = domains.domains(level)
         if ranks > 1 and (Kind.ALL_TO_ALL, level, ranks) not in curves:
             return f"no all-to-all of {ranks} ranks at network level {level} was measured: moe-opt profile --domains"
+    return None
+
+
+def no_joint(layer: LayerOnCluster) -> str | None:
+    """Why rows of a layer cannot go to all shards of an expert at once, or nobody knows what that takes."""
+    if layer.workload.etp == 1:
+        return f"experts are whole: its all-to-all is that of mpmoe by {ROWS}"
+    if (Kind.ALL_TO_ALL, parm.JOINT) not in layer.costs.curves:
+        return "no all-to-all over expert parallelism and expert-TP together was measured: moe-opt profile --expert-tp"
     return None

@@ -88,6 +88,10 @@ class _RowForEveryExpert:
 
     payload: Payload
 
+    def rows_of(self, plan: ExchangePlan) -> PartitionRows:
+        """Returns the rows of a plan, as the stages take them."""
+        return PartitionRows(plan.num_sent, plan.num_gathered)
+
     def outbound(self, prob_dtype: torch.dtype | None) -> RowLayout:
         """Returns the layout of rows [R, W] on their way to the experts."""
         return RowLayout(self.payload, self.payload.wire.dispatch, prob_dtype)
@@ -131,10 +135,6 @@ class EpThenExpertTp(_RowForEveryExpert):
     def stages(self) -> monta.AllToAllAndGather:
         """Returns the stages of one partition in a pipeline with the experts."""
         return mpmoe.by_rows(self.groups.ep_size, self.groups.etp_size)
-
-    def rows_of(self, plan: ExchangePlan) -> PartitionRows:
-        """Returns the rows of a plan, as the stages take them."""
-        return PartitionRows(plan.num_sent, plan.num_gathered)
 
     def num_rows(self, buffer: str, plan: ExchangePlan, chunk: int) -> int:
         """Returns the rows that a buffer of this way has to hold; of `parts`, for one chunk."""
@@ -199,6 +199,11 @@ class EpWithExpertTp(_RowForEveryExpert):
         return parm.outline_and_gather(parts.num_phases, etp_size).moving(
             lambda: parm.sizes_of_phases(plan.num_gathered * row_bytes, parts.phase_bytes(row_bytes), etp_size)
         )
+
+    @property
+    def stages(self) -> parm.JointAllToAll:
+        """Returns the stages of one partition in a pipeline with the experts."""
+        return mpmoe.jointly(self.groups.etp_size)
 
     def num_rows(self, buffer: str, plan: ExchangePlan, chunk: int) -> int:
         """Returns the rows that a buffer of this way has to hold; of `parts`, for one chunk."""
