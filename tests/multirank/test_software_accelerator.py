@@ -130,7 +130,6 @@ CASES: dict[str, tuple[Any, ...]] = {
     "monta O3": ("monta", TP, SHARED, Options(monta_level="O3", chunks=2)),
     "monta O3, dropping": ("monta", TP, DROP, Options(monta_level="O3", chunks=2)),
     "monta O3, recomputed": ("monta", TP, RECOMPUTE, Options(monta_level="O3", chunks=2)),
-    "deepspeed": ("deepspeed", TP, {}),
     "parm S1": ("parm", TP, REPLICATED, Options(parm_schedule="S1")),
     "parm S2": ("parm", TP, REPLICATED, Options(parm_schedule="S2")),
     "parm S2, dropping": ("parm", TP_EP4, REPLICATED | DROP, Options(parm_schedule="S2")),
