@@ -5,13 +5,11 @@ Of tokens that all N_MP ranks of a TP group hold, with E T rows for experts (T =
     S1   split of the tokens, EP&ESP-A2A, EP&ESP-A2A, AllGather of the tokens    t_D1 = 2 A2A(y / N_MP) + AG_MP(B L M)
     S2   split of the rows, EP&ESP-A2A, SAA: A2A and AllGather of the rows       t_D2 = A2A(y / N_MP) + SAA(y / N_MP)
 
-with y = E T M N_ESP, all in bytes. (Parm, sections IV-B and V. Algorithm 1, line 2, counts M twice; eq. 13 drops N_ESP;
-eq. 14 adds an AG_MP that its overlapped term already contains, since SAA is fitted on the fused collective.)
+with y = E T M N_ESP, all in bytes (Parm, sections IV-B and V; its misprints: docs/papers/parm.md).
 
 The fused all-to-all sends N_ESP copies of a row over the slow links, where MoNTA's levels send one and share it inside
-nodes. Parm compares it with neither; `parm` chooses among them, too (dispatchers/parm_schedule.py). With sequence
-parallelism tokens are split already: nothing is gathered, and the choice is that between the fused all-to-all and
-MoNTA's levels.
+nodes: `parm` chooses among them, too (dispatchers/parm_schedule.py). With sequence parallelism tokens are split
+already: nothing is gathered, and the choice is that between the fused all-to-all and MoNTA's levels.
 """
 
 from __future__ import annotations

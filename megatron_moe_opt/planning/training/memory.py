@@ -1,6 +1,6 @@
 """Memory of training on one rank: weights, gradients, optimizer states (MoNTA, Table 3), activations (eq. 2, Table 4).
 
-Table 3 and parts of Table 4 are garbled in print; docs/cost-model.md says what is computed here instead.
+What is computed is in docs/cost-model.md, how the printed tables differ in docs/papers/monta.md.
 """
 
 from __future__ import annotations
