@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from importlib import import_module
 from pathlib import Path
+from statistics import fmean
 
 import pytest
 
@@ -59,3 +60,27 @@ def test_the_index_counts_them():
     asserted, unmet = ([param for param in NUMBERS if bool(param.marks) is not_met] for not_met in (False, True))
     index = (PAGES / "README.md").read_text()
     assert f"{len(asserted)} published numbers are assertions" in index and f"{len(unmet)} others" in index
+
+
+def test_timed_tables_are_the_benchmarks():
+    """Of each point what was measured and predicted, and its part of the paper's; Parm's are means of its layers."""
+    benchmark = _rows((PAGES.parent / "benchmarks/2026-11-23-papers.md").read_text().splitlines())
+    points = {(row[0], row[1]): (row[2], row[3], row[5]) for row in benchmark[2:] if len(row) == 6}
+    layers = [row for row in benchmark if len(row) == 9 and row[0][0].isdigit()]
+    column = {"S1": 5, "S2": 7}
+    for paper in PAPERS:
+        timed = (PAGES / f"{paper}.md").read_text().partition("\n## Timed\n")[2].partition("\n## ")[0]
+        rows = _rows(timed.splitlines())[2:]
+        assert rows
+        for point, ratio, measured, predicted, theirs, part in rows:
+            if paper != "parm":
+                assert points.pop((point, ratio)) == (measured, predicted, theirs)
+            elif ratio in column:
+                means = [
+                    fmean(float(row[column[ratio] + behind]) for row in layers if row[0] == point) for behind in (0, 1)
+                ]
+                assert [f"{mean:.2f}" for mean in means] == [measured, predicted]
+            if part:
+                published = float(theirs.removeprefix("up to ").partition(" ")[0].strip(","))
+                assert float(part) == pytest.approx(float(measured) / published, abs=0.006)
+    assert not points  # all are on a page
