@@ -1,0 +1,148 @@
+"""What Parm's section IV says of its schedules (eqs. 1 to 11): what each sends, and that the baseline takes longest.
+
+Of B L tokens of M elements a rank and E T rows for experts, in bytes b = B L M and e = E T M, a forward pass waits for
+
+    t_B    AG_ESP(b N_ESP) + AR_ESP(e N_ESP) + 2 A2A_EP(e N_ESP)             eq. 1, with AR(x) = RS(x) + AG(x)
+    t_D    2 A2A_EP&ESP(e N_ESP)                                             eq. 2, N_MP = 1: S1 and S2 are the same
+    t_D1   2 A2A_EP&ESP(e N_ESP / N_MP) + AG_MP(b)                           eq. 11
+    t_D2   A2A_EP&ESP(e N_ESP / N_MP) + Overlap(e N_ESP / N_MP)              eq. 7
+
+The paper concludes t_B >= t_D and t_B >= t_D2 from
+
+    A2A_EP&ESP(x) <= AG_ESP(x) + A2A_EP(x)       eq. 3; with RS_ESP in the place of AG_ESP eq. 5
+    AG_MP(x) <= A2A_EP&ESP(x)                    eq. 9
+
+of the bytes that a rank sends, which holds of bandwidth alone. Every peer costs latency besides, and EP&ESP has N_ESP
+times as many as EP: below some size eq. 3 does not hold (docs/papers/parm.md).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from megatron_moe_opt.planning.costs.cluster import Cluster
+from megatron_moe_opt.planning.costs.curves import CostCurve
+from megatron_moe_opt.planning.costs.known_clusters import Fabric, KnownCluster
+from megatron_moe_opt.schedules.monta import EP, EXPERT_TP
+from megatron_moe_opt.schedules.parm import JOINT, TP
+from megatron_moe_opt.schedules.schedule import Kind
+
+SIZES = tuple(2.0**power for power in range(6, 35))
+"""Bytes at which inequalities are tried."""
+ROUNDING = 1e-9
+
+Seconds = Callable[[float], float]
+"""Over bytes, as Op.size counts them."""
+
+
+def _of_one_rank(size: float) -> float:
+    """Seconds of a collective in a group of one."""
+    return 0.0
+
+
+@dataclass(frozen=True)
+class Collectives:
+    """Those of section IV."""
+
+    gather_esp: Seconds
+    scatter_esp: Seconds
+    exchange_ep: Seconds
+    exchange_joint: Seconds
+    """A2A_EP&ESP."""
+    gather_mp: Seconds
+    overlap: Seconds
+    """Overlap(.), SAA; where N_MP is 1 the exchange alone."""
+    n_esp: int
+    n_mp: int
+
+    @classmethod
+    def of(cls, cluster: Cluster, ep_in_a_node: bool = False) -> Collectives:
+        """From the curves of a cluster, measured or described.
+
+        Args:
+            ep_in_a_node: of a described cluster without TP: its expert-TP groups, which lie inside, are taken for EP
+                groups, and the other way round (case 3 of section IV-B). All collectives of a group have one curve
+                there.
+        """
+        curves = cluster.costs().curves
+
+        def of(kind: Kind, group: str) -> Seconds:
+            curve = curves.get((kind, group))
+            return curve.seconds if curve else _of_one_rank
+
+        gather, scatter = of(Kind.ALL_GATHER, EXPERT_TP), of(Kind.REDUCE_SCATTER, EXPERT_TP)
+        exchange, n_esp = of(Kind.ALL_TO_ALL, EP), cluster.world.expert_tp
+        if ep_in_a_node:
+            gather, scatter, exchange, n_esp = exchange, exchange, gather, cluster.world.ep
+        joint = of(Kind.ALL_TO_ALL, JOINT)
+        overlap = CostCurve(cluster.saa).seconds if cluster.saa else joint
+        gather_mp = of(Kind.ALL_GATHER, TP)
+        return cls(gather, scatter, exchange, joint, gather_mp, overlap, n_esp, cluster.world.tp)
+
+    def t_b(self, tokens: float, rows: float) -> float:
+        """Seconds that the baseline communicates (eq. 1).
+
+        Args:
+            tokens, rows: bytes b and e of a rank.
+        """
+        x = rows * self.n_esp
+        reduce = self.scatter_esp(x) + self.gather_esp(x)
+        return self.gather_esp(tokens * self.n_esp) + reduce + 2 * self.exchange_ep(x)
+
+    def t_d(self, rows: float) -> float:
+        """S1's and S2's where N_MP is 1 (eq. 2)."""
+        return 2 * self.exchange_joint(rows * self.n_esp)
+
+    def t_d1(self, tokens: float, rows: float) -> float:
+        """S1's (eq. 11)."""
+        return 2 * self.exchange_joint(rows * self.n_esp / self.n_mp) + self.gather_mp(tokens)
+
+    def t_d2(self, rows: float) -> float:
+        """S2's (eq. 7)."""
+        x = rows * self.n_esp / self.n_mp
+        return self.exchange_joint(x) + self.overlap(x)
+
+    def sides(self, x: float, factor: float = 1.2) -> dict[str, tuple[float, float]]:
+        """By equation what is to be at most, and of what, with x = e N_ESP bytes. What does not apply is left out.
+
+        Args:
+            factor: k f = e / b.
+        """
+        rows, gathered = x / self.n_esp, x * self.n_mp / self.n_esp
+        tokens = rows / factor
+        found = {
+            "3": (self.exchange_joint(x), self.gather_esp(x) + self.exchange_ep(x)),
+            "5": (self.exchange_joint(x), self.scatter_esp(x) + self.exchange_ep(x)),
+        }
+        if self.n_mp == 1:
+            return found | {"6": (self.t_d(rows), self.t_b(tokens, rows))}
+        return found | {
+            "7": (self.overlap(x), self.exchange_joint(x) + self.gather_mp(gathered)),
+            "9": (self.gather_mp(x), self.exchange_joint(x)),
+            "10": (self.t_d2(rows), self.t_b(tokens, rows)),
+        }
+
+    def fails_below(self, equation: str) -> float:
+        """Bytes x from which on an inequality holds, to a thousandth; 0 where it does at all sizes."""
+
+        def fails(x: float) -> bool:
+            least, most = self.sides(x)[equation]
+            return least > most * (1 + ROUNDING)
+
+        below = max((x for x in SIZES if fails(x)), default=0.0)
+        above = 2 * below
+        while above - below > 1e-3 * above:
+            middle = (below + above) / 2
+            below, above = (middle, above) if fails(middle) else (below, middle)
+        return above
+
+
+def bandwidth_alone(known: KnownCluster) -> KnownCluster:
+    """The cluster of the paper's proofs: nothing takes latency, and lanes do not disturb each other."""
+
+    def fabric(one: Fabric | None) -> Fabric | None:
+        return one and Fabric(one.bandwidth, ((1, max(part for _, part in one.efficiencies)),), shared=one.shared)
+
+    links = {name: fabric(getattr(known, name)) for name in ("inside", "between", "far")}
+    return replace(known, **links, overhead=0.0, slowdown={})
