@@ -1,9 +1,11 @@
 """Placing samples, for tools/bench_kernels.py: the solver against scipy, counting against PyTorch.
 
 The solver's counterpart is `scipy.optimize.linear_sum_assignment` on the matrix in which every sink is copied once for
-each of its places; that matrix is ready made, while ours starts from num. Every placement is checked against
-scipy's cost. Counting's counterparts are the sum of a routing map and `torch.bincount`, which counts sample * E +
-expert: routers give experts alone, so that this index is part of counting; with the index ready made it is shown too.
+each of its places; that matrix is ready made, while ours starts from num. Every placement is checked against scipy's
+cost. Where PuLP is installed (`pip install pulp`), the integer program of NetMoE's eq. 10 is solved beside them as in
+the paper's Table 4, of few problems, with building it, and checked likewise. Counting's counterparts are the sum of a
+routing map and `torch.bincount`, which counts sample * E + expert: routers give experts alone, so that this index is
+part of counting; with the index ready made it is shown too.
 
 Shapes: I samples of L tokens, E experts, K experts of a token, J devices, N nodes.
 """
@@ -21,11 +23,12 @@ import torch
 from megatron_moe_opt.cli.console import report_console, table_of
 from tools.kernel_timing import Timing, measure, time_once
 
-Assign: TypeAlias = Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]]
-"""scipy's function: a matrix of costs -> rows and the column of each."""
+Assign: TypeAlias = Callable[[np.ndarray, int], np.ndarray]
+"""A matrix of costs, of so many equal columns in a row for each sink -> the column of each row."""
 
 CPU = torch.device("cpu")
 TURNS = 4  # of both sides at a problem, the first of them not counted
+PROGRAMS = 2  # problems that PuLP solves, which takes long
 NUM_DEVICES = 16
 NUM_EXPERTS = 64
 TWO_STAGES = [(32, 2), (64, 2), (128, 2), (256, 2), (384, 2), (384, 4)]  # I, N; the sizes of the paper's table 4
@@ -57,10 +60,10 @@ def measure_placement(device: torch.device, repeats: int, seed: int) -> list[Pla
     """Returns the rows of the solver, which runs on the CPU whatever the device, and those of counting on the device.
 
     Raises:
-        RuntimeError: a placement that costs more than scipy's.
+        RuntimeError: a placement that costs more than another solver's.
     """
     rng = np.random.default_rng(seed)
-    rows = [measure_two_stages(rng, samples, nodes, repeats) for samples, nodes in TWO_STAGES]
+    rows = [row for samples, nodes in TWO_STAGES for row in measure_two_stages(rng, samples, nodes, repeats)]
     rows += [measure_one_stage(rng, samples, sinks, repeats) for samples, sinks in ONE_STAGE]
     for samples, length, topk, experts in COUNTS:
         for batch_first in (False, True):
@@ -85,7 +88,32 @@ def linear_sum_assignment() -> Assign | None:
         from scipy import optimize
     except ImportError:
         return None
-    return optimize.linear_sum_assignment
+    return lambda cost, _: optimize.linear_sum_assignment(cost)[1]
+
+
+def integer_program() -> Assign | None:
+    """Returns eq. 10 as PuLP solves it: p[i, n] in {0, 1}, one n for each i, so many i for each n; or None."""
+    try:
+        import pulp
+    except ImportError:
+        return None
+
+    def assign(cost: np.ndarray, places: int) -> np.ndarray:
+        samples, sinks = range(len(cost)), range(cost.shape[1] // places)
+        program = pulp.LpProblem("placement", pulp.LpMinimize)
+        chosen = pulp.LpVariable.dicts("p", (samples, sinks), cat="Binary")
+        program += pulp.lpSum(cost[i, n * places] * chosen[i][n] for i in samples for n in sinks)
+        for i in samples:
+            program += pulp.lpSum(chosen[i][n] for n in sinks) == 1
+        for n in sinks:
+            program += pulp.lpSum(chosen[i][n] for i in samples) == places
+        program.solve(pulp.PULP_CBC_CMD(msg=False))
+        columns = np.empty(len(cost), dtype=int)
+        for n in sinks:
+            columns[[i for i in samples if chosen[i][n].value() > 0.5]] = n * places + np.arange(places)
+        return columns
+
+    return assign
 
 
 class TwoStages:
@@ -107,42 +135,51 @@ class TwoStages:
         """Returns the device of each sample, as our solver places it."""
         return self.place_samples(self.num, self.expert_device, self.device_node)
 
-    def scipys(self, assign: Assign) -> list[np.ndarray]:
-        """Returns the places of the samples of each node, as scipy solves them."""
-        node_of = assign(self.inter)[1] // (self.samples // self.nodes)
+    def theirs(self, assign: Assign) -> list[np.ndarray]:
+        """Returns the places of the samples of each node, as another solver has them."""
+        node_of = self._nodes(assign) // (self.samples // self.nodes)
         return [self._places(node, np.flatnonzero(node_of == node), assign) for node in range(self.nodes)]
 
     def check(self, assign: Assign) -> None:
-        """Raises RuntimeError unless both stages of our placement cost what scipy's do."""
+        """Raises RuntimeError unless both stages of our placement cost what the other solver's do."""
         device_of = np.asarray(self.ours())
         node_of = self.device_node.numpy()[device_of]
-        check_cost(self.inter, node_of * (self.samples // self.nodes), assign(self.inter)[1])
+        check_cost(self.inter, node_of * (self.samples // self.nodes), self._nodes(assign))
         for node in range(self.nodes):
             inside = np.flatnonzero(node_of == node)
             places = device_of[inside] * (self.samples // NUM_DEVICES)
             check_cost(self.intra[inside], places, self._places(node, inside, assign))
 
+    def _nodes(self, assign: Assign) -> np.ndarray:
+        return assign(self.inter, self.samples // self.nodes)
+
     def _places(self, node: int, of_samples: np.ndarray, assign: Assign) -> np.ndarray:
         columns = slice(node * self.samples // self.nodes, (node + 1) * self.samples // self.nodes)
-        return columns.start + assign(self.intra[of_samples, columns])[1]
+        return columns.start + assign(self.intra[of_samples, columns], self.samples // NUM_DEVICES)
 
 
-def measure_two_stages(rng: np.random.Generator, samples: int, nodes: int, repeats: int) -> PlacementRow:
-    """Returns the row of several problems, as how long scipy takes depends on them; each solved by both sides."""
-    assign = linear_sum_assignment()
+def measure_two_stages(rng: np.random.Generator, samples: int, nodes: int, repeats: int) -> list[PlacementRow]:
+    """Returns a row a counterpart, of several problems, as how long it takes depends on them."""
+    problems = [TwoStages(rng, samples, nodes) for _ in range(repeats)]
+    rows = [_two_stages(problems, "scipy", linear_sum_assignment())]
+    program = integer_program()
+    return [*rows, _two_stages(problems[:PROGRAMS], "PuLP", program)] if program else rows
+
+
+def _two_stages(problems: list[TwoStages], counterpart: str, assign: Assign | None) -> PlacementRow:
+    """Each problem is solved by both sides."""
     ours, stock = [], []
-    for _ in range(repeats):
-        problem = TwoStages(rng, samples, nodes)
+    for problem in problems:
         if assign:
             problem.check(assign)
         for turn in range(TURNS):
-            its = time_once(functools.partial(problem.scipys, assign), CPU) if assign else 0.0
+            its = time_once(functools.partial(problem.theirs, assign), CPU) if assign else 0.0
             own = time_once(problem.ours, CPU)
             if turn:  # the first one finds nothing in the caches
                 ours.append(own)
                 stock.append(its)
-    size = f"I {samples}, J {NUM_DEVICES}, N {nodes}"
-    row = PlacementRow("place samples, two stages", size, "scipy", Timing.of(ours), None)
+    size = f"I {problem.samples}, J {NUM_DEVICES}, N {problem.nodes}"
+    row = PlacementRow("place samples, two stages", size, counterpart, Timing.of(ours), None)
     if not assign:
         return row
     ratios = Timing.of([its / own for own, its in zip(ours, stock, strict=True)])
@@ -153,7 +190,7 @@ def check_cost(cost: np.ndarray, columns: np.ndarray, best: np.ndarray) -> None:
     """Raises RuntimeError unless both choices of a column for each row cost the same."""
     rows = np.arange(len(cost))
     if cost[rows, columns].sum() != cost[rows, best].sum():
-        raise RuntimeError(f"a placement costs {cost[rows, columns].sum():.0f}, scipy's {cost[rows, best].sum():.0f}")
+        raise RuntimeError(f"a placement costs {cost[rows, columns].sum():.0f}, another {cost[rows, best].sum():.0f}")
 
 
 def measure_one_stage(rng: np.random.Generator, samples: int, sinks: int, repeats: int) -> PlacementRow:

@@ -14,6 +14,7 @@ def small(monkeypatch):
     monkeypatch.setattr(bench_placement, "TWO_STAGES", [(32, 2), (64, 4)])
     monkeypatch.setattr(bench_placement, "ONE_STAGE", [(64, 8)])
     monkeypatch.setattr(bench_placement, "COUNTS", [(4, 8, 2, 16)])
+    monkeypatch.setattr(bench_placement, "integer_program", lambda: None)
 
 
 def test_rows(small, capsys):
@@ -31,11 +32,18 @@ def test_rows(small, capsys):
 
 def test_without_scipy(small, monkeypatch):
     monkeypatch.setattr(bench_placement, "linear_sum_assignment", lambda: None)
-    row = bench_placement.measure_two_stages(np.random.default_rng(0), 32, 2, repeats=2)
+    (row,) = bench_placement.measure_two_stages(np.random.default_rng(0), 32, 2, repeats=2)
     assert row.stock is None and row.speedup is None
+
+
+def test_with_pulp():
+    """Its optimum is ours, or the benchmark ends; where it is installed."""
+    pytest.importorskip("pulp")
+    scipys, pulps = bench_placement.measure_two_stages(np.random.default_rng(0), 32, 2, repeats=2)
+    assert (scipys.counterpart, pulps.counterpart) == ("scipy", "PuLP") and pulps.speedup > 1
 
 
 def test_a_wrong_placement_ends_the_benchmark(small, monkeypatch):
     monkeypatch.setattr("megatron_moe_opt.kernels.place_samples", lambda num, *_: np.arange(len(num)) // 2)
-    with pytest.raises(RuntimeError, match=r"a placement costs \d+, scipy's \d+"):
+    with pytest.raises(RuntimeError, match=r"a placement costs \d+, another \d+"):
         bench_placement.measure_two_stages(np.random.default_rng(0), 32, 2, repeats=2)

@@ -1,4 +1,4 @@
-"""Generated routing: the volumes of NetMoE's Table 5, equal seeds, equal load."""
+"""Generated routing: equal seeds, equal load. The volumes of NetMoE's Table 5: tests/papers."""
 
 from __future__ import annotations
 
@@ -9,27 +9,6 @@ from megatron_moe_opt.kernels import place_samples
 from megatron_moe_opt.planning.offline.expert_order import stock_devices
 from megatron_moe_opt.planning.traces.routing_generator import TABLE5, generate_routing, like_table5
 from megatron_moe_opt.planning.traces.routing_replay import replay
-
-ROWS = [(model, nodes) for model, rows in TABLE5.items() for nodes in rows]
-
-
-@pytest.mark.parametrize(("model", "nodes"), ROWS)
-def test_volumes_of_table_5(model, nodes):
-    """Over three seeds, of which each is 2 % off by chance; the paper's own volumes vary by 2 to 10 %."""
-    row = TABLE5[model][nodes]
-    sent = {"stock": np.zeros(3), "oracle": np.zeros(3)}
-    for seed in range(3):
-        trace = like_table5(row, passes=12 // nodes, layers=2, seed=seed, tokens=128)
-        device = stock_devices(2, trace.num_experts, row.devices)
-        done = replay(trace.counts(), device, np.arange(row.devices) // 8, place_samples)
-        for plan, volumes in sent.items():
-            volumes += done.volumes[plan].sum(axis=(0, 1))
-    stock, oracle = (
-        row.total * volumes / volumes.sum() for volumes in sent.values()
-    )  # MB between nodes, inside, local
-    assert stock[:2] == pytest.approx([row.stock_inter, row.stock_intra], rel=0.06)
-    assert oracle[:2] == pytest.approx([row.inter, row.intra], rel=0.06)
-    assert 1 - oracle[0] / stock[0] == pytest.approx(row.reduction, abs=0.03)
 
 
 def test_seeds_decide_and_experts_get_equal_shares():

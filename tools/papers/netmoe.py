@@ -5,22 +5,28 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
+from itertools import permutations
 
 import numpy as np
 
+from megatron_moe_opt.kernels import place_samples
+from megatron_moe_opt.planning.costs.curves import AlphaBeta
 from megatron_moe_opt.planning.costs.described_cluster import describe, levels_of_ep
-from megatron_moe_opt.planning.costs.known_clusters import GBIT, NETMOE_A800, TFLOPS, KnownCluster
+from megatron_moe_opt.planning.costs.known_clusters import GBIT, KNOWN_CLUSTERS, NETMOE_A800, TFLOPS, KnownCluster
+from megatron_moe_opt.planning.offline.expert_order import stock_devices
 from megatron_moe_opt.planning.predicting.baselines import fastermoe, fastmoe
 from megatron_moe_opt.planning.predicting.layer_on_cluster import LayerOnCluster
 from megatron_moe_opt.planning.predicting.layer_workload import LayerWorkload
-from megatron_moe_opt.planning.predicting.netmoe import placement_volume
+from megatron_moe_opt.planning.predicting.netmoe import Volume, placement_volume
 from megatron_moe_opt.planning.predicting.prediction import Prediction
-from megatron_moe_opt.planning.traces.routing_generator import TABLE5
+from megatron_moe_opt.planning.traces.routing_generator import TABLE5, like_table5
+from megatron_moe_opt.planning.traces.routing_replay import replay
 from megatron_moe_opt.planning.training.throughput import GpuSpeed
 from megatron_moe_opt.schedules.schedule import COLLECTIVES, Kind
 from megatron_moe_opt.systems.netmoe import NETMOE
 from megatron_moe_opt.topology.layouts import Layout
-from tools.papers.published import Published, counted, follows, head, predicted, row
+from tools.netmoe_formulas import LinkSeconds, placement_seconds
+from tools.papers.published import Published, counted, fitted, follows, head, predicted, row
 
 TOKENS, TOPK, SAMPLES = 1024, 2, 4
 """Of a sample; experts of a token; samples of a GPU (Table 3)."""
@@ -54,10 +60,32 @@ def figure_2(*device: int) -> tuple[int, int]:
     return volume.inter // 2, volume.intra
 
 
+@cache
+def generated(model: str, nodes: int) -> dict[str, np.ndarray]:
+    """MB of an all-to-all between nodes, inside them and on their devices, of routing as in a row of Table 5: with
+    samples at home ("stock") and placed knowing the next layer ("oracle"), over three seeds.
+    """
+    row = TABLE5[model][nodes]
+    sent = {"stock": np.zeros(3), "oracle": np.zeros(3)}
+    for seed in range(3):
+        trace = like_table5(row, passes=12 // nodes, layers=2, seed=seed, tokens=128)
+        device = stock_devices(2, trace.num_experts, row.devices)
+        done = replay(trace.counts(), device, np.arange(row.devices) // 8, place_samples)
+        for plan, volumes in sent.items():
+            volumes += done.volumes[plan].sum(axis=(0, 1))
+    return {plan: row.total * volumes / volumes.sum() for plan, volumes in sent.items()}
+
+
+def less(model: str, nodes: int, side: int) -> float:
+    """Percent of the bytes between nodes (0) or inside them (1) that generated routing's placement saves."""
+    volumes = generated(model, nodes)
+    return 100 * (1 - volumes["oracle"][side] / volumes["stock"][side])
+
+
 def _layer(
     hidden: int, nodes: int, samples: int = SAMPLES, known: KnownCluster = KNOWN, element: int = 4
 ) -> LayerOnCluster:
-    layout = Layout(8 * nodes, ep=8 * nodes)
+    layout = Layout(known.node * nodes, ep=known.node * nodes)
     cluster = describe(known, layout, hidden, 4 * hidden, "fp32" if element == 4 else "bf16")
     work = LayerWorkload(
         samples * TOKENS, hidden, 4 * hidden, False, 2 * layout.ep, TOPK, element, 16, ep=layout.ep,
@@ -74,10 +102,14 @@ def _attention(hidden: int) -> float:
 
 
 @cache
-def _placed(model: str, nodes: int) -> tuple[LayerOnCluster, Prediction]:
-    """A layer with samples at home, and what `netmoe` takes with Table 5's saving of bytes between nodes."""
+def _placed(model: str, nodes: int, node: int = 8) -> tuple[LayerOnCluster, Prediction]:
+    """A layer with samples at home, and what `netmoe` takes with Table 5's saving of bytes between nodes.
+
+    Args:
+        node: GPUs of a node.
+    """
     row = TABLE5[model][nodes]
-    at_home = _layer(row.hidden, nodes)
+    at_home = _layer(row.hidden, nodes, known=replace(KNOWN, node=node))
     placed = LayerOnCluster(replace(at_home.workload, placement_saving=row.reduction), at_home.cluster)
     return at_home, next(one for one in NETMOE.candidates(placed, NETMOE.open_options) if one.variant == "netmoe")
 
@@ -98,19 +130,56 @@ def all_to_all_speedup(model: str, nodes: int) -> float:
 
 
 def link_times(model: str, nodes: int) -> tuple[float, float]:
-    """ms of an all-to-all between nodes and inside them by eq. 1, without latencies: Table 5's volumes with NetMoE,
-    Table 2's links, of which a GPU has one way of its own inside the node, and a node one between.
-    """
+    """ms of an all-to-all between nodes and inside them by eq. 1, without latencies: Table 5's volumes with NetMoE."""
+    inter, intra = LinkSeconds.of(KNOWN, 8 * nodes, latencies=False)(_with_netmoe(model, nodes))
+    return 1e3 * inter, 1e3 * intra
+
+
+def _with_netmoe(model: str, nodes: int) -> Volume:
+    """Table 5's, in bytes."""
     row = TABLE5[model][nodes]
-    seconds = row.inter / nodes / KNOWN.between.bandwidth, row.intra / (8 * nodes) / KNOWN.inside.bandwidth
-    return tuple(1e3 * 2**20 * one for one in seconds)
+    return Volume(int(row.inter * 2**20), int(row.intra * 2**20), 0)
+
+
+PROBLEMS, DEVICES = 100, 4
+"""Of `optimal`: one sample a device, two devices a node, an expert a device, 2,048 tokens a sample."""
 
 
 @cache
-def speedup(model: str, nodes: int, over: str) -> float:
+def _small_problems() -> list[tuple[int, list[list[Volume]]]]:
+    """Of each which of all placements the two stages choose, and both all-to-alls' volumes of all placements."""
+    rng, found = np.random.default_rng(0), []
+    devices, node = np.arange(DEVICES), np.arange(DEVICES) // 2
+    placements = list(permutations(range(DEVICES)))
+    for _ in range(PROBLEMS):
+        mixes = rng.dirichlet(np.full(4, 0.3), DEVICES)
+        topics = rng.dirichlet(np.full(DEVICES, 0.3), (2, 4))
+        combine, dispatch = (rng.multinomial(2048, mixes @ of_layer) for of_layer in topics)
+        chosen = tuple(np.asarray(place_samples(combine + dispatch, devices, node)))
+        volumes = [[placement_volume(num, np.array(one), node) for num in (combine, dispatch)] for one in placements]
+        found.append((placements.index(chosen), volumes))
+    return found
+
+
+def optimal(ratio: float) -> tuple[float, float]:
+    """The part of the problems in which the two stages reach eq. 5's optimum, and the most that they are above it.
+
+    Args:
+        ratio: beta_inter over beta_intra; without latencies.
+    """
+    links = LinkSeconds(AlphaBeta(0.0, ratio), AlphaBeta(0.0, 1.0))
+    above = []
+    for chosen, volumes in _small_problems():
+        seconds = [placement_seconds(one, links) for one in volumes]
+        above.append(seconds[chosen] / min(seconds) - 1)
+    return sum(one < 1e-12 for one in above) / PROBLEMS, max(above)
+
+
+@cache
+def speedup(model: str, nodes: int, over: str, node: int = 8) -> float:
     """Of a transformer layer, with Table 5's saving of bytes between nodes."""
     row = TABLE5[model][nodes]
-    at_home, ours = _placed(model, nodes)
+    at_home, ours = _placed(model, nodes, node)
     theirs = {"FastMoE": fastmoe, "FasterMoE": fastermoe}[over](at_home)
     rest = _attention(row.hidden)
     return (theirs.seconds + rest) / (ours.seconds + rest)
@@ -184,6 +253,30 @@ NUMBERS: tuple[Published, ...] = (
         for side, theirs in enumerate((row.stock_inter, row.stock_intra))
     ),
     *(
+        fitted(
+            f"{model} on {nodes} nodes, MB {'between' if side == 0 else 'inside'} nodes, with NetMoE",
+            theirs,
+            "Table 5, page 19",
+            lambda model=model, nodes=nodes, side=side: generated(model, nodes)["oracle"][side],
+            0.06 * theirs,
+        )
+        for model, rows in TABLE5.items()
+        for nodes, row in rows.items()
+        for side, theirs in enumerate((row.inter, row.intra))
+    ),
+    *(
+        fitted(
+            f"{model} on {nodes} nodes, % less {'between' if side == 0 else 'inside'} nodes",
+            round(100 * (1 - with_it / without), 2),
+            "Table 5, page 19",
+            lambda model=model, nodes=nodes, side=side: less(model, nodes, side),
+            3.0 if side == 0 else 8.0,
+        )
+        for model, rows in TABLE5.items()
+        for nodes, row in rows.items()
+        for side, (with_it, without) in enumerate(((row.inter, row.stock_inter), (row.intra, row.stock_intra)))
+    ),
+    *(
         predicted(
             f"{model} on {nodes} nodes, samples on another {what}, %",
             theirs,
@@ -252,6 +345,24 @@ def figures() -> Iterator[str]:
             inter, intra = link_times(model, nodes)
             actual = f"{all_to_all_speedup(model, nodes):.2f}", f"{inter / intra:.1f}"
             yield row(model, nodes, f"{1 / (1 - of_nodes.reduction):.2f}", *actual, *found)
+    yield ""
+    yield from head("Fig. 9: over FastMoE, GPUs", *(f"{nodes} x {node}" for node in (2, 4) for nodes in (2, 4)))
+    for model in TABLE5:
+        yield row(model, *(f"{speedup(model, nodes, 'FastMoE', node):.2f}" for node in (2, 4) for nodes in (2, 4)))
+    yield ""
+    yield from head(
+        "Eq. 5: two nodes of", "beta between over inside", "t_inter / t_intra, least of Table 5",
+        "two stages optimal, small problems", "above the optimum, at most",
+    )  # fmt: skip
+    for name, known in KNOWN_CLUSTERS.items():
+        if known.data_centres > 2 or name == "parm-a":  # more than two nodes, or one
+            continue
+        gpus = 2 * known.node
+        links = LinkSeconds.of(known, gpus)
+        least = min(inter / intra for inter, intra in (links(_with_netmoe(model, 2)) for model in TABLE5))
+        ratio = links.inter.beta / links.intra.beta
+        part, above = optimal(ratio)
+        yield row(name, f"{ratio:.2f}", f"{least:.2f}", f"{part:.0%}", f"{above:.0%}")
 
 
 def scale() -> Iterator[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
-EXACT, ARITHMETIC, PREDICTED = "exact", "their arithmetic", "predicted"
+EXACT, ARITHMETIC, PREDICTED, FITTED = "exact", "their arithmetic", "predicted", "fitted"
 PREDICTED_WITHIN = 0.25
 """Of the published number: what this project asks of its own predictions against measurements of it (docs/papers)."""
 
@@ -21,7 +21,8 @@ class Published:
     ours: Callable[[], float | str]
     kind: str
     """EXACT: counted by the code that runs, or by the closed forms of its model. ARITHMETIC: other numbers that the
-    paper prints, put into its own formulas. PREDICTED: by the simulator, for the paper's cluster as it is described."""
+    paper prints, put into its own formulas. PREDICTED: by the simulator, for the paper's cluster as it is described.
+    FITTED: of routing that was made to have it."""
     within: float = 0.0
     """How far ours may be, in the number's own unit."""
     unmet: str = ""
@@ -53,6 +54,11 @@ def predicted(
 ) -> Published:
     """Within a part of the published number."""
     return Published(what, theirs, source, ours, PREDICTED, part * abs(theirs), **more)
+
+
+def fitted(what: str, theirs: float, source: str, ours: Callable[[], float], within: float) -> Published:
+    """Found again in routing whose two constants a row were fitted to the published numbers."""
+    return Published(what, theirs, source, ours, FITTED, within)
 
 
 def chosen(what: str, theirs: str, source: str, ours: Callable[[], str], **more: str) -> Published:
