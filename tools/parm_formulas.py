@@ -20,13 +20,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cache
+from itertools import product
 
 from megatron_moe_opt.planning.costs.cluster import Cluster
 from megatron_moe_opt.planning.costs.curves import CostCurve
-from megatron_moe_opt.planning.costs.known_clusters import Fabric, KnownCluster
+from megatron_moe_opt.planning.costs.described_cluster import describe
+from megatron_moe_opt.planning.costs.known_clusters import KNOWN_CLUSTERS, Fabric, KnownCluster
 from megatron_moe_opt.schedules.monta import EP, EXPERT_TP
 from megatron_moe_opt.schedules.parm import JOINT, TP
 from megatron_moe_opt.schedules.schedule import Kind
+from megatron_moe_opt.topology.layouts import Layout
 
 SIZES = tuple(2.0**power for power in range(6, 35))
 """Bytes at which inequalities are tried."""
@@ -146,3 +150,27 @@ def bandwidth_alone(known: KnownCluster) -> KnownCluster:
 
     links = {name: fabric(getattr(known, name)) for name in ("inside", "between", "far")}
     return replace(known, **links, overhead=0.0, slowdown={})
+
+
+@cache
+def on_known(name: str, n_mp: int, n_esp: int, n_ep: int, alone: bool) -> Collectives:
+    """Of a known cluster, on as many GPUs as EP and ESP have ranks; with bandwidth alone or with its latencies."""
+    known = bandwidth_alone(KNOWN_CLUSTERS[name]) if alone else KNOWN_CLUSTERS[name]
+    return Collectives.of(describe(known, Layout(n_ep * n_esp, tp=n_mp, ep=n_ep, expert_tp=n_esp), 1024, 1024))
+
+
+LAYOUTS = tuple(
+    (name, n_mp, n_esp, n_ep)
+    for name, known in KNOWN_CLUSTERS.items()
+    for n_mp, n_esp, n_ep in product((1, 2, 4), (1, 2, 4), (1, 2, 4, 8, 16))
+    if n_ep * n_esp > 1
+    and not n_ep * n_esp % (n_mp * known.data_centres)
+    and known.inside.bandwidth > known.between.bandwidth  # as section IV assumes: HybridEP's PCIe is slower
+)
+"""Of section IV: known cluster, N_MP, N_ESP, N_EP, in one node and over several."""
+
+
+def failing(equation: str, alone: bool = True) -> int:
+    """Layouts in which an inequality of section IV fails at some size."""
+    found = (on_known(*layout, alone) for layout in LAYOUTS)
+    return sum(one.fails_below(equation) > 0 for one in found if equation in one.sides(SIZES[0]))
