@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from importlib import import_module
 from pathlib import Path
 from statistics import fmean
+from time import process_time
 
 import pytest
 
@@ -63,6 +65,18 @@ def test_pages_show_what_is_asserted_and_predicted(paper):
     for row in _rows([*table(NUMBERS_OF[paper]), *import_module(f"tools.papers.{paper}").figures()]):
         of_page = [one for one in page if one[0] == row[0] and len(one) == len(row)]
         assert any(all(map(_alike, one, row)) for one in of_page), f"print {row} with python -m tools.papers {paper}"
+
+
+@pytest.mark.parametrize("paper", PAPERS)
+def test_pages_end_with_what_holds_at_scale(paper):
+    """As predicted now, in less than 10 seconds of one core, and the page says in how many."""
+    begin = process_time()
+    rows = list(import_module(f"tools.papers.{paper}").scale())
+    assert process_time() - begin < 10
+    page = (PAGES / f"{paper}.md").read_text().partition("\n## At scale\n")[2]
+    assert re.search(r"takes? (less than )?\d+ s of one core", page)
+    for row, of_page in zip(_rows(rows), _rows(page.splitlines()), strict=True):
+        assert all(map(_alike, of_page, row)), f"print {row} with python -m tools.papers {paper}"
 
 
 def test_the_index_counts_them():

@@ -22,6 +22,7 @@ from megatron_moe_opt.schedules.schedule import COLLECTIVES, Kind
 from megatron_moe_opt.systems.mpmoe import candidate
 from megatron_moe_opt.topology.layouts import Layout
 from tools.mpmoe_formulas import LayerElements
+from tools.papers.at_scale import gradients
 from tools.papers.published import Published, chosen, follows, head, predicted, row
 
 MODELS = {"MoE-GPT-S": (768, 3072), "MoE-GPT-XL": (2048, 8192), "MoE-BERT-L": (1024, 4096)}
@@ -370,8 +371,11 @@ def figures() -> Iterator[str]:
 
 def scale() -> Iterator[str]:
     """GPT-XL's layer, 8K tokens a GPU, an expert for each EP rank up to 1,024, 200 Gb/s a GPU."""
-    yield "| GPUs | EP = experts | FastMoE, ms | FasterMoE, ms | Tutel, ms | mpmoe, ms (partitions) | FastMoE / mpmoe |"
-    yield "|---:|---:|---:|---:|---:|---:|---:|"
+    yield (
+        "| GPUs | EP = experts | FastMoE, ms | FasterMoE, ms | Tutel, ms | mpmoe, ms (partitions) | FastMoE / mpmoe | "
+        "gradients over DP, once a step, ms |"
+    )
+    yield "|---:|---:|---:|---:|---:|---:|---:|---:|"
     for gpus in (64, 1024, 8192, 98304):
         ep = min(gpus, 1024)
         layout = Layout(gpus, ep=ep)
@@ -380,5 +384,6 @@ def scale() -> Iterator[str]:
         others = [build(on).seconds for build in (fastmoe, fastermoe, tutel)]
         ours = min((candidate(on, count, NONE) for count in range(1, 9)), key=lambda one: one.seconds)
         cells = (gpus, ep, *(f"{one * 1e3:.2f}" for one in others), f"{ours.seconds * 1e3:.2f} ({ours.parts})",
-                 f"{others[0] / ours.seconds:.2f}")  # fmt: skip
+                 f"{others[0] / ours.seconds:.2f}",
+                 f"{1e3 * gradients(2048, 8192, ep, layout, on.cluster):.2f}")  # fmt: skip
         yield row(*cells)

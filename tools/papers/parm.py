@@ -35,6 +35,7 @@ from megatron_moe_opt.schedules.parm import JOINT, TP
 from megatron_moe_opt.systems.monta import MONTA
 from megatron_moe_opt.systems.parm import PARM
 from megatron_moe_opt.topology.layouts import Layout
+from tools.papers.at_scale import gradients
 from tools.papers.published import Published, counted, follows, head, predicted, row
 from tools.parm_formulas import Collectives, failing, on_known
 
@@ -403,16 +404,20 @@ def figures() -> Iterator[str]:
 
 def scale() -> Iterator[str]:
     """Nodes as testbed B's, an expert for each EP rank up to 1,024."""
-    yield "| GPUs | N_EP = experts | baseline, ms | S1, ms | S2, ms | baseline / best | `monta`'s levels, ms |"
-    yield "|---:|---:|---:|---:|---:|---:|---:|"
+    yield (
+        "| GPUs | N_EP = experts | baseline, ms | S1, ms | S2, ms | baseline / best | `monta`'s levels, ms | "
+        "gradients over DP, once a step, ms |"
+    )
+    yield "|---:|---:|---:|---:|---:|---:|---:|---:|"
     known = TESTBEDS["B, 32"][0]
     for gpus in (32, 1024, 4096, 98304):
         n_ep = min(gpus // 4, 1024)
-        cluster = describe(known, Layout(gpus, tp=4, ep=n_ep, expert_tp=4), 1024, 1024, "fp32")
+        layout = Layout(gpus, tp=4, ep=n_ep, expert_tp=4)
+        cluster = describe(known, layout, 1024, 1024, "fp32")
         layer = LayerWorkload(4096, 4096, 2048, False, n_ep, 1, 4, 0, ep=n_ep, etp=4, tp=4, capacity_factor=1.2)
         times = {name: one.seconds for name, one in _schedules(layer, cluster).items()}
         levels = min(one.seconds for one in MONTA.candidates(LayerOnCluster(layer, cluster), MONTA.open_options))
         best = min(times["S1"], times["S2"])
         ms = (f"{seconds * 1e3:.0f}" for seconds in (times["baseline"], times["S1"], times["S2"]))
-        cells = (gpus, n_ep, *ms, f"{times['baseline'] / best:.2f}", f"{levels * 1e3:.0f}")
-        yield row(*cells)
+        reduced = gradients(4096, 4 * 2048, n_ep, layout, cluster)
+        yield row(gpus, n_ep, *ms, f"{times['baseline'] / best:.2f}", f"{levels * 1e3:.0f}", f"{reduced * 1e3:.0f}")
