@@ -228,6 +228,7 @@ def model_shape(recipe: Recipe) -> ModelShape | None:
         dense_layers=recipe.moe_layers.index(True),
         dense_ffn=ffn,
         gated="--swiglu" in flags,
+        norm_parameters=1 if flags.values("--normalization") == ["RMSNorm"] else 2,
         qk_norm="--qk-layernorm" in flags,
         tied="--untie-embeddings-and-output-weights" not in flags,
     )

@@ -11,6 +11,8 @@ import pytest
 
 import megatron_moe_opt
 from megatron_moe_opt.errors import ConfigurationError
+from megatron_moe_opt.planning.traces.routing_generator import TABLE5
+from megatron_moe_opt.planning.training.known_models import KNOWN_MODELS
 from megatron_moe_opt.topology.layouts import ROLES, Layout
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -70,6 +72,26 @@ def test_dry_run(name):
 def test_published_numbers_of_parameters(name, billions):
     # Mixtral of Experts, section 2.1: 47B; Qwen3, Table 2: 30.5B; 69.0B of Llama 2 and once more its 56.4B of MLPs.
     assert model_shape(read_recipe(name)).parameters(Layout()).total / 1e9 == pytest.approx(billions, abs=0.06)
+
+
+def test_known_models_are_those_of_the_recipes():
+    """What moe-opt plan knows by name is what the recipe of that name trains."""
+    for name in NAMES:
+        known, recipe = KNOWN_MODELS.get(name.replace("_", "-")), read_recipe(name)
+        if known is None:
+            assert name in ("deepseek_v3", "qwen3_30b_a3b")  # known as -like
+            continue
+        padding = 128 * recipe.layout.tp
+        assert model_shape(recipe) == dataclasses.replace(
+            known,
+            vocabulary=-(-known.vocabulary // padding) * padding,
+            kv_heads=known.kv_heads or known.heads,
+            head_size=known.head_size or known.hidden // known.heads,
+            dense_ffn=known.ffn,  # of no layer
+        )
+    assert {name: KNOWN_MODELS[f"netmoe-{name.lower()[4:]}"].hidden for name in TABLE5} == {
+        name: row.hidden for name, rows in TABLE5.items() for row in rows.values()
+    }
 
 
 def test_deepseek_v3_has_671_billion_parameters():

@@ -12,6 +12,7 @@ from functools import cache
 from megatron_moe_opt.planning.costs.known_clusters import GB, GBIT, MB
 from megatron_moe_opt.planning.predicting.expert_migration import MigrationLayer, StreamPass, least
 from megatron_moe_opt.planning.predicting.layer_workload import LayerWorkload
+from megatron_moe_opt.planning.training.known_models import KNOWN_MODELS
 from megatron_moe_opt.schedules.schedule import Kind
 from megatron_moe_opt.topology.domains import ExpertDomains
 from tools.data_centres import MigrationSettings, Scale
@@ -86,9 +87,10 @@ def least_proportion(name: str, bandwidth: float) -> float:
     return 1 - min((1, 2, 4, 8), key=lambda size: stream.seconds((8 - size) / 7)) / 8
 
 
-def expert_millions(hidden: int) -> float:
-    """Parameters of an expert of two matrices, 4 times as wide inside."""
-    return LayerWorkload(1, hidden, 4 * hidden, False, 32, 1, 2, 0, ep=32).expert_bytes / 2 / 1e6
+def expert_millions(model: str) -> float:
+    """Parameters of an expert that travels, of a model of Table II."""
+    one = KNOWN_MODELS[f"hybridep-{model.lower()}"]
+    return LayerWorkload(1, one.hidden, one.ffn, one.gated, one.experts, 1, 2, 0, ep=32).expert_bytes / 2 / 1e6
 
 
 @cache
@@ -194,12 +196,12 @@ NUMBERS: tuple[Published, ...] = (
         for name, (_, _, _, p) in TABLE_IV.items()
     ),
     *(
-        counted(f"P_E of {model}, M", theirs, "Table II", lambda hidden=hidden: expert_millions(hidden), 0.05)
-        for model, hidden, theirs in (
-            ("Llama-Tiny", 512, 2.1),
-            ("Mistral-Small", 768, 4.7),
-            ("GPT-Medium", 1024, 8.4),
-            ("GPT-Large", 1024, 8.4),
+        counted(f"P_E of {model}, M", theirs, "Table II", lambda model=model: expert_millions(model), 0.05)
+        for model, theirs in (
+            ("Llama-Tiny", 2.1),
+            ("Mistral-Small", 4.7),
+            ("GPT-Medium", 8.4),
+            ("GPT-Large", 8.4),
         )
     ),
     *(

@@ -17,6 +17,7 @@ from megatron_moe_opt.planning.predicting.baselines import fastermoe, fastmoe, t
 from megatron_moe_opt.planning.predicting.layer_on_cluster import PIPELINE, LayerOnCluster
 from megatron_moe_opt.planning.predicting.layer_workload import LayerWorkload
 from megatron_moe_opt.planning.predicting.prediction import Prediction
+from megatron_moe_opt.planning.training.known_models import KNOWN_MODELS
 from megatron_moe_opt.schedules.mpmoe import NONE, STRATEGIES
 from megatron_moe_opt.schedules.schedule import COLLECTIVES, Kind
 from megatron_moe_opt.systems.mpmoe import candidate
@@ -25,7 +26,12 @@ from tools.mpmoe_formulas import LayerElements
 from tools.papers.at_scale import gradients
 from tools.papers.published import Published, chosen, follows, head, predicted, row
 
-MODELS = {"MoE-GPT-S": (768, 3072), "MoE-GPT-XL": (2048, 8192), "MoE-BERT-L": (1024, 4096)}
+MODELS = {
+    name: (one.hidden, one.ffn)
+    for name in ("MoE-GPT-S", "MoE-GPT-XL", "MoE-BERT-L")
+    for one in [KNOWN_MODELS[f"mpmoe-{name.lower()[4:]}"]]
+}
+"""d_model and d_hidden (Table III)."""
 CLUSTERS: dict[str, tuple[KnownCluster, int]] = {"Adira": (ADIRA, 64), "Valor": (VALOR, 16)}
 TOKENS = (4096, 8192, 16384)
 COUNTS = (2, 4, 8)

@@ -1,6 +1,7 @@
 """Shapes of models by name, as their publications or configuration files have them.
 
-Word embeddings are not padded here beyond the published size: Megatron pads them to a multiple of 128 times TP.
+Word embeddings are not padded here beyond the published size, but GPT-2's and BERT's as Megatron does at the papers'
+TP: to a multiple of 128 times TP. recipes/slurm/models trains the same shapes.
 """
 
 from __future__ import annotations
@@ -8,6 +9,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from megatron_moe_opt.planning.training.model import ModelShape
+
+
+def _gpt(layers: int, hidden: int, heads: int, experts: int, topk: int, vocabulary: int = 50304) -> ModelShape:
+    """GPT-2's blocks with experts four times as wide inside in all layers, and its words unless others are given."""
+    return ModelShape(
+        layers, hidden, heads, vocabulary, experts, topk, 4 * hidden, gated=False, norm_parameters=2, tied=True
+    )
+
 
 KNOWN_MODELS: Mapping[str, ModelShape] = {
     # Jiang et al. 2024 (arXiv 2401.04088), Table 1.
@@ -32,14 +41,25 @@ KNOWN_MODELS: Mapping[str, ModelShape] = {
     ),
     # Parm, section VI-D: BERT-Base (Devlin et al. 2019, arXiv 1810.04805) and GPT-2 small (Radford et al. 2019) with 8
     # experts, as on its testbed B; a token goes to one of them, which the paper does not say. Words padded for TP 4.
-    "parm-bert-base": ModelShape(
-        layers=12, hidden=768, heads=12, vocabulary=30720, experts=8, topk=1, ffn=3072, gated=False, norm_parameters=2,
-        tied=True,
-    ),
-    "parm-gpt2": ModelShape(
-        layers=12, hidden=768, heads=12, vocabulary=50688, experts=8, topk=1, ffn=3072, gated=False, norm_parameters=2,
-        tied=True,
-    ),
+    "parm-bert-base": _gpt(12, 768, 12, experts=8, topk=1, vocabulary=30720),
+    "parm-gpt2": _gpt(12, 768, 12, experts=8, topk=1, vocabulary=50688),
+    # NetMoE, Table 3, on 32 GPUs, two experts each (give experts=... for others); layers and heads are the base
+    # models', GPT-2's and GPT-3 6.7B's, of which GPT-2 XL's 48 layers and the 32 of GPT-3 do not fit into 40 GB.
+    "netmoe-gpt-s": _gpt(12, 768, 12, experts=64, topk=2),
+    "netmoe-gpt-m": _gpt(24, 1024, 16, experts=64, topk=2),
+    "netmoe-gpt-l": _gpt(36, 1280, 20, experts=64, topk=2),
+    "netmoe-gpt-xl": _gpt(24, 1600, 25, experts=64, topk=2),
+    "netmoe-gpt-xxl": _gpt(4, 4096, 32, experts=64, topk=2),
+    # MPMoE, Table III, on Adira; layers and heads are those of GPT-3 Small and XL (arXiv 2005.14165, Table 2.1; XL's 24
+    # heads of 128 do not make 2048) and of BERT-large, experts of a token as in its eq. 2.
+    "mpmoe-gpt-s": _gpt(12, 768, 12, experts=64, topk=1),
+    "mpmoe-gpt-xl": _gpt(24, 2048, 16, experts=64, topk=1),
+    "mpmoe-bert-l": _gpt(24, 1024, 16, experts=64, topk=1),
+    # HybridEP, Table II; experts of a token of Table III's range, heads of 64 as in GPT-2: assumed.
+    "hybridep-llama-tiny": _gpt(12, 512, 8, experts=32, topk=2),
+    "hybridep-mistral-small": _gpt(12, 768, 12, experts=32, topk=2),
+    "hybridep-gpt-medium": _gpt(12, 1024, 16, experts=32, topk=2),
+    "hybridep-gpt-large": _gpt(16, 1024, 16, experts=32, topk=2),
 }  # fmt: skip
 
 MONTA_CHOICES: Mapping[int, str] = {
