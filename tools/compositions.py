@@ -21,13 +21,11 @@ from megatron_moe_opt.planning.costs.known_clusters import KNOWN_CLUSTERS
 from megatron_moe_opt.planning.planner import candidates
 from megatron_moe_opt.planning.predicting.layer_on_cluster import LayerOnCluster
 from megatron_moe_opt.planning.predicting.layer_workload import LayerWorkload
-from megatron_moe_opt.planning.predicting.partitioned_rows import hop_partitions, hop_row_bytes, partitions, row_bytes
+from megatron_moe_opt.planning.predicting.mpmoe import HOPS, JOINT, ROWS, PartitionedLayer, costs_of
 from megatron_moe_opt.planning.predicting.simulator import simulate
-from megatron_moe_opt.schedules.hops import HopStages
-from megatron_moe_opt.schedules.mpmoe import NONE, backward, by_rows, forward, jointly
+from megatron_moe_opt.schedules.mpmoe import NONE, backward, forward
 from megatron_moe_opt.schedules.parm import TP
 from megatron_moe_opt.schedules.schedule import Kind, Lane, Op, Schedule
-from megatron_moe_opt.systems.mpmoe import HOPS, JOINT, ROWS, costs_of
 from megatron_moe_opt.topology.layouts import Layout
 
 Builder = Callable[[LayerOnCluster, str, int], list[Schedule]]
@@ -60,14 +58,8 @@ def layer_on(cluster: str, layout: Layout, tokens: int, topk: int, shape: tuple[
 
 def passes(layer: LayerOnCluster, way: str, count: int) -> list[Schedule]:
     """Returns forward and backward of `mpmoe` by a way, as its dispatcher runs them."""
-    one = layer.workload
-    if way == HOPS:
-        parts, row = hop_partitions(one, layer.skew, layer.computed, count), hop_row_bytes(one)
-        stages = HopStages(len(one.workers), True, one.etp)
-    else:
-        parts, row = partitions(one, layer.computed, count), row_bytes(one)
-        stages = jointly(one.etp) if way == JOINT else by_rows(one.ep, one.etp)
-    return [build(NONE, parts, row, stages) for build in (forward, backward)]
+    cut = PartitionedLayer.of(layer, count, way, None)
+    return [build(NONE, cut.parts, cut.row, cut.stages) for build in (forward, backward)]
 
 
 def gathered(layer: LayerOnCluster, way: str, count: int) -> list[Schedule]:
