@@ -144,7 +144,8 @@ def prepare(pair: Pair, folder: Path) -> Path:
     copy_tree(tree)
     requirements = tree / "recipes" / "requirements.txt"
     requirements.write_text(pinned(requirements.read_text(), pair, extra("megatron-lm")))
-    environment = {"MOE_OPT_CUDA": "OFF"} | os.environ | {"PYTHON": python}
+    # A pair names its versions: what this machine's pip is told to stay below does not count.
+    environment = {"MOE_OPT_CUDA": "OFF"} | os.environ | {"PYTHON": python, "PIP_CONSTRAINT": os.devnull}
     subprocess.run(
         ["bash", "-c", "source recipes/setup_env.sh"], cwd=tree, env=environment,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=True,
