@@ -127,15 +127,15 @@ class Injection:
         """Happens where a schedule is run, by the thread that runs it or, in the background, in a lane beside it."""
         original = Executor.run
 
-        def run(executor: Executor, schedule: Schedule, bound: list[steps.Steps], record: bool = False) -> Any:
+        def run(executor: Executor, schedule: Schedule, bound: list[steps.Steps], *others: Any, **named: Any) -> Any:
             op = self._op_in(schedule)
             if op is None or not self.is_due():
-                return original(executor, schedule, bound, record)
+                return original(executor, schedule, bound, *others, **named)
             if self.fault.place != "background":
                 self.strike()
             bound = list(bound)
             bound[op] = bound[op] + steps.call(self.strike)
-            return original(executor, schedule, bound, record)
+            return original(executor, schedule, bound, *others, **named)
 
         Executor.run = run
 

@@ -298,8 +298,7 @@ def test_every_place_that_orders_streams_is_in_some_case(of_case):
 
 
 LEFT_OUT = {
-    "runtime/through_experts/expert_pipeline.py": "mpmoe S1",
-    "runtime/travelling_experts/migrated_experts.py": "expert-migration, trained",
+    "runtime/travelling_experts/mean_expert.py": "expert-migration, a shared expert",
     "kernels/streams.py": "monta O2, stages that Megatron calls",
 }
 """Files with one place that orders streams, and a case that misses it."""
