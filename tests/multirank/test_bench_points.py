@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import asdict, replace
 
 import pytest
-import torch.distributed as dist
 
 from megatron_moe_opt.planning.costs.bus_bandwidth import EVERY_RANK, INSIDE
 from megatron_moe_opt.schedules.schedule import Kind
-from tests.multirank.test_timed_papers import _described
-from tests.ranks.commands import group_of_the_pool
+from tests.multirank.test_timed_papers import described, on_two_nodes
 from tools import bench_points
 from tools.bench_points import POINTS, SHAPES, Found, Judged
 from tools.points import file_of, found_at, time_points
@@ -61,24 +58,19 @@ def test_a_point_is_judged_by_the_medians_of_its_rounds(tmp_path):
 
 def _measured(sizes, device):
     """In a profile's place: with rates of links, which known clusters have none of."""
-    cluster = _described(sizes, device)
+    cluster = described(sizes, device)
     rates = {(Kind.SEND_RECEIVE, link): ((2**20, 1e-3),) for link in (EVERY_RANK, INSIDE)}
     return replace(cluster, curves={**cluster.curves, **rates})
 
 
 def _time(out):
-    from megatron_moe_opt.cli import ranks as command_ranks
-    from megatron_moe_opt.cli.profile import run as profile
     from megatron_moe_opt.planning.choosing import trials
 
     point = next(one for one in POINTS if one.shape.layer.expert_tp == 2)
     layer = replace(point.shape.layer, hidden=32, ffn_hidden=32, steps=2, warmup=0)
     point = replace(point, shape=replace(point.shape, layer=layer), tokens=16)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(command_ranks, "megatron_process_group", group_of_the_pool)
-        patch.setattr(profile, "measured", _measured)
+    with on_two_nodes(_measured) as patch:
         patch.setattr(trials, "MOST_STEPS", 16)
-        patch.setitem(os.environ, "GROUP_RANK", str(dist.get_rank() // 2))
         time_points([point], out, bench_points.time_one)
     return point
 

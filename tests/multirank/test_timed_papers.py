@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from math import gcd
 from pathlib import Path
@@ -72,25 +73,32 @@ def test_a_row_says_what_was_measured_predicted_and_published(tmp_path):
     assert lines[0].endswith("| 2.62 (Table IV, mean) |")
 
 
-def _described(sizes, device):
+def described(sizes, device):
     """In a profile's place: two nodes of two GPUs."""
     return describe(replace(PARM_B, node=2), sizes.layout(4), sizes.hidden, sizes.ffn_hidden, sizes.dtype)
 
 
-def _time(name, out):
+@contextmanager
+def on_two_nodes(measured):
+    """Ranks of the pool are those of a benchmark's points, whose profile `measured` makes. Yields what patches more."""
     from megatron_moe_opt.cli import ranks as command_ranks
     from megatron_moe_opt.cli.profile import run as profile
 
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(command_ranks, "megatron_process_group", group_of_the_pool)
+        patch.setattr(profile, "measured", measured)
+        patch.setitem(os.environ, "GROUP_RANK", str(dist.get_rank() // 2))
+        yield patch
+
+
+def _time(name, out):
     point = next(one for one in timed.points() if one.name.startswith(name))
     sizes = {"tokens": 16, "hidden": 32, "ffn_hidden": 16, "steps": 1, "warmup": 0}
     if point.layer.expert_tp > 1:
         sizes |= {"tp": 2, "ep": 2, "expert_tp": 2, "experts": 2}
     point = replace(point, links=timed.DATA_CENTRES, layer=replace(point.layer, **sizes))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(command_ranks, "megatron_process_group", group_of_the_pool)
-        patch.setattr(profile, "measured", _described)
+    with on_two_nodes(described) as patch:
         patch.setattr(timed, "SAMPLE_LAYERS", 2)
-        patch.setitem(os.environ, "GROUP_RANK", str(dist.get_rank() // 2))
         time_points([point], out, timed.time_one)
     return point
 
