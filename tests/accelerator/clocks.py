@@ -24,8 +24,8 @@ def merge(into: Clock, other: Clock) -> None:
 class Actor:
     """The host, a stream, or a communicator's stream."""
 
-    def __init__(self, number: int, name: str, foreign: bool = False) -> None:
-        self.number, self.name, self.clock, self.foreign = number, name, {number: 0}, foreign
+    def __init__(self, number: int, name: str, follows: bool = False) -> None:
+        self.number, self.name, self.clock, self.follows = number, name, {number: 0}, follows
 
     def tick(self) -> int:
         """Time of a new piece of work."""
@@ -54,10 +54,12 @@ class Streams:
         self.syncs: list[str] = []
         self.of_groups: dict[str, Actor] = {}
 
-    def new(self, name: str, foreign: bool = False) -> Actor:
-        """A stream; `foreign`: not the package's."""
+    def new(self, name: str, follows: bool = False) -> Actor:
+        """A stream; `follows`: whoever uses it has it wait for the caller's stream first, so that memory of it which
+        is given back must be free when it is given anew, and not before.
+        """
         self._number += 1
-        return Actor(self._number, name, foreign)
+        return Actor(self._number, name, follows)
 
     @property
     def current(self) -> Actor:
@@ -106,8 +108,8 @@ class Stream:
     places: Any
 
     def __init__(self, *_: Any, actor: Actor | None = None, **__: Any) -> None:
-        foreign = not sys._getframe(1).f_code.co_filename.startswith(PACKAGE)
-        self.actor = actor or self.streams.new(f"a stream made at {self.place()}", foreign)
+        of_megatron = not sys._getframe(1).f_code.co_filename.startswith(PACKAGE)
+        self.actor = actor or self.streams.new(f"a stream made at {self.place()}", follows=of_megatron)
 
     def wait_stream(self, other: Stream) -> None:
         self.streams.order(self.actor, other.actor.clock, self.places())

@@ -343,7 +343,8 @@ class _Runner:
         """As Executor.run of the extension."""
         streams = self._found.streams
         while len(self._lanes) < len(executor._LANES):
-            self._lanes.append(streams.new(f"lane {executor._LANES[len(self._lanes)].value}"))
+            lane = executor._LANES[len(self._lanes)].value
+            self._lanes.append(streams.new(f"lane {lane}", follows=True))
         events: list[Clock] = []
         recorded: list[float] = []
         raised: list[BaseException] = []

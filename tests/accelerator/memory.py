@@ -76,8 +76,8 @@ class Memory:
         self._blocks: dict[int, Block] = {}
         self._watched: dict[int, weakref.ref] = {}
         self._given_back: dict[int, list[Access]] = {}
-        """By owner: uses of memory that has been given back, and is given anew to the owner's next work. Of Megatron's
-        streams, which wait for the caller's before each use; a stream of the package is not taken to."""
+        """By owner that follows its callers: uses of memory that has been given back, and is given anew to its next
+        work. Megatron's streams do, and lanes of a schedule."""
 
     def block(self, tensor: torch.Tensor, new_on: Actor | None = None, on_host: bool = False) -> Block:
         """Of a tensor. One that is first seen is the device's from before, or new, and taken by `new_on`."""
@@ -138,7 +138,7 @@ class Memory:
         for behind in block.recorded:  # of what a collective does, when the stream has waited for it
             uses = latest.items()
             latest = {one: use for one, use in uses if not self.streams.happened(behind, one.number, use.time)}
-        if block.owner.foreign:
+        if block.owner.follows:
             self._given_back.setdefault(block.owner.number, []).extend(latest.values())
         else:
             self._check_ended(block.owner, latest.values())

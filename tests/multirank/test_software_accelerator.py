@@ -225,6 +225,7 @@ MODELS: dict[str, tuple[str, dict[str, Any], Options | None]] = {
         "expert-migration", {}, Options(**ONE, **COMPRESSED, residuals="shared", shared_expert_interval=1)
     ),
     "monta O2, stages that Megatron calls": ("monta", OVERLAPPED, Options(monta_level="O2", chunks=2)),
+    "expert-migration, stages that Megatron calls": ("expert-migration", OVERLAPPED, Options(**ONE)),
 }  # fmt: skip
 EVERYTHING = MODELS | CASES
 

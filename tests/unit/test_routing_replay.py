@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -108,6 +109,20 @@ def test_the_command(run, tmp_path):
     assert [stock[1], predicted[1], oracle[1]] == ["stock", "predicted", "oracle"]
     assert oracle[2:6] == ["0", "0", str(tokens), "100.0%"] and predicted[5:7] == ["100.0%", "100.0%"]
     assert stock[7] == "0.0%" and float(row(before, "all")[0][7].strip("%")) > 20
+
+
+def test_a_long_recording_is_shown_part_by_part(run, tmp_path):
+    trace = random_trace(shape=(20, 2, 8, 4, 2))
+    write_routing_trace(tmp_path / "routing.npz", trace)
+    code, output, _ = run("trace", "replay", tmp_path / "routing.npz", "--nodes", 2, "--ranks-per-node", 2)
+    whole = replay(trace.counts(), np.tile(np.arange(8) // 2, (2, 1)), TWO_NODES, place_samples)
+    parts = [line for line in output.splitlines() if " to " in line and "│" in line]
+    assert code == 0 and len(parts) == 8
+    for line, (begin, end) in zip(parts, pairwise((0, 2, 5, 7, 10, 12, 15, 17, 20)), strict=True):
+        name, _, predicted, oracle, *_ = (cell.strip() for cell in line.strip("│").split("│"))
+        part = whole.of_passes(begin, end)
+        assert name == f"{begin + 1} to {end}"
+        assert (predicted, oracle) == tuple(f"{part.reduction(plan):.1%}" for plan in ("predicted", "oracle"))
 
 
 @pytest.mark.parametrize(

@@ -228,8 +228,14 @@ def points() -> list[Point]:
         for one in netmoe
     ]
     of_two = [
-        replace(one, name=f"{one.name}, 2 ranks a node", links=TWO, ratios=(replace(one.ratios[0], paper=FIGURE_9),))
-        for one in (*netmoe, *end_to_end)
+        replace(
+            one,
+            name=f"{one.name}, 2 ranks a node",
+            links=TWO,
+            ratios=(replace(one.ratios[0], paper=FIGURE_9),),
+            limit=5 * LIMIT,
+        )
+        for one in (netmoe[0], end_to_end[0])
     ]
     of_parm = list(_parm())
     others = (*over_fastermoe, *end_to_end, *table_5, *figure_13, *of_two)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -23,6 +24,10 @@ from megatron_moe_opt.planning.traces.routing_trace import RoutingTrace, read_ro
 from megatron_moe_opt.schedules.picture import check_picture
 
 WIDTH = 150
+PARTS = 8
+"""Of a recording that is long enough to show how its routing changes, a row each."""
+POINTS = 50
+"""Of a line of the picture, at most: each is the mean of the passes up to the next."""
 
 
 def report_replay(path: Path, nodes: int, ranks_per_node: int, expert_order: Path | None, output: Path | None) -> None:
@@ -43,6 +48,8 @@ def report_replay(path: Path, nodes: int, ranks_per_node: int, expert_order: Pat
     say(console, f"{path}: {_describe(trace)}")
     say(console, f"{nodes} nodes of {ranks_per_node} ranks; experts in {order}")
     console.print(_replay_table(trace, done))
+    if trace.num_passes >= 2 * PARTS:
+        console.print(_training_table(trace, done))
     say(
         console,
         "Of all all-to-alls, first dispatch and last combine included: "
@@ -177,9 +184,27 @@ def _replay_table(trace: RoutingTrace, done: Replay) -> Table:
     return table
 
 
+def _training_table(trace: RoutingTrace, done: Replay) -> Table:
+    """Returns what placements save in each part of a recording, as NetMoE's Fig. 10 has it."""
+    table = table_of(
+        "over training, all pairs of layers",
+        ("iterations", "outside", "predicted", "oracle", "of oracle", "moved to another node", "fullest rank"),
+        caption="predicted, oracle: less between nodes than stock's placement; moved: predicted",
+    )
+    ends = np.linspace(0, trace.num_passes, PARTS + 1).astype(int).tolist()
+    for begin, end in pairwise(ends):
+        part, iterations = done.of_passes(begin, end), trace.iterations[begin:end]
+        table.add_row(
+            f"{iterations[0]} to {iterations[-1]}", f"{part.outside.mean():.1%}",
+            f"{part.reduction('predicted'):.1%}", f"{part.reduction('oracle'):.1%}", f"{part.share_of_oracle():.1%}",
+            f"{part.moved['predicted'][..., 0].mean():.1%}", f"{part.heaviest.mean():.2f}x",
+        )  # fmt: skip
+    return table
+
+
 def draw_replay(path: Path, trace: RoutingTrace, done: Replay) -> None:
-    """Draws reductions and moved samples over training, as NetMoE's Fig. 10, a line a placement; the file's format
-    follows from its suffix.
+    """Draws reductions, moved samples and the first layer's experts over training, as NetMoE's Fig. 10, a line a
+    placement and a band an expert; the file's format follows from its suffix.
 
     Raises:
         ConfigurationError: the file cannot be written.
@@ -188,23 +213,33 @@ def draw_replay(path: Path, trace: RoutingTrace, done: Replay) -> None:
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator, PercentFormatter
 
-    figure = Figure(figsize=(11, 4), layout="constrained")
+    figure = Figure(figsize=(16, 4), layout="constrained")
     FigureCanvasAgg(figure)  # draws without a display
-    less, moved = figure.subplots(1, 2)
-    stock = done.volumes["stock"][..., 0].sum(axis=1).clip(1)
+    less, moved, chosen = figure.subplots(1, 3)
+    begins = np.linspace(0, trace.num_passes, min(trace.num_passes, POINTS), endpoint=False).astype(int)
+    iterations = trace.iterations[begins]
+
+    def sums(of_passes: np.ndarray) -> np.ndarray:
+        return np.add.reduceat(of_passes, begins)
+
+    stock = sums(done.volumes["stock"][..., 0].sum(axis=1)).clip(1)
     for plan in ("predicted", "oracle"):
-        reduction = 1 - done.volumes[plan][..., 0].sum(axis=1) / stock
-        less.plot(trace.iterations, reduction, marker=".", label=plan)
+        reduction = 1 - sums(done.volumes[plan][..., 0].sum(axis=1)) / stock
+        less.plot(iterations, reduction, marker=".", label=plan)
         for column, what in enumerate(("node", "device")):
-            shares = done.moved[plan][..., column].mean(axis=1)
-            moved.plot(trace.iterations, shares, marker=".", label=f"{plan}, to another {what}")
+            shares = sums(done.moved[plan][..., column].mean(axis=1)) / sums(np.ones(trace.num_passes))
+            moved.plot(iterations, shares, marker=".", label=f"{plan}, to another {what}")
+    tokens = sums(trace.counts()[:, 0].sum(axis=1))
+    chosen.stackplot(iterations, (tokens / tokens.sum(axis=1, keepdims=True)).T)
     less.set(title="tokens between nodes, less than stock", xlabel="iteration")
     moved.set(title="samples that move", xlabel="iteration")
+    chosen.set(title=f"tokens of MoE layer {trace.layers[0]}, by expert", xlabel="iteration", ylim=(0, 1))
     for axis in (less, moved):
         axis.set_ylim(bottom=0)
+        axis.legend(fontsize=8)
+    for axis in (less, moved, chosen):
         axis.xaxis.set_major_locator(MaxNLocator(integer=True))
         axis.yaxis.set_major_formatter(PercentFormatter(1.0))
-        axis.legend(fontsize=8)
         axis.spines[["top", "right"]].set_visible(False)
     with written_whole(path) as partial:
         figure.savefig(partial, dpi=150)

@@ -71,7 +71,8 @@ class Executor:
 
         On a CPU it returns when all ops have finished; the calling thread works too, in the compute lane or, where
         there is none, in the lane of the last op. On CUDA it returns when all is issued, and what is queued on the
-        current stream, which is the compute lane, afterwards waits for it.
+        current stream, which is the compute lane, afterwards waits for it. So memory that its ops use, of the caller's
+        stream or a lane's, is held until it returns and may be let go then, without a word to the allocator.
 
         Args:
             record: measure start and end of every op, and return them; on CUDA this waits for the device.

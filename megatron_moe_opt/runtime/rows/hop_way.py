@@ -15,7 +15,6 @@ import torch
 from torch.distributed import ProcessGroup
 
 from megatron_moe_opt.kernels import RowMap, build_row_map
-from megatron_moe_opt.kernels.streams import used_here
 from megatron_moe_opt.runtime.engine import steps
 from megatron_moe_opt.runtime.engine.steps import Steps
 from megatron_moe_opt.runtime.rows.hop_plan import DomainTables, HopPlan
@@ -170,7 +169,7 @@ class Hops:
                 domains = self.tables.next_domain[level][self.facts.outbound().experts(rows)]
                 number = len(plan.hops[level].sent)
                 self.copies[level] = build_row_map(present(domains, number), num_out_tokens=arrived.size(0))
-            torch.index_select(rows, 0, used_here(self.copies[level].sources), out=arrived)
+            torch.index_select(rows, 0, self.copies[level].sources, out=arrived)
 
         return steps.call(copy)
 
@@ -181,9 +180,9 @@ class Hops:
         def select() -> None:
             if self.held is None:
                 self._find_held(layout.experts(rows), here.plan)
-            layout.select(rows, used_here(self.held.sources), here.tokens)
+            layout.select(rows, self.held.sources, here.tokens)
             if here.probs is not None:
-                torch.index_select(layout.probs(rows).view(-1), 0, used_here(self.pairs), out=here.probs)
+                torch.index_select(layout.probs(rows).view(-1), 0, self.pairs, out=here.probs)
 
         return steps.call(select)
 
@@ -196,7 +195,7 @@ class Hops:
             layout.at_experts.sum_rows(tokens, self.held, here.rows, target)
             if probs is not None:
                 of_facts = probs.new_zeros(here.rows.size(0), self.facts.topk)
-                of_facts.view(-1)[used_here(self.pairs)] = probs
+                of_facts.view(-1)[self.pairs] = probs
                 target.write_facts(here.rows, of_facts)
 
         return steps.call(add)
@@ -229,7 +228,7 @@ class Hops:
                 # A probability has gone on with one copy only; the others' gradients of it are zero.
                 probs = layout.probs(source)
                 of_facts = probs.new_zeros(written.size(0), probs.size(1))
-                of_facts.index_add_(0, used_here(row_map.sources), probs)
+                of_facts.index_add_(0, row_map.sources, probs)
                 target.write_facts(written, of_facts)
 
         return steps.call(add)

@@ -9,7 +9,6 @@ from typing import Generic, TypeVar
 import torch
 
 from megatron_moe_opt.kernels import LANE_BYTES, NOTE_BYTE, ChunkList, RowMap, empty, sum_packed_rows
-from megatron_moe_opt.kernels.streams import used_here
 from megatron_moe_opt.kernels.wire_format import gather_rows, narrow_rows, widen_rows
 from megatron_moe_opt.row_format import SAME, Wire, WireFormat
 from megatron_moe_opt.runtime.engine import steps
@@ -114,8 +113,6 @@ class Layout:
         """The sums of these rows by a map, to the payload of `written`, which are of the layout `target`: taken in
         float32 and rounded once.
         """
-        for tensor in (row_map.offsets, row_map.rows):
-            used_here(tensor)
         sum_packed_rows(rows, self.hidden, row_map, self.wire, written, target.wire)
 
     def sum_tokens(self, rows: torch.Tensor, row_map: RowMap) -> torch.Tensor:

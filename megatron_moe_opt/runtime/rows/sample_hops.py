@@ -22,7 +22,7 @@ from typing import ClassVar
 import torch
 
 from megatron_moe_opt.kernels import LANE_BYTES, row_map_from_sources
-from megatron_moe_opt.kernels.streams import to_device, used_here
+from megatron_moe_opt.kernels.streams import to_device
 from megatron_moe_opt.runtime.engine import steps
 from megatron_moe_opt.runtime.engine.steps import Steps
 from megatron_moe_opt.runtime.rows.expert_exchange import Exchange, run_to_experts, run_to_sources, to_experts
@@ -257,9 +257,9 @@ class ChunkOut(Hops):
                 )
                 self.places = torch.arange(self.held.num_rows, device=rows.device) + shift
                 self.notes = layout.notes(rows)
-            _scatter(layout.tokens(rows), used_here(self.held.sources), used_here(self.places), here.tokens)
+            _scatter(layout.tokens(rows), self.held.sources, self.places, here.tokens)
             if here.probs is not None:
-                here.probs[self.places] = layout.probs(rows).view(-1)[used_here(self.pairs)]
+                here.probs[self.places] = layout.probs(rows).view(-1)[self.pairs]
 
         return steps.call(select)
 
@@ -309,9 +309,7 @@ class ChunkBack(Hops):
     def sort(self, here: AtExperts[HopPlan]) -> Steps:
         """See Way: the gradient of each sum, to all that was summed."""
         rows, layout = here.rows, here.layout
-        return steps.call(
-            lambda: _scatter(layout.tokens(rows), used_here(self.sources), used_here(self.places), here.tokens)
-        )
+        return steps.call(lambda: _scatter(layout.tokens(rows), self.sources, self.places, here.tokens))
 
     def unsort(self, here: AtExperts[HopPlan]) -> Steps:
         """Returns the steps that put outputs or gradients in the order in which their rows arrived."""
@@ -367,7 +365,7 @@ class KeyLayout(Layout):
 
     def write_keys(self, keys: torch.Tensor, rows: torch.Tensor) -> None:
         """keys int64 [R] -> the lanes of rows [R, width]."""
-        self.of_lane(rows, 0, 8).copy_(used_here(keys).view(torch.uint8).view(-1, 8))
+        self.of_lane(rows, 0, 8).copy_(keys.view(torch.uint8).view(-1, 8))
 
 
 @dataclass(frozen=True)
@@ -463,4 +461,4 @@ def _scatter(rows: torch.Tensor, sources: torch.Tensor, places: torch.Tensor, wr
 
 def _taken(rows: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
     """Returns rows[places]; `places` ascend where they are all there are, as in `_scatter`."""
-    return rows if len(places) == len(rows) else rows.index_select(0, used_here(places))
+    return rows if len(places) == len(rows) else rows.index_select(0, places)
