@@ -85,18 +85,18 @@ class TokenCopies:
         Raises:
             RoutingError: on all ranks of the groups whose counts tell.
         """
-        compared = []
+        compared = [(counts.flatten(0, 1), self.like, self.ranks)]
         if beyond is not None:
             holders = dist.get_process_group_ranks(self.group)
-            compared.append((beyond, beyond[:1].expand_as(beyond), holders, holders[:1] * len(holders)))
-        rows = counts.flatten(0, 1)
-        compared.append((rows, rows[self.like], self.ranks, [self.ranks[first] for first in self.like.tolist()]))
-        for own, others, ranks, firsts in compared:
+            compared.insert(0, (beyond, torch.zeros(len(holders), dtype=torch.int64), holders))
+        for own, like, ranks in compared:
+            others = own[like]
             if not torch.equal(own, others):
                 rank, expert = (own != others).nonzero()[0].tolist()
                 raise RoutingError(
                     f"--moe-opt-parm-schedule S2 takes all ranks of a TP group to route their tokens alike, but ranks "
-                    f"{firsts[rank]} and {ranks[rank]}, which hold the same tokens, have {int(others[rank, expert])} "
-                    f"and {int(own[rank, expert])} of them for expert {expert}: use --moe-opt-parm-schedule S1, or add "
+                    f"{ranks[like[rank]]} and {ranks[rank]}, which hold the same tokens, have "
+                    f"{int(others[rank, expert])} and {int(own[rank, expert])} of them for expert {expert}: use "
+                    "--moe-opt-parm-schedule S1, or add "
                     "--sequence-parallel"
                 )
