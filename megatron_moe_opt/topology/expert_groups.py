@@ -85,10 +85,11 @@ class TokenCopies:
         Raises:
             RoutingError: on all ranks of the groups whose counts tell.
         """
-        compared = [(counts.flatten(0, 1), self.like, self.ranks)]
+        compared = []
         if beyond is not None:
             holders = dist.get_process_group_ranks(self.group)
-            compared.insert(0, (beyond, torch.zeros(len(holders), dtype=torch.int64), holders))
+            compared.append((beyond, torch.zeros(len(holders), dtype=torch.int64), holders))
+        compared.append((counts.flatten(0, 1), self.like, self.ranks))
         for own, like, ranks in compared:
             others = own[like]
             if not torch.equal(own, others):
@@ -97,6 +98,5 @@ class TokenCopies:
                     f"--moe-opt-parm-schedule S2 takes all ranks of a TP group to route their tokens alike, but ranks "
                     f"{ranks[like[rank]]} and {ranks[rank]}, which hold the same tokens, have "
                     f"{int(others[rank, expert])} and {int(own[rank, expert])} of them for expert {expert}: use "
-                    "--moe-opt-parm-schedule S1, or add "
-                    "--sequence-parallel"
+                    "--moe-opt-parm-schedule S1, or add --sequence-parallel"
                 )

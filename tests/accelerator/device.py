@@ -342,9 +342,8 @@ class _Runner:
     def run(self, ops: Sequence[Any], caller_lane: int, record: bool) -> tuple[tuple[int, int, str] | None, list[Any]]:
         """As Executor.run of the extension."""
         streams = self._found.streams
-        while len(self._lanes) < len(executor._LANES):
-            lane = executor._LANES[len(self._lanes)].value
-            self._lanes.append(streams.new(f"lane {lane}", follows=True))
+        for lane in executor._LANES[len(self._lanes) :]:
+            self._lanes.append(streams.new(f"lane {lane.value}", follows=True))
         events: list[Clock] = []
         recorded: list[float] = []
         raised: list[BaseException] = []

@@ -27,7 +27,7 @@ WIDTH = 150
 PARTS = 8
 """Of a recording that is long enough to show how its routing changes, a row each."""
 POINTS = 50
-"""Of a line of the picture, at most: each is the mean of the passes up to the next."""
+"""Of a line of the picture, at most: each is of the passes up to the next."""
 
 
 def report_replay(path: Path, nodes: int, ranks_per_node: int, expert_order: Path | None, output: Path | None) -> None:
@@ -42,7 +42,8 @@ def report_replay(path: Path, nodes: int, ranks_per_node: int, expert_order: Pat
     trace = read_routing_trace(path)
     _check_sizes(path, trace, nodes, ranks_per_node)
     devices = _expert_devices(trace, nodes, ranks_per_node, expert_order)
-    done = _replay(trace.counts(), devices, nodes, ranks_per_node)
+    counts = trace.counts()
+    done = _replay(counts, devices, nodes, ranks_per_node)
     console = report_console(WIDTH)
     order = "stock's order" if expert_order is None else f"the order of {expert_order}"
     say(console, f"{path}: {_describe(trace)}")
@@ -58,7 +59,7 @@ def report_replay(path: Path, nodes: int, ranks_per_node: int, expert_order: Pat
     )
     say(console, f"The fullest rank gets {done.heaviest.mean():.2f} times the mean of the tokens")
     if output is not None:
-        draw_replay(output, trace, done)
+        draw_replay(output, trace, done, counts[:, 0].sum(axis=1))
         say_written(output, console)
 
 
@@ -191,8 +192,7 @@ def _training_table(trace: RoutingTrace, done: Replay) -> Table:
         ("iterations", "outside", "predicted", "oracle", "of oracle", "moved to another node", "fullest rank"),
         caption="predicted, oracle: less between nodes than stock's placement; moved: predicted",
     )
-    ends = np.linspace(0, trace.num_passes, PARTS + 1).astype(int).tolist()
-    for begin, end in pairwise(ends):
+    for begin, end in _parts(trace.num_passes, PARTS):
         part, iterations = done.of_passes(begin, end), trace.iterations[begin:end]
         table.add_row(
             f"{iterations[0]} to {iterations[-1]}", f"{part.outside.mean():.1%}",
@@ -202,9 +202,17 @@ def _training_table(trace: RoutingTrace, done: Replay) -> Table:
     return table
 
 
-def draw_replay(path: Path, trace: RoutingTrace, done: Replay) -> None:
+def _parts(passes: int, number: int) -> list[tuple[int, int]]:
+    """Returns where each of so many parts of the passes begins and ends, of as equal length as whole passes allow."""
+    return list(pairwise(passes * end // number for end in range(number + 1)))
+
+
+def draw_replay(path: Path, trace: RoutingTrace, done: Replay, of_experts: np.ndarray) -> None:
     """Draws reductions, moved samples and the first layer's experts over training, as NetMoE's Fig. 10, a line a
     placement and a band an expert; the file's format follows from its suffix.
+
+    Args:
+        of_experts: integers [P, E], tokens of each expert of the first layer.
 
     Raises:
         ConfigurationError: the file cannot be written.
@@ -216,20 +224,14 @@ def draw_replay(path: Path, trace: RoutingTrace, done: Replay) -> None:
     figure = Figure(figsize=(16, 4), layout="constrained")
     FigureCanvasAgg(figure)  # draws without a display
     less, moved, chosen = figure.subplots(1, 3)
-    begins = np.linspace(0, trace.num_passes, min(trace.num_passes, POINTS), endpoint=False).astype(int)
-    iterations = trace.iterations[begins]
-
-    def sums(of_passes: np.ndarray) -> np.ndarray:
-        return np.add.reduceat(of_passes, begins)
-
-    stock = sums(done.volumes["stock"][..., 0].sum(axis=1)).clip(1)
+    ends = _parts(trace.num_passes, min(trace.num_passes, POINTS))
+    parts, iterations = [done.of_passes(*one) for one in ends], [trace.iterations[begin] for begin, _ in ends]
     for plan in ("predicted", "oracle"):
-        reduction = 1 - sums(done.volumes[plan][..., 0].sum(axis=1)) / stock
-        less.plot(iterations, reduction, marker=".", label=plan)
+        less.plot(iterations, [part.reduction(plan) for part in parts], marker=".", label=plan)
         for column, what in enumerate(("node", "device")):
-            shares = sums(done.moved[plan][..., column].mean(axis=1)) / sums(np.ones(trace.num_passes))
+            shares = [part.moved[plan][..., column].mean() for part in parts]
             moved.plot(iterations, shares, marker=".", label=f"{plan}, to another {what}")
-    tokens = sums(trace.counts()[:, 0].sum(axis=1))
+    tokens = np.array([of_experts[begin:end].sum(axis=0) for begin, end in ends])
     chosen.stackplot(iterations, (tokens / tokens.sum(axis=1, keepdims=True)).T)
     less.set(title="tokens between nodes, less than stock", xlabel="iteration")
     moved.set(title="samples that move", xlabel="iteration")
