@@ -8,10 +8,11 @@
 #
 # Needs git, Python 3.10 or newer and a C++ compiler. Run again, it keeps the environment and the data.
 set -euo pipefail
+here="$PWD"
 cd "$(dirname "$0")/.."
 
 source recipes/setup_env.sh
-bash recipes/train_and_compare.sh "$@"
+(cd "$here" && bash "$OLDPWD/recipes/train_and_compare.sh" "$@") # whose folders are the caller's
 echo "== a layer in turns"
 CUDA_VISIBLE_DEVICES="" OMP_NUM_THREADS=1 GLOO_SOCKET_IFNAME="${GLOO_SOCKET_IFNAME:-lo}" \
     python -m torch.distributed.run --standalone --nproc-per-node 4 -m megatron_moe_opt.cli.main bench --dtype fp32 --tp 2 --ep 2 \

@@ -4,6 +4,7 @@
 #
 #   bash recipes/train_and_compare.sh [--text DIR] [--steps N] [--output DIR] [-- ARGUMENTS of pretrain_moe_gpt.py]
 set -euo pipefail
+here="$PWD"
 cd "$(dirname "$0")/.."
 
 refuse() {
@@ -11,12 +12,16 @@ refuse() {
     exit 2
 }
 
+from_here() { # a path as whoever calls this recipe means it
+    (cd "$here" && realpath -m "$1")
+}
+
 text=() steps=60 output=runs/quickstart data=runs/data/stdlib
 while (($#)); do
     case "$1" in
-        --text) text=(--text "$2") data="runs/data/$(basename "$(realpath -m "$2")")" && shift 2 ;;
+        --text) text=(--text "$(from_here "$2")") data="runs/data/$(basename "${text[1]}")" && shift 2 ;;
         --steps) steps="$2" && shift 2 ;;
-        --output) output="${2:?--output needs a folder}" && shift 2 ;;
+        --output) output="$(from_here "${2:?--output needs a folder}")" && shift 2 ;;
         --) shift && break ;;
         *) refuse "unknown argument $1; see the head of recipes/train_and_compare.sh" ;;
     esac

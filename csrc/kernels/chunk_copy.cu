@@ -117,7 +117,9 @@ void copy_chunks(const ChunkList& chunks, int64_t num_rows, int64_t row_bytes, c
   const auto launch = [&](auto unit) {
     using Unit = decltype(unit);
     const int64_t units = row_bytes / static_cast<int64_t>(sizeof(Unit));
-    const auto [lanes, rows_per_block] = shares_of(num_rows, units, kCopyUnits, row_bytes, 1);
+    // At most a row a thread where rows are narrow (columns of a few bytes): such reads wait for a sector each.
+    const int64_t least_bytes = std::max<int64_t>(row_bytes, kBytesPerBlock / kBlockThreads);
+    const auto [lanes, rows_per_block] = shares_of(num_rows, units, kCopyUnits, least_bytes, 1);
     const unsigned blocks = grid_blocks(divide_up(num_rows, rows_per_block), "copy_chunks");
     copy_chunks_kernel<Unit><<<blocks, kBlockThreads, 0, static_cast<cudaStream_t>(stream)>>>(
         chunks, num_rows, rows_per_block, units, lanes, static_cast<const char*>(source), source_stride_bytes,

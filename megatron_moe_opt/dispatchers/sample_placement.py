@@ -68,7 +68,7 @@ class Decided:
 class SamplePass:
     """A forward pass through the layers of a pipeline stage."""
 
-    def __init__(self, unlike: torch.Tensor | None = None) -> None:
+    def __init__(self, unlike: torch.Tensor | bool | None = None) -> None:
         """All samples are at home: it begins."""
         self.at: np.ndarray | None = None
         """int64 [positions] sample at each position; None: all are at home."""
@@ -95,11 +95,12 @@ class SampleOrder:
         """Whether `running` is said to be the pass, by who keeps it to repeat it."""
         _orders.add(self)
 
-    def begin(self, unlike: torch.Tensor | None = None) -> None:
+    def begin(self, unlike: torch.Tensor | bool | None = None) -> None:
         """All samples are at home: a pass begins.
 
         Args:
-            unlike: bool [] on the device, whether this rank's samples are masked in another way than all others.
+            unlike: a bool, or bool [] on the device: whether this rank's samples are masked in another way than all
+                others.
         """
         self.running = SamplePass(unlike)
 

@@ -257,6 +257,16 @@ def _check_auto(options: Options) -> None:
             f"{FLAG} {AUTO} plans by {PREFIX}profile {options.profile} or runs what {PREFIX}plan {options.plan} says: "
             "drop one of the two"
         )
+    if options.plan is not None and options.activation_budget is not None:
+        raise ConfigurationError(
+            f"{PREFIX}activation-budget {options.activation_budget} bounds what {FLAG} {AUTO} chooses, and "
+            f"{PREFIX}plan {options.plan} has been chosen: give --activation-budget to moe-opt plan, and drop it here"
+        )
+    if options.plan is not None and options.allow_lossy:
+        raise ConfigurationError(
+            f"{PREFIX}allow-lossy is for an {AUTO} that chooses, and {PREFIX}plan {options.plan} has been chosen "
+            f"among what loses nothing: drop it, or give {PREFIX}profile in the plan's place"
+        )
     given = next((name for name in ("profile", "plan") if getattr(options, name) is not None), None)
     if given is not None and options.profile_seconds is not None:
         raise ConfigurationError(

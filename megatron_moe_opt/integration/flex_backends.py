@@ -11,9 +11,10 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_moe_opt.errors import ConfigurationError
 
-DEFAULT = "deepep"
+DEEPEP = "deepep"
+DEFAULT = DEEPEP
 _NEEDS = {
-    "deepep": ("deep_ep", "Buffer", "DeepEP"),
+    DEEPEP: ("deep_ep", "Buffer", "DeepEP"),
     "hybridep": ("deep_ep", "HybridEPBuffer", "HybridEP, the hybrid-ep branch of DeepEP"),
 }
 _NCCL_EP = ("nccl_ep", "NCCLLibrary", "NCCL-EP")

@@ -73,12 +73,7 @@ def cut_counts(counts: torch.Tensor, num_chunks: int) -> torch.Tensor:
         [num_chunks, ...].
     """
     numbers = torch.arange(num_chunks + 1, device=counts.device).view(-1, *[1] * counts.dim())
-    return cut_bound(counts, numbers, num_chunks).diff(dim=0)
-
-
-def cut_bound(counts: torch.Tensor, number: torch.Tensor, num_chunks: int) -> torch.Tensor:
-    """Returns where part `number` of `counts` rows begins, of the parts of `cut_counts`: int64, broadcast."""
-    return (counts * number).div_(num_chunks, rounding_mode="floor")
+    return (counts * numbers).div_(num_chunks, rounding_mode="floor").diff(dim=0)
 
 
 def build_row_map(routing_map: torch.Tensor, capacity: int | None = None, num_out_tokens: int | None = None) -> RowMap:

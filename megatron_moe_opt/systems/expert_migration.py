@@ -124,30 +124,33 @@ class MigrationOptions(SharedOptions):
         return None if self.resident_layers == ALL else self.resident_layers
 
     def check(self) -> None:
-        """Refuses, with ConfigurationError, ratios where no expert travels, and auto without a profile."""
+        """Refuses, with ConfigurationError, residents that no layer fits in, and auto without a profile."""
         self.auto_needs_profile("domain_sizes")
-        for flag, ratio in self.compression.items():
-            if not self.experts_may_travel:
-                raise ConfigurationError(
-                    f"{flag} {ratio:g} has nothing to compress where no expert travels: give {PREFIX}domain-sizes "
-                    "above 1"
-                )
-        if self.resident_layers is not None:
-            self._check_residents()
+        if self.resident_layers not in (None, ALL) and self.resident_layers <= self.prefetch_layers:
+            raise ConfigurationError(
+                f"{self._residents} has no room for {PREFIX}prefetch-layers {self.prefetch_layers} and the layer that "
+                f"runs: give {self.prefetch_layers + 1} or more"
+            )
 
-    def _check_residents(self) -> None:
-        flag = f"{PREFIX}resident-layers {self.resident_layers}"
-        if not self.experts_may_travel:
-            raise ConfigurationError(
-                f"{flag} bounds what is held of experts that travel, and none does: give {PREFIX}domain-sizes above 1"
-            )
-        if self.resident_layers == ALL:
+    def check_travel(self) -> None:
+        """Refuses, with ConfigurationError, what is about experts that travel where none does. For a dispatcher that is
+        named: `auto` tries others.
+        """
+        if self.experts_may_travel:
             return
-        if self.resident_layers <= self.prefetch_layers:
+        for flag, ratio in self.compression.items():
             raise ConfigurationError(
-                f"{flag} has no room for {PREFIX}prefetch-layers {self.prefetch_layers} and the layer that runs: give "
-                f"{self.prefetch_layers + 1} or more"
+                f"{flag} {ratio:g} has nothing to compress where no expert travels: give {PREFIX}domain-sizes above 1"
             )
+        if self.resident_layers is not None:
+            raise ConfigurationError(
+                f"{self._residents} bounds what is held of experts that travel, and none does: give "
+                f"{PREFIX}domain-sizes above 1"
+            )
+
+    @property
+    def _residents(self) -> str:
+        return f"{PREFIX}resident-layers {self.resident_layers}"
 
 
 def _build(groups: Any, options: MigrationOptions, config: Any) -> Any:
@@ -165,6 +168,7 @@ def _attach(layer: Any, options: MigrationOptions) -> None:
 def _check(config: Any, options: MigrationOptions, arguments: Any) -> None:
     """Refuses what experts that travel, or tokens that take several hops, do not go with."""
     name = f"{FLAG} {NAME}"
+    options.check_travel()
     if (config.expert_tensor_parallel_size or 1) > 1 and options.experts_may_travel:
         raise ConfigurationError(
             f"--expert-tensor-parallel-size {config.expert_tensor_parallel_size} cuts experts, which do not travel in "

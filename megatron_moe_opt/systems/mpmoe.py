@@ -200,6 +200,7 @@ def _check_domains(config: Any, options: Any) -> None:
             f"{flag} has experts travel between ranks to which tokens then do not hop, and rows do not hop at all: "
             f"give {PREFIX}way {HOPS}, or drop it"
         )
+    options.check_travel()
     if max(options.domain_sizes) == 1:
         return
     if (config.expert_tensor_parallel_size or 1) > 1:

@@ -21,6 +21,10 @@ from torch.distributed import ProcessGroup, distributed_c10d
 
 _NCCL_SETTINGS = ("is_high_priority_stream", "config")
 """What a user can set of ProcessGroupNCCL.Options, besides the timeout."""
+COMMUNICATOR_BYTES = 2**30
+"""Of a GPU, which NCCL takes for a communicator outside PyTorch's allocator: 0.5 to 2 GB were reported of its default
+buffers (NVIDIA/nccl, issues 864 and 964). They grow with channels, peers and NCCL_BUFFSIZE.
+"""
 LET_GO_S = 0.1
 """How long a thread may take to get Python's lock where nobody holds it."""
 

@@ -56,8 +56,11 @@ if [[ -z "${CONTAINER:-}" ]]; then
         set -eu
     fi
     command -v "${PYTHON:-python3}" >/dev/null || refuse "PYTHON: there is no ${PYTHON:-python3}"
+    planned=()
+    [[ -z "${PROFILE:-}" ]] || planned=(--moe-token-dispatcher-type auto --moe-opt-profile "$PROFILE")
+    [[ -z "${PLAN:-}" ]] || planned=(--moe-token-dispatcher-type auto --moe-opt-plan "$PLAN")
     # shellcheck disable=SC2154 # the recipe sets it
-    "${PYTHON:-python3}" "$here/check_recipe.py" "$recipe" --nodes "${NODES:-$nodes}" -- "$@" || exit 2
+    "${PYTHON:-python3}" "$here/check_recipe.py" "$recipe" --nodes "${NODES:-$nodes}" -- "${planned[@]}" "$@" || exit 2
 fi
 
 # SIGTERM 10 minutes before the end, which a short job spends otherwise; a measurement takes minutes.

@@ -24,8 +24,10 @@ ON_HOST = ("cli/", "integration/auto/", "integration/host/", "integration/measur
 """Folders in which threads, stores and messages of the host are waited for, and trials that wait for everything."""
 OF_HOST = {"counts", "gather", "_gathered", "_gather", "_rows", "beyond"}
 """What the host waits for: how often it may is a budget of the tests'."""
-WITHOUT_STREAMS = {"_run_on_thread", "forget_deferred"}
-"""Functions that wait for a thread, or for what is then dropped unused."""
+WITHOUT_STREAMS = {"_run_on_thread", "_issue_on_stream", "return_gradients", "forget_deferred"}
+"""Functions whose waits order no streams: for a thread; so that what is recorded of an op begins when it can run; for
+what the host has to know of a schedule that is before it in its queue; for what is then dropped unused.
+"""
 
 
 def ordering_calls() -> dict[str, str]:

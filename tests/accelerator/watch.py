@@ -218,7 +218,10 @@ class Operations(TorchDispatchMode):
         if func.namespace == "c10d":
             return func(*args, **kwargs)  # see collectives.py
         given = tensors_in((args, kwargs))
+        puts_a_number = _puts_a_number(name, args) and not watch.memory.knows(args[2])
         watch.settle(given)
+        if puts_a_number and not watch.is_host(args[0]):
+            watch.host_waits("a number put at places of a tensor")  # which is copied to the device
         if name in READ_BY_HOST or _has_mask(name, args) or _asks_for_size(name, kwargs):
             if any(not watch.is_host(tensor) for tensor in given):
                 watch.host_waits(name)
@@ -256,6 +259,11 @@ def _has_mask(name: str, args: Any) -> bool:
     if name not in ("index", "index_put", "index_put_", "_index_put_impl_"):
         return False
     return any(one is not None and one.dtype in (torch.bool, torch.uint8) for one in args[1])
+
+
+def _puts_a_number(name: str, args: Any) -> bool:
+    """Whether an operation may be tensor[index] = number: Python makes a tensor of that on the host."""
+    return name in ("index_put", "index_put_", "_index_put_impl_") and args[2].dim() == 0
 
 
 def _asks_for_size(name: str, kwargs: Any) -> bool:

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from megatron_moe_opt.options import Options
@@ -225,13 +226,18 @@ def test_trains_like_stock_while_samples_move_and_after(ranks, tmp_path, world, 
         assert ours["losses"] == pytest.approx(theirs["losses"], rel=1e-5)
 
 
-def train_with_a_flex_of_its_own(file: Path, fastest: str) -> dict[str, Any]:
-    """`flex` runs over a stand-in, which is stock's `alltoall` with a buffer that Megatron keeps for the process."""
+def train_with_a_flex_of_its_own(file: Path, fastest: str, fails_on: int | None = None) -> dict[str, Any]:
+    """`flex` runs over a stand-in, which is stock's `alltoall` with a buffer that Megatron keeps for the process.
+
+    Args:
+        fails_on: a rank that cannot make the buffer.
+    """
     from megatron.core import parallel_state
     from megatron.core.transformer.moe import fused_a2a, token_dispatcher
 
     from megatron_moe_opt.integration import flex_backends
     from megatron_moe_opt.integration.auto import auto_layer
+    from tests.ranks.megatron import moe_config
 
     class Flex(token_dispatcher.MoEAlltoAllTokenDispatcher):
         def token_dispatch(self, *args: Any) -> Any:
@@ -242,9 +248,15 @@ def train_with_a_flex_of_its_own(file: Path, fastest: str) -> dict[str, Any]:
     released = []
     missing, release = flex_backends.missing_for_flex, auto_layer.release_buffers
 
+    def buffer(group: Any, row_bytes: int) -> str:
+        assert (group.size(), row_bytes) == (4, 4 * moe_config().hidden_size)
+        assert dist.get_rank() != fails_on, "no NVLink"
+        fused_a2a._buffer = "made"
+        return fused_a2a._buffer
+
     def watch(variant: str) -> None:
         gathered = parallel_state.get_global_memory_buffer().buffer
-        assert fused_a2a._buffer is not None if variant.startswith("flex") else gathered
+        assert fails_on is not None or (fused_a2a._buffer is not None if variant.startswith("flex") else gathered)
         release(variant)
         assert fused_a2a._buffer is None if variant.startswith("flex") else not gathered
         released.append(variant)
@@ -253,6 +265,7 @@ def train_with_a_flex_of_its_own(file: Path, fastest: str) -> dict[str, Any]:
         patch.setattr(token_dispatcher, "MoEFlexTokenDispatcher", Flex)
         patch.setattr(flex_backends, "missing_for_flex", lambda one: None if one == "deepep" else missing(one))
         patch.setattr(fused_a2a, "_buffer", None)
+        patch.setattr(fused_a2a, "get_buffer", buffer)
         patch.setattr(auto_layer, "release_buffers", watch)
         found = train(
             options=Options(profile=file), sizes={"ep": 4}, seconds=AllAlike({fastest: 0.5}),
@@ -267,6 +280,17 @@ def test_megatrons_own_dispatchers_are_tried_and_what_loses_holds_nothing(ranks,
     for ours, stock in zip(answers, stocks(ranks, TWO_BESIDE["steps"]), strict=True):
         assert ours["settled"] and ours["runs"] == fastest and {"allgather", "flex:deepep"} <= set(ours["tried"])
         assert ours["released"] == [one for one in ("allgather", "flex:deepep") if one != fastest]
+        assert ours["losses"] == pytest.approx(stock, rel=1e-5)
+
+
+def test_a_flex_that_one_rank_cannot_start_is_tried_on_none(ranks, profile):
+    answers = ranks.run(train_with_a_flex_of_its_own, file=profile, fastest="allgather", fails_on=2)
+    for ours, stock in zip(answers, stocks(ranks, TWO_BESIDE["steps"]), strict=True):
+        assert ours["settled"] and "flex:deepep" not in ours["tried"] and ours["released"] == ["flex:deepep"]
+        assert (
+            "not flex:deepep: what it communicates with cannot be made on rank 2 (AssertionError: no NVLink): no "
+            in ("\n".join(ours["said"]))
+        )
         assert ours["losses"] == pytest.approx(stock, rel=1e-5)
 
 

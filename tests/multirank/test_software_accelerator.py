@@ -189,7 +189,7 @@ def of_case(ranks, library) -> Callable[[str], list[dict[str, Any]]]:
 
 def run_case(library: Path, case: str, without: str | None = None) -> dict[str, Any]:
     """A layer or a model on an accelerator; `without` a place that orders streams."""
-    run = on_accelerator if case in CASES else model_on_accelerator
+    run = on_accelerator if case in CASES else sent_ahead_on_accelerator if case in SENT else model_on_accelerator
     return run(library, *EVERYTHING[case], without=without)
 
 
@@ -227,7 +227,10 @@ MODELS: dict[str, tuple[str, dict[str, Any], Options | None]] = {
     "monta O2, stages that Megatron calls": ("monta", OVERLAPPED, Options(monta_level="O2", chunks=2)),
     "expert-migration, stages that Megatron calls": ("expert-migration", OVERLAPPED, Options(**ONE)),
 }  # fmt: skip
-EVERYTHING = MODELS | CASES
+SENT = {
+    "expert-migration, compressed, sent and not used": (Options(**ALL, **COMPRESSED, prefetch_layers=1),),
+}  # fmt: skip
+EVERYTHING = MODELS | CASES | SENT
 
 
 @pytest.fixture(scope="session")
@@ -273,6 +276,43 @@ def model_on_accelerator(
     waits = len(found.syncs) - before
     of_model = {"expected": losses[0], "losses": losses[1], "waits": waits}
     return of_model | {"used": found.used, "found": found.findings()}
+
+
+def sent_ahead_on_accelerator(library: Path, options: Options, without: str | None = None) -> dict[str, Any]:
+    """A layer whose experts are sent ahead twice before a pass uses them, as where a model leaves it out at times."""
+    import megatron_moe_opt
+    from megatron_moe_opt.integration.layer.moe_layer import build_layer
+    from tests.accelerator.device import accelerator
+    from tests.ranks.megatron import moe_config, parallel
+
+    outputs = []
+    for context in (nullcontext(), accelerator(library, without)):
+        megatron_moe_opt.register(options)
+        try:
+            with parallel(ep=4), torch.no_grad():
+                config = moe_config(moe_token_dispatcher_type="expert-migration")
+                hidden = torch.randn(16, 3, config.hidden_size)
+                with context as found:
+                    layers = [build_layer(config) for _ in range(2)]
+                    for passed in (2, 1, 1, 2):
+                        for layer in layers[:passed]:
+                            output, _ = layer(hidden)
+                        outputs.append(output.clone())
+                        for layer in layers:
+                            change(layer)
+                    del layers
+        finally:
+            megatron_moe_opt.register()
+    half = len(outputs) // 2
+    return {"expected": outputs[:half], "outputs": outputs[half:], "used": found.used, "found": found.findings()}
+
+
+@pytest.mark.parametrize("case", SENT)
+def test_experts_that_are_sent_and_not_used(of_case, case):
+    of_ranks = of_case(case)
+    check([result["found"] for result in of_ranks])
+    for result in of_ranks:
+        torch.testing.assert_close(result["outputs"], result["expected"])
 
 
 def trials_on_accelerator(library: Path, candidates: tuple[str, ...]) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -63,9 +64,14 @@ class Gpt:
         self.losses.append((mean[0] / mean[1]).item())
         return self.losses[-1]
 
+    @cached_property
+    def _schedule(self) -> Any:
+        """Megatron's, asked for once before the first step, as Megatron-LM's loop does."""
+        return get_forward_backward_func()
+
     def forward_backward(self, forward_only: bool = False) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Forward and backward of one step's microbatches; gradients are in the DDP buffers afterwards."""
-        return get_forward_backward_func()(
+        return self._schedule(
             forward_step_func=_forward_step,
             data_iterator=[iter([self.batch(index) for index in range(self.microbatches)]) for _ in self.chunks],
             model=self.chunks,

@@ -304,7 +304,13 @@ def test_submits_with_the_recipes_nodes(cluster, tmp_path):
     mine.write_text(f"source {SLURM}/models/mixtral_8x7b.sh\ngpus_per_node=4\n")
     cluster.run("submit.sh", str(mine), NODES="16")
     assert cluster.note("sbatch")[:8] == shlex.split("--nodes 16 --ntasks-per-node 4 --gpus-per-node 4 --job-name mine")
-    assert cluster.note("arguments") == [str(SLURM / "check_recipe.py"), str(mine), "--nodes", "16", "--"]
+    checked = [str(SLURM / "check_recipe.py"), str(mine), "--nodes", "16", "--"]
+    assert cluster.note("arguments") == checked
+    plan = tmp_path / "p.json"
+    plan.touch()
+    cluster.run("submit.sh", str(mine), "--lr", "1", NODES="16", PLAN=str(plan))
+    planned = ["--moe-token-dispatcher-type", "auto", "--moe-opt-plan", str(plan), "--lr", "1"]
+    assert cluster.note("arguments") == [*checked, *planned]
 
 
 @pytest.mark.parametrize(

@@ -241,6 +241,12 @@ def _plan(draw: Draw) -> list[Any]:
     return [counts, draw.randrange(ep), draw.randrange(etp), draw.randint(1, 5), draw.chance(0.5), torch.device("cpu")]
 
 
+def _shares(draw: Draw) -> list[Any]:
+    ep, etp, tp = draw.randint(1, 4), draw.randint(1, 3), draw.randint(1, 4)
+    counts = draw.below(50, ep, etp, ep * draw.randint(0, 3))
+    return [counts, draw.below(tp, ep, etp), tp, draw.randrange(ep), draw.randrange(etp)]
+
+
 def _hops(draw: Draw) -> list[Any]:
     workers = [draw.randint(1, 4) for _ in range(draw.randint(1, 3))]
     sizes = [draw.choice([size for size in range(1, number + 1) if number % size == 0]) for number in workers]
@@ -334,6 +340,7 @@ CALLS: dict[str, Callable[[Draw], list[Any]]] = {
     "solve_placement": _placement,
     "place_samples": _place,
     "plan_exchange": _plan,
+    "share_out": _shares,
     "plan_hops": _hops,
     "Action": lambda draw: [],
     "Action.run": _run,

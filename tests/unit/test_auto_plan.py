@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import math
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from megatron.core.pipeline_parallel import schedules
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 import megatron_moe_opt
@@ -103,6 +105,26 @@ def test_what_tp_ranks_would_route_differently_is_not_tried(planned):
     (found,) = planned("monta:O2x2", **DRAWN)._make_plan(FirstStep(((SEEN,), ())))
     (reason,) = (one.reason for one in found.refused if one.variant == "parm:S2")
     assert reason.startswith("--moe-router-force-load-balancing has each rank of a TP group route the tokens that all")
+
+
+def test_a_schedule_that_is_asked_for_before_the_first_step_knows_of_micro_batches(planned, monkeypatch):
+    """As Megatron-LM's loop asks, once: experts that travel come into layers later."""
+    stock = inspect.unwrap(schedules.forward_backward_no_pipelining)
+    monkeypatch.setattr(schedules, "forward_backward_no_pipelining", stock)
+    planned("monta:O2x2")
+    assert inspect.unwrap(schedules.forward_backward_no_pipelining) is stock
+    assert schedules.forward_backward_no_pipelining is not stock
+
+
+def test_allgather_is_tried_where_all_passes_have_as_many_tokens(planned):
+    seen = [dataclasses.replace(SEEN, tokens=tokens) for tokens in ((16, 16), (16, 16), (12, 16))]
+    controller = planned("monta:O2x2", bf16=True)
+    (alike,), (unlike,) = (
+        controller._make_plan(FirstStep((tuple(seen[:2]), tuple(one)))) for one in (seen[:1], seen[2:])
+    )
+    assert alike.beside == ("allgather",) and unlike.beside == ()
+    (reason,) = (one.reason for one in unlike.refused if one.variant == "allgather")
+    assert reason == "gathers as many tokens from each rank, and passes had 12 to 16"
 
 
 def test_what_layers_cannot_leave_stays(planned):

@@ -7,8 +7,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron_moe_opt.kernels.extension import load_extension
 from megatron_moe_opt.kernels.row_map import cut_counts
 from megatron_moe_opt.runtime.rows.exchange_plan import plan_exchange, plan_partitions
+
+_C = load_extension()
 
 
 def test_hand_computed_plan():
@@ -105,6 +108,18 @@ def test_a_partition_is_planned_as_an_exchange_of_its_part(seed, number):
         assert plan.tokens_per_expert.tolist() == alone.tokens_per_expert.tolist()
 
 
+@given(seed=st.integers(0, 2**31), tp_size=st.integers(1, 5))
+def test_ranks_of_a_tp_group_exchange_a_part_each(seed, tp_size):
+    drawn = torch.Generator().manual_seed(seed)
+    counts = torch.randint(0, 9, (3, 2, 6), generator=drawn)
+    tp_ranks = torch.randint(0, tp_size, (3, 2), generator=drawn)
+    sent, rows, total = _C.share_out(counts, tp_ranks, tp_size, 2, 1)
+    parts = cut_counts(counts, tp_size)
+    assert sent.equal(parts.gather(0, tp_ranks.view(1, 3, 2, 1).expand(1, 3, 2, 6))[0])
+    assert rows == parts[:, 2, 1].view(tp_size, 3, 2).sum(2).tolist()
+    assert total == sent.sum()
+
+
 def facts(chunk):
     lists = [list_.tolist() for list_ in chunk.by_expert.tensors[:3]]
     return {**vars(chunk), "by_expert": (lists, chunk.by_expert.num_rows)}
@@ -125,3 +140,13 @@ def facts(chunk):
 def test_counts_that_make_no_plan_are_refused(counts, arguments):
     with pytest.raises(ValueError):
         plan_exchange(counts, *arguments)
+
+
+@pytest.mark.parametrize(
+    ("tp_ranks", "tp_size"),
+    [([[0], [2]], 2), ([[0], [-1]], 2), ([[0, 1]], 2), ([[0], [0]], 0)],
+    ids=["too large", "negative", "shape", "no ranks"],
+)
+def test_tp_ranks_that_share_nothing_out_are_refused(tp_ranks, tp_size):
+    with pytest.raises(ValueError):
+        _C.share_out(torch.ones(2, 1, 4, dtype=torch.int64), torch.tensor(tp_ranks), tp_size, 0, 0)

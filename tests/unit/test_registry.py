@@ -409,16 +409,35 @@ def test_what_experts_cannot_travel_with_is_refused(sizes, settings, sentence):
         ("--moe-opt-domain-sizes 2,0", "'2,0' is not a list of numbers from 1 on, separated by commas"),
         ("--moe-opt-prefetch-layers -1", "is not a number from 0 on"),
         ("--moe-opt-domain-sizes 2 --moe-opt-compression-ratio 1", "'1' is not a ratio above 1"),
-        ("--moe-opt-compression-ratio 25", "--moe-opt-compression-ratio 25 has nothing to compress where no expert"),
-        ("--moe-opt-resident-layers 2", "--moe-opt-resident-layers 2 bounds what is held of experts that travel, and"),
         ("--moe-opt-domain-sizes 2 --moe-opt-resident-layers 1", "no room for --moe-opt-prefetch-layers 1 and the"),
-        ("--moe-opt-gradient-compression-ratio 9", "gradient-compression-ratio 9 has nothing to compress where no"),
         ("--moe-opt-domain-sizes 2 --moe-opt-gradient-compression-ratio inf", "'inf' is not a ratio above 1"),
     ],
 )  # fmt: skip
 def test_bad_options_of_migration_are_refused(arguments, sentence):
     with pytest.raises(ConfigurationError, match=re.escape(sentence)):
         split_options(arguments.split())
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"compression_ratio": 25.0}, "--moe-opt-compression-ratio 25 has nothing to compress where no expert"),
+        ({"gradient_compression_ratio": 9.0}, "gradient-compression-ratio 9 has nothing to compress where no expert"),
+        ({"resident_layers": 2}, "--moe-opt-resident-layers 2 bounds what is held of experts that travel, and none"),
+    ],
+)
+def test_what_is_about_experts_that_travel_is_refused_where_none_does(options, sentence):
+    try:
+        for name, more in (
+            ("expert-migration", {}), ("mpmoe", {"way": "hops", "domain_sizes": (1, 1)}),
+        ):  # fmt: skip
+            megatron_moe_opt.register(Options(**options, **more))
+            refusal(sentence, name=name)
+        if "resident_layers" in options:
+            megatron_moe_opt.register(Options(**options))
+            config("auto")  # which may have them travel
+    finally:
+        megatron_moe_opt.register()
 
 
 def test_options_of_migration():
@@ -553,6 +572,10 @@ def test_a_moved_seam_is_refused():
          "--moe-opt-profile-seconds 5 is for an auto that measures the cluster itself, and --moe-opt-profile c.json"),
         (Options(profile=Path("c.json"), plan=Path("p.json")), "auto",
          "--moe-opt-profile c.json or runs what --moe-opt-plan p.json says: drop one of the two"),
+        (Options(plan=Path("p.json"), activation_budget=1024), "auto",
+         "--moe-opt-activation-budget 1024 bounds what --moe-token-dispatcher-type auto chooses, and --moe-opt-plan p"),
+        (Options(plan=Path("p.json"), allow_lossy=True), "auto",
+         "--moe-opt-allow-lossy is for an auto that chooses, and --moe-opt-plan p.json has been chosen"),
         (Options(profile=Path("c.json"), domain_sizes=(2,), compression_ratio=25.0), "auto",
          "--moe-opt-compression-ratio 25 is lossy, which --moe-token-dispatcher-type auto never is"),
         (Options(profile=Path("c.json"), monta_level="O3"), "auto",

@@ -33,7 +33,13 @@ from megatron_moe_opt.dispatchers.pipelining import agreed_cluster
 from megatron_moe_opt.dispatchers.say import say
 from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.integration.auto import memory_room
-from megatron_moe_opt.integration.auto.auto_report import changed_line, no_room_line, plan_lines, settled_lines
+from megatron_moe_opt.integration.auto.auto_report import (
+    changed_line,
+    no_room_line,
+    no_start_line,
+    plan_lines,
+    settled_lines,
+)
 from megatron_moe_opt.integration.auto.first_step import (
     Alike,
     FirstStep,
@@ -46,10 +52,11 @@ from megatron_moe_opt.integration.auto.first_step import (
 from megatron_moe_opt.integration.auto.given_plan import read_plan
 from megatron_moe_opt.integration.auto.look import Look, passes_held
 from megatron_moe_opt.integration.auto.planned_layer import PlannedLayer, Plug
-from megatron_moe_opt.integration.auto.stock_variants import is_stock_variant, release_buffers
+from megatron_moe_opt.integration.auto.stock_variants import failure_to_start, is_stock_variant, release_buffers
 from megatron_moe_opt.integration.layer.configured_workload import layer_workload
 from megatron_moe_opt.integration.layer.netmoe_layer import link
 from megatron_moe_opt.integration.layer.overlapped_batches import before_pass
+from megatron_moe_opt.integration.micro_batches import follow_micro_batches
 from megatron_moe_opt.integration.optimizer_step import after_optimizer_step
 from megatron_moe_opt.option_values import AUTO
 from megatron_moe_opt.options import Options
@@ -103,6 +110,8 @@ class Controller:
         """What the last trials have chosen, by the shape of the layers. Ranks without layers know it too."""
         self._fitting: set[str] = set()
         """What all GPUs are known to have room for."""
+        self._starting: set[str] = set()
+        """What of Megatron's own is known to start on all ranks."""
         self._drift: Drift | None = None
         """Watches the steps after the last trials; None: there were none."""
         self._plan_is_agreed = False
@@ -122,6 +131,8 @@ class Controller:
     def add(self, layer: PlannedLayer) -> None:
         """Takes a layer that has just been built; by a plan.json, it runs as planned from the start."""
         self.layers.append(layer)
+        if self.options.network_levels is not None:
+            layer.workers()  # refuses now what the ranks do not lie in
         self._look.at([layer])
         before_pass(layer.layer, self._begin_step)
         if self.options.plan is None:
@@ -269,7 +280,9 @@ class Controller:
     def _go_on(self) -> None:
         """Has the next step run what the trials say, if GPUs have room for it; or, where they are over, what stays."""
         layers = self._layers_of(self.trying)
-        while (variant := self.trials.current) is not None and not self._fits(variant, layers):
+        while (variant := self.trials.current) is not None:
+            if self._fits(variant, layers) and self._starts(variant, layers):
+                break
             self.trials.drop()
         if variant is None:
             self._settle()
@@ -301,6 +314,23 @@ class Controller:
         else:
             self._fitting.add(variant)
         return not lacking
+
+    def _starts(self, variant: str, layers: Sequence[PlannedLayer]) -> bool:
+        """Whether each rank can make what a variant of Megatron's own communicates with, before its first turn.
+
+        A collective call over the world for these. A rank that could not would end the run in a training step.
+        """
+        if variant in self._starting or not is_stock_variant(variant):
+            return True
+        of_ranks: list[str | None] = [None] * dist.get_world_size()
+        dist.all_gather_object(of_ranks, failure_to_start(variant, [one.layer for one in layers]))
+        failures = [(rank, failure) for rank, failure in enumerate(of_ranks) if failure is not None]
+        if failures:
+            release_buffers(variant)
+            say(AUTO, no_start_line(variant, *failures[0]))
+        else:
+            self._starting.add(variant)
+        return not failures
 
     def _watch(self) -> None:
         """Looks and plans anew where a choice does not rest on what it was made by any more. Nothing waits for the
@@ -373,6 +403,7 @@ def controller_of(config: Any, options: Options) -> Controller:
     global _controller
     if _controller is None:
         _controller = Controller(config, options)
+        follow_micro_batches()  # before the training loop asks for its schedule, once
         after_optimizer_step(_after_step)
         after_optimizer_step(_after_skipped_step, updated=False)
     return _controller

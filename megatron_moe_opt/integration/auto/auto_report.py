@@ -116,6 +116,11 @@ def _planned_by(of_shape: Alike, seen: FirstStep) -> list[tuple[str, str]]:
     ]
 
 
+def no_start_line(variant: str, rank: int, failure: str) -> str:
+    """Returns the line that says why a variant is not tried: what a rank could not make, as its library says."""
+    return f"not {variant}: what it communicates with cannot be made on rank {rank} ({failure}): no rank tries it"
+
+
 def no_room_line(variant: str, lacking: Sequence[int], ranks: int) -> str:
     """Returns the line that says why a variant is not tried.
 

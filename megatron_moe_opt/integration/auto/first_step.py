@@ -41,6 +41,8 @@ class Seen:
     """Rows of this rank in a pass."""
     passes: int = 1
     """Number of forward passes."""
+    tokens: tuple[int, int] = (0, 0)
+    """The fewest and the most tokens of a pass."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +62,12 @@ class FirstStep:
     def spare(self) -> int | None:
         """Bytes that the fullest GPU with MoE layers may be planned with; None: they are not counted."""
         return min((one.spare for one in self.rooms if one.passes), default=None)
+
+    @property
+    def tokens(self) -> tuple[int, int]:
+        """The fewest and the most tokens of a pass on any rank."""
+        found = [one.tokens for of_rank in self.seen for one in of_rank]
+        return min(fewest for fewest, _ in found), max(most for _, most in found)
 
     @property
     def by_shape(self) -> dict[LayerWorkload, list[list[Seen]]]:
@@ -121,7 +129,7 @@ class Alike:
 def tried_by_plan(plan: Plan, config: Any, first: FirstStep) -> Alike:
     """Returns what a plan.json has all layers try, whatever their shape."""
     workloads = _workloads(first)
-    beside, not_beside = stock_variants(config, workloads, first.spare)
+    beside, not_beside = stock_variants(config, workloads, first.tokens, first.spare)
     run = _run(config, {one.workers for one in workloads}, samples_may_move=False)
     ran = runs_first(config, plan)
     allowed, refused = _allowed(config, plan.candidates, run, first.rooms, ran)
@@ -137,7 +145,8 @@ def tried_by_profile(cluster: Cluster, config: Any, options: Options, first: Fir
     Raises:
         ConfigurationError: no layer has run on any rank.
     """
-    beside, not_beside = stock_variants(config, _workloads(first), first.spare)
+    workloads = _workloads(first)
+    beside, not_beside = stock_variants(config, workloads, first.tokens, first.spare)
     by_shape, ran = first.by_shape, runs_first(config)
     by_time: list[tuple[float, Alike]] = []
     for shape, of_ranks in by_shape.items():

@@ -11,12 +11,10 @@ from dataclasses import dataclass
 
 import torch
 
+from megatron_moe_opt.topology.process_groups import COMMUNICATOR_BYTES
+
 MOST_OF_FREE = 0.8
 """Of the memory that was free at a step's peak: other steps, and fragments, may take more."""
-COMMUNICATOR_BYTES = 2**30
-"""Of a GPU, which NCCL takes for a communicator outside PyTorch's allocator: 0.5 to 2 GB were reported of its default
-buffers (NVIDIA/nccl, issues 864 and 964). They grow with channels, peers and NCCL_BUFFSIZE.
-"""
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,8 @@ from megatron.core import parallel_state
 
 from megatron_moe_opt.dispatchers.say import say
 from megatron_moe_opt.errors import ConfigurationError, reason
-from megatron_moe_opt.integration.measuring.measure import Sizes, measure
+from megatron_moe_opt.integration.measuring.domain_moves import num_domain_groups
+from megatron_moe_opt.integration.measuring.measure import Sizes, measure, room_beside
 from megatron_moe_opt.integration.measuring.provenance import machine
 from megatron_moe_opt.integration.training_arguments import training_arguments
 from megatron_moe_opt.option_values import AUTO
@@ -80,6 +81,10 @@ def own_profile(config: Any, workloads: Sequence[LayerWorkload], seconds: float)
         return OwnProfile(kept, str(file))
     if kept is not None:
         say(AUTO, kept)
+    room = room_beside(device, number := num_domain_groups(sizes.workers))
+    if room is not None and room < 0:  # a rank that ran out of memory would leave the others in a collective
+        say(AUTO, f"GPUs have no memory for the {number} process groups of expert domains: what uses them is not tried")
+        sizes = replace(sizes, workers=())
     with failure_board.told():
         cluster = measure(sizes, seconds, device, _progress(seconds))
     cluster = replace(cluster, measured_for=facts)

@@ -9,10 +9,11 @@ from typing import Any
 
 from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.integration.auto.first_step import Seen
-from megatron_moe_opt.integration.auto.stock_variants import is_stock_variant, stock_dispatcher
+from megatron_moe_opt.integration.auto.stock_variants import ALLGATHER, is_stock_variant, stock_dispatcher
 from megatron_moe_opt.integration.layer.configured_workload import layer_workload
 from megatron_moe_opt.integration.layer.layer_seam import LayerSeam, LayerSlot
 from megatron_moe_opt.integration.layer.overlapped_batches import before_pass
+from megatron_moe_opt.option_values import AUTO
 from megatron_moe_opt.options import Options
 from megatron_moe_opt.planning.predicting.layer_workload import LayerWorkload
 from megatron_moe_opt.planning.predicting.prediction import ALLTOALL
@@ -30,9 +31,9 @@ class PlannedLayer:
 
     def __init__(self, layer: Any, groups: ExpertGroups, options: Options, plug: Plug) -> None:
         self.layer, self.groups, self.options = layer, groups, options
-        self.passes = self.rows = self.tokens = 0
+        self.passes = self.rows = self.tokens = self.fewest = 0
         """Of the last step that was looked at: forward passes in training; rows that they computed here, together; the
-        most tokens that one had.
+        most tokens that one had, and the fewest.
         """
         self._is_looking = False
         self.current = ALLTOALL
@@ -79,24 +80,30 @@ class PlannedLayer:
 
     def look(self) -> None:
         """Counts from here on, until it says what was seen."""
-        self._is_looking, self.passes, self.rows, self.tokens = True, 0, 0, 0
+        self._is_looking, self.passes, self.rows, self.tokens, self.fewest = True, 0, 0, 0, 0
 
     def seen(self) -> Seen | None:
         """What it did since it has looked; None: no pass. It counts no more."""
         self._is_looking = False
-        return Seen(self.workload(), self.rows / self.passes, self.passes) if self.passes else None
+        if not self.passes:
+            return None
+        return Seen(self.workload(), self.rows / self.passes, self.passes, (self.fewest, self.tokens))
 
     def workload(self) -> LayerWorkload:
         """Returns the workload of one micro-batch, routed evenly."""
-        return layer_workload(self.layer.config, self.groups, self._workers(), self.options.resident_limit, self.tokens)
+        return layer_workload(self.layer.config, self.groups, self.workers(), self.options.resident_limit, self.tokens)
 
     @property
     def shape(self) -> LayerWorkload:
         """What its passes have in common, whatever their tokens."""
         return dataclasses.replace(self.workload(), tokens=0)
 
-    def _workers(self) -> tuple[int, ...]:
-        """Of each network level; none where nodes make no levels, so that no expert migrates."""
+    def workers(self) -> tuple[int, ...]:
+        """Returns those of each network level; none where nodes make no levels, so that no expert migrates.
+
+        Raises:
+            ConfigurationError: --moe-opt-levels is not how the ranks lie.
+        """
         try:
             return levels_of(self.groups.ep, self.options.network_levels)
         except ConfigurationError:
@@ -110,9 +117,18 @@ class PlannedLayer:
         self.current = variant
 
     def _see_tokens(self, layer: Any, inputs: tuple[Any, ...]) -> None:
-        if self._is_looking and layer.training and inputs and not is_recomputing():
+        if not layer.training or not inputs or is_recomputing():
+            return
+        tokens = inputs[0].shape[:-1].numel()
+        if self._is_looking:
+            self.fewest = min(self.fewest, tokens) if self.passes else tokens
             self.passes += 1
-            self.tokens = max(self.tokens, inputs[0].shape[:-1].numel())
+            self.tokens = max(self.tokens, tokens)
+        elif self.current == ALLGATHER and tokens != self.tokens:
+            raise ConfigurationError(
+                f"--moe-token-dispatcher-type {AUTO} runs {ALLGATHER}, which gathers as many tokens from each rank: "
+                f"all passes had {self.tokens} when it was planned, and this one has {tokens}: name alltoall instead"
+            )
 
     def _see_rows(self, experts: Any, inputs: tuple[Any, ...] | None) -> None:
         # Called without inputs by expert_migration_layer._finish_parameter_sync.

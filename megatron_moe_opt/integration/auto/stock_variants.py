@@ -26,19 +26,23 @@ def is_stock_variant(variant: str) -> bool:
 
 
 def stock_variants(
-    config: Any, layers: Sequence[LayerWorkload], spare: int | None
+    config: Any, layers: Sequence[LayerWorkload], tokens: tuple[int, int], spare: int | None
 ) -> tuple[tuple[str, ...], tuple[Refusal, ...]]:
     """What this configuration can run of them on this machine; what it cannot, of what is installed.
 
     Args:
         layers: that they would run in.
+        tokens: the fewest and the most of a pass on any rank.
         spare: bytes of the fullest GPU that a pass may take besides what stock's did; None: not known.
     """
     from megatron_moe_opt.integration.flex_backends import broken_for_flex, flex_backends, missing_for_flex
 
     backends = flex_backends()
     variants = [ALLGATHER, *(f"{FLEX}:{one}" for one in backends if missing_for_flex(one) is None)]
-    reasons = [(variant, _refusal(config, variant) or _too_large(variant, layers, spare)) for variant in variants]
+    reasons = [
+        (variant, _refusal(config, variant) or _unlike(variant, *tokens) or _too_large(variant, layers, spare))
+        for variant in variants
+    ]
     reasons += [(f"{FLEX}:{one}", broken) for one in backends if (broken := broken_for_flex(one)) is not None]
     refused = tuple(Refusal(variant, reason) for variant, reason in reasons if reason is not None)
     return tuple(variant for variant, reason in reasons if reason is None), refused
@@ -64,6 +68,26 @@ def stock_dispatcher(layer: Any, variant: str) -> Any:
     if layer.shared_experts is not None and layer.shared_expert_overlap:
         dispatcher.set_shared_experts(layer.shared_experts)
     return dispatcher
+
+
+def failure_to_start(variant: str, layers: Sequence[Any]) -> str | None:
+    """What keeps the variant from running on this rank, found by making what it communicates with; None: nothing.
+
+    Of DeepEP alone: a buffer that cannot be made between these GPUs would end the run in the first pass that needs it.
+    A collective call over the groups of the layers.
+    """
+    from megatron_moe_opt.integration.flex_backends import DEEPEP
+
+    if variant != f"{FLEX}:{DEEPEP}":
+        return None
+    try:
+        fused = importlib.import_module("megatron.core.transformer.moe.fused_a2a")
+        for layer in layers:
+            row_bytes = layer.config.hidden_size * max(layer.config.params_dtype.itemsize, 2)  # as Megatron counts
+            fused.get_buffer(layer.token_dispatcher.tp_ep_group, row_bytes)
+    except Exception as error:  # an assertion or a library's own error, before or in its collectives
+        return " ".join(f"{type(error).__name__}: {error}".split())
+    return None
 
 
 def release_buffers(variant: str) -> None:
@@ -113,6 +137,12 @@ def _refusal(config: Any, variant: str) -> str | None:
     except Exception as error:  # whatever it is that Megatron refuses a configuration with
         return f"Megatron refuses it here: {' '.join(str(error).split())}"
     return None
+
+
+def _unlike(variant: str, fewest: int, most: int) -> str | None:
+    if variant != ALLGATHER or fewest == most:
+        return None
+    return f"gathers as many tokens from each rank, and passes had {fewest} to {most}"
 
 
 def _too_large(variant: str, layers: Sequence[LayerWorkload], spare: int | None) -> str | None:

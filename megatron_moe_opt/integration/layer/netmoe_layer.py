@@ -235,7 +235,7 @@ class _Begin:
         if what is None:
             order.begin(self.masks.unlike(given.get("attention_mask")))
         elif order.stays_home:
-            order.begin(torch.tensor(True))
+            order.begin(True)
         else:
             raise ConfigurationError(
                 f"--moe-token-dispatcher-type netmoe moves samples between ranks, and {what} would not follow: use "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
@@ -40,20 +41,35 @@ def domain_moves(
     return moves
 
 
+def num_domain_groups(workers: Sequence[int]) -> int:
+    """Returns how many groups `domain_groups_of` makes on a rank."""
+    return len({of_ep for _, of_ep in _domain_groups(workers)} - {_whole(workers)})
+
+
+def _domain_groups(workers: Sequence[int]) -> Iterator[tuple[str, Groups]]:
+    """Yields roles, and the groups of the expert-parallel ranks that have them."""
+    for level, ranks in realisable_groups(workers):
+        for kind, size in ((Kind.ALL_TO_ALL, workers[level] // ranks), (Kind.ALL_GATHER, ranks)):
+            sizes = tuple(size if other == level else 1 for other in range(len(workers)))
+            domains = ExpertDomains(tuple(workers), sizes)
+            of_ep = domains.all_to_all_groups(level) if kind is Kind.ALL_TO_ALL else domains.gather_groups(level)
+            yield role(kind, workers, level, ranks), of_ep
+
+
+def _whole(workers: Sequence[int]) -> Groups:
+    return (tuple(range(math.prod(workers))),)
+
+
 @contextmanager
 def domain_groups_of(ep: ProcessGroup, workers: Sequence[int]) -> Iterator[dict[str, ProcessGroup]]:
     """Yields this rank's groups of expert domains of every size at every level of an expert-parallel group, which is
     itself the group of domains of all of its ranks. A collective call over the world.
     """
     groups: dict[str, ProcessGroup] = {}
-    made: dict[Groups, ProcessGroup] = {(tuple(range(ep.size())),): ep}
-    for level, ranks in realisable_groups(workers):
-        for kind, size in ((Kind.ALL_TO_ALL, workers[level] // ranks), (Kind.ALL_GATHER, ranks)):
-            sizes = tuple(size if other == level else 1 for other in range(len(workers)))
-            domains = ExpertDomains(tuple(workers), sizes)
-            of_ep = domains.all_to_all_groups(level) if kind is Kind.ALL_TO_ALL else domains.gather_groups(level)
-            if of_ep not in made:
-                made[of_ep] = refine(ep, next(members for members in of_ep if ep.rank() in members), "profile")
-            groups[role(kind, workers, level, ranks)] = made[of_ep]
+    made: dict[Groups, ProcessGroup] = {_whole(workers): ep}
+    for name, of_ep in _domain_groups(workers):
+        if of_ep not in made:
+            made[of_ep] = refine(ep, next(members for members in of_ep if ep.rank() in members), "profile")
+        groups[name] = made[of_ep]
     with temporary_groups([group for group in made.values() if group is not ep]):
         yield groups

@@ -13,7 +13,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from torch.distributed import ProcessGroup
 
 from megatron_moe_opt.integration.measuring import loads
-from megatron_moe_opt.integration.measuring.domain_moves import domain_groups_of, domain_moves
+from megatron_moe_opt.integration.measuring.domain_moves import domain_groups_of, domain_moves, num_domain_groups
 from megatron_moe_opt.integration.measuring.layer_settings import torch_dtype
 from megatron_moe_opt.integration.measuring.loads import Rows
 from megatron_moe_opt.integration.measuring.local import compute_sharing, local_work, one_expert
@@ -32,7 +32,7 @@ from megatron_moe_opt.schedules.parm import JOINT, TP
 from megatron_moe_opt.schedules.schedule import CODEC, Kind, Lane
 from megatron_moe_opt.topology.expert_groups import ExpertGroups
 from megatron_moe_opt.topology.nodes import NodeMap, discover_nodes
-from megatron_moe_opt.topology.process_groups import refine, temporary_groups
+from megatron_moe_opt.topology.process_groups import COMMUNICATOR_BYTES, refine, temporary_groups
 from megatron_moe_opt.versions import software
 
 KIB, MIB = 2**10, 2**20
@@ -98,12 +98,12 @@ def measure(sizes: Sizes, seconds: float, device: torch.device, progress: Progre
         parallel_state.get_expert_tensor_parallel_world_size(),
     )
     ffn_hidden = sizes.ffn_hidden // world.expert_tp
-    room = _room(device)
     with (
         undisturbed(),
         domain_groups_of(parallel_state.get_expert_model_parallel_group(), sizes.workers) as domains,
         groups_of_one_rank() as alone,
     ):
+        room = room_beside(device, num_domain_groups(sizes.workers))
         experts_travel = world.expert_tp == 1  # those that are cut do not
         moves = domain_moves(rows, domains, sizes.workers, experts_travel) + _moves(rows, groups, nodes)
         groups |= domains
@@ -170,12 +170,14 @@ def measure(sizes: Sizes, seconds: float, device: torch.device, progress: Progre
 _LAST_PARTS = ("expert", "all_to_all beside all_gather", "lanes side by side", "rows on the rank", "partitions")
 
 
-def _room(device: torch.device) -> int | None:
-    """Bytes that the GPU of every rank has free; None without GPUs. A collective call over the world."""
+def room_beside(device: torch.device, communicators: int) -> int | None:
+    """Returns the bytes that the GPU of every rank has free beside so many new communicators; below 0: these do not
+    fit. None without GPUs. A collective call over the world.
+    """
     if device.type != "cuda":
         return None
     free = torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
-    least = torch.tensor(free, device=device)
+    least = torch.tensor(free - communicators * COMMUNICATOR_BYTES, device=device)
     dist.all_reduce(least, dist.ReduceOp.MIN)
     return int(least.item())  # host synchronisation: measuring alone
 
@@ -322,7 +324,8 @@ class _Measured:
         if len(points) == 1:
             size = points[0][0]
             self.warnings.append(
-                f"{name}: one point alone, {size}, from which all sizes follow: measure longer (--seconds)"
+                f"{name}: one point alone, {size}, from which all sizes follow: measure longer (--seconds of moe-opt "
+                "profile, --moe-opt-profile-seconds of auto)"
             )
         elif self._meter.noise > NOISE:
             self.warnings.append(

@@ -23,6 +23,8 @@ def undisturbed() -> Iterator[None]:
     devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
     tracker, routers = get_cuda_rng_tracker(), RouterReplay.global_router_replay_instances
     states, known = tracker.get_states(), list(routers)
+    if devices:
+        torch.cuda.empty_cache()  # NCCL takes its buffers from what PyTorch does not hold
     try:
         with aside(), torch.random.fork_rng(devices), torch.enable_grad():
             yield

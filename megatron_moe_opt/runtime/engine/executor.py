@@ -120,7 +120,7 @@ class Executor:
         if isinstance(started, HostQueue):
             return started.start(_run_on_thread(started, schedule, steps, ops, Beside(), behind))
         _note_streams(schedule, (queue,))
-        return started.start(_issue_on_stream(schedule, steps, ops, Beside()), behind)
+        return started.start(_issue_on_stream(schedule, steps, ops, Beside(), behind), behind)
 
     def memory(self, queue: str = Lane.EXPERTS.value) -> AbstractContextManager[None]:
         """A context in which tensors are made for what is started in a queue."""
@@ -178,8 +178,12 @@ def _run_on_thread(
     yield
 
 
-def _issue_on_stream(schedule: Schedule, steps: Sequence[Steps], ops: _Ops, beside: Beside) -> Iterator[None]:
+def _issue_on_stream(
+    schedule: Schedule, steps: Sequence[Steps], ops: _Ops, beside: Beside, behind: Running | None
+) -> Iterator[None]:
     """Issues what was started on the current stream, in parts that end with a collective under way."""
+    if behind is not None:
+        behind.wait()
     instants: list[Instant] = []
     left_running: tuple[int, Any] | None = None
 

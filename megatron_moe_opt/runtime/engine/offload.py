@@ -74,8 +74,10 @@ class Kept:
         return self._kept is not None
 
     def put(self, tensor: torch.Tensor) -> None:
-        """Keeps a contiguous tensor, in the place of what was kept before; from the host it can be got as it is now."""
-        self._kept = HostCopyOf(used_here(tensor)) if self.on_host else tensor
+        """Keeps a contiguous tensor in the place of what was kept before; from the host it can be got as it is now. It
+        is of the current stream's memory, or was said to be used here.
+        """
+        self._kept = HostCopyOf(tensor) if self.on_host else tensor
 
     def get(self) -> torch.Tensor:
         """The tensor; from the host a new one, so that who changes it must put it again."""

@@ -139,7 +139,7 @@ class StreamQueue:
         """Puts a schedule behind what is queued on the current stream, and behind those that were started before.
 
         Args:
-            behind: what was started in another queue and is waited for too; its turn comes first.
+            behind: what was started in another queue, and whose turn comes first: these parts wait for it.
         """
         running = _OnStream(self, parts, torch.cuda.current_stream().record_event(), behind)
         self._left.append(running)
@@ -199,8 +199,6 @@ class _OnStream:
             with torch.cuda.stream(stream), torch.no_grad():
                 if self._after is not None:
                     stream.wait_event(self._after)
-                    if self._behind is not None:
-                        self._behind.wait()
                     self._after = None
                 for _ in self._parts:
                     return True

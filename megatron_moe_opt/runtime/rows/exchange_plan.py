@@ -11,7 +11,6 @@ from torch.distributed import ProcessGroup
 
 from megatron_moe_opt.kernels import ChunkList
 from megatron_moe_opt.kernels.extension import load_extension
-from megatron_moe_opt.kernels.row_map import cut_bound, cut_counts
 from megatron_moe_opt.runtime.engine.host_copy import HostCopy
 from megatron_moe_opt.schedules.pipeline import ChunkBytes
 from megatron_moe_opt.topology.expert_groups import TokenCopies
@@ -220,9 +219,7 @@ def share_out(counts: torch.Tensor, ep_rank: int, etp_rank: int, sharing: Sharin
     """
     copies, (ep_size, etp_size, _) = sharing.copies, counts.shape
     copies.check_alike(counts, None if sharing.beyond is None else sharing.beyond.wait())
-    number, part = copies.group.size(), copies.tp_ranks.unsqueeze(2)
-    sent = cut_bound(counts, part + 1, number).sub_(cut_bound(counts, part, number))
-    rows = cut_counts(counts[ep_rank, etp_rank], number).view(number, ep_size, -1).sum(2).tolist()
-    mean_phase = int(sent.sum()) * sharing.row_bytes / (ep_size * etp_size * ep_size)
+    sent, rows, total = _C.share_out(counts, copies.tp_ranks, copies.group.size(), ep_rank, etp_rank)
+    mean_phase = total * sharing.row_bytes / (ep_size * etp_size * ep_size)
     in_phases = sharing.overlap and mean_phase >= MIN_PHASE_BYTES
     return sent, Parts(copies.group, copies.ep_ranks, rows, ep_size if in_phases else 1)

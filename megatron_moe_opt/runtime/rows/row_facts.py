@@ -103,16 +103,16 @@ class FactLayout(Layout):
 
     def probs(self, rows: torch.Tensor) -> torch.Tensor:
         """Returns the probabilities of rows: [R, width] -> [R, K]."""
-        return self.of_lane(rows, 0, self.facts.prob_bytes).contiguous().view(self.facts.prob_dtype)
+        return self.numbers_of_lane(rows, 0, self.facts.prob_bytes, self.facts.prob_dtype)
 
     def experts(self, rows: torch.Tensor) -> torch.Tensor:
         """[R, width] -> int64 [R, K], on the way to the experts."""
         first = self.facts.prob_bytes
-        return self.of_lane(rows, first, self.facts.first_note - first).contiguous().view(torch.int32).long()
+        return self.numbers_of_lane(rows, first, self.facts.first_note - first, torch.int32).long()
 
     def notes(self, rows: torch.Tensor) -> torch.Tensor:
         """[R, width] -> int64 [R], on the way to the experts."""
-        return self.of_lane(rows, self.facts.first_note, 8).contiguous().view(torch.int64).view(-1)
+        return self.numbers_of_lane(rows, self.facts.first_note, 8, torch.int64).view(-1)
 
 
 def experts_of_tokens(routing_map: torch.Tensor, topk: int) -> torch.Tensor:

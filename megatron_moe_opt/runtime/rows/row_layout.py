@@ -124,6 +124,10 @@ class Layout:
         lane = rows[:, self.lane // self.wire_dtype.itemsize :].view(torch.uint8)
         return lane[:, first : first + num_bytes]
 
+    def numbers_of_lane(self, rows: torch.Tensor, first: int, num_bytes: int, dtype: torch.dtype) -> torch.Tensor:
+        """The same bytes as numbers of a type, [R, numbers]: a copy, as they need not be aligned to it in a row."""
+        return self.of_lane(rows, first, num_bytes).clone(memory_format=torch.contiguous_format).view(dtype)
+
 
 def rounding(tokens: torch.Tensor, wire: WireFormat) -> torch.Tensor:
     """float64 [2], where tokens [R, H] are: the squares of what a format of the wire loses of them, and of them."""

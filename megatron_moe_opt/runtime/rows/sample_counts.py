@@ -48,14 +48,14 @@ class SampleCountsGather:
     """The counts of one layer's pass on their way to all ranks of its joint group."""
 
     def __init__(
-        self, own: torch.Tensor, sequence: int, unlike: torch.Tensor | None, groups: ExpertGroups, room: Room
+        self, own: torch.Tensor, sequence: int, unlike: torch.Tensor | bool | None, groups: ExpertGroups, room: Room
     ) -> None:
         """Starts the collective that tells all ranks the counts.
 
         Args:
             own: int64 [samples, experts] rows of this rank.
             sequence: tokens of each of its samples here.
-            unlike: bool [], see SampleCounts; None: false.
+            unlike: a bool, or bool [], see SampleCounts; None: false.
         """
         self._own, self._sequence, self._unlike, self._groups, self._room = own, sequence, unlike, groups, room
         self._gathered = self._gather()

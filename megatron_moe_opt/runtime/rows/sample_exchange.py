@@ -138,7 +138,7 @@ def to_new_homes(rows: torch.Tensor, tokens: torch.Tensor, way: SampleReturn) ->
     def there(rows: torch.Tensor) -> torch.Tensor:
         nonlocal homes
         packed = run_to_sources(rows.contiguous(), tokens, way.exchange)
-        lane = by.homebound(torch.float32).of_lane(packed, 0, 4).contiguous().view(torch.float32)[:, 0]
+        lane = by.homebound(torch.float32).numbers_of_lane(packed, 0, 4, torch.float32)[:, 0]
         homes = PermutedRows(way.row_map(lane.to(torch.int64)), by.payload, torch.float32)
         return homes.sums(packed)
 

@@ -209,16 +209,18 @@ class TrackedExperts:
 
         def bases(held: torch.Tensor | None) -> list[torch.Tensor]:
             """What a rank's experts are told from: the same bits on all ranks, from the same bits."""
+            if move is None:
+                return [*held.view(self.num_local, -1)]
+            moved = used_here(move)
             if held is None:
-                return [used_here(move).to(flat.dtype)] * self.num_local
-            experts = [*used_here(held).view(self.num_local, -1)]
-            return experts if move is None else [(expert + used_here(move)).to(flat.dtype) for expert in experts]
+                return [moved.to(flat.dtype)] * self.num_local
+            return [(expert + moved).to(flat.dtype) for expert in held.view(self.num_local, -1)]
 
         residuals = ResidualMessages(self.num_local, flat.numel(), flat.dtype, self.ratio)
         message, before = residuals.empty(flat.device), [previous]
 
         def encode() -> None:
-            held.experts = encode_and_decode(residuals, used_here(flat), bases(held.experts), message)
+            held.experts = encode_and_decode(residuals, flat, bases(held.experts), message)
 
         def decode(messages: torch.Tensor, own: int) -> torch.Tensor:
             # Once: who kept what went before would keep all that ever went.
@@ -262,7 +264,7 @@ class LargestWeights:
             nothing = zeros()
             return decode_others(residuals, messages, own, flat, lambda owner: nothing)
 
-        return Message(message, lambda: residuals.encode(used_here(flat), zeros(), message), decode)
+        return Message(message, lambda: residuals.encode(flat, zeros(), message), decode)
 
 
 def encode_and_decode(

@@ -150,19 +150,23 @@ class ExpertCommunicator:
         for gradients in self.gradients:
             gradients.restart()
 
-    def gather(self, message: Message, device: torch.device) -> Arriving:
+    def gather(self, message: Message, experts: torch.Tensor) -> Arriving:
         """Starts to gather messages of all ranks of the domain, from the outermost level inwards.
+
+        Args:
+            experts: which the message is made of, [numel].
 
         Returns:
             What waits for them, [ranks, M], in the order of DomainTables.owners.
         """
-        run, bound, sizes = executor(device), [], {}
+        run, bound, sizes = executor(experts.device), [], {}
         if message.write is not None:
             bound.append(steps.call(message.write))
         with run.memory():
+            used_here(experts)
             held = used_here(message.sent).view(1, -1)
             for level, group in self._groups.items():
-                rows, held = held, empty((group.size() * held.size(0), held.size(1)), held.dtype, device)
+                rows, held = held, empty((group.size() * held.size(0), held.size(1)), held.dtype, held.device)
                 bound.append(steps.all_gather(rows, held, [rows.size(0)] * group.size(), group))
                 sizes[level] = held.nbytes
         return Arriving(run.start(schedules.gathered(sizes, is_coded=message.write is not None), bound), [held])

@@ -153,7 +153,7 @@ class MigratedExperts:
         self.round = communicator.round
         self._sent = sent = self.weights.current()
         message = self.codec.prepare(sent, before and before.experts)
-        bring = functools.partial(self._at_my_place, communicator.gather, message, sent.device)
+        bring = functools.partial(self._at_my_place, communicator.gather, message, sent)
         if self.codec.is_lossy:
             on_host, num_bytes = communicator.residents.limit is not None, len(self.owners) * sent.nbytes
             self._received = ReceivedMessages(bring(), message.decode, self.own, on_host)
