@@ -9,9 +9,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.options import Options
 from megatron_moe_opt.planning.costs.cluster import Cluster, ExpertGemm, World
 from megatron_moe_opt.planning.plan_file import Plan
@@ -281,6 +283,39 @@ def test_megatrons_own_dispatchers_are_tried_and_what_loses_holds_nothing(ranks,
         assert ours["settled"] and ours["runs"] == fastest and {"allgather", "flex:deepep"} <= set(ours["tried"])
         assert ours["released"] == [one for one in ("allgather", "flex:deepep") if one != fastest]
         assert ours["losses"] == pytest.approx(stock, rel=1e-5)
+
+
+def pass_of_unlike_tokens(file: Path) -> tuple[str, str]:
+    """What is said of a pass with other tokens where `auto` runs allgather, and of levels that ranks do not lie in."""
+    import megatron_moe_opt
+    from megatron_moe_opt.integration.auto.auto_layer import current_controller
+    from megatron_moe_opt.integration.layer.moe_layer import build_layer
+    from tests.ranks.megatron import moe_config, parallel
+
+    said = []
+    with parallel(ep=4):
+        for levels in (None, (2, 3)):
+            megatron_moe_opt.register(Options(profile=file, network_levels=levels))
+            try:
+                layer = build_layer(config := moe_config(moe_token_dispatcher_type="auto"))
+                layer(torch.randn(8, 2, config.hidden_size))
+                (planned,) = current_controller().layers
+                planned.seen()
+                planned.use("allgather")
+                layer(torch.randn(8, 2, config.hidden_size))
+                layer.eval()(torch.randn(6, 2, config.hidden_size))  # as all ranks do
+                layer.train()(torch.randn(7 if dist.get_rank() == 1 else 6, 2, config.hidden_size))
+            except ConfigurationError as error:
+                said.append(str(error))
+            finally:
+                megatron_moe_opt.register()
+    return tuple(said)
+
+
+def test_passes_that_allgather_cannot_run_and_levels_that_do_not_fit_are_refused(ranks, profile):
+    for of_pass, of_levels in ranks.run(pass_of_unlike_tokens, file=profile):
+        assert "allgather, which gathers as many tokens from each rank: all passes had 16 when it was pl" in of_pass
+        assert of_levels.startswith("--moe-opt-levels 2,3")
 
 
 def test_a_flex_that_one_rank_cannot_start_is_tried_on_none(ranks, profile):

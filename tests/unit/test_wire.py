@@ -48,6 +48,18 @@ def test_other_words_are_refused(words):
         split_options(["--moe-opt-wire", words])
 
 
+@pytest.mark.parametrize("tokens", [1, 2])
+@pytest.mark.parametrize("topk", [1, 2, 3])
+def test_facts_behind_a_token_are_read_wherever_they_lie(tokens, topk):
+    """Behind an odd number of 16-bit probabilities they are not aligned to their own size."""
+    facts = RowFacts(Payload(8, torch.bfloat16), topk, torch.bfloat16, has_notes=True)
+    probs, experts = torch.rand(tokens, topk).bfloat16(), torch.arange(tokens * topk, dtype=torch.int32).view(-1, topk)
+    layout, notes = facts.outbound(), torch.arange(tokens) + (5 << 32)
+    rows = layout.pack(torch.ones(tokens, 8, dtype=torch.bfloat16), probs, experts, notes)
+    assert layout.probs(rows).equal(probs) and layout.experts(rows).equal(experts.long())
+    assert layout.notes(rows).equal(notes)
+
+
 def test_bf16_is_nothing_to_rows_in_bf16():
     assert Wire.of("bf16").of_rows(is_bf16=True) == SAME and Wire.of("bf16").of_rows(is_bf16=False) != SAME
     assert Payload.of(torch.zeros(2, 8, dtype=torch.bfloat16), Wire.of("fp8")).wire == Wire(FP8)
