@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 
 from megatron_moe_opt.kernels import empty
-from megatron_moe_opt.kernels.streams import has_streams, used_here
+from megatron_moe_opt.kernels.streams import has_streams
 
 
 @dataclass
@@ -64,7 +64,10 @@ class HostCopyOf:
 
 
 class Kept:
-    """A tensor that is kept from one use to the next, on its device or, to spare memory there, on the host."""
+    """A tensor that is kept from one use to the next, on its device or, to spare memory there, on the host.
+
+    It is put and got on one stream. What is put from another one's memory was said to be used here.
+    """
 
     def __init__(self, on_host: bool) -> None:
         self.on_host = on_host
@@ -74,11 +77,9 @@ class Kept:
         return self._kept is not None
 
     def put(self, tensor: torch.Tensor) -> None:
-        """Keeps a contiguous tensor in the place of what was kept before; from the host it can be got as it is now. It
-        is of the current stream's memory, or was said to be used here.
-        """
+        """Keeps a contiguous tensor, in the place of what was kept before; from the host it can be got as it is now."""
         self._kept = HostCopyOf(tensor) if self.on_host else tensor
 
     def get(self) -> torch.Tensor:
         """The tensor; from the host a new one, so that who changes it must put it again."""
-        return self._kept.on_device() if self.on_host else used_here(self._kept)
+        return self._kept.on_device() if self.on_host else self._kept
