@@ -54,11 +54,11 @@ class ScheduleChoice(Protocol):
 
 
 def schedule_of(
-    options: Options, groups: ExpertGroups, workload: LayerWorkload, drawn_by: str | None = None
+    options: Options, groups: ExpertGroups, workload: LayerWorkload, without_s2: str | None = None
 ) -> ScheduleChoice:
     """What the options ask for: fixed, or chosen from a profile. Arguments as of MeasuredSchedule."""
     if options.schedule_profile is not None:
-        return MeasuredSchedule(options, groups, workload, drawn_by)
+        return MeasuredSchedule(options, groups, workload, without_s2)
     return FixedSchedule(options.parm_schedule or "S1", groups)
 
 
@@ -87,14 +87,13 @@ class MeasuredSchedule:
     profile: they choose alike.
     """
 
-    def __init__(self, options: Options, groups: ExpertGroups, workload: LayerWorkload, drawn_by: str | None) -> None:
+    def __init__(self, options: Options, groups: ExpertGroups, workload: LayerWorkload, without_s2: str | None) -> None:
         """
         Args:
             workload: of a layer, of which all but the tokens is known.
-            drawn_by: the flag by which ranks that hold the same tokens route them differently, so that S2 cannot run;
-                None: there is none.
+            without_s2: why S2 would train another function; None: it would not.
         """
-        self.options, self.groups, self.workload, self.drawn_by = options, groups, workload, drawn_by
+        self.options, self.groups, self.workload, self.without_s2 = options, groups, workload, without_s2
         self.profile = options.profile
         agreed_cluster(groups, self.profile, workload)
 
@@ -113,7 +112,7 @@ class MeasuredSchedule:
             if group is not None:
                 dist.all_reduce(num_tokens, dist.ReduceOp.MAX, group=group)
         number = int(num_tokens)
-        asked = self.options if self.drawn_by is None else replace(self.options, parm_schedule="S1")
+        asked = self.options if self.without_s2 is None else replace(self.options, parm_schedule="S1")
         layer = replace(self.workload, tp=tp_size, tokens=number)
         predicted = choose([(PARM, asked), (MONTA, self.options)], layer, cluster).chosen
         schedule = _schedule(predicted.variant)
@@ -129,7 +128,7 @@ class MeasuredSchedule:
 
     def describe(self) -> str:
         """Returns what runs, in words, for the line that is logged at start."""
-        left_out = f", S2 left out: {self.drawn_by} is drawn by each TP rank" if self.drawn_by else ""
+        left_out = f", S2 left out: {self.without_s2}" if self.without_s2 else ""
         return f"schedule chosen from {self.profile}{left_out}"
 
 

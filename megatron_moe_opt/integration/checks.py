@@ -9,7 +9,7 @@ from typing import Any
 from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.integration.layer.ordered_experts import check_expert_order
 from megatron_moe_opt.integration.layer.overlapped_batches import overlaps_batches
-from megatron_moe_opt.integration.layer.replicated_tokens import drawn_by_each_rank, holds_replicated_tokens
+from megatron_moe_opt.integration.layer.replicated_tokens import holds_replicated_tokens, keeps_from_splitting_rows
 from megatron_moe_opt.integration.training_arguments import training_arguments
 from megatron_moe_opt.option_values import AUTO
 from megatron_moe_opt.options import Options
@@ -119,6 +119,11 @@ def check_config(config: Any, name: str, options: Options, is_of_run: bool = Tru
     if system is not None:
         _check_system(system, config, options, arguments)
     check_never_unread(name, options)
+    if config.moe_latent_size and holds_replicated_tokens(config):
+        raise ConfigurationError(
+            f"--moe-latent-size {config.moe_latent_size} has projections on all TP ranks, whose gradients nobody "
+            f"completes under {FLAG} {name} without --sequence-parallel: add that"
+        )
     _check_capacity(config)
     _check_cuda_graphs(config, name)
     if overlaps_batches(config):
@@ -226,11 +231,10 @@ def _check_system(system: System, config: Any, options: Options, arguments: Any)
     if options.wire != SAME:
         _check_wire(config, options.wire)
     schedule = system.takes_copies(options)
-    if schedule is not None and (drawn := drawn_by_each_rank(config)) is not None:
+    if schedule is not None and (reason := keeps_from_splitting_rows(config)) is not None:
         raise ConfigurationError(
-            f"{drawn} has each rank of a TP group route the tokens that all of them hold in its own way, which "
-            f"{schedule} cannot bring together: drop it, use {FLAG} parm with {PREFIX}parm-schedule S1, or add "
-            "--sequence-parallel"
+            f"{reason}, which {schedule} cannot bring together: drop it, use {FLAG} parm with {PREFIX}parm-schedule "
+            "S1, or add --sequence-parallel"
         )
 
 

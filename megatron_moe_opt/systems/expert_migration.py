@@ -169,6 +169,7 @@ def _check(config: Any, options: MigrationOptions, arguments: Any) -> None:
     """Refuses what experts that travel, or tokens that take several hops, do not go with."""
     name = f"{FLAG} {NAME}"
     options.check_travel()
+    check_padding(config, name)
     if (config.expert_tensor_parallel_size or 1) > 1 and options.experts_may_travel:
         raise ConfigurationError(
             f"--expert-tensor-parallel-size {config.expert_tensor_parallel_size} cuts experts, which do not travel in "
@@ -180,6 +181,17 @@ def _check(config: Any, options: MigrationOptions, arguments: Any) -> None:
         )
     if options.experts_may_travel:
         check_travelling(config, options, AUTO if options.chooses_domains else shown(options.domain_sizes))
+
+
+def check_padding(config: Any, name: str) -> None:
+    """Refuses padded rows that count, where tokens hop: those of probability 0 do not travel. `name`: of what has them
+    hop.
+    """
+    if config.moe_pad_expert_input_to_capacity and config.moe_apply_probs_on_input and config.add_bias_linear:
+        raise ConfigurationError(
+            "--moe-pad-expert-input-to-capacity with --moe-apply-probs-on-input has biases of experts count in rows "
+            f"that are filled up, which {name} does not send: give --disable-bias-linear, or use monta"
+        )
 
 
 def check_travelling(config: Any, options: MigrationOptions, sizes: str) -> None:

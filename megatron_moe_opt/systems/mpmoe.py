@@ -23,6 +23,7 @@ from megatron_moe_opt.schedules.mpmoe import NONE, STRATEGIES
 from megatron_moe_opt.systems.expert_migration import (
     EXPERT_MIGRATION,
     MigrationOptions,
+    check_padding,
     check_travelling,
     domain_kind,
     domain_word,
@@ -162,6 +163,8 @@ def _check(config: Any, options: MpmoeOptions, arguments: Any) -> None:
             f"{PREFIX}way {HOPS}, or drop it"
         )
     _check_domains(config, options)
+    if HOPS in options.ways:
+        check_padding(config, f"{PREFIX}way {HOPS}")
     if options.activation_budget is not None and not options.tunes_partitions:
         raise ConfigurationError(
             f"{PREFIX}activation-budget {options.activation_budget} has nothing to choose: add {PREFIX}partitions auto "

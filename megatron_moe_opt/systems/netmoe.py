@@ -60,7 +60,8 @@ def _check(config: Any, options: Any, arguments: Any) -> None:
             f"{of_sample}: choose one, or use monta"
         )
     _check_way(config, options)
-    recompute = recomputed_modules(config)
+    recompute, balancing = recomputed_modules(config), config.moe_router_load_balancing_type
+    balancing = balancing if isinstance(balancing, (list, tuple)) else (balancing,)
     for wrong, flags in (
         (config.hidden_dropout > 0, f"--hidden-dropout {config.hidden_dropout}"),
         (config.fp32_residual_connection, "--fp32-residual-connection"),
@@ -76,7 +77,8 @@ def _check(config: Any, options: Any, arguments: Any) -> None:
         (config.moe_latent_size, "--moe-latent-size"),
         (config.mrope_section is not None, "--mrope-section"),
         (getattr(config, "mlp_chunks_for_training", 1) > 1, "--mlp-chunks-for-training"),
-        (config.moe_router_load_balancing_type == "sinkhorn", "--moe-router-load-balancing-type sinkhorn"),
+        *((one in balancing, f"--moe-router-load-balancing-type {one}") for one in ("sinkhorn", "quantile_balancing")),
+        ((getattr(config, "dsa_indexer_topk_freq", 1) or 1) > 1, "--dsa-indexer-topk-freq"),
         (getattr(arguments, "reset_attention_mask", False), "--reset-attention-mask"),
     ):
         if wrong:

@@ -57,10 +57,12 @@ def _build(groups: Any, options: ParmOptions, config: Any) -> Any:
     from megatron_moe_opt.dispatchers.parm import ParmDispatcher
     from megatron_moe_opt.dispatchers.parm_schedule import schedule_of
     from megatron_moe_opt.integration.layer.configured_workload import layer_workload
-    from megatron_moe_opt.integration.layer.replicated_tokens import drawn_by_each_rank
+    from megatron_moe_opt.integration.layer.replicated_tokens import keeps_from_splitting_rows
 
     workload = layer_workload(config, groups, wire=options.wire)
-    return ParmDispatcher(groups, schedule_of(options, groups, workload, drawn_by_each_rank(config)), options.wire)
+    return ParmDispatcher(
+        groups, schedule_of(options, groups, workload, keeps_from_splitting_rows(config)), options.wire
+    )
 
 
 def _check(config: Any, options: ParmOptions, arguments: Any) -> None:

@@ -92,10 +92,14 @@ def compare_replicated(
     routing: str | None,
     schedule: str = "S1",
     way: str | None = None,
+    frozen: bool = False,
 ) -> dict[str, float]:
     """How far our layer on all tokens, without sequence parallelism, is from stock's on each rank's part.
 
     The norm of the difference over the norm, of the output and of every gradient.
+
+    Args:
+        frozen: the router is not trained in a first pass.
     """
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
@@ -119,6 +123,11 @@ def compare_replicated(
         generator = torch.Generator().manual_seed(5 + dist.get_rank() // tp)  # the same on the ranks of a TP group
         hidden, weights = (torch.randn(SEQUENCE, BATCH, stock_config.hidden_size, generator=generator) for _ in "ab")
         found, expected = {}, {}
+        if frozen:
+            ours.router.requires_grad_(False)
+            ours(hidden)[0].sum().backward()
+            ours.router.requires_grad_()
+            ours.zero_grad()
 
         model_parallel_cuda_manual_seed(17)  # for what a router draws
         whole = hidden.clone().requires_grad_()
@@ -146,6 +155,7 @@ def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
 
 GATED = SHARED | {"moe_shared_expert_gate": True}
 Z_LOSS = {"moe_z_loss_coeff": 0.01}
+PER_TOKEN = Z_LOSS | {"calculate_per_token_loss": True}
 FORCED, JITTER = {"moe_router_force_load_balancing": True}, {"moe_input_jitter_eps": 0.1}
 SINKHORN = {"moe_router_load_balancing_type": "sinkhorn", "moe_aux_loss_coeff": 0.0}
 REPLICATED = [
@@ -160,7 +170,7 @@ REPLICATED = [
     *(({"tp": 2, "ep": 2, "etp": 2}, extra, None) for extra in (DROP, PAD, SHARED, GATED, RECOMPUTE, Z_LOSS)),
     ({"tp": 2, "ep": 2, "etp": 1}, SHARED | {"moe_shared_expert_overlap": True}, None),
     ({"tp": 2, "ep": 2, "etp": 2, "cp": 2}, {}, None),
-    *(({"tp": 2, "ep": 2, "etp": 2}, extra, None) for extra in (FORCED, JITTER, SINKHORN)),
+    *(({"tp": 2, "ep": 2, "etp": 2}, extra, None) for extra in (FORCED, JITTER, SINKHORN, PER_TOKEN)),
 ]
 
 
@@ -188,6 +198,13 @@ def test_split_after_the_gate_gives_what_sequence_parallelism_gives(ranks, dispa
     """S2, and the reference schedule, whose ranks all do everything: sums are taken in another order."""
     arguments = {"layout": layout, "settings": settings, "routing": routing, "schedule": "S2"}
     for errors in ranks.run(compare_replicated, dispatcher=dispatcher, **arguments):
+        assert max(errors.values()) < 1e-6, errors
+
+
+@pytest.mark.parametrize("schedule", ["S1", "S2"])
+def test_a_router_that_was_frozen_is_trained_as_others_later(ranks, schedule):
+    arguments = {"layout": {"tp": 2, "ep": 2, "etp": 2}, "settings": SHARED, "routing": None, "schedule": schedule}
+    for errors in ranks.run(compare_replicated, dispatcher="parm", frozen=True, **arguments):
         assert max(errors.values()) < 1e-6, errors
 
 

@@ -21,7 +21,7 @@ import megatron_moe_opt
 from megatron_moe_opt.errors import ConfigurationError, sentence
 from megatron_moe_opt.integration import checks, registry
 from megatron_moe_opt.integration.checks import check_config
-from megatron_moe_opt.integration.layer.replicated_tokens import drawn_by_each_rank
+from megatron_moe_opt.integration.layer.replicated_tokens import keeps_from_splitting_rows
 from megatron_moe_opt.options import Options, options_help, split_options
 from megatron_moe_opt.systems import system_of
 from megatron_moe_opt.variants import whole_variant
@@ -192,7 +192,8 @@ def test_a_routing_that_each_rank_draws_is_refused_where_tp_ranks_route_the_same
         refusal(f"{refused}, which --moe-token-dispatcher-type deepspeed cannot", name="deepspeed", **replicated)
         megatron_moe_opt.register(Options(parm_schedule="S1"))
         config("parm", **replicated)
-        assert drawn_by_each_rank(config("parm", **replicated)) == drawn  # what a profile chooses between
+        reason = keeps_from_splitting_rows(config("parm", **replicated))  # what a profile chooses between
+        assert reason is None if drawn is None else reason.startswith(f"{drawn} has each rank")
     finally:
         megatron_moe_opt.register()
 
@@ -245,6 +246,66 @@ def test_no_expert_is_padded_to_more_rows_than_there_are_tokens():
 )
 def test_netmoe_refuses_what_cannot_move_with_samples(wrong, overrides):
     refusal(f"{wrong} does not work with --moe-token-dispatcher-type netmoe", name="netmoe", **MOVES | overrides)
+
+
+@pytest.mark.parametrize(
+    ("flag", "field", "value"),
+    [
+        ("--moe-router-load-balancing-type quantile_balancing", "moe_router_load_balancing_type", "quantile_balancing"),
+        ("--moe-router-load-balancing-type sinkhorn", "moe_router_load_balancing_type", ["aux_loss", "sinkhorn"]),
+        ("--dsa-indexer-topk-freq", "dsa_indexer_topk_freq", 2),
+    ],
+)
+def test_netmoe_refuses_what_later_versions_of_megatron_balance_and_share_by_sample(flag, field, value):
+    ours = config("netmoe", **MOVES)
+    setattr(ours, field, value)
+    with pytest.raises(ConfigurationError, match=f"{flag} does not work with --moe-token-dispatcher-type netmoe"):
+        check_config(ours, "netmoe", Options())
+
+
+@pytest.mark.parametrize("settings", [{"moe_z_loss_coeff": 0.1}, {"moe_aux_loss_coeff": [0.0, 0.1]}])
+def test_rows_are_not_split_after_the_gate_where_its_losses_count_tokens(settings):
+    """Megatron-Core 0.16 multiplies them by the router's tokens, which are those of all TP ranks then."""
+    per_token = {"calculate_per_token_loss": True, "tensor_model_parallel_size": 2} | settings
+    if isinstance(settings.get("moe_aux_loss_coeff"), list):
+        per_token["moe_router_load_balancing_type"] = ["aux_loss", "seq_aux_loss"]
+    sentence = "--calculate-per-token-loss counts a router's losses once for each token that it sees, on all TP ranks"
+    refusal(f"{sentence}, which --moe-token-dispatcher-type deepspeed cannot", name="deepspeed", **per_token)
+    megatron_moe_opt.register(Options(parm_schedule="S2"))
+    try:
+        refusal(f"{sentence}, which --moe-opt-parm-schedule S2 cannot bring together", name="parm", **per_token)
+        config("parm", **per_token | {"calculate_per_token_loss": False})
+        config("parm", **per_token | {"tensor_model_parallel_size": 1})
+    finally:
+        megatron_moe_opt.register()
+    config("parm", **per_token)  # S1
+
+
+@pytest.mark.parametrize("name", ["monta", "parm", "auto"])
+def test_projections_of_latent_experts_need_sequence_parallelism_under_tp(name):
+    latent = {"moe_latent_size": 8, "tensor_model_parallel_size": 2, "expert_model_parallel_size": 2}
+    refusal(
+        "--moe-latent-size 8 has projections on all TP ranks, whose gradients nobody completes", name=name, **latent
+    )
+    config(name, **latent, sequence_parallel=True)
+
+
+def test_rows_that_are_filled_up_and_count_do_not_hop():
+    """A row of probability 0 gives the second bias, where the probability is on the input: stock adds it."""
+    counting = {
+        "moe_expert_capacity_factor": 1.0, "moe_pad_expert_input_to_capacity": True, "moe_router_topk": 1,
+        "moe_router_pre_softmax": True, "moe_apply_probs_on_input": True, "add_bias_linear": True,
+        "expert_model_parallel_size": 2,
+    }  # fmt: skip
+    sentence = "--moe-pad-expert-input-to-capacity with --moe-apply-probs-on-input has biases of experts count in rows"
+    refusal(sentence, name="expert-migration", **counting)
+    config("expert-migration", **counting | {"add_bias_linear": False})
+    config("mpmoe", **counting)
+    megatron_moe_opt.register(Options(way="hops"))
+    try:
+        refusal(f"{sentence} that are filled up, which --moe-opt-way hops does not send", name="mpmoe", **counting)
+    finally:
+        megatron_moe_opt.register()
 
 
 def test_netmoe_refuses_masks_of_documents_at_launch(monkeypatch):

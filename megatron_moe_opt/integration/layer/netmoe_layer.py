@@ -11,6 +11,7 @@ in one go. MoE layers outside a block (multi-token prediction) do not move sampl
 from __future__ import annotations
 
 import functools
+import inspect
 import types
 import weakref
 from collections.abc import Callable, Iterable
@@ -230,8 +231,10 @@ class _Begin:
         if placement is None:
             return  # another dispatcher's turn
         order = placement.order
-        given = dict(zip(("hidden_states", "attention_mask"), args, strict=False)) | kwargs
+        given = dict(zip(_arguments_of(type(block)), args, strict=False)) | kwargs
         what = next((what for name, what in _OF_SAMPLES.items() if given.get(name) is not None), None)
+        if what is None and any(map(_replays_routing, block.layers)):
+            what = "routing that is recorded or replayed"
         if what is None:
             order.begin(self.masks.unlike(given.get("attention_mask")))
         elif order.stays_home:
@@ -250,8 +253,21 @@ _OF_SAMPLES = {
     "attention_bias": "an attention bias",
     "inference_context": "inference contexts",
     "inference_params": "inference contexts",
+    "extract_layer_indices": "hidden states that are returned of layers",
 }
 """Arguments of TransformerBlock.forward that belong to samples, and would have to move with them."""
+
+
+@functools.cache
+def _arguments_of(block: type) -> tuple[str, ...]:
+    """The names of the arguments of a block's forward passes, in their order."""
+    return tuple(inspect.signature(block.forward).parameters)[1:]
+
+
+def _replays_routing(layer: Any) -> bool:
+    """Whether a layer's router is told which experts the tokens of this rank go to, or says it."""
+    replay = getattr(getattr(layer.mlp, "router", None), "router_replay", None)
+    return replay is not None and replay.router_replay_action is not None
 
 
 class _Masks:

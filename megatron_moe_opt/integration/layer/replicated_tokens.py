@@ -31,14 +31,27 @@ def holds_replicated_tokens(config: Any) -> bool:
     return config.tensor_model_parallel_size > 1 and not config.sequence_parallel
 
 
-def drawn_by_each_rank(config: Any) -> str | None:
-    """The flag by which TP ranks that hold the same tokens draw numbers of their own to route them; None: none does.
+def keeps_from_splitting_rows(config: Any) -> str | None:
+    """Why S2 would train another function than S1 where TP ranks hold the same tokens, beginning with a flag; None: it
+    would not.
 
     Random logits come from the generator of expert parallelism, which differs over TP; jitter from the default one,
     which is the same only as long as all TP ranks draw as much from it: over Gloo, where it is the CPU's, the one that
-    loads the data does not. Nothing else in the router draws, Sinkhorn's load balancing neither.
+    loads the data does not. Nothing else in the router draws, Sinkhorn's load balancing neither. Megatron-Core 0.16
+    multiplies losses by the tokens of the router that has them.
     """
-    return drawn_by_routers(config) if holds_replicated_tokens(config) else None
+    if not holds_replicated_tokens(config):
+        return None
+    drawn = drawn_by_routers(config)
+    if drawn is not None:
+        return f"{drawn} has each rank of a TP group route the tokens that all of them hold in its own way"
+    if config.calculate_per_token_loss and (config.moe_z_loss_coeff or _has_aux_loss(config.moe_aux_loss_coeff)):
+        return "--calculate-per-token-loss counts a router's losses once for each token that it sees, on all TP ranks"
+    return None
+
+
+def _has_aux_loss(coefficients: float | list[float]) -> bool:
+    return any(coefficients) if isinstance(coefficients, (list, tuple)) else bool(coefficients)
 
 
 def drawn_by_routers(config: Any) -> str | None:
@@ -76,6 +89,7 @@ def take_replicated_tokens(layer: Any) -> None:
         nonlocal edge
         _check(hidden_states, group, args, kwargs)
         edge = edge or _Edge(layer)
+        edge.complete_gradients()
         edge.splits_rows = layer.token_dispatcher.take_copies(hidden_states, group)
         with reading_as_sequence_parallel(layer.config):
             if edge.splits_rows:
@@ -93,13 +107,23 @@ class _Edge:
         self._router, self._group = layer.router, layer.tp_group
         self._splits_rows = False
         of_router = {id(parameter) for parameter in layer.router.parameters()}
-        for parameter in layer.parameters():
-            if getattr(parameter, "sequence_parallel", False):
-                always = id(parameter) not in of_router
-                parameter.register_hook(functools.partial(self._complete, always))
+        self._frozen = [
+            (parameter, id(parameter) not in of_router)
+            for parameter in layer.parameters()
+            if getattr(parameter, "sequence_parallel", False)
+        ]
+        """Whose gradients are not completed yet, and whether S2 needs that too."""
+        self.complete_gradients()
         self._stock_groups = layer.router.tp_cp_group, layer.router.tp_dp_cp_group
         if layer.shared_experts is not None:
             self._take_tokens_of_both(layer.shared_experts)
+
+    def complete_gradients(self) -> None:
+        """Has gradients completed from here on of all that are trained now: what is frozen may be trained later."""
+        for parameter, always in self._frozen:
+            if parameter.requires_grad:
+                parameter.register_hook(functools.partial(self._complete, always))
+        self._frozen = [one for one in self._frozen if not one[0].requires_grad]
 
     @property
     def splits_rows(self) -> bool:
