@@ -276,7 +276,15 @@ class Workload:
             }
 
         same = {name: run for name, (run, _) in of(WireFormat.SAME).items()}
-        rows = []
+        packed, column = kernels.permute_packed(tokens, probs, row_map), self.probs.new_empty(self.num_rows, 1)
+        first, size = hidden * tokens.element_size(), column.element_size()
+        split = {
+            "probabilities split off": (
+                lambda: steps.run_now(steps.copy_columns(packed, first, column, 0, size, chunks)),
+                2 * column.nbytes,
+            )
+        }
+        rows = rows_of(split, {}, self.dtype, repeats, self.device)
         for wire in (WireFormat.BF16, WireFormat.FP8, WireFormat.MXFP8):
             if wire.dtype_of(tokens.dtype) == tokens.dtype:
                 continue
