@@ -15,6 +15,7 @@ from megatron_moe_opt.option_values import AUTO
 from megatron_moe_opt.options import Options
 from megatron_moe_opt.row_format import SAME, Wire, WireFormat
 from megatron_moe_opt.systems import SYSTEMS, moves_samples, system_of
+from megatron_moe_opt.systems.expert_migration import NAME as EXPERT_MIGRATION
 from megatron_moe_opt.systems.system import CHOOSES, FLAG, PREFIX, READS, System, flag_of, shown
 
 GRAPHED = ("attn", "mlp", "moe_router")
@@ -126,6 +127,8 @@ def check_config(config: Any, name: str, options: Options, is_of_run: bool = Tru
         )
     _check_capacity(config)
     _check_cuda_graphs(config, name)
+    if getattr(arguments, "optimizer_cuda_graph", False):  # from megatron-core 0.19 on
+        _check_optimizer_graph(name, options)
     if overlaps_batches(config):
         _check_overlap(config, name, system)
     if getattr(config, "overlap_dispatch_backward_with_experts_wgrad", False):
@@ -165,6 +168,20 @@ def _check_overlap(config: Any, name: str, system: System | None) -> None:
             f"--overlap-moe-expert-parallel-comm calls the stages of a MoE layer by themselves, around which {FLAG} "
             f"{name} splits the tokens that all TP ranks hold: add --sequence-parallel, or drop it"
         )
+
+
+def _check_optimizer_graph(name: str, options: Options) -> None:
+    """Refuses steps of the optimizer that nobody is told of under dispatchers that count them."""
+    sizes = options.domain_sizes if isinstance(options.domain_sizes, tuple) else ()
+    if name == AUTO:
+        why = "which changes dispatchers between steps"
+    elif max(sizes, default=1) > 1 or (name == EXPERT_MIGRATION and options.chooses_domains):
+        why = "whose experts travel once a step"
+    else:
+        return
+    raise ConfigurationError(
+        f"--optimizer-cuda-graph replays steps of the optimizer without a word to {FLAG} {name}, {why}: drop it"
+    )
 
 
 def _check_cuda_graphs(config: Any, name: str) -> None:
@@ -227,6 +244,11 @@ def _check_system(system: System, config: Any, options: Options, arguments: Any)
                 f"--{flag.replace('_', '-')} takes weights out of their modules between uses, and {FLAG} {system.name} "
                 f"calls {what} in its own order: drop it, or use monta"
             )
+    if system.calls_experts and (getattr(config, "expert_gtp_weight_remat_size", 1) or 1) > 1:  # from 0.18 or 0.19 on
+        raise ConfigurationError(
+            "--expert-tensor-parallel-num-weight-shards cuts experts' weights, whose gradients are summed once a pass, "
+            f"and {FLAG} {system.name} calls experts in its own order: drop it, or use monta"
+        )
     system.check(config, options, arguments)
     if options.wire != SAME:
         _check_wire(config, options.wire)

@@ -9,6 +9,8 @@ from typing import Any
 _at_begin: list[Callable[[], None]] = []
 _at_end: dict[bool, list[Callable[[], None]]] = {True: [], False: []}
 """Functions to call at the end of a step, by whether weights were updated."""
+_ending: Any = None
+"""The optimizer whose step has ended, while those functions are called."""
 
 
 def before_optimizer_step(callback: Callable[[], None]) -> None:
@@ -35,9 +37,22 @@ def forget(callback: Callable[[], None]) -> None:
             callbacks.remove(callback)
 
 
-def step_ended(updated: bool) -> None:
-    """Calls what is to be called after a step."""
-    _call(_at_end[updated])
+def step_ended(updated: bool, optimizer: Any = None) -> None:
+    """Calls what is to be called after a step of an optimizer, where it is known of which."""
+    global _ending
+    _ending = optimizer
+    try:
+        _call(_at_end[updated])
+    finally:
+        _ending = None
+
+
+def configs_of_step() -> list[Any]:
+    """Returns the configurations of the models whose step has just ended, while callbacks run; none: not known.
+
+    A process may train several, of which not all have MoE layers.
+    """
+    return [chunk.config for chunk in getattr(_ending, "model_chunks", None) or ()]
 
 
 def _call(callbacks: list[Callable[[], None]]) -> None:
@@ -58,13 +73,13 @@ def _add(callbacks: list[Callable[[], None]], callback: Callable[[], None]) -> N
     if callback not in callbacks:
         callbacks.append(callback)
     for optimizer in (ChainedOptimizer, FP32Optimizer, MixedPrecisionOptimizer):
-        _follow(optimizer, "step", lambda result: step_ended(bool(result[0])))  # (updated, gradient norm, zeros)
+        _follow(optimizer, "step", lambda one, result: step_ended(bool(result[0]), one))  # (updated, norm, zeros)
     for optimizer in (ChainedOptimizer, FP32Optimizer, Float16OptimizerWithFloat16Params, DistributedOptimizer):
-        _follow(optimizer, "zero_grad", lambda _: _call(_at_begin))
+        _follow(optimizer, "zero_grad", lambda *_: _call(_at_begin))
 
 
-def _follow(optimizer: type, name: str, then: Callable[[Any], None]) -> None:
-    """Has `then` called after each call of a method, with its result."""
+def _follow(optimizer: type, name: str, then: Callable[[Any, Any], None]) -> None:
+    """Has `then` called after each call of a method, with the optimizer and the result."""
     stock = getattr(optimizer, name)
     if hasattr(stock, "_moe_opt"):
         return
@@ -72,7 +87,7 @@ def _follow(optimizer: type, name: str, then: Callable[[Any], None]) -> None:
     @functools.wraps(stock)
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
         result = stock(self, *args, **kwargs)
-        then(result)
+        then(self, result)
         return result
 
     method._moe_opt = True

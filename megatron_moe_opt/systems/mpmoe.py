@@ -152,6 +152,11 @@ def _check(config: Any, options: MpmoeOptions, arguments: Any) -> None:
             "--recompute-modules moe_act is recomputed by backward passes of the whole graph only, and under "
             f"{FLAG} {NAME} the experts' passes run one by one: drop it, or give {PREFIX}memory-reuse S3 in its place"
         )
+    if getattr(config, "moe_paged_stash", False):  # from megatron-core 0.19 on
+        raise ConfigurationError(
+            f"--moe-paged-stash counts the calls of experts in a step, of which {FLAG} {NAME} makes one for each "
+            "partition: drop it, or use monta"
+        )
     if options.way == JOINT and (config.expert_tensor_parallel_size or 1) == 1:
         raise ConfigurationError(
             f"{PREFIX}way {JOINT} sends rows to all shards of an expert at once, and with "

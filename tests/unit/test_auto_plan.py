@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import inspect
 import math
@@ -124,7 +125,7 @@ def test_allgather_is_tried_where_all_passes_have_as_many_tokens(planned):
     )
     assert alike.beside == ("allgather",) and unlike.beside == ()
     (reason,) = (one.reason for one in unlike.refused if one.variant == "allgather")
-    assert reason == "gathers as many tokens from each rank, and passes had 12 to 16"
+    assert reason == "takes as many tokens from each rank, and passes had 12 to 16"
 
 
 def test_what_layers_cannot_leave_stays(planned):
@@ -304,6 +305,21 @@ def test_a_step_that_the_optimizer_skips_counts_for_nothing(timed):
         layer(torch.tensor([1.0]))
         controller.after_step()
     assert controller.trials.steps == 3 and controller.trials.longer_than(1.0) == 0.0
+
+
+def test_steps_of_another_model_count_for_nothing(timed):
+    """As of a dense critic, whose optimizer steps more often."""
+    controller, layer, now = timed
+    dense, ours = (SimpleNamespace(config=one) for one in (copy.copy(controller.config), controller.config))
+    dense.config.num_moe_experts = None
+    for number in range(3):
+        for chunk in (dense, ours, dense):
+            if chunk is ours:
+                layer(torch.tensor([1.0]))
+            step_ended(True, SimpleNamespace(model_chunks=[chunk]))
+        assert controller.trials.steps == number + 1
+    step_ended(True)  # of nobody knows which, in which no layer has run
+    assert controller.trials.steps == 3 and controller.trials.medians() == {"monta:O2x2": 1.0}
 
 
 def test_what_lies_between_two_steps_is_not_timed(timed):

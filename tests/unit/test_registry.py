@@ -290,6 +290,42 @@ def test_projections_of_latent_experts_need_sequence_parallelism_under_tp(name):
     config(name, **latent, sequence_parallel=True)
 
 
+@pytest.mark.parametrize(
+    ("field", "value", "flag", "names"),
+    [
+        (
+            "expert_gtp_weight_remat_size",
+            2,
+            "--expert-tensor-parallel-num-weight-shards",
+            ("mpmoe", "expert-migration"),
+        ),
+        ("moe_paged_stash", True, "--moe-paged-stash", ("mpmoe",)),
+    ],
+)
+def test_what_megatron_019_does_with_experts_that_are_called_once_is_refused(field, value, flag, names):
+    for name in ("monta", *names):
+        ours = config(name)
+        setattr(ours, field, value)
+        if name == "monta":
+            check_config(ours, name, Options())
+            continue
+        with pytest.raises(ConfigurationError, match=f"{flag} .* --moe-token-dispatcher-type {name} .* or use monta"):
+            check_config(ours, name, Options())
+
+
+def test_steps_of_the_optimizer_in_a_graph_are_refused_where_they_are_counted(monkeypatch):
+    monkeypatch.setattr(checks, "training_arguments", lambda: SimpleNamespace(optimizer_cuda_graph=True))
+    config("monta")
+    config("expert-migration")
+    sentence = "--optimizer-cuda-graph replays steps of the optimizer without a word to --moe-token-dispatcher-type"
+    refusal(f"{sentence} auto, which changes dispatchers between steps", name="auto")
+    megatron_moe_opt.register(Options(domain_sizes=(2,)))
+    try:
+        refusal(f"{sentence} expert-migration, whose experts travel once a step", name="expert-migration")
+    finally:
+        megatron_moe_opt.register()
+
+
 def test_rows_that_are_filled_up_and_count_do_not_hop():
     """A row of probability 0 gives the second bias, where the probability is on the input: stock adds it."""
     counting = {

@@ -52,12 +52,17 @@ from megatron_moe_opt.integration.auto.first_step import (
 from megatron_moe_opt.integration.auto.given_plan import read_plan
 from megatron_moe_opt.integration.auto.look import Look, passes_held
 from megatron_moe_opt.integration.auto.planned_layer import PlannedLayer, Plug
-from megatron_moe_opt.integration.auto.stock_variants import failure_to_start, is_stock_variant, release_buffers
+from megatron_moe_opt.integration.auto.stock_variants import (
+    failure_to_start,
+    is_stock_variant,
+    needs_as_many_tokens,
+    release_buffers,
+)
 from megatron_moe_opt.integration.layer.configured_workload import layer_workload
 from megatron_moe_opt.integration.layer.netmoe_layer import link
 from megatron_moe_opt.integration.layer.overlapped_batches import before_pass
 from megatron_moe_opt.integration.micro_batches import follow_micro_batches
-from megatron_moe_opt.integration.optimizer_step import after_optimizer_step
+from megatron_moe_opt.integration.optimizer_step import after_optimizer_step, configs_of_step
 from megatron_moe_opt.option_values import AUTO
 from megatron_moe_opt.options import Options
 from megatron_moe_opt.planning.choosing.drift import Drift
@@ -171,7 +176,10 @@ class Controller:
         if self.trials is None:
             self._begin()
         else:
-            self.trials.record(self._slowest(self._step_seconds()))
+            seconds = self._slowest(self._step_seconds())
+            if not seconds:
+                return  # no layer has run on any rank: another model's step
+            self.trials.record(seconds)
         if self.trials is not None:
             self._go_on()
 
@@ -264,7 +272,9 @@ class Controller:
 
     def _use(self, variant: str, layers: Sequence[PlannedLayer]) -> None:
         for layer in layers:
-            layer.use(variant)
+            # Of a layer that has not run nobody knows whether all its passes have as many tokens.
+            is_unknown = not layer.passes and needs_as_many_tokens(self.config, variant)
+            layer.use(ALLTOALL if is_unknown else variant)
         if moves_samples(variant):
             link(layer.layer for layer in layers)
 
@@ -420,10 +430,17 @@ def plan_layer(layer: Any, groups: ExpertGroups, options: Options, plug: Plug) -
 
 
 def _after_step() -> None:
-    if _controller is not None:
+    if _controller is not None and _is_of_planned_model():
         _controller.after_step()
 
 
 def _after_skipped_step() -> None:
-    if _controller is not None:
+    if _controller is not None and _is_of_planned_model():
         _controller.after_skipped_step()
+
+
+def _is_of_planned_model() -> bool:
+    """Whether the step that has ended is of a model with layers that are planned, on whatever rank: all ranks know."""
+    configs = configs_of_step()
+    planned = (one.num_moe_experts is not None and one.moe_token_dispatcher_type == AUTO for one in configs)
+    return not configs or any(planned)

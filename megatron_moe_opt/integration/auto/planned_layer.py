@@ -9,7 +9,7 @@ from typing import Any
 
 from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.integration.auto.first_step import Seen
-from megatron_moe_opt.integration.auto.stock_variants import ALLGATHER, is_stock_variant, stock_dispatcher
+from megatron_moe_opt.integration.auto.stock_variants import is_stock_variant, needs_as_many_tokens, stock_dispatcher
 from megatron_moe_opt.integration.layer.configured_workload import layer_workload
 from megatron_moe_opt.integration.layer.layer_seam import LayerSeam, LayerSlot
 from megatron_moe_opt.integration.layer.overlapped_batches import before_pass
@@ -117,6 +117,10 @@ class PlannedLayer:
         self.current = variant
 
     def _see_tokens(self, layer: Any, inputs: tuple[Any, ...]) -> None:
+        needs_as_many = needs_as_many_tokens(layer.config, self.current)
+        if needs_as_many and inputs:
+            # Passes of an evaluation may have other tokens on each rank; all ranks evaluate together.
+            self.layer.token_dispatcher = self._built[self.current][0] if layer.training else copy.copy(self._stock)
         if not layer.training or not inputs or is_recomputing():
             return
         tokens = inputs[0].shape[:-1].numel()
@@ -124,9 +128,9 @@ class PlannedLayer:
             self.fewest = min(self.fewest, tokens) if self.passes else tokens
             self.passes += 1
             self.tokens = max(self.tokens, tokens)
-        elif self.current == ALLGATHER and tokens != self.tokens:
+        elif needs_as_many and tokens != self.tokens:
             raise ConfigurationError(
-                f"--moe-token-dispatcher-type {AUTO} runs {ALLGATHER}, which gathers as many tokens from each rank: "
+                f"--moe-token-dispatcher-type {AUTO} runs {self.current}, which takes as many tokens from each rank: "
                 f"all passes had {self.tokens} when it was planned, and this one has {tokens}: name alltoall instead"
             )
 

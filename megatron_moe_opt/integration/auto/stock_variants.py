@@ -40,7 +40,7 @@ def stock_variants(
     backends = flex_backends()
     variants = [ALLGATHER, *(f"{FLEX}:{one}" for one in backends if missing_for_flex(one) is None)]
     reasons = [
-        (variant, _refusal(config, variant) or _unlike(variant, *tokens) or _too_large(variant, layers, spare))
+        (variant, _refusal(config, variant) or _unlike(config, variant, *tokens) or _too_large(variant, layers, spare))
         for variant in variants
     ]
     reasons += [(f"{FLEX}:{one}", broken) for one in backends if (broken := broken_for_flex(one)) is not None]
@@ -126,6 +126,8 @@ def _refusal(config: Any, variant: str) -> str | None:
         (overlaps_batches(config), "--overlap-moe-expert-parallel-comm"),
         (config.cuda_graph_impl != "none", f"--cuda-graph-impl {config.cuda_graph_impl}"),
         (config.fp8 or config.fp4, "--fp8-format" if config.fp8 else "--fp4-format"),
+        # Of flex alone, which drops tokens by it, and Megatron looks in its first step for who has to be watched.
+        (getattr(config, "moe_expert_rank_capacity_factor", None) is not None, "--moe-expert-rank-capacity-factor"),
     ):
         if wrong:
             return f"not tried under {flag}, where Megatron treats dispatchers differently"
@@ -139,10 +141,17 @@ def _refusal(config: Any, variant: str) -> str | None:
     return None
 
 
-def _unlike(variant: str, fewest: int, most: int) -> str | None:
-    if variant != ALLGATHER or fewest == most:
+def needs_as_many_tokens(config: Any, variant: str) -> bool:
+    """Whether all ranks must have as many tokens in each pass under a variant."""
+    if variant == f"{FLEX}:hybridep":
+        return not getattr(config, "moe_hybridep_pad_uneven_dispatch_inputs", False)
+    return variant == ALLGATHER
+
+
+def _unlike(config: Any, variant: str, fewest: int, most: int) -> str | None:
+    if fewest == most or not needs_as_many_tokens(config, variant):
         return None
-    return f"gathers as many tokens from each rank, and passes had {fewest} to {most}"
+    return f"takes as many tokens from each rank, and passes had {fewest} to {most}"
 
 
 def _too_large(variant: str, layers: Sequence[LayerWorkload], spare: int | None) -> str | None:

@@ -74,6 +74,7 @@ def experts_to_migrate(layer: Any, options: Options) -> tuple[Migrate, list[Remo
     dispatcher.
     """
     forget_passes()
+    follow_micro_batches()  # before a training loop asks for its schedule, once
     dispatcher = layer.token_dispatcher.dispatcher
     ready = functools.partial(_finish_parameter_sync, layer.experts)
     weights = ExpertWeights(layer.experts, _expert_of, ready, functools.partial(_is_synchronized_late, layer.experts))
@@ -111,7 +112,6 @@ def experts_to_migrate(layer: Any, options: Options) -> tuple[Migrate, list[Remo
             at_loading(gradients)
         else:  # inside a node it takes less to return them in each pass than to copy their sums to the host and back
             gradients = WholeGradients(on_host and experts_cross_nodes(groups))
-        follow_micro_batches()
         before_optimizer_step(communicator.before_step)
         after_optimizer_step(communicator.after_step)
         after_optimizer_step(communicator.after_skipped_step, updated=False)

@@ -15,7 +15,9 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import _disable_current_modes
 
 from megatron_moe_opt.errors import ConfigurationError
+from megatron_moe_opt.integration.layer.layer_passes import number_of
 from megatron_moe_opt.integration.optimizer_step import after_optimizer_step, forget
+from megatron_moe_opt.integration.training_arguments import training_arguments
 from megatron_moe_opt.option_values import AUTO
 from megatron_moe_opt.planning.traces.routing_trace import UNKNOWN, RoutingTrace, write_routing_trace
 from megatron_moe_opt.systems import moves_samples
@@ -120,11 +122,11 @@ class RoutingRecorder:
             tokens, samples = inputs[0].shape[:2]
             # host synchronisation: twice a pass and layer, only where routing is recorded
             experts = output[1].nonzero()[:, 1].view(tokens, samples, module.config.moe_router_topk)
-            heard = self._heard.setdefault(module.layer_number, [])
+            heard = self._heard.setdefault(number_of(module), [])
             heard.append(experts.transpose(0, 1).cpu().numpy().astype(np.uint16))
             self._of_rank().num_experts = module.config.num_moe_experts
         elif isinstance(module, self._layer) and inputs:
-            passes = self._heard.get(module.layer_number)
+            passes = self._heard.get(number_of(module))
             if passes:
                 all_of_layer = passes[-1].shape[1] == inputs[0].shape[0]
                 self._of_rank().is_split = module.config.sequence_parallel or not all_of_layer
@@ -177,6 +179,7 @@ def note_kinds(kinds: torch.Tensor, names: Sequence[str]) -> None:
 def check_recordable(config: Any) -> None:
     """Refuses, with ConfigurationError, a TransformerConfig whose routing cannot be recorded."""
     for flag, given in (
+        ("--optimizer-cuda-graph", getattr(training_arguments(), "optimizer_cuda_graph", False)),
         ("--context-parallel-size", config.context_parallel_size > 1),
         ("--moe-expert-capacity-factor", config.moe_expert_capacity_factor is not None),
         ("--recompute-granularity", config.recompute_granularity is not None),

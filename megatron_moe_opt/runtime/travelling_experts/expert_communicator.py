@@ -71,6 +71,8 @@ class ExpertCommunicator:
         self._last: weakref.ref[MigratedExperts] | None = None
         self._on_the_way: weakref.WeakSet[MigratedExperts] = weakref.WeakSet()
         """The layers that the present micro-batch has passed: until one comes again, or a backward pass."""
+        self._returns = False
+        """Whether gradients have begun to return that no optimizer step has used."""
 
     def note_pass(self, layer: MigratedExperts) -> None:
         """Learns the order of layers from their forward passes."""
@@ -122,13 +124,16 @@ class ExpertCommunicator:
 
     def after_step(self) -> None:
         """Weights are new: the first layers of the passes since the last step are due when the next one begins."""
-        self._due, self._first = self._first, None
+        self._due, self._first, self._returns = self._first, None, False
 
     def before_step(self) -> None:
         """Sends the experts of the first layers of the last step, if weights have been updated since they were sent.
 
-        A collective call, then.
+        A collective call, then. Where gradients have returned since and no step has used them, they are forgotten, as
+        after a step that is skipped: it is run again.
         """
+        if self._returns:
+            self.after_skipped_step()
         due, self._due = self._due, None
         if due is None:
             return
@@ -147,6 +152,7 @@ class ExpertCommunicator:
 
     def after_skipped_step(self) -> None:
         """Forgets what is left of gradients: of those that nobody has used."""
+        self._returns = False
         for gradients in self.gradients:
             gradients.restart()
 
@@ -193,6 +199,7 @@ class ExpertCommunicator:
         def add() -> None:
             codec.defer(used_here(gradients), own, self.innermost)
 
+        self._returns = True
         return executor(gradients.device).start(schedules.deferred(gradients.nbytes), [steps.call(add)])
 
     def reduce(
@@ -208,6 +215,7 @@ class ExpertCommunicator:
         """
         run, sizes, dtype = executor(gradients.device), {}, gradients.dtype
         of_owner = codec.sent_bytes(gradients.size(1), dtype)
+        self._returns = True
         with run.memory():
             bound, sums = codec.complete(gradients, own, self.innermost)
             deferred = gradients.nbytes if bound else 0
