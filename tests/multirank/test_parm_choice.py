@@ -98,7 +98,7 @@ def test_no_choice_falls_on_s2_where_tp_ranks_draw_their_routing(ranks, tmp_path
     file = save(tmp_path / "cluster.json", "S2")
     for schedule, said in ranks.run(chosen_where_routing_is_drawn, profile=file):
         assert schedule == "S1"
-        assert said.endswith(", S2 left out: --moe-router-force-load-balancing is drawn by each TP rank")
+        assert ", S2 left out: --moe-router-force-load-balancing has each rank of a TP group route the tokens" in said
 
 
 def refusal(ranks, file: Path, tp: int) -> str:
