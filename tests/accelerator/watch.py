@@ -24,7 +24,7 @@ READ_BY_HOST = {"_local_scalar_dense", "nonzero", "equal", "is_nonzero", "masked
 """Operations whose result, or the shape of it, the host must know."""
 
 
-ORDERS_FOR_ITS_CALLER = {"wait", "used_here", "used_by_stage", "_used_by_stage"}
+ORDERS_FOR_ITS_CALLER = {"wait", "used_here"}
 """Functions of the package that order streams, or wait, where their caller wants it."""
 
 

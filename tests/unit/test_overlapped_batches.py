@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import inspect
-from dataclasses import dataclass
-from types import SimpleNamespace
 
 import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 import megatron_moe_opt
-from megatron_moe_opt.integration.layer import overlapped_batches
-from megatron_moe_opt.integration.layer.overlapped_batches import edge_of, keep_expert_inputs, used_by_stage, with_edge
+from megatron_moe_opt.integration.layer.overlapped_batches import edge_of, keep_expert_inputs, with_edge
 
 
 def test_probabilities_have_a_gradient_through_the_edge_and_nothing_else_of_it():
@@ -47,17 +44,3 @@ def test_inputs_of_experts_are_kept_for_ours_alone():
         freed[name] = {node: should_free_input(node, True, config, *rest) for node in nodes}
     assert freed["alltoall"] == dict.fromkeys(nodes, True)
     assert freed["monta"] == freed["alltoall"] | {"mlp": False}
-
-
-def test_what_a_stage_has_noted_is_used_on_its_stream(monkeypatch):
-    @dataclass(frozen=True)
-    class Noted:
-        rows: torch.Tensor
-        more: tuple[object, ...]
-
-    used = []
-    monkeypatch.setattr(overlapped_batches, "has_streams", lambda device: True)
-    monkeypatch.setattr(overlapped_batches, "used_here", used.append)
-    tensors = [torch.empty(number) for number in range(4)]
-    used_by_stage((tensors[0],), Noted(tensors[1], (Noted(tensors[2], ()), [tensors[3]], SimpleNamespace(), None)))
-    assert [len(tensor) for tensor in used] == [0, 1, 2, 3]

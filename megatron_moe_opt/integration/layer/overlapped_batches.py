@@ -3,23 +3,22 @@
 Its schedule plan runs the dispatch and combine of one micro-batch beside the computation of another: each stage is a
 node with an autograd graph of its own, those that communicate on a stream of their own. MoELayer.forward is not called.
 So what belongs to a pass of a layer begins with its router; every tensor that goes from one stage to the next must get
-a gradient; a node frees its input where it believes that backward does not need it; and what a stage has noted for the
-next ones is used on another stream than the one it was made on.
+a gradient; a node frees its input where it believes that backward does not need it. What a stage has noted for the next
+ones is used on another stream than the one it was made on, and is held until that stage's own backward pass, which is
+behind theirs; rows on the wire are not (runtime/rows/wire_rows.py).
 """
 
 from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Callable, Container, Iterator
-from dataclasses import is_dataclass
+from collections.abc import Callable, Container
 from typing import Any
 
 import torch
 
 from megatron_moe_opt.integration.layer.layer_passes import number_of
 from megatron_moe_opt.integration.seams import seam_moved
-from megatron_moe_opt.kernels.streams import has_streams, used_here
 from megatron_moe_opt.runtime.observed.layer_place import Place, enter
 
 _PLANS = ("megatron.core.models.common.utils", "megatron.core.models.gpt.fine_grained_callables")
@@ -88,22 +87,3 @@ def edge_of(probs: torch.Tensor) -> torch.Tensor:
 def with_edge(probs: torch.Tensor, edge: torch.Tensor) -> torch.Tensor:
     """The probabilities, whose gradient gives the edge one too."""
     return probs + edge.sum()
-
-
-def used_by_stage(*noted: Any) -> None:
-    """Keeps the memory of tensors, and of all in dataclasses and sequences, as it is until what the current stream does
-    with it is through: a stage may have made them on another stream.
-    """
-    for tensor in _tensors(noted):
-        if has_streams(tensor.device):
-            used_here(tensor)
-
-
-def _tensors(noted: Any) -> Iterator[torch.Tensor]:
-    if isinstance(noted, torch.Tensor):
-        yield noted
-    elif isinstance(noted, (tuple, list)):
-        for one in noted:
-            yield from _tensors(one)
-    elif is_dataclass(noted):
-        yield from _tensors(list(vars(noted).values()))

@@ -9,7 +9,7 @@ from megatron.core.transformer.moe.moe_utils import get_align_size_for_quantizat
 from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
 from torch.distributed import ProcessGroup
 
-from megatron_moe_opt.integration.layer.overlapped_batches import edge_of, overlaps_batches, used_by_stage, with_edge
+from megatron_moe_opt.integration.layer.overlapped_batches import edge_of, overlaps_batches, with_edge
 
 if TYPE_CHECKING:
     from megatron_moe_opt.dispatchers.dispatcher import Dispatcher
@@ -70,7 +70,6 @@ class PluggedTokenDispatcher(MoETokenDispatcher):
     def token_dispatch(self, packed: torch.Tensor, probs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Sends every row to its expert's rank, sorted by local expert; shared experts' first half runs beside it."""
         self._shared_experts_after_main_stream()
-        self._used_by_stage(packed)
         tokens, self._tokens_per_expert, arrived = self.dispatcher.dispatch(packed, self._dispatched, probs.dtype)
         if self.shared_experts is not None:
             self.shared_experts.linear_fc1_forward_and_act(tokens)
@@ -80,7 +79,6 @@ class PluggedTokenDispatcher(MoETokenDispatcher):
         self, tokens: torch.Tensor, probs: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Tokens, rows per local expert (CPU), probabilities: dispatch has sorted them already."""
-        self._used_by_stage(tokens, probs)
         return tokens, self._tokens_per_expert, probs
 
     def combine_preprocess(self, hidden_states: torch.Tensor) -> torch.Tensor:
@@ -90,7 +88,6 @@ class PluggedTokenDispatcher(MoETokenDispatcher):
     def token_combine(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Returns expert outputs to the ranks of their tokens; the shared experts' second half runs beside it."""
         self._shared_experts_after_main_stream()
-        self._used_by_stage(hidden_states)
         rows = self.dispatcher.combine(hidden_states, self._dispatched)
         if self.shared_experts is not None:
             self.shared_experts.linear_fc2_forward(rows)
@@ -99,16 +96,11 @@ class PluggedTokenDispatcher(MoETokenDispatcher):
 
     def combine_postprocess(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Sums each token's rows and adds the shared experts: [S/TP, B, H]."""
-        self._used_by_stage(hidden_states)
         output = self.dispatcher.unpermute(hidden_states, self._dispatched).view(self.hidden_shape)
         self._dispatched = None  # the autograd graph keeps what backward needs
         if self.shared_experts is not None:
             output = output + self.shared_experts.get_output()
         return output
-
-    def _used_by_stage(self, *tensors: torch.Tensor) -> None:
-        if self._overlaps:
-            used_by_stage(tensors, self._dispatched)
 
     def _shared_experts_after_main_stream(self) -> None:
         # From megatron-core 0.17 on the shared experts' stream is ordered by its user.

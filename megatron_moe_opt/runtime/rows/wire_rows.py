@@ -27,12 +27,19 @@ class WireRows:
     def take_rows(self) -> torch.Tensor:
         """Returns the rows, and keeps no reference to them."""
         rows, self.rows = self.rows, None
-        return used_here(rows)
+        return _handed_over(rows)
 
     def take_gradients(self) -> torch.Tensor:
         """Returns the gradients of the rows, and keeps no reference to them."""
         gradients, self.gradients = self.gradients, None
-        return used_here(gradients)
+        return _handed_over(gradients)
+
+
+def _handed_over(rows: torch.Tensor) -> torch.Tensor:
+    """Returns what is nobody else's from here on, and may be of another stream's memory: under 1F1B overlap a stage
+    frees what the one before it has made.
+    """
+    return used_here(rows)
 
 
 def onto_wire(
