@@ -101,7 +101,9 @@ Shares shares_of(int64_t num_rows, int64_t items, int64_t items_a_thread, int64_
   int lanes = least_lanes;
   while (lanes < kMaxLanes && lanes * items_a_thread < items) lanes *= 2;
   const int64_t slots = kBlockThreads / lanes;
-  const int64_t least_rows = divide_up(std::max(slots, kBytesPerBlock / row_bytes), slots) * slots;
+  // At most a row a thread where rows are narrow (columns of a few bytes): such reads wait for a sector each.
+  const int64_t worth_a_block = std::min<int64_t>(kBytesPerBlock / row_bytes, kBlockThreads);
+  const int64_t least_rows = divide_up(std::max(slots, worth_a_block), slots) * slots;
   return {lanes, std::max(least_rows, divide_up(divide_up(num_rows, kMaxBlocks), slots) * slots)};
 }
 
@@ -117,9 +119,7 @@ void copy_chunks(const ChunkList& chunks, int64_t num_rows, int64_t row_bytes, c
   const auto launch = [&](auto unit) {
     using Unit = decltype(unit);
     const int64_t units = row_bytes / static_cast<int64_t>(sizeof(Unit));
-    // At most a row a thread where rows are narrow (columns of a few bytes): such reads wait for a sector each.
-    const int64_t least_bytes = std::max<int64_t>(row_bytes, kBytesPerBlock / kBlockThreads);
-    const auto [lanes, rows_per_block] = shares_of(num_rows, units, kCopyUnits, least_bytes, 1);
+    const auto [lanes, rows_per_block] = shares_of(num_rows, units, kCopyUnits, row_bytes, 1);
     const unsigned blocks = grid_blocks(divide_up(num_rows, rows_per_block), "copy_chunks");
     copy_chunks_kernel<Unit><<<blocks, kBlockThreads, 0, static_cast<cudaStream_t>(stream)>>>(
         chunks, num_rows, rows_per_block, units, lanes, static_cast<const char*>(source), source_stride_bytes,
