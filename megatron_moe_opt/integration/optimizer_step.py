@@ -37,6 +37,11 @@ def forget(callback: Callable[[], None]) -> None:
             callbacks.remove(callback)
 
 
+def gradients_cleared() -> None:
+    """Calls what is to be called when a step begins."""
+    _call(_at_begin)
+
+
 def step_ended(updated: bool, optimizer: Any = None) -> None:
     """Calls what is to be called after a step of an optimizer, where it is known of which."""
     global _ending
@@ -75,7 +80,7 @@ def _add(callbacks: list[Callable[[], None]], callback: Callable[[], None]) -> N
     for optimizer in (ChainedOptimizer, FP32Optimizer, MixedPrecisionOptimizer):
         _follow(optimizer, "step", lambda one, result: step_ended(bool(result[0]), one))  # (updated, norm, zeros)
     for optimizer in (ChainedOptimizer, FP32Optimizer, Float16OptimizerWithFloat16Params, DistributedOptimizer):
-        _follow(optimizer, "zero_grad", lambda *_: _call(_at_begin))
+        _follow(optimizer, "zero_grad", lambda *_: gradients_cleared())
 
 
 def _follow(optimizer: type, name: str, then: Callable[[Any, Any], None]) -> None:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 from megatron_moe_opt.errors import ConfigurationError
+from megatron_moe_opt.planning.choosing.equal_times import EQUAL_WITHIN, fewest_of_equal
 from megatron_moe_opt.planning.costs.cluster import STOCK, Cluster
 from megatron_moe_opt.planning.predicting.layer_on_cluster import LayerOnCluster
 from megatron_moe_opt.planning.predicting.layer_workload import LayerWorkload
@@ -20,6 +21,7 @@ from megatron_moe_opt.planning.predicting.prediction import ALLTOALL, Prediction
 from megatron_moe_opt.row_format import Wire
 from megatron_moe_opt.systems import SYSTEMS
 from megatron_moe_opt.systems.system import System
+from megatron_moe_opt.variants import kind_of
 
 WINS_BY = 0.03
 """What takes less than stock by a smaller part of stock's time cannot be told from it: stock is taken."""
@@ -67,7 +69,8 @@ def candidates(
                 else:
                     found.append(one)
                     if has_room is not None and has_room(one.activation_bytes):
-                        layer.below = min(layer.below, one.seconds * (1 - WINS_BY * (one.variant == ALLTOALL)))
+                        matters = 1 - WINS_BY if one.variant == ALLTOALL else 1 + EQUAL_WITHIN
+                        layer.below = min(layer.below, one.seconds * matters)
         except ConfigurationError as error:
             refused.append(Refusal(name, str(error)))
     if not found:
@@ -97,12 +100,15 @@ def stock_without_waiting(
 
 
 def best(predictions: Sequence[Prediction]) -> Prediction:
-    """The fastest; stock, where it is among them and nothing is faster by WINS_BY of its time."""
-    fastest = min(predictions, key=lambda one: one.seconds)
+    """Returns the fastest, in the fewest parts of its kind that are predicted to take as long; stock, where it is among
+    them and nothing is faster by WINS_BY of its time.
+    """
     stock = next((one for one in predictions if one.variant == ALLTOALL), None)
-    if stock is not None and fastest.seconds > stock.seconds * (1 - WINS_BY):
+    winning = [one for one in predictions if stock is None or one.seconds <= stock.seconds * (1 - WINS_BY)]
+    if not winning:
         return stock
-    return fastest
+    kind = kind_of(min(winning, key=lambda one: one.seconds).variant)
+    return fewest_of_equal([(one.seconds, one.parts, one) for one in winning if kind_of(one.variant) == kind])
 
 
 def _stock(layer: LayerOnCluster) -> Iterator[Prediction | Refusal]:

@@ -22,11 +22,12 @@ from megatron_moe_opt.integration.auto.first_step import Alike, FirstStep, Seen
 from megatron_moe_opt.integration.auto.look import passes_held
 from megatron_moe_opt.integration.auto.memory_room import COMMUNICATOR_BYTES, MOST_OF_FREE, Room
 from megatron_moe_opt.integration.auto.planned_layer import PlannedLayer
-from megatron_moe_opt.integration.optimizer_step import step_ended
+from megatron_moe_opt.integration.optimizer_step import gradients_cleared, step_ended
 from megatron_moe_opt.options import Options
 from megatron_moe_opt.planning.plan_file import Plan
 from megatron_moe_opt.planning.predicting.layer_workload import LayerWorkload
 from megatron_moe_opt.planning.predicting.prediction import Prediction, Refusal, told_together
+from megatron_moe_opt.runtime.travelling_experts.step_passes import step_of
 
 CANDIDATES = ("netmoe", "parm:S2", "expert-migration:2x4", "expert-migration:8", "mpmoe:2:S1", "monta:O2x2", "alltoall")
 
@@ -280,7 +281,7 @@ def timed(planned, monkeypatch):
     monkeypatch.setattr(auto_layer, "time", SimpleNamespace(perf_counter=lambda: now[0]))
     monkeypatch.setattr(Controller, "_slowest", lambda self, seconds: seconds)
     monkeypatch.setattr(Controller, "_agree_on_plan", lambda self, group: None)
-    groups = SimpleNamespace(ep_size=8, etp_size=1, joint=None)
+    groups = SimpleNamespace(ep_size=8, etp_size=1, ep=None, joint=None)
     controller.add(PlannedLayer(layer, groups, controller.options, lambda *_: None))
     found = (Prediction("monta:O2x2", 1.0, 0, 0, 0, 0),)
     controller.shapes = (Alike(None, found, (), "monta:O2x2", 1, SEEN.workload),)
@@ -336,6 +337,62 @@ def test_what_lies_between_two_steps_is_not_timed(timed):
         now[0] += 0.5  # their backward passes, the optimizer
         controller.after_step()
     assert controller.trials.steps == 3 and controller.trials.longer_than(2.5) == 0.0
+
+
+def test_what_is_sent_before_a_layer_runs_is_timed(timed):
+    """Experts that travel are, when gradients are cleared; what comes between that and a layer, unless it is another's."""
+    controller, layer, now = timed
+    dense = SimpleNamespace(config=copy.copy(controller.config))
+    dense.config.num_moe_experts = None
+    for number in range(3):
+        gradients_cleared()
+        if number == 1:  # the step of another model
+            now[0] += 7.0
+            step_ended(True, SimpleNamespace(model_chunks=[dense]))
+            gradients_cleared()
+        now[0] += 3.0
+        gradients_cleared()  # of an optimizer that consists of others
+        if number == 2:
+            layer.eval()
+            layer(torch.tensor([7.0]))  # of a loop that clears gradients behind a step, and evaluates then
+            layer.train()
+            now[0] += 3.0
+            layer(torch.tensor([3.0]))
+        layer(torch.tensor([1.0]))
+        controller.after_step()
+    assert controller.trials.steps == 3 and controller.trials.longer_than(4.0) == 0.0
+
+
+def test_a_ramped_batch_does_not_make_steps_longer(timed):
+    controller, layer, now = timed
+    for micro_batches in (2, 4, 8):
+        with step_of(micro_batches):
+            for _ in range(micro_batches):
+                layer(torch.tensor([1.5]))
+        controller.after_step()
+    assert controller.trials.steps == 3 and controller.trials.longer_than(3.0) == 0.0
+
+
+def test_a_second_plan_needs_no_file_and_may_fail(timed, monkeypatch, tmp_path, capsys):
+    """As of a job whose scratch is gone by then: a plan that cannot be made leaves what was chosen before."""
+    controller, _, _ = timed
+    planned_by = []
+
+    def no_plan(cluster, *_):
+        planned_by.append(cluster)
+        raise ConfigurationError("no candidate")
+
+    monkeypatch.setattr(auto_layer, "tried_by_profile", no_plan)
+    monkeypatch.setattr(auto_layer, "found_by_first", lambda find, group: find())
+    monkeypatch.setattr(auto_layer, "release_domain_groups", lambda group: None)
+    monkeypatch.setattr(auto_layer.dist, "get_world_size", lambda: 1)
+    monkeypatch.setattr(auto_layer.dist, "all_gather_object", lambda of_ranks, own: of_ranks.__setitem__(0, own))
+    monkeypatch.setattr(controller, "_look", SimpleNamespace(taken=lambda: controller.first_step))
+    controller.plan, controller.options = None, Options(profile=tmp_path / "gone.json")
+    controller._cluster, controller.chosen, controller.trials = "costs", {None: "mpmoe:2:S1"}, None
+    controller._begin()
+    assert planned_by == ["costs"] and controller.settled and controller.current == "mpmoe:2:S1"
+    assert "(no candidate); what was chosen before runs on" in capsys.readouterr().out
 
 
 def test_variants_keep_to_the_bounds_of_the_run(tmp_path):

@@ -143,10 +143,10 @@ def test_more_to_hide_means_more_partitions_and_little_means_none():
 
 
 def test_what_partitions_take_besides_their_ops_makes_them_fewer():
-    """Within mpmoe alone: what is predicted of a variant stays what it is."""
     without, dear = chosen(10**5), chosen(10**5, dataclasses.replace(CLUSTER, partition_overhead=1.0))
     assert without.chosen.parts > dear.chosen.parts == 1
-    assert without.among == dear.among
+    for one, more in zip(without.among, dear.among, strict=True):
+        assert more.variant == one.variant and more.seconds - one.seconds == pytest.approx(one.parts - 1)
 
 
 def test_a_budget_has_to_hold_the_most_rows_that_share_the_choice():

@@ -133,6 +133,15 @@ def test_stock_stays_where_nothing_wins():
     assert best([faster]) is faster
 
 
+def test_no_partitions_for_a_gain_that_may_be_none():
+    """Nor of another kind, nor where fewer do not win against stock."""
+    stock = Prediction(ALLTOALL, 1.0, 1.0, 0, 0, 0)
+    seconds = {"mpmoe:7:hops": 0.8, "mpmoe:3:hops": 0.82, "mpmoe:2:hops": 0.83, "mpmoe:2": 0.81}
+    found = [dataclasses.replace(stock, variant=name, seconds=of, parts=int(name[6])) for name, of in seconds.items()]
+    assert best([*found, stock]).variant == "mpmoe:3:hops"
+    assert best([*found, dataclasses.replace(stock, seconds=0.835)]).variant == "mpmoe:7:hops"
+
+
 def test_replicated_tokens_leave_stock_out_and_gather_at_the_edge():
     found, refused = candidates(dataclasses.replace(LAYER, tp=4), cluster())
     predicted = by_variant(found)

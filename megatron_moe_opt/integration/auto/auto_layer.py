@@ -59,10 +59,15 @@ from megatron_moe_opt.integration.auto.stock_variants import (
     release_buffers,
 )
 from megatron_moe_opt.integration.layer.configured_workload import layer_workload
+from megatron_moe_opt.integration.layer.layer_passes import number_of
 from megatron_moe_opt.integration.layer.netmoe_layer import link
 from megatron_moe_opt.integration.layer.overlapped_batches import before_pass
 from megatron_moe_opt.integration.micro_batches import follow_micro_batches
-from megatron_moe_opt.integration.optimizer_step import after_optimizer_step, configs_of_step
+from megatron_moe_opt.integration.optimizer_step import (
+    after_optimizer_step,
+    before_optimizer_step,
+    configs_of_step,
+)
 from megatron_moe_opt.option_values import AUTO
 from megatron_moe_opt.options import Options
 from megatron_moe_opt.planning.choosing.drift import Drift
@@ -73,6 +78,7 @@ from megatron_moe_opt.planning.predicting.layer_workload import LayerWorkload
 from megatron_moe_opt.planning.predicting.prediction import ALLTOALL, Prediction, Refusal
 from megatron_moe_opt.runtime.engine.collectives import device_of
 from megatron_moe_opt.runtime.job.agreement import found_by_first
+from megatron_moe_opt.runtime.travelling_experts.step_passes import current_step
 from megatron_moe_opt.systems import moves_samples
 from megatron_moe_opt.systems.system import PREFIX, PROFILE_SECONDS
 from megatron_moe_opt.topology.domain_groups import release_domain_groups
@@ -120,8 +126,16 @@ class Controller:
         self._drift: Drift | None = None
         """Watches the steps after the last trials; None: there were none."""
         self._plan_is_agreed = False
+        self._cluster: Cluster | None = None
+        """What --moe-opt-profile holds, on rank 0; None: not read yet."""
+        self._cleared: float | None = None
+        """When gradients were cleared for the step to come; None: they were not, or other passes came between."""
         self._step_began: float | None = None
-        """When the first pass of the step that is under way did; None: no layer has run in it yet."""
+        """When the step that is under way did; None: no layer has run in it yet."""
+        self._micro_batches = 0
+        """Of the step that is under way, or was the last."""
+        self._timed_as = 0
+        """Micro-batches of the first step that was timed, for as many of which all times are given; 0: there was none."""
         if options.plan is not None:
             if dist.is_initialized():
                 self._agree_on_plan(dist.group.WORLD)
@@ -161,7 +175,8 @@ class Controller:
 
             def use_planned(*_: Any) -> None:  # at the first pass: a layer gets its number after it is built
                 handle.remove()
-                layer.use(self.plan.variant_of(layer.layer.layer_number, self.options.plan))
+                number = min(number_of(layer.layer), max(self.plan.layers))  # multi-token prediction: as the last one
+                layer.use(self.plan.variant_of(number, self.options.plan))
 
             handle = before_pass(layer.layer, use_planned)
 
@@ -185,31 +200,61 @@ class Controller:
 
     def after_skipped_step(self) -> None:
         """To be called when an optimizer has skipped a step, whose passes and time are no other step's."""
-        self._step_began = None
+        self._step_began = self._cleared = None
         if not self.settled and self.trials is None:
             self._look.again()
 
+    def after_others_step(self) -> None:
+        """To be called when the step of another model has ended, whose time is not that of the next one's."""
+        self._cleared = None
+
+    def before_step(self) -> None:
+        """To be called when gradients are cleared: experts that travel may leave from here on, before a layer runs."""
+        if self._step_began is None and self._cleared is None:
+            self._cleared = self._now()
+
     def _begin_step(self, layer: Any, _: Any) -> None:
-        """Has a step timed from here on: an evaluation or a checkpoint between two of them is not theirs."""
-        if self._step_began is None and layer.training:
-            if not self.settled:
-                self._synchronize()
-            self._step_began = time.perf_counter()
+        """Has a step timed from where gradients were cleared on; from here on, where they were not, or where an
+        evaluation came between.
+        """
+        if not layer.training:
+            self._cleared = None
+        elif self._step_began is None:
+            self._step_began = self._now() if self._cleared is None else self._cleared
+            step = current_step()
+            self._micro_batches = 1 if step is None else step.micro_batches
+            self._timed_as = self._timed_as or self._micro_batches
 
     def _step_seconds(self) -> float:
-        """Of the step that ends, on this rank; 0 where no layer has run."""
-        began, self._step_began = self._step_began, None
-        return 0.0 if began is None else time.perf_counter() - began
+        """Of the step that ends, on this rank, as if it had the micro-batches of the first: a batch may be ramped up. 0
+        where no layer has run.
+        """
+        began, self._step_began, self._cleared = self._step_began, None, None
+        return 0.0 if began is None else (time.perf_counter() - began) * self._timed_as / self._micro_batches
+
+    def _now(self) -> float:
+        if not self.settled:
+            self._synchronize()
+        return time.perf_counter()
 
     def _begin(self) -> None:
         """Plans the trials by the step that has just run, and says what is tried."""
-        began, before, planned = time.perf_counter() - self._step_seconds(), self.first_step, self.shapes
+        before, planned = self.first_step, self.shapes
+        began = time.perf_counter() if self._step_began is None else self._step_began
+        self._step_seconds()
         of_ranks: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(of_ranks, self._look.taken())
         self.first_step = of_all(of_ranks)
         if self.options.profile is None and self.options.plan is None and self.own_profile is None:
             self._measure([one.workload for of_rank in self.first_step.seen for one in of_rank])
-        self.shapes = found_by_first(lambda: self._make_plan(self.first_step), dist.group.WORLD)
+        try:
+            self.shapes = found_by_first(lambda: self._make_plan(self.first_step), dist.group.WORLD)
+        except ConfigurationError as error:
+            if before is None:
+                raise
+            say(AUTO, f"nothing was planned anew ({error}); what was chosen before runs on")
+            self._go_back()
+            return
         if self.shapes[0].planned is None:
             self.settled = True  # a plan that differs from layer to layer, or cannot be left: it runs as it is
             return
@@ -250,8 +295,9 @@ class Controller:
         if self.plan is not None:
             found = (tried_by_plan(self.plan, self.config, first),)
         else:
-            cluster = Cluster.load(self.options.profile) if own is None else own.cluster
-            found = tried_by_profile(cluster, self.config, self.options, first)
+            if own is None and self._cluster is None:
+                self._cluster = Cluster.load(self.options.profile)
+            found = tried_by_profile(self._cluster if own is None else own.cluster, self.config, self.options, first)
         return tuple(one.keeping(self.chosen.get(one.shape)) for one in found)
 
     def _agree_on_plan(self, group: dist.ProcessGroup) -> None:
@@ -374,8 +420,19 @@ class Controller:
             self._begin_trials(self._number + 1)
             self._go_on()
         else:
-            self.settled, self._step_began = True, None
-            self._drift = Drift(self.overhead, is_first=self._drift is None)
+            self._rest()
+
+    def _go_back(self) -> None:
+        """Has all layers run what was chosen before they were looked at again."""
+        for one in self.shapes:
+            self._use(self.chosen[one.shape], self._layers_of(one))
+            self._keep((self.chosen[one.shape],), self._layers_of(one))
+        self._rest()
+
+    def _rest(self) -> None:
+        """Nothing is tried any more, until steps take another time."""
+        self.settled, self._step_began, self._cleared = True, None, None
+        self._drift = Drift(self.overhead, is_first=self._drift is None)
 
     def _slowest(self, seconds: float) -> float:
         """Returns the largest value of all ranks."""
@@ -414,6 +471,7 @@ def controller_of(config: Any, options: Options) -> Controller:
     if _controller is None:
         _controller = Controller(config, options)
         follow_micro_batches()  # before the training loop asks for its schedule, once
+        before_optimizer_step(_before_step)  # before what travels is sent, which is asked for later
         after_optimizer_step(_after_step)
         after_optimizer_step(_after_skipped_step, updated=False)
     return _controller
@@ -429,14 +487,19 @@ def plan_layer(layer: Any, groups: ExpertGroups, options: Options, plug: Plug) -
     controller_of(layer.config, options).add(PlannedLayer(layer, groups, options, plug))
 
 
+def _before_step() -> None:
+    if _controller is not None:
+        _controller.before_step()
+
+
 def _after_step() -> None:
-    if _controller is not None and _is_of_planned_model():
-        _controller.after_step()
+    if _controller is not None:
+        _controller.after_step() if _is_of_planned_model() else _controller.after_others_step()
 
 
 def _after_skipped_step() -> None:
-    if _controller is not None and _is_of_planned_model():
-        _controller.after_skipped_step()
+    if _controller is not None:
+        _controller.after_skipped_step() if _is_of_planned_model() else _controller.after_others_step()
 
 
 def _is_of_planned_model() -> bool:

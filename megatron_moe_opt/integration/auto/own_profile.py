@@ -73,6 +73,10 @@ def own_profile(config: Any, workloads: Sequence[LayerWorkload], seconds: float)
     dtype = "fp32" if config.params_dtype is torch.float32 else "bf16"
     sizes = Sizes(layer.hidden, layer.ffn * layer.etp, dtype, layer.workers)
     device = device_of(dist.group.WORLD)
+    room = room_beside(device, number := num_domain_groups(sizes.workers))
+    if room is not None and room < 0:  # a rank that ran out of memory would leave the others in a collective
+        say(AUTO, f"GPUs have no memory for the {number} process groups of expert domains: what uses them is not tried")
+        sizes = replace(sizes, workers=())
     facts = facts_of_run(sizes, layer, device) | {"--moe-opt-profile-seconds": f"{seconds:g}"}
     file = kept_in()
     kept = found_by_first(lambda: _read(file, facts), dist.group.WORLD)
@@ -81,10 +85,6 @@ def own_profile(config: Any, workloads: Sequence[LayerWorkload], seconds: float)
         return OwnProfile(kept, str(file))
     if kept is not None:
         say(AUTO, kept)
-    room = room_beside(device, number := num_domain_groups(sizes.workers))
-    if room is not None and room < 0:  # a rank that ran out of memory would leave the others in a collective
-        say(AUTO, f"GPUs have no memory for the {number} process groups of expert domains: what uses them is not tried")
-        sizes = replace(sizes, workers=())
     with failure_board.told():
         cluster = measure(sizes, seconds, device, _progress(seconds))
     cluster = replace(cluster, measured_for=facts)

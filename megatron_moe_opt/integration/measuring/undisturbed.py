@@ -23,6 +23,8 @@ def undisturbed() -> Iterator[None]:
     devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
     tracker, routers = get_cuda_rng_tracker(), RouterReplay.global_router_replay_instances
     states, known = tracker.get_states(), list(routers)
+    # Of CUDA graphs that draw random numbers the tracker holds generators, and their states are in these.
+    drawn = {one: one.get_state() for one in states.values() if isinstance(one, torch.Generator)}
     if devices:
         torch.cuda.empty_cache()  # NCCL takes its buffers from what PyTorch does not hold
     try:
@@ -30,6 +32,8 @@ def undisturbed() -> Iterator[None]:
             yield
     finally:
         tracker.set_states(states)
+        for generator, state in drawn.items():
+            generator.set_state(state)
         routers[:] = known
         gc.collect()  # layers are in cycles, with their hooks
         if devices:

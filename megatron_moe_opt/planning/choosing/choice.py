@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.planning.choosing.equal_times import fewest_of_equal
 from megatron_moe_opt.planning.costs.cluster import Cluster
-from megatron_moe_opt.planning.predicting.layer_on_cluster import DISPATCH, PIPELINE, LayerOnCluster
+from megatron_moe_opt.planning.predicting.layer_on_cluster import DISPATCH, FURTHER, PIPELINE, LayerOnCluster
 from megatron_moe_opt.planning.predicting.layer_workload import LayerWorkload
 from megatron_moe_opt.planning.predicting.prediction import Prediction, Refusal
 
@@ -64,12 +64,14 @@ def choose(
                 f"{least} takes least, {held[least]} bytes; raise the budget, allow more partitions or reuse, or train "
                 "on fewer tokens at once"
             )
-    return Choice(fewest_of_equal([(_compared(one, cluster), one.parts, one) for one in fitting]), found)
+    return Choice(fewest_of_equal([(_compared(one), one.parts, one) for one in fitting]), found)
 
 
 def schedule_seconds(one: Prediction) -> float:
     """Returns the part of a layer's time that its schedules take, in which candidates of a system differ."""
-    return one.terms.get(PIPELINE) or one.terms.get(DISPATCH, 0.0)
+    if PIPELINE in one.terms:
+        return one.terms[PIPELINE] + one.terms.get(FURTHER, 0.0)
+    return one.terms.get(DISPATCH, 0.0)
 
 
 def with_rows(layer: LayerWorkload, rows: int) -> LayerWorkload:
@@ -90,15 +92,9 @@ def _candidates(asked: Asked, layer: LayerWorkload, cluster: Cluster) -> Iterato
         raise ConfigurationError("; ".join(f"{one.variant}: {one.reason}" for one in refused))
 
 
-def _compared(one: Prediction, cluster: Cluster) -> float:
-    """The schedules' seconds as they are compared within a system.
-
-    Partitions take something besides their ops, in a small layer; other systems are not compared with that, which
-    would make larger layers too slow beside them.
-    """
-    if PIPELINE in one.terms:
-        return schedule_seconds(one) + (one.parts - 1) * cluster.partition_overhead
-    return schedule_seconds(one) * (ONE_CHUNK if one.parts == 1 else 1.0)
+def _compared(one: Prediction) -> float:
+    """Returns the schedules' seconds as they are compared within a system."""
+    return schedule_seconds(one) * (ONE_CHUNK if one.parts == 1 and PIPELINE not in one.terms else 1.0)
 
 
 C = TypeVar("C")

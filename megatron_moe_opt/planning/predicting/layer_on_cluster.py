@@ -29,6 +29,8 @@ PIPELINE = "pipeline with experts"
 """The name of the term of schedules that experts are part of."""
 DISPATCH = "dispatch and combine"
 """The name of the term of all other schedules."""
+FURTHER = "further partitions"
+"""The name of the term of what partitions take besides their ops."""
 PROB_BYTES = 4
 _CONVERT = (Kind.COPY, Kind.PERMUTE, Kind.SUM)
 CODEC_COPIES = {
@@ -201,16 +203,19 @@ class LayerOnCluster:
         with_experts = any(op.kind is Kind.COMPUTE for op in ops)
         experts = [] if with_experts else self.expert_timelines()
         local = self.local_timeline(whose, local_rows)
+        further = (parts - 1) * self.cluster.partition_overhead if with_experts else 0.0
+        besides = Timeline.in_turn(FURTHER, [(Op(Kind.COMPUTE, Lane.COMPUTE), further)])
         in_order = list(timelines)
         for place, of_pass in zip((1, 4), experts, strict=False):  # behind each dispatch, forward and backward
             in_order.insert(place, of_pass)
         terms = {
             PIPELINE if with_experts else DISPATCH: sum(one.seconds for one in timelines),
             "experts": sum(one.seconds for one in experts),
+            FURTHER: further,
             "rows on the rank": local.seconds,
         }
         sent = [(links or self.links).sent(op) for op in ops if op.kind in COLLECTIVES]
-        in_order = [one for one in (*in_order, local) if one.seconds]
+        in_order = [one for one in (*in_order, besides, local) if one.seconds]
         return Prediction(
             variant,
             sum(one.seconds for one in in_order),
