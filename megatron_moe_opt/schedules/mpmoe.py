@@ -326,7 +326,11 @@ class _Partitions(Pipeline):
         """What remains to be done with the rows of a partition that are back."""
 
     def alternate(self, send: Part, sort: Part, compute: Part, back: Part) -> None:
-        """Has all partitions through the experts; each function adds its ops for one."""
+        """Has all partitions through the experts; each function adds its ops for one.
+
+        In ascending order, in the backward pass too: Transformer Engine overwrites a weight's gradient in the backward
+        pass of what its module ran first, and adds to it in the others.
+        """
         last = self._count - 1
         for j in range(min(self._ahead, last + 1)):
             send(j)

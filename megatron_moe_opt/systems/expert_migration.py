@@ -196,12 +196,14 @@ def check_padding(config: Any, name: str) -> None:
 
 def check_travelling(config: Any, options: MigrationOptions, sizes: str) -> None:
     """Refuses what experts that travel in domains of these sizes do not go with."""
-    ratio = options.gradient_compression_ratio
-    if ratio is not None and config.fp16:
-        raise ConfigurationError(
-            f"{PREFIX}gradient-compression-ratio {ratio:g} keeps parts of gradients from step to step, and --fp16 "
-            "changes the loss scale between them: use --bf16, or drop it"
-        )
+    if (ratio := options.gradient_compression_ratio) is not None:
+        kept = f"{PREFIX}gradient-compression-ratio {ratio:g} keeps parts of gradients from step to step, and"
+        if config.fp16:
+            raise ConfigurationError(f"{kept} --fp16 changes the loss scale between them: use --bf16, or drop it")
+        if config.calculate_per_token_loss:
+            raise ConfigurationError(
+                f"{kept} --calculate-per-token-loss divides each step's by its own number of tokens: drop one of them"
+            )
     travels = f"{PREFIX}domain-sizes {sizes} has experts travel, and"
     if config.gradient_accumulation_fusion:
         raise ConfigurationError(

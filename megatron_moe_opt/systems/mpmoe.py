@@ -175,6 +175,12 @@ def _check(config: Any, options: MpmoeOptions, arguments: Any) -> None:
             f"{PREFIX}activation-budget {options.activation_budget} has nothing to choose: add {PREFIX}partitions auto "
             f"or {PREFIX}memory-reuse auto, or drop it"
         )
+    offloaded = _OF_EXPERTS.intersection(getattr(config, "offload_modules", None) or ())
+    if offloaded and getattr(config, "fine_grained_activation_offloading", False):
+        raise ConfigurationError(
+            f"--offload-modules {' '.join(sorted(offloaded))} brings back what experts saved in their last call first, "
+            f"and {FLAG} {NAME} calls them once a partition: leave it out, or use {PREFIX}memory-reuse S1"
+        )
     reuse = options.memory_reuse or NONE
     if reuse == NONE:
         return
@@ -188,6 +194,10 @@ def _check(config: Any, options: MpmoeOptions, arguments: Any) -> None:
         raise ConfigurationError(
             f"--fine-grained-activation-offloading offloads what {flag} restores in another way: drop one of the two"
         )
+
+
+_OF_EXPERTS = frozenset({"expert_fc1", "moe_act", "fused_group_mlp"})
+"""Modules that run in an expert call, of those that --offload-modules takes."""
 
 
 def _check_domains(config: Any, options: Any) -> None:

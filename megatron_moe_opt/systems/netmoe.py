@@ -118,6 +118,11 @@ def _check_way(config: Any, options: Any) -> None:
             f"--expert-model-parallel-size 1 has all experts on every rank, and {flag} is about the links to others: "
             f"give {PREFIX}way {ROWS}"
         )
+    if config.moe_router_padding_for_quantization:
+        raise ConfigurationError(
+            f"--moe-router-padding-for-quantization gives tokens more experts than top-k, and {flag} sends a token's "
+            f"{config.moe_router_topk}: drop it, or give {PREFIX}way {ROWS}"
+        )
     if options.monta_level is not None or options.profile is not None:
         other = "monta-level" if options.monta_level is not None else "profile"
         raise ConfigurationError(

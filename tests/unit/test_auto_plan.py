@@ -340,7 +340,7 @@ def test_what_lies_between_two_steps_is_not_timed(timed):
 
 
 def test_what_is_sent_before_a_layer_runs_is_timed(timed):
-    """Experts that travel are, when gradients are cleared; what comes between that and a layer, unless it is another's."""
+    """As experts that travel are when gradients are cleared; not what is another model's, or an evaluation."""
     controller, layer, now = timed
     dense = SimpleNamespace(config=copy.copy(controller.config))
     dense.config.num_moe_experts = None

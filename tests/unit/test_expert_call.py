@@ -6,12 +6,14 @@ import weakref
 
 import pytest
 import torch
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from megatron_moe_opt.runtime.engine.offload import HOST_MEMORY
 from megatron_moe_opt.runtime.through_experts.expert_call import ExpertCall, Experts
 from megatron_moe_opt.runtime.through_experts.expert_pipeline import _Sum
-from megatron_moe_opt.runtime.through_experts.saved_middle import Products
+from megatron_moe_opt.runtime.through_experts.saved_middle import Products, addresses_of
+from megatron_moe_opt.runtime.travelling_experts.arrived_experts import ArrivedExperts, restore_part
 from megatron_moe_opt.schedules.mpmoe import Restore
 
 ROWS, HIDDEN, MIDDLE = 12, 8, 20
@@ -53,8 +55,7 @@ def test_gradients_are_autograds(middle, hands_over, counts):
     expected = module.run(leaves[0], counts, leaves[1])
     of_leaves = torch.autograd.grad(expected, (*leaves, *weights[:3]), grad)
 
-    addresses = {weight.untyped_storage().data_ptr() for weight in weights}
-    call = ExpertCall(module, counts, probs, middle, addresses, hands_over)
+    call = ExpertCall(module, counts, probs, middle, addresses_of(weights), hands_over)
     buffer = tokens.clone()  # overwritten after the forward pass, as partitions that share it do
     output = call.forward(buffer)
     assert torch.equal(output, expected) and not output.requires_grad
@@ -162,8 +163,7 @@ def offloaded(way: str, counts: tuple[int, ...]) -> tuple[Experts, ExpertCall, l
     expected = torch.autograd.grad(run(leaves[0], torch.tensor(counts), leaves[1]).sum(), (*leaves, *weights))
     for one in modules:
         one.calls = 0
-    addresses = {one.untyped_storage().data_ptr() for one in modules.parameters()}
-    call = ExpertCall(module, torch.tensor(counts), given[1], Restore.OFFLOAD, addresses)
+    call = ExpertCall(module, torch.tensor(counts), given[1], Restore.OFFLOAD, addresses_of(modules.parameters()))
     call.forward(given[0])
     call.offload_middle()
     return module, call, given, list(expected)
@@ -194,3 +194,25 @@ def test_activations_that_save_other_tensors_than_before_are_refused(way):
     come_back(call)
     with pytest.raises(RuntimeError, match="experts saved other tensors when their activations were computed again"):
         call.activate(tokens)
+
+
+def test_an_output_that_is_saved_beside_experts_that_travel_does_not_keep_its_graph():
+    arrived = ArrivedExperts(lambda: lambda: torch.zeros(1))
+    with saved_tensors_hooks(arrived.pack, restore_part):
+        output = torch.relu(torch.ones(2, requires_grad=True))
+    kept = weakref.ref(output)
+    del output
+    assert kept() is None
+
+
+def test_quantized_parameters_have_no_memory_of_their_own():
+    """As Transformer Engine's, whose storage has no address."""
+    plain = torch.zeros(2)
+    quantized = torch.nn.Parameter(torch.Tensor._make_wrapper_subclass(_Quantized, (2, 2)))
+    assert addresses_of([plain, quantized]) == {plain.data_ptr()}
+
+
+class _Quantized(torch.Tensor):
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        return torch.Tensor._make_wrapper_subclass(cls, args[0].shape)  # what a parameter asks for: itself, detached

@@ -395,6 +395,11 @@ def test_netmoe_refuses_a_megatron_without_its_seams(monkeypatch):
             "--moe-opt-levels 2,1 says over which links tokens hop, and rows do not: give",
         ),
         (
+            {"way": "hops"},
+            {"moe_router_padding_for_quantization": True},
+            "--moe-router-padding-for-quantization gives tokens more experts than top-k, and --moe-opt-way hops",
+        ),
+        (
             {"way": "joint"},
             {},
             "--moe-opt-way joint is for partitions, and samples of --moe-token-dispatcher-type netmoe",
@@ -404,8 +409,11 @@ def test_netmoe_refuses_a_megatron_without_its_seams(monkeypatch):
 )
 def test_what_samples_whose_tokens_hop_do_not_go_with_is_refused(options, settings, sentence):
     check_config(config("netmoe", **MOVES), "netmoe", Options(way="hops", chunks=4, network_levels=(2, 1)))
+    ours = config("netmoe", **MOVES)
+    for name, value in settings.items():  # stock takes some with fp8 only
+        setattr(ours, name, value)
     with pytest.raises(ConfigurationError, match=re.escape(sentence)):
-        check_config(config("netmoe", **MOVES | settings), "netmoe", Options(**options))
+        check_config(ours, "netmoe", Options(**options))
 
 
 @pytest.mark.parametrize("variant", ["netmoe", "netmoe:O2x3", "netmoe:hops", "netmoe:hopsx4"])
@@ -423,6 +431,11 @@ def test_variants_of_netmoe_say_what_they_are(variant):
             "--recompute-modules moe_act is recomputed by backward passes of the whole graph only",
         ),
         ("S4", {"fine_grained_activation_offloading": True}, "--fine-grained-activation-offloading offloads what"),
+        (
+            None,
+            {"fine_grained_activation_offloading": True, "offload_modules": ["core_attn", "moe_act"]},
+            "--offload-modules moe_act brings back what experts saved in their last call first, and --moe-token-di",
+        ),
         (None, {"moe_router_padding_for_quantization": True}, "--moe-router-padding-for-quantization pads an expert's"),
     ],
     ids=str,
@@ -552,6 +565,9 @@ def test_gradients_are_compressed_only_where_they_travel_and_keep_their_scale():
         assert config("expert-migration", bf16=True).bf16
         refusal("--moe-opt-gradient-compression-ratio 9 keeps parts of gradients from step to step, and --fp16 changes "
                 "the loss scale between them: use --bf16", name="expert-migration", fp16=True)  # fmt: skip
+        refusal("--moe-opt-gradient-compression-ratio 9 keeps parts of gradients from step to step, and "
+                "--calculate-per-token-loss divides each step's by its own", name="expert-migration",
+                calculate_per_token_loss=True)  # fmt: skip
         for name in ("monta", "alltoall"):
             refusal("--moe-opt-gradient-compression-ratio 9 is for --moe-token-dispatcher-type mpmoe, expert-"
                     f"migration, not {name}", name=name)  # fmt: skip

@@ -135,7 +135,7 @@ class Controller:
         self._micro_batches = 0
         """Of the step that is under way, or was the last."""
         self._timed_as = 0
-        """Micro-batches of the first step that was timed, for as many of which all times are given; 0: there was none."""
+        """Micro-batches of the first step that was timed: all times are given for as many. 0: there was none."""
         if options.plan is not None:
             if dist.is_initialized():
                 self._agree_on_plan(dist.group.WORLD)

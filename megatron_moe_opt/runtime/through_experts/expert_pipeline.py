@@ -25,6 +25,7 @@ from megatron_moe_opt.runtime.rows.row_layout import AtExperts
 from megatron_moe_opt.runtime.rows.wire_rows import WireRows
 from megatron_moe_opt.runtime.through_experts.expert_call import ExpertCall, Experts
 from megatron_moe_opt.runtime.through_experts.partition_buffers import PartitionBuffers
+from megatron_moe_opt.runtime.through_experts.saved_middle import addresses_of
 from megatron_moe_opt.schedules import mpmoe
 from megatron_moe_opt.schedules.mpmoe import (
     INPUT_GRADIENTS,
@@ -120,8 +121,7 @@ class _Pass:
     def forward(self, packed: torch.Tensor) -> torch.Tensor:
         """Rows to the experts -> rows back, where they came from."""
         how = STRATEGIES[self.strategy]
-        held = (*self.experts.parameters, *self.experts.constants)
-        addresses = {tensor.untyped_storage().data_ptr() for tensor in held}
+        addresses = addresses_of((*self.experts.parameters, *self.experts.constants))
         probs = [empty((rows.gathered,), self.prob_dtype, packed.device) for rows in self.partitions]
         self.calls = [
             ExpertCall(self.experts, one.plan.tokens_per_expert, of_partition, how.middle, addresses, self.hands_over)
@@ -136,7 +136,8 @@ class _Pass:
             self._free_sent(outputs, j)
             if j >= how.middle_buffers:
                 self.calls[j - how.middle_buffers].free_middle()
-            outputs[j] = self.calls[j].forward(tokens).contiguous(), None
+            # Rows are copied as bytes: they are sent as they came, whatever dtype a module of somebody's returns.
+            outputs[j] = self.calls[j].forward(tokens).to(tokens.dtype).contiguous(), None
 
         def bind(op: Op) -> Steps:
             j, target = op.chunk, base_name(op.writes[0])

@@ -9,7 +9,7 @@ dropped. It is the same computation on the same tensors, so that gradients are t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -229,8 +229,7 @@ class SavedMiddle:
 
     def _address(self, tensor: torch.Tensor) -> int | None:
         """Where the memory of a saved tensor begins, which is T_M's or the input's; None: it is saved as it is."""
-        plain = type(tensor) in (torch.Tensor, nn.Parameter) and tensor.layout is torch.strided
-        if not plain or not tensor.numel() or tensor.device != self._tokens.device:
+        if not _is_plain(tensor) or not tensor.numel() or tensor.device != self._tokens.device:
             return None
         address = _address_of(tensor)
         if address in self._kept:
@@ -331,6 +330,15 @@ class _Second(nn.Module):
         self.again.end(activated)
         # One zero in the output's shape: nobody reads it, but the experts may put theirs together.
         return activated.new_zeros(()).expand(*activated.shape[:-1], self.again.hidden), None
+
+
+def addresses_of(tensors: Iterable[torch.Tensor]) -> set[int]:
+    """Returns where the memory of tensors begins; of quantized parameters, which have none of their own, nothing."""
+    return {_address_of(tensor) for tensor in tensors if _is_plain(tensor)}
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    return type(tensor) in (torch.Tensor, nn.Parameter) and tensor.layout is torch.strided
 
 
 def _address_of(tensor: torch.Tensor) -> int:

@@ -55,11 +55,16 @@ class ArrivedExperts:
             self.arrive = self._bring()
 
     def forget_part(self, tensor: torch.Tensor) -> torch.Tensor | _Part:
-        """Where among the experts a tensor lies; the tensor itself, if it is none of them."""
+        """Returns where among the experts a tensor lies; the tensor itself, if it is none of them."""
         experts = self._experts and self._experts()
         if experts is None or tensor.untyped_storage()._cdata != experts.untyped_storage()._cdata:
             return tensor
         return _Part(self, tensor.storage_offset() - experts.storage_offset(), tensor.size(), tensor.stride())
+
+    def pack(self, tensor: torch.Tensor) -> torch.Tensor | _Part:
+        """Returns the same for autograd to keep: an output itself would keep the graph alive that saves it."""
+        part = self.forget_part(tensor)
+        return part.detach() if isinstance(part, torch.Tensor) else part
 
 
 @dataclass(frozen=True)

@@ -178,7 +178,7 @@ class MigratedExperts:
         """
         if self.communicator.residents.limit is None:
             return nullcontext()
-        return saved_tensors_hooks(self._arrived.forget_part, restore_part)
+        return saved_tensors_hooks(self._arrived.pack, restore_part)
 
     def back_in_backward(self, outputs: torch.Tensor) -> torch.Tensor:
         """The experts' outputs as they are. When their gradient comes, the experts of this pass are gathered again if
