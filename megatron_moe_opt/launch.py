@@ -21,8 +21,6 @@ from megatron_moe_opt.integration.start_facts import facts_of
 from megatron_moe_opt.options import Options, options_help, split_options
 from megatron_moe_opt.runtime.job.same_start import say_together, start_alike
 
-USAGE = "usage: python -m megatron_moe_opt.launch SCRIPT [ARGS...]"
-
 
 def run_script(path: Path, arguments: list[str]) -> None:
     """Runs the file as `__main__` would be run by `python path arguments...`.
@@ -46,7 +44,7 @@ def main(arguments: list[str], inside: AbstractContextManager[object] | None = N
         inside: entered before the script, which then runs inside it.
     """
     if not arguments or arguments[0].startswith("-"):
-        print(f"{USAGE}\n\n{options_help()}")
+        print(options_help())
         sys.exit(0 if arguments[:1] in (["-h"], ["--help"]) else 2)
     path = Path(arguments[0])
     try:

@@ -52,11 +52,13 @@ class Options(*reversed(_OF_SYSTEMS), SharedOptions):
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        raise ConfigurationError(f"{message}; see --help for the {PREFIX}* options")
+        raise ConfigurationError(f"{message}; python -m megatron_moe_opt.launch --help lists the {PREFIX}* options")
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(prog="megatron_moe_opt.launch SCRIPT", add_help=False, allow_abbrev=False)
+    parser = _Parser(
+        prog="python -m megatron_moe_opt.launch", usage="%(prog)s SCRIPT [ARGS...]", add_help=False, allow_abbrev=False
+    )
     group = parser.add_argument_group("megatron-moe-opt")
     for one in fields(Options):
         flag, values, about, metavar = (one.metadata[key] for key in ("flag", "values", "help", "metavar"))

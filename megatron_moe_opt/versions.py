@@ -35,6 +35,13 @@ def supports_megatron(version: str) -> bool:
 
 
 @functools.cache
+def megatron_is_before(major: int, minor: int) -> bool:
+    """Whether the megatron.core that is here is older than a version; not where there is none."""
+    version = megatron_version()
+    return version is not None and tuple(int(part) for part in version.split(".")[:2]) < (major, minor)
+
+
+@functools.cache
 def software() -> dict[str, str]:
     """Returns the versions that a report or a profile says it was made with."""
     import torch

@@ -17,6 +17,7 @@ from megatron_moe_opt.row_format import SAME, Wire, WireFormat
 from megatron_moe_opt.systems import SYSTEMS, moves_samples, system_of
 from megatron_moe_opt.systems.expert_migration import NAME as EXPERT_MIGRATION
 from megatron_moe_opt.systems.system import CHOOSES, FLAG, PREFIX, READS, System, flag_of, shown
+from megatron_moe_opt.versions import megatron_is_before
 
 GRAPHED = ("attn", "mlp", "moe_router")
 """Of --cuda-graph-scope, what may be captured: what ends before a dispatcher begins. (None has run on a GPU.)"""
@@ -126,6 +127,8 @@ def check_config(config: Any, name: str, options: Options, is_of_run: bool = Tru
             f"completes under {FLAG} {name} without --sequence-parallel: add that"
         )
     _check_capacity(config)
+    if is_of_run:
+        _check_gradient_groups(config, name)
     _check_cuda_graphs(config, name)
     if getattr(arguments, "optimizer_cuda_graph", False):  # from megatron-core 0.19 on
         _check_optimizer_graph(name, options)
@@ -142,6 +145,19 @@ def check_config(config: Any, name: str, options: Options, is_of_run: bool = Tru
         raise ConfigurationError(
             f"--transformer-impl inference_optimized brings its own dispatchers and does not work with {FLAG} {name}: "
             "use alltoall for inference"
+        )
+
+
+def _check_gradient_groups(config: Any, name: str) -> None:
+    """Refuses experts whose gradients Megatron before 0.19 sums over other ranks than those that hold the same: with EP
+    1 it takes them for dense weights, which lie as TP cuts them.
+    """
+    tp, etp = config.tensor_model_parallel_size, config.expert_tensor_parallel_size
+    if config.expert_model_parallel_size == 1 and etp != tp and megatron_is_before(0, 19):
+        raise ConfigurationError(
+            f"--expert-tensor-parallel-size {etp} beside --tensor-model-parallel-size {tp} at --expert-model-parallel-"
+            f"size 1 has this Megatron sum experts' gradients over other ranks than hold them, under {FLAG} {name} and "
+            "stock's alike: set both alike, expert parallelism above 1, or use megatron-core 0.19"
         )
 
 

@@ -135,7 +135,10 @@ def _candidates(layer: LayerOnCluster, options: MontaOptions) -> Iterator[Predic
     """The exchanges that the dispatcher runs, their all-to-alls less what placing samples keeps inside nodes."""
     one, saving = layer.workload, layer.workload.placement_saving
     if saving is None:
-        yield Refusal(NAME, "what it saves depends on which samples use which experts: give a routing trace")
+        depends = "what it saves depends on which samples use which experts"
+        yield Refusal(
+            NAME, f"{depends}: moe-opt trace replay says how much, and moe-opt plan takes that by --placement-saving"
+        )
         return
 
     def placed(op: Op) -> Op:

@@ -19,6 +19,7 @@ from tests.multirank import test_bench_layer
 from tests.multirank.test_dispatchers import compare
 from tests.multirank.test_mpmoe import worst_errors
 from tests.multirank.test_parm import compare_replicated
+from tests.multirank.test_telemetry import model_step
 from tests.ranks.dispatchers import options_of
 from tests.ranks.pool import GPUS, RankPool
 
@@ -130,6 +131,11 @@ def errors_of(dispatcher: str, folder: object) -> list[float]:
 def test_a_layer_equals_stock(gpu_ranks, tmp_path, dispatcher):
     for errors in gpu_ranks.run(errors_of, dispatcher=dispatcher, folder=tmp_path):
         assert max(errors) < 1e-6
+
+
+def test_telemetry_of_narrow_rows_gathers_what_is_on_the_device(gpu_ranks):
+    for measured in gpu_ranks.run(model_step, dispatcher="mpmoe", settings={}, options={"wire": "fp8"}):
+        assert all(values["dispatch error"] > 0 for values in measured["report"].values())
 
 
 def never_wait_for(name: str) -> None:

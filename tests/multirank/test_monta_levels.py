@@ -25,7 +25,7 @@ from tests.multirank.test_dispatchers import (
 from tests.multirank.test_dispatchers import LAYOUTS as NAMED_LAYOUTS
 from tests.ranks.devices import same
 
-CHUNKS = (1, 2, 3, 5, 8)
+CHUNKS = (2, 3, 8)
 PIPELINES = [("O1", 1), *((level, chunks) for level in ("O2", "O3") for chunks in CHUNKS)]
 IN_LARGER_GROUPS = [("O1", 1), ("O2", 3), ("O3", 2), ("O3", 8)]
 TOPK = (1, 2, 4)

@@ -63,7 +63,7 @@ ELSEWHERE = (
     Elsewhere("bash recipes/slurm/submit.sh", "queues a job", "tests/slurm/test_jobs.py"),
     Elsewhere("python recipes/slurm/check_recipe.py", "asks for a checkout", "tests/unit/test_recipes.py"),
     Elsewhere("$PYTHON recipes/slurm/check_recipe.py", "asks for a checkout", "tests/unit/test_recipes.py"),
-    Elsewhere(SEARCH, "searches layouts for half a minute", "tests/unit/test_plan_command.py"),
+    Elsewhere(SEARCH, "searches layouts for seconds", "tests/unit/test_plan_command.py"),
     Elsewhere("bash tools/gpu_check.sh", "needs GPUs", "tests/unit/test_gpu_node.py"),
     Elsewhere("python tools/netbox.py", "needs root and shaped links", "tests/system/test_netbox.py"),
     Elsewhere("sudo python tools/netbox.py", "needs root and shaped links", "tests/system/test_netbox.py"),

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import re
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 
-from megatron_moe_opt.options import options_help
+from megatron_moe_opt.integration.checks import readers
+from megatron_moe_opt.options import Options, options_help
+from megatron_moe_opt.systems.system import flag_of
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("recipes/*.md")])
@@ -32,6 +35,13 @@ def test_links_lead_somewhere(page):
         assert linked.exists(), f"{page.name}: {target}"
         if anchor:
             assert anchor in _anchors(linked), f"{page.name}: {target}"
+
+
+def test_the_reference_has_every_option_of_training_and_who_reads_it():
+    rows = re.findall(
+        r"^\| `(--moe-opt-[a-z-]+)` \| ([^|]*) \|", (ROOT / "docs/reference.md").read_text(), re.MULTILINE
+    )
+    assert rows == [(flag_of(Options, one.name), ", ".join(readers(one.name)) or "all") for one in fields(Options)]
 
 
 def test_options_of_training_are_there():

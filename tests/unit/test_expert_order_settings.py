@@ -45,6 +45,15 @@ def test_good_settings_pass(check):
         ({"ckpt_format": "torch"}, "can be saved by --ckpt-format torch_dist only"),
         ({"non_persistent_ckpt_type": "local"}, "without --non-persistent-ckpt-type local"),
         ({"dist_ckpt_optim_fully_reshardable": False}, "add --dist-ckpt-optim-fully-reshardable"),
+        (
+            {
+                "dist_ckpt_optim_fully_reshardable": False,
+                "use_distributed_optimizer": False,
+                "use_layer_wise_distributed_optimizer": True,  # Muon's
+            },
+            "add --dist-ckpt-optim-fully-reshardable",
+        ),
+        ({"save": None, "save_wgrads_interval": 100}, "by which --save-wgrads-interval names what it saves"),
         ({"config": {"mtp_num_layers": 1}}, "does not work with --mtp-num-layers"),
         ({"config": {"fp8": "hybrid"}}, "does not work with --fp8-format"),
         ({"config": {"use_cpu_initialization": True}}, "does not work with --use-cpu-initialization"),

@@ -58,7 +58,7 @@ def test_all_systems_are_ranked_or_refused_with_a_reason():
     assert [one.seconds for one in found] == sorted(one.seconds for one in found)
     assert {one.family for one in found} == {ALLTOALL, "monta", "parm", "mpmoe"}
     reasons = {one.variant: one.reason for one in refused}
-    assert "expert tensor parallelism 4" in reasons["expert-migration"] and "routing trace" in reasons["netmoe"]
+    assert "expert tensor parallelism 4" in reasons["expert-migration"] and "moe-opt trace replay" in reasons["netmoe"]
     for one in found:
         assert one.seconds == pytest.approx(sum(one.terms.values()))
         assert 0 <= one.exposed <= one.seconds

@@ -25,6 +25,7 @@ from megatron_moe_opt.integration.layer.replicated_tokens import keeps_from_spli
 from megatron_moe_opt.options import Options, options_help, split_options
 from megatron_moe_opt.systems import system_of
 from megatron_moe_opt.variants import whole_variant
+from megatron_moe_opt.versions import megatron_is_before
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -134,6 +135,10 @@ def test_bad_settings_are_refused_in_one_sentence():
         num_moe_experts=7,
         expert_model_parallel_size=2,
     )
+    uncut = {"expert_model_parallel_size": 1, "expert_tensor_parallel_size": 2, "add_bias_linear": False}
+    if megatron_is_before(0, 19):
+        refusal("--expert-tensor-parallel-size 2 beside --tensor-model-parallel-size 1 at", **uncut)
+    assert config(**uncut, tensor_model_parallel_size=2, sequence_parallel=True).expert_tensor_parallel_size == 2
     refusal("--cuda-graph-impl local does not work with", cuda_graph_impl="local")
     refusal(
         "--transformer-impl inference_optimized brings its own",

@@ -68,6 +68,12 @@ def check_expert_order(config: Any, path: Path) -> None:
 
 def _check_checkpoints(arguments: Any, path: Path) -> None:
     """Of Megatron-LM's own scripts, whose command line is known before anything is built."""
+    for flag in ("--save-params-interval", "--save-wgrads-interval"):
+        if getattr(arguments, flag[2:].replace("-", "_"), None) is not None:
+            raise ConfigurationError(
+                f"{FLAG} {path} has experts in other places than their numbers, by which {flag} names what it saves: "
+                "drop one of the two"
+            )
     if not arguments.save:
         return  # what is loaded is looked at then
     if arguments.ckpt_format != "torch_dist" or arguments.non_persistent_ckpt_type == "local":
@@ -75,7 +81,11 @@ def _check_checkpoints(arguments: Any, path: Path) -> None:
             f"{FLAG} {path} can be saved by --ckpt-format torch_dist only, without --non-persistent-ckpt-type local: "
             "choose that, or drop the order"
         )
-    if arguments.use_distributed_optimizer and not arguments.dist_ckpt_optim_fully_reshardable:
+    # Muon's optimizer has a flag of its own in the place of --use-distributed-optimizer (from megatron-core 0.18 on).
+    distributed = arguments.use_distributed_optimizer or getattr(
+        arguments, "use_layer_wise_distributed_optimizer", False
+    )
+    if distributed and not arguments.dist_ckpt_optim_fully_reshardable:
         raise ConfigurationError(
             f"{FLAG} {path} with --use-distributed-optimizer needs optimizer states that are saved by parameter: add "
             "--dist-ckpt-optim-fully-reshardable"

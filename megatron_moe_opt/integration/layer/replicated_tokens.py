@@ -106,11 +106,11 @@ class _Edge:
     def __init__(self, layer: Any) -> None:
         self._router, self._group = layer.router, layer.tp_group
         self._splits_rows = False
-        of_router = {id(parameter) for parameter in layer.router.parameters()}
-        self._frozen = [
+        of_router, of_experts = ({id(one) for one in part.parameters()} for part in (layer.router, layer.experts))
+        self._frozen = [  # Megatron marks biases of experts too, which have seen the tokens of all ranks
             (parameter, id(parameter) not in of_router)
             for parameter in layer.parameters()
-            if getattr(parameter, "sequence_parallel", False)
+            if getattr(parameter, "sequence_parallel", False) and id(parameter) not in of_experts
         ]
         """Whose gradients are not completed yet, and whether S2 needs that too."""
         self.complete_gradients()

@@ -73,8 +73,9 @@ class _Observed:
         rows = torch.zeros(len(self.first), self.group.size(), dtype=torch.float64)
         rows[:, self.group.rank()] = torch.tensor([one.rows for one in self.first], dtype=torch.float64)
         tokens = [one.tokens_of_experts.double() for one in self.first]
-        rounding = sum((torch.cat(one.rounding) for one in self.first if one.rounding), torch.zeros(_ROUNDING))
-        parts = [self._sums(forward), self._sums(backward), rounding.double(), rows.view(-1), *tokens]
+        noted = [torch.cat(one.rounding) for one in self.first if one.rounding]  # on the layer's device
+        rounding = torch.stack(noted).sum(0) if noted else torch.zeros(_ROUNDING, dtype=torch.float64)
+        parts = [self._sums(forward), self._sums(backward), rounding, rows.view(-1), *tokens]
         return torch.cat([part.to(device_of(self.group)) for part in parts])
 
     def _sums(self, passes: list[tuple[Direction, ...]]) -> torch.Tensor:

@@ -62,7 +62,11 @@ def arrangements(
 
 
 def _layout(model: ModelShape, world: int, tp: int, cp: int, pp: int, ep: int, expert_tp: int) -> Layout | None:
-    """Returns the layout, or None where Megatron would refuse it."""
+    """Returns the layout; None where Megatron would refuse it, or (before 0.19) sum experts' gradients over others than
+    those that hold them.
+    """
+    if ep == 1 and expert_tp != tp:
+        return None
     if world % (tp * cp * pp) or world % (expert_tp * ep * pp) or (model.kv_heads or model.heads) % tp:
         return None
     layout = Layout(world, tp, cp, ep, expert_tp, pp)
