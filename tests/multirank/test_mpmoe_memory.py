@@ -45,7 +45,7 @@ def test_saves_what_the_paper_says(ranks):
         assert row.saved >= 0.95 * row.predicted - less, row
         assert row.use.held < 0.25 * row.without.held  # the output, and under S2 and S4 the packed rows
     for offloads, recomputes in ("S1", "S3"), ("S2", "S4"):
-        assert another <= rows[offloads].use.peak - rows[recomputes].use.peak <= 1.25 * another
+        assert 0.999 * another <= rows[offloads].use.peak - rows[recomputes].use.peak <= 1.25 * another  # in blocks
     # T_DI, and T_M: the activation function's input.
     for strategy, copies in ("none", 0), ("S1", 1 + FFN // HIDDEN), ("S2", FFN // HIDDEN), ("S3", 1), ("S4", 0):
         host = rows[strategy].use.host
