@@ -16,11 +16,10 @@ from megatron_moe_opt.integration.measuring.layer_settings import LayerSettings
 from megatron_moe_opt.integration.measuring.timing import slowest
 from megatron_moe_opt.option_values import AUTO
 from megatron_moe_opt.planning.choosing.choice import Choice, choose, schedule_seconds, with_rows
-from megatron_moe_opt.planning.choosing.partition_search import PARTITIONS
 from megatron_moe_opt.planning.costs.cluster import Cluster
 from megatron_moe_opt.planning.predicting.partitioned_rows import activation_bytes
 from megatron_moe_opt.planning.predicting.skew import rows_as_even
-from megatron_moe_opt.schedules.mpmoe import NONE, STRATEGIES
+from megatron_moe_opt.schedules.mpmoe import NONE, PARTITIONS, STRATEGIES
 from megatron_moe_opt.schedules.parm import SCHEDULES
 from megatron_moe_opt.systems.monta import MONTA, MontaOptions
 from megatron_moe_opt.systems.mpmoe import MPMOE, MpmoeOptions

@@ -82,6 +82,8 @@ class Strategy:
         return 2 if self.middle is Restore.OFFLOAD else 1
 
 
+PARTITIONS = (1, 2, 3, 4, 5, 6, 7, 8)
+"""To choose from: the paper's 2 to 8, and not to cut at all."""
 NONE = "none"
 STRATEGIES = {
     NONE: Strategy(Restore.KEEP, Restore.KEEP),

@@ -13,11 +13,10 @@ import torch.distributed as dist
 
 from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.options import Options, split_options
-from megatron_moe_opt.planning.choosing.partition_search import PARTITIONS
 from megatron_moe_opt.planning.costs.cluster import Cluster, ExpertGemm, World
 from megatron_moe_opt.planning.predicting.layer_workload import LayerWorkload
 from megatron_moe_opt.planning.predicting.partitioned_rows import row_bytes
-from megatron_moe_opt.schedules.mpmoe import STRATEGIES
+from megatron_moe_opt.schedules.mpmoe import PARTITIONS, STRATEGIES
 from megatron_moe_opt.schedules.schedule import Kind
 
 LAYER = LayerWorkload(0, 64, 128, False, 8, 2, 4, 16, 4, 1, fused=True)

@@ -11,14 +11,13 @@ from hypothesis import strategies as st
 from megatron_moe_opt.errors import ConfigurationError
 from megatron_moe_opt.planning.choosing.choice import choices, choose, schedule_seconds, with_rows
 from megatron_moe_opt.planning.choosing.equal_times import EQUAL_WITHIN
-from megatron_moe_opt.planning.choosing.partition_search import PARTITIONS
 from megatron_moe_opt.planning.costs.cluster import Cluster, ExpertGemm, World
 from megatron_moe_opt.planning.costs.expert_costs import costs_with_experts
 from megatron_moe_opt.planning.predicting.layer_workload import LayerWorkload
 from megatron_moe_opt.planning.predicting.partitioned_rows import activation_bytes
 from megatron_moe_opt.planning.predicting.simulator import simulate
 from megatron_moe_opt.schedules import mpmoe
-from megatron_moe_opt.schedules.mpmoe import STRATEGIES, PartitionRows, RowBytes
+from megatron_moe_opt.schedules.mpmoe import PARTITIONS, STRATEGIES, PartitionRows, RowBytes
 from megatron_moe_opt.schedules.schedule import Kind, Lane
 from megatron_moe_opt.systems.mpmoe import MPMOE
 from tools.mpmoe_formulas import paradigm_1, paradigm_2, paradigm_3, paradigm_seconds

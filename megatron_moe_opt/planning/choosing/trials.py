@@ -5,7 +5,7 @@ systems that are 5 % apart. What a step takes is known for certain only once it 
 are sweeps of short turns. After each, what cannot be the fastest any more drops out: most steps go to variants that are
 hard to tell apart, and nearly as fast as what stays. Every other sweep goes in the opposite order, so that what drifts
 meanwhile favours none. In the leader's system a variant may be faster that was not predicted so: along each of its
-numbers, such as partitions, MPMoE's Algorithm 1 says which one joins (partition_search.py).
+numbers, such as partitions, MPMoE's Algorithm 1 says which one joins.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 
 from megatron_moe_opt.planning.choosing.contenders import contenders
-from megatron_moe_opt.planning.choosing.partition_search import PartitionSearch
 from megatron_moe_opt.planning.predicting.prediction import ALLTOALL, Prediction
 from megatron_moe_opt.variants import kind_of
 
@@ -72,19 +71,28 @@ def lines(variant: str, among: Iterable[str]) -> Iterator[dict[int, str]]:
 
 
 def next_along(line: Mapping[int, str], leader: str, times: Mapping[str, Sequence[float]]) -> str | None:
-    """What of a line to try next, until it is known where time turns on it (MPMoE, Algorithm 1); None: it is.
+    """Returns what of a line to try next, until it is known where time turns on it; None: it is.
+
+    Along a number time is taken to fall and then to rise (MPMoE, Algorithm 1, for the one number of tokens that training
+    has). So it goes upwards from the leader until time has risen, and downwards too, unless it has only fallen. What may
+    be as fast as the fastest so far has not risen.
 
     Args:
         line: a variant for each number, by which they ascend, the leader among them.
         times: of each variant that was tried. What of these is no contender is believed to be slower.
     """
-    tokens = 2  # one number for all: trials choose for those that there are (and a single one is never cut)
-    search = PartitionSearch(tuple(line), believed=1)
-    for number, variant in line.items():
-        if variant in times:
-            search.measured(tokens, number, times[variant])
-    start = next(number for number, variant in line.items() if variant == leader)
-    return next((line[number] for number in search.trial(tokens, start=start)), None)
+    variants = [*line.values()]
+    first, seen = variants.index(leader), {}
+    for direction in (variants[first:], variants[first::-1]):
+        for variant in direction:
+            if variant not in times:
+                return variant
+            seen[variant] = times[variant]
+            if variant not in contenders(seen):
+                break
+        if leader not in contenders(seen):
+            break  # it has fallen on this side, so it rises on the other
+    return None
 
 
 def _form(variant: str) -> tuple[str, tuple[int, ...]]:
