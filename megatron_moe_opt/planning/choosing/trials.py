@@ -73,9 +73,9 @@ def lines(variant: str, among: Iterable[str]) -> Iterator[dict[int, str]]:
 def next_along(line: Mapping[int, str], leader: str, times: Mapping[str, Sequence[float]]) -> str | None:
     """Returns what of a line to try next, until it is known where time turns on it; None: it is.
 
-    Along a number time is taken to fall and then to rise (MPMoE, Algorithm 1, for the one number of tokens that training
-    has). So it goes upwards from the leader until time has risen, and downwards too, unless it has only fallen. What may
-    be as fast as the fastest so far has not risen.
+    Along a number time is taken to fall and then to rise (MPMoE, Algorithm 1, for the one number of tokens that
+    training has). So it goes upwards from the leader until time has risen, and downwards too, unless it has only
+    fallen. What may be as fast as the fastest so far has not risen.
 
     Args:
         line: a variant for each number, by which they ascend, the leader among them.
