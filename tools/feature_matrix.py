@@ -37,9 +37,21 @@ from tools.forked_ranks import DID_NOT_END, start_job
 
 ROOT = Path(__file__).resolve().parents[1]
 STOCK = "alltoall"
-DISPATCHERS = ("monta", "parm", "mpmoe", "netmoe", "expert-migration", "auto", "deepspeed")
-OPTIONS = {"auto": "--moe-opt-profile-seconds 1"}
-"""A measurement that is as short as the runs are."""
+OPTIONS = {
+    "monta": "",
+    "parm": "",
+    "mpmoe": "",
+    "mpmoe:2:S1:hops": "--moe-opt-partitions 2 --moe-opt-memory-reuse S1 --moe-opt-way hops",
+    "mpmoe:2:hops:2": "--moe-opt-partitions 2 --moe-opt-way hops --moe-opt-domain-sizes 2",
+    "netmoe": "",
+    "netmoe:hops": "--moe-opt-way hops",
+    "expert-migration": "",
+    "expert-migration:2": "--moe-opt-domain-sizes 2",
+    "auto": "--moe-opt-profile-seconds 1",  # a measurement that is as short as the runs are
+    "deepspeed": "",
+}
+"""What is given beside `--moe-token-dispatcher-type`, by variant: in those that end with 2 experts travel."""
+DISPATCHERS = tuple(OPTIONS)
 FAILURES = ("different", "traceback", "did not end")
 ROOM = max(4, os.cpu_count() or 1)
 """How many ranks run at a time."""
@@ -205,8 +217,12 @@ class Cell:
 def command_of(feature: Feature, dispatcher: str, checkout: Path, folder: Path) -> list[str]:
     """Returns what the launcher is told."""
     arguments = f"{BASE} {feature.arguments}".replace("{length}", feature.length).replace("{folder}", str(folder))
-    ours = f"--moe-token-dispatcher-type {dispatcher} {OPTIONS.get(dispatcher, '')}"
+    ours = f"--moe-token-dispatcher-type {_type_of(dispatcher)} {OPTIONS.get(dispatcher, '')}"
     return [str(checkout / "pretrain_gpt.py"), *shlex.split(arguments), *shlex.split(ours)]
+
+
+def _type_of(variant: str) -> str:
+    return variant.partition(":")[0]
 
 
 def key_of(feature: Feature, dispatcher: str, checkout: Path) -> str:
@@ -314,7 +330,7 @@ def judged(feature: Feature, dispatcher: str, status: int | None, text: str, sto
         if stock.status != "equal":
             return "runs", ""
         off = difference(losses, stock.losses)
-        if off > feature.tolerance and feature.is_drawn and dispatcher in OTHER_DRAWS:
+        if off > feature.tolerance and feature.is_drawn and _type_of(dispatcher) in OTHER_DRAWS:
             return ("other draws" if off <= HALF else "different"), f"{off:.1e}"
         return ("equal" if off <= feature.tolerance else "different"), f"{off:.1e}"
     refused = refusal_in(text)
@@ -338,7 +354,7 @@ def table(cells: dict[tuple[str, str], Cell], features: Sequence[Feature], dispa
         if not cell.detail or cell.status == "other draws":
             return f"{cell.status} {cell.detail}".strip()
         flag = "--moe-token-dispatcher-type"
-        generic = cell.detail.replace(f"{flag} {cell.dispatcher}", f"{flag} ...")
+        generic = cell.detail.replace(f"{flag} {_type_of(cell.dispatcher)}", f"{flag} ...")
         return f"{cell.status} ({numbers.setdefault(generic, len(numbers) + 1)})"
 
     columns = (STOCK, *dispatchers)
