@@ -87,8 +87,11 @@ class Feature:
     """Routers draw numbers on the rank where a sample is, which OTHER_DRAWS moves."""
     length: str = "--train-iters 3 --lr 1e-3 --lr-decay-iters 3"
     """How long to train: BASE leaves it open."""
+    without: str = ""
+    """A flag of BASE that is left out."""
 
 
+NO_BIASES = "--disable-bias-linear"
 BALANCE = "--moe-aux-loss-coeff 1e-2 --moe-router-load-balancing-type"
 CAPACITY = "--moe-expert-capacity-factor 1.0"
 TOP1 = "--moe-router-topk 1 --moe-router-pre-softmax"
@@ -111,6 +114,9 @@ FEATURES = (
     Feature("expert-TP 2", f"{EP2} --tensor-model-parallel-size 2 --sequence-parallel", 4),
     Feature("TP 2, sequence parallel", f"{EP4} {TP2} --sequence-parallel", 4),
     Feature("TP 2, replicated tokens", f"{EP4} {TP2}", 4),
+    Feature("biases", EP2, without=NO_BIASES),
+    Feature("biases, TP 2, sequence parallel", f"{EP4} {TP2} --sequence-parallel", 4, without=NO_BIASES),
+    Feature("biases, TP 2, replicated tokens", f"{EP4} {TP2}", 4, without=NO_BIASES),
     Feature("CP 2", f"{EP4} --context-parallel-size 2", 4),
     Feature("PP 2", PP2, 4),
     Feature("PP 2, virtual stages", f"{PP2} --num-layers 4 --num-layers-per-virtual-pipeline-stage 1", 4),
@@ -216,7 +222,8 @@ class Cell:
 
 def command_of(feature: Feature, dispatcher: str, checkout: Path, folder: Path) -> list[str]:
     """Returns what the launcher is told."""
-    arguments = f"{BASE} {feature.arguments}".replace("{length}", feature.length).replace("{folder}", str(folder))
+    base = BASE.replace(feature.without, "") if feature.without else BASE
+    arguments = f"{base} {feature.arguments}".replace("{length}", feature.length).replace("{folder}", str(folder))
     ours = f"--moe-token-dispatcher-type {_type_of(dispatcher)} {OPTIONS.get(dispatcher, '')}"
     return [str(checkout / "pretrain_gpt.py"), *shlex.split(arguments), *shlex.split(ours)]
 

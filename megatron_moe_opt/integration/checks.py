@@ -156,8 +156,9 @@ def _check_gradient_groups(config: Any, name: str) -> None:
     if config.expert_model_parallel_size == 1 and etp != tp and megatron_is_before(0, 19):
         raise ConfigurationError(
             f"--expert-tensor-parallel-size {etp} beside --tensor-model-parallel-size {tp} at --expert-model-parallel-"
-            f"size 1 has this Megatron sum experts' gradients over other ranks than hold them, under {FLAG} {name} and "
-            "stock's alike: set both alike, expert parallelism above 1, or use megatron-core 0.19"
+            "size 1 makes Megatron before 0.19 sum experts' gradients over ranks that do not hold the same experts, "
+            f"under {FLAG} {name} and stock's dispatchers alike: set both sizes alike, use expert parallelism above 1, "
+            "or megatron-core 0.19"
         )
 
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 from megatron_moe_opt.errors import ConfigurationError
-from megatron_moe_opt.planning.choosing.equal_times import EQUAL_WITHIN, fewest_of_equal
+from megatron_moe_opt.planning.choosing.equal_times import fewest_of_equal
 from megatron_moe_opt.planning.costs.cluster import STOCK, Cluster
 from megatron_moe_opt.planning.predicting.layer_on_cluster import LayerOnCluster
 from megatron_moe_opt.planning.predicting.layer_workload import LayerWorkload
@@ -69,8 +69,7 @@ def candidates(
                 else:
                     found.append(one)
                     if has_room is not None and has_room(one.activation_bytes):
-                        matters = 1 - WINS_BY if one.variant == ALLTOALL else 1 + EQUAL_WITHIN
-                        layer.below = min(layer.below, one.seconds * matters)
+                        layer.below = min(layer.below, one.seconds * (1 - WINS_BY * (one.variant == ALLTOALL)))
         except ConfigurationError as error:
             refused.append(Refusal(name, str(error)))
     if not found:
@@ -100,15 +99,20 @@ def stock_without_waiting(
 
 
 def best(predictions: Sequence[Prediction]) -> Prediction:
-    """Returns the fastest, in the fewest parts of its kind that are predicted to take as long; stock, where it is among
-    them and nothing is faster by WINS_BY of its time.
-    """
+    """The fastest; stock, where it is among them and nothing is faster by WINS_BY of its time."""
+    fastest = min(predictions, key=lambda one: one.seconds)
     stock = next((one for one in predictions if one.variant == ALLTOALL), None)
-    winning = [one for one in predictions if stock is None or one.seconds <= stock.seconds * (1 - WINS_BY)]
-    if not winning:
+    if stock is not None and fastest.seconds > stock.seconds * (1 - WINS_BY):
         return stock
-    kind = kind_of(min(winning, key=lambda one: one.seconds).variant)
-    return fewest_of_equal([(one.seconds, one.parts, one) for one in winning if kind_of(one.variant) == kind])
+    return fastest
+
+
+def in_fewest_parts(chosen: Prediction, predictions: Sequence[Prediction]) -> Prediction:
+    """Returns, of the candidates of the chosen one's kind that are predicted to take as long, that in the fewest chunks
+    or partitions, to begin trials with: predictions are no better, and trials go on from there.
+    """
+    kind = kind_of(chosen.variant)
+    return fewest_of_equal([(one.seconds, one.parts, one) for one in predictions if kind_of(one.variant) == kind])
 
 
 def _stock(layer: LayerOnCluster) -> Iterator[Prediction | Refusal]:

@@ -174,14 +174,15 @@ def _check(config: Any, options: MpmoeOptions, arguments: Any) -> None:
             f"{PREFIX}activation-budget {options.activation_budget} has nothing to choose: add {PREFIX}partitions auto "
             f"or {PREFIX}memory-reuse auto, or drop it"
         )
-    offloaded = _OF_EXPERTS.intersection(getattr(config, "offload_modules", None) or ())
-    if offloaded and getattr(config, "fine_grained_activation_offloading", False):
-        raise ConfigurationError(
-            f"--offload-modules {' '.join(sorted(offloaded))} brings back what experts saved in their last call first, "
-            f"and {FLAG} {NAME} calls them once a partition: leave it out, or use {PREFIX}memory-reuse S1"
-        )
-    reuse = options.memory_reuse or NONE
+    reuse, offloads = options.memory_reuse or NONE, getattr(config, "fine_grained_activation_offloading", False)
     if reuse == NONE:
+        offloaded = _OF_EXPERTS.intersection(config.offload_modules or ()) if offloads else ()
+        if offloaded and options.partition_counts != (1,):
+            raise ConfigurationError(
+                f"--offload-modules {' '.join(sorted(offloaded))} brings back what experts saved in their last call "
+                f"first, and {FLAG} {NAME} calls them once a partition: drop these modules, or replace the offloading "
+                f"by {PREFIX}memory-reuse S1"
+            )
         return
     flag = f"{PREFIX}memory-reuse {reuse}"
     if config.fp8 or config.fp4:
@@ -189,7 +190,7 @@ def _check(config: Any, options: MpmoeOptions, arguments: Any) -> None:
             f"{flag} does not know what experts in {'--fp8-format' if config.fp8 else '--fp4-format'} save: use "
             f"{PREFIX}memory-reuse {NONE}"
         )
-    if getattr(config, "fine_grained_activation_offloading", False):
+    if offloads:
         raise ConfigurationError(
             f"--fine-grained-activation-offloading offloads what {flag} restores in another way: drop one of the two"
         )

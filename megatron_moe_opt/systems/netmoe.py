@@ -116,7 +116,7 @@ def _check_way(config: Any, options: Any) -> None:
     if config.expert_model_parallel_size == 1:
         raise ConfigurationError(
             f"--expert-model-parallel-size 1 has all experts on every rank, and {flag} is about the links to others: "
-            f"give {PREFIX}way {ROWS}"
+            f"use expert parallelism above 1, or (from megatron-core 0.19 on) give {PREFIX}way {ROWS}"
         )
     if config.moe_router_padding_for_quantization:
         raise ConfigurationError(

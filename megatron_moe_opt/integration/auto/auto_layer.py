@@ -200,7 +200,7 @@ class Controller:
 
     def after_skipped_step(self) -> None:
         """To be called when an optimizer has skipped a step, whose passes and time are no other step's."""
-        self._step_began = self._cleared = None
+        self._forget_step()
         if not self.settled and self.trials is None:
             self._look.again()
 
@@ -229,8 +229,12 @@ class Controller:
         """Of the step that ends, on this rank, as if it had the micro-batches of the first: a batch may be ramped up. 0
         where no layer has run.
         """
-        began, self._step_began, self._cleared = self._step_began, None, None
+        began = self._step_began
+        self._forget_step()
         return 0.0 if began is None else (time.perf_counter() - began) * self._timed_as / self._micro_batches
+
+    def _forget_step(self) -> None:
+        self._step_began = self._cleared = None
 
     def _now(self) -> float:
         if not self.settled:
@@ -241,7 +245,7 @@ class Controller:
         """Plans the trials by the step that has just run, and says what is tried."""
         before, planned = self.first_step, self.shapes
         began = time.perf_counter() if self._step_began is None else self._step_began
-        self._step_seconds()
+        self._forget_step()
         of_ranks: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(of_ranks, self._look.taken())
         self.first_step = of_all(of_ranks)
@@ -253,7 +257,10 @@ class Controller:
             if before is None:
                 raise
             say(AUTO, f"nothing was planned anew ({error}); what was chosen before runs on")
-            self._go_back()
+            self.first_step = before
+            for one in self.shapes:
+                self._run_only(self.chosen[one.shape], self._layers_of(one))
+            self._rest()
             return
         if self.shapes[0].planned is None:
             self.settled = True  # a plan that differs from layer to layer, or cannot be left: it runs as it is
@@ -323,6 +330,11 @@ class Controller:
             layer.use(ALLTOALL if is_unknown else variant)
         if moves_samples(variant):
             link(layer.layer for layer in layers)
+
+    def _run_only(self, variant: str, layers: Sequence[PlannedLayer]) -> None:
+        """Has the layers run a variant and forget all others: a collective call."""
+        self._use(variant, layers)
+        self._keep((variant,), layers)
 
     def _keep(self, variants: Iterable[str], layers: Sequence[PlannedLayer]) -> None:
         """Forgets the dispatchers of other variants, and has their process groups destroyed: a collective call."""
@@ -400,8 +412,7 @@ class Controller:
             return
         ran, self.settled, self.trials = self.trying.ran, False, None
         say(AUTO, f"{' and '.join(self.chosen.values())} had been chosen; {reason}: {ran} runs once, to plan anew")
-        self._use(ran, self.layers)
-        self._keep((ran,), self.layers)
+        self._run_only(ran, self.layers)
         memory_room.count_peak_anew()
         self._look = Look(self.config, self.options)
         self._look.at(self.layers)
@@ -411,9 +422,7 @@ class Controller:
         self.measured = trials.medians()
         self.overhead += trials.longer_than(self.measured.get(chosen, 0.0))
         self.chosen[self.trying.shape] = chosen
-        layers = self._layers_of(self.trying)
-        self._use(chosen, layers)
-        self._keep((chosen,), layers)
+        self._run_only(chosen, self._layers_of(self.trying))
         for line in settled_lines(self, chosen):
             say(AUTO, line)
         if self._number + 1 < len(self.shapes):
@@ -422,16 +431,10 @@ class Controller:
         else:
             self._rest()
 
-    def _go_back(self) -> None:
-        """Has all layers run what was chosen before they were looked at again."""
-        for one in self.shapes:
-            self._use(self.chosen[one.shape], self._layers_of(one))
-            self._keep((self.chosen[one.shape],), self._layers_of(one))
-        self._rest()
-
     def _rest(self) -> None:
         """Nothing is tried any more, until steps take another time."""
-        self.settled, self._step_began, self._cleared = True, None, None
+        self.settled = True
+        self._forget_step()
         self._drift = Drift(self.overhead, is_first=self._drift is None)
 
     def _slowest(self, seconds: float) -> float:

@@ -20,7 +20,7 @@ from megatron_moe_opt.option_values import AUTO
 from megatron_moe_opt.options import Options
 from megatron_moe_opt.planning.costs.cluster import Cluster
 from megatron_moe_opt.planning.plan_file import Plan
-from megatron_moe_opt.planning.planner import best, candidates
+from megatron_moe_opt.planning.planner import best, candidates, in_fewest_parts
 from megatron_moe_opt.planning.predicting.layer_workload import LayerWorkload
 from megatron_moe_opt.planning.predicting.prediction import ALLTOALL, Prediction, Refusal
 from megatron_moe_opt.planning.predicting.skew import most_uneven_layer
@@ -158,7 +158,7 @@ def tried_by_profile(cluster: Cluster, config: Any, options: Options, first: Fir
         refused |= {one.variant: one for one in at_home}
         run = _run(config, {shape.workers}, samples_may_move=True)
         allowed, not_allowed = _allowed(config, found, run, first.rooms, ran)
-        choice, passes = best(allowed), _most_passes(of_ranks)
+        choice, passes = in_fewest_parts(best(allowed), allowed), _most_passes(of_ranks)
         without_timelines = tuple(dataclasses.replace(one, timelines=()) for one in allowed)
         all_refused = (*refused.values(), *not_allowed, *not_beside)
         of_shape = Alike(shape, without_timelines, all_refused, choice.variant, passes, workload, beside, ran)

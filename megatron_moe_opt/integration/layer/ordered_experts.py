@@ -68,7 +68,7 @@ def check_expert_order(config: Any, path: Path) -> None:
 
 def _check_checkpoints(arguments: Any, path: Path) -> None:
     """Of Megatron-LM's own scripts, whose command line is known before anything is built."""
-    for flag in ("--save-params-interval", "--save-wgrads-interval"):
+    for flag in ("--save-params-interval", "--save-wgrads-interval", "--save-dgrads-interval"):
         if getattr(arguments, flag[2:].replace("-", "_"), None) is not None:
             raise ConfigurationError(
                 f"{FLAG} {path} has experts in other places than their numbers, by which {flag} names what it saves: "
@@ -87,7 +87,7 @@ def _check_checkpoints(arguments: Any, path: Path) -> None:
     )
     if distributed and not arguments.dist_ckpt_optim_fully_reshardable:
         raise ConfigurationError(
-            f"{FLAG} {path} with --use-distributed-optimizer needs optimizer states that are saved by parameter: add "
+            f"{FLAG} {path} with a distributed optimizer needs optimizer states that are saved by parameter: add "
             "--dist-ckpt-optim-fully-reshardable"
         )
 
