@@ -101,12 +101,13 @@ def _check_fields(name: str, options: Options, names: Iterable[str]) -> None:
             )
 
 
-def check_config(config: Any, name: str, options: Options, is_of_run: bool = True) -> None:
+def check_config(config: Any, name: str, options: Options, is_of_run: bool = True, is_of_model: bool = True) -> None:
     """Refuses a TransformerConfig that the dispatcher `name` with these options cannot run under.
 
     Args:
         config: a TransformerConfig after its own __post_init__.
         is_of_run: it is of the model that Megatron-LM's arguments speak of, not of layers that are built beside it.
+        is_of_model: gradients are summed over ranks, as a model's are; not those of a layer by itself.
 
     Raises:
         ConfigurationError: names the flag, its value and the way out.
@@ -127,7 +128,7 @@ def check_config(config: Any, name: str, options: Options, is_of_run: bool = Tru
             f"completes under {FLAG} {name} without --sequence-parallel: add that"
         )
     _check_capacity(config)
-    if is_of_run:
+    if is_of_model:
         _check_gradient_groups(config, name)
     _check_cuda_graphs(config, name)
     if getattr(arguments, "optimizer_cuda_graph", False):  # from megatron-core 0.19 on

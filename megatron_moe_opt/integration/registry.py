@@ -63,6 +63,8 @@ _options = Options()
 _refuses_unread = False
 _is_aside = False
 """The layers that are built are none of the run's."""
+_is_alone = False
+"""Layers are built without a model around them, whose gradients nobody sums over ranks."""
 _compared: dict[tuple[int, ...], Facts] = {}
 """What ranks of a group were found to agree in."""
 
@@ -140,6 +142,17 @@ def aside() -> Iterator[None]:
 
 
 @contextmanager
+def without_model() -> Iterator[None]:
+    """Configurations that are built inside the block are of layers by themselves."""
+    global _is_alone
+    outside, _is_alone = _is_alone, True
+    try:
+        yield
+    finally:
+        _is_alone = outside
+
+
+@contextmanager
 def reading_as_alltoall(config: Any) -> Iterator[str]:
     """Lets `config` say `alltoall` inside the block where it names a dispatcher of ours; yields the real name."""
     name = getattr(config, FIELD)
@@ -189,7 +202,7 @@ def _wrap_post_init(config_class: type, stock: tuple[str, ...]) -> None:
             return
         if name in dispatcher_names():
             failure_board.start()  # on ranks without a MoE layer too
-            check_config(self, name, _options, is_of_run=not _is_aside)
+            check_config(self, name, _options, is_of_run=not _is_aside, is_of_model=not (_is_aside or _is_alone))
             if name == AUTO:
                 controller_of(self, _options)  # on ranks without a MoE layer too
         elif self.num_moe_experts is not None:

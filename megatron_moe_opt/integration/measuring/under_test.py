@@ -21,6 +21,7 @@ from megatron_moe_opt.integration.layer.moe_layer import build_layer, forget_mig
 from megatron_moe_opt.integration.measuring.layer_settings import LayerSettings, torch_dtype
 from megatron_moe_opt.integration.measuring.workloads import choose_experts
 from megatron_moe_opt.integration.observe.telemetry import take_records, watch
+from megatron_moe_opt.integration.registry import without_model
 from megatron_moe_opt.option_values import AUTO
 from megatron_moe_opt.options import Options
 from megatron_moe_opt.runtime.engine.recording import clock, recording
@@ -70,7 +71,8 @@ def layer_config(
         bf16=dtype is torch.bfloat16,
         params_dtype=dtype,
     )
-    return TransformerConfig(**(fields | changes))
+    with without_model():
+        return TransformerConfig(**(fields | changes))
 
 
 @dataclass
