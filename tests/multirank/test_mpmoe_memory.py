@@ -10,7 +10,7 @@ import torch.distributed as dist
 from rich.console import Console
 
 from megatron_moe_opt.schedules.mpmoe import STRATEGIES
-from tests.ranks.devices import rank_device
+from tests.ranks.devices import on_gpus, rank_device
 from tools.mpmoe_formulas import LayerElements
 
 TOKENS, HIDDEN, FFN, PARTITIONS = 2048, 64, 256, 4
@@ -39,13 +39,14 @@ def test_saves_what_the_paper_says(ranks):
     rows = {row.strategy: row for row in results[0]}
     row_bytes = TOKENS * HIDDEN * 4
     another = rows["S2"].use.host / PARTITIONS  # T_M of a partition, which eq. 5 has once
+    block = 512 if on_gpus() else 0  # bytes to which a GPU's allocator rounds
     for strategy in ("S1", "S2", "S3", "S4"):
         row = rows[strategy]
         less = another / (row.model_states + row.without.peak) if strategy in ("S1", "S2") else 0
         assert row.saved >= 0.95 * row.predicted - less, row
         assert row.use.held < 0.25 * row.without.held  # the output, and under S2 and S4 the packed rows
     for offloads, recomputes in ("S1", "S3"), ("S2", "S4"):
-        assert 0.999 * another <= rows[offloads].use.peak - rows[recomputes].use.peak <= 1.25 * another  # in blocks
+        assert another - block <= rows[offloads].use.peak - rows[recomputes].use.peak <= 1.25 * another
     # T_DI, and T_M: the activation function's input.
     for strategy, copies in ("none", 0), ("S1", 1 + FFN // HIDDEN), ("S2", FFN // HIDDEN), ("S3", 1), ("S4", 0):
         host = rows[strategy].use.host

@@ -98,7 +98,8 @@ def test_no_choice_falls_on_s2_where_tp_ranks_draw_their_routing(ranks, tmp_path
     file = save(tmp_path / "cluster.json", "S2")
     for schedule, said in ranks.run(chosen_where_routing_is_drawn, profile=file):
         assert schedule == "S1"
-        assert ", S2 left out: --moe-router-force-load-balancing has each rank of a TP group route the tokens" in said
+        drawn = "has each rank of a TP group route the tokens that all of them hold in its own way"
+        assert said.endswith(f", S2 left out: --moe-router-force-load-balancing {drawn}")
 
 
 def refusal(ranks, file: Path, tp: int) -> str:
