@@ -31,14 +31,18 @@ def megatron_version() -> str | None:
 
 def supports_megatron(version: str) -> bool:
     """Whether a version string such as "0.16.1" is in the supported range."""
-    return OLDEST_MEGATRON <= tuple(int(part) for part in version.split(".")[:2]) <= NEWEST_MEGATRON
+    return OLDEST_MEGATRON <= _major_minor(version) <= NEWEST_MEGATRON
 
 
 @functools.cache
 def megatron_is_before(major: int, minor: int) -> bool:
     """Whether the megatron.core that is here is older than a version; not where there is none."""
     version = megatron_version()
-    return version is not None and tuple(int(part) for part in version.split(".")[:2]) < (major, minor)
+    return version is not None and _major_minor(version) < (major, minor)
+
+
+def _major_minor(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in version.split(".")[:2])
 
 
 @functools.cache

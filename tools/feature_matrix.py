@@ -222,7 +222,7 @@ class Cell:
 
 def command_of(feature: Feature, dispatcher: str, checkout: Path, folder: Path) -> list[str]:
     """Returns what the launcher is told."""
-    base = BASE.replace(feature.without, "") if feature.without else BASE
+    base = BASE.replace(feature.without, "")
     arguments = f"{base} {feature.arguments}".replace("{length}", feature.length).replace("{folder}", str(folder))
     ours = f"--moe-token-dispatcher-type {_type_of(dispatcher)} {OPTIONS.get(dispatcher, '')}"
     return [str(checkout / "pretrain_gpt.py"), *shlex.split(arguments), *shlex.split(ours)]

@@ -46,6 +46,8 @@ from megatron_moe_opt.topology.domains import ExpertDomains, realisable, station
 
 NAME = "mpmoe"
 DEFAULT_PARTITIONS = 4
+_OF_EXPERTS = frozenset({"expert_fc1", "moe_act", "fused_group_mlp"})
+"""Modules that run in an expert call, of those that --offload-modules takes."""
 
 
 @dataclass(frozen=True)
@@ -194,10 +196,6 @@ def _check(config: Any, options: MpmoeOptions, arguments: Any) -> None:
         raise ConfigurationError(
             f"--fine-grained-activation-offloading offloads what {flag} restores in another way: drop one of the two"
         )
-
-
-_OF_EXPERTS = frozenset({"expert_fc1", "moe_act", "fused_group_mlp"})
-"""Modules that run in an expert call, of those that --offload-modules takes."""
 
 
 def _check_domains(config: Any, options: Any) -> None:

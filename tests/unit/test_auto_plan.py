@@ -16,7 +16,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 import megatron_moe_opt
 from megatron_moe_opt.errors import ConfigurationError
-from megatron_moe_opt.integration.auto import auto_layer, first_step
+from megatron_moe_opt.integration.auto import auto_layer, first_step, step_clock
 from megatron_moe_opt.integration.auto.auto_layer import Controller, current_controller
 from megatron_moe_opt.integration.auto.first_step import Alike, FirstStep, Seen
 from megatron_moe_opt.integration.auto.look import passes_held
@@ -278,7 +278,8 @@ def timed(planned, monkeypatch):
     layer = torch.nn.Module()
     layer.forward = lambda seconds: now.__setitem__(0, now[0] + float(seconds[0]))
     layer.config, layer.experts, layer.token_dispatcher = controller.config, torch.nn.Module(), None
-    monkeypatch.setattr(auto_layer, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    for module in (auto_layer, step_clock):
+        monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: now[0]))
     monkeypatch.setattr(Controller, "_slowest", lambda self, seconds: seconds)
     monkeypatch.setattr(Controller, "_agree_on_plan", lambda self, group: None)
     groups = SimpleNamespace(ep_size=8, etp_size=1, ep=None, joint=None)
@@ -389,9 +390,13 @@ def test_a_second_plan_needs_no_file_and_may_fail(timed, monkeypatch, tmp_path, 
     monkeypatch.setattr(auto_layer.dist, "all_gather_object", lambda of_ranks, own: of_ranks.__setitem__(0, own))
     monkeypatch.setattr(controller, "_look", SimpleNamespace(taken=lambda: controller.first_step))
     controller.plan, controller.options = None, Options(profile=tmp_path / "gone.json")
-    controller._cluster, controller.chosen, controller.trials = "costs", {None: "mpmoe:2:S1"}, None
-    controller._begin()
-    assert planned_by == ["costs"] and controller.settled and controller.current == "mpmoe:2:S1"
+    monkeypatch.setattr(auto_layer.Cluster, "load", lambda file: read.append(file) or "costs")
+    controller.chosen, read = {None: "mpmoe:2:S1"}, []
+    for _ in range(2):
+        controller.settled, controller.trials = False, None
+        controller._begin()
+        assert controller.settled and controller.current == "mpmoe:2:S1"
+    assert read == [tmp_path / "gone.json"] and planned_by == ["costs"] * 2
     assert "(no candidate); what was chosen before runs on" in capsys.readouterr().out
 
 

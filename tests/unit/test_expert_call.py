@@ -6,14 +6,13 @@ import weakref
 
 import pytest
 import torch
-from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from megatron_moe_opt.runtime.engine.offload import HOST_MEMORY
 from megatron_moe_opt.runtime.through_experts.expert_call import ExpertCall, Experts
 from megatron_moe_opt.runtime.through_experts.expert_pipeline import _Sum
 from megatron_moe_opt.runtime.through_experts.saved_middle import Products, addresses_of
-from megatron_moe_opt.runtime.travelling_experts.arrived_experts import ArrivedExperts, restore_part
+from megatron_moe_opt.runtime.travelling_experts.arrived_experts import ArrivedExperts
 from megatron_moe_opt.schedules.mpmoe import Restore
 
 ROWS, HIDDEN, MIDDLE = 12, 8, 20
@@ -198,7 +197,7 @@ def test_activations_that_save_other_tensors_than_before_are_refused(way):
 
 def test_an_output_that_is_saved_beside_experts_that_travel_does_not_keep_its_graph():
     arrived = ArrivedExperts(lambda: lambda: torch.zeros(1))
-    with saved_tensors_hooks(arrived.pack, restore_part):
+    with arrived.hooks():
         output = torch.relu(torch.ones(2, requires_grad=True))
     kept = weakref.ref(output)
     del output

@@ -24,6 +24,7 @@ import os
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -52,6 +53,7 @@ from megatron_moe_opt.integration.auto.first_step import (
 from megatron_moe_opt.integration.auto.given_plan import read_plan
 from megatron_moe_opt.integration.auto.look import Look, passes_held
 from megatron_moe_opt.integration.auto.planned_layer import PlannedLayer, Plug
+from megatron_moe_opt.integration.auto.step_clock import StepClock
 from megatron_moe_opt.integration.auto.stock_variants import (
     failure_to_start,
     is_stock_variant,
@@ -78,7 +80,6 @@ from megatron_moe_opt.planning.predicting.layer_workload import LayerWorkload
 from megatron_moe_opt.planning.predicting.prediction import ALLTOALL, Prediction, Refusal
 from megatron_moe_opt.runtime.engine.collectives import device_of
 from megatron_moe_opt.runtime.job.agreement import found_by_first
-from megatron_moe_opt.runtime.travelling_experts.step_passes import current_step
 from megatron_moe_opt.systems import moves_samples
 from megatron_moe_opt.systems.system import PREFIX, PROFILE_SECONDS
 from megatron_moe_opt.topology.domain_groups import release_domain_groups
@@ -126,16 +127,7 @@ class Controller:
         self._drift: Drift | None = None
         """Watches the steps after the last trials; None: there were none."""
         self._plan_is_agreed = False
-        self._cluster: Cluster | None = None
-        """What --moe-opt-profile holds, on rank 0; None: not read yet."""
-        self._cleared: float | None = None
-        """When gradients were cleared for the step to come; None: they were not, or other passes came between."""
-        self._step_began: float | None = None
-        """When the step that is under way did; None: no layer has run in it yet."""
-        self._micro_batches = 0
-        """Of the step that is under way, or was the last."""
-        self._timed_as = 0
-        """Micro-batches of the first step that was timed: all times are given for as many. 0: there was none."""
+        self.clock = StepClock(self._now)
         if options.plan is not None:
             if dist.is_initialized():
                 self._agree_on_plan(dist.group.WORLD)
@@ -153,7 +145,7 @@ class Controller:
         if self.options.network_levels is not None:
             layer.workers()  # refuses now what the ranks do not lie in
         self._look.at([layer])
-        before_pass(layer.layer, self._begin_step)
+        before_pass(layer.layer, lambda module, _: self.clock.layer_begins(module.training))
         if self.options.plan is None:
             if self.options.profile is not None:
                 # refuses now what could not be planned with later
@@ -191,7 +183,7 @@ class Controller:
         if self.trials is None:
             self._begin()
         else:
-            seconds = self._slowest(self._step_seconds())
+            seconds = self._slowest(self.clock.take())
             if not seconds:
                 return  # no layer has run on any rank: another model's step
             self.trials.record(seconds)
@@ -200,41 +192,9 @@ class Controller:
 
     def after_skipped_step(self) -> None:
         """To be called when an optimizer has skipped a step, whose passes and time are no other step's."""
-        self._forget_step()
+        self.clock.forget()
         if not self.settled and self.trials is None:
             self._look.again()
-
-    def after_others_step(self) -> None:
-        """To be called when the step of another model has ended, whose time is not that of the next one's."""
-        self._cleared = None
-
-    def before_step(self) -> None:
-        """To be called when gradients are cleared: experts that travel may leave from here on, before a layer runs."""
-        if self._step_began is None and self._cleared is None:
-            self._cleared = self._now()
-
-    def _begin_step(self, layer: Any, _: Any) -> None:
-        """Has a step timed from where gradients were cleared on; from here on, where they were not, or where an
-        evaluation came between.
-        """
-        if not layer.training:
-            self._cleared = None
-        elif self._step_began is None:
-            self._step_began = self._now() if self._cleared is None else self._cleared
-            step = current_step()
-            self._micro_batches = 1 if step is None else step.micro_batches
-            self._timed_as = self._timed_as or self._micro_batches
-
-    def _step_seconds(self) -> float:
-        """Of the step that ends, on this rank, as if it had the micro-batches of the first: a batch may be ramped up. 0
-        where no layer has run.
-        """
-        began = self._step_began
-        self._forget_step()
-        return 0.0 if began is None else (time.perf_counter() - began) * self._timed_as / self._micro_batches
-
-    def _forget_step(self) -> None:
-        self._step_began = self._cleared = None
 
     def _now(self) -> float:
         if not self.settled:
@@ -244,8 +204,8 @@ class Controller:
     def _begin(self) -> None:
         """Plans the trials by the step that has just run, and says what is tried."""
         before, planned = self.first_step, self.shapes
-        began = time.perf_counter() if self._step_began is None else self._step_began
-        self._forget_step()
+        began = time.perf_counter() if self.clock.began is None else self.clock.began
+        self.clock.forget()
         of_ranks: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(of_ranks, self._look.taken())
         self.first_step = of_all(of_ranks)
@@ -296,15 +256,17 @@ class Controller:
         seconds = self.options.profile_seconds or PROFILE_SECONDS
         self.own_profile = own_profile(self.config, workloads, seconds)
 
+    @cached_property
+    def _costs(self) -> Cluster:
+        """What all plans are made by: what was measured, or --moe-opt-profile, which is read once. On rank 0."""
+        return Cluster.load(self.options.profile) if self.own_profile is None else self.own_profile.cluster
+
     def _make_plan(self, first: FirstStep) -> tuple[Alike, ...]:
         """What is tried in the layers of each shape, those first that take most time. On rank 0."""
-        own = self.own_profile
         if self.plan is not None:
             found = (tried_by_plan(self.plan, self.config, first),)
         else:
-            if own is None and self._cluster is None:
-                self._cluster = Cluster.load(self.options.profile)
-            found = tried_by_profile(self._cluster if own is None else own.cluster, self.config, self.options, first)
+            found = tried_by_profile(self._costs, self.config, self.options, first)
         return tuple(one.keeping(self.chosen.get(one.shape)) for one in found)
 
     def _agree_on_plan(self, group: dist.ProcessGroup) -> None:
@@ -404,7 +366,7 @@ class Controller:
         """Looks and plans anew where a choice does not rest on what it was made by any more. Nothing waits for the
         device, but once a window: the optimizer's step does, for the norm of the gradients.
         """
-        median = None if self._drift is None else self._drift.record(self._step_seconds())
+        median = None if self._drift is None else self._drift.record(self.clock.take())
         if median is None:
             return
         reason = self._drift.why_over(self._slowest(median))
@@ -434,7 +396,7 @@ class Controller:
     def _rest(self) -> None:
         """Nothing is tried any more, until steps take another time."""
         self.settled = True
-        self._forget_step()
+        self.clock.forget()
         self._drift = Drift(self.overhead, is_first=self._drift is None)
 
     def _slowest(self, seconds: float) -> float:
@@ -492,17 +454,17 @@ def plan_layer(layer: Any, groups: ExpertGroups, options: Options, plug: Plug) -
 
 def _before_step() -> None:
     if _controller is not None:
-        _controller.before_step()
+        _controller.clock.gradients_cleared()
 
 
 def _after_step() -> None:
     if _controller is not None:
-        _controller.after_step() if _is_of_planned_model() else _controller.after_others_step()
+        _controller.after_step() if _is_of_planned_model() else _controller.clock.others_step_ended()
 
 
 def _after_skipped_step() -> None:
     if _controller is not None:
-        _controller.after_skipped_step() if _is_of_planned_model() else _controller.after_others_step()
+        _controller.after_skipped_step() if _is_of_planned_model() else _controller.clock.others_step_ended()
 
 
 def _is_of_planned_model() -> bool:

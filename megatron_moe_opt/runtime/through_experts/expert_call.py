@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from torch.autograd import Function
-from torch.autograd.graph import saved_tensors_hooks
 
 from megatron_moe_opt.runtime.through_experts.saved_middle import Products, SavedMiddle
 from megatron_moe_opt.runtime.travelling_experts.arrived_experts import BorrowedExperts
@@ -175,7 +174,7 @@ class ExpertCall:
     def _without_borrowed(self) -> AbstractContextManager[Any]:
         """In this context operations save what they save anyhow, but no borrowed expert: it may be dropped."""
         borrowed = self._experts.borrowed
-        return nullcontext() if borrowed is None else saved_tensors_hooks(borrowed.forget, borrowed.restore)
+        return nullcontext() if borrowed is None else borrowed.arrived.hooks()
 
 
 @contextmanager

@@ -194,7 +194,7 @@ class SavedMiddle:
 
     def is_middle(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor that is saved is T_M: neither input nor parameter."""
-        is_borrowed = self._borrowed is not None and self._borrowed.forget(tensor) is not tensor
+        is_borrowed = self._borrowed is not None and self._borrowed.part(tensor) is not None
         return not is_borrowed and self._address(tensor) is not None and not self._is_input(tensor)
 
     def unpack(self, saved: Any) -> torch.Tensor:
@@ -210,8 +210,8 @@ class SavedMiddle:
 
     def _pack(self, tensor: torch.Tensor) -> Any:
         if self._borrowed is not None:
-            part = self._borrowed.forget(tensor)
-            if part is not tensor:
+            part = self._borrowed.part(tensor)
+            if part is not None:
                 return part
         address, place = self._address(tensor), (tensor.dtype, tuple(tensor.shape), tensor.stride())
         if address is None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.autograd.graph import saved_tensors_hooks
 
 from megatron_moe_opt.kernels.streams import used_here
 from megatron_moe_opt.runtime.engine.started import Running
@@ -54,17 +55,17 @@ class ArrivedExperts:
         if self.arrive is None:
             self.arrive = self._bring()
 
-    def forget_part(self, tensor: torch.Tensor) -> torch.Tensor | _Part:
-        """Returns where among the experts a tensor lies; the tensor itself, if it is none of them."""
+    def part(self, tensor: torch.Tensor) -> _Part | None:
+        """Returns where among the experts a tensor lies; None, if it is none of them."""
         experts = self._experts and self._experts()
         if experts is None or tensor.untyped_storage()._cdata != experts.untyped_storage()._cdata:
-            return tensor
+            return None
         return _Part(self, tensor.storage_offset() - experts.storage_offset(), tensor.size(), tensor.stride())
 
-    def pack(self, tensor: torch.Tensor) -> torch.Tensor | _Part:
-        """Returns the same for autograd to keep: an output itself would keep the graph alive that saves it."""
-        part = self.forget_part(tensor)
-        return part.detach() if isinstance(part, torch.Tensor) else part
+    def hooks(self) -> saved_tensors_hooks:
+        """Returns a context in which autograd saves of these experts where they lie, and so does not hold them."""
+        # An output itself would keep the graph alive that saves it.
+        return saved_tensors_hooks(lambda tensor: self.part(tensor) or tensor.detach(), restore_part)
 
 
 @dataclass(frozen=True)
@@ -78,7 +79,7 @@ class _Part:
 
 
 def restore_part(part: torch.Tensor | _Part) -> torch.Tensor:
-    """Returns the tensor that `forget_part` was given: where it was a part, in the experts as they are now."""
+    """Returns the tensor that was saved: where it was a part, in the experts as they are now."""
     if isinstance(part, torch.Tensor):
         return part
     experts = part.arrived.experts()
@@ -97,12 +98,12 @@ class BorrowedExperts:
         """Waits for the parameters, and returns them without a graph."""
         return [*self.views(self.arrived.experts())]
 
-    def forget(self, tensor: torch.Tensor) -> Any:
-        """What to save for backward in the place of a tensor that may be a part of these, see `restore`."""
-        return self.arrived.forget_part(tensor)
+    def part(self, tensor: torch.Tensor) -> _Part | None:
+        """Returns what to save for backward in the place of a tensor that is a part of these; None: it is none."""
+        return self.arrived.part(tensor)
 
     def restore(self, saved: Any) -> torch.Tensor:
-        """Returns the tensor that `forget` was given."""
+        """Returns the tensor in whose place that was saved, or itself."""
         return restore_part(saved)
 
 

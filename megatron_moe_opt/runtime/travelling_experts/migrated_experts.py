@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
-from torch.autograd.graph import saved_tensors_hooks
 
 from megatron_moe_opt.kernels import empty
 from megatron_moe_opt.runtime.engine.recomputation import is_recomputing
@@ -28,7 +27,6 @@ from megatron_moe_opt.runtime.travelling_experts.arrived_experts import (
     ArrivedExperts,
     Arriving,
     BorrowedExperts,
-    restore_part,
 )
 from megatron_moe_opt.runtime.travelling_experts.expert_codec import (
     LargestWeights,
@@ -178,7 +176,7 @@ class MigratedExperts:
         """
         if self.communicator.residents.limit is None:
             return nullcontext()
-        return saved_tensors_hooks(self._arrived.pack, restore_part)
+        return self._arrived.hooks()
 
     def back_in_backward(self, outputs: torch.Tensor) -> torch.Tensor:
         """The experts' outputs as they are. When their gradient comes, the experts of this pass are gathered again if
