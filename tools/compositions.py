@@ -63,11 +63,11 @@ def passes(layer: LayerOnCluster, way: str, count: int) -> list[Schedule]:
 
 
 def gathered(layer: LayerOnCluster, way: str, count: int) -> list[Schedule]:
-    """Returns `passes` with an AllGather over TP of what each partition has brought back, tokens or rows, in the place
-    of S1's AllGather of the tokens. In a node it takes the lane of the links between ranks, which are the same.
+    """Returns `passes` with an AllGather over TP of the rows that each partition has brought back, in the place of S1's
+    AllGather of the tokens. In a node it takes the lane of the links between ranks, which are the same.
     """
     one = layer.workload
-    size = -(-one.tokens // count) * one.row_bytes * (1 if way == HOPS else one.topk)
+    size = -(-one.tokens // count) * one.row_bytes * one.topk
     lane = Lane.INTRA if len(set(layer.cluster.world.nodes)) > 1 else Lane.INTER
     costs = layer.converting(costs_of(layer, way))
     return [_gathered(schedule, Op(Kind.ALL_GATHER, lane, size=size, group=TP), costs, layer)
@@ -125,13 +125,16 @@ def least(layer: LayerOnCluster, way: str, build: Builder, edge: bool, costs: Co
 
 def of_replicated_tokens(layer: LayerOnCluster) -> dict[str, float]:
     """By composition its time over that of the fastest candidate; of one that is built, of the fastest other one."""
-    rows, hops = (least(layer, way, passes, True) for way in (ROWS, HOPS))
+    split_before = LayerOnCluster(replace(layer.workload, routes_all=False), layer.cluster)
+    rows, hops, hops_split_before = (
+        least(layer, ROWS, passes, True), least(layer, HOPS, passes, False), least(split_before, HOPS, passes, True)
+    )  # fmt: skip
     # What is known to take longer than these need not be predicted.
     found, _ = candidates(layer.workload, layer.cluster, below=min(rows, hops) * 1.0001)
     best, other = found[0].seconds, next(one.seconds for one in found if not one.variant.endswith(JOINT))
     ratios = {
         "`parm`'s S2, partitions by rows": least(layer, ROWS, gathered, False) / best,
-        "S1 or S2 where tokens hop, AllGathers behind partitions": least(layer, HOPS, gathered, False) / best,
+        "AllGathers behind partitions that hop, which are built: of the time with S1's": hops / hops_split_before,
     }
     if layer.workload.etp == 1:
         return ratios

@@ -16,7 +16,7 @@ from megatron_moe_opt.runtime.rows.exchange_plan import Sharing, plan_exchange, 
 from megatron_moe_opt.runtime.rows.expert_exchange import Exchange, to_experts, to_sources
 from megatron_moe_opt.runtime.rows.own_rows import OwnRows
 from megatron_moe_opt.runtime.rows.ways import EpWithExpertTp, way_of
-from megatron_moe_opt.topology.expert_groups import ExpertGroups
+from megatron_moe_opt.topology.expert_groups import ExpertGroups, TokenCopies
 
 
 class Dispatcher(Protocol):
@@ -126,6 +126,16 @@ class Dispatched:
     def unpermute(self, returned: torch.Tensor) -> torch.Tensor:
         """Returns each token's sum of its rows, [T, H], as Dispatcher.unpermute says."""
         return self.own.unpermute(returned)
+
+
+def counts_beyond(copies: TokenCopies, routing_map_TE: torch.Tensor) -> HostCopy | None:
+    """Returns the tokens that each rank of a TP group, which hold the same ones, has routed to each expert, where the
+    counts of the joint group do not tell: int64 [tp_size, experts], on its way to the host; a collective call over the
+    TP group. Else None.
+    """
+    if copies.inside:
+        return None
+    return HostCopy(all_gather_rows(routing_map_TE.sum(0), None, copies.group).view(copies.group.size(), -1))
 
 
 def map_rows(

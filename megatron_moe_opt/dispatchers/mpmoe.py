@@ -8,6 +8,9 @@ partitions are equal to a row whatever the routing. They go over EP and then ove
 one all-to-all (Parm's). By hops, a row is a token with all of its experts, which crosses a link once (hop_way.py):
 partition j is part j of this rank's tokens, one after another. They are equal in tokens; what each of them has for a
 rank differs as the tokens' experts do. Partitions may share buffers; backward restores what is overwritten (Table II).
+
+Without sequence parallelism all ranks of a TP group hold the same tokens. By hops they share out each partition (Parm's
+S2, after the gate), and its AllGather over TP runs beside the experts of the next ones.
 """
 
 from __future__ import annotations
@@ -18,10 +21,11 @@ from typing import Protocol
 
 import torch
 import torch.distributed as dist
+from torch.distributed import ProcessGroup
 
-from megatron_moe_opt.dispatchers.dispatcher import Dispatcher, map_rows
+from megatron_moe_opt.dispatchers.dispatcher import Dispatcher, counts_beyond, map_rows
 from megatron_moe_opt.dispatchers.partitioning import Partitioning, Partitions
-from megatron_moe_opt.planning.predicting.mpmoe import HOPS, JOINT
+from megatron_moe_opt.planning.predicting.mpmoe import HOPS, JOINT, ROWS
 from megatron_moe_opt.row_format import SAME, Wire
 from megatron_moe_opt.runtime.engine.collectives import all_gather_rows
 from megatron_moe_opt.runtime.engine.host_copy import HostCopy
@@ -33,7 +37,7 @@ from megatron_moe_opt.runtime.rows.ways import way_of
 from megatron_moe_opt.runtime.through_experts.expert_call import Experts
 from megatron_moe_opt.runtime.through_experts.expert_pipeline import through_experts
 from megatron_moe_opt.runtime.travelling_experts.migrated_experts import Lent, MigratedExperts
-from megatron_moe_opt.topology.expert_groups import ExpertGroups
+from megatron_moe_opt.topology.expert_groups import ExpertGroups, TokenCopies
 
 
 class Partitioned(Protocol):
@@ -78,12 +82,16 @@ class PartitionedTokens:
     prob_dtype: torch.dtype
     rows: HoppingRows
     counts: HostCopy
-    """[joint size, partitions * counts of a partition, and the news of migrated experts] of every rank, on its way to
-    the host.
+    """[joint size, partitions * counts of a partition, the news of migrated experts and, where a TP group shares out
+    its tokens, those of each expert] of every rank, on its way to the host.
     """
     hops: TokenHops
     lent: Lent | None = None
     """This rank's experts for the others' use; None where none travels."""
+    copies: TokenCopies | None = None
+    """The TP group that shares out its tokens; None: every rank has tokens of its own."""
+    beyond: HostCopy | None = None
+    """See counts_beyond."""
 
     @property
     def own(self) -> OwnRows:
@@ -93,13 +101,24 @@ class PartitionedTokens:
     @cached_property
     def exchanges(self) -> tuple[Exchange, ...]:
         """Returns who sends what to whom in each partition; the first use waits for the counts."""
-        # host synchronisation: for the counts, the only one of a forward pass
-        return self.hops.exchanges(self.counts.wait()[:, : self.rows.counts.numel()], self.rows)
+        counts, _, of_experts = self._counted
+        if self.copies is not None:
+            shape = (self.hops.experts.ep_size, self.hops.experts.etp_size, -1)
+            self.copies.check_alike(of_experts.reshape(shape), self.beyond and self.beyond.wait())
+        return self.hops.exchanges(counts, self.rows)
 
     @property
     def news(self) -> list[int]:
         """Returns what all ranks tell about changed experts, as `MigratedExperts.fetch` takes it."""
-        return self.counts.wait()[:, self.rows.counts.numel() :].amax(0).tolist()
+        _, news, _ = self._counted
+        return news.amax(0).tolist()
+
+    @property
+    def _counted(self) -> tuple[torch.Tensor, ...]:
+        # host synchronisation: for the counts, the only one of a forward pass
+        counts, own = self.counts.wait(), self.rows.counts.numel()
+        of_experts = 0 if self.copies is None else self.hops.num_experts
+        return counts.split([own, counts.size(1) - own - of_experts, of_experts], dim=1)
 
 
 class MpmoeDispatcher(Dispatcher):
@@ -111,13 +130,18 @@ class MpmoeDispatcher(Dispatcher):
         partitioning: Partitioning,
         hops: TokenHops | None = None,
         wire: Wire = SAME,
+        shares_tokens: bool = False,
     ) -> None:
         """
         Args:
             hops: of the layer's tokens; None: partitions go by rows alone.
             wire: how rows travel.
+            shares_tokens: a TP group whose ranks hold the same tokens shares them out here, where all of them hop.
         """
         self.groups, self.partitioning, self.hops, self.wire = groups, partitioning, hops, wire
+        self._shares_tokens = shares_tokens
+        self._copies: TokenCopies | None = None
+        """The TP group that shares out its tokens; None: every rank has tokens of its own."""
         self.migrated: MigratedExperts | None = None
         """The experts of this layer that travel, where tokens hop between their domains; None where none does."""
         self._rows: HostCopy | None = None
@@ -126,7 +150,15 @@ class MpmoeDispatcher(Dispatcher):
     def describe(self) -> str:
         """Returns what runs, in words, for the line that is logged at start."""
         what = self.partitioning.describe()
+        if self._shares_tokens:
+            what += "; tokens of a TP group shared out after the router, and gathered partition by partition"
         return what if self.migrated is None else f"{what}; {self.migrated.describe()}"
+
+    def take_copies(self, tp: ProcessGroup, tokens_TH: torch.Tensor) -> bool:
+        """Returns whether a TP group shares out its tokens here, and gets back all of them."""
+        if self._shares_tokens:
+            self._copies = TokenCopies.of(tp, self.groups, f"--moe-opt-way {HOPS}", f"--moe-opt-way {ROWS}")
+        return self._shares_tokens
 
     def permute(
         self,
@@ -138,7 +170,8 @@ class MpmoeDispatcher(Dispatcher):
         num_rows: int | None = None,
     ) -> tuple[torch.Tensor, Partitioned]:
         """Groups this rank's tokens by partition, and by rows by expert, each row with its probabilities behind it."""
-        groups = self.groups
+        groups, copies = self.groups, self._copies
+        tp = None if copies is None else copies.group
 
         def rows_of_ranks() -> list[int]:
             if capacity is not None:
@@ -146,18 +179,24 @@ class MpmoeDispatcher(Dispatcher):
             rows = routing_map_TE.sum(0).view(groups.ep_size, -1).sum(1)
             dist.all_reduce(rows, group=groups.joint)
             before, self._rows = self._rows, HostCopy(rows)
+            holders = groups.etp_size * (1 if tp is None else tp.size())
             # host synchronisation: where partitions depend on rows, in the first pass; later ones go by the last one's
-            return [of_rank // groups.etp_size for of_rank in (before or self._rows).wait().tolist()]
+            return [of_rank // holders for of_rank in (before or self._rows).wait().tolist()]
 
         partitions = self.partitioning.choose(rows_of_ranks)
         if partitions.way == HOPS:
             is_padded = capacity is not None
-            packed, rows = self.hops.rows(tokens_TH, probs_TE, routing_map_TE, partitions.count, is_padded)
-            counts, lent = rows.counts, None
+            packed, rows = self.hops.rows(tokens_TH, probs_TE, routing_map_TE, partitions.count, is_padded, tp)
+            told, lent, beyond = [rows.counts], None, None
             if self.migrated is not None:
-                counts, lent = torch.cat([counts, self.migrated.news()]), self.migrated.lent()
-            counts = HostCopy(all_gather_rows(counts.view(1, -1), None, groups.joint))
-            return packed, PartitionedTokens(partitions, probs_TE.dtype, rows, counts, self.hops, lent)
+                told.append(self.migrated.news())
+                lent = self.migrated.lent()
+            if copies is not None:
+                # Before the joint group's counts: when the host has waited for those, these are there.
+                beyond = counts_beyond(copies, routing_map_TE)
+                told.append(routing_map_TE.sum(0))
+            counts = HostCopy(all_gather_rows(torch.cat(told).view(1, -1), None, groups.joint))
+            return packed, PartitionedTokens(partitions, probs_TE.dtype, rows, counts, self.hops, lent, copies, beyond)
         row_map, counts = map_rows(routing_map_TE, groups, capacity=capacity, num_rows=num_rows)
         packed, own = permuted(tokens_TH, probs_TE, row_map.cut(partitions.count), self.wire)
         return packed, PartitionedRows(partitions, probs_TE.dtype, own, counts, groups)

@@ -21,11 +21,9 @@ from __future__ import annotations
 import torch
 from torch.distributed import ProcessGroup
 
-from megatron_moe_opt.dispatchers.dispatcher import Dispatched, Dispatcher, map_rows
+from megatron_moe_opt.dispatchers.dispatcher import Dispatched, Dispatcher, counts_beyond, map_rows
 from megatron_moe_opt.dispatchers.parm_schedule import ParmSchedule, ScheduleChoice
 from megatron_moe_opt.row_format import SAME, Wire
-from megatron_moe_opt.runtime.engine.collectives import all_gather_rows
-from megatron_moe_opt.runtime.engine.host_copy import HostCopy
 from megatron_moe_opt.runtime.rows.exchange_plan import Sharing
 from megatron_moe_opt.runtime.rows.own_rows import permuted
 from megatron_moe_opt.schedules.parm import AAS
@@ -64,9 +62,9 @@ class ParmDispatcher(Dispatcher):
         if self.schedule is None:
             self.schedule = self.choice.choose(tokens_TH, None)
         copies, beyond = self.copies, None
-        if copies is not None and not copies.inside and sizes.get("capacity") is None:
+        if copies is not None and sizes.get("capacity") is None:
             # Before the joint group's counts: when the host has waited for those, these are there.
-            beyond = HostCopy(all_gather_rows(routing_map_TE.sum(0), None, copies.group).view(copies.group.size(), -1))
+            beyond = counts_beyond(copies, routing_map_TE)
         row_map, counts = map_rows(routing_map_TE, self.groups, **sizes)
         if copies is None:
             packed, own = permuted(tokens_TH, probs_TE, row_map.cut(self.schedule.chunks), self.wire)

@@ -1,11 +1,13 @@
 """The stages of tokens that hop to the domains of their experts and back, level by level (HybridEP, section IV-A).
 
     out     [ copies -> all-to-all ] for each level, an all-gather over expert-TP, then a row for each expert held here
-    back    the sum over these, a reduce-scatter over expert-TP, then [ all-to-all -> sum of the copies ] for each level
+    back    the sum over these, a reduce-scatter over expert-TP, then [ all-to-all -> sum of the copies ] for each
+            level, and an all-gather over TP
 
 The outermost level, whose links are the slowest, is first on the way out and last on the way back. A copy of a row goes
 to every domain with one of its experts: a token crosses a link once, whatever its number of experts. Where experts are
-whole there is nothing to be done over expert-TP.
+whole there is nothing to be done over expert-TP, and over TP only where its ranks have shared out tokens that all of
+them hold (Parm's S2).
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from types import MappingProxyType
 from typing import ClassVar
 
 from megatron_moe_opt.schedules.monta import EXPERT_TP, GATHERED
+from megatron_moe_opt.schedules.parm import TP
 from megatron_moe_opt.schedules.pipeline import Stage
 from megatron_moe_opt.schedules.schedule import Kind, Lane, Measure
 
@@ -41,6 +44,8 @@ class HopBytes:
     """Bytes of the rows of the experts held here."""
     gathered: int = 0
     """Of what has arrived at all ranks of expert-TP: each token once."""
+    returned: int = 0
+    """Bytes of the tokens that this rank gets back."""
 
 
 @dataclass(frozen=True)
@@ -55,11 +60,24 @@ class HopRows:
     """Rows that the experts held here compute."""
     arrived: int = 0
     """Rows that have arrived at all ranks of expert-TP together."""
+    tp_size: int = 1
+    """Number of ranks that have shared out tokens all of them hold, and get back those of all."""
+    tp_rank: int = 0
+
+    @property
+    def returned(self) -> int:
+        """Returns the number of tokens that this rank gets back."""
+        return self.own * self.tp_size
+
+    @property
+    def own_place(self) -> int:
+        """Returns where its own tokens begin among those that it gets back."""
+        return self.own * self.tp_rank
 
     def bytes(self, row_bytes: int) -> HopBytes:
         """What moves of rows of so many bytes."""
         sent = {level: rows * row_bytes for level, rows in self.sent.items()}
-        return HopBytes(sent, self.gathered * row_bytes, self.arrived * row_bytes)
+        return HopBytes(sent, self.gathered * row_bytes, self.arrived * row_bytes, self.returned * row_bytes)
 
 
 @dataclass(frozen=True)
@@ -67,7 +85,7 @@ class HopStages:
     """Over the groups of each level in turn. Buffers, L a level:
 
     out     rows -> copies_L -> arrived_L -> copies_NEXT -> ... [ -> gathered ] -> sorted
-    back    sorted -> unsorted [ -> parts -> summed ] -> returned_L -> summed_L -> ... -> rows
+    back    sorted -> unsorted [ -> parts -> summed ] -> returned_L -> summed_L -> ... [ -> own ] -> rows
     """
 
     levels: int
@@ -78,6 +96,8 @@ class HopStages:
     """Copies and sums are made beside experts of other rows: at both ends in the lane of copies, between two levels in
     the lane of the inner one, which they keep in order. Else in the lane of the experts."""
     etp_size: int = 1
+    tp_size: int = 1
+    """Number of ranks that get back each other's tokens, which all of them hold."""
 
     lies_in: ClassVar[Mapping[str, str]] = MappingProxyType({})
     ahead: ClassVar[int] = 2
@@ -105,7 +125,10 @@ class HopStages:
             copied = _sent(level)
             stages.append(Stage(Kind.ALL_TO_ALL, self._lane(level), copied, f"returned_{level}", role(level)))
             stages.append(Stage(Kind.PERMUTE, self._lane_of_copies(level), copied, f"summed_{level}"))
-        return [*stages[:-1], replace(stages[-1], writes="rows")]
+        if self.tp_size == 1:
+            return [*stages[:-1], replace(stages[-1], writes="rows")]
+        gather = Stage(Kind.ALL_GATHER, Lane.INTRA, attrgetter("returned"), "rows", TP)
+        return [*stages[:-1], replace(stages[-1], writes="own"), gather]
 
     @property
     def _end(self) -> Lane:

@@ -102,6 +102,14 @@ class Partition(Protocol):
         """Number of its rows at their source."""
 
     @property
+    def returned(self) -> int:
+        """Number of rows that their source gets back: where a TP group has shared them out, those of all its ranks."""
+
+    @property
+    def own_place(self) -> int:
+        """Where its own rows begin among those."""
+
+    @property
     def gathered(self) -> int:
         """Number of its rows that the experts here get."""
 
@@ -117,6 +125,16 @@ class PartitionRows:
     """Number of rows that its all-to-all carries."""
     gathered: int
     """Number of rows of all expert-TP peers, after the all-gather."""
+
+    @property
+    def returned(self) -> int:
+        """Returns the number of rows that come back: its own."""
+        return self.own
+
+    @property
+    def own_place(self) -> int:
+        """Returns 0, where its own rows begin among them."""
+        return 0
 
     def bytes(self, row_bytes: int) -> ChunkBytes:
         """What moves of rows of so many bytes."""
@@ -324,8 +342,8 @@ class _Partitions(Pipeline):
         self._way, self._ahead = way, 1 if strategy.reuses else way.ahead
         self._on_the_way: dict[tuple[int, Move], tuple[str, Sequence[Stage]]] = {}
         """Where the rows of a partition are that have been sent, but not sorted, and what remains until they are."""
-        self._at_source: dict[int, Callable[[], object]] = {}
-        """What remains to be done with the rows of a partition that are back."""
+        self._at_source: dict[int, tuple[str, Sequence[Stage], Mapping[str, str]]] = {}
+        """Where the rows of a partition are that are back, and what remains to be done with them, by what names."""
 
     def alternate(self, send: Part, sort: Part, compute: Part, back: Part) -> None:
         """Has all partitions through the experts; each function adds its ops for one.
@@ -346,11 +364,12 @@ class _Partitions(Pipeline):
             compute(j)
             if j < last:
                 sort(j + 1)
+            self._sum_up(j - 1)
             back(j)
             self._pass_on(j + self._ahead)
-            self._finish(j + 1 - self._ahead)
-        for j in range(last + 2 - self._ahead, last + 1):
-            self._finish(j)
+            self._share(j - 1)
+        self._sum_up(last)
+        self._share(last)
 
     def send(self, j: int, move: Move) -> None:
         """A partition's rows to their experts, over the first links. Without a group of several ranks they stay."""
@@ -376,16 +395,23 @@ class _Partitions(Pipeline):
     def back(self, j: int, move: Move, target: str) -> None:
         """To their sources: move.source -> target. What is done there comes after what other partitions need first."""
         stages = self._stages(move)
-        names = {**move.names(stages, self._way.lies_in), stages[-1].writes: target}
-        if stages[-1].kind is Kind.PERMUTE and len(stages) > 1:
-            *stages, at_source = stages
-            back = self.through(j, move.source, stages, names)
-            self._at_source[j] = lambda: self.through(j, back, [at_source], names)
-        else:
-            self.through(j, move.source, stages, names)
+        own = own_buffer(move.prefix + "own", j)  # in the memory of the target, of which every partition has its own
+        names = {**move.names(stages, self._way.lies_in), "own": own, stages[-1].writes: target}
+        last_sort = max((n for n, stage in enumerate(stages) if stage.kind is Kind.PERMUTE), default=0)
+        moves, at_source = (stages[:last_sort], stages[last_sort:]) if last_sort else (stages, [])
+        self._at_source[j] = self.through(j, move.source, moves, names), at_source, names
 
-    def _finish(self, j: int) -> None:
-        self._at_source.pop(j, lambda: None)()
+    def _sum_up(self, j: int) -> None:
+        """Adds what a rank does with the rows of a partition that are back."""
+        if j in self._at_source:
+            back, at_source, names = self._at_source[j]
+            self._at_source[j] = self.through(j, back, at_source[:1], names), at_source[1:], names
+
+    def _share(self, j: int) -> None:
+        """Adds what the ranks of a TP group that have shared out a partition do with its sums: they gather them."""
+        if j in self._at_source:
+            back, at_source, names = self._at_source.pop(j)
+            self.through(j, back, at_source, names)
 
     def _stages(self, move: Move) -> list[Stage]:
         """Those of the way in the direction of a move, which measure rows of a partition as it has them."""

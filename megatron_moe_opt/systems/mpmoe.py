@@ -129,7 +129,9 @@ def _build(groups: Any, options: MpmoeOptions, config: Any) -> Any:
         return MpmoeDispatcher(groups, partitioning_of(options, groups, workload), wire=options.wire)
     workers = levels_of(groups.ep, options.network_levels)
     workload = layer_workload(config, groups, workers, wire=options.wire)
-    dispatcher = MpmoeDispatcher(groups, partitioning_of(options, groups, workload), wire=options.wire)
+    shares_tokens = workload.gathers_parts and options.ways == (HOPS,)
+    partitioning = partitioning_of(options, groups, workload)
+    dispatcher = MpmoeDispatcher(groups, partitioning, wire=options.wire, shares_tokens=shares_tokens)
     hops_in = domain_groups(groups.ep, domains_of(options, workers), dispatcher)
     dispatcher.hops = TokenHops(hops_in, groups, config.num_moe_experts, config.moe_router_topk, options.wire)
     return dispatcher

@@ -59,9 +59,19 @@ class TokenCopies:
     """[joint size] global rank of each rank of the joint group."""
     inside: bool
     """Whether all ranks of the TP group are in the joint group."""
+    flag: str
+    """The flag by which the TP group shares out its tokens behind the router, and its value."""
+    way_out: str
+    """The one by which it would before."""
 
     @classmethod
-    def of(cls, tp: ProcessGroup, groups: ExpertGroups) -> TokenCopies:
+    def of(
+        cls,
+        tp: ProcessGroup,
+        groups: ExpertGroups,
+        flag: str = "--moe-opt-parm-schedule S2",
+        way_out: str = "--moe-opt-parm-schedule S1",
+    ) -> TokenCopies:
         """Returns the groups of a layer. A collective call over both of them."""
         holders = dist.get_process_group_ranks(tp)
         known: list[tuple[int, int]] = [(0, 0)] * groups.joint_size
@@ -73,7 +83,7 @@ class TokenCopies:
         like = torch.tensor([first_holders.index(first) for first in first_holders])
         shape = groups.ep_size, groups.etp_size
         inside = set(holders) <= set(joint)
-        return cls(tp, torch.tensor(tp_ranks).view(shape), tuple(ep_ranks), like, tuple(joint), inside)
+        return cls(tp, torch.tensor(tp_ranks).view(shape), tuple(ep_ranks), like, tuple(joint), inside, flag, way_out)
 
     def check_alike(self, counts: torch.Tensor, beyond: torch.Tensor | None) -> None:
         """Compares what ranks that hold the same tokens have for each expert.
@@ -95,8 +105,8 @@ class TokenCopies:
             if not torch.equal(own, others):
                 rank, expert = (own != others).nonzero()[0].tolist()
                 raise RoutingError(
-                    f"--moe-opt-parm-schedule S2 takes all ranks of a TP group to route their tokens alike, but ranks "
+                    f"{self.flag} takes all ranks of a TP group to route their tokens alike, but ranks "
                     f"{ranks[like[rank]]} and {ranks[rank]}, which hold the same tokens, have "
                     f"{int(others[rank, expert])} and {int(own[rank, expert])} of them for expert {expert}: use "
-                    "--moe-opt-parm-schedule S1, or add --sequence-parallel"
+                    f"{self.way_out}, or add --sequence-parallel"
                 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from megatron_moe_opt.schedules import expert_migration, monta, mpmoe, netmoe, parm
 from megatron_moe_opt.schedules.hops import HopBytes, HopRows, HopStages
@@ -35,6 +36,8 @@ def all_schedules() -> Iterator[tuple[str, Schedule]]:
             of = f"hops over {levels} level(s), expert-TP {etp_size}"
             tokens = [HopRows(1, dict.fromkeys(range(levels), 1), 2, 2)] * count
             ways[of] = HopStages(levels, tuple(range(levels)), True, etp_size), tokens
+            gathered = [replace(size, tp_size=2) for size in tokens]
+            ways[f"{of}, gathered over TP"] = HopStages(levels, tuple(range(levels)), True, etp_size, 2), gathered
             samples = [size.bytes(1) for size in tokens]
             yield f"netmoe dispatch, {count} chunk(s), {of}", netmoe.dispatch(samples, levels, etp_size)
             yield f"netmoe combine, {count} chunk(s), {of}", netmoe.combine(samples, levels, etp_size)

@@ -119,7 +119,7 @@ def test_calls_are_late_and_strict(gpu_ranks):
 def errors_of(dispatcher: str, folder: object) -> list[float]:
     """Of a layer against stock, forward and backward."""
     if dispatcher == "parm":
-        return list(compare_replicated("parm", BOTH, {}, None, "S2").values())
+        return list(compare_replicated("parm", BOTH, {}, None, parm_schedule="S2").values())
     if dispatcher == "mpmoe":
         return [error for error, _ in worst_errors(BOTH, {}, None, [(2, "S4")], steps=2).values()]
     layout = BOTH if dispatcher in ("monta", "deepspeed") else EP4

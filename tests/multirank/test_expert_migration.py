@@ -17,6 +17,7 @@ import torch.distributed as dist
 from megatron_moe_opt.options import Options
 from megatron_moe_opt.runtime.travelling_experts.expert_communicator import DECODING
 from tests.multirank.test_dispatchers import DROP, PAD, RECOMPUTE, SHARED, compare, route_to
+from tests.multirank.test_parm import compare_replicated
 from tests.ranks.pool import RankPool
 
 ONE_LEVEL, TWO_LEVELS = (4,), (2, 2)
@@ -74,20 +75,10 @@ def test_layouts_equal_stock(ranks):
     )
 
 
-def replicated(sizes: tuple[int, ...]) -> dict[str, float]:
-    """See compare_replicated."""
-    from unittest import mock
-
-    from tests.multirank import test_parm
-
-    options = Options(network_levels=ONE_LEVEL, domain_sizes=sizes)
-    with mock.patch.object(test_parm, "Options", lambda **_: options):
-        return test_parm.compare_replicated("expert-migration", {"tp": 2, "ep": 4, "etp": 1}, {}, None)
-
-
 @pytest.mark.parametrize("size", [1, 2])
 def test_tokens_that_all_tp_ranks_hold_give_what_sequence_parallelism_gives(ranks, size):
-    for errors in ranks.run(replicated, sizes=(size,)):
+    arguments = {"layout": {"tp": 2, "ep": 4, "etp": 1}, "settings": {}, "routing": None, "network_levels": ONE_LEVEL}
+    for errors in ranks.run(compare_replicated, dispatcher="expert-migration", domain_sizes=(size,), **arguments):
         assert max(errors.values()) < 1e-6, errors
 
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from megatron_moe_opt.options import Options
 from megatron_moe_opt.schedules.mpmoe import STRATEGIES
 from tests.multirank.test_dispatchers import ASKS, DROP, LAYOUTS, PAD, RAGGED, RECOMPUTE, SHARED, route_to
-from tests.multirank.test_parm import GATED, compare_replicated
+from tests.multirank.test_parm import FORCED, GATED, JITTER, PER_TOKEN, SINKHORN, Z_LOSS, compare_replicated
 
 SEQUENCE, BATCH = 24, 3
 COUNTS = (2, 3, 8)
@@ -260,6 +260,38 @@ def test_tokens_that_all_tp_ranks_hold(ranks, settings):
 
 def test_tokens_that_all_tp_ranks_hold_go_to_all_shards_at_once(ranks):
     arguments = {"layout": LAYOUTS["tp2-ep2-etp2"], "settings": GATED, "routing": None, "way": "joint"}
+    for errors in ranks.run(compare_replicated, dispatcher="mpmoe", **arguments):
+        assert max(errors.values()) < 1e-6, errors
+
+
+WHOLE, BOTH = ({"tp": 2, "ep": 2, "etp": etp} for etp in (1, 2))
+
+
+@pytest.mark.parametrize(
+    ("layout", "settings", "routing", "options"),
+    [
+        (WHOLE, GATED, None, {"partitions": 3}),
+        (WHOLE, SHARED | {"moe_shared_expert_overlap": True}, None, {"partitions": 1}),
+        (BOTH, Z_LOSS | RECOMPUTE, "hot", {"partitions": 4, "memory_reuse": "S3"}),
+        (BOTH, {"moe_router_load_balancing_type": "seq_aux_loss"}, None, {"partitions": 8, "memory_reuse": "S2"}),
+        (BOTH | {"cp": 2}, {}, None, {"partitions": 2, "memory_reuse": "S4"}),
+        ({"tp": 4, "ep": 1, "etp": 4}, {}, None, {"partitions": 3}),
+        ({"tp": 4, "ep": 4, "etp": 1}, {"moe_router_topk": 3}, None, {"partitions": 3, "memory_reuse": "S1"}),
+        ({"tp": 2, "ep": 4, "etp": 1}, {}, None, {"partitions": 3, "network_levels": (2, 2), "domain_sizes": (2, 1)}),
+    ],
+    ids=str,
+)
+def test_tokens_that_all_tp_ranks_hold_hop_from_one_of_them(ranks, layout, settings, routing, options):
+    """Each partition is shared out behind the router, and gathered over TP by itself (Parm's S2)."""
+    arguments = {"layout": layout, "settings": settings, "routing": routing, "way": "hops"} | options
+    for errors in ranks.run(compare_replicated, dispatcher="mpmoe", **arguments):
+        assert max(errors.values()) < 1e-6, errors
+
+
+@pytest.mark.parametrize("settings", [DROP, PAD, FORCED, JITTER, SINKHORN, PER_TOKEN], ids=str)
+def test_tokens_hop_from_parts_split_before_a_router_that_would_train_another_model_on_all(ranks, settings):
+    """Routers that drop, balance or draw numbers do so for each rank's part of the tokens, as in all other systems."""
+    arguments = {"layout": BOTH, "settings": settings, "routing": None, "way": "hops"}
     for errors in ranks.run(compare_replicated, dispatcher="mpmoe", **arguments):
         assert max(errors.values()) < 1e-6, errors
 

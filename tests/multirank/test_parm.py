@@ -90,9 +90,8 @@ def compare_replicated(
     layout: dict[str, int],
     settings: dict[str, Any],
     routing: str | None,
-    schedule: str = "S1",
-    way: str | None = None,
     frozen: bool = False,
+    **options: Any,
 ) -> dict[str, float]:
     """How far our layer on all tokens, without sequence parallelism, is from stock's on each rank's part.
 
@@ -100,6 +99,7 @@ def compare_replicated(
 
     Args:
         frozen: the router is not trained in a first pass.
+        options: of ours.
     """
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
@@ -108,7 +108,7 @@ def compare_replicated(
     from tests.ranks.megatron import moe_config, parallel
 
     tp = layout["tp"]
-    megatron_moe_opt.register(Options(parm_schedule=schedule, way=way))
+    megatron_moe_opt.register(Options(**options))
     with parallel(**layout), phases_of_any_size():
         torch.manual_seed(11 + dist.get_rank() // tp)  # routers are alike on the ranks of a TP group
         stock_config = moe_config(moe_router_pre_softmax=True, **settings)
@@ -200,27 +200,27 @@ SPLIT_AFTER_THE_GATE = [
 @pytest.mark.parametrize(("layout", "settings", "routing"), SPLIT_AFTER_THE_GATE, ids=str)
 def test_split_after_the_gate_gives_what_sequence_parallelism_gives(ranks, dispatcher, layout, settings, routing):
     """S2, and the reference schedule, whose ranks all do everything: sums are taken in another order."""
-    arguments = {"layout": layout, "settings": settings, "routing": routing, "schedule": "S2"}
+    arguments = {"layout": layout, "settings": settings, "routing": routing, "parm_schedule": "S2"}
     for errors in ranks.run(compare_replicated, dispatcher=dispatcher, **arguments):
         assert max(errors.values()) < 1e-6, errors
 
 
 @pytest.mark.parametrize("schedule", ["S1", "S2"])
 def test_a_router_that_was_frozen_is_trained_as_others_later(ranks, schedule):
-    arguments = {"layout": {"tp": 2, "ep": 2, "etp": 2}, "settings": SHARED, "routing": None, "schedule": schedule}
+    arguments = {"layout": {"tp": 2, "ep": 2, "etp": 2}, "settings": SHARED, "routing": None, "parm_schedule": schedule}
     for errors in ranks.run(compare_replicated, dispatcher="parm", frozen=True, **arguments):
         assert max(errors.values()) < 1e-6, errors
 
 
-def one_routes_differently(layout: dict[str, int]) -> None:
+def one_routes_differently(layout: dict[str, int], dispatcher: str, **options: Any) -> None:
     import megatron_moe_opt
     from megatron_moe_opt.integration.layer.moe_layer import build_layer
     from tests.ranks.megatron import moe_config, parallel
 
-    megatron_moe_opt.register(Options(parm_schedule="S2"))
+    megatron_moe_opt.register(Options(**options))
     try:
         with parallel(**layout):
-            layer = build_layer(moe_config(moe_token_dispatcher_type="parm", sequence_parallel=False))
+            layer = build_layer(moe_config(moe_token_dispatcher_type=dispatcher, sequence_parallel=False))
             if dist.get_rank() == 3:
                 route_to(layer, "hot", seed=3)
             layer(torch.randn(8, 1, 64, generator=torch.Generator().manual_seed(dist.get_rank() // layout["tp"])))
@@ -228,14 +228,21 @@ def one_routes_differently(layout: dict[str, int]) -> None:
         megatron_moe_opt.register()
 
 
+@pytest.mark.parametrize(
+    ("flag", "asked"),
+    [
+        ("--moe-opt-parm-schedule S2", {"dispatcher": "parm", "parm_schedule": "S2"}),
+        ("--moe-opt-way hops", {"dispatcher": "mpmoe", "way": "hops"}),
+    ],
+)
 @pytest.mark.parametrize(("layout", "first"), [((2, 2, 2), 2), ((4, 2, 1), 0)])  # TP inside EP x expert-TP, and around
-def test_tp_ranks_that_route_the_same_tokens_differently_say_so_together(ranks, layout, first):
+def test_tp_ranks_that_route_the_same_tokens_differently_say_so_together(ranks, layout, first, flag, asked):
     with pytest.raises(RankFailure) as caught:
-        ranks.run(one_routes_differently, layout=dict(zip(("tp", "ep", "etp"), layout, strict=True)))
+        ranks.run(one_routes_differently, layout=dict(zip(("tp", "ep", "etp"), layout, strict=True)), **asked)
     assert [rank for rank, kind, _ in caught.value.errors if kind == "RoutingError"] == [0, 1, 2, 3]
     for _, _, message in caught.value.errors:
         expected = "takes all ranks of a TP group to route their tokens alike, but ranks"
-        assert message.startswith(f"--moe-opt-parm-schedule S2 {expected} {first} and 3, which hold the same tokens")
+        assert message.startswith(f"{flag} {expected} {first} and 3, which hold the same tokens")
 
 
 def odd_length() -> None:

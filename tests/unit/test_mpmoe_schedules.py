@@ -17,6 +17,7 @@ from megatron_moe_opt.schedules.mpmoe import (
     forward,
     jointly,
 )
+from megatron_moe_opt.schedules.parm import TP
 from megatron_moe_opt.schedules.pipeline import base_name
 from megatron_moe_opt.schedules.schedule import Kind, Lane, ScheduleError
 from tests.schedule_checks import validate, validate_ranks
@@ -36,7 +37,7 @@ rows_on_a_way = st.one_of(
     ),
     *(
         st.tuples(
-            st.builds(HopStages, st.just(levels), st.just(hops), st.just(True), sizes),
+            st.builds(HopStages, st.just(levels), st.just(hops), st.just(True), sizes, sizes),
             st.just(
                 st.builds(HopRows, number, st.builds(lambda one, hops=hops: dict.fromkeys(hops, one), number), number)
             ),
@@ -144,6 +145,22 @@ def test_the_first_links_do_not_wait_for_those_inside_nodes(way, inner):
     schedule = forward("none", [rows] * 8, ROW, stages)
     found = simulate(schedule, lambda op: seconds[op.lane] if op.group or op.kind is Kind.COMPUTE else 0.0)
     assert found.seconds == pytest.approx(found.busy(Lane.INTER)) == 16
+
+
+@pytest.mark.parametrize("build", [forward, backward])
+@pytest.mark.parametrize("strategy", ["none", "S3"])
+def test_what_a_tp_group_gets_back_of_a_partition_comes_beside_the_next_ones(build, strategy):
+    """Where experts take longest, all AllGathers but the last two are beside them, each once its own rows are there."""
+    seconds = {"tokens.0": 0.5, TP: 1.0}
+    way, rows = HopStages(1, (0,), is_piped=True, tp_size=2), HopRows(8, {0: 8}, 16, tp_size=2)
+    schedule = build(strategy, [rows] * 4, ROW, way)
+    experts = dict.fromkeys((Kind.COMPUTE, Kind.GRADIENT), 2.0)
+    found = simulate(schedule, lambda op: seconds[op.group] if op.group else experts.get(op.kind, 0.0))
+    assert found.busy(Lane.INTRA) == 4
+    assert found.seconds <= 0.5 + found.busy(Lane.COMPUTE) + 2
+    for op in schedule.ops:
+        if op.group == TP:
+            assert [schedule.ops[other].writes for other in op.waits_for] == [op.reads]
 
 
 def test_sums_of_shards_do_not_hold_up_the_next_partition():

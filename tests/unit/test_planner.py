@@ -163,6 +163,24 @@ def migrating(expert_hidden: int) -> tuple[LayerWorkload, Cluster]:
     return layer, Cluster(World(NODES, ep=8), curves, expert_gemm=gemm)
 
 
+def test_tokens_that_hop_are_gathered_over_tp_part_by_part():
+    """In one partition as S1 gathers them behind the layer; in several, beside the experts."""
+    layer, measured = migrating(512)
+    layer = dataclasses.replace(layer, tp=4, tokens=4096)
+    curves = measured.curves | {(Kind.ALL_GATHER, "tp"): line(1e-4, 100 * MB)}
+    measured = dataclasses.replace(measured, world=World(NODES, tp=4, ep=8), curves=curves)
+    by_part, at_once, drops = (
+        by_variant(candidates(dataclasses.replace(layer, **of), measured)[0])
+        for of in ({}, {"routes_all": False}, {"capacity_factor": 1.0})
+    )
+    edge = measured.costs().curves[Kind.ALL_GATHER, "tp"].seconds(4096 * 4096)
+    assert by_part["mpmoe:1:hops"].seconds == pytest.approx(at_once["mpmoe:1:hops"].seconds, rel=1e-2)
+    saved = at_once["mpmoe:4:hops"].seconds - by_part["mpmoe:4:hops"].seconds
+    assert edge < saved < 2 * edge * 3 / 4
+    assert by_part["mpmoe:4"].seconds == at_once["mpmoe:4"].seconds
+    assert drops["mpmoe:4:hops"].seconds == pytest.approx(at_once["mpmoe:4:hops"].seconds)
+
+
 def test_small_experts_travel_and_large_ones_stay():
     small, large = (candidates(*migrating(hidden))[0][0].variant for hidden in (8, 65536))
     assert small.startswith("expert-migration:2x")

@@ -15,7 +15,7 @@ from megatron_moe_opt.integration.auto.memory_room import Room
 from megatron_moe_opt.integration.auto.sample_saving import worth_moving
 from megatron_moe_opt.integration.auto.stock_variants import stock_variants
 from megatron_moe_opt.integration.checks import check_config
-from megatron_moe_opt.integration.layer.replicated_tokens import holds_replicated_tokens
+from megatron_moe_opt.integration.layer.replicated_tokens import holds_replicated_tokens, routes_together
 from megatron_moe_opt.option_values import AUTO
 from megatron_moe_opt.options import Options
 from megatron_moe_opt.planning.costs.cluster import Cluster
@@ -216,9 +216,7 @@ def _run(config: Any, workers: set[tuple[int, ...]], samples_may_move: bool) -> 
     Args:
         workers: of each network level of the expert-parallel groups, as this run finds them.
     """
-    drops = config.moe_expert_capacity_factor is not None
-    balances = config.moe_router_load_balancing_type == "sinkhorn"
-    return Run(frozenset(workers), drops or balances, samples_may_move=samples_may_move)
+    return Run(frozenset(workers), routes_together(config), samples_may_move=samples_may_move)
 
 
 def _allowed(

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron_moe_opt.integration.layer.replicated_tokens import holds_replicated_tokens
+from megatron_moe_opt.integration.layer.replicated_tokens import (
+    holds_replicated_tokens,
+    keeps_from_splitting_rows,
+    routes_together,
+)
 from megatron_moe_opt.kernels import LANE_BYTES
 from megatron_moe_opt.planning.predicting.layer_workload import LayerWorkload, resident_part
 from megatron_moe_opt.row_format import SAME, Wire
@@ -40,6 +44,7 @@ def layer_workload(
         ep=groups.ep_size,
         etp=groups.etp_size,
         tp=config.tensor_model_parallel_size if holds_replicated_tokens(config) else 1,
+        routes_all=keeps_from_splitting_rows(config) is None and not routes_together(config),
         capacity_factor=config.moe_expert_capacity_factor,
         workers=workers,
         fused=config.bias_activation_fusion,

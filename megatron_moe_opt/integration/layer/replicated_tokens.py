@@ -50,6 +50,11 @@ def keeps_from_splitting_rows(config: Any) -> str | None:
     return None
 
 
+def routes_together(config: Any) -> bool:
+    """Whether which rows a token makes depends on the other tokens that its router sees: it drops or balances them."""
+    return config.moe_expert_capacity_factor is not None or config.moe_router_load_balancing_type == "sinkhorn"
+
+
 def _has_aux_loss(coefficients: float | list[float]) -> bool:
     return any(coefficients) if isinstance(coefficients, (list, tuple)) else bool(coefficients)
 

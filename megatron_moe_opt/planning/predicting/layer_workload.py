@@ -44,6 +44,8 @@ class LayerWorkload:
     etp: int = 1
     tp: int = 1
     """Ranks that hold the same tokens: 1 with sequence parallelism."""
+    routes_all: bool = True
+    """Whether each of these ranks may route all of its tokens, as under Parm's S2, and the model stays the same."""
     capacity_factor: float | None = None
     """Every expert gets its capacity of rows. None: dropless."""
     imbalance: float = 1.0
@@ -87,6 +89,11 @@ class LayerWorkload:
     def packed_row_bytes(self) -> int:
         """Returns the bytes of a row of dispatch, which carries its probability."""
         return self.outbound_bytes + self.lane_bytes
+
+    @property
+    def gathers_parts(self) -> bool:
+        """Whether tokens that hop are gathered over TP part by part, and not all of them behind the layer."""
+        return self.tp > 1 and self.routes_all and self.capacity_factor is None
 
     @property
     def local_experts(self) -> int:

@@ -23,6 +23,7 @@ from megatron_moe_opt.runtime.rows.row_layout import AtExperts
 from megatron_moe_opt.schedules.expert_migration import outline
 from megatron_moe_opt.schedules.hops import HopRows, HopStages, level_of
 from megatron_moe_opt.schedules.monta import EXPERT_TP
+from megatron_moe_opt.schedules.parm import TP
 from megatron_moe_opt.schedules.pipeline import base_name
 from megatron_moe_opt.schedules.schedule import Kind, MovingSchedule, Op
 from megatron_moe_opt.topology.domain_groups import DomainGroups
@@ -87,6 +88,7 @@ class Hops:
         unsorted             sums over the experts held here, in the place of what was gathered, or arrived last
         parts, summed        what other shards have for a sum here, and the sums in the place of what arrived last
         summed_L             sums of what has come back, in the place of what was copied at the level
+        own                  those of this rank's tokens, where others have shares of the same, which it gets back too
     """
 
     groups: DomainGroups
@@ -96,6 +98,8 @@ class Hops:
     """Number of this rank's tokens."""
     etp: ProcessGroup | None = None
     """The expert-TP group; None where experts are whole."""
+    tp: ProcessGroup | None = None
+    """The group whose ranks have shared out these tokens, and get back all of them; None: they are this rank's own."""
     copies: dict[int, RowMap] = field(default_factory=dict)
     """Of the hop at each level, the copies of each row: by destination."""
     held: RowMap | None = None
@@ -111,8 +115,8 @@ class Hops:
         return self._stages(is_piped=True)
 
     def _stages(self, is_piped: bool = False) -> HopStages:
-        domains = self.groups.domains
-        return HopStages(domains.levels, domains.hops, is_piped, 1 if self.etp is None else self.etp.size())
+        domains, (etp_size, tp_size) = self.groups.domains, map(_size, (self.etp, self.tp))
+        return HopStages(domains.levels, domains.hops, is_piped, etp_size, tp_size)
 
     def dispatch(self, plan: HopPlan, row_bytes: int) -> MovingSchedule:
         """Returns the schedule of rows to their experts, chunk by chunk."""
@@ -125,7 +129,8 @@ class Hops:
     def rows_of(self, plan: HopPlan) -> HopRows:
         """Returns the rows of a plan, as the stages take them."""
         sent = {level: sum(hop.sent) for level, hop in plan.hops.items()}
-        return HopRows(self.num_tokens, sent, plan.num_gathered, sum(plan.gather_counts))
+        tp_size, tp_rank = _size(self.tp), 0 if self.tp is None else self.tp.rank()
+        return HopRows(self.num_tokens, sent, plan.num_gathered, sum(plan.gather_counts), tp_size, tp_rank)
 
     def num_rows(self, buffer: str, plan: HopPlan, chunk: int) -> int:
         """Returns the rows that a buffer has to hold; of `parts`, for one chunk."""
@@ -205,6 +210,8 @@ class Hops:
     ) -> Steps:
         """Returns the steps of an op on the way back, but of the one that sorts by source."""
         source = reads[0]
+        if op.group == TP:
+            return steps.all_gather(source, written, [self.num_tokens] * self.tp.size(), self.tp)
         if op.group == EXPERT_TP:
             return steps.scatter(source, written, plan.gather_counts, self.etp)
         if op.kind is Kind.SUM:
@@ -244,6 +251,10 @@ class Hops:
         expert = numbers.repeat_interleave(self.held.expert_counts, output_size=num_rows)
         sources = self.held.sources
         self.pairs = sources * topk + fact[sources, expert]
+
+
+def _size(group: ProcessGroup | None) -> int:
+    return 1 if group is None else group.size()
 
 
 def _level(buffer: str) -> int:

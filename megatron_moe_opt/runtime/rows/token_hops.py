@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from torch.distributed import ProcessGroup
 
 from megatron_moe_opt.row_format import SAME, Wire
 from megatron_moe_opt.runtime.rows.expert_exchange import Exchange
@@ -17,6 +18,7 @@ from megatron_moe_opt.runtime.rows.hop_way import DeviceTables, Hops
 from megatron_moe_opt.runtime.rows.own_rows import OwnRows, TokensWithFacts
 from megatron_moe_opt.runtime.rows.row_facts import RowFacts, experts_of_tokens
 from megatron_moe_opt.runtime.rows.row_layout import Payload
+from megatron_moe_opt.runtime.rows.token_share import TokenShare
 from megatron_moe_opt.topology.domain_groups import DomainGroups
 from megatron_moe_opt.topology.expert_groups import ExpertGroups
 
@@ -31,6 +33,8 @@ class HoppingRows:
     """Rows that hop together, one part after another."""
     counts: torch.Tensor
     """int64 [parts * (num_counts + 1)], see DeviceTables.count."""
+    tp: ProcessGroup | None = None
+    """The group that has shared out its tokens and gets back those of all its ranks; None: they are a rank's own."""
 
 
 class TokenHops:
@@ -57,12 +61,14 @@ class TokenHops:
         routing_map_TE: torch.Tensor,
         num_parts: int = 1,
         is_padded: bool = False,
+        tp: ProcessGroup | None = None,
     ) -> tuple[torch.Tensor, HoppingRows]:
         """Packs each token with its facts, and counts the copies that there will be of them.
 
         Args:
             is_padded: experts' rows are filled up to their capacity with tokens of probability 0. They do not travel:
                 outputs and gradients of such rows are 0.
+            tp: the group whose ranks all hold these tokens, and share them out; None: they are this rank's own.
 
         Returns:
             What stands for the rows, differentiable in tokens and probabilities; and what is known of them.
@@ -74,12 +80,16 @@ class TokenHops:
             routing_map_TE = routing_map_TE & (probs_TE != 0)
         facts = RowFacts(Payload.of(tokens_TH, self.wire), self.topk, probs_TE.dtype)
         experts = experts_of_tokens(routing_map_TE, self.topk)
-        number = tokens_TH.size(0)
+        probs_TK = self.probs_of(probs_TE, experts)
+        number = tokens_TH.size(0) // (1 if tp is None else tp.size())
         bounds = [number * part // num_parts for part in range(num_parts + 1)]
         parts = tuple(end - begin for begin, end in zip(bounds, bounds[1:], strict=False))
+        share = None if tp is None else TokenShare(tp, parts)
+        if share is not None:
+            experts, routing_map_TE = share.of(experts), share.of(routing_map_TE)
         counts = self.on_device(tokens_TH.device).count(experts, routing_map_TE, parts)
-        own = OwnRows(TokensWithFacts(facts, experts))
-        return own.pack(tokens_TH, self.probs_of(probs_TE, experts)), HoppingRows(own, facts, parts, counts)
+        own = OwnRows(TokensWithFacts(facts, experts, share=share))
+        return own.pack(tokens_TH, probs_TK), HoppingRows(own, facts, parts, counts, tp)
 
     def probs_of(self, probs_TE: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
         """[T, K], differentiable: the probabilities of each token's experts, int64 [T, K], see experts_of_tokens."""
@@ -95,7 +105,7 @@ class TokenHops:
         tables, number = self.on_device(rows.counts.device), len(rows.parts)
         plans = self.plan(counts.view(self.experts.ep_size, self.experts.etp_size, 1, number, -1))
         return tuple(
-            Exchange(Hops(self.groups, tables, rows.facts, of_part, self.experts.etp), plan)
+            Exchange(Hops(self.groups, tables, rows.facts, of_part, self.experts.etp, rows.tp), plan)
             for of_part, plan in zip(rows.parts, plans, strict=True)
         )
 

@@ -63,7 +63,7 @@ def through_experts(
 
     Returns:
         What stands for the rows that have returned to where they came from, on the wire again: sums over the ranks
-        that had a part of a row's outputs.
+        that had a part of a row's outputs. Where a TP group has shared them out, all of its rows.
     """
     if not torch.is_grad_enabled():  # nothing to restore: partitions share buffers, and T_M is never saved
         wire.rows = _Pass(experts, exchanges, "S4", prob_dtype).forward(wire.take_rows())
@@ -127,9 +127,9 @@ class _Pass:
             ExpertCall(self.experts, one.plan.tokens_per_expert, of_partition, how.middle, addresses, self.hands_over)
             for one, of_partition in zip(self.exchanges, probs, strict=True)
         ]
-        combined = self.layouts[OUTPUTS].at_source.empty_rows(packed.size(0), packed)
+        combined = self.layouts[OUTPUTS].at_source.empty_rows(self._num_returned, packed)
         rows = self._named("rows", packed)
-        buffers = self._buffers(rows | self._named("combined", combined))
+        buffers = self._buffers(rows | self._returning("combined", combined))
         outputs: dict[int, _Computed] = {}
 
         def compute(j: int, tokens: torch.Tensor) -> None:
@@ -167,10 +167,11 @@ class _Pass:
         grad_packed, self.rows = self.rows, None
         if grad_packed is not None:
             given |= self._named("rows", grad_packed)
-        if grad_packed is None or (grad_packed.dtype, grad_packed.size(1)) != (home.wire_dtype, home.width):
-            grad_packed = home.blank_rows(grad_combined.size(0), grad_combined)
+        shape = self._num_returned, home.width
+        if grad_packed is None or (grad_packed.dtype, grad_packed.shape) != (home.wire_dtype, shape):
+            grad_packed = home.blank_rows(self._num_returned, grad_combined)
         # Else nobody wants the rows any more that have been communicated again: their gradients take their place.
-        given |= self._named("grad_rows", grad_packed)
+        given |= self._returning("grad_rows", grad_packed, "grad_")
         buffers, beside = self._buffers(given), STRATEGIES[self.strategy].middle_buffers
         for call in self.calls[:beside]:
             call.make_room_for_middle()
@@ -279,6 +280,19 @@ class _Pass:
         """This rank's own rows, by the buffers' names."""
         parts = rows.split([partition.own for partition in self.partitions])
         return {f"{name}.{j}": part for j, part in enumerate(parts)}
+
+    @property
+    def _num_returned(self) -> int:
+        """The rows that come back to this rank."""
+        return sum(partition.returned for partition in self.partitions)
+
+    def _returning(self, name: str, rows: torch.Tensor, prefix: str = "") -> dict[str, torch.Tensor]:
+        """The rows that come back, and this rank's own among them, by the buffers' names."""
+        named, parts = {}, rows.split([partition.returned for partition in self.partitions])
+        for j, (partition, part) in enumerate(zip(self.partitions, parts, strict=True)):
+            named[f"{name}.{j}"] = part
+            named[f"{prefix}own.{j}"] = part.narrow(0, partition.own_place, partition.own)
+        return named
 
     def _run(
         self, outline: Callable[[str, int, Stages], Outline], bind: Callable[[Op], Steps], device: torch.device
