@@ -50,13 +50,13 @@ class Partitioned(Protocol):
 
 @dataclass(frozen=True)
 class PartitionedRows:
-    """A row for each expert of a token."""
+    """What is noted of a pass whose partitions go by rows: a token has a row for each of its experts."""
 
     partitions: Partitions
     prob_dtype: torch.dtype
     own: OwnRows
     counts: HostCopy
-    """[ep_size, etp_size, experts] rows of every rank, on its way to the host."""
+    """The rows of every rank for each expert, [ep_size, etp_size, experts], on their way to the host."""
     groups: ExpertGroups
 
     @cached_property
@@ -72,18 +72,18 @@ class PartitionedRows:
 
 @dataclass(frozen=True)
 class PartitionedTokens:
-    """A row for each token."""
+    """What is noted of a pass whose partitions go by hops: a token has one row, which crosses a link once."""
 
     partitions: Partitions
     prob_dtype: torch.dtype
     rows: HoppingRows
     counts: HostCopy
-    """[joint size, partitions * counts of a partition, and the news of migrated experts] of every rank, on its way to
-    the host.
+    """The counts of every rank, [joint size, partitions * counts of a partition, and the news of migrated
+    experts], on their way to the host.
     """
     hops: TokenHops
     lent: Lent | None = None
-    """This rank's experts for the others' use; None where none travels."""
+    """This rank's experts as the other ranks use them; None where none travels."""
 
     @property
     def own(self) -> OwnRows:
@@ -121,7 +121,9 @@ class MpmoeDispatcher(Dispatcher):
         self.migrated: MigratedExperts | None = None
         """The experts of this layer that travel, where tokens hop between their domains; None where none does."""
         self._rows: HostCopy | None = None
-        """Of all ranks in the last pass, on their way to the host."""
+        """The rows that the experts of each rank got in the last pass, on their way to the host: the next one's
+        partitions are chosen by them.
+        """
 
     def describe(self) -> str:
         """Returns what runs, in words, for the line that is logged at start."""
@@ -137,7 +139,9 @@ class MpmoeDispatcher(Dispatcher):
         capacity: int | None = None,
         num_rows: int | None = None,
     ) -> tuple[torch.Tensor, Partitioned]:
-        """Groups this rank's tokens by partition, and by rows by expert, each row with its probabilities behind it."""
+        """Groups this rank's tokens by partition and, where each expert of a token has a row, by expert; each row has
+        its probabilities behind it.
+        """
         groups = self.groups
 
         def rows_of_ranks() -> list[int]:
@@ -165,11 +169,13 @@ class MpmoeDispatcher(Dispatcher):
     def dispatch(
         self, packed: torch.Tensor, partitioned: Partitioned, prob_dtype: torch.dtype
     ) -> tuple[torch.Tensor, None, torch.Tensor]:
-        """Rows as they are, with their probabilities behind them: `through_experts` sends them."""
+        """Returns the rows as they are, with their probabilities behind them: `through_experts` sends them."""
         return packed, None, packed.new_empty(0)
 
     def through_experts(self, packed: torch.Tensor, partitioned: Partitioned, experts: Experts) -> torch.Tensor:
-        """Dispatch, experts and combine: what stands for packed rows -> for their outputs, back at the source."""
+        """Runs dispatch, experts and combine: takes what stands for packed rows, and returns what stands for their
+        outputs, back at the source.
+        """
         return through_experts(
             packed,
             partitioned.own.wire,
@@ -180,9 +186,9 @@ class MpmoeDispatcher(Dispatcher):
         )
 
     def combine(self, returned: torch.Tensor, partitioned: Partitioned) -> torch.Tensor:
-        """Rows as they are: they are back already."""
+        """Returns the rows as they are, for they are back already."""
         return returned
 
     def unpermute(self, returned: torch.Tensor, partitioned: Partitioned) -> torch.Tensor:
-        """By rows, sums each token's; by hops nothing remains to be summed: [T, H]."""
+        """Returns the outputs [T, H]: the sums of each token's rows; where tokens hop, their only rows."""
         return partitioned.own.unpermute(returned)

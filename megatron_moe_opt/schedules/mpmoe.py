@@ -83,7 +83,7 @@ class Strategy:
 
 
 PARTITIONS = (1, 2, 3, 4, 5, 6, 7, 8)
-"""To choose from: the paper's 2 to 8, and not to cut at all."""
+"""The numbers of partitions to choose from: the paper's 2 to 8, and not to cut at all."""
 NONE = "none"
 STRATEGIES = {
     NONE: Strategy(Restore.KEEP, Restore.KEEP),
@@ -106,7 +106,7 @@ class Partition(Protocol):
         """Number of its rows that the experts here get."""
 
     def bytes(self, row_bytes: int) -> Any:
-        """What moves of rows of so many bytes."""
+        """Returns what moves of rows of so many bytes."""
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,7 @@ class PartitionRows:
     """Number of rows of all expert-TP peers, after the all-gather."""
 
     def bytes(self, row_bytes: int) -> ChunkBytes:
-        """What moves of rows of so many bytes."""
+        """Returns what moves of rows of so many bytes."""
         return ChunkBytes(self.own * row_bytes, self.gathered * row_bytes)
 
 
@@ -144,15 +144,15 @@ class RowBytes:
     token: int
     """Bytes of a token as the experts have it."""
     middle: int = 0
-    """Of what experts save for backward (T_M), the part that is offloaded."""
+    """Bytes of the part that is offloaded of what experts save for backward (T_M)."""
     returned: int | None = None
-    """With the gradient of its probability, on the way back; None: as much as `packed`."""
+    """Bytes of a token's gradient with that of its probability, on the way back; None: as much as `packed`."""
     outputs: int | None = None
-    """Of an output on the way back; None: as much as `token`."""
+    """Bytes of an output on the way back; None: as much as `token`."""
     output_gradients: int | None = None
-    """Of the gradient of an output, on the way to the experts; None: as much as `token`."""
+    """Bytes of the gradient of an output, on the way to the experts; None: as much as `token`."""
     activations: int = 0
-    """Of what experts save besides `middle` and is computed again from it, where that was offloaded."""
+    """Bytes of what experts save besides `middle` and is computed again from it, where that was offloaded."""
 
     def of(self, move: Move) -> int:
         """Returns the bytes of a row on the way of this move."""
@@ -174,7 +174,7 @@ class Moved:
 
 
 def forward(strategy: str, partitions: Sequence[Partition], row: RowBytes, way: Stages) -> Schedule:
-    """Rows through the experts and back: rows.j -> combined.j.
+    """Returns the schedule of rows through the experts and back: rows.j -> combined.j.
 
     Besides, `tokens.j` and `middle.j` stay behind without reuse, and what is offloaded ends in `host_tokens.j` and
     `host_middle.j`. The size of a compute op is that of its inputs, T_DI.
@@ -183,7 +183,8 @@ def forward(strategy: str, partitions: Sequence[Partition], row: RowBytes, way: 
 
 
 def backward(strategy: str, partitions: Sequence[Partition], row: RowBytes, way: Stages) -> Schedule:
-    """Gradients of the rows' outputs to the experts, and of their inputs back: grad_combined.j -> grad_rows.j.
+    """Returns the schedule of gradients of the rows' outputs to the experts, and of those of their inputs back:
+    grad_combined.j -> grad_rows.j.
 
     Rows that were kept to be communicated again have been read by then: grad_rows.j may be in their memory. A gradient
     op, like the compute op that it mirrors, has the size of T_DI. Partitions are in the same order as in the forward
@@ -206,7 +207,7 @@ def _activations(moved: Moved) -> int:
 
 @cache
 def forward_outline(strategy: str, count: int, way: Stages) -> Outline:
-    """What `forward` does with so many partitions, whatever moves."""
+    """Returns what `forward` does with so many partitions, whatever moves."""
     how = STRATEGIES[strategy]
     pipeline = _Partitions(how, count, way, [f"rows.{j}" for j in range(count)])
 
@@ -229,7 +230,7 @@ def forward_outline(strategy: str, count: int, way: Stages) -> Outline:
 
 @cache
 def backward_outline(strategy: str, count: int, way: Stages) -> Outline:
-    """What `backward` does with so many partitions, whatever moves."""
+    """Returns what `backward` does with so many partitions, whatever moves."""
     how = STRATEGIES[strategy]
     inputs = [f"grad_combined.{j}" for j in range(count)]
     for name, restore in (("tokens", how.inputs), ("middle", how.middle)):
@@ -273,9 +274,9 @@ class Move:
     source: str
     is_out: bool
     sorted: str = ""
-    """What rows are called that are sorted by expert."""
+    """The name of rows that are sorted by expert."""
     prefix: str = ""
-    """What the names of all other buffers begin with."""
+    """The prefix of the names of all other buffers."""
 
     def names(self, stages: Sequence[Stage], lies_in: Mapping[str, str]) -> dict[str, str]:
         """Returns what the buffers of a way's stages are called here.
@@ -325,7 +326,7 @@ class _Partitions(Pipeline):
         self._on_the_way: dict[tuple[int, Move], tuple[str, Sequence[Stage]]] = {}
         """Where the rows of a partition are that have been sent, but not sorted, and what remains until they are."""
         self._at_source: dict[int, Callable[[], object]] = {}
-        """What remains to be done with the rows of a partition that are back."""
+        """What remains to be done at the source with the rows of a partition that are back."""
 
     def alternate(self, send: Part, sort: Part, compute: Part, back: Part) -> None:
         """Has all partitions through the experts; each function adds its ops for one.
@@ -353,7 +354,9 @@ class _Partitions(Pipeline):
             self._finish(j)
 
     def send(self, j: int, move: Move) -> None:
-        """A partition's rows to their experts, over the first links. Without a group of several ranks they stay."""
+        """Sends a partition's rows over the first links to their experts. Without a group of
+        several ranks they stay.
+        """
         *moves, _ = stages = self._stages(move)
         names = move.names(stages, self._way.lies_in)
         first = next((number + 1 for number, stage in enumerate(moves) if stage.group is not None), 0)
@@ -361,7 +364,7 @@ class _Partitions(Pipeline):
         self._on_the_way[j, move] = arrived, moves[first:]
 
     def _pass_on(self, j: int) -> None:
-        """What was sent of a partition over all other links."""
+        """Sends on, over all other links, what was sent of a partition."""
         for (number, move), (arrived, moves) in self._on_the_way.items():
             if number == j and moves:
                 names = move.names(moves, self._way.lies_in)
@@ -374,7 +377,9 @@ class _Partitions(Pipeline):
         self.through(j, arrived, [sort], move.names(stages, self._way.lies_in))
 
     def back(self, j: int, move: Move, target: str) -> None:
-        """To their sources: move.source -> target. What is done there comes after what other partitions need first."""
+        """Sends a partition's rows back to their sources: move.source -> target. What is done there comes after what
+        other partitions need first.
+        """
         stages = self._stages(move)
         names = {**move.names(stages, self._way.lies_in), stages[-1].writes: target}
         if stages[-1].kind is Kind.PERMUTE and len(stages) > 1:
@@ -388,7 +393,7 @@ class _Partitions(Pipeline):
         self._at_source.pop(j, lambda: None)()
 
     def _stages(self, move: Move) -> list[Stage]:
-        """Those of the way in the direction of a move, which measure rows of a partition as it has them."""
+        """Returns the stages of the way in a move's direction, which measure rows of a partition as it has them."""
 
         def measured(stage: Stage) -> Measure:
             return lambda moved: stage.size(moved.rows.bytes(moved.row.of(move)))

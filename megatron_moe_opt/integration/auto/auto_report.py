@@ -87,7 +87,7 @@ def _predicted_saving(predicted: Mapping[str, float], chosen: str, passes: int) 
 
 
 def _flags(variant: str) -> list[str]:
-    """What names a variant on the command line."""
+    """Returns the flags that name a variant on the command line."""
     name, _, setting = variant.partition(":")
     backend = ["--moe-flex-dispatcher-backend", setting] if name == FLEX else []
     return [FLAG, name, *backend, *split_variant(variant, None)[1].words()]

@@ -17,18 +17,19 @@ from megatron_moe_opt.variants import FLEX
 
 ALLGATHER = "allgather"
 _GATHERED = 2
-"""Of what all ranks' tokens take, how often a pass of `allgather` holds it: as they arrive, and as they are summed."""
+"""How often a pass of `allgather` holds what all ranks' tokens take: as they arrive, and as they are summed."""
 
 
 def is_stock_variant(variant: str) -> bool:
-    """Whether it is one of those that are tried without a prediction."""
+    """Whether the variant is one of those that are tried without a prediction."""
     return variant.partition(":")[0] in (ALLGATHER, FLEX)
 
 
 def stock_variants(
     config: Any, layers: Sequence[LayerWorkload], tokens: tuple[int, int], spare: int | None
 ) -> tuple[tuple[str, ...], tuple[Refusal, ...]]:
-    """What this configuration can run of them on this machine; what it cannot, of what is installed.
+    """Returns the ones of them that this configuration can run on this machine; and those that it cannot, of what is
+    installed.
 
     Args:
         layers: that they would run in.
@@ -104,7 +105,7 @@ def release_buffers(variant: str) -> None:
 
 
 def _named(config: Any, variant: str) -> Any:
-    """A copy of the configuration, as if the user had named the variant."""
+    """Returns a copy of the configuration, as if the user had named the variant."""
     name, _, backend = variant.partition(":")
     named = copy.copy(config)
     named.moe_token_dispatcher_type = name

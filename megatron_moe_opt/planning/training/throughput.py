@@ -24,7 +24,7 @@ class Throughput:
     """What one training step takes, and what that is of what the GPUs could do."""
 
     layer_seconds: float
-    """Forward and backward of one MoE layer and micro-batch: compute and exchange."""
+    """Seconds of forward and backward of one MoE layer and micro-batch: compute and exchange."""
     step_seconds: float
     tokens_per_second: float
     """Tokens a second of one GPU."""
