@@ -41,7 +41,7 @@ class WireFormat(Enum):
 
     @property
     def block(self) -> int | None:
-        """Elements that share a scale; None where there are no scales."""
+        """Returns the number of elements that share a scale; None where there are no scales."""
         if self is WireFormat.FP8:
             return 128
         return 32 if self is WireFormat.MXFP8 else None
@@ -67,7 +67,7 @@ class WireFormat(Enum):
         return _padded(self.first_scale(hidden) + scales, PAYLOAD_ALIGNMENT)
 
     def first_scale(self, hidden: int) -> int:
-        """The byte of a row in 8 bits at which its scales begin."""
+        """Returns the byte of a row in 8 bits at which its scales begin."""
         return _padded(hidden, self.scale_bytes)
 
 

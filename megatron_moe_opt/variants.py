@@ -15,7 +15,7 @@ FLEX = "flex"
 
 
 def split_variant(variant: str, profile: Path | None) -> tuple[str, Options]:
-    """The dispatcher's name and options of a variant: a name, or a name, a colon and a setting of its system.
+    """Returns a variant's dispatcher and options: it is a name, or a name, a colon and a setting of its system.
 
     A format of rows on the wire may follow, as in `monta:fp8` or `monta:O2x8:fp8-same` (to the experts, and back).
     `NAME:auto` chooses by the profile, `auto` among all systems. Megatron's `flex:BACKEND` has no options of ours.

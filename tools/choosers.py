@@ -177,7 +177,7 @@ class AutoChooser(Chooser):
     many of each whose tokens hop.
     """
     hopeless = 3.0
-    """The multiple of the fastest prediction from which on a variant is not measured, unless auto tried it."""
+    """The multiple of the fastest prediction above which a variant is not measured, unless auto tried it."""
 
     def __init__(self) -> None:
         self._controller: Controller | None = None

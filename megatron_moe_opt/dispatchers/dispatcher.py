@@ -102,7 +102,7 @@ class Dispatched:
 
     @cached_property
     def exchange(self) -> Exchange:
-        """Who sends what to whom; the first use waits for the counts to reach the host."""
+        """Returns who sends what to whom; the first use waits for the counts to reach the host."""
         # host synchronisation: for the counts, the only one of a forward pass (docs/design.md)
         groups, source, counts = self.groups, self.own.source, self.counts.wait()
         ranks, device = (groups.ep_rank, groups.etp_rank), source.row_map.rows.device

@@ -44,7 +44,7 @@ class HoppingTokens:
 
     @cached_property
     def exchange(self) -> Exchange[HopPlan]:
-        """Where tokens go; the first use waits for the counts to reach the host."""
+        """Returns where tokens go; the first use waits for the counts to reach the host."""
         # host synchronisation: for the counts, the only one of a forward pass
         counts = self.counts.wait()[:, : self.rows.counts.numel()]
         (exchange,) = self.dispatcher.hops.exchanges(counts, self.rows)
@@ -75,7 +75,7 @@ class ExpertMigrationDispatcher(Dispatcher):
         self.hops: TokenHops | None = None
         """Where tokens hop; None until the domains are chosen: at the first pass, where they are not fixed."""
         self._migrate: Migrate | None = None
-        """What has the layer's experts travel; a dispatcher that was never given it moves tokens alone."""
+        """Has the layer's experts travel, once the domains are chosen; set by take_experts."""
         self.migrated: MigratedExperts | None = None
         """The experts of this layer that travel; None where none does."""
 

@@ -45,7 +45,7 @@ class Partitioned(Protocol):
 
     @property
     def exchanges(self) -> tuple[Exchange, ...]:
-        """Who sends what to whom, for each partition; the first use waits for the counts to reach the host."""
+        """Returns who sends what to whom, for each partition; the first use waits for the counts to reach the host."""
 
 
 @dataclass(frozen=True)

@@ -42,7 +42,7 @@ def facts_of(options: Options, arguments: Sequence[str] = ()) -> dict[str, str |
 
 
 def named_dispatcher(arguments: Sequence[str]) -> str | None:
-    """The dispatcher that a command line names, the last one of several; None: it names none."""
+    """Returns the dispatcher that a command line names, the last one of several; None: it names none."""
     name = None
     for number, argument in enumerate(arguments):
         flag, is_joined, value = argument.partition("=")

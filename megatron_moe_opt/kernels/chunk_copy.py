@@ -53,7 +53,7 @@ class ChunkList:
         return cls(*to_device(lists, device).unbind(), int(counts.sum()))
 
     def inverse(self) -> ChunkList:
-        """The list that moves every row back."""
+        """Returns the list that moves every row back."""
         return ChunkList(self.target_rows, self.source_rows, self.row_counts, self.num_rows)
 
     def split(self, num_rows: Sequence[int]) -> list[ChunkList]:

@@ -74,7 +74,7 @@ class Strategy:
 
     @property
     def middle_buffers(self) -> int:
-        """The partitions whose T_M is on the device at once, where they share memory.
+        """Returns the number of partitions whose T_M is on the device at once, where they share memory.
 
         Two where it is offloaded: the paper allocates one (section III-C, eq. 5), but has its copy beside the next
         partition's experts (Fig. 8b and c), which fill another one.

@@ -104,7 +104,7 @@ class PhaseBytes:
     experts: int
     """Bytes of the rows of this rank's experts, of all phases."""
     on_link: int
-    """Bytes that an all-to-all of this size, own rows included, takes on its link."""
+    """Size of an all-to-all, own rows included, that takes as long on its link as this phase's does."""
     own: int
     """Bytes of this rank's own rows, from all shards."""
     gathered: int

@@ -131,7 +131,7 @@ class ExpertDomains:
         return tuple(tuple(first + place * stride for place in range(0, workers, size)) for first in firsts)
 
     def messages(self, level: int) -> dict[Kind, int]:
-        """Messages of all ranks at a level in one all-to-all and one all-gather (Table VII)."""
+        """Returns the messages of all ranks at a level in one all-to-all and one all-gather (Table VII)."""
         return {
             Kind.ALL_TO_ALL: self.world * (self.domains(level) - 1),
             Kind.ALL_GATHER: self.world * (self.sizes[level] - 1),

@@ -416,14 +416,14 @@ _controller: Controller | None = None
 
 
 def new_controller() -> None:
-    """Layers that are built from now on are planned by themselves."""
+    """Has layers that are built from now on planned by themselves."""
     global _controller
     _controller = None
 
 
 @contextmanager
 def controller_aside() -> Iterator[None]:
-    """Layers that are built inside the block are none of the present controller's."""
+    """Keeps layers that are built inside the block apart from the present controller."""
     global _controller
     outside, _controller = _controller, None
     try:

@@ -96,7 +96,7 @@ def own_profile(config: Any, workloads: Sequence[LayerWorkload], seconds: float)
 
 
 def kept_in() -> Path | None:
-    """The file beside the checkpoint: in --save, else in --load. None where the script is given neither."""
+    """Returns the file beside the checkpoint: in --save, else in --load."""
     arguments = training_arguments()
     if arguments is None:  # another loop than Megatron-LM's
         parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)

@@ -63,7 +63,7 @@ class SampleRouting:
 
 
 def keeps_home(config: Any, routing: Sequence[SampleRouting]) -> str | None:
-    """Why samples would not train elsewhere as they do at home, though `netmoe` runs here; None: they would.
+    """Returns why samples would not train elsewhere as they do at home, though `netmoe` runs here; None: they would.
 
     Args:
         routing: of each layer of this rank, in a step under another dispatcher.

@@ -52,7 +52,7 @@ class StepClock:
         self._cleared = None
 
     def forget(self) -> None:
-        """What has run so far is part of no step that is timed."""
+        """Leaves out of all timed steps what has run so far."""
         self.began = self._cleared = None
 
     def take(self) -> float:

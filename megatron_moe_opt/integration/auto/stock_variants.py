@@ -50,7 +50,7 @@ def stock_variants(
 
 
 def stock_dispatcher(layer: Any, variant: str) -> Any:
-    """The dispatcher that MoELayer would have built under this name.
+    """Returns the dispatcher that MoELayer would have built under this name.
 
     Args:
         layer: a MoELayer, with stock's `alltoall` dispatcher or any of ours.
@@ -72,7 +72,8 @@ def stock_dispatcher(layer: Any, variant: str) -> Any:
 
 
 def failure_to_start(variant: str, layers: Sequence[Any]) -> str | None:
-    """What keeps the variant from running on this rank, found by making what it communicates with; None: nothing.
+    """Returns what keeps the variant from running on this rank, found by making what it communicates with; None:
+    nothing.
 
     Of DeepEP alone: a buffer that cannot be made between these GPUs would end the run in the first pass that needs it.
     A collective call over the groups of the layers.
@@ -115,7 +116,7 @@ def _named(config: Any, variant: str) -> Any:
 
 
 def _refusal(config: Any, variant: str) -> str | None:
-    """Why this configuration cannot run a variant, or not as the same function; None: it can."""
+    """Returns why this configuration cannot run a variant, or not as the same function; None: it can."""
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     if (config.expert_model_parallel_size or 1) * (config.expert_tensor_parallel_size or 1) == 1:

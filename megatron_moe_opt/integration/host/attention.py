@@ -22,7 +22,7 @@ from megatron_moe_opt.integration.host.patching import replace
 
 
 def zigzag_positions(tokens: int, rank: int, size: int) -> torch.Tensor:
-    """Positions in the sequence of a context-parallel rank's tokens: int64 [tokens // size].
+    """Returns the positions in the sequence of a context-parallel rank's tokens: int64 [tokens // size].
 
     Args:
         tokens: length of the whole sequence, a multiple of 2 * size.

@@ -257,7 +257,7 @@ def _start_reduce_scatter(
 
 
 def _reduce_scatter_tensor(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Equal parts, summed in rank order like the unequal ones."""
+    """Adapts reduce_scatter_tensor: equal parts, summed in rank order like the unequal ones."""
     del original
 
     def reduce_scatter_tensor(
@@ -274,7 +274,7 @@ def _reduce_scatter_tensor(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _reduce_scatter(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Parts of any lengths, summed in rank order."""
+    """Adapts reduce_scatter: parts of any lengths, summed in rank order."""
     del original
 
     def reduce_scatter(

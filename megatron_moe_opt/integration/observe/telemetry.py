@@ -46,7 +46,7 @@ have the same ones, whenever Python's garbage collection finds a layer that nobo
 
 
 def take_records() -> list[LayerRecord]:
-    """The records with passes since the last time, in the order in which their layers began to run."""
+    """Returns the records with passes since the last time, in the order in which their layers began to run."""
     records = list(_observed.values())
     _observed.clear()
     return records

@@ -1,4 +1,5 @@
-"""Which domain sizes: the least time of all that are realisable, on any number of levels (HybridEP, sections III, IV).
+"""Choosing domain sizes: the least time of all that are realisable, on any number of levels (HybridEP, sections III,
+IV).
 
 A domain size must divide its level, so that few proportions exist, p = (G - S) / (G - 1). Each choice of sizes takes
 what the schedules take that run with it, with one collective a level, one level after the other (the paper's closed

@@ -13,7 +13,7 @@ from megatron_moe_opt.schedules.schedule import Kind
 
 
 def resident_part(layers: float, limit: int | None) -> float:
-    """LayerWorkload.resident_part of a rank that has so many MoE layers.
+    """Returns the LayerWorkload.resident_part of a rank that has so many MoE layers.
 
     Args:
         limit: layers whose gathered experts stay; None: all.

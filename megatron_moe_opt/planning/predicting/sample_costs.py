@@ -68,7 +68,7 @@ class RowCosts:
         return on_device
 
     def volumes(self, counts: np.ndarray, here: np.ndarray, there: np.ndarray, beside: int) -> tuple[Volume, Volume]:
-        """See SampleCosts. What expert-TP adds inside nodes is left out."""
+        """Returns what SampleCosts.volumes says."""
         nodes = self._holders.rank_node
         across = int((nodes[here] != nodes[there]).sum())
         combined = self.of_ranks(counts, there)

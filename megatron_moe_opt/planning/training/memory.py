@@ -82,7 +82,7 @@ def layer_activations(
     moe: bool = True,
     fused: bool = True,
 ) -> dict[str, int]:
-    """Bytes that one layer keeps for its backward, by what they hold.
+    """Returns the bytes that one layer keeps for its backward, by what they hold.
 
     For bf16 with sequence parallelism, no dropout, no biases, dropless routing.
 
@@ -193,7 +193,8 @@ def training_memory(
 def paper_activations(
     tokens: int, sequence: int, hidden: int, heads: int, layers: int, topk: int, tp: int = 1
 ) -> dict[str, float]:
-    """Bytes of eq. 2 and of the rows of Table 4: 16-bit, experts of 4 * hidden without gate, dropout, plain attention.
+    """Returns the bytes of eq. 2 and of the rows of Table 4: 16-bit, experts of 4 * hidden without gate, dropout, plain
+    attention.
 
     With tokens = b s, and l layers of which the first pipeline stage holds l / p for p micro-batches. By row:
     "none", "tp", "sp" (with TP), "selective" and "full" (with TP and SP).

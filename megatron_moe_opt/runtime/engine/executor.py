@@ -133,7 +133,7 @@ class Executor:
 
 
 def executor(device: torch.device | str = "cpu") -> Executor:
-    """The executor of this process for tensors on `device`; "cuda" is the current device."""
+    """Returns the executor of this process for tensors on `device`; "cuda" is the current device."""
     device = torch.device(device)
     index = torch.cuda.current_device() if device.type == "cuda" and device.index is None else device.index
     return _executor(device.type, index)

@@ -230,7 +230,7 @@ def _end_queues() -> None:
 
 
 def started_queue(name: str, device: torch.device) -> HostQueue | StreamQueue:
-    """The queue of this name of this process, for tensors on `device`; made when it is first needed."""
+    """Returns the queue of this name of this process, for tensors on `device`; made when it is first needed."""
     if not _queues:
         atexit.register(_end_queues)  # while it can still be told that a peer has failed: before the failure board ends
     if (name, device) not in _queues:

@@ -291,12 +291,12 @@ os.register_at_fork(after_in_child=_forget)  # a forked process is not the rank
 
 
 def first_failure() -> Failure | None:
-    """The first failure of the job, as far as it is known here."""
+    """Returns the first failure of the job, as far as it is known here."""
     return None if _board is None else _board.first
 
 
 def explain(what: str, is_own: bool, peer: int | None = None) -> str:
-    """The sentence that an error raised on this rank says: which rank failed first, and where. Tells the other ranks.
+    """Returns the sentence that an error raised on this rank says: which rank failed first, and where.
 
     Args:
         what: has failed here.

@@ -105,7 +105,7 @@ class TrafficCounter(TorchDispatchMode):
         return sent
 
     def reduce(self, group: dist.ProcessGroup | None = None) -> tuple[TrafficRow, ...]:
-        """The sum of `rows()` over the ranks of `group` (the world where None), the same on all of them.
+        """Returns the sum of `rows()` over the ranks of `group` (the world where None), the same on all of them.
 
         A collective call; make it after leaving the context, or it counts itself.
         """

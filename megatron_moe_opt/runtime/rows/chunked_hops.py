@@ -216,7 +216,7 @@ class ChunkBack(Hops):
     def step_back(
         self, op: Op, reads: Sequence[torch.Tensor], written: torch.Tensor, plan: HopPlan, layout: KeyLayout
     ) -> Steps:
-        """See Way. The first way back finds by the keys which rows are to be summed."""
+        """Does what Way.step_back says."""
         if op.kind is Kind.SUM:
             before, mine = sum(plan.gather_counts[: self.etp.rank()]), len(written)
             own_keys = steps.call(lambda: layout.write_keys(self.keys.narrow(0, before, mine), written))

@@ -148,7 +148,7 @@ class Hops:
         return self.num_tokens if name == "rows" else arrived
 
     def outbound(self, prob_dtype: torch.dtype | None) -> FactLayout:
-        """See Way. Probabilities go with the numbers of their experts."""
+        """Returns what Way.outbound says."""
         return self.facts.outbound(prob_dtype is not None)
 
     def homebound(self, prob_dtype: torch.dtype | None) -> FactLayout:
@@ -156,7 +156,7 @@ class Hops:
         return self.facts.homebound(prob_dtype is not None)
 
     def step_out(self, op: Op, rows: torch.Tensor, arrived: torch.Tensor, plan: HopPlan) -> Steps:
-        """See Way. The first way out finds the copies of each row by the facts behind it."""
+        """Does what Way.step_out says."""
         if op.group == EXPERT_TP:
             return steps.all_gather(rows, arrived, plan.gather_counts, self.etp)
         if op.group is not None:
@@ -175,7 +175,7 @@ class Hops:
         return steps.call(copy)
 
     def sort(self, here: AtExperts[HopPlan]) -> Steps:
-        """See Way. The first way out finds which rows that arrived go to which of the experts held here."""
+        """Does what Way.sort says."""
         rows, layout = here.rows, here.layout
 
         def select() -> None:

@@ -49,11 +49,11 @@ class PermutedRows(Source):
         return layout.sum_tokens(rows, self.row_map), unpermute_probs(rows, self.row_map, self.prob_dtype)
 
     def sums(self, rows: torch.Tensor) -> torch.Tensor:
-        """See Source: a token's rows are added in the order of its experts, in float32."""
+        """Does what Source.sums says: a token's rows are added in the order of its experts, in float32."""
         return self._homebound(None).sum_tokens(rows, self.row_map)
 
     def spread(self, grad_TH: torch.Tensor) -> torch.Tensor:
-        """See Source. A gradient is narrowed once, whatever its rows."""
+        """Does what Source.spread says."""
         layout = RowLayout(self.payload, self.payload.wire.dispatch, None)
         narrow = layout.narrow(grad_TH)
         if layout.wire.block is None:

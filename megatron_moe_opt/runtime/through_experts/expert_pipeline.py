@@ -213,7 +213,7 @@ class _Pass:
         return grad_packed, [total.value for total in of_parameters]
 
     def hand_over(self) -> list[torch.Tensor]:
-        """What backward needs and is in the device's memory, for autograd to save: the pass holds it no longer.
+        """Returns what backward needs and is in the device's memory, for autograd to save: the pass holds it no longer.
 
         Nothing where saved tensors are not hooked: here they are freed partition by partition.
         """

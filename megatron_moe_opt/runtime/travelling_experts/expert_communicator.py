@@ -123,7 +123,9 @@ class ExpertCommunicator:
         self._on_the_way.clear()
 
     def after_step(self) -> None:
-        """Weights are new: the first layers of the passes since the last step are due when the next one begins."""
+        """Notes that weights are new: the first layers of the passes since the last step are due
+        when the next one begins.
+        """
         self._due, self._first, self._returns = self._first, None, False
 
     def before_step(self) -> None:
